@@ -1,0 +1,376 @@
+/* hcp.h - context parallelism (CP) as plain values.
+ *
+ * This header is the whole contract of the core, in the order in which a
+ * training step meets it:
+ *
+ *   1. status and error   how every call reports
+ *   2. cost               what one sequence costs at a degree
+ *   3. plan               who computes what, with how many ranks
+ *   4. layout             what one rank holds in one micro-batch
+ *   5. route              rows to where they are computed, and back
+ *   6. schedule           the steps of one attention layer on one rank
+ *   7. grid               which ranks form tp, pp, cp, dp, ...
+ *   8. rebind             swap the groups that a model holds, all or none
+ *
+ * The core is C11 and libc: it knows no tensor, no language, no device and no
+ * communicator, keeps no globals, starts no threads and does no I/O. Every
+ * value is immutable once its create call has returned, so any thread may read
+ * it. Arguments are borrowed for the call unless a comment says more. Outputs
+ * are written on success only. Every destroy call accepts NULL.
+ */
+#ifndef HCP_HCP_H
+#define HCP_HCP_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- 1. Status and error ------------------------------------------------ */
+
+#define HCP_STATUS_MAP(X)                                  \
+  X(OK, "success")                                         \
+  X(INVALID, "an argument is not what was expected")       \
+  X(INFEASIBLE, "no plan keeps the limits")                \
+  X(NO_MEMORY, "out of memory")                            \
+  X(OVERFLOW, "a count or a cost does not fit in 63 bits") \
+  X(CALLBACK, "a callback reported failure")
+
+typedef enum hcp_status {
+#define HCP_STATUS_ENUM(name, text) HCP_##name,
+  HCP_STATUS_MAP(HCP_STATUS_ENUM)
+#undef HCP_STATUS_ENUM
+} hcp_status;
+
+/* Belongs to the caller, who may pass NULL where the status alone is enough.
+ * message gives the value, the expectation and the place. */
+typedef struct hcp_error {
+  hcp_status status;
+  char message[480];
+} hcp_error;
+
+/* The name without its prefix, such as "INVALID". Never NULL. */
+const char *hcp_status_name(hcp_status status);
+/* What the status means, in words. Never NULL. */
+const char *hcp_status_text(hcp_status status);
+
+/* ---- 2. Cost ------------------------------------------------------------ */
+
+/* Integer prices, in one unit of the caller's choice (picoseconds, say). Only
+ * integers decide a plan: ranks that round differently would hold different
+ * plans and hang in the next exchange. */
+typedef struct hcp_cost {
+  int64_t pair;     /* one query-key pair of causal attention           */
+  int64_t token;    /* one token through everything that is not attention */
+  int64_t exchange; /* one token's keys and values received by one rank */
+  int64_t launch;   /* one micro-batch on one rank, whatever it holds   */
+} hcp_cost;
+
+/* Time of one sequence of length tokens computed by degree ranks:
+ *
+ *   ceil((pair * length * (length + 1) / 2 + token * length) / degree)
+ *     + exchange * (length - floor(length / degree))
+ *
+ * HCP_OVERFLOW when that does not fit. length >= 1, degree >= 1. */
+hcp_status hcp_cost_time(const hcp_cost *cost, int64_t length, int32_t degree, int64_t *time,
+                         hcp_error *err);
+
+/* ---- 3. Plan ------------------------------------------------------------ */
+
+typedef struct hcp_limits {
+  int32_t ranks;               /* the domain: ranks 0 .. ranks - 1              */
+  int32_t min_degree;          /* >= 1                                          */
+  int32_t max_degree;          /* >= min_degree, <= ranks                       */
+  int64_t max_tokens_per_rank; /* rows that one rank may hold in one micro-batch */
+} hcp_limits;
+
+/* A contiguous interval of ranks that computes one packed set of sequences. */
+typedef struct hcp_group {
+  int32_t first_rank;
+  int32_t degree;
+  int32_t first_sequence; /* into hcp_plan.sequences */
+  int32_t sequences;
+} hcp_group;
+
+/* Groups that run side by side: their rank intervals are disjoint and ascend.
+ * Ranks outside all of them hold no rows in the micro-batch. */
+typedef struct hcp_micro_batch {
+  int32_t first_group; /* into hcp_plan.groups */
+  int32_t groups;
+} hcp_micro_batch;
+
+typedef struct hcp_plan {
+  hcp_limits limits;
+  hcp_cost cost;
+  int32_t n;                            /* sequences planned                          */
+  const int64_t *lengths;               /* n                                          */
+  int32_t micro_batch_count;
+  const hcp_micro_batch *micro_batches; /* in the order in which every rank runs them */
+  int32_t group_count;
+  const hcp_group *groups;
+  const int32_t *sequences;             /* n: the lengths' indices, group after group */
+  int64_t makespan;                     /* cost units: the busiest rank's time        */
+  int64_t bound;                        /* no plan under this cost is faster          */
+  int64_t work;                         /* sum over sequences of the least rank-time  */
+  uint64_t checksum;                    /* of everything above                        */
+} hcp_plan;
+
+/* Rows of the fullest rank when degree ranks share length tokens zigzag.
+ * Rank j holds chunks j and 2 * degree - 1 - j of 2 * degree, and chunk k is
+ * [floor(k * length / (2 * degree)), floor((k + 1) * length / (2 * degree))). */
+int64_t hcp_rows_max(int64_t length, int32_t degree);
+
+/* Assign n sequences to ranks.
+ *
+ * The same lengths, limits and cost give the same plan on every rank and every
+ * machine: only integer arithmetic decides, and ties go to the lower index.
+ * HCP_INFEASIBLE names the sequence that no allowed degree can hold. n may be
+ * 0. On success the caller owns *plan. */
+hcp_status hcp_plan_create(const int64_t *lengths, int32_t n, const hcp_limits *limits,
+                           const hcp_cost *cost, hcp_plan **plan, hcp_error *err);
+
+/* A plan from groups that somebody else chose, checked against every rule that
+ * hcp_plan_create keeps: each sequence once, intervals inside the domain,
+ * disjoint and ascending in a micro-batch, no group without a sequence, degrees
+ * and rows within the limits. */
+hcp_status hcp_plan_create_from(const int64_t *lengths, int32_t n, const hcp_limits *limits,
+                                const hcp_cost *cost, const hcp_micro_batch *micro_batches,
+                                int32_t micro_batch_count, const hcp_group *groups,
+                                int32_t group_count, const int32_t *sequences, hcp_plan **plan,
+                                hcp_error *err);
+
+void hcp_plan_destroy(hcp_plan *plan);
+
+/* ---- 4. Layout ---------------------------------------------------------- */
+
+/* A run of consecutive tokens of one sequence on one rank. */
+typedef struct hcp_span {
+  int32_t slot;  /* which of the group's sequences */
+  int64_t start; /* first token, in the sequence   */
+  int64_t rows;  /* >= 1                           */
+} hcp_span;
+
+/* What rank holds in a micro-batch: the rows of span 0, span 1, ... end to end.
+ * The spans of one sequence follow each other in token order, so the local rows
+ * of a sequence, though not consecutive tokens, are in causal order. A rank
+ * that no group contains has degree 0 and nothing else. */
+typedef struct hcp_layout {
+  int32_t rank;
+  int32_t micro_batch;
+  int32_t first_rank; /* of the group           */
+  int32_t degree;     /* of the group, 0: no rows */
+  int32_t sequence_count;
+  const int32_t *sequences;  /* sequence_count: indices of the plan's lengths */
+  const int64_t *lengths;    /* sequence_count                                */
+  const int32_t *cu_seqlens; /* sequence_count + 1: local rows of each, summed */
+  int32_t span_count;
+  const hcp_span *spans;
+  int64_t rows;
+  const int64_t *positions; /* rows: each row's place in its sequence */
+} hcp_layout;
+
+hcp_status hcp_layout_create(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
+                             hcp_layout **layout, hcp_error *err);
+void hcp_layout_destroy(hcp_layout *layout);
+
+/* ---- Tables ------------------------------------------------------------- */
+
+/* Sections of integers in one block, so that a table travels as one tensor.
+ *
+ * words[0] and words[1] are the caller's own (zero at first). Section s of the
+ * S that its kind lists takes words[2 + 2 * s] and words[3 + 2 * s]: its first
+ * word and its number of records. The caller owns the table. */
+typedef struct hcp_table {
+  int64_t *words;
+  int64_t word_count;
+} hcp_table;
+
+void hcp_table_destroy(hcp_table *table);
+
+/* ---- 5. Route ----------------------------------------------------------- */
+
+/* X(name, words per record). Rows go source -> wire -> output:
+ *
+ *   SIZES     source_rows, sent_rows, received_rows, output_rows
+ *   PACK      (row, rows): source rows, in the order in which the wire wants them
+ *   SENDS     (peer, row, rows): of the packed rows, at most one per peer
+ *   RECEIVES  (peer, row, rows): into the received rows, at most one per peer
+ *   ARRANGE   (row, rows): received rows in output order; row -1 is rows of zeros
+ *
+ * A rank sends to itself by the same records; peers are domain ranks. */
+#define HCP_ROUTE_SECTIONS(X) \
+  X(SIZES, 4)                 \
+  X(PACK, 2)                  \
+  X(SENDS, 3)                 \
+  X(RECEIVES, 3)              \
+  X(ARRANGE, 2)
+
+enum {
+#define HCP_ROUTE_ENUM(name, width) HCP_ROUTE_##name,
+  HCP_ROUTE_SECTIONS(HCP_ROUTE_ENUM)
+#undef HCP_ROUTE_ENUM
+      HCP_ROUTE_SECTION_COUNT
+};
+
+/* Rows of micro-batches [first, first + count) from the ranks that loaded them
+ * to the ranks that compute them. sources[i] is the rank that loaded sequence
+ * i. The source holds whole sequences end to end, those that rank loaded and
+ * that these micro-batches use, by ascending index; the output is the rank's
+ * layouts end to end. reverse is the way back: source and output swapped. */
+hcp_status hcp_route_dispatch(const hcp_plan *plan, const int32_t *sources, int32_t rank,
+                              int32_t first, int32_t count, int32_t reverse, hcp_table **route,
+                              hcp_error *err);
+
+/* Rows within a group shifted along their sequences: the output row at token t
+ * is the source row at token t - shift of the same sequence, or zeros where the
+ * sequence has no such token. */
+hcp_status hcp_route_roll(const hcp_plan *plan, int32_t micro_batch, int32_t rank, int64_t shift,
+                          hcp_table **route, hcp_error *err);
+
+/* ---- 6. Schedule -------------------------------------------------------- */
+
+#define HCP_COMM_TYPES(X) \
+  X(P2P, "p2p")           \
+  X(ALL_GATHER, "all_gather")
+
+typedef enum hcp_comm_type {
+#define HCP_COMM_ENUM(name, text) HCP_COMM_##name,
+  HCP_COMM_TYPES(HCP_COMM_ENUM)
+#undef HCP_COMM_ENUM
+      HCP_COMM_TYPE_COUNT
+} hcp_comm_type;
+
+/* Never NULL for a valid type; NULL otherwise. */
+const char *hcp_comm_type_name(hcp_comm_type type);
+
+/* Stage 0 attends local rows to local rows. Each further stage receives key and
+ * value rows and attends local queries to them. An entry is one dense block:
+ * query rows against key rows, causal (aligned bottom right) or full. Its
+ * partial output covers its query rows; a run lists, for rows of a result, the
+ * parts that are merged or summed there.
+ *
+ *   SIZES          rows, home_sent_rows, home_received_rows
+ *   STAGES         ends of the stage's records in PACK, SENDS, RECEIVES,
+ *                  ARRANGE and ENTRIES, then its sent, received and key rows
+ *   PACK           (row, rows) of the local rows; a stage without any forwards
+ *                  the keys and values of the stage before
+ *   SENDS          (peer, row, rows)
+ *   RECEIVES       (peer, row, rows)
+ *   ARRANGE        (row, rows) of the received rows in key order; a stage
+ *                  without any uses them as they arrive
+ *   ENTRIES        (query_row, query_rows, key_row, key_rows, causal); key_row
+ *                  counts in the stage's keys: the local rows in stage 0
+ *   OUTPUT_RUNS    (row, rows, part, part_row): local rows <- entries
+ *   HOME_RUNS      (row, rows, part, part_row): rows sent home <- entries
+ *   HOME_SENDS     (peer, row, rows): partial gradients to the keys' owners
+ *   HOME_RECEIVES  (peer, row, rows)
+ *   LOCAL_RUNS     (row, rows, part, part_row): local rows <- entries of stage
+ *                  0, then, as one more part, the gradients that came home
+ *
+ * Runs ascend by row; records with the same row and rows are one run, and
+ * different runs do not overlap. */
+#define HCP_SCHEDULE_SECTIONS(X) \
+  X(SIZES, 3)                    \
+  X(STAGES, 8)                   \
+  X(PACK, 2)                     \
+  X(SENDS, 3)                    \
+  X(RECEIVES, 3)                 \
+  X(ARRANGE, 2)                  \
+  X(ENTRIES, 5)                  \
+  X(OUTPUT_RUNS, 4)              \
+  X(HOME_RUNS, 4)                \
+  X(HOME_SENDS, 3)               \
+  X(HOME_RECEIVES, 3)            \
+  X(LOCAL_RUNS, 4)
+
+enum {
+#define HCP_SCHEDULE_ENUM(name, width) HCP_SCHEDULE_##name,
+  HCP_SCHEDULE_SECTIONS(HCP_SCHEDULE_ENUM)
+#undef HCP_SCHEDULE_ENUM
+      HCP_SCHEDULE_SECTION_COUNT
+};
+
+/* P2P passes whole blocks around the ring of the group; ALL_GATHER fetches just
+ * the rows that this rank's queries see, in one stage. */
+hcp_status hcp_schedule_create(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
+                               hcp_comm_type comm_type, int32_t causal, hcp_table **schedule,
+                               hcp_error *err);
+
+/* ---- 7. Grid ------------------------------------------------------------ */
+
+#define HCP_DIMENSIONS(X) \
+  X(TP, "tp")             \
+  X(CP, "cp")             \
+  X(DP, "dp")             \
+  X(PP, "pp")
+
+typedef enum hcp_dimension {
+#define HCP_DIMENSION_ENUM(name, text) HCP_DIMENSION_##name,
+  HCP_DIMENSIONS(HCP_DIMENSION_ENUM)
+#undef HCP_DIMENSION_ENUM
+      HCP_DIMENSION_COUNT
+} hcp_dimension;
+
+/* Ranks of a job as a box of dimensions. */
+typedef struct hcp_grid {
+  int32_t ranks;
+  int32_t sizes[HCP_DIMENSION_COUNT];
+  hcp_dimension order[HCP_DIMENSION_COUNT]; /* fastest-varying first */
+} hcp_grid;
+
+/* order is all four names joined by '-', fastest first, such as "tp-cp-dp-pp".
+ * sizes are by hcp_dimension, each >= 1. Fills *grid: nothing to destroy. */
+hcp_status hcp_grid_init(const int32_t sizes[HCP_DIMENSION_COUNT], const char *order,
+                         hcp_grid *grid, hcp_error *err);
+
+/* Groups of a role: the role is dimension names joined by '_', such as "dp_cp".
+ * Ranks of a group differ in these dimensions only and ascend. group_count
+ * groups of group_size ranks fill ranks_out, grid->ranks in all, group after
+ * group, groups ascending by their first rank. */
+hcp_status hcp_grid_groups(const hcp_grid *grid, const char *role, int32_t *ranks_out,
+                           int32_t *group_count, int32_t *group_size, hcp_error *err);
+
+/* Whether two grids of the same ranks form the same groups in a role. */
+hcp_status hcp_grid_shares(const hcp_grid *a, const hcp_grid *b, const char *role, int32_t *same,
+                           hcp_error *err);
+
+/* ---- 8. Rebind ---------------------------------------------------------- */
+
+/* Reads or writes slot i through the caller's own means. get hands over one
+ * reference, which set (by taking it), or release, ends. Return 0 for success;
+ * anything else stops the switch and is undone. */
+typedef struct hcp_slots {
+  int32_t (*get)(void *context, int32_t i, void **value);
+  int32_t (*set)(void *context, int32_t i, void *value);
+  void (*release)(void *context, void *value);
+  void *context;
+} hcp_slots;
+
+/* A switch under way: what each slot held before. */
+typedef struct hcp_rebinding hcp_rebinding;
+
+/* Put values[i] in slot i for every i < n, all or none: when slot k fails,
+ * slots k - 1 .. 0 get back what they held and HCP_CALLBACK says which k. When
+ * undoing fails too, the message says so and names the slot. values are
+ * borrowed: the set callback takes its own reference. On success the caller
+ * owns *rebinding; slots->context must outlive it. */
+hcp_status hcp_rebinding_create(const hcp_slots *slots, void *const *values, int32_t n,
+                                hcp_rebinding **rebinding, hcp_error *err);
+
+/* Give every slot what it held, last first, and forget it. A slot that fails
+ * does not stop the others; HCP_CALLBACK names the first that failed. Calling
+ * it again does nothing. */
+hcp_status hcp_rebinding_restore(hcp_rebinding *rebinding, hcp_error *err);
+
+/* Slots still to be restored. */
+int32_t hcp_rebinding_pending(const hcp_rebinding *rebinding);
+
+/* Releases what is still held, without restoring. */
+void hcp_rebinding_destroy(hcp_rebinding *rebinding);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

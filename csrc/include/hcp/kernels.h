@@ -1,0 +1,113 @@
+/* kernels.h - rows gathered, merged and summed: the kernels as C functions.
+ *
+ * Tensors are rows: row i of a tensor starts at data + i * row_stride, and its
+ * elements follow each other. Strides are in elements. Tables are those of
+ * hcp.h: records of 64-bit integers. Nothing is allocated, nothing is kept, and
+ * every result is the same whatever the number of threads.
+ *
+ * The functions trust their tables: hcp_check_* proves a table against the
+ * sizes of the tensors first, and belongs to the caller's glue.
+ */
+#ifndef HCP_KERNELS_H
+#define HCP_KERNELS_H
+
+#include "hcp/hcp.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* X(name, bytes of an element) */
+#define HCP_DTYPES(X) \
+  X(FLOAT64, 8)       \
+  X(FLOAT32, 4)       \
+  X(BFLOAT16, 2)      \
+  X(FLOAT16, 2)
+
+typedef enum hcp_dtype {
+#define HCP_DTYPE_ENUM(name, bytes) HCP_##name,
+  HCP_DTYPES(HCP_DTYPE_ENUM)
+#undef HCP_DTYPE_ENUM
+} hcp_dtype;
+
+/* (row, rows) of a gather; row -1 stands for rows of zeros. */
+typedef struct hcp_segment {
+  int64_t row, rows;
+} hcp_segment;
+
+/* (row, rows, part, part_row): rows of the result that part contributes to.
+ * Runs ascend by row; records with equal row and rows are one run. */
+typedef struct hcp_run {
+  int64_t row, rows, part, part_row;
+} hcp_run;
+
+/* One tensor of bytes: the gathers move any element type. */
+typedef struct hcp_column {
+  void *data;
+  int64_t row_stride_bytes;
+  int64_t row_bytes;
+} hcp_column;
+
+/* One partial result of attention: rows x heads x head_dim, and its
+ * log-sum-exp, rows x heads, natural log. */
+typedef struct hcp_part {
+  const void *out;
+  int64_t out_row_stride, out_head_stride;
+  const void *lse; /* double for FLOAT64, float for the rest */
+  int64_t lse_row_stride, lse_head_stride;
+} hcp_part;
+
+/* Every segment lies inside rows, and all together are out_rows long. */
+hcp_status hcp_check_segments(const hcp_segment *segments, int64_t n, int64_t rows,
+                              int64_t out_rows, hcp_error *err);
+
+/* Runs ascend, do not overlap, lie inside out_rows, and each of their parts
+ * lies inside part_rows[part]. */
+hcp_status hcp_check_runs(const hcp_run *runs, int64_t n, const int64_t *part_rows, int64_t parts,
+                          int64_t out_rows, hcp_error *err);
+
+/* Gather rows of several tensors into one: row r of out is the r-th row that
+ * the segments name, of every source in turn, one after the other. */
+void hcp_cpu_pack(const hcp_column *sources, int32_t n_sources, const hcp_segment *segments,
+                  int64_t n_segments, hcp_column out);
+
+/* The columns of one tensor back into several, gathered by segments. */
+void hcp_cpu_unpack(hcp_column source, const hcp_segment *segments, int64_t n_segments,
+                    const hcp_column *outs, int32_t n_outs);
+
+/* Merge partial outputs by log-sum-exp, once, in float32 (float64 for
+ * FLOAT64):
+ *
+ *   lse = log(sum_p exp(lse_p)),  out = sum_p exp(lse_p - lse) * out_p
+ *
+ * out is rows x heads x head_dim and contiguous, lse rows x heads and
+ * contiguous. A part with lse -inf takes no part, whatever its output holds. A
+ * row without parts gives 0 and -inf. A part with lse +inf outweighs all finite
+ * ones; several share the row equally. */
+void hcp_cpu_merge(hcp_dtype dtype, const hcp_part *parts, const hcp_run *runs, int64_t n_runs,
+                   int64_t rows, int64_t heads, int64_t head_dim, void *out, void *lse);
+
+/* Gradients of merge. grad_parts[p] has the shape and strides of a part; out,
+ * lse, grad_out and grad_lse are contiguous as in merge. grad_lse may be NULL.
+ * Rows of a part that no run names are not written. */
+typedef struct hcp_grad_part {
+  void *out; /* contiguous rows x heads x head_dim */
+  void *lse; /* contiguous rows x heads */
+} hcp_grad_part;
+
+void hcp_cpu_merge_backward(hcp_dtype dtype, const hcp_part *parts, const hcp_run *runs,
+                            int64_t n_runs, int64_t heads, int64_t head_dim, const void *out,
+                            const void *lse, const void *grad_out, const void *grad_lse,
+                            const hcp_grad_part *grad_parts);
+
+/* Sum partial rows once, in float32 (float64 for FLOAT64). A part is n_columns
+ * tensors: parts[p * n_columns + c] is column c of part p, and the columns
+ * stand side by side in out. Row strides of parts and out are in bytes. Rows
+ * that no run names become 0. */
+void hcp_cpu_reduce(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
+                    const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

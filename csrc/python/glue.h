@@ -1,0 +1,37 @@
+/* glue.h - what the files of hcp._core share. */
+#ifndef HCP_PYTHON_GLUE_H
+#define HCP_PYTHON_GLUE_H
+
+#define PY_SSIZE_T_CLEAN
+#ifndef Py_LIMITED_API
+#define Py_LIMITED_API 0x030B0000
+#endif
+#include <Python.h>
+
+#include "hcp/hcp.h"
+
+/* Sets the Python exception that fits *err and returns NULL. An exception that
+ * a callback has set already stays. INVALID and INFEASIBLE become ValueError,
+ * NO_MEMORY MemoryError, OVERFLOW OverflowError, CALLBACK RuntimeError. */
+PyObject *hcp_py_raise(const hcp_error *err);
+
+/* A memoryview over memory that owner keeps alive: no copy. format is 'i'
+ * (32 bits) or 'q' (64 bits); width 1 makes a vector of rows, more a matrix of
+ * rows x width. writable is for memory that torch may wrap as a tensor. */
+PyObject *hcp_py_view(PyObject *module, PyObject *owner, void *data, Py_ssize_t rows,
+                      Py_ssize_t width, char format, int writable);
+
+/* A new 64- or 32-bit array from any sequence of Python ints, with an error
+ * that names the place ("lengths[3]"). The caller frees *values with
+ * PyMem_Free. Returns 0, or -1 with an exception set. */
+int hcp_py_int64s(PyObject *sequence, const char *name, int64_t **values, Py_ssize_t *n);
+int hcp_py_int32s(PyObject *sequence, const char *name, int32_t **values, Py_ssize_t *n);
+
+/* Each adds its types to the module. Returns 0, or -1 with an exception set. */
+int hcp_py_add_plan(PyObject *module);
+int hcp_py_add_layout(PyObject *module);
+int hcp_py_add_table(PyObject *module);
+int hcp_py_add_grid(PyObject *module);
+int hcp_py_add_rebinding(PyObject *module);
+
+#endif
