@@ -10,6 +10,10 @@
 
 #include "hcp/hcp.h"
 
+/* A function as a slot's value: ISO C has no such conversion, POSIX and CPython
+ * rely on it. */
+#define HCP_PY_SLOT(function) ((void *)(uintptr_t)(function))
+
 /* Sets the Python exception that fits *err and returns NULL. An exception that
  * a callback has set already stays. INVALID and INFEASIBLE become ValueError,
  * NO_MEMORY MemoryError, OVERFLOW OverflowError, CALLBACK RuntimeError. */
@@ -26,6 +30,19 @@ PyObject *hcp_py_view(PyObject *module, PyObject *owner, void *data, Py_ssize_t 
  * PyMem_Free. Returns 0, or -1 with an exception set. */
 int hcp_py_int64s(PyObject *sequence, const char *name, int64_t **values, Py_ssize_t *n);
 int hcp_py_int32s(PyObject *sequence, const char *name, int32_t **values, Py_ssize_t *n);
+
+/* A memoryview over the table's words, writable, which owns the table. */
+PyObject *hcp_py_table(PyObject *module, hcp_table *table);
+
+/* The C value inside a Plan; NULL with TypeError for anything else. */
+const hcp_plan *hcp_py_plan(PyObject *module, PyObject *object);
+
+/* A new type of the module by that name, kept as an attribute. Returns 0, or -1
+ * with an exception set. */
+int hcp_py_add_type(PyObject *module, const char *name, PyType_Spec *spec);
+
+/* A new instance of a type that hcp_py_add_type has added. */
+PyObject *hcp_py_new(PyObject *module, const char *name);
 
 /* Each adds its types to the module. Returns 0, or -1 with an exception set. */
 int hcp_py_add_plan(PyObject *module);

@@ -325,22 +325,28 @@ typedef struct hcp_grid {
 hcp_status hcp_grid_init(const int32_t sizes[HCP_DIMENSION_COUNT], const char *order,
                          hcp_grid *grid, hcp_error *err);
 
-/* Groups of a role: the role is dimension names joined by '_', such as "dp_cp".
- * Ranks of a group differ in these dimensions only and ascend. group_count
- * groups of group_size ranks fill ranks_out, grid->ranks in all, group after
- * group, groups ascending by their first rank. */
+/* The name of a dimension. Never NULL for a valid one; NULL otherwise. */
+const char *hcp_dimension_name(hcp_dimension dimension);
+
+/* Groups of a role: the role is dimension names joined by '_' in any order,
+ * such as "dp_cp". Ranks of a group differ in these dimensions only and ascend.
+ * group_count groups of group_size ranks fill ranks_out, grid->ranks in all,
+ * group after group, groups ascending by their first rank. */
 hcp_status hcp_grid_groups(const hcp_grid *grid, const char *role, int32_t *ranks_out,
                            int32_t *group_count, int32_t *group_size, hcp_error *err);
 
-/* Whether two grids of the same ranks form the same groups in a role. */
+/* Whether two grids of the same ranks form the same groups in a role: then every
+ * rank also keeps its place in its group. */
 hcp_status hcp_grid_shares(const hcp_grid *a, const hcp_grid *b, const char *role, int32_t *same,
                            hcp_error *err);
 
 /* ---- 8. Rebind ---------------------------------------------------------- */
 
-/* Reads or writes slot i through the caller's own means. get hands over one
- * reference, which set (by taking it), or release, ends. Return 0 for success;
- * anything else stops the switch and is undone. */
+/* Reads or writes slot i through the caller's own means. Return 0 for success;
+ * anything else stops the switch and is undone. get hands over one reference,
+ * which release ends; a NULL value is a slot that holds nothing. set borrows
+ * value and keeps a reference of its own; when it fails, the slot must hold what
+ * it held before the call. */
 typedef struct hcp_slots {
   int32_t (*get)(void *context, int32_t i, void **value);
   int32_t (*set)(void *context, int32_t i, void *value);
@@ -354,18 +360,22 @@ typedef struct hcp_rebinding hcp_rebinding;
 /* Put values[i] in slot i for every i < n, all or none: when slot k fails,
  * slots k - 1 .. 0 get back what they held and HCP_CALLBACK says which k. When
  * undoing fails too, the message says so and names the slot. values are
- * borrowed: the set callback takes its own reference. On success the caller
- * owns *rebinding; slots->context must outlive it. */
+ * borrowed for the call. n may be 0. *slots is copied; on success the caller
+ * owns *rebinding, and slots->context must outlive it. */
 hcp_status hcp_rebinding_create(const hcp_slots *slots, void *const *values, int32_t n,
                                 hcp_rebinding **rebinding, hcp_error *err);
 
 /* Give every slot what it held, last first, and forget it. A slot that fails
  * does not stop the others; HCP_CALLBACK names the first that failed. Calling
- * it again does nothing. */
+ * it again, also from within a callback, does nothing twice. */
 hcp_status hcp_rebinding_restore(hcp_rebinding *rebinding, hcp_error *err);
 
-/* Slots still to be restored. */
+/* Slots still to be restored. 0 for NULL. */
 int32_t hcp_rebinding_pending(const hcp_rebinding *rebinding);
+
+/* What slot i held, for 0 <= i < pending; borrowed, for collectors that must see
+ * every reference. NULL outside that range. */
+void *hcp_rebinding_held(const hcp_rebinding *rebinding, int32_t i);
 
 /* Releases what is still held, without restoring. */
 void hcp_rebinding_destroy(hcp_rebinding *rebinding);

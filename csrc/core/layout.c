@@ -1,0 +1,145 @@
+/* layout.c - what one rank holds in one micro-batch. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "internal.h"
+
+/* Chunk k of 2 * degree starts here. */
+static int64_t chunk_start(int64_t length, int32_t degree, int64_t k) {
+  int64_t chunks = 2 * (int64_t)degree;
+  return length / chunks * k + length % chunks * k / chunks;
+}
+
+int32_t hcp__pieces(int64_t length, int32_t degree, int32_t j, hcp__piece pieces[2]) {
+  int64_t mirrored = 2 * (int64_t)degree - 1 - j;
+  int64_t front = chunk_start(length, degree, j), front_end = chunk_start(length, degree, j + 1);
+  int64_t back = chunk_start(length, degree, mirrored),
+          back_end = chunk_start(length, degree, mirrored + 1);
+  int32_t n = 0;
+  if (front_end == back) back = front, front_end = front;
+  if (front_end > front) pieces[n++] = (hcp__piece){front, front_end - front};
+  if (back_end > back) pieces[n++] = (hcp__piece){back, back_end - back};
+  return n;
+}
+
+int64_t hcp__rows_before(int64_t length, int32_t degree, int32_t j, int64_t end) {
+  hcp__piece pieces[2];
+  int32_t n = hcp__pieces(length, degree, j, pieces);
+  int64_t rows = 0;
+  for (int32_t p = 0; p < n; p++) {
+    int64_t within = end - pieces[p].start;
+    if (within > 0) rows += within < pieces[p].rows ? within : pieces[p].rows;
+  }
+  return rows;
+}
+
+const hcp_group *hcp__group_of(const hcp_plan *plan, int32_t micro_batch, int32_t rank) {
+  const hcp_micro_batch *batch = &plan->micro_batches[micro_batch];
+  int32_t low = batch->first_group, high = low + batch->groups - 1;
+  while (low < high) { /* the last group that starts at or before rank */
+    int32_t middle = low + (high - low + 1) / 2;
+    if (plan->groups[middle].first_rank <= rank)
+      low = middle;
+    else
+      high = middle - 1;
+  }
+  const hcp_group *group = &plan->groups[low];
+  return rank >= group->first_rank && rank < group->first_rank + group->degree ? group : NULL;
+}
+
+hcp_status hcp__check_place(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
+                            hcp_error *err) {
+  if (micro_batch < 0 || micro_batch >= plan->micro_batch_count)
+    return hcp__fail(err, HCP_INVALID, "micro_batch is %d, expected 0 to %d", micro_batch,
+                     plan->micro_batch_count - 1);
+  if (rank < 0 || rank >= plan->limits.ranks)
+    return hcp__fail(err, HCP_INVALID, "rank is %d, expected 0 to %d", rank,
+                     plan->limits.ranks - 1);
+  return HCP_OK;
+}
+
+/* ---- the value ---- */
+
+typedef struct sizes {
+  int32_t sequences, spans;
+  int64_t rows;
+} sizes;
+
+static sizes measure(const hcp_plan *plan, const hcp_group *group, int32_t rank) {
+  sizes size = {0, 0, 0};
+  if (group == NULL) return size;
+  size.sequences = group->sequences;
+  for (int32_t s = 0; s < group->sequences; s++) {
+    hcp__piece pieces[2];
+    int64_t length = plan->lengths[plan->sequences[group->first_sequence + s]];
+    int32_t n = hcp__pieces(length, group->degree, rank - group->first_rank, pieces);
+    size.spans += n;
+    for (int32_t p = 0; p < n; p++) size.rows += pieces[p].rows;
+  }
+  return size;
+}
+
+/* The layout and its arrays are one block, widest elements first. */
+static hcp_layout *allocate(const sizes *size) {
+  size_t sequences = (size_t)size->sequences, spans = (size_t)size->spans;
+  hcp_layout *layout =
+      malloc(sizeof *layout + spans * sizeof(hcp_span) + sequences * sizeof(int64_t) +
+             (size_t)size->rows * sizeof(int64_t) + (2 * sequences + 1) * sizeof(int32_t));
+  if (layout == NULL) return NULL;
+  memset(layout, 0, sizeof *layout);
+  hcp_span *span = (hcp_span *)(layout + 1);
+  int64_t *lengths = (int64_t *)(span + spans), *positions = lengths + sequences;
+  int32_t *cu_seqlens = (int32_t *)(positions + size->rows);
+  layout->spans = span;
+  layout->lengths = lengths;
+  layout->positions = positions;
+  layout->cu_seqlens = cu_seqlens;
+  layout->sequences = cu_seqlens + sequences + 1;
+  return layout;
+}
+
+static void fill(const hcp_plan *plan, const hcp_group *group, hcp_layout *layout) {
+  /* Constant for readers, ours to write once. */
+  hcp_span *spans = (hcp_span *)(uintptr_t)layout->spans;
+  int64_t *lengths = (int64_t *)(uintptr_t)layout->lengths;
+  int64_t *positions = (int64_t *)(uintptr_t)layout->positions;
+  int32_t *cu_seqlens = (int32_t *)(uintptr_t)layout->cu_seqlens;
+  int32_t *sequences = (int32_t *)(uintptr_t)layout->sequences;
+  cu_seqlens[0] = 0;
+  for (int32_t s = 0; s < layout->sequence_count; s++) {
+    hcp__piece pieces[2];
+    sequences[s] = plan->sequences[group->first_sequence + s];
+    lengths[s] = plan->lengths[sequences[s]];
+    int32_t n = hcp__pieces(lengths[s], group->degree, layout->rank - group->first_rank, pieces);
+    for (int32_t p = 0; p < n; p++) {
+      spans[layout->span_count++] = (hcp_span){s, pieces[p].start, pieces[p].rows};
+      for (int64_t i = 0; i < pieces[p].rows; i++)
+        positions[layout->rows++] = pieces[p].start + i;
+    }
+    cu_seqlens[s + 1] = (int32_t)layout->rows;
+  }
+}
+
+hcp_status hcp_layout_create(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
+                             hcp_layout **out, hcp_error *err) {
+  hcp_status status = hcp__check_place(plan, micro_batch, rank, err);
+  if (status != HCP_OK) return status;
+  const hcp_group *group = hcp__group_of(plan, micro_batch, rank);
+  sizes size = measure(plan, group, rank);
+  hcp_layout *layout = allocate(&size);
+  if (layout == NULL)
+    return hcp__fail(err, HCP_NO_MEMORY, "out of memory for a layout of %lld rows",
+                     (long long)size.rows);
+  layout->rank = rank;
+  layout->micro_batch = micro_batch;
+  layout->sequence_count = size.sequences;
+  if (group != NULL) {
+    layout->first_rank = group->first_rank;
+    layout->degree = group->degree;
+  }
+  fill(plan, group, layout);
+  *out = layout;
+  return HCP_OK;
+}
+
+void hcp_layout_destroy(hcp_layout *layout) { free(layout); }

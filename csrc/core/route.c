@@ -1,0 +1,267 @@
+/* route.c - rows to where they are computed, and back; rows along a sequence. */
+#include <stdlib.h>
+
+#include "internal.h"
+
+/* Scratch lists behind the sections: moves of (here, wire, rows), where here is
+ * a row of the source (LOADS) or of the output (STORES). */
+enum { LOADS = HCP_ROUTE_SECTION_COUNT, STORES, LIST_COUNT };
+
+static const int32_t widths[LIST_COUNT] = {
+#define WIDTH(name, width) width,
+    HCP_ROUTE_SECTIONS(WIDTH)
+#undef WIDTH
+        3,
+    3};
+
+typedef struct totals {
+  int64_t source, sent, received, output;
+} totals;
+
+static void append_move(hcp__lists *lists, int32_t list, int64_t here, int64_t wire, int64_t rows) {
+  if (rows > 0) hcp__append(lists, list, (const int64_t[]){here, wire, rows});
+}
+
+/* PACK is the loads in wire order. */
+static void append_pack(hcp__lists *lists, int32_t loads) {
+  hcp__sort_by(lists, loads, 1);
+  for (int64_t i = 0; i < hcp__records(lists, loads); i++) {
+    const int64_t *move = hcp__record(lists, loads, i);
+    hcp__append_rows(lists, HCP_ROUTE_PACK, move[0], move[2]);
+  }
+}
+
+/* ARRANGE is the stores in output order; what none of them fills is zeros. */
+static void append_arrange(hcp__lists *lists, int32_t stores, int64_t output_rows) {
+  int64_t filled = 0;
+  hcp__sort_by(lists, stores, 0);
+  for (int64_t i = 0; i < hcp__records(lists, stores); i++) {
+    const int64_t *move = hcp__record(lists, stores, i);
+    hcp__append_rows(lists, HCP_ROUTE_ARRANGE, -1, move[0] - filled);
+    hcp__append_rows(lists, HCP_ROUTE_ARRANGE, move[1], move[2]);
+    filled = move[0] + move[2];
+  }
+  hcp__append_rows(lists, HCP_ROUTE_ARRANGE, -1, output_rows - filled);
+}
+
+/* The way back packs what the way there stores, and the other way round. */
+static hcp_status finish(hcp__lists *lists, totals total, int32_t reverse, hcp_table **route,
+                         hcp_error *err) {
+  if (reverse)
+    total = (totals){total.output, total.received, total.sent, total.source};
+  hcp__append(lists, HCP_ROUTE_SIZES,
+              (const int64_t[]){total.source, total.sent, total.received, total.output});
+  append_pack(lists, reverse ? STORES : LOADS);
+  append_arrange(lists, reverse ? LOADS : STORES, total.output);
+  return hcp__table_create(lists, HCP_ROUTE_SECTION_COUNT, route, err);
+}
+
+static void append_peers(hcp__lists *lists, int32_t section, const int64_t *starts, int32_t ranks) {
+  for (int32_t peer = 0; peer < ranks; peer++)
+    if (starts[peer + 1] > starts[peer])
+      hcp__append(lists, section,
+                  (const int64_t[]){peer, starts[peer], starts[peer + 1] - starts[peer]});
+}
+
+/* ---- dispatch ---- */
+
+typedef struct dispatch {
+  const hcp_plan *plan;
+  const int32_t *sources;
+  int32_t rank, first, count;
+  int64_t *rows;     /* n: where each sequence that rank loaded starts in its source */
+  int64_t *sends;    /* ranks + 1: wire rows to each peer, first counted, then placed */
+  int64_t *receives; /* ranks + 1 */
+} dispatch;
+
+/* Calls visit for every sequence of the chosen micro-batches, in their order. */
+static void each_sequence(const dispatch *d, hcp__lists *lists, totals *total,
+                          void (*visit)(const dispatch *, hcp__lists *, totals *,
+                                        const hcp_group *, int32_t)) {
+  for (int32_t m = d->first; m < d->first + d->count; m++) {
+    const hcp_micro_batch *batch = &d->plan->micro_batches[m];
+    for (int32_t g = batch->first_group; g < batch->first_group + batch->groups; g++) {
+      const hcp_group *group = &d->plan->groups[g];
+      for (int32_t s = 0; s < group->sequences; s++)
+        visit(d, lists, total, group, d->plan->sequences[group->first_sequence + s]);
+    }
+  }
+}
+
+static void count_sequence(const dispatch *d, hcp__lists *lists, totals *total,
+                           const hcp_group *group, int32_t sequence) {
+  int64_t length = d->plan->lengths[sequence];
+  int32_t source = d->sources[sequence], j = d->rank - group->first_rank;
+  (void)lists;
+  if (source == d->rank) {
+    d->rows[sequence] = 0; /* chosen: placed by index afterwards */
+    total->source += length;
+    for (int32_t k = 0; k < group->degree; k++)
+      d->sends[group->first_rank + k + 1] += hcp__rows_before(length, group->degree, k, length);
+  }
+  if (j >= 0 && j < group->degree)
+    d->receives[source + 1] += hcp__rows_before(length, group->degree, j, length);
+}
+
+static void place_sequence(const dispatch *d, hcp__lists *lists, totals *total,
+                           const hcp_group *group, int32_t sequence) {
+  int64_t length = d->plan->lengths[sequence];
+  int32_t source = d->sources[sequence], j = d->rank - group->first_rank;
+  hcp__piece pieces[2];
+  for (int32_t k = 0; source == d->rank && k < group->degree; k++) {
+    int32_t n = hcp__pieces(length, group->degree, k, pieces);
+    int64_t *wire = &d->sends[group->first_rank + k];
+    for (int32_t p = 0; p < n; p++) {
+      append_move(lists, LOADS, d->rows[sequence] + pieces[p].start, *wire, pieces[p].rows);
+      *wire += pieces[p].rows;
+      total->sent += pieces[p].rows;
+    }
+  }
+  if (j < 0 || j >= group->degree) return;
+  int64_t rows = hcp__rows_before(length, group->degree, j, length);
+  append_move(lists, STORES, total->output, d->receives[source], rows);
+  d->receives[source] += rows;
+  total->output += rows;
+}
+
+static void prefix_sums(int64_t *starts, int32_t ranks) {
+  for (int32_t r = 0; r < ranks; r++) starts[r + 1] += starts[r];
+}
+
+static void place_sources(const dispatch *d) {
+  int64_t row = 0;
+  for (int32_t i = 0; i < d->plan->n; i++)
+    if (d->rows[i] == 0) {
+      d->rows[i] = row;
+      row += d->plan->lengths[i];
+    }
+}
+
+static hcp_status check_dispatch(const hcp_plan *plan, const int32_t *sources, int32_t rank,
+                                 int32_t first, int32_t count, hcp_error *err) {
+  if (rank < 0 || rank >= plan->limits.ranks)
+    return hcp__fail(err, HCP_INVALID, "rank is %d, expected 0 to %d", rank, plan->limits.ranks - 1);
+  if (first < 0 || count < 0 || first > plan->micro_batch_count - count)
+    return hcp__fail(err, HCP_INVALID, "micro-batches %d to %d, expected them within 0 to %d", first,
+                     first + count - 1, plan->micro_batch_count - 1);
+  for (int32_t i = 0; i < plan->n; i++)
+    if (sources[i] < 0 || sources[i] >= plan->limits.ranks)
+      return hcp__fail(err, HCP_INVALID, "sources[%d] is %d, expected 0 to %d", i, sources[i],
+                       plan->limits.ranks - 1);
+  return HCP_OK;
+}
+
+static hcp_status build_dispatch(const dispatch *d, int32_t reverse, hcp_table **route,
+                                 hcp_error *err) {
+  hcp__lists lists;
+  totals total = {0, 0, 0, 0};
+  int32_t ranks = d->plan->limits.ranks;
+  hcp__lists_init(&lists, widths, LIST_COUNT);
+  for (int32_t i = 0; i < d->plan->n; i++) d->rows[i] = -1;
+  each_sequence(d, &lists, &total, count_sequence);
+  place_sources(d);
+  prefix_sums(d->sends, ranks);
+  prefix_sums(d->receives, ranks);
+  append_peers(&lists, reverse ? HCP_ROUTE_RECEIVES : HCP_ROUTE_SENDS, d->sends, ranks);
+  append_peers(&lists, reverse ? HCP_ROUTE_SENDS : HCP_ROUTE_RECEIVES, d->receives, ranks);
+  each_sequence(d, &lists, &total, place_sequence);
+  total.received = total.output;
+  hcp_status status = finish(&lists, total, reverse, route, err);
+  hcp__lists_release(&lists);
+  return status;
+}
+
+hcp_status hcp_route_dispatch(const hcp_plan *plan, const int32_t *sources, int32_t rank,
+                              int32_t first, int32_t count, int32_t reverse, hcp_table **route,
+                              hcp_error *err) {
+  hcp_status status = check_dispatch(plan, sources, rank, first, count, err);
+  if (status != HCP_OK) return status;
+  size_t n = (size_t)plan->n, ranks = (size_t)plan->limits.ranks;
+  dispatch d = {.plan = plan, .sources = sources, .rank = rank, .first = first, .count = count};
+  d.rows = calloc(n + 2 * (ranks + 1), sizeof *d.rows);
+  if (d.rows == NULL) return hcp__fail(err, HCP_NO_MEMORY, "out of memory for a route");
+  d.sends = d.rows + n;
+  d.receives = d.sends + ranks + 1;
+  status = build_dispatch(&d, reverse, route, err);
+  free(d.rows);
+  return status;
+}
+
+/* ---- roll ---- */
+
+typedef struct roll {
+  const hcp_plan *plan;
+  const hcp_group *group;
+  int64_t shift;
+} roll;
+
+/* Appends the rows of `owner` that `reader` wants, in the order in which they
+ * travel: sequence by sequence, the reader's pieces, the owner's pieces. The
+ * owner notes where it loads them, the reader where it stores them. */
+static void append_exchange(const roll *r, int32_t owner, int32_t reader, int loads,
+                            hcp__lists *lists, int64_t *wire) {
+  int64_t owner_row = 0, reader_row = 0;
+  for (int32_t s = 0; s < r->group->sequences; s++) {
+    int64_t length = r->plan->lengths[r->plan->sequences[r->group->first_sequence + s]];
+    hcp__piece owned[2], wanted[2];
+    int32_t n_owned = hcp__pieces(length, r->group->degree, owner, owned);
+    int32_t n_wanted = hcp__pieces(length, r->group->degree, reader, wanted);
+    for (int32_t w = 0; w < n_wanted; w++) {
+      int64_t from = wanted[w].start - r->shift, to = from + wanted[w].rows;
+      int64_t at = owner_row;
+      for (int32_t o = 0; o < n_owned; o++) {
+        int64_t first = owned[o].start > from ? owned[o].start : from;
+        int64_t end = owned[o].start + owned[o].rows < to ? owned[o].start + owned[o].rows : to;
+        if (end > first) {
+          int64_t here = loads ? at + first - owned[o].start : reader_row + first - from;
+          append_move(lists, loads ? LOADS : STORES, here, *wire, end - first);
+          *wire += end - first;
+        }
+        at += owned[o].rows;
+      }
+      reader_row += wanted[w].rows;
+    }
+    for (int32_t o = 0; o < n_owned; o++) owner_row += owned[o].rows;
+  }
+}
+
+static int64_t local_rows(const hcp_plan *plan, const hcp_group *group, int32_t j) {
+  int64_t rows = 0;
+  for (int32_t s = 0; s < group->sequences; s++) {
+    int64_t length = plan->lengths[plan->sequences[group->first_sequence + s]];
+    rows += hcp__rows_before(length, group->degree, j, length);
+  }
+  return rows;
+}
+
+static void append_peer(hcp__lists *lists, int32_t section, int32_t peer, int64_t start, int64_t end) {
+  if (end > start) hcp__append(lists, section, (const int64_t[]){peer, start, end - start});
+}
+
+static void roll_rows(const roll *r, int32_t j, hcp__lists *lists, totals *total) {
+  for (int32_t k = 0; k < r->group->degree; k++) {
+    int32_t peer = r->group->first_rank + k;
+    int64_t sent = total->sent, received = total->received;
+    append_exchange(r, j, k, 1, lists, &total->sent);
+    append_exchange(r, k, j, 0, lists, &total->received);
+    append_peer(lists, HCP_ROUTE_SENDS, peer, sent, total->sent);
+    append_peer(lists, HCP_ROUTE_RECEIVES, peer, received, total->received);
+  }
+  total->source = total->output = local_rows(r->plan, r->group, j);
+}
+
+hcp_status hcp_route_roll(const hcp_plan *plan, int32_t micro_batch, int32_t rank, int64_t shift,
+                          hcp_table **route, hcp_error *err) {
+  hcp_status status = hcp__check_place(plan, micro_batch, rank, err);
+  if (status != HCP_OK) return status;
+  if (shift < -HCP__LENGTH_MAX || shift > HCP__LENGTH_MAX)
+    return hcp__fail(err, HCP_INVALID, "shift is %lld, expected -2^40 to 2^40", (long long)shift);
+  hcp__lists lists;
+  totals total = {0, 0, 0, 0};
+  roll r = {plan, hcp__group_of(plan, micro_batch, rank), shift};
+  hcp__lists_init(&lists, widths, LIST_COUNT);
+  if (r.group != NULL) roll_rows(&r, rank - r.group->first_rank, &lists, &total);
+  status = finish(&lists, total, 0, route, err);
+  hcp__lists_release(&lists);
+  return status;
+}

@@ -1,0 +1,79 @@
+/* merge.c - partial attention outputs merged by log-sum-exp, and the gradients. */
+#include "dtype.h"
+#include "hcp/index.h"
+
+/* What the rows of one run need, whatever the dtype. */
+typedef struct merge {
+  const hcp_part *parts;
+  const hcp_run *records; /* one run */
+  int64_t n_records;
+  int64_t heads, head_dim;
+} merge;
+
+typedef struct merge_gradients {
+  const void *out, *lse, *grad_out;
+  const void *grad_lse; /* may be NULL */
+  const hcp_grad_part *parts;
+} merge_gradients;
+
+#define DTYPE float64
+#include "merge_rows.h"
+#undef DTYPE
+#define DTYPE float32
+#include "merge_rows.h"
+#undef DTYPE
+#define DTYPE bfloat16
+#include "merge_rows.h"
+#undef DTYPE
+#define DTYPE float16
+#include "merge_rows.h"
+#undef DTYPE
+
+/* A merge without records is the value of rows that no run names. */
+static void merge_run(hcp_dtype dtype, const merge *m, int64_t row, int64_t rows, void *out,
+                      void *lse) {
+  switch (dtype) {
+    case HCP_FLOAT64: merge_run_float64(m, row, rows, out, lse); break;
+    case HCP_FLOAT32: merge_run_float32(m, row, rows, out, lse); break;
+    case HCP_BFLOAT16: merge_run_bfloat16(m, row, rows, out, lse); break;
+    case HCP_FLOAT16: merge_run_float16(m, row, rows, out, lse); break;
+  }
+}
+
+static void merge_run_backward(hcp_dtype dtype, const merge *m, const merge_gradients *g) {
+  switch (dtype) {
+    case HCP_FLOAT64: merge_run_backward_float64(m, g); break;
+    case HCP_FLOAT32: merge_run_backward_float32(m, g); break;
+    case HCP_BFLOAT16: merge_run_backward_bfloat16(m, g); break;
+    case HCP_FLOAT16: merge_run_backward_float16(m, g); break;
+  }
+}
+
+void hcp_cpu_merge(hcp_dtype dtype, const hcp_part *parts, const hcp_run *runs, int64_t n_runs,
+                   int64_t rows, int64_t heads, int64_t head_dim, void *out, void *lse) {
+  merge m = {parts, NULL, 0, heads, head_dim};
+  int64_t row = 0;
+  for (int64_t first = 0, end; first < n_runs; first = end) {
+    end = hcp_run_end(runs, n_runs, first);
+    m.n_records = 0;
+    merge_run(dtype, &m, row, runs[first].row - row, out, lse);
+    m.records = &runs[first];
+    m.n_records = end - first;
+    merge_run(dtype, &m, runs[first].row, runs[first].rows, out, lse);
+    row = runs[first].row + runs[first].rows;
+  }
+  m.n_records = 0;
+  merge_run(dtype, &m, row, rows - row, out, lse);
+}
+
+void hcp_cpu_merge_backward(hcp_dtype dtype, const hcp_part *parts, const hcp_run *runs,
+                            int64_t n_runs, int64_t heads, int64_t head_dim, const void *out,
+                            const void *lse, const void *grad_out, const void *grad_lse,
+                            const hcp_grad_part *grad_parts) {
+  merge_gradients g = {out, lse, grad_out, grad_lse, grad_parts};
+  for (int64_t first = 0, end; first < n_runs; first = end) {
+    end = hcp_run_end(runs, n_runs, first);
+    merge m = {parts, &runs[first], end - first, heads, head_dim};
+    merge_run_backward(dtype, &m, &g);
+  }
+}

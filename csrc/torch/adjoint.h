@@ -1,0 +1,25 @@
+// adjoint.h - tables of the backward direction.
+#pragma once
+
+#include <vector>
+
+#include "arguments.h"
+
+namespace hcp {
+
+// Where a gather read a row, its gradient sums what the copies received: runs
+// from the gathered rows (part 0) to the rows of the source.
+std::vector<hcp_run> adjoint_of(Segments segments);
+
+// Where a sum read a row of part, its gradient is what the sum received: runs
+// from the result (part 0) to the rows of that part.
+std::vector<hcp_run> adjoint_of(Runs runs, int64_t part);
+
+// Whether some row of a part is named twice, or (missing) not at all.
+struct Coverage {
+  const hcp_run *repeated; // a record whose part rows an earlier one names; NULL: none
+  std::vector<bool> complete; // by part
+};
+Coverage coverage_of(Runs runs, const Sizes &part_rows);
+
+}  // namespace hcp

@@ -1,0 +1,250 @@
+#include "arguments.h"
+
+#include <numeric>
+
+namespace hcp {
+
+using torch::headeronly::ScalarType;
+
+std::string element(const char *name, size_t i) {
+  return std::string(name) + "[" + std::to_string(i) + "]";
+}
+
+static std::string shape_text(const Sizes &sizes) {
+  std::string text = "(";
+  for (size_t i = 0; i < sizes.size(); ++i)
+    text += (i ? ", " : "") + (sizes[i] < 0 ? std::string("any") : std::to_string(sizes[i]));
+  return text + ")";
+}
+
+static Sizes sizes_of(const Tensor &tensor) {
+  return Sizes(tensor.sizes().begin(), tensor.sizes().end());
+}
+
+// ---- Checks of one property ------------------------------------------------
+
+hcp_dtype dtype_of(const std::string &name, const Tensor &tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Double: return HCP_FLOAT64;
+    case ScalarType::Float: return HCP_FLOAT32;
+    case ScalarType::BFloat16: return HCP_BFLOAT16;
+    case ScalarType::Half: return HCP_FLOAT16;
+    default:
+      refuse(name, " has dtype ", torch::headeronly::toString(tensor.scalar_type()),
+             ", expected Double, Float, BFloat16 or Half");
+  }
+}
+
+static void expect_dtype(const std::string &name, const Tensor &tensor, ScalarType dtype) {
+  if (tensor.scalar_type() == dtype) return;
+  refuse(name, " has dtype ", torch::headeronly::toString(tensor.scalar_type()), ", expected ",
+         torch::headeronly::toString(dtype));
+}
+
+void expect_same_dtype(const std::string &name, const Tensor &tensor, const std::string &like_name,
+                       const Tensor &like) {
+  if (tensor.scalar_type() == like.scalar_type()) return;
+  refuse(name, " has dtype ", torch::headeronly::toString(tensor.scalar_type()), ", expected ",
+         torch::headeronly::toString(like.scalar_type()), " as ", like_name);
+}
+
+static std::string device_text(const Tensor &tensor) {
+  if (tensor.is_cpu()) return "cpu";
+  if (tensor.is_cuda()) return "cuda:" + std::to_string(tensor.get_device_index());
+  return "neither cpu nor cuda";
+}
+
+void expect_same_device(const std::string &name, const Tensor &tensor,
+                        const std::string &like_name, const Tensor &like) {
+  if (tensor.device() == like.device()) return;
+  refuse(name, " is on device ", device_text(tensor), ", expected ", device_text(like), " as ",
+         like_name);
+}
+
+void expect_dim(const std::string &name, const Tensor &tensor, int64_t dim) {
+  if (tensor.dim() == dim) return;
+  refuse(name, " has shape ", shape_text(sizes_of(tensor)), ", expected ", dim, " dimensions");
+}
+
+void expect_sizes(const std::string &name, const Tensor &tensor, const Sizes &sizes) {
+  bool same = tensor.dim() == static_cast<int64_t>(sizes.size());
+  for (size_t i = 0; same && i < sizes.size(); ++i)
+    same = sizes[i] < 0 || sizes[i] == tensor.sizes()[i];
+  if (!same)
+    refuse(name, " has shape ", shape_text(sizes_of(tensor)), ", expected ", shape_text(sizes));
+}
+
+void expect_contiguous(const std::string &name, const Tensor &tensor) {
+  if (tensor.is_contiguous()) return;
+  Sizes strides(tensor.strides().begin(), tensor.strides().end());
+  refuse(name, " has strides ", shape_text(strides), " for shape ", shape_text(sizes_of(tensor)),
+         ", expected contiguous");
+}
+
+// Elements of a row side by side: the kernels stride over everything else.
+static void expect_dense_rows(const std::string &name, const Tensor &tensor) {
+  int64_t last = tensor.dim() - 1;
+  if (tensor.numel() == 0 || tensor.size(last) == 1 || tensor.stride(last) == 1) return;
+  refuse(name, " has stride ", tensor.stride(last), " in its last dimension, expected 1");
+}
+
+void expect_at_least(const char *name, int64_t value, int64_t least) {
+  if (value < least) refuse(name, " is ", value, ", expected >= ", least);
+}
+
+static void expect_some(const char *name, const Tensors &tensors) {
+  if (tensors.empty())
+    refuse(name, " has 0 tensors, expected >= 1: the first gives the dtype and the width");
+}
+
+// ---- Arguments of the operators --------------------------------------------
+
+// The kernels write only to columns that the operators allocated.
+hcp_column column_of(const std::string &name, const Tensor &tensor) {
+  expect_dim(name, tensor, 2);
+  expect_dense_rows(name, tensor);
+  int64_t bytes = static_cast<int64_t>(tensor.element_size());
+  return {const_cast<void *>(tensor.const_data_ptr()), tensor.stride(0) * bytes,
+          tensor.size(1) * bytes};
+}
+
+std::vector<hcp_column> columns_of(const char *name, const Tensors &tensors) {
+  expect_some(name, tensors);
+  std::string first = element(name, 0);
+  std::vector<hcp_column> columns;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    columns.push_back(column_of(element(name, i), tensors[i]));
+    expect_sizes(element(name, i), tensors[i], {tensors[0].size(0), -1});
+    expect_same_dtype(element(name, i), tensors[i], first, tensors[0]);
+    expect_same_device(element(name, i), tensors[i], first, tensors[0]);
+  }
+  return columns;
+}
+
+int64_t width_of(const Tensors &tensors) {
+  int64_t width = 0;
+  for (const Tensor &tensor : tensors) width += tensor.size(1);
+  return width;
+}
+
+// Counts down, because the sum of the widths could overflow.
+static void expect_widths(const std::string &name, const Tensor &tensor, const Sizes &widths) {
+  int64_t left = tensor.size(1);
+  for (size_t i = 0; i < widths.size(); ++i) {
+    expect_at_least(element("widths", i).c_str(), widths[i], 0);
+    if (widths[i] > left) {
+      left = -1;
+      break;
+    }
+    left -= widths[i];
+  }
+  if (left != 0)
+    refuse("widths are ", shape_text(widths), ", expected to sum to the ", tensor.size(1),
+           " columns of ", name);
+}
+
+std::vector<hcp_column> split_column(const std::string &name, const Tensor &tensor,
+                                     const Sizes &widths) {
+  hcp_column whole = column_of(name, tensor);
+  expect_widths(name, tensor, widths);
+  std::vector<hcp_column> columns;
+  for (int64_t width : widths) {
+    whole.row_bytes = width * static_cast<int64_t>(tensor.element_size());
+    columns.push_back(whole);
+    whole.data = static_cast<char *>(whole.data) + whole.row_bytes;
+  }
+  return columns;
+}
+
+template <class Record>
+static Records<Record> records_of(const char *name, const Tensor &tensor) {
+  constexpr int64_t words = sizeof(Record) / sizeof(int64_t);
+  expect_dtype(name, tensor, ScalarType::Long);
+  expect_sizes(name, tensor, {-1, words});
+  if (!tensor.is_cpu())
+    refuse(name, " is on device ", device_text(tensor), ", expected cpu: it is checked there");
+  expect_contiguous(name, tensor);
+  return {static_cast<const Record *>(tensor.const_data_ptr()), tensor.size(0)};
+}
+
+static void expect_ok(hcp_status status, const hcp_error &error) {
+  if (status != HCP_OK) throw std::runtime_error(error.message);
+}
+
+Segments segments_of(const Tensor &tensor, int64_t rows, int64_t out_rows) {
+  Segments segments = records_of<hcp_segment>("segments", tensor);
+  expect_at_least("rows", out_rows, 0);
+  hcp_error error;
+  expect_ok(hcp_check_segments(segments.data, segments.n, rows, out_rows, &error), error);
+  return segments;
+}
+
+Runs runs_of(const Tensor &tensor, const Sizes &part_rows, int64_t out_rows) {
+  Runs runs = records_of<hcp_run>("runs", tensor);
+  expect_at_least("rows", out_rows, 0);
+  hcp_error error;
+  expect_ok(hcp_check_runs(runs.data, runs.n, part_rows.data(),
+                           static_cast<int64_t>(part_rows.size()), out_rows, &error),
+            error);
+  return runs;
+}
+
+static ScalarType lse_dtype(hcp_dtype dtype) {
+  return dtype == HCP_FLOAT64 ? ScalarType::Double : ScalarType::Float;
+}
+
+static hcp_part part_of(const Tensor &out, const Tensor &lse) {
+  return {out.const_data_ptr(), out.stride(0), out.stride(1),
+          lse.const_data_ptr(), lse.stride(0), lse.stride(1)};
+}
+
+static void expect_part(const Parts &all, const Tensor &out, const Tensor &lse,
+                        const Tensor &first, size_t p) {
+  std::string out_name = element("outs", p), lse_name = element("lses", p);
+  expect_sizes(out_name, out, {-1, all.heads, all.head_dim});
+  expect_same_dtype(out_name, out, "outs[0]", first);
+  expect_same_device(out_name, out, "outs[0]", first);
+  expect_dense_rows(out_name, out);
+  expect_sizes(lse_name, lse, {out.size(0), all.heads});
+  expect_dtype(lse_name, lse, lse_dtype(all.dtype));
+  expect_same_device(lse_name, lse, "outs[0]", first);
+}
+
+Parts parts_of(const Tensors &outs, const Tensors &lses) {
+  expect_some("outs", outs);
+  if (lses.size() != outs.size())
+    refuse("lses has ", lses.size(), " tensors, expected ", outs.size(), " as outs");
+  expect_dim("outs[0]", outs[0], 3);
+  Parts all = {dtype_of("outs[0]", outs[0]), outs[0].size(1), outs[0].size(2), {}, {}};
+  for (size_t p = 0; p < outs.size(); ++p) {
+    expect_part(all, outs[p], lses[p], outs[0], p);
+    all.rows.push_back(outs[p].size(0));
+    all.parts.push_back(part_of(outs[p], lses[p]));
+  }
+  return all;
+}
+
+static void expect_summand(const Tensors &parts, size_t i, size_t columns) {
+  size_t first_column = i - i % columns;
+  std::string name = element("parts", i);
+  expect_sizes(name, parts[i], {parts[first_column].size(0), parts[i % columns].size(1)});
+  expect_same_dtype(name, parts[i], "parts[0]", parts[0]);
+  expect_same_device(name, parts[i], "parts[0]", parts[0]);
+}
+
+Summands summands_of(const Tensors &parts, int64_t columns) {
+  expect_some("parts", parts);
+  expect_at_least("columns", columns, 1);
+  size_t n = static_cast<size_t>(columns);
+  if (parts.size() % n != 0)
+    refuse("parts has ", parts.size(), " tensors, expected a multiple of columns = ", columns);
+  Summands all = {dtype_of("parts[0]", parts[0]), static_cast<int32_t>(columns), 0, {}, {}};
+  for (size_t i = 0; i < parts.size(); ++i)
+    all.columns.push_back(column_of(element("parts", i), parts[i]));
+  for (size_t i = 0; i < parts.size(); ++i) expect_summand(parts, i, n);
+  for (size_t i = 0; i < n; ++i) all.width += parts[i].size(1);
+  for (size_t i = 0; i < parts.size(); i += n) all.rows.push_back(parts[i].size(0));
+  return all;
+}
+
+}  // namespace hcp

@@ -1,0 +1,90 @@
+// arguments.h - arguments of the operators, checked and turned into what the
+// kernels take. Every device's operators use the same checks.
+//
+// A refusal is a std::runtime_error, RuntimeError in Python, that says the
+// argument, its value and the expectation.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "hcp/kernels.h"
+
+namespace hcp {
+
+using torch::stable::Tensor;
+using Tensors = std::vector<Tensor>;
+using Sizes = std::vector<int64_t>;
+
+template <class... Words>
+[[noreturn]] void refuse(const Words &...words) {
+  std::ostringstream text;
+  (text << ... << words);
+  throw std::runtime_error(text.str());
+}
+
+// name[i], as messages say it.
+std::string element(const char *name, size_t i);
+
+// Borrowed from the tensor that holds it.
+template <class Record>
+struct Records {
+  const Record *data;
+  int64_t n;
+};
+using Segments = Records<hcp_segment>;
+using Runs = Records<hcp_run>;
+
+// ---- Checks of one property ------------------------------------------------
+
+// Gradients, merges and sums need one of HCP_DTYPES.
+hcp_dtype dtype_of(const std::string &name, const Tensor &tensor);
+void expect_same_dtype(const std::string &name, const Tensor &tensor, const std::string &like_name,
+                       const Tensor &like);
+void expect_same_device(const std::string &name, const Tensor &tensor,
+                        const std::string &like_name, const Tensor &like);
+void expect_dim(const std::string &name, const Tensor &tensor, int64_t dim);
+// -1 in sizes stands for any.
+void expect_sizes(const std::string &name, const Tensor &tensor, const Sizes &sizes);
+void expect_contiguous(const std::string &name, const Tensor &tensor);
+void expect_at_least(const char *name, int64_t value, int64_t least);
+
+// ---- Arguments of the operators --------------------------------------------
+
+// rows x width, elements of a row side by side.
+hcp_column column_of(const std::string &name, const Tensor &tensor);
+// Not empty, of one dtype, device and number of rows.
+std::vector<hcp_column> columns_of(const char *name, const Tensors &tensors);
+// Consecutive columns of one tensor; the widths sum to its width.
+std::vector<hcp_column> split_column(const std::string &name, const Tensor &tensor,
+                                     const Sizes &widths);
+int64_t width_of(const Tensors &tensors);
+
+Segments segments_of(const Tensor &tensor, int64_t rows, int64_t out_rows);
+Runs runs_of(const Tensor &tensor, const Sizes &part_rows, int64_t out_rows);
+
+// Partial results of attention: parts[p] is outs[p] (rows x heads x head_dim)
+// with lses[p] (rows x heads).
+struct Parts {
+  hcp_dtype dtype;
+  int64_t heads, head_dim;
+  Sizes rows;
+  std::vector<hcp_part> parts;
+};
+Parts parts_of(const Tensors &outs, const Tensors &lses);
+
+// Parts of several columns each: columns[p * n_columns + c].
+struct Summands {
+  hcp_dtype dtype;
+  int32_t n_columns;
+  int64_t width;
+  Sizes rows;
+  std::vector<hcp_column> columns;
+};
+Summands summands_of(const Tensors &parts, int64_t columns);
+
+}  // namespace hcp

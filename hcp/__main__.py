@@ -1,0 +1,39 @@
+"""The command line: python -m hcp COMMAND ..."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+
+def demo(argv: Sequence[str]) -> int:
+    from hcp.demo import main
+
+    return main(argv)
+
+
+COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "demo": (
+        demo,
+        "train a small GPT on real text: dynamic CP against static CP, and eval-time CP",
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in COMMANDS:
+        return COMMANDS[argv[0]][0](argv[1:])
+    usage = "usage: python -m hcp COMMAND [--help] ...\n\n" + "".join(
+        f"  {name:10}{text}\n" for name, (_, text) in COMMANDS.items()
+    )
+    if argv and argv[0] in ("-h", "--help"):
+        print(usage, end="")
+        return 0
+    given = f"{argv[0]!r} is not a command\n\n" if argv else ""
+    print(given + usage, end="", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""A Megatron-style training script with dynamic context parallelism on real text.
+
+    python -m hcp demo --ranks 4                  starts 4 ranks on this machine
+    torchrun --nproc-per-node 4 -m hcp.demo       the same, under a launcher of your own
+
+Read training.py first: it is the script that your own would look like.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+USER_ERROR = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo: as one rank when a launcher started us, else by starting all ranks. Returns the
+    exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    return run_rank(argv) if "RANK" in os.environ else launch(argv)
+
+
+def launch(argv: Sequence[str]) -> int:
+    """Check the options, then start the ranks through torch.distributed.run. Their exit code is
+    ours."""
+    from hcp.demo.arguments import parse_args
+
+    try:
+        check_packages()
+        args = parse_args(argv)
+    except ValueError as error:
+        return fail(error)
+    return start_ranks(args.ranks, ["-m", "hcp.demo", *argv])
+
+
+def start_ranks(ranks: int, command: Sequence[str]) -> int:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.run import config_from_args, parse_args
+
+    processors = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, processors // ranks)))
+    # A rank that fails says why itself; the launcher's report of it would bury that.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    options = parse_args(["--standalone", f"--nproc-per-node={ranks}", *command])
+    config, entrypoint, arguments = config_from_args(options)
+    try:
+        elastic_launch(config, entrypoint)(*arguments)
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except SignalException as error:
+        return 128 + error.sigval
+    return 0
+
+
+def run_rank(argv: Sequence[str]) -> int:
+    rank = int(os.environ["RANK"])
+    try:
+        check_packages()
+        from hcp.demo.arguments import parse_args
+
+        with contextlib.redirect_stderr(sys.stderr if rank == 0 else io.StringIO()):
+            args = parse_args(argv)
+        from hcp import HcpError
+        from hcp.demo.training import pretrain
+    except ValueError as error:
+        return fail(error, rank)
+    try:
+        pretrain(args)
+    except (ValueError, HcpError) as error:
+        return fail(error, rank)
+    return 0
+
+
+def fail(error: Exception, rank: int = 0) -> int:
+    """One line, from rank 0 if it failed too: the launcher ends all ranks when the first exits, so
+    the others wait."""
+    if rank > 0:
+        time.sleep(2)
+    place = f"rank {rank}: " if rank > 0 else ""
+    print(f"hcp demo: error: {place}{error}", file=sys.stderr, flush=True)
+    return USER_ERROR
+
+
+def check_packages() -> None:
+    missing = [name for name in ("matplotlib", "tqdm") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"the demo needs {' and '.join(missing)}: python -m pip install {' '.join(missing)}"
+        )

@@ -1,0 +1,123 @@
+"""A decoder-only GPT whose layers receive the context-parallel handler and never a group.
+
+The model sees the rows of one rank in one micro-batch: parts of sequences, packed end to end, zero
+rows at times. Only attention and the rotary embedding know that there is more; both ask the handler.
+"""
+
+# T rows on this rank, C hidden size, H query heads, G key and value heads (query groups), D head
+# size, V vocabulary.
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hcp
+from hcp.demo.data import VOCABULARY_SIZE
+
+
+class RotaryEmbedding(nn.Module):
+    """Angles by position. The handler says how many positions there are and which rows are at
+    which."""
+
+    def __init__(self, head_size: int, base: float = 10_000.0) -> None:
+        super().__init__()
+        self.head_size = head_size
+        self.base = base
+
+    def forward(self, positions: int, device: torch.device) -> Tensor:
+        exponents = (
+            torch.arange(0, self.head_size, 2, device=device, dtype=torch.float64) / self.head_size
+        )
+        angles = (
+            torch.arange(positions, device=device, dtype=torch.float64)[:, None]
+            / self.base**exponents
+        )
+        return torch.cat((angles, angles), dim=-1)  # (positions, D)
+
+
+class Attention(nn.Module):
+    def __init__(self, args: argparse.Namespace, layer: int) -> None:
+        super().__init__()
+        self.heads = args.num_attention_heads
+        self.groups = args.num_query_groups
+        self.head_size = args.hidden_size // self.heads
+        self.comm_type = args.config.comm_type(layer)
+        self.linear_qkv = nn.Linear(
+            args.hidden_size, (self.heads + 2 * self.groups) * self.head_size, bias=False
+        )
+        self.linear_proj = nn.Linear(args.hidden_size, args.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, cp: hcp.ContextParallelHandler, freqs: Tensor) -> Tensor:
+        sizes = (self.heads, self.groups, self.groups)
+        qkv = self.linear_qkv(x).view(x.shape[0], sum(sizes), self.head_size)
+        q, k, v = qkv.split(sizes, dim=1)  # (T, H, D), (T, G, D), (T, G, D)
+        q = cp.apply_rotary_pos_emb(q, freqs)
+        k = cp.apply_rotary_pos_emb(k, freqs)
+        out = cp.attention(q, k, v, causal=True, comm_type=self.comm_type)
+        return self.linear_proj(out.reshape(x.shape))
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__()
+        self.linear_fc1 = nn.Linear(args.hidden_size, 2 * args.ffn_hidden_size, bias=False)
+        self.linear_fc2 = nn.Linear(args.ffn_hidden_size, args.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.linear_fc1(x).chunk(2, dim=-1)
+        return self.linear_fc2(F.silu(gate) * up)
+
+
+class TransformerLayer(nn.Module):
+    def __init__(self, args: argparse.Namespace, layer: int) -> None:
+        super().__init__()
+        self.input_norm = nn.RMSNorm(args.hidden_size, eps=1e-5)
+        self.attention = Attention(args, layer)
+        self.mlp_norm = nn.RMSNorm(args.hidden_size, eps=1e-5)
+        self.mlp = MLP(args)
+
+    def forward(self, x: Tensor, cp: hcp.ContextParallelHandler, freqs: Tensor) -> Tensor:
+        x = x + self.attention(self.input_norm(x), cp, freqs)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class GPTModel(nn.Module):
+    """The layout of the job is model.pg_collection, as in Megatron: hcp.eval_cp_context swaps it to
+    evaluate."""
+
+    def __init__(self, args: argparse.Namespace, pg_collection: hcp.ProcessGroups) -> None:
+        super().__init__()
+        self.pg_collection = pg_collection
+        self.word_embeddings = nn.Embedding(VOCABULARY_SIZE, args.hidden_size)
+        self.rotary_pos_emb = RotaryEmbedding(args.hidden_size // args.num_attention_heads)
+        self.layers = nn.ModuleList(
+            TransformerLayer(args, layer) for layer in range(args.num_layers)
+        )
+        self.final_norm = nn.RMSNorm(args.hidden_size, eps=1e-5)
+        self.output_layer = nn.Linear(args.hidden_size, VOCABULARY_SIZE, bias=False)
+        self.apply(initialize)
+        for layer in self.layers:
+            for projection in (layer.attention.linear_proj, layer.mlp.linear_fc2):
+                with torch.no_grad():
+                    projection.weight /= (2 * args.num_layers) ** 0.5
+        if not args.untie_embeddings_and_output_weights:
+            self.output_layer.weight = self.word_embeddings.weight
+
+    def forward(self, tokens: Tensor, cp: hcp.ContextParallelHandler) -> Tensor:
+        """(T,) tokens to (T, V) logits."""
+        freqs = self.rotary_pos_emb(cp.get_rotary_seq_len(), tokens.device)
+        x = self.word_embeddings(tokens)
+        for layer in self.layers:
+            x = layer(x, cp, freqs)
+        return self.output_layer(self.final_norm(x))
+
+
+def initialize(module: nn.Module) -> None:
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=0.02)

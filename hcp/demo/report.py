@@ -1,0 +1,413 @@
+"""What a run leaves behind: metrics.jsonl, summary.json, loss.png, plan.png and a table. Only rank
+0 writes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import torch
+from tqdm import tqdm
+
+if TYPE_CHECKING:
+    import hcp
+
+NAMES = {"static_cp": "static CP", "dynamic_cp": "dynamic CP"}
+COLOURS = {"static_cp": "tab:blue", "dynamic_cp": "tab:orange"}
+EVALUATION_TOLERANCE = 1e-6
+
+
+# ---- What was measured ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    iteration: int
+    """Counted from 1."""
+    loss: float
+    """Mean over the batch's loss tokens, before the update."""
+    grad_norm: float
+    sequences: int
+    tokens: int
+    loss_tokens: int
+    padding_rows: int
+    """Rows that the ranks computed beyond the batch's tokens."""
+    micro_batches: int
+    work: int
+    makespan: int
+    bound: int
+    """Of the plan, in its cost units."""
+    efficiency: float
+    """work / (ranks x makespan)"""
+    seconds: float
+    """From loading the batch to the updated weights."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    cp: int
+    dp: int
+    loss: float
+    documents: int
+    tokens: int
+
+
+@dataclass
+class Run:
+    scheduler: str
+    ranks: int
+    steps: list[StepRecord] = field(default_factory=list)
+    plans: list[hcp.Plan] = field(default_factory=list)
+    evaluations: list[tuple[Evaluation, Evaluation]] = field(default_factory=list)
+    """Under the training layout, and under the eval layout."""
+
+    @property
+    def timed_steps(self) -> list[StepRecord]:
+        """Without the first, which pays for everything that happens once, if there is another."""
+        return self.steps[1:] or self.steps
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(step.tokens for step in self.timed_steps) / sum(
+            step.seconds for step in self.timed_steps
+        )
+
+    @property
+    def efficiency(self) -> float:
+        span = sum(step.makespan for step in self.steps)
+        return sum(step.work for step in self.steps) / (self.ranks * span) if span else 1.0
+
+    @property
+    def micro_batches(self) -> float:
+        return sum(step.micro_batches for step in self.steps) / len(self.steps)
+
+    @property
+    def padding_rows(self) -> int:
+        return sum(step.padding_rows for step in self.steps)
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "first_loss": self.steps[0].loss,
+            "last_loss": self.steps[-1].loss,
+            "tokens_per_second": self.tokens_per_second,
+            "plan_efficiency": self.efficiency,
+            "micro_batches_per_step": self.micro_batches,
+            "padding_rows": self.padding_rows,
+            "evaluations": [
+                [asdict(evaluation) for evaluation in both] for both in self.evaluations
+            ],
+            "evaluation_difference": self.evaluation_difference,
+        }
+
+    @property
+    def evaluation_difference(self) -> float:
+        """Between the two layouts, at its largest."""
+        return max(abs(trained.loss - other.loss) for trained, other in self.evaluations)
+
+
+def loss_difference(runs: Sequence[Run]) -> float:
+    """Between the curves of the first and the last run, at its largest."""
+    pairs = zip(runs[0].steps, runs[-1].steps, strict=True)
+    return max(abs(a.loss - b.loss) for a, b in pairs)
+
+
+# ---- Reporter ------------------------------------------------------------------------------------
+
+
+class Reporter:
+    """Writes while a run is under way and when it ends. On other ranks than 0 it does nothing."""
+
+    def __init__(self, args: argparse.Namespace, rank: int) -> None:
+        self.args = args
+        self.active = rank == 0
+        self.bar: tqdm[Any] | None = None
+        self.setting: dict[str, Any] = {}
+        if self.active:
+            self.folder = make_folder(args.run_dir)
+            self.metrics: IO[str] = open(self.folder / "metrics.jsonl", "w", encoding="utf-8")
+
+    def start(
+        self,
+        description: str,
+        device: torch.device,
+        groups: hcp.ProcessGroups,
+        eval_groups: hcp.ProcessGroups,
+    ) -> None:
+        if not self.active:
+            return
+        limit = self.args.config.max_seqlen_per_dp_cp_rank
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        layouts = [f"cp {g.size('cp')} x dp {g.size('dp')}" for g in (groups, eval_groups)]
+        lines = [
+            description,
+            f"{self.args.ranks} ranks on {name}, at most {limit:,} tokens on each;"
+            f" training layout {layouts[0]}, eval layout {layouts[1]}",
+        ]
+        print("\n".join(lines), flush=True)
+        self.setting = {
+            "arguments": {
+                name: value for name, value in vars(self.args).items() if name != "config"
+            },
+            "data": description.split("\n"),
+            "device": name,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        }
+
+    def step(self, run: Run) -> None:
+        if not self.active:
+            return
+        step = run.steps[-1]
+        if self.bar is None:
+            patient = 0.1 if sys.stderr.isatty() else 10.0
+            self.bar = tqdm(
+                total=self.args.train_iters, desc=f"{NAMES[run.scheduler]:10}", mininterval=patient
+            )
+        self.bar.set_postfix_str(
+            f"loss {step.loss:.4f}, {step.tokens_per_second:,.0f} tokens/s", refresh=False
+        )
+        self.bar.update()
+        if step.iteration % self.args.log_interval == 0 or step.iteration == self.args.train_iters:
+            self.write(
+                "train",
+                run.scheduler,
+                {**asdict(step), "tokens_per_second": step.tokens_per_second},
+            )
+        if step.iteration == self.args.train_iters:
+            self.bar.close()
+            self.bar = None
+
+    def evaluation(self, run: Run) -> None:
+        if not self.active:
+            return
+        for layout, evaluation in zip(("training", "eval"), run.evaluations[-1], strict=True):
+            self.write(
+                "evaluation",
+                run.scheduler,
+                {"iteration": run.steps[-1].iteration, "layout": layout, **asdict(evaluation)},
+            )
+
+    def write(self, kind: str, scheduler: str, values: dict[str, Any]) -> None:
+        self.metrics.write(json.dumps({"kind": kind, "run": scheduler, **values}) + "\n")
+        self.metrics.flush()
+
+    def finish(self, runs: Sequence[Run], cost: hcp.CostModel) -> None:
+        if not self.active:
+            return
+        self.metrics.close()
+        summary: dict[str, Any] = {
+            **self.setting,
+            "runs": {run.scheduler: run.summary() for run in runs},
+        }
+        if len(runs) > 1:
+            summary["largest_loss_difference"] = loss_difference(runs)
+            summary["speedup"] = runs[-1].tokens_per_second / runs[0].tokens_per_second
+        (self.folder / "summary.json").write_text(
+            json.dumps(summary, indent=2) + "\n", encoding="utf-8"
+        )
+        draw_losses(runs, self.folder / "loss.png")
+        draw_plans(runs, cost, self.folder / "plan.png")
+        print("\n" + table(runs))
+        print(f"\n{self.folder}: metrics.jsonl, summary.json, loss.png, plan.png", flush=True)
+
+
+def make_folder(asked: str | None) -> Path:
+    """The folder asked for, or a new one under runs/ named for the time."""
+    if asked is not None:
+        folder = Path(asked)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+    name = time.strftime("demo-%Y%m%d-%H%M%S")
+    for attempt in range(1, 100):
+        folder = Path("runs", name if attempt == 1 else f"{name}-{attempt}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue
+    raise FileExistsError(f"runs{os.sep}{name} and its numbered siblings all exist: give --run-dir")
+
+
+# ---- Table ---------------------------------------------------------------------------------------
+
+
+def table(runs: Sequence[Run]) -> str:
+    """The comparison, a column for each run and one for what it says."""
+    rows = [("", [NAMES[run.scheduler] for run in runs], ""), *table_rows(runs)]
+    label_width = max(len(label) for label, _, _ in rows)
+    value_width = max(len(value) for _, values, _ in rows for value in values)
+    lines = []
+    for label, values, note in rows:
+        cells = "".join(f"  {value:>{value_width}}" for value in values)
+        lines.append(f"{label:{label_width}}{cells}  {note}".rstrip())
+    lines.insert(1, "-" * max(len(line) for line in lines))
+    return "\n".join(lines)
+
+
+def table_rows(runs: Sequence[Run]) -> Iterator[tuple[str, list[str], str]]:
+    compared = len(runs) > 1
+    difference = f"largest difference {loss_difference(runs):.1e}" if compared else ""
+    ratio = f"x {runs[-1].tokens_per_second / runs[0].tokens_per_second:.2f}" if compared else ""
+    yield "loss, first step", [f"{run.steps[0].loss:.4f}" for run in runs], ""
+    yield "loss, last step", [f"{run.steps[-1].loss:.4f}" for run in runs], difference
+    yield "tokens/s", [f"{run.tokens_per_second:,.0f}" for run in runs], ratio
+    yield "plan efficiency", [f"{run.efficiency:.2f}" for run in runs], "work / (ranks x makespan)"
+    yield "micro-batches in a step", [f"{run.micro_batches:.1f}" for run in runs], ""
+    yield "padding rows", [f"{run.padding_rows:,}" for run in runs], ""
+    finals = [run.evaluations[-1] for run in runs]
+    for i, layout in enumerate(("training", "eval")):
+        first = finals[0][i]
+        yield (
+            f"evaluation, {layout} layout",
+            [f"{final[i].loss:.6f}" for final in finals],
+            f"cp {first.cp} x dp {first.dp}:"
+            f" {first.documents:,} documents, {first.tokens:,} tokens",
+        )
+    differences = [run.evaluation_difference for run in runs]
+    verdict = (
+        "the layouts agree" if max(differences) <= EVALUATION_TOLERANCE else "THE LAYOUTS DISAGREE"
+    )
+    yield (
+        "difference of layouts",
+        [f"{value:.1e}" for value in differences],
+        f"{verdict} to {EVALUATION_TOLERANCE:.0e}",
+    )
+
+
+# ---- Pictures ------------------------------------------------------------------------------------
+
+
+def draw_losses(runs: Sequence[Run], path: Path) -> None:
+    """Both curves, which lie on each other, and below them by how much they do not."""
+    plt = pyplot()
+    figure, axes = plt.subplots(
+        len(runs), 1, sharex=True, squeeze=False, figsize=(7, 2.5 + 1.5 * len(runs)),
+        gridspec_kw={"height_ratios": [3, 1][: len(runs)]}, layout="constrained",
+    )  # fmt: skip
+    top = axes[0, 0]
+    for run, style in zip(runs, ("-", "--"), strict=False):
+        iterations = [step.iteration for step in run.steps]
+        losses = [step.loss for step in run.steps]
+        top.plot(
+            iterations,
+            losses,
+            style,
+            color=COLOURS[run.scheduler],
+            label=NAMES[run.scheduler],
+            linewidth=2,
+        )
+    top.set_ylabel("loss (nats per byte)")
+    top.legend(frameon=False)
+    if len(runs) > 1:
+        differences = [
+            abs(a.loss - b.loss) for a, b in zip(runs[0].steps, runs[1].steps, strict=True)
+        ]
+        axes[1, 0].semilogy(iterations, [max(d, 1e-16) for d in differences], "k.-")
+        axes[1, 0].set_ylabel("|difference|")
+    axes[-1, 0].set_xlabel("step")
+    axes[-1, 0].xaxis.get_major_locator().set_params(integer=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+@dataclass(frozen=True)
+class Box:
+    """One sequence in a plan's timeline."""
+
+    sequence: int
+    first_rank: int
+    degree: int
+    start: int
+    time: int
+
+
+def timeline(plan: hcp.Plan, cost: hcp.CostModel, ranks: int) -> list[Box]:
+    """When each sequence runs: a group starts when all of its ranks are free, its sequences follow
+    each other."""
+    free = [0] * ranks
+    boxes = []
+    for micro_batch in plan.micro_batches:
+        for group in micro_batch:
+            members = range(group.first_rank, group.first_rank + group.degree)
+            start = max(free[rank] for rank in members) + cost.launch
+            for sequence in group.sequences:
+                time = sequence_time(cost, plan.lengths[sequence], group.degree)
+                boxes.append(Box(sequence, group.first_rank, group.degree, start, time))
+                start += time
+            for rank in members:
+                free[rank] = start
+    return boxes
+
+
+def sequence_time(cost: hcp.CostModel, length: int, degree: int) -> int:
+    """hcp_cost_time of hcp.h."""
+    work = cost.pair * (length * (length + 1) // 2) + cost.token * length
+    return -(-work // degree) + cost.exchange * (length - length // degree)
+
+
+def draw_plans(runs: Sequence[Run], cost: hcp.CostModel, path: Path) -> None:
+    """The first global batch as each run planned it: a row per rank, a colour per sequence, the
+    degree written in."""
+    plt = pyplot()
+    ranks = runs[0].ranks
+    figure, axes = plt.subplots(
+        len(runs),
+        1,
+        sharex=True,
+        squeeze=False,
+        figsize=(10, len(runs) * (1.1 + 0.4 * ranks)),
+        layout="constrained",
+    )
+    whole = max(run.plans[0].makespan for run in runs) or 1
+    colours = plt.get_cmap("tab20").colors
+    for ax, run in zip(axes[:, 0], runs, strict=True):
+        plan = run.plans[0]
+        for box in timeline(plan, cost, ranks):
+            left, width = 100 * box.start / whole, 100 * box.time / whole
+            ax.broken_barh(
+                [(left, width)], (box.first_rank + 0.04, box.degree - 0.08),
+                facecolor=colours[box.sequence % len(colours)], edgecolor="white", linewidth=0.5,
+            )  # fmt: skip
+            if width > 1.5:
+                middle = box.first_rank + box.degree / 2
+                ax.text(
+                    left + width / 2, middle, f"{box.degree}", ha="center", va="center", fontsize=8
+                )
+        ax.axvline(100 * plan.bound / whole, color="black", linestyle=":", linewidth=1)
+        ax.set_title(
+            f"{NAMES[run.scheduler]}: {len(plan.lengths)} sequences,"
+            f" {len(plan.micro_batches)} micro-batches, efficiency {plan.efficiency:.2f}",
+            loc="left", fontsize=10,
+        )  # fmt: skip
+        ax.set_ylim(ranks, 0)
+        ax.set_yticks(
+            [rank + 0.5 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)]
+        )
+        ax.tick_params(axis="y", length=0)
+    axes[0, 0].set_xlim(0, 100)
+    axes[-1, 0].set_xlabel(
+        "time by the cost model, in % of the slower plan (dotted: no plan is faster)"
+    )
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt

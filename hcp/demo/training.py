@@ -1,0 +1,400 @@
+"""The training script: what changes in a Megatron-style script when context parallelism is dynamic.
+
+Per step: get_batch plans the global batch and sends its rows to where they are computed; train_step
+runs the micro-batches, each with its own handler; gradients are summed once. Per evaluation:
+hcp.eval_cp_context lays the same ranks out differently, and evaluate reads the layout from the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import hcp
+from hcp.config import Config, rows_max
+from hcp.demo.data import Corpus, Document, batch_indices, load, load_corpus
+from hcp.demo.model import GPTModel
+from hcp.demo.report import Evaluation, Reporter, Run, StepRecord
+
+T = TypeVar("T")
+
+
+# ---- One step ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """What the functions below share, as Megatron's share get_args()."""
+
+    args: argparse.Namespace
+    config: Config
+    cost: hcp.CostModel
+    groups: hcp.ProcessGroups
+    device: torch.device
+
+
+def get_batch(
+    trainer: Trainer, config: Config, documents: Sequence[Document], indices: Sequence[int]
+) -> tuple[hcp.Plan, hcp.Step]:
+    """Plan a global batch and send its rows to the ranks that compute them. This rank loads its
+    share only."""
+    groups = trainer.groups
+    ranks, rank = groups.size("dp_cp"), groups.rank("dp_cp")
+    loader = load(documents, indices[rank::ranks], trainer.device)
+    lengths, sources, samples = hcp.gather_lengths(loader, groups)
+    plan = config.plan(lengths, ranks, trainer.cost)
+    return plan, hcp.dispatch(plan, samples, sources, groups, comm_types=config.comm_types)
+
+
+def forward_step(
+    trainer: Trainer, model: nn.Module, cp: hcp.ContextParallelHandler, local: hcp.LocalBatch
+) -> Tensor:
+    """The loss of each row of this rank, possibly of none."""
+    half = trainer.args.dtype == "bfloat16"
+    with torch.autocast(trainer.device.type, torch.bfloat16, enabled=half):
+        logits = model(local.tokens, cp)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(logits, local.labels, reduction="none")
+
+
+def train_step(
+    trainer: Trainer,
+    model: nn.Module,
+    gradients: Gradients,
+    optimizer: torch.optim.Optimizer,
+    step: hcp.Step,
+) -> tuple[float, float, int]:
+    """One update. Returns the mean loss of the batch, the gradient's norm, and the rows that all
+    ranks computed."""
+    gradients.zero()
+    loss_sum = torch.zeros((), dtype=torch.float64, device=trainer.device)
+    rows = 0
+    for i, (cp, local) in enumerate(step):
+        with gradients.accumulate(last=i + 1 == len(step)):
+            losses = forward_step(trainer, model, cp, local)
+            cp.loss(losses, local.loss_mask, grad_reduce=gradients.grad_reduce).backward()
+        loss_sum += cp.loss_sum(losses.detach(), local.loss_mask)[0]
+        rows += local.tokens.shape[0]
+    gradients.reduce()
+    norm = nn.utils.clip_grad_norm_(
+        model.parameters(), trainer.args.clip_grad or float("inf"), foreach=True
+    )
+    optimizer.step()
+    total_loss, total_rows = sum_over_ranks(trainer, [loss_sum, rows])
+    return total_loss / max(1.0, float(step.loss_tokens)), norm.item(), int(total_rows)
+
+
+class Gradients:
+    """All gradients in one buffer, summed over the domain in one call after the last micro-
+    batch."""
+
+    grad_reduce = "sum"
+
+    def __init__(self, model: nn.Module, groups: hcp.ProcessGroups) -> None:
+        self.group = groups.dp_cp
+        parameters = list(model.parameters())
+        self.buffer = torch.cat([torch.zeros_like(p).flatten() for p in parameters])
+        for p, grad in zip(
+            parameters, self.buffer.split([p.numel() for p in parameters]), strict=True
+        ):
+            p.grad = grad.view_as(p)
+
+    def zero(self) -> None:
+        self.buffer.zero_()
+
+    def accumulate(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def reduce(self) -> None:
+        dist.all_reduce(self.buffer, group=self.group)
+
+
+class DDPGradients(Gradients):
+    """DistributedDataParallel reduces during the last backward, and averages where the loss wants a
+    sum."""
+
+    grad_reduce = "mean"
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self.model = model
+
+    def zero(self) -> None:
+        self.model.zero_grad(set_to_none=False)
+
+    def accumulate(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if last else self.model.no_sync()
+
+    def reduce(self) -> None:
+        pass
+
+
+# ---- Evaluation ----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def evaluate(trainer: Trainer, model: GPTModel, documents: Sequence[Document]) -> Evaluation:
+    """The mean loss of the documents, each exactly once, under the layout that the model holds just
+    now."""
+    groups = model.pg_collection
+    batch_size, iterations = trainer.args.global_batch_size, trainer.args.eval_iters
+    wanted = list(documents if iterations is None else documents[: iterations * batch_size])
+    trainer, config = (
+        replace(trainer, groups=groups),
+        evaluation_config(trainer.config, groups, wanted),
+    )
+    totals = torch.zeros(
+        4, dtype=torch.float64, device=trainer.device
+    )  # loss, loss tokens, documents, tokens
+    model.eval()
+    for first in range(0, len(wanted), batch_size):
+        batch = range(first, min(first + batch_size, len(wanted)))
+        _, step = get_batch(trainer, config, wanted, batch)
+        for cp, local in step:
+            losses = forward_step(trainer, model, cp, local)
+            loss_sum, count = cp.loss_sum(losses, local.loss_mask)
+            # Each document masks its last token and no other, so those are counted, on the rows
+            # that arrived.
+            ends = (local.loss_mask == 0).sum()
+            totals += torch.stack(
+                [x.double() for x in (loss_sum, count, ends, torch.tensor(len(losses)).to(ends))]
+            )
+    model.train()
+    loss_sum, count, seen, tokens = sum_over_ranks(trainer, list(totals))
+    expected = (len(wanted), sum(document.length for document in wanted))
+    if (seen, tokens) != expected:
+        raise hcp.HcpError(
+            f"evaluation computed {seen:.0f} documents and {tokens:.0f} tokens,"
+            f" expected {expected[0]} and {expected[1]}"
+        )
+    return Evaluation(
+        cp=groups.size("cp"),
+        dp=groups.size("dp"),
+        loss=loss_sum / max(1.0, count),
+        documents=int(seen),
+        tokens=int(tokens),
+    )
+
+
+def evaluation_config(
+    config: Config, groups: hcp.ProcessGroups, documents: Sequence[Document]
+) -> Config:
+    """Static context parallelism of the layout's own size. Without a backward a rank holds whatever
+    that takes."""
+    degree = groups.size("cp")
+    longest = max(document.length for document in documents)
+    return replace(
+        config,
+        sequence_packing_scheduler="static_cp",
+        context_parallel_size=degree,
+        max_seqlen_per_dp_cp_rank=max(config.max_seqlen_per_dp_cp_rank, rows_max(longest, degree)),
+    )
+
+
+def evaluate_both_layouts(
+    trainer: Trainer, model: GPTModel, documents: Sequence[Document], eval_groups: hcp.ProcessGroups
+) -> tuple[Evaluation, Evaluation]:
+    training_layout = evaluate(trainer, model, documents)
+    with hcp.eval_cp_context(model, trainer.groups, eval_groups):
+        eval_layout = evaluate(trainer, model, documents)
+    return training_layout, eval_layout
+
+
+# ---- Training ------------------------------------------------------------------------------------
+
+
+def train(
+    trainer: Trainer, corpus: Corpus, eval_groups: hcp.ProcessGroups, reporter: Reporter
+) -> Run:
+    """Train from the seed's weights on the seed's batches, whatever the scheduler."""
+    args, config = trainer.args, trainer.config
+    model = build_model(trainer)
+    if args.ddp:
+        wrapped = DistributedDataParallel(
+            model, process_group=trainer.groups.dp_cp, gradient_as_bucket_view=True
+        )
+        gradients: Gradients = DDPGradients(wrapped)
+    else:
+        wrapped, gradients = model, Gradients(model, trainer.groups)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), foreach=True)
+    run = Run(config.sequence_packing_scheduler, args.ranks)
+    for iteration in range(args.train_iters):
+        started = time.perf_counter()
+        indices = batch_indices(
+            len(corpus.training),
+            seed=args.seed,
+            iteration=iteration,
+            batch_size=args.global_batch_size,
+        )
+        plan, step = get_batch(trainer, config, corpus.training, indices)
+        loss, norm, rows = train_step(trainer, wrapped, gradients, optimizer, step)
+        seconds = time.perf_counter() - started
+        run.steps.append(record(plan, step, iteration, loss, norm, rows, seconds))
+        run.plans.append(plan)
+        reporter.step(run)
+        last = iteration + 1 == args.train_iters
+        if last or (args.eval_interval and (iteration + 1) % args.eval_interval == 0):
+            run.evaluations.append(
+                evaluate_both_layouts(trainer, model, corpus.validation, eval_groups)
+            )
+            reporter.evaluation(run)
+    return run
+
+
+def record(
+    plan: hcp.Plan,
+    step: hcp.Step,
+    iteration: int,
+    loss: float,
+    norm: float,
+    rows: int,
+    seconds: float,
+) -> StepRecord:
+    tokens = sum(plan.lengths)
+    return StepRecord(
+        iteration=iteration + 1,
+        loss=loss,
+        grad_norm=norm,
+        sequences=len(plan.lengths),
+        tokens=tokens,
+        loss_tokens=int(step.loss_tokens),
+        padding_rows=rows - tokens,
+        micro_batches=len(step),
+        work=plan.work,
+        makespan=plan.makespan,
+        bound=plan.bound,
+        efficiency=plan.efficiency,
+        seconds=seconds,
+    )
+
+
+def build_model(trainer: Trainer) -> GPTModel:
+    torch.manual_seed(trainer.args.seed)
+    model = GPTModel(trainer.args, trainer.groups).to(trainer.device)
+    return model.double() if trainer.args.dtype == "float64" else model
+
+
+def pretrain(args: argparse.Namespace) -> None:
+    """The whole demo, on one rank of a job that a launcher started."""
+    device = initialize_distributed(args)
+    try:
+        run_demo(args, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def run_demo(args: argparse.Namespace, device: torch.device) -> None:
+    corpus = on_every_rank(lambda: read_corpus(args))
+    same_on_every_rank("the documents under --data", corpus.digest)
+    reporter = on_every_rank(lambda: Reporter(args, dist.get_rank()))
+
+    degree = args.config.static_degree(corpus.longest, args.ranks)
+    groups = hcp.build_process_groups(tp=1, cp=degree, dp=args.ranks // degree, pp=1)
+    eval_groups = groups.with_context_parallel(
+        args.config.eval_context_parallel_size or other_layout(degree, args.ranks)
+    )
+    reporter.start(corpus.describe(), device, groups, eval_groups)
+
+    cost = hcp.CostModel.for_transformer(
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=args.ffn_hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups,
+        num_layers=args.num_layers,
+    )
+    static = replace(
+        args.config, sequence_packing_scheduler="static_cp", context_parallel_size=degree
+    )
+    dynamic = replace(args.config, sequence_packing_scheduler="dynamic_cp")
+    configs = [static, dynamic] if args.compare else [static if is_static(args.config) else dynamic]
+    runs = [
+        train(Trainer(args, config, cost, groups, device), corpus, eval_groups, reporter)
+        for config in configs
+    ]
+    reporter.finish(runs, cost)
+    eval_groups.close()
+    groups.close()
+
+
+def read_corpus(args: argparse.Namespace) -> Corpus:
+    return load_corpus(
+        args.data,
+        max_length=args.max_length,
+        eval_documents=args.eval_documents,
+        seed=args.seed,
+        separator=args.document_separator,
+    )
+
+
+def is_static(config: Config) -> bool:
+    return config.sequence_packing_scheduler == "static_cp"
+
+
+def other_layout(degree: int, ranks: int) -> int:
+    """A context-parallel size to evaluate with that is not the training layout's, where there is
+    one."""
+    return 1 if degree > 1 else ranks
+
+
+# ---- Ranks ---------------------------------------------------------------------------------------
+
+
+def initialize_distributed(args: argparse.Namespace) -> torch.device:
+    """Gloo on the CPU, NCCL where every rank of this machine has a GPU."""
+    local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    gpus = torch.cuda.device_count() if args.device != "cpu" else 0
+    if args.device == "cuda" and gpus < local_ranks:
+        raise ValueError(
+            f"--device cuda: {local_ranks} ranks on this machine > {gpus} GPUs: lower --ranks"
+        )
+    if gpus < local_ranks:
+        dist.init_process_group("gloo", timeout=timedelta(minutes=5))
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(minutes=5), device_id=device)
+    return device
+
+
+def sum_over_ranks(trainer: Trainer, values: Sequence[float | Tensor]) -> list[float]:
+    totals = torch.stack(
+        [torch.as_tensor(v, dtype=torch.float64, device=trainer.device) for v in values]
+    )
+    dist.all_reduce(totals, group=trainer.groups.dp_cp)
+    return totals.tolist()
+
+
+def on_every_rank(work: Callable[[], T]) -> T:
+    """What work returns. Where it fails on one rank, every rank fails with that rank's words."""
+    result, problem = None, None
+    try:
+        result = work()
+    except (ValueError, OSError) as error:
+        problem = str(error)
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            raise ValueError(problem if rank == 0 else f"rank {rank}: {problem}")
+    return result  # type: ignore[return-value]
+
+
+def same_on_every_rank(what: str, value: object) -> None:
+    values: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    other = [rank for rank, theirs in enumerate(values) if theirs != values[0]]
+    if other:
+        raise ValueError(
+            f"{what} differ between rank 0 and rank {other[0]}: give every machine the same text"
+        )

@@ -1,0 +1,307 @@
+"""A step: lengths are gathered, and all rows move, once, to where they are computed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hcp import ops
+from hcp.errors import HcpError
+from hcp.exchange import Transport, rows_of
+from hcp.handler import ContextParallelHandler
+from hcp.layout import Route
+from hcp.plan import Plan
+
+Sample = Mapping[str, Tensor]
+"""Tensors of one sequence, (tokens, ...) each, by name."""
+
+
+class Groups(Protocol):
+    """What dispatch needs of process groups: how the domain exchanges rows."""
+
+    @property
+    def transport(self) -> Transport: ...
+
+
+class LocalBatch(dict[str, Tensor]):
+    """This rank's rows of one micro-batch: ``local.tokens`` is ``local["tokens"]``."""
+
+    def __getattr__(self, name: str) -> Tensor:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(
+                f"the samples have no field {name!r}, expected one of {sorted(self)}"
+            ) from None
+
+
+# ---- agreement: every rank says what it has, or why it cannot ------------------------------------
+
+
+def _share(transport: Transport, prepare: Callable[[], bytes]) -> list[bytes]:
+    """What ``prepare`` gave on every rank. When it raised anywhere, every rank raises: nobody waits
+    for a rank that has given up."""
+    failure: Exception | None = None
+    try:
+        message = b"+" + prepare()
+    except Exception as error:
+        failure = error
+        message = b"-" + f"{type(error).__name__}: {error}".encode()[:2000]
+    messages = transport.all_gather_bytes(message)
+    if failure is not None:
+        raise failure
+    failed = {rank: m[1:].decode() for rank, m in enumerate(messages) if m[:1] == b"-"}
+    if failed:
+        reasons = "; ".join(f"rank {rank} failed: {reason}" for rank, reason in failed.items())
+        raise HcpError(f"rank {transport.rank}: {reasons}")
+    return [message[1:] for message in messages]
+
+
+def gather_lengths(
+    samples: Iterable[Sample], groups: Groups
+) -> tuple[list[int], list[int], list[Sample]]:
+    """Lengths of the whole global batch, the rank that loaded each sequence, and this rank's
+    samples as a list.
+
+    ``samples``: this rank's share of the batch, possibly empty, possibly a generator that still has
+    to load it: a loader that raises here becomes an error on every rank. Sequences are numbered by
+    rank, then in the order given. Every rank of the domain calls it.
+    """
+    loaded: list[Sample] = []
+
+    def prepare() -> bytes:
+        loaded.extend(samples)
+        lengths = [_length(sample, i) for i, sample in enumerate(loaded)]
+        return struct.pack(f"<{len(lengths)}q", *lengths)
+
+    lengths: list[int] = []
+    sources: list[int] = []
+    for rank, message in enumerate(_share(groups.transport, prepare)):
+        own = struct.unpack(f"<{len(message) // 8}q", message)
+        lengths.extend(own)
+        sources.extend([rank] * len(own))
+    return lengths, sources, loaded
+
+
+def _length(sample: Sample, i: int) -> int:
+    if not isinstance(sample, Mapping) or not sample:
+        raise ValueError(f"samples[{i}] is {type(sample).__name__}, expected names and tensors")
+    lengths = {name: value.shape[0] if value.dim() else 0 for name, value in sample.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"samples[{i}] has fields of {lengths} tokens, expected as many in each")
+    length = next(iter(lengths.values()))
+    if length < 1:
+        raise ValueError(f"samples[{i}] has {length} tokens, expected >= 1")
+    return length
+
+
+# ---- fields: tensors of several types as rows of bytes -------------------------------------------
+
+
+class _Field:
+    """One tensor of every sample."""
+
+    def __init__(self, name: str, dtype: str, shape: list[int]) -> None:
+        self.name, self.dtype, self.shape = name, getattr(torch, dtype), tuple(shape)
+        elements = 1
+        for size in self.shape:
+            elements *= size
+        self.row_bytes = elements * self.dtype.itemsize
+
+    def to_rows(self, samples: Sequence[Sample], device: torch.device) -> Tensor:
+        """(rows of all samples, row_bytes) of uint8."""
+        if not samples:
+            return torch.empty(0, self.row_bytes, dtype=torch.uint8, device=device)
+        rows = torch.cat([sample[self.name] for sample in samples]).to(device)
+        return rows_of(rows).contiguous().view(torch.uint8)
+
+    def from_rows(self, rows: Tensor) -> Tensor:
+        if self.row_bytes == 0:
+            return rows.new_empty(rows.shape[0], *self.shape, dtype=self.dtype)
+        return rows.view(self.dtype).reshape(rows.shape[0], *self.shape)
+
+
+def _describe(samples: Sequence[Sample]) -> list[list[Any]]:
+    """(name, dtype, shape of a row) of each field, or ValueError where samples differ."""
+    first: list[list[Any]] = []
+    for i, sample in enumerate(samples):
+        fields = [
+            [name, str(sample[name].dtype).removeprefix("torch."), list(sample[name].shape[1:])]
+            for name in sorted(sample)
+        ]
+        if i == 0:
+            first = fields
+        elif fields != first:
+            raise ValueError(f"samples[{i}] has fields {fields}, expected {first} as samples[0]")
+    return first
+
+
+def _check_samples(
+    plan: Plan, samples: Sequence[Sample], sources: Sequence[int], transport: Transport
+) -> None:
+    if plan.ranks != transport.size:
+        raise ValueError(
+            f"the plan is for {plan.ranks} ranks, expected {transport.size}: the domain's"
+        )
+    if len(sources) != len(plan.lengths):
+        raise ValueError(f"sources has {len(sources)} items, expected {len(plan.lengths)}")
+    own = [i for i, source in enumerate(sources) if source == transport.rank]
+    if len(own) != len(samples):
+        raise ValueError(
+            f"samples has {len(samples)} items, expected {len(own)}: "
+            f"sources says that rank {transport.rank} loaded as many"
+        )
+    for i, (sequence, sample) in enumerate(zip(own, samples, strict=True)):
+        length = _length(sample, i)
+        if length != plan.lengths[sequence]:
+            raise ValueError(
+                f"samples[{i}] has {length} tokens, expected {plan.lengths[sequence]}: "
+                f"the length of sequence {sequence} in the plan"
+            )
+
+
+def _announce(
+    plan: Plan,
+    samples: Sequence[Sample],
+    sources: Sequence[int],
+    transport: Transport,
+    loss_mask: str,
+) -> bytes:
+    _check_samples(plan, samples, sources, transport)
+    counted = bool(samples) and loss_mask in samples[0]
+    announcement = {
+        "plan": f"{plan.checksum:016x}",
+        "sources": zlib.crc32(struct.pack(f"<{len(sources)}q", *sources)),
+        "fields": _describe(samples) if samples else None,
+        "loss_tokens": sum(float(sample[loss_mask].sum(dtype=torch.float64)) for sample in samples)
+        if counted
+        else None,
+    }
+    return json.dumps(announcement).encode()
+
+
+def _require_same(announcements: Sequence[dict[str, Any]], key: str, rank: int, hint: str) -> Any:
+    """The value that all ranks with one announce."""
+    values = {r: a[key] for r, a in enumerate(announcements) if a[key] is not None}
+    if not values:
+        return None
+    first = min(values)
+    for other, value in values.items():
+        if value != values[first]:
+            raise HcpError(
+                f"rank {rank}: ranks differ in {key}: rank {first} has {values[first]}, "
+                f"rank {other} {value}; {hint}"
+            )
+    return values[first]
+
+
+# ---- the step ------------------------------------------------------------------------------------
+
+
+class Step:
+    """The micro-batches of one global batch on this rank, as pairs (cp, local).
+
+    ``len(step)`` is the same on every rank; a rank without rows in a micro-batch gets 0 of them,
+    and runs forward and backward all the same.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        micro_batches: list[tuple[ContextParallelHandler, LocalBatch]],
+        loss_tokens: float | None,
+    ) -> None:
+        self.plan = plan
+        self.loss_tokens = loss_tokens
+        """Loss tokens of the whole batch: the sum of every sample's loss mask."""
+        self._micro_batches = micro_batches
+
+    def __len__(self) -> int:
+        return len(self._micro_batches)
+
+    def __iter__(self) -> Iterator[tuple[ContextParallelHandler, LocalBatch]]:
+        return iter(self._micro_batches)
+
+
+def dispatch(
+    plan: Plan,
+    samples: Sequence[Sample],
+    sources: Sequence[int],
+    groups: Groups,
+    *,
+    comm_types: Sequence[str] = ("p2p",),
+    loss_mask: str = "loss_mask",
+) -> Step:
+    """Move all rows of a global batch, once, to where the plan computes them.
+
+    ``samples``: those that this rank loaded, in the order of their indices in ``plan.lengths``; the
+    same fields, dtypes and row shapes everywhere. ``sources``: the rank that loaded each sequence.
+    ``comm_types``: the ways in which layers will exchange keys and values, the default first.
+    ``loss_mask``: the field whose sum over the whole batch is its number of loss tokens.
+
+    Every rank of the domain calls it. Before any row moves, ranks compare their plans, sources and
+    fields; what differs or fails on one rank is an error on all of them.
+    """
+    transport = groups.transport
+    announcements = [
+        json.loads(message)
+        for message in _share(
+            transport, lambda: _announce(plan, samples, sources, transport, loss_mask)
+        )
+    ]
+    same = "give every rank the same lengths, limits, cost and sources"
+    _require_same(announcements, "plan", transport.rank, same)
+    _require_same(announcements, "sources", transport.rank, same)
+    described = _require_same(
+        announcements, "fields", transport.rank, "load the same fields on every rank"
+    )
+    counts = [a["loss_tokens"] for a in announcements if a["loss_tokens"] is not None]
+    loss_tokens = float(sum(counts)) if counts else None
+    fields = [_Field(*field) for field in described or []]
+    handlers = [
+        ContextParallelHandler(
+            plan,
+            micro_batch,
+            transport,
+            comm_types=comm_types,
+            sources=sources,
+            loss_tokens=loss_tokens,
+        )
+        for micro_batch in range(len(plan.micro_batches))
+    ]
+    values = _move(plan, samples, sources, transport, fields)
+    ends = list(itertools.accumulate((cp.rows for cp in handlers), initial=0))
+    batches = [
+        LocalBatch({name: value[start:end] for name, value in values.items()})
+        for start, end in itertools.pairwise(ends)
+    ]
+    return Step(plan, list(zip(handlers, batches, strict=True)), loss_tokens)
+
+
+def _move(
+    plan: Plan,
+    samples: Sequence[Sample],
+    sources: Sequence[int],
+    transport: Transport,
+    fields: Sequence[_Field],
+) -> dict[str, Tensor]:
+    """Every field's rows on this rank, micro-batch after micro-batch: one exchange for all."""
+    if not fields:
+        return {}
+    route = Route.dispatch(
+        plan, sources, transport.rank, 0, len(plan.micro_batches), reverse=False
+    )
+    columns = [field.to_rows(samples, transport.device) for field in fields]
+    wire = ops.pack(columns, route.pack, route.sent_rows)
+    received = wire.new_empty(route.received_rows, wire.shape[1])
+    transport.start(wire, route.sends, received, route.receives).wait()
+    widths = [field.row_bytes for field in fields]
+    arranged = ops.unpack(received, route.arrange, widths, route.output_rows)
+    return {f.name: f.from_rows(rows) for f, rows in zip(fields, arranged, strict=True)}

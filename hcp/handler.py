@@ -1,0 +1,240 @@
+"""The handler that layers receive in place of a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hcp import _core, attention, loss
+from hcp.exchange import Transport, agree, carry, rows_of, signature
+from hcp.layout import Layout, Route, schedule_words
+from hcp.plan import Plan
+
+COMM_TYPES: tuple[str, ...] = _core.COMM_TYPES
+"""Ways in which keys and values travel: see docs/concepts/attention.md."""
+
+
+class ContextParallelHandler:
+    """Everything that a layer needs of context parallelism, for one rank and micro-batch.
+
+    Immutable, made by :func:`hcp.dispatch`, and passed to layers explicitly: the backward of one
+    micro-batch may run while a later one is in its forward. T below is ``rows``.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        micro_batch: int,
+        transport: Transport,
+        *,
+        comm_types: Sequence[str] = ("p2p",),
+        sources: Sequence[int] | None = None,
+        loss_tokens: float | None = None,
+    ) -> None:
+        """``comm_types``: those that layers will name, the first being the default. ``sources``:
+        the rank that loaded each sequence, for dispatch and combine. ``loss_tokens``: of the whole
+        batch, for the loss."""
+        layout = Layout(plan, micro_batch, transport.rank)
+        self.plan = plan
+        self.layout = layout
+        self.micro_batch = micro_batch
+        self.rows = layout.rows
+        """Rows of this rank, T. May be 0."""
+        self.degree = layout.degree
+        """Ranks that compute these sequences; 0 where this rank has none."""
+        self.cu_seqlens = layout.cu_seqlens
+        """int32 (sequences + 1,): local rows of each sequence, summed."""
+        self.position_ids = layout.positions.to(transport.device, non_blocking=True)
+        """int64 (T,): each row's place in its sequence."""
+        self.loss_tokens = loss_tokens
+        """Loss tokens of the whole batch, None if nobody counted them."""
+        self._loss_tokens = None if loss_tokens is None else torch.tensor(loss_tokens, dtype=_F64)
+        self._transport = transport
+        self._sources = sources
+        self._comm_type = comm_types[0]
+        self._longest = max(layout.lengths, default=0)
+        self._schedules = {
+            (name, causal): self._schedule_words(name, causal)
+            for name in dict.fromkeys(comm_types)
+            for causal in (True, False)
+        }
+
+    def _schedule_words(self, comm_type: str, causal: bool) -> Tensor:
+        if comm_type not in COMM_TYPES:
+            raise ValueError(f"comm_type is {comm_type!r}, expected one of {COMM_TYPES}")
+        return schedule_words(
+            self.plan,
+            self.micro_batch,
+            self._transport.rank,
+            comm_type,
+            causal=causal,
+            transport_key=self._transport.key,
+        )
+
+    # ---- attention ----
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool = True,
+        softmax_scale: float | None = None,
+        comm_type: str | None = None,
+    ) -> Tensor:
+        """Attention of this rank's rows over their whole sequences, forward and backward.
+
+        query (T, H, D), key and value (T, G, D) with H a multiple of G; float64, float32, bfloat16
+        or float16; returns (T, H, D). ``softmax_scale``: default 1 / sqrt(D). ``comm_type``: one of
+        those that the handler was made for (default: the first). Every rank of the group calls it
+        with the same arguments. Differentiable once.
+
+        Raises ValueError for a wrong tensor, HcpError when ranks differ or a peer is gone.
+        """
+        name = comm_type or self._comm_type
+        if (name, causal) not in self._schedules:
+            made_for = sorted({made for made, _ in self._schedules})
+            raise ValueError(
+                f"comm_type is {name!r}, expected one of {made_for}: "
+                "name every type in comm_types= of hcp.dispatch"
+            )
+        words = self._schedules[name, causal]
+        if not torch.compiler.is_compiling():
+            attention.check(query, key, value, self.rows)
+        scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        return attention.attention(
+            _dense_heads(query), _dense_heads(key), _dense_heads(value), words, scale
+        )
+
+    # ---- rotary embedding ----
+
+    def get_rotary_seq_len(self) -> int:
+        """How many positions a table of rotary frequencies must have: the longest sequence's
+        tokens, 0 on a rank without rows."""
+        return self._longest
+
+    def apply_rotary_pos_emb(self, t: Tensor, freqs: Tensor) -> Tensor:
+        """Rotate rows by the angles of their own positions (RoPE, https://arxiv.org/abs/2104.09864).
+
+        t (T, heads, D); freqs (positions, R) or Megatron's (positions, 1, 1, R), the angles of each
+        position, both halves, R <= D even: the first R elements of a head are rotated as two
+        halves, the rest pass. Returns t's shape and dtype; computed in float32 or wider.
+        """
+        angles = freqs.flatten(1)
+        if not torch.compiler.is_compiling() and angles.shape[0] < self._longest:
+            raise ValueError(
+                f"freqs has {angles.shape[0]} positions, expected >= {self._longest} "
+                "(get_rotary_seq_len())"
+            )
+        angles = angles[self.position_ids].unsqueeze(1)
+        rotated = angles.shape[-1]
+        wide = t.to(torch.promote_types(t.dtype, angles.dtype))
+        turned, passed = wide[..., :rotated], wide[..., rotated:]
+        first, second = turned.chunk(2, dim=-1)
+        turned = turned * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()
+        return torch.cat((turned, passed), dim=-1).to(t.dtype)
+
+    # ---- rows between ranks ----
+
+    def dispatch(self, x: Tensor) -> Tensor:
+        """Rows from the ranks that loaded them to the ranks that compute them, with gradients.
+
+        x (S, ...): the sequences of this micro-batch that this rank loaded, whole, end to end by
+        ascending index. Returns (T, ...). Every rank of the domain calls it.
+        """
+        return self._travel(x, self._dispatch_route(False), self._dispatch_route(True))
+
+    def combine(self, x: Tensor) -> Tensor:
+        """The way back: (T, ...) to (S, ...), so that combine(dispatch(x)) is x."""
+        return self._travel(x, self._dispatch_route(True), self._dispatch_route(False))
+
+    def roll_tensor(self, x: Tensor, shifts: int = -1) -> Tensor:
+        """Shift rows along their sequences, across the borders of ranks: (T, ...) to (T, ...).
+
+        As torch.roll within each sequence, but what enters at an end is zeros. The default -1 gives
+        every row its successor's value, as labels want. Every rank of the group calls it.
+        """
+        route = Route.roll(self.plan, self.micro_batch, self._transport.rank, shifts)
+        back = Route.roll(self.plan, self.micro_batch, self._transport.rank, -shifts)
+        return self._travel(x, route, back)
+
+    def _dispatch_route(self, reverse: bool) -> Route:
+        if self._sources is None:
+            raise ValueError("the handler has no sources, expected them: who loaded which sequence")
+        return Route.dispatch(
+            self.plan, self._sources, self._transport.rank, self.micro_batch, 1, reverse=reverse
+        )
+
+    def _travel(self, x: Tensor, route: Route, back: Route) -> Tensor:
+        if x.dim() == 0 or x.shape[0] != route.source_rows:
+            raise ValueError(f"x has shape {tuple(x.shape)}, expected {route.source_rows} rows")
+        if x.device.type != self._transport.device.type:
+            raise ValueError(f"x is on {x.device}, expected {self._transport.device}")
+        agree(self._transport, signature(x), route.sends, route.receives)
+        out: Tensor = _Travel.apply(rows_of(x), route, back, self._transport)
+        return out.reshape(route.output_rows, *x.shape[1:])
+
+    # ---- loss ----
+
+    def loss(self, losses: Tensor, loss_mask: Tensor, *, grad_reduce: str = "sum") -> Tensor:
+        """This micro-batch's share of the mean loss over the whole batch.
+
+        losses, loss_mask (T,). The gradients of all shares, summed over the domain and the
+        micro-batches, are those of sum(losses * loss_mask) / loss_tokens of the batch, whatever the
+        plan. ``grad_reduce="mean"`` is for trainers that average gradients over the domain (DDP,
+        FSDP): it multiplies by the domain's size.
+        """
+        if grad_reduce not in loss.GRAD_REDUCE:
+            raise ValueError(f"grad_reduce is {grad_reduce!r}, expected one of {loss.GRAD_REDUCE}")
+        self._check_losses(losses, loss_mask)
+        if self._loss_tokens is None:
+            raise ValueError(
+                "the batch's loss tokens are not known, expected samples with a 'loss_mask' in "
+                "hcp.dispatch, or use loss_sum"
+            )
+        scale = float(self._transport.size) if grad_reduce == "mean" else 1.0
+        return loss.mean_loss(losses, loss_mask, self._loss_tokens, scale)
+
+    def loss_sum(self, losses: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """(sum of losses, number of loss tokens) of this rank's rows, float64, for those who divide
+        themselves."""
+        self._check_losses(losses, loss_mask)
+        return loss.masked_sum(losses.to(_F64), loss_mask), loss_mask.sum(dtype=_F64)
+
+    def _check_losses(self, losses: Tensor, loss_mask: Tensor) -> None:
+        if losses.dim() != 1 or losses.shape != loss_mask.shape:
+            raise ValueError(
+                f"losses has shape {tuple(losses.shape)} and loss_mask {tuple(loss_mask.shape)}, "
+                "expected both (rows,)"
+            )
+        if not torch.compiler.is_compiling() and losses.shape[0] != self.rows:
+            raise ValueError(f"losses has {losses.shape[0]} rows, expected {self.rows}")
+
+    def __repr__(self) -> str:
+        return (
+            f"ContextParallelHandler(micro_batch={self.micro_batch}, degree={self.degree}, "
+            f"rows={self.rows})"
+        )
+
+
+_F64 = torch.float64
+
+
+def _dense_heads(rows: Tensor) -> Tensor:
+    # Kernels take any stride of rows and heads, but read the elements of a head side by side.
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+class _Travel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, route: Route, back: Route, transport: Transport) -> Tensor:
+        ctx.back, ctx.transport = back, transport
+        return carry(transport, route, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return carry(ctx.transport, ctx.back, grad.contiguous()), None, None, None

@@ -1,0 +1,154 @@
+"""All ranks of a domain in one process: the same plans, tables and buffers, copies for the wire.
+
+For trying a plan alone, and for testing many of them quickly.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from hcp.errors import HcpError
+from hcp.exchange import Pending, copy_to_self, register
+from hcp.layout import Move
+
+Result = TypeVar("Result")
+
+
+class _World:
+    """What the ranks share. Messages between two ranks arrive in the order in which they left."""
+
+    def __init__(self, size: int, timeout: float) -> None:
+        self.size = size
+        self.timeout = timeout
+        self.changed = threading.Condition()
+        self.messages: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
+        self.gathered: dict[int, dict[int, bytes]] = defaultdict(dict)
+        self.failed: int | None = None
+
+    def wait_for(self, ready: Callable[[], bool], rank: int, what: str) -> None:
+        """Wait, holding ``changed``, for a rank that fails to end the others at once."""
+        done = self.changed.wait_for(lambda: ready() or self.failed is not None, self.timeout)
+        if ready():
+            return
+        if done:
+            raise HcpError(f"rank {rank}: {what} failed, because rank {self.failed} did")
+        raise HcpError(f"rank {rank}: {what} did not end within {self.timeout} s")
+
+
+class LoopbackTransport:
+    """One rank's end of a domain whose ranks are threads of this process."""
+
+    def __init__(self, world: _World, rank: int) -> None:
+        self._world = world
+        self._rounds = 0
+        self.rank = rank
+        self.size = world.size
+        self.device = torch.device("cpu")
+        self.key = register(self)
+        self.rows_sent = 0
+        """Rows that went to other ranks so far."""
+
+    def start(
+        self, sent: Tensor, sends: Sequence[Move], received: Tensor, receives: Sequence[Move]
+    ) -> Pending:
+        copy_to_self(self.rank, sent, sends, received, receives)
+        with self._world.changed:
+            for peer, row, rows in sends:
+                if peer != self.rank:
+                    copied = sent[row : row + rows].clone()
+                    self._world.messages[self.rank, peer].append(copied)
+                    self.rows_sent += rows
+            self._world.changed.notify_all()
+        return _LoopbackPending(self, received, [m for m in receives if m.peer != self.rank])
+
+    def receive(self, peer: int, target: Tensor) -> None:
+        messages = self._world.messages[peer, self.rank]
+        with self._world.changed:
+            self._world.wait_for(
+                lambda: bool(messages), self.rank, f"the exchange with rank {peer}"
+            )
+            message = messages.popleft()
+        if message.shape != target.shape or message.dtype != target.dtype:
+            raise HcpError(
+                f"rank {self.rank}: rank {peer} sent {tuple(message.shape)} of {message.dtype}, "
+                f"expected {tuple(target.shape)} of {target.dtype}"
+            )
+        target.copy_(message)
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        world = self._world
+        with world.changed:
+            gathered = world.gathered[self._rounds]
+            self._rounds += 1
+            gathered[self.rank] = payload
+            world.changed.notify_all()
+            world.wait_for(lambda: len(gathered) == self.size, self.rank, "the gathering")
+        return [gathered[rank] for rank in range(self.size)]
+
+
+class _LoopbackPending:
+    def __init__(
+        self, transport: LoopbackTransport, received: Tensor, receives: Sequence[Move]
+    ) -> None:
+        self._transport, self._received, self._receives = transport, received, receives
+
+    def wait(self) -> None:
+        for peer, row, rows in self._receives:
+            self._transport.receive(peer, self._received[row : row + rows])
+
+
+class LoopbackGroups:
+    """Stands for :class:`hcp.ProcessGroups` of a pure CP x DP domain in :func:`loopback`."""
+
+    def __init__(self, transport: LoopbackTransport) -> None:
+        self.transport = transport
+
+    def size(self, role: str) -> int:
+        return self.transport.size if role == "dp_cp" else self._unknown(role)
+
+    def rank(self, role: str) -> int:
+        return self.transport.rank if role == "dp_cp" else self._unknown(role)
+
+    def _unknown(self, role: str) -> int:
+        raise ValueError(f"role is {role!r}, expected 'dp_cp': loopback has the domain only")
+
+
+def loopback(
+    ranks: int, function: Callable[[Any], Result], *, timeout: float = 60.0
+) -> list[Result]:
+    """Call ``function(groups)`` once per rank, each in a thread; results by rank.
+
+    ``groups`` is that rank's end of the domain, for :func:`hcp.dispatch` and the like. A rank that
+    raises ends the others, and its exception is raised here. ``timeout``: seconds that one exchange
+    may take.
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks is {ranks}, expected >= 1")
+    world = _World(ranks, timeout)
+    results: list[Any] = [None] * ranks
+    errors: dict[int, BaseException] = {}
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = function(LoopbackGroups(LoopbackTransport(world, rank)))
+        except BaseException as error:
+            with world.changed:
+                errors[rank] = error
+                if world.failed is None:
+                    world.failed = rank
+                world.changed.notify_all()
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if world.failed is not None:
+        raise errors[world.failed]
+    return results

@@ -1,0 +1,302 @@
+"""Rows gathered, merged and summed: the operators `torch.ops.hcp.*`, typed and differentiable.
+
+Tables are int64 tensors of shape (records, words) on the CPU, whatever the device of the rows, and
+are proved against the rows' sizes before any row is touched. A wrong argument raises RuntimeError
+with its name, value and expectation.
+
+All operators pass `torch.library.opcheck` and work inside `torch.compile(fullgraph=True)`, with any
+sizes in one graph.
+
+Legend of shapes: N rows of the input, R rows of the result, C columns, H heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LIBRARY = Path(__file__).with_name("_ops.abi3.so")
+
+
+def _load(library: Path) -> None:
+    if not library.exists():
+        raise ImportError(
+            f"{library} does not exist, expected hcp's compiled operators there: run `pip install .` "
+            "in the source tree of hcp, or `pip install -e .` to work on it"
+        )
+    torch.ops.load_library(library)  # type: ignore[no-untyped-call]
+
+
+_load(_LIBRARY)
+
+
+def pack(sources: Sequence[Tensor], segments: Tensor, rows: int) -> Tensor:
+    """Rows gathered from several tensors into one, side by side.
+
+    sources: (N, C_i) each, of one dtype (any) and device; elements of a row side by side, rows any
+        stride apart.
+    segments: (S, 2) of (row, rows); row -1 stands for rows of zeros. Rows may repeat.
+    rows: R, the sum of the segments' rows.
+
+    Returns (R, sum of C_i). The gradient of a source row is the sum over its copies, in float32
+    (float64 for float64).
+    """
+    out: Tensor = torch.ops.hcp.pack(list(sources), segments, rows)
+    return out
+
+
+def unpack(source: Tensor, segments: Tensor, widths: Sequence[int], rows: int) -> list[Tensor]:
+    """Columns of one tensor gathered back into several: undoes `pack` when the segments do.
+
+    source: (N, sum of widths), of any dtype; elements of a row side by side, rows any stride apart.
+    segments: (S, 2) of (row, rows); row -1 stands for rows of zeros. Rows may repeat.
+    widths: C_i of each result. rows: R, the sum of the segments' rows.
+
+    Returns tensors (R, C_i), each contiguous. The gradient of a source row is as in `pack`.
+    """
+    outs: list[Tensor] = torch.ops.hcp.unpack(source, segments, list(widths), rows)
+    return outs
+
+
+def merge(
+    outs: Sequence[Tensor], lses: Sequence[Tensor], runs: Tensor, rows: int
+) -> tuple[Tensor, Tensor]:
+    """Partial results of attention merged by log-sum-exp, once, in float32 (float64 for float64).
+
+        lse = log(sum_p exp(lse_p)),  out = sum_p exp(lse_p - lse) * out_p
+
+    as in memory-efficient attention (Rabe and Staats, https://arxiv.org/abs/2112.05682).
+
+    outs: (N_p, H, D) each, float64, float32, bfloat16 or float16; elements of a head side by side,
+        rows and heads any stride apart.
+    lses: (N_p, H) each, natural log, float64 for float64 and float32 else, any strides. -inf:
+        nothing was attended, and the output is not looked at. +inf outweighs all finite ones;
+        several share equally.
+    runs: (records, 4) of (row, rows, part, part_row). Runs ascend by row without overlap; records
+        of the same row and rows are one run. For a gradient, no row of a part is merged twice.
+    rows: R. Rows that no run names give out 0 and lse -inf.
+
+    Returns out (R, H, D) and lse (R, H). Both have gradients, to outs and lses; there is no second
+    derivative.
+    """
+    out, lse = torch.ops.hcp.merge(list(outs), list(lses), runs, rows)
+    return out, lse
+
+
+def reduce(parts: Sequence[Tensor], runs: Tensor, rows: int, columns: int = 1) -> Tensor:
+    """Partial rows summed, once, in float32 (float64 for float64).
+
+    parts: (N_p, C_c): column c of part p is parts[p * columns + c]; float64, float32, bfloat16 or
+        float16; elements of a row side by side, rows any stride apart.
+    runs: (records, 4) of (row, rows, part, part_row). Runs ascend by row without overlap; records
+        of the same row and rows are one run, summed in their order.
+    rows: R. Rows that no run names give 0.
+
+    Returns (R, sum of C_c): the columns side by side.
+    """
+    out: Tensor = torch.ops.hcp.reduce(list(parts), runs, rows, columns)
+    return out
+
+
+# ---- Shapes without data -------------------------------------------------------------------------
+
+
+def _expect_some(name: str, tensors: Sequence[Tensor]) -> None:
+    if not tensors:
+        raise RuntimeError(f"{name} has 0 tensors, expected >= 1")
+
+
+def _width(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.shape[1] for tensor in tensors)
+
+
+def _pack_fake(sources: list[Tensor], segments: Tensor, rows: int) -> Tensor:
+    _expect_some("sources", sources)
+    return sources[0].new_empty(rows, _width(sources))
+
+
+def _pack_backward_fake(
+    grad: Tensor, segments: Tensor, widths: list[int], rows: int
+) -> list[Tensor]:
+    return [grad.new_empty(rows, width) for width in widths]
+
+
+def _unpack_fake(source: Tensor, segments: Tensor, widths: list[int], rows: int) -> list[Tensor]:
+    return [source.new_empty(rows, width) for width in widths]
+
+
+def _unpack_backward_fake(grads: list[Tensor], segments: Tensor, rows: int) -> Tensor:
+    _expect_some("grads", grads)
+    return grads[0].new_empty(rows, _width(grads))
+
+
+def _merge_fake(
+    outs: list[Tensor], lses: list[Tensor], runs: Tensor, rows: int
+) -> tuple[Tensor, Tensor]:
+    _expect_some("outs", outs)
+    _expect_some("lses", lses)
+    _, heads, head_dim = outs[0].shape
+    return outs[0].new_empty(rows, heads, head_dim), lses[0].new_empty(rows, heads)
+
+
+def _merge_backward_fake(
+    outs: list[Tensor],
+    lses: list[Tensor],
+    runs: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor,
+) -> tuple[list[Tensor], list[Tensor]]:
+    return [part.new_empty(part.shape) for part in outs], [
+        part.new_empty(part.shape) for part in lses
+    ]
+
+
+def _reduce_fake(parts: list[Tensor], runs: Tensor, rows: int, columns: int) -> Tensor:
+    _expect_some("parts", parts)
+    return parts[0].new_empty(rows, _width(parts[:columns]))
+
+
+def _reduce_backward_fake(
+    grad: Tensor, runs: Tensor, part_rows: list[int], widths: list[int]
+) -> list[Tensor]:
+    return [grad.new_empty(rows, width) for rows in part_rows for width in widths]
+
+
+# ---- Gradients -----------------------------------------------------------------------------------
+#
+# pack, unpack and reduce are linear: the gradient of each backward operator is its forward operator,
+# so derivatives of any order exist. Incoming gradients may be expanded tensors (of a sum, say),
+# hence contiguous().
+
+
+def _pack_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    sources, segments, ctx.rows = inputs
+    ctx.save_for_backward(segments)
+    ctx.widths = [source.shape[1] for source in sources]
+    ctx.source_rows = sources[0].shape[0]
+
+
+def _pack_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    (segments,) = ctx.saved_tensors
+    return (
+        torch.ops.hcp.pack_backward(grad.contiguous(), segments, ctx.widths, ctx.source_rows),
+        None,
+        None,
+    )
+
+
+def _pack_backward_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    grad, segments, _, _ = inputs
+    ctx.save_for_backward(segments)
+    ctx.rows = grad.shape[0]
+
+
+def _pack_backward_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    (segments,) = ctx.saved_tensors
+    return (
+        torch.ops.hcp.pack([grad.contiguous() for grad in grads], segments, ctx.rows),
+        None,
+        None,
+        None,
+    )
+
+
+def _unpack_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    source, segments, _, _ = inputs
+    ctx.save_for_backward(segments)
+    ctx.source_rows = source.shape[0]
+
+
+def _unpack_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    (segments,) = ctx.saved_tensors
+    columns = [grad.contiguous() for grad in grads]
+    return torch.ops.hcp.unpack_backward(columns, segments, ctx.source_rows), None, None, None
+
+
+def _unpack_backward_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    grads, segments, _ = inputs
+    ctx.save_for_backward(segments)
+    ctx.widths = [grad.shape[1] for grad in grads]
+    ctx.rows = grads[0].shape[0]
+
+
+def _unpack_backward_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    (segments,) = ctx.saved_tensors
+    return torch.ops.hcp.unpack(grad.contiguous(), segments, ctx.widths, ctx.rows), None, None
+
+
+def _reduce_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    parts, runs, _, columns = inputs
+    ctx.save_for_backward(runs)
+    ctx.part_rows = [part.shape[0] for part in parts[::columns]]
+    ctx.widths = [part.shape[1] for part in parts[:columns]]
+
+
+def _reduce_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    (runs,) = ctx.saved_tensors
+    return (
+        torch.ops.hcp.reduce_backward(grad.contiguous(), runs, ctx.part_rows, ctx.widths),
+        None,
+        None,
+        None,
+    )
+
+
+def _reduce_backward_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    grad, runs, _, widths = inputs
+    ctx.save_for_backward(runs)
+    ctx.rows = grad.shape[0]
+    ctx.columns = len(widths)
+
+
+def _reduce_backward_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    (runs,) = ctx.saved_tensors
+    parts = [grad.contiguous() for grad in grads]
+    return torch.ops.hcp.reduce(parts, runs, ctx.rows, ctx.columns), None, None, None
+
+
+def _merge_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    outs, lses, runs, _ = inputs
+    ctx.parts = len(outs)
+    ctx.save_for_backward(runs, *output, *outs, *lses)
+
+
+def _merge_backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
+    runs, out, lse, *parts = ctx.saved_tensors
+    outs, lses = parts[: ctx.parts], parts[ctx.parts :]
+    grads = (grad_out.contiguous(), grad_lse.contiguous())
+    grad_outs, grad_lses = torch.ops.hcp.merge_backward(outs, lses, runs, out, lse, *grads)
+    return grad_outs, grad_lses, None, None
+
+
+def _merge_backward_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+    raise NotImplementedError(
+        "hcp.ops.merge was differentiated twice, expected once: it has no second derivative"
+    )
+
+
+def _nothing_to_keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    pass
+
+
+# (operator, shapes without data, gradient, what the gradient needs)
+_OPERATORS = (
+    ("pack", _pack_fake, _pack_backward, _pack_context),
+    ("pack_backward", _pack_backward_fake, _pack_backward_backward, _pack_backward_context),
+    ("unpack", _unpack_fake, _unpack_backward, _unpack_context),
+    ("unpack_backward", _unpack_backward_fake, _unpack_backward_backward, _unpack_backward_context),
+    ("merge", _merge_fake, _merge_backward, _merge_context),
+    ("merge_backward", _merge_backward_fake, _merge_backward_backward, _nothing_to_keep),
+    ("reduce", _reduce_fake, _reduce_backward, _reduce_context),
+    ("reduce_backward", _reduce_backward_fake, _reduce_backward_backward, _reduce_backward_context),
+)
+
+for _name, _fake, _backward, _context in _OPERATORS:
+    torch.library.register_fake(f"hcp::{_name}", _fake)  # type: ignore[no-untyped-call]
+    torch.library.register_autograd(f"hcp::{_name}", _backward, setup_context=_context)

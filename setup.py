@@ -1,0 +1,224 @@
+"""Builds the two libraries of hcp. What is not about building stands in pyproject.toml.
+
+    hcp/_core.abi3.so   csrc/core + python       C11 on CPython's limited API, no torch
+    hcp/_ops.abi3.so    csrc/core + cpu + torch  C11 and C++17 on libtorch's stable ABI, no Python
+
+Both work with every CPython >= 3.11 and every torch >= 2.10. torch's headers and libtorch_cpu come
+from the environment that hcp is being installed into. torch is no build requirement, because pip
+would download a second one.
+
+CC, CXX, CFLAGS, CXXFLAGS and LDFLAGS mean what they always mean: CFLAGS=-Werror makes warnings
+errors.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build import build
+from setuptools.command.build_ext import build_ext
+from setuptools.command.dist_info import dist_info
+
+OLDEST_TORCH = (2, 10)
+
+WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wshadow"]
+COMMON = ["-O3", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", *WARNINGS, "-Icsrc/include"]
+C_FLAGS = ["-std=c11", *COMMON]
+CXX_FLAGS = ["-std=c++17", *COMMON, "-fvisibility-inlines-hidden"]
+
+
+def sources(*folders: str) -> list[str]:
+    return [str(path) for folder in folders for path in sorted(Path("csrc", folder).glob("*.c*"))]
+
+
+LIBRARIES = [
+    Extension("hcp._core", sources("core", "python"), py_limited_api=True),
+    Extension("hcp._ops", sources("core", "cpu", "torch"), py_limited_api=True),
+]
+
+
+# ---- What the machine must have ------------------------------------------------------------------
+
+
+def missing(what: str, remedy: str) -> SystemExit:
+    return SystemExit(f"\nhcp was not built, nothing was changed: {what}. {remedy}\n")
+
+
+def find_compiler(variable: str, usual: list[str], package: str) -> list[str]:
+    """The compiler's command: the environment's word, else the first usual name that exists."""
+    chosen = os.environ.get(variable)
+    candidates = [chosen] if chosen else usual
+    for command in candidates:
+        if shutil.which(shlex.split(command)[0]):
+            return shlex.split(command)
+    raise missing(
+        f"no compiler: {variable} is {chosen!r}, which is not on PATH"
+        if chosen
+        else f"no compiler: none of {', '.join(usual)} is on PATH",
+        f"Install {package} with the system's package manager, or set {variable} to a compiler.",
+    )
+
+
+def find_python_headers() -> str:
+    include = sysconfig.get_path("include")
+    if not Path(include, "Python.h").exists():
+        raise missing(
+            f"{include}/Python.h does not exist",
+            "Install the headers of this Python (python3-dev or python3-devel in most systems).",
+        )
+    return include
+
+
+def find_torch() -> Path:
+    """The folder of the torch that hcp will run with.
+
+    pip builds in an environment of its own, which hides the target's packages by means of
+    PYTHONPATH; the same interpreter without that variable sees them.
+    """
+    report = (
+        "import os, torch; print(torch.__version__, os.path.dirname(torch.__file__), sep='\\n')"
+    )
+    hidden = {"PYTHONPATH", "PYTHONNOUSERSITE"}
+    target = {name: value for name, value in os.environ.items() if name not in hidden}
+    for environment in (dict(os.environ), target):
+        found = subprocess.run(
+            [sys.executable, "-P", "-c", report],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        if found.returncode == 0:
+            break
+    else:
+        last_line = (found.stderr.strip().splitlines() or ["no output"])[-1]
+        raise missing(
+            f"torch cannot be imported by {sys.executable} ({last_line})",
+            "hcp is built against the torch it will run with: install torch 2.10 or later in the "
+            "same environment first, then hcp. Tools that build with another environment's Python "
+            "need to be told not to (uv: --no-build-isolation, build: --no-isolation).",
+        )
+    version, folder = found.stdout.splitlines()[-2:]
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TORCH:
+        raise missing(
+            f"torch is {version} in {folder}, expected 2.10 or later for its stable ABI",
+            "Upgrade torch in this environment, then install hcp.",
+        )
+    return Path(folder)
+
+
+class Toolchain:
+    """Everything that a build needs, found or refused before anything is compiled."""
+
+    def __init__(self) -> None:
+        if sys.platform != "linux":
+            raise missing(f"the platform is {sys.platform}, expected linux", "Build on Linux.")
+        self.cc = find_compiler("CC", ["cc", "gcc", "clang"], "gcc")
+        self.cxx = find_compiler("CXX", ["c++", "g++", "clang++"], "g++")
+        python = find_python_headers()
+        torch = find_torch()
+        self.torch_libraries = torch / "lib"
+        # Of libtorch's headers only the stable ABI is used, down to the oldest torch.
+        oldest = f"0x{OLDEST_TORCH[0]:02x}{OLDEST_TORCH[1]:02x}000000000000"
+        self.folder_flags = {
+            "core": C_FLAGS,
+            "cpu": C_FLAGS,
+            "python": [*C_FLAGS, "-DPy_LIMITED_API=0x030B0000", f"-isystem{python}"],
+            "torch": [
+                *CXX_FLAGS,
+                f"-DTORCH_TARGET_VERSION={oldest}",
+                f"-isystem{torch / 'include'}",
+            ],
+        }
+
+    def compile_command(self, source: str, output: Path) -> list[str]:
+        flags = self.folder_flags[Path(source).parent.name]
+        if source.endswith(".cpp"):
+            compiler, extra = self.cxx, environment_flags("CXXFLAGS")
+        else:
+            compiler, extra = self.cc, environment_flags("CFLAGS")
+        return [*compiler, *flags, *extra, "-c", source, "-o", str(output)]
+
+    def link_command(self, name: str, objects: list[str], output: Path) -> list[str]:
+        extra = environment_flags("LDFLAGS")
+        if name == "hcp._core":
+            return [*self.cc, "-shared", *objects, *extra, "-o", str(output)]
+        # No rpath: hcp imports torch first, and what is loaded already is found by name.
+        libraries = [f"-L{self.torch_libraries}", "-ltorch_cpu", "-lm", "-Wl,--no-undefined"]
+        return [*self.cxx, "-shared", *objects, *libraries, *extra, "-o", str(output)]
+
+
+def environment_flags(variable: str) -> list[str]:
+    return shlex.split(os.environ.get(variable, ""))
+
+
+# ---- The build -----------------------------------------------------------------------------------
+
+
+def run(command: list[str]) -> None:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(shlex.join(command), done.stdout, sep="\n", end="", flush=True)
+    if done.returncode != 0:
+        raise SystemExit(
+            f"\nhcp was not built: this command failed\n{shlex.join(command)}\n{done.stdout}"
+        )
+
+
+class BuildInTemporaryFolder(build):
+    """Leaves no build/ in the source tree, whose old files would get into the next wheel."""
+
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        self.build_base = tempfile.mkdtemp(prefix="hcp-build-")
+        atexit.register(shutil.rmtree, self.build_base, ignore_errors=True)
+
+
+class CheckedMetadata(dist_info):
+    """pip asks for metadata first: what is missing is said before it downloads anything for hcp."""
+
+    def run(self) -> None:
+        Toolchain()
+        super().run()
+
+
+class BuildLibraries(build_ext):
+    """Compiles each source once, side by side, and links both libraries when all have compiled."""
+
+    def build_extensions(self) -> None:
+        tools = Toolchain()
+        objects: dict[str, Path] = {}
+        for library in self.extensions:
+            for source in library.sources:
+                objects[source] = Path(self.build_temp, source).with_suffix(".o")
+        for output in objects.values():
+            output.parent.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor(self.parallel or len(os.sched_getaffinity(0))) as workers:
+            commands = [tools.compile_command(source, output) for source, output in objects.items()]
+            list(workers.map(run, commands))
+        for library in self.extensions:
+            output = Path(self.get_ext_fullpath(library.name))
+            output.parent.mkdir(parents=True, exist_ok=True)
+            run(
+                tools.link_command(library.name, [str(objects[s]) for s in library.sources], output)
+            )
+
+
+setup(
+    ext_modules=LIBRARIES,
+    cmdclass={
+        "build": BuildInTemporaryFolder,
+        "build_ext": BuildLibraries,
+        "dist_info": CheckedMetadata,
+    },
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+)

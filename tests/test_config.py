@@ -1,0 +1,176 @@
+"""hcp.Config: Megatron's names, checked with the whole equation."""
+
+import argparse
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hcp
+from hcp.config import Config, add_arguments, divisors, rows_max
+
+
+def parsed(*argv):
+    return Config.from_args(add_arguments(argparse.ArgumentParser()).parse_args(argv))
+
+
+def test_without_options_only_the_limit_is_needed():
+    assert parsed("--max-seqlen-per-dp-cp-rank", "512") == Config(max_seqlen_per_dp_cp_rank=512)
+
+
+def test_a_missing_limit_is_named_by_its_option():
+    with pytest.raises(ValueError, match="--max-seqlen-per-dp-cp-rank is missing"):
+        parsed()
+
+
+def test_every_option_arrives():
+    config = parsed(
+        *["--sequence-packing-scheduler", "static_cp", "--max-seqlen-per-dp-cp-rank", "7"],
+        *["--min-dynamic-context-parallel-size", "2", "--context-parallel-size", "4"],
+        *["--cp-comm-type", "p2p", "all_gather", "--eval-context-parallel-size", "8"],
+    )
+    assert config == Config(7, "static_cp", 2, 4, ("p2p", "all_gather"), 8)
+    assert config.comm_types == ("p2p", "all_gather")
+
+
+def test_an_option_that_the_parser_has_stays_as_it_is():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--context-parallel-size", type=int, default=2)
+    args = add_arguments(parser).parse_args(["--max-seqlen-per-dp-cp-rank", "9"])
+    assert Config.from_args(args).context_parallel_size == 2
+
+
+def test_an_option_that_the_trainer_lacks_takes_its_default():
+    assert Config.from_args(argparse.Namespace(max_seqlen_per_dp_cp_rank=5)) == Config(5)
+
+
+@pytest.mark.parametrize("argv", [["p2p"], ["all_gather"]])
+def test_one_comm_type_is_for_all_layers(argv):
+    config = parsed("--max-seqlen-per-dp-cp-rank", "9", "--cp-comm-type", *argv)
+    assert [config.comm_type(layer) for layer in (0, 7)] == argv * 2
+    assert config.comm_types == tuple(argv)
+
+
+def test_a_comm_type_for_each_layer():
+    config = Config(9, cp_comm_type=["p2p", "all_gather", "p2p"])
+    assert [config.comm_type(layer) for layer in range(3)] == ["p2p", "all_gather", "p2p"]
+    with pytest.raises(ValueError, match="layer is 3, but cp_comm_type lists 3 layers"):
+        config.comm_type(3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"max_seqlen_per_dp_cp_rank": 0},
+            "max_seqlen_per_dp_cp_rank is 0, expected an integer >= 1",
+        ),
+        (
+            {"max_seqlen_per_dp_cp_rank": 2.5},
+            "max_seqlen_per_dp_cp_rank is 2.5, expected an integer",
+        ),
+        (
+            {"max_seqlen_per_dp_cp_rank": True},
+            "max_seqlen_per_dp_cp_rank is True, expected an integer",
+        ),
+        ({"sequence_packing_scheduler": "fast"}, "'fast', expected one of dynamic_cp, static_cp"),
+        ({"min_dynamic_context_parallel_size": 0}, "min_dynamic_context_parallel_size is 0"),
+        ({"context_parallel_size": -1}, "context_parallel_size is -1"),
+        ({"eval_context_parallel_size": 0}, "eval_context_parallel_size is 0"),
+        ({"cp_comm_type": "a2a"}, "cp_comm_type is 'a2a', expected one of p2p, all_gather"),
+        ({"cp_comm_type": ["p2p", "ring"]}, r"cp_comm_type\[1\] is 'ring'"),
+        ({"cp_comm_type": []}, "cp_comm_type is an empty list"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_value_and_expectation(options, message):
+    with pytest.raises(ValueError, match=message):
+        Config(**{"max_seqlen_per_dp_cp_rank": 8, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "where", "message"),
+    [
+        (
+            {"context_parallel_size": 3},
+            {},
+            r"ranks \(4\) % context_parallel_size \(3\) == 1, expected 0.*\[1, 2, 4\]",
+        ),
+        (
+            {"eval_context_parallel_size": 8},
+            {},
+            r"ranks \(4\) % eval_context_parallel_size \(8\) == 4",
+        ),
+        (
+            {"min_dynamic_context_parallel_size": 5},
+            {},
+            r"min_dynamic_context_parallel_size \(5\) > ranks \(4\)",
+        ),
+        (
+            {"cp_comm_type": ["p2p"] * 2},
+            {"num_layers": 3},
+            "lists 2 values for 3 layers, expected 1 or 3",
+        ),
+        (
+            {},
+            {"longest": 33},
+            r"33 tokens / 4 ranks = 9 rows on a rank > max_seqlen_per_dp_cp_rank \(8\)",
+        ),
+        (
+            {"context_parallel_size": 2},
+            {"longest": 17},
+            r"17 tokens / context_parallel_size \(2\) = 9 rows",
+        ),
+    ],
+)
+def test_what_cannot_work_on_the_ranks_is_refused_with_the_equation(options, where, message):
+    with pytest.raises(ValueError, match=message):
+        Config(8, **options).validate(ranks=4, **where)
+
+
+def test_what_works_on_the_ranks_is_not_refused():
+    Config(8, context_parallel_size=4, eval_context_parallel_size=2).validate(
+        ranks=4, num_layers=3, longest=32
+    )
+
+
+@pytest.mark.parametrize(("longest", "degree"), [(1, 1), (8, 1), (9, 2), (16, 2), (17, 4), (32, 4)])
+def test_static_cp_takes_the_least_divisor_that_holds_the_longest(longest, degree):
+    assert Config(8).static_degree(longest, ranks=4) == degree
+
+
+def test_a_static_plan_has_one_degree_and_a_dynamic_plan_need_not():
+    lengths = [32, 3, 3, 3, 3, 3]
+    static = Config(8, "static_cp").plan(lengths, ranks=4)
+    dynamic = Config(8).plan(lengths, ranks=4)
+    assert {group.degree for groups in static.micro_batches for group in groups} == {4}
+    assert {group.degree for groups in dynamic.micro_batches for group in groups} > {4}
+
+
+def test_a_dynamic_plan_keeps_the_least_degree():
+    plan = Config(8, min_dynamic_context_parallel_size=3).plan([5, 5, 5], ranks=4)
+    assert min(group.degree for groups in plan.micro_batches for group in groups) >= 3
+
+
+def test_no_lengths_give_an_empty_plan():
+    for scheduler in ("static_cp", "dynamic_cp"):
+        assert Config(8, scheduler).plan([], ranks=4).micro_batches == ()
+
+
+def test_config_is_public():
+    assert hcp.Config is Config
+    assert hcp.add_arguments is add_arguments
+
+
+@given(st.integers(1, 10_000), st.integers(1, 64))
+def test_rows_max_is_what_the_chunks_of_a_rank_sum_to(length, degree):
+    rows = [0] * degree
+    for token in range(length):
+        # The chunk k that has floor(k * L / 2d) <= token < floor((k + 1) * L / 2d).
+        chunk = ((token + 1) * 2 * degree - 1) // length
+        rows[min(chunk, 2 * degree - 1 - chunk)] += 1
+    assert rows_max(length, degree) == max(rows)
+
+
+@given(st.integers(1, 200))
+def test_divisors_divide(n):
+    assert divisors(n) == [d for d in range(1, n + 1) if n % d == 0]

@@ -1,0 +1,981 @@
+"""The operators against slow references, on every device that has them.
+
+Legend: N rows of the input, R rows of the result, H heads, D head size.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from math import inf, log, nan
+from pathlib import Path
+
+import pytest
+import reference
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.library import opcheck
+
+from hcp import ops
+
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+# One rounding of the result, a few of the sums before it.
+TOLERANCE = {
+    torch.float64: 1e-13,
+    torch.float32: 2e-6,
+    torch.bfloat16: 2**-8 + 1e-6,
+    torch.float16: 2**-11 + 1e-6,
+}
+
+
+def devices() -> list[str]:
+    has_cuda = torch.cuda.is_available() and torch._C._dispatch_has_kernel_for_dispatch_key(
+        "hcp::pack", "CUDA"
+    )
+    return ["cpu", "cuda"] if has_cuda else ["cpu"]
+
+
+@pytest.fixture(params=devices(), scope="module")
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def table(*records: tuple[int, ...], words: int = 4) -> Tensor:
+    return torch.tensor(records, dtype=torch.int64).reshape(len(records), words)
+
+
+def segments_table(*records: tuple[int, int]) -> Tensor:
+    return table(*records, words=2)
+
+
+def random(
+    *shape: int, seed: int, dtype: torch.dtype = torch.float64, device: str = "cpu"
+) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+
+
+def expect_close(actual: Tensor, expected: Tensor, dtype: torch.dtype | None = None) -> None:
+    """Within the dtype's tolerance of the value, or of 1; equal where infinite or NaN."""
+    tolerance = TOLERANCE[dtype or actual.dtype]
+    torch.testing.assert_close(
+        actual.cpu().double(), expected.double(), rtol=tolerance, atol=tolerance, equal_nan=True
+    )
+
+
+# ---- pack and unpack -----------------------------------------------------------------------------
+
+ANY_DTYPE = [
+    *FLOATS,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.float8_e4m3fn,
+]
+
+
+@pytest.mark.parametrize("dtype", ANY_DTYPE, ids=str)
+def test_pack_gathers_rows_of_any_dtype_side_by_side(device, dtype):
+    a = torch.arange(12, device=device).reshape(4, 3).to(dtype)
+    b = torch.arange(4, device=device).reshape(4, 1).to(dtype)
+    records = [(1, 2), (-1, 1), (0, 4), (3, 1)]
+    out = ops.pack([a, b], segments_table(*records), 8)
+    assert out.dtype == dtype
+    for column, source in zip(out.split([3, 1], 1), (a, b), strict=True):
+        assert torch.equal(
+            column.cpu().to(torch.complex128),
+            reference.gather(source.cpu().to(torch.complex128), records),
+        )
+
+
+def test_unpack_undoes_pack(device):
+    sources = [
+        random(5, 3, seed=0, device=device),
+        random(5, 0, seed=1, device=device),
+        random(5, 2, seed=2, device=device),
+    ]
+    packed = ops.pack(sources, segments_table((3, 2), (0, 3)), 5)
+    outs = ops.unpack(packed, segments_table((2, 3), (0, 2)), [3, 0, 2], 5)
+    assert all(torch.equal(out, source) for out, source in zip(outs, sources, strict=True))
+
+
+def test_pack_and_unpack_take_rows_any_stride_apart(device):
+    wide = random(6, 10, seed=0, device=device)
+    views = [wide[:, 2:5], wide[::2].repeat(2, 1)[:, 5:6], wide[:1, 7:9].expand(6, 2)]
+    records = [(4, 2), (0, 1)]
+    out = ops.pack(views, segments_table(*records), 3)
+    assert torch.equal(out, reference.pack(views, records))
+    outs = ops.unpack(wide[1:, 1:6], segments_table(*records[1:]), [2, 3], 1)
+    assert torch.equal(torch.cat(outs, 1), wide[1:2, 1:6])
+
+
+def test_pack_of_zero_rows(device):
+    source = random(3, 2, seed=0, device=device).requires_grad_()
+    out = ops.pack([source], segments_table(), 0)
+    assert out.shape == (0, 2)
+    out.sum().backward()
+    assert torch.equal(source.grad, torch.zeros_like(source))
+
+
+def test_pack_from_zero_rows_gives_only_zeros(device):
+    source = random(0, 2, seed=0, device=device)
+    assert torch.equal(ops.pack([source], segments_table((-1, 3)), 3), source.new_zeros(3, 2))
+    assert [o.shape for o in ops.unpack(source, segments_table((0, 0)), [2], 0)] == [(0, 2)]
+
+
+def test_unpack_into_nothing(device):
+    assert ops.unpack(random(3, 0, seed=0, device=device), segments_table((0, 3)), [], 3) == []
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_gradient_of_pack_sums_the_copies(device, dtype):
+    source = torch.zeros(4, 2, dtype=dtype, device=device, requires_grad=True)
+    out = ops.pack([source], segments_table((0, 3), (-1, 1), (1, 3), (2, 1)), 8)
+    grad = torch.arange(16, dtype=dtype, device=device).reshape(8, 2)
+    out.backward(grad)
+    expected = torch.stack([grad[0], grad[1] + grad[4], grad[2] + grad[5] + grad[7], grad[6]])
+    assert torch.equal(source.grad, expected)
+
+
+def test_gradient_of_pack_is_rounded_once(device):
+    """256 + 1 is 256 in bfloat16: summed one by one in bfloat16 the ones would vanish."""
+    source = torch.zeros(1, 1, dtype=torch.bfloat16, device=device, requires_grad=True)
+    out = ops.pack([source], segments_table(*[(0, 1)] * 9), 9)
+    out.backward(torch.tensor([256.0] + [1.0] * 8, device=device, dtype=torch.bfloat16)[:, None])
+    assert source.grad.item() == 264
+
+
+def test_integers_have_no_gradient(device):
+    assert not ops.pack(
+        [torch.ones(2, 1, dtype=torch.int64, device=device)], segments_table((0, 2)), 2
+    ).requires_grad
+
+
+@st.composite
+def segment_tables(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
+    rows = draw(st.integers(0, 9))
+    starts = st.integers(-1, rows)
+    segment = starts.flatmap(
+        lambda row: st.tuples(st.just(row), st.integers(0, 4 if row < 0 else rows - row))
+    )
+    return rows, draw(st.lists(segment, max_size=6))
+
+
+@settings(deadline=None)
+@given(segment_tables(), st.lists(st.integers(0, 5), min_size=1, max_size=3), st.integers(0, 2**31))
+def test_any_gather_and_its_gradient_equal_the_reference(device, segment_table, widths, seed):
+    rows, records = segment_table
+    out_rows = sum(length for _, length in records)
+    sources = [
+        random(rows, width, seed=seed + i, device=device).requires_grad_()
+        for i, width in enumerate(widths)
+    ]
+    out = ops.pack(sources, segments_table(*records), out_rows)
+    expected = reference.pack(sources, records)
+    assert torch.equal(out, expected)
+    grad = random(*out.shape, seed=seed, device=device)
+    expected_grads = torch.autograd.grad(expected, sources, grad)
+    for actual, wanted in zip(torch.autograd.grad(out, sources, grad), expected_grads, strict=True):
+        expect_close(actual, wanted.cpu())
+    source = torch.cat(sources, 1).detach().requires_grad_()
+    unpacked = torch.cat(ops.unpack(source, segments_table(*records), widths, out_rows), 1)
+    assert torch.equal(unpacked, expected)
+    (actual,) = torch.autograd.grad(unpacked, source, grad)
+    expect_close(actual, torch.cat(expected_grads, 1).cpu())
+
+
+# ---- reduce --------------------------------------------------------------------------------------
+
+RUNS = [(1, 2, 0, 0), (1, 2, 1, 1), (1, 2, 0, 1), (4, 1, 1, 0), (5, 2, 0, 1), (5, 2, 1, 1)]
+
+
+@pytest.mark.parametrize("width", [0, 1, 15, 256, 257, 700])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_reduce_sums_the_parts_of_each_run(device, dtype, width):
+    parts = [random(3, width, seed=p, dtype=dtype, device=device) for p in range(2)]
+    out = ops.reduce(parts, table(*RUNS), 8)
+    assert out.dtype == dtype
+    expect_close(out, reference.reduce([part.cpu() for part in parts], RUNS, 8))
+    assert torch.equal(out[[0, 3, 7]], out.new_zeros(3, width))
+
+
+def test_reduce_is_rounded_once(device):
+    parts = [
+        torch.full((1, 1), value, dtype=torch.bfloat16, device=device)
+        for value in [256.0] + [1.0] * 8
+    ]
+    assert ops.reduce(parts, table(*[(0, 1, p, 0) for p in range(9)]), 1).item() == 264
+
+
+def test_reduce_keeps_columns_side_by_side(device):
+    parts = [random(3, width, seed=i, device=device) for i, width in enumerate([2, 3, 2, 3])]
+    out = ops.reduce(parts, table(*RUNS), 8, columns=2)
+    joined = [torch.cat(parts[:2], 1), torch.cat(parts[2:], 1)]
+    assert torch.equal(out, ops.reduce(joined, table(*RUNS), 8))
+
+
+def test_reduce_takes_rows_any_stride_apart(device):
+    wide = random(6, 9, seed=0, device=device)
+    views = [wide[::2, 1:4], wide[3:, 4:7]]
+    assert torch.equal(
+        ops.reduce(views, table(*RUNS), 8), ops.reduce([v.clone() for v in views], table(*RUNS), 8)
+    )
+
+
+def test_reduce_of_zero_rows_and_of_no_runs(device):
+    part = random(3, 2, seed=0, device=device)
+    assert ops.reduce([part], table(), 0).shape == (0, 2)
+    assert torch.equal(ops.reduce([part], table(), 4), part.new_zeros(4, 2))
+    assert torch.equal(ops.reduce([part[:0]], table(), 1), part.new_zeros(1, 2))
+
+
+def test_infinity_and_nan_pass_through_a_sum(device):
+    for dtype in FLOATS:
+        parts = [
+            torch.tensor([[inf, inf, nan, -0.0]], dtype=dtype, device=device),
+            torch.tensor([[1.0, -inf, 1.0, -0.0]], dtype=dtype, device=device),
+        ]
+        out = ops.reduce(parts, table((0, 1, 0, 0), (0, 1, 1, 0)), 1).cpu()
+        assert out[0, 0] == inf, out
+        assert out[0, 1:3].isnan().all(), out
+        assert out[0, 3].signbit(), out
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_every_16_bit_value_is_read_and_rounded_as_torch_does(device, dtype):
+    values = (
+        torch.arange(-(2**15), 2**15, dtype=torch.int32)
+        .to(torch.int16)
+        .view(dtype)[None]
+        .to(device)
+    )
+    runs = table((0, 1, 0, 0), (0, 1, 1, 0))
+    for other in (0.0, 1e-7, 0.37, 1.0, 1000.3):
+        others = torch.full_like(values, other)
+        torch.testing.assert_close(
+            ops.reduce([values, others], runs, 1),
+            (values.float() + others.float()).to(dtype),
+            rtol=0,
+            atol=0,
+            equal_nan=True,
+        )
+
+
+@st.composite
+def run_tables(
+    draw: st.DrawFn, repeat_part_rows: bool = True
+) -> tuple[list[int], list[tuple[int, ...]], int]:
+    """(rows of each part, records, rows of the result)"""
+    count = draw(st.integers(1, 4))
+    part_rows = [draw(st.integers(0, 6)) for _ in range(count)] if repeat_part_rows else [0] * count
+    records: list[tuple[int, ...]] = []
+    row = draw(st.integers(0, 2))
+    for _ in range(draw(st.integers(0, 4))):
+        rows = draw(st.integers(1, 4))
+        for part in draw(
+            st.lists(st.integers(0, count - 1), max_size=4, unique=not repeat_part_rows)
+        ):
+            if repeat_part_rows and part_rows[part] >= rows:
+                records.append((row, rows, part, draw(st.integers(0, part_rows[part] - rows))))
+            elif not repeat_part_rows:
+                start = part_rows[part] + draw(st.integers(0, 1))
+                records.append((row, rows, part, start))
+                part_rows[part] = start + rows
+        row += rows + draw(st.integers(0, 1))
+    return part_rows, records, row
+
+
+@settings(deadline=None)
+@given(run_tables(), st.integers(0, 5), st.integers(0, 2**31))
+def test_any_sum_and_its_gradient_equal_the_reference(device, run_table, width, seed):
+    part_rows, records, rows = run_table
+    parts = [
+        random(n, width, seed=seed + p, device=device).requires_grad_()
+        for p, n in enumerate(part_rows)
+    ]
+    out = ops.reduce(parts, table(*records), rows)
+    expected = reference.reduce([part.cpu() for part in parts], records, rows)
+    expect_close(out, expected)
+    grad = random(rows, width, seed=seed)
+    actual_grads = torch.autograd.grad(out, parts, grad.to(device))
+    if not records:
+        assert not any(actual.any() for actual in actual_grads)
+        return
+    wanted_grads = torch.autograd.grad(expected, parts, grad, allow_unused=True)
+    for part, actual, wanted in zip(parts, actual_grads, wanted_grads, strict=True):
+        expect_close(actual, torch.zeros(part.shape) if wanted is None else wanted.cpu())
+
+
+# ---- merge ---------------------------------------------------------------------------------------
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def random_parts(
+    rows: list[int], heads: int, head_dim: int, seed: int, dtype=torch.float64, device="cpu"
+):
+    outs = [
+        random(n, heads, head_dim, seed=seed + p, dtype=dtype, device=device)
+        for p, n in enumerate(rows)
+    ]
+    lses = [
+        3 * random(n, heads, seed=seed - p - 1, dtype=lse_dtype(dtype), device=device)
+        for p, n in enumerate(rows)
+    ]
+    return outs, lses
+
+
+def reference_merge(outs, lses, records, rows):
+    return reference.merge([o.cpu() for o in outs], [lse.cpu() for lse in lses], records, rows)
+
+
+@pytest.mark.parametrize("head_dim", [0, 1, 8, 17, 128, 256, 300])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_merge_equals_the_softmax_formula(device, dtype, head_dim):
+    outs, lses = random_parts([3, 3], 2, head_dim, seed=7, dtype=dtype, device=device)
+    out, lse = ops.merge(outs, lses, table(*RUNS), 8)
+    expected_out, expected_lse = reference_merge(outs, lses, RUNS, 8)
+    assert (out.dtype, lse.dtype) == (dtype, lse_dtype(dtype))
+    expect_close(out, expected_out)
+    expect_close(lse, expected_lse, dtype=lse.dtype)
+
+
+def test_rows_nobody_covers_are_zero_and_minus_infinity(device):
+    outs, lses = random_parts([3, 3], 2, 4, seed=1, device=device)
+    out, lse = ops.merge(outs, lses, table(*RUNS), 8)
+    assert torch.equal(out[[0, 3, 7]], out.new_zeros(3, 2, 4))
+    assert torch.equal(lse[[0, 3, 7]], lse.new_full((3, 2), -inf))
+
+
+def test_one_part_is_copied_bit_for_bit(device):
+    for dtype in FLOATS:
+        outs, lses = random_parts([4], 3, 5, seed=2, dtype=dtype, device=device)
+        out, lse = ops.merge(outs, lses, table((0, 4, 0, 0)), 4)
+        assert torch.equal(out, outs[0])
+        assert torch.equal(lse, lses[0])
+
+
+def merge_scalars(
+    device: str, dtype: torch.dtype, *parts: tuple[float, float]
+) -> tuple[float, float]:
+    """(out, lse) of one row, head and element."""
+    outs = [torch.full((1, 1, 1), out, dtype=dtype, device=device) for out, _ in parts]
+    lses = [torch.full((1, 1), lse, dtype=lse_dtype(dtype), device=device) for _, lse in parts]
+    out, lse = ops.merge(outs, lses, table(*[(0, 1, p, 0) for p in range(len(parts))]), 1)
+    return out.item(), lse.item()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ([(2.0, -inf)], (0.0, -inf)),
+        ([(nan, -inf), (inf, -inf)], (0.0, -inf)),
+        ([(nan, -inf), (2.0, 1.0)], (2.0, 1.0)),
+        ([(2.0, 1.0), (inf, -inf)], (2.0, 1.0)),
+        ([(2.0, inf), (8.0, 1.0)], (2.0, inf)),
+        ([(8.0, 1.0), (2.0, inf), (4.0, inf), (nan, -inf)], (3.0, inf)),
+        ([(2.0, 0.0), (4.0, 0.0)], (3.0, log(2))),
+        ([(2.0, 5000.0), (4.0, 5000.0)], (3.0, 5000 + log(2))),
+        ([(2.0, -5000.0), (4.0, -5000.0)], (3.0, -5000 + log(2))),
+        ([(2.0, nan), (4.0, 0.0)], (nan, nan)),
+        ([(2.0, nan), (4.0, inf)], (nan, nan)),
+        ([(2.0, inf), (4.0, nan)], (nan, nan)),
+        ([(2.0, -inf), (4.0, nan)], (nan, nan)),
+    ],
+)
+def test_merge_of_infinite_and_extreme_lse(device, dtype, parts, expected):
+    out, lse = merge_scalars(device, dtype, *parts)
+    assert out == pytest.approx(expected[0], rel=1e-6, nan_ok=True), f"out of {parts}"
+    assert lse == pytest.approx(expected[1], rel=1e-6, nan_ok=True), f"lse of {parts}"
+
+
+def strided_parts(device: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Heads before rows, as attention kernels lay out their LSE, and columns of something wider."""
+    outs = [
+        random(2, 3, 6, seed=0, device=device).transpose(0, 1)[:, :, 1:5],
+        random(3, 2, 4, seed=1, device=device),
+    ]
+    lses = [random(2, 3, seed=2, device=device).t(), random(3, 4, seed=3, device=device)[:, ::2]]
+    return outs, lses
+
+
+def test_merge_takes_strided_parts(device):
+    outs, lses = strided_parts(device)
+    actual = ops.merge(outs, lses, table(*RUNS), 8)
+    expected = ops.merge(
+        [o.contiguous() for o in outs], [lse.contiguous() for lse in lses], table(*RUNS), 8
+    )
+    assert torch.equal(actual[0], expected[0])
+    assert torch.equal(actual[1], expected[1])
+
+
+def test_gradients_of_strided_parts(device):
+    records = [(0, 3, 0, 0), (0, 3, 1, 0)]
+    outs, lses = strided_parts(device)
+    leaves = [t.detach().clone().requires_grad_() for t in (*outs, *lses)]
+    views = [t.detach().requires_grad_() for t in (*outs, *lses)]
+    assert not views[0].is_contiguous()
+    assert not views[2].is_contiguous()
+    results = [ops.merge(ts[:2], ts[2:], table(*records), 3) for ts in (leaves, views)]
+    grads = [
+        torch.autograd.grad([(out * out).sum() + lse.sum()], ts)
+        for (out, lse), ts in zip(results, (leaves, views), strict=True)
+    ]
+    for a, b in zip(*grads, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_merge_of_zero_rows_heads_or_elements(device):
+    outs, lses = random_parts([3], 2, 4, seed=1, device=device)
+    out, lse = ops.merge(outs, lses, table(), 0)
+    assert (out.shape, lse.shape) == ((0, 2, 4), (0, 2))
+    out, lse = ops.merge([outs[0][:0]], [lses[0][:0]], table(), 1)
+    assert not out.any()
+    assert (lse == -inf).all()
+    out, lse = ops.merge([outs[0][:, :0]], [lses[0][:, :0]], table((0, 3, 0, 0)), 3)
+    assert (out.shape, lse.shape) == ((3, 0, 4), (3, 0))
+
+
+def merge_gradients(outs, lses, results, grad_out, grad_lse):
+    return torch.autograd.grad(results, [*outs, *lses], [grad_out, grad_lse], allow_unused=True)
+
+
+@settings(deadline=None)
+@given(
+    run_tables(repeat_part_rows=False),
+    st.integers(1, 2),
+    st.integers(0, 20),
+    st.booleans(),
+    st.integers(0, 2**31),
+)
+def test_any_merge_and_its_gradient_equal_the_reference(
+    device, run_table, heads, head_dim, hide, seed
+):
+    part_rows, records, rows = run_table
+    outs, lses = random_parts(part_rows, heads, head_dim, seed=seed + 100)
+    if hide:
+        lses = [lse.masked_fill(random(*lse.shape, seed=seed) > 0.5, -inf) for lse in lses]
+    leaves = [t.requires_grad_() for t in (*outs, *lses)]
+    moved = [t.detach().to(device).requires_grad_() for t in leaves]
+    n = len(outs)
+    actual = ops.merge(moved[:n], moved[n:], table(*records), rows)
+    expected = reference.merge(outs, lses, records, rows)
+    expect_close(actual[0], expected[0])
+    expect_close(actual[1], expected[1])
+    grads = random(rows, heads, head_dim, seed=seed), random(rows, heads, seed=seed + 1)
+    actual_grads = torch.autograd.grad(actual, moved, [g.to(device) for g in grads])
+    # Where nothing is attended lse is a constant, of which autograd sees no gradient.
+    wanted_grads = [None] * len(leaves)
+    if any(e.requires_grad for e in expected):
+        kept = [(e, g) for e, g in zip(expected, grads, strict=True) if e.requires_grad]
+        wanted_grads = torch.autograd.grad(
+            [e for e, _ in kept], leaves, [g for _, g in kept], allow_unused=True
+        )
+    for leaf, actual_grad, wanted in zip(leaves, actual_grads, wanted_grads, strict=True):
+        expect_close(actual_grad, torch.zeros(leaf.shape) if wanted is None else wanted)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_gradients_of_merge_in_every_dtype(device, dtype):
+    outs, lses = random_parts([3, 4], 2, 40, seed=3, dtype=dtype, device=device)
+    records = [(0, 3, 0, 0), (0, 3, 1, 1)]
+    grad_out = random(3, 2, 40, seed=9, dtype=dtype, device=device)
+    grad_lse = random(3, 2, seed=10, dtype=lse_dtype(dtype), device=device)
+    leaves = [t.requires_grad_() for t in (*outs, *lses)]
+    actual = torch.autograd.grad(
+        ops.merge(outs, lses, table(*records), 3), leaves, [grad_out, grad_lse]
+    )
+    exact = [t.detach().cpu().double().requires_grad_() for t in leaves]
+    merged = reference.merge(exact[:2], exact[2:], records, 3)
+    wanted = torch.autograd.grad(merged, exact, [grad_out.cpu().double(), grad_lse.cpu().double()])
+    for got, want in zip(actual[:2], wanted[:2], strict=True):
+        expect_close(got, want)
+    # A dot product over 40 elements of `out`, which was rounded to the dtype.
+    for got, want in zip(actual[2:], wanted[2:], strict=True):
+        error = (got.cpu().double() - want).abs().max().item()
+        assert error < 40 * TOLERANCE[dtype], f"gradient of lse is off by {error}"
+    assert not actual[1][0].any(), "no run names row 0 of part 1"
+    assert not actual[3][0].any(), "no run names row 0 of part 1"
+
+
+def test_gradients_of_infinite_lse_are_finite(device):
+    outs = [torch.tensor([[[out]]], device=device) for out in (2.0, 4.0, nan, 9.0)]
+    lses = [torch.tensor([[lse]], device=device) for lse in (inf, inf, -inf, 1.0)]
+    leaves = [t.requires_grad_() for t in (*outs, *lses)]
+    out, _lse = ops.merge(outs, lses, table(*[(0, 1, p, 0) for p in range(4)]), 1)
+    grads = torch.autograd.grad(out.sum(), leaves)
+    assert [g.item() for g in grads] == [0.5, 0.5, 0.0, 0.0, -0.5, 0.5, 0.0, 0.0]
+
+
+def test_rows_merged_twice_have_no_gradient(device):
+    outs, lses = random_parts([3], 1, 2, seed=0, device=device)
+    out, _ = ops.merge([outs[0].requires_grad_()], lses, table((0, 2, 0, 0), (2, 2, 0, 1)), 4)
+    with pytest.raises(
+        RuntimeError,
+        match=r"runs\[1\] takes 2 rows from row 1 of part 0, expected rows that no other run",
+    ):
+        out.sum().backward()
+
+
+def test_merge_has_no_second_derivative(device):
+    outs, lses = random_parts([2], 1, 2, seed=0, device=device)
+    out, _ = ops.merge(
+        [outs[0].requires_grad_()], [lses[0].requires_grad_()], table((0, 2, 0, 0)), 2
+    )
+    (grad,) = torch.autograd.grad((out * out).sum(), outs, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        grad.sum().backward()
+
+
+# ---- Wrong arguments -----------------------------------------------------------------------------
+
+A = torch.zeros(4, 3)
+S = segments_table((0, 4))
+R = table((0, 4, 0, 0))
+OUT, LSE = torch.zeros(4, 2, 3), torch.zeros(4, 2)
+HUGE = 2**62
+
+WRONG = {
+    "pack nothing": (lambda: ops.pack([], S, 4), "sources has 0 tensors, expected >= 1"),
+    "pack vectors": (
+        lambda: ops.pack([A[0]], S, 4),
+        r"sources\[0\] has shape \(3\), expected 2 dimensions",
+    ),
+    "pack dtypes": (
+        lambda: ops.pack([A, A.double()], S, 4),
+        r"sources\[1\] has dtype Double, expected Float as sources\[0\]",
+    ),
+    "pack rows": (
+        lambda: ops.pack([A, A[:3]], S, 4),
+        r"sources\[1\] has shape \(3, 3\), expected \(4, any\)",
+    ),
+    "pack column-major": (
+        lambda: ops.pack([A.t().contiguous().t()], S, 4),
+        r"sources\[0\] has stride 4 in its last",
+    ),
+    "pack too short": (lambda: ops.pack([A], S, 5), "segments have 4 rows, expected rows = 5"),
+    "pack too long": (
+        lambda: ops.pack([A], S, 3),
+        r"segments\[0 .. 0\] have more rows than rows = 3",
+    ),
+    "pack less than nothing": (lambda: ops.pack([A], S, -1), "rows is -1, expected >= 0"),
+    "pack beyond": (
+        lambda: ops.pack([A], segments_table((1, 4)), 4),
+        r"segments\[0\] is 4 rows from row 1, expected inside",
+    ),
+    "pack far beyond": (
+        lambda: ops.pack([A], segments_table((HUGE, 4)), 4),
+        r"from row 4611686018427387904, expected inside",
+    ),
+    "pack overflow": (
+        lambda: ops.pack([A], segments_table((2, 2**63 - 1)), 4),
+        "expected inside the source's 4 rows",
+    ),
+    "pack zeros overflow": (
+        lambda: ops.pack([A], segments_table((-1, HUGE), (-1, HUGE)), 4),
+        "more rows than rows = 4",
+    ),
+    "pack negative row": (
+        lambda: ops.pack([A], segments_table((-2, 4)), 4),
+        r"segments\[0\].row is -2, expected >= 0, or -1",
+    ),
+    "pack negative rows": (
+        lambda: ops.pack([A], segments_table((0, -4)), 4),
+        r"segments\[0\].rows is -4, expected >= 0",
+    ),
+    "segments of int32": (
+        lambda: ops.pack([A], S.int(), 4),
+        "segments has dtype Int, expected Long",
+    ),
+    "segments of triples": (
+        lambda: ops.pack([A], torch.zeros(1, 3).long(), 4),
+        r"segments has shape \(1, 3\), expected \(any, 2\)",
+    ),
+    "segments transposed": (
+        lambda: ops.pack([A], torch.zeros(2, 2).long().t(), 4),
+        "segments has strides .* expected contiguous",
+    ),
+    "unpack widths": (
+        lambda: ops.unpack(A, S, [1, 1], 4),
+        r"widths are \(1, 1\), expected to sum to the 3 columns of source",
+    ),
+    "unpack wide": (
+        lambda: ops.unpack(A, S, [HUGE, HUGE, HUGE], 4),
+        "expected to sum to the 3 columns of source",
+    ),
+    "unpack negative width": (
+        lambda: ops.unpack(A, S, [4, -1], 4),
+        r"expected to sum to the 3|widths\[1\] is -1",
+    ),
+    "unpack first negative": (
+        lambda: ops.unpack(A, S, [-1, 4], 4),
+        r"widths\[0\] is -1, expected >= 0",
+    ),
+    "unpack beyond": (
+        lambda: ops.unpack(A, segments_table((1, 4)), [3], 4),
+        "expected inside the source's 4 rows",
+    ),
+    "reduce nothing": (lambda: ops.reduce([], R, 4), "parts has 0 tensors, expected >= 1"),
+    "reduce integers": (
+        lambda: ops.reduce([A.int()], R, 4),
+        r"parts\[0\] has dtype Int, expected Double, Float, BFloat16 or Half",
+    ),
+    "reduce columns": (lambda: ops.reduce([A], R, 4, columns=0), "columns is 0, expected >= 1"),
+    "reduce odd parts": (
+        lambda: ops.reduce([A, A, A], R, 4, columns=2),
+        "parts has 3 tensors, expected a multiple of columns = 2",
+    ),
+    "reduce many columns": (
+        lambda: ops.reduce([A], R, 4, columns=2**33),
+        "parts has 1 tensors, expected a multiple",
+    ),
+    "reduce widths": (
+        lambda: ops.reduce([A, A[:, 1:]], R, 4),
+        r"parts\[1\] has shape \(4, 2\), expected \(4, 3\)",
+    ),
+    "reduce rows in a part": (
+        lambda: ops.reduce([A, A[1:]], R, 4, columns=2),
+        r"parts\[1\] has shape \(3, 3\), expected \(4, 3\)",
+    ),
+    "reduce dtypes": (
+        lambda: ops.reduce([A, A.half()], R, 4),
+        r"parts\[1\] has dtype Half, expected Float as parts\[0\]",
+    ),
+    "reduce column-major": (
+        lambda: ops.reduce([A.t()[:, :2], A.t()[:, :2]], R, 4),
+        r"parts\[0\] has stride 3 in its last",
+    ),
+    "runs empty": (
+        lambda: ops.reduce([A], table((0, 0, 0, 0)), 4),
+        r"runs\[0\].rows is 0, expected >= 1",
+    ),
+    "runs beyond": (
+        lambda: ops.reduce([A], table((1, 4, 0, 0)), 4),
+        r"runs\[0\] is 4 rows from row 1, expected inside the result's 4",
+    ),
+    "runs before": (
+        lambda: ops.reduce([A], table((-1, 2, 0, 0)), 4),
+        r"runs\[0\] is 2 rows from row -1, expected inside",
+    ),
+    "runs overflow": (
+        lambda: ops.reduce([A], table((1, 2**63 - 1, 0, 0)), 4),
+        "expected inside the result's 4 rows",
+    ),
+    "runs part": (
+        lambda: ops.reduce([A], table((0, 4, 1, 0)), 4),
+        r"runs\[0\].part is 1, expected >= 0 and < 1 parts",
+    ),
+    "runs negative part": (
+        lambda: ops.reduce([A], table((0, 4, -1, 0)), 4),
+        r"runs\[0\].part is -1, expected >= 0",
+    ),
+    "runs part rows": (
+        lambda: ops.reduce([A], table((0, 4, 0, 1)), 4),
+        r"runs\[0\] takes 4 rows from row 1 of part 0, expected inside its 4",
+    ),
+    "runs before the part": (
+        lambda: ops.reduce([A], table((0, 1, 0, -1)), 4),
+        r"takes 1 rows from row -1 of part 0",
+    ),
+    "runs after the part": (
+        lambda: ops.reduce([A], table((0, 1, 0, 2**63 - 1)), 4),
+        "of part 0, expected inside its 4",
+    ),
+    "runs overlap": (
+        lambda: ops.reduce([A], table((0, 2, 0, 0), (1, 2, 0, 0)), 4),
+        r"runs\[1\] is 2 rows from row 1, expected the same rows as",
+    ),
+    "runs overlap shorter": (
+        lambda: ops.reduce([A], table((0, 2, 0, 0), (0, 1, 0, 0)), 4),
+        r"runs\[1\] is 1 rows from row 0",
+    ),
+    "runs descend": (
+        lambda: ops.reduce([A], table((2, 1, 0, 0), (0, 1, 0, 0)), 4),
+        r"runs\[1\] is 1 rows from row 0",
+    ),
+    "runs of pairs": (
+        lambda: ops.reduce([A], S, 4),
+        r"runs has shape \(1, 2\), expected \(any, 4\)",
+    ),
+    "merge nothing": (lambda: ops.merge([], [], R, 4), "outs has 0 tensors, expected >= 1"),
+    "merge lists": (
+        lambda: ops.merge([OUT], [LSE, LSE], R, 4),
+        "lses has 2 tensors, expected 1 as outs",
+    ),
+    "merge flat": (
+        lambda: ops.merge([OUT[0]], [LSE], R, 4),
+        r"outs\[0\] has shape \(2, 3\), expected 3 dimensions",
+    ),
+    "merge integers": (
+        lambda: ops.merge([OUT.int()], [LSE], R, 4),
+        r"outs\[0\] has dtype Int, expected Double",
+    ),
+    "merge heads": (
+        lambda: ops.merge([OUT, OUT[:, :1]], [LSE, LSE], R, 4),
+        r"outs\[1\] has shape \(4, 1, 3\), expected \(any, 2, 3\)",
+    ),
+    "merge dtypes": (
+        lambda: ops.merge([OUT, OUT.double()], [LSE, LSE], R, 4),
+        r"outs\[1\] has dtype Double, expected Float",
+    ),
+    "merge lse dtype": (
+        lambda: ops.merge([OUT.half()], [LSE.half()], R, 4),
+        r"lses\[0\] has dtype Half, expected Float",
+    ),
+    "merge lse double": (
+        lambda: ops.merge([OUT.double()], [LSE], R, 4),
+        r"lses\[0\] has dtype Float, expected Double",
+    ),
+    "merge lse shape": (
+        lambda: ops.merge([OUT], [LSE.t()], R, 4),
+        r"lses\[0\] has shape \(2, 4\), expected \(4, 2\)",
+    ),
+    "merge column-major": (
+        lambda: ops.merge([OUT.mT.contiguous().mT], [LSE], R, 4),
+        r"outs\[0\] has stride 2 in its last",
+    ),
+    "merge beyond": (
+        lambda: ops.merge([OUT], [LSE], table((0, 5, 0, 0)), 5),
+        "takes 5 rows from row 0 of part 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments_are_refused_with_value_and_expectation(case):
+    call, message = WRONG[case]
+    with pytest.raises(RuntimeError, match=message):
+        call()
+
+
+hcp = torch.ops.hcp
+WRONG_BACKWARD = {
+    "pack grad flat": (
+        lambda: hcp.pack_backward(A[0], S, [3], 4),
+        r"grad has shape \(3\), expected 2 dimensions",
+    ),
+    "pack grad integer": (
+        lambda: hcp.pack_backward(A.int(), S, [3], 4),
+        "grad has dtype Int, expected Double",
+    ),
+    "pack grad rows": (
+        lambda: hcp.pack_backward(A[1:], S, [3], 4),
+        "segments.* have more rows than rows = 3",
+    ),
+    "pack grad beyond": (
+        lambda: hcp.pack_backward(A, S, [3], 3),
+        "expected inside the source's 3 rows",
+    ),
+    "pack grad widths": (
+        lambda: hcp.pack_backward(A, S, [2], 4),
+        r"widths are \(2\), expected to sum to the 3",
+    ),
+    "pack grad negative": (
+        lambda: hcp.pack_backward(A, segments_table((-1, 4)), [3], -1),
+        "rows is -1, expected >= 0",
+    ),
+    "unpack grad nothing": (lambda: hcp.unpack_backward([], S, 4), "grads has 0 tensors"),
+    "unpack grad beyond": (
+        lambda: hcp.unpack_backward([A], S, 3),
+        "expected inside the source's 3 rows",
+    ),
+    "reduce grad beyond": (
+        lambda: hcp.reduce_backward(A, R, [3], [3]),
+        "of part 0, expected inside its 3 rows",
+    ),
+    "reduce grad negative": (
+        lambda: hcp.reduce_backward(A, table(), [-3], [3]),
+        r"part_rows\[0\] is -3, expected >= 0",
+    ),
+    "reduce grad parts": (
+        lambda: hcp.reduce_backward(A, R, [], [3]),
+        "part is 0, expected >= 0 and < 0 parts",
+    ),
+    "merge out": (
+        lambda: hcp.merge_backward([OUT], [LSE], R, OUT[:, :1], LSE, OUT, LSE),
+        r"out has shape \(4, 1, 3\)",
+    ),
+    "merge grad out": (
+        lambda: hcp.merge_backward([OUT], [LSE], R, OUT, LSE, OUT.half(), LSE),
+        "grad_out has dtype Half",
+    ),
+    "merge lse": (
+        lambda: hcp.merge_backward([OUT], [LSE], R, OUT, LSE[1:], OUT, LSE),
+        r"lse has shape \(3, 2\), expected \(4, 2\)",
+    ),
+    "merge grad lse": (
+        lambda: hcp.merge_backward([OUT], [LSE], R, OUT, LSE, OUT, LSE.t().contiguous().t()),
+        "grad_lse has strides .* expected contiguous",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_BACKWARD)
+def test_wrong_gradients_are_refused_with_value_and_expectation(case):
+    call, message = WRONG_BACKWARD[case]
+    with pytest.raises(RuntimeError, match=message):
+        call()
+
+
+def test_a_missing_library_says_how_to_build_it(tmp_path):
+    copy = tmp_path / "ops.py"
+    copy.write_text(Path(ops.__file__).read_text())
+    spec = importlib.util.spec_from_file_location("ops_without_library", copy)
+    with pytest.raises(ImportError, match=r"_ops.abi3.so does not exist.*run `pip install .`"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+# ---- PyTorch's own checks ------------------------------------------------------------------------
+
+
+def pack_case(device: str):
+    sources = [
+        random(4, 2, seed=0, device=device).requires_grad_(),
+        random(4, 3, seed=1, device=device).requires_grad_(),
+    ]
+    return sources, segments_table((1, 3), (-1, 1), (0, 2)), 6
+
+
+def unpack_case(device: str):
+    return (
+        random(4, 5, seed=0, device=device).requires_grad_(),
+        segments_table((1, 3), (-1, 1), (0, 2)),
+        [2, 3],
+        6,
+    )
+
+
+def reduce_case(device: str):
+    parts = [
+        random(3, width, seed=i, device=device).requires_grad_()
+        for i, width in enumerate([2, 1, 2, 1])
+    ]
+    return parts, table(*RUNS), 8, 2
+
+
+def merge_case(device: str):
+    outs, lses = random_parts([3, 4], 2, 3, seed=0, device=device)
+    leaves = [t.requires_grad_() for t in (*outs, *lses)]
+    return leaves[:2], leaves[2:], table((1, 3, 0, 0), (1, 3, 1, 1)), 5
+
+
+def merge_backward_case(device: str):
+    outs, lses, runs, rows = merge_case(device)
+    outs, lses = [o.detach() for o in outs], [lse.detach() for lse in lses]
+    out, lse = ops.merge(outs, lses, runs, rows)
+    return outs, lses, runs, out, lse, torch.ones_like(out), torch.ones_like(lse)
+
+
+OPERATORS = {
+    "pack": pack_case,
+    "pack_backward": lambda device: (
+        pack_case(device)[0][0].new_ones(6, 5, requires_grad=True),
+        pack_case(device)[1],
+        [2, 3],
+        4,
+    ),
+    "unpack": unpack_case,
+    "unpack_backward": lambda device: (
+        list(ops.pack(*pack_case(device)).detach().requires_grad_().split([2, 3], 1)),
+        unpack_case(device)[1],
+        4,
+    ),
+    "reduce": reduce_case,
+    "reduce_backward": lambda device: (
+        random(8, 3, seed=0, device=device).requires_grad_(),
+        table(*RUNS),
+        [3, 3],
+        [2, 1],
+    ),
+    "merge": merge_case,
+    "merge_backward": merge_backward_case,
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_opcheck(device, name):
+    arguments = OPERATORS[name](device)
+    if name == "unpack_backward":  # columns of one tensor: views, which opcheck cannot make leaves
+        arguments = (
+            [grad.detach().clone().requires_grad_() for grad in arguments[0]],
+            *arguments[1:],
+        )
+    opcheck(getattr(torch.ops.hcp, name).default, arguments)
+
+
+@pytest.mark.parametrize("name", ["pack", "unpack", "reduce"])
+def test_linear_operators_have_derivatives_of_any_order(device, name):
+    first, *rest = OPERATORS[name](device)
+    leaves = [first] if isinstance(first, Tensor) else list(first)
+
+    def call(*tensors: Tensor):
+        return getattr(ops, name)(tensors[0] if isinstance(first, Tensor) else list(tensors), *rest)
+
+    assert torch.autograd.gradcheck(call, leaves)
+    assert torch.autograd.gradgradcheck(call, leaves)
+
+
+def test_gradcheck_of_merge(device):
+    outs, lses, runs, _ = merge_case(device)
+    # All rows named: rows without parts give -inf, which has no finite differences.
+    table_of_three = runs - torch.tensor([1, 0, 0, 0])
+    assert torch.autograd.gradcheck(
+        lambda a, b, c, d: ops.merge([a, b], [c, d], table_of_three, 3), [*outs, *lses]
+    )
+
+
+# ---- torch.compile -------------------------------------------------------------------------------
+
+
+def chain(a: Tensor, b: Tensor, segments: Tensor, back: Tensor, runs: Tensor, rows: int) -> Tensor:
+    """Every operator once, between operations that the compiler fuses."""
+    packed = ops.pack([a * 2, b.sin()], segments, rows)
+    left, right = ops.unpack(packed.cos(), back, [a.shape[1], b.shape[1]], rows)
+    total = ops.reduce([left, left * 3], runs, rows)
+    out, lse = ops.merge(
+        [total[:, None], right[:, None, : a.shape[1]]], [total[:, :1], right[:, :1]], runs, rows
+    )
+    return out.sum() + lse.exp().sum()
+
+
+def chain_arguments(rows: int, width: int, device: str):
+    a = random(rows, width, seed=rows, device=device).requires_grad_()
+    b = random(rows, width + 1, seed=rows + 1, device=device).requires_grad_()
+    segments = segments_table((2, rows - 2), (0, 2))
+    back = segments_table((rows - 2, 2), (0, rows - 2))
+    return a, b, segments, back, table((0, rows, 0, 0), (0, rows, 1, 0)), rows
+
+
+def test_one_compiled_graph_serves_every_size(device):
+    graphs = []
+
+    def count_graphs(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    counting = torch.compile(chain, fullgraph=True, dynamic=True, backend=count_graphs)
+    # Sizes that no others equal: PyTorch would take equal ones for one size.
+    for rows, width in [(11, 6), (13, 6), (17, 8)]:
+        arguments = chain_arguments(rows, width, device)
+        torch.testing.assert_close(counting(*arguments), chain(*arguments))
+    assert len(graphs) == 1, f"compiled {len(graphs)} graphs for three sizes"
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_functions_and_gradients_equal_eager_ones(device, dynamic):
+    torch.compiler.reset()
+    compiled = torch.compile(chain, fullgraph=True, dynamic=dynamic)
+    for rows in (5, 8):
+        arguments = chain_arguments(rows, 3, device)
+        expected = chain(*arguments)
+        actual = compiled(*arguments)
+        torch.testing.assert_close(actual, expected)
+        torch.testing.assert_close(
+            torch.autograd.grad(actual, arguments[:2]), torch.autograd.grad(expected, arguments[:2])
+        )
