@@ -4,11 +4,37 @@
     groups  -> rebind -> evaluate -> restore
 """
 
+from hcp.config import Config, add_arguments
 from hcp.dispatch import LocalBatch, Step, dispatch, gather_lengths
 from hcp.errors import HcpError
+from hcp.groups import ProcessGroups, build_process_groups
 from hcp.handler import COMM_TYPES, ContextParallelHandler
 from hcp.layout import Layout, Span
 from hcp.loopback import loopback
 from hcp.plan import CostModel, Group, Plan, plan
+from hcp.rebind import eval_cp_context, find_slots
+
+__all__ = [
+    "COMM_TYPES",
+    "Config",
+    "ContextParallelHandler",
+    "CostModel",
+    "Group",
+    "HcpError",
+    "Layout",
+    "LocalBatch",
+    "Plan",
+    "ProcessGroups",
+    "Span",
+    "Step",
+    "add_arguments",
+    "build_process_groups",
+    "dispatch",
+    "eval_cp_context",
+    "find_slots",
+    "gather_lengths",
+    "loopback",
+    "plan",
+]
 
 __version__ = "0.1.0"

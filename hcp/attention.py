@@ -253,15 +253,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     query, key, value, words, scale = inputs
     ctx.save_for_backward(query, key, value, *output, words)
     ctx.scale = scale
-    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    if grad_lse is not None:
-        raise NotImplementedError("hcp::attention gives its log-sum-exp no gradient")
+def _backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Any, ...]:
     query, key, value, out, lse, words = ctx.saved_tensors
-    if grad_out is None:
-        grad_out = torch.zeros_like(out)
     grads = torch.ops.hcp.attention_backward(
         grad_out, query, key, value, out, lse, words, ctx.scale
     )

@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING
 
+from hcp import _core
+
 if TYPE_CHECKING:
     from hcp.plan import CostModel, Plan
 
 SCHEDULERS = ("dynamic_cp", "static_cp")
-COMM_TYPES = ("p2p", "all_gather")
+COMM_TYPES: tuple[str, ...] = _core.COMM_TYPES
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from hcp import ops
 from hcp.errors import HcpError
 from hcp.exchange import Transport, rows_of
 from hcp.handler import ContextParallelHandler
-from hcp.layout import Route
+from hcp.layout import Route, rows_may_vary
 from hcp.plan import Plan
 
 Sample = Mapping[str, Tensor]
@@ -152,6 +152,9 @@ def _check_samples(
         )
     if len(sources) != len(plan.lengths):
         raise ValueError(f"sources has {len(sources)} items, expected {len(plan.lengths)}")
+    for i, source in enumerate(sources):
+        if not 0 <= source < plan.ranks:
+            raise ValueError(f"sources[{i}] is {source}, expected 0 to {plan.ranks - 1}")
     own = [i for i, source in enumerate(sources) if source == transport.rank]
     if len(own) != len(samples):
         raise ValueError(
@@ -279,7 +282,8 @@ def dispatch(
     values = _move(plan, samples, sources, transport, fields)
     ends = list(itertools.accumulate((cp.rows for cp in handlers), initial=0))
     batches = [
-        LocalBatch({name: value[start:end] for name, value in values.items()})
+        # Copies, since a compiled model would tell views apart by where they start.
+        LocalBatch({name: rows_may_vary(value[start:end].clone()) for name, value in values.items()})
         for start, end in itertools.pairwise(ends)
     ]
     return Step(plan, list(zip(handlers, batches, strict=True)), loss_tokens)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hcp import _core, attention, loss
 from hcp.exchange import Transport, agree, carry, rows_of, signature
-from hcp.layout import Layout, Route, schedule_words
+from hcp.layout import Layout, Route, rows_may_vary, schedule_words
 from hcp.plan import Plan
 
 COMM_TYPES: tuple[str, ...] = _core.COMM_TYPES
@@ -47,7 +47,7 @@ class ContextParallelHandler:
         """Ranks that compute these sequences; 0 where this rank has none."""
         self.cu_seqlens = layout.cu_seqlens
         """int32 (sequences + 1,): local rows of each sequence, summed."""
-        self.position_ids = layout.positions.to(transport.device, non_blocking=True)
+        self.position_ids = rows_may_vary(layout.positions.to(transport.device, non_blocking=True))
         """int64 (T,): each row's place in its sequence."""
         self.loss_tokens = loss_tokens
         """Loss tokens of the whole batch, None if nobody counted them."""

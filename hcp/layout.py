@@ -7,6 +7,7 @@ hence one tensor, which may travel through a compiled model.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -70,6 +71,14 @@ def _tensor(view: memoryview, dtype: torch.dtype) -> Tensor:
     if view.nbytes == 0:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(view, dtype=dtype)
+
+
+def rows_may_vary(tensor: Tensor) -> Tensor:
+    """Tell a compiler in use that dim 0 differs from plan to plan, so that one graph serves all."""
+    dynamo = sys.modules.get("torch._dynamo")  # torch.compile has imported it; nobody else should
+    if dynamo is not None:
+        dynamo.maybe_mark_dynamic(tensor, 0)
+    return tensor
 
 
 class _Table:
@@ -203,7 +212,7 @@ def schedule_words(
     words = _tensor(plan.core.schedule(micro_batch, rank, comm_type, causal), torch.int64)
     words[0] = next(_serials)
     words[1] = transport_key
-    return words
+    return rows_may_vary(words)
 
 
 _schedules: dict[int, Schedule] = {}

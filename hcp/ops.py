@@ -25,8 +25,8 @@ _LIBRARY = Path(__file__).with_name("_ops.abi3.so")
 def _load(library: Path) -> None:
     if not library.exists():
         raise ImportError(
-            f"{library} does not exist, expected hcp's compiled operators there: run `pip install .` "
-            "in the source tree of hcp, or `pip install -e .` to work on it"
+            f"{library} does not exist, expected the compiled operators of hcp: "
+            "run `pip install .` in its source tree, or `pip install -e .` to work on it"
         )
     torch.ops.load_library(library)  # type: ignore[no-untyped-call]
 
@@ -170,9 +170,9 @@ def _reduce_backward_fake(
 
 # ---- Gradients -----------------------------------------------------------------------------------
 #
-# pack, unpack and reduce are linear: the gradient of each backward operator is its forward operator,
-# so derivatives of any order exist. Incoming gradients may be expanded tensors (of a sum, say),
-# hence contiguous().
+# pack, unpack and reduce are linear: the gradient of each backward operator is its forward
+# operator, so derivatives of any order exist. Incoming gradients may be expanded tensors (of a sum,
+# say), hence contiguous().
 
 
 def _pack_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -298,5 +298,5 @@ _OPERATORS = (
 )
 
 for _name, _fake, _backward, _context in _OPERATORS:
-    torch.library.register_fake(f"hcp::{_name}", _fake)  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"hcp::{_name}", _fake)
     torch.library.register_autograd(f"hcp::{_name}", _backward, setup_context=_context)

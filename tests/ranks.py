@@ -3,14 +3,15 @@
     results = run_ranks(4, case, argument)     # case(rank, size, argument) on 4 processes
     outcomes = try_ranks(4, case, argument)    # the same; a rank that failed gives a RankError
 
-`case` is a function at the top of a module: it travels by name. Each case gets a fresh default group, so nothing that a
-case leaves behind (groups, half-done exchanges) reaches the next. Processes are forked from a server that has imported
-torch and never used it, because a fork of a process whose torch has started threads may hang: the first pool takes as
-long as `import torch`, each further one a tenth of a second, each case a few milliseconds.
+`case` is a function at the top of a module: it travels by name. Each case gets a fresh default
+group, so nothing that a case leaves behind (groups, half-done exchanges) reaches the next.
+Processes are forked from a server that has imported torch and never used it, because a fork of a
+process whose torch has started threads may hang: the first pool takes as long as `import torch`,
+each further one a tenth of a second, each case a few milliseconds.
 
-A rank that raises gets its traceback back; the others have `GRACE` seconds to come to an end by themselves. A case over its
-timeout, a rank that dies, or ranks that outlive the grace end the pool: the stacks of all ranks that were still running are in the
-message, and the next case forks a new pool.
+What a rank raises comes back with its traceback; the others have `GRACE` seconds to come to an end
+by themselves. Ranks that are not done within the timeout, or outlive the grace, are killed, and the
+message shows their stacks. After any failure the next case forks a new pool.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class RankError:
     kind: str
     message: str
     traceback: str
-    """Python's traceback of an exception; the stacks of all threads of a rank that had to be ended."""
+    """Of the exception, or the stacks of all threads of a rank that had to be ended."""
 
     def __str__(self) -> str:
         return f"rank {self.rank}: {self.kind}: {self.message}\n{self.traceback}".rstrip()
@@ -59,7 +60,7 @@ class RankError:
 
 @dataclass(frozen=True)
 class _Case:
-    """What travels to every rank. The call is pickled apart: it can be read only where `path` is set."""
+    """What travels to every rank. The call is pickled apart: it is read once `path` is set."""
 
     path: list[str]
     call: bytes
@@ -77,11 +78,15 @@ class RanksFailed(AssertionError):
 
 
 def run_ranks(
-    size: int, function: Callable[..., Any], *args: Any, timeout: float = 60, group_timeout: float | None = None
+    size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60,
+    group_timeout: float | None = None,
 ) -> list[Any]:
     """Call `function(rank, size, *args)` on `size` ranks and return what each returned, by rank.
 
-    `group_timeout` is the default group's own timeout in seconds (as long as `timeout` unless given). Raises
+    `group_timeout` is the default group's own timeout in seconds, `timeout` unless given. Raises
     `RanksFailed` when any rank raises, dies or is not done in time.
     """
     results = try_ranks(size, function, *args, timeout=timeout, group_timeout=group_timeout)
@@ -91,7 +96,11 @@ def run_ranks(
 
 
 def try_ranks(
-    size: int, function: Callable[..., Any], *args: Any, timeout: float = 60, group_timeout: float | None = None
+    size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60,
+    group_timeout: float | None = None,
 ) -> list[Any]:
     """As `run_ranks`, but failures are returned, each a `RankError` in its rank's place."""
     case = _Case(list(sys.path), pickle.dumps((function, args)), group_timeout or timeout)
@@ -136,7 +145,10 @@ class _Pool:
         for rank in range(size):
             ours, theirs = _context.Pipe()
             process = _context.Process(
-                target=_serve, args=(theirs, rank, size, self.folder), name=f"rank {rank} of {size}", daemon=True
+                target=_serve,
+                args=(theirs, rank, size, self.folder),
+                name=f"rank {rank} of {size}",
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -147,7 +159,7 @@ class _Pool:
         return all(process.is_alive() for process in self.processes)
 
     def run(self, case: _Case, timeout: float) -> list[Any]:
-        """Send the case to every rank and collect what comes back until all answered, or time is up."""
+        """Send the case to every rank and collect answers until all are there or time is up."""
         self.cases += 1
         results: dict[int, Any] = {}
         for rank, pipe in enumerate(self.pipes):
@@ -179,12 +191,19 @@ class _Pool:
         try:
             return RankError(rank, *payload) if failed else pickle.loads(payload)
         except Exception as error:  # a result that only its own process can read
-            return RankError(rank, type(error).__name__, f"its result cannot be unpickled: {error}", "")
+            return RankError(
+                rank, type(error).__name__, f"its result cannot be unpickled: {error}", ""
+            )
 
     def _exited(self, rank: int) -> RankError:
         process = self.processes[rank]
         process.join(5)
-        return RankError(rank, "exited", f"exit code {process.exitcode} before the case was done", self._stacks(rank))
+        return RankError(
+            rank,
+            "exited",
+            f"exit code {process.exitcode} before the case was done",
+            self._stacks(rank),
+        )
 
     def _end(self, results: dict[int, Any], reason: str) -> None:
         """Ask every rank that has not answered for its stacks, then kill it."""
@@ -217,10 +236,13 @@ def _serve(pipe: connection.Connection, rank: int, size: int, folder: Path) -> N
     """The life of one rank: a case, an answer, the next case."""
     import torch
 
-    stacks = open(folder / f"stacks-{rank}", "w")  # noqa: SIM115 - faulthandler writes to it until the process ends
+    # faulthandler writes to it until the process ends.
+    stacks = (folder / f"stacks-{rank}").open("w")
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the test process, which ends the pool
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the test process, which ends the pool
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
@@ -245,7 +267,8 @@ def _run_case(rank: int, size: int, rendezvous: Path, case: _Case) -> Any:
     import torch.distributed as dist
 
     function, args = pickle.loads(case.call)
-    # Here and not at the end of the case before: by now every rank has left it, so closing connections disturbs nobody.
+    # Not at the end of the case before: by now every rank has left it, and closed connections
+    # disturb nobody.
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group(

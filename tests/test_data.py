@@ -125,7 +125,7 @@ def test_a_binary_file_is_refused_with_the_place(tmp_path):
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="missing.txt: cannot be read: No such file"):
+    with pytest.raises(ValueError, match=r"missing\.txt: cannot be read: No such file"):
         corpus_of(tmp_path / "missing.txt")
 
 

@@ -57,7 +57,9 @@ def test_one_rank_is_a_group_too():
 
 
 def test_an_exception_comes_back_with_its_traceback_and_the_pool_is_rebuilt():
-    with pytest.raises(RanksFailed, match="rank 1: ValueError: rank 1 of 2 was asked to fail") as caught:
+    with pytest.raises(
+        RanksFailed, match="rank 1: ValueError: rank 1 of 2 was asked to fail"
+    ) as caught:
         run_ranks(2, fail_on, 1)
     assert "in fail_on" in str(caught.value)
     assert caught.value.results[0] == 0
@@ -69,14 +71,16 @@ def test_a_rank_that_hangs_is_shown_with_its_stack():
     results = try_ranks(2, hang_on, 0, timeout=1)
     assert time.monotonic() - started < 20
     assert results[1] == 1
-    assert isinstance(results[0], RankError) and results[0].kind == "timeout"
+    assert isinstance(results[0], RankError)
+    assert results[0].kind == "timeout"
     assert "in hang_on" in results[0].traceback
     assert [value for value, _ in run_ranks(2, sum_of_ranks, 1)] == [1, 1]
 
 
 def test_a_rank_that_exits_is_an_error_and_the_pool_is_rebuilt():
     results = try_ranks(2, exit_on, 1, timeout=20)
-    assert results[1].kind == "exited" and "exit code 7" in results[1].message
+    assert results[1].kind == "exited"
+    assert "exit code 7" in results[1].message
     assert isinstance(results[0], RankError)
     assert [value for value, _ in run_ranks(2, sum_of_ranks, 1)] == [1, 1]
 

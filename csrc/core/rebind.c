@@ -80,7 +80,8 @@ hcp_status hcp_rebinding_restore(hcp_rebinding *rebinding, hcp_error *err) {
   int32_t failed = restore_all(rebinding);
   if (failed >= 0)
     return hcp__fail(err, HCP_CALLBACK,
-                     "slot %d failed when it was to be restored: it may hold its new value", failed);
+                     "slot %d failed when it was to be restored: it may hold its new value",
+                     failed);
   return HCP_OK;
 }
 

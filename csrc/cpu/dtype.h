@@ -11,6 +11,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "hcp/kernels.h"
+
 typedef double storage_float64, wide_float64;
 typedef float storage_float32, wide_float32;
 typedef uint16_t storage_bfloat16;
@@ -28,6 +30,13 @@ static inline float bits_float(uint32_t bits) {
   float value;
   memcpy(&value, &bits, sizeof value);
   return value;
+}
+
+/* condition ? yes : no, in arithmetic: of a choice between floating-point results
+ * gcc makes a branch, so as not to compute the other, and then no vectors. */
+static inline uint32_t choose(int condition, uint32_t yes, uint32_t no) {
+  uint32_t mask = 0u - (uint32_t)condition;
+  return (yes & mask) | (no & ~mask);
 }
 
 static inline double load_float64(double value) { return value; }
@@ -57,8 +66,9 @@ static inline float load_float16(uint16_t half) {
   /* Infinity and NaN move to float32's own largest exponent, 255. */
   uint32_t normal = magnitude + rebias + (exponent == largest_exponent ? rebias : 0u);
   /* A subnormal has no leading one: add it as an exponent, subtract its value. */
-  float subnormal = bits_float(magnitude + rebias + one_exponent) - bits_float(rebias + one_exponent);
-  uint32_t bits = exponent == 0u ? float_bits(subnormal) : normal;
+  float subnormal =
+      bits_float(magnitude + rebias + one_exponent) - bits_float(rebias + one_exponent);
+  uint32_t bits = choose(exponent == 0u, float_bits(subnormal), normal);
   return bits_float(bits | (uint32_t)(half & 0x8000u) << 16);
 }
 
@@ -72,12 +82,12 @@ static inline uint16_t store_float16(float value) {
   uint32_t sign = bits & 0x80000000u;
   uint32_t magnitude = bits ^ sign;
   uint32_t odd = (magnitude >> MANTISSA_SHIFT) & 1u;
-  uint32_t normal = (magnitude - ((uint32_t)BIAS_DIFFERENCE << EXPONENT_SHIFT) + 0xfffu + odd) >>
-                    MANTISSA_SHIFT;
+  uint32_t normal =
+      (magnitude - ((uint32_t)BIAS_DIFFERENCE << EXPONENT_SHIFT) + 0xfffu + odd) >> MANTISSA_SHIFT;
   uint32_t subnormal = float_bits(bits_float(magnitude) + bits_float(aligner)) - aligner;
-  uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
-  uint32_t finite = magnitude < smallest_normal ? subnormal : normal;
-  return (uint16_t)((magnitude >= overflow ? special : finite) | sign >> 16);
+  uint32_t special = choose(magnitude > 0x7f800000u, 0x7e00u, 0x7c00u);
+  uint32_t finite = choose(magnitude < smallest_normal, subnormal, normal);
+  return (uint16_t)(choose(magnitude >= overflow, special, finite) | sign >> 16);
 }
 
 static inline double exp_float64(double value) { return exp(value); }
@@ -93,6 +103,25 @@ static inline float log_float32(float value) { return logf(value); }
 #define HCP_JOIN_(a, b) a##_##b
 #define HCP_JOIN(a, b) HCP_JOIN_(a, b)
 #define OF(name) HCP_JOIN(name, DTYPE)
+#define STORAGE OF(storage)
+#define WIDE OF(wide)
+
+/* Calls the function of a dtype that is known at run time. */
+#define DISPATCH(dtype, function, ...)  \
+  switch (dtype) {                      \
+    case HCP_FLOAT64:                   \
+      function##_float64(__VA_ARGS__);  \
+      break;                            \
+    case HCP_FLOAT32:                   \
+      function##_float32(__VA_ARGS__);  \
+      break;                            \
+    case HCP_BFLOAT16:                  \
+      function##_bfloat16(__VA_ARGS__); \
+      break;                            \
+    case HCP_FLOAT16:                   \
+      function##_float16(__VA_ARGS__);  \
+      break;                            \
+  }
 
 /* Elements summed at a time: the sums stay in the first-level cache, and on the
  * stack, whatever the width of a row. */

@@ -32,21 +32,11 @@ typedef struct merge_gradients {
 /* A merge without records is the value of rows that no run names. */
 static void merge_run(hcp_dtype dtype, const merge *m, int64_t row, int64_t rows, void *out,
                       void *lse) {
-  switch (dtype) {
-    case HCP_FLOAT64: merge_run_float64(m, row, rows, out, lse); break;
-    case HCP_FLOAT32: merge_run_float32(m, row, rows, out, lse); break;
-    case HCP_BFLOAT16: merge_run_bfloat16(m, row, rows, out, lse); break;
-    case HCP_FLOAT16: merge_run_float16(m, row, rows, out, lse); break;
-  }
+  DISPATCH(dtype, merge_run, m, row, rows, out, lse)
 }
 
 static void merge_run_backward(hcp_dtype dtype, const merge *m, const merge_gradients *g) {
-  switch (dtype) {
-    case HCP_FLOAT64: merge_run_backward_float64(m, g); break;
-    case HCP_FLOAT32: merge_run_backward_float32(m, g); break;
-    case HCP_BFLOAT16: merge_run_backward_bfloat16(m, g); break;
-    case HCP_FLOAT16: merge_run_backward_float16(m, g); break;
-  }
+  DISPATCH(dtype, merge_run_backward, m, g)
 }
 
 void hcp_cpu_merge(hcp_dtype dtype, const hcp_part *parts, const hcp_run *runs, int64_t n_runs,

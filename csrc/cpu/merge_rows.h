@@ -1,62 +1,62 @@
 /* merge_rows.h - the rows of one run, for one DTYPE: included once for each. */
+#define TOTAL OF(total)
+#define UPSTREAM OF(upstream)
 
-static OF(wide) OF(part_lse)(const merge *m, int64_t record, int64_t row, int64_t head) {
+static WIDE OF(part_lse)(const merge *m, int64_t record, int64_t row, int64_t head) {
   const hcp_run *run = &m->records[record];
   const hcp_part *part = &m->parts[run->part];
-  return ((const OF(wide) *)part->lse)[hcp_run_part_row(run, row) * part->lse_row_stride +
-                                       head * part->lse_head_stride];
+  return ((const WIDE *)part->lse)[hcp_run_part_row(run, row) * part->lse_row_stride +
+                                   head * part->lse_head_stride];
 }
 
-static const OF(storage) *OF(part_out)(const merge *m, int64_t record, int64_t row, int64_t head) {
+static const STORAGE *OF(part_out)(const merge *m, int64_t record, int64_t row, int64_t head) {
   const hcp_run *run = &m->records[record];
   const hcp_part *part = &m->parts[run->part];
-  return (const OF(storage) *)part->out + hcp_run_part_row(run, row) * part->out_row_stride +
+  return (const STORAGE *)part->out + hcp_run_part_row(run, row) * part->out_row_stride +
          head * part->out_head_stride;
 }
 
-/* exp(lse - largest), where infinities would give NaN: the largest being +inf,
- * those that are +inf share alike and the finite ones vanish. */
-static OF(wide) OF(share)(OF(wide) lse, OF(wide) largest) {
-  if (lse == largest) return 1;
-  if (largest == (OF(wide))INFINITY) return lse < largest ? 0 : lse;
-  return OF(exp)(lse - largest);
+/* exp(lse - largest), where two equal infinities would give NaN: parts whose
+ * lse is +inf share alike. */
+static WIDE OF(share)(WIDE lse, WIDE largest) {
+  return lse == largest ? 1 : OF(exp)(lse - largest);
 }
 
 /* What the parts of one row and head come to. */
-typedef struct OF(total) {
-  OF(wide) largest; /* lse; -inf: nothing takes part */
-  OF(wide) shares;  /* summed */
-} OF(total);
+typedef struct TOTAL {
+  WIDE largest; /* lse; -inf: nothing takes part */
+  WIDE shares;  /* summed */
+} TOTAL;
 
-static OF(total) OF(merge_total)(const merge *m, int64_t row, int64_t head) {
-  OF(total) total = {-(OF(wide))INFINITY, 0};
+static TOTAL OF(merge_total)(const merge *m, int64_t row, int64_t head) {
+  TOTAL total = {-(WIDE)INFINITY, 0};
   for (int64_t r = 0; r < m->n_records; ++r) {
-    OF(wide) lse = OF(part_lse)(m, r, row, head);
+    WIDE lse = OF(part_lse)(m, r, row, head);
     if (!(lse <= total.largest)) total.largest = lse; /* takes NaN too */
-    if (total.largest != total.largest) return (OF(total)){total.largest, total.largest};
+    if (total.largest != total.largest) return (TOTAL){total.largest, total.largest};
   }
-  if (total.largest == -(OF(wide))INFINITY) return total;
+  if (total.largest == -(WIDE)INFINITY) return total;
   for (int64_t r = 0; r < m->n_records; ++r)
     total.shares += OF(share)(OF(part_lse)(m, r, row, head), total.largest);
   return total;
 }
 
-static OF(wide) OF(weight)(OF(total) total, OF(wide) lse) {
-  if (lse == -(OF(wide))INFINITY) return 0;
+static WIDE OF(weight)(TOTAL total, WIDE lse) {
+  if (lse == -(WIDE)INFINITY) return 0;
   return OF(share)(lse, total.largest) / total.shares;
 }
 
-static void OF(add_weighted)(OF(wide) *restrict sum, OF(wide) weight,
-                             const OF(storage) *restrict values, int64_t n) {
+static void OF(add_weighted)(WIDE *restrict sum, WIDE weight, const STORAGE *restrict values,
+                             int64_t n) {
   for (int64_t i = 0; i < n; ++i) sum[i] += weight * OF(load)(values[i]);
 }
 
 /* Elements [first, first + n) of one row and head. */
-static void OF(merge_tile)(const merge *m, OF(total) total, int64_t row, int64_t head,
-                           int64_t first, int64_t n, OF(storage) *restrict out) {
-  OF(wide) sum[TILE] = {0};
+static void OF(merge_tile)(const merge *m, TOTAL total, int64_t row, int64_t head, int64_t first,
+                           int64_t n, STORAGE *restrict out) {
+  WIDE sum[TILE] = {0};
   for (int64_t r = 0; r < m->n_records; ++r) {
-    OF(wide) weight = OF(weight)(total, OF(part_lse)(m, r, row, head));
+    WIDE weight = OF(weight)(total, OF(part_lse)(m, r, row, head));
     /* Not multiplied by zero: the output may hold NaN where nothing was attended. */
     if (weight == 0) continue;
     OF(add_weighted)(sum, weight, OF(part_out)(m, r, row, head) + first, n);
@@ -64,9 +64,9 @@ static void OF(merge_tile)(const merge *m, OF(total) total, int64_t row, int64_t
   for (int64_t i = 0; i < n; ++i) out[i] = OF(store)(sum[i]);
 }
 
-static void OF(merge_row)(const merge *m, int64_t row, OF(storage) *out, OF(wide) *lse) {
+static void OF(merge_row)(const merge *m, int64_t row, STORAGE *out, WIDE *lse) {
   for (int64_t head = 0; head < m->heads; ++head) {
-    OF(total) total = OF(merge_total)(m, row, head);
+    TOTAL total = OF(merge_total)(m, row, head);
     lse[head] = total.shares == 0 ? total.largest : total.largest + OF(log)(total.shares);
     for (int64_t first = 0; first < m->head_dim; first += TILE)
       OF(merge_tile)(m, total, row, head, first, tile_length(m->head_dim, first),
@@ -76,14 +76,13 @@ static void OF(merge_row)(const merge *m, int64_t row, OF(storage) *out, OF(wide
 
 static void OF(merge_run)(const merge *m, int64_t row, int64_t rows, void *out, void *lse) {
   for (int64_t i = row; i < row + rows; ++i)
-    OF(merge_row)(m, i, (OF(storage) *)out + i * m->heads * m->head_dim,
-                  (OF(wide) *)lse + i * m->heads);
+    OF(merge_row)(m, i, (STORAGE *)out + i * m->heads * m->head_dim, (WIDE *)lse + i * m->heads);
 }
 
 /* In LANES independent sums: one sum alone is a chain that cannot vectorise. */
-static OF(wide) OF(dot)(const OF(storage) *restrict a, const OF(storage) *restrict b, int64_t n) {
+static WIDE OF(dot)(const STORAGE *restrict a, const STORAGE *restrict b, int64_t n) {
   enum { LANES = 16 };
-  OF(wide) lanes[LANES] = {0}, sum = 0;
+  WIDE lanes[LANES] = {0}, sum = 0;
   int64_t i = 0;
   for (; i + LANES <= n; i += LANES)
     for (int lane = 0; lane < LANES; ++lane)
@@ -93,59 +92,58 @@ static OF(wide) OF(dot)(const OF(storage) *restrict a, const OF(storage) *restri
   return sum;
 }
 
-static void OF(scale)(OF(storage) *restrict out, OF(wide) weight,
-                      const OF(storage) *restrict values, int64_t n) {
+static void OF(scale)(STORAGE *restrict out, WIDE weight, const STORAGE *restrict values,
+                      int64_t n) {
   for (int64_t i = 0; i < n; ++i) out[i] = OF(store)(weight * OF(load)(values[i]));
 }
 
 /* One row and head of the result: what its partial results have in common. */
-typedef struct OF(upstream) {
-  const OF(storage) *grad_out;
-  OF(wide) grad_lse; /* less grad_out . out: the share that the weights' sum takes */
-} OF(upstream);
+typedef struct UPSTREAM {
+  const STORAGE *grad_out;
+  WIDE grad_lse; /* less grad_out . out: the share that the weights' sum takes */
+} UPSTREAM;
 
-static OF(upstream) OF(upstream_at)(const merge *m, const merge_gradients *g, int64_t row,
-                                    int64_t head) {
+static UPSTREAM OF(upstream_at)(const merge *m, const merge_gradients *g, int64_t row,
+                                int64_t head) {
   int64_t i = row * m->heads + head;
-  const OF(storage) *grad_out = (const OF(storage) *)g->grad_out + i * m->head_dim;
-  const OF(storage) *out = (const OF(storage) *)g->out + i * m->head_dim;
-  OF(wide) grad_lse = g->grad_lse == NULL ? 0 : ((const OF(wide) *)g->grad_lse)[i];
-  return (OF(upstream)){grad_out, grad_lse - OF(dot)(grad_out, out, m->head_dim)};
+  const STORAGE *grad_out = (const STORAGE *)g->grad_out + i * m->head_dim;
+  const STORAGE *out = (const STORAGE *)g->out + i * m->head_dim;
+  WIDE grad_lse = g->grad_lse == NULL ? 0 : ((const WIDE *)g->grad_lse)[i];
+  return (UPSTREAM){grad_out, grad_lse - OF(dot)(grad_out, out, m->head_dim)};
 }
 
 /* With w = exp(lse_p - lse):
  *   grad out_p = w * grad_out
  *   grad lse_p = w * (grad_out . out_p - grad_out . out + grad_lse) */
-static void OF(part_backward)(const merge *m, const merge_gradients *g, OF(upstream) upstream,
-                              OF(wide) weight, int64_t record, int64_t row, int64_t head) {
+static void OF(part_backward)(const merge *m, const merge_gradients *g, UPSTREAM upstream,
+                              WIDE weight, int64_t record, int64_t row, int64_t head) {
   const hcp_run *run = &m->records[record];
   const hcp_grad_part *grad_part = &g->parts[run->part];
   int64_t i = hcp_run_part_row(run, row) * m->heads + head;
-  OF(storage) *grad_out = (OF(storage) *)grad_part->out + i * m->head_dim;
-  OF(wide) *grad_lse = (OF(wide) *)grad_part->lse + i;
+  STORAGE *grad_out = (STORAGE *)grad_part->out + i * m->head_dim;
+  WIDE *grad_lse = (WIDE *)grad_part->lse + i;
   *grad_lse = 0;
   if (weight == 0) { /* the part's output may hold NaN, which no product may see */
     for (int64_t d = 0; d < m->head_dim; ++d) grad_out[d] = 0;
     return;
   }
-  const OF(storage) *out = OF(part_out)(m, record, row, head);
+  const STORAGE *out = OF(part_out)(m, record, row, head);
   *grad_lse = weight * (OF(dot)(upstream.grad_out, out, m->head_dim) + upstream.grad_lse);
   OF(scale)(grad_out, weight, upstream.grad_out, m->head_dim);
 }
 
 /* Only a row whose lse is +inf needs its parts counted: they share alike. */
-static OF(total) OF(merged_total)(const merge *m, const merge_gradients *g, int64_t row,
-                                  int64_t head) {
-  OF(wide) lse = ((const OF(wide) *)g->lse)[row * m->heads + head];
-  return lse == (OF(wide))INFINITY ? OF(merge_total)(m, row, head) : (OF(total)){lse, 1};
+static TOTAL OF(merged_total)(const merge *m, const merge_gradients *g, int64_t row, int64_t head) {
+  WIDE lse = ((const WIDE *)g->lse)[row * m->heads + head];
+  return lse == (WIDE)INFINITY ? OF(merge_total)(m, row, head) : (TOTAL){lse, 1};
 }
 
 static void OF(merge_row_backward)(const merge *m, const merge_gradients *g, int64_t row) {
   for (int64_t head = 0; head < m->heads; ++head) {
-    OF(total) total = OF(merged_total)(m, g, row, head);
-    OF(upstream) upstream = OF(upstream_at)(m, g, row, head);
+    TOTAL total = OF(merged_total)(m, g, row, head);
+    UPSTREAM upstream = OF(upstream_at)(m, g, row, head);
     for (int64_t r = 0; r < m->n_records; ++r) {
-      OF(wide) weight = OF(weight)(total, OF(part_lse)(m, r, row, head));
+      WIDE weight = OF(weight)(total, OF(part_lse)(m, r, row, head));
       OF(part_backward)(m, g, upstream, weight, r, row, head);
     }
   }
@@ -155,3 +153,6 @@ static void OF(merge_run_backward)(const merge *m, const merge_gradients *g) {
   int64_t begin = m->records->row, end = begin + m->records->rows;
   for (int64_t row = begin; row < end; ++row) OF(merge_row_backward)(m, g, row);
 }
+
+#undef TOTAL
+#undef UPSTREAM

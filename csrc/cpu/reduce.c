@@ -29,12 +29,7 @@ static const hcp_column *sum_part(const sum *s, const hcp_run *record) {
 #undef DTYPE
 
 static void reduce_rows(hcp_dtype dtype, const sum *s, hcp_column out) {
-  switch (dtype) {
-    case HCP_FLOAT64: reduce_rows_float64(s, out); break;
-    case HCP_FLOAT32: reduce_rows_float32(s, out); break;
-    case HCP_BFLOAT16: reduce_rows_bfloat16(s, out); break;
-    case HCP_FLOAT16: reduce_rows_float16(s, out); break;
-  }
+  DISPATCH(dtype, reduce_rows, s, out)
 }
 
 static void reduce_run(hcp_dtype dtype, const sum *s, hcp_column out) {

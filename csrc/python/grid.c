@@ -4,8 +4,7 @@
 #include "glue.h"
 
 typedef struct grid_object {
-  PyObject_HEAD
-  hcp_grid grid;
+  PyObject_HEAD hcp_grid grid;
   char order[32];
 } grid_object;
 
@@ -27,8 +26,8 @@ static PyObject *grid_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
   const char *order = "tp-cp-dp-pp";
   hcp_grid grid;
   hcp_error err;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$iiiis:Grid",
-                                   keywords HCP_DIMENSIONS(ADDRESS), &order))
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$iiiis:Grid", keywords HCP_DIMENSIONS(ADDRESS),
+                                   &order))
     return NULL;
 #undef KEYWORD
 #undef ADDRESS
@@ -167,18 +166,17 @@ static PyMethodDef grid_methods[] = {
      "Whether another grid of the same ranks forms the same groups in a role."},
     {NULL, NULL, 0, NULL}};
 
-static PyType_Slot grid_slots[] = {
-    {Py_tp_new, HCP_PY_SLOT(grid_new)},
-    {Py_tp_dealloc, HCP_PY_SLOT(grid_dealloc)},
-    {Py_tp_repr, HCP_PY_SLOT(grid_repr)},
-    {Py_tp_hash, HCP_PY_SLOT(grid_hash)},
-    {Py_tp_richcompare, HCP_PY_SLOT(grid_richcompare)},
-    {Py_tp_getset, grid_getset},
-    {Py_tp_methods, grid_methods},
-    {Py_tp_doc,
-     "Grid(*, tp=1, cp=1, dp=1, pp=1, order='tp-cp-dp-pp')\n--\n\n"
-     "Ranks of a job as a box of dimensions. Immutable."},
-    {0, NULL}};
+static PyType_Slot grid_slots[] = {{Py_tp_new, HCP_PY_SLOT(grid_new)},
+                                   {Py_tp_dealloc, HCP_PY_SLOT(grid_dealloc)},
+                                   {Py_tp_repr, HCP_PY_SLOT(grid_repr)},
+                                   {Py_tp_hash, HCP_PY_SLOT(grid_hash)},
+                                   {Py_tp_richcompare, HCP_PY_SLOT(grid_richcompare)},
+                                   {Py_tp_getset, grid_getset},
+                                   {Py_tp_methods, grid_methods},
+                                   {Py_tp_doc,
+                                    "Grid(*, tp=1, cp=1, dp=1, pp=1, order='tp-cp-dp-pp')\n--\n\n"
+                                    "Ranks of a job as a box of dimensions. Immutable."},
+                                   {0, NULL}};
 
 static PyType_Spec grid_spec = {"hcp._core.Grid", sizeof(grid_object), 0,
                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE, grid_slots};

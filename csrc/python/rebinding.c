@@ -8,8 +8,8 @@
  *   item       owner[key]: dictionaries (an object's __dict__ too), lists
  *   attribute  getattr and setattr, with all that a class makes of them
  *   member     as object does it: past __setattr__, for __slots__ and frozen classes */
-#define SLOT_KINDS(X) \
-  X(ITEM, "item")     \
+#define SLOT_KINDS(X)       \
+  X(ITEM, "item")           \
   X(ATTRIBUTE, "attribute") \
   X(MEMBER, "member")
 
@@ -27,8 +27,7 @@ typedef struct slot {
 
 /* While busy, a callback runs Python code that may come back here. */
 typedef struct rebinding_object {
-  PyObject_HEAD
-  hcp_rebinding *rebinding;
+  PyObject_HEAD hcp_rebinding *rebinding;
   slot *slots;
   Py_ssize_t slot_count;
   PyObject *error; /* the first exception of a callback */
@@ -65,9 +64,9 @@ static void raise_exception(PyObject *value) {
 
 /* A note that cannot be added must not hide the exception it is about. */
 static void add_note(PyObject *exception, const char *doing, const slot *at, PyObject *cause) {
-  PyObject *note = cause == NULL ? PyUnicode_FromFormat("hcp: while %s %S", doing, at->path)
-                                 : PyUnicode_FromFormat("hcp: then, while %s %S: %R", doing,
-                                                        at->path, cause);
+  PyObject *note = cause == NULL
+                       ? PyUnicode_FromFormat("hcp: while %s %S", doing, at->path)
+                       : PyUnicode_FromFormat("hcp: then, while %s %S: %R", doing, at->path, cause);
   PyObject *done = note == NULL ? NULL : PyObject_CallMethod(exception, "add_note", "O", note);
   if (done == NULL) PyErr_Clear();
   Py_XDECREF(done);
@@ -272,8 +271,8 @@ static int switch_slots(rebinding_object *self, PyObject *slots, PyObject *value
   int result = take_slots(self, slots);
   if (result < 0) goto free_pointers;
   self->busy = 1;
-  hcp_status status = hcp_rebinding_create(&callbacks, pointers, (int32_t)self->slot_count,
-                                           &self->rebinding, &err);
+  hcp_status status =
+      hcp_rebinding_create(&callbacks, pointers, (int32_t)self->slot_count, &self->rebinding, &err);
   self->busy = 0;
   if (status != HCP_OK) {
     drop_slots(self);
@@ -394,8 +393,7 @@ static PyMethodDef rebinding_methods[] = {
     {"restore", rebinding_restore, METH_NOARGS,
      "restore($self, /)\n--\n\nGive every slot what it held, last first. Twice does nothing."},
     {"__enter__", rebinding_enter, METH_NOARGS, "__enter__($self, /)\n--\n\nThe rebinding."},
-    {"__exit__", rebinding_exit, METH_VARARGS,
-     "__exit__($self, /, *exception)\n--\n\nRestores."},
+    {"__exit__", rebinding_exit, METH_VARARGS, "__exit__($self, /, *exception)\n--\n\nRestores."},
     {NULL, NULL, 0, NULL}};
 
 static PyGetSetDef rebinding_getset[] = {
@@ -419,9 +417,9 @@ static PyType_Slot rebinding_slots[] = {
      "errors. Restores on leaving a with block, and when it is dropped."},
     {0, NULL}};
 
-static PyType_Spec rebinding_spec = {
-    "hcp._core.Rebinding", sizeof(rebinding_object), 0,
-    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, rebinding_slots};
+static PyType_Spec rebinding_spec = {"hcp._core.Rebinding", sizeof(rebinding_object), 0,
+                                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+                                     rebinding_slots};
 
 int hcp_py_add_rebinding(PyObject *module) {
   return hcp_py_add_type(module, "Rebinding", &rebinding_spec);

@@ -25,10 +25,14 @@ static Sizes sizes_of(const Tensor &tensor) {
 
 hcp_dtype dtype_of(const std::string &name, const Tensor &tensor) {
   switch (tensor.scalar_type()) {
-    case ScalarType::Double: return HCP_FLOAT64;
-    case ScalarType::Float: return HCP_FLOAT32;
-    case ScalarType::BFloat16: return HCP_BFLOAT16;
-    case ScalarType::Half: return HCP_FLOAT16;
+    case ScalarType::Double:
+      return HCP_FLOAT64;
+    case ScalarType::Float:
+      return HCP_FLOAT32;
+    case ScalarType::BFloat16:
+      return HCP_BFLOAT16;
+    case ScalarType::Half:
+      return HCP_FLOAT16;
     default:
       refuse(name, " has dtype ", torch::headeronly::toString(tensor.scalar_type()),
              ", expected Double, Float, BFloat16 or Half");
@@ -54,8 +58,8 @@ static std::string device_text(const Tensor &tensor) {
   return "neither cpu nor cuda";
 }
 
-void expect_same_device(const std::string &name, const Tensor &tensor,
-                        const std::string &like_name, const Tensor &like) {
+void expect_same_device(const std::string &name, const Tensor &tensor, const std::string &like_name,
+                        const Tensor &like) {
   if (tensor.device() == like.device()) return;
   refuse(name, " is on device ", device_text(tensor), ", expected ", device_text(like), " as ",
          like_name);
@@ -198,8 +202,8 @@ static hcp_part part_of(const Tensor &out, const Tensor &lse) {
           lse.const_data_ptr(), lse.stride(0), lse.stride(1)};
 }
 
-static void expect_part(const Parts &all, const Tensor &out, const Tensor &lse,
-                        const Tensor &first, size_t p) {
+static void expect_part(const Parts &all, const Tensor &out, const Tensor &lse, const Tensor &first,
+                        size_t p) {
   std::string out_name = element("outs", p), lse_name = element("lses", p);
   expect_sizes(out_name, out, {-1, all.heads, all.head_dim});
   expect_same_dtype(out_name, out, "outs[0]", first);

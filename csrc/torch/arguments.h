@@ -45,8 +45,8 @@ using Runs = Records<hcp_run>;
 hcp_dtype dtype_of(const std::string &name, const Tensor &tensor);
 void expect_same_dtype(const std::string &name, const Tensor &tensor, const std::string &like_name,
                        const Tensor &like);
-void expect_same_device(const std::string &name, const Tensor &tensor,
-                        const std::string &like_name, const Tensor &like);
+void expect_same_device(const std::string &name, const Tensor &tensor, const std::string &like_name,
+                        const Tensor &like);
 void expect_dim(const std::string &name, const Tensor &tensor, int64_t dim);
 // -1 in sizes stands for any.
 void expect_sizes(const std::string &name, const Tensor &tensor, const Sizes &sizes);

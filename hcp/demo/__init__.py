@@ -43,8 +43,7 @@ def launch(argv: Sequence[str]) -> int:
 def start_ranks(ranks: int, command: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
-    from torch.distributed.run import config_from_args, parse_args
+    from torch.distributed.run import parse_args, run
 
     processors = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -53,9 +52,8 @@ def start_ranks(ranks: int, command: Sequence[str]) -> int:
     # A rank that fails says why itself; the launcher's report of it would bury that.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     options = parse_args(["--standalone", f"--nproc-per-node={ranks}", *command])
-    config, entrypoint, arguments = config_from_args(options)
     try:
-        elastic_launch(config, entrypoint)(*arguments)
+        run(options)
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode

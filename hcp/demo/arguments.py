@@ -25,8 +25,8 @@ SIZES = (
 
 DESCRIPTION = """\
 Train a small GPT on real text with context parallelism that changes from step to step, compare it
-with static context parallelism from the same weights on the same batches, and evaluate under another
-layout of the same ranks."""
+with static context parallelism from the same weights on the same batches, and evaluate under
+another layout of the same ranks."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -186,7 +186,7 @@ def check_model(args: argparse.Namespace) -> None:
     if hidden % (2 * heads) != 0:
         raise ValueError(
             f"hidden_size ({hidden}) % (2 * num_attention_heads ({heads}))"
-            f" == {hidden % (2 * heads)}, expected 0: rotary embedding turns pairs of a head's values"
+            f" == {hidden % (2 * heads)}, expected 0: rotary embedding turns pairs of values"
         )
     if heads % groups != 0:
         raise ValueError(

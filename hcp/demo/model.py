@@ -1,7 +1,7 @@
 """A decoder-only GPT whose layers receive the context-parallel handler and never a group.
 
 The model sees the rows of one rank in one micro-batch: parts of sequences, packed end to end, zero
-rows at times. Only attention and the rotary embedding know that there is more; both ask the handler.
+rows at times. Only attention and the rotary embedding know that there is more, and ask the handler.
 """
 
 # T rows on this rank, C hidden size, H query heads, G key and value heads (query groups), D head
@@ -20,7 +20,7 @@ from hcp.demo.data import VOCABULARY_SIZE
 
 
 class RotaryEmbedding(nn.Module):
-    """Angles by position. The handler says how many positions there are and which rows are at
+    """Angles (positions, D). The handler says how many positions there are and which rows are at
     which."""
 
     def __init__(self, head_size: int, base: float = 10_000.0) -> None:
@@ -28,15 +28,12 @@ class RotaryEmbedding(nn.Module):
         self.head_size = head_size
         self.base = base
 
-    def forward(self, positions: int, device: torch.device) -> Tensor:
-        exponents = (
-            torch.arange(0, self.head_size, 2, device=device, dtype=torch.float64) / self.head_size
-        )
-        angles = (
-            torch.arange(positions, device=device, dtype=torch.float64)[:, None]
-            / self.base**exponents
-        )
-        return torch.cat((angles, angles), dim=-1)  # (positions, D)
+    def forward(self, positions: int, like: Tensor) -> Tensor:
+        exponents = torch.arange(0, self.head_size, 2, device=like.device, dtype=torch.float64)
+        frequencies = self.base ** (-exponents / self.head_size)
+        places = torch.arange(positions, device=like.device, dtype=torch.float64)
+        angles = torch.outer(places, frequencies).to(like.dtype)
+        return torch.cat((angles, angles), dim=-1)
 
 
 class Attention(nn.Module):
@@ -111,8 +108,8 @@ class GPTModel(nn.Module):
 
     def forward(self, tokens: Tensor, cp: hcp.ContextParallelHandler) -> Tensor:
         """(T,) tokens to (T, V) logits."""
-        freqs = self.rotary_pos_emb(cp.get_rotary_seq_len(), tokens.device)
         x = self.word_embeddings(tokens)
+        freqs = self.rotary_pos_emb(cp.get_rotary_seq_len(), like=x)
         for layer in self.layers:
             x = layer(x, cp, freqs)
         return self.output_layer(self.final_norm(x))

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm import tqdm
@@ -42,9 +42,11 @@ class StepRecord:
     """Rows that the ranks computed beyond the batch's tokens."""
     micro_batches: int
     work: int
-    makespan: int
+    """The least rank-time that the batch needs at any degrees, in the cost model's unit."""
     bound: int
-    """Of the plan, in its cost units."""
+    """No plan at any degrees is faster."""
+    makespan: int
+    """The busiest rank's time in the plan."""
     efficiency: float
     """work / (ranks x makespan)"""
     seconds: float
@@ -136,7 +138,8 @@ class Reporter:
         self.setting: dict[str, Any] = {}
         if self.active:
             self.folder = make_folder(args.run_dir)
-            self.metrics: IO[str] = open(self.folder / "metrics.jsonl", "w", encoding="utf-8")
+            self.metrics = self.folder / "metrics.jsonl"
+            self.metrics.write_text("")
 
     def start(
         self,
@@ -200,13 +203,12 @@ class Reporter:
             )
 
     def write(self, kind: str, scheduler: str, values: dict[str, Any]) -> None:
-        self.metrics.write(json.dumps({"kind": kind, "run": scheduler, **values}) + "\n")
-        self.metrics.flush()
+        with self.metrics.open("a") as file:
+            file.write(json.dumps({"kind": kind, "run": scheduler, **values}) + "\n")
 
     def finish(self, runs: Sequence[Run], cost: hcp.CostModel) -> None:
         if not self.active:
             return
-        self.metrics.close()
         summary: dict[str, Any] = {
             **self.setting,
             "runs": {run.scheduler: run.summary() for run in runs},
@@ -373,7 +375,7 @@ def draw_plans(runs: Sequence[Run], cost: hcp.CostModel, path: Path) -> None:
     whole = max(run.plans[0].makespan for run in runs) or 1
     colours = plt.get_cmap("tab20").colors
     for ax, run in zip(axes[:, 0], runs, strict=True):
-        plan = run.plans[0]
+        plan, step = run.plans[0], run.steps[0]
         for box in timeline(plan, cost, ranks):
             left, width = 100 * box.start / whole, 100 * box.time / whole
             ax.broken_barh(
@@ -385,10 +387,10 @@ def draw_plans(runs: Sequence[Run], cost: hcp.CostModel, path: Path) -> None:
                 ax.text(
                     left + width / 2, middle, f"{box.degree}", ha="center", va="center", fontsize=8
                 )
-        ax.axvline(100 * plan.bound / whole, color="black", linestyle=":", linewidth=1)
+        ax.axvline(100 * step.bound / whole, color="black", linestyle=":", linewidth=1)
         ax.set_title(
             f"{NAMES[run.scheduler]}: {len(plan.lengths)} sequences,"
-            f" {len(plan.micro_batches)} micro-batches, efficiency {plan.efficiency:.2f}",
+            f" {len(plan.micro_batches)} micro-batches, efficiency {step.efficiency:.2f}",
             loc="left", fontsize=10,
         )  # fmt: skip
         ax.set_ylim(ranks, 0)

@@ -2,7 +2,7 @@
 
 Per step: get_batch plans the global batch and sends its rows to where they are computed; train_step
 runs the micro-batches, each with its own handler; gradients are summed once. Per evaluation:
-hcp.eval_cp_context lays the same ranks out differently, and evaluate reads the layout from the model.
+hcp.eval_cp_context lays the same ranks out differently; evaluate reads the layout from the model.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def train_step(
     )
     optimizer.step()
     total_loss, total_rows = sum_over_ranks(trainer, [loss_sum, rows])
-    return total_loss / max(1.0, float(step.loss_tokens)), norm.item(), int(total_rows)
+    return total_loss / max(1.0, step.loss_tokens or 0.0), norm.item(), int(total_rows)
 
 
 class Gradients:
@@ -240,7 +240,7 @@ def train(
         plan, step = get_batch(trainer, config, corpus.training, indices)
         loss, norm, rows = train_step(trainer, wrapped, gradients, optimizer, step)
         seconds = time.perf_counter() - started
-        run.steps.append(record(plan, step, iteration, loss, norm, rows, seconds))
+        run.steps.append(record(trainer, plan, step, iteration, loss, norm, rows, seconds))
         run.plans.append(plan)
         reporter.step(run)
         last = iteration + 1 == args.train_iters
@@ -253,6 +253,7 @@ def train(
 
 
 def record(
+    trainer: Trainer,
     plan: hcp.Plan,
     step: hcp.Step,
     iteration: int,
@@ -262,19 +263,22 @@ def record(
     seconds: float,
 ) -> StepRecord:
     tokens = sum(plan.lengths)
+    # Both schedulers are measured against what the batch needs when degrees are free.
+    free = replace(trainer.config, sequence_packing_scheduler="dynamic_cp")
+    best = free.plan(plan.lengths, plan.ranks, trainer.cost)
     return StepRecord(
         iteration=iteration + 1,
         loss=loss,
         grad_norm=norm,
         sequences=len(plan.lengths),
         tokens=tokens,
-        loss_tokens=int(step.loss_tokens),
+        loss_tokens=int(step.loss_tokens or 0),
         padding_rows=rows - tokens,
         micro_batches=len(step),
-        work=plan.work,
+        work=best.work,
         makespan=plan.makespan,
-        bound=plan.bound,
-        efficiency=plan.efficiency,
+        bound=best.bound,
+        efficiency=best.work / (plan.ranks * plan.makespan) if plan.makespan else 1.0,
         seconds=seconds,
     )
 
@@ -306,13 +310,7 @@ def run_demo(args: argparse.Namespace, device: torch.device) -> None:
     )
     reporter.start(corpus.describe(), device, groups, eval_groups)
 
-    cost = hcp.CostModel.for_transformer(
-        hidden_size=args.hidden_size,
-        ffn_hidden_size=args.ffn_hidden_size,
-        num_attention_heads=args.num_attention_heads,
-        num_query_groups=args.num_query_groups,
-        num_layers=args.num_layers,
-    )
+    cost = cost_model(args, device)
     static = replace(
         args.config, sequence_packing_scheduler="static_cp", context_parallel_size=degree
     )
@@ -325,6 +323,19 @@ def run_demo(args: argparse.Namespace, device: torch.device) -> None:
     reporter.finish(runs, cost)
     eval_groups.close()
     groups.close()
+
+
+def cost_model(args: argparse.Namespace, device: torch.device) -> hcp.CostModel:
+    """What work costs beside exchange: a CPU core is slow beside memory, a GPU fast beside NVLink."""
+    machine = {"flops_per_byte": 100, "launch_flops": 30_000_000} if device.type == "cpu" else {}
+    return hcp.CostModel.for_transformer(
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=args.ffn_hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups,
+        bytes_per_element={"float64": 8, "float32": 4, "bfloat16": 2}[args.dtype],
+        **machine,
+    )
 
 
 def read_corpus(args: argparse.Namespace) -> Corpus:
@@ -363,7 +374,7 @@ def initialize_distributed(args: argparse.Namespace) -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(minutes=5), device_id=device)
+    dist.init_process_group("nccl", timeout=timedelta(minutes=5), device_id=device)
     return device
 
 

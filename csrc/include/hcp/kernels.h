@@ -57,17 +57,20 @@ typedef struct hcp_part {
   int64_t lse_row_stride, lse_head_stride;
 } hcp_part;
 
-/* Every segment lies inside rows, and all together are out_rows long. */
+/* Every segment lies inside rows or is zeros, and all together are out_rows
+ * long. A segment may have no rows; the same rows may be named again. */
 hcp_status hcp_check_segments(const hcp_segment *segments, int64_t n, int64_t rows,
                               int64_t out_rows, hcp_error *err);
 
-/* Runs ascend, do not overlap, lie inside out_rows, and each of their parts
- * lies inside part_rows[part]. */
+/* Runs have rows, ascend, do not overlap, lie inside out_rows, and each of
+ * their parts lies inside part_rows[part]. The same rows of a part may be named
+ * again, though not for hcp_*_merge_backward. */
 hcp_status hcp_check_runs(const hcp_run *runs, int64_t n, const int64_t *part_rows, int64_t parts,
                           int64_t out_rows, hcp_error *err);
 
 /* Gather rows of several tensors into one: row r of out is the r-th row that
- * the segments name, of every source in turn, one after the other. */
+ * the segments name, of every source in turn, side by side: out.row_bytes is
+ * the sum of the sources'. All of out is written. */
 void hcp_cpu_pack(const hcp_column *sources, int32_t n_sources, const hcp_segment *segments,
                   int64_t n_segments, hcp_column out);
 
@@ -83,13 +86,18 @@ void hcp_cpu_unpack(hcp_column source, const hcp_segment *segments, int64_t n_se
  * out is rows x heads x head_dim and contiguous, lse rows x heads and
  * contiguous. A part with lse -inf takes no part, whatever its output holds. A
  * row without parts gives 0 and -inf. A part with lse +inf outweighs all finite
- * ones; several share the row equally. */
+ * ones; several share the row equally. A part with lse NaN makes the row NaN. */
 void hcp_cpu_merge(hcp_dtype dtype, const hcp_part *parts, const hcp_run *runs, int64_t n_runs,
                    int64_t rows, int64_t heads, int64_t head_dim, void *out, void *lse);
 
-/* Gradients of merge. grad_parts[p] has the shape and strides of a part; out,
- * lse, grad_out and grad_lse are contiguous as in merge. grad_lse may be NULL.
- * Rows of a part that no run names are not written. */
+/* Gradients of merge, of which out and lse are the results:
+ *
+ *   w_p = exp(lse_p - lse),  grad_out_p = w_p * grad_out
+ *   grad_lse_p = w_p * (grad_out . out_p - grad_out . out + grad_lse)
+ *
+ * A part that took no part has gradient 0. out, lse, grad_out and grad_lse are
+ * contiguous as in merge; grad_lse may be NULL. No row of a part may be named
+ * twice, and rows of a part that no run names are not written. */
 typedef struct hcp_grad_part {
   void *out; /* contiguous rows x heads x head_dim */
   void *lse; /* contiguous rows x heads */
@@ -102,8 +110,8 @@ void hcp_cpu_merge_backward(hcp_dtype dtype, const hcp_part *parts, const hcp_ru
 
 /* Sum partial rows once, in float32 (float64 for FLOAT64). A part is n_columns
  * tensors: parts[p * n_columns + c] is column c of part p, and the columns
- * stand side by side in out. Row strides of parts and out are in bytes. Rows
- * that no run names become 0. */
+ * stand side by side in out. Records are summed in the order of the table; a
+ * run of one record is copied. Rows that no run names become 0. */
 void hcp_cpu_reduce(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
                     const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out);
 

@@ -1,0 +1,94 @@
+# hcp on a machine with Python 3.11 or later, gcc, g++ and make: everything else is installed into
+# the active virtual environment, or into .venv when none is active.
+
+.DEFAULT_GOAL := help
+
+PYTHON  ?= python3
+TORCH   ?= torch==2.13.0
+WORKERS ?= 2
+ARGS    ?=
+
+VENV := $(or $(VIRTUAL_ENV),.venv)
+PY   := $(VENV)/bin/python
+
+BUILT_FROM := setup.py pyproject.toml MANIFEST.in $(shell find csrc -type f -name '*.[ch]*')
+LIBRARIES  := hcp/_core.abi3.so hcp/_ops.abi3.so
+
+# What is installed is noted in the environment itself, with the tree it was installed from.
+READY := $(VENV)/.hcp-ready
+TOOLS := $(VENV)/.hcp-tools
+ifneq ($(shell cat $(READY) 2>/dev/null) $(words $(wildcard $(LIBRARIES))),$(CURDIR) 2)
+$(READY): FORCE
+endif
+
+.PHONY: help setup demo test test-long check clean FORCE
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo        train a small model with context parallelism on this machine"
+	@echo "make test        all tests but the long ones; WORKERS=$(WORKERS) processes, ARGS='-k plan' for some"
+	@echo "make test-long   the exhaustive tests"
+	@echo "make check       formatting, lints, types, stubs"
+	@echo "make setup       only install; TORCH='torch==2.12.0' for another torch than $(TORCH)"
+	@echo "make clean       remove what was built; .venv stays"
+
+setup: $(READY)
+
+demo: $(READY)
+	$(PY) -m hcp demo $(ARGS)
+
+test: $(READY)
+	$(PY) -m pytest -n $(WORKERS) $(ARGS)
+
+test-long: $(READY)
+	$(PY) -m pytest -n $(WORKERS) -m long --timeout 3600 $(ARGS)
+
+# ---- Setup --------------------------------------------------------------------------------------
+
+# Reached only when there is no Python there: a virtual environment that stands is never touched.
+$(PY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "$(PYTHON) is `$(PYTHON) --version 2>&1`, expected Python 3.11 or later: make PYTHON=..." >&2; exit 1; }
+	@test ! -e $(VENV) || { echo "$(VENV) exists without bin/python: remove it first" >&2; exit 1; }
+	@echo "Creating $(VENV)"
+	@trap 'status=$$?; test $$status -eq 0 || rm -rf $(VENV); exit $$status' EXIT; trap 'exit 130' INT TERM; \
+	  $(PYTHON) -m venv $(VENV) || { \
+	  echo "$(PYTHON) -m venv failed: install its venv module (python3-venv in some systems)" >&2; exit 1; }
+
+$(READY): $(BUILT_FROM) | $(PY)
+	@rm -f $@
+	@$(PY) -c 'import torch' 2>/dev/null || { \
+	  echo "Installing $(TORCH) into $(VENV)"; \
+	  $(PY) -m pip install $(TORCH) && $(PY) -c 'import torch'; } || { \
+	  echo "$(TORCH) could not be installed into $(VENV); name another with make TORCH='torch==...'," \
+	    "2.10 or later, or install torch there yourself" >&2; exit 1; }
+	@echo "Building hcp into $(VENV)"
+	@CFLAGS="$(CFLAGS) -Werror" CXXFLAGS="$(CXXFLAGS) -Werror" \
+	  $(PY) -m pip install --quiet --editable '.[demo,test]'
+	@echo '$(CURDIR)' > $@
+
+# ---- Checks --------------------------------------------------------------------------------------
+
+C_FILES       := $(wildcard csrc/core/*.c csrc/cpu/*.c csrc/python/*.c tests/c/*.c)
+FORMATTED     := $(shell find csrc tests/c -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+TIDY_CHECKS   := -*,bugprone-*,-bugprone-easily-swappable-parameters,clang-analyzer-*,cert-err34-c,$\
+                 misc-redundant-expression,performance-*,readability-redundant-*,readability-misleading-indentation
+CLANG_FLAGS    = -std=c11 -Icsrc/include -isystem $(shell gcc -print-file-name=include) \
+                 -isystem $(shell $(PY) -c 'import sysconfig; print(sysconfig.get_path("include"))')
+
+$(TOOLS): pyproject.toml $(READY)
+	@$(PY) -m pip install --quiet --editable '.[check]' && touch $@
+
+check: $(TOOLS)
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(PY) -m mypy
+	$(PY) -m mypy.stubtest hcp._core
+	$(VENV)/bin/clang-format --dry-run --Werror $(FORMATTED)
+	$(VENV)/bin/clang-tidy --quiet --warnings-as-errors='*' --checks='$(TIDY_CHECKS)' $(C_FILES) -- $(CLANG_FLAGS)
+	$(VENV)/bin/cppcheck --quiet --std=c11 --language=c --error-exitcode=1 --inline-suppr \
+	  --enable=warning,performance,portability --suppress=missingIncludeSystem -Icsrc/include csrc/core csrc/cpu
+
+clean:
+	rm -rf build dist hcp.egg-info $(LIBRARIES) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find hcp tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,443 @@
+"""Which ranks form tp, pp, cp, dp, ... for a layout of the job, as torch process groups.
+
+    train_pgs = hcp.build_process_groups(tp=2, pp=2)         # dp is what remains of the world
+    eval_pgs = train_pgs.with_context_parallel(2)            # creates what differs: cp, dp, tp_cp
+    train_pgs = hcp.ProcessGroups.from_existing(collection)  # the groups that a trainer has
+
+All of these are collective: every rank of the job calls them, in the same order, with the same
+arguments. Groups of one role are created in one order on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from hcp._core import Grid
+from hcp.errors import HcpError
+from hcp.exchange import TorchTransport
+
+ROLES: Mapping[str, str] = {
+    "tp": "tp",
+    "pp": "pp",
+    "cp": "cp",
+    "dp": "dp",
+    "dp_cp": "dp_cp",
+    "tp_cp": "tp_cp",
+    "tp_dp_cp": "tp_dp_cp",
+    "mp": "tp_pp",
+}
+"""Roles under Megatron's names, and the dimensions in which the ranks of their groups differ."""
+
+_T = TypeVar("_T")
+
+_CREATED, _SHARED, _GIVEN = "created", "shared", "given"
+
+
+class ProcessGroups:
+    """The process groups of one layout of the job, seen from this rank.
+
+    Each role that is present is an attribute that holds a ``torch.distributed.ProcessGroup``: `tp`,
+    `pp`, `cp`, `dp`, `dp_cp`, `tp_cp`, `tp_dp_cp`, `mp` (tensor and pipeline ranks). Groups of
+    different roles are different objects even where their ranks are the same, so that a model's
+    slots can be told apart by what they hold. A role that is absent raises AttributeError.
+
+    `transport` carries hcp's own exchanges, on a duplicate of the `dp_cp` group that nobody else
+    uses. (Megatron's collection has a field `hcp` of its own: its *hierarchical* CP groups.)"""
+
+    tp: dist.ProcessGroup
+    pp: dist.ProcessGroup
+    cp: dist.ProcessGroup
+    dp: dist.ProcessGroup
+    dp_cp: dist.ProcessGroup
+    tp_cp: dist.ProcessGroup
+    tp_dp_cp: dist.ProcessGroup
+    mp: dist.ProcessGroup
+    transport: TorchTransport
+
+    def __init__(
+        self,
+        groups: Mapping[str, dist.ProcessGroup],
+        origins: Mapping[str, str],
+        transport: TorchTransport,
+        grid: Grid | None,
+        creator: _Creator,
+        source: object = None,
+    ) -> None:
+        """Made by `build_process_groups`, `with_context_parallel` and `from_existing`."""
+        self._groups = dict(groups)
+        self._origins = dict(origins)
+        self._grid = grid
+        self._creator = creator
+        self._source = source
+        self.transport = transport
+
+    @classmethod
+    def from_existing(
+        cls,
+        collection: object,
+        *,
+        order: str = "tp-cp-dp-pp",
+        timeout: timedelta | None = None,
+    ) -> ProcessGroups:
+        """The groups that a trainer already has, from a mapping or from an object's attributes.
+
+        Only `dp_cp` must be there. Roles that are missing or None stay absent. The groups remain
+        the trainer's; hcp creates one, its duplicate of `dp_cp`. Every rank of the job calls this.
+
+        `order` is how the trainer lays out its ranks: where the groups fit a grid of that order,
+        `grid` and `with_context_parallel` work. Raises ValueError for a missing `dp_cp` and for
+        anything that is not a process group of this rank.
+        """
+        if isinstance(collection, ProcessGroups):
+            return collection
+        _check_initialised("ProcessGroups.from_existing")
+        groups = _find_groups(collection)
+        ranks = dist.get_process_group_ranks(groups["dp_cp"])
+        views: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(views, (ranks, _fit_grid(groups, order)))
+        creator = _Creator(
+            [list(range(dist.get_world_size()))],
+            backend=dist.get_backend(groups["dp_cp"]),
+            timeout=timeout or _timeout_of(groups["dp_cp"]),
+        )
+        transport = creator.create("transport", sorted({tuple(view[0]) for view in views}))
+        grids = {view[1] for view in views}
+        fitted = grids.pop() if len(grids) == 1 else None
+        return cls(
+            groups,
+            {**dict.fromkeys(groups, _GIVEN), "transport": _CREATED},
+            creator.undo_unless(lambda: _connect(transport)),
+            None if fitted is None else Grid(**dict(fitted), order=order),
+            creator,
+            collection,
+        )
+
+    @property
+    def source(self) -> object:
+        """The collection that these groups were taken from, or None."""
+        return self._source
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles that are present."""
+        return tuple(self._groups)
+
+    @property
+    def grid(self) -> Grid:
+        """The layout as sizes and an order. HcpError when the groups were given and fit none."""
+        if self._grid is None:
+            raise HcpError(
+                "the layout of these process groups is not known: they were taken from existing "
+                "groups that do not fit a grid of tp, cp, dp and pp on all ranks; give the "
+                "trainer's rank order to ProcessGroups.from_existing(order=...), or use "
+                "build_process_groups"
+            )
+        return self._grid
+
+    def size(self, role: str) -> int:
+        """How many ranks this rank's group of a role has."""
+        return dist.get_world_size(self._group(role))
+
+    def rank(self, role: str) -> int:
+        """This rank's place in its group of a role."""
+        return dist.get_rank(self._group(role))
+
+    def ranks(self, role: str) -> list[int]:
+        """The global ranks of this rank's group of a role."""
+        return dist.get_process_group_ranks(self._group(role))
+
+    def with_context_parallel(self, size: int) -> ProcessGroups:
+        """Another layout of the same ranks, with CP groups of `size` and DP groups to fit.
+
+        Creates the groups that differ (for the order tp-cp-dp-pp: cp, dp and tp_cp) and shares the
+        rest, `transport` included. Raises ValueError when dp * cp is not divisible by `size`, and
+        when a rank would change its place in tp or pp, since its weights would have to move.
+        """
+        grid = _resize(self.grid, size)
+        _agree(grid, self._creator.own_parent)
+        shared = [role for role in self.roles if grid.shares(self.grid, ROLES[role])]
+        creator = self._creator.again()
+        groups = {
+            role: self._groups[role] if role in shared else creator.create_role(role, grid)
+            for role in self.roles
+        }
+        origins = {role: _SHARED if role in shared else _CREATED for role in self.roles}
+        origins["transport"] = _SHARED
+        return ProcessGroups(groups, origins, self.transport, grid, creator)
+
+    def report(self) -> dict[str, list[str]]:
+        """Which roles this collection created, shares with another, or was given."""
+        return {
+            origin: [role for role, its in self._origins.items() if its == origin]
+            for origin in (_CREATED, _SHARED, _GIVEN)
+        }
+
+    def close(self) -> None:
+        """Destroy the groups that this collection created, and no other. Twice does nothing.
+
+        Every rank calls it, after the last use of the groups and of collections that share them.
+        """
+        self._creator.destroy()
+
+    def _group(self, role: str) -> dist.ProcessGroup:
+        if role not in self._groups:
+            raise AttributeError(self._missing(role))
+        return self._groups[role]
+
+    def _missing(self, role: str) -> str:
+        if role in ROLES:
+            return f"these process groups have no role {role!r}, only {', '.join(self._groups)}"
+        return f"ProcessGroups has no attribute {role!r}, expected a role: {', '.join(ROLES)}"
+
+    def __getattr__(self, name: str) -> dist.ProcessGroup:
+        groups = self.__dict__.get("_groups", {})
+        if name in groups:
+            return groups[name]  # type: ignore[no-any-return]
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(self._missing(name))
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{role}={self._sizes_text(role)}" for role in self._groups)
+        return f"ProcessGroups({sizes})"
+
+    def _sizes_text(self, role: str) -> str:
+        return str(self._groups[role].size())
+
+
+def build_process_groups(
+    *,
+    tp: int = 1,
+    cp: int = 1,
+    dp: int | None = None,
+    pp: int = 1,
+    order: str = "tp-cp-dp-pp",
+    parent: dist.ProcessGroup | None = None,
+    timeout: timedelta | None = None,
+) -> ProcessGroups:
+    """Create the process groups of a layout. Every rank of the job calls this with the same sizes.
+
+    `dp` is, unless given, what remains of the parent. `order` names the dimensions, the one whose
+    neighbours have adjacent ranks first. `parent` is the whole job unless given; the layout's rank
+    i is its i-th lowest rank. Ranks may pass different parents, of one size, that share no rank:
+    each gets the layout within its own. `timeout` is that of the parent unless given.
+
+    Raises HcpError when torch.distributed is not initialised, ValueError when the product is not
+    the parent's size or the ranks call with different values.
+    """
+    _check_initialised("build_process_groups")
+    ranks = sorted(dist.get_process_group_ranks(parent or dist.group.WORLD))
+    if dist.get_rank() not in ranks:
+        raise ValueError(f"rank {dist.get_rank()} is not in parent, whose ranks are {ranks}")
+    grid = Grid(tp=tp, cp=cp, dp=_data_parallel(tp, cp, dp, pp, len(ranks)), pp=pp, order=order)
+    creator = _Creator(
+        _agree(grid, ranks),
+        backend=None if parent is None else dist.get_backend(parent),
+        timeout=timeout or _timeout_of(parent or dist.group.WORLD),
+    )
+    groups = {role: creator.create_role(role, grid) for role in ROLES}
+    duplicate = creator.create_role("transport", grid, "dp_cp")
+    return ProcessGroups(
+        groups,
+        dict.fromkeys((*groups, "transport"), _CREATED),
+        creator.undo_unless(lambda: _connect(duplicate)),
+        grid,
+        creator,
+    )
+
+
+class _Creator:
+    """Creates groups with the same options, and destroys what it has created.
+
+    torch.distributed numbers groups as they are created, on every rank of the job whether it is in
+    the group or not; so every rank goes through the groups of all parents in one order.
+    """
+
+    def __init__(
+        self, parents: list[list[int]], backend: str | None, timeout: timedelta | None
+    ) -> None:
+        self._parents = parents
+        self._backend = backend
+        self._timeout = timeout
+        self._created: list[dist.ProcessGroup] = []
+
+    def again(self) -> _Creator:
+        return _Creator(self._parents, self._backend, self._timeout)
+
+    @property
+    def own_parent(self) -> list[int]:
+        return next(ranks for ranks in self._parents if dist.get_rank() in ranks)
+
+    def create_role(self, name: str, grid: Grid, role: str | None = None) -> dist.ProcessGroup:
+        """This rank's group of a role; all groups of the role are created, in the grid's order."""
+        groups = grid.groups(role or ROLES[name])
+        return self.create(
+            name, [[ranks[i] for i in group] for ranks in self._parents for group in groups]
+        )
+
+    def create(self, name: str, groups: Iterable[Iterable[int]]) -> dist.ProcessGroup:
+        own = [self.undo_unless(partial(self._new, name, list(ranks))) for ranks in groups]
+        return next(group for group in own if group is not None)
+
+    def _new(self, name: str, ranks: list[int]) -> dist.ProcessGroup | None:
+        group: dist.ProcessGroup = dist.new_group(
+            ranks,
+            timeout=self._timeout,
+            backend=self._backend,
+            group_desc=f"hcp:{name}",
+        )
+        if dist.get_rank() not in ranks:
+            return None
+        self._created.append(group)
+        return group
+
+    def undo_unless(self, step: Callable[[], _T]) -> _T:
+        """Run a step; when it fails, destroy what was created before it."""
+        try:
+            return step()
+        except BaseException:
+            self.destroy()
+            raise
+
+    def destroy(self) -> None:
+        while self._created:
+            group = self._created.pop()
+            # The default group's end is the end of all others.
+            if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
+                dist.destroy_process_group(group)
+
+
+def _connect(duplicate: dist.ProcessGroup) -> TorchTransport:
+    """The transport over hcp's own group, after one exchange between all of its ranks.
+
+    NCCL connects a group at its first use, which all of its ranks must take part in; later on,
+    ranks that exchange nothing call nothing.
+    """
+    transport = TorchTransport(duplicate)
+    transport.all_gather_bytes(b"")
+    return transport
+
+
+def _check_initialised(what: str) -> None:
+    if not (dist.is_available() and dist.is_initialized()):
+        raise HcpError(
+            f"torch.distributed is not initialised, expected it to be before {what}: "
+            "call torch.distributed.init_process_group() first"
+        )
+
+
+def _data_parallel(tp: int, cp: int, dp: int | None, pp: int, world: int) -> int:
+    for name, value in (("tp", tp), ("cp", cp), ("dp", dp), ("pp", pp)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}, expected >= 1")
+    rest = tp * cp * pp
+    if dp is None:
+        if world % rest:
+            raise ValueError(
+                f"tp * cp * pp = {tp} * {cp} * {pp} = {rest}, "
+                f"expected a divisor of the {world} ranks"
+            )
+        return world // rest
+    if rest * dp != world:
+        raise ValueError(
+            f"tp * cp * dp * pp = {tp} * {cp} * {dp} * {pp} = {rest * dp}, "
+            f"expected the {world} ranks"
+        )
+    return dp
+
+
+def _agree(grid: Grid, ranks: list[int]) -> list[list[int]]:
+    """The ranks of every parent, ascending.
+
+    Ranks that create different groups would wait for each other until the timeout.
+    """
+    views: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(views, (repr(grid), tuple(ranks)))
+    for rank, (other, _) in enumerate(views):
+        if other != repr(grid):
+            raise ValueError(
+                f"rank {dist.get_rank()}: the ranks want different layouts: {grid} here, {other} "
+                f"on rank {rank}; expected the same sizes and order on every rank"
+            )
+    parents = sorted({parent for _, parent in views})
+    for rank, (_, parent) in enumerate(views):
+        if parent != tuple(ranks) and set(parent) & set(ranks):
+            raise ValueError(
+                f"rank {dist.get_rank()}: the parents overlap: {ranks} here, {list(parent)} on "
+                f"rank {rank}; expected the same parent on all of its ranks"
+            )
+    return [list(parent) for parent in parents]
+
+
+def _resize(grid: Grid, size: int) -> Grid:
+    """The grid with CP groups of another size, if no rank has to change its weights for it."""
+    now = grid.sizes
+    domain = now["dp"] * now["cp"]
+    if size < 1 or domain % size:
+        raise ValueError(
+            f"context parallel size is {size}, expected a divisor of dp * cp = "
+            f"{now['dp']} * {now['cp']} = {domain}"
+        )
+    resized = Grid(**{**now, "cp": size, "dp": domain // size}, order=grid.order)
+    for role in ("tp", "pp"):
+        if not resized.shares(grid, role):
+            raise ValueError(
+                f"context parallel size {size} instead of {now['cp']} in the order {grid.order} "
+                f"gives ranks another place in {role}, and their weights would have to move; "
+                "expected an order in which cp and dp are neighbours, such as tp-cp-dp-pp"
+            )
+    return resized
+
+
+def _find_groups(collection: object) -> dict[str, dist.ProcessGroup]:
+    """The roles that a collection has. Megatron's gives None for a role that is not set."""
+    if isinstance(collection, Mapping):
+        found = {role: collection.get(role) for role in ROLES}
+    else:
+        found = {role: getattr(collection, role, None) for role in ROLES}
+    groups = {role: group for role, group in found.items() if group is not None}
+    kind = type(collection).__name__
+    for role, group in groups.items():
+        if not isinstance(group, dist.ProcessGroup):
+            raise ValueError(
+                f"{kind}.{role} is a {type(group).__name__}, expected a "
+                "torch.distributed.ProcessGroup that this rank belongs to"
+            )
+    if "dp_cp" not in groups:
+        raise ValueError(
+            f"{kind} has no dp_cp, only {', '.join(groups) or 'none of ' + ', '.join(ROLES)}; "
+            "expected the group of all ranks that data and context parallelism span"
+        )
+    return groups
+
+
+def _fit_grid(groups: Mapping[str, dist.ProcessGroup], order: str) -> tuple[Any, ...] | None:
+    """(name, size) of each dimension of the grid whose groups are these; None without one."""
+    dimensions = ("tp", "cp", "dp", "pp")
+    if any(name not in groups for name in dimensions):
+        return None
+    sizes = {name: groups[name].size() for name in dimensions}
+    grid = Grid(**sizes, order=order)
+    if grid.ranks != dist.get_world_size():
+        return None
+    for role, group in groups.items():
+        if dist.get_process_group_ranks(group) not in grid.groups(ROLES[role]):
+            return None
+    return tuple(sizes.items())
+
+
+def _timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
+    """A group's own timeout, or None, torch's default, where this torch does not tell."""
+    assert group is not None
+    for device in ("cpu", "cuda"):
+        try:
+            return group._get_backend(torch.device(device)).options._timeout
+        except (AttributeError, RuntimeError):
+            continue
+    return None

@@ -1,0 +1,347 @@
+/* test_kernels.c - tables refused, rows gathered, merged and summed. */
+#include <float.h>
+#include <math.h>
+#include <stdlib.h>
+
+#include "check.h"
+#include "hcp/index.h"
+#include "hcp/kernels.h"
+
+#define COUNT(array) ((int64_t)(sizeof(array) / sizeof((array)[0])))
+
+/* ---- Tables -------------------------------------------------------------- */
+
+static void expect_segments(hcp_segment segment, int64_t rows, int64_t out_rows,
+                            const char *message) {
+  hcp_error err = {HCP_OK, ""};
+  hcp_status status = hcp_check_segments(&segment, 1, rows, out_rows, &err);
+  CHECK_INT(status, message == NULL ? HCP_OK : HCP_INVALID);
+  CHECK_INT(hcp_check_segments(&segment, 1, rows, out_rows, NULL), status);
+  if (message != NULL) CHECK_TEXT(err.message, message);
+}
+
+static void test_segments(void) {
+  expect_segments((hcp_segment){0, 4}, 4, 4, NULL);
+  expect_segments((hcp_segment){4, 0}, 4, 0, NULL);
+  expect_segments((hcp_segment){-1, 9}, 4, 9, NULL);
+  expect_segments((hcp_segment){1, 4}, 4, 4, "segments[0] is 4 rows from row 1, expected inside");
+  expect_segments((hcp_segment){0, 5}, 4, 5, "segments[0] is 5 rows from row 0, expected inside");
+  expect_segments((hcp_segment){INT64_MAX, 1}, 4, 1, "expected inside the source's 4 rows");
+  expect_segments((hcp_segment){1, INT64_MAX}, 4, 1, "expected inside the source's 4 rows");
+  expect_segments((hcp_segment){-2, 1}, 4, 1, "segments[0].row is -2, expected >= 0, or -1");
+  expect_segments((hcp_segment){0, -1}, 4, 1, "segments[0].rows is -1, expected >= 0");
+  expect_segments((hcp_segment){INT64_MIN, INT64_MIN}, 4, 1, "expected >= 0");
+  expect_segments((hcp_segment){0, 3}, 4, 4, "segments have 3 rows, expected rows = 4");
+  expect_segments((hcp_segment){0, 3}, 4, 2, "segments[0 .. 0] have more rows than rows = 2");
+}
+
+static void test_segments_whose_sum_overflows(void) {
+  hcp_segment segments[] = {{-1, INT64_MAX}, {-1, INT64_MAX}, {-1, 6}};
+  hcp_error err;
+  CHECK_INT(hcp_check_segments(segments, COUNT(segments), 0, 4, &err), HCP_INVALID);
+  CHECK_TEXT(err.message, "more rows than rows = 4");
+  CHECK_INT(hcp_check_segments(NULL, 0, 0, 0, &err), HCP_OK);
+}
+
+static void expect_runs(hcp_run first, hcp_run second, const char *message) {
+  hcp_run runs[] = {first, second};
+  int64_t part_rows[] = {4, 2};
+  hcp_error err = {HCP_OK, ""};
+  hcp_status status = hcp_check_runs(runs, COUNT(runs), part_rows, COUNT(part_rows), 8, &err);
+  CHECK_INT(status, message == NULL ? HCP_OK : HCP_INVALID);
+  if (message != NULL) CHECK_TEXT(err.message, message);
+}
+
+static void test_runs(void) {
+  hcp_run good = {0, 2, 1, 0};
+  expect_runs(good, (hcp_run){0, 2, 0, 2}, NULL);
+  expect_runs(good, (hcp_run){2, 4, 0, 0}, NULL);
+  expect_runs(good, (hcp_run){6, 2, 0, 2}, NULL);
+  expect_runs(good, (hcp_run){7, 2, 0, 2}, "runs[1] is 2 rows from row 7, expected inside");
+  expect_runs(good, (hcp_run){1, INT64_MAX, 0, 0}, "expected inside the result's 8 rows");
+  expect_runs(good, (hcp_run){INT64_MAX, 2, 0, 0}, "expected inside the result's 8 rows");
+  expect_runs(good, (hcp_run){-1, 2, 0, 0}, "runs[1] is 2 rows from row -1");
+  expect_runs(good, (hcp_run){2, 0, 0, 0}, "runs[1].rows is 0, expected >= 1");
+  expect_runs(good, (hcp_run){2, 2, 2, 0}, "runs[1].part is 2, expected >= 0 and < 2 parts");
+  expect_runs(good, (hcp_run){2, 2, -1, 0}, "runs[1].part is -1, expected >= 0");
+  expect_runs(good, (hcp_run){2, 2, 1, 1}, "runs[1] takes 2 rows from row 1 of part 1");
+  expect_runs(good, (hcp_run){2, 3, 1, 0}, "runs[1] takes 3 rows from row 0 of part 1");
+  expect_runs(good, (hcp_run){2, 2, 0, -1}, "runs[1] takes 2 rows from row -1 of part 0");
+  expect_runs(good, (hcp_run){2, 2, 0, INT64_MAX}, "of part 0, expected inside its 4 rows");
+  expect_runs(good, (hcp_run){1, 2, 0, 0}, "runs[1] is 2 rows from row 1, expected the same rows");
+  expect_runs(good, (hcp_run){0, 1, 0, 0}, "runs[1] is 1 rows from row 0, expected the same rows");
+  expect_runs((hcp_run){4, 1, 0, 0}, good, "runs[1] is 2 rows from row 0, expected the same rows");
+}
+
+static void test_records_of_equal_rows_are_one_run(void) {
+  hcp_run runs[] = {{0, 2, 0, 0}, {0, 2, 1, 0}, {2, 1, 0, 0}, {3, 1, 0, 0}};
+  CHECK_INT(hcp_run_end(runs, COUNT(runs), 0), 2);
+  CHECK_INT(hcp_run_end(runs, COUNT(runs), 2), 3);
+  CHECK_INT(hcp_run_end(runs, COUNT(runs), 3), 4);
+}
+
+/* ---- Gathers ------------------------------------------------------------- */
+
+static hcp_column bytes_column(char *data, int64_t stride, int64_t width) {
+  return (hcp_column){data, stride, width};
+}
+
+static void test_pack_and_unpack(void) {
+  char first[] = "aA.bB.cC.dD.", second[] = "0123"; /* rows of 3 with 2 used, rows of 1 */
+  hcp_column sources[] = {bytes_column(first, 3, 2), bytes_column(NULL, 0, 0),
+                          bytes_column(second, 1, 1)};
+  hcp_segment segments[] = {{2, 2}, {-1, 1}, {0, 0}, {1, 3}};
+  char out[6 * 4 + 1] = "........................";
+  hcp_cpu_pack(sources, 3, segments, COUNT(segments), bytes_column(out, 4, 3));
+  CHECK_INT(memcmp(out, "cC2.dD3.\0\0\0.bB1.cC2.dD3.", 24), 0);
+
+  char left[4] = "....", right[] = "..";
+  hcp_column outs[] = {bytes_column(left, 2, 2), bytes_column(right, 1, 1)};
+  hcp_segment back[] = {{5, 1}, {0, 1}};
+  hcp_cpu_unpack(bytes_column(out, 4, 3), back, COUNT(back), outs, 2);
+  CHECK_INT(memcmp(left, "dDcC", 4), 0);
+  CHECK_TEXT(right, "32");
+}
+
+static void test_gathers_of_nothing(void) {
+  hcp_column nothing = bytes_column(NULL, 0, 0);
+  hcp_segment zeros = {-1, 5};
+  hcp_cpu_pack(&nothing, 1, &zeros, 1, nothing);
+  hcp_column no_rows = bytes_column(NULL, 4, 4);
+  hcp_segment empty = {0, 0};
+  hcp_cpu_pack(&no_rows, 1, &empty, 1, no_rows);
+  hcp_cpu_unpack(no_rows, &empty, 1, &no_rows, 1);
+  hcp_cpu_pack(&no_rows, 1, NULL, 0, no_rows);
+}
+
+/* ---- Sums ---------------------------------------------------------------- */
+
+static void test_reduce(void) {
+  float a[] = {1, 2, 3, 4}, b[] = {10, 20}, out[8];
+  hcp_column parts[] = {{a, 8, 8}, {b, 8, 8}};
+  hcp_run runs[] = {{1, 1, 0, 1}, {1, 1, 1, 0}, {2, 1, 1, 0}};
+  for (int i = 0; i < 8; ++i) out[i] = NAN;
+  hcp_cpu_reduce(HCP_FLOAT32, parts, 1, runs, COUNT(runs), 4, (hcp_column){out, 8, 8});
+  float expected[] = {0, 0, 13, 24, 10, 20, 0, 0};
+  for (int i = 0; i < 8; ++i) CHECK_NEAR(out[i], expected[i], 0);
+}
+
+static void test_reduce_columns_into_strided_rows(void) {
+  double a[] = {1, 2}, b[] = {3, 4, 5, 6}, out[8];
+  hcp_column parts[] = {{a, 8, 8}, {b, 16, 16}, {a, 8, 8}, {b, 16, 16}};
+  hcp_run runs[] = {{0, 2, 0, 0}, {0, 2, 1, 0}};
+  for (int i = 0; i < 8; ++i) out[i] = -7;
+  hcp_cpu_reduce(HCP_FLOAT64, parts, 2, runs, COUNT(runs), 2, (hcp_column){out, 32, 24});
+  double expected[] = {2, 6, 8, -7, 4, 10, 12, -7};
+  for (int i = 0; i < 8; ++i) CHECK_NEAR(out[i], expected[i], 0);
+}
+
+/* Sums value and zero, which loads and stores it. */
+static uint16_t through(hcp_dtype dtype, uint16_t value) {
+  uint16_t zero = value & 0x8000u, out = 0x1234;
+  hcp_column parts[] = {{&value, 2, 2}, {&zero, 2, 2}};
+  hcp_run runs[] = {{0, 1, 0, 0}, {0, 1, 1, 0}};
+  hcp_cpu_reduce(dtype, parts, 1, runs, COUNT(runs), 1, (hcp_column){&out, 2, 2});
+  return out;
+}
+
+static int is_nan_16(hcp_dtype dtype, uint16_t value) {
+  return (value & 0x7fff) > (dtype == HCP_FLOAT16 ? 0x7c00 : 0x7f80);
+}
+
+static void test_every_16_bit_value_comes_back(void) {
+  hcp_dtype dtypes[] = {HCP_BFLOAT16, HCP_FLOAT16};
+  for (int d = 0; d < 2; ++d)
+    for (uint32_t value = 0; value <= UINT16_MAX; ++value) {
+      uint16_t back = through(dtypes[d], (uint16_t)value);
+      if (is_nan_16(dtypes[d], (uint16_t)value))
+        CHECK(is_nan_16(dtypes[d], back));
+      else
+        CHECK_INT(back, value);
+    }
+}
+
+/* a + b in a dtype. */
+static uint16_t sum_16(hcp_dtype dtype, uint16_t a, uint16_t b) {
+  uint16_t out = 0x1234;
+  hcp_column parts[] = {{&a, 2, 2}, {&b, 2, 2}};
+  hcp_run runs[] = {{0, 1, 0, 0}, {0, 1, 1, 0}};
+  hcp_cpu_reduce(dtype, parts, 1, runs, COUNT(runs), 1, (hcp_column){&out, 2, 2});
+  return out;
+}
+
+static void test_ties_round_to_even(void) {
+  /* 1 and 1 + 1 bit, each with half a bit more; the largest number, with half a bit more. */
+  CHECK_INT(sum_16(HCP_BFLOAT16, 0x3f80, 0x3b80), 0x3f80);
+  CHECK_INT(sum_16(HCP_BFLOAT16, 0x3f81, 0x3b80), 0x3f82);
+  CHECK_INT(sum_16(HCP_BFLOAT16, 0x7f7f, 0x7b00), 0x7f80);
+  CHECK_INT(sum_16(HCP_FLOAT16, 0x3c00, 0x1000), 0x3c00);
+  CHECK_INT(sum_16(HCP_FLOAT16, 0x3c01, 0x1000), 0x3c02);
+  CHECK_INT(sum_16(HCP_FLOAT16, 0x7bff, 0x4c00), 0x7c00);
+  CHECK_INT(sum_16(HCP_FLOAT16, 0x7bff, 0x4bff), 0x7bff);
+}
+
+static void test_a_sum_is_rounded_once(void) {
+  uint16_t values[] = {0x4380, 0x3f80, 0x3f80}, out; /* 256 + 1 + 1, where 257 is no bfloat16 */
+  hcp_column part = {values, 2, 2};
+  hcp_run runs[] = {{0, 1, 0, 0}, {0, 1, 0, 1}, {0, 1, 0, 2}};
+  hcp_cpu_reduce(HCP_BFLOAT16, &part, 1, runs, COUNT(runs), 1, (hcp_column){&out, 2, 2});
+  CHECK_INT(out, 0x4381);
+}
+
+/* ---- Merge --------------------------------------------------------------- */
+
+/* One row and head of two elements in each of three parts. */
+typedef struct scalars {
+  float out[3][2];
+  float lse[3];
+} scalars;
+
+static const hcp_run three_parts[] = {{0, 1, 0, 0}, {0, 1, 1, 0}, {0, 1, 2, 0}};
+
+static void parts_of(const scalars *values, hcp_part *parts) {
+  for (int p = 0; p < 3; ++p) parts[p] = (hcp_part){values->out[p], 2, 2, &values->lse[p], 1, 1};
+}
+
+static void expect_merge(scalars values, float expected_out, float expected_lse) {
+  hcp_part parts[3];
+  float out[2] = {-7, -7}, lse = -7;
+  parts_of(&values, parts);
+  hcp_cpu_merge(HCP_FLOAT32, parts, three_parts, 3, 1, 1, 2, out, &lse);
+  CHECK_NEAR(out[0], expected_out, 1e-6);
+  CHECK_NEAR(lse, expected_lse, 1e-6);
+}
+
+static void test_merge_with_infinite_lse(void) {
+  expect_merge((scalars){{{1, 0}, {2, 0}, {6, 0}}, {0, 0, 0}}, 3, logf(3));
+  expect_merge((scalars){{{NAN, 0}, {2, 0}, {4, 0}}, {-INFINITY, 1, 1}}, 3, 1 + logf(2));
+  expect_merge((scalars){{{NAN, 0}, {NAN, 0}, {NAN, 0}}, {-INFINITY, -INFINITY, -INFINITY}}, 0,
+               -INFINITY);
+  expect_merge((scalars){{{5, 0}, {2, 0}, {9, 0}}, {FLT_MAX, INFINITY, -INFINITY}}, 2, INFINITY);
+  expect_merge((scalars){{{5, 0}, {2, 0}, {4, 0}}, {1, INFINITY, INFINITY}}, 3, INFINITY);
+  expect_merge((scalars){{{5, 0}, {2, 0}, {4, 0}}, {1, NAN, -INFINITY}}, NAN, NAN);
+  expect_merge((scalars){{{5, 0}, {2, 0}, {4, 0}}, {INFINITY, NAN, 1}}, NAN, NAN);
+  expect_merge((scalars){{{5, 0}, {2, 0}, {4, 0}}, {NAN, NAN, -INFINITY}}, NAN, NAN);
+}
+
+static void test_merge_fills_rows_that_no_run_names(void) {
+  double part_out[] = {1, 2}, part_lse[] = {3}, out[6], lse[3];
+  hcp_part part = {part_out, 2, 2, part_lse, 1, 1};
+  hcp_run run = {1, 1, 0, 0};
+  for (int i = 0; i < 6; ++i) out[i] = lse[i / 2] = NAN;
+  hcp_cpu_merge(HCP_FLOAT64, &part, &run, 1, 3, 1, 2, out, lse);
+  double expected_out[] = {0, 0, 1, 2, 0, 0}, expected_lse[] = {-INFINITY, 3, -INFINITY};
+  for (int i = 0; i < 6; ++i) CHECK_NEAR(out[i], expected_out[i], 0);
+  for (int i = 0; i < 3; ++i) CHECK_NEAR(lse[i], expected_lse[i], 0);
+}
+
+/* Heads before rows, elements of a head side by side; more than one TILE. */
+static void test_merge_of_strided_heads(void) {
+  enum { ROWS = 2, HEADS = 3, DIM = 300 };
+  static double part_out[HEADS][ROWS][DIM + 1], out[ROWS][HEADS][DIM];
+  double part_lse[HEADS][ROWS], lse[ROWS][HEADS];
+  for (int h = 0; h < HEADS; ++h)
+    for (int r = 0; r < ROWS; ++r) {
+      part_lse[h][r] = 10 * h + r;
+      for (int d = 0; d < DIM; ++d) part_out[h][r][d] = 10000 * h + 1000 * r + d;
+    }
+  hcp_part part = {part_out, DIM + 1, ROWS * (DIM + 1), part_lse, 1, ROWS};
+  hcp_run runs[] = {{0, ROWS, 0, 0}, {0, ROWS, 0, 0}}; /* with itself: the same, and log 2 */
+  hcp_cpu_merge(HCP_FLOAT64, &part, runs, COUNT(runs), ROWS, HEADS, DIM, out, lse);
+  for (int h = 0; h < HEADS; ++h)
+    for (int r = 0; r < ROWS; ++r) {
+      CHECK_NEAR(lse[r][h], 10 * h + r + log(2), 1e-12);
+      for (int d = 0; d < DIM; ++d) CHECK_NEAR(out[r][h][d], 10000 * h + 1000 * r + d, 1e-8);
+    }
+}
+
+static void test_merge_of_nothing(void) {
+  float lse = 7;
+  hcp_cpu_merge(HCP_FLOAT32, NULL, NULL, 0, 0, 4, 8, NULL, NULL);
+  hcp_cpu_merge(HCP_FLOAT32, NULL, NULL, 0, 1, 1, 0, NULL, &lse);
+  CHECK_NEAR(lse, -INFINITY, 0);
+}
+
+/* sum of grad_out * out + grad_lse * lse of one merge in double */
+static double objective(double out[3][2], const double lse[3], const double grad_out[2],
+                        double grad_lse) {
+  hcp_part parts[3];
+  double merged[2], merged_lse;
+  for (int p = 0; p < 3; ++p) parts[p] = (hcp_part){out[p], 2, 2, &lse[p], 1, 1};
+  hcp_cpu_merge(HCP_FLOAT64, parts, three_parts, 3, 1, 1, 2, merged, &merged_lse);
+  return grad_out[0] * merged[0] + grad_out[1] * merged[1] + grad_lse * merged_lse;
+}
+
+/* The slope of the objective in *value. */
+static double slope(double *value, double out[3][2], const double lse[3], const double grad_out[2],
+                    double grad_lse) {
+  double saved = *value, step = 1e-6;
+  *value = saved + step;
+  double above = objective(out, lse, grad_out, grad_lse);
+  *value = saved - step;
+  double below = objective(out, lse, grad_out, grad_lse);
+  *value = saved;
+  return (above - below) / (2 * step);
+}
+
+static void expect_gradients(double grad_lse, int with_grad_lse) {
+  double out[3][2] = {{0.3, -1.2}, {2.0, 0.7}, {-0.4, 0.9}}, lse[3] = {0.1, -0.8, 1.1};
+  double grad_out[2] = {0.6, -1.7}, merged[2], merged_lse, grads[3][2], grad_lses[3];
+  hcp_part parts[3];
+  hcp_grad_part grad_parts[3];
+  for (int p = 0; p < 3; ++p) {
+    parts[p] = (hcp_part){out[p], 2, 2, &lse[p], 1, 1};
+    grad_parts[p] = (hcp_grad_part){grads[p], &grad_lses[p]};
+  }
+  hcp_cpu_merge(HCP_FLOAT64, parts, three_parts, 3, 1, 1, 2, merged, &merged_lse);
+  hcp_cpu_merge_backward(HCP_FLOAT64, parts, three_parts, 3, 1, 2, merged, &merged_lse, grad_out,
+                         with_grad_lse ? &grad_lse : NULL, grad_parts);
+  for (int p = 0; p < 3; ++p) {
+    for (int d = 0; d < 2; ++d)
+      CHECK_NEAR(grads[p][d], slope(&out[p][d], out, lse, grad_out, grad_lse), 1e-8);
+    CHECK_NEAR(grad_lses[p], slope(&lse[p], out, lse, grad_out, grad_lse), 1e-8);
+  }
+}
+
+static void test_merge_backward_equals_finite_differences(void) {
+  expect_gradients(0.9, 1);
+  expect_gradients(0, 0);
+}
+
+static void test_merge_backward_of_a_part_that_took_no_part(void) {
+  scalars values = {{{NAN, NAN}, {2, 0}, {4, 0}}, {-INFINITY, INFINITY, INFINITY}};
+  hcp_part parts[3];
+  float out[2], lse, grad_out[2] = {1, 1}, grads[3][2], grad_lses[3];
+  hcp_grad_part grad_parts[3];
+  parts_of(&values, parts);
+  for (int p = 0; p < 3; ++p) grad_parts[p] = (hcp_grad_part){grads[p], &grad_lses[p]};
+  hcp_cpu_merge(HCP_FLOAT32, parts, three_parts, 3, 1, 1, 2, out, &lse);
+  hcp_cpu_merge_backward(HCP_FLOAT32, parts, three_parts, 3, 1, 2, out, &lse, grad_out, NULL,
+                         grad_parts);
+  CHECK_NEAR(grads[0][0], 0, 0);
+  CHECK_NEAR(grad_lses[0], 0, 0);
+  CHECK_NEAR(grads[1][0], 0.5, 0);
+  CHECK_NEAR(grad_lses[1], -0.5, 0);
+  CHECK_NEAR(grad_lses[2], 0.5, 0);
+}
+
+int main(void) {
+  test_segments();
+  test_segments_whose_sum_overflows();
+  test_runs();
+  test_records_of_equal_rows_are_one_run();
+  test_pack_and_unpack();
+  test_gathers_of_nothing();
+  test_reduce();
+  test_reduce_columns_into_strided_rows();
+  test_every_16_bit_value_comes_back();
+  test_ties_round_to_even();
+  test_a_sum_is_rounded_once();
+  test_merge_with_infinite_lse();
+  test_merge_fills_rows_that_no_run_names();
+  test_merge_of_strided_heads();
+  test_merge_of_nothing();
+  test_merge_backward_equals_finite_differences();
+  test_merge_backward_of_a_part_that_took_no_part();
+  return check_report("test_kernels");
+}

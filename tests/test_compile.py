@@ -1,0 +1,65 @@
+"""A compiled model takes any plan without being compiled again."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from torch._dynamo.utils import counters
+
+import hcp
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Linear(8, 3 * 2 * 8)
+        self.freqs = torch.nn.Buffer(torch.randn(64, 8))
+
+    def forward(self, x: torch.Tensor, cp: hcp.ContextParallelHandler) -> torch.Tensor:
+        query, key, value = self.qkv(x).unflatten(1, (3, 2, 8)).unbind(1)
+        query = cp.apply_rotary_pos_emb(query, self.freqs)
+        key = cp.apply_rotary_pos_emb(key, self.freqs)
+        return cp.attention(query, key, value).flatten(1)
+
+
+def losses_and_graphs(groups: Any, plans: int) -> list[int]:
+    """Graphs compiled after each plan; every output equals the eager one."""
+    torch.manual_seed(0)
+    layer = Layer()
+    compiled = torch.compile(layer, fullgraph=True)
+    counters.clear()
+    graphs = []
+    for seed in range(plans):
+        draw = random.Random(seed)
+        lengths = [draw.randint(2, 30) for _ in range(draw.randint(1, 6))]
+        samples = [{"x": torch.randn(n, 8), "loss_mask": torch.ones(n)} for n in lengths]
+        plan = hcp.plan(lengths, ranks=1, max_tokens_per_rank=64)
+        for cp, local in hcp.dispatch(plan, samples, [0] * len(lengths), groups):
+            grads = []
+            for model in (layer, compiled):
+                layer.zero_grad()
+                losses = model(local.x, cp).square().sum(1)
+                cp.loss(losses, local.loss_mask).backward()
+                grads.append(layer.qkv.weight.grad.clone())
+            assert torch.allclose(*grads, atol=1e-5)
+        graphs.append(counters["stats"]["unique_graphs"])
+    return graphs
+
+
+def test_twenty_plans_need_no_compilation_after_the_first_two() -> None:
+    torch.compiler.reset()
+    (graphs,) = hcp.loopback(1, lambda groups: losses_and_graphs(groups, 20), timeout=300)
+    assert graphs[1] <= 2
+    assert graphs[1:] == [graphs[1]] * 19
+
+
+def test_the_operator_passes_opcheck() -> None:
+    def check(groups: Any) -> None:
+        plan = hcp.plan([9, 4], ranks=1, max_tokens_per_rank=16)
+        cp = hcp.ContextParallelHandler(plan, 0, groups.transport)
+        inputs = [torch.randn(13, h, 8, requires_grad=True) for h in (4, 2, 2)]
+        torch.library.opcheck(torch.ops.hcp.attention, (*inputs, cp._schedules["p2p", True], 0.3))
+
+    hcp.loopback(1, check, timeout=300)

@@ -1,0 +1,253 @@
+"""The demo from its command line: real ranks, real text, the files and the numbers it leaves."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import hcp
+from hcp.config import Config
+from hcp.demo import data
+from hcp.demo.arguments import parse_args
+from hcp.demo.model import GPTModel
+from hcp.demo.report import Evaluation, Run, StepRecord, loss_difference, table, timeline
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = (
+    "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --max-length 200 --train-iters 3"
+    " --max-seqlen-per-dp-cp-rank 80 --global-batch-size 7"
+).split()
+
+
+def command(*argv, module="hcp"):
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    return subprocess.run(
+        [sys.executable, "-m", *module.split(), *argv],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def demo(*argv):
+    return command("demo", *argv)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """A folder of 60 texts of 1 to 500 bytes, most of them short."""
+    folder = tmp_path_factory.mktemp("texts")
+    for i in range(60):
+        size = 500 - i if i % 10 == 0 else 1 + i * 37 % 60
+        (folder / f"{i:02}.txt").write_text(
+            ("to be or not to be, that is the question. " * 12)[:size]
+        )
+    return str(folder)
+
+
+def run_of(result, folder):
+    assert result.returncode == 0, result.stderr + result.stdout
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["loss.png", "metrics.jsonl", "plan.png", "summary.json"]
+    for picture in ("loss.png", "plan.png"):
+        assert (folder / picture).read_bytes().startswith(b"\x89PNG")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return json.loads((folder / "summary.json").read_text()), lines
+
+
+# ---- End to end ----
+
+
+def test_dynamic_equals_static_and_every_document_is_evaluated_once_in_both_layouts(
+    texts, tmp_path
+):
+    result = demo(
+        "--ranks", "4", "--data", texts, "--run-dir", str(tmp_path), "--dtype", "float64", *TINY
+    )
+    summary, lines = run_of(result, tmp_path)
+    assert summary["largest_loss_difference"] <= 1e-9
+    assert set(summary["runs"]) == {"static_cp", "dynamic_cp"}
+    for run in summary["runs"].values():
+        assert run["padding_rows"] == 0
+        assert run["evaluation_difference"] <= 1e-6
+        trained, other = run["evaluations"][-1]
+        assert (trained["cp"], trained["dp"]) == (4, 1)
+        assert (other["cp"], other["dp"]) == (1, 4)
+        assert trained["documents"] == other["documents"] == 37
+        assert trained["tokens"] == other["tokens"]
+    steps = [line for line in lines if line["kind"] == "train"]
+    assert [line["iteration"] for line in steps] == [1, 2, 3, 1, 2, 3]
+    assert all(line["sequences"] == 7 for line in steps)
+    assert all(line["loss_tokens"] == line["tokens"] - 7 for line in steps)
+    assert "the layouts agree to 1e-06" in result.stdout
+    assert str(tmp_path) in result.stdout
+    assert "Traceback" not in result.stderr
+    assert "OMP_NUM_THREADS" not in result.stderr
+
+
+def test_with_ddp_on_ranks_that_divide_nothing(texts, tmp_path):
+    result = demo(
+        *["--ranks", "3", "--ddp", "--data", texts, "--run-dir", str(tmp_path), *TINY],
+        *["--cp-comm-type", "all_gather", "p2p", "--eval-interval", "2"],
+    )
+    summary, lines = run_of(result, tmp_path)
+    assert summary["largest_loss_difference"] <= 1e-4
+    assert all(run["evaluation_difference"] <= 1e-6 for run in summary["runs"].values())
+    assert [e["iteration"] for e in lines if e["kind"] == "evaluation"] == [2, 2, 3, 3] * 2
+
+
+def test_one_rank_in_bfloat16_without_comparison(texts, tmp_path):
+    result = demo(
+        *["--ranks", "1", "--data", texts, "--run-dir", str(tmp_path / "a" / "b"), *TINY],
+        *["--max-seqlen-per-dp-cp-rank", "300", "--dtype", "bfloat16", "--no-compare"],
+        *["--untie-embeddings-and-output-weights", "--eval-documents", "5", "--eval-iters", "1"],
+    )
+    summary, _ = run_of(result, tmp_path / "a" / "b")
+    assert list(summary["runs"]) == ["dynamic_cp"]
+    assert summary["runs"]["dynamic_cp"]["evaluations"][0][0]["documents"] == 5
+
+
+def test_torchrun_starts_it_too_and_a_global_batch_may_be_smaller_than_the_ranks(texts, tmp_path):
+    result = command(
+        *["--standalone", "--nproc-per-node", "2", "-m", "hcp.demo", "--data", texts, *TINY],
+        *[
+            "--run-dir",
+            str(tmp_path),
+            "--global-batch-size",
+            "1",
+            "--max-seqlen-per-dp-cp-rank",
+            "100",
+        ],
+        module="torch.distributed.run",
+    )
+    summary, _ = run_of(result, tmp_path)
+    assert summary["largest_loss_difference"] <= 1e-4
+
+
+# ---- What is refused ----
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--ranks", "0"], "ranks is 0, expected an integer >= 1"),
+        (["--max-length", "1"], "max_length is 1, expected >= 2"),
+        (["--data", "no/such/place"], "--data no/such/place: no such file or folder"),
+        (["--hidden-size", "100"], "hidden_size (100) % (2 * num_attention_heads (4)) == 4"),
+        (["--num-query-groups", "3"], "num_attention_heads (4) % num_query_groups (3) == 1"),
+        (["--context-parallel-size", "3"], "ranks (4) % context_parallel_size (3) == 1"),
+        (["--max-seqlen-per-dp-cp-rank", "9"], "rows on a rank > max_seqlen_per_dp_cp_rank (9)"),
+        (["--cp-comm-type", "a2a"], "cp_comm_type is 'a2a', expected one of p2p, all_gather"),
+        (["--cp-comm-type", "p2p", "p2p"], "cp_comm_type lists 2 values for 4 layers"),
+        (["--lr", "nan"], "lr is nan"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_before_anything_starts(
+    argv, message, monkeypatch, capsys
+):
+    monkeypatch.setattr("hcp.demo.start_ranks", lambda *_: pytest.fail("ranks were started"))
+    from hcp.demo import main
+
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("hcp demo: error: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_bad_input_is_one_line_from_one_rank(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"text": "fine"}\n{"text": 7}\n')
+    result = demo("--ranks", "2", "--data", str(path), "--run-dir", str(tmp_path / "run"))
+    assert result.returncode == 2
+    message = f'hcp demo: error: {path}:2: field "text" is int, expected a string\n'
+    assert result.stderr == message
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_command_gets_the_usage():
+    result = command("train")
+    assert result.returncode == 2
+    assert "'train' is not a command" in result.stderr
+    assert "demo" in result.stderr
+
+
+def test_ranks_that_contradict_the_launcher_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="--ranks 3, but torchrun started 2"):
+        parse_args(["--ranks", "3"])
+
+
+# ---- Parts ----
+
+
+@pytest.mark.parametrize("scheduler", ["static_cp", "dynamic_cp"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_loss_and_gradients_are_those_of_one_rank(ranks, scheduler):
+    args = parse_args([*TINY, "--ranks", str(ranks), "--max-seqlen-per-dp-cp-rank", "120"])
+    documents = [
+        data.Document(bytes(range(n % 7, n % 7 + n)), True) for n in (1, 199, 30, 2, 77, 5)
+    ]
+    config = replace(args.config, sequence_packing_scheduler=scheduler)
+    alone = loss_and_gradients(args, Config(1000), documents, 1)
+    together = loss_and_gradients(args, config, documents, ranks)
+    torch.testing.assert_close(together, alone, rtol=1e-10, atol=1e-12)
+
+
+def loss_and_gradients(args, config, documents, ranks):
+    torch.manual_seed(0)
+    weights = GPTModel(args, None).double().state_dict()
+
+    def one(groups):
+        model = GPTModel(args, None).double()
+        model.load_state_dict(weights)
+        share = range(groups.rank("dp_cp"), len(documents), ranks)
+        loader = data.load(documents, share, torch.device("cpu"))
+        lengths, sources, samples = hcp.gather_lengths(loader, groups)
+        plan = config.plan(lengths, ranks)
+        total = torch.zeros((), dtype=torch.float64)
+        for cp, local in hcp.dispatch(plan, samples, sources, groups):
+            losses = F.cross_entropy(model(local.tokens, cp), local.labels, reduction="none")
+            loss = cp.loss(losses, local.loss_mask)
+            loss.backward()
+            total += loss.detach()
+        return torch.cat([total[None], *(p.grad.flatten() for p in model.parameters())])
+
+    return torch.stack(hcp.loopback(ranks, one)).sum(dim=0)
+
+
+def test_the_timeline_ends_at_the_makespan_and_no_rank_does_two_things_at_once():
+    cost = hcp.CostModel()
+    plan = hcp.plan([1, 5000, 40, 7, 900, 901, 3], ranks=5, max_tokens_per_rank=1000, cost=cost)
+    boxes = timeline(plan, cost, 5)
+    assert max(box.start + box.time for box in boxes) == plan.makespan
+    assert sorted(box.sequence for box in boxes) == list(range(7))
+    for rank in range(5):
+        own = [b for b in boxes if b.first_rank <= rank < b.first_rank + b.degree]
+        own.sort(key=lambda box: box.start)
+        assert all(a.start + a.time <= b.start for a, b in zip(own, own[1:], strict=False))
+
+
+def test_the_table_says_when_layouts_disagree():
+    def run(scheduler, loss):
+        step = StepRecord(1, loss, 1.0, 7, 100, 93, 0, 2, 80, 20, 25, 0.8, 0.5)
+        evaluations = [(Evaluation(4, 1, 3.0, 37, 999), Evaluation(1, 4, 3.1, 37, 999))]
+        return Run(scheduler, 4, [step], [], evaluations)
+
+    runs = [run("static_cp", 2.0), run("dynamic_cp", 2.5)]
+    assert loss_difference(runs) == 0.5
+    lines = table(runs).splitlines()
+    assert "THE LAYOUTS DISAGREE" in lines[-1]
+    assert any("largest difference 5.0e-01" in line for line in lines)

@@ -1,0 +1,224 @@
+"""Rows reach the ranks that compute them, once, or every rank hears why not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from cases import GlooGroups, sequences_of
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import RankError, run_ranks, try_ranks
+
+import hcp
+
+LENGTHS = (40, 7, 1, 19, 3, 64)
+SOURCES = (0, 2, 2, 1, 0, 1)
+
+
+def sample(sequence: int, length: int) -> dict[str, torch.Tensor]:
+    """Fields of several types and shapes, each row telling where it belongs."""
+    token = torch.arange(length)
+    row = 1000 * sequence + token
+    return {
+        "tokens": row,
+        "loss_mask": (token < length - 1).float(),
+        "half": torch.stack([row, -row], 1).to(torch.bfloat16),
+        "flag": token % 2 == 0,
+        "byte": (row % 251).to(torch.uint8).reshape(-1, 1, 1).expand(-1, 3, 1),
+    }
+
+
+def expected_rows(cp: hcp.ContextParallelHandler) -> list[tuple[int, int]]:
+    """(sequence, token) of each local row."""
+    return [
+        (sequence, token)
+        for sequence, start, rows in cp.layout.spans
+        for token in range(start, start + rows)
+    ]
+
+
+def check_dispatch(
+    groups: Any, lengths: tuple[int, ...], sources: tuple[int, ...], capacity: int
+) -> int:
+    """Every field of every local row is the loaded one. Returns the rows checked."""
+    plan = hcp.plan(lengths, ranks=groups.transport.size, max_tokens_per_rank=capacity)
+    rank = groups.transport.rank
+    own = [sample(i, n) for i, n in enumerate(lengths) if sources[i] == rank]
+    step = hcp.dispatch(plan, own, sources, groups)
+    assert len(step) == len(plan.micro_batches)
+    checked = 0
+    for cp, local in step:
+        rows = expected_rows(cp)
+        whole = {s: sample(s, lengths[s]) for s in sequences_of(plan, cp.micro_batch)}
+        for name, value in local.items():
+            want = [whole[sequence][name][token] for sequence, token in rows]
+            assert value.shape[0] == len(rows) == cp.rows
+            if rows:
+                assert torch.equal(value, torch.stack(want))
+        checked += len(rows)
+    assert step.loss_tokens == (sum(lengths) - len(lengths) if lengths else None)
+    return checked
+
+
+@given(st.data())
+def test_every_row_of_every_field_arrives_once(data: st.DataObject) -> None:
+    ranks = data.draw(st.integers(1, 6))
+    lengths = tuple(data.draw(st.lists(st.integers(1, 20 * ranks), max_size=8)))
+    sources = tuple(data.draw(st.integers(0, ranks - 1)) for _ in lengths)
+    checked = hcp.loopback(ranks, lambda g: check_dispatch(g, lengths, sources, 24))
+    assert sum(checked) == sum(lengths)
+
+
+def gloo_dispatch(rank: int, size: int) -> int:
+    return check_dispatch(GlooGroups(), LENGTHS, SOURCES, 32)
+
+
+@pytest.mark.parametrize("ranks", [3, 5])
+def test_gloo_ranks_get_their_rows(ranks: int) -> None:
+    assert sum(run_ranks(ranks, gloo_dispatch)) == sum(LENGTHS)
+
+
+# ---- gathering lengths ---------------------------------------------------------------------------
+
+
+def gather(rank: int, size: int) -> tuple[list[int], list[int], int]:
+    own = (sample(0, 3 + i) for i in range(rank))  # a generator, as a loader would be
+    lengths, sources, samples = hcp.gather_lengths(own, GlooGroups())
+    return lengths, sources, len(samples)
+
+
+def test_lengths_are_gathered_by_rank_then_order() -> None:
+    for rank, (lengths, sources, loaded) in enumerate(run_ranks(3, gather)):
+        assert lengths == [3, 3, 4]
+        assert sources == [1, 2, 2]
+        assert loaded == rank
+
+
+def test_more_lengths_than_one_block_holds_are_gathered() -> None:
+    def gather_many(groups: Any) -> list[int]:
+        own = [{"tokens": torch.zeros(1 + i)} for i in range(900)]
+        return hcp.gather_lengths(own, groups)[0]
+
+    assert hcp.loopback(2, gather_many) == [[1 + i for i in range(900)] * 2] * 2
+
+
+def gather_on_gloo(rank: int, size: int) -> int:
+    own = [{"tokens": torch.zeros(1 + i)} for i in range(900 * rank)]
+    return len(hcp.gather_lengths(own, GlooGroups())[0])
+
+
+def test_ranks_with_many_and_with_no_samples_gather_alike() -> None:
+    assert run_ranks(3, gather_on_gloo) == [2700] * 3
+
+
+# ---- one rank's failure is every rank's error ----------------------------------------------------
+
+
+def failing_loader(rank: int, size: int) -> None:
+    def load() -> Iterator[dict[str, torch.Tensor]]:
+        yield sample(0, 4)
+        if rank == 1:
+            raise OSError("shard 7 is unreadable")
+
+    hcp.gather_lengths(load(), GlooGroups())
+
+
+def test_a_loader_that_fails_is_an_error_on_every_rank() -> None:
+    results = try_ranks(3, failing_loader, timeout=30)
+    assert [r.kind for r in results] == ["HcpError", "OSError", "HcpError"]
+    for rank in (0, 2):
+        assert f"rank {rank}: rank 1 failed: OSError: shard 7" in results[rank].message
+
+
+def differing_lengths(rank: int, size: int) -> None:
+    groups = GlooGroups()
+    lengths = [5, 6 + rank]
+    plan = hcp.plan(lengths, ranks=size, max_tokens_per_rank=8)
+    own = [sample(rank, lengths[rank])] if rank < 2 else []
+    hcp.dispatch(plan, own, [0, 1], groups)
+
+
+def test_ranks_with_different_plans_all_hear_it() -> None:
+    results = try_ranks(2, differing_lengths, timeout=30)
+    for rank, result in enumerate(results):
+        assert isinstance(result, RankError)
+        assert result.kind == "HcpError"
+        assert f"rank {rank}: ranks differ in plan" in result.message
+        assert "give every rank the same lengths" in result.message
+
+
+CHANGES: dict[str, tuple[Any, str]] = {
+    "dtype": (lambda s: s | {"tokens": s["tokens"].int()}, "ranks differ in fields"),
+    "shape": (lambda s: s | {"tokens": s["tokens"].reshape(-1, 1)}, "ranks differ in fields"),
+    "name": (lambda s: {"ids": s["tokens"], "loss_mask": s["loss_mask"]}, "differ in fields"),
+    "length": (lambda s: {k: v[:-1] for k, v in s.items()}, "samples[0] has 4 tokens, expected 5"),
+    "ragged": (lambda s: s | {"flag": s["flag"][:-1]}, "expected as many in each"),
+    "empty": (lambda s: {}, "expected names and tensors"),
+}
+
+
+def change_one_rank(rank: int, size: int, change: str) -> None:
+    plan = hcp.plan([5, 5], ranks=size, max_tokens_per_rank=8)
+    own = sample(rank, 5)
+    if rank == 1:
+        own = CHANGES[change][0](own)
+    hcp.dispatch(plan, [own], [0, 1], GlooGroups())
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_samples_that_differ_on_one_rank_are_an_error_on_all(change: str) -> None:
+    results = try_ranks(2, change_one_rank, change, timeout=30)
+    for result in results:
+        assert isinstance(result, RankError)
+        assert CHANGES[change][1] in result.message
+
+
+def test_a_plan_for_another_domain_is_refused() -> None:
+    def call(groups: Any) -> None:
+        plan = hcp.plan([5], ranks=3, max_tokens_per_rank=8)
+        hcp.dispatch(plan, [sample(0, 5)] if groups.transport.rank == 0 else [], [0], groups)
+
+    with pytest.raises(ValueError, match="the plan is for 3 ranks, expected 2: the domain's"):
+        hcp.loopback(2, call)
+
+
+def test_a_missing_sample_is_refused() -> None:
+    def call(groups: Any) -> None:
+        plan = hcp.plan([5, 5], ranks=1, max_tokens_per_rank=16)
+        hcp.dispatch(plan, [sample(0, 5)], [0, 0], groups)
+
+    with pytest.raises(ValueError, match="samples has 1 items, expected 2: sources says"):
+        hcp.loopback(1, call)
+
+
+def test_a_source_outside_the_domain_is_refused() -> None:
+    def call(groups: Any) -> None:
+        plan = hcp.plan([5], ranks=1, max_tokens_per_rank=16)
+        hcp.dispatch(plan, [], [4], groups)
+
+    with pytest.raises(ValueError, match=r"sources\[0\] is 4, expected 0 to 0"):
+        hcp.loopback(1, call)
+
+
+def test_an_unknown_field_names_those_there_are() -> None:
+    local = hcp.LocalBatch(tokens=torch.zeros(1))
+    with pytest.raises(AttributeError, match=r"no field 'labels', expected one of \['tokens'\]"):
+        _ = local.labels
+
+
+def rank_that_ends(rank: int, size: int) -> None:
+    groups = GlooGroups()
+    if rank == 1:
+        import os
+
+        os._exit(3)
+    hcp.gather_lengths([sample(0, 4)], groups)
+
+
+def test_a_rank_that_ends_is_an_error_on_the_others_within_seconds() -> None:
+    results = try_ranks(3, rank_that_ends, timeout=30)
+    assert [r.kind for r in results] == ["HcpError", "exited", "HcpError"]
+    assert "rank 0: the exchange with ranks [1, 2] failed" in results[0].message

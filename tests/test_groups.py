@@ -1,0 +1,413 @@
+"""groups: which ranks form tp, pp, cp, dp, ... for a layout of the job."""
+
+import itertools
+import math
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks, try_ranks
+
+import hcp
+from hcp._core import Grid
+from hcp.groups import ROLES, ProcessGroups, build_process_groups
+
+DIMENSIONS = ("tp", "cp", "dp", "pp")
+ORDERS = ["-".join(names) for names in itertools.permutations(DIMENSIONS)]
+ALL_ROLES = ["_".join(c) for n in range(1, 5) for c in itertools.combinations(DIMENSIONS, n)]
+
+grids = st.builds(
+    lambda sizes, order: Grid(**dict(zip(DIMENSIONS, sizes, strict=True)), order=order),
+    st.tuples(*[st.integers(1, 4)] * 4),
+    st.sampled_from(ORDERS),
+)
+
+
+# ---- the grid ------------------------------------------------------------------------------------
+
+
+def slow_place(grid, rank):
+    """A rank's place in each dimension, by division, fastest dimension first."""
+    place = {}
+    for name in grid.order.split("-"):
+        rank, place[name] = divmod(rank, grid.sizes[name])
+    return place
+
+
+def slow_groups(grid, role):
+    """Ranks that agree in all other dimensions, found by comparing every rank with every other."""
+    others = [name for name in DIMENSIONS if name not in role.split("_")]
+    places = [slow_place(grid, rank) for rank in range(grid.ranks)]
+    groups = []
+    for rank in range(grid.ranks):
+        group = [
+            r for r in range(grid.ranks) if all(places[r][n] == places[rank][n] for n in others)
+        ]
+        if group not in groups:
+            groups.append(group)
+    return groups
+
+
+@settings(deadline=None, max_examples=60)
+@given(grids, st.sampled_from(ALL_ROLES))
+def test_groups_equal_the_slow_reference(grid, role):
+    assert grid.groups(role) == slow_groups(grid, role)
+
+
+@settings(deadline=None, max_examples=60)
+@given(grids, st.sampled_from(ALL_ROLES))
+def test_every_rank_is_in_one_group_of_a_role(grid, role):
+    groups = grid.groups(role)
+    assert sorted(rank for group in groups for rank in group) == list(range(grid.ranks))
+    assert {len(group) for group in groups} == {math.prod(grid.sizes[n] for n in role.split("_"))}
+
+
+@settings(deadline=None, max_examples=60)
+@given(grids, grids, st.sampled_from(ALL_ROLES))
+def test_layouts_share_a_role_when_its_groups_are_equal(a, b, role):
+    if a.ranks == b.ranks:
+        assert a.shares(b, role) == (a.groups(role) == b.groups(role))
+    else:
+        with pytest.raises(ValueError, match=f"{a.ranks} and {b.ranks} ranks"):
+            a.shares(b, role)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 4), st.integers(1, 12), st.integers(1, 4), st.data())
+def test_another_cp_in_the_usual_order_changes_cp_dp_and_tp_cp_alone(tp, domain, pp, data):
+    divisors = [d for d in range(1, domain + 1) if domain % d == 0]
+    a, b = (data.draw(st.sampled_from(divisors)) for _ in range(2))
+    one = Grid(tp=tp, cp=a, dp=domain // a, pp=pp)
+    other = Grid(tp=tp, cp=b, dp=domain // b, pp=pp)
+    changed = {role for role, dimensions in ROLES.items() if not one.shares(other, dimensions)}
+    assert changed == (set() if a == b else {"cp", "dp", "tp_cp"})
+
+
+def test_a_grid_is_a_value():
+    grid = Grid(tp=2, cp=3, order="cp-tp-dp-pp")
+    assert repr(grid) == "Grid(tp=2, cp=3, dp=1, pp=1, order='cp-tp-dp-pp')"
+    assert grid.sizes == {"tp": 2, "cp": 3, "dp": 1, "pp": 1}
+    assert (grid.ranks, grid.order) == (6, "cp-tp-dp-pp")
+    assert grid == Grid(tp=2, cp=3, order="cp-tp-dp-pp")
+    assert hash(grid) == hash(Grid(tp=2, cp=3, order="cp-tp-dp-pp"))
+    assert grid != Grid(tp=2, cp=3)
+    assert grid != "Grid"
+    with pytest.raises(AttributeError):
+        grid.order = "tp-cp-dp-pp"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"cp": 0}, ValueError, "cp is 0, expected >= 1"),
+        ({"order": "tp-cp-dp"}, ValueError, 'order is "tp-cp-dp", expected tp, cp, dp and pp'),
+        ({"order": "tp-cp-dp-ep"}, ValueError, "each once, joined by '-'"),
+        ({"tp": 2**16, "pp": 2**16}, OverflowError, "more ranks than 2147483647 at pp = 65536"),
+        ({"tp": "2"}, TypeError, "str"),
+        ({"ep": 2}, TypeError, "ep"),
+    ],
+)
+def test_a_bad_grid_is_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        Grid(**arguments)
+
+
+@pytest.mark.parametrize("role", ["", "ep", "mp", "dp_", "dp_dp", "dp-cp"])
+def test_a_bad_role_is_refused(role):
+    with pytest.raises(ValueError, match=f'role is "{role}", expected'):
+        Grid(dp=2).groups(role)
+
+
+# ---- process groups ------------------------------------------------------------------------------
+
+
+def groups_of(groups):
+    return {role: groups.ranks(role) for role in groups.roles}
+
+
+def expected_groups(grid, rank):
+    return {
+        role: next(group for group in grid.groups(dimensions) if rank in group)
+        for role, dimensions in ROLES.items()
+    }
+
+
+def build_and_use(rank, size, arguments):
+    groups = build_process_groups(**arguments)
+    assert groups_of(groups) == expected_groups(groups.grid, rank)
+    assert len({id(getattr(groups, role)) for role in groups.roles}) == len(ROLES)
+    for role in groups.roles:
+        assert groups.ranks(role)[groups.rank(role)] == rank
+        total = torch.tensor([rank])
+        dist.all_reduce(total, group=getattr(groups, role))
+        assert total.item() == sum(groups.ranks(role)), role
+    assert groups.transport.all_gather_bytes(b"%d" % rank) == [
+        b"%d" % other for other in groups.ranks("dp_cp")
+    ]
+    assert groups.transport.group is not groups.dp_cp
+    return repr(groups)
+
+
+@pytest.mark.parametrize(
+    ("size", "arguments"),
+    [
+        (1, {}),
+        (3, {"cp": 3}),
+        (4, {"tp": 2}),
+        (4, {"tp": 2, "pp": 2}),
+        (4, {"cp": 2, "pp": 2, "order": "pp-dp-cp-tp"}),
+        (6, {"tp": 3, "dp": 2}),
+    ],
+)
+def test_every_group_is_made_of_the_grids_ranks_and_works(size, arguments):
+    run_ranks(size, build_and_use, arguments)
+
+
+def build_in_halves(rank, size):
+    halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    for _ in range(2):  # names of closed groups must not come back
+        groups = build_process_groups(parent=halves[rank % 2])
+        other = groups.with_context_parallel(2)
+        found = (groups.ranks("dp"), groups.ranks("cp"), other.ranks("cp"))
+        groups.close()
+        other.close()
+    return found
+
+
+def test_a_layout_within_a_parent_has_the_parents_ranks():
+    results = run_ranks(4, build_in_halves)
+    assert results == [
+        (half, [rank], half) for rank, half in enumerate([[0, 2], [1, 3], [0, 2], [1, 3]])
+    ]
+
+
+def build_badly(rank, size, arguments):
+    with pytest.raises(ValueError, match="expected") as caught:
+        build_process_groups(**arguments)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tp": 3}, "tp * cp * pp = 3 * 1 * 1 = 3, expected a divisor of the 4 ranks"),
+        (
+            {"tp": 2, "cp": 2, "dp": 2},
+            "tp * cp * dp * pp = 2 * 2 * 2 * 1 = 8, expected the 4 ranks",
+        ),
+        ({"cp": 0}, "cp is 0, expected >= 1"),
+        ({"order": "tp-cp"}, 'order is "tp-cp"'),
+    ],
+)
+def test_an_impossible_layout_is_refused_with_the_equation(arguments, message):
+    assert all(message in text for text in run_ranks(4, build_badly, arguments))
+
+
+def build_differently(rank, size):
+    return build_badly(rank, size, {"cp": 2} if rank == 1 else {"tp": 2})
+
+
+def test_ranks_that_want_different_layouts_are_told_so():
+    results = run_ranks(2, build_differently, timeout=20)
+    assert "rank 0: the ranks want different layouts: Grid(tp=2" in results[0]
+    assert "on rank 1" in results[0]
+    assert "on rank 0" in results[1]
+
+
+def test_without_torch_distributed_the_error_says_what_to_call():
+    with pytest.raises(hcp.HcpError, match=r"call torch\.distributed\.init_process_group"):
+        build_process_groups()
+    with pytest.raises(hcp.HcpError, match=r"before ProcessGroups\.from_existing"):
+        ProcessGroups.from_existing({})
+
+
+# ---- another context parallel size ---------------------------------------------------------------
+
+
+def make_another_layout(rank, size, arguments, cp):
+    train = build_process_groups(**arguments)
+    evaluation = train.with_context_parallel(cp)
+    assert groups_of(evaluation) == expected_groups(evaluation.grid, rank)
+    assert evaluation.transport is train.transport
+    report = evaluation.report()
+    for role in train.roles:
+        shared = getattr(train, role) is getattr(evaluation, role)
+        assert shared == (role in report["shared"]), role
+    return evaluation.report()["created"]
+
+
+@pytest.mark.parametrize(
+    ("size", "arguments", "cp", "created"),
+    [
+        (4, {"tp": 2}, 2, ["cp", "dp", "tp_cp"]),
+        (4, {"cp": 4}, 1, ["cp", "dp", "tp_cp"]),
+        (6, {"cp": 2}, 3, ["cp", "dp", "tp_cp"]),
+        (4, {"cp": 2}, 2, []),
+        (4, {"pp": 2, "order": "dp-cp-tp-pp"}, 2, ["cp", "dp", "tp_cp"]),
+    ],
+)
+def test_another_layout_creates_only_what_differs(size, arguments, cp, created):
+    results = run_ranks(size, make_another_layout, arguments, cp)
+    assert results == [created] * size
+
+
+def refuse_another_layout(rank, size, arguments, cp):
+    train = build_process_groups(**arguments)
+    with pytest.raises(ValueError, match="expected") as caught:
+        train.with_context_parallel(cp)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cp", "message"),
+    [
+        ({}, 3, "size is 3, expected a divisor of dp * cp = 4 * 1 = 4"),
+        ({}, 0, "size is 0, expected a divisor"),
+        ({"tp": 2}, 4, "expected a divisor of dp * cp = 2 * 1 = 2"),
+        ({"pp": 2, "order": "tp-cp-pp-dp"}, 2, "another place in pp, and their weights"),
+        ({"tp": 2, "order": "cp-tp-dp-pp"}, 2, "another place in tp, and their weights"),
+    ],
+)
+def test_an_impossible_other_layout_is_refused_with_the_reason(arguments, cp, message):
+    assert all(message in text for text in run_ranks(4, refuse_another_layout, arguments, cp))
+
+
+# ---- groups that a trainer has -------------------------------------------------------------------
+
+
+class Collection:
+    """As Megatron's: a declared field that is not set reads as None."""
+
+    def __init__(self, **groups):
+        self.__dict__.update(groups)
+
+    def __getattr__(self, name):
+        if name not in ROLES:
+            raise AttributeError(name)
+
+
+def take_existing(rank, size, as_mapping):
+    made = build_process_groups(tp=2)
+    given_groups = {role: getattr(made, role) for role in ("tp", "pp", "cp", "dp", "dp_cp")}
+    collection = given_groups if as_mapping else Collection(**given_groups)
+    groups = ProcessGroups.from_existing(collection)
+    assert all(getattr(groups, role) is group for role, group in given_groups.items())
+    assert groups.roles == tuple(given_groups)
+    assert groups.source is collection
+    assert groups.report() == {"created": ["transport"], "shared": [], "given": [*given_groups]}
+    assert groups.transport.size == groups.size("dp_cp") == 2
+    assert groups.grid == made.grid
+    with pytest.raises(AttributeError, match="have no role 'tp_cp', only tp, pp, cp, dp, dp_cp"):
+        groups.tp_cp  # noqa: B018
+    with pytest.raises(AttributeError, match="have no role 'mp'"):
+        groups.size("mp")
+    with pytest.raises(AttributeError, match="expected a role: tp, pp"):
+        groups.ep  # noqa: B018
+    assert groups.with_context_parallel(2).report()["created"] == ["cp", "dp"]
+    groups.close()
+    assert made.transport.all_gather_bytes(b"x") == [b"x"] * 2
+    assert ProcessGroups.from_existing(made) is made
+
+
+@pytest.mark.parametrize("as_mapping", [True, False])
+def test_a_trainers_groups_are_taken_as_they_are(as_mapping):
+    run_ranks(4, take_existing, as_mapping)
+
+
+def take_the_world(rank, size):
+    groups = ProcessGroups.from_existing({"dp_cp": dist.group.WORLD})
+    with pytest.raises(hcp.HcpError, match="the layout of these process groups is not known"):
+        groups.grid  # noqa: B018
+    return groups.ranks("dp_cp"), groups.transport.rank
+
+
+def test_dp_cp_alone_is_enough():
+    assert run_ranks(3, take_the_world) == [([0, 1, 2], rank) for rank in range(3)]
+
+
+def take_bad_collections(rank, size):
+    with pytest.raises(ValueError, match="dict has no dp_cp, only tp; expected the group of all"):
+        ProcessGroups.from_existing({"tp": dist.group.WORLD})
+    with pytest.raises(ValueError, match="Collection has no dp_cp, only none of tp, pp"):
+        ProcessGroups.from_existing(Collection())
+    with pytest.raises(ValueError, match=r"dict\.dp_cp is a str, expected a torch\.distributed"):
+        ProcessGroups.from_existing({"dp_cp": "world"})
+
+
+def test_a_collection_without_dp_cp_is_refused():
+    run_ranks(1, take_bad_collections)
+
+
+# ---- the end -------------------------------------------------------------------------------------
+
+
+def groups_alive():
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def close_in_order(rank, size):
+    before = groups_alive()
+    train = build_process_groups()
+    with_train = groups_alive()
+    evaluation = train.with_context_parallel(2)
+    with_both = groups_alive()
+    evaluation.close()
+    evaluation.close()
+    assert groups_alive() == with_train
+    assert train.transport.all_gather_bytes(b"y") == [b"y"] * size
+    train.close()
+    assert groups_alive() == before
+    return with_train - before, with_both - with_train
+
+
+def test_close_destroys_what_was_created_and_no_more():
+    assert run_ranks(2, close_in_order) == [(9, 3)] * 2
+
+
+def close_late(rank, size):
+    groups = build_process_groups()
+    dist.destroy_process_group()
+    groups.close()
+
+
+def test_close_after_the_default_groups_end_does_nothing():
+    run_ranks(2, close_late)
+
+
+def fail_to_create(rank, size):
+    before = groups_alive()
+    create, made = dist.new_group, itertools.count()
+
+    def failing(*args, **kwargs):
+        if next(made) == 5:
+            raise RuntimeError("no more groups")
+        return create(*args, **kwargs)
+
+    dist.new_group = failing
+    try:
+        with pytest.raises(RuntimeError, match="no more groups"):
+            build_process_groups()
+    finally:
+        dist.new_group = create
+    return groups_alive() - before
+
+
+def test_a_failed_creation_leaves_no_group_behind():
+    assert run_ranks(2, fail_to_create) == [0, 0]
+
+
+def wait_for_a_rank_that_left(rank, size):
+    groups = build_process_groups()
+    if rank == 0:
+        groups.transport.all_gather_bytes(b"")
+    else:
+        time.sleep(4)
+
+
+def test_the_transport_inherits_the_timeout_of_the_job():
+    results = try_ranks(2, wait_for_a_rank_that_left, group_timeout=2, timeout=30)
+    assert results[0].kind == "HcpError"
+    assert "rank 0" in results[0].message

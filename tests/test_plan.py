@@ -1,0 +1,279 @@
+"""Plans keep every limit, are the same everywhere, and end close to the bound."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hcp
+
+CAPACITY = 1024
+
+
+def rows_held(length: int, degree: int, j: int) -> int:
+    """Rows of rank j under zigzag, by the definition."""
+    cuts = [k * length // (2 * degree) for k in range(2 * degree + 1)]
+    mirrored = 2 * degree - 1 - j
+    return cuts[j + 1] - cuts[j] + cuts[mirrored + 1] - cuts[mirrored]
+
+
+def check(plan: hcp.Plan, capacity: int, min_degree: int, max_degree: int) -> None:
+    """Every rule that a plan keeps, one by one."""
+    seen: list[int] = []
+    for groups in plan.micro_batches:
+        assert groups, "an empty micro-batch"
+        held = [0] * plan.ranks
+        free = 0
+        for first, degree, sequences in groups:
+            assert min_degree <= degree <= max_degree
+            assert free <= first and first + degree <= plan.ranks
+            free = first + degree
+            assert sequences, "a group without a sequence"
+            seen += sequences
+            for s in sequences:
+                for j in range(degree):
+                    held[first + j] += rows_held(plan.lengths[s], degree, j)
+        assert max(held) <= capacity
+    assert sorted(seen) == list(range(len(plan.lengths)))
+    assert plan.bound <= plan.makespan
+    assert 0 < plan.efficiency <= 1
+    if plan.lengths:
+        assert plan.makespan == makespan(plan)
+
+
+def makespan(plan: hcp.Plan) -> int:
+    """When the last rank ends, if every group starts as soon as its ranks are free."""
+    cost = plan.to_dict()["cost"]
+    free = [0] * plan.ranks
+    for groups in plan.micro_batches:
+        for first, degree, sequences in groups:
+            end = max(free[first : first + degree]) + cost["launch"]
+            for s in sequences:
+                tokens = plan.lengths[s]
+                work = cost["pair"] * tokens * (tokens + 1) // 2 + cost["token"] * tokens
+                end += -(-work // degree) + cost["exchange"] * (tokens - tokens // degree)
+            free[first : first + degree] = [end] * degree
+    return max(free)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> dict[str, Any]:
+    ranks = draw(st.integers(1, 13))
+    capacity = draw(st.integers(1, 300))
+    min_degree = draw(st.integers(1, ranks))
+    max_degree = draw(st.integers(min_degree, ranks))
+    longest = max(1, max_degree * (capacity - 2))
+    price = st.integers(0, 10**6)
+    lengths = draw(st.lists(st.integers(1, longest), max_size=40))
+    if capacity < 3:
+        lengths = [1] * len(lengths)
+    return {
+        "lengths": lengths,
+        "ranks": ranks,
+        "max_tokens_per_rank": capacity,
+        "min_degree": min_degree,
+        "max_degree": max_degree,
+        "cost": hcp.CostModel(draw(st.integers(1, 100)), draw(price), draw(price), draw(price)),
+    }
+
+
+@given(requests())
+def test_every_plan_keeps_every_rule(request: dict[str, Any]) -> None:
+    plan = hcp.plan(**request)
+    check(plan, request["max_tokens_per_rank"], request["min_degree"], request["max_degree"])
+    assert list(plan.lengths) == request["lengths"]
+
+
+@given(requests())
+def test_the_same_request_gives_the_same_plan(request: dict[str, Any]) -> None:
+    plan, again = hcp.plan(**request), hcp.plan(**request)
+    assert plan == again
+    assert plan.checksum == again.checksum
+
+
+@given(requests())
+def test_plain_data_json_and_pickle_give_the_plan_back(request: dict[str, Any]) -> None:
+    plan = hcp.plan(**request)
+    for back in (
+        hcp.Plan.from_dict(json.loads(json.dumps(plan.to_dict()))),
+        pickle.loads(pickle.dumps(plan)),
+    ):
+        assert back == plan
+        assert (back.checksum, back.makespan, back.bound) == (
+            plan.checksum,
+            plan.makespan,
+            plan.bound,
+        )
+
+
+# ---- edges ---------------------------------------------------------------------------------------
+
+
+def test_no_sequences_make_an_empty_plan() -> None:
+    plan = hcp.plan([], ranks=4, max_tokens_per_rank=CAPACITY)
+    assert plan.micro_batches == ()
+    assert plan.efficiency == 1.0
+
+
+def test_a_sequence_that_fits_stays_on_one_rank_when_sharing_costs_more() -> None:
+    cost = hcp.CostModel(exchange=10**9)
+    plan = hcp.plan([CAPACITY], ranks=8, max_tokens_per_rank=CAPACITY, cost=cost)
+    assert plan.micro_batches == ((hcp.Group(0, 1, (0,)),),)
+
+
+def test_one_token_over_needs_one_more_rank() -> None:
+    cost = hcp.CostModel(exchange=10**9)
+    plan = hcp.plan([CAPACITY + 1], ranks=8, max_tokens_per_rank=CAPACITY, cost=cost)
+    assert [group.degree for group in plan.micro_batches[0]] == [2]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8, 31, 60])
+def test_one_sequence_may_fill_every_rank_exactly(ranks: int) -> None:
+    plan = hcp.plan([ranks * CAPACITY], ranks=ranks, max_tokens_per_rank=CAPACITY)
+    assert plan.micro_batches == ((hcp.Group(0, ranks, (0,)),),)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
+def test_one_token_more_than_the_domain_holds_is_refused(ranks: int) -> None:
+    length = ranks * CAPACITY + 1
+    with pytest.raises(ValueError, match=rf"lengths\[1\] is {length}, but {ranks} ranks"):
+        hcp.plan([5, length], ranks=ranks, max_tokens_per_rank=CAPACITY)
+
+
+def test_equal_lengths_spread_evenly() -> None:
+    plan = hcp.plan([CAPACITY] * 16, ranks=8, max_tokens_per_rank=CAPACITY)
+    assert plan.makespan <= 1.01 * plan.bound
+
+
+def test_one_and_a_half_sequences_a_rank_leave_no_rank_idle_at_the_end() -> None:
+    """Three half-width waves instead of two whole ones, one of them half empty."""
+    cost = hcp.CostModel(exchange=0, launch=0)
+    plan = hcp.plan([CAPACITY * 9 // 10] * 96, ranks=64, max_tokens_per_rank=CAPACITY, cost=cost)
+    assert plan.makespan <= 1.01 * plan.bound
+
+
+def test_short_sequences_share_a_micro_batch() -> None:
+    plan = hcp.plan([8] * 64, ranks=2, max_tokens_per_rank=256)
+    assert len(plan.micro_batches) == 1
+    assert [group.degree for group in plan.micro_batches[0]] == [1, 1]
+
+
+def test_a_giant_with_dust_ends_near_the_bound() -> None:
+    lengths = [30_000] + [100] * 500
+    plan = hcp.plan(lengths, ranks=8, max_tokens_per_rank=8192)
+    assert plan.makespan <= 1.1 * plan.bound
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_equal_degrees_make_a_static_plan(degree: int) -> None:
+    plan = hcp.plan(
+        [700, 30, 512, 900] * 4,
+        ranks=8,
+        max_tokens_per_rank=CAPACITY,
+        min_degree=degree,
+        max_degree=degree,
+    )
+    groups = [group for batch in plan.micro_batches for group in batch]
+    assert {group.degree for group in groups} == {degree}
+    assert all(group.first_rank % degree == 0 for group in groups)
+
+
+def test_dynamic_is_never_slower_than_static_on_heavy_tails() -> None:
+    lengths = [int(200 * math.exp(1.3 * ((i * 37) % 41 - 20) / 10)) for i in range(64)]
+    capacity = 2048
+    dynamic = hcp.plan(lengths, ranks=8, max_tokens_per_rank=capacity)
+    static = hcp.plan(lengths, ranks=8, max_tokens_per_rank=capacity, min_degree=4, max_degree=4)
+    assert dynamic.makespan < static.makespan
+
+
+# ---- checksum ------------------------------------------------------------------------------------
+
+
+def test_the_checksum_tells_any_difference() -> None:
+    base: dict[str, Any] = {"ranks": 4, "max_tokens_per_rank": 100, "min_degree": 1}
+    variants = [
+        hcp.plan([60, 70, 80], **base),
+        hcp.plan([60, 70, 81], **base),
+        hcp.plan([70, 60, 80], **base),
+        hcp.plan([60, 70], **base),
+        hcp.plan([60, 70, 80], **(base | {"ranks": 5})),
+        hcp.plan([60, 70, 80], **(base | {"max_tokens_per_rank": 101})),
+        hcp.plan([60, 70, 80], **(base | {"min_degree": 2})),
+        hcp.plan([60, 70, 80], **base, cost=hcp.CostModel(launch=7)),
+    ]
+    assert len({plan.checksum for plan in variants}) == len(variants)
+
+
+# ---- bad input -----------------------------------------------------------------------------------
+
+GOOD: dict[str, Any] = {"lengths": [5], "ranks": 2, "max_tokens_per_rank": 8}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"ranks": 0}, ValueError, "ranks is 0, expected >= 1"),
+        ({"max_tokens_per_rank": 0}, ValueError, "max_tokens_per_rank is 0, expected 1 to"),
+        ({"min_degree": 0}, ValueError, "min_degree is 0, expected 1 to ranks"),
+        ({"min_degree": 3}, ValueError, r"min_degree is 3, expected 1 to ranks \(2\)"),
+        ({"max_degree": 3}, ValueError, "max_degree is 3, expected min_degree"),
+        ({"min_degree": 2, "max_degree": 1}, ValueError, r"expected min_degree \(2\)"),
+        ({"lengths": [5, 0]}, ValueError, r"lengths\[1\] is 0, expected 1 to"),
+        ({"lengths": [-3]}, ValueError, r"lengths\[0\] is -3, expected 1 to"),
+        ({"lengths": [1.5]}, TypeError, r"lengths\[0\] is not an integer"),
+        ({"lengths": [2**70]}, ValueError, r"lengths\[0\] does not fit in 64 bits"),
+        ({"lengths": 5}, TypeError, "lengths is not a sequence"),
+        ({"lengths": [17]}, ValueError, "hold at most 16: raise either, or split the sequence"),
+    ],
+)
+def test_bad_input_is_refused_with_value_and_expectation(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        hcp.plan(**(GOOD | change))
+
+
+@pytest.mark.parametrize("price", ["pair", "token", "exchange", "launch"])
+def test_a_negative_price_is_refused(price: str) -> None:
+    with pytest.raises(ValueError, match=rf"cost\.{price} is -1, expected an integer >= 0"):
+        hcp.CostModel(**{price: -1})
+
+
+def test_costs_that_exceed_63_bits_are_refused() -> None:
+    cost = hcp.CostModel(pair=2**62)
+    with pytest.raises(OverflowError, match="exceeds 63 bits"):
+        hcp.plan([8], ranks=1, max_tokens_per_rank=8, cost=cost)
+
+
+def data(*groups: tuple[int, int, list[int]], **extra: Any) -> dict[str, Any]:
+    named = [dict(first_rank=f, degree=d, sequences=s) for f, d, s in groups]
+    return {
+        "ranks": 4,
+        "max_tokens_per_rank": 8,
+        "lengths": [4, 16],
+        "micro_batches": [{"groups": named}],
+    } | extra
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (data((0, 1, [0]), (1, 3, [0])), r"groups\[1\] has sequence 0, which is there already"),
+        (data((0, 4, [1])), "the plan has 1 sequences, expected 2"),
+        (data((0, 1, [0]), (3, 2, [1])), r"groups\[1\] has ranks 3 to 4, expected them within 0"),
+        (data((0, 2, [0]), (1, 2, [1])), r"groups\[1\] starts at rank 1 of micro-batch 0"),
+        (data((0, 1, [1]), (1, 1, [0])), r"groups\[0\] puts up to 16 rows on a rank"),
+        (data((0, 1, [0]), (1, 3, [2])), r"groups\[1\] has sequence 2, expected 0 to 1"),
+        (data((0, 1, [0]), (1, 3, [1]), max_degree=2), r"groups\[1\].degree is 3, expected 1 to 2"),
+        (data((0, 1, []), (1, 3, [0, 1])), r"groups\[0\] has 0 members, expected >= 1"),
+    ],
+)
+def test_a_plan_that_breaks_a_rule_is_refused(plan: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hcp.Plan.from_dict(plan)

@@ -1,0 +1,645 @@
+"""rebind: every slot that holds a training group holds its eval twin, all or none, undone."""
+
+import gc
+import signal
+import threading
+import weakref
+from collections import OrderedDict, UserDict, deque, namedtuple
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+from torch import nn
+
+import hcp
+from hcp._core import Rebinding
+from hcp.groups import ProcessGroups, build_process_groups
+from hcp.rebind import eval_cp_context, find_slots
+
+# ---- the undo log, without torch -----------------------------------------------------------------
+
+
+class Plain:
+    pass
+
+
+class Slotted:
+    __slots__ = ("__private", "group")
+
+    def __init__(self, group):
+        self.group = group
+        self.__private = group
+
+    def private(self):
+        return self.__private
+
+
+class Guarded:
+    """Raises on the values that it is told to, before or after it has stored them."""
+
+    def __init__(self, value):
+        vars(self).update(held=value, before=set(), after=set())
+
+    @property
+    def value(self):
+        return vars(self)["held"]
+
+    @value.setter
+    def value(self, new):
+        if new in self.before:
+            raise KeyError(f"before {new}")
+        vars(self)["held"] = new
+        if new in self.after:
+            raise KeyboardInterrupt(f"after {new}")
+
+
+def guarded_slots(n):
+    owners = [Guarded(f"old {i}") for i in range(n)]
+    slots = [("attribute", owner, "value", f"owner {i}") for i, owner in enumerate(owners)]
+    return owners, slots, [f"new {i}" for i in range(n)]
+
+
+def held(owners):
+    return [owner.value for owner in owners]
+
+
+def test_slots_of_every_kind_are_switched_and_restored():
+    plain, slotted, guarded = Plain(), Slotted("old"), Guarded("old")
+    plain.group, listed, mapped = "old", ["old"], UserDict(key="old")
+    slots = [
+        ("item", vars(plain), "group", "plain"),
+        ("member", slotted, "group", "slotted"),
+        ("attribute", guarded, "value", "guarded"),
+        ("item", listed, 0, "listed"),
+        ("item", mapped, "key", "mapped"),
+    ]
+
+    def all_held():
+        return [plain.group, slotted.group, guarded.value, listed[0], mapped["key"]]
+
+    rebinding = Rebinding(slots, list("abcde"))
+    assert all_held() == list("abcde")
+    assert rebinding.pending == 5
+    rebinding.restore()
+    assert all_held() == ["old"] * 5
+    assert rebinding.pending == 0
+    plain.group = "mine"
+    rebinding.restore()
+    assert plain.group == "mine"
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("k", range(5))
+def test_an_exception_at_any_slot_undoes_the_others_and_names_the_slot(k, moment):
+    owners, slots, values = guarded_slots(5)
+    getattr(owners[k], moment).add(f"new {k}")
+    with pytest.raises((KeyError, KeyboardInterrupt), match=f"{moment} new {k}") as caught:
+        Rebinding(slots, values)
+    assert held(owners) == [f"old {i}" for i in range(5)]
+    assert caught.value.__notes__ == [f"hcp: while rebinding owner {k}"]
+
+
+@pytest.mark.parametrize("k", range(5))
+def test_a_slot_that_cannot_be_read_undoes_the_others(k):
+    owners, slots, values = guarded_slots(5)
+    slots[k] = ("item", {}, "absent", "nowhere")
+    with pytest.raises(KeyError, match="absent") as caught:
+        Rebinding(slots, values)
+    assert held(owners) == [f"old {i}" for i in range(5)]
+    assert caught.value.__notes__ == ["hcp: while reading nowhere"]
+
+
+def test_an_exception_while_undoing_becomes_a_note_and_stops_no_other():
+    owners, slots, values = guarded_slots(4)
+    owners[3].before.add("new 3")
+    owners[1].before.add("old 1")
+    with pytest.raises(KeyError, match="before new 3") as caught:
+        Rebinding(slots, values)
+    assert held(owners) == ["old 0", "new 1", "old 2", "old 3"]
+    assert caught.value.__notes__[1] == "hcp: then, while undoing owner 1: KeyError('before old 1')"
+
+
+@pytest.mark.parametrize("k", range(4))
+def test_an_exception_while_restoring_stops_no_other(k):
+    owners, slots, values = guarded_slots(4)
+    rebinding = Rebinding(slots, values)
+    owners[k].before.add(f"old {k}")
+    with pytest.raises(KeyError, match=f"before old {k}") as caught:
+        rebinding.restore()
+    assert held(owners) == [f"new {i}" if i == k else f"old {i}" for i in range(4)]
+    assert rebinding.pending == 0
+    assert caught.value.__notes__ == [f"hcp: while undoing owner {k}"]
+
+
+def test_a_rebinding_that_is_dropped_restores():
+    owners, slots, values = guarded_slots(2)
+    Rebinding(slots, values)
+    assert held(owners) == ["old 0", "old 1"]
+
+
+def test_a_rebinding_in_a_cycle_is_collected_and_restores():
+    kept, owner = {"key": "old"}, Plain()
+    owner.group = "old"
+    slots = [("item", vars(owner), "group", "owner"), ("item", kept, "key", "kept")]
+    owner.rebinding = Rebinding(slots, ["new", "new"])
+    gone = weakref.ref(owner)
+    del owner, slots
+    gc.collect()
+    assert gone() is None
+    assert kept == {"key": "old"}
+
+
+def test_a_rebinding_is_a_context_and_a_base_class():
+    class Named(Rebinding):
+        name = "named"
+
+    owners, slots, values = guarded_slots(2)
+    rebinding = Named()
+    assert rebinding.pending == 0
+    for _ in range(2):
+        with rebinding:
+            rebinding.switch(slots, values)
+            assert held(owners) == values
+        assert held(owners) == ["old 0", "old 1"]
+
+
+def test_switching_twice_is_refused():
+    owners, slots, values = guarded_slots(2)
+    rebinding = Rebinding(slots, values)
+    with pytest.raises(RuntimeError, match=r"holds 2 slots already, restore\(\) comes first"):
+        rebinding.switch(slots, values)
+    assert held(owners) == values
+
+
+def test_a_setter_that_comes_back_is_refused_or_does_nothing():
+    rebinding = Rebinding()
+    said = []
+
+    class Meddler(Plain):
+        def __setattr__(self, name, value):
+            object.__setattr__(self, name, value)
+            if rebinding.pending:
+                rebinding.restore()
+            try:
+                rebinding.switch([], [])
+            except RuntimeError as error:
+                said.append(str(error))
+
+    meddler = Meddler()
+    vars(meddler)["x"] = 0
+    rebinding.switch([("attribute", meddler, "x", "x")], [1])
+    assert meddler.x == 1
+    rebinding.restore()
+    assert meddler.x == 0
+    assert len(said) == 2
+
+
+@pytest.mark.parametrize(
+    ("slots", "values", "error", "message"),
+    [
+        ([1], [1], TypeError, r"slots\[0\] is 1, expected a tuple \(kind, owner, key, path\)"),
+        ([("item", {}, 1)], [1], TypeError, "expected a tuple"),
+        ([("key", {}, 1, "")], [1], ValueError, "of kind 'key', expected 'item', 'attribute' or"),
+        ([], [1], ValueError, "there are 0 slots and 1 values, expected as many"),
+        (7, [], TypeError, "int"),
+    ],
+)
+def test_a_bad_table_is_refused(slots, values, error, message):
+    with pytest.raises(error, match=message):
+        Rebinding(slots, values)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=20), st.integers(0, 25))
+def test_any_table_with_a_fault_anywhere_leaves_everything_as_it_was(table, fault):
+    dictionaries = [dict.fromkeys(range(4), f"old {i}") for i in range(6)]
+    before = [dict(d) for d in dictionaries]
+    slots = [("item", dictionaries[i], key, f"{i}[{key}]") for i, key in table]
+    slots.insert(fault, ("item", {}, "absent", "fault"))
+    with pytest.raises(KeyError):
+        Rebinding(slots, list(range(len(slots))))
+    assert dictionaries == before
+    del slots[min(fault, len(slots) - 1)]
+    with Rebinding(slots, list(range(len(slots)))):
+        pass
+    assert dictionaries == before
+
+
+# ---- the walk ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def layouts():
+    """Two collections of one rank in which all groups differ but tp and dp_cp."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    train = build_process_groups()
+    other = build_process_groups()
+    shared = {"tp": train.tp, "dp_cp": train.dp_cp}
+    evaluation = ProcessGroups.from_existing(
+        {role: shared.get(role, getattr(other, role)) for role in other.roles}
+    )
+    yield train, evaluation
+    dist.destroy_process_group()
+
+
+class Attention(nn.Module):
+    def __init__(self, groups):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2))
+        self.register_buffer("cache", torch.ones(2))
+        self.cp_group = groups.cp
+        self.tp_group = groups.tp
+
+
+Pair = namedtuple("Pair", "first second")
+
+
+@dataclass(frozen=True)
+class Frozen:
+    group: object
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenSlots:
+    group: object
+
+
+class Config:
+    def __init__(self, groups):
+        self.groups = groups
+        self.self = self
+
+
+class Model(nn.Module):
+    def __init__(self, groups):
+        super().__init__()
+        self.layers = nn.ModuleList(Attention(groups) for _ in range(2))
+        self.named = nn.ModuleDict({"b": Attention(groups)})
+        self.config = Config(groups)
+        self.plain = SimpleNamespace(dp=groups.dp)
+        self.slotted = Slotted(groups.cp)
+        self.frozen = Frozen(groups.mp)
+        self.frozen_slots = FrozenSlots(groups.mp)
+        self.lists = [[groups.cp], deque([groups.dp])]
+        self.mapping = OrderedDict(cp=groups.cp, user=UserDict(dp=groups.dp))
+        self.mapping[3] = groups.pp
+        self.levels = (groups.cp, (groups.dp, 1), [groups.cp])
+        self.pair = Pair(groups.cp, None)
+        self.again = self.levels
+        self.integer = 5
+
+
+SLOTS_OF_MODEL = {
+    "model.layers[0].cp_group": "cp",
+    "model.layers[1].cp_group": "cp",
+    "model.named.b.cp_group": "cp",
+    "model.config.groups": "collection",
+    "model.plain.dp": "dp",
+    "model.slotted.group": "cp",
+    "model.slotted._Slotted__private": "cp",
+    "model.frozen.group": "mp",
+    "model.frozen_slots.group": "mp",
+    "model.lists[0][0]": "cp",
+    "model.lists[1][0]": "dp",
+    "model.mapping['cp']": "cp",
+    "model.mapping['user'].data['dp']": "dp",
+    "model.mapping[3]": "pp",
+    "model.levels": "cp, dp",
+    "model.levels[2][0]": "cp",
+    "model.pair": "cp",
+    "model.again": "cp, dp",
+}
+
+
+def contents(model):
+    """What every slot holds, read without the walk."""
+    return [
+        *(layer.cp_group for layer in (*model.layers, model.named["b"])),
+        *(layer.tp_group for layer in (*model.layers, model.named["b"])),
+        model.config.groups,
+        model.plain.dp,
+        model.slotted.group,
+        model.slotted.private(),
+        model.frozen.group,
+        model.frozen_slots.group,
+        model.lists[0][0],
+        model.lists[1][0],
+        model.mapping["cp"],
+        model.mapping["user"]["dp"],
+        model.mapping[3],
+        model.levels,
+        model.levels[2],
+        model.again,
+        model.pair,
+    ]
+
+
+def is_each(actual, expected):
+    return len(actual) == len(expected) and all(
+        a is e for a, e in zip(actual, expected, strict=True)
+    )
+
+
+def test_every_slot_is_found_once_with_its_path_and_role(layouts):
+    slots = find_slots(Model(layouts[0]), *layouts)
+    assert {slot.path: slot.role for slot in slots} == SLOTS_OF_MODEL
+    assert len(slots) == len(SLOTS_OF_MODEL)
+
+
+def test_every_slot_holds_its_twin_inside_and_the_same_object_as_before_outside(layouts):
+    train, evaluation = layouts
+    model = Model(train)
+    before = contents(model)
+    with eval_cp_context(model, train, evaluation) as groups:
+        assert groups is evaluation
+        inside = contents(model)
+        assert is_each(inside[:-4], contents(Model(evaluation))[:-4])
+        assert model.levels[:2] == (evaluation.cp, (evaluation.dp, 1))
+        assert model.levels[2] is before[-3]
+        assert model.levels[2][0] is evaluation.cp
+        assert model.again is model.levels
+        assert model.pair == Pair(evaluation.cp, None)
+        assert type(model.pair) is Pair
+        assert model.layers[0].tp_group is train.tp
+    assert is_each(contents(model), before)
+
+
+def test_a_model_may_be_a_list_of_chunks_or_a_plain_object(layouts):
+    train, evaluation = layouts
+    chunks = [Attention(train), Attention(train)]
+    for model in (chunks, tuple(chunks), {"a": chunks}, SimpleNamespace(chunks=chunks)):
+        with eval_cp_context(model, train, evaluation):
+            assert all(chunk.cp_group is evaluation.cp for chunk in chunks)
+        assert all(chunk.cp_group is train.cp for chunk in chunks)
+
+
+def test_the_walk_stays_out_of_wrappers_but_enters_what_they_wrap(layouts):
+    train, evaluation = layouts
+    inner = Attention(train)
+    inner.linear = nn.Linear(2, 2)
+    wrapped = nn.parallel.DistributedDataParallel(inner, process_group=train.dp)
+    assert [slot.path for slot in find_slots(wrapped, train, evaluation)] == [
+        "model.module.cp_group"
+    ]
+    compiled = torch.compile(inner, backend="eager")
+    assert [slot.path for slot in find_slots(compiled, train, evaluation)] == [
+        "model._orig_mod.cp_group"
+    ]
+
+
+def test_the_walk_ends_on_cycles_and_on_deep_chains(layouts):
+    train, evaluation = layouts
+    root = link = Plain()
+    for _ in range(3000):
+        link.next, link.back = Plain(), root
+        link = link.next
+    link.group = train.cp
+    assert len(find_slots(root, train, evaluation)) == 1
+
+
+def test_a_trainers_own_collection_is_swapped_for_the_eval_one(layouts):
+    made, _ = layouts
+    first, second = (
+        SimpleNamespace(**{role: getattr(g, role) for role in g.roles}) for g in layouts
+    )
+    train, evaluation = ProcessGroups.from_existing(first), ProcessGroups.from_existing(second)
+    model = Plain()
+    model.collection = first
+    with eval_cp_context(model, train, evaluation):
+        assert model.collection is second
+        assert first.cp is made.cp
+    assert model.collection is first
+
+
+def test_a_trainers_own_collection_without_a_twin_is_swapped_group_by_group(layouts):
+    made, _ = layouts
+    first = SimpleNamespace(**{role: getattr(made, role) for role in made.roles})
+    train = ProcessGroups.from_existing(first)
+    built = build_process_groups()
+    model = Plain()
+    model.collection = first
+    with eval_cp_context(model, train, built):
+        assert model.collection is first
+        assert first.cp is built.cp
+    assert first.cp is made.cp
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+def refusal(model, train, evaluation):
+    with (
+        pytest.raises(ValueError, match="model") as caught,
+        eval_cp_context(model, train, evaluation),
+    ):
+        pytest.fail("the context was entered")
+    return str(caught.value)
+
+
+def test_a_model_that_holds_no_training_group_is_refused(layouts):
+    assert "the model holds none of train_pgs" in refusal(nn.Linear(1, 1), *layouts)
+
+
+def test_a_model_that_holds_shared_groups_alone_is_refused(layouts):
+    model = Plain()
+    model.group = layouts[0].tp
+    text = refusal(model, *layouts)
+    assert "only what both layouts share: model.group (tp)" in text
+
+
+def test_swapped_arguments_are_recognised(layouts):
+    train, evaluation = layouts
+    text = refusal(Attention(train), evaluation, train)
+    assert "holds eval_pgs at model.cp_group: the arguments look swapped" in text
+
+
+def test_roles_that_are_one_object_with_different_twins_are_refused_by_name(layouts):
+    train, evaluation = layouts
+    one = ProcessGroups.from_existing({"dp_cp": train.dp_cp, "dp": train.dp_cp, "cp": train.cp})
+    model = Attention(train)
+    model.group = train.dp_cp
+    text = refusal(model, one, evaluation)
+    assert "model.group holds the group" in text
+    assert "'dp_cp' are the same object" in text
+
+
+def test_a_group_without_a_twin_is_refused_with_its_path(layouts):
+    train, evaluation = layouts
+    less = ProcessGroups.from_existing({"dp_cp": evaluation.dp_cp, "dp": evaluation.dp})
+    text = refusal(Attention(train), train, less)
+    assert "model.cp_group holds the group 'cp': eval_pgs has no role 'cp'" in text
+
+
+def test_a_set_of_groups_is_refused_with_its_path(layouts):
+    model = Plain()
+    model.groups = {layouts[0].cp}
+    assert "model.groups is a set that holds the group 'cp'" in refusal(model, *layouts)
+
+
+def test_collections_of_another_kind_are_refused(layouts):
+    with pytest.raises(ValueError, match=r"eval_pgs is a dict, expected hcp\.ProcessGroups"):
+        eval_cp_context(Plain(), layouts[0], {})
+
+
+def test_equal_layouts_leave_nothing_to_swap(layouts):
+    train, _ = layouts
+    model = Attention(train)
+    same = train.with_context_parallel(1)
+    for evaluation in (train, same):
+        with eval_cp_context(model, train, evaluation):
+            assert model.cp_group is train.cp
+
+
+# ---- all or none, on every way out ---------------------------------------------------------------
+
+
+class Sealed(dict):
+    """A dictionary that refuses what it is told to refuse."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.refused = None
+
+    def __setitem__(self, key, value):
+        if value is self.refused:
+            raise PermissionError(f"{key} is sealed")
+        super().__setitem__(key, value)
+
+
+@pytest.mark.parametrize("k", range(5))
+def test_an_exception_at_any_slot_leaves_the_model_as_it_was(layouts, k):
+    train, evaluation = layouts
+    model = [Sealed(cp=train.cp) for _ in range(5)]
+    model[k].refused = evaluation.cp
+    with pytest.raises(PermissionError) as caught, eval_cp_context(model, train, evaluation):
+        pytest.fail("the context was entered")
+    assert all(item["cp"] is train.cp for item in model)
+    assert f"model[{k}]['cp']" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_any_exception_in_the_body_restores(layouts, error):
+    train, evaluation = layouts
+    model = Model(train)
+    before = contents(model)
+    with pytest.raises(error), eval_cp_context(model, train, evaluation):
+        raise error
+    assert is_each(contents(model), before)
+
+
+def test_ctrl_c_at_any_moment_leaves_the_model_as_it_was(layouts):
+    train, evaluation = layouts
+    model = Model(train)
+    before = contents(model)
+    old = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for i in range(300):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 1e-6 + i * 5e-6)
+                with eval_cp_context(model, train, evaluation):
+                    assert model.plain.dp is evaluation.dp
+                threading.Event().wait(1)
+            except KeyboardInterrupt:
+                pass
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            assert is_each(contents(model), before), f"after {i} * 5 us"
+    finally:
+        signal.signal(signal.SIGALRM, old)
+
+
+def test_a_slot_that_the_body_has_changed_gets_back_what_it_held(layouts):
+    train, evaluation = layouts
+    model = Attention(train)
+    with eval_cp_context(model, train, evaluation):
+        model.cp_group = None
+    assert model.cp_group is train.cp
+
+
+def test_contexts_nest_and_can_be_entered_again(layouts):
+    train, evaluation = layouts
+    third = build_process_groups()
+    model = Model(train)
+    before = contents(model)
+    context = eval_cp_context(model, train, evaluation)
+    for _ in range(3):
+        with context:
+            with eval_cp_context(model, evaluation, third):
+                assert model.plain.dp is third.dp
+            assert model.plain.dp is evaluation.dp
+        assert is_each(contents(model), before)
+
+
+# ---- several ranks -------------------------------------------------------------------------------
+
+
+class Reporting(nn.Module):
+    """Sums over its cp group: what it computes shows which group it holds."""
+
+    def __init__(self, groups):
+        super().__init__()
+        self.cp_group = groups.cp
+
+    def forward(self, x):
+        dist.all_reduce(x, group=self.cp_group)
+        return x.item()
+
+
+def evaluate_under_another_layout(rank, size):
+    train = build_process_groups()
+    evaluation = train.with_context_parallel(2)
+    model = Reporting(train)
+
+    def run():
+        return model(torch.tensor([1 << rank]))
+
+    outside = run()
+    with eval_cp_context(model, train, evaluation):
+        inside = run()
+    return outside, inside, run()
+
+
+def test_a_model_communicates_within_the_eval_groups_inside_and_the_training_groups_outside():
+    results = run_ranks(4, evaluate_under_another_layout)
+    assert results == [(1, 3, 1), (2, 3, 2), (4, 12, 4), (8, 12, 8)]
+
+
+def disagree(rank, size, kind):
+    train = build_process_groups()
+    evaluation = train.with_context_parallel(size)
+    model = Plain()
+    model.first = Reporting(train)
+    if kind == "slots" and rank == 1:
+        model.extra = Reporting(train)
+    if kind == "refusal" and rank == 1:
+        model.first = None
+    if kind == "layout" and rank == 1:
+        evaluation = train
+    refusals = pytest.raises((ValueError, hcp.HcpError))
+    with refusals as caught, eval_cp_context(model, train, evaluation):
+        pytest.fail("the context was entered")
+    assert model.first is None or model.first.cp_group is train.cp
+    return str(caught.value)
+
+
+def test_a_rank_that_found_other_slots_is_named_on_all_before_anything_is_swapped():
+    for rank, text in enumerate(run_ranks(3, disagree, "slots", timeout=30)):
+        assert text.startswith(f"rank {rank}: nothing was swapped")
+        assert "rank 1 has 2 and rank 0 1, and at slot 1 rank 1 has model.extra.cp_group" in text
+
+
+def test_a_rank_that_refuses_ends_the_others_with_its_reason():
+    results = run_ranks(3, disagree, "refusal", timeout=30)
+    assert results[1].startswith("the model holds none of train_pgs")
+    assert "because rank 1 refused: the model holds none of train_pgs" in results[0]
+    assert "because rank 1 refused: the model holds none of train_pgs" in results[2]
+
+
+def test_a_rank_with_another_target_layout_is_named():
+    results = run_ranks(3, disagree, "layout", timeout=30)
+    assert all("rank 1 has" in text for text in results)
