@@ -1,7 +1,7 @@
 """Context parallelism that a PyTorch trainer can change at any moment.
 
-    lengths -> plan -> layout -> dispatch -> attention -> combine -> loss
-    groups  -> rebind -> evaluate -> restore
+lengths -> plan -> layout -> dispatch -> attention -> combine -> loss
+groups  -> rebind -> evaluate -> restore
 """
 
 from hcp.config import Config, add_arguments

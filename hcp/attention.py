@@ -118,8 +118,9 @@ def _arrivals(
         yield stage, stage_key, stage_value
         if fetch is not None:
             received = fetch.rows()
-            stage_key = received[:, :width].unflatten(1, key.shape[1:])
-            stage_value = received[:, width:].unflatten(1, value.shape[1:])
+            stage_rows = len(received)
+            stage_key = received[:, :width].view(stage_rows, *key.shape[1:])
+            stage_value = received[:, width:].view(stage_rows, *value.shape[1:])
 
 
 def _block(entry: Entry, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Block:
@@ -131,9 +132,7 @@ def _block(entry: Entry, query: Tensor, key: Tensor, value: Tensor, scale: float
 # ---- operators -----------------------------------------------------------------------------------
 
 
-def _open(
-    query: Tensor, key: Tensor, value: Tensor, words: Tensor
-) -> tuple[Schedule, Transport]:
+def _open(query: Tensor, key: Tensor, value: Tensor, words: Tensor) -> tuple[Schedule, Transport]:
     schedule = schedule_of(words)
     transport = transport_of(schedule.transport_key)
     traits = signature(query, key, value)

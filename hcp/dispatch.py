@@ -283,7 +283,9 @@ def dispatch(
     ends = list(itertools.accumulate((cp.rows for cp in handlers), initial=0))
     batches = [
         # Copies, since a compiled model would tell views apart by where they start.
-        LocalBatch({name: rows_may_vary(value[start:end].clone()) for name, value in values.items()})
+        LocalBatch(
+            {name: rows_may_vary(value[start:end].clone()) for name, value in values.items()}
+        )
         for start, end in itertools.pairwise(ends)
     ]
     return Step(plan, list(zip(handlers, batches, strict=True)), loss_tokens)
@@ -299,9 +301,7 @@ def _move(
     """Every field's rows on this rank, micro-batch after micro-batch: one exchange for all."""
     if not fields:
         return {}
-    route = Route.dispatch(
-        plan, sources, transport.rank, 0, len(plan.micro_batches), reverse=False
-    )
+    route = Route.dispatch(plan, sources, transport.rank, 0, len(plan.micro_batches), reverse=False)
     columns = [field.to_rows(samples, transport.device) for field in fields]
     wire = ops.pack(columns, route.pack, route.sent_rows)
     received = wire.new_empty(route.received_rows, wire.shape[1])

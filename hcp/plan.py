@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from hcp import _core
 
@@ -106,11 +106,11 @@ class Plan:
         sequences = tuple(self.core.sequences)
         groups = [
             Group(first_rank, degree, sequences[start : start + count])
-            for first_rank, degree, start, count in self.core.groups.tolist()
+            for first_rank, degree, start, count in _records(self.core.groups)
         ]
         return tuple(
             tuple(groups[start : start + count])
-            for start, count in self.core.micro_batches.tolist()
+            for start, count in _records(self.core.micro_batches)
         )
 
     @property
@@ -204,6 +204,10 @@ class Plan:
             f"Plan(sequences={len(self.lengths)}, ranks={self.ranks}, "
             f"micro_batches={len(self.micro_batches)}, efficiency={self.efficiency:.3f})"
         )
+
+
+def _records(matrix: memoryview) -> list[list[int]]:
+    return cast(list[list[int]], matrix.tolist())
 
 
 def _prices(cost: CostModel) -> dict[str, int]:

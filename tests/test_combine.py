@@ -33,9 +33,7 @@ def handlers(groups: Any, lengths: Any, sources: Any) -> list[hcp.ContextParalle
 
 def loaded_rows(cp: hcp.ContextParallelHandler, sources: Any, rank: int) -> int:
     return sum(
-        cp.plan.lengths[s]
-        for s in sequences_of(cp.plan, cp.micro_batch)
-        if sources[s] == rank
+        cp.plan.lengths[s] for s in sequences_of(cp.plan, cp.micro_batch) if sources[s] == rank
     )
 
 

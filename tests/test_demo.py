@@ -1,5 +1,6 @@
 """The demo from its command line: real ranks, real text, the files and the numbers it leaves."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -19,10 +20,22 @@ from hcp.demo.model import GPTModel
 from hcp.demo.report import Evaluation, Run, StepRecord, loss_difference, table, timeline
 
 ROOT = Path(__file__).resolve().parents[1]
-TINY = (
-    "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --max-length 200 --train-iters 3"
-    " --max-seqlen-per-dp-cp-rank 80 --global-batch-size 7"
-).split()
+TINY = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "32",
+    "--ffn-hidden-size",
+    "64",
+    "--max-length",
+    "200",
+    "--train-iters",
+    "3",
+    "--max-seqlen-per-dp-cp-rank",
+    "80",
+    "--global-batch-size",
+    "7",
+]
 
 
 def command(*argv, module="hcp"):
@@ -237,7 +250,7 @@ def test_the_timeline_ends_at_the_makespan_and_no_rank_does_two_things_at_once()
     for rank in range(5):
         own = [b for b in boxes if b.first_rank <= rank < b.first_rank + b.degree]
         own.sort(key=lambda box: box.start)
-        assert all(a.start + a.time <= b.start for a, b in zip(own, own[1:], strict=False))
+        assert all(a.start + a.time <= b.start for a, b in itertools.pairwise(own))
 
 
 def test_the_table_says_when_layouts_disagree():

@@ -41,7 +41,7 @@ def test_rank_j_holds_chunks_j_and_2d_minus_1_minus_j(lengths: list[int], degree
             [*chunks(length, degree)[j], *chunks(length, degree)[2 * degree - 1 - j]]
             for length in lengths
         ]
-        assert layout.positions.tolist() == sum(held, [])
+        assert layout.positions.tolist() == [token for own in held for token in own]
         assert layout.rows == sum(map(len, held))
         assert layout.cu_seqlens.tolist() == [
             sum(map(len, held[:s])) for s in range(len(lengths) + 1)

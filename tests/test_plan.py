@@ -32,7 +32,7 @@ def check(plan: hcp.Plan, capacity: int, min_degree: int, max_degree: int) -> No
         free = 0
         for first, degree, sequences in groups:
             assert min_degree <= degree <= max_degree
-            assert free <= first and first + degree <= plan.ranks
+            assert free <= first <= plan.ranks - degree
             free = first + degree
             assert sequences, "a group without a sequence"
             seen += sequences
@@ -252,7 +252,7 @@ def test_costs_that_exceed_63_bits_are_refused() -> None:
 
 
 def data(*groups: tuple[int, int, list[int]], **extra: Any) -> dict[str, Any]:
-    named = [dict(first_rank=f, degree=d, sequences=s) for f, d, s in groups]
+    named = [{"first_rank": f, "degree": d, "sequences": s} for f, d, s in groups]
     return {
         "ranks": 4,
         "max_tokens_per_rank": 8,

@@ -5,7 +5,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-
 from ranks import RankError, RanksFailed, run_ranks, try_ranks
 
 

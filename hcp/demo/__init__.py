@@ -51,9 +51,11 @@ def start_ranks(ranks: int, command: Sequence[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, processors // ranks)))
     # A rank that fails says why itself; the launcher's report of it would bury that.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    options = parse_args(["--standalone", f"--nproc-per-node={ranks}", *command])
+    options = parse_args(  # type: ignore[no-untyped-call]
+        ["--standalone", f"--nproc-per-node={ranks}", *command]
+    )
     try:
-        run(options)
+        run(options)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode

@@ -58,7 +58,7 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
         "--data",
         metavar="PATH",
         help="a folder of text files, a text file, or a .jsonl file with a field 'text' (default:"
-        " Python's standard library, a document for each top-level function, class or other block)",
+        " the sources of Python's standard library, cut at blank lines)",
     )
     group.add_argument(
         "--document-separator",
@@ -66,7 +66,7 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
         help="cut each text into documents here; \\n is a new line",
     )
     group.add_argument(
-        "--max-length", type=int, default=4096, help="tokens; longer documents are split"
+        "--max-length", type=int, default=8192, help="tokens; longer documents are split"
     )
     group.add_argument(
         "--eval-documents", type=int, default=37, help="documents held out for evaluation"
@@ -101,7 +101,7 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dtype", choices=DTYPES, default="float32", help="bfloat16: autocast over float32 weights"
     )
-    group.add_argument("--global-batch-size", type=int, default=16, help="documents in a step")
+    group.add_argument("--global-batch-size", type=int, default=64, help="documents in a step")
     group.add_argument("--train-iters", type=int, default=12, help="steps")
     group.add_argument("--lr", type=float, default=2e-3, help="learning rate")
     group.add_argument("--clip-grad", type=float, default=1.0, help="largest gradient norm; 0: any")

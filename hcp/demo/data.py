@@ -23,8 +23,8 @@ END_OF_DOCUMENT = 256
 VOCABULARY_SIZE = 264
 """256 bytes and the end of a document, rounded up to a multiple of 8."""
 
-STANDARD_LIBRARY_SEPARATOR = "\n\n\n"
-"""Two blank lines: what PEP 8 puts between the functions and classes of a module."""
+STANDARD_LIBRARY_SEPARATOR = "\n\n"
+"""Blank lines: most blocks between them are short, a few are tables of many thousand tokens."""
 
 NOT_OURS = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 

@@ -55,7 +55,8 @@ class Attention(nn.Module):
         q = cp.apply_rotary_pos_emb(q, freqs)
         k = cp.apply_rotary_pos_emb(k, freqs)
         out = cp.attention(q, k, v, causal=True, comm_type=self.comm_type)
-        return self.linear_proj(out.reshape(x.shape))
+        projected: Tensor = self.linear_proj(out.reshape(x.shape))
+        return projected
 
 
 class MLP(nn.Module):
@@ -68,7 +69,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.linear_fc1(x).chunk(2, dim=-1)
-        return self.linear_fc2(F.silu(gate) * up)
+        down: Tensor = self.linear_fc2(F.silu(gate) * up)
+        return down
 
 
 class TransformerLayer(nn.Module):
@@ -98,13 +100,16 @@ class GPTModel(nn.Module):
         )
         self.final_norm = nn.RMSNorm(args.hidden_size, eps=1e-5)
         self.output_layer = nn.Linear(args.hidden_size, VOCABULARY_SIZE, bias=False)
-        self.apply(initialize)
-        for layer in self.layers:
-            for projection in (layer.attention.linear_proj, layer.mlp.linear_fc2):
-                with torch.no_grad():
-                    projection.weight /= (2 * args.num_layers) ** 0.5
+        self.initialize(0.02, args.num_layers)
         if not args.untie_embeddings_and_output_weights:
             self.output_layer.weight = self.word_embeddings.weight
+
+    def initialize(self, std: float, num_layers: int) -> None:
+        """Normal weights, smaller where a layer adds to the residual stream."""
+        for name, weight in self.named_parameters():
+            adds = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
+            if weight.dim() == 2:
+                nn.init.normal_(weight, std=std / (2 * num_layers) ** 0.5 if adds else std)
 
     def forward(self, tokens: Tensor, cp: hcp.ContextParallelHandler) -> Tensor:
         """(T,) tokens to (T, V) logits."""
@@ -112,9 +117,5 @@ class GPTModel(nn.Module):
         freqs = self.rotary_pos_emb(cp.get_rotary_seq_len(), like=x)
         for layer in self.layers:
             x = layer(x, cp, freqs)
-        return self.output_layer(self.final_norm(x))
-
-
-def initialize(module: nn.Module) -> None:
-    if isinstance(module, (nn.Linear, nn.Embedding)):
-        nn.init.normal_(module.weight, std=0.02)
+        logits: Tensor = self.output_layer(self.final_norm(x))
+        return logits

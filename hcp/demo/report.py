@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 if TYPE_CHECKING:
     import hcp
@@ -175,12 +175,9 @@ class Reporter:
         step = run.steps[-1]
         if self.bar is None:
             patient = 0.1 if sys.stderr.isatty() else 10.0
-            self.bar = tqdm(
-                total=self.args.train_iters, desc=f"{NAMES[run.scheduler]:10}", mininterval=patient
-            )
-        self.bar.set_postfix_str(
-            f"loss {step.loss:.4f}, {step.tokens_per_second:,.0f} tokens/s", refresh=False
-        )
+            steps = self.args.train_iters * (2 if self.args.compare else 1)
+            self.bar = tqdm(total=steps, desc="training", unit="step", mininterval=patient)
+        self.bar.set_postfix_str(f"{NAMES[run.scheduler]}, loss {step.loss:.4f}", refresh=False)
         self.bar.update()
         if step.iteration % self.args.log_interval == 0 or step.iteration == self.args.train_iters:
             self.write(
@@ -188,9 +185,8 @@ class Reporter:
                 run.scheduler,
                 {**asdict(step), "tokens_per_second": step.tokens_per_second},
             )
-        if step.iteration == self.args.train_iters:
+        if self.bar.n == self.bar.total:
             self.bar.close()
-            self.bar = None
 
     def evaluation(self, run: Run) -> None:
         if not self.active:

@@ -11,7 +11,7 @@ import argparse
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
@@ -84,7 +84,7 @@ def train_step(
     for i, (cp, local) in enumerate(step):
         with gradients.accumulate(last=i + 1 == len(step)):
             losses = forward_step(trainer, model, cp, local)
-            cp.loss(losses, local.loss_mask, grad_reduce=gradients.grad_reduce).backward()
+            cp.loss(losses, local.loss_mask, grad_reduce=gradients.grad_reduce).backward()  # type: ignore[no-untyped-call]
         loss_sum += cp.loss_sum(losses.detach(), local.loss_mask)[0]
         rows += local.tokens.shape[0]
     gradients.reduce()
@@ -106,10 +106,9 @@ class Gradients:
         self.group = groups.dp_cp
         parameters = list(model.parameters())
         self.buffer = torch.cat([torch.zeros_like(p).flatten() for p in parameters])
-        for p, grad in zip(
-            parameters, self.buffer.split([p.numel() for p in parameters]), strict=True
-        ):
-            p.grad = grad.view_as(p)
+        views = torch.split(self.buffer, [p.numel() for p in parameters])
+        for p, view in zip(parameters, views, strict=True):
+            p.grad = view.view_as(p)
 
     def zero(self) -> None:
         self.buffer.zero_()
@@ -171,7 +170,7 @@ def evaluate(trainer: Trainer, model: GPTModel, documents: Sequence[Document]) -
                 [x.double() for x in (loss_sum, count, ends, torch.tensor(len(losses)).to(ends))]
             )
     model.train()
-    loss_sum, count, seen, tokens = sum_over_ranks(trainer, list(totals))
+    total_loss, loss_tokens, seen, tokens = sum_over_ranks(trainer, list(totals))
     expected = (len(wanted), sum(document.length for document in wanted))
     if (seen, tokens) != expected:
         raise hcp.HcpError(
@@ -181,7 +180,7 @@ def evaluate(trainer: Trainer, model: GPTModel, documents: Sequence[Document]) -
     return Evaluation(
         cp=groups.size("cp"),
         dp=groups.size("dp"),
-        loss=loss_sum / max(1.0, count),
+        loss=total_loss / max(1.0, loss_tokens),
         documents=int(seen),
         tokens=int(tokens),
     )
@@ -215,20 +214,24 @@ def evaluate_both_layouts(
 
 
 def train(
-    trainer: Trainer, corpus: Corpus, eval_groups: hcp.ProcessGroups, reporter: Reporter
-) -> Run:
-    """Train from the seed's weights on the seed's batches, whatever the scheduler."""
+    trainer: Trainer, corpus: Corpus, eval_groups: hcp.ProcessGroups, reporter: Reporter, run: Run
+) -> Iterator[None]:
+    """Train from the seed's weights on the seed's batches, whatever the scheduler.
+
+    Gives way after every step: runs that are compared take turns, so that what else the machine
+    does slows none of them alone.
+    """
     args, config = trainer.args, trainer.config
     model = build_model(trainer)
     if args.ddp:
-        wrapped = DistributedDataParallel(
+        ddp = DistributedDataParallel(
             model, process_group=trainer.groups.dp_cp, gradient_as_bucket_view=True
         )
-        gradients: Gradients = DDPGradients(wrapped)
+        wrapped: nn.Module = ddp
+        gradients: Gradients = DDPGradients(ddp)
     else:
         wrapped, gradients = model, Gradients(model, trainer.groups)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), foreach=True)
-    run = Run(config.sequence_packing_scheduler, args.ranks)
     for iteration in range(args.train_iters):
         started = time.perf_counter()
         indices = batch_indices(
@@ -249,7 +252,7 @@ def train(
                 evaluate_both_layouts(trainer, model, corpus.validation, eval_groups)
             )
             reporter.evaluation(run)
-    return run
+        yield
 
 
 def record(
@@ -316,17 +319,20 @@ def run_demo(args: argparse.Namespace, device: torch.device) -> None:
     )
     dynamic = replace(args.config, sequence_packing_scheduler="dynamic_cp")
     configs = [static, dynamic] if args.compare else [static if is_static(args.config) else dynamic]
-    runs = [
-        train(Trainer(args, config, cost, groups, device), corpus, eval_groups, reporter)
-        for config in configs
+    runs = [Run(config.sequence_packing_scheduler, args.ranks) for config in configs]
+    trainings = [
+        train(Trainer(args, config, cost, groups, device), corpus, eval_groups, reporter, run)
+        for config, run in zip(configs, runs, strict=True)
     ]
+    for _ in zip(*trainings, strict=True):
+        pass
     reporter.finish(runs, cost)
     eval_groups.close()
     groups.close()
 
 
 def cost_model(args: argparse.Namespace, device: torch.device) -> hcp.CostModel:
-    """What work costs beside exchange: a CPU core is slow beside memory, a GPU fast beside NVLink."""
+    """What work costs beside exchange: a CPU core computes less per byte that it can send."""
     machine = {"flops_per_byte": 100, "launch_flops": 30_000_000} if device.type == "cpu" else {}
     return hcp.CostModel.for_transformer(
         hidden_size=args.hidden_size,

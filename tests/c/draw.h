@@ -1,0 +1,64 @@
+/* draw.h - random cases for C tests: a seed gives the same cases everywhere. */
+#ifndef HCP_TESTS_DRAW_H
+#define HCP_TESTS_DRAW_H
+
+#include <stdint.h>
+#include <stdlib.h>
+
+#include "hcp/hcp.h"
+
+static uint64_t draw_state = 0x9e3779b97f4a7c15u;
+
+static inline uint64_t draw_bits(void) { /* xorshift64 */
+  draw_state ^= draw_state << 13;
+  draw_state ^= draw_state >> 7;
+  draw_state ^= draw_state << 17;
+  return draw_state;
+}
+
+/* low <= result <= high */
+static inline int32_t draw(int32_t low, int32_t high) {
+  return low + (int32_t)(draw_bits() % (uint64_t)(high - low + 1));
+}
+
+enum { DRAW_SEQUENCES = 12 };
+
+typedef struct draw_case {
+  int32_t n;
+  int64_t lengths[DRAW_SEQUENCES];
+  hcp_limits limits;
+  hcp_cost cost;
+} draw_case;
+
+/* A request that has a plan. */
+static inline draw_case draw_request(int32_t max_ranks) {
+  draw_case c = {0};
+  c.limits.ranks = draw(1, max_ranks);
+  c.limits.min_degree = draw(1, c.limits.ranks);
+  c.limits.max_degree = draw(c.limits.min_degree, c.limits.ranks);
+  c.limits.max_tokens_per_rank = draw(3, 40);
+  c.cost = (hcp_cost){draw(1, 9), draw(0, 99), draw(0, 99), draw(0, 999)};
+  c.n = draw(0, DRAW_SEQUENCES);
+  for (int32_t i = 0; i < c.n; i++)
+    c.lengths[i] = draw(1, c.limits.max_degree * ((int32_t)c.limits.max_tokens_per_rank - 2));
+  return c;
+}
+
+static inline hcp_plan *draw_plan(int32_t max_ranks) {
+  hcp_plan *plan = NULL;
+  draw_case c = draw_request(max_ranks);
+  if (hcp_plan_create(c.lengths, c.n, &c.limits, &c.cost, &plan, NULL) != HCP_OK) abort();
+  return plan;
+}
+
+/* ---- tables, read as a caller would ---- */
+
+static inline const int64_t *section(const hcp_table *table, int32_t s) {
+  return table->words + table->words[2 + 2 * s];
+}
+
+static inline int64_t records(const hcp_table *table, int32_t s) {
+  return table->words[3 + 2 * s];
+}
+
+#endif

@@ -1,0 +1,107 @@
+/* test_plan.c - plans keep every rule, and say what is wrong with a request. */
+#include "check.h"
+#include "draw.h"
+#include "hcp/hcp.h"
+
+static int64_t chunk_start(int64_t length, int32_t degree, int64_t k) {
+  return k * length / (2 * (int64_t)degree);
+}
+
+static int64_t rows_held(int64_t length, int32_t degree, int32_t j) {
+  int64_t mirrored = 2 * (int64_t)degree - 1 - j;
+  return chunk_start(length, degree, j + 1) - chunk_start(length, degree, j) +
+         chunk_start(length, degree, mirrored + 1) - chunk_start(length, degree, mirrored);
+}
+
+static void rows_max_is_what_the_fullest_rank_holds(void) {
+  for (int32_t degree = 1; degree <= 40; degree++)
+    for (int64_t length = 0; length <= 300; length++) {
+      int64_t most = 0;
+      for (int32_t j = 0; j < degree; j++)
+        if (rows_held(length, degree, j) > most) most = rows_held(length, degree, j);
+      CHECK_INT(hcp_rows_max(length, degree), most);
+    }
+}
+
+/* hcp_plan_create_from checks every rule with code of its own. */
+static void every_drawn_plan_keeps_every_rule(void) {
+  for (int32_t i = 0; i < 2000; i++) {
+    hcp_plan *plan = draw_plan(13), *again = NULL;
+    hcp_error err = {HCP_OK, ""};
+    hcp_status status = hcp_plan_create_from(
+        plan->lengths, plan->n, &plan->limits, &plan->cost, plan->micro_batches,
+        plan->micro_batch_count, plan->groups, plan->group_count, plan->sequences, &again, &err);
+    CHECK_INT(status, HCP_OK);
+    CHECK_TEXT(err.message, "");
+    CHECK(plan->bound <= plan->makespan);
+    CHECK(plan->work <= plan->makespan * plan->limits.ranks);
+    if (status == HCP_OK) {
+      CHECK(again->checksum == plan->checksum);
+      CHECK_INT(again->makespan, plan->makespan);
+    }
+    hcp_plan_destroy(again);
+    hcp_plan_destroy(plan);
+  }
+}
+
+static void a_costly_exchange_keeps_degrees_least(void) {
+  const int64_t lengths[] = {1024, 1025, 4096, 1};
+  const hcp_limits limits = {8, 1, 8, 1024};
+  const hcp_cost cost = {1, 0, (int64_t)1 << 40, 0};
+  hcp_plan *plan = NULL;
+  CHECK_INT(hcp_plan_create(lengths, 4, &limits, &cost, &plan, NULL), HCP_OK);
+  for (int32_t g = 0; g < plan->group_count; g++) {
+    const hcp_group *group = &plan->groups[g];
+    for (int32_t s = 0; s < group->sequences; s++) {
+      int64_t length = lengths[plan->sequences[group->first_sequence + s]];
+      CHECK_INT(group->degree, (length + 1023) / 1024);
+    }
+  }
+  hcp_plan_destroy(plan);
+}
+
+static void bad_requests_are_refused_with_their_values(void) {
+  const int64_t lengths[] = {5, 17};
+  const hcp_cost cost = {1, 1, 1, 1};
+  hcp_plan *untouched = (hcp_plan *)&untouched, *plan = untouched;
+  hcp_error err;
+  const hcp_limits none = {0, 1, 1, 8}, over = {2, 1, 3, 8}, small = {2, 1, 2, 8};
+  CHECK_INT(hcp_plan_create(lengths, 2, &none, &cost, &plan, &err), HCP_INVALID);
+  CHECK_TEXT(err.message, "ranks is 0, expected >= 1");
+  CHECK_INT(hcp_plan_create(lengths, 2, &over, &cost, &plan, &err), HCP_INVALID);
+  CHECK_TEXT(err.message, "max_degree is 3, expected min_degree (1) to ranks (2)");
+  CHECK_INT(hcp_plan_create(lengths, 2, &small, &cost, &plan, &err), HCP_INFEASIBLE);
+  CHECK_TEXT(err.message, "lengths[1] is 17");
+  CHECK_INT(hcp_plan_create(lengths, -1, &small, &cost, &plan, &err), HCP_INVALID);
+  CHECK_INT(hcp_plan_create(lengths, 2, &small, &(hcp_cost){0, 0, 1, 1}, &plan, NULL), HCP_INVALID);
+  CHECK_INT(hcp_plan_create(lengths, 1, &small, &(hcp_cost){INT64_MAX, 0, 0, 0}, &plan, &err),
+            HCP_OVERFLOW);
+  CHECK(plan == untouched);
+  CHECK_INT(err.status, HCP_OVERFLOW);
+}
+
+static void cost_follows_its_formula(void) {
+  const hcp_cost cost = {3, 5, 7, 11};
+  int64_t time = 0;
+  CHECK_INT(hcp_cost_time(&cost, 10, 4, &time, NULL), HCP_OK);
+  CHECK_INT(time, (3 * 55 + 5 * 10 + 3) / 4 + 7 * (10 - 2));
+  CHECK_INT(hcp_cost_time(&cost, 0, 4, &time, NULL), HCP_INVALID);
+  CHECK_INT(hcp_cost_time(&cost, 10, 0, &time, NULL), HCP_INVALID);
+}
+
+static void every_status_has_a_name_and_a_text(void) {
+  CHECK_TEXT(hcp_status_name(HCP_INFEASIBLE), "INFEASIBLE");
+  CHECK_TEXT(hcp_status_text(HCP_OK), "success");
+  CHECK_TEXT(hcp_status_name((hcp_status)99), "UNKNOWN");
+}
+
+int main(void) {
+  rows_max_is_what_the_fullest_rank_holds();
+  every_drawn_plan_keeps_every_rule();
+  a_costly_exchange_keeps_degrees_least();
+  bad_requests_are_refused_with_their_values();
+  cost_follows_its_formula();
+  every_status_has_a_name_and_a_text();
+  hcp_plan_destroy(NULL);
+  return check_report("test_plan");
+}

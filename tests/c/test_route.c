@@ -1,0 +1,203 @@
+/* test_route.c - rows follow their routes on all ranks at once, in one process. */
+#include "check.h"
+#include "draw.h"
+#include "hcp/hcp.h"
+
+enum { RANKS = 7, ROWS = 8192 };
+
+/* A row is a number: which sequence, which token. Zero is no row. */
+static int64_t row_name(int32_t sequence, int64_t token) { return 100000 * (sequence + 1) + token; }
+
+typedef struct domain {
+  int32_t ranks;
+  hcp_table *routes[RANKS];
+  int64_t source[RANKS][ROWS], wire[RANKS][ROWS], received[RANKS][ROWS], output[RANKS][ROWS];
+} domain;
+
+static domain d;
+
+static const int64_t *sizes(int32_t rank) { return section(d.routes[rank], HCP_ROUTE_SIZES); }
+
+static int64_t gather(const hcp_table *route, int32_t s, const int64_t *from, int64_t *to) {
+  int64_t filled = 0;
+  for (int64_t i = 0; i < records(route, s); i++) {
+    const int64_t *segment = section(route, s) + 2 * i;
+    for (int64_t r = 0; r < segment[1]; r++) to[filled++] = segment[0] < 0 ? 0 : from[segment[0] + r];
+  }
+  return filled;
+}
+
+static void send(int32_t from, const int64_t *move) {
+  const hcp_table *receiver = d.routes[move[0]];
+  for (int64_t i = 0; i < records(receiver, HCP_ROUTE_RECEIVES); i++) {
+    const int64_t *expected = section(receiver, HCP_ROUTE_RECEIVES) + 3 * i;
+    if (expected[0] != from) continue;
+    CHECK_INT(expected[2], move[2]);
+    for (int64_t r = 0; r < move[2]; r++)
+      d.received[move[0]][expected[1] + r] = d.wire[from][move[1] + r];
+    return;
+  }
+  CHECK(!"a receive for every send");
+}
+
+static void travel(void) {
+  memset(d.received, 0, sizeof d.received);
+  for (int32_t rank = 0; rank < d.ranks; rank++)
+    CHECK_INT(gather(d.routes[rank], HCP_ROUTE_PACK, d.source[rank], d.wire[rank]), sizes(rank)[1]);
+  int64_t sent = 0, received = 0;
+  for (int32_t rank = 0; rank < d.ranks; rank++)
+    for (int64_t i = 0; i < records(d.routes[rank], HCP_ROUTE_SENDS); i++) {
+      send(rank, section(d.routes[rank], HCP_ROUTE_SENDS) + 3 * i);
+      sent++;
+    }
+  for (int32_t rank = 0; rank < d.ranks; rank++) {
+    received += records(d.routes[rank], HCP_ROUTE_RECEIVES);
+    CHECK_INT(gather(d.routes[rank], HCP_ROUTE_ARRANGE, d.received[rank], d.output[rank]),
+              sizes(rank)[3]);
+  }
+  CHECK_INT(sent, received);
+}
+
+static void release(void) {
+  for (int32_t rank = 0; rank < d.ranks; rank++) hcp_table_destroy(d.routes[rank]);
+}
+
+/* ---- dispatch ---- */
+
+static int64_t fill_sources(const hcp_plan *plan, const int32_t *sources, int32_t rank,
+                            const char *chosen) {
+  int64_t row = 0;
+  for (int32_t i = 0; i < plan->n; i++)
+    if (sources[i] == rank && chosen[i])
+      for (int64_t t = 0; t < plan->lengths[i]; t++) d.source[rank][row++] = row_name(i, t);
+  return row;
+}
+
+static int64_t check_layouts(const hcp_plan *plan, int32_t rank, int32_t first, int32_t count) {
+  int64_t row = 0;
+  for (int32_t m = first; m < first + count; m++) {
+    hcp_layout *layout = NULL;
+    CHECK_INT(hcp_layout_create(plan, m, rank, &layout, NULL), HCP_OK);
+    for (int32_t s = 0; s < layout->span_count; s++)
+      for (int64_t t = 0; t < layout->spans[s].rows; t++)
+        CHECK_INT(d.output[rank][row++],
+                  row_name(layout->sequences[layout->spans[s].slot], layout->spans[s].start + t));
+    hcp_layout_destroy(layout);
+  }
+  return row;
+}
+
+static void choose(const hcp_plan *plan, int32_t first, int32_t count, char *chosen) {
+  memset(chosen, 0, DRAW_SEQUENCES);
+  for (int32_t m = first; m < first + count; m++)
+    for (int32_t g = 0; g < plan->micro_batches[m].groups; g++) {
+      const hcp_group *group = &plan->groups[plan->micro_batches[m].first_group + g];
+      for (int32_t s = 0; s < group->sequences; s++)
+        chosen[plan->sequences[group->first_sequence + s]] = 1;
+    }
+}
+
+static void dispatch_and_back(const hcp_plan *plan, const int32_t *sources, int32_t first,
+                              int32_t count) {
+  char chosen[DRAW_SEQUENCES];
+  choose(plan, first, count, chosen);
+  for (int32_t rank = 0; rank < d.ranks; rank++) {
+    CHECK_INT(hcp_route_dispatch(plan, sources, rank, first, count, 0, &d.routes[rank], NULL),
+              HCP_OK);
+    CHECK_INT(sizes(rank)[0], fill_sources(plan, sources, rank, chosen));
+  }
+  travel();
+  for (int32_t rank = 0; rank < d.ranks; rank++)
+    CHECK_INT(sizes(rank)[3], check_layouts(plan, rank, first, count));
+  memcpy(d.source, d.output, sizeof d.source);
+  release();
+  for (int32_t rank = 0; rank < d.ranks; rank++)
+    CHECK_INT(hcp_route_dispatch(plan, sources, rank, first, count, 1, &d.routes[rank], NULL),
+              HCP_OK);
+  travel();
+  for (int32_t rank = 0; rank < d.ranks; rank++) {
+    int64_t rows = fill_sources(plan, sources, rank, chosen);
+    CHECK_INT(sizes(rank)[3], rows);
+    CHECK(memcmp(d.source[rank], d.output[rank], (size_t)rows * sizeof(int64_t)) == 0);
+  }
+  release();
+}
+
+static void rows_arrive_and_come_back(void) {
+  for (int32_t i = 0; i < 300; i++) {
+    hcp_plan *plan = draw_plan(RANKS);
+    int32_t sources[DRAW_SEQUENCES];
+    for (int32_t s = 0; s < plan->n; s++) sources[s] = draw(0, plan->limits.ranks - 1);
+    d.ranks = plan->limits.ranks;
+    int32_t first = draw(0, plan->micro_batch_count);
+    dispatch_and_back(plan, sources, 0, plan->micro_batch_count);
+    dispatch_and_back(plan, sources, first, draw(0, plan->micro_batch_count - first));
+    hcp_plan_destroy(plan);
+  }
+}
+
+/* ---- roll ---- */
+
+static void fill_layout(const hcp_layout *layout, int64_t *rows, int64_t shift) {
+  int64_t row = 0;
+  for (int32_t s = 0; s < layout->span_count; s++)
+    for (int64_t t = 0; t < layout->spans[s].rows; t++) {
+      hcp_span span = layout->spans[s];
+      int64_t token = span.start + t - shift;
+      int inside = token >= 0 && token < layout->lengths[span.slot];
+      rows[row++] = inside ? row_name(layout->sequences[span.slot], token) : 0;
+    }
+}
+
+static void roll_once(const hcp_plan *plan, int32_t m, int64_t shift) {
+  static int64_t expected[ROWS];
+  hcp_layout *layouts[RANKS];
+  for (int32_t rank = 0; rank < d.ranks; rank++) {
+    CHECK_INT(hcp_layout_create(plan, m, rank, &layouts[rank], NULL), HCP_OK);
+    CHECK_INT(hcp_route_roll(plan, m, rank, shift, &d.routes[rank], NULL), HCP_OK);
+    fill_layout(layouts[rank], d.source[rank], 0);
+    CHECK_INT(sizes(rank)[0], layouts[rank]->rows);
+    CHECK_INT(sizes(rank)[3], layouts[rank]->rows);
+  }
+  travel();
+  for (int32_t rank = 0; rank < d.ranks; rank++) {
+    fill_layout(layouts[rank], expected, shift);
+    CHECK(memcmp(d.output[rank], expected, (size_t)layouts[rank]->rows * sizeof(int64_t)) == 0);
+    hcp_layout_destroy(layouts[rank]);
+  }
+  release();
+}
+
+static void rolled_rows_stay_in_their_sequences(void) {
+  for (int32_t i = 0; i < 200; i++) {
+    hcp_plan *plan = draw_plan(RANKS);
+    d.ranks = plan->limits.ranks;
+    for (int32_t m = 0; m < plan->micro_batch_count; m++) roll_once(plan, m, draw(-50, 50));
+    hcp_plan_destroy(plan);
+  }
+}
+
+static void bad_routes_are_refused(void) {
+  const int64_t length = 9;
+  const int32_t outside = 2;
+  const hcp_limits limits = {2, 2, 2, 8};
+  hcp_plan *plan = NULL;
+  hcp_table *route = NULL;
+  hcp_error err;
+  CHECK_INT(hcp_plan_create(&length, 1, &limits, &(hcp_cost){1, 1, 0, 0}, &plan, NULL), HCP_OK);
+  CHECK_INT(hcp_route_dispatch(plan, &outside, 0, 0, 1, 0, &route, &err), HCP_INVALID);
+  CHECK_TEXT(err.message, "sources[0] is 2, expected 0 to 1");
+  CHECK_INT(hcp_route_dispatch(plan, &outside, 0, 0, 2, 0, &route, &err), HCP_INVALID);
+  CHECK_TEXT(err.message, "micro-batches 0 to 1, expected them within 0 to 0");
+  CHECK_INT(hcp_route_roll(plan, 0, 2, 1, &route, &err), HCP_INVALID);
+  CHECK(route == NULL);
+  hcp_plan_destroy(plan);
+}
+
+int main(void) {
+  rows_arrive_and_come_back();
+  rolled_rows_stay_in_their_sequences();
+  bad_routes_are_refused();
+  hcp_table_destroy(NULL);
+  return check_report("test_route");
+}

@@ -1,0 +1,54 @@
+"""The C tests: each tests/c/test_*.c, with the core and the CPU kernels, under the sanitizers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = sorted([*ROOT.glob("csrc/core/*.c"), *ROOT.glob("csrc/cpu/*.c")])
+TESTS = sorted(ROOT.glob("tests/c/test_*.c"))
+WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wshadow", "-Werror"]
+SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+COMPILE = ["gcc", "-std=c11", "-g", "-O1", *WARNINGS, *SANITIZERS, "-Icsrc/include"]
+
+
+def succeed(command: list[str]) -> None:
+    done = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert done.returncode == 0, (
+        f"{' '.join(command)}\nexit status {done.returncode}\n{done.stdout}"
+    )
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The objects of the core and the CPU kernels, compiled once."""
+    folder = tmp_path_factory.mktemp("objects")
+    objects = [str(folder / f"{source.parent.name}_{source.stem}.o") for source in SOURCES]
+    with ThreadPoolExecutor(os.cpu_count()) as workers:
+        commands = [
+            [*COMPILE, "-c", str(source), "-o", output]
+            for source, output in zip(SOURCES, objects, strict=True)
+        ]
+        list(workers.map(succeed, commands))
+    return objects
+
+
+@pytest.mark.parametrize("source", TESTS, ids=lambda path: path.stem)
+def test_c_test_passes_under_the_sanitizers(
+    source: Path, library: list[str], tmp_path: Path
+) -> None:
+    program = str(tmp_path / source.stem)
+    succeed([*COMPILE, str(source), *library, "-lm", "-o", program])
+    succeed([program])
+
+
+def test_every_c_file_of_the_core_is_compiled() -> None:
+    assert TESTS
+    assert {path.parent.name for path in SOURCES} == {"core", "cpu"}

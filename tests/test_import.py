@@ -1,0 +1,81 @@
+"""`import hcp` is quiet, quick and brings nobody along."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+RUNS = 5
+
+PROBE = """
+import json, sys, time
+import torch, torch.distributed
+before = set(sys.modules)
+start = time.perf_counter()
+import hcp
+seconds = time.perf_counter() - start
+print(json.dumps({
+    "seconds": seconds,
+    "modules": sorted(set(sys.modules) - before),
+    "process_group": torch.distributed.is_initialized(),
+    "cuda_context": torch.cuda.is_initialized(),
+}))
+"""
+
+
+def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "default", "-c", code],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+
+def probe(folder: Path) -> dict[str, object]:
+    answer: dict[str, object] = json.loads(run(PROBE, folder).stdout)
+    return answer
+
+
+def test_import_prints_nothing(tmp_path: Path) -> None:
+    # What torch says for itself, such as that numpy is missing, is not hcp's.
+    alone = run("import torch, torch.distributed", tmp_path)
+    both = run("import torch, torch.distributed, hcp", tmp_path)
+    assert (both.stdout, both.stderr) == (alone.stdout, alone.stderr)
+
+
+def test_import_leaves_no_file(tmp_path: Path) -> None:
+    run("import hcp", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_import_starts_no_process_group_and_no_cuda_context(tmp_path: Path) -> None:
+    answer = probe(tmp_path)
+    assert answer["process_group"] is False
+    assert answer["cuda_context"] is False
+
+
+def test_import_brings_no_third_party_module_but_torch(tmp_path: Path) -> None:
+    modules = probe(tmp_path)["modules"]
+    assert isinstance(modules, list)
+    strangers = {
+        name
+        for name in modules
+        if name.partition(".")[0] not in {"hcp", "torch", *sys.stdlib_module_names}
+    }
+    assert strangers == set()
+
+
+def test_import_does_not_load_the_demo_or_an_integration(tmp_path: Path) -> None:
+    modules = probe(tmp_path)["modules"]
+    assert isinstance(modules, list)
+    assert [name for name in modules if name.startswith(("hcp.demo", "hcp.integrations"))] == []
+
+
+def test_import_takes_less_than_a_third_of_a_second_more_than_torch(tmp_path: Path) -> None:
+    """The one test that times: the least of several runs, so that a busy machine does not fail."""
+    seconds = [float(str(probe(tmp_path)["seconds"])) for _ in range(RUNS)]
+    assert min(seconds) < 0.3, f"seconds of each run: {seconds}"

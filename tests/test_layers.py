@@ -1,0 +1,287 @@
+"""The layers: arrows point down only, as includes, imports and symbols of what was built show.
+
+integrations, demo    hcp    csrc/python, csrc/torch    csrc/cpu    csrc/core
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CORE_LIBRARY = ROOT / "hcp" / "_core.abi3.so"
+OPS_LIBRARY = ROOT / "hcp" / "_ops.abi3.so"
+
+# Of C's own headers, those without I/O, threads, signals, time or locale. <stdio.h> is for
+# vsnprintf alone, which the symbols below hold.
+PLAIN_C = {
+    "assert.h",
+    "float.h",
+    "inttypes.h",
+    "limits.h",
+    "math.h",
+    "stdarg.h",
+    "stdbool.h",
+    "stddef.h",
+    "stdint.h",
+    "stdio.h",
+    "stdlib.h",
+    "string.h",
+}
+STABLE_ABI = r"torch/(csrc/stable|headeronly)/.*"
+
+# All that the core and the CPU kernels take from libc and libm.
+MEMORY = {"malloc", "calloc", "realloc", "free"}
+TEXT = {"snprintf", "vsnprintf", "strcat", "strchr", "strcmp", "strlen", "strncmp", "strtol"}
+BLOCKS = {"memchr", "memcmp", "memcpy", "memmove", "memset", "qsort"}
+MATHS = {"exp", "expf", "log", "logf", "log1p", "log1pf", "fmax", "fmaxf"}
+LIBC = MEMORY | TEXT | BLOCKS
+
+TRAINERS = {
+    "accelerate",
+    "deepspeed",
+    "lightning",
+    "megatron",
+    "nemo",
+    "pytorch_lightning",
+    "torchtitan",
+    "transformer_engine",
+    "transformers",
+    "verl",
+}
+
+
+def files(folder: str) -> list[Path]:
+    found = [path for path in sorted((ROOT / "csrc" / folder).iterdir()) if path.is_file()]
+    assert found, f"csrc/{folder} is empty"
+    return found
+
+
+def includes(path: Path) -> list[str]:
+    """Headers that a file includes; those found beside it are named from csrc on."""
+    names = re.findall(r'^\s*#\s*include\s*([<"][^>"]+)[>"]', path.read_text(), re.MULTILINE)
+    return [inside(path, name) for name in names]
+
+
+def inside(path: Path, name: str) -> str:
+    beside = (path.parent / name[1:]).resolve()
+    if name[0] == '"' and beside.exists():
+        return str(beside.relative_to(ROOT / "csrc"))
+    return name[1:]
+
+
+def unexpected(folder: str, *allowed: str) -> dict[str, list[str]]:
+    """Files of the folder with the includes that are neither the folder's own nor allowed."""
+    strangers = {
+        path.name: [
+            name
+            for name in includes(path)
+            if not name.startswith(f"{folder}/")
+            and not any(re.fullmatch(pattern, name) for pattern in allowed)
+        ]
+        for path in files(folder)
+    }
+    return {name: strange for name, strange in strangers.items() if strange}
+
+
+PLAIN = "|".join(re.escape(name) for name in sorted(PLAIN_C))
+
+
+def test_core_includes_only_plain_c_and_its_own_headers() -> None:
+    assert unexpected("core", PLAIN, r"hcp/hcp\.h") == {}
+
+
+def test_cpu_kernels_include_only_plain_c_the_contracts_and_the_error_helper() -> None:
+    assert unexpected("cpu", PLAIN, r"hcp/(hcp|kernels|index)\.h", r"core/internal\.h") == {}
+
+
+def test_public_headers_include_only_plain_c_and_each_other() -> None:
+    assert unexpected("include/hcp", PLAIN, r"hcp/\w+\.h") == {}
+
+
+def test_python_glue_includes_only_python_plain_c_and_the_contract() -> None:
+    assert unexpected("python", PLAIN, r"Python\.h", r"hcp/hcp\.h") == {}
+
+
+def test_torch_glue_includes_only_the_stable_abi_standard_headers_and_the_contracts() -> None:
+    standard = r"[a-z_0-9]+"  # C++'s own have no dot
+    contracts = r"hcp/(hcp|kernels|index)\.h|core/internal\.h"
+    assert unexpected("torch", PLAIN, standard, STABLE_ABI, contracts) == {}
+
+
+def test_python_glue_keeps_to_the_limited_api() -> None:
+    text = (ROOT / "csrc" / "python" / "glue.h").read_text()
+    assert "#define Py_LIMITED_API 0x030B0000" in text
+
+
+# ---- Symbols -------------------------------------------------------------------------------------
+
+
+def symbols(path: Path, *flags: str) -> list[tuple[str, str]]:
+    """(type, name) of each symbol, as nm says."""
+    command = ["nm", *flags, "--format=posix", str(path)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [(fields[1], fields[0]) for fields in (line.split() for line in lines)]
+
+
+def compiled(path: Path, folder: Path) -> Path:
+    """The object of one C file. Without position-independent code, a constant table of pointers is
+    read-only data and no relocated data."""
+    output = folder / f"{path.stem}.o"
+    plain = ["-U_FORTIFY_SOURCE", "-fno-stack-protector", "-fno-pie", "-fno-pic"]
+    command = ["gcc", "-std=c11", "-O2", *plain, "-I", str(ROOT / "csrc" / "include")]
+    subprocess.run([*command, "-c", str(path), "-o", str(output)], check=True)
+    return output
+
+
+def mutable(path: Path, folder: Path) -> list[str]:
+    """Names of the globals and static variables that can be written."""
+    return [name for kind, name in symbols(compiled(path, folder)) if kind in "bBdDcCsSgG"]
+
+
+def borrowed(folder: str, objects: Path) -> set[str]:
+    """What the files of a folder take from outside it."""
+    tables = [symbols(compiled(path, objects)) for path in files(folder) if path.suffix == ".c"]
+    defined = {name for table in tables for kind, name in table if kind in "TRV"}
+    return {name for table in tables for kind, name in table if kind in "Uw"} - defined
+
+
+@pytest.mark.parametrize("folder", ["core", "cpu"])
+def test_there_is_no_mutable_global(folder: str, tmp_path: Path) -> None:
+    found = {path.name: mutable(path, tmp_path) for path in files(folder) if path.suffix == ".c"}
+    assert {name: names for name, names in found.items() if names} == {}
+
+
+def test_a_mutable_global_would_be_found(tmp_path: Path) -> None:
+    planted = tmp_path / "planted.c"
+    planted.write_text(
+        'static const char *const names[] = {"a", "b"};\n'
+        "const char *name(int i) { return names[i]; }\n"
+        "int count(void) { static int calls; return ++calls; }\n"
+    )
+    names = [name.partition(".")[0] for name in mutable(planted, tmp_path)]
+    assert names == ["calls"]
+
+
+def test_core_takes_from_libc_memory_and_text_but_no_io_and_no_threads(tmp_path: Path) -> None:
+    assert borrowed("core", tmp_path) - LIBC == set()
+
+
+def test_cpu_kernels_take_from_outside_only_maths_and_the_error_helper(tmp_path: Path) -> None:
+    assert borrowed("cpu", tmp_path) - BLOCKS - MATHS - {"hcp__fail"} == set()
+
+
+def undefined(library: Path) -> set[str]:
+    """Names that a library takes from others, but for those that carry a version of the C and C++
+    runtimes and the weak ones that every compiler leaves."""
+    runtime = re.compile(r".*@(GLIBC|GLIBCXX|CXXABI|GCC)_[0-9.]+")
+    weak = {"__gmon_start__", "_ITM_deregisterTMCloneTable", "_ITM_registerTMCloneTable"}
+    names = {name for _, name in symbols(library, "--dynamic", "--undefined-only")}
+    return {name for name in names if not runtime.fullmatch(name)} - weak
+
+
+def entries(library: Path, tag: str) -> set[str]:
+    """Values of a tag of the dynamic section, such as NEEDED."""
+    command = ["readelf", "--dynamic", "--wide", str(library)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return set(re.findall(rf"\({tag}\).*\[(.*)\]", text))
+
+
+def test_core_library_takes_only_python_and_libc() -> None:
+    names = undefined(CORE_LIBRARY)
+    assert {name for name in names if not re.match(r"_?Py[A-Z_]", name)} == set()
+    assert entries(CORE_LIBRARY, "NEEDED") <= {"libc.so.6", "libpthread.so.0"}
+
+
+def test_ops_library_takes_only_the_stable_abi_and_the_c_and_cpp_runtimes() -> None:
+    names = undefined(OPS_LIBRARY)
+    assert names, "the operators use nothing of torch"
+    assert {name for name in names if not name.startswith(("aoti_torch_", "torch_"))} == set()
+    runtimes = {"libc.so.6", "libm.so.6", "libstdc++.so.6", "libgcc_s.so.1", "libpthread.so.0"}
+    assert entries(OPS_LIBRARY, "NEEDED") <= {"libtorch_cpu.so", *runtimes}
+
+
+@pytest.mark.parametrize("library", [CORE_LIBRARY, OPS_LIBRARY], ids=lambda path: path.name)
+def test_a_library_names_no_path_of_the_machine_that_built_it(library: Path) -> None:
+    assert entries(library, "RPATH") | entries(library, "RUNPATH") == set()
+
+
+@pytest.mark.parametrize("library", [CORE_LIBRARY, OPS_LIBRARY], ids=lambda path: path.name)
+def test_a_library_shows_nothing_of_the_core(library: Path) -> None:
+    shown = {name for _, name in symbols(library, "--dynamic", "--defined-only")}
+    assert {name for name in shown if "hcp" in name} == set()
+
+
+def test_core_library_shows_its_module_and_nothing_else() -> None:
+    shown = {name for _, name in symbols(CORE_LIBRARY, "--dynamic", "--defined-only")}
+    assert shown == {"PyInit__core"}
+
+
+# ---- Python --------------------------------------------------------------------------------------
+
+
+def imports(source: str, package: tuple[str, ...]) -> set[str]:
+    """Modules that a file imports anywhere, also inside functions; relative ones made absolute."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*above, *filter(None, [node.module])])
+            found.add(module)
+            found.update(f"{module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def library_files() -> list[Path]:
+    """Every Python file of the library itself: not the integrations, the demo, the command line."""
+    outside = {"integrations", "demo", "__main__.py"}
+    return [
+        path
+        for path in sorted((ROOT / "hcp").rglob("*.py"))
+        if path.relative_to(ROOT / "hcp").parts[0] not in outside
+    ]
+
+
+def importers(names: set[str], paths: list[Path]) -> dict[str, set[str]]:
+    """Files with what they import of the modules named, or inside them."""
+    found = {
+        str(path.relative_to(ROOT)): {
+            module
+            for module in imports(path.read_text(), path.relative_to(ROOT).parent.parts)
+            if any(module == name or module.startswith(f"{name}.") for name in names)
+        }
+        for path in paths
+    }
+    return {path: modules for path, modules in found.items() if modules}
+
+
+def test_the_library_imports_no_trainer() -> None:
+    assert importers(TRAINERS, library_files()) == {}
+
+
+def test_the_library_imports_neither_the_demo_nor_an_integration() -> None:
+    assert importers({"hcp.demo", "hcp.integrations"}, library_files()) == {}
+
+
+def test_integrations_do_not_import_the_demo() -> None:
+    paths = sorted((ROOT / "hcp" / "integrations").rglob("*.py"))
+    assert importers({"hcp.demo"}, paths) == {}
+
+
+def test_the_demo_imports_no_trainer() -> None:
+    paths = sorted((ROOT / "hcp" / "demo").rglob("*.py"))
+    assert paths
+    assert importers(TRAINERS, paths) == {}
+
+
+def test_an_import_inside_a_function_or_by_a_relative_name_would_be_found() -> None:
+    source = (
+        "def f():\n    import megatron.core\n    from . import demo\n    from .demo import main\n"
+    )
+    assert imports(source, ("hcp",)) == {"megatron.core", "hcp", "hcp.demo", "hcp.demo.main"}
