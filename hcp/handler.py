@@ -104,7 +104,7 @@ class ContextParallelHandler:
             )
         words = self._schedules[name, causal]
         if not torch.compiler.is_compiling():
-            attention.check(query, key, value, self.rows)
+            attention.check(query, key, value, self.rows, self._transport.device)
         scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         return attention.attention(
             _dense_heads(query), _dense_heads(key), _dense_heads(value), words, scale

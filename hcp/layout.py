@@ -172,6 +172,8 @@ class Schedule(_Table):
         self.home_sends = self.moves("HOME_SENDS")
         self.home_receives = self.moves("HOME_RECEIVES")
         self.stages = self._stages()
+        self.calls: dict[object, object] = {}
+        """The entries as calls of each kernel that has computed them: see ``hcp.attention``."""
         self.agreed: tuple[int, ...] | None = None
         """What the ranks have found equal: see ``exchange.agree``."""
 

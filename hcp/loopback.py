@@ -23,8 +23,9 @@ Result = TypeVar("Result")
 class _World:
     """What the ranks share. Messages between two ranks arrive in the order in which they left."""
 
-    def __init__(self, size: int, timeout: float) -> None:
+    def __init__(self, size: int, timeout: float, device: torch.device) -> None:
         self.size = size
+        self.device = device
         self.timeout = timeout
         self.changed = threading.Condition()
         self.messages: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
@@ -49,7 +50,7 @@ class LoopbackTransport:
         self._rounds = 0
         self.rank = rank
         self.size = world.size
-        self.device = torch.device("cpu")
+        self.device = world.device
         self.key = register(self)
         self.rows_sent = 0
         """Rows that went to other ranks so far."""
@@ -119,18 +120,27 @@ class LoopbackGroups:
         raise ValueError(f"role is {role!r}, expected 'dp_cp': loopback has the domain only")
 
 
+def _full_name(device: torch.device) -> torch.device:
+    """cuda as cuda:0, as tensors name it."""
+    return torch.empty(0, device=device).device
+
+
 def loopback(
-    ranks: int, function: Callable[[Any], Result], *, timeout: float = 60.0
+    ranks: int,
+    function: Callable[[Any], Result],
+    *,
+    timeout: float = 60.0,
+    device: torch.device | str = "cpu",
 ) -> list[Result]:
     """Call ``function(groups)`` once per rank, each in a thread; results by rank.
 
     ``groups`` is that rank's end of the domain, for :func:`hcp.dispatch` and the like. A rank that
     raises ends the others, and its exception is raised here. ``timeout``: seconds that one exchange
-    may take.
+    may take. ``device``: where all ranks' tensors lie, the CPU or one GPU.
     """
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}, expected >= 1")
-    world = _World(ranks, timeout)
+    world = _World(ranks, timeout, _full_name(torch.device(device)))
     results: list[Any] = [None] * ranks
     errors: dict[int, BaseException] = {}
 

@@ -212,10 +212,10 @@ def test_a_second_derivative_is_refused() -> None:
         (lambda q, k, v: (q, k[:, :, :4], v[:, :, :4]), "expected the same with the query's head"),
         (lambda q, k, v: (q, k, v[:, :1]), "expected the same"),
         (lambda q, k, v: (q[:, :3], k, v), "query has 3 heads, expected a multiple of the 2"),
-        (lambda q, k, v: (q, k.float(), v), "key has dtype torch.float32"),
-        (lambda q, k, v: (q.long(), k, v), "query has dtype torch.int64"),
+        (lambda q, k, v: (q, k.float(), v), "key has dtype torch.float32, expected torch.float64"),
+        (lambda q, k, v: (q.long(), k, v), "key has dtype torch.float64, expected torch.int64"),
         (lambda q, k, v: (q.flatten(1), k, v), r"query has shape \(5, 32\), expected \(rows"),
-        (lambda q, k, v: (q.to("meta"), k, v), "query is on meta, expected the CPU"),
+        (lambda q, k, v: (q.to("meta"), k, v), "query is on meta, expected cpu"),
     ],
     ids=["rows", "head_dim", "value", "heads", "mixed", "integer", "dims", "device"],
 )

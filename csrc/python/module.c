@@ -17,6 +17,7 @@ PyObject *hcp_py_raise(const hcp_error *err) {
       break;
     case HCP_OK:
     case HCP_CALLBACK:
+    case HCP_DEVICE:
       break;
   }
   PyErr_SetString(kind, err->message);

@@ -13,6 +13,7 @@ import importlib.util
 import io
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -57,11 +58,24 @@ def start_ranks(ranks: int, command: Sequence[str]) -> int:
     try:
         run(options)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        rank, failure = error.get_first_failure()
+        return report_failure(rank, failure.exitcode)
     except SignalException as error:
         return 128 + error.sigval
     return 0
+
+
+def report_failure(rank: int, code: int) -> int:
+    """The exit code for that of a rank, and a line on what the rank could not say itself."""
+    if code == USER_ERROR:
+        return code
+    if code > 0:
+        print(f"hcp demo: rank {rank} failed with exit code {code}", file=sys.stderr)
+        return code
+    name = signal.Signals(-code).name
+    hint = " (out of memory?)" if name == "SIGKILL" else ""
+    print(f"hcp demo: rank {rank} was ended by {name}{hint}", file=sys.stderr)
+    return 128 - code
 
 
 def run_rank(argv: Sequence[str]) -> int:

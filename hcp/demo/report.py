@@ -71,7 +71,7 @@ class Run:
     scheduler: str
     ranks: int
     steps: list[StepRecord] = field(default_factory=list)
-    plans: list[hcp.Plan] = field(default_factory=list)
+    first_plan: hcp.Plan | None = None
     evaluations: list[tuple[Evaluation, Evaluation]] = field(default_factory=list)
     """Under the training layout, and under the eval layout."""
 
@@ -144,26 +144,27 @@ class Reporter:
     def start(
         self,
         description: str,
+        parameters: int,
         device: torch.device,
         groups: hcp.ProcessGroups,
         eval_groups: hcp.ProcessGroups,
     ) -> None:
         if not self.active:
             return
-        limit = self.args.config.max_seqlen_per_dp_cp_rank
+        args = self.args
+        limit = args.config.max_seqlen_per_dp_cp_rank
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        layouts = [f"cp {g.size('cp')} x dp {g.size('dp')}" for g in (groups, eval_groups)]
-        lines = [
-            description,
-            f"{self.args.ranks} ranks on {name}, at most {limit:,} tokens on each;"
-            f" training layout {layouts[0]}, eval layout {layouts[1]}",
-        ]
-        print("\n".join(lines), flush=True)
+        trained, other = (f"cp {g.size('cp')} x dp {g.size('dp')}" for g in (groups, eval_groups))
+        print(description)
+        print(f"GPT of {parameters / 1e6:.2f} M parameters, {args.dtype}, on {args.ranks} x {name}")
+        print(f"layouts: training {trained} with at most {limit:,} tokens on a rank, eval {other}")
+        sys.stdout.flush()
         self.setting = {
             "arguments": {
                 name: value for name, value in vars(self.args).items() if name != "config"
             },
             "data": description.split("\n"),
+            "parameters": parameters,
             "device": name,
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -368,10 +369,11 @@ def draw_plans(runs: Sequence[Run], cost: hcp.CostModel, path: Path) -> None:
         figsize=(10, len(runs) * (1.1 + 0.4 * ranks)),
         layout="constrained",
     )
-    whole = max(run.plans[0].makespan for run in runs) or 1
+    plans = [run.first_plan for run in runs if run.first_plan is not None]
+    whole = max(plan.makespan for plan in plans) or 1
     colours = plt.get_cmap("tab20").colors
-    for ax, run in zip(axes[:, 0], runs, strict=True):
-        plan, step = run.plans[0], run.steps[0]
+    for ax, run, plan in zip(axes[:, 0], runs, plans, strict=True):
+        step = run.steps[0]
         for box in timeline(plan, cost, ranks):
             left, width = 100 * box.start / whole, 100 * box.time / whole
             ax.broken_barh(
