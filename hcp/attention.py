@@ -11,6 +11,7 @@ T rows on this rank, H query heads, G key-value heads, D head size, N rows of a 
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hcp import ops
-from hcp.exchange import Pending, Transport, agree, signature, transport_of
+from hcp.exchange import Pending, Transport, agree_once, signature, tag_of, transport_of
 from hcp.kernels import Call, Kernel, kernel_for
 from hcp.layout import Entry, Schedule, Stage, schedule_of
 
@@ -40,16 +41,18 @@ class _Fetch(NamedTuple):
         return ops.pack([self.received], self.stage.arrange, self.stage.key_rows)
 
 
-def _fetch(transport: Transport, stage: Stage, local: list[Tensor], forwarded: Tensor) -> _Fetch:
+def _fetch(
+    transport: Transport, stage: Stage, local: list[Tensor], forwarded: Tensor, tag: int
+) -> _Fetch:
     packed = len(stage.pack) > 0
     sent = ops.pack(local, stage.pack, stage.sent_rows) if packed else forwarded
     received = local[0].new_empty(stage.received_rows, sum(rows.shape[1] for rows in local))
-    pending = transport.start(sent, stage.sends, received, stage.receives)
+    pending = transport.start(sent, stage.sends, received, stage.receives, tag=tag)
     return _Fetch(stage, received, pending)
 
 
 def _arrivals(
-    transport: Transport, schedule: Schedule, key: Tensor, value: Tensor
+    transport: Transport, schedule: Schedule, key: Tensor, value: Tensor, tag: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Keys and values of each stage, while those of the next are on their way."""
     local = [key.flatten(1), value.flatten(1)]
@@ -58,7 +61,7 @@ def _arrivals(
     received = local[0].new_empty(0, 0)
     stage_key, stage_value = key, value
     for following in [*stages[1:], None]:
-        fetch = _fetch(transport, following, local, received) if following else None
+        fetch = _fetch(transport, following, local, received, tag) if following else None
         yield stage_key, stage_value
         if fetch is not None:
             received = fetch.rows()
@@ -121,27 +124,24 @@ def _renumber(runs: Tensor, places: list[tuple[int, int, int]], offset: int) -> 
 # ---- operators -----------------------------------------------------------------------------------
 
 
-def _open(query: Tensor, key: Tensor, value: Tensor, words: Tensor) -> tuple[Schedule, Transport]:
-    schedule = schedule_of(words)
-    transport = transport_of(schedule.transport_key)
-    traits = signature(query, key, value)
-    if schedule.agreed != traits:
-        sends = [move for stage in schedule.stages for move in stage.sends]
-        receives = [move for stage in schedule.stages for move in stage.receives]
-        agree(transport, traits, sends, receives)
-        schedule.agreed = traits
-    return schedule, transport
+def _call_traits(
+    schedule: Schedule, query: Tensor, key: Tensor, value: Tensor, scale: float
+) -> tuple[int, ...]:
+    (scale_bits,) = struct.unpack("<q", struct.pack("<d", scale))
+    return (*signature(query, key, value), *schedule.kind, scale_bits)
 
 
-@torch.library.custom_op("hcp::attention", mutates_args=())
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, words: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    schedule, transport = _open(query, key, value, words)
+    schedule = schedule_of(words)
+    transport = transport_of(schedule.transport_key)
+    check(query, key, value, schedule.rows, transport.device)
+    tag = agree_once(transport, schedule, _call_traits(schedule, query, key, value, scale))
     kernel = kernel_for(query.device, query.dtype)
     calls = _calls_of(schedule, kernel)
     outs, lses = [], []
-    arrivals = _arrivals(transport, schedule, key, value)
+    arrivals = _arrivals(transport, schedule, key, value, tag)
     for stage_calls, (stage_key, stage_value) in zip(calls.stages, arrivals, strict=True):
         for call in stage_calls:
             keys, values = stage_key[call.keys], stage_value[call.keys]
@@ -158,8 +158,7 @@ def _empty_lse(query: Tensor) -> Tensor:
     return query.new_full(query.shape[:2], -math.inf, dtype=dtype)
 
 
-@_attention.register_fake
-def _(
+def _attention_fake(
     query: Tensor, key: Tensor, value: Tensor, words: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -167,7 +166,6 @@ def _(
     return out, query.new_empty((query.shape[0], query.shape[1]), dtype=dtype)
 
 
-@torch.library.custom_op("hcp::attention_backward", mutates_args=())
 def _attention_backward(
     grad_out: Tensor,
     query: Tensor,
@@ -178,14 +176,16 @@ def _attention_backward(
     words: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    schedule, transport = _open(query, key, value, words)
+    schedule = schedule_of(words)
+    transport = transport_of(schedule.transport_key)
+    tag = tag_of(_call_traits(schedule, query, key, value, scale))
     kernel = kernel_for(query.device, query.dtype)
     calls = _calls_of(schedule, kernel)
     grad_out = _innermost_contiguous(grad_out)
     grad_queries: list[Tensor] = []
     grad_keys: list[Tensor] = []
     grad_values: list[Tensor] = []
-    arrivals = _arrivals(transport, schedule, key, value)
+    arrivals = _arrivals(transport, schedule, key, value, tag)
     for stage_calls, (stage_key, stage_value) in zip(calls.stages, arrivals, strict=True):
         for call in stage_calls:
             rows = call.queries
@@ -197,7 +197,7 @@ def _attention_backward(
                 parts.append(grad.flatten(1))
     if not grad_queries:
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    home = _bring_home(transport, schedule, calls, grad_keys, grad_values)
+    home = _bring_home(transport, schedule, calls, grad_keys, grad_values, tag)
     local = len(calls.stages[0])
     width = grad_keys[0].shape[1]
     parts_of_keys = [*grad_keys[:local], home[:, :width]]
@@ -209,8 +209,7 @@ def _attention_backward(
     )
 
 
-@_attention_backward.register_fake
-def _(
+def _attention_backward_fake(
     grad_out: Tensor,
     query: Tensor,
     key: Tensor,
@@ -238,12 +237,13 @@ def _bring_home(
     calls: _Calls,
     grad_keys: list[Tensor],
     grad_values: list[Tensor],
+    tag: int,
 ) -> Tensor:
     """Partial gradients of other ranks' keys to their owners; what comes home, part by part."""
     columns = [grad for pair in zip(grad_keys, grad_values, strict=True) for grad in pair]
     sent = ops.reduce(columns, calls.home_runs, schedule.home_sent_rows, columns=2)
     received = sent.new_empty(schedule.home_received_rows, sent.shape[1])
-    transport.start(sent, schedule.home_sends, received, schedule.home_receives).wait()
+    transport.start(sent, schedule.home_sends, received, schedule.home_receives, tag=tag).wait()
     return received
 
 
@@ -262,7 +262,37 @@ def _backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Any, ...]:
     return *grads, None, None
 
 
-_attention.register_autograd(_backward, setup_context=_save)
+def _refuse_second_derivative(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+    raise NotImplementedError(
+        "hcp attention was differentiated twice, expected once: it has no second derivative"
+    )
+
+
+def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    pass
+
+
+# Registered by hand: torch.library.custom_op would import the compiler at the first eager call.
+_SCHEMAS = {
+    "hcp::attention": "(Tensor query, Tensor key, Tensor value, Tensor words, float scale)"
+    " -> (Tensor, Tensor)",
+    "hcp::attention_backward": "(Tensor grad_out, Tensor query, Tensor key, Tensor value,"
+    " Tensor out, Tensor lse, Tensor words, float scale) -> (Tensor, Tensor, Tensor)",
+}
+for _name, _run, _shapes, _gradient, _keep in (
+    ("hcp::attention", _attention, _attention_fake, _backward, _save),
+    (
+        "hcp::attention_backward",
+        _attention_backward,
+        _attention_backward_fake,
+        _refuse_second_derivative,
+        _save_nothing,
+    ),
+):
+    torch.library.define(_name, _SCHEMAS[_name])
+    torch.library.impl(_name, ("cpu", "cuda"), _run)
+    torch.library.register_fake(_name, _shapes)
+    torch.library.register_autograd(_name, _gradient, setup_context=_keep)
 
 
 # ---- the call ------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ hcp_status hcp__fail(hcp_error *err, hcp_status status, const char *format, ...)
 hcp_status hcp__cost_work(const hcp_cost *cost, int64_t length, int32_t degree, int64_t *work,
                           hcp_error *err);
 
-/* The least rank-time that the sequences need, and a time that no plan beats.
+/* The rank-time of all sequences at degree 1, and a time that no plan beats.
  * least_degrees[i] is the smallest degree that may hold sequence i. */
 hcp_status hcp__bound(const int64_t *lengths, const int32_t *least_degrees, int32_t n,
                       const hcp_limits *limits, const hcp_cost *cost, int64_t *work,

@@ -65,11 +65,12 @@ static hcp_status check_lengths(const int64_t *lengths, int32_t n, const hcp_lim
     least_degrees[i] = hcp__least_degree(lengths[i], limits);
     if (least_degrees[i] == 0)
       return hcp__fail(err, HCP_INFEASIBLE,
-                       "lengths[%d] is %lld, but %d ranks (max_degree) of %lld tokens "
-                       "(max_tokens_per_rank) hold at most %lld: raise either, or split the sequence",
+                       "lengths[%d] is %lld: the fullest of %d ranks (max_degree) would hold %lld "
+                       "rows, expected <= %lld (max_tokens_per_rank); raise either, or split the "
+                       "sequence",
                        i, (long long)lengths[i], limits->max_degree,
-                       (long long)limits->max_tokens_per_rank,
-                       (long long)limits->max_tokens_per_rank * limits->max_degree);
+                       (long long)hcp_rows_max(lengths[i], limits->max_degree),
+                       (long long)limits->max_tokens_per_rank);
   }
   return HCP_OK;
 }

@@ -297,7 +297,9 @@ static hcp_status build(builder *b, hcp_comm_type comm_type, hcp_table **schedul
     free(wire);
   }
   int64_t rows = b->group == NULL ? 0 : block_rows(b, b->j);
-  hcp__append(&b->lists, HCP_SCHEDULE_SIZES, (const int64_t[]){rows, b->home_sent, b->home_received});
+  hcp__append(
+      &b->lists, HCP_SCHEDULE_SIZES,
+      (const int64_t[]){rows, b->home_sent, b->home_received, comm_type, b->causal != 0});
   hcp__align_runs(&b->lists, HCP_SCHEDULE_OUTPUT_RUNS);
   hcp__align_runs(&b->lists, HCP_SCHEDULE_HOME_RUNS);
   hcp__align_runs(&b->lists, HCP_SCHEDULE_LOCAL_RUNS);

@@ -60,7 +60,8 @@ struct run_launches {
   void add_gap(int64_t end) {
     if (end > row) {
       table.row[table.n] = row;
-      table.record[++table.n] = table.record[table.n - 1];
+      table.record[table.n + 1] = table.record[table.n];
+      ++table.n;
     }
     row = end;
     table.row[table.n] = row;

@@ -8,6 +8,7 @@ Read training.py first: it is the script that your own would look like.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.util
 import io
@@ -19,6 +20,8 @@ import time
 from collections.abc import Sequence
 
 USER_ERROR = 2
+GRACE_SECONDS = 2.0
+"""For rank 0 to say what is wrong. The launcher ends all ranks when the first one exits."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,26 +85,36 @@ def run_rank(argv: Sequence[str]) -> int:
     rank = int(os.environ["RANK"])
     try:
         check_packages()
-        from hcp.demo.arguments import parse_args
-
-        with contextlib.redirect_stderr(sys.stderr if rank == 0 else io.StringIO()):
-            args = parse_args(argv)
+        args = parse_on_rank(rank, argv)
         from hcp import HcpError
-        from hcp.demo.training import pretrain
+        from hcp.demo.training import InputError, pretrain
     except ValueError as error:
         return fail(error, rank)
     try:
         pretrain(args)
-    except (ValueError, HcpError) as error:
+    except (InputError, HcpError) as error:
         return fail(error, rank)
     return 0
 
 
+def parse_on_rank(rank: int, argv: Sequence[str]) -> argparse.Namespace:
+    """The options. argparse ends the process for those that it does not know: rank 0 speaks."""
+    from hcp.demo.arguments import parse_args
+
+    if rank == 0:
+        return parse_args(argv)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            return parse_args(argv)
+    except SystemExit:
+        time.sleep(GRACE_SECONDS)
+        raise
+
+
 def fail(error: Exception, rank: int = 0) -> int:
-    """One line, from rank 0 if it failed too: the launcher ends all ranks when the first exits, so
-    the others wait."""
+    """One line, from rank 0 if it failed too."""
     if rank > 0:
-        time.sleep(2)
+        time.sleep(GRACE_SECONDS)
     place = f"rank {rank}: " if rank > 0 else ""
     print(f"hcp demo: error: {place}{error}", file=sys.stderr, flush=True)
     return USER_ERROR

@@ -86,7 +86,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument("--num-layers", type=int, default=4, help="transformer layers")
     group.add_argument("--hidden-size", type=int, default=128, help="width")
-    group.add_argument("--ffn-hidden-size", type=int, default=448, help="width inside the MLP")
+    group.add_argument("--ffn-hidden-size", type=int, default=512, help="width inside the MLP")
     group.add_argument("--num-attention-heads", type=int, default=4, help="query heads")
     group.add_argument("--num-query-groups", type=int, default=2, help="key and value heads")
     group.add_argument(

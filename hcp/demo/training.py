@@ -31,6 +31,10 @@ from hcp.demo.report import Evaluation, Reporter, Run, StepRecord
 T = TypeVar("T")
 
 
+class InputError(ValueError):
+    """What the user gave cannot be used: the message is all that there is to say."""
+
+
 # ---- One step ------------------------------------------------------------------------------------
 
 
@@ -128,7 +132,7 @@ class Gradients:
 class DDPGradients:
     """DistributedDataParallel reduces during the last backward, and averages: hence "mean"."""
 
-    grad_reduce = "mean"
+    grad_reduce = "sum"
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self.model = model
@@ -327,7 +331,7 @@ def run_demo(args: argparse.Namespace, device: torch.device) -> None:
 
 def cost_model(args: argparse.Namespace, device: torch.device) -> hcp.CostModel:
     """What work costs beside exchange: a CPU core computes less per byte that it can send."""
-    machine = {"flops_per_byte": 400, "launch_flops": 20_000_000} if device.type == "cpu" else {}
+    machine = {"flops_per_byte": 200, "launch_flops": 20_000_000} if device.type == "cpu" else {}
     return hcp.CostModel.for_transformer(
         hidden_size=args.hidden_size,
         ffn_hidden_size=args.ffn_hidden_size,
@@ -365,7 +369,7 @@ def initialize_distributed(args: argparse.Namespace) -> torch.device:
     local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     gpus = torch.cuda.device_count() if args.device != "cpu" else 0
     if args.device == "cuda" and gpus < local_ranks:
-        raise ValueError(
+        raise InputError(
             f"--device cuda: {local_ranks} ranks on this machine > {gpus} GPUs: lower --ranks"
         )
     if gpus < local_ranks:
@@ -397,7 +401,7 @@ def on_every_rank(work: Callable[[], T]) -> T:
     dist.all_gather_object(problems, problem)
     for rank, problem in enumerate(problems):
         if problem is not None:
-            raise ValueError(problem if rank == 0 else f"rank {rank}: {problem}")
+            raise InputError(problem if rank == 0 else f"rank {rank}: {problem}")
     return result  # type: ignore[return-value]
 
 
@@ -406,6 +410,6 @@ def same_on_every_rank(what: str, value: object) -> None:
     dist.all_gather_object(values, value)
     other = [rank for rank, theirs in enumerate(values) if theirs != values[0]]
     if other:
-        raise ValueError(
+        raise InputError(
             f"{what} differ between rank 0 and rank {other[0]}: give every machine the same text"
         )
