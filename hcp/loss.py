@@ -13,7 +13,8 @@ GRAD_REDUCE = ("sum", "mean")
 
 
 def mean_loss(losses: Tensor, loss_mask: Tensor, loss_tokens: Tensor, scale: float) -> Tensor:
-    """scale * sum(losses * loss_mask) / loss_tokens, over this rank's rows: a scalar, float32 or wider.
+    """scale * sum(losses * loss_mask) / loss_tokens over this rank's rows: a scalar, float32 or
+    wider.
 
     A batch without loss tokens has loss 0. Rows that the mask leaves out do not count, whatever
     their loss holds.

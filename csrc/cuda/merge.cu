@@ -94,12 +94,16 @@ __global__ void __launch_bounds__(HCP_THREADS)
                typename element<T>::wide *lse) {
   using W = typename element<T>::wide;
   using V = vector<T, N>;
-  int64_t vectors = m.head_dim / N, per_row = m.heads * vectors;
-  int64_t items = table.rows() * per_row, step = (int64_t)gridDim.x * blockDim.x;
+  int64_t vectors = m.head_dim / N, threads = vectors > 0 ? vectors : 1;
+  int64_t items = table.rows() * m.heads * threads, step = (int64_t)gridDim.x * blockDim.x;
   for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < items; i += step) {
-    int64_t row = table.first_row() + i / per_row, head = i % per_row / vectors, at = i % vectors;
+    int64_t at = i % threads, head = i / threads % m.heads;
+    int64_t row = table.first_row() + i / threads / m.heads;
     int run = table.find(row);
     total<T> t = total_of<T>(table, m, run, row, head);
+    if (at == 0)
+      lse[row * m.heads + head] = t.shares == W(0) ? t.largest : t.largest + logarithm(t.shares);
+    if (vectors == 0) continue; /* a head without elements still has a log-sum-exp */
     W sum[N] = {};
     for (int r = table.record[run]; r < table.record[run + 1]; ++r) {
       W weight = weight_of<T>(t, part_lse<T>(table, m, run, r, row, head));
@@ -111,8 +115,6 @@ __global__ void __launch_bounds__(HCP_THREADS)
     V result;
     for (int e = 0; e < N; ++e) result.at[e] = store<T>(sum[e]);
     reinterpret_cast<V *>(out + (row * m.heads + head) * m.head_dim)[at] = result;
-    if (at == 0)
-      lse[row * m.heads + head] = t.shares == W(0) ? t.largest : t.largest + logarithm(t.shares);
   }
 }
 
@@ -190,11 +192,11 @@ static hcp_status merge_all(const hcp_part *parts, const hcp_run *runs, int64_t 
   m.heads = heads;
   m.head_dim = head_dim;
   int more;
-  while (heads * head_dim > 0 && (more = launches.advance()) > 0) {
+  while ((more = launches.advance()) > 0) {
     for (int32_t p = 0; p < launches.parts; ++p) m.part[p] = parts[launches.part_of[p]];
     int64_t launch_rows = launches.table.row[launches.table.n] - launches.table.row[0];
     bool wide = vectors_fit<T>(m, launches.parts, out);
-    unsigned blocks = hcp_cuda_blocks(launch_rows * heads * (head_dim / (wide ? N : 1)));
+    unsigned blocks = hcp_cuda_blocks(launch_rows * heads * (head_dim / (wide ? N : 1) + 1));
     if (wide)
       merge_rows<T, N><<<blocks, HCP_THREADS, 0, stream>>>(launches.table, m, (T *)out, (W *)lse);
     else
@@ -202,7 +204,7 @@ static hcp_status merge_all(const hcp_part *parts, const hcp_run *runs, int64_t 
     hcp_status status = hcp_cuda_launched("merge", err);
     if (status != HCP_OK) return status;
   }
-  return heads * head_dim > 0 && more < 0 ? too_many_parts(launches, err) : HCP_OK;
+  return more < 0 ? too_many_parts(launches, err) : HCP_OK;
 }
 
 hcp_status hcp_cuda_merge(hcp_dtype dtype, const hcp_part *parts, const hcp_run *runs,

@@ -132,7 +132,7 @@ class Gradients:
 class DDPGradients:
     """DistributedDataParallel reduces during the last backward, and averages: hence "mean"."""
 
-    grad_reduce = "sum"
+    grad_reduce = "mean"
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self.model = model
