@@ -20,8 +20,8 @@ static hcp_status longest_time(const int64_t *lengths, const int32_t *least_degr
 }
 
 hcp_status hcp__bound(const int64_t *lengths, const int32_t *least_degrees, int32_t n,
-                      const hcp_limits *limits, const hcp_cost *cost, int64_t *work,
-                      int64_t *bound, hcp_error *err) {
+                      const hcp_limits *limits, const hcp_cost *cost, int64_t *work, int64_t *bound,
+                      hcp_error *err) {
   int64_t area = 0, total = 0, tokens = 0, longest, launches;
   if (n == 0) {
     *work = *bound = 0;
@@ -30,8 +30,7 @@ hcp_status hcp__bound(const int64_t *lengths, const int32_t *least_degrees, int3
   for (int32_t i = 0; i < n; i++) {
     int64_t alone, least;
     hcp_status status = hcp__cost_work(cost, lengths[i], 1, &alone, err);
-    if (status == HCP_OK)
-      status = hcp__cost_work(cost, lengths[i], least_degrees[i], &least, err);
+    if (status == HCP_OK) status = hcp__cost_work(cost, lengths[i], least_degrees[i], &least, err);
     if (status != HCP_OK) return status;
     total += alone; /* alone <= least */
     if (__builtin_add_overflow(area, least, &area))

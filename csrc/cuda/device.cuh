@@ -94,28 +94,28 @@ static inline bool aligned(const void *pointer, int64_t stride_bytes, int64_t by
 }
 
 /* Calls function.template operator()<T>() with the type of dtype. */
-#define HCP_CUDA_DISPATCH(dtype, ...)  \
-  switch (dtype) {                     \
-    case HCP_FLOAT64: {                \
-      using T = double;                \
-      __VA_ARGS__;                     \
-      break;                           \
-    }                                  \
-    case HCP_FLOAT32: {                \
-      using T = float;                 \
-      __VA_ARGS__;                     \
-      break;                           \
-    }                                  \
-    case HCP_BFLOAT16: {               \
-      using T = __nv_bfloat16;         \
-      __VA_ARGS__;                     \
-      break;                           \
-    }                                  \
-    case HCP_FLOAT16: {                \
-      using T = __half;                \
-      __VA_ARGS__;                     \
-      break;                           \
-    }                                  \
+#define HCP_CUDA_DISPATCH(dtype, ...) \
+  switch (dtype) {                    \
+    case HCP_FLOAT64: {               \
+      using T = double;               \
+      __VA_ARGS__;                    \
+      break;                          \
+    }                                 \
+    case HCP_FLOAT32: {               \
+      using T = float;                \
+      __VA_ARGS__;                    \
+      break;                          \
+    }                                 \
+    case HCP_BFLOAT16: {              \
+      using T = __nv_bfloat16;        \
+      __VA_ARGS__;                    \
+      break;                          \
+    }                                 \
+    case HCP_FLOAT16: {               \
+      using T = __half;               \
+      __VA_ARGS__;                    \
+      break;                          \
+    }                                 \
   }
 
 #endif

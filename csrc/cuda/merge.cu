@@ -153,8 +153,7 @@ __global__ void __launch_bounds__(HCP_THREADS)
     W common = g.grad_lse == NULL ? W(0) : ((const W *)g.grad_lse)[place];
     common -= dot(grad_out, (const T *)g.out + place * m.head_dim, m.head_dim, lane);
     for (int r = table.record[run]; r < table.record[run + 1]; ++r) {
-      int64_t part_place =
-          (table.part_row[r] + row - table.row[run]) * m.heads + head;
+      int64_t part_place = (table.part_row[r] + row - table.row[run]) * m.heads + head;
       W weight = weight_of<T>(t, part_lse<T>(table, m, run, r, row, head));
       T *part_grad = (T *)g.part[table.part[r]].out + part_place * m.head_dim;
       W part_grad_lse = 0;
@@ -176,8 +175,9 @@ static bool vectors_fit(const merged &m, int32_t parts, const void *out) {
   int64_t element_bytes = sizeof(T), row = m.head_dim * element_bytes;
   bool fit = aligned(out, row, 16);
   for (int32_t p = 0; p < parts; ++p)
-    fit = fit && aligned(m.part[p].out, (m.part[p].out_row_stride | m.part[p].out_head_stride) *
-                                            element_bytes, 16);
+    fit =
+        fit && aligned(m.part[p].out,
+                       (m.part[p].out_row_stride | m.part[p].out_head_stride) * element_bytes, 16);
   return fit;
 }
 

@@ -42,7 +42,8 @@ __global__ void __launch_bounds__(HCP_THREADS) copy_rows(const __grid_constant__
     int64_t source_row = table.source_row[s] + row - table.target_row[s];
     V value = {};
     if (table.source_row[s] >= 0)
-      value = reinterpret_cast<const V *>(column.source + source_row * column.source_stride)[vector];
+      value =
+          reinterpret_cast<const V *>(column.source + source_row * column.source_stride)[vector];
     reinterpret_cast<V *>(column.target + row * column.target_stride)[vector] = value;
   }
 }

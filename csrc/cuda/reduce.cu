@@ -14,7 +14,8 @@ struct summed_column {
 
 template <class T, int N>
 __global__ void __launch_bounds__(HCP_THREADS)
-    sum_rows(const __grid_constant__ run_table table, const __grid_constant__ summed_column column) {
+    sum_rows(const __grid_constant__ run_table table,
+             const __grid_constant__ summed_column column) {
   using wide = typename element<T>::wide;
   using V = vector<T, N>;
   int64_t items = table.rows() * column.vectors, step = (int64_t)gridDim.x * blockDim.x;

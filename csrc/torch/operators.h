@@ -29,7 +29,8 @@ Tensor pack(Tensors sources, Tensor segments, int64_t rows) {
   std::vector<hcp_column> columns = columns_of("sources", sources);
   Segments table = segments_of(segments, sources[0].size(0), rows);
   Tensor out = new_empty(sources[0], {rows, width_of(sources)});
-  Device(sources[0]).pack(columns.data(), count(columns), table.data, table.n, column_of("out", out));
+  Device(sources[0])
+      .pack(columns.data(), count(columns), table.data, table.n, column_of("out", out));
   return out;
 }
 
@@ -41,7 +42,8 @@ Tensors unpack(Tensor source, Tensor segments, Sizes widths, int64_t rows) {
   for (int64_t width : widths) outs.push_back(new_empty(source, {rows, width}));
   if (outs.empty()) return outs;
   std::vector<hcp_column> columns = columns_of("outs", outs);
-  Device(source).unpack(column_of("source", source), table.data, table.n, columns.data(), count(columns));
+  Device(source).unpack(column_of("source", source), table.data, table.n, columns.data(),
+                        count(columns));
   return outs;
 }
 
@@ -54,7 +56,7 @@ Tensors sum_columns(const Tensor &grad, const Sizes &widths, const std::vector<h
   for (const hcp_column &column : split_column("grad", grad, widths)) {
     outs.push_back(new_empty(grad, {rows, widths[outs.size()]}));
     Device(grad).reduce(dtype, &column, 1, runs.data(), static_cast<int64_t>(runs.size()), rows,
-                   column_of("grad_source", outs.back()));
+                        column_of("grad_source", outs.back()));
   }
   return outs;
 }
@@ -75,7 +77,7 @@ Tensor unpack_backward(Tensors grads, Tensor segments, int64_t rows) {
   std::vector<hcp_run> runs = adjoint_of(segments_of(segments, rows, grads[0].size(0)));
   Tensor out = new_empty(grads[0], {rows, width_of(grads)});
   Device(grads[0]).reduce(dtype, columns.data(), count(columns), runs.data(),
-                 static_cast<int64_t>(runs.size()), rows, column_of("grad_source", out));
+                          static_cast<int64_t>(runs.size()), rows, column_of("grad_source", out));
   return out;
 }
 
@@ -86,8 +88,8 @@ Tensor reduce(Tensors parts, Tensor runs, int64_t rows, int64_t columns) {
   Summands summands = summands_of(parts, columns);
   Runs table = runs_of(runs, summands.rows, rows);
   Tensor out = new_empty(parts[0], {rows, summands.width});
-  Device(parts[0]).reduce(summands.dtype, summands.columns.data(), summands.n_columns, table.data, table.n,
-                 rows, column_of("out", out));
+  Device(parts[0]).reduce(summands.dtype, summands.columns.data(), summands.n_columns, table.data,
+                          table.n, rows, column_of("out", out));
   return out;
 }
 
@@ -115,12 +117,12 @@ std::tuple<Tensor, Tensor> merge(Tensors outs, Tensors lses, Tensor runs, int64_
   Tensor out = new_empty(outs[0], {rows, parts.heads, parts.head_dim});
   Tensor lse = new_empty(lses[0], {rows, parts.heads});
   Device(outs[0]).merge(parts.dtype, parts.parts.data(), table.data, table.n, rows, parts.heads,
-                parts.head_dim, out.mutable_data_ptr(), lse.mutable_data_ptr());
+                        parts.head_dim, out.mutable_data_ptr(), lse.mutable_data_ptr());
   return {out, lse};
 }
 
-inline void expect_like(const char *name, const Tensor &tensor, const char *like_name, const Tensor &like,
-                 const Sizes &sizes) {
+inline void expect_like(const char *name, const Tensor &tensor, const char *like_name,
+                        const Tensor &like, const Sizes &sizes) {
   expect_sizes(name, tensor, sizes);
   expect_same_dtype(name, tensor, like_name, like);
   expect_same_device(name, tensor, like_name, like);
@@ -165,11 +167,11 @@ std::tuple<Tensors, Tensors> merge_backward(Tensors outs, Tensors lses, Tensor r
     grads.push_back({grad_outs[p].mutable_data_ptr(), grad_lses[p].mutable_data_ptr()});
   }
   Device(outs[0]).merge_backward(parts.dtype, parts.parts.data(), table.data, table.n, parts.heads,
-                         parts.head_dim, out.const_data_ptr(), lse.const_data_ptr(),
-                         grad_out.const_data_ptr(), grad_lse.const_data_ptr(), grads.data());
+                                 parts.head_dim, out.const_data_ptr(), lse.const_data_ptr(),
+                                 grad_out.const_data_ptr(), grad_lse.const_data_ptr(),
+                                 grads.data());
   return {grad_outs, grad_lses};
 }
-
 
 template <class Device>
 void implement(torch::stable::detail::StableLibrary &m) {

@@ -6,10 +6,10 @@ namespace hcp {
 struct Cpu {
   explicit Cpu(const Tensor &) {}
 
-#define KERNEL(name)                                 \
-  template <class... Arguments>                      \
-  void name(const Arguments &...arguments) const {   \
-    hcp_cpu_##name(arguments...);                    \
+#define KERNEL(name)                               \
+  template <class... Arguments>                    \
+  void name(const Arguments &...arguments) const { \
+    hcp_cpu_##name(arguments...);                  \
   }
   KERNEL(pack)
   KERNEL(unpack)

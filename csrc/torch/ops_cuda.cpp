@@ -18,8 +18,9 @@ static void *current_stream(int32_t device) {
   void *stream = nullptr;
   if (function == nullptr || function(device, &stream) != 0)
     refuse("this torch does not tell its CUDA stream: libtorch_cuda.so is ",
-           function ? "loaded and refused" : "not loaded, or lacks "
-                                             "aoti_torch_get_current_cuda_stream",
+           function ? "loaded and refused"
+                    : "not loaded, or lacks "
+                      "aoti_torch_get_current_cuda_stream",
            ", expected torch 2.10 or later with CUDA");
   return stream;
 }
@@ -28,12 +29,12 @@ struct Cuda {
   explicit Cuda(const Tensor &like)
       : guard_(like.get_device_index()), stream_(current_stream(like.get_device_index())) {}
 
-#define KERNEL(name)                                                       \
-  template <class... Arguments>                                            \
-  void name(const Arguments &...arguments) const {                         \
-    hcp_error error;                                                       \
-    if (hcp_cuda_##name(arguments..., stream_, &error) != HCP_OK)          \
-      throw std::runtime_error(error.message);                             \
+#define KERNEL(name)                                              \
+  template <class... Arguments>                                   \
+  void name(const Arguments &...arguments) const {                \
+    hcp_error error;                                              \
+    if (hcp_cuda_##name(arguments..., stream_, &error) != HCP_OK) \
+      throw std::runtime_error(error.message);                    \
   }
   KERNEL(pack)
   KERNEL(unpack)

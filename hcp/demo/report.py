@@ -43,9 +43,9 @@ class StepRecord:
     """Rows that the ranks computed beyond the batch's tokens."""
     micro_batches: int
     work: int
-    """The least rank-time that the batch needs at any degrees, in the cost model's unit."""
+    """Rank-time of the batch without context parallelism, in the cost model's unit."""
     bound: int
-    """No plan at any degrees is faster."""
+    """No plan is faster, whatever its degrees."""
     makespan: int
     """The busiest rank's time in the plan."""
     efficiency: float

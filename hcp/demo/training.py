@@ -263,9 +263,9 @@ def record(
     seconds: float,
 ) -> StepRecord:
     tokens = sum(plan.lengths)
-    # Both schedulers are measured against what the batch needs when degrees are free.
+    # Both schedulers are measured against the bound that holds when degrees are free.
     free = replace(trainer.config, sequence_packing_scheduler="dynamic_cp")
-    best = free.plan(plan.lengths, plan.ranks, trainer.cost)
+    bound = free.plan(plan.lengths, plan.ranks, trainer.cost).bound
     return StepRecord(
         iteration=iteration + 1,
         loss=update.loss,
@@ -275,10 +275,10 @@ def record(
         loss_tokens=int(step.loss_tokens or 0),
         padding_rows=update.rows - tokens,
         micro_batches=len(step),
-        work=best.work,
+        work=plan.work,
+        bound=bound,
         makespan=plan.makespan,
-        bound=best.bound,
-        efficiency=best.work / (plan.ranks * plan.makespan) if plan.makespan else 1.0,
+        efficiency=plan.efficiency,
         seconds=seconds,
     )
 

@@ -36,7 +36,7 @@ extern "C" {
   X(INFEASIBLE, "no plan keeps the limits")                \
   X(NO_MEMORY, "out of memory")                            \
   X(OVERFLOW, "a count or a cost does not fit in 63 bits") \
-  X(CALLBACK, "a callback reported failure")              \
+  X(CALLBACK, "a callback reported failure")               \
   X(DEVICE, "a device reported failure")
 
 typedef enum hcp_status {
