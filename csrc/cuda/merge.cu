@@ -1,7 +1,8 @@
 /* merge.cu - partial attention outputs merged by log-sum-exp, and the gradients.
  *
- * Forward: a thread merges one vector of one row and head in registers. Every
- * thread of a head reads the few log-sum-exps of its parts, from the cache.
+ * Forward: a thread merges one vector of one row and head in registers, several
+ * parts under way at once. Every thread of a head reads the few log-sum-exps of its
+ * parts, from the cache.
  * Backward: a warp takes one row and head, since two dot products over the head
  * are needed. */
 #include <math.h>
@@ -88,33 +89,124 @@ __device__ inline typename element<T>::wide weight_of(total<T> t, typename eleme
   return lse == -(W)INFINITY ? W(0) : share(lse, t.largest) / t.shares;
 }
 
+/* Parts whose loads a thread has under way at once. */
+enum { IN_FLIGHT = 4 };
+
+/* Where one part has the row that a block is at. */
+template <class T>
+struct part_row {
+  const T *out;
+  const typename element<T>::wide *lse;
+  int64_t out_head_stride, lse_head_stride;
+};
+
+/* One row and head at one vector. Each part is read once: what is summed so far
+ * is scaled down when a part with a larger log-sum-exp comes. */
+template <class T, int N>
+struct merged_vector {
+  using W = typename element<T>::wide;
+  using V = vector<T, N>;
+  W sum[N] = {};
+  W shares = 0;
+  W largest = -(W)INFINITY; /* NaN once any part has it */
+
+  __device__ void raise(W to) {
+    W scale = share(largest, to);
+    shares *= scale;
+#pragma unroll
+    for (int e = 0; e < N; ++e) sum[e] *= scale;
+    largest = to;
+  }
+
+  __device__ void add(W lse, const V &value) {
+    /* Not multiplied by zero: the output may hold NaN where nothing was attended. */
+    W its_share = lse == -(W)INFINITY ? W(0) : share(lse, largest);
+    if (its_share == W(0)) return;
+    shares += its_share;
+#pragma unroll
+    for (int e = 0; e < N; ++e) sum[e] += its_share * load(value.at[e]);
+  }
+
+  /* A part past the last is the last one again, with no say: loads without a
+   * branch between them are all under way together. */
+  __device__ void add_parts(const part_row<T> *parts, int first, int n, int64_t head, int64_t at) {
+    V value[IN_FLIGHT];
+    W lse[IN_FLIGHT], highest = largest;
+#pragma unroll
+    for (int k = 0; k < IN_FLIGHT; ++k) {
+      const part_row<T> &part = parts[first + k < n ? first + k : n - 1];
+      lse[k] = part.lse[head * part.lse_head_stride];
+      value[k] = reinterpret_cast<const V *>(part.out + head * part.out_head_stride)[at];
+    }
+#pragma unroll
+    for (int k = 0; k < IN_FLIGHT; ++k) {
+      if (first + k >= n) lse[k] = -(W)INFINITY;
+      if (!(lse[k] <= highest) && highest == highest) highest = lse[k]; /* takes NaN too */
+    }
+    if (highest != largest) raise(highest);
+#pragma unroll
+    for (int k = 0; k < IN_FLIGHT; ++k) add(lse[k], value[k]);
+  }
+};
+
+/* Addresses of a row's parts, worked out once for all threads of the block. */
+template <class T>
+__device__ inline int find_parts(const run_table &table, const merged &m, int64_t row,
+                                 part_row<T> *parts) {
+  int run = table.find(row), begin = table.record[run], n = table.record[run + 1] - begin;
+  __syncthreads(); /* nobody reads those of the row before */
+  for (int k = (int)threadIdx.x; k < n; k += (int)blockDim.x) {
+    const hcp_part &part = m.part[table.part[begin + k]];
+    parts[k] = {part_out<T>(table, m, run, begin + k, row, 0),
+                (const typename element<T>::wide *)part.lse +
+                    (table.part_row[begin + k] + row - table.row[run]) * part.lse_row_stride,
+                part.out_head_stride, part.lse_head_stride};
+  }
+  __syncthreads();
+  return n;
+}
+
+template <class T>
+__device__ inline total<T> total_of(const part_row<T> *parts, int n, int64_t head) {
+  merged_vector<T, 1> lse_only;
+  for (int k = 0; k < n; ++k) {
+    typename element<T>::wide lse = parts[k].lse[head * parts[k].lse_head_stride];
+    if (!(lse <= lse_only.largest) && lse_only.largest == lse_only.largest) lse_only.raise(lse);
+    lse_only.add(lse, {});
+  }
+  return {lse_only.largest, lse_only.shares};
+}
+
+/* A block takes a row at a time, a thread one vector of one head. */
 template <class T, int N>
 __global__ void __launch_bounds__(HCP_THREADS)
     merge_rows(const __grid_constant__ run_table table, const __grid_constant__ merged m, T *out,
                typename element<T>::wide *lse) {
   using W = typename element<T>::wide;
-  using V = vector<T, N>;
-  int64_t vectors = m.head_dim / N, threads = vectors > 0 ? vectors : 1;
-  int64_t items = table.rows() * m.heads * threads, step = (int64_t)gridDim.x * blockDim.x;
-  for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < items; i += step) {
-    int64_t at = i % threads, head = i / threads % m.heads;
-    int64_t row = table.first_row() + i / threads / m.heads;
-    int run = table.find(row);
-    total<T> t = total_of<T>(table, m, run, row, head);
-    if (at == 0)
-      lse[row * m.heads + head] = t.shares == W(0) ? t.largest : t.largest + logarithm(t.shares);
-    if (vectors == 0) continue; /* a head without elements still has a log-sum-exp */
-    W sum[N] = {};
-    for (int r = table.record[run]; r < table.record[run + 1]; ++r) {
-      W weight = weight_of<T>(t, part_lse<T>(table, m, run, r, row, head));
-      /* Not multiplied by zero: the output may hold NaN where nothing was attended. */
-      if (weight == W(0)) continue;
-      V value = reinterpret_cast<const V *>(part_out<T>(table, m, run, r, row, head))[at];
-      for (int e = 0; e < N; ++e) sum[e] += weight * load(value.at[e]);
+  __shared__ part_row<T> parts[run_table::RECORDS];
+  unsigned vectors = (unsigned)(m.head_dim / N), threads = vectors > 0 ? vectors : 1;
+  unsigned items = (unsigned)m.heads * threads;
+  for (int64_t r = blockIdx.x; r < table.rows(); r += gridDim.x) {
+    int64_t row = table.first_row() + r;
+    int n = find_parts(table, m, row, parts);
+    for (unsigned item = threadIdx.x; item < items; item += blockDim.x) {
+      unsigned head = item / threads, at = item % threads;
+      merged_vector<T, N> sum;
+      for (int first = 0; first < n && vectors > 0; first += IN_FLIGHT)
+        sum.add_parts(parts, first, n, head, at);
+      total<T> t = {sum.largest, sum.shares};
+      /* A head without elements still has a log-sum-exp. */
+      if (vectors == 0) t = total_of(parts, n, head);
+      bool none = t.largest == -(W)INFINITY, odd = t.largest != t.largest;
+      if (at == 0)
+        lse[row * m.heads + head] = none || odd ? t.largest : t.largest + logarithm(t.shares);
+      if (vectors == 0) continue;
+      W scale = odd ? t.largest : none ? W(0) : W(1) / t.shares;
+      vector<T, N> result;
+#pragma unroll
+      for (int e = 0; e < N; ++e) result.at[e] = store<T>(sum.sum[e] * scale);
+      reinterpret_cast<vector<T, N> *>(out + (row * m.heads + head) * m.head_dim)[at] = result;
     }
-    V result;
-    for (int e = 0; e < N; ++e) result.at[e] = store<T>(sum[e]);
-    reinterpret_cast<V *>(out + (row * m.heads + head) * m.head_dim)[at] = result;
   }
 }
 
@@ -196,11 +288,14 @@ static hcp_status merge_all(const hcp_part *parts, const hcp_run *runs, int64_t 
     for (int32_t p = 0; p < launches.parts; ++p) m.part[p] = parts[launches.part_of[p]];
     int64_t launch_rows = launches.table.row[launches.table.n] - launches.table.row[0];
     bool wide = vectors_fit<T>(m, launches.parts, out);
-    unsigned blocks = hcp_cuda_blocks(launch_rows * heads * (head_dim / (wide ? N : 1) + 1));
+    int64_t items = heads * (head_dim / (wide ? N : 1) + (head_dim == 0));
+    unsigned threads = (unsigned)(items < HCP_THREADS ? (items + 31) / 32 * 32 : HCP_THREADS);
+    unsigned blocks = hcp_cuda_blocks(launch_rows * HCP_THREADS);
+    if (items == 0) continue;
     if (wide)
-      merge_rows<T, N><<<blocks, HCP_THREADS, 0, stream>>>(launches.table, m, (T *)out, (W *)lse);
+      merge_rows<T, N><<<blocks, threads, 0, stream>>>(launches.table, m, (T *)out, (W *)lse);
     else
-      merge_rows<T, 1><<<blocks, HCP_THREADS, 0, stream>>>(launches.table, m, (T *)out, (W *)lse);
+      merge_rows<T, 1><<<blocks, threads, 0, stream>>>(launches.table, m, (T *)out, (W *)lse);
     hcp_status status = hcp_cuda_launched("merge", err);
     if (status != HCP_OK) return status;
   }

@@ -1,7 +1,8 @@
 /* pack.cu - rows gathered, several tensors side by side, and back.
  *
- * A thread moves one vector of one row of one column; neighbours in a warp move
- * neighbouring vectors, so that both sides are read and written in full lines. */
+ * A few threads, a warp for long rows, move one row of one column. Neighbours move
+ * neighbouring vectors, so that both sides are read and written in full lines, and
+ * each thread has several loads under way. */
 #include "device.cuh"
 
 struct copied_column {
@@ -17,6 +18,7 @@ struct copy_table {
   int64_t source_row[SEGMENTS];     /* -1: zeros */
   copied_column columns[HCP_CUDA_COLUMNS_MAX];
   int32_t n;
+  int32_t lane_bits;
 };
 
 static __device__ int segment_of(const copy_table &table, int64_t target_row) {
@@ -31,21 +33,41 @@ static __device__ int segment_of(const copy_table &table, int64_t target_row) {
   return low;
 }
 
+/* Loads that a thread has under way before it stores the first. */
+enum { IN_FLIGHT = 4 };
+
 template <class V>
 __global__ void __launch_bounds__(HCP_THREADS) copy_rows(const __grid_constant__ copy_table table) {
   const copied_column &column = table.columns[blockIdx.y];
-  int64_t first = table.target_row[0], rows = table.target_row[table.n] - first;
-  int64_t items = rows * column.vectors, step = (int64_t)gridDim.x * blockDim.x;
-  for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < items; i += step) {
-    int64_t row = first + i / column.vectors, vector = i % column.vectors;
+  int64_t first = table.target_row[0], end = table.target_row[table.n];
+  int lanes = 1 << table.lane_bits, lane = (int)threadIdx.x & (lanes - 1);
+  int64_t step = (int64_t)gridDim.x * (HCP_THREADS >> table.lane_bits);
+  int64_t row = first + (int64_t)blockIdx.x * (HCP_THREADS >> table.lane_bits) +
+                (threadIdx.x >> table.lane_bits);
+  for (; row < end; row += step) {
     int s = segment_of(table, row);
-    int64_t source_row = table.source_row[s] + row - table.target_row[s];
-    V value = {};
-    if (table.source_row[s] >= 0)
-      value =
-          reinterpret_cast<const V *>(column.source + source_row * column.source_stride)[vector];
-    reinterpret_cast<V *>(column.target + row * column.target_stride)[vector] = value;
+    bool zeros = table.source_row[s] < 0;
+    int64_t source_row = zeros ? 0 : table.source_row[s] + row - table.target_row[s];
+    const V *source =
+        reinterpret_cast<const V *>(column.source + source_row * column.source_stride);
+    V *target = reinterpret_cast<V *>(column.target + row * column.target_stride);
+    for (int64_t i = lane; i < column.vectors; i += IN_FLIGHT * lanes) {
+      V value[IN_FLIGHT] = {};
+#pragma unroll
+      for (int k = 0; k < IN_FLIGHT; ++k)
+        if (!zeros && i + k * lanes < column.vectors) value[k] = source[i + k * lanes];
+#pragma unroll
+      for (int k = 0; k < IN_FLIGHT; ++k)
+        if (i + k * lanes < column.vectors) target[i + k * lanes] = value[k];
+    }
   }
+}
+
+/* Threads of a row, as a power of two: a warp for long rows, fewer for short. */
+static int32_t lane_bits_of(int64_t vectors) {
+  int32_t bits = 0;
+  while (bits < 5 && (int64_t)IN_FLIGHT << bits < vectors) ++bits;
+  return bits;
 }
 
 /* The widest vector that every address and row of the columns allows. */
@@ -67,7 +89,8 @@ static hcp_status launch(copy_table *table, const int64_t *row_bytes, int32_t n_
     if (table->columns[c].vectors > most) most = table->columns[c].vectors;
   }
   if (rows * most == 0) return HCP_OK;
-  dim3 grid(hcp_cuda_blocks(rows * most), (unsigned)n_columns);
+  table->lane_bits = lane_bits_of(most);
+  dim3 grid(hcp_cuda_blocks(rows << table->lane_bits), (unsigned)n_columns);
   switch (bytes) {
     case 16:
       copy_rows<int4><<<grid, HCP_THREADS, 0, stream>>>(*table);

@@ -9,7 +9,7 @@
  * cache, and copied when it is queued: no table has to be allocated, uploaded
  * or kept. All of it stays well below the 32,764 bytes that parameters may have. */
 struct run_table {
-  enum { RUNS = 384, RECORDS = 768 };
+  enum { RUNS = 384, RECORDS = 512 };
   int64_t row[RUNS + 1];      /* first row of each run, in the result; then the end */
   int32_t record[RUNS + 1];   /* first record of each run                          */
   int64_t part_row[RECORDS];  /* of the run's first row                            */

@@ -1,0 +1,208 @@
+"""Kernels against the memory they move: pack, merge and reduce on one GPU.
+
+    python benchmarks/bench_kernels.py
+
+Each result is checked first. Contestants take turns in one run, over buffers that together are
+larger than the L2 cache, and are timed by CUDA events; the median of the rounds counts. Columns:
+
+    bytes     what the result needs read and written once, GB
+    TB/s      bytes / median time
+    of copy   that rate over the rate of a plain device copy of 1 GiB, timed in the same rounds:
+              the bound, 1.00, is memory that does nothing else
+    vs peer   the peer's median time over ours
+
+Peers: index_select and cat for pack; for merge the chain of pairwise corrections that ring
+attention implementations launch, restated here, each step eager or compiled; for reduce a chain of
+additions in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hcp import ops
+
+HEADS, KEY_HEADS, HEAD_DIM = 32, 8, 128
+PARTS = 8
+COPIES = 4  # sets of buffers, used in turn
+
+
+class Contest(NamedTuple):
+    name: str
+    bytes_moved: int
+    ours: list[Callable[[], object]]
+    peers: dict[str, list[Callable[[], object]]]
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.float32).to(dtype)
+
+
+def size_of(*tensors: Tensor) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+# ---- pack ----------------------------------------------------------------------------------------
+
+
+def pack_contest(rows: int, run: int) -> Contest:
+    """Keys and values of every other run of rows, side by side."""
+    segments = torch.tensor([(row, run) for row in range(0, 2 * rows, 2 * run)])
+    index = torch.cat([torch.arange(row, row + n) for row, n in segments.tolist()]).cuda()
+    ours, peers = [], []
+    for _ in range(COPIES):
+        columns = [randn(2 * rows, KEY_HEADS * HEAD_DIM) for _ in range(2)]
+
+        def by_hcp(columns: list[Tensor] = columns) -> Tensor:
+            return ops.pack(columns, segments, rows)
+
+        def by_index(columns: list[Tensor] = columns) -> Tensor:
+            return torch.cat([column.index_select(0, index) for column in columns], 1)
+
+        ours.append(by_hcp)
+        peers.append(by_index)
+    assert torch.equal(ours[0](), peers[0]())
+    moved = 2 * rows * 2 * KEY_HEADS * HEAD_DIM * 2
+    return Contest(f"pack, runs of {run}", moved, ours, {"index_select + cat": peers})
+
+
+# ---- merge ---------------------------------------------------------------------------------------
+
+
+def correct_lse(lse: Tensor, step: Tensor) -> Tensor:
+    high, low = torch.maximum(lse, step), torch.minimum(lse, step)
+    return high + torch.log1p(torch.exp(low - high))
+
+
+def correct_out(out: Tensor, step: Tensor, lse: Tensor, step_lse: Tensor) -> Tensor:
+    return out + step * torch.exp(step_lse - lse).unsqueeze(-1).to(step.dtype)
+
+
+def chain(
+    outs: list[Tensor],
+    lses: list[Tensor],
+    lse_step: Callable[[Tensor, Tensor], Tensor],
+    out_step: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+) -> Tensor:
+    """One correction of the log-sum-exp a part, then one of the output a part, in bfloat16."""
+    lse = lses[0].clone()
+    for step in lses[1:]:
+        lse = lse_step(lse, step)
+    out = torch.zeros_like(outs[0])
+    for step, step_lse in zip(outs, lses, strict=True):
+        out = out_step(out, step, lse, step_lse)
+    return out
+
+
+def merge_contest(rows: int) -> Contest:
+    runs = torch.tensor([(0, rows, part, 0) for part in range(PARTS)])
+    compiled = torch.compile(correct_lse), torch.compile(correct_out)
+    ours, eager, fused = [], [], []
+    for _ in range(COPIES):
+        outs = [randn(rows, HEADS, HEAD_DIM) for _ in range(PARTS)]
+        lses = [randn(rows, HEADS, dtype=torch.float32) for _ in range(PARTS)]
+        ours.append(lambda o=outs, e=lses: ops.merge(o, e, runs, rows))
+        eager.append(lambda o=outs, e=lses: chain(o, e, correct_lse, correct_out))
+        fused.append(lambda o=outs, e=lses: chain(o, e, *compiled))
+    weights = torch.stack(lses).double().softmax(0).unsqueeze(-1)
+    exact = (weights * torch.stack(outs).double()).sum(0)
+    error, chained = (float((x.double() - exact).abs().max()) for x in (ours[-1]()[0], eager[-1]()))
+    print(f"merge: largest error {error:.1e}, of the bfloat16 chain {chained:.1e}")
+    assert error <= chained
+    moved = size_of(*outs, *lses) + size_of(outs[0], lses[0])
+    return Contest(
+        f"merge of {PARTS}", moved, ours, {"chain, eager": eager, "chain, compiled": fused}
+    )
+
+
+# ---- reduce --------------------------------------------------------------------------------------
+
+
+def reduce_contest(rows: int) -> Contest:
+    runs = torch.tensor([(0, rows, part, 0) for part in range(PARTS)])
+    ours, peers = [], []
+    for _ in range(COPIES):
+        parts = [randn(rows, KEY_HEADS * HEAD_DIM) for _ in range(2 * PARTS)]
+
+        def by_hcp(parts: list[Tensor] = parts) -> Tensor:
+            return ops.reduce(parts, runs, rows, columns=2)
+
+        def by_chain(parts: list[Tensor] = parts) -> Tensor:
+            columns = []
+            for column in (parts[::2], parts[1::2]):
+                total = column[0].float()
+                for part in column[1:]:
+                    total += part
+                columns.append(total.to(part.dtype))
+            return torch.cat(columns, 1)
+
+        ours.append(by_hcp)
+        peers.append(by_chain)
+    torch.testing.assert_close(ours[0](), peers[0]())
+    moved = size_of(*parts) + size_of(*parts[:2])
+    return Contest(f"reduce of {PARTS}", moved, ours, {"float32 chain": peers})
+
+
+# ---- timing --------------------------------------------------------------------------------------
+
+
+def time_once(calls: list[Callable[[], object]], turn: int) -> float:
+    """Seconds of one call, over the buffers whose turn it is."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(200_000)  # the launches are queued before the work begins
+    start.record()
+    calls[turn % len(calls)]()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def medians(contestants: list[list[Callable[[], object]]], rounds: int) -> list[float]:
+    times: list[list[float]] = [[] for _ in contestants]
+    for turn in range(-3, rounds):
+        for calls, own in zip(contestants, times, strict=True):
+            seconds = time_once(calls, turn)
+            if turn >= 0:
+                own.append(seconds)
+    return [statistics.median(own) for own in times]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rows", type=int, default=32_768, help="rows of each result")
+    parser.add_argument("--rounds", type=int, default=30)
+    args = parser.parse_args()
+    source, target = torch.empty(2, 2**30, dtype=torch.uint8, device="cuda")
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}, "
+        f"Python {platform.python_version()}; {args.rows} rows, {args.rounds} rounds, bfloat16"
+    )
+    contests = [
+        *(pack_contest(args.rows, run) for run in (16, 256, 4096)),
+        merge_contest(args.rows),
+        reduce_contest(args.rows),
+    ]
+    print(f"{'':20} {'GB':>6} {'TB/s':>6} {'of copy':>8}  vs peer")
+    for contest in contests:
+        copy, own, *others = medians(
+            [[lambda: target.copy_(source)], contest.ours, *contest.peers.values()], args.rounds
+        )
+        rate = contest.bytes_moved / own
+        versus = ", ".join(
+            f"{other / own:.2f}x {name}" for name, other in zip(contest.peers, others, strict=True)
+        )
+        print(
+            f"{contest.name:20} {contest.bytes_moved / 1e9:6.2f} {rate / 1e12:6.2f} "
+            f"{rate / (2 * 2**30 / copy):8.2f}  {versus}"
+        )
+
+
+if __name__ == "__main__":
+    main()
