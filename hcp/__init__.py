@@ -5,6 +5,7 @@ groups  -> rebind -> evaluate -> restore
 """
 
 from hcp.config import Config, add_arguments
+from hcp.derived import register_derived
 from hcp.dispatch import LocalBatch, Step, dispatch, gather_lengths
 from hcp.errors import HcpError
 from hcp.groups import ProcessGroups, build_process_groups
@@ -12,7 +13,8 @@ from hcp.handler import COMM_TYPES, ContextParallelHandler
 from hcp.layout import Layout, Span
 from hcp.loopback import loopback
 from hcp.plan import CostModel, Group, Plan, plan
-from hcp.rebind import eval_cp_context, find_slots
+from hcp.rebind import Audit, audit, eval_cp_context, find_slots, rebind
+from hcp.rules import register_rebind
 
 __all__ = [
     "COMM_TYPES",

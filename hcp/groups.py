@@ -68,6 +68,7 @@ class ProcessGroups:
         grid: Grid | None,
         creator: _Creator,
         source: object = None,
+        hierarchy: tuple[dist.ProcessGroup, ...] = (),
     ) -> None:
         """Made by `build_process_groups`, `with_context_parallel` and `from_existing`."""
         self._groups = dict(groups)
@@ -75,6 +76,7 @@ class ProcessGroups:
         self._grid = grid
         self._creator = creator
         self._source = source
+        self._hierarchy = hierarchy
         self.transport = transport
 
     @classmethod
@@ -127,6 +129,12 @@ class ProcessGroups:
     def roles(self) -> tuple[str, ...]:
         """The roles that are present."""
         return tuple(self._groups)
+
+    @property
+    def hierarchy(self) -> tuple[dist.ProcessGroup, ...]:
+        """The hierarchical CP groups of this rank, one per level, the innermost first; often
+        none."""
+        return self._hierarchy
 
     @property
     def grid(self) -> Grid:
