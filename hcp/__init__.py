@@ -18,6 +18,7 @@ from hcp.rules import register_rebind
 
 __all__ = [
     "COMM_TYPES",
+    "Audit",
     "Config",
     "ContextParallelHandler",
     "CostModel",
@@ -30,6 +31,7 @@ __all__ = [
     "Span",
     "Step",
     "add_arguments",
+    "audit",
     "build_process_groups",
     "dispatch",
     "eval_cp_context",
@@ -37,6 +39,9 @@ __all__ = [
     "gather_lengths",
     "loopback",
     "plan",
+    "rebind",
+    "register_derived",
+    "register_rebind",
 ]
 
 __version__ = "0.1.0"

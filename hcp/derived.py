@@ -1,4 +1,4 @@
-"""What a trainer derives from a group and keeps: sizes, ranks and flags under well-known names, and caches.
+"""What a trainer derives from a group and keeps: sizes, ranks, flags under known names, and caches.
 
 None of it can be found by identity. A place is a slot when its name is in DERIVED and it holds
 exactly what the training layout would give; then it is to hold what the eval layout gives.

@@ -16,8 +16,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from hcp._core import Rebinding, SlotTable
 from hcp.errors import HcpError
 from hcp.exchange import Transport

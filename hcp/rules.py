@@ -1,6 +1,6 @@
 """Rules for classes whose state neither identity nor a name gives away.
 
-    hcp.register_rebind(Mixer, attributes=lambda mixer, pgs: {"heads_here": mixer.heads // pgs.size("cp")})
+    hcp.register_rebind(Mixer, attributes=lambda mixer, pgs: {"share": mixer.n // pgs.size("cp")})
     hcp.register_rebind(Sharder, rebuild=True)
     hcp.register_rebind(Attention, method="set_context_parallel_group", arguments=...)
 
@@ -139,7 +139,7 @@ def _te_arguments(attention: Any, pgs: ProcessGroups) -> tuple[Any, ...]:
         group = list(levels)
     stream = getattr(attention, "cp_stream", None)
     if stream is None and torch.cuda.is_available():
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     return group, pgs.ranks("cp"), stream, comm_type
 
 

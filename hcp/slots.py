@@ -8,9 +8,8 @@ import re
 import sys
 import sysconfig
 import types
-import weakref
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -64,6 +63,7 @@ class Twins:
 
     def __init__(self, train: ProcessGroups, evaluation: ProcessGroups) -> None:
         self.train, self.evaluation = train, evaluation
+        self.kept: dict[Any, Any] = {}
         self._by_id: dict[int, dict[str, Any]] = {}
         self.differing = [
             role
@@ -94,7 +94,7 @@ class Twins:
         """Any objects for any others: nothing is derived, and nothing has a role."""
         self = cls.__new__(cls)
         self._by_id = {id(old): {f"group {i}": new} for i, (old, new) in enumerate(mapping.items())}
-        self._kept = dict(mapping)
+        self.kept = dict(mapping)
         self.differing = [f"group {i}" for i in range(len(mapping))]
         self.eval_only, self.closed = set(), set()
         self.ranks, self._derived = {}, {}
@@ -105,7 +105,7 @@ class Twins:
         return self._by_id.get(id(value))
 
     def choose(self, roles: Mapping[str, Any], name: object, path: str) -> tuple[str, Any]:
-        """The role and twin of a slot. One object in several roles is told apart by the slot's name."""
+        """The role and twin of a slot. The slot's name decides for one object in several roles."""
         role = derived.role_of_name(name) if isinstance(name, str) else None
         if role not in roles or role is None:
             twins = {id(twin) for twin in roles.values()}
@@ -154,8 +154,8 @@ def _derived_pairs(
 
 def _ambiguous(path: str, roles: Sequence[str]) -> str:
     return (
-        f"{path} holds the group {roles[0]!r}: in train_pgs {' and '.join(map(repr, roles))} are the "
-        "same object, eval_pgs has different ones for them, and the name of the slot says none of "
+        f"{path} holds the group {roles[0]!r}: in train_pgs {' and '.join(map(repr, roles))} are "
+        "the same object, eval_pgs has different ones for them, and the name of the slot says none of "
         "them; give each role of train_pgs a group of its own, as build_process_groups does, or "
         f"name the slot {roles[0]}_group"
     )
@@ -227,7 +227,7 @@ class _SwitchedByMethod:
 # ---- what is not looked into ---------------------------------------------------------------------
 
 Exclude = Sequence[Any]
-"""Paths ("vision_model", "model.layers[0]", "*.vision"), objects, or classes that stay as they are."""
+"""What stays as it is: paths ("vision_model", "model.layers[0]", "*.vision"), objects, classes."""
 
 
 class _Excluded:
@@ -498,8 +498,8 @@ class Walk:
             if role is not None:
                 self._find(
                     path,
-                    f"is another group of the same ranks as {role!r} of train_pgs: exclude it if it "
-                    "is meant to stay",
+                    f"is another group of the same ranks as {role!r} of train_pgs: exclude it if "
+                    "it is meant to stay",
                 )
 
     def _find(self, path: str, reason: str) -> None:
@@ -586,7 +586,7 @@ def _is_te_attention(holder: Any) -> bool:
 
 
 def _is_of(holder: Any, train: ProcessGroups) -> bool:
-    """Whether the object uses the training layout: it holds its group, a list of them, or none yet."""
+    """Whether the object uses the training layout: it holds its group, its levels, or none yet."""
     group = getattr(holder, "cp_group", None)
     if isinstance(group, (list, tuple)):
         return list(map(id, group)) == list(map(id, train.hierarchy))

@@ -549,7 +549,8 @@ def test_the_table_is_made_once_and_again_when_the_structure_changes(layouts, mo
     with hcp.eval_cp_context(model, *layouts):
         expected = hcp.slots.places(model, "model")
         assert all(value is not train.cp and value is not train for *_, value, _ in expected)
-        assert train.cp not in model.items and train.cp not in model.bag
+        assert train.cp not in model.items
+        assert train.cp not in model.bag
     assert len(walks) == 2
     with hcp.eval_cp_context(model, *layouts):
         pass

@@ -2,7 +2,8 @@
 #include "glue.h"
 
 typedef struct table_object {
-  PyObject_HEAD hcp_table *table;
+  PyObject_HEAD
+  hcp_table *table;
 } table_object;
 
 static void table_dealloc(PyObject *self) {
