@@ -28,6 +28,7 @@ import subprocess
 import time
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -117,6 +118,11 @@ def measure(modules: int, rounds: int, train: hcp.ProcessGroups, other: hcp.Proc
                 attributes[name] = group
         return held
 
+    peers = (
+        ("walk", partial(walk_every_module, model)),
+        ("setattr", set_attributes),
+        ("dict", set_items),
+    )
     rebinding = Rebinding()
     context = hcp.eval_cp_context(model, train, other)
     with context:  # the kept table
@@ -130,13 +136,8 @@ def measure(modules: int, rounds: int, train: hcp.ProcessGroups, other: hcp.Proc
         times["entry"].append(timed(context.__enter__))
         check(model, other, "entry")
         context.__exit__(None, None, None)
-        for name, way in (("walk", walk_every_module), ("setattr", None), ("dict", None)):
-            switch = {
-                "walk": lambda p: way(model, p),
-                "setattr": set_attributes,
-                "dict": set_items,
-            }[name]
-            times[name].append(timed(lambda: switch(other)))
+        for name, switch in peers:
+            times[name].append(timed(partial(switch, other)))
             check(model, other, name)
             switch(train)
             check(model, train, name)

@@ -8,6 +8,7 @@ from hcp.config import Config, add_arguments
 from hcp.derived import register_derived
 from hcp.dispatch import LocalBatch, Step, dispatch, gather_lengths
 from hcp.errors import HcpError
+from hcp.evaluation import EvalBatch, EvalPlan, Metric, Metrics
 from hcp.groups import ProcessGroups, build_process_groups
 from hcp.handler import COMM_TYPES, ContextParallelHandler
 from hcp.layout import Layout, Span
@@ -22,10 +23,14 @@ __all__ = [
     "Config",
     "ContextParallelHandler",
     "CostModel",
+    "EvalBatch",
+    "EvalPlan",
     "Group",
     "HcpError",
     "Layout",
     "LocalBatch",
+    "Metric",
+    "Metrics",
     "Plan",
     "ProcessGroups",
     "Span",

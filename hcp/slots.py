@@ -155,8 +155,8 @@ def _derived_pairs(
 def _ambiguous(path: str, roles: Sequence[str]) -> str:
     return (
         f"{path} holds the group {roles[0]!r}: in train_pgs {' and '.join(map(repr, roles))} are "
-        "the same object, eval_pgs has different ones for them, and the name of the slot says none of "
-        "them; give each role of train_pgs a group of its own, as build_process_groups does, or "
+        "the same object, eval_pgs has different ones for them, and the name of the slot says none "
+        "of them; give each role of train_pgs a group of its own, as build_process_groups does, or "
         f"name the slot {roles[0]}_group"
     )
 
