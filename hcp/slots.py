@@ -459,7 +459,8 @@ class Walk:
         if not derived.holds_derived(value, now, what):
             return False
         made = type(value)(new) if what == derived.RANKS else new
-        if made != value and kind != "fixed":
+        # A rank that happens to keep its place has the slot as well: all ranks find the same.
+        if role in self._twins.differing and kind != "fixed":
             self.slots.append(Slot(path, f"{role} {what}", *_writer(kind, owner, key), made))
         return True
 
