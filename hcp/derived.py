@@ -56,6 +56,13 @@ CP_FREE = {
 }
 """Names that look derived from a CP group and do not depend on the layout."""
 
+CP_FREE_FIELDS = (
+    *("ep", "expt_tp", "tp_ep", "tp_ep_pp", "expt_dp", "intra_expt_dp", "embd", "pos_embd"),
+    *("intra_dp_cp", "intra_dist_opt", "inter_dist_opt"),
+)
+"""Fields of a trainer's collection whose groups are the same in every layout: the expert grid of
+Megatron has no CP in it, and what the optimizer shards over spans dp_cp."""
+
 CACHE_TENSORS = ("cos_cached", "sin_cached", "cos_sin_cached", "freqs_cached", "emb_cached")
 CACHE_LENGTHS = ("max_seq_len_cached", "seq_len_cached")
 CACHE_TRAITS = ("offset_cached", "dtype_cached", "packed_seq_cached", "mscale_cached")

@@ -86,6 +86,7 @@ class Twins:
         if train.source is not None and evaluation.source is None:
             # Its own attributes are the slots: nothing of the trainer's kind could replace it.
             self.closed.discard(id(train.source))
+        self.known = {id(group) for group in _free_groups(train.source)}
         self.ranks = {role: train.ranks(role) for role in self.differing}
         self._derived = _derived_pairs(train, evaluation)
 
@@ -96,7 +97,7 @@ class Twins:
         self._by_id = {id(old): {f"group {i}": new} for i, (old, new) in enumerate(mapping.items())}
         self.kept = dict(mapping)
         self.differing = [f"group {i}" for i in range(len(mapping))]
-        self.eval_only, self.closed = set(), set()
+        self.eval_only, self.closed, self.known = set(), set(), set()
         self.ranks, self._derived = {}, {}
         return self
 
@@ -136,6 +137,13 @@ class Twins:
         train, evaluation = self.train.hierarchy, self.evaluation.hierarchy
         for i, level in enumerate(train):
             self._add(f"hcp[{i}]", level, evaluation[i] if i < len(evaluation) else None)
+
+
+def _free_groups(source: object) -> Iterator[object]:
+    fields = source if isinstance(source, Mapping) else getattr(source, "__dict__", {})
+    for name in derived.CP_FREE_FIELDS:
+        if name in fields:
+            yield fields[name]
 
 
 def _derived_pairs(
@@ -485,7 +493,7 @@ class Walk:
 
     def _stranger(self, group: dist.ProcessGroup, path: str, name: object) -> None:
         """A group of neither layout: does it look like one that changes?"""
-        if not self._twins.ranks:
+        if not self._twins.ranks or id(group) in self._twins.known:
             return
         if isinstance(name, str) and derived.role_of_name(name) in self._twins.differing:
             self._find(
@@ -675,6 +683,8 @@ def _is_wrapper(module: torch.nn.Module) -> bool:
     `fully_shard` makes a class of torch's on top of the user's: the user's attributes count then.
     """
     classes = type(module).__mro__[: type(module).__mro__.index(torch.nn.Module)]
+    if not classes:
+        return False
     if classes[0].__module__.startswith(_KEEPERS):
         return True
     return not classes[0].__module__.startswith("torch.nn.modules.") and all(

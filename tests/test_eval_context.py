@@ -252,6 +252,8 @@ def sharded_by_fsdp2(rank, size):
                     assert model.layers[0].cp_group is evaluation.cp
                     inside = trainer.evaluate(model, samples, 1).mean
                 assert abs(inside / outside - 1) < 1e-12
+        for module in (*model.layers, model):
+            module.reshard()
         results.append([p.to_local().clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -295,9 +297,11 @@ class Sized(nn.Module):
 
 
 def compiled(rank, size):
+    from torch._dynamo.testing import CompileCounter
+
     train = hcp.build_process_groups()
     evaluation = train.with_context_parallel(2)
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = CompileCounter()
     model = torch.compile(Sized(train), backend=counter)
     x = torch.ones(2, 4)
     counts = []
