@@ -4,6 +4,7 @@ lengths -> plan -> layout -> dispatch -> attention -> combine -> loss
 groups  -> rebind -> evaluate -> restore
 """
 
+from hcp.choose import EvalChoice, choose_eval_context_parallel
 from hcp.config import Config, add_arguments
 from hcp.derived import register_derived
 from hcp.dispatch import LocalBatch, Step, dispatch, gather_lengths
@@ -24,6 +25,7 @@ __all__ = [
     "ContextParallelHandler",
     "CostModel",
     "EvalBatch",
+    "EvalChoice",
     "EvalPlan",
     "Group",
     "HcpError",
@@ -38,6 +40,7 @@ __all__ = [
     "add_arguments",
     "audit",
     "build_process_groups",
+    "choose_eval_context_parallel",
     "dispatch",
     "eval_cp_context",
     "find_slots",

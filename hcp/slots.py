@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from hcp import derived, rules
 from hcp._core import Structure
@@ -400,6 +401,8 @@ class Walk:
             return self._replace_items(value, path, name)
         elif isinstance(value, dist.ProcessGroup):
             self._stranger(value, path, name)
+        elif isinstance(value, DeviceMesh):
+            self._mesh(value, path)
         else:
             self._reach(value, path)
         return "", value
@@ -510,6 +513,13 @@ class Walk:
                     f"is another group of the same ranks as {role!r} of train_pgs: exclude it if "
                     "it is meant to stay",
                 )
+
+    def _mesh(self, mesh: DeviceMesh, path: str) -> None:
+        for name in mesh.mesh_dim_names or ():
+            roles = self._twins.get(mesh.get_group(name)) or {}
+            if any(role in self._twins.differing for role in roles):
+                self._find(path, f"is a DeviceMesh, which goes on handing out its group {name!r}")
+                return
 
     def _find(self, path: str, reason: str) -> None:
         self.findings.append(Finding(path, reason))
