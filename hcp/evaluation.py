@@ -251,7 +251,7 @@ class _Seen:
         for i in indices:
             self.count += 1
             self.total = (self.total + i) & self._MASK
-            self.mixed = (self.mixed + (i + 1) ** 3 * 0x9E3779B97F4A7C15) & self._MASK
+            self.mixed = (self.mixed + _mixed(i)) & self._MASK
 
     def merge(self, other: _Seen) -> None:
         self.count += other.count
@@ -267,6 +267,14 @@ class _Seen:
     @classmethod
     def from_bytes(cls, data: bytes) -> _Seen:
         return cls(*struct.unpack("<3Q", data))
+
+
+def _mixed(i: int) -> int:
+    """64 bits that look random: the finalizer of splitmix64 (Steele, Lea, Flood 2014)."""
+    x = (i + 1) * 0x9E3779B97F4A7C15 & _Seen._MASK
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _Seen._MASK
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & _Seen._MASK
+    return x ^ x >> 31
 
 
 # ---- loading -------------------------------------------------------------------------------------

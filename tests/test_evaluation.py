@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from ranks import run_ranks
 
@@ -64,6 +64,8 @@ def test_every_sample_has_weight_one_exactly_once_in_equally_many_micro_batches(
 
 
 @given(st.lists(st.integers(0, 1000), max_size=30), st.lists(st.integers(0, 1000), max_size=30))
+@example([0, 3], [1, 2])
+@example([0, 4, 5], [1, 2, 6])
 def test_two_different_choices_of_samples_are_told_apart(a, b):
     one, other = hcp.evaluation._Seen(), hcp.evaluation._Seen()
     one.add(a)
