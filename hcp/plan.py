@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from hcp import _core
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,7 @@ class CostModel:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not isinstance(value, int) or value < 0:
+            if type(value) is not int or value < 0:
                 raise ValueError(f"cost.{field.name} is {value!r}, expected an integer >= 0")
 
     @classmethod
@@ -125,7 +128,7 @@ class Plan:
 
     @property
     def work(self) -> int:
-        """The least rank-time that all sequences need together."""
+        """The rank-time that all sequences need together, each on one rank."""
         return self.core.work
 
     @property
@@ -215,7 +218,7 @@ def _prices(cost: CostModel) -> dict[str, int]:
 
 
 def plan(
-    lengths: Sequence[int],
+    lengths: Sequence[int] | Tensor,
     *,
     ranks: int,
     max_tokens_per_rank: int,
@@ -225,7 +228,8 @@ def plan(
 ) -> Plan:
     """Assign sequences to ranks: packing, CP degree and placement of each.
 
-    ``lengths``: tokens of each sequence, each >= 1; may be empty. ``ranks``: size of the domain.
+    ``lengths``: tokens of each sequence, each >= 1, as integers or a tensor; may be empty.
+    ``ranks``: size of the domain.
     ``max_tokens_per_rank``: rows that one rank may hold in one micro-batch, never exceeded.
     ``min_degree`` to ``max_degree`` (default: ``ranks``): allowed CP degrees, any integers; equal
     ones give static CP. Pure: the same arguments give the same plan, bit for bit, on every rank.
@@ -235,7 +239,7 @@ def plan(
     """
     return Plan(
         _core.create_plan(
-            lengths,
+            lengths.tolist() if hasattr(lengths, "tolist") else lengths,
             ranks,
             max_tokens_per_rank,
             min_degree,

@@ -20,17 +20,19 @@ static hcp_status longest_time(const int64_t *lengths, const int32_t *least_degr
 }
 
 hcp_status hcp__bound(const int64_t *lengths, const int32_t *least_degrees, int32_t n,
-                      const hcp_limits *limits, const hcp_cost *cost, int64_t *work,
-                      int64_t *bound, hcp_error *err) {
-  int64_t area = 0, tokens = 0, longest, launches;
+                      const hcp_limits *limits, const hcp_cost *cost, int64_t *work, int64_t *bound,
+                      hcp_error *err) {
+  int64_t area = 0, total = 0, tokens = 0, longest, launches;
   if (n == 0) {
     *work = *bound = 0;
     return HCP_OK;
   }
   for (int32_t i = 0; i < n; i++) {
-    int64_t least;
-    hcp_status status = hcp__cost_work(cost, lengths[i], least_degrees[i], &least, err);
+    int64_t alone, least;
+    hcp_status status = hcp__cost_work(cost, lengths[i], 1, &alone, err);
+    if (status == HCP_OK) status = hcp__cost_work(cost, lengths[i], least_degrees[i], &least, err);
     if (status != HCP_OK) return status;
+    total += alone; /* alone <= least */
     if (__builtin_add_overflow(area, least, &area))
       return hcp__fail(err, HCP_OVERFLOW, "the cost of all sequences exceeds 63 bits");
     tokens += lengths[i]; /* n * HCP__LENGTH_MAX does not fit, but their costs would not either */
@@ -45,7 +47,7 @@ hcp_status hcp__bound(const int64_t *lengths, const int32_t *least_degrees, int3
       __builtin_add_overflow(longest, cost->launch, &longest))
     return hcp__fail(err, HCP_OVERFLOW, "the cost of all sequences exceeds 63 bits");
   int64_t mean = launch_area / ranks + (launch_area % ranks != 0);
-  *work = area;
+  *work = total;
   *bound = mean > longest ? mean : longest;
   return HCP_OK;
 }

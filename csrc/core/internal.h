@@ -19,11 +19,11 @@ hcp_status hcp__fail(hcp_error *err, hcp_status status, const char *format, ...)
 hcp_status hcp__cost_work(const hcp_cost *cost, int64_t length, int32_t degree, int64_t *work,
                           hcp_error *err);
 
-/* The least rank-time that the sequences need, and a time that no plan beats.
+/* The rank-time of all sequences at degree 1, and a time that no plan beats.
  * least_degrees[i] is the smallest degree that may hold sequence i. */
 hcp_status hcp__bound(const int64_t *lengths, const int32_t *least_degrees, int32_t n,
-                      const hcp_limits *limits, const hcp_cost *cost, int64_t *work,
-                      int64_t *bound, hcp_error *err);
+                      const hcp_limits *limits, const hcp_cost *cost, int64_t *work, int64_t *bound,
+                      hcp_error *err);
 
 /* ---- plan.c ---- */
 
@@ -106,7 +106,6 @@ void hcp__sort_by(hcp__lists *lists, int32_t section, int32_t word);
  * wherever one begins or ends, then sorted by row and part. */
 void hcp__align_runs(hcp__lists *lists, int32_t section);
 /* One block of the first n sections, or HCP_NO_MEMORY after a failed append. */
-hcp_status hcp__table_create(const hcp__lists *lists, int32_t n, hcp_table **table,
-                             hcp_error *err);
+hcp_status hcp__table_create(const hcp__lists *lists, int32_t n, hcp_table **table, hcp_error *err);
 
 #endif

@@ -65,11 +65,12 @@ static hcp_status check_lengths(const int64_t *lengths, int32_t n, const hcp_lim
     least_degrees[i] = hcp__least_degree(lengths[i], limits);
     if (least_degrees[i] == 0)
       return hcp__fail(err, HCP_INFEASIBLE,
-                       "lengths[%d] is %lld, but %d ranks (max_degree) of %lld tokens "
-                       "(max_tokens_per_rank) hold at most %lld: raise either, or split the sequence",
+                       "lengths[%d] is %lld: the fullest of %d ranks (max_degree) would hold %lld "
+                       "rows, expected <= %lld (max_tokens_per_rank); raise either, or split the "
+                       "sequence",
                        i, (long long)lengths[i], limits->max_degree,
-                       (long long)limits->max_tokens_per_rank,
-                       (long long)limits->max_tokens_per_rank * limits->max_degree);
+                       (long long)hcp_rows_max(lengths[i], limits->max_degree),
+                       (long long)limits->max_tokens_per_rank);
   }
   return HCP_OK;
 }
@@ -84,15 +85,16 @@ static hcp_status check_group(const hcp_group *group, int32_t g, const int64_t *
     return hcp__fail(err, HCP_INVALID,
                      "groups[%d] has ranks %d to %d, expected them within 0 to %d", g,
                      group->first_rank, group->first_rank + group->degree - 1, limits->ranks - 1);
-  if (group->sequences < 1 || group->first_sequence < 0 || group->first_sequence > n - group->sequences)
+  if (group->sequences < 1 || group->first_sequence < 0 ||
+      group->first_sequence > n - group->sequences)
     return hcp__fail(err, HCP_INVALID, "groups[%d] has %d sequences, expected 1 to %d", g,
                      group->sequences, n);
   int64_t rows = 0;
   for (int32_t s = 0; s < group->sequences; s++) {
     int32_t sequence = sequences[group->first_sequence + s];
     if (sequence < 0 || sequence >= n)
-      return hcp__fail(err, HCP_INVALID, "groups[%d] has sequence %d, expected 0 to %d", g, sequence,
-                       n - 1);
+      return hcp__fail(err, HCP_INVALID, "groups[%d] has sequence %d, expected 0 to %d", g,
+                       sequence, n - 1);
     if (seen[sequence])
       return hcp__fail(err, HCP_INVALID, "groups[%d] has sequence %d, which is there already", g,
                        sequence);
@@ -114,26 +116,28 @@ static hcp_status check_draft(const hcp__draft *draft, const int64_t *lengths, i
     const hcp_micro_batch *batch = &draft->micro_batches[m];
     if (batch->first_group != next_group || batch->groups < 1 ||
         batch->groups > draft->group_count - next_group)
-      return hcp__fail(err, HCP_INVALID, "micro_batches[%d] has %d groups from %d, expected >= 1 from %d",
-                       m, batch->groups, batch->first_group, next_group);
+      return hcp__fail(err, HCP_INVALID,
+                       "micro_batches[%d] has %d groups from %d, expected >= 1 from %d", m,
+                       batch->groups, batch->first_group, next_group);
     int32_t free_rank = 0;
     for (int32_t g = next_group; g < next_group + batch->groups; g++) {
       const hcp_group *group = &draft->groups[g];
-      hcp_status status =
-          check_group(group, g, lengths, n, limits, draft->sequences, seen, err);
+      hcp_status status = check_group(group, g, lengths, n, limits, draft->sequences, seen, err);
       if (status != HCP_OK) return status;
       if (group->first_rank < free_rank)
-        return hcp__fail(err, HCP_INVALID,
-                         "groups[%d] starts at rank %d of micro-batch %d, expected >= %d: groups of a "
-                         "micro-batch are disjoint and ascend",
-                         g, group->first_rank, m, free_rank);
+        return hcp__fail(
+            err, HCP_INVALID,
+            "groups[%d] starts at rank %d of micro-batch %d, expected >= %d: groups of a "
+            "micro-batch are disjoint and ascend",
+            g, group->first_rank, m, free_rank);
       free_rank = group->first_rank + group->degree;
       planned += group->sequences;
     }
     next_group += batch->groups;
   }
   if (next_group != draft->group_count || planned != n)
-    return hcp__fail(err, HCP_INVALID, "micro_batches have %d groups with %d sequences, expected %d with %d",
+    return hcp__fail(err, HCP_INVALID,
+                     "micro_batches have %d groups with %d sequences, expected %d with %d",
                      next_group, planned, draft->group_count, n);
   return HCP_OK;
 }
@@ -160,7 +164,8 @@ static uint64_t checksum(const hcp_plan *plan) {
                           plan->group_count};
   uint64_t sum = mix(0xcbf29ce484222325u, head, sizeof head);
   sum = mix(sum, plan->lengths, (size_t)plan->n * sizeof *plan->lengths);
-  sum = mix(sum, plan->micro_batches, (size_t)plan->micro_batch_count * sizeof *plan->micro_batches);
+  sum =
+      mix(sum, plan->micro_batches, (size_t)plan->micro_batch_count * sizeof *plan->micro_batches);
   sum = mix(sum, plan->groups, (size_t)plan->group_count * sizeof *plan->groups);
   return mix(sum, plan->sequences, (size_t)plan->n * sizeof *plan->sequences);
 }
@@ -168,7 +173,8 @@ static uint64_t checksum(const hcp_plan *plan) {
 /* The plan and its arrays are one block, widest elements first. */
 static hcp_plan *allocate(int32_t n, int32_t micro_batches, int32_t groups) {
   size_t bytes = sizeof(hcp_plan) + (size_t)n * (sizeof(int64_t) + sizeof(int32_t)) +
-                 (size_t)micro_batches * sizeof(hcp_micro_batch) + (size_t)groups * sizeof(hcp_group);
+                 (size_t)micro_batches * sizeof(hcp_micro_batch) +
+                 (size_t)groups * sizeof(hcp_group);
   hcp_plan *plan = malloc(bytes);
   if (plan == NULL) return NULL;
   memset(plan, 0, sizeof *plan);
@@ -194,12 +200,14 @@ static hcp_status create(const hcp__draft *draft, const int64_t *lengths, int32_
                          int64_t bound, hcp_plan **out, hcp_error *err) {
   int64_t makespan;
   int64_t *available = calloc((size_t)limits->ranks, sizeof *available);
-  if (available == NULL) return hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d ranks", limits->ranks);
+  if (available == NULL)
+    return hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d ranks", limits->ranks);
   hcp_status status = hcp__makespan(draft, lengths, limits, cost, available, &makespan, err);
   free(available);
   if (status != HCP_OK) return status;
   hcp_plan *plan = allocate(n, draft->micro_batch_count, draft->group_count);
-  if (plan == NULL) return hcp__fail(err, HCP_NO_MEMORY, "out of memory for a plan of %d sequences", n);
+  if (plan == NULL)
+    return hcp__fail(err, HCP_NO_MEMORY, "out of memory for a plan of %d sequences", n);
   copy(plan->lengths, lengths, n, sizeof *lengths);
   copy(plan->groups, draft->groups, draft->group_count, sizeof *draft->groups);
   copy(plan->micro_batches, draft->micro_batches, draft->micro_batch_count,
@@ -227,7 +235,8 @@ static hcp_status prepare(const int64_t *lengths, int32_t n, const hcp_limits *l
   if (least_degrees == NULL)
     return hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d sequences", n);
   status = check_lengths(lengths, n, limits, least_degrees, err);
-  if (status == HCP_OK) status = hcp__bound(lengths, least_degrees, n, limits, cost, work, bound, err);
+  if (status == HCP_OK)
+    status = hcp__bound(lengths, least_degrees, n, limits, cost, work, bound, err);
   if (status != HCP_OK) goto fail_check;
   *scratch = least_degrees;
   return HCP_OK;

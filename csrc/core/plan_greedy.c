@@ -156,9 +156,8 @@ static void join(planner *p, int32_t b, int32_t t) {
 static void open_block(planner *p, int32_t t, int32_t first, int64_t start) {
   const task *added = &p->tasks[t];
   int32_t b = p->block_count++;
-  p->blocks[b] = (block){first,        added->degree,  t,
-                         t,            1,              p->top[first],
-                         hcp_rows_max(added->length, added->degree)};
+  p->blocks[b] = (block){
+      first, added->degree, t, t, 1, p->top[first], hcp_rows_max(added->length, added->degree)};
   for (int32_t r = first; r < first + added->degree; r++) p->top[r] = b;
   set_loads(p, &p->blocks[b], start + p->cost->launch + added->time);
 }
@@ -220,7 +219,8 @@ static void order_blocks(planner *p, int32_t batches, int32_t *starts) {
   for (int32_t m = 0; m <= batches; m++) starts[m] = 0;
   for (int32_t b = 0; b < p->block_count; b++) starts[p->block_batch[b] + 1]++;
   for (int32_t m = 0; m < batches; m++) starts[m + 1] += starts[m];
-  for (int32_t i = 0; i < p->block_count; i++) p->order[starts[p->block_batch[by_rank[i]]]++] = by_rank[i];
+  for (int32_t i = 0; i < p->block_count; i++)
+    p->order[starts[p->block_batch[by_rank[i]]]++] = by_rank[i];
 }
 
 static void emit(planner *p, hcp__draft *draft) {
@@ -324,14 +324,11 @@ static void release(planner *p) {
 hcp_status hcp__plan_greedy(const int64_t *lengths, const int32_t *least_degrees, int32_t n,
                             const hcp_limits *limits, const hcp_cost *cost, int64_t bound,
                             hcp__draft *draft, hcp_error *err) {
-  planner p = {.lengths = lengths,
-               .least_degrees = least_degrees,
-               .n = n,
-               .limits = limits,
-               .cost = cost};
-  hcp_status status = allocate(&p)
-                          ? search(&p, bound, draft, err)
-                          : hcp__fail(err, HCP_NO_MEMORY, "out of memory for a plan of %d sequences", n);
+  planner p = {
+      .lengths = lengths, .least_degrees = least_degrees, .n = n, .limits = limits, .cost = cost};
+  hcp_status status =
+      allocate(&p) ? search(&p, bound, draft, err)
+                   : hcp__fail(err, HCP_NO_MEMORY, "out of memory for a plan of %d sequences", n);
   release(&p);
   return status;
 }

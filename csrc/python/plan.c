@@ -4,8 +4,7 @@
 #include "glue.h"
 
 typedef struct plan_object {
-  PyObject_HEAD
-  hcp_plan *plan;
+  PyObject_HEAD hcp_plan *plan;
 } plan_object;
 
 static const hcp_plan *plan_of(PyObject *self) { return ((plan_object *)self)->plan; }
@@ -38,11 +37,11 @@ typedef struct request {
   Py_ssize_t n;
 } request;
 
-#define REQUEST_KEYWORDS                                                                       \
-  "lengths", "ranks", "max_tokens_per_rank", "min_degree", "max_degree", "pair", "token",     \
+#define REQUEST_KEYWORDS                                                                  \
+  "lengths", "ranks", "max_tokens_per_rank", "min_degree", "max_degree", "pair", "token", \
       "exchange", "launch"
 #define REQUEST_FORMAT "OiLiiLLLL"
-#define REQUEST_ARGUMENTS(r, lengths)                                                          \
+#define REQUEST_ARGUMENTS(r, lengths)                                                         \
   &(lengths), &(r).limits.ranks, &max_tokens, &(r).limits.min_degree, &(r).limits.max_degree, \
       &prices[0], &prices[1], &prices[2], &prices[3]
 
@@ -85,8 +84,8 @@ static PyObject *plan_create(PyObject *module, PyObject *args, PyObject *kwargs)
 /* groups are records of (first_rank, degree, sequences), micro_batches how many
  * of them each micro-batch has. */
 static hcp_plan *plan_from(const request *r, const int32_t *batches, Py_ssize_t batch_count,
-                           const int32_t *groups, Py_ssize_t group_count,
-                           const int32_t *sequences, hcp_error *err) {
+                           const int32_t *groups, Py_ssize_t group_count, const int32_t *sequences,
+                           hcp_error *err) {
   hcp_plan *plan = NULL;
   int32_t first_group = 0, first_sequence = 0;
   hcp_micro_batch *batch = PyMem_Calloc((size_t)batch_count + 1, sizeof *batch);
@@ -165,17 +164,17 @@ fail_batches:
 
 /* ---- attributes ---- */
 
-#define INTEGER_ATTRIBUTES(X)                                 \
-  X(ranks, limits.ranks)                                      \
-  X(min_degree, limits.min_degree)                            \
-  X(max_degree, limits.max_degree)                            \
-  X(max_tokens_per_rank, limits.max_tokens_per_rank)          \
-  X(pair, cost.pair)                                          \
-  X(token, cost.token)                                        \
-  X(exchange, cost.exchange)                                  \
-  X(launch, cost.launch)                                      \
-  X(makespan, makespan)                                       \
-  X(bound, bound)                                             \
+#define INTEGER_ATTRIBUTES(X)                        \
+  X(ranks, limits.ranks)                             \
+  X(min_degree, limits.min_degree)                   \
+  X(max_degree, limits.max_degree)                   \
+  X(max_tokens_per_rank, limits.max_tokens_per_rank) \
+  X(pair, cost.pair)                                 \
+  X(token, cost.token)                               \
+  X(exchange, cost.exchange)                         \
+  X(launch, cost.launch)                             \
+  X(makespan, makespan)                              \
+  X(bound, bound)                                    \
   X(work, work)
 
 #define GETTER(name, field)                                   \
@@ -220,11 +219,11 @@ static PyGetSetDef plan_getset[] = {
 #define ATTRIBUTE(name, field) {#name, get_##name, NULL, NULL, NULL},
     INTEGER_ATTRIBUTES(ATTRIBUTE)
 #undef ATTRIBUTE
-    {"checksum", get_checksum, NULL, "64 bits over everything that the plan says.", NULL},
+        {"checksum", get_checksum, NULL, "64 bits over everything that the plan says.", NULL},
     {"lengths", get_lengths, NULL, "int64: tokens of each sequence.", NULL},
     {"micro_batches", get_micro_batches, NULL, "int32 rows of (first_group, groups).", NULL},
-    {"groups", get_groups, NULL,
-     "int32 rows of (first_rank, degree, first_sequence, sequences).", NULL},
+    {"groups", get_groups, NULL, "int32 rows of (first_rank, degree, first_sequence, sequences).",
+     NULL},
     {"sequences", get_sequences, NULL, "int32: indices of lengths, group after group.", NULL},
     {NULL, NULL, NULL, NULL, NULL}};
 
