@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hcp.config import divisors, rows_max
+from hcp.config import divisors, rows_up_to
 from hcp.plan import CostModel
 
 
@@ -122,7 +122,7 @@ def _predict(
         bubble = (stages - 1) * max(times, default=0)
         exchange = sum(_exchange(batch, cp, cost) for batch in batches) // stages
         slowest = max(slowest, (sum(times) + bubble, bubble, exchange))
-        rows = max([rows, *(sum(rows_max(n, cp) for n in batch) for batch in batches)])
+        rows = max([rows, *(sum(rows_up_to(n, cp) for n in batch) for batch in batches)])
     refusal = ""
     if memory is not None and rows > memory:
         refusal = f"a rank would hold {rows:,} rows > memory ({memory:,})"
