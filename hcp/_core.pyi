@@ -89,7 +89,6 @@ class Grid:
     def __ne__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
 
-@disjoint_base
 @final
 class SlotTable:
     def __new__(
@@ -104,9 +103,13 @@ class Structure:
     ) -> Self: ...
     def holds(self) -> bool: ...
 
+@disjoint_base
 class Rebinding:
     def __init__(
-        self, slots: Iterable[tuple[str, Any, Any, str]] = ..., values: Iterable[Any] = ..., /
+        self,
+        slots: SlotTable | Iterable[tuple[str, Any, Any, str]] = ...,
+        values: Iterable[Any] = ...,
+        /,
     ) -> None: ...
     @property
     def pending(self) -> int: ...

@@ -17,7 +17,7 @@ from ranks import run_ranks
 from torch import nn
 
 import hcp
-from hcp._core import Rebinding
+from hcp._core import Rebinding, SlotTable, Structure
 from hcp.groups import ProcessGroups, build_process_groups
 from hcp.rebind import eval_cp_context, find_slots
 
@@ -134,6 +134,62 @@ def test_an_exception_while_restoring_stops_no_other(k):
     assert held(owners) == [f"new {i}" if i == k else f"old {i}" for i in range(4)]
     assert rebinding.pending == 0
     assert caught.value.__notes__ == [f"hcp: while undoing owner {k}"]
+
+
+def test_an_entry_that_was_not_there_is_gone_again():
+    held = {"kept": 1, "taken": 2}
+    slots = [("entry", held, "new", "new"), ("absent", held, "taken", "taken")]
+    slots += [("absent", held, "never", "never"), ("entry", held, "kept", "kept")]
+    with Rebinding(slots, [3, None, None, 4]):
+        assert held == {"kept": 4, "new": 3}
+        held["taken"] = held["never"] = "made inside"
+    assert held == {"kept": 1, "taken": 2}
+
+
+def test_a_fault_puts_entries_back_that_were_taken_out():
+    owners, slots, values = guarded_slots(1)
+    owners[0].before.add("new 0")
+    held = {"taken": 2}
+    with pytest.raises(KeyError, match="before new 0"):
+        Rebinding([("absent", held, "taken", "taken"), *slots], [None, *values])
+    assert held == {"taken": 2}
+
+
+def test_a_table_is_made_once_and_serves_many_switches():
+    held = {"a": "old"}
+    table = SlotTable([("item", held, "a", "a")], ["new"])
+    assert len(table) == 1
+    rebinding = Rebinding()
+    for _ in range(3):
+        rebinding.switch(table)
+        assert held == {"a": "new"}
+        rebinding.restore()
+        assert held == {"a": "old"}
+    with pytest.raises(TypeError, match="expected a SlotTable, or slots and values"):
+        rebinding.switch([])
+    rebinding.switch(table)
+    rebinding.keep()
+    rebinding.restore()
+    assert held == {"a": "new"}
+
+
+def test_a_structure_tells_whether_places_hold_what_they_held():
+    group, inner = object(), []
+    holders = [{"group": group, "size": 1, "loss": 0.5, "list": inner}, inner]
+    structure = Structure(holders, frozenset({"size"}), (int, float, type(None)))
+    assert structure.holds()
+    holders[0]["loss"] = None
+    assert structure.holds()
+    for key, value in (("size", 2), ("loss", group), ("group", object()), ("list", [])):
+        before, holders[0][key] = holders[0][key], value
+        assert not structure.holds(), key
+        holders[0][key] = before
+    inner.append(1)
+    assert not structure.holds()
+    inner.clear()
+    assert structure.holds()
+    with pytest.raises(TypeError, match=r"holders\[0\] is <class 'set'>, expected a dictionary"):
+        Structure([set()], frozenset(), ())
 
 
 def test_a_rebinding_that_is_dropped_restores():
