@@ -827,7 +827,7 @@ class _Records:
 
 
 def _values(holder: Any, watched: frozenset[str]) -> list[Any]:
-    values = list(holder) if isinstance(holder, set) else []
+    values = sorted(holder, key=id) if isinstance(holder, set) else []
     values += [
         value if type(value) not in _ATOMS or key in watched else None
         for _, _, key, value, _ in places(holder, "")
