@@ -4,37 +4,52 @@ lengths -> plan -> layout -> dispatch -> attention -> combine -> loss
 groups  -> rebind -> evaluate -> restore
 """
 
+from hcp.choose import EvalChoice, choose_eval_context_parallel
 from hcp.config import Config, add_arguments
+from hcp.derived import register_derived
 from hcp.dispatch import LocalBatch, Step, dispatch, gather_lengths
 from hcp.errors import HcpError
+from hcp.evaluation import EvalBatch, EvalPlan, Metric, Metrics
 from hcp.groups import ProcessGroups, build_process_groups
 from hcp.handler import COMM_TYPES, ContextParallelHandler
 from hcp.layout import Layout, Span
 from hcp.loopback import loopback
 from hcp.plan import CostModel, Group, Plan, plan
-from hcp.rebind import eval_cp_context, find_slots
+from hcp.rebind import Audit, audit, eval_cp_context, find_slots, rebind
+from hcp.rules import register_rebind
 
 __all__ = [
     "COMM_TYPES",
+    "Audit",
     "Config",
     "ContextParallelHandler",
     "CostModel",
+    "EvalBatch",
+    "EvalChoice",
+    "EvalPlan",
     "Group",
     "HcpError",
     "Layout",
     "LocalBatch",
+    "Metric",
+    "Metrics",
     "Plan",
     "ProcessGroups",
     "Span",
     "Step",
     "add_arguments",
+    "audit",
     "build_process_groups",
+    "choose_eval_context_parallel",
     "dispatch",
     "eval_cp_context",
     "find_slots",
     "gather_lengths",
     "loopback",
     "plan",
+    "rebind",
+    "register_derived",
+    "register_rebind",
 ]
 
 __version__ = "0.1.0"

@@ -10,13 +10,15 @@ arguments. Groups of one role are created in one order on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from hcp._core import Grid
 from hcp.errors import HcpError
@@ -68,6 +70,7 @@ class ProcessGroups:
         grid: Grid | None,
         creator: _Creator,
         source: object = None,
+        hierarchy: tuple[dist.ProcessGroup, ...] = (),
     ) -> None:
         """Made by `build_process_groups`, `with_context_parallel` and `from_existing`."""
         self._groups = dict(groups)
@@ -75,6 +78,7 @@ class ProcessGroups:
         self._grid = grid
         self._creator = creator
         self._source = source
+        self._hierarchy = hierarchy
         self.transport = transport
 
     @classmethod
@@ -116,6 +120,44 @@ class ProcessGroups:
             None if fitted is None else Grid(**dict(fitted), order=order),
             creator,
             collection,
+            _find_levels(collection),
+        )
+
+    @classmethod
+    def from_device_mesh(
+        cls,
+        mesh: DeviceMesh,
+        *,
+        names: Mapping[str, str] | None = None,
+        timeout: timedelta | None = None,
+    ) -> ProcessGroups:
+        """The layout of a DeviceMesh, with the mesh's own groups for its dimensions.
+
+        `names` gives the mesh's name of a dimension where it is not tp, cp, dp or pp itself. hcp
+        creates the groups that span several dimensions. The mesh covers the whole job with its
+        ranks in order, and every rank calls this.
+        """
+        _check_initialised("ProcessGroups.from_device_mesh")
+        dimensions, grid = _grid_of_mesh(mesh, names or {})
+        creator = _Creator(
+            _agree(grid, list(range(dist.get_world_size()))),
+            backend=None,
+            timeout=timeout or _timeout_of(dist.group.WORLD),
+        )
+        groups = {
+            role: mesh.get_group(dimensions[role])
+            if role in dimensions
+            else creator.create_role(role, grid)
+            for role in ROLES
+        }
+        duplicate = creator.create_role("transport", grid, "dp_cp")
+        origins = {role: _GIVEN if role in dimensions else _CREATED for role in ROLES}
+        return cls(
+            groups,
+            {**origins, "transport": _CREATED},
+            creator.undo_unless(lambda: _connect(duplicate)),
+            grid,
+            creator,
         )
 
     @property
@@ -127,6 +169,12 @@ class ProcessGroups:
     def roles(self) -> tuple[str, ...]:
         """The roles that are present."""
         return tuple(self._groups)
+
+    @property
+    def hierarchy(self) -> tuple[dist.ProcessGroup, ...]:
+        """The hierarchical CP groups of this rank, one per level, the innermost first; often
+        none."""
+        return self._hierarchy
 
     @property
     def grid(self) -> Grid:
@@ -152,15 +200,21 @@ class ProcessGroups:
         """The global ranks of this rank's group of a role."""
         return dist.get_process_group_ranks(self._group(role))
 
-    def with_context_parallel(self, size: int) -> ProcessGroups:
+    def with_context_parallel(
+        self, size: int, *, hierarchical: Sequence[int] = ()
+    ) -> ProcessGroups:
         """Another layout of the same ranks, with CP groups of `size` and DP groups to fit.
+
+        `hierarchical`: sizes of the levels of hierarchical CP, the innermost first, whose product
+        is `size`; their groups are `hierarchy`.
 
         Creates the groups that differ (for the order tp-cp-dp-pp: cp, dp and tp_cp) and shares the
         rest, `transport` included. Raises ValueError when dp * cp is not divisible by `size`, and
         when a rank would change its place in tp or pp, since its weights would have to move.
         """
         grid = _resize(self.grid, size)
-        _agree(grid, self._creator.own_parent)
+        _check_levels(hierarchical, size)
+        _agree(grid, self._creator.own_parent, tuple(hierarchical))
         shared = [role for role in self.roles if grid.shares(self.grid, ROLES[role])]
         creator = self._creator.again()
         groups = {
@@ -169,7 +223,16 @@ class ProcessGroups:
         }
         origins = {role: _SHARED if role in shared else _CREATED for role in self.roles}
         origins["transport"] = _SHARED
-        return ProcessGroups(groups, origins, self.transport, grid, creator)
+        levels = creator.create_levels(grid, hierarchical)
+        origins |= {f"hcp[{i}]": _CREATED for i in range(len(levels))}
+        return ProcessGroups(groups, origins, self.transport, grid, creator, None, levels)
+
+    def warm_up(self) -> None:
+        """One small sum over every group, so that connecting happens now and not in a timed or
+        crowded place. Every rank of the job calls it."""
+        device = self.transport.device
+        for group in (*self._groups.values(), *self._hierarchy):
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def report(self) -> dict[str, list[str]]:
         """Which roles this collection created, shares with another, or was given."""
@@ -218,6 +281,7 @@ def build_process_groups(
     dp: int | None = None,
     pp: int = 1,
     order: str = "tp-cp-dp-pp",
+    hierarchical: Sequence[int] = (),
     parent: dist.ProcessGroup | None = None,
     timeout: timedelta | None = None,
 ) -> ProcessGroups:
@@ -227,6 +291,8 @@ def build_process_groups(
     neighbours have adjacent ranks first. `parent` is the whole job unless given; the layout's rank
     i is its i-th lowest rank. Ranks may pass different parents, of one size, that share no rank:
     each gets the layout within its own. `timeout` is that of the parent unless given.
+    `hierarchical`: sizes of the levels of hierarchical CP, the innermost first (Megatron's a2a
+    before its p2p), whose product is `cp`; their groups are `hierarchy`.
 
     Raises HcpError when torch.distributed is not initialised, ValueError when the product is not
     the parent's size or the ranks call with different values.
@@ -236,19 +302,24 @@ def build_process_groups(
     if dist.get_rank() not in ranks:
         raise ValueError(f"rank {dist.get_rank()} is not in parent, whose ranks are {ranks}")
     grid = Grid(tp=tp, cp=cp, dp=_data_parallel(tp, cp, dp, pp, len(ranks)), pp=pp, order=order)
+    _check_levels(hierarchical, cp)
     creator = _Creator(
-        _agree(grid, ranks),
+        _agree(grid, ranks, tuple(hierarchical)),
         backend=None if parent is None else dist.get_backend(parent),
         timeout=timeout or _timeout_of(parent or dist.group.WORLD),
     )
     groups = {role: creator.create_role(role, grid) for role in ROLES}
+    levels = creator.create_levels(grid, hierarchical)
     duplicate = creator.create_role("transport", grid, "dp_cp")
+    level_names = [f"hcp[{i}]" for i in range(len(levels))]
     return ProcessGroups(
         groups,
-        dict.fromkeys((*groups, "transport"), _CREATED),
+        dict.fromkeys((*groups, *level_names, "transport"), _CREATED),
         creator.undo_unless(lambda: _connect(duplicate)),
         grid,
         creator,
+        None,
+        levels,
     )
 
 
@@ -280,6 +351,20 @@ class _Creator:
         return self.create(
             name, [[ranks[i] for i in group] for ranks in self._parents for group in groups]
         )
+
+    def create_levels(self, grid: Grid, sizes: Sequence[int]) -> tuple[dist.ProcessGroup, ...]:
+        """This rank's group of every level of hierarchical CP, the innermost first."""
+        levels, inner = [], 1
+        for i, size in enumerate(sizes):
+            groups = [
+                [ranks[r] for r in members]
+                for ranks in self._parents
+                for group in grid.groups("cp")
+                for members in _level_of(group, size, inner)
+            ]
+            levels.append(self.create(f"hcp[{i}]", groups))
+            inner *= size
+        return tuple(levels)
 
     def create(self, name: str, groups: Iterable[Iterable[int]]) -> dist.ProcessGroup:
         own = [self.undo_unless(partial(self._new, name, list(ranks))) for ranks in groups]
@@ -352,17 +437,66 @@ def _data_parallel(tp: int, cp: int, dp: int | None, pp: int, world: int) -> int
     return dp
 
 
-def _agree(grid: Grid, ranks: list[int]) -> list[list[int]]:
+def _check_levels(sizes: Sequence[int], cp: int) -> None:
+    if any(size < 1 for size in sizes) or (sizes and math.prod(sizes) != cp):
+        raise ValueError(
+            f"hierarchical is {list(sizes)}, whose product is {math.prod(sizes)}, expected cp = "
+            f"{cp}"
+        )
+
+
+def _level_of(group: Sequence[int], size: int, inner: int) -> list[list[int]]:
+    """The ranks of a CP group in parts of `size`, whose neighbours are `inner` places apart."""
+    return [
+        [group[first + k * inner + low] for k in range(size)]
+        for first in range(0, len(group), size * inner)
+        for low in range(inner)
+    ]
+
+
+def _grid_of_mesh(mesh: DeviceMesh, names: Mapping[str, str]) -> tuple[dict[str, str], Grid]:
+    """The mesh's name of each dimension that it has, and its layout."""
+    own = mesh.mesh_dim_names or ()
+    dimensions = {
+        role: names.get(role, role)
+        for role in ("tp", "cp", "dp", "pp")
+        if names.get(role, role) in own
+    }
+    other = [name for name in own if name not in dimensions.values()]
+    if other or not own:
+        raise ValueError(
+            f"the mesh has the dimensions {own}, expected tp, cp, dp and pp, or names= of them"
+        )
+    if mesh.mesh.flatten().tolist() != list(range(dist.get_world_size())):
+        raise ValueError("the mesh does not have all ranks of the job in ascending order")
+    roles = {name: role for role, name in dimensions.items()}
+    order = [roles[name] for name in reversed(own)]
+    order += [role for role in ("tp", "cp", "dp", "pp") if role not in dimensions]
+    sizes = {role: mesh.size(own.index(name)) for role, name in dimensions.items()}
+    return dimensions, Grid(**sizes, order="-".join(order))
+
+
+def _find_levels(collection: object) -> tuple[dist.ProcessGroup, ...]:
+    """Megatron's field `hcp`: the hierarchical CP groups that it has, if any."""
+    found = collection.get("hcp") if isinstance(collection, Mapping) else None
+    levels = found or getattr(collection, "hcp", None)
+    if not isinstance(levels, (list, tuple)):
+        return ()
+    return tuple(level for level in levels if isinstance(level, dist.ProcessGroup))
+
+
+def _agree(grid: Grid, ranks: list[int], levels: tuple[int, ...] = ()) -> list[list[int]]:
     """The ranks of every parent, ascending.
 
     Ranks that create different groups would wait for each other until the timeout.
     """
     views: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(views, (repr(grid), tuple(ranks)))
+    layout = f"{grid!r}, levels {list(levels)}" if levels else repr(grid)
+    dist.all_gather_object(views, (layout, tuple(ranks)))
     for rank, (other, _) in enumerate(views):
-        if other != repr(grid):
+        if other != layout:
             raise ValueError(
-                f"rank {dist.get_rank()}: the ranks want different layouts: {grid} here, {other} "
+                f"rank {dist.get_rank()}: the ranks want different layouts: {layout} here, {other} "
                 f"on rank {rank}; expected the same sizes and order on every rank"
             )
     parents = sorted({parent for _, parent in views})

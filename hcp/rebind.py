@@ -3,362 +3,319 @@
     with hcp.eval_cp_context(model, train_pgs, eval_pgs):
         evaluate(model)
 
-Slots are found by identity, not by name: whatever attribute, dictionary item or list item holds the
-very object `train_pgs` or one of its groups is a slot. Groups that both layouts share stay.
+What is a slot, and what only looks like one, is found by the walk of hcp.slots, once; the table
+is kept with the model while its structure holds. A switch is a loop in C over the table.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import sys
-import sysconfig
-import types
-from collections import Counter, UserDict, UserList, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from hcp._core import Rebinding
+from hcp._core import Rebinding, SlotTable
 from hcp.errors import HcpError
+from hcp.exchange import Transport
 from hcp.groups import ProcessGroups
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Slot:
-    """One place that changes hands."""
-
-    path: str
-    """Where it is, seen from the model: "model.layers[3].attention.cp_group"."""
-
-    role: str
-    """What it holds: a role such as "cp", "collection", or several for a tuple of groups."""
-
-    kind: str
-    """How it is written: "item" is owner[key]; "member" an attribute of __slots__."""
-
-    owner: Any = field(repr=False)
-    key: Any
-
-    value: Any = field(repr=False)
-    """What it holds inside the context."""
+from hcp.slots import _HOME, Exclude, Finding, Slot, Twins, Walk
 
 
 def eval_cp_context(
-    model: object, train_pgs: ProcessGroups, eval_pgs: ProcessGroups
+    model: object,
+    train_pgs: ProcessGroups,
+    eval_pgs: ProcessGroups,
+    *,
+    exclude: Exclude = (),
+    strict: bool = False,
 ) -> AbstractContextManager[ProcessGroups]:
     """A context inside which `model` uses `eval_pgs` wherever it uses `train_pgs`.
 
     `model` is a module, or any object or list of them (the chunks of a virtual pipeline). The
     context gives `eval_pgs`. Every rank enters; on entry the ranks of dp_cp compare what they are
     about to swap. All slots are swapped or none. On any exit, exceptions and Ctrl-C included, each
-    slot gets back what it held.
+    slot gets back what it held. Entering it again inside swaps nothing.
+
+    `exclude`: paths ("vision_model", "*.vision"), objects or classes that stay as they are, with
+    everything that is reached through them alone. `strict`: refuse to enter when `audit` finds a
+    place that looks dependent on the layout and that nothing covers.
 
     Raises ValueError when the model holds nothing of `train_pgs` to swap (with the arguments in the
     wrong order, for instance) and when a twin is missing or ambiguous; HcpError on the other ranks
     when one refuses, and on all when they found different slots.
     """
+    _check_collections(train_pgs, eval_pgs)
+    return _EvalContext(model, train_pgs, eval_pgs, exclude, strict)
+
+
+def rebind(
+    model: object,
+    old: ProcessGroups | Mapping[Any, Any],
+    new: ProcessGroups | None = None,
+    *,
+    exclude: Exclude = (),
+    strict: bool = False,
+    agree: Transport | None = None,
+) -> Rebound:
+    """Switch a model at once, from one layout to another or by any mapping of groups to groups.
+
+    `rebind(model, train_pgs, other_pgs)` is what `eval_cp_context` does on entry. With a mapping
+    `{group: twin}` only what holds those objects is swapped, nothing derived from them; `agree` is
+    the transport (`pgs.transport`) whose ranks compare their slots first, all of which then call.
+
+    What comes back undoes the switch, by `restore()`, at the end of a `with` block, and when it is
+    dropped; `keep()` makes it last, between two phases of a job.
+    """
+    if isinstance(old, ProcessGroups):
+        if new is None:
+            raise ValueError("rebind was given old groups and no new ones, expected both")
+        _check_collections(old, new)
+        return Rebound(_Request(model, old, new, tuple(exclude), strict, old.transport))
+    if new is not None or not old:
+        raise ValueError("expected two hcp.ProcessGroups, or one mapping {group: twin, ...}")
+    return Rebound(_Request(model, dict(old), None, tuple(exclude), strict, agree))
+
+
+def find_slots(
+    model: object, train_pgs: ProcessGroups, eval_pgs: ProcessGroups, *, exclude: Exclude = ()
+) -> list[Slot]:
+    """The slots that `eval_cp_context` would swap, in its order. No communication.
+
+    Looks into modules, objects' __dict__ and __slots__, dictionaries, lists, tuples, sets,
+    partials, closures and the class attributes of what it meets; never into tensors, Python
+    modules, process groups, collections, or what torch and the standard library keep for
+    themselves (of a DDP, FSDP or compiled wrapper just the module inside).
+    """
+    return _walk(_Request(model, train_pgs, eval_pgs, tuple(exclude), False, None)).slots
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """What a switch would do, and what it would leave; `print(audit)` lists it."""
+
+    slots: list[Slot]
+    uncovered: list[Finding]
+    """Places that look dependent on the layout and that nothing covers."""
+    excluded: list[str]
+    """Paths at which `exclude` kept the walk out."""
+    shared: list[str]
+    """Places that hold a group of both layouts."""
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.slots)} slots"]
+        lines += [f"  {slot.path} ({slot.role})" for slot in self.slots]
+        lines += [f"{len(self.uncovered)} places look dependent on the layout and are not covered"]
+        lines += [f"  {finding}" for finding in self.uncovered]
+        lines += [f"{len(self.excluded)} excluded"] + [f"  {path}" for path in self.excluded]
+        return "\n".join(lines)
+
+
+def audit(
+    model: object, train_pgs: ProcessGroups, eval_pgs: ProcessGroups, *, exclude: Exclude = ()
+) -> Audit:
+    """Everything that `eval_cp_context` would swap and everything suspicious that it would not.
+
+    No communication, and nothing is swapped.
+    """
+    _check_collections(train_pgs, eval_pgs)
+    walk = _walk(_Request(model, train_pgs, eval_pgs, tuple(exclude), False, None))
+    return Audit(walk.slots, walk.findings, walk.excluded.paths, walk.shared)
+
+
+def _check_collections(train_pgs: object, eval_pgs: object) -> None:
     for name, collection in (("train_pgs", train_pgs), ("eval_pgs", eval_pgs)):
         if not isinstance(collection, ProcessGroups):
             raise ValueError(
                 f"{name} is a {type(collection).__name__}, expected hcp.ProcessGroups: wrap a "
                 "trainer's collection once with hcp.ProcessGroups.from_existing"
             )
-    return _EvalContext(model, train_pgs, eval_pgs)
 
 
-def find_slots(model: object, train_pgs: ProcessGroups, eval_pgs: ProcessGroups) -> list[Slot]:
-    """The slots that `eval_cp_context` would swap, in its order. No communication.
+# ---- a switch ------------------------------------------------------------------------------------
 
-    Looks into modules, objects' __dict__ and __slots__, dictionaries, lists and tuples; never into
-    tensors, classes, Python modules, process groups, collections, or what torch and the standard
-    library keep for themselves (of a DDP, FSDP or compiled wrapper just the module inside).
-    """
-    twins = _Twins(train_pgs, eval_pgs)
-    walk = _Walk(twins)
-    walk.run(model)
-    if not walk.slots and twins.differing:
-        raise ValueError(_nothing_to_swap(walk, twins.differing))
-    return walk.slots
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What is to be swapped for what, where."""
+
+    model: object
+    old: Any
+    new: Any
+    exclude: tuple[Any, ...]
+    strict: bool
+    transport: Transport | None
+
+    def twins(self) -> Twins:
+        return Twins.of_mapping(self.old) if self.new is None else Twins(self.old, self.new)
+
+    def key(self) -> tuple[Any, ...]:
+        if self.new is None:
+            old: Any = tuple((id(a), id(b)) for a, b in self.old.items())
+        else:
+            old = (id(self.old), id(self.new))
+        chunks = self.model if isinstance(self.model, (list, tuple)) else (self.model,)
+        return (
+            old,
+            tuple(map(id, chunks)),
+            self.strict,
+            *(x if isinstance(x, str) else id(x) for x in self.exclude),
+        )
+
+    def layouts(self) -> str:
+        return "" if self.new is None else f"{self.old!r} to {self.new!r}"
 
 
 class _EvalContext(Rebinding):
     # Leaving is Rebinding.__exit__, in C: Ctrl-C cannot arrive between the body and the restoring.
 
-    def __init__(self, model: object, train_pgs: ProcessGroups, eval_pgs: ProcessGroups) -> None:
+    def __init__(
+        self,
+        model: object,
+        train_pgs: ProcessGroups,
+        eval_pgs: ProcessGroups,
+        exclude: Exclude,
+        strict: bool,
+    ) -> None:
         super().__init__()
-        self._arguments = (model, train_pgs, eval_pgs)
+        self._request = _Request(
+            model, train_pgs, eval_pgs, tuple(exclude), strict, train_pgs.transport
+        )
 
     def __enter__(self) -> ProcessGroups:  # type: ignore[override]
-        slots = _agreed_slots(*self._arguments)
+        table = _agreed_table(self._request)
         try:
-            self.switch(
-                [(slot.kind, slot.owner, slot.key, slot.path) for slot in slots],
-                [slot.value for slot in slots],
-            )
-            return self._arguments[2]
+            self.switch(table.switch)
+            return self._request.new  # type: ignore[no-any-return]
         except BaseException:
             self.restore()
             raise
 
 
-# ---- twins ---------------------------------------------------------------------------------------
+class Rebound(Rebinding):
+    """A switch that has been made: see `rebind`."""
+
+    def __init__(self, request: _Request) -> None:
+        super().__init__()
+        self.switch(_agreed_table(request).switch)
 
 
-@dataclass(slots=True)
-class _Twin:
-    role: str
-    value: Any
-    problem: str = ""
-    """Why a slot that holds the original cannot be swapped."""
+# ---- tables, kept with the model -----------------------------------------------------------------
 
 
-class _Twins:
-    """From the identity of each object of the training layout to its counterpart."""
+class _Table:
+    """The slots of one request, and whether they are still all there is."""
 
-    def __init__(self, train: ProcessGroups, evaluation: ProcessGroups) -> None:
-        self._by_id: dict[int, _Twin] = {}
-        self.differing = [
-            role
-            for role in train.roles
-            if getattr(train, role) is not getattr(evaluation, role, None)
+    def __init__(self, request: _Request) -> None:
+        walk = _walk(request)
+        if request.strict and walk.findings:
+            raise ValueError(_not_covered(walk.findings))
+        self.slots = walk.slots
+        self.still_holds: Callable[[], bool] = walk.records.take()
+        marks = [
+            (slot.kind, slot.owner, slot.key, slot.path)
+            for slot in (
+                *walk.slots,
+                *([_mark(request)] if _home(request.model) is not None else []),
+            )
         ]
-        self.eval_only: set[int] = set()
-        self._add("collection", train, evaluation)
-        if train.source is not None and evaluation.source is not None:
-            self._add("collection", train.source, evaluation.source)
-        for role in train.roles:
-            self._add_role(role, getattr(train, role), getattr(evaluation, role, None))
-        originals = {id(getattr(train, role)) for role in train.roles}
-        for role in evaluation.roles:
-            self.eval_only |= {id(getattr(evaluation, role))} - originals
-        if evaluation is not train:
-            self.eval_only.add(id(evaluation))
-        self.closed = {id(o) for o in (train.source, evaluation.source) if o is not None}
-        if train.source is not None and evaluation.source is None:
-            # Its own attributes are the slots: nothing of the trainer's kind could replace it.
-            self.closed.discard(id(train.source))
+        values = [slot.value for slot in walk.slots]
+        if len(marks) > len(values):
+            values.append(request.key())
+        self.switch = SlotTable(marks, values)
+        self.request = request  # what its key names stays alive
+        self.digest = hashlib.sha256(self.text().encode()).digest()
 
-    def get(self, value: object) -> _Twin | None:
-        return self._by_id.get(id(value))
-
-    def _add(self, role: str, original: object, value: object) -> None:
-        self._by_id[id(original)] = _Twin(role, value)
-
-    def _add_role(self, role: str, original: object, value: object | None) -> None:
-        known = self._by_id.get(id(original))
-        if value is None:
-            self._by_id[id(original)] = _Twin(
-                role, None, f"eval_pgs has no role {role!r}; give it one, so that it can be swapped"
-            )
-        elif known is None:
-            self._add(role, original, value)
-        elif known.value is not value and not known.problem:
-            known.problem = (
-                f"in train_pgs {known.role!r} and {role!r} are the same object, and eval_pgs has "
-                "different ones for them; give each role of train_pgs a group of its own, as "
-                "build_process_groups does"
-            )
+    def text(self) -> str:
+        lines = [f"{slot.path} ({slot.role})" for slot in self.slots]
+        return "\n".join([*lines, self.request.layouts()])
 
 
-# ---- the walk ------------------------------------------------------------------------------------
+class _Home:
+    """What hcp keeps with a model: tables by request, and the request that it is switched to.
 
-_ATOMS = frozenset(
-    {str, int, float, bool, complex, bytes, type(None), torch.Tensor, torch.nn.Parameter}
-    | {torch.dtype, torch.device, torch.Size, types.FunctionType, types.BuiltinFunctionType}
-)
-_CLOSED = (torch.Tensor, types.ModuleType, type, dist.ProcessGroup, ProcessGroups)
-_CONTAINERS = (dict, list, deque, UserDict, UserList)
-_OPEN_STDLIB = (*_CONTAINERS, types.SimpleNamespace, argparse.Namespace)
-_MODULE_KEEPS = frozenset(vars(torch.nn.Module()))  # parameters, buffers, hooks, children
-
-_Held = tuple[str, Any, Any, Any, str]
-"""kind, owner, key, value, path of one place that holds something."""
-
-
-class _Walk:
-    """Goes through everything that a model reaches, each object once, in a fixed order."""
-
-    def __init__(self, twins: _Twins) -> None:
-        self.slots: list[Slot] = []
-        self.shared: list[str] = []
-        self.eval_held: list[str] = []
-        self._twins = twins
-        self._seen: set[int] = set()
-        self._todo: deque[tuple[Any, str]] = deque()
-        self._tuples: dict[int, tuple[str, Any]] = {}
-        self._kept: list[Any] = []
-
-    def run(self, model: object) -> None:
-        self._reach(model, "model")
-        while self._todo:
-            holder, path = self._todo.popleft()
-            for held in _places(holder, path):
-                self._look(held)
-
-    def _look(self, held: _Held) -> None:
-        kind, owner, key, value, path = held
-        if type(value) in _ATOMS:
-            return
-        role, new = self._replace(value, path)
-        if new is not value:
-            self.slots.append(Slot(path, role, kind, owner, key, new))
-
-    def _replace(self, value: Any, path: str) -> tuple[str, Any]:
-        """The role and the new value of a place; the value itself when nothing is to change."""
-        twin = self._twins.get(value)
-        if twin is not None:
-            if twin.problem:
-                raise ValueError(f"{path} holds the group {twin.role!r}: {twin.problem}")
-            if twin.value is value:
-                self.shared.append(f"{path} ({twin.role})")
-            return twin.role, twin.value
-        if id(value) in self._twins.eval_only:
-            self.eval_held.append(path)
-        elif isinstance(value, tuple):
-            return self._replace_tuple(value, path)
-        elif isinstance(value, (set, frozenset)):
-            self._refuse_set(value, path)
-        else:
-            self._reach(value, path)
-        return "", value
-
-    def _replace_tuple(self, value: tuple[Any, ...], path: str) -> tuple[str, Any]:
-        if id(value) not in self._tuples:
-            self._kept.append(value)  # an identity is only good while its object lives
-            self._tuples[id(value)] = self._rebuild(value, path)
-        return self._tuples[id(value)]
-
-    def _rebuild(self, value: tuple[Any, ...], path: str) -> tuple[str, Any]:
-        roles, items = [], []
-        for i, item in enumerate(value):
-            role, new = ("", item) if type(item) in _ATOMS else self._replace(item, f"{path}[{i}]")
-            items.append(new)
-            roles += [role] if new is not item else []
-        if not roles:
-            return "", value
-        # Also right for named tuples, whose classes take their fields one by one.
-        return ", ".join(roles), tuple.__new__(type(value), items)
-
-    def _refuse_set(self, value: Iterable[Any], path: str) -> None:
-        for item in value:
-            twin = self._twins.get(item)
-            if twin is not None and twin.value is not item:
-                raise ValueError(
-                    f"{path} is a set that holds the group {twin.role!r}, and items of a set "
-                    "have no place to swap; keep groups in a list, a dictionary or an attribute"
-                )
-
-    def _reach(self, value: Any, path: str) -> None:
-        if isinstance(value, tuple):
-            self._replace_tuple(value, path)
-        elif (
-            id(value) not in self._seen and id(value) not in self._twins.closed and _is_open(value)
-        ):
-            self._seen.add(id(value))
-            self._kept.append(value)
-            self._todo.append((value, path))
-
-
-def _is_open(value: Any) -> bool:
-    """Whether the walk goes inside."""
-    if isinstance(value, _CLOSED):
-        return False
-    if isinstance(value, torch.nn.Module):
-        return True
-    if _is_closed_package(type(value).__module__.partition(".")[0]):
-        return isinstance(value, _OPEN_STDLIB)
-    return True
-
-
-@cache
-def _is_closed_package(name: str) -> bool:
-    """torch, numpy and the standard library; not a user's module that has one of its names."""
-    if name in ("torch", "numpy"):
-        return True
-    file = getattr(sys.modules.get(name), "__file__", None)
-    library = Path(sysconfig.get_path("stdlib")).resolve()
-    return name in sys.stdlib_module_names and (
-        file is None or library in Path(file).resolve().parents
-    )
-
-
-def _places(holder: Any, path: str) -> Iterator[_Held]:
-    """Every place of one object, in a fixed order."""
-    if isinstance(holder, dict):
-        for position, (key, value) in enumerate(list(holder.items())):
-            yield "item", holder, key, value, f"{path}[{_key_text(key, position)}]"
-    elif isinstance(holder, (list, deque)):
-        for i, value in enumerate(holder):
-            yield "item", holder, i, value, f"{path}[{i}]"
-    if isinstance(holder, torch.nn.Module):
-        yield from _module_places(holder, path)
-    else:
-        yield from _attribute_places(holder, path)
-
-
-def _module_places(module: torch.nn.Module, path: str) -> Iterator[_Held]:
-    attributes = vars(module)
-    if not _is_wrapper(module):
-        for name, value in list(attributes.items()):
-            if name not in _MODULE_KEEPS:
-                yield "item", attributes, name, value, f"{path}.{name}"
-    for name, child in module._modules.items():
-        yield "item", module._modules, name, child, f"{path}{_child_text(name)}"
-
-
-def _is_wrapper(module: torch.nn.Module) -> bool:
-    """DDP, FSDP and compiled modules keep groups of their own, for what they shard and reduce.
-
-    `fully_shard` makes a class of torch's on top of the user's: the user's attributes count then.
+    It goes with the model and stays behind when the model is copied or saved.
     """
-    classes = type(module).__mro__[: type(module).__mro__.index(torch.nn.Module)]
-    return not classes[0].__module__.startswith("torch.nn.modules.") and all(
-        cls.__module__.startswith("torch.") for cls in classes if cls is not object
+
+    LIMIT = 8
+
+    def __init__(self) -> None:
+        self.tables: dict[tuple[Any, ...], _Table] = {}
+        self.state: dict[str, Any] = {"inside": None}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Home, ()
+
+    def table(self, request: _Request) -> _Table:
+        key = request.key()
+        table = self.tables.pop(key, None)
+        if table is None or not table.still_holds():
+            table = _Table(request)
+        self.tables[key] = table
+        while len(self.tables) > self.LIMIT:
+            self.tables.pop(next(iter(self.tables)))
+        return table
+
+
+class _Nothing:
+    """In place of a table where the model is switched already."""
+
+    switch = SlotTable((), ())
+
+    def __init__(self, request: _Request) -> None:
+        self.request = request
+        self.digest = hashlib.sha256(self.text().encode()).digest()
+
+    def text(self) -> str:
+        return f"already inside\n{self.request.layouts()}"
+
+
+def _home(model: object) -> _Home | None:
+    """Where a model keeps its tables: with its first object that has a __dict__."""
+    for owner in (model, *(model[:1] if isinstance(model, (list, tuple)) else ())):
+        attributes = getattr(owner, "__dict__", None)
+        if type(attributes) is dict and not isinstance(owner, type):
+            home: _Home = attributes.setdefault(_HOME, _Home())
+            return home
+    return None
+
+
+def _mark(request: _Request) -> Slot:
+    """The last slot of all: it says which request the model is switched to."""
+    home = _home(request.model)
+    assert home is not None
+    return Slot("model", "inside", "item", home.state, "inside", None)
+
+
+def _table(request: _Request) -> _Table | _Nothing:
+    home = _home(request.model)
+    if home is None:
+        return _Table(request)
+    if home.state["inside"] == request.key():
+        return _Nothing(request)
+    return home.table(request)
+
+
+def _walk(request: _Request) -> Walk:
+    twins = request.twins()
+    walk = Walk(twins, request.exclude)
+    walk.run(request.model)
+    if not walk.groups_found and twins.differing:
+        raise ValueError(_nothing_to_swap(walk, twins.differing))
+    return walk
+
+
+def _not_covered(findings: Sequence[Finding]) -> str:
+    listed = "\n  ".join(str(finding) for finding in findings[:20])
+    more = f"\n  and {len(findings) - 20} more" if len(findings) > 20 else ""
+    return (
+        f"strict: {len(findings)} places of the model look dependent on the layout and nothing "
+        f"covers them:\n  {listed}{more}"
     )
 
 
-def _attribute_places(holder: Any, path: str) -> Iterator[_Held]:
-    try:
-        attributes = object.__getattribute__(holder, "__dict__")
-    except AttributeError:
-        attributes = None
-    if type(attributes) is dict:
-        for name, value in list(attributes.items()):
-            yield "item", attributes, name, value, f"{path}.{name}"
-    for name in _slot_names(type(holder)):
-        try:
-            value = object.__getattribute__(holder, name)
-        except AttributeError:
-            continue  # declared and not set
-        yield "member", holder, name, value, f"{path}.{name}"
-
-
-def _slot_names(cls: type) -> Iterator[str]:
-    for base in reversed(cls.__mro__):
-        for name, member in vars(base).items():
-            if isinstance(member, types.MemberDescriptorType) and "__slots__" in vars(base):
-                yield name
-
-
-def _child_text(name: str) -> str:
-    return f".{name}" if name.isidentifier() else f"[{name}]"
-
-
-def _key_text(key: object, position: int) -> str:
-    """The same on every rank: the repr of most objects tells their address."""
-    if isinstance(key, (str, int, bool)):
-        return repr(key)
-    return f"{type(key).__name__} {position}"
-
-
-def _nothing_to_swap(walk: _Walk, differing: Sequence[str]) -> str:
+def _nothing_to_swap(walk: Walk, differing: Sequence[str]) -> str:
     if walk.eval_held:
         return (
             "the model holds nothing of train_pgs that differs from eval_pgs, but holds eval_pgs "
@@ -378,23 +335,24 @@ def _nothing_to_swap(walk: _Walk, differing: Sequence[str]) -> str:
 _FOUND, _REFUSED = b"found", b"refused"
 
 
-def _agreed_slots(model: object, train_pgs: ProcessGroups, eval_pgs: ProcessGroups) -> list[Slot]:
-    """The slots, after every rank of dp_cp has found the same; else an error on all of them."""
-    transport = train_pgs.transport
-    slots: list[Slot] = []
+def _agreed_table(request: _Request) -> _Table | _Nothing:
+    """The table, after every rank of dp_cp has found the same; else an error on all of them."""
+    if request.transport is None:
+        return _table(request)
+    transport = request.transport
+    table: _Table | _Nothing | None = None
     refusal: Exception | None = None
     try:
-        slots = find_slots(model, train_pgs, eval_pgs)
-        table = [f"{slot.path} ({slot.role})" for slot in slots]
-        table.append(f"{train_pgs!r} to {eval_pgs!r}")
+        table = _table(request)
+        own = _FOUND + table.digest
     except Exception as error:
-        refusal, table = error, [str(error)]
-    text = "\n".join(table)
-    own = (_FOUND if refusal is None else _REFUSED) + hashlib.sha256(text.encode()).digest()
+        refusal = error
+        own = _REFUSED + hashlib.sha256(str(error).encode()).digest()
     digests = transport.all_gather_bytes(own.ljust(64, b"\0"))
-    if refusal is None and all(digest == digests[transport.rank] for digest in digests):
-        return slots
+    if table is not None and all(digest == digests[transport.rank] for digest in digests):
+        return table
     # Every rank saw the same digests, so all of them come here, and none swaps.
+    text = str(refusal) if table is None else table.text()
     tables = [other.decode() for other in transport.all_gather_bytes(text.encode())]
     if refusal is not None:
         raise refusal

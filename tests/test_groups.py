@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 import time
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks, try_ranks
+from torch.distributed.device_mesh import init_device_mesh
 
 import hcp
 from hcp._core import Grid
@@ -339,6 +341,81 @@ def take_bad_collections(rank, size):
 
 def test_a_collection_without_dp_cp_is_refused():
     run_ranks(1, take_bad_collections)
+
+
+# ---- hierarchical context parallelism, meshes, connecting ----------------------------------------
+
+
+def build_levels(rank, size, levels):
+    groups = build_process_groups(cp=size, hierarchical=levels)
+    groups.warm_up()
+    assert groups.report()["created"][-len(levels) - 1 :] == [
+        *(f"hcp[{i}]" for i in range(len(levels))),
+        "transport",
+    ]
+    for level in groups.hierarchy:
+        total = torch.tensor([rank])
+        dist.all_reduce(total, group=level)
+        assert total.item() == sum(dist.get_process_group_ranks(level))
+    other = build_process_groups().with_context_parallel(size, hierarchical=levels)
+    ranks = [dist.get_process_group_ranks(level) for level in groups.hierarchy]
+    assert ranks == [dist.get_process_group_ranks(level) for level in other.hierarchy]
+    return ranks
+
+
+def test_the_inner_level_has_neighbours_and_the_outer_level_what_is_apart():
+    assert run_ranks(4, build_levels, [2, 2]) == [
+        [[0, 1], [0, 2]],
+        [[0, 1], [1, 3]],
+        [[2, 3], [0, 2]],
+        [[2, 3], [1, 3]],
+    ]
+    assert run_ranks(6, build_levels, [3, 2])[4] == [[3, 4, 5], [1, 4]]
+
+
+def test_levels_that_do_not_make_the_context_parallel_size_are_refused():
+    message = r"hierarchical is \[2, 3\], whose product is 6, expected cp = 4"
+    for text in run_ranks(4, build_badly, {"cp": 4, "hierarchical": [2, 3]}):
+        assert re.search(message, text)
+
+
+def switch_levels(rank, size):
+    train = build_process_groups(cp=4, hierarchical=[2, 2])
+    evaluation = train.with_context_parallel(2, hierarchical=[2, 1])
+    model = torch.nn.Module()
+    model.levels, model.pair = list(train.hierarchy), tuple(train.hierarchy)
+    collection = {role: getattr(train, role) for role in train.roles} | {"hcp": model.levels}
+    assert ProcessGroups.from_existing(collection).hierarchy == train.hierarchy
+    with hcp.eval_cp_context(model, train, evaluation):
+        assert tuple(model.levels) == model.pair == evaluation.hierarchy
+    assert tuple(model.levels) == model.pair == train.hierarchy
+
+
+def test_lists_and_tuples_of_levels_are_rebound():
+    run_ranks(4, switch_levels)
+
+
+def take_a_mesh(rank, size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "cp"))
+    groups = ProcessGroups.from_device_mesh(mesh, names={"dp": "data"})
+    assert groups.cp is mesh.get_group("cp")
+    assert groups.dp is mesh.get_group("data")
+    assert groups_of(groups) == expected_groups(groups.grid, rank)
+    assert groups.report()["given"] == ["cp", "dp"]
+    evaluation = groups.with_context_parallel(4)
+    assert evaluation.report()["created"] == ["cp", "dp", "tp_cp"]
+    model = torch.nn.Module()
+    model.cp_group, model.mesh = mesh.get_group("cp"), mesh
+    (finding,) = hcp.audit(model, groups, evaluation).uncovered
+    assert finding.path == "model.mesh"
+    with hcp.eval_cp_context(model, groups, evaluation):
+        assert model.cp_group is evaluation.cp
+    with pytest.raises(ValueError, match=r"the mesh has the dimensions \('data', 'cp'\), expected"):
+        ProcessGroups.from_device_mesh(mesh)
+
+
+def test_a_device_mesh_gives_its_groups_and_its_layout():
+    run_ranks(4, take_a_mesh)
 
 
 # ---- the end -------------------------------------------------------------------------------------

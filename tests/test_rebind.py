@@ -17,7 +17,7 @@ from ranks import run_ranks
 from torch import nn
 
 import hcp
-from hcp._core import Rebinding
+from hcp._core import Rebinding, SlotTable, Structure
 from hcp.groups import ProcessGroups, build_process_groups
 from hcp.rebind import eval_cp_context, find_slots
 
@@ -136,6 +136,62 @@ def test_an_exception_while_restoring_stops_no_other(k):
     assert caught.value.__notes__ == [f"hcp: while undoing owner {k}"]
 
 
+def test_an_entry_that_was_not_there_is_gone_again():
+    held = {"kept": 1, "taken": 2}
+    slots = [("entry", held, "new", "new"), ("absent", held, "taken", "taken")]
+    slots += [("absent", held, "never", "never"), ("entry", held, "kept", "kept")]
+    with Rebinding(slots, [3, None, None, 4]):
+        assert held == {"kept": 4, "new": 3}
+        held["taken"] = held["never"] = "made inside"
+    assert held == {"kept": 1, "taken": 2}
+
+
+def test_a_fault_puts_entries_back_that_were_taken_out():
+    owners, slots, values = guarded_slots(1)
+    owners[0].before.add("new 0")
+    held = {"taken": 2}
+    with pytest.raises(KeyError, match="before new 0"):
+        Rebinding([("absent", held, "taken", "taken"), *slots], [None, *values])
+    assert held == {"taken": 2}
+
+
+def test_a_table_is_made_once_and_serves_many_switches():
+    held = {"a": "old"}
+    table = SlotTable([("item", held, "a", "a")], ["new"])
+    assert len(table) == 1
+    rebinding = Rebinding()
+    for _ in range(3):
+        rebinding.switch(table)
+        assert held == {"a": "new"}
+        rebinding.restore()
+        assert held == {"a": "old"}
+    with pytest.raises(TypeError, match="expected a SlotTable, or slots and values"):
+        rebinding.switch([])
+    rebinding.switch(table)
+    rebinding.keep()
+    rebinding.restore()
+    assert held == {"a": "new"}
+
+
+def test_a_structure_tells_whether_places_hold_what_they_held():
+    group, inner = object(), []
+    holders = [{"group": group, "size": 1, "loss": 0.5, "list": inner}, inner]
+    structure = Structure(holders, frozenset({"size"}), (int, float, type(None)))
+    assert structure.holds()
+    holders[0]["loss"] = None
+    assert structure.holds()
+    for key, value in (("size", 2), ("loss", group), ("group", object()), ("list", [])):
+        before, holders[0][key] = holders[0][key], value
+        assert not structure.holds(), key
+        holders[0][key] = before
+    inner.append(1)
+    assert not structure.holds()
+    inner.clear()
+    assert structure.holds()
+    with pytest.raises(TypeError, match=r"holders\[0\] is <class 'set'>, expected a dictionary"):
+        Structure([set()], frozenset(), ())
+
+
 def test_a_rebinding_that_is_dropped_restores():
     owners, slots, values = guarded_slots(2)
     Rebinding(slots, values)
@@ -204,7 +260,12 @@ def test_a_setter_that_comes_back_is_refused_or_does_nothing():
     [
         ([1], [1], TypeError, r"slots\[0\] is 1, expected a tuple \(kind, owner, key, path\)"),
         ([("item", {}, 1)], [1], TypeError, "expected a tuple"),
-        ([("key", {}, 1, "")], [1], ValueError, "of kind 'key', expected 'item', 'attribute' or"),
+        (
+            [("key", {}, 1, "")],
+            [1],
+            ValueError,
+            "of kind 'key', expected 'item', 'attribute', 'member', ",
+        ),
         ([], [1], ValueError, "there are 0 slots and 1 values, expected as many"),
         (7, [], TypeError, "int"),
     ],
@@ -473,12 +534,6 @@ def test_a_group_without_a_twin_is_refused_with_its_path(layouts):
     less = ProcessGroups.from_existing({"dp_cp": evaluation.dp_cp, "dp": evaluation.dp})
     text = refusal(Attention(train), train, less)
     assert "model.cp_group holds the group 'cp': eval_pgs has no role 'cp'" in text
-
-
-def test_a_set_of_groups_is_refused_with_its_path(layouts):
-    model = Plain()
-    model.groups = {layouts[0].cp}
-    assert "model.groups is a set that holds the group 'cp'" in refusal(model, *layouts)
 
 
 def test_collections_of_another_kind_are_refused(layouts):

@@ -49,6 +49,8 @@ int hcp_py_add_plan(PyObject *module);
 int hcp_py_add_layout(PyObject *module);
 int hcp_py_add_table(PyObject *module);
 int hcp_py_add_grid(PyObject *module);
+int hcp_py_add_slots(PyObject *module);
+int hcp_py_add_structure(PyObject *module);
 int hcp_py_add_rebinding(PyObject *module);
 
 #endif

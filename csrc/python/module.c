@@ -240,9 +240,10 @@ static int add_constants(PyObject *module) {
 static int add_view(PyObject *module) { return hcp_py_add_type(module, "_View", &view_spec); }
 
 static int execute(PyObject *module) {
-  static int (*const parts[])(PyObject *) = {add_constants,       add_view,         hcp_py_add_plan,
-                                             hcp_py_add_layout,   hcp_py_add_table, hcp_py_add_grid,
-                                             hcp_py_add_rebinding};
+  static int (*const parts[])(PyObject *) = {
+      add_constants,       add_view,        hcp_py_add_plan,  hcp_py_add_layout,
+      hcp_py_add_table,    hcp_py_add_grid, hcp_py_add_slots, hcp_py_add_structure,
+      hcp_py_add_rebinding};
   for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
     if (parts[i](module) < 0) return -1;
   return 0;

@@ -1,35 +1,10 @@
 /* rebinding.c - Rebinding: the core's undo log over slots of Python objects. */
-#include <string.h>
-
-#include "glue.h"
-
-/* How a slot is read and written.
- *
- *   item       owner[key]: dictionaries (an object's __dict__ too), lists
- *   attribute  getattr and setattr, with all that a class makes of them
- *   member     as object does it: past __setattr__, for __slots__ and frozen classes */
-#define SLOT_KINDS(X)       \
-  X(ITEM, "item")           \
-  X(ATTRIBUTE, "attribute") \
-  X(MEMBER, "member")
-
-typedef enum slot_kind {
-#define KIND_ENUM(name, text) SLOT_##name,
-  SLOT_KINDS(KIND_ENUM)
-#undef KIND_ENUM
-      SLOT_KIND_COUNT
-} slot_kind;
-
-typedef struct slot {
-  slot_kind kind;
-  PyObject *owner, *key, *path;
-} slot;
+#include "slots.h"
 
 /* While busy, a callback runs Python code that may come back here. */
 typedef struct rebinding_object {
   PyObject_HEAD hcp_rebinding *rebinding;
-  slot *slots;
-  Py_ssize_t slot_count;
+  PyObject *table; /* of the switch under way */
   PyObject *error; /* the first exception of a callback */
   int busy;
 } rebinding_object;
@@ -63,7 +38,8 @@ static void raise_exception(PyObject *value) {
 }
 
 /* A note that cannot be added must not hide the exception it is about. */
-static void add_note(PyObject *exception, const char *doing, const slot *at, PyObject *cause) {
+static void add_note(PyObject *exception, const char *doing, const hcp_py_slot *at,
+                     PyObject *cause) {
   PyObject *note = cause == NULL
                        ? PyUnicode_FromFormat("hcp: while %s %S", doing, at->path)
                        : PyUnicode_FromFormat("hcp: then, while %s %S: %R", doing, at->path, cause);
@@ -74,7 +50,7 @@ static void add_note(PyObject *exception, const char *doing, const slot *at, PyO
 }
 
 /* Keeps the exception that is set: the first one whole, others as its notes. */
-static int32_t keep_exception(rebinding_object *self, const char *doing, const slot *at) {
+static int32_t keep_exception(rebinding_object *self, const char *doing, const hcp_py_slot *at) {
   PyObject *exception = take_exception();
   if (self->error == NULL) {
     add_note(exception, doing, at, NULL);
@@ -86,69 +62,41 @@ static int32_t keep_exception(rebinding_object *self, const char *doing, const s
   return -1;
 }
 
-/* ---- one slot ---- */
-
-static PyObject *read_item(const slot *at) {
-  if (!PyDict_CheckExact(at->owner)) return PyObject_GetItem(at->owner, at->key);
-  PyObject *value = PyDict_GetItemWithError(at->owner, at->key);
-  if (value == NULL && !PyErr_Occurred()) PyErr_SetObject(PyExc_KeyError, at->key);
-  return Py_XNewRef(value);
-}
-
-static PyObject *read_slot(const slot *at) {
-  switch (at->kind) {
-    case SLOT_ITEM:
-      return read_item(at);
-    case SLOT_ATTRIBUTE:
-      return PyObject_GetAttr(at->owner, at->key);
-    case SLOT_MEMBER:
-    case SLOT_KIND_COUNT:
-      break;
-  }
-  return PyObject_GenericGetAttr(at->owner, at->key);
-}
-
-static int write_slot(const slot *at, PyObject *value) {
-  switch (at->kind) {
-    case SLOT_ITEM:
-      if (PyDict_CheckExact(at->owner)) return PyDict_SetItem(at->owner, at->key, value);
-      return PyObject_SetItem(at->owner, at->key, value);
-    case SLOT_ATTRIBUTE:
-      return PyObject_SetAttr(at->owner, at->key, value);
-    case SLOT_MEMBER:
-    case SLOT_KIND_COUNT:
-      break;
-  }
-  return PyObject_GenericSetAttr(at->owner, at->key, value);
-}
-
 /* A setter written in Python may have stored the value before it raised, and
  * Ctrl-C may arrive right behind the store: put old back where that shows. */
-static void take_back(rebinding_object *self, const slot *at, PyObject *value, PyObject *old) {
-  PyObject *now = read_slot(at);
-  if (now == NULL)
+static void take_back(rebinding_object *self, const hcp_py_slot *at, PyObject *value,
+                      PyObject *old) {
+  PyObject *now = NULL;
+  if (hcp_py_slot_read(at, &now) < 0)
     PyErr_Clear();
-  else if (now == value && now != old && write_slot(at, old) < 0)
+  else if (now == value && now != old && hcp_py_slot_write(at, old) < 0)
     keep_exception(self, "undoing", at);
   Py_XDECREF(now);
 }
 
 /* ---- the core's callbacks ---- */
 
+static const hcp_py_slot *slot_at(const rebinding_object *self, int32_t i) {
+  return &((hcp_py_slot_table *)self->table)->slots[i];
+}
+
 static int32_t get_callback(void *context, int32_t i, void **value) {
   rebinding_object *self = context;
-  *value = read_slot(&self->slots[i]);
-  return *value != NULL ? 0 : keep_exception(self, "reading", &self->slots[i]);
+  PyObject *held = NULL;
+  if (hcp_py_slot_read(slot_at(self, i), &held) < 0)
+    return keep_exception(self, "reading", slot_at(self, i));
+  *value = held;
+  return 0;
 }
 
 static int32_t set_callback(void *context, int32_t i, void *value) {
   rebinding_object *self = context;
-  const slot *at = &self->slots[i];
+  const hcp_py_slot *at = slot_at(self, i);
   int undoing = self->error != NULL || self->rebinding != NULL;
-  int exact = at->kind == SLOT_ITEM && PyDict_CheckExact(at->owner);
-  PyObject *old = undoing || exact ? NULL : read_slot(at);
-  if (old == NULL && PyErr_Occurred()) PyErr_Clear();
-  int status = write_slot(at, value);
+  PyObject *old = NULL;
+  if (at->kind == HCP_PY_SLOT_ABSENT && !undoing) value = NULL;
+  if (!undoing && !hcp_py_slot_is_exact(at) && hcp_py_slot_read(at, &old) < 0) PyErr_Clear();
+  int status = hcp_py_slot_write(at, value);
   if (status < 0) keep_exception(self, undoing ? "undoing" : "rebinding", at);
   if (status < 0 && old != NULL) take_back(self, at, value, old);
   Py_XDECREF(old);
@@ -158,74 +106,6 @@ static int32_t set_callback(void *context, int32_t i, void *value) {
 static void release_callback(void *context, void *value) {
   (void)context;
   Py_XDECREF((PyObject *)value);
-}
-
-/* ---- the table ---- */
-
-static int parse_kind(PyObject *kind, slot_kind *out) {
-  static const char *const names[] = {
-#define KIND_NAME(name, text) text,
-      SLOT_KINDS(KIND_NAME)
-#undef KIND_NAME
-  };
-  for (int k = 0; k < SLOT_KIND_COUNT; k++)
-    if (PyUnicode_Check(kind) && PyUnicode_CompareWithASCIIString(kind, names[k]) == 0) {
-      *out = (slot_kind)k;
-      return 0;
-    }
-  return -1;
-}
-
-static int parse_slot(PyObject *item, Py_ssize_t i, slot *out) {
-  slot made;
-  if (!PyTuple_Check(item) || PyTuple_Size(item) != 4) {
-    PyErr_Format(PyExc_TypeError, "slots[%zd] is %R, expected a tuple (kind, owner, key, path)", i,
-                 item);
-    return -1;
-  }
-  if (parse_kind(PyTuple_GetItem(item, 0), &made.kind) < 0) {
-    PyErr_Format(PyExc_ValueError,
-                 "slots[%zd] is of kind %R, expected 'item', 'attribute' or 'member'", i,
-                 PyTuple_GetItem(item, 0));
-    return -1;
-  }
-  made.owner = Py_NewRef(PyTuple_GetItem(item, 1));
-  made.key = Py_NewRef(PyTuple_GetItem(item, 2));
-  made.path = Py_NewRef(PyTuple_GetItem(item, 3));
-  *out = made;
-  return 0;
-}
-
-/* Detached from the object before anything is released: releasing runs code. */
-static void drop_slots(rebinding_object *self) {
-  slot *slots = self->slots;
-  Py_ssize_t n = self->slot_count;
-  self->slots = NULL;
-  self->slot_count = 0;
-  for (Py_ssize_t i = 0; i < n; i++) {
-    Py_DECREF(slots[i].owner);
-    Py_DECREF(slots[i].key);
-    Py_DECREF(slots[i].path);
-  }
-  PyMem_Free(slots);
-}
-
-static int take_slots(rebinding_object *self, PyObject *items) {
-  Py_ssize_t n = PyTuple_Size(items);
-  self->slots = PyMem_Calloc((size_t)n + 1, sizeof *self->slots);
-  if (self->slots == NULL) {
-    PyErr_NoMemory();
-    return -1;
-  }
-  for (Py_ssize_t i = 0; i < n; i++) {
-    if (parse_slot(PyTuple_GetItem(items, i), i, &self->slots[i]) < 0) goto fail_slot;
-    self->slot_count++;
-  }
-  return 0;
-
-fail_slot:
-  drop_slots(self);
-  return -1;
 }
 
 /* ---- switch and restore ---- */
@@ -248,70 +128,84 @@ static int restore(rebinding_object *self) {
   self->busy = 0;
   hcp_rebinding_destroy(self->rebinding);
   self->rebinding = NULL;
-  drop_slots(self);
+  Py_CLEAR(self->table);
   if (status == HCP_OK) return 0;
   raise_kept(self, &err);
   return -1;
 }
 
-/* values by slot, borrowed from the tuple. */
-static void **pointers_of(PyObject *values) {
-  Py_ssize_t n = PyTuple_Size(values);
-  void **pointers = PyMem_Calloc((size_t)n + 1, sizeof *pointers);
-  if (pointers == NULL) PyErr_NoMemory();
-  for (Py_ssize_t i = 0; pointers != NULL && i < n; i++) pointers[i] = PyTuple_GetItem(values, i);
-  return pointers;
-}
-
-static int switch_slots(rebinding_object *self, PyObject *slots, PyObject *values) {
-  const hcp_slots callbacks = {get_callback, set_callback, release_callback, self};
-  hcp_error err;
-  void **pointers = pointers_of(values);
-  if (pointers == NULL) return -1;
-  int result = take_slots(self, slots);
-  if (result < 0) goto free_pointers;
-  self->busy = 1;
-  hcp_status status =
-      hcp_rebinding_create(&callbacks, pointers, (int32_t)self->slot_count, &self->rebinding, &err);
-  self->busy = 0;
-  if (status != HCP_OK) {
-    drop_slots(self);
-    raise_kept(self, &err);
-    result = -1;
-  }
-free_pointers:
-  PyMem_Free(pointers);
-  return result;
-}
-
-static int check_switch(const rebinding_object *self, PyObject *slots, PyObject *values) {
-  if (self->busy || self->rebinding != NULL) {
-    PyErr_Format(PyExc_RuntimeError, "this rebinding holds %d slots already, restore() comes first",
-                 (int)hcp_rebinding_pending(self->rebinding));
-    return -1;
-  }
-  if (PyTuple_Size(slots) == PyTuple_Size(values) && PyTuple_Size(slots) <= INT32_MAX) return 0;
-  PyErr_Format(PyExc_ValueError, "there are %zd slots and %zd values, expected as many",
-               PyTuple_Size(slots), PyTuple_Size(values));
+static int check_free(const rebinding_object *self) {
+  if (!self->busy && self->rebinding == NULL) return 0;
+  PyErr_Format(PyExc_RuntimeError, "this rebinding holds %d slots already, restore() comes first",
+               (int)hcp_rebinding_pending(self->rebinding));
   return -1;
 }
 
-static PyObject *rebinding_switch(PyObject *self, PyObject *args) {
-  PyObject *slots_argument, *values_argument;
-  int status = -1;
-  if (!PyArg_ParseTuple(args, "OO:switch", &slots_argument, &values_argument)) return NULL;
-  PyObject *slots = PySequence_Tuple(slots_argument);
-  PyObject *values = slots == NULL ? NULL : PySequence_Tuple(values_argument);
-  if (values != NULL) status = check_switch((rebinding_object *)self, slots, values);
-  if (status == 0) status = switch_slots((rebinding_object *)self, slots, values);
-  Py_XDECREF(slots);
-  Py_XDECREF(values);
-  return status < 0 ? NULL : Py_NewRef(Py_None);
+/* Takes the reference to table. */
+static int switch_table(rebinding_object *self, hcp_py_slot_table *table) {
+  const hcp_slots callbacks = {get_callback, set_callback, release_callback, self};
+  hcp_error err;
+  self->table = (PyObject *)table;
+  self->busy = 1;
+  hcp_status status = hcp_rebinding_create(&callbacks, (void *const *)table->values,
+                                           (int32_t)table->n, &self->rebinding, &err);
+  self->busy = 0;
+  if (status == HCP_OK) return 0;
+  Py_CLEAR(self->table);
+  raise_kept(self, &err);
+  return -1;
+}
+
+/* A SlotTable, or slots and values to make one of: a new reference. */
+static hcp_py_slot_table *table_of_arguments(PyObject *args) {
+  PyObject *slots, *values = NULL;
+  if (!PyArg_ParseTuple(args, "O|O:switch", &slots, &values)) return NULL;
+  hcp_py_slot_table *given = hcp_py_slot_table_of(slots);
+  if (given != NULL && values == NULL) return (hcp_py_slot_table *)Py_NewRef(slots);
+  if (values != NULL) return (hcp_py_slot_table *)hcp_py_slot_table_new(slots, values);
+  PyErr_Format(PyExc_TypeError, "switch() was given %R, expected a SlotTable, or slots and values",
+               slots);
+  return NULL;
+}
+
+static PyObject *rebinding_switch(PyObject *object, PyObject *args) {
+  rebinding_object *self = (rebinding_object *)object;
+  if (check_free(self) < 0) return NULL;
+  hcp_py_slot_table *table = table_of_arguments(args);
+  if (table == NULL) return NULL;
+  /* Making a table runs the code of its iterables. */
+  if (check_free(self) < 0) {
+    Py_DECREF(table);
+    return NULL;
+  }
+  return switch_table(self, table) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *rebinding_restore(PyObject *self, PyObject *unused) {
   (void)unused;
   return restore((rebinding_object *)self) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+/* Forgets without restoring: for collectors, after the finalizer has restored. */
+static int rebinding_clear(PyObject *object) {
+  rebinding_object *self = (rebinding_object *)object;
+  hcp_rebinding *rebinding = self->rebinding;
+  self->rebinding = NULL;
+  hcp_rebinding_destroy(rebinding);
+  Py_CLEAR(self->table);
+  Py_CLEAR(self->error);
+  return 0;
+}
+
+static PyObject *rebinding_keep(PyObject *object, PyObject *unused) {
+  rebinding_object *self = (rebinding_object *)object;
+  (void)unused;
+  if (self->busy) {
+    PyErr_SetString(PyExc_RuntimeError, "this rebinding is just being switched");
+    return NULL;
+  }
+  rebinding_clear(object);
+  return Py_NewRef(Py_None);
 }
 
 static PyObject *rebinding_enter(PyObject *self, PyObject *unused) {
@@ -347,24 +241,9 @@ static int rebinding_traverse(PyObject *object, visitproc visit, void *arg) {
   rebinding_object *self = (rebinding_object *)object;
   Py_VISIT(Py_TYPE(object));
   Py_VISIT(self->error);
-  for (Py_ssize_t i = 0; i < self->slot_count; i++) {
-    Py_VISIT(self->slots[i].owner);
-    Py_VISIT(self->slots[i].key);
-    Py_VISIT(self->slots[i].path);
-  }
+  Py_VISIT(self->table);
   for (int32_t i = 0; i < hcp_rebinding_pending(self->rebinding); i++)
     Py_VISIT((PyObject *)hcp_rebinding_held(self->rebinding, i));
-  return 0;
-}
-
-/* Reached only after the finalizer has restored. */
-static int rebinding_clear(PyObject *object) {
-  rebinding_object *self = (rebinding_object *)object;
-  hcp_rebinding *rebinding = self->rebinding;
-  self->rebinding = NULL;
-  hcp_rebinding_destroy(rebinding);
-  drop_slots(self);
-  Py_CLEAR(self->error);
   return 0;
 }
 
@@ -388,10 +267,12 @@ static void rebinding_dealloc(PyObject *self) {
 
 static PyMethodDef rebinding_methods[] = {
     {"switch", rebinding_switch, METH_VARARGS,
-     "switch($self, slots, values, /)\n--\n\n"
-     "Put values[i] in slots[i], all or none. A slot is (kind, owner, key, path)."},
+     "switch($self, slots, values=..., /)\n--\n\n"
+     "Put values[i] in slots[i], all or none; or a SlotTable's values in its slots."},
     {"restore", rebinding_restore, METH_NOARGS,
      "restore($self, /)\n--\n\nGive every slot what it held, last first. Twice does nothing."},
+    {"keep", rebinding_keep, METH_NOARGS,
+     "keep($self, /)\n--\n\nForget what the slots held: the switch stays."},
     {"__enter__", rebinding_enter, METH_NOARGS, "__enter__($self, /)\n--\n\nThe rebinding."},
     {"__exit__", rebinding_exit, METH_VARARGS, "__exit__($self, /, *exception)\n--\n\nRestores."},
     {NULL, NULL, 0, NULL}};
@@ -413,8 +294,9 @@ static PyType_Slot rebinding_slots[] = {
      "Rebinding(slots=(), values=(), /)\n--\n\n"
      "A switch of slots, all or none, and what each held before. A slot is a tuple\n"
      "(kind, owner, key, path): kind 'item' is owner[key], 'attribute' getattr and\n"
-     "setattr, 'member' the same past a class's own __setattr__; path names it in\n"
-     "errors. Restores on leaving a with block, and when it is dropped."},
+     "setattr, 'member' the same past a class's own __setattr__, 'entry' an item\n"
+     "that may be missing before, 'absent' one that is missing inside; path names it\n"
+     "in errors. Restores on leaving a with block, and when it is dropped."},
     {0, NULL}};
 
 static PyType_Spec rebinding_spec = {"hcp._core.Rebinding", sizeof(rebinding_object), 0,

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hcp
 from hcp.config import Config, rows_up_to
-from hcp.demo.data import Corpus, Document, batch_indices, load, load_corpus
+from hcp.demo.data import Corpus, Document, batch_indices, load, load_corpus, sample
 from hcp.demo.model import GPTModel
 from hcp.demo.report import Evaluation, Reporter, Run, StepRecord
 
@@ -156,21 +156,22 @@ def evaluate(trainer: Trainer, model: GPTModel, documents: Sequence[Document]) -
     groups = model.pg_collection
     batch_size, iterations = trainer.args.global_batch_size, trainer.args.eval_iters
     wanted = list(documents if iterations is None else documents[: iterations * batch_size])
-    trainer = replace(trainer, groups=groups)
-    config = evaluation_config(trainer.config, groups, wanted)
-    parts = []
+    plan = evaluation_plan(trainer, groups, wanted, batch_size)
+    metrics = hcp.Metrics(groups)
     model.eval()
-    for first in range(0, len(wanted), batch_size):
-        batch = range(first, min(first + batch_size, len(wanted)))
-        _, step = get_batch(trainer, config, wanted, batch)
+    for step in plan.dispatch(
+        Samples(wanted, trainer.device), comm_types=trainer.config.comm_types
+    ):
         for cp, local in step:
             losses = forward_step(trainer, model, cp, local)
+            metrics.add_sum("loss", *cp.loss_sum(losses, local.loss_mask))
             # Each document masks its last token and no other: counted on the rows that arrived.
-            ends = (local.loss_mask == 0).sum(dtype=torch.float64)
-            rows = losses.new_full((), len(losses), dtype=torch.float64)
-            parts.append(torch.stack((*cp.loss_sum(losses, local.loss_mask), ends, rows)))
+            metrics.add_sum("documents", (local.loss_mask == 0).sum(), 0)
+            metrics.add_sum("tokens", len(losses), 0)
     model.train()
-    loss, loss_tokens, seen, tokens = sum_over_ranks(trainer, torch.stack(parts).sum(dim=0))
+    plan.finish()
+    totals = metrics.reduce()
+    seen, tokens = totals["documents"].total, totals["tokens"].total
     expected = (len(wanted), sum(document.length for document in wanted))
     if (seen, tokens) != expected:
         raise hcp.HcpError(
@@ -180,23 +181,35 @@ def evaluate(trainer: Trainer, model: GPTModel, documents: Sequence[Document]) -
     return Evaluation(
         cp=groups.size("cp"),
         dp=groups.size("dp"),
-        loss=loss / max(1.0, loss_tokens),
+        loss=totals["loss"].total / max(1.0, totals["loss"].count),
         documents=int(seen),
         tokens=int(tokens),
     )
 
 
-def evaluation_config(
-    config: Config, groups: hcp.ProcessGroups, documents: Sequence[Document]
-) -> Config:
+class Samples:
+    """Documents as a map-style dataset of samples."""
+
+    def __init__(self, documents: Sequence[Document], device: torch.device) -> None:
+        self.documents, self.device = documents, device
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return sample(self.documents[index], self.device)
+
+
+def evaluation_plan(
+    trainer: Trainer, groups: hcp.ProcessGroups, documents: Sequence[Document], batch_size: int
+) -> hcp.EvalPlan:
     """Static CP of the layout's own size. Without a backward, a rank holds whatever that takes."""
-    degree = groups.size("cp")
-    needed = rows_up_to(max(document.length for document in documents), degree)
-    return replace(
-        config,
-        sequence_packing_scheduler="static_cp",
-        context_parallel_size=degree,
-        max_seqlen_per_dp_cp_rank=max(config.max_seqlen_per_dp_cp_rank, needed),
+    lengths, degree = [document.length for document in documents], groups.size("cp")
+    limit = trainer.config.max_seqlen_per_dp_cp_rank
+    return hcp.EvalPlan(
+        lengths,
+        groups,
+        max_tokens_per_rank=max(limit, rows_up_to(max(lengths), degree)),
+        global_batch_size=batch_size,
+        degree=degree,
+        cost=trainer.cost,
     )
 
 

@@ -1,0 +1,186 @@
+"""How long a switch takes: python benchmarks/bench_rebind.py [--modules 100 1000 10000 100000]
+
+A model of N modules holds four of the training layout's groups in each (cp_group, tp_cp_group,
+tp_dp_cp_group, dp_cp_group; all four have another group in the eval layout, so 4 N slots change).
+Every way of switching is checked in the same run: after it each slot holds the eval group, after
+the way back the training group.
+
+  table    first entry: walk the model, build the table
+  check    does the structure still hold? (each entry)
+  entry    check, agreement of ranks (here one rank), swap
+  swap     the loop in C over the table, one way; "back" the way out
+  walk     a restatement of the peer's walk: for every module ask for five names, set what is there
+  setattr  setattr(module, name, group) for the same slots in a plain Python loop
+  dict     vars(module)[name] read and written for the same slots in a plain Python loop
+
+Contestants take turns; medians of --rounds, with the spread (median of the upper half over median
+of the lower half). walk/swap and setattr/swap are ratios of medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import platform
+import statistics
+import subprocess
+import time
+import tracemalloc
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hcp
+from hcp._core import Rebinding
+from hcp.rebind import _Request, _Table
+
+NAMES = {
+    "cp_group": "cp",
+    "tp_cp_group": "tp_cp",
+    "tp_dp_cp_group": "tp_dp_cp",
+    "dp_cp_group": "dp_cp",
+}
+
+
+class Leaf(nn.Module):
+    """As much as a small layer has, and four groups."""
+
+    def __init__(self, pgs: hcp.ProcessGroups) -> None:
+        super().__init__()
+        self.hidden_size, self.eps, self.name, self.bias = 64, 1e-5, "leaf", None
+        for name, role in NAMES.items():
+            setattr(self, name, getattr(pgs, role))
+
+
+def build(modules: int, pgs: hcp.ProcessGroups) -> nn.Module:
+    """A tree, 10 leaves to a block, as layers have."""
+    blocks = [
+        nn.ModuleList(Leaf(pgs) for _ in range(min(10, modules - first)))
+        for first in range(0, modules, 10)
+    ]
+    return nn.ModuleList(blocks)
+
+
+def walk_every_module(model: nn.Module, target: hcp.ProcessGroups) -> None:
+    """What the peer does for each switch, restated."""
+    for module in model.modules():
+        if hasattr(module, "pg_collection"):
+            module.pg_collection = target
+        for name, role in NAMES.items():
+            if hasattr(module, name):
+                setattr(module, name, getattr(target, role, None))
+
+
+def check(model: nn.Module, pgs: hcp.ProcessGroups, what: str) -> None:
+    for module in model.modules():
+        if isinstance(module, Leaf):
+            for name, role in NAMES.items():
+                assert getattr(module, name) is getattr(pgs, role), f"{what}: {name}"
+
+
+def timed(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def measure(modules: int, rounds: int, train: hcp.ProcessGroups, other: hcp.ProcessGroups) -> str:
+    model = build(modules, train)
+    leaves = [module for module in model.modules() if isinstance(module, Leaf)]
+    request = _Request(model, train, other, (), False, train.transport)
+    gc.collect()
+    gc.disable()
+    times: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
+    times["table"].append(timed(lambda: _Table(request)))
+    tracemalloc.start()
+    table = _Table(request)
+    table_bytes = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert len(table.slots) == 4 * modules, len(table.slots)
+
+    def set_attributes(pgs: hcp.ProcessGroups) -> None:
+        groups = [(name, getattr(pgs, role)) for name, role in NAMES.items()]
+        for leaf in leaves:
+            for name, group in groups:
+                setattr(leaf, name, group)
+
+    def set_items(pgs: hcp.ProcessGroups) -> list[object]:
+        groups = [(name, getattr(pgs, role)) for name, role in NAMES.items()]
+        held = []
+        for leaf in leaves:
+            attributes = vars(leaf)
+            for name, group in groups:
+                held.append(attributes[name])
+                attributes[name] = group
+        return held
+
+    peers = (
+        ("walk", partial(walk_every_module, model)),
+        ("setattr", set_attributes),
+        ("dict", set_items),
+    )
+    rebinding = Rebinding()
+    context = hcp.eval_cp_context(model, train, other)
+    with context:  # the kept table
+        pass
+    for _ in range(rounds):
+        times["check"].append(timed(table.still_holds))
+        times["swap"].append(timed(lambda: rebinding.switch(table.switch)))
+        check(model, other, "swap")
+        times["back"].append(timed(rebinding.restore))
+        check(model, train, "back")
+        times["entry"].append(timed(context.__enter__))
+        check(model, other, "entry")
+        context.__exit__(None, None, None)
+        for name, switch in peers:
+            times[name].append(timed(partial(switch, other)))
+            check(model, other, name)
+            switch(train)
+            check(model, train, name)
+    gc.enable()
+    median = {name: statistics.median(values) for name, values in times.items()}
+    cells = [f"{modules:,}", f"{4 * modules:,}"]
+    cells += [f"{1e3 * median[name]:.3f} ({spread(times[name]):.2f})" for name in CONTESTANTS]
+    cells += [f"{median['walk'] / median['swap']:.0f}", f"{median['setattr'] / median['swap']:.1f}"]
+    cells += [f"{table_bytes / (4 * modules):.0f}"]
+    return "| " + " | ".join(cells) + " |"
+
+
+CONTESTANTS = ("table", "check", "entry", "swap", "back", "walk", "setattr", "dict")
+
+
+def spread(values: list[float]) -> float:
+    ordered = sorted(values)
+    half = max(1, len(ordered) // 2)
+    return statistics.median(ordered[-half:]) / statistics.median(ordered[:half])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--modules", type=int, nargs="+", default=[100, 1_000, 10_000, 100_000])
+    parser.add_argument("--rounds", type=int, default=9)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    train, other = hcp.build_process_groups(), hcp.build_process_groups()
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    print(
+        f"python {platform.python_version()}, torch {torch.__version__}, hcp {hcp.__version__} "
+        f"({commit}), {platform.machine()}, {os.cpu_count()} cores; milliseconds, median (spread)"
+        f" of {args.rounds}\n"
+    )
+    heads = ("modules", "slots", *CONTESTANTS, "walk/swap", "setattr/swap", "table bytes/slot")
+    print("| " + " | ".join(heads) + " |\n|" + "---|" * len(heads))
+    for modules in args.modules:
+        print(measure(modules, args.rounds, train, other), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

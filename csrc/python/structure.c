@@ -1,0 +1,190 @@
+/* structure.c - Structure: whether objects still hold what they held when they were looked through.
+ *
+ * A walk over a model's objects is slow and this is fast: a pointer is compared
+ * for each place. Values of atomic types (numbers, text, tensors) come and go
+ * and do not matter, except those under a watched name. */
+#include "glue.h"
+
+/* What a place held: NULL for any atom. */
+typedef struct structure_object {
+  PyObject_HEAD PyObject *holders; /* a tuple of dictionaries and lists */
+  PyObject *atoms; /* a tuple of types */
+  PyObject **held;
+  Py_ssize_t *sizes; /* of each holder */
+  Py_ssize_t count; /* of held */
+} structure_object;
+
+static int is_atom(PyObject *atoms, Py_ssize_t n, PyObject *value) {
+  PyObject *type = (PyObject *)Py_TYPE(value);
+  for (Py_ssize_t i = 0; i < n; i++)
+    if (PyTuple_GetItem(atoms, i) == type) return 1;
+  return 0;
+}
+
+static Py_ssize_t size_of(PyObject *holder) {
+  return PyDict_Check(holder) ? PyDict_Size(holder) : PyList_Size(holder);
+}
+
+/* The next place of a holder; key is NULL in a list. */
+static int next_place(PyObject *holder, Py_ssize_t *position, PyObject **key, PyObject **value) {
+  *key = NULL;
+  if (PyDict_Check(holder)) return PyDict_Next(holder, position, key, value);
+  if (*position >= PyList_Size(holder)) return 0;
+  *value = PyList_GetItem(holder, (*position)++);
+  return 1;
+}
+
+/* ---- comparing ---- */
+
+/* An equal integer is the same to whoever reads it. */
+static int is_same(PyObject *held, PyObject *now) {
+  if (held == now) return 1;
+  if (!PyLong_CheckExact(held) || !PyLong_CheckExact(now)) return 0;
+  return PyObject_RichCompareBool(held, now, Py_EQ) == 1;
+}
+
+static int holder_holds(const structure_object *self, Py_ssize_t h, Py_ssize_t *at) {
+  PyObject *holder = PyTuple_GetItem(self->holders, h);
+  PyObject *key, *value;
+  Py_ssize_t position = 0;
+  Py_ssize_t atom_types = PyTuple_Size(self->atoms);
+  if (size_of(holder) != self->sizes[h]) return 0;
+  while (next_place(holder, &position, &key, &value)) {
+    PyObject *held = self->held[(*at)++];
+    if (held == NULL ? !is_atom(self->atoms, atom_types, value) : !is_same(held, value)) return 0;
+  }
+  return 1;
+}
+
+static PyObject *structure_holds(PyObject *object, PyObject *unused) {
+  const structure_object *self = (structure_object *)object;
+  Py_ssize_t n = self->holders == NULL ? 0 : PyTuple_Size(self->holders);
+  Py_ssize_t at = 0;
+  (void)unused;
+  for (Py_ssize_t h = 0; h < n; h++)
+    if (!holder_holds(self, h, &at)) Py_RETURN_FALSE;
+  Py_RETURN_TRUE;
+}
+
+/* ---- taking ---- */
+
+static int take_sizes(structure_object *self) {
+  Py_ssize_t n = PyTuple_Size(self->holders);
+  Py_ssize_t total = 0;
+  self->sizes = PyMem_Calloc((size_t)n + 1, sizeof *self->sizes);
+  if (self->sizes == NULL) goto no_memory;
+  for (Py_ssize_t h = 0; h < n; h++) {
+    PyObject *holder = PyTuple_GetItem(self->holders, h);
+    if (!PyDict_Check(holder) && !PyList_Check(holder)) {
+      PyErr_Format(PyExc_TypeError, "holders[%zd] is %R, expected a dictionary or a list", h,
+                   (PyObject *)Py_TYPE(holder));
+      return -1;
+    }
+    self->sizes[h] = size_of(holder);
+    total += self->sizes[h];
+  }
+  self->held = PyMem_Calloc((size_t)total + 1, sizeof *self->held);
+  if (self->held != NULL) return 0;
+no_memory:
+  PyErr_NoMemory();
+  return -1;
+}
+
+/* 1, 0, or -1 with an exception set. */
+static int is_watched(PyObject *watched, PyObject *key) {
+  return key != NULL && PyUnicode_Check(key) ? PySet_Contains(watched, key) : 0;
+}
+
+static int take_holder(structure_object *self, PyObject *holder, PyObject *watched) {
+  PyObject *key, *value;
+  Py_ssize_t position = 0;
+  Py_ssize_t atom_types = PyTuple_Size(self->atoms);
+  while (next_place(holder, &position, &key, &value)) {
+    int keep = is_atom(self->atoms, atom_types, value) ? is_watched(watched, key) : 1;
+    if (keep < 0) return -1;
+    self->held[self->count++] = keep ? Py_NewRef(value) : NULL;
+  }
+  return 0;
+}
+
+static PyObject *structure_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+  PyObject *holders, *watched, *atoms;
+  static char *keywords[] = {"", "", "", NULL};
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO:Structure", keywords, &holders, &watched,
+                                   &atoms))
+    return NULL;
+  if (!PyFrozenSet_CheckExact(watched)) {
+    PyErr_SetString(PyExc_TypeError, "watched is not a frozenset");
+    return NULL;
+  }
+  structure_object *self = (structure_object *)PyType_GenericAlloc(type, 0);
+  if (self == NULL) return NULL;
+  self->holders = PySequence_Tuple(holders);
+  self->atoms = self->holders == NULL ? NULL : PySequence_Tuple(atoms);
+  if (self->atoms == NULL || take_sizes(self) < 0) goto fail;
+  for (Py_ssize_t h = 0; h < PyTuple_Size(self->holders); h++)
+    if (take_holder(self, PyTuple_GetItem(self->holders, h), watched) < 0) goto fail;
+  return (PyObject *)self;
+fail:
+  Py_DECREF(self);
+  return NULL;
+}
+
+/* ---- the type ---- */
+
+static int structure_traverse(PyObject *object, visitproc visit, void *arg) {
+  structure_object *self = (structure_object *)object;
+  Py_VISIT(Py_TYPE(object));
+  Py_VISIT(self->holders);
+  Py_VISIT(self->atoms);
+  for (Py_ssize_t i = 0; i < self->count; i++) Py_VISIT(self->held[i]);
+  return 0;
+}
+
+static int structure_clear(PyObject *object) {
+  structure_object *self = (structure_object *)object;
+  PyObject **held = self->held;
+  Py_ssize_t count = self->count;
+  self->held = NULL;
+  self->count = 0;
+  Py_CLEAR(self->holders);
+  Py_CLEAR(self->atoms);
+  for (Py_ssize_t i = 0; i < count; i++) Py_XDECREF(held[i]);
+  PyMem_Free(held);
+  PyMem_Free(self->sizes);
+  self->sizes = NULL;
+  return 0;
+}
+
+static void structure_dealloc(PyObject *self) {
+  PyTypeObject *type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  structure_clear(self);
+  PyObject_GC_Del(self);
+  Py_DECREF(type);
+}
+
+static PyMethodDef structure_methods[] = {
+    {"holds", structure_holds, METH_NOARGS,
+     "holds($self, /)\n--\n\nWhether every place holds what it held."},
+    {NULL, NULL, 0, NULL}};
+
+static PyType_Slot structure_slots[] = {
+    {Py_tp_new, HCP_PY_SLOT(structure_new)},
+    {Py_tp_dealloc, HCP_PY_SLOT(structure_dealloc)},
+    {Py_tp_traverse, HCP_PY_SLOT(structure_traverse)},
+    {Py_tp_clear, HCP_PY_SLOT(structure_clear)},
+    {Py_tp_methods, structure_methods},
+    {Py_tp_doc,
+     "Structure(holders, watched, atoms, /)\n--\n\n"
+     "What dictionaries and lists hold just now, object by object. Values whose type is one of\n"
+     "atoms do not count, unless their key is in watched, a frozenset of names."},
+    {0, NULL}};
+
+static PyType_Spec structure_spec = {
+    "hcp._core.Structure", sizeof(structure_object), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_HAVE_GC, structure_slots};
+
+int hcp_py_add_structure(PyObject *module) {
+  return hcp_py_add_type(module, "Structure", &structure_spec);
+}

@@ -1,0 +1,154 @@
+"""Which context-parallel size evaluates fastest, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hcp.config import divisors, rows_up_to
+from hcp.plan import CostModel
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What is predicted for one CP size. Times are in the cost model's unit."""
+
+    cp: int
+    micro_batches: int
+    """Of every data-parallel rank, fillers included."""
+    fillers: int
+    """Samples computed for nothing, over all ranks."""
+    time: int
+    bubble: int
+    """The part of the time in which a stage waits for its neighbours."""
+    exchange: int
+    """The part of the busiest rank's time that goes to keys and values of other ranks."""
+    rows: int
+    """Most rows of one rank in one micro-batch."""
+    refusal: str = ""
+    """Why it is not admissible, or nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalChoice:
+    """The size to evaluate with, and all that were looked at."""
+
+    cp: int
+    why: str
+    candidates: tuple[Candidate, ...]
+
+    def __str__(self) -> str:
+        lines = [self.why]
+        for c in self.candidates:
+            note = f"  not admissible: {c.refusal}" if c.refusal else ""
+            lines.append(
+                f"  cp {c.cp}: time {c.time:,} (bubble {c.bubble:,}, exchange {c.exchange:,}), "
+                f"{c.micro_batches} micro-batches, {c.fillers} fillers, {c.rows:,} rows{note}"
+            )
+        return "\n".join(lines)
+
+
+def choose_eval_context_parallel(
+    num_samples: int,
+    lengths: int | Sequence[int],
+    *,
+    ranks: int,
+    train_cp: int,
+    cost: CostModel | None = None,
+    pipeline_stages: int = 1,
+    memory: int | None = None,
+    micro_batch_size: int = 1,
+    sizes: Sequence[int] | None = None,
+) -> EvalChoice:
+    """The CP size with which `hcp.EvalPlan` is predicted to be done first.
+
+    `lengths`: tokens of each sample, or of all. `ranks`: of the dp x cp domain. `memory`: most rows
+    (tokens) that one rank can hold in a micro-batch. `sizes`: those to consider, by default all
+    divisors of `ranks`; restrict them where heads must be divisible. Pure integers: every rank
+    chooses the same.
+
+    Never one that is predicted slower than the training layout, unless that does not fit `memory`;
+    ties go to the training layout, then to the smaller size. Raises ValueError when nothing fits.
+    """
+    tokens = [lengths] * num_samples if isinstance(lengths, int) else list(lengths)
+    if len(tokens) != num_samples:
+        raise ValueError(f"there are {len(tokens)} lengths, expected num_samples = {num_samples}")
+    if ranks % train_cp:
+        raise ValueError(f"train_cp is {train_cp}, expected a divisor of the {ranks} ranks")
+    considered = sorted({*(divisors(ranks) if sizes is None else sizes), train_cp})
+    for cp in considered:
+        if cp < 1 or ranks % cp:
+            raise ValueError(f"sizes has {cp}, expected divisors of the {ranks} ranks")
+    prices = cost or CostModel()
+    candidates = tuple(
+        _predict(tokens, ranks, cp, prices, pipeline_stages, memory, micro_batch_size)
+        for cp in considered
+    )
+    fitting = [c for c in candidates if not c.refusal]
+    if not fitting:
+        raise ValueError(
+            "no context-parallel size fits: "
+            + "; ".join(f"cp {c.cp}: {c.refusal}" for c in candidates)
+        )
+    best = min(fitting, key=lambda c: (c.time, c.cp != train_cp, c.cp))
+    training = next(c for c in candidates if c.cp == train_cp)
+    return EvalChoice(best.cp, _why(best, training), candidates)
+
+
+def _predict(
+    tokens: Sequence[int],
+    ranks: int,
+    cp: int,
+    cost: CostModel,
+    stages: int,
+    memory: int | None,
+    micro_batch_size: int,
+) -> Candidate:
+    dp = ranks // cp
+    stride = dp * micro_batch_size
+    count = -(-len(tokens) // stride)
+    slowest = (0, 0, 0)
+    rows = 0
+    for r in range(dp):
+        batches = [
+            [
+                tokens[i % len(tokens)]
+                for i in range((k * dp + r) * micro_batch_size, (k * dp + r + 1) * micro_batch_size)
+            ]
+            for k in range(count)
+        ]
+        times = [_time(batch, cp, cost) // stages for batch in batches]
+        # A pipeline of equal stages: the longest micro-batch is waited for on the way in and out.
+        bubble = (stages - 1) * max(times, default=0)
+        exchange = sum(_exchange(batch, cp, cost) for batch in batches) // stages
+        slowest = max(slowest, (sum(times) + bubble, bubble, exchange))
+        rows = max([rows, *(sum(rows_up_to(n, cp) for n in batch) for batch in batches)])
+    refusal = ""
+    if memory is not None and rows > memory:
+        refusal = f"a rank would hold {rows:,} rows > memory ({memory:,})"
+    return Candidate(cp, count, count * stride - len(tokens), *slowest, rows, refusal)
+
+
+def _time(batch: Sequence[int], cp: int, cost: CostModel) -> int:
+    work = sum(cost.pair * n * (n + 1) // 2 + cost.token * n for n in batch)
+    return work // cp + _exchange(batch, cp, cost) + cost.launch
+
+
+def _exchange(batch: Sequence[int], cp: int, cost: CostModel) -> int:
+    return sum(cost.exchange * (n - n // cp) for n in batch)
+
+
+def _why(best: Candidate, training: Candidate) -> str:
+    if best.cp == training.cp:
+        return f"cp {best.cp}, the training layout: no admissible size is predicted faster"
+    if training.refusal:
+        return (
+            f"cp {best.cp}: the training layout's cp {training.cp} does not fit: {training.refusal}"
+        )
+    ratio = training.time / best.time if best.time else 1.0
+    return (
+        f"cp {best.cp}, predicted {ratio:.2f} times as fast as the training layout's cp "
+        f"{training.cp}: fillers {best.fillers} instead of {training.fillers}, bubble "
+        f"{best.bubble:,} instead of {training.bubble:,}, exchange {best.exchange:,} instead of "
+        f"{training.exchange:,}"
+    )

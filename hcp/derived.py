@@ -1,0 +1,140 @@
+"""What a trainer derives from a group and keeps: sizes, ranks, flags under known names, and caches.
+
+None of it can be found by identity. A place is a slot when its name is in DERIVED and it holds
+exactly what the training layout would give; then it is to hold what the eval layout gives.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any
+
+from hcp.groups import ProcessGroups
+
+SIZE, RANK, RANKS, FLAG = "size", "rank", "ranks", "flag"
+KINDS = (SIZE, RANK, RANKS, FLAG)
+
+DERIVED: dict[str, tuple[str, str]] = {
+    "cp_size": ("cp", SIZE),
+    "cp_world_size": ("cp", SIZE),
+    "cp_degree": ("cp", SIZE),
+    "context_parallel_size": ("cp", SIZE),
+    "context_parallel_world_size": ("cp", SIZE),
+    "context_parallel_degree": ("cp", SIZE),
+    "context_parallel_lm": ("cp", SIZE),
+    "cp_rank": ("cp", RANK),
+    "context_parallel_rank": ("cp", RANK),
+    "cp_ranks": ("cp", RANKS),
+    "cp_global_ranks": ("cp", RANKS),
+    "context_parallel_ranks": ("cp", RANKS),
+    "context_parallel_global_ranks": ("cp", RANKS),
+    "use_cp": ("cp", FLAG),
+    "cp_enabled": ("cp", FLAG),
+    "use_context_parallel": ("cp", FLAG),
+    "context_parallel_enabled": ("cp", FLAG),
+    "dp_size": ("dp", SIZE),
+    "dp_world_size": ("dp", SIZE),
+    "data_parallel_size": ("dp", SIZE),
+    "data_parallel_world_size": ("dp", SIZE),
+    "dp_rank": ("dp", RANK),
+    "data_parallel_rank": ("dp", RANK),
+    "tp_cp_size": ("tp_cp", SIZE),
+    "tp_cp_rank": ("tp_cp", RANK),
+}
+"""Names, and the role and kind of what they hold. A leading underscore does not count."""
+
+CP_FREE = {
+    "cp_comm_type",
+    "dynamic_context_parallel",
+    "eval_context_parallel_size",
+    "hierarchical_context_parallel_sizes",
+    "hybrid_context_parallel",
+    "max_seqlen_per_cp_rank",
+    "max_seqlen_per_dp_cp_rank",
+    "min_dynamic_context_parallel_size",
+}
+"""Names that look derived from a CP group and do not depend on the layout."""
+
+CP_FREE_FIELDS = (
+    *("ep", "expt_tp", "tp_ep", "tp_ep_pp", "expt_dp", "intra_expt_dp", "embd", "pos_embd"),
+    *("intra_dp_cp", "intra_dist_opt", "inter_dist_opt"),
+)
+"""Fields of a trainer's collection whose groups are the same in every layout: the expert grid of
+Megatron has no CP in it, and what the optimizer shards over spans dp_cp."""
+
+CACHE_TENSORS = ("cos_cached", "sin_cached", "cos_sin_cached", "freqs_cached", "emb_cached")
+CACHE_LENGTHS = ("max_seq_len_cached", "seq_len_cached")
+CACHE_TRAITS = ("offset_cached", "dtype_cached", "packed_seq_cached", "mscale_cached")
+"""A rotary cache: its tensors, the length that they are valid for, and what else they were made
+for."""
+
+_LOOKS = re.compile(r"(^|_)(cp|tpcp|context_parallel)(_|$)")
+_ROLE_ALIASES = {
+    "context_parallel": "cp",
+    "data_parallel": "dp",
+    "data_parallel_with_cp": "dp_cp",
+    "data_parallel_group_with_cp": "dp_cp",
+    "data_context_parallel": "dp_cp",
+    "tensor_and_context_parallel": "tp_cp",
+    "tensor_and_data_parallel_with_cp": "tp_dp_cp",
+    "tensor_and_data_parallel_group_with_cp": "tp_dp_cp",
+    "model_parallel": "mp",
+    "tensor_model_parallel": "tp",
+    "tensor_parallel": "tp",
+    "pipeline_model_parallel": "pp",
+    "pipeline_parallel": "pp",
+}
+
+
+def register_derived(name: str, role: str = "cp", kind: str = SIZE) -> None:
+    """Treat places called `name` as derived from the group of a role.
+
+    `kind`: "size" or "rank" (an int), "ranks" (a list or tuple of global ranks), "flag" (a bool:
+    more than one rank). A place is swapped when it holds what the training layout gives.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind is {kind!r}, expected one of {', '.join(KINDS)}")
+    if not name.isidentifier():
+        raise ValueError(f"name is {name!r}, expected the name of an attribute")
+    DERIVED[name.lstrip("_")] = (role, kind)
+    looks_dependent.cache_clear()
+
+
+def derivation(name: str) -> tuple[str, str] | None:
+    """(role, kind) of a name in the table."""
+    return DERIVED.get(name) or (DERIVED.get(name.lstrip("_")) if name[:1] == "_" else None)
+
+
+def derived_value(groups: ProcessGroups, role: str, kind: str) -> Any:
+    """What a layout gives for a role. Ranks are a list."""
+    if kind == SIZE:
+        return groups.size(role)
+    if kind == RANK:
+        return groups.rank(role)
+    if kind == RANKS:
+        return groups.ranks(role)
+    return groups.size(role) > 1
+
+
+def holds_derived(value: object, expected: object, kind: str) -> bool:
+    """Whether a place holds a derived value: by type as well, since True == 1."""
+    if kind == RANKS:
+        return type(value) in (list, tuple) and list(value) == expected  # type: ignore[call-overload]
+    return type(value) is type(expected) and value == expected
+
+
+@cache
+def looks_dependent(name: str) -> bool:
+    """Whether a name says that what it holds depends on context parallelism."""
+    bare = name.strip("_").lower()
+    return bare not in CP_FREE and (bare in DERIVED or _LOOKS.search(bare) is not None)
+
+
+@cache
+def role_of_name(name: str) -> str | None:
+    """The role that a slot's name says: cp for "cp", "cp_group" and "context_parallel_group"."""
+    bare = name.strip("_").lower()
+    for ending in ("_process_group", "_groups", "_group", "_pg"):
+        bare = bare.removesuffix(ending)
+    return _ROLE_ALIASES.get(bare, bare)

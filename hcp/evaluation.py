@@ -1,0 +1,443 @@
+"""Evaluate each sample exactly once, whatever the layout, and report one number.
+
+plan = hcp.EvalPlan(len(dataset), eval_pgs, micro_batch_size=2)
+metrics = hcp.Metrics(eval_pgs)
+for batch in plan.batches(dataset):
+    losses, mask = forward(batch.samples)
+    metrics.add("lm loss", losses, mask * batch.weights)
+plan.finish()
+print(metrics.reduce()["lm loss"].mean)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hcp.dispatch import Sample, Step, dispatch, gather_lengths
+from hcp.errors import HcpError
+from hcp.groups import ProcessGroups
+from hcp.plan import CostModel, Plan, plan
+
+
+class EvalBatch(NamedTuple):
+    """One micro-batch of this data-parallel rank."""
+
+    samples: list[Any]
+    weights: Tensor
+    """float64 (samples,): 1 for a sample that counts, 0 for a filler."""
+    indices: tuple[int, ...]
+    """Of the dataset, fillers included."""
+
+
+class EvalPlan:
+    """Which rank evaluates which samples: each exactly once, with the same number of micro-batches
+    on every rank.
+
+    Micro-batch k of data-parallel rank r has the samples that start at (k * dp + r) *
+    micro_batch_size. Past the last sample there are fillers: samples of the dataset again, with
+    weight 0.
+    """
+
+    def __init__(
+        self,
+        samples: int | Sequence[int],
+        eval_pgs: ProcessGroups,
+        *,
+        micro_batch_size: int = 1,
+        max_tokens_per_rank: int | None = None,
+        global_batch_size: int | None = None,
+        degree: int | None = None,
+        cost: CostModel | None = None,
+    ) -> None:
+        """`samples`: how many, or the length of each in tokens. With lengths, `dispatch` spreads
+        global batches of `global_batch_size` samples over dp_cp by the dynamic scheduler, at most
+        `max_tokens_per_rank` rows to a rank, with one CP `degree` for all if it is given; without,
+        `batches` uses data parallelism."""
+        self.lengths = None if isinstance(samples, int) else tuple(samples)
+        self.num_samples = samples if isinstance(samples, int) else len(samples)
+        _expect("num_samples", self.num_samples, 0)
+        _expect("micro_batch_size", micro_batch_size, 1)
+        if self.lengths is not None and max_tokens_per_rank is None:
+            raise ValueError("max_tokens_per_rank is missing, expected it together with lengths")
+        if global_batch_size is not None:
+            _expect("global_batch_size", global_batch_size, 1)
+        self.groups = eval_pgs
+        self.micro_batch_size = micro_batch_size
+        self.global_batch_size = global_batch_size or max(1, self.num_samples)
+        self._max_tokens, self._degree, self._cost = max_tokens_per_rank, degree, cost
+        self._next = 0
+        self._seen = _Seen()
+
+    # ---- data parallel ----
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of every rank, for a pipeline's schedule."""
+        stride = self.micro_batch_size * self.groups.size("dp")
+        return -(-self.num_samples // stride)
+
+    def indices(self, micro_batch: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Sample indices and weights of one micro-batch of this rank."""
+        size = self.micro_batch_size
+        first = (micro_batch * self.groups.size("dp") + self.groups.rank("dp")) * size
+        wanted = range(first, first + size)
+        weights = tuple(int(i < self.num_samples) for i in wanted)
+        return tuple(i % self.num_samples for i in wanted), weights
+
+    def batches(
+        self, dataset: Any, *, check_siblings: bool = True, device: torch.device | str = "cpu"
+    ) -> Iterator[EvalBatch]:
+        """This rank's micro-batches, those that are left of a plan that was resumed.
+
+        `dataset`: map-style (`dataset[i]`), or any iterable that gives the same samples in the same
+        order on every rank. A dataset that ends early is continued by fillers, so that nobody
+        waits for this rank, and `finish` raises everywhere. `check_siblings`: the ranks of a CP
+        group compare a hash of what they loaded (tensors, arrays, bytes, numbers, text, and lists
+        and dictionaries of them), and raise HcpError where it differs; all ranks of dp_cp iterate
+        together.
+        """
+        load = _loader(dataset)
+        filler: list[Any] = []
+        while self._next < self.num_micro_batches:
+            indices, weights = self.indices(self._next)
+            loaded = [_load(load, i, filler) for i in indices]
+            kept = [int(w and ok) for w, (_, ok) in zip(weights, loaded, strict=True)]
+            samples = [sample for sample, _ in loaded]
+            if check_siblings:
+                self._check_siblings(samples, indices)
+            yield EvalBatch(
+                samples, torch.tensor(kept, dtype=torch.float64, device=device), indices
+            )
+            # Only what came back for more was evaluated.
+            self._seen.add(i for i, k in zip(indices, kept, strict=True) if k)
+            self._next += 1
+
+    def _check_siblings(self, samples: Sequence[Any], indices: Sequence[int]) -> None:
+        digest = hashlib.sha256()
+        for sample in samples:
+            _feed(digest, sample)
+        groups = self.groups
+        digests = groups.transport.all_gather_bytes(digest.digest())
+        domain, own = groups.ranks("dp_cp"), digests[groups.transport.rank]
+        for rank in groups.ranks("cp"):
+            if digests[domain.index(rank)] != own:
+                raise HcpError(
+                    f"rank {dist.get_rank()}: ranks of one CP group loaded different bytes for the "
+                    f"samples {list(indices)}: rank {rank} has others; expected each to load by "
+                    "its data-parallel rank in the eval layout, without randomness of its own"
+                )
+
+    # ---- by the dynamic scheduler ----
+
+    def plan(self, batch: int) -> Plan:
+        """The plan of one global batch, of those with lengths."""
+        assert self.lengths is not None
+        assert self._max_tokens is not None
+        return plan(
+            [self.lengths[i] for i in self._global_batch(batch)],
+            ranks=self.groups.size("dp_cp"),
+            max_tokens_per_rank=self._max_tokens,
+            min_degree=self._degree or 1,
+            max_degree=self._degree,
+            cost=self._cost,
+        )
+
+    def dispatch(self, dataset: Any, **options: Any) -> Iterator[Step]:
+        """The global batches as steps of `hcp.dispatch`: every sample is loaded by one rank and its
+        rows computed once. `dataset`: map-style, of dictionaries of tensors. `options` go to
+        `hcp.dispatch`."""
+        if self.lengths is None:
+            raise ValueError("the plan was made without lengths, expected them: or use batches()")
+        ranks, rank = self.groups.size("dp_cp"), self.groups.rank("dp_cp")
+        while self._next * self.global_batch_size < self.num_samples:
+            wanted = self._global_batch(self._next)
+            own = wanted[rank::ranks]
+            made = self.plan(self._next)
+            samples: list[Sample] = []
+            lengths, _, samples = gather_lengths((dataset[i] for i in own), self.groups)
+            by_rank = [i for r in range(ranks) for i in wanted[r::ranks]]
+            planned = [self.lengths[i] for i in by_rank]
+            if lengths != planned:
+                at = next(k for k, n in enumerate(planned) if lengths[k : k + 1] != [n])
+                raise HcpError(
+                    f"rank {dist.get_rank()}: sample {by_rank[at]} has "
+                    f"{lengths[at] if at < len(lengths) else 'no'} tokens, planned {planned[at]}"
+                )
+            sources = [(i - wanted.start) % ranks for i in wanted]
+            yield dispatch(made, samples, sources, self.groups, **options)
+            self._seen.add(own)
+            self._next += 1
+
+    def _global_batch(self, batch: int) -> range:
+        first = batch * self.global_batch_size
+        return range(first, min(first + self.global_batch_size, self.num_samples))
+
+    # ---- the end, and a pause ----
+
+    @property
+    def observed(self) -> int:
+        """Samples that this rank has evaluated."""
+        return self._seen.count
+
+    def finish(self) -> int:
+        """How many samples all ranks evaluated together. Every rank of dp_cp calls it.
+
+        Raises HcpError on all of them unless each sample was evaluated exactly once, by all ranks
+        of its CP group.
+        """
+        groups = self.groups
+        records = [
+            _Seen.from_bytes(data)
+            for data in groups.transport.all_gather_bytes(self._seen.to_bytes())
+        ]
+        totals = _Seen()
+        for record in records:
+            totals.merge(record)
+        expected = _Seen()
+        expected.add(range(self.num_samples))
+        copies = 1 if self.lengths is not None else groups.size("cp")
+        if totals.to_bytes() == expected.times(copies).to_bytes():
+            return self.num_samples
+        counts = ", ".join(f"rank {r} {record.count}" for r, record in enumerate(records))
+        raise HcpError(
+            f"rank {dist.get_rank()}: the evaluation observed {totals.count / copies:g} samples, "
+            f"expected each of {self.num_samples} exactly once ({counts} of dp_cp, CP groups of "
+            f"{groups.size('cp')}); a dataset that ends early or a loop that was left early does "
+            "this"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this rank is, for a job that stops in the middle: the same layout goes on."""
+        return {
+            "next": self._next,
+            "seen": self._seen.to_bytes().hex(),
+            "made_for": self._made_for(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        if state["made_for"] != self._made_for():
+            raise ValueError(
+                f"the state is of an evaluation of {state['made_for']}, expected {self._made_for()}"
+            )
+        self._next = state["next"]
+        self._seen = _Seen.from_bytes(bytes.fromhex(state["seen"]))
+
+    def _made_for(self) -> dict[str, int]:
+        return {
+            "num_samples": self.num_samples,
+            "micro_batch_size": self.micro_batch_size,
+            "global_batch_size": self.global_batch_size,
+            "dp": self.groups.size("dp"),
+            "cp": self.groups.size("cp"),
+        }
+
+
+class _Seen:
+    """Which indices, told apart from any other choice that a mistake could make."""
+
+    _MASK = (1 << 64) - 1
+
+    def __init__(self, count: int = 0, total: int = 0, mixed: int = 0) -> None:
+        self.count, self.total, self.mixed = count, total, mixed
+
+    def add(self, indices: Iterable[int]) -> None:
+        for i in indices:
+            self.count += 1
+            self.total = (self.total + i) & self._MASK
+            self.mixed = (self.mixed + _mixed(i)) & self._MASK
+
+    def merge(self, other: _Seen) -> None:
+        self.count += other.count
+        self.total = (self.total + other.total) & self._MASK
+        self.mixed = (self.mixed + other.mixed) & self._MASK
+
+    def times(self, n: int) -> _Seen:
+        return _Seen(self.count * n, self.total * n & self._MASK, self.mixed * n & self._MASK)
+
+    def to_bytes(self) -> bytes:
+        return struct.pack("<3Q", self.count, self.total, self.mixed)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> _Seen:
+        return cls(*struct.unpack("<3Q", data))
+
+
+def _mixed(i: int) -> int:
+    """64 bits that look random: the finalizer of splitmix64 (Steele, Lea, Flood 2014)."""
+    x = (i + 1) * 0x9E3779B97F4A7C15 & _Seen._MASK
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _Seen._MASK
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & _Seen._MASK
+    return x ^ x >> 31
+
+
+# ---- loading -------------------------------------------------------------------------------------
+
+
+def _loader(dataset: Any) -> Callable[[int], Any]:
+    """dataset[i]; raises IndexError past the end."""
+    if hasattr(dataset, "__getitem__"):
+        return dataset.__getitem__  # type: ignore[no-any-return]
+    stream = iter(dataset)
+    position = -1
+    current: Any = None
+
+    def load(index: int) -> Any:
+        nonlocal position, current
+        if index < position:
+            raise IndexError(index)  # a filler: the stream has gone past it
+        while position < index:
+            try:
+                current = next(stream)
+            except StopIteration:
+                raise IndexError(index) from None
+            position += 1
+        return current
+
+    return load
+
+
+def _load(load: Callable[[int], Any], index: int, filler: list[Any]) -> tuple[Any, bool]:
+    """A sample, and whether it is the one that was asked for."""
+    try:
+        sample = load(index)
+    except (IndexError, KeyError) as error:
+        if not filler:
+            # A rank that starts past the end of a stream has none of its own to repeat.
+            try:
+                filler.append(load(0))
+            except (IndexError, KeyError):
+                raise HcpError(
+                    f"rank {dist.get_rank()}: the dataset ended before sample {index}, and there "
+                    "is no sample that could stand in for it"
+                ) from error
+        return filler[0], False
+    filler[:] = [sample]
+    return sample, True
+
+
+def _feed(digest: Any, value: Any) -> None:
+    if isinstance(value, Tensor):
+        digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        if flat.numel():
+            digest.update(flat.view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            digest.update(str(key).encode())
+            _feed(digest, value[key])
+    elif isinstance(value, (list, tuple)):
+        digest.update(str(len(value)).encode())
+        for item in value:
+            _feed(digest, item)
+    elif isinstance(value, bytes):
+        digest.update(value)
+    elif hasattr(value, "tobytes"):
+        digest.update(value.tobytes())
+    else:
+        digest.update(repr(value).encode())
+
+
+def _expect(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} is {value!r}, expected an integer >= {least}")
+
+
+# ---- metrics -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A sum over all ranks, and what to divide it by."""
+
+    total: float
+    count: float
+
+    @property
+    def mean(self) -> float:
+        """NaN where nothing was counted."""
+        return self.total / self.count if self.count else math.nan
+
+
+class Metrics:
+    """Sums and counts of named metrics in float64, reduced once, so that the layout does not show.
+
+    Every token counts once: each rank adds the tokens that it computed, ranks of one CP group each
+    their own part. Names may differ from rank to rank; several validation sets are several names.
+    Of a pipeline only the stage that computes losses adds.
+    """
+
+    def __init__(self, eval_pgs: ProcessGroups) -> None:
+        self._groups = eval_pgs
+        self._sums: dict[str, list[Tensor]] = {}
+
+    def add(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
+        """Values and their weights, of any one shape; a value of weight 0 does not count, even if
+        it is not finite."""
+        weights = torch.ones_like(values) if mask is None else mask
+        if values.shape != weights.shape:
+            raise ValueError(
+                f"values have shape {tuple(values.shape)}, mask {tuple(weights.shape)}, expected "
+                "the same"
+            )
+        wide, weights = values.detach().double(), weights.detach().double()
+        masked = torch.where(weights == 0, 0.0, wide * weights)
+        self.add_sum(name, masked.sum(), weights.sum())
+
+    def add_sum(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
+        """What a trainer's loss function has summed already: Megatron's [sum, tokens]."""
+        pair = [
+            torch.as_tensor(x, dtype=torch.float64).detach().reshape(()) for x in (total, count)
+        ]
+        sums = self._sums.setdefault(name, [])
+        sums.append(torch.stack([x.to(pair[0].device) for x in pair]))
+        if len(sums) >= 1024:
+            sums[:] = [torch.stack(sums).sum(0)]
+
+    def reduce(self) -> dict[str, Metric]:
+        """The totals of all ranks, on all ranks, pipeline stages included; called by all of them.
+
+        Raises HcpError where a rank added something that is not finite: it would hide behind the
+        others' mean.
+        """
+        groups = self._groups
+        own = {name: torch.stack(sums).sum(0).tolist() for name, sums in self._sums.items()}
+        payloads = groups.transport.all_gather_bytes(json.dumps(own).encode())
+        by_rank = [json.loads(payload) for payload in payloads]
+        for rank, sums in enumerate(by_rank):
+            for name, pair in sums.items():
+                if not all(map(math.isfinite, pair)):
+                    raise HcpError(
+                        f"rank {rank} of dp_cp added {pair} to {name!r}, expected finite"
+                    )
+        names = sorted({name for sums in by_rank for name in sums})
+        totals = {
+            # Correctly rounded, so that the order of ranks does not show.
+            name: Metric(*(math.fsum(s[name][i] for s in by_rank if name in s) for i in (0, 1)))
+            for name in names
+        }
+        return self._share_with_stages(totals)
+
+    def _share_with_stages(self, totals: dict[str, Metric]) -> dict[str, Metric]:
+        groups = self._groups
+        if "pp" not in groups.roles or groups.size("pp") == 1:
+            return totals
+        gathered: list[Any] = [None] * groups.size("pp")
+        dist.all_gather_object(gathered, totals, group=groups.pp)
+        named = [stage for stage in gathered if stage]
+        if len(named) > 1:
+            raise HcpError(
+                f"rank {dist.get_rank()}: {len(named)} pipeline stages added metrics, expected "
+                "only the one that computes losses"
+            )
+        return named[0] if named else {}

@@ -1,0 +1,185 @@
+"""Rules for classes whose state neither identity nor a name gives away.
+
+    hcp.register_rebind(Mixer, attributes=lambda mixer, pgs: {"share": mixer.n // pgs.size("cp")})
+    hcp.register_rebind(Sharder, rebuild=True)
+    hcp.register_rebind(Attention, method="set_context_parallel_group", arguments=...)
+
+A rule is asked what an object would hold in a layout; the walk turns the answer into slots, so
+that what a rule changes is undone like everything else.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hcp.groups import ProcessGroups
+
+Attributes = Callable[[Any, ProcessGroups], Mapping[str, Any]]
+Arguments = Callable[[Any, ProcessGroups], tuple[Any, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What `register_rebind` was told about a class."""
+
+    attributes: Attributes | None = None
+    rebuild: bool = False
+    caches: tuple[str, ...] = ()
+    method: str | None = None
+    arguments: Arguments | None = None
+    held: tuple[str, ...] = ()
+    refuse: Callable[[Any, ProcessGroups], str | None] | None = None
+
+
+_RULES: dict[type | str, list[Rule]] = {}
+
+
+def register_rebind(
+    cls: type | str,
+    *,
+    attributes: Attributes | None = None,
+    rebuild: bool = False,
+    caches: tuple[str, ...] = (),
+    method: str | None = None,
+    arguments: Arguments | None = None,
+    held: tuple[str, ...] = (),
+    refuse: Callable[[Any, ProcessGroups], str | None] | None = None,
+) -> None:
+    """Add a rule for a class and its subclasses; `cls` may be its "module.Name", not imported.
+
+    attributes(obj, pgs): values by attribute name that the object has in a layout. It is asked for
+      both; where the object does not hold what the training layout gives, it is left alone.
+    rebuild: the same, by calling the constructor again with the attributes of its parameters'
+      names, groups replaced: for plain objects, since the constructor's own checks run as well.
+    caches: attributes that are None inside.
+    method, arguments(obj, pgs), held: a method that switches, its arguments in a layout, and the
+      attributes that tell the arguments it was last called with, for the way back.
+    refuse(obj, eval_pgs): a reason why the object cannot work in that layout, or None.
+    """
+    if (method is None) != (arguments is None):
+        raise ValueError("method and arguments go together: give both or neither")
+    if not (attributes or rebuild or caches or method or refuse):
+        raise ValueError(f"the rule for {cls} says nothing, expected one of its arguments")
+    rule = Rule(attributes, rebuild, tuple(caches), method, arguments, tuple(held), refuse)
+    _RULES.setdefault(cls, []).append(rule)
+
+
+def unregister_rebind(cls: type | str) -> None:
+    """Forget the rules that were added for a class."""
+    _RULES.pop(cls, None)
+
+
+def rules_of(cls: type) -> list[Rule]:
+    """The rules of a class, its own before its bases'."""
+    found: list[Rule] = []
+    for base in cls.__mro__:
+        found += _RULES.get(base, [])
+        found += _RULES.get(f"{base.__module__}.{base.__qualname__}", [])
+    return found
+
+
+def attributes_of(
+    rule: Rule, obj: Any, train: ProcessGroups, target: ProcessGroups
+) -> dict[str, Any]:
+    """What the object is to hold in the target layout; empty when it is not of the training one."""
+    if rule.rebuild:
+        if not any(value is train.cp for value in vars(obj).values()):
+            return {}
+        fresh = vars(_constructed_again(obj, train, target))
+        return {name: v for name, v in fresh.items() if vars(obj).get(name, _NOTHING) is not v}
+    assert rule.attributes is not None
+    for name, value in rule.attributes(obj, train).items():
+        if getattr(obj, name, _NOTHING) != value:
+            return {}
+    return dict(rule.attributes(obj, target))
+
+
+_NOTHING = object()
+
+
+def _constructed_again(obj: Any, train: ProcessGroups, target: ProcessGroups) -> Any:
+    twins = {
+        id(getattr(train, role)): getattr(target, role)
+        for role in target.roles
+        if role in train.roles
+    }
+    arguments = {}
+    for name in _parameters(type(obj)):
+        value = vars(obj)[name]
+        arguments[name] = twins.get(id(value), value)
+    return type(obj)(**arguments)
+
+
+def _parameters(cls: type) -> Iterator[str]:
+    for name, parameter in inspect.signature(cls).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        yield name
+
+
+# ---- Megatron-Core and Transformer Engine, by name: neither is imported --------------------------
+
+
+def _te_arguments(attention: Any, pgs: ProcessGroups) -> tuple[Any, ...]:
+    """cp_group, cp_global_ranks, cp_stream, cp_comm_type of Transformer Engine's method."""
+    comm_type = comm_type_of(attention)
+    group: Any = pgs.cp
+    if comm_type == "a2a+p2p":
+        levels = pgs.hierarchy
+        if len(levels) != 2:
+            raise ValueError(
+                "cp_comm_type 'a2a+p2p' takes two levels of CP groups, and the layout has "
+                f"{len(levels)}: give with_context_parallel(hierarchical=[a2a, p2p])"
+            )
+        group = list(levels)
+    stream = getattr(attention, "cp_stream", None)
+    if stream is None and torch.cuda.is_available():
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    return group, pgs.ranks("cp"), stream, comm_type
+
+
+def comm_type_of(attention: Any) -> str:
+    """The communication type of one attention layer.
+
+    Megatron gives Transformer Engine the configured type only where it builds with CP > 1; a layer
+    that was built without has Transformer Engine's default, whatever the configuration says.
+    """
+    configured = getattr(getattr(attention, "config", None), "cp_comm_type", None)
+    if isinstance(configured, (list, tuple)):
+        layer = getattr(attention, "layer_number", 1)
+        configured = configured[layer - 1] if layer - 1 < len(configured) else None
+    return configured or getattr(attention, "cp_comm_type", None) or "p2p"
+
+
+def _local_attention_only(attention: Any, pgs: ProcessGroups) -> str | None:
+    if pgs.size("cp") == 1:
+        return None
+    return (
+        f"it computes attention over this rank's own tokens and would be wrong with CP = "
+        f"{pgs.size('cp')}, which its constructor refuses"
+    )
+
+
+_TE_HELD = ("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type")
+TE_METHOD = "set_context_parallel_group"
+TE_RULE = Rule(method=TE_METHOD, arguments=_te_arguments, held=_TE_HELD)
+"""For every module that has Transformer Engine's method and attributes, whatever its class."""
+
+register_rebind("megatron.core.ssm.mamba_context_parallel.MambaContextParallel", rebuild=True)
+register_rebind("megatron.core.ssm.gated_delta_product.GDPContextParallel", rebuild=True)
+register_rebind(
+    "megatron.core.transformer.dot_product_attention.DotProductAttention",
+    refuse=_local_attention_only,
+)
+for _name in ("GatedDeltaNet", "GatedDeltaNet2"):
+    register_rebind(
+        f"megatron.core.ssm.gated_delta_net.{_name}",
+        method="_setup_variant_attrs",
+        arguments=lambda module, pgs: (),
+        held=("in_proj_split_sections", "feat_dim_split"),
+    )

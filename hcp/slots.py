@@ -1,0 +1,841 @@
+"""The walk: every place of a model that holds a training group, or something derived from one."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import re
+import sys
+import sysconfig
+import types
+from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from hcp import derived, rules
+from hcp._core import Structure
+from hcp.groups import ProcessGroups
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slot:
+    """One place that changes hands."""
+
+    path: str
+    """Where it is, seen from the model: "model.layers[3].attention.cp_group"."""
+
+    role: str
+    """What it holds: a role such as "cp", "collection", or several for a tuple of groups; "cp size"
+    for what was derived from one; "cache"; "rule" for what a class's rule says."""
+
+    kind: str
+    """How it is written: "item" is owner[key]; "member" an attribute of __slots__."""
+
+    owner: Any = field(repr=False)
+    key: Any
+
+    value: Any = field(repr=False)
+    """What it holds inside the context."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A place that looks as if it depended on the layout, and that nothing covers."""
+
+    path: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
+
+
+# ---- twins ---------------------------------------------------------------------------------------
+
+
+class Twins:
+    """From the identity of each object of one layout to its counterpart in another."""
+
+    def __init__(self, train: ProcessGroups, evaluation: ProcessGroups) -> None:
+        self.train, self.evaluation = train, evaluation
+        self.kept: dict[Any, Any] = {}
+        self._by_id: dict[int, dict[str, Any]] = {}
+        self.differing = [
+            role
+            for role in train.roles
+            if getattr(train, role) is not getattr(evaluation, role, None)
+        ]
+        self.eval_only: set[int] = set()
+        self._add("collection", train, evaluation)
+        if train.source is not None and evaluation.source is not None:
+            self._add("collection", train.source, evaluation.source)
+        for role in train.roles:
+            self._add(role, getattr(train, role), getattr(evaluation, role, None))
+        self._add_levels()
+        originals = {id(getattr(train, role)) for role in train.roles}
+        for role in evaluation.roles:
+            self.eval_only |= {id(getattr(evaluation, role))} - originals
+        if evaluation is not train:
+            self.eval_only.add(id(evaluation))
+        self.closed = {id(o) for o in (train.source, evaluation.source) if o is not None}
+        if train.source is not None and evaluation.source is None:
+            # Its own attributes are the slots: nothing of the trainer's kind could replace it.
+            self.closed.discard(id(train.source))
+        self.known = {id(group) for group in _free_groups(train.source)}
+        self.ranks = {role: train.ranks(role) for role in self.differing}
+        self._derived = _derived_pairs(train, evaluation)
+
+    @classmethod
+    def of_mapping(cls, mapping: Mapping[Any, Any]) -> Twins:
+        """Any objects for any others: nothing is derived, and nothing has a role."""
+        self = cls.__new__(cls)
+        self._by_id = {id(old): {f"group {i}": new} for i, (old, new) in enumerate(mapping.items())}
+        self.kept = dict(mapping)
+        self.differing = [f"group {i}" for i in range(len(mapping))]
+        self.eval_only, self.closed, self.known = set(), set(), set()
+        self.ranks, self._derived = {}, {}
+        return self
+
+    def get(self, value: object) -> dict[str, Any] | None:
+        """The roles of an object of the training layout, and the twin of each."""
+        return self._by_id.get(id(value))
+
+    def choose(self, roles: Mapping[str, Any], name: object, path: str) -> tuple[str, Any]:
+        """The role and twin of a slot. The slot's name decides for one object in several roles."""
+        role = derived.role_of_name(name) if isinstance(name, str) else None
+        if role not in roles or role is None:
+            twins = {id(twin) for twin in roles.values()}
+            if len(twins) > 1:
+                raise ValueError(_ambiguous(path, list(roles)))
+            role = next(iter(roles))
+        if roles[role] is None:
+            raise ValueError(
+                f"{path} holds the group {role!r}: eval_pgs has no role {role!r}; give it one, so "
+                "that it can be swapped"
+            )
+        return role, roles[role]
+
+    def derived(self, name: str) -> tuple[str, str, Any, Any] | None:
+        """(role, kind, training value, eval value) of a name in the table."""
+        known = derived.derivation(name)
+        if known is None:
+            return None
+        if known not in self._derived:
+            return None
+        return (*known, *self._derived[known])
+
+    def _add(self, role: str, original: object, value: object | None) -> None:
+        self._by_id.setdefault(id(original), {})[role] = value
+
+    def _add_levels(self) -> None:
+        """Hierarchical CP groups: Megatron's field `hcp`, a list of one group per level."""
+        train, evaluation = self.train.hierarchy, self.evaluation.hierarchy
+        for i, level in enumerate(train):
+            self._add(f"hcp[{i}]", level, evaluation[i] if i < len(evaluation) else None)
+
+
+def _free_groups(source: object) -> Iterator[object]:
+    fields = source if isinstance(source, Mapping) else getattr(source, "__dict__", {})
+    for name in derived.CP_FREE_FIELDS:
+        if name in fields:
+            yield fields[name]
+
+
+def _derived_pairs(
+    train: ProcessGroups, evaluation: ProcessGroups
+) -> dict[tuple[str, str], tuple[Any, Any]]:
+    return {
+        (role, kind): (
+            derived.derived_value(train, role, kind),
+            derived.derived_value(evaluation, role, kind),
+        )
+        for role in train.roles
+        if role in evaluation.roles
+        for kind in derived.KINDS
+    }
+
+
+def _ambiguous(path: str, roles: Sequence[str]) -> str:
+    return (
+        f"{path} holds the group {roles[0]!r}: in train_pgs {' and '.join(map(repr, roles))} are "
+        "the same object, eval_pgs has different ones for them, and the name of the slot says none "
+        "of them; give each role of train_pgs a group of its own, as build_process_groups does, or "
+        f"name the slot {roles[0]}_group"
+    )
+
+
+# ---- places that only code can write -------------------------------------------------------------
+
+
+class _Contents:
+    """A set, as a whole: it changes in one call, and is read back as what was written."""
+
+    def __init__(self, owner: set[Any]) -> None:
+        self.owner = owner
+        self._last: frozenset[Any] = frozenset(owner)
+
+    @property
+    def value(self) -> frozenset[Any]:
+        if self._last != self.owner:
+            self._last = frozenset(self.owner)
+        return self._last
+
+    @value.setter
+    def value(self, new: frozenset[Any]) -> None:
+        self._last = new
+        self.owner.symmetric_difference_update(self.owner ^ new)
+
+
+class _PartialArguments:
+    """The positional arguments of a functools.partial, which has no setter but its unpickling."""
+
+    def __init__(self, owner: functools.partial[Any]) -> None:
+        self.owner = owner
+
+    @property
+    def value(self) -> tuple[Any, ...]:
+        return self.owner.args
+
+    @value.setter
+    def value(self, new: tuple[Any, ...]) -> None:
+        owner = self.owner
+        owner.__setstate__((owner.func, new, owner.keywords, vars(owner)))  # type: ignore[attr-defined]
+
+
+class _ClearedCache:
+    """A functools cache: whatever is written, it is empty afterwards."""
+
+    value = property(lambda self: None, lambda self, new: self.clear())
+
+    def __init__(self, clear: Callable[[], None]) -> None:
+        self.clear = clear
+
+
+class _SwitchedByMethod:
+    """What a method was last called with; writing calls it."""
+
+    def __init__(self, owner: Any, rule: rules.Rule, count: int) -> None:
+        assert rule.method is not None
+        self._owner, self._method, self._held = owner, rule.method, rule.held[:count]
+
+    @property
+    def value(self) -> tuple[Any, ...]:
+        return tuple(getattr(self._owner, name, None) for name in self._held)
+
+    @value.setter
+    def value(self, arguments: tuple[Any, ...]) -> None:
+        getattr(self._owner, self._method)(*arguments)
+
+
+# ---- what is not looked into ---------------------------------------------------------------------
+
+Exclude = Sequence[Any]
+"""What stays as it is: paths ("vision_model", "model.layers[0]", "*.vision"), objects, classes."""
+
+
+class _Excluded:
+    def __init__(self, exclude: Exclude) -> None:
+        self._patterns: list[tuple[str, re.Pattern[str]]] = []
+        self._types: list[type] = []
+        self._ids: dict[int, Any] = {}
+        self._unused: dict[Any, str] = {}
+        for item in exclude:
+            self._unused[id(item)] = repr(item) if isinstance(item, (str, type)) else _name(item)
+            if isinstance(item, str):
+                text = ".*".join(map(re.escape, item.split("*")))
+                self._patterns.append((item, re.compile(rf"(model[.]?)?{text}")))
+            elif isinstance(item, type):
+                self._types.append(item)
+            else:
+                self._ids[id(item)] = item
+        self._items = list(exclude)
+        self.paths: list[str] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._items)
+
+    def matches(self, value: Any, path: str) -> bool:
+        found = next(self._matching(value, path), None)
+        if found is None:
+            return False
+        self._unused.pop(id(found), None)
+        self.paths.append(path)
+        return True
+
+    def _matching(self, value: Any, path: str) -> Iterator[Any]:
+        if id(value) in self._ids:
+            yield self._ids[id(value)]
+        yield from (kind for kind in self._types if isinstance(value, kind))
+        yield from (text for text, pattern in self._patterns if pattern.fullmatch(path))
+
+    def check_used(self) -> None:
+        if self._unused:
+            unused = ", ".join(self._unused.values())
+            raise ValueError(
+                f"exclude has {unused}, which the model does not reach: expected paths such as "
+                "'vision_model' or 'model.layers[0]', objects of the model, or classes"
+            )
+
+
+def _name(value: object) -> str:
+    return f"a {type(value).__name__}"
+
+
+# ---- the walk ------------------------------------------------------------------------------------
+
+_ATOMS = frozenset(
+    {str, int, float, bool, complex, bytes, type(None), torch.Tensor, torch.nn.Parameter}
+    | {torch.dtype, torch.device, torch.Size, types.BuiltinFunctionType}
+)
+_CLOSED = (
+    torch.Tensor,
+    types.ModuleType,
+    type,
+    dist.ProcessGroup,
+    ProcessGroups,
+    torch.optim.Optimizer,
+)
+_CONTAINERS = (dict, list, deque, UserDict, UserList)
+_OPEN_STDLIB = (
+    *_CONTAINERS,
+    types.SimpleNamespace,
+    argparse.Namespace,
+    functools.partial,
+    types.MethodType,
+    types.CellType,
+)
+_MODULE_KEEPS = frozenset(vars(torch.nn.Module()))  # parameters, buffers, hooks, children
+_KEEPERS = ("megatron.core.distributed", "megatron.core.optimizer", "megatron_fsdp")
+"""Packages that shard and reduce over groups of their own."""
+_PLAIN_DICTS = frozenset({dict, OrderedDict, defaultdict, Counter})
+_LRU = type(cache(lambda: None))
+_HOME = "_hcp_rebind"
+"""Where a model keeps its tables: see hcp.rebind."""
+
+Held = tuple[str, Any, Any, Any, str]
+"""kind, owner, key, value, path of one place that holds something."""
+
+
+class Walk:
+    """Goes through everything that a model reaches, each object once, in a fixed order."""
+
+    def __init__(self, twins: Twins, exclude: Exclude = ()) -> None:
+        self.slots: list[Slot] = []
+        self.findings: list[Finding] = []
+        self.shared: list[str] = []
+        self.eval_held: list[str] = []
+        self.groups_found = 0
+        self.excluded = _Excluded(exclude)
+        self.records = _Records()
+        self._twins = twins
+        self._seen: set[int] = set()
+        self._todo: deque[tuple[Any, str]] = deque()
+        self._tuples: dict[int, tuple[str, Any]] = {}
+        self._ruled: set[tuple[int, str]] = set()
+        self._kept: list[Any] = []
+
+    def run(self, model: object) -> None:
+        self._reach(model, "model")
+        while self._todo:
+            holder, path = self._todo.popleft()
+            self._visit(holder, path)
+        self.excluded.check_used()
+
+    def _visit(self, holder: Any, path: str) -> None:
+        switches = list(self._rules(holder, path))
+        self._rotary_cache(holder, path)
+        self.records.note(holder)
+        if isinstance(holder, set):
+            self._set(holder, path)
+        if isinstance(holder, _LRU) and self._twins.differing:
+            cleared = _ClearedCache(holder.cache_clear)
+            self.slots.append(Slot(path, "cache", "attribute", cleared, "value", None))
+        for held in places(holder, path):
+            self._look(held)
+        if not isinstance(holder, type):
+            self._classes(type(holder))
+        for switch in switches:  # once the object holds what its method reads
+            self.slots.append(switch)
+
+    def _look(self, held: Held) -> None:
+        kind, owner, key, value, path = held
+        named = type(key) is str
+        if self._ruled and named and (id(owner), key) in self._ruled:
+            return
+        if self.excluded and self.excluded.matches(value, path):
+            return
+        if named and self._derived(held):
+            return
+        if type(value) in _ATOMS:
+            if named and derived.looks_dependent(key):
+                self._suspect(key, value, path)
+            return
+        role, new = self._replace(value, path, key)
+        if new is value:
+            return
+        self.groups_found += 1
+        if kind == "fixed":
+            self._find(path, f"holds the group {role!r} where nothing can be written")
+        else:
+            self.slots.append(Slot(path, role, *_writer(kind, owner, key), new))
+
+    # ---- groups ----
+
+    def _replace(self, value: Any, path: str, name: object) -> tuple[str, Any]:
+        """The role and the new value of a place; the value itself when nothing is to change."""
+        roles = self._twins.get(value)
+        if roles is not None:
+            role, twin = self._twins.choose(roles, name, path)
+            if twin is value:
+                self.shared.append(f"{path} ({role})")
+            return role, twin
+        if id(value) in self._twins.eval_only:
+            self.eval_held.append(path)
+        elif isinstance(value, (tuple, frozenset)):
+            return self._replace_items(value, path, name)
+        elif isinstance(value, dist.ProcessGroup):
+            self._stranger(value, path, name)
+        elif isinstance(value, DeviceMesh):
+            self._mesh(value, path)
+        else:
+            self._reach(value, path)
+        return "", value
+
+    def _replace_items(
+        self, value: tuple[Any, ...] | frozenset[Any], path: str, name: object
+    ) -> tuple[str, Any]:
+        if id(value) not in self._tuples:
+            self._kept.append(value)  # an identity is only good while its object lives
+            self._tuples[id(value)] = self._rebuild(value, path, name)
+        return self._tuples[id(value)]
+
+    def _rebuild(
+        self, value: tuple[Any, ...] | frozenset[Any], path: str, name: object
+    ) -> tuple[str, Any]:
+        roles, items = [], []
+        for i, item in enumerate(value):
+            at = f"{path}[{i}]"
+            role, new = ("", item) if type(item) in _ATOMS else self._replace(item, at, name)
+            items.append(new)
+            roles += [role] if new is not item else []
+        if not roles:
+            return "", value
+        if isinstance(value, frozenset):
+            return ", ".join(sorted(roles)), type(value)(items)
+        # Also right for named tuples, whose classes take their fields one by one.
+        return ", ".join(roles), tuple.__new__(type(value), items)
+
+    def _set(self, holder: set[Any], path: str) -> None:
+        role, new = self._replace_items(frozenset(holder), path, None)
+        if role:
+            self.groups_found += 1
+            self.slots.append(Slot(path, role, "attribute", _Contents(holder), "value", new))
+
+    def _reach(self, value: Any, path: str) -> None:
+        if isinstance(value, (tuple, frozenset)):
+            self._replace_items(value, path, None)
+        elif (
+            id(value) not in self._seen and id(value) not in self._twins.closed and _is_open(value)
+        ):
+            self._seen.add(id(value))
+            self._kept.append(value)
+            self._todo.append((value, path))
+
+    def _classes(self, cls: type) -> None:
+        """The class attributes of what the model is made of."""
+        for base in cls.__mro__:
+            if id(base) in self._seen:
+                continue
+            self._seen.add(id(base))
+            if not _is_closed_package(base.__module__):
+                self._todo.append((base, f"class {base.__qualname__}"))
+
+    # ---- derived values and caches ----
+
+    def _derived(self, held: Held) -> bool:
+        """Whether the place holds a derived value of the training layout."""
+        kind, owner, key, value, path = held
+        known = self._twins.derived(key)
+        if known is None:
+            return False
+        role, what, now, new = known
+        if kind == "class" and _is_field(owner, key):
+            return True  # a dataclass's default, which nobody reads behind its instances
+        if not derived.holds_derived(value, now, what):
+            return False
+        made = type(value)(new) if what == derived.RANKS else new
+        # A rank that happens to keep its place has the slot as well: all ranks find the same.
+        if role in self._twins.differing and kind != "fixed":
+            self.slots.append(Slot(path, f"{role} {what}", *_writer(kind, owner, key), made))
+        return True
+
+    def _suspect(self, name: str, value: Any, path: str) -> None:
+        known = self._twins.derived(name)
+        if known is not None and type(value) is type(known[2]):
+            role, what, now, new = known
+            if now != new:
+                self._find(
+                    path,
+                    f"is {value!r}, and the {role} {what} of train_pgs is {now!r}: exclude the "
+                    "object that holds it if it is meant to differ",
+                )
+        elif value is None and name.endswith(("cp_group", "context_parallel_group")):
+            self._find(path, "is None, and would stay so: torch takes None for the whole world")
+        elif known is None and type(value) is int:
+            self._find(
+                path,
+                f"is {value}, by its name derived from a CP group: hcp.register_derived or "
+                "hcp.register_rebind say how, exclude= says that it is not",
+            )
+
+    def _stranger(self, group: dist.ProcessGroup, path: str, name: object) -> None:
+        """A group of neither layout: does it look like one that changes?"""
+        if not self._twins.ranks or id(group) in self._twins.known:
+            return
+        if isinstance(name, str) and derived.role_of_name(name) in self._twins.differing:
+            self._find(
+                path,
+                "is a group by that name which train_pgs does not have: exclude it if it is "
+                "meant to stay",
+            )
+        elif group.size() > 1:
+            ranks = dist.get_process_group_ranks(group)
+            role = next((r for r, its in self._twins.ranks.items() if its == ranks), None)
+            if role is not None:
+                self._find(
+                    path,
+                    f"is another group of the same ranks as {role!r} of train_pgs: exclude it if "
+                    "it is meant to stay",
+                )
+
+    def _mesh(self, mesh: DeviceMesh, path: str) -> None:
+        for name in mesh.mesh_dim_names or ():
+            roles = self._twins.get(mesh.get_group(name)) or {}
+            if any(role in self._twins.differing for role in roles):
+                self._find(path, f"is a DeviceMesh, which goes on handing out its group {name!r}")
+                return
+
+    def _find(self, path: str, reason: str) -> None:
+        self.findings.append(Finding(path, reason))
+
+    def _rotary_cache(self, holder: Any, path: str) -> None:
+        """Tensors that were made for the training layout's positions: inside, there are none."""
+        if not isinstance(holder, torch.nn.Module) or not self._twins.differing:
+            return
+        attributes, buffers = vars(holder), holder._buffers
+        tensors = [n for n in derived.CACHE_TENSORS if n in attributes or n in buffers]
+        lengths = [n for n in derived.CACHE_LENGTHS if type(attributes.get(n)) is int]
+        if not (tensors or (lengths and hasattr(holder, "get_cached_cos_sin"))):
+            return
+        for name in derived.CACHE_TENSORS if lengths else tensors:
+            owner = attributes if name in attributes else buffers
+            kept = owner.get(name)
+            # With a length that says 0 the tensors are not read before they are made anew.
+            self._cache_slot(owner, name, kept if lengths else None, path)
+        for name in (*lengths, *(n for n in derived.CACHE_TRAITS if n in attributes)):
+            self._cache_slot(attributes, name, 0 if name in lengths else attributes[name], path)
+
+    def _cache_slot(self, owner: Any, name: str, inside: Any, path: str) -> None:
+        kind = "entry" if name in owner else "absent"
+        self._ruled.add((id(owner), name))
+        self.slots.append(Slot(f"{path}.{name}", "cache", kind, owner, name, inside))
+
+    # ---- rules ----
+
+    def _rules(self, holder: Any, path: str) -> Iterator[Slot]:
+        """Adds what rules say of an object's attributes; gives the method that goes last."""
+        if isinstance(holder, type) or not self._twins.ranks:
+            return
+        for rule in rules.rules_of(type(holder)):
+            yield from self._rule(rule, holder, path)
+        if _is_te_attention(holder):
+            yield from self._rule(rules.TE_RULE, holder, path)
+
+    def _rule(self, rule: rules.Rule, holder: Any, path: str) -> Iterator[Slot]:
+        train, target = self._twins.train, self._twins.evaluation
+        reason = rule.refuse(holder, target) if rule.refuse else None
+        if reason:
+            raise ValueError(f"{path} ({type(holder).__name__}) cannot be rebound: {reason}")
+        try:
+            changes: dict[str, Any] = {}
+            if rule.rebuild or rule.attributes:
+                changes = rules.attributes_of(rule, holder, train, target)
+            arguments = None
+            if rule.arguments and hasattr(holder, rule.method or "") and _is_of(holder, train):
+                arguments = rule.arguments(holder, target)
+        except Exception as error:
+            error.add_note(f"hcp: while asking the rule of {path} ({type(holder).__name__})")
+            raise
+        changes |= dict.fromkeys(rule.caches)
+        for name, value in changes.items():
+            self._attribute_slot(holder, name, value, path)
+        if arguments is not None:
+            for name in rule.held:
+                if name in vars(holder):
+                    self._attribute_slot(holder, name, vars(holder)[name], path)
+            switched = _SwitchedByMethod(holder, rule, len(arguments))
+            self.groups_found += 1
+            yield Slot(f"{path}.{rule.method}()", "rule", "attribute", switched, "value", arguments)
+
+    def _attribute_slot(self, holder: Any, name: str, value: Any, path: str) -> None:
+        attributes = getattr(holder, "__dict__", None)
+        if type(attributes) is dict:
+            kind, owner = "entry", attributes
+            if isinstance(holder, torch.nn.Module) and name in holder._buffers:
+                owner = holder._buffers
+        else:
+            kind, owner = "member", holder
+        self._ruled.add((id(owner), name))
+        self.groups_found += isinstance(value, dist.ProcessGroup)
+        self.slots.append(Slot(f"{path}.{name}", "rule", kind, owner, name, value))
+
+
+def _is_te_attention(holder: Any) -> bool:
+    return (
+        isinstance(holder, torch.nn.Module)
+        and hasattr(holder, rules.TE_METHOD)
+        and hasattr(holder, "cp_global_ranks")
+    )
+
+
+def _is_of(holder: Any, train: ProcessGroups) -> bool:
+    """Whether the object uses the training layout: it holds its group, its levels, or none yet."""
+    group = getattr(holder, "cp_group", None)
+    if isinstance(group, (list, tuple)):
+        return list(map(id, group)) == list(map(id, train.hierarchy))
+    return group is None or group is train.cp
+
+
+def _writer(kind: str, owner: Any, key: Any) -> tuple[str, Any, Any]:
+    if kind == "cell":
+        return "attribute", owner, "cell_contents"
+    return ("attribute", owner, key) if kind == "class" else (kind, owner, key)
+
+
+def _is_field(cls: Any, name: str) -> bool:
+    return name in getattr(cls, "__dataclass_fields__", {})
+
+
+# ---- what holds what -----------------------------------------------------------------------------
+
+
+def _is_open(value: Any) -> bool:
+    """Whether the walk goes inside."""
+    if isinstance(value, _CLOSED):
+        return False
+    if isinstance(value, (torch.nn.Module, set)):
+        return True
+    if isinstance(value, (types.FunctionType, _LRU)):
+        return not _is_closed_package(value.__module__ or "")
+    if _is_closed_package(type(value).__module__):
+        return isinstance(value, _OPEN_STDLIB)
+    return True
+
+
+@cache
+def _is_closed_package(module: str) -> bool:
+    """torch, numpy, the standard library and what shards; not a user's module of such a name."""
+    name = module.partition(".")[0]
+    if name in ("torch", "numpy") or module.startswith(_KEEPERS):
+        return True
+    file = getattr(sys.modules.get(name), "__file__", None)
+    library = Path(sysconfig.get_path("stdlib")).resolve()
+    return (
+        name in sys.stdlib_module_names
+        and name != "__main__"
+        and (file is None or library in Path(file).resolve().parents)
+    )
+
+
+def places(holder: Any, path: str) -> Iterator[Held]:
+    """Every place of one object, in a fixed order."""
+    if isinstance(holder, dict):
+        for position, (key, value) in enumerate(list(holder.items())):
+            yield "item", holder, key, value, f"{path}[{_key_text(key, position)}]"
+    elif isinstance(holder, (list, deque)):
+        for i, value in enumerate(holder):
+            yield "item", holder, i, value, f"{path}[{i}]"
+    if isinstance(holder, torch.nn.Module):
+        yield from _module_places(holder, path)
+    elif isinstance(holder, type):
+        yield from _class_places(holder, path)
+    elif isinstance(holder, types.FunctionType):
+        yield from _function_places(holder, path)
+    elif isinstance(holder, types.MethodType):
+        yield "fixed", holder, "__self__", holder.__self__, f"{path}.__self__"
+        yield "fixed", holder, "__func__", holder.__func__, f"{path}.__func__"
+    elif isinstance(holder, types.CellType):
+        yield from _cell_places(holder, path)
+    else:
+        yield from _partial_places(holder, path)
+        yield from _attribute_places(holder, path)
+
+
+def _module_places(module: torch.nn.Module, path: str) -> Iterator[Held]:
+    attributes = vars(module)
+    if not _is_wrapper(module):
+        for name, value in list(attributes.items()):
+            if name not in _MODULE_KEEPS and name != _HOME:
+                yield "item", attributes, name, value, f"{path}.{name}"
+    for name, child in module._modules.items():
+        yield "item", module._modules, name, child, f"{path}{_child_text(name)}"
+
+
+def _is_wrapper(module: torch.nn.Module) -> bool:
+    """DDP, FSDP and compiled modules keep groups of their own, for what they shard and reduce.
+
+    `fully_shard` makes a class of torch's on top of the user's: the user's attributes count then.
+    """
+    classes = type(module).__mro__[: type(module).__mro__.index(torch.nn.Module)]
+    if not classes:
+        return False
+    if classes[0].__module__.startswith(_KEEPERS):
+        return True
+    return not classes[0].__module__.startswith("torch.nn.modules.") and all(
+        cls.__module__.startswith("torch.") for cls in classes if cls is not object
+    )
+
+
+def _attribute_places(holder: Any, path: str) -> Iterator[Held]:
+    try:
+        attributes = object.__getattribute__(holder, "__dict__")
+    except AttributeError:
+        attributes = None
+    if type(attributes) is dict:
+        for name, value in list(attributes.items()):
+            if name != _HOME:
+                yield "item", attributes, name, value, f"{path}.{name}"
+    for name in _slot_names(type(holder)):
+        try:
+            value = object.__getattribute__(holder, name)
+        except AttributeError:
+            continue  # declared and not set
+        yield "member", holder, name, value, f"{path}.{name}"
+
+
+def _slot_names(cls: type) -> Iterator[str]:
+    for base in reversed(cls.__mro__):
+        for name, member in vars(base).items():
+            if isinstance(member, types.MemberDescriptorType) and "__slots__" in vars(base):
+                yield name
+
+
+def _class_places(cls: type, path: str) -> Iterator[Held]:
+    for name, value in list(vars(cls).items()):
+        if name.startswith("__") and name.endswith("__"):
+            continue
+        for function in _functions_of(value):
+            yield "class", cls, name, function, f"{path}.{name}"
+
+
+def _functions_of(value: Any) -> Iterator[Any]:
+    """A class attribute, or the functions that a descriptor wraps."""
+    if isinstance(value, (staticmethod, classmethod)):
+        yield value.__func__
+    elif isinstance(value, property):
+        yield from (f for f in (value.fget, value.fset, value.fdel) if f is not None)
+    elif isinstance(value, functools.cached_property):
+        yield value.func
+    else:
+        yield value
+
+
+def _function_places(function: types.FunctionType, path: str) -> Iterator[Held]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        yield "fixed", function, "__closure__", cell, f"{path}.<{name}>"
+    if function.__defaults__:
+        yield "attribute", function, "__defaults__", function.__defaults__, f"{path}.__defaults__"
+    for name, value in (function.__kwdefaults__ or {}).items():
+        yield "item", function.__kwdefaults__, name, value, f"{path}.<{name}>"
+    for name, value in vars(function).items():
+        yield "item", vars(function), name, value, f"{path}.{name}"
+
+
+def _cell_places(cell: types.CellType, path: str) -> Iterator[Held]:
+    try:
+        value = cell.cell_contents
+    except ValueError:
+        return  # not set yet
+    # The name in the source, so that "cp_size" in a closure is known as well.
+    yield "cell", cell, path.rpartition("<")[2].rstrip(">"), value, path
+
+
+def _partial_places(holder: Any, path: str) -> Iterator[Held]:
+    if not isinstance(holder, functools.partial):
+        return
+    yield "fixed", holder, "func", holder.func, f"{path}.func"
+    yield "attribute", _PartialArguments(holder), "value", holder.args, f"{path}.args"
+    for name, value in holder.keywords.items():
+        yield "item", holder.keywords, name, value, f"{path}.keywords[{name!r}]"
+
+
+def _child_text(name: str) -> str:
+    return f".{name}" if name.isidentifier() else f"[{name}]"
+
+
+def _key_text(key: object, position: int) -> str:
+    """The same on every rank: the repr of most objects tells their address."""
+    if isinstance(key, (str, int, bool)):
+        return repr(key)
+    return f"{type(key).__name__} {position}"
+
+
+# ---- whether it still holds ----------------------------------------------------------------------
+
+
+class _Records:
+    """What the walk saw, so that the next switch can tell in a moment whether it is still so."""
+
+    def __init__(self) -> None:
+        self.holders: list[Any] = []
+        self.others: list[Any] = []
+
+    def note(self, holder: Any) -> None:
+        if isinstance(holder, torch.nn.Module):
+            self.holders += (vars(holder), holder._modules)
+            return
+        if type(holder) in _PLAIN_DICTS or type(holder) is list:
+            self.holders.append(holder)
+            return
+        attributes = getattr(holder, "__dict__", None)
+        plain = type(attributes) is dict and not isinstance(
+            holder, (dict, list, deque, set, functools.partial, types.FunctionType)
+        )
+        if plain and not any(True for _ in _slot_names(type(holder))):
+            self.holders.append(attributes)
+        else:
+            self.others.append(holder)
+
+    def take(self) -> Callable[[], bool]:
+        """Whether everything is as it is now, to be asked later."""
+        watched = frozenset(spelling for name in derived.DERIVED for spelling in (name, f"_{name}"))
+        structure = Structure(self.holders, watched, tuple(_ATOMS))
+        others = [(holder, _values(holder, watched)) for holder in self.others]
+
+        def holds() -> bool:
+            return structure.holds() and all(
+                _same(values, _values(holder, watched)) for holder, values in others
+            )
+
+        return holds
+
+
+def _values(holder: Any, watched: frozenset[str]) -> list[Any]:
+    values = sorted(holder, key=id) if isinstance(holder, set) else []
+    values += [
+        value if type(value) not in _ATOMS or key in watched else None
+        for _, _, key, value, _ in places(holder, "")
+    ]
+    return values
+
+
+def _same(before: list[Any], now: list[Any]) -> bool:
+    return len(before) == len(now) and all(
+        a is b or (type(a) is int and a == b) for a, b in zip(before, now, strict=True)
+    )

@@ -1,0 +1,89 @@
+"""evaluate: which context-parallel size, and why."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hcp import CostModel
+from hcp.choose import choose_eval_context_parallel
+
+FREE = CostModel(pair=2, token=1000, exchange=0, launch=0)
+
+
+def times(choice):
+    return {c.cp: c.time for c in choice.candidates}
+
+
+def test_without_a_pipeline_and_with_enough_samples_context_parallelism_gains_nothing():
+    choice = choose_eval_context_parallel(64, 1024, ranks=8, train_cp=1, cost=FREE)
+    assert choice.cp == 1
+    assert "no admissible size is predicted faster" in choice.why
+    assert len(set(times(choice).values())) == 1
+
+
+def test_fewer_samples_than_data_parallel_ranks_want_context_parallelism():
+    choice = choose_eval_context_parallel(2, 1024, ranks=8, train_cp=1, cost=FREE)
+    assert choice.cp == 4
+    assert choice.why.startswith("cp 4, predicted 4.00 times as fast")
+    assert [c.fillers for c in choice.candidates] == [6, 2, 0, 0]
+
+
+def test_a_bubble_shrinks_with_the_micro_batch():
+    choice = choose_eval_context_parallel(
+        8, 1024, ranks=8, train_cp=1, cost=FREE, pipeline_stages=4
+    )
+    # (M + P - 1) / (P * cp), in units of a sample's work: 4/4, 5/8, 7/16, 11/32.
+    ratio = {cp: time / times(choice)[1] for cp, time in times(choice).items()}
+    assert ratio == pytest.approx({1: 1, 2: 5 / 8, 4: 7 / 16, 8: 11 / 32}, rel=1e-5)
+    assert choice.cp == 8
+
+
+def test_exchange_and_launches_are_paid_for():
+    dear = CostModel(pair=2, token=1000, exchange=100_000, launch=0)
+    assert choose_eval_context_parallel(2, 1024, ranks=8, train_cp=1, cost=dear).cp == 1
+    slow = CostModel(pair=0, token=1, exchange=0, launch=10**9)
+    assert choose_eval_context_parallel(8, 64, ranks=8, train_cp=1, cost=slow).cp == 1
+
+
+def test_memory_forces_a_larger_size_and_the_reason_says_so():
+    choice = choose_eval_context_parallel(
+        64, 4096, ranks=8, train_cp=1, cost=CostModel(exchange=10**6), memory=1024
+    )
+    assert choice.cp == 4
+    assert "does not fit: a rank would hold 4,096 rows > memory (1,024)" in choice.why
+    with pytest.raises(ValueError, match=r"no context-parallel size fits: cp 1: .*cp 8: a rank"):
+        choose_eval_context_parallel(64, 4096, ranks=8, train_cp=1, memory=511)
+
+
+@given(
+    st.lists(st.integers(1, 5000), max_size=40),
+    st.sampled_from([1, 2, 4, 6, 8]),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.data(),
+)
+def test_it_never_picks_what_it_predicts_slower_than_training(lengths, ranks, stages, size, data):
+    train_cp = data.draw(st.sampled_from([d for d in range(1, ranks + 1) if ranks % d == 0]))
+    choice = choose_eval_context_parallel(
+        len(lengths),
+        lengths,
+        ranks=ranks,
+        train_cp=train_cp,
+        pipeline_stages=stages,
+        micro_batch_size=size,
+    )
+    assert times(choice)[choice.cp] <= times(choice)[train_cp]
+    assert str(choice).count("\n") == len(choice.candidates)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lengths": [1, 2]}, "there are 2 lengths, expected num_samples = 3"),
+        ({"lengths": 4, "train_cp": 3}, "train_cp is 3, expected a divisor of the 8 ranks"),
+        ({"lengths": 4, "sizes": [5]}, "sizes has 5, expected divisors of the 8 ranks"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        choose_eval_context_parallel(3, **{"ranks": 8, "train_cp": 1, **arguments})

@@ -1,0 +1,334 @@
+"""rebind and evaluate, on gloo ranks: the same loss, untouched training, and every way to fail."""
+
+import gc
+import itertools
+import os
+import resource
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import trainer
+from ranks import RankError, run_ranks, try_ranks
+from torch import nn
+
+import hcp
+
+# ---- parity --------------------------------------------------------------------------------------
+
+
+def compare_layouts(rank, size, sizes, tp, pp, dtype):
+    """For all pairs of CP sizes: losses inside and outside, and training as if nothing happened."""
+    data, training = trainer.samples_of(7), trainer.samples_of(12, seed=9)
+    losses = {}
+    for train_cp in sizes:
+        train = hcp.build_process_groups(tp=tp, cp=train_cp, pp=pp)
+        model, optimizer = trainer.build(train, getattr(torch, dtype))
+        twin, twin_optimizer = trainer.build(train, getattr(torch, dtype))
+        for step, eval_cp in enumerate(sizes):
+            trainer.train_step(model, optimizer, training)
+            trainer.train_step(twin, twin_optimizer, training)
+            evaluation = train.with_context_parallel(eval_cp)
+            for packed in (1, 3):
+                outside = trainer.evaluate(model, data, packed)
+                with hcp.eval_cp_context(model, train, evaluation, strict=True):
+                    inside = trainer.evaluate(model, data, packed)
+                    assert model.cp_size == model.config.context_parallel_size == eval_cp
+                assert inside.count == outside.count
+                losses[train_cp, eval_cp, packed] = abs(inside.mean / outside.mean - 1)
+            same = trainer.fingerprint(model, optimizer) == trainer.fingerprint(
+                twin, twin_optimizer
+            )
+            assert same, f"weights or optimizer differ at step {step}"
+            evaluation.close()
+        train.close()
+    return losses
+
+
+SHAPES = [(3, (1, 3), 1, 1), (4, (1, 2, 4), 1, 1), (4, (1, 2), 2, 1), (4, (1, 2), 1, 2)]
+WIDE = [(6, (1, 2, 3), 1, 1), (8, (1, 2), 2, 2), (8, (1, 2), 1, 4), (12, (1, 2, 3, 4), 1, 1)]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-12), ("float32", 1e-6)])
+@pytest.mark.parametrize(
+    ("size", "sizes", "tp", "pp"),
+    [*SHAPES, *(pytest.param(*shape, marks=pytest.mark.long) for shape in WIDE)],
+)
+def test_the_loss_is_the_same_and_training_goes_on_bit_for_bit(
+    size, sizes, tp, pp, dtype, tolerance
+):
+    for losses in run_ranks(size, compare_layouts, sizes, tp, pp, dtype, timeout=110):
+        assert set(losses) == set(itertools.product(sizes, sizes, (1, 3)))
+        assert max(losses.values()) <= tolerance, losses
+
+
+# ---- liveness ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def own_loss(model, samples):
+    rows = model.rows(samples, [1.0] * len(samples))
+    return trainer.forward_step(model, rows)[1].sum().item()
+
+
+def change_a_token_of_rank_0(rank, size):
+    train = hcp.build_process_groups()
+    model, _ = trainer.build(train)
+    sample = trainer.samples_of(1)[0]
+    other = {**sample, "tokens": sample["tokens"].clone()}
+    other["tokens"][0] += 1
+    other["tokens"][0] %= trainer.VOCABULARY
+    with hcp.eval_cp_context(model, train, train.with_context_parallel(2)):
+        return own_loss(model, [sample]) != own_loss(model, [other])
+
+
+def test_a_token_of_rank_0_changes_the_loss_of_rank_1():
+    assert run_ranks(2, change_a_token_of_rank_0) == [True, True]
+
+
+# ---- soak ----------------------------------------------------------------------------------------
+
+
+def switch_at_every_step(rank, size):
+    train = hcp.build_process_groups()
+    evaluation = train.with_context_parallel(2)
+    model, optimizer = trainer.build(train)
+    twin, twin_optimizer = trainer.build(train)
+    training = trainer.samples_of(4)
+    for _ in range(10):
+        trainer.train_step(model, optimizer, training)
+        trainer.train_step(twin, twin_optimizer, training)
+        with hcp.eval_cp_context(model, train, evaluation):
+            trainer.evaluate(model, training, 1)
+    assert trainer.fingerprint(model, optimizer) == trainer.fingerprint(twin, twin_optimizer)
+
+
+def test_a_run_that_switches_at_every_step_trains_as_one_that_never_does():
+    run_ranks(2, switch_at_every_step)
+
+
+def switch_often(rank, size, times):
+    train = hcp.build_process_groups()
+    evaluation = train.with_context_parallel(2)
+    model, _ = trainer.build(train)
+    groups = len(dist.distributed_c10d._world.pg_map)
+
+    def switch(n):
+        for _ in range(n):
+            with hcp.eval_cp_context(model, train, evaluation):
+                assert model.cp_size == 2
+        gc.collect()
+        return len(gc.get_objects()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    switch(times // 10)
+    objects, memory = switch(10)
+    more_objects, more_memory = switch(times)
+    assert len(dist.distributed_c10d._world.pg_map) == groups
+    return more_objects - objects, more_memory - memory
+
+
+def test_10_000_switches_leave_nothing_behind():
+    for objects, kilobytes in run_ranks(2, switch_often, 10_000, timeout=100):
+        assert abs(objects) < 100
+        assert kilobytes < 4096
+
+
+# ---- faults --------------------------------------------------------------------------------------
+
+
+def raise_inside(rank, size):
+    train = hcp.build_process_groups()
+    evaluation = train.with_context_parallel(2)
+    model, _ = trainer.build(train)
+
+    def evaluate():
+        with hcp.eval_cp_context(model, train, evaluation):
+            if rank == 0:
+                trainer.evaluate(model, trainer.samples_of(4), 1)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError if rank == 1 else hcp.HcpError):
+        evaluate()
+    return model.cp_size, model.layers[0].cp_group is train.cp
+
+
+def test_an_exception_in_the_body_of_one_rank_restores_all_and_ends_the_others_with_an_error():
+    results = try_ranks(2, raise_inside, timeout=60, group_timeout=5)
+    assert results == [(1, True), (1, True)]
+
+
+def die_inside(rank, size):
+    train = hcp.build_process_groups()
+    evaluation = train.with_context_parallel(2)
+    model, _ = trainer.build(train)
+    started = time.monotonic()
+    with hcp.eval_cp_context(model, train, evaluation):
+        if rank == 1:
+            os._exit(3)
+        trainer.evaluate(model, trainer.samples_of(4), 1)
+    return time.monotonic() - started
+
+
+def test_a_rank_that_dies_inside_is_an_error_on_the_others_and_no_hang():
+    started = time.monotonic()
+    results = try_ranks(4, die_inside, timeout=60, group_timeout=10)
+    assert all(isinstance(result, RankError) for result in results)
+    assert (results[1].kind, results[0].kind) == ("exited", "HcpError")
+    assert {result.kind for result in results} <= {"exited", "HcpError", "RuntimeError"}
+    assert time.monotonic() - started < 40
+
+
+def refuse_on_one_rank(rank, size):
+    train = hcp.build_process_groups()
+    evaluation = train.with_context_parallel(2)
+    model, _ = trainer.build(train)
+    model.cp_share = 3 if rank == 1 else 3.5
+    with (
+        pytest.raises((ValueError, hcp.HcpError)) as caught,
+        hcp.eval_cp_context(model, train, evaluation, strict=True),
+    ):
+        pytest.fail("the context was entered")
+    assert model.cp_size == 1
+    return str(caught.value)
+
+
+def test_strict_on_one_rank_refuses_on_all():
+    results = run_ranks(2, refuse_on_one_rank, timeout=30)
+    assert results[1].startswith("strict: 1 places")
+    assert "because rank 1 refused: strict: 1 places" in results[0]
+
+
+# ---- what wraps a model --------------------------------------------------------------------------
+
+
+def wrapped_by_ddp(rank, size):
+    train = hcp.build_process_groups()
+    evaluation = train.with_context_parallel(2)
+    model, _ = trainer.build(train)
+    ddp = nn.parallel.DistributedDataParallel(model, process_group=train.dp_cp)
+    twin, _ = trainer.build(train)
+    twin_ddp = nn.parallel.DistributedDataParallel(twin, process_group=train.dp_cp)
+    samples = trainer.samples_of(4)
+    for _ in range(3):
+        for wrapper in (ddp, twin_ddp):
+            own = samples[rank::2]
+            rows = wrapper.module.rows(own, [1.0] * len(own))
+            wrapper(None, rows).sum().backward()
+        with hcp.eval_cp_context(ddp, train, evaluation):
+            assert model.cp_size == 2
+            trainer.evaluate(model, samples, 1)
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+def test_ddp_reduces_as_before():
+    run_ranks(2, wrapped_by_ddp)
+
+
+def sharded_by_fsdp2(rank, size):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    train = hcp.build_process_groups()
+    evaluation = train.with_context_parallel(2)
+    mesh = init_device_mesh("cpu", (size,))
+    results = []
+    for switch in (False, True):
+        model, _ = trainer.build(train)
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        samples = trainer.samples_of(4)
+        for _ in range(3):
+            own = samples[rank::2]
+            model(None, model.rows(own, [1.0] * len(own))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            outside = trainer.evaluate(model, samples, 1).mean
+            if switch:
+                with hcp.eval_cp_context(model, train, evaluation):
+                    assert model.layers[0].cp_group is evaluation.cp
+                    inside = trainer.evaluate(model, samples, 1).mean
+                assert abs(inside / outside - 1) < 1e-12
+        for module in (*model.layers, model):
+            module.reshard()
+        results.append([p.to_local().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_fsdp2_shards_as_before():
+    run_ranks(2, sharded_by_fsdp2)
+
+
+def checkpointed(rank, size):
+    from torch.utils.checkpoint import checkpoint
+
+    train = hcp.build_process_groups()
+    evaluation = train.with_context_parallel(2)
+    model, _ = trainer.build(train)
+    plain = model.layers[1].forward
+    gradients = []
+    for switch in (False, True):
+        model.layers[1].forward = lambda x, rows: checkpoint(plain, x, rows, use_reentrant=False)
+        samples = trainer.samples_of(2)[rank : rank + 1]
+        model(None, model.rows(samples, [1.0])).sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+        model.zero_grad()
+        if not switch:
+            with hcp.eval_cp_context(model, train, evaluation):
+                trainer.evaluate(model, trainer.samples_of(3), 1)
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_activation_checkpointing_recomputes_in_the_training_layout():
+    run_ranks(2, checkpointed)
+
+
+class Sized(nn.Module):
+    def __init__(self, groups):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.cp_group, self.cp_size = groups.cp, groups.size("cp")
+
+    def forward(self, x):
+        return self.linear(x) * self.cp_size
+
+
+def compiled(rank, size):
+    from torch._dynamo.testing import CompileCounter
+
+    train = hcp.build_process_groups()
+    evaluation = train.with_context_parallel(2)
+    counter = CompileCounter()
+    model = torch.compile(Sized(train), backend=counter)
+    x = torch.ones(2, 4)
+    counts = []
+    for _ in range(4):
+        outside = model(x)
+        with hcp.eval_cp_context(model, train, evaluation):
+            assert torch.equal(model(x), outside * 2)
+        counts.append(counter.frame_count)
+    return counts
+
+
+def test_a_compiled_model_compiles_once_for_each_layout():
+    for counts in run_ranks(2, compiled, timeout=100):
+        assert counts[0] == 2
+        assert counts == [2] * 4
+
+
+def frozen_and_on_meta(rank, size):
+    train = hcp.build_process_groups()
+    evaluation = train.with_context_parallel(2)
+    with torch.device("meta"):
+        model, _ = trainer.build(train)
+    model.requires_grad_(False)
+    with hcp.eval_cp_context(model, train, evaluation):
+        assert model.layers[0].cp_group is evaluation.cp
+    assert all(p.is_meta and not p.requires_grad for p in model.parameters())
+
+
+def test_a_model_that_is_frozen_or_on_meta_is_rebound():
+    run_ranks(2, frozen_and_on_meta)

@@ -1,0 +1,266 @@
+"""evaluate: each sample exactly once whatever divides what; one number whatever the layout."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import example, given
+from hypothesis import strategies as st
+from ranks import run_ranks
+
+import hcp
+from hcp.evaluation import EvalPlan, Metrics
+
+
+class Loop:
+    """The process groups of every rank of a layout, in one process: exchanges happen at the end."""
+
+    def __init__(self, dp, cp):
+        self.dp, self.cp = dp, cp
+        self.payloads = {}
+
+    def rank(self, rank):
+        return LoopRank(self, rank)
+
+
+class LoopRank:
+    roles = ("dp", "cp", "dp_cp")
+
+    def __init__(self, loop, rank):
+        self.loop, self.index = loop, rank
+        self.transport = self
+
+    def size(self, role):
+        return {"dp": self.loop.dp, "cp": self.loop.cp, "dp_cp": self.loop.dp * self.loop.cp}[role]
+
+    def rank(self, role):
+        cp = self.loop.cp
+        return {"dp": self.index // cp, "cp": self.index % cp, "dp_cp": self.index}[role]
+
+
+counts = st.integers(0, 60)
+sizes = st.integers(1, 6)
+
+
+@given(counts, sizes, sizes, sizes)
+def test_every_sample_has_weight_one_exactly_once_in_equally_many_micro_batches(n, dp, cp, size):
+    loop = Loop(dp, cp)
+    seen, micro_batches = Counter(), set()
+    for rank in range(dp * cp):
+        plan = EvalPlan(n, loop.rank(rank), micro_batch_size=size)
+        micro_batches.add(plan.num_micro_batches)
+        fillers = 0
+        for k in range(plan.num_micro_batches):
+            indices, weights = plan.indices(k)
+            assert len(indices) == len(weights) == size
+            assert all(0 <= i < n for i in indices)
+            seen.update(i for i, w in zip(indices, weights, strict=True) if w)
+            fillers += weights.count(0)
+        assert fillers < size * dp
+    assert seen == dict.fromkeys(range(n), cp)
+    assert micro_batches == {-(-n // (dp * size))}
+
+
+@given(st.lists(st.integers(0, 1000), max_size=30), st.lists(st.integers(0, 1000), max_size=30))
+@example([0, 3], [1, 2])
+@example([0, 4, 5], [1, 2, 6])
+def test_two_different_choices_of_samples_are_told_apart(a, b):
+    one, other = hcp.evaluation._Seen(), hcp.evaluation._Seen()
+    one.add(a)
+    other.add(b)
+    assert (one.to_bytes() == other.to_bytes()) == (sorted(a) == sorted(b))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"samples": -1}, "num_samples is -1, expected an integer >= 0"),
+        ({"samples": 3, "micro_batch_size": 0}, "micro_batch_size is 0, expected an integer >= 1"),
+        ({"samples": [3]}, "max_tokens_per_rank is missing"),
+        ({"samples": 3, "global_batch_size": True}, "global_batch_size is True"),
+    ],
+)
+def test_a_bad_plan_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        EvalPlan(eval_pgs=Loop(1, 1).rank(0), **arguments)
+
+
+# ---- on ranks ------------------------------------------------------------------------------------
+
+
+class Stream:
+    """An iterable dataset, without a length or random access."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __iter__(self):
+        return iter(self.samples)
+
+
+def samples_of(n):
+    generator = torch.Generator().manual_seed(7)
+    return [torch.rand(5, generator=generator, dtype=torch.float64) for _ in range(n)]
+
+
+def evaluate_layouts(rank, size, n, kind):
+    """The mean over all tokens of all samples under every layout of the ranks."""
+    data = samples_of(n)
+    train = hcp.build_process_groups()
+    means = []
+    for cp in (d for d in range(1, size + 1) if size % d == 0):
+        groups = train.with_context_parallel(cp)
+        for micro_batch_size in (1, 2, 5):
+            plan = EvalPlan(n, groups, micro_batch_size=micro_batch_size)
+            metrics = Metrics(groups)
+            for batch in plan.batches(Stream(data) if kind == "iterable" else data):
+                for sample, weight in zip(batch.samples, batch.weights, strict=True):
+                    # This rank's tokens; those of even samples but the first are masked.
+                    mine = torch.tensor([i % cp == groups.rank("cp") for i in range(5)])
+                    mask = (torch.arange(5) > 0) | (sample[0] > 0.5)
+                    metrics.add("loss", sample, (mine & mask) * weight)
+            assert plan.finish() == n
+            result = metrics.reduce()["loss"] if n else hcp.Metric(0, 0)
+            means.append((result.mean, result.count))
+    return means
+
+
+@pytest.mark.parametrize("kind", ["map", "iterable"])
+@pytest.mark.parametrize("n", [1, 7, 12])
+def test_the_mean_does_not_depend_on_the_layout(n, kind):
+    kept = [x for s in samples_of(n) for i, x in enumerate(s.tolist()) if i or s[0] > 0.5]
+    for means in run_ranks(4, evaluate_layouts, n, kind):
+        assert len(means) == 9
+        for mean, count in means:
+            assert count == len(kept)
+            assert math.isclose(mean, math.fsum(kept) / len(kept), rel_tol=1e-14)
+
+
+def end_early(rank, size, kind):
+    groups = hcp.build_process_groups().with_context_parallel(2)
+    data = samples_of(9 if rank < 2 else 11)
+    plan = EvalPlan(11, groups, micro_batch_size=1)
+    for batch in plan.batches(Stream(data) if kind == "iterable" else data):
+        assert len(batch.samples) == 1
+        dist.barrier()  # nobody waits for a rank that has run out
+    with pytest.raises(hcp.HcpError) as caught:
+        plan.finish()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["map", "iterable"])
+def test_a_dataset_that_ends_early_is_an_error_on_every_rank(kind):
+    for rank, text in enumerate(run_ranks(4, end_early, kind, timeout=30)):
+        assert text.startswith(f"rank {rank}: the evaluation observed 10 samples, expected each of")
+
+
+def load_differently(rank, size):
+    groups = hcp.build_process_groups().with_context_parallel(2)
+    data = samples_of(4)
+    if rank == 1:
+        data[0] = data[0].clone()
+        data[0][2] += 1e-9
+    iterator = EvalPlan(4, groups).batches(data)
+    if rank > 1:
+        next(iterator)
+        return ""
+    with pytest.raises(hcp.HcpError) as caught:
+        next(iterator)
+    return str(caught.value)
+
+
+def test_cp_siblings_that_load_different_bytes_are_named():
+    results = run_ranks(4, load_differently, timeout=30)
+    assert "ranks of one CP group loaded different bytes for the samples [0]" in results[0]
+    assert "rank 1 has others" in results[0]
+    assert "rank 0 has others" in results[1]
+
+
+def stop_and_go_on(rank, size):
+    groups = hcp.build_process_groups()
+    data = samples_of(7)
+    plan = EvalPlan(7, groups)
+    iterator = plan.batches(data)
+    for _ in range(2):
+        next(iterator)
+    state = plan.state_dict()
+    again = EvalPlan(7, groups)
+    again.load_state_dict(state)
+    rest = [batch.indices for batch in again.batches(data)]
+    assert again.finish() == 7
+    with pytest.raises(ValueError, match=r"the state is of an evaluation of .*'num_samples': 7"):
+        EvalPlan(8, groups).load_state_dict(state)
+    return state["next"], rest
+
+
+def test_a_plan_goes_on_where_it_was_left():
+    # What was handed out and not come back for is evaluated again.
+    assert run_ranks(2, stop_and_go_on) == [
+        (1, [(2,), (4,), (6,)]),
+        (1, [(3,), (5,), (0,)]),
+    ]
+
+
+def dispatch_by_length(rank, size, lengths):
+    groups = hcp.build_process_groups()
+    data = [
+        {"tokens": torch.full((n,), i), "loss_mask": torch.ones(n)} for i, n in enumerate(lengths)
+    ]
+    plan = EvalPlan(lengths, groups, max_tokens_per_rank=16, global_batch_size=4)
+    seen = torch.zeros(len(lengths))
+    metrics = Metrics(groups)
+    for step in plan.dispatch(data):
+        for cp, local in step:
+            seen += torch.bincount(local.tokens, minlength=len(lengths))
+            metrics.add_sum("tokens", *cp.loss_sum(local.tokens.double(), local.loss_mask))
+    dist.all_reduce(seen)
+    assert seen.tolist() == lengths
+    assert plan.finish() == len(lengths)
+    result = metrics.reduce()["tokens"]
+    assert result.count == sum(lengths)
+    return result.mean
+
+
+def test_with_lengths_the_dynamic_scheduler_spreads_each_sample_once():
+    lengths = [40, 3, 1, 17, 9, 30, 2, 2, 5]
+    expected = sum(i * n for i, n in enumerate(lengths)) / sum(lengths)
+    assert run_ranks(4, dispatch_by_length, lengths) == pytest.approx([expected] * 4, rel=1e-14)
+
+
+# ---- metrics -------------------------------------------------------------------------------------
+
+
+def reduce_metrics(rank, size):
+    groups = hcp.build_process_groups(pp=2)
+    metrics = Metrics(groups)
+    if groups.rank("pp") == 1:
+        if groups.rank("dp") == 0:
+            metrics.add("a", torch.tensor([1.0, math.nan, 3.0]), torch.tensor([1, 0, 1]))
+            metrics.add("b", torch.tensor([2.0**24, 1.0]))
+        else:
+            metrics.add("a", torch.zeros(3), torch.zeros(3))
+            for _ in range(3000):
+                metrics.add_sum("c", 0.1, 1)
+    totals = metrics.reduce()
+    assert totals["a"] == hcp.Metric(4.0, 2.0)
+    assert totals["b"] == hcp.Metric(2.0**24 + 1, 2.0)
+    assert math.isclose(totals["c"].mean, 0.1, rel_tol=1e-13)
+    assert math.isnan(hcp.Metric(0.0, 0.0).mean)
+    return sorted(totals)
+
+
+def test_metrics_are_summed_in_float64_and_known_on_every_stage():
+    assert run_ranks(4, reduce_metrics) == [["a", "b", "c"]] * 4
+
+
+def add_infinity(rank, size):
+    metrics = Metrics(hcp.build_process_groups())
+    metrics.add("loss", torch.tensor([math.inf if rank == 1 else 1.0]))
+    with pytest.raises(hcp.HcpError, match=r"rank 1 of dp_cp added \[inf, 1.0\] to 'loss'"):
+        metrics.reduce()
+
+
+def test_a_loss_that_is_not_finite_is_named():
+    run_ranks(2, add_infinity)

@@ -1,0 +1,285 @@
+"""rebind on models of the real Megatron-Core, when it is installed (megatron-core==0.16.1).
+
+On a CPU Megatron-Core has no context parallelism of its own, so its layers get a core attention
+that gathers keys and values, written here; all else is Megatron's: rotary embeddings and their
+caches, MoE router and dispatcher, MTP, the Mamba mixer's context object, configs, and
+ProcessGroupCollection.
+"""
+
+import functools
+import importlib.util
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+import hcp
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("megatron") is None
+        or importlib.util.find_spec("megatron.core") is None,
+        reason="Megatron-Core is not installed",
+    ),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+class GatheredAttention(torch.nn.Module):
+    """Causal attention over the zigzag rows of a CP group."""
+
+    def __init__(self, config, layer_number, attn_mask_type, attention_type, **options):
+        super().__init__()
+        self.config = config
+        self.pg_collection = options["pg_collection"]
+
+    def forward(self, query, key, value, attention_mask, **options):
+        group = self.pg_collection.cp
+        place, n = group.rank(), group.size()
+        assert n == self.config.context_parallel_size, (n, self.config.context_parallel_size)
+        parts = (
+            [torch.empty_like(key) for _ in range(n)],
+            [torch.empty_like(value) for _ in range(n)],
+        )
+        dist.all_gather(parts[0], key.contiguous(), group=group)
+        dist.all_gather(parts[1], value.contiguous(), group=group)
+        rows = query.shape[0]
+        positions = [zigzag(rows * n, r, n) for r in range(n)]
+        hidden = positions[place][:, None] < torch.cat(positions)[None]
+        key, value = torch.cat(parts[0]), torch.cat(parts[1])
+        repeat = query.shape[2] // key.shape[2]
+        key, value = (x.repeat_interleave(repeat, 2) for x in (key, value))
+        scores = torch.einsum("sbhd,tbhd->bhst", query, key) / query.shape[-1] ** 0.5
+        out = torch.einsum("bhst,tbhd->sbhd", scores.masked_fill(hidden, -1e9).softmax(-1), value)
+        return out.flatten(2)
+
+
+def zigzag(n, place, size):
+    chunks = torch.arange(n).chunk(2 * size)
+    return torch.cat([chunks[place], chunks[2 * size - 1 - place]])
+
+
+@functools.cache
+def initialize():
+    """Megatron's global state, once in the life of a rank."""
+    from megatron.core import tensor_parallel
+    from megatron.core.models.common.embeddings import rotary_pos_embedding
+    from megatron.core.transformer.moe import moe_utils
+
+    def take_rows(angles, dim, group):  # Megatron's goes through pinned memory
+        rows = zigzag(angles.shape[dim], group.rank(), group.size())
+        return angles.index_select(dim, rows)
+
+    rotary_pos_embedding.get_pos_emb_on_this_cp_rank = take_rows
+
+    moe_utils.te_general_gemm = None  # imported only with Transformer Engine, and asked for without
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
+
+
+def collection_of(groups):
+    """A real ProcessGroupCollection; the expert grid has no CP in it."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    roles = {role: getattr(groups, role) for role in groups.roles}
+    one = groups.tp
+    return ProcessGroupCollection(
+        **roles, ep=one, expt_tp=one, tp_ep=one, tp_ep_pp=one, expt_dp=groups.dp_cp, embd=one
+    )
+
+
+def config_of(**options):
+    from megatron.core.transformer import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_query_groups=2,
+        ffn_hidden_size=32,
+        use_cpu_initialization=True,
+        params_dtype=torch.float32,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        context_parallel_size=1,
+        **options,
+    )
+
+
+def start():
+    from megatron.core import parallel_state, tensor_parallel
+
+    initialize()
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.random.model_parallel_cuda_manual_seed(1)
+    torch.manual_seed(1)
+
+
+def moe_gpt(train):
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
+    )
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    config = config_of(
+        num_moe_experts=2,
+        moe_router_topk=1,
+        moe_router_pre_softmax=True,
+        moe_ffn_hidden_size=32,
+        moe_token_dispatcher_type="allgather",
+        add_bias_linear=False,
+        mtp_num_layers=1,
+    )
+    spec = get_gpt_layer_local_spec(num_experts=2, moe_grouped_gemm=False)
+    spec.submodules.self_attention.submodules.core_attention = GatheredAttention
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=64,
+        max_sequence_length=64,
+        position_embedding_type="rope",
+        pg_collection=train,
+        mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False),
+    )
+
+
+def mean_loss(model, groups, tokens):
+    """The mean over the tokens of one sequence, of which this rank computes its zigzag rows."""
+    cp = groups.cp
+    rows = zigzag(tokens.shape[1] - 1, cp.rank(), cp.size())
+    mask = torch.zeros(1, 1, len(rows), len(rows), dtype=torch.bool)
+    with torch.no_grad():
+        losses = model(tokens[:, rows], rows[None], mask, labels=tokens[:, rows + 1])
+    metrics = hcp.Metrics(groups)
+    metrics.add("loss", losses)
+    return metrics.reduce()["loss"].mean
+
+
+def everything(model):
+    """All groups and numbers that the model's objects hold."""
+    walk = hcp.slots.Walk(hcp.slots.Twins.of_mapping({object(): object()}))
+    walk.run(model)
+    seen = {}
+    for holder in walk._kept:
+        for *_, key, value, _ in hcp.slots.places(holder, ""):
+            if isinstance(value, (int, dist.ProcessGroup)):
+                seen[id(holder), str(key)] = value if isinstance(value, int) else id(value)
+    return seen
+
+
+def evaluate_gpt(rank, size):
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    start()
+    collection = ProcessGroupCollection.use_mpu_process_groups()
+    train = hcp.ProcessGroups.from_existing(collection)
+    evaluation = train.with_context_parallel(2)
+    model = moe_gpt(collection).eval()
+    tokens = torch.randint(0, 64, (1, 17), generator=torch.Generator().manual_seed(0))
+    outside = mean_loss(model, train, tokens)
+    before, tp_group = everything(model), collection.tp
+    audit = hcp.audit(model, train, evaluation)
+    with hcp.eval_cp_context(model, train, evaluation, strict=True):
+        assert model.cp_group is model.mtp.cp_group is evaluation.cp
+        assert model.config.context_parallel_size == 2
+        assert model.decoder.layers[0].mlp.router.cp_group is evaluation.cp
+        assert collection.tp is tp_group
+        assert collection.cp is evaluation.cp
+        inside = mean_loss(model, evaluation, tokens)
+        assert everything(model) != before
+    assert everything(model) == before
+    assert mean_loss(model, train, tokens) == outside
+    assert abs(inside / outside - 1) < 1e-6, (inside, outside)
+    return sorted({slot.role for slot in audit.slots})
+
+
+def test_a_moe_gpt_with_mtp_gives_the_same_loss_under_the_eval_layout():
+    for roles in run_ranks(2, evaluate_gpt, timeout=110):
+        assert {"cache", "cp", "cp size", "dp", "tp_cp"} <= set(roles)
+
+
+def build_with_own_groups(rank, size):
+    start()
+    collection = collection_of(hcp.build_process_groups())
+    train = hcp.ProcessGroups.from_existing(collection)
+    model = moe_gpt(collection)
+    with (
+        pytest.raises(ValueError, match="strict") as caught,
+        hcp.eval_cp_context(model, train, train.with_context_parallel(2), strict=True),
+    ):
+        pytest.fail("the context was entered")
+    return str(caught.value)
+
+
+def test_mtp_that_took_the_global_groups_is_refused_by_name():
+    """Given groups of the trainer's own, Megatron-Core 0.16's MTP still takes the global ones."""
+    for text in run_ranks(2, build_with_own_groups, timeout=110):
+        assert "model.mtp.cp_group: is a group by that name which train_pgs does not have" in text
+
+
+def build_local_attention(rank, size):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    start()
+    collection = collection_of(hcp.build_process_groups())
+    train = hcp.ProcessGroups.from_existing(collection)
+    model = GPTModel(config_of(), get_gpt_layer_local_spec(), 64, 64, pg_collection=collection)
+    with (
+        pytest.raises(ValueError, match="cannot be rebound") as caught,
+        hcp.eval_cp_context(model, train, train.with_context_parallel(2)),
+    ):
+        pytest.fail("the context was entered")
+    return str(caught.value)
+
+
+def test_attention_without_context_parallelism_is_refused_by_name():
+    for text in run_ranks(2, build_local_attention, timeout=110):
+        assert (
+            "core_attention (DotProductAttention) cannot be rebound: it computes attention" in text
+        )
+
+
+def switch_mamba(rank, size):
+    from megatron.core.ssm import mamba_context_parallel
+
+    start()
+    mamba_context_parallel.HAVE_EINOPS = True
+    train = hcp.build_process_groups()
+    evaluation = train.with_context_parallel(2)
+
+    def make(groups):
+        return mamba_context_parallel.MambaContextParallel(
+            cp_group=groups.cp,
+            d_inner_local_tp=16,
+            nheads_local_tp=4,
+            ngroups_local_tp=1,
+            d_state=8,
+            conv1d_cp1=conv,
+            dt_bias_cp1=weights,
+            A_log_cp1=weights,
+            D_cp1=weights,
+            D_has_hdim=False,
+        )
+
+    conv, weights = torch.nn.Conv1d(32, 32, 4, groups=32), torch.rand(4)
+    mixer = torch.nn.Module()
+    mixer.cp = make(train)
+    before, fresh = dict(vars(mixer.cp)), make(evaluation)
+    with hcp.eval_cp_context(mixer, train, evaluation, exclude=["*.conv1d_cp1"]):
+        assert vars(mixer.cp) == vars(fresh)
+        assert (mixer.cp.nheads_local_tpcp, mixer.cp.cp_rank, mixer.cp.group_repeat_count) == (
+            2,
+            rank,
+            2,
+        )
+        assert torch.equal(mixer.cp.get_A_log(), fresh.get_A_log())
+        assert mixer.cp.get_A_log().shape == (2,)
+    assert vars(mixer.cp) == before
+
+
+def test_mambas_context_object_is_what_its_constructor_makes_of_the_eval_layout():
+    run_ranks(2, switch_mamba, timeout=60)

@@ -1,0 +1,633 @@
+"""rebind: everything that depends on the layout, in the shapes that real models have.
+
+Each row: found, switched, restored. The models are written here; tests/test_megatron.py does the
+same with Megatron-Core's own.
+"""
+
+import copy
+import functools
+import pickle
+from dataclasses import dataclass, field
+from types import MethodType, SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hcp
+from hcp import rules
+from hcp.groups import ProcessGroups, build_process_groups
+
+
+class Sized:
+    """A layout whose groups claim other sizes than this test's one rank can form."""
+
+    def __init__(self, monkeypatch):
+        self.sizes, self.rank_of = {}, {}
+        size, rank = ProcessGroups.size, ProcessGroups.rank
+
+        def size_of(groups, role):
+            return self.sizes.get((id(groups), role)) or size(groups, role)
+
+        def place_of(groups, role):
+            return self.rank_of.get((id(groups), role), rank(groups, role))
+
+        def ranks_of(groups, role):
+            return list(range(size_of(groups, role)))
+
+        monkeypatch.setattr(ProcessGroups, "size", size_of)
+        monkeypatch.setattr(ProcessGroups, "rank", place_of)
+        monkeypatch.setattr(ProcessGroups, "ranks", ranks_of)
+
+
+@pytest.fixture(scope="module")
+def built():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    train, other = build_process_groups(), build_process_groups()
+    shared = {role: getattr(train, role) for role in ("tp", "pp", "mp", "dp_cp", "tp_dp_cp")}
+    mixed = {role: shared.get(role, getattr(other, role)) for role in other.roles}
+    yield train, ProcessGroups.from_existing(mixed)
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def layouts(built, monkeypatch):
+    """Training with cp 1 and dp 4; evaluation with cp 4 and dp 1, seen from rank 3."""
+    train, evaluation = built
+    world = Sized(monkeypatch)
+    world.sizes.update({(id(train), "dp"): 4, (id(evaluation), "cp"): 4})
+    world.sizes.update({(id(evaluation), "tp_cp"): 4})
+    world.rank_of.update({(id(train), "dp"): 3, (id(evaluation), "cp"): 3})
+    return train, evaluation
+
+
+class Model(nn.Module):
+    """Holds the collection, so that whatever a row adds is beside a group."""
+
+    def __init__(self, groups, **attributes):
+        super().__init__()
+        self.pg_collection = groups
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+def check(model, layouts, read, inside, **options):
+    """read() gives `inside` within the context, and the very same objects as before after it."""
+    before = read()
+    with hcp.eval_cp_context(model, *layouts, **options):
+        assert read() == inside
+    after = read()
+    assert after == before
+    return after
+
+
+# ---- what holds a group --------------------------------------------------------------------------
+
+
+def test_a_partial_has_its_groups_switched_in_place(layouts):
+    train, evaluation = layouts
+    reduce = functools.partial(dict, [train.cp], group=train.cp, size=3)
+    model = Model(train, reduce=functools.partial(print, train.cp, group=train.dp), other=reduce)
+    held = model.reduce
+    check(
+        model,
+        layouts,
+        lambda: (model.reduce.args, model.reduce.keywords["group"], model.other.args[0][0]),
+        ((evaluation.cp,), evaluation.dp, evaluation.cp),
+    )
+    assert model.reduce is held
+    assert model.reduce.args == (train.cp,)
+
+
+def test_a_closure_and_the_defaults_of_a_function_are_switched(layouts):
+    train, evaluation = layouts
+    cp_group, cp_size = train.cp, 1
+
+    def slice_batch(group=train.cp, *, other=train.dp):
+        return group, other, cp_group, cp_size
+
+    model = Model(train, get_batch=slice_batch)
+    check(model, layouts, model.get_batch, (evaluation.cp, evaluation.dp, evaluation.cp, 4))
+    assert model.get_batch() == (train.cp, train.dp, train.cp, 1)
+
+
+def test_a_bound_method_leads_to_its_object(layouts):
+    train, evaluation = layouts
+    helper = SimpleNamespace(group=train.cp)
+    model = Model(train, forward_hook=MethodType(lambda self: self.group, helper))
+    check(model, layouts, model.forward_hook, evaluation.cp)
+
+
+def test_class_attributes_of_the_models_classes_are_switched(layouts):
+    train, evaluation = layouts
+
+    class Base(nn.Module):
+        cp_group = train.cp
+        by_name = {"cp": train.cp}  # noqa: RUF012
+        cp_size = 1
+
+    class Layer(Base):
+        @staticmethod
+        def helper(group=train.cp):
+            return group
+
+    model = Model(train, layer=Layer())
+    check(
+        model,
+        layouts,
+        lambda: (Layer.cp_group, Layer.by_name["cp"], Layer.cp_size, Layer.helper()),
+        (evaluation.cp, evaluation.cp, 4, evaluation.cp),
+    )
+    assert "cp_group" not in vars(Layer)
+
+
+def test_sets_are_switched_whole(layouts):
+    train, evaluation = layouts
+    model = Model(train, members={train.cp, train.tp}, frozen=frozenset([train.dp, 1]))
+    held = model.members
+    check(
+        model,
+        layouts,
+        lambda: (set(model.members), model.frozen),
+        ({evaluation.cp, train.tp}, frozenset([evaluation.dp, 1])),
+    )
+    assert model.members is held
+
+
+def test_lists_and_tuples_of_groups_are_switched(layouts):
+    train, evaluation = layouts
+    model = Model(train, levels=[train.cp, train.dp], pair=(train.cp, "p2p"))
+    check(
+        model,
+        layouts,
+        lambda: (list(model.levels), model.pair),
+        ([evaluation.cp, evaluation.dp], (evaluation.cp, "p2p")),
+    )
+
+
+# ---- what was derived from one -------------------------------------------------------------------
+
+
+class MambaContext:
+    """Mamba's plain object: a group, its size, and what its constructor makes of them."""
+
+    def __init__(self, cp_group, nheads_local_tp):
+        self.cp_group = cp_group
+        self.nheads_local_tp = nheads_local_tp
+        self.cp_size = SIZES[id(cp_group)]
+        assert nheads_local_tp % self.cp_size == 0, "heads must be divisible by cp_size"
+        self.nheads_local_tpcp = nheads_local_tp // self.cp_size
+        if self.cp_size > 1:
+            self.cp_rank = 3
+
+
+SIZES = {}
+
+
+@pytest.fixture
+def mamba(layouts):
+    SIZES.update({id(layouts[0].cp): 1, id(layouts[1].cp): 4})
+    rules.register_rebind(MambaContext, rebuild=True)
+    yield lambda heads: Model(
+        layouts[0], mixer=Model(layouts[0], cp=MambaContext(layouts[0].cp, heads))
+    )
+    rules.unregister_rebind(MambaContext)
+    SIZES.clear()
+
+
+def test_a_plain_object_is_rebuilt_by_its_own_constructor(layouts, mamba):
+    model = mamba(8)
+    inner = model.mixer.cp
+    before = dict(vars(inner))
+    with hcp.eval_cp_context(model, *layouts):
+        assert model.mixer.cp is inner
+        assert (inner.cp_size, inner.cp_rank, inner.nheads_local_tpcp) == (4, 3, 2)
+        assert inner.cp_group is layouts[1].cp
+    assert vars(inner) == before
+    assert not hasattr(inner, "cp_rank")
+
+
+def test_a_constructors_own_check_runs_again_and_its_refusal_names_the_object(layouts, mamba):
+    model = mamba(6)
+    with (
+        pytest.raises(AssertionError, match="heads must be divisible") as caught,
+        hcp.eval_cp_context(model, *layouts),
+    ):
+        pytest.fail("the context was entered")
+    assert "model.mixer.cp (MambaContext)" in caught.value.__notes__[0]
+    assert model.mixer.cp.cp_size == 1
+
+
+@dataclass
+class TransformerConfig:
+    context_parallel_size: int = 1
+    data_parallel_size: int = 4
+    cp_comm_type: str = "p2p"
+    layers: list = field(default_factory=list)
+
+
+def test_configs_and_their_copies_are_switched_though_they_hold_no_group(layouts):
+    config = TransformerConfig()
+    model = Model(layouts[0], config=config)
+    model.layer = Model(layouts[0], config=copy.copy(config))
+    config.layers.append(copy.copy(config))
+    check(
+        model,
+        layouts,
+        lambda: [
+            (c.context_parallel_size, c.data_parallel_size)
+            for c in (model.config, model.layer.config, config.layers[0])
+        ],
+        [(4, 1)] * 3,
+    )
+    assert TransformerConfig.context_parallel_size == 1
+
+
+def test_sizes_ranks_and_flags_are_switched_by_name_and_value(layouts):
+    model = Model(
+        layouts[0],
+        cp_size=1,
+        cp_rank=0,
+        _cp_size=1,
+        use_cp=False,
+        cp_global_ranks=[0],
+        dp_rank=3,
+        context_parallel_lm=1,
+        settings={"cp_size": 1},
+        other_size=1,
+    )
+
+    def read():
+        return (
+            model.cp_size,
+            model.cp_rank,
+            model._cp_size,
+            model.use_cp,
+            list(model.cp_global_ranks),
+            model.dp_rank,
+            model.context_parallel_lm,
+            model.settings["cp_size"],
+            model.other_size,
+        )
+
+    check(model, layouts, read, (4, 3, 4, True, [0, 1, 2, 3], 0, 4, 4, 1))
+
+
+def test_a_value_that_the_training_layout_does_not_give_is_left_and_reported(layouts):
+    model = Model(layouts[0], cp_size=2, cp_rank=True)
+    with hcp.eval_cp_context(model, *layouts):
+        assert (model.cp_size, model.cp_rank) == (2, True)
+    (finding,) = hcp.audit(model, *layouts).uncovered
+    assert finding.path == "model.cp_size"
+    assert "is 2, and the cp size of train_pgs is 1" in finding.reason
+
+
+def test_the_table_of_names_can_be_extended(layouts, monkeypatch):
+    monkeypatch.setattr(hcp.derived, "DERIVED", dict(hcp.derived.DERIVED))
+    model = Model(layouts[0], shards=1, _shards=1)
+    hcp.register_derived("shards", "cp", "size")
+    check(model, layouts, lambda: (model.shards, model._shards), (4, 4))
+    with pytest.raises(ValueError, match="kind is 'sizes', expected one of size, rank"):
+        hcp.register_derived("shards", "cp", "sizes")
+
+
+# ---- caches --------------------------------------------------------------------------------------
+
+
+class Rotary(nn.Module):
+    """Angles of this rank's positions, cached twice: by functools and in buffers."""
+
+    def __init__(self, cp_group):
+        super().__init__()
+        self.cp_group = cp_group
+        self.max_seq_len_cached = 0
+
+    @functools.lru_cache(maxsize=32)  # noqa: B019
+    def forward(self, length):
+        return (self.cp_group, length)
+
+    def get_cached_cos_sin(self, length):
+        if length > self.max_seq_len_cached:
+            self.max_seq_len_cached = length
+            self.register_buffer("cos_cached", torch.full((length,), float(id(self.cp_group))))
+        return self.cos_cached[0].item()
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_functools_caches_and_rotary_buffers_never_cross_an_edge(layouts, warm):
+    train, evaluation = layouts
+    model = Model(train, rotary=Rotary(train.cp))
+    if warm:
+        model.rotary.get_cached_cos_sin(8)
+    kept = model.rotary._buffers.get("cos_cached")
+    expected = torch.tensor(float(id(evaluation.cp))).item()
+    for _ in range(2):
+        assert model.rotary(8) == (train.cp, 8)
+        with hcp.eval_cp_context(model, *layouts):
+            assert model.rotary(8) == (evaluation.cp, 8)
+            assert model.rotary.get_cached_cos_sin(4) == expected
+        assert model.rotary._buffers.get("cos_cached") is kept
+        assert model.rotary.max_seq_len_cached == (8 if warm else 0)
+        assert model.rotary(8) == (train.cp, 8)
+
+
+def test_a_cache_that_is_none_until_made_is_none_inside(layouts):
+    model = Model(layouts[0], freqs_cached=torch.ones(3))
+    kept = model.freqs_cached
+    with hcp.eval_cp_context(model, *layouts):
+        assert model.freqs_cached is None
+        model.freqs_cached = torch.zeros(1)
+    assert model.freqs_cached is kept
+
+
+# ---- attention that is switched by a method ------------------------------------------------------
+
+
+class TEAttention(nn.Module):
+    """Transformer Engine's shape: built without CP it has no group, and its default type."""
+
+    def __init__(self, config=None, layer_number=1):
+        super().__init__()
+        self.cp_group, self.cp_global_ranks, self.cp_stream = None, None, None
+        self.cp_comm_type = "p2p"
+        self.config, self.layer_number = config, layer_number
+        self.calls = []
+
+    def set_context_parallel_group(self, cp_group, cp_global_ranks, cp_stream, cp_comm_type):
+        self.cp_group, self.cp_global_ranks = cp_group, cp_global_ranks
+        self.cp_stream, self.cp_comm_type = cp_stream, cp_comm_type
+        self.calls.append(cp_comm_type)
+
+
+def test_attention_is_switched_through_its_method_with_its_own_communication_type(layouts):
+    config = SimpleNamespace(cp_comm_type=["p2p", "a2a"])
+    layers = [TEAttention(config, 1), TEAttention(config, 2), TEAttention()]
+    model = Model(layouts[0], layers=nn.ModuleList(layers))
+    check(
+        model,
+        layouts,
+        lambda: [(x.cp_group, x.cp_global_ranks, x.cp_comm_type) for x in layers],
+        [(layouts[1].cp, [0, 1, 2, 3], kind) for kind in ("p2p", "a2a", "p2p")],
+    )
+    assert layers[1].calls == ["a2a", "p2p"]
+    assert layers[1].cp_group is None
+
+
+def test_a_method_that_raises_leaves_everything_as_it_was(layouts):
+    model = Model(layouts[0], layers=nn.ModuleList(TEAttention() for _ in range(4)), cp_size=1)
+    model.layers[2].set_context_parallel_group = lambda *arguments: 1 / 0
+    with pytest.raises(ZeroDivisionError) as caught, hcp.eval_cp_context(model, *layouts):
+        pytest.fail("the context was entered")
+    assert "model.layers[2].set_context_parallel_group()" in caught.value.__notes__[0]
+    assert [layer.cp_group for layer in model.layers] == [None] * 4
+    assert model.pg_collection is layouts[0]
+
+
+# ---- rules ---------------------------------------------------------------------------------------
+
+
+class Router(nn.Module):
+    def __init__(self, experts):
+        super().__init__()
+        self.experts, self.share = experts, experts
+
+
+def test_a_rule_says_what_a_class_holds_in_a_layout(layouts):
+    rules.register_rebind(
+        Router, attributes=lambda r, pgs: {"share": r.experts // pgs.size("cp")}, caches=("seen",)
+    )
+    try:
+        model = Model(layouts[0], router=Router(8), alien=Router(8))
+        model.alien.share = 5
+        model.router.seen = "tokens"
+        check(
+            model,
+            layouts,
+            lambda: (model.router.share, model.alien.share, model.router.seen),
+            (2, 5, None),
+        )
+    finally:
+        rules.unregister_rebind(Router)
+
+
+def test_a_rule_may_refuse_by_name(layouts):
+    rules.register_rebind(Router, refuse=lambda r, pgs: f"no router for CP {pgs.size('cp')}")
+    try:
+        model = Model(layouts[0], router=Router(8))
+        with (
+            pytest.raises(
+                ValueError, match=r"model\.router \(Router\) cannot .* no router for CP 4"
+            ),
+            hcp.eval_cp_context(model, *layouts),
+        ):
+            pytest.fail("the context was entered")
+    finally:
+        rules.unregister_rebind(Router)
+
+
+# ---- exclude, audit, strict ----------------------------------------------------------------------
+
+
+def vision_language(layouts):
+    vision = Model(layouts[0], cp_size=1, config=TransformerConfig())
+    return Model(layouts[0], vision_model=vision, language_model=Model(layouts[0], cp_size=1))
+
+
+@pytest.mark.parametrize("by", ["name", "path", "glob", "object", "class"])
+def test_an_excluded_subtree_stays_as_it_is(layouts, by):
+    model = vision_language(layouts)
+
+    class Tower(Model):
+        pass
+
+    model.vision_model.__class__ = Tower
+    exclude = {
+        "name": "vision_model",
+        "path": "model.vision_model",
+        "glob": "*vision*",
+        "object": model.vision_model,
+        "class": Tower,
+    }[by]
+    with hcp.eval_cp_context(model, *layouts, exclude=[exclude]):
+        assert model.vision_model.pg_collection is layouts[0]
+        assert model.vision_model.cp_size == 1
+        assert model.vision_model.config.context_parallel_size == 1
+        assert model.language_model.pg_collection is layouts[1]
+        assert model.language_model.cp_size == 4
+
+
+def test_an_exclude_that_matches_nothing_is_refused(layouts):
+    with pytest.raises(ValueError, match="exclude has 'vison', which the model does not reach"):
+        hcp.audit(vision_language(layouts), *layouts, exclude=["vison"])
+
+
+def test_audit_lists_slots_and_what_is_not_covered(layouts):
+    train, _ = layouts
+    stray = dist.new_group([0])
+    model = Model(train, nheads_local_tpcp=2, cp_group=None, tp_cp_group=stray, cp_size=1)
+    model.size_of = train.cp.size
+    model.vision_model = Model(train)
+    audit = hcp.audit(model, *layouts, exclude=["vision_model"])
+    assert {f.path for f in audit.uncovered} == {
+        "model.nheads_local_tpcp",
+        "model.cp_group",
+        "model.tp_cp_group",
+        "model.size_of.__self__",
+    }
+    assert [slot.path for slot in audit.slots] == ["model.pg_collection", "model.cp_size"]
+    assert audit.excluded == ["model.vision_model"]
+    assert "model.nheads_local_tpcp: is 2, by its name derived from a CP group" in str(audit)
+    with (
+        pytest.raises(ValueError, match=r"strict: 4 places(.|\n)*model\.size_of\.__self__: holds"),
+        hcp.eval_cp_context(model, *layouts, exclude=["vision_model"], strict=True),
+    ):
+        pytest.fail("the context was entered")
+
+
+def test_strict_enters_where_everything_is_covered(layouts):
+    model = Model(layouts[0], cp_size=1)
+    with hcp.eval_cp_context(model, *layouts, strict=True):
+        assert model.cp_size == 4
+
+
+# ---- one object in two roles ---------------------------------------------------------------------
+
+
+def test_one_object_in_two_roles_is_told_apart_by_the_slots_name(layouts):
+    train, evaluation = layouts
+    groups = {role: getattr(train, role) for role in train.roles} | {"dp": train.dp_cp}
+    aliased = ProcessGroups.from_existing(groups)
+    model = Model(
+        aliased, dp_group=train.dp_cp, dp_cp_group=train.dp_cp, data_parallel_group=train.dp_cp
+    )
+    with hcp.eval_cp_context(model, aliased, evaluation):
+        assert model.dp_group is evaluation.dp
+        assert model.data_parallel_group is evaluation.dp
+        assert model.dp_cp_group is train.dp_cp
+    model.reduction = train.dp_cp
+    with pytest.raises(
+        ValueError, match=r"model\.reduction holds .* 'dp' and 'dp_cp' are the same"
+    ):
+        hcp.audit(model, aliased, evaluation)
+
+
+# ---- the table is kept ---------------------------------------------------------------------------
+
+
+def count_walks(monkeypatch):
+    walks = []
+    run = hcp.slots.Walk.run
+    monkeypatch.setattr(hcp.slots.Walk, "run", lambda self, m: (walks.append(1), run(self, m)))
+    return walks
+
+
+CHANGES = {
+    "an attribute": lambda m, g: setattr(m.a, "cp_group", g.cp),
+    "a module": lambda m, g: m.add_module("c", Model(g)),
+    "a replaced module": lambda m, g: setattr(m, "a", Model(g)),
+    "a list": lambda m, g: m.items.append(g.cp),
+    "a dictionary": lambda m, g: m.table.update(cp=g.cp),
+    "a set": lambda m, g: m.bag.add(g.cp),
+    "a derived size": lambda m, g: setattr(m.a, "cp_size", 1),
+    "a slot's value": lambda m, g: setattr(m.a, "pg_collection", None),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_table_is_made_once_and_again_when_the_structure_changes(layouts, monkeypatch, change):
+    walks = count_walks(monkeypatch)
+    train, evaluation = layouts
+    a = Model(train, cp_size=2, steps=0, loss=0.0, mark=None)
+    model = Model(train, a=a, b=Model(train), items=[1], table={"x": 1}, bag={1})
+    for step in range(4):
+        model.a.steps, model.a.loss, model.b.training = step + 1000, step / 3, bool(step % 2)
+        with hcp.eval_cp_context(model, *layouts):
+            assert model.b.pg_collection is evaluation
+    assert len(walks) == 1
+    CHANGES[change](model, train)
+    with hcp.eval_cp_context(model, *layouts):
+        expected = hcp.slots.places(model, "model")
+        assert all(value is not train.cp and value is not train for *_, value, _ in expected)
+        assert train.cp not in model.items
+        assert train.cp not in model.bag
+    assert len(walks) == 2
+    with hcp.eval_cp_context(model, *layouts):
+        pass
+    assert len(walks) == 2
+
+
+def test_tables_stay_behind_when_a_model_is_copied_or_saved(layouts):
+    model = Model(layouts[0])
+    with hcp.eval_cp_context(model, *layouts):
+        pass
+    home = vars(model)["_hcp_rebind"]
+    assert len(home.tables) == 1
+    assert copy.deepcopy(home).tables == {}
+    assert pickle.loads(pickle.dumps(home)).tables == {}
+    assert "_hcp_rebind" not in model.state_dict()
+
+
+def test_entering_again_inside_swaps_nothing_and_leaving_restores_nothing_too_early(layouts):
+    train, evaluation = layouts
+    model = Model(train, cp_size=1)
+    with hcp.eval_cp_context(model, *layouts):
+        with hcp.eval_cp_context(model, *layouts) as groups:
+            assert groups is evaluation
+            assert model.cp_size == 4
+        assert model.pg_collection is evaluation
+        assert model.cp_size == 4
+    assert model.cp_size == 1
+
+
+def test_a_generator_that_is_dropped_restores(layouts):
+    model = Model(layouts[0])
+
+    def losses():
+        with hcp.eval_cp_context(model, *layouts):
+            yield model.pg_collection
+            yield None
+
+    iterator = losses()
+    assert next(iterator) is layouts[1]
+    del iterator
+    assert model.pg_collection is layouts[0]
+
+
+# ---- the general form ----------------------------------------------------------------------------
+
+
+def test_rebind_switches_by_any_mapping_until_it_is_undone(layouts):
+    train, _ = layouts
+    one, two = dist.new_group([0]), dist.new_group([0])
+    model = Model(train, group=one, pair=(one, 1), cp_size=1)
+    rebound = hcp.rebind(model, {one: two})
+    assert (model.group, model.pair, model.cp_size) == (two, (two, 1), 1)
+    assert model.pg_collection is train
+    rebound.restore()
+    assert (model.group, model.pair) == (one, (one, 1))
+    with hcp.rebind(model, {one: two}):
+        assert model.group is two
+    assert model.group is one
+
+
+def test_rebind_between_layouts_can_be_kept(layouts):
+    train, evaluation = layouts
+    model = Model(train, cp_size=1)
+    rebound = hcp.rebind(model, train, evaluation)
+    assert model.cp_size == 4
+    rebound.keep()
+    del rebound
+    assert model.pg_collection is evaluation
+    back = hcp.rebind(model, evaluation, train)
+    back.keep()
+    assert (model.pg_collection, model.cp_size) == (train, 1)
+
+
+def test_rebind_says_what_it_expects(layouts):
+    with pytest.raises(ValueError, match="given old groups and no new ones"):
+        hcp.rebind(Model(layouts[0]), layouts[0])
+    with pytest.raises(ValueError, match=r"expected two hcp\.ProcessGroups, or one mapping"):
+        hcp.rebind(Model(layouts[0]), {})
+    with pytest.raises(ValueError, match="the model holds none of train_pgs"):
+        hcp.rebind(Model(layouts[0]), {dist.new_group([0]): dist.new_group([0])})

@@ -1,0 +1,229 @@
+"""A small trainer with tensor, context, data and pipeline parallelism, as Megatron-style ones are.
+
+Layers keep the groups, and the sizes and ranks that they derived from them, from when they were
+built: what hcp.eval_cp_context is for. Every rank holds the rows that its cp_rank gives it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import hcp
+
+VOCABULARY, HIDDEN, HEADS = 11, 8, 4
+
+
+@dataclass
+class Config:
+    context_parallel_size: int
+    num_layers: int = 4
+
+
+@dataclass
+class Rows:
+    """Packed rows of one rank: token, label, weight of the loss, sequence and place of each."""
+
+    tokens: Tensor
+    labels: Tensor
+    weights: Tensor
+    sequence: Tensor
+    position: Tensor
+
+
+# ---- collectives with gradients ------------------------------------------------------------------
+
+
+class _Sum(torch.autograd.Function):
+    """Sum over a group forward, nothing backward; or the other way round."""
+
+    @staticmethod
+    def forward(ctx, x, group, forward):
+        ctx.group, ctx.backward_too = group, not forward
+        return _summed(x, group) if forward else x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (_summed(grad, ctx.group) if ctx.backward_too else grad), None, None
+
+
+def _summed(x, group):
+    x = x.contiguous().clone()
+    dist.all_reduce(x, group=group)
+    return x
+
+
+class _Gather(torch.autograd.Function):
+    """Rows of all ranks of a group, however many each has."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        counts = torch.zeros(group.size(), dtype=torch.int64)
+        counts[group.rank()] = len(x)
+        ctx.counts = _summed(counts, group).tolist()
+        ctx.group = group
+        start = sum(ctx.counts[: group.rank()])
+        whole = x.new_zeros(sum(ctx.counts), *x.shape[1:])
+        whole[start : start + len(x)] = x
+        return _summed(whole, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        start = sum(ctx.counts[: ctx.group.rank()])
+        return _summed(grad, ctx.group)[start : start + ctx.counts[ctx.group.rank()]], None
+
+
+# ---- the model -----------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    def __init__(self, pgs, dtype):
+        super().__init__()
+        self.cp_group, self.tp_group = pgs.cp, pgs.tp
+        self.heads = HEADS // pgs.size("tp")
+        width = HIDDEN // pgs.size("tp")
+        self.qkv = nn.Linear(HIDDEN, 3 * width, bias=False, dtype=dtype)
+        self.proj = nn.Linear(width, HIDDEN, bias=False, dtype=dtype)
+
+    def forward(self, x, rows):
+        qkv = self.qkv(_Sum.apply(x, self.tp_group, False))
+        q, k, v = qkv.view(len(x), 3, self.heads, -1).unbind(1)
+        k, v = _Gather.apply(k, self.cp_group), _Gather.apply(v, self.cp_group)
+        sequence = _Gather.apply(rows.sequence, self.cp_group)
+        position = _Gather.apply(rows.position, self.cp_group)
+        seen = (rows.sequence[:, None] == sequence) & (rows.position[:, None] >= position)
+        scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
+        out = torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -1e9).softmax(-1), v)
+        return x + _Sum.apply(self.proj(out.flatten(1)), self.tp_group, True)
+
+
+class Stage(nn.Module):
+    """The layers of one pipeline stage."""
+
+    def __init__(self, pgs, config, dtype=torch.float64):
+        super().__init__()
+        self.config = config
+        self.pg_collection = pgs
+        self.cp_size, self.cp_rank = pgs.size("cp"), pgs.rank("cp")
+        stages, self.stage = pgs.size("pp"), pgs.rank("pp")
+        self.first, self.last = self.stage == 0, self.stage == stages - 1
+        torch.manual_seed(3 + 10 * self.stage + 100 * pgs.rank("tp"))
+        self.layers = nn.ModuleList(
+            Attention(pgs, dtype) for _ in range(config.num_layers // stages)
+        )
+        torch.manual_seed(1)
+        self.embedding = nn.Embedding(VOCABULARY, HIDDEN, dtype=dtype) if self.first else None
+        self.head = nn.Linear(HIDDEN, VOCABULARY, dtype=dtype) if self.last else None
+
+    def rows(self, samples, weights):
+        """This rank's part of some packed sequences, by what the model remembers."""
+        parts = []
+        for i, (sample, weight) in enumerate(zip(samples, weights, strict=True)):
+            n, size, rank = len(sample["tokens"]) - 1, self.cp_size, self.cp_rank
+            at = torch.arange(rank * n // size, (rank + 1) * n // size)
+            tokens, mask = sample["tokens"], sample["mask"]
+            parts.append(
+                (tokens[at], tokens[at + 1], mask[at] * weight, torch.full_like(at, i), at)
+            )
+        return Rows(*(torch.cat(field) for field in zip(*parts, strict=True)))
+
+    def forward(self, x, rows):
+        if self.first:
+            x = self.embedding(rows.tokens)
+        for layer in self.layers:
+            x = layer(x, rows)
+        if not self.last:
+            return x
+        return nn.functional.cross_entropy(self.head(x), rows.labels, reduction="none")
+
+
+def samples_of(n, seed=5):
+    """Sequences of any length; some masks leave the first part, and some the whole, without
+    loss."""
+    generator = torch.Generator().manual_seed(seed)
+    samples = []
+    for i in range(n):
+        length = int(torch.randint(5, 14, (), generator=generator))
+        tokens = torch.randint(0, VOCABULARY, (length,), generator=generator)
+        masked = (0, length // 2, length)[i % 3]
+        samples.append({"tokens": tokens, "mask": (torch.arange(length) >= masked).double()})
+    return samples
+
+
+# ---- steps ---------------------------------------------------------------------------------------
+
+
+def _neighbour(pgs, step):
+    return pgs.ranks("pp")[pgs.rank("pp") + step]
+
+
+def forward_step(model, rows):
+    """The losses of the last stage, and what the others sent on."""
+    pgs = model.pg_collection
+    x = None
+    if not model.first:
+        dtype = next(model.parameters()).dtype
+        x = torch.empty(len(rows.tokens), HIDDEN, dtype=dtype)
+        dist.recv(x, _neighbour(pgs, -1), group=pgs.pp)
+        x.requires_grad_(torch.is_grad_enabled())
+    out = model(x, rows)
+    if not model.last:
+        dist.send(out.detach().contiguous(), _neighbour(pgs, 1), group=pgs.pp)
+    return x, out
+
+
+def train_step(model, optimizer, samples):
+    """One update on this data-parallel rank's share."""
+    pgs = model.pg_collection
+    own = samples[pgs.rank("dp") :: pgs.size("dp")]
+    rows = model.rows(own, [1.0] * len(own))
+    x, out = forward_step(model, rows)
+    if model.last:
+        (out * rows.weights.to(out.dtype)).sum().backward()
+    else:
+        grad = torch.empty_like(out)
+        dist.recv(grad, _neighbour(pgs, 1), group=pgs.pp)
+        out.backward(grad)
+    if not model.first:
+        dist.send(x.grad, _neighbour(pgs, -1), group=pgs.pp)
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, group=pgs.dp_cp)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@torch.no_grad()
+def evaluate(model, samples, micro_batch_size):
+    """The mean loss of the samples, each once, under the layout that the model holds just now."""
+    pgs = model.pg_collection
+    plan, metrics = (
+        hcp.EvalPlan(len(samples), pgs, micro_batch_size=micro_batch_size),
+        hcp.Metrics(pgs),
+    )
+    for batch in plan.batches(samples):
+        rows = model.rows(batch.samples, batch.weights)
+        _, out = forward_step(model, rows)
+        if model.last:
+            metrics.add("loss", out, rows.weights)
+    assert plan.finish() == len(samples)
+    return metrics.reduce()["loss"]
+
+
+def build(pgs, dtype=torch.float64):
+    model = Stage(pgs, Config(pgs.size("cp")), dtype)
+    return model, torch.optim.Adam(model.parameters(), lr=1e-2)
+
+
+def fingerprint(model, optimizer):
+    """All bits of weights and optimizer state."""
+    digest = hashlib.sha256()
+    state = [*model.state_dict().values()]
+    for entry in optimizer.state_dict()["state"].values():
+        state += [value for value in entry.values() if isinstance(value, Tensor)]
+    for tensor in state:
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()
