@@ -5,13 +5,14 @@ groups  -> rebind -> evaluate -> restore
 """
 
 from hcp.config import Config, add_arguments
+from hcp.cost import CostModel
 from hcp.dispatch import LocalBatch, Step, dispatch, gather_lengths
 from hcp.errors import HcpError
 from hcp.groups import ProcessGroups, build_process_groups
 from hcp.handler import COMM_TYPES, ContextParallelHandler
 from hcp.layout import Layout, Span
 from hcp.loopback import loopback
-from hcp.plan import CostModel, Group, Plan, plan
+from hcp.plan import Group, Plan, Report, lower_bound, plan
 from hcp.rebind import eval_cp_context, find_slots
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "LocalBatch",
     "Plan",
     "ProcessGroups",
+    "Report",
     "Span",
     "Step",
     "add_arguments",
@@ -34,6 +36,7 @@ __all__ = [
     "find_slots",
     "gather_lengths",
     "loopback",
+    "lower_bound",
     "plan",
 ]
 

@@ -1,0 +1,343 @@
+/* plan_wave.c - plans whose ranks meet after every micro-batch.
+ *
+ * Each micro-batch is a box of all ranks and a height. Sequences, longest first,
+ * go to the first box that takes them, with the least degree that ends within
+ * its height: into a group that has rows and time left, or on ranks that are
+ * still free. Those that need one rank fill what is left evenly, by time and by
+ * rows, whichever is scarcer. Ranks left over widen the slowest groups. */
+#include <stdlib.h>
+
+#include "internal.h"
+
+/* Groups that a sequence looks at before it opens one, and after it could not;
+ * and sequences that widening may price again for one micro-batch. */
+enum { LOOK = 24, LOOK_FAR = 192, WIDEN = 4096 };
+
+/* A rank that no wide group has taken. */
+typedef struct bin {
+  int64_t fill; /* of height or capacity, in 2^-20 */
+  int64_t load, rows;
+  int32_t wave, node;
+  int32_t block; /* -1: none yet */
+} bin;
+
+typedef struct waves {
+  const hcp__problem *p;
+  hcp__blocks *blocks;
+  int64_t *heights;    /* count, without launch */
+  int32_t *whole;      /* count: ranks taken from the left by groups wider than a node */
+  int32_t *node_free;  /* count * nodes */
+  int32_t count, nodes, node_ranks;
+  int32_t *first_block, *next_block; /* per wave, for widening and placing */
+  bin *bins;
+  int32_t bin_count;
+} waves;
+
+static int32_t *free_in(const waves *w, int32_t wave, int32_t node) {
+  return &w->node_free[(int64_t)wave * w->nodes + node];
+}
+
+/* ---- ranks ---- */
+
+/* Takes degree ranks of the wave, when it has them side by side. */
+static int take(waves *w, int32_t wave, int32_t degree) {
+  if (degree > w->node_ranks) {
+    int32_t first = w->whole[wave], last = first + degree / w->node_ranks - 1;
+    if (last >= w->nodes) return 0;
+    for (int32_t node = first; node <= last; node++)
+      if (*free_in(w, wave, node) < w->node_ranks) return 0;
+    for (int32_t node = first; node <= last; node++) *free_in(w, wave, node) = 0;
+    w->whole[wave] = last + 1;
+    return 1;
+  }
+  for (int32_t node = w->whole[wave]; node < w->nodes; node++) {
+    int32_t *left = free_in(w, wave, node);
+    if (*left < degree) continue;
+    *left -= degree;
+    return 1;
+  }
+  return 0;
+}
+
+/* ---- wide groups ---- */
+
+static void add(waves *w, int32_t b, int32_t sequence, int64_t rows, int64_t time) {
+  hcp__block_add(w->blocks, b, sequence, rows, time);
+}
+
+static int joins(const waves *w, int32_t b, int64_t rows, int64_t time) {
+  const hcp__block *block = &w->blocks->block[b];
+  return block->rows + rows <= w->p->capacity &&
+         block->end + time <= w->heights[block->micro_batch];
+}
+
+/* The fullest of the latest groups of that micro-batch and degree that takes
+ * the sequence, -1: none. */
+static int32_t joinable(const waves *w, int32_t wave, const hcp__option *option) {
+  int32_t best = -1, looked = 0;
+  for (int32_t b = w->first_block[wave]; b >= 0 && looked < LOOK; b = w->next_block[b], looked++) {
+    const hcp__block *block = &w->blocks->block[b];
+    if (block->degree != option->degree || !joins(w, b, option->rows, option->time)) continue;
+    if (best < 0 || block->end > w->blocks->block[best].end) best = b;
+  }
+  return best;
+}
+
+static int32_t open_group(waves *w, int32_t wave, int32_t degree) {
+  if (!take(w, wave, degree)) return -1;
+  int32_t b = hcp__block_open(w->blocks, 0, degree, 0, 0);
+  w->blocks->block[b].micro_batch = wave;
+  w->next_block[b] = w->first_block[wave];
+  w->first_block[wave] = b;
+  return b;
+}
+
+/* Any group at all with room, at its own degree. */
+static int squeeze(waves *w, int32_t sequence, const hcp__kind *kind) {
+  int32_t looked = 0;
+  for (int32_t b = 0; b < w->blocks->count && looked < LOOK_FAR; b++, looked++) {
+    int32_t degree = w->blocks->block[b].degree;
+    int64_t rows = hcp_rows_max(kind->length, degree);
+    if (!joins(w, b, rows, 1)) continue;
+    int64_t time = hcp__cost(w->p->cost, kind->length, degree, w->p->limits->ranks_per_node);
+    if (time < 1 || !joins(w, b, rows, time)) continue;
+    add(w, b, sequence, rows, time);
+    return 1;
+  }
+  return 0;
+}
+
+static int place_wide(waves *w, int32_t sequence, const hcp__kind *kind) {
+  for (int32_t wave = 0; wave < w->count; wave++) {
+    const hcp__option *option = hcp__allot(w->p, kind, w->heights[wave]);
+    int32_t b = joinable(w, wave, option);
+    if (b < 0) b = open_group(w, wave, option->degree);
+    if (b < 0) continue;
+    add(w, b, sequence, option->rows, option->time);
+    if (option->time > w->heights[wave]) w->heights[wave] = option->time;
+    return 1;
+  }
+  return squeeze(w, sequence, kind);
+}
+
+/* ---- single ranks ---- */
+
+static int fuller(const bin *a, const bin *b) { /* a goes after b */
+  if (a->fill != b->fill) return a->fill > b->fill;
+  return a->wave != b->wave ? a->wave > b->wave : a->node > b->node;
+}
+
+static void sift(waves *w, int32_t i) {
+  bin moved = w->bins[i];
+  for (int32_t child = 2 * i + 1; child < w->bin_count; child = 2 * i + 1) {
+    if (child + 1 < w->bin_count && fuller(&w->bins[child], &w->bins[child + 1])) child++;
+    if (!fuller(&moved, &w->bins[child])) break;
+    w->bins[i] = w->bins[child];
+    i = child;
+  }
+  w->bins[i] = moved;
+}
+
+static int64_t fill_of(const waves *w, const bin *b) {
+  int64_t by_time = b->load / ((w->heights[b->wave] >> 20) + 1);
+  int64_t by_rows = (b->rows << 20) / w->p->capacity;
+  return by_time > by_rows ? by_time : by_rows;
+}
+
+/* What is free becomes bins, and single-rank groups that exist stay groups. */
+static int open_bins(waves *w) {
+  int32_t count = 0;
+  for (int32_t i = 0; i < w->count * w->nodes; i++) count += w->node_free[i];
+  w->bins = malloc(((size_t)count + 1) * sizeof *w->bins);
+  if (w->bins == NULL) return 0;
+  for (int32_t wave = 0; wave < w->count; wave++)
+    for (int32_t node = 0; node < w->nodes; node++)
+      for (int32_t i = 0; i < *free_in(w, wave, node); i++)
+        w->bins[w->bin_count++] = (bin){.wave = wave, .node = node, .block = -1};
+  return 1;
+}
+
+static int place_single(waves *w, int32_t sequence, const hcp__kind *kind,
+                        const hcp__option *option) {
+  bin *b = &w->bins[0];
+  if (w->bin_count == 0 || b->load + option->time > w->heights[b->wave] ||
+      b->rows + option->rows > w->p->capacity)
+    return squeeze(w, sequence, kind);
+  if (b->block < 0) b->block = open_group(w, b->wave, 1); /* as many ranks are free as bins */
+  add(w, b->block, sequence, option->rows, option->time);
+  b->load += option->time;
+  b->rows += option->rows;
+  b->fill = fill_of(w, b);
+  sift(w, 0);
+  return 1;
+}
+
+/* ---- widening ---- */
+
+static int64_t time_at(const waves *w, const hcp__block *block, int32_t degree) {
+  int64_t time = 0;
+  for (int32_t s = block->first; s >= 0; s = w->blocks->next[s]) {
+    if (hcp_rows_max(w->p->lengths[s], degree) > w->p->capacity) return INT64_MAX;
+    int64_t one = hcp__cost(w->p->cost, w->p->lengths[s], degree, w->p->limits->ranks_per_node);
+    if (one < 1) return INT64_MAX;
+    time += one;
+  }
+  return time;
+}
+
+static int64_t rows_at(const waves *w, const hcp__block *block, int32_t degree) {
+  int64_t rows = 0;
+  for (int32_t s = block->first; s >= 0; s = w->blocks->next[s])
+    rows += hcp_rows_max(w->p->lengths[s], degree);
+  return rows;
+}
+
+static int32_t slowest(const waves *w, int32_t wave) {
+  int32_t worst = -1;
+  for (int32_t b = w->first_block[wave]; b >= 0; b = w->next_block[b])
+    if (worst < 0 || w->blocks->block[b].end > w->blocks->block[worst].end) worst = b;
+  return worst;
+}
+
+/* The least wider degree that makes the group faster, 0: none. */
+static int32_t wider(const waves *w, const hcp__block *block, int32_t most, int64_t *time,
+                     int32_t *budget) {
+  for (int32_t d = block->degree + 1; d <= most && *budget > 0; d++) {
+    if (!hcp__degree_allowed(w->p->limits, w->p->cost, d)) continue;
+    *budget -= block->sequences;
+    *time = time_at(w, block, d);
+    if (*time < block->end && rows_at(w, block, d) <= w->p->capacity) return d;
+  }
+  return 0;
+}
+
+/* The next rank goes to the slowest group: for fixed groups whose times fall
+ * with the degree, no other division of the ranks ends sooner. */
+static void widen(waves *w, int32_t wave) {
+  int32_t budget = WIDEN, *left = free_in(w, wave, 0);
+  while (*left > 0 && budget > 0) {
+    int64_t time;
+    int32_t b = slowest(w, wave);
+    if (b < 0) return;
+    hcp__block *block = &w->blocks->block[b];
+    int32_t degree = wider(w, block, block->degree + *left, &time, &budget);
+    if (degree == 0) return;
+    *left -= degree - block->degree;
+    block->rows = rows_at(w, block, degree);
+    block->degree = degree;
+    block->end = time;
+    budget -= 16;
+  }
+}
+
+/* ---- places ---- */
+
+/* Ranks from the left of each node, widest groups first. Groups of one wave are
+ * listed latest first, so degrees mostly ascend along the list. */
+static int by_degree(const void *left, const void *right) {
+  const hcp__block *const *a = left, *const *b = right;
+  if ((*a)->degree != (*b)->degree) return (*a)->degree > (*b)->degree ? -1 : 1;
+  return (*a > *b) - (*a < *b);
+}
+
+static int place_wave(const waves *w, int32_t wave, hcp__block **scratch) {
+  int32_t count = 0, used_whole = 0, ranks = w->p->limits->ranks;
+  for (int32_t b = w->first_block[wave]; b >= 0; b = w->next_block[b])
+    scratch[count++] = &w->blocks->block[b];
+  qsort(scratch, (size_t)count, sizeof *scratch, by_degree);
+  int32_t *next = free_in(w, wave, 0); /* from here on: the next free rank of each node */
+  for (int32_t node = 0; node < w->nodes; node++) next[node] = node * w->node_ranks;
+  for (int32_t i = 0; i < count; i++) {
+    if (scratch[i]->degree > w->node_ranks) {
+      scratch[i]->first_rank = used_whole;
+      used_whole += scratch[i]->degree;
+      continue;
+    }
+    int32_t node = used_whole / w->node_ranks;
+    for (; node < w->nodes; node++) {
+      int32_t end = (node + 1) * w->node_ranks;
+      if (next[node] + scratch[i]->degree <= (end < ranks ? end : ranks)) break;
+    }
+    if (node == w->nodes) return 0;
+    scratch[i]->first_rank = next[node];
+    next[node] += scratch[i]->degree;
+  }
+  return 1;
+}
+
+/* ---- all of them ---- */
+
+static int place_sequences(waves *w) {
+  const hcp__problem *p = w->p;
+  int64_t lowest = w->heights[w->count - 1];
+  for (int32_t i = 0; i < p->n; i++) {
+    const hcp__kind *kind = &p->kinds[p->kind_of[i]];
+    const hcp__option *option = hcp__allot(p, kind, lowest);
+    if (option->degree > 1) {
+      if (!place_wide(w, p->order[i], kind)) return 0;
+      continue;
+    }
+    if (w->bins == NULL && !open_bins(w)) return 0;
+    if (!place_single(w, p->order[i], kind, option)) return 0;
+  }
+  return 1;
+}
+
+static int waves_init(waves *w, int64_t height, int32_t slope) {
+  size_t count = (size_t)w->count, n = (size_t)w->p->n + 1;
+  w->heights = malloc(count * sizeof *w->heights);
+  w->whole = calloc(count, sizeof *w->whole);
+  w->node_free = malloc(count * (size_t)w->nodes * sizeof *w->node_free);
+  w->first_block = malloc(count * sizeof *w->first_block);
+  w->next_block = malloc(n * sizeof *w->next_block);
+  if (w->heights == NULL || w->whole == NULL || w->node_free == NULL || w->first_block == NULL ||
+      w->next_block == NULL)
+    return 0;
+  for (int32_t wave = 0; wave < w->count; wave++) {
+    int64_t drop = w->count > 1 ? height / 8 * slope / (w->count - 1) * wave : 0;
+    w->heights[wave] = height - drop > 1 ? height - drop : 1;
+    w->first_block[wave] = -1;
+    for (int32_t node = 0; node < w->nodes; node++) {
+      int32_t left = w->p->limits->ranks - node * w->node_ranks;
+      *free_in(w, wave, node) = left < w->node_ranks ? left : w->node_ranks;
+    }
+  }
+  return 1;
+}
+
+static void waves_release(waves *w) {
+  free(w->bins);
+  free(w->next_block);
+  free(w->first_block);
+  free(w->node_free);
+  free(w->whole);
+  free(w->heights);
+}
+
+static int finish(waves *w) {
+  hcp__block **scratch = malloc(((size_t)w->blocks->count + 1) * sizeof *scratch);
+  int placed = scratch != NULL;
+  for (int32_t wave = 0; placed && wave < w->count; wave++) {
+    if (w->nodes == 1) widen(w, wave);
+    placed = place_wave(w, wave, scratch);
+  }
+  free(scratch);
+  return placed;
+}
+
+hcp_status hcp__plan_waves(const hcp__problem *p, int32_t count, int64_t height, int32_t slope,
+                           hcp__blocks *blocks, int32_t *fits, hcp_error *err) {
+  int32_t node = p->limits->ranks_per_node, ranks = p->limits->ranks;
+  waves w = {.p = p, .blocks = blocks, .count = count};
+  w.node_ranks = node > 0 && node < ranks ? node : ranks;
+  w.nodes = (ranks + w.node_ranks - 1) / w.node_ranks;
+  blocks->count = 0;
+  *fits = 0;
+  hcp_status status = HCP_OK;
+  if (!waves_init(&w, height, slope))
+    status = hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d micro-batches", count);
+  else
+    *fits = place_sequences(&w) && finish(&w);
+  waves_release(&w);
+  return status;
+}
