@@ -11,6 +11,9 @@
 
 #include "internal.h"
 
+/* Longest kinds that the lockstep bound looks at. */
+enum { LOOKED_AT = 32 };
+
 /* Making a kind big instead of small saves this much rank-time a rank. */
 typedef struct offer {
   int64_t saving; /* rounded up */
@@ -22,9 +25,11 @@ static int by_saving(const void *left, const void *right) {
   return (a->saving < b->saving) - (a->saving > b->saving);
 }
 
-/* A micro-batch on one rank holds at most capacity rows. */
+/* A micro-batch on one rank holds at most capacity rows, and a rank that
+ * computes anything has at least one: ranks left idle would cost as much. */
 static int64_t launch_area(const hcp__problem *p) {
   int64_t launches = p->tokens / p->capacity + (p->tokens % p->capacity != 0), area;
+  if (launches < p->limits->ranks) launches = p->limits->ranks;
   return __builtin_mul_overflow(launches, p->cost->launch, &area) ? INT64_MAX / 2 : area;
 }
 
@@ -97,10 +102,77 @@ static int64_t waves_needed(const hcp__problem *p) {
   return p->tokens / rows + (p->tokens % rows != 0);
 }
 
+/* ---- lockstep ---- */
+
+/* Rank-time per row of a kind, rounded up. */
+typedef struct density {
+  int64_t work, rows;
+} density;
+
+static int64_t least_area(const hcp__problem *p, const hcp__kind *kind) {
+  return p->options[kind->first_option].area_floor;
+}
+
+static int by_density(const void *left, const void *right) {
+  const density *a = left, *b = right;
+  return (a->work < b->work) - (a->work > b->work);
+}
+
+/* Most work that rows can hold, beside what is taken. */
+static int64_t densest(const density *kinds, int32_t count, int64_t rows) {
+  int64_t area = 0;
+  for (int32_t k = 0; k < count && rows > 0; k++) {
+    int64_t taken = kinds[k].rows < rows ? kinds[k].rows : rows;
+    if (kinds[k].work > (INT64_MAX / 2 - area) / taken) return INT64_MAX / 2;
+    area += kinds[k].work * taken;
+    rows -= taken;
+  }
+  return area;
+}
+
+/* A sequence shares its micro-batch with at most as much work as the rows of
+ * all ranks hold, and everybody waits for it: what is not in that micro-batch
+ * comes on top. The best degree for it gives the bound. */
+static int64_t beside(const hcp__problem *p, const hcp__kind *kind, const density *kinds) {
+  int64_t ranks = p->limits->ranks, best = INT64_MAX, least = least_area(p, kind);
+  int64_t content = least + densest(kinds, p->kind_count, p->capacity * ranks - kind->length);
+  for (int32_t i = 0; i < kind->options; i++) {
+    const hcp__option *option = &p->options[kind->first_option + i];
+    int64_t extra = option->area_floor - least, time = option->time_floor, sum;
+    if (time > INT64_MAX / 2 / ranks) continue;
+    if (content > ranks * time - extra)
+      sum = (p->work + extra) / ranks;
+    else
+      sum = time + (p->work - content > 0 ? p->work - content : 0) / ranks;
+    if (sum < best) best = sum;
+  }
+  return best == INT64_MAX || kind->pruned ? 0 : best;
+}
+
 /* Ranks that wait for each other after every micro-batch pay each launch. */
-static int64_t lockstep_bound(const hcp__problem *p) {
-  int64_t mean = p->work / p->limits->ranks + (p->work % p->limits->ranks != 0);
-  return mean + waves_needed(p) * p->cost->launch;
+static int64_t lockstep_bound(const hcp__problem *p, density *kinds) {
+  int64_t best = p->work / p->limits->ranks;
+  for (int32_t k = 0; k < p->kind_count; k++) {
+    const hcp__kind *kind = &p->kinds[k];
+    int64_t area = least_area(p, kind);
+    kinds[k] = (density){area / kind->length + (area % kind->length != 0),
+                         kind->length * kind->count};
+  }
+  qsort(kinds, (size_t)p->kind_count, sizeof *kinds, by_density);
+  for (int32_t k = 0; k < p->kind_count && k < LOOKED_AT; k++) {
+    int64_t bound = beside(p, &p->kinds[k], kinds);
+    if (bound > best) best = bound;
+  }
+  return best + waves_needed(p) * p->cost->launch;
+}
+
+static hcp_status raise_for_lockstep(hcp__problem *p, hcp_error *err) {
+  density *kinds = malloc(((size_t)p->kind_count + 1) * sizeof *kinds);
+  if (kinds == NULL) return hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d sequences", p->n);
+  int64_t bound = lockstep_bound(p, kinds);
+  free(kinds);
+  if (bound > p->bound) p->bound = bound;
+  return HCP_OK;
 }
 
 hcp_status hcp__bound(hcp__problem *p, hcp_error *err) {
@@ -125,7 +197,5 @@ hcp_status hcp__bound(hcp__problem *p, hcp_error *err) {
   }
   free(offers);
   p->bound = low + 1;
-  if (p->limits->sync == HCP_SYNC_MICRO_BATCH && lockstep_bound(p) > p->bound)
-    p->bound = lockstep_bound(p);
-  return HCP_OK;
+  return p->limits->sync == HCP_SYNC_MICRO_BATCH ? raise_for_lockstep(p, err) : HCP_OK;
 }

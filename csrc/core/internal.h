@@ -148,13 +148,16 @@ hcp_status hcp__makespan(const hcp__draft *draft, const hcp__problem *problem, i
 
 /* ---- plan_list.c, plan_wave.c, plan_search.c ---- */
 
-/* Degrees that end within target; nested rounds them up to powers of two. */
+/* Degrees that end within target; nested rounds them up to powers of two. limit
+ * packs single ranks one after the other up to that time; 0 balances them. */
 hcp_status hcp__plan_list(const hcp__problem *problem, int64_t target, int32_t nested,
-                          hcp__blocks *blocks, hcp_error *err);
+                          int64_t limit, hcp__blocks *blocks, hcp_error *err);
 /* count micro-batches of at most height, the last slope eighths lower; *fits is
- * 0 when they do not hold all sequences. */
+ * 0 when they do not hold all sequences. tall_first fills single ranks wave
+ * after wave, so that long sequences meet, instead of evenly. */
 hcp_status hcp__plan_waves(const hcp__problem *problem, int32_t count, int64_t height,
-                           int32_t slope, hcp__blocks *blocks, int32_t *fits, hcp_error *err);
+                           int32_t slope, int32_t tall_first, hcp__blocks *blocks,
+                           int32_t *fits, hcp_error *err);
 hcp_status hcp__plan_search(const hcp__problem *problem, int32_t effort, hcp__draft *draft,
                             hcp_error *err);
 

@@ -3,20 +3,21 @@
  * Every sequence gets the least degree that ends within the target. Those that
  * need several ranks are placed widest first on the interval that is free
  * soonest. Where such an interval was not free at once on all its ranks, gaps
- * stay; sequences on single ranks, longest first, go into the widest gap while
- * they fit, and otherwise to the rank that is free soonest. */
+ * stay; later, narrower sequences go into the tightest gap that holds them.
+ * Sequences on single ranks, longest first, go into the roomiest gap while they
+ * fit, and otherwise to the rank that is free soonest. */
 #include <stdlib.h>
 
 #include "internal.h"
 
 /* Blocks of a rank that a further sequence may join, latest first; and the most
  * ranks of a pod, within which one wide group is placed. */
-enum { JOINABLE = 6, POD = 256 };
+enum { JOINABLE = 6, POD = 256, GAPS = 256, OPEN = 8 };
 
-/* Free time of one rank before a wide group. */
+/* Free time of neighbouring ranks before a wide group. */
 typedef struct gap {
   int64_t from, room;
-  int32_t rank;
+  int32_t rank, width;
   int32_t block; /* open in it, -1: none */
 } gap;
 
@@ -31,6 +32,7 @@ typedef struct list {
   int32_t gap_count, gap_capacity;
   int64_t *pod_areas;
   int32_t pods, pod_ranks;
+  int32_t open; /* first of the ranks that are being packed */
 } list;
 
 /* ---- intervals ---- */
@@ -94,7 +96,7 @@ static void soonest(const list *l, int32_t low, int32_t high, int32_t degree, in
   }
 }
 
-/* ---- wide groups ---- */
+/* ---- joining ---- */
 
 static int is_top(const list *l, int32_t b) {
   const hcp__block *block = &l->blocks->block[b];
@@ -117,8 +119,10 @@ static int32_t joinable(const list *l, const hcp__option *option) {
   return best;
 }
 
-static int add_gap(list *l, int32_t rank, int64_t from, int64_t until) {
-  if (until - from <= l->p->cost->launch) return 1;
+/* ---- gaps ---- */
+
+static int add_gap(list *l, int32_t rank, int32_t width, int64_t from, int64_t room) {
+  if (width < 1 || room <= l->p->cost->launch) return 1;
   if (l->gap_count == l->gap_capacity) {
     int32_t capacity = 2 * l->gap_capacity + 64;
     gap *grown = realloc(l->gaps, (size_t)capacity * sizeof *grown);
@@ -126,9 +130,69 @@ static int add_gap(list *l, int32_t rank, int64_t from, int64_t until) {
     l->gaps = grown;
     l->gap_capacity = capacity;
   }
-  l->gaps[l->gap_count++] = (gap){from, until - from, rank, -1};
+  l->gaps[l->gap_count++] = (gap){from, room, rank, width, -1};
   return 1;
 }
+
+/* What an interval leaves free before start: one gap per run of equal loads. */
+static int add_gaps(list *l, int32_t first, int32_t degree, int64_t start) {
+  for (int32_t r = first, next; r < first + degree; r = next) {
+    for (next = r + 1; next < first + degree && l->loads[next] == l->loads[r];) next++;
+    if (!add_gap(l, r, next - r, l->loads[r], start - l->loads[r])) return 0;
+  }
+  return 1;
+}
+
+/* Where in the gap the group may begin, -1: nowhere. */
+static int32_t place_in(const list *l, const gap *g, int32_t degree) {
+  if (g->width < degree) return -1;
+  if (hcp__place_allowed(l->p->limits, g->rank, degree)) return g->rank;
+  int32_t last = g->rank + g->width - degree;
+  return hcp__place_allowed(l->p->limits, last, degree) ? last : -1;
+}
+
+/* Of the latest gaps, the one that leaves the least width, then time. */
+static int32_t tightest(const list *l, int32_t degree, int64_t needed) {
+  int32_t best = -1, oldest = l->gap_count > GAPS ? l->gap_count - GAPS : 0;
+  for (int32_t i = l->gap_count - 1; i >= oldest; i--) {
+    const gap *g = &l->gaps[i];
+    if (g->room < needed || g->width < degree || place_in(l, g, degree) < 0) continue;
+    const gap *b = best < 0 ? NULL : &l->gaps[best];
+    if (b == NULL || g->width < b->width || (g->width == b->width && g->room < b->room)) best = i;
+  }
+  return best;
+}
+
+/* 1: placed, 0: no gap holds it, -1: out of memory. */
+static int place_in_gap(list *l, int32_t sequence, const hcp__option *option) {
+  int64_t launch = l->p->cost->launch, needed = launch + option->time;
+  int32_t i = tightest(l, option->degree, needed);
+  if (i < 0) return 0;
+  gap g = l->gaps[i];
+  int32_t first = place_in(l, &g, option->degree);
+  int32_t b = hcp__block_open(l->blocks, first, option->degree, g.from, launch);
+  hcp__block_add(l->blocks, b, sequence, option->rows, option->time);
+  l->gaps[i] = l->gaps[--l->gap_count];
+  return add_gap(l, g.rank, first - g.rank, g.from, g.room) &&
+                 add_gap(l, first + option->degree, g.rank + g.width - first - option->degree,
+                         g.from, g.room) &&
+                 add_gap(l, first, option->degree, g.from + needed, g.room - needed)
+             ? 1
+             : -1;
+}
+
+/* Gaps of several ranks become gaps of one. */
+static int split_gaps(list *l) {
+  for (int32_t i = 0, count = l->gap_count; i < count; i++) {
+    gap g = l->gaps[i];
+    l->gaps[i].width = 1;
+    for (int32_t r = g.rank + 1; r < g.rank + g.width; r++)
+      if (!add_gap(l, r, 1, g.from, g.room)) return 0;
+  }
+  return 1;
+}
+
+/* ---- pods ---- */
 
 static int32_t pod_end(const list *l, int32_t pod) {
   int32_t end = (pod + 1) * l->pod_ranks;
@@ -157,19 +221,21 @@ static void charge_pods(list *l, const hcp__block *block, int64_t time) {
   }
 }
 
+/* ---- wide groups ---- */
+
 static int place_wide(list *l, int32_t sequence, const hcp__option *option) {
   int64_t start, launch = l->p->cost->launch;
   int32_t first, low, high;
+  int placed = place_in_gap(l, sequence, option);
+  if (placed != 0) return placed > 0;
   choose_pod(l, option->degree, &low, &high);
   soonest(l, low, high, option->degree, &start, &first);
   if (first < 0) soonest(l, 0, l->p->limits->ranks, option->degree, &start, &first);
   int32_t b = launch > 0 ? joinable(l, option) : -1;
   if (b < 0 || l->blocks->block[b].end > start + launch) {
     b = hcp__block_open(l->blocks, first, option->degree, start, launch);
-    for (int32_t r = first; r < first + option->degree; r++) {
-      if (!add_gap(l, r, l->loads[r], start)) return 0;
-      l->top[r] = b;
-    }
+    if (!add_gaps(l, first, option->degree, start)) return 0;
+    for (int32_t r = first; r < first + option->degree; r++) l->top[r] = b;
   }
   hcp__block_add(l->blocks, b, sequence, option->rows, option->time);
   const hcp__block *block = &l->blocks->block[b];
@@ -259,6 +325,34 @@ static void place_single(list *l, int32_t sequence, const hcp__option *option) {
   sift_rank(l, 0);
 }
 
+/* Onto the rank when the sequence ends there within the limit. */
+static int place_within(list *l, int32_t sequence, const hcp__option *option, int32_t rank,
+                        int64_t limit) {
+  int32_t b = joinable_single(l, rank, option->rows);
+  int64_t launch = b < 0 ? l->p->cost->launch : 0;
+  if (l->loads[rank] + launch + option->time > limit) return 0;
+  if (b < 0) {
+    b = hcp__block_open(l->blocks, rank, 1, l->loads[rank], launch);
+    l->below[b] = l->top[rank];
+    l->top[rank] = b;
+  }
+  hcp__block_add(l->blocks, b, sequence, option->rows, option->time);
+  l->loads[rank] += launch + option->time;
+  return 1;
+}
+
+/* Rank after rank, so that ranks with long sequences need one launch and those
+ * with many short ones more: the first of a few open ranks that takes the
+ * sequence within the limit. */
+static int place_packed(list *l, int32_t sequence, const hcp__option *option, int64_t limit) {
+  int32_t ranks = l->p->limits->ranks, last = l->open + OPEN < ranks ? l->open + OPEN : ranks;
+  for (int32_t i = l->open; i < last; i++)
+    if (place_within(l, sequence, option, l->heap[i], limit)) return 1;
+  if (last == ranks) return 0;
+  l->open++;
+  return place_within(l, sequence, option, l->heap[last], limit);
+}
+
 /* ---- all of them ---- */
 
 typedef struct task {
@@ -304,12 +398,26 @@ done:
   return status;
 }
 
-static hcp_status place_all(list *l, const task *tasks, hcp_error *err) {
+/* Sequences on single ranks that end within the limit; returns how many tasks
+ * are done. */
+static int32_t pack_singles(list *l, const task *tasks, int32_t i, int64_t limit) {
+  for (; i < l->p->n; i++) {
+    int32_t sequence = l->p->order[tasks[i].place];
+    if (fill_gap(l, sequence, tasks[i].option)) continue;
+    if (!place_packed(l, sequence, tasks[i].option, limit)) break;
+  }
+  for (int32_t r = l->p->limits->ranks / 2; r >= 0; r--) sift_rank(l, r);
+  return i;
+}
+
+static hcp_status place_all(list *l, const task *tasks, int64_t limit, hcp_error *err) {
   int32_t i = 0, n = l->p->n;
   for (; i < n && tasks[i].degree > 1; i++)
     if (!place_wide(l, l->p->order[tasks[i].place], tasks[i].option))
       return hcp__fail(err, HCP_NO_MEMORY, "out of memory for a plan of %d sequences", n);
+  if (!split_gaps(l)) return hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d sequences", n);
   heapify(l);
+  if (limit > 0) i = pack_singles(l, tasks, i, limit);
   for (; i < n; i++) {
     int32_t sequence = l->p->order[tasks[i].place];
     if (!fill_gap(l, sequence, tasks[i].option)) place_single(l, sequence, tasks[i].option);
@@ -344,7 +452,7 @@ static void list_release(list *l) {
   free(l->loads);
 }
 
-hcp_status hcp__plan_list(const hcp__problem *p, int64_t target, int32_t nested,
+hcp_status hcp__plan_list(const hcp__problem *p, int64_t target, int32_t nested, int64_t limit,
                           hcp__blocks *blocks, hcp_error *err) {
   list l = {.p = p, .blocks = blocks};
   task *tasks = malloc(((size_t)p->n + 1) * sizeof *tasks);
@@ -353,7 +461,7 @@ hcp_status hcp__plan_list(const hcp__problem *p, int64_t target, int32_t nested,
   if (tasks == NULL || !list_init(&l))
     status = hcp__fail(err, HCP_NO_MEMORY, "out of memory for a plan of %d sequences", p->n);
   if (status == HCP_OK) status = sort_tasks(p, target, nested, tasks, err);
-  if (status == HCP_OK) status = place_all(&l, tasks, err);
+  if (status == HCP_OK) status = place_all(&l, tasks, limit, err);
   free(tasks);
   list_release(&l);
   return status;

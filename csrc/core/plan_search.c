@@ -10,11 +10,14 @@ enum {
   TARGET_UNIT = 64,   /* of the bound */
   LARGE = 1 << 16,    /* sequences from which fewer plans are tried */
   WAVE_COUNTS = 6,    /* counts of micro-batches tried beyond the least */
-  HALVINGS = 12       /* of the interval of heights */
+  PACKINGS = 8,        /* limits to which single ranks are packed */
+  RAISES = 12,         /* of a height until it holds all */
+  ROUGH_HALVINGS = 3, /* of the interval of heights, for every shape */
+  FINE_HALVINGS = 6   /* and then for the best */
 };
 
 /* In 1/TARGET_UNIT of the bound, the most promising first. */
-static const int32_t targets[] = {64, 60, 48, 32, 72, 56, 40, 96, 24, 80, 16, 128};
+static const int32_t targets[] = {64, 66, 60, 48, 69, 32, 74, 56, 40, 80, 24, 96};
 
 typedef struct search {
   const hcp__problem *p;
@@ -48,8 +51,9 @@ static int is_done(const search *s) { return s->makespan - s->p->bound <= s->p->
 
 /* ---- lists ---- */
 
-static hcp_status try_list(search *s, int64_t target, int32_t nested, hcp_error *err) {
-  hcp_status status = hcp__plan_list(s->p, target, nested, &s->blocks, err);
+static hcp_status try_list(search *s, int64_t target, int32_t nested, int64_t limit,
+                           hcp_error *err) {
+  hcp_status status = hcp__plan_list(s->p, target > 1 ? target : 1, nested, limit, &s->blocks, err);
   if (status == HCP_OK)
     status = hcp__draft_by_start(&s->draft, &s->blocks, s->p->limits->ranks, err);
   return status == HCP_OK ? judge(s, err) : status;
@@ -61,68 +65,120 @@ static hcp_status try_lists(search *s, hcp_error *err) {
   for (int32_t i = 0; i < count && !is_done(s); i++) {
     int64_t target = s->p->bound / TARGET_UNIT * targets[i] - s->p->cost->launch;
     for (int32_t nested = 0; nested < 2; nested++) {
-      hcp_status status = try_list(s, target > 1 ? target : 1, nested, err);
+      hcp_status status = try_list(s, target, nested, 0, err);
       if (status != HCP_OK) return status;
     }
   }
   return HCP_OK;
 }
 
-/* ---- waves ---- */
-
-static hcp_status try_waves(search *s, int32_t count, int64_t height, int32_t slope, int32_t *fits,
-                            hcp_error *err) {
-  hcp_status status = hcp__plan_waves(s->p, count, height, slope, &s->blocks, fits, err);
-  if (status != HCP_OK || !*fits) return status;
-  status = hcp__draft_by_micro_batch(&s->draft, &s->blocks, err);
-  return status == HCP_OK ? judge(s, err) : status;
-}
-
-/* The least height at which count micro-batches hold all. */
-static hcp_status try_count(search *s, int32_t count, int32_t slope, hcp_error *err) {
-  int64_t low = s->p->work / s->p->limits->ranks / count, high = low + low / 16 + 1;
-  int32_t fits = 0;
-  for (int32_t doublings = 0; !fits; doublings++) {
-    hcp_status status = try_waves(s, count, high, slope, &fits, err);
-    if (status != HCP_OK || (!fits && doublings == 2 * HALVINGS)) return status;
-    if (!fits) {
-      low = high;
-      high += high / 2;
-    }
-  }
-  for (int32_t i = 0; i < HALVINGS && high - low > low >> 9; i++) {
-    int64_t middle = low + (high - low) / 2;
-    hcp_status status = try_waves(s, count, middle, slope, &fits, err);
+/* Where launches weigh, single ranks are packed up to the time that is hoped
+ * for: the least limit by which everything fits is about the makespan. */
+static hcp_status try_packed(search *s, hcp_error *err) {
+  int64_t low = s->p->bound, high = s->makespan, launch = s->p->cost->launch;
+  for (int32_t i = 0; i < PACKINGS && high - low > low >> 9; i++) {
+    int64_t middle = low + (high - low) / 2, before = s->makespan;
+    hcp_status status = try_list(s, middle - launch, 0, middle, err);
     if (status != HCP_OK) return status;
-    if (fits)
-      high = middle;
+    if (s->makespan < before)
+      high = s->makespan < middle ? s->makespan : middle;
     else
       low = middle;
   }
   return HCP_OK;
 }
 
+/* ---- waves ---- */
+
+/* Micro-batches of one count and profile; *high is the least height known to
+ * hold all sequences, *low the largest known not to. */
+typedef struct shape {
+  int32_t count;
+  int32_t slope;
+  int32_t tall_first;
+  int64_t low, high;
+  int64_t makespan; /* the best seen */
+} shape;
+
+static hcp_status try_height(search *s, shape *tried, int64_t height, int32_t *fits,
+                             hcp_error *err) {
+  int64_t makespan;
+  hcp_status status = hcp__plan_waves(s->p, tried->count, height, tried->slope, tried->tall_first,
+                                      &s->blocks, fits, err);
+  if (status != HCP_OK || !*fits) return status;
+  status = hcp__draft_by_micro_batch(&s->draft, &s->blocks, err);
+  if (status == HCP_OK) status = hcp__makespan(&s->draft, s->p, &makespan, err);
+  if (status != HCP_OK) return status;
+  if (makespan < tried->makespan) tried->makespan = makespan;
+  keep(s, makespan);
+  return HCP_OK;
+}
+
+static hcp_status halve(search *s, shape *tried, int32_t times, hcp_error *err) {
+  for (int32_t i = 0; i < times && tried->high - tried->low > tried->low >> 9; i++) {
+    int32_t fits;
+    int64_t middle = tried->low + (tried->high - tried->low) / 2;
+    hcp_status status = try_height(s, tried, middle, &fits, err);
+    if (status != HCP_OK) return status;
+    if (fits)
+      tried->high = middle;
+    else
+      tried->low = middle;
+  }
+  return HCP_OK;
+}
+
+/* Some height that holds all, then a rough search for the least. */
+static hcp_status try_shape(search *s, shape *tried, hcp_error *err) {
+  int64_t mean = s->p->work / s->p->limits->ranks / tried->count;
+  int32_t fits = 0;
+  tried->makespan = INT64_MAX;
+  tried->low = mean;
+  tried->high = mean + mean / 8 * (1 + tried->slope) + 1;
+  for (int32_t i = 0; i < RAISES && !fits; i++) {
+    hcp_status status = try_height(s, tried, tried->high, &fits, err);
+    if (status != HCP_OK) return status;
+    if (fits) break;
+    tried->low = tried->high;
+    tried->high += tried->high / 2;
+  }
+  return fits ? halve(s, tried, ROUGH_HALVINGS, err) : HCP_OK;
+}
+
 static hcp_status try_all_waves(search *s, int32_t counts, hcp_error *err) {
-  static const int32_t slopes[] = {0, 4, 7};
+  static const shape profiles[] = {{.slope = 0, .tall_first = 0},
+                                   {.slope = 0, .tall_first = 1},
+                                   {.slope = 4, .tall_first = 1},
+                                   {.slope = 7, .tall_first = 1}};
   int64_t rows = s->p->capacity * s->p->limits->ranks;
   int32_t least = (int32_t)(s->p->tokens / rows + (s->p->tokens % rows != 0));
-  int32_t shapes = s->p->n >= LARGE ? 1 : 3;
+  int32_t kinds = s->p->n >= LARGE ? 2 : 4;
+  shape best = {.makespan = INT64_MAX};
   for (int32_t i = 0; i < counts && !is_done(s) && least + i <= s->p->n; i++)
-    for (int32_t j = 0; j < (least + i > 1 ? shapes : 1); j++) {
-      hcp_status status = try_count(s, least + i, slopes[j], err);
+    for (int32_t j = 0; j < (least + i > 1 ? kinds : 1); j++) {
+      shape tried = profiles[j];
+      tried.count = least + i;
+      hcp_status status = try_shape(s, &tried, err);
       if (status != HCP_OK) return status;
+      if (tried.makespan < best.makespan) best = tried;
     }
-  return HCP_OK;
+  return best.makespan < INT64_MAX && !is_done(s) ? halve(s, &best, FINE_HALVINGS, err) : HCP_OK;
 }
 
 /* ---- both ---- */
 
 static hcp_status run(search *s, hcp_error *err) {
   if (s->p->limits->sync == HCP_SYNC_MICRO_BATCH) {
-    hcp_status status = try_list(s, s->p->bound, 0, err); /* always ends with a plan */
+    hcp_status status = try_list(s, s->p->bound, 0, 0, err); /* always ends with a plan */
     return status == HCP_OK ? try_all_waves(s, WAVE_COUNTS * s->effort, err) : status;
   }
-  return try_lists(s, err);
+  hcp_status status = try_lists(s, err);
+  /* Few long sequences: micro-batches of one height may end sooner. */
+  if (status == HCP_OK && s->p->cost->launch > s->p->bound >> 6 && !is_done(s))
+    status = try_packed(s, err);
+  if (status == HCP_OK && s->makespan - s->p->bound > s->p->bound >> 5)
+    status = try_all_waves(s, 2 * s->effort, err);
+  return status;
 }
 
 hcp_status hcp__plan_search(const hcp__problem *p, int32_t effort, hcp__draft *draft,

@@ -17,7 +17,6 @@ enum { LOOK = 24, LOOK_FAR = 192, WIDEN = 4096 };
 typedef struct bin {
   int64_t fill; /* of height or capacity, in 2^-20 */
   int64_t load, rows;
-  int32_t wave, node;
   int32_t block; /* -1: none yet */
 } bin;
 
@@ -29,8 +28,9 @@ typedef struct waves {
   int32_t *node_free;  /* count * nodes */
   int32_t count, nodes, node_ranks;
   int32_t *first_block, *next_block; /* per wave, for widening and placing */
-  bin *bins;
-  int32_t bin_count;
+  bin *bins;                         /* heaps by fill, one per wave */
+  int32_t *first_bin, *bin_counts;   /* per wave */
+  int32_t tall_first;                /* single ranks fill wave after wave, not evenly */
 } waves;
 
 static int32_t *free_in(const waves *w, int32_t wave, int32_t node) {
@@ -122,53 +122,78 @@ static int place_wide(waves *w, int32_t sequence, const hcp__kind *kind) {
 
 /* ---- single ranks ---- */
 
-static int fuller(const bin *a, const bin *b) { /* a goes after b */
-  if (a->fill != b->fill) return a->fill > b->fill;
-  return a->wave != b->wave ? a->wave > b->wave : a->node > b->node;
-}
-
-static void sift(waves *w, int32_t i) {
-  bin moved = w->bins[i];
-  for (int32_t child = 2 * i + 1; child < w->bin_count; child = 2 * i + 1) {
-    if (child + 1 < w->bin_count && fuller(&w->bins[child], &w->bins[child + 1])) child++;
-    if (!fuller(&moved, &w->bins[child])) break;
-    w->bins[i] = w->bins[child];
+static void sift(const waves *w, int32_t wave) {
+  bin *heap = &w->bins[w->first_bin[wave]], moved = heap[0];
+  int32_t i = 0, count = w->bin_counts[wave];
+  for (int32_t child = 1; child < count; child = 2 * i + 1) {
+    if (child + 1 < count && heap[child + 1].fill < heap[child].fill) child++;
+    if (heap[child].fill >= moved.fill) break;
+    heap[i] = heap[child];
     i = child;
   }
-  w->bins[i] = moved;
+  heap[i] = moved;
 }
 
-static int64_t fill_of(const waves *w, const bin *b) {
-  int64_t by_time = b->load / ((w->heights[b->wave] >> 20) + 1);
+static int64_t fill_of(const waves *w, int32_t wave, const bin *b) {
+  int64_t by_time = b->load / ((w->heights[wave] >> 20) + 1);
   int64_t by_rows = (b->rows << 20) / w->p->capacity;
   return by_time > by_rows ? by_time : by_rows;
 }
 
-/* What is free becomes bins, and single-rank groups that exist stay groups. */
+/* What is free becomes bins; single-rank groups that exist stay groups. */
 static int open_bins(waves *w) {
   int32_t count = 0;
-  for (int32_t i = 0; i < w->count * w->nodes; i++) count += w->node_free[i];
+  for (int32_t wave = 0; wave < w->count; wave++) {
+    w->first_bin[wave] = count;
+    for (int32_t node = 0; node < w->nodes; node++) count += *free_in(w, wave, node);
+    w->bin_counts[wave] = count - w->first_bin[wave];
+  }
   w->bins = malloc(((size_t)count + 1) * sizeof *w->bins);
   if (w->bins == NULL) return 0;
-  for (int32_t wave = 0; wave < w->count; wave++)
-    for (int32_t node = 0; node < w->nodes; node++)
-      for (int32_t i = 0; i < *free_in(w, wave, node); i++)
-        w->bins[w->bin_count++] = (bin){.wave = wave, .node = node, .block = -1};
+  for (int32_t i = 0; i < count; i++) w->bins[i] = (bin){.block = -1};
   return 1;
+}
+
+/* The least full bin of the wave when it takes the sequence, else NULL. */
+static bin *open_bin(waves *w, int32_t wave, const hcp__option *option) {
+  while (w->bin_counts[wave] > 0) {
+    bin *b = &w->bins[w->first_bin[wave]];
+    if (b->load + option->time > w->heights[wave] || b->rows + option->rows > w->p->capacity)
+      return NULL;
+    if (b->block < 0) b->block = open_group(w, wave, 1);
+    if (b->block >= 0) return b;
+    /* A wide group came late and took the rank. */
+    *b = w->bins[w->first_bin[wave] + --w->bin_counts[wave]];
+    sift(w, wave);
+  }
+  return NULL;
+}
+
+/* The wave whose emptiest rank is the least full, or the first that has room. */
+static bin *choose_bin(waves *w, const hcp__option *option, int32_t *wave) {
+  bin *best = NULL;
+  for (int32_t i = 0; i < w->count; i++) {
+    if (best != NULL && w->bin_counts[i] > 0 && w->bins[w->first_bin[i]].fill >= best->fill)
+      continue;
+    bin *b = open_bin(w, i, option);
+    if (b == NULL) continue;
+    best = b;
+    *wave = i;
+    if (w->tall_first) break;
+  }
+  return best;
 }
 
 static int place_single(waves *w, int32_t sequence, const hcp__kind *kind,
                         const hcp__option *option) {
-  bin *b = &w->bins[0];
-  if (w->bin_count == 0 || b->load + option->time > w->heights[b->wave] ||
-      b->rows + option->rows > w->p->capacity)
-    return squeeze(w, sequence, kind);
-  if (b->block < 0) b->block = open_group(w, b->wave, 1); /* as many ranks are free as bins */
+  int32_t wave = 0;
+  bin *b = choose_bin(w, option, &wave);
+  if (b == NULL) return squeeze(w, sequence, kind);
   add(w, b->block, sequence, option->rows, option->time);
   b->load += option->time;
   b->rows += option->rows;
-  b->fill = fill_of(w, b);
-  sift(w, 0);
+  b->fill = fill_of(w, wave, b);
+  sift(w, wave);
   return 1;
 }
 
@@ -290,8 +315,10 @@ static int waves_init(waves *w, int64_t height, int32_t slope) {
   w->node_free = malloc(count * (size_t)w->nodes * sizeof *w->node_free);
   w->first_block = malloc(count * sizeof *w->first_block);
   w->next_block = malloc(n * sizeof *w->next_block);
+  w->first_bin = calloc(count, sizeof *w->first_bin);
+  w->bin_counts = calloc(count, sizeof *w->bin_counts);
   if (w->heights == NULL || w->whole == NULL || w->node_free == NULL || w->first_block == NULL ||
-      w->next_block == NULL)
+      w->next_block == NULL || w->first_bin == NULL || w->bin_counts == NULL)
     return 0;
   for (int32_t wave = 0; wave < w->count; wave++) {
     int64_t drop = w->count > 1 ? height / 8 * slope / (w->count - 1) * wave : 0;
@@ -306,6 +333,8 @@ static int waves_init(waves *w, int64_t height, int32_t slope) {
 }
 
 static void waves_release(waves *w) {
+  free(w->bin_counts);
+  free(w->first_bin);
   free(w->bins);
   free(w->next_block);
   free(w->first_block);
@@ -326,9 +355,9 @@ static int finish(waves *w) {
 }
 
 hcp_status hcp__plan_waves(const hcp__problem *p, int32_t count, int64_t height, int32_t slope,
-                           hcp__blocks *blocks, int32_t *fits, hcp_error *err) {
+                           int32_t tall_first, hcp__blocks *blocks, int32_t *fits, hcp_error *err) {
   int32_t node = p->limits->ranks_per_node, ranks = p->limits->ranks;
-  waves w = {.p = p, .blocks = blocks, .count = count};
+  waves w = {.p = p, .blocks = blocks, .count = count, .tall_first = tall_first};
   w.node_ranks = node > 0 && node < ranks ? node : ranks;
   w.nodes = (ranks + w.node_ranks - 1) / w.node_ranks;
   blocks->count = 0;
