@@ -8,7 +8,9 @@
 
 enum {
   TARGET_UNIT = 64,   /* of the bound */
-  LARGE = 1 << 16,    /* sequences from which fewer plans are tried */
+  TARGETS = 12,
+  MANY = 1 << 12,     /* sequences from which fewer plans are tried */
+  LARGE = 1 << 15,    /* and fewer still */
   WAVE_COUNTS = 6,    /* counts of micro-batches tried beyond the least */
   PACKINGS = 8,        /* limits to which single ranks are packed */
   RAISES = 12,         /* of a height until it holds all */
@@ -17,7 +19,7 @@ enum {
 };
 
 /* In 1/TARGET_UNIT of the bound, the most promising first. */
-static const int32_t targets[] = {64, 66, 60, 48, 69, 32, 74, 56, 40, 80, 24, 96};
+static const int32_t targets[TARGETS] = {64, 66, 60, 48, 69, 32, 74, 56, 40, 80, 24, 96};
 
 typedef struct search {
   const hcp__problem *p;
@@ -60,11 +62,17 @@ static hcp_status try_list(search *s, int64_t target, int32_t nested, int64_t li
 }
 
 static hcp_status try_lists(search *s, hcp_error *err) {
-  int32_t count = (int32_t)(sizeof targets / sizeof *targets);
-  if (s->p->n >= LARGE) count = 2;
+  int32_t count = TARGETS;
+  int32_t nested_count = count;
+  if (s->p->n >= MANY) {
+    count = s->p->n >= LARGE ? 2 : 5;
+    nested_count = s->p->n >= LARGE ? 0 : 1;
+  }
+  count *= s->effort;
+  if (count > TARGETS) count = TARGETS;
   for (int32_t i = 0; i < count && !is_done(s); i++) {
     int64_t target = s->p->bound / TARGET_UNIT * targets[i] - s->p->cost->launch;
-    for (int32_t nested = 0; nested < 2; nested++) {
+    for (int32_t nested = 0; nested < 1 + (i < nested_count * s->effort); nested++) {
       hcp_status status = try_list(s, target, nested, 0, err);
       if (status != HCP_OK) return status;
     }
@@ -145,14 +153,32 @@ static hcp_status try_shape(search *s, shape *tried, hcp_error *err) {
   return fits ? halve(s, tried, ROUGH_HALVINGS, err) : HCP_OK;
 }
 
+static int32_t least_count(const search *s) {
+  int64_t rows = s->p->capacity * s->p->limits->ranks;
+  return (int32_t)(s->p->tokens / rows + (s->p->tokens % rows != 0));
+}
+
+static hcp_status try_shelves(search *s, hcp_error *err) {
+  static const int32_t heights[] = {64, 56, 48, 40, 32, 24, 16, 12, 8, 80};
+  for (int32_t i = 0; i < (int32_t)(sizeof heights / sizeof *heights); i++) {
+    int32_t fits;
+    int64_t target = s->p->bound / TARGET_UNIT * heights[i] - s->p->cost->launch;
+    hcp_status status = hcp__plan_shelves(s->p, 4 * least_count(s) + 16, target > 1 ? target : 1,
+                                          &s->blocks, &fits, err);
+    if (status == HCP_OK && fits) status = hcp__draft_by_micro_batch(&s->draft, &s->blocks, err);
+    if (status == HCP_OK && fits) status = judge(s, err);
+    if (status != HCP_OK) return status;
+  }
+  return HCP_OK;
+}
+
 static hcp_status try_all_waves(search *s, int32_t counts, hcp_error *err) {
   static const shape profiles[] = {{.slope = 0, .tall_first = 0},
                                    {.slope = 0, .tall_first = 1},
                                    {.slope = 4, .tall_first = 1},
                                    {.slope = 7, .tall_first = 1}};
-  int64_t rows = s->p->capacity * s->p->limits->ranks;
-  int32_t least = (int32_t)(s->p->tokens / rows + (s->p->tokens % rows != 0));
-  int32_t kinds = s->p->n >= LARGE ? 2 : 4;
+  int32_t least = least_count(s);
+  int32_t kinds = s->p->n >= LARGE ? 1 : s->p->n >= MANY ? 2 : 4;
   shape best = {.makespan = INT64_MAX};
   for (int32_t i = 0; i < counts && !is_done(s) && least + i <= s->p->n; i++)
     for (int32_t j = 0; j < (least + i > 1 ? kinds : 1); j++) {
@@ -170,13 +196,15 @@ static hcp_status try_all_waves(search *s, int32_t counts, hcp_error *err) {
 static hcp_status run(search *s, hcp_error *err) {
   if (s->p->limits->sync == HCP_SYNC_MICRO_BATCH) {
     hcp_status status = try_list(s, s->p->bound, 0, 0, err); /* always ends with a plan */
-    return status == HCP_OK ? try_all_waves(s, WAVE_COUNTS * s->effort, err) : status;
+    if (status == HCP_OK) status = try_shelves(s, err);
+    return status == HCP_OK ? try_all_waves(s, (s->p->n >= LARGE ? 1 : s->p->n >= MANY ? 2 : WAVE_COUNTS) * s->effort, err) : status;
   }
   hcp_status status = try_lists(s, err);
   /* Few long sequences: micro-batches of one height may end sooner. */
   if (status == HCP_OK && s->p->cost->launch > s->p->bound >> 6 && !is_done(s))
     status = try_packed(s, err);
-  if (status == HCP_OK && s->makespan - s->p->bound > s->p->bound >> 5)
+  if (status == HCP_OK && s->makespan - s->p->bound > s->p->bound >> 5 &&
+      s->p->n < MANY * s->effort)
     status = try_all_waves(s, 2 * s->effort, err);
   return status;
 }

@@ -4,7 +4,11 @@
  * go to the first box that takes them, with the least degree that ends within
  * its height: into a group that has rows and time left, or on ranks that are
  * still free. Those that need one rank fill what is left evenly, by time and by
- * rows, whichever is scarcer. Ranks left over widen the slowest groups. */
+ * rows, whichever is scarcer. Ranks left over widen the slowest groups.
+ *
+ * Either all boxes stand from the start, with one height or falling ones, or a
+ * box is opened for a sequence that fits in none, as high as the sequence, or as
+ * many of its length as a rank holds, need: then long ones meet long ones. */
 #include <stdlib.h>
 
 #include "internal.h"
@@ -31,6 +35,8 @@ typedef struct waves {
   bin *bins;                         /* heaps by fill, one per wave */
   int32_t *first_bin, *bin_counts;   /* per wave */
   int32_t tall_first;                /* single ranks fill wave after wave, not evenly */
+  int32_t most;                      /* micro-batches that may be opened */
+  int64_t target;                    /* their height, when > 0 they open as needed */
 } waves;
 
 static int32_t *free_in(const waves *w, int32_t wave, int32_t node) {
@@ -110,6 +116,7 @@ static int squeeze(waves *w, int32_t sequence, const hcp__kind *kind) {
 static int place_wide(waves *w, int32_t sequence, const hcp__kind *kind) {
   for (int32_t wave = 0; wave < w->count; wave++) {
     const hcp__option *option = hcp__allot(w->p, kind, w->heights[wave]);
+    if (w->target > 0 && option->time > w->heights[wave]) continue;
     int32_t b = joinable(w, wave, option);
     if (b < 0) b = open_group(w, wave, option->degree);
     if (b < 0) continue;
@@ -117,7 +124,7 @@ static int place_wide(waves *w, int32_t sequence, const hcp__kind *kind) {
     if (option->time > w->heights[wave]) w->heights[wave] = option->time;
     return 1;
   }
-  return squeeze(w, sequence, kind);
+  return w->target == 0 && squeeze(w, sequence, kind);
 }
 
 /* ---- single ranks ---- */
@@ -141,21 +148,16 @@ static int64_t fill_of(const waves *w, int32_t wave, const bin *b) {
 }
 
 /* What is free becomes bins; single-rank groups that exist stay groups. */
-static int open_bins(waves *w) {
+static void open_bins(waves *w, int32_t wave) {
   int32_t count = 0;
-  for (int32_t wave = 0; wave < w->count; wave++) {
-    w->first_bin[wave] = count;
-    for (int32_t node = 0; node < w->nodes; node++) count += *free_in(w, wave, node);
-    w->bin_counts[wave] = count - w->first_bin[wave];
-  }
-  w->bins = malloc(((size_t)count + 1) * sizeof *w->bins);
-  if (w->bins == NULL) return 0;
-  for (int32_t i = 0; i < count; i++) w->bins[i] = (bin){.block = -1};
-  return 1;
+  for (int32_t node = 0; node < w->nodes; node++) count += *free_in(w, wave, node);
+  for (int32_t i = 0; i < count; i++) w->bins[w->first_bin[wave] + i] = (bin){.block = -1};
+  w->bin_counts[wave] = count;
 }
 
 /* The least full bin of the wave when it takes the sequence, else NULL. */
 static bin *open_bin(waves *w, int32_t wave, const hcp__option *option) {
+  if (w->bin_counts[wave] < 0) open_bins(w, wave);
   while (w->bin_counts[wave] > 0) {
     bin *b = &w->bins[w->first_bin[wave]];
     if (b->load + option->time > w->heights[wave] || b->rows + option->rows > w->p->capacity)
@@ -188,7 +190,7 @@ static int place_single(waves *w, int32_t sequence, const hcp__kind *kind,
                         const hcp__option *option) {
   int32_t wave = 0;
   bin *b = choose_bin(w, option, &wave);
-  if (b == NULL) return squeeze(w, sequence, kind);
+  if (b == NULL) return w->target == 0 && squeeze(w, sequence, kind);
   add(w, b->block, sequence, option->rows, option->time);
   b->load += option->time;
   b->rows += option->rows;
@@ -292,44 +294,60 @@ static int place_wave(const waves *w, int32_t wave, hcp__block **scratch) {
 
 /* ---- all of them ---- */
 
-static int place_sequences(waves *w) {
-  const hcp__problem *p = w->p;
-  int64_t lowest = w->heights[w->count - 1];
-  for (int32_t i = 0; i < p->n; i++) {
-    const hcp__kind *kind = &p->kinds[p->kind_of[i]];
-    const hcp__option *option = hcp__allot(p, kind, lowest);
-    if (option->degree > 1) {
-      if (!place_wide(w, p->order[i], kind)) return 0;
-      continue;
-    }
-    if (w->bins == NULL && !open_bins(w)) return 0;
-    if (!place_single(w, p->order[i], kind, option)) return 0;
+static void reset_wave(waves *w, int32_t wave, int64_t height) {
+  w->heights[wave] = height > 1 ? height : 1;
+  w->first_block[wave] = -1;
+  w->first_bin[wave] = wave * w->p->limits->ranks;
+  w->bin_counts[wave] = -1; /* not opened */
+  w->whole[wave] = 0;
+  for (int32_t node = 0; node < w->nodes; node++) {
+    int32_t left = w->p->limits->ranks - node * w->node_ranks;
+    *free_in(w, wave, node) = left < w->node_ranks ? left : w->node_ranks;
   }
+}
+
+/* As high as the sequence needs, or as a rank full of its like, up to target. */
+static int open_wave(waves *w, const hcp__option *option) {
+  if (w->target == 0 || w->count == w->most) return 0;
+  int64_t height = option->time * (w->p->capacity / option->rows);
+  if (height > w->target) height = w->target;
+  if (height < option->time) height = option->time;
+  reset_wave(w, w->count++, height);
   return 1;
 }
 
-static int waves_init(waves *w, int64_t height, int32_t slope) {
-  size_t count = (size_t)w->count, n = (size_t)w->p->n + 1;
+static int place(waves *w, int32_t i, int64_t lowest) {
+  const hcp__kind *kind = &w->p->kinds[w->p->kind_of[i]];
+  const hcp__option *option = hcp__allot(w->p, kind, lowest);
+  for (int32_t tries = 0; tries < 2; tries++) {
+    if (option->degree > 1 ? place_wide(w, w->p->order[i], kind)
+                           : place_single(w, w->p->order[i], kind, option))
+      return 1;
+    if (!open_wave(w, option)) return 0;
+  }
+  return 0;
+}
+
+static int place_sequences(waves *w) {
+  int64_t lowest = w->target > 0 ? w->target : w->heights[w->count - 1];
+  for (int32_t i = 0; i < w->p->n; i++)
+    if (!place(w, i, lowest)) return 0;
+  return 1;
+}
+
+static int waves_init(waves *w) {
+  size_t count = (size_t)w->most, n = (size_t)w->p->n + 1;
   w->heights = malloc(count * sizeof *w->heights);
-  w->whole = calloc(count, sizeof *w->whole);
+  w->whole = malloc(count * sizeof *w->whole);
   w->node_free = malloc(count * (size_t)w->nodes * sizeof *w->node_free);
   w->first_block = malloc(count * sizeof *w->first_block);
   w->next_block = malloc(n * sizeof *w->next_block);
-  w->first_bin = calloc(count, sizeof *w->first_bin);
-  w->bin_counts = calloc(count, sizeof *w->bin_counts);
-  if (w->heights == NULL || w->whole == NULL || w->node_free == NULL || w->first_block == NULL ||
-      w->next_block == NULL || w->first_bin == NULL || w->bin_counts == NULL)
-    return 0;
-  for (int32_t wave = 0; wave < w->count; wave++) {
-    int64_t drop = w->count > 1 ? height / 8 * slope / (w->count - 1) * wave : 0;
-    w->heights[wave] = height - drop > 1 ? height - drop : 1;
-    w->first_block[wave] = -1;
-    for (int32_t node = 0; node < w->nodes; node++) {
-      int32_t left = w->p->limits->ranks - node * w->node_ranks;
-      *free_in(w, wave, node) = left < w->node_ranks ? left : w->node_ranks;
-    }
-  }
-  return 1;
+  w->first_bin = malloc(count * sizeof *w->first_bin);
+  w->bin_counts = malloc(count * sizeof *w->bin_counts);
+  w->bins = malloc(count * (size_t)w->p->limits->ranks * sizeof *w->bins);
+  return w->heights != NULL && w->whole != NULL && w->node_free != NULL &&
+         w->first_block != NULL && w->next_block != NULL && w->first_bin != NULL &&
+         w->bin_counts != NULL && w->bins != NULL;
 }
 
 static void waves_release(waves *w) {
@@ -354,19 +372,45 @@ static int finish(waves *w) {
   return placed;
 }
 
-hcp_status hcp__plan_waves(const hcp__problem *p, int32_t count, int64_t height, int32_t slope,
-                           int32_t tall_first, hcp__blocks *blocks, int32_t *fits, hcp_error *err) {
+static hcp_status run(waves *w, int64_t height, int32_t slope, int32_t *fits, hcp_error *err) {
+  hcp_status status = HCP_OK;
+  *fits = 0;
+  w->blocks->count = 0;
+  if (waves_init(w)) {
+    for (int32_t wave = 0; wave < w->count; wave++) {
+      int64_t drop = w->count > 1 ? height / 8 * slope / (w->count - 1) * wave : 0;
+      reset_wave(w, wave, height - drop);
+    }
+    *fits = place_sequences(w) && finish(w);
+  } else {
+    status = hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d micro-batches", w->most);
+  }
+  waves_release(w);
+  return status;
+}
+
+static waves waves_of(const hcp__problem *p, hcp__blocks *blocks) {
   int32_t node = p->limits->ranks_per_node, ranks = p->limits->ranks;
-  waves w = {.p = p, .blocks = blocks, .count = count, .tall_first = tall_first};
+  waves w = {.p = p, .blocks = blocks};
   w.node_ranks = node > 0 && node < ranks ? node : ranks;
   w.nodes = (ranks + w.node_ranks - 1) / w.node_ranks;
-  blocks->count = 0;
-  *fits = 0;
-  hcp_status status = HCP_OK;
-  if (!waves_init(&w, height, slope))
-    status = hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d micro-batches", count);
-  else
-    *fits = place_sequences(&w) && finish(&w);
-  waves_release(&w);
-  return status;
+  return w;
+}
+
+hcp_status hcp__plan_waves(const hcp__problem *p, int32_t count, int64_t height, int32_t slope,
+                           int32_t tall_first, hcp__blocks *blocks, int32_t *fits,
+                           hcp_error *err) {
+  waves w = waves_of(p, blocks);
+  w.count = w.most = count;
+  w.tall_first = tall_first;
+  return run(&w, height, slope, fits, err);
+}
+
+hcp_status hcp__plan_shelves(const hcp__problem *p, int32_t most, int64_t target,
+                             hcp__blocks *blocks, int32_t *fits, hcp_error *err) {
+  waves w = waves_of(p, blocks);
+  w.most = most;
+  w.target = target;
+  w.tall_first = 1;
+  return run(&w, 0, 0, fits, err);
 }
