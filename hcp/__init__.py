@@ -4,6 +4,8 @@ lengths -> plan -> layout -> dispatch -> attention -> combine -> loss
 groups  -> rebind -> evaluate -> restore
 """
 
+from hcp.ahead import PlanAhead
+from hcp.check import check_plan
 from hcp.config import Config, add_arguments
 from hcp.cost import CostModel
 from hcp.dispatch import LocalBatch, Step, dispatch, gather_lengths
@@ -25,12 +27,14 @@ __all__ = [
     "Layout",
     "LocalBatch",
     "Plan",
+    "PlanAhead",
     "ProcessGroups",
     "Report",
     "Span",
     "Step",
     "add_arguments",
     "build_process_groups",
+    "check_plan",
     "dispatch",
     "eval_cp_context",
     "find_slots",

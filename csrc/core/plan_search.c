@@ -155,15 +155,20 @@ static hcp_status try_shape(search *s, shape *tried, hcp_error *err) {
 
 static int32_t least_count(const search *s) {
   int64_t rows = s->p->capacity * s->p->limits->ranks;
-  return (int32_t)(s->p->tokens / rows + (s->p->tokens % rows != 0));
+  int64_t count = s->p->tokens / rows + (s->p->tokens % rows != 0);
+  return count < INT32_MAX / 8 ? (int32_t)count : INT32_MAX / 8;
 }
 
+/* Scratch of a wave grows with the ranks: beyond this many, lists do. */
+static int32_t most_count(const search *s) { return (1 << 24) / s->p->limits->ranks + 1; }
+
 static hcp_status try_shelves(search *s, hcp_error *err) {
+  int32_t most = least_count(s) > most_count(s) / 8 ? most_count(s) : 4 * least_count(s) + 16;
   static const int32_t heights[] = {64, 56, 48, 40, 32, 24, 16, 12, 8, 80};
   for (int32_t i = 0; i < (int32_t)(sizeof heights / sizeof *heights); i++) {
     int32_t fits;
     int64_t target = s->p->bound / TARGET_UNIT * heights[i] - s->p->cost->launch;
-    hcp_status status = hcp__plan_shelves(s->p, 4 * least_count(s) + 16, target > 1 ? target : 1,
+    hcp_status status = hcp__plan_shelves(s->p, most, target > 1 ? target : 1,
                                           &s->blocks, &fits, err);
     if (status == HCP_OK && fits) status = hcp__draft_by_micro_batch(&s->draft, &s->blocks, err);
     if (status == HCP_OK && fits) status = judge(s, err);
@@ -180,6 +185,7 @@ static hcp_status try_all_waves(search *s, int32_t counts, hcp_error *err) {
   int32_t least = least_count(s);
   int32_t kinds = s->p->n >= LARGE ? 1 : s->p->n >= MANY ? 2 : 4;
   shape best = {.makespan = INT64_MAX};
+  if (least > most_count(s)) return HCP_OK;
   for (int32_t i = 0; i < counts && !is_done(s) && least + i <= s->p->n; i++)
     for (int32_t j = 0; j < (least + i > 1 ? kinds : 1); j++) {
       shape tried = profiles[j];

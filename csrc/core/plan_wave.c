@@ -89,6 +89,7 @@ static int32_t joinable(const waves *w, int32_t wave, const hcp__option *option)
   return best;
 }
 
+/* A group that its caller adds a sequence to, -1: no ranks for it. */
 static int32_t open_group(waves *w, int32_t wave, int32_t degree) {
   if (!take(w, wave, degree)) return -1;
   int32_t b = hcp__block_open(w->blocks, 0, degree, 0, 0);
@@ -158,45 +159,44 @@ static void open_bins(waves *w, int32_t wave) {
 /* The least full bin of the wave when it takes the sequence, else NULL. */
 static bin *open_bin(waves *w, int32_t wave, const hcp__option *option) {
   if (w->bin_counts[wave] < 0) open_bins(w, wave);
-  while (w->bin_counts[wave] > 0) {
-    bin *b = &w->bins[w->first_bin[wave]];
-    if (b->load + option->time > w->heights[wave] || b->rows + option->rows > w->p->capacity)
-      return NULL;
-    if (b->block < 0) b->block = open_group(w, wave, 1);
-    if (b->block >= 0) return b;
-    /* A wide group came late and took the rank. */
-    *b = w->bins[w->first_bin[wave] + --w->bin_counts[wave]];
-    sift(w, wave);
-  }
-  return NULL;
+  bin *b = &w->bins[w->first_bin[wave]];
+  int takes = w->bin_counts[wave] > 0 && b->load + option->time <= w->heights[wave] &&
+              b->rows + option->rows <= w->p->capacity;
+  return takes ? b : NULL;
 }
 
-/* The wave whose emptiest rank is the least full, or the first that has room. */
-static bin *choose_bin(waves *w, const hcp__option *option, int32_t *wave) {
-  bin *best = NULL;
-  for (int32_t i = 0; i < w->count; i++) {
-    if (best != NULL && w->bin_counts[i] > 0 && w->bins[w->first_bin[i]].fill >= best->fill)
-      continue;
-    bin *b = open_bin(w, i, option);
-    if (b == NULL) continue;
+/* The wave whose emptiest rank is the least full, or the first that has room;
+ * -1: none. */
+static int32_t choose_wave(waves *w, const hcp__option *option) {
+  const bin *best = NULL;
+  int32_t chosen = -1;
+  for (int32_t wave = 0; wave < w->count && (chosen < 0 || !w->tall_first); wave++) {
+    const bin *b = open_bin(w, wave, option);
+    if (b == NULL || (best != NULL && b->fill >= best->fill)) continue;
     best = b;
-    *wave = i;
-    if (w->tall_first) break;
+    chosen = wave;
   }
-  return best;
+  return chosen;
 }
 
 static int place_single(waves *w, int32_t sequence, const hcp__kind *kind,
                         const hcp__option *option) {
-  int32_t wave = 0;
-  bin *b = choose_bin(w, option, &wave);
-  if (b == NULL) return w->target == 0 && squeeze(w, sequence, kind);
-  add(w, b->block, sequence, option->rows, option->time);
-  b->load += option->time;
-  b->rows += option->rows;
-  b->fill = fill_of(w, wave, b);
-  sift(w, wave);
-  return 1;
+  for (int32_t wave; (wave = choose_wave(w, option)) >= 0;) {
+    bin *b = &w->bins[w->first_bin[wave]];
+    if (b->block < 0) b->block = open_group(w, wave, 1);
+    if (b->block < 0) { /* a wide group came late and took the rank */
+      *b = w->bins[w->first_bin[wave] + --w->bin_counts[wave]];
+      sift(w, wave);
+      continue;
+    }
+    add(w, b->block, sequence, option->rows, option->time);
+    b->load += option->time;
+    b->rows += option->rows;
+    b->fill = fill_of(w, wave, b);
+    sift(w, wave);
+    return 1;
+  }
+  return w->target == 0 && squeeze(w, sequence, kind);
 }
 
 /* ---- widening ---- */
