@@ -158,7 +158,9 @@ hcp_status hcp__plan_list(const hcp__problem *problem, int64_t target, int32_t n
 hcp_status hcp__plan_waves(const hcp__problem *problem, int32_t count, int64_t height,
                            int32_t slope, int32_t tall_first, hcp__blocks *blocks,
                            int32_t *fits, hcp_error *err);
-/* Up to most micro-batches, opened as sequences need them, longest first. */
+/* Up to most micro-batches, opened as sequences need them, longest first. With
+ * HCP__NO_TARGET all degrees are least ones: memory is packed, then widened. */
+#define HCP__NO_TARGET (INT64_MAX / 4)
 hcp_status hcp__plan_shelves(const hcp__problem *problem, int32_t most, int64_t target,
                              hcp__blocks *blocks, int32_t *fits, hcp_error *err);
 hcp_status hcp__plan_search(const hcp__problem *problem, int32_t effort, hcp__draft *draft,

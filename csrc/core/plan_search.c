@@ -11,6 +11,8 @@ enum {
   TARGETS = 12,
   MANY = 1 << 12,     /* sequences from which fewer plans are tried */
   LARGE = 1 << 15,    /* and fewer still */
+  FEW = 256,          /* sequences up to which more are tried */
+  FEW_COUNTS = 5,
   WAVE_COUNTS = 6,    /* counts of micro-batches tried beyond the least */
   PACKINGS = 8,        /* limits to which single ranks are packed */
   RAISES = 12,         /* of a height until it holds all */
@@ -164,10 +166,11 @@ static int32_t most_count(const search *s) { return (1 << 24) / s->p->limits->ra
 
 static hcp_status try_shelves(search *s, hcp_error *err) {
   int32_t most = least_count(s) > most_count(s) / 8 ? most_count(s) : 4 * least_count(s) + 16;
-  static const int32_t heights[] = {64, 56, 48, 40, 32, 24, 16, 12, 8, 80};
+  static const int32_t heights[] = {0, 64, 56, 48, 40, 32, 24, 16, 12, 8, 80};
   for (int32_t i = 0; i < (int32_t)(sizeof heights / sizeof *heights); i++) {
     int32_t fits;
     int64_t target = s->p->bound / TARGET_UNIT * heights[i] - s->p->cost->launch;
+    if (heights[i] == 0) target = HCP__NO_TARGET;
     hcp_status status = hcp__plan_shelves(s->p, most, target > 1 ? target : 1,
                                           &s->blocks, &fits, err);
     if (status == HCP_OK && fits) status = hcp__draft_by_micro_batch(&s->draft, &s->blocks, err);
@@ -210,8 +213,11 @@ static hcp_status run(search *s, hcp_error *err) {
   if (status == HCP_OK && s->p->cost->launch > s->p->bound >> 6 && !is_done(s))
     status = try_packed(s, err);
   if (status == HCP_OK && s->makespan - s->p->bound > s->p->bound >> 5 &&
-      s->p->n < MANY * s->effort)
-    status = try_all_waves(s, 2 * s->effort, err);
+      s->p->n < MANY * s->effort) {
+    status = try_shelves(s, err);
+    if (status == HCP_OK)
+      status = try_all_waves(s, (s->p->n <= FEW ? FEW_COUNTS : 2) * s->effort, err);
+  }
   return status;
 }
 

@@ -306,12 +306,14 @@ static void reset_wave(waves *w, int32_t wave, int64_t height) {
   }
 }
 
-/* As high as the sequence needs, or as a rank full of its like, up to target. */
+/* As high as the sequence needs, or as a rank full of its like, up to target;
+ * where nothing limits the height, rows alone decide. */
 static int open_wave(waves *w, const hcp__option *option) {
   if (w->target == 0 || w->count == w->most) return 0;
   int64_t height = option->time * (w->p->capacity / option->rows);
   if (height > w->target) height = w->target;
   if (height < option->time) height = option->time;
+  if (w->target == HCP__NO_TARGET) height = w->target;
   reset_wave(w, w->count++, height);
   return 1;
 }
