@@ -119,7 +119,9 @@ def main() -> None:
         for cost in args.costs.split(","):
             for sync in args.syncs.split(","):
                 seeds = 1 if name in ("X1", "X6") else args.seeds
-                bench(family, cost, sync, seeds if family.ranks < 256 else min(10, seeds), args.peers)
+                bench(
+                    family, cost, sync, seeds if family.ranks < 256 else min(10, seeds), args.peers
+                )
     if args.scale:
         scale()
 

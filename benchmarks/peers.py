@@ -170,9 +170,7 @@ def best_fit_top_up(lengths: list[int], ranks: int, capacity: int, cost: hcp.Cos
             if room >= 0 and (best is None or room < best[0]):
                 best = (room, k)
         if best is None:
-            degree = next(
-                d for d in range(1, ranks + 1) if rows(lengths[i], d) <= capacity
-            )
+            degree = next(d for d in range(1, ranks + 1) if rows(lengths[i], d) <= capacity)
             bins.append((degree, rows(lengths[i], degree), [i]))
         else:
             degree, held, members = bins[best[1]]

@@ -56,7 +56,7 @@ def _places(batches: Batches) -> list[tuple[str, int, int]]:
 
 
 def _check_tokens(lengths: list[int], batches: Batches) -> None:
-    computed = {s: 0 for s in range(len(lengths))}
+    computed = dict.fromkeys(range(len(lengths)), 0)
     for m, groups in enumerate(batches):
         for g, group in enumerate(groups):
             for s in group["sequences"]:
@@ -128,19 +128,18 @@ def _check_order(ranks: int, batches: Batches) -> None:
                 queues[rank].append(len(members))
             members[len(members)] = span
     heads = [0] * ranks
-    ready = [
-        group for group, span in members.items() if all(queues[r][0] == group for r in span)
-    ]
+    ready = [g for g, span in members.items() if _is_next(g, span, queues, heads)]
     done = 0
     while ready:
-        group = ready.pop()
+        ended = ready.pop()
         done += 1
-        for rank in members[group]:
+        for rank in members[ended]:
             heads[rank] += 1
-        following = {queues[r][heads[r]] for r in members[group] if heads[r] < len(queues[r])}
-        ready += [
-            f for f in following
-            if all(heads[r] < len(queues[r]) and queues[r][heads[r]] == f for r in members[f])
-        ]  # fmt: skip
+        following = {queues[r][heads[r]] for r in members[ended] if heads[r] < len(queues[r])}
+        ready += [g for g in following if _is_next(g, members[g], queues, heads)]
     if done != len(members):
         raise HcpError(f"{len(members) - done} groups wait for each other in a circle")
+
+
+def _is_next(group: int, span: range, queues: list[list[int]], heads: list[int]) -> bool:
+    return all(heads[r] < len(queues[r]) and queues[r][heads[r]] == group for r in span)

@@ -98,7 +98,8 @@ class Plan:
         """The integers that the plan was made for."""
         table = self.core.table
         rows = Table(*(tuple(view) for view in table)) if table else None
-        return CostModel(**dict(zip(_core.PRICES, self.core.prices, strict=True)), table=rows)
+        prices: dict[str, Any] = dict(zip(_core.PRICES, self.core.prices, strict=True))
+        return CostModel(**prices, table=rows)
 
     def report(self) -> Report:
         """How good the plan is, and what each rank does in it."""
@@ -162,7 +163,7 @@ class Plan:
         limits = {name: data[name] for name in LIMITS if name in data}
         return cls(
             _core.create_plan_from(
-                *_request(data["lengths"], cost=CostModel(**cost), **limits),
+                **_request(data["lengths"], cost=CostModel(**cost), **limits),
                 micro_batches=[len(batch) for batch in batches],
                 groups=[
                     number
@@ -218,7 +219,7 @@ def _request(
     ranks_per_node: int | None = None,
     sync: str = "step",
     cost: CostModel | None = None,
-) -> tuple[Any, ...]:
+) -> dict[str, Any]:
     """The core's arguments. A cost function is tabulated here."""
     if degrees not in DEGREES:
         raise ValueError(f"degrees is {degrees!r}, expected one of {', '.join(DEGREES)}")
@@ -238,7 +239,12 @@ def _request(
         int(degrees == "pow2"),
         SYNCS.index(sync),
     )
-    return lengths, limits, cost.prices, cost.table
+    return {
+        "lengths": lengths,
+        "limits": limits,
+        "prices": cost.prices,
+        "table": cost.table,
+    }
 
 
 def _table_degrees(least: int, most: int, pow2: bool) -> list[int]:
@@ -292,7 +298,7 @@ def plan(
         sync=sync,
         cost=cost,
     )
-    made = Plan(_core.create_plan(*request, effort=effort))
+    made = Plan(_core.create_plan(**request, effort=effort))
     made.planning_seconds = time.perf_counter() - begun
     return made
 
@@ -309,7 +315,7 @@ def lower_bound(
     request = _request(
         lengths, ranks=ranks, max_tokens_per_rank=max_tokens_per_rank, cost=cost, **limits
     )
-    return _core.plan_bound(*request)[0]
+    return _core.plan_bound(**request)[0]
 
 
 # ---- report --------------------------------------------------------------------------------------

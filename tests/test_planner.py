@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import math
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -304,9 +306,7 @@ def test_sample_id_groups_repeat_a_sequence_on_each_of_its_ranks() -> None:
 
 
 def broken(change: Any) -> dict[str, Any]:
-    data = copy.deepcopy(
-        hcp.plan([3000, 10, 20, 900], ranks=4, max_tokens_per_rank=1024).to_dict()
-    )
+    data = copy.deepcopy(hcp.plan([3000, 10, 20, 900], ranks=4, max_tokens_per_rank=1024).to_dict())
     change(data)
     return data
 
@@ -351,3 +351,48 @@ def test_what_planning_raises_reaches_the_trainer_with_its_batch() -> None:
         with pytest.raises(ValueError, match=r"lengths\[0\] is 500"):
             next(steps)
         assert next(steps)[0] == [6]
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def command(*argv: str) -> int:
+    from hcp.__main__ import main
+
+    return main(["plan", *argv])
+
+
+LIMITS = ["--ranks", "8", "--max-tokens-per-rank", "1024"]
+
+
+def test_the_command_prints_a_report_and_its_micro_batches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lengths").write_text("3000, 10\n20 [900]")
+    assert command(str(tmp_path / "lengths"), *LIMITS) == 0
+    out = capsys.readouterr().out
+    assert "4 sequences, 3,930 tokens, longest 3,000" in out
+    assert "makespan" in out
+    assert "micro-batch  groups  sequences" in out
+
+
+def test_the_command_gives_the_plan_as_data_and_as_a_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.json"
+    assert command("--family", "short", "--sequences", "40", *LIMITS, "--json",
+                   "--trace", str(trace)) == 0  # fmt: skip
+    plan = hcp.Plan.from_dict(json.loads(capsys.readouterr().out))
+    hcp.check_plan(plan)
+    events = json.loads(trace.read_text())["traceEvents"]
+    busy = sum(group.degree for batch in plan.micro_batches for group in batch)
+    assert len(events) == busy
+    assert max(event["ts"] + event["dur"] for event in events) == pytest.approx(1e6)
+
+
+def test_the_command_says_why_there_is_no_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lengths").write_text("9000")
+    assert command(str(tmp_path / "lengths"), *LIMITS) == 1
+    assert "no plan: lengths[0] is 9000, but 8 ranks" in capsys.readouterr().err

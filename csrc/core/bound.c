@@ -155,8 +155,8 @@ static int64_t lockstep_bound(const hcp__problem *p, density *kinds) {
   for (int32_t k = 0; k < p->kind_count; k++) {
     const hcp__kind *kind = &p->kinds[k];
     int64_t area = least_area(p, kind);
-    kinds[k] = (density){area / kind->length + (area % kind->length != 0),
-                         kind->length * kind->count};
+    kinds[k] =
+        (density){area / kind->length + (area % kind->length != 0), kind->length * kind->count};
   }
   qsort(kinds, (size_t)p->kind_count, sizeof *kinds, by_density);
   for (int32_t k = 0; k < p->kind_count && k < LOOKED_AT; k++) {

@@ -71,7 +71,8 @@ int64_t hcp__area_floor(const hcp_cost *cost, int64_t length, int32_t least,
   int64_t price = far ? larger(cost->exchange, cost->exchange_far) : cost->exchange;
   int64_t heads = far ? larger(cost->all_to_all, cost->all_to_all_far) : cost->all_to_all;
   int64_t moved = price * (length - length / least) * least;
-  if (cost->overlap != 0) moved = larger(0, moved - (attention - attention / least) - 2 * HCP__RANKS_MAX);
+  if (cost->overlap != 0)
+    moved = larger(0, moved - (attention - attention / least) - 2 * HCP__RANKS_MAX);
   return area + moved + heads * length + (int64_t)(least - 1) * least * cost->step;
 }
 
@@ -159,7 +160,8 @@ hcp_status hcp_cost_time(const hcp_cost *cost, int64_t length, int32_t degree,
 
 static hcp_status check_times(const hcp_times *times, hcp_error *err) {
   if (times->length_count < 0 || times->degree_count < 1)
-    return hcp__fail(err, HCP_INVALID, "the cost table has %d lengths and %d degrees, expected >= 1",
+    return hcp__fail(err, HCP_INVALID,
+                     "the cost table has %d lengths and %d degrees, expected >= 1",
                      times->length_count, times->degree_count);
   for (int32_t i = 0; i < times->length_count; i++)
     if (times->lengths[i] < 1 || (i > 0 && times->lengths[i] <= times->lengths[i - 1]))
@@ -167,8 +169,8 @@ static hcp_status check_times(const hcp_times *times, hcp_error *err) {
                        i, (long long)times->lengths[i]);
   for (int32_t i = 0; i < times->degree_count; i++)
     if (times->degrees[i] < 1 || (i > 0 && times->degrees[i] <= times->degrees[i - 1]))
-      return hcp__fail(err, HCP_INVALID, "the cost table's degrees[%d] is %d, expected ascending", i,
-                       times->degrees[i]);
+      return hcp__fail(err, HCP_INVALID, "the cost table's degrees[%d] is %d, expected ascending",
+                       i, times->degrees[i]);
   int64_t count = (int64_t)times->length_count * times->degree_count;
   for (int64_t i = 0; i < count; i++)
     if (times->times[i] < 1 || times->times[i] > COST_MAX / HCP__RANKS_MAX)

@@ -156,8 +156,8 @@ hcp_status hcp__plan_list(const hcp__problem *problem, int64_t target, int32_t n
  * 0 when they do not hold all sequences. tall_first fills single ranks wave
  * after wave, so that long sequences meet, instead of evenly. */
 hcp_status hcp__plan_waves(const hcp__problem *problem, int32_t count, int64_t height,
-                           int32_t slope, int32_t tall_first, hcp__blocks *blocks,
-                           int32_t *fits, hcp_error *err);
+                           int32_t slope, int32_t tall_first, hcp__blocks *blocks, int32_t *fits,
+                           hcp_error *err);
 /* Up to most micro-batches, opened as sequences need them, longest first. With
  * HCP__NO_TARGET all degrees are least ones: memory is packed, then widened. */
 #define HCP__NO_TARGET (INT64_MAX / 4)
@@ -218,7 +218,6 @@ void hcp__sort_by(hcp__lists *lists, int32_t section, int32_t word);
  * wherever one begins or ends, then sorted by row and part. */
 void hcp__align_runs(hcp__lists *lists, int32_t section);
 /* One block of the first n sections, or HCP_NO_MEMORY after a failed append. */
-hcp_status hcp__table_create(const hcp__lists *lists, int32_t n, hcp_table **table,
-                             hcp_error *err);
+hcp_status hcp__table_create(const hcp__lists *lists, int32_t n, hcp_table **table, hcp_error *err);
 
 #endif

@@ -86,15 +86,16 @@ static hcp_status check_group(const hcp_group *group, int32_t g, const hcp__prob
   int32_t n = p->n;
   hcp_status status = check_place(group, g, p, err);
   if (status != HCP_OK) return status;
-  if (group->sequences < 1 || group->first_sequence < 0 || group->first_sequence > n - group->sequences)
+  if (group->sequences < 1 || group->first_sequence < 0 ||
+      group->first_sequence > n - group->sequences)
     return hcp__fail(err, HCP_INVALID, "groups[%d] has %d sequences, expected 1 to %d", g,
                      group->sequences, n);
   int64_t rows = 0;
   for (int32_t s = 0; s < group->sequences; s++) {
     int32_t sequence = sequences[group->first_sequence + s];
     if (sequence < 0 || sequence >= n)
-      return hcp__fail(err, HCP_INVALID, "groups[%d] has sequence %d, expected 0 to %d", g, sequence,
-                       n - 1);
+      return hcp__fail(err, HCP_INVALID, "groups[%d] has sequence %d, expected 0 to %d", g,
+                       sequence, n - 1);
     if (seen[sequence])
       return hcp__fail(err, HCP_INVALID, "groups[%d] has sequence %d, which is there already", g,
                        sequence);
@@ -116,25 +117,28 @@ static hcp_status check_draft(const hcp__draft *draft, const hcp__problem *p, ch
     const hcp_micro_batch *batch = &draft->micro_batches[m];
     if (batch->first_group != next_group || batch->groups < 1 ||
         batch->groups > draft->group_count - next_group)
-      return hcp__fail(err, HCP_INVALID, "micro_batches[%d] has %d groups from %d, expected >= 1 from %d",
-                       m, batch->groups, batch->first_group, next_group);
+      return hcp__fail(err, HCP_INVALID,
+                       "micro_batches[%d] has %d groups from %d, expected >= 1 from %d", m,
+                       batch->groups, batch->first_group, next_group);
     int32_t free_rank = 0;
     for (int32_t g = next_group; g < next_group + batch->groups; g++) {
       const hcp_group *group = &draft->groups[g];
       hcp_status status = check_group(group, g, p, draft->sequences, seen, err);
       if (status != HCP_OK) return status;
       if (group->first_rank < free_rank)
-        return hcp__fail(err, HCP_INVALID,
-                         "groups[%d] starts at rank %d of micro-batch %d, expected >= %d: groups of a "
-                         "micro-batch are disjoint and ascend",
-                         g, group->first_rank, m, free_rank);
+        return hcp__fail(
+            err, HCP_INVALID,
+            "groups[%d] starts at rank %d of micro-batch %d, expected >= %d: groups of a "
+            "micro-batch are disjoint and ascend",
+            g, group->first_rank, m, free_rank);
       free_rank = group->first_rank + group->degree;
       planned += group->sequences;
     }
     next_group += batch->groups;
   }
   if (next_group != draft->group_count || planned != p->n)
-    return hcp__fail(err, HCP_INVALID, "micro_batches have %d groups with %d sequences, expected %d with %d",
+    return hcp__fail(err, HCP_INVALID,
+                     "micro_batches have %d groups with %d sequences, expected %d with %d",
                      next_group, planned, draft->group_count, p->n);
   return HCP_OK;
 }
@@ -157,22 +161,18 @@ static uint64_t mix_times(uint64_t sum, const hcp_times *times) {
 
 static uint64_t checksum(const hcp_plan *plan) {
 #define PRICE(name) plan->cost.name,
-  const int64_t head[] = {plan->limits.ranks,
-                          plan->limits.min_degree,
-                          plan->limits.max_degree,
-                          plan->limits.max_tokens_per_rank,
-                          plan->limits.alignment,
-                          plan->limits.ranks_per_node,
-                          plan->limits.pow2,
-                          plan->limits.sync,
-                          HCP_PRICES(PRICE) plan->n,
-                          plan->micro_batch_count,
+  const int64_t head[] = {plan->limits.ranks,        plan->limits.min_degree,
+                          plan->limits.max_degree,   plan->limits.max_tokens_per_rank,
+                          plan->limits.alignment,    plan->limits.ranks_per_node,
+                          plan->limits.pow2,         plan->limits.sync,
+                          HCP_PRICES(PRICE) plan->n, plan->micro_batch_count,
                           plan->group_count};
 #undef PRICE
   uint64_t sum = mix(0xcbf29ce484222325u, head, sizeof head);
   sum = mix_times(sum, plan->cost.times);
   sum = mix(sum, plan->lengths, (size_t)plan->n * sizeof *plan->lengths);
-  sum = mix(sum, plan->micro_batches, (size_t)plan->micro_batch_count * sizeof *plan->micro_batches);
+  sum =
+      mix(sum, plan->micro_batches, (size_t)plan->micro_batch_count * sizeof *plan->micro_batches);
   sum = mix(sum, plan->groups, (size_t)plan->group_count * sizeof *plan->groups);
   return mix(sum, plan->sequences, (size_t)plan->n * sizeof *plan->sequences);
 }

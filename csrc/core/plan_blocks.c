@@ -128,8 +128,7 @@ done:
   return status;
 }
 
-hcp_status hcp__draft_by_micro_batch(hcp__draft *draft, const hcp__blocks *blocks,
-                                     hcp_error *err) {
+hcp_status hcp__draft_by_micro_batch(hcp__draft *draft, const hcp__blocks *blocks, hcp_error *err) {
   size_t count = (size_t)blocks->count;
   entry *order = malloc((count + 1) * sizeof *order);
   if (order == NULL)

@@ -68,7 +68,8 @@ static hcp_status menu_init(menu *m, const hcp_limits *limits, const hcp_cost *c
        d = d == last ? 0 : next_allowed(limits, cost, d + (sparse ? stride(d) : 1)), count++) {
   }
   m->degrees = malloc(((size_t)count + 1) * sizeof *m->degrees);
-  if (m->degrees == NULL) return hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d degrees", count);
+  if (m->degrees == NULL)
+    return hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d degrees", count);
   m->count = 0;
   for (int32_t d = next_allowed(limits, cost, limits->min_degree); d != 0;
        d = d == last ? 0 : next_allowed(limits, cost, d + (sparse ? stride(d) : 1)))
@@ -90,7 +91,8 @@ static hcp_status sort_lengths(hcp__problem *p, hcp_error *err) {
     int32_t starts[2049] = {0};
     for (int32_t i = 0; i < p->n; i++) starts[2048 - ((p->lengths[i] >> shift) & 2047)]++;
     for (int32_t b = 0; b < 2048; b++) starts[b + 1] += starts[b];
-    for (int32_t i = 0; i < p->n; i++) to[starts[2047 - ((p->lengths[from[i]] >> shift) & 2047)]++] = from[i];
+    for (int32_t i = 0; i < p->n; i++)
+      to[starts[2047 - ((p->lengths[from[i]] >> shift) & 2047)]++] = from[i];
     int32_t *swap = from;
     from = to;
     to = swap;

@@ -171,8 +171,8 @@ static hcp_status try_shelves(search *s, hcp_error *err) {
     int32_t fits;
     int64_t target = s->p->bound / TARGET_UNIT * heights[i] - s->p->cost->launch;
     if (heights[i] == 0) target = HCP__NO_TARGET;
-    hcp_status status = hcp__plan_shelves(s->p, most, target > 1 ? target : 1,
-                                          &s->blocks, &fits, err);
+    hcp_status status =
+        hcp__plan_shelves(s->p, most, target > 1 ? target : 1, &s->blocks, &fits, err);
     if (status == HCP_OK && fits) status = hcp__draft_by_micro_batch(&s->draft, &s->blocks, err);
     if (status == HCP_OK && fits) status = judge(s, err);
     if (status != HCP_OK) return status;
@@ -206,7 +206,13 @@ static hcp_status run(search *s, hcp_error *err) {
   if (s->p->limits->sync == HCP_SYNC_MICRO_BATCH) {
     hcp_status status = try_list(s, s->p->bound, 0, 0, err); /* always ends with a plan */
     if (status == HCP_OK) status = try_shelves(s, err);
-    return status == HCP_OK ? try_all_waves(s, (s->p->n >= LARGE ? 1 : s->p->n >= MANY ? 2 : WAVE_COUNTS) * s->effort, err) : status;
+    return status == HCP_OK ? try_all_waves(s,
+                                            (s->p->n >= LARGE  ? 1
+                                             : s->p->n >= MANY ? 2
+                                                               : WAVE_COUNTS) *
+                                                s->effort,
+                                            err)
+                            : status;
   }
   hcp_status status = try_lists(s, err);
   /* Few long sequences: micro-batches of one height may end sooner. */

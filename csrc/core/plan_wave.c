@@ -347,9 +347,8 @@ static int waves_init(waves *w) {
   w->first_bin = malloc(count * sizeof *w->first_bin);
   w->bin_counts = malloc(count * sizeof *w->bin_counts);
   w->bins = malloc(count * (size_t)w->p->limits->ranks * sizeof *w->bins);
-  return w->heights != NULL && w->whole != NULL && w->node_free != NULL &&
-         w->first_block != NULL && w->next_block != NULL && w->first_bin != NULL &&
-         w->bin_counts != NULL && w->bins != NULL;
+  return w->heights != NULL && w->whole != NULL && w->node_free != NULL && w->first_block != NULL &&
+         w->next_block != NULL && w->first_bin != NULL && w->bin_counts != NULL && w->bins != NULL;
 }
 
 static void waves_release(waves *w) {
@@ -400,8 +399,7 @@ static waves waves_of(const hcp__problem *p, hcp__blocks *blocks) {
 }
 
 hcp_status hcp__plan_waves(const hcp__problem *p, int32_t count, int64_t height, int32_t slope,
-                           int32_t tall_first, hcp__blocks *blocks, int32_t *fits,
-                           hcp_error *err) {
+                           int32_t tall_first, hcp__blocks *blocks, int32_t *fits, hcp_error *err) {
   waves w = waves_of(p, blocks);
   w.count = w.most = count;
   w.tall_first = tall_first;

@@ -4,8 +4,7 @@
 #include "glue.h"
 
 typedef struct plan_object {
-  PyObject_HEAD
-  hcp_plan *plan;
+  PyObject_HEAD hcp_plan *plan;
 } plan_object;
 
 static const hcp_plan *plan_of(PyObject *self) { return ((plan_object *)self)->plan; }
@@ -205,8 +204,8 @@ static PyObject *cost_time(PyObject *module, PyObject *args, PyObject *kwargs) {
 /* groups are records of (first_rank, degree, sequences), micro_batches how many
  * of them each micro-batch has. */
 static hcp_plan *plan_from(const request *r, const int32_t *batches, Py_ssize_t batch_count,
-                           const int32_t *groups, Py_ssize_t group_count,
-                           const int32_t *sequences, hcp_error *err) {
+                           const int32_t *groups, Py_ssize_t group_count, const int32_t *sequences,
+                           hcp_error *err) {
   hcp_plan *plan = NULL;
   int32_t first_group = 0, first_sequence = 0;
   hcp_micro_batch *batch = PyMem_Calloc((size_t)batch_count + 1, sizeof *batch);
@@ -284,17 +283,17 @@ fail_batches:
 
 /* ---- attributes ---- */
 
-#define INTEGER_ATTRIBUTES(X)                                 \
-  X(ranks, limits.ranks)                                      \
-  X(min_degree, limits.min_degree)                            \
-  X(max_degree, limits.max_degree)                            \
-  X(max_tokens_per_rank, limits.max_tokens_per_rank)          \
-  X(alignment, limits.alignment)                              \
-  X(ranks_per_node, limits.ranks_per_node)                    \
-  X(pow2, limits.pow2)                                        \
-  X(sync, limits.sync)                                        \
-  X(makespan, makespan)                                       \
-  X(bound, bound)                                             \
+#define INTEGER_ATTRIBUTES(X)                        \
+  X(ranks, limits.ranks)                             \
+  X(min_degree, limits.min_degree)                   \
+  X(max_degree, limits.max_degree)                   \
+  X(max_tokens_per_rank, limits.max_tokens_per_rank) \
+  X(alignment, limits.alignment)                     \
+  X(ranks_per_node, limits.ranks_per_node)           \
+  X(pow2, limits.pow2)                               \
+  X(sync, limits.sync)                               \
+  X(makespan, makespan)                              \
+  X(bound, bound)                                    \
   X(work, work)
 
 #define GETTER(name, field)                                   \
@@ -373,13 +372,13 @@ static PyGetSetDef plan_getset[] = {
 #define ATTRIBUTE(name, field) {#name, get_##name, NULL, NULL, NULL},
     INTEGER_ATTRIBUTES(ATTRIBUTE)
 #undef ATTRIBUTE
-    {"prices", get_prices, NULL, "The cost's integers, in the order of PRICES.", NULL},
+        {"prices", get_prices, NULL, "The cost's integers, in the order of PRICES.", NULL},
     {"checksum", get_checksum, NULL, "64 bits over everything that the plan says.", NULL},
     {"lengths", get_lengths, NULL, "int64: tokens of each sequence.", NULL},
     {"table", get_table, NULL, "(lengths, degrees, times) of the cost's table, or None.", NULL},
     {"micro_batches", get_micro_batches, NULL, "int32 rows of (first_group, groups).", NULL},
-    {"groups", get_groups, NULL,
-     "int32 rows of (first_rank, degree, first_sequence, sequences).", NULL},
+    {"groups", get_groups, NULL, "int32 rows of (first_rank, degree, first_sequence, sequences).",
+     NULL},
     {"sequences", get_sequences, NULL, "int32: indices of lengths, group after group.", NULL},
     {NULL, NULL, NULL, NULL, NULL}};
 

@@ -74,8 +74,6 @@ static inline const int64_t *section(const hcp_table *table, int32_t s) {
   return table->words + table->words[2 + 2 * s];
 }
 
-static inline int64_t records(const hcp_table *table, int32_t s) {
-  return table->words[3 + 2 * s];
-}
+static inline int64_t records(const hcp_table *table, int32_t s) { return table->words[3 + 2 * s]; }
 
 #endif

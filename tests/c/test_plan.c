@@ -74,8 +74,8 @@ static void bad_requests_are_refused_with_their_values(void) {
   CHECK_INT(hcp_plan_create(lengths, 2, &small, &cost, 1, &plan, &err), HCP_INFEASIBLE);
   CHECK_TEXT(err.message, "lengths[1] is 17");
   CHECK_INT(hcp_plan_create(lengths, -1, &small, &cost, 1, &plan, &err), HCP_INVALID);
-  CHECK_INT(hcp_plan_create(lengths, 2, &small, &(hcp_cost){.launch = 1}, 1, &plan,
-                            NULL), HCP_INVALID);
+  CHECK_INT(hcp_plan_create(lengths, 2, &small, &(hcp_cost){.launch = 1}, 1, &plan, NULL),
+            HCP_INVALID);
   CHECK_INT(hcp_plan_create(lengths, 1, &small, &(hcp_cost){.pair = INT64_MAX}, 1, &plan, &err),
             HCP_OVERFLOW);
   CHECK(plan == untouched);

@@ -33,8 +33,8 @@ static int64_t maybe(bytes *b, int64_t high) { return take(b, 0, 1) ? take(b, 0,
 static hcp_limits take_limits(bytes *b) {
   hcp_limits limits = {.ranks = (int32_t)take(b, 1, RANKS)};
   limits.min_degree = take(b, 0, 3) ? 1 : (int32_t)take(b, 1, limits.ranks);
-  limits.max_degree = take(b, 0, 3) ? limits.ranks
-                                    : (int32_t)take(b, limits.min_degree, limits.ranks);
+  limits.max_degree =
+      take(b, 0, 3) ? limits.ranks : (int32_t)take(b, limits.min_degree, limits.ranks);
   limits.max_tokens_per_rank = take(b, 1, 1 << take(b, 1, 14));
   limits.alignment = take(b, 0, 2) ? 1 : (int32_t)take(b, 0, 1 + limits.max_tokens_per_rank / 8);
   limits.ranks_per_node = (int32_t)(take(b, 0, 1) ? take(b, 0, 3) * 4 : maybe(b, 9));

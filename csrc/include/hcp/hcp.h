@@ -90,9 +90,10 @@ typedef struct hcp_cost {
 } hcp_cost;
 
 /* The names of the prices, in the order of the fields. */
-#define HCP_PRICES(X) \
-  X(pair) X(token) X(exchange) X(launch) X(exchange_far) X(all_to_all) X(all_to_all_far) \
-  X(step) X(window) X(tile) X(overlap)
+#define HCP_PRICES(X)                                                                              \
+  X(pair)                                                                                          \
+  X(token) X(exchange) X(launch) X(exchange_far) X(all_to_all) X(all_to_all_far) X(step) X(window) \
+      X(tile) X(overlap)
 
 /* Time of one sequence of length L tokens computed by d ranks, without launch:
  *
@@ -110,8 +111,8 @@ hcp_status hcp_cost_time(const hcp_cost *cost, int64_t length, int32_t degree,
 
 /* ---- 3. Plan ------------------------------------------------------------ */
 
-#define HCP_SYNCS(X)            \
-  X(STEP, "step")               \
+#define HCP_SYNCS(X) \
+  X(STEP, "step")    \
   X(MICRO_BATCH, "micro_batch")
 
 /* When ranks wait for each other, beside the ranks of their own group: at the
