@@ -14,8 +14,9 @@
 #include "internal.h"
 
 /* Groups that a sequence looks at before it opens one, and after it could not;
- * and sequences that widening may price again for one micro-batch. */
-enum { LOOK = 24, LOOK_FAR = 192, WIDEN = 4096 };
+ * sequences that widening may price again for one micro-batch; and sequences up
+ * to which all groups are looked at. */
+enum { LOOK = 24, LOOK_FAR = 192, WIDEN = 4096, BEST_FIT = 1024 };
 
 /* A rank that no wide group has taken. */
 typedef struct bin {
@@ -126,6 +127,38 @@ static int place_wide(waves *w, int32_t sequence, const hcp__kind *kind) {
     return 1;
   }
   return w->target == 0 && squeeze(w, sequence, kind);
+}
+
+/* ---- memory first ---- */
+
+/* Of all groups, the one whose rows the sequence fills best, -1: none. */
+static int32_t best_fit(const waves *w, const hcp__kind *kind, int64_t *rows, int64_t *time) {
+  int32_t best = -1;
+  int64_t left = INT64_MAX;
+  for (int32_t b = 0; b < w->blocks->count; b++) {
+    const hcp__block *block = &w->blocks->block[b];
+    int64_t needed = hcp_rows_max(kind->length, block->degree);
+    int64_t room = w->p->capacity - block->rows - needed;
+    if (room < 0 || room >= left) continue;
+    int64_t taken =
+        hcp__cost(w->p->cost, kind->length, block->degree, w->p->limits->ranks_per_node);
+    if (taken < 1) continue;
+    left = room;
+    best = b;
+    *rows = needed;
+    *time = taken;
+  }
+  return best;
+}
+
+static int place_by_memory(waves *w, int32_t sequence, const hcp__kind *kind) {
+  const hcp__option *option = &w->p->options[kind->first_option];
+  int64_t rows = option->rows, time = option->time;
+  int32_t b = best_fit(w, kind, &rows, &time);
+  for (int32_t wave = 0; b < 0 && wave < w->count; wave++) b = open_group(w, wave, option->degree);
+  if (b < 0) return 0;
+  add(w, b, sequence, rows, time);
+  return 1;
 }
 
 /* ---- single ranks ---- */
@@ -321,9 +354,11 @@ static int open_wave(waves *w, const hcp__option *option) {
 static int place(waves *w, int32_t i, int64_t lowest) {
   const hcp__kind *kind = &w->p->kinds[w->p->kind_of[i]];
   const hcp__option *option = hcp__allot(w->p, kind, lowest);
+  int by_memory = w->target == HCP__NO_TARGET && w->p->n <= BEST_FIT;
   for (int32_t tries = 0; tries < 2; tries++) {
-    if (option->degree > 1 ? place_wide(w, w->p->order[i], kind)
-                           : place_single(w, w->p->order[i], kind, option))
+    if (by_memory && place_by_memory(w, w->p->order[i], kind)) return 1;
+    if (!by_memory && (option->degree > 1 ? place_wide(w, w->p->order[i], kind)
+                                          : place_single(w, w->p->order[i], kind, option)))
       return 1;
     if (!open_wave(w, option)) return 0;
   }
