@@ -1,14 +1,15 @@
 """Builds the two libraries of hcp. What is not about building stands in pyproject.toml.
 
     hcp/_core.abi3.so   csrc/core + python       C11 on CPython's limited API, no torch
-    hcp/_ops.abi3.so    csrc/core + cpu + torch  C11 and C++17 on libtorch's stable ABI, no Python
+    hcp/_ops.abi3.so    csrc/core + cpu + torch  C11 and C++17 on libtorch's stable ABI, no Python;
+                        + cuda where nvcc is     CUDA's runtime linked in, its driver not needed
 
 Both work with every CPython >= 3.11 and every torch >= 2.10. torch's headers and libtorch_cpu come
 from the environment that hcp is being installed into. torch is no build requirement, because pip
 would download a second one.
 
 CC, CXX, CFLAGS, CXXFLAGS and LDFLAGS mean what they always mean: CFLAGS=-Werror makes warnings
-errors.
+errors. NVCC names CUDA's compiler; NVCC= (empty) builds for the CPU alone.
 """
 
 from __future__ import annotations
@@ -35,15 +36,23 @@ WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wshadow"]
 COMMON = ["-O3", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", *WARNINGS, "-Icsrc/include"]
 C_FLAGS = ["-std=c11", *COMMON]
 CXX_FLAGS = ["-std=c++17", *COMMON, "-fvisibility-inlines-hidden"]
+# A100, H100 and B200; the last also as PTX, for what comes after.
+CUDA_TARGETS = ["80", "90", "100"]
+CUDA_FLAGS = [
+    *("-std=c++17", "-O3", "-DNDEBUG", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Icsrc/include"),
+    *(f"-gencode=arch=compute_{target},code=sm_{target}" for target in CUDA_TARGETS),
+    f"-gencode=arch=compute_{CUDA_TARGETS[-1]},code=compute_{CUDA_TARGETS[-1]}",
+]
 
 
 def sources(*folders: str) -> list[str]:
-    return [str(path) for folder in folders for path in sorted(Path("csrc", folder).glob("*.c*"))]
+    files = [path for folder in folders for path in sorted(Path("csrc", folder).iterdir())]
+    return [str(path) for path in files if path.suffix in (".c", ".cpp", ".cu")]
 
 
 LIBRARIES = [
     Extension("hcp._core", sources("core", "python"), py_limited_api=True),
-    Extension("hcp._ops", sources("core", "cpu", "torch"), py_limited_api=True),
+    Extension("hcp._ops", sources("core", "cpu", "cuda", "torch"), py_limited_api=True),
 ]
 
 
@@ -67,6 +76,21 @@ def find_compiler(variable: str, usual: list[str], package: str) -> list[str]:
         else f"no compiler: none of {', '.join(usual)} is on PATH",
         f"Install {package} with the system's package manager, or set {variable} to a compiler.",
     )
+
+
+def find_nvcc() -> list[str] | None:
+    """CUDA's compiler, or None where there is none: hcp then works with CPU tensors alone."""
+    chosen = os.environ.get("NVCC")
+    if chosen is not None and not chosen:
+        return None
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    for command in [chosen] if chosen else ["nvcc", f"{home}/bin/nvcc"]:
+        if shutil.which(shlex.split(command)[0]):
+            return shlex.split(command)
+    if chosen:
+        raise missing(f"NVCC is {chosen!r}, which is not on PATH", "Correct it, or set NVCC= .")
+    print("nvcc is neither on PATH nor in CUDA_HOME: hcp is built without its CUDA kernels")
+    return None
 
 
 def find_python_headers() -> str:
@@ -125,6 +149,7 @@ class Toolchain:
             raise missing(f"the platform is {sys.platform}, expected linux", "Build on Linux.")
         self.cc = find_compiler("CC", ["cc", "gcc", "clang"], "gcc")
         self.cxx = find_compiler("CXX", ["c++", "g++", "clang++"], "g++")
+        self.nvcc = find_nvcc()
         python = find_python_headers()
         torch = find_torch()
         self.torch_libraries = torch / "lib"
@@ -141,7 +166,13 @@ class Toolchain:
             ],
         }
 
+    def builds(self, source: str) -> bool:
+        return self.nvcc is not None or not is_for_cuda(source)
+
     def compile_command(self, source: str, output: Path) -> list[str]:
+        if source.endswith(".cu"):
+            assert self.nvcc is not None
+            return [*self.nvcc, *CUDA_FLAGS, "-c", source, "-o", str(output)]
         flags = self.folder_flags[Path(source).parent.name]
         if source.endswith(".cpp"):
             compiler, extra = self.cxx, environment_flags("CXXFLAGS")
@@ -154,8 +185,19 @@ class Toolchain:
         if name == "hcp._core":
             return [*self.cc, "-shared", *objects, *extra, "-o", str(output)]
         # No rpath: hcp imports torch first, and what is loaded already is found by name.
-        libraries = [f"-L{self.torch_libraries}", "-ltorch_cpu", "-lm", "-Wl,--no-undefined"]
-        return [*self.cxx, "-shared", *objects, *libraries, *extra, "-o", str(output)]
+        libraries = [
+            f"-L{self.torch_libraries}",
+            "-ltorch_cpu",
+            "-lm",
+            "-Xlinker",
+            "--no-undefined",
+        ]
+        linker = [*self.nvcc, "-cudart=static"] if self.nvcc else self.cxx
+        return [*linker, "-shared", *objects, *libraries, *extra, "-o", str(output)]
+
+
+def is_for_cuda(source: str) -> bool:
+    return source.endswith((".cu", "_cuda.cpp"))
 
 
 def environment_flags(variable: str) -> list[str]:
@@ -198,6 +240,7 @@ class BuildLibraries(build_ext):
         tools = Toolchain()
         objects: dict[str, Path] = {}
         for library in self.extensions:
+            library.sources = [source for source in library.sources if tools.builds(source)]
             for source in library.sources:
                 objects[source] = Path(self.build_temp, source).with_suffix(".o")
         for output in objects.values():

@@ -121,9 +121,9 @@ def wave_greedy(lengths: list[int], ranks: int, capacity: int, cost: hcp.CostMod
                         if peak <= cap and (best is None or peak < best[0]):
                             best = (peak, k, degree, work)
                 peak = max(top, work)
-                if free >= degree and (not groups or peak <= cap):
-                    if best is None or peak < best[0]:
-                        best = (peak, -1, degree, work)
+                opens = free >= degree and (not groups or peak <= cap)
+                if opens and (best is None or peak < best[0]):
+                    best = (peak, -1, degree, work)
                 if not groups:
                     break
                 degree *= 2

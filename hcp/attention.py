@@ -1,9 +1,9 @@
 """Packed attention over local and received rows, forward and backward.
 
 The schedule (see ``hcp.layout``) says everything: which keys arrive when, and which dense blocks of
-queries and keys are computed. Each block is one call of a library kernel; the partial outputs are
-merged once by log-sum-exp. The backward fetches the keys again, gives the kernel the merged output
-and log-sum-exp, sends partial gradients of keys and values to their owners, and sums them once.
+queries and keys are computed, by library kernels (``hcp.kernels``). The partial outputs are merged
+once by log-sum-exp. The backward fetches the keys again, gives the kernel the merged output and
+log-sum-exp, sends partial gradients of keys and values to their owners, and sums them once.
 
 T rows on this rank, H query heads, G key-value heads, D head size, N rows of a buffer.
 """
@@ -11,71 +11,17 @@ T rows on this rank, H query heads, G key-value heads, D head size, N rows of a 
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from hcp import ops
-from hcp.exchange import Pending, Transport, agree, signature, transport_of
+from hcp.exchange import Pending, Transport, agree_once, signature, tag_of, transport_of
+from hcp.kernels import Call, Kernel, kernel_for
 from hcp.layout import Entry, Schedule, Stage, schedule_of
-
-# ---- blocks: library kernels ---------------------------------------------------------------------
-
-
-class Block(NamedTuple):
-    """Query rows against key rows, both (n, heads, D), causal (a square) or full."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    causal: bool
-    scale: float
-
-
-def _batched(rows: Tensor) -> Tensor:
-    return rows.unsqueeze(0).transpose(1, 2)
-
-
-def _packed(batch: Tensor) -> Tensor:
-    return batch.squeeze(0).transpose(0, 1)
-
-
-def cpu_forward(block: Block) -> tuple[Tensor, Tensor]:
-    """PyTorch's flash attention for the CPU: output (n, H, D) and log-sum-exp (n, H).
-
-    No block is empty: the kernel would end the process.
-    """
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        _batched(block.query),
-        _batched(block.key),
-        _batched(block.value),
-        0.0,
-        block.causal,
-        scale=block.scale,
-    )
-    return _packed(out), lse.squeeze(0).transpose(0, 1)
-
-
-def cpu_backward(
-    block: Block, grad_out: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values, given the merged output and log-sum-exp."""
-    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        _batched(grad_out),
-        _batched(block.query),
-        _batched(block.key),
-        _batched(block.value),
-        _batched(out),
-        lse.transpose(0, 1).unsqueeze(0),
-        0.0,
-        block.causal,
-        scale=block.scale,
-    )
-    query, key, value = (_packed(grad) for grad in grads)
-    return query, key, value
-
 
 # ---- stages: keys as they arrive -----------------------------------------------------------------
 
@@ -95,27 +41,28 @@ class _Fetch(NamedTuple):
         return ops.pack([self.received], self.stage.arrange, self.stage.key_rows)
 
 
-def _fetch(transport: Transport, stage: Stage, local: list[Tensor], forwarded: Tensor) -> _Fetch:
+def _fetch(
+    transport: Transport, stage: Stage, local: list[Tensor], forwarded: Tensor, tag: int
+) -> _Fetch:
     packed = len(stage.pack) > 0
     sent = ops.pack(local, stage.pack, stage.sent_rows) if packed else forwarded
     received = local[0].new_empty(stage.received_rows, sum(rows.shape[1] for rows in local))
-    pending = transport.start(sent, stage.sends, received, stage.receives)
+    pending = transport.start(sent, stage.sends, received, stage.receives, tag=tag)
     return _Fetch(stage, received, pending)
 
 
 def _arrivals(
-    transport: Transport, schedule: Schedule, key: Tensor, value: Tensor
-) -> Iterator[tuple[Stage, Tensor, Tensor]]:
-    """Each stage with its keys and values, while those of the next are on their way."""
+    transport: Transport, schedule: Schedule, key: Tensor, value: Tensor, tag: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Keys and values of each stage, while those of the next are on their way."""
     local = [key.flatten(1), value.flatten(1)]
     width = key.shape[1] * key.shape[2]
     stages = schedule.stages
     received = local[0].new_empty(0, 0)
     stage_key, stage_value = key, value
-    for i, stage in enumerate(stages):
-        following = stages[i + 1] if i + 1 < len(stages) else None
-        fetch = _fetch(transport, following, local, received) if following else None
-        yield stage, stage_key, stage_value
+    for following in [*stages[1:], None]:
+        fetch = _fetch(transport, following, local, received, tag) if following else None
+        yield stage_key, stage_value
         if fetch is not None:
             received = fetch.rows()
             stage_rows = len(received)
@@ -123,42 +70,87 @@ def _arrivals(
             stage_value = received[:, width:].view(stage_rows, *value.shape[1:])
 
 
-def _block(entry: Entry, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Block:
-    queries = slice(entry.query_row, entry.query_row + entry.query_rows)
-    keys = slice(entry.key_row, entry.key_row + entry.key_rows)
-    return Block(query[queries], key[keys], value[keys], bool(entry.causal), scale)
+# ---- calls: what a kernel computes at once -------------------------------------------------------
+
+
+class _Calls(NamedTuple):
+    """A schedule in terms of a kernel's calls instead of its entries."""
+
+    stages: list[list[Call]]
+    output_runs: Tensor
+    home_runs: Tensor
+    local_runs: Tensor
+
+
+def _calls_of(schedule: Schedule, kernel: Kernel) -> _Calls:
+    """Made once for a schedule and kernel; every layer uses it."""
+    made = schedule.calls.get(kernel)
+    if made is None:
+        made = schedule.calls[kernel] = _make_calls(schedule, kernel)
+    return cast(_Calls, made)
+
+
+def _make_calls(schedule: Schedule, kernel: Kernel) -> _Calls:
+    stages = [kernel.calls(stage.entries) for stage in schedule.stages]
+    # Of each entry: its call, and where its queries and its keys start there.
+    places: list[tuple[int, int, int]] = []
+    number = 0
+    for stage, calls in zip(schedule.stages, stages, strict=True):
+        found: dict[Entry, tuple[int, int, int]] = {}
+        for call in calls:
+            for entry in call.entries:
+                query, key = entry.query_row - call.queries.start, entry.key_row - call.keys.start
+                found[entry] = (number, query, key)
+            number += 1
+        places += [found[entry] for entry in stage.entries]
+    # What comes home is one more part behind the entries, and behind the calls, of stage 0.
+    local = [*places[: len(schedule.stages[0].entries)], (len(stages[0]), 0, 0)]
+    return _Calls(
+        stages,
+        _renumber(schedule.output_runs, places, 1),
+        _renumber(schedule.home_runs, places, 2),
+        _renumber(schedule.local_runs, local, 2),
+    )
+
+
+def _renumber(runs: Tensor, places: list[tuple[int, int, int]], offset: int) -> Tensor:
+    """Runs over entries as runs over calls: the part, and where it starts in there."""
+    if len(runs) == 0:
+        return runs
+    table = torch.tensor(places)[runs[:, 2]]
+    return torch.stack([runs[:, 0], runs[:, 1], table[:, 0], runs[:, 3] + table[:, offset]], 1)
 
 
 # ---- operators -----------------------------------------------------------------------------------
 
 
-def _open(query: Tensor, key: Tensor, value: Tensor, words: Tensor) -> tuple[Schedule, Transport]:
-    schedule = schedule_of(words)
-    transport = transport_of(schedule.transport_key)
-    traits = signature(query, key, value)
-    if schedule.agreed != traits:
-        sends = [move for stage in schedule.stages for move in stage.sends]
-        receives = [move for stage in schedule.stages for move in stage.receives]
-        agree(transport, traits, sends, receives)
-        schedule.agreed = traits
-    return schedule, transport
+def _call_traits(
+    schedule: Schedule, query: Tensor, key: Tensor, value: Tensor, scale: float
+) -> tuple[int, ...]:
+    (scale_bits,) = struct.unpack("<q", struct.pack("<d", scale))
+    return (*signature(query, key, value), *schedule.kind, scale_bits)
 
 
-@torch.library.custom_op("hcp::attention", mutates_args=())
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, words: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    schedule, transport = _open(query, key, value, words)
+    schedule = schedule_of(words)
+    transport = transport_of(schedule.transport_key)
+    check(query, key, value, schedule.rows, transport.device)
+    tag = agree_once(transport, schedule, _call_traits(schedule, query, key, value, scale))
+    kernel = kernel_for(query.device, query.dtype)
+    calls = _calls_of(schedule, kernel)
     outs, lses = [], []
-    for stage, stage_key, stage_value in _arrivals(transport, schedule, key, value):
-        for entry in stage.entries:
-            out, lse = cpu_forward(_block(entry, query, stage_key, stage_value, scale))
+    arrivals = _arrivals(transport, schedule, key, value, tag)
+    for stage_calls, (stage_key, stage_value) in zip(calls.stages, arrivals, strict=True):
+        for call in stage_calls:
+            keys, values = stage_key[call.keys], stage_value[call.keys]
+            out, lse = kernel.forward(call, query[call.queries], keys, values, scale)
             outs.append(out)
             lses.append(lse)
     if not outs:
         return torch.zeros_like(query), _empty_lse(query)
-    merged: tuple[Tensor, Tensor] = ops.merge(outs, lses, schedule.output_runs, schedule.rows)
-    return merged
+    return ops.merge(outs, lses, calls.output_runs, schedule.rows)
 
 
 def _empty_lse(query: Tensor) -> Tensor:
@@ -166,8 +158,7 @@ def _empty_lse(query: Tensor) -> Tensor:
     return query.new_full(query.shape[:2], -math.inf, dtype=dtype)
 
 
-@_attention.register_fake
-def _(
+def _attention_fake(
     query: Tensor, key: Tensor, value: Tensor, words: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -175,7 +166,6 @@ def _(
     return out, query.new_empty((query.shape[0], query.shape[1]), dtype=dtype)
 
 
-@torch.library.custom_op("hcp::attention_backward", mutates_args=())
 def _attention_backward(
     grad_out: Tensor,
     query: Tensor,
@@ -186,32 +176,40 @@ def _attention_backward(
     words: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    schedule, transport = _open(query, key, value, words)
+    schedule = schedule_of(words)
+    transport = transport_of(schedule.transport_key)
+    tag = tag_of(_call_traits(schedule, query, key, value, scale))
+    kernel = kernel_for(query.device, query.dtype)
+    calls = _calls_of(schedule, kernel)
     grad_out = _innermost_contiguous(grad_out)
     grad_queries: list[Tensor] = []
     grad_keys: list[Tensor] = []
     grad_values: list[Tensor] = []
-    for stage, stage_key, stage_value in _arrivals(transport, schedule, key, value):
-        for entry in stage.entries:
-            rows = slice(entry.query_row, entry.query_row + entry.query_rows)
-            block = _block(entry, query, stage_key, stage_value, scale)
-            grads = cpu_backward(block, grad_out[rows], out[rows], lse[rows])
+    arrivals = _arrivals(transport, schedule, key, value, tag)
+    for stage_calls, (stage_key, stage_value) in zip(calls.stages, arrivals, strict=True):
+        for call in stage_calls:
+            rows = call.queries
+            keys, values = stage_key[call.keys], stage_value[call.keys]
+            grads = kernel.backward(
+                call, grad_out[rows], query[rows], keys, values, out[rows], lse[rows], scale
+            )
             for parts, grad in zip((grad_queries, grad_keys, grad_values), grads, strict=True):
                 parts.append(grad.flatten(1))
     if not grad_queries:
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    home = _bring_home(transport, schedule, grad_keys, grad_values)
-    local = len(schedule.stages[0].entries)
+    home = _bring_home(transport, schedule, calls, grad_keys, grad_values, tag)
+    local = len(calls.stages[0])
     width = grad_keys[0].shape[1]
+    parts_of_keys = [*grad_keys[:local], home[:, :width]]
+    parts_of_values = [*grad_values[:local], home[:, width:]]
     return (
-        ops.reduce(grad_queries, schedule.output_runs, schedule.rows).view_as(query),
-        _summed([*grad_keys[:local], home[:, :width]], schedule).view_as(key),
-        _summed([*grad_values[:local], home[:, width:]], schedule).view_as(value),
+        ops.reduce(grad_queries, calls.output_runs, schedule.rows).view_as(query),
+        ops.reduce(parts_of_keys, calls.local_runs, schedule.rows).view_as(key),
+        ops.reduce(parts_of_values, calls.local_runs, schedule.rows).view_as(value),
     )
 
 
-@_attention_backward.register_fake
-def _(
+def _attention_backward_fake(
     grad_out: Tensor,
     query: Tensor,
     key: Tensor,
@@ -234,18 +232,19 @@ def _innermost_contiguous(rows: Tensor) -> Tensor:
 
 
 def _bring_home(
-    transport: Transport, schedule: Schedule, grad_keys: list[Tensor], grad_values: list[Tensor]
+    transport: Transport,
+    schedule: Schedule,
+    calls: _Calls,
+    grad_keys: list[Tensor],
+    grad_values: list[Tensor],
+    tag: int,
 ) -> Tensor:
     """Partial gradients of other ranks' keys to their owners; what comes home, part by part."""
     columns = [grad for pair in zip(grad_keys, grad_values, strict=True) for grad in pair]
-    sent = ops.reduce(columns, schedule.home_runs, schedule.home_sent_rows, columns=2)
+    sent = ops.reduce(columns, calls.home_runs, schedule.home_sent_rows, columns=2)
     received = sent.new_empty(schedule.home_received_rows, sent.shape[1])
-    transport.start(sent, schedule.home_sends, received, schedule.home_receives).wait()
+    transport.start(sent, schedule.home_sends, received, schedule.home_receives, tag=tag).wait()
     return received
-
-
-def _summed(parts: list[Tensor], schedule: Schedule) -> Tensor:
-    return ops.reduce(parts, schedule.local_runs, schedule.rows)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -263,7 +262,37 @@ def _backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Any, ...]:
     return *grads, None, None
 
 
-_attention.register_autograd(_backward, setup_context=_save)
+def _refuse_second_derivative(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+    raise NotImplementedError(
+        "hcp attention was differentiated twice, expected once: it has no second derivative"
+    )
+
+
+def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    pass
+
+
+# Registered by hand: torch.library.custom_op would import the compiler at the first eager call.
+_SCHEMAS = {
+    "hcp::attention": "(Tensor query, Tensor key, Tensor value, Tensor words, float scale)"
+    " -> (Tensor, Tensor)",
+    "hcp::attention_backward": "(Tensor grad_out, Tensor query, Tensor key, Tensor value,"
+    " Tensor out, Tensor lse, Tensor words, float scale) -> (Tensor, Tensor, Tensor)",
+}
+for _name, _run, _shapes, _gradient, _keep in (
+    ("hcp::attention", _attention, _attention_fake, _backward, _save),
+    (
+        "hcp::attention_backward",
+        _attention_backward,
+        _attention_backward_fake,
+        _refuse_second_derivative,
+        _save_nothing,
+    ),
+):
+    torch.library.define(_name, _SCHEMAS[_name])
+    torch.library.impl(_name, ("cpu", "cuda"), _run)
+    torch.library.register_fake(_name, _shapes)
+    torch.library.register_autograd(_name, _gradient, setup_context=_keep)
 
 
 # ---- the call ------------------------------------------------------------------------------------
@@ -281,10 +310,10 @@ def attention(query: Tensor, key: Tensor, value: Tensor, words: Tensor, scale: f
     return out
 
 
-def check(query: Tensor, key: Tensor, value: Tensor, rows: int) -> None:
+def check(query: Tensor, key: Tensor, value: Tensor, rows: int, device: torch.device) -> None:
     """Raise ValueError unless the tensors are what a kernel computes right.
 
-    The CPU kernel does not check head counts, and computes nonsense from wrong ones.
+    Kernels do not check head counts, and compute nonsense from wrong ones.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 3:
@@ -296,12 +325,10 @@ def check(query: Tensor, key: Tensor, value: Tensor, rows: int) -> None:
                 f"{name} has {tensor.shape[0]} rows, expected {rows}: "
                 "this rank's rows of the micro-batch"
             )
-        if tensor.device.type != "cpu":
-            raise ValueError(f"{name} is on {tensor.device}, expected the CPU")
-        if tensor.dtype not in _KERNEL_DTYPES or tensor.dtype != query.dtype:
-            raise ValueError(
-                f"{name} has dtype {tensor.dtype}, expected one of {_KERNEL_DTYPES}, as query has"
-            )
+        if tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}, expected {device}: the group's device")
+        if tensor.dtype != query.dtype:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {query.dtype} as query")
     if key.shape != value.shape or key.shape[2] != query.shape[2]:
         raise ValueError(
             f"key has shape {tuple(key.shape)} and value {tuple(value.shape)}, expected the same "
@@ -311,6 +338,4 @@ def check(query: Tensor, key: Tensor, value: Tensor, rows: int) -> None:
         raise ValueError(
             f"query has {query.shape[1]} heads, expected a multiple of the {key.shape[1]} of key"
         )
-
-
-_KERNEL_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    kernel_for(query.device, query.dtype)

@@ -8,6 +8,7 @@ plan = config.plan(lengths, ranks=groups.size("dp_cp"))
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING
@@ -120,27 +121,26 @@ class Config:
                 f"cp_comm_type lists {len(self.cp_comm_type)} values for {num_layers} layers,"
                 f" expected 1 or {num_layers}"
             )
-        if longest is not None:
+        if longest is not None and self.sequence_packing_scheduler == "static_cp":
             self.static_degree(longest, ranks)
+        elif longest is not None:
+            self._degree_of(longest, range(self.min_dynamic_context_parallel_size, ranks + 1))
 
     def static_degree(self, longest: int, ranks: int) -> int:
         """The degree of "static_cp" for sequences of at most `longest` tokens."""
+        size = self.context_parallel_size
+        return self._degree_of(longest, divisors(ranks) if size is None else [size])
+
+    def _degree_of(self, longest: int, degrees: Sequence[int]) -> int:
+        """The least of ascending degrees that holds every sequence of up to `longest` tokens."""
         limit = self.max_seqlen_per_dp_cp_rank
-        if self.context_parallel_size is not None:
-            rows = rows_max(longest, self.context_parallel_size)
-            if rows > limit:
-                raise ValueError(
-                    f"{longest} tokens / context_parallel_size ({self.context_parallel_size})"
-                    f" = {rows} rows on a rank > max_seqlen_per_dp_cp_rank ({limit}):"
-                    " raise either, or shorten the sequences"
-                )
-            return self.context_parallel_size
-        for degree in divisors(ranks):
-            if rows_max(longest, degree) <= limit:
+        for degree in degrees:
+            if rows_up_to(longest, degree) <= limit:
                 return degree
         raise ValueError(
-            f"{longest} tokens / {ranks} ranks = {rows_max(longest, ranks)} rows on a rank "
-            f"> max_seqlen_per_dp_cp_rank ({limit}): raise it, add ranks, or shorten the sequences"
+            f"rows of {longest} tokens on a rank of {degrees[-1]}"
+            f" ({rows_up_to(longest, degrees[-1])}) > max_seqlen_per_dp_cp_rank ({limit}):"
+            " raise it, use more ranks, or shorten the sequences"
         )
 
     def plan(self, lengths: Sequence[int], ranks: int, cost: CostModel | None = None) -> Plan:
@@ -150,8 +150,8 @@ class Config:
 
         self.validate(ranks=ranks)
         if self.sequence_packing_scheduler == "static_cp":
-            degree = self.static_degree(max(lengths, default=1), ranks)
-            least, most = degree, degree
+            size = self.context_parallel_size
+            least = most = size or self.static_degree(max(lengths, default=1), ranks)
         else:
             least, most = self.min_dynamic_context_parallel_size, ranks
         return plan(
@@ -227,14 +227,17 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def rows_max(length: int, degree: int) -> int:
-    """Rows of the fullest rank when degree ranks share length tokens zigzag, as hcp_rows_max in
-    hcp.h."""
-    edge = [k * length // (2 * degree) for k in range(2 * degree + 1)]
-    return max(
-        edge[j + 1] - edge[j] + edge[2 * degree - j] - edge[2 * degree - 1 - j]
-        for j in range(degree)
-    )
+def rows_up_to(longest: int, degree: int) -> int:
+    """Rows of the fullest rank, at most, when degree ranks share up to longest tokens zigzag.
+
+    A shorter sequence may need a row more than the longest: on 4 ranks 11 tokens put 4 on one of
+    them, and 12 tokens 3 on each.
+    """
+    whole, rest = divmod(longest, 2 * degree)
+    # A rank holds two of 2 * degree chunks. The least remainder that rounds up both of them on some
+    # rank is the least one above 2 that does not divide the number of chunks.
+    both = next(r for r in itertools.count(3) if 2 * degree % r != 0)
+    return 2 * whole + min(rest, 1) + (rest >= both)
 
 
 def expect_size(name: str, value: object) -> None:

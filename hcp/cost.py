@@ -66,7 +66,7 @@ class CostModel:
     def __post_init__(self) -> None:
         for name in PRICES:
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 0:
+            if type(value) is not int or value < 0:
                 raise ValueError(f"cost.{name} is {value!r}, expected an integer >= 0")
         if not self.unit > 0:
             raise ValueError(f"cost.unit is {self.unit!r}, expected seconds > 0")

@@ -30,16 +30,32 @@ class Groups(Protocol):
     def transport(self) -> Transport: ...
 
 
-class LocalBatch(dict[str, Tensor]):
-    """This rank's rows of one micro-batch: ``local.tokens`` is ``local["tokens"]``."""
+class LocalBatch:
+    """This rank's rows of one micro-batch: ``local.tokens`` is ``local["tokens"]``.
+
+    Has no other public attribute, so that a field may have any name; iterates over the names.
+    """
+
+    def __init__(self, fields: Mapping[str, Tensor]) -> None:
+        self._fields = dict(fields)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._fields[name]
 
     def __getattr__(self, name: str) -> Tensor:
-        try:
-            return self[name]
-        except KeyError:
+        fields = self.__dict__.get("_fields", {})
+        if name not in fields:
             raise AttributeError(
-                f"the samples have no field {name!r}, expected one of {sorted(self)}"
-            ) from None
+                f"the samples have no field {name!r}, expected one of {sorted(fields)}"
+            )
+        field: Tensor = fields[name]
+        return field
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
 
 
 # ---- agreement: every rank says what it has, or why it cannot ------------------------------------
@@ -175,6 +191,7 @@ def _announce(
     samples: Sequence[Sample],
     sources: Sequence[int],
     transport: Transport,
+    comm_types: Sequence[str],
     loss_mask: str,
 ) -> bytes:
     _check_samples(plan, samples, sources, transport)
@@ -182,6 +199,7 @@ def _announce(
     announcement = {
         "plan": f"{plan.checksum:016x}",
         "sources": zlib.crc32(struct.pack(f"<{len(sources)}q", *sources)),
+        "comm_types": list(comm_types),
         "fields": _describe(samples) if samples else None,
         "loss_tokens": sum(float(sample[loss_mask].sum(dtype=torch.float64)) for sample in samples)
         if counted
@@ -256,12 +274,14 @@ def dispatch(
     announcements = [
         json.loads(message)
         for message in _share(
-            transport, lambda: _announce(plan, samples, sources, transport, loss_mask)
+            transport,
+            lambda: _announce(plan, samples, sources, transport, comm_types, loss_mask),
         )
     ]
     same = "give every rank the same lengths, limits, cost and sources"
     _require_same(announcements, "plan", transport.rank, same)
     _require_same(announcements, "sources", transport.rank, same)
+    _require_same(announcements, "comm_types", transport.rank, "name the same, in one order")
     described = _require_same(
         announcements, "fields", transport.rank, "load the same fields on every rank"
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import struct
 import weakref
+import zlib
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -36,12 +38,20 @@ class Transport(Protocol):
     """Its number in this process: tables name their transport by it."""
 
     def start(
-        self, sent: Tensor, sends: Sequence[Move], received: Tensor, receives: Sequence[Move]
+        self,
+        sent: Tensor,
+        sends: Sequence[Move],
+        received: Tensor,
+        receives: Sequence[Move],
+        *,
+        tag: int = 0,
     ) -> Pending:
         """Begin to exchange rows of two contiguous buffers (rows, width) with other ranks.
 
         Ranks that exchange nothing need not call. Two ranks start their exchanges with each other
-        in the same order.
+        in the same order. Rows of different tags never meet where the transport knows tags (gloo,
+        loopback): ranks that call differently wait for each other, until the timeout at most,
+        instead of reading rows that are not theirs.
         """
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
@@ -92,15 +102,29 @@ class TorchTransport:
         self.key = register(self)
 
     def start(
-        self, sent: Tensor, sends: Sequence[Move], received: Tensor, receives: Sequence[Move]
+        self,
+        sent: Tensor,
+        sends: Sequence[Move],
+        received: Tensor,
+        receives: Sequence[Move],
+        *,
+        tag: int = 0,
     ) -> Pending:
         copy_to_self(self.rank, sent, sends, received, receives)
         operations = [
-            dist.P2POp(dist.irecv, received[row : row + rows], group=self.group, group_peer=peer)
+            dist.P2POp(
+                dist.irecv,
+                received[row : row + rows],
+                group=self.group,
+                tag=tag,
+                group_peer=peer,
+            )
             for peer, row, rows in receives
             if peer != self.rank
         ] + [
-            dist.P2POp(dist.isend, sent[row : row + rows], group=self.group, group_peer=peer)
+            dist.P2POp(
+                dist.isend, sent[row : row + rows], group=self.group, tag=tag, group_peer=peer
+            )
             for peer, row, rows in sends
             if peer != self.rank
         ]
@@ -201,19 +225,47 @@ def signature(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def agree(
+class Moves(Protocol):
+    """A route or a schedule: who sends rows to whom."""
+
+    agreed: set[tuple[int, ...]]
+
+    @property
+    def sends(self) -> list[Move]: ...
+
+    @property
+    def receives(self) -> list[Move]: ...
+
+
+def tag_of(traits: tuple[int, ...]) -> int:
+    """The tag of rows that belong to a call with these traits."""
+    return _FIRST_TAG + zlib.crc32(struct.pack(f"<{len(traits)}q", *traits)) % 2**30
+
+
+_AGREEMENT_TAG, _FIRST_TAG = 1, 2
+
+
+def agree_once(transport: Transport, moves: Moves, traits: tuple[int, ...]) -> int:
+    """Compare traits with the peers at the first call that has them; the tag of its rows.
+
+    A receive buffer of the wrong size would abort the process, or be filled in part: peers that
+    call with other traits are refused before any row is on its way. Raises HcpError.
+    """
+    if traits not in moves.agreed:
+        _agree(transport, traits, moves.sends, moves.receives)
+        moves.agreed.add(traits)
+    return tag_of(traits)
+
+
+def _agree(
     transport: Transport,
     own: tuple[int, ...],
     sends: Sequence[Move],
     receives: Sequence[Move],
 ) -> None:
-    """Refuse peers whose rows have another dtype or shape, before any row is on its way.
-
-    A receive buffer of the wrong size would abort the process, or be filled in part.
-    """
-    width = 16
+    width = 24
     if len(own) > width:
-        raise ValueError(f"rows have {len(own)} traits, expected at most {width}")
+        raise ValueError(f"the call has {len(own)} traits, expected at most {width}")
     sources = sorted({move.peer for move in receives} - {transport.rank})
     targets = sorted({move.peer for move in sends} - {transport.rank})
     sent = torch.full((1, width), -1, dtype=torch.int64)
@@ -225,13 +277,15 @@ def agree(
         [Move(peer, 0, 1) for peer in targets],
         received,
         [Move(peer, i, 1) for i, peer in enumerate(sources)],
+        tag=_AGREEMENT_TAG,
     ).wait()
     for peer, theirs in zip(sources, received.tolist(), strict=True):
         if theirs != sent.tolist()[0]:
             raise HcpError(
-                f"rank {transport.rank}: tensors differ between ranks: here (dtype, dimensions, "
-                f"sizes of each) are {list(own)}, on rank {peer} {theirs[: len(own)]}; every rank "
-                "of a group must call with the same dtypes, heads and sizes"
+                f"rank {transport.rank}: the call differs between ranks: its traits (dtype, "
+                f"dimensions and sizes of each tensor, then options) are {list(own)} here and "
+                f"{theirs[: len(own)]} on rank {peer}; every rank of a group must call with the "
+                "same dtypes, heads, sizes and options"
             )
 
 
@@ -243,9 +297,9 @@ def rows_of(x: Tensor) -> Tensor:
     return x.unsqueeze(1) if x.dim() == 1 else x.flatten(1)
 
 
-def carry(transport: Transport, route: Route, rows: Tensor) -> Tensor:
+def carry(transport: Transport, route: Route, rows: Tensor, tag: int = 0) -> Tensor:
     """Carry rows (source_rows, width) along a route to (output_rows, width)."""
     wire = ops.pack([rows], route.pack, route.sent_rows)
     received = rows.new_empty(route.received_rows, rows.shape[1])
-    transport.start(wire, route.sends, received, route.receives).wait()
+    transport.start(wire, route.sends, received, route.receives, tag=tag).wait()
     return ops.pack([received], route.arrange, route.output_rows)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hcp import _core, attention, loss
-from hcp.exchange import Transport, agree, carry, rows_of, signature
-from hcp.layout import Layout, Route, rows_may_vary, schedule_words
+from hcp.exchange import Transport, agree_once, carry, rows_of, signature
+from hcp.layout import Layout, Route, rows_may_vary, schedule_of, schedule_words
 from hcp.plan import Plan
 
 COMM_TYPES: tuple[str, ...] = _core.COMM_TYPES
@@ -45,7 +45,7 @@ class ContextParallelHandler:
         """Rows of this rank, T. May be 0."""
         self.degree = layout.degree
         """Ranks that compute these sequences; 0 where this rank has none."""
-        self.cu_seqlens = layout.cu_seqlens
+        self.cu_seqlens = layout.cu_seqlens.to(transport.device)
         """int32 (sequences + 1,): local rows of each sequence, summed."""
         self.position_ids = rows_may_vary(layout.positions.to(transport.device, non_blocking=True))
         """int64 (T,): each row's place in its sequence."""
@@ -61,6 +61,9 @@ class ContextParallelHandler:
             for name in dict.fromkeys(comm_types)
             for causal in (True, False)
         }
+        # Read once, and kept for all layers.
+        self._read = [schedule_of(words) for words in self._schedules.values()]
+        self._routes: dict[object, Route] = {}
 
     def _schedule_words(self, comm_type: str, causal: bool) -> Tensor:
         if comm_type not in COMM_TYPES:
@@ -103,8 +106,6 @@ class ContextParallelHandler:
                 "name every type in comm_types= of hcp.dispatch"
             )
         words = self._schedules[name, causal]
-        if not torch.compiler.is_compiling():
-            attention.check(query, key, value, self.rows)
         scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         return attention.attention(
             _dense_heads(query), _dense_heads(key), _dense_heads(value), words, scale
@@ -146,11 +147,15 @@ class ContextParallelHandler:
         x (S, ...): the sequences of this micro-batch that this rank loaded, whole, end to end by
         ascending index. Returns (T, ...). Every rank of the domain calls it.
         """
-        return self._travel(x, self._dispatch_route(False), self._dispatch_route(True))
+        return self._travel(
+            x, self._dispatch_route(reverse=False), self._dispatch_route(reverse=True)
+        )
 
     def combine(self, x: Tensor) -> Tensor:
         """The way back: (T, ...) to (S, ...), so that combine(dispatch(x)) is x."""
-        return self._travel(x, self._dispatch_route(True), self._dispatch_route(False))
+        return self._travel(
+            x, self._dispatch_route(reverse=True), self._dispatch_route(reverse=False)
+        )
 
     def roll_tensor(self, x: Tensor, shifts: int = -1) -> Tensor:
         """Shift rows along their sequences, across the borders of ranks: (T, ...) to (T, ...).
@@ -158,24 +163,32 @@ class ContextParallelHandler:
         As torch.roll within each sequence, but what enters at an end is zeros. The default -1 gives
         every row its successor's value, as labels want. Every rank of the group calls it.
         """
-        route = Route.roll(self.plan, self.micro_batch, self._transport.rank, shifts)
-        back = Route.roll(self.plan, self.micro_batch, self._transport.rank, -shifts)
-        return self._travel(x, route, back)
+        return self._travel(x, self._roll_route(shifts), self._roll_route(-shifts))
 
-    def _dispatch_route(self, reverse: bool) -> Route:
+    def _dispatch_route(self, *, reverse: bool) -> Route:
         if self._sources is None:
             raise ValueError("the handler has no sources, expected them: who loaded which sequence")
-        return Route.dispatch(
-            self.plan, self._sources, self._transport.rank, self.micro_batch, 1, reverse=reverse
-        )
+        key = "combine" if reverse else "dispatch"
+        if key not in self._routes:
+            self._routes[key] = Route.dispatch(
+                self.plan, self._sources, self._transport.rank, self.micro_batch, 1, reverse=reverse
+            )
+        return self._routes[key]
+
+    def _roll_route(self, shift: int) -> Route:
+        if shift not in self._routes:
+            self._routes[shift] = Route.roll(
+                self.plan, self.micro_batch, self._transport.rank, shift
+            )
+        return self._routes[shift]
 
     def _travel(self, x: Tensor, route: Route, back: Route) -> Tensor:
         if x.dim() == 0 or x.shape[0] != route.source_rows:
             raise ValueError(f"x has shape {tuple(x.shape)}, expected {route.source_rows} rows")
         if x.device.type != self._transport.device.type:
             raise ValueError(f"x is on {x.device}, expected {self._transport.device}")
-        agree(self._transport, signature(x), route.sends, route.receives)
-        out: Tensor = _Travel.apply(rows_of(x), route, back, self._transport)  # type: ignore[no-untyped-call]
+        tag = agree_once(self._transport, route, signature(x))
+        out: Tensor = _Travel.apply(rows_of(x), route, back, self._transport, tag)  # type: ignore[no-untyped-call]
         return out.reshape(route.output_rows, *x.shape[1:])
 
     # ---- loss ----
@@ -231,10 +244,13 @@ def _dense_heads(rows: Tensor) -> Tensor:
 
 class _Travel(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, route: Route, back: Route, transport: Transport) -> Tensor:
-        ctx.back, ctx.transport = back, transport
-        return carry(transport, route, rows)
+    def forward(
+        ctx: Any, rows: Tensor, route: Route, back: Route, transport: Transport, tag: int
+    ) -> Tensor:
+        ctx.back, ctx.transport, ctx.tag = back, transport, tag
+        return carry(transport, route, rows, tag)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return carry(ctx.transport, ctx.back, grad.contiguous()), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        rows = carry(ctx.transport, ctx.back, grad.contiguous(), ctx.tag)
+        return rows, None, None, None, None

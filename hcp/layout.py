@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import weakref
 from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -75,9 +76,10 @@ def _tensor(view: memoryview, dtype: torch.dtype) -> Tensor:
 
 def rows_may_vary(tensor: Tensor) -> Tensor:
     """Tell a compiler in use that dim 0 differs from plan to plan, so that one graph serves all."""
-    dynamo = sys.modules.get("torch._dynamo")  # torch.compile has imported it; nobody else should
-    if dynamo is not None:
-        dynamo.maybe_mark_dynamic(tensor, 0)
+    dynamo = sys.modules.get("torch._dynamo")  # there once torch.compile was called
+    mark = getattr(dynamo, "maybe_mark_dynamic", None)  # not yet, while another thread imports it
+    if mark is not None:
+        mark(tensor, 0)
     return tensor
 
 
@@ -115,8 +117,8 @@ class Route(_Table):
         self.sends = self.moves("SENDS")
         self.receives = self.moves("RECEIVES")
         self.arrange = self.section("ARRANGE")
-        self.agreed: tuple[int, ...] | None = None
-        """What the ranks have found equal: see ``exchange.agree``."""
+        self.agreed: set[tuple[int, ...]] = set()
+        """Traits of rows that the ranks have found equal: see ``exchange.agree_once``."""
 
     @classmethod
     def dispatch(
@@ -165,15 +167,27 @@ class Schedule(_Table):
 
     def __init__(self, words: Tensor) -> None:
         super().__init__(words)
-        self.rows, self.home_sent_rows, self.home_received_rows = self.section("SIZES").tolist()[0]
+        sizes = self.section("SIZES").tolist()[0]
+        self.rows, self.home_sent_rows, self.home_received_rows, comm_type, causal = sizes
+        self.kind: tuple[int, int] = comm_type, causal
         self.output_runs = self.section("OUTPUT_RUNS")
         self.home_runs = self.section("HOME_RUNS")
         self.local_runs = self.section("LOCAL_RUNS")
         self.home_sends = self.moves("HOME_SENDS")
         self.home_receives = self.moves("HOME_RECEIVES")
         self.stages = self._stages()
-        self.agreed: tuple[int, ...] | None = None
-        """What the ranks have found equal: see ``exchange.agree``."""
+        self.calls: dict[object, object] = {}
+        """The entries as calls of each kernel that has computed them: see ``hcp.attention``."""
+        self.agreed: set[tuple[int, ...]] = set()
+        """Traits of calls that the ranks have found equal: see ``exchange.agree_once``."""
+
+    @property
+    def sends(self) -> list[Move]:
+        return [move for stage in self.stages for move in stage.sends]
+
+    @property
+    def receives(self) -> list[Move]:
+        return [move for stage in self.stages for move in stage.receives]
 
     @property
     def transport_key(self) -> int:
@@ -215,20 +229,14 @@ def schedule_words(
     return rows_may_vary(words)
 
 
-_schedules: dict[int, Schedule] = {}
-_SCHEDULES_KEPT = 4096
+_schedules: weakref.WeakValueDictionary[int, Schedule] = weakref.WeakValueDictionary()
 
 
 def schedule_of(words: Tensor) -> Schedule:
-    """The schedule that a tensor of words holds, read once.
-
-    What is forgotten here is simply read again: the words say everything.
-    """
+    """The schedule that a tensor of words holds: read once for as long as somebody keeps it, as a
+    handler does, and again in a backward that outlives its handler. The words say everything."""
     serial = int(words[0])
     schedule = _schedules.get(serial)
     if schedule is None:
-        schedule = Schedule(words)
-        while len(_schedules) >= _SCHEDULES_KEPT:
-            _schedules.pop(next(iter(_schedules)), None)
-        _schedules[serial] = schedule
+        schedule = _schedules[serial] = Schedule(words)
     return schedule

@@ -23,11 +23,12 @@ Result = TypeVar("Result")
 class _World:
     """What the ranks share. Messages between two ranks arrive in the order in which they left."""
 
-    def __init__(self, size: int, timeout: float) -> None:
+    def __init__(self, size: int, timeout: float, device: torch.device) -> None:
         self.size = size
+        self.device = device
         self.timeout = timeout
         self.changed = threading.Condition()
-        self.messages: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
+        self.messages: dict[tuple[int, int], deque[tuple[int, Tensor]]] = defaultdict(deque)
         self.gathered: dict[int, dict[int, bytes]] = defaultdict(dict)
         self.failed: int | None = None
 
@@ -49,35 +50,41 @@ class LoopbackTransport:
         self._rounds = 0
         self.rank = rank
         self.size = world.size
-        self.device = torch.device("cpu")
+        self.device = world.device
         self.key = register(self)
         self.rows_sent = 0
         """Rows that went to other ranks so far."""
 
     def start(
-        self, sent: Tensor, sends: Sequence[Move], received: Tensor, receives: Sequence[Move]
+        self,
+        sent: Tensor,
+        sends: Sequence[Move],
+        received: Tensor,
+        receives: Sequence[Move],
+        *,
+        tag: int = 0,
     ) -> Pending:
         copy_to_self(self.rank, sent, sends, received, receives)
         with self._world.changed:
             for peer, row, rows in sends:
                 if peer != self.rank:
                     copied = sent[row : row + rows].clone()
-                    self._world.messages[self.rank, peer].append(copied)
+                    self._world.messages[self.rank, peer].append((tag, copied))
                     self.rows_sent += rows
             self._world.changed.notify_all()
-        return _LoopbackPending(self, received, [m for m in receives if m.peer != self.rank])
+        return _LoopbackPending(self, received, [m for m in receives if m.peer != self.rank], tag)
 
-    def receive(self, peer: int, target: Tensor) -> None:
-        messages = self._world.messages[peer, self.rank]
+    def receive(self, peer: int, target: Tensor, tag: int) -> None:
         with self._world.changed:
+            messages = self._world.messages[peer, self.rank]
             self._world.wait_for(
                 lambda: bool(messages), self.rank, f"the exchange with rank {peer}"
             )
-            message = messages.popleft()
-        if message.shape != target.shape or message.dtype != target.dtype:
+            sent_tag, message = messages.popleft()
+        if (sent_tag, message.shape, message.dtype) != (tag, target.shape, target.dtype):
             raise HcpError(
-                f"rank {self.rank}: rank {peer} sent {tuple(message.shape)} of {message.dtype}, "
-                f"expected {tuple(target.shape)} of {target.dtype}"
+                f"rank {self.rank}: rank {peer} sent {tuple(message.shape)} of {message.dtype} "
+                f"(tag {sent_tag}), expected {tuple(target.shape)} of {target.dtype} (tag {tag})"
             )
         target.copy_(message)
 
@@ -89,18 +96,21 @@ class LoopbackTransport:
             gathered[self.rank] = payload
             world.changed.notify_all()
             world.wait_for(lambda: len(gathered) == self.size, self.rank, "the gathering")
-        return [gathered[rank] for rank in range(self.size)]
+            # Whoever is in a round has left the one before it.
+            world.gathered.pop(self._rounds - 3, None)
+            return [gathered[rank] for rank in range(self.size)]
 
 
 class _LoopbackPending:
     def __init__(
-        self, transport: LoopbackTransport, received: Tensor, receives: Sequence[Move]
+        self, transport: LoopbackTransport, received: Tensor, receives: Sequence[Move], tag: int
     ) -> None:
-        self._transport, self._received, self._receives = transport, received, receives
+        self._transport, self._received = transport, received
+        self._receives, self._tag = receives, tag
 
     def wait(self) -> None:
         for peer, row, rows in self._receives:
-            self._transport.receive(peer, self._received[row : row + rows])
+            self._transport.receive(peer, self._received[row : row + rows], self._tag)
 
 
 class LoopbackGroups:
@@ -119,24 +129,35 @@ class LoopbackGroups:
         raise ValueError(f"role is {role!r}, expected 'dp_cp': loopback has the domain only")
 
 
+def _full_name(device: torch.device) -> torch.device:
+    """cuda as cuda:0, as tensors name it."""
+    return torch.empty(0, device=device).device
+
+
 def loopback(
-    ranks: int, function: Callable[[Any], Result], *, timeout: float = 60.0
+    ranks: int,
+    function: Callable[[Any], Result],
+    *,
+    timeout: float = 60.0,
+    device: torch.device | str = "cpu",
 ) -> list[Result]:
     """Call ``function(groups)`` once per rank, each in a thread; results by rank.
 
     ``groups`` is that rank's end of the domain, for :func:`hcp.dispatch` and the like. A rank that
     raises ends the others, and its exception is raised here. ``timeout``: seconds that one exchange
-    may take.
+    may take. ``device``: where all ranks' tensors lie, the CPU or one GPU.
     """
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}, expected >= 1")
-    world = _World(ranks, timeout)
+    world = _World(ranks, timeout, _full_name(torch.device(device)))
     results: list[Any] = [None] * ranks
     errors: dict[int, BaseException] = {}
 
     def run(rank: int) -> None:
         try:
-            results[rank] = function(LoopbackGroups(LoopbackTransport(world, rank)))
+            # One thread serves all backwards of a GPU otherwise, and would wait for itself.
+            with torch.autograd.set_multithreading_enabled(False):
+                results[rank] = function(LoopbackGroups(LoopbackTransport(world, rank)))
         except BaseException as error:
             with world.changed:
                 errors[rank] = error

@@ -6,10 +6,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from hcp import _core
 from hcp.cost import CostModel, Table
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SYNCS: tuple[str, ...] = _core.SYNCS
 DEGREES = ("any", "pow2")
@@ -75,7 +78,7 @@ class Plan:
 
     @property
     def work(self) -> int:
-        """The least rank-time that all sequences need together."""
+        """The rank-time that all sequences need together, each on one rank."""
         return self.core.work
 
     @property
@@ -208,7 +211,7 @@ LIMITS = (
 
 
 def _request(
-    lengths: Sequence[int],
+    lengths: Sequence[int] | Tensor,
     *,
     ranks: int,
     max_tokens_per_rank: int,
@@ -221,6 +224,7 @@ def _request(
     cost: CostModel | None = None,
 ) -> dict[str, Any]:
     """The core's arguments. A cost function is tabulated here."""
+    lengths = lengths.tolist() if hasattr(lengths, "tolist") else lengths
     if degrees not in DEGREES:
         raise ValueError(f"degrees is {degrees!r}, expected one of {', '.join(DEGREES)}")
     if sync not in SYNCS:
@@ -228,7 +232,9 @@ def _request(
     most = ranks if max_degree is None else max_degree
     cost = cost or CostModel()
     if cost.function is not None:
-        cost = cost.tabulated(lengths, _table_degrees(min_degree, most, degrees == "pow2"))
+        cost = cost.tabulated(
+            cast(Sequence[int], lengths), _table_degrees(min_degree, most, degrees == "pow2")
+        )
     limits = (
         ranks,
         min_degree,
@@ -258,7 +264,7 @@ def _spacing(degree: int) -> int:
 
 
 def plan(
-    lengths: Sequence[int],
+    lengths: Sequence[int] | Tensor,
     *,
     ranks: int,
     max_tokens_per_rank: int,
@@ -273,7 +279,8 @@ def plan(
 ) -> Plan:
     """Assign sequences to ranks: packing, CP degree and placement of each.
 
-    ``lengths``: tokens of each sequence, each >= 1; may be empty. ``ranks``: size of the domain.
+    ``lengths``: tokens of each sequence, each >= 1, as integers or a tensor; may be empty.
+    ``ranks``: size of the domain.
     ``max_tokens_per_rank``: rows that one rank may hold in one micro-batch, never exceeded.
     ``min_degree`` to ``max_degree`` (default: ``ranks``): allowed CP degrees, any integers; equal
     ones give static CP. ``degrees="pow2"`` allows powers of two only, at multiples of themselves.
@@ -304,7 +311,7 @@ def plan(
 
 
 def lower_bound(
-    lengths: Sequence[int],
+    lengths: Sequence[int] | Tensor,
     *,
     ranks: int,
     max_tokens_per_rank: int,

@@ -103,11 +103,12 @@ def attention_errors(groups: Any, case: Case, plan: hcp.Plan | None = None) -> l
         for n, computed in enumerate((out.detach(), *(x.grad for x in inputs))):
             back = cp.combine(computed)
             whole = [answers[i][n] for i in loaded]
-            want = torch.cat(whole) if whole else back.double()
+            back = back.double().cpu()
+            want = torch.cat(whole) if whole else back
             assert back.shape == want.shape, (n, back.shape, want.shape)
             assert torch.isfinite(back).all(), (n, case)
             if back.numel():
-                worst[n] = max(worst[n], float((back.double() - want).abs().max()))
+                worst[n] = max(worst[n], float((back - want).abs().max()))
     return worst
 
 
@@ -115,9 +116,11 @@ def sequences_of(plan: hcp.Plan, micro_batch: int) -> list[int]:
     return [s for group in plan.micro_batches[micro_batch] for s in group.sequences]
 
 
-def loopback_error(case: Case, plan: hcp.Plan | None = None) -> float:
+def loopback_error(case: Case, plan: hcp.Plan | None = None, device: str = "cpu") -> float:
     """The largest error of all ranks."""
-    results = hcp.loopback(case.ranks, lambda groups: attention_errors(groups, case, plan))
+    results = hcp.loopback(
+        case.ranks, lambda groups: attention_errors(groups, case, plan), device=device
+    )
     return max(max(errors) for errors in results)
 
 

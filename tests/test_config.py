@@ -1,13 +1,14 @@
 """hcp.Config: Megatron's names, checked with the whole equation."""
 
 import argparse
+import itertools
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import hcp
-from hcp.config import Config, add_arguments, divisors, rows_max
+from hcp.config import Config, add_arguments, divisors, rows_up_to
 
 
 def parsed(*argv):
@@ -113,12 +114,12 @@ def test_a_wrong_value_is_refused_with_value_and_expectation(options, message):
         (
             {},
             {"longest": 33},
-            r"33 tokens / 4 ranks = 9 rows on a rank > max_seqlen_per_dp_cp_rank \(8\)",
+            r"rows of 33 tokens on a rank of 4 \(9\) > max_seqlen_per_dp_cp_rank \(8\)",
         ),
         (
-            {"context_parallel_size": 2},
+            {"sequence_packing_scheduler": "static_cp", "context_parallel_size": 2},
             {"longest": 17},
-            r"17 tokens / context_parallel_size \(2\) = 9 rows",
+            r"rows of 17 tokens on a rank of 2 \(9\) > max_seqlen_per_dp_cp_rank \(8\)",
         ),
     ],
 )
@@ -161,14 +162,19 @@ def test_config_is_public():
     assert hcp.add_arguments is add_arguments
 
 
-@given(st.integers(1, 10_000), st.integers(1, 64))
-def test_rows_max_is_what_the_chunks_of_a_rank_sum_to(length, degree):
-    rows = [0] * degree
-    for token in range(length):
-        # The chunk k that has floor(k * L / 2d) <= token < floor((k + 1) * L / 2d).
-        chunk = ((token + 1) * 2 * degree - 1) // length
-        rows[min(chunk, 2 * degree - 1 - chunk)] += 1
-    assert rows_max(length, degree) == max(rows)
+@given(st.integers(1, 300), st.integers(1, 40))
+def test_rows_up_to_is_what_the_worst_length_puts_on_a_rank(longest, degree):
+    def rows_of_fullest_rank(length):
+        edges = [k * length // (2 * degree) for k in range(2 * degree + 1)]
+        sizes = [end - start for start, end in itertools.pairwise(edges)]
+        return max(sizes[j] + sizes[-1 - j] for j in range(degree))
+
+    assert rows_up_to(longest, degree) == max(map(rows_of_fullest_rank, range(1, longest + 1)))
+
+
+def test_a_shorter_sequence_may_need_a_row_more():
+    with pytest.raises(ValueError, match=r"rows of 12 tokens on a rank of 4 \(4\) > "):
+        Config(3, "static_cp").static_degree(12, ranks=4)
 
 
 @given(st.integers(1, 200))

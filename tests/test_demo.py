@@ -20,22 +20,11 @@ from hcp.demo.model import GPTModel
 from hcp.demo.report import Evaluation, Run, StepRecord, loss_difference, table, timeline
 
 ROOT = Path(__file__).resolve().parents[1]
-TINY = [
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "32",
-    "--ffn-hidden-size",
-    "64",
-    "--max-length",
-    "200",
-    "--train-iters",
-    "3",
-    "--max-seqlen-per-dp-cp-rank",
-    "80",
-    "--global-batch-size",
-    "7",
-]
+TINY = (
+    *("--num-layers", "2", "--hidden-size", "32", "--ffn-hidden-size", "64"),
+    *("--max-length", "200", "--max-seqlen-per-dp-cp-rank", "80"),
+    *("--train-iters", "3", "--global-batch-size", "7"),
+)
 
 
 def command(*argv, module="hcp"):
@@ -83,42 +72,57 @@ def run_of(result, folder):
 # ---- End to end ----
 
 
-def test_dynamic_equals_static_and_every_document_is_evaluated_once_in_both_layouts(
-    texts, tmp_path
-):
+@pytest.fixture(scope="module")
+def exact(texts, tmp_path_factory):
+    """A run on four ranks in float64: its result, folder, summary and metrics."""
+    folder = tmp_path_factory.mktemp("run")
     result = demo(
-        "--ranks", "4", "--data", texts, "--run-dir", str(tmp_path), "--dtype", "float64", *TINY
+        *["--ranks", "4", "--data", texts, "--run-dir", str(folder), "--dtype", "float64", *TINY]
     )
-    summary, lines = run_of(result, tmp_path)
+    return result, folder, *run_of(result, folder)
+
+
+def test_dynamic_equals_static_and_nothing_is_padded(exact):
+    _, _, summary, lines = exact
     assert summary["largest_loss_difference"] <= 1e-9
-    assert set(summary["runs"]) == {"static_cp", "dynamic_cp"}
+    assert [run["padding_rows"] for run in summary["runs"].values()] == [0, 0]
+    steps = [line for line in lines if line["kind"] == "train"]
+    assert [line["run"] for line in steps] == ["static_cp", "dynamic_cp"] * 3
+    assert [line["iteration"] for line in steps] == [1, 1, 2, 2, 3, 3]
+    assert all(line["sequences"] == 7 for line in steps)
+    assert all(line["loss_tokens"] == line["tokens"] - 7 for line in steps)
+
+
+def test_every_document_is_evaluated_once_in_both_layouts(exact):
+    result, _, summary, _ = exact
     for run in summary["runs"].values():
-        assert run["padding_rows"] == 0
         assert run["evaluation_difference"] <= 1e-6
         trained, other = run["evaluations"][-1]
         assert (trained["cp"], trained["dp"]) == (4, 1)
         assert (other["cp"], other["dp"]) == (1, 4)
         assert trained["documents"] == other["documents"] == 37
         assert trained["tokens"] == other["tokens"]
-    steps = [line for line in lines if line["kind"] == "train"]
-    assert [line["iteration"] for line in steps] == [1, 2, 3, 1, 2, 3]
-    assert all(line["sequences"] == 7 for line in steps)
-    assert all(line["loss_tokens"] == line["tokens"] - 7 for line in steps)
     assert "the layouts agree to 1e-06" in result.stdout
-    assert str(tmp_path) in result.stdout
-    assert "Traceback" not in result.stderr
-    assert "OMP_NUM_THREADS" not in result.stderr
 
 
-def test_with_ddp_on_ranks_that_divide_nothing(texts, tmp_path):
+def test_it_says_where_its_results_are_and_nothing_that_alarms(exact):
+    result, folder, _, _ = exact
+    assert f"{folder}: metrics.jsonl, summary.json, loss.png, plan.png" in result.stdout
+    for alarm in ("Traceback", "Warning", "OMP_NUM_THREADS"):
+        assert alarm not in result.stderr
+
+
+def test_ddp_on_another_number_of_ranks_makes_the_same_updates(exact, texts, tmp_path):
     result = demo(
         *["--ranks", "3", "--ddp", "--data", texts, "--run-dir", str(tmp_path), *TINY],
         *["--cp-comm-type", "all_gather", "p2p", "--eval-interval", "2"],
     )
     summary, lines = run_of(result, tmp_path)
+    for scheduler, run in summary["runs"].items():
+        assert run["last_loss"] == pytest.approx(exact[2]["runs"][scheduler]["last_loss"], abs=1e-4)
+        assert run["evaluation_difference"] <= 1e-6
     assert summary["largest_loss_difference"] <= 1e-4
-    assert all(run["evaluation_difference"] <= 1e-6 for run in summary["runs"].values())
-    assert [e["iteration"] for e in lines if e["kind"] == "evaluation"] == [2, 2, 3, 3] * 2
+    assert [e["iteration"] for e in lines if e["kind"] == "evaluation"] == [2] * 4 + [3] * 4
 
 
 def test_one_rank_in_bfloat16_without_comparison(texts, tmp_path):
@@ -135,14 +139,8 @@ def test_one_rank_in_bfloat16_without_comparison(texts, tmp_path):
 def test_torchrun_starts_it_too_and_a_global_batch_may_be_smaller_than_the_ranks(texts, tmp_path):
     result = command(
         *["--standalone", "--nproc-per-node", "2", "-m", "hcp.demo", "--data", texts, *TINY],
-        *[
-            "--run-dir",
-            str(tmp_path),
-            "--global-batch-size",
-            "1",
-            "--max-seqlen-per-dp-cp-rank",
-            "100",
-        ],
+        *["--run-dir", str(tmp_path), "--global-batch-size", "1"],
+        *["--max-seqlen-per-dp-cp-rank", "100"],
         module="torch.distributed.run",
     )
     summary, _ = run_of(result, tmp_path)
@@ -161,7 +159,10 @@ def test_torchrun_starts_it_too_and_a_global_batch_may_be_smaller_than_the_ranks
         (["--hidden-size", "100"], "hidden_size (100) % (2 * num_attention_heads (4)) == 4"),
         (["--num-query-groups", "3"], "num_attention_heads (4) % num_query_groups (3) == 1"),
         (["--context-parallel-size", "3"], "ranks (4) % context_parallel_size (3) == 1"),
-        (["--max-seqlen-per-dp-cp-rank", "9"], "rows on a rank > max_seqlen_per_dp_cp_rank (9)"),
+        (
+            ["--max-seqlen-per-dp-cp-rank", "9"],
+            "rank of 4 (2048) > max_seqlen_per_dp_cp_rank (9)",
+        ),
         (["--cp-comm-type", "a2a"], "cp_comm_type is 'a2a', expected one of p2p, all_gather"),
         (["--cp-comm-type", "p2p", "p2p"], "cp_comm_type lists 2 values for 4 layers"),
         (["--lr", "nan"], "lr is nan"),
@@ -257,10 +258,10 @@ def test_the_table_says_when_layouts_disagree():
     def run(scheduler, loss):
         step = StepRecord(1, loss, 1.0, 7, 100, 93, 0, 2, 80, 20, 25, 0.8, 0.5)
         evaluations = [(Evaluation(4, 1, 3.0, 37, 999), Evaluation(1, 4, 3.1, 37, 999))]
-        return Run(scheduler, 4, [step], [], evaluations)
+        return Run(scheduler, 4, [step], None, evaluations)
 
     runs = [run("static_cp", 2.0), run("dynamic_cp", 2.5)]
     assert loss_difference(runs) == 0.5
-    lines = table(runs).splitlines()
+    lines = table(runs, 1e-6).splitlines()
     assert "THE LAYOUTS DISAGREE" in lines[-1]
     assert any("largest difference 5.0e-01" in line for line in lines)

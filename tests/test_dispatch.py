@@ -53,7 +53,8 @@ def check_dispatch(
     for cp, local in step:
         rows = expected_rows(cp)
         whole = {s: sample(s, lengths[s]) for s in sequences_of(plan, cp.micro_batch)}
-        for name, value in local.items():
+        for name in local:
+            value = local[name]
             want = [whole[sequence][name][token] for sequence, token in rows]
             assert value.shape[0] == len(rows) == cp.rows
             if rows:
@@ -204,9 +205,29 @@ def test_a_source_outside_the_domain_is_refused() -> None:
 
 
 def test_an_unknown_field_names_those_there_are() -> None:
-    local = hcp.LocalBatch(tokens=torch.zeros(1))
+    local = hcp.LocalBatch({"tokens": torch.zeros(1)})
     with pytest.raises(AttributeError, match=r"no field 'labels', expected one of \['tokens'\]"):
         _ = local.labels
+
+
+def test_a_field_may_have_any_name() -> None:
+    names = ["values", "items", "keys", "copy", "_fields"]
+    local = hcp.LocalBatch({name: torch.tensor([i]) for i, name in enumerate(names)})
+    assert [int(getattr(local, name)) for name in names[:-1]] == [0, 1, 2, 3]
+    assert [int(local[name]) for name in local] == [0, 1, 2, 3, 4]
+    assert len(local) == 5
+
+
+def other_comm_types(rank: int, size: int) -> None:
+    plan = hcp.plan([5, 5], ranks=size, max_tokens_per_rank=8)
+    types = hcp.COMM_TYPES if rank == 0 else hcp.COMM_TYPES[::-1]
+    hcp.dispatch(plan, [sample(rank, 5)], [0, 1], GlooGroups(), comm_types=types)
+
+
+def test_ranks_with_different_comm_types_all_hear_it() -> None:
+    for result in try_ranks(2, other_comm_types, timeout=30):
+        assert isinstance(result, RankError)
+        assert "ranks differ in comm_types" in result.message
 
 
 def rank_that_ends(rank: int, size: int) -> None:

@@ -110,7 +110,14 @@ def test_python_glue_includes_only_python_plain_c_and_the_contract() -> None:
 def test_torch_glue_includes_only_the_stable_abi_standard_headers_and_the_contracts() -> None:
     standard = r"[a-z_0-9]+"  # C++'s own have no dot
     contracts = r"hcp/(hcp|kernels|index)\.h|core/internal\.h"
-    assert unexpected("torch", PLAIN, standard, STABLE_ABI, contracts) == {}
+    found = unexpected("torch", PLAIN, standard, STABLE_ABI, contracts)
+    # The one place that looks into the CUDA build of torch, at run time.
+    assert found == {"ops_cuda.cpp": ["dlfcn.h"]}
+
+
+def test_cuda_kernels_include_only_cudas_runtime_plain_c_and_the_contracts() -> None:
+    cuda = r"cuda_(runtime|bf16|fp16)\.h"
+    assert unexpected("cuda", PLAIN, cuda, r"hcp/(kernels|index)\.h") == {}
 
 
 def test_python_glue_keeps_to_the_limited_api() -> None:
@@ -202,7 +209,9 @@ def test_ops_library_takes_only_the_stable_abi_and_the_c_and_cpp_runtimes() -> N
     assert names, "the operators use nothing of torch"
     assert {name for name in names if not name.startswith(("aoti_torch_", "torch_"))} == set()
     runtimes = {"libc.so.6", "libm.so.6", "libstdc++.so.6", "libgcc_s.so.1", "libpthread.so.0"}
-    assert entries(OPS_LIBRARY, "NEEDED") <= {"libtorch_cpu.so", *runtimes}
+    # CUDA's static runtime finds its driver with them; no library of CUDA's is needed.
+    loaders = {"libdl.so.2", "librt.so.1", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
+    assert entries(OPS_LIBRARY, "NEEDED") <= {"libtorch_cpu.so", *runtimes, *loaders}
 
 
 @pytest.mark.parametrize("library", [CORE_LIBRARY, OPS_LIBRARY], ids=lambda path: path.name)

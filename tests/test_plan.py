@@ -8,6 +8,7 @@ import pickle
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -112,6 +113,26 @@ def test_plain_data_json_and_pickle_give_the_plan_back(request: dict[str, Any]) 
         )
 
 
+def test_lengths_may_be_a_tensor() -> None:
+    request = {"ranks": 2, "max_tokens_per_rank": 8}
+    assert hcp.plan(torch.tensor([5, 7]), **request) == hcp.plan([5, 7], **request)
+
+
+def test_chunks_that_round_up_may_not_fit_where_tokens_would() -> None:
+    """11 tokens on 4 ranks are 3, 2, 4 and 2 rows."""
+    with pytest.raises(ValueError, match="would hold 4 rows, expected <= 3"):
+        hcp.plan([11], ranks=4, max_tokens_per_rank=3)
+
+
+def test_static_plans_are_not_efficient_for_work_that_they_make() -> None:
+    """Work is what the sequences need, not what a degree adds to it."""
+    request = {"ranks": 8, "max_tokens_per_rank": 1000}
+    dynamic = hcp.plan([1000] * 8, **request)
+    static = hcp.plan([1000] * 8, **request, min_degree=8)
+    assert static.work == dynamic.work
+    assert static.efficiency < dynamic.efficiency
+
+
 # ---- edges ---------------------------------------------------------------------------------------
 
 
@@ -142,7 +163,7 @@ def test_one_sequence_may_fill_every_rank_exactly(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
 def test_one_token_more_than_the_domain_holds_is_refused(ranks: int) -> None:
     length = ranks * CAPACITY + 1
-    with pytest.raises(ValueError, match=rf"lengths\[1\] is {length}, but {ranks} ranks"):
+    with pytest.raises(ValueError, match=rf"lengths\[1\] is {length}: the fullest of {ranks}"):
         hcp.plan([5, length], ranks=ranks, max_tokens_per_rank=CAPACITY)
 
 
@@ -229,7 +250,11 @@ GOOD: dict[str, Any] = {"lengths": [5], "ranks": 2, "max_tokens_per_rank": 8}
         ({"lengths": [1.5]}, TypeError, r"lengths\[0\] is not an integer"),
         ({"lengths": [2**70]}, ValueError, r"lengths\[0\] does not fit in 64 bits"),
         ({"lengths": 5}, TypeError, "lengths is not a sequence"),
-        ({"lengths": [17]}, ValueError, "hold at most 16: raise either, or split the sequence"),
+        (
+            {"lengths": [17]},
+            ValueError,
+            "the fullest of 2 ranks .* would hold 9 rows, expected <= 8",
+        ),
     ],
 )
 def test_bad_input_is_refused_with_value_and_expectation(

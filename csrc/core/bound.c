@@ -84,7 +84,7 @@ static int refuted(const hcp__problem *p, int64_t guess, offer *offers) {
 
 /* area / N, and the longest sequence at its fastest. */
 static int64_t simple_bound(const hcp__problem *p) {
-  int64_t area = p->work + launch_area(p), ranks = p->limits->ranks;
+  int64_t area = p->least + launch_area(p), ranks = p->limits->ranks;
   int64_t bound = area / ranks + (area % ranks != 0);
   for (int32_t k = 0; k < p->kind_count; k++) {
     const hcp__option *options = &p->options[p->kinds[k].first_option];
@@ -141,9 +141,9 @@ static int64_t beside(const hcp__problem *p, const hcp__kind *kind, const densit
     int64_t extra = option->area_floor - least, time = option->time_floor, sum;
     if (time > INT64_MAX / 2 / ranks) continue;
     if (content > ranks * time - extra)
-      sum = (p->work + extra) / ranks;
+      sum = (p->least + extra) / ranks;
     else
-      sum = time + (p->work - content > 0 ? p->work - content : 0) / ranks;
+      sum = time + (p->least - content > 0 ? p->least - content : 0) / ranks;
     if (sum < best) best = sum;
   }
   return best == INT64_MAX || kind->pruned ? 0 : best;
@@ -151,7 +151,7 @@ static int64_t beside(const hcp__problem *p, const hcp__kind *kind, const densit
 
 /* Ranks that wait for each other after every micro-batch pay each launch. */
 static int64_t lockstep_bound(const hcp__problem *p, density *kinds) {
-  int64_t best = p->work / p->limits->ranks;
+  int64_t best = p->least / p->limits->ranks;
   for (int32_t k = 0; k < p->kind_count; k++) {
     const hcp__kind *kind = &p->kinds[k];
     int64_t area = least_area(p, kind);

@@ -79,7 +79,8 @@ typedef struct hcp__problem {
   hcp__option *options;
   int32_t option_count, option_capacity;
   int64_t tokens;
-  int64_t work;
+  int64_t work;  /* rank-time of all sequences, each on one rank            */
+  int64_t least; /* the same, each at the least of its allowed degrees      */
   int64_t bound;
 } hcp__problem;
 

@@ -113,8 +113,7 @@ static void fill(const hcp_plan *plan, const hcp_group *group, hcp_layout *layou
     int32_t n = hcp__pieces(lengths[s], group->degree, layout->rank - group->first_rank, pieces);
     for (int32_t p = 0; p < n; p++) {
       spans[layout->span_count++] = (hcp_span){s, pieces[p].start, pieces[p].rows};
-      for (int64_t i = 0; i < pieces[p].rows; i++)
-        positions[layout->rows++] = pieces[p].start + i;
+      for (int64_t i = 0; i < pieces[p].rows; i++) positions[layout->rows++] = pieces[p].start + i;
     }
     cu_seqlens[s + 1] = (int32_t)layout->rows;
   }

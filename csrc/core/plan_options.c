@@ -206,11 +206,26 @@ static hcp_status infeasible(const hcp__problem *p, const hcp__kind *kind, hcp_e
   if (p->cost->times != NULL && hcp__times_row(p->cost->times, kind->length) < 0)
     return hcp__fail(err, HCP_INVALID, "lengths[%d] is %lld, which the cost table does not have",
                      p->order[kind->first], (long long)kind->length);
+  int32_t widest = last_allowed(limits, p->cost);
   return hcp__fail(err, HCP_INFEASIBLE,
-                   "lengths[%d] is %lld, but %d ranks (max_degree) of %lld tokens "
-                   "(max_tokens_per_rank) hold at most %lld: raise either, or split the sequence",
-                   p->order[kind->first], (long long)kind->length, limits->max_degree,
-                   (long long)p->capacity, (long long)p->capacity * limits->max_degree);
+                   "lengths[%d] is %lld: the fullest of %d ranks (%s) would hold %lld rows, "
+                   "expected <= %lld (max_tokens_per_rank%s); raise either, or split the sequence",
+                   p->order[kind->first], (long long)kind->length, widest,
+                   widest == limits->max_degree ? "max_degree" : "the widest degree allowed",
+                   (long long)hcp_rows_max(kind->length, widest), (long long)p->capacity,
+                   limits->alignment > 1 ? ", aligned" : "");
+}
+
+/* What a sequence needs whatever a plan adds: one rank's time, or the least
+ * rank-time in the table. */
+static int64_t work_of(const hcp__problem *p, int64_t length) {
+  const hcp_times *times = p->cost->times;
+  if (times == NULL) return hcp__area_floor(p->cost, length, 1, p->limits->ranks_per_node);
+  const int64_t *row = times->times + (int64_t)hcp__times_row(times, length) * times->degree_count;
+  int64_t work = INT64_MAX;
+  for (int32_t c = 0; c < times->degree_count; c++)
+    if (row[c] * times->degrees[c] < work) work = row[c] * times->degrees[c];
+  return work;
 }
 
 /* Least degrees first, as what is negligible follows from all of them. */
@@ -225,11 +240,12 @@ static hcp_status make_options(hcp__problem *p, const menu *m, int32_t *least, h
     if (status != HCP_OK) return status;
     int64_t area = area_floor(p, kind->length, least[k]);
     if (__builtin_mul_overflow(area, kind->count, &area) ||
-        __builtin_add_overflow(p->work, area, &p->work) || p->work > INT64_MAX / 4)
+        __builtin_add_overflow(p->least, area, &p->least) || p->least > INT64_MAX / 4)
       return hcp__fail(err, HCP_OVERFLOW, "the cost of all sequences exceeds 63 bits");
+    p->work += work_of(p, kind->length) * kind->count; /* each at most its area */
     p->tokens += kind->length * kind->count;
   }
-  int64_t enough = p->work / p->limits->ranks / NEGLIGIBLE;
+  int64_t enough = p->least / p->limits->ranks / NEGLIGIBLE;
   for (int32_t k = 0; k < p->kind_count; k++)
     if (!add_options(p, m, &p->kinds[k], least[k], enough))
       return hcp__fail(err, HCP_NO_MEMORY, "out of memory for a plan of %d sequences", p->n);

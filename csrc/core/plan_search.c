@@ -140,7 +140,7 @@ static hcp_status halve(search *s, shape *tried, int32_t times, hcp_error *err) 
 
 /* Some height that holds all, then a rough search for the least. */
 static hcp_status try_shape(search *s, shape *tried, hcp_error *err) {
-  int64_t mean = s->p->work / s->p->limits->ranks / tried->count;
+  int64_t mean = s->p->least / s->p->limits->ranks / tried->count;
   int32_t fits = 0;
   tried->makespan = INT64_MAX;
   tried->low = mean;

@@ -47,8 +47,7 @@ static void append_arrange(hcp__lists *lists, int32_t stores, int64_t output_row
 /* The way back packs what the way there stores, and the other way round. */
 static hcp_status finish(hcp__lists *lists, totals total, int32_t reverse, hcp_table **route,
                          hcp_error *err) {
-  if (reverse)
-    total = (totals){total.output, total.received, total.sent, total.source};
+  if (reverse) total = (totals){total.output, total.received, total.sent, total.source};
   hcp__append(lists, HCP_ROUTE_SIZES,
               (const int64_t[]){total.source, total.sent, total.received, total.output});
   append_pack(lists, reverse ? STORES : LOADS);
@@ -76,8 +75,8 @@ typedef struct dispatch {
 
 /* Calls visit for every sequence of the chosen micro-batches, in their order. */
 static void each_sequence(const dispatch *d, hcp__lists *lists, totals *total,
-                          void (*visit)(const dispatch *, hcp__lists *, totals *,
-                                        const hcp_group *, int32_t)) {
+                          void (*visit)(const dispatch *, hcp__lists *, totals *, const hcp_group *,
+                                        int32_t)) {
   for (int32_t m = d->first; m < d->first + d->count; m++) {
     const hcp_micro_batch *batch = &d->plan->micro_batches[m];
     for (int32_t g = batch->first_group; g < batch->first_group + batch->groups; g++) {
@@ -140,10 +139,11 @@ static void place_sources(const dispatch *d) {
 static hcp_status check_dispatch(const hcp_plan *plan, const int32_t *sources, int32_t rank,
                                  int32_t first, int32_t count, hcp_error *err) {
   if (rank < 0 || rank >= plan->limits.ranks)
-    return hcp__fail(err, HCP_INVALID, "rank is %d, expected 0 to %d", rank, plan->limits.ranks - 1);
+    return hcp__fail(err, HCP_INVALID, "rank is %d, expected 0 to %d", rank,
+                     plan->limits.ranks - 1);
   if (first < 0 || count < 0 || first > plan->micro_batch_count - count)
-    return hcp__fail(err, HCP_INVALID, "micro-batches %d to %d, expected them within 0 to %d", first,
-                     first + count - 1, plan->micro_batch_count - 1);
+    return hcp__fail(err, HCP_INVALID, "micro-batches %d to %d, expected them within 0 to %d",
+                     first, first + count - 1, plan->micro_batch_count - 1);
   for (int32_t i = 0; i < plan->n; i++)
     if (sources[i] < 0 || sources[i] >= plan->limits.ranks)
       return hcp__fail(err, HCP_INVALID, "sources[%d] is %d, expected 0 to %d", i, sources[i],
@@ -234,7 +234,8 @@ static int64_t local_rows(const hcp_plan *plan, const hcp_group *group, int32_t 
   return rows;
 }
 
-static void append_peer(hcp__lists *lists, int32_t section, int32_t peer, int64_t start, int64_t end) {
+static void append_peer(hcp__lists *lists, int32_t section, int32_t peer, int64_t start,
+                        int64_t end) {
   if (end > start) hcp__append(lists, section, (const int64_t[]){peer, start, end - start});
 }
 

@@ -91,19 +91,20 @@ static void append_entry(builder *b, int64_t query_row, int64_t query_rows, int6
               (const int64_t[]){query_row, query_rows, entry, 0});
 }
 
-static void append_home_run(builder *b, int64_t row, int64_t rows, int64_t entry, int64_t part_row) {
+static void append_home_run(builder *b, int64_t row, int64_t rows, int64_t entry,
+                            int64_t part_row) {
   if (rows > 0)
     hcp__append(&b->lists, HCP_SCHEDULE_HOME_RUNS, (const int64_t[]){row, rows, entry, part_row});
 }
 
 static void end_stage(builder *b, int64_t sent, int64_t received, int64_t keys) {
-  hcp__append(&b->lists, HCP_SCHEDULE_STAGES,
-              (const int64_t[]){hcp__records(&b->lists, HCP_SCHEDULE_PACK),
-                                hcp__records(&b->lists, HCP_SCHEDULE_SENDS),
-                                hcp__records(&b->lists, HCP_SCHEDULE_RECEIVES),
-                                hcp__records(&b->lists, HCP_SCHEDULE_ARRANGE),
-                                hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES), sent, received,
-                                keys});
+  hcp__append(
+      &b->lists, HCP_SCHEDULE_STAGES,
+      (const int64_t[]){hcp__records(&b->lists, HCP_SCHEDULE_PACK),
+                        hcp__records(&b->lists, HCP_SCHEDULE_SENDS),
+                        hcp__records(&b->lists, HCP_SCHEDULE_RECEIVES),
+                        hcp__records(&b->lists, HCP_SCHEDULE_ARRANGE),
+                        hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES), sent, received, keys});
 }
 
 /* Entries of one sequence against keys that start at key_row. seen[p] says how
@@ -297,7 +298,8 @@ static hcp_status build(builder *b, hcp_comm_type comm_type, hcp_table **schedul
     free(wire);
   }
   int64_t rows = b->group == NULL ? 0 : block_rows(b, b->j);
-  hcp__append(&b->lists, HCP_SCHEDULE_SIZES, (const int64_t[]){rows, b->home_sent, b->home_received});
+  hcp__append(&b->lists, HCP_SCHEDULE_SIZES,
+              (const int64_t[]){rows, b->home_sent, b->home_received, comm_type, b->causal != 0});
   hcp__align_runs(&b->lists, HCP_SCHEDULE_OUTPUT_RUNS);
   hcp__align_runs(&b->lists, HCP_SCHEDULE_HOME_RUNS);
   hcp__align_runs(&b->lists, HCP_SCHEDULE_LOCAL_RUNS);

@@ -2,8 +2,7 @@
 #include "glue.h"
 
 typedef struct layout_object {
-  PyObject_HEAD
-  hcp_layout *layout;
+  PyObject_HEAD hcp_layout *layout;
 } layout_object;
 
 static hcp_layout *layout_of(PyObject *self) { return ((layout_object *)self)->layout; }
@@ -96,18 +95,17 @@ static PyGetSetDef layout_getset[] = {
 #define ATTRIBUTE(name) {#name, get_##name, NULL, NULL, NULL},
     INTEGER_ATTRIBUTES(ATTRIBUTE)
 #undef ATTRIBUTE
-    {"sequences", get_sequences, NULL, "int32: indices of the plan's lengths.", NULL},
+        {"sequences", get_sequences, NULL, "int32: indices of the plan's lengths.", NULL},
     {"lengths", get_lengths, NULL, "int64: tokens of each sequence.", NULL},
     {"cu_seqlens", get_cu_seqlens, NULL, "int32: local rows of each sequence, summed.", NULL},
     {"positions", get_positions, NULL, "int64: each row's place in its sequence.", NULL},
     {"spans", get_spans, NULL, "Runs of tokens as (sequence, start, rows).", NULL},
     {NULL, NULL, NULL, NULL, NULL}};
 
-static PyType_Slot layout_slots[] = {
-    {Py_tp_dealloc, HCP_PY_SLOT(layout_dealloc)},
-    {Py_tp_getset, layout_getset},
-    {Py_tp_doc, "What one rank holds in one micro-batch."},
-    {0, NULL}};
+static PyType_Slot layout_slots[] = {{Py_tp_dealloc, HCP_PY_SLOT(layout_dealloc)},
+                                     {Py_tp_getset, layout_getset},
+                                     {Py_tp_doc, "What one rank holds in one micro-batch."},
+                                     {0, NULL}};
 
 static PyType_Spec layout_spec = {"hcp._core.Layout", sizeof(layout_object), 0,
                                   Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,

@@ -17,6 +17,7 @@ PyObject *hcp_py_raise(const hcp_error *err) {
       break;
     case HCP_OK:
     case HCP_CALLBACK:
+    case HCP_DEVICE:
       break;
   }
   PyErr_SetString(kind, err->message);
@@ -122,8 +123,7 @@ fail_array:
 
 /* Memory of an owner, exported through the buffer protocol. */
 typedef struct view {
-  PyObject_HEAD
-  PyObject *owner;
+  PyObject_HEAD PyObject *owner;
   void *data;
   Py_ssize_t shape[2], strides[2];
   int dimensions, writable;
@@ -240,8 +240,8 @@ static int add_constants(PyObject *module) {
 static int add_view(PyObject *module) { return hcp_py_add_type(module, "_View", &view_spec); }
 
 static int execute(PyObject *module) {
-  static int (*const parts[])(PyObject *) = {add_constants,     add_view,         hcp_py_add_plan,
-                                             hcp_py_add_layout, hcp_py_add_table, hcp_py_add_grid,
+  static int (*const parts[])(PyObject *) = {add_constants,       add_view,         hcp_py_add_plan,
+                                             hcp_py_add_layout,   hcp_py_add_table, hcp_py_add_grid,
                                              hcp_py_add_rebinding};
   for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
     if (parts[i](module) < 0) return -1;
@@ -250,11 +250,10 @@ static int execute(PyObject *module) {
 
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, HCP_PY_SLOT(execute)}, {0, NULL}};
 
-static PyModuleDef module_def = {PyModuleDef_HEAD_INIT,
-                                 .m_name = "hcp._core",
-                                 .m_doc = "The C core of hcp: plans, layouts, tables, grids, "
-                                          "rebindings.",
-                                 .m_size = 0,
-                                 .m_slots = module_slots};
+static PyModuleDef module_def = {PyModuleDef_HEAD_INIT, .m_name = "hcp._core",
+                                 .m_doc =
+                                     "The C core of hcp: plans, layouts, tables, grids, "
+                                     "rebindings.",
+                                 .m_size = 0, .m_slots = module_slots};
 
 PyMODINIT_FUNC PyInit__core(void) { return PyModuleDef_Init(&module_def); }

@@ -2,8 +2,7 @@
 #include "glue.h"
 
 typedef struct table_object {
-  PyObject_HEAD
-  hcp_table *table;
+  PyObject_HEAD hcp_table *table;
 } table_object;
 
 static void table_dealloc(PyObject *self) {

@@ -8,16 +8,20 @@ Read training.py first: it is the script that your own would look like.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.util
 import io
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
 
 USER_ERROR = 2
+GRACE_SECONDS = 2.0
+"""For rank 0 to say what is wrong. The launcher ends all ranks when the first one exits."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,37 +61,60 @@ def start_ranks(ranks: int, command: Sequence[str]) -> int:
     try:
         run(options)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        rank, failure = error.get_first_failure()
+        return report_failure(rank, failure.exitcode)
     except SignalException as error:
         return 128 + error.sigval
     return 0
+
+
+def report_failure(rank: int, code: int) -> int:
+    """The exit code for that of a rank, and a line on what the rank could not say itself."""
+    if code == USER_ERROR:
+        return code
+    if code > 0:
+        print(f"hcp demo: rank {rank} failed with exit code {code}", file=sys.stderr)
+        return code
+    name = signal.Signals(-code).name
+    hint = " (out of memory?)" if name == "SIGKILL" else ""
+    print(f"hcp demo: rank {rank} was ended by {name}{hint}", file=sys.stderr)
+    return 128 - code
 
 
 def run_rank(argv: Sequence[str]) -> int:
     rank = int(os.environ["RANK"])
     try:
         check_packages()
-        from hcp.demo.arguments import parse_args
-
-        with contextlib.redirect_stderr(sys.stderr if rank == 0 else io.StringIO()):
-            args = parse_args(argv)
+        args = parse_on_rank(rank, argv)
         from hcp import HcpError
-        from hcp.demo.training import pretrain
+        from hcp.demo.training import InputError, pretrain
     except ValueError as error:
         return fail(error, rank)
     try:
         pretrain(args)
-    except (ValueError, HcpError) as error:
+    except (InputError, HcpError) as error:
         return fail(error, rank)
     return 0
 
 
+def parse_on_rank(rank: int, argv: Sequence[str]) -> argparse.Namespace:
+    """The options. argparse ends the process for those that it does not know: rank 0 speaks."""
+    from hcp.demo.arguments import parse_args
+
+    if rank == 0:
+        return parse_args(argv)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            return parse_args(argv)
+    except SystemExit:
+        time.sleep(GRACE_SECONDS)
+        raise
+
+
 def fail(error: Exception, rank: int = 0) -> int:
-    """One line, from rank 0 if it failed too: the launcher ends all ranks when the first exits, so
-    the others wait."""
+    """One line, from rank 0 if it failed too."""
     if rank > 0:
-        time.sleep(2)
+        time.sleep(GRACE_SECONDS)
     place = f"rank {rank}: " if rank > 0 else ""
     print(f"hcp demo: error: {place}{error}", file=sys.stderr, flush=True)
     return USER_ERROR

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from hcp.config import Config, add_arguments, expect_size
+from hcp.config import Config, add_arguments, expect_size, rows_up_to
 
 DTYPES = ("float32", "float64", "bfloat16")
 SIZES = (
@@ -29,11 +29,20 @@ with static context parallelism from the same weights on the same batches, and e
 another layout of the same ranks."""
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults that say something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or "default" in (action.help or ""):
+            return action.help
+        return super()._get_help_string(action)
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hcp demo",
         description=DESCRIPTION,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument(
         "--ranks", type=int, help="ranks to start; under torchrun: what it starts (default: 4)"
@@ -77,7 +86,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument("--num-layers", type=int, default=4, help="transformer layers")
     group.add_argument("--hidden-size", type=int, default=128, help="width")
-    group.add_argument("--ffn-hidden-size", type=int, default=448, help="width inside the MLP")
+    group.add_argument("--ffn-hidden-size", type=int, default=512, help="width inside the MLP")
     group.add_argument("--num-attention-heads", type=int, default=4, help="query heads")
     group.add_argument("--num-query-groups", type=int, default=2, help="key and value heads")
     group.add_argument(
@@ -93,7 +102,7 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
         "--compare",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="train with static_cp first",
+        help="train with static_cp as well",
     )
     group.add_argument(
         "--ddp", action="store_true", help="reduce gradients with DistributedDataParallel"
@@ -102,7 +111,7 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=DTYPES, default="float32", help="bfloat16: autocast over float32 weights"
     )
     group.add_argument("--global-batch-size", type=int, default=64, help="documents in a step")
-    group.add_argument("--train-iters", type=int, default=12, help="steps")
+    group.add_argument("--train-iters", type=int, default=16, help="steps")
     group.add_argument("--lr", type=float, default=2e-3, help="learning rate")
     group.add_argument("--clip-grad", type=float, default=1.0, help="largest gradient norm; 0: any")
     group.add_argument(
@@ -137,6 +146,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         args.max_seqlen_per_dp_cp_rank = default_rank_tokens(args.max_length, args.ranks)
     args.config = Config.from_args(args)
     args.config.validate(ranks=args.ranks, num_layers=args.num_layers, longest=args.max_length)
+    args.config.static_degree(args.max_length, args.ranks)
     return args
 
 
@@ -163,7 +173,7 @@ def check_numbers(args: argparse.Namespace) -> None:
 def default_rank_tokens(max_length: int, ranks: int) -> int:
     """A quarter of the longest document, so that it needs context parallelism, or as much as these
     ranks make of it."""
-    return max(2 * -(-max_length // 8), 2 * -(-max_length // (2 * ranks)), 256)
+    return max(rows_up_to(max_length, 4), rows_up_to(max_length, ranks), 256)
 
 
 def check_data(args: argparse.Namespace) -> None:

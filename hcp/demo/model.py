@@ -4,8 +4,7 @@ The model sees the rows of one rank in one micro-batch: parts of sequences, pack
 rows at times. Only attention and the rotary embedding know that there is more, and ask the handler.
 """
 
-# T rows on this rank, C hidden size, H query heads, G key and value heads (query groups), D head
-# size, V vocabulary.
+# T rows on this rank, H query heads, G key and value heads D head size, V vocabulary.
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ from hcp.demo.data import VOCABULARY_SIZE
 
 
 class RotaryEmbedding(nn.Module):
-    """Angles (positions, D). The handler says how many positions there are and which rows are at
-    which."""
+    """Angles (positions, D). The handler knows how many, and which row is at which position."""
 
     def __init__(self, head_size: int, base: float = 10_000.0) -> None:
         super().__init__()
@@ -82,13 +80,13 @@ class TransformerLayer(nn.Module):
         self.mlp = MLP(args)
 
     def forward(self, x: Tensor, cp: hcp.ContextParallelHandler, freqs: Tensor) -> Tensor:
-        x = x + self.attention(self.input_norm(x), cp, freqs)
-        return x + self.mlp(self.mlp_norm(x))
+        attended: Tensor = x + self.attention(self.input_norm(x), cp, freqs)
+        out: Tensor = attended + self.mlp(self.mlp_norm(attended))
+        return out
 
 
 class GPTModel(nn.Module):
-    """The layout of the job is model.pg_collection, as in Megatron: hcp.eval_cp_context swaps it to
-    evaluate."""
+    """Holds the layout of the job in pg_collection, as Megatron's do: eval_cp_context swaps it."""
 
     def __init__(self, args: argparse.Namespace, pg_collection: hcp.ProcessGroups) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hcp
-from hcp.config import Config, rows_max
+from hcp.config import Config, rows_up_to
 from hcp.demo.data import Corpus, Document, batch_indices, load, load_corpus
 from hcp.demo.model import GPTModel
 from hcp.demo.report import Evaluation, Reporter, Run, StepRecord
 
 T = TypeVar("T")
+
+
+class InputError(ValueError):
+    """What the user gave cannot be used: the message is all that there is to say."""
 
 
 # ---- One step ------------------------------------------------------------------------------------
@@ -48,8 +52,7 @@ class Trainer:
 def get_batch(
     trainer: Trainer, config: Config, documents: Sequence[Document], indices: Sequence[int]
 ) -> tuple[hcp.Plan, hcp.Step]:
-    """Plan a global batch and send its rows to the ranks that compute them. This rank loads its
-    share only."""
+    """Plan a global batch and send its rows to where they are computed. A rank loads its share."""
     groups = trainer.groups
     ranks, rank = groups.size("dp_cp"), groups.rank("dp_cp")
     loader = load(documents, indices[rank::ranks], trainer.device)
@@ -72,19 +75,18 @@ def forward_step(
 def train_step(
     trainer: Trainer,
     model: nn.Module,
-    gradients: Gradients,
+    gradients: Gradients | DDPGradients,
     optimizer: torch.optim.Optimizer,
     step: hcp.Step,
-) -> tuple[float, float, int]:
-    """One update. Returns the mean loss of the batch, the gradient's norm, and the rows that all
-    ranks computed."""
+) -> Update:
+    """The micro-batches of a step, then one update of the weights."""
     gradients.zero()
-    loss_sum = torch.zeros((), dtype=torch.float64, device=trainer.device)
-    rows = 0
+    loss_sum, rows = torch.zeros(2, dtype=torch.float64, device=trainer.device)
     for i, (cp, local) in enumerate(step):
         with gradients.accumulate(last=i + 1 == len(step)):
             losses = forward_step(trainer, model, cp, local)
-            cp.loss(losses, local.loss_mask, grad_reduce=gradients.grad_reduce).backward()  # type: ignore[no-untyped-call]
+            loss = cp.loss(losses, local.loss_mask, grad_reduce=gradients.grad_reduce)
+            loss.backward()  # type: ignore[no-untyped-call]
         loss_sum += cp.loss_sum(losses.detach(), local.loss_mask)[0]
         rows += local.tokens.shape[0]
     gradients.reduce()
@@ -92,13 +94,20 @@ def train_step(
         model.parameters(), trainer.args.clip_grad or float("inf"), foreach=True
     )
     optimizer.step()
-    total_loss, total_rows = sum_over_ranks(trainer, [loss_sum, rows])
-    return total_loss / max(1.0, step.loss_tokens or 0.0), norm.item(), int(total_rows)
+    total_loss, total_rows = sum_over_ranks(trainer, torch.stack((loss_sum, rows)))
+    return Update(total_loss / max(1.0, step.loss_tokens or 0.0), norm.item(), int(total_rows))
+
+
+class Update(NamedTuple):
+    loss: float
+    """The batch's mean."""
+    grad_norm: float
+    rows: int
+    """Computed by all ranks together."""
 
 
 class Gradients:
-    """All gradients in one buffer, summed over the domain in one call after the last micro-
-    batch."""
+    """All gradients in one buffer, summed over the domain after the last micro-batch."""
 
     grad_reduce = "sum"
 
@@ -120,9 +129,8 @@ class Gradients:
         dist.all_reduce(self.buffer, group=self.group)
 
 
-class DDPGradients(Gradients):
-    """DistributedDataParallel reduces during the last backward, and averages where the loss wants a
-    sum."""
+class DDPGradients:
+    """DistributedDataParallel reduces during the last backward, and averages: hence "mean"."""
 
     grad_reduce = "mean"
 
@@ -144,33 +152,25 @@ class DDPGradients(Gradients):
 
 @torch.no_grad()
 def evaluate(trainer: Trainer, model: GPTModel, documents: Sequence[Document]) -> Evaluation:
-    """The mean loss of the documents, each exactly once, under the layout that the model holds just
-    now."""
+    """The mean loss of the documents, each exactly once, under the layout that the model holds."""
     groups = model.pg_collection
     batch_size, iterations = trainer.args.global_batch_size, trainer.args.eval_iters
     wanted = list(documents if iterations is None else documents[: iterations * batch_size])
-    trainer, config = (
-        replace(trainer, groups=groups),
-        evaluation_config(trainer.config, groups, wanted),
-    )
-    totals = torch.zeros(
-        4, dtype=torch.float64, device=trainer.device
-    )  # loss, loss tokens, documents, tokens
+    trainer = replace(trainer, groups=groups)
+    config = evaluation_config(trainer.config, groups, wanted)
+    parts = []
     model.eval()
     for first in range(0, len(wanted), batch_size):
         batch = range(first, min(first + batch_size, len(wanted)))
         _, step = get_batch(trainer, config, wanted, batch)
         for cp, local in step:
             losses = forward_step(trainer, model, cp, local)
-            loss_sum, count = cp.loss_sum(losses, local.loss_mask)
-            # Each document masks its last token and no other, so those are counted, on the rows
-            # that arrived.
-            ends = (local.loss_mask == 0).sum()
-            totals += torch.stack(
-                [x.double() for x in (loss_sum, count, ends, torch.tensor(len(losses)).to(ends))]
-            )
+            # Each document masks its last token and no other: counted on the rows that arrived.
+            ends = (local.loss_mask == 0).sum(dtype=torch.float64)
+            rows = losses.new_full((), len(losses), dtype=torch.float64)
+            parts.append(torch.stack((*cp.loss_sum(losses, local.loss_mask), ends, rows)))
     model.train()
-    total_loss, loss_tokens, seen, tokens = sum_over_ranks(trainer, list(totals))
+    loss, loss_tokens, seen, tokens = sum_over_ranks(trainer, torch.stack(parts).sum(dim=0))
     expected = (len(wanted), sum(document.length for document in wanted))
     if (seen, tokens) != expected:
         raise hcp.HcpError(
@@ -180,7 +180,7 @@ def evaluate(trainer: Trainer, model: GPTModel, documents: Sequence[Document]) -
     return Evaluation(
         cp=groups.size("cp"),
         dp=groups.size("dp"),
-        loss=total_loss / max(1.0, loss_tokens),
+        loss=loss / max(1.0, loss_tokens),
         documents=int(seen),
         tokens=int(tokens),
     )
@@ -189,15 +189,14 @@ def evaluate(trainer: Trainer, model: GPTModel, documents: Sequence[Document]) -
 def evaluation_config(
     config: Config, groups: hcp.ProcessGroups, documents: Sequence[Document]
 ) -> Config:
-    """Static context parallelism of the layout's own size. Without a backward a rank holds whatever
-    that takes."""
+    """Static CP of the layout's own size. Without a backward, a rank holds whatever that takes."""
     degree = groups.size("cp")
-    longest = max(document.length for document in documents)
+    needed = rows_up_to(max(document.length for document in documents), degree)
     return replace(
         config,
         sequence_packing_scheduler="static_cp",
         context_parallel_size=degree,
-        max_seqlen_per_dp_cp_rank=max(config.max_seqlen_per_dp_cp_rank, rows_max(longest, degree)),
+        max_seqlen_per_dp_cp_rank=max(config.max_seqlen_per_dp_cp_rank, needed),
     )
 
 
@@ -228,7 +227,7 @@ def train(
             model, process_group=trainer.groups.dp_cp, gradient_as_bucket_view=True
         )
         wrapped: nn.Module = ddp
-        gradients: Gradients = DDPGradients(ddp)
+        gradients: Gradients | DDPGradients = DDPGradients(ddp)
     else:
         wrapped, gradients = model, Gradients(model, trainer.groups)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), foreach=True)
@@ -241,10 +240,10 @@ def train(
             batch_size=args.global_batch_size,
         )
         plan, step = get_batch(trainer, config, corpus.training, indices)
-        loss, norm, rows = train_step(trainer, wrapped, gradients, optimizer, step)
+        update = train_step(trainer, wrapped, gradients, optimizer, step)
         seconds = time.perf_counter() - started
-        run.steps.append(record(trainer, plan, step, iteration, loss, norm, rows, seconds))
-        run.plans.append(plan)
+        run.steps.append(record(trainer, iteration, plan, step, update, seconds))
+        run.first_plan = run.first_plan or plan
         reporter.step(run)
         last = iteration + 1 == args.train_iters
         if last or (args.eval_interval and (iteration + 1) % args.eval_interval == 0):
@@ -257,31 +256,29 @@ def train(
 
 def record(
     trainer: Trainer,
+    iteration: int,
     plan: hcp.Plan,
     step: hcp.Step,
-    iteration: int,
-    loss: float,
-    norm: float,
-    rows: int,
+    update: Update,
     seconds: float,
 ) -> StepRecord:
     tokens = sum(plan.lengths)
-    # Both schedulers are measured against what the batch needs when degrees are free.
+    # Both schedulers are measured against the bound that holds when degrees are free.
     free = replace(trainer.config, sequence_packing_scheduler="dynamic_cp")
-    best = free.plan(plan.lengths, plan.ranks, trainer.cost)
+    bound = free.plan(plan.lengths, plan.ranks, trainer.cost).bound
     return StepRecord(
         iteration=iteration + 1,
-        loss=loss,
-        grad_norm=norm,
+        loss=update.loss,
+        grad_norm=update.grad_norm,
         sequences=len(plan.lengths),
         tokens=tokens,
         loss_tokens=int(step.loss_tokens or 0),
-        padding_rows=rows - tokens,
+        padding_rows=update.rows - tokens,
         micro_batches=len(step),
-        work=best.work,
+        work=plan.work,
+        bound=bound,
         makespan=plan.makespan,
-        bound=best.bound,
-        efficiency=best.work / (plan.ranks * plan.makespan) if plan.makespan else 1.0,
+        efficiency=plan.efficiency,
         seconds=seconds,
     )
 
@@ -311,7 +308,8 @@ def run_demo(args: argparse.Namespace, device: torch.device) -> None:
     eval_groups = groups.with_context_parallel(
         args.config.eval_context_parallel_size or other_layout(degree, args.ranks)
     )
-    reporter.start(corpus.describe(), device, groups, eval_groups)
+    parameters = sum(p.numel() for p in GPTModel(args, groups).parameters())
+    reporter.start(corpus.describe(), parameters, device, groups, eval_groups)
 
     cost = cost_model(args, device)
     static = replace(
@@ -333,7 +331,7 @@ def run_demo(args: argparse.Namespace, device: torch.device) -> None:
 
 def cost_model(args: argparse.Namespace, device: torch.device) -> hcp.CostModel:
     """What work costs beside exchange: a CPU core computes less per byte that it can send."""
-    machine = {"flops_per_byte": 100, "launch_flops": 30_000_000} if device.type == "cpu" else {}
+    machine = {"flops_per_byte": 200, "launch_flops": 20_000_000} if device.type == "cpu" else {}
     return hcp.CostModel.for_transformer(
         hidden_size=args.hidden_size,
         ffn_hidden_size=args.ffn_hidden_size,
@@ -359,8 +357,7 @@ def is_static(config: Config) -> bool:
 
 
 def other_layout(degree: int, ranks: int) -> int:
-    """A context-parallel size to evaluate with that is not the training layout's, where there is
-    one."""
+    """A context-parallel size to evaluate with that differs from training's, where one does."""
     return 1 if degree > 1 else ranks
 
 
@@ -372,7 +369,7 @@ def initialize_distributed(args: argparse.Namespace) -> torch.device:
     local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     gpus = torch.cuda.device_count() if args.device != "cpu" else 0
     if args.device == "cuda" and gpus < local_ranks:
-        raise ValueError(
+        raise InputError(
             f"--device cuda: {local_ranks} ranks on this machine > {gpus} GPUs: lower --ranks"
         )
     if gpus < local_ranks:
@@ -384,12 +381,11 @@ def initialize_distributed(args: argparse.Namespace) -> torch.device:
     return device
 
 
-def sum_over_ranks(trainer: Trainer, values: Sequence[float | Tensor]) -> list[float]:
-    totals = torch.stack(
-        [torch.as_tensor(v, dtype=torch.float64, device=trainer.device) for v in values]
-    )
+def sum_over_ranks(trainer: Trainer, values: Tensor) -> list[float]:
+    totals = values.clone()
     dist.all_reduce(totals, group=trainer.groups.dp_cp)
-    return totals.tolist()
+    numbers: list[float] = totals.tolist()
+    return numbers
 
 
 def on_every_rank(work: Callable[[], T]) -> T:
@@ -397,13 +393,15 @@ def on_every_rank(work: Callable[[], T]) -> T:
     result, problem = None, None
     try:
         result = work()
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         problem = str(error)
+    except OSError as error:
+        problem = f"{error.filename}: {error.strerror}" if error.filename else str(error)
     problems: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     for rank, problem in enumerate(problems):
         if problem is not None:
-            raise ValueError(problem if rank == 0 else f"rank {rank}: {problem}")
+            raise InputError(problem if rank == 0 else f"rank {rank}: {problem}")
     return result  # type: ignore[return-value]
 
 
@@ -412,6 +410,6 @@ def same_on_every_rank(what: str, value: object) -> None:
     dist.all_gather_object(values, value)
     other = [rank for rank, theirs in enumerate(values) if theirs != values[0]]
     if other:
-        raise ValueError(
+        raise InputError(
             f"{what} differ between rank 0 and rank {other[0]}: give every machine the same text"
         )

@@ -22,7 +22,8 @@ static int64_t gather(const hcp_table *route, int32_t s, const int64_t *from, in
   int64_t filled = 0;
   for (int64_t i = 0; i < records(route, s); i++) {
     const int64_t *segment = section(route, s) + 2 * i;
-    for (int64_t r = 0; r < segment[1]; r++) to[filled++] = segment[0] < 0 ? 0 : from[segment[0] + r];
+    for (int64_t r = 0; r < segment[1]; r++)
+      to[filled++] = segment[0] < 0 ? 0 : from[segment[0] + r];
   }
   return filled;
 }

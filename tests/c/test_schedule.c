@@ -41,8 +41,8 @@ static void open_rank(const hcp_plan *plan, int32_t m, int32_t rank, hcp_comm_ty
   CHECK_INT(hcp_schedule_create(plan, m, rank, type, causal, &r->schedule, NULL), HCP_OK);
   for (int32_t s = 0; s < r->layout->span_count; s++)
     for (int64_t t = 0; t < r->layout->spans[s].rows; t++)
-      r->local[row++] = token(r->layout->sequences[r->layout->spans[s].slot],
-                              r->layout->spans[s].start + t);
+      r->local[row++] =
+          token(r->layout->sequences[r->layout->spans[s].slot], r->layout->spans[s].start + t);
   CHECK_INT(section(r->schedule, HCP_SCHEDULE_SIZES)[0], row);
   memcpy(r->keys, r->local, sizeof r->keys);
 }
@@ -163,9 +163,8 @@ static void send_home(int32_t from) {
   for (int64_t i = 0; i < records(r->schedule, HCP_SCHEDULE_HOME_SENDS); i++) {
     const int64_t *move = section(r->schedule, HCP_SCHEDULE_HOME_SENDS) + 3 * i;
     rank_state *to = &ranks[move[0]];
-    const int64_t *receive =
-        receive_from(to, HCP_SCHEDULE_HOME_RECEIVES, 0,
-                     records(to->schedule, HCP_SCHEDULE_HOME_RECEIVES), from);
+    const int64_t *receive = receive_from(to, HCP_SCHEDULE_HOME_RECEIVES, 0,
+                                          records(to->schedule, HCP_SCHEDULE_HOME_RECEIVES), from);
     CHECK(receive != NULL && receive[2] == move[2]);
     for (int64_t k = 0; receive != NULL && k < move[2]; k++) {
       to->home_received[receive[1] + k] = r->home_sent[move[1] + k];

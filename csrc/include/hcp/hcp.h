@@ -36,7 +36,8 @@ extern "C" {
   X(INFEASIBLE, "no plan keeps the limits")                \
   X(NO_MEMORY, "out of memory")                            \
   X(OVERFLOW, "a count or a cost does not fit in 63 bits") \
-  X(CALLBACK, "a callback reported failure")
+  X(CALLBACK, "a callback reported failure")               \
+  X(DEVICE, "a device reported failure")
 
 typedef enum hcp_status {
 #define HCP_STATUS_ENUM(name, text) HCP_##name,
@@ -166,8 +167,8 @@ typedef struct hcp_plan {
   const int32_t *sequences;             /* n: the lengths' indices, group after group */
   int64_t makespan;                     /* cost units: when the last rank ends        */
   int64_t bound;                        /* no plan under this cost is faster          */
-  int64_t work;                         /* sum over sequences of the least rank-time  */
-  uint64_t checksum;                    /* of everything above                        */
+  int64_t work;                         /* rank-time of all sequences at degree 1     */
+  uint64_t checksum;                    /* of the request and of what was decided     */
 } hcp_plan;
 
 /* Rows of the fullest rank when degree ranks share length tokens zigzag.
@@ -309,7 +310,7 @@ const char *hcp_comm_type_name(hcp_comm_type type);
  * partial output covers its query rows; a run lists, for rows of a result, the
  * parts that are merged or summed there.
  *
- *   SIZES          rows, home_sent_rows, home_received_rows
+ *   SIZES          rows, home_sent_rows, home_received_rows, comm_type, causal
  *   STAGES         ends of the stage's records in PACK, SENDS, RECEIVES,
  *                  ARRANGE and ENTRIES, then its sent, received and key rows
  *   PACK           (row, rows) of the local rows; a stage without any forwards
@@ -330,7 +331,7 @@ const char *hcp_comm_type_name(hcp_comm_type type);
  * Runs ascend by row; records with the same row and rows are one run, and
  * different runs do not overlap. */
 #define HCP_SCHEDULE_SECTIONS(X) \
-  X(SIZES, 3)                    \
+  X(SIZES, 5)                    \
   X(STAGES, 8)                   \
   X(PACK, 2)                     \
   X(SENDS, 3)                    \

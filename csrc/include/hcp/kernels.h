@@ -115,6 +115,40 @@ void hcp_cpu_merge_backward(hcp_dtype dtype, const hcp_part *parts, const hcp_ru
 void hcp_cpu_reduce(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
                     const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out);
 
+/* ---- On a GPU -----------------------------------------------------------
+ *
+ * The same results, rounding included, but for sums of logarithms, from memory
+ * of the current device. Work is queued on a stream (a cudaStream_t) and the
+ * call returns: nothing is allocated, nothing is waited for, so that a CUDA
+ * graph can capture it. Tables lie in host memory and travel with the launch;
+ * they may be freed when the call returns. Large tables take several launches.
+ *
+ * HCP_DEVICE carries the text of a CUDA error. HCP_INVALID: a row of more parts,
+ * or more columns, than a launch can carry. */
+
+/* Parts of one row, and columns of one call, that a launch can carry. */
+#define HCP_CUDA_PARTS_MAX 128
+#define HCP_CUDA_COLUMNS_MAX 16
+
+hcp_status hcp_cuda_pack(const hcp_column *sources, int32_t n_sources, const hcp_segment *segments,
+                         int64_t n_segments, hcp_column out, void *stream, hcp_error *err);
+
+hcp_status hcp_cuda_unpack(hcp_column source, const hcp_segment *segments, int64_t n_segments,
+                           const hcp_column *outs, int32_t n_outs, void *stream, hcp_error *err);
+
+hcp_status hcp_cuda_merge(hcp_dtype dtype, const hcp_part *parts, const hcp_run *runs,
+                          int64_t n_runs, int64_t rows, int64_t heads, int64_t head_dim, void *out,
+                          void *lse, void *stream, hcp_error *err);
+
+hcp_status hcp_cuda_merge_backward(hcp_dtype dtype, const hcp_part *parts, const hcp_run *runs,
+                                   int64_t n_runs, int64_t heads, int64_t head_dim, const void *out,
+                                   const void *lse, const void *grad_out, const void *grad_lse,
+                                   const hcp_grad_part *grad_parts, void *stream, hcp_error *err);
+
+hcp_status hcp_cuda_reduce(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
+                           const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
+                           void *stream, hcp_error *err);
+
 #ifdef __cplusplus
 }
 #endif

@@ -1,0 +1,121 @@
+/* device.cuh - elements in memory, vectors of them, and errors of launches. */
+#ifndef HCP_CUDA_DEVICE_CUH
+#define HCP_CUDA_DEVICE_CUH
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+
+#include "hcp/kernels.h"
+
+/* Threads of a block, whatever the kernel. */
+enum { HCP_THREADS = 256 };
+
+static inline hcp_status hcp_cuda_fail(hcp_error *err, hcp_status status, const char *format, ...) {
+  if (err == NULL) return status;
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(err->message, sizeof err->message, format, arguments);
+  va_end(arguments);
+  err->status = status;
+  return status;
+}
+
+static inline hcp_status hcp_cuda_launched(const char *kernel, hcp_error *err) {
+  cudaError_t error = cudaGetLastError();
+  if (error == cudaSuccess) return HCP_OK;
+  return hcp_cuda_fail(err, HCP_DEVICE, "%s: %s (%s)", kernel, cudaGetErrorString(error),
+                       cudaGetErrorName(error));
+}
+
+/* Enough blocks to fill the device several times over; kernels stride over the
+ * rest. */
+static inline unsigned hcp_cuda_blocks(int64_t items) {
+  int device = 0, processors = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  int64_t blocks = (items + HCP_THREADS - 1) / HCP_THREADS, most = 16 * (int64_t)processors;
+  return (unsigned)(blocks < 1 ? 1 : blocks < most ? blocks : most);
+}
+
+/* ---- elements ---- */
+
+/* Sums are in wide: float64 for float64, float32 for the rest. */
+template <class T>
+struct element {
+  using wide = float;
+};
+template <>
+struct element<double> {
+  using wide = double;
+};
+
+__device__ inline double load(double x) { return x; }
+__device__ inline float load(float x) { return x; }
+__device__ inline float load(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ inline float load(__half x) { return __half2float(x); }
+
+template <class T>
+__device__ inline T store(typename element<T>::wide x);
+template <>
+__device__ inline double store<double>(double x) {
+  return x;
+}
+template <>
+__device__ inline float store<float>(float x) {
+  return x;
+}
+template <>
+__device__ inline __nv_bfloat16 store<__nv_bfloat16>(float x) {
+  return __float2bfloat16_rn(x);
+}
+template <>
+__device__ inline __half store<__half>(float x) {
+  return __float2half_rn(x);
+}
+
+/* N elements that travel in one instruction. */
+template <class T, int N>
+struct alignas(sizeof(T) * N) vector {
+  T at[N];
+};
+
+/* Elements of a vector: 16 bytes where every address allows it, else one. */
+template <class T>
+constexpr int vector_elements() {
+  return 16 / (int)sizeof(T);
+}
+
+static inline bool aligned(const void *pointer, int64_t stride_bytes, int64_t bytes) {
+  return (reinterpret_cast<uintptr_t>(pointer) | (uintptr_t)stride_bytes) % (uintptr_t)bytes == 0;
+}
+
+/* Calls function.template operator()<T>() with the type of dtype. */
+#define HCP_CUDA_DISPATCH(dtype, ...) \
+  switch (dtype) {                    \
+    case HCP_FLOAT64: {               \
+      using T = double;               \
+      __VA_ARGS__;                    \
+      break;                          \
+    }                                 \
+    case HCP_FLOAT32: {               \
+      using T = float;                \
+      __VA_ARGS__;                    \
+      break;                          \
+    }                                 \
+    case HCP_BFLOAT16: {              \
+      using T = __nv_bfloat16;        \
+      __VA_ARGS__;                    \
+      break;                          \
+    }                                 \
+    case HCP_FLOAT16: {               \
+      using T = __half;               \
+      __VA_ARGS__;                    \
+      break;                          \
+    }                                 \
+  }
+
+#endif

@@ -1,0 +1,256 @@
+/* merge.cu - partial attention outputs merged by log-sum-exp, and the gradients.
+ *
+ * Forward: a thread merges one vector of one row and head in registers. Every
+ * thread of a head reads the few log-sum-exps of its parts, from the cache.
+ * Backward: a warp takes one row and head, since two dot products over the head
+ * are needed. */
+#include <math.h>
+
+#include "runs.cuh"
+
+struct merged {
+  hcp_part part[HCP_CUDA_PARTS_MAX];
+  int64_t heads, head_dim;
+};
+
+template <class T>
+struct total {
+  typename element<T>::wide largest; /* lse; -inf: nothing takes part */
+  typename element<T>::wide shares;  /* summed */
+};
+
+template <class W>
+__device__ inline W exponential(W x);
+template <>
+__device__ inline double exponential(double x) {
+  return exp(x);
+}
+template <>
+__device__ inline float exponential(float x) {
+  return expf(x);
+}
+
+template <class W>
+__device__ inline W logarithm(W x);
+template <>
+__device__ inline double logarithm(double x) {
+  return log(x);
+}
+template <>
+__device__ inline float logarithm(float x) {
+  return logf(x);
+}
+
+/* exp(lse - largest), where two equal infinities would give NaN: parts whose
+ * lse is +inf share alike. */
+template <class W>
+__device__ inline W share(W lse, W largest) {
+  return lse == largest ? W(1) : exponential(lse - largest);
+}
+
+template <class T>
+__device__ inline typename element<T>::wide part_lse(const run_table &table, const merged &m,
+                                                     int run, int r, int64_t row, int64_t head) {
+  using W = typename element<T>::wide;
+  const hcp_part &part = m.part[table.part[r]];
+  int64_t part_row = table.part_row[r] + row - table.row[run];
+  return ((const W *)part.lse)[part_row * part.lse_row_stride + head * part.lse_head_stride];
+}
+
+template <class T>
+__device__ inline const T *part_out(const run_table &table, const merged &m, int run, int r,
+                                    int64_t row, int64_t head) {
+  const hcp_part &part = m.part[table.part[r]];
+  int64_t part_row = table.part_row[r] + row - table.row[run];
+  return (const T *)part.out + part_row * part.out_row_stride + head * part.out_head_stride;
+}
+
+template <class T>
+__device__ inline total<T> total_of(const run_table &table, const merged &m, int run, int64_t row,
+                                    int64_t head) {
+  using W = typename element<T>::wide;
+  total<T> t = {-(W)INFINITY, 0};
+  int begin = table.record[run], end = table.record[run + 1];
+  for (int r = begin; r < end; ++r) {
+    W lse = part_lse<T>(table, m, run, r, row, head);
+    if (!(lse <= t.largest)) t.largest = lse; /* takes NaN too */
+    if (t.largest != t.largest) return {t.largest, t.largest};
+  }
+  if (t.largest == -(W)INFINITY) return t;
+  for (int r = begin; r < end; ++r)
+    t.shares += share(part_lse<T>(table, m, run, r, row, head), t.largest);
+  return t;
+}
+
+template <class T>
+__device__ inline typename element<T>::wide weight_of(total<T> t, typename element<T>::wide lse) {
+  using W = typename element<T>::wide;
+  return lse == -(W)INFINITY ? W(0) : share(lse, t.largest) / t.shares;
+}
+
+template <class T, int N>
+__global__ void __launch_bounds__(HCP_THREADS)
+    merge_rows(const __grid_constant__ run_table table, const __grid_constant__ merged m, T *out,
+               typename element<T>::wide *lse) {
+  using W = typename element<T>::wide;
+  using V = vector<T, N>;
+  int64_t vectors = m.head_dim / N, threads = vectors > 0 ? vectors : 1;
+  int64_t items = table.rows() * m.heads * threads, step = (int64_t)gridDim.x * blockDim.x;
+  for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < items; i += step) {
+    int64_t at = i % threads, head = i / threads % m.heads;
+    int64_t row = table.first_row() + i / threads / m.heads;
+    int run = table.find(row);
+    total<T> t = total_of<T>(table, m, run, row, head);
+    if (at == 0)
+      lse[row * m.heads + head] = t.shares == W(0) ? t.largest : t.largest + logarithm(t.shares);
+    if (vectors == 0) continue; /* a head without elements still has a log-sum-exp */
+    W sum[N] = {};
+    for (int r = table.record[run]; r < table.record[run + 1]; ++r) {
+      W weight = weight_of<T>(t, part_lse<T>(table, m, run, r, row, head));
+      /* Not multiplied by zero: the output may hold NaN where nothing was attended. */
+      if (weight == W(0)) continue;
+      V value = reinterpret_cast<const V *>(part_out<T>(table, m, run, r, row, head))[at];
+      for (int e = 0; e < N; ++e) sum[e] += weight * load(value.at[e]);
+    }
+    V result;
+    for (int e = 0; e < N; ++e) result.at[e] = store<T>(sum[e]);
+    reinterpret_cast<V *>(out + (row * m.heads + head) * m.head_dim)[at] = result;
+  }
+}
+
+/* ---- backward ---- */
+
+struct merged_gradients {
+  const void *out, *lse, *grad_out;
+  const void *grad_lse; /* may be NULL */
+  hcp_grad_part part[HCP_CUDA_PARTS_MAX];
+};
+
+template <class T>
+__device__ inline typename element<T>::wide dot(const T *a, const T *b, int64_t n, int lane) {
+  typename element<T>::wide sum = 0;
+  for (int64_t i = lane; i < n; i += 32) sum += load(a[i]) * load(b[i]);
+  for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+  return sum;
+}
+
+template <class T>
+__global__ void __launch_bounds__(HCP_THREADS)
+    merge_rows_backward(const __grid_constant__ run_table table, const __grid_constant__ merged m,
+                        const __grid_constant__ merged_gradients g) {
+  using W = typename element<T>::wide;
+  int lane = threadIdx.x % 32;
+  int64_t items = table.rows() * m.heads, step = (int64_t)gridDim.x * (blockDim.x / 32);
+  for (int64_t i = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / 32; i < items; i += step) {
+    int64_t row = table.first_row() + i / m.heads, head = i % m.heads;
+    int64_t place = row * m.heads + head;
+    int run = table.find(row);
+    W lse = ((const W *)g.lse)[place];
+    /* Only a row whose lse is +inf needs its parts counted: they share alike. */
+    total<T> t = {lse, 1};
+    if (lse == (W)INFINITY) t = total_of<T>(table, m, run, row, head);
+    const T *grad_out = (const T *)g.grad_out + place * m.head_dim;
+    W common = g.grad_lse == NULL ? W(0) : ((const W *)g.grad_lse)[place];
+    common -= dot(grad_out, (const T *)g.out + place * m.head_dim, m.head_dim, lane);
+    for (int r = table.record[run]; r < table.record[run + 1]; ++r) {
+      int64_t part_place = (table.part_row[r] + row - table.row[run]) * m.heads + head;
+      W weight = weight_of<T>(t, part_lse<T>(table, m, run, r, row, head));
+      T *part_grad = (T *)g.part[table.part[r]].out + part_place * m.head_dim;
+      W part_grad_lse = 0;
+      if (weight != W(0)) {
+        const T *out = part_out<T>(table, m, run, r, row, head);
+        part_grad_lse = weight * (dot(grad_out, out, m.head_dim, lane) + common);
+      }
+      for (int64_t d = lane; d < m.head_dim; d += 32)
+        part_grad[d] = store<T>(weight == W(0) ? W(0) : weight * load(grad_out[d]));
+      if (lane == 0) ((W *)g.part[table.part[r]].lse)[part_place] = part_grad_lse;
+    }
+  }
+}
+
+/* ---- launches ---- */
+
+template <class T>
+static bool vectors_fit(const merged &m, int32_t parts, const void *out) {
+  int64_t element_bytes = sizeof(T), row = m.head_dim * element_bytes;
+  bool fit = aligned(out, row, 16);
+  for (int32_t p = 0; p < parts; ++p)
+    fit =
+        fit && aligned(m.part[p].out,
+                       (m.part[p].out_row_stride | m.part[p].out_head_stride) * element_bytes, 16);
+  return fit;
+}
+
+template <class T>
+static hcp_status merge_all(const hcp_part *parts, const hcp_run *runs, int64_t n_runs,
+                            int64_t rows, int64_t heads, int64_t head_dim, void *out, void *lse,
+                            cudaStream_t stream, hcp_error *err) {
+  using W = typename element<T>::wide;
+  constexpr int N = vector_elements<T>();
+  run_launches launches(runs, n_runs, rows, true);
+  merged m;
+  m.heads = heads;
+  m.head_dim = head_dim;
+  int more;
+  while ((more = launches.advance()) > 0) {
+    for (int32_t p = 0; p < launches.parts; ++p) m.part[p] = parts[launches.part_of[p]];
+    int64_t launch_rows = launches.table.row[launches.table.n] - launches.table.row[0];
+    bool wide = vectors_fit<T>(m, launches.parts, out);
+    unsigned blocks = hcp_cuda_blocks(launch_rows * heads * (head_dim / (wide ? N : 1) + 1));
+    if (wide)
+      merge_rows<T, N><<<blocks, HCP_THREADS, 0, stream>>>(launches.table, m, (T *)out, (W *)lse);
+    else
+      merge_rows<T, 1><<<blocks, HCP_THREADS, 0, stream>>>(launches.table, m, (T *)out, (W *)lse);
+    hcp_status status = hcp_cuda_launched("merge", err);
+    if (status != HCP_OK) return status;
+  }
+  return more < 0 ? too_many_parts(launches, err) : HCP_OK;
+}
+
+hcp_status hcp_cuda_merge(hcp_dtype dtype, const hcp_part *parts, const hcp_run *runs,
+                          int64_t n_runs, int64_t rows, int64_t heads, int64_t head_dim, void *out,
+                          void *lse, void *stream, hcp_error *err) {
+  hcp_status status = HCP_OK;
+  HCP_CUDA_DISPATCH(dtype, status = merge_all<T>(parts, runs, n_runs, rows, heads, head_dim, out,
+                                                 lse, (cudaStream_t)stream, err))
+  return status;
+}
+
+template <class T>
+static hcp_status merge_all_backward(const hcp_part *parts, const hcp_run *runs, int64_t n_runs,
+                                     int64_t heads, int64_t head_dim, merged_gradients *g,
+                                     const hcp_grad_part *grad_parts, cudaStream_t stream,
+                                     hcp_error *err) {
+  run_launches launches(runs, n_runs, 0, false);
+  merged m;
+  m.heads = heads;
+  m.head_dim = head_dim;
+  int more;
+  while ((more = launches.advance()) > 0) {
+    for (int32_t p = 0; p < launches.parts; ++p) {
+      m.part[p] = parts[launches.part_of[p]];
+      g->part[p] = grad_parts[launches.part_of[p]];
+    }
+    int64_t launch_rows = launches.table.row[launches.table.n] - launches.table.row[0];
+    unsigned blocks = hcp_cuda_blocks(launch_rows * heads * 32);
+    merge_rows_backward<T><<<blocks, HCP_THREADS, 0, stream>>>(launches.table, m, *g);
+    hcp_status status = hcp_cuda_launched("merge_backward", err);
+    if (status != HCP_OK) return status;
+  }
+  return more < 0 ? too_many_parts(launches, err) : HCP_OK;
+}
+
+hcp_status hcp_cuda_merge_backward(hcp_dtype dtype, const hcp_part *parts, const hcp_run *runs,
+                                   int64_t n_runs, int64_t heads, int64_t head_dim, const void *out,
+                                   const void *lse, const void *grad_out, const void *grad_lse,
+                                   const hcp_grad_part *grad_parts, void *stream, hcp_error *err) {
+  hcp_status status = HCP_OK;
+  merged_gradients g;
+  g.out = out;
+  g.lse = lse;
+  g.grad_out = grad_out;
+  g.grad_lse = grad_lse;
+  HCP_CUDA_DISPATCH(dtype, status = merge_all_backward<T>(parts, runs, n_runs, heads, head_dim, &g,
+                                                          grad_parts, (cudaStream_t)stream, err))
+  return status;
+}

@@ -1,0 +1,142 @@
+/* pack.cu - rows gathered, several tensors side by side, and back.
+ *
+ * A thread moves one vector of one row of one column; neighbours in a warp move
+ * neighbouring vectors, so that both sides are read and written in full lines. */
+#include "device.cuh"
+
+struct copied_column {
+  const char *source;
+  char *target;
+  int64_t source_stride, target_stride; /* bytes */
+  int64_t vectors;                      /* of a row */
+};
+
+struct copy_table {
+  enum { SEGMENTS = 1024 };
+  int64_t target_row[SEGMENTS + 1]; /* where each segment's rows go, then the end */
+  int64_t source_row[SEGMENTS];     /* -1: zeros */
+  copied_column columns[HCP_CUDA_COLUMNS_MAX];
+  int32_t n;
+};
+
+static __device__ int segment_of(const copy_table &table, int64_t target_row) {
+  int low = 0, high = table.n - 1;
+  while (low < high) {
+    int middle = (low + high + 1) / 2;
+    if (table.target_row[middle] <= target_row)
+      low = middle;
+    else
+      high = middle - 1;
+  }
+  return low;
+}
+
+template <class V>
+__global__ void __launch_bounds__(HCP_THREADS) copy_rows(const __grid_constant__ copy_table table) {
+  const copied_column &column = table.columns[blockIdx.y];
+  int64_t first = table.target_row[0], rows = table.target_row[table.n] - first;
+  int64_t items = rows * column.vectors, step = (int64_t)gridDim.x * blockDim.x;
+  for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < items; i += step) {
+    int64_t row = first + i / column.vectors, vector = i % column.vectors;
+    int s = segment_of(table, row);
+    int64_t source_row = table.source_row[s] + row - table.target_row[s];
+    V value = {};
+    if (table.source_row[s] >= 0)
+      value =
+          reinterpret_cast<const V *>(column.source + source_row * column.source_stride)[vector];
+    reinterpret_cast<V *>(column.target + row * column.target_stride)[vector] = value;
+  }
+}
+
+/* The widest vector that every address and row of the columns allows. */
+static int64_t vector_bytes(const copied_column *columns, const int64_t *row_bytes, int32_t n) {
+  uintptr_t bits = 16;
+  for (int32_t c = 0; c < n; ++c)
+    bits |= (uintptr_t)columns[c].source | (uintptr_t)columns[c].target |
+            (uintptr_t)columns[c].source_stride | (uintptr_t)columns[c].target_stride |
+            (uintptr_t)row_bytes[c];
+  return (int64_t)(bits & (~bits + 1));
+}
+
+static hcp_status launch(copy_table *table, const int64_t *row_bytes, int32_t n_columns,
+                         cudaStream_t stream, hcp_error *err) {
+  int64_t bytes = vector_bytes(table->columns, row_bytes, n_columns), most = 0;
+  int64_t rows = table->target_row[table->n] - table->target_row[0];
+  for (int32_t c = 0; c < n_columns; ++c) {
+    table->columns[c].vectors = row_bytes[c] / bytes;
+    if (table->columns[c].vectors > most) most = table->columns[c].vectors;
+  }
+  if (rows * most == 0) return HCP_OK;
+  dim3 grid(hcp_cuda_blocks(rows * most), (unsigned)n_columns);
+  switch (bytes) {
+    case 16:
+      copy_rows<int4><<<grid, HCP_THREADS, 0, stream>>>(*table);
+      break;
+    case 8:
+      copy_rows<int2><<<grid, HCP_THREADS, 0, stream>>>(*table);
+      break;
+    case 4:
+      copy_rows<int><<<grid, HCP_THREADS, 0, stream>>>(*table);
+      break;
+    case 2:
+      copy_rows<short><<<grid, HCP_THREADS, 0, stream>>>(*table);
+      break;
+    default:
+      copy_rows<char><<<grid, HCP_THREADS, 0, stream>>>(*table);
+  }
+  return hcp_cuda_launched("pack", err);
+}
+
+static hcp_status copy_all(copy_table *table, const int64_t *row_bytes, int32_t n_columns,
+                           const hcp_segment *segments, int64_t n_segments, cudaStream_t stream,
+                           hcp_error *err) {
+  int64_t row = 0;
+  for (int64_t first = 0; first < n_segments; first += copy_table::SEGMENTS) {
+    table->n = 0;
+    for (int64_t s = first; s < n_segments && table->n < copy_table::SEGMENTS; ++s) {
+      table->target_row[table->n] = row;
+      table->source_row[table->n++] = segments[s].row;
+      row += segments[s].rows;
+    }
+    table->target_row[table->n] = row;
+    hcp_status status = launch(table, row_bytes, n_columns, stream, err);
+    if (status != HCP_OK) return status;
+  }
+  return HCP_OK;
+}
+
+static hcp_status check_columns(int32_t n, hcp_error *err) {
+  if (n <= HCP_CUDA_COLUMNS_MAX) return HCP_OK;
+  return hcp_cuda_fail(err, HCP_INVALID, "%d tensors side by side, expected <= %d on a GPU", n,
+                       HCP_CUDA_COLUMNS_MAX);
+}
+
+hcp_status hcp_cuda_pack(const hcp_column *sources, int32_t n_sources, const hcp_segment *segments,
+                         int64_t n_segments, hcp_column out, void *stream, hcp_error *err) {
+  copy_table table;
+  int64_t row_bytes[HCP_CUDA_COLUMNS_MAX], offset = 0;
+  hcp_status status = check_columns(n_sources, err);
+  if (status != HCP_OK) return status;
+  for (int32_t c = 0; c < n_sources; ++c) {
+    table.columns[c] = {(const char *)sources[c].data, (char *)out.data + offset,
+                        sources[c].row_stride_bytes, out.row_stride_bytes, 0};
+    row_bytes[c] = sources[c].row_bytes;
+    offset += sources[c].row_bytes;
+  }
+  return copy_all(&table, row_bytes, n_sources, segments, n_segments, (cudaStream_t)stream, err);
+}
+
+hcp_status hcp_cuda_unpack(hcp_column source, const hcp_segment *segments, int64_t n_segments,
+                           const hcp_column *outs, int32_t n_outs, void *stream, hcp_error *err) {
+  copy_table table;
+  int64_t row_bytes[HCP_CUDA_COLUMNS_MAX], offset = 0;
+  hcp_status status = check_columns(n_outs, err);
+  if (status != HCP_OK) return status;
+  for (int32_t c = 0; c < n_outs; ++c) {
+    table.columns[c] = {(const char *)source.data + offset, (char *)outs[c].data,
+                        source.row_stride_bytes, outs[c].row_stride_bytes, 0};
+    row_bytes[c] = outs[c].row_bytes;
+    offset += outs[c].row_bytes;
+  }
+  return copy_all(&table, row_bytes, n_outs, segments, n_segments, (cudaStream_t)stream, err);
+}

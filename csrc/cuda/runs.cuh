@@ -1,0 +1,116 @@
+/* runs.cuh - a run table as a launch carries it: by value, in pieces. */
+#ifndef HCP_CUDA_RUNS_CUH
+#define HCP_CUDA_RUNS_CUH
+
+#include "device.cuh"
+#include "hcp/index.h"
+
+/* What one launch carries. A kernel's parameters are read through the constant
+ * cache, and copied when it is queued: no table has to be allocated, uploaded
+ * or kept. All of it stays well below the 32,764 bytes that parameters may have. */
+struct run_table {
+  enum { RUNS = 384, RECORDS = 768 };
+  int64_t row[RUNS + 1];      /* first row of each run, in the result; then the end */
+  int32_t record[RUNS + 1];   /* first record of each run                          */
+  int64_t part_row[RECORDS];  /* of the run's first row                            */
+  uint8_t part[RECORDS];      /* among the launch's parts                          */
+  int32_t n;                  /* runs, those without records included              */
+
+  __device__ int64_t first_row() const { return row[0]; }
+  __device__ int64_t rows() const { return row[n] - row[0]; }
+
+  /* The run of a row: the last one that starts at or before it. */
+  __device__ int find(int64_t result_row) const {
+    int low = 0, high = n - 1;
+    while (low < high) {
+      int middle = (low + high + 1) / 2;
+      if (row[middle] <= result_row)
+        low = middle;
+      else
+        high = middle - 1;
+    }
+    return low;
+  }
+};
+
+/* Cuts a run table into launches. Rows between runs become runs without
+ * records, where fill is asked for. The numbers of parts are replaced by their
+ * places in the launch, whose order is in part_of. */
+struct run_launches {
+  const hcp_run *runs;
+  int64_t n_runs, rows;
+  bool fill;
+  int64_t next = 0; /* record */
+  int64_t row = 0;  /* result rows handed out */
+  run_table table;
+  int32_t part_of[HCP_CUDA_PARTS_MAX];
+  int32_t parts = 0;
+
+  run_launches(const hcp_run *the_runs, int64_t n, int64_t result_rows, bool fill_gaps)
+      : runs(the_runs), n_runs(n), rows(result_rows), fill(fill_gaps) {}
+
+  int32_t place_of(int64_t part) {
+    for (int32_t p = 0; p < parts; ++p)
+      if (part_of[p] == part) return p;
+    if (parts == HCP_CUDA_PARTS_MAX) return -1;
+    part_of[parts] = (int32_t)part;
+    return parts++;
+  }
+
+  void add_gap(int64_t end) {
+    if (end > row) {
+      table.row[table.n] = row;
+      table.record[table.n + 1] = table.record[table.n];
+      ++table.n;
+    }
+    row = end;
+    table.row[table.n] = row;
+  }
+
+  /* False, and nothing changed but unused places, when the launch is full. */
+  bool add_run(int64_t first, int64_t end) {
+    int32_t at = table.record[table.n];
+    if (table.n == run_table::RUNS || at + (end - first) > run_table::RECORDS) return false;
+    for (int64_t r = first; r < end; ++r) {
+      int32_t place = place_of(runs[r].part);
+      if (place < 0) return false;
+      table.part[at + (r - first)] = (uint8_t)place;
+      table.part_row[at + (r - first)] = runs[r].part_row;
+    }
+    table.row[table.n] = runs[first].row;
+    table.record[++table.n] = at + (int32_t)(end - first);
+    table.row[table.n] = runs[first].row + runs[first].rows;
+    return true;
+  }
+
+  /* Fills the next launch. 1: launch it; 0: there is none; -1: a row has too
+   * many parts for any launch. */
+  int advance() {
+    table.n = 0;
+    table.record[0] = 0;
+    parts = 0;
+    while (next < n_runs) {
+      bool gap = runs[next].row > row;
+      if (gap && fill) {
+        if (table.n == run_table::RUNS) return 1;
+        add_gap(runs[next].row);
+      } else if (gap) {
+        if (table.n > 0) return 1; /* a launch's rows follow each other */
+        row = runs[next].row;
+      }
+      int64_t end = hcp_run_end(runs, n_runs, next);
+      if (!add_run(next, end)) return table.n > 0 ? 1 : -1;
+      row = table.row[table.n];
+      next = end;
+    }
+    if (fill && row < rows && table.n < run_table::RUNS) add_gap(rows);
+    return table.n > 0;
+  }
+};
+
+static inline hcp_status too_many_parts(const run_launches &launches, hcp_error *err) {
+  return hcp_cuda_fail(err, HCP_INVALID, "runs[%lld] is a row of more than %d parts",
+                       (long long)launches.next, HCP_CUDA_PARTS_MAX);
+}
+
+#endif

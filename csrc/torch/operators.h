@@ -1,0 +1,188 @@
+// operators.h - the operators torch.ops.hcp.*, for any device.
+//
+// An operator checks every argument, allocates its results and calls one kernel.
+// A Device is made from a tensor on it and has the kernels as methods, with the
+// arguments of the C functions hcp_cpu_*. Gradients and shapes without data are
+// registered from hcp/ops.py, where each operator is documented.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <tuple>
+
+#include "adjoint.h"
+
+namespace hcp {
+
+using torch::stable::new_empty;
+using torch::stable::new_zeros;
+
+inline int32_t count(const std::vector<hcp_column> &columns) {
+  return static_cast<int32_t>(columns.size());
+}
+
+// ---- Gathers ---------------------------------------------------------------
+
+template <class Device>
+Tensor pack(Tensors sources, Tensor segments, int64_t rows) {
+  std::vector<hcp_column> columns = columns_of("sources", sources);
+  Segments table = segments_of(segments, sources[0].size(0), rows);
+  Tensor out = new_empty(sources[0], {rows, width_of(sources)});
+  Device(sources[0])
+      .pack(columns.data(), count(columns), table.data, table.n, column_of("out", out));
+  return out;
+}
+
+template <class Device>
+Tensors unpack(Tensor source, Tensor segments, Sizes widths, int64_t rows) {
+  split_column("source", source, widths);
+  Segments table = segments_of(segments, source.size(0), rows);
+  Tensors outs;
+  for (int64_t width : widths) outs.push_back(new_empty(source, {rows, width}));
+  if (outs.empty()) return outs;
+  std::vector<hcp_column> columns = columns_of("outs", outs);
+  Device(source).unpack(column_of("source", source), table.data, table.n, columns.data(),
+                        count(columns));
+  return outs;
+}
+
+// A column for each width, all summed by the same runs from one part.
+template <class Device>
+Tensors sum_columns(const Tensor &grad, const Sizes &widths, const std::vector<hcp_run> &runs,
+                    int64_t rows) {
+  hcp_dtype dtype = dtype_of("grad", grad);
+  Tensors outs;
+  for (const hcp_column &column : split_column("grad", grad, widths)) {
+    outs.push_back(new_empty(grad, {rows, widths[outs.size()]}));
+    Device(grad).reduce(dtype, &column, 1, runs.data(), static_cast<int64_t>(runs.size()), rows,
+                        column_of("grad_source", outs.back()));
+  }
+  return outs;
+}
+
+template <class Device>
+Tensors pack_backward(Tensor grad, Tensor segments, Sizes widths, int64_t rows) {
+  expect_dim("grad", grad, 2);
+  expect_at_least("rows", rows, 0);
+  Segments table = segments_of(segments, rows, grad.size(0));
+  return sum_columns<Device>(grad, widths, adjoint_of(table), rows);
+}
+
+template <class Device>
+Tensor unpack_backward(Tensors grads, Tensor segments, int64_t rows) {
+  std::vector<hcp_column> columns = columns_of("grads", grads);
+  hcp_dtype dtype = dtype_of("grads[0]", grads[0]);
+  expect_at_least("rows", rows, 0);
+  std::vector<hcp_run> runs = adjoint_of(segments_of(segments, rows, grads[0].size(0)));
+  Tensor out = new_empty(grads[0], {rows, width_of(grads)});
+  Device(grads[0]).reduce(dtype, columns.data(), count(columns), runs.data(),
+                          static_cast<int64_t>(runs.size()), rows, column_of("grad_source", out));
+  return out;
+}
+
+// ---- Sums ------------------------------------------------------------------
+
+template <class Device>
+Tensor reduce(Tensors parts, Tensor runs, int64_t rows, int64_t columns) {
+  Summands summands = summands_of(parts, columns);
+  Runs table = runs_of(runs, summands.rows, rows);
+  Tensor out = new_empty(parts[0], {rows, summands.width});
+  Device(parts[0]).reduce(summands.dtype, summands.columns.data(), summands.n_columns, table.data,
+                          table.n, rows, column_of("out", out));
+  return out;
+}
+
+template <class Device>
+Tensors reduce_backward(Tensor grad, Tensor runs, Sizes part_rows, Sizes widths) {
+  expect_dim("grad", grad, 2);
+  for (size_t p = 0; p < part_rows.size(); ++p)
+    expect_at_least(element("part_rows", p).c_str(), part_rows[p], 0);
+  Runs table = runs_of(runs, part_rows, grad.size(0));
+  Tensors grads;
+  for (size_t p = 0; p < part_rows.size(); ++p) {
+    std::vector<hcp_run> adjoint = adjoint_of(table, static_cast<int64_t>(p));
+    for (Tensor &column : sum_columns<Device>(grad, widths, adjoint, part_rows[p]))
+      grads.push_back(std::move(column));
+  }
+  return grads;
+}
+
+// ---- Merge -----------------------------------------------------------------
+
+template <class Device>
+std::tuple<Tensor, Tensor> merge(Tensors outs, Tensors lses, Tensor runs, int64_t rows) {
+  Parts parts = parts_of(outs, lses);
+  Runs table = runs_of(runs, parts.rows, rows);
+  Tensor out = new_empty(outs[0], {rows, parts.heads, parts.head_dim});
+  Tensor lse = new_empty(lses[0], {rows, parts.heads});
+  Device(outs[0]).merge(parts.dtype, parts.parts.data(), table.data, table.n, rows, parts.heads,
+                        parts.head_dim, out.mutable_data_ptr(), lse.mutable_data_ptr());
+  return {out, lse};
+}
+
+inline void expect_like(const char *name, const Tensor &tensor, const char *like_name,
+                        const Tensor &like, const Sizes &sizes) {
+  expect_sizes(name, tensor, sizes);
+  expect_same_dtype(name, tensor, like_name, like);
+  expect_same_device(name, tensor, like_name, like);
+  expect_contiguous(name, tensor);
+}
+
+// Each row of a part has one place for its gradient, written once.
+inline Coverage expect_no_repeats(Runs runs, const Sizes &part_rows) {
+  Coverage coverage = coverage_of(runs, part_rows);
+  const hcp_run *run = coverage.repeated;
+  if (run)
+    refuse("runs[", run - runs.data, "] takes ", run->rows, " rows from row ", run->part_row,
+           " of part ", run->part, ", expected rows that no other run takes: merge has no ",
+           "gradient for a row merged twice");
+  return coverage;
+}
+
+// Kernels leave alone what no run names: only then is it worth clearing.
+inline Tensor new_gradient(const Tensor &like, bool complete) {
+  Sizes sizes(like.sizes().begin(), like.sizes().end());
+  return complete ? new_empty(like, sizes) : new_zeros(like, sizes);
+}
+
+template <class Device>
+std::tuple<Tensors, Tensors> merge_backward(Tensors outs, Tensors lses, Tensor runs, Tensor out,
+                                            Tensor lse, Tensor grad_out, Tensor grad_lse) {
+  Parts parts = parts_of(outs, lses);
+  expect_dim("out", out, 3);
+  Sizes out_sizes = {out.size(0), parts.heads, parts.head_dim};
+  Sizes lse_sizes = {out.size(0), parts.heads};
+  expect_like("out", out, "outs[0]", outs[0], out_sizes);
+  expect_like("grad_out", grad_out, "outs[0]", outs[0], out_sizes);
+  expect_like("lse", lse, "lses[0]", lses[0], lse_sizes);
+  expect_like("grad_lse", grad_lse, "lses[0]", lses[0], lse_sizes);
+  Runs table = runs_of(runs, parts.rows, out.size(0));
+  Coverage coverage = expect_no_repeats(table, parts.rows);
+  Tensors grad_outs, grad_lses;
+  std::vector<hcp_grad_part> grads;
+  for (size_t p = 0; p < outs.size(); ++p) {
+    grad_outs.push_back(new_gradient(outs[p], coverage.complete[p]));
+    grad_lses.push_back(new_gradient(lses[p], coverage.complete[p]));
+    grads.push_back({grad_outs[p].mutable_data_ptr(), grad_lses[p].mutable_data_ptr()});
+  }
+  Device(outs[0]).merge_backward(parts.dtype, parts.parts.data(), table.data, table.n, parts.heads,
+                                 parts.head_dim, out.const_data_ptr(), lse.const_data_ptr(),
+                                 grad_out.const_data_ptr(), grad_lse.const_data_ptr(),
+                                 grads.data());
+  return {grad_outs, grad_lses};
+}
+
+template <class Device>
+void implement(torch::stable::detail::StableLibrary &m) {
+  m.impl("pack", TORCH_BOX(&pack<Device>));
+  m.impl("pack_backward", TORCH_BOX(&pack_backward<Device>));
+  m.impl("unpack", TORCH_BOX(&unpack<Device>));
+  m.impl("unpack_backward", TORCH_BOX(&unpack_backward<Device>));
+  m.impl("merge", TORCH_BOX(&merge<Device>));
+  m.impl("merge_backward", TORCH_BOX(&merge_backward<Device>));
+  m.impl("reduce", TORCH_BOX(&reduce<Device>));
+  m.impl("reduce_backward", TORCH_BOX(&reduce_backward<Device>));
+}
+
+}  // namespace hcp

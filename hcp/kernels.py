@@ -1,0 +1,275 @@
+"""Library kernels of attention behind one interface.
+
+A schedule has entries, each a dense block of queries and keys. A kernel computes calls: one entry
+at a time, or as many as it can take in one launch. Every kernel gives (n, H, D) outputs and their
+log-sum-exp (n, H), natural log, float32 (float64 for float64), and takes the merged output and
+log-sum-exp in the backward.
+
+n rows of a call, H query heads, G key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hcp.layout import Entry
+
+
+class Call:
+    """Entries that one launch computes. Their queries, and their keys, ascend without overlap."""
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        first, last = entries[0], entries[-1]
+        self.entries = entries
+        self.causal = bool(first.causal)
+        self.queries = slice(first.query_row, last.query_row + last.query_rows)
+        self.keys = slice(first.key_row, last.key_row + last.key_rows)
+        self._bounds: tuple[Tensor, Tensor] | None = None
+
+    def accepts(self, entry: Entry) -> bool:
+        """Whether the entry can follow in the same launch."""
+        return (
+            entry.causal == self.causal
+            and entry.query_row >= self.queries.stop
+            and entry.key_row >= self.keys.stop
+        )
+
+    def sizes(self) -> list[tuple[int, int]]:
+        """(queries, keys) of every sequence of a packed launch: the entries, and what lies between
+        them, as queries without keys and keys without queries."""
+        sizes = []
+        query, key = self.queries.start, self.keys.start
+        for entry in self.entries:
+            sizes += [(entry.query_row - query, 0)] if entry.query_row > query else []
+            sizes += [(0, entry.key_row - key)] if entry.key_row > key else []
+            sizes.append((entry.query_rows, entry.key_rows))
+            query, key = entry.query_row + entry.query_rows, entry.key_row + entry.key_rows
+        return sizes
+
+    def bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """cu_seqlens of queries and of keys, int32, on the device; kept for the next layer."""
+        if self._bounds is None:
+            sizes = torch.tensor([(0, 0), *self.sizes()], dtype=torch.int32)
+            queries, keys = sizes.cumsum(0, dtype=torch.int32).t().contiguous().to(device)
+            self._bounds = queries, keys
+        return self._bounds
+
+
+class Kernel(Protocol):
+    """What attention needs of a kernel. Rows may have any stride, the elements of a head none."""
+
+    def calls(self, entries: Sequence[Entry]) -> list[Call]:
+        """The entries of one stage as calls, in any order."""
+
+    def forward(
+        self, call: Call, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of the call's queries."""
+
+    def backward(
+        self,
+        call: Call,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """This call's share of the gradients of its queries, keys and values, (n, heads, D)."""
+
+
+def _each_alone(entries: Sequence[Entry]) -> list[Call]:
+    return [Call([entry]) for entry in entries]
+
+
+class CpuFlash:
+    """PyTorch's flash attention for the CPU, one entry a call. No entry is empty: the kernel would
+    end the process."""
+
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+    calls = staticmethod(_each_alone)
+
+    def forward(
+        self, call: Call, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        # Its causal mask is aligned top left, ours bottom right: the same for the squares that
+        # causal entries are.
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            _batched(query), _batched(key), _batched(value), 0.0, call.causal, scale=scale
+        )
+        return _packed(out), lse.squeeze(0).transpose(0, 1)
+
+    def backward(
+        self,
+        call: Call,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows = [_batched(x) for x in (grad_out, query, key, value, out)]
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *rows, lse.transpose(0, 1).unsqueeze(0), 0.0, call.causal, scale=scale
+        )
+        grad_query, grad_key, grad_value = (_packed(grad) for grad in grads)
+        return grad_query, grad_key, grad_value
+
+
+def _batched(rows: Tensor) -> Tensor:
+    return rows.unsqueeze(0).transpose(1, 2)
+
+
+def _packed(batch: Tensor) -> Tensor:
+    return batch.squeeze(0).transpose(0, 1)
+
+
+class Flash2:
+    """PyTorch's FlashAttention-2 on CUDA, whole packs in one launch."""
+
+    dtypes = (torch.bfloat16, torch.float16)
+
+    @staticmethod
+    def calls(entries: Sequence[Entry]) -> list[Call]:
+        packs: list[list[Entry]] = []
+        made: list[Call] = []
+        for entry in entries:
+            fitting = next((i for i, call in enumerate(made) if call.accepts(entry)), None)
+            if fitting is None:
+                packs.append([entry])
+                made.append(Call(packs[-1]))
+            else:
+                packs[fitting].append(entry)
+                made[fitting] = Call(packs[fitting])
+        return made
+
+    def forward(
+        self, call: Call, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            query, key, value, *self._pack(call, query), 0.0, call.causal, False, scale=scale
+        )
+        # A row without keys has +inf there, and no run names it.
+        return out, lse.transpose(0, 1)
+
+    def backward(
+        self,
+        call: Call,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        no_dropout = torch.empty(2, dtype=torch.uint64, device=query.device)
+        grad_query, grad_key, grad_value = torch.ops.aten._flash_attention_backward(
+            grad_out.contiguous(),
+            query,
+            key,
+            value,
+            out,
+            lse.transpose(0, 1).contiguous(),
+            *self._pack(call, query),
+            0.0,
+            call.causal,
+            no_dropout,
+            no_dropout,
+            scale=scale,
+        )
+        return grad_query, grad_key, grad_value
+
+    @staticmethod
+    def _pack(call: Call, query: Tensor) -> tuple[Tensor, Tensor, int, int]:
+        longest_query = max(entry.query_rows for entry in call.entries)
+        longest_key = max(entry.key_rows for entry in call.entries)
+        return *call.bounds(query.device), longest_query, longest_key
+
+
+class Plain:
+    """Attention as its formula, one entry a call: for types that FlashAttention does not have."""
+
+    dtypes = (torch.float64, torch.float32)
+
+    calls = staticmethod(_each_alone)
+
+    def forward(
+        self, call: Call, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        scores = _scores(call, query, key, scale)
+        lse = scores.logsumexp(-1)
+        weights = (scores - lse.unsqueeze(-1)).exp()
+        out = weights @ _per_query_head(value, query)
+        return out.transpose(0, 1).contiguous(), lse.transpose(0, 1)
+
+    def backward(
+        self,
+        call: Call,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        weights = (_scores(call, query, key, scale) - lse.transpose(0, 1).unsqueeze(-1)).exp()
+        grad = grad_out.transpose(0, 1)
+        delta = (grad_out * out).sum(-1).transpose(0, 1).unsqueeze(-1)
+        grad_scores = weights * (grad @ _per_query_head(value, query).transpose(1, 2) - delta)
+        grad_query = grad_scores @ _per_query_head(key, query) * scale
+        grad_key = grad_scores.transpose(1, 2) @ query.transpose(0, 1) * scale
+        grad_value = weights.transpose(1, 2) @ grad
+        return (
+            grad_query.transpose(0, 1),
+            _per_key_head(grad_key, key),
+            _per_key_head(grad_value, value),
+        )
+
+
+def _scores(call: Call, query: Tensor, key: Tensor, scale: float) -> Tensor:
+    """(H, queries, keys), -inf where a key is hidden."""
+    scores = query.transpose(0, 1) @ _per_query_head(key, query).transpose(1, 2) * scale
+    if call.causal:
+        hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=query.device)
+        scores = scores.masked_fill(hidden.triu(1 + key.shape[0] - query.shape[0]), -torch.inf)
+    return scores
+
+
+def _per_query_head(rows: Tensor, query: Tensor) -> Tensor:
+    """(n, G, D) as (H, n, D)."""
+    return rows.transpose(0, 1).repeat_interleave(query.shape[1] // rows.shape[1], 0)
+
+
+def _per_key_head(grad: Tensor, rows: Tensor) -> Tensor:
+    """(H, n, D) summed to (n, G, D)."""
+    groups = rows.shape[1]
+    by_group = grad.view(groups, grad.shape[0] // groups, *grad.shape[1:])
+    return by_group.sum(1).transpose(0, 1)
+
+
+_CPU, _FLASH2, _PLAIN = CpuFlash(), Flash2(), Plain()
+
+
+def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel:
+    """FlashAttention where there is one for the device and type, else the formula.
+
+    Raises ValueError for a type that no kernel takes.
+    """
+    candidates = (_CPU,) if device.type == "cpu" else (_FLASH2, _PLAIN)
+    for kernel in candidates:
+        if dtype in kernel.dtypes:
+            return kernel
+    raise ValueError(
+        f"dtype is {dtype}, expected one of {[t for k in candidates for t in k.dtypes]}"
+    )

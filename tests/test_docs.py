@@ -1,0 +1,251 @@
+"""Every code block of README.md and docs/ is run, or says in words why not.
+
+The python blocks of a page run in order in one namespace, in a process of their own. Lines of bash
+blocks that install, or that run all tests, are checked against the Makefile and pyproject.toml;
+`python -m hcp` lines are run, with small limits where a command would take long; other programs of
+the project must exist. A block is left out by a comment on the line above it:
+
+    <!-- no-run: needs two nodes -->
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [path for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))] if path.exists()]
+
+# Appended to `python -m hcp COMMAND ...`: the last value of a flag counts.
+SMALL = {"demo": ["--train-iters", "2", "--eval-documents", "4", "--max-length", "512"]}
+SECONDS = 250
+
+RUN_BLOCKS = """
+import json, sys
+page, blocks = json.load(sys.stdin)
+namespace = {"__name__": "__main__", "__file__": page}
+for line, code in blocks:
+    # Keeps the line numbers of the page, so that a traceback points into it.
+    exec(compile("\\n" * (line - 1) + code, page, "exec"), namespace)
+"""
+
+
+@dataclass(frozen=True)
+class Block:
+    page: Path
+    line: int
+    """Of the first line of code."""
+    language: str
+    code: str
+    reason: str | None
+    """Why it is not run."""
+
+    @property
+    def place(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+def blocks_of(page: Path, text: str) -> list[Block]:
+    """Fenced blocks of a page, in order. Those inside lists may be indented."""
+    pattern = re.compile(
+        r"(?:^[ ]*<!--[ ]*no-run:(?P<reason>.*?)-->[ ]*\n)?"
+        r"^(?P<indent>[ ]*)```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^(?P=indent)```[ ]*$",
+        re.MULTILINE | re.DOTALL,
+    )
+    found = []
+    for match in pattern.finditer(text):
+        indent = match["indent"]
+        code = re.sub(f"^{indent}", "", match["code"], flags=re.MULTILINE)
+        line = text.count("\n", 0, match.start("code")) + 1
+        reason = match["reason"]
+        found.append(
+            Block(page, line, match["language"], code, None if reason is None else reason.strip())
+        )
+    return found
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page, page.read_text())]
+PYTHON_PAGES = sorted({block.page for block in BLOCKS if block.language == "python"})
+BASH_BLOCKS = [block for block in BLOCKS if block.language == "bash" and block.reason is None]
+
+
+@pytest.mark.parametrize("page", PYTHON_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_blocks_of_a_page_run_in_order(page: Path, tmp_path: Path) -> None:
+    blocks = [
+        (block.line, block.code)
+        for block in BLOCKS
+        if block.page == page and block.language == "python" and block.reason is None
+    ]
+    run([sys.executable, "-c", RUN_BLOCKS], tmp_path, json.dumps([str(page), blocks]))
+
+
+def run(command: list[str], folder: Path, text: str = "") -> None:
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        input=text,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=SECONDS,
+    )
+    shown = shlex.join(command) if len(command) < 20 else command[0]
+    assert done.returncode == 0, f"exit status {done.returncode} of {shown}\n{done.stdout}"
+
+
+# ---- Bash ----------------------------------------------------------------------------------------
+
+
+def commands_of(code: str) -> list[list[str]]:
+    """Words of each command: continued lines joined, comments gone, cut at && and ;."""
+    commands: list[list[str]] = []
+    for line in code.replace("\\\n", " ").splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars="&;|<>()")
+        lexer.whitespace_split = True
+        commands.append([])
+        for word in lexer:
+            if word in ("&&", ";"):
+                commands.append([])
+            else:
+                commands[-1].append(word)
+    return [command for command in commands if command]
+
+
+def split_settings(command: list[str]) -> list[str]:
+    """A command without the NAME=value words in front of it."""
+    while command and re.match(r"[A-Z_]+=", command[0]):
+        command = command[1:]
+    return command
+
+
+def targets() -> set[str]:
+    """Targets that the Makefile offers."""
+    phony = re.findall(r"^\.PHONY:(.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    return {name for names in phony for name in names.split()}
+
+
+def extras() -> set[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return set(project["optional-dependencies"])
+
+
+def check_make(arguments: list[str]) -> None:
+    wanted = {word for word in arguments if "=" not in word and not word.startswith("-")}
+    assert wanted <= targets(), f"make has no target {sorted(wanted - targets())}"
+
+
+def check_install(arguments: list[str]) -> None:
+    """pip install ...: extras of hcp that are named exist."""
+    for word in arguments:
+        named = re.fullmatch(r"(?:\.|hcp)\[(.*)\]", word)
+        if named:
+            wanted = {name.strip() for name in named[1].split(",")}
+            assert wanted <= extras(), f"pyproject.toml has no extra {sorted(wanted - extras())}"
+
+
+def check_program(arguments: list[str]) -> None:
+    """python path/to/file.py ...: the file is in the tree, and takes the flags given."""
+    program = ROOT / arguments[0]
+    assert program.exists(), f"{arguments[0]} does not exist"
+    flags = {word.partition("=")[0] for word in arguments[1:] if word.startswith("--")}
+    if flags:
+        done = subprocess.run(
+            [sys.executable, str(program), "--help"], capture_output=True, text=True, check=True
+        )
+        unknown = {flag for flag in flags if flag not in done.stdout}
+        assert not unknown, f"{arguments[0]} --help does not know {sorted(unknown)}"
+
+
+def check_python(arguments: list[str], folder: Path) -> None:
+    match arguments:
+        case ["-m", "hcp", *rest]:
+            run(
+                [sys.executable, "-m", "hcp", *rest, *SMALL.get(rest[0] if rest else "", [])],
+                folder,
+            )
+        case ["-m", "pip", "install", *rest]:
+            check_install(rest)
+        case ["-m", "venv", *_]:
+            pass
+        case ["-m", "pytest", *rest]:
+            paths = [word.partition("::")[0] for word in rest if word.startswith("tests/")]
+            assert [path for path in paths if not (ROOT / path).exists()] == []
+        case ["-c", code]:
+            run([sys.executable, "-c", code], folder)
+        case [program, *_] if program.endswith(".py"):
+            check_program(arguments)
+        case _:
+            raise AssertionError(f"what python {shlex.join(arguments)} does is not known here")
+
+
+def check_command(command: list[str], folder: Path) -> None:
+    match split_settings(command):
+        case ["make", *rest]:
+            check_make(rest)
+        case ["pip" | "pip3", "install", *rest]:
+            check_install(rest)
+        case ["python" | "python3" | ".venv/bin/python", *rest]:
+            check_python(rest, folder)
+        case ["source" | ".", path] if path.endswith("/bin/activate"):
+            pass
+        case ["git", "clone", *_] | ["cd", _]:
+            pass
+        case _:
+            raise AssertionError(
+                f"{shlex.join(command)!r} is neither run nor checked here: teach "
+                "tests/test_docs.py, or put <!-- no-run: reason --> above the block"
+            )
+
+
+@pytest.mark.parametrize("block", BASH_BLOCKS, ids=lambda block: block.place)
+def test_bash_block_names_what_exists_and_runs_what_is_hcp(block: Block, tmp_path: Path) -> None:
+    for command in commands_of(block.code):
+        check_command(command, tmp_path)
+
+
+# ---- The rules themselves ------------------------------------------------------------------------
+
+
+def test_a_block_that_is_not_run_says_why() -> None:
+    assert [block.place for block in BLOCKS if block.reason == ""] == []
+
+
+def test_no_block_hides_behind_another_name() -> None:
+    others = {"py", "python3", "sh", "shell", "console", "zsh", "pycon"}
+    assert [block.place for block in BLOCKS if block.language in others] == []
+
+
+def test_blocks_are_found_with_their_line_and_reason() -> None:
+    python = "# t\n\n```python\nx = 1\n```\n"
+    text = f"{python}\n- item\n\n  <!-- no-run: two nodes -->\n  ```bash\n  a\n  ```\n"
+    first, second = blocks_of(Path("p.md"), text)
+    assert (first.language, first.line, first.code, first.reason) == ("python", 4, "x = 1\n", None)
+    assert (second.language, second.line, second.code) == ("bash", 11, "a\n")
+    assert second.reason == "two nodes"
+
+
+def test_commands_are_cut_and_joined() -> None:
+    code = "# all\nA=1 make test && cd x  # here\npython -m hcp \\\n  demo --ranks 2\n"
+    assert commands_of(code) == [
+        ["A=1", "make", "test"],
+        ["cd", "x"],
+        ["python", "-m", "hcp", "demo", "--ranks", "2"],
+    ]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["make nonsense", "pip install '.[nonsense]'", "python nowhere/bench.py", "frobnicate --now"],
+)
+def test_a_line_that_names_what_does_not_exist_fails(line: str, tmp_path: Path) -> None:
+    (command,) = commands_of(line)
+    with pytest.raises(AssertionError):
+        check_command(command, tmp_path)
