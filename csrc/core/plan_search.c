@@ -100,6 +100,35 @@ static hcp_status try_packed(search *s, hcp_error *err) {
 
 /* ---- waves ---- */
 
+/* Where ranks need not wait, every second micro-batch turned around may start
+ * earlier on the ranks that the one before leaves first. */
+static int may_turn(const search *s) {
+  return s->p->limits->sync == HCP_SYNC_STEP && !s->p->limits->pow2 &&
+         s->p->limits->ranks_per_node == 0 && s->p->n <= FEW;
+}
+
+static void turn(search *s) {
+  for (int32_t b = 0; b < s->blocks.count; b++) {
+    hcp__block *block = &s->blocks.block[b];
+    if (block->micro_batch % 2 == 1)
+      block->first_rank = s->p->limits->ranks - block->first_rank - block->degree;
+  }
+}
+
+/* Judges the blocks as they are, and turned. */
+static hcp_status judge_waves(search *s, int64_t *makespan, hcp_error *err) {
+  for (int32_t turned = 0; turned <= may_turn(s); turned++) {
+    int64_t ends;
+    if (turned) turn(s);
+    hcp_status status = hcp__draft_by_micro_batch(&s->draft, &s->blocks, err);
+    if (status == HCP_OK) status = hcp__makespan(&s->draft, s->p, &ends, err);
+    if (status != HCP_OK) return status;
+    if (ends < *makespan) *makespan = ends;
+    keep(s, ends);
+  }
+  return HCP_OK;
+}
+
 /* Micro-batches of one count and profile; *high is the least height known to
  * hold all sequences, *low the largest known not to. */
 typedef struct shape {
@@ -112,16 +141,10 @@ typedef struct shape {
 
 static hcp_status try_height(search *s, shape *tried, int64_t height, int32_t *fits,
                              hcp_error *err) {
-  int64_t makespan;
   hcp_status status = hcp__plan_waves(s->p, tried->count, height, tried->slope, tried->tall_first,
                                       &s->blocks, fits, err);
   if (status != HCP_OK || !*fits) return status;
-  status = hcp__draft_by_micro_batch(&s->draft, &s->blocks, err);
-  if (status == HCP_OK) status = hcp__makespan(&s->draft, s->p, &makespan, err);
-  if (status != HCP_OK) return status;
-  if (makespan < tried->makespan) tried->makespan = makespan;
-  keep(s, makespan);
-  return HCP_OK;
+  return judge_waves(s, &tried->makespan, err);
 }
 
 static hcp_status halve(search *s, shape *tried, int32_t times, hcp_error *err) {
@@ -173,8 +196,8 @@ static hcp_status try_shelves(search *s, hcp_error *err) {
     if (heights[i] == 0) target = HCP__NO_TARGET;
     hcp_status status =
         hcp__plan_shelves(s->p, most, target > 1 ? target : 1, &s->blocks, &fits, err);
-    if (status == HCP_OK && fits) status = hcp__draft_by_micro_batch(&s->draft, &s->blocks, err);
-    if (status == HCP_OK && fits) status = judge(s, err);
+    int64_t makespan = INT64_MAX;
+    if (status == HCP_OK && fits) status = judge_waves(s, &makespan, err);
     if (status != HCP_OK) return status;
   }
   return HCP_OK;
@@ -218,7 +241,7 @@ static hcp_status run(search *s, hcp_error *err) {
   /* Few long sequences: micro-batches of one height may end sooner. */
   if (status == HCP_OK && s->p->cost->launch > s->p->bound >> 6 && !is_done(s))
     status = try_packed(s, err);
-  if (status == HCP_OK && s->makespan - s->p->bound > s->p->bound >> 5 &&
+  if (status == HCP_OK && s->makespan - s->p->bound > s->p->bound >> (s->p->n <= FEW ? 7 : 5) &&
       s->p->n < MANY * s->effort) {
     status = try_shelves(s, err);
     if (status == HCP_OK)
