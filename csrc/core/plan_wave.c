@@ -189,9 +189,23 @@ static void open_bins(waves *w, int32_t wave) {
   w->bin_counts[wave] = count;
 }
 
+/* Sequences that joined a bin's group by another way count before it is used. */
+static void refresh(const waves *w, int32_t wave) {
+  while (w->bin_counts[wave] > 0) {
+    bin *b = &w->bins[w->first_bin[wave]];
+    const hcp__block *block = b->block < 0 ? NULL : &w->blocks->block[b->block];
+    if (block == NULL || block->rows == b->rows) return;
+    b->load = block->end;
+    b->rows = block->rows;
+    b->fill = fill_of(w, wave, b);
+    sift(w, wave);
+  }
+}
+
 /* The least full bin of the wave when it takes the sequence, else NULL. */
 static bin *open_bin(waves *w, int32_t wave, const hcp__option *option) {
   if (w->bin_counts[wave] < 0) open_bins(w, wave);
+  refresh(w, wave);
   bin *b = &w->bins[w->first_bin[wave]];
   int takes = w->bin_counts[wave] > 0 && b->load + option->time <= w->heights[wave] &&
               b->rows + option->rows <= w->p->capacity;
