@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 Batch = TypeVar("Batch")
 Planned = TypeVar("Planned")
@@ -34,6 +36,10 @@ class PlanAhead(Generic[Batch, Planned]):
     ) -> None:
         if depth < 1:
             raise ValueError(f"depth is {depth}, expected >= 1")
+        # Not above: imported before torch, its exit handler runs after Gloo's threads should have
+        # been joined, and a program that leaves its process group open then aborts at its end.
+        from concurrent.futures import ThreadPoolExecutor
+
         self._batches = iter(batches)
         self._prepare = prepare
         self._depth = depth
