@@ -76,7 +76,7 @@ def bench(family: families.Family, cost: str, sync: str, seeds: int, with_peers:
             f" {statistics.median(values):.3f} |" if values else " - |"
             for values in beaten.values()
         )
-        + (f" {worse} |" if with_peers else ""),
+        + (f" {worse if any(beaten.values()) else '-'} |" if with_peers else ""),
         flush=True,
     )
 
