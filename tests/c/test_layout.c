@@ -47,7 +47,9 @@ static void bad_places_are_refused(void) {
   hcp_plan *plan = NULL;
   hcp_layout *layout = NULL;
   hcp_error err;
-  CHECK_INT(hcp_plan_create(&length, 1, &limits, &(hcp_cost){.pair = 1, .token = 1}, 1, &plan, NULL), HCP_OK);
+  CHECK_INT(
+      hcp_plan_create(&length, 1, &limits, &(hcp_cost){.pair = 1, .token = 1}, 1, &plan, NULL),
+      HCP_OK);
   CHECK_INT(hcp_layout_create(plan, 1, 0, &layout, &err), HCP_INVALID);
   CHECK_TEXT(err.message, "micro_batch is 1, expected 0 to 0");
   CHECK_INT(hcp_layout_create(plan, 0, -1, &layout, &err), HCP_INVALID);
