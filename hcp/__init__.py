@@ -4,8 +4,11 @@ lengths -> plan -> layout -> dispatch -> attention -> combine -> loss
 groups  -> rebind -> evaluate -> restore
 """
 
+from hcp.ahead import PlanAhead
+from hcp.check import check_plan
 from hcp.choose import EvalChoice, choose_eval_context_parallel
 from hcp.config import Config, add_arguments
+from hcp.cost import CostModel
 from hcp.derived import register_derived
 from hcp.dispatch import LocalBatch, Step, dispatch, gather_lengths
 from hcp.errors import HcpError
@@ -14,7 +17,7 @@ from hcp.groups import ProcessGroups, build_process_groups
 from hcp.handler import COMM_TYPES, ContextParallelHandler
 from hcp.layout import Layout, Span
 from hcp.loopback import loopback
-from hcp.plan import CostModel, Group, Plan, plan
+from hcp.plan import Group, Plan, Report, lower_bound, plan
 from hcp.rebind import Audit, audit, eval_cp_context, find_slots, rebind
 from hcp.rules import register_rebind
 
@@ -34,18 +37,22 @@ __all__ = [
     "Metric",
     "Metrics",
     "Plan",
+    "PlanAhead",
     "ProcessGroups",
+    "Report",
     "Span",
     "Step",
     "add_arguments",
     "audit",
     "build_process_groups",
+    "check_plan",
     "choose_eval_context_parallel",
     "dispatch",
     "eval_cp_context",
     "find_slots",
     "gather_lengths",
     "loopback",
+    "lower_bound",
     "plan",
     "rebind",
     "register_derived",

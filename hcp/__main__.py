@@ -12,11 +12,18 @@ def demo(argv: Sequence[str]) -> int:
     return main(argv)
 
 
+def plan(argv: Sequence[str]) -> int:
+    from hcp.cli.plan import main
+
+    return main(argv)
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "demo": (
         demo,
         "train a small GPT on real text: dynamic CP against static CP, and eval-time CP",
     ),
+    "plan": (plan, "plan lengths from a file or a family: report, table, timeline, trace"),
 }
 
 

@@ -8,6 +8,8 @@ from typing_extensions import disjoint_base
 COMM_TYPES: tuple[str, ...]
 ROUTE_SECTIONS: tuple[tuple[str, int], ...]
 SCHEDULE_SECTIONS: tuple[tuple[str, int], ...]
+PRICES: tuple[str, ...]
+SYNCS: tuple[str, ...]
 
 @final
 class Plan:
@@ -20,13 +22,17 @@ class Plan:
     @property
     def max_tokens_per_rank(self) -> int: ...
     @property
-    def pair(self) -> int: ...
+    def alignment(self) -> int: ...
     @property
-    def token(self) -> int: ...
+    def ranks_per_node(self) -> int: ...
     @property
-    def exchange(self) -> int: ...
+    def pow2(self) -> int: ...
     @property
-    def launch(self) -> int: ...
+    def sync(self) -> int: ...
+    @property
+    def prices(self) -> tuple[int, ...]: ...
+    @property
+    def table(self) -> tuple[memoryview, memoryview, memoryview] | None: ...
     @property
     def makespan(self) -> int: ...
     @property
@@ -121,27 +127,31 @@ class Rebinding:
     def __enter__(self) -> Self: ...
     def __exit__(self, *exception: object) -> None: ...
 
+def cost_time(
+    prices: Sequence[int],
+    table: tuple[Sequence[int], Sequence[int], Sequence[int]] | None,
+    length: int,
+    degree: int,
+    ranks_per_node: int,
+) -> int: ...
+def plan_bound(
+    lengths: Sequence[int],
+    limits: Sequence[int],
+    prices: Sequence[int],
+    table: tuple[Sequence[int], Sequence[int], Sequence[int]] | None,
+) -> tuple[int, int]: ...
 def create_plan(
     lengths: Sequence[int],
-    ranks: int,
-    max_tokens_per_rank: int,
-    min_degree: int,
-    max_degree: int,
-    pair: int,
-    token: int,
-    exchange: int,
-    launch: int,
+    limits: Sequence[int],
+    prices: Sequence[int],
+    table: tuple[Sequence[int], Sequence[int], Sequence[int]] | None,
+    effort: int,
 ) -> Plan: ...
 def create_plan_from(
     lengths: Sequence[int],
-    ranks: int,
-    max_tokens_per_rank: int,
-    min_degree: int,
-    max_degree: int,
-    pair: int,
-    token: int,
-    exchange: int,
-    launch: int,
+    limits: Sequence[int],
+    prices: Sequence[int],
+    table: tuple[Sequence[int], Sequence[int], Sequence[int]] | None,
     micro_batches: Sequence[int],
     groups: Sequence[int],
     sequences: Sequence[int],

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from hcp import _core
 
 if TYPE_CHECKING:
-    from hcp.plan import CostModel, Plan
+    from hcp.cost import CostModel
+    from hcp.plan import Plan
 
 SCHEDULERS = ("dynamic_cp", "static_cp")
 COMM_TYPES: tuple[str, ...] = _core.COMM_TYPES

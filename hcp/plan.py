@@ -2,72 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from hcp import _core
+from hcp.cost import CostModel, Table
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class CostModel:
-    """Integer prices in one unit of your choice: only their ratios decide a plan.
-
-    One sequence of L tokens on d ranks takes
-    ``(pair * L * (L + 1) / 2 + token * L) / d + exchange * (L - L / d)``, and every micro-batch on
-    a rank ``launch`` more. The defaults are those of a 7B decoder (hidden size 4096: a token
-    through the linear layers costs as much as 12,288 pairs, the 24,576 s + s^2 that RL trainers
-    balance by) with 4 KiB of keys and values a token and layer over 50 GB/s beside 400 TFLOP/s.
-    """
-
-    pair: int = 2
-    """One query-key pair of causal attention."""
-    token: int = 24_576
-    """One token through everything that is not attention."""
-    exchange: int = 4_096
-    """One token's keys and values received by one rank."""
-    launch: int = 1_048_576
-    """One micro-batch on one rank, whatever it holds."""
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if type(value) is not int or value < 0:
-                raise ValueError(f"cost.{field.name} is {value!r}, expected an integer >= 0")
-
-    @classmethod
-    def for_transformer(
-        cls,
-        *,
-        hidden_size: int,
-        ffn_hidden_size: int,
-        num_attention_heads: int,
-        num_query_groups: int | None = None,
-        head_dim: int | None = None,
-        bytes_per_element: int = 2,
-        flops_per_byte: int = 8_000,
-        launch_flops: int = 10_000_000_000,
-    ) -> CostModel:
-        """Prices in floating-point operations of one decoder layer's forward pass.
-
-        ``flops_per_byte`` is the machine's compute rate over its exchange rate (400 TFLOP/s over
-        50 GB/s by default); ``launch_flops`` what it could compute in the time that a layer's
-        launches take. SwiGLU is assumed (three matrices in the feed-forward layer).
-        """
-        head_dim = head_dim or hidden_size // num_attention_heads
-        groups = num_query_groups or num_attention_heads
-        query_width, key_width = num_attention_heads * head_dim, groups * head_dim
-        weights = 2 * hidden_size * (query_width + key_width) + 3 * hidden_size * ffn_hidden_size
-        return cls(
-            pair=4 * query_width,
-            token=2 * weights,
-            exchange=2 * key_width * bytes_per_element * flops_per_byte,
-            launch=launch_flops,
-        )
+SYNCS: tuple[str, ...] = _core.SYNCS
+DEGREES = ("any", "pow2")
 
 
 class Group(NamedTuple):
@@ -87,6 +35,8 @@ class Plan:
 
     def __init__(self, core: _core.Plan) -> None:
         self.core = core
+        self.planning_seconds: float | None = None
+        """What :func:`plan` took; None for a plan that came from data."""
 
     @property
     def ranks(self) -> int:
@@ -141,14 +91,50 @@ class Plan:
         """64 bits over everything that the plan says."""
         return self.core.checksum
 
+    @property
+    def sync(self) -> str:
+        """When ranks wait for each other: "step" or "micro_batch"."""
+        return SYNCS[self.core.sync]
+
+    @cached_property
+    def cost(self) -> CostModel:
+        """The integers that the plan was made for."""
+        table = self.core.table
+        rows = Table(*(tuple(view) for view in table)) if table else None
+        prices: dict[str, Any] = dict(zip(_core.PRICES, self.core.prices, strict=True))
+        return CostModel(**prices, table=rows)
+
+    def report(self) -> Report:
+        """How good the plan is, and what each rank does in it."""
+        return report(self)
+
+    def sample_id_groups(self) -> list[list[list[int]]]:
+        """The plan in the shape of Megatron's schedulers: for each micro-batch, for each rank of
+        the domain, the sequences that it computes; one of degree d stands in d ranks' lists."""
+        batches = []
+        for groups in self.micro_batches:
+            ranks: list[list[int]] = [[] for _ in range(self.ranks)]
+            for group in groups:
+                for rank in range(group.first_rank, group.first_rank + group.degree):
+                    ranks[rank] = list(group.sequences)
+            batches.append(ranks)
+        return batches
+
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain data, enough to make it again with :meth:`from_dict`."""
+        cost: dict[str, Any] = dict(zip(_core.PRICES, self.core.prices, strict=True))
+        if self.core.table is not None:
+            cost["table"] = [list(view) for view in self.core.table]
         return {
             "ranks": self.ranks,
             "max_tokens_per_rank": self.max_tokens_per_rank,
             "min_degree": self.core.min_degree,
             "max_degree": self.core.max_degree,
-            "cost": {f.name: getattr(self.core, f.name) for f in fields(CostModel)},
+            "alignment": self.core.alignment,
+            "ranks_per_node": self.core.ranks_per_node,
+            "degrees": DEGREES[self.core.pow2],
+            "sync": self.sync,
+            "cost": cost,
             "lengths": list(self.lengths),
             "micro_batches": [
                 {
@@ -174,15 +160,13 @@ class Plan:
         """
         batches = [batch["groups"] for batch in data["micro_batches"]]
         groups = [group for batch in batches for group in batch]
-        ranks = data["ranks"]
+        cost = dict(data.get("cost", {}))
+        if cost.get("table") is not None:
+            cost["table"] = Table(*(tuple(part) for part in cost["table"]))
+        limits = {name: data[name] for name in LIMITS if name in data}
         return cls(
             _core.create_plan_from(
-                data["lengths"],
-                ranks,
-                data["max_tokens_per_rank"],
-                data.get("min_degree", 1),
-                data.get("max_degree", ranks),
-                **_prices(CostModel(**data.get("cost", {}))),
+                **_request(data["lengths"], cost=CostModel(**cost), **limits),
                 micro_batches=[len(batch) for batch in batches],
                 groups=[
                     number
@@ -213,8 +197,70 @@ def _records(matrix: memoryview) -> list[list[int]]:
     return cast(list[list[int]], matrix.tolist())
 
 
-def _prices(cost: CostModel) -> dict[str, int]:
-    return {field.name: getattr(cost, field.name) for field in fields(cost)}
+LIMITS = (
+    "ranks",
+    "max_tokens_per_rank",
+    "min_degree",
+    "max_degree",
+    "degrees",
+    "alignment",
+    "ranks_per_node",
+    "sync",
+)
+"""What a plan must keep, by the names of :func:`plan`'s arguments."""
+
+
+def _request(
+    lengths: Sequence[int] | Tensor,
+    *,
+    ranks: int,
+    max_tokens_per_rank: int,
+    min_degree: int = 1,
+    max_degree: int | None = None,
+    degrees: str = "any",
+    alignment: int = 1,
+    ranks_per_node: int | None = None,
+    sync: str = "step",
+    cost: CostModel | None = None,
+) -> dict[str, Any]:
+    """The core's arguments. A cost function is tabulated here."""
+    lengths = lengths.tolist() if hasattr(lengths, "tolist") else lengths
+    if degrees not in DEGREES:
+        raise ValueError(f"degrees is {degrees!r}, expected one of {', '.join(DEGREES)}")
+    if sync not in SYNCS:
+        raise ValueError(f"sync is {sync!r}, expected one of {', '.join(SYNCS)}")
+    most = ranks if max_degree is None else max_degree
+    cost = cost or CostModel()
+    if cost.function is not None:
+        cost = cost.tabulated(
+            cast(Sequence[int], lengths), _table_degrees(min_degree, most, degrees == "pow2")
+        )
+    limits = (
+        ranks,
+        min_degree,
+        most,
+        max_tokens_per_rank,
+        alignment,
+        ranks_per_node or 0,
+        int(degrees == "pow2"),
+        SYNCS.index(sync),
+    )
+    return {
+        "lengths": lengths,
+        "limits": limits,
+        "prices": cost.prices,
+        "table": cost.table,
+    }
+
+
+def _table_degrees(least: int, most: int, pow2: bool) -> list[int]:
+    """Columns of a function's table: every degree to 64, then 16 an octave, and the last."""
+    chosen = [d for d in range(least, most + 1) if d <= 64 or d == most or d % _spacing(d) == 0]
+    return [d for d in chosen if not pow2 or d & (d - 1) == 0]
+
+
+def _spacing(degree: int) -> int:
+    return 1 << max(0, degree.bit_length() - 5)
 
 
 def plan(
@@ -224,7 +270,12 @@ def plan(
     max_tokens_per_rank: int,
     min_degree: int = 1,
     max_degree: int | None = None,
+    degrees: str = "any",
+    alignment: int = 1,
+    ranks_per_node: int | None = None,
+    sync: str = "step",
     cost: CostModel | None = None,
+    effort: int = 1,
 ) -> Plan:
     """Assign sequences to ranks: packing, CP degree and placement of each.
 
@@ -232,18 +283,137 @@ def plan(
     ``ranks``: size of the domain.
     ``max_tokens_per_rank``: rows that one rank may hold in one micro-batch, never exceeded.
     ``min_degree`` to ``max_degree`` (default: ``ranks``): allowed CP degrees, any integers; equal
-    ones give static CP. Pure: the same arguments give the same plan, bit for bit, on every rank.
+    ones give static CP. ``degrees="pow2"`` allows powers of two only, at multiples of themselves.
+    ``alignment``: leaves room to pad a rank's rows to a multiple of it. ``ranks_per_node``: a
+    degree up to it stays inside a node, a larger one takes whole nodes. ``sync``: whether ranks
+    wait for each other at the end of the step ("step": DDP) or after every micro-batch
+    ("micro_batch": FSDP, experts, pipelines). ``effort``: 1, or more for a longer search.
 
-    Raises ValueError for an argument out of its range, and for a sequence that no allowed degree
-    can hold.
+    Pure: the same arguments give the same plan, bit for bit, on every rank. Raises ValueError for
+    an argument out of its range, and for a sequence that no allowed degree can hold.
     """
-    return Plan(
-        _core.create_plan(
-            lengths.tolist() if hasattr(lengths, "tolist") else lengths,
-            ranks,
-            max_tokens_per_rank,
-            min_degree,
-            ranks if max_degree is None else max_degree,
-            **_prices(cost or CostModel()),
-        )
+    begun = time.perf_counter()
+    request = _request(
+        lengths,
+        ranks=ranks,
+        max_tokens_per_rank=max_tokens_per_rank,
+        min_degree=min_degree,
+        max_degree=max_degree,
+        degrees=degrees,
+        alignment=alignment,
+        ranks_per_node=ranks_per_node,
+        sync=sync,
+        cost=cost,
     )
+    made = Plan(_core.create_plan(**request, effort=effort))
+    made.planning_seconds = time.perf_counter() - begun
+    return made
+
+
+def lower_bound(
+    lengths: Sequence[int] | Tensor,
+    *,
+    ranks: int,
+    max_tokens_per_rank: int,
+    cost: CostModel | None = None,
+    **limits: Any,
+) -> int:
+    """A time that no plan for the same arguments beats, in the cost model's unit."""
+    request = _request(
+        lengths, ranks=ranks, max_tokens_per_rank=max_tokens_per_rank, cost=cost, **limits
+    )
+    return _core.plan_bound(**request)[0]
+
+
+# ---- report --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a plan comes to. Times are in the cost model's unit."""
+
+    makespan: int
+    """When the last rank ends."""
+    bound: int
+    """No plan under the same limits and cost is faster."""
+    ratio: float
+    """makespan / bound: 1 is optimal."""
+    idle_share: float
+    """Of all ranks' time until the makespan, what they spend waiting."""
+    micro_batches: int
+    groups: int
+    rank_tokens: tuple[int, ...]
+    """Rows that each rank computes in the step."""
+    peak_tokens: int
+    """Rows of the fullest rank in one micro-batch, alignment included."""
+    padding: int
+    """Rows that ``alignment`` adds."""
+    node_crossings: int
+    """Tokens times nodes whose keys and values enter a node from outside."""
+    planning_seconds: float | None
+    """None for a plan that came from data."""
+
+    def __str__(self) -> str:
+        took = "" if self.planning_seconds is None else f", {self.planning_seconds * 1e3:.2f} ms"
+        return (
+            f"makespan {self.makespan:,} = {self.ratio:.4f} x bound {self.bound:,}; "
+            f"idle {self.idle_share:.1%}; {self.micro_batches} micro-batches, "
+            f"{self.groups} groups; at most {self.peak_tokens:,} rows on a rank, "
+            f"{self.padding:,} of padding; {self.node_crossings:,} tokens into other nodes{took}"
+        )
+
+
+def report(plan: Plan) -> Report:
+    """As :meth:`Plan.report`."""
+    node, alignment = plan.core.ranks_per_node, max(1, plan.core.alignment)
+    rows = [0] * plan.ranks
+    busy = peak = padding = crossings = groups = 0
+    price = plan.cost
+    for batch in plan.micro_batches:
+        for group in batch:
+            groups += 1
+            taken = price.launch
+            held = [0] * group.degree
+            for s in group.sequences:
+                length = plan.lengths[s]
+                taken += price.time(length, group.degree, node)
+                for j in range(group.degree):
+                    held[j] += rows_held(length, group.degree, j)
+                crossings += length * (_nodes(group, node) - 1)
+            busy += taken * group.degree
+            for j, count in enumerate(held):
+                rows[group.first_rank + j] += count
+                padded = -(-count // alignment) * alignment
+                padding += padded - count
+                peak = max(peak, padded)
+    whole = plan.ranks * plan.makespan
+    return Report(
+        makespan=plan.makespan,
+        bound=plan.bound,
+        ratio=plan.makespan / plan.bound if plan.bound else 1.0,
+        idle_share=1 - busy / whole if whole else 0.0,
+        micro_batches=len(plan.micro_batches),
+        groups=groups,
+        rank_tokens=tuple(rows),
+        peak_tokens=peak,
+        padding=padding,
+        node_crossings=crossings,
+        planning_seconds=plan.planning_seconds,
+    )
+
+
+def rows_held(length: int, degree: int, j: int) -> int:
+    """Rows of rank j when degree ranks share length tokens zigzag."""
+
+    def cut(k: int) -> int:
+        return k * length // (2 * degree)
+
+    mirrored = 2 * degree - 1 - j
+    return cut(j + 1) - cut(j) + cut(mirrored + 1) - cut(mirrored)
+
+
+def _nodes(group: Group, ranks_per_node: int) -> int:
+    if ranks_per_node == 0:
+        return 1
+    last = group.first_rank + group.degree - 1
+    return last // ranks_per_node - group.first_rank // ranks_per_node + 1

@@ -52,3 +52,12 @@ def test_c_test_passes_under_the_sanitizers(
 def test_every_c_file_of_the_core_is_compiled() -> None:
     assert TESTS
     assert {path.parent.name for path in SOURCES} == {"core", "cpu"}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_no_fuzzed_request_breaks_a_plan(library: list[str], tmp_path: Path) -> None:
+    program = str(tmp_path / "fuzz_plan")
+    source = "tests/fuzz/fuzz_plan.c"
+    succeed([*COMPILE, "-DHCP_FUZZ_MAIN", source, *library, "-lm", "-o", program])
+    succeed([program, "20000"])

@@ -1,39 +1,197 @@
 /* cost.c - what one sequence costs at a degree. */
 #include "internal.h"
 
-static int work_of(const hcp_cost *cost, int64_t length, int64_t *work) {
-  int64_t twice_pairs, pairs_cost, tokens_cost;
-  return __builtin_mul_overflow(length, length + 1, &twice_pairs) ||
-         __builtin_mul_overflow(twice_pairs / 2, cost->pair, &pairs_cost) ||
-         __builtin_mul_overflow(length, cost->token, &tokens_cost) ||
-         __builtin_add_overflow(pairs_cost, tokens_cost, work);
+/* Costs stay below 2^62, so that two of them can be added without a check. */
+#define COST_MAX ((int64_t)1 << 62)
+
+static int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
+
+static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+static int64_t pairs_of(int64_t rows, int64_t window) {
+  if (window == 0 || window >= rows) return rows * (rows + 1) / 2;
+  return window * (window + 1) / 2 + (rows - window) * window;
 }
 
-hcp_status hcp_cost_time(const hcp_cost *cost, int64_t length, int32_t degree, int64_t *time,
-                         hcp_error *err) {
-  int64_t work, exchange, result;
-  if (length < 1 || length > HCP__LENGTH_MAX || degree < 1)
+/* Tokens with every one of 2 * degree chunks rounded up to whole tiles. */
+static int64_t tiled(const hcp_cost *cost, int64_t length, int64_t degree) {
+  if (cost->tile <= 1) return length;
+  int64_t chunk = 2 * degree * cost->tile;
+  return ceil_div(length, chunk) * chunk;
+}
+
+static int is_far(int64_t degree, int32_t ranks_per_node) {
+  return ranks_per_node > 0 && degree > ranks_per_node;
+}
+
+static int64_t step_time(const hcp_cost *cost, int64_t length, int64_t degree, int far,
+                         int64_t attention) {
+  if (degree == 1) return 0;
+  int64_t price = far ? larger(cost->exchange, cost->exchange_far) : cost->exchange;
+  int64_t heads = far ? larger(cost->all_to_all, cost->all_to_all_far) : cost->all_to_all;
+  int64_t moved = price * (length - length / degree);
+  if (cost->overlap != 0) {
+    int64_t share = ceil_div(attention, degree);
+    moved = larger(0, moved - (share - share / degree));
+  }
+  return moved + ceil_div(heads * length, degree) + (degree - 1) * cost->step;
+}
+
+int64_t hcp__time(const hcp_cost *cost, int64_t length, int32_t degree, int32_t ranks_per_node) {
+  int64_t rows = tiled(cost, length, degree);
+  int64_t attention = cost->pair * pairs_of(rows, cost->window);
+  return ceil_div(attention + cost->token * rows, degree) +
+         step_time(cost, length, degree, is_far(degree, ranks_per_node), attention);
+}
+
+/* Compute never takes less than spread over most ranks; the exchange of a range
+ * of degrees never less than its least one needs (hidden by all attention). */
+int64_t hcp__time_floor(const hcp_cost *cost, int64_t length, int32_t least, int32_t most,
+                        int32_t ranks_per_node) {
+  int64_t rows = tiled(cost, length, 1), attention = cost->pair * pairs_of(rows, cost->window);
+  int64_t moved = 0;
+  if (cost->overlap == 0 && least > 1) {
+    int far = is_far(least, ranks_per_node);
+    int64_t price = far ? larger(cost->exchange, cost->exchange_far) : cost->exchange;
+    moved = price * (length - length / least);
+  }
+  if (least > 1) moved += (least - 1) * cost->step;
+  return ceil_div(attention + cost->token * rows, most) + moved;
+}
+
+/* Rank-time at any degree >= least: compute is what one rank needs, since more
+ * ranks only round up more, and every term of the exchange grows with degree
+ * when it is summed over the ranks. */
+int64_t hcp__area_floor(const hcp_cost *cost, int64_t length, int32_t least,
+                        int32_t ranks_per_node) {
+  int64_t rows = tiled(cost, length, 1), attention = cost->pair * pairs_of(rows, cost->window);
+  int64_t area = attention + cost->token * rows;
+  if (least == 1) return area;
+  int far = is_far(least, ranks_per_node);
+  int64_t price = far ? larger(cost->exchange, cost->exchange_far) : cost->exchange;
+  int64_t heads = far ? larger(cost->all_to_all, cost->all_to_all_far) : cost->all_to_all;
+  int64_t moved = price * (length - length / least) * least;
+  if (cost->overlap != 0)
+    moved = larger(0, moved - (attention - attention / least) - 2 * HCP__RANKS_MAX);
+  return area + moved + heads * length + (int64_t)(least - 1) * least * cost->step;
+}
+
+/* Whether everything above fits for degrees up to most. */
+static int fits(const hcp_cost *cost, int64_t length, int64_t most) {
+  int64_t rows, pairs, attention, tokens, exchange, heads, steps;
+  int64_t price = larger(cost->exchange, cost->exchange_far);
+  int64_t head_price = larger(cost->all_to_all, cost->all_to_all_far);
+  if (cost->tile > HCP__LENGTH_MAX || cost->window > HCP__LENGTH_MAX) return 0;
+  if (__builtin_mul_overflow(2 * most, cost->tile, &rows) ||
+      __builtin_add_overflow(rows, length, &rows) ||
+      __builtin_mul_overflow(rows, rows + 1, &pairs) ||
+      __builtin_mul_overflow(pairs / 2, cost->pair, &attention) ||
+      __builtin_mul_overflow(rows, cost->token, &tokens) ||
+      __builtin_mul_overflow(length * most, price, &exchange) ||
+      __builtin_mul_overflow(length, head_price, &heads) ||
+      __builtin_mul_overflow(most * most, cost->step, &steps))
+    return 0;
+  return !__builtin_add_overflow(attention, tokens, &attention) &&
+         !__builtin_add_overflow(attention, exchange, &attention) &&
+         !__builtin_add_overflow(attention, heads, &attention) &&
+         !__builtin_add_overflow(attention, steps, &attention) &&
+         !__builtin_add_overflow(attention, cost->launch, &attention) && attention < COST_MAX;
+}
+
+hcp_status hcp__cost_fits(const hcp_cost *cost, int64_t length, int32_t most, hcp_error *err) {
+  if (cost->times != NULL || fits(cost, length, most)) return HCP_OK;
+  return hcp__fail(err, HCP_OVERFLOW, "the cost of a sequence of %lld tokens exceeds 63 bits",
+                   (long long)length);
+}
+
+/* ---- tables ---- */
+
+int32_t hcp__times_row(const hcp_times *times, int64_t length) {
+  int32_t low = 0, high = times->length_count - 1;
+  while (low <= high) {
+    int32_t middle = low + (high - low) / 2;
+    if (times->lengths[middle] == length) return middle;
+    if (times->lengths[middle] < length)
+      low = middle + 1;
+    else
+      high = middle - 1;
+  }
+  return -1;
+}
+
+static int32_t column_of(const hcp_times *times, int32_t degree) {
+  int32_t low = 0, high = times->degree_count - 1;
+  while (low <= high) {
+    int32_t middle = low + (high - low) / 2;
+    if (times->degrees[middle] == degree) return middle;
+    if (times->degrees[middle] < degree)
+      low = middle + 1;
+    else
+      high = middle - 1;
+  }
+  return -1;
+}
+
+static int64_t tabulated(const hcp_times *times, int64_t length, int32_t degree) {
+  int32_t row = hcp__times_row(times, length), column = column_of(times, degree);
+  return row < 0 || column < 0 ? 0 : times->times[(int64_t)row * times->degree_count + column];
+}
+
+int64_t hcp__cost(const hcp_cost *cost, int64_t length, int32_t degree, int32_t ranks_per_node) {
+  return cost->times != NULL ? tabulated(cost->times, length, degree)
+                             : hcp__time(cost, length, degree, ranks_per_node);
+}
+
+hcp_status hcp_cost_time(const hcp_cost *cost, int64_t length, int32_t degree,
+                         int32_t ranks_per_node, int64_t *time, hcp_error *err) {
+  if (length < 1 || length > HCP__LENGTH_MAX || degree < 1 || degree > HCP__RANKS_MAX)
     return hcp__fail(err, HCP_INVALID, "length is %lld and degree %d, expected both >= 1",
                      (long long)length, degree);
-  if (work_of(cost, length, &work) ||
-      __builtin_mul_overflow(cost->exchange, length - length / degree, &exchange) ||
-      __builtin_add_overflow(work / degree + (work % degree != 0), exchange, &result))
-    return hcp__fail(err, HCP_OVERFLOW, "the cost of a sequence of %lld tokens exceeds 63 bits",
-                     (long long)length);
+  hcp_status status = hcp__cost_fits(cost, length, degree, err);
+  if (status != HCP_OK) return status;
+  int64_t result = hcp__cost(cost, length, degree, ranks_per_node);
+  if (result < 1)
+    return hcp__fail(err, HCP_INVALID,
+                     "the cost table has no time for %lld tokens on %d ranks, expected one",
+                     (long long)length, degree);
   *time = result;
   return HCP_OK;
 }
 
-/* Total rank-time at a degree, before it is rounded up to whole units a rank:
- * it never falls as the degree grows, so the least degree gives the least. */
-hcp_status hcp__cost_work(const hcp_cost *cost, int64_t length, int32_t degree, int64_t *work,
-                          hcp_error *err) {
-  int64_t compute, exchange;
-  if (work_of(cost, length, &compute) ||
-      __builtin_mul_overflow(cost->exchange, length - length / degree, &exchange) ||
-      __builtin_mul_overflow(exchange, degree, &exchange) ||
-      __builtin_add_overflow(compute, exchange, work))
-    return hcp__fail(err, HCP_OVERFLOW, "the cost of a sequence of %lld tokens exceeds 63 bits",
-                     (long long)length);
+static hcp_status check_times(const hcp_times *times, hcp_error *err) {
+  if (times->length_count < 0 || times->degree_count < 1)
+    return hcp__fail(err, HCP_INVALID,
+                     "the cost table has %d lengths and %d degrees, expected >= 1",
+                     times->length_count, times->degree_count);
+  for (int32_t i = 0; i < times->length_count; i++)
+    if (times->lengths[i] < 1 || (i > 0 && times->lengths[i] <= times->lengths[i - 1]))
+      return hcp__fail(err, HCP_INVALID, "the cost table's lengths[%d] is %lld, expected ascending",
+                       i, (long long)times->lengths[i]);
+  for (int32_t i = 0; i < times->degree_count; i++)
+    if (times->degrees[i] < 1 || (i > 0 && times->degrees[i] <= times->degrees[i - 1]))
+      return hcp__fail(err, HCP_INVALID, "the cost table's degrees[%d] is %d, expected ascending",
+                       i, times->degrees[i]);
+  int64_t count = (int64_t)times->length_count * times->degree_count;
+  for (int64_t i = 0; i < count; i++)
+    if (times->times[i] < 1 || times->times[i] > COST_MAX / HCP__RANKS_MAX)
+      return hcp__fail(err, HCP_INVALID, "the cost table's times[%lld] is %lld, expected 1 to 2^42",
+                       (long long)i, (long long)times->times[i]);
+  return HCP_OK;
+}
+
+hcp_status hcp__cost_check(const hcp_cost *cost, hcp_error *err) {
+#define PRICE(name) {#name, cost->name},
+  const struct {
+    const char *name;
+    int64_t value;
+  } prices[] = {HCP_PRICES(PRICE)};
+#undef PRICE
+  for (size_t i = 0; i < sizeof prices / sizeof *prices; i++)
+    if (prices[i].value < 0)
+      return hcp__fail(err, HCP_INVALID, "cost.%s is %lld, expected >= 0", prices[i].name,
+                       (long long)prices[i].value);
+  if (cost->times != NULL) return check_times(cost->times, err);
+  if (cost->pair == 0 && cost->token == 0)
+    return hcp__fail(err, HCP_INVALID, "cost.pair and cost.token are 0, expected one of them > 0");
   return HCP_OK;
 }

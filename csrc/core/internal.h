@@ -14,24 +14,116 @@
 hcp_status hcp__fail(hcp_error *err, hcp_status status, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
-/* ---- cost.c, bound.c ---- */
+/* ---- cost.c ---- */
 
-hcp_status hcp__cost_work(const hcp_cost *cost, int64_t length, int32_t degree, int64_t *work,
-                          hcp_error *err);
+hcp_status hcp__cost_check(const hcp_cost *cost, hcp_error *err);
 
-/* The rank-time of all sequences at degree 1, and a time that no plan beats.
- * least_degrees[i] is the smallest degree that may hold sequence i. */
-hcp_status hcp__bound(const int64_t *lengths, const int32_t *least_degrees, int32_t n,
-                      const hcp_limits *limits, const hcp_cost *cost, int64_t *work, int64_t *bound,
-                      hcp_error *err);
+/* Whether times of the sequence at degrees up to most, times these, fit. */
+hcp_status hcp__cost_fits(const hcp_cost *cost, int64_t length, int32_t most, hcp_error *err);
 
-/* ---- plan.c ---- */
+/* hcp_cost_time of what hcp__cost_fits: 0 where a table has no such time. */
+int64_t hcp__cost(const hcp_cost *cost, int64_t length, int32_t degree, int32_t ranks_per_node);
 
-/* Smallest degree within the limits whose fullest rank can hold the sequence,
- * 0 when there is none. */
-int32_t hcp__least_degree(int64_t length, const hcp_limits *limits);
+/* For costs without a table: a time that no degree from least to most beats,
+ * and a rank-time that no degree from least on beats. */
+int64_t hcp__time_floor(const hcp_cost *cost, int64_t length, int32_t least, int32_t most,
+                        int32_t ranks_per_node);
+int64_t hcp__area_floor(const hcp_cost *cost, int64_t length, int32_t least,
+                        int32_t ranks_per_node);
 
-/* Groups as the greedy planner found them, not yet a plan. */
+/* The row of a length, -1: none. */
+int32_t hcp__times_row(const hcp_times *times, int64_t length);
+
+/* ---- plan_options.c ---- */
+
+/* Rows that one rank may hold when they are padded to whole alignments. */
+int64_t hcp__capacity(const hcp_limits *limits);
+
+/* Whether plans under these limits may use the degree at all. */
+int32_t hcp__degree_allowed(const hcp_limits *limits, const hcp_cost *cost, int32_t degree);
+
+/* Whether a group of that degree may begin at that rank. */
+int32_t hcp__place_allowed(const hcp_limits *limits, int32_t first_rank, int32_t degree);
+
+/* One way to compute a sequence. Options of a length ascend in degree and fall
+ * in time. The floors hold for all degrees from least_degree on, also those
+ * between two options that were not looked at. */
+typedef struct hcp__option {
+  int32_t degree;
+  int32_t least_degree;
+  int64_t rows; /* of the fullest rank */
+  int64_t time;
+  int64_t time_floor;
+  int64_t area_floor;
+} hcp__option;
+
+/* Sequences of one length. */
+typedef struct hcp__kind {
+  int64_t length;
+  int32_t first, count;           /* of problem.order   */
+  int32_t first_option, options;  /* of problem.options */
+  int32_t pruned;                 /* faster ones were not worth keeping */
+} hcp__kind;
+
+/* A request, checked and laid out for the planner: longest sequences first. */
+typedef struct hcp__problem {
+  const int64_t *lengths;
+  int32_t n;
+  const hcp_limits *limits;
+  const hcp_cost *cost;
+  int64_t capacity;
+  int32_t *order;   /* n: sequences, longest first, then by index */
+  int32_t *kind_of; /* n: of order's members                      */
+  hcp__kind *kinds;
+  int32_t kind_count;
+  hcp__option *options;
+  int32_t option_count, option_capacity;
+  int64_t tokens;
+  int64_t work;  /* rank-time of all sequences, each on one rank            */
+  int64_t least; /* the same, each at the least of its allowed degrees      */
+  int64_t bound;
+} hcp__problem;
+
+hcp_status hcp__problem_init(hcp__problem *problem, const int64_t *lengths, int32_t n,
+                             const hcp_limits *limits, const hcp_cost *cost, hcp_error *err);
+void hcp__problem_release(hcp__problem *problem);
+
+/* The option of the least degree that ends within target, else the fastest. */
+const hcp__option *hcp__allot(const hcp__problem *problem, const hcp__kind *kind, int64_t target);
+
+/* ---- bound.c ---- */
+
+/* Fills problem->bound with a time that no plan beats. */
+hcp_status hcp__bound(hcp__problem *problem, hcp_error *err);
+
+/* ---- plan_blocks.c ---- */
+
+/* A group being filled. Its sequences are a list in hcp__blocks.next. */
+typedef struct hcp__block {
+  int64_t start;
+  int64_t end;
+  int64_t rows; /* on the fullest rank, at most */
+  int32_t first_rank;
+  int32_t degree;
+  int32_t first, last; /* sequences */
+  int32_t sequences;
+  int32_t micro_batch;
+} hcp__block;
+
+typedef struct hcp__blocks {
+  int32_t count;
+  hcp__block *block; /* n */
+  int32_t *next;     /* n: the next sequence of the same block, -1: none */
+} hcp__blocks;
+
+hcp_status hcp__blocks_init(hcp__blocks *blocks, int32_t n, hcp_error *err);
+void hcp__blocks_release(hcp__blocks *blocks);
+int32_t hcp__block_open(hcp__blocks *blocks, int32_t first_rank, int32_t degree, int64_t start,
+                        int64_t launch);
+void hcp__block_add(hcp__blocks *blocks, int32_t block, int32_t sequence, int64_t rows,
+                    int64_t time);
+
+/* Groups as a planner found them, not yet a plan. */
 typedef struct hcp__draft {
   int32_t micro_batch_count;
   hcp_micro_batch *micro_batches;
@@ -40,19 +132,40 @@ typedef struct hcp__draft {
   int32_t *sequences;
 } hcp__draft;
 
-/* ---- plan_greedy.c ---- */
+hcp_status hcp__draft_init(hcp__draft *draft, int32_t n, hcp_error *err);
+void hcp__draft_release(hcp__draft *draft);
 
-/* Fills the draft's arrays, which hold n records each. bound is that of
- * hcp__bound. Returns HCP_OK or HCP_NO_MEMORY. */
-hcp_status hcp__plan_greedy(const int64_t *lengths, const int32_t *least_degrees, int32_t n,
-                            const hcp_limits *limits, const hcp_cost *cost, int64_t bound,
-                            hcp__draft *draft, hcp_error *err);
+/* Blocks in an order that every rank can follow: by start, each in the first
+ * micro-batch in which all its ranks are free. */
+hcp_status hcp__draft_by_start(hcp__draft *draft, const hcp__blocks *blocks, int32_t ranks,
+                               hcp_error *err);
+/* Blocks by the micro-batches that they name. */
+hcp_status hcp__draft_by_micro_batch(hcp__draft *draft, const hcp__blocks *blocks, hcp_error *err);
 
 /* The time at which the last rank ends when every group starts as soon as its
- * ranks are free. available is scratch for limits->ranks values. */
-hcp_status hcp__makespan(const hcp__draft *draft, const int64_t *lengths, const hcp_limits *limits,
-                         const hcp_cost *cost, int64_t *available, int64_t *makespan,
+ * ranks are free, or as soon as all ranks are, under HCP_SYNC_MICRO_BATCH. */
+hcp_status hcp__makespan(const hcp__draft *draft, const hcp__problem *problem, int64_t *makespan,
                          hcp_error *err);
+
+/* ---- plan_list.c, plan_wave.c, plan_search.c ---- */
+
+/* Degrees that end within target; nested rounds them up to powers of two. limit
+ * packs single ranks one after the other up to that time; 0 balances them. */
+hcp_status hcp__plan_list(const hcp__problem *problem, int64_t target, int32_t nested,
+                          int64_t limit, hcp__blocks *blocks, hcp_error *err);
+/* count micro-batches of at most height, the last slope eighths lower; *fits is
+ * 0 when they do not hold all sequences. tall_first fills single ranks wave
+ * after wave, so that long sequences meet, instead of evenly. */
+hcp_status hcp__plan_waves(const hcp__problem *problem, int32_t count, int64_t height,
+                           int32_t slope, int32_t tall_first, hcp__blocks *blocks, int32_t *fits,
+                           hcp_error *err);
+/* Up to most micro-batches, opened as sequences need them, longest first. With
+ * HCP__NO_TARGET all degrees are least ones: memory is packed, then widened. */
+#define HCP__NO_TARGET (INT64_MAX / 4)
+hcp_status hcp__plan_shelves(const hcp__problem *problem, int32_t most, int64_t target,
+                             hcp__blocks *blocks, int32_t *fits, hcp_error *err);
+hcp_status hcp__plan_search(const hcp__problem *problem, int32_t effort, hcp__draft *draft,
+                            hcp_error *err);
 
 /* ---- layout.c ---- */
 

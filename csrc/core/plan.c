@@ -13,15 +13,6 @@ int64_t hcp_rows_max(int64_t length, int32_t degree) {
   return whole + (chunks % rest == 0 ? 1 : 2);
 }
 
-int32_t hcp__least_degree(int64_t length, const hcp_limits *limits) {
-  int64_t capacity = limits->max_tokens_per_rank;
-  int64_t degree = length / capacity + (length % capacity != 0);
-  if (degree < limits->min_degree) degree = limits->min_degree;
-  for (; degree <= limits->max_degree; degree++)
-    if (hcp_rows_max(length, (int32_t)degree) <= capacity) return (int32_t)degree;
-  return 0;
-}
-
 /* ---- checks ---- */
 
 static hcp_status check_limits(const hcp_limits *limits, hcp_error *err) {
@@ -43,41 +34,33 @@ static hcp_status check_limits(const hcp_limits *limits, hcp_error *err) {
   return HCP_OK;
 }
 
-static hcp_status check_cost(const hcp_cost *cost, hcp_error *err) {
-  const int64_t prices[] = {cost->pair, cost->token, cost->exchange, cost->launch};
-  const char *const names[] = {"pair", "token", "exchange", "launch"};
-  for (size_t i = 0; i < sizeof prices / sizeof *prices; i++)
-    if (prices[i] < 0)
-      return hcp__fail(err, HCP_INVALID, "cost.%s is %lld, expected >= 0", names[i],
-                       (long long)prices[i]);
-  if (cost->pair == 0 && cost->token == 0)
-    return hcp__fail(err, HCP_INVALID, "cost.pair and cost.token are 0, expected one of them > 0");
+static hcp_status check_extras(const hcp_limits *limits, hcp_error *err) {
+  int32_t node = limits->ranks_per_node;
+  if (limits->alignment < 0 || limits->alignment > limits->max_tokens_per_rank)
+    return hcp__fail(err, HCP_INVALID,
+                     "alignment is %d, expected 0 (none) to max_tokens_per_rank (%lld)",
+                     limits->alignment, (long long)limits->max_tokens_per_rank);
+  if (node < 0) return hcp__fail(err, HCP_INVALID, "ranks_per_node is %d, expected >= 0", node);
+  if (limits->pow2 && node > 0 && (node & (node - 1)) != 0)
+    return hcp__fail(err, HCP_INVALID,
+                     "ranks_per_node is %d, expected a power of two as degrees are", node);
+  if (hcp_sync_name(limits->sync) == NULL)
+    return hcp__fail(err, HCP_INVALID, "sync is %d, expected 0 to %d", (int)limits->sync,
+                     HCP_SYNC_COUNT - 1);
   return HCP_OK;
 }
 
-/* Fills least_degrees, since holding a sequence is what there is to check. */
-static hcp_status check_lengths(const int64_t *lengths, int32_t n, const hcp_limits *limits,
-                                int32_t *least_degrees, hcp_error *err) {
-  for (int32_t i = 0; i < n; i++) {
+static hcp_status check_lengths(const int64_t *lengths, int32_t n, hcp_error *err) {
+  for (int32_t i = 0; i < n; i++)
     if (lengths[i] < 1 || lengths[i] > HCP__LENGTH_MAX)
       return hcp__fail(err, HCP_INVALID, "lengths[%d] is %lld, expected 1 to 2^40", i,
                        (long long)lengths[i]);
-    least_degrees[i] = hcp__least_degree(lengths[i], limits);
-    if (least_degrees[i] == 0)
-      return hcp__fail(err, HCP_INFEASIBLE,
-                       "lengths[%d] is %lld: the fullest of %d ranks (max_degree) would hold %lld "
-                       "rows, expected <= %lld (max_tokens_per_rank); raise either, or split the "
-                       "sequence",
-                       i, (long long)lengths[i], limits->max_degree,
-                       (long long)hcp_rows_max(lengths[i], limits->max_degree),
-                       (long long)limits->max_tokens_per_rank);
-  }
   return HCP_OK;
 }
 
-static hcp_status check_group(const hcp_group *group, int32_t g, const int64_t *lengths, int32_t n,
-                              const hcp_limits *limits, const int32_t *sequences, char *seen,
+static hcp_status check_place(const hcp_group *group, int32_t g, const hcp__problem *p,
                               hcp_error *err) {
+  const hcp_limits *limits = p->limits;
   if (group->degree < limits->min_degree || group->degree > limits->max_degree)
     return hcp__fail(err, HCP_INVALID, "groups[%d].degree is %d, expected %d to %d", g,
                      group->degree, limits->min_degree, limits->max_degree);
@@ -85,6 +68,24 @@ static hcp_status check_group(const hcp_group *group, int32_t g, const int64_t *
     return hcp__fail(err, HCP_INVALID,
                      "groups[%d] has ranks %d to %d, expected them within 0 to %d", g,
                      group->first_rank, group->first_rank + group->degree - 1, limits->ranks - 1);
+  if (!hcp__degree_allowed(limits, p->cost, group->degree))
+    return hcp__fail(err, HCP_INVALID,
+                     "groups[%d].degree is %d, expected one that pow2, ranks_per_node and the cost "
+                     "table permit",
+                     g, group->degree);
+  if (!hcp__place_allowed(limits, group->first_rank, group->degree))
+    return hcp__fail(err, HCP_INVALID,
+                     "groups[%d] starts at rank %d, expected a multiple of its degree (pow2), or "
+                     "one that keeps %d ranks in one node or on whole ones",
+                     g, group->first_rank, group->degree);
+  return HCP_OK;
+}
+
+static hcp_status check_group(const hcp_group *group, int32_t g, const hcp__problem *p,
+                              const int32_t *sequences, char *seen, hcp_error *err) {
+  int32_t n = p->n;
+  hcp_status status = check_place(group, g, p, err);
+  if (status != HCP_OK) return status;
   if (group->sequences < 1 || group->first_sequence < 0 ||
       group->first_sequence > n - group->sequences)
     return hcp__fail(err, HCP_INVALID, "groups[%d] has %d sequences, expected 1 to %d", g,
@@ -99,18 +100,18 @@ static hcp_status check_group(const hcp_group *group, int32_t g, const int64_t *
       return hcp__fail(err, HCP_INVALID, "groups[%d] has sequence %d, which is there already", g,
                        sequence);
     seen[sequence] = 1;
-    rows += hcp_rows_max(lengths[sequence], group->degree);
+    rows += hcp_rows_max(p->lengths[sequence], group->degree);
   }
-  if (rows > limits->max_tokens_per_rank)
+  if (rows > p->capacity)
     return hcp__fail(err, HCP_INVALID,
                      "groups[%d] puts up to %lld rows on a rank, expected <= %lld "
                      "(max_tokens_per_rank)",
-                     g, (long long)rows, (long long)limits->max_tokens_per_rank);
+                     g, (long long)rows, (long long)p->capacity);
   return HCP_OK;
 }
 
-static hcp_status check_draft(const hcp__draft *draft, const int64_t *lengths, int32_t n,
-                              const hcp_limits *limits, char *seen, hcp_error *err) {
+static hcp_status check_draft(const hcp__draft *draft, const hcp__problem *p, char *seen,
+                              hcp_error *err) {
   int32_t next_group = 0, planned = 0;
   for (int32_t m = 0; m < draft->micro_batch_count; m++) {
     const hcp_micro_batch *batch = &draft->micro_batches[m];
@@ -122,7 +123,7 @@ static hcp_status check_draft(const hcp__draft *draft, const int64_t *lengths, i
     int32_t free_rank = 0;
     for (int32_t g = next_group; g < next_group + batch->groups; g++) {
       const hcp_group *group = &draft->groups[g];
-      hcp_status status = check_group(group, g, lengths, n, limits, draft->sequences, seen, err);
+      hcp_status status = check_group(group, g, p, draft->sequences, seen, err);
       if (status != HCP_OK) return status;
       if (group->first_rank < free_rank)
         return hcp__fail(
@@ -135,10 +136,10 @@ static hcp_status check_draft(const hcp__draft *draft, const int64_t *lengths, i
     }
     next_group += batch->groups;
   }
-  if (next_group != draft->group_count || planned != n)
+  if (next_group != draft->group_count || planned != p->n)
     return hcp__fail(err, HCP_INVALID,
                      "micro_batches have %d groups with %d sequences, expected %d with %d",
-                     next_group, planned, draft->group_count, n);
+                     next_group, planned, draft->group_count, p->n);
   return HCP_OK;
 }
 
@@ -150,19 +151,25 @@ static uint64_t mix(uint64_t sum, const void *data, size_t bytes) {
   return sum;
 }
 
+static uint64_t mix_times(uint64_t sum, const hcp_times *times) {
+  if (times == NULL) return sum;
+  size_t rows = (size_t)times->length_count, columns = (size_t)times->degree_count;
+  sum = mix(sum, times->lengths, rows * sizeof *times->lengths);
+  sum = mix(sum, times->degrees, columns * sizeof *times->degrees);
+  return mix(sum, times->times, rows * columns * sizeof *times->times);
+}
+
 static uint64_t checksum(const hcp_plan *plan) {
-  const int64_t head[] = {plan->limits.ranks,
-                          plan->limits.min_degree,
-                          plan->limits.max_degree,
-                          plan->limits.max_tokens_per_rank,
-                          plan->cost.pair,
-                          plan->cost.token,
-                          plan->cost.exchange,
-                          plan->cost.launch,
-                          plan->n,
-                          plan->micro_batch_count,
+#define PRICE(name) plan->cost.name,
+  const int64_t head[] = {plan->limits.ranks,        plan->limits.min_degree,
+                          plan->limits.max_degree,   plan->limits.max_tokens_per_rank,
+                          plan->limits.alignment,    plan->limits.ranks_per_node,
+                          plan->limits.pow2,         plan->limits.sync,
+                          HCP_PRICES(PRICE) plan->n, plan->micro_batch_count,
                           plan->group_count};
+#undef PRICE
   uint64_t sum = mix(0xcbf29ce484222325u, head, sizeof head);
+  sum = mix_times(sum, plan->cost.times);
   sum = mix(sum, plan->lengths, (size_t)plan->n * sizeof *plan->lengths);
   sum =
       mix(sum, plan->micro_batches, (size_t)plan->micro_batch_count * sizeof *plan->micro_batches);
@@ -170,102 +177,117 @@ static uint64_t checksum(const hcp_plan *plan) {
   return mix(sum, plan->sequences, (size_t)plan->n * sizeof *plan->sequences);
 }
 
-/* The plan and its arrays are one block, widest elements first. */
-static hcp_plan *allocate(int32_t n, int32_t micro_batches, int32_t groups) {
-  size_t bytes = sizeof(hcp_plan) + (size_t)n * (sizeof(int64_t) + sizeof(int32_t)) +
-                 (size_t)micro_batches * sizeof(hcp_micro_batch) +
-                 (size_t)groups * sizeof(hcp_group);
+static size_t times_bytes(const hcp_times *times) {
+  if (times == NULL) return 0;
+  size_t rows = (size_t)times->length_count, columns = (size_t)times->degree_count;
+  return sizeof *times + (rows + rows * columns) * sizeof(int64_t) + columns * sizeof(int32_t);
+}
+
+static void copy(const void *to, const void *from, size_t n, size_t size) {
+  if (n > 0) memcpy((void *)(uintptr_t)to, from, n * size);
+}
+
+/* A table in a block of times_bytes. */
+static const hcp_times *copy_times(void *block, const hcp_times *times) {
+  if (times == NULL) return NULL;
+  size_t rows = (size_t)times->length_count, columns = (size_t)times->degree_count;
+  hcp_times *made = block;
+  *made = *times;
+  made->lengths = (int64_t *)(made + 1);
+  made->times = made->lengths + rows;
+  made->degrees = (int32_t *)(uintptr_t)(made->times + rows * columns);
+  copy(made->lengths, times->lengths, rows, sizeof *times->lengths);
+  copy(made->times, times->times, rows * columns, sizeof *times->times);
+  copy(made->degrees, times->degrees, columns, sizeof *times->degrees);
+  return made;
+}
+
+/* The plan and its arrays are one block, widest elements first; the table of
+ * its cost, when there is one, comes before the narrow ones. */
+static hcp_plan *allocate(const hcp__problem *p, const hcp__draft *draft) {
+  size_t n = (size_t)p->n, batches = (size_t)draft->micro_batch_count;
+  size_t groups = (size_t)draft->group_count, table = (times_bytes(p->cost->times) + 7) / 8 * 8;
+  size_t bytes = sizeof(hcp_plan) + n * (sizeof(int64_t) + sizeof(int32_t)) + table +
+                 batches * sizeof(hcp_micro_batch) + groups * sizeof(hcp_group);
   hcp_plan *plan = malloc(bytes);
   if (plan == NULL) return NULL;
   memset(plan, 0, sizeof *plan);
   int64_t *lengths = (int64_t *)(plan + 1);
-  hcp_group *group = (hcp_group *)(lengths + n);
+  hcp_group *group = (hcp_group *)((char *)(lengths + n) + table);
   hcp_micro_batch *batch = (hcp_micro_batch *)(group + groups);
+  plan->limits = *p->limits;
+  plan->cost = *p->cost;
+  plan->cost.times = copy_times(lengths + n, p->cost->times);
   plan->lengths = lengths;
   plan->groups = group;
   plan->micro_batches = batch;
-  plan->sequences = (int32_t *)(batch + micro_batches);
-  plan->n = n;
-  plan->micro_batch_count = micro_batches;
-  plan->group_count = groups;
+  plan->sequences = (int32_t *)(batch + batches);
+  plan->n = p->n;
+  plan->micro_batch_count = draft->micro_batch_count;
+  plan->group_count = draft->group_count;
   return plan;
 }
 
-static void copy(const void *to, const void *from, int32_t n, size_t size) {
-  if (n > 0) memcpy((void *)(uintptr_t)to, from, (size_t)n * size);
-}
-
-static hcp_status create(const hcp__draft *draft, const int64_t *lengths, int32_t n,
-                         const hcp_limits *limits, const hcp_cost *cost, int64_t work,
-                         int64_t bound, hcp_plan **out, hcp_error *err) {
+static hcp_status create(const hcp__draft *draft, const hcp__problem *p, hcp_plan **out,
+                         hcp_error *err) {
   int64_t makespan;
-  int64_t *available = calloc((size_t)limits->ranks, sizeof *available);
-  if (available == NULL)
-    return hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d ranks", limits->ranks);
-  hcp_status status = hcp__makespan(draft, lengths, limits, cost, available, &makespan, err);
-  free(available);
+  hcp_status status = hcp__makespan(draft, p, &makespan, err);
   if (status != HCP_OK) return status;
-  hcp_plan *plan = allocate(n, draft->micro_batch_count, draft->group_count);
+  hcp_plan *plan = allocate(p, draft);
   if (plan == NULL)
-    return hcp__fail(err, HCP_NO_MEMORY, "out of memory for a plan of %d sequences", n);
-  copy(plan->lengths, lengths, n, sizeof *lengths);
-  copy(plan->groups, draft->groups, draft->group_count, sizeof *draft->groups);
-  copy(plan->micro_batches, draft->micro_batches, draft->micro_batch_count,
+    return hcp__fail(err, HCP_NO_MEMORY, "out of memory for a plan of %d sequences", p->n);
+  copy(plan->lengths, p->lengths, (size_t)p->n, sizeof *p->lengths);
+  copy(plan->groups, draft->groups, (size_t)draft->group_count, sizeof *draft->groups);
+  copy(plan->micro_batches, draft->micro_batches, (size_t)draft->micro_batch_count,
        sizeof *draft->micro_batches);
-  copy(plan->sequences, draft->sequences, n, sizeof *draft->sequences);
-  plan->limits = *limits;
-  plan->cost = *cost;
+  copy(plan->sequences, draft->sequences, (size_t)p->n, sizeof *draft->sequences);
   plan->makespan = makespan;
-  plan->bound = bound;
-  plan->work = work;
+  plan->bound = p->bound;
+  plan->work = p->work;
   plan->checksum = checksum(plan);
   *out = plan;
   return HCP_OK;
 }
 
-/* Checks shared by both ways to a plan. On success *scratch is n least degrees. */
+/* Checks shared by every call that takes a request. */
 static hcp_status prepare(const int64_t *lengths, int32_t n, const hcp_limits *limits,
-                          const hcp_cost *cost, int32_t **scratch, int64_t *work, int64_t *bound,
-                          hcp_error *err) {
+                          const hcp_cost *cost, hcp__problem *problem, hcp_error *err) {
   if (n < 0) return hcp__fail(err, HCP_INVALID, "n is %d, expected >= 0", n);
   hcp_status status = check_limits(limits, err);
-  if (status == HCP_OK) status = check_cost(cost, err);
+  if (status == HCP_OK) status = check_extras(limits, err);
+  if (status == HCP_OK) status = hcp__cost_check(cost, err);
+  if (status == HCP_OK) status = check_lengths(lengths, n, err);
   if (status != HCP_OK) return status;
-  int32_t *least_degrees = malloc(((size_t)n + 1) * sizeof *least_degrees);
-  if (least_degrees == NULL)
-    return hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d sequences", n);
-  status = check_lengths(lengths, n, limits, least_degrees, err);
-  if (status == HCP_OK)
-    status = hcp__bound(lengths, least_degrees, n, limits, cost, work, bound, err);
-  if (status != HCP_OK) goto fail_check;
-  *scratch = least_degrees;
-  return HCP_OK;
-
-fail_check:
-  free(least_degrees);
-  return status;
+  return hcp__problem_init(problem, lengths, n, limits, cost, err);
 }
 
 hcp_status hcp_plan_create(const int64_t *lengths, int32_t n, const hcp_limits *limits,
-                           const hcp_cost *cost, hcp_plan **plan, hcp_error *err) {
-  int32_t *least_degrees;
-  int64_t work, bound;
-  hcp__draft draft = {0};
-  hcp_status status = prepare(lengths, n, limits, cost, &least_degrees, &work, &bound, err);
+                           const hcp_cost *cost, int32_t effort, hcp_plan **plan, hcp_error *err) {
+  hcp__problem problem;
+  hcp__draft draft;
+  if (effort < 1 || effort > 1000)
+    return hcp__fail(err, HCP_INVALID, "effort is %d, expected 1 to 1000", effort);
+  hcp_status status = prepare(lengths, n, limits, cost, &problem, err);
   if (status != HCP_OK) return status;
-  draft.micro_batches = malloc(((size_t)n + 1) * sizeof *draft.micro_batches);
-  draft.groups = malloc(((size_t)n + 1) * sizeof *draft.groups);
-  draft.sequences = malloc(((size_t)n + 1) * sizeof *draft.sequences);
-  if (draft.micro_batches == NULL || draft.groups == NULL || draft.sequences == NULL)
-    status = hcp__fail(err, HCP_NO_MEMORY, "out of memory for a plan of %d sequences", n);
-  if (status == HCP_OK)
-    status = hcp__plan_greedy(lengths, least_degrees, n, limits, cost, bound, &draft, err);
-  if (status == HCP_OK) status = create(&draft, lengths, n, limits, cost, work, bound, plan, err);
-  free(draft.sequences);
-  free(draft.groups);
-  free(draft.micro_batches);
-  free(least_degrees);
+  status = hcp__draft_init(&draft, n, err);
+  if (status != HCP_OK) goto fail_draft;
+  status = hcp__plan_search(&problem, effort, &draft, err);
+  if (status == HCP_OK) status = create(&draft, &problem, plan, err);
+  hcp__draft_release(&draft);
+fail_draft:
+  hcp__problem_release(&problem);
   return status;
+}
+
+hcp_status hcp_plan_bound(const int64_t *lengths, int32_t n, const hcp_limits *limits,
+                          const hcp_cost *cost, int64_t *bound, int64_t *work, hcp_error *err) {
+  hcp__problem problem;
+  hcp_status status = prepare(lengths, n, limits, cost, &problem, err);
+  if (status != HCP_OK) return status;
+  *bound = problem.bound;
+  *work = problem.work;
+  hcp__problem_release(&problem);
+  return HCP_OK;
 }
 
 hcp_status hcp_plan_create_from(const int64_t *lengths, int32_t n, const hcp_limits *limits,
@@ -273,9 +295,8 @@ hcp_status hcp_plan_create_from(const int64_t *lengths, int32_t n, const hcp_lim
                                 int32_t micro_batch_count, const hcp_group *groups,
                                 int32_t group_count, const int32_t *sequences, hcp_plan **plan,
                                 hcp_error *err) {
-  int32_t *least_degrees;
-  int64_t work, bound;
-  hcp_status status = prepare(lengths, n, limits, cost, &least_degrees, &work, &bound, err);
+  hcp__problem problem;
+  hcp_status status = prepare(lengths, n, limits, cost, &problem, err);
   if (status != HCP_OK) return status;
   /* The draft is only read from here on. */
   hcp__draft draft = {micro_batch_count, (hcp_micro_batch *)(uintptr_t)micro_batches, group_count,
@@ -285,12 +306,21 @@ hcp_status hcp_plan_create_from(const int64_t *lengths, int32_t n, const hcp_lim
     status = hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d sequences", n);
     goto fail_seen;
   }
-  status = check_draft(&draft, lengths, n, limits, seen, err);
-  if (status == HCP_OK) status = create(&draft, lengths, n, limits, cost, work, bound, plan, err);
+  status = check_draft(&draft, &problem, seen, err);
+  if (status == HCP_OK) status = create(&draft, &problem, plan, err);
   free(seen);
 fail_seen:
-  free(least_degrees);
+  hcp__problem_release(&problem);
   return status;
+}
+
+const char *hcp_sync_name(hcp_sync sync) {
+  static const char *const names[] = {
+#define HCP_SYNC_NAME(name, text) text,
+      HCP_SYNCS(HCP_SYNC_NAME)
+#undef HCP_SYNC_NAME
+  };
+  return sync < HCP_SYNC_COUNT ? names[sync] : NULL;
 }
 
 void hcp_plan_destroy(hcp_plan *plan) { free(plan); }

@@ -30,26 +30,108 @@ const hcp_plan *hcp_py_plan(PyObject *module, PyObject *object) {
 
 /* ---- creation ---- */
 
+enum { LIMIT_COUNT = 8 };
+#define PRICE_NAME(name) #name,
+static const char *const price_names[] = {HCP_PRICES(PRICE_NAME)};
+#undef PRICE_NAME
+enum { PRICE_COUNT = sizeof price_names / sizeof *price_names };
+
+/* What every request has: all arrays are this request's own. */
 typedef struct request {
   hcp_limits limits;
   hcp_cost cost;
+  hcp_times times;
   int64_t *lengths;
   Py_ssize_t n;
+  int64_t *table_lengths, *table_times;
+  int32_t *table_degrees;
 } request;
 
-#define REQUEST_KEYWORDS                                                                  \
-  "lengths", "ranks", "max_tokens_per_rank", "min_degree", "max_degree", "pair", "token", \
-      "exchange", "launch"
-#define REQUEST_FORMAT "OiLiiLLLL"
-#define REQUEST_ARGUMENTS(r, lengths)                                                         \
-  &(lengths), &(r).limits.ranks, &max_tokens, &(r).limits.min_degree, &(r).limits.max_degree, \
-      &prices[0], &prices[1], &prices[2], &prices[3]
+#define REQUEST_KEYWORDS "lengths", "limits", "prices", "table"
+#define REQUEST_FORMAT "OOOO"
 
-static int request_fill(request *r, PyObject *lengths, long long max_tokens,
-                        const long long prices[4]) {
-  r->limits.max_tokens_per_rank = max_tokens;
-  r->cost = (hcp_cost){prices[0], prices[1], prices[2], prices[3]};
-  return hcp_py_int64s(lengths, "lengths", &r->lengths, &r->n);
+static void request_release(request *r) {
+  PyMem_Free(r->table_degrees);
+  PyMem_Free(r->table_times);
+  PyMem_Free(r->table_lengths);
+  PyMem_Free(r->lengths);
+}
+
+/* Exactly count integers of a sequence. */
+static int integers(PyObject *sequence, const char *name, Py_ssize_t count, int64_t **values) {
+  Py_ssize_t n;
+  if (hcp_py_int64s(sequence, name, values, &n) < 0) return -1;
+  if (n == count) return 0;
+  PyErr_Format(PyExc_ValueError, "%s has %zd items, expected %zd", name, n, count);
+  PyMem_Free(*values);
+  *values = NULL;
+  return -1;
+}
+
+static int int32_from(int64_t value, const char *name, int32_t *out) {
+  if (value >= INT32_MIN && value <= INT32_MAX) {
+    *out = (int32_t)value;
+    return 0;
+  }
+  PyErr_Format(PyExc_OverflowError, "%s is %lld, expected it to fit in 32 bits", name,
+               (long long)value);
+  return -1;
+}
+
+static int fill_limits(hcp_limits *limits, PyObject *sequence) {
+  int64_t *v;
+  int32_t sync;
+  if (integers(sequence, "limits", LIMIT_COUNT, &v) < 0) return -1;
+  limits->max_tokens_per_rank = v[3];
+  int failed = int32_from(v[0], "ranks", &limits->ranks) < 0 ||
+               int32_from(v[1], "min_degree", &limits->min_degree) < 0 ||
+               int32_from(v[2], "max_degree", &limits->max_degree) < 0 ||
+               int32_from(v[4], "alignment", &limits->alignment) < 0 ||
+               int32_from(v[5], "ranks_per_node", &limits->ranks_per_node) < 0 ||
+               int32_from(v[6], "pow2", &limits->pow2) < 0 || int32_from(v[7], "sync", &sync) < 0;
+  PyMem_Free(v);
+  if (failed) return -1;
+  limits->sync = (hcp_sync)sync;
+  return 0;
+}
+
+static int fill_prices(hcp_cost *cost, PyObject *sequence) {
+  int64_t *v;
+  if (integers(sequence, "prices", PRICE_COUNT, &v) < 0) return -1;
+  Py_ssize_t i = 0;
+#define PRICE(name) cost->name = v[i++];
+  HCP_PRICES(PRICE)
+#undef PRICE
+  PyMem_Free(v);
+  return 0;
+}
+
+/* table is None, or lengths, degrees and times, row after row. */
+static int fill_table(request *r, PyObject *table) {
+  PyObject *lengths, *degrees, *times;
+  Py_ssize_t rows, columns;
+  if (table == Py_None) return 0;
+  if (!PyArg_ParseTuple(table, "OOO:table", &lengths, &degrees, &times) ||
+      hcp_py_int64s(lengths, "table lengths", &r->table_lengths, &rows) < 0 ||
+      hcp_py_int32s(degrees, "table degrees", &r->table_degrees, &columns) < 0 ||
+      integers(times, "table times", rows * columns, &r->table_times) < 0)
+    return -1;
+  r->times = (hcp_times){(int32_t)rows, (int32_t)columns, r->table_lengths, r->table_degrees,
+                         r->table_times};
+  r->cost.times = &r->times;
+  return 0;
+}
+
+/* Fills *r, or leaves nothing to release and an exception. */
+static int request_fill(request *r, PyObject *lengths, PyObject *limits, PyObject *prices,
+                        PyObject *table) {
+  memset(r, 0, sizeof *r);
+  if (hcp_py_int64s(lengths, "lengths", &r->lengths, &r->n) == 0 &&
+      fill_limits(&r->limits, limits) == 0 && fill_prices(&r->cost, prices) == 0 &&
+      fill_table(r, table) == 0)
+    return 0;
+  request_release(r);
+  return -1;
 }
 
 /* Takes over the plan. */
@@ -63,22 +145,60 @@ static PyObject *wrap(PyObject *module, hcp_plan *plan) {
 }
 
 static PyObject *plan_create(PyObject *module, PyObject *args, PyObject *kwargs) {
-  static char *keywords[] = {REQUEST_KEYWORDS, NULL};
-  PyObject *lengths;
-  long long max_tokens, prices[4];
+  static char *keywords[] = {REQUEST_KEYWORDS, "effort", NULL};
+  PyObject *lengths, *limits, *prices, *table;
+  int effort;
   request r;
   hcp_plan *plan = NULL;
   hcp_error err;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, REQUEST_FORMAT ":create_plan", keywords,
-                                   REQUEST_ARGUMENTS(r, lengths)) ||
-      request_fill(&r, lengths, max_tokens, prices) < 0)
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, REQUEST_FORMAT "i:create_plan", keywords, &lengths,
+                                   &limits, &prices, &table, &effort) ||
+      request_fill(&r, lengths, limits, prices, table) < 0)
     return NULL;
   hcp_status status;
   Py_BEGIN_ALLOW_THREADS;
-  status = hcp_plan_create(r.lengths, (int32_t)r.n, &r.limits, &r.cost, &plan, &err);
+  status = hcp_plan_create(r.lengths, (int32_t)r.n, &r.limits, &r.cost, effort, &plan, &err);
   Py_END_ALLOW_THREADS;
-  PyMem_Free(r.lengths);
+  request_release(&r);
   return status == HCP_OK ? wrap(module, plan) : hcp_py_raise(&err);
+}
+
+static PyObject *plan_bound(PyObject *module, PyObject *args, PyObject *kwargs) {
+  static char *keywords[] = {REQUEST_KEYWORDS, NULL};
+  PyObject *lengths, *limits, *prices, *table;
+  request r;
+  int64_t bound = 0, work = 0;
+  hcp_error err;
+  (void)module;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, REQUEST_FORMAT ":plan_bound", keywords, &lengths,
+                                   &limits, &prices, &table) ||
+      request_fill(&r, lengths, limits, prices, table) < 0)
+    return NULL;
+  hcp_status status =
+      hcp_plan_bound(r.lengths, (int32_t)r.n, &r.limits, &r.cost, &bound, &work, &err);
+  request_release(&r);
+  return status == HCP_OK ? Py_BuildValue("LL", (long long)bound, (long long)work)
+                          : hcp_py_raise(&err);
+}
+
+static PyObject *cost_time(PyObject *module, PyObject *args, PyObject *kwargs) {
+  static char *keywords[] = {"prices", "table", "length", "degree", "ranks_per_node", NULL};
+  PyObject *prices, *table;
+  long long length;
+  int degree, node;
+  request r = {0};
+  int64_t time = 0;
+  hcp_error err;
+  (void)module;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOLii:cost_time", keywords, &prices, &table,
+                                   &length, &degree, &node))
+    return NULL;
+  int filled = fill_prices(&r.cost, prices) == 0 && fill_table(&r, table) == 0;
+  hcp_status status =
+      filled ? hcp_cost_time(&r.cost, length, degree, node, &time, &err) : HCP_CALLBACK;
+  request_release(&r);
+  if (!filled) return NULL;
+  return status == HCP_OK ? PyLong_FromLongLong(time) : hcp_py_raise(&err);
 }
 
 /* groups are records of (first_rank, degree, sequences), micro_batches how many
@@ -128,17 +248,16 @@ static int counts_fit(const int32_t *values, Py_ssize_t n, Py_ssize_t stride, Py
 
 static PyObject *plan_create_from(PyObject *module, PyObject *args, PyObject *kwargs) {
   static char *keywords[] = {REQUEST_KEYWORDS, "micro_batches", "groups", "sequences", NULL};
-  PyObject *lengths, *batch_list, *group_list, *sequence_list;
-  long long max_tokens, prices[4];
+  PyObject *lengths, *limits, *prices, *table, *batch_list, *group_list, *sequence_list;
   request r;
   hcp_error err;
   int32_t *batches = NULL, *groups = NULL, *sequences = NULL;
   Py_ssize_t batch_count, group_words, sequence_count;
   hcp_plan *plan = NULL;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, REQUEST_FORMAT "OOO:create_plan_from", keywords,
-                                   REQUEST_ARGUMENTS(r, lengths), &batch_list, &group_list,
+                                   &lengths, &limits, &prices, &table, &batch_list, &group_list,
                                    &sequence_list) ||
-      request_fill(&r, lengths, max_tokens, prices) < 0)
+      request_fill(&r, lengths, limits, prices, table) < 0)
     return NULL;
   if (hcp_py_int32s(batch_list, "micro_batches", &batches, &batch_count) < 0) goto fail_batches;
   if (hcp_py_int32s(group_list, "groups", &groups, &group_words) < 0) goto fail_groups;
@@ -158,7 +277,7 @@ fail_sequences:
 fail_groups:
   PyMem_Free(batches);
 fail_batches:
-  PyMem_Free(r.lengths);
+  request_release(&r);
   return plan == NULL ? NULL : wrap(module, plan);
 }
 
@@ -169,10 +288,10 @@ fail_batches:
   X(min_degree, limits.min_degree)                   \
   X(max_degree, limits.max_degree)                   \
   X(max_tokens_per_rank, limits.max_tokens_per_rank) \
-  X(pair, cost.pair)                                 \
-  X(token, cost.token)                               \
-  X(exchange, cost.exchange)                         \
-  X(launch, cost.launch)                             \
+  X(alignment, limits.alignment)                     \
+  X(ranks_per_node, limits.ranks_per_node)           \
+  X(pow2, limits.pow2)                               \
+  X(sync, limits.sync)                               \
   X(makespan, makespan)                              \
   X(bound, bound)                                    \
   X(work, work)
@@ -184,6 +303,23 @@ fail_batches:
   }
 INTEGER_ATTRIBUTES(GETTER)
 #undef GETTER
+
+static PyObject *get_prices(PyObject *self, void *unused) {
+  (void)unused;
+  const hcp_cost *cost = &plan_of(self)->cost;
+#define PRICE(name) cost->name,
+  const int64_t prices[] = {HCP_PRICES(PRICE)};
+#undef PRICE
+  PyObject *tuple = PyTuple_New(PRICE_COUNT);
+  for (Py_ssize_t i = 0; tuple != NULL && i < PRICE_COUNT; i++) {
+    PyObject *price = PyLong_FromLongLong(prices[i]);
+    if (price == NULL || PyTuple_SetItem(tuple, i, price) < 0) {
+      Py_DECREF(tuple);
+      return NULL;
+    }
+  }
+  return tuple;
+}
 
 static PyObject *get_checksum(PyObject *self, void *unused) {
   (void)unused;
@@ -198,6 +334,23 @@ static PyObject *export(PyObject *self, const void *data, Py_ssize_t rows, Py_ss
 static PyObject *get_lengths(PyObject *self, void *unused) {
   (void)unused;
   return export(self, plan_of(self)->lengths, plan_of(self)->n, 1, 'q');
+}
+
+/* Lengths, degrees and times of the cost's table, None without one. */
+static PyObject *get_table(PyObject *self, void *unused) {
+  (void)unused;
+  const hcp_times *times = plan_of(self)->cost.times;
+  if (times == NULL) return Py_NewRef(Py_None);
+  Py_ssize_t rows = times->length_count, columns = times->degree_count;
+  PyObject *lengths = export(self, times->lengths, rows, 1, 'q');
+  PyObject *degrees = export(self, times->degrees, columns, 1, 'i');
+  PyObject *values = export(self, times->times, rows * columns, 1, 'q');
+  if (lengths != NULL && degrees != NULL && values != NULL)
+    return Py_BuildValue("NNN", lengths, degrees, values);
+  Py_XDECREF(lengths);
+  Py_XDECREF(degrees);
+  Py_XDECREF(values);
+  return NULL;
 }
 
 static PyObject *get_micro_batches(PyObject *self, void *unused) {
@@ -219,8 +372,10 @@ static PyGetSetDef plan_getset[] = {
 #define ATTRIBUTE(name, field) {#name, get_##name, NULL, NULL, NULL},
     INTEGER_ATTRIBUTES(ATTRIBUTE)
 #undef ATTRIBUTE
-        {"checksum", get_checksum, NULL, "64 bits over everything that the plan says.", NULL},
+        {"prices", get_prices, NULL, "The cost's integers, in the order of PRICES.", NULL},
+    {"checksum", get_checksum, NULL, "64 bits over everything that the plan says.", NULL},
     {"lengths", get_lengths, NULL, "int64: tokens of each sequence.", NULL},
+    {"table", get_table, NULL, "(lengths, degrees, times) of the cost's table, or None.", NULL},
     {"micro_batches", get_micro_batches, NULL, "int32 rows of (first_group, groups).", NULL},
     {"groups", get_groups, NULL, "int32 rows of (first_rank, degree, first_sequence, sequences).",
      NULL},
@@ -316,11 +471,35 @@ static PyType_Spec plan_spec = {"hcp._core.Plan", sizeof(plan_object), 0,
 static PyMethodDef functions[] = {
     {"create_plan", (PyCFunction)(void (*)(void))plan_create, METH_VARARGS | METH_KEYWORDS,
      "Assign sequences to ranks."},
+    {"cost_time", (PyCFunction)(void (*)(void))cost_time, METH_VARARGS | METH_KEYWORDS,
+     "Time of one sequence at a degree, without launch."},
+    {"plan_bound", (PyCFunction)(void (*)(void))plan_bound, METH_VARARGS | METH_KEYWORDS,
+     "(bound, work) of every plan for a request."},
     {"create_plan_from", (PyCFunction)(void (*)(void))plan_create_from,
      METH_VARARGS | METH_KEYWORDS, "A plan from groups that somebody else chose, checked."},
     {NULL, NULL, 0, NULL}};
 
+/* A module's tuple of names. */
+static int add_names(PyObject *module, const char *name, const char *const *names, Py_ssize_t n) {
+  PyObject *tuple = PyTuple_New(n);
+  if (tuple == NULL) return -1;
+  int status = 0;
+  for (Py_ssize_t i = 0; i < n && status == 0; i++) {
+    PyObject *text = PyUnicode_FromString(names[i]);
+    status = text == NULL ? -1 : PyTuple_SetItem(tuple, i, text);
+  }
+  if (status == 0) status = PyModule_AddObjectRef(module, name, tuple);
+  Py_DECREF(tuple);
+  return status;
+}
+
 int hcp_py_add_plan(PyObject *module) {
-  if (hcp_py_add_type(module, "Plan", &plan_spec) < 0) return -1;
+#define SYNC_NAME(name, text) text,
+  static const char *const syncs[] = {HCP_SYNCS(SYNC_NAME)};
+#undef SYNC_NAME
+  if (hcp_py_add_type(module, "Plan", &plan_spec) < 0 ||
+      add_names(module, "PRICES", price_names, PRICE_COUNT) < 0 ||
+      add_names(module, "SYNCS", syncs, HCP_SYNC_COUNT) < 0)
+    return -1;
   return PyModule_AddFunctions(module, functions);
 }

@@ -23,6 +23,14 @@ static inline int32_t draw(int32_t low, int32_t high) {
 
 enum { DRAW_SEQUENCES = 12 };
 
+static inline hcp_limits draw_limits(int32_t ranks, int32_t min_degree, int32_t max_degree,
+                                     int64_t max_tokens_per_rank) {
+  return (hcp_limits){.ranks = ranks,
+                      .min_degree = min_degree,
+                      .max_degree = max_degree,
+                      .max_tokens_per_rank = max_tokens_per_rank};
+}
+
 typedef struct draw_case {
   int32_t n;
   int64_t lengths[DRAW_SEQUENCES];
@@ -37,7 +45,16 @@ static inline draw_case draw_request(int32_t max_ranks) {
   c.limits.min_degree = draw(1, c.limits.ranks);
   c.limits.max_degree = draw(c.limits.min_degree, c.limits.ranks);
   c.limits.max_tokens_per_rank = draw(3, 40);
-  c.cost = (hcp_cost){draw(1, 9), draw(0, 99), draw(0, 99), draw(0, 999)};
+  c.limits.sync = draw(0, 1) ? HCP_SYNC_STEP : HCP_SYNC_MICRO_BATCH;
+  c.cost = (hcp_cost){.pair = draw(1, 9),
+                      .token = draw(0, 99),
+                      .exchange = draw(0, 99),
+                      .launch = draw(0, 999),
+                      .all_to_all = draw(0, 1) * draw(0, 99),
+                      .step = draw(0, 1) * draw(0, 99),
+                      .window = draw(0, 1) * draw(1, 50),
+                      .tile = draw(0, 1) * draw(1, 8),
+                      .overlap = draw(0, 1)};
   c.n = draw(0, DRAW_SEQUENCES);
   for (int32_t i = 0; i < c.n; i++)
     c.lengths[i] = draw(1, c.limits.max_degree * ((int32_t)c.limits.max_tokens_per_rank - 2));
@@ -47,7 +64,7 @@ static inline draw_case draw_request(int32_t max_ranks) {
 static inline hcp_plan *draw_plan(int32_t max_ranks) {
   hcp_plan *plan = NULL;
   draw_case c = draw_request(max_ranks);
-  if (hcp_plan_create(c.lengths, c.n, &c.limits, &c.cost, &plan, NULL) != HCP_OK) abort();
+  if (hcp_plan_create(c.lengths, c.n, &c.limits, &c.cost, 1, &plan, NULL) != HCP_OK) abort();
   return plan;
 }
 

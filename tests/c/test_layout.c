@@ -43,11 +43,13 @@ static void every_token_lies_on_one_rank(void) {
 
 static void bad_places_are_refused(void) {
   const int64_t length = 9;
-  const hcp_limits limits = {2, 2, 2, 8};
+  const hcp_limits limits = draw_limits(2, 2, 2, 8);
   hcp_plan *plan = NULL;
   hcp_layout *layout = NULL;
   hcp_error err;
-  CHECK_INT(hcp_plan_create(&length, 1, &limits, &(hcp_cost){1, 1, 0, 0}, &plan, NULL), HCP_OK);
+  CHECK_INT(
+      hcp_plan_create(&length, 1, &limits, &(hcp_cost){.pair = 1, .token = 1}, 1, &plan, NULL),
+      HCP_OK);
   CHECK_INT(hcp_layout_create(plan, 1, 0, &layout, &err), HCP_INVALID);
   CHECK_TEXT(err.message, "micro_batch is 1, expected 0 to 0");
   CHECK_INT(hcp_layout_create(plan, 0, -1, &layout, &err), HCP_INVALID);

@@ -46,10 +46,10 @@ static void every_drawn_plan_keeps_every_rule(void) {
 
 static void a_costly_exchange_keeps_degrees_least(void) {
   const int64_t lengths[] = {1024, 1025, 4096, 1};
-  const hcp_limits limits = {8, 1, 8, 1024};
-  const hcp_cost cost = {1, 0, (int64_t)1 << 40, 0};
+  const hcp_limits limits = draw_limits(8, 1, 8, 1024);
+  const hcp_cost cost = {.pair = 1, .exchange = (int64_t)1 << 38};
   hcp_plan *plan = NULL;
-  CHECK_INT(hcp_plan_create(lengths, 4, &limits, &cost, &plan, NULL), HCP_OK);
+  CHECK_INT(hcp_plan_create(lengths, 4, &limits, &cost, 1, &plan, NULL), HCP_OK);
   for (int32_t g = 0; g < plan->group_count; g++) {
     const hcp_group *group = &plan->groups[g];
     for (int32_t s = 0; s < group->sequences; s++) {
@@ -62,31 +62,33 @@ static void a_costly_exchange_keeps_degrees_least(void) {
 
 static void bad_requests_are_refused_with_their_values(void) {
   const int64_t lengths[] = {5, 17};
-  const hcp_cost cost = {1, 1, 1, 1};
+  const hcp_cost cost = {.pair = 1, .token = 1, .exchange = 1, .launch = 1};
   hcp_plan *untouched = (hcp_plan *)&untouched, *plan = untouched;
   hcp_error err;
-  const hcp_limits none = {0, 1, 1, 8}, over = {2, 1, 3, 8}, small = {2, 1, 2, 8};
-  CHECK_INT(hcp_plan_create(lengths, 2, &none, &cost, &plan, &err), HCP_INVALID);
+  const hcp_limits none = draw_limits(0, 1, 1, 8), over = draw_limits(2, 1, 3, 8);
+  const hcp_limits small = draw_limits(2, 1, 2, 8);
+  CHECK_INT(hcp_plan_create(lengths, 2, &none, &cost, 1, &plan, &err), HCP_INVALID);
   CHECK_TEXT(err.message, "ranks is 0, expected >= 1");
-  CHECK_INT(hcp_plan_create(lengths, 2, &over, &cost, &plan, &err), HCP_INVALID);
+  CHECK_INT(hcp_plan_create(lengths, 2, &over, &cost, 1, &plan, &err), HCP_INVALID);
   CHECK_TEXT(err.message, "max_degree is 3, expected min_degree (1) to ranks (2)");
-  CHECK_INT(hcp_plan_create(lengths, 2, &small, &cost, &plan, &err), HCP_INFEASIBLE);
+  CHECK_INT(hcp_plan_create(lengths, 2, &small, &cost, 1, &plan, &err), HCP_INFEASIBLE);
   CHECK_TEXT(err.message, "lengths[1] is 17");
-  CHECK_INT(hcp_plan_create(lengths, -1, &small, &cost, &plan, &err), HCP_INVALID);
-  CHECK_INT(hcp_plan_create(lengths, 2, &small, &(hcp_cost){0, 0, 1, 1}, &plan, NULL), HCP_INVALID);
-  CHECK_INT(hcp_plan_create(lengths, 1, &small, &(hcp_cost){INT64_MAX, 0, 0, 0}, &plan, &err),
+  CHECK_INT(hcp_plan_create(lengths, -1, &small, &cost, 1, &plan, &err), HCP_INVALID);
+  CHECK_INT(hcp_plan_create(lengths, 2, &small, &(hcp_cost){.launch = 1}, 1, &plan, NULL),
+            HCP_INVALID);
+  CHECK_INT(hcp_plan_create(lengths, 1, &small, &(hcp_cost){.pair = INT64_MAX}, 1, &plan, &err),
             HCP_OVERFLOW);
   CHECK(plan == untouched);
   CHECK_INT(err.status, HCP_OVERFLOW);
 }
 
 static void cost_follows_its_formula(void) {
-  const hcp_cost cost = {3, 5, 7, 11};
+  const hcp_cost cost = {.pair = 3, .token = 5, .exchange = 7, .launch = 11};
   int64_t time = 0;
-  CHECK_INT(hcp_cost_time(&cost, 10, 4, &time, NULL), HCP_OK);
+  CHECK_INT(hcp_cost_time(&cost, 10, 4, 0, &time, NULL), HCP_OK);
   CHECK_INT(time, (3 * 55 + 5 * 10 + 3) / 4 + 7 * (10 - 2));
-  CHECK_INT(hcp_cost_time(&cost, 0, 4, &time, NULL), HCP_INVALID);
-  CHECK_INT(hcp_cost_time(&cost, 10, 0, &time, NULL), HCP_INVALID);
+  CHECK_INT(hcp_cost_time(&cost, 0, 4, 0, &time, NULL), HCP_INVALID);
+  CHECK_INT(hcp_cost_time(&cost, 10, 0, 0, &time, NULL), HCP_INVALID);
 }
 
 static void every_status_has_a_name_and_a_text(void) {

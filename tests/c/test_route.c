@@ -181,11 +181,13 @@ static void rolled_rows_stay_in_their_sequences(void) {
 static void bad_routes_are_refused(void) {
   const int64_t length = 9;
   const int32_t outside = 2;
-  const hcp_limits limits = {2, 2, 2, 8};
+  const hcp_limits limits = draw_limits(2, 2, 2, 8);
   hcp_plan *plan = NULL;
   hcp_table *route = NULL;
   hcp_error err;
-  CHECK_INT(hcp_plan_create(&length, 1, &limits, &(hcp_cost){1, 1, 0, 0}, &plan, NULL), HCP_OK);
+  CHECK_INT(
+      hcp_plan_create(&length, 1, &limits, &(hcp_cost){.pair = 1, .token = 1}, 1, &plan, NULL),
+      HCP_OK);
   CHECK_INT(hcp_route_dispatch(plan, &outside, 0, 0, 1, 0, &route, &err), HCP_INVALID);
   CHECK_TEXT(err.message, "sources[0] is 2, expected 0 to 1");
   CHECK_INT(hcp_route_dispatch(plan, &outside, 0, 0, 2, 0, &route, &err), HCP_INVALID);

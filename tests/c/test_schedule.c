@@ -265,11 +265,13 @@ static void every_query_meets_every_key_it_sees_once(void) {
 
 static void bad_requests_are_refused(void) {
   const int64_t length = 9;
-  const hcp_limits limits = {2, 2, 2, 8};
+  const hcp_limits limits = draw_limits(2, 2, 2, 8);
   hcp_plan *plan = NULL;
   hcp_table *schedule = NULL;
   hcp_error err;
-  CHECK_INT(hcp_plan_create(&length, 1, &limits, &(hcp_cost){1, 1, 0, 0}, &plan, NULL), HCP_OK);
+  CHECK_INT(
+      hcp_plan_create(&length, 1, &limits, &(hcp_cost){.pair = 1, .token = 1}, 1, &plan, NULL),
+      HCP_OK);
   CHECK_INT(hcp_schedule_create(plan, 0, 0, HCP_COMM_TYPE_COUNT, 1, &schedule, &err), HCP_INVALID);
   CHECK_TEXT(err.message, "comm_type is 2, expected 0 to 1");
   CHECK_INT(hcp_schedule_create(plan, 1, 0, HCP_COMM_P2P, 1, &schedule, &err), HCP_INVALID);

@@ -59,32 +59,86 @@ const char *hcp_status_text(hcp_status status);
 
 /* ---- 2. Cost ------------------------------------------------------------ */
 
+/* Times that somebody measured or computed, tabulated: row after row, one row
+ * per length. A plan under it uses these degrees and no others. */
+typedef struct hcp_times {
+  int32_t length_count;
+  int32_t degree_count;
+  const int64_t *lengths; /* length_count, ascending               */
+  const int32_t *degrees; /* degree_count, ascending               */
+  const int64_t *times;   /* length_count * degree_count, each >= 1 */
+} hcp_times;
+
 /* Integer prices, in one unit of the caller's choice (picoseconds, say). Only
  * integers decide a plan: ranks that round differently would hold different
- * plans and hang in the next exchange. */
+ * plans and hang in the next exchange. What is 0 costs nothing.
+ *
+ * A group that spans nodes (degree > hcp_limits.ranks_per_node) pays the far
+ * prices, which are at least the near ones. */
 typedef struct hcp_cost {
-  int64_t pair;     /* one query-key pair of causal attention           */
-  int64_t token;    /* one token through everything that is not attention */
-  int64_t exchange; /* one token's keys and values received by one rank */
-  int64_t launch;   /* one micro-batch on one rank, whatever it holds   */
+  int64_t pair;           /* one query-key pair of causal attention             */
+  int64_t token;          /* one token through everything that is not attention */
+  int64_t exchange;       /* one token's keys and values received by one rank   */
+  int64_t launch;         /* one micro-batch on one rank, whatever it holds     */
+  int64_t exchange_far;   /* exchange, between nodes                            */
+  int64_t all_to_all;     /* one token of a rank to heads and back, no overlap  */
+  int64_t all_to_all_far; /* all_to_all, between nodes                          */
+  int64_t step;           /* one more rank in the group                         */
+  int64_t window;         /* keys that a query sees at most; 0: all before it   */
+  int64_t tile;           /* rows that a chunk is rounded up to; 0: none        */
+  int64_t overlap;        /* 1: exchange hides behind attention, as in a ring   */
+  const hcp_times *times; /* NULL, or what replaces all of this but launch      */
 } hcp_cost;
 
-/* Time of one sequence of length tokens computed by degree ranks:
+/* The names of the prices, in the order of the fields. */
+#define HCP_PRICES(X)                                                                             \
+  X(pair)                                                                                         \
+  X(token)                                                                                        \
+  X(exchange) X(launch) X(exchange_far) X(all_to_all) X(all_to_all_far) X(step) X(window) X(tile) \
+      X(overlap)
+
+/* Time of one sequence of length L tokens computed by d ranks, without launch:
  *
- *   ceil((pair * length * (length + 1) / 2 + token * length) / degree)
- *     + exchange * (length - floor(length / degree))
+ *   ceil((attention + token * rows) / d) + moved + (d - 1) * step
  *
- * HCP_OVERFLOW when that does not fit. length >= 1, degree >= 1. */
-hcp_status hcp_cost_time(const hcp_cost *cost, int64_t length, int32_t degree, int64_t *time,
-                         hcp_error *err);
+ * where rows is L, or L with its 2 d chunks rounded up to tiles; attention is
+ * pair times the pairs of rows tokens under the window; and moved is
+ * exchange * (L - floor(L / d)) + ceil(all_to_all * L / d) for d > 1. With
+ * overlap only what attention does not hide of the exchange counts: beyond
+ * ceil(attention / d) * (d - 1) / d.
+ *
+ * HCP_OVERFLOW when that does not fit in 62 bits. length >= 1, degree >= 1. */
+hcp_status hcp_cost_time(const hcp_cost *cost, int64_t length, int32_t degree,
+                         int32_t ranks_per_node, int64_t *time, hcp_error *err);
 
 /* ---- 3. Plan ------------------------------------------------------------ */
 
+#define HCP_SYNCS(X) \
+  X(STEP, "step")    \
+  X(MICRO_BATCH, "micro_batch")
+
+/* When ranks wait for each other, beside the ranks of their own group: at the
+ * end of the step (DDP), or after every micro-batch (FSDP, experts, pipelines). */
+typedef enum hcp_sync {
+#define HCP_SYNC_ENUM(name, text) HCP_SYNC_##name,
+  HCP_SYNCS(HCP_SYNC_ENUM)
+#undef HCP_SYNC_ENUM
+      HCP_SYNC_COUNT
+} hcp_sync;
+
+/* Never NULL for a valid one; NULL otherwise. */
+const char *hcp_sync_name(hcp_sync sync);
+
+/* What a plan must keep. What is 0 beyond the fourth asks for nothing. */
 typedef struct hcp_limits {
-  int32_t ranks;               /* the domain: ranks 0 .. ranks - 1              */
-  int32_t min_degree;          /* >= 1                                          */
-  int32_t max_degree;          /* >= min_degree, <= ranks                       */
-  int64_t max_tokens_per_rank; /* rows that one rank may hold in one micro-batch */
+  int32_t ranks;               /* the domain: ranks 0 .. ranks - 1                  */
+  int32_t min_degree;          /* >= 1                                              */
+  int32_t max_degree;          /* >= min_degree, <= ranks                           */
+  int64_t max_tokens_per_rank; /* rows that one rank may hold in one micro-batch    */
+  int32_t alignment;           /* rows of a rank are padded to a multiple of this   */
+  int32_t ranks_per_node;      /* degrees up to it stay in a node, others take whole nodes */
+  int32_t pow2;                /* 1: degrees are powers of two, at multiples of them */
+  hcp_sync sync;
 } hcp_limits;
 
 /* A contiguous interval of ranks that computes one packed set of sequences. */
@@ -112,7 +166,7 @@ typedef struct hcp_plan {
   int32_t group_count;
   const hcp_group *groups;
   const int32_t *sequences;             /* n: the lengths' indices, group after group */
-  int64_t makespan;                     /* cost units: the busiest rank's time        */
+  int64_t makespan;                     /* cost units: when the last rank ends        */
   int64_t bound;                        /* no plan under this cost is faster          */
   int64_t work;                         /* rank-time of all sequences at degree 1     */
   uint64_t checksum;                    /* of the request and of what was decided     */
@@ -125,12 +179,17 @@ int64_t hcp_rows_max(int64_t length, int32_t degree);
 
 /* Assign n sequences to ranks.
  *
- * The same lengths, limits and cost give the same plan on every rank and every
- * machine: only integer arithmetic decides, and ties go to the lower index.
- * HCP_INFEASIBLE names the sequence that no allowed degree can hold. n may be
- * 0. On success the caller owns *plan. */
+ * The same lengths, limits, cost and effort give the same plan on every rank and
+ * every machine: only integer arithmetic decides, effort is counted in attempts
+ * and never in time, and ties go to the lower index. effort is 1 for the usual
+ * search, more for a longer one. HCP_INFEASIBLE names the sequence that no
+ * allowed degree can hold. n may be 0. On success the caller owns *plan. */
 hcp_status hcp_plan_create(const int64_t *lengths, int32_t n, const hcp_limits *limits,
-                           const hcp_cost *cost, hcp_plan **plan, hcp_error *err);
+                           const hcp_cost *cost, int32_t effort, hcp_plan **plan, hcp_error *err);
+
+/* A time that no plan beats, and the least rank-time that the sequences need. */
+hcp_status hcp_plan_bound(const int64_t *lengths, int32_t n, const hcp_limits *limits,
+                          const hcp_cost *cost, int64_t *bound, int64_t *work, hcp_error *err);
 
 /* A plan from groups that somebody else chose, checked against every rule that
  * hcp_plan_create keeps: each sequence once, intervals inside the domain,

@@ -1,0 +1,205 @@
+/* plan_blocks.c - groups while they are filled, and the plan that they make. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "internal.h"
+
+/* ---- blocks ---- */
+
+hcp_status hcp__blocks_init(hcp__blocks *blocks, int32_t n, hcp_error *err) {
+  blocks->count = 0;
+  blocks->block = malloc(((size_t)n + 1) * sizeof *blocks->block);
+  blocks->next = malloc(((size_t)n + 1) * sizeof *blocks->next);
+  if (blocks->block != NULL && blocks->next != NULL) return HCP_OK;
+  hcp__blocks_release(blocks);
+  return hcp__fail(err, HCP_NO_MEMORY, "out of memory for a plan of %d sequences", n);
+}
+
+void hcp__blocks_release(hcp__blocks *blocks) {
+  free(blocks->next);
+  free(blocks->block);
+  *blocks = (hcp__blocks){0, NULL, NULL};
+}
+
+int32_t hcp__block_open(hcp__blocks *blocks, int32_t first_rank, int32_t degree, int64_t start,
+                        int64_t launch) {
+  int32_t b = blocks->count++;
+  blocks->block[b] = (hcp__block){.start = start,
+                                  .end = start + launch,
+                                  .first_rank = first_rank,
+                                  .degree = degree,
+                                  .first = -1,
+                                  .last = -1};
+  return b;
+}
+
+void hcp__block_add(hcp__blocks *blocks, int32_t b, int32_t sequence, int64_t rows, int64_t time) {
+  hcp__block *block = &blocks->block[b];
+  blocks->next[sequence] = -1;
+  if (block->last >= 0)
+    blocks->next[block->last] = sequence;
+  else
+    block->first = sequence;
+  block->last = sequence;
+  block->sequences++;
+  block->rows += rows;
+  block->end += time;
+}
+
+/* ---- draft ---- */
+
+hcp_status hcp__draft_init(hcp__draft *draft, int32_t n, hcp_error *err) {
+  *draft = (hcp__draft){0};
+  draft->micro_batches = malloc(((size_t)n + 1) * sizeof *draft->micro_batches);
+  draft->groups = malloc(((size_t)n + 1) * sizeof *draft->groups);
+  draft->sequences = malloc(((size_t)n + 1) * sizeof *draft->sequences);
+  if (draft->micro_batches != NULL && draft->groups != NULL && draft->sequences != NULL)
+    return HCP_OK;
+  hcp__draft_release(draft);
+  return hcp__fail(err, HCP_NO_MEMORY, "out of memory for a plan of %d sequences", n);
+}
+
+void hcp__draft_release(hcp__draft *draft) {
+  free(draft->sequences);
+  free(draft->groups);
+  free(draft->micro_batches);
+  *draft = (hcp__draft){0};
+}
+
+/* ---- order ---- */
+
+typedef struct entry {
+  int64_t key;
+  int32_t first_rank;
+  int32_t block;
+} entry;
+
+static int by_key_and_rank(const void *left, const void *right) {
+  const entry *a = left, *b = right;
+  if (a->key != b->key) return a->key < b->key ? -1 : 1;
+  return (a->first_rank > b->first_rank) - (a->first_rank < b->first_rank);
+}
+
+static void emit(hcp__draft *draft, const hcp__blocks *blocks, const entry *order) {
+  int32_t sequence = 0;
+  draft->micro_batch_count = 0;
+  draft->group_count = blocks->count;
+  for (int32_t i = 0; i < blocks->count; i++) {
+    const hcp__block *b = &blocks->block[order[i].block];
+    if (i == 0 || order[i].key != order[i - 1].key)
+      draft->micro_batches[draft->micro_batch_count++] = (hcp_micro_batch){i, 0};
+    draft->micro_batches[draft->micro_batch_count - 1].groups++;
+    draft->groups[i] = (hcp_group){b->first_rank, b->degree, sequence, b->sequences};
+    for (int32_t s = b->first; s >= 0; s = blocks->next[s]) draft->sequences[sequence++] = s;
+  }
+}
+
+/* A block runs in the first micro-batch in which all its ranks are free. */
+static void assign_micro_batches(const hcp__blocks *blocks, entry *order, int32_t *depth) {
+  for (int32_t i = 0; i < blocks->count; i++) {
+    const hcp__block *b = &blocks->block[order[i].block];
+    int32_t batch = 0;
+    for (int32_t r = b->first_rank; r < b->first_rank + b->degree; r++)
+      if (depth[r] > batch) batch = depth[r];
+    for (int32_t r = b->first_rank; r < b->first_rank + b->degree; r++) depth[r] = batch + 1;
+    order[i].key = batch;
+  }
+}
+
+hcp_status hcp__draft_by_start(hcp__draft *draft, const hcp__blocks *blocks, int32_t ranks,
+                               hcp_error *err) {
+  size_t count = (size_t)blocks->count;
+  entry *order = malloc((count + 1) * sizeof *order);
+  int32_t *depth = calloc((size_t)ranks, sizeof *depth);
+  hcp_status status = HCP_OK;
+  if (order == NULL || depth == NULL) {
+    status = hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d groups", blocks->count);
+    goto done;
+  }
+  for (int32_t b = 0; b < blocks->count; b++)
+    order[b] = (entry){blocks->block[b].start, blocks->block[b].first_rank, b};
+  qsort(order, count, sizeof *order, by_key_and_rank);
+  assign_micro_batches(blocks, order, depth);
+  qsort(order, count, sizeof *order, by_key_and_rank);
+  emit(draft, blocks, order);
+done:
+  free(depth);
+  free(order);
+  return status;
+}
+
+hcp_status hcp__draft_by_micro_batch(hcp__draft *draft, const hcp__blocks *blocks, hcp_error *err) {
+  size_t count = (size_t)blocks->count;
+  entry *order = malloc((count + 1) * sizeof *order);
+  if (order == NULL)
+    return hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d groups", blocks->count);
+  for (int32_t b = 0; b < blocks->count; b++)
+    order[b] = (entry){blocks->block[b].micro_batch, blocks->block[b].first_rank, b};
+  qsort(order, count, sizeof *order, by_key_and_rank);
+  emit(draft, blocks, order);
+  free(order);
+  return HCP_OK;
+}
+
+/* ---- judge ---- */
+
+static int64_t group_time(const hcp__draft *draft, const hcp__problem *p, const hcp_group *group) {
+  int64_t time = p->cost->launch;
+  for (int32_t s = 0; s < group->sequences; s++) {
+    int64_t length = p->lengths[draft->sequences[group->first_sequence + s]];
+    time += hcp__cost(p->cost, length, group->degree, p->limits->ranks_per_node);
+    if (time > INT64_MAX / 2) return INT64_MAX / 2;
+  }
+  return time;
+}
+
+static int64_t free_from(const hcp_group *group, const int64_t *available) {
+  int64_t start = 0;
+  for (int32_t r = group->first_rank; r < group->first_rank + group->degree; r++)
+    if (available[r] > start) start = available[r];
+  return start;
+}
+
+static int64_t stepwise(const hcp__draft *draft, const hcp__problem *p, int64_t *available) {
+  int64_t last = 0;
+  for (int32_t g = 0; g < draft->group_count && last < INT64_MAX / 2; g++) {
+    const hcp_group *group = &draft->groups[g]; /* in micro-batch order */
+    int64_t end = free_from(group, available) + group_time(draft, p, group);
+    for (int32_t r = group->first_rank; r < group->first_rank + group->degree; r++)
+      available[r] = end;
+    if (end > last) last = end;
+  }
+  return last;
+}
+
+static int64_t lockstep(const hcp__draft *draft, const hcp__problem *p) {
+  int64_t sum = 0;
+  for (int32_t m = 0; m < draft->micro_batch_count && sum < INT64_MAX / 2; m++) {
+    const hcp_micro_batch *batch = &draft->micro_batches[m];
+    int64_t slowest = 0;
+    for (int32_t g = batch->first_group; g < batch->first_group + batch->groups; g++) {
+      int64_t time = group_time(draft, p, &draft->groups[g]);
+      if (time > slowest) slowest = time;
+    }
+    sum += slowest;
+  }
+  return sum;
+}
+
+hcp_status hcp__makespan(const hcp__draft *draft, const hcp__problem *p, int64_t *makespan,
+                         hcp_error *err) {
+  int64_t result;
+  if (p->limits->sync == HCP_SYNC_MICRO_BATCH) {
+    result = lockstep(draft, p);
+  } else {
+    int64_t *available = calloc((size_t)p->limits->ranks, sizeof *available);
+    if (available == NULL)
+      return hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d ranks", p->limits->ranks);
+    result = stepwise(draft, p, available);
+    free(available);
+  }
+  if (result >= INT64_MAX / 2)
+    return hcp__fail(err, HCP_OVERFLOW, "the cost of all sequences exceeds 63 bits");
+  *makespan = result;
+  return HCP_OK;
+}

@@ -1,0 +1,290 @@
+/* plan_options.c - a request as the planner sees it: distinct lengths, and the
+ * degrees that are worth a thought for each. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "internal.h"
+
+/* Above DENSE ranks, degrees are tried in steps of at most 1/STEPS of
+ * themselves. Below bound / NEGLIGIBLE a sequence is never made faster. */
+enum { DENSE = 64, STEPS = 32, NEGLIGIBLE = 32 };
+
+int64_t hcp__capacity(const hcp_limits *limits) {
+  int64_t rows = limits->max_tokens_per_rank;
+  return limits->alignment > 1 ? rows - rows % limits->alignment : rows;
+}
+
+int32_t hcp__degree_allowed(const hcp_limits *limits, const hcp_cost *cost, int32_t degree) {
+  if (degree < limits->min_degree || degree > limits->max_degree) return 0;
+  if (limits->pow2 && (degree & (degree - 1)) != 0) return 0;
+  int32_t node = limits->ranks_per_node;
+  if (node > 0 && degree > node && degree % node != 0) return 0;
+  if (cost->times == NULL) return 1;
+  for (int32_t i = 0; i < cost->times->degree_count; i++)
+    if (cost->times->degrees[i] == degree) return 1;
+  return 0;
+}
+
+int32_t hcp__place_allowed(const hcp_limits *limits, int32_t first_rank, int32_t degree) {
+  int32_t node = limits->ranks_per_node;
+  if (limits->pow2 && first_rank % degree != 0) return 0;
+  if (node == 0) return 1;
+  if (degree > node) return first_rank % node == 0;
+  return first_rank / node == (first_rank + degree - 1) / node;
+}
+
+/* ---- the menu: degrees to look at ---- */
+
+typedef struct menu {
+  int32_t *degrees; /* ascending, all allowed */
+  int32_t count;
+} menu;
+
+static int32_t stride(int32_t degree) { return degree < DENSE ? 1 : degree / STEPS; }
+
+/* The first allowed degree from d on, 0: none. */
+static int32_t next_allowed(const hcp_limits *limits, const hcp_cost *cost, int32_t degree) {
+  for (; degree <= limits->max_degree; degree++)
+    if (hcp__degree_allowed(limits, cost, degree)) return degree;
+  return 0;
+}
+
+static int32_t last_allowed(const hcp_limits *limits, const hcp_cost *cost) {
+  for (int32_t degree = limits->max_degree; degree >= limits->min_degree; degree--)
+    if (hcp__degree_allowed(limits, cost, degree)) return degree;
+  return 0;
+}
+
+static hcp_status menu_init(menu *m, const hcp_limits *limits, const hcp_cost *cost,
+                            hcp_error *err) {
+  int32_t last = last_allowed(limits, cost), count = 0;
+  if (last == 0)
+    return hcp__fail(err, HCP_INVALID,
+                     "no degree from min_degree (%d) to max_degree (%d) is allowed: expected one "
+                     "that pow2, ranks_per_node and the cost table permit",
+                     limits->min_degree, limits->max_degree);
+  int32_t sparse = cost->times == NULL;
+  for (int32_t d = next_allowed(limits, cost, limits->min_degree); d != 0;
+       d = d == last ? 0 : next_allowed(limits, cost, d + (sparse ? stride(d) : 1)), count++) {
+  }
+  m->degrees = malloc(((size_t)count + 1) * sizeof *m->degrees);
+  if (m->degrees == NULL)
+    return hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d degrees", count);
+  m->count = 0;
+  for (int32_t d = next_allowed(limits, cost, limits->min_degree); d != 0;
+       d = d == last ? 0 : next_allowed(limits, cost, d + (sparse ? stride(d) : 1)))
+    m->degrees[m->count++] = d;
+  if (m->degrees[m->count - 1] != last) m->degrees[m->count++] = last;
+  return HCP_OK;
+}
+
+/* ---- kinds ---- */
+
+/* Longest first, equal ones by index: a radix sort, as there may be many. */
+static hcp_status sort_lengths(hcp__problem *p, hcp_error *err) {
+  int32_t *from = p->order, *to = p->kind_of; /* free until kinds are made */
+  int64_t longest = 0;
+  for (int32_t i = 0; i < p->n; i++)
+    if (p->lengths[i] > longest) longest = p->lengths[i];
+  for (int32_t i = 0; i < p->n; i++) from[i] = i;
+  for (int32_t shift = 0; shift == 0 || (longest >> shift) > 0; shift += 11) {
+    int32_t starts[2049] = {0};
+    for (int32_t i = 0; i < p->n; i++) starts[2048 - ((p->lengths[i] >> shift) & 2047)]++;
+    for (int32_t b = 0; b < 2048; b++) starts[b + 1] += starts[b];
+    for (int32_t i = 0; i < p->n; i++)
+      to[starts[2047 - ((p->lengths[from[i]] >> shift) & 2047)]++] = from[i];
+    int32_t *swap = from;
+    from = to;
+    to = swap;
+  }
+  if (from != p->order) memcpy(p->order, from, (size_t)p->n * sizeof *from);
+  (void)err;
+  return HCP_OK;
+}
+
+static void make_kinds(hcp__problem *p) {
+  p->kind_count = 0;
+  for (int32_t i = 0; i < p->n; i++) {
+    int64_t length = p->lengths[p->order[i]];
+    if (i == 0 || length != p->kinds[p->kind_count - 1].length)
+      p->kinds[p->kind_count++] = (hcp__kind){.length = length, .first = i};
+    p->kinds[p->kind_count - 1].count++;
+    p->kind_of[i] = p->kind_count - 1;
+  }
+}
+
+/* ---- options ---- */
+
+static int append(hcp__problem *p, const hcp__option *option) {
+  if (p->option_count == p->option_capacity) {
+    int32_t capacity = 2 * p->option_capacity + 64;
+    hcp__option *grown = realloc(p->options, (size_t)capacity * sizeof *grown);
+    if (grown == NULL) return 0;
+    p->options = grown;
+    p->option_capacity = capacity;
+  }
+  p->options[p->option_count++] = *option;
+  return 1;
+}
+
+/* The least rank-time in the table from a degree on. */
+static int64_t tabulated_floor(const hcp__problem *p, int64_t length, int32_t least) {
+  const hcp_times *times = p->cost->times;
+  const int64_t *row = times->times + (int64_t)hcp__times_row(times, length) * times->degree_count;
+  int64_t area = INT64_MAX;
+  for (int32_t c = 0; c < times->degree_count; c++)
+    if (times->degrees[c] >= least && hcp__degree_allowed(p->limits, p->cost, times->degrees[c]) &&
+        row[c] * times->degrees[c] < area)
+      area = row[c] * times->degrees[c];
+  return area;
+}
+
+static int64_t area_floor(const hcp__problem *p, int64_t length, int32_t least) {
+  return p->cost->times != NULL
+             ? tabulated_floor(p, length, least)
+             : hcp__area_floor(p->cost, length, least, p->limits->ranks_per_node);
+}
+
+/* Least degree that rounding lets hold the sequence, 0: none. */
+static int32_t least_degree(const hcp__problem *p, int64_t length) {
+  int64_t degree = length / p->capacity + (length % p->capacity != 0);
+  if (degree < p->limits->min_degree) degree = p->limits->min_degree;
+  for (; degree <= p->limits->max_degree; degree++)
+    if (hcp__degree_allowed(p->limits, p->cost, (int32_t)degree) &&
+        hcp_rows_max(length, (int32_t)degree) <= p->capacity)
+      return (int32_t)degree;
+  return 0;
+}
+
+static int32_t menu_from(const menu *m, int32_t degree) {
+  int32_t low = 0, high = m->count;
+  while (low < high) {
+    int32_t middle = low + (high - low) / 2;
+    if (m->degrees[middle] < degree)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return low;
+}
+
+/* Keeps a degree that is faster than every lesser one. gap: degrees since the
+ * last option were skipped, so the floors must hold for them too. */
+static int consider(hcp__problem *p, hcp__kind *kind, int32_t degree, int32_t gap) {
+  int64_t rows = hcp_rows_max(kind->length, degree);
+  if (rows > p->capacity) return 1; /* rounding may overfill a degree that a smaller one does not */
+  int32_t node = p->limits->ranks_per_node;
+  int64_t time = hcp__cost(p->cost, kind->length, degree, node);
+  const hcp__option *last = kind->options > 0 ? &p->options[p->option_count - 1] : NULL;
+  if (time < 1 || (last != NULL && time >= last->time)) return 1;
+  int32_t least = gap && last != NULL ? last->degree + 1 : degree;
+  hcp__option option = {degree, least, rows, time, time, area_floor(p, kind->length, least)};
+  if (gap) option.time_floor = hcp__time_floor(p->cost, kind->length, least, degree, node);
+  kind->options++;
+  return append(p, &option);
+}
+
+static int add_options(hcp__problem *p, const menu *m, hcp__kind *kind, int32_t least,
+                       int64_t enough) {
+  kind->first_option = p->option_count;
+  if (!consider(p, kind, least, 0)) return 0;
+  int32_t gap = 0, previous = least;
+  for (int32_t i = menu_from(m, least + 1); i < m->count; i++) {
+    int32_t had = kind->options;
+    kind->pruned = had > 0 && p->options[p->option_count - 1].time <= enough;
+    if (kind->pruned) break;
+    gap |= m->degrees[i] - previous > 1 && p->cost->times == NULL;
+    previous = m->degrees[i];
+    if (!consider(p, kind, m->degrees[i], gap)) return 0;
+    if (kind->options > had) gap = 0;
+  }
+  return 1;
+}
+
+static hcp_status infeasible(const hcp__problem *p, const hcp__kind *kind, hcp_error *err) {
+  const hcp_limits *limits = p->limits;
+  if (p->cost->times != NULL && hcp__times_row(p->cost->times, kind->length) < 0)
+    return hcp__fail(err, HCP_INVALID, "lengths[%d] is %lld, which the cost table does not have",
+                     p->order[kind->first], (long long)kind->length);
+  int32_t widest = last_allowed(limits, p->cost);
+  return hcp__fail(err, HCP_INFEASIBLE,
+                   "lengths[%d] is %lld: the fullest of %d ranks (%s) would hold %lld rows, "
+                   "expected <= %lld (max_tokens_per_rank%s); raise either, or split the sequence",
+                   p->order[kind->first], (long long)kind->length, widest,
+                   widest == limits->max_degree ? "max_degree" : "the widest degree allowed",
+                   (long long)hcp_rows_max(kind->length, widest), (long long)p->capacity,
+                   limits->alignment > 1 ? ", aligned" : "");
+}
+
+/* What a sequence needs whatever a plan adds: one rank's time, or the least
+ * rank-time in the table. */
+static int64_t work_of(const hcp__problem *p, int64_t length) {
+  const hcp_times *times = p->cost->times;
+  if (times == NULL) return hcp__area_floor(p->cost, length, 1, p->limits->ranks_per_node);
+  const int64_t *row = times->times + (int64_t)hcp__times_row(times, length) * times->degree_count;
+  int64_t work = INT64_MAX;
+  for (int32_t c = 0; c < times->degree_count; c++)
+    if (row[c] * times->degrees[c] < work) work = row[c] * times->degrees[c];
+  return work;
+}
+
+/* Least degrees first, as what is negligible follows from all of them. */
+static hcp_status make_options(hcp__problem *p, const menu *m, int32_t *least, hcp_error *err) {
+  for (int32_t k = 0; k < p->kind_count; k++) {
+    hcp__kind *kind = &p->kinds[k];
+    least[k] = p->cost->times != NULL && hcp__times_row(p->cost->times, kind->length) < 0
+                   ? 0
+                   : least_degree(p, kind->length);
+    if (least[k] == 0) return infeasible(p, kind, err);
+    hcp_status status = hcp__cost_fits(p->cost, kind->length, p->limits->max_degree, err);
+    if (status != HCP_OK) return status;
+    int64_t area = area_floor(p, kind->length, least[k]);
+    if (__builtin_mul_overflow(area, kind->count, &area) ||
+        __builtin_add_overflow(p->least, area, &p->least) || p->least > INT64_MAX / 4)
+      return hcp__fail(err, HCP_OVERFLOW, "the cost of all sequences exceeds 63 bits");
+    p->work += work_of(p, kind->length) * kind->count; /* each at most its area */
+    p->tokens += kind->length * kind->count;
+  }
+  int64_t enough = p->least / p->limits->ranks / NEGLIGIBLE;
+  for (int32_t k = 0; k < p->kind_count; k++)
+    if (!add_options(p, m, &p->kinds[k], least[k], enough))
+      return hcp__fail(err, HCP_NO_MEMORY, "out of memory for a plan of %d sequences", p->n);
+  return HCP_OK;
+}
+
+hcp_status hcp__problem_init(hcp__problem *p, const int64_t *lengths, int32_t n,
+                             const hcp_limits *limits, const hcp_cost *cost, hcp_error *err) {
+  *p = (hcp__problem){.lengths = lengths, .n = n, .limits = limits, .cost = cost};
+  menu m = {NULL, 0};
+  p->capacity = hcp__capacity(limits);
+  hcp_status status = menu_init(&m, limits, cost, err);
+  if (status != HCP_OK) return status;
+  p->order = malloc(((size_t)n + 1) * sizeof *p->order);
+  p->kind_of = malloc(((size_t)n + 1) * sizeof *p->kind_of);
+  p->kinds = malloc(((size_t)n + 1) * sizeof *p->kinds);
+  int32_t *least = malloc(((size_t)n + 1) * sizeof *least);
+  if (p->order == NULL || p->kind_of == NULL || p->kinds == NULL || least == NULL)
+    status = hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d sequences", n);
+  if (status == HCP_OK && n > 0) status = sort_lengths(p, err);
+  if (status == HCP_OK) make_kinds(p);
+  if (status == HCP_OK) status = make_options(p, &m, least, err);
+  if (status == HCP_OK) status = hcp__bound(p, err);
+  free(least);
+  free(m.degrees);
+  if (status != HCP_OK) hcp__problem_release(p);
+  return status;
+}
+
+void hcp__problem_release(hcp__problem *p) {
+  free(p->options);
+  free(p->kinds);
+  free(p->kind_of);
+  free(p->order);
+}
+
+const hcp__option *hcp__allot(const hcp__problem *p, const hcp__kind *kind, int64_t target) {
+  const hcp__option *options = &p->options[kind->first_option];
+  for (int32_t i = 0; i < kind->options; i++)
+    if (options[i].time <= target) return &options[i];
+  return &options[kind->options - 1];
+}

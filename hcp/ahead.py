@@ -1,0 +1,83 @@
+"""The next global batch is planned while the current one trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+Batch = TypeVar("Batch")
+Planned = TypeVar("Planned")
+
+
+class PlanAhead(Generic[Batch, Planned]):
+    """Iterates over (batch, planned), one batch ahead on a thread of its own.
+
+    ::
+
+        def prepare(lengths):
+            return hcp.plan(lengths, ranks=8, max_tokens_per_rank=16_384)
+
+        with hcp.PlanAhead(batches_of_lengths, prepare) as steps:
+            for lengths, plan in steps:
+                ...
+
+    ``prepare(batch)`` runs on the thread: planning there costs the trainer nothing, as the C core
+    releases the GIL. It may make layouts too (``plan.layout(...)``), but must call no collective:
+    those belong to the main thread. ``batches`` is read on the caller's thread, in order, at most
+    ``depth`` ahead. What prepare raises is raised where its batch would have come.
+    """
+
+    def __init__(
+        self, batches: Iterable[Batch], prepare: Callable[[Batch], Planned], *, depth: int = 1
+    ) -> None:
+        if depth < 1:
+            raise ValueError(f"depth is {depth}, expected >= 1")
+        # Not above: imported before torch, its exit handler runs after Gloo's threads should have
+        # been joined, and a program that leaves its process group open then aborts at its end.
+        from concurrent.futures import ThreadPoolExecutor
+
+        self._batches = iter(batches)
+        self._prepare = prepare
+        self._depth = depth
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hcp-plan-ahead")
+        self._waiting: list[tuple[Batch, Future[Planned]]] = []
+
+    def __iter__(self) -> Iterator[tuple[Batch, Planned]]:
+        return self
+
+    def __next__(self) -> tuple[Batch, Planned]:
+        self._fill(self._depth)
+        if not self._waiting:
+            self.close()
+            raise StopIteration
+        batch, planned = self._waiting.pop(0)
+        self._fill(self._depth)
+        return batch, planned.result()
+
+    def _fill(self, depth: int) -> None:
+        while len(self._waiting) < depth:
+            try:
+                batch = next(self._batches)
+            except StopIteration:
+                return
+            self._waiting.append((batch, self._thread.submit(self._prepare, batch)))
+
+    def close(self) -> None:
+        """Ends the thread; batches that were planned ahead are dropped."""
+        self._waiting.clear()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,191 @@
+"""What one sequence costs at a degree: integers, so that every rank decides alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hcp import _core
+
+PRICES: tuple[str, ...] = _core.PRICES
+
+
+class Table(NamedTuple):
+    """Times that somebody measured or computed, row after row: one row per length."""
+
+    lengths: tuple[int, ...]
+    """Ascending."""
+    degrees: tuple[int, ...]
+    """Ascending. A plan under the table uses these degrees and no others."""
+    times: tuple[int, ...]
+    """len(lengths) * len(degrees) integers >= 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Integer prices in one unit of your choice: only their ratios decide a plan.
+
+    One sequence of L tokens on d ranks takes
+    ``(pair * L * (L + 1) / 2 + token * L) / d + exchange * (L - L / d)``, and every micro-batch on
+    a rank ``launch`` more. The defaults are those of a 7B decoder (hidden size 4096: a token
+    through the linear layers costs as much as 12,288 pairs, the 24,576 s + s^2 that RL trainers
+    balance by) with 4 KiB of keys and values a token and layer over 50 GB/s beside 400 TFLOP/s.
+    """
+
+    pair: int = 2
+    """One query-key pair of causal attention."""
+    token: int = 24_576
+    """One token through everything that is not attention."""
+    exchange: int = 4_096
+    """One token's keys and values received by one rank."""
+    launch: int = 1_048_576
+    """One micro-batch on one rank, whatever it holds."""
+    exchange_far: int = 0
+    """``exchange`` in a group that spans nodes, where that is more."""
+    all_to_all: int = 0
+    """One token of a rank from sequence to heads and back: never hidden, falls with the degree."""
+    all_to_all_far: int = 0
+    """``all_to_all`` in a group that spans nodes, where that is more."""
+    step: int = 0
+    """One more rank in the group."""
+    window: int = 0
+    """Keys that a query sees at most; 0: all before it."""
+    tile: int = 0
+    """Rows that each of a sequence's 2 d chunks is rounded up to; 0: none."""
+    overlap: int = 0
+    """1: the exchange hides behind attention, as in a ring."""
+    table: Table | None = None
+    """Replaces every price but ``launch``."""
+    function: Callable[[int, int], float] | None = None
+    """Becomes a table when a plan needs one: :meth:`from_function`."""
+    unit: float = 1e-9
+    """Seconds of one integer, for ``function`` only."""
+
+    def __post_init__(self) -> None:
+        for name in PRICES:
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise ValueError(f"cost.{name} is {value!r}, expected an integer >= 0")
+        if not self.unit > 0:
+            raise ValueError(f"cost.unit is {self.unit!r}, expected seconds > 0")
+
+    @property
+    def prices(self) -> tuple[int, ...]:
+        """The integers, in the core's order."""
+        return tuple(getattr(self, name) for name in PRICES)
+
+    def time(self, length: int, degree: int, ranks_per_node: int = 0) -> int:
+        """Time of one sequence of ``length`` tokens on ``degree`` ranks, without ``launch``."""
+        if self.function is not None:
+            return self._call(length, degree)
+        return _core.cost_time(self.prices, self.table, length, degree, ranks_per_node)
+
+    @classmethod
+    def from_function(
+        cls, f: Callable[[int, int], float], *, launch: float = 0.0, unit: float = 1e-9
+    ) -> CostModel:
+        """Any ``f(length, degree) -> seconds``, called once per distinct length and degree that a
+        plan needs. ``launch``: seconds of one micro-batch on one rank. Seconds become integers of
+        ``unit`` seconds, rounded up; on several ranks share ``tabulated`` from one of them, since
+        floats may differ between machines."""
+        if not (math.isfinite(launch) and launch >= 0):
+            raise ValueError(f"launch is {launch!r}, expected seconds >= 0")
+        return cls(pair=0, token=0, exchange=0, launch=round(launch / unit), function=f, unit=unit)
+
+    def tabulated(self, lengths: Iterable[int], degrees: Iterable[int]) -> CostModel:
+        """The same cost as plain integers: a function becomes a table, anything else stays."""
+        if self.function is None:
+            return self
+        rows, columns = tuple(sorted(set(lengths))), tuple(sorted(set(degrees)))
+        times = tuple(self._call(length, degree) for length in rows for degree in columns)
+        return CostModel(
+            pair=0, token=0, exchange=0, launch=self.launch, table=Table(rows, columns, times)
+        )
+
+    def _call(self, length: int, degree: int) -> int:
+        assert self.function is not None
+        seconds = self.function(length, degree)
+        if not (math.isfinite(seconds) and seconds >= 0):
+            raise ValueError(
+                f"the cost function gave {seconds!r} for {length} tokens on {degree} ranks, "
+                "expected seconds >= 0"
+            )
+        return max(1, math.ceil(seconds / self.unit))
+
+    @classmethod
+    def for_transformer(
+        cls,
+        *,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_attention_heads: int,
+        num_query_groups: int | None = None,
+        head_dim: int | None = None,
+        bytes_per_element: int = 2,
+        flops_per_byte: int = 8_000,
+        launch_flops: int = 10_000_000_000,
+    ) -> CostModel:
+        """Prices in floating-point operations of one decoder layer's forward pass.
+
+        ``flops_per_byte`` is the machine's compute rate over its exchange rate (400 TFLOP/s over
+        50 GB/s by default); ``launch_flops`` what it could compute in the time that a layer's
+        launches take. SwiGLU is assumed (three matrices in the feed-forward layer).
+        """
+        head_dim = head_dim or hidden_size // num_attention_heads
+        groups = num_query_groups or num_attention_heads
+        query_width, key_width = num_attention_heads * head_dim, groups * head_dim
+        weights = 2 * hidden_size * (query_width + key_width) + 3 * hidden_size * ffn_hidden_size
+        return cls(
+            pair=4 * query_width,
+            token=2 * weights,
+            exchange=2 * key_width * bytes_per_element * flops_per_byte,
+            launch=launch_flops,
+        )
+
+    @classmethod
+    def preset(cls, name: str) -> CostModel:
+        """A published cost model: one of :data:`PRESETS`, in units of 10 ps."""
+        if name not in PRESETS:
+            raise ValueError(f"preset is {name!r}, expected one of {', '.join(PRESETS)}")
+        return PRESETS[name]
+
+
+def _flexsp(a1: float, a2: float, b1: float, layers: int, hidden: int) -> CostModel:
+    """FlexSP's a1 s^2 + a2 s + b1 in ms on A100-40G (arXiv 2412.01523, constants of its artifact),
+    and its all-to-all of 16 * layers * hidden bytes a token, at the rates that it measured with 4
+    ranks (104 GB/s) and with 32 (5.94 GB/s)."""
+    moved = 16 * layers * hidden
+    return CostModel(
+        pair=round(2 * a1 * 1e8),
+        token=round(a2 * 1e8),
+        exchange=0,
+        launch=round(b1 * 1e8),
+        all_to_all=round(moved / 104.07e9 * 1e11),
+        all_to_all_far=round(moved / 5.94e9 * 1e11),
+    )
+
+
+def _hydraulis(a: float, b: float, c: float) -> CostModel:
+    """Hydraulis' a s^2 + b s + c in ms (arXiv 2412.07894, 7B on A100), with a ring of 7B keys and
+    values (32 layers of 8 KiB a token, forward and backward) over 200 and 50 GB/s."""
+    moved = 3 * 32 * 8192
+    return CostModel(
+        pair=round(2 * a * 1e8),
+        token=round(b * 1e8),
+        exchange=round(moved / 200e9 * 1e11),
+        exchange_far=round(moved / 50e9 * 1e11),
+        launch=round(c * 1e8),
+        overlap=1,
+    )
+
+
+PRESETS: dict[str, CostModel] = {
+    "flexsp-7b": _flexsp(5.128e-6, 0.1839576, 629.36, 32, 4096),
+    "flexsp-13b": _flexsp(9.2852e-6, 0.3060189, 1132.56, 40, 5120),
+    "flexsp-30b": _flexsp(1.54262e-5, 0.8035742, 2789.36, 60, 6656),
+    "hydraulis-7b-tp4": _hydraulis(9.51e-7, 0.05557, 51.4),
+    "hydraulis-7b-tp8": _hydraulis(5.12e-7, 0.03268, 59.7),
+}
+"""Published cost models by name."""

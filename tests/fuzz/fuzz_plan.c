@@ -1,0 +1,153 @@
+/* fuzz_plan.c - any request: a plan that keeps every rule, or a clear refusal.
+ *
+ *   clang -fsanitize=fuzzer,address,undefined -Icsrc/include tests/fuzz/fuzz_plan.c \
+ *     and the files of csrc/core
+ *   gcc -DHCP_FUZZ_MAIN -fsanitize=address,undefined ... && ./a.out 100000   (seeded, no clang)
+ */
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "hcp/hcp.h"
+
+enum { SEQUENCES = 96, RANKS = 64 };
+
+typedef struct bytes {
+  const uint8_t *at;
+  size_t left;
+} bytes;
+
+/* low <= result <= high; zeros when the bytes have run out. */
+static int64_t take(bytes *b, int64_t low, int64_t high) {
+  uint64_t value = 0;
+  size_t n = b->left < 4 ? b->left : 4;
+  memcpy(&value, b->at, n);
+  b->at += n;
+  b->left -= n;
+  return low + (int64_t)(value % (uint64_t)(high - low + 1));
+}
+
+static int64_t maybe(bytes *b, int64_t high) { return take(b, 0, 1) ? take(b, 0, high) : 0; }
+
+static hcp_limits take_limits(bytes *b) {
+  hcp_limits limits = {.ranks = (int32_t)take(b, 1, RANKS)};
+  limits.min_degree = take(b, 0, 3) ? 1 : (int32_t)take(b, 1, limits.ranks);
+  limits.max_degree =
+      take(b, 0, 3) ? limits.ranks : (int32_t)take(b, limits.min_degree, limits.ranks);
+  limits.max_tokens_per_rank = take(b, 1, 1 << take(b, 1, 14));
+  limits.alignment = take(b, 0, 2) ? 1 : (int32_t)take(b, 0, 1 + limits.max_tokens_per_rank / 8);
+  limits.ranks_per_node = (int32_t)(take(b, 0, 1) ? take(b, 0, 3) * 4 : maybe(b, 9));
+  int32_t node = limits.ranks_per_node;
+  limits.pow2 = (int32_t)take(b, 0, 1) && ((node & (node - 1)) == 0 || !take(b, 0, 19));
+  limits.sync = take(b, 0, 1) ? HCP_SYNC_STEP : HCP_SYNC_MICRO_BATCH;
+  return limits;
+}
+
+static hcp_cost take_cost(bytes *b) {
+  return (hcp_cost){.pair = take(b, 0, 100),
+                    .token = take(b, 0, 100000),
+                    .exchange = maybe(b, 100000),
+                    .launch = maybe(b, 1 << take(b, 0, 30)),
+                    .exchange_far = maybe(b, 100000),
+                    .all_to_all = maybe(b, 100000),
+                    .all_to_all_far = maybe(b, 100000),
+                    .step = maybe(b, 100000),
+                    .window = maybe(b, 5000),
+                    .tile = maybe(b, 200),
+                    .overlap = take(b, 0, 1)};
+}
+
+static int32_t take_lengths(bytes *b, const hcp_limits *limits, int64_t *lengths) {
+  int32_t n = (int32_t)take(b, 0, SEQUENCES);
+  int32_t wild = take(b, 0, 9) == 0, widest = limits->max_degree;
+  while (limits->ranks_per_node > 0 && widest > limits->ranks_per_node &&
+         widest % limits->ranks_per_node != 0)
+    widest--;
+  while (limits->pow2 && (widest & (widest - 1)) != 0) widest &= widest - 1;
+  for (int32_t i = 0; i < n; i++) {
+    int64_t room = limits->max_tokens_per_rank - limits->alignment;
+    int64_t longest = (room > 3 ? room - 2 : 1) * take(b, 1, widest);
+    lengths[i] = wild ? take(b, -1, 2 * longest) : take(b, 1, longest);
+  }
+  return n;
+}
+
+static void expect(int held, const char *what) {
+  if (held) return;
+  fprintf(stderr, "broken: %s\n", what);
+  abort();
+}
+
+static void judge(const hcp_plan *plan, const hcp_plan *again) {
+  hcp_plan *checked = NULL;
+  hcp_error err;
+  hcp_status status = hcp_plan_create_from(
+      plan->lengths, plan->n, &plan->limits, &plan->cost, plan->micro_batches,
+      plan->micro_batch_count, plan->groups, plan->group_count, plan->sequences, &checked, &err);
+  expect(status == HCP_OK, status == HCP_OK ? "" : err.message);
+  expect(plan->checksum == again->checksum, "the same request gave two plans");
+  expect(checked->makespan == plan->makespan, "makespan");
+  expect(plan->bound <= plan->makespan, "a plan beats the bound");
+  hcp_plan_destroy(checked);
+}
+
+/* A sequence that the widest allowed degree holds has a plan. */
+static int feasible(const hcp_limits *limits, const int64_t *lengths, int32_t n) {
+  int64_t capacity = limits->max_tokens_per_rank;
+  if (limits->alignment > 1) capacity -= capacity % limits->alignment;
+  for (int32_t i = 0; i < n; i++) {
+    int held = 0;
+    for (int32_t d = limits->min_degree; d <= limits->max_degree; d++) {
+      int32_t node = limits->ranks_per_node;
+      if (limits->pow2 && (d & (d - 1)) != 0) continue;
+      if (node > 0 && d > node && d % node != 0) continue;
+      held |= hcp_rows_max(lengths[i], d) <= capacity;
+    }
+    if (!held) return 0;
+  }
+  return 1;
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+  bytes b = {data, size};
+  int64_t lengths[SEQUENCES];
+  hcp_limits limits = take_limits(&b);
+  hcp_cost cost = take_cost(&b);
+  hcp_plan *plan = NULL, *again = NULL;
+  hcp_error err;
+  int32_t n = take_lengths(&b, &limits, lengths);
+  hcp_status status = hcp_plan_create(lengths, n, &limits, &cost, 1, &plan, &err);
+  if (status == HCP_OK) {
+    expect(hcp_plan_create(lengths, n, &limits, &cost, 1, &again, &err) == HCP_OK, "a second time");
+    judge(plan, again);
+  } else {
+    expect(status == HCP_INVALID || status == HCP_INFEASIBLE, err.message);
+    expect(strstr(err.message, "expected") != NULL || strstr(err.message, "hold at most") != NULL,
+           err.message);
+    expect(status != HCP_INFEASIBLE || !feasible(&limits, lengths, n), err.message);
+  }
+  hcp_plan_destroy(again);
+  hcp_plan_destroy(plan);
+  return status == HCP_OK;
+}
+
+#ifdef HCP_FUZZ_MAIN
+int main(int argc, char **argv) {
+  uint64_t state = 0x9e3779b97f4a7c15u;
+  long count = argc > 1 ? atol(argv[1]) : 10000, planned = 0;
+  uint8_t data[8 * SEQUENCES + 200];
+  for (long i = 0; i < count; i++) {
+    for (size_t k = 0; k < sizeof data; k++) {
+      state ^= state << 13; /* xorshift64 */
+      state ^= state >> 7;
+      state ^= state << 17;
+      data[k] = (uint8_t)(state >> 32);
+    }
+    planned += LLVMFuzzerTestOneInput(data, sizeof data);
+  }
+  printf("%ld requests, %ld plans, %ld refused\n", count, planned, count - planned);
+  return 0;
+}
+#endif

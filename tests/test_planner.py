@@ -1,0 +1,398 @@
+"""The planner against slow references: costs, bounds, every option, and what surrounds a plan."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hcp
+from hcp.cost import PRESETS
+
+# ---- cost ----------------------------------------------------------------------------------------
+
+
+def slow_time(c: hcp.CostModel, length: int, degree: int, node: int = 0) -> int:
+    """The header's formula, term by term."""
+    chunk = 2 * degree * c.tile
+    rows = -(-length // chunk) * chunk if c.tile > 1 else length
+    pairs = sum(min(i, c.window or i) for i in range(1, rows + 1))
+    attention = c.pair * pairs
+    far = 0 < node < degree
+    exchange = max(c.exchange, c.exchange_far) if far else c.exchange
+    heads = max(c.all_to_all, c.all_to_all_far) if far else c.all_to_all
+    time = -(-(attention + c.token * rows) // degree)
+    if degree == 1:
+        return time
+    moved = exchange * (length - length // degree)
+    if c.overlap:
+        share = -(-attention // degree)
+        moved = max(0, moved - (share - share // degree))
+    return time + moved + -(-heads * length // degree) + (degree - 1) * c.step
+
+
+def costs() -> st.SearchStrategy[hcp.CostModel]:
+    price = st.integers(0, 1000)
+    maybe = st.one_of(st.just(0), price)
+    return st.builds(
+        hcp.CostModel,
+        pair=st.integers(1, 50),
+        token=price,
+        exchange=maybe,
+        launch=st.one_of(st.just(0), st.integers(0, 20_000)),
+        exchange_far=maybe,
+        all_to_all=maybe,
+        all_to_all_far=maybe,
+        step=maybe,
+        window=st.one_of(st.just(0), st.integers(1, 100)),
+        tile=st.one_of(st.just(0), st.integers(1, 16)),
+        overlap=st.integers(0, 1),
+    )
+
+
+@given(costs(), st.integers(1, 300), st.integers(1, 12), st.integers(0, 8))
+def test_a_cost_is_its_formula(cost: hcp.CostModel, length: int, degree: int, node: int) -> None:
+    assert cost.time(length, degree, node) == slow_time(cost, length, degree, node)
+
+
+def test_a_function_is_called_once_per_length_and_degree() -> None:
+    asked: list[tuple[int, int]] = []
+
+    def seconds(length: int, degree: int) -> float:
+        asked.append((length, degree))
+        return length / degree * 1e-6
+
+    cost = hcp.CostModel.from_function(seconds, launch=1e-4)
+    plan = hcp.plan([10, 20, 10, 40], ranks=3, max_tokens_per_rank=32, cost=cost)
+    assert sorted(asked) == [(s, d) for s in (10, 20, 40) for d in (1, 2, 3)]
+    assert plan.cost.table is not None
+    assert hcp.Plan.from_dict(plan.to_dict()).checksum == plan.checksum
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0])
+def test_a_function_that_gives_no_time_is_refused(wrong: float) -> None:
+    cost = hcp.CostModel.from_function(lambda length, degree: wrong)
+    with pytest.raises(ValueError, match=r"gave .* for 5 tokens on 1 ranks, expected seconds"):
+        hcp.plan([5], ranks=1, max_tokens_per_rank=8, cost=cost)
+
+
+def test_a_table_that_is_slower_with_more_ranks_is_used_as_it_is() -> None:
+    cost = hcp.CostModel.from_function(lambda length, degree: 1e-6 * length * degree)
+    plan = hcp.plan([4, 4, 4, 4], ranks=4, max_tokens_per_rank=8, cost=cost)
+    assert {group.degree for batch in plan.micro_batches for group in batch} == {1}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_plans_and_stays_in_63_bits(name: str) -> None:
+    lengths = [384 * 1024, 64 * 1024, 9000, *[700] * 400]
+    plan = hcp.plan(
+        lengths,
+        ranks=64,
+        max_tokens_per_rank=8192,
+        ranks_per_node=8,
+        cost=hcp.CostModel.preset(name),
+    )
+    assert plan.bound <= plan.makespan <= 2 * plan.bound
+
+
+# ---- every option at once ------------------------------------------------------------------------
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> dict[str, Any]:
+    ranks = draw(st.integers(1, 16))
+    capacity = draw(st.integers(4, 120))
+    node = draw(st.sampled_from([None, 1, 2, 3, 4, 8]))
+    degrees = draw(st.sampled_from(["any", "pow2"])) if node != 3 else "any"
+    alignment = draw(st.integers(1, max(1, capacity // 3)))
+    usable = capacity - capacity % alignment
+    widest = max(
+        d
+        for d in range(1, ranks + 1)
+        if (degrees == "any" or d & (d - 1) == 0) and (not node or d <= node or d % node == 0)
+    )
+    longest = max(1, widest * (usable - 2))
+    lengths = draw(st.lists(st.integers(1, longest), max_size=30)) if usable > 2 else []
+    return {
+        "lengths": lengths,
+        "ranks": ranks,
+        "max_tokens_per_rank": capacity,
+        "degrees": degrees,
+        "alignment": alignment,
+        "ranks_per_node": node,
+        "sync": draw(st.sampled_from(["step", "micro_batch"])),
+        "cost": draw(costs()),
+    }
+
+
+@settings(max_examples=400)
+@given(requests())
+def test_every_plan_passes_the_independent_check(request: dict[str, Any]) -> None:
+    plan = hcp.plan(**request)
+    hcp.check_plan(plan, request["lengths"])
+    assert plan.bound <= plan.makespan == slow_makespan(plan)
+    assert hcp.plan(**request) == plan
+    again = hcp.Plan.from_dict(plan.to_dict())
+    assert (again.checksum, again.makespan) == (plan.checksum, plan.makespan)
+
+
+def slow_makespan(plan: hcp.Plan) -> int:
+    cost, node = plan.cost, plan.core.ranks_per_node
+    free = [0] * plan.ranks
+    for groups in plan.micro_batches:
+        if plan.sync == "micro_batch":
+            free = [max(free)] * plan.ranks
+        for first, degree, sequences in groups:
+            times = [slow_time(cost, plan.lengths[s], degree, node) for s in sequences]
+            end = max(free[first : first + degree]) + cost.launch + sum(times)
+            free[first : first + degree] = [end] * degree
+    return max(free)
+
+
+# ---- bounds --------------------------------------------------------------------------------------
+
+
+def all_plans(
+    lengths: list[int], ranks: int, capacity: int
+) -> Iterator[list[tuple[int, int, list[int]]]]:
+    """Every order and placement of one group per sequence, and of all sequences in one group."""
+    for order in itertools.permutations(range(len(lengths))):
+        choices = [
+            [
+                (first, degree)
+                for degree in range(1, ranks + 1)
+                for first in range(ranks - degree + 1)
+                if -(-lengths[s] // degree) + 1 <= capacity
+            ]
+            for s in order
+        ]
+        for places in itertools.product(*choices):
+            yield [(f, d, [s]) for (f, d), s in zip(places, order, strict=True)]
+
+
+def optimum(request: dict[str, Any]) -> int:
+    """The least makespan when each sequence is a group of its own."""
+    best = None
+    cost = request["cost"]
+    for groups in all_plans(request["lengths"], request["ranks"], request["max_tokens_per_rank"]):
+        free = [0] * request["ranks"]
+        for first, degree, (s,) in groups:
+            end = max(free[first : first + degree]) + cost.launch
+            end += slow_time(cost, request["lengths"][s], degree)
+            free[first : first + degree] = [end] * degree
+        best = max(free) if best is None else min(best, max(free))
+    assert best is not None
+    return best
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=3),
+    st.integers(1, 3),
+    costs(),
+    st.sampled_from(["step", "micro_batch"]),
+)
+def test_no_exhaustive_plan_beats_the_bound(
+    lengths: list[int], ranks: int, cost: hcp.CostModel, sync: str
+) -> None:
+    request = {"lengths": lengths, "ranks": ranks, "max_tokens_per_rank": 64, "cost": cost}
+    bound = hcp.lower_bound(**request, sync=sync)
+    plan = hcp.plan(**request, sync=sync)
+    assert bound == plan.bound
+    if sync == "step" and cost.launch == 0:  # then groups of one sequence lose nothing
+        assert bound <= optimum(request)
+
+
+@settings(max_examples=60)
+@given(requests())
+def test_effort_never_makes_a_plan_worse(request: dict[str, Any]) -> None:
+    assert hcp.plan(**request, effort=3).makespan <= hcp.plan(**request).makespan
+
+
+# ---- what the planner is for ---------------------------------------------------------------------
+
+
+def test_one_and_a_half_equal_sequences_a_rank_leave_no_rank_idle() -> None:
+    plan = hcp.plan([7372] * 96, ranks=64, max_tokens_per_rank=8192)
+    assert plan.makespan <= 1.01 * plan.bound
+
+
+@pytest.mark.parametrize("ranks", [31, 60, 64])
+def test_a_sequence_that_needs_all_ranks_gets_them(ranks: int) -> None:
+    plan = hcp.plan([ranks * 512 - 7], ranks=ranks, max_tokens_per_rank=512)
+    assert plan.makespan == plan.bound
+
+
+def test_a_group_stays_in_its_node_or_takes_whole_nodes() -> None:
+    plan = hcp.plan(
+        [9000, 5000, 3000, 2500, *[900] * 40],
+        ranks=24,
+        max_tokens_per_rank=1024,
+        ranks_per_node=8,
+    )
+    for first, degree, _ in itertools.chain(*plan.micro_batches):
+        assert first // 8 == (first + degree - 1) // 8 or (first % 8, degree % 8) == (0, 0)
+
+
+def test_powers_of_two_stand_at_multiples_of_themselves() -> None:
+    plan = hcp.plan([5000, 3000, *[700] * 30], ranks=12, max_tokens_per_rank=1024, degrees="pow2")
+    for first, degree, _ in itertools.chain(*plan.micro_batches):
+        assert degree & (degree - 1) == 0
+        assert first % degree == 0
+
+
+def test_alignment_leaves_room_for_the_padding_that_it_needs() -> None:
+    plan = hcp.plan([100] * 10, ranks=2, max_tokens_per_rank=250, alignment=64)
+    report = plan.report()
+    assert report.peak_tokens <= 250
+    assert report.padding > 0
+    assert hcp.plan([100] * 10, ranks=2, max_tokens_per_rank=250).report().padding == 0
+
+
+def test_lengths_that_alignment_no_longer_holds_are_refused() -> None:
+    with pytest.raises(ValueError, match="would hold 225 rows, expected <= 192"):
+        hcp.plan([450], ranks=2, max_tokens_per_rank=250, alignment=64)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"degrees": "some"}, "degrees is 'some', expected one of any, pow2"),
+        ({"sync": "never"}, "sync is 'never', expected one of step, micro_batch"),
+        ({"alignment": 9}, "alignment is 9, expected 0"),
+        ({"ranks_per_node": -1}, "ranks_per_node is -1, expected >= 0"),
+        ({"ranks_per_node": 3, "degrees": "pow2"}, "ranks_per_node is 3, expected a power of two"),
+        ({"min_degree": 3, "max_degree": 3, "degrees": "pow2"}, "no degree from min_degree"),
+        ({"effort": 0}, "effort is 0, expected 1 to 1000"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(change: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {"lengths": [5], "ranks": 4, "max_tokens_per_rank": 8}
+    with pytest.raises(ValueError, match=message):
+        hcp.plan(**(good | change))
+
+
+# ---- around a plan -------------------------------------------------------------------------------
+
+
+def test_the_report_adds_up() -> None:
+    lengths = [5000, 700, 300, 4000, 90]
+    plan = hcp.plan(lengths, ranks=8, max_tokens_per_rank=1024, ranks_per_node=4)
+    report = plan.report()
+    assert sum(report.rank_tokens) == sum(lengths)
+    assert (report.makespan, report.bound) == (plan.makespan, plan.bound)
+    assert 0 <= report.idle_share < 1
+    assert report.peak_tokens <= 1024
+    assert report.planning_seconds is not None
+    assert f"{report.ratio:.4f}" in str(report)
+
+
+def test_sample_id_groups_repeat_a_sequence_on_each_of_its_ranks() -> None:
+    plan = hcp.plan([3000, 10, 20], ranks=4, max_tokens_per_rank=1024)
+    groups = plan.sample_id_groups()
+    assert all(len(ranks) == 4 for ranks in groups)
+    for batch, ranks in zip(plan.micro_batches, groups, strict=True):
+        for first, degree, sequences in batch:
+            assert ranks[first : first + degree] == [list(sequences)] * degree
+
+
+def broken(change: Any) -> dict[str, Any]:
+    data = copy.deepcopy(hcp.plan([3000, 10, 20, 900], ranks=4, max_tokens_per_rank=1024).to_dict())
+    change(data)
+    return data
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d["micro_batches"][0]["groups"][0]["sequences"].clear(), "is computed 0 times"),
+        (lambda d: d["micro_batches"].append(d["micro_batches"][0]), "is computed 2 times"),
+        (lambda d: d.update(max_tokens_per_rank=100), "rows in micro_batches"),
+        (lambda d: d.update(max_degree=1), "expected 1 to 1"),
+        (lambda d: d.update(ranks=2), "reaches rank"),
+        (lambda d: d.update(lengths=[3000, 10, 20]), "unknown"),
+    ],
+)
+def test_the_check_finds_what_is_wrong(change: Any, message: str) -> None:
+    with pytest.raises(hcp.HcpError, match=message):
+        hcp.check_plan(broken(change))
+
+
+def test_plans_come_ahead_in_order_and_off_the_main_thread() -> None:
+    threads = set()
+
+    def prepare(lengths: list[int]) -> hcp.Plan:
+        threads.add(threading.current_thread())
+        return hcp.plan(lengths, ranks=4, max_tokens_per_rank=64)
+
+    batches = [[i + 1] * 9 for i in range(20)]
+    with hcp.PlanAhead(batches, prepare) as steps:
+        seen = [(lengths, list(plan.lengths)) for lengths, plan in steps]
+    assert seen == [(lengths, lengths) for lengths in batches]
+    assert len(threads) == 1
+    assert threading.current_thread() not in threads
+
+
+def test_what_planning_raises_reaches_the_trainer_with_its_batch() -> None:
+    def prepare(lengths: list[int]) -> hcp.Plan:
+        return hcp.plan(lengths, ranks=1, max_tokens_per_rank=64)
+
+    with hcp.PlanAhead([[5], [500], [6]], prepare) as steps:
+        assert next(steps)[0] == [5]
+        with pytest.raises(ValueError, match=r"lengths\[0\] is 500"):
+            next(steps)
+        assert next(steps)[0] == [6]
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def command(*argv: str) -> int:
+    from hcp.__main__ import main
+
+    return main(["plan", *argv])
+
+
+LIMITS = ["--ranks", "8", "--max-tokens-per-rank", "1024"]
+
+
+def test_the_command_prints_a_report_and_its_micro_batches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lengths").write_text("3000, 10\n20 [900]")
+    assert command(str(tmp_path / "lengths"), *LIMITS) == 0
+    out = capsys.readouterr().out
+    assert "4 sequences, 3,930 tokens, longest 3,000" in out
+    assert "makespan" in out
+    assert "micro-batch  groups  sequences" in out
+
+
+def test_the_command_gives_the_plan_as_data_and_as_a_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.json"
+    assert command("--family", "short", "--sequences", "40", *LIMITS, "--json",
+                   "--trace", str(trace)) == 0  # fmt: skip
+    plan = hcp.Plan.from_dict(json.loads(capsys.readouterr().out))
+    hcp.check_plan(plan)
+    events = json.loads(trace.read_text())["traceEvents"]
+    busy = sum(group.degree for batch in plan.micro_batches for group in batch)
+    assert len(events) == busy
+    assert max(event["ts"] + event["dur"] for event in events) == pytest.approx(1e6)
+
+
+def test_the_command_says_why_there_is_no_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lengths").write_text("9000")
+    assert command(str(tmp_path / "lengths"), *LIMITS) == 1
+    assert "no plan: lengths[0] is 9000: the fullest of 8 ranks" in capsys.readouterr().err
