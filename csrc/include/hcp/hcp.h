@@ -91,11 +91,11 @@ typedef struct hcp_cost {
 } hcp_cost;
 
 /* The names of the prices, in the order of the fields. */
-#define HCP_PRICES(X)                                                                             \
-  X(pair)                                                                                         \
-  X(token)                                                                                        \
-  X(exchange) X(launch) X(exchange_far) X(all_to_all) X(all_to_all_far) X(step) X(window) X(tile) \
-      X(overlap)
+#define HCP_PRICES(X) \
+  X(pair)             \
+  X(token)            \
+  X(exchange)         \
+  X(launch) X(exchange_far) X(all_to_all) X(all_to_all_far) X(step) X(window) X(tile) X(overlap)
 
 /* Time of one sequence of length L tokens computed by d ranks, without launch:
  *
