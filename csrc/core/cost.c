@@ -72,8 +72,8 @@ int64_t hcp__area_floor(const hcp_cost *cost, int64_t length, int32_t least,
   int64_t heads = far ? larger(cost->all_to_all, cost->all_to_all_far) : cost->all_to_all;
   int64_t moved = price * (length - length / least) * least;
   if (cost->overlap != 0)
-    moved = larger(0, moved - (attention - attention / least) - 2 * HCP__RANKS_MAX);
-  return area + moved + heads * length + (int64_t)(least - 1) * least * cost->step;
+    moved = larger(0, moved - (attention - attention / least) - 2 * (int64_t)HCP__RANKS_MAX);
+  return area + moved + heads * length + ((int64_t)least - 1) * least * cost->step;
 }
 
 /* Whether everything above fits for degrees up to most. */

@@ -419,7 +419,8 @@ static hcp_status place_all(list *l, const task *tasks, int64_t limit, hcp_error
   heapify(l);
   if (limit > 0) i = pack_singles(l, tasks, i, limit);
   for (; i < n; i++) {
-    int32_t sequence = l->p->order[tasks[i].place];
+    /* sort_tasks has filled all n: the analyzer loses sight of n on the way. */
+    int32_t sequence = l->p->order[tasks[i].place]; /* NOLINT(clang-analyzer-core.*) */
     if (!fill_gap(l, sequence, tasks[i].option)) place_single(l, sequence, tasks[i].option);
   }
   return HCP_OK;

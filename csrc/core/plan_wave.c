@@ -49,6 +49,7 @@ static int32_t *free_in(const waves *w, int32_t wave, int32_t node) {
 /* Takes degree ranks of the wave, when it has them side by side. */
 static int take(waves *w, int32_t wave, int32_t degree) {
   if (degree > w->node_ranks) {
+    /* cppcheck-suppress zerodivcond ; a node has at least one rank */
     int32_t first = w->whole[wave], last = first + degree / w->node_ranks - 1;
     if (last >= w->nodes) return 0;
     for (int32_t node = first; node <= last; node++)
@@ -388,7 +389,7 @@ static int place_sequences(waves *w) {
 
 static int waves_init(waves *w) {
   size_t count = (size_t)w->most, n = (size_t)w->p->n + 1;
-  w->heights = malloc(count * sizeof *w->heights);
+  w->heights = calloc(count, sizeof *w->heights);
   w->whole = malloc(count * sizeof *w->whole);
   w->node_free = malloc(count * (size_t)w->nodes * sizeof *w->node_free);
   w->first_block = malloc(count * sizeof *w->first_block);

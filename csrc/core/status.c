@@ -26,7 +26,7 @@ const char *hcp_status_text(hcp_status status) {
   return "unknown status";
 }
 
-hcp_status hcp__fail(hcp_error *err, hcp_status status, const char *format, ...) {
+hcp_status(hcp__fail)(hcp_error *err, hcp_status status, const char *format, ...) {
   if (err == NULL) return status;
   va_list arguments;
   va_start(arguments, format);
