@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -79,6 +79,38 @@ class ContextParallelHandler:
 
     # ---- attention ----
 
+    @overload
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool = ...,
+        softmax_scale: float | None = ...,
+        sinks: Tensor | None = ...,
+        softcap: float = ...,
+        dropout_p: float = ...,
+        return_lse: Literal[False] = ...,
+        comm_type: str | None = ...,
+    ) -> Tensor: ...
+
+    @overload
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool = ...,
+        softmax_scale: float | None = ...,
+        sinks: Tensor | None = ...,
+        softcap: float = ...,
+        dropout_p: float = ...,
+        return_lse: Literal[True],
+        comm_type: str | None = ...,
+    ) -> tuple[Tensor, Tensor]: ...
+
     def attention(
         self,
         query: Tensor,
@@ -87,17 +119,30 @@ class ContextParallelHandler:
         *,
         causal: bool = True,
         softmax_scale: float | None = None,
+        sinks: Tensor | None = None,
+        softcap: float = 0.0,
+        dropout_p: float = 0.0,
+        return_lse: bool = False,
         comm_type: str | None = None,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of this rank's rows over their whole sequences, forward and backward.
 
-        query (T, H, D), key and value (T, G, D) with H a multiple of G; float64, float32, bfloat16
-        or float16; returns (T, H, D). ``softmax_scale``: default 1 / sqrt(D). ``comm_type``: one of
-        those that the handler was made for (default: the first). Every rank of the group calls it
-        with the same arguments. Differentiable once.
+        query (T, H, D), key (T, G, D) and value (T, G, E) with H a multiple of G; float64, float32,
+        bfloat16 or float16; returns (T, H, E). ``softmax_scale``: default 1 / sqrt(D).
+
+        ``sinks`` (H,): a learned logit of each head, one more score in every row's softmax, with no
+        value. Its gradient is this rank's share: sum over the domain, as for any parameter.
+
+        ``return_lse``: also the log-sum-exp of each row's scores and sink, (T, H), natural log,
+        float32 (float64 for float64), with its gradient.
+
+        ``comm_type``: one of those that the handler was made for (default: the first). Every rank
+        of the group calls it with the same arguments. Differentiable once. ``softcap`` and
+        ``dropout_p`` other than 0 are refused.
 
         Raises ValueError for a wrong tensor, HcpError when ranks differ or a peer is gone.
         """
+        _refuse_options(softcap, dropout_p)
         name = comm_type or self._comm_type
         if (name, causal) not in self._schedules:
             made_for = sorted({made for made, _ in self._schedules})
@@ -107,9 +152,10 @@ class ContextParallelHandler:
             )
         words = self._schedules[name, causal]
         scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-        return attention.attention(
-            _dense_heads(query), _dense_heads(key), _dense_heads(value), words, scale
+        out, lse = attention.attention(
+            _dense_heads(query), _dense_heads(key), _dense_heads(value), sinks, words, scale
         )
+        return (out, lse) if return_lse else out
 
     # ---- rotary embedding ----
 
@@ -235,6 +281,18 @@ class ContextParallelHandler:
 
 
 _F64 = torch.float64
+
+
+def _refuse_options(softcap: float, dropout_p: float) -> None:
+    if softcap != 0.0:
+        raise ValueError(
+            f"softcap is {softcap}, expected 0.0: none of the attention kernels in use caps scores"
+        )
+    if dropout_p != 0.0:
+        raise ValueError(
+            f"dropout_p is {dropout_p}, expected 0.0: no kernel gives the same dropout under every "
+            "layout; drop out after the attention instead"
+        )
 
 
 def _dense_heads(rows: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
 """Library kernels of attention behind one interface.
 
 A schedule has entries, each a dense block of queries and keys. A kernel computes calls: one entry
-at a time, or as many as it can take in one launch. Every kernel gives (n, H, D) outputs and their
+at a time, or as many as it can take in one launch. Every kernel gives (n, H, E) outputs and their
 log-sum-exp (n, H), natural log, float32 (float64 for float64), and takes the merged output and
 log-sum-exp in the backward.
 
-n rows of a call, H query heads, G key-value heads, D head size.
+n rows of a call, H query heads, G key-value heads, D head size, E head size of values.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ class Kernel(Protocol):
         self,
         call: Call,
         grad_out: Tensor,
+        grad_lse: Tensor | None,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -81,11 +82,77 @@ class Kernel(Protocol):
         lse: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """This call's share of the gradients of its queries, keys and values, (n, heads, D)."""
+        """This call's share of the gradients of its queries, keys and values, shaped as they are.
+
+        A gradient of the log-sum-exp adds to that of each score, times the score's weight. None: 0.
+        """
 
 
 def _each_alone(entries: Sequence[Entry]) -> list[Call]:
     return [Call([entry]) for entry in entries]
+
+
+# ---- columns -------------------------------------------------------------------------------------
+#
+# FlashAttention wants one head size for queries, keys and values: columns of zeros make it so.
+
+
+def _head_size(query: Tensor, value: Tensor, extra: int = 0) -> int:
+    """The head size that holds both, and `extra` columns more, rounded up where it is not D = E."""
+    size = max(query.shape[2], value.shape[2])
+    if query.shape[2] == value.shape[2] and extra == 0:
+        return size
+    return -(-(size + extra) // 8) * 8
+
+
+def _widened(rows: Tensor, size: int) -> Tensor:
+    return (
+        rows if rows.shape[2] == size else torch.nn.functional.pad(rows, (0, size - rows.shape[2]))
+    )
+
+
+_LSE_COLUMNS = 3
+
+
+def _with_grad_lse(
+    grad_out: Tensor, grad_lse: Tensor, out: Tensor, size: int
+) -> tuple[Tensor, Tensor]:
+    """Output and its gradient, (n, H, size), such that the kernel, which subtracts
+    sum(grad_out * out) from the gradient of every score, subtracts grad_lse less: in columns where
+    the values are 0, a gradient of 1 and an output of -grad_lse.
+
+    Three columns hold it as a sum, each what the others leave in the dtype, so that nothing is lost
+    in bfloat16.
+    """
+    first = size - _LSE_COLUMNS
+    grad_out, out = _widened(grad_out, size).clone(), _widened(out, size).clone()
+    rest = -grad_lse
+    grad_out[..., first:] = 1
+    for column in range(first, size):
+        out[..., column] = rest
+        rest = rest - out[..., column].to(rest.dtype)
+    return grad_out, out
+
+
+def _backward_columns(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """grad_out, query, key, value, out of one head size, for a backward."""
+    size = _head_size(query, value, 0 if grad_lse is None else _LSE_COLUMNS)
+    if grad_lse is not None:
+        grad_out, out = _with_grad_lse(grad_out, grad_lse, out, size)
+    grad_out, query, key, value, out = (
+        _widened(rows, size) for rows in (grad_out, query, key, value, out)
+    )
+    return grad_out, query, key, value, out
+
+
+# ---- kernels -------------------------------------------------------------------------------------
 
 
 class CpuFlash:
@@ -101,15 +168,18 @@ class CpuFlash:
     ) -> tuple[Tensor, Tensor]:
         # Its causal mask is aligned top left, ours bottom right: the same for the squares that
         # causal entries are.
+        size = _head_size(query, value)
+        rows = [_batched(_widened(x, size)) for x in (query, key, value)]
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            _batched(query), _batched(key), _batched(value), 0.0, call.causal, scale=scale
+            *rows, 0.0, call.causal, scale=scale
         )
-        return _packed(out), lse.squeeze(0).transpose(0, 1)
+        return _packed(out)[..., : value.shape[2]], lse.squeeze(0).transpose(0, 1)
 
     def backward(
         self,
         call: Call,
         grad_out: Tensor,
+        grad_lse: Tensor | None,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -117,12 +187,20 @@ class CpuFlash:
         lse: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        rows = [_batched(x) for x in (grad_out, query, key, value, out)]
+        columns = _backward_columns(grad_out, grad_lse, query, key, value, out)
+        rows = [_batched(x) for x in columns]
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *rows, lse.transpose(0, 1).unsqueeze(0), 0.0, call.causal, scale=scale
         )
-        grad_query, grad_key, grad_value = (_packed(grad) for grad in grads)
-        return grad_query, grad_key, grad_value
+        return _narrowed([_packed(grad) for grad in grads], query, value)
+
+
+def _narrowed(
+    grads: Sequence[Tensor], query: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_query, grad_key, grad_value = grads
+    head_dim = query.shape[2]
+    return grad_query[..., :head_dim], grad_key[..., :head_dim], grad_value[..., : value.shape[2]]
 
 
 def _batched(rows: Tensor) -> Tensor:
@@ -155,16 +233,19 @@ class Flash2:
     def forward(
         self, call: Call, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
+        size = _head_size(query, value)
+        rows = [_widened(x, size) for x in (query, key, value)]
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            query, key, value, *self._pack(call, query), 0.0, call.causal, False, scale=scale
+            *rows, *self._pack(call, query), 0.0, call.causal, False, scale=scale
         )
         # A row without keys has +inf there, and no run names it.
-        return out, lse.transpose(0, 1)
+        return out[..., : value.shape[2]], lse.transpose(0, 1)
 
     def backward(
         self,
         call: Call,
         grad_out: Tensor,
+        grad_lse: Tensor | None,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -173,12 +254,10 @@ class Flash2:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         no_dropout = torch.empty(2, dtype=torch.uint64, device=query.device)
-        grad_query, grad_key, grad_value = torch.ops.aten._flash_attention_backward(
-            grad_out.contiguous(),
-            query,
-            key,
-            value,
-            out,
+        columns = _backward_columns(grad_out, grad_lse, query, key, value, out)
+        grads = torch.ops.aten._flash_attention_backward(
+            columns[0].contiguous(),
+            *columns[1:],
             lse.transpose(0, 1).contiguous(),
             *self._pack(call, query),
             0.0,
@@ -187,7 +266,7 @@ class Flash2:
             no_dropout,
             scale=scale,
         )
-        return grad_query, grad_key, grad_value
+        return _narrowed(grads, query, value)
 
     @staticmethod
     def _pack(call: Call, query: Tensor) -> tuple[Tensor, Tensor, int, int]:
@@ -216,6 +295,7 @@ class Plain:
         self,
         call: Call,
         grad_out: Tensor,
+        grad_lse: Tensor | None,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -225,7 +305,10 @@ class Plain:
     ) -> tuple[Tensor, Tensor, Tensor]:
         weights = (_scores(call, query, key, scale) - lse.transpose(0, 1).unsqueeze(-1)).exp()
         grad = grad_out.transpose(0, 1)
-        delta = (grad_out * out).sum(-1).transpose(0, 1).unsqueeze(-1)
+        delta = (grad_out * out).sum(-1)
+        if grad_lse is not None:
+            delta = delta - grad_lse
+        delta = delta.transpose(0, 1).unsqueeze(-1)
         grad_scores = weights * (grad @ _per_query_head(value, query).transpose(1, 2) - delta)
         grad_query = grad_scores @ _per_query_head(key, query) * scale
         grad_key = grad_scores.transpose(1, 2) @ query.transpose(0, 1) * scale

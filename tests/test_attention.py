@@ -76,6 +76,9 @@ def drawn_cases(draw: st.DrawFn) -> Case:
         causal=draw(st.booleans()),
         heads=heads,
         kv_heads=kv_heads,
+        value_dim=draw(st.sampled_from([None, 3, 16])),
+        sinks=draw(st.booleans()),
+        lse=draw(st.booleans()),
         seed=draw(st.integers(0, 99)),
     )
 
@@ -90,8 +93,12 @@ def test_any_plan_equals_one_rank(case: Case) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_gloo_ranks_equal_one_rank(ranks: int, comm_type: str) -> None:
     case = Case((97, 40, 13, 2, 1, 7), ranks, capacity=64, comm_type=comm_type)
-    for min_degree, causal in ((1, True), (ranks, True), (ranks, False)):
-        errors = run_ranks(ranks, gloo_errors, replace(case, min_degree=min_degree, causal=causal))
+    for min_degree, changes in (
+        (1, {}),
+        (ranks, {"sinks": True, "lse": True}),
+        (ranks, {"causal": False, "value_dim": 5}),
+    ):
+        errors = run_ranks(ranks, gloo_errors, replace(case, min_degree=min_degree, **changes))
         assert max(map(max, errors)) <= 1e-10
 
 
@@ -102,6 +109,33 @@ def test_narrow_types_round_as_one_rank_does(comm_type: str, dtype: str) -> None
     alone = replace(case, ranks=1, min_degree=1)
     # One kernel call rounds as well; merging and summing add at most one rounding each.
     assert loopback_error(case) <= 3 * loopback_error(alone)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gradient_of_the_lse_is_not_rounded_more_than_that_of_the_output(dtype: str) -> None:
+    case = Case((61, 9), 3, min_degree=3, dtype=dtype, head_dim=16, sinks=True)
+    alone = replace(case, ranks=1, min_degree=1)
+    assert loopback_error(replace(case, lse=True)) <= 4 * loopback_error(alone)
+
+
+@pytest.mark.parametrize("comm_type", TYPES)
+def test_the_lse_alone_has_a_gradient(comm_type: str) -> None:
+    case = Case((23, 4), 2, min_degree=2, comm_type=comm_type)
+
+    def error(groups: object) -> float:
+        cp, local = next(iter(dispatched(groups, case)))
+        inputs = [local[name].clone().requires_grad_() for name in ("query", "key", "value")]
+        _, lse = cp.attention(*inputs, return_lse=True)
+        lse.backward(local.grad_lse)
+        zeros = torch.zeros_like(local.grad)
+        again = [x.detach().clone().requires_grad_() for x in inputs]
+        both = cp.attention(*again, return_lse=True)
+        torch.autograd.backward(both, (zeros, local.grad_lse))
+        assert not inputs[2].grad.any()  # values do not matter to it
+        assert inputs[1].grad.abs().max() > 0.01
+        return max(float((a.grad - b.grad).abs().max()) for a, b in zip(inputs, again, strict=True))
+
+    assert max(hcp.loopback(2, error)) <= 1e-14
 
 
 @pytest.mark.parametrize("comm_type", TYPES)
@@ -209,8 +243,8 @@ def test_a_second_derivative_is_refused() -> None:
     ("change", "message"),
     [
         (lambda q, k, v: (q[:-1], k, v), "query has 4 rows, expected 5"),
-        (lambda q, k, v: (q, k[:, :, :4], v[:, :, :4]), "expected the same with the query's head"),
-        (lambda q, k, v: (q, k, v[:, :1]), "expected the same"),
+        (lambda q, k, v: (q, k[:, :, :4], v), "key has head_dim 4, expected 8"),
+        (lambda q, k, v: (q, k, v[:, :1]), "value has 1 heads, expected 2"),
         (lambda q, k, v: (q[:, :3], k, v), "query has 3 heads, expected a multiple of the 2"),
         (lambda q, k, v: (q, k.float(), v), "key has dtype torch.float32, expected torch.float64"),
         (lambda q, k, v: (q.long(), k, v), "key has dtype torch.float64, expected torch.int64"),
@@ -224,6 +258,25 @@ def test_a_wrong_tensor_is_refused_with_its_value(change: object, message: str) 
     def call(groups: object) -> None:
         cp, local = next(iter(dispatched(groups, case)))
         cp.attention(*change(local.query, local.key, local.value))  # type: ignore[operator]
+
+    with pytest.raises(ValueError, match=message):
+        hcp.loopback(1, call)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dropout_p": 0.1}, "dropout_p is 0.1, expected 0.0"),
+        ({"softcap": 30.0}, "softcap is 30.0, expected 0.0"),
+        ({"sinks": torch.zeros(3)}, r"sinks has shape \(3,\), expected \(4,\)"),
+        ({"sinks": torch.zeros(4, dtype=torch.int32)}, "sinks is torch.int32 on cpu, expected flo"),
+    ],
+    ids=["dropout", "softcap", "sinks", "integer-sinks"],
+)
+def test_an_option_that_no_kernel_has_is_refused(options: dict[str, object], message: str) -> None:
+    def call(groups: object) -> None:
+        cp, local = next(iter(dispatched(groups, Case((5,), 1))))
+        cp.attention(local.query, local.key, local.value, **options)
 
     with pytest.raises(ValueError, match=message):
         hcp.loopback(1, call)

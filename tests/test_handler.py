@@ -139,4 +139,4 @@ def test_groups_that_are_gone_are_named() -> None:
     transport_words[0] = -1  # a serial that was never read
     transport_words[1] = 10**9
     with pytest.raises(hcp.HcpError, match="process groups of this handler are gone"):
-        torch.ops.hcp.attention(*[torch.zeros(5, 1, 4)] * 3, transport_words, 1.0)
+        torch.ops.hcp.attention(*[torch.zeros(5, 1, 4)] * 3, None, transport_words, 1.0)
