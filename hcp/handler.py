@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hcp import _core, attention, loss
 from hcp.exchange import Transport, agree_once, carry, rows_of, signature
-from hcp.layout import Layout, Route, rows_may_vary, schedule_of, schedule_words
+from hcp.layout import Layout, Route, Schedule, rows_may_vary, schedule_of, schedule_words
 from hcp.plan import Plan
 
 COMM_TYPES: tuple[str, ...] = _core.COMM_TYPES
@@ -31,12 +31,14 @@ class ContextParallelHandler:
         transport: Transport,
         *,
         comm_types: Sequence[str] = ("p2p",),
+        window_sizes: Sequence[tuple[int, int]] = (),
         sources: Sequence[int] | None = None,
         loss_tokens: float | None = None,
     ) -> None:
-        """``comm_types``: those that layers will name, the first being the default. ``sources``:
-        the rank that loaded each sequence, for dispatch and combine. ``loss_tokens``: of the whole
-        batch, for the loss."""
+        """``comm_types``: those that layers will name, the first being the default.
+        ``window_sizes``: sliding windows that compiled layers will name; others are prepared when
+        they are first used. ``sources``: the rank that loaded each sequence, for dispatch and
+        combine. ``loss_tokens``: of the whole batch, for the loss."""
         layout = Layout(plan, micro_batch, transport.rank)
         self.plan = plan
         self.layout = layout
@@ -56,26 +58,46 @@ class ContextParallelHandler:
         self._sources = sources
         self._comm_type = comm_types[0]
         self._longest = max(layout.lengths, default=0)
-        self._schedules = {
-            (name, causal): self._schedule_words(name, causal)
-            for name in dict.fromkeys(comm_types)
-            for causal in (True, False)
-        }
-        # Read once, and kept for all layers.
-        self._read = [schedule_of(words) for words in self._schedules.values()]
+        self._comm_types = tuple(dict.fromkeys(comm_types))
+        self._schedules: dict[tuple[str, int, int], Tensor] = {}
+        self._read: list[Schedule] = []  # once, and kept for all layers
+        for name in self._comm_types:
+            for left, right in (_CAUSAL, _FULL, *window_sizes):
+                for limit in (right, 0):
+                    self._prepare(name, *_window(left, limit))
         self._routes: dict[object, Route] = {}
 
-    def _schedule_words(self, comm_type: str, causal: bool) -> Tensor:
+    def _prepare(self, comm_type: str, left: int, right: int) -> None:
         if comm_type not in COMM_TYPES:
             raise ValueError(f"comm_type is {comm_type!r}, expected one of {COMM_TYPES}")
-        return schedule_words(
+        if (comm_type, left, right) in self._schedules:
+            return
+        words = schedule_words(
             self.plan,
             self.micro_batch,
             self._transport.rank,
             comm_type,
-            causal=causal,
+            window_size=(left, right),
             transport_key=self._transport.key,
         )
+        self._schedules[comm_type, left, right] = words
+        self._read.append(schedule_of(words))
+
+    def _words_of(self, comm_type: str, left: int, right: int) -> Tensor:
+        """The schedule of a layer."""
+        if comm_type not in self._comm_types:
+            raise ValueError(
+                f"comm_type is {comm_type!r}, expected one of {sorted(self._comm_types)}: "
+                "name every type in comm_types= of hcp.dispatch"
+            )
+        if (comm_type, left, right) not in self._schedules:
+            if torch.compiler.is_compiling():
+                raise ValueError(
+                    f"window_size is {(left, right)} in a compiled layer, expected one that was "
+                    "prepared: name it in window_sizes= of hcp.dispatch"
+                )
+            self._prepare(comm_type, left, right)
+        return self._schedules[comm_type, left, right]
 
     # ---- attention ----
 
@@ -87,6 +109,7 @@ class ContextParallelHandler:
         value: Tensor,
         *,
         causal: bool = ...,
+        window_size: tuple[int, int] = ...,
         softmax_scale: float | None = ...,
         sinks: Tensor | None = ...,
         softcap: float = ...,
@@ -103,6 +126,7 @@ class ContextParallelHandler:
         value: Tensor,
         *,
         causal: bool = ...,
+        window_size: tuple[int, int] = ...,
         softmax_scale: float | None = ...,
         sinks: Tensor | None = ...,
         softcap: float = ...,
@@ -118,6 +142,7 @@ class ContextParallelHandler:
         value: Tensor,
         *,
         causal: bool = True,
+        window_size: tuple[int, int] = (-1, -1),
         softmax_scale: float | None = None,
         sinks: Tensor | None = None,
         softcap: float = 0.0,
@@ -129,6 +154,9 @@ class ContextParallelHandler:
 
         query (T, H, D), key (T, G, D) and value (T, G, E) with H a multiple of G; float64, float32,
         bfloat16 or float16; returns (T, H, E). ``softmax_scale``: default 1 / sqrt(D).
+
+        ``window_size``: (left, right), FlashAttention's sliding window: the token at i sees those
+        from i - left to i + right, -1 being no limit; with ``causal``, none behind i.
 
         ``sinks`` (H,): a learned logit of each head, one more score in every row's softmax, with no
         value. Its gradient is this rank's share: sum over the domain, as for any parameter.
@@ -143,14 +171,9 @@ class ContextParallelHandler:
         Raises ValueError for a wrong tensor, HcpError when ranks differ or a peer is gone.
         """
         _refuse_options(softcap, dropout_p)
-        name = comm_type or self._comm_type
-        if (name, causal) not in self._schedules:
-            made_for = sorted({made for made, _ in self._schedules})
-            raise ValueError(
-                f"comm_type is {name!r}, expected one of {made_for}: "
-                "name every type in comm_types= of hcp.dispatch"
-            )
-        words = self._schedules[name, causal]
+        left, right = window_size
+        window = _window(left, 0 if causal else right)
+        words = self._words_of(comm_type or self._comm_type, *window)
         scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         out, lse = attention.attention(
             _dense_heads(query), _dense_heads(key), _dense_heads(value), sinks, words, scale
@@ -281,6 +304,14 @@ class ContextParallelHandler:
 
 
 _F64 = torch.float64
+
+
+_CAUSAL, _FULL = (-1, 0), (-1, -1)
+
+
+def _window(left: int, right: int) -> tuple[int, int]:
+    """No limit is -1, however it was said."""
+    return max(left, -1), max(right, -1)
 
 
 def _refuse_options(softcap: float, dropout_p: float) -> None:

@@ -28,6 +28,7 @@ class Case:
     max_degree: int | None = None
     comm_type: str = "p2p"
     causal: bool = True
+    window: tuple[int, int] = (-1, -1)
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 8
@@ -79,7 +80,12 @@ def sinks_of(case: Case) -> Tensor | None:
 
 
 def whole_attention(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, causal: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    causal: bool,
+    window: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:
     """One sequence on one rank: softmax(q k^T / sqrt(D)) v and the log-sum-exp, nothing clever."""
     groups = query.shape[1] // key.shape[1]
@@ -87,9 +93,10 @@ def whole_attention(
     k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
     scores = q @ k.transpose(1, 2) / math.sqrt(query.shape[2])
     tokens = query.shape[0]
-    if causal:
-        hidden = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(hidden, -math.inf)
+    left, right = (limit if limit >= 0 else tokens for limit in window)
+    ahead = torch.arange(tokens) - torch.arange(tokens).unsqueeze(1)  # of the key, of its query
+    hidden = (ahead < -left) | (ahead > (0 if causal else right))
+    scores = scores.masked_fill(hidden, -math.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks[:, None, None].expand(-1, tokens, 1)], 2)
     weights = scores.softmax(-1)[..., :tokens]
@@ -111,7 +118,7 @@ def expected(case: Case) -> tuple[list[tuple[Tensor, ...]], Tensor | None]:
     sinks = sinks if sinks is None else sinks.requires_grad_()
     for sample in whole_sequences(case):
         inputs = [sample[name].double().requires_grad_() for name in NAMES[:3]]
-        out, lse = whole_attention(*inputs, sinks, case.causal)
+        out, lse = whole_attention(*inputs, sinks, case.causal, case.window)
         differentiate(case, out, lse, sample)
         answers.append((out.detach(), lse.detach(), *(x.grad for x in inputs)))
     return answers, None if sinks is None else sinks.grad
@@ -132,7 +139,13 @@ def attention_errors(groups: Any, case: Case, plan: hcp.Plan | None = None) -> l
         sinks = sinks.to(groups.transport.device).requires_grad_()
     for cp, local in step:
         inputs = [local[name].clone().requires_grad_() for name in NAMES[:3]]
-        out, lse = cp.attention(*inputs, causal=case.causal, sinks=sinks, return_lse=True)
+        out, lse = cp.attention(
+            *inputs,
+            causal=case.causal,
+            window_size=case.window,
+            sinks=sinks,
+            return_lse=True,
+        )
         differentiate(case, out, lse, local)
         loaded = [i for i in sorted(sequences_of(plan, cp.micro_batch)) if sources[i] == rank]
         for n, computed in enumerate((out.detach(), lse.detach(), *(x.grad for x in inputs))):

@@ -58,6 +58,40 @@ def test_mixed_degrees_in_one_micro_batch_equal_one_rank(comm_type: str, causal:
     assert loopback_error(case, plan) <= 1e-10
 
 
+@pytest.mark.parametrize("causal", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("window", [(0, 0), (3, 0), (5, 2), (-1, 4), (90, -1), (64, 64)])
+@pytest.mark.parametrize("comm_type", TYPES)
+def test_a_sliding_window_equals_one_rank(
+    comm_type: str, window: tuple[int, int], causal: bool
+) -> None:
+    case = Case((301, 2, 70, 1, 5), 3, min_degree=3, window=window, comm_type=comm_type)
+    assert loopback_error(replace(case, causal=causal, sinks=True, lse=True)) <= 1e-10
+
+
+@pytest.mark.parametrize("comm_type", TYPES)
+def test_a_window_in_bfloat16_rounds_as_one_rank_does(comm_type: str) -> None:
+    case = Case((401, 17), 3, min_degree=3, window=(90, 0), comm_type=comm_type, dtype="bfloat16")
+    alone = replace(case, ranks=1, min_degree=1)
+    assert loopback_error(case) <= 3 * loopback_error(alone)
+
+
+def test_layers_of_one_model_have_windows_of_their_own() -> None:
+    case = Case((40, 9), 2, min_degree=2)
+
+    def check(groups: object) -> None:
+        cp, local = next(iter(dispatched(groups, case)))
+        inputs = (local.query, local.key, local.value)
+        narrow, wide = (cp.attention(*inputs, window_size=(left, 0)) for left in (0, 100))
+        groups_of_heads = case.heads // case.kv_heads
+        assert torch.allclose(narrow, local.value.repeat_interleave(groups_of_heads, 1))
+        assert torch.equal(wide, cp.attention(*inputs))
+
+    hcp.loopback(2, check)
+
+
+WINDOW = st.one_of(st.integers(-1, 3), st.integers(-1, 220))
+
+
 @st.composite
 def drawn_cases(draw: st.DrawFn) -> Case:
     ranks = draw(st.integers(1, 7))
@@ -74,6 +108,7 @@ def drawn_cases(draw: st.DrawFn) -> Case:
         min_degree,
         comm_type=draw(st.sampled_from(TYPES)),
         causal=draw(st.booleans()),
+        window=draw(st.one_of(st.just((-1, -1)), st.tuples(WINDOW, WINDOW))),
         heads=heads,
         kv_heads=kv_heads,
         value_dim=draw(st.sampled_from([None, 3, 16])),
@@ -97,6 +132,8 @@ def test_gloo_ranks_equal_one_rank(ranks: int, comm_type: str) -> None:
         (1, {}),
         (ranks, {"sinks": True, "lse": True}),
         (ranks, {"causal": False, "value_dim": 5}),
+        (1, {"window": (7, 0)}),
+        (ranks, {"causal": False, "window": (20, 3)}),
     ):
         errors = run_ranks(ranks, gloo_errors, replace(case, min_degree=min_degree, **changes))
         assert max(map(max, errors)) <= 1e-10
@@ -169,8 +206,9 @@ def rows_sent(case: Case, causal: bool = True) -> int:
         before = groups.transport.rows_sent  # type: ignore[attr-defined]
         agreements = 0
         for cp, local in step:
-            cp.attention(local.query, local.key, local.value, causal=causal)
-            words = cp._schedules[case.comm_type, causal]
+            qkv = (local.query, local.key, local.value)
+            cp.attention(*qkv, causal=causal, window_size=case.window)
+            words = cp._schedules[case.comm_type, case.window[0], 0 if causal else case.window[1]]
             schedule = hcp.layout.Schedule(words)
             agreements += len({m.peer for stage in schedule.stages for m in stage.sends})
         return int(groups.transport.rows_sent - before - agreements)  # type: ignore[attr-defined]
@@ -185,6 +223,21 @@ def test_causal_all_gather_sends_three_quarters_of_the_ring(degree: int) -> None
     gathered = rows_sent(Case((length,), degree, min_degree=degree, comm_type="all_gather"))
     assert ring == (degree - 1) * length
     assert gathered == ring * 3 // 4
+
+
+@pytest.mark.parametrize("degree", [2, 3, 4, 8])
+def test_all_gather_under_a_window_sends_a_window_for_each_border(degree: int) -> None:
+    case = Case((16 * degree,), degree, min_degree=degree, comm_type="all_gather", window=(5, 0))
+    # Of the 2d - 1 borders of chunks, one lies within a rank.
+    assert rows_sent(case) == (2 * degree - 2) * 5
+
+
+def test_a_ring_computes_nothing_that_a_window_hides() -> None:
+    plan = hcp.plan([64], ranks=4, max_tokens_per_rank=64, min_degree=4)
+    words = hcp.layout.schedule_words(plan, 0, 0, "p2p", window_size=(4, 0), transport_key=0)
+    stages = hcp.layout.Schedule(words).stages
+    # Rank 0 holds tokens 0-7 and 56-63: the latter see tokens 52-55, of rank 1.
+    assert [[e[:4] for e in stage.entries] for stage in stages[1:]] == [[], [], [(8, 4, 12, 4)]]
 
 
 @pytest.mark.parametrize("comm_type", TYPES)
