@@ -12,13 +12,13 @@ a buffer.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from hcp import ops
+from hcp import heads, ops
 from hcp.exchange import Pending, Transport, agree_once, signature, tag_of, transport_of
 from hcp.kernels import Call, Kernel, kernel_for
 from hcp.layout import Entry, Schedule, Stage, schedule_of
@@ -111,7 +111,7 @@ def _make_calls(schedule: Schedule, kernel: Kernel) -> _Calls:
     return _Calls(
         stages,
         output_runs,
-        _with_sinks(output_runs, number, schedule.rows),
+        _with_sinks(output_runs, number, schedule.query_rows),
         _renumber(schedule.home_runs, places, 2),
         _renumber(schedule.local_runs, local, 2),
     )
@@ -135,6 +135,160 @@ def _with_sinks(runs: Tensor, part: int, rows: int) -> Tensor:
     extra = torch.stack([own[:, 0], own[:, 1], torch.full_like(own[:, 0], part), own[:, 0]], 1)
     both = torch.cat([runs, extra])
     return both[both[:, 0].sort(stable=True).indices]
+
+
+# ---- heads for sequence --------------------------------------------------------------------------
+#
+# Each rank has whole sequences of some heads, and nothing is merged but sinks.
+
+
+class _Heads:
+    """Who computes which heads of one call. A key-value head is on every rank whose query heads
+    attend to it."""
+
+    def __init__(self, transport: Transport, schedule: Schedule, query: Tensor, key: Tensor):
+        self.transport, self.schedule = transport, schedule
+        self.members = heads.members(schedule)
+        per_key = query.shape[1] // key.shape[1]
+        self.queries = heads.split(query.shape[1], len(self.members))
+        self.keys = [heads.key_heads(own, per_key) for own in self.queries]
+        if self.members:
+            j = self.members.index(transport.rank)
+            self.own, self.own_keys = self.queries[j], self.keys[j]
+            self.key_of = [i // per_key - self.own_keys.start for i in _numbers(self.own)]
+
+    @property
+    def even(self) -> bool:
+        """Whether as many of the rank's query heads attend to each of its key-value heads."""
+        queries, keys = len(self.key_of), len(_numbers(self.own_keys))
+        return queries % keys == 0 and self.key_of == [i * keys // queries for i in range(queries)]
+
+    def expand(self, key: Tensor) -> Tensor:
+        """Key-value heads as a kernel wants them: one for each query head, where groups differ."""
+        return key if self.even else key[:, self.key_of]
+
+    def collapse(self, grad: Tensor) -> Tensor:
+        """The adjoint of expand, summed in float32 (float64 for float64)."""
+        if self.even:
+            return grad
+        wide = _wide(grad.dtype)
+        index = torch.tensor(self.key_of, device=grad.device)
+        total = grad.new_zeros(
+            grad.shape[0], len(_numbers(self.own_keys)), grad.shape[2], dtype=wide
+        )
+        return total.index_add_(1, index, grad.to(wide)).to(grad.dtype)
+
+    def bring(self, by_query: list[Tensor], by_key: list[Tensor], tag: int) -> list[Tensor]:
+        columns = [
+            [x[:, q] for x in by_query] + [x[:, k] for x in by_key]
+            for q, k in zip(self.queries, self.keys, strict=True)
+        ]
+        return heads.bring(self.transport, self.schedule, columns, tag)
+
+    def take_back(
+        self, by_query: list[Tensor], by_key: list[Tensor], key_count: int, tag: int
+    ) -> list[Tensor]:
+        shapes = [
+            [(len(_numbers(q)), *x.shape[2:]) for x in by_query]
+            + [(len(_numbers(k)), *x.shape[2:]) for x in by_key]
+            for q, k in zip(self.queries, self.keys, strict=True)
+        ]
+        columns = [*by_query, *by_key]
+        back = heads.take_back(self.transport, self.schedule, columns, shapes, tag)
+        parts = list(zip(*back, strict=True))
+        queries, keys = parts[: len(by_query)], parts[len(by_query) :]
+        return [torch.cat(part, 1) for part in queries] + [
+            self._sum_keys(part, key_count) for part in keys
+        ]
+
+    def _sum_keys(self, parts: Sequence[Tensor], count: int) -> Tensor:
+        """Gradients of key-value heads from every rank that had them, summed once."""
+        total = parts[0].new_zeros(
+            parts[0].shape[0], count, *parts[0].shape[2:], dtype=_wide(parts[0].dtype)
+        )
+        for own, part in zip(self.keys, parts, strict=True):
+            total[:, own] += part
+        return total.to(parts[0].dtype)
+
+
+def _numbers(chosen: slice) -> range:
+    return range(chosen.start, chosen.stop)
+
+
+def _attention_of_heads(
+    given: _Heads,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    tag: int,
+) -> tuple[Tensor, Tensor]:
+    if not given.members:
+        return _attention_fake(query, key, value, sinks, given.schedule.words, scale)
+    whole_query, whole_key, whole_value = given.bring([query], [key, value], tag)
+    out, lse = _attention_fake(whole_query, whole_key, whole_value, sinks, query, scale)
+    if whole_query.shape[1] > 0:
+        kernel = kernel_for(query.device, query.dtype)
+        calls = _calls_of(given.schedule, kernel)
+        keys, values = given.expand(whole_key), given.expand(whole_value)
+        parts = [
+            kernel.forward(c, whole_query[c.queries], keys[c.keys], values[c.keys], scale)
+            for c in calls.stages[0]
+        ]
+        outs, lses = ([part[i] for part in parts] for i in range(2))
+        own_sinks = None if sinks is None else sinks[given.own]
+        out, lse = _merge(outs, lses, calls, own_sinks, given.schedule.query_rows)
+    out, lse = given.take_back([out, lse], [], 0, tag)
+    return out, lse
+
+
+def _backward_of_heads(
+    given: _Heads, tensors: tuple[Any, ...], scale: float, tag: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out, grad_lse, query, key, value, out, lse = tensors
+    if not given.members:
+        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    # What travels depends on it: ranks that differ must not read each other's rows.
+    tag = tag_of((tag, int(grad_lse is not None)))
+    by_query = [query, grad_out, out, lse, *([] if grad_lse is None else [grad_lse])]
+    *wholes, whole_key, whole_value = given.bring(by_query, [key, value], tag)
+    grads = [torch.zeros_like(x) for x in (wholes[0], whole_key, whole_value)]
+    if wholes[0].shape[1] > 0:
+        grads = _gradients_of_heads(given, wholes, whole_key, whole_value, scale)
+    grad_query, grad_key, grad_value = given.take_back(grads[:1], grads[1:], key.shape[1], tag)
+    return grad_query, grad_key, grad_value
+
+
+def _gradients_of_heads(
+    given: _Heads, by_query: list[Tensor], key: Tensor, value: Tensor, scale: float
+) -> list[Tensor]:
+    query, grad_out, out, lse, *grad_lses = by_query
+    kernel = kernel_for(query.device, query.dtype)
+    calls = _calls_of(given.schedule, kernel)
+    keys, values = given.expand(key), given.expand(value)
+    parts = [
+        kernel.backward(
+            c,
+            grad_out[c.queries],
+            grad_lses[0][c.queries] if grad_lses else None,
+            query[c.queries],
+            keys[c.keys],
+            values[c.keys],
+            out[c.queries],
+            lse[c.queries],
+            scale,
+        )
+        for c in calls.stages[0]
+    ]
+    # An entry's queries and keys are the same rows, so that one table serves all three.
+    grads = [
+        ops.reduce(
+            [part[i].flatten(1) for part in parts], calls.output_runs, given.schedule.query_rows
+        ).view_as(whole)
+        for i, whole in enumerate((query, keys, values))
+    ]
+    return [grads[0], given.collapse(grads[1]), given.collapse(grads[2])]
 
 
 # ---- operators -----------------------------------------------------------------------------------
@@ -162,6 +316,10 @@ def _attention(
     tag = agree_once(transport, schedule, _call_traits(schedule, query, key, value, sinks, scale))
     kernel = kernel_for(query.device, query.dtype)
     calls = _calls_of(schedule, kernel)
+    if schedule.trades_heads:
+        return _attention_of_heads(
+            _Heads(transport, schedule, query, key), query, key, value, sinks, scale, tag
+        )
     outs, lses = [], []
     arrivals = _arrivals(transport, schedule, key, value, tag)
     for stage_calls, (stage_key, stage_value) in zip(calls.stages, arrivals, strict=True):
@@ -172,12 +330,19 @@ def _attention(
             lses.append(lse)
     if not outs:  # no rows: a query sees at least its own key
         return _attention_fake(query, key, value, sinks, words, scale)
+    return _merge(outs, lses, calls, sinks, schedule.rows)
+
+
+def _merge(
+    outs: list[Tensor], lses: list[Tensor], calls: _Calls, sinks: Tensor | None, rows: int
+) -> tuple[Tensor, Tensor]:
     if sinks is None:
-        return ops.merge(outs, lses, calls.output_runs, schedule.rows)
+        return ops.merge(outs, lses, calls.output_runs, rows)
     # A sink is a key that every query of its head sees, whose value is 0.
-    outs.append(outs[0].new_zeros(value.shape[2]).expand(*query.shape[:2], -1))
-    lses.append(sinks.to(lses[0].dtype).expand(schedule.rows, -1))
-    return ops.merge(outs, lses, calls.sunk_runs, schedule.rows)
+    _, query_heads, head_size = outs[0].shape
+    sink_out = outs[0].new_zeros(head_size).expand(rows, query_heads, -1)
+    sink_lse = sinks.to(lses[0].dtype).expand(rows, -1)
+    return ops.merge([*outs, sink_out], [*lses, sink_lse], calls.sunk_runs, rows)
 
 
 def _attention_fake(
@@ -210,6 +375,14 @@ def _attention_backward(
     kernel = kernel_for(query.device, query.dtype)
     calls = _calls_of(schedule, kernel)
     grad_out = _innermost_contiguous(grad_out)
+    if schedule.trades_heads:
+        grads_of_heads = _backward_of_heads(
+            _Heads(transport, schedule, query, key),
+            (grad_out, grad_lse, query, key, value, out, lse),
+            scale,
+            tag,
+        )
+        return *grads_of_heads, _sinks_backward(grad_out, grad_lse, sinks, out, lse)
     grad_queries: list[Tensor] = []
     grad_keys: list[Tensor] = []
     grad_values: list[Tensor] = []

@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from hcp import _core, attention, loss
+from hcp import _core, attention, heads, loss
 from hcp.exchange import Transport, agree_once, carry, rows_of, signature
 from hcp.layout import Layout, Route, Schedule, rows_may_vary, schedule_of, schedule_words
 from hcp.plan import Plan
@@ -51,6 +51,9 @@ class ContextParallelHandler:
         """int32 (sequences + 1,): local rows of each sequence, summed."""
         self.position_ids = rows_may_vary(layout.positions.to(transport.device, non_blocking=True))
         """int64 (T,): each row's place in its sequence."""
+        lengths = torch.tensor([0, *layout.lengths], dtype=torch.int32)
+        self.whole_cu_seqlens = lengths.cumsum(0, dtype=torch.int32).to(transport.device)
+        """int32 (sequences + 1,): tokens of each sequence, summed: the rows of sequence_to_head."""
         self.loss_tokens = loss_tokens
         """Loss tokens of the whole batch, None if nobody counted them."""
         self._loss_tokens = None if loss_tokens is None else torch.tensor(loss_tokens, dtype=_F64)
@@ -234,6 +237,46 @@ class ContextParallelHandler:
         """
         return self._travel(x, self._roll_route(shifts), self._roll_route(-shifts))
 
+    # ---- whole sequences ----
+
+    def head_slice(self, count: int) -> slice:
+        """Which of ``count`` heads this rank has in sequence_to_head: consecutive ones, as even as
+        they go, perhaps none; all of them on a rank without rows."""
+        if self.degree == 0:
+            return slice(0, count)
+        return heads.split(count, self.degree)[self._transport.rank - self.layout.first_rank]
+
+    def sequence_to_head(self, x: Tensor) -> Tensor:
+        """Rows of some tokens as whole sequences of some heads, for layers that scan sequences
+        (Mamba, gated delta nets, convolutions); with gradients.
+
+        x (T, H, ...). Returns (S, h, ...): all tokens of the group's sequences in order, end to end
+        (``whole_cu_seqlens``), and the heads ``head_slice(H)``. Every rank of the group calls it.
+        """
+        if x.dim() < 2 or x.shape[0] != self.rows:
+            raise ValueError(f"x has shape {tuple(x.shape)}, expected ({self.rows}, heads, ...)")
+        return self._trade(x, x.shape[1], to_heads=True)
+
+    def head_to_sequence(self, x: Tensor, count: int) -> Tensor:
+        """The way back: (S, h, ...), of ``count`` heads in all, to (T, H, ...)."""
+        own = self.head_slice(count)
+        rows, mine = int(self.whole_cu_seqlens[-1]), own.stop - own.start
+        if x.dim() < 2 or tuple(x.shape[:2]) != (rows, mine):
+            raise ValueError(f"x has shape {tuple(x.shape)}, expected ({rows}, {mine}, ...)")
+        return self._trade(x, count, to_heads=False)
+
+    def _trade(self, x: Tensor, count: int, *, to_heads: bool) -> Tensor:
+        if x.device.type != self._transport.device.type:
+            raise ValueError(f"x is on {x.device}, expected {self._transport.device}")
+        if self.degree == 0:
+            return x
+        self._prepare(heads.A2A, *_FULL)
+        schedule = schedule_of(self._schedules[heads.A2A, *_FULL])
+        traits = (*signature(x.new_empty(0, count, *x.shape[2:])), *schedule.kind, int(to_heads))
+        tag = agree_once(self._transport, schedule, traits)
+        out: Tensor = _Trade.apply(x, schedule, self._transport, count, to_heads, tag)  # type: ignore[no-untyped-call]
+        return out
+
     def _dispatch_route(self, *, reverse: bool) -> Route:
         if self._sources is None:
             raise ValueError("the handler has no sources, expected them: who loaded which sequence")
@@ -343,3 +386,25 @@ class _Travel(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         rows = carry(ctx.transport, ctx.back, grad.contiguous(), ctx.tag)
         return rows, None, None, None, None
+
+
+class _Trade(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        schedule: Schedule,
+        transport: Transport,
+        count: int,
+        to_heads: bool,
+        tag: int,
+    ) -> Tensor:
+        ctx.schedule, ctx.transport, ctx.count = schedule, transport, count
+        ctx.to_heads, ctx.tag = to_heads, tag
+        return heads.trade(transport, schedule, x, count, to_heads=to_heads, tag=tag)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        given = ctx.transport, ctx.schedule, grad, ctx.count
+        back = heads.trade(*given, to_heads=not ctx.to_heads, tag=ctx.tag)
+        return back, None, None, None, None, None

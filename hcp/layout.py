@@ -201,6 +201,17 @@ class Schedule(_Table):
         return [move for stage in self.stages for move in stage.receives]
 
     @property
+    def query_rows(self) -> int:
+        """Rows that the entries' queries count in: the local rows, or for "a2a" whole
+        sequences."""
+        return self.stages[0].key_rows
+
+    @property
+    def trades_heads(self) -> bool:
+        """Whether each rank computes whole sequences of some heads."""
+        return bool(_core.COMM_TYPES[self.kind[0]] == "a2a")
+
+    @property
     def transport_key(self) -> int:
         """Which transport the schedule runs on: see ``exchange.transport_of``."""
         return int(self.words[1])

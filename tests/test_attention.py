@@ -37,6 +37,14 @@ def test_grouped_queries_equal_one_rank(comm_type: str, heads: tuple[int, int]) 
     assert loopback_error(case) <= 1e-10
 
 
+@pytest.mark.parametrize("heads", [(1, 1), (2, 1), (5, 5), (6, 2), (6, 3), (9, 3), (16, 4)])
+@pytest.mark.parametrize("degree", [2, 3, 4, 7])
+def test_heads_divide_over_any_degree(degree: int, heads: tuple[int, int]) -> None:
+    case = Case((29, 5, 1), degree, min_degree=degree, comm_type="a2a", window=(9, 2), causal=False)
+    case = replace(case, heads=heads[0], kv_heads=heads[1], value_dim=5, sinks=True, lse=True)
+    assert loopback_error(case) <= 1e-10
+
+
 @pytest.mark.parametrize("causal", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("comm_type", TYPES)
 def test_mixed_degrees_in_one_micro_batch_equal_one_rank(comm_type: str, causal: bool) -> None:
@@ -210,7 +218,8 @@ def rows_sent(case: Case, causal: bool = True) -> int:
             cp.attention(*qkv, causal=causal, window_size=case.window)
             words = cp._schedules[case.comm_type, case.window[0], 0 if causal else case.window[1]]
             schedule = hcp.layout.Schedule(words)
-            agreements += len({m.peer for stage in schedule.stages for m in stage.sends})
+            peers = {m.peer for stage in schedule.stages for m in stage.sends}
+            agreements += len(peers - {groups.transport.rank})  # type: ignore[attr-defined]
         return int(groups.transport.rows_sent - before - agreements)  # type: ignore[attr-defined]
 
     return sum(hcp.loopback(case.ranks, count))
@@ -230,6 +239,14 @@ def test_all_gather_under_a_window_sends_a_window_for_each_border(degree: int) -
     case = Case((16 * degree,), degree, min_degree=degree, comm_type="all_gather", window=(5, 0))
     # Of the 2d - 1 borders of chunks, one lies within a rank.
     assert rows_sent(case) == (2 * degree - 2) * 5
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_a2a_sends_each_row_but_for_the_own_heads(degree: int) -> None:
+    case = Case((16 * degree,), degree, min_degree=degree, comm_type="a2a", heads=8, kv_heads=4)
+    # There: query, key, value. Back: output and log-sum-exp. In bytes.
+    row = 8 * (case.heads * case.head_dim * 2 + case.kv_heads * case.head_dim * 2 + case.heads)
+    assert rows_sent(case) == case.lengths[0] * row * (degree - 1) // degree
 
 
 def test_a_ring_computes_nothing_that_a_window_hides() -> None:

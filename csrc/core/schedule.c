@@ -439,7 +439,54 @@ static void all_gather_stage(builder *b, int64_t *wire) {
   b->home_sent = received;
 }
 
+/* ---- a2a: heads for sequence ---- */
+
+/* wire[k]: where the rows of rank k start. */
+static int64_t a2a_moves(builder *b, int64_t *wire) {
+  int64_t received = 0, rows = block_rows(b, b->j);
+  for (int32_t k = 0; k < b->group->degree; k++) {
+    int64_t theirs = block_rows(b, k);
+    wire[k] = received;
+    hcp__append(&b->lists, HCP_SCHEDULE_SENDS, (const int64_t[]){peer_of(b, k), 0, rows});
+    hcp__append(&b->lists, HCP_SCHEDULE_RECEIVES,
+                (const int64_t[]){peer_of(b, k), received, theirs});
+    received += theirs;
+  }
+  return received;
+}
+
+static void a2a_way_back(builder *b, int32_t k) {
+  int64_t row = 0;
+  for (int32_t s = 0; s < b->group->sequences; s++) {
+    hcp__piece pieces[2];
+    int32_t n = pieces_of(b, s, k, pieces);
+    for (int32_t p = 0; p < n; p++)
+      hcp__append_rows(&b->lists, HCP_SCHEDULE_PACK, row + pieces[p].start, pieces[p].rows);
+    row += length_of(b, s);
+  }
+}
+
+static void a2a_stage(builder *b, int64_t *wire) {
+  int64_t received = a2a_moves(b, wire), row = 0;
+  for (int32_t k = 0; k < b->group->degree; k++) a2a_way_back(b, k);
+  for (int32_t s = 0; s < b->group->sequences; s++) {
+    int64_t length = length_of(b, s);
+    append_entry(b, &(block){row, length, row, length, -b->mask.left, b->mask.right});
+    row = gather_tokens(b, s, (range){0, length}, wire, row,
+                        hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES));
+  }
+  end_stage(b, block_rows(b, b->j), received, received);
+}
+
 /* ---- the table ---- */
+
+static void row_stages(builder *b, hcp_comm_type comm_type, int64_t *wire) {
+  local_stage(b);
+  int64_t local_entry_count = hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES);
+  if (b->group->degree > 1 && comm_type == HCP_COMM_P2P) p2p_stages(b);
+  if (b->group->degree > 1 && comm_type == HCP_COMM_ALL_GATHER) all_gather_stage(b, wire);
+  append_homecoming(b, local_entry_count);
+}
 
 static hcp_status build(builder *b, hcp_comm_type comm_type, hcp_table **schedule, hcp_error *err) {
   if (b->group == NULL) { /* no rows: one stage of nothing */
@@ -447,11 +494,10 @@ static hcp_status build(builder *b, hcp_comm_type comm_type, hcp_table **schedul
   } else {
     int64_t *wire = calloc((size_t)b->group->degree, sizeof *wire);
     if (wire == NULL) return hcp__fail(err, HCP_NO_MEMORY, "out of memory for a schedule");
-    local_stage(b);
-    int64_t local_entry_count = hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES);
-    if (b->group->degree > 1 && comm_type == HCP_COMM_P2P) p2p_stages(b);
-    if (b->group->degree > 1 && comm_type == HCP_COMM_ALL_GATHER) all_gather_stage(b, wire);
-    append_homecoming(b, local_entry_count);
+    if (comm_type == HCP_COMM_A2A)
+      a2a_stage(b, wire);
+    else
+      row_stages(b, comm_type, wire);
     free(wire);
   }
   int64_t rows = b->group == NULL ? 0 : block_rows(b, b->j);

@@ -290,10 +290,57 @@ static void every_query_meets_every_key_it_sees_once(void) {
   for (int32_t i = 0; i < 100; i++) {
     hcp_plan *plan = draw_plan(RANKS);
     for (int32_t m = 0; m < plan->micro_batch_count && m < 3; m++)
-      for (int32_t type = 0; type < HCP_COMM_TYPE_COUNT; type++) {
+      for (int32_t type = 0; type < HCP_COMM_A2A; type++) {
         hcp_mask mask = draw_mask();
         run(plan, m, (hcp_comm_type)type, &mask);
       }
+    hcp_plan_destroy(plan);
+  }
+}
+
+/* ---- heads for sequence ---- */
+
+static void check_whole_sequences(rank_state *r, int32_t first, int32_t degree) {
+  static int32_t wire[ROWS], whole[ROWS], back[ROWS];
+  int64_t rows = 0, received = 0;
+  for (int32_t k = 0; k < degree; k++) {
+    const int64_t *receive = section(r->schedule, HCP_SCHEDULE_RECEIVES) + 3 * k;
+    const int64_t *send = section(r->schedule, HCP_SCHEDULE_SENDS) + 3 * k;
+    CHECK(receive[0] == first + k && receive[1] == received);
+    CHECK(receive[2] == ranks[first + k].layout->rows);
+    CHECK(send[0] == first + k && send[1] == 0 && send[2] == r->layout->rows);
+    memcpy(wire + received, ranks[first + k].local, (size_t)receive[2] * sizeof *wire);
+    received += receive[2];
+  }
+  CHECK_INT(stage_of(r, 0)[7], received);
+  CHECK_INT(gather(r, HCP_SCHEDULE_ARRANGE, 0, stage_of(r, 0)[3], wire, whole), received);
+  CHECK_INT(gather(r, HCP_SCHEDULE_PACK, 0, stage_of(r, 0)[0], whole, back), received);
+  CHECK(memcmp(back, wire, (size_t)received * sizeof *wire) == 0);
+  for (int32_t s = 0; s < r->layout->sequence_count; s++) {
+    const int64_t *entry = section(r->schedule, HCP_SCHEDULE_ENTRIES) + 6 * s;
+    CHECK(entry[0] == rows && entry[1] == r->layout->lengths[s]);
+    CHECK(entry[2] == rows && entry[3] == r->layout->lengths[s]);
+    for (int64_t t = 0; t < r->layout->lengths[s]; t++)
+      CHECK_INT(whole[rows++], token(r->layout->sequences[s], t));
+  }
+  CHECK_INT(rows, received);
+}
+
+static void heads_for_sequence_gives_whole_sequences_and_back(void) {
+  for (int32_t i = 0; i < 40; i++) {
+    hcp_plan *plan = draw_plan(RANKS);
+    hcp_mask mask = draw_mask();
+    rank_count = plan->limits.ranks;
+    for (int32_t m = 0; m < plan->micro_batch_count && m < 3; m++) {
+      for (int32_t k = 0; k < rank_count; k++) open_rank(plan, m, k, HCP_COMM_A2A, &mask);
+      for (int32_t k = 0; k < rank_count; k++)
+        if (ranks[k].layout->degree > 0)
+          check_whole_sequences(&ranks[k], ranks[k].layout->first_rank, ranks[k].layout->degree);
+      for (int32_t k = 0; k < rank_count; k++) {
+        hcp_layout_destroy(ranks[k].layout);
+        hcp_table_destroy(ranks[k].schedule);
+      }
+    }
     hcp_plan_destroy(plan);
   }
 }
@@ -308,7 +355,7 @@ static void bad_requests_are_refused(void) {
   CHECK_INT(hcp_plan_create(&length, 1, &limits, &(hcp_cost){1, 1, 0, 0}, &plan, NULL), HCP_OK);
   CHECK_INT(hcp_schedule_create(plan, 0, 0, HCP_COMM_TYPE_COUNT, &causal, &schedule, &err),
             HCP_INVALID);
-  CHECK_TEXT(err.message, "comm_type is 2, expected 0 to 1");
+  CHECK_TEXT(err.message, "comm_type is 3, expected 0 to 2");
   CHECK_INT(hcp_schedule_create(plan, 1, 0, HCP_COMM_P2P, &causal, &schedule, &err), HCP_INVALID);
   CHECK(schedule == NULL);
   CHECK_TEXT(hcp_comm_type_name(HCP_COMM_ALL_GATHER), "all_gather");
@@ -318,6 +365,7 @@ static void bad_requests_are_refused(void) {
 
 int main(void) {
   every_query_meets_every_key_it_sees_once();
+  heads_for_sequence_gives_whole_sequences_and_back();
   bad_requests_are_refused();
   return check_report("test_schedule");
 }

@@ -232,9 +232,10 @@ hcp_status hcp_route_roll(const hcp_plan *plan, int32_t micro_batch, int32_t ran
 
 /* ---- 6. Schedule -------------------------------------------------------- */
 
-#define HCP_COMM_TYPES(X) \
-  X(P2P, "p2p")           \
-  X(ALL_GATHER, "all_gather")
+#define HCP_COMM_TYPES(X)     \
+  X(P2P, "p2p")               \
+  X(ALL_GATHER, "all_gather") \
+  X(A2A, "a2a")
 
 typedef enum hcp_comm_type {
 #define HCP_COMM_ENUM(name, text) HCP_COMM_##name,
@@ -281,7 +282,21 @@ typedef struct hcp_mask {
  *                  0, then, as one more part, the gradients that came home
  *
  * Runs ascend by row; records with the same row and rows are one run, and
- * different runs do not overlap. */
+ * different runs do not overlap.
+ *
+ * A2A trades rows for heads: its one stage is whole sequences, of which each
+ * rank has some heads. What differs:
+ *
+ *   SENDS          (peer, 0, rows): all local rows, to every rank of the group
+ *   RECEIVES       (peer, row, rows): from every rank of the group, in its order;
+ *                  rows may be 0
+ *   ARRANGE        (row, rows) of the received rows in sequence order
+ *   PACK           (row, rows) of the sequences in the order of the received
+ *                  rows: the way back
+ *   ENTRIES        one for each sequence
+ *   OUTPUT_RUNS    rows of the sequences <- entries
+ *
+ * and nothing is sent home. */
 #define HCP_SCHEDULE_SECTIONS(X) \
   X(SIZES, 6)                    \
   X(STAGES, 8)                   \
