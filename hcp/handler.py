@@ -190,6 +190,11 @@ class ContextParallelHandler:
         tokens, 0 on a rank without rows."""
         return self._longest
 
+    def get_emb_on_this_cp_rank(self, emb: Tensor) -> Tensor:
+        """Rows of a table of positions, (positions, ...), for this rank's rows: (T, ...)."""
+        self._check_positions("emb", emb)
+        return emb[self.position_ids]
+
     def apply_rotary_pos_emb(self, t: Tensor, freqs: Tensor) -> Tensor:
         """Rotate rows by the angles of their own positions (RoPE, https://arxiv.org/abs/2104.09864).
 
@@ -197,19 +202,21 @@ class ContextParallelHandler:
         position, both halves, R <= D even: the first R elements of a head are rotated as two
         halves, the rest pass. Returns t's shape and dtype; computed in float32 or wider.
         """
-        angles = freqs.flatten(1)
-        if not torch.compiler.is_compiling() and angles.shape[0] < self._longest:
-            raise ValueError(
-                f"freqs has {angles.shape[0]} positions, expected >= {self._longest} "
-                "(get_rotary_seq_len())"
-            )
-        angles = angles[self.position_ids].unsqueeze(1)
+        self._check_positions("freqs", freqs)
+        angles = freqs.flatten(1)[self.position_ids].unsqueeze(1)
         rotated = angles.shape[-1]
         wide = t.to(torch.promote_types(t.dtype, angles.dtype))
         turned, passed = wide[..., :rotated], wide[..., rotated:]
         first, second = turned.chunk(2, dim=-1)
         turned = turned * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()
         return torch.cat((turned, passed), dim=-1).to(t.dtype)
+
+    def _check_positions(self, name: str, table: Tensor) -> None:
+        if not torch.compiler.is_compiling() and table.shape[0] < self._longest:
+            raise ValueError(
+                f"{name} has {table.shape[0]} positions, expected >= {self._longest} "
+                "(get_rotary_seq_len())"
+            )
 
     # ---- rows between ranks ----
 

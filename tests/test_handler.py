@@ -58,12 +58,27 @@ def test_rows_are_rotated_by_their_own_position(rotated: int, shape: str) -> Non
     hcp.loopback(3, check)
 
 
-def test_too_few_positions_are_refused() -> None:
+def test_a_table_of_positions_gives_each_row_its_own() -> None:
+    table = torch.randn(40, 1, 1, 6)
+
+    def check(groups: Any) -> None:
+        for cp in all_handlers(groups, (17, 3, 30)):
+            tokens = [token for _, token in tokens_of(cp)]
+            assert torch.equal(cp.get_emb_on_this_cp_rank(table), table[tokens])
+
+    hcp.loopback(3, check)
+
+
+@pytest.mark.parametrize("name", ["freqs", "emb"])
+def test_too_few_positions_are_refused(name: str) -> None:
     def call(groups: Any) -> None:
         (cp,) = all_handlers(groups, [9])
-        cp.apply_rotary_pos_emb(torch.zeros(9, 1, 4), torch.zeros(8, 4))
+        if name == "emb":
+            cp.get_emb_on_this_cp_rank(torch.zeros(8, 4))
+        else:
+            cp.apply_rotary_pos_emb(torch.zeros(9, 1, 4), torch.zeros(8, 4))
 
-    with pytest.raises(ValueError, match="freqs has 8 positions, expected >= 9"):
+    with pytest.raises(ValueError, match=f"{name} has 8 positions, expected >= 9"):
         hcp.loopback(1, call)
 
 
