@@ -41,8 +41,8 @@ class Config:
     sequence planned."""
 
     cp_comm_type: str | tuple[str, ...] = "p2p"
-    """How keys and values travel: "p2p" (ring) or "all_gather". One for all layers, or one per
-    layer."""
+    """How keys and values travel: "p2p" (ring), "all_gather" (what is seen) or "a2a" (heads for
+    sequence). One for all layers, or one per layer."""
 
     eval_context_parallel_size: int | None = None
     """Context-parallel size of the evaluation layout, a divisor of the ranks. None: the trainer's

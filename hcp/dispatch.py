@@ -258,6 +258,7 @@ def dispatch(
     groups: Groups,
     *,
     comm_types: Sequence[str] = ("p2p",),
+    window_sizes: Sequence[tuple[int, int]] = (),
     loss_mask: str = "loss_mask",
 ) -> Step:
     """Move all rows of a global batch, once, to where the plan computes them.
@@ -265,6 +266,7 @@ def dispatch(
     ``samples``: those that this rank loaded, in the order of their indices in ``plan.lengths``; the
     same fields, dtypes and row shapes everywhere. ``sources``: the rank that loaded each sequence.
     ``comm_types``: the ways in which layers will exchange keys and values, the default first.
+    ``window_sizes``: the sliding windows of compiled layers; others need not be named.
     ``loss_mask``: the field whose sum over the whole batch is its number of loss tokens.
 
     Every rank of the domain calls it. Before any row moves, ranks compare their plans, sources and
@@ -294,6 +296,7 @@ def dispatch(
             micro_batch,
             transport,
             comm_types=comm_types,
+            window_sizes=window_sizes,
             sources=sources,
             loss_tokens=loss_tokens,
         )

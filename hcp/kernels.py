@@ -1,17 +1,17 @@
 """Library kernels of attention behind one interface.
 
 A schedule has entries, each a dense block of queries and keys. A kernel computes calls: one entry
-at a time, or as many as it can take in one launch. Every kernel gives (n, H, D) outputs and their
+at a time, or as many as it can take in one launch. Every kernel gives (n, H, E) outputs and their
 log-sum-exp (n, H), natural log, float32 (float64 for float64), and takes the merged output and
 log-sum-exp in the backward.
 
-n rows of a call, H query heads, G key-value heads, D head size.
+n rows of a call, H query heads, G key-value heads, D head size, E head size of values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ class Call:
     def __init__(self, entries: Sequence[Entry]) -> None:
         first, last = entries[0], entries[-1]
         self.entries = entries
-        self.causal = bool(first.causal)
+        self.window = first.window
         self.queries = slice(first.query_row, last.query_row + last.query_rows)
         self.keys = slice(first.key_row, last.key_row + last.key_rows)
         self._bounds: tuple[Tensor, Tensor] | None = None
@@ -33,7 +33,7 @@ class Call:
     def accepts(self, entry: Entry) -> bool:
         """Whether the entry can follow in the same launch."""
         return (
-            entry.causal == self.causal
+            entry.window == self.window
             and entry.query_row >= self.queries.stop
             and entry.key_row >= self.keys.stop
         )
@@ -74,6 +74,7 @@ class Kernel(Protocol):
         self,
         call: Call,
         grad_out: Tensor,
+        grad_lse: Tensor | None,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -81,16 +82,82 @@ class Kernel(Protocol):
         lse: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """This call's share of the gradients of its queries, keys and values, (n, heads, D)."""
+        """This call's share of the gradients of its queries, keys and values, shaped as they are.
+
+        A gradient of the log-sum-exp adds to that of each score, times the score's weight. None: 0.
+        """
 
 
 def _each_alone(entries: Sequence[Entry]) -> list[Call]:
     return [Call([entry]) for entry in entries]
 
 
+# ---- columns -------------------------------------------------------------------------------------
+#
+# FlashAttention wants one head size for queries, keys and values: columns of zeros make it so.
+
+
+def _head_size(query: Tensor, value: Tensor, extra: int = 0) -> int:
+    """The head size that holds both, and `extra` columns more, rounded up where it is not D = E."""
+    size = max(query.shape[2], value.shape[2])
+    if query.shape[2] == value.shape[2] and extra == 0:
+        return size
+    return -(-(size + extra) // 8) * 8
+
+
+def _widened(rows: Tensor, size: int) -> Tensor:
+    return (
+        rows if rows.shape[2] == size else torch.nn.functional.pad(rows, (0, size - rows.shape[2]))
+    )
+
+
+_LSE_COLUMNS = 3
+
+
+def _with_grad_lse(
+    grad_out: Tensor, grad_lse: Tensor, out: Tensor, size: int
+) -> tuple[Tensor, Tensor]:
+    """Output and its gradient, (n, H, size), such that the kernel, which subtracts
+    sum(grad_out * out) from the gradient of every score, subtracts grad_lse less: in columns where
+    the values are 0, a gradient of 1 and an output of -grad_lse.
+
+    Three columns hold it as a sum, each what the others leave in the dtype, so that nothing is lost
+    in bfloat16.
+    """
+    first = size - _LSE_COLUMNS
+    grad_out, out = _widened(grad_out, size).clone(), _widened(out, size).clone()
+    rest = -grad_lse
+    grad_out[..., first:] = 1
+    for column in range(first, size):
+        out[..., column] = rest
+        rest = rest - out[..., column].to(rest.dtype)
+    return grad_out, out
+
+
+def _backward_columns(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """grad_out, query, key, value, out of one head size, for a backward."""
+    size = _head_size(query, value, 0 if grad_lse is None else _LSE_COLUMNS)
+    if grad_lse is not None:
+        grad_out, out = _with_grad_lse(grad_out, grad_lse, out, size)
+    grad_out, query, key, value, out = (
+        _widened(rows, size) for rows in (grad_out, query, key, value, out)
+    )
+    return grad_out, query, key, value, out
+
+
+# ---- kernels -------------------------------------------------------------------------------------
+
+
 class CpuFlash:
     """PyTorch's flash attention for the CPU, one entry a call. No entry is empty: the kernel would
-    end the process."""
+    end the process. It takes a band as a mask, so a band goes through it in tiles along itself."""
 
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -99,17 +166,28 @@ class CpuFlash:
     def forward(
         self, call: Call, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        # Its causal mask is aligned top left, ours bottom right: the same for the squares that
-        # causal entries are.
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            _batched(query), _batched(key), _batched(value), 0.0, call.causal, scale=scale
-        )
-        return _packed(out), lse.squeeze(0).transpose(0, 1)
+        size = _head_size(query, value)
+        query, key, wide_value = (_widened(x, size) for x in (query, key, value))
+        parts = []
+        for tile in _tiles(call.entries[0]):
+            rows = [query[tile.queries], key[tile.keys], wide_value[tile.keys]]
+            parts.append(
+                torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                    *map(_batched, rows),
+                    0.0,
+                    tile.causal,
+                    attn_mask=tile.mask(query),
+                    scale=scale,
+                )
+            )
+        out = _end_to_end([_packed(out) for out, _ in parts])[..., : value.shape[2]]
+        return out, _end_to_end([lse.squeeze(0).transpose(0, 1) for _, lse in parts])
 
     def backward(
         self,
         call: Call,
         grad_out: Tensor,
+        grad_lse: Tensor | None,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -117,12 +195,97 @@ class CpuFlash:
         lse: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        rows = [_batched(x) for x in (grad_out, query, key, value, out)]
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *rows, lse.transpose(0, 1).unsqueeze(0), 0.0, call.causal, scale=scale
+        grad_out, wide_query, wide_key, wide_value, out = _backward_columns(
+            grad_out, grad_lse, query, key, value, out
         )
-        grad_query, grad_key, grad_value = (_packed(grad) for grad in grads)
-        return grad_query, grad_key, grad_value
+        tiles = _tiles(call.entries[0])
+        grads = []
+        for tile in tiles:
+            q, k = tile.queries, tile.keys
+            rows = [grad_out[q], wide_query[q], wide_key[k], wide_value[k], out[q]]
+            tile_grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *map(_batched, rows),
+                lse[q].transpose(0, 1).unsqueeze(0),
+                0.0,
+                tile.causal,
+                attn_mask=tile.mask(query),
+                scale=scale,
+            )
+            grads.append([_packed(grad) for grad in tile_grads])
+        summed = (
+            _end_to_end([grad[0] for grad in grads]),
+            _summed(tiles, [grad[1] for grad in grads], wide_key),
+            _summed(tiles, [grad[2] for grad in grads], wide_value),
+        )
+        return _narrowed(summed, query, value)
+
+
+class _Tile(NamedTuple):
+    """Consecutive queries of an entry, and the keys that they see; low and high as in an entry."""
+
+    queries: slice
+    keys: slice
+    low: int
+    high: int
+    causal: bool
+    full: bool
+
+    def mask(self, like: Tensor) -> Tensor | None:
+        """What is added to the scores, (queries, keys), in the dtype of ``like``."""
+        if self.causal or self.full:
+            return None
+        queries = torch.arange(self.queries.stop - self.queries.start)
+        keys = torch.arange(self.keys.stop - self.keys.start)
+        ahead = keys - queries.unsqueeze(1)
+        hidden = (ahead < self.low) | (ahead > self.high)
+        return torch.zeros(hidden.shape, dtype=like.dtype).masked_fill_(hidden, -torch.inf)
+
+
+_TILE_ROWS = 64, 1024
+
+
+def _tiles(entry: Entry) -> list[_Tile]:
+    """The whole entry when the kernel knows its mask, else tiles about as high as the band is wide:
+    lower ones would be many, higher ones mostly masked."""
+    rows, keys = entry.query_rows, entry.key_rows
+    full = entry.window == (-1, -1)
+    # Its causal mask is aligned top left, ours bottom right: the same in a square.
+    causal = entry.window == (-1, 0) and rows == keys
+    if full or causal:
+        return [_Tile(slice(0, rows), slice(0, keys), entry.low, entry.high, causal, full)]
+    least, most = _TILE_ROWS
+    step = max(least, min(entry.high - entry.low + 1, most))
+    return [_tile(entry, row, min(row + step, rows)) for row in range(0, rows, step)]
+
+
+def _tile(entry: Entry, begin: int, end: int) -> _Tile:
+    keys = slice(max(0, begin + entry.low), min(entry.key_rows, end + entry.high))
+    ahead = keys.start - begin
+    low, high = entry.low - ahead, entry.high - ahead
+    full = low <= begin + 1 - end and high >= keys.stop - keys.start - 1
+    return _Tile(slice(begin, end), keys, low, high, False, full)
+
+
+def _end_to_end(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _summed(tiles: Sequence[_Tile], grads: Sequence[Tensor], rows: Tensor) -> Tensor:
+    """Gradients of keys that several tiles share, summed in float32 or wider."""
+    if len(tiles) == 1:
+        return grads[0]
+    total = torch.zeros_like(rows, dtype=torch.promote_types(rows.dtype, torch.float32))
+    for tile, grad in zip(tiles, grads, strict=True):
+        total[tile.keys] += grad
+    return total.to(rows.dtype)
+
+
+def _narrowed(
+    grads: Sequence[Tensor], query: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_query, grad_key, grad_value = grads
+    head_dim = query.shape[2]
+    return grad_query[..., :head_dim], grad_key[..., :head_dim], grad_value[..., : value.shape[2]]
 
 
 def _batched(rows: Tensor) -> Tensor:
@@ -155,16 +318,19 @@ class Flash2:
     def forward(
         self, call: Call, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
+        size = _head_size(query, value)
+        rows = [_widened(x, size) for x in (query, key, value)]
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            query, key, value, *self._pack(call, query), 0.0, call.causal, False, scale=scale
+            *rows, *self._pack(call, query), 0.0, False, False, scale=scale, **_window_of(call)
         )
         # A row without keys has +inf there, and no run names it.
-        return out, lse.transpose(0, 1)
+        return out[..., : value.shape[2]], lse.transpose(0, 1)
 
     def backward(
         self,
         call: Call,
         grad_out: Tensor,
+        grad_lse: Tensor | None,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -173,27 +339,31 @@ class Flash2:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         no_dropout = torch.empty(2, dtype=torch.uint64, device=query.device)
-        grad_query, grad_key, grad_value = torch.ops.aten._flash_attention_backward(
-            grad_out.contiguous(),
-            query,
-            key,
-            value,
-            out,
+        columns = _backward_columns(grad_out, grad_lse, query, key, value, out)
+        grads = torch.ops.aten._flash_attention_backward(
+            columns[0].contiguous(),
+            *columns[1:],
             lse.transpose(0, 1).contiguous(),
             *self._pack(call, query),
             0.0,
-            call.causal,
+            False,
             no_dropout,
             no_dropout,
             scale=scale,
+            **_window_of(call),
         )
-        return grad_query, grad_key, grad_value
+        return _narrowed(grads, query, value)
 
     @staticmethod
     def _pack(call: Call, query: Tensor) -> tuple[Tensor, Tensor, int, int]:
         longest_query = max(entry.query_rows for entry in call.entries)
         longest_key = max(entry.key_rows for entry in call.entries)
         return *call.bounds(query.device), longest_query, longest_key
+
+
+def _window_of(call: Call) -> dict[str, int]:
+    left, right = call.window
+    return {"window_size_left": left, "window_size_right": right}
 
 
 class Plain:
@@ -216,6 +386,7 @@ class Plain:
         self,
         call: Call,
         grad_out: Tensor,
+        grad_lse: Tensor | None,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -225,7 +396,10 @@ class Plain:
     ) -> tuple[Tensor, Tensor, Tensor]:
         weights = (_scores(call, query, key, scale) - lse.transpose(0, 1).unsqueeze(-1)).exp()
         grad = grad_out.transpose(0, 1)
-        delta = (grad_out * out).sum(-1).transpose(0, 1).unsqueeze(-1)
+        delta = (grad_out * out).sum(-1)
+        if grad_lse is not None:
+            delta = delta - grad_lse
+        delta = delta.transpose(0, 1).unsqueeze(-1)
         grad_scores = weights * (grad @ _per_query_head(value, query).transpose(1, 2) - delta)
         grad_query = grad_scores @ _per_query_head(key, query) * scale
         grad_key = grad_scores.transpose(1, 2) @ query.transpose(0, 1) * scale
@@ -240,10 +414,12 @@ class Plain:
 def _scores(call: Call, query: Tensor, key: Tensor, scale: float) -> Tensor:
     """(H, queries, keys), -inf where a key is hidden."""
     scores = query.transpose(0, 1) @ _per_query_head(key, query).transpose(1, 2) * scale
-    if call.causal:
-        hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=query.device)
-        scores = scores.masked_fill(hidden.triu(1 + key.shape[0] - query.shape[0]), -torch.inf)
-    return scores
+    (entry,) = call.entries
+    if entry.window == (-1, -1):
+        return scores
+    keys = torch.arange(entry.key_rows, device=query.device)
+    ahead = keys - torch.arange(entry.query_rows, device=query.device).unsqueeze(1)
+    return scores.masked_fill((ahead < entry.low) | (ahead > entry.high), -torch.inf)
 
 
 def _per_query_head(rows: Tensor, query: Tensor) -> Tensor:

@@ -135,13 +135,23 @@ class Route(_Table):
 
 
 class Entry(NamedTuple):
-    """One dense block of attention: query rows against key rows of the stage."""
+    """One block of attention: query rows against key rows of the stage. Query q of the entry sees
+    its key k when low <= k - q <= high."""
 
     query_row: int
     query_rows: int
     key_row: int
     key_rows: int
-    causal: int
+    low: int
+    high: int
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """FlashAttention's window, aligned bottom right: (-1, -1) is full, (-1, 0) causal."""
+        ahead = self.key_rows - self.query_rows
+        left = -1 if self.low <= 1 - self.query_rows else ahead - self.low
+        right = -1 if self.high >= self.key_rows - 1 else self.high - ahead
+        return left, right
 
 
 class Stage(NamedTuple):
@@ -168,8 +178,9 @@ class Schedule(_Table):
     def __init__(self, words: Tensor) -> None:
         super().__init__(words)
         sizes = self.section("SIZES").tolist()[0]
-        self.rows, self.home_sent_rows, self.home_received_rows, comm_type, causal = sizes
-        self.kind: tuple[int, int] = comm_type, causal
+        self.rows, self.home_sent_rows, self.home_received_rows, *kind = sizes
+        self.kind = tuple(kind)
+        """Comm type and mask, as numbers."""
         self.output_runs = self.section("OUTPUT_RUNS")
         self.home_runs = self.section("HOME_RUNS")
         self.local_runs = self.section("LOCAL_RUNS")
@@ -188,6 +199,17 @@ class Schedule(_Table):
     @property
     def receives(self) -> list[Move]:
         return [move for stage in self.stages for move in stage.receives]
+
+    @property
+    def query_rows(self) -> int:
+        """Rows that the entries' queries count in: the local rows, or for "a2a" whole
+        sequences."""
+        return self.stages[0].key_rows
+
+    @property
+    def trades_heads(self) -> bool:
+        """Whether each rank computes whole sequences of some heads."""
+        return bool(_core.COMM_TYPES[self.kind[0]] == "a2a")
 
     @property
     def transport_key(self) -> int:
@@ -219,11 +241,17 @@ class Schedule(_Table):
 
 
 def schedule_words(
-    plan: Plan, micro_batch: int, rank: int, comm_type: str, *, causal: bool, transport_key: int
+    plan: Plan,
+    micro_batch: int,
+    rank: int,
+    comm_type: str,
+    *,
+    window_size: tuple[int, int],
+    transport_key: int,
 ) -> Tensor:
     """The schedule as one tensor, int64 (words,), which names itself (word 0, a serial number) and
-    the transport it runs on (word 1)."""
-    words = _tensor(plan.core.schedule(micro_batch, rank, comm_type, causal), torch.int64)
+    the transport it runs on (word 1). ``window_size``: FlashAttention's; (-1, 0) is causal."""
+    words = _tensor(plan.core.schedule(micro_batch, rank, comm_type, *window_size), torch.int64)
     words[0] = next(_serials)
     words[1] = transport_key
     return rows_may_vary(words)

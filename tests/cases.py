@@ -6,6 +6,7 @@ A case is data, so that the same one runs in loopback (hypothesis draws it) and 
 from __future__ import annotations
 
 import math
+import pickle
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -27,9 +28,14 @@ class Case:
     max_degree: int | None = None
     comm_type: str = "p2p"
     causal: bool = True
+    window: tuple[int, int] = (-1, -1)
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 8
+    value_dim: int | None = None
+    sinks: bool = False
+    lse: bool = False
+    """Whether the log-sum-exp is returned, and has a gradient."""
     dtype: str = "float64"
     seed: int = 0
 
@@ -44,63 +50,105 @@ class Case:
 
 
 NAMES = ("query", "key", "value", "grad")
+RESULTS = ("out", "lse", "dquery", "dkey", "dvalue")
 
 
 def whole_sequences(case: Case) -> list[dict[str, Tensor]]:
     """Inputs of every sequence, the same on every rank."""
     generator = torch.Generator().manual_seed(case.seed)
-    heads = {"query": case.heads, "key": case.kv_heads, "value": case.kv_heads, "grad": case.heads}
+    value_dim = case.value_dim or case.head_dim
+    shapes = {
+        "query": (case.heads, case.head_dim),
+        "key": (case.kv_heads, case.head_dim),
+        "value": (case.kv_heads, value_dim),
+        "grad": (case.heads, value_dim),
+    }
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
     return [
-        {
-            name: torch.randn(
-                length, heads[name], case.head_dim, generator=generator, dtype=torch.float64
-            ).to(getattr(torch, case.dtype))
-            for name in NAMES
-        }
-        | {"loss_mask": torch.ones(length)}
+        {name: draw(length, *shapes[name]).to(getattr(torch, case.dtype)) for name in NAMES}
+        | {"grad_lse": draw(length, case.heads), "loss_mask": torch.ones(length)}
         for length in case.lengths
     ]
 
 
-def whole_attention(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
-    """One sequence on one rank: softmax(q k^T / sqrt(D)) v, nothing clever."""
+def sinks_of(case: Case) -> Tensor | None:
+    generator = torch.Generator().manual_seed(case.seed + 1)
+    return torch.randn(case.heads, generator=generator).double() if case.sinks else None
+
+
+def whole_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    causal: bool,
+    window: tuple[int, int],
+) -> tuple[Tensor, Tensor]:
+    """One sequence on one rank: softmax(q k^T / sqrt(D)) v and the log-sum-exp, nothing clever."""
     groups = query.shape[1] // key.shape[1]
     q, k, v = (x.transpose(0, 1) for x in (query, key, value))
     k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
     scores = q @ k.transpose(1, 2) / math.sqrt(query.shape[2])
-    if causal:
-        tokens = query.shape[0]
-        hidden = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(hidden, -math.inf)
-    return (scores.softmax(-1) @ v).transpose(0, 1)
+    tokens = query.shape[0]
+    left, right = (limit if limit >= 0 else tokens for limit in window)
+    ahead = torch.arange(tokens) - torch.arange(tokens).unsqueeze(1)  # of the key, of its query
+    hidden = (ahead < -left) | (ahead > (0 if causal else right))
+    scores = scores.masked_fill(hidden, -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, tokens, 1)], 2)
+    weights = scores.softmax(-1)[..., :tokens]
+    return (weights @ v).transpose(0, 1), scores.logsumexp(-1).transpose(0, 1)
 
 
-def expected(case: Case) -> list[tuple[Tensor, ...]]:
-    """Output and gradients of every sequence, in float64 whatever the case's dtype."""
+def differentiate(case: Case, out: Tensor, lse: Tensor, sample: Any) -> None:
+    grads = (sample["grad"].to(out.dtype), sample["grad_lse"].to(lse.dtype))
+    if case.lse:
+        torch.autograd.backward((out, lse), grads)
+    else:
+        out.backward(grads[0])
+
+
+def expected(case: Case) -> tuple[list[tuple[Tensor, ...]], Tensor | None]:
+    """Results of every sequence and the gradient of the sinks, in float64 whatever the dtype."""
     answers = []
+    sinks = sinks_of(case)
+    sinks = sinks if sinks is None else sinks.requires_grad_()
     for sample in whole_sequences(case):
         inputs = [sample[name].double().requires_grad_() for name in NAMES[:3]]
-        out = whole_attention(*inputs, case.causal)
-        out.backward(sample["grad"].double())
-        answers.append((out.detach(), *(x.grad for x in inputs)))
-    return answers
+        out, lse = whole_attention(*inputs, sinks, case.causal, case.window)
+        differentiate(case, out, lse, sample)
+        answers.append((out.detach(), lse.detach(), *(x.grad for x in inputs)))
+    return answers, None if sinks is None else sinks.grad
 
 
 def attention_errors(groups: Any, case: Case, plan: hcp.Plan | None = None) -> list[float]:
-    """Largest errors of output, dq, dk and dv over the sequences that this rank loaded."""
+    """Largest errors of each of RESULTS over the sequences that this rank loaded, and of the sinks'
+    gradient."""
     plan = plan or case.plan()
     rank = groups.transport.rank
     sources = [(i * 7 + 3) % plan.ranks for i in range(len(case.lengths))]
     samples = [s for s, r in zip(whole_sequences(case), sources, strict=True) if r == rank]
     step = hcp.dispatch(plan, samples, sources, groups, comm_types=(case.comm_type,))
-    answers = expected(case)
-    worst = [0.0] * 4
+    answers, grad_sinks = expected(case)
+    worst = [0.0] * len(RESULTS)
+    sinks = sinks_of(case)
+    if sinks is not None:
+        sinks = sinks.to(groups.transport.device).requires_grad_()
     for cp, local in step:
         inputs = [local[name].clone().requires_grad_() for name in NAMES[:3]]
-        out = cp.attention(*inputs, causal=case.causal)
-        out.backward(local.grad)
+        out, lse = cp.attention(
+            *inputs,
+            causal=case.causal,
+            window_size=case.window,
+            sinks=sinks,
+            return_lse=True,
+        )
+        differentiate(case, out, lse, local)
         loaded = [i for i in sorted(sequences_of(plan, cp.micro_batch)) if sources[i] == rank]
-        for n, computed in enumerate((out.detach(), *(x.grad for x in inputs))):
+        for n, computed in enumerate((out.detach(), lse.detach(), *(x.grad for x in inputs))):
             back = cp.combine(computed)
             whole = [answers[i][n] for i in loaded]
             back = back.double().cpu()
@@ -109,7 +157,15 @@ def attention_errors(groups: Any, case: Case, plan: hcp.Plan | None = None) -> l
             assert torch.isfinite(back).all(), (n, case)
             if back.numel():
                 worst[n] = max(worst[n], float((back - want).abs().max()))
+    if sinks is not None and case.lengths:
+        worst.append(float((summed(groups, sinks.grad) - grad_sinks).abs().max()))
     return worst
+
+
+def summed(groups: Any, own: Tensor | None) -> Tensor:
+    """The sum over all ranks, as a trainer would reduce a gradient."""
+    shares = groups.transport.all_gather_bytes(pickle.dumps(own if own is None else own.cpu()))
+    return sum(x for x in map(pickle.loads, shares) if x is not None)  # type: ignore[return-value]
 
 
 def sequences_of(plan: hcp.Plan, micro_batch: int) -> list[int]:

@@ -21,7 +21,8 @@ class Layer(torch.nn.Module):
         query, key, value = self.qkv(x).unflatten(1, (3, 2, 8)).unbind(1)
         query = cp.apply_rotary_pos_emb(query, self.freqs)
         key = cp.apply_rotary_pos_emb(key, self.freqs)
-        return cp.attention(query, key, value).flatten(1)
+        near = cp.attention(query, key, value, window_size=(3, 0))
+        return (near + cp.attention(query, key, value)).flatten(1)
 
 
 def losses_and_graphs(groups: Any, plans: int) -> list[int]:
@@ -36,7 +37,9 @@ def losses_and_graphs(groups: Any, plans: int) -> list[int]:
         lengths = [draw.randint(2, 30) for _ in range(draw.randint(1, 6))]
         samples = [{"x": torch.randn(n, 8), "loss_mask": torch.ones(n)} for n in lengths]
         plan = hcp.plan(lengths, ranks=1, max_tokens_per_rank=64)
-        for cp, local in hcp.dispatch(plan, samples, [0] * len(lengths), groups):
+        for cp, local in hcp.dispatch(
+            plan, samples, [0] * len(lengths), groups, window_sizes=[(3, 0)]
+        ):
             grads = []
             for model in (layer, compiled):
                 layer.zero_grad()
@@ -60,6 +63,12 @@ def test_the_operator_passes_opcheck() -> None:
         plan = hcp.plan([9, 4], ranks=1, max_tokens_per_rank=16)
         cp = hcp.ContextParallelHandler(plan, 0, groups.transport)
         inputs = [torch.randn(13, h, 8, requires_grad=True) for h in (4, 2, 2)]
-        torch.library.opcheck(torch.ops.hcp.attention, (*inputs, cp._schedules["p2p", True], 0.3))
+        torch.library.opcheck(
+            torch.ops.hcp.attention, (*inputs, None, cp._schedules["p2p", -1, 0], 0.3)
+        )
+        sinks = torch.randn(4, requires_grad=True)
+        torch.library.opcheck(
+            torch.ops.hcp.attention, (*inputs, sinks, cp._schedules["p2p", -1, 0], 0.3)
+        )
 
     hcp.loopback(1, check, timeout=300)

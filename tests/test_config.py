@@ -78,7 +78,7 @@ def test_a_comm_type_for_each_layer():
         ({"min_dynamic_context_parallel_size": 0}, "min_dynamic_context_parallel_size is 0"),
         ({"context_parallel_size": -1}, "context_parallel_size is -1"),
         ({"eval_context_parallel_size": 0}, "eval_context_parallel_size is 0"),
-        ({"cp_comm_type": "a2a"}, "cp_comm_type is 'a2a', expected one of p2p, all_gather"),
+        ({"cp_comm_type": "ring"}, "cp_comm_type is 'ring', expected one of p2p, all_gather, a2a"),
         ({"cp_comm_type": ["p2p", "ring"]}, r"cp_comm_type\[1\] is 'ring'"),
         ({"cp_comm_type": []}, "cp_comm_type is an empty list"),
     ],

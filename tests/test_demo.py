@@ -163,7 +163,10 @@ def test_torchrun_starts_it_too_and_a_global_batch_may_be_smaller_than_the_ranks
             ["--max-seqlen-per-dp-cp-rank", "9"],
             "rank of 4 (2048) > max_seqlen_per_dp_cp_rank (9)",
         ),
-        (["--cp-comm-type", "a2a"], "cp_comm_type is 'a2a', expected one of p2p, all_gather"),
+        (
+            ["--cp-comm-type", "ring"],
+            "cp_comm_type is 'ring', expected one of p2p, all_gather, a2a",
+        ),
         (["--cp-comm-type", "p2p", "p2p"], "cp_comm_type lists 2 values for 4 layers"),
         (["--lr", "nan"], "lr is nan"),
     ],

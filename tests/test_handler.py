@@ -58,12 +58,27 @@ def test_rows_are_rotated_by_their_own_position(rotated: int, shape: str) -> Non
     hcp.loopback(3, check)
 
 
-def test_too_few_positions_are_refused() -> None:
+def test_a_table_of_positions_gives_each_row_its_own() -> None:
+    table = torch.randn(40, 1, 1, 6)
+
+    def check(groups: Any) -> None:
+        for cp in all_handlers(groups, (17, 3, 30)):
+            tokens = [token for _, token in tokens_of(cp)]
+            assert torch.equal(cp.get_emb_on_this_cp_rank(table), table[tokens])
+
+    hcp.loopback(3, check)
+
+
+@pytest.mark.parametrize("name", ["freqs", "emb"])
+def test_too_few_positions_are_refused(name: str) -> None:
     def call(groups: Any) -> None:
         (cp,) = all_handlers(groups, [9])
-        cp.apply_rotary_pos_emb(torch.zeros(9, 1, 4), torch.zeros(8, 4))
+        if name == "emb":
+            cp.get_emb_on_this_cp_rank(torch.zeros(8, 4))
+        else:
+            cp.apply_rotary_pos_emb(torch.zeros(9, 1, 4), torch.zeros(8, 4))
 
-    with pytest.raises(ValueError, match="freqs has 8 positions, expected >= 9"):
+    with pytest.raises(ValueError, match=f"{name} has 8 positions, expected >= 9"):
         hcp.loopback(1, call)
 
 
@@ -117,6 +132,81 @@ def test_integers_and_vectors_roll_too() -> None:
         assert rolled == [p + 1 if p < 5 else 0 for p in positions]
 
 
+# ---- whole sequences -----------------------------------------------------------------------------
+
+
+def check_trade(groups: Any, lengths: Any, heads: int, min_degree: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(5)
+    whole = [torch.randn(n, heads, 3, generator=generator).to(dtype) for n in lengths]
+    for cp in all_handlers(groups, lengths, min_degree=min_degree):
+        local = [whole[s][t] for s, t in tokens_of(cp)]
+        x = torch.stack(local) if local else torch.zeros(0, heads, 3, dtype=dtype)
+        y = cp.sequence_to_head(x.requires_grad_())
+        own = cp.head_slice(heads)
+        want = [whole[s][:, own] for s in cp.layout.sequences]
+        assert cp.whole_cu_seqlens.diff().tolist() == [len(part) for part in want]
+        assert torch.equal(y, torch.cat(want) if want else y.new_zeros(0, heads, 3))
+        back = cp.head_to_sequence(y, heads)
+        assert torch.equal(back, x)
+        weights = torch.randn(x.shape, generator=generator).to(dtype)
+        back.backward(weights)  # the adjoint of the identity, through both
+        assert torch.equal(x.grad, weights)
+
+
+@given(
+    st.integers(1, 6),
+    st.lists(st.integers(1, 60), min_size=1, max_size=5),
+    st.integers(1, 7),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.data(),
+)
+def test_rows_become_whole_sequences_of_some_heads_and_come_back(
+    ranks: int, lengths: list[int], heads: int, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    min_degree = data.draw(st.integers(1, ranks))
+    lengths = [min(length, 20 * ranks) for length in lengths]
+    hcp.loopback(ranks, lambda g: check_trade(g, lengths, heads, min_degree, dtype))
+
+
+def gloo_trade(rank: int, size: int) -> None:
+    check_trade(GlooGroups(), [40, 7, 2, 1], 5, 2, torch.float32)
+
+
+def test_whole_sequences_work_on_gloo_ranks() -> None:
+    run_ranks(3, gloo_trade)
+
+
+def test_a_scan_over_whole_sequences_equals_one_rank() -> None:
+    """A recurrent layer: the gradient at a token depends on all tokens behind it."""
+    x = torch.randn(31, 5, 2, dtype=torch.float64)
+    whole = x.clone().requires_grad_()
+    whole.cumsum(0).square().sum().backward()
+
+    def check(groups: Any) -> None:
+        (cp,) = all_handlers(groups, [31], min_degree=3)
+        local = x[cp.position_ids].requires_grad_()
+        out = cp.head_to_sequence(cp.sequence_to_head(local).cumsum(0), 5)
+        out.square().sum().backward()
+        assert torch.allclose(out, x.cumsum(0)[cp.position_ids], atol=1e-12)
+        assert torch.allclose(local.grad, whole.grad[cp.position_ids], atol=1e-12)
+
+    hcp.loopback(3, check)
+
+
+@pytest.mark.parametrize("to_heads", [True, False])
+def test_wrong_rows_of_whole_sequences_are_refused(to_heads: bool) -> None:
+    def call(groups: Any) -> None:
+        (cp,) = all_handlers(groups, [9])
+        if to_heads:
+            cp.sequence_to_head(torch.zeros(8, 2, 4))
+        else:
+            cp.head_to_sequence(torch.zeros(9, 3, 4), 2)
+
+    message = r"expected \(9, heads, ...\)" if to_heads else r"expected \(9, 2, ...\)"
+    with pytest.raises(ValueError, match=message):
+        hcp.loopback(1, call)
+
+
 # ---- handlers as values --------------------------------------------------------------------------
 
 
@@ -135,8 +225,8 @@ def test_groups_that_are_gone_are_named() -> None:
         return cp
 
     (cp,) = hcp.loopback(1, use_after)
-    transport_words = cp._schedules["p2p", True].clone()
+    transport_words = cp._schedules["p2p", -1, 0].clone()
     transport_words[0] = -1  # a serial that was never read
     transport_words[1] = 10**9
     with pytest.raises(hcp.HcpError, match="process groups of this handler are gone"):
-        torch.ops.hcp.attention(*[torch.zeros(5, 1, 4)] * 3, transport_words, 1.0)
+        torch.ops.hcp.attention(*[torch.zeros(5, 1, 4)] * 3, None, transport_words, 1.0)

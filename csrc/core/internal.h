@@ -178,6 +178,9 @@ typedef struct hcp__piece {
   int64_t start, rows;
 } hcp__piece;
 
+/* The first token of chunk k of 2 * degree, for 0 <= k <= 2 * degree. */
+int64_t hcp__chunk_start(int64_t length, int32_t degree, int64_t k);
+
 /* What rank j of degree holds of a sequence: at most two pieces in token order,
  * none empty, joined when they touch. Returns how many. */
 int32_t hcp__pieces(int64_t length, int32_t degree, int32_t j, hcp__piece pieces[2]);

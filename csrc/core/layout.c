@@ -4,17 +4,17 @@
 
 #include "internal.h"
 
-/* Chunk k of 2 * degree starts here. */
-static int64_t chunk_start(int64_t length, int32_t degree, int64_t k) {
+int64_t hcp__chunk_start(int64_t length, int32_t degree, int64_t k) {
   int64_t chunks = 2 * (int64_t)degree;
   return length / chunks * k + length % chunks * k / chunks;
 }
 
 int32_t hcp__pieces(int64_t length, int32_t degree, int32_t j, hcp__piece pieces[2]) {
   int64_t mirrored = 2 * (int64_t)degree - 1 - j;
-  int64_t front = chunk_start(length, degree, j), front_end = chunk_start(length, degree, j + 1);
-  int64_t back = chunk_start(length, degree, mirrored),
-          back_end = chunk_start(length, degree, mirrored + 1);
+  int64_t front = hcp__chunk_start(length, degree, j),
+          front_end = hcp__chunk_start(length, degree, j + 1);
+  int64_t back = hcp__chunk_start(length, degree, mirrored),
+          back_end = hcp__chunk_start(length, degree, mirrored + 1);
   int32_t n = 0;
   if (front_end == back) back = front, front_end = front;
   if (front_end > front) pieces[n++] = (hcp__piece){front, front_end - front};

@@ -395,17 +395,19 @@ static int comm_type_from(const char *name, hcp_comm_type *comm_type) {
 }
 
 static PyObject *plan_schedule(PyObject *self, PyObject *args, PyObject *kwargs) {
-  static char *keywords[] = {"micro_batch", "rank", "comm_type", "causal", NULL};
-  int micro_batch, rank, causal;
+  static char *keywords[] = {"micro_batch", "rank", "comm_type", "left", "right", NULL};
+  int micro_batch, rank;
+  long long left, right;
   const char *name;
   hcp_comm_type comm_type;
   hcp_table *table;
   hcp_error err;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iisp:schedule", keywords, &micro_batch, &rank,
-                                   &name, &causal) ||
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iisLL:schedule", keywords, &micro_batch, &rank,
+                                   &name, &left, &right) ||
       comm_type_from(name, &comm_type) < 0)
     return NULL;
-  if (hcp_schedule_create(plan_of(self), micro_batch, rank, comm_type, causal, &table, &err) !=
+  const hcp_mask mask = {left, right};
+  if (hcp_schedule_create(plan_of(self), micro_batch, rank, comm_type, &mask, &table, &err) !=
       HCP_OK)
     return hcp_py_raise(&err);
   return hcp_py_table(module_of(self), table);

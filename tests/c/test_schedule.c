@@ -34,11 +34,11 @@ static int64_t begin_of(const rank_state *r, int64_t stage, int32_t column) {
 }
 
 static void open_rank(const hcp_plan *plan, int32_t m, int32_t rank, hcp_comm_type type,
-                      int32_t causal) {
+                      const hcp_mask *mask) {
   rank_state *r = &ranks[rank];
   int64_t row = 0;
   CHECK_INT(hcp_layout_create(plan, m, rank, &r->layout, NULL), HCP_OK);
-  CHECK_INT(hcp_schedule_create(plan, m, rank, type, causal, &r->schedule, NULL), HCP_OK);
+  CHECK_INT(hcp_schedule_create(plan, m, rank, type, mask, &r->schedule, NULL), HCP_OK);
   for (int32_t s = 0; s < r->layout->span_count; s++)
     for (int64_t t = 0; t < r->layout->spans[s].rows; t++)
       r->local[row++] =
@@ -105,19 +105,23 @@ static void arrange_keys(int32_t first, int32_t end_rank, int64_t stage) {
 /* ---- meeting ---- */
 
 static void meet(rank_state *r, int64_t e) {
-  const int64_t *entry = section(r->schedule, HCP_SCHEDULE_ENTRIES) + 5 * e;
+  const int64_t *entry = section(r->schedule, HCP_SCHEDULE_ENTRIES) + 6 * e;
   CHECK(entry[1] > 0 && entry[3] > 0);
+  CHECK(entry[4] >= 1 - entry[1] && entry[5] <= entry[3] - 1);
+  for (int64_t q = 0; q < entry[1]; q++) /* no query without a key */
+    CHECK(q + entry[4] < entry[3] && q + entry[5] >= 0);
   for (int64_t k = 0; k < entry[3]; k++) {
     int32_t key = r->keys[entry[2] + k];
     r->part_tokens[e][k] = key;
     r->parts[e][k] = 0;
     for (int64_t q = 0; q < entry[1]; q++) {
       int32_t query = r->local[entry[0] + q];
-      if (entry[4] && k > q + entry[3] - entry[1]) continue; /* bottom right */
+      if (k - q < entry[4] || k - q > entry[5]) continue;
       CHECK_INT(query / 512, key / 512);
       met[query][key % 512]++;
       r->parts[e][k]++;
     }
+    CHECK(r->parts[e][k] > 0);
   }
 }
 
@@ -173,13 +177,33 @@ static void send_home(int32_t from) {
   }
 }
 
-static int64_t queries_that_see(const rank_state *r, int64_t row, int32_t causal) {
-  int32_t slot = 0;
-  while (r->layout->cu_seqlens[slot + 1] <= row) slot++;
-  return causal ? r->layout->lengths[slot] - r->layout->positions[row] : r->layout->lengths[slot];
+static int sees(const hcp_mask *mask, int64_t query, int64_t key) {
+  return (mask->left < 0 || key >= query - mask->left) &&
+         (mask->right < 0 || key <= query + mask->right);
 }
 
-static void check_sums(rank_state *r, int32_t causal) {
+static int64_t queries_that_see(const rank_state *r, int64_t row, const hcp_mask *mask) {
+  int32_t slot = 0;
+  int64_t queries = 0;
+  while (r->layout->cu_seqlens[slot + 1] <= row) slot++;
+  for (int64_t query = 0; query < r->layout->lengths[slot]; query++)
+    queries += sees(mask, query, r->layout->positions[row]);
+  return queries;
+}
+
+/* No row travels that nobody sees. */
+static void check_fetched(const rank_state *r, const hcp_mask *mask) {
+  for (int64_t stage = 1; stage < records(r->schedule, HCP_SCHEDULE_STAGES); stage++)
+    for (int64_t k = 0; k < stage_of(r, stage)[7]; k++) {
+      int seen = 0;
+      for (int64_t row = 0; row < r->layout->rows; row++)
+        seen |= r->local[row] / 512 == r->keys[k] / 512 &&
+                sees(mask, r->local[row] % 512, r->keys[k] % 512);
+      CHECK(seen);
+    }
+}
+
+static void check_sums(rank_state *r, const hcp_mask *mask) {
   static int64_t sums[ROWS];
   int64_t local_entries = records(r->schedule, HCP_SCHEDULE_STAGES) ? stage_of(r, 0)[4] : 0;
   memset(sums, 0, sizeof sums);
@@ -195,7 +219,7 @@ static void check_sums(rank_state *r, int32_t causal) {
     }
   }
   for (int64_t row = 0; row < r->layout->rows; row++)
-    CHECK_INT(sums[row], queries_that_see(r, row, causal));
+    CHECK_INT(sums[row], queries_that_see(r, row, mask));
 }
 
 /* Each part of a run is the entry that has these queries. */
@@ -204,25 +228,25 @@ static void check_outputs(const rank_state *r) {
   int64_t covered = 0, entry_rows = 0;
   for (int64_t i = 0; i < records(r->schedule, HCP_SCHEDULE_OUTPUT_RUNS); i++) {
     const int64_t *run = section(r->schedule, HCP_SCHEDULE_OUTPUT_RUNS) + 4 * i;
-    const int64_t *entry = section(r->schedule, HCP_SCHEDULE_ENTRIES) + 5 * run[2];
+    const int64_t *entry = section(r->schedule, HCP_SCHEDULE_ENTRIES) + 6 * run[2];
     CHECK_INT(entry[0] + run[3], run[0]);
     CHECK(run[3] >= 0 && run[3] + run[1] <= entry[1]);
     covered += run[1];
   }
   for (int64_t e = 0; e < records(r->schedule, HCP_SCHEDULE_ENTRIES); e++)
-    entry_rows += section(r->schedule, HCP_SCHEDULE_ENTRIES)[5 * e + 1];
+    entry_rows += section(r->schedule, HCP_SCHEDULE_ENTRIES)[6 * e + 1];
   CHECK_INT(covered, entry_rows);
 }
 
 /* ---- all of it ---- */
 
-static void check_meetings(int32_t causal) {
+static void check_meetings(const hcp_mask *mask) {
   for (int32_t k = 0; k < rank_count; k++)
     for (int64_t row = 0; row < ranks[k].layout->rows; row++) {
       int32_t slot = 0, query = ranks[k].local[row];
       while (ranks[k].layout->cu_seqlens[slot + 1] <= row) slot++;
       for (int64_t key = 0; key < 512; key++) {
-        int seen = key < ranks[k].layout->lengths[slot] && (!causal || key <= query % 512);
+        int seen = key < ranks[k].layout->lengths[slot] && sees(mask, query % 512, key);
         CHECK_INT(met[query][key], seen);
       }
     }
@@ -237,28 +261,86 @@ static void meet_all(void) {
   }
 }
 
-static void run(const hcp_plan *plan, int32_t m, hcp_comm_type type, int32_t causal) {
+static void run(const hcp_plan *plan, int32_t m, hcp_comm_type type, const hcp_mask *mask) {
   memset(met, 0, sizeof met);
   rank_count = plan->limits.ranks;
-  for (int32_t k = 0; k < rank_count; k++) open_rank(plan, m, k, type, causal);
+  for (int32_t k = 0; k < rank_count; k++) open_rank(plan, m, k, type, mask);
   meet_all();
-  check_meetings(causal);
+  check_meetings(mask);
+  for (int32_t k = 0; k < rank_count && type == HCP_COMM_ALL_GATHER; k++)
+    check_fetched(&ranks[k], mask);
   for (int32_t k = 0; k < rank_count; k++) pack_home(&ranks[k]);
   for (int32_t k = 0; k < rank_count; k++) send_home(k);
   for (int32_t k = 0; k < rank_count; k++) {
     check_outputs(&ranks[k]);
-    check_sums(&ranks[k], causal);
+    check_sums(&ranks[k], mask);
     hcp_layout_destroy(ranks[k].layout);
     hcp_table_destroy(ranks[k].schedule);
   }
 }
 
+/* Half of them have no window, and windows are of all sizes. */
+static hcp_mask draw_mask(void) {
+  if (draw(0, 1)) return (hcp_mask){-1, draw(-1, 0)};
+  int32_t longest = draw(0, 1) ? 5 : 200;
+  return (hcp_mask){draw(-1, longest), draw(0, 1) ? 0 : draw(-1, longest)};
+}
+
 static void every_query_meets_every_key_it_sees_once(void) {
-  for (int32_t i = 0; i < 60; i++) {
+  for (int32_t i = 0; i < 100; i++) {
     hcp_plan *plan = draw_plan(RANKS);
     for (int32_t m = 0; m < plan->micro_batch_count && m < 3; m++)
-      for (int32_t type = 0; type < HCP_COMM_TYPE_COUNT; type++)
-        run(plan, m, (hcp_comm_type)type, draw(0, 1));
+      for (int32_t type = 0; type < HCP_COMM_A2A; type++) {
+        hcp_mask mask = draw_mask();
+        run(plan, m, (hcp_comm_type)type, &mask);
+      }
+    hcp_plan_destroy(plan);
+  }
+}
+
+/* ---- heads for sequence ---- */
+
+static void check_whole_sequences(rank_state *r, int32_t first, int32_t degree) {
+  static int32_t wire[ROWS], whole[ROWS], back[ROWS];
+  int64_t rows = 0, received = 0;
+  for (int32_t k = 0; k < degree; k++) {
+    const int64_t *receive = section(r->schedule, HCP_SCHEDULE_RECEIVES) + 3 * k;
+    const int64_t *send = section(r->schedule, HCP_SCHEDULE_SENDS) + 3 * k;
+    CHECK(receive[0] == first + k && receive[1] == received);
+    CHECK(receive[2] == ranks[first + k].layout->rows);
+    CHECK(send[0] == first + k && send[1] == 0 && send[2] == r->layout->rows);
+    memcpy(wire + received, ranks[first + k].local, (size_t)receive[2] * sizeof *wire);
+    received += receive[2];
+  }
+  CHECK_INT(stage_of(r, 0)[7], received);
+  CHECK_INT(gather(r, HCP_SCHEDULE_ARRANGE, 0, stage_of(r, 0)[3], wire, whole), received);
+  CHECK_INT(gather(r, HCP_SCHEDULE_PACK, 0, stage_of(r, 0)[0], whole, back), received);
+  CHECK(memcmp(back, wire, (size_t)received * sizeof *wire) == 0);
+  for (int32_t s = 0; s < r->layout->sequence_count; s++) {
+    const int64_t *entry = section(r->schedule, HCP_SCHEDULE_ENTRIES) + 6 * s;
+    CHECK(entry[0] == rows && entry[1] == r->layout->lengths[s]);
+    CHECK(entry[2] == rows && entry[3] == r->layout->lengths[s]);
+    for (int64_t t = 0; t < r->layout->lengths[s]; t++)
+      CHECK_INT(whole[rows++], token(r->layout->sequences[s], t));
+  }
+  CHECK_INT(rows, received);
+}
+
+static void heads_for_sequence_gives_whole_sequences_and_back(void) {
+  for (int32_t i = 0; i < 40; i++) {
+    hcp_plan *plan = draw_plan(RANKS);
+    hcp_mask mask = draw_mask();
+    rank_count = plan->limits.ranks;
+    for (int32_t m = 0; m < plan->micro_batch_count && m < 3; m++) {
+      for (int32_t k = 0; k < rank_count; k++) open_rank(plan, m, k, HCP_COMM_A2A, &mask);
+      for (int32_t k = 0; k < rank_count; k++)
+        if (ranks[k].layout->degree > 0)
+          check_whole_sequences(&ranks[k], ranks[k].layout->first_rank, ranks[k].layout->degree);
+      for (int32_t k = 0; k < rank_count; k++) {
+        hcp_layout_destroy(ranks[k].layout);
+        hcp_table_destroy(ranks[k].schedule);
+      }
+    }
     hcp_plan_destroy(plan);
   }
 }
@@ -266,15 +348,17 @@ static void every_query_meets_every_key_it_sees_once(void) {
 static void bad_requests_are_refused(void) {
   const int64_t length = 9;
   const hcp_limits limits = draw_limits(2, 2, 2, 8);
+  const hcp_mask causal = {-1, 0};
   hcp_plan *plan = NULL;
   hcp_table *schedule = NULL;
   hcp_error err;
   CHECK_INT(
       hcp_plan_create(&length, 1, &limits, &(hcp_cost){.pair = 1, .token = 1}, 1, &plan, NULL),
       HCP_OK);
-  CHECK_INT(hcp_schedule_create(plan, 0, 0, HCP_COMM_TYPE_COUNT, 1, &schedule, &err), HCP_INVALID);
-  CHECK_TEXT(err.message, "comm_type is 2, expected 0 to 1");
-  CHECK_INT(hcp_schedule_create(plan, 1, 0, HCP_COMM_P2P, 1, &schedule, &err), HCP_INVALID);
+  CHECK_INT(hcp_schedule_create(plan, 0, 0, HCP_COMM_TYPE_COUNT, &causal, &schedule, &err),
+            HCP_INVALID);
+  CHECK_TEXT(err.message, "comm_type is 3, expected 0 to 2");
+  CHECK_INT(hcp_schedule_create(plan, 1, 0, HCP_COMM_P2P, &causal, &schedule, &err), HCP_INVALID);
   CHECK(schedule == NULL);
   CHECK_TEXT(hcp_comm_type_name(HCP_COMM_ALL_GATHER), "all_gather");
   CHECK(hcp_comm_type_name(HCP_COMM_TYPE_COUNT) == NULL);
@@ -283,6 +367,7 @@ static void bad_requests_are_refused(void) {
 
 int main(void) {
   every_query_meets_every_key_it_sees_once();
+  heads_for_sequence_gives_whole_sequences_and_back();
   bad_requests_are_refused();
   return check_report("test_schedule");
 }

@@ -65,3 +65,31 @@ def test_any_plan_equals_one_rank(
         causal=causal,
     )
     assert loopback_error(case, device="cuda") <= 1e-10
+
+
+WINDOWS = [(0, 0), (5, 2), (64, 0), (-1, 40), (100, 100)]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("comm_type", hcp.COMM_TYPES)
+@pytest.mark.parametrize("degree", [1, 3, 4])
+def test_windows_and_sinks_equal_one_rank_in_float64(
+    degree: int, comm_type: str, window: tuple[int, int]
+) -> None:
+    case = Case(LENGTHS, degree, min_degree=degree, comm_type=comm_type, window=window)
+    case = replace(case, causal=False, sinks=True, lse=True, value_dim=5)
+    assert loopback_error(case, device="cuda") <= 1e-10
+
+
+@pytest.mark.parametrize("window", [(-1, -1), *WINDOWS])
+@pytest.mark.parametrize("comm_type", hcp.COMM_TYPES)
+@pytest.mark.parametrize("degree", [1, 3, 4])
+def test_flash_attention_with_windows_and_sinks_rounds_as_one_call_does(
+    degree: int, comm_type: str, window: tuple[int, int]
+) -> None:
+    case = Case(LENGTHS, degree, min_degree=degree, comm_type=comm_type, window=window)
+    case = replace(
+        case, causal=False, sinks=True, lse=True, head_dim=64, value_dim=48, dtype="bfloat16"
+    )
+    alone = loopback_error(replace(case, ranks=1, min_degree=1))  # the CPU's kernel
+    assert loopback_error(case, device="cuda") <= 3 * alone

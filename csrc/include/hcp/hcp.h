@@ -291,9 +291,10 @@ hcp_status hcp_route_roll(const hcp_plan *plan, int32_t micro_batch, int32_t ran
 
 /* ---- 6. Schedule -------------------------------------------------------- */
 
-#define HCP_COMM_TYPES(X) \
-  X(P2P, "p2p")           \
-  X(ALL_GATHER, "all_gather")
+#define HCP_COMM_TYPES(X)     \
+  X(P2P, "p2p")               \
+  X(ALL_GATHER, "all_gather") \
+  X(A2A, "a2a")
 
 typedef enum hcp_comm_type {
 #define HCP_COMM_ENUM(name, text) HCP_COMM_##name,
@@ -305,13 +306,23 @@ typedef enum hcp_comm_type {
 /* Never NULL for a valid type; NULL otherwise. */
 const char *hcp_comm_type_name(hcp_comm_type type);
 
+/* Which keys of its sequence a query sees, as FlashAttention has it: query i
+ * sees key j when i - left <= j <= i + right. Negative: no limit on that side.
+ * Causal is right = 0. */
+typedef struct hcp_mask {
+  int64_t left, right;
+} hcp_mask;
+
 /* Stage 0 attends local rows to local rows. Each further stage receives key and
- * value rows and attends local queries to them. An entry is one dense block:
- * query rows against key rows, causal (aligned bottom right) or full. Its
- * partial output covers its query rows; a run lists, for rows of a result, the
- * parts that are merged or summed there.
+ * value rows and attends local queries to them. An entry is one block: query
+ * rows against key rows through a band, so that query q of the entry sees its
+ * key k when low <= k - q <= high. Every query sees a key and every key is seen;
+ * low >= 1 - query_rows and high <= key_rows - 1, with equality where the band
+ * does not cut. Its partial output covers its query rows; a run lists, for rows
+ * of a result, the parts that are merged or summed there.
  *
- *   SIZES          rows, home_sent_rows, home_received_rows, comm_type, causal
+ *   SIZES          rows, home_sent_rows, home_received_rows, comm_type, left,
+ *                  right
  *   STAGES         ends of the stage's records in PACK, SENDS, RECEIVES,
  *                  ARRANGE and ENTRIES, then its sent, received and key rows
  *   PACK           (row, rows) of the local rows; a stage without any forwards
@@ -320,8 +331,8 @@ const char *hcp_comm_type_name(hcp_comm_type type);
  *   RECEIVES       (peer, row, rows)
  *   ARRANGE        (row, rows) of the received rows in key order; a stage
  *                  without any uses them as they arrive
- *   ENTRIES        (query_row, query_rows, key_row, key_rows, causal); key_row
- *                  counts in the stage's keys: the local rows in stage 0
+ *   ENTRIES        (query_row, query_rows, key_row, key_rows, low, high);
+ *                  key_row counts in the stage's keys: the local rows in stage 0
  *   OUTPUT_RUNS    (row, rows, part, part_row): local rows <- entries
  *   HOME_RUNS      (row, rows, part, part_row): rows sent home <- entries
  *   HOME_SENDS     (peer, row, rows): partial gradients to the keys' owners
@@ -330,15 +341,29 @@ const char *hcp_comm_type_name(hcp_comm_type type);
  *                  0, then, as one more part, the gradients that came home
  *
  * Runs ascend by row; records with the same row and rows are one run, and
- * different runs do not overlap. */
+ * different runs do not overlap.
+ *
+ * A2A trades rows for heads: its one stage is whole sequences, of which each
+ * rank has some heads. What differs:
+ *
+ *   SENDS          (peer, 0, rows): all local rows, to every rank of the group
+ *   RECEIVES       (peer, row, rows): from every rank of the group, in its order;
+ *                  rows may be 0
+ *   ARRANGE        (row, rows) of the received rows in sequence order
+ *   PACK           (row, rows) of the sequences in the order of the received
+ *                  rows: the way back
+ *   ENTRIES        one for each sequence
+ *   OUTPUT_RUNS    rows of the sequences <- entries
+ *
+ * and nothing is sent home. */
 #define HCP_SCHEDULE_SECTIONS(X) \
-  X(SIZES, 5)                    \
+  X(SIZES, 6)                    \
   X(STAGES, 8)                   \
   X(PACK, 2)                     \
   X(SENDS, 3)                    \
   X(RECEIVES, 3)                 \
   X(ARRANGE, 2)                  \
-  X(ENTRIES, 5)                  \
+  X(ENTRIES, 6)                  \
   X(OUTPUT_RUNS, 4)              \
   X(HOME_RUNS, 4)                \
   X(HOME_SENDS, 3)               \
@@ -353,9 +378,9 @@ enum {
 };
 
 /* P2P passes whole blocks around the ring of the group; ALL_GATHER fetches just
- * the rows that this rank's queries see, in one stage. */
+ * the rows that this rank's queries see, in one stage. *mask is read only. */
 hcp_status hcp_schedule_create(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
-                               hcp_comm_type comm_type, int32_t causal, hcp_table **schedule,
+                               hcp_comm_type comm_type, const hcp_mask *mask, hcp_table **schedule,
                                hcp_error *err);
 
 /* ---- 7. Grid ------------------------------------------------------------ */
