@@ -357,7 +357,9 @@ class Flash2:
     @staticmethod
     def _pack(call: Call, query: Tensor) -> tuple[Tensor, Tensor, int, int]:
         longest_query = max(entry.query_rows for entry in call.entries)
-        longest_key = max(entry.key_rows for entry in call.entries)
+        # A right bound of as many rows as the longest keys have counts as none there, though with
+        # more queries than keys it hides some: such a bound must look shorter.
+        longest_key = max(call.window[1] + 1, *(entry.key_rows for entry in call.entries))
         return *call.bounds(query.device), longest_query, longest_key
 
 
