@@ -357,9 +357,12 @@ class Flash2:
     @staticmethod
     def _pack(call: Call, query: Tensor) -> tuple[Tensor, Tensor, int, int]:
         longest_query = max(entry.query_rows for entry in call.entries)
-        # A right bound of as many rows as the longest keys have counts as none there, though with
-        # more queries than keys it hides some: such a bound must look shorter.
-        longest_key = max(call.window[1] + 1, *(entry.key_rows for entry in call.entries))
+        longest_key = max(entry.key_rows for entry in call.entries)
+        left, right = call.window
+        if left >= 0 or right > 0:
+            # It takes the longest keys for a bound that nothing passes, though with more queries
+            # than keys the first queries would pass it: the longest keys must look longer.
+            longest_key = max(longest_key, longest_query, right + 1)
         return *call.bounds(query.device), longest_query, longest_key
 
 
