@@ -1,11 +1,15 @@
 """rebind: every slot that holds a training group holds its eval twin, all or none, undone."""
 
+import functools
 import gc
+import itertools
 import signal
+import sys
 import threading
 import weakref
 from collections import OrderedDict, UserDict, deque, namedtuple
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -43,7 +47,7 @@ class Guarded:
     """Raises on the values that it is told to, before or after it has stored them."""
 
     def __init__(self, value):
-        vars(self).update(held=value, before=set(), after=set())
+        vars(self).update(held=value, before=set(), after=set(), interrupts=[])
 
     @property
     def value(self):
@@ -51,6 +55,8 @@ class Guarded:
 
     @value.setter
     def value(self, new):
+        if new in self.interrupts:
+            raise KeyboardInterrupt(self.interrupts.pop())
         if new in self.before:
             raise KeyError(f"before {new}")
         vars(self)["held"] = new
@@ -134,6 +140,19 @@ def test_an_exception_while_restoring_stops_no_other(k):
     assert held(owners) == [f"new {i}" if i == k else f"old {i}" for i in range(4)]
     assert rebinding.pending == 0
     assert caught.value.__notes__ == [f"hcp: while undoing owner {k}"]
+
+
+@pytest.mark.parametrize("k", range(4))
+def test_ctrl_c_in_a_setter_that_restores_is_raised_once_the_slot_is_restored(k):
+    owners, slots, values = guarded_slots(4)
+    rebinding = Rebinding(slots, values)
+    owners[k].interrupts = [f"old {k}"]
+    with pytest.raises(KeyboardInterrupt, match=f"old {k}") as caught:
+        rebinding.restore()
+    assert held(owners) == [f"old {i}" for i in range(4)]
+    assert caught.value.__notes__ == [f"hcp: while undoing owner {k}"]
+    rebinding.switch(slots, values)
+    assert held(owners) == values
 
 
 def test_an_entry_that_was_not_there_is_gone_again():
@@ -585,6 +604,55 @@ def test_any_exception_in_the_body_restores(layouts, error):
     with pytest.raises(error), eval_cp_context(model, train, evaluation):
         raise error
     assert is_each(contents(model), before)
+
+
+class InterruptAt:
+    """Raises KeyboardInterrupt before the k-th line of hcp that runs in the `with` block."""
+
+    def __init__(self, k):
+        self.left = k
+
+    def __enter__(self):
+        sys.settrace(self.trace)
+        return self
+
+    def __exit__(self, *exception):
+        sys.settrace(None)
+
+    def trace(self, frame, event, argument):
+        if Path(frame.f_code.co_filename).parent != Path(hcp.__file__).parent:
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self.trace
+
+
+def test_ctrl_c_at_any_line_leaves_the_model_as_it_was(layouts):
+    """The restoring included, where slots are written by Python code."""
+    train, evaluation = layouts
+    model = Model(train)
+    model.groups = {train.cp, train.dp}
+    model.partial = functools.partial(print, train.cp)
+
+    def everything():
+        return [*contents(model), *sorted(model.groups, key=id), *model.partial.args]
+
+    before = everything()
+    for k in itertools.count(1):
+        with eval_cp_context(model, train, evaluation):
+            pass  # the table may have been lost
+        interrupt = InterruptAt(k)
+        try:
+            with interrupt, eval_cp_context(model, train, evaluation):
+                assert model.plain.dp is evaluation.dp
+        except KeyboardInterrupt:
+            pass
+        assert is_each(everything(), before), f"at line {k}"
+        if interrupt.left > 0:
+            break
+    assert k > 50
 
 
 def test_ctrl_c_at_any_moment_leaves_the_model_as_it_was(layouts):
