@@ -698,6 +698,96 @@ def test_contexts_nest_and_can_be_entered_again(layouts):
         assert is_each(contents(model), before)
 
 
+def test_1_000_switches_leak_no_reference_to_a_group(layouts):
+    train, evaluation = layouts
+    model = Model(train)
+    model.groups = {train.cp, train.dp}
+    groups = [getattr(pgs, role) for pgs in layouts for role in pgs.roles] + list(layouts)
+
+    def references(times):
+        for _ in range(times):
+            with eval_cp_context(model, train, evaluation):
+                pass
+        gc.collect()
+        return [sys.getrefcount(group) for group in groups]
+
+    assert references(2) == references(1000)
+
+
+# ---- threads that read meanwhile -----------------------------------------------------------------
+
+
+def test_a_thread_sees_all_slots_that_are_plain_change_at_once(layouts):
+    train, evaluation = layouts
+    model = Plain()
+    vars(model).update({f"cp_{i}": train.cp for i in range(1000)})
+    torn, seen, done, turn = [], set(), threading.Event(), threading.Event()
+
+    def read():
+        while not done.is_set():
+            values = set(map(id, vars(model).values()))  # in C: nobody comes in between
+            seen.update(values)
+            if len(values & {id(train.cp), id(evaluation.cp)}) != 1:
+                torn.append(values)
+            turn.set()
+
+    reader = threading.Thread(target=read)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    reader.start()
+    try:
+        for _ in range(300):
+            with eval_cp_context(model, train, evaluation):
+                turn.clear()
+                turn.wait(10)
+    finally:
+        sys.setswitchinterval(interval)
+        done.set()
+        reader.join()
+    assert not torn
+    assert seen >= {id(train.cp), id(evaluation.cp)}
+
+
+class Turnstile(dict):
+    """Where a value is written, another thread gets its turn, before and after."""
+
+    reader = None
+
+    def __setitem__(self, key, value):
+        for write in (lambda: dict.__setitem__(self, key, value), lambda: None):
+            if self.reader is not None:
+                thread = threading.Thread(target=self.reader)
+                thread.start()
+                thread.join()
+            write()
+
+
+def test_a_thread_that_sees_a_slot_changed_sees_those_before_it_changed(layouts):
+    """On the way in by the order of the walk, and on the way out, last first, as well."""
+    train, evaluation = layouts
+    first, second = Turnstile(cp=train.cp), Turnstile(dp=train.dp)
+    config = SimpleNamespace(groups=train, cp_group=train.cp, dp_group=train.dp)
+    model = [Attention(train), first, config, second, [train.cp]]
+    slots = find_slots(model, train, evaluation)
+    states = []
+
+    def read():
+        states.append([dict_or_list_item(slot) is slot.value for slot in slots])
+
+    first.reader = second.reader = read
+    with eval_cp_context(model, train, evaluation):
+        pass
+    assert len(states) == 8
+    for changed in states:
+        assert changed == sorted(changed, reverse=True), changed
+    assert len({sum(changed) for changed in states}) > 2
+
+
+def dict_or_list_item(slot):
+    assert slot.kind == "item", slot
+    return slot.owner[slot.key]
+
+
 # ---- several ranks -------------------------------------------------------------------------------
 
 
