@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hcp.config import divisors, rows_up_to
-from hcp.plan import CostModel
+from hcp.cost import CostModel
 
 
 @dataclass(frozen=True, slots=True)

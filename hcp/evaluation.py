@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hcp.cost import CostModel
 from hcp.dispatch import Sample, Step, dispatch, gather_lengths
 from hcp.errors import HcpError
 from hcp.groups import ProcessGroups
-from hcp.plan import CostModel, Plan, plan
+from hcp.plan import Plan, plan
 
 
 class EvalBatch(NamedTuple):

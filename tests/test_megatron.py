@@ -435,3 +435,39 @@ def test_a_mamba_hybrid_that_cannot_work_in_the_layout_is_refused_by_name():
         assert "(DotProductAttention) cannot be rebound" in attention
         assert "nheads must be evenly divisible by tp_size * cp_size" in heads
         assert "the rule of model.decoder.layers[2].mixer.cp (MambaContextParallel)" in heads
+
+
+def refuse_delta_net(rank, size):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.ssm import gated_delta_net
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    start()
+    gated_delta_net.HAVE_FLA = True  # its kernels are Triton's; building needs none
+    collection = collection_of(hcp.build_process_groups())
+    train = hcp.ProcessGroups.from_existing(collection)
+    heads = dict(linear_num_key_heads=2, linear_num_value_heads=4)
+    model = gated_delta_net.GatedDeltaNet(
+        config_of(
+            **heads, linear_conv_kernel_dim=4, linear_key_head_dim=8, linear_value_head_dim=8
+        ),
+        gated_delta_net.GatedDeltaNetSubmodules(
+            in_proj=ColumnParallelLinear,
+            out_norm=get_gpt_layer_local_spec().submodules.input_layernorm,
+            out_proj=RowParallelLinear,
+        ),
+        pg_collection=collection,
+    )
+    before = everything(model)
+    with (
+        pytest.raises(ValueError, match="cannot be rebound") as caught,
+        hcp.eval_cp_context(model, train, train.with_context_parallel(2)),
+    ):
+        pytest.fail("the context was entered")
+    assert everything(model) == before
+    return str(caught.value)
+
+
+def test_a_delta_net_without_context_parallelism_is_refused_by_name():
+    for text in run_ranks(2, refuse_delta_net, timeout=110):
+        assert text.startswith("model (GatedDeltaNet) cannot be rebound: it runs its recurrence")
