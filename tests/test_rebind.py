@@ -659,6 +659,9 @@ def test_ctrl_c_at_any_moment_leaves_the_model_as_it_was(layouts):
     train, evaluation = layouts
     model = Model(train)
     before = contents(model)
+    # Hypothesis leaves a callback with the collector: an interrupt that arrives in there is dropped
+    # with a warning, which fails the test.
+    gc.disable()
     old = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         for i in range(300):
@@ -674,6 +677,7 @@ def test_ctrl_c_at_any_moment_leaves_the_model_as_it_was(layouts):
             assert is_each(contents(model), before), f"after {i} * 5 us"
     finally:
         signal.signal(signal.SIGALRM, old)
+        gc.enable()
 
 
 def test_a_slot_that_the_body_has_changed_gets_back_what_it_held(layouts):
