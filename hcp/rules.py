@@ -165,21 +165,37 @@ def _local_attention_only(attention: Any, pgs: ProcessGroups) -> str | None:
     )
 
 
+_DELTA_METHOD = "_setup_variant_attrs"
+
+
+def _without_context_parallelism(module: Any, pgs: ProcessGroups) -> str | None:
+    """Megatron-Core 0.16.1's gated delta net, which no constructor or configuration refuses."""
+    if pgs.size("cp") == 1 or hasattr(module, _DELTA_METHOD) or hasattr(module, "cp_size"):
+        return None
+    return (
+        f"it runs its recurrence over this rank's own tokens and would be wrong with CP = "
+        f"{pgs.size('cp')}"
+    )
+
+
 _TE_HELD = ("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type")
 TE_METHOD = "set_context_parallel_group"
 TE_RULE = Rule(method=TE_METHOD, arguments=_te_arguments, held=_TE_HELD)
 """For every module that has Transformer Engine's method and attributes, whatever its class."""
 
 register_rebind("megatron.core.ssm.mamba_context_parallel.MambaContextParallel", rebuild=True)
-register_rebind("megatron.core.ssm.gated_delta_product.GDPContextParallel", rebuild=True)
 register_rebind(
     "megatron.core.transformer.dot_product_attention.DotProductAttention",
     refuse=_local_attention_only,
 )
+# GDPContextParallel and GatedDeltaNet2 are of later versions than Megatron-Core 0.16.1, as is
+# context parallelism in GatedDeltaNet: none of it was run, not even on stand-ins.
+register_rebind("megatron.core.ssm.gated_delta_product.GDPContextParallel", rebuild=True)
 for _name in ("GatedDeltaNet", "GatedDeltaNet2"):
     register_rebind(
         f"megatron.core.ssm.gated_delta_net.{_name}",
-        method="_setup_variant_attrs",
+        method=_DELTA_METHOD,
         arguments=lambda module, pgs: (),
         held=("in_proj_split_sections", "feat_dim_split"),
+        refuse=_without_context_parallelism,
     )

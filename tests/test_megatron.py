@@ -7,7 +7,10 @@ ProcessGroupCollection.
 """
 
 import functools
+import importlib.machinery
 import importlib.util
+import sys
+import types
 
 import pytest
 import torch
@@ -89,11 +92,11 @@ def collection_of(groups):
     )
 
 
-def config_of(**options):
+def config_of(num_layers=2, **options):
     from megatron.core.transformer import TransformerConfig
 
     return TransformerConfig(
-        num_layers=2,
+        num_layers=num_layers,
         hidden_size=32,
         num_attention_heads=4,
         num_query_groups=2,
@@ -283,3 +286,188 @@ def switch_mamba(rank, size):
 
 def test_mambas_context_object_is_what_its_constructor_makes_of_the_eval_layout():
     run_ranks(2, switch_mamba, timeout=60)
+
+
+# ---- a Mamba hybrid ------------------------------------------------------------------------------
+
+
+class GatedNorm(torch.nn.Module):
+    """In the place of mamba_ssm's, which needs Triton."""
+
+    def __init__(self, size, eps, group_size, norm_before_gate, device, dtype):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(size, dtype=dtype))
+
+
+def stub_mamba_kernels():
+    """Megatron's mixer, imported after this, builds; what it would run are kernels for GPUs.
+
+    mamba_ssm and causal_conv1d cannot be installed on a CPU.
+    """
+
+    def module(name, **contents):
+        made = types.ModuleType(name)
+        made.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        vars(made).update(contents)
+        sys.modules[name] = made
+
+    for name in ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton", "causal_conv1d"):
+        module(name, __path__=[], causal_conv1d_fn=None, causal_conv1d_update=None)
+    kernels = "mamba_ssm.ops.triton"
+    module(f"{kernels}.selective_state_update", selective_state_update=None)
+    module(f"{kernels}.layernorm_gated", RMSNorm=GatedNorm)
+    scans = dict(mamba_chunk_scan_combined=None, mamba_split_conv1d_scan_combined=None)
+    module(f"{kernels}.ssd_combined", **scans)
+    module("causal_conv1d.causal_conv1d_varlen", causal_conv1d_varlen_states=None)
+    if importlib.util.find_spec("triton") is None:
+        own = "megatron.core.inference.contexts.attention_context.triton.tensor_ops"
+        names = ("tensor_get_slice_after", "tensor_masked_update", "tensor_merge")
+        module(own, **dict.fromkeys(names))
+    if importlib.util.find_spec("einops") is None:
+        module("einops", rearrange=None, repeat=None)
+
+
+def mamba_hybrid(collection, core_attention):
+    """Mamba, attention, Mamba, MLP, by Megatron's local layers instead of Transformer Engine's."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.mamba.mamba_model import MambaModel
+    from megatron.core.ssm import mamba_block
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    attention, mlp = get_gpt_layer_local_spec(), get_gpt_layer_local_spec()
+    mlp.module, mlp.submodules.self_attention = MLPLayer, IdentityOp
+    if core_attention is not None:
+        attention.submodules.self_attention.submodules.core_attention = core_attention
+    linears = MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+    mixer = ModuleSpec(module=MambaMixer, submodules=linears)
+    parts = MambaLayerSubmodules(
+        norm=torch.nn.Identity, mixer=mixer, mamba_bda=get_bias_dropout_add
+    )
+    # Taken from Transformer Engine, whatever the specification says.
+    mamba_block.TENorm = lambda config, hidden_size, eps: torch.nn.LayerNorm(hidden_size, eps)
+    layers = mamba_block.MambaStackSubmodules(
+        mamba_layer=ModuleSpec(module=MambaLayer, submodules=parts),
+        attention_layer=attention,
+        mlp_layer=mlp,
+    )
+    return MambaModel(
+        config=config_of(
+            4, mamba_state_dim=8, mamba_head_dim=16, mamba_num_groups=2, add_bias_linear=False
+        ),
+        mamba_stack_spec=ModuleSpec(module=mamba_block.MambaStack, submodules=layers),
+        vocab_size=64,
+        max_sequence_length=64,
+        hybrid_override_pattern="M*M-",
+        position_embedding_type="rope",
+        pg_collection=collection,
+    )
+
+
+def switch_hybrid(rank, size):
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    stub_mamba_kernels()
+    start()
+    collection = ProcessGroupCollection.use_mpu_process_groups()
+    train = hcp.ProcessGroups.from_existing(collection)
+    evaluation = train.with_context_parallel(2)
+    model = mamba_hybrid(collection, GatheredAttention)
+    before = everything(model)
+    audit = hcp.audit(model, train, evaluation)
+    mixers = [model.decoder.layers[i].mixer for i in (0, 2)]
+    assert {type(mixer).__name__ for mixer in mixers} == {"MambaMixer"}
+    with hcp.eval_cp_context(model, train, evaluation, strict=True):
+        assert model.config.context_parallel_size == 2
+        assert model.rotary_pos_emb.cp_group is collection.cp is evaluation.cp
+        for mixer in mixers:
+            assert mixer.pg_collection is collection
+            fresh = type(mixer.cp)(
+                evaluation.cp,
+                *(mixer.d_inner_local_tp, mixer.nheads_local_tp, mixer.ngroups_local_tp),
+                *(mixer.d_state, mixer.conv1d, mixer.dt_bias, mixer.A_log, mixer.D),
+                mixer.D_has_hdim,
+            )
+            assert vars(mixer.cp) == vars(fresh)
+            assert (mixer.cp.cp_size, mixer.cp.cp_rank) == (2, rank)
+            assert mixer.cp.nheads_local_tpcp == mixer.nheads_local_tp // 2
+        assert everything(model) != before
+    assert everything(model) == before
+    return len(audit.slots), [str(finding) for finding in audit.uncovered]
+
+
+def test_every_slot_of_a_mamba_hybrid_is_found_switched_and_restored():
+    for slots, uncovered in run_ranks(2, switch_hybrid, timeout=110):
+        assert slots > 8
+        assert uncovered == []
+
+
+def refuse_hybrid(rank, size):
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    stub_mamba_kernels()
+    start()
+    collection = ProcessGroupCollection.use_mpu_process_groups()
+    train = hcp.ProcessGroups.from_existing(collection)
+    model, wide = mamba_hybrid(collection, None), mamba_hybrid(collection, GatheredAttention)
+    wide.decoder.layers[2].mixer.cp.nheads_local_tp = 3  # as with an odd number of heads
+    messages = []
+    for each, kind in ((model, ValueError), (wide, AssertionError)):
+        before = everything(each)
+        with (
+            pytest.raises(kind) as caught,
+            hcp.eval_cp_context(each, train, train.with_context_parallel(2)),
+        ):
+            pytest.fail("the context was entered")
+        assert everything(each) == before
+        messages.append(" ".join([str(caught.value), *getattr(caught.value, "__notes__", ())]))
+    return messages
+
+
+def test_a_mamba_hybrid_that_cannot_work_in_the_layout_is_refused_by_name():
+    for attention, heads in run_ranks(2, refuse_hybrid, timeout=110):
+        assert "model.decoder.layers[1]" in attention
+        assert "(DotProductAttention) cannot be rebound" in attention
+        assert "nheads must be evenly divisible by tp_size * cp_size" in heads
+        assert "the rule of model.decoder.layers[2].mixer.cp (MambaContextParallel)" in heads
+
+
+def refuse_delta_net(rank, size):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.ssm import gated_delta_net
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    start()
+    gated_delta_net.HAVE_FLA = True  # its kernels are Triton's; building needs none
+    collection = collection_of(hcp.build_process_groups())
+    train = hcp.ProcessGroups.from_existing(collection)
+    heads = dict(linear_num_key_heads=2, linear_num_value_heads=4)
+    model = gated_delta_net.GatedDeltaNet(
+        config_of(
+            **heads, linear_conv_kernel_dim=4, linear_key_head_dim=8, linear_value_head_dim=8
+        ),
+        gated_delta_net.GatedDeltaNetSubmodules(
+            in_proj=ColumnParallelLinear,
+            out_norm=get_gpt_layer_local_spec().submodules.input_layernorm,
+            out_proj=RowParallelLinear,
+        ),
+        pg_collection=collection,
+    )
+    before = everything(model)
+    with (
+        pytest.raises(ValueError, match="cannot be rebound") as caught,
+        hcp.eval_cp_context(model, train, train.with_context_parallel(2)),
+    ):
+        pytest.fail("the context was entered")
+    assert everything(model) == before
+    return str(caught.value)
+
+
+def test_a_delta_net_without_context_parallelism_is_refused_by_name():
+    for text in run_ranks(2, refuse_delta_net, timeout=110):
+        assert text.startswith("model (GatedDeltaNet) cannot be rebound: it runs its recurrence")

@@ -74,6 +74,14 @@ static void take_back(rebinding_object *self, const hcp_py_slot *at, PyObject *v
   Py_XDECREF(now);
 }
 
+/* Ctrl-C may arrive in a setter that could have stored the value. A slot that is
+ * to get back what it held has no other chance: once more, then. */
+static int write_again(rebinding_object *self, const hcp_py_slot *at, PyObject *value) {
+  if (PyErr_ExceptionMatches(PyExc_Exception)) return -1;
+  keep_exception(self, "undoing", at);
+  return hcp_py_slot_write(at, value);
+}
+
 /* ---- the core's callbacks ---- */
 
 static const hcp_py_slot *slot_at(const rebinding_object *self, int32_t i) {
@@ -97,6 +105,7 @@ static int32_t set_callback(void *context, int32_t i, void *value) {
   if (at->kind == HCP_PY_SLOT_ABSENT && !undoing) value = NULL;
   if (!undoing && !hcp_py_slot_is_exact(at) && hcp_py_slot_read(at, &old) < 0) PyErr_Clear();
   int status = hcp_py_slot_write(at, value);
+  if (status < 0 && undoing) status = write_again(self, at, value);
   if (status < 0) keep_exception(self, undoing ? "undoing" : "rebinding", at);
   if (status < 0 && old != NULL) take_back(self, at, value, old);
   Py_XDECREF(old);
@@ -129,7 +138,7 @@ static int restore(rebinding_object *self) {
   hcp_rebinding_destroy(self->rebinding);
   self->rebinding = NULL;
   Py_CLEAR(self->table);
-  if (status == HCP_OK) return 0;
+  if (status == HCP_OK && self->error == NULL) return 0;
   raise_kept(self, &err);
   return -1;
 }
