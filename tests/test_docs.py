@@ -35,6 +35,10 @@ namespace = {"__name__": "__main__", "__file__": page}
 for line, code in blocks:
     # Keeps the line numbers of the page, so that a traceback points into it.
     exec(compile("\\n" * (line - 1) + code, page, "exec"), namespace)
+# As a trainer does at its end: threads of groups that are left may abort the exit.
+dist = sys.modules.get("torch.distributed")
+if dist is not None and dist.is_initialized():
+    dist.destroy_process_group()
 """
 
 
