@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -308,6 +309,7 @@ def pretrain(args: argparse.Namespace) -> None:
     try:
         run_demo(args, device)
     finally:
+        gc.collect()  # what still refers to a group keeps its threads alive
         dist.destroy_process_group()
 
 
