@@ -5,9 +5,10 @@ import sys
 
 from hcp.demo import main
 
-code = main()
-sys.stdout.flush()
-sys.stderr.flush()
-# The groups are destroyed, yet now and then a thread of Gloo's outlives them for a moment, and the
-# C++ runtime's own clean-up would end the process with SIGABRT after all the work is done.
-os._exit(code)
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The groups are destroyed, yet now and then a thread of Gloo's outlives them for a moment, and
+    # the C++ runtime's own clean-up would end the process with SIGABRT after all work is done.
+    os._exit(code)
