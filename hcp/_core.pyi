@@ -10,6 +10,7 @@ ROUTE_SECTIONS: tuple[tuple[str, int], ...]
 SCHEDULE_SECTIONS: tuple[tuple[str, int], ...]
 PRICES: tuple[str, ...]
 SYNCS: tuple[str, ...]
+FULL_SPEED: int
 
 @final
 class Plan:
@@ -29,6 +30,20 @@ class Plan:
     def pow2(self) -> int: ...
     @property
     def sync(self) -> int: ...
+    @property
+    def pipeline_stages(self) -> int: ...
+    @property
+    def virtual_stages(self) -> int: ...
+    @property
+    def micro_batch_group(self) -> int: ...
+    @property
+    def memory(self) -> tuple[int, int, int, int]: ...
+    @property
+    def min_degrees(self) -> memoryview | None: ...
+    @property
+    def max_degrees(self) -> memoryview | None: ...
+    @property
+    def slowness(self) -> memoryview | None: ...
     @property
     def prices(self) -> tuple[int, ...]: ...
     @property
@@ -50,12 +65,20 @@ class Plan:
     @property
     def sequences(self) -> memoryview: ...
     def schedule(
-        self, micro_batch: int, rank: int, comm_type: str, left: int, right: int
+        self,
+        micro_batch: int,
+        rank: int,
+        comm_type: str,
+        inner: int,
+        left: int,
+        right: int,
+        stage_rows: int,
     ) -> memoryview: ...
     def route_dispatch(
         self, sources: Sequence[int], rank: int, first: int, count: int, reverse: bool
     ) -> memoryview: ...
     def route_roll(self, micro_batch: int, rank: int, shift: int) -> memoryview: ...
+    def route_halo(self, micro_batch: int, rank: int, before: int) -> memoryview: ...
 
 @final
 class Layout:
@@ -75,6 +98,10 @@ class Layout:
     def lengths(self) -> memoryview: ...
     @property
     def cu_seqlens(self) -> memoryview: ...
+    @property
+    def padding(self) -> int: ...
+    @property
+    def paddings(self) -> memoryview: ...
     @property
     def positions(self) -> memoryview: ...
     @property
@@ -136,15 +163,18 @@ def cost_time(
     degree: int,
     ranks_per_node: int,
 ) -> int: ...
+def pipeline_time(times: Sequence[int], stages: int, virtual_stages: int, group: int) -> int: ...
 def plan_bound(
     lengths: Sequence[int],
     limits: Sequence[int],
+    lists: tuple[Sequence[int] | None, Sequence[int] | None, Sequence[int] | None],
     prices: Sequence[int],
     table: tuple[Sequence[int], Sequence[int], Sequence[int]] | None,
 ) -> tuple[int, int]: ...
 def create_plan(
     lengths: Sequence[int],
     limits: Sequence[int],
+    lists: tuple[Sequence[int] | None, Sequence[int] | None, Sequence[int] | None],
     prices: Sequence[int],
     table: tuple[Sequence[int], Sequence[int], Sequence[int]] | None,
     effort: int,
@@ -152,6 +182,7 @@ def create_plan(
 def create_plan_from(
     lengths: Sequence[int],
     limits: Sequence[int],
+    lists: tuple[Sequence[int] | None, Sequence[int] | None, Sequence[int] | None],
     prices: Sequence[int],
     table: tuple[Sequence[int], Sequence[int], Sequence[int]] | None,
     micro_batches: Sequence[int],

@@ -26,10 +26,11 @@ static int by_saving(const void *left, const void *right) {
 }
 
 /* A micro-batch on one rank holds at most capacity rows, and a rank that
- * computes anything has at least one: ranks left idle would cost as much. */
+ * computes anything has at least one: ranks left idle would cost as much, unless
+ * they are slow ones, which have less to give. */
 static int64_t launch_area(const hcp__problem *p) {
   int64_t launches = p->tokens / p->capacity + (p->tokens % p->capacity != 0), area;
-  if (launches < p->limits->ranks) launches = p->limits->ranks;
+  if (launches < p->limits->ranks && p->limits->slowness == NULL) launches = p->limits->ranks;
   return __builtin_mul_overflow(launches, p->cost->launch, &area) ? INT64_MAX / 2 : area;
 }
 
@@ -59,9 +60,9 @@ static int64_t area_within(const hcp__problem *p, const hcp__kind *kind, int64_t
 }
 
 static int refuted(const hcp__problem *p, int64_t guess, offer *offers) {
-  int64_t ranks = p->limits->ranks, forced = 0, area = launch_area(p), limit;
+  int64_t ranks = p->limits->ranks, forced = 0, area = launch_area(p);
+  int64_t limit = hcp__rank_time(p->limits, guess);
   int32_t count = 0;
-  if (__builtin_mul_overflow(ranks, guess, &limit)) limit = INT64_MAX;
   for (int32_t k = 0; k < p->kind_count; k++) {
     int64_t one = area_within(p, &p->kinds[k], guess - p->cost->launch, &forced, &offers[count]);
     if (one < 0) return 1;
@@ -102,72 +103,156 @@ static int64_t waves_needed(const hcp__problem *p) {
   return p->tokens / rows + (p->tokens % rows != 0);
 }
 
+/* ---- whole launches ---- */
+
+/* Least work per token of any sequence, rounded down. */
+static int64_t lightest(const hcp__problem *p) {
+  int64_t least = INT64_MAX;
+  for (int32_t k = 0; k < p->kind_count; k++) {
+    const hcp__kind *kind = &p->kinds[k];
+    int64_t rate = p->options[kind->first_option].area_floor / kind->length;
+    if (rate < least) least = rate;
+  }
+  return least;
+}
+
+/* What a rank of so many launches can do at most, when a token counts as worth
+ * times its least work, beside the work itself. */
+static hcp__wide most_of(const hcp__problem *p, int64_t guess, int64_t rate, int64_t worth,
+                         int64_t launches) {
+  hcp__wide time = guess - (hcp__wide)launches * p->cost->launch;
+  hcp__wide tokens = (hcp__wide)launches * p->capacity * rate;
+  return time <= 0 ? 0 : worth * (tokens < time ? tokens : time) + time;
+}
+
+/* Launches are whole: a rank that pays few holds few tokens, one that pays many
+ * has little time. Either may be enough, so three counts are looked at: one, and
+ * both beside that at which rows and time run out together. */
+static int launches_refute(const hcp__problem *p, int64_t guess, int64_t rate) {
+  static const int64_t worths[] = {1, 2, 4, 16};
+  /* Division of 128 bits would call for more than libc. */
+  hcp__wide full = (hcp__wide)p->capacity * rate + p->cost->launch;
+  int64_t even = full > guess ? 0 : guess / (int64_t)full;
+  for (size_t i = 0; i < sizeof worths / sizeof *worths; i++) {
+    hcp__wide most = most_of(p, guess, rate, worths[i], 1);
+    for (int64_t k = even > 1 ? even : 1; k <= even + 1; k++) {
+      hcp__wide one = most_of(p, guess, rate, worths[i], k);
+      if (one > most) most = one;
+    }
+    if ((hcp__wide)worths[i] * rate * p->tokens + p->least > most * p->limits->ranks) return 1;
+  }
+  return 0;
+}
+
+static void raise_for_launches(hcp__problem *p) {
+  int64_t rate = lightest(p), low = p->bound - 1, high = p->bound;
+  if (p->cost->launch == 0 || rate == 0) return;
+  while (launches_refute(p, high, rate)) {
+    low = high;
+    high += high / 8 + 1;
+  }
+  while (high - low > 1 && high - low > low >> 12) {
+    int64_t middle = low + (high - low) / 2;
+    if (launches_refute(p, middle, rate))
+      low = middle;
+    else
+      high = middle;
+  }
+  p->bound = low + 1;
+}
+
 /* ---- lockstep ---- */
 
-/* Rank-time per row of a kind, rounded up. */
-typedef struct density {
-  int64_t work, rows;
-} density;
+/* Kinds by work per row, densest first; rows and work of all up to this one. */
+typedef struct dense {
+  int64_t rate; /* work per row, rounded up */
+  int64_t rows, work;
+} dense;
 
 static int64_t least_area(const hcp__problem *p, const hcp__kind *kind) {
   return p->options[kind->first_option].area_floor;
 }
 
-static int by_density(const void *left, const void *right) {
-  const density *a = left, *b = right;
-  return (a->work < b->work) - (a->work > b->work);
+static int64_t rate_of(const hcp__problem *p, const hcp__kind *kind) {
+  int64_t area = least_area(p, kind);
+  return area / kind->length + (area % kind->length != 0);
 }
 
-/* Most work that rows can hold, beside what is taken. */
-static int64_t densest(const density *kinds, int32_t count, int64_t rows) {
-  int64_t area = 0;
-  for (int32_t k = 0; k < count && rows > 0; k++) {
-    int64_t taken = kinds[k].rows < rows ? kinds[k].rows : rows;
-    if (kinds[k].work > (INT64_MAX / 2 - area) / taken) return INT64_MAX / 2;
-    area += kinds[k].work * taken;
-    rows -= taken;
+static int by_rate(const void *left, const void *right) {
+  const dense *a = left, *b = right;
+  if (a->rate != b->rate) return a->rate < b->rate ? 1 : -1;
+  return (a->rows < b->rows) - (a->rows > b->rows);
+}
+
+static void sort_dense(const hcp__problem *p, dense *kinds) {
+  for (int32_t k = 0; k < p->kind_count; k++) {
+    const hcp__kind *kind = &p->kinds[k];
+    kinds[k] =
+        (dense){rate_of(p, kind), kind->length * kind->count, least_area(p, kind) * kind->count};
   }
-  return area;
+  qsort(kinds, (size_t)p->kind_count, sizeof *kinds, by_rate);
+  for (int32_t k = 1; k < p->kind_count; k++) {
+    kinds[k].rows += kinds[k - 1].rows;
+    kinds[k].work += kinds[k - 1].work;
+  }
 }
 
-/* A sequence shares its micro-batch with at most as much work as the rows of
- * all ranks hold, and everybody waits for it: what is not in that micro-batch
- * comes on top. The best degree for it gives the bound. */
-static int64_t beside(const hcp__problem *p, const hcp__kind *kind, const density *kinds) {
-  int64_t ranks = p->limits->ranks, best = INT64_MAX, least = least_area(p, kind);
-  int64_t content = least + densest(kinds, p->kind_count, p->capacity * ranks - kind->length);
+/* Most work that rows hold: whole kinds, densest first, and part of the next. */
+static int64_t densest(const dense *kinds, int32_t count, int64_t rows) {
+  int32_t low = 0, high = count; /* the first that does not fit */
+  while (low < high) {
+    int32_t middle = low + (high - low) / 2;
+    if (kinds[middle].rows <= rows)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  int64_t work = low > 0 ? kinds[low - 1].work : 0, part;
+  int64_t left = rows - (low > 0 ? kinds[low - 1].rows : 0);
+  if (low == count || left <= 0) return work;
+  return __builtin_mul_overflow(kinds[low].rate, left, &part) ? INT64_MAX / 2 : work + part;
+}
+
+/* Most work beside one sequence of the kind, on so many ranks. */
+static int64_t work_beside(const hcp__problem *p, const hcp__kind *kind, const dense *kinds,
+                           int64_t ranks) {
+  int64_t rows = p->capacity * ranks, own = least_area(p, kind);
+  int64_t without = densest(kinds, p->kind_count, rows);
+  int64_t with = densest(kinds, p->kind_count, rows + kind->length) - own;
+  return with < without ? with : without; /* with it taken out, when it is among the densest */
+}
+
+/* Rank-time that a micro-batch with the sequence leaves idle: everybody waits for
+ * it, and its ranks have nothing else to do meanwhile; the others have rows for so
+ * much work only. The best degree for it counts. */
+static int64_t idle_beside(const hcp__problem *p, const hcp__kind *kind, const dense *kinds) {
+  int64_t ranks = p->limits->ranks, least = INT64_MAX;
+  if (kind->pruned) return 0;
   for (int32_t i = 0; i < kind->options; i++) {
     const hcp__option *option = &p->options[kind->first_option + i];
-    int64_t extra = option->area_floor - least, time = option->time_floor, sum;
+    int64_t others = ranks - option->least_degree, time = option->time_floor;
     if (time > INT64_MAX / 2 / ranks) continue;
-    if (content > ranks * time - extra)
-      sum = (p->least + extra) / ranks;
-    else
-      sum = time + (p->least - content > 0 ? p->least - content : 0) / ranks;
-    if (sum < best) best = sum;
+    int64_t work = work_beside(p, kind, kinds, others);
+    if (work > others * time) work = others * time;
+    int64_t idle = ranks * time - least_area(p, kind) - work;
+    if (idle < least) least = idle;
   }
-  return best == INT64_MAX || kind->pruned ? 0 : best;
+  return least == INT64_MAX || least < 0 ? 0 : least;
 }
 
 /* Ranks that wait for each other after every micro-batch pay each launch. */
-static int64_t lockstep_bound(const hcp__problem *p, density *kinds) {
-  int64_t best = p->least / p->limits->ranks;
-  for (int32_t k = 0; k < p->kind_count; k++) {
-    const hcp__kind *kind = &p->kinds[k];
-    int64_t area = least_area(p, kind);
-    kinds[k] =
-        (density){area / kind->length + (area % kind->length != 0), kind->length * kind->count};
-  }
-  qsort(kinds, (size_t)p->kind_count, sizeof *kinds, by_density);
+static int64_t lockstep_bound(const hcp__problem *p, dense *kinds) {
+  int64_t idle = 0;
+  sort_dense(p, kinds);
   for (int32_t k = 0; k < p->kind_count && k < LOOKED_AT; k++) {
-    int64_t bound = beside(p, &p->kinds[k], kinds);
-    if (bound > best) best = bound;
+    int64_t one = idle_beside(p, &p->kinds[k], kinds);
+    if (one > idle) idle = one;
   }
-  return best + waves_needed(p) * p->cost->launch;
+  return (p->least + idle) / p->limits->ranks + waves_needed(p) * p->cost->launch;
 }
 
 static hcp_status raise_for_lockstep(hcp__problem *p, hcp_error *err) {
-  density *kinds = malloc(((size_t)p->kind_count + 1) * sizeof *kinds);
+  dense *kinds = malloc(((size_t)p->kind_count + 1) * sizeof *kinds);
   if (kinds == NULL) return hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d sequences", p->n);
   int64_t bound = lockstep_bound(p, kinds);
   free(kinds);
@@ -197,5 +282,8 @@ hcp_status hcp__bound(hcp__problem *p, hcp_error *err) {
   }
   free(offers);
   p->bound = low + 1;
-  return p->limits->sync == HCP_SYNC_MICRO_BATCH ? raise_for_lockstep(p, err) : HCP_OK;
+  raise_for_launches(p);
+  hcp_status status = HCP_OK;
+  if (p->limits->sync == HCP_SYNC_MICRO_BATCH) status = raise_for_lockstep(p, err);
+  return status == HCP_OK ? hcp__pipeline_bound(p, err) : status;
 }

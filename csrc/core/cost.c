@@ -37,7 +37,8 @@ static int64_t step_time(const hcp_cost *cost, int64_t length, int64_t degree, i
   return moved + ceil_div(heads * length, degree) + (degree - 1) * cost->step;
 }
 
-int64_t hcp__time(const hcp_cost *cost, int64_t length, int32_t degree, int32_t ranks_per_node) {
+static int64_t priced(const hcp_cost *cost, int64_t length, int32_t degree,
+                      int32_t ranks_per_node) {
   int64_t rows = tiled(cost, length, degree);
   int64_t attention = cost->pair * pairs_of(rows, cost->window);
   return ceil_div(attention + cost->token * rows, degree) +
@@ -139,14 +140,15 @@ static int64_t tabulated(const hcp_times *times, int64_t length, int32_t degree)
 
 int64_t hcp__cost(const hcp_cost *cost, int64_t length, int32_t degree, int32_t ranks_per_node) {
   return cost->times != NULL ? tabulated(cost->times, length, degree)
-                             : hcp__time(cost, length, degree, ranks_per_node);
+                             : priced(cost, length, degree, ranks_per_node);
 }
 
 hcp_status hcp_cost_time(const hcp_cost *cost, int64_t length, int32_t degree,
                          int32_t ranks_per_node, int64_t *time, hcp_error *err) {
   if (length < 1 || length > HCP__LENGTH_MAX || degree < 1 || degree > HCP__RANKS_MAX)
-    return hcp__fail(err, HCP_INVALID, "length is %lld and degree %d, expected both >= 1",
-                     (long long)length, degree);
+    return hcp__fail(err, HCP_INVALID,
+                     "length is %lld and degree %d, expected 1 to %lld and 1 to %d",
+                     (long long)length, degree, (long long)HCP__LENGTH_MAX, HCP__RANKS_MAX);
   hcp_status status = hcp__cost_fits(cost, length, degree, err);
   if (status != HCP_OK) return status;
   int64_t result = hcp__cost(cost, length, degree, ranks_per_node);
@@ -161,7 +163,7 @@ hcp_status hcp_cost_time(const hcp_cost *cost, int64_t length, int32_t degree,
 static hcp_status check_times(const hcp_times *times, hcp_error *err) {
   if (times->length_count < 0 || times->degree_count < 1)
     return hcp__fail(err, HCP_INVALID,
-                     "the cost table has %d lengths and %d degrees, expected >= 1",
+                     "the cost table has %d lengths and %d degrees, expected >= 0 and >= 1",
                      times->length_count, times->degree_count);
   for (int32_t i = 0; i < times->length_count; i++)
     if (times->lengths[i] < 1 || (i > 0 && times->lengths[i] <= times->lengths[i - 1]))

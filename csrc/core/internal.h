@@ -9,6 +9,9 @@
 #define HCP__LENGTH_MAX ((int64_t)1 << 40)
 #define HCP__RANKS_MAX (1 << 20)
 
+/* For products of two of them. */
+__extension__ typedef __int128 hcp__wide;
+
 /* Fills *err (when there is one) and returns status, so that a check, its
  * status and its message are one statement. */
 hcp_status hcp__fail(hcp_error *err, hcp_status status, const char *format, ...)
@@ -49,19 +52,44 @@ int32_t hcp__degree_allowed(const hcp_limits *limits, const hcp_cost *cost, int3
 /* Whether a group of that degree may begin at that rank. */
 int32_t hcp__place_allowed(const hcp_limits *limits, int32_t first_rank, int32_t degree);
 
+/* ---- limits.c ---- */
+
+/* ceil(a * b / c) for a, b >= 0 and c > 0, INT64_MAX where that does not fit in 62
+ * bits. */
+int64_t hcp__scaled(int64_t a, int64_t b, int64_t c);
+
+hcp_status hcp__pipeline_check(const hcp_pipeline *pipeline, hcp_error *err);
+/* Checks of what hcp_limits has beyond degrees and rows, for n sequences. */
+hcp_status hcp__limits_check(const hcp_limits *limits, int32_t n, hcp_error *err);
+
+/* Whether the sequence's own bounds allow the degree. */
+int32_t hcp__sequence_allows(const hcp_limits *limits, int32_t sequence, int32_t degree);
+
+/* Bytes of a sequence on the fullest of degree ranks. */
+int64_t hcp__bytes(const hcp_memory *memory, int64_t length, int32_t degree);
+/* Bytes that sequences may take together; 0: any. */
+int64_t hcp__bytes_limit(const hcp_limits *limits);
+
+/* The largest slowness of ranks [first_rank, first_rank + degree). */
+int32_t hcp__slowness(const hcp_limits *limits, int32_t first_rank, int32_t degree);
+/* time on ranks of that slowness. */
+int64_t hcp__slowed(int64_t time, int32_t slowness);
+/* What all ranks together compute in time, in time of the fastest. */
+int64_t hcp__rank_time(const hcp_limits *limits, int64_t time);
+
 /* One way to compute a sequence. Options of a length ascend in degree and fall
  * in time. The floors hold for all degrees from least_degree on, also those
  * between two options that were not looked at. */
 typedef struct hcp__option {
   int32_t degree;
   int32_t least_degree;
-  int64_t rows; /* of the fullest rank */
+  int64_t rows; /* of the fullest rank: its hcp__load */
   int64_t time;
   int64_t time_floor;
   int64_t area_floor;
 } hcp__option;
 
-/* Sequences of one length. */
+/* Sequences of one length and one pair of bounds. */
 typedef struct hcp__kind {
   int64_t length;
   int32_t first, count;           /* of problem.order   */
@@ -92,6 +120,12 @@ hcp_status hcp__problem_init(hcp__problem *problem, const int64_t *lengths, int3
                              const hcp_limits *limits, const hcp_cost *cost, hcp_error *err);
 void hcp__problem_release(hcp__problem *problem);
 
+/* What a sequence takes of the capacity of its fullest rank: rows, or more where
+ * bytes are scarcer, so that loads within the capacity keep both limits. Above
+ * the capacity where the sequence must not have that degree. */
+#define HCP__NO_LOAD (INT64_MAX / 8)
+int64_t hcp__load(const hcp__problem *problem, int32_t sequence, int32_t degree);
+
 /* The option of the least degree that ends within target, else the fastest. */
 const hcp__option *hcp__allot(const hcp__problem *problem, const hcp__kind *kind, int64_t target);
 
@@ -99,6 +133,11 @@ const hcp__option *hcp__allot(const hcp__problem *problem, const hcp__kind *kind
 
 /* Fills problem->bound with a time that no plan beats. */
 hcp_status hcp__bound(hcp__problem *problem, hcp_error *err);
+
+/* ---- bound_pipeline.c ---- */
+
+/* Raises problem->bound, a bound of every stage, to one of the pipeline. */
+hcp_status hcp__pipeline_bound(hcp__problem *problem, hcp_error *err);
 
 /* ---- plan_blocks.c ---- */
 
@@ -112,12 +151,14 @@ typedef struct hcp__block {
   int32_t first, last; /* sequences */
   int32_t sequences;
   int32_t micro_batch;
+  int32_t slowness; /* of the ranks, where they are known */
 } hcp__block;
 
 typedef struct hcp__blocks {
   int32_t count;
   hcp__block *block; /* n */
   int32_t *next;     /* n: the next sequence of the same block, -1: none */
+  const hcp_limits *placed_on; /* when blocks are opened on the ranks they keep, else NULL */
 } hcp__blocks;
 
 hcp_status hcp__blocks_init(hcp__blocks *blocks, int32_t n, hcp_error *err);
@@ -146,30 +187,110 @@ hcp_status hcp__draft_by_start(hcp__draft *draft, const hcp__blocks *blocks, int
 /* Blocks by the micro-batches that they name. */
 hcp_status hcp__draft_by_micro_batch(hcp__draft *draft, const hcp__blocks *blocks, hcp_error *err);
 
+/* What each rank of a group computes in it, its launch included; at most INT64_MAX / 2. */
+int64_t hcp__group_time(const hcp__draft *draft, const hcp__problem *problem,
+                        const hcp_group *group);
+
 /* The time at which the last rank ends when every group starts as soon as its
- * ranks are free, or as soon as all ranks are, under HCP_SYNC_MICRO_BATCH. */
+ * ranks are free, or as soon as all ranks are, under HCP_SYNC_MICRO_BATCH; in a
+ * pipeline, when the last stage does. */
 hcp_status hcp__makespan(const hcp__draft *draft, const hcp__problem *problem, int64_t *makespan,
                          hcp_error *err);
 
-/* ---- plan_list.c, plan_wave.c, plan_search.c ---- */
+/* ---- pipeline.c ---- */
+
+/* Micro-batches of an interleaved pipeline come in multiples of this, else 1. */
+int32_t hcp__multiple(const hcp_pipeline *pipeline);
+
+/* What the groups take, or under HCP_SYNC_MICRO_BATCH the micro-batches: times
+ * has room for either. */
+hcp_status hcp__pipeline_times(const hcp__draft *draft, const hcp__problem *problem, int64_t *times,
+                               hcp_error *err);
+/* The makespan for those times, with the micro-batches in an order. */
+hcp_status hcp__pipeline_run(const hcp__draft *draft, const hcp__problem *problem,
+                             const int64_t *times, const int32_t *order, int64_t *makespan,
+                             hcp_error *err);
+/* hcp__makespan of a pipeline. A count of micro-batches that the pipeline does
+ * not take is rounded up by empty ones. */
+hcp_status hcp__pipeline_makespan(const hcp__draft *draft, const hcp__problem *problem,
+                                  int64_t *makespan, hcp_error *err);
+
+/* ---- plan_list.c ---- */
 
 /* Degrees that end within target; nested rounds them up to powers of two. limit
  * packs single ranks one after the other up to that time; 0 balances them. */
 hcp_status hcp__plan_list(const hcp__problem *problem, int64_t target, int32_t nested,
                           int64_t limit, hcp__blocks *blocks, hcp_error *err);
-/* count micro-batches of at most height, the last slope eighths lower; *fits is
- * 0 when they do not hold all sequences. tall_first fills single ranks wave
- * after wave, so that long sequences meet, instead of evenly. */
-hcp_status hcp__plan_waves(const hcp__problem *problem, int32_t count, int64_t height,
-                           int32_t slope, int32_t tall_first, hcp__blocks *blocks, int32_t *fits,
-                           hcp_error *err);
-/* Up to most micro-batches, opened as sequences need them, longest first. With
- * HCP__NO_TARGET all degrees are least ones: memory is packed, then widened. */
+
+/* ---- plan_skyline.c ---- */
+
+/* One group per sequence, ends within target hoped for. Without pow2 and nodes. */
+hcp_status hcp__plan_skyline(const hcp__problem *problem, int64_t target, int32_t widen,
+                             hcp__blocks *blocks, hcp_error *err);
+
+/* ---- plan_wave.c, plan_fill.c, plan_shelf.c, plan_place.c ---- */
+
+/* Boxes of all ranks and a height, launch aside. count is at most most. */
+typedef struct hcp__waves hcp__waves;
+hcp_status hcp__waves_create(const hcp__problem *problem, int32_t most, hcp__waves **waves,
+                             hcp_error *err);
+void hcp__waves_destroy(hcp__waves *waves);
+/* Whether boxes of these heights hold all sequences, the shortest ones taken for
+ * a fluid; then heights become what they need. tall_first fills single ranks
+ * wave after wave, so that long sequences meet, instead of evenly. */
+int32_t hcp__waves_hold(hcp__waves *waves, int32_t count, int32_t tall_first, int64_t *heights);
+/* The same with boxes that open as sequences need them, up to target high or as
+ * one sequence needs. Returns their count, 0: more than most. */
+int32_t hcp__waves_open(hcp__waves *waves, int64_t target, int64_t *heights);
+/* Every sequence, as blocks without ranks. 0: they do not fit. */
+int32_t hcp__waves_fill(hcp__waves *waves, int32_t count, int32_t tall_first,
+                        const int64_t *heights, hcp__blocks *blocks);
+/* Least degrees in as few boxes as rows need. */
 #define HCP__NO_TARGET (INT64_MAX / 4)
-hcp_status hcp__plan_shelves(const hcp__problem *problem, int32_t most, int64_t target,
-                             hcp__blocks *blocks, int32_t *fits, hcp_error *err);
+int32_t hcp__waves_by_memory(hcp__waves *waves, hcp__blocks *blocks);
+int32_t hcp__waves_shelve(hcp__waves *waves, hcp__blocks *blocks);
+
+/* Ranks for blocks that name their micro-batches; *placed is 0 when they do not
+ * fit beside each other. Ranks left over widen the slowest ones. */
+hcp_status hcp__place_waves(const hcp__problem *problem, hcp__blocks *blocks, int32_t *placed,
+                            hcp_error *err);
+
+/* ---- plan_search.c, plan_lockstep.c ---- */
+
+/* Attempts, of which the best is kept. */
+typedef struct hcp__search {
+  const hcp__problem *p;
+  int32_t effort;
+  hcp__blocks blocks; /* of the latest attempt */
+  hcp__draft draft;   /* the same              */
+  hcp__draft *best;
+  int64_t makespan;   /* of the best           */
+} hcp__search;
+
+/* Judges the blocks, which name their micro-batches. */
+hcp_status hcp__search_judge_waves(hcp__search *search, hcp_error *err);
+hcp_status hcp__search_waves(hcp__search *search, hcp_error *err);
+
 hcp_status hcp__plan_search(const hcp__problem *problem, int32_t effort, hcp__draft *draft,
                             hcp_error *err);
+
+/* ---- plan_pipeline.c, plan_order.c ---- */
+
+/* Makes *draft, a plan, the best found for the problem's pipeline. */
+hcp_status hcp__plan_pipeline(const hcp__problem *problem, int32_t effort, hcp__draft *draft,
+                              hcp_error *err);
+
+/* A draft with room for empty micro-batches. */
+hcp_status hcp__draft_init_for(hcp__draft *draft, const hcp__problem *problem, hcp_error *err);
+/* Splits micro-batches, at the least cost, until their count is the multiple that
+ * the pipeline asks for; empty ones follow where nothing can be split. *to has
+ * room for them and is made anew; *from loses its order. */
+hcp_status hcp__draft_round_up(hcp__draft *from, const hcp__problem *problem, hcp__draft *to,
+                               hcp_error *err);
+/* *to is *from with its micro-batches in another order, small ones at both ends,
+ * improved by swaps that take at most budget passes of simulation. */
+hcp_status hcp__draft_order(const hcp__draft *from, const hcp__problem *problem, int64_t budget,
+                            hcp__draft *to, int64_t *makespan, hcp_error *err);
 
 /* ---- layout.c ---- */
 
@@ -192,6 +313,10 @@ int64_t hcp__rows_before(int64_t length, int32_t degree, int32_t j, int64_t end)
 /* The group of a micro-batch that contains rank, NULL when none does. */
 const hcp_group *hcp__group_of(const hcp_plan *plan, int32_t micro_batch, int32_t rank);
 
+/* Rows of rank j of a group, and those that alignment adds behind them. */
+int64_t hcp__rank_rows(const hcp_plan *plan, const hcp_group *group, int32_t j);
+int64_t hcp__padding(const hcp_plan *plan, const hcp_group *group, int32_t j);
+
 hcp_status hcp__check_place(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
                             hcp_error *err);
 
@@ -206,7 +331,7 @@ typedef struct hcp__list {
 
 /* The sections of a table while it is built, followed by scratch lists. A
  * failed append is remembered, to be checked once at the end. */
-enum { HCP__LISTS_MAX = 16 };
+enum { HCP__LISTS_MAX = 20 };
 
 typedef struct hcp__lists {
   hcp__list list[HCP__LISTS_MAX];

@@ -35,6 +35,7 @@ int64_t hcp__rows_before(int64_t length, int32_t degree, int32_t j, int64_t end)
 
 const hcp_group *hcp__group_of(const hcp_plan *plan, int32_t micro_batch, int32_t rank) {
   const hcp_micro_batch *batch = &plan->micro_batches[micro_batch];
+  if (batch->groups == 0) return NULL;
   int32_t low = batch->first_group, high = low + batch->groups - 1;
   while (low < high) { /* the last group that starts at or before rank */
     int32_t middle = low + (high - low + 1) / 2;
@@ -45,6 +46,22 @@ const hcp_group *hcp__group_of(const hcp_plan *plan, int32_t micro_batch, int32_
   }
   const hcp_group *group = &plan->groups[low];
   return rank >= group->first_rank && rank < group->first_rank + group->degree ? group : NULL;
+}
+
+int64_t hcp__rank_rows(const hcp_plan *plan, const hcp_group *group, int32_t j) {
+  int64_t rows = 0;
+  for (int32_t s = 0; s < group->sequences; s++) {
+    int64_t length = plan->lengths[plan->sequences[group->first_sequence + s]];
+    rows += hcp__rows_before(length, group->degree, j, length);
+  }
+  return rows;
+}
+
+int64_t hcp__padding(const hcp_plan *plan, const hcp_group *group, int32_t j) {
+  int32_t alignment = plan->limits.alignment;
+  if (alignment < 2) return 0;
+  int64_t over = hcp__rank_rows(plan, group, j) % alignment;
+  return over == 0 ? 0 : alignment - over;
 }
 
 hcp_status hcp__check_place(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
@@ -61,14 +78,16 @@ hcp_status hcp__check_place(const hcp_plan *plan, int32_t micro_batch, int32_t r
 /* ---- the value ---- */
 
 typedef struct sizes {
-  int32_t sequences, spans;
-  int64_t rows;
+  int32_t sequences, spans, degree;
+  int64_t rows; /* padding included */
 } sizes;
 
 static sizes measure(const hcp_plan *plan, const hcp_group *group, int32_t rank) {
-  sizes size = {0, 0, 0};
+  sizes size = {0, 0, 0, 0};
   if (group == NULL) return size;
   size.sequences = group->sequences;
+  size.degree = group->degree;
+  size.rows = hcp__padding(plan, group, rank - group->first_rank);
   for (int32_t s = 0; s < group->sequences; s++) {
     hcp__piece pieces[2];
     int64_t length = plan->lengths[plan->sequences[group->first_sequence + s]];
@@ -84,18 +103,30 @@ static hcp_layout *allocate(const sizes *size) {
   size_t sequences = (size_t)size->sequences, spans = (size_t)size->spans;
   hcp_layout *layout =
       malloc(sizeof *layout + spans * sizeof(hcp_span) + sequences * sizeof(int64_t) +
-             (size_t)size->rows * sizeof(int64_t) + (2 * sequences + 1) * sizeof(int32_t));
+             (size_t)size->rows * sizeof(int64_t) + (size_t)size->degree * sizeof(int64_t) +
+             (2 * sequences + 1) * sizeof(int32_t));
   if (layout == NULL) return NULL;
   memset(layout, 0, sizeof *layout);
   hcp_span *span = (hcp_span *)(layout + 1);
   int64_t *lengths = (int64_t *)(span + spans), *positions = lengths + sequences;
-  int32_t *cu_seqlens = (int32_t *)(positions + size->rows);
+  int64_t *paddings = positions + size->rows;
+  int32_t *cu_seqlens = (int32_t *)(paddings + size->degree);
   layout->spans = span;
   layout->lengths = lengths;
   layout->positions = positions;
+  layout->paddings = paddings;
   layout->cu_seqlens = cu_seqlens;
   layout->sequences = cu_seqlens + sequences + 1;
   return layout;
+}
+
+/* Rows behind all sequences, each at position 0. */
+static void fill_padding(const hcp_plan *plan, const hcp_group *group, hcp_layout *layout) {
+  int64_t *positions = (int64_t *)(uintptr_t)layout->positions;
+  int64_t *paddings = (int64_t *)(uintptr_t)layout->paddings;
+  for (int32_t j = 0; j < layout->degree; j++) paddings[j] = hcp__padding(plan, group, j);
+  if (layout->degree > 0) layout->padding = paddings[layout->rank - layout->first_rank];
+  for (int64_t i = 0; i < layout->padding; i++) positions[layout->rows++] = 0;
 }
 
 static void fill(const hcp_plan *plan, const hcp_group *group, hcp_layout *layout) {
@@ -137,6 +168,7 @@ hcp_status hcp_layout_create(const hcp_plan *plan, int32_t micro_batch, int32_t 
     layout->degree = group->degree;
   }
   fill(plan, group, layout);
+  fill_padding(plan, group, layout);
   *out = layout;
   return HCP_OK;
 }

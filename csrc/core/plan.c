@@ -81,6 +81,12 @@ static hcp_status check_place(const hcp_group *group, int32_t g, const hcp__prob
   return HCP_OK;
 }
 
+/* Bytes count only where they are limited. */
+static int64_t bytes_of(const hcp__problem *p, int32_t sequence, int32_t degree) {
+  return p->limits->memory.limit > 0 ? hcp__bytes(&p->limits->memory, p->lengths[sequence], degree)
+                                     : 0;
+}
+
 static hcp_status check_group(const hcp_group *group, int32_t g, const hcp__problem *p,
                               const int32_t *sequences, char *seen, hcp_error *err) {
   int32_t n = p->n;
@@ -90,7 +96,7 @@ static hcp_status check_group(const hcp_group *group, int32_t g, const hcp__prob
       group->first_sequence > n - group->sequences)
     return hcp__fail(err, HCP_INVALID, "groups[%d] has %d sequences, expected 1 to %d", g,
                      group->sequences, n);
-  int64_t rows = 0;
+  int64_t rows = 0, bytes = 0;
   for (int32_t s = 0; s < group->sequences; s++) {
     int32_t sequence = sequences[group->first_sequence + s];
     if (sequence < 0 || sequence >= n)
@@ -100,30 +106,70 @@ static hcp_status check_group(const hcp_group *group, int32_t g, const hcp__prob
       return hcp__fail(err, HCP_INVALID, "groups[%d] has sequence %d, which is there already", g,
                        sequence);
     seen[sequence] = 1;
+    if (!hcp__sequence_allows(p->limits, sequence, group->degree))
+      return hcp__fail(err, HCP_INVALID,
+                       "groups[%d].degree is %d, expected one within min_degrees[%d] and "
+                       "max_degrees[%d]",
+                       g, group->degree, sequence, sequence);
     rows += hcp_rows_max(p->lengths[sequence], group->degree);
+    if (__builtin_add_overflow(bytes, bytes_of(p, sequence, group->degree), &bytes))
+      bytes = INT64_MAX;
   }
   if (rows > p->capacity)
     return hcp__fail(err, HCP_INVALID,
                      "groups[%d] puts up to %lld rows on a rank, expected <= %lld "
                      "(max_tokens_per_rank)",
                      g, (long long)rows, (long long)p->capacity);
+  if (bytes > hcp__bytes_limit(p->limits))
+    return hcp__fail(err, HCP_INVALID,
+                     "groups[%d] needs up to %lld bytes on a rank, expected <= %lld (memory.limit, "
+                     "less what alignment may add)",
+                     g, (long long)bytes, (long long)hcp__bytes_limit(p->limits));
   return HCP_OK;
+}
+
+/* Whether empty micro-batches may end the plan: where groups cannot be split any
+ * further to give an interleaved pipeline its multiple. */
+static int may_be_empty(const hcp__draft *draft, const hcp__problem *p) {
+  int32_t multiple = hcp__multiple(&p->limits->pipeline), count = draft->micro_batch_count;
+  return multiple > 1 && count > p->n && count - p->n < multiple;
+}
+
+/* Groups of a micro-batch: at least one, but for empty ones at the end. */
+static hcp_status check_count(const hcp__draft *draft, int32_t m, const hcp__problem *p,
+                              int32_t next_group, hcp_error *err) {
+  const hcp_micro_batch *batch = &draft->micro_batches[m];
+  int32_t least = may_be_empty(draft, p) && next_group == draft->group_count ? 0 : 1;
+  if (batch->first_group == next_group && batch->groups >= least &&
+      batch->groups <= draft->group_count - next_group)
+    return HCP_OK;
+  return hcp__fail(err, HCP_INVALID,
+                   "micro_batches[%d] has %d groups from %d, expected >= %d from %d", m,
+                   batch->groups, batch->first_group, least, next_group);
+}
+
+static hcp_status check_multiple(const hcp__draft *draft, const hcp__problem *p, hcp_error *err) {
+  int32_t multiple = hcp__multiple(&p->limits->pipeline);
+  if (draft->micro_batch_count % multiple == 0) return HCP_OK;
+  return hcp__fail(err, HCP_INVALID,
+                   "the plan has %d micro-batches, expected a multiple of %d (micro_batch_group of "
+                   "an interleaved pipeline)",
+                   draft->micro_batch_count, multiple);
 }
 
 static hcp_status check_draft(const hcp__draft *draft, const hcp__problem *p, char *seen,
                               hcp_error *err) {
   int32_t next_group = 0, planned = 0;
+  hcp_status status = check_multiple(draft, p, err);
+  if (status != HCP_OK) return status;
   for (int32_t m = 0; m < draft->micro_batch_count; m++) {
     const hcp_micro_batch *batch = &draft->micro_batches[m];
-    if (batch->first_group != next_group || batch->groups < 1 ||
-        batch->groups > draft->group_count - next_group)
-      return hcp__fail(err, HCP_INVALID,
-                       "micro_batches[%d] has %d groups from %d, expected >= 1 from %d", m,
-                       batch->groups, batch->first_group, next_group);
+    status = check_count(draft, m, p, next_group, err);
+    if (status != HCP_OK) return status;
     int32_t free_rank = 0;
     for (int32_t g = next_group; g < next_group + batch->groups; g++) {
       const hcp_group *group = &draft->groups[g];
-      hcp_status status = check_group(group, g, p, draft->sequences, seen, err);
+      status = check_group(group, g, p, draft->sequences, seen, err);
       if (status != HCP_OK) return status;
       if (group->first_rank < free_rank)
         return hcp__fail(
@@ -159,17 +205,46 @@ static uint64_t mix_times(uint64_t sum, const hcp_times *times) {
   return mix(sum, times->times, rows * columns * sizeof *times->times);
 }
 
+static size_t bytes_if(const int32_t *values, int32_t n) {
+  return values == NULL ? 0 : (size_t)n * sizeof *values;
+}
+
+/* What the limits have beside numbers. */
+static uint64_t mix_lists(uint64_t sum, const hcp_limits *limits, int32_t n) {
+  sum = mix(sum, limits->min_degrees, bytes_if(limits->min_degrees, n));
+  sum = mix(sum, limits->max_degrees, bytes_if(limits->max_degrees, n));
+  return mix(sum, limits->slowness, bytes_if(limits->slowness, limits->ranks));
+}
+
 static uint64_t checksum(const hcp_plan *plan) {
+  const hcp_pipeline *pipeline = &plan->limits.pipeline;
+  const hcp_memory *memory = &plan->limits.memory;
 #define PRICE(name) plan->cost.name,
-  const int64_t head[] = {plan->limits.ranks,        plan->limits.min_degree,
-                          plan->limits.max_degree,   plan->limits.max_tokens_per_rank,
-                          plan->limits.alignment,    plan->limits.ranks_per_node,
-                          plan->limits.pow2,         plan->limits.sync,
-                          HCP_PRICES(PRICE) plan->n, plan->micro_batch_count,
+  const int64_t head[] = {plan->limits.ranks,
+                          plan->limits.min_degree,
+                          plan->limits.max_degree,
+                          plan->limits.max_tokens_per_rank,
+                          plan->limits.alignment,
+                          plan->limits.ranks_per_node,
+                          plan->limits.pow2,
+                          plan->limits.sync,
+                          pipeline->stages,
+                          pipeline->virtual_stages,
+                          pipeline->group,
+                          memory->activation,
+                          memory->logit,
+                          memory->gathered,
+                          memory->limit,
+                          plan->limits.min_degrees != NULL,
+                          plan->limits.max_degrees != NULL,
+                          plan->limits.slowness != NULL,
+                          HCP_PRICES(PRICE) plan->n,
+                          plan->micro_batch_count,
                           plan->group_count};
 #undef PRICE
   uint64_t sum = mix(0xcbf29ce484222325u, head, sizeof head);
   sum = mix_times(sum, plan->cost.times);
+  sum = mix_lists(sum, &plan->limits, plan->n);
   sum = mix(sum, plan->lengths, (size_t)plan->n * sizeof *plan->lengths);
   sum =
       mix(sum, plan->micro_batches, (size_t)plan->micro_batch_count * sizeof *plan->micro_batches);
@@ -202,13 +277,35 @@ static const hcp_times *copy_times(void *block, const hcp_times *times) {
   return made;
 }
 
+/* A list of the limits at *at, which moves behind it; NULL stays NULL. */
+static const int32_t *copy_list(int32_t **at, const int32_t *values, int32_t n) {
+  if (values == NULL) return NULL;
+  int32_t *made = *at;
+  copy(made, values, (size_t)n, sizeof *values);
+  *at += n;
+  return made;
+}
+
+static void copy_lists(hcp_plan *plan, int32_t *at) {
+  hcp_limits *limits = &plan->limits;
+  limits->min_degrees = copy_list(&at, limits->min_degrees, plan->n);
+  limits->max_degrees = copy_list(&at, limits->max_degrees, plan->n);
+  limits->slowness = copy_list(&at, limits->slowness, limits->ranks);
+}
+
+static size_t lists_bytes(const hcp__problem *p) {
+  const hcp_limits *limits = p->limits;
+  return bytes_if(limits->min_degrees, p->n) + bytes_if(limits->max_degrees, p->n) +
+         bytes_if(limits->slowness, limits->ranks);
+}
+
 /* The plan and its arrays are one block, widest elements first; the table of
  * its cost, when there is one, comes before the narrow ones. */
 static hcp_plan *allocate(const hcp__problem *p, const hcp__draft *draft) {
   size_t n = (size_t)p->n, batches = (size_t)draft->micro_batch_count;
   size_t groups = (size_t)draft->group_count, table = (times_bytes(p->cost->times) + 7) / 8 * 8;
   size_t bytes = sizeof(hcp_plan) + n * (sizeof(int64_t) + sizeof(int32_t)) + table +
-                 batches * sizeof(hcp_micro_batch) + groups * sizeof(hcp_group);
+                 batches * sizeof(hcp_micro_batch) + groups * sizeof(hcp_group) + lists_bytes(p);
   hcp_plan *plan = malloc(bytes);
   if (plan == NULL) return NULL;
   memset(plan, 0, sizeof *plan);
@@ -225,6 +322,7 @@ static hcp_plan *allocate(const hcp__problem *p, const hcp__draft *draft) {
   plan->n = p->n;
   plan->micro_batch_count = draft->micro_batch_count;
   plan->group_count = draft->group_count;
+  copy_lists(plan, (int32_t *)(batch + batches) + n);
   return plan;
 }
 
@@ -256,6 +354,7 @@ static hcp_status prepare(const int64_t *lengths, int32_t n, const hcp_limits *l
   hcp_status status = check_limits(limits, err);
   if (status == HCP_OK) status = check_extras(limits, err);
   if (status == HCP_OK) status = hcp__cost_check(cost, err);
+  if (status == HCP_OK) status = hcp__limits_check(limits, n, err);
   if (status == HCP_OK) status = check_lengths(lengths, n, err);
   if (status != HCP_OK) return status;
   return hcp__problem_init(problem, lengths, n, limits, cost, err);
@@ -272,6 +371,8 @@ hcp_status hcp_plan_create(const int64_t *lengths, int32_t n, const hcp_limits *
   status = hcp__draft_init(&draft, n, err);
   if (status != HCP_OK) goto fail_draft;
   status = hcp__plan_search(&problem, effort, &draft, err);
+  if (status == HCP_OK && limits->pipeline.stages > 1)
+    status = hcp__plan_pipeline(&problem, effort, &draft, err);
   if (status == HCP_OK) status = create(&draft, &problem, plan, err);
   hcp__draft_release(&draft);
 fail_draft:

@@ -8,6 +8,7 @@
 
 hcp_status hcp__blocks_init(hcp__blocks *blocks, int32_t n, hcp_error *err) {
   blocks->count = 0;
+  blocks->placed_on = NULL;
   blocks->block = malloc(((size_t)n + 1) * sizeof *blocks->block);
   blocks->next = malloc(((size_t)n + 1) * sizeof *blocks->next);
   if (blocks->block != NULL && blocks->next != NULL) return HCP_OK;
@@ -18,14 +19,17 @@ hcp_status hcp__blocks_init(hcp__blocks *blocks, int32_t n, hcp_error *err) {
 void hcp__blocks_release(hcp__blocks *blocks) {
   free(blocks->next);
   free(blocks->block);
-  *blocks = (hcp__blocks){0, NULL, NULL};
+  *blocks = (hcp__blocks){0};
 }
 
 int32_t hcp__block_open(hcp__blocks *blocks, int32_t first_rank, int32_t degree, int64_t start,
                         int64_t launch) {
   int32_t b = blocks->count++;
+  const hcp_limits *limits = blocks->placed_on;
+  int32_t slowness = limits == NULL ? HCP_FULL_SPEED : hcp__slowness(limits, first_rank, degree);
   blocks->block[b] = (hcp__block){.start = start,
-                                  .end = start + launch,
+                                  .end = start + hcp__slowed(launch, slowness),
+                                  .slowness = slowness,
                                   .first_rank = first_rank,
                                   .degree = degree,
                                   .first = -1,
@@ -43,7 +47,7 @@ void hcp__block_add(hcp__blocks *blocks, int32_t b, int32_t sequence, int64_t ro
   block->last = sequence;
   block->sequences++;
   block->rows += rows;
-  block->end += time;
+  block->end += hcp__slowed(time, block->slowness);
 }
 
 /* ---- draft ---- */
@@ -143,14 +147,15 @@ hcp_status hcp__draft_by_micro_batch(hcp__draft *draft, const hcp__blocks *block
 
 /* ---- judge ---- */
 
-static int64_t group_time(const hcp__draft *draft, const hcp__problem *p, const hcp_group *group) {
+int64_t hcp__group_time(const hcp__draft *draft, const hcp__problem *p, const hcp_group *group) {
   int64_t time = p->cost->launch;
   for (int32_t s = 0; s < group->sequences; s++) {
     int64_t length = p->lengths[draft->sequences[group->first_sequence + s]];
     time += hcp__cost(p->cost, length, group->degree, p->limits->ranks_per_node);
     if (time > INT64_MAX / 2) return INT64_MAX / 2;
   }
-  return time;
+  time = hcp__slowed(time, hcp__slowness(p->limits, group->first_rank, group->degree));
+  return time > INT64_MAX / 2 ? INT64_MAX / 2 : time;
 }
 
 static int64_t free_from(const hcp_group *group, const int64_t *available) {
@@ -164,7 +169,7 @@ static int64_t stepwise(const hcp__draft *draft, const hcp__problem *p, int64_t 
   int64_t last = 0;
   for (int32_t g = 0; g < draft->group_count && last < INT64_MAX / 2; g++) {
     const hcp_group *group = &draft->groups[g]; /* in micro-batch order */
-    int64_t end = free_from(group, available) + group_time(draft, p, group);
+    int64_t end = free_from(group, available) + hcp__group_time(draft, p, group);
     for (int32_t r = group->first_rank; r < group->first_rank + group->degree; r++)
       available[r] = end;
     if (end > last) last = end;
@@ -178,7 +183,7 @@ static int64_t lockstep(const hcp__draft *draft, const hcp__problem *p) {
     const hcp_micro_batch *batch = &draft->micro_batches[m];
     int64_t slowest = 0;
     for (int32_t g = batch->first_group; g < batch->first_group + batch->groups; g++) {
-      int64_t time = group_time(draft, p, &draft->groups[g]);
+      int64_t time = hcp__group_time(draft, p, &draft->groups[g]);
       if (time > slowest) slowest = time;
     }
     sum += slowest;
@@ -189,6 +194,7 @@ static int64_t lockstep(const hcp__draft *draft, const hcp__problem *p) {
 hcp_status hcp__makespan(const hcp__draft *draft, const hcp__problem *p, int64_t *makespan,
                          hcp_error *err) {
   int64_t result;
+  if (p->limits->pipeline.stages > 1) return hcp__pipeline_makespan(draft, p, makespan, err);
   if (p->limits->sync == HCP_SYNC_MICRO_BATCH) {
     result = lockstep(draft, p);
   } else {

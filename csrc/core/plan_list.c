@@ -32,8 +32,13 @@ typedef struct list {
   int32_t gap_count, gap_capacity;
   int64_t *pod_areas;
   int32_t pods, pod_ranks;
-  int32_t open; /* first of the ranks that are being packed */
+  int32_t open;    /* first of the ranks that are being packed */
+  int32_t slowest; /* slowness of the slowest rank */
 } list;
+
+static int64_t slowed_on(const list *l, int32_t rank, int64_t time) {
+  return hcp__slowed(time, hcp__slowness(l->p->limits, rank, 1));
+}
 
 /* ---- intervals ---- */
 
@@ -165,7 +170,8 @@ static int32_t tightest(const list *l, int32_t degree, int64_t needed) {
 
 /* 1: placed, 0: no gap holds it, -1: out of memory. */
 static int place_in_gap(list *l, int32_t sequence, const hcp__option *option) {
-  int64_t launch = l->p->cost->launch, needed = launch + option->time;
+  int64_t launch = l->p->cost->launch;
+  int64_t needed = hcp__slowed(launch + option->time, l->slowest);
   int32_t i = tightest(l, option->degree, needed);
   if (i < 0) return 0;
   gap g = l->gaps[i];
@@ -289,7 +295,7 @@ static int fill_gap(list *l, int32_t sequence, const hcp__option *option) {
   gap *widest = &l->gaps[0];
   int32_t b = widest->block;
   int joins = b >= 0 && l->blocks->block[b].rows + option->rows <= l->p->capacity;
-  int64_t needed = option->time + (joins ? 0 : l->p->cost->launch);
+  int64_t needed = hcp__slowed(option->time + (joins ? 0 : l->p->cost->launch), l->slowest);
   if (needed > widest->room) return 0;
   if (!joins) b = hcp__block_open(l->blocks, widest->rank, 1, widest->from, l->p->cost->launch);
   hcp__block_add(l->blocks, b, sequence, option->rows, option->time);
@@ -321,7 +327,7 @@ static void place_single(list *l, int32_t sequence, const hcp__option *option) {
     l->top[rank] = b;
   }
   hcp__block_add(l->blocks, b, sequence, option->rows, option->time);
-  l->loads[rank] += launch + option->time;
+  l->loads[rank] += slowed_on(l, rank, launch + option->time);
   sift_rank(l, 0);
 }
 
@@ -330,14 +336,14 @@ static int place_within(list *l, int32_t sequence, const hcp__option *option, in
                         int64_t limit) {
   int32_t b = joinable_single(l, rank, option->rows);
   int64_t launch = b < 0 ? l->p->cost->launch : 0;
-  if (l->loads[rank] + launch + option->time > limit) return 0;
+  if (l->loads[rank] + slowed_on(l, rank, launch + option->time) > limit) return 0;
   if (b < 0) {
     b = hcp__block_open(l->blocks, rank, 1, l->loads[rank], launch);
     l->below[b] = l->top[rank];
     l->top[rank] = b;
   }
   hcp__block_add(l->blocks, b, sequence, option->rows, option->time);
-  l->loads[rank] += launch + option->time;
+  l->loads[rank] += slowed_on(l, rank, launch + option->time);
   return 1;
 }
 
@@ -456,9 +462,11 @@ static void list_release(list *l) {
 hcp_status hcp__plan_list(const hcp__problem *p, int64_t target, int32_t nested, int64_t limit,
                           hcp__blocks *blocks, hcp_error *err) {
   list l = {.p = p, .blocks = blocks};
+  l.slowest = hcp__slowness(p->limits, 0, p->limits->ranks);
   task *tasks = malloc(((size_t)p->n + 1) * sizeof *tasks);
   hcp_status status = HCP_OK;
   blocks->count = 0;
+  blocks->placed_on = p->limits;
   if (tasks == NULL || !list_init(&l))
     status = hcp__fail(err, HCP_NO_MEMORY, "out of memory for a plan of %d sequences", p->n);
   if (status == HCP_OK) status = sort_tasks(p, target, nested, tasks, err);

@@ -80,6 +80,40 @@ static hcp_status menu_init(menu *m, const hcp_limits *limits, const hcp_cost *c
 
 /* ---- kinds ---- */
 
+/* The bounds of a sequence as one number. */
+static int64_t bounds_of(const hcp_limits *limits, int32_t sequence) {
+  int64_t least = limits->min_degrees != NULL ? limits->min_degrees[sequence] : 0;
+  int64_t most = limits->max_degrees != NULL ? limits->max_degrees[sequence] : 0;
+  return least * 2 * HCP__RANKS_MAX + most;
+}
+
+typedef struct bounded {
+  int64_t bounds;
+  int32_t sequence;
+} bounded;
+
+static int by_bounds(const void *left, const void *right) {
+  const bounded *a = left, *b = right;
+  if (a->bounds != b->bounds) return a->bounds < b->bounds ? -1 : 1;
+  return (a->sequence > b->sequence) - (a->sequence < b->sequence);
+}
+
+/* Among equal lengths, those of equal bounds side by side. */
+static hcp_status sort_bounds(hcp__problem *p, hcp_error *err) {
+  if (p->limits->min_degrees == NULL && p->limits->max_degrees == NULL) return HCP_OK;
+  bounded *run = malloc(((size_t)p->n + 1) * sizeof *run);
+  if (run == NULL) return hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d sequences", p->n);
+  for (int32_t i = 0, end; i < p->n; i = end) {
+    int64_t length = p->lengths[p->order[i]];
+    for (end = i; end < p->n && p->lengths[p->order[end]] == length; end++)
+      run[end - i] = (bounded){bounds_of(p->limits, p->order[end]), p->order[end]};
+    qsort(run, (size_t)(end - i), sizeof *run, by_bounds);
+    for (int32_t k = i; k < end; k++) p->order[k] = run[k - i].sequence;
+  }
+  free(run);
+  return HCP_OK;
+}
+
 /* Longest first, equal ones by index: a radix sort, as there may be many. */
 static hcp_status sort_lengths(hcp__problem *p, hcp_error *err) {
   int32_t *from = p->order, *to = p->kind_of; /* free until kinds are made */
@@ -98,15 +132,15 @@ static hcp_status sort_lengths(hcp__problem *p, hcp_error *err) {
     to = swap;
   }
   if (from != p->order) memcpy(p->order, from, (size_t)p->n * sizeof *from);
-  (void)err;
-  return HCP_OK;
+  return sort_bounds(p, err);
 }
 
 static void make_kinds(hcp__problem *p) {
   p->kind_count = 0;
   for (int32_t i = 0; i < p->n; i++) {
     int64_t length = p->lengths[p->order[i]];
-    if (i == 0 || length != p->kinds[p->kind_count - 1].length)
+    if (i == 0 || length != p->kinds[p->kind_count - 1].length ||
+        bounds_of(p->limits, p->order[i]) != bounds_of(p->limits, p->order[i - 1]))
       p->kinds[p->kind_count++] = (hcp__kind){.length = length, .first = i};
     p->kinds[p->kind_count - 1].count++;
     p->kind_of[i] = p->kind_count - 1;
@@ -145,13 +179,14 @@ static int64_t area_floor(const hcp__problem *p, int64_t length, int32_t least) 
              : hcp__area_floor(p->cost, length, least, p->limits->ranks_per_node);
 }
 
-/* Least degree that rounding lets hold the sequence, 0: none. */
-static int32_t least_degree(const hcp__problem *p, int64_t length) {
+/* Least degree that rounding lets hold a kind, 0: none. */
+static int32_t least_degree(const hcp__problem *p, const hcp__kind *kind) {
+  int64_t length = kind->length;
   int64_t degree = length / p->capacity + (length % p->capacity != 0);
   if (degree < p->limits->min_degree) degree = p->limits->min_degree;
   for (; degree <= p->limits->max_degree; degree++)
     if (hcp__degree_allowed(p->limits, p->cost, (int32_t)degree) &&
-        hcp_rows_max(length, (int32_t)degree) <= p->capacity)
+        hcp__load(p, p->order[kind->first], (int32_t)degree) <= p->capacity)
       return (int32_t)degree;
   return 0;
 }
@@ -171,7 +206,7 @@ static int32_t menu_from(const menu *m, int32_t degree) {
 /* Keeps a degree that is faster than every lesser one. gap: degrees since the
  * last option were skipped, so the floors must hold for them too. */
 static int consider(hcp__problem *p, hcp__kind *kind, int32_t degree, int32_t gap) {
-  int64_t rows = hcp_rows_max(kind->length, degree);
+  int64_t rows = hcp__load(p, p->order[kind->first], degree);
   if (rows > p->capacity) return 1; /* rounding may overfill a degree that a smaller one does not */
   int32_t node = p->limits->ranks_per_node;
   int64_t time = hcp__cost(p->cost, kind->length, degree, node);
@@ -201,12 +236,36 @@ static int add_options(hcp__problem *p, const menu *m, hcp__kind *kind, int32_t 
   return 1;
 }
 
+/* Rows fit at some degree that everything else forbids. */
+static hcp_status refused_beside_rows(const hcp__problem *p, const hcp__kind *kind,
+                                      hcp_error *err) {
+  const hcp_limits *limits = p->limits;
+  int32_t sequence = p->order[kind->first], widest = 0;
+  for (int32_t d = limits->min_degree; d <= limits->max_degree; d++)
+    if (hcp__degree_allowed(limits, p->cost, d) && hcp__sequence_allows(limits, sequence, d) &&
+        hcp_rows_max(kind->length, d) <= p->capacity)
+      widest = d;
+  if (widest == 0)
+    return hcp__fail(err, HCP_INFEASIBLE,
+                     "lengths[%d] is %lld: no degree that min_degrees[%d] and max_degrees[%d] "
+                     "permit holds it, expected one; widen them",
+                     sequence, (long long)kind->length, sequence, sequence);
+  return hcp__fail(err, HCP_INFEASIBLE,
+                   "lengths[%d] is %lld: the fullest of %d ranks would need %lld bytes, expected "
+                   "<= %lld (memory.limit%s); raise either, or split the sequence",
+                   sequence, (long long)kind->length, widest,
+                   (long long)hcp__bytes(&limits->memory, kind->length, widest),
+                   (long long)hcp__bytes_limit(limits),
+                   limits->alignment > 1 ? ", less what alignment may add" : "");
+}
+
 static hcp_status infeasible(const hcp__problem *p, const hcp__kind *kind, hcp_error *err) {
   const hcp_limits *limits = p->limits;
   if (p->cost->times != NULL && hcp__times_row(p->cost->times, kind->length) < 0)
     return hcp__fail(err, HCP_INVALID, "lengths[%d] is %lld, which the cost table does not have",
                      p->order[kind->first], (long long)kind->length);
   int32_t widest = last_allowed(limits, p->cost);
+  if (hcp_rows_max(kind->length, widest) <= p->capacity) return refused_beside_rows(p, kind, err);
   return hcp__fail(err, HCP_INFEASIBLE,
                    "lengths[%d] is %lld: the fullest of %d ranks (%s) would hold %lld rows, "
                    "expected <= %lld (max_tokens_per_rank%s); raise either, or split the sequence",
@@ -234,7 +293,7 @@ static hcp_status make_options(hcp__problem *p, const menu *m, int32_t *least, h
     hcp__kind *kind = &p->kinds[k];
     least[k] = p->cost->times != NULL && hcp__times_row(p->cost->times, kind->length) < 0
                    ? 0
-                   : least_degree(p, kind->length);
+                   : least_degree(p, kind);
     if (least[k] == 0) return infeasible(p, kind, err);
     hcp_status status = hcp__cost_fits(p->cost, kind->length, p->limits->max_degree, err);
     if (status != HCP_OK) return status;
@@ -284,7 +343,14 @@ void hcp__problem_release(hcp__problem *p) {
 
 const hcp__option *hcp__allot(const hcp__problem *p, const hcp__kind *kind, int64_t target) {
   const hcp__option *options = &p->options[kind->first_option];
-  for (int32_t i = 0; i < kind->options; i++)
-    if (options[i].time <= target) return &options[i];
-  return &options[kind->options - 1];
+  int32_t low = 0, high = kind->options - 1; /* the first fast enough is in between */
+  if (options[0].time <= target) return options;
+  while (low < high) {
+    int32_t middle = low + (high - low) / 2;
+    if (options[middle].time <= target)
+      high = middle;
+    else
+      low = middle + 1;
+  }
+  return &options[low];
 }

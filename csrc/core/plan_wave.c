@@ -1,67 +1,60 @@
-/* plan_wave.c - plans whose ranks meet after every micro-batch.
+/* plan_wave.c - micro-batches as boxes of all ranks and a height.
  *
- * Each micro-batch is a box of all ranks and a height. Sequences, longest first,
- * go to the first box that takes them, with the least degree that ends within
- * its height: into a group that has rows and time left, or on ranks that are
- * still free. Those that need one rank fill what is left evenly, by time and by
- * rows, whichever is scarcer. Ranks left over widen the slowest groups.
- *
- * Either all boxes stand from the start, with one height or falling ones, or a
- * box is opened for a sequence that fits in none, as high as the sequence, or as
- * many of its length as a rank holds, need: then long ones meet long ones. */
+ * Sequences, longest first, go to the first box that takes them, with the least
+ * degree that ends within its height: into a group that has rows and time left,
+ * or on ranks that are still free. Those that need one rank fill what is left
+ * evenly, by time and by rows, whichever is scarcer. */
 #include <stdlib.h>
+#include <string.h>
 
-#include "internal.h"
+#include "waves.h"
 
 /* Groups that a sequence looks at before it opens one, and after it could not;
- * sequences that widening may price again for one micro-batch; and sequences up
- * to which all groups are looked at. */
-enum { LOOK = 24, LOOK_FAR = 192, WIDEN = 4096, BEST_FIT = 1024 };
+ * the share of a rank's rows from which sequences are placed, not poured;
+ * degrees for which a wave knows where to look; and waves that a sequence looks
+ * at before others, so that time grows with the sequences and not with their
+ * product with the waves. */
+enum { LOOK = 24, LOOK_FAR = 192, DUST = 2, HINTS = 16, NEAR = 64 };
 
-/* A rank that no wide group has taken. */
-typedef struct bin {
-  int64_t fill; /* of height or capacity, in 2^-20 */
-  int64_t load, rows;
-  int32_t block; /* -1: none yet */
-} bin;
-
-typedef struct waves {
-  const hcp__problem *p;
-  hcp__blocks *blocks;
-  int64_t *heights;    /* count, without launch */
-  int32_t *whole;      /* count: ranks taken from the left by groups wider than a node */
-  int32_t *node_free;  /* count * nodes */
-  int32_t count, nodes, node_ranks;
-  int32_t *first_block, *next_block; /* per wave, for widening and placing */
-  bin *bins;                         /* heaps by fill, one per wave */
-  int32_t *first_bin, *bin_counts;   /* per wave */
-  int32_t tall_first;                /* single ranks fill wave after wave, not evenly */
-  int32_t most;                      /* micro-batches that may be opened */
-  int64_t target;                    /* their height, when > 0 they open as needed */
-} waves;
-
-static int32_t *free_in(const waves *w, int32_t wave, int32_t node) {
+static int32_t *free_in(const hcp__waves *w, int32_t wave, int32_t node) {
   return &w->node_free[(int64_t)wave * w->nodes + node];
+}
+
+static hcp__bin *bins_of(const hcp__waves *w, int32_t wave) {
+  return &w->bins[(int64_t)wave * w->p->limits->ranks];
 }
 
 /* ---- ranks ---- */
 
+/* Whole nodes from the left. */
+static int take_nodes(hcp__waves *w, int32_t wave, int32_t degree) {
+  /* cppcheck-suppress zerodivcond ; a node has at least one rank */
+  int32_t first = w->whole[wave], last = first + degree / w->node_ranks - 1;
+  if (last >= w->nodes) return 0;
+  for (int32_t node = first; node <= last; node++)
+    if (*free_in(w, wave, node) < w->node_ranks) return 0;
+  for (int32_t node = first; node <= last; node++) *free_in(w, wave, node) = 0;
+  w->whole[wave] = last + 1;
+  w->left[wave] -= degree;
+  return 1;
+}
+
+/* Where to look first for a node with degree ranks free: none gets any back. */
+static int32_t *hint(const hcp__waves *w, int32_t wave, int32_t degree) {
+  return &w->first_free[(int64_t)wave * HINTS + (degree < HINTS ? degree : HINTS) - 1];
+}
+
 /* Takes degree ranks of the wave, when it has them side by side. */
-static int take(waves *w, int32_t wave, int32_t degree) {
-  if (degree > w->node_ranks) {
-    /* cppcheck-suppress zerodivcond ; a node has at least one rank */
-    int32_t first = w->whole[wave], last = first + degree / w->node_ranks - 1;
-    if (last >= w->nodes) return 0;
-    for (int32_t node = first; node <= last; node++)
-      if (*free_in(w, wave, node) < w->node_ranks) return 0;
-    for (int32_t node = first; node <= last; node++) *free_in(w, wave, node) = 0;
-    w->whole[wave] = last + 1;
-    return 1;
-  }
-  for (int32_t node = w->whole[wave]; node < w->nodes; node++) {
-    int32_t *left = free_in(w, wave, node);
+static int take(hcp__waves *w, int32_t wave, int32_t degree) {
+  if (w->left[wave] < degree) return 0;
+  if (degree > w->node_ranks) return take_nodes(w, wave, degree);
+  int32_t *node = hint(w, wave, degree), *left;
+  while (*node < w->nodes && *free_in(w, wave, *node) < (degree < HINTS ? degree : HINTS)) ++*node;
+  for (int32_t i = *node; i < w->nodes; i++) {
+    left = free_in(w, wave, i);
     if (*left < degree) continue;
     *left -= degree;
+    w->left[wave] -= degree;
     return 1;
   }
   return 0;
@@ -69,11 +62,13 @@ static int take(waves *w, int32_t wave, int32_t degree) {
 
 /* ---- wide groups ---- */
 
-static void add(waves *w, int32_t b, int32_t sequence, int64_t rows, int64_t time) {
+void hcp__wave_add(hcp__waves *w, int32_t b, int32_t sequence, int64_t rows, int64_t time) {
   hcp__block_add(w->blocks, b, sequence, rows, time);
+  const hcp__block *block = &w->blocks->block[b];
+  if (block->end > w->tops[block->micro_batch]) w->tops[block->micro_batch] = block->end;
 }
 
-static int joins(const waves *w, int32_t b, int64_t rows, int64_t time) {
+static int joins(const hcp__waves *w, int32_t b, int64_t rows, int64_t time) {
   const hcp__block *block = &w->blocks->block[b];
   return block->rows + rows <= w->p->capacity &&
          block->end + time <= w->heights[block->micro_batch];
@@ -81,8 +76,10 @@ static int joins(const waves *w, int32_t b, int64_t rows, int64_t time) {
 
 /* The fullest of the latest groups of that micro-batch and degree that takes
  * the sequence, -1: none. */
-static int32_t joinable(const waves *w, int32_t wave, const hcp__option *option) {
+static int32_t joinable(const hcp__waves *w, int32_t wave, const hcp__option *option) {
   int32_t best = -1, looked = 0;
+  /* Groups hold longer sequences, which leave even less. */
+  if (2 * option->rows > w->p->capacity + 2 || 2 * option->time > w->heights[wave]) return -1;
   for (int32_t b = w->first_block[wave]; b >= 0 && looked < LOOK; b = w->next_block[b], looked++) {
     const hcp__block *block = &w->blocks->block[b];
     if (block->degree != option->degree || !joins(w, b, option->rows, option->time)) continue;
@@ -92,7 +89,7 @@ static int32_t joinable(const waves *w, int32_t wave, const hcp__option *option)
 }
 
 /* A group that its caller adds a sequence to, -1: no ranks for it. */
-static int32_t open_group(waves *w, int32_t wave, int32_t degree) {
+int32_t hcp__wave_open_group(hcp__waves *w, int32_t wave, int32_t degree) {
   if (!take(w, wave, degree)) return -1;
   int32_t b = hcp__block_open(w->blocks, 0, degree, 0, 0);
   w->blocks->block[b].micro_batch = wave;
@@ -101,48 +98,36 @@ static int32_t open_group(waves *w, int32_t wave, int32_t degree) {
   return b;
 }
 
-/* Any group at all with room, at its own degree. */
-static int squeeze(waves *w, int32_t sequence, const hcp__kind *kind) {
-  int32_t looked = 0;
-  for (int32_t b = 0; b < w->blocks->count && looked < LOOK_FAR; b++, looked++) {
-    int32_t degree = w->blocks->block[b].degree;
-    int64_t rows = hcp_rows_max(kind->length, degree);
-    if (!joins(w, b, rows, 1)) continue;
+/* Any group at all with room, at its own degree. The next search begins where
+ * this one ends, as groups before it are full for sequences like this. */
+static int squeeze(hcp__waves *w, int32_t sequence, const hcp__kind *kind) {
+  int32_t count = w->blocks->count;
+  for (int32_t looked = 0; looked < LOOK_FAR && looked < count; looked++, w->cursor++) {
+    if (w->cursor >= count) w->cursor = 0;
+    int32_t degree = w->blocks->block[w->cursor].degree;
+    int64_t rows = hcp__load(w->p, sequence, degree);
+    if (!joins(w, w->cursor, rows, 1)) continue;
     int64_t time = hcp__cost(w->p->cost, kind->length, degree, w->p->limits->ranks_per_node);
-    if (time < 1 || !joins(w, b, rows, time)) continue;
-    add(w, b, sequence, rows, time);
+    if (time < 1 || !joins(w, w->cursor, rows, time)) continue;
+    hcp__wave_add(w, w->cursor, sequence, rows, time);
     return 1;
   }
   return 0;
 }
 
-static int place_wide(waves *w, int32_t sequence, const hcp__kind *kind) {
-  for (int32_t wave = 0; wave < w->count; wave++) {
-    const hcp__option *option = hcp__allot(w->p, kind, w->heights[wave]);
-    if (w->target > 0 && option->time > w->heights[wave]) continue;
-    int32_t b = joinable(w, wave, option);
-    if (b < 0) b = open_group(w, wave, option->degree);
-    if (b < 0) continue;
-    add(w, b, sequence, option->rows, option->time);
-    if (option->time > w->heights[wave]) w->heights[wave] = option->time;
-    return 1;
-  }
-  return w->target == 0 && squeeze(w, sequence, kind);
-}
-
 /* ---- memory first ---- */
 
 /* Of all groups, the one whose rows the sequence fills best, -1: none. */
-static int32_t best_fit(const waves *w, const hcp__kind *kind, int64_t *rows, int64_t *time) {
+static int32_t best_fit(const hcp__waves *w, int32_t sequence, int64_t *rows, int64_t *time) {
   int32_t best = -1;
   int64_t left = INT64_MAX;
   for (int32_t b = 0; b < w->blocks->count; b++) {
     const hcp__block *block = &w->blocks->block[b];
-    int64_t needed = hcp_rows_max(kind->length, block->degree);
+    int64_t needed = hcp__load(w->p, sequence, block->degree);
     int64_t room = w->p->capacity - block->rows - needed;
     if (room < 0 || room >= left) continue;
     int64_t taken =
-        hcp__cost(w->p->cost, kind->length, block->degree, w->p->limits->ranks_per_node);
+        hcp__cost(w->p->cost, w->p->lengths[sequence], block->degree, w->p->limits->ranks_per_node);
     if (taken < 1) continue;
     left = room;
     best = b;
@@ -152,22 +137,23 @@ static int32_t best_fit(const waves *w, const hcp__kind *kind, int64_t *rows, in
   return best;
 }
 
-static int place_by_memory(waves *w, int32_t sequence, const hcp__kind *kind) {
+static int place_by_memory(hcp__waves *w, int32_t sequence, const hcp__kind *kind) {
   const hcp__option *option = &w->p->options[kind->first_option];
   int64_t rows = option->rows, time = option->time;
-  int32_t b = best_fit(w, kind, &rows, &time);
-  for (int32_t wave = 0; b < 0 && wave < w->count; wave++) b = open_group(w, wave, option->degree);
+  int32_t b = best_fit(w, sequence, &rows, &time);
+  for (int32_t wave = 0; b < 0 && wave < w->count; wave++)
+    b = hcp__wave_open_group(w, wave, option->degree);
   if (b < 0) return 0;
-  add(w, b, sequence, rows, time);
+  hcp__wave_add(w, b, sequence, rows, time);
   return 1;
 }
 
 /* ---- single ranks ---- */
 
-static void sift(const waves *w, int32_t wave) {
-  bin *heap = &w->bins[w->first_bin[wave]], moved = heap[0];
-  int32_t i = 0, count = w->bin_counts[wave];
-  for (int32_t child = 1; child < count; child = 2 * i + 1) {
+static void sift(const hcp__waves *w, int32_t wave, int32_t i) {
+  hcp__bin *heap = bins_of(w, wave), moved = heap[i];
+  int32_t count = w->bin_counts[wave];
+  for (int32_t child = 2 * i + 1; child < count; child = 2 * i + 1) {
     if (child + 1 < count && heap[child + 1].fill < heap[child].fill) child++;
     if (heap[child].fill >= moved.fill) break;
     heap[i] = heap[child];
@@ -176,178 +162,126 @@ static void sift(const waves *w, int32_t wave) {
   heap[i] = moved;
 }
 
-static int64_t fill_of(const waves *w, int32_t wave, const bin *b) {
+static void set_fill(const hcp__waves *w, int32_t wave, hcp__bin *b) {
   int64_t by_time = b->load / ((w->heights[wave] >> 20) + 1);
   int64_t by_rows = (b->rows << 20) / w->p->capacity;
-  return by_time > by_rows ? by_time : by_rows;
+  b->fill = by_time > by_rows ? by_time : by_rows;
 }
 
-/* What is free becomes bins; single-rank groups that exist stay groups. */
-static void open_bins(waves *w, int32_t wave) {
-  int32_t count = 0;
-  for (int32_t node = 0; node < w->nodes; node++) count += *free_in(w, wave, node);
-  for (int32_t i = 0; i < count; i++) w->bins[w->first_bin[wave] + i] = (bin){.block = -1};
+static void open_bins(hcp__waves *w, int32_t wave) {
+  int32_t count = w->left[wave];
+  for (int32_t i = 0; i < count; i++) bins_of(w, wave)[i] = (hcp__bin){.block = -1};
   w->bin_counts[wave] = count;
 }
 
-/* Sequences that joined a bin's group by another way count before it is used. */
-static void refresh(const waves *w, int32_t wave) {
-  while (w->bin_counts[wave] > 0) {
-    bin *b = &w->bins[w->first_bin[wave]];
-    const hcp__block *block = b->block < 0 ? NULL : &w->blocks->block[b->block];
-    if (block == NULL || block->rows == b->rows) return;
-    b->load = block->end;
-    b->rows = block->rows;
-    b->fill = fill_of(w, wave, b);
-    sift(w, wave);
-  }
+static int takes(const hcp__waves *w, int32_t wave, const hcp__bin *b, const hcp__option *option) {
+  return b->load + option->time <= w->heights[wave] && b->rows + option->rows <= w->p->capacity;
+}
+
+/* Sequences that were squeezed into the bin's group count too. */
+static int is_stale(const hcp__waves *w, const hcp__bin *b) {
+  return b->block >= 0 && w->blocks->block[b->block].rows != b->rows;
+}
+
+static void refresh(const hcp__waves *w, int32_t wave) {
+  hcp__bin *b = bins_of(w, wave);
+  b->load = w->blocks->block[b->block].end;
+  b->rows = w->blocks->block[b->block].rows;
+  set_fill(w, wave, b);
+  sift(w, wave, 0);
 }
 
 /* The least full bin of the wave when it takes the sequence, else NULL. */
-static bin *open_bin(waves *w, int32_t wave, const hcp__option *option) {
+static hcp__bin *find_bin(hcp__waves *w, int32_t wave, const hcp__option *option) {
   if (w->bin_counts[wave] < 0) open_bins(w, wave);
-  refresh(w, wave);
-  bin *b = &w->bins[w->first_bin[wave]];
-  int takes = w->bin_counts[wave] > 0 && b->load + option->time <= w->heights[wave] &&
-              b->rows + option->rows <= w->p->capacity;
-  return takes ? b : NULL;
+  hcp__bin *b = bins_of(w, wave);
+  while (w->bin_counts[wave] > 0) {
+    if (is_stale(w, b)) {
+      refresh(w, wave);
+    } else if (!takes(w, wave, b, option)) {
+      return NULL;
+    } else if (b->block >= 0 || w->left[wave] > 0) {
+      return b;
+    } else { /* a wide group came late and took the rank */
+      *b = b[--w->bin_counts[wave]];
+      sift(w, wave, 0);
+    }
+  }
+  return NULL;
 }
 
-/* The wave whose emptiest rank is the least full, or the first that has room;
- * -1: none. */
-static int32_t choose_wave(waves *w, const hcp__option *option) {
-  const bin *best = NULL;
-  int32_t chosen = -1;
-  for (int32_t wave = 0; wave < w->count && (chosen < 0 || !w->tall_first); wave++) {
-    const bin *b = open_bin(w, wave, option);
+static void put(hcp__waves *w, int32_t wave, int32_t sequence, const hcp__option *option) {
+  hcp__bin *b = bins_of(w, wave);
+  if (b->block < 0) b->block = hcp__wave_open_group(w, wave, 1);
+  hcp__wave_add(w, b->block, sequence, option->rows, option->time);
+  refresh(w, wave);
+}
+
+/* To the wave, of the next ones, whose emptiest rank is the least full. */
+static int place_evenly(hcp__waves *w, int32_t sequence, const hcp__option *option) {
+  const hcp__bin *best = NULL;
+  int32_t chosen = -1, begin = 0, looks = w->count;
+  if (w->count > NEAR) {
+    begin = w->turn;
+    looks = NEAR;
+    w->turn = (w->turn + NEAR) % w->count;
+  }
+  for (int32_t i = 0; i < looks; i++) {
+    int32_t wave = (begin + i) % w->count;
+    const hcp__bin *b = find_bin(w, wave, option);
     if (b == NULL || (best != NULL && b->fill >= best->fill)) continue;
     best = b;
     chosen = wave;
   }
-  return chosen;
+  if (chosen >= 0) put(w, chosen, sequence, option);
+  return chosen >= 0;
 }
 
-static int place_single(waves *w, int32_t sequence, const hcp__kind *kind,
-                        const hcp__option *option) {
-  for (int32_t wave; (wave = choose_wave(w, option)) >= 0;) {
-    bin *b = &w->bins[w->first_bin[wave]];
-    if (b->block < 0) b->block = open_group(w, wave, 1);
-    if (b->block < 0) { /* a wide group came late and took the rank */
-      *b = w->bins[w->first_bin[wave] + --w->bin_counts[wave]];
-      sift(w, wave);
-      continue;
-    }
-    add(w, b->block, sequence, option->rows, option->time);
-    b->load += option->time;
-    b->rows += option->rows;
-    b->fill = fill_of(w, wave, b);
-    sift(w, wave);
+/* ---- one sequence ---- */
+
+int32_t hcp__wave_place(hcp__waves *w, int32_t wave, int32_t sequence, const hcp__option *option) {
+  if (option->degree == 1) {
+    if (find_bin(w, wave, option) == NULL) return 0;
+    put(w, wave, sequence, option);
     return 1;
   }
-  return w->target == 0 && squeeze(w, sequence, kind);
+  int32_t b = joinable(w, wave, option);
+  if (b < 0) b = hcp__wave_open_group(w, wave, option->degree);
+  if (b >= 0) hcp__wave_add(w, b, sequence, option->rows, option->time);
+  return b >= 0;
 }
 
-/* ---- widening ---- */
-
-static int64_t time_at(const waves *w, const hcp__block *block, int32_t degree) {
-  int64_t time = 0;
-  for (int32_t s = block->first; s >= 0; s = w->blocks->next[s]) {
-    if (hcp_rows_max(w->p->lengths[s], degree) > w->p->capacity) return INT64_MAX;
-    int64_t one = hcp__cost(w->p->cost, w->p->lengths[s], degree, w->p->limits->ranks_per_node);
-    if (one < 1) return INT64_MAX;
-    time += one;
-  }
-  return time;
-}
-
-static int64_t rows_at(const waves *w, const hcp__block *block, int32_t degree) {
-  int64_t rows = 0;
-  for (int32_t s = block->first; s >= 0; s = w->blocks->next[s])
-    rows += hcp_rows_max(w->p->lengths[s], degree);
-  return rows;
-}
-
-static int32_t slowest(const waves *w, int32_t wave) {
-  int32_t worst = -1;
-  for (int32_t b = w->first_block[wave]; b >= 0; b = w->next_block[b])
-    if (worst < 0 || w->blocks->block[b].end > w->blocks->block[worst].end) worst = b;
-  return worst;
-}
-
-/* The least wider degree that makes the group faster, 0: none. */
-static int32_t wider(const waves *w, const hcp__block *block, int32_t most, int64_t *time,
-                     int32_t *budget) {
-  for (int32_t d = block->degree + 1; d <= most && *budget > 0; d++) {
-    if (!hcp__degree_allowed(w->p->limits, w->p->cost, d)) continue;
-    *budget -= block->sequences;
-    *time = time_at(w, block, d);
-    if (*time < block->end && rows_at(w, block, d) <= w->p->capacity) return d;
+/* The first wave that takes the sequence, with the least degree fast enough; of
+ * many, first those from a little before the one that took the last. */
+static int place_first_fit(hcp__waves *w, int32_t sequence, const hcp__kind *kind) {
+  int32_t begin = w->latest > NEAR ? w->latest - NEAR : 0;
+  for (int32_t i = 0; i < w->count; i++) {
+    int32_t wave = (begin + i) % w->count;
+    const hcp__option *option = hcp__allot(w->p, kind, w->heights[wave]);
+    if (option->time > w->heights[wave] || !hcp__wave_place(w, wave, sequence, option)) continue;
+    w->latest = wave;
+    return 1;
   }
   return 0;
 }
 
-/* The next rank goes to the slowest group: for fixed groups whose times fall
- * with the degree, no other division of the ranks ends sooner. */
-static void widen(waves *w, int32_t wave) {
-  int32_t budget = WIDEN, *left = free_in(w, wave, 0);
-  while (*left > 0 && budget > 0) {
-    int64_t time;
-    int32_t b = slowest(w, wave);
-    if (b < 0) return;
-    hcp__block *block = &w->blocks->block[b];
-    int32_t degree = wider(w, block, block->degree + *left, &time, &budget);
-    if (degree == 0) return;
-    *left -= degree - block->degree;
-    block->rows = rows_at(w, block, degree);
-    block->degree = degree;
-    block->end = time;
-    budget -= 16;
-  }
-}
-
-/* ---- places ---- */
-
-/* Ranks from the left of each node, widest groups first. Groups of one wave are
- * listed latest first, so degrees mostly ascend along the list. */
-static int by_degree(const void *left, const void *right) {
-  const hcp__block *const *a = left, *const *b = right;
-  if ((*a)->degree != (*b)->degree) return (*a)->degree > (*b)->degree ? -1 : 1;
-  return (*a > *b) - (*a < *b);
-}
-
-static int place_wave(const waves *w, int32_t wave, hcp__block **scratch) {
-  int32_t count = 0, used_whole = 0, ranks = w->p->limits->ranks;
-  for (int32_t b = w->first_block[wave]; b >= 0; b = w->next_block[b])
-    scratch[count++] = &w->blocks->block[b];
-  qsort(scratch, (size_t)count, sizeof *scratch, by_degree);
-  int32_t *next = free_in(w, wave, 0); /* from here on: the next free rank of each node */
-  for (int32_t node = 0; node < w->nodes; node++) next[node] = node * w->node_ranks;
-  for (int32_t i = 0; i < count; i++) {
-    if (scratch[i]->degree > w->node_ranks) {
-      scratch[i]->first_rank = used_whole;
-      used_whole += scratch[i]->degree;
-      continue;
-    }
-    int32_t node = used_whole / w->node_ranks;
-    for (; node < w->nodes; node++) {
-      int32_t end = (node + 1) * w->node_ranks;
-      if (next[node] + scratch[i]->degree <= (end < ranks ? end : ranks)) break;
-    }
-    if (node == w->nodes) return 0;
-    scratch[i]->first_rank = next[node];
-    next[node] += scratch[i]->degree;
-  }
-  return 1;
+static int place_somewhere(hcp__waves *w, int32_t sequence, const hcp__kind *kind,
+                           const hcp__option *option) {
+  if (w->target == HCP__NO_TARGET) return place_by_memory(w, sequence, kind);
+  if (option->degree == 1 && !w->tall_first && place_evenly(w, sequence, option)) return 1;
+  return place_first_fit(w, sequence, kind) || (w->target == 0 && squeeze(w, sequence, kind));
 }
 
 /* ---- all of them ---- */
 
-static void reset_wave(waves *w, int32_t wave, int64_t height) {
+void hcp__wave_reset(hcp__waves *w, int32_t wave, int64_t height) {
   w->heights[wave] = height > 1 ? height : 1;
+  w->tops[wave] = 0;
   w->first_block[wave] = -1;
-  w->first_bin[wave] = wave * w->p->limits->ranks;
-  w->bin_counts[wave] = -1; /* not opened */
+  w->bin_counts[wave] = -1;
   w->whole[wave] = 0;
+  memset(hint(w, wave, 1), 0, HINTS * sizeof *w->first_free);
+  w->left[wave] = w->p->limits->ranks;
   for (int32_t node = 0; node < w->nodes; node++) {
     int32_t left = w->p->limits->ranks - node * w->node_ranks;
     *free_in(w, wave, node) = left < w->node_ranks ? left : w->node_ranks;
@@ -356,111 +290,120 @@ static void reset_wave(waves *w, int32_t wave, int64_t height) {
 
 /* As high as the sequence needs, or as a rank full of its like, up to target;
  * where nothing limits the height, rows alone decide. */
-static int open_wave(waves *w, const hcp__option *option) {
+static int open_wave(hcp__waves *w, const hcp__option *option) {
   if (w->target == 0 || w->count == w->most) return 0;
   int64_t height = option->time * (w->p->capacity / option->rows);
   if (height > w->target) height = w->target;
   if (height < option->time) height = option->time;
   if (w->target == HCP__NO_TARGET) height = w->target;
-  reset_wave(w, w->count++, height);
+  hcp__wave_reset(w, w->count++, height);
   return 1;
 }
 
-static int place(waves *w, int32_t i, int64_t lowest) {
-  const hcp__kind *kind = &w->p->kinds[w->p->kind_of[i]];
-  const hcp__option *option = hcp__allot(w->p, kind, lowest);
-  int by_memory = w->target == HCP__NO_TARGET && w->p->n <= BEST_FIT;
-  for (int32_t tries = 0; tries < 2; tries++) {
-    if (by_memory && place_by_memory(w, w->p->order[i], kind)) return 1;
-    if (!by_memory && (option->degree > 1 ? place_wide(w, w->p->order[i], kind)
-                                          : place_single(w, w->p->order[i], kind, option)))
-      return 1;
-    if (!open_wave(w, option)) return 0;
+int32_t hcp__waves_place(hcp__waves *w, int32_t first, int32_t end) {
+  for (int32_t i = first; i < end; i++) {
+    const hcp__kind *kind = &w->p->kinds[w->p->kind_of[i]];
+    const hcp__option *option = hcp__allot(w->p, kind, w->lowest);
+    int placed = place_somewhere(w, w->p->order[i], kind, option);
+    if (!placed && open_wave(w, option)) placed = place_somewhere(w, w->p->order[i], kind, option);
+    if (!placed) return 0;
   }
-  return 0;
-}
-
-static int place_sequences(waves *w) {
-  int64_t lowest = w->target > 0 ? w->target : w->heights[w->count - 1];
-  for (int32_t i = 0; i < w->p->n; i++)
-    if (!place(w, i, lowest)) return 0;
   return 1;
 }
 
-static int waves_init(waves *w) {
+void hcp__waves_stand(hcp__waves *w, int32_t count, int32_t tall_first, const int64_t *heights,
+                      hcp__blocks *blocks) {
+  w->blocks = blocks;
+  w->blocks->count = 0;
+  w->blocks->placed_on = NULL;
+  w->target = 0;
+  w->cursor = w->turn = w->latest = 0;
+  w->tall_first = tall_first;
+  w->count = count;
+  w->lowest = heights[0];
+  for (int32_t wave = 0; wave < count; wave++) {
+    hcp__wave_reset(w, wave, heights[wave]);
+    if (heights[wave] < w->lowest) w->lowest = heights[wave];
+  }
+}
+
+void hcp__waves_open_as_needed(hcp__waves *w, int64_t target, hcp__blocks *blocks) {
+  w->blocks = blocks;
+  w->blocks->count = 0;
+  w->blocks->placed_on = NULL;
+  w->count = w->cursor = w->turn = w->latest = 0;
+  w->tall_first = 1;
+  w->target = w->lowest = target;
+}
+
+/* ---- room for them ---- */
+
+/* Sequences at the end of the order that are short beside a rank's rows, and so
+ * many that no rank waits for one of them. */
+static void sweep_dust(hcp__waves *w) {
+  const hcp__problem *p = w->p;
+  int64_t time = 0;
+  w->placed = p->n;
+  for (int32_t k = p->kind_count - 1; k >= 0; k--) {
+    const hcp__kind *kind = &p->kinds[k];
+    const hcp__option *option = &p->options[kind->first_option];
+    if (option->degree > 1 || option->rows > p->capacity / DUST) break;
+    if (kind->first < p->limits->ranks) break;
+    w->placed = kind->first;
+    w->dust_rows += option->rows * kind->count;
+    time += option->time * kind->count;
+  }
+  w->dust_pace = w->dust_rows > 0 ? time / w->dust_rows + 1 : 1;
+  w->dust_length = w->placed < p->n ? w->dust_rows / (p->n - w->placed) : 1;
+}
+
+static int allocate(hcp__waves *w) {
   size_t count = (size_t)w->most, n = (size_t)w->p->n + 1;
   w->heights = calloc(count, sizeof *w->heights);
+  w->tops = calloc(count, sizeof *w->tops);
   w->whole = malloc(count * sizeof *w->whole);
   w->node_free = malloc(count * (size_t)w->nodes * sizeof *w->node_free);
+  w->left = malloc(count * sizeof *w->left);
+  w->first_free = malloc(count * HINTS * sizeof *w->first_free);
   w->first_block = malloc(count * sizeof *w->first_block);
   w->next_block = malloc(n * sizeof *w->next_block);
-  w->first_bin = malloc(count * sizeof *w->first_bin);
   w->bin_counts = malloc(count * sizeof *w->bin_counts);
   w->bins = malloc(count * (size_t)w->p->limits->ranks * sizeof *w->bins);
-  return w->heights != NULL && w->whole != NULL && w->node_free != NULL && w->first_block != NULL &&
-         w->next_block != NULL && w->first_bin != NULL && w->bin_counts != NULL && w->bins != NULL;
+  return w->heights != NULL && w->tops != NULL && w->whole != NULL && w->node_free != NULL &&
+         w->left != NULL && w->first_free != NULL && w->first_block != NULL &&
+         w->next_block != NULL && w->bin_counts != NULL && w->bins != NULL;
 }
 
-static void waves_release(waves *w) {
-  free(w->bin_counts);
-  free(w->first_bin);
+hcp_status hcp__waves_create(const hcp__problem *p, int32_t most, hcp__waves **out,
+                             hcp_error *err) {
+  int32_t node = p->limits->ranks_per_node, ranks = p->limits->ranks;
+  hcp__waves *w = calloc(1, sizeof *w);
+  if (w == NULL || hcp__blocks_init(&w->own, p->n, err) != HCP_OK) goto fail;
+  w->p = p;
+  w->most = most;
+  w->node_ranks = node > 0 && node < ranks ? node : ranks;
+  w->nodes = (ranks + w->node_ranks - 1) / w->node_ranks;
+  sweep_dust(w);
+  if (!allocate(w)) goto fail;
+  *out = w;
+  return HCP_OK;
+fail:
+  hcp__waves_destroy(w);
+  return hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d micro-batches", most);
+}
+
+void hcp__waves_destroy(hcp__waves *w) {
+  if (w == NULL) return;
   free(w->bins);
+  free(w->bin_counts);
   free(w->next_block);
   free(w->first_block);
+  free(w->first_free);
+  free(w->left);
   free(w->node_free);
   free(w->whole);
+  free(w->tops);
   free(w->heights);
-}
-
-static int finish(waves *w) {
-  hcp__block **scratch = malloc(((size_t)w->blocks->count + 1) * sizeof *scratch);
-  int placed = scratch != NULL;
-  for (int32_t wave = 0; placed && wave < w->count; wave++) {
-    if (w->nodes == 1) widen(w, wave);
-    placed = place_wave(w, wave, scratch);
-  }
-  free(scratch);
-  return placed;
-}
-
-static hcp_status run(waves *w, int64_t height, int32_t slope, int32_t *fits, hcp_error *err) {
-  hcp_status status = HCP_OK;
-  *fits = 0;
-  w->blocks->count = 0;
-  if (waves_init(w)) {
-    for (int32_t wave = 0; wave < w->count; wave++) {
-      int64_t drop = w->count > 1 ? height / 8 * slope / (w->count - 1) * wave : 0;
-      reset_wave(w, wave, height - drop);
-    }
-    *fits = place_sequences(w) && finish(w);
-  } else {
-    status = hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d micro-batches", w->most);
-  }
-  waves_release(w);
-  return status;
-}
-
-static waves waves_of(const hcp__problem *p, hcp__blocks *blocks) {
-  int32_t node = p->limits->ranks_per_node, ranks = p->limits->ranks;
-  waves w = {.p = p, .blocks = blocks};
-  w.node_ranks = node > 0 && node < ranks ? node : ranks;
-  w.nodes = (ranks + w.node_ranks - 1) / w.node_ranks;
-  return w;
-}
-
-hcp_status hcp__plan_waves(const hcp__problem *p, int32_t count, int64_t height, int32_t slope,
-                           int32_t tall_first, hcp__blocks *blocks, int32_t *fits, hcp_error *err) {
-  waves w = waves_of(p, blocks);
-  w.count = w.most = count;
-  w.tall_first = tall_first;
-  return run(&w, height, slope, fits, err);
-}
-
-hcp_status hcp__plan_shelves(const hcp__problem *p, int32_t most, int64_t target,
-                             hcp__blocks *blocks, int32_t *fits, hcp_error *err) {
-  waves w = waves_of(p, blocks);
-  w.most = most;
-  w.target = target;
-  w.tall_first = 1;
-  return run(&w, 0, 0, fits, err);
+  hcp__blocks_release(&w->own);
+  free(w);
 }

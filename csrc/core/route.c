@@ -102,6 +102,10 @@ static void count_sequence(const dispatch *d, hcp__lists *lists, totals *total,
     d->receives[source + 1] += hcp__rows_before(length, group->degree, j, length);
 }
 
+static int ends_group(const dispatch *d, const hcp_group *group, int32_t sequence) {
+  return d->plan->sequences[group->first_sequence + group->sequences - 1] == sequence;
+}
+
 static void place_sequence(const dispatch *d, hcp__lists *lists, totals *total,
                            const hcp_group *group, int32_t sequence) {
   int64_t length = d->plan->lengths[sequence];
@@ -120,7 +124,9 @@ static void place_sequence(const dispatch *d, hcp__lists *lists, totals *total,
   int64_t rows = hcp__rows_before(length, group->degree, j, length);
   append_move(lists, STORES, total->output, d->receives[source], rows);
   d->receives[source] += rows;
+  total->received += rows;
   total->output += rows;
+  if (ends_group(d, group, sequence)) total->output += hcp__padding(d->plan, group, j);
 }
 
 static void prefix_sums(int64_t *starts, int32_t ranks) {
@@ -165,7 +171,6 @@ static hcp_status build_dispatch(const dispatch *d, int32_t reverse, hcp_table *
   append_peers(&lists, reverse ? HCP_ROUTE_RECEIVES : HCP_ROUTE_SENDS, d->sends, ranks);
   append_peers(&lists, reverse ? HCP_ROUTE_SENDS : HCP_ROUTE_RECEIVES, d->receives, ranks);
   each_sequence(d, &lists, &total, place_sequence);
-  total.received = total.output;
   hcp_status status = finish(&lists, total, reverse, route, err);
   hcp__lists_release(&lists);
   return status;
@@ -189,10 +194,12 @@ hcp_status hcp_route_dispatch(const hcp_plan *plan, const int32_t *sources, int3
 
 /* ---- roll ---- */
 
+/* Each piece of a rank becomes the tokens from `shift` before its start on,
+ * `more` tokens more than it has. */
 typedef struct roll {
   const hcp_plan *plan;
   const hcp_group *group;
-  int64_t shift;
+  int64_t shift, more;
 } roll;
 
 /* Appends the rows of `owner` that `reader` wants, in the order in which they
@@ -207,7 +214,7 @@ static void append_exchange(const roll *r, int32_t owner, int32_t reader, int lo
     int32_t n_owned = hcp__pieces(length, r->group->degree, owner, owned);
     int32_t n_wanted = hcp__pieces(length, r->group->degree, reader, wanted);
     for (int32_t w = 0; w < n_wanted; w++) {
-      int64_t from = wanted[w].start - r->shift, to = from + wanted[w].rows;
+      int64_t from = wanted[w].start - r->shift, rows = wanted[w].rows + r->more, to = from + rows;
       int64_t at = owner_row;
       for (int32_t o = 0; o < n_owned; o++) {
         int64_t first = owned[o].start > from ? owned[o].start : from;
@@ -219,19 +226,20 @@ static void append_exchange(const roll *r, int32_t owner, int32_t reader, int lo
         }
         at += owned[o].rows;
       }
-      reader_row += wanted[w].rows;
+      reader_row += rows;
     }
     for (int32_t o = 0; o < n_owned; o++) owner_row += owned[o].rows;
   }
 }
 
-static int64_t local_rows(const hcp_plan *plan, const hcp_group *group, int32_t j) {
-  int64_t rows = 0;
-  for (int32_t s = 0; s < group->sequences; s++) {
-    int64_t length = plan->lengths[plan->sequences[group->first_sequence + s]];
-    rows += hcp__rows_before(length, group->degree, j, length);
+static int64_t pieces_of(const roll *r, int32_t j) {
+  int64_t pieces = 0;
+  for (int32_t s = 0; s < r->group->sequences; s++) {
+    hcp__piece own[2];
+    int64_t length = r->plan->lengths[r->plan->sequences[r->group->first_sequence + s]];
+    pieces += hcp__pieces(length, r->group->degree, j, own);
   }
-  return rows;
+  return pieces;
 }
 
 static void append_peer(hcp__lists *lists, int32_t section, int32_t peer, int64_t start,
@@ -248,7 +256,20 @@ static void roll_rows(const roll *r, int32_t j, hcp__lists *lists, totals *total
     append_peer(lists, HCP_ROUTE_SENDS, peer, sent, total->sent);
     append_peer(lists, HCP_ROUTE_RECEIVES, peer, received, total->received);
   }
-  total->source = total->output = local_rows(r->plan, r->group, j);
+  total->source = hcp__rank_rows(r->plan, r->group, j) + hcp__padding(r->plan, r->group, j);
+  total->output = total->source + pieces_of(r, j) * r->more;
+}
+
+static hcp_status build_roll(const hcp_plan *plan, int32_t micro_batch, int32_t rank, int64_t shift,
+                             int64_t more, hcp_table **route, hcp_error *err) {
+  hcp__lists lists;
+  totals total = {0, 0, 0, 0};
+  roll r = {plan, hcp__group_of(plan, micro_batch, rank), shift, more};
+  hcp__lists_init(&lists, widths, LIST_COUNT);
+  if (r.group != NULL) roll_rows(&r, rank - r.group->first_rank, &lists, &total);
+  hcp_status status = finish(&lists, total, 0, route, err);
+  hcp__lists_release(&lists);
+  return status;
 }
 
 hcp_status hcp_route_roll(const hcp_plan *plan, int32_t micro_batch, int32_t rank, int64_t shift,
@@ -257,12 +278,14 @@ hcp_status hcp_route_roll(const hcp_plan *plan, int32_t micro_batch, int32_t ran
   if (status != HCP_OK) return status;
   if (shift < -HCP__LENGTH_MAX || shift > HCP__LENGTH_MAX)
     return hcp__fail(err, HCP_INVALID, "shift is %lld, expected -2^40 to 2^40", (long long)shift);
-  hcp__lists lists;
-  totals total = {0, 0, 0, 0};
-  roll r = {plan, hcp__group_of(plan, micro_batch, rank), shift};
-  hcp__lists_init(&lists, widths, LIST_COUNT);
-  if (r.group != NULL) roll_rows(&r, rank - r.group->first_rank, &lists, &total);
-  status = finish(&lists, total, 0, route, err);
-  hcp__lists_release(&lists);
-  return status;
+  return build_roll(plan, micro_batch, rank, shift, 0, route, err);
+}
+
+hcp_status hcp_route_halo(const hcp_plan *plan, int32_t micro_batch, int32_t rank, int64_t before,
+                          hcp_table **route, hcp_error *err) {
+  hcp_status status = hcp__check_place(plan, micro_batch, rank, err);
+  if (status != HCP_OK) return status;
+  if (before < 0 || before > HCP__LENGTH_MAX)
+    return hcp__fail(err, HCP_INVALID, "before is %lld, expected 0 to 2^40", (long long)before);
+  return build_roll(plan, micro_batch, rank, before, before, route, err);
 }

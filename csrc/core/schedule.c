@@ -4,24 +4,39 @@
  * at most two pieces of consecutive tokens. A piece of queries sees a piece of
  * keys through a band, and so a run of its rows. Without a window much of this
  * joins: local queries against local keys are one causal square, and of another
- * rank's rows a query piece sees a prefix. */
+ * rank's rows a query piece sees a prefix.
+ *
+ * Ranks that trade rows for heads first hold, together and each of its heads,
+ * chunks that lie side by side: m neighbours of d ranks have just what one of
+ * d / m ranks has. So everything behind the trade is written for the places of a
+ * smaller group, and a lane of ranks, one of each place, shares its heads. */
 #include <stdlib.h>
 
 #include "internal.h"
 
-static const int32_t widths[HCP_SCHEDULE_SECTION_COUNT] = {
+/* A scratch list behind the sections: (wire row, row, rows) of what is traded. */
+enum { TRADED = HCP_SCHEDULE_SECTION_COUNT, LIST_COUNT };
+
+static const int32_t widths[LIST_COUNT] = {
 #define WIDTH(name, width) width,
     HCP_SCHEDULE_SECTIONS(WIDTH)
 #undef WIDTH
-};
+        3};
 
 typedef struct builder {
   const hcp_plan *plan;
   const hcp_group *group;
-  int32_t j; /* this rank's place in the group */
-  hcp_mask mask; /* no limit is HCP__LENGTH_MAX */
+  int32_t inner;  /* neighbours that trade rows for heads, 1: none      */
+  int32_t degree; /* places of the group: its ranks / inner             */
+  int32_t j;      /* this rank's place                                  */
+  int32_t lane;   /* and its own among the neighbours that have it      */
+  hcp_mask mask;  /* no limit is HCP__LENGTH_MAX                        */
+  int64_t stage_rows;
   hcp__lists lists;
   int64_t home_sent, home_received; /* rows so far */
+  int64_t *wire; /* where the next row of each rank lies on the wire          */
+  int64_t *base; /* where the present sequence starts among each place's rows */
+  int64_t *home; /* where the gradient of the next row of each place travels  */
 } builder;
 
 const char *hcp_comm_type_name(hcp_comm_type type) {
@@ -45,17 +60,29 @@ static int64_t length_of(const builder *b, int32_t slot) {
 }
 
 static int32_t pieces_of(const builder *b, int32_t slot, int32_t k, hcp__piece pieces[2]) {
-  return hcp__pieces(length_of(b, slot), b->group->degree, k, pieces);
+  return hcp__pieces(length_of(b, slot), b->degree, k, pieces);
 }
 
 static int64_t rows_of(const builder *b, int32_t slot, int32_t k) {
   int64_t length = length_of(b, slot);
-  return hcp__rows_before(length, b->group->degree, k, length);
+  return hcp__rows_before(length, b->degree, k, length);
 }
 
 static int64_t block_rows(const builder *b, int32_t k) {
   int64_t rows = 0;
   for (int32_t s = 0; s < b->group->sequences; s++) rows += rows_of(b, s, k);
+  return rows;
+}
+
+/* Of neighbour m of place k. */
+static int64_t padding_of(const builder *b, int32_t k, int32_t m) {
+  return hcp__padding(b->plan, b->group, k * b->inner + m);
+}
+
+/* All rows of place k, padding included. */
+static int64_t place_rows(const builder *b, int32_t k) {
+  int64_t rows = block_rows(b, k);
+  for (int32_t m = 0; m < b->inner; m++) rows += padding_of(b, k, m);
   return rows;
 }
 
@@ -126,9 +153,16 @@ static int64_t place_in(const ranges *list, int64_t row) {
   return place;
 }
 
-static int64_t all_rows_seen(const builder *b, int32_t owner, int32_t reader) {
+/* Sequences of the group: slots from begin on, up to end. */
+typedef struct slots {
+  int32_t begin, end;
+} slots;
+
+static slots all_slots(const builder *b) { return (slots){0, b->group->sequences}; }
+
+static int64_t all_rows_seen(const builder *b, slots of, int32_t owner, int32_t reader) {
   int64_t rows = 0;
-  for (int32_t s = 0; s < b->group->sequences; s++) {
+  for (int32_t s = of.begin; s < of.end; s++) {
     ranges seen = seen_by(b, s, owner, reader);
     rows += rows_in(&seen);
   }
@@ -137,7 +171,9 @@ static int64_t all_rows_seen(const builder *b, int32_t owner, int32_t reader) {
 
 /* ---- records ---- */
 
-static int32_t peer_of(const builder *b, int32_t k) { return b->group->first_rank + k; }
+static int32_t peer_of(const builder *b, int32_t k) {
+  return b->group->first_rank + k * b->inner + b->lane;
+}
 
 static void append_peer(builder *b, int32_t section, int32_t k, int64_t row, int64_t rows) {
   if (rows > 0) hcp__append(&b->lists, section, (const int64_t[]){peer_of(b, k), row, rows});
@@ -150,13 +186,19 @@ static void append_home_run(builder *b, int64_t row, int64_t rows, int64_t entry
 }
 
 static void end_stage(builder *b, int64_t sent, int64_t received, int64_t keys) {
-  hcp__append(
-      &b->lists, HCP_SCHEDULE_STAGES,
-      (const int64_t[]){hcp__records(&b->lists, HCP_SCHEDULE_PACK),
-                        hcp__records(&b->lists, HCP_SCHEDULE_SENDS),
-                        hcp__records(&b->lists, HCP_SCHEDULE_RECEIVES),
-                        hcp__records(&b->lists, HCP_SCHEDULE_ARRANGE),
-                        hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES), sent, received, keys});
+  hcp__append(&b->lists, HCP_SCHEDULE_STAGES,
+              (const int64_t[]){hcp__records(&b->lists, HCP_SCHEDULE_PACK),
+                                hcp__records(&b->lists, HCP_SCHEDULE_SENDS),
+                                hcp__records(&b->lists, HCP_SCHEDULE_RECEIVES),
+                                hcp__records(&b->lists, HCP_SCHEDULE_ARRANGE),
+                                hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES),
+                                hcp__records(&b->lists, HCP_SCHEDULE_PULLS), sent, received, keys});
+}
+
+static void append_pull(builder *b, int64_t row, int64_t rows, int32_t k, int64_t peer_row) {
+  if (rows > 0)
+    hcp__append(&b->lists, HCP_SCHEDULE_PULLS,
+                (const int64_t[]){row, rows, peer_of(b, k), peer_row});
 }
 
 /* ---- blocks: what becomes an entry ---- */
@@ -246,18 +288,30 @@ static void local_entries(builder *b, int32_t slot, int64_t row) {
     append_entries(b, row, pieces, n, row, pieces, n, &(ranges){{{0, rows}}, 1});
 }
 
+/* Padding: one more sequence, of one rank alone. */
+static void padding_entry(builder *b, int64_t row, int64_t rows) {
+  if (rows > 0) append_entry(b, &(block){row, rows, row, rows, -b->mask.left, b->mask.right});
+}
+
+/* The gradients of the keys of all entries, as parts of local rows. */
+static void append_local_runs(builder *b) {
+  for (int64_t e = 0; e < hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES); e++) {
+    const int64_t *made = hcp__record(&b->lists, HCP_SCHEDULE_ENTRIES, e);
+    hcp__append(&b->lists, HCP_SCHEDULE_LOCAL_RUNS, (const int64_t[]){made[2], made[3], e, 0});
+  }
+}
+
 static void local_stage(builder *b) {
   int64_t row = 0;
   for (int32_t s = 0; s < b->group->sequences; s++) {
-    int64_t entry = hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES);
     local_entries(b, s, row);
-    for (; entry < hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES); entry++) {
-      const int64_t *made = hcp__record(&b->lists, HCP_SCHEDULE_ENTRIES, entry);
-      hcp__append(&b->lists, HCP_SCHEDULE_LOCAL_RUNS,
-                  (const int64_t[]){made[2], made[3], entry, 0});
-    }
     row += rows_of(b, s, b->j);
   }
+  for (int32_t m = 0; m < b->inner; m++) {
+    padding_entry(b, row, padding_of(b, b->j, m));
+    row += padding_of(b, b->j, m);
+  }
+  append_local_runs(b);
   end_stage(b, 0, 0, row);
 }
 
@@ -265,7 +319,7 @@ static void local_stage(builder *b) {
 
 /* What comes home is one more part behind the entries of stage 0. */
 static void append_homecoming(builder *b, int64_t local_entry_count) {
-  for (int32_t k = 0; k < b->group->degree; k++) {
+  for (int32_t k = 0; k < b->degree; k++) {
     int64_t row = 0, first = b->home_received;
     if (k == b->j) continue;
     for (int32_t s = 0; s < b->group->sequences; s++) {
@@ -308,8 +362,7 @@ static void ring_entries(builder *b, int32_t owner) {
 }
 
 static void p2p_stages(builder *b) {
-  int32_t degree = b->group->degree, next = (b->j + 1) % degree,
-          previous = (b->j + degree - 1) % degree;
+  int32_t degree = b->degree, next = (b->j + 1) % degree, previous = (b->j + degree - 1) % degree;
   int64_t sent = block_rows(b, b->j);
   for (int32_t step = 1; step < degree; step++) {
     int32_t owner = (b->j + degree - step) % degree;
@@ -317,21 +370,22 @@ static void p2p_stages(builder *b) {
     if (step == 1) hcp__append_rows(&b->lists, HCP_SCHEDULE_PACK, 0, sent);
     append_peer(b, HCP_SCHEDULE_SENDS, next, 0, sent);
     append_peer(b, HCP_SCHEDULE_RECEIVES, previous, 0, received);
+    append_pull(b, 0, received, owner, 0);
     ring_entries(b, owner);
     end_stage(b, sent, received, received);
     sent = received;
   }
 }
 
-/* ---- all_gather: just the rows that are seen, in one stage ---- */
+/* ---- all_gather: just the rows that are seen, some sequences a stage ---- */
 
 /* Rows for every peer, in the order in which it reads them. */
-static int64_t gather_sends(builder *b) {
+static int64_t gather_sends(builder *b, slots of) {
   int64_t sent = 0;
-  for (int32_t k = 0; k < b->group->degree; k++) {
-    int64_t first = sent, row = 0;
+  for (int32_t k = 0; k < b->degree; k++) {
+    int64_t first = sent, row = b->base[b->j];
     if (k == b->j) continue;
-    for (int32_t s = 0; s < b->group->sequences; s++) {
+    for (int32_t s = of.begin; s < of.end; s++) {
       ranges seen = seen_by(b, s, b->j, k);
       for (int32_t i = 0; i < seen.n; i++) {
         int64_t rows = seen.range[i].end - seen.range[i].begin;
@@ -347,47 +401,66 @@ static int64_t gather_sends(builder *b) {
   return sent;
 }
 
-/* wire[k]: where the rows of peer k start. */
-static int64_t gather_receives(builder *b, int64_t *wire) {
+static int64_t gather_receives(builder *b, slots of) {
   int64_t received = 0;
-  for (int32_t k = 0; k < b->group->degree; k++) {
-    int64_t rows = k == b->j ? 0 : all_rows_seen(b, k, b->j);
-    wire[k] = received;
+  for (int32_t k = 0; k < b->degree; k++) {
+    int64_t rows = k == b->j ? 0 : all_rows_seen(b, of, k, b->j);
+    b->wire[k] = received;
     append_peer(b, HCP_SCHEDULE_RECEIVES, k, received, rows);
-    append_peer(b, HCP_SCHEDULE_HOME_SENDS, k, received, rows);
     received += rows;
   }
   return received;
 }
 
-/* Rows of one peer in key order: where they lie on the wire, and which entries
- * from first_entry on see which of them. */
-static void place_keys(builder *b, int64_t wire_row, int64_t key_row, int64_t rows,
+/* Gradients of all stages go home together. */
+static void gather_homes(builder *b) {
+  for (int32_t k = 0; k < b->degree; k++) {
+    int64_t rows = k == b->j ? 0 : all_rows_seen(b, all_slots(b), k, b->j);
+    b->home[k] = b->home_sent;
+    append_peer(b, HCP_SCHEDULE_HOME_SENDS, k, b->home_sent, rows);
+    b->home_sent += rows;
+  }
+}
+
+/* The next rows of an owner in key order: where they lie on the wire, and which
+ * entries from first_entry on see which of them. */
+static void place_keys(builder *b, int32_t owner, int64_t key_row, int64_t rows,
                        int64_t first_entry) {
-  hcp__append_rows(&b->lists, HCP_SCHEDULE_ARRANGE, wire_row, rows);
+  if (key_row == 0) /* never join what a stage before received */
+    hcp__append(&b->lists, HCP_SCHEDULE_ARRANGE, (const int64_t[]){b->wire[owner], rows});
+  else
+    hcp__append_rows(&b->lists, HCP_SCHEDULE_ARRANGE, b->wire[owner], rows);
   for (int64_t e = first_entry; e < hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES); e++) {
     const int64_t *entry = hcp__record(&b->lists, HCP_SCHEDULE_ENTRIES, e);
     int64_t begin = most(key_row, entry[2]), end = least(key_row + rows, entry[2] + entry[3]);
-    append_home_run(b, wire_row + begin - key_row, end - begin, e, begin - entry[2]);
+    append_home_run(b, b->home[owner] + begin - key_row, end - begin, e, begin - entry[2]);
   }
+  b->wire[owner] += rows;
+  b->home[owner] += rows;
 }
 
 /* Tokens that belong to others, in token order: their owners send each its own
  * in that order too. Returns the key row behind them. */
-static int64_t gather_tokens(builder *b, int32_t slot, range tokens, int64_t *wire, int64_t key_row,
+static int64_t gather_tokens(builder *b, int32_t slot, range tokens, int64_t key_row,
                              int64_t first_entry) {
-  int32_t degree = b->group->degree;
+  int32_t degree = b->degree;
   int64_t length = length_of(b, slot);
   for (int32_t chunk = 0; chunk < 2 * degree; chunk++) {
     int32_t owner = chunk < degree ? chunk : 2 * degree - 1 - chunk;
     int64_t begin = most(tokens.begin, hcp__chunk_start(length, degree, chunk));
     int64_t end = least(tokens.end, hcp__chunk_start(length, degree, chunk + 1));
     if (end <= begin) continue;
-    place_keys(b, wire[owner], key_row, end - begin, first_entry);
-    wire[owner] += end - begin;
+    place_keys(b, owner, key_row, end - begin, first_entry);
+    append_pull(b, key_row, end - begin, owner,
+                b->base[owner] + hcp__rows_before(length, degree, owner, begin));
     key_row += end - begin;
   }
   return key_row;
+}
+
+/* Goes on to the sequence behind slot. */
+static void pass_sequence(builder *b, int32_t slot) {
+  for (int32_t k = 0; k < b->degree; k++) b->base[k] += rows_of(b, slot, k);
 }
 
 /* What lies between and around a rank's own pieces. */
@@ -404,8 +477,7 @@ static int32_t gaps_of(int64_t length, const hcp__piece *pieces, int32_t n,
 }
 
 /* Entries and keys of one sequence. Returns the key row behind them. */
-static int64_t gather_sequence(builder *b, int32_t slot, int64_t query_row, int64_t key_row,
-                               int64_t *wire) {
+static int64_t gather_sequence(builder *b, int32_t slot, int64_t query_row, int64_t key_row) {
   hcp__piece queries[2], gaps[PIECES_MAX];
   int32_t query_pieces = pieces_of(b, slot, b->j, queries);
   int32_t gap_count = gaps_of(length_of(b, slot), queries, query_pieces, gaps);
@@ -417,93 +489,145 @@ static int64_t gather_sequence(builder *b, int32_t slot, int64_t query_row, int6
       range tokens = {most(seen.range[i].begin, row), least(seen.range[i].end, row + gaps[g].rows)};
       tokens.begin += gaps[g].start - row;
       tokens.end += gaps[g].start - row;
-      key_row = gather_tokens(b, slot, tokens, wire, key_row, first_entry);
+      key_row = gather_tokens(b, slot, tokens, key_row, first_entry);
     }
     row += gaps[g].rows;
   }
   return key_row;
 }
 
-static void gather_entries(builder *b, int64_t *wire) {
-  int64_t query_row = 0, key_row = 0;
-  for (int32_t s = 0; s < b->group->sequences; s++) {
-    key_row = gather_sequence(b, s, query_row, key_row, wire);
-    query_row += rows_of(b, s, b->j);
+static void gather_entries(builder *b, slots of) {
+  int64_t key_row = 0;
+  for (int32_t s = of.begin; s < of.end; s++) {
+    key_row = gather_sequence(b, s, b->base[b->j], key_row);
+    pass_sequence(b, s);
   }
 }
 
-static void all_gather_stage(builder *b, int64_t *wire) {
-  int64_t sent = gather_sends(b), received = gather_receives(b, wire);
-  gather_entries(b, wire);
+static void gather_stage(builder *b, slots of) {
+  int64_t sent = gather_sends(b, of), received = gather_receives(b, of);
+  gather_entries(b, of);
   end_stage(b, sent, received, received);
-  b->home_sent = received;
 }
 
-/* ---- a2a: heads for sequence ---- */
+/* Most rows of a sequence that the ranks of the group fetch: alike on all of them,
+ * as their stages must be. */
+static int64_t fetched_most(const builder *b, int32_t slot) {
+  return least(length_of(b, slot), 2 * (b->mask.left + b->mask.right));
+}
 
-/* wire[k]: where the rows of rank k start. */
-static int64_t a2a_moves(builder *b, int64_t *wire) {
-  int64_t received = 0, rows = block_rows(b, b->j);
-  for (int32_t k = 0; k < b->group->degree; k++) {
-    int64_t theirs = block_rows(b, k);
-    wire[k] = received;
-    hcp__append(&b->lists, HCP_SCHEDULE_SENDS, (const int64_t[]){peer_of(b, k), 0, rows});
-    hcp__append(&b->lists, HCP_SCHEDULE_RECEIVES,
-                (const int64_t[]){peer_of(b, k), received, theirs});
-    received += theirs;
+static void all_gather_stages(builder *b) {
+  int64_t left = 0, rows = 0;
+  slots of = {0, 0};
+  gather_homes(b);
+  for (int32_t s = 0; s < b->group->sequences; s++) left += fetched_most(b, s);
+  int64_t stages = most(1, least(left / b->stage_rows, HCP_SCHEDULE_GATHERS_MAX));
+  int64_t share = (left + stages - 1) / stages;
+  while (of.end < b->group->sequences) {
+    rows += fetched_most(b, of.end);
+    left -= fetched_most(b, of.end++);
+    if (of.end < b->group->sequences && (rows < share || left < b->stage_rows)) continue;
+    gather_stage(b, of);
+    of.begin = of.end;
+    rows = 0;
   }
-  return received;
 }
 
-static void a2a_way_back(builder *b, int32_t k) {
+/* ---- heads for sequence: the trade before all of this ---- */
+
+/* Rows that the k-th rank of the group has before the trade. */
+static int64_t rank_rows(const builder *b, int32_t k) {
+  return hcp__rank_rows(b->plan, b->group, k) + hcp__padding(b->plan, b->group, k);
+}
+
+/* Rows that each neighbour gives; b->wire[m] is where those of neighbour m start. */
+static void trade_peers(builder *b) {
+  int32_t first = b->j * b->inner;
+  int64_t given = 0;
+  for (int32_t m = 0; m < b->inner; m++) {
+    int64_t rows = rank_rows(b, first + m);
+    b->wire[m] = given;
+    hcp__append(&b->lists, HCP_SCHEDULE_TRADES,
+                (const int64_t[]){b->group->first_rank + first + m, given, rows});
+    given += rows;
+  }
+}
+
+/* The place's next rows are the next ones of neighbour m. Returns the row behind them. */
+static int64_t trade_rows(builder *b, int32_t m, int64_t row, int64_t rows) {
+  if (rows == 0) return row;
+  hcp__append(&b->lists, TRADED, (const int64_t[]){b->wire[m], row, rows});
+  hcp__append_rows(&b->lists, HCP_SCHEDULE_GATHER, b->wire[m], rows);
+  b->wire[m] += rows;
+  return row + rows;
+}
+
+/* The place's rows of a sequence, from row on: those of neighbour after neighbour
+ * from its early chunk on, then back again. Returns the row behind them. */
+static int64_t trade_sequence(builder *b, int32_t slot, int64_t row) {
+  int64_t length = length_of(b, slot);
+  for (int32_t i = 0; i < 2 * b->inner; i++) {
+    int32_t m = i < b->inner ? i : 2 * b->inner - 1 - i, ranks = b->group->degree;
+    int32_t chunk = b->j * b->inner + m;
+    if (i >= b->inner) chunk = 2 * ranks - 1 - chunk;
+    row = trade_rows(
+        b, m, row,
+        hcp__chunk_start(length, ranks, chunk + 1) - hcp__chunk_start(length, ranks, chunk));
+  }
+  return row;
+}
+
+static void trade(builder *b) {
   int64_t row = 0;
-  for (int32_t s = 0; s < b->group->sequences; s++) {
-    hcp__piece pieces[2];
-    int32_t n = pieces_of(b, s, k, pieces);
-    for (int32_t p = 0; p < n; p++)
-      hcp__append_rows(&b->lists, HCP_SCHEDULE_PACK, row + pieces[p].start, pieces[p].rows);
-    row += length_of(b, s);
+  trade_peers(b);
+  for (int32_t s = 0; s < b->group->sequences; s++) row = trade_sequence(b, s, row);
+  for (int32_t m = 0; m < b->inner; m++) row = trade_rows(b, m, row, padding_of(b, b->j, m));
+  hcp__sort_by(&b->lists, TRADED, 0);
+  for (int64_t i = 0; i < hcp__records(&b->lists, TRADED); i++) {
+    const int64_t *traded = hcp__record(&b->lists, TRADED, i);
+    hcp__append_rows(&b->lists, HCP_SCHEDULE_SCATTER, traded[1], traded[2]);
   }
-}
-
-static void a2a_stage(builder *b, int64_t *wire) {
-  int64_t received = a2a_moves(b, wire), row = 0;
-  for (int32_t k = 0; k < b->group->degree; k++) a2a_way_back(b, k);
-  for (int32_t s = 0; s < b->group->sequences; s++) {
-    int64_t length = length_of(b, s);
-    append_entry(b, &(block){row, length, row, length, -b->mask.left, b->mask.right});
-    row = gather_tokens(b, s, (range){0, length}, wire, row,
-                        hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES));
-  }
-  end_stage(b, block_rows(b, b->j), received, received);
 }
 
 /* ---- the table ---- */
 
-static void row_stages(builder *b, hcp_comm_type comm_type, int64_t *wire) {
+static void stages(builder *b, hcp_comm_type comm_type) {
+  if (comm_type == HCP_COMM_A2A || comm_type == HCP_COMM_A2A_P2P) trade(b);
   local_stage(b);
   int64_t local_entry_count = hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES);
-  if (b->group->degree > 1 && comm_type == HCP_COMM_P2P) p2p_stages(b);
-  if (b->group->degree > 1 && comm_type == HCP_COMM_ALL_GATHER) all_gather_stage(b, wire);
+  if (b->degree > 1 && comm_type == HCP_COMM_ALL_GATHER)
+    all_gather_stages(b);
+  else if (b->degree > 1)
+    p2p_stages(b);
   append_homecoming(b, local_entry_count);
 }
 
+static hcp_status group_stages(builder *b, hcp_comm_type comm_type, hcp_error *err) {
+  int64_t *places = calloc(3 * (size_t)b->group->degree, sizeof *places);
+  if (places == NULL) return hcp__fail(err, HCP_NO_MEMORY, "out of memory for a schedule");
+  b->wire = places;
+  b->base = places + b->group->degree;
+  b->home = places + 2 * b->group->degree;
+  stages(b, comm_type);
+  for (int32_t k = 0; k < b->degree; k++)
+    hcp__append(&b->lists, HCP_SCHEDULE_BLOCKS, (const int64_t[]){peer_of(b, k), place_rows(b, k)});
+  free(places);
+  return HCP_OK;
+}
+
 static hcp_status build(builder *b, hcp_comm_type comm_type, hcp_table **schedule, hcp_error *err) {
+  int64_t rows = 0;
+  hcp_status status = HCP_OK;
   if (b->group == NULL) { /* no rows: one stage of nothing */
     end_stage(b, 0, 0, 0);
   } else {
-    int64_t *wire = calloc((size_t)b->group->degree, sizeof *wire);
-    if (wire == NULL) return hcp__fail(err, HCP_NO_MEMORY, "out of memory for a schedule");
-    if (comm_type == HCP_COMM_A2A)
-      a2a_stage(b, wire);
-    else
-      row_stages(b, comm_type, wire);
-    free(wire);
+    status = group_stages(b, comm_type, err);
+    rows = rank_rows(b, b->j * b->inner + b->lane);
   }
-  int64_t rows = b->group == NULL ? 0 : block_rows(b, b->j);
+  if (status != HCP_OK) return status;
   hcp__append(&b->lists, HCP_SCHEDULE_SIZES,
-              (const int64_t[]){rows, b->home_sent, b->home_received, comm_type, b->mask.left,
-                                b->mask.right});
+              (const int64_t[]){rows, b->home_sent, b->home_received, comm_type, b->inner,
+                                b->mask.left, b->mask.right});
   hcp__align_runs(&b->lists, HCP_SCHEDULE_OUTPUT_RUNS);
   hcp__align_runs(&b->lists, HCP_SCHEDULE_HOME_RUNS);
   hcp__align_runs(&b->lists, HCP_SCHEDULE_LOCAL_RUNS);
@@ -515,19 +639,38 @@ static int64_t limit_of(int64_t tokens) {
   return tokens < 0 ? HCP__LENGTH_MAX : least(tokens, HCP__LENGTH_MAX);
 }
 
+/* Who trades with whom, and this rank's place behind the trade. */
+static hcp_status place(builder *b, int32_t rank, hcp_comm_type comm_type, int32_t inner,
+                        hcp_error *err) {
+  int32_t ranks = b->group == NULL ? 1 : b->group->degree;
+  if (comm_type == HCP_COMM_A2A_P2P && (inner < 1 || (b->group != NULL && ranks % inner != 0)))
+    return hcp__fail(err, HCP_INVALID, "inner is %d, expected a divisor of the group's degree, %d",
+                     inner, ranks);
+  b->inner = comm_type == HCP_COMM_A2A_P2P ? inner : comm_type == HCP_COMM_A2A ? ranks : 1;
+  b->degree = ranks / b->inner;
+  if (b->group == NULL) return HCP_OK;
+  b->j = (rank - b->group->first_rank) / b->inner;
+  b->lane = (rank - b->group->first_rank) % b->inner;
+  return HCP_OK;
+}
+
 hcp_status hcp_schedule_create(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
-                               hcp_comm_type comm_type, const hcp_mask *mask, hcp_table **schedule,
-                               hcp_error *err) {
+                               hcp_comm_type comm_type, int32_t inner, const hcp_mask *mask,
+                               int64_t stage_rows, hcp_table **schedule, hcp_error *err) {
   hcp_status status = hcp__check_place(plan, micro_batch, rank, err);
   if (status != HCP_OK) return status;
   if (hcp_comm_type_name(comm_type) == NULL)
     return hcp__fail(err, HCP_INVALID, "comm_type is %d, expected 0 to %d", (int)comm_type,
                      HCP_COMM_TYPE_COUNT - 1);
+  if (stage_rows < 1)
+    return hcp__fail(err, HCP_INVALID, "stage_rows is %lld, expected >= 1", (long long)stage_rows);
   builder b = {.plan = plan,
                .group = hcp__group_of(plan, micro_batch, rank),
-               .mask = {limit_of(mask->left), limit_of(mask->right)}};
-  if (b.group != NULL) b.j = rank - b.group->first_rank;
-  hcp__lists_init(&b.lists, widths, HCP_SCHEDULE_SECTION_COUNT);
+               .mask = {limit_of(mask->left), limit_of(mask->right)},
+               .stage_rows = stage_rows};
+  status = place(&b, rank, comm_type, inner, err);
+  if (status != HCP_OK) return status;
+  hcp__lists_init(&b.lists, widths, LIST_COUNT);
   status = build(&b, comm_type, schedule, err);
   hcp__lists_release(&b.lists);
   return status;

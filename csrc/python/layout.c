@@ -37,7 +37,7 @@ static PyObject *layout_create(PyObject *module, PyObject *args, PyObject *kwarg
 
 /* ---- attributes ---- */
 
-#define INTEGER_ATTRIBUTES(X) X(rank) X(micro_batch) X(first_rank) X(degree) X(rows)
+#define INTEGER_ATTRIBUTES(X) X(rank) X(micro_batch) X(first_rank) X(degree) X(rows) X(padding)
 
 #define GETTER(name)                                          \
   static PyObject *get_##name(PyObject *self, void *unused) { \
@@ -74,6 +74,11 @@ static PyObject *get_positions(PyObject *self, void *unused) {
   return export(self, layout_of(self)->positions, layout_of(self)->rows, 'q');
 }
 
+static PyObject *get_paddings(PyObject *self, void *unused) {
+  (void)unused;
+  return export(self, layout_of(self)->paddings, layout_of(self)->degree, 'q');
+}
+
 static PyObject *get_spans(PyObject *self, void *unused) {
   (void)unused;
   const hcp_layout *layout = layout_of(self);
@@ -99,6 +104,7 @@ static PyGetSetDef layout_getset[] = {
     {"lengths", get_lengths, NULL, "int64: tokens of each sequence.", NULL},
     {"cu_seqlens", get_cu_seqlens, NULL, "int32: local rows of each sequence, summed.", NULL},
     {"positions", get_positions, NULL, "int64: each row's place in its sequence.", NULL},
+    {"paddings", get_paddings, NULL, "int64: rows that alignment adds on each rank.", NULL},
     {"spans", get_spans, NULL, "Runs of tokens as (sequence, start, rows).", NULL},
     {NULL, NULL, NULL, NULL, NULL}};
 

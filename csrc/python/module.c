@@ -48,13 +48,12 @@ static int int64_at(PyObject *sequence, const char *name, Py_ssize_t i, int64_t 
   PyObject *item = PySequence_GetItem(sequence, i);
   if (item == NULL) return -1;
   PyObject *index = PyNumber_Index(item);
-  Py_DECREF(item);
-  if (index == NULL) {
-    if (!PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
+  if (index == NULL && PyErr_ExceptionMatches(PyExc_TypeError)) {
     PyErr_Clear();
-    PyErr_Format(PyExc_TypeError, "%s[%zd] is not an integer", name, i);
-    return -1;
+    PyErr_Format(PyExc_TypeError, "%s[%zd] is %R, expected an integer", name, i, item);
   }
+  Py_DECREF(item);
+  if (index == NULL) return -1;
   int overflow;
   *value = PyLong_AsLongLongAndOverflow(index, &overflow);
   Py_DECREF(index);

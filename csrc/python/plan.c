@@ -1,7 +1,7 @@
 /* plan.c - Plan: an immutable value, and the tables that follow from it. */
 #include <string.h>
 
-#include "glue.h"
+#include "request.h"
 
 typedef struct plan_object {
   PyObject_HEAD hcp_plan *plan;
@@ -30,109 +30,10 @@ const hcp_plan *hcp_py_plan(PyObject *module, PyObject *object) {
 
 /* ---- creation ---- */
 
-enum { LIMIT_COUNT = 8 };
 #define PRICE_NAME(name) #name,
 static const char *const price_names[] = {HCP_PRICES(PRICE_NAME)};
 #undef PRICE_NAME
 enum { PRICE_COUNT = sizeof price_names / sizeof *price_names };
-
-/* What every request has: all arrays are this request's own. */
-typedef struct request {
-  hcp_limits limits;
-  hcp_cost cost;
-  hcp_times times;
-  int64_t *lengths;
-  Py_ssize_t n;
-  int64_t *table_lengths, *table_times;
-  int32_t *table_degrees;
-} request;
-
-#define REQUEST_KEYWORDS "lengths", "limits", "prices", "table"
-#define REQUEST_FORMAT "OOOO"
-
-static void request_release(request *r) {
-  PyMem_Free(r->table_degrees);
-  PyMem_Free(r->table_times);
-  PyMem_Free(r->table_lengths);
-  PyMem_Free(r->lengths);
-}
-
-/* Exactly count integers of a sequence. */
-static int integers(PyObject *sequence, const char *name, Py_ssize_t count, int64_t **values) {
-  Py_ssize_t n;
-  if (hcp_py_int64s(sequence, name, values, &n) < 0) return -1;
-  if (n == count) return 0;
-  PyErr_Format(PyExc_ValueError, "%s has %zd items, expected %zd", name, n, count);
-  PyMem_Free(*values);
-  *values = NULL;
-  return -1;
-}
-
-static int int32_from(int64_t value, const char *name, int32_t *out) {
-  if (value >= INT32_MIN && value <= INT32_MAX) {
-    *out = (int32_t)value;
-    return 0;
-  }
-  PyErr_Format(PyExc_OverflowError, "%s is %lld, expected it to fit in 32 bits", name,
-               (long long)value);
-  return -1;
-}
-
-static int fill_limits(hcp_limits *limits, PyObject *sequence) {
-  int64_t *v;
-  int32_t sync;
-  if (integers(sequence, "limits", LIMIT_COUNT, &v) < 0) return -1;
-  limits->max_tokens_per_rank = v[3];
-  int failed = int32_from(v[0], "ranks", &limits->ranks) < 0 ||
-               int32_from(v[1], "min_degree", &limits->min_degree) < 0 ||
-               int32_from(v[2], "max_degree", &limits->max_degree) < 0 ||
-               int32_from(v[4], "alignment", &limits->alignment) < 0 ||
-               int32_from(v[5], "ranks_per_node", &limits->ranks_per_node) < 0 ||
-               int32_from(v[6], "pow2", &limits->pow2) < 0 || int32_from(v[7], "sync", &sync) < 0;
-  PyMem_Free(v);
-  if (failed) return -1;
-  limits->sync = (hcp_sync)sync;
-  return 0;
-}
-
-static int fill_prices(hcp_cost *cost, PyObject *sequence) {
-  int64_t *v;
-  if (integers(sequence, "prices", PRICE_COUNT, &v) < 0) return -1;
-  Py_ssize_t i = 0;
-#define PRICE(name) cost->name = v[i++];
-  HCP_PRICES(PRICE)
-#undef PRICE
-  PyMem_Free(v);
-  return 0;
-}
-
-/* table is None, or lengths, degrees and times, row after row. */
-static int fill_table(request *r, PyObject *table) {
-  PyObject *lengths, *degrees, *times;
-  Py_ssize_t rows, columns;
-  if (table == Py_None) return 0;
-  if (!PyArg_ParseTuple(table, "OOO:table", &lengths, &degrees, &times) ||
-      hcp_py_int64s(lengths, "table lengths", &r->table_lengths, &rows) < 0 ||
-      hcp_py_int32s(degrees, "table degrees", &r->table_degrees, &columns) < 0 ||
-      integers(times, "table times", rows * columns, &r->table_times) < 0)
-    return -1;
-  r->times = (hcp_times){(int32_t)rows, (int32_t)columns, r->table_lengths, r->table_degrees,
-                         r->table_times};
-  r->cost.times = &r->times;
-  return 0;
-}
-
-/* Fills *r, or leaves nothing to release and an exception. */
-static int request_fill(request *r, PyObject *lengths, PyObject *limits, PyObject *prices,
-                        PyObject *table) {
-  memset(r, 0, sizeof *r);
-  if (hcp_py_int64s(lengths, "lengths", &r->lengths, &r->n) == 0 &&
-      fill_limits(&r->limits, limits) == 0 && fill_prices(&r->cost, prices) == 0 &&
-      fill_table(r, table) == 0)
-    return 0;
-  request_release(r);
-  return -1;
-}
 
 /* Takes over the plan. */
 static PyObject *wrap(PyObject *module, hcp_plan *plan) {
@@ -146,39 +47,56 @@ static PyObject *wrap(PyObject *module, hcp_plan *plan) {
 
 static PyObject *plan_create(PyObject *module, PyObject *args, PyObject *kwargs) {
   static char *keywords[] = {REQUEST_KEYWORDS, "effort", NULL};
-  PyObject *lengths, *limits, *prices, *table;
+  PyObject *lengths, *limits, *lists, *prices, *table;
   int effort;
   request r;
   hcp_plan *plan = NULL;
   hcp_error err;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, REQUEST_FORMAT "i:create_plan", keywords, &lengths,
-                                   &limits, &prices, &table, &effort) ||
-      request_fill(&r, lengths, limits, prices, table) < 0)
+                                   &limits, &lists, &prices, &table, &effort) ||
+      hcp_py_request_fill(&r, lengths, limits, lists, prices, table) < 0)
     return NULL;
   hcp_status status;
   Py_BEGIN_ALLOW_THREADS;
   status = hcp_plan_create(r.lengths, (int32_t)r.n, &r.limits, &r.cost, effort, &plan, &err);
   Py_END_ALLOW_THREADS;
-  request_release(&r);
+  hcp_py_request_release(&r);
   return status == HCP_OK ? wrap(module, plan) : hcp_py_raise(&err);
 }
 
 static PyObject *plan_bound(PyObject *module, PyObject *args, PyObject *kwargs) {
   static char *keywords[] = {REQUEST_KEYWORDS, NULL};
-  PyObject *lengths, *limits, *prices, *table;
+  PyObject *lengths, *limits, *lists, *prices, *table;
   request r;
   int64_t bound = 0, work = 0;
   hcp_error err;
   (void)module;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, REQUEST_FORMAT ":plan_bound", keywords, &lengths,
-                                   &limits, &prices, &table) ||
-      request_fill(&r, lengths, limits, prices, table) < 0)
+                                   &limits, &lists, &prices, &table) ||
+      hcp_py_request_fill(&r, lengths, limits, lists, prices, table) < 0)
     return NULL;
   hcp_status status =
       hcp_plan_bound(r.lengths, (int32_t)r.n, &r.limits, &r.cost, &bound, &work, &err);
-  request_release(&r);
+  hcp_py_request_release(&r);
   return status == HCP_OK ? Py_BuildValue("LL", (long long)bound, (long long)work)
                           : hcp_py_raise(&err);
+}
+
+static PyObject *pipeline_time(PyObject *module, PyObject *args, PyObject *kwargs) {
+  static char *keywords[] = {"times", "stages", "virtual_stages", "group", NULL};
+  PyObject *list;
+  hcp_pipeline pipeline = {0};
+  int64_t *times, makespan = 0;
+  Py_ssize_t n;
+  hcp_error err;
+  (void)module;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Oiii:pipeline_time", keywords, &list,
+                                   &pipeline.stages, &pipeline.virtual_stages, &pipeline.group) ||
+      hcp_py_int64s(list, "times", &times, &n) < 0)
+    return NULL;
+  hcp_status status = hcp_pipeline_time(&pipeline, times, (int32_t)n, &makespan, &err);
+  PyMem_Free(times);
+  return status == HCP_OK ? PyLong_FromLongLong(makespan) : hcp_py_raise(&err);
 }
 
 static PyObject *cost_time(PyObject *module, PyObject *args, PyObject *kwargs) {
@@ -193,10 +111,10 @@ static PyObject *cost_time(PyObject *module, PyObject *args, PyObject *kwargs) {
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOLii:cost_time", keywords, &prices, &table,
                                    &length, &degree, &node))
     return NULL;
-  int filled = fill_prices(&r.cost, prices) == 0 && fill_table(&r, table) == 0;
+  int filled = hcp_py_fill_prices(&r.cost, prices) == 0 && hcp_py_fill_table(&r, table) == 0;
   hcp_status status =
       filled ? hcp_cost_time(&r.cost, length, degree, node, &time, &err) : HCP_CALLBACK;
-  request_release(&r);
+  hcp_py_request_release(&r);
   if (!filled) return NULL;
   return status == HCP_OK ? PyLong_FromLongLong(time) : hcp_py_raise(&err);
 }
@@ -230,12 +148,13 @@ done:
 
 /* Sums of user-given counts stay below 2^31, so that plan_from can add them. */
 static int counts_fit(const int32_t *values, Py_ssize_t n, Py_ssize_t stride, Py_ssize_t offset,
-                      Py_ssize_t expected, const char *name) {
+                      int32_t least, Py_ssize_t expected, const char *name) {
   int64_t sum = 0;
   for (Py_ssize_t i = 0; i < n; i++) {
     int32_t count = values[stride * i + offset];
-    if (count < 1) {
-      PyErr_Format(PyExc_ValueError, "%s[%zd] has %d members, expected >= 1", name, i, (int)count);
+    if (count < least) {
+      PyErr_Format(PyExc_ValueError, "%s[%zd] has %d members, expected >= %d", name, i, (int)count,
+                   (int)least);
       return 0;
     }
     sum += count;
@@ -248,16 +167,16 @@ static int counts_fit(const int32_t *values, Py_ssize_t n, Py_ssize_t stride, Py
 
 static PyObject *plan_create_from(PyObject *module, PyObject *args, PyObject *kwargs) {
   static char *keywords[] = {REQUEST_KEYWORDS, "micro_batches", "groups", "sequences", NULL};
-  PyObject *lengths, *limits, *prices, *table, *batch_list, *group_list, *sequence_list;
+  PyObject *lengths, *limits, *lists, *prices, *table, *batch_list, *group_list, *sequence_list;
   request r;
   hcp_error err;
   int32_t *batches = NULL, *groups = NULL, *sequences = NULL;
   Py_ssize_t batch_count, group_words, sequence_count;
   hcp_plan *plan = NULL;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, REQUEST_FORMAT "OOO:create_plan_from", keywords,
-                                   &lengths, &limits, &prices, &table, &batch_list, &group_list,
-                                   &sequence_list) ||
-      request_fill(&r, lengths, limits, prices, table) < 0)
+                                   &lengths, &limits, &lists, &prices, &table, &batch_list,
+                                   &group_list, &sequence_list) ||
+      hcp_py_request_fill(&r, lengths, limits, lists, prices, table) < 0)
     return NULL;
   if (hcp_py_int32s(batch_list, "micro_batches", &batches, &batch_count) < 0) goto fail_batches;
   if (hcp_py_int32s(group_list, "groups", &groups, &group_words) < 0) goto fail_groups;
@@ -268,8 +187,8 @@ static PyObject *plan_create_from(PyObject *module, PyObject *args, PyObject *kw
   else if (sequence_count != r.n)
     PyErr_Format(PyExc_ValueError, "the plan has %zd sequences, expected %zd, one per length",
                  sequence_count, r.n);
-  else if (counts_fit(batches, batch_count, 1, 0, group_words / 3, "micro_batches") &&
-           counts_fit(groups, group_words / 3, 3, 2, sequence_count, "groups"))
+  else if (counts_fit(batches, batch_count, 1, 0, 0, group_words / 3, "micro_batches") &&
+           counts_fit(groups, group_words / 3, 3, 2, 1, sequence_count, "groups"))
     plan = plan_from(&r, batches, batch_count, groups, group_words / 3, sequences, &err);
   PyMem_Free(sequences);
 fail_sequences:
@@ -277,7 +196,7 @@ fail_sequences:
 fail_groups:
   PyMem_Free(batches);
 fail_batches:
-  request_release(&r);
+  hcp_py_request_release(&r);
   return plan == NULL ? NULL : wrap(module, plan);
 }
 
@@ -292,6 +211,9 @@ fail_batches:
   X(ranks_per_node, limits.ranks_per_node)           \
   X(pow2, limits.pow2)                               \
   X(sync, limits.sync)                               \
+  X(pipeline_stages, limits.pipeline.stages)         \
+  X(virtual_stages, limits.pipeline.virtual_stages)  \
+  X(micro_batch_group, limits.pipeline.group)        \
   X(makespan, makespan)                              \
   X(bound, bound)                                    \
   X(work, work)
@@ -336,6 +258,32 @@ static PyObject *get_lengths(PyObject *self, void *unused) {
   return export(self, plan_of(self)->lengths, plan_of(self)->n, 1, 'q');
 }
 
+static PyObject *get_memory(PyObject *self, void *unused) {
+  (void)unused;
+  const hcp_memory *memory = &plan_of(self)->limits.memory;
+  return Py_BuildValue("LLLL", (long long)memory->activation, (long long)memory->logit,
+                       (long long)memory->gathered, (long long)memory->limit);
+}
+
+static PyObject *export_list(PyObject *self, const int32_t *values, Py_ssize_t n) {
+  return values == NULL ? Py_NewRef(Py_None) : export(self, values, n, 1, 'i');
+}
+
+static PyObject *get_min_degrees(PyObject *self, void *unused) {
+  (void)unused;
+  return export_list(self, plan_of(self)->limits.min_degrees, plan_of(self)->n);
+}
+
+static PyObject *get_max_degrees(PyObject *self, void *unused) {
+  (void)unused;
+  return export_list(self, plan_of(self)->limits.max_degrees, plan_of(self)->n);
+}
+
+static PyObject *get_slowness(PyObject *self, void *unused) {
+  (void)unused;
+  return export_list(self, plan_of(self)->limits.slowness, plan_of(self)->limits.ranks);
+}
+
 /* Lengths, degrees and times of the cost's table, None without one. */
 static PyObject *get_table(PyObject *self, void *unused) {
   (void)unused;
@@ -372,7 +320,11 @@ static PyGetSetDef plan_getset[] = {
 #define ATTRIBUTE(name, field) {#name, get_##name, NULL, NULL, NULL},
     INTEGER_ATTRIBUTES(ATTRIBUTE)
 #undef ATTRIBUTE
-        {"prices", get_prices, NULL, "The cost's integers, in the order of PRICES.", NULL},
+        {"memory", get_memory, NULL, "Bytes: activation, logit, gathered, limit.", NULL},
+    {"min_degrees", get_min_degrees, NULL, "int32: of each sequence, or None.", NULL},
+    {"max_degrees", get_max_degrees, NULL, "int32: of each sequence, or None.", NULL},
+    {"slowness", get_slowness, NULL, "int32: of each rank, or None.", NULL},
+    {"prices", get_prices, NULL, "The cost's integers, in the order of PRICES.", NULL},
     {"checksum", get_checksum, NULL, "64 bits over everything that the plan says.", NULL},
     {"lengths", get_lengths, NULL, "int64: tokens of each sequence.", NULL},
     {"table", get_table, NULL, "(lengths, degrees, times) of the cost's table, or None.", NULL},
@@ -395,20 +347,21 @@ static int comm_type_from(const char *name, hcp_comm_type *comm_type) {
 }
 
 static PyObject *plan_schedule(PyObject *self, PyObject *args, PyObject *kwargs) {
-  static char *keywords[] = {"micro_batch", "rank", "comm_type", "left", "right", NULL};
-  int micro_batch, rank;
-  long long left, right;
+  static char *keywords[] = {"micro_batch", "rank",  "comm_type",  "inner",
+                             "left",        "right", "stage_rows", NULL};
+  int micro_batch, rank, inner;
+  long long left, right, stage_rows;
   const char *name;
   hcp_comm_type comm_type;
   hcp_table *table;
   hcp_error err;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iisLL:schedule", keywords, &micro_batch, &rank,
-                                   &name, &left, &right) ||
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iisiLLL:schedule", keywords, &micro_batch, &rank,
+                                   &name, &inner, &left, &right, &stage_rows) ||
       comm_type_from(name, &comm_type) < 0)
     return NULL;
   const hcp_mask mask = {left, right};
-  if (hcp_schedule_create(plan_of(self), micro_batch, rank, comm_type, &mask, &table, &err) !=
-      HCP_OK)
+  if (hcp_schedule_create(plan_of(self), micro_batch, rank, comm_type, inner, &mask, stage_rows,
+                          &table, &err) != HCP_OK)
     return hcp_py_raise(&err);
   return hcp_py_table(module_of(self), table);
 }
@@ -451,6 +404,20 @@ static PyObject *plan_route_roll(PyObject *self, PyObject *args, PyObject *kwarg
   return hcp_py_table(module_of(self), table);
 }
 
+static PyObject *plan_route_halo(PyObject *self, PyObject *args, PyObject *kwargs) {
+  static char *keywords[] = {"micro_batch", "rank", "before", NULL};
+  int micro_batch, rank;
+  long long before;
+  hcp_table *table;
+  hcp_error err;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iiL:route_halo", keywords, &micro_batch, &rank,
+                                   &before))
+    return NULL;
+  if (hcp_route_halo(plan_of(self), micro_batch, rank, before, &table, &err) != HCP_OK)
+    return hcp_py_raise(&err);
+  return hcp_py_table(module_of(self), table);
+}
+
 static PyMethodDef plan_methods[] = {
     {"schedule", (PyCFunction)(void (*)(void))plan_schedule, METH_VARARGS | METH_KEYWORDS,
      "The steps of one attention layer on one rank, as words of a table."},
@@ -459,6 +426,8 @@ static PyMethodDef plan_methods[] = {
      "Rows from the ranks that loaded them to the ranks that compute them, or back."},
     {"route_roll", (PyCFunction)(void (*)(void))plan_route_roll, METH_VARARGS | METH_KEYWORDS,
      "Rows of a micro-batch shifted along their sequences."},
+    {"route_halo", (PyCFunction)(void (*)(void))plan_route_halo, METH_VARARGS | METH_KEYWORDS,
+     "Each span of a micro-batch behind the rows that come before it in its sequence."},
     {NULL, NULL, 0, NULL}};
 
 static PyType_Slot plan_slots[] = {{Py_tp_dealloc, HCP_PY_SLOT(plan_dealloc)},
@@ -475,6 +444,8 @@ static PyMethodDef functions[] = {
      "Assign sequences to ranks."},
     {"cost_time", (PyCFunction)(void (*)(void))cost_time, METH_VARARGS | METH_KEYWORDS,
      "Time of one sequence at a degree, without launch."},
+    {"pipeline_time", (PyCFunction)(void (*)(void))pipeline_time, METH_VARARGS | METH_KEYWORDS,
+     "Makespan of micro-batches of these times in a pipeline."},
     {"plan_bound", (PyCFunction)(void (*)(void))plan_bound, METH_VARARGS | METH_KEYWORDS,
      "(bound, work) of every plan for a request."},
     {"create_plan_from", (PyCFunction)(void (*)(void))plan_create_from,
@@ -503,5 +474,6 @@ int hcp_py_add_plan(PyObject *module) {
       add_names(module, "PRICES", price_names, PRICE_COUNT) < 0 ||
       add_names(module, "SYNCS", syncs, HCP_SYNC_COUNT) < 0)
     return -1;
+  if (PyModule_AddIntConstant(module, "FULL_SPEED", HCP_FULL_SPEED) < 0) return -1;
   return PyModule_AddFunctions(module, functions);
 }

@@ -129,16 +129,56 @@ static void raise_kept(rebinding_object *self, const hcp_error *err) {
     hcp_py_raise(err);
 }
 
+/* 0: left in order. More: how many switches that were made inside this one are
+ * still open. Less: this one was undone already, with one that is outside it. */
+static long open_inside(const rebinding_object *self) {
+  const hcp_py_slot_table *table = (hcp_py_slot_table *)self->table;
+  const hcp_py_slot *at = table->n == 0 ? NULL : &table->slots[table->n - 1];
+  PyObject *now = NULL;
+  if (at == NULL || at->kind != HCP_PY_SLOT_DEPTH) return 0;
+  PyObject *raised = take_exception();
+  long depth = 0, own = PyLong_AsLong(table->values[table->n - 1]);
+  if (hcp_py_slot_read(at, &now) == 0) depth = PyLong_AsLong(now);
+  Py_XDECREF(now);
+  if (PyErr_Occurred()) {
+    PyErr_Clear(); /* whoever takes the mark away gets the plain switch */
+    depth = own;
+  }
+  raise_exception(raised);
+  return depth - own;
+}
+
+static int raise_order(long inside) {
+  if (inside > 0)
+    PyErr_Format(PyExc_RuntimeError,
+                 "a context was left while %ld that were entered inside it are open: every slot "
+                 "holds what it held before the outer one; leave the inner one first",
+                 inside);
+  else
+    PyErr_SetString(PyExc_RuntimeError,
+                    "a context was left after the one that it was entered in, which had restored "
+                    "every slot: nothing was changed; leave the inner one first");
+  return -1;
+}
+
+/* What a context outside this one has restored stays. */
+static hcp_status restore_slots(rebinding_object *self, long inside, hcp_error *err) {
+  if (inside < 0) return HCP_OK;
+  self->busy = 1;
+  hcp_status status = hcp_rebinding_restore(self->rebinding, err);
+  self->busy = 0;
+  return status;
+}
+
 static int restore(rebinding_object *self) {
   hcp_error err;
   if (self->rebinding == NULL || self->busy) return 0;
-  self->busy = 1;
-  hcp_status status = hcp_rebinding_restore(self->rebinding, &err);
-  self->busy = 0;
+  long inside = open_inside(self);
+  hcp_status status = restore_slots(self, inside, &err);
   hcp_rebinding_destroy(self->rebinding);
   self->rebinding = NULL;
   Py_CLEAR(self->table);
-  if (status == HCP_OK && self->error == NULL) return 0;
+  if (status == HCP_OK && self->error == NULL) return inside == 0 ? 0 : raise_order(inside);
   raise_kept(self, &err);
   return -1;
 }
@@ -206,6 +246,14 @@ static int rebinding_clear(PyObject *object) {
   return 0;
 }
 
+/* What is kept is no open switch. */
+static int close_depth(const rebinding_object *self) {
+  int32_t last = hcp_rebinding_pending(self->rebinding) - 1;
+  if (last < 0 || slot_at(self, last)->kind != HCP_PY_SLOT_DEPTH || open_inside(self) != 0)
+    return 0;
+  return hcp_py_slot_write(slot_at(self, last), hcp_rebinding_held(self->rebinding, last));
+}
+
 static PyObject *rebinding_keep(PyObject *object, PyObject *unused) {
   rebinding_object *self = (rebinding_object *)object;
   (void)unused;
@@ -213,8 +261,9 @@ static PyObject *rebinding_keep(PyObject *object, PyObject *unused) {
     PyErr_SetString(PyExc_RuntimeError, "this rebinding is just being switched");
     return NULL;
   }
+  int status = close_depth(self);
   rebinding_clear(object);
-  return Py_NewRef(Py_None);
+  return status < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *rebinding_enter(PyObject *self, PyObject *unused) {
@@ -304,8 +353,9 @@ static PyType_Slot rebinding_slots[] = {
      "A switch of slots, all or none, and what each held before. A slot is a tuple\n"
      "(kind, owner, key, path): kind 'item' is owner[key], 'attribute' getattr and\n"
      "setattr, 'member' the same past a class's own __setattr__, 'entry' an item\n"
-     "that may be missing before, 'absent' one that is missing inside; path names it\n"
-     "in errors. Restores on leaving a with block, and when it is dropped."},
+     "that may be missing before, 'absent' one that is missing inside, 'depth' an\n"
+     "item that counts open switches; path names it in errors. Restores on leaving a\n"
+     "with block, and when it is dropped."},
     {0, NULL}};
 
 static PyType_Spec rebinding_spec = {"hcp._core.Rebinding", sizeof(rebinding_object), 0,

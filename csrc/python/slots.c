@@ -32,6 +32,7 @@ int hcp_py_slot_read(const hcp_py_slot *at, PyObject **value) {
     case HCP_PY_SLOT_ITEM:
     case HCP_PY_SLOT_ENTRY:
     case HCP_PY_SLOT_ABSENT:
+    case HCP_PY_SLOT_DEPTH:
       return read_item(at, value);
     case HCP_PY_SLOT_ATTRIBUTE:
       *value = PyObject_GetAttr(at->owner, at->key);
@@ -56,6 +57,7 @@ int hcp_py_slot_write(const hcp_py_slot *at, PyObject *value) {
     case HCP_PY_SLOT_ITEM:
     case HCP_PY_SLOT_ENTRY:
     case HCP_PY_SLOT_ABSENT:
+    case HCP_PY_SLOT_DEPTH:
       if (value == NULL) return delete_entry(at);
       if (PyDict_CheckExact(at->owner)) return PyDict_SetItem(at->owner, at->key, value);
       return PyObject_SetItem(at->owner, at->key, value);
@@ -93,8 +95,8 @@ static int parse_slot(PyObject *item, Py_ssize_t i, hcp_py_slot *out) {
   }
   if (parse_kind(PyTuple_GetItem(item, 0), &made.kind) < 0) {
     PyErr_Format(PyExc_ValueError,
-                 "slots[%zd] is of kind %R, expected 'item', 'attribute', 'member', 'entry' or "
-                 "'absent'",
+                 "slots[%zd] is of kind %R, expected 'item', 'attribute', 'member', 'entry', "
+                 "'absent' or 'depth'",
                  i, PyTuple_GetItem(item, 0));
     return -1;
   }

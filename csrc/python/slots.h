@@ -10,13 +10,16 @@
  *   attribute  getattr and setattr, with all that a class makes of them
  *   member     as object does it: past __setattr__, for __slots__ and frozen classes
  *   entry      an item of a dictionary that need not be there: put back, it is gone again
- *   absent     an entry that is taken out, whatever value is given */
+ *   absent     an entry that is taken out, whatever value is given
+ *   depth      an item that holds how many switches are open: as the last slot
+ *              of a table it tells switches that are left in the wrong order */
 #define HCP_PY_SLOT_KINDS(X) \
   X(ITEM, "item")            \
   X(ATTRIBUTE, "attribute")  \
   X(MEMBER, "member")        \
   X(ENTRY, "entry")          \
-  X(ABSENT, "absent")
+  X(ABSENT, "absent")        \
+  X(DEPTH, "depth")
 
 typedef enum hcp_py_slot_kind {
 #define KIND_ENUM(name, text) HCP_PY_SLOT_##name,

@@ -17,8 +17,9 @@ static void mark(const hcp_plan *plan, const hcp_layout *layout, char *seen, int
     }
     CHECK_INT(layout->lengths[span.slot], plan->lengths[layout->sequences[span.slot]]);
   }
-  CHECK_INT(row, layout->rows);
-  CHECK_INT(layout->cu_seqlens[layout->sequence_count], layout->rows);
+  CHECK_INT(row, layout->rows - layout->padding);
+  CHECK_INT(layout->cu_seqlens[layout->sequence_count], row);
+  for (; row < layout->rows; row++) CHECK_INT(layout->positions[row], 0);
   CHECK(layout->rows <= plan->limits.max_tokens_per_rank);
 }
 
@@ -37,6 +38,59 @@ static void every_token_lies_on_one_rank(void) {
     for (int32_t s = 0; s < plan->n; s++)
       for (int64_t t = 0; t < WIDTH; t++) CHECK_INT(seen[s * WIDTH + t], t < plan->lengths[s]);
     free(seen);
+    hcp_plan_destroy(plan);
+  }
+}
+
+static hcp_plan *draw_aligned_plan(void) {
+  hcp_plan *plan = NULL;
+  draw_case c = draw_request(9);
+  c.limits.alignment = draw(2, 9);
+  c.limits.max_tokens_per_rank += 2 * c.limits.alignment; /* room for what was drawn */
+  CHECK_INT(hcp_plan_create(c.lengths, c.n, &c.limits, &c.cost, 1, &plan, NULL), HCP_OK);
+  return plan;
+}
+
+/* Rows that the rank has in all micro-batches; counts tokens into *tokens. */
+static int64_t aligned_rows(const hcp_plan *plan, int32_t rank, int64_t *tokens) {
+  int64_t rows = 0;
+  for (int32_t m = 0; m < plan->micro_batch_count; m++) {
+    hcp_layout *layout = NULL;
+    CHECK_INT(hcp_layout_create(plan, m, rank, &layout, NULL), HCP_OK);
+    CHECK_INT(layout->rows % plan->limits.alignment, 0);
+    CHECK(layout->padding < plan->limits.alignment);
+    CHECK(layout->rows <= plan->limits.max_tokens_per_rank);
+    CHECK_INT(layout->cu_seqlens[layout->sequence_count], layout->rows - layout->padding);
+    if (layout->degree > 0) CHECK_INT(layout->paddings[rank - layout->first_rank], layout->padding);
+    *tokens += layout->rows - layout->padding;
+    rows += layout->rows;
+    hcp_layout_destroy(layout);
+  }
+  return rows;
+}
+
+/* What arrives is tokens, and zeros for the rest. */
+static void alignment_pads_rows_and_what_is_sent_to_them(void) {
+  static int32_t sources[DRAW_SEQUENCES];
+  for (int32_t i = 0; i < 200; i++) {
+    hcp_plan *plan = draw_aligned_plan();
+    int64_t tokens = 0, wanted = 0;
+    for (int32_t s = 0; s < plan->n; s++) wanted += plan->lengths[s];
+    for (int32_t rank = 0; rank < plan->limits.ranks; rank++) {
+      for (int32_t reverse = 0; reverse < 2; reverse++) {
+        hcp_table *route = NULL;
+        CHECK_INT(hcp_route_dispatch(plan, sources, rank, 0, plan->micro_batch_count, reverse,
+                                     &route, NULL),
+                  HCP_OK);
+        int64_t before = tokens, rows = aligned_rows(plan, rank, &tokens);
+        const int64_t *sizes = section(route, HCP_ROUTE_SIZES);
+        CHECK_INT(sizes[reverse ? 0 : 3], rows);
+        CHECK_INT(sizes[reverse ? 1 : 2], tokens - before);
+        if (reverse) tokens = before;
+        hcp_table_destroy(route);
+      }
+    }
+    CHECK_INT(tokens, wanted);
     hcp_plan_destroy(plan);
   }
 }
@@ -60,6 +114,7 @@ static void bad_places_are_refused(void) {
 
 int main(void) {
   every_token_lies_on_one_rank();
+  alignment_pads_rows_and_what_is_sent_to_them();
   bad_places_are_refused();
   hcp_layout_destroy(NULL);
   return check_report("test_layout");

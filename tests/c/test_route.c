@@ -139,31 +139,35 @@ static void rows_arrive_and_come_back(void) {
 
 /* ---- roll ---- */
 
-static void fill_layout(const hcp_layout *layout, int64_t *rows, int64_t shift) {
+static int64_t fill_layout(const hcp_layout *layout, int64_t *rows, int64_t shift, int64_t more) {
   int64_t row = 0;
   for (int32_t s = 0; s < layout->span_count; s++)
-    for (int64_t t = 0; t < layout->spans[s].rows; t++) {
+    for (int64_t t = 0; t < layout->spans[s].rows + more; t++) {
       hcp_span span = layout->spans[s];
       int64_t token = span.start + t - shift;
       int inside = token >= 0 && token < layout->lengths[span.slot];
       rows[row++] = inside ? row_name(layout->sequences[span.slot], token) : 0;
     }
+  return row;
 }
 
-static void roll_once(const hcp_plan *plan, int32_t m, int64_t shift) {
+/* Rolled by shift, or, where it is to have rows more, with a halo of shift rows. */
+static void roll_once(const hcp_plan *plan, int32_t m, int64_t shift, int64_t more) {
   static int64_t expected[ROWS];
   hcp_layout *layouts[RANKS];
   for (int32_t rank = 0; rank < d.ranks; rank++) {
     CHECK_INT(hcp_layout_create(plan, m, rank, &layouts[rank], NULL), HCP_OK);
-    CHECK_INT(hcp_route_roll(plan, m, rank, shift, &d.routes[rank], NULL), HCP_OK);
-    fill_layout(layouts[rank], d.source[rank], 0);
+    hcp_status (*route)(const hcp_plan *, int32_t, int32_t, int64_t, hcp_table **, hcp_error *) =
+        more ? hcp_route_halo : hcp_route_roll;
+    CHECK_INT(route(plan, m, rank, shift, &d.routes[rank], NULL), HCP_OK);
+    fill_layout(layouts[rank], d.source[rank], 0, 0);
     CHECK_INT(sizes(rank)[0], layouts[rank]->rows);
-    CHECK_INT(sizes(rank)[3], layouts[rank]->rows);
   }
   travel();
   for (int32_t rank = 0; rank < d.ranks; rank++) {
-    fill_layout(layouts[rank], expected, shift);
-    CHECK(memcmp(d.output[rank], expected, (size_t)layouts[rank]->rows * sizeof(int64_t)) == 0);
+    int64_t rows = fill_layout(layouts[rank], expected, shift, more);
+    CHECK_INT(sizes(rank)[3], rows);
+    CHECK(memcmp(d.output[rank], expected, (size_t)rows * sizeof(int64_t)) == 0);
     hcp_layout_destroy(layouts[rank]);
   }
   release();
@@ -173,7 +177,19 @@ static void rolled_rows_stay_in_their_sequences(void) {
   for (int32_t i = 0; i < 200; i++) {
     hcp_plan *plan = draw_plan(RANKS);
     d.ranks = plan->limits.ranks;
-    for (int32_t m = 0; m < plan->micro_batch_count; m++) roll_once(plan, m, draw(-50, 50));
+    for (int32_t m = 0; m < plan->micro_batch_count; m++) roll_once(plan, m, draw(-50, 50), 0);
+    hcp_plan_destroy(plan);
+  }
+}
+
+static void halos_are_the_rows_before_each_span(void) {
+  for (int32_t i = 0; i < 200; i++) {
+    hcp_plan *plan = draw_plan(RANKS);
+    d.ranks = plan->limits.ranks;
+    for (int32_t m = 0; m < plan->micro_batch_count; m++) {
+      int64_t before = draw(1, 20);
+      roll_once(plan, m, before, before);
+    }
     hcp_plan_destroy(plan);
   }
 }
@@ -193,6 +209,8 @@ static void bad_routes_are_refused(void) {
   CHECK_INT(hcp_route_dispatch(plan, &outside, 0, 0, 2, 0, &route, &err), HCP_INVALID);
   CHECK_TEXT(err.message, "micro-batches 0 to 1, expected them within 0 to 0");
   CHECK_INT(hcp_route_roll(plan, 0, 2, 1, &route, &err), HCP_INVALID);
+  CHECK_INT(hcp_route_halo(plan, 0, 0, -1, &route, &err), HCP_INVALID);
+  CHECK_TEXT(err.message, "before is -1, expected 0 to 2^40");
   CHECK(route == NULL);
   hcp_plan_destroy(plan);
 }
@@ -200,6 +218,7 @@ static void bad_routes_are_refused(void) {
 int main(void) {
   rows_arrive_and_come_back();
   rolled_rows_stay_in_their_sequences();
+  halos_are_the_rows_before_each_span();
   bad_routes_are_refused();
   hcp_table_destroy(NULL);
   return check_report("test_route");

@@ -1,6 +1,6 @@
 /* test_schedule.c - schedules run on all ranks at once, with tokens for rows:
- * every query meets every key that it sees, once, and every partial gradient
- * comes home to the key that it belongs to. */
+ * every query meets every key that it sees, once for each share of the heads,
+ * and every partial gradient comes home to the key that it belongs to. */
 #include "check.h"
 #include "draw.h"
 #include "hcp/hcp.h"
@@ -10,7 +10,9 @@ enum { RANKS = 7, ROWS = 1024, PARTS = 256, TOKENS = DRAW_SEQUENCES * 512 };
 typedef struct rank_state {
   hcp_layout *layout;
   hcp_table *schedule;
-  int32_t local[ROWS];          /* token numbers of the local rows    */
+  int32_t own[ROWS];            /* token numbers of the layout's rows */
+  int32_t local[ROWS];          /* of the rows behind the trade       */
+  int64_t rows;                 /* of these                           */
   int32_t keys[ROWS];           /* of the stage's keys, in key order  */
   int32_t wire[ROWS], received[ROWS];
   int32_t parts[PARTS][ROWS];   /* for each entry: queries that met its key rows */
@@ -21,12 +23,13 @@ typedef struct rank_state {
 
 static rank_state ranks[RANKS];
 static int32_t rank_count;
+static int64_t stage_rows;
 static char met[TOKENS][512]; /* met[query token][key's place in its sequence] */
 
 static int32_t token(int32_t sequence, int64_t place) { return sequence * 512 + (int32_t)place; }
 
 static const int64_t *stage_of(const rank_state *r, int64_t stage) {
-  return section(r->schedule, HCP_SCHEDULE_STAGES) + 8 * stage;
+  return section(r->schedule, HCP_SCHEDULE_STAGES) + 9 * stage;
 }
 
 static int64_t begin_of(const rank_state *r, int64_t stage, int32_t column) {
@@ -34,17 +37,19 @@ static int64_t begin_of(const rank_state *r, int64_t stage, int32_t column) {
 }
 
 static void open_rank(const hcp_plan *plan, int32_t m, int32_t rank, hcp_comm_type type,
-                      const hcp_mask *mask) {
+                      int32_t wish, const hcp_mask *mask) {
   rank_state *r = &ranks[rank];
   int64_t row = 0;
+  int32_t inner = wish;
   CHECK_INT(hcp_layout_create(plan, m, rank, &r->layout, NULL), HCP_OK);
-  CHECK_INT(hcp_schedule_create(plan, m, rank, type, mask, &r->schedule, NULL), HCP_OK);
+  while (r->layout->degree % inner != 0) inner--;
+  CHECK_INT(hcp_schedule_create(plan, m, rank, type, inner, mask, stage_rows, &r->schedule, NULL),
+            HCP_OK);
   for (int32_t s = 0; s < r->layout->span_count; s++)
     for (int64_t t = 0; t < r->layout->spans[s].rows; t++)
-      r->local[row++] =
+      r->own[row++] =
           token(r->layout->sequences[r->layout->spans[s].slot], r->layout->spans[s].start + t);
   CHECK_INT(section(r->schedule, HCP_SCHEDULE_SIZES)[0], row);
-  memcpy(r->keys, r->local, sizeof r->keys);
 }
 
 static int64_t gather(const rank_state *r, int32_t s, int64_t begin, int64_t end,
@@ -57,6 +62,59 @@ static int64_t gather(const rank_state *r, int32_t s, int64_t begin, int64_t end
   return filled;
 }
 
+/* ---- heads for sequence ---- */
+
+/* Sequence after sequence, each in token order. */
+static void check_order(const rank_state *r) {
+  int32_t slot = 0;
+  for (int64_t row = 0; row < r->rows; row++) {
+    while (r->layout->sequences[slot] != r->local[row] / 512) slot++;
+    CHECK(row == 0 || r->local[row - 1] / 512 != r->local[row] / 512 ||
+          r->local[row - 1] < r->local[row]);
+  }
+}
+
+static void trade(rank_state *r) {
+  static int32_t back[ROWS];
+  int64_t peers = records(r->schedule, HCP_SCHEDULE_TRADES), traded = 0;
+  for (int64_t i = 0; i < peers; i++) {
+    const int64_t *move = section(r->schedule, HCP_SCHEDULE_TRADES) + 3 * i;
+    CHECK_INT(move[1], traded);
+    CHECK_INT(move[2], ranks[move[0]].layout->rows);
+    memcpy(r->wire + traded, ranks[move[0]].own, (size_t)move[2] * sizeof *r->wire);
+    traded += move[2];
+  }
+  r->rows = gather(r, HCP_SCHEDULE_GATHER, 0, records(r->schedule, HCP_SCHEDULE_GATHER), r->wire,
+                   r->local);
+  CHECK_INT(r->rows, traded);
+  CHECK_INT(gather(r, HCP_SCHEDULE_SCATTER, 0, records(r->schedule, HCP_SCHEDULE_SCATTER), r->local,
+                   back),
+            traded);
+  CHECK(memcmp(back, r->wire, (size_t)traded * sizeof *back) == 0);
+  check_order(r);
+}
+
+static void trade_all(hcp_comm_type type) {
+  for (int32_t k = 0; k < rank_count; k++) {
+    rank_state *r = &ranks[k];
+    if (type == HCP_COMM_A2A || type == HCP_COMM_A2A_P2P) {
+      trade(r);
+    } else {
+      CHECK_INT(records(r->schedule, HCP_SCHEDULE_TRADES), 0);
+      memcpy(r->local, r->own, sizeof r->local);
+      r->rows = r->layout->rows;
+    }
+    CHECK_INT(stage_of(r, 0)[8], r->rows);
+    memcpy(r->keys, r->local, sizeof r->keys);
+  }
+}
+
+/* How many ranks compute each query, each with other heads. */
+static int64_t shares_of(const rank_state *r) {
+  int64_t neighbours = records(r->schedule, HCP_SCHEDULE_TRADES);
+  return neighbours > 0 ? neighbours : 1;
+}
+
 /* ---- fetching keys ---- */
 
 static void fill_wires(int32_t first, int32_t end_rank, int64_t stage) {
@@ -64,7 +122,7 @@ static void fill_wires(int32_t first, int32_t end_rank, int64_t stage) {
     rank_state *r = &ranks[k];
     int64_t begin = begin_of(r, stage, 0), end = stage_of(r, stage)[0];
     if (end > begin)
-      CHECK_INT(gather(r, HCP_SCHEDULE_PACK, begin, end, r->local, r->wire), stage_of(r, stage)[5]);
+      CHECK_INT(gather(r, HCP_SCHEDULE_PACK, begin, end, r->local, r->wire), stage_of(r, stage)[6]);
     else
       memcpy(r->wire, r->received, sizeof r->wire);
   }
@@ -96,9 +154,33 @@ static void arrange_keys(int32_t first, int32_t end_rank, int64_t stage) {
     int64_t begin = begin_of(r, stage, 3), end = stage_of(r, stage)[3];
     if (end > begin)
       CHECK_INT(gather(r, HCP_SCHEDULE_ARRANGE, begin, end, r->received, r->keys),
-                stage_of(r, stage)[7]);
+                stage_of(r, stage)[8]);
     else
       memcpy(r->keys, r->received, sizeof r->keys);
+  }
+}
+
+/* The keys as they came are the rows that PULLS names, in their owners' memory. */
+static void check_pulls(const rank_state *r, int64_t stage) {
+  int64_t pulled = 0;
+  for (int64_t i = begin_of(r, stage, 5); i < stage_of(r, stage)[5]; i++) {
+    const int64_t *pull = section(r->schedule, HCP_SCHEDULE_PULLS) + 4 * i;
+    for (int64_t k = 0; k < pull[1]; k++)
+      CHECK_INT(r->keys[pull[0] + k], ranks[pull[2]].local[pull[3] + k]);
+    pulled += pull[1];
+  }
+  CHECK_INT(pulled, stage_of(r, stage)[8]);
+}
+
+/* Ranks that have the same heads, and their rows behind the trade. */
+static void check_blocks(const rank_state *r, int32_t rank) {
+  int64_t trades = records(r->schedule, HCP_SCHEDULE_TRADES), inner = trades > 0 ? trades : 1;
+  int64_t first = r->layout->first_rank + (rank - r->layout->first_rank) % inner;
+  CHECK_INT(records(r->schedule, HCP_SCHEDULE_BLOCKS) * inner, r->layout->degree);
+  for (int64_t k = 0; k < records(r->schedule, HCP_SCHEDULE_BLOCKS); k++) {
+    const int64_t *block = section(r->schedule, HCP_SCHEDULE_BLOCKS) + 2 * k;
+    CHECK_INT(block[0], first + k * inner);
+    CHECK_INT(block[1], ranks[block[0]].rows);
   }
 }
 
@@ -131,6 +213,7 @@ static void run_stage(int32_t first, int32_t end_rank, int64_t stage) {
     fill_wires(first, end_rank, stage);
     for (int32_t k = first; k < end_rank; k++) send_keys(k, stage);
     arrange_keys(first, end_rank, stage);
+    for (int32_t k = first; k < end_rank; k++) check_pulls(&ranks[k], stage);
   }
   for (int32_t k = first; k < end_rank; k++)
     for (int64_t e = begin_of(&ranks[k], stage, 4); e < stage_of(&ranks[k], stage)[4]; e++)
@@ -185,29 +268,43 @@ static int sees(const hcp_mask *mask, int64_t query, int64_t key) {
 static int64_t queries_that_see(const rank_state *r, int64_t row, const hcp_mask *mask) {
   int32_t slot = 0;
   int64_t queries = 0;
-  while (r->layout->cu_seqlens[slot + 1] <= row) slot++;
+  while (r->layout->sequences[slot] != r->local[row] / 512) slot++;
   for (int64_t query = 0; query < r->layout->lengths[slot]; query++)
-    queries += sees(mask, query, r->layout->positions[row]);
+    queries += sees(mask, query, r->local[row] % 512);
   return queries;
 }
 
 /* No row travels that nobody sees. */
 static void check_fetched(const rank_state *r, const hcp_mask *mask) {
   for (int64_t stage = 1; stage < records(r->schedule, HCP_SCHEDULE_STAGES); stage++)
-    for (int64_t k = 0; k < stage_of(r, stage)[7]; k++) {
+    for (int64_t k = 0; k < stage_of(r, stage)[8]; k++) {
       int seen = 0;
-      for (int64_t row = 0; row < r->layout->rows; row++)
+      for (int64_t row = 0; row < r->rows; row++)
         seen |= r->local[row] / 512 == r->keys[k] / 512 &&
                 sees(mask, r->local[row] % 512, r->keys[k] % 512);
       CHECK(seen);
     }
 }
 
+/* As many stages as the group's other ranks, and no row twice. */
+static void check_stages(const rank_state *r) {
+  int64_t stages = records(r->schedule, HCP_SCHEDULE_STAGES), fetched = 0, tokens = 0;
+  for (int32_t s = 0; s < r->layout->sequence_count; s++) tokens += r->layout->lengths[s];
+  if (r->layout->degree > 1) {
+    CHECK_INT(stages, records(ranks[r->layout->first_rank].schedule, HCP_SCHEDULE_STAGES));
+    CHECK(stages >= 2 && stages <= 1 + HCP_SCHEDULE_GATHERS_MAX);
+    CHECK(stages == 2 || (stages - 1) * stage_rows <= tokens);
+    CHECK(stages <= 1 + r->layout->sequence_count);
+  }
+  for (int64_t stage = 1; stage < stages; stage++) fetched += stage_of(r, stage)[8];
+  CHECK_INT(fetched, section(r->schedule, HCP_SCHEDULE_SIZES)[1]);
+}
+
 static void check_sums(rank_state *r, const hcp_mask *mask) {
   static int64_t sums[ROWS];
   int64_t local_entries = records(r->schedule, HCP_SCHEDULE_STAGES) ? stage_of(r, 0)[4] : 0;
   memset(sums, 0, sizeof sums);
-  check_runs(r, HCP_SCHEDULE_LOCAL_RUNS, r->layout->rows);
+  check_runs(r, HCP_SCHEDULE_LOCAL_RUNS, r->rows);
   for (int64_t i = 0; i < records(r->schedule, HCP_SCHEDULE_LOCAL_RUNS); i++) {
     const int64_t *run = section(r->schedule, HCP_SCHEDULE_LOCAL_RUNS) + 4 * i;
     int home = run[2] == local_entries;
@@ -218,13 +315,12 @@ static void check_sums(rank_state *r, const hcp_mask *mask) {
       sums[run[0] + k] += home ? r->home_received[run[3] + k] : r->parts[run[2]][run[3] + k];
     }
   }
-  for (int64_t row = 0; row < r->layout->rows; row++)
-    CHECK_INT(sums[row], queries_that_see(r, row, mask));
+  for (int64_t row = 0; row < r->rows; row++) CHECK_INT(sums[row], queries_that_see(r, row, mask));
 }
 
 /* Each part of a run is the entry that has these queries. */
 static void check_outputs(const rank_state *r) {
-  check_runs(r, HCP_SCHEDULE_OUTPUT_RUNS, r->layout->rows);
+  check_runs(r, HCP_SCHEDULE_OUTPUT_RUNS, r->rows);
   int64_t covered = 0, entry_rows = 0;
   for (int64_t i = 0; i < records(r->schedule, HCP_SCHEDULE_OUTPUT_RUNS); i++) {
     const int64_t *run = section(r->schedule, HCP_SCHEDULE_OUTPUT_RUNS) + 4 * i;
@@ -243,11 +339,11 @@ static void check_outputs(const rank_state *r) {
 static void check_meetings(const hcp_mask *mask) {
   for (int32_t k = 0; k < rank_count; k++)
     for (int64_t row = 0; row < ranks[k].layout->rows; row++) {
-      int32_t slot = 0, query = ranks[k].local[row];
+      int32_t slot = 0, query = ranks[k].own[row];
       while (ranks[k].layout->cu_seqlens[slot + 1] <= row) slot++;
       for (int64_t key = 0; key < 512; key++) {
         int seen = key < ranks[k].layout->lengths[slot] && sees(mask, query % 512, key);
-        CHECK_INT(met[query][key], seen);
+        CHECK_INT(met[query][key], seen * shares_of(&ranks[k]));
       }
     }
 }
@@ -261,14 +357,19 @@ static void meet_all(void) {
   }
 }
 
-static void run(const hcp_plan *plan, int32_t m, hcp_comm_type type, const hcp_mask *mask) {
+static void run(const hcp_plan *plan, int32_t m, hcp_comm_type type, int32_t wish,
+                const hcp_mask *mask) {
   memset(met, 0, sizeof met);
   rank_count = plan->limits.ranks;
-  for (int32_t k = 0; k < rank_count; k++) open_rank(plan, m, k, type, mask);
+  for (int32_t k = 0; k < rank_count; k++) open_rank(plan, m, k, type, wish, mask);
+  trade_all(type);
+  for (int32_t k = 0; k < rank_count; k++) check_blocks(&ranks[k], k);
   meet_all();
   check_meetings(mask);
-  for (int32_t k = 0; k < rank_count && type == HCP_COMM_ALL_GATHER; k++)
+  for (int32_t k = 0; k < rank_count && type == HCP_COMM_ALL_GATHER; k++) {
     check_fetched(&ranks[k], mask);
+    check_stages(&ranks[k]);
+  }
   for (int32_t k = 0; k < rank_count; k++) pack_home(&ranks[k]);
   for (int32_t k = 0; k < rank_count; k++) send_home(k);
   for (int32_t k = 0; k < rank_count; k++) {
@@ -290,59 +391,102 @@ static void every_query_meets_every_key_it_sees_once(void) {
   for (int32_t i = 0; i < 100; i++) {
     hcp_plan *plan = draw_plan(RANKS);
     for (int32_t m = 0; m < plan->micro_batch_count && m < 3; m++)
-      for (int32_t type = 0; type < HCP_COMM_A2A; type++) {
+      for (int32_t type = 0; type < HCP_COMM_TYPE_COUNT; type++) {
         hcp_mask mask = draw_mask();
-        run(plan, m, (hcp_comm_type)type, &mask);
+        stage_rows = draw(0, 1) ? draw(1, 9) : draw(10, 300);
+        run(plan, m, (hcp_comm_type)type, draw(1, RANKS), &mask);
       }
     hcp_plan_destroy(plan);
   }
 }
 
-/* ---- heads for sequence ---- */
-
-static void check_whole_sequences(rank_state *r, int32_t first, int32_t degree) {
-  static int32_t wire[ROWS], whole[ROWS], back[ROWS];
-  int64_t rows = 0, received = 0;
-  for (int32_t k = 0; k < degree; k++) {
-    const int64_t *receive = section(r->schedule, HCP_SCHEDULE_RECEIVES) + 3 * k;
-    const int64_t *send = section(r->schedule, HCP_SCHEDULE_SENDS) + 3 * k;
-    CHECK(receive[0] == first + k && receive[1] == received);
-    CHECK(receive[2] == ranks[first + k].layout->rows);
-    CHECK(send[0] == first + k && send[1] == 0 && send[2] == r->layout->rows);
-    memcpy(wire + received, ranks[first + k].local, (size_t)receive[2] * sizeof *wire);
-    received += receive[2];
-  }
-  CHECK_INT(stage_of(r, 0)[7], received);
-  CHECK_INT(gather(r, HCP_SCHEDULE_ARRANGE, 0, stage_of(r, 0)[3], wire, whole), received);
-  CHECK_INT(gather(r, HCP_SCHEDULE_PACK, 0, stage_of(r, 0)[0], whole, back), received);
-  CHECK(memcmp(back, wire, (size_t)received * sizeof *wire) == 0);
-  for (int32_t s = 0; s < r->layout->sequence_count; s++) {
-    const int64_t *entry = section(r->schedule, HCP_SCHEDULE_ENTRIES) + 6 * s;
-    CHECK(entry[0] == rows && entry[1] == r->layout->lengths[s]);
-    CHECK(entry[2] == rows && entry[3] == r->layout->lengths[s]);
-    for (int64_t t = 0; t < r->layout->lengths[s]; t++)
-      CHECK_INT(whole[rows++], token(r->layout->sequences[s], t));
-  }
-  CHECK_INT(rows, received);
-}
-
-static void heads_for_sequence_gives_whole_sequences_and_back(void) {
+/* Neighbours of a group hold together what one rank of a smaller group does. */
+static void behind_the_trade_stands_a_smaller_group(void) {
   for (int32_t i = 0; i < 40; i++) {
-    hcp_plan *plan = draw_plan(RANKS);
+    int32_t inner = draw(1, 3), degree = draw(1, 4), sequences = draw(1, 4);
+    int64_t lengths[4];
+    int32_t order[] = {0, 1, 2, 3};
+    for (int32_t s = 0; s < sequences; s++) lengths[s] = draw(1, 60);
     hcp_mask mask = draw_mask();
-    rank_count = plan->limits.ranks;
-    for (int32_t m = 0; m < plan->micro_batch_count && m < 3; m++) {
-      for (int32_t k = 0; k < rank_count; k++) open_rank(plan, m, k, HCP_COMM_A2A, &mask);
-      for (int32_t k = 0; k < rank_count; k++)
-        if (ranks[k].layout->degree > 0)
-          check_whole_sequences(&ranks[k], ranks[k].layout->first_rank, ranks[k].layout->degree);
-      for (int32_t k = 0; k < rank_count; k++) {
-        hcp_layout_destroy(ranks[k].layout);
-        hcp_table_destroy(ranks[k].schedule);
-      }
+    hcp_table *tables[2][12];
+    for (int32_t which = 0; which < 2; which++) {
+      int32_t ranks_of = which == 0 ? degree * inner : degree;
+      const hcp_limits limits = draw_limits(ranks_of, 1, ranks_of, 512);
+      const hcp_group group = {0, ranks_of, 0, sequences};
+      hcp_plan *plan = NULL;
+      CHECK_INT(hcp_plan_create_from(lengths, sequences, &limits, &(hcp_cost){.pair = 1},
+                                     &(hcp_micro_batch){0, 1}, 1, &group, 1, order, &plan, NULL),
+                HCP_OK);
+      for (int32_t k = 0; k < ranks_of; k++)
+        CHECK_INT(hcp_schedule_create(plan, 0, k, which == 0 ? HCP_COMM_A2A_P2P : HCP_COMM_P2P,
+                                      inner, &mask, 1, &tables[which][k], NULL),
+                  HCP_OK);
+      hcp_plan_destroy(plan);
     }
-    hcp_plan_destroy(plan);
+    for (int32_t k = 0; k < degree * inner; k++) {
+      const hcp_table *whole = tables[0][k], *small = tables[1][k / inner];
+      CHECK_INT(records(whole, HCP_SCHEDULE_ENTRIES), records(small, HCP_SCHEDULE_ENTRIES));
+      CHECK(memcmp(section(whole, HCP_SCHEDULE_ENTRIES), section(small, HCP_SCHEDULE_ENTRIES),
+                   (size_t)records(small, HCP_SCHEDULE_ENTRIES) * 6 * sizeof(int64_t)) == 0);
+      CHECK_INT(records(whole, HCP_SCHEDULE_SENDS), records(small, HCP_SCHEDULE_SENDS));
+      for (int64_t m = 0; m < records(small, HCP_SCHEDULE_SENDS); m++)
+        CHECK_INT(section(whole, HCP_SCHEDULE_SENDS)[3 * m],
+                  section(small, HCP_SCHEDULE_SENDS)[3 * m] * inner + k % inner);
+      hcp_table_destroy(tables[0][k]);
+    }
+    for (int32_t k = 0; k < degree; k++) hcp_table_destroy(tables[1][k]);
   }
+}
+
+/* Key rows of each stage of the last of two ranks. */
+static void check_cut(const int64_t *lengths, int32_t n, hcp_mask mask, int64_t least_rows,
+                      const int64_t *expected, int32_t stages) {
+  const hcp_limits limits = draw_limits(2, 2, 2, 512);
+  const hcp_group group = {0, 2, 0, n};
+  const int32_t order[] = {0, 1, 2, 3, 4, 5, 6, 7};
+  hcp_plan *plan = NULL;
+  hcp_table *schedule = NULL;
+  CHECK_INT(hcp_plan_create_from(lengths, n, &limits, &(hcp_cost){.pair = 1},
+                                 &(hcp_micro_batch){0, 1}, 1, &group, 1, order, &plan, NULL),
+            HCP_OK);
+  CHECK_INT(
+      hcp_schedule_create(plan, 0, 1, HCP_COMM_ALL_GATHER, 1, &mask, least_rows, &schedule, NULL),
+      HCP_OK);
+  CHECK_INT(records(schedule, HCP_SCHEDULE_STAGES), stages);
+  for (int32_t i = 0; i < stages && i < records(schedule, HCP_SCHEDULE_STAGES); i++)
+    CHECK_INT(section(schedule, HCP_SCHEDULE_STAGES)[9 * i + 8], expected[i]);
+  hcp_table_destroy(schedule);
+  hcp_plan_destroy(plan);
+}
+
+static void keys_come_in_stages_of_whole_sequences(void) {
+  const hcp_mask full = {-1, -1}, narrow = {1, 0};
+  const int64_t equal[] = {8, 8, 8, 8, 8, 8, 8, 8}, falling[] = {32, 16, 8, 4};
+  check_cut(equal, 8, full, 16, (const int64_t[]){32, 8, 8, 8, 8}, 5);
+  check_cut(equal, 8, full, 1, (const int64_t[]){32, 8, 8, 8, 8}, 5);
+  check_cut(equal, 8, full, 32, (const int64_t[]){32, 16, 16}, 3);
+  check_cut(equal, 8, full, 33, (const int64_t[]){32, 32}, 2);
+  check_cut(equal, 1, full, 1, (const int64_t[]){4, 4}, 2);
+  check_cut(falling, 4, full, 1, (const int64_t[]){30, 16, 8, 6}, 4);
+  check_cut(falling, 4, full, 13, (const int64_t[]){30, 16, 14}, 3);
+  check_cut(equal, 8, narrow, 16, (const int64_t[]){32, 8}, 2); /* at most 2 rows of each come */
+}
+
+/* Rank 0 of three sees owner 2's rows, then owner 1's: where one stage's end on the
+ * wire, those of the next one start. */
+static void stages_share_no_segment(void) {
+  const int64_t lengths[] = {24, 24, 24, 24};
+  const hcp_limits limits = draw_limits(3, 3, 3, 512);
+  const hcp_group group = {0, 3, 0, 4};
+  const int32_t order[] = {0, 1, 2, 3};
+  const hcp_mask mask = {6, 0};
+  hcp_plan *plan = NULL;
+  CHECK_INT(hcp_plan_create_from(lengths, 4, &limits, &(hcp_cost){.pair = 1},
+                                 &(hcp_micro_batch){0, 1}, 1, &group, 1, order, &plan, NULL),
+            HCP_OK);
+  stage_rows = 8;
+  run(plan, 0, HCP_COMM_ALL_GATHER, 1, &mask);
+  hcp_plan_destroy(plan);
 }
 
 static void bad_requests_are_refused(void) {
@@ -355,10 +499,19 @@ static void bad_requests_are_refused(void) {
   CHECK_INT(
       hcp_plan_create(&length, 1, &limits, &(hcp_cost){.pair = 1, .token = 1}, 1, &plan, NULL),
       HCP_OK);
-  CHECK_INT(hcp_schedule_create(plan, 0, 0, HCP_COMM_TYPE_COUNT, &causal, &schedule, &err),
+  CHECK_INT(hcp_schedule_create(plan, 0, 0, HCP_COMM_TYPE_COUNT, 1, &causal, 1, &schedule, &err),
             HCP_INVALID);
-  CHECK_TEXT(err.message, "comm_type is 3, expected 0 to 2");
-  CHECK_INT(hcp_schedule_create(plan, 1, 0, HCP_COMM_P2P, &causal, &schedule, &err), HCP_INVALID);
+  CHECK_TEXT(err.message, "comm_type is 4, expected 0 to 3");
+  CHECK_INT(hcp_schedule_create(plan, 0, 0, HCP_COMM_A2A_P2P, 3, &causal, 1, &schedule, &err),
+            HCP_INVALID);
+  CHECK_TEXT(err.message, "inner is 3, expected a divisor of the group's degree, 2");
+  CHECK_INT(hcp_schedule_create(plan, 0, 0, HCP_COMM_A2A_P2P, 0, &causal, 1, &schedule, &err),
+            HCP_INVALID);
+  CHECK_INT(hcp_schedule_create(plan, 1, 0, HCP_COMM_P2P, 1, &causal, 1, &schedule, &err),
+            HCP_INVALID);
+  CHECK_INT(hcp_schedule_create(plan, 0, 0, HCP_COMM_P2P, 1, &causal, 0, &schedule, &err),
+            HCP_INVALID);
+  CHECK_TEXT(err.message, "stage_rows is 0, expected >= 1");
   CHECK(schedule == NULL);
   CHECK_TEXT(hcp_comm_type_name(HCP_COMM_ALL_GATHER), "all_gather");
   CHECK(hcp_comm_type_name(HCP_COMM_TYPE_COUNT) == NULL);
@@ -367,7 +520,9 @@ static void bad_requests_are_refused(void) {
 
 int main(void) {
   every_query_meets_every_key_it_sees_once();
-  heads_for_sequence_gives_whole_sequences_and_back();
+  behind_the_trade_stands_a_smaller_group();
+  keys_come_in_stages_of_whole_sequences();
+  stages_share_no_segment();
   bad_requests_are_refused();
   return check_report("test_schedule");
 }

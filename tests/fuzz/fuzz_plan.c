@@ -2,7 +2,8 @@
  *
  *   clang -fsanitize=fuzzer,address,undefined -Icsrc/include tests/fuzz/fuzz_plan.c \
  *     and the files of csrc/core
- *   gcc -DHCP_FUZZ_MAIN -fsanitize=address,undefined ... && ./a.out 100000   (seeded, no clang)
+ *   gcc -DHCP_FUZZ_MAIN -fsanitize=address,undefined ... && ./a.out 100000 7   (requests, seed; no
+ * clang)
  */
 #include <stdint.h>
 #include <stdio.h>
@@ -42,6 +43,49 @@ static hcp_limits take_limits(bytes *b) {
   limits.pow2 = (int32_t)take(b, 0, 1) && ((node & (node - 1)) == 0 || !take(b, 0, 19));
   limits.sync = take(b, 0, 1) ? HCP_SYNC_STEP : HCP_SYNC_MICRO_BATCH;
   return limits;
+}
+
+static void take_pipeline(bytes *b, hcp_limits *limits) {
+  hcp_pipeline *pipeline = &limits->pipeline;
+  if (take(b, 0, 2) > 0) return;
+  pipeline->stages = (int32_t)take(b, 0, 8);
+  pipeline->virtual_stages = (int32_t)maybe(b, 3);
+  pipeline->group = take(b, 0, 3) || pipeline->virtual_stages < 2
+                        ? 0
+                        : pipeline->stages + (int32_t)take(b, -1, 3);
+}
+
+static void take_memory(bytes *b, hcp_limits *limits) {
+  hcp_memory *memory = &limits->memory;
+  if (take(b, 0, 3) > 0) return;
+  memory->activation = take(b, 0, 1000);
+  memory->logit = maybe(b, 100000);
+  memory->gathered = maybe(b, 1000);
+  memory->limit =
+      (memory->activation + memory->logit + 1) * limits->max_tokens_per_rank / take(b, 1, 4) +
+      take(b, 0, 1000);
+}
+
+/* Arrays that limits point to. */
+typedef struct lists {
+  int32_t min_degrees[SEQUENCES], max_degrees[SEQUENCES], slowness[RANKS];
+} lists;
+
+static void take_lists(bytes *b, hcp_limits *limits, int32_t n, lists *x) {
+  if (take(b, 0, 3) == 0) {
+    for (int32_t i = 0; i < n; i++) {
+      x->min_degrees[i] = (int32_t)(1 + maybe(b, limits->ranks - 1));
+      x->max_degrees[i] =
+          take(b, 0, 2) ? limits->ranks : (int32_t)take(b, x->min_degrees[i], limits->ranks);
+    }
+    limits->min_degrees = x->min_degrees;
+    limits->max_degrees = x->max_degrees;
+  }
+  if (take(b, 0, 3) == 0) {
+    for (int32_t r = 0; r < limits->ranks; r++)
+      x->slowness[r] = HCP_FULL_SPEED + (int32_t)(r == 0 ? 0 : maybe(b, HCP_FULL_SPEED));
+    limits->slowness = x->slowness;
+  }
 }
 
 static hcp_cost take_cost(bytes *b) {
@@ -92,6 +136,18 @@ static void judge(const hcp_plan *plan, const hcp_plan *again) {
   hcp_plan_destroy(checked);
 }
 
+/* Whether d ranks may compute the sequence, by its own bounds and by bytes. */
+static int fits(const hcp_limits *limits, int64_t length, int32_t i, int32_t d) {
+  const hcp_memory *memory = &limits->memory;
+  int64_t padding = limits->alignment > 1 ? limits->alignment - 1 : 0;
+  int64_t rows = hcp_rows_max(length, d) + padding;
+  int64_t needed =
+      rows * (memory->activation + memory->logit) + (d > 1 ? length * memory->gathered : 0);
+  if (limits->min_degrees != NULL && d < limits->min_degrees[i]) return 0;
+  if (limits->max_degrees != NULL && d > limits->max_degrees[i]) return 0;
+  return memory->limit == 0 || needed <= memory->limit;
+}
+
 /* A sequence that the widest allowed degree holds has a plan. */
 static int feasible(const hcp_limits *limits, const int64_t *lengths, int32_t n) {
   int64_t capacity = limits->max_tokens_per_rank;
@@ -102,7 +158,7 @@ static int feasible(const hcp_limits *limits, const int64_t *lengths, int32_t n)
       int32_t node = limits->ranks_per_node;
       if (limits->pow2 && (d & (d - 1)) != 0) continue;
       if (node > 0 && d > node && d % node != 0) continue;
-      held |= hcp_rows_max(lengths[i], d) <= capacity;
+      held |= hcp_rows_max(lengths[i], d) <= capacity && fits(limits, lengths[i], i, d);
     }
     if (!held) return 0;
   }
@@ -114,10 +170,14 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   bytes b = {data, size};
   int64_t lengths[SEQUENCES];
   hcp_limits limits = take_limits(&b);
+  take_pipeline(&b, &limits);
+  take_memory(&b, &limits);
   hcp_cost cost = take_cost(&b);
   hcp_plan *plan = NULL, *again = NULL;
   hcp_error err;
   int32_t n = take_lengths(&b, &limits, lengths);
+  lists arrays;
+  take_lists(&b, &limits, n, &arrays);
   hcp_status status = hcp_plan_create(lengths, n, &limits, &cost, 1, &plan, &err);
   if (status == HCP_OK) {
     expect(hcp_plan_create(lengths, n, &limits, &cost, 1, &again, &err) == HCP_OK, "a second time");
@@ -135,9 +195,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
 
 #ifdef HCP_FUZZ_MAIN
 int main(int argc, char **argv) {
-  uint64_t state = 0x9e3779b97f4a7c15u;
   long count = argc > 1 ? atol(argv[1]) : 10000, planned = 0;
-  uint8_t data[8 * SEQUENCES + 200];
+  uint64_t state = 0x9e3779b97f4a7c15u * (argc > 2 ? 2 * strtoull(argv[2], NULL, 10) + 1 : 1);
+  uint8_t data[40 * SEQUENCES + 1000];
   for (long i = 0; i < count; i++) {
     for (size_t k = 0; k < sizeof data; k++) {
       state ^= state << 13; /* xorshift64 */

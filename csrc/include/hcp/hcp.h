@@ -64,8 +64,8 @@ const char *hcp_status_text(hcp_status status);
 typedef struct hcp_times {
   int32_t length_count;
   int32_t degree_count;
-  const int64_t *lengths; /* length_count, ascending               */
-  const int32_t *degrees; /* degree_count, ascending               */
+  const int64_t *lengths; /* length_count, ascending */
+  const int32_t *degrees; /* degree_count, ascending */
   const int64_t *times;   /* length_count * degree_count, each >= 1 */
 } hcp_times;
 
@@ -76,18 +76,18 @@ typedef struct hcp_times {
  * A group that spans nodes (degree > hcp_limits.ranks_per_node) pays the far
  * prices, which are at least the near ones. */
 typedef struct hcp_cost {
-  int64_t pair;           /* one query-key pair of causal attention             */
+  int64_t pair;           /* one query-key pair of causal attention */
   int64_t token;          /* one token through everything that is not attention */
-  int64_t exchange;       /* one token's keys and values received by one rank   */
-  int64_t launch;         /* one micro-batch on one rank, whatever it holds     */
-  int64_t exchange_far;   /* exchange, between nodes                            */
-  int64_t all_to_all;     /* one token of a rank to heads and back, no overlap  */
-  int64_t all_to_all_far; /* all_to_all, between nodes                          */
-  int64_t step;           /* one more rank in the group                         */
-  int64_t window;         /* keys that a query sees at most; 0: all before it   */
-  int64_t tile;           /* rows that a chunk is rounded up to; 0: none        */
-  int64_t overlap;        /* 1: exchange hides behind attention, as in a ring   */
-  const hcp_times *times; /* NULL, or what replaces all of this but launch      */
+  int64_t exchange;       /* one token's keys and values received by one rank */
+  int64_t launch;         /* one micro-batch on one rank, whatever it holds */
+  int64_t exchange_far;   /* exchange, between nodes */
+  int64_t all_to_all;     /* one token of a rank to heads and back, no overlap */
+  int64_t all_to_all_far; /* all_to_all, between nodes */
+  int64_t step;           /* one more rank in the group */
+  int64_t window;         /* keys that a query sees at most; 0: all before it */
+  int64_t tile;           /* rows that a chunk is rounded up to; 0: none */
+  int64_t overlap;        /* 1: exchange hides behind attention, as in a ring */
+  const hcp_times *times; /* NULL, or what replaces all of this but launch */
 } hcp_cost;
 
 /* The names of the prices, in the order of the fields. */
@@ -95,7 +95,14 @@ typedef struct hcp_cost {
   X(pair)             \
   X(token)            \
   X(exchange)         \
-  X(launch) X(exchange_far) X(all_to_all) X(all_to_all_far) X(step) X(window) X(tile) X(overlap)
+  X(launch)           \
+  X(exchange_far)     \
+  X(all_to_all)       \
+  X(all_to_all_far)   \
+  X(step)             \
+  X(window)           \
+  X(tile)             \
+  X(overlap)
 
 /* Time of one sequence of length L tokens computed by d ranks, without launch:
  *
@@ -129,16 +136,47 @@ typedef enum hcp_sync {
 /* Never NULL for a valid one; NULL otherwise. */
 const char *hcp_sync_name(hcp_sync sync);
 
+/* Stages that pass every micro-batch on, forward and then backward, each with
+ * ranks of its own that all follow one plan. Zeros: no pipeline. */
+typedef struct hcp_pipeline {
+  int32_t stages;
+  int32_t virtual_stages; /* layers of a stage in so many chunks: more than 1 is interleaved */
+  int32_t group;          /* micro-batches in a row of one chunk, >= stages; 0: stages.
+                             Interleaved micro-batches come in multiples of it */
+} hcp_pipeline;
+
+/* Bytes that a micro-batch takes on a rank, beside what the rank always holds:
+ *
+ *   (rows + alignment - 1) * (activation + logit) + gathered * tokens
+ *
+ * where rows are those of the fullest rank, sequence by sequence, and tokens
+ * are those of the group's sequences when its degree is more than 1. */
+typedef struct hcp_memory {
+  int64_t activation; /* what one row leaves for the backward */
+  int64_t logit;      /* one row's logits */
+  int64_t gathered;   /* keys and values of one token, while a layer has them all */
+  int64_t limit;      /* most bytes of one rank in one micro-batch; 0: no limit */
+} hcp_memory;
+
+/* The slowness of a rank as fast as the cost says. */
+#define HCP_FULL_SPEED 65536
+
 /* What a plan must keep. What is 0 beyond the fourth asks for nothing. */
 typedef struct hcp_limits {
-  int32_t ranks;               /* the domain: ranks 0 .. ranks - 1                  */
-  int32_t min_degree;          /* >= 1                                              */
-  int32_t max_degree;          /* >= min_degree, <= ranks                           */
-  int64_t max_tokens_per_rank; /* rows that one rank may hold in one micro-batch    */
-  int32_t alignment;           /* rows of a rank are padded to a multiple of this   */
+  int32_t ranks;               /* the domain: ranks 0 .. ranks - 1 */
+  int32_t min_degree;          /* >= 1 */
+  int32_t max_degree;          /* >= min_degree, <= ranks */
+  int64_t max_tokens_per_rank; /* rows that one rank may hold in one micro-batch */
+  int32_t alignment;           /* rows of a rank are padded to a multiple of this */
   int32_t ranks_per_node;      /* degrees up to it stay in a node, others take whole nodes */
   int32_t pow2;                /* 1: degrees are powers of two, at multiples of them */
   hcp_sync sync;
+  hcp_pipeline pipeline;
+  hcp_memory memory;
+  const int32_t *min_degrees;  /* of each sequence, beside min_degree; NULL: no more bounds */
+  const int32_t *max_degrees;  /* of each sequence, beside max_degree; NULL: no more bounds */
+  const int32_t *slowness;     /* of each rank, HCP_FULL_SPEED (the fastest) and more; a group
+                                  takes as long as its slowest rank; NULL: all are equal */
 } hcp_limits;
 
 /* A contiguous interval of ranks that computes one packed set of sequences. */
@@ -159,23 +197,31 @@ typedef struct hcp_micro_batch {
 typedef struct hcp_plan {
   hcp_limits limits;
   hcp_cost cost;
-  int32_t n;                            /* sequences planned                          */
-  const int64_t *lengths;               /* n                                          */
+  int32_t n;                            /* sequences planned */
+  const int64_t *lengths;               /* n */
   int32_t micro_batch_count;
   const hcp_micro_batch *micro_batches; /* in the order in which every rank runs them */
   int32_t group_count;
   const hcp_group *groups;
   const int32_t *sequences;             /* n: the lengths' indices, group after group */
-  int64_t makespan;                     /* cost units: when the last rank ends        */
-  int64_t bound;                        /* no plan under this cost is faster          */
-  int64_t work;                         /* rank-time of all sequences at degree 1     */
-  uint64_t checksum;                    /* of the request and of what was decided     */
+  int64_t makespan;                     /* cost units: when the last rank ends */
+  int64_t bound;                        /* no plan under this cost is faster */
+  int64_t work;                         /* rank-time of all sequences at degree 1 */
+  uint64_t checksum;                    /* of the request and of what was decided */
 } hcp_plan;
 
 /* Rows of the fullest rank when degree ranks share length tokens zigzag.
  * Rank j holds chunks j and 2 * degree - 1 - j of 2 * degree, and chunk k is
  * [floor(k * length / (2 * degree)), floor((k + 1) * length / (2 * degree))). */
 int64_t hcp_rows_max(int64_t length, int32_t degree);
+
+/* What n micro-batches of these times take in the pipeline: one forward, one
+ * backward (1F1B), interleaved where virtual_stages is more than 1, in the order
+ * given. times[i] is what one stage computes for micro-batch i, a third of it
+ * forward; passing on is free. Rounded up. HCP_INVALID when n is not a multiple
+ * of the group of an interleaved pipeline. */
+hcp_status hcp_pipeline_time(const hcp_pipeline *pipeline, const int64_t *times, int32_t n,
+                             int64_t *makespan, hcp_error *err);
 
 /* Assign n sequences to ranks.
  *
@@ -193,8 +239,10 @@ hcp_status hcp_plan_bound(const int64_t *lengths, int32_t n, const hcp_limits *l
 
 /* A plan from groups that somebody else chose, checked against every rule that
  * hcp_plan_create keeps: each sequence once, intervals inside the domain,
- * disjoint and ascending in a micro-batch, no group without a sequence, degrees
- * and rows within the limits. */
+ * disjoint and ascending in a micro-batch, no group without a sequence, degrees,
+ * rows and bytes within the limits. A micro-batch has groups, except that an
+ * interleaved pipeline with fewer sequences than micro-batches ends with some
+ * that have none. */
 hcp_status hcp_plan_create_from(const int64_t *lengths, int32_t n, const hcp_limits *limits,
                                 const hcp_cost *cost, const hcp_micro_batch *micro_batches,
                                 int32_t micro_batch_count, const hcp_group *groups,
@@ -208,27 +256,31 @@ void hcp_plan_destroy(hcp_plan *plan);
 /* A run of consecutive tokens of one sequence on one rank. */
 typedef struct hcp_span {
   int32_t slot;  /* which of the group's sequences */
-  int64_t start; /* first token, in the sequence   */
-  int64_t rows;  /* >= 1                           */
+  int64_t start; /* first token, in the sequence */
+  int64_t rows;  /* >= 1 */
 } hcp_span;
 
 /* What rank holds in a micro-batch: the rows of span 0, span 1, ... end to end.
  * The spans of one sequence follow each other in token order, so the local rows
- * of a sequence, though not consecutive tokens, are in causal order. A rank
- * that no group contains has degree 0 and nothing else. */
+ * of a sequence, though not consecutive tokens, are in causal order. Behind them
+ * come the rows that hcp_limits.alignment asks for: they belong to no sequence,
+ * hold zeros when they arrive, see each other only, and never travel. A rank that
+ * no group contains has degree 0 and nothing else. */
 typedef struct hcp_layout {
   int32_t rank;
   int32_t micro_batch;
-  int32_t first_rank; /* of the group           */
-  int32_t degree;     /* of the group, 0: no rows */
+  int32_t first_rank;        /* of the group */
+  int32_t degree;            /* of the group, 0: no rows */
   int32_t sequence_count;
   const int32_t *sequences;  /* sequence_count: indices of the plan's lengths */
-  const int64_t *lengths;    /* sequence_count                                */
+  const int64_t *lengths;    /* sequence_count */
   const int32_t *cu_seqlens; /* sequence_count + 1: local rows of each, summed */
   int32_t span_count;
   const hcp_span *spans;
-  int64_t rows;
-  const int64_t *positions; /* rows: each row's place in its sequence */
+  int64_t rows;              /* padding included */
+  int64_t padding;           /* the last of them */
+  const int64_t *positions;  /* rows: each row's place in its sequence, 0: padding */
+  const int64_t *paddings;   /* degree: of each rank of the group */
 } hcp_layout;
 
 hcp_status hcp_layout_create(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
@@ -278,15 +330,22 @@ enum {
  * to the ranks that compute them. sources[i] is the rank that loaded sequence
  * i. The source holds whole sequences end to end, those that rank loaded and
  * that these micro-batches use, by ascending index; the output is the rank's
- * layouts end to end. reverse is the way back: source and output swapped. */
+ * layouts end to end, padding included. reverse is the way back: source and
+ * output swapped. */
 hcp_status hcp_route_dispatch(const hcp_plan *plan, const int32_t *sources, int32_t rank,
                               int32_t first, int32_t count, int32_t reverse, hcp_table **route,
                               hcp_error *err);
 
 /* Rows within a group shifted along their sequences: the output row at token t
  * is the source row at token t - shift of the same sequence, or zeros where the
- * sequence has no such token. */
+ * sequence has no such token, and in padding. */
 hcp_status hcp_route_roll(const hcp_plan *plan, int32_t micro_batch, int32_t rank, int64_t shift,
+                          hcp_table **route, hcp_error *err);
+
+/* Every span of the rank (see hcp_layout) behind the `before` tokens that come
+ * before it in its sequence, end to end; rows of zeros where the sequence has
+ * begun later. So the output has `before` rows more for each span. */
+hcp_status hcp_route_halo(const hcp_plan *plan, int32_t micro_batch, int32_t rank, int64_t before,
                           hcp_table **route, hcp_error *err);
 
 /* ---- 6. Schedule -------------------------------------------------------- */
@@ -294,7 +353,8 @@ hcp_status hcp_route_roll(const hcp_plan *plan, int32_t micro_batch, int32_t ran
 #define HCP_COMM_TYPES(X)     \
   X(P2P, "p2p")               \
   X(ALL_GATHER, "all_gather") \
-  X(A2A, "a2a")
+  X(A2A, "a2a")               \
+  X(A2A_P2P, "a2a+p2p")
 
 typedef enum hcp_comm_type {
 #define HCP_COMM_ENUM(name, text) HCP_COMM_##name,
@@ -313,7 +373,8 @@ typedef struct hcp_mask {
   int64_t left, right;
 } hcp_mask;
 
-/* Stage 0 attends local rows to local rows. Each further stage receives key and
+/* Stage 0 attends local rows to local rows; padding is one more sequence there,
+ * which no other rank sees. Each further stage receives key and
  * value rows and attends local queries to them. An entry is one block: query
  * rows against key rows through a band, so that query q of the entry sees its
  * key k when low <= k - q <= high. Every query sees a key and every key is seen;
@@ -321,10 +382,11 @@ typedef struct hcp_mask {
  * does not cut. Its partial output covers its query rows; a run lists, for rows
  * of a result, the parts that are merged or summed there.
  *
- *   SIZES          rows, home_sent_rows, home_received_rows, comm_type, left,
- *                  right
+ *   SIZES          rows, home_sent_rows, home_received_rows, comm_type, inner,
+ *                  left, right
  *   STAGES         ends of the stage's records in PACK, SENDS, RECEIVES,
- *                  ARRANGE and ENTRIES, then its sent, received and key rows
+ *                  ARRANGE, ENTRIES and PULLS, then its sent, received and key
+ *                  rows
  *   PACK           (row, rows) of the local rows; a stage without any forwards
  *                  the keys and values of the stage before
  *   SENDS          (peer, row, rows)
@@ -339,26 +401,32 @@ typedef struct hcp_mask {
  *   HOME_RECEIVES  (peer, row, rows)
  *   LOCAL_RUNS     (row, rows, part, part_row): local rows <- entries of stage
  *                  0, then, as one more part, the gradients that came home
+ *   PULLS          (row, rows, peer, peer_row): key rows <- local rows of their
+ *                  owner, for ranks that read each other's memory: what PACK,
+ *                  SENDS, RECEIVES and ARRANGE come to
+ *   BLOCKS         (peer, rows): the ranks that keys come from, this one among
+ *                  them, and their local rows
  *
  * Runs ascend by row; records with the same row and rows are one run, and
  * different runs do not overlap.
  *
- * A2A trades rows for heads: its one stage is whole sequences, of which each
- * rank has some heads. What differs:
+ * A2A and A2A_P2P trade rows for heads before stage 0 and back behind the last
+ * one: neighbours of the group give each other their rows of some heads each, so
+ * that each has, of its heads, the rows of all of them, and behind those the
+ * padding of each. Rows then are these in every section but SIZES and TRADES, and
+ * peers are the ranks of the other neighbourhoods that have the same heads. Under
+ * A2A all ranks of the group are neighbours: the rows are whole sequences, and
+ * there is one stage.
  *
- *   SENDS          (peer, 0, rows): all local rows, to every rank of the group
- *   RECEIVES       (peer, row, rows): from every rank of the group, in its order;
- *                  rows may be 0
- *   ARRANGE        (row, rows) of the received rows in sequence order
- *   PACK           (row, rows) of the sequences in the order of the received
- *                  rows: the way back
- *   ENTRIES        one for each sequence
- *   OUTPUT_RUNS    rows of the sequences <- entries
- *
- * and nothing is sent home. */
+ *   TRADES         (peer, row, rows): from each of the neighbours, in order, this
+ *                  rank among them; rows may be 0. To each goes what this rank has
+ *   GATHER         (row, rows) of the traded rows in token order
+ *   SCATTER        (row, rows) of the gathered rows as they were traded: the way
+ *                  back
+ */
 #define HCP_SCHEDULE_SECTIONS(X) \
-  X(SIZES, 6)                    \
-  X(STAGES, 8)                   \
+  X(SIZES, 7)                    \
+  X(STAGES, 9)                   \
   X(PACK, 2)                     \
   X(SENDS, 3)                    \
   X(RECEIVES, 3)                 \
@@ -368,7 +436,12 @@ typedef struct hcp_mask {
   X(HOME_RUNS, 4)                \
   X(HOME_SENDS, 3)               \
   X(HOME_RECEIVES, 3)            \
-  X(LOCAL_RUNS, 4)
+  X(LOCAL_RUNS, 4)               \
+  X(PULLS, 4)                    \
+  X(BLOCKS, 2)                   \
+  X(TRADES, 3)                   \
+  X(GATHER, 2)                   \
+  X(SCATTER, 2)
 
 enum {
 #define HCP_SCHEDULE_ENUM(name, width) HCP_SCHEDULE_##name,
@@ -377,11 +450,23 @@ enum {
       HCP_SCHEDULE_SECTION_COUNT
 };
 
+/* Most stages in which ALL_GATHER fetches keys. */
+enum { HCP_SCHEDULE_GATHERS_MAX = 4 };
+
 /* P2P passes whole blocks around the ring of the group; ALL_GATHER fetches just
- * the rows that this rank's queries see, in one stage. *mask is read only. */
+ * the rows that this rank's queries see; A2A trades rows for heads among all
+ * ranks, A2A_P2P among inner neighbours each, which then form a ring with the
+ * others. inner divides the group's degree (HCP_INVALID else) and counts for
+ * A2A_P2P only. *mask is read only.
+ *
+ * ALL_GATHER fetches the keys of some sequences in each stage, so that the next
+ * ones come while these are computed. A stage has whole sequences, with
+ * stage_rows tokens or more in all (of a sequence only as many as windows let
+ * ranks fetch), stage_rows >= 1; with fewer than twice as many there is one stage.
+ * All ranks of a group name the same stage_rows, and get as many stages. */
 hcp_status hcp_schedule_create(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
-                               hcp_comm_type comm_type, const hcp_mask *mask, hcp_table **schedule,
-                               hcp_error *err);
+                               hcp_comm_type comm_type, int32_t inner, const hcp_mask *mask,
+                               int64_t stage_rows, hcp_table **schedule, hcp_error *err);
 
 /* ---- 7. Grid ------------------------------------------------------------ */
 

@@ -1,0 +1,163 @@
+/* limits.c - what a plan must keep beyond degrees and rows: bytes, bounds of
+ * single sequences, ranks of different speed, pipelines. */
+#include "internal.h"
+
+enum { STAGES_MAX = 4096, SLOWNESS_MAX = 1 << 26 };
+
+/* Long multiplication, bit by bit of b, that divides on its way: division of 128
+ * bits would call for more than libc. */
+static int64_t scaled_slowly(uint64_t a, uint64_t b, uint64_t c) {
+  uint64_t whole = 0, rest = 0, quotient = a / c, remainder = a % c;
+  for (int32_t bit = 62; bit >= 0; bit--) {
+    uint64_t taken = (b >> bit) & 1;
+    if (whole > INT64_MAX / 4) return INT64_MAX;
+    whole = 2 * whole + taken * quotient;
+    rest = 2 * rest;
+    if (rest >= c) whole++, rest -= c;
+    if (taken) rest += remainder;
+    if (rest >= c) whole++, rest -= c;
+  }
+  return whole < INT64_MAX ? (int64_t)(whole + (rest != 0)) : INT64_MAX;
+}
+
+int64_t hcp__scaled(int64_t a, int64_t b, int64_t c) {
+  int64_t product;
+  if (!__builtin_mul_overflow(a, b, &product)) return product / c + (product % c != 0);
+  return scaled_slowly((uint64_t)a, (uint64_t)b, (uint64_t)c);
+}
+
+/* ---- checks ---- */
+
+hcp_status hcp__pipeline_check(const hcp_pipeline *pipeline, hcp_error *err) {
+  int32_t stages = pipeline->stages, chunks = pipeline->virtual_stages;
+  if (stages < 0 || stages > STAGES_MAX)
+    return hcp__fail(err, HCP_INVALID, "pipeline_stages is %d, expected 0 (none) to %d", stages,
+                     STAGES_MAX);
+  if (chunks < 0 || chunks > STAGES_MAX || (chunks > 1 && stages < 2))
+    return hcp__fail(err, HCP_INVALID,
+                     "virtual_stages is %d, expected 0 or 1, or up to %d in a pipeline of 2 stages "
+                     "or more",
+                     chunks, STAGES_MAX);
+  if (pipeline->group != 0 && (chunks < 2 || pipeline->group < stages))
+    return hcp__fail(err, HCP_INVALID,
+                     "micro_batch_group is %d, expected at least pipeline_stages (%d) of a "
+                     "pipeline with virtual_stages > 1, or 0",
+                     pipeline->group, stages);
+  return HCP_OK;
+}
+
+static hcp_status check_memory(const hcp_limits *limits, hcp_error *err) {
+  const hcp_memory *memory = &limits->memory;
+  const struct {
+    const char *name;
+    int64_t value;
+  } bytes[] = {{"activation", memory->activation},
+               {"logit", memory->logit},
+               {"gathered", memory->gathered},
+               {"limit", memory->limit}};
+  for (int32_t i = 0; i < 4; i++)
+    if (bytes[i].value < 0 || bytes[i].value > (int64_t)1 << 50)
+      return hcp__fail(err, HCP_INVALID, "memory.%s is %lld bytes, expected 0 to 2^50",
+                       bytes[i].name, (long long)bytes[i].value);
+  if (memory->limit > 0 && hcp__bytes_limit(limits) < 1)
+    return hcp__fail(err, HCP_INVALID,
+                     "memory.limit is %lld bytes, expected more than the %d rows that alignment "
+                     "may add",
+                     (long long)memory->limit, limits->alignment - 1);
+  return HCP_OK;
+}
+
+static hcp_status check_bounds(const hcp_limits *limits, int32_t n, hcp_error *err) {
+  for (int32_t i = 0; i < n; i++) {
+    int32_t least = limits->min_degrees != NULL ? limits->min_degrees[i] : 1;
+    int32_t most = limits->max_degrees != NULL ? limits->max_degrees[i] : limits->ranks;
+    if (least < 1 || least > limits->ranks)
+      return hcp__fail(err, HCP_INVALID, "min_degrees[%d] is %d, expected 1 to ranks (%d)", i,
+                       least, limits->ranks);
+    if (most < least || most > limits->ranks)
+      return hcp__fail(err, HCP_INVALID,
+                       "max_degrees[%d] is %d, expected its least degree (%d) to ranks (%d)", i,
+                       most, least, limits->ranks);
+  }
+  return HCP_OK;
+}
+
+static hcp_status check_slowness(const hcp_limits *limits, hcp_error *err) {
+  int32_t fastest = SLOWNESS_MAX;
+  for (int32_t r = 0; r < limits->ranks; r++) {
+    if (limits->slowness[r] < HCP_FULL_SPEED || limits->slowness[r] > SLOWNESS_MAX)
+      return hcp__fail(err, HCP_INVALID, "slowness[%d] is %d, expected %d (full speed) to %d", r,
+                       limits->slowness[r], HCP_FULL_SPEED, SLOWNESS_MAX);
+    if (limits->slowness[r] < fastest) fastest = limits->slowness[r];
+  }
+  if (fastest > HCP_FULL_SPEED)
+    return hcp__fail(err, HCP_INVALID, "the least slowness is %d, expected %d of some rank",
+                     fastest, HCP_FULL_SPEED);
+  return HCP_OK;
+}
+
+hcp_status hcp__limits_check(const hcp_limits *limits, int32_t n, hcp_error *err) {
+  hcp_status status = hcp__pipeline_check(&limits->pipeline, err);
+  if (status == HCP_OK) status = check_memory(limits, err);
+  if (status == HCP_OK) status = check_bounds(limits, n, err);
+  if (status == HCP_OK && limits->slowness != NULL) status = check_slowness(limits, err);
+  return status;
+}
+
+/* ---- bounds of single sequences ---- */
+
+int32_t hcp__sequence_allows(const hcp_limits *limits, int32_t sequence, int32_t degree) {
+  if (limits->min_degrees != NULL && degree < limits->min_degrees[sequence]) return 0;
+  return limits->max_degrees == NULL || degree <= limits->max_degrees[sequence];
+}
+
+/* ---- bytes ---- */
+
+int64_t hcp__bytes(const hcp_memory *memory, int64_t length, int32_t degree) {
+  int64_t rows = hcp_rows_max(length, degree), local, gathered;
+  if (__builtin_mul_overflow(rows, memory->activation + memory->logit, &local) ||
+      __builtin_mul_overflow(degree > 1 ? length : 0, memory->gathered, &gathered) ||
+      __builtin_add_overflow(local, gathered, &local))
+    return INT64_MAX;
+  return local;
+}
+
+int64_t hcp__bytes_limit(const hcp_limits *limits) {
+  const hcp_memory *memory = &limits->memory;
+  int64_t padding = limits->alignment > 1 ? limits->alignment - 1 : 0;
+  if (memory->limit == 0) return 0;
+  if (__builtin_mul_overflow(padding, memory->activation + memory->logit, &padding)) return -1;
+  return memory->limit - padding;
+}
+
+int64_t hcp__load(const hcp__problem *p, int32_t sequence, int32_t degree) {
+  int64_t length = p->lengths[sequence], rows = hcp_rows_max(length, degree);
+  int64_t limit = hcp__bytes_limit(p->limits);
+  if (!hcp__sequence_allows(p->limits, sequence, degree)) return HCP__NO_LOAD;
+  if (limit == 0) return rows;
+  int64_t bytes = hcp__bytes(&p->limits->memory, length, degree);
+  if (bytes > limit) return HCP__NO_LOAD;
+  int64_t load = hcp__scaled(bytes, p->capacity, limit);
+  return load > rows ? load : rows;
+}
+
+/* ---- speed ---- */
+
+int32_t hcp__slowness(const hcp_limits *limits, int32_t first_rank, int32_t degree) {
+  int32_t most = HCP_FULL_SPEED;
+  for (int32_t r = first_rank; limits->slowness != NULL && r < first_rank + degree; r++)
+    if (limits->slowness[r] > most) most = limits->slowness[r];
+  return most;
+}
+
+int64_t hcp__slowed(int64_t time, int32_t slowness) {
+  return slowness == HCP_FULL_SPEED ? time : hcp__scaled(time, slowness, HCP_FULL_SPEED);
+}
+
+int64_t hcp__rank_time(const hcp_limits *limits, int64_t time) {
+  int64_t shares = 0; /* of the fastest rank, each rounded up, in 1 / HCP_FULL_SPEED */
+  if (limits->slowness == NULL) return hcp__scaled(time, limits->ranks, 1);
+  for (int32_t r = 0; r < limits->ranks; r++)
+    shares += hcp__scaled(HCP_FULL_SPEED, HCP_FULL_SPEED, limits->slowness[r]);
+  return hcp__scaled(time, shares, HCP_FULL_SPEED);
+}

@@ -1,0 +1,84 @@
+/* plan_fill.c - the ways in which micro-batches are filled.
+ *
+ * Either boxes of given heights stand from the start, or a box is opened for a
+ * sequence that fits in none, as high as the sequence, or as many of its length
+ * as a rank holds, need: then long ones meet long ones. The many short sequences
+ * at the end, dust, are poured like a fluid where only heights are asked for. */
+#include <stdlib.h>
+
+#include "waves.h"
+
+enum { BEST_FIT = 1024 };
+
+/* ---- dust ---- */
+
+static int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* Tokens of dust beside what the group holds, within height. */
+static int64_t room_beside(const hcp__waves *w, const hcp__block *block, int64_t height) {
+  int64_t left = height - block->end, rows = (w->p->capacity - block->rows) * block->degree;
+  if (left <= 0 || rows <= 0) return 0;
+  if (block->degree == 1) return least_of(rows, left / w->dust_pace);
+  int64_t time = hcp__cost(w->p->cost, w->dust_length, block->degree, w->p->limits->ranks_per_node);
+  return time < 1 ? 0 : least_of(rows / w->dust_length, left / time) * w->dust_length;
+}
+
+/* Tokens of dust that the wave holds within height. */
+static int64_t room_in(const hcp__waves *w, int32_t wave, int64_t height) {
+  int64_t room = 0;
+  for (int32_t b = w->first_block[wave]; b >= 0; b = w->next_block[b])
+    room += room_beside(w, &w->blocks->block[b], height);
+  return room + w->left[wave] * least_of(w->p->capacity, height / w->dust_pace);
+}
+
+/* Whether dust fits beside what is placed. Lowers heights to what both need. */
+static int pour(const hcp__waves *w, int64_t *heights) {
+  int64_t least = 0, most = 0, share = 0;
+  for (int32_t wave = 0; wave < w->count; wave++) {
+    if (w->dust_rows > 0) {
+      least += room_in(w, wave, w->tops[wave]);
+      most += room_in(w, wave, w->heights[wave]);
+    }
+  }
+  if (most < w->dust_rows) return 0;
+  if (least < w->dust_rows) share = hcp__scaled(w->dust_rows - least, 1024, most - least);
+  for (int32_t wave = 0; wave < w->count; wave++)
+    heights[wave] = w->tops[wave] + (w->heights[wave] - w->tops[wave]) / 1024 * share;
+  return 1;
+}
+
+/* ---- ways ---- */
+
+int32_t hcp__waves_hold(hcp__waves *w, int32_t count, int32_t tall_first, int64_t *heights) {
+  hcp__waves_stand(w, count, tall_first, heights, &w->own);
+  return hcp__waves_place(w, 0, w->placed) && pour(w, heights);
+}
+
+int32_t hcp__waves_fill(hcp__waves *w, int32_t count, int32_t tall_first, const int64_t *heights,
+                        hcp__blocks *blocks) {
+  hcp__waves_stand(w, count, tall_first, heights, blocks);
+  return hcp__waves_place(w, 0, w->p->n);
+}
+
+/* Waves for the dust that the others have no room for. */
+static void open_for_dust(hcp__waves *w) {
+  int64_t room = 0;
+  for (int32_t wave = 0; wave < w->count; wave++) room += room_in(w, wave, w->heights[wave]);
+  while (room < w->dust_rows && w->count < w->most) {
+    hcp__wave_reset(w, w->count++, w->dust_pace * w->p->capacity);
+    room += room_in(w, w->count - 1, w->heights[w->count - 1]);
+  }
+}
+
+int32_t hcp__waves_open(hcp__waves *w, int64_t target, int64_t *heights) {
+  hcp__waves_open_as_needed(w, target, &w->own);
+  if (!hcp__waves_place(w, 0, w->placed)) return 0;
+  open_for_dust(w);
+  return pour(w, heights) ? w->count : 0;
+}
+
+int32_t hcp__waves_by_memory(hcp__waves *w, hcp__blocks *blocks) {
+  if (w->p->n > BEST_FIT) return 0; /* every sequence looks at all groups */
+  hcp__waves_open_as_needed(w, HCP__NO_TARGET, blocks);
+  return hcp__waves_place(w, 0, w->p->n);
+}

@@ -1,0 +1,257 @@
+/* plan_pipeline.c - plans whose micro-batches grow from both ends of the step.
+ *
+ * A pipeline is full only between its ramps. Small micro-batches at both ends
+ * make them short, many of them cost launches, and each may only be a little
+ * larger than those before it, or stages wait for it (bound_pipeline.c). So
+ * shapes, that is counts of micro-batches and ramps, are first simulated as if
+ * work could be cut at will; waves of the most promising ones are then planned,
+ * and the plan that the search found beside them is kept when it is better. */
+#include <stdlib.h>
+
+#include "internal.h"
+
+enum {
+  ONE = 1024,         /* of a full height */
+  RAMPS = 5,          /* first heights that are tried at either end */
+  SHAPES = 6, /* that are planned, times effort */
+  COUNTS_APART = 8,
+  SHAPES_MAX = 48,
+  COUNT_MAX = 96,     /* micro-batches */
+  RAISES = 10,        /* of a height until it holds all */
+  HALVINGS = 5,       /* of the interval of heights */
+  PASSES = 1 << 12,   /* of simulation, to order a candidate */
+  PASSES_MAX = 1 << 22 /* to order the best, times effort */
+};
+
+static const int32_t ramps[RAMPS] = {ONE, ONE / 2, ONE / 3, ONE / 5, ONE / 8};
+
+/* Micro-batches by height: one at each end, and as much more further on as does
+ * not make a stage wait. */
+typedef struct shape {
+  int32_t count, front, back; /* heights of the first and the last */
+  int64_t predicted;
+} shape;
+
+typedef struct search {
+  const hcp__problem *p;
+  int32_t effort;
+  hcp__blocks blocks;
+  hcp__waves *waves; /* NULL: too many ranks for them */
+  hcp__draft found, rounded, ordered; /* a candidate, on its way */
+  hcp__draft *best;
+  int64_t makespan;
+  int64_t *heights; /* COUNT_MAX */
+  int64_t longest;  /* the fastest that the slowest sequence can be */
+} search;
+
+/* ---- shapes ---- */
+
+/* What each place may have of a full height; returns their sum. */
+static int64_t profile(const hcp__problem *p, const shape *x, int64_t *heights) {
+  int64_t ahead = p->limits->pipeline.stages - 1, sum = 0;
+  for (int32_t m = 0; m < x->count; m++) {
+    int64_t height = x->front + 2 * sum / ahead;
+    heights[m] = height < ONE ? height : ONE;
+    sum += heights[m];
+  }
+  sum = 0;
+  for (int32_t m = x->count - 1; m >= 0; m--) {
+    int64_t height = x->back + sum / (2 * ahead);
+    if (height < heights[m]) heights[m] = height;
+    sum += heights[m];
+  }
+  return sum;
+}
+
+/* Heights of the shape with so much for a full one; the tallest holds any sequence. */
+static void scale(const search *s, const shape *x, int64_t height) {
+  int32_t tallest = 0;
+  profile(s->p, x, s->heights);
+  for (int32_t m = 0; m < x->count; m++) {
+    if (s->heights[m] > s->heights[tallest]) tallest = m;
+    s->heights[m] = hcp__scaled(height, s->heights[m], ONE);
+  }
+  if (s->heights[tallest] < s->longest) s->heights[tallest] = s->longest;
+}
+
+/* A full height by which the shape holds as much work as there is. */
+static int64_t full_height(const search *s, const shape *x) {
+  int64_t share = s->p->least / s->p->limits->ranks, sum = profile(s->p, x, s->heights);
+  int64_t height = hcp__scaled(share, ONE, sum);
+  if (height >= s->longest || sum <= ONE) return height;
+  return hcp__scaled(share > s->longest ? share - s->longest : 0, ONE, sum - ONE);
+}
+
+static hcp_status predict(search *s, shape *x, hcp_error *err) {
+  scale(s, x, full_height(s, x));
+  for (int32_t m = 0; m < x->count; m++) s->heights[m] += s->p->cost->launch;
+  return hcp_pipeline_time(&s->p->limits->pipeline, s->heights, x->count, &x->predicted, err);
+}
+
+/* The ramps that promise most for a count. */
+static hcp_status best_ramps(search *s, int32_t count, shape *best, hcp_error *err) {
+  best->predicted = INT64_MAX;
+  for (int32_t i = 0; i < RAMPS * RAMPS; i++) {
+    shape x = {.count = count, .front = ramps[i / RAMPS], .back = ramps[i % RAMPS]};
+    hcp_status status = predict(s, &x, err);
+    if (status != HCP_OK) return status;
+    if (x.predicted < best->predicted) *best = x;
+  }
+  return HCP_OK;
+}
+
+/* Keeps the shapes that promise most, best first. */
+static void insert(shape *shapes, int32_t *count, int32_t most, shape x) {
+  int32_t i = *count < most ? (*count)++ : most;
+  if (i == most && shapes[most - 1].predicted <= x.predicted) return;
+  if (i == most) i--;
+  for (; i > 0 && shapes[i - 1].predicted > x.predicted; i--) shapes[i] = shapes[i - 1];
+  shapes[i] = x;
+}
+
+static int32_t least_count(const hcp__problem *p) {
+  int64_t rows = p->capacity * p->limits->ranks, count = p->tokens / rows + (p->tokens % rows != 0);
+  return count < COUNT_MAX ? (int32_t)count : COUNT_MAX + 1;
+}
+
+/* Counts grow by an eighth at most: one shape for each. */
+static hcp_status choose_shapes(search *s, shape *shapes, int32_t most, int32_t *count,
+                                hcp_error *err) {
+  int32_t multiple = hcp__multiple(&s->p->limits->pipeline), first = least_count(s->p);
+  int32_t last = s->p->n < COUNT_MAX ? s->p->n : COUNT_MAX;
+  *count = 0;
+  for (int32_t n = (first + multiple - 1) / multiple * multiple; n <= last;
+       n += (n / COUNTS_APART / multiple + 1) * multiple) {
+    shape best = {0};
+    hcp_status status = best_ramps(s, n, &best, err);
+    if (status != HCP_OK) return status;
+    insert(shapes, count, most, best);
+  }
+  return HCP_OK;
+}
+
+/* ---- plans ---- */
+
+/* Keeps s->found, rounded up and ordered, when it is the best. */
+static hcp_status keep(search *s, int64_t budget, hcp_error *err) {
+  int64_t makespan = 0;
+  hcp_status status = hcp__draft_round_up(&s->found, s->p, &s->rounded, err);
+  if (status == HCP_OK)
+    status = hcp__draft_order(&s->rounded, s->p, budget, &s->ordered, &makespan, err);
+  if (status != HCP_OK || makespan >= s->makespan) return status;
+  hcp__draft swap = *s->best;
+  *s->best = s->ordered;
+  s->ordered = swap;
+  s->makespan = makespan;
+  return HCP_OK;
+}
+
+static int descending(const void *left, const void *right) {
+  const int64_t *a = left, *b = right;
+  return (*a < *b) - (*a > *b);
+}
+
+/* Waves of the shape, with full ones of that height. */
+static hcp_status try_height(search *s, const shape *x, int64_t height, int32_t *fits,
+                             hcp_error *err) {
+  scale(s, x, height);
+  qsort(s->heights, (size_t)x->count, sizeof *s->heights, descending);
+  *fits = hcp__waves_fill(s->waves, x->count, 0, s->heights, &s->blocks);
+  hcp_status status = *fits ? hcp__place_waves(s->p, &s->blocks, fits, err) : HCP_OK;
+  if (status != HCP_OK || !*fits) return status;
+  status = hcp__draft_by_micro_batch(&s->found, &s->blocks, err);
+  return status == HCP_OK ? keep(s, PASSES, err) : status;
+}
+
+/* The least height that holds all, about. */
+static hcp_status try_shape(search *s, const shape *x, hcp_error *err) {
+  int64_t low = full_height(s, x);
+  int64_t high = low + low / 16 + 1;
+  int32_t fits = 0;
+  hcp_status status = HCP_OK;
+  for (int32_t i = 0; i < RAISES && !fits && status == HCP_OK; i++) {
+    status = try_height(s, x, high, &fits, err);
+    if (!fits) low = high, high += high / 8 + 1;
+  }
+  for (int32_t i = 0; i < HALVINGS && fits && status == HCP_OK && high - low > low >> 8; i++) {
+    int64_t middle = low + (high - low) / 2;
+    int32_t held;
+    status = try_height(s, x, middle, &held, err);
+    if (held)
+      high = middle;
+    else
+      low = middle;
+  }
+  return status;
+}
+
+static hcp_status try_shapes(search *s, hcp_error *err) {
+  shape shapes[SHAPES_MAX];
+  int32_t count, most = s->effort < SHAPES_MAX / SHAPES ? SHAPES * s->effort : SHAPES_MAX;
+  hcp_status status = choose_shapes(s, shapes, most, &count, err);
+  for (int32_t i = 0; i < count && status == HCP_OK; i++) status = try_shape(s, &shapes[i], err);
+  return status;
+}
+
+/* The order of the best, searched longer. */
+static hcp_status order_best(search *s, hcp_error *err) {
+  int64_t makespan;
+  hcp_status status =
+      hcp__draft_order(s->best, s->p, (int64_t)PASSES_MAX * s->effort, &s->ordered, &makespan, err);
+  if (status != HCP_OK || makespan >= s->makespan) return status;
+  hcp__draft swap = *s->best;
+  *s->best = s->ordered;
+  s->ordered = swap;
+  return HCP_OK;
+}
+
+static int64_t longest_of(const hcp__problem *p) {
+  int64_t longest = 0;
+  for (int32_t k = 0; k < p->kind_count; k++) {
+    const hcp__kind *kind = &p->kinds[k];
+    int64_t time = p->options[kind->first_option + kind->options - 1].time;
+    if (time > longest && !kind->pruned) longest = time;
+  }
+  return longest;
+}
+
+static hcp_status run(search *s, hcp_error *err) {
+  s->longest = longest_of(s->p);
+  hcp_status status = keep(s, PASSES, err); /* what the search found */
+  if (status == HCP_OK && s->waves != NULL) status = try_shapes(s, err);
+  return status == HCP_OK ? order_best(s, err) : status;
+}
+
+static hcp_status search_init(search *s, hcp_error *err) {
+  hcp_status status = hcp__blocks_init(&s->blocks, s->p->n, err);
+  if (status == HCP_OK) status = hcp__draft_init_for(&s->rounded, s->p, err);
+  if (status == HCP_OK) status = hcp__draft_init_for(&s->ordered, s->p, err);
+  /* Ranks beyond this have more waves than are worth their scratch. */
+  if (status == HCP_OK && (int64_t)s->p->limits->ranks * COUNT_MAX <= 1 << 24)
+    status = hcp__waves_create(s->p, COUNT_MAX, &s->waves, err);
+  s->heights = malloc((COUNT_MAX + 1) * sizeof *s->heights);
+  if (status == HCP_OK && s->heights == NULL)
+    status = hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d heights", COUNT_MAX);
+  return status;
+}
+
+static void search_release(search *s) {
+  free(s->heights);
+  hcp__waves_destroy(s->waves);
+  hcp__draft_release(&s->ordered);
+  hcp__draft_release(&s->rounded);
+  hcp__draft_release(&s->found);
+  hcp__blocks_release(&s->blocks);
+}
+
+hcp_status hcp__plan_pipeline(const hcp__problem *p, int32_t effort, hcp__draft *draft,
+                              hcp_error *err) {
+  search s = {.p = p, .effort = effort, .best = draft, .makespan = INT64_MAX, .found = *draft};
+  if (p->n == 0) return HCP_OK;
+  *draft = (hcp__draft){0}; /* becomes the best */
+  hcp_status status = hcp__draft_init_for(draft, p, err);
+  if (status == HCP_OK) status = search_init(&s, err);
+  if (status == HCP_OK) status = run(&s, err);
+  search_release(&s);
+  return status;
+}

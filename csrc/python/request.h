@@ -1,0 +1,31 @@
+/* request.h - what every call that plans is given. */
+#ifndef HCP_PYTHON_REQUEST_H
+#define HCP_PYTHON_REQUEST_H
+
+#include "glue.h"
+
+/* What every request has: all arrays are this request's own. */
+typedef struct request {
+  hcp_limits limits;
+  hcp_cost cost;
+  hcp_times times;
+  int64_t *lengths;
+  Py_ssize_t n;
+  int64_t *table_lengths, *table_times;
+  int32_t *table_degrees;
+  int32_t *min_degrees, *max_degrees, *slowness;
+} request;
+
+#define REQUEST_KEYWORDS "lengths", "limits", "lists", "prices", "table"
+#define REQUEST_FORMAT "OOOOO"
+
+/* Fills *r, or leaves nothing to release and an exception. */
+int hcp_py_request_fill(request *r, PyObject *lengths, PyObject *limits, PyObject *lists,
+                        PyObject *prices, PyObject *table);
+void hcp_py_request_release(request *r);
+
+/* The cost's parts alone; the caller releases the request. */
+int hcp_py_fill_prices(hcp_cost *cost, PyObject *sequence);
+int hcp_py_fill_table(request *r, PyObject *table);
+
+#endif
