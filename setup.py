@@ -2,7 +2,8 @@
 
     hcp/_core.abi3.so   csrc/core + python       C11 on CPython's limited API, no torch
     hcp/_ops.abi3.so    csrc/core + cpu + torch  C11 and C++17 on libtorch's stable ABI, no Python;
-                        + cuda where nvcc is     CUDA's runtime linked in, its driver not needed
+                        + cuda, nccl where nvcc  CUDA's runtime linked in, its driver not needed;
+                        is                       NCCL is found in the process at run time
 
 Both work with every CPython >= 3.11 and every torch >= 2.10. torch's headers and libtorch_cpu come
 from the environment that hcp is being installed into. torch is no build requirement, because pip
@@ -52,7 +53,7 @@ def sources(*folders: str) -> list[str]:
 
 LIBRARIES = [
     Extension("hcp._core", sources("core", "python"), py_limited_api=True),
-    Extension("hcp._ops", sources("core", "cpu", "cuda", "torch"), py_limited_api=True),
+    Extension("hcp._ops", sources("core", "cpu", "cuda", "nccl", "torch"), py_limited_api=True),
 ]
 
 
@@ -158,6 +159,7 @@ class Toolchain:
         self.folder_flags = {
             "core": C_FLAGS,
             "cpu": C_FLAGS,
+            "nccl": C_FLAGS,
             "python": [*C_FLAGS, "-DPy_LIMITED_API=0x030B0000", f"-isystem{python}"],
             "torch": [
                 *CXX_FLAGS,
@@ -197,7 +199,7 @@ class Toolchain:
 
 
 def is_for_cuda(source: str) -> bool:
-    return source.endswith((".cu", "_cuda.cpp"))
+    return source.endswith((".cu", "_cuda.cpp")) or Path(source).parent.name == "nccl"
 
 
 def environment_flags(variable: str) -> list[str]:

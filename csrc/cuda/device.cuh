@@ -93,7 +93,7 @@ static inline bool aligned(const void *pointer, int64_t stride_bytes, int64_t by
   return (reinterpret_cast<uintptr_t>(pointer) | (uintptr_t)stride_bytes) % (uintptr_t)bytes == 0;
 }
 
-/* Calls function.template operator()<T>() with the type of dtype. */
+/* The statement under using T, the type of dtype. */
 #define HCP_CUDA_DISPATCH(dtype, ...) \
   switch (dtype) {                    \
     case HCP_FLOAT64: {               \

@@ -166,17 +166,6 @@ __device__ inline int find_parts(const run_table &table, const merged &m, int64_
   return n;
 }
 
-template <class T>
-__device__ inline total<T> total_of(const part_row<T> *parts, int n, int64_t head) {
-  merged_vector<T, 1> lse_only;
-  for (int k = 0; k < n; ++k) {
-    typename element<T>::wide lse = parts[k].lse[head * parts[k].lse_head_stride];
-    if (!(lse <= lse_only.largest) && lse_only.largest == lse_only.largest) lse_only.raise(lse);
-    lse_only.add(lse, {});
-  }
-  return {lse_only.largest, lse_only.shares};
-}
-
 /* A block takes a row at a time, a thread one vector of one head. */
 template <class T, int N>
 __global__ void __launch_bounds__(HCP_THREADS)
@@ -196,7 +185,7 @@ __global__ void __launch_bounds__(HCP_THREADS)
         sum.add_parts(parts, first, n, head, at);
       total<T> t = {sum.largest, sum.shares};
       /* A head without elements still has a log-sum-exp. */
-      if (vectors == 0) t = total_of(parts, n, head);
+      if (vectors == 0) t = total_of<T>(table, m, table.find(row), row, head);
       bool none = t.largest == -(W)INFINITY, odd = t.largest != t.largest;
       if (at == 0)
         lse[row * m.heads + head] = none || odd ? t.largest : t.largest + logarithm(t.shares);

@@ -193,6 +193,19 @@ Runs runs_of(const Tensor &tensor, const Sizes &part_rows, int64_t out_rows) {
   return runs;
 }
 
+Signals signals_of(const Tensor &tensor) { return records_of<hcp_signal>("signals", tensor); }
+
+Moves moves_of(const Tensor &tensor, int64_t rows) {
+  Moves moves = records_of<hcp_move>("moves", tensor);
+  for (int64_t i = 0; i < moves.n; ++i) {
+    const hcp_move &move = moves.data[i];
+    if (move.peer < 0 || move.row < 0 || move.rows < 0 || move.rows > rows - move.row)
+      refuse("moves[", i, "] is rows [", move.row, ", ", move.row, " + ", move.rows, ") for peer ",
+             move.peer, ", expected rows of [0, ", rows, ")");
+  }
+  return moves;
+}
+
 static ScalarType lse_dtype(hcp_dtype dtype) {
   return dtype == HCP_FLOAT64 ? ScalarType::Double : ScalarType::Float;
 }

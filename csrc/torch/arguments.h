@@ -38,6 +38,13 @@ struct Records {
 };
 using Segments = Records<hcp_segment>;
 using Runs = Records<hcp_run>;
+using Signals = Records<hcp_signal>;
+
+// (peer, row, rows): rows of a buffer that a peer is sent, or sends.
+struct hcp_move {
+  int64_t peer, row, rows;
+};
+using Moves = Records<hcp_move>;
 
 // ---- Checks of one property ------------------------------------------------
 
@@ -66,6 +73,8 @@ int64_t width_of(const Tensors &tensors);
 
 Segments segments_of(const Tensor &tensor, int64_t rows, int64_t out_rows);
 Runs runs_of(const Tensor &tensor, const Sizes &part_rows, int64_t out_rows);
+Signals signals_of(const Tensor &tensor);
+Moves moves_of(const Tensor &tensor, int64_t rows);
 
 // Partial results of attention: parts[p] is outs[p] (rows x heads x head_dim)
 // with lses[p] (rows x heads).

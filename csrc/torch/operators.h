@@ -83,13 +83,28 @@ Tensor unpack_backward(Tensors grads, Tensor segments, int64_t rows) {
 
 // ---- Sums ------------------------------------------------------------------
 
+// A given result must look like the one that would have been made.
+inline void expect_result(const Tensor &out, const Tensor &like, int64_t width) {
+  expect_sizes("out", out, {-1, width});
+  expect_same_dtype("out", out, "the input", like);
+  expect_same_device("out", out, "the input", like);
+}
+
+template <class Device>
+void reduce_into(Tensor out, Tensors parts, Tensor runs, int64_t columns) {
+  Summands summands = summands_of(parts, columns);
+  expect_dim("out", out, 2);
+  Runs table = runs_of(runs, summands.rows, out.size(0));
+  expect_result(out, parts[0], summands.width);
+  Device(parts[0]).reduce(summands.dtype, summands.columns.data(), summands.n_columns, table.data,
+                          table.n, out.size(0), column_of("out", out));
+}
+
 template <class Device>
 Tensor reduce(Tensors parts, Tensor runs, int64_t rows, int64_t columns) {
-  Summands summands = summands_of(parts, columns);
-  Runs table = runs_of(runs, summands.rows, rows);
-  Tensor out = new_empty(parts[0], {rows, summands.width});
-  Device(parts[0]).reduce(summands.dtype, summands.columns.data(), summands.n_columns, table.data,
-                          table.n, rows, column_of("out", out));
+  expect_at_least("rows", rows, 0);
+  Tensor out = new_empty(parts[0], {rows, summands_of(parts, columns).width});
+  reduce_into<Device>(out, parts, runs, columns);
   return out;
 }
 

@@ -35,6 +35,13 @@ STABLE_TORCH_LIBRARY(hcp, m) {
   m.def(
       "reduce_backward(Tensor grad, Tensor runs, SymInt[] part_rows, SymInt[] widths) "
       "-> Tensor[]");
+  m.def("signal_set(Tensor(a!) memory, Tensor signals) -> ()");
+  m.def(
+      "reduce_signalled(Tensor(a!) out, Tensor[] parts, Tensor runs, int columns, Tensor before, "
+      "Tensor after, int timeout_ns, Tensor(b!) failure) -> ()");
+  m.def(
+      "nccl_exchange(Tensor sent, Tensor sends, Tensor(a!) received, Tensor receives, "
+      "int communicator) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hcp, CPU, m) { hcp::implement<hcp::Cpu>(m); }

@@ -2,6 +2,7 @@
 #include <dlfcn.h>
 #include <torch/csrc/stable/accelerator.h>
 
+#include "hcp/nccl.h"
 #include "operators.h"
 
 namespace hcp {
@@ -41,13 +42,74 @@ struct Cuda {
   KERNEL(merge)
   KERNEL(merge_backward)
   KERNEL(reduce)
+  KERNEL(signal_set)
+  KERNEL(signal_wait)
 #undef KERNEL
+
+  template <class... Arguments>
+  void nccl_exchange(const Arguments &...arguments) const {
+    hcp_error error;
+    if (hcp_nccl_exchange(arguments..., stream_, &error) != HCP_OK)
+      throw std::runtime_error(error.message);
+  }
 
  private:
   torch::stable::accelerator::DeviceGuard guard_;
   void *stream_;
 };
 
+// ---- Between GPUs ----------------------------------------------------------
+
+static void signal_set(Tensor memory, Tensor signals) {
+  Signals table = signals_of(signals);
+  Cuda(memory).signal_set(table.data, table.n);
+}
+
+// Waits, sums into memory that others may read, or from such memory, and tells.
+static void reduce_signalled(Tensor out, Tensors parts, Tensor runs, int64_t columns, Tensor before,
+                             Tensor after, int64_t timeout_ns, Tensor failure) {
+  Signals expected = signals_of(before), told = signals_of(after);
+  expect_at_least("timeout_ns", timeout_ns, 0);
+  expect_sizes("failure", failure, {sizeof(hcp_signal_failure) / sizeof(int64_t)});
+  Cuda device(out);
+  device.signal_wait(expected.data, expected.n, timeout_ns,
+                     static_cast<hcp_signal_failure *>(failure.mutable_data_ptr()));
+  reduce_into<Cuda>(out, parts, runs, columns);
+  device.signal_set(told.data, told.n);
+}
+
+// Moves (peer, row, rows) of a buffer's rows, as bytes to and from peers.
+static std::vector<hcp_transfer> transfers_of(const char *name, const Tensor &buffer,
+                                              const Tensor &moves) {
+  hcp_column column = column_of(name, buffer);
+  if (column.row_stride_bytes != column.row_bytes && buffer.size(0) > 1)
+    refuse(name, " has rows ", column.row_stride_bytes, " bytes apart, expected ", column.row_bytes,
+           ": end to end");
+  Moves table = moves_of(moves, buffer.size(0));
+  std::vector<hcp_transfer> transfers;
+  for (int64_t i = 0; i < table.n; ++i) {
+    const hcp_move &move = table.data[i];
+    transfers.push_back({static_cast<int32_t>(move.peer),
+                         static_cast<char *>(column.data) + move.row * column.row_bytes,
+                         static_cast<size_t>(move.rows * column.row_bytes)});
+  }
+  return transfers;
+}
+
+static void nccl_exchange(Tensor sent, Tensor sends, Tensor received, Tensor receives,
+                          int64_t communicator) {
+  std::vector<hcp_transfer> out = transfers_of("sent", sent, sends);
+  std::vector<hcp_transfer> in = transfers_of("received", received, receives);
+  Cuda(sent).nccl_exchange(reinterpret_cast<void *>(communicator), out.data(),
+                           static_cast<int64_t>(out.size()), in.data(),
+                           static_cast<int64_t>(in.size()));
+}
+
 }  // namespace hcp
 
-STABLE_TORCH_LIBRARY_IMPL(hcp, CUDA, m) { hcp::implement<hcp::Cuda>(m); }
+STABLE_TORCH_LIBRARY_IMPL(hcp, CUDA, m) {
+  hcp::implement<hcp::Cuda>(m);
+  m.impl("signal_set", TORCH_BOX(&hcp::signal_set));
+  m.impl("reduce_signalled", TORCH_BOX(&hcp::reduce_signalled));
+  m.impl("nccl_exchange", TORCH_BOX(&hcp::nccl_exchange));
+}

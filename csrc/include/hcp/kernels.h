@@ -149,6 +149,38 @@ hcp_status hcp_cuda_reduce(hcp_dtype dtype, const hcp_column *parts, int32_t n_c
                            const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
                            void *stream, hcp_error *err);
 
+/* ---- Between GPUs that reach each other's memory ------------------------
+ *
+ * Rows that a peer staged in its memory are read by hcp_cuda_reduce, whose parts
+ * may lie anywhere that the device reaches; signals say when. A signal is a word
+ * in such memory: its upper half counts, its lower half tells calls apart. */
+
+typedef struct hcp_signal {
+  uint64_t *word;
+  uint64_t value;
+  int64_t peer; /* for the report of a failure */
+} hcp_signal;
+
+#define HCP_CUDA_SIGNALS_MAX 128
+
+/* What a waiting kernel found wrong, in host memory that the device reaches:
+ * 0 until then. */
+typedef struct hcp_signal_failure {
+  int64_t kind; /* 1: late, 2: another call than the one expected */
+  int64_t peer;
+  uint64_t expected, found;
+} hcp_signal_failure;
+
+/* Write every word, visible to all devices after whatever the stream did before. */
+hcp_status hcp_cuda_signal_set(const hcp_signal *signals, int64_t n, void *stream, hcp_error *err);
+
+/* Hold the stream until every word has its value. When one does not within
+ * timeout_ns, or counts as far with another lower half, *failure says so and the
+ * kernel traps: later work of this process on the device fails, instead of
+ * reading rows that are not there. */
+hcp_status hcp_cuda_signal_wait(const hcp_signal *signals, int64_t n, int64_t timeout_ns,
+                                hcp_signal_failure *failure, void *stream, hcp_error *err);
+
 #ifdef __cplusplus
 }
 #endif
