@@ -18,12 +18,33 @@ def plan(argv: Sequence[str]) -> int:
     return main(argv)
 
 
+def simulate(argv: Sequence[str]) -> int:
+    from hcp.cli.simulate import main
+
+    return main(argv)
+
+
+def calibrate(argv: Sequence[str]) -> int:
+    from hcp.cli.calibrate import main
+
+    return main(argv)
+
+
+def doctor(argv: Sequence[str]) -> int:
+    from hcp.cli.doctor import main
+
+    return main(argv)
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "demo": (
         demo,
         "train a small GPT on real text: dynamic CP against static CP, and eval-time CP",
     ),
     "plan": (plan, "plan lengths from a file or a family: report, table, timeline, trace"),
+    "simulate": (simulate, "replay batches through static CP, packing only and hcp, by a model"),
+    "calibrate": (calibrate, "measure micro-batches on this machine: a cost model for plan"),
+    "doctor": (doctor, "what of hcp works on this machine, and why the rest does not"),
 }
 
 
@@ -32,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv and argv[0] in COMMANDS:
         return COMMANDS[argv[0]][0](argv[1:])
     usage = "usage: python -m hcp COMMAND [--help] ...\n\n" + "".join(
-        f"  {name:10}{text}\n" for name, (_, text) in COMMANDS.items()
+        f"  {name:11}{text}\n" for name, (_, text) in COMMANDS.items()
     )
     if argv and argv[0] in ("-h", "--help"):
         print(usage, end="")

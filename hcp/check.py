@@ -14,8 +14,10 @@ def check_plan(plan: Plan | Mapping[str, Any], lengths: Sequence[int] | None = N
 
     ``plan``: a plan or its plain data. ``lengths``: what it should be a plan of. Checked: every
     token of every sequence is computed once; no rank ever holds more rows than it may, alignment
-    included; each group is an allowed interval of ranks; groups that run side by side share no
-    rank; and all ranks can follow their own order without waiting in a circle.
+    included, nor more bytes; each group is an allowed interval of ranks, of a degree that each of
+    its sequences allows; groups that run side by side share no rank; a pipeline gets a count of
+    micro-batches that it takes; and all ranks can follow their own order without waiting in a
+    circle.
     """
     data = plan.to_dict() if isinstance(plan, Plan) else plan
     planned = list(data["lengths"])
@@ -25,6 +27,9 @@ def check_plan(plan: Plan | Mapping[str, Any], lengths: Sequence[int] | None = N
     _check_groups(data, batches)
     _check_tokens(planned, batches)
     _check_memory(data, planned, batches)
+    _check_bytes(data, planned, batches)
+    _check_bounds(data, batches)
+    _check_count(data, planned, batches)
     _check_order(data["ranks"], batches)
 
 
@@ -110,6 +115,52 @@ def _check_memory(data: Mapping[str, Any], lengths: list[int], batches: Batches)
                         f"micro_batches[{m}].groups[{g}], "
                         f"expected <= {data['max_tokens_per_rank']}"
                     )
+
+
+def _check_bytes(data: Mapping[str, Any], lengths: list[int], batches: Batches) -> None:
+    memory = data.get("memory") or {}
+    limit, padding = memory.get("limit", 0), max(1, data.get("alignment") or 1) - 1
+    row = memory.get("activation", 0) + memory.get("logit", 0)
+    for m, groups in enumerate(batches):
+        for g, group in enumerate(groups):
+            degree, tokens = group["degree"], [lengths[s] for s in group["sequences"]]
+            rows = padding + sum(
+                max(
+                    sum(stop - start for start, stop in _spans(n, degree, j)) for j in range(degree)
+                )
+                for n in tokens
+            )
+            needed = rows * row + (sum(tokens) * memory.get("gathered", 0) if degree > 1 else 0)
+            if 0 < limit < needed:
+                raise HcpError(
+                    f"micro_batches[{m}].groups[{g}] needs {needed} bytes on a rank, "
+                    f"expected <= {limit}"
+                )
+
+
+def _check_bounds(data: Mapping[str, Any], batches: Batches) -> None:
+    least, most = data.get("min_degrees"), data.get("max_degrees")
+    for m, groups in enumerate(batches):
+        for g, group in enumerate(groups):
+            for s in group["sequences"]:
+                low, high = least[s] if least else 1, most[s] if most else data["ranks"]
+                if not low <= group["degree"] <= high:
+                    raise HcpError(
+                        f"micro_batches[{m}].groups[{g}] gives sequence {s} {group['degree']} "
+                        f"ranks, expected {low} to {high}"
+                    )
+
+
+def _check_count(data: Mapping[str, Any], lengths: list[int], batches: Batches) -> None:
+    multiple = 1
+    if (data.get("virtual_stages") or 1) > 1:
+        multiple = data.get("micro_batch_group") or data["pipeline_stages"]
+    if len(batches) % multiple:
+        raise HcpError(f"{len(batches)} micro-batches, expected a multiple of {multiple}")
+    empty = [m for m, groups in enumerate(batches) if not groups]
+    needed = range(max(len(lengths), len(batches) - multiple + 1), len(batches))
+    if empty and not (set(empty) <= set(needed) and len(lengths) < len(batches)):
+        raise HcpError(f"micro_batches[{empty[0]}] has no groups, expected some")
 
 
 def _check_order(ranks: int, batches: Batches) -> None:

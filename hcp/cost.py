@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from hcp import _core
 
 PRICES: tuple[str, ...] = _core.PRICES
+TIMES = tuple(name for name in PRICES if name not in ("window", "tile", "overlap"))
+"""The prices that are times."""
 
 
 class Table(NamedTuple):
@@ -60,16 +65,18 @@ class CostModel:
     """Replaces every price but ``launch``."""
     function: Callable[[int, int], float] | None = None
     """Becomes a table when a plan needs one: :meth:`from_function`."""
-    unit: float = 1e-9
-    """Seconds of one integer, for ``function`` only."""
+    unit: float | None = None
+    """Seconds of one integer, where that is known. Decides nothing but how to show a time."""
 
     def __post_init__(self) -> None:
         for name in PRICES:
             value = getattr(self, name)
             if type(value) is not int or value < 0:
                 raise ValueError(f"cost.{name} is {value!r}, expected an integer >= 0")
-        if not self.unit > 0:
+        if self.unit is not None and not (math.isfinite(self.unit) and self.unit > 0):
             raise ValueError(f"cost.unit is {self.unit!r}, expected seconds > 0")
+        if self.function is not None and self.unit is None:
+            raise ValueError("cost.unit is None, expected seconds > 0 for a cost function")
 
     @property
     def prices(self) -> tuple[int, ...]:
@@ -100,12 +107,14 @@ class CostModel:
             return self
         rows, columns = tuple(sorted(set(lengths))), tuple(sorted(set(degrees)))
         times = tuple(self._call(length, degree) for length in rows for degree in columns)
+        table = Table(rows, columns, times)
         return CostModel(
-            pair=0, token=0, exchange=0, launch=self.launch, table=Table(rows, columns, times)
+            pair=0, token=0, exchange=0, launch=self.launch, table=table, unit=self.unit
         )
 
     def _call(self, length: int, degree: int) -> int:
         assert self.function is not None
+        assert self.unit is not None
         seconds = self.function(length, degree)
         if not (math.isfinite(seconds) and seconds >= 0):
             raise ValueError(
@@ -113,6 +122,57 @@ class CostModel:
                 "expected seconds >= 0"
             )
         return max(1, math.ceil(seconds / self.unit))
+
+    @classmethod
+    def from_seconds(
+        cls, *, window: int = 0, tile: int = 0, overlap: int = 0, **seconds: float
+    ) -> CostModel:
+        """Prices in seconds, as measured or computed; those that are left out are 0.
+
+        ``pair``, ``token``, ``exchange``, ``launch``, ``exchange_far``, ``all_to_all``,
+        ``all_to_all_far`` and ``step`` become integers of one unit, a power of ten, in which
+        ``pair`` (``token`` where there is none) has four digits: right to 0.05%, and a thousand
+        sequences of a million tokens still sum within 63 bits.
+        """
+        named = {"pair": 0.0, "token": 0.0, "exchange": 0.0, "launch": 0.0} | seconds
+        unknown = sorted(named.keys() - set(TIMES))
+        if unknown:
+            raise ValueError(f"{unknown[0]} is not a time, expected {', '.join(TIMES)}")
+        for name, value in named.items():
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} is {value!r}, expected seconds >= 0")
+        leading = named["pair"] or named["token"]
+        if leading == 0:
+            raise ValueError("pair and token are 0, expected one of them > 0")
+        unit = float(f"1e{math.floor(math.log10(leading)) - 3}")
+        prices: dict[str, Any] = {name: round(value / unit) for name, value in named.items()}
+        return cls(**prices, window=window, tile=tile, overlap=overlap, unit=unit)
+
+    def save(self, path: str | os.PathLike[str], provenance: Mapping[str, Any]) -> None:
+        """Write the integers as JSON, for :meth:`load`. ``provenance``: whatever says where they
+        come from, as JSON values. A cost function must be ``tabulated`` first."""
+        if self.function is not None:
+            raise ValueError("the cost model is a function: save what tabulated(...) gives")
+        table = None if self.table is None else self.table._asdict()
+        data = {
+            "format": FORMAT,
+            "unit_seconds": self.unit,
+            "prices": dict(zip(PRICES, self.prices, strict=True)),
+            "table": table,
+            "provenance": dict(provenance),
+        }
+        Path(path).write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> CostModel:
+        """What :meth:`save` or ``python -m hcp calibrate`` wrote: the same integers on every rank.
+
+        Raises ValueError that names the file and the entry that is not as expected.
+        """
+        try:
+            return _from_json(json.loads(Path(path).read_text()))
+        except (ValueError, RecursionError) as error:  # JSONDecodeError, UnicodeDecodeError too
+            raise ValueError(f"{os.fspath(path)}: {error}") from None
 
     @classmethod
     def for_transformer(
@@ -152,6 +212,57 @@ class CostModel:
         return PRESETS[name]
 
 
+FORMAT = "hcp cost model, version 1"
+"""First entry of a saved model."""
+
+
+def _from_json(data: Any) -> CostModel:
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        given = data.get("format") if isinstance(data, dict) else type(data).__name__
+        raise ValueError(f"format is {given!r}, expected {FORMAT!r}")
+    _expect_names("", data, ("format", "unit_seconds", "prices", "table", "provenance"))
+    _expect_names("prices", data["prices"], PRICES)
+    if not isinstance(data["provenance"], dict):
+        raise ValueError(f"provenance is {data['provenance']!r:.60}, expected an object")
+    unit, table = data["unit_seconds"], data["table"]
+    if unit is not None and type(unit) not in (int, float):
+        raise ValueError(f"unit_seconds is {unit!r}, expected a number > 0 or null")
+    if table is None and not data["prices"]["pair"] and not data["prices"]["token"]:
+        raise ValueError("prices.pair and prices.token are 0, expected one of them > 0")
+    rows = None if table is None else _table_from_json(table)
+    return CostModel(**data["prices"], table=rows, unit=unit)
+
+
+def _table_from_json(table: Any) -> Table:
+    _expect_names("table", table, Table._fields)
+    for name in Table._fields:
+        values = table[name]
+        if not isinstance(values, list) or not all(type(v) is int and v >= 1 for v in values):
+            raise ValueError(f"table.{name} is {values!r:.60}, expected integers >= 1")
+    for name in ("lengths", "degrees"):
+        if table[name] != sorted(set(table[name])):
+            raise ValueError(f"table.{name} is {table[name]!r:.60}, expected ascending integers")
+    expected = len(table["lengths"]) * len(table["degrees"])
+    if len(table["times"]) != expected:
+        raise ValueError(
+            f"table.times has {len(table['times'])} entries, "
+            f"expected lengths * degrees = {expected}"
+        )
+    return Table(*(tuple(table[name]) for name in Table._fields))
+
+
+def _expect_names(place: str, data: Any, names: Iterable[str]) -> None:
+    """Refuse what a later version may have meant, as well as what is missing."""
+    if not isinstance(data, dict):
+        raise ValueError(f"{place} is {data!r:.60}, expected an object")
+    expected = tuple(names)
+    for name in [*expected, *data]:
+        if name not in data or name not in expected:
+            problem = "missing" if name not in data else "unknown"
+            where = f"{place}.{name}" if place else name
+            raise ValueError(f"{where} is {problem}, expected {', '.join(expected)}")
+
+
 def _flexsp(a1: float, a2: float, b1: float, layers: int, hidden: int) -> CostModel:
     """FlexSP's a1 s^2 + a2 s + b1 in ms on A100-40G (arXiv 2412.01523, constants of its artifact),
     and its all-to-all of 16 * layers * hidden bytes a token, at the rates that it measured with 4
@@ -164,6 +275,7 @@ def _flexsp(a1: float, a2: float, b1: float, layers: int, hidden: int) -> CostMo
         launch=round(b1 * 1e8),
         all_to_all=round(moved / 104.07e9 * 1e11),
         all_to_all_far=round(moved / 5.94e9 * 1e11),
+        unit=1e-11,
     )
 
 
@@ -178,6 +290,7 @@ def _hydraulis(a: float, b: float, c: float) -> CostModel:
         exchange_far=round(moved / 50e9 * 1e11),
         launch=round(c * 1e8),
         overlap=1,
+        unit=1e-11,
     )
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, astuple
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from hcp import _core
 from hcp.cost import CostModel, Table
+from hcp.limits import MemoryModel, slowness_of
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from hcp.report import Report
 
 SYNCS: tuple[str, ...] = _core.SYNCS
 DEGREES = ("any", "pow2")
@@ -104,8 +108,38 @@ class Plan:
         prices: dict[str, Any] = dict(zip(_core.PRICES, self.core.prices, strict=True))
         return CostModel(**prices, table=rows)
 
+    @cached_property
+    def memory(self) -> MemoryModel:
+        """The bytes that the plan counts with; all 0 where it was made without."""
+        return MemoryModel(*self.core.memory)
+
+    @cached_property
+    def speeds(self) -> tuple[float, ...]:
+        """Of each rank, beside the fastest."""
+        slowness = self.core.slowness
+        if slowness is None:
+            return (1.0,) * self.ranks
+        return tuple(_core.FULL_SPEED / slow for slow in slowness)
+
+    def group_times(self, group: Group) -> tuple[int, ...]:
+        """When each sequence of a group has ended, from its start, in one stage: launch and the
+        slowest rank's speed included."""
+        node, slowness = self.core.ranks_per_node, self.core.slowness
+        times = [self.cost.time(self.lengths[s], group.degree, node) for s in group.sequences]
+        ends = tuple(itertools.accumulate(times, initial=self.cost.launch))[1:]
+        if slowness is None:
+            return ends
+        slowest = max(slowness[group.first_rank : group.first_rank + group.degree])
+        return tuple(-(-end * slowest // _core.FULL_SPEED) for end in ends)
+
+    def group_time(self, group: Group) -> int:
+        """What each rank of a group computes in it, in one stage."""
+        return self.group_times(group)[-1]
+
     def report(self) -> Report:
         """How good the plan is, and what each rank does in it."""
+        from hcp.report import report
+
         return report(self)
 
     def sample_id_groups(self) -> list[list[list[int]]]:
@@ -134,6 +168,13 @@ class Plan:
             "ranks_per_node": self.core.ranks_per_node,
             "degrees": DEGREES[self.core.pow2],
             "sync": self.sync,
+            "pipeline_stages": self.core.pipeline_stages,
+            "virtual_stages": self.core.virtual_stages,
+            "micro_batch_group": self.core.micro_batch_group,
+            "memory": asdict(self.memory),
+            "min_degrees": _listed(self.core.min_degrees),
+            "max_degrees": _listed(self.core.max_degrees),
+            "slowness": _listed(self.core.slowness),
             "cost": cost,
             "lengths": list(self.lengths),
             "micro_batches": [
@@ -164,6 +205,8 @@ class Plan:
         if cost.get("table") is not None:
             cost["table"] = Table(*(tuple(part) for part in cost["table"]))
         limits = {name: data[name] for name in LIMITS if name in data}
+        if limits.get("memory") is not None:
+            limits["memory"] = MemoryModel(**limits["memory"])
         return cls(
             _core.create_plan_from(
                 **_request(data["lengths"], cost=CostModel(**cost), **limits),
@@ -193,6 +236,10 @@ class Plan:
         )
 
 
+def _listed(view: memoryview | None) -> list[int] | None:
+    return None if view is None else list(view)
+
+
 def _records(matrix: memoryview) -> list[list[int]]:
     return cast(list[list[int]], matrix.tolist())
 
@@ -206,6 +253,13 @@ LIMITS = (
     "alignment",
     "ranks_per_node",
     "sync",
+    "pipeline_stages",
+    "virtual_stages",
+    "micro_batch_group",
+    "memory",
+    "min_degrees",
+    "max_degrees",
+    "slowness",
 )
 """What a plan must keep, by the names of :func:`plan`'s arguments."""
 
@@ -221,6 +275,14 @@ def _request(
     alignment: int = 1,
     ranks_per_node: int | None = None,
     sync: str = "step",
+    pipeline_stages: int = 1,
+    virtual_stages: int = 1,
+    micro_batch_group: int | None = None,
+    memory: MemoryModel | None = None,
+    min_degrees: Sequence[int] | None = None,
+    max_degrees: Sequence[int] | None = None,
+    speeds: Sequence[float] | None = None,
+    slowness: Sequence[int] | None = None,
     cost: CostModel | None = None,
 ) -> dict[str, Any]:
     """The core's arguments. A cost function is tabulated here."""
@@ -235,19 +297,18 @@ def _request(
         cost = cost.tabulated(
             cast(Sequence[int], lengths), _table_degrees(min_degree, most, degrees == "pow2")
         )
+    memory = memory or MemoryModel()
     limits = (
-        ranks,
-        min_degree,
-        most,
-        max_tokens_per_rank,
-        alignment,
-        ranks_per_node or 0,
-        int(degrees == "pow2"),
-        SYNCS.index(sync),
+        *(ranks, min_degree, most, alignment, ranks_per_node or 0, int(degrees == "pow2")),
+        *(pipeline_stages, virtual_stages, micro_batch_group or 0, SYNCS.index(sync)),
+        *(max_tokens_per_rank, *astuple(memory)),
     )
+    if speeds is not None:
+        slowness = slowness_of(speeds)
     return {
         "lengths": lengths,
         "limits": limits,
+        "lists": (min_degrees, max_degrees, slowness),
         "prices": cost.prices,
         "table": cost.table,
     }
@@ -274,6 +335,13 @@ def plan(
     alignment: int = 1,
     ranks_per_node: int | None = None,
     sync: str = "step",
+    pipeline_stages: int = 1,
+    virtual_stages: int = 1,
+    micro_batch_group: int | None = None,
+    memory: MemoryModel | None = None,
+    min_degrees: Sequence[int] | None = None,
+    max_degrees: Sequence[int] | None = None,
+    speeds: Sequence[float] | None = None,
     cost: CostModel | None = None,
     effort: int = 1,
 ) -> Plan:
@@ -284,10 +352,16 @@ def plan(
     ``max_tokens_per_rank``: rows that one rank may hold in one micro-batch, never exceeded.
     ``min_degree`` to ``max_degree`` (default: ``ranks``): allowed CP degrees, any integers; equal
     ones give static CP. ``degrees="pow2"`` allows powers of two only, at multiples of themselves.
-    ``alignment``: leaves room to pad a rank's rows to a multiple of it. ``ranks_per_node``: a
+    ``alignment``: a rank's rows are padded to a multiple of it. ``ranks_per_node``: a
     degree up to it stays inside a node, a larger one takes whole nodes. ``sync``: whether ranks
     wait for each other at the end of the step ("step": DDP) or after every micro-batch
-    ("micro_batch": FSDP, experts, pipelines). ``effort``: 1, or more for a longer search.
+    ("micro_batch": FSDP, experts). ``effort``: 1, or more for a longer search.
+
+    ``pipeline_stages``: stages of a 1F1B pipeline, each on its own ``ranks``, all following this
+    plan; ``cost`` is what one stage takes. ``virtual_stages`` > 1 interleaves it; micro-batches
+    then come in multiples of ``micro_batch_group`` (default: ``pipeline_stages``). ``memory``:
+    bytes that must suffice beside the rows. ``min_degrees``, ``max_degrees``: bounds of each
+    sequence, beside those of all. ``speeds``: of each rank, in any unit; ``cost`` is the fastest's.
 
     Pure: the same arguments give the same plan, bit for bit, on every rank. Raises ValueError for
     an argument out of its range, and for a sequence that no allowed degree can hold.
@@ -303,6 +377,13 @@ def plan(
         alignment=alignment,
         ranks_per_node=ranks_per_node,
         sync=sync,
+        pipeline_stages=pipeline_stages,
+        virtual_stages=virtual_stages,
+        micro_batch_group=micro_batch_group,
+        memory=memory,
+        min_degrees=min_degrees,
+        max_degrees=max_degrees,
+        speeds=speeds,
         cost=cost,
     )
     made = Plan(_core.create_plan(**request, effort=effort))
@@ -323,97 +404,3 @@ def lower_bound(
         lengths, ranks=ranks, max_tokens_per_rank=max_tokens_per_rank, cost=cost, **limits
     )
     return _core.plan_bound(**request)[0]
-
-
-# ---- report --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a plan comes to. Times are in the cost model's unit."""
-
-    makespan: int
-    """When the last rank ends."""
-    bound: int
-    """No plan under the same limits and cost is faster."""
-    ratio: float
-    """makespan / bound: 1 is optimal."""
-    idle_share: float
-    """Of all ranks' time until the makespan, what they spend waiting."""
-    micro_batches: int
-    groups: int
-    rank_tokens: tuple[int, ...]
-    """Rows that each rank computes in the step."""
-    peak_tokens: int
-    """Rows of the fullest rank in one micro-batch, alignment included."""
-    padding: int
-    """Rows that ``alignment`` adds."""
-    node_crossings: int
-    """Tokens times nodes whose keys and values enter a node from outside."""
-    planning_seconds: float | None
-    """None for a plan that came from data."""
-
-    def __str__(self) -> str:
-        took = "" if self.planning_seconds is None else f", {self.planning_seconds * 1e3:.2f} ms"
-        return (
-            f"makespan {self.makespan:,} = {self.ratio:.4f} x bound {self.bound:,}; "
-            f"idle {self.idle_share:.1%}; {self.micro_batches} micro-batches, "
-            f"{self.groups} groups; at most {self.peak_tokens:,} rows on a rank, "
-            f"{self.padding:,} of padding; {self.node_crossings:,} tokens into other nodes{took}"
-        )
-
-
-def report(plan: Plan) -> Report:
-    """As :meth:`Plan.report`."""
-    node, alignment = plan.core.ranks_per_node, max(1, plan.core.alignment)
-    rows = [0] * plan.ranks
-    busy = peak = padding = crossings = groups = 0
-    price = plan.cost
-    for batch in plan.micro_batches:
-        for group in batch:
-            groups += 1
-            taken = price.launch
-            held = [0] * group.degree
-            for s in group.sequences:
-                length = plan.lengths[s]
-                taken += price.time(length, group.degree, node)
-                for j in range(group.degree):
-                    held[j] += rows_held(length, group.degree, j)
-                crossings += length * (_nodes(group, node) - 1)
-            busy += taken * group.degree
-            for j, count in enumerate(held):
-                rows[group.first_rank + j] += count
-                padded = -(-count // alignment) * alignment
-                padding += padded - count
-                peak = max(peak, padded)
-    whole = plan.ranks * plan.makespan
-    return Report(
-        makespan=plan.makespan,
-        bound=plan.bound,
-        ratio=plan.makespan / plan.bound if plan.bound else 1.0,
-        idle_share=1 - busy / whole if whole else 0.0,
-        micro_batches=len(plan.micro_batches),
-        groups=groups,
-        rank_tokens=tuple(rows),
-        peak_tokens=peak,
-        padding=padding,
-        node_crossings=crossings,
-        planning_seconds=plan.planning_seconds,
-    )
-
-
-def rows_held(length: int, degree: int, j: int) -> int:
-    """Rows of rank j when degree ranks share length tokens zigzag."""
-
-    def cut(k: int) -> int:
-        return k * length // (2 * degree)
-
-    mirrored = 2 * degree - 1 - j
-    return cut(j + 1) - cut(j) + cut(mirrored + 1) - cut(mirrored)
-
-
-def _nodes(group: Group, ranks_per_node: int) -> int:
-    if ranks_per_node == 0:
-        return 1
-    last = group.first_rank + group.degree - 1
-    return last // ranks_per_node - group.first_rank // ranks_per_node + 1

@@ -247,7 +247,7 @@ GOOD: dict[str, Any] = {"lengths": [5], "ranks": 2, "max_tokens_per_rank": 8}
         ({"min_degree": 2, "max_degree": 1}, ValueError, r"expected min_degree \(2\)"),
         ({"lengths": [5, 0]}, ValueError, r"lengths\[1\] is 0, expected 1 to"),
         ({"lengths": [-3]}, ValueError, r"lengths\[0\] is -3, expected 1 to"),
-        ({"lengths": [1.5]}, TypeError, r"lengths\[0\] is not an integer"),
+        ({"lengths": [1.5]}, TypeError, r"lengths\[0\] is 1.5, expected an integer"),
         ({"lengths": [2**70]}, ValueError, r"lengths\[0\] does not fit in 64 bits"),
         ({"lengths": 5}, TypeError, "lengths is not a sequence"),
         (

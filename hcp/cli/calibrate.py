@@ -1,0 +1,259 @@
+"""Measure what micro-batches cost on this machine, and write a cost model for hcp.plan.
+
+A GPT of the given sizes runs forward and backward through hcp's own dispatch and attention, over a
+grid of lengths, packs and degrees. Computation, attention and exchange are so measured where they
+happen, beside each other: bandwidths and rates taken apart predict a step less well.
+
+    python -m hcp calibrate --ranks 4 --out cost.json            starts 4 ranks on this machine
+    torchrun --nproc-per-node 8 -m hcp.cli.calibrate --out ...   the same, under your own launcher
+    python -m hcp plan --cost cost.json ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from hcp.cli.arguments import in_words, new_parser
+from hcp.comm import COMM_TYPES
+from hcp.config import Config, expect_size
+
+if TYPE_CHECKING:
+    from hcp.cli.fit import Fit, Point
+
+HELD_OUT = 4
+"""Every so many points are kept from the fit, to say how well it predicts."""
+SIZES = (
+    "ranks",
+    "max_tokens_per_rank",
+    "repeats",
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+)
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """The options, checked. ValueError says which do not go together."""
+    from hcp.demo.arguments import DTYPES, add_model_arguments, check_model, number_of_ranks
+
+    parser = new_parser("calibrate", __doc__)
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON to write")
+    parser.add_argument(
+        "--ranks", type=int, help="ranks to start (4); under torchrun: what it starts"
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto: GPUs if each rank has one",
+    )
+    group = parser.add_argument_group("grid")
+    group.add_argument(
+        "--max-tokens-per-rank",
+        type=int,
+        default=2048,
+        metavar="TOKENS",
+        help="most rows of one rank; the grid goes down to a sixteenth (2048)",
+    )
+    group.add_argument("--repeats", type=int, default=5, help="of each point; medians count (5)")
+    group.add_argument("--cp-comm-type", choices=COMM_TYPES, default="p2p", help="(p2p)")
+    group.add_argument("--seed", type=int, default=1234, help="of the held-out points (1234)")
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="float32",
+        help="bfloat16: autocast over float32 weights, which FlashAttention on GPUs needs",
+    )
+    args = parser.parse_args(argv)
+    args.ranks = number_of_ranks(args.ranks)
+    for name in SIZES:
+        expect_size(name, getattr(args, name))
+    if args.max_tokens_per_rank < 256:
+        raise ValueError(f"max_tokens_per_rank is {args.max_tokens_per_rank}, expected >= 256")
+    check_model(args)
+    args.config = Config(args.max_tokens_per_rank, cp_comm_type=args.cp_comm_type)
+    if not args.out.resolve().parent.is_dir():
+        raise ValueError(f"--out {args.out}: no such folder")
+    return args
+
+
+# ---- Grid ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What every group of a measured micro-batch computes."""
+
+    lengths: tuple[int, ...]
+    degree: int
+
+
+def grid(ranks: int, max_tokens_per_rank: int) -> list[Cell]:
+    """Degrees to 8, then powers of two and all ranks; from a sixteenth of the rows to all of them;
+    as one sequence, as 4 and as 16."""
+    degrees = [d for d in range(1, ranks + 1) if d <= 8 or d == ranks or d & (d - 1) == 0]
+    return [
+        Cell((rows * degree // parts,) * parts, degree)
+        for degree in degrees
+        for rows in (max_tokens_per_rank >> k for k in (4, 3, 2, 1, 0))
+        for parts in (1, 4, 16)
+    ]
+
+
+def held_out(count: int, seed: int) -> set[int]:
+    """Points that the fit does not see."""
+    return set(Random(seed).sample(range(count), count // HELD_OUT))
+
+
+# ---- The report ----------------------------------------------------------------------------------
+
+
+def errors_in_words(found: Fit, points: Sequence[Point]) -> dict[str, Any]:
+    errors = found.errors(points)
+    return {
+        "points": len(errors),
+        "median": round(errors[len(errors) // 2], 4),
+        "p95": round(errors[min(len(errors) - 1, int(0.95 * len(errors)))], 4),
+        "largest": round(errors[-1], 4),
+    }
+
+
+def provenance(
+    args: argparse.Namespace, device: str, errors: dict[str, Any], points: Sequence[Point]
+) -> dict[str, Any]:
+    """Where the prices come from, with every measurement."""
+    import torch
+
+    import hcp
+
+    model = (*SIZES[3:], "dtype", "untie_embeddings_and_output_weights", "cp_comm_type")
+    return {
+        "command": "python -m hcp calibrate",
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "device": device,
+        "ranks": args.ranks,
+        "versions": {
+            "hcp": hcp.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "model": {name: getattr(args, name) for name in model},
+        "repeats": args.repeats,
+        "seed": args.seed,
+        "errors": errors,
+        "columns": ["tokens of a sequence", "sequences", "degree", "seconds"],
+        "points": [[p.lengths[0], len(p.lengths), p.degree, p.seconds] for p in points],
+    }
+
+
+def print_report(args: argparse.Namespace, found: Fit, errors: dict[str, Any], device: str) -> None:
+    from hcp.cost import TIMES
+
+    print(f"{args.ranks} ranks on {device}, {args.dtype}, {args.cp_comm_type}")
+    for name in TIMES:
+        if found.prices.get(name, 0.0) > 0:
+            print(f"  {name:15}{in_words(found.prices[name]):>10}  {MEANINGS[name]}")
+    if found.overlap:
+        print("  the exchange hides behind attention")
+    for name, of in errors.items():
+        print(
+            f"  error on {of['points']} {name} points: median {of['median']:.1%}, "
+            f"p95 {of['p95']:.1%}, largest {of['largest']:.1%}"
+        )
+    print(f"wrote {args.out}")
+
+
+MEANINGS = {
+    "pair": "a query-key pair of causal attention, all layers, forward and backward",
+    "token": "a token through everything else",
+    "exchange": "a token's keys and values received by a rank",
+    "exchange_far": "the same in a group that spans nodes",
+    "all_to_all": "a token of a rank from sequence to heads and back",
+    "all_to_all_far": "the same in a group that spans nodes",
+    "step": "one more rank in a group",
+    "launch": "a micro-batch, whatever it holds",
+}
+
+
+def conclude(
+    args: argparse.Namespace, cells: Sequence[Cell], seconds: Sequence[float], device: str
+) -> None:
+    """Fit, write and report, on rank 0."""
+    from hcp.cli.fit import Point, fit
+
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", args.ranks))
+    points = [
+        Point(cell.lengths, cell.degree, cell.degree > local, took)
+        for cell, took in zip(cells, seconds, strict=True)
+    ]
+    apart = held_out(len(points), args.seed)
+    fitted = [point for i, point in enumerate(points) if i not in apart]
+    found = fit(fitted, args.cp_comm_type)
+    errors = {
+        "held-out": errors_in_words(found, [points[i] for i in sorted(apart)]),
+        "fitted": errors_in_words(found, fitted),
+    }
+    found.cost.save(args.out, provenance(args, device, errors, points))
+    print_report(args, found, errors, device)
+
+
+# ---- Ranks ---------------------------------------------------------------------------------------
+
+
+def run_rank(args: argparse.Namespace) -> None:
+    import gc
+
+    import torch.distributed as dist
+
+    from hcp.cli.measure import device_name, measure
+    from hcp.demo.training import initialize_distributed
+
+    device = initialize_distributed(args)
+    try:
+        cells = grid(args.ranks, args.max_tokens_per_rank)
+        seconds = measure(args, cells, device)
+        if dist.get_rank() == 0:
+            conclude(args, cells, seconds, device_name(device))
+    finally:
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """As one rank when a launcher started us, else by starting all ranks."""
+    from hcp import HcpError
+    from hcp.demo import fail, start_ranks
+
+    argv = list(sys.argv[1:] if argv is None else argv)
+    rank = int(os.environ.get("RANK", 0))
+    try:
+        if importlib.util.find_spec("tqdm") is None:
+            raise ValueError("calibrate needs tqdm: python -m pip install tqdm")
+        args = parse_arguments(argv)
+        if "RANK" not in os.environ:
+            return start_ranks(args.ranks, ["-m", "hcp.cli.calibrate", *argv], "calibrate")
+        run_rank(args)
+    except (ValueError, HcpError) as error:
+        return fail(error, rank, "calibrate")
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # As the demo's ranks: what is left of Gloo's threads must not end a finished run with SIGABRT.
+    os._exit(code)

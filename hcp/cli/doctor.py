@@ -1,0 +1,351 @@
+"""What of hcp works on this machine, and why the rest does not.
+
+Versions, devices and links are read, never set up: no process group is made, and no CUDA context
+without --probe, so that a busy GPU is not touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from hcp.cli.arguments import new_parser
+
+KERNELS = ("pack", "unpack", "merge", "reduce")
+EXTRAS = {
+    "matplotlib": "pictures of plan, simulate and demo",
+    "tqdm": "progress of calibrate and demo",
+}
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+PROBE_ERROR = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 5e-2, "float16": 5e-2}
+
+
+class Finding(NamedTuple):
+    part: str
+    name: str
+    says: str
+    usable: bool | None = None
+    """None: a fact, neither good nor bad."""
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = new_parser("doctor", __doc__)
+    parser.add_argument(
+        "--probe", action="store_true", help="also run on each GPU, which makes a CUDA context"
+    )
+    parser.add_argument("--json", action="store_true", help="the findings as data")
+    return parser.parse_args(argv)
+
+
+def attempt(part: str, name: str, work: Callable[[], str]) -> Finding:
+    """What work says when it works, and why it does not when it raises."""
+    try:
+        return Finding(part, name, work(), True)
+    except Exception as error:
+        return Finding(part, name, f"{type(error).__name__}: {error}".split("\n")[0], False)
+
+
+# ---- Versions ------------------------------------------------------------------------------------
+
+
+def versions() -> Iterator[Finding]:
+    import torch
+
+    import hcp
+
+    part = "versions"
+    yield Finding(part, "hcp", hcp.__version__)
+    yield Finding(part, "Python", f"{platform.python_version()}, {platform.platform()}")
+    cuda = torch.version.cuda
+    yield Finding(part, "torch", f"{torch.__version__}, CUDA {cuda or '-'}")
+    for module in ("hcp._core", "hcp.ops"):
+        yield attempt(part, module, lambda module=module: loaded(module))  # type: ignore[misc]
+    for name, purpose in EXTRAS.items():
+        yield extra(part, name, purpose)
+
+
+def loaded(module: str) -> str:
+    found = importlib.import_module(module)
+    return f"loaded from {found.__file__}"
+
+
+def extra(part: str, name: str, purpose: str) -> Finding:
+    try:
+        return Finding(part, name, importlib.metadata.version(name), True)
+    except importlib.metadata.PackageNotFoundError:
+        says = f"not installed, needed for {purpose}: python -m pip install {name}"
+        return Finding(part, name, says, False)
+
+
+# ---- Devices and links ---------------------------------------------------------------------------
+
+
+def devices() -> Iterator[Finding]:
+    part = "devices"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield Finding(part, "CPU", f"{platform.machine()}, {cores} cores for this process", True)
+    fields = "index,name,memory.total,driver_version,compute_cap"
+    try:
+        lines = nvidia_smi(f"--query-gpu={fields}", "--format=csv,noheader").splitlines()
+    except (OSError, subprocess.SubprocessError) as error:
+        yield Finding(part, "GPU", f"none: {error}", False)
+        return
+    for line in lines:
+        index, *rest = (word.strip() for word in line.split(","))
+        says = "{}, {}, driver {}, compute capability {}".format(*rest)
+        yield Finding(part, f"GPU {index}", says, True)
+    yield from visible(part, len(lines))
+
+
+def visible(part: str, gpus: int) -> Iterator[Finding]:
+    """Whether torch can use the GPUs that the driver has."""
+    import torch
+
+    if torch.version.cuda is None:
+        says = f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch"
+        yield Finding(part, "torch sees", says, False)
+        return
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    told = "" if chosen is None else f" (CUDA_VISIBLE_DEVICES={chosen!r})"
+    count = torch.cuda.device_count()
+    yield Finding(part, "torch sees", f"{count} of {gpus} GPUs{told}", count > 0)
+
+
+def nvidia_smi(*arguments: str) -> str:
+    """Its output. It asks the driver, and makes no CUDA context."""
+    path = shutil.which("nvidia-smi")
+    if path is None:
+        raise OSError("nvidia-smi is not on the PATH, no NVIDIA driver is installed here")
+    done = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=60)
+    if done.returncode != 0:
+        said = (done.stdout + done.stderr).strip().split("\n")[0]
+        raise OSError(f"nvidia-smi failed with exit code {done.returncode}: {said}")
+    return done.stdout
+
+
+def links() -> Iterator[Finding]:
+    part = "links"
+    try:
+        matrix = nvidia_smi("topo", "-m")
+    except (OSError, subprocess.SubprocessError) as error:
+        yield Finding(part, "between GPUs", f"none: {error}", False)
+        return
+    pairs = link_pairs(matrix)
+    if not pairs:
+        yield Finding(part, "between GPUs", "one GPU: none")
+    for link, members in sorted(pairs.items()):
+        shown = ", ".join(f"{a}-{b}" for a, b in members[:6])
+        more = "" if len(members) <= 6 else f" and {len(members) - 6} more pairs"
+        yield Finding(part, link, f"{LINKS.get(link[:2], 'PCIe')}: GPUs {shown}{more}")
+
+
+LINKS = {"NV": "NVLink", "SY": "across sockets", "NO": "across NUMA nodes of a socket"}
+
+
+def link_pairs(matrix: str) -> dict[str, list[tuple[int, int]]]:
+    """Kind of link -> pairs of GPUs, from the table of ``nvidia-smi topo -m``."""
+    rows = [line.split() for line in matrix.splitlines()]
+    gpus = [row for row in rows if len(row) > 1 and row[0].startswith("GPU") and "X" in row]
+    pairs: dict[str, list[tuple[int, int]]] = {}
+    for a, row in enumerate(gpus):
+        for b in range(a + 1, len(gpus)):
+            pairs.setdefault(row[1 + b], []).append((a, b))
+    return pairs
+
+
+# ---- Kernels, attention, transports --------------------------------------------------------------
+
+
+def kernels() -> Iterator[Finding]:
+    import torch
+
+    import hcp.ops  # noqa: F401  (registers the operators)
+
+    for name in KERNELS:
+        for device in ("CPU", "CUDA"):
+            has = torch._C._dispatch_has_kernel_for_dispatch_key(f"hcp::{name}", device)
+            says = "built in" if has else "not built in: nvcc was missing when hcp was built"
+            if has and device == "CUDA" and torch.version.cuda is None:
+                has, says = False, f"built in, but torch {torch.__version__} has no CUDA"
+            yield Finding("kernels", f"{name}, {device}", says, has)
+
+
+def attention() -> Iterator[Finding]:
+    import torch
+
+    from hcp.kernels import CpuFlash, Flash2, Plain
+
+    part = "attention"
+    yield has_operator(
+        part, "FlashAttention on the CPU", "_scaled_dot_product_flash_attention_for_cpu", CpuFlash
+    )
+    flash = has_operator(part, "FlashAttention-2 of torch", "_flash_attention_forward", Flash2)
+    if torch.version.cuda is None:
+        says = f"torch {torch.__version__} has no CUDA"
+        flash = flash._replace(usable=False, says=says)
+    elif not torch.backends.cuda.is_flash_attention_available():
+        flash = flash._replace(usable=False, says="torch was built without FlashAttention")
+    yield flash
+    yield has_flash_attn_4(part)
+    says = f"{dtypes_of(Plain)}: slow, for types that FlashAttention on GPUs lacks"
+    yield Finding(part, "the plain formula", says, True)
+
+
+def has_flash_attn_4(part: str) -> Finding:
+    import torch
+
+    from hcp.auto_backend import MEASURED_CAPABILITY, installed
+
+    name, version = "FlashAttention-4", installed()
+    if version is None:
+        return Finding(part, name, "the package flash-attn-4 is not installed", False)
+    if torch.version.cuda is None:
+        return Finding(part, name, f"torch {torch.__version__} has no CUDA", False)
+    capability = ".".join(map(str, MEASURED_CAPABILITY))
+    says = f"flash-attn-4 {version}, not imported; the backend auto uses it on {capability} only"
+    return Finding(part, name, says, True)
+
+
+def has_operator(part: str, name: str, operator: str, kernel: type) -> Finding:
+    import torch
+
+    if not hasattr(torch.ops.aten, operator):
+        return Finding(part, name, f"torch {torch.__version__} lacks aten::{operator}", False)
+    return Finding(part, name, dtypes_of(kernel), True)
+
+
+def dtypes_of(kernel: Any) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in kernel.dtypes)
+
+
+def transports() -> Iterator[Finding]:
+    import torch
+    import torch.distributed as dist
+
+    part = "transports"
+    if not dist.is_available():
+        yield Finding(part, "torch.distributed", "torch was built without it", False)
+        return
+    gloo, nccl = dist.is_gloo_available(), dist.is_nccl_available()
+    lacks = f"torch {torch.__version__} was built without"
+    says = "for ranks on CPUs" if gloo else f"{lacks} Gloo"
+    yield Finding(part, "torch over Gloo", says, gloo)
+    gpus = torch.cuda.device_count()
+    says = f"{lacks} NCCL"
+    if nccl:
+        version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        says = f"NCCL {version}" + ("" if gpus else ", but torch sees no GPU")
+    over_nccl = Finding(part, "torch over NCCL", says, nccl and gpus > 0)
+    yield over_nccl
+    yield from _between_gpus(over_nccl, gpus)
+
+
+def _between_gpus(over_nccl: Finding, gpus: int) -> Iterator[Finding]:
+    """The transports that hcp brings along, which build on NCCL's process group."""
+    from hcp.transports import has_kernels
+
+    for name in ("nccl", "peer"):
+        if not over_nccl.usable:
+            yield over_nccl._replace(name=name)
+        elif not has_kernels():
+            says = "not built in: nvcc was missing when hcp was built"
+            yield Finding(over_nccl.part, name, says, False)
+        elif name == "nccl":
+            yield over_nccl._replace(name=name)
+        elif gpus < 2:
+            yield Finding(over_nccl.part, name, "torch sees one GPU, it wants two", False)
+        else:
+            says = "if GPUs reach each other's memory: known when process groups are built"
+            yield Finding(over_nccl.part, name, says)
+
+
+# ---- Trying it -----------------------------------------------------------------------------------
+
+
+def trial(device: str, dtype: str) -> str:
+    """A sequence attended by 3 ranks of loopback against the same on one rank."""
+    worst = max(_difference(device, dtype, length) for length in (7, 100))
+    if not worst <= PROBE_ERROR[dtype]:
+        raise ArithmeticError(
+            f"3 ranks differ from one by {worst:.1e}, expected <= {PROBE_ERROR[dtype]:.0e}"
+        )
+    return f"3 ranks in loopback equal one, to {worst:.0e}"
+
+
+def _difference(device: str, dtype: str, length: int) -> float:
+    import torch
+
+    import hcp
+
+    kind = getattr(torch, dtype)
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(length, 3, 2, 16, generator=generator, dtype=torch.float64)
+
+    def attend(ranks: int) -> torch.Tensor:
+        plan = hcp.plan([length], ranks=ranks, max_tokens_per_rank=length, min_degree=ranks)
+
+        def run(groups: Any) -> torch.Tensor:
+            mine = [{"qkv": qkv.to(device, kind)}] if groups.rank("dp_cp") == 0 else []
+            ((cp, local),) = hcp.dispatch(plan, mine, [0], groups)
+            q, k, v = local["qkv"].unbind(1)
+            return cp.combine(cp.attention(q.contiguous(), k.contiguous(), v.contiguous()))
+
+        return hcp.loopback(ranks, run, device=device)[0]
+
+    return float((attend(3) - attend(1)).abs().max())
+
+
+def trials(probe: bool) -> Iterator[Finding]:
+    """Plan, dispatch, kernels, attention and combine together."""
+    import torch
+
+    part = "trial"
+    for dtype in DTYPES:
+        yield attempt(part, f"CPU, {dtype}", lambda dtype=dtype: trial("cpu", dtype))  # type: ignore[misc]
+    if not probe:
+        yield Finding(part, "GPUs", "not tried: --probe does, and makes a CUDA context")
+        return
+    if torch.cuda.device_count() == 0:
+        yield Finding(part, "GPUs", "not tried: torch sees none", False)
+    for i in range(torch.cuda.device_count()):
+        for dtype in DTYPES:
+            yield attempt(
+                part,
+                f"GPU {i}, {dtype}",
+                lambda i=i, dtype=dtype: trial(f"cuda:{i}", dtype),  # type: ignore[misc]
+            )
+
+
+# ---- The report ----------------------------------------------------------------------------------
+
+
+def examine(probe: bool) -> Iterator[Finding]:
+    for part in (versions, devices, links, kernels, attention, transports):
+        yield from part()
+    yield from trials(probe)
+
+
+MARKS = {True: "ok", False: "no", None: "  "}
+
+
+def main(argv: Sequence[str]) -> int:
+    """0 where hcp works on the CPU of this machine, and, with --probe, on each of its GPUs."""
+    args = parse_arguments(argv)
+    findings = list(examine(args.probe))
+    if args.json:
+        print(json.dumps([finding._asdict() for finding in findings], indent=1))
+    else:
+        for part, members in groupby(findings, key=lambda finding: finding.part):
+            print(part)
+            for finding in members:
+                print(f"  {MARKS[finding.usable]}  {finding.name:26}  {finding.says}")
+    return int(any(f.part == "trial" and f.usable is False for f in findings))

@@ -1,0 +1,147 @@
+"""Prices of a cost model from measured micro-batches: non-negative least squares.
+
+A measured time is taken as a sum of amounts times prices, with the amounts of the formula in
+docs/concepts/plan.md. Prices below zero mean nothing and would break the planner, so none may be.
+"""
+
+# P points, F prices.
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hcp.cost import CostModel
+
+
+@dataclass(frozen=True)
+class Point:
+    """One group's micro-batch, and what it took."""
+
+    lengths: tuple[int, ...]
+    degree: int
+    far: bool
+    """Whether the group spans nodes."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    prices: dict[str, float]
+    """Seconds, by the names of CostModel's fields."""
+    overlap: int
+    """1: the exchange hides behind attention."""
+
+    @property
+    def cost(self) -> CostModel:
+        seconds: dict[str, Any] = self.prices
+        return CostModel.from_seconds(**seconds, overlap=self.overlap)
+
+    def predict(self, point: Point) -> float:
+        """Seconds, by the integers that a plan will see."""
+        cost = self.cost
+        assert cost.unit is not None
+        node = point.degree - 1 if point.far else 0
+        times = (cost.time(length, point.degree, node) for length in point.lengths)
+        return (cost.launch + sum(times)) * cost.unit
+
+    def errors(self, points: Sequence[Point]) -> list[float]:
+        """|predicted / measured - 1| of each point, ascending."""
+        return sorted(abs(self.predict(p) / p.seconds - 1) for p in points)
+
+
+def fit(points: Sequence[Point], comm_type: str = "p2p") -> Fit:
+    """The prices with the least sum of squared relative errors, with and without overlap of a
+    ring's exchange, whichever fits better."""
+    exchanges = "all_to_all" if comm_type == "a2a" else "exchange"
+    candidates = [_fit_additive(points, exchanges)]
+    if exchanges == "exchange" and candidates[0].prices["pair"] > 0:
+        candidates.append(_fit_overlapped(points, candidates[0]))
+    return min(candidates, key=lambda f: sum(error**2 for error in f.errors(points)))
+
+
+def _fit_additive(points: Sequence[Point], exchanges: str) -> Fit:
+    rows = [_amounts(point, exchanges) for point in points]
+    return Fit(_solve(rows, points), overlap=0)
+
+
+def _amounts(point: Point, exchanges: str) -> dict[str, float]:
+    """How much of each price a point pays."""
+    d, lengths = point.degree, point.lengths
+    amounts = {
+        "pair": sum(n * (n + 1) / 2 for n in lengths) / d,
+        "token": sum(lengths) / d,
+        "step": len(lengths) * (d - 1),
+        "launch": 1.0,
+    }
+    if d > 1:
+        moved = sum(n - n // d if exchanges == "exchange" else n / d for n in lengths)
+        amounts[exchanges + ("_far" if point.far else "")] = moved
+    return amounts
+
+
+def _fit_overlapped(points: Sequence[Point], start: Fit) -> Fit:
+    """As :meth:`hcp.CostModel.time` with overlap: of each sequence's exchange, what attention does
+    not hide counts. Which sequences show theirs depends on the prices: both are found by turns."""
+    found = [Fit(start.prices, overlap=1)]
+    for _ in range(20):
+        rows = [_exposed_amounts(point, found[-1].prices) for point in points]
+        found.append(Fit(_solve(rows, points), overlap=1))
+        if found[-1].prices["pair"] == 0 or found[-1] == found[-2]:
+            break
+    usable = [f for f in found if f.prices["pair"] > 0]
+    return min(usable, key=lambda f: sum(error**2 for error in f.errors(points)))
+
+
+def _exposed_amounts(point: Point, prices: dict[str, float]) -> dict[str, float]:
+    amounts = _amounts(point, "exchange")
+    d, name = point.degree, "exchange_far" if point.far else "exchange"
+    if d == 1:
+        return amounts
+    amounts[name] = 0.0
+    for n in point.lengths:
+        hiding = n * (n + 1) / 2 / d * (d - 1) / d
+        if prices.get(name, 0.0) * (n - n // d) > prices["pair"] * hiding:
+            amounts[name] += n - n // d
+            amounts["pair"] -= hiding
+    return amounts
+
+
+def _solve(rows: Sequence[dict[str, float]], points: Sequence[Point]) -> dict[str, float]:
+    names = sorted({name for row in rows for name in row})
+    matrix = torch.tensor([[row.get(n, 0.0) for n in names] for row in rows], dtype=torch.float64)
+    seconds = torch.tensor([point.seconds for point in points], dtype=torch.float64)
+    solved = non_negative_least_squares(
+        matrix / seconds.unsqueeze(1), torch.ones_like(seconds)
+    ).tolist()
+    prices = dict(zip(names, solved, strict=True))
+    # Between nodes never less than inside one, as the core has it.
+    for far in [name for name in names if name.endswith("_far")]:
+        prices[far] = max(prices[far], prices.get(far.removesuffix("_far"), 0.0))
+    return {"pair": 0.0, "token": 0.0, "launch": 0.0} | prices
+
+
+def non_negative_least_squares(matrix: Tensor, target: Tensor) -> Tensor:
+    """x >= 0 (F,) with the least |matrix x - target|, for matrix (P, F) of a few columns.
+
+    Exact: the solution is the unconstrained one over the columns where it is not 0, so every choice
+    of columns is tried, and the best one without a negative price kept.
+    """
+    scale = matrix.abs().amax(0).clamp_min(torch.finfo(matrix.dtype).tiny)
+    scaled = matrix / scale
+    best, solution = float(target.square().sum()), torch.zeros_like(scale)
+    columns = range(matrix.shape[1])
+    for size in range(1, len(columns) + 1):
+        for chosen in map(list, itertools.combinations(columns, size)):
+            x = torch.linalg.lstsq(scaled[:, chosen], target, driver="gelsd").solution
+            error = float((scaled[:, chosen] @ x - target).square().sum())
+            if error < best and bool((x >= 0).all()):
+                best = error
+                solution = torch.zeros_like(scale)
+                solution[chosen] = x
+    return solution / scale

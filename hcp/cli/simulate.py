@@ -1,0 +1,342 @@
+"""Replay global batches through static CP, packing only, and hcp, for a cluster and a model.
+
+Everything but the planning time is SIMULATED by the cost model: nothing is measured, and what the
+model leaves out (the optimizer, gradient reduction, loading, other ranks' jitter) costs nothing.
+
+  static CP      one degree for all, the least divisor of the ranks that holds the longest sequence;
+                 one sequence per group and micro-batch, in the order of arrival
+  packing only   the same degree; hcp packs and places
+  hcp            hcp chooses degrees, too
+
+With --pipeline-stages, each of --ranks ranks, a step is an exact 1F1B simulation of equal stages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from hcp.cli.arguments import (
+    FAMILIES_EPILOG,
+    add_cost,
+    add_drawing,
+    add_family,
+    add_limits,
+    draw_lengths,
+    in_words,
+    limits_of,
+    new_parser,
+)
+from hcp.cli.draw import draw_plans
+from hcp.config import divisors, expect_size, rows_up_to
+from hcp.cost import PRICES, TIMES, CostModel
+from hcp.limits import slowness_of
+from hcp.plan import LIMITS, Plan, plan
+
+SIZES = (
+    "ranks",
+    "max_tokens_per_rank",
+    "batches",
+    "sequences",
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "vocab_size",
+    "bytes_per_element",
+)
+RATES = ("tflops", "attention_tflops", "gbps", "far_gbps")
+FORWARD_AND_BACKWARD = 3.0
+"""Of a matrix product, and of keys and values: fetched again in the backward, which also sends
+their gradients home."""
+ATTENTION_FORWARD_AND_BACKWARD = 3.5
+"""The backward computes the scores again."""
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = new_parser("simulate", __doc__, FAMILIES_EPILOG)
+    add_family(parser, required=True)
+    add_drawing(parser, sequences=512)
+    parser.add_argument("--batches", type=int, default=20, help="global batches (20)")
+    limits = add_limits(parser)
+    limits.add_argument(
+        "--speed-spread",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="ranks are up to this much slower than the fastest, drawn with the seed (0)",
+    )
+    group = parser.add_argument_group("cluster, from what one GPU reaches")
+    group.add_argument("--tflops", type=float, default=400, help="in matrix products (400)")
+    group.add_argument("--attention-tflops", type=float, default=350, help="in attention (350)")
+    group.add_argument("--gbps", type=float, default=50, help="GB/s, keys and values (50)")
+    group.add_argument("--far-gbps", type=float, help="the same between nodes (--gbps)")
+    group.add_argument("--launch-ms", type=float, default=5, help="of a micro-batch (5)")
+    group.add_argument("--overlap", action="store_true", help="exchange hides behind attention")
+    add_cost(group)
+    add_model(parser)
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="the numbers as data, and nothing else")
+    group.add_argument("--svg", type=Path, metavar="FILE", help="draw the first batch")
+    group.add_argument("--png", type=Path, metavar="FILE", help="draw the first batch")
+    return parser.parse_args(argv)
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model, by default a decoder of 8B parameters")
+    group.add_argument("--num-layers", type=int, default=32, help="(32)")
+    group.add_argument("--hidden-size", type=int, default=4096, help="(4096)")
+    group.add_argument("--ffn-hidden-size", type=int, default=14336, help="of SwiGLU (14336)")
+    group.add_argument("--num-attention-heads", type=int, default=32, help="(32)")
+    group.add_argument("--num-query-groups", type=int, default=8, help="(8)")
+    group.add_argument("--vocab-size", type=int, default=128_256, help="(128256)")
+    group.add_argument("--bytes-per-element", type=int, default=2, help="of keys and values (2)")
+
+
+def check(args: argparse.Namespace) -> None:
+    for name in SIZES:
+        expect_size(name, getattr(args, name))
+    args.far_gbps = args.gbps if args.far_gbps is None else args.far_gbps
+    for name in RATES:
+        if not getattr(args, name) > 0:
+            raise ValueError(f"{name} is {getattr(args, name)}, expected > 0")
+    if not 0 <= args.speed_spread < 1:
+        raise ValueError(f"speed_spread is {args.speed_spread}, expected 0 <= share < 1")
+    if args.num_layers % args.pipeline_stages:
+        raise ValueError(
+            f"num_layers ({args.num_layers}) % pipeline_stages ({args.pipeline_stages})"
+            f" == {args.num_layers % args.pipeline_stages}, expected 0"
+        )
+    if not args.launch_ms >= 0:
+        raise ValueError(f"launch_ms is {args.launch_ms}, expected >= 0")
+    if args.hidden_size % args.num_attention_heads:
+        raise ValueError(
+            f"hidden_size ({args.hidden_size}) % num_attention_heads ({args.num_attention_heads})"
+            f" == {args.hidden_size % args.num_attention_heads}, expected 0"
+        )
+    if args.cost is not None and args.cost.unit is None:
+        raise ValueError("the cost file has no unit_seconds, expected it: tokens/s need seconds")
+
+
+# ---- The cluster's cost --------------------------------------------------------------------------
+
+
+def exchange_bytes(args: argparse.Namespace) -> float:
+    """Keys and values of one token, received by one rank, of all layers, forward and backward."""
+    head = args.hidden_size // args.num_attention_heads
+    width: int = 2 * args.num_query_groups * head * args.bytes_per_element
+    layers: int = args.num_layers
+    return FORWARD_AND_BACKWARD * layers * width
+
+
+def of_stage(cost: CostModel, stages: int) -> CostModel:
+    """What one of equal stages takes of the whole model's cost."""
+    if stages == 1:
+        return cost
+    if cost.table is not None:
+        raise ValueError("the cost file is a table, expected prices: they can be cut into stages")
+    return replace(cost, **{name: -(-getattr(cost, name) // stages) for name in TIMES})
+
+
+def cluster_cost(args: argparse.Namespace) -> CostModel:
+    """Floating-point operations and bytes of a whole step, over the rates of the flags."""
+    head = args.hidden_size // args.num_attention_heads
+    width = args.hidden_size + args.num_query_groups * head
+    layer = 2 * args.hidden_size * width + 3 * args.hidden_size * args.ffn_hidden_size
+    weights = args.num_layers * layer + args.hidden_size * args.vocab_size
+    pair = ATTENTION_FORWARD_AND_BACKWARD * args.num_layers * 4 * args.hidden_size
+    return CostModel.from_seconds(
+        pair=pair / (args.attention_tflops * 1e12),
+        token=FORWARD_AND_BACKWARD * 2 * weights / (args.tflops * 1e12),
+        exchange=exchange_bytes(args) / (args.gbps * 1e9),
+        exchange_far=exchange_bytes(args) / (args.far_gbps * 1e9),
+        launch=args.launch_ms * 1e-3,
+        overlap=int(args.overlap),
+    )
+
+
+# ---- The contestants -----------------------------------------------------------------------------
+
+
+def draw_speeds(args: argparse.Namespace) -> list[float] | None:
+    if args.speed_spread == 0:
+        return None
+    random = Random(args.seed)
+    return [1 - random.uniform(0, args.speed_spread) for _ in range(args.ranks)]
+
+
+def static_degree(longest: int, limits: Mapping[str, Any]) -> int:
+    """The least divisor of the ranks that holds the longest sequence, whole nodes beyond one."""
+    ranks, node = limits["ranks"], limits["ranks_per_node"] or limits["ranks"]
+    for degree in divisors(ranks):
+        fits = rows_up_to(longest, degree) <= limits["max_tokens_per_rank"]
+        if fits and (node % degree == 0 or degree % node == 0):
+            return degree
+    raise ValueError(
+        f"no degree of static CP on {ranks} ranks holds {longest} tokens in "
+        f"{limits['max_tokens_per_rank']} a rank: cut them with --max-length"
+    )
+
+
+def one_by_one(lengths: Sequence[int], degree: int, limits: Mapping[str, Any], cost: Any) -> Plan:
+    """Static CP without packing: lanes of ranks take the sequences in turn."""
+    lanes = limits["ranks"] // degree
+    groups = [
+        {"first_rank": i % lanes * degree, "degree": degree, "sequences": [i]}
+        for i in range(len(lengths))
+    ]
+    batches = [{"groups": groups[i : i + lanes]} for i in range(0, len(groups), lanes)]
+    prices = dict(zip(PRICES, cost.prices, strict=True))
+    asked = {name: limits[name] for name in LIMITS if limits.get(name) is not None}
+    if limits["speeds"] is not None:
+        asked["slowness"] = slowness_of(limits["speeds"])
+    return Plan.from_dict(
+        asked | {"lengths": list(lengths), "cost": prices, "micro_batches": batches}
+    )
+
+
+def contestants(
+    lengths: Sequence[int], degree: int, limits: Mapping[str, Any], cost: CostModel
+) -> dict[str, Plan]:
+    fixed = dict(limits) | {"min_degree": degree, "max_degree": degree}
+    return {
+        "static CP": one_by_one(lengths, degree, fixed, cost),
+        "packing only": plan(lengths, cost=cost, **fixed),
+        "hcp": plan(lengths, cost=cost, **limits),
+    }
+
+
+@dataclass(frozen=True)
+class Result:
+    """One contestant over all batches; simulated, but for planning_ms."""
+
+    tokens_per_second: float
+    speedup: float
+    """Over static CP."""
+    idle_share: float
+    bubble: float
+    """Of the time, what filling and emptying the pipeline adds."""
+    micro_batches: float
+    """In a step, on average."""
+    gigabytes: float
+    """Keys and values that ranks receive from others in a step, and their gradients."""
+    far_gigabytes: float
+    """Of these, what enters a node from others; 0 without --ranks-per-node."""
+    of_bound: float
+    """Makespans over the lower bound of each batch under hcp's limits, the median."""
+    planning_ms: float | None
+    """Median; None where there is nothing to plan."""
+
+
+def received_tokens(made: Plan) -> int:
+    """Keys and values that ranks receive from others, summed over ranks."""
+    return sum(
+        group.degree * (made.lengths[s] - made.lengths[s] // group.degree)
+        for groups in made.micro_batches
+        for group in groups
+        for s in group.sequences
+    )
+
+
+def summarize(plans: Sequence[Plan], bounds: Sequence[int], bytes_: float, unit: float) -> Result:
+    reports = [made.report() for made in plans]
+    whole = sum(made.makespan for made in plans)
+    took = [made.planning_seconds for made in plans if made.planning_seconds is not None]
+    return Result(
+        tokens_per_second=sum(sum(made.lengths) for made in plans) / (whole * unit),
+        speedup=1.0,
+        idle_share=sum(r.idle_share * r.makespan for r in reports) / whole,
+        bubble=sum(r.bubble * r.makespan for r in reports) / whole,
+        micro_batches=statistics.mean(r.micro_batches for r in reports),
+        gigabytes=statistics.mean(map(received_tokens, plans)) * bytes_ / 1e9,
+        far_gigabytes=statistics.mean(r.node_crossings for r in reports) * bytes_ / 1e9,
+        of_bound=statistics.median(
+            made.makespan / bound for made, bound in zip(plans, bounds, strict=True)
+        ),
+        planning_ms=statistics.median(took) * 1e3 if took else None,
+    )
+
+
+# ---- The report ----------------------------------------------------------------------------------
+
+
+def describe(args: argparse.Namespace, cost: CostModel, degree: int, tokens: int) -> Iterator[str]:
+    stages = f"{args.pipeline_stages} stages of " if args.pipeline_stages > 1 else ""
+    speeds = f", speeds {args.speed_spread:.0%} apart" if args.speed_spread else ""
+    yield (
+        f"SIMULATED: {args.batches} batches of {args.sequences} {args.family} sequences, "
+        f"{tokens:,} tokens, on {stages}{args.ranks} ranks of {args.max_tokens_per_rank:,} tokens, "
+        f"sync {args.sync}{speeds}; static degree {degree}"
+    )
+    assert cost.unit is not None
+    moved = cost.exchange + cost.all_to_all
+    prices = {"pair": cost.pair, "token": cost.token, "exchange": moved, "launch": cost.launch}
+    shown = ", ".join(f"{name} {in_words(p * cost.unit)}" for name, p in prices.items() if p)
+    yield f"by the cost model: {shown}; nothing here was measured but the planning time"
+
+
+HEAD = (
+    f"{'':14}{'tokens/s':>12}{'':>8}{'idle':>7}{'bubble':>8}{'of bound':>10}{'micro-':>9}"
+    f"{'GB':>9}{'between':>10}{'planning':>11}\n{'':14}{'':12}{'':>8}{'':>7}{'':>18}{'batches':>9}"
+    f"{'a step':>9}{'nodes':>10}{'':>11}"
+)
+
+
+def row(name: str, r: Result) -> str:
+    took = "-" if r.planning_ms is None else f"{r.planning_ms:.2f} ms"
+    return (
+        f"{name:14}{r.tokens_per_second:>12,.0f}{f'x {r.speedup:.2f}':>8}{r.idle_share:>7.1%}"
+        f"{r.bubble:>8.1%}{r.of_bound:>10.3f}{r.micro_batches:>9.1f}{r.gigabytes:>9,.0f}{r.far_gigabytes:>10,.0f}"
+        f"{took:>11}"
+    )
+
+
+def simulate(args: argparse.Namespace) -> tuple[dict[str, Result], list[dict[str, Plan]], str]:
+    """Results by contestant, the plans of each batch, and what it all stands for, in words."""
+    check(args)
+    cost = of_stage(args.cost or cluster_cost(args), args.pipeline_stages)
+    assert cost.unit is not None
+    limits = limits_of(args) | {"speeds": draw_speeds(args)}
+    batches = [
+        draw_lengths(args.family, args.sequences, args.seed + i, args.max_length)
+        for i in range(args.batches)
+    ]
+    degree = static_degree(max(map(max, batches)), limits)
+    played = [contestants(lengths, degree, limits, cost) for lengths in batches]
+    bounds = [plans["hcp"].bound for plans in played]
+    results = {
+        name: summarize([plans[name] for plans in played], bounds, exchange_bytes(args), cost.unit)
+        for name in played[0]
+    }
+    first = next(iter(results.values())).tokens_per_second
+    results = {
+        name: Result(**asdict(r) | {"speedup": r.tokens_per_second / first})
+        for name, r in results.items()
+    }
+    words = "\n".join(describe(args, cost, degree, sum(map(sum, batches))))
+    return results, played, words
+
+
+def main(argv: Sequence[str]) -> int:
+    args = parse_arguments(argv)
+    try:
+        results, played, words = simulate(args)
+        for path in filter(None, (args.svg, args.png)):
+            draw_plans(played[0], path, "SIMULATED: " + words.split(": ", 1)[1].split("\n")[0])
+    except (ValueError, OverflowError, OSError) as error:
+        print(f"no simulation: {error}", file=sys.stderr)
+        return 1
+    if args.json:
+        named = {name: asdict(result) for name, result in results.items()}
+        print(json.dumps({"simulated": True, "says": words, "results": named}))
+        return 0
+    print(words, HEAD, *(row(name, result) for name, result in results.items()), sep="\n")
+    return 0

@@ -1,0 +1,51 @@
+"""What a plan must keep beyond rows: bytes, and the speeds of its ranks as integers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hcp import _core
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryModel:
+    """Bytes that a micro-batch takes on one rank, beside what the rank always holds::
+
+        (rows + alignment - 1) * (activation + logit) + gathered * tokens
+
+    where rows are those of the fullest rank of the group and tokens those of the group's sequences
+    when its degree is more than 1. In a pipeline a stage keeps up to ``pipeline_stages``
+    micro-batches at once: divide its memory by that.
+    """
+
+    activation: int = 0
+    """What one row leaves for the backward, in all layers of the rank."""
+    logit: int = 0
+    """One row's logits and their gradient."""
+    gathered: int = 0
+    """Keys and values of one token in one layer, while a rank has those of whole sequences: with
+    "all_gather"; 0 for rings, which never do."""
+    limit: int = 0
+    """Most bytes of one rank in one micro-batch; 0: no limit."""
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise ValueError(f"memory.{name} is {value!r}, expected bytes >= 0")
+
+    def bytes(self, rows: int, tokens: int, degree: int) -> int:
+        """Of a rank with so many rows of sequences of so many tokens."""
+        return rows * (self.activation + self.logit) + (degree > 1) * tokens * self.gathered
+
+
+def slowness_of(speeds: Sequence[float]) -> list[int]:
+    """Speeds as the core's integers: how much longer each rank takes than the fastest. Where speeds
+    were measured, one rank makes these and sends them to the others, since floats may differ."""
+    for rank, speed in enumerate(speeds):
+        if not (math.isfinite(speed) and speed > 0):
+            raise ValueError(f"speeds[{rank}] is {speed!r}, expected a finite number > 0")
+    fastest = max(speeds, default=1.0)
+    return [round(_core.FULL_SPEED * fastest / speed) for speed in speeds]

@@ -1,0 +1,114 @@
+"""How good a plan is, and what each rank does in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hcp.trace import timeline
+
+if TYPE_CHECKING:
+    from hcp.plan import Group, Plan
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a plan comes to. Times are in the cost model's unit."""
+
+    makespan: int
+    """When the last rank ends, of the last stage in a pipeline."""
+    bound: int
+    """No plan under the same limits and cost is faster."""
+    ratio: float
+    """makespan / bound: 1 is optimal."""
+    idle_share: float
+    """Of all ranks' time until the makespan, what they spend waiting."""
+    pipeline_stages: int
+    bubble: float
+    """Of the makespan, what filling and emptying the pipeline adds to the time of one stage."""
+    micro_batches: int
+    groups: int
+    rank_tokens: tuple[int, ...]
+    """Rows that each rank computes in the step, without padding."""
+    rank_bytes: tuple[int, ...]
+    """Most bytes that each rank needs in a micro-batch, by the plan's ``memory``."""
+    peak_tokens: int
+    """Rows of the fullest rank in one micro-batch, alignment included."""
+    padding: int
+    """Rows that ``alignment`` adds."""
+    node_crossings: int
+    """Tokens times nodes whose keys and values enter a node from outside."""
+    node_bytes: int
+    """The same in bytes, in one layer's forward, by the plan's ``memory.gathered``."""
+    planning_seconds: float | None
+    """None for a plan that came from data."""
+
+    def __str__(self) -> str:
+        took = "" if self.planning_seconds is None else f", {self.planning_seconds * 1e3:.2f} ms"
+        piped = f"{self.pipeline_stages} stages, bubble {self.bubble:.1%}; "
+        peak_bytes = max(self.rank_bytes, default=0)
+        return (
+            f"makespan {self.makespan:,} = {self.ratio:.4f} x bound {self.bound:,}; "
+            f"{piped if self.pipeline_stages > 1 else ''}"
+            f"idle {self.idle_share:.1%}; {self.micro_batches} micro-batches, "
+            f"{self.groups} groups; at most {self.peak_tokens:,} rows"
+            f"{f' and {peak_bytes:,} bytes' if peak_bytes else ''} on a rank, "
+            f"{self.padding:,} of padding; {self.node_crossings:,} tokens into other nodes{took}"
+        )
+
+
+def report(plan: Plan) -> Report:
+    """As :meth:`Plan.report`."""
+    node, alignment = plan.core.ranks_per_node, max(1, plan.core.alignment)
+    rows, needed = [0] * plan.ranks, [0] * plan.ranks
+    busy = peak = padding = crossings = groups = 0
+    for batch in plan.micro_batches:
+        for group in batch:
+            groups += 1
+            busy += plan.group_time(group) * group.degree
+            tokens = sum(plan.lengths[s] for s in group.sequences)
+            crossings += tokens * (_nodes(group, node) - 1)
+            for j in range(group.degree):
+                rank = group.first_rank + j
+                held = sum(rows_held(plan.lengths[s], group.degree, j) for s in group.sequences)
+                padded = -(-held // alignment) * alignment
+                rows[rank] += held
+                needed[rank] = max(needed[rank], plan.memory.bytes(padded, tokens, group.degree))
+                padding += padded - held
+                peak = max(peak, padded)
+    span = max((box.end for box in timeline(plan)), default=0)  # if there were one stage
+    whole = plan.ranks * plan.makespan
+    return Report(
+        makespan=plan.makespan,
+        bound=plan.bound,
+        ratio=plan.makespan / plan.bound if plan.bound else 1.0,
+        idle_share=1 - busy / whole if whole else 0.0,
+        pipeline_stages=max(1, plan.core.pipeline_stages),
+        bubble=1 - span / plan.makespan if plan.makespan else 0.0,
+        micro_batches=len(plan.micro_batches),
+        groups=groups,
+        rank_tokens=tuple(rows),
+        rank_bytes=tuple(needed),
+        peak_tokens=peak,
+        padding=padding,
+        node_crossings=crossings,
+        node_bytes=crossings * plan.memory.gathered,
+        planning_seconds=plan.planning_seconds,
+    )
+
+
+def rows_held(length: int, degree: int, j: int) -> int:
+    """Rows of rank j when degree ranks share length tokens zigzag."""
+
+    def cut(k: int) -> int:
+        return k * length // (2 * degree)
+
+    mirrored = 2 * degree - 1 - j
+    return cut(j + 1) - cut(j) + cut(mirrored + 1) - cut(mirrored)
+
+
+def _nodes(group: Group, ranks_per_node: int) -> int:
+    if ranks_per_node == 0:
+        return 1
+    last = group.first_rank + group.degree - 1
+    return last // ranks_per_node - group.first_rank // ranks_per_node + 1

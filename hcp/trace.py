@@ -1,0 +1,101 @@
+"""What a plan looks like in time, by its cost model, and the same as a Chrome trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hcp.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A group in time. Times are in the cost model's unit, from the start of the step."""
+
+    micro_batch: int
+    first_rank: int
+    degree: int
+    start: int
+    end: int
+    sequences: tuple[int, ...]
+    """Indices of the plan's lengths, in the order in which they run."""
+    ends: tuple[int, ...]
+    """When each of them ends; the first starts after the group's launch."""
+
+
+def timeline(plan: Plan) -> list[Box]:
+    """Every group of a plan: it starts when all of its ranks are free, or, under
+    ``sync="micro_batch"``, when all ranks of the domain are. The last end is ``plan.makespan``,
+    save in a pipeline, of which this is one stage that never waits for its neighbours."""
+    free = [0] * plan.ranks
+    boxes = []
+    for m, groups in enumerate(plan.micro_batches):
+        if plan.sync == "micro_batch":
+            free = [max(free)] * plan.ranks
+        for group in groups:
+            ranks = slice(group.first_rank, group.first_rank + group.degree)
+            start = max(free[ranks])
+            ends = tuple(start + time for time in plan.group_times(group))
+            free[ranks] = [ends[-1]] * group.degree
+            boxes.append(
+                Box(m, group.first_rank, group.degree, start, ends[-1], group.sequences, ends)
+            )
+    return boxes
+
+
+def chrome_trace(plan: Plan, unit: float | None = None) -> dict[str, Any]:
+    """The timeline in Chrome's trace format, for Perfetto or chrome://tracing: a row per rank, a
+    group with its sequences inside.
+
+    ``unit``: seconds of one integer of the cost model. The trace then lies beside a measured one,
+    such as torch.profiler's, in the same microseconds. None: the makespan fills one second.
+    """
+    scale = 1e6 * unit if unit else 1e6 / max(1, plan.makespan)
+    staged = ", one stage" if plan.core.pipeline_stages > 1 else ""
+    names = [_name("process_name", 0, f"hcp plan{staged}: times by the cost model, not measured")]
+    names += [_name("thread_name", rank, f"rank {rank}") for rank in range(plan.ranks)]
+    slices = [
+        {
+            "ph": "X",
+            "pid": 0,
+            "tid": rank,
+            "ts": start * scale,
+            "dur": (end - start) * scale,
+            **what,
+        }
+        for box in timeline(plan)
+        for start, end, what in _slices(plan, box)
+        for rank in range(box.first_rank, box.first_rank + box.degree)
+    ]
+    return {"displayTimeUnit": "ms", "traceEvents": [*names, *slices]}
+
+
+def _name(kind: str, rank: int, text: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": 0, "tid": rank, "name": kind, "args": {"name": text}}
+
+
+def _slices(plan: Plan, box: Box) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    tokens = sum(plan.lengths[s] for s in box.sequences)
+    yield (
+        box.start,
+        box.end,
+        {
+            "cat": "group",
+            "name": f"micro-batch {box.micro_batch}: cp{box.degree}",
+            "args": {"sequences": list(box.sequences), "tokens": tokens},
+        },
+    )
+    start = box.start + plan.cost.launch
+    for s, end in zip(box.sequences, box.ends, strict=True):
+        yield (
+            start,
+            end,
+            {
+                "cat": "sequence",
+                "name": f"sequence {s}",
+                "args": {"tokens": plan.lengths[s], "degree": box.degree},
+            },
+        )
+        start = end

@@ -1,0 +1,177 @@
+"""Calibration: prices come back from times that they made, and from real ranks to a file."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hcp
+from hcp.cli.calibrate import grid as cells_of
+from hcp.cli.calibrate import held_out
+from hcp.cli.fit import Fit, Point, fit, non_negative_least_squares
+
+PRICES = {"pair": 2e-10, "token": 3e-7, "exchange": 4e-7, "launch": 5e-3, "step": 1e-4}
+
+
+def grid(truth: Fit, noise: float = 0.0, node: int = 100) -> list[Point]:
+    """What the grid would have measured under these prices."""
+    draw = random.Random(7)
+    points = []
+    for degree, rows, parts in itertools.product((1, 2, 3, 4, 8), (256, 1024, 4096), (1, 4, 16)):
+        lengths = (rows * degree // parts,) * parts
+        point = Point(lengths, degree, degree > node, 1.0)
+        seconds = truth.predict(point) * (1 + draw.uniform(-noise, noise))
+        points.append(Point(lengths, degree, degree > node, seconds))
+    return points
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize(
+    "prices",
+    [
+        PRICES,
+        PRICES | {"step": 0.0},
+        PRICES | {"exchange": 1e-8},
+        PRICES | {"launch": 0.0},
+        PRICES | {"exchange_far": 4e-6},
+    ],
+)
+def test_prices_come_back_from_times_that_they_made(prices: dict[str, float], overlap: int) -> None:
+    truth = Fit(prices, overlap)
+    points = grid(truth, node=4 if "exchange_far" in prices else 100)
+    found = fit(points)
+    assert found.errors(points)[-1] < 1e-3
+    for name in ("pair", "token", "launch"):
+        assert found.prices[name] == pytest.approx(prices[name], rel=2e-2, abs=1e-9)
+
+
+def test_all_to_all_has_a_price_of_its_own() -> None:
+    truth = Fit({"pair": 2e-10, "token": 3e-7, "all_to_all": 4e-7, "launch": 5e-3}, 0)
+    found = fit(grid(truth), "a2a")
+    assert found.cost.exchange == 0
+    assert found.prices["all_to_all"] == pytest.approx(4e-7, rel=1e-2)
+
+
+def test_noise_of_five_percent_leaves_errors_of_that_size() -> None:
+    points = grid(Fit(PRICES, 0), noise=0.05)
+    held_out = points[::4]
+    found = fit([point for point in points if point not in held_out])
+    errors = found.errors(held_out)
+    assert errors[len(errors) // 2] < 0.05
+    assert errors[-1] < 0.12
+
+
+def test_no_price_is_negative_when_times_fall_with_the_number_of_ranks() -> None:
+    points = [Point((1000,), d, False, 1.0 / d**2) for d in (1, 2, 4, 8)]
+    assert all(price >= 0 for price in fit(points).prices.values())
+
+
+def test_a_far_exchange_is_never_cheaper_than_a_near_one() -> None:
+    truth = Fit(PRICES | {"exchange_far": PRICES["exchange"]}, 0)
+    points = [
+        Point(p.lengths, p.degree, p.far, p.seconds * (0.7 if p.far else 1))
+        for p in grid(truth, node=4)
+    ]
+    found = fit(points).prices
+    assert found["exchange_far"] >= found["exchange"] > 0
+
+
+@given(st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 12))
+@settings(max_examples=60, deadline=None)
+def test_least_squares_keep_the_conditions_of_an_optimum(
+    seed: int, columns: int, rows: int
+) -> None:
+    """Karush, Kuhn and Tucker: x >= 0, the gradient >= 0, and 0 where x is not."""
+    generator = torch.Generator().manual_seed(seed)
+    matrix = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+    target = torch.randn(rows, generator=generator, dtype=torch.float64)
+    x = non_negative_least_squares(matrix, target)
+    gradient = matrix.T @ (matrix @ x - target)
+    assert bool((x >= 0).all())
+    assert bool((gradient >= -1e-8).all()), gradient
+    assert float((gradient * x).abs().max()) < 1e-8
+
+
+# ---- the grid ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8, 12, 64])
+def test_the_grid_has_every_kind_of_micro_batch(ranks: int) -> None:
+    cells = cells_of(ranks, 1000)
+    assert {1, ranks} <= {cell.degree for cell in cells}
+    assert len(set(cells)) == len(cells)
+    for cell in cells:
+        assert min(cell.lengths) >= 1
+        assert sum(cell.lengths) <= 1000 * cell.degree
+    assert max(sum(cell.lengths) for cell in cells) == 1000 * ranks
+
+
+def test_held_out_points_are_a_quarter_and_the_same_for_a_seed() -> None:
+    assert held_out(60, 1) == held_out(60, 1) != held_out(60, 2)
+    assert len(held_out(60, 1)) == 15
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+SMALL = ["--num-layers", "1", "--hidden-size", "16", "--ffn-hidden-size", "16"]
+SMALL += ["--num-attention-heads", "2", "--max-tokens-per-rank", "256", "--repeats", "1"]
+
+
+def calibrate(*argv: str) -> subprocess.CompletedProcess[str]:
+    root = str(Path(__file__).resolve().parents[1])
+    path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-m", "hcp", "calibrate", *SMALL, *argv],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("comm_type", ["p2p", "a2a"])
+def test_ranks_measure_and_leave_a_file_that_plans(comm_type: str, tmp_path: Path) -> None:
+    out = tmp_path / "cost.json"
+    done = calibrate("--ranks", "3", "--out", str(out), "--cp-comm-type", comm_type)
+    assert done.returncode == 0, done.stderr
+    assert "held-out points: median" in done.stdout
+    provenance = json.loads(out.read_text())["provenance"]
+    assert (provenance["ranks"], provenance["model"]["cp_comm_type"]) == (3, comm_type)
+    assert provenance["errors"]["held-out"]["points"] == 11
+    assert provenance["errors"]["fitted"]["points"] == 34
+    measured = [(n, count, d) for n, count, d, _ in provenance["points"]]
+    cells = [(c.lengths[0], len(c.lengths), c.degree) for c in cells_of(3, 256)]
+    assert measured == cells
+    assert all(seconds > 0 for *_, seconds in provenance["points"])
+    cost = hcp.CostModel.load(out)
+    hcp.check_plan(hcp.plan([700, 30, 90], ranks=3, max_tokens_per_rank=256, cost=cost))
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--max-tokens-per-rank", "64"], "max_tokens_per_rank is 64, expected >= 256"),
+        (["--num-query-groups", "3"], "num_attention_heads (2) % num_query_groups (3) == 2"),
+        (["--repeats", "0"], "repeats is 0, expected an integer >= 1"),
+        (["--out", "/none/such/cost.json"], "no such folder"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_ranks_start(
+    argv: list[str], message: str, tmp_path: Path
+) -> None:
+    done = calibrate("--out", str(tmp_path / "cost.json"), *argv)
+    assert done.returncode == 2
+    assert done.stderr.startswith("hcp calibrate: error: ")
+    assert message in done.stderr

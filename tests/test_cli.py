@@ -1,0 +1,431 @@
+"""The commands of python -m hcp: what they print, write and refuse."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hcp
+from hcp.__main__ import main
+from hcp.cli import doctor
+from hcp.cli.families import FAMILIES
+from hcp.trace import chrome_trace, timeline
+from hcp.transports import TRANSPORTS
+
+LIMITS = ["--ranks", "8", "--max-tokens-per-rank", "1024"]
+Capture = pytest.CaptureFixture[str]
+
+
+def test_help_lists_the_commands(capsys: Capture) -> None:
+    assert main(["--help"]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert listed == ["demo", "plan", "simulate", "calibrate", "doctor"]
+
+
+def test_an_unknown_command_is_refused_with_the_list(capsys: Capture) -> None:
+    assert main(["plam"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("'plam' is not a command\n\nusage: python -m hcp COMMAND")
+
+
+# ---- timeline and trace --------------------------------------------------------------------------
+
+
+def requests() -> st.SearchStrategy[hcp.Plan]:
+    return st.builds(
+        lambda lengths, launch, **limits: hcp.plan(
+            lengths, ranks=6, max_tokens_per_rank=90, cost=hcp.CostModel(launch=launch), **limits
+        ),
+        st.lists(st.integers(1, 500), max_size=30),
+        st.sampled_from([0, 10**6]),
+        sync=st.sampled_from(["step", "micro_batch"]),
+        speeds=st.sampled_from([None, [1.0, 0.7, 0.95, 0.93, 1.0, 0.99]]),
+    )
+
+
+@given(requests())
+@settings(max_examples=60, deadline=None)
+def test_the_timeline_runs_each_sequence_once_and_ends_at_the_makespan(plan: hcp.Plan) -> None:
+    boxes = timeline(plan)
+    assert max((box.end for box in boxes), default=0) == plan.makespan
+    assert sorted(s for box in boxes for s in box.sequences) == list(range(len(plan.lengths)))
+    for box in boxes:
+        for i, end in enumerate(box.ends):
+            first = hcp.Group(box.first_rank, box.degree, box.sequences[: i + 1])
+            assert end - box.start == plan.group_time(first)
+        assert box.end == box.ends[-1]
+
+
+@given(requests())
+@settings(max_examples=60, deadline=None)
+def test_no_rank_of_a_timeline_does_two_things_at_once(plan: hcp.Plan) -> None:
+    boxes = timeline(plan)
+    for rank in range(plan.ranks):
+        own = [box for box in boxes if box.first_rank <= rank < box.first_rank + box.degree]
+        own.sort(key=lambda box: box.start)
+        assert all(a.end <= b.start for a, b in itertools.pairwise(own))
+    if plan.sync == "micro_batch":
+        for a, b in itertools.combinations(boxes, 2):
+            assert a.micro_batch == b.micro_batch or a.end <= b.start
+
+
+def slices(trace: dict, category: str) -> list[dict]:
+    return [event for event in trace["traceEvents"] if event.get("cat") == category]
+
+
+def test_a_trace_has_a_row_per_rank_and_sequences_inside_their_group() -> None:
+    plan = hcp.plan([3000, 10, 900, 900], ranks=4, max_tokens_per_rank=1024)
+    trace = chrome_trace(plan)
+    for group in slices(trace, "group"):
+        inside = [
+            event
+            for event in slices(trace, "sequence")
+            if event["tid"] == group["tid"]
+            and group["ts"] <= event["ts"]
+            and event["ts"] + event["dur"] <= group["ts"] + group["dur"] * (1 + 1e-9)
+        ]
+        assert [event["name"] for event in inside] == [
+            f"sequence {s}" for s in group["args"]["sequences"]
+        ]
+        assert sum(event["args"]["tokens"] for event in inside) == group["args"]["tokens"]
+    names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"]
+    assert names == [f"rank {rank}" for rank in range(4)]
+
+
+def test_a_trace_is_in_microseconds_where_the_cost_has_seconds() -> None:
+    cost = hcp.CostModel.from_seconds(pair=1e-9, token=1e-6, launch=0.25)
+    plan = hcp.plan([1000] * 5, ranks=2, max_tokens_per_rank=1024, cost=cost)
+    ends = [event["ts"] + event["dur"] for event in slices(chrome_trace(plan, cost.unit), "group")]
+    assert cost.unit is not None
+    assert max(ends) == pytest.approx(plan.makespan * cost.unit * 1e6)
+    assert max(ends) > 0.75e6  # three micro-batches of a quarter of a second
+
+
+# ---- plan ----------------------------------------------------------------------------------------
+
+
+def test_plan_prints_a_report_and_its_micro_batches(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "lengths").write_text("3000, 10\n20 [900]")
+    assert main(["plan", str(tmp_path / "lengths"), *LIMITS]) == 0
+    out = capsys.readouterr().out
+    assert "4 sequences, 3,930 tokens, longest 3,000" in out
+    assert "makespan" in out
+    assert "micro-batch  groups  sequences" in out
+
+
+def test_plan_takes_lengths_from_standard_input(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("3000 10"))
+    assert main(["plan", *LIMITS]) == 0
+    assert "2 sequences, 3,010 tokens" in capsys.readouterr().out
+
+
+def test_plan_gives_data_pictures_and_a_trace(tmp_path: Path, capsys: Capture) -> None:
+    trace, svg, png = (tmp_path / name for name in ("trace.json", "plan.svg", "plan.png"))
+    argv = ["--family", "mock", "--sequences", "40", "--max-length", "700", "--json"]
+    outputs = ["--trace", str(trace), "--svg", str(svg), "--png", str(png)]
+    assert main(["plan", *argv, *outputs, *LIMITS]) == 0
+    plan = hcp.Plan.from_dict(json.loads(capsys.readouterr().out))
+    hcp.check_plan(plan)
+    assert len(plan.lengths) == 40
+    assert max(plan.lengths) == 700
+    assert json.loads(trace.read_text()) == chrome_trace(plan)
+    assert svg.read_text().startswith("<?xml")
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plan_takes_costs_by_name_and_from_a_file(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "lengths").write_text("3000 10 20 900")
+    hcp.CostModel.preset("flexsp-7b").save(tmp_path / "cost.json", {})
+    outs = []
+    for cost in ("flexsp-7b", str(tmp_path / "cost.json")):
+        assert main(["plan", str(tmp_path / "lengths"), *LIMITS, "--json", "--cost", cost]) == 0
+        outs.append(capsys.readouterr().out)
+    assert outs[0] == outs[1]
+    assert json.loads(outs[0])["cost"]["launch"] == hcp.CostModel.preset("flexsp-7b").launch
+
+
+def test_plan_knows_pipelines(capsys: Capture) -> None:
+    stages = ["--pipeline-stages", "2", "--virtual-stages", "2", "--micro-batch-group", "3"]
+    family = ["--family", "mock", "--sequences", "40", "--max-length", "700"]
+    assert main(["plan", *family, *LIMITS, *stages, "--json"]) == 0
+    plan = hcp.Plan.from_dict(json.loads(capsys.readouterr().out))
+    assert (plan.core.pipeline_stages, plan.core.virtual_stages) == (2, 2)
+    assert len(plan.micro_batches) % 3 == 0
+
+
+@pytest.mark.parametrize("cost", ["flexsp-8b", "{file}"])
+def test_plan_refuses_costs_that_it_cannot_read(cost: str, tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "cost.json").write_text("{}")
+    with pytest.raises(SystemExit) as error:
+        main(["plan", *LIMITS, "--cost", cost.format(file=tmp_path / "cost.json")])
+    assert error.value.code == 2
+    message = capsys.readouterr().err
+    assert "flexsp-7b" in message if cost == "flexsp-8b" else "format is None" in message
+
+
+def test_plan_says_why_there_is_none(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "lengths").write_text("9000")
+    assert main(["plan", str(tmp_path / "lengths"), *LIMITS]) == 1
+    assert "no plan: lengths[0] is 9000: the fullest of 8 ranks" in capsys.readouterr().err
+    assert main(["plan", str(tmp_path / "none"), *LIMITS]) == 1
+    assert "No such file" in capsys.readouterr().err
+    (tmp_path / "lengths").write_text("9 nine")
+    assert main(["plan", str(tmp_path / "lengths"), *LIMITS]) == 1
+    assert "'nine', expected lengths in tokens" in capsys.readouterr().err
+
+
+# ---- simulate ------------------------------------------------------------------------------------
+
+
+SIMULATE = ["simulate", "--family", "mock", "--sequences", "60", "--batches", "3", *LIMITS]
+
+
+def simulated(capsys: Capture, *argv: str) -> dict[str, dict]:
+    assert main([*SIMULATE, "--json", *argv]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["simulated"] is True
+    return data["results"]
+
+
+def test_simulate_says_that_it_is_simulated(capsys: Capture) -> None:
+    assert main(SIMULATE) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("SIMULATED: 3 batches of 60 mock sequences")
+    assert "nothing here was measured but the planning time" in out
+    rows = [line for line in out.splitlines() if " x " in line]
+    assert [line[:14].strip() for line in rows] == ["static CP", "packing only", "hcp"]
+
+
+@pytest.mark.parametrize("sync", ["step", "micro_batch"])
+def test_hcp_is_never_behind_in_its_own_model(sync: str, capsys: Capture) -> None:
+    results = simulated(capsys, "--sync", sync)
+    assert results["hcp"]["speedup"] >= results["packing only"]["speedup"] >= 1
+    assert results["static CP"]["speedup"] == 1
+    assert results["hcp"]["of_bound"] >= 1
+    assert results["static CP"]["planning_ms"] is None
+
+
+def test_tokens_per_second_are_tokens_over_the_makespans_of_the_cost_model(capsys: Capture) -> None:
+    """All prices but the launch are next to nothing, so micro-batches can be counted."""
+    rates = ["--tflops", "1e5", "--attention-tflops", "1e5", "--gbps", "1e5", "--launch-ms", "1e4"]
+    results = simulated(capsys, *rates, "--max-length", "1024")
+    static = results["static CP"]
+    tokens = sum(
+        min(1024, FAMILIES["mock"].draw(random))
+        for random in (Random(seed) for seed in range(3))
+        for _ in range(60)
+    )
+    assert static["micro_batches"] == 8  # 60 sequences on 8 ranks of degree 1
+    assert static["tokens_per_second"] == pytest.approx(tokens / (3 * 8 * 10), rel=1e-3)
+    assert static["gigabytes"] == 0
+
+
+def test_bytes_are_keys_and_values_of_all_layers_three_times(capsys: Capture) -> None:
+    lengths = ["--sequences", "1", "--batches", "1", "--max-length", "128", "--seed", "5"]
+    forced = [
+        "--min-degree",
+        "4",
+        "--max-degree",
+        "4",
+        "--ranks-per-node",
+        "2",
+        "--num-layers",
+        "10",
+    ]
+    results = simulated(capsys, *lengths, *forced)
+    # 128 tokens on 4 ranks of 2 nodes: each rank receives 96, and a token enters the
+    # node that does not hold it.
+    token = 3 * 10 * 2 * 8 * 128 * 2
+    degree = 4
+    assert results["hcp"]["gigabytes"] == pytest.approx(degree * 96 * token / 1e9)
+    assert results["hcp"]["far_gigabytes"] == pytest.approx(128 * token / 1e9)
+
+
+def test_a_pipeline_of_equal_micro_batches_takes_what_1f1b_takes(capsys: Capture) -> None:
+    """Eight equal micro-batches in four stages: (8 + 3) / 8 of the time of a stage."""
+    rates = ["--tflops", "1e5", "--attention-tflops", "1e5", "--gbps", "1e5", "--launch-ms", "1e4"]
+    argv = ["--sync", "micro_batch", "--max-length", "1024", *rates]
+    plain = simulated(capsys, *argv)["static CP"]
+    piped = simulated(capsys, *argv, "--pipeline-stages", "4")["static CP"]
+    assert plain["bubble"] == 0
+    assert piped["bubble"] == pytest.approx(3 / 11, rel=1e-2)
+    ratio = piped["tokens_per_second"] / plain["tokens_per_second"]
+    assert ratio == pytest.approx(4 * 8 / 11, rel=1e-2)
+
+
+def test_slower_ranks_give_fewer_tokens_and_hcp_knows_which(capsys: Capture) -> None:
+    plain, spread = simulated(capsys), simulated(capsys, "--speed-spread", "0.3")
+    for name, result in spread.items():
+        assert result["tokens_per_second"] < plain[name]["tokens_per_second"]
+    assert spread["hcp"]["speedup"] > plain["hcp"]["speedup"]
+
+
+def test_simulate_draws_the_first_batch(tmp_path: Path, capsys: Capture) -> None:
+    svg, png = tmp_path / "batch.svg", tmp_path / "batch.png"
+    simulated(capsys, "--svg", str(svg), "--png", str(png))
+    assert svg.read_text().startswith("<?xml")
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--tflops", "0"], "tflops is 0.0, expected > 0"),
+        (["--gbps", "nan"], "gbps is nan, expected > 0"),
+        (["--speed-spread", "1"], "speed_spread is 1.0, expected 0 <= share < 1"),
+        (["--pipeline-stages", "5"], "num_layers (32) % pipeline_stages (5) == 2, expected 0"),
+        (["--batches", "0"], "batches is 0, expected an integer >= 1"),
+        (["--ranks", "0"], "ranks is 0, expected an integer >= 1"),
+        (["--num-attention-heads", "7"], "hidden_size (4096) % num_attention_heads (7) == 1"),
+        (["--max-tokens-per-rank", "100"], "no degree of static CP on 8 ranks holds 8192 tokens"),
+    ],
+)
+def test_simulate_says_what_it_cannot(argv: list[str], message: str, capsys: Capture) -> None:
+    assert main([*SIMULATE, "--seed", "2", *argv]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_simulate_needs_costs_in_seconds(tmp_path: Path, capsys: Capture) -> None:
+    hcp.CostModel().save(tmp_path / "cost.json", {})
+    assert main([*SIMULATE, "--cost", str(tmp_path / "cost.json")]) == 1
+    assert "the cost file has no unit_seconds" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_draws_the_same_lengths_from_the_same_seed(name: str) -> None:
+    draws = [[FAMILIES[name].draw(random) for _ in range(200)] for random in (Random(3), Random(3))]
+    assert draws[0] == draws[1]
+    assert min(draws[0]) >= 1
+    assert len(set(draws[0])) > 50
+
+
+# ---- doctor --------------------------------------------------------------------------------------
+
+
+def examined(capsys: Capture, *argv: str) -> dict[tuple[str, str], dict]:
+    main(["doctor", "--json", *argv])
+    return {(f["part"], f["name"]): f for f in json.loads(capsys.readouterr().out)}
+
+
+def test_doctor_says_what_works_here_and_why_the_rest_does_not(capsys: Capture) -> None:
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    parts = [line for line in out.splitlines() if not line.startswith(" ")]
+    assert parts == [
+        *("versions", "devices", "links", "kernels", "attention", "transports", "trial")
+    ]
+    assert all(line[2:4] in ("ok", "no", "  ") for line in out.splitlines() if line[0] == " ")
+    assert f"torch                       {torch.__version__}" in out
+
+
+def test_doctor_makes_no_cuda_context_and_no_process_group(capsys: Capture) -> None:
+    before = torch.cuda.is_initialized()
+    main(["doctor"])
+    assert torch.cuda.is_initialized() == before
+    assert not dist.is_initialized()
+
+
+def test_doctor_tries_every_type_on_the_cpu(capsys: Capture) -> None:
+    findings = examined(capsys)
+    for dtype in doctor.DTYPES:
+        assert findings["trial", f"CPU, {dtype}"]["usable"] is True
+        assert "3 ranks in loopback equal one" in findings["trial", f"CPU, {dtype}"]["says"]
+    assert findings["trial", "GPUs"]["says"].startswith("not tried: --probe does")
+
+
+def test_doctor_reports_a_trial_that_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setattr(doctor, "_difference", lambda *arguments: 1e-3)
+    assert main(["doctor"]) == 1
+    assert "no  CPU, float64" in capsys.readouterr().out
+    monkeypatch.setattr(doctor, "_difference", lambda *arguments: float("nan"))
+    assert main(["doctor"]) == 1
+    assert "ArithmeticError: 3 ranks differ from one by nan" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch has CUDA")
+def test_doctor_says_that_torch_has_no_cuda(capsys: Capture) -> None:
+    findings = examined(capsys, "--probe")
+    for part, name in [
+        *(("kernels", f"{name}, CUDA") for name in doctor.KERNELS),
+        ("attention", "FlashAttention-2 of torch"),
+        ("trial", "GPUs"),
+    ]:
+        assert findings[part, name]["usable"] is False
+        assert findings[part, name]["says"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "built", "nccl", "peer"),
+    [
+        (0, True, (False, "torch sees no GPU"), (False, "torch sees no GPU")),
+        (2, False, (False, "nvcc was missing"), (False, "nvcc was missing")),
+        (1, True, (True, "NCCL 2.28.9"), (False, "wants two")),
+        (2, True, (True, "NCCL 2.28.9"), (None, "when process groups are built")),
+    ],
+)
+def test_doctor_says_which_transports_gpus_have(
+    gpus: int,
+    built: bool,
+    nccl: tuple[bool | None, str],
+    peer: tuple[bool | None, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 28, 9))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("hcp.transports.has_kernels", lambda: built)
+    found = {finding.name: finding for finding in doctor.transports()}
+    assert set(TRANSPORTS) - {"auto", "torch"} <= set(found)
+    for name, (usable, says) in (("nccl", nccl), ("peer", peer)):
+        assert found[name].usable is usable
+        assert says in found[name].says
+
+
+def fake_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    program = folder / "nvidia-smi"
+    program.write_text("#!/bin/sh\n" + script)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+
+
+SMI = """case "$1" in
+--query-gpu=*) printf '0, NVIDIA H200, 143771 MiB, 580.1, 9.0\\n1, NVIDIA H200, 143771 MiB, 580.1, 9.0\\n' ;;
+topo) printf '\\tGPU0\\tGPU1\\tGPU2\\tCPU Affinity\\nGPU0\\t X \\tNV18\\tSYS\\t0-9\\nGPU1\\tNV18\\t X \\tSYS\\t0-9\\nGPU2\\tSYS\\tSYS\\t X \\t0-9\\n\\nLegend:\\n\\n  X = Self\\n' ;;
+esac
+"""  # noqa: E501
+
+
+def test_doctor_reads_gpus_and_links_from_the_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    fake_nvidia_smi(tmp_path, monkeypatch, SMI)
+    findings = examined(capsys)
+    says = "NVIDIA H200, 143771 MiB, driver 580.1, compute capability 9.0"
+    assert findings["devices", "GPU 1"]["says"] == says
+    assert findings["links", "NV18"]["says"] == "NVLink: GPUs 0-1"
+    assert findings["links", "SYS"]["says"] == "across sockets: GPUs 0-2, 1-2"
+
+
+def test_doctor_says_why_the_driver_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    fake_nvidia_smi(tmp_path, monkeypatch, "echo 'no devices were found'; exit 6")
+    findings = examined(capsys)
+    says = "none: nvidia-smi failed with exit code 6: no devices were found"
+    assert findings["devices", "GPU"] == {
+        "part": "devices", "name": "GPU", "says": says, "usable": False
+    }  # fmt: skip

@@ -1,0 +1,145 @@
+"""Cost models: seconds to integers, files that hold them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hcp
+from hcp.cost import PRESETS, PRICES, TIMES, Table
+
+
+@given(
+    st.dictionaries(st.sampled_from(TIMES), st.floats(1e-13, 1e-3)),
+    st.floats(1e-14, 1e-6),
+)
+def test_prices_in_seconds_are_kept_to_a_part_in_a_thousand(
+    seconds: dict[str, float], pair: float
+) -> None:
+    given_seconds = seconds | {"pair": pair}
+    cost = hcp.CostModel.from_seconds(**given_seconds)
+    assert cost.unit is not None
+    assert 1000 <= cost.pair <= 10_000
+    for name in TIMES:
+        value = given_seconds.get(name, 0.0)
+        assert abs(getattr(cost, name) * cost.unit - value) <= 0.501 * cost.unit + 1e-12 * value
+
+
+def test_without_pairs_tokens_set_the_unit() -> None:
+    cost = hcp.CostModel.from_seconds(token=2.5e-5, launch=1.0)
+    assert (cost.token, cost.pair, cost.unit) == (2500, 0, 1e-8)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "message"),
+    [
+        ({"pair": -1.0}, "pair is -1.0, expected seconds >= 0"),
+        ({"pair": 1.0, "launch": math.nan}, "launch is nan, expected seconds >= 0"),
+        ({"launch": 1.0}, "pair and token are 0"),
+        ({"pair": 1.0, "lunch": 1.0}, "lunch is not a time, expected pair, token"),
+    ],
+)
+def test_what_is_no_time_is_refused(seconds: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        hcp.CostModel.from_seconds(**seconds)
+
+
+def test_a_function_has_a_unit() -> None:
+    with pytest.raises(ValueError, match=r"cost\.unit is None, expected seconds > 0 for a cost"):
+        hcp.CostModel(function=lambda length, degree: 1.0)
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_saved_model_is_loaded_as_it_was(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "cost.json"
+    hcp.CostModel.preset(name).save(path, {"source": name})
+    assert hcp.CostModel.load(path) == hcp.CostModel.preset(name)
+    assert json.loads(path.read_text())["provenance"] == {"source": name}
+
+
+def test_a_saved_table_makes_the_same_plan(tmp_path: Path) -> None:
+    lengths, limits = [900, 30, 1200], {"ranks": 3, "max_tokens_per_rank": 700}
+    cost = hcp.CostModel.from_function(lambda n, d: n * n / d * 1e-6 + 1e-5, launch=1e-3)
+    with pytest.raises(ValueError, match="is a function: save what tabulated"):
+        cost.save(tmp_path / "cost.json", {})
+    table = cost.tabulated(lengths, range(1, 4))
+    table.save(tmp_path / "cost.json", {})
+    loaded = hcp.CostModel.load(tmp_path / "cost.json")
+    assert loaded == table
+    plans = [hcp.plan(lengths, cost=c, **limits) for c in (table, loaded)]
+    assert plans[0].checksum == plans[1].checksum
+
+
+def saved(path: Path, **changes: Any) -> Path:
+    """A good file with entries changed by dotted name; None takes the entry out."""
+    cost = hcp.CostModel(table=Table((10, 20), (1, 2), (4, 3, 8, 5)), unit=1e-9)
+    cost.save(path, {})
+    data = json.loads(path.read_text())
+    for name, value in changes.items():
+        *parents, last = name.split("__")
+        place = data
+        for parent in parents:
+            place = place[parent]
+        if value is None:
+            del place[last]
+        else:
+            place[last] = value
+    path.write_text(json.dumps(data))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": "other"}, "format is 'other', expected 'hcp cost model, version 1'"),
+        ({"format": None}, "format is None, expected"),
+        ({"prices__pair": None}, "prices.pair is missing, expected pair, token"),
+        ({"prices__pears": 3}, "prices.pears is unknown, expected pair, token"),
+        ({"prices": [1]}, "prices is [1], expected an object"),
+        ({"prices__token": 1.5}, "cost.token is 1.5, expected an integer >= 0"),
+        ({"prices__token": -1}, "cost.token is -1, expected an integer >= 0"),
+        ({"prices__token": True}, "cost.token is True, expected an integer >= 0"),
+        ({"unit_seconds": 0}, "cost.unit is 0, expected seconds > 0"),
+        ({"unit_seconds": "ns"}, "unit_seconds is 'ns', expected a number > 0 or null"),
+        ({"provenance": "me"}, "provenance is 'me', expected an object"),
+        ({"speed": 3}, "speed is unknown, expected format, unit_seconds"),
+        ({"table__times": [1, 2, 3]}, "table.times has 3 entries, expected lengths * degrees = 4"),
+        ({"table__times": [1, 2, 3, 0]}, "table.times is [1, 2, 3, 0], expected integers >= 1"),
+        ({"table__degrees": [2, 1]}, "table.degrees is [2, 1], expected ascending integers"),
+        ({"table__lengths": None}, "table.lengths is missing, expected lengths, degrees, times"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_its_name_and_entry(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = saved(tmp_path / "cost.json", **changes)
+    with pytest.raises(ValueError, match=re.escape(f"{path}: {message}")):
+        hcp.CostModel.load(path)
+
+
+def test_a_file_without_any_price_of_work_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cost.json"
+    hcp.CostModel().save(path, {})
+    data = json.loads(path.read_text())
+    data["prices"] = dict.fromkeys(PRICES, 0)
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=r"prices\.pair and prices\.token are 0"):
+        hcp.CostModel.load(path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "\x00", "[]"])
+def test_what_is_no_json_object_is_refused_with_the_name(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "cost.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(f"{path}: ")):
+        hcp.CostModel.load(path)
