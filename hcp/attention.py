@@ -12,62 +12,108 @@ a buffer.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from hcp import heads, ops
-from hcp.exchange import Pending, Transport, agree_once, signature, tag_of, transport_of
-from hcp.kernels import Call, Kernel, kernel_for
-from hcp.layout import Entry, Schedule, Stage, schedule_of
+from hcp.exchange import (
+    SharingTransport,
+    Transport,
+    agree_once,
+    shares,
+    signature,
+    tag_of,
+    transport_of,
+)
+from hcp.kernels import Call, Choice, Kernel, families, kernel_for
+from hcp.layout import Entry, Move, Schedule, Trade, kernel_of, schedule_of
 
 # ---- stages: keys as they arrive -----------------------------------------------------------------
 
 
-class _Fetch(NamedTuple):
-    """A stage whose keys are on their way."""
+class _Carried:
+    """Keys beside values that peers send."""
 
-    stage: Stage
-    received: Tensor
-    pending: Pending
+    def __init__(
+        self, transport: Transport, schedule: Schedule, local: list[Tensor], tag: int
+    ) -> None:
+        self._transport, self._schedule = transport, schedule
+        self._local, self._tag = local, tag
+        self._received = local[0].new_empty(0, 0)
 
-    def rows(self) -> Tensor:
-        """Keys beside values, (key_rows, G * (D + E)), once they are there."""
-        self.pending.wait()
-        if len(self.stage.arrange) == 0:
-            return self.received
-        return ops.pack([self.received], self.stage.arrange, self.stage.key_rows)
+    def begin(self, number: int) -> Callable[[], Tensor]:
+        """Start a stage's exchange; its rows, (key_rows, G * (D + E)), once they are there."""
+        stage = self._schedule.stages[number]
+        packed = len(stage.pack) > 0
+        sent = ops.pack(self._local, stage.pack, stage.sent_rows) if packed else self._received
+        width = sum(rows.shape[1] for rows in self._local)
+        received = self._local[0].new_empty(stage.received_rows, width)
+        pending = self._transport.start(sent, stage.sends, received, stage.receives, tag=self._tag)
+
+        def rows() -> Tensor:
+            pending.wait()
+            self._received = received
+            if len(stage.arrange) == 0:
+                return received
+            return ops.pack([received], stage.arrange, stage.key_rows)
+
+        return rows
 
 
-def _fetch(
-    transport: Transport, stage: Stage, local: list[Tensor], forwarded: Tensor, tag: int
-) -> _Fetch:
-    packed = len(stage.pack) > 0
-    sent = ops.pack(local, stage.pack, stage.sent_rows) if packed else forwarded
-    received = local[0].new_empty(stage.received_rows, sum(rows.shape[1] for rows in local))
-    pending = transport.start(sent, stage.sends, received, stage.receives, tag=tag)
-    return _Fetch(stage, received, pending)
+class _Shared:
+    """Keys beside values that this rank reads from where their owners staged them."""
+
+    def __init__(
+        self, transport: SharingTransport, schedule: Schedule, local: list[Tensor], tag: int
+    ) -> None:
+        self._schedule, self._tag = schedule, tag
+        self._nothing = local[0].new_empty(0, sum(rows.shape[1] for rows in local))
+        readers = [move.peer for move in schedule.home_receives]
+        self._staged = transport.stage(
+            next(schedule.exchanges),
+            schedule.query_rows,
+            self._nothing.shape[1],
+            local[0].dtype,
+            readers,
+        )
+        if readers:
+            self._staged.write(local, schedule.whole_run, 2, tag)
+
+    def begin(self, number: int) -> Callable[[], Tensor]:
+        read = self._schedule.reads[number]
+        if read is None:
+            return lambda: self._nothing
+        owners, runs, done = read
+        rows = self._schedule.stages[number].key_rows
+        return self._staged.read(owners, runs, rows, self._tag, done).wait
 
 
 def _arrivals(
     transport: Transport, schedule: Schedule, key: Tensor, value: Tensor, tag: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Keys and values of each stage, while those of the next are on their way."""
+    if len(schedule.stages) == 1:
+        yield key, value
+        return
     local = [key.flatten(1), value.flatten(1)]
     width = key.shape[1] * key.shape[2]
-    stages = schedule.stages
-    received = local[0].new_empty(0, 0)
+    journey: _Carried | _Shared
+    if shares(transport):
+        journey = _Shared(transport, schedule, local, tag)
+    else:
+        journey = _Carried(transport, schedule, local, tag)
     stage_key, stage_value = key, value
-    for following in [*stages[1:], None]:
-        fetch = _fetch(transport, following, local, received, tag) if following else None
+    for number in range(1, len(schedule.stages)):
+        rows = journey.begin(number)
         yield stage_key, stage_value
-        if fetch is not None:
-            received = fetch.rows()
-            stage_rows = len(received)
-            stage_key = received[:, :width].view(stage_rows, *key.shape[1:])
-            stage_value = received[:, width:].view(stage_rows, *value.shape[1:])
+        received = rows()
+        stage_rows = len(received)
+        stage_key = received[:, :width].view(stage_rows, *key.shape[1:])
+        stage_value = received[:, width:].view(stage_rows, *value.shape[1:])
+    yield stage_key, stage_value
 
 
 # ---- calls: what a kernel computes at once -------------------------------------------------------
@@ -82,6 +128,11 @@ class _Calls(NamedTuple):
     """The same, with the sinks as one more part behind the calls."""
     home_runs: Tensor
     local_runs: Tensor
+    one_call: bool
+    """Whether a single call computes all rows on keys that lie here: nothing is merged or
+    summed."""
+    home: dict[int, _Home]
+    """Of this rank, once it is needed."""
 
 
 def _calls_of(schedule: Schedule, kernel: Kernel) -> _Calls:
@@ -114,14 +165,22 @@ def _make_calls(schedule: Schedule, kernel: Kernel) -> _Calls:
         _with_sinks(output_runs, number, schedule.query_rows),
         _renumber(schedule.home_runs, places, 2),
         _renumber(schedule.local_runs, local, 2),
+        number == len(schedule.stages) == 1 and _covers(output_runs, schedule.query_rows),
+        {},
     )
+
+
+def _covers(runs: Tensor, rows: int) -> bool:
+    """Whether runs of one part are that part, row by row."""
+    in_place = bool((runs[:, 0] == runs[:, 3]).all())
+    return in_place and int(runs[:, 1].sum()) == rows
 
 
 def _renumber(runs: Tensor, places: list[tuple[int, int, int]], offset: int) -> Tensor:
     """Runs over entries as runs over calls: the part, and where it starts in there."""
     if len(runs) == 0:
         return runs
-    table = torch.tensor(places)[runs[:, 2]]
+    table = torch.tensor(places, device="cpu")[runs[:, 2]]
     return torch.stack([runs[:, 0], runs[:, 1], table[:, 0], runs[:, 3] + table[:, offset]], 1)
 
 
@@ -137,53 +196,267 @@ def _with_sinks(runs: Tensor, part: int, rows: int) -> Tensor:
     return both[both[:, 0].sort(stable=True).indices]
 
 
+# ---- one call ------------------------------------------------------------------------------------
+
+
+class _Run(NamedTuple):
+    """How one call, or its backward, is computed."""
+
+    transport: Transport
+    schedule: Schedule
+    kernel: Kernel
+    calls: _Calls
+    scale: float
+    tag: int
+
+    @classmethod
+    def of(
+        cls,
+        transport: Transport,
+        schedule: Schedule,
+        query: Tensor,
+        choice: Choice,
+        scale: float,
+        tag: int,
+    ) -> _Run:
+        kernel = kernel_for(query.device, query.dtype, choice)
+        return cls(transport, schedule, kernel, _calls_of(schedule, kernel), scale, tag)
+
+
+def _cut(tensor: Tensor, rows: slice) -> Tensor:
+    """Some of the rows; without a view where they are all."""
+    return tensor if rows.stop - rows.start == tensor.shape[0] else tensor[rows]
+
+
+def _forward(
+    run: _Run, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Queries against keys as they arrive, merged."""
+    outs, lses = [], []
+    arrivals = _arrivals(run.transport, run.schedule, key, value, run.tag)
+    for stage_calls, (stage_key, stage_value) in zip(run.calls.stages, arrivals, strict=True):
+        for call in stage_calls:
+            keys, values = _cut(stage_key, call.keys), _cut(stage_value, call.keys)
+            queries = _cut(query, call.queries)
+            out, lse = run.kernel.forward(call, queries, keys, values, run.scale)
+            outs.append(out)
+            lses.append(lse)
+    if not outs:  # no rows: a query sees at least its own key
+        return _empty_result(query, value)
+    return _merge(outs, lses, run.calls, sinks, run.schedule.query_rows)
+
+
+def _backward_rows(
+    run: _Run,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values, those of others' keys sent home."""
+    grad_queries: list[Tensor] = []
+    grad_keys: list[Tensor] = []
+    grad_values: list[Tensor] = []
+    arrivals = _arrivals(run.transport, run.schedule, key, value, run.tag)
+    for stage_calls, (stage_key, stage_value) in zip(run.calls.stages, arrivals, strict=True):
+        for call in stage_calls:
+            rows = call.queries
+            keys, values = _cut(stage_key, call.keys), _cut(stage_value, call.keys)
+            grads = run.kernel.backward(
+                call,
+                _cut(grad_out, rows),
+                None if grad_lse is None else _cut(grad_lse, rows),
+                _cut(query, rows),
+                keys,
+                values,
+                _cut(out, rows),
+                _cut(lse, rows),
+                run.scale,
+            )
+            for parts, grad in zip((grad_queries, grad_keys, grad_values), grads, strict=True):
+                parts.append(grad.flatten(1))
+    if not grad_queries:
+        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    if run.calls.one_call:
+        grads = (grad_queries[0], grad_keys[0], grad_values[0])
+    else:
+        bring_home = (
+            _read_home if shares(run.transport) and len(run.schedule.stages) > 1 else _bring_home
+        )
+        home = bring_home(run, grad_keys, grad_values)
+        # Meanwhile:
+        grad_query = ops.reduce(grad_queries, run.calls.output_runs, run.schedule.query_rows)
+        grads = (grad_query, *home())
+    grad_query, grad_key, grad_value = grads
+    return grad_query.view(query.shape), grad_key.view(key.shape), grad_value.view(value.shape)
+
+
+# ---- gradients on their way home -----------------------------------------------------------------
+
+
+def _bring_home(
+    run: _Run, grad_keys: list[Tensor], grad_values: list[Tensor]
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Gradients of this rank's keys and values: partial ones of other ranks' travel to their
+    owners, and each owner sums its own, (T, G * D) and (T, G * E)."""
+    schedule, calls = run.schedule, run.calls
+    columns = [grad for pair in zip(grad_keys, grad_values, strict=True) for grad in pair]
+    sent = ops.reduce(columns, calls.home_runs, schedule.home_sent_rows, columns=2)
+    home = sent.new_empty(schedule.home_received_rows, sent.shape[1])
+    pending = run.transport.start(
+        sent, schedule.home_sends, home, schedule.home_receives, tag=run.tag
+    )
+    local, width, rows = len(calls.stages[0]), grad_keys[0].shape[1], schedule.query_rows
+
+    def sums() -> tuple[Tensor, Tensor]:
+        pending.wait()
+        return (
+            ops.reduce([*grad_keys[:local], home[:, :width]], calls.local_runs, rows),
+            ops.reduce([*grad_values[:local], home[:, width:]], calls.local_runs, rows),
+        )
+
+    return sums
+
+
+class _Home(NamedTuple):
+    """Partial gradients in their owners' reach. Each rank stages, for each of the others, as many
+    rows as that owner has."""
+
+    staged_rows: int
+    staged_runs: Tensor
+    parts: list[tuple[int, int]]
+    """Ranks that staged rows for this one, and how many each staged in all."""
+    runs: Tensor
+    """Of this rank's calls of stage 0, then of those ranks."""
+
+
+def _home_of(schedule: Schedule, calls: _Calls, rank: int) -> _Home:
+    def start(stager: int, owner: int) -> int:
+        return sum(n for peer, n in schedule.blocks.items() if peer < owner and peer != stager)
+
+    def shifted(rows: Tensor, moves: list[Move], starts: list[int]) -> tuple[Tensor, Tensor]:
+        """The move that each row belongs to, and the row counted from that move's start."""
+        firsts = torch.tensor([move.row for move in moves], device="cpu")
+        move = torch.searchsorted(firsts, rows, right=True) - 1
+        return move, rows - firsts[move] + torch.tensor(starts, device="cpu")[move]
+
+    sends = sorted(schedule.home_sends, key=lambda move: move.row)
+    staged = calls.home_runs
+    if sends:
+        _, rows = shifted(
+            staged[:, 0].contiguous(), sends, [start(rank, move.peer) for move in sends]
+        )
+        staged = torch.cat([rows.unsqueeze(1), staged[:, 1:]], 1)
+        staged = staged[rows.sort(stable=True).indices]
+    receives = sorted(schedule.home_receives, key=lambda move: move.row)
+    local = len(calls.stages[0])
+    runs = calls.local_runs.clone()
+    home = runs[:, 2] == local
+    if receives:
+        starts = [start(move.peer, rank) for move in receives]
+        move, rows = shifted(runs[home, 3], receives, starts)
+        runs[home, 2], runs[home, 3] = local + move, rows
+    total = sum(schedule.blocks.values())
+    return _Home(
+        total - schedule.query_rows,
+        staged,
+        [(move.peer, total - schedule.blocks[move.peer]) for move in receives],
+        runs,
+    )
+
+
+def _read_home(
+    run: _Run, grad_keys: list[Tensor], grad_values: list[Tensor]
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    """As _bring_home, where each owner reads and sums what the others staged for it."""
+    assert shares(run.transport)
+    transport, schedule, calls = run.transport, run.schedule, run.calls
+    local, width = len(calls.stages[0]), grad_keys[0].shape[1]
+    pairs = list(zip(grad_keys, grad_values, strict=True))
+    home = calls.home.get(transport.rank)
+    if home is None:
+        home = calls.home[transport.rank] = _home_of(schedule, calls, transport.rank)
+    readers = [move.peer for move in schedule.home_sends]
+    staged = transport.stage(
+        next(schedule.exchanges),
+        home.staged_rows,
+        width + grad_values[0].shape[1],
+        grad_keys[0].dtype,
+        readers,
+    )
+    if readers:
+        columns = [grad for pair in pairs for grad in pair]
+        staged.write(columns, home.staged_runs, 2, run.tag)
+    owners = [peer for peer, _ in home.parts]
+    reading = staged.read(
+        home.parts, home.runs, schedule.query_rows, run.tag, owners, own=pairs[:local]
+    )
+
+    def sums() -> tuple[Tensor, Tensor]:
+        summed = reading.wait()
+        return summed[:, :width], summed[:, width:]
+
+    return sums
+
+
+def _merge(
+    outs: list[Tensor], lses: list[Tensor], calls: _Calls, sinks: Tensor | None, rows: int
+) -> tuple[Tensor, Tensor]:
+    if sinks is None:
+        if calls.one_call:
+            return outs[0], lses[0]
+        return ops.merge(outs, lses, calls.output_runs, rows)
+    # A sink is a key that every query of its head sees, whose value is 0.
+    _, query_heads, head_size = outs[0].shape
+    sink_out = outs[0].new_zeros(head_size).expand(rows, query_heads, -1)
+    sink_lse = sinks.to(lses[0].dtype).expand(rows, -1)
+    return ops.merge([*outs, sink_out], [*lses, sink_lse], calls.sunk_runs, rows)
+
+
+def _empty_result(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp, not yet computed."""
+    out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+    return out, query.new_empty(query.shape[:2], dtype=_wide(query.dtype))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 # ---- heads for sequence --------------------------------------------------------------------------
 #
-# Each rank has whole sequences of some heads, and nothing is merged but sinks.
+# Neighbours trade their rows for heads, and each computes its own heads of all their rows.
 
 
 class _Heads:
-    """Who computes which heads of one call. A key-value head is on every rank whose query heads
-    attend to it."""
+    """Who of the neighbours computes which heads. A key-value head is on every rank whose query
+    heads attend to it."""
 
-    def __init__(self, transport: Transport, schedule: Schedule, query: Tensor, key: Tensor):
-        self.transport, self.schedule = transport, schedule
-        self.members = heads.members(schedule)
+    def __init__(self, run: _Run, trade: Trade, query: Tensor, key: Tensor) -> None:
+        self._transport, self._trade = run.transport, trade
+        members = heads.members(trade)
         per_key = query.shape[1] // key.shape[1]
-        self.queries = heads.split(query.shape[1], len(self.members))
-        self.keys = [heads.key_heads(own, per_key) for own in self.queries]
-        if self.members:
-            j = self.members.index(transport.rank)
-            self.own, self.own_keys = self.queries[j], self.keys[j]
-            self.key_of = [i // per_key - self.own_keys.start for i in _numbers(self.own)]
-
-    @property
-    def even(self) -> bool:
-        """Whether as many of the rank's query heads attend to each of its key-value heads."""
-        queries, keys = len(self.key_of), len(_numbers(self.own_keys))
-        return queries % keys == 0 and self.key_of == [i * keys // queries for i in range(queries)]
-
-    def expand(self, key: Tensor) -> Tensor:
-        """Key-value heads as a kernel wants them: one for each query head, where groups differ."""
-        return key if self.even else key[:, self.key_of]
-
-    def collapse(self, grad: Tensor) -> Tensor:
-        """The adjoint of expand, summed in float32 (float64 for float64)."""
-        if self.even:
-            return grad
-        wide = _wide(grad.dtype)
-        index = torch.tensor(self.key_of, device=grad.device)
-        total = grad.new_zeros(
-            grad.shape[0], len(_numbers(self.own_keys)), grad.shape[2], dtype=wide
-        )
-        return total.index_add_(1, index, grad.to(wide)).to(grad.dtype)
+        self._queries = heads.split(query.shape[1], len(members))
+        self._keys = [heads.key_heads(own, per_key) for own in self._queries]
+        j = members.index(run.transport.rank)
+        self.own = self._queries[j]
+        """This rank's query heads."""
+        keys = self._keys[j]
+        key_of = [i // per_key - keys.start for i in _numbers(self.own)]
+        count = len(_numbers(keys))
+        even = [i * count // len(key_of) for i in range(len(key_of))]
+        fits = not key_of or (len(key_of) % count == 0 and key_of == even)
+        self.run = run if fits else run._replace(kernel=_Repeated(run.kernel, key_of, count))
 
     def bring(self, by_query: list[Tensor], by_key: list[Tensor], tag: int) -> list[Tensor]:
         columns = [
             [x[:, q] for x in by_query] + [x[:, k] for x in by_key]
-            for q, k in zip(self.queries, self.keys, strict=True)
+            for q, k in zip(self._queries, self._keys, strict=True)
         ]
-        return heads.bring(self.transport, self.schedule, columns, tag)
+        return heads.bring(self._transport, self._trade, columns, tag)
 
     def take_back(
         self, by_query: list[Tensor], by_key: list[Tensor], key_count: int, tag: int
@@ -191,10 +464,10 @@ class _Heads:
         shapes = [
             [(len(_numbers(q)), *x.shape[2:]) for x in by_query]
             + [(len(_numbers(k)), *x.shape[2:]) for x in by_key]
-            for q, k in zip(self.queries, self.keys, strict=True)
+            for q, k in zip(self._queries, self._keys, strict=True)
         ]
         columns = [*by_query, *by_key]
-        back = heads.take_back(self.transport, self.schedule, columns, shapes, tag)
+        back = heads.take_back(self._transport, self._trade, columns, shapes, tag)
         parts = list(zip(*back, strict=True))
         queries, keys = parts[: len(by_query)], parts[len(by_query) :]
         return [torch.cat(part, 1) for part in queries] + [
@@ -206,7 +479,7 @@ class _Heads:
         total = parts[0].new_zeros(
             parts[0].shape[0], count, *parts[0].shape[2:], dtype=_wide(parts[0].dtype)
         )
-        for own, part in zip(self.keys, parts, strict=True):
+        for own, part in zip(self._keys, parts, strict=True):
             total[:, own] += part
         return total.to(parts[0].dtype)
 
@@ -215,96 +488,136 @@ def _numbers(chosen: slice) -> range:
     return range(chosen.start, chosen.stop)
 
 
-def _attention_of_heads(
-    given: _Heads,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    tag: int,
+class _Repeated:
+    """A kernel for query heads that do not divide evenly over their key-value heads: each gets one
+    of its own."""
+
+    def __init__(self, kernel: Kernel, key_of: list[int], count: int) -> None:
+        self._kernel, self._key_of, self._count = kernel, key_of, count
+        self.calls = kernel.calls
+        self.dtypes = kernel.dtypes
+
+    def capped(self, softcap: float) -> Kernel | None:
+        kernel = self._kernel.capped(softcap)
+        return None if kernel is None else _Repeated(kernel, self._key_of, self._count)
+
+    def forward(
+        self, call: Call, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = key[:, self._key_of], value[:, self._key_of]
+        return self._kernel.forward(call, query, keys, values, scale)
+
+    def backward(
+        self,
+        call: Call,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        keys, values = key[:, self._key_of], value[:, self._key_of]
+        grad_query, grad_keys, grad_values = self._kernel.backward(
+            call, grad_out, grad_lse, query, keys, values, out, lse, scale
+        )
+        return grad_query, self._collapse(grad_keys), self._collapse(grad_values)
+
+    def _collapse(self, grad: Tensor) -> Tensor:
+        """The adjoint of the repetition, summed in float32 (float64 for float64)."""
+        wide = _wide(grad.dtype)
+        index = torch.tensor(self._key_of, device=grad.device)
+        total = grad.new_zeros(grad.shape[0], self._count, grad.shape[2], dtype=wide)
+        return total.index_add_(1, index, grad.to(wide)).to(grad.dtype)
+
+
+def _heads_of(run: _Run, query: Tensor, key: Tensor) -> _Heads | None:
+    """None where rows stay: nobody to trade with."""
+    trade = run.schedule.trade
+    if trade is None or len(trade.receives) == 1:
+        return None
+    return _Heads(run, trade, query, key)
+
+
+def _forward_of_heads(
+    traded: _Heads, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    if not given.members:
-        return _attention_fake(query, key, value, sinks, given.schedule.words, scale)
-    whole_query, whole_key, whole_value = given.bring([query], [key, value], tag)
-    out, lse = _attention_fake(whole_query, whole_key, whole_value, sinks, query, scale)
+    whole_query, whole_key, whole_value = traded.bring([query], [key, value], traded.run.tag)
     if whole_query.shape[1] > 0:
-        kernel = kernel_for(query.device, query.dtype)
-        calls = _calls_of(given.schedule, kernel)
-        keys, values = given.expand(whole_key), given.expand(whole_value)
-        parts = [
-            kernel.forward(c, whole_query[c.queries], keys[c.keys], values[c.keys], scale)
-            for c in calls.stages[0]
-        ]
-        outs, lses = ([part[i] for part in parts] for i in range(2))
-        own_sinks = None if sinks is None else sinks[given.own]
-        out, lse = _merge(outs, lses, calls, own_sinks, given.schedule.query_rows)
-    out, lse = given.take_back([out, lse], [], 0, tag)
+        own_sinks = None if sinks is None else sinks[traded.own]
+        result = _forward(traded.run, whole_query, whole_key, whole_value, own_sinks)
+    else:  # nor has any rank of the ring
+        result = _empty_result(whole_query, whole_value)
+    out, lse = traded.take_back(list(result), [], 0, traded.run.tag)
     return out, lse
 
 
 def _backward_of_heads(
-    given: _Heads, tensors: tuple[Any, ...], scale: float, tag: int
+    traded: _Heads,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad_out, grad_lse, query, key, value, out, lse = tensors
-    if not given.members:
-        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    by_query = [grad_out, query, out, lse, *([] if grad_lse is None else [grad_lse])]
     # What travels depends on it: ranks that differ must not read each other's rows.
-    tag = tag_of((tag, int(grad_lse is not None)))
-    by_query = [query, grad_out, out, lse, *([] if grad_lse is None else [grad_lse])]
-    *wholes, whole_key, whole_value = given.bring(by_query, [key, value], tag)
-    grads = [torch.zeros_like(x) for x in (wholes[0], whole_key, whole_value)]
-    if wholes[0].shape[1] > 0:
-        grads = _gradients_of_heads(given, wholes, whole_key, whole_value, scale)
-    grad_query, grad_key, grad_value = given.take_back(grads[:1], grads[1:], key.shape[1], tag)
-    return grad_query, grad_key, grad_value
-
-
-def _gradients_of_heads(
-    given: _Heads, by_query: list[Tensor], key: Tensor, value: Tensor, scale: float
-) -> list[Tensor]:
-    query, grad_out, out, lse, *grad_lses = by_query
-    kernel = kernel_for(query.device, query.dtype)
-    calls = _calls_of(given.schedule, kernel)
-    keys, values = given.expand(key), given.expand(value)
-    parts = [
-        kernel.backward(
-            c,
-            grad_out[c.queries],
-            grad_lses[0][c.queries] if grad_lses else None,
-            query[c.queries],
-            keys[c.keys],
-            values[c.keys],
-            out[c.queries],
-            lse[c.queries],
-            scale,
+    tag = tag_of((traded.run.tag, len(by_query)))
+    *wholes, whole_key, whole_value = traded.bring(by_query, [key, value], tag)
+    whole_grad, whole_query, whole_out, whole_lse, *grad_lses = wholes
+    if whole_query.shape[1] > 0:
+        grads = _backward_rows(
+            traded.run,
+            whole_grad,
+            grad_lses[0] if grad_lses else None,
+            whole_query,
+            whole_key,
+            whole_value,
+            whole_out,
+            whole_lse,
         )
-        for c in calls.stages[0]
-    ]
-    # An entry's queries and keys are the same rows, so that one table serves all three.
-    grads = [
-        ops.reduce(
-            [part[i].flatten(1) for part in parts], calls.output_runs, given.schedule.query_rows
-        ).view_as(whole)
-        for i, whole in enumerate((query, keys, values))
-    ]
-    return [grads[0], given.collapse(grads[1]), given.collapse(grads[2])]
+    else:
+        grads = whole_query, whole_key, whole_value  # without heads, hence empty
+    grad_query, grad_key, grad_value = traded.take_back([grads[0]], [*grads[1:]], key.shape[1], tag)
+    return grad_query, grad_key, grad_value
 
 
 # ---- operators -----------------------------------------------------------------------------------
 
 
-def _call_traits(
+def _choice_of(words: Tensor) -> Choice:
+    family, softcap = kernel_of(words)
+    return Choice(families()[family], softcap)
+
+
+def _tag_of_call(
+    transport: Transport,
     schedule: Schedule,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     sinks: Tensor | None,
     scale: float,
-) -> tuple[int, ...]:
-    (scale_bits,) = struct.unpack("<q", struct.pack("<d", scale))
-    sunk = int(sinks is not None)
-    return (*signature(query, key, value), *schedule.kind, scale_bits, sunk)
+    choice: Choice,
+) -> int:
+    """The tag of what travels in a call, which is checked, here and with the peers, when its like
+    is first seen."""
+    tensors = (query, key, value) if sinks is None else (query, key, value, sinks)
+    like = (scale, choice, *[(x.shape, x.dtype, x.device) for x in tensors])
+    tag = schedule.tags.get(like)
+    if tag is None:
+        check(query, key, value, sinks, schedule.rows, transport.device)
+        bits = struct.unpack("<2q", struct.pack("<2d", scale, choice.softcap))
+        traits = (*signature(query, key, value), *schedule.kind, *bits, int(sinks is not None))
+        # Signals between GPUs carry the tag themselves.
+        signalled = shares(transport) and schedule.trade is None
+        tag = tag_of(traits) if signalled else agree_once(transport, schedule, traits)
+        schedule.tags[like] = tag
+    return tag
 
 
 def _attention(
@@ -312,49 +625,19 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:
     schedule = schedule_of(words)
     transport = transport_of(schedule.transport_key)
-    check(query, key, value, sinks, schedule.rows, transport.device)
-    tag = agree_once(transport, schedule, _call_traits(schedule, query, key, value, sinks, scale))
-    kernel = kernel_for(query.device, query.dtype)
-    calls = _calls_of(schedule, kernel)
-    if schedule.trades_heads:
-        return _attention_of_heads(
-            _Heads(transport, schedule, query, key), query, key, value, sinks, scale, tag
-        )
-    outs, lses = [], []
-    arrivals = _arrivals(transport, schedule, key, value, tag)
-    for stage_calls, (stage_key, stage_value) in zip(calls.stages, arrivals, strict=True):
-        for call in stage_calls:
-            keys, values = stage_key[call.keys], stage_value[call.keys]
-            out, lse = kernel.forward(call, query[call.queries], keys, values, scale)
-            outs.append(out)
-            lses.append(lse)
-    if not outs:  # no rows: a query sees at least its own key
-        return _attention_fake(query, key, value, sinks, words, scale)
-    return _merge(outs, lses, calls, sinks, schedule.rows)
-
-
-def _merge(
-    outs: list[Tensor], lses: list[Tensor], calls: _Calls, sinks: Tensor | None, rows: int
-) -> tuple[Tensor, Tensor]:
-    if sinks is None:
-        return ops.merge(outs, lses, calls.output_runs, rows)
-    # A sink is a key that every query of its head sees, whose value is 0.
-    _, query_heads, head_size = outs[0].shape
-    sink_out = outs[0].new_zeros(head_size).expand(rows, query_heads, -1)
-    sink_lse = sinks.to(lses[0].dtype).expand(rows, -1)
-    return ops.merge([*outs, sink_out], [*lses, sink_lse], calls.sunk_runs, rows)
+    choice = _choice_of(words)
+    tag = _tag_of_call(transport, schedule, query, key, value, sinks, scale, choice)
+    run = _Run.of(transport, schedule, query, choice, scale, tag)
+    traded = _heads_of(run, query, key)
+    if traded is None:
+        return _forward(run, query, key, value, sinks)
+    return _forward_of_heads(traded, query, key, value, sinks)
 
 
 def _attention_fake(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, words: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    dtype = _wide(query.dtype)
-    out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
-    return out, query.new_empty((query.shape[0], query.shape[1]), dtype=dtype)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    return _empty_result(query, value)
 
 
 def _attention_backward(
@@ -371,54 +654,14 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     schedule = schedule_of(words)
     transport = transport_of(schedule.transport_key)
-    tag = tag_of(_call_traits(schedule, query, key, value, sinks, scale))
-    kernel = kernel_for(query.device, query.dtype)
-    calls = _calls_of(schedule, kernel)
+    choice = _choice_of(words)
+    tag = _tag_of_call(transport, schedule, query, key, value, sinks, scale, choice)
     grad_out = _innermost_contiguous(grad_out)
-    if schedule.trades_heads:
-        grads_of_heads = _backward_of_heads(
-            _Heads(transport, schedule, query, key),
-            (grad_out, grad_lse, query, key, value, out, lse),
-            scale,
-            tag,
-        )
-        return *grads_of_heads, _sinks_backward(grad_out, grad_lse, sinks, out, lse)
-    grad_queries: list[Tensor] = []
-    grad_keys: list[Tensor] = []
-    grad_values: list[Tensor] = []
-    arrivals = _arrivals(transport, schedule, key, value, tag)
-    for stage_calls, (stage_key, stage_value) in zip(calls.stages, arrivals, strict=True):
-        for call in stage_calls:
-            rows = call.queries
-            keys, values = stage_key[call.keys], stage_value[call.keys]
-            grads = kernel.backward(
-                call,
-                grad_out[rows],
-                None if grad_lse is None else grad_lse[rows],
-                query[rows],
-                keys,
-                values,
-                out[rows],
-                lse[rows],
-                scale,
-            )
-            for parts, grad in zip((grad_queries, grad_keys, grad_values), grads, strict=True):
-                parts.append(grad.flatten(1))
-    grad_sinks = _sinks_backward(grad_out, grad_lse, sinks, out, lse)
-    if not grad_queries:
-        zeros = (torch.zeros_like(x) for x in (query, key, value))
-        return *zeros, grad_sinks  # type: ignore[return-value]
-    home = _bring_home(transport, schedule, calls, grad_keys, grad_values, tag)
-    local = len(calls.stages[0])
-    width = grad_keys[0].shape[1]
-    parts_of_keys = [*grad_keys[:local], home[:, :width]]
-    parts_of_values = [*grad_values[:local], home[:, width:]]
-    return (
-        ops.reduce(grad_queries, calls.output_runs, schedule.rows).view_as(query),
-        ops.reduce(parts_of_keys, calls.local_runs, schedule.rows).view_as(key),
-        ops.reduce(parts_of_values, calls.local_runs, schedule.rows).view_as(value),
-        grad_sinks,
-    )
+    run = _Run.of(transport, schedule, query, choice, scale, tag)
+    given = grad_out, grad_lse, query, key, value, out, lse
+    traded = _heads_of(run, query, key)
+    grads = _backward_rows(run, *given) if traded is None else _backward_of_heads(traded, *given)
+    return *grads, _sinks_backward(grad_out, grad_lse, sinks, out, lse)
 
 
 def _sinks_backward(
@@ -457,22 +700,6 @@ def _attention_backward_fake(
 def _innermost_contiguous(rows: Tensor) -> Tensor:
     # The kernel ignores the innermost stride, and a gradient may come expanded from a sum.
     return rows if rows.stride(-1) == 1 else rows.contiguous()
-
-
-def _bring_home(
-    transport: Transport,
-    schedule: Schedule,
-    calls: _Calls,
-    grad_keys: list[Tensor],
-    grad_values: list[Tensor],
-    tag: int,
-) -> Tensor:
-    """Partial gradients of other ranks' keys to their owners; what comes home, part by part."""
-    columns = [grad for pair in zip(grad_keys, grad_values, strict=True) for grad in pair]
-    sent = ops.reduce(columns, calls.home_runs, schedule.home_sent_rows, columns=2)
-    received = sent.new_empty(schedule.home_received_rows, sent.shape[1])
-    transport.start(sent, schedule.home_sends, received, schedule.home_receives, tag=tag).wait()
-    return received
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -579,7 +806,6 @@ def check(
         )
     if sinks is not None:
         _check_sinks(sinks, query)
-    kernel_for(query.device, query.dtype)
 
 
 def _check_sinks(sinks: Tensor, query: Tensor) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hcp import ops
+from hcp.comm import check_comm_types, static_degree
 from hcp.errors import HcpError
 from hcp.exchange import Transport, rows_of
 from hcp.handler import ContextParallelHandler
@@ -108,7 +109,13 @@ def gather_lengths(
 
 def _length(sample: Sample, i: int) -> int:
     if not isinstance(sample, Mapping) or not sample:
-        raise ValueError(f"samples[{i}] is {type(sample).__name__}, expected names and tensors")
+        given = type(sample).__name__ if sample or not isinstance(sample, Mapping) else "empty"
+        raise ValueError(f"samples[{i}] is {given}, expected names and tensors")
+    for name, value in sample.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"samples[{i}][{name!r}] is {type(value).__name__}, expected a tensor (tokens, ...)"
+            )
     lengths = {name: value.shape[0] if value.dim() else 0 for name, value in sample.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"samples[{i}] has fields of {lengths} tokens, expected as many in each")
@@ -192,14 +199,17 @@ def _announce(
     sources: Sequence[int],
     transport: Transport,
     comm_types: Sequence[str],
+    sizes: Sequence[int],
     loss_mask: str,
 ) -> bytes:
+    check_comm_types(comm_types, sizes, static_degree(plan))
     _check_samples(plan, samples, sources, transport)
     counted = bool(samples) and loss_mask in samples[0]
     announcement = {
         "plan": f"{plan.checksum:016x}",
         "sources": zlib.crc32(struct.pack(f"<{len(sources)}q", *sources)),
         "comm_types": list(comm_types),
+        "hierarchical_context_parallel_sizes": list(sizes),
         "fields": _describe(samples) if samples else None,
         "loss_tokens": sum(float(sample[loss_mask].sum(dtype=torch.float64)) for sample in samples)
         if counted
@@ -257,33 +267,45 @@ def dispatch(
     sources: Sequence[int],
     groups: Groups,
     *,
-    comm_types: Sequence[str] = ("p2p",),
+    comm_types: Sequence[str] | None = None,
+    hierarchical_context_parallel_sizes: Sequence[int] = (),
     window_sizes: Sequence[tuple[int, int]] = (),
+    heads: Sequence[tuple[int, int]] = (),
     loss_mask: str = "loss_mask",
+    handler_cls: type[ContextParallelHandler] = ContextParallelHandler,
 ) -> Step:
     """Move all rows of a global batch, once, to where the plan computes them.
 
     ``samples``: those that this rank loaded, in the order of their indices in ``plan.lengths``; the
     same fields, dtypes and row shapes everywhere. ``sources``: the rank that loaded each sequence.
-    ``comm_types``: the ways in which layers will exchange keys and values, the default first.
-    ``window_sizes``: the sliding windows of compiled layers; others need not be named.
+    ``comm_types``: the ways in which layers will exchange keys and values, the default first;
+    None: those of ``handler_cls``, the class of the handlers (:func:`hcp.get_cp_handler_cls`).
+    ``hierarchical_context_parallel_sizes``: of the levels of "a2a+p2p", the inner all-to-all first
+    and the ring last. When the plan has one degree only, their product is this degree; else a group
+    of degree d has the largest inner level up to the one given that divides d, has a query head for
+    each of its ranks and stays in a node: ``cp.comm_choices`` says which.
+    ``window_sizes``: the sliding windows of compiled layers, and ``heads``: their (query heads,
+    key-value heads) under "a2a+p2p" or "auto"; others need not be named.
     ``loss_mask``: the field whose sum over the whole batch is its number of loss tokens.
 
     Every rank of the domain calls it. Before any row moves, ranks compare their plans, sources and
     fields; what differs or fails on one rank is an error on all of them.
     """
     transport = groups.transport
+    sizes = hierarchical_context_parallel_sizes
+    comm_types = handler_cls.comm_types if comm_types is None else comm_types
     announcements = [
         json.loads(message)
         for message in _share(
             transport,
-            lambda: _announce(plan, samples, sources, transport, comm_types, loss_mask),
+            lambda: _announce(plan, samples, sources, transport, comm_types, sizes, loss_mask),
         )
     ]
     same = "give every rank the same lengths, limits, cost and sources"
     _require_same(announcements, "plan", transport.rank, same)
     _require_same(announcements, "sources", transport.rank, same)
-    _require_same(announcements, "comm_types", transport.rank, "name the same, in one order")
+    for name in ("comm_types", "hierarchical_context_parallel_sizes"):
+        _require_same(announcements, name, transport.rank, "name the same, in one order")
     described = _require_same(
         announcements, "fields", transport.rank, "load the same fields on every rank"
     )
@@ -291,12 +313,14 @@ def dispatch(
     loss_tokens = float(sum(counts)) if counts else None
     fields = [_Field(*field) for field in described or []]
     handlers = [
-        ContextParallelHandler(
+        handler_cls(
             plan,
             micro_batch,
             transport,
             comm_types=comm_types,
+            hierarchical_context_parallel_sizes=sizes,
             window_sizes=window_sizes,
+            heads=heads,
             sources=sources,
             loss_tokens=loss_tokens,
         )

@@ -6,8 +6,8 @@ import itertools
 import struct
 import weakref
 import zlib
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,8 @@ class Transport(Protocol):
     rank: int
     size: int
     device: torch.device
+    global_ranks: Sequence[int]
+    """The job's number of each rank of the domain."""
     key: int
     """Its number in this process: tables name their transport by it."""
 
@@ -56,6 +58,54 @@ class Transport(Protocol):
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Every rank's payload, by rank. All ranks of the domain call it."""
+
+
+class Reading(Protocol):
+    """Rows on their way to this rank."""
+
+    def wait(self) -> Tensor:
+        """The rows, which may be read from now on."""
+
+
+class Staged(Protocol):
+    """One exchange in which ranks read rows from each other's memory."""
+
+    def write(self, parts: Sequence[Tensor], runs: Tensor, columns: int, tag: int) -> None:
+        """Stage this rank's rows, summed as in `ops.reduce`, and let the readers come. All calls
+        of an exchange name one tag."""
+
+    def read(
+        self,
+        parts: Sequence[tuple[int, int]],
+        runs: Tensor,
+        rows: int,
+        tag: int,
+        done: Sequence[int],
+        own: Sequence[Sequence[Tensor]] = (),
+    ) -> Reading:
+        """Begin to read (rows, width), summed as in `ops.reduce`.
+
+        The parts that ``runs`` count are those in ``own``, each as columns side by side, then the
+        rows that the ranks in ``parts``, (rank, all its rows), have staged. A rank may be read
+        several times in an exchange: ``done`` names those that are read for the last time.
+        """
+
+
+class SharingTransport(Transport, Protocol):
+    """A transport whose ranks also read rows from each other's memory."""
+
+    def stage(
+        self, exchange: int, rows: int, width: int, dtype: torch.dtype, readers: Iterable[int]
+    ) -> Staged:
+        """An exchange in which this rank has rows, (rows, width), for ``readers``.
+
+        ``exchange``: its number, alike on all ranks of the group.
+        """
+
+
+def shares(transport: Transport) -> TypeGuard[SharingTransport]:
+    """Whether ranks of this transport read from each other's memory."""
+    return hasattr(transport, "stage")
 
 
 _transports: weakref.WeakValueDictionary[int, Transport] = weakref.WeakValueDictionary()
@@ -90,6 +140,7 @@ class TorchTransport:
     trainer's collectives.
     """
 
+    name = "torch"
     _HEAD = 8
     _BLOCK = 4096
 
@@ -97,6 +148,7 @@ class TorchTransport:
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        self.global_ranks: Sequence[int] = dist.get_process_group_ranks(group)
         nccl = dist.get_backend(group) == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if nccl else _CPU
         self.key = register(self)
@@ -268,8 +320,8 @@ def _agree(
         raise ValueError(f"the call has {len(own)} traits, expected at most {width}")
     sources = sorted({move.peer for move in receives} - {transport.rank})
     targets = sorted({move.peer for move in sends} - {transport.rank})
-    sent = torch.full((1, width), -1, dtype=torch.int64)
-    sent[0, : len(own)] = torch.tensor(own)
+    sent = torch.full((1, width), -1, dtype=torch.int64, device="cpu")
+    sent[0, : len(own)] = torch.tensor(own, device="cpu")
     sent = sent.to(transport.device)
     received = torch.empty(len(sources), width, dtype=torch.int64, device=transport.device)
     transport.start(
@@ -293,8 +345,9 @@ def _agree(
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """(rows, ...) as (rows, width)."""
-    return x.unsqueeze(1) if x.dim() == 1 else x.flatten(1)
+    """(rows, ...) as (rows, width), the elements of a row side by side."""
+    rows = x.unsqueeze(1) if x.dim() == 1 else x.flatten(1)
+    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def carry(transport: Transport, route: Route, rows: Tensor, tag: int = 0) -> Tensor:

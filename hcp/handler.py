@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from hcp import _core, attention, heads, loss
+from hcp import (
+    attention,
+    comm,
+    core_attn,
+    cross,
+    formats,
+    heads,
+    kernels,
+    loss,
+    packed,
+    rope,
+    sums,
+)
 from hcp.exchange import Transport, agree_once, carry, rows_of, signature
-from hcp.layout import Layout, Route, Schedule, rows_may_vary, schedule_of, schedule_words
+from hcp.halo import carry_with_gradients, rows_of_spans
+from hcp.layout import (
+    Layout,
+    Route,
+    Schedule,
+    rows_may_vary,
+    schedule_of,
+    schedule_words,
+    with_kernel,
+)
 from hcp.plan import Plan
-
-COMM_TYPES: tuple[str, ...] = _core.COMM_TYPES
-"""Ways in which keys and values travel: see docs/concepts/attention.md."""
+from hcp.transforms import refuse_transforms
 
 
 class ContextParallelHandler:
@@ -24,20 +44,30 @@ class ContextParallelHandler:
     micro-batch may run while a later one is in its forward. T below is ``rows``.
     """
 
+    kernel_family = "torch"
+    """Whose kernels compute attention: see :func:`hcp.get_cp_handler_cls`."""
+    comm_types: tuple[str, ...] = ("p2p",)
+    """The comm types of a handler that is not told others."""
+
     def __init__(
         self,
         plan: Plan,
         micro_batch: int,
         transport: Transport,
         *,
-        comm_types: Sequence[str] = ("p2p",),
+        comm_types: Sequence[str] | None = None,
+        hierarchical_context_parallel_sizes: Sequence[int] = (),
         window_sizes: Sequence[tuple[int, int]] = (),
+        heads: Sequence[tuple[int, int]] = (),
         sources: Sequence[int] | None = None,
         loss_tokens: float | None = None,
     ) -> None:
-        """``comm_types``: those that layers will name, the first being the default.
-        ``window_sizes``: sliding windows that compiled layers will name; others are prepared when
-        they are first used. ``sources``: the rank that loaded each sequence, for dispatch and
+        """``comm_types``: those that layers will name, the first being the default; None: those of
+        the class.
+        ``hierarchical_context_parallel_sizes``: of the levels of "a2a+p2p", the ring last.
+        ``window_sizes``: sliding windows that compiled layers will name, and ``heads``: (query
+        heads, key-value heads) of compiled layers under "a2a+p2p" or "auto"; others are prepared
+        when they are first used. ``sources``: the rank that loaded each sequence, for dispatch and
         combine. ``loss_tokens``: of the whole batch, for the loss."""
         layout = Layout(plan, micro_batch, transport.rank)
         self.plan = plan
@@ -50,57 +80,117 @@ class ContextParallelHandler:
         self.cu_seqlens = layout.cu_seqlens.to(transport.device)
         """int32 (sequences + 1,): local rows of each sequence, summed."""
         self.position_ids = rows_may_vary(layout.positions.to(transport.device, non_blocking=True))
-        """int64 (T,): each row's place in its sequence."""
-        lengths = torch.tensor([0, *layout.lengths], dtype=torch.int32)
+        """int64 (T,): each row's place in its sequence; 0 in padding."""
+        padding = [rows for rows in layout.paddings if rows > 0]
+        lengths = torch.tensor([0, *layout.lengths, *padding], dtype=torch.int32, device="cpu")
         self.whole_cu_seqlens = lengths.cumsum(0, dtype=torch.int32).to(transport.device)
-        """int32 (sequences + 1,): tokens of each sequence, summed: the rows of sequence_to_head."""
+        """int32 (sequences + 1,): tokens of each sequence, summed: the rows of sequence_to_head.
+        Under ``alignment``, each rank's padding follows, as sequences of their own."""
+        self.max_seqlen = max(layout.lengths, default=0)
+        """Tokens of the longest sequence, 0 on a rank without rows."""
         self.loss_tokens = loss_tokens
         """Loss tokens of the whole batch, None if nobody counted them."""
-        self._loss_tokens = None if loss_tokens is None else torch.tensor(loss_tokens, dtype=_F64)
+        self._loss_tokens = (
+            None if loss_tokens is None else torch.tensor(loss_tokens, dtype=_F64, device="cpu")
+        )
         self._transport = transport
         self._sources = sources
+        comm_types = self.comm_types if comm_types is None else comm_types
         self._comm_type = comm_types[0]
-        self._longest = max(layout.lengths, default=0)
         self._comm_types = tuple(dict.fromkeys(comm_types))
-        self._schedules: dict[tuple[str, int, int], Tensor] = {}
+        self._sizes = tuple(hierarchical_context_parallel_sizes)
+        comm.check_comm_types(self._comm_types, self._sizes, comm.static_degree(plan))
+        self._schedules: dict[tuple[object, ...], Tensor] = {}
+        self._choices: dict[tuple[object, ...], comm.CommChoice] = {}
         self._read: list[Schedule] = []  # once, and kept for all layers
         for name in self._comm_types:
-            for left, right in (_CAUSAL, _FULL, *window_sizes):
-                for limit in (right, 0):
-                    self._prepare(name, *_window(left, limit))
+            for counts in heads if name in comm.CHOSEN else [(1, 1)]:
+                for left, right in (_CAUSAL, _FULL, *window_sizes):
+                    for limit in (right, 0):
+                        self._prepare(name, *_window(left, limit), counts)
+        self._chosen: dict[tuple[int, float], Tensor] = {}
         self._routes: dict[object, Route] = {}
+        group = range(layout.first_rank, layout.first_rank + layout.degree)
+        self._reads: dict[tuple[int, int], cross.Reads] = {}
+        self._everyone = sums.Everyone(group, transport.rank)
 
-    def _prepare(self, comm_type: str, left: int, right: int) -> None:
-        if comm_type not in COMM_TYPES:
-            raise ValueError(f"comm_type is {comm_type!r}, expected one of {COMM_TYPES}")
-        if (comm_type, left, right) in self._schedules:
-            return
+    @property
+    def device(self) -> torch.device:
+        """Where the domain's rows lie."""
+        return self._transport.device
+
+    @property
+    def place(self) -> int:
+        """This rank's number in its group, 0 on a rank without rows."""
+        return self._transport.rank - self.layout.first_rank if self.degree else 0
+
+    @property
+    def global_ranks(self) -> list[int]:
+        """The group's ranks, as the job numbers them."""
+        first = self.layout.first_rank
+        return list(self._transport.global_ranks[first : first + self.degree])
+
+    @cached_property
+    def rows_in_whole(self) -> Tensor:
+        """int64 (T,): each row's place among the whole sequences, end to end."""
+        starts = self.whole_cu_seqlens[:-1].repeat_interleave(self.cu_seqlens.diff())
+        return starts + self.position_ids
+
+    def _prepare(self, comm_type: str, left: int, right: int, counts: tuple[int, int]) -> Tensor:
+        """The schedule for what the group makes of a comm type. ``counts``: query and key-value
+        heads."""
+        key = _key_of(comm_type, left, right, counts)
+        if key not in self._schedules:
+            given = self.plan, self.layout, comm_type, self._sizes, (left, right), counts
+            choice = self._choices[key] = comm.choose(*given)
+            self._schedules[key] = self._schedule(choice.used, choice.inner, left, right)
+        return self._schedules[key]
+
+    def _schedule(self, comm_type: str, inner: int, left: int, right: int) -> Tensor:
         words = schedule_words(
             self.plan,
             self.micro_batch,
             self._transport.rank,
             comm_type,
+            inner=inner,
             window_size=(left, right),
             transport_key=self._transport.key,
         )
-        self._schedules[comm_type, left, right] = words
         self._read.append(schedule_of(words))
+        return words
 
-    def _words_of(self, comm_type: str, left: int, right: int) -> Tensor:
+    def _words_of(self, comm_type: str, left: int, right: int, counts: tuple[int, int]) -> Tensor:
         """The schedule of a layer."""
         if comm_type not in self._comm_types:
             raise ValueError(
                 f"comm_type is {comm_type!r}, expected one of {sorted(self._comm_types)}: "
                 "name every type in comm_types= of hcp.dispatch"
             )
-        if (comm_type, left, right) not in self._schedules:
-            if torch.compiler.is_compiling():
-                raise ValueError(
-                    f"window_size is {(left, right)} in a compiled layer, expected one that was "
-                    "prepared: name it in window_sizes= of hcp.dispatch"
-                )
-            self._prepare(comm_type, left, right)
-        return self._schedules[comm_type, left, right]
+        words = self._schedules.get(_key_of(comm_type, left, right, counts))
+        if words is not None:
+            return words
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                f"window_size is {(left, right)} and the heads are {counts} in a compiled layer, "
+                "expected what was prepared: name the window in window_sizes= and, under "
+                f"{' or '.join(comm.CHOSEN)}, the heads in heads= of hcp.dispatch"
+            )
+        return self._prepare(comm_type, left, right, counts)
+
+    @property
+    def comm_choices(self) -> tuple[comm.CommChoice, ...]:
+        """What this rank's group does for each comm type, mask and number of heads that layers have
+        used so far or that were prepared, each with the reason."""
+        return tuple(dict.fromkeys(self._choices.values()))
+
+    def _with_kernel(self, words: Tensor, softcap: float) -> Tensor:
+        family = kernels.families().index(self.kernel_family)
+        if torch.compiler.is_compiling():
+            return with_kernel(words, family, softcap)
+        key = words.data_ptr(), softcap  # the handler keeps the words, so that nobody has these
+        if key not in self._chosen:
+            self._chosen[key] = with_kernel(words, family, softcap)
+        return self._chosen[key]
 
     # ---- attention ----
 
@@ -119,6 +209,7 @@ class ContextParallelHandler:
         dropout_p: float = ...,
         return_lse: Literal[False] = ...,
         comm_type: str | None = ...,
+        qkv_format: str = ...,
     ) -> Tensor: ...
 
     @overload
@@ -136,6 +227,7 @@ class ContextParallelHandler:
         dropout_p: float = ...,
         return_lse: Literal[True],
         comm_type: str | None = ...,
+        qkv_format: str = ...,
     ) -> tuple[Tensor, Tensor]: ...
 
     def attention(
@@ -152,6 +244,7 @@ class ContextParallelHandler:
         dropout_p: float = 0.0,
         return_lse: bool = False,
         comm_type: str | None = None,
+        qkv_format: str = "thd",
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of this rank's rows over their whole sequences, forward and backward.
 
@@ -168,18 +261,140 @@ class ContextParallelHandler:
         float32 (float64 for float64), with its gradient.
 
         ``comm_type``: one of those that the handler was made for (default: the first). Every rank
-        of the group calls it with the same arguments. Differentiable once. ``softcap`` and
-        ``dropout_p`` other than 0 are refused.
+        of the group calls it with the same arguments. Differentiable once.
 
-        Raises ValueError for a wrong tensor, HcpError when ranks differ or a peer is gone.
+        ``softcap``: scores s become softcap * tanh(s / softcap), where a kernel does so: the
+        formula for float32 and float64, or the backend "flash_attn". ``dropout_p`` other than 0 is
+        refused: drop out after the attention.
+
+        ``qkv_format``: "sbhd" (rows, sequences, heads, size) or "bshd" (sequences, rows, ...) where
+        all sequences have one length; the results come in it too. No copy, but for "sbhd" with
+        several sequences.
+
+        Raises ValueError for a wrong tensor, HcpError when ranks differ or a peer is gone,
+        NotImplementedError under torch.func and for a second derivative.
         """
-        _refuse_options(softcap, dropout_p)
+        refuse_transforms("attention", query, key, value)
+        _check_options(softcap, dropout_p)
+        batch = query.shape[qkv_format == "sbhd"]
+        query, key, value = (formats.to_rows(self, x, qkv_format) for x in (query, key, value))
         left, right = window_size
         window = _window(left, 0 if causal else right)
-        words = self._words_of(comm_type or self._comm_type, *window)
+        counts = _head_count(query), _head_count(key)
+        words = self._words_of(comm_type or self._comm_type, *window, counts)
+        if (self.kernel_family, softcap) != kernels.Choice():
+            words = self._with_kernel(words, softcap)
         scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         out, lse = attention.attention(
             _dense_heads(query), _dense_heads(key), _dense_heads(value), sinks, words, scale
+        )
+        out, lse = (formats.from_rows(x, batch, qkv_format) for x in (out, lse))
+        return (out, lse) if return_lse else out
+
+    def core_attn(
+        self,
+        *,
+        attn_mod: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+        cp_group: Any = None,
+        comm_type: str | None = None,
+    ) -> Tensor:
+        """A Megatron-style layer's core attention under this micro-batch's degree.
+
+        query, key, value: (T, heads, size), or (rows, sequences, heads, size) where all sequences
+        have one length. Returns (T, H * E), or (rows, sequences, H * E). ``attn_mod`` is one of
+
+        - None or an :class:`hcp.CoreAttention`: hcp's own attention, with the module's options.
+        - A module with ``set_context_parallel_group``, as Transformer Engine's: it gets
+          ``cp_group``, the comm type, and this micro-batch's PackedSeqParams for the call, and its
+          own group back afterwards. It cuts sequences itself, so that their lengths must be
+          divisible by 2 * degree. ``cp_group``: the process group of the plan's ranks, or a list
+          of one per level, innermost first; needed where the degree is more than 1.
+        - Any other: it sees whole sequences (``whole_cu_seqlens``) and its share of the heads, in
+          the format of query, and computes heads independently. With fewer key-value heads than
+          the exchange can split, they are repeated.
+
+        A module is called as Megatron does: (query, key, value, attention_mask=, attn_mask_type=,
+        attention_bias=, packed_seq_params=). ``attn_mask_type``: Megatron's AttnMaskType or its
+        name. ``packed_seq_params``: an object whose class the module's are made of; its values are
+        not read. Every rank of the group calls it with the same options.
+
+        Raises ValueError for what the module cannot do under this degree.
+        """
+        given = {
+            "attention_mask": attention_mask,
+            "attn_mask_type": attn_mask_type,
+            "attention_bias": attention_bias,
+            "packed_seq_params": None,
+        }
+        own = packed.PackedSeqParams
+        return core_attn.core_attn(
+            self,
+            attn_mod,
+            query,
+            key,
+            value,
+            given,
+            packed_class=own if packed_seq_params is None else type(packed_seq_params),
+            cp_group=cp_group,
+            comm_type=comm_type or self._comm_type,
+        )
+
+    def packed_seq_params(self, cls: Any = packed.PackedSeqParams, *, cp_group: Any = None) -> Any:
+        """This micro-batch as Megatron's PackedSeqParams: whole sequences' ``cu_seqlens``, degree
+        and, if given, their process group.
+
+        ``cls``: Megatron-Core's own class, of any release, or hcp's of the same names. The result
+        holds the handler, as ``cp_handler``. Raises ValueError for a group of other ranks.
+        """
+        return packed.packed_seq_params(self, cls, cp_group)
+
+    def cross_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        keys: ContextParallelHandler,
+        *,
+        softmax_scale: float | None = None,
+        sinks: Tensor | None = None,
+        softcap: float = 0.0,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attention of this rank's rows to all keys of their sequences, which have a layout of
+        their own: an encoder's, say.
+
+        ``keys``: the handler of the keys' micro-batch, of a plan of the same ranks in which
+        sequence i has the keys of sequence i here; other lengths, degrees and ranks of it do not
+        matter. query (T, H, D); key and value (keys.rows, G, D) and (keys.rows, G, E); returns
+        (T, H, E), and with ``return_lse`` the log-sum-exp (T, H). Other options as in
+        ``attention``. Every rank of the domain calls it. Each rank holds the whole keys of its
+        sequences meanwhile. Not for compiled layers.
+
+        Raises ValueError when the keys of a sequence are not there.
+        """
+        refuse_transforms("cross_attention", query, key, value)
+        _check_options(softcap, 0.0)
+        if query.shape[0] != self.rows:
+            raise ValueError(f"query has {query.shape[0]} rows, expected {self.rows}")
+        place = keys.plan.checksum, keys.micro_batch
+        if place not in self._reads:
+            self._reads[place] = cross.Reads(self.layout, keys.layout)
+        out, lse = cross.cross_attention(
+            self._transport,
+            self._reads[place],
+            _dense_heads(query),
+            key,
+            value,
+            sinks,
+            query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+            kernels.Choice(self.kernel_family, softcap),
         )
         return (out, lse) if return_lse else out
 
@@ -188,33 +403,51 @@ class ContextParallelHandler:
     def get_rotary_seq_len(self) -> int:
         """How many positions a table of rotary frequencies must have: the longest sequence's
         tokens, 0 on a rank without rows."""
-        return self._longest
+        return self.max_seqlen
 
     def get_emb_on_this_cp_rank(self, emb: Tensor) -> Tensor:
         """Rows of a table of positions, (positions, ...), for this rank's rows: (T, ...)."""
         self._check_positions("emb", emb)
         return emb[self.position_ids]
 
-    def apply_rotary_pos_emb(self, t: Tensor, freqs: Tensor) -> Tensor:
+    def apply_rotary_pos_emb(
+        self,
+        t: Tensor,
+        freqs: Tensor,
+        *,
+        interleaved: bool = False,
+        mscale: float = 1.0,
+        positions: Tensor | None = None,
+        axes: Sequence[int] | None = None,
+    ) -> Tensor:
         """Rotate rows by the angles of their own positions (RoPE, https://arxiv.org/abs/2104.09864).
 
-        t (T, heads, D); freqs (positions, R) or Megatron's (positions, 1, 1, R), the angles of each
-        position, both halves, R <= D even: the first R elements of a head are rotated as two
-        halves, the rest pass. Returns t's shape and dtype; computed in float32 or wider.
+        t (T, heads, D); freqs (positions, R) or Megatron's (positions, 1, 1, R), the angle of each
+        element that is rotated, R <= D even: the first R elements of a head, the rest pass.
+        Returns t's shape and dtype; computed in float32 or wider.
+
+        ``interleaved``: pairs are elements (2 i, 2 i + 1) instead of (i, i + R / 2). A scaling of
+        frequencies (linear, NTK, YaRN, Llama 3) is one of ``freqs``; ``mscale`` is YaRN's factor
+        of cosine and sine (https://arxiv.org/abs/2309.00071).
+
+        ``positions``: int64 (T,), where they are not the places in the sequences; or (T, axes) for
+        multimodal RoPE (https://arxiv.org/abs/2409.12191), with ``axes``: which of them each of the
+        R / 2 frequencies follows. Dispatch them as a field of the samples.
         """
-        self._check_positions("freqs", freqs)
-        angles = freqs.flatten(1)[self.position_ids].unsqueeze(1)
-        rotated = angles.shape[-1]
-        wide = t.to(torch.promote_types(t.dtype, angles.dtype))
-        turned, passed = wide[..., :rotated], wide[..., rotated:]
-        first, second = turned.chunk(2, dim=-1)
-        turned = turned * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()
-        return torch.cat((turned, passed), dim=-1).to(t.dtype)
+        if positions is None:
+            self._check_positions("freqs", freqs)
+            positions = self.position_ids
+        elif positions.shape[0] != self.rows:
+            raise ValueError(
+                f"positions has shape {tuple(positions.shape)}, expected {self.rows} rows"
+            )
+        angles = rope.angles_of(freqs, positions, axes)
+        return rope.rotate(t, angles, interleaved=interleaved, mscale=mscale)
 
     def _check_positions(self, name: str, table: Tensor) -> None:
-        if not torch.compiler.is_compiling() and table.shape[0] < self._longest:
+        if not torch.compiler.is_compiling() and table.shape[0] < self.max_seqlen:
             raise ValueError(
-                f"{name} has {table.shape[0]} positions, expected >= {self._longest} "
+                f"{name} has {table.shape[0]} positions, expected >= {self.max_seqlen} "
                 "(get_rotary_seq_len())"
             )
 
@@ -226,23 +459,65 @@ class ContextParallelHandler:
         x (S, ...): the sequences of this micro-batch that this rank loaded, whole, end to end by
         ascending index. Returns (T, ...). Every rank of the domain calls it.
         """
-        return self._travel(
-            x, self._dispatch_route(reverse=False), self._dispatch_route(reverse=True)
-        )
+        there, back = (self._dispatch_route(reverse=reverse) for reverse in (False, True))
+        return self._travel("dispatch", x, there, back)
 
     def combine(self, x: Tensor) -> Tensor:
         """The way back: (T, ...) to (S, ...), so that combine(dispatch(x)) is x."""
-        return self._travel(
-            x, self._dispatch_route(reverse=True), self._dispatch_route(reverse=False)
-        )
+        there, back = (self._dispatch_route(reverse=reverse) for reverse in (True, False))
+        return self._travel("combine", x, there, back)
 
-    def roll_tensor(self, x: Tensor, shifts: int = -1) -> Tensor:
-        """Shift rows along their sequences, across the borders of ranks: (T, ...) to (T, ...).
+    def roll_tensor(self, x: Tensor, shifts: int = -1, dims: int = 0) -> Tensor:
+        """Shift rows along their sequences, across the borders of ranks: shape to shape.
 
         As torch.roll within each sequence, but what enters at an end is zeros. The default -1 gives
-        every row its successor's value, as labels want. Every rank of the group calls it.
+        every row its successor's value, as labels want. ``dims``: the dimension that holds the T
+        rows, such as -1 of Megatron's labels (1, T). Every rank of the group calls it.
         """
-        return self._travel(x, self._roll_route(shifts), self._roll_route(-shifts))
+        route, back = self._roll_route(shifts), self._roll_route(-shifts)
+        return self._travel("roll_tensor", x.movedim(dims, 0), route, back).movedim(0, dims)
+
+    def halo(self, x: Tensor, before: int) -> Tensor:
+        """Each span of rows behind the ``before`` rows that come before it in its sequence, from
+        the ranks that hold them: (T, ...) to (T + before * spans, ...), with gradients.
+
+        Rows of zeros where the sequence has begun later. A causal convolution of ``before + 1``
+        taps over the result, without padding, gives row r's output at
+        ``halo_rows(before)[r] - before``. Every rank of the group calls it.
+        """
+        key = "halo", before
+        if key not in self._routes:
+            self._routes[key] = Route.halo(
+                self.plan, self.micro_batch, self._transport.rank, before
+            )
+        route = self._routes[key]
+        tag = self._agree("halo", x, route)
+        out = carry_with_gradients(self._transport, route, [rows_of(x)], tag)
+        return out.reshape(route.output_rows, *x.shape[1:])
+
+    def halo_rows(self, before: int) -> Tensor:
+        """int64 (T,): where this rank's rows lie in what ``halo`` gives."""
+        return rows_of_spans(self.layout, before).to(self._transport.device)
+
+    # ---- sums ----
+
+    def sum_over_group(self, x: Tensor) -> Tensor:
+        """The sum of x over the ranks that compute these sequences, the same bits on each.
+
+        For statistics of losses and auxiliary losses (tokens of each expert, a sequence's loss);
+        x of any shape, the same on these ranks. With gradients: what the ranks make of the sum adds
+        up, as for torch.distributed.nn's all_reduce. Every rank of the group calls it.
+        """
+        refuse_transforms("sum_over_group", x)
+        return sums.sum_over(self._transport, self._everyone, x)
+
+    def sum_by_sequence(self, x: Tensor) -> Tensor:
+        """Sums of rows over each whole sequence, on every rank of its group: (T, ...), floats, to
+        (sequences, ...), in the order of ``layout.sequences``; with gradients, as above."""
+        if x.dim() == 0 or x.shape[0] != self.rows:
+            raise ValueError(f"x has shape {tuple(x.shape)}, expected {self.rows} rows")
+        refuse_transforms("sum_by_sequence", x)
+        return self.sum_over_group(sums.by_sequence(x, self.cu_seqlens))
 
     # ---- whole sequences ----
 
@@ -251,7 +526,7 @@ class ContextParallelHandler:
         they go, perhaps none; all of them on a rank without rows."""
         if self.degree == 0:
             return slice(0, count)
-        return heads.split(count, self.degree)[self._transport.rank - self.layout.first_rank]
+        return heads.split(count, self.degree)[self.place]
 
     def sequence_to_head(self, x: Tensor) -> Tensor:
         """Rows of some tokens as whole sequences of some heads, for layers that scan sequences
@@ -275,10 +550,10 @@ class ContextParallelHandler:
     def _trade(self, x: Tensor, count: int, *, to_heads: bool) -> Tensor:
         if x.device.type != self._transport.device.type:
             raise ValueError(f"x is on {x.device}, expected {self._transport.device}")
+        refuse_transforms("sequence_to_head" if to_heads else "head_to_sequence", x)
         if self.degree == 0:
             return x
-        self._prepare(heads.A2A, *_FULL)
-        schedule = schedule_of(self._schedules[heads.A2A, *_FULL])
+        schedule = schedule_of(self._prepare(comm.A2A, *_FULL, (1, 1)))
         traits = (*signature(x.new_empty(0, count, *x.shape[2:])), *schedule.kind, int(to_heads))
         tag = agree_once(self._transport, schedule, traits)
         out: Tensor = _Trade.apply(x, schedule, self._transport, count, to_heads, tag)  # type: ignore[no-untyped-call]
@@ -301,14 +576,18 @@ class ContextParallelHandler:
             )
         return self._routes[shift]
 
-    def _travel(self, x: Tensor, route: Route, back: Route) -> Tensor:
+    def _travel(self, name: str, x: Tensor, route: Route, back: Route) -> Tensor:
+        tag = self._agree(name, x, route)
+        out: Tensor = _Travel.apply(rows_of(x), route, back, self._transport, tag)  # type: ignore[no-untyped-call]
+        return out.reshape(route.output_rows, *x.shape[1:])
+
+    def _agree(self, name: str, x: Tensor, route: Route) -> int:
         if x.dim() == 0 or x.shape[0] != route.source_rows:
             raise ValueError(f"x has shape {tuple(x.shape)}, expected {route.source_rows} rows")
         if x.device.type != self._transport.device.type:
             raise ValueError(f"x is on {x.device}, expected {self._transport.device}")
-        tag = agree_once(self._transport, route, signature(x))
-        out: Tensor = _Travel.apply(rows_of(x), route, back, self._transport, tag)  # type: ignore[no-untyped-call]
-        return out.reshape(route.output_rows, *x.shape[1:])
+        refuse_transforms(name, x)
+        return agree_once(self._transport, route, signature(x))
 
     # ---- loss ----
 
@@ -364,11 +643,19 @@ def _window(left: int, right: int) -> tuple[int, int]:
     return max(left, -1), max(right, -1)
 
 
-def _refuse_options(softcap: float, dropout_p: float) -> None:
-    if softcap != 0.0:
-        raise ValueError(
-            f"softcap is {softcap}, expected 0.0: none of the attention kernels in use caps scores"
-        )
+def _head_count(rows: Tensor) -> int:
+    """0 for what has none, which is refused later."""
+    return rows.shape[1] if rows.dim() > 1 else 0
+
+
+def _key_of(comm_type: str, left: int, right: int, counts: tuple[int, int]) -> tuple[object, ...]:
+    """What a layer's schedule depends on, beside the plan."""
+    return (comm_type, left, right, *(counts if comm_type in comm.CHOSEN else ()))
+
+
+def _check_options(softcap: float, dropout_p: float) -> None:
+    if not softcap >= 0.0:
+        raise ValueError(f"softcap is {softcap}, expected >= 0.0, where 0.0 caps nothing")
     if dropout_p != 0.0:
         raise ValueError(
             f"dropout_p is {dropout_p}, expected 0.0: no kernel gives the same dropout under every "
@@ -386,12 +673,13 @@ class _Travel(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, route: Route, back: Route, transport: Transport, tag: int
     ) -> Tensor:
-        ctx.back, ctx.transport, ctx.tag = back, transport, tag
+        ctx.route, ctx.back, ctx.transport, ctx.tag = route, back, transport, tag
         return carry(transport, route, rows, tag)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        rows = carry(ctx.transport, ctx.back, grad.contiguous(), ctx.tag)
+        given = ctx.back, ctx.route, ctx.transport, ctx.tag
+        rows = _Travel.apply(grad.contiguous(), *given)  # type: ignore[no-untyped-call]
         return rows, None, None, None, None
 
 
@@ -412,6 +700,6 @@ class _Trade(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        given = ctx.transport, ctx.schedule, grad, ctx.count
-        back = heads.trade(*given, to_heads=not ctx.to_heads, tag=ctx.tag)
+        given = ctx.schedule, ctx.transport, ctx.count, not ctx.to_heads, ctx.tag
+        back = _Trade.apply(grad, *given)  # type: ignore[no-untyped-call]
         return back, None, None, None, None, None

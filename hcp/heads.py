@@ -1,10 +1,11 @@
-"""Heads for sequence: every rank of a group trades its rows for whole sequences of some heads.
+"""Heads for sequence: neighbours of a group trade their rows, so that each has, of some heads, the
+rows of all of them. When the whole group are neighbours, these are whole sequences.
 
 As in DeepSpeed-Ulysses (Jacobs et al., https://arxiv.org/abs/2309.14509), under any layout and any
 number of heads. Columns of several tensors and types travel together, as bytes.
 
-T rows on this rank, S rows of the group's sequences, end to end in token order, H heads of which
-this rank has h.
+T rows on this rank, S rows of all neighbours, in the order of their sequences and tokens, H heads
+of which this rank has h.
 """
 
 from __future__ import annotations
@@ -16,9 +17,7 @@ from torch import Tensor
 
 from hcp import ops
 from hcp.exchange import Transport
-from hcp.layout import Move, Schedule
-
-A2A = "a2a"
+from hcp.layout import Move, Schedule, Trade
 
 
 def split(heads: int, ranks: int) -> list[slice]:
@@ -34,51 +33,49 @@ def key_heads(queries: slice, per_key: int) -> slice:
     return slice(queries.start // per_key, -(-queries.stop // per_key))
 
 
-def members(schedule: Schedule) -> list[int]:
-    """The ranks of the group, in order; empty where this rank has no group."""
-    return [move.peer for move in schedule.receives]
+def members(trade: Trade) -> list[int]:
+    """The neighbours, in order, this rank among them."""
+    return [move.peer for move in trade.receives]
 
 
 def bring(
-    transport: Transport, schedule: Schedule, columns: Sequence[Sequence[Tensor]], tag: int
+    transport: Transport, trade: Trade, columns: Sequence[Sequence[Tensor]], tag: int
 ) -> list[Tensor]:
-    """Rows of all ranks as whole sequences.
+    """Rows of all neighbours, of this rank's heads.
 
-    columns[k]: what the group's k-th rank is given, (T, heads, size) or (T, heads) each. Returns
-    this rank's own, (S, ...) each, contiguous.
+    columns[k]: what the k-th neighbour is given, (T, heads, size) or (T, heads) each. Returns this
+    rank's own, (S, ...) each, contiguous.
     """
-    stage = schedule.stages[0]
-    own = columns[members(schedule).index(transport.rank)]
+    own = columns[members(trade).index(transport.rank)]
     widths = [_row_bytes(column) for column in own]
     wires = [_side_by_side(given) for given in columns]
-    received = wires[0].new_empty(stage.received_rows * sum(widths))
-    sends = _in_bytes(stage.sends, [wire.shape[1] for wire in wires], end_to_end=True)
-    receives = _in_bytes(stage.receives, [sum(widths)] * len(wires))
+    received = wires[0].new_empty(trade.rows * sum(widths))
+    sends = _in_bytes(trade.sends, [wire.shape[1] for wire in wires], end_to_end=True)
+    receives = _in_bytes(trade.receives, [sum(widths)] * len(wires))
     sent = torch.cat([wire.flatten() for wire in wires])
     transport.start(sent, _some(sends), received, _some(receives), tag=tag).wait()
-    rows = received.view(stage.received_rows, sum(widths))
-    arranged = ops.unpack(rows, stage.arrange, widths, stage.key_rows)
+    rows = received.view(trade.rows, sum(widths))
+    arranged = ops.unpack(rows, trade.gather, widths, trade.rows)
     return [
-        _from_bytes(part, like.dtype, (stage.key_rows, *like.shape[1:]))
+        _from_bytes(part, like.dtype, (trade.rows, *like.shape[1:]))
         for part, like in zip(arranged, own, strict=True)
     ]
 
 
 def take_back(
     transport: Transport,
-    schedule: Schedule,
+    trade: Trade,
     columns: Sequence[Tensor],
     shapes: Sequence[Sequence[Sequence[int]]],
     tag: int,
 ) -> list[list[Tensor]]:
     """The way back of :func:`bring`.
 
-    columns: (S, ...) each. shapes[k]: the shapes of a row of what the group's k-th rank has, one
-    for each of the columns. Returns the rows (T, ...) of each rank's columns.
+    columns: (S, ...) each. shapes[k]: the shapes of a row of what the k-th neighbour has, one for
+    each of the columns. Returns the rows (T, ...) of each neighbour's columns.
     """
-    stage = schedule.stages[0]
     parts = [_as_bytes(column) for column in columns]
-    sent = ops.pack(parts, stage.pack, stage.key_rows)
+    sent = ops.pack(parts, trade.scatter, trade.rows)
     widths = [
         [
             _elements(shape) * column.element_size()
@@ -87,16 +84,17 @@ def take_back(
         for row in shapes
     ]
     totals = [sum(row) for row in widths]
-    received = sent.new_empty(schedule.rows * sum(totals))
-    sends = _in_bytes(stage.receives, [sent.shape[1]] * len(totals))
-    receives = _in_bytes(stage.sends, totals, end_to_end=True)
+    own_rows = trade.sends[0].rows
+    received = sent.new_empty(own_rows * sum(totals))
+    sends = _in_bytes(trade.receives, [sent.shape[1]] * len(totals))
+    receives = _in_bytes(trade.sends, totals, end_to_end=True)
     transport.start(sent.flatten(), _some(sends), received, _some(receives), tag=tag).wait()
     back = []
     for move, row, shape in zip(receives, widths, shapes, strict=True):
-        rows = received[move.row : move.row + move.rows].view(schedule.rows, sum(row))
+        rows = received[move.row : move.row + move.rows].view(own_rows, sum(row))
         back.append(
             [
-                _from_bytes(part, column.dtype, (schedule.rows, *part_shape))
+                _from_bytes(part, column.dtype, (own_rows, *part_shape))
                 for part, column, part_shape in zip(
                     torch.split(rows, row, 1), columns, shape, strict=True
                 )
@@ -108,13 +106,14 @@ def take_back(
 def trade(
     transport: Transport, schedule: Schedule, x: Tensor, count: int, *, to_heads: bool, tag: int
 ) -> Tensor:
-    """(T, count, ...) to (S, h, ...), or back."""
-    slices = split(count, len(members(schedule)))
+    """(T, count, ...) to (S, h, ...), or back, under the schedule of a group's "a2a"."""
+    assert schedule.trade is not None
+    slices = split(count, len(members(schedule.trade)))
     if to_heads:
-        (whole,) = bring(transport, schedule, [[x[:, own]] for own in slices], tag)
+        (whole,) = bring(transport, schedule.trade, [[x[:, own]] for own in slices], tag)
         return whole
     shapes = [[(own.stop - own.start, *x.shape[2:])] for own in slices]
-    parts = take_back(transport, schedule, [x], shapes, tag)
+    parts = take_back(transport, schedule.trade, [x], shapes, tag)
     return torch.cat([part for (part,) in parts], 1)
 
 

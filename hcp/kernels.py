@@ -10,7 +10,9 @@ n rows of a call, H query heads, G key-value heads, D head size, E head size of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
@@ -50,17 +52,48 @@ class Call:
             query, key = entry.query_row + entry.query_rows, entry.key_row + entry.key_rows
         return sizes
 
+    @cached_property
+    def longest(self) -> tuple[int, int]:
+        """Most queries, and most keys, of an entry."""
+        rows = [(entry.query_rows, entry.key_rows) for entry in self.entries]
+        return max(queries for queries, _ in rows), max(keys for _, keys in rows)
+
+    @cached_property
+    def pairs(self) -> int:
+        """Of a query and a key that it sees."""
+        return sum(
+            _pairs_below(entry, entry.high + 1) - _pairs_below(entry, entry.low)
+            for entry in self.entries
+        )
+
     def bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """cu_seqlens of queries and of keys, int32, on the device; kept for the next layer."""
         if self._bounds is None:
-            sizes = torch.tensor([(0, 0), *self.sizes()], dtype=torch.int32)
+            sizes = torch.tensor([(0, 0), *self.sizes()], dtype=torch.int32, device="cpu")
             queries, keys = sizes.cumsum(0, dtype=torch.int32).t().contiguous().to(device)
             self._bounds = queries, keys
         return self._bounds
 
 
+def _pairs_below(entry: Entry, ahead: int) -> int:
+    """Pairs whose key is less than ``ahead`` rows ahead of its query."""
+
+    def first(queries: int) -> int:
+        """Of as many queries, the first of which has one key, each other one more than the last."""
+        rising = max(0, min(queries, entry.key_rows))
+        return rising * (rising + 1) // 2 + max(0, queries - rising) * entry.key_rows
+
+    return first(entry.query_rows + ahead - 1) - first(ahead - 1)
+
+
 class Kernel(Protocol):
     """What attention needs of a kernel. Rows may have any stride, the elements of a head none."""
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]: ...
+
+    def capped(self, softcap: float) -> Kernel | None:
+        """The kernel with scores s as softcap * tanh(s / softcap); None where it has none such."""
 
     def calls(self, entries: Sequence[Entry]) -> list[Call]:
         """The entries of one stage as calls, in any order."""
@@ -163,6 +196,9 @@ class CpuFlash:
 
     calls = staticmethod(_each_alone)
 
+    def capped(self, softcap: float) -> None:
+        return None
+
     def forward(
         self, call: Call, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
@@ -234,11 +270,13 @@ class _Tile(NamedTuple):
         """What is added to the scores, (queries, keys), in the dtype of ``like``."""
         if self.causal or self.full:
             return None
-        queries = torch.arange(self.queries.stop - self.queries.start)
-        keys = torch.arange(self.keys.stop - self.keys.start)
+        queries = torch.arange(self.queries.stop - self.queries.start, device="cpu")
+        keys = torch.arange(self.keys.stop - self.keys.start, device="cpu")
         ahead = keys - queries.unsqueeze(1)
         hidden = (ahead < self.low) | (ahead > self.high)
-        return torch.zeros(hidden.shape, dtype=like.dtype).masked_fill_(hidden, -torch.inf)
+        return torch.zeros(hidden.shape, dtype=like.dtype, device="cpu").masked_fill_(
+            hidden, -torch.inf
+        )
 
 
 _TILE_ROWS = 64, 1024
@@ -301,6 +339,9 @@ class Flash2:
 
     dtypes = (torch.bfloat16, torch.float16)
 
+    def capped(self, softcap: float) -> Kernel | None:
+        return None
+
     @staticmethod
     def calls(entries: Sequence[Entry]) -> list[Call]:
         packs: list[list[Entry]] = []
@@ -319,12 +360,16 @@ class Flash2:
         self, call: Call, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         size = _head_size(query, value)
-        rows = [_widened(x, size) for x in (query, key, value)]
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *rows, *self._pack(call, query), 0.0, False, False, scale=scale, **_window_of(call)
-        )
+        out, lse = self.run(call, [_widened(x, size) for x in (query, key, value)], scale)
         # A row without keys has +inf there, and no run names it.
         return out[..., : value.shape[2]], lse.transpose(0, 1)
+
+    def run(self, call: Call, rows: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp (H, n) for queries, keys and values of one head size."""
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            *rows, *self.pack(call, rows[0]), 0.0, False, False, scale=scale, **_window_of(call)
+        )
+        return out, lse
 
     def backward(
         self,
@@ -338,13 +383,22 @@ class Flash2:
         lse: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        no_dropout = torch.empty(2, dtype=torch.uint64, device=query.device)
-        columns = _backward_columns(grad_out, grad_lse, query, key, value, out)
-        grads = torch.ops.aten._flash_attention_backward(
-            columns[0].contiguous(),
-            *columns[1:],
-            lse.transpose(0, 1).contiguous(),
-            *self._pack(call, query),
+        grad_out, *rows = _backward_columns(grad_out, grad_lse, query, key, value, out)
+        heads_first = lse.transpose(0, 1).contiguous()
+        grads = self.run_backward(call, grad_out.contiguous(), rows, heads_first, scale)
+        return _narrowed(grads, query, value)
+
+    def run_backward(
+        self, call: Call, grad_out: Tensor, rows: Sequence[Tensor], lse: Tensor, scale: float
+    ) -> Sequence[Tensor]:
+        """Gradients of queries, keys and values, for rows of these and of the output, of one head
+        size, and the log-sum-exp (H, n)."""
+        no_dropout = torch.empty(2, dtype=torch.uint64, device=lse.device)
+        grads: Sequence[Tensor] = torch.ops.aten._flash_attention_backward(
+            grad_out,
+            *rows,
+            lse,
+            *self.pack(call, grad_out),
             0.0,
             False,
             no_dropout,
@@ -352,12 +406,12 @@ class Flash2:
             scale=scale,
             **_window_of(call),
         )
-        return _narrowed(grads, query, value)
+        return grads
 
     @staticmethod
-    def _pack(call: Call, query: Tensor) -> tuple[Tensor, Tensor, int, int]:
-        longest_query = max(entry.query_rows for entry in call.entries)
-        longest_key = max(entry.key_rows for entry in call.entries)
+    def pack(call: Call, query: Tensor) -> tuple[Tensor, Tensor, int, int]:
+        """cu_seqlens of queries and keys, and the longest of each."""
+        longest_query, longest_key = call.longest
         left, right = call.window
         if left >= 0 or right > 0:
             # It takes the longest keys for a bound that nothing passes, though with more queries
@@ -371,17 +425,24 @@ def _window_of(call: Call) -> dict[str, int]:
     return {"window_size_left": left, "window_size_right": right}
 
 
+@dataclass(frozen=True)
 class Plain:
-    """Attention as its formula, one entry a call: for types that FlashAttention does not have."""
+    """Attention as its formula, one entry a call: for types that FlashAttention does not have, and
+    for soft-capping."""
+
+    softcap: float = 0.0
 
     dtypes = (torch.float64, torch.float32)
 
     calls = staticmethod(_each_alone)
 
+    def capped(self, softcap: float) -> Plain:
+        return Plain(softcap)
+
     def forward(
         self, call: Call, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        scores = _scores(call, query, key, scale)
+        scores = _masked(call, self._scores(query, key, scale))
         lse = scores.logsumexp(-1)
         weights = (scores - lse.unsqueeze(-1)).exp()
         out = weights @ _per_query_head(value, query)
@@ -399,13 +460,16 @@ class Plain:
         lse: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        weights = (_scores(call, query, key, scale) - lse.transpose(0, 1).unsqueeze(-1)).exp()
+        scores = self._scores(query, key, scale)
+        weights = (_masked(call, scores) - lse.transpose(0, 1).unsqueeze(-1)).exp()
         grad = grad_out.transpose(0, 1)
         delta = (grad_out * out).sum(-1)
         if grad_lse is not None:
             delta = delta - grad_lse
         delta = delta.transpose(0, 1).unsqueeze(-1)
         grad_scores = weights * (grad @ _per_query_head(value, query).transpose(1, 2) - delta)
+        if self.softcap:
+            grad_scores = grad_scores * (1 - (scores / self.softcap).square())
         grad_query = grad_scores @ _per_query_head(key, query) * scale
         grad_key = grad_scores.transpose(1, 2) @ query.transpose(0, 1) * scale
         grad_value = weights.transpose(1, 2) @ grad
@@ -415,15 +479,19 @@ class Plain:
             _per_key_head(grad_value, value),
         )
 
+    def _scores(self, query: Tensor, key: Tensor, scale: float) -> Tensor:
+        """(H, queries, keys), capped."""
+        scores = query.transpose(0, 1) @ _per_query_head(key, query).transpose(1, 2) * scale
+        return self.softcap * (scores / self.softcap).tanh() if self.softcap else scores
 
-def _scores(call: Call, query: Tensor, key: Tensor, scale: float) -> Tensor:
-    """(H, queries, keys), -inf where a key is hidden."""
-    scores = query.transpose(0, 1) @ _per_query_head(key, query).transpose(1, 2) * scale
+
+def _masked(call: Call, scores: Tensor) -> Tensor:
+    """-inf where a key is hidden."""
     (entry,) = call.entries
     if entry.window == (-1, -1):
         return scores
-    keys = torch.arange(entry.key_rows, device=query.device)
-    ahead = keys - torch.arange(entry.query_rows, device=query.device).unsqueeze(1)
+    keys = torch.arange(entry.key_rows, device=scores.device)
+    ahead = keys - torch.arange(entry.query_rows, device=scores.device).unsqueeze(1)
     return scores.masked_fill((ahead < entry.low) | (ahead > entry.high), -torch.inf)
 
 
@@ -439,18 +507,58 @@ def _per_key_head(grad: Tensor, rows: Tensor) -> Tensor:
     return by_group.sum(1).transpose(0, 1)
 
 
+# ---- choice --------------------------------------------------------------------------------------
+
+
+class Choice(NamedTuple):
+    """What a layer wants of a kernel beside device and type."""
+
+    family: str = "torch"
+    softcap: float = 0.0
+
+
 _CPU, _FLASH2, _PLAIN = CpuFlash(), Flash2(), Plain()
 
 
-def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel:
+def torch_kernels(device: torch.device) -> Sequence[Kernel]:
+    """PyTorch's own for a device, FlashAttention first."""
+    return (_CPU, _PLAIN) if device.type == "cpu" else (_FLASH2, _PLAIN)
+
+
+_families: dict[str, Callable[[torch.device], Sequence[Kernel]]] = {"torch": torch_kernels}
+
+
+def add_family(name: str, kernels: Callable[[torch.device], Sequence[Kernel]]) -> None:
+    """Kernels of a library for a device, the preferred first."""
+    _families[name] = kernels
+
+
+def families() -> list[str]:
+    """Of all kernels there are: a layer's table names its own by the place in here."""
+    return list(_families)
+
+
+def kernel_for(device: torch.device, dtype: torch.dtype, choice: Choice) -> Kernel:
     """FlashAttention where there is one for the device and type, else the formula.
 
-    Raises ValueError for a type that no kernel takes.
+    Raises ValueError for what no kernel of the family takes.
     """
-    candidates = (_CPU,) if device.type == "cpu" else (_FLASH2, _PLAIN)
-    for kernel in candidates:
-        if dtype in kernel.dtypes:
-            return kernel
+    family, softcap = choice
+    candidates = _families[family](device)
+    fitting = [kernel for kernel in candidates if dtype in kernel.dtypes]
+    if not fitting:
+        raise ValueError(
+            f"dtype is {dtype} on {device.type}, expected one of "
+            f"{[t for k in candidates for t in k.dtypes]} for {family!r}"
+        )
+    if softcap == 0.0:
+        return fitting[0]
+    for kernel in fitting:
+        capped = kernel.capped(softcap)
+        if capped is not None:
+            return capped
     raise ValueError(
-        f"dtype is {dtype}, expected one of {[t for k in candidates for t in k.dtypes]}"
+        f"softcap is {softcap} for {dtype} on {device.type}, expected 0.0: PyTorch's "
+        "FlashAttention caps no scores; the formula does, for float32 and float64, and the "
+        "backends 'flash_attn' and 'flash_attn_4', for CUDA (hcp.get_cp_handler_cls)"
     )

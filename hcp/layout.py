@@ -51,7 +51,11 @@ class Layout:
         self.degree: int = core.degree
         """Ranks of the group."""
         self.rows: int = core.rows
-        """Rows of this rank."""
+        """Rows of this rank, padding included."""
+        self.padding: int = core.padding
+        """The last of them, which ``alignment`` adds: they belong to no sequence."""
+        self.paddings: tuple[int, ...] = tuple(core.paddings)
+        """The same of each rank of the group."""
         self.sequences: tuple[int, ...] = tuple(core.sequences)
         """The group's sequences, as indices of ``plan.lengths``."""
         self.lengths: tuple[int, ...] = tuple(core.lengths)
@@ -59,7 +63,7 @@ class Layout:
         self.cu_seqlens: Tensor = _tensor(core.cu_seqlens, torch.int32)
         """int32 (sequences + 1,): local rows of each sequence, summed."""
         self.positions: Tensor = _tensor(core.positions, torch.int64)
-        """int64 (rows,): each row's place in its sequence."""
+        """int64 (rows,): each row's place in its sequence; 0 in padding."""
         self._core = core
 
     @cached_property
@@ -70,7 +74,7 @@ class Layout:
 
 def _tensor(view: memoryview, dtype: torch.dtype) -> Tensor:
     if view.nbytes == 0:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     return torch.frombuffer(view, dtype=dtype)
 
 
@@ -133,6 +137,11 @@ class Route(_Table):
         """Rows of a micro-batch shifted along their sequences."""
         return cls(plan.core.route_roll(micro_batch, rank, shift))
 
+    @classmethod
+    def halo(cls, plan: Plan, micro_batch: int, rank: int, before: int) -> Route:
+        """Each span behind the ``before`` rows that come before it in its sequence."""
+        return cls(plan.core.route_halo(micro_batch, rank, before))
+
 
 class Entry(NamedTuple):
     """One block of attention: query rows against key rows of the stage. Query q of the entry sees
@@ -164,10 +173,39 @@ class Stage(NamedTuple):
     arrange: Tensor
     """Empty: the received rows are the keys, as they arrive."""
     entries: list[Entry]
+    pulls: Tensor
+    """(row, rows, peer, peer_row): the same keys, as rows of their owners."""
     first_entry: int
     sent_rows: int
     received_rows: int
     key_rows: int
+
+
+class Read(NamedTuple):
+    """A stage's keys, where their owners hold them."""
+
+    owners: list[tuple[int, int]]
+    """(rank, its rows)."""
+    runs: Tensor
+    """(row, rows, part, part_row): keys of the stage <- rows of those owners."""
+    done: list[int]
+    """Those that no later stage reads."""
+
+
+class Trade(NamedTuple):
+    """Rows for heads between neighbours, before the first stage and, the other way, behind the
+    last."""
+
+    receives: list[Move]
+    """From each of the neighbours, in order, this rank among them."""
+    sends: list[Move]
+    """To each of them: all that this rank has."""
+    gather: Tensor
+    """Traded rows in token order."""
+    scatter: Tensor
+    """Gathered rows as they were traded."""
+    rows: int
+    """Of all neighbours."""
 
 
 class Schedule(_Table):
@@ -180,48 +218,90 @@ class Schedule(_Table):
         sizes = self.section("SIZES").tolist()[0]
         self.rows, self.home_sent_rows, self.home_received_rows, *kind = sizes
         self.kind = tuple(kind)
-        """Comm type and mask, as numbers."""
+        """Comm type, ranks that trade rows for heads, and mask, as numbers."""
         self.output_runs = self.section("OUTPUT_RUNS")
         self.home_runs = self.section("HOME_RUNS")
         self.local_runs = self.section("LOCAL_RUNS")
         self.home_sends = self.moves("HOME_SENDS")
         self.home_receives = self.moves("HOME_RECEIVES")
+        self.blocks: dict[int, int] = dict(self.section("BLOCKS").tolist())
+        """Local rows of each rank of the group."""
         self.stages = self._stages()
+        self.exchanges = itertools.count()
+        """Numbers the exchanges of a group through shared memory, alike on all its ranks."""
+        self.trade = self._trade()
+        """None where rows stay."""
         self.calls: dict[object, object] = {}
         """The entries as calls of each kernel that has computed them: see ``hcp.attention``."""
         self.agreed: set[tuple[int, ...]] = set()
         """Traits of calls that the ranks have found equal: see ``exchange.agree_once``."""
+        self.tags: dict[tuple[object, ...], int] = {}
+        """Of the kinds of calls that were checked."""
+
+    @cached_property
+    def reads(self) -> list[Read | None]:
+        """What each stage reads from the memory of the keys' owners; None: nothing."""
+        owners = [sorted(set(stage.pulls[:, 2].tolist())) for stage in self.stages]
+        reads: list[Read | None] = []
+        for i, (stage, own) in enumerate(zip(self.stages, owners, strict=True)):
+            later = set(itertools.chain.from_iterable(owners[i + 1 :]))
+            reads.append(self._read(stage, own, later) if stage.entries and own else None)
+        return reads
+
+    def _read(self, stage: Stage, owners: list[int], later: set[int]) -> Read:
+        parts = torch.searchsorted(
+            torch.tensor(owners, device="cpu"), stage.pulls[:, 2].contiguous()
+        )
+        return Read(
+            [(peer, self.blocks[peer]) for peer in owners],
+            torch.stack([*stage.pulls.t()[:2], parts, stage.pulls[:, 3]], 1),
+            [peer for peer in owners if peer not in later],
+        )
+
+    @cached_property
+    def whole_run(self) -> Tensor:
+        """All local rows as they are, as runs of one part."""
+        return torch.tensor([[0, self.query_rows, 0, 0]], device="cpu")
 
     @property
     def sends(self) -> list[Move]:
-        return [move for stage in self.stages for move in stage.sends]
+        traded = self.trade.sends if self.trade else []
+        return [*traded, *(move for stage in self.stages for move in stage.sends)]
 
     @property
     def receives(self) -> list[Move]:
-        return [move for stage in self.stages for move in stage.receives]
+        traded = self.trade.receives if self.trade else []
+        return [*traded, *(move for stage in self.stages for move in stage.receives)]
 
     @property
     def query_rows(self) -> int:
-        """Rows that the entries' queries count in: the local rows, or for "a2a" whole
-        sequences."""
+        """Rows that the entries' queries count in: the local rows, or what a trade gave."""
         return self.stages[0].key_rows
-
-    @property
-    def trades_heads(self) -> bool:
-        """Whether each rank computes whole sequences of some heads."""
-        return bool(_core.COMM_TYPES[self.kind[0]] == "a2a")
 
     @property
     def transport_key(self) -> int:
         """Which transport the schedule runs on: see ``exchange.transport_of``."""
-        return int(self.words[1])
+        return int(self.words[1]) & _TRANSPORT_MASK
+
+    def _trade(self) -> Trade | None:
+        receives = self.moves("TRADES")
+        if not receives:
+            return None
+        return Trade(
+            receives,
+            [Move(peer, 0, self.rows) for peer, _, _ in receives],
+            self.section("GATHER"),
+            self.section("SCATTER"),
+            sum(move.rows for move in receives),
+        )
 
     def _stages(self) -> list[Stage]:
         pack, arrange = self.section("PACK"), self.section("ARRANGE")
         sends, receives = self.moves("SENDS"), self.moves("RECEIVES")
         entries = [Entry(*record) for record in self.section("ENTRIES").tolist()]
+        pulls = self.section("PULLS")
         stages = []
-        begin = [0] * 5
+        begin = [0] * 6
         for *end, sent_rows, received_rows, key_rows in self.section("STAGES").tolist():
             stages.append(
                 Stage(
@@ -230,6 +310,7 @@ class Schedule(_Table):
                     receives=receives[begin[2] : end[2]],
                     arrange=arrange[begin[3] : end[3]],
                     entries=entries[begin[4] : end[4]],
+                    pulls=pulls[begin[5] : end[5]],
                     first_entry=begin[4],
                     sent_rows=sent_rows,
                     received_rows=received_rows,
@@ -240,21 +321,48 @@ class Schedule(_Table):
         return stages
 
 
+STAGE_ROWS = 8192
+"""Tokens whose keys are worth an exchange of their own under "all_gather", so that they come while
+others are computed."""
+
+
 def schedule_words(
     plan: Plan,
     micro_batch: int,
     rank: int,
     comm_type: str,
     *,
+    inner: int = 1,
     window_size: tuple[int, int],
     transport_key: int,
 ) -> Tensor:
     """The schedule as one tensor, int64 (words,), which names itself (word 0, a serial number) and
-    the transport it runs on (word 1). ``window_size``: FlashAttention's; (-1, 0) is causal."""
-    words = _tensor(plan.core.schedule(micro_batch, rank, comm_type, *window_size), torch.int64)
+    the transport it runs on (word 1). ``inner``: how many neighbours trade rows for heads, a
+    divisor of the degree, for "a2a+p2p". ``window_size``: FlashAttention's; (-1, 0) is causal."""
+    table = plan.core.schedule(micro_batch, rank, comm_type, inner, *window_size, STAGE_ROWS)
+    words = _tensor(table, torch.int64)
     words[0] = next(_serials)
     words[1] = transport_key
     return rows_may_vary(words)
+
+
+_TRANSPORT_BITS = 32
+_TRANSPORT_MASK = (1 << _TRANSPORT_BITS) - 1
+
+
+def with_kernel(words: Tensor, family: int, softcap: float) -> Tensor:
+    """The same schedule for a layer that wants another kernel: word 1 names their family too, and
+    one more word behind the others the cap."""
+    cap = torch.tensor([softcap], dtype=torch.float64, device="cpu").view(torch.int64)
+    chosen = torch.cat([words, cap])
+    chosen[1] += (family + 1) << _TRANSPORT_BITS
+    return chosen
+
+
+def kernel_of(words: Tensor) -> tuple[int, float]:
+    """What kernel a layer wants: number of the family and cap."""
+    named = int(words[1]) >> _TRANSPORT_BITS
+    return (named - 1, float(words[-1:].view(torch.float64))) if named else (0, 0.0)
 
 
 _schedules: weakref.WeakValueDictionary[int, Schedule] = weakref.WeakValueDictionary()

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from hcp import ops
 from hcp.errors import HcpError
 from hcp.exchange import Pending, copy_to_self, register
 from hcp.layout import Move
@@ -50,10 +51,12 @@ class LoopbackTransport:
         self._rounds = 0
         self.rank = rank
         self.size = world.size
+        self.global_ranks: Sequence[int] = range(world.size)
         self.device = world.device
         self.key = register(self)
-        self.rows_sent = 0
-        """Rows that went to other ranks so far."""
+        self.bytes_sent = 0
+        """What went to other ranks so far."""
+        self.bytes_received = 0
 
     def start(
         self,
@@ -65,14 +68,17 @@ class LoopbackTransport:
         tag: int = 0,
     ) -> Pending:
         copy_to_self(self.rank, sent, sends, received, receives)
+        self.send(sent, sends, tag)
+        return _LoopbackPending(self, received, [m for m in receives if m.peer != self.rank], tag)
+
+    def send(self, sent: Tensor, sends: Sequence[Move], tag: int) -> None:
         with self._world.changed:
             for peer, row, rows in sends:
                 if peer != self.rank:
                     copied = sent[row : row + rows].clone()
                     self._world.messages[self.rank, peer].append((tag, copied))
-                    self.rows_sent += rows
+                    self.bytes_sent += copied.nbytes
             self._world.changed.notify_all()
-        return _LoopbackPending(self, received, [m for m in receives if m.peer != self.rank], tag)
 
     def receive(self, peer: int, target: Tensor, tag: int) -> None:
         with self._world.changed:
@@ -87,6 +93,7 @@ class LoopbackTransport:
                 f"(tag {sent_tag}), expected {tuple(target.shape)} of {target.dtype} (tag {tag})"
             )
         target.copy_(message)
+        self.bytes_received += message.nbytes
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         world = self._world
@@ -111,6 +118,66 @@ class _LoopbackPending:
     def wait(self) -> None:
         for peer, row, rows in self._receives:
             self._transport.receive(peer, self._received[row : row + rows], self._tag)
+
+
+class SharingLoopbackTransport(LoopbackTransport):
+    """One whose ranks also read rows from each other's memory, as GPUs linked by NVLink do."""
+
+    def stage(
+        self, exchange: int, rows: int, width: int, dtype: torch.dtype, readers: Iterable[int]
+    ) -> _LoopbackStaged:
+        return _LoopbackStaged(self, rows, width, dtype, sorted(readers))
+
+
+class _LoopbackStaged:
+    def __init__(
+        self,
+        transport: SharingLoopbackTransport,
+        rows: int,
+        width: int,
+        dtype: torch.dtype,
+        readers: Sequence[int],
+    ) -> None:
+        self._transport, self._rows, self._width = transport, rows, width
+        self._dtype, self._readers = dtype, readers
+        self._arrived: dict[int, Tensor] = {}
+
+    def write(self, parts: Sequence[Tensor], runs: Tensor, columns: int, tag: int) -> None:
+        staged = ops.reduce(parts, runs, self._rows, columns)
+        moves = [Move(peer, 0, self._rows) for peer in self._readers]
+        self._transport.send(staged, moves, tag)
+
+    def read(
+        self,
+        parts: Sequence[tuple[int, int]],
+        runs: Tensor,
+        rows: int,
+        tag: int,
+        done: Sequence[int],
+        own: Sequence[Sequence[Tensor]] = (),
+    ) -> _LoopbackReading:
+        widths = [column.shape[1] for column in own[0]] if own else [self._width]
+        columns = [column for part in own for column in part]
+        for peer, count in parts:
+            if peer not in self._arrived:
+                self._arrived[peer] = self._receive(peer, count, tag)
+            columns += self._arrived[peer].split_with_sizes(widths, 1)
+        for peer in done:
+            del self._arrived[peer]  # whoever reads on would wait for the next exchange
+        return _LoopbackReading(ops.reduce(columns, runs, rows, len(widths)))
+
+    def _receive(self, peer: int, rows: int, tag: int) -> Tensor:
+        staged = torch.empty(rows, self._width, dtype=self._dtype, device=self._transport.device)
+        self._transport.receive(peer, staged, tag)
+        return staged
+
+
+class _LoopbackReading:
+    def __init__(self, rows: Tensor) -> None:
+        self._rows = rows
+
+    def wait(self) -> Tensor:
+        return self._rows
 
 
 class LoopbackGroups:
@@ -140,16 +207,19 @@ def loopback(
     *,
     timeout: float = 60.0,
     device: torch.device | str = "cpu",
+    sharing: bool = False,
 ) -> list[Result]:
     """Call ``function(groups)`` once per rank, each in a thread; results by rank.
 
     ``groups`` is that rank's end of the domain, for :func:`hcp.dispatch` and the like. A rank that
     raises ends the others, and its exception is raised here. ``timeout``: seconds that one exchange
-    may take. ``device``: where all ranks' tensors lie, the CPU or one GPU.
+    may take. ``device``: where all ranks' tensors lie, the CPU or one GPU. ``sharing``: whether the
+    ranks read keys and values from each other's memory, as over NVLink, or send them.
     """
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}, expected >= 1")
     world = _World(ranks, timeout, _full_name(torch.device(device)))
+    kind = SharingLoopbackTransport if sharing else LoopbackTransport
     results: list[Any] = [None] * ranks
     errors: dict[int, BaseException] = {}
 
@@ -157,7 +227,7 @@ def loopback(
         try:
             # One thread serves all backwards of a GPU otherwise, and would wait for itself.
             with torch.autograd.set_multithreading_enabled(False):
-                results[rank] = function(LoopbackGroups(LoopbackTransport(world, rank)))
+                results[rank] = function(LoopbackGroups(kind(world, rank)))
         except BaseException as error:
             with world.changed:
                 errors[rank] = error

@@ -4,8 +4,9 @@ Tables are int64 tensors of shape (records, words) on the CPU, whatever the devi
 are proved against the rows' sizes before any row is touched. A wrong argument raises RuntimeError
 with its name, value and expectation.
 
-All operators pass `torch.library.opcheck` and work inside `torch.compile(fullgraph=True)`, with any
-sizes in one graph.
+The operators of this module pass `torch.library.opcheck` and work inside
+`torch.compile(fullgraph=True)`, with any sizes in one graph. Those between GPUs (`signal_set`,
+`reduce_signalled`, `nccl_exchange`) exist on CUDA alone and are called by hcp's transports only.
 
 Legend of shapes: N rows of the input, R rows of the result, C columns, H heads, D head size.
 """

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import math
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -37,7 +40,29 @@ class Case:
     lse: bool = False
     """Whether the log-sum-exp is returned, and has a gradient."""
     dtype: str = "float64"
+    backend: str = "torch"
+    sharing: bool = False
+    """Whether loopback's ranks read from each other's memory."""
+    stage_rows: int = hcp.layout.STAGE_ROWS
+    """Tokens whose keys come together under "all_gather"."""
     seed: int = 0
+    alignment: int = 1
+    sizes: tuple[int, ...] | None = None
+    """Of the levels of "a2a+p2p"; None: an inner level as large as it may be below the degree."""
+
+    @property
+    def comm(self) -> dict[str, Any]:
+        """What hcp.dispatch is told of it."""
+        if self.comm_type != "a2a+p2p":
+            return {"comm_types": (self.comm_type,)}
+        return {"comm_types": (self.comm_type,), "hierarchical_context_parallel_sizes": self.levels}
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        if self.sizes is not None:
+            return self.sizes
+        inner = max(d for d in range(1, max(2, self.ranks)) if self.ranks % d == 0)
+        return inner, self.ranks // inner
 
     def plan(self) -> hcp.Plan:
         return hcp.plan(
@@ -46,6 +71,7 @@ class Case:
             max_tokens_per_rank=self.capacity,
             min_degree=self.min_degree,
             max_degree=self.max_degree,
+            alignment=self.alignment,
         )
 
 
@@ -124,14 +150,17 @@ def expected(case: Case) -> tuple[list[tuple[Tensor, ...]], Tensor | None]:
     return answers, None if sinks is None else sinks.grad
 
 
-def attention_errors(groups: Any, case: Case, plan: hcp.Plan | None = None) -> list[float]:
-    """Largest errors of each of RESULTS over the sequences that this rank loaded, and of the sinks'
-    gradient."""
+def attention_errors(
+    groups: Any, case: Case, plan: hcp.Plan | None = None, *, mean: bool = False
+) -> list[float]:
+    """Largest errors (or mean ones) of each of RESULTS over the sequences that this rank loaded,
+    and of the sinks' gradient."""
     plan = plan or case.plan()
     rank = groups.transport.rank
     sources = [(i * 7 + 3) % plan.ranks for i in range(len(case.lengths))]
     samples = [s for s, r in zip(whole_sequences(case), sources, strict=True) if r == rank]
-    step = hcp.dispatch(plan, samples, sources, groups, comm_types=(case.comm_type,))
+    cls = hcp.get_cp_handler_cls(case.backend)
+    step = hcp.dispatch(plan, samples, sources, groups, handler_cls=cls, **case.comm)
     answers, grad_sinks = expected(case)
     worst = [0.0] * len(RESULTS)
     sinks = sinks_of(case)
@@ -156,7 +185,8 @@ def attention_errors(groups: Any, case: Case, plan: hcp.Plan | None = None) -> l
             assert back.shape == want.shape, (n, back.shape, want.shape)
             assert torch.isfinite(back).all(), (n, case)
             if back.numel():
-                worst[n] = max(worst[n], float((back - want).abs().max()))
+                errors = (back - want).abs()
+                worst[n] = max(worst[n], float(errors.mean() if mean else errors.max()))
     if sinks is not None and case.lengths:
         worst.append(float((summed(groups, sinks.grad) - grad_sinks).abs().max()))
     return worst
@@ -174,10 +204,22 @@ def sequences_of(plan: hcp.Plan, micro_batch: int) -> list[int]:
 
 def loopback_error(case: Case, plan: hcp.Plan | None = None, device: str = "cpu") -> float:
     """The largest error of all ranks."""
-    results = hcp.loopback(
-        case.ranks, lambda groups: attention_errors(groups, case, plan), device=device
-    )
+    with staged_by(case.stage_rows):
+        results = hcp.loopback(
+            case.ranks,
+            lambda groups: attention_errors(groups, case, plan),
+            device=device,
+            sharing=case.sharing,
+        )
     return max(max(errors) for errors in results)
+
+
+@contextmanager
+def staged_by(rows: int) -> Iterator[None]:
+    """Schedules with keys of that many tokens in a stage, on every rank of this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hcp.layout, "STAGE_ROWS", rows)
+        yield
 
 
 # ---- gloo ranks ----------------------------------------------------------------------------------
@@ -191,4 +233,5 @@ class GlooGroups:
 
 
 def gloo_errors(rank: int, size: int, case: Case) -> list[float]:
-    return attention_errors(GlooGroups(), case)
+    with staged_by(case.stage_rows):
+        return attention_errors(GlooGroups(), case)

@@ -21,7 +21,7 @@ class Layer(torch.nn.Module):
         query, key, value = self.qkv(x).unflatten(1, (3, 2, 8)).unbind(1)
         query = cp.apply_rotary_pos_emb(query, self.freqs)
         key = cp.apply_rotary_pos_emb(key, self.freqs)
-        near = cp.attention(query, key, value, window_size=(3, 0))
+        near = cp.attention(query, key, value, window_size=(3, 0), comm_type="auto")
         return (near + cp.attention(query, key, value)).flatten(1)
 
 
@@ -38,7 +38,13 @@ def losses_and_graphs(groups: Any, plans: int) -> list[int]:
         samples = [{"x": torch.randn(n, 8), "loss_mask": torch.ones(n)} for n in lengths]
         plan = hcp.plan(lengths, ranks=1, max_tokens_per_rank=64)
         for cp, local in hcp.dispatch(
-            plan, samples, [0] * len(lengths), groups, window_sizes=[(3, 0)]
+            plan,
+            samples,
+            [0] * len(lengths),
+            groups,
+            comm_types=("p2p", "auto"),
+            window_sizes=[(3, 0)],
+            heads=[(2, 2)],
         ):
             grads = []
             for model in (layer, compiled):

@@ -77,6 +77,34 @@ def gloo_dispatch(rank: int, size: int) -> int:
     return check_dispatch(GlooGroups(), LENGTHS, SOURCES, 32)
 
 
+def test_rows_of_padding_are_zeros_that_no_loss_counts() -> None:
+    lengths, sources = [7, 3, 12, 5], [1, 0, 2, 1]
+    plan = hcp.plan(lengths, ranks=3, max_tokens_per_rank=16, min_degree=2, alignment=8)
+    whole = [torch.arange(1, n + 1) for n in lengths]
+
+    def check(groups: Any) -> tuple[float, int]:
+        own = [whole[s] for s, r in enumerate(sources) if r == groups.transport.rank]
+        samples = [{"tokens": x, "loss_mask": torch.ones(len(x))} for x in own]
+        total, padding = 0.0, 0
+        for cp, local in hcp.dispatch(plan, samples, sources, groups):
+            assert cp.rows % 8 == 0
+            padding += cp.layout.padding
+            behind = slice(cp.rows - cp.layout.padding, cp.rows)
+            assert local.tokens[behind].tolist() == [0] * cp.layout.padding
+            assert local.loss_mask[behind].tolist() == [0.0] * cp.layout.padding
+            total += float(cp.loss(local.tokens.double() + 100, local.loss_mask))
+            back = cp.combine(local.tokens)
+            held = {s for group in plan.micro_batches[cp.micro_batch] for s in group.sequences}
+            loaded = [s for s in sorted(held) if sources[s] == groups.transport.rank]
+            assert back.tolist() == [int(t) for s in loaded for t in whole[s]]
+        return total, padding
+
+    results = hcp.loopback(3, check)
+    assert sum(padding for _, padding in results) == plan.report().padding > 0
+    mean = torch.cat(whole).double().mean() + 100
+    assert sum(total for total, _ in results) == pytest.approx(float(mean), abs=1e-12)
+
+
 @pytest.mark.parametrize("ranks", [3, 5])
 def test_gloo_ranks_get_their_rows(ranks: int) -> None:
     assert sum(run_ranks(ranks, gloo_dispatch)) == sum(LENGTHS)
@@ -157,7 +185,11 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "name": (lambda s: {"ids": s["tokens"], "loss_mask": s["loss_mask"]}, "differ in fields"),
     "length": (lambda s: {k: v[:-1] for k, v in s.items()}, "samples[0] has 4 tokens, expected 5"),
     "ragged": (lambda s: s | {"flag": s["flag"][:-1]}, "expected as many in each"),
-    "empty": (lambda s: {}, "expected names and tensors"),
+    "empty": (lambda s: {}, "samples[0] is empty, expected names and tensors"),
+    "list": (
+        lambda s: s | {"tokens": s["tokens"].tolist()},
+        "['tokens'] is list, expected a tensor",
+    ),
 }
 
 
@@ -220,7 +252,7 @@ def test_a_field_may_have_any_name() -> None:
 
 def other_comm_types(rank: int, size: int) -> None:
     plan = hcp.plan([5, 5], ranks=size, max_tokens_per_rank=8)
-    types = hcp.COMM_TYPES if rank == 0 else hcp.COMM_TYPES[::-1]
+    types = ("p2p", "a2a") if rank == 0 else ("a2a", "p2p")
     hcp.dispatch(plan, [sample(rank, 5)], [0, 1], GlooGroups(), comm_types=types)
 
 

@@ -82,6 +82,100 @@ def test_too_few_positions_are_refused(name: str) -> None:
         hcp.loopback(1, call)
 
 
+def positions_here(cp: hcp.ContextParallelHandler, positions: torch.Tensor) -> torch.Tensor:
+    return positions[cp.position_ids]
+
+
+@pytest.mark.parametrize("rotated", [8, 4])
+def test_neighbouring_elements_are_rotated_when_interleaved(rotated: int) -> None:
+    def check(groups: Any) -> None:
+        for cp in all_handlers(groups, (17, 3)):
+            freqs = torch.randn(40, rotated // 2, dtype=torch.float64).repeat_interleave(2, 1)
+            t = torch.randn(cp.rows, 2, 8, dtype=torch.float64)
+            out = cp.apply_rotary_pos_emb(t, freqs, interleaved=True)
+            for row, (_, token) in enumerate(tokens_of(cp)):
+                pairs = torch.view_as_complex(t[row, :, :rotated].unflatten(1, (-1, 2)))
+                turned = pairs * torch.polar(torch.ones(()).double(), freqs[token, ::2])
+                want = torch.cat([torch.view_as_real(turned).flatten(1), t[row, :, rotated:]], 1)
+                assert torch.allclose(out[row], want, atol=1e-14)
+
+    hcp.loopback(3, check)
+
+
+def test_yarns_factor_scales_what_is_rotated() -> None:
+    def check(groups: Any) -> None:
+        (cp,) = all_handlers(groups, [17], min_degree=2)
+        freqs = torch.randn(17, 4, dtype=torch.float64)
+        t = torch.randn(cp.rows, 2, 8, dtype=torch.float64)
+        out = cp.apply_rotary_pos_emb(t, freqs, mscale=1.25)
+        plain = cp.apply_rotary_pos_emb(t, freqs)
+        assert torch.allclose(out[..., :4], 1.25 * plain[..., :4], atol=1e-14)
+        assert torch.equal(out[..., 4:], t[..., 4:])
+
+    hcp.loopback(2, check)
+
+
+def test_given_positions_take_the_place_of_those_in_the_sequence() -> None:
+    def check(groups: Any) -> None:
+        (cp,) = all_handlers(groups, [17], min_degree=2)
+        freqs = torch.randn(60, 8, dtype=torch.float64)
+        t = torch.randn(cp.rows, 2, 8, dtype=torch.float64)
+        ids = positions_here(cp, 3 * torch.arange(17) + 7)
+        out = cp.apply_rotary_pos_emb(t, freqs, positions=ids)
+        for row, token in enumerate(ids.tolist()):
+            assert torch.allclose(out[row, 1], rotate(t[row, 1], freqs[token]), atol=1e-14)
+
+    hcp.loopback(2, check)
+
+
+def test_each_frequency_follows_its_own_axis_in_multimodal_rope() -> None:
+    """As Qwen2-VL has it: sections of the frequencies follow time, height and width."""
+    axes = [0, 0, 1, 1, 1, 2]
+
+    def check(groups: Any) -> None:
+        (cp,) = all_handlers(groups, [17], min_degree=2)
+        inverse = 10000.0 ** (-torch.arange(6, dtype=torch.float64) / 6)
+        table = (torch.arange(40)[:, None] * inverse).repeat(1, 2)
+        whole = torch.randint(0, 40, (17, 3), generator=torch.Generator().manual_seed(0))
+        ids = positions_here(cp, whole)
+        t = torch.randn(cp.rows, 2, 14, dtype=torch.float64)
+        out = cp.apply_rotary_pos_emb(t, table, positions=ids, axes=axes)
+        for row, own in enumerate(ids.tolist()):
+            angle = torch.stack([own[a] * f for a, f in zip(axes, inverse, strict=True)])
+            want = rotate(t[row, 0, :12], angle.repeat(2))
+            assert torch.allclose(out[row, 0, :12], want, atol=1e-12)
+            assert torch.equal(out[row, :, 12:], t[row, :, 12:])
+
+    hcp.loopback(2, check)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"positions": torch.zeros(8, dtype=torch.int64)},
+            r"positions .* \(8,\), expected 9",
+        ),
+        ({"positions": torch.zeros(9, 3, dtype=torch.int64)}, r"shape \(9, 3\) and axes is None"),
+        ({"axes": [0, 0]}, r"shape \(9,\) and axes is \[0, 0\]"),
+        (
+            {"positions": torch.zeros(9, 3, dtype=torch.int64), "axes": [0, 3]},
+            r"axes is \[0, 3\], expected 2 numbers from 0 to 2",
+        ),
+        ({"freqs": torch.zeros(9, 6)}, "freqs has 6 angles, expected an even number up to .* 4"),
+        ({"freqs": torch.zeros(9, 3)}, "freqs has 3 angles, expected an even number"),
+    ],
+)
+def test_wrong_rotary_arguments_are_refused(options: Any, message: str) -> None:
+    def call(groups: Any) -> None:
+        (cp,) = all_handlers(groups, [9])
+        given = {"freqs": torch.zeros(9, 4), **options}
+        cp.apply_rotary_pos_emb(torch.zeros(9, 1, 4), **given)
+
+    with pytest.raises(ValueError, match=message):
+        hcp.loopback(1, call)
+
+
 # ---- rolling -------------------------------------------------------------------------------------
 
 
@@ -132,6 +226,163 @@ def test_integers_and_vectors_roll_too() -> None:
         assert rolled == [p + 1 if p < 5 else 0 for p in positions]
 
 
+def test_labels_roll_in_megatrons_shape() -> None:
+    def check(groups: Any) -> None:
+        (cp,) = all_handlers(groups, [9], min_degree=2)
+        rolled = cp.roll_tensor(cp.position_ids[None], shifts=-2, dims=-1)
+        assert rolled.tolist() == [[p + 2 if p < 7 else 0 for p in cp.position_ids.tolist()]]
+
+    hcp.loopback(2, check)
+
+
+# ---- halo ----------------------------------------------------------------------------------------
+
+
+def check_halo(groups: Any, lengths: Any, before: int, min_degree: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(5)
+    whole = [torch.randn(n, 2, 3, generator=generator).to(dtype) for n in lengths]
+    zeros = torch.zeros(2, 3, dtype=dtype)
+    for cp in all_handlers(groups, lengths, min_degree=min_degree):
+        local = [whole[s][t] for s, t in tokens_of(cp)]
+        x = torch.stack(local) if local else torch.zeros(0, 2, 3, dtype=dtype)
+        out = cp.halo(x.requires_grad_(), before)
+        want = [
+            whole[s][t] if t >= 0 else zeros
+            for s, start, rows in cp.layout.spans
+            for t in range(start - before, start + rows)
+        ]
+        assert out.shape == (len(want), 2, 3)
+        assert torch.equal(out, torch.stack(want) if want else out)
+        assert torch.equal(out[cp.halo_rows(before)], x)
+        # Each row counts once itself, and once in each halo that it is in.
+        out.sum().backward()
+        for row, (s, t) in enumerate(tokens_of(cp)):
+            starts = all_starts(cp)[s]
+            copies = sum(start - before <= t < start for start in starts)
+            assert torch.equal(x.grad[row], torch.full_like(x.grad[row], 1 + copies))
+
+
+def all_starts(cp: hcp.ContextParallelHandler) -> dict[int, list[int]]:
+    """Where the spans of each sequence begin, on all ranks."""
+    starts: dict[int, list[int]] = {}
+    for rank in range(cp.layout.first_rank, cp.layout.first_rank + cp.degree):
+        for s, start, _ in hcp.Layout(cp.plan, cp.micro_batch, rank).spans:
+            starts.setdefault(s, []).append(start)
+    return starts
+
+
+@given(
+    st.integers(1, 6),
+    st.lists(st.integers(1, 60), min_size=1, max_size=5),
+    st.integers(0, 70),
+    st.sampled_from([torch.float64, torch.bfloat16]),
+    st.data(),
+)
+def test_halos_are_the_rows_before_each_span(
+    ranks: int, lengths: list[int], before: int, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    min_degree = data.draw(st.integers(1, ranks))
+    lengths = [min(length, 20 * ranks) for length in lengths]
+    hcp.loopback(ranks, lambda g: check_halo(g, lengths, before, min_degree, dtype))
+
+
+def gloo_halo(rank: int, size: int) -> None:
+    check_halo(GlooGroups(), [40, 7, 2], 3, 2, torch.float32)
+
+
+def test_halos_work_on_gloo_ranks() -> None:
+    run_ranks(3, gloo_halo)
+
+
+def test_a_causal_convolution_equals_one_rank() -> None:
+    weight = torch.randn(5, 1, 4, dtype=torch.float64)
+    lengths = (31, 6, 2)
+    whole = [torch.randn(n, 5, dtype=torch.float64) for n in lengths]
+
+    def convolved(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.conv1d(x.t()[None], weight, groups=5)[0].t()
+
+    answers = []
+    for x in whole:
+        leaf = x.clone().requires_grad_()
+        out = convolved(torch.cat([x.new_zeros(3, 5), leaf]))
+        out.square().sum().backward()
+        answers.append((out.detach(), leaf.grad))
+
+    def check(groups: Any) -> None:
+        (cp,) = all_handlers(groups, lengths, min_degree=3)
+        local = torch.stack([whole[s][t] for s, t in tokens_of(cp)]).requires_grad_()
+        out = convolved(cp.halo(local, 3))[cp.halo_rows(3) - 3]
+        out.square().sum().backward()
+        for n, result in enumerate((out, local.grad)):
+            want = torch.stack([answers[s][n][t] for s, t in tokens_of(cp)])
+            assert torch.allclose(result, want, atol=1e-12)
+
+    hcp.loopback(3, check)
+
+
+# ---- sums ----------------------------------------------------------------------------------------
+
+
+def check_sums(groups: Any, lengths: Any, min_degree: int) -> None:
+    generator = torch.Generator().manual_seed(5)
+    whole = [torch.randn(n, 2, generator=generator, dtype=torch.float64) for n in lengths]
+    for cp in all_handlers(groups, lengths, min_degree=min_degree):
+        local = [whole[s][t] for s, t in tokens_of(cp)]
+        x = torch.stack(local) if local else torch.zeros(0, 2, dtype=torch.float64)
+        sums = cp.sum_by_sequence(x.requires_grad_())
+        want = [whole[s].sum(0) for s in cp.layout.sequences]
+        assert sums.shape == (len(want), 2)
+        assert torch.allclose(sums, torch.stack(want) if want else sums, atol=1e-12)
+        # Each rank makes something of its own of the sums.
+        (sums * (1 + cp.place)).sum().backward()
+        assert torch.equal(x.grad, torch.full_like(x, cp.degree * (cp.degree + 1) // 2))
+        counts = torch.tensor([cp.rows, 1])
+        assert cp.sum_over_group(counts).tolist() == (
+            [sum(cp.layout.lengths), cp.degree] if cp.degree else [0, 1]
+        )
+
+
+@given(st.integers(1, 6), st.lists(st.integers(1, 60), min_size=1, max_size=5), st.data())
+def test_sums_count_whole_sequences_once_on_each_rank_of_the_group(
+    ranks: int, lengths: list[int], data: st.DataObject
+) -> None:
+    min_degree = data.draw(st.integers(1, ranks))
+    lengths = [min(length, 20 * ranks) for length in lengths]
+    hcp.loopback(ranks, lambda g: check_sums(g, lengths, min_degree))
+
+
+def test_a_rank_without_sequences_has_no_sums() -> None:
+    def check(groups: Any) -> int:
+        (cp,) = all_handlers(groups, [5], max_degree=1)
+        x = torch.ones(cp.rows, 2, requires_grad=True)
+        sums = cp.sum_by_sequence(x)
+        sums.sum().backward()
+        assert torch.equal(x.grad, torch.ones_like(x))
+        return len(sums)
+
+    assert sorted(hcp.loopback(2, check)) == [0, 1]
+
+
+def gloo_sums(rank: int, size: int) -> None:
+    check_sums(GlooGroups(), [40, 7, 2], 2)
+
+
+def test_sums_work_on_gloo_ranks() -> None:
+    run_ranks(3, gloo_sums)
+
+
+def test_a_sum_has_the_same_bits_on_every_rank() -> None:
+    def check(groups: Any) -> list[int]:
+        (cp,) = all_handlers(groups, [40], min_degree=4)
+        generator = torch.Generator().manual_seed(groups.transport.rank)
+        x = torch.randn(64, generator=generator).exp()
+        return cp.sum_over_group(x).view(torch.int32).tolist()
+
+    results = hcp.loopback(4, check)
+    assert all(result == results[0] for result in results)
+
+
 # ---- whole sequences -----------------------------------------------------------------------------
 
 
@@ -166,6 +417,43 @@ def test_rows_become_whole_sequences_of_some_heads_and_come_back(
     min_degree = data.draw(st.integers(1, ranks))
     lengths = [min(length, 20 * ranks) for length in lengths]
     hcp.loopback(ranks, lambda g: check_trade(g, lengths, heads, min_degree, dtype))
+
+
+@given(
+    st.integers(1, 5),
+    st.lists(st.integers(1, 60), min_size=1, max_size=5),
+    st.sampled_from([2, 4, 8]),
+    st.data(),
+)
+def test_padding_travels_as_sequences_of_its_own(
+    ranks: int, lengths: list[int], alignment: int, data: st.DataObject
+) -> None:
+    """Rows of a rank: its number plus a fraction, so that they are known wherever they are."""
+    min_degree = data.draw(st.integers(1, ranks))
+    lengths = [min(length, 20 * ranks) for length in lengths]
+
+    def check(groups: Any) -> None:
+        rank = groups.transport.rank
+        for cp in all_handlers(groups, lengths, min_degree=min_degree, alignment=alignment):
+            assert cp.rows % alignment == 0
+            padding = cp.layout.padding
+            x = rank + torch.arange(cp.rows, dtype=torch.float64) / 1024
+            x = x[:, None].repeat(1, 3).requires_grad_()
+            y = cp.sequence_to_head(x)
+            assert cp.whole_cu_seqlens.tolist()[-1] == y.shape[0]
+            tokens = sum(cp.layout.lengths)
+            owners = [cp.layout.first_rank + j for j in range(cp.degree)]
+            mine = [r for r, n in zip(owners, cp.layout.paddings, strict=True) for _ in range(n)]
+            if y.shape[1]:
+                assert y[tokens:, 0].floor().tolist() == mine
+            back = cp.head_to_sequence(y, 3)
+            assert torch.equal(back, x)
+            back.backward(x.detach())
+            assert torch.equal(x.grad, x)
+            rolled = cp.roll_tensor(torch.ones(cp.rows))
+            assert rolled[cp.rows - padding :].tolist() == [0] * padding
+
+    hcp.loopback(ranks, check)
 
 
 def gloo_trade(rank: int, size: int) -> None:

@@ -1,6 +1,10 @@
 """The layers: arrows point down only, as includes, imports and symbols of what was built show.
 
-integrations, demo    hcp    csrc/python, csrc/torch    csrc/cpu    csrc/core
+integrations, demo, cli
+hcp
+csrc/python, csrc/torch
+csrc/cpu, csrc/cuda, csrc/nccl
+csrc/core
 """
 
 from __future__ import annotations
@@ -112,12 +116,16 @@ def test_torch_glue_includes_only_the_stable_abi_standard_headers_and_the_contra
     contracts = r"hcp/(hcp|kernels|index)\.h|core/internal\.h"
     found = unexpected("torch", PLAIN, standard, STABLE_ABI, contracts)
     # The one place that looks into the CUDA build of torch, at run time.
-    assert found == {"ops_cuda.cpp": ["dlfcn.h"]}
+    assert found == {"ops_cuda.cpp": ["dlfcn.h", "hcp/nccl.h"]}
 
 
 def test_cuda_kernels_include_only_cudas_runtime_plain_c_and_the_contracts() -> None:
     cuda = r"cuda_(runtime|bf16|fp16)\.h"
     assert unexpected("cuda", PLAIN, cuda, r"hcp/(kernels|index)\.h") == {}
+
+
+def test_the_exchange_by_nccl_includes_only_plain_c_the_loader_and_the_contract() -> None:
+    assert unexpected("nccl", PLAIN, r"dlfcn\.h", r"hcp/nccl\.h") == {}
 
 
 def test_python_glue_keeps_to_the_limited_api() -> None:
@@ -249,7 +257,7 @@ def imports(source: str, package: tuple[str, ...]) -> set[str]:
 
 def library_files() -> list[Path]:
     """Every Python file of the library itself: not the integrations, the demo, the command line."""
-    outside = {"integrations", "demo", "__main__.py"}
+    outside = {"integrations", "demo", "cli", "__main__.py"}
     return [
         path
         for path in sorted((ROOT / "hcp").rglob("*.py"))
@@ -274,12 +282,13 @@ def test_the_library_imports_no_trainer() -> None:
     assert importers(TRAINERS, library_files()) == {}
 
 
-def test_the_library_imports_neither_the_demo_nor_an_integration() -> None:
-    assert importers({"hcp.demo", "hcp.integrations"}, library_files()) == {}
+def test_the_library_imports_neither_demo_nor_command_nor_integration() -> None:
+    assert importers({"hcp.demo", "hcp.cli", "hcp.integrations"}, library_files()) == {}
 
 
-def test_integrations_do_not_import_the_demo() -> None:
-    paths = sorted((ROOT / "hcp" / "integrations").rglob("*.py"))
+def test_integrations_do_not_import_the_demo_but_for_their_programs() -> None:
+    files = sorted((ROOT / "hcp" / "integrations").rglob("*.py"))
+    paths = [path for path in files if path.parent.name != "program"]
     assert importers({"hcp.demo"}, paths) == {}
 
 

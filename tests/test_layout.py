@@ -64,6 +64,27 @@ def test_every_token_is_held_once_in_maximal_spans(lengths: list[int], degree: i
     assert sorted(held) == [(s, t) for s, length in enumerate(lengths) for t in range(length)]
 
 
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=5), st.integers(1, 9), st.integers(1, 16))
+def test_alignment_adds_rows_behind_all_sequences(
+    lengths: list[int], degree: int, alignment: int
+) -> None:
+    data = one_group(lengths, degree).to_dict()
+    plain = hcp.Plan.from_dict(data)
+    room = data["max_tokens_per_rank"] + 16
+    padded = hcp.Plan.from_dict(data | {"alignment": alignment, "max_tokens_per_rank": room})
+    added = []
+    for rank in range(degree):
+        layout, without = hcp.Layout(padded, 0, rank), hcp.Layout(plain, 0, rank)
+        assert layout.rows % alignment == 0
+        assert layout.padding == layout.rows - without.rows < alignment
+        assert layout.positions.tolist() == without.positions.tolist() + [0] * layout.padding
+        assert layout.cu_seqlens.tolist() == without.cu_seqlens.tolist()
+        assert layout.spans == without.spans
+        added.append(layout.padding)
+    assert hcp.Layout(padded, 0, 0).paddings == tuple(added)
+    assert padded.report().padding == sum(added)
+
+
 def test_a_rank_outside_every_group_holds_nothing() -> None:
     layout = hcp.Layout(one_group([5], 2), 0, 2)
     assert (layout.rows, layout.degree, layout.spans, layout.lengths) == (0, 0, (), ())

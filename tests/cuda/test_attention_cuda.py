@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hcp
+from hcp.kernels import Call, Flash2, Plain
+from hcp.layout import Entry
 
 pytestmark = [
     pytest.mark.cuda,
@@ -93,3 +96,104 @@ def test_flash_attention_with_windows_and_sinks_rounds_as_one_call_does(
     )
     alone = loopback_error(replace(case, ranks=1, min_degree=1))  # the CPU's kernel
     assert loopback_error(case, device="cuda") <= 3 * alone
+
+
+# ---- FlashAttention-4 ----------------------------------------------------------------------------
+
+
+def has_flash_attn_4() -> bool:
+    try:
+        return importlib.util.find_spec("flash_attn.cute") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+needs_flash_attn_4 = pytest.mark.skipif(not has_flash_attn_4(), reason="needs flash-attn-4")
+
+
+@needs_flash_attn_4
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("comm_type", hcp.COMM_TYPES)
+@pytest.mark.parametrize("backend", ["flash_attn_4", "auto"])
+def test_flash_attention_4_rounds_as_flash_attention_2_does(
+    backend: str, comm_type: str, causal: bool
+) -> None:
+    case = Case(LENGTHS, 3, min_degree=3, comm_type=comm_type, causal=causal)
+    case = replace(case, head_dim=64, dtype="bfloat16", backend=backend)
+    alone = replace(case, ranks=1, min_degree=1, backend="torch")
+    assert loopback_error(case, device="cuda") <= 2 * loopback_error(alone, device="cuda")
+
+
+@needs_flash_attn_4
+@pytest.mark.parametrize("window", [(-1, -1), *WINDOWS])
+@pytest.mark.parametrize("comm_type", ["p2p", "all_gather", "a2a"])
+def test_flash_attention_4_with_windows_and_sinks_rounds_as_one_call_does(
+    comm_type: str, window: tuple[int, int]
+) -> None:
+    case = Case(LENGTHS, 3, min_degree=3, comm_type=comm_type, window=window)
+    case = replace(case, causal=False, sinks=True, lse=True, head_dim=64, value_dim=48)
+    case = replace(case, dtype="bfloat16", backend="flash_attn_4")
+    alone = loopback_error(replace(case, ranks=1, min_degree=1, backend="torch"))
+    assert loopback_error(case, device="cuda") <= 3 * alone
+
+
+def packed(high: list[int]) -> Call:
+    """Entries with gaps before and between them, in queries, in keys and in both."""
+    places = ((5, 130, 0, 200), (135, 64, 210, 64), (230, 2, 274, 300), (232, 300, 600, 300))
+    return Flash2.calls(
+        [Entry(*place, -place[1], h) for place, h in zip(places, high, strict=True)]
+    )[0]
+
+
+def results(kernel, call, rows, grads, scale=0.125):
+    """Output, log-sum-exp and gradients of a call, on keys that somebody poisoned in the gaps."""
+    query, key, value = rows
+    out, lse = kernel.forward(call, query, key, value, scale)
+    return out, lse, *kernel.backward(call, *grads, query, key, value, out, lse, scale)
+
+
+def exact(softcap, call, rows, grads):
+    """The same of every entry by itself, by the formula in float64."""
+    q0, k0 = call.queries.start, call.keys.start
+    whole = [rows[0].new_zeros(x.shape, dtype=torch.float64) for x in (*rows, grads[0], grads[1])]
+    dquery, dkey, dvalue, out, lse = whole
+    for e in call.entries:
+        q = slice(e.query_row - q0, e.query_row - q0 + e.query_rows)
+        k = slice(e.key_row - k0, e.key_row - k0 + e.key_rows)
+        own = [x.double() for x in (rows[0][q], rows[1][k], rows[2][k])]
+        parts = results(Plain(softcap), Call([e]), own, [g[q].double() for g in grads])
+        for target, at, part in zip(
+            (out, lse, dquery, dkey, dvalue), (q, q, q, k, k), parts, strict=True
+        ):
+            target[at] = part
+    return out, lse, dquery, dkey, dvalue
+
+
+@needs_flash_attn_4
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+@pytest.mark.parametrize("mask", ["causal", "full"])
+def test_flash_attention_4_leaves_the_gaps_of_a_pack_out(mask: str, softcap: float) -> None:
+    from hcp.flash_attn_4_backend import Flash4
+
+    call = packed([70, 0, 298, 0] if mask == "causal" else [199, 63, 299, 299])
+    assert len(call.entries) == 4
+    torch.manual_seed(0)
+    queries, keys = 527, 900
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+    rows = [draw(queries, 8, 64), draw(keys, 2, 64), draw(keys, 2, 64)]
+    grads = [draw(queries, 8, 64), draw(queries, 8).float()]
+    inside = torch.zeros(queries, dtype=torch.bool, device="cuda")
+    for e in call.entries:
+        inside[e.query_row - 5 : e.query_row - 5 + e.query_rows] = True
+    computed = results(Flash4(softcap), call, rows, grads)
+    for name, got, want in zip(
+        ("out", "lse", "dquery", "dkey", "dvalue"),
+        computed,
+        exact(softcap, call, rows, grads),
+        strict=True,
+    ):
+        got, want = (x[inside] if len(x) == queries else x for x in (got.double(), want))
+        assert float((got - want).abs().max()) <= 0.02 * max(1.0, float(want.abs().max())), name

@@ -1,0 +1,90 @@
+"""Which class of handler computes attention: PyTorch's kernels, another library's, or a third
+party's own.
+
+    cls = hcp.get_cp_handler_cls(backend="torch", cp_comm_type="all_gather")
+    for cp, local in hcp.dispatch(plan, samples, sources, groups, handler_cls=cls):
+        ...
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+
+from hcp.comm import COMM_TYPES
+from hcp.errors import HcpError
+from hcp.handler import ContextParallelHandler
+
+HandlerClass = type[ContextParallelHandler]
+
+
+def _module(name: str) -> Callable[[], HandlerClass]:
+    """The ``Handler`` of a module that is imported only when it is asked for."""
+    return lambda: importlib.import_module(name).Handler
+
+
+_backends: dict[str, Callable[[], HandlerClass]] = {
+    "torch": lambda: ContextParallelHandler,
+    "auto": _module("hcp.auto_backend"),
+    "flash_attn": _module("hcp.flash_attn_backend"),
+    "flash_attn_4": _module("hcp.flash_attn_4_backend"),
+    "transformer_engine": _module("hcp.integrations.transformer_engine"),
+}
+
+
+def register_backend(name: str, load: Callable[[], HandlerClass]) -> None:
+    """Make ``get_cp_handler_cls(backend=name)`` give what ``load()`` returns.
+
+    ``load`` is called when somebody asks for the backend, so that its library need not be there
+    before; what it raises as ImportError is reported as the backend that cannot be had.
+
+    The class derives from :class:`hcp.ContextParallelHandler` and has an ``attention`` of its own,
+    with the arguments and results described there, exact forward and backward, for the rows
+    and groups that ``self.layout`` names; arguments that it cannot do it refuses with ValueError.
+    All else (dispatch, combine, rolling, rotary embedding, the loss) it inherits. Raises ValueError
+    for a name that is taken.
+    """
+    if name in _backends:
+        raise ValueError(f"backend {name!r} is there already, expected a new name")
+    _backends[name] = load
+
+
+def get_cp_handler_cls(
+    backend: str = "torch", cp_comm_type: str | Sequence[str] = "p2p"
+) -> HandlerClass:
+    """The class of handlers that :func:`hcp.dispatch` makes (``handler_cls=``).
+
+    ``backend``: "torch", PyTorch's kernels; "flash_attn", the package of this name, on CUDA;
+    "flash_attn_4", the package flash-attn-4, on Hopper or later; "auto", for every call the faster
+    of the first and of "flash_attn_4" where that is there and measured, else the first;
+    "transformer_engine", its DotProductAttention, which exchanges keys itself; or a name given to
+    :func:`hcp.register_backend`. ``cp_comm_type``: how keys and values travel unless dispatch is
+    told otherwise, one value or one per layer, as Megatron has it; the first is the default.
+
+    The same arguments give the same class. Raises ValueError for an unknown backend or type, and
+    HcpError when the backend's library cannot be imported.
+    """
+    types = (cp_comm_type,) if isinstance(cp_comm_type, str) else tuple(cp_comm_type)
+    for name in types:
+        if name not in COMM_TYPES:
+            raise ValueError(f"cp_comm_type is {name!r}, expected one of {COMM_TYPES}")
+    if not types:
+        raise ValueError("cp_comm_type is empty, expected one value or one per layer")
+    if backend not in _backends:
+        raise ValueError(f"backend is {backend!r}, expected one of {sorted(_backends)}")
+    return _made(backend, tuple(dict.fromkeys(types)))
+
+
+@functools.cache
+def _made(backend: str, comm_types: tuple[str, ...]) -> HandlerClass:
+    try:
+        base = _backends[backend]()
+    except ImportError as error:
+        raise HcpError(
+            f"the backend {backend!r} cannot be imported ({error}): install its library, or use "
+            "the backend 'torch'"
+        ) from error
+    if base.comm_types == comm_types:
+        return base
+    return type(base.__name__, (base,), {"comm_types": comm_types})

@@ -1,0 +1,256 @@
+"""How keys and values travel: what a layer asks for, and what its group of ranks then does.
+
+"p2p", "all_gather" and "a2a" are done as asked, at any degree. "a2a+p2p" asks for a number of
+neighbours that trade rows for heads, of which each group does as many as it can. "auto" takes what
+the plan's prices say is fastest. All is decided from the plan, the mask and the numbers of heads,
+in exact fractions: every rank of a group decides alike.
+
+H query heads, G key-value heads, d ranks of a group, m neighbours, n = d / m places.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+from hcp import _core
+from hcp.cost import CostModel
+from hcp.heads import key_heads, split
+from hcp.layout import Layout
+from hcp.plan import Plan
+
+P2P, ALL_GATHER, A2A, A2A_P2P = _core.COMM_TYPES
+AUTO = "auto"
+COMM_TYPES: tuple[str, ...] = (*_core.COMM_TYPES, AUTO)
+"""What a layer may ask for: see docs/guides/choosing-comm-type.md."""
+
+CHOSEN = (A2A_P2P, AUTO)
+"""Those of which a group chooses how."""
+
+
+class CommChoice(NamedTuple):
+    """What a layer asked for, and what its group of ranks does."""
+
+    asked: str
+    used: str
+    """"p2p", "all_gather", "a2a" or "a2a+p2p"."""
+    inner: int
+    """Neighbours that trade rows for heads: 1 under "p2p" and "all_gather", all under "a2a"."""
+    why: str
+
+
+def check_comm_types(
+    comm_types: Sequence[str], sizes: Sequence[int], degree: int | None, where: str = "comm_types"
+) -> None:
+    """Raise ValueError unless the types are known and the sizes of the levels of "a2a+p2p" are
+    there and fit. ``degree``: the one of a plan that has one only, None under dynamic degrees."""
+    for name in comm_types:
+        if name not in COMM_TYPES:
+            raise ValueError(f"comm_type is {name!r}, expected one of {COMM_TYPES}")
+    name = "hierarchical_context_parallel_sizes"
+    if A2A_P2P not in comm_types:
+        if sizes:
+            raise ValueError(
+                f"{name} is {list(sizes)}, but {where} has no {A2A_P2P!r} that would use it"
+            )
+        return
+    if not sizes:
+        raise ValueError(
+            f"{name} is missing, expected the sizes of the levels of {A2A_P2P!r}, the inner "
+            "all-to-all first and the ring last, such as [2, 4]"
+        )
+    if len(sizes) < 2 or any(type(size) is not int or size < 1 for size in sizes):
+        raise ValueError(f"{name} is {list(sizes)}, expected two or more integers >= 1")
+    if degree is not None and degree > 1 and math.prod(sizes) != degree:
+        raise ValueError(
+            f"{name} is {list(sizes)}, whose product is {math.prod(sizes)}, expected {degree}: the "
+            "degree of every group"
+        )
+
+
+def fitted_sizes(sizes: Sequence[int], degree: int) -> tuple[int, int]:
+    """Two levels for a fixed degree: the largest inner one up to that of ``sizes``."""
+    wish = math.prod(sizes[:-1])
+    inner = max(m for m in range(1, degree + 1) if degree % m == 0 and m <= wish)
+    return inner, degree // inner
+
+
+def static_degree(plan: Plan) -> int | None:
+    """The degree of a plan that may use no other, else None."""
+    least, most = plan.core.min_degree, plan.core.max_degree
+    return least if least == most else None
+
+
+def inner_sizes(plan: Plan, layout: Layout, query_heads: int) -> list[int]:
+    """The numbers of neighbours that may trade rows for heads in this rank's group, ascending:
+    divisors of its degree, each with at least one head for every neighbour, and all of them in one
+    node (``ranks_per_node`` of the plan)."""
+    degree, node = layout.degree, plan.core.ranks_per_node
+    return [
+        m
+        for m in range(1, min(degree, query_heads) + 1)
+        if degree % m == 0 and _within_nodes(layout.first_rank, degree, m, node)
+    ]
+
+
+def _within_nodes(first: int, degree: int, inner: int, node: int) -> bool:
+    starts = range(first, first + degree, inner)
+    return node == 0 or all(start // node == (start + inner - 1) // node for start in starts)
+
+
+def choose(
+    plan: Plan,
+    layout: Layout,
+    comm_type: str,
+    sizes: Sequence[int],
+    window: tuple[int, int],
+    heads: tuple[int, int],
+) -> CommChoice:
+    """What this rank's group does. ``window``: FlashAttention's, (-1, 0) being causal; ``heads``:
+    those of queries and of keys. Raises ValueError where "auto" has no prices to go by."""
+    if comm_type not in CHOSEN:
+        inner = layout.degree if comm_type == A2A else 1
+        return CommChoice(comm_type, comm_type, inner, "as asked")
+    if layout.degree <= 1:
+        return CommChoice(comm_type, P2P, 1, f"degree {layout.degree}: nothing travels")
+    if heads[1] < 1 or heads[0] < 1 or heads[0] % heads[1] != 0:
+        raise ValueError(
+            f"query has {heads[0]} heads, expected a multiple of the {heads[1]} of key"
+        )
+    if comm_type == A2A_P2P:
+        return _hierarchical(plan, layout, math.prod(sizes[:-1]), heads[0])
+    return _fastest(plan, layout, window, heads)
+
+
+def _hierarchical(plan: Plan, layout: Layout, wish: int, query_heads: int) -> CommChoice:
+    inner = max(m for m in inner_sizes(plan, layout, query_heads) if m <= wish)
+    node = plan.core.ranks_per_node
+    limits = [f"degree {layout.degree}", f"{query_heads} query heads"]
+    limits += [f"{node} ranks a node"] if node else []
+    why = f"{inner} neighbours of {wish} asked for: {', '.join(limits)}"
+    return CommChoice(A2A_P2P, _name_of(inner, layout.degree), inner, why)
+
+
+def _name_of(inner: int, degree: int) -> str:
+    return P2P if inner == 1 else A2A if inner == degree else A2A_P2P
+
+
+# ---- auto ----------------------------------------------------------------------------------------
+
+
+def _fastest(
+    plan: Plan, layout: Layout, window: tuple[int, int], heads: tuple[int, int]
+) -> CommChoice:
+    if plan.cost.table is not None:
+        raise ValueError(
+            f"comm_type is {AUTO!r}, but the plan's cost is a table of times, expected prices: "
+            "plan with a CostModel of prices, or name a comm type"
+        )
+    prices = _Prices.of(plan.cost, layout.degree > plan.core.ranks_per_node > 0, heads)
+    group = _Group(plan.cost, layout.degree, layout.lengths, window, *heads)
+    # In the order in which equal ones are preferred: all_gather sends least.
+    times = {(ALL_GATHER, 1): group.gather(prices), (P2P, 1): group.ring(prices, 1)}
+    inner = inner_sizes(plan, layout, heads[0])
+    for m in sorted({*inner, layout.degree} - {1}, reverse=True):
+        # Where neighbours stand in one node, so do the ranks that trade.
+        near = _Prices.of(plan.cost, False, heads) if m in inner else prices
+        times[_name_of(m, layout.degree), m] = group.ring(prices, m) + group.trade(near, m)
+    (used, m), _ = min(times.items(), key=lambda item: item[1])
+    listed = ", ".join(
+        f"{name} {inner}: {math.ceil(time)}" if name == A2A_P2P else f"{name}: {math.ceil(time)}"
+        for (name, inner), time in times.items()
+    )
+    return CommChoice(AUTO, used, m, f"least time of {listed}")
+
+
+class _Prices(NamedTuple):
+    """Of one token, near or far. One of the two prices says what the other must be, where only one
+    is given: they are bytes of the same links."""
+
+    keys: Fraction
+    """Keys and values of all heads received."""
+    element: Fraction
+    """One head's query and output, or key and value: D + E elements."""
+
+    @classmethod
+    def of(cls, cost: CostModel, far: bool, heads: tuple[int, int]) -> _Prices:
+        keys = max(cost.exchange, cost.exchange_far) if far else cost.exchange
+        trade = max(cost.all_to_all, cost.all_to_all_far) if far else cost.all_to_all
+        query_heads, kv_heads = heads
+        by_trade = Fraction(trade, query_heads + kv_heads)
+        by_keys = Fraction(keys, kv_heads)
+        return cls(Fraction(keys) if keys else by_trade * kv_heads, by_trade or by_keys)
+
+
+class _Group(NamedTuple):
+    """A group's attention in one layer, in the unit of the prices."""
+
+    cost: CostModel
+    degree: int
+    lengths: tuple[int, ...]
+    window: tuple[int, int]
+    query_heads: int
+    kv_heads: int
+
+    def attention(self, inner: int) -> Fraction:
+        """Of the busiest of ``inner`` neighbours, whose heads may not divide evenly."""
+        pairs = sum(_pairs(self._tiled(length, inner), self.window) for length in self.lengths)
+        most = -(-self.query_heads // inner)
+        share = Fraction(inner * most, self.query_heads)
+        return Fraction(self.cost.pair * pairs, self.degree) * share
+
+    def ring(self, prices: _Prices, inner: int) -> Fraction:
+        """Attention, and what it does not hide of the blocks that come around n places."""
+        attention, places = self.attention(inner), self.degree // inner
+        share = Fraction(max(map(len, self._keys(inner))), self.kv_heads)
+        rows = Fraction(sum(self.lengths)) * Fraction(places - 1, places)
+        hidden = attention * (places - 1) / places if self.cost.overlap else Fraction(0)
+        moved = max(Fraction(0), prices.keys * share * rows - hidden)
+        return attention + moved + Fraction((places - 1) * self.cost.step)
+
+    def gather(self, prices: _Prices) -> Fraction:
+        """Attention, and what its local part does not hide of the rows that are seen."""
+        attention = self.attention(1)
+        rows = sum(self._seen(length) for length in self.lengths)
+        hidden = attention / self.degree if self.cost.overlap else Fraction(0)
+        return attention + max(Fraction(0), prices.keys * rows - hidden) + Fraction(self.cost.step)
+
+    def trade(self, prices: _Prices, inner: int) -> Fraction:
+        """A rank's rows to heads and back: all but its own share."""
+        rows = Fraction(sum(self.lengths), self.degree)
+        copies = sum(map(len, self._keys(inner)))
+        moved = prices.element * (self.query_heads + copies) * rows * Fraction(inner - 1, inner)
+        return moved + Fraction(2 * self.cost.step)
+
+    def _seen(self, length: int) -> Fraction:
+        """Rows that the busiest rank receives: both its chunks see what its window reaches."""
+        others = length - Fraction(length, self.degree)
+        left, right = self.window
+        if left < 0 or right < 0:
+            return others
+        return min(others, Fraction(2 * (left + right)))
+
+    def _keys(self, inner: int) -> list[range]:
+        """Key-value heads of each of the neighbours."""
+        per_key = self.query_heads // self.kv_heads
+        shares = (key_heads(own, per_key) for own in split(self.query_heads, inner))
+        return [range(share.start, share.stop) for share in shares]
+
+    def _tiled(self, length: int, inner: int) -> int:
+        """Tokens with every chunk rounded up to whole tiles."""
+        chunk = 2 * (self.degree // inner) * max(1, self.cost.tile)
+        return length if self.cost.tile <= 1 else -(-length // chunk) * chunk
+
+
+def _pairs(length: int, window: tuple[int, int]) -> int:
+    """Query-key pairs that a window leaves: each query's own, and those on its two sides."""
+    return length + sum(_one_side(length, limit) for limit in window)
+
+
+def _one_side(length: int, limit: int) -> int:
+    most = length - 1
+    if limit < 0 or limit >= most:
+        return most * length // 2
+    return limit * (limit + 1) // 2 + (most - limit) * limit

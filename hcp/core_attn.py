@@ -1,0 +1,285 @@
+"""The place of a Megatron-style layer's core attention: whatever stands there, under any degree.
+
+T rows on this rank, S tokens of its group's sequences, end to end, H query heads, G key-value
+heads, D head size, E head size of values.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hcp import formats
+from hcp.packed import check_group, packed_seq_params, whole_params
+
+if TYPE_CHECKING:
+    from hcp.handler import ContextParallelHandler
+
+
+class CoreAttention(torch.nn.Module):
+    """hcp's own attention as a module, called as Megatron calls its core attention.
+
+    The options are those of :meth:`hcp.ContextParallelHandler.attention`. ``sinks``: a parameter
+    of one logit per head.
+    """
+
+    def __init__(
+        self,
+        *,
+        causal: bool = True,
+        window_size: tuple[int, int] = (-1, -1),
+        softmax_scale: float | None = None,
+        sinks: torch.nn.Parameter | None = None,
+        softcap: float = 0.0,
+        comm_type: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.causal = causal
+        self.window_size = window_size
+        self.softmax_scale = softmax_scale
+        self.softcap = softcap
+        self.comm_type = comm_type
+        self.sinks: torch.nn.Parameter | None
+        self.register_parameter("sinks", sinks)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """``packed_seq_params``: those of ``cp.packed_seq_params()``, which hold the handler.
+
+        Shapes, arguments and errors: :meth:`hcp.ContextParallelHandler.core_attn`.
+        """
+        cp: ContextParallelHandler | None = getattr(packed_seq_params, "cp_handler", None)
+        if cp is None:
+            raise ValueError(
+                f"packed_seq_params is {type(packed_seq_params).__name__} without a handler, "
+                "expected what cp.packed_seq_params() gives"
+            )
+        return cp.core_attn(
+            attn_mod=self,
+            query=query,
+            key=key,
+            value=value,
+            attention_mask=attention_mask,
+            attn_mask_type=attn_mask_type,
+            attention_bias=attention_bias,
+        )
+
+
+def core_attn(
+    cp: ContextParallelHandler,
+    attn_mod: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    given: dict[str, Any],
+    *,
+    packed_class: Any,
+    cp_group: Any,
+    comm_type: str,
+) -> Tensor:
+    """See :meth:`hcp.ContextParallelHandler.core_attn`. ``given``: what a module gets as it is."""
+    qkv_format = "sbhd" if query.dim() == 4 else "thd"
+    batch = query.shape[1] if query.dim() == 4 else 0
+    if attn_mod is None or isinstance(attn_mod, CoreAttention):
+        query, key, value = (formats.to_rows(cp, x, qkv_format) for x in (query, key, value))
+        out = _own(cp, attn_mod, query, key, value, given, qkv_format, comm_type)
+        return formats.from_rows(out, batch, qkv_format).flatten(-2)
+    if not hasattr(attn_mod, "set_context_parallel_group"):
+        return _whole(cp, attn_mod, query, key, value, given, qkv_format, packed_class)
+    with _lent(cp, attn_mod, cp_group, comm_type):
+        if cp.degree == 0:
+            return _whole(cp, attn_mod, query, key, value, given, qkv_format, packed_class)
+        if qkv_format == "thd":
+            given["packed_seq_params"] = packed_seq_params(cp, packed_class, cp_group)
+        given_out: Tensor = attn_mod(query, key, value, **given)
+        return given_out.flatten(2 if qkv_format == "sbhd" else 1)
+
+
+# ---- hcp's own -----------------------------------------------------------------------------------
+
+
+def _own(
+    cp: ContextParallelHandler,
+    attn_mod: CoreAttention | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    given: dict[str, Any],
+    qkv_format: str,
+    comm_type: str,
+) -> Tensor:
+    options = attn_mod or CoreAttention()
+    if given["attention_bias"] is not None:
+        raise ValueError("attention_bias is given, expected None: hcp's attention adds none")
+    return cp.attention(
+        query,
+        key,
+        value,
+        causal=_is_causal(given["attn_mask_type"], options.causal, qkv_format),
+        window_size=options.window_size,
+        softmax_scale=options.softmax_scale,
+        sinks=options.sinks,
+        softcap=options.softcap,
+        comm_type=options.comm_type or comm_type,
+    )
+
+
+_CAUSAL = {"causal": True, "padding_causal": True, "no_mask": False, "padding": False}
+
+
+def _is_causal(attn_mask_type: Any, default: bool, qkv_format: str) -> bool:
+    """What Megatron's AttnMaskType, or its name, says. The sequences' ends are the plan's, so that
+    a mask itself is not read."""
+    if attn_mask_type is None:
+        return default
+    name = getattr(attn_mask_type, "name", attn_mask_type)
+    if name not in _CAUSAL or (qkv_format != "thd" and name.startswith("padding")):
+        allowed = sorted(n for n in _CAUSAL if qkv_format == "thd" or not n.startswith("padding"))
+        raise ValueError(
+            f"attn_mask_type is {name!r} for {qkv_format} rows, expected one of {allowed}: "
+            "hcp packs sequences instead of masking their padding, and takes no mask"
+        )
+    return _CAUSAL[name]
+
+
+# ---- a module that does context parallelism itself -----------------------------------------------
+
+_LENT = ("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type")
+
+
+@contextmanager
+def _lent(
+    cp: ContextParallelHandler, attn_mod: Any, cp_group: Any, comm_type: str
+) -> Iterator[None]:
+    """The plan's group on a module for one call, as Transformer Engine's are told of theirs; what
+    it held before comes back, whatever happens."""
+    if cp.degree > 1:
+        _check_lent(cp, cp_group)
+        to_lend: tuple[Any, ...] = (cp_group, cp.global_ranks, _stream(cp, attn_mod), comm_type)
+    else:
+        to_lend = (None, None, None, comm_type)
+    before = [getattr(attn_mod, name, None) for name in _LENT]
+    try:
+        attn_mod.set_context_parallel_group(*to_lend)
+        yield
+    finally:
+        attn_mod.set_context_parallel_group(*before)
+
+
+def _check_lent(cp: ContextParallelHandler, cp_group: Any) -> None:
+    if cp_group is None:
+        raise ValueError(
+            f"cp_group is None, expected the process group of the {cp.degree} ranks from "
+            f"{cp.layout.first_rank}: attn_mod exchanges rows itself, and hcp creates no group "
+            "per degree; hcp.CoreAttention needs none"
+        )
+    check_group(cp, cp_group)
+    uneven = [n for n in cp.layout.lengths if n % (2 * cp.degree)]
+    if uneven:
+        raise ValueError(
+            f"lengths {uneven} are not divisible by 2 * degree ({2 * cp.degree}), as attn_mod "
+            "wants, which cuts sequences itself: pad them, or use hcp.CoreAttention, which "
+            "takes any length"
+        )
+
+
+def _stream(cp: ContextParallelHandler, attn_mod: Any) -> Any:
+    if cp.device.type != "cuda":
+        return None
+    own = getattr(attn_mod, "cp_stream", None)
+    return _stream_of(cp.device) if own is None else own
+
+
+@functools.cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+# ---- any other module: whole sequences, a share of the heads -------------------------------------
+
+
+def _whole(
+    cp: ContextParallelHandler,
+    attn_mod: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    given: dict[str, Any],
+    qkv_format: str,
+    packed_class: Any,
+) -> Tensor:
+    batch = query.shape[1] if qkv_format == "sbhd" else 1
+    query, key, value = (formats.to_rows(cp, x, qkv_format) for x in (query, key, value))
+    heads = query.shape[1]
+    if heads < cp.degree:
+        raise ValueError(
+            f"query has {heads} heads, expected at least {cp.degree}, one for each rank: attn_mod "
+            "sees whole sequences of some heads; hcp.CoreAttention takes any number"
+        )
+    whole = _share(cp, query, key, value)
+    if cp.degree == 0:  # a row of zeros, so that the module's parameters take part
+        whole = [torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 1)) for x in whole]
+    if qkv_format == "thd":
+        params = whole_params(cp, packed_class)
+        given["packed_seq_params"] = _of_one_row(params, whole[0]) if cp.degree == 0 else params
+    count = batch if cp.degree else 1
+    out = attn_mod(*(formats.from_rows(x, count, qkv_format) for x in whole), **given)
+    if qkv_format == "sbhd":
+        out = out.transpose(0, 1)
+    rows, own = whole[0].shape[:2]
+    wanted = rows * own * value.shape[2]
+    if out.numel() != wanted:
+        raise ValueError(
+            f"attn_mod returned shape {tuple(out.shape)}, expected {wanted} elements: {rows} rows "
+            f"of {own} heads of {value.shape[2]}; it must take its number of heads from its "
+            "arguments"
+        )
+    out = out.reshape(rows, own, value.shape[2])
+    out = out[:0] if cp.degree == 0 else cp.head_to_sequence(out, heads)
+    return formats.from_rows(out, batch, qkv_format).flatten(-2)
+
+
+def _share(cp: ContextParallelHandler, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    """Queries, keys and values of whole sequences and this rank's heads, in one exchange.
+
+    Heads travel in units of equal shape: one for each rank where the query heads are divisible,
+    else one for each query head. Key-value heads that several units attend to are repeated.
+    """
+    heads, groups = query.shape[1], key.shape[1]
+    ranks = max(cp.degree, 1)
+    units = ranks if heads % ranks == 0 else heads
+    per_group = heads // groups
+    repeat = next(
+        r for r in range(1, per_group + 1) if per_group % r == 0 and groups * r % units == 0
+    )
+    columns = [query, *(x.repeat_interleave(repeat, 1) for x in (key, value))]
+    shapes = [(x.shape[1] // units, x.shape[2]) for x in columns]
+    side_by_side = [
+        x.reshape(x.shape[0], units, h * d) for x, (h, d) in zip(columns, shapes, strict=True)
+    ]
+    whole = cp.sequence_to_head(torch.cat(side_by_side, 2))
+    parts = torch.split(whole, [h * d for h, d in shapes], 2)
+    own = whole.shape[1]
+    return [p.reshape(len(p), own * h, d) for p, (h, d) in zip(parts, shapes, strict=True)]
+
+
+def _of_one_row(params: Any, like: Tensor) -> Any:
+    bounds = torch.tensor([0, 1], dtype=torch.int32, device=like.device)
+    for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
+        setattr(params, name, bounds)
+    params.max_seqlen_q = params.max_seqlen_kv = 1
+    return params

@@ -1,0 +1,142 @@
+"""Kernels of the package flash-attn-4 (FlashAttention-4, 4.0.0b36) under hcp's schedules.
+
+The package compiles a kernel when its dtype, head sizes and kind of mask are first used, for
+seconds; other lengths and other numbers of sequences use the same one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from flash_attn.cute import interface  # type: ignore[import-not-found]
+from torch import Tensor
+
+from hcp import kernels
+from hcp.handler import ContextParallelHandler
+from hcp.kernels import Call, Flash2, Kernel
+
+# A process in which several threads called it at once ended in a segmentation fault.
+_ONE_AT_A_TIME = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Flash4:
+    """Whole packs in one launch, with values of their own head size and soft-capping.
+
+    Its log-sum-exp is -inf in rows without keys, where FlashAttention-2 has +inf: they are the gaps
+    of a pack, which no run of the merge names.
+    """
+
+    softcap: float = 0.0
+
+    dtypes = (torch.bfloat16, torch.float16)
+
+    calls = staticmethod(Flash2.calls)
+
+    @staticmethod
+    def takes(query: Tensor, value: Tensor) -> bool:
+        """Whether there is a kernel for these head sizes."""
+        return all(x.shape[2] % 8 == 0 and 8 <= x.shape[2] <= 256 for x in (query, value))
+
+    def capped(self, softcap: float) -> Flash4:
+        return Flash4(softcap)
+
+    def forward(
+        self, call: Call, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        _check_sizes(query, value)
+        # More than these two come back in some versions.
+        with _ONE_AT_A_TIME:
+            out, lse, *_ = interface._flash_attn_fwd(
+                query,
+                key,
+                value,
+                softmax_scale=scale,
+                softcap=self.softcap,
+                return_lse=True,
+                **_pack(call, query.device),
+            )
+        return out, lse.transpose(0, 1)
+
+    def backward(
+        self,
+        call: Call,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        _check_sizes(query, value)
+        with _ONE_AT_A_TIME:
+            grad_query, grad_key, grad_value, *_ = interface._flash_attn_bwd(
+                query,
+                key,
+                value,
+                out,
+                grad_out,
+                _heads_first(lse),
+                softmax_scale=scale,
+                softcap=self.softcap,
+                dlse=None if grad_lse is None else _heads_first(grad_lse.float()),
+                **_pack(call, query.device),
+            )
+        return grad_query, grad_key, grad_value
+
+
+def _check_sizes(query: Tensor, value: Tensor) -> None:
+    if not Flash4.takes(query, value):
+        raise ValueError(
+            f"head sizes are {query.shape[2]} and {value.shape[2]}, expected multiples of 8 from 8 "
+            "to 256 for FlashAttention-4: use the backend 'torch'"
+        )
+
+
+def _heads_first(rows: Tensor) -> Tensor:
+    """(n, H) as (H, n)."""
+    return rows.transpose(0, 1).contiguous()
+
+
+def _pack(call: Call, device: torch.device) -> dict[str, Any]:
+    """What both directions are told of the call."""
+    cu_seqlens_q, cu_seqlens_k = call.bounds(device)
+    left, right = (None if limit < 0 else limit for limit in call.window)
+    return {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "max_seqlen_q": max(queries for queries, _ in call.sizes()),
+        "max_seqlen_k": max(keys for _, keys in call.sizes()),
+        "window_size_left": left,
+        "window_size_right": right,
+    }
+
+
+def _kernels(device: torch.device) -> Sequence[Kernel]:
+    if device.type != "cuda":
+        raise ValueError(
+            f"the backend 'flash_attn_4' is asked for {device.type}, expected CUDA: use 'torch' "
+            "there"
+        )
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 9:
+        raise ValueError(
+            f"the backend 'flash_attn_4' is asked for compute capability {major}.{minor}, expected "
+            "9.0 or higher, since its backward has no kernel below: use 'torch' there"
+        )
+    return (Flash4(),)
+
+
+class Handler(ContextParallelHandler):
+    """A handler whose attention runs on the package's kernels."""
+
+    kernel_family = "flash_attn_4"
+
+
+kernels.add_family(Handler.kernel_family, _kernels)

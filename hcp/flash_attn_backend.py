@@ -1,0 +1,80 @@
+"""Kernels of the package flash_attn (FlashAttention-2, 2.7 or later) under hcp's schedules.
+
+Not run on a GPU yet: its tests put the formula behind the package's two functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from flash_attn import flash_attn_interface  # type: ignore[import-not-found]
+from torch import Tensor
+
+from hcp import kernels
+from hcp.handler import ContextParallelHandler
+from hcp.kernels import Call, Flash2, Kernel
+
+
+@dataclass(frozen=True)
+class FlashAttn(Flash2):
+    """Whole packs in one launch, with soft-capping."""
+
+    softcap: float = 0.0
+
+    def capped(self, softcap: float) -> FlashAttn:
+        return FlashAttn(softcap)
+
+    def run(self, call: Call, rows: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
+        left, right = call.window
+        out, lse, *_ = flash_attn_interface._flash_attn_varlen_forward(
+            *rows,
+            *self.pack(call, rows[0]),
+            dropout_p=0.0,
+            softmax_scale=scale,
+            causal=False,
+            window_size_left=left,
+            window_size_right=right,
+            softcap=self.softcap,
+        )
+        return out, lse
+
+    def run_backward(
+        self, call: Call, grad_out: Tensor, rows: Sequence[Tensor], lse: Tensor, scale: float
+    ) -> Sequence[Tensor]:
+        grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in rows[:3]]
+        left, right = call.window
+        flash_attn_interface._flash_attn_varlen_backward(
+            grad_out,
+            *rows,
+            lse,
+            *grads,
+            *self.pack(call, grad_out),
+            dropout_p=0.0,
+            softmax_scale=scale,
+            causal=False,
+            window_size_left=left,
+            window_size_right=right,
+            softcap=self.softcap,
+            alibi_slopes=None,
+            deterministic=False,
+        )
+        return grads
+
+
+def _kernels(device: torch.device) -> Sequence[Kernel]:
+    if device.type != "cuda":
+        raise ValueError(
+            f"the backend 'flash_attn' is asked for {device.type}, expected CUDA: use 'torch' there"
+        )
+    return (FlashAttn(),)
+
+
+class Handler(ContextParallelHandler):
+    """A handler whose attention runs on the package's kernels."""
+
+    kernel_family = "flash_attn"
+
+
+kernels.add_family(Handler.kernel_family, _kernels)

@@ -1,0 +1,152 @@
+"""A packed micro-batch in Megatron's terms: ``PackedSeqParams``, and a batch cut for this rank.
+
+T rows on this rank, S tokens of its group's sequences, end to end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from hcp.handler import ContextParallelHandler
+
+
+@dataclass
+class PackedSeqParams:
+    """What Megatron-Core's class of this name says of a packed micro-batch, by the same names."""
+
+    qkv_format: str = "thd"
+    """How rows lie: "thd", packed."""
+
+    cu_seqlens_q: Tensor | None = None
+    """int32 (sequences + 1,): tokens of whole sequences, summed. Megatron counts whole sequences
+    here under context parallelism too. Under ``alignment`` each rank's padding follows them, as a
+    sequence of its own."""
+
+    cu_seqlens_kv: Tensor | None = None
+    """The same tensor."""
+
+    cu_seqlens_q_padded: Tensor | None = None
+    """The same tensor: no sequence is padded, and Transformer Engine sees by this that none is."""
+
+    cu_seqlens_kv_padded: Tensor | None = None
+    """The same tensor."""
+
+    max_seqlen_q: int = 0
+    """Tokens of the longest of them, padding included."""
+
+    max_seqlen_kv: int = 0
+    """The same number."""
+
+    local_cp_size: int = 1
+    """Ranks that compute these sequences; 1 on a rank without rows."""
+
+    cp_group: Any = None
+    """The process group of these ranks, if the caller has one."""
+
+    total_tokens: int = 0
+    """Tokens of all sequences."""
+
+    pad_between_seqs: bool = False
+    """Whether rows of padding lie between sequences: never."""
+
+    cp_handler: ContextParallelHandler | None = None
+    """The handler itself: what layers of a Megatron-style model receive it by."""
+
+
+def packed_seq_params(cp: ContextParallelHandler, cls: Any, cp_group: Any) -> Any:
+    """See :meth:`hcp.ContextParallelHandler.packed_seq_params`."""
+    if cp_group is not None:
+        check_group(cp, cp_group)
+    return _params(cp, cls, max(cp.degree, 1), cp_group, cp)
+
+
+def whole_params(cp: ContextParallelHandler, cls: Any) -> Any:
+    """The same sequences for a layer that sees them whole, and knows of no context parallelism."""
+    return _params(cp, cls, 1, None, None)
+
+
+def _params(cp: ContextParallelHandler, cls: Any, cp_size: int, cp_group: Any, handler: Any) -> Any:
+    bounds, longest = cp.whole_cu_seqlens, max(cp.max_seqlen, *cp.layout.paddings, 0)
+    said = PackedSeqParams(
+        "thd", bounds, bounds, bounds, bounds, longest, longest, cp_size, cp_group
+    )
+    padding = sum(rows for rows in cp.layout.paddings if rows > 0)
+    said.total_tokens, said.cp_handler = sum(cp.layout.lengths) + padding, handler
+    if cls is PackedSeqParams:
+        return said
+    # Megatron-Core's class has more fields in each release, and no place for the handler.
+    names = {field.name for field in dataclasses.fields(cls)}
+    params = cls(**{name: value for name, value in vars(said).items() if name in names})
+    params.cp_handler = handler
+    return params
+
+
+def check_group(cp: ContextParallelHandler, cp_group: Any) -> None:
+    """Raise ValueError unless a process group, or one per level, innermost first, is of as many
+    ranks as compute this rank's sequences, and this rank has its place there."""
+    levels = cp_group if isinstance(cp_group, (list, tuple)) else [cp_group]
+    size, place = 1, 0
+    for level in levels:
+        place += size * level.rank()
+        size *= level.size()
+    own = cp.place
+    if (size, place) != (max(cp.degree, 1), own):
+        raise ValueError(
+            f"cp_group is of {size} ranks, of which this one is number {place}, expected "
+            f"{max(cp.degree, 1)} ranks and number {own}: the ranks that the plan gives these "
+            "sequences"
+        )
+
+
+# ---- a batch -------------------------------------------------------------------------------------
+
+_OF_ALL_RANKS = ("cu_seqlens", "max_seqlen")
+
+
+def get_batch_on_this_cp_rank(
+    batch: Mapping[str, Any], cp_handler: ContextParallelHandler
+) -> dict[str, Any]:
+    """This rank's rows of a batch that every rank of the group has whole; nothing travels.
+
+    Megatron's function of this name, for any degree and any lengths. ``batch``: tensors by name,
+    the whole sequences of the micro-batch in the order of ``cp_handler.layout.sequences``: packed,
+    (S, ...) or (1, S, ...), or, when all have one length n, (sequences, n, ...). Returns (T, ...),
+    (1, T, ...) or (sequences, T / sequences, ...). Of an ``attention_mask`` (b, 1, n, n) the rows
+    of this rank's queries remain. ``cu_seqlens*`` and ``max_seqlen*`` say what is true of whole
+    sequences, and stay; so does what is no tensor of tokens: None, numbers.
+
+    Where the batch lies on the ranks that loaded it, use :func:`hcp.dispatch` instead. Raises
+    ValueError for a tensor of other tokens than the layout's.
+    """
+    return {name: _on_this_rank(name, value, cp_handler) for name, value in batch.items()}
+
+
+def _on_this_rank(name: str, value: Any, cp: ContextParallelHandler) -> Any:
+    if not isinstance(value, Tensor) or value.dim() == 0 or name.startswith(_OF_ALL_RANKS):
+        return value
+    rows = cp.rows_in_whole.to(value.device)
+    sequences, tokens = len(cp.layout.lengths), sum(cp.layout.lengths)
+    if name == "attention_mask":
+        return value.index_select(2, rows[: cp.rows // max(sequences, 1)])
+    if cp.degree == 0:
+        return value[:, :0] if value.dim() > 1 else value[:0]
+    equal = len(set(cp.layout.lengths)) == 1
+    if (
+        value.dim() > 1
+        and value.shape[0] * value.shape[1] == tokens
+        and (value.shape[0] == 1 or (equal and value.shape[0] == sequences))
+    ):
+        own = value.flatten(0, 1)[rows]
+        return own.view(value.shape[0], -1, *value.shape[2:])
+    if value.shape[0] != tokens:
+        raise ValueError(
+            f"batch[{name!r}] has shape {tuple(value.shape)}, expected {tokens} tokens: the whole "
+            f"sequences {cp.layout.sequences} of this micro-batch, of lengths {cp.layout.lengths}"
+        )
+    return value[rows]

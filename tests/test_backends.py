@@ -1,0 +1,306 @@
+"""Which class of handler computes attention."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import test_core_attn
+import torch
+from ranks import run_ranks
+from test_features import check_softcap, scores_of
+from torch import Tensor
+
+import hcp
+from hcp import backends, kernels
+
+# ---- the factory ---------------------------------------------------------------------------------
+
+
+def test_the_same_arguments_give_the_same_class() -> None:
+    assert hcp.get_cp_handler_cls() is hcp.ContextParallelHandler
+    cls = hcp.get_cp_handler_cls("torch", "a2a")
+    assert cls is hcp.get_cp_handler_cls(backend="torch", cp_comm_type=["a2a", "a2a"])
+    assert issubclass(cls, hcp.ContextParallelHandler)
+    assert cls.comm_types == ("a2a",)
+    per_layer = hcp.get_cp_handler_cls("torch", ["p2p", "a2a", "p2p"])
+    assert per_layer.comm_types == ("p2p", "a2a")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "magi"}, "backend is 'magi', expected one of .*'torch'"),
+        ({"cp_comm_type": "ring"}, "cp_comm_type is 'ring', expected one of"),
+        ({"cp_comm_type": []}, "cp_comm_type is empty"),
+    ],
+)
+def test_unknown_names_are_refused(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hcp.get_cp_handler_cls(**options)
+
+
+@pytest.mark.parametrize(
+    ("backend", "library"),
+    [
+        ("flash_attn", "flash_attn"),
+        ("flash_attn_4", "flash_attn"),
+        ("transformer_engine", "transformer_engine"),
+    ],
+)
+def test_a_library_that_is_not_there_is_named(backend: str, library: str) -> None:
+    if importlib.util.find_spec(library):
+        pytest.skip(f"{library} is installed")
+    with pytest.raises(hcp.HcpError, match=f"backend '{backend}' cannot be imported .*{library}"):
+        hcp.get_cp_handler_cls(backend)
+
+
+def test_dispatch_makes_handlers_of_the_class() -> None:
+    cls = hcp.get_cp_handler_cls("torch", ["all_gather", "a2a"])
+
+    def check(groups: Any) -> None:
+        samples = [{"x": torch.randn(9, 2, 4)}]
+        lengths, sources, samples = hcp.gather_lengths(samples, groups)  # type: ignore[assignment]
+        plan = hcp.plan(lengths, ranks=2, max_tokens_per_rank=16)
+        for cp, local in hcp.dispatch(plan, samples, sources, groups, handler_cls=cls):
+            assert type(cp) is cls
+            cp.attention(local.x, local.x, local.x, comm_type="a2a")
+            with pytest.raises(ValueError, match=r"expected one of \['a2a', 'all_gather'\]"):
+                cp.attention(local.x, local.x, local.x, comm_type="p2p")
+
+    hcp.loopback(2, check)
+
+
+# ---- a third party's -----------------------------------------------------------------------------
+
+
+class Whole(hcp.ContextParallelHandler):
+    """Attention by a third party: here over whole sequences, by PyTorch's formula."""
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+        if set(options) - {"comm_type"}:
+            raise ValueError(f"options are {sorted(options)}, expected none")
+        return self.core_attn(
+            attn_mod=test_core_attn.WholeAttention(),
+            query=query,
+            key=key,
+            value=value,
+            attn_mask_type="causal",
+        ).view_as(query)
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    hcp.register_backend("third party", lambda: Whole)
+    yield
+    del backends._backends["third party"]
+    backends._made.cache_clear()
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_third_party_registers_a_class_of_its_own() -> None:
+    cls = hcp.get_cp_handler_cls("third party", "all_gather")
+    assert issubclass(cls, Whole)
+    with pytest.raises(ValueError, match="backend 'third party' is there already"):
+        hcp.register_backend("third party", lambda: Whole)
+
+    def check(groups: Any) -> None:
+        plan = hcp.plan([23], ranks=2, max_tokens_per_rank=24, min_degree=2)
+        x = torch.randn(23, 2, 4, dtype=torch.float64)
+        for cp_cls in (cls, hcp.ContextParallelHandler):
+            cp = cp_cls(plan, 0, groups.transport)
+            own = x[cp.position_ids].requires_grad_()
+            out = cp.attention(own, own, own)
+            out.square().sum().backward()
+            if cp_cls is cls:
+                first = out, own.grad
+        assert torch.allclose(first[0], out, atol=1e-12)
+        assert torch.allclose(first[1], own.grad, atol=1e-12)
+
+    torch.manual_seed(0)
+    hcp.loopback(2, check)
+
+
+# ---- flash_attn: the package's two functions, by the formula -------------------------------------
+
+
+def sequences(cu_q: Tensor, cu_k: Tensor) -> Iterator[tuple[slice, slice]]:
+    bounds = zip(cu_q.tolist(), cu_q[1:].tolist(), cu_k.tolist(), cu_k[1:].tolist(), strict=False)
+    for q_start, q_end, k_start, k_end in bounds:
+        yield slice(q_start, q_end), slice(k_start, k_end)
+
+
+def scores_between(q: Tensor, k: Tensor, kw: Any) -> Tensor:
+    left, right = kw["window_size_left"], kw["window_size_right"]
+    ahead = torch.arange(len(k)) - torch.arange(len(q))[:, None] - (len(k) - len(q))
+    hidden = torch.zeros(len(q), len(k), dtype=torch.bool)
+    if left >= 0:
+        hidden |= ahead < -left
+    if right >= 0:
+        hidden |= ahead > right
+    return scores_of(q, k, kw["softmax_scale"], kw["softcap"], hidden)
+
+
+def varlen_forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, **kw: Any
+) -> tuple[Tensor, Tensor, None, None]:
+    assert (kw["dropout_p"], kw["causal"]) == (0.0, False)
+    out, lse = torch.full_like(q, torch.nan), q.new_full((q.shape[1], q.shape[0]), torch.nan)
+    for queries, keys in sequences(cu_q, cu_k):
+        if keys.start == keys.stop or queries.start == queries.stop:
+            continue  # rows that nobody reads
+        assert queries.stop - queries.start <= max_q
+        assert keys.stop - keys.start <= max_k
+        scores = scores_between(q[queries], k[keys], kw)
+        seen = scores.logsumexp(-1)
+        weights = (scores - seen.unsqueeze(-1)).exp().nan_to_num(0.0)
+        wide = v[keys].repeat_interleave(q.shape[1] // v.shape[1], 1)
+        out[queries] = torch.einsum("hqk,khd->qhd", weights, wide)
+        lse[:, queries] = seen.masked_fill(seen == -torch.inf, torch.inf)
+    return out, lse, None, None
+
+
+def varlen_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    **kw: Any,
+) -> None:
+    for grad in (dq, dk, dv):
+        grad.fill_(torch.nan)  # where there is nothing to compute
+    groups, per_group = k.shape[1], q.shape[1] // k.shape[1]
+    for queries, keys in sequences(cu_q, cu_k):
+        if keys.start == keys.stop or queries.start == queries.stop:
+            continue
+        scores = scores_between(q[queries], k[keys], kw)
+        weights = (scores - lse[:, queries].unsqueeze(-1)).exp()
+        wide = v[keys].repeat_interleave(per_group, 1)
+        delta = (dout[queries] * out[queries]).sum(-1).t().unsqueeze(-1)
+        dscores = weights * (torch.einsum("qhd,khd->hqk", dout[queries], wide) - delta)
+        if kw["softcap"]:
+            steep = 1 - (scores / kw["softcap"]).square()
+            dscores = dscores * steep.masked_fill(scores == -torch.inf, 0)
+        dscores = dscores * kw["softmax_scale"]
+        wide = k[keys].repeat_interleave(per_group, 1)
+        dq[queries] = torch.einsum("hqk,khd->qhd", dscores, wide)
+        for target, of in ((dk, (dscores, q[queries])), (dv, (weights, dout[queries]))):
+            dwide = torch.einsum("hqk,qhd->khd", *of)
+            target[keys] = dwide.unflatten(1, (groups, per_group)).sum(2)
+
+
+@pytest.fixture
+def flash_attn(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The backend with the package replaced, for the CPU and float64."""
+    package, interface = ModuleType("flash_attn"), ModuleType("flash_attn.flash_attn_interface")
+    interface._flash_attn_varlen_forward = varlen_forward  # type: ignore[attr-defined]
+    interface._flash_attn_varlen_backward = varlen_backward  # type: ignore[attr-defined]
+    package.flash_attn_interface = interface  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", interface)
+    backends._made.cache_clear()
+    cls = hcp.get_cp_handler_cls("flash_attn")
+    module = sys.modules["hcp.flash_attn_backend"]
+    yield SimpleNamespace(cls=cls, module=module)
+    del sys.modules["hcp.flash_attn_backend"], hcp.flash_attn_backend
+    kernels._families.pop("flash_attn")
+    backends._made.cache_clear()
+
+
+@pytest.mark.parametrize("comm_type", ["p2p", "all_gather", "a2a"])
+@pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (5, 0), (4, 3)])
+def test_flash_attns_functions_get_what_they_take(
+    flash_attn: Any, comm_type: str, window: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = flash_attn.module.FlashAttn
+    monkeypatch.setattr(kernel, "dtypes", (torch.float64,))
+    kernels.add_family("flash_attn", lambda device: (kernel(),))
+    lengths = (29, 7, 1, 12)
+    errors = hcp.loopback(
+        3, lambda groups: check_softcap(groups, flash_attn.cls, lengths, comm_type, window, 2)
+    )
+    assert max(errors) < 1e-10
+
+
+def test_flash_attn_is_refused_without_cuda(flash_attn: Any) -> None:
+    def call(groups: Any) -> None:
+        plan = hcp.plan([5], ranks=1, max_tokens_per_rank=8)
+        x = torch.zeros(5, 1, 4)
+        flash_attn.cls(plan, 0, groups.transport).attention(x, x, x)
+
+    with pytest.raises(ValueError, match="'flash_attn' is asked for cpu, expected CUDA"):
+        hcp.loopback(1, call)
+
+
+# ---- transformer_engine: a module of the same arguments ------------------------------------------
+
+
+class FakeDotProductAttention(test_core_attn.RingLike):
+    def __init__(self, heads: int, size: Any, **options: Any) -> None:
+        super().__init__()
+        assert options["qkv_format"] == "thd"
+        self.options = options
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, **kw: Any) -> Tensor:  # type: ignore[override]
+        assert kw["qkv_format"] == "thd"
+        assert kw["attn_mask_type"] == "padding_causal"
+        assert kw["window_size"] == (-1, 0)
+        assert kw["cu_seqlens_q_padded"] is kw["cu_seqlens_q"]  # nothing lies between sequences
+        params = SimpleNamespace(
+            cu_seqlens_q=kw["cu_seqlens_q"],
+            cp_group=self.cp_group,
+            local_cp_size=1 if self.cp_group is None else self.cp_group.size(),
+        )
+        return super().forward(query, key, value, None, "padding_causal", None, params)
+
+
+def with_transformer_engine() -> Any:
+    package, pytorch = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
+    pytorch.DotProductAttention = FakeDotProductAttention  # type: ignore[attr-defined]
+    sys.modules |= {"transformer_engine": package, "transformer_engine.pytorch": pytorch}
+    try:
+        return importlib.import_module("hcp.integrations.transformer_engine").Handler
+    finally:
+        del sys.modules["transformer_engine"], sys.modules["transformer_engine.pytorch"]
+
+
+def run_transformer_engine(rank: int, size: int) -> float:
+    cls = with_transformer_engine()
+    case = test_core_attn.Case((48, 24, 6), 3, capacity=24)
+    groups = test_core_attn.GlooGroups()
+    worst = 0.0
+    for plain in test_core_attn.handlers(groups, case):
+        cp = cls(plain.plan, plain.micro_batch, groups.transport)
+        group = test_core_attn.made_group(cp)
+        outs = []
+        for handler, options in ((plain, {}), (cp, {"cp_group": group})):
+            torch.manual_seed(rank)
+            q = torch.randn(cp.rows, 4, 6, dtype=torch.float64, requires_grad=True)
+            kv = torch.randn(cp.rows, 2, 6, dtype=torch.float64, requires_grad=True)
+            out = handler.attention(q, kv, kv, **options)
+            out.square().sum().backward()
+            outs.append((out.detach(), q.grad, kv.grad))
+        for a, b in zip(*outs, strict=True):
+            worst = max([worst, float((a - b).abs().max())] if a.numel() else [worst])
+    with pytest.raises(ValueError, match=r"softcap is 2.0, expected 0.0 with the backend 'transf"):
+        cp.attention(q, kv, kv, softcap=2.0)
+    with pytest.raises(ValueError, match="return_lse is True, expected False"):
+        cp.attention(q, kv, kv, return_lse=True)
+    return worst
+
+
+def test_transformer_engines_module_gets_groups_and_sequences() -> None:
+    assert max(run_ranks(3, run_transformer_engine)) < 1e-10

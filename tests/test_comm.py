@@ -1,0 +1,325 @@
+"""What a group of ranks does for the comm type that a layer asks for, and why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from cases import Case, GlooGroups, attention_errors, loopback_error
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+from test_attention import dispatched
+
+import hcp
+from hcp import comm
+
+
+def plan_of(
+    *degrees: int, length: int = 64, node: int = 0, cost: hcp.CostModel | None = None
+) -> hcp.Plan:
+    """Groups of these degrees side by side, one sequence each."""
+    firsts = [sum(degrees[:i]) for i in range(len(degrees))]
+    return hcp.Plan.from_dict(
+        {
+            "ranks": sum(degrees),
+            "max_tokens_per_rank": 1 << 30,
+            "ranks_per_node": node,
+            "lengths": [length] * len(degrees),
+            "cost": {name: getattr(cost, name) for name in hcp.cost.PRICES} if cost else {},
+            "micro_batches": [
+                {
+                    "groups": [
+                        {"first_rank": first, "degree": degree, "sequences": [i]}
+                        for i, (first, degree) in enumerate(zip(firsts, degrees, strict=True))
+                    ]
+                }
+            ],
+        }
+    )
+
+
+def chosen(
+    plan: hcp.Plan,
+    comm_type: str = "a2a+p2p",
+    *,
+    sizes: tuple[int, ...] = (4, 2),
+    window: tuple[int, int] = (-1, 0),
+    heads: tuple[int, int] = (8, 2),
+    rank: int = 0,
+) -> hcp.CommChoice:
+    return comm.choose(plan, hcp.Layout(plan, 0, rank), comm_type, sizes, window, heads)
+
+
+# ---- a2a+p2p -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("degree", "used", "inner"),
+    [
+        (1, "p2p", 1),
+        (2, "a2a", 2),
+        (3, "a2a", 3),
+        (4, "a2a", 4),
+        (5, "p2p", 1),
+        (6, "a2a+p2p", 3),
+        (8, "a2a+p2p", 4),
+        (12, "a2a+p2p", 4),
+    ],
+)
+def test_a_group_takes_the_largest_inner_level_that_divides_its_degree(
+    degree: int, used: str, inner: int
+) -> None:
+    assert chosen(plan_of(degree, 1))[1:3] == (used, inner)
+
+
+@pytest.mark.parametrize(("heads", "inner"), [(1, 1), (2, 2), (3, 2), (4, 4), (9, 4)])
+def test_each_neighbour_has_a_head(heads: int, inner: int) -> None:
+    assert chosen(plan_of(8, 1), heads=(heads, 1)).inner == inner
+
+
+@pytest.mark.parametrize(("node", "inner"), [(2, 2), (4, 4), (3, 3), (6, 3), (0, 4)])
+def test_neighbours_stand_in_one_node(node: int, inner: int) -> None:
+    assert chosen(plan_of(12, node=node)).inner == inner
+
+
+def test_several_inner_levels_are_one_trade() -> None:
+    assert chosen(plan_of(8, 1), sizes=(2, 2, 2))[1:3] == ("a2a+p2p", 4)
+
+
+def test_the_choice_says_why() -> None:
+    plan = plan_of(12, node=2)
+    assert chosen(plan).why == (
+        "2 neighbours of 4 asked for: degree 12, 8 query heads, 2 ranks a node"
+    )
+
+
+def test_a_handler_reports_what_its_groups_use() -> None:
+    plan = plan_of(6, 2, 1)
+
+    def report(groups: Any) -> set[tuple[str, str, int]]:
+        cp = hcp.ContextParallelHandler(
+            plan,
+            0,
+            groups.transport,
+            comm_types=("a2a+p2p", "p2p"),
+            hierarchical_context_parallel_sizes=(3, 2),
+        )
+        q, k = torch.randn(cp.rows, 4, 8), torch.randn(cp.rows, 2, 8)
+        cp.attention(q, k, k)
+        return {choice[:3] for choice in cp.comm_choices}
+
+    asked = ("p2p", "p2p", 1)
+    expected = [{asked, ("a2a+p2p", "a2a+p2p", 3)}] * 6
+    expected += [{asked, ("a2a+p2p", "a2a", 2)}] * 2 + [{asked, ("a2a+p2p", "p2p", 1)}]
+    assert hcp.loopback(9, report) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "hierarchical_context_parallel_sizes is missing, expected the sizes of the levels"),
+        ({"sizes": (2, 4)}, r"is \[2, 4\], whose product is 8, expected 4: the degree of every"),
+        ({"sizes": (4,)}, r"is \[4\], expected two or more integers >= 1"),
+        ({"sizes": (4, 0)}, r"is \[4, 0\], expected two or more integers >= 1"),
+        ({"sizes": (2, 2), "types": ("p2p",)}, r"is \[2, 2\], but comm_types has no 'a2a\+p2p'"),
+        ({"types": ("p2p", "ring")}, "comm_type is 'ring', expected one of"),
+    ],
+    ids=["missing", "product", "one", "zero", "unused", "unknown"],
+)
+def test_levels_that_do_not_fit_are_an_error_at_construction(
+    options: dict[str, Any], message: str
+) -> None:
+    plan = hcp.plan([64], ranks=4, max_tokens_per_rank=64, min_degree=4)
+
+    def construct(groups: Any) -> None:
+        hcp.ContextParallelHandler(
+            plan,
+            0,
+            groups.transport,
+            comm_types=options.get("types", ("a2a+p2p",)),
+            hierarchical_context_parallel_sizes=options.get("sizes", ()),
+        )
+
+    with pytest.raises(ValueError, match=message):
+        hcp.loopback(4, construct)
+
+
+def test_ranks_with_different_levels_all_hear_it() -> None:
+    def differ(groups: Any) -> str:
+        rank = groups.transport.rank
+        plan = hcp.plan([64], ranks=4, max_tokens_per_rank=64, min_degree=4)
+        samples = [{"x": torch.zeros(64)}] if rank == 0 else []
+        with pytest.raises(hcp.HcpError) as caught:
+            hcp.dispatch(
+                plan,
+                samples,
+                [0],
+                groups,
+                comm_types=("a2a+p2p",),
+                hierarchical_context_parallel_sizes=(2, 2) if rank else (4, 1),
+            )
+        return str(caught.value)
+
+    for message in hcp.loopback(4, differ):
+        assert "ranks differ in hierarchical_context_parallel_sizes: rank 0 has [4, 1]" in message
+
+
+# ---- under eval_cp_context -----------------------------------------------------------------------
+
+
+def attends_in_both_layouts(rank: int, size: int) -> list[float]:
+    """Training's levels, and inside the context those of the evaluation layout."""
+    train = hcp.build_process_groups(cp=4, hierarchical=[2, 2])
+    evaluation = train.with_context_parallel(2, hierarchical=[2, 1])
+    model = torch.nn.Module()
+    model.pg_collection = train
+    errors = []
+    for inside in (False, True):
+        with hcp.eval_cp_context(model, train, evaluation if inside else train):
+            groups = model.pg_collection
+            degree, sizes = groups.size("cp"), tuple(g.size() for g in groups.hierarchy)
+            case = Case((50, 7, 30), size, min_degree=degree, max_degree=degree)
+            case = replace(case, comm_type="a2a+p2p", sizes=sizes, sinks=True)
+            errors.append(max(attention_errors(groups, case)))
+    return errors
+
+
+def test_each_layout_has_its_own_levels_inside_and_outside_the_eval_context() -> None:
+    for errors in run_ranks(4, attends_in_both_layouts, timeout=120):
+        assert max(errors) <= 1e-10
+
+
+# ---- auto ----------------------------------------------------------------------------------------
+
+FREE_LINKS = hcp.CostModel(pair=1, token=0, exchange=0, launch=0)
+
+
+def test_auto_overlaps_the_ring_where_attention_hides_it() -> None:
+    cost = hcp.CostModel(pair=10, token=0, exchange=3000, launch=0, overlap=1)
+    choice = chosen(plan_of(4, cost=cost, length=4096), "auto")
+    assert choice[1:3] == ("p2p", 1)
+    assert choice.why.startswith("least time of all_gather: ")
+    assert "a2a+p2p 2: " in choice.why
+
+
+def test_auto_trades_heads_where_keys_are_as_many_as_queries() -> None:
+    # 3/4 of four rows of a quarter of the tokens, against 3/4 of all rows of keys and values.
+    cost = hcp.CostModel(pair=1, token=0, exchange=1000, launch=0)
+    assert chosen(plan_of(4, cost=cost), "auto", heads=(8, 8)).used == "a2a"
+    assert chosen(plan_of(4, cost=cost), "auto", heads=(64, 1)).used == "all_gather"
+
+
+def test_auto_gathers_under_a_narrow_window() -> None:
+    cost = hcp.CostModel(pair=1, token=0, exchange=1000, launch=0)
+    choice = chosen(plan_of(4, cost=cost, length=4096), "auto", heads=(8, 8), window=(16, 0))
+    assert choice.used == "all_gather"
+
+
+def test_auto_keeps_the_trade_within_nodes_when_links_between_them_are_slow() -> None:
+    cost = hcp.CostModel(pair=1, token=0, exchange=10, exchange_far=10_000, launch=0)
+    near = chosen(plan_of(8, cost=cost, node=8), "auto", heads=(8, 8))
+    far = chosen(plan_of(8, cost=cost, node=4), "auto", heads=(8, 8))
+    assert near[1:3] == ("a2a", 8)
+    assert far[1:3] == ("a2a+p2p", 4)
+
+
+def test_auto_with_free_links_sends_least() -> None:
+    assert chosen(plan_of(4, cost=FREE_LINKS), "auto").used == "all_gather"
+
+
+def test_auto_at_degree_one_sends_nothing() -> None:
+    assert chosen(plan_of(1, 2), "auto") == ("auto", "p2p", 1, "degree 1: nothing travels")
+
+
+def test_auto_refuses_a_plan_without_prices() -> None:
+    cost = hcp.CostModel.from_function(lambda length, degree: 1e-6 * length / degree)
+    plan = hcp.plan([64], ranks=2, max_tokens_per_rank=64, min_degree=2, cost=cost)
+    with pytest.raises(ValueError, match="comm_type is 'auto', but the plan's cost is a table"):
+        chosen(plan, "auto")
+
+
+@pytest.mark.parametrize("priced", [{"exchange": 400}, {"all_to_all": 1200}])
+def test_auto_reads_either_price_of_the_same_links(priced: dict[str, int]) -> None:
+    cost = hcp.CostModel(pair=0, token=1, launch=0, step=7, **{"exchange": 0, **priced})
+    # 64 tokens on 4 ranks, 4 query and 2 key-value heads: 400 a token's keys and values, 200 for
+    # D + E elements. The trade of 4 has a copy of each key-value head, that of 2 none.
+    times = {
+        "all_gather": 400 * 48 + 7,
+        "p2p": 400 * 48 + 3 * 7,
+        "a2a": 200 * (4 + 4) * 16 * 3 // 4 + 2 * 7,
+        "a2a+p2p 2": 200 * (4 + 2) * 16 // 2 + 2 * 7 + 400 // 2 * 32 + 7,
+    }
+    choice = chosen(plan_of(4, cost=cost), "auto", heads=(4, 2))
+    listed = ", ".join(f"{name}: {time}" for name, time in times.items())
+    assert choice == ("auto", "a2a+p2p", 2, f"least time of {listed}")
+
+
+PRICES = st.integers(0, 3000)
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(2, 12),
+    st.integers(1, 4000),
+    st.builds(
+        hcp.CostModel,
+        pair=st.integers(1, 50),
+        exchange=PRICES,
+        exchange_far=PRICES,
+        all_to_all=PRICES,
+        step=PRICES,
+        tile=st.sampled_from([0, 64]),
+        overlap=st.integers(0, 1),
+    ),
+    st.sampled_from([(1, 1), (8, 2), (6, 3), (5, 5)]),
+    st.tuples(st.integers(-1, 200), st.integers(-1, 200)),
+)
+def test_auto_is_the_same_on_every_rank_and_never_slower_than_what_it_lists(
+    degree: int,
+    length: int,
+    cost: hcp.CostModel,
+    heads: tuple[int, int],
+    window: tuple[int, int],
+) -> None:
+    plan = plan_of(degree, length=length, cost=cost)
+    choices = {
+        chosen(plan, "auto", heads=heads, window=window, rank=rank) for rank in range(degree)
+    }
+    assert len(choices) == 1
+    (choice,) = choices
+    listed = dict(
+        item.rsplit(": ", 1) for item in choice.why.removeprefix("least time of ").split(", ")
+    )
+    used = f"{choice.used} {choice.inner}" if choice.used == "a2a+p2p" else choice.used
+    assert int(listed[used]) == min(map(int, listed.values()))
+
+
+def test_auto_pairs_are_those_that_the_window_leaves() -> None:
+    for length in (1, 2, 7):
+        for window in ((-1, -1), (-1, 0), (0, 0), (2, 1), (9, 3)):
+            left, right = (limit if limit >= 0 else length for limit in window)
+            pairs = sum(-left <= k - q <= right for q in range(length) for k in range(length))
+            assert comm._pairs(length, window) == pairs
+
+
+def auto_on_gloo(rank: int, size: int) -> tuple[float, set[tuple[str, str, int]]]:
+    case = Case((97, 40, 13), size, min_degree=size, comm_type="auto", sinks=True, lse=True)
+    groups = GlooGroups()
+    error = max(attention_errors(groups, case))
+    cp, local = next(iter(dispatched(groups, case)))
+    cp.attention(local.query, local.key, local.value)
+    return error, {choice[:3] for choice in cp.comm_choices}
+
+
+def test_auto_is_exact_on_gloo_ranks_which_pick_the_same() -> None:
+    results = run_ranks(4, auto_on_gloo)
+    assert max(error for error, _ in results) <= 1e-10
+    assert len({tuple(sorted(choices)) for _, choices in results}) == 1
+
+
+def test_several_trades_compose_with_a_ring() -> None:
+    case = Case((61, 16, 3), 8, min_degree=8, comm_type="a2a+p2p", sizes=(2, 2, 2), heads=8)
+    assert loopback_error(replace(case, kv_heads=2, window=(20, 0), sinks=True, lse=True)) <= 1e-10

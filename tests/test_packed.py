@@ -1,0 +1,159 @@
+"""A packed micro-batch in Megatron's terms."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import hcp
+
+
+def handlers(groups: Any, lengths: Any, **plan: Any) -> list[hcp.ContextParallelHandler]:
+    made = hcp.plan(lengths, ranks=groups.transport.size, **{"max_tokens_per_rank": 24, **plan})
+    return [
+        hcp.ContextParallelHandler(made, m, groups.transport)
+        for m in range(len(made.micro_batches))
+    ]
+
+
+def test_packed_seq_params_count_whole_sequences() -> None:
+    def check(groups: Any) -> list[int]:
+        for cp in handlers(groups, (40, 7, 2)):
+            params = cp.packed_seq_params()
+            assert params.qkv_format == "thd"
+            lengths = list(cp.layout.lengths)
+            assert params.cu_seqlens_q.dtype == torch.int32
+            assert params.cu_seqlens_q.diff().tolist() == lengths
+            others = ("cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+            assert all(getattr(params, name) is params.cu_seqlens_q for name in others)
+            assert params.max_seqlen_q == params.max_seqlen_kv == max(lengths, default=0)
+            assert params.max_seqlen_q == cp.max_seqlen
+            assert params.total_tokens == sum(lengths)
+            assert params.local_cp_size == max(cp.degree, 1)
+            assert params.cp_group is None
+            assert params.cp_handler is cp
+            assert not params.pad_between_seqs
+        return [cp.degree for cp in handlers(groups, (40, 7, 2))]
+
+    degrees = [set(own) for own in hcp.loopback(3, check)]
+    assert any(own - {0, 1} for own in degrees)
+
+
+def test_under_alignment_no_piece_is_longer_than_max_seqlen_says() -> None:
+    def check(groups: Any) -> int:
+        (cp,) = handlers(groups, (2, 1), alignment=8)
+        params = cp.packed_seq_params()
+        pieces = params.cu_seqlens_q.diff().tolist()
+        assert pieces[:2] == list(cp.layout.lengths)
+        assert params.max_seqlen_q == params.max_seqlen_kv == max(pieces)
+        return max(pieces)
+
+    assert hcp.loopback(1, check) == [5]
+
+
+@dataclass
+class OlderRelease:
+    qkv_format: str = ""
+    cu_seqlens_q: Any = None
+    max_seqlen_q: int = 0
+    something_new: str = "its own default"
+
+
+def test_the_class_of_any_release_gets_the_fields_that_it_has() -> None:
+    (cp,) = hcp.loopback(1, lambda groups: handlers(groups, (5,))[0])
+    params = cp.packed_seq_params(OlderRelease)
+    assert type(params) is OlderRelease
+    assert params.cu_seqlens_q.tolist() == [0, 5]
+    assert params.max_seqlen_q == 5
+    assert params.something_new == "its own default"
+    assert params.cp_handler is cp
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="Megatron-Core is not installed"
+)
+def test_megatrons_own_class_is_filled() -> None:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    (cp,) = hcp.loopback(1, lambda groups: handlers(groups, (5, 7))[0])
+    params = cp.packed_seq_params(PackedSeqParams)
+    assert type(params) is PackedSeqParams
+    assert params.cu_seqlens_q.diff().tolist() == list(cp.layout.lengths)
+    assert params.cu_seqlens_kv_padded is params.cu_seqlens_q
+    assert (params.qkv_format, params.local_cp_size) == ("thd", 1)
+
+
+# ---- a batch -------------------------------------------------------------------------------------
+
+
+def tokens_of(cp: hcp.ContextParallelHandler) -> list[int]:
+    """Numbers of this rank's tokens: 1000 per sequence, plus the place in it."""
+    return [1000 * s + t for s, start, rows in cp.layout.spans for t in range(start, start + rows)]
+
+
+def test_a_whole_batch_is_cut_for_this_rank() -> None:
+    def check(groups: Any) -> None:
+        for cp in handlers(groups, (40, 7, 2)):
+            whole = torch.tensor(
+                [
+                    1000 * s + t
+                    for s, n in zip(cp.layout.sequences, cp.layout.lengths, strict=True)
+                    for t in range(n)
+                ],
+                dtype=torch.int64,
+            )
+            bounds = cp.whole_cu_seqlens
+            batch = {
+                "tokens": whole[None],
+                "embeddings": whole[:, None].expand(-1, 3),
+                "labels": whole + 1,
+                "attention_mask": None,
+                "cu_seqlens": bounds,
+                "max_seqlen": torch.tensor(cp.max_seqlen),
+                "local_cp_size": cp.degree,
+            }
+            own = hcp.get_batch_on_this_cp_rank(batch, cp_handler=cp)
+            tokens = tokens_of(cp)
+            assert own["tokens"].tolist() == [tokens]
+            assert own["embeddings"].tolist() == [[t] * 3 for t in tokens]
+            assert own["labels"].tolist() == [t + 1 for t in tokens]
+            assert own["cu_seqlens"] is bounds  # of whole sequences, on every rank
+            for name in ("attention_mask", "max_seqlen", "local_cp_size"):
+                assert own[name] is batch[name]
+            if len(whole):
+                wrong = {"tokens": whole[None, :-1]}
+                with pytest.raises(ValueError, match=r"batch\['tokens'\] has shape \(1, "):
+                    hcp.get_batch_on_this_cp_rank(wrong, cp_handler=cp)
+
+    hcp.loopback(3, check)
+
+
+def test_a_batch_of_equal_lengths_is_cut_by_sequences() -> None:
+    def check(groups: Any) -> None:
+        (cp,) = handlers(groups, (11, 11), min_degree=3)
+        whole = torch.arange(22).view(2, 11)
+        masks = torch.ones(2, 1, 11, 11, dtype=torch.bool).tril()
+        batch = {"tokens": whole, "attention_mask": masks}
+        own = hcp.get_batch_on_this_cp_rank(batch, cp_handler=cp)
+        places = cp.position_ids[: cp.rows // 2]
+        assert torch.equal(own["tokens"], whole[:, places])
+        assert torch.equal(own["attention_mask"], masks[:, :, places])
+
+    hcp.loopback(3, check)
+
+
+def test_a_rank_without_rows_takes_none() -> None:
+    def check(groups: Any) -> Any:
+        (cp,) = handlers(groups, (6,), max_degree=1)
+        batch = {"tokens": torch.zeros(1, sum(cp.layout.lengths)), "weights": torch.zeros(0)}
+        if cp.degree == 0:
+            own = hcp.get_batch_on_this_cp_rank(batch, cp_handler=cp)
+            assert own["tokens"].shape == (1, 0)
+            assert own["weights"].shape == (0,)
+        return cp.degree
+
+    assert sorted(hcp.loopback(2, check)) == [0, 1]
