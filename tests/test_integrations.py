@@ -1,6 +1,8 @@
-"""Trainers' own loops, by their shapes: neither Megatron-LM nor Megatron-Bridge is imported."""
+"""Trainers' own loops, by their shapes: neither Megatron-LM nor Megatron-Bridge is imported. Which
+versions are taken."""
 
 from argparse import Namespace
+from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +11,7 @@ from ranks import run_ranks
 
 import hcp
 from hcp.integrations.megatron import EvalContextParallel, wrap_evaluate
+from hcp.integrations.versions import require
 
 
 def evaluate_as_megatron_lm_does(rank, size):
@@ -67,3 +70,51 @@ def run_bridges_events(rank, size):
 
 def test_bridges_events_switch_and_every_way_on_restores():
     run_ranks(2, run_bridges_events)
+
+
+def test_versions_that_were_not_tested_are_refused_by_name(monkeypatch):
+    installed = {"trainer": "2.6.6", "old": "2.5.9", "new": "2.10.0rc1"}
+
+    def version(name):
+        if name not in installed:
+            raise metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    require("trainer", "2.6", "2.6")
+    require("trainer", "2.4", "2.9")
+    with pytest.raises(ImportError, match=r'old is 2.5.9, expected 2.6 to 2.9.*"old>=2.6,<2.10"'):
+        require("old", "2.6", "2.9")
+    with pytest.raises(ImportError, match=r"new is 2.10.0rc1, expected 2.6 to 2.9, which hcp was"):
+        require("new", "2.6", "2.9")
+    with pytest.raises(ImportError, match=r"none is not installed, expected 2.6 to 2.9: pip inst"):
+        require("none", "2.6", "2.9")
+
+
+def bridge_from_its_configuration(rank, size):
+    train = hcp.build_process_groups()
+    model, _ = trainer.build(train)
+    dist = SimpleNamespace(eval_context_parallel_size=2)
+    state = SimpleNamespace(cfg=SimpleNamespace(dist=dist))
+    context = SimpleNamespace(state=state, model=[SimpleNamespace(module=model)])
+    callback = EvalContextParallel()
+    with pytest.raises(ValueError, match="has no groups, expected on_data_init_start"):
+        callback.on_eval_start(context)
+    callback.on_data_init_start(context)
+    assert (state._eval_pgs.size("cp"), state._eval_pgs.size("dp")) == (2, 1)
+    callback.on_eval_start(SimpleNamespace(state=state, model=[model]))
+    assert model.cp_size == 2
+    callback.on_eval_end(context)
+    assert model.cp_size == 1
+    dist.eval_context_parallel_size = None
+    with pytest.raises(ValueError, match="eval_context_parallel_size is None, expected the"):
+        EvalContextParallel().on_data_init_start(context)
+    dist.eval_context_parallel_size = 2
+    with pytest.raises(ValueError, match="has no pg_collection, expected the groups"):
+        EvalContextParallel().on_data_init_start(SimpleNamespace(state=state, model=[object()]))
+    with pytest.raises(ValueError, match="go together"):
+        EvalContextParallel(train)
+
+
+def test_bridges_own_option_names_the_layout():
+    run_ranks(2, bridge_from_its_configuration)

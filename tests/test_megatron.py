@@ -7,14 +7,13 @@ ProcessGroupCollection.
 """
 
 import functools
-import importlib.machinery
 import importlib.util
 import sys
-import types
 
 import pytest
 import torch
 import torch.distributed as dist
+from megatron_scan import stand_in_for_kernels
 from ranks import run_ranks
 
 import hcp
@@ -291,43 +290,7 @@ def test_mambas_context_object_is_what_its_constructor_makes_of_the_eval_layout(
 # ---- a Mamba hybrid ------------------------------------------------------------------------------
 
 
-class GatedNorm(torch.nn.Module):
-    """In the place of mamba_ssm's, which needs Triton."""
-
-    def __init__(self, size, eps, group_size, norm_before_gate, device, dtype):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(size, dtype=dtype))
-
-
-def stub_mamba_kernels():
-    """Megatron's mixer, imported after this, builds; what it would run are kernels for GPUs.
-
-    mamba_ssm and causal_conv1d cannot be installed on a CPU.
-    """
-
-    def module(name, **contents):
-        made = types.ModuleType(name)
-        made.__spec__ = importlib.machinery.ModuleSpec(name, None)
-        vars(made).update(contents)
-        sys.modules[name] = made
-
-    for name in ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton", "causal_conv1d"):
-        module(name, __path__=[], causal_conv1d_fn=None, causal_conv1d_update=None)
-    kernels = "mamba_ssm.ops.triton"
-    module(f"{kernels}.selective_state_update", selective_state_update=None)
-    module(f"{kernels}.layernorm_gated", RMSNorm=GatedNorm)
-    scans = dict(mamba_chunk_scan_combined=None, mamba_split_conv1d_scan_combined=None)
-    module(f"{kernels}.ssd_combined", **scans)
-    module("causal_conv1d.causal_conv1d_varlen", causal_conv1d_varlen_states=None)
-    if importlib.util.find_spec("triton") is None:
-        own = "megatron.core.inference.contexts.attention_context.triton.tensor_ops"
-        names = ("tensor_get_slice_after", "tensor_masked_update", "tensor_merge")
-        module(own, **dict.fromkeys(names))
-    if importlib.util.find_spec("einops") is None:
-        module("einops", rearrange=None, repeat=None)
-
-
-def mamba_hybrid(collection, core_attention):
+def mamba_hybrid(collection, core_attention, config=None, wrap=lambda spec: spec):
     """Mamba, attention, Mamba, MLP, by Megatron's local layers instead of Transformer Engine's."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -337,11 +300,12 @@ def mamba_hybrid(collection, core_attention):
     from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
     from megatron.core.ssm.mlp_layer import MLPLayer
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     attention, mlp = get_gpt_layer_local_spec(), get_gpt_layer_local_spec()
     mlp.module, mlp.submodules.self_attention = MLPLayer, IdentityOp
+    mlp.submodules.input_layernorm, mlp.submodules.self_attn_bda = IdentityOp, IdentityFuncOp
     if core_attention is not None:
         attention.submodules.self_attention.submodules.core_attention = core_attention
     linears = MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
@@ -350,18 +314,23 @@ def mamba_hybrid(collection, core_attention):
         norm=torch.nn.Identity, mixer=mixer, mamba_bda=get_bias_dropout_add
     )
     # Taken from Transformer Engine, whatever the specification says.
-    mamba_block.TENorm = lambda config, hidden_size, eps: torch.nn.LayerNorm(hidden_size, eps)
+    bases = {base.__module__ for base in mamba_block.MambaStack.__mro__}
+    for home in (name for name in bases if "core" in name):  # another one since 0.19
+        sys.modules[home].TENorm = lambda config, hidden_size, eps: torch.nn.LayerNorm(
+            hidden_size, eps
+        )
     layers = mamba_block.MambaStackSubmodules(
         mamba_layer=ModuleSpec(module=MambaLayer, submodules=parts),
         attention_layer=attention,
         mlp_layer=mlp,
     )
     return MambaModel(
-        config=config_of(
+        config=config
+        or config_of(
             4, mamba_state_dim=8, mamba_head_dim=16, mamba_num_groups=2, add_bias_linear=False
         ),
-        mamba_stack_spec=ModuleSpec(module=mamba_block.MambaStack, submodules=layers),
-        vocab_size=64,
+        mamba_stack_spec=wrap(ModuleSpec(module=mamba_block.MambaStack, submodules=layers)),
+        vocab_size=264,
         max_sequence_length=64,
         hybrid_override_pattern="M*M-",
         position_embedding_type="rope",
@@ -372,7 +341,7 @@ def mamba_hybrid(collection, core_attention):
 def switch_hybrid(rank, size):
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    stub_mamba_kernels()
+    stand_in_for_kernels()
     start()
     collection = ProcessGroupCollection.use_mpu_process_groups()
     train = hcp.ProcessGroups.from_existing(collection)
@@ -410,7 +379,7 @@ def test_every_slot_of_a_mamba_hybrid_is_found_switched_and_restored():
 def refuse_hybrid(rank, size):
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    stub_mamba_kernels()
+    stand_in_for_kernels()
     start()
     collection = ProcessGroupCollection.use_mpu_process_groups()
     train = hcp.ProcessGroups.from_existing(collection)

@@ -147,8 +147,9 @@ def samples_of(n, seed=5):
     generator = torch.Generator().manual_seed(seed)
     samples = []
     for i in range(n):
-        length = int(torch.randint(5, 14, (), generator=generator))
-        tokens = torch.randint(0, VOCABULARY, (length,), generator=generator)
+        length = int(torch.randint(5, 14, (), generator=generator, device="cpu"))
+        tokens = torch.randint(0, VOCABULARY, (length,), generator=generator, device="cpu")
+        tokens = tokens.to(torch.get_default_device())
         masked = (0, length // 2, length)[i % 3]
         samples.append({"tokens": tokens, "mask": (torch.arange(length) >= masked).double()})
     return samples
@@ -225,5 +226,34 @@ def fingerprint(model, optimizer):
     for entry in optimizer.state_dict()["state"].values():
         state += [value for value in entry.values() if isinstance(value, Tensor)]
     for tensor in state:
-        digest.update(tensor.numpy().tobytes())
+        digest.update(tensor.cpu().numpy().tobytes())
     return digest.hexdigest()
+
+
+# ---- parity --------------------------------------------------------------------------------------
+
+
+def compare_layouts(rank, size, sizes, tp, pp, dtype):
+    """For all pairs of CP sizes: losses inside and outside, and training as if nothing happened."""
+    data, training = samples_of(7), samples_of(12, seed=9)
+    losses = {}
+    for train_cp in sizes:
+        train = hcp.build_process_groups(tp=tp, cp=train_cp, pp=pp)
+        model, optimizer = build(train, getattr(torch, dtype))
+        twin, twin_optimizer = build(train, getattr(torch, dtype))
+        for step, eval_cp in enumerate(sizes):
+            train_step(model, optimizer, training)
+            train_step(twin, twin_optimizer, training)
+            evaluation = train.with_context_parallel(eval_cp)
+            for packed in (1, 3):
+                outside = evaluate(model, data, packed)
+                with hcp.eval_cp_context(model, train, evaluation, strict=True):
+                    inside = evaluate(model, data, packed)
+                    assert model.cp_size == model.config.context_parallel_size == eval_cp
+                assert inside.count == outside.count
+                losses[train_cp, eval_cp, packed] = abs(inside.mean / outside.mean - 1)
+            same = fingerprint(model, optimizer) == fingerprint(twin, twin_optimizer)
+            assert same, f"weights or optimizer differ at step {step}"
+            evaluation.close()
+        train.close()
+    return losses

@@ -1,1 +1,1 @@
-"""What knows trainers. None of them is imported: their objects are taken as they come."""
+"""What knows trainers. Each is imported only when what needs it is used."""

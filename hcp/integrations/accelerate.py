@@ -1,0 +1,146 @@
+"""Accelerate: dynamic context parallelism in a training loop of your own.
+
+parallel = ContextParallel(accelerator, hcp.Config(max_seqlen_per_dp_cp_rank=4096))
+loader = parallel.train_loader(dataset, global_batch_size=64)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for step in loader:
+    for cp, local in parallel.micro_batches(model, step):
+        accelerator.backward(loss_of(model, cp, local))
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from hcp.config import Config
+from hcp.cost import CostModel
+from hcp.dispatch import LocalBatch, Step
+from hcp.groups import ProcessGroups
+from hcp.handler import ContextParallelHandler
+from hcp.integrations.loader import (
+    DynamicCPDataLoader,
+    EvalDataLoader,
+    ToSample,
+    causal_lm_sample,
+    domain,
+    eval_groups,
+    eval_layout,
+)
+from hcp.integrations.versions import require
+
+require("accelerate", "1.15", "1.15")
+
+COMM_TYPES = {"allgather": "all_gather", "alltoall": "p2p"}
+"""Accelerate's names of how keys travel; its "alltoall" passes them around a ring."""
+
+
+class ContextParallel:
+    """What a loop needs beside an `accelerate.Accelerator`: groups, loaders, and which micro-batch
+    reduces gradients.
+
+    The gradients of a step are averaged over ranks once, in its last micro-batch, by the DDP or
+    FSDP that `accelerator.prepare` has put around the model: compute losses with
+    `grad_reduce="mean"`.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any,
+        config: Config,
+        *,
+        groups: ProcessGroups | None = None,
+        cost: CostModel | None = None,
+        to_sample: ToSample = causal_lm_sample,
+    ) -> None:
+        """`groups`: by default, all ranks of the job are one domain. Raises ValueError for what
+        Accelerate would do beside hcp: its own CP, tensor parallelism, gradient accumulation."""
+        check_accelerator(accelerator)
+        self.accelerator, self.config = accelerator, config
+        self.groups = domain(groups, accelerator.num_processes)
+        self.eval_groups = eval_groups(self.groups, config)
+        self.cost, self.to_sample = cost, to_sample
+
+    def train_loader(
+        self, dataset: Any, *, global_batch_size: int, **options: Any
+    ) -> DynamicCPDataLoader:
+        """Steps of planned micro-batches; `options` are those of `DynamicCPDataLoader`.
+
+        `accelerator.prepare` leaves it as it is, and `accelerator.register_for_checkpointing` saves
+        where it is.
+        """
+        return DynamicCPDataLoader(
+            dataset,
+            self.config,
+            self.groups,
+            global_batch_size=global_batch_size,
+            cost=self.cost,
+            to_sample=self.to_sample,
+            **options,
+        )
+
+    def micro_batches(
+        self, model: nn.Module, step: Step
+    ) -> Iterator[tuple[ContextParallelHandler, LocalBatch]]:
+        """The micro-batches of a step, gradients staying on their rank in all but the last."""
+        for i, micro_batch in enumerate(step):
+            last = i + 1 == len(step)
+            with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
+                yield micro_batch
+
+    def eval_loader(self, dataset: Any, *, global_batch_size: int) -> EvalDataLoader:
+        """Micro-batches of an evaluation in the eval layout, each sample once."""
+        return EvalDataLoader(
+            dataset,
+            self.config,
+            self.eval_groups,
+            global_batch_size=global_batch_size,
+            cost=self.cost,
+            to_sample=self.to_sample,
+        )
+
+    def eval_layout(self, model: nn.Module) -> contextlib.AbstractContextManager[ProcessGroups]:
+        """A context in which groups that the model holds are those of the eval layout; gives them,
+        for `hcp.Metrics`."""
+        return eval_layout(model, self.groups, self.eval_groups)
+
+
+def config_of(parallelism: Any, *, max_seqlen_per_dp_cp_rank: int, **options: Any) -> Config:
+    """An `accelerate.ParallelismConfig` that asks for CP, as hcp has it: one degree for all.
+
+    Make the Accelerator without it: hcp then does what it asked Accelerate to do.
+    """
+    strategy = (
+        "allgather" if parallelism.cp_handler is None else parallelism.cp_handler.cp_comm_strategy
+    )
+    given = {
+        "sequence_packing_scheduler": "static_cp",
+        "context_parallel_size": parallelism.cp_size,
+        "cp_comm_type": COMM_TYPES[strategy],
+    }
+    return Config(max_seqlen_per_dp_cp_rank=max_seqlen_per_dp_cp_rank, **(given | options))
+
+
+def check_accelerator(accelerator: Any) -> None:
+    """Raise ValueError for what an Accelerator would do to sequences or gradients beside hcp."""
+    parallelism = accelerator.parallelism_config
+    for name in ("cp_size", "sp_size", "tp_size"):
+        size = 1 if parallelism is None else getattr(parallelism, name)
+        if size > 1:
+            raise ValueError(
+                f"parallelism_config.{name} is {size}, expected 1: hcp spreads the sequences. "
+                "Leave it out of the Accelerator; hcp.integrations.accelerate.config_of("
+                "parallelism_config, ...) says its cp_size to hcp"
+            )
+    if accelerator.gradient_accumulation_steps != 1:
+        raise ValueError(
+            f"gradient_accumulation_steps is {accelerator.gradient_accumulation_steps}, expected "
+            "1: the plan has the micro-batches of a step; raise the global batch size instead"
+        )
+    if "DEEPSPEED" in str(accelerator.distributed_type):
+        raise ValueError("the Accelerator uses DeepSpeed, expected DDP or FSDP: it was not tested")

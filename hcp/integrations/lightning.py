@@ -1,0 +1,177 @@
+"""Lightning: a strategy that trains on planned micro-batches, a callback that evaluates by plan.
+
+callback = EvalContextParallel(groups, evaluation)
+trainer = Trainer(strategy=ContextParallelStrategy(), callbacks=[callback])
+
+The module's `training_step((cp, local), batch_idx)` gives a micro-batch's share of the loss, its
+`validation_step((cp, local), batch_idx)` the loss of each row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from torch import Tensor
+
+from hcp.dispatch import Step
+from hcp.evaluation import Metrics
+from hcp.groups import ProcessGroups
+from hcp.integrations.loader import (
+    DynamicCPCollator,
+    DynamicCPDataLoader,
+    EvalDataLoader,
+    causal_lm_sample,
+    eval_groups,
+    eval_layout,
+)
+from hcp.integrations.versions import require
+
+require("lightning", "2.6", "2.6")
+
+from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
+from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
+
+__all__ = [
+    "ContextParallelStrategy",
+    "DynamicCPCollator",
+    "DynamicCPDataLoader",
+    "EvalContextParallel",
+    "EvalDataLoader",
+    "causal_lm_sample",
+    "eval_groups",
+]
+
+
+class ContextParallelStrategy(DDPStrategy):  # type: ignore[misc]
+    """DDP whose batches are steps of a `DynamicCPDataLoader`: the module's `training_step` is
+    called for each micro-batch, and the optimizer once.
+
+    Gradients are averaged over ranks in the last micro-batch: compute losses with
+    `cp.loss(..., grad_reduce="mean")`. Logs the mean loss of the whole batch as `name`; what
+    `training_step` logs itself would be the value of one micro-batch.
+    """
+
+    def __init__(self, *positional: Any, name: str = "train_loss", **keywords: Any) -> None:
+        """`name`: under which the loss is logged. The rest is that of Lightning's `DDPStrategy`."""
+        super().__init__(*positional, **keywords)
+        self.name = name
+        self._rest: list[Any] = []
+        self._others: tuple[Any, ...] = ()
+
+    def training_step(self, batch: Step, *others: Any) -> Tensor:
+        """The first micro-batch forward. The others follow in `backward`: Lightning clears
+        gradients between the two."""
+        self._check(batch)
+        first, *self._rest = batch
+        self._others = others
+        return self._forward(first)
+
+    def backward(self, closure_loss: Tensor, *positional: Any, **keywords: Any) -> Tensor:
+        """The first micro-batch backward, the others forward and backward."""
+        total = closure_loss.detach()
+        super().backward(closure_loss, *positional, **keywords)
+        while self._rest:
+            loss = self._forward(self._rest.pop(0))
+            super().backward(loss, *positional, **keywords)
+            total = total + loss.detach()
+        self.lightning_module.log(self.name, total, sync_dist=True, prog_bar=True, batch_size=1)
+        return closure_loss
+
+    def _forward(self, micro_batch: Any) -> Tensor:
+        """One micro-batch; DDP reduces in the backward of a forward that was not under no_sync."""
+        with self.model.no_sync() if self._rest else contextlib.nullcontext():
+            loss = super().training_step(micro_batch, *self._others)
+        if not isinstance(loss, Tensor):
+            raise ValueError(
+                f"training_step gave a {type(loss).__name__}, expected a tensor: "
+                "cp.loss(losses, local.loss_mask, grad_reduce='mean')"
+            )
+        return loss
+
+    def _check(self, batch: object) -> None:
+        if not isinstance(batch, Step):
+            raise ValueError(
+                f"a batch is a {type(batch).__name__}, expected an hcp.Step: "
+                "train on a DynamicCPDataLoader"
+            )
+        if batch.plan.ranks != self.world_size:
+            raise ValueError(
+                f"the plan is for {batch.plan.ranks} ranks, expected {self.world_size}: those over "
+                "which the strategy averages gradients"
+            )
+        module = self.lightning_module
+        if not module.automatic_optimization:
+            raise ValueError(
+                "automatic_optimization is False, expected True: a loop of your own needs no "
+                "strategy, only the micro-batches of its step and no_sync for all but the last"
+            )
+        accumulated = module.trainer.accumulate_grad_batches
+        if accumulated != 1:
+            raise ValueError(
+                f"accumulate_grad_batches is {accumulated}, expected 1: the plan has the "
+                "micro-batches of a step; raise the global batch size instead"
+            )
+
+
+class EvalContextParallel(Callback):  # type: ignore[misc]
+    """Validation and test run in the eval layout, and log one mean over the tokens of all samples.
+
+    The loaders are `EvalDataLoader`s with the eval groups; `validation_step` and `test_step` give
+    the loss of each row, (T,).
+    """
+
+    def __init__(self, groups: ProcessGroups, evaluation: ProcessGroups | None = None) -> None:
+        """`evaluation`: the groups of the eval layout (default: those of training)."""
+        self.groups, self.evaluation = groups, evaluation or groups
+        self._layout = contextlib.ExitStack()
+        self._metrics = Metrics(groups)
+
+    def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self.restore()
+        # Of the trainer, which a module knows, nothing is the model's.
+        layout = eval_layout(module, self.groups, self.evaluation, exclude=(trainer,))
+        self._metrics = Metrics(self._layout.enter_context(layout))
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        outputs: Tensor,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        cp, local = batch
+        if not isinstance(outputs, Tensor):
+            raise ValueError(
+                f"validation_step or test_step gave a {type(outputs).__name__}, expected a tensor: "
+                "the loss of each row"
+            )
+        name = f"/{dataloader_idx}" if dataloader_idx else ""
+        self._metrics.add_sum(name, *cp.loss_sum(outputs, local.loss_mask))
+
+    def on_validation_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self._log(module, "val_loss")
+
+    def on_test_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self._log(module, "test_loss")
+
+    def _log(self, module: LightningModule, name: str) -> None:
+        for suffix, metric in self._metrics.reduce().items():
+            module.log(name + suffix, metric.mean, sync_dist=True)
+
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self.restore()
+
+    def on_exception(
+        self, trainer: Trainer, module: LightningModule, exception: BaseException
+    ) -> None:
+        self.restore()
+
+    on_test_start, on_test_batch_end = on_validation_start, on_validation_batch_end
+    on_test_end = on_validation_end
+
+    def restore(self) -> None:
+        """Give the model the training layout back, if it is in the other one."""
+        self._layout.close()

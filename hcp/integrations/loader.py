@@ -1,0 +1,369 @@
+"""Loaders that plan: datasets of tokens in, micro-batches that were planned and dispatched out.
+
+They know torch's datasets and no trainer; those of Transformers, Accelerate and Lightning all take
+them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from hcp.config import Config, expect_size, rows_up_to
+from hcp.cost import CostModel
+from hcp.dispatch import Step, dispatch, gather_lengths
+from hcp.evaluation import EvalPlan
+from hcp.groups import ProcessGroups, build_process_groups
+from hcp.rebind import eval_cp_context
+from hcp.slots import Exclude
+
+IGNORED = -100
+"""A label that does not count, as torch.nn.functional.cross_entropy and Transformers have it."""
+
+ToSample = Callable[[Any], Mapping[str, Tensor]]
+
+
+def causal_lm_sample(item: Mapping[str, Any]) -> dict[str, Tensor]:
+    """One sequence of a dataset as a sample: `input_ids`, the token after each as `labels`, and
+    `loss_mask`, (tokens,) each.
+
+    `item` has `input_ids`, a list or a tensor (tokens,); perhaps `labels` of the same length, not
+    shifted, -100 where a token does not count (default: all count). Other entries are left out.
+    Raises ValueError for padding, which packed sequences have no place for.
+    """
+    if not isinstance(item, Mapping) or "input_ids" not in item:
+        names = sorted(item) if isinstance(item, Mapping) else type(item).__name__
+        raise ValueError(f"a sample has {names}, expected 'input_ids': tokenize the dataset first")
+    tokens = torch.as_tensor(item["input_ids"], dtype=torch.int64)
+    if tokens.dim() != 1:
+        raise ValueError(f"input_ids has shape {tuple(tokens.shape)}, expected (tokens,)")
+    padding = item.get("attention_mask")
+    if padding is not None and not bool(torch.as_tensor(padding).all()):
+        raise ValueError(
+            f"attention_mask has zeros in a sample of {len(tokens)} tokens, expected no padding: "
+            "tokenize with padding=False"
+        )
+    given = item.get("labels")
+    labels = tokens if given is None else torch.as_tensor(given, dtype=torch.int64)
+    if labels.shape != tokens.shape:
+        raise ValueError(f"labels has shape {tuple(labels.shape)}, expected {tuple(tokens.shape)}")
+    labels = torch.cat((labels[1:], labels.new_full((1,), IGNORED)))
+    return {"input_ids": tokens, "labels": labels, "loss_mask": (labels != IGNORED).float()}
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+class GlobalBatches:
+    """This rank's share of each global batch, as lists of indices; the last batch may be small and
+    a share empty.
+
+    Which samples make a batch depends on the seed and the epoch only, not on the ranks.
+    """
+
+    def __init__(
+        self, samples: int, batch_size: int, rank: int, ranks: int, *, shuffle: bool, seed: int
+    ) -> None:
+        self.samples, self.batch_size = samples, batch_size
+        self.rank, self.ranks = rank, ranks
+        self.shuffle, self.seed, self.epoch = shuffle, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return -(-self.samples // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = self._order()
+        for first in range(0, self.samples, self.batch_size):
+            yield order[first : first + self.batch_size][self.rank :: self.ranks]
+
+    def _order(self) -> list[int]:
+        if not self.shuffle:
+            return list(range(self.samples))
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
+        return torch.randperm(self.samples, generator=generator).tolist()
+
+
+class DynamicCPCollator:
+    """This rank's share of a global batch, as items of a dataset, becomes a planned `hcp.Step`.
+
+    Every rank of the domain calls it for every batch, in the main process.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        groups: ProcessGroups,
+        *,
+        cost: CostModel | None = None,
+        to_sample: ToSample = causal_lm_sample,
+        window_sizes: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        self.config, self.groups, self.cost = config, groups, cost
+        self.to_sample, self.window_sizes = to_sample, tuple(window_sizes)
+        config.validate(ranks=groups.size("dp_cp"))
+
+    def __call__(self, items: Any) -> Step:
+        """`items` may be a generator: what it raises becomes an error on every rank."""
+        samples = (self.to_sample(item) for item in items)
+        lengths, sources, own = gather_lengths(samples, self.groups)
+        plan = self.config.plan(lengths, self.groups.size("dp_cp"), self.cost)
+        options = self.config.dispatch_options()
+        return dispatch(
+            plan,
+            own,
+            sources,
+            self.groups,
+            **{**options, "window_sizes": (*options["window_sizes"], *self.window_sizes)},
+        )
+
+
+class DynamicCPDataLoader:
+    """Iterates over the global batches of a dataset as steps of planned micro-batches.
+
+    ::
+
+        for step in DynamicCPDataLoader(dataset, config, groups, global_batch_size=64):
+            for cp, local in step:
+                ...
+
+    Each rank of the domain loads its share of each batch. The batches do not depend on the number
+    of ranks. It is no torch DataLoader, so a trainer leaves it as it is; it has what trainers look
+    for: `dataset`, `sampler`, `batch_sampler`, `collate_fn`, `set_epoch`, a length, `state_dict`.
+    """
+
+    prefetch_factor = (
+        None  # Accelerate's skip_first_batches makes a DataLoader of what it finds here
+    )
+
+    def __init__(
+        self,
+        dataset: Any,
+        config: Config,
+        groups: ProcessGroups,
+        *,
+        global_batch_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        load_workers: int = 0,
+        cost: CostModel | None = None,
+        to_sample: ToSample = causal_lm_sample,
+        window_sizes: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """`dataset`: map-style, items for `to_sample`. `global_batch_size`: samples of all ranks
+        together. `drop_last`: leave out the last batch of an epoch if it is smaller.
+        `load_workers`: processes that read the dataset. `window_sizes`: see `hcp.dispatch`."""
+        _check_dataset(dataset)
+        expect_size("global_batch_size", global_batch_size)
+        self.dataset = dataset
+        self.load_workers = load_workers
+        self.collate_fn = DynamicCPCollator(
+            config, groups, cost=cost, to_sample=to_sample, window_sizes=window_sizes
+        )
+        samples = len(dataset)
+        if drop_last:
+            samples -= samples % global_batch_size
+        if samples == 0:
+            raise ValueError(
+                f"the dataset has {len(dataset)} samples and no batch of {global_batch_size}, "
+                "expected at least one: lower global_batch_size, or leave drop_last out"
+            )
+        rank, ranks = groups.rank("dp_cp"), groups.size("dp_cp")
+        self.batch_sampler = GlobalBatches(
+            samples, global_batch_size, rank, ranks, shuffle=shuffle, seed=seed
+        )
+        self.sampler = self.batch_sampler  # where trainers look for set_epoch
+        self._start = self._next = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Another order of the samples."""
+        self.batch_sampler.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+    def __iter__(self) -> Iterator[Step]:
+        self._next, self._start = self._start, 0
+        shares = list(self.batch_sampler)[self._next :]
+        loader = DataLoader(
+            self.dataset, batch_sampler=shares, collate_fn=list, num_workers=self.load_workers
+        )
+        items = iter(loader)
+        for _ in shares:
+            step = self.collate_fn(_next_of(items))
+            self._next += 1
+            yield step
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the next batch is: the same batches follow, on any number of ranks."""
+        batches = self.batch_sampler
+        return {
+            "epoch": batches.epoch,
+            "next": self._next,
+            "seed": batches.seed,
+            "batch_size": batches.batch_size,
+            "samples": batches.samples,
+        }
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on where `state_dict` was taken."""
+        own = self.state_dict()
+        for name in ("seed", "batch_size", "samples"):
+            if state[name] != own[name]:
+                raise ValueError(
+                    f"the state has {name} {state[name]}, expected {own[name]}: "
+                    "make the loader as the one that was saved"
+                )
+        self.batch_sampler.epoch = state["epoch"]
+        self._start = self._next = state["next"]
+
+
+def _next_of(items: Iterator[list[Any]]) -> Iterator[Any]:
+    """The next share, loaded when it is asked for."""
+    yield from next(items)
+
+
+def _check_dataset(dataset: Any) -> None:
+    if isinstance(dataset, IterableDataset) or not (
+        hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    ):
+        raise ValueError(
+            f"the dataset is a {type(dataset).__name__}, expected a map-style one with a length: "
+            "every rank must know which samples make a batch"
+        )
+
+
+# ---- evaluation ----------------------------------------------------------------------------------
+
+
+class EvalDataLoader:
+    """Iterates over the micro-batches of an evaluation, as pairs (cp, local): each sample once.
+
+    `groups`: those of the eval layout. The end of an iteration checks that each sample was
+    evaluated once, by `hcp.EvalPlan.finish`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        config: Config,
+        groups: ProcessGroups,
+        *,
+        global_batch_size: int,
+        cost: CostModel | None = None,
+        to_sample: ToSample = causal_lm_sample,
+    ) -> None:
+        _check_dataset(dataset)
+        expect_size("global_batch_size", global_batch_size)
+        if len(dataset) == 0:
+            raise ValueError("the dataset has 0 samples, expected some to evaluate")
+        self.dataset, self.config, self.groups = dataset, config, groups
+        self.global_batch_size, self.cost, self.to_sample = global_batch_size, cost, to_sample
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        lengths = self._lengths()
+        degree = self._degree(lengths)
+        plan = self._plan(lengths, degree)
+        samples = _Samples(self.dataset, self.to_sample)
+        for step in plan.dispatch(samples, **self.config.dispatch_options(degree)):
+            yield from step
+        plan.finish()
+
+    def _plan(self, lengths: Sequence[int], degree: int | None) -> EvalPlan:
+        # Without a backward, a rank holds whatever the layout takes.
+        fullest = rows_up_to(max(lengths), degree or self.groups.size("dp_cp"))
+        return EvalPlan(
+            lengths,
+            self.groups,
+            max_tokens_per_rank=max(self.config.max_seqlen_per_dp_cp_rank, fullest),
+            global_batch_size=self.global_batch_size,
+            degree=degree,
+            cost=self.cost,
+        )
+
+    def _degree(self, lengths: Sequence[int]) -> int | None:
+        """The layout's, where there is an eval layout; else as training has it. None: dynamic."""
+        if self.config.eval_context_parallel_size:
+            return self.groups.size("cp")
+        if self.config.sequence_packing_scheduler == "dynamic_cp":
+            return None
+        return self.config.static_degree(max(lengths), self.groups.size("dp_cp"))
+
+    def _lengths(self) -> list[int]:
+        """Of all samples: each rank reads its share, once more than to evaluate it."""
+        rank, ranks = self.groups.rank("dp_cp"), self.groups.size("dp_cp")
+        count = len(self.dataset)
+        own = (self.to_sample(self.dataset[i]) for i in range(rank, count, ranks))
+        widthless = ({"rows": next(iter(s.values())).new_empty(_tokens(s), 0)} for s in own)
+        by_rank, sources, _ = gather_lengths(widthless, self.groups)
+        shares = [
+            [n for n, s in zip(by_rank, sources, strict=True) if s == r] for r in range(ranks)
+        ]
+        rounds = itertools.zip_longest(*shares)
+        return [n for lengths in rounds for n in lengths if n is not None]
+
+
+class _Samples:
+    """A dataset of samples."""
+
+    def __init__(self, dataset: Any, to_sample: ToSample) -> None:
+        self.dataset, self.to_sample = dataset, to_sample
+
+    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
+        return self.to_sample(self.dataset[index])
+
+
+def _tokens(sample: Mapping[str, Tensor]) -> int:
+    return next(iter(sample.values())).shape[0]
+
+
+def domain(groups: ProcessGroups | None, ranks: int) -> ProcessGroups:
+    """The groups given, or those of one domain of all ranks; `ranks`: those over which the trainer
+    averages gradients, as losses with grad_reduce="mean" take it."""
+    made = groups or build_process_groups()
+    if made.size("dp_cp") != ranks:
+        raise ValueError(
+            f"the domain has {made.size('dp_cp')} ranks, expected {ranks}: those over which the "
+            "trainer averages gradients. On a CPU say use_cpu=True to TrainingArguments and "
+            "cpu=True to Accelerator, or they take each rank for a job of its own"
+        )
+    return made
+
+
+class _Held:
+    """Holds the groups that are in use, so that a model without any has something to switch."""
+
+    def __init__(self, groups: ProcessGroups) -> None:
+        self.groups = groups
+
+
+def eval_groups(groups: ProcessGroups, config: Config) -> ProcessGroups:
+    """The layout of evaluation: `config.eval_context_parallel_size`, or that of training."""
+    size = config.eval_context_parallel_size
+    if size is None or size == groups.size("cp"):
+        return groups
+    if isinstance(size, str):
+        raise ValueError(
+            f"eval_context_parallel_size is {size!r}, expected a number: ask "
+            "hcp.choose_eval_context_parallel with the lengths of the evaluation first"
+        )
+    config.validate(ranks=groups.size("dp_cp"))
+    return groups.with_context_parallel(size)
+
+
+def eval_layout(
+    model: object, groups: ProcessGroups, evaluation: ProcessGroups, *, exclude: Exclude = ()
+) -> contextlib.AbstractContextManager[ProcessGroups]:
+    """`hcp.eval_cp_context`, also for a model that holds no groups, and for one layout twice."""
+    if evaluation is groups:
+        return contextlib.nullcontext(groups)
+    return eval_cp_context([model, _Held(groups)], groups, evaluation, exclude=exclude)

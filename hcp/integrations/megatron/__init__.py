@@ -1,0 +1,66 @@
+"""Megatron-Core, Megatron-LM and Megatron-Bridge: CP that follows each micro-batch.
+
+    from hcp.integrations import megatron as hcp_megatron
+
+    spec = hcp_megatron.hcp_layer_spec(get_gpt_layer_local_spec())       # layers
+    for step in hcp_megatron.plan_batches(batches, config, groups):      # data
+        forward_backward(forward_step_func=hcp_megatron.forward_step,    # loss
+                         data_iterator=step.data_iterator(), num_microbatches=len(step), ...)
+
+Evaluation under another layout needs no Megatron-Core to be there: `wrap_evaluate`,
+`EvalContextParallel`. All else imports it when it is first used. Guide: docs/guides/megatron.md.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from hcp.integrations.megatron.arguments import add_megatron_arguments, config_from_args
+from hcp.integrations.megatron.bridge import EvalContextParallel
+from hcp.integrations.megatron.evaluate import wrap_evaluate
+
+if TYPE_CHECKING:
+    from hcp.integrations.megatron.cpu import megatron_on_cpu
+    from hcp.integrations.megatron.data import MicroBatches, plan_batches
+    from hcp.integrations.megatron.mtp import hcp_model_class
+    from hcp.integrations.megatron.packed import handler_of, packed_seq_params
+    from hcp.integrations.megatron.spec import hcp_layer_spec
+    from hcp.integrations.megatron.step import forward_step, mean_loss
+
+_WHERE = {
+    "MicroBatches": "data",
+    "forward_step": "step",
+    "handler_of": "packed",
+    "hcp_layer_spec": "spec",
+    "hcp_model_class": "mtp",
+    "mean_loss": "step",
+    "megatron_on_cpu": "cpu",
+    "packed_seq_params": "packed",
+    "plan_batches": "data",
+}
+
+__all__ = [
+    "EvalContextParallel",
+    "MicroBatches",
+    "add_megatron_arguments",
+    "config_from_args",
+    "forward_step",
+    "handler_of",
+    "hcp_layer_spec",
+    "hcp_model_class",
+    "mean_loss",
+    "megatron_on_cpu",
+    "packed_seq_params",
+    "plan_batches",
+    "wrap_evaluate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from hcp.integrations.megatron.versions import require_megatron
+
+    require_megatron()
+    return getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)

@@ -1,0 +1,13 @@
+"""One rank under torchrun: ``torchrun -m hcp.integrations.megatron ...``; else all of them."""
+
+import os
+import sys
+
+from hcp.integrations.megatron.program import main
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # As in the demo: a thread of Gloo's may outlive its group for a moment.
+    os._exit(code)

@@ -1,0 +1,61 @@
+"""The options by which a Megatron script asks for dynamic context parallelism."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from hcp.config import Config, add_arguments
+
+_SCHEDULERS = {"default_dynamic_cp": "dynamic_cp", "dp_balanced": "static_cp"}
+"""Megatron's names of schedulers, and what hcp calls the same."""
+
+
+def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add to a Megatron script's parser the options of hcp that it does not have yet.
+
+    `--dynamic-context-parallel`, `--sequence-packing-scheduler`, `--max-seqlen-per-dp-cp-rank`,
+    `--min-dynamic-context-parallel-size`, `--context-parallel-size`, `--cp-comm-type` (once, or per
+    layer), `--hierarchical-context-parallel-sizes`, `--eval-context-parallel-size`. An option that
+    the parser already has, as Megatron's has most of them, stays Megatron's own. For
+    `extra_args_provider` of Megatron-LM's `pretrain`.
+    """
+    add_arguments(parser)
+    group = parser.add_argument_group("dynamic context parallelism")
+    known = parser._option_string_actions
+    if "--dynamic-context-parallel" not in known:
+        group.add_argument(
+            "--dynamic-context-parallel",
+            action="store_true",
+            help="choose a CP degree for each group of sequences in each step",
+        )
+    if "--hierarchical-context-parallel-sizes" not in known:
+        group.add_argument(
+            "--hierarchical-context-parallel-sizes",
+            nargs="+",
+            type=int,
+            metavar="SIZE",
+            help="sizes of the levels of hierarchical CP groups, the innermost first",
+        )
+    return parser
+
+
+def config_from_args(args: argparse.Namespace) -> Config:
+    """hcp's options out of Megatron's global arguments.
+
+    `--dynamic-context-parallel` asks for the scheduler dynamic_cp. Without it, and without
+    `--sequence-packing-scheduler`, the degree is `--context-parallel-size` for all.
+    """
+    values: dict[str, Any] = dict(vars(args))
+    named = values.get("sequence_packing_scheduler")
+    name = str(getattr(named, "value", named))
+    scheduler = _SCHEDULERS.get(name, named)
+    if values.get("dynamic_context_parallel"):
+        if scheduler == "static_cp":
+            raise ValueError(
+                "--dynamic-context-parallel and --sequence-packing-scheduler "
+                f"{named} contradict each other, expected one of them"
+            )
+        scheduler = "dynamic_cp"
+    values["sequence_packing_scheduler"] = scheduler or "static_cp"
+    return Config.from_args(argparse.Namespace(**values))

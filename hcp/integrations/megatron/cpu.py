@@ -1,0 +1,102 @@
+"""Megatron-Core on a machine without a GPU: it names the device "cuda" in many places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+
+
+class _Devices(TorchFunctionMode):
+    """Every tensor that is asked for on a GPU is made on the CPU."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        options = dict(kwargs or {})
+        if _is_cuda(options.get("device")):
+            options["device"] = _CPU
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not options:  # its name
+            return func(args[0]).replace("torch.", "torch.cuda.")
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], _CPU, *args[2:])
+        return func(*args, **options)
+
+
+def _is_cuda(device: object) -> bool:
+    return isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
+
+
+class _NoStream:
+    """In the place of a CUDA stream: on the CPU all work is done in order."""
+
+    def wait_stream(self, other: object) -> None:
+        pass
+
+    wait_event = wait_stream
+
+    def record_event(self) -> _NoStream:
+        """The event, which is there already."""
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
+
+def _nothing(*args: object, **options: object) -> None:
+    pass
+
+
+def _to_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Megatron's leaves what is on the CPU a tensor, which an exchange does not take for sizes."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+@contextmanager
+def megatron_on_cpu() -> Iterator[None]:
+    """A context inside which Megatron-Core builds, trains and evaluates models on the CPU.
+
+    Inside, "cuda" means the CPU for every tensor that is made in this thread, and the calls of
+    `torch.cuda` by which Megatron-Core asks for a device, waits or counts memory do nothing. All is
+    put back on the way out. For tests and for trying things out; Gloo carries the collectives.
+    """
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    # Release 0.16.1 uses these names whether or not Transformer Engine gave them.
+    gemm = getattr(moe_utils, "te_general_gemm", None)
+    no_gemm = mock.patch.object(moe_utils, "te_general_gemm", gemm, create=True)
+    linear = multi_latent_attention.TELinear
+    linear = linear if isinstance(linear, type) else ()
+    no_linear = mock.patch.object(multi_latent_attention, "TELinear", linear)
+    stream = _NoStream()
+    instead: dict[str, Any] = {
+        "current_device": lambda: _CPU,
+        "synchronize": _nothing,
+        "current_stream": lambda device=None: stream,
+        "default_stream": lambda device=None: stream,
+        "Stream": lambda *args, **options: _NoStream(),
+    }
+    draws = mock.patch.multiple(
+        random,
+        _get_cuda_rng_state=lambda *args, **options: torch.get_rng_state(),
+        _set_cuda_rng_state=lambda state, *args, **options: torch.set_rng_state(state),
+    )
+    splits = mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _to_numbers)
+    with mock.patch.multiple(torch.cuda, **instead), no_gemm, no_linear, draws, splits, _Devices():
+        # Draws from the CPU's generator; the other tracker forks the state of a GPU.
+        random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+        yield

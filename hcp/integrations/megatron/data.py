@@ -1,0 +1,190 @@
+"""Variable-length samples as planned micro-batches, on every tensor- and pipeline-parallel rank.
+
+Every rank loads its share of a global batch, and the ranks of each dp_cp group exchange the rows
+among themselves; tensor- and pipeline-parallel peers load the same share, so nothing is broadcast.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import hcp
+from hcp.integrations.megatron.packed import packed_seq_params, with_padding
+
+Batch = dict[str, Any]
+
+
+class MicroBatches:
+    """One step: what Megatron's schedules want of it."""
+
+    def __init__(self, step: hcp.Step, *, has_rows: bool = True) -> None:
+        """`has_rows`: whether this pipeline stage needs tokens and labels."""
+        self.plan = step.plan
+        self._batches = [_batch_of(cp, local, has_rows) for cp, local in step]
+
+    def __len__(self) -> int:
+        """For `num_microbatches`: the same on every rank."""
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self._batches)
+
+    def data_iterator(self, chunks: int | None = None) -> Any:
+        """For `data_iterator`: one, or a list of one for each of a rank's `chunks` of the model
+        (virtual pipeline stages)."""
+        if chunks is None:
+            return iter(self._batches)
+        return [iter(self._batches) for _ in range(chunks)]
+
+
+def _batch_of(cp: hcp.ContextParallelHandler, local: hcp.LocalBatch, has_rows: bool) -> Batch:
+    """tokens, labels, loss_mask (1, rows) where this stage needs them, else None.
+
+    A rank that computes nothing gets padding: Megatron's layers cannot reshape no rows.
+    """
+    rows = cp.rows or cp.plan.core.alignment
+    fields = {name: with_padding(local[name], rows)[None] if has_rows else None for name in _FIELDS}
+    return {
+        **fields,
+        "position_ids": with_padding(cp.position_ids, rows)[None],
+        "attention_mask": None,
+        "packed_seq_params": packed_seq_params(cp, rows=rows),
+    }
+
+
+_FIELDS = ("tokens", "labels", "loss_mask")
+
+
+def plan_batches(
+    batches: Iterable[Iterable[Mapping[str, Any]]],
+    config: hcp.Config,
+    groups: hcp.ProcessGroups,
+    *,
+    cost: hcp.CostModel | None = None,
+    samples_of: str = "dp_cp",
+    alignment: int = 1,
+    virtual_stages: int = 1,
+    micro_batch_group: int | None = None,
+    sync: str = "step",
+) -> Iterator[MicroBatches]:
+    """Plan each global batch and bring its rows to where they are computed.
+
+    `batches`: of each step, the samples that this rank loads, as many as it likes. A sample is a
+    dictionary with "tokens" (length,), and, unless they follow from those, "labels" and
+    "loss_mask", 0 or 1; Megatron's own, with a batch dimension of 1, with `original_seq_len` or
+    with packed `cu_seqlens`, are taken as the sequences they hold. `samples_of`: which ranks load
+    different ones, all of "dp_cp", or those of "dp", where CP siblings load the same, as Megatron's
+    samplers have it. `cost`: of one pipeline stage.
+
+    `alignment`: of what every rank's rows are a multiple, for `sequence_parallel` the
+    tensor-parallel size; a rank's rows, padding included, stay within the config's limit.
+    `virtual_stages`: Megatron's `virtual_pipeline_model_parallel_size`; the number of micro-batches
+    is then a multiple of `micro_batch_group`, its `microbatch_group_size_per_vp_stage` (default:
+    the pipeline stages). `sync`: when the ranks of a domain wait for each other: "step", or
+    "micro_batch" with experts over several ranks and with FSDP.
+
+    Ends when no rank has samples left; a rank that has none in a step takes part in it. Every rank
+    of the job iterates. Raises on all ranks when one fails to load, and when tensor- or
+    pipeline-parallel peers loaded other samples.
+    """
+    if samples_of not in ("dp_cp", "dp"):
+        raise ValueError(f"samples_of is {samples_of!r}, expected 'dp_cp' or 'dp'")
+    has_rows = groups.rank("pp") in (0, groups.size("pp") - 1)
+    limits = {
+        "alignment": alignment,
+        "sync": sync,
+        "pipeline_stages": groups.size("pp"),
+        "virtual_stages": virtual_stages,
+        "micro_batch_group": micro_batch_group,
+    }
+    source, step = iter(batches), 0
+    while True:
+        share = _own_share(next(source, ()), groups, samples_of)
+        lengths, sources, samples = hcp.gather_lengths(share, groups)
+        if not lengths:
+            return
+        plan = config.plan(lengths, groups.size("dp_cp"), cost, **limits)
+        _agree(plan, step, groups)
+        if not has_rows:
+            samples = [{"rows": torch.empty(len(sample["tokens"]), 0)} for sample in samples]
+        dispatched = hcp.dispatch(plan, samples, sources, groups, **config.dispatch_options())
+        yield MicroBatches(dispatched, has_rows=has_rows)
+        step += 1
+
+
+def _own_share(
+    samples: Iterable[Mapping[str, Any]], groups: hcp.ProcessGroups, samples_of: str
+) -> Iterator[dict[str, Tensor]]:
+    size, place = (groups.size("cp"), groups.rank("cp")) if samples_of == "dp" else (1, 0)
+    sequences = (sequence for sample in samples for sequence in sequences_of(sample))
+    for i, sequence in enumerate(sequences):
+        if i % size == place:
+            yield sequence
+
+
+def sequences_of(sample: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
+    """The sequences of a sample, each with tokens, labels and loss_mask, (length,)."""
+    if "tokens" not in sample:
+        raise ValueError(f"a sample has {sorted(sample)}, expected 'tokens' among them")
+    rows = {name: _flat(name, sample[name]) for name in _FIELDS if sample.get(name) is not None}
+    end = sample.get("original_seq_len")
+    bounds = sample.get("cu_seqlens")
+    if bounds is not None:
+        ends = torch.as_tensor(bounds).flatten().tolist()
+    else:
+        ends = [0, len(rows["tokens"]) if end is None else int(torch.as_tensor(end))]
+    for start, stop in itertools.pairwise(ends):
+        if stop > start:
+            yield _complete({name: value[start:stop] for name, value in rows.items()})
+
+
+def _flat(name: str, value: Tensor) -> Tensor:
+    if value.dim() == 2 and value.shape[0] == 1:
+        value = value[0]
+    if value.dim() != 1:
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)}, expected (length,): one sequence for each "
+            "sample (micro_batch_size 1), or packed ones with cu_seqlens"
+        )
+    return value
+
+
+def _complete(rows: dict[str, Tensor]) -> dict[str, Tensor]:
+    tokens = rows["tokens"].long()
+    follows = "labels" not in rows
+    labels = tokens.roll(-1) if follows else rows["labels"].long()
+    mask = rows.get("loss_mask")
+    mask = torch.ones(len(tokens), device=tokens.device) if mask is None else mask.float()
+    if follows:  # nothing follows the last token
+        mask = mask.clone()
+        mask[-1] = 0.0
+    if not ((mask == 0) | (mask == 1)).all():
+        raise ValueError(
+            "loss_mask has values other than 0 and 1, expected only those: Megatron divides by "
+            "their number"
+        )
+    return {"tokens": tokens, "labels": labels, "loss_mask": mask}
+
+
+def _agree(plan: hcp.Plan, step: int, groups: hcp.ProcessGroups) -> None:
+    """Tensor- and pipeline-parallel peers made the same plan, or all of them say which did not."""
+    if "mp" not in groups.roles or groups.size("mp") == 1:
+        return
+    own = torch.tensor([plan.checksum % 2**62, step], device=groups.transport.device)
+    every = [torch.empty_like(own) for _ in range(groups.size("mp"))]
+    dist.all_gather(every, own, group=groups.mp)
+    theirs = [each.tolist() for each in every]
+    if any(each != theirs[0] for each in theirs):
+        ranks = groups.ranks("mp")
+        other = next(r for r, each in zip(ranks, theirs, strict=True) if each != theirs[0])
+        raise hcp.HcpError(
+            f"rank {dist.get_rank()}: the plans of step {step} differ between rank {ranks[0]} and "
+            f"rank {other}, tensor- or pipeline-parallel peers; expected the same samples on both: "
+            "shard data by the rank in dp_cp (or dp) only"
+        )

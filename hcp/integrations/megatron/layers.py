@@ -1,0 +1,246 @@
+"""Megatron's attention layers, whose core attention is hcp's and whose positions are the plan's.
+
+T rows on this rank, H query heads, G key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from functools import cache
+from typing import Any
+
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
+from torch import Tensor
+
+import hcp
+from hcp.integrations.megatron.packed import handler_of, with_padding
+
+_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+
+
+class CoreAttention(MegatronModule):
+    """In the place of Megatron's core attention: packed sequences under any degree.
+
+    Takes from the config: windows and the layers that have them, the kind of softmax (learnable
+    sinks have the name that Megatron gives them), the scale. Refuses dropout and biases.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.layer_number = layer_number
+        self.pg_collection = pg_collection
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        _refuse(config, dropout, attention_type)
+        windowed = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        )
+        self.window_size = tuple(config.window_size) if windowed else (-1, -1)
+        scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+        # A latent attention's keys are wider than kv_channels, and it always says its scale.
+        self.softmax_scale = scale / (layer_number if config.apply_query_key_layer_scaling else 1)
+        # Megatron passes it only where it builds with CP > 1.
+        self.cp_comm_type = cp_comm_type or _comm_type(config, layer_number)
+        heads = config.num_attention_heads // pg_collection.tp.size()
+        self.register_parameter("softmax_offset", None)
+        self._off_by_one = config.softmax_type == "off-by-one"
+        if config.softmax_type == "learnable":
+            device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+            offset = torch.empty(heads, device=device, dtype=config.params_dtype)
+            if config.perform_initialization:
+                config.init_method(offset)
+            self.softmax_offset = torch.nn.Parameter(offset)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **options: Any,
+    ) -> Tensor:
+        """query (T, H, D), key and value (T, G, D or other): (T, H * value's size)."""
+        if attention_bias is not None:
+            raise ValueError("attention_bias is a tensor, expected None: hcp adds none to scores")
+        cp = handler_of(packed_seq_params, self.pg_collection.cp)
+        out: Tensor = cp.attention(
+            *(x[: cp.rows] for x in (query, key, value)),
+            causal=attn_mask_type is None or attn_mask_type in _CAUSAL,
+            window_size=self.window_size,
+            softmax_scale=self.softmax_scale,
+            sinks=self._sinks(query),
+            comm_type=self.cp_comm_type,
+        )
+        return with_padding(out.flatten(1), query.shape[0])
+
+    def _sinks(self, query: Tensor) -> Tensor | None:
+        if self._off_by_one:
+            return query.new_zeros(query.shape[1])
+        return self.softmax_offset
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> Any:
+        """As Megatron's own core attention: the sinks, by head."""
+        own = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(
+            own,
+            prefix,
+            {"softmax_offset": 0} if own else {},
+            sharded_offsets,
+            tp_group=self.pg_collection.tp,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
+
+
+def _comm_type(config: Any, layer_number: int) -> str | None:
+    """The layer's own of the config's one or many. None: the handler's first."""
+    given = config.cp_comm_type
+    if not isinstance(given, (list, tuple)):
+        return given
+    return given[(layer_number - 1) % len(given)]
+
+
+def _refuse(config: Any, dropout: float, attention_type: str) -> None:
+    """What hcp's attention does not compute, by the name of its option."""
+    options = {
+        "attention_dropout": (dropout, 0.0),
+        "apply_rope_fusion": (config.apply_rope_fusion, False),
+        "qk_clip": (getattr(config, "qk_clip", False), False),
+        "flash_decode": (config.flash_decode, False),
+    }
+    for name, (given, expected) in options.items():
+        if given != expected:
+            raise ValueError(
+                f"config.{name} is {given}, expected {expected}: hcp's attention does not do it"
+            )
+    if attention_type != "self":
+        raise ValueError(f"attention_type is {attention_type!r}, expected 'self'")
+
+
+# ---- positions -----------------------------------------------------------------------------------
+
+
+class _OneRank:
+    """A CP group for code of Megatron's that cuts positions by its group: here they are cut."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+def twin(module: Any, **changes: Any) -> Any:
+    """The same module, parameters and all, with other attributes, for one call.
+
+    Nothing is written to the module itself: the backward of another micro-batch may need it.
+    """
+    made = object.__new__(type(module))
+    made.__dict__.update(module.__dict__)
+    made.__dict__["_modules"] = {k: v for k, v in module._modules.items() if k not in changes}
+    made.__dict__.update(changes)
+    return made
+
+
+class _RowsOf:
+    """A rotary module that gives the angles of this rank's rows instead of the whole table's."""
+
+    def __init__(self, rotary: Any, cp: hcp.ContextParallelHandler, rows: int) -> None:
+        self._rotary, self._cp, self._rows = rotary, cp, rows
+
+    def get_rotary_seq_len(self, *args: Any, **options: Any) -> int:
+        return self._cp.get_rotary_seq_len()
+
+    def __call__(self, positions: int, **options: Any) -> Any:
+        table = self._rotary(positions, packed_seq=True)
+        if isinstance(table, tuple):  # angles and a factor
+            return self.rows(table[0]), *table[1:]
+        return self.rows(table)
+
+    def rows(self, table: Tensor) -> Tensor:
+        return with_padding(self._cp.get_emb_on_this_cp_rank(table), self._rows)
+
+
+def _as_one_run(params: Any, cp: hcp.ContextParallelHandler, count: int) -> Any:
+    """The params under which Megatron's own rotary embedding takes row i's angles from row i of
+    the table: one sequence of all rows on one rank. Their bounds stay on the CPU, where Megatron
+    reads them without waiting for the GPU."""
+    bounds = torch.tensor([0, count], dtype=torch.int32)
+    rows = dataclasses.replace(
+        params,
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        cu_seqlens_q_padded=None,
+        cu_seqlens_kv_padded=None,
+        local_cp_size=None,
+        cp_group=None,
+        **({"total_tokens": None} if hasattr(params, "total_tokens") else {}),
+    )
+    rows.cp_handler = cp
+    return rows
+
+
+class _Positioned:
+    """Mixed into a class of Megatron's self-attention."""
+
+    def forward(  # type: ignore[no-untyped-def]
+        self,
+        hidden_states,
+        attention_mask,
+        *args,
+        rotary_pos_emb=None,
+        packed_seq_params=None,
+        **options,
+    ):
+        cp = handler_of(packed_seq_params, self.pg_collection.cp)  # type: ignore[attr-defined]
+        count = packed_seq_params.rows
+        positions = _RowsOf(getattr(self, "rotary_pos_emb", None), cp, count)
+        groups = copy.copy(self.pg_collection)  # type: ignore[attr-defined]
+        groups.cp = _OneRank()
+        changes: dict[str, Any] = {"pg_collection": groups}
+        if isinstance(self, MLASelfAttention):
+            changes["rotary_pos_emb"] = positions
+        elif isinstance(rotary_pos_emb, Tensor):
+            rotary_pos_emb = positions.rows(rotary_pos_emb)
+        elif rotary_pos_emb is not None:
+            rotary_pos_emb = tuple(positions.rows(each) for each in rotary_pos_emb)
+        if rotary_pos_emb is not None:
+            options["rotary_pos_emb"] = rotary_pos_emb
+        return super(_Positioned, twin(self, **changes)).forward(  # type: ignore[misc]
+            hidden_states,
+            attention_mask,
+            *args,
+            packed_seq_params=_as_one_run(packed_seq_params, cp, count),
+            **options,
+        )
+
+
+@cache
+def positioned(attention: type) -> type:
+    """A class of self-attention whose rows have the positions that the plan gives them."""
+    return type(f"Hcp{attention.__name__}", (_Positioned, attention), {"__module__": __name__})

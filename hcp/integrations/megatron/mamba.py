@@ -1,0 +1,143 @@
+"""Mamba mixers: inside, each rank scans whole sequences of some heads.
+
+T rows on this rank, S tokens of its group's sequences, H heads and G groups of this tensor-parallel
+rank, P head size, N state size.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hcp
+from hcp.integrations.megatron.layers import twin
+from hcp.integrations.megatron.packed import handler_of, with_padding
+
+
+class HeadShare:
+    """In the place of Megatron's MambaContextParallel, for one micro-batch: which heads this rank
+    scans, their weights, and the way there and back. Any degree up to the number of heads."""
+
+    def __init__(self, whole: Any, cp: hcp.ContextParallelHandler) -> None:
+        """`whole`: Megatron's object, of which sizes and weights are taken."""
+        self._whole, self._cp = whole, cp
+        self.cp_size, self.cp_rank = 1, 0  # what remains is local
+        heads, groups = whole.nheads_local_tp, whole.ngroups_local_tp
+        if cp.degree > heads:
+            raise ValueError(
+                f"the micro-batch has degree {cp.degree} and the Mamba mixer {heads} heads on each "
+                f"tensor-parallel rank, expected a degree <= {heads}: plan with max_degree={heads}"
+            )
+        self._units = _units(heads, groups, max(1, cp.degree))
+        self._heads, self._own_units = cp.head_slice(heads), cp.head_slice(self._units)
+        self.headdim = whole.d_inner_local_tp // heads
+        self.nheads_local_tpcp = self._heads.stop - self._heads.start
+        self.ngroups_local_tpcp = self._own_units.stop - self._own_units.start
+        self.d_inner_local_tpcp = self.nheads_local_tpcp * self.headdim
+
+    def pre_conv_ssm(self, zxbcdt: Tensor, packed_seq_params: Any = None) -> Tensor:
+        """(T, 1, z | x | B | C | dt) of all heads to (S, 1, ...) of this rank's."""
+        whole, heads = self._whole, self._whole.nheads_local_tp
+        inner, state = whole.d_inner_local_tp, whole.ngroups_local_tp * whole.d_state
+        z, x, b, c, dt = zxbcdt[: self._cp.rows, 0].split(
+            [inner, inner, state, state, heads], dim=1
+        )
+        by_head = torch.cat(
+            [z.unflatten(1, (heads, -1)), x.unflatten(1, (heads, -1)), dt[..., None]], 2
+        )
+        by_unit = torch.cat([self._spread(b), self._spread(c)], 2)
+        mine = self._cp.sequence_to_head(by_head)
+        z, x, dt = mine.split([self.headdim, self.headdim, 1], 2)
+        b, c = self._cp.sequence_to_head(by_unit).chunk(2, 2)
+        return torch.cat([part.flatten(1) for part in (z, x, b, c, dt)], 1)[:, None]
+
+    def post_conv_ssm(self, y: Tensor, packed_seq_params: Any = None) -> Tensor:
+        """(S, 1, this rank's heads) to (T, 1, all heads)."""
+        rows = y[:, 0].unflatten(1, (self.nheads_local_tpcp, self.headdim))
+        out = self._cp.head_to_sequence(rows, self._whole.nheads_local_tp).flatten(1)
+        return with_padding(out, packed_seq_params.rows)[:, None]
+
+    def _spread(self, part: Tensor) -> Tensor:
+        """(T, G * N) as (T, units, N): a group's rows once for each unit of its heads."""
+        groups = self._whole.ngroups_local_tp
+        return part.unflatten(1, (groups, -1)).repeat_interleave(self._units // groups, 1)
+
+    def _channels(self, weight: Tensor) -> Tensor:
+        """Channels x | B | C of the convolution that belong to this rank's heads."""
+        whole = self._whole
+        inner, state = whole.d_inner_local_tp, whole.ngroups_local_tp * whole.d_state
+        x, b, c = weight.split([inner, state, state])
+        own = x.unflatten(0, (whole.nheads_local_tp, -1))[self._heads].flatten(0, 1)
+        spread = [
+            part.unflatten(0, (whole.ngroups_local_tp, -1))
+            .repeat_interleave(self._units // whole.ngroups_local_tp, 0)[self._own_units]
+            .flatten(0, 1)
+            for part in (b, c)
+        ]
+        return torch.cat([own, *spread])
+
+    def get_conv1d_weight(self) -> Tensor:
+        return self._channels(convolution_of(self._whole)[0])
+
+    def get_conv1d_bias(self) -> Tensor:
+        return self._channels(convolution_of(self._whole)[1])
+
+    def get_dt_bias(self) -> Tensor:
+        bias: Tensor = self._whole.dt_bias_cp1[self._heads]
+        return bias
+
+    def get_A_log(self) -> Tensor:
+        log: Tensor = self._whole.A_log_cp1[self._heads]
+        return log
+
+    def get_D(self) -> Tensor:
+        skip: Tensor = self._whole.D_cp1
+        if not self._whole.D_has_hdim:
+            return skip[self._heads]
+        return skip.unflatten(0, (self._whole.nheads_local_tp, -1))[self._heads].flatten()
+
+
+def convolution_of(whole: Any) -> tuple[Tensor, Tensor]:
+    """Weight and bias. Release 0.16 keeps the convolution, 0.19 its two parameters."""
+    if hasattr(whole, "conv1d_cp1"):
+        return whole.conv1d_cp1.weight, whole.conv1d_cp1.bias
+    return whole.conv1d_weight_cp1, whole.conv1d_bias_cp1
+
+
+def _units(heads: int, groups: int, degree: int) -> int:
+    """Into how many equal parts heads are cut so that none spans two groups or two ranks."""
+    even = math.lcm(groups, degree)
+    return even if heads % degree == 0 and heads % even == 0 else heads
+
+
+@cache
+def sharing_heads(mixer: type) -> type:
+    """A class of Mamba mixers that follows the degree of each micro-batch."""
+
+    class Mixer(mixer):  # type: ignore[misc, valid-type]
+        def forward(  # type: ignore[no-untyped-def]
+            self, hidden_states, inference_context=None, *, packed_seq_params=None, **options
+        ):
+            cp = handler_of(packed_seq_params, self.pg_collection.cp)
+            if cp.degree == 0:
+                return self._no_rows(hidden_states)
+            own = twin(self, cp=HeadShare(self.cp, cp))
+            return super(Mixer, own).forward(
+                hidden_states, inference_context, packed_seq_params=packed_seq_params, **options
+            )
+
+        def _no_rows(self, hidden_states: Tensor) -> Any:
+            """Nothing to scan, and still every weight takes part: DDP waits for its gradient."""
+            projected, _ = self.in_proj(hidden_states)
+            y = projected[..., : self.d_inner_local_tp]
+            whole = self.cp
+            weights = [whole.dt_bias_cp1, whole.A_log_cp1, whole.D_cp1, *convolution_of(whole)]
+            y = y + sum((w.sum() * 0).to(y.dtype) for w in weights)
+            return self.out_proj(self.norm(y) if self.rmsnorm else y)
+
+    Mixer.__name__ = f"Hcp{mixer.__name__}"
+    return Mixer

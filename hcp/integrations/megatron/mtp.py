@@ -1,0 +1,66 @@
+"""Multi-token prediction: tokens, labels and masks roll along the plan's sequences."""
+
+from __future__ import annotations
+
+import types
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from hcp.integrations.megatron.packed import handler_of, with_padding
+
+
+def roll_tensor(
+    tensor: Tensor,
+    shifts: int = -1,
+    dims: int = -1,
+    cp_group: Any = None,
+    packed_seq_params: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """In the place of Megatron's function of this name: (1, T) shifted along the sequences of the
+    micro-batch, and a count.
+
+    Megatron's count is the sum of what came out. Release 0.19 scales the losses of a prediction
+    layer by the tokens of this rank's micro-batch before and after, which depends on the plan; so
+    the count is that before the first shift, and a token of each layer weighs what one of the main
+    loss does, as in release 0.16.
+    """
+    if tensor.dim() != 2 or tensor.shape[0] != 1 or dims not in (-1, 1):
+        raise ValueError(
+            f"tensor has shape {tuple(tensor.shape)} and dims is {dims}, expected (1, T) and -1"
+        )
+    cp = handler_of(packed_seq_params, cp_group)
+    rolled = cp.roll_tensor(tensor[0, : cp.rows], shifts)
+    rolled = with_padding(rolled, tensor.shape[1])[None]
+    count: Tensor = getattr(tensor, "count_before_shifts", tensor.sum())
+    rolled.count_before_shifts = count  # type: ignore[attr-defined]
+    return rolled, count
+
+
+def _with_our_roll(function: Any) -> Any:
+    """A copy of a function of Megatron's in which the name `roll_tensor` means ours. Megatron's own
+    stays as it is."""
+    names = {**function.__globals__, "roll_tensor": roll_tensor}
+    if "process_mtp_loss" in function.__code__.co_names:
+        names["process_mtp_loss"] = _with_our_roll(names["process_mtp_loss"])
+    made = types.FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+@cache
+def rolling(layer: type) -> type:
+    """A class of MTP layers that rolls tokens and positions along the plan's sequences."""
+    own = {"_get_embeddings": _with_our_roll(layer._get_embeddings), "__module__": __name__}  # type: ignore[attr-defined]
+    return type(f"Hcp{layer.__name__}", (layer,), own)
+
+
+@cache
+def hcp_model_class(model: type) -> type:
+    """A model class, GPTModel or one like it, whose MTP losses take labels along the plan's
+    sequences. Needed only with `mtp_num_layers`; `forward_step` refuses such a model without."""
+    own = {"_postprocess": _with_our_roll(model._postprocess), "__module__": __name__}  # type: ignore[attr-defined]
+    return type(f"Hcp{model.__name__}", (model,), {**own, "rolls_along_sequences": True})

@@ -1,0 +1,85 @@
+"""A layer specification of Megatron's with hcp in the places that see several tokens at once."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.core.transformer.spec_utils import ModuleSpec, get_module
+
+from hcp.integrations.megatron.layers import CoreAttention, positioned
+from hcp.integrations.megatron.mamba import sharing_heads
+from hcp.integrations.megatron.mtp import rolling
+
+# By name: importing a Mamba mixer takes Triton, which a GPT does without.
+_COUNTERPARTS = {
+    "SelfAttention": positioned,
+    "MLASelfAttention": positioned,
+    "MambaMixer": sharing_heads,
+    "MultiTokenPredictionLayer": rolling,
+}
+_MIXES_TOKENS = ("GatedDeltaNet", "CrossAttention", "DSAttention", "AbsorbedMLA", "GatedDelta")
+
+
+def hcp_layer_spec(spec: Any) -> Any:
+    """A copy of a specification whose layers follow the degree of each micro-batch.
+
+    `spec`: of a GPT layer or block, a hybrid (Mamba) stack, or an MTP block, local or Transformer
+    Engine's; anything made of Megatron's ModuleSpecs, dataclasses of submodules and lists. Every
+    self-attention, grouped or latent, gets hcp's core attention; Mamba mixers and MTP layers see
+    the sequences of the micro-batch. Linear layers, norms, MLPs and experts stay.
+
+    Raises ValueError for a layer that mixes tokens and that hcp has no counterpart of, by its path,
+    and for a specification without any layer that hcp replaces.
+    """
+    if isinstance(spec, type):
+        raise ValueError(
+            f"spec is the class {spec.__name__}, expected a ModuleSpec or a dataclass of submodules"
+        )
+    made = copy.deepcopy(spec)
+    if not sum(_replace(node, path) for node, path in _module_specs(made, "spec")):
+        raise ValueError(
+            "the specification has no self-attention, Mamba mixer or MTP layer, expected one"
+        )
+    return made
+
+
+def _module_specs(node: Any, path: str) -> Iterator[tuple[Any, str]]:
+    """Every ModuleSpec below a node, and where it is."""
+    if isinstance(node, ModuleSpec):
+        yield node, path
+        yield from _module_specs(node.submodules, f"{path}.submodules")
+    elif isinstance(node, (list, tuple)):
+        for i, each in enumerate(node):
+            yield from _module_specs(each, f"{path}[{i}]")
+    elif dataclasses.is_dataclass(node) and not isinstance(node, type):
+        for field in dataclasses.fields(node):
+            yield from _module_specs(getattr(node, field.name), f"{path}.{field.name}")
+
+
+def _replace(node: Any, path: str) -> bool:
+    module = get_module(node)
+    if not isinstance(module, type):
+        return False
+    if module.__module__.startswith("hcp."):  # a specification that was made of one of ours
+        return True
+    _check_known(module, path)
+    for base in module.__mro__:
+        if base.__name__ in _COUNTERPARTS and base.__module__.startswith("megatron.core."):
+            node.module = _COUNTERPARTS[base.__name__](module)
+            if hasattr(node.submodules, "core_attention"):
+                node.submodules.core_attention = CoreAttention
+            return True
+    return False
+
+
+def _check_known(module: type, path: str) -> None:
+    mixing = [base.__name__ for base in module.__mro__ if base.__name__.startswith(_MIXES_TOKENS)]
+    if mixing:
+        raise ValueError(
+            f"{path} is {mixing[0]}, which mixes tokens across the ranks of a sequence and has no "
+            "counterpart in hcp; expected SelfAttention, MLASelfAttention, MambaMixer or "
+            "MultiTokenPredictionLayer"
+        )

@@ -1,0 +1,92 @@
+"""One micro-batch for Megatron's schedules, and a loss that does not depend on the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor
+
+from hcp.loss import masked_sum
+
+
+def forward_step(
+    data_iterator: Iterator[Mapping[str, Any]], model: Any, return_schedule_plan: bool = False
+) -> tuple[Tensor, partial[Any]]:
+    """For `forward_step_func` of Megatron's schedules: (output, loss function).
+
+    `data_iterator`: from `MicroBatches.data_iterator`. The loss function gives (sum, tokens,
+    {"lm loss": [sum, tokens]}), which Megatron divides by the tokens of the whole batch once, in
+    `finalize_model_grads`: so with `calculate_per_token_loss`.
+    """
+    if return_schedule_plan:
+        raise ValueError(
+            "return_schedule_plan is True, expected False: hcp does not split a micro-batch to "
+            "overlap its experts' exchange (overlap_moe_expert_parallel_comm)"
+        )
+    config = get_attr_wrapped_model(model, "config")
+    check_config(config, model)
+    batch = next(data_iterator)
+    masks = {"loss_mask": batch["loss_mask"]} if _of(config, "mtp_num_layers") else {}
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        None,
+        labels=batch["labels"],
+        packed_seq_params=batch["packed_seq_params"],
+        **masks,
+    )
+    return output, partial(loss_func, batch["loss_mask"])
+
+
+def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Losses (1, T) of this rank's rows: their sum where the mask is 1, and how many they are."""
+    total, tokens = masked_sum(losses, loss_mask), loss_mask.sum().to(torch.int)
+    report = torch.stack([total.detach(), tokens.to(total.dtype)])
+    return total, tokens, {"lm loss": report}
+
+
+def check_config(config: Any, model: Any) -> None:
+    """Refuse options under which a loss or a gradient would depend on the plan."""
+    if not config.calculate_per_token_loss:
+        raise ValueError(
+            "config.calculate_per_token_loss is False, expected True: a mean per micro-batch "
+            "would depend on the plan"
+        )
+    if _of(config, "pipeline_model_parallel_size") > 1 and not config.variable_seq_lengths:
+        raise ValueError(
+            "config.variable_seq_lengths is False with pipeline stages, expected True: "
+            "micro-batches have as many rows as the plan gives them"
+        )
+    inner = model
+    while hasattr(inner, "module"):  # DistributedDataParallel, Float16Module
+        inner = inner.module
+    if _of(config, "mtp_num_layers") and not getattr(inner, "rolls_along_sequences", False):
+        name = type(inner).__name__
+        raise ValueError(
+            f"the model is a {name} with mtp_num_layers, expected one of hcp_model_class({name}): "
+            "Megatron's own would roll labels along the rows of this rank"
+        )
+
+
+def _of(config: Any, name: str) -> int:
+    return getattr(config, name, None) or 0
+
+
+def mean_loss(
+    reports: Iterable[Mapping[str, Tensor]], dp_cp_group: dist.ProcessGroup, device: Any
+) -> tuple[float, int]:
+    """(mean, tokens) of what a schedule returned for all micro-batches, over all ranks.
+
+    Every rank of the last pipeline stage calls it. Sums are added in float64.
+    """
+    total = torch.zeros(2, dtype=torch.float64, device=device)
+    for report in reports:
+        total += report["lm loss"]
+    dist.all_reduce(total, group=dp_cp_group)
+    loss, tokens = total.tolist()
+    return loss / max(1.0, tokens), int(tokens)

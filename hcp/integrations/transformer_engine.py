@@ -1,0 +1,125 @@
+"""Attention by Transformer Engine's DotProductAttention, which exchanges keys and values itself.
+
+Not run with Transformer Engine yet: its tests put a module of the same arguments in its place.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformer_engine.pytorch import DotProductAttention  # type: ignore[import-not-found]
+
+from hcp.handler import ContextParallelHandler
+
+
+class Handler(ContextParallelHandler):
+    """A handler whose attention is Transformer Engine's.
+
+    It exchanges rows over a process group of the plan's ranks, given as ``cp_group=`` where the
+    degree is more than 1, and wants lengths divisible by 2 * degree. Which comm type does what is
+    Transformer Engine's own matter, and so are its errors.
+    """
+
+    def attention(  # type: ignore[override]
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool = True,
+        window_size: tuple[int, int] = (-1, -1),
+        softmax_scale: float | None = None,
+        sinks: Tensor | None = None,
+        softcap: float = 0.0,
+        dropout_p: float = 0.0,
+        return_lse: bool = False,
+        comm_type: str | None = None,
+        cp_group: Any = None,
+    ) -> Tensor:
+        """As :meth:`hcp.ContextParallelHandler.attention`, without sinks, soft-capping, dropout and
+        log-sum-exp, which are refused."""
+        for name, given, none in (
+            ("sinks", sinks, None),
+            ("softcap", softcap, 0.0),
+            ("dropout_p", dropout_p, 0.0),
+            ("return_lse", return_lse, False),
+        ):
+            if given is not none and given != none:
+                raise ValueError(
+                    f"{name} is {given}, expected {none} with the backend 'transformer_engine': "
+                    "use 'torch'"
+                )
+        module = _module(
+            query.shape[1], key.shape[1], query.shape[2], value.shape[2], softmax_scale
+        )
+        out = self.core_attn(
+            attn_mod=_Adapted(module, window_size),
+            query=query,
+            key=key,
+            value=value,
+            attn_mask_type="padding_causal" if causal else "padding",
+            cp_group=cp_group,
+            comm_type=comm_type,
+        )
+        return out.view(query.shape[0], query.shape[1], value.shape[2])
+
+
+class _Adapted:
+    """Transformer Engine's module, called as a Megatron-style layer calls its core attention."""
+
+    def __init__(self, module: Any, window_size: tuple[int, int]) -> None:
+        self._module, self._window_size = module, window_size
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        attn_mask_type: str,
+        packed_seq_params: Any,
+        **_: Any,
+    ) -> Tensor:
+        params = packed_seq_params
+        _left, _right = self._window_size
+        out: Tensor = self._module(
+            query,
+            key,
+            value,
+            qkv_format="thd",
+            cu_seqlens_q=params.cu_seqlens_q,
+            cu_seqlens_kv=params.cu_seqlens_kv,
+            cu_seqlens_q_padded=params.cu_seqlens_q_padded,
+            cu_seqlens_kv_padded=params.cu_seqlens_kv_padded,
+            max_seqlen_q=params.max_seqlen_q,
+            max_seqlen_kv=params.max_seqlen_kv,
+            attn_mask_type=attn_mask_type,
+            window_size=(self._window_size[0], 0)
+            if "causal" in attn_mask_type
+            else self._window_size,
+        )
+        return out
+
+
+@functools.cache
+def _module(
+    heads: int, groups: int, size: int, value_size: int, softmax_scale: float | None
+) -> torch.nn.Module:
+    """One module for all layers of a shape: it has no parameters, and its group is lent per
+    call."""
+    module: torch.nn.Module = DotProductAttention(
+        heads,
+        size if size == value_size else (size, value_size),
+        num_gqa_groups=groups,
+        attention_dropout=0.0,
+        qkv_format="thd",
+        attn_mask_type="padding_causal",
+        softmax_scale=softmax_scale,
+    )
+    return module

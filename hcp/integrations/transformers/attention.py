@@ -1,0 +1,222 @@
+"""hcp's attention under a name in Transformers' registry of attention functions.
+
+T rows of this rank, H query heads, G key-value heads, D and E head sizes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from hcp.handler import ContextParallelHandler
+
+ATTENTION = "hcp"
+"""The name to give `model.set_attn_implementation`."""
+
+# What changes scores in a way that no kernel here computes, by the names that models pass it under.
+REFUSED = ("softcap", "position_bias", "indices", "block_indices", "cache")
+
+LAYERS = {"full_attention", "sliding_attention"}
+"""Kinds of layers, as configurations list them, whose rows meet in attention only."""
+
+# Their frequencies depend on the longest sequence that happens to be on this rank.
+VARYING_ROTARY = {"dynamic", "longrope"}
+
+
+def register_hcp_attention(model: nn.Module | None = None) -> None:
+    """Make "hcp" an attention implementation of Transformers; with a model, set it there.
+
+    Afterwards `model.set_attn_implementation("hcp")` switches any decoder model that calls its
+    attention through Transformers' `AttentionInterface`, and any other name switches it back. Such
+    a model takes the handler of the micro-batch as `model(..., cp=cp)`: see `model_inputs`.
+
+    Raises ValueError for a model whose layers need more of other rows than attention gives.
+    """
+    AttentionInterface.register(ATTENTION, hcp_attention)
+    AttentionMaskInterface.register(ATTENTION, window_of)
+    if model is not None:
+        check_model(model)
+        model.set_attn_implementation(ATTENTION)  # type: ignore[operator]
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise ValueError unless every layer of a model is right under context parallelism."""
+    name, config = type(model).__name__, getattr(model, "config", None)
+    if config is None or not hasattr(model, "set_attn_implementation"):
+        raise ValueError(f"the model is a {name}, expected a PreTrainedModel of Transformers")
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ValueError(
+            f"{name} does not call its attention through AttentionInterface, expected a model that "
+            "does: it has no place for another attention"
+        )
+    if getattr(model, "_is_stateful", False):
+        raise ValueError(
+            f"{name} has layers with a state that scans the sequence, expected attention only: "
+            "their state does not cross ranks"
+        )
+    for part in (config, *_parts(config)):
+        _check_config(part)
+
+
+def _parts(config: Any) -> list[Any]:
+    return [
+        part for name in config.sub_configs if (part := getattr(config, name, None)) is not None
+    ]
+
+
+def _check_config(config: Any) -> None:
+    name = type(config).__name__
+    others = set(getattr(config, "layer_types", None) or ()) - LAYERS
+    if others:
+        raise ValueError(
+            f"{name}.layer_types has {sorted(others)}, expected only {sorted(LAYERS)}: the others "
+            "need rows of other ranks outside of attention, or a mask that hcp does not compute"
+        )
+    if getattr(config, "output_router_logits", False):
+        raise ValueError(
+            f"{name}.output_router_logits is True, expected False: the router's loss is no mean "
+            "over tokens, so it would depend on the plan"
+        )
+    for rotary in _rotary_types(getattr(config, "rope_parameters", None)):
+        if rotary in VARYING_ROTARY:
+            raise ValueError(
+                f"{name}.rope_parameters has rope_type {rotary!r}, expected one that does not "
+                "depend on the rows of the batch, such as 'default', 'linear', 'llama3' or 'yarn'"
+            )
+
+
+def _rotary_types(parameters: Any) -> list[str]:
+    """Of all layers: some models have parameters for each kind of layer."""
+    if not isinstance(parameters, dict):
+        return []
+    nested = [kind for value in parameters.values() for kind in _rotary_types(value)]
+    own = parameters.get("rope_type")
+    return [own, *nested] if isinstance(own, str) else nested
+
+
+# ---- what the registry calls ---------------------------------------------------------------------
+
+
+class Window(NamedTuple):
+    """In place of a mask: how far back a row sees."""
+
+    size: int | None
+    """Rows, the row itself included; None: all of them."""
+
+
+def window_of(
+    *positional: Any,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    config: Any = None,
+    **keywords: Any,
+) -> Window:
+    """What of a mask the layout does not say already; refuse what hcp does not compute.
+
+    Some models give their window to the mask only, and not to the attention function."""
+    if attention_mask is not None:
+        raise ValueError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}, expected None: rows are "
+            "packed and none is padding. model.generate passes a mask: call "
+            "model.set_attn_implementation('sdpa') before it, and 'hcp' to train on"
+        )
+    if use_vmap:
+        raise ValueError(
+            "the model overlays a mask of its own, expected a causal one: hcp does not compute it"
+        )
+    if local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
+        raise ValueError(
+            f"the model attends in chunks of {local_size}, expected sliding windows or none"
+        )
+    return Window(local_size)
+
+
+def hcp_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Window | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    cp: ContextParallelHandler | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """query (1, H, T, D), key (1, G, T, D), value (1, G, T, E) to (1, T, H, E).
+
+    A rank without rows has one row that stands in: see `model_inputs`.
+    """
+    if cp is None:
+        raise ValueError(
+            f"{type(module).__name__} was called without cp=, expected the handler of the "
+            "micro-batch: model(**model_inputs(cp, local)). model.generate has none: call "
+            "model.set_attn_implementation('sdpa') before it"
+        )
+    _refuse(module, query, key, attention_mask, cp, options)
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise ValueError(
+            f"{type(module).__name__} is not causal, expected a decoder: set is_causal to True"
+        )
+    rows = slice(0, cp.rows)
+    size = sliding_window if attention_mask is None else attention_mask.size
+    dtype = _dtype(value)
+    out = cp.attention(
+        query[0].transpose(0, 1)[rows].to(dtype),
+        key[0].transpose(0, 1)[rows].to(dtype),
+        value[0].transpose(0, 1)[rows].to(dtype),
+        window_size=(-1 if size is None else size - 1, 0),
+        softmax_scale=scaling,
+        sinks=s_aux,
+        dropout_p=dropout,
+    )
+    return F.pad(out, (0, 0, 0, 0, 0, query.shape[2] - cp.rows)).unsqueeze(0), None
+
+
+def _dtype(value: Tensor) -> torch.dtype:
+    """Under autocast its type, as of PyTorch's own attention: rotary embedding widens queries and
+    keys, and values stay as they were."""
+    device = value.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return value.dtype
+
+
+def _refuse(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    attention_mask: Window | None,
+    cp: ContextParallelHandler,
+    options: dict[str, Any],
+) -> None:
+    name = type(module).__name__
+    for option in REFUSED:
+        if options.get(option) is not None:
+            raise ValueError(
+                f"{name} asks for {option}={_shown(options[option])}, expected a model without: "
+                "none of the attention kernels in use computes it"
+            )
+    if not isinstance(attention_mask, Window | None):
+        raise ValueError(
+            f"{name} was given a mask of its own, expected none: the layout says who sees whom"
+        )
+    rows = max(1, cp.rows)
+    if query.shape[0] != 1 or query.shape[2] != rows or key.shape[2] != rows:
+        raise ValueError(
+            f"{name} was given {query.shape[0]} x {query.shape[2]} queries and {key.shape[2]} "
+            f"keys, expected 1 x {rows} of each: the rows of this micro-batch on this rank, and no "
+            "cache (model_inputs says use_cache=False; model.generate needs 'sdpa')"
+        )
+
+
+def _shown(option: Any) -> str:
+    return f"a tensor {tuple(option.shape)}" if isinstance(option, torch.Tensor) else repr(option)

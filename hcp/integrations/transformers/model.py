@@ -1,0 +1,46 @@
+"""A micro-batch into a model, and its loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hcp.dispatch import LocalBatch
+from hcp.handler import ContextParallelHandler
+
+
+def model_inputs(cp: ContextParallelHandler, local: LocalBatch) -> dict[str, Any]:
+    """Arguments of a model with hcp attention: `model(**model_inputs(cp, local))`.
+
+    `local.input_ids` (T,). Models of Transformers cannot compute zero rows; a rank without rows
+    gets one that stands in. No other row sees it, and `causal_lm_losses` leaves it out.
+    """
+    tokens, positions = local.input_ids, cp.position_ids
+    if cp.rows == 0:
+        tokens, positions = tokens.new_zeros(1), positions.new_zeros(1)
+    return {
+        "input_ids": tokens.unsqueeze(0),
+        "position_ids": positions.unsqueeze(0),
+        "use_cache": False,
+        "cp": cp,
+    }
+
+
+def causal_lm_losses(model: nn.Module, cp: ContextParallelHandler, local: LocalBatch) -> Tensor:
+    """The cross entropy of each row of this rank, (T,), float32 or wider."""
+    logits = model(**model_inputs(cp, local)).logits[0, : cp.rows]
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide, local.labels, reduction="none")
+
+
+def causal_lm_loss(
+    model: nn.Module, cp: ContextParallelHandler, local: LocalBatch, *, grad_reduce: str = "mean"
+) -> Tensor:
+    """This micro-batch's share of the mean loss over the whole batch, a scalar to go backward from.
+
+    `grad_reduce`: "mean" where gradients are averaged over the ranks, as DDP and FSDP do.
+    """
+    return cp.loss(causal_lm_losses(model, cp, local), local.loss_mask, grad_reduce=grad_reduce)

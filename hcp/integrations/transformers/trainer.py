@@ -1,0 +1,212 @@
+"""Transformers' Trainer with dynamic context parallelism."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.trainer_utils import EvalLoopOutput
+
+from hcp.config import Config
+from hcp.cost import CostModel
+from hcp.dispatch import Step
+from hcp.evaluation import Metrics
+from hcp.groups import ProcessGroups
+from hcp.integrations.accelerate import check_accelerator
+from hcp.integrations.loader import (
+    DynamicCPDataLoader,
+    EvalDataLoader,
+    ToSample,
+    causal_lm_sample,
+    domain,
+    eval_groups,
+    eval_layout,
+)
+from hcp.integrations.transformers.attention import register_hcp_attention
+from hcp.integrations.transformers.model import causal_lm_loss, causal_lm_losses
+
+
+class Trainer(transformers.Trainer):  # type: ignore[misc]
+    """`transformers.Trainer` for causal language models whose sequences are spread over ranks.
+
+    Each of its batches is a global batch, `per_device_train_batch_size` samples for each rank,
+    which is planned, dispatched and computed in as many micro-batches as the plan has, with one
+    update.
+    The loss is the mean over the tokens of the whole batch, whatever the plan. Evaluation counts
+    each sample once, under the layout `cp.eval_context_parallel_size` if that is given.
+    """
+
+    def __init__(
+        self,
+        *positional: Any,
+        cp: Config,
+        dynamic_cp: bool = True,
+        groups: ProcessGroups | None = None,
+        cost: CostModel | None = None,
+        to_sample: ToSample = causal_lm_sample,
+        **keywords: Any,
+    ) -> None:
+        """`cp`: limits and options, see `hcp.Config`. `dynamic_cp=False`: one degree for all.
+        `groups`: by default, all ranks of the job are one domain. `to_sample`: an item of the
+        dataset as a sample, instead of a collator. The rest is that of `transformers.Trainer`.
+
+        Sets the model's attention to "hcp". Raises ValueError for options of Transformers' that
+        would not be right, or not do anything, where sequences are spread over ranks."""
+        collator = keywords.get("data_collator", positional[2] if len(positional) > 2 else None)
+        if collator is not None:
+            raise ValueError(
+                f"data_collator is a {type(collator).__name__}, expected None: samples are packed, "
+                "not padded; give to_sample=, which makes a sample of an item"
+            )
+        if len(cp.comm_types) > 1:
+            raise ValueError(
+                f"cp_comm_type lists {list(cp.comm_types)}, expected one for all layers: the "
+                "registered attention takes one"
+            )
+        super().__init__(*positional, **keywords)
+        _check(self)
+        register_hcp_attention(self.model)
+        self.cp_config = cp if dynamic_cp else replace(cp, sequence_packing_scheduler="static_cp")
+        self.cp_groups = domain(groups, self.args.world_size)
+        self.cp_eval_groups = eval_groups(self.cp_groups, cp)
+        self.cp_cost, self.to_sample = cost, to_sample
+
+    # ---- training ----
+
+    def get_train_dataloader(self) -> DynamicCPDataLoader:
+        if self.train_dataset is None:
+            raise ValueError("train_dataset is missing, expected it to train")
+        return DynamicCPDataLoader(
+            self.train_dataset,
+            self.cp_config,
+            self.cp_groups,
+            global_batch_size=self.args.train_batch_size * self.args.world_size,
+            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
+            drop_last=self.args.dataloader_drop_last,
+            load_workers=self.args.dataloader_num_workers,
+            cost=self.cp_cost,
+            to_sample=self.to_sample,
+        )
+
+    def training_step(
+        self, model: nn.Module, inputs: Step, num_items_in_batch: object = None
+    ) -> Tensor:
+        """Forward and backward of all micro-batches of a step; gradients meet in the last one."""
+        model.train()
+        if hasattr(self.optimizer, "train"):  # schedule-free optimizers
+            self.optimizer.train()
+        total = torch.zeros((), device=self.args.device)
+        for i, (cp, local) in enumerate(inputs):
+            last = i + 1 == len(inputs)
+            with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
+                with self.compute_loss_context_manager():
+                    loss = causal_lm_loss(model, cp, local, grad_reduce="mean")
+                self.accelerator.backward(loss)
+            total = total + loss.detach()
+        return total
+
+    def floating_point_ops(self, inputs: Step) -> int:
+        """As Transformers counts: six for each parameter and token of this rank."""
+        return 6 * sum(cp.rows for cp, _ in inputs) * int(self.model.num_parameters())
+
+    # ---- evaluation ----
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> EvalDataLoader:
+        if isinstance(eval_dataset, str):
+            eval_dataset = self.eval_dataset[eval_dataset]
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is None:
+            raise ValueError("eval_dataset is missing, expected it to evaluate")
+        return EvalDataLoader(
+            dataset,
+            self.cp_config,
+            self.cp_eval_groups,
+            global_batch_size=self.args.eval_batch_size * self.args.world_size,
+            cost=self.cp_cost,
+            to_sample=self.to_sample,
+        )
+
+    @torch.no_grad()
+    def evaluation_loop(
+        self,
+        dataloader: EvalDataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """The mean loss over the tokens of all samples, the same under every layout."""
+        model = self.model
+        model.eval()
+        if hasattr(self.optimizer, "eval"):
+            self.optimizer.eval()
+        with eval_layout(model, self.cp_groups, self.cp_eval_groups) as groups:
+            metrics = Metrics(groups)
+            for cp, local in dataloader:
+                with self.accelerator.autocast():
+                    losses = causal_lm_losses(model, cp, local)
+                metrics.add_sum("loss", *cp.loss_sum(losses, local.loss_mask))
+            loss = metrics.reduce()["loss"].mean
+        return EvalLoopOutput(
+            predictions=None,
+            label_ids=None,
+            metrics={f"{metric_key_prefix}_loss": loss},
+            num_samples=len(dataloader.dataset),
+        )
+
+    def predict(self, *positional: Any, **keywords: Any) -> Any:
+        """Refused: the logits of a sequence are spread over ranks."""
+        raise ValueError(
+            "predict gathers the logits of whole sequences, which are spread over ranks: "
+            "evaluate() gives the loss; for predictions, model.set_attn_implementation('sdpa') and "
+            "transformers.Trainer"
+        )
+
+
+def _check(trainer: Trainer) -> None:
+    """Refuse what would be wrong, or without effect, where sequences are spread over ranks."""
+    args = trainer.args
+    _expect(
+        args,
+        "gradient_accumulation_steps",
+        1,
+        "the plan has the micro-batches of a step: raise per_device_train_batch_size instead",
+    )
+    _expect(args, "label_smoothing_factor", 0, "hcp computes the plain cross entropy")
+    _expect(args, "train_sampling_strategy", "random", "the plan sorts by length itself")
+    _expect(
+        args, "include_num_input_tokens_seen", "no", "a rank's share of a step has no input_ids"
+    )
+    _expect(
+        args, "auto_find_batch_size", False, "max_seqlen_per_dp_cp_rank limits what a rank holds"
+    )
+    _expect(args, "torch_compile", False, "compile layers before you give the model")
+    for name in ("fp16_full_eval", "bf16_full_eval"):
+        _expect(args, name, False, "evaluation runs in the types of training")
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"this process has {args.n_gpu} GPUs, expected one: start one process for each, "
+            "with torchrun --nproc-per-node"
+        )
+    for name in ("model_init", "compute_loss_func", "compute_metrics"):
+        if getattr(trainer, name) is not None:
+            raise ValueError(f"{name} was given, expected None: {_INSTEAD[name]}")
+    check_accelerator(trainer.accelerator)
+
+
+_INSTEAD: Mapping[str, str] = {
+    "model_init": "give the model, whose attention hcp sets",
+    "compute_loss_func": "the loss is the mean over the whole batch, computed by hcp",
+    "compute_metrics": "it wants the logits of whole sequences, which are spread over ranks",
+}
+
+
+def _expect(args: Any, name: str, expected: object, hint: str) -> None:
+    value = getattr(args, name)
+    if value != expected:
+        raise ValueError(f"TrainingArguments.{name} is {value!r}, expected {expected!r}: {hint}")

@@ -1,0 +1,53 @@
+"""What the tests of Transformers, Accelerate and Lightning share."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+# In batches of eight: two whole ones, one of a single sample. The longest is longer than a rank
+# holds.
+TRAINING = (13, 1, 40, 7, 30, 3, 9, 100, 2, 5, 6, 4, 11, 1, 64, 8, 17)
+VALIDATION = (50, 3, 1, 22, 9, 14, 2)
+
+
+def documents(lengths, seed=0):
+    """Random tokens, 3 to 63."""
+    generator = torch.Generator().manual_seed(seed)
+    return [{"input_ids": torch.randint(3, 64, (n,), generator=generator)} for n in lengths]
+
+
+def as_torchrun(size):
+    """The environment that a launcher leaves, and none of the state that Accelerate keeps from
+    case to case."""
+    os.environ.update(
+        LOCAL_WORLD_SIZE=str(size),
+        NODE_RANK="0",
+        MASTER_ADDR="localhost",
+        OMP_NUM_THREADS="1",
+    )
+    try:
+        from accelerate.state import AcceleratorState, GradientState
+    except ImportError:
+        return
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+class Model(torch.nn.Module):
+    """One layer of attention, in float64."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding = torch.nn.Embedding(64, 32)
+        self.qkv = torch.nn.Linear(32, 96)
+        self.double()
+
+    def forward(self, cp, local):
+        """The loss of each row."""
+        rows = self.qkv(self.embedding(local.input_ids))
+        q, k, v = rows.view(len(rows), 3, 4, 8).unbind(1)
+        logits = cp.attention(q, k, v).flatten(1) @ self.embedding.weight.T
+        return torch.nn.functional.cross_entropy(logits, local.labels, reduction="none")

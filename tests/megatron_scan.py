@@ -1,0 +1,111 @@
+"""A Mamba mixer of the real Megatron-Core without the kernels for GPUs that it imports.
+
+mamba_ssm and causal_conv1d cannot be installed on a CPU. What stands in for their scan here is the
+state-space recurrence written as one masked square for each sequence (https://arxiv.org/abs/2405.21060,
+section 6): slow, plain, and differentiable.
+"""
+
+import importlib.machinery
+import importlib.util
+import itertools
+import sys
+import types
+
+import torch
+import torch.nn.functional as F
+
+
+class GatedNorm(torch.nn.Module):
+    """In the place of mamba_ssm's, which needs Triton."""
+
+    def __init__(self, size, eps, group_size, norm_before_gate, device, dtype):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(size, dtype=dtype))
+        self.eps, self.group_size = eps, group_size
+
+    def forward(self, x, z=None):
+        grouped = x.unflatten(-1, (-1, self.group_size))
+        scale = (grouped.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        return (grouped * scale).flatten(-2) * self.weight
+
+
+def slow_scan(
+    zxbcdt,
+    conv1d_weight,
+    conv1d_bias,
+    dt_bias,
+    A,
+    D,
+    chunk_size,
+    activation,
+    headdim,
+    ngroups,
+    seq_idx,
+    norm_before_gate=True,
+    **options,
+):
+    """(1, S, z | x | B | C | dt) to (1, S, heads * headdim), each sequence of seq_idx by itself."""
+    ends = [*F.pad(seq_idx[0].diff().nonzero()[:, 0] + 1, (1, 0)).tolist(), zxbcdt.shape[1]]
+    parts = [
+        scan_one(row, conv1d_weight, conv1d_bias, dt_bias, A, D, headdim, ngroups)
+        for row in zxbcdt[0].split([b - a for a, b in itertools.pairwise(ends)])
+    ]
+    return torch.cat(parts)[None]
+
+
+def scan_one(rows, weight, bias, dt_bias, A, D, size, groups):
+    heads = len(dt_bias)
+    inner = heads * size
+    state = (weight.shape[0] - inner) // (2 * groups)
+    z, mixed, dt = rows.split([inner, weight.shape[0], heads], 1)
+    padded = F.pad(mixed.T[None], (weight.shape[1] - 1, 0))
+    mixed = F.silu(F.conv1d(padded, weight[:, None].to(padded.dtype), bias, groups=len(weight)))
+    x, b, c = mixed[0].T.split([inner, groups * state, groups * state], 1)
+    x = x.unflatten(1, (heads, size))
+    b, c = (
+        part.unflatten(1, (groups, state)).repeat_interleave(heads // groups, 1) for part in (b, c)
+    )
+    step = F.softplus(dt + dt_bias)
+    decay = (step * A).cumsum(0)  # (L, heads)
+    gap = decay[:, None] - decay[None]
+    seen = torch.ones(len(rows), len(rows)).tril()[..., None] > 0
+    mix = torch.einsum("thn,shn->tsh", c, b) * gap.masked_fill(~seen, -torch.inf).exp()
+    y = torch.einsum("tsh,sh,shp->thp", mix, step.to(mix.dtype), x) + D[:, None] * x
+    return (y.flatten(1) * F.silu(z)).to(rows.dtype)
+
+
+def stand_in_for_kernels():
+    """Megatron's mixer, imported after this, builds and trains on a CPU."""
+
+    def module(name, **contents):
+        made = types.ModuleType(name)
+        made.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        vars(made).update(contents)
+        sys.modules[name] = made
+
+    for name in ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton", "causal_conv1d"):
+        module(name, __path__=[], causal_conv1d_fn=None, causal_conv1d_update=None)
+    kernels = "mamba_ssm.ops.triton"
+    module(f"{kernels}.selective_state_update", selective_state_update=None)
+    module(f"{kernels}.layernorm_gated", RMSNorm=GatedNorm)
+    scans = dict(mamba_chunk_scan_combined=None, mamba_split_conv1d_scan_combined=slow_scan)
+    module(f"{kernels}.ssd_combined", **scans)
+    module("causal_conv1d.causal_conv1d_varlen", causal_conv1d_varlen_states=None)
+    if importlib.util.find_spec("triton") is None:
+        own = "megatron.core.inference.contexts.attention_context.triton.tensor_ops"
+        names = ("tensor_get_slice_after", "tensor_masked_update", "tensor_merge")
+        module(own, **dict.fromkeys(names))
+    if importlib.util.find_spec("einops") is None:
+        module("einops", rearrange=rearrange, repeat=None)
+    from megatron.core.ssm import mamba_context_parallel, mamba_mixer
+
+    mamba_context_parallel.HAVE_EINOPS = mamba_mixer.HAVE_EINOPS = True
+    mamba_mixer._check_mamba_sequence_packing_support = lambda **options: (True, None)
+
+
+def rearrange(x, pattern, **sizes):
+    """The patterns of einops that the mixer's training path uses."""
+    if pattern in ("l b d -> b l d", "b l d -> l b d"):
+        return x.transpose(0, 1)
+    assert pattern == "d 1 w -> d w", pattern
+    return x[:, 0]

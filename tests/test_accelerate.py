@@ -1,0 +1,210 @@
+"""Dynamic context parallelism in a loop of one's own with Accelerate, on gloo ranks."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from finetuning import TRAINING, VALIDATION, Model, as_torchrun, documents
+from ranks import run_ranks
+
+import hcp
+
+pytest.importorskip("accelerate", reason="pip install '.[accelerate]'")
+
+
+def train(rank, size, folder, config):
+    from accelerate import Accelerator
+
+    from hcp.integrations.accelerate import ContextParallel
+
+    as_torchrun(size)
+    accelerator = Accelerator(cpu=True)
+    parallel = ContextParallel(accelerator, config)
+    given = parallel.train_loader(documents(TRAINING), global_batch_size=8)
+    model = Model()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, given)
+    assert loader is given
+    accelerator.register_for_checkpointing(loader)
+    losses, gradient, rows = [], None, []
+
+    def one_step(step):
+        nonlocal gradient
+        total = torch.zeros((), dtype=torch.float64)
+        for cp, local in parallel.micro_batches(model, step):
+            loss = cp.loss(model(cp, local), local.loss_mask, grad_reduce="mean")
+            accelerator.backward(loss)
+            total += loss.detach()
+            rows.append(cp.rows)
+        if gradient is None:
+            gradient = accelerator.unwrap_model(model).qkv.weight.grad.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(total, "mean").item())
+
+    for epoch in range(7):
+        loader.set_epoch(epoch)
+        for i, step in enumerate(loader):
+            one_step(step)
+            if (epoch, i) == (2, 0):
+                accelerator.save_state(str(folder))
+    straight, losses = losses, []
+    accelerator.load_state(str(folder))
+    for step in loader:  # what was left of epoch 2
+        one_step(step)
+    assert losses == straight[7:9]
+    return straight[:20], gradient, evaluate(parallel, model), rows
+
+
+def evaluate(parallel, model):
+    with torch.no_grad(), parallel.eval_layout(model) as groups:
+        metrics = hcp.Metrics(groups)
+        for cp, local in parallel.eval_loader(documents(VALIDATION, 1), global_batch_size=4):
+            metrics.add_sum("loss", *cp.loss_sum(model(cp, local), local.loss_mask))
+        return metrics.reduce()["loss"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        hcp.Config(max_seqlen_per_dp_cp_rank=34, eval_context_parallel_size=3),
+        hcp.Config(
+            max_seqlen_per_dp_cp_rank=34,
+            sequence_packing_scheduler="static_cp",
+            cp_comm_type="all_gather",
+        ),
+        hcp.Config(
+            max_seqlen_per_dp_cp_rank=34,
+            eval_context_parallel_size=3,
+            cp_comm_type="a2a+p2p",
+            hierarchical_context_parallel_sizes=(2, 2),
+        ),
+    ],
+    ids=["dynamic", "static", "levels"],
+)
+def test_a_prepared_loop_trains_as_on_one_rank(config, tmp_path):
+    alone = run_ranks(1, train, tmp_path / "1", hcp.Config(max_seqlen_per_dp_cp_rank=128))[0]
+    three = run_ranks(3, train, tmp_path / "3", config)
+    for losses, gradient, evaluation, _ in three:
+        assert losses == pytest.approx(alone[0], abs=1e-9)
+        assert (gradient - alone[1]).abs().max() < 1e-12
+        assert evaluation.count == alone[2].count == sum(VALIDATION) - len(VALIDATION)
+        assert evaluation.mean == pytest.approx(alone[2].mean, abs=1e-9)
+    assert len(alone[0]) == 20
+    assert 0 in itertools.chain(*(rows for *_, rows in three)), "no rank was without rows"
+
+
+def refuse(rank, size):
+    from accelerate import Accelerator
+
+    from hcp.integrations.accelerate import ContextParallel, check_accelerator
+
+    config = hcp.Config(max_seqlen_per_dp_cp_rank=8)
+    as_torchrun(size)
+    with pytest.raises(ValueError, match="gradient_accumulation_steps is 3, expected 1: the plan"):
+        ContextParallel(Accelerator(cpu=True, gradient_accumulation_steps=3), config)
+    as_torchrun(size)
+    accelerator = Accelerator(cpu=True)
+    parallel = ContextParallel(accelerator, config)
+    with pytest.raises(ValueError, match=r"the dataset is a .*, expected a map-style one"):
+        parallel.train_loader(iter(documents(TRAINING)), global_batch_size=8)
+    with pytest.raises(ValueError, match="no batch of 8, expected at least one: lower"):
+        parallel.train_loader(documents([5]), global_batch_size=8, drop_last=True)
+    loader = parallel.train_loader(documents([5, 6, 7]), global_batch_size=2)
+    with pytest.raises(ValueError, match="the state has seed 4, expected 0: make the loader"):
+        loader.load_state_dict(loader.state_dict() | {"seed": 4})
+
+    class Other:
+        gradient_accumulation_steps, distributed_type = 1, "DistributedType.DEEPSPEED"
+        parallelism_config = None
+
+    with pytest.raises(ValueError, match="uses DeepSpeed, expected DDP or FSDP"):
+        check_accelerator(Other())
+
+
+def take_a_rank_for_a_job(rank, size):
+    from accelerate import Accelerator
+
+    from hcp.integrations.accelerate import ContextParallel
+
+    as_torchrun(size)
+    with pytest.raises(ValueError, match=r"the domain has 2 ranks, expected 1: .*cpu=True to Acc"):
+        ContextParallel(Accelerator(), hcp.Config(max_seqlen_per_dp_cp_rank=8))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Accelerate would use the GPUs")
+def test_ranks_that_accelerate_does_not_average_over_are_refused():
+    run_ranks(2, take_a_rank_for_a_job)
+
+
+def test_what_accelerate_would_do_beside_hcp_is_refused():
+    run_ranks(1, refuse)
+
+
+def test_accelerates_own_context_parallelism_is_refused_and_can_be_mapped():
+    from accelerate import ParallelismConfig
+    from accelerate.utils import TorchContextParallelConfig
+
+    from hcp.integrations.accelerate import check_accelerator, config_of
+
+    class Asking:
+        gradient_accumulation_steps, distributed_type = 1, "DistributedType.FSDP"
+        parallelism_config = ParallelismConfig(
+            cp_size=4, cp_handler=TorchContextParallelConfig(cp_comm_strategy="allgather")
+        )
+
+    with pytest.raises(ValueError, match=r"cp_size is 4, expected 1: .*config_of\(parallelism_con"):
+        check_accelerator(Asking())
+    config = config_of(Asking.parallelism_config, max_seqlen_per_dp_cp_rank=64)
+    assert config == hcp.Config(
+        max_seqlen_per_dp_cp_rank=64,
+        sequence_packing_scheduler="static_cp",
+        context_parallel_size=4,
+        cp_comm_type="all_gather",
+    )
+    assert {g.degree for g in config.plan([100, 9], 8).micro_batches[0]} == {4}
+
+
+# ---- the loader ----------------------------------------------------------------------------------
+
+
+def take(loader, count=None):
+    """Rows of each step, on this rank, by content."""
+    found = []
+    for step in loader:
+        found.append(sorted(t for _, local in step for t in local.input_ids.tolist()))
+        if len(found) == count:
+            break
+    return found
+
+
+def load(rank, size, state=None):
+    from hcp.integrations.loader import DynamicCPDataLoader
+
+    loader = DynamicCPDataLoader(
+        documents(TRAINING),
+        hcp.Config(max_seqlen_per_dp_cp_rank=128),
+        hcp.build_process_groups(),
+        global_batch_size=4,
+        seed=5,
+    )
+    loader.set_epoch(2)
+    if state is not None:
+        loader.load_state_dict(state)
+        return take(loader), len(loader)
+    first = take(loader, 2)
+    state = loader.state_dict()
+    return first, take(loader), state
+
+
+def test_a_loader_goes_on_where_it_was_under_any_number_of_ranks():
+    first, again, state = run_ranks(1, load)[0]
+    assert len(again) == 5
+    assert again[:2] == first  # a loop that was left starts anew
+    for size in (1, 2, 3):
+        by_rank = run_ranks(size, load, state)
+        rests = [rest for rest, _ in by_rank]
+        assert {length for _, length in by_rank} == {5}
+        assert [sorted(itertools.chain(*steps)) for steps in zip(*rests, strict=True)] == again[2:]

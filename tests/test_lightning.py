@@ -1,0 +1,214 @@
+"""Dynamic context parallelism in Lightning, the real package on gloo ranks."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+
+import pytest
+import torch
+from finetuning import TRAINING, VALIDATION, Model, as_torchrun, documents
+from ranks import run_ranks
+
+import hcp
+
+pytest.importorskip("lightning", reason="pip install '.[lightning]'")
+
+
+def make_module(groups=None):
+    from lightning import LightningModule
+
+    class Module(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = Model()
+            self.groups, self.seen, self.rows = groups, set(), []
+
+        def training_step(self, batch, batch_idx):
+            cp, local = batch
+            self.rows.append(cp.rows)
+            return cp.loss(self.model(cp, local), local.loss_mask, grad_reduce="mean")
+
+        def validation_step(self, batch, batch_idx, dataloader_idx=0):
+            self.seen.add(None if self.groups is None else self.groups.size("cp"))
+            return self.model(*batch)
+
+        test_step = validation_step
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), 1e-2)
+
+    return Module()
+
+
+def make_watch():
+    from lightning import Callback
+
+    class Watch(Callback):
+        """What was logged, and the gradients of the first step."""
+
+        def __init__(self):
+            self.losses, self.evaluations, self.gradient, self.saved = [], [], None, []
+
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            if self.gradient is None:
+                self.gradient = module.model.qkv.weight.grad.clone()
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            self.losses.append(trainer.callback_metrics["train_loss"].item())
+
+        def on_validation_end(self, trainer, module):
+            self.evaluations.append(trainer.callback_metrics["val_loss"].item())
+
+    return Watch()
+
+
+def make_trainer(size, folder, callbacks, **options):
+    from lightning import Trainer
+
+    from hcp.integrations.lightning import ContextParallelStrategy
+
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return Trainer(
+        accelerator="cpu",
+        devices=size,
+        strategy=ContextParallelStrategy(process_group_backend="gloo"),
+        callbacks=callbacks,
+        default_root_dir=str(folder),
+        **quiet
+        | {"max_steps": 20, "enable_checkpointing": False, "num_sanity_val_steps": 1}
+        | options,
+    )
+
+
+def make_loaders(groups, config):
+    from hcp.integrations.lightning import DynamicCPDataLoader, EvalDataLoader, eval_groups
+
+    evaluation = eval_groups(groups, config)
+    training = DynamicCPDataLoader(documents(TRAINING), config, groups, global_batch_size=8)
+    validation = EvalDataLoader(documents(VALIDATION, 1), config, evaluation, global_batch_size=4)
+    return training, validation, evaluation
+
+
+def train(rank, size, folder, config):
+    from hcp.integrations.lightning import EvalContextParallel
+
+    as_torchrun(size)
+    warnings.simplefilter("ignore")
+    groups = hcp.build_process_groups()
+    training, validation, evaluation = make_loaders(groups, config)
+    module, watch = make_module(groups), make_watch()
+    callbacks = [EvalContextParallel(groups, evaluation), watch]
+    trainer = make_trainer(size, folder, callbacks)
+    trainer.fit(module, training, validation)
+    assert module.groups is groups
+    assert module.seen == {evaluation.size("cp")}
+    tested = trainer.test(module, validation, verbose=False)[0]["test_loss"]
+    return watch.losses, watch.gradient, watch.evaluations, tested, module.rows
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        hcp.Config(max_seqlen_per_dp_cp_rank=34, eval_context_parallel_size=3),
+        hcp.Config(max_seqlen_per_dp_cp_rank=34, sequence_packing_scheduler="static_cp"),
+    ],
+    ids=["dynamic", "static"],
+)
+def test_twenty_steps_are_those_of_one_rank(config, tmp_path):
+    alone = run_ranks(1, train, tmp_path, hcp.Config(max_seqlen_per_dp_cp_rank=128))[0]
+    three = run_ranks(3, train, tmp_path, config)
+    assert len(alone[0]) == 20
+    for losses, gradient, evaluations, tested, _ in three:
+        assert losses == pytest.approx(alone[0], abs=1e-9)
+        assert (gradient - alone[1]).abs().max() < 1e-12
+        assert evaluations == pytest.approx(alone[2], abs=1e-6)  # Lightning logs float32
+        assert tested == pytest.approx(alone[3], abs=1e-6)
+    assert 0 in itertools.chain(*(result[-1] for result in three)), "no rank was without rows"
+
+
+def resume(rank, size, folder):
+    """Eight steps at once; from a checkpoint in the middle of an epoch, the last three."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    as_torchrun(size)
+    warnings.simplefilter("ignore")
+    groups = hcp.build_process_groups()
+    config = hcp.Config(max_seqlen_per_dp_cp_rank=64)
+    found = []
+    for path in (None, str(folder / "at-5.ckpt")):
+        training, _, _ = make_loaders(groups, config)
+        keep = ModelCheckpoint(
+            folder, "at-{step}", auto_insert_metric_name=False, every_n_train_steps=5, save_top_k=-1
+        )
+        watch = make_watch()
+        options = {"max_steps": 8, "enable_checkpointing": True}
+        trainer = make_trainer(size, folder, [keep, watch], **options)
+        trainer.fit(make_module(), training, ckpt_path=path)
+        found.append(watch.losses)
+    return found
+
+
+def test_a_checkpoint_goes_on_in_the_middle_of_an_epoch(tmp_path):
+    for straight, resumed in run_ranks(2, resume, tmp_path):
+        assert len(straight) == 8
+        assert resumed == straight[5:]
+
+
+def refuse(rank, size, folder):
+    from hcp.integrations.lightning import EvalContextParallel
+
+    as_torchrun(size)
+    warnings.simplefilter("ignore")
+    groups = hcp.build_process_groups()
+    config = hcp.Config(max_seqlen_per_dp_cp_rank=128)
+    training, validation, _ = make_loaders(groups, config)
+
+    def fit(module, loader=training, **options):
+        make_trainer(size, folder, [EvalContextParallel(groups)], **options).fit(module, loader)
+
+    with pytest.raises(ValueError, match="accumulate_grad_batches is 2, expected 1: the plan has"):
+        fit(make_module(), accumulate_grad_batches=2)
+    with pytest.raises(ValueError, match=r"a batch is a \w+, expected an hcp.Step: train on a Dyn"):
+        fit(make_module(), torch.utils.data.DataLoader(torch.arange(4)))
+    module = make_module()
+    module.automatic_optimization = False
+    with pytest.raises(ValueError, match="automatic_optimization is False, expected True"):
+        fit(module)
+    module = make_module()
+    module.training_step = lambda batch, batch_idx: {"loss": torch.zeros(())}
+    with pytest.raises(ValueError, match="training_step gave a dict, expected a tensor"):
+        fit(module)
+    module.validation_step = lambda batch, batch_idx: None
+    with pytest.raises(ValueError, match="gave a NoneType, expected a tensor: the loss of each"):
+        make_trainer(size, folder, [EvalContextParallel(groups)]).validate(module, validation)
+
+
+def test_what_would_be_wrong_is_refused(tmp_path):
+    run_ranks(1, refuse, tmp_path)
+
+
+def fail(rank, size, folder):
+    """An error inside the eval layout leaves the module in the training layout."""
+    from hcp.integrations.lightning import EvalContextParallel
+
+    as_torchrun(size)
+    warnings.simplefilter("ignore")
+    groups = hcp.build_process_groups()
+    config = hcp.Config(max_seqlen_per_dp_cp_rank=64, eval_context_parallel_size=2)
+    _, validation, evaluation = make_loaders(groups, config)
+    module = make_module(groups)
+
+    def validation_step(batch, batch_idx):
+        assert module.groups is evaluation
+        raise ZeroDivisionError
+
+    module.validation_step = validation_step
+    trainer = make_trainer(size, folder, [EvalContextParallel(groups, evaluation)])
+    with pytest.raises(ZeroDivisionError):
+        trainer.validate(module, validation)
+    assert module.groups is groups
+
+
+def test_an_error_restores_the_training_layout(tmp_path):
+    run_ranks(2, fail, tmp_path)

@@ -1,0 +1,339 @@
+"""Samples to planned micro-batches in Megatron's form, options, and what is refused.
+
+With the real Megatron-Core; `require_megatron` is also tested without it.
+"""
+
+import argparse
+import importlib.util
+from importlib import metadata
+
+import pytest
+import torch
+from ranks import run_ranks
+
+import hcp
+from hcp.integrations.megatron import add_megatron_arguments, config_from_args, versions
+
+needs_megatron = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None
+    or importlib.util.find_spec("megatron.core") is None,
+    reason="Megatron-Core is not installed: python -m pip install megatron-core==0.16.1",
+)
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+# ---- versions and options ------------------------------------------------------------------------
+
+
+def require(monkeypatch, version):
+    def answer(name):
+        assert name == "megatron-core"
+        if version is None:
+            raise metadata.PackageNotFoundError
+        return version
+
+    monkeypatch.setattr(versions.metadata, "version", answer)
+    versions.require_megatron.cache_clear()
+    try:
+        return versions.require_megatron()
+    finally:
+        versions.require_megatron.cache_clear()
+
+
+def test_a_missing_megatron_is_named_with_what_to_install(monkeypatch):
+    with pytest.raises(ImportError, match=r"not installed.*pip install megatron-core==0\.16\.1"):
+        require(monkeypatch, None)
+
+
+def test_an_untested_megatron_is_refused_by_its_version(monkeypatch):
+    with pytest.raises(ImportError, match=r"megatron-core is 0\.15\.3, expected 0\.16\.1 or 0\.19"):
+        require(monkeypatch, "0.15.3")
+    assert require(monkeypatch, "0.19.2") == "0.19.2"
+
+
+def test_the_flags_of_dynamic_cp_become_a_config():
+    parser = add_megatron_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(
+        [
+            "--dynamic-context-parallel",
+            "--max-seqlen-per-dp-cp-rank",
+            "64",
+            "--cp-comm-type",
+            "a2a+p2p",
+            "p2p",
+            "--min-dynamic-context-parallel-size",
+            "2",
+            "--eval-context-parallel-size",
+            "4",
+            "--hierarchical-context-parallel-sizes",
+            "2",
+            "2",
+        ]
+    )
+    config = config_from_args(args)
+    assert config == hcp.Config(
+        64,
+        min_dynamic_context_parallel_size=2,
+        cp_comm_type=("a2a+p2p", "p2p"),
+        hierarchical_context_parallel_sizes=(2, 2),
+        eval_context_parallel_size=4,
+    )
+
+
+def test_megatrons_own_flags_are_used_where_it_has_them():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sequence-packing-scheduler", choices=["default_dynamic_cp"])
+    parser.add_argument("--max-seqlen-per-dp-cp-rank", type=int, default=32)
+    parser.add_argument("--cp-comm-type", nargs="+", default=["p2p"])
+    parser.add_argument("--context-parallel-size", type=int, default=1)
+    add_megatron_arguments(parser)
+    args = parser.parse_args(["--sequence-packing-scheduler", "default_dynamic_cp"])
+    config = config_from_args(args)
+    assert (config.sequence_packing_scheduler, config.cp_comm_type) == ("dynamic_cp", "p2p")
+    static = config_from_args(parser.parse_args(["--context-parallel-size", "2"]))
+    assert (static.sequence_packing_scheduler, static.context_parallel_size) == ("static_cp", 2)
+    args.dynamic_context_parallel, args.sequence_packing_scheduler = True, "dp_balanced"
+    with pytest.raises(ValueError, match="dp_balanced contradict each other"):
+        config_from_args(args)
+
+
+# ---- samples -------------------------------------------------------------------------------------
+
+
+def sequences(sample):
+    from hcp.integrations.megatron.data import sequences_of
+
+    return [{name: rows.tolist() for name, rows in each.items()} for each in sequences_of(sample)]
+
+
+@needs_megatron
+def test_labels_and_mask_follow_from_tokens():
+    assert sequences({"tokens": torch.tensor([5, 6, 7])}) == [
+        {"tokens": [5, 6, 7], "labels": [6, 7, 5], "loss_mask": [1.0, 1.0, 0.0]}
+    ]
+
+
+@needs_megatron
+def test_megatrons_padded_and_packed_samples_are_the_sequences_they_hold():
+    rows = torch.arange(1, 6)[None]
+    sample = {"tokens": rows, "labels": rows + 1, "loss_mask": torch.ones(1, 5)}
+    padded = sequences({**sample, "original_seq_len": torch.tensor([3]), "position_ids": rows})
+    assert padded == [{"tokens": [1, 2, 3], "labels": [2, 3, 4], "loss_mask": [1.0] * 3}]
+    packed = sequences({**sample, "cu_seqlens": torch.tensor([[0, 2, 2, 5]])})
+    assert [each["tokens"] for each in packed] == [[1, 2], [3, 4, 5]]
+
+
+@needs_megatron
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        ({"text": torch.ones(3)}, r"a sample has \['text'\], expected 'tokens'"),
+        ({"tokens": torch.ones(2, 3)}, r"tokens has shape \(2, 3\), expected \(length,\)"),
+        (
+            {"tokens": torch.ones(2), "loss_mask": torch.tensor([0.5, 1])},
+            "loss_mask has values other than 0 and 1",
+        ),
+    ],
+)
+def test_a_sample_that_cannot_be_taken_is_refused(sample, message):
+    with pytest.raises(ValueError, match=message):
+        sequences(sample)
+
+
+def plan_uneven_batches(rank, size):
+    """Rank 0 has three steps, the others two, one, ... samples."""
+    from hcp.integrations.megatron import plan_batches
+
+    groups = hcp.build_process_groups()
+    batches = [[{"tokens": torch.full((n,), n)} for n in (50, 3)], [], [{"tokens": torch.ones(1)}]]
+    own = batches[: 3 if rank == 0 else 1]
+    config = hcp.Config(max_seqlen_per_dp_cp_rank=23)  # not a multiple
+    seen = []
+    for step in plan_batches(own, config, groups, alignment=4):
+        for batch in step:
+            cp = batch["packed_seq_params"].cp_handler
+            rows = batch["tokens"].shape[1]
+            assert rows % 4 == 0
+            assert 23 >= rows >= cp.rows
+            assert all(batch[name].shape == (1, rows) for name in ("labels", "loss_mask"))
+            held = cp.rows - cp.layout.padding
+            assert not batch["loss_mask"][0, held:].any()
+            seen += batch["tokens"][0, :held].tolist()
+    return seen
+
+
+@needs_megatron
+def test_uneven_batches_a_batch_of_one_and_ranks_without_samples_are_planned():
+    seen = sorted(token for rows in run_ranks(3, plan_uneven_batches) for token in rows)
+    # The second batch is empty on every rank: the samples end there.
+    assert seen == [3] * 9 + [50] * 150
+
+
+def load_by_dp_rank(rank, size):
+    from hcp.integrations.megatron import plan_batches
+
+    groups = hcp.build_process_groups(cp=2)
+    own = [[{"tokens": torch.full((4,), 10 * groups.rank("dp") + i)} for i in range(3)]]
+    config = hcp.Config(max_seqlen_per_dp_cp_rank=8)
+    (step,) = plan_batches(own, config, groups, samples_of="dp")
+    with pytest.raises(ValueError, match="samples_of is 'tp', expected 'dp_cp' or 'dp'"):
+        next(plan_batches(own, config, groups, samples_of="tp"))
+    return [
+        token
+        for batch in step
+        for token in batch["tokens"][0, : batch["packed_seq_params"].cp_handler.rows].tolist()
+    ]
+
+
+@needs_megatron
+def test_what_cp_siblings_load_alike_counts_once():
+    seen = sorted(token for rows in run_ranks(4, load_by_dp_rank) for token in rows)
+    assert seen == sorted(token for token in (0, 1, 2, 10, 11, 12) for _ in range(4))
+
+
+def plan_for_stages(rank, size):
+    from hcp.integrations.megatron import plan_batches
+
+    groups = hcp.build_process_groups(pp=2)
+    own = [[{"tokens": torch.ones(n)} for n in (9, 4)]] if rank % 2 == 0 else []
+    config = hcp.Config(max_seqlen_per_dp_cp_rank=12)
+    asked = dict(virtual_stages=2, micro_batch_group=4, sync="micro_batch")
+    (step,) = plan_batches(own, config, groups, **asked)
+    assert len(step) == 4  # fewer sequences than micro-batches
+    given = step.plan.to_dict()
+    assert given["pipeline_stages"] == 2
+    assert {name: given[name] for name in asked} == asked
+    (step,) = plan_batches(own, config, groups)
+    assert (step.plan.sync, step.plan.to_dict()["pipeline_stages"]) == ("step", 2)
+
+
+@needs_megatron
+def test_plans_are_for_the_stages_and_rounds_of_the_schedule():
+    run_ranks(4, plan_for_stages)
+
+
+def load_other_samples(rank, size):
+    from hcp.integrations.megatron import plan_batches
+
+    groups = hcp.build_process_groups(tp=2)
+    with pytest.raises(hcp.HcpError, match="plans of step 0 differ between rank 0 and rank 1"):
+        next(plan_batches([[{"tokens": torch.ones(3 + rank)}]], hcp.Config(16), groups))
+
+
+@needs_megatron
+def test_tensor_parallel_peers_with_other_samples_are_an_error_on_both():
+    run_ranks(2, load_other_samples)
+
+
+# ---- PackedSeqParams that Megatron made ----------------------------------------------------------
+
+
+def attend_with_megatrons_own_params(rank, size):
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from hcp.integrations.megatron import handler_of
+
+    groups = hcp.build_process_groups(cp=2)
+    bounds = torch.tensor([0, 8, 12], dtype=torch.int32)
+
+    def params(**fields):
+        return PackedSeqParams("thd", bounds, bounds, max_seqlen_q=8, max_seqlen_kv=8, **fields)
+
+    drawn = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 12, 2, 4, generator=drawn, dtype=torch.float64)
+    alone = handler_of(params(local_cp_size=1), groups.cp)
+    assert (alone.degree, alone.rows) == (1, 12)
+    whole = alone.attention(q, k, v)
+    for given in (params(), params(cp_group=groups.cp), params(local_cp_size=2)):
+        cp = handler_of(given, groups.cp)
+        assert handler_of(given, groups.cp) is cp  # made once for all layers
+        first = torch.tensor([0, 1, 6, 7, 8, 11]), torch.tensor([2, 3, 4, 5, 9, 10])
+        own = first[rank]
+        out = cp.attention(q[own], k[own], v[own])
+        assert float((out - whole[own]).abs().max()) < 1e-12
+    with pytest.raises(ValueError, match="local_cp_size is 3, expected 2: the size of its cp_gr"):
+        handler_of(params(local_cp_size=3), groups.cp)
+    odd = PackedSeqParams("thd", torch.tensor([0, 6], dtype=torch.int32), local_cp_size=2)
+    with pytest.raises(
+        ValueError, match=r"sequences of \[6\] tokens, expected multiples of 2 \* 2"
+    ):
+        handler_of(odd, groups.cp)
+    with pytest.raises(ValueError, match="got no packed_seq_params in the format 'thd'"):
+        handler_of(None, groups.cp)
+
+
+@needs_megatron
+def test_megatrons_own_packed_params_say_group_and_size():
+    run_ranks(2, attend_with_megatrons_own_params)
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def refuse(rank, size):
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.attention import CrossAttention
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from hcp.integrations import megatron as hcp_megatron
+
+    with hcp_megatron.megatron_on_cpu():
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel()
+
+        def model(**options):
+            given = dict(num_layers=1, hidden_size=16, num_attention_heads=2)
+            given |= dict(use_cpu_initialization=True, hidden_dropout=0.0, attention_dropout=0.0)
+            config = TransformerConfig(**{**given, **options})
+            spec = hcp_megatron.hcp_layer_spec(get_gpt_layer_local_spec())
+            return GPTModel(config, spec, 64, 64, position_embedding_type="rope")
+
+        for option, value in dict(attention_dropout=0.1, flash_decode=True).items():
+            with pytest.raises(ValueError, match=f"config.{option} is {value}, expected"):
+                model(**{option: value})
+        with pytest.raises(ValueError, match="calculate_per_token_loss is False, expected True"):
+            hcp_megatron.forward_step(iter([]), model())
+        grown = model(calculate_per_token_loss=True)
+        grown.config.mtp_num_layers = 1
+        with pytest.raises(ValueError, match=r"the model is a GPTModel with mtp_num_layers"):
+            hcp_megatron.forward_step(iter([]), grown)
+        with pytest.raises(ValueError, match="return_schedule_plan is True, expected False"):
+            hcp_megatron.forward_step(iter([]), None, return_schedule_plan=True)
+        tokens = torch.zeros(1, 4, dtype=torch.int64)
+        with pytest.raises(ValueError, match="the layer got no packed_seq_params"):
+            model()(tokens, tokens, None)
+    crossing = get_gpt_layer_local_spec()
+    crossing.submodules.cross_attention = ModuleSpec(module=CrossAttention)
+    with pytest.raises(ValueError, match=r"spec\.submodules\.cross_attention is CrossAttention,"):
+        hcp_megatron.hcp_layer_spec(crossing)
+    with pytest.raises(ValueError, match="has no self-attention, Mamba mixer or MTP layer"):
+        hcp_megatron.hcp_layer_spec(get_gpt_layer_local_spec().submodules.mlp)
+    with pytest.raises(ValueError, match="spec is the class GPTModel, expected a ModuleSpec"):
+        hcp_megatron.hcp_layer_spec(GPTModel)
+
+
+@needs_megatron
+def test_options_and_layers_that_hcp_does_not_compute_are_refused_by_name():
+    run_ranks(1, refuse, timeout=110)
+
+
+@needs_megatron
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--ranks", "3", "--tensor-model-parallel-size", "2"], "ranks (3) % (tensor * pipeline"),
+        (["--ranks", "2", "--max-seqlen-per-dp-cp-rank", "8"], "> max_seqlen_per_dp_cp_rank (8)"),
+        (["--data", "nowhere"], "--data nowhere: no such file"),
+    ],
+)
+def test_the_program_says_in_one_line_what_is_wrong(flags, message, capsys, monkeypatch):
+    from hcp.integrations.megatron.program import main
+
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(flags) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("hcp.integrations.megatron: error: ")
+    assert message in line

@@ -1,0 +1,209 @@
+"""Models of the real Megatron-Core in float64: logits and gradients do not depend on the plan.
+
+The ranks are threads of one process (hcp.loopback) that share one model, so nothing of a
+micro-batch can lie in the model itself.
+"""
+
+import importlib.util
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+
+import hcp
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("megatron") is None
+        or importlib.util.find_spec("megatron.core") is None,
+        reason="Megatron-Core is not installed: python -m pip install megatron-core==0.16.1",
+    ),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+LENGTHS = [61, 5, 1, 17, 2, 30]
+MLA = dict(
+    multi_latent_attention=True,
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    qk_head_dim=8,
+    qk_pos_emb_head_dim=4,
+    v_head_dim=12,
+)
+OPTIONS = hcp.Config(
+    sum(LENGTHS), cp_comm_type=hcp.COMM_TYPES, hierarchical_context_parallel_sizes=(2, 2)
+)
+MODELS = {
+    "grouped queries": {},
+    "heads of another size and norms of queries and keys": dict(kv_channels=20, qk_layernorm=True),
+    "interleaved rotary embedding": dict(rotary_interleaved=True),
+    "layers without rotary embedding": dict(no_rope_freq=[0, 1]),
+    "a window in every second layer": dict(window_size=(7, 0), window_attn_skip_freq=2),
+    "learnable sinks": dict(softmax_type="learnable"),
+    "softmax off by one": dict(softmax_type="off-by-one"),
+    "scores scaled by layer": dict(apply_query_key_layer_scaling=True),
+    "latent attention": {**MLA, "rope_type": "rope"},
+    "latent attention with YaRN": {**MLA, "rope_type": "yarn"},
+    "latent attention without query compression": {**MLA, "rope_type": "rope", "q_lora_rank": None},
+    "two comm types": dict(cp_comm_type=["a2a", "all_gather"]),
+    "levels and whatever is fastest": dict(cp_comm_type=["a2a+p2p", "auto"]),
+    "a Mamba hybrid": dict(mamba_num_groups=2),
+    "a Mamba hybrid of one group": dict(mamba_num_groups=1),
+}
+
+
+def config_of(name, **options):
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+    given = dict(
+        num_layers=2,
+        hidden_size=32,
+        ffn_hidden_size=32,
+        num_attention_heads=4,
+        num_query_groups=4 if "latent" in name else 2,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        use_cpu_initialization=True,
+        params_dtype=torch.float64,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+    )
+    if "hybrid" in name:
+        given |= dict(num_layers=4, mamba_state_dim=6, mamba_head_dim=16)
+    kind = MLATransformerConfig if "latent" in name else TransformerConfig
+    return kind(**{**given, **options})
+
+
+def build(name, options):
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from hcp.integrations.megatron import hcp_layer_spec
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.random.model_parallel_cuda_manual_seed(1)
+    torch.manual_seed(1)
+    collection = ProcessGroupCollection.use_mpu_process_groups()
+    config = config_of(name, **options)
+    if "hybrid" in name:
+        model = build_hybrid(config, collection)
+    else:
+        spec = get_gpt_layer_local_spec(
+            qk_layernorm=config.qk_layernorm,
+            multi_latent_attention=config.multi_latent_attention,
+            normalization="RMSNorm",
+        )
+        model = GPTModel(
+            config,
+            hcp_layer_spec(spec),
+            vocab_size=264,
+            max_sequence_length=64,
+            position_embedding_type="rope",
+            rotary_percent=1.0 if "latent" in name else 0.5,
+            pg_collection=collection,
+        )
+    model = model.double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)  # so that scores are not all alike
+    return model
+
+
+def build_hybrid(config, collection):
+    """Mamba, attention, Mamba, MLP."""
+    from test_megatron import mamba_hybrid
+
+    from hcp.integrations.megatron import hcp_layer_spec
+
+    return mamba_hybrid(collection, None, config=config, wrap=hcp_layer_spec)
+
+
+def computed(model, ranks, lengths, room, alignment=1):
+    """Logits of every sequence, the sum of all ranks' gradients, the degrees of groups, and how
+    keys travelled."""
+    from hcp.integrations.megatron import packed_seq_params
+
+    drawn = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(64, (n,), generator=drawn) for n in lengths]
+    weights = [torch.randn(n, 264, generator=drawn, dtype=torch.float64) for n in lengths]
+    samples = [{"tokens": t, "weights": w} for t, w in zip(tokens, weights, strict=True)]
+    parameters = list(model.parameters())
+
+    def on_rank(groups):
+        rank = groups.rank("dp_cp")
+        sources = [i % ranks for i in range(len(lengths))]
+        plan = hcp.plan(lengths, ranks=ranks, max_tokens_per_rank=room, alignment=alignment)
+        own = samples[rank::ranks]
+        step = hcp.dispatch(plan, own, sources, groups, **OPTIONS.dispatch_options())
+        sums, logits = [torch.zeros_like(p) for p in parameters], {}
+        ways = set()
+        for cp, local in step:
+            rows = cp.rows or alignment
+            assert rows % alignment == 0
+            padded = F.pad(local.tokens, (0, rows - cp.rows))[None]
+            params = packed_seq_params(cp, rows=rows)
+            out = model(padded, F.pad(cp.position_ids, (0, rows - cp.rows))[None], None,
+                        packed_seq_params=params)[0, : cp.rows]  # fmt: skip
+            grads = torch.autograd.grad((out * local.weights).sum(), parameters, allow_unused=True)
+            for total, grad in zip(sums, grads, strict=True):
+                if grad is not None:
+                    total += grad
+            logits |= whole_sequences(cp, out.detach(), sources, rank)
+            ways |= {(choice.asked, choice.used) for choice in cp.comm_choices}
+        return logits, sums, {g.degree for batch in plan.micro_batches for g in batch}, ways
+
+    results = hcp.loopback(ranks, on_rank)
+    logits = {i: rows for result in results for i, rows in result[0].items()}
+    gradients = [sum(result[1][i] for result in results) for i in range(len(parameters))]
+    return logits, gradients, *results[0][2:]
+
+
+def whole_sequences(cp, out, sources, rank):
+    """What this rank loaded of the micro-batch, back from where it was computed."""
+    groups = cp.plan.micro_batches[cp.micro_batch]
+    own = sorted(i for group in groups for i in group.sequences if sources[i] == rank)
+    rows = cp.combine(out).split([cp.plan.lengths[i] for i in own])
+    return dict(zip(own, rows, strict=True))
+
+
+def compare(rank, size, name, ranks, room, alignment, way=None):
+    from hcp.integrations.megatron import megatron_on_cpu
+
+    if "hybrid" in name:
+        from megatron_scan import stand_in_for_kernels
+
+        stand_in_for_kernels()
+    with megatron_on_cpu():
+        model = build(name, MODELS[name])
+        expected, gradients, _, _ = computed(model, 1, LENGTHS, sum(LENGTHS))
+        logits, summed, degrees, ways = computed(model, ranks, LENGTHS, room, alignment)
+        assert max(degrees) > 1
+        assert way is None or way in ways
+        assert sorted(logits) == sorted(expected) == list(range(len(LENGTHS)))
+        for i, rows in expected.items():
+            assert float((logits[i] - rows).abs().max()) < 1e-10, i
+        for own, theirs, (path, _) in zip(summed, gradients, model.named_parameters(), strict=True):
+            scale = float(theirs.abs().max())
+            assert scale > 0, path
+            bound = 1e-6 if "hybrid" in name else 1e-10  # the mixer casts its own to float32
+            assert float((own - theirs).abs().max()) < bound * max(1.0, scale), path
+        assert any(float(rows.std()) > 0.1 for rows in expected.values())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_computes_the_same_under_any_plan(name):
+    run_ranks(1, compare, name, 3, 26, 1, timeout=110)
+
+
+def test_layers_trade_heads_among_neighbours_and_pass_keys_around_a_ring():
+    given = "levels and whatever is fastest", 4, 18, 1, ("a2a+p2p", "a2a+p2p")
+    run_ranks(1, compare, *given, timeout=110)
+
+
+@pytest.mark.parametrize("name", ["grouped queries", "latent attention", "a Mamba hybrid"])
+def test_rows_that_alignment_adds_change_nothing(name):
+    run_ranks(1, compare, name, 3, 26, 4, timeout=110)

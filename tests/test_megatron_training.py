@@ -1,0 +1,131 @@
+"""Training with the real Megatron-Core: what is computed does not depend on the plan or the layout.
+
+Of every model, one rank with whole documents is the reference: 20 steps of Adam, losses and the
+gradients of the first step.
+"""
+
+import functools
+import importlib.util
+
+import pytest
+from megatron_cases import Case, lengths_of, train
+from ranks import run_ranks
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("megatron") is None
+        or importlib.util.find_spec("megatron.core") is None,
+        reason="Megatron-Core is not installed: python -m pip install megatron-core==0.16.1",
+    ),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+TWENTY = lengths_of(20)
+
+
+@functools.cache
+def reference(name):
+    (outcome,) = run_ranks(1, train, CASES[name], timeout=280)
+    return outcome
+
+
+def agree(name, ranks, *flags, losses=1e-4, gradients=1e-5, moves=True):
+    """The case on more ranks gives the reference's losses and gradients: what rank 0 saw."""
+    expected = reference(name)
+    outcomes = run_ranks(ranks, train, CASES[name].but(*flags), expected.gradients, timeout=280)
+    for outcome in outcomes:
+        assert outcome.tokens == expected.tokens
+        assert outcome.losses == pytest.approx(expected.losses, rel=0, abs=losses)
+        worst = max(outcome.differences.items(), key=lambda item: item[1], default=("", 0.0))
+        assert worst[1] < gradients, worst
+    assert expected.losses[-1] != pytest.approx(expected.losses[0], rel=1e-3)
+    seen = outcomes[0]
+    assert seen.uncovered == []
+    for evaluation in seen.evaluations:  # 7 documents of 173 bytes, each with its end
+        assert (evaluation.documents, evaluation.tokens) == (7, 173)
+        assert evaluation.loss == pytest.approx(expected.evaluations[0].loss, rel=1e-5)
+    assert [evaluation.dp for evaluation in seen.evaluations][1] == 1
+    if moves:
+        assert max(seen.degrees) > 1
+    return seen
+
+
+CASES = {
+    "gpt": Case(lengths=TWENTY),
+    "shared norms": Case(builder="shared norms", lengths=TWENTY),
+    "hybrid": Case(
+        ("--num-layers", "4", "--lr", "3e-4"),
+        dict(mamba_state_dim=6, mamba_head_dim=16, mamba_num_groups=2),
+        builder="hybrid",
+        lengths=TWENTY,
+    ),
+    "deep gpt": Case(("--num-layers", "4"), lengths=TWENTY),
+    "qwen3 moe": Case(
+        ("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "16"),
+        dict(qk_layernorm=True, kv_channels=16),
+        lengths=TWENTY,
+    ),
+    "recomputed gpt": Case(
+        options=dict(
+            recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+        ),
+        lengths=TWENTY,
+    ),
+    "mtp": Case(("--mtp-num-layers", "1"), lengths=TWENTY),
+}
+
+
+def test_dynamic_cp_on_four_ranks_trains_as_one_rank_does():
+    seen = agree("gpt", 4)
+    assert len(set(seen.degrees)) > 1
+
+
+def test_static_cp_trains_as_one_rank_does():
+    seen = agree("gpt", 4, "--context-parallel-size", "4")
+    assert len(set(seen.degrees)) == 1
+
+
+@pytest.mark.parametrize("comm_type", [("all_gather",), ("a2a", "p2p")], ids=" ".join)
+def test_comm_types_once_or_per_layer_change_nothing(comm_type):
+    agree("gpt", 3, "--cp-comm-type", *comm_type)
+
+
+def test_a_distributed_optimizer_trains_as_one_rank_does():
+    agree("gpt", 4, "--use-distributed-optimizer")
+
+
+def test_tensor_parallel_ranks_train_as_one_rank_does():
+    agree("gpt", 4, "--tensor-model-parallel-size", "2")
+
+
+def test_tensor_parallel_ranks_with_sequence_parallelism_train_as_one_rank_does():
+    agree("shared norms", 4, "--tensor-model-parallel-size", "2", "--sequence-parallel")
+
+
+def test_a_mamba_hybrid_with_a_stand_in_scan_trains_as_one_rank_does():
+    agree("hybrid", 4, gradients=1e-4)  # the decay's is a sum over all pairs, in float32
+
+
+def test_pipeline_stages_train_as_one_rank_does():
+    agree("gpt", 4, "--pipeline-model-parallel-size", "2")
+
+
+def test_interleaved_pipeline_stages_train_as_one_rank_does():
+    seen = agree(
+        "deep gpt",
+        4,
+        *("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"),
+    )
+    assert all(count % 2 == 0 for count in seen.micro_batches)
+
+
+def test_recomputed_layers_train_as_one_rank_does():
+    agree("recomputed gpt", 3)
+
+
+def test_experts_over_two_ranks_train_as_one_rank_does():
+    agree("qwen3 moe", 4, "--expert-model-parallel-size", "2")
+
+
+def test_multi_token_prediction_trains_as_one_rank_does():
+    agree("mtp", 4)

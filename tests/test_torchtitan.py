@@ -1,0 +1,371 @@
+"""torchtitan, the real package on gloo ranks: dynamic, static and one-rank runs are one run."""
+
+import importlib.metadata
+import importlib.util
+import sys
+
+import pytest
+import torch
+from ranks import run_ranks
+
+if importlib.util.find_spec("torchtitan") is None:
+    pytest.skip("torchtitan is not installed: make test-trainers", allow_module_level=True)
+
+import titan
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.validate import Validator
+from torchtitan.config import CompileConfig
+from torchtitan.models.common.attention import ScaledDotProductAttention, VarlenAttention
+from torchtitan.trainer import Trainer
+
+import hcp
+from hcp.integrations.torchtitan import (
+    PackedAttention,
+    PackedContextParallel,
+    check_supported,
+    documents_of,
+)
+
+pytestmark = pytest.mark.timeout(600)
+
+LIMIT = 40
+"""Rows of a rank: a document of 64 tokens needs two."""
+
+
+def on_ranks(size, case, *args):
+    return run_ranks(size, case, *args, timeout=500)
+
+
+def train(rank, size, planner, family, options):
+    """Losses and validation losses."""
+    run = titan.Run(titan.config_of(planner, spec=titan.spec_of(family), **options))
+    run.train()
+    run.close()
+    return run.losses, run.validations
+
+
+def runs(family, options, planners):
+    """The losses of one rank, and those of four under each planner."""
+    one = on_ranks(1, train, titan.options(256), family, options)[0]
+    return one, [on_ranks(4, train, planner, family, options)[0] for planner in planners]
+
+
+# ---- attention -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+def test_packed_logits_are_those_of_each_document_alone_under_torchtitans_own_attention(family):
+    config = titan.spec_of(family).model
+    packed = config.build()
+    for layer in config.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    plain = config.build()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in packed.parameters():
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    plain.load_state_dict(packed.state_dict())
+    documents = [torch.arange(n) * 7 % titan.VOCABULARY for n in (30, 1, 2, 17, 5)]
+    alone = [
+        plain(tokens[None], positions=torch.arange(len(tokens))[None])[0] for tokens in documents
+    ]
+
+    def one(groups):
+        own = range(groups.rank("dp_cp"), len(documents), 3)
+        samples = [
+            {"tokens": documents[i], "document": torch.full_like(documents[i], i)} for i in own
+        ]
+        lengths, sources, samples = hcp.gather_lengths(samples, groups)
+        plan = hcp.plan(lengths, ranks=3, max_tokens_per_rank=16)
+        rows = 0
+        for cp, local in hcp.dispatch(plan, samples, sources, groups):
+            assert cp.rows > 0
+            positions = cp.position_ids
+            got = packed(local.tokens[None], positions=positions[None], attention_masks=cp)[0]
+            expected = [alone[i][p] for i, p in zip(local["document"], positions, strict=True)]
+            torch.testing.assert_close(got, torch.stack(expected), rtol=1e-4, atol=1e-5)
+            rows += cp.rows
+        return rows
+
+    assert sum(hcp.loopback(3, one)) == sum(map(len, documents))
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (3, 0), (-1, -1), (2, 1)])
+def test_windows_are_those_of_torchtitans_varlen_attention(window):
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = torch.randn(3, 1, 12, 2, 8, generator=generator, dtype=torch.float64)
+    left, right = (12 if limit < 0 else limit for limit in window)
+    at = torch.arange(12)
+    seen = (at[None] >= at[:, None] - left) & (at[None] <= at[:, None] + right)
+    heads_first = (x.transpose(1, 2) for x in (q, k, v))
+    expected = torch.nn.functional.scaled_dot_product_attention(*heads_first, attn_mask=seen)
+
+    def one(groups):
+        plan = hcp.plan([12], ranks=1, max_tokens_per_rank=12)
+        samples = [{"tokens": torch.zeros(12, dtype=torch.int64)}]
+        [(cp, _)] = hcp.dispatch(plan, samples, [0], groups)
+        attention = PackedAttention.Config(window_size=window).build()
+        got = attention(q, k, v, attention_masks=cp, enable_gqa=True)
+        torch.testing.assert_close(got.transpose(1, 2), expected, rtol=1e-10, atol=1e-12)
+
+    hcp.loopback(1, one)
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+def test_dynamic_static_and_one_rank_runs_of_20_steps_agree(family):
+    planners = [
+        titan.options(LIMIT, eval_context_parallel_size=2),
+        titan.options(LIMIT, "static_cp", context_parallel_size=4, cp_comm_type="all_gather"),
+    ]
+    one, others = runs(family, {"validation_rows": 5}, planners)
+    assert len(one[0]) == 20
+    assert one[0][-1] < one[0][0]
+    for losses, validations in others:
+        assert losses == pytest.approx(one[0], abs=1e-4)
+        assert len(validations) == 3
+        assert validations == pytest.approx(one[1], abs=1e-4)
+
+
+def first_gradients(rank, size, planner, window):
+    spec = titan.spec_of()
+    for layer in spec.model.layers:
+        layer.attention.inner_attention.window_size = window
+    run = titan.Run(titan.config_of(planner, spec=spec))
+    gradients = run.first_gradients()
+    run.close()
+    return gradients
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (9, 0)])
+def test_gradients_of_the_first_step_are_those_of_one_rank(window):
+    one = on_ranks(1, first_gradients, titan.options(256), window)[0]
+    for planner in (
+        titan.options(LIMIT),
+        titan.options(LIMIT, min_dynamic_context_parallel_size=3),
+        titan.options(LIMIT, "static_cp", context_parallel_size=2, cp_comm_type="a2a"),
+    ):
+        for gradients in on_ranks(4, first_gradients, planner, window):
+            assert gradients.keys() == one.keys()
+            for name, gradient in gradients.items():
+                scale = float(one[name].abs().max())
+                torch.testing.assert_close(
+                    gradient, one[name], rtol=1e-4, atol=2e-6 * scale, msg=lambda m, n=name: n + m
+                )
+
+
+def test_a_step_goes_on_when_some_loaders_have_ended_and_training_ends_with_the_last():
+    options = {"loader": titan.Loader.Config(rows=10)}
+    one, [(losses, _)] = runs("llama3", options, [titan.options(LIMIT)])
+    assert len(one[0]) == 3
+    assert losses == pytest.approx(one[0], abs=1e-4)
+
+
+def test_a_batch_of_one_document_longer_than_a_rank_holds():
+    options = {"loader": titan.Loader.Config(rows=1, shortest=64)}
+    two_of_four = titan.options(LIMIT, "static_cp", context_parallel_size=2)
+    planners = [titan.options(LIMIT), titan.options(17), two_of_four]
+    one, others = runs("llama3", options, planners)
+    assert len(one[0]) == 1
+    for losses, _ in others:
+        assert losses == pytest.approx(one[0], abs=1e-5)
+
+
+def shards(rank, size, parallelism):
+    run = titan.Run(titan.config_of(titan.options(LIMIT), parallelism=parallelism, steps=1))
+    parameters = list(run.trainer.model_parts[0].parameters())
+    run.train()
+    run.close()
+    return sum(p.numel() for p in parameters), sum(p.to_local().numel() for p in parameters)
+
+
+@pytest.mark.parametrize(("replicas", "over"), [(1, 4), (2, 2)])
+def test_parameters_are_sharded_over_all_ranks_that_torchtitan_would_shard_over(replicas, over):
+    results = on_ranks(4, shards, {"data_parallel_replicate_degree": replicas})
+    whole = results[0][0]
+    assert sum(own for _, own in results) == whole * replicas
+    assert max(own for _, own in results) < 1.1 * whole / over
+
+
+# ---- validation ----------------------------------------------------------------------------------
+
+
+def validate(rank, size, eval_size, rows):
+    """The loss of the same weights under one layout."""
+    planner = titan.options(LIMIT, eval_context_parallel_size=eval_size)
+    run = titan.Run(titan.config_of(planner, validation_rows=rows))
+    validator = run.trainer.validator
+    validator.validate(run.trainer.model_parts, 1)
+    assert validator.layout.groups is run.trainer.groups
+    run.close()
+    return run.validations[0]
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_the_validation_loss_is_the_same_under_every_layout(rows):
+    losses = [on_ranks(4, validate, size, rows) for size in (None, 1, 2, 4)]
+    reference = losses[0][0]
+    assert torch.tensor(losses).sub(reference).abs().max() < 1e-6 * reference
+    assert on_ranks(2, validate, 2, rows)[0] == pytest.approx(reference, rel=1e-6)
+
+
+def test_a_validation_set_without_documents_is_an_error():
+    with pytest.raises(AssertionError, match="the validation loaders gave no document"):
+        on_ranks(1, validate_nothing)
+
+
+def validate_nothing(rank, size):
+    run = titan.Run(titan.config_of(titan.options(256), validation_rows=1))
+    run.trainer.validator.dl_config.rows = 0
+    run.trainer.validator.validate(run.trainer.model_parts, 1)
+
+
+# ---- documents -----------------------------------------------------------------------------------
+
+
+def test_documents_begin_where_positions_do():
+    tokens = torch.arange(12).view(2, 6)
+    positions = torch.tensor([[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5]])
+    labels = tokens + 1
+    labels[0, 2] = titan.IGNORE
+    documents = documents_of({"input": tokens, "positions": positions}, labels)
+    assert [d["tokens"].tolist() for d in documents] == [
+        [0, 1, 2],
+        [3],
+        [4, 5],
+        [6, 7, 8, 9, 10, 11],
+    ]
+    assert documents[0]["loss_mask"].tolist() == [1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("positions", "message"),
+    [
+        ([1, 2, 3], "positions begin with 1, expected 0"),
+        ([0, 1, 3], "position 3 stands 2 tokens after a 0"),
+    ],
+)
+def test_positions_that_do_not_count_up_are_refused(positions, message):
+    inputs = {"input": torch.zeros(1, 3), "positions": torch.tensor([positions])}
+    with pytest.raises(ValueError, match=message):
+        documents_of(inputs, torch.zeros(1, 3))
+
+
+def test_inputs_beside_tokens_and_positions_are_refused():
+    with pytest.raises(ValueError, match=r"the loader gives \['image', 'input'\], expected input"):
+        documents_of({"input": torch.zeros(1, 3), "image": torch.zeros(1)}, torch.zeros(1, 3))
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"parallelism": {"context_parallel_degree": 2}}, "context_parallel_degree is 2, expected"),
+        ({"parallelism": {"tensor_parallel_degree": 2}}, "tensor_parallel_degree is 2, expected 1"),
+        ({"parallelism": {"spmd_backend": "spmd_types"}}, "spmd_backend is 'spmd_types', expected"),
+        ({"training": {"disable_cuda_graphs": False}}, "disable_cuda_graphs is False, expected"),
+        ({"compile": CompileConfig(enable=True)}, "compile.components has 'model', expected"),
+        (
+            {"loss": ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config())},
+            "loss is ChunkedLossWrapper.Config, expected",
+        ),
+        ({"validator": Validator.Config(enable=True)}, "validator is Validator.Config, expected"),
+    ],
+)
+def test_options_that_were_not_tested_or_cannot_work_are_refused(options, message):
+    config = titan.config_of(titan.options(LIMIT), **options)
+    with pytest.raises(ValueError, match=message):
+        check_supported(config)
+
+
+@pytest.mark.parametrize(
+    ("planner", "message"),
+    [
+        ({"cp_comm_type": ("p2p", "a2a")}, "expected one for all layers"),
+        ({"eval_context_parallel_size": "auto"}, "is 'auto', expected an integer"),
+    ],
+)
+def test_planner_options_that_cannot_work_are_refused(planner, message):
+    with pytest.raises(ValueError, match=message):
+        check_supported(titan.config_of(hcp.Config(LIMIT, **planner)))
+
+
+def test_a_model_without_packed_attention_is_refused():
+    plain = titan.MODELS["llama3"]("debugmodel", attn_backend="varlen")
+    with pytest.raises(ValueError, match=r"inner_attention is VarlenAttention.Config, expected"):
+        check_supported(titan.config_of(titan.options(LIMIT), spec=plain))
+
+
+def test_experts_are_refused():
+    with pytest.raises(ValueError, match=r"layers.0.moe is set, expected dense layers"):
+        check_supported(
+            titan.config_of(titan.options(LIMIT), spec=titan.spec_of("qwen3", "debugmodel_moe"))
+        )
+
+
+def test_attention_of_other_kinds_is_refused():
+    from torchtitan.models import deepseek_v3, gpt_oss
+
+    with pytest.raises(ValueError, match=r"expected GQAttention\.Config: other attention was not"):
+        deepseek_v3.model_registry("debugmodel", converters=[PackedContextParallel.Config()])
+    with pytest.raises(ValueError, match="makes attention masks of its own"):
+        gpt_oss.model_registry("debugmodel", converters=[PackedContextParallel.Config()])
+
+
+@pytest.mark.parametrize("backend", ["varlen", "flex"])
+def test_attention_of_both_packed_backends_is_replaced(backend):
+    attention = [layer.attention for layer in titan.spec_of(backend=backend).model.layers]
+    assert all(type(a.inner_attention) is PackedAttention.Config for a in attention)
+
+
+def test_a_sliding_window_stays():
+    spec = titan.MODELS["llama3"]("debugmodel", attn_backend="varlen")
+    spec.model.layers[1].attention.inner_attention = VarlenAttention.Config(window_size=(9, 0))
+    PackedContextParallel.Config().build().convert(spec.model)
+    windows = [layer.attention.inner_attention.window_size for layer in spec.model.layers[:2]]
+    assert windows == [(-1, 0), (9, 0)]
+
+
+def train_with_torchtitans_trainer(rank, size):
+    config = titan.config_of(titan.options(256))
+    options = {f: getattr(config, f) for f in Trainer.Config.__slots__ if hasattr(config, f)}
+    trainer = Trainer(Trainer.Config(**options))
+    with pytest.raises(ValueError, match="attention_masks is a NoneType, expected a Context"):
+        trainer.train()
+    trainer.close()
+
+
+def test_torchtitans_own_trainer_gets_an_error_that_names_the_right_one():
+    on_ranks(1, train_with_torchtitans_trainer)
+
+
+def test_a_limit_that_no_number_of_ranks_satisfies_is_refused():
+    with pytest.raises(AssertionError, match=r"rows of 64 tokens on a rank of 2 .* > max_seqlen"):
+        on_ranks(2, train, titan.options(20), "llama3", {})
+
+
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        ("0.2.2", r"torchtitan is 0.2.2, expected 0.3.0, .*: pip install torchtitan==0.3.0"),
+        (None, "torchtitan is not installed, expected 0.3.0: pip install torchtitan==0.3.0"),
+    ],
+)
+def test_other_versions_are_refused(version, message, monkeypatch):
+    real = importlib.metadata.version
+
+    def version_of(name):
+        if name != "torchtitan":
+            return real(name)
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", version_of)
+    monkeypatch.delitem(sys.modules, "hcp.integrations.torchtitan")
+    with pytest.raises(ImportError, match=message):
+        importlib.import_module("hcp.integrations.torchtitan")

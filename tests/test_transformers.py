@@ -1,0 +1,608 @@
+"""hcp inside Transformers: its decoder models and its Trainer, the real package on gloo ranks."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+from finetuning import TRAINING, VALIDATION, as_torchrun, documents
+from ranks import run_ranks, try_ranks
+
+import hcp
+
+pytest.importorskip("transformers", reason="pip install '.[transformers]'")
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+}
+MODELS = {
+    "llama": SMALL,
+    "qwen2": SMALL,
+    "qwen3": SMALL | {"head_dim": 8},
+    "mistral": SMALL | {"sliding_window": 8},
+    "gemma3_text": SMALL | {"head_dim": 8, "sliding_window": 8, "num_hidden_layers": 6},
+    "gpt_oss": SMALL
+    | {"head_dim": 8, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "phimoe": SMALL | {"sliding_window": 8, "num_local_experts": 4},
+    "qwen3_moe": SMALL | EXPERTS | {"head_dim": 8, "num_experts": 4},
+    "deepseek_v3": SMALL
+    | EXPERTS
+    | LATENT
+    | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_routed_experts": 4},
+    "gpt2": {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256},
+}
+LENGTHS = (1, 33, 21, 33, 1)
+
+
+def build(kind, **changes):
+    """A small model of random weights, without dropout, that is not hcp's yet."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    options = MODELS.get(kind, SMALL) | changes
+    if kind == "gpt2":
+        options |= {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    config = transformers.CONFIG_MAPPING[kind](**options)
+    torch.manual_seed(7)
+    return transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+
+
+# ---- models --------------------------------------------------------------------------------------
+
+
+def whole(model, dataset):
+    """Logits of each document alone, and the gradients of the mean loss over all of them."""
+    from torch.nn import functional as F
+
+    logits = [model(d["input_ids"][None], use_cache=False).logits[0] for d in dataset]
+    losses = [
+        F.cross_entropy(x[:-1], d["input_ids"][1:], reduction="sum")
+        for x, d in zip(logits, dataset, strict=True)
+    ]
+    (sum(losses) / sum(len(d["input_ids"]) - 1 for d in dataset)).backward()
+    return [x.detach() for x in logits], gradients(model)
+
+
+def gradients(model):
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in model.named_parameters()
+    }
+
+
+def spread(model, dataset, logits, ranks, limit):
+    """The same on ranks that are threads: the largest difference of logits, summed gradients."""
+    from hcp.integrations.transformers import causal_lm_loss, causal_lm_sample, model_inputs
+
+    def work(groups):
+        own_model = copy.deepcopy(model)
+        rank = groups.transport.rank
+        sources = [i % ranks for i in range(len(dataset))]
+        own = [
+            causal_lm_sample(d) | {"expected": x}
+            for d, x, source in zip(dataset, logits, sources, strict=True)
+            if source == rank
+        ]
+        plan = hcp.plan([len(x) for x in logits], ranks=ranks, max_tokens_per_rank=limit)
+        difference, rows = 0.0, []
+        for cp, local in hcp.dispatch(plan, own, sources, groups):
+            with torch.no_grad():
+                found = own_model(**model_inputs(cp, local)).logits[0, : cp.rows]
+            if cp.rows:
+                difference = max(difference, (found - local.expected).abs().max().item())
+            causal_lm_loss(own_model, cp, local, grad_reduce="sum").backward()
+            rows.append(cp.rows)
+        return difference, gradients(own_model), rows
+
+    results = hcp.loopback(ranks, work)
+    summed = {name: sum(grads[name] for _, grads, _ in results) for name in results[0][1]}
+    return max(difference for difference, _, _ in results), summed, [r for _, _, r in results]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_logits_and_gradients_are_those_of_whole_sequences(kind):
+    from hcp.integrations.transformers import register_hcp_attention
+
+    model, dataset = build(kind), documents(LENGTHS)
+    logits, expected = whole(model, dataset)
+    model.zero_grad()
+    register_hcp_attention(model)
+    difference, found, rows = spread(model, dataset, logits, ranks=3, limit=20)
+    assert difference < 2e-5 * max(x.abs().max() for x in logits)
+    assert any(0 in r for r in rows), "no rank was without rows"
+    scale = max(grad.abs().max() for grad in expected.values())
+    for name, grad in expected.items():
+        assert (found[name] - grad).abs().max() < 1e-4 * scale, name
+
+
+def test_float64_is_exact_where_the_model_computes_in_it():
+    from hcp.integrations.transformers import register_hcp_attention
+
+    model, dataset = build("gpt2").double(), documents(LENGTHS)
+    logits, expected = whole(model, dataset)
+    model.zero_grad()
+    register_hcp_attention(model)
+    difference, found, _ = spread(model, dataset, logits, ranks=4, limit=16)
+    assert difference < 1e-12
+    assert max((found[name] - grad).abs().max() for name, grad in expected.items()) < 1e-12
+
+
+def test_another_attention_can_be_set_again():
+    from hcp.integrations.transformers import register_hcp_attention
+
+    model = build("llama")
+    tokens = documents([12])[0]["input_ids"][None]
+    before = model(tokens, use_cache=False).logits
+    register_hcp_attention(model)
+    model.set_attn_implementation("eager")
+    assert torch.equal(model(tokens, use_cache=False).logits, before)
+
+
+def test_generate_is_refused_while_sharded_and_works_after():
+    from hcp.integrations.transformers import model_inputs, register_hcp_attention
+
+    model = build("llama")
+    tokens = documents([6])[0]["input_ids"]
+    register_hcp_attention(model)
+    with pytest.raises(
+        ValueError, match=r"generate .*call model.set_attn_implementation\('sdpa'\)"
+    ):
+        model.generate(tokens[None], max_new_tokens=2)
+
+    def sharded(groups):
+        plan = hcp.plan([6], ranks=1, max_tokens_per_rank=6)
+        for cp, local in hcp.dispatch(plan, [{"input_ids": tokens}], [0], groups):
+            inputs = model_inputs(cp, local)
+            with pytest.raises(ValueError, match=r"not used by the model: \['cp'\]"):
+                model.generate(**inputs, max_new_tokens=2)
+            with pytest.raises(ValueError, match="expected 1 x 6 of each"):
+                model(**inputs | {"input_ids": tokens[None, :5], "position_ids": None})
+
+    hcp.loopback(1, sharded)
+    model.set_attn_implementation("sdpa")
+    assert model.generate(tokens[None], max_new_tokens=2).shape == (1, 8)
+
+
+def forward(model, **changes):
+    """One micro-batch of six tokens through a model."""
+    from hcp.integrations.transformers import model_inputs, register_hcp_attention
+
+    register_hcp_attention()
+    model.set_attn_implementation("hcp")
+    sample = {"input_ids": torch.arange(6)}
+
+    def work(groups):
+        plan = hcp.plan([6], ranks=1, max_tokens_per_rank=6)
+        for cp, local in hcp.dispatch(plan, [sample], [0], groups):
+            model(**model_inputs(cp, local) | changes)
+
+    hcp.loopback(1, work)
+
+
+def test_what_attention_does_not_compute_is_refused_where_it_is_asked_for():
+    with pytest.raises(ValueError, match=r"Gemma2Attention asks for softcap=50.0, expected"):
+        forward(build("gemma2", head_dim=8))
+    with pytest.raises(ValueError, match=r"dropout_p is 0.5, expected 0.0"):
+        forward(build("llama", attention_dropout=0.5).train())
+    with pytest.raises(ValueError, match=r"attention_mask has shape \(1, 6\), expected None: rows"):
+        forward(build("llama"), attention_mask=torch.ones(1, 6))
+    with pytest.raises(ValueError, match=r"given a mask of its own, expected none"):
+        forward(build("llama"), attention_mask=torch.ones(1, 1, 6, 6))
+    with pytest.raises(ValueError, match=r"called without cp=, expected the handler"):
+        forward(build("llama"), cp=None)
+    with pytest.raises(ValueError, match=r"attends in chunks of 4, expected sliding windows"):
+        forward(build("llama4_text", head_dim=8, attention_chunk_size=4, num_local_experts=2))
+
+
+REFUSED_MODELS = [
+    ("mamba", {"hidden_size": 32}, "layers with a state|AttentionInterface"),
+    ("bloom", {"hidden_size": 32, "n_head": 4}, "does not call its attention through Attention"),
+    ("llama4_text", {"head_dim": 8}, r"layer_types has \['chunked_attention'\], expected only"),
+    ("mixtral", {"output_router_logits": True}, "output_router_logits is True, expected False"),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+        "rope_type 'dynamic', expected one that does not",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "message"), REFUSED_MODELS)
+def test_a_model_that_needs_more_than_attention_gives_is_refused(kind, changes, message):
+    from hcp.integrations.transformers import register_hcp_attention
+
+    small = SMALL if kind in ("llama", "llama4_text", "mixtral") else {"vocab_size": 64}
+    import transformers
+
+    config = transformers.CONFIG_MAPPING[kind](**small | changes)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match=message):
+        register_hcp_attention(model)
+    assert model.config._attn_implementation != "hcp"
+
+
+def test_what_is_no_model_of_transformers_is_refused():
+    from hcp.integrations.transformers import register_hcp_attention
+
+    with pytest.raises(ValueError, match="the model is a Linear, expected a PreTrainedModel"):
+        register_hcp_attention(torch.nn.Linear(2, 2))
+
+
+# ---- the Trainer ---------------------------------------------------------------------------------
+
+LIMIT = 30
+
+
+def make_trainer(size, folder, kind="llama", *, limit=LIMIT, evaluation=None, dynamic=True, **args):
+    import transformers
+    from transformers import TrainingArguments
+
+    from hcp.integrations.transformers import Trainer
+
+    model = build(kind)
+    if kind == "gpt2":
+        model = model.double()
+    options = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 8 // size,
+        "per_device_eval_batch_size": 4 // size,
+        "max_steps": 20,
+        "learning_rate": 1e-3,
+        "use_cpu": True,
+        "report_to": [],
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "eval_strategy": "steps",
+        "eval_steps": 10,
+    }
+    trainer = Trainer(
+        model,
+        TrainingArguments(**options | args),
+        train_dataset=documents(TRAINING),
+        eval_dataset=documents(VALIDATION, seed=1),
+        cp=hcp.Config(max_seqlen_per_dp_cp_rank=limit, eval_context_parallel_size=evaluation),
+        dynamic_cp=dynamic,
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+def record(trainer):
+    """Losses of all steps in full precision, gradients of the first step, evaluations."""
+    import transformers
+
+    losses, first, rows = [], {}, []
+    step = trainer.training_step
+
+    def training_step(model, inputs, *others):
+        loss = step(model, inputs, *others)
+        losses.append(loss.item())
+        rows.append([cp.rows for cp, _ in inputs])
+        return loss
+
+    class Watch(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model, **keywords):
+            first.update({} if first else gradients(model))
+
+    trainer.training_step = training_step
+    trainer.add_callback(Watch())
+    trainer.args.max_grad_norm = 0.0
+    trainer.train()
+    history = trainer.state.log_history
+    return {
+        "shares": losses,
+        "logged": [entry["loss"] for entry in history if "loss" in entry],
+        "first": first,
+        "evaluations": [entry["eval_loss"] for entry in history if "eval_loss" in entry],
+        "rows": rows,
+        "flos": trainer.state.total_flos,
+    }
+
+
+def train(rank, size, folder, kind, options):
+    as_torchrun(size)
+    return record(make_trainer(size, folder, kind, **options))
+
+
+def mean_of(results, key):
+    """Over ranks, step by step: shares were scaled for an average."""
+    return torch.tensor([result[key] for result in results], dtype=torch.float64).mean(0)
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory):
+    found = {}
+
+    def run(kind):
+        if kind not in found:
+            folder = tmp_path_factory.mktemp("one")
+            found[kind] = run_ranks(1, train, folder, kind, {"limit": 128})
+        return found[kind]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("llama", {"evaluation": 2, "gradient_checkpointing": True}),
+        ("llama", {"dynamic": False, "evaluation": 1}),
+        ("qwen2", {}),
+        ("gpt2", {"evaluation": 4}),
+        ("gpt2", {"dynamic": False}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value)) or "dynamic",
+)
+def test_twenty_steps_are_those_of_one_rank(kind, options, one_rank, tmp_path):
+    alone, four = one_rank(kind), run_ranks(4, train, tmp_path, kind, options, timeout=120)
+    tolerance = 1e-9 if kind == "gpt2" else 1e-4
+    losses, expected = mean_of(four, "shares"), mean_of(alone, "shares")
+    assert len(losses) == 20
+    assert (losses - expected).abs().max() < tolerance
+    assert expected[-1] < expected[0]
+    assert (mean_of(four, "logged") - mean_of(four, "shares")).abs().max() < 1e-5
+    scale = max(grad.abs().max() for grad in alone[0]["first"].values())
+    for name, grad in alone[0]["first"].items():
+        assert (four[0]["first"][name] - grad).abs().max() < 1e-2 * tolerance * scale, name
+    evaluations = torch.tensor([result["evaluations"] for result in (*four, *alone)])
+    assert evaluations.shape == (5, 2)
+    assert (evaluations - evaluations[-1]).abs().max() < tolerance
+    rows = [[n for result in four for n in result["rows"][i]] for i in range(20)]
+    assert max(map(max, rows)) <= LIMIT
+    assert 0 in itertools.chain(*rows), "no rank was without rows"
+    assert four[0]["flos"] == pytest.approx(alone[0]["flos"])
+
+
+def test_under_autocast_a_rank_computes_what_one_rank_does(tmp_path):
+    options = {"bf16": True, "max_steps": 3, "eval_steps": 3}
+    (alone,) = run_ranks(1, train, tmp_path, "qwen3", options | {"limit": 128})
+    four = run_ranks(4, train, tmp_path, "qwen3", options)
+    apart = mean_of(four, "shares") - mean_of([alone], "shares")
+    assert 0 < apart.abs().max() < 2e-2  # bfloat16, not the types of the weights
+    assert four[0]["evaluations"] == pytest.approx(alone["evaluations"], abs=2e-2)
+
+
+def train_twice(rank, size, folder):
+    """Six steps at once; three and, from the checkpoint, three more."""
+    as_torchrun(size)
+    options = {
+        "limit": 64,
+        "max_steps": 6,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "eval_strategy": "no",
+    }
+    options["max_grad_norm"] = 0.0
+    straight = record(make_trainer(size, folder / "straight", **options))
+    # Step 2 of 3 in an epoch: the middle.
+    resumed = make_trainer(size, folder / "straight", **options)
+    resumed.train(resume_from_checkpoint=str(folder / "straight" / "checkpoint-4"))
+    return straight["logged"], [x["loss"] for x in resumed.state.log_history if "loss" in x]
+
+
+@pytest.mark.skipif(
+    metadata.version("transformers").startswith("5.17."),
+    reason="Transformers 5.17 cannot load an optimizer's state onto several ranks of a CPU",
+)
+def test_a_checkpoint_goes_on_in_the_middle_of_an_epoch(tmp_path):
+    for straight, resumed in run_ranks(2, train_twice, tmp_path):
+        assert len(straight) == len(resumed) == 6
+        assert resumed == pytest.approx(straight, abs=1e-6)
+
+
+def evaluate_alone(rank, size, folder):
+    as_torchrun(size)
+    found = []
+    for evaluation in (None, 1, size):
+        trainer = make_trainer(size, folder, evaluation=evaluation)
+        found.append(trainer.evaluate()["eval_loss"])
+        with pytest.raises(ValueError, match="predict gathers the logits of whole sequences"):
+            trainer.predict(trainer.eval_dataset)
+    sets = {"a": documents(VALIDATION, seed=1), "b": documents([4], seed=2)}
+    both = trainer.evaluate(sets)
+    assert both["eval_a_loss"] == pytest.approx(found[0], abs=1e-6)
+    assert both["eval_b_loss"] != found[0]
+    with pytest.raises(ValueError, match="the dataset has 0 samples"):
+        trainer.evaluate([])
+    return found
+
+
+def test_evaluation_without_training_gives_one_loss_under_every_layout(tmp_path):
+    losses = [loss for found in run_ranks(3, evaluate_alone, tmp_path) for loss in found]
+    model, dataset = build("llama"), documents(VALIDATION, seed=1)
+    total = tokens = 0
+    for d in dataset:
+        logits = model(d["input_ids"][None]).logits[0, :-1]
+        total += torch.nn.functional.cross_entropy(
+            logits, d["input_ids"][1:], reduction="sum"
+        ).item()
+        tokens += len(d["input_ids"]) - 1
+    assert losses == pytest.approx([total / tokens] * len(losses), abs=1e-5)
+
+
+REFUSED_ARGUMENTS = [
+    ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps is 2, expected 1: the plan"),
+    ({"label_smoothing_factor": 0.1}, "label_smoothing_factor is 0.1, expected 0"),
+    ({"auto_find_batch_size": True}, "auto_find_batch_size is True, expected False"),
+    ({"include_num_input_tokens_seen": "all"}, "include_num_input_tokens_seen is 'all', expected"),
+    ({"bf16_full_eval": True}, "bf16_full_eval is True, expected False"),
+]
+
+
+def refuse_arguments(rank, size, folder):
+    from transformers import TrainingArguments
+
+    from hcp.integrations.transformers import Trainer
+
+    as_torchrun(size)
+    for options, message in REFUSED_ARGUMENTS:
+        with pytest.raises(ValueError, match=message):
+            make_trainer(size, folder, **options)
+    args = TrainingArguments(output_dir=str(folder), use_cpu=True, report_to=[])
+    config = hcp.Config(max_seqlen_per_dp_cp_rank=8)
+    for options, message in (
+        ({"data_collator": list}, "data_collator is a type, expected None: samples are packed"),
+        ({"compute_metrics": len}, "compute_metrics was given, expected None: it wants"),
+        ({"compute_loss_func": len}, "compute_loss_func was given, expected None"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Trainer(build("llama"), args, cp=config, **options)
+    mixed = hcp.Config(max_seqlen_per_dp_cp_rank=8, cp_comm_type=("p2p", "a2a"))
+    with pytest.raises(ValueError, match=r"cp_comm_type lists .*, expected one for all layers"):
+        Trainer(build("llama"), args, cp=mixed)
+    trainer = Trainer(build("llama"), args, cp=config)
+    with pytest.raises(ValueError, match="train_dataset is missing"):
+        trainer.train()
+    with pytest.raises(ValueError, match="eval_dataset is missing"):
+        trainer.evaluate()
+    trainer = Trainer(build("llama"), args, train_dataset=documents([100]), cp=config)
+    with pytest.raises(ValueError, match=r"lengths\[0\] is 100: .*expected <= 8"):
+        trainer.train()
+
+
+def test_what_would_be_wrong_or_without_effect_is_refused(tmp_path):
+    run_ranks(1, refuse_arguments, tmp_path)
+
+
+def test_without_a_job_the_error_says_how_to_start_one(tmp_path):
+    from transformers import TrainingArguments
+
+    from hcp.integrations.transformers import Trainer
+
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(hcp.HcpError, match="init_process_group"):
+        Trainer(build("llama"), args, cp=hcp.Config(max_seqlen_per_dp_cp_rank=8))
+
+
+# ---- versions ------------------------------------------------------------------------------------
+
+OLD = """
+from importlib import metadata
+true = metadata.version
+metadata.version = lambda name: "4.57.1" if name == "transformers" else true(name)
+import hcp.integrations.transformers
+"""
+ABSENT = """
+import sys
+from importlib import metadata
+true = metadata.version
+def version(name):
+    if name == "transformers":
+        raise metadata.PackageNotFoundError(name)
+    return true(name)
+metadata.version = version
+import hcp.integrations.transformers
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (OLD, r"ImportError: transformers is 4.57.1, expected 5.17 to 5.23.*pip install"),
+        (ABSENT, r"ImportError: transformers is not installed, expected 5.17 to 5.23: pip install"),
+    ],
+)
+def test_another_version_or_none_gives_an_error_that_says_what_to_install(code, message):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert re.search(message, done.stderr), done.stderr
+
+
+def test_importing_hcp_does_not_register_anything():
+    code = (
+        "import transformers, hcp, hcp.integrations\n"
+        "assert 'hcp' not in transformers.AttentionInterface().valid_keys()\n"
+        "import hcp.integrations.transformers as ours\n"
+        "assert 'hcp' not in transformers.AttentionInterface().valid_keys()\n"
+        "ours.register_hcp_attention()\n"
+        "assert 'hcp' in transformers.AttentionInterface().valid_keys()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
+
+
+def fail_on_one_rank(rank, size, folder):
+    as_torchrun(size)
+    trainer = make_trainer(size, folder, limit=128)
+    if rank == 1:
+        trainer.train_dataset[3] = {"text": "not tokenized"}
+    trainer.train()
+
+
+def test_a_bad_sample_on_one_rank_is_an_error_on_all(tmp_path):
+    first, second = try_ranks(2, fail_on_one_rank, tmp_path)
+    assert first.kind == "HcpError"
+    assert "rank 1 failed: ValueError: a sample has ['text'], expected 'input_ids'" in first.message
+    assert second.kind == "ValueError"
+
+
+# ---- FSDP2 ---------------------------------------------------------------------------------------
+
+
+def train_sharded(rank, size):
+    """Three updates with parameters that are spread over the domain."""
+    from torch.distributed.fsdp import fully_shard
+
+    from hcp.integrations.transformers import (
+        DynamicCPDataLoader,
+        causal_lm_loss,
+        register_hcp_attention,
+    )
+
+    model = build("llama").train()
+    register_hcp_attention(model)
+    groups = hcp.build_process_groups()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    config = hcp.Config(max_seqlen_per_dp_cp_rank=128 if size == 1 else LIMIT)
+    loader = DynamicCPDataLoader(documents(TRAINING), config, groups, global_batch_size=8)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    losses = []
+    for step in loader:
+        total = 0.0
+        for i, (cp, local) in enumerate(step):
+            model.set_requires_gradient_sync(i + 1 == len(step))
+            loss = causal_lm_loss(model, cp, local, grad_reduce="mean")
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def test_fsdp2_spreads_parameters_over_the_domain_as_it_does():
+    alone = run_ranks(1, train_sharded)[0]
+    four = torch.tensor(run_ranks(4, train_sharded)).mean(0)
+    assert len(alone) == 3
+    assert (four - torch.tensor(alone)).abs().max() < 1e-4

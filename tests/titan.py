@@ -1,0 +1,231 @@
+"""torchtitan on CPUs, for tests: it asks a device module for names and memory that torch.cpu lacks.
+
+Import this before torchtitan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+import torch._utils
+import torch.distributed
+
+CPU = SimpleNamespace(
+    set_device=lambda device: None,
+    device_count=lambda: 1,
+    current_device=lambda: 0,
+    get_device_name=lambda device=None: "cpu",
+    get_device_properties=lambda device=None: SimpleNamespace(total_memory=1 << 30, name="cpu"),
+    reset_peak_memory_stats=lambda: None,
+    empty_cache=lambda: None,
+    memory_stats=lambda device=None: {},
+    synchronize=lambda: None,
+)
+if not hasattr(torch.distributed, "set_timeout"):  # torchtitan asks for a torch after 2.13
+    torch.distributed.set_timeout = lambda timeout, group: None
+torch._utils._get_available_device_type = lambda: "cpu"
+_module_of = torch._utils._get_device_module
+torch._utils._get_device_module = lambda name: CPU if name == "cpu" else _module_of(name)
+
+import torchtitan.tools.utils  # noqa: E402
+
+torch._utils._get_device_module = _module_of
+assert torchtitan.tools.utils.device_type == "cpu", "torchtitan was imported before this module"
+
+from torch.distributed.fsdp import FSDPModule  # noqa: E402
+from torch.distributed.tensor import DTensor, distribute_tensor  # noqa: E402
+from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
+from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402
+from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw  # noqa: E402
+from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
+from torchtitan.config import ParallelismConfig, TrainingConfig  # noqa: E402
+from torchtitan.models import llama3, qwen3  # noqa: E402
+
+import hcp  # noqa: E402
+from hcp.integrations.torchtitan import (  # noqa: E402
+    ContextParallelTrainer,
+    ContextParallelValidator,
+    PackedContextParallel,
+)
+
+VOCABULARY = 2048
+IGNORE = -100
+
+
+class Tokenizer(BaseTokenizer):
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        pass
+
+    def __init__(self, config, **kwargs):
+        super().__init__()
+
+    def encode(self, *args, **kwargs):
+        return []
+
+    def decode(self, *args, **kwargs):
+        return ""
+
+    def get_vocab_size(self):
+        return VOCABULARY
+
+
+class Loader(BaseDataLoader):
+    """Rows of packed documents of any length: row i is the same whoever loads it."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        rows: int = 1000
+        infinite: bool = False
+        shortest: int = 1
+        longest: int = 64
+        """Tokens of a document, cut where the row ends."""
+
+    def __init__(
+        self, config, *, dp_world_size, dp_rank, seq_len, local_batch_size, tokenizer=None, **kwargs
+    ):
+        self.config, self.seq_len, self.size = config, seq_len, local_batch_size
+        self.first, self.stride = dp_rank, dp_world_size
+
+    def __iter__(self):
+        """Rank r of n has rows r, r + n, ...; the last batch may be smaller."""
+        own = range(self.first, self.config.rows, self.stride)
+        for start in range(0, len(own), self.size):
+            rows = [self.row(i) for i in own[start : start + self.size]]
+            tokens, positions, labels = (torch.stack(column) for column in zip(*rows, strict=True))
+            yield {"input": tokens, "positions": positions}, labels
+
+    def row(self, i):
+        generator = torch.Generator().manual_seed(i)
+        tokens = torch.randint(VOCABULARY, (self.seq_len + 1,), generator=generator)
+        labels, positions = tokens[1:].clone(), torch.zeros(self.seq_len, dtype=torch.int64)
+        start = 0
+        while start < self.seq_len:
+            bounds = self.config.shortest, self.config.longest + 1
+            length = int(torch.randint(*bounds, (), generator=generator))
+            end = min(self.seq_len, start + length)
+            positions[start:end] = torch.arange(end - start)
+            labels[end - 1] = IGNORE
+            start = end
+        return tokens[:-1], positions, labels
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+MODELS = {"llama3": llama3.model_registry, "qwen3": qwen3.model_registry}
+
+
+def spec_of(family="llama3", flavor="debugmodel", backend="varlen", layers=2):
+    spec = MODELS[family](flavor, attn_backend=backend, converters=[PackedContextParallel.Config()])
+    del spec.model.layers[layers:]
+    return spec
+
+
+def config_of(
+    context_parallel,
+    *,
+    spec=None,
+    steps=20,
+    local_batch_size=1,
+    global_batch_size=4,
+    seq_len=64,
+    loader=None,
+    validation_rows=0,
+    parallelism=None,
+    training=None,
+    **options,
+):
+    """A small job. `validation_rows`: of the validation set, after steps 1, 10, 20 ..."""
+    return ContextParallelTrainer.Config(
+        **{
+            "model_spec": spec or spec_of(),
+            "context_parallel": context_parallel,
+            "tokenizer": Tokenizer.Config(),
+            "dataloader": loader or Loader.Config(),
+            "loss": CrossEntropyLoss.Config(global_vocab_size=VOCABULARY),
+            "optimizer": default_adamw(lr=1e-3),
+            "lr_scheduler": LRSchedulersContainer.Config(warmup_steps=2),
+            "parallelism": ParallelismConfig(
+                **{"spmd_backend": "partial_dtensor", **(parallelism or {})}
+            ),
+            "training": TrainingConfig(
+                local_batch_size=local_batch_size,
+                global_batch_size=global_batch_size,
+                seq_len=seq_len,
+                steps=steps,
+                **{
+                    "disable_cuda_graphs": True,
+                    "mixed_precision_param": "float32",
+                    **(training or {}),
+                },
+            ),
+            "metrics": MetricsProcessor.Config(log_freq=1),
+            "validator": ContextParallelValidator.Config(
+                enable=validation_rows > 0,
+                freq=10,
+                steps=-1,
+                dataloader=Loader.Config(rows=validation_rows),
+            ),
+            **options,
+        }
+    )
+
+
+class Run:
+    """A job, and what it logged."""
+
+    def __init__(self, config):
+        self.trainer = config.build()
+        for module in self.trainer.model_parts[0].modules():
+            if isinstance(module, FSDPModule):  # Gloo has no sum that multiplies first
+                module.set_force_sum_reduction_for_comms(True)
+        self._same_weights()
+        self.losses, self.norms, self.validations = [], [], []
+        processor = self.trainer.metrics_processor
+        processor.log = self._log
+        processor.log_validation = lambda loss, step, **_: self.validations.append(loss)
+
+    def _same_weights(self):
+        """On any number of ranks: random numbers of DTensors on CPUs are not."""
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for name, parameter in self.trainer.model_parts[0].named_parameters():
+                whole = 0.05 * torch.randn(parameter.shape, generator=generator)
+                whole += 1.0 if "norm" in name else 0.0
+                if isinstance(parameter, DTensor):
+                    whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+                parameter.copy_(whole)
+
+    def _log(self, step, avg_loss, max_loss, grad_norm, extra_metrics=None):
+        self.losses.append(avg_loss)
+        self.norms.append(grad_norm)
+
+    def train(self):
+        self.trainer.train()
+        return self
+
+    def first_gradients(self):
+        """Whole gradients of the first step, before they are clipped, by name."""
+        trainer = self.trainer
+        inputs, labels = next(trainer.batch_generator(trainer.dataloader))
+        tokens = (labels != IGNORE).sum()
+        torch.distributed.all_reduce(tokens)
+        trainer.forward_backward_step(input_dict=inputs, labels=labels, global_valid_tokens=tokens)
+        return {
+            name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            for name, p in trainer.model_parts[0].named_parameters()
+        }
+
+    def close(self):
+        self.trainer.close()
+
+
+def options(limit, scheduler="dynamic_cp", **others):
+    return hcp.Config(limit, sequence_packing_scheduler=scheduler, **others)
