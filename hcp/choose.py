@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from hcp.config import divisors, rows_up_to
 from hcp.cost import CostModel
+from hcp.plan import Plan, plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +16,7 @@ class Candidate:
 
     cp: int
     micro_batches: int
-    """Of every data-parallel rank, fillers included."""
+    """Of every rank, fillers included."""
     fillers: int
     """Samples computed for nothing, over all ranks."""
     time: int
@@ -58,6 +59,8 @@ def choose_eval_context_parallel(
     pipeline_stages: int = 1,
     memory: int | None = None,
     micro_batch_size: int = 1,
+    max_tokens_per_rank: int | None = None,
+    global_batch_size: int | None = None,
     sizes: Sequence[int] | None = None,
 ) -> EvalChoice:
     """The CP size with which `hcp.EvalPlan` is predicted to be done first.
@@ -65,7 +68,11 @@ def choose_eval_context_parallel(
     `lengths`: tokens of each sample, or of all. `ranks`: of the dp x cp domain. `memory`: most rows
     (tokens) that one rank can hold in a micro-batch. `sizes`: those to consider, by default all
     divisors of `ranks`; restrict them where heads must be divisible. Pure integers: every rank
-    chooses the same.
+    chooses the same, given the same `cost`; of a function give `cost.tabulated` from one rank.
+
+    Without `max_tokens_per_rank` the prediction is of `EvalPlan.batches`. With it, of
+    `EvalPlan.dispatch` with the CP size as `degree`: the makespans of the plans of all global
+    batches of `global_batch_size` samples, `max_tokens_per_rank` raised where a sample needs more.
 
     Never one that is predicted slower than the training layout, unless that does not fit `memory`;
     ties go to the training layout, then to the smaller size. Raises ValueError when nothing fits.
@@ -80,10 +87,22 @@ def choose_eval_context_parallel(
         if cp < 1 or ranks % cp:
             raise ValueError(f"sizes has {cp}, expected divisors of the {ranks} ranks")
     prices = cost or CostModel()
-    candidates = tuple(
-        _predict(tokens, ranks, cp, prices, pipeline_stages, memory, micro_batch_size)
-        for cp in considered
-    )
+    if max_tokens_per_rank is None:
+        candidates = tuple(
+            _predict(tokens, ranks, cp, prices, pipeline_stages, memory, micro_batch_size)
+            for cp in considered
+        )
+    else:
+        if pipeline_stages != 1:
+            raise ValueError(
+                f"pipeline_stages is {pipeline_stages}, expected 1 with max_tokens_per_rank: a "
+                "plan's pipeline runs backwards, too, which an evaluation does not"
+            )
+        batch = global_batch_size or max(1, len(tokens))
+        candidates = tuple(
+            _predict_dispatch(tokens, ranks, cp, prices, memory, max_tokens_per_rank, batch)
+            for cp in considered
+        )
     fitting = [c for c in candidates if not c.refusal]
     if not fitting:
         raise ValueError(
@@ -123,15 +142,61 @@ def _predict(
         exchange = sum(_exchange(batch, cp, cost) for batch in batches) // stages
         slowest = max(slowest, (sum(times) + bubble, bubble, exchange))
         rows = max([rows, *(sum(rows_up_to(n, cp) for n in batch) for batch in batches)])
-    refusal = ""
-    if memory is not None and rows > memory:
-        refusal = f"a rank would hold {rows:,} rows > memory ({memory:,})"
-    return Candidate(cp, count, count * stride - len(tokens), *slowest, rows, refusal)
+    fillers = count * stride - len(tokens)
+    return Candidate(cp, count, fillers, *slowest, rows, _refusal(rows, memory))
+
+
+def _predict_dispatch(
+    tokens: Sequence[int],
+    ranks: int,
+    cp: int,
+    cost: CostModel,
+    memory: int | None,
+    max_tokens_per_rank: int,
+    global_batch_size: int,
+) -> Candidate:
+    plans = [
+        plan(
+            tokens[first : first + global_batch_size],
+            ranks=ranks,
+            max_tokens_per_rank=max(max_tokens_per_rank, rows_up_to(max(tokens), cp)),
+            min_degree=cp,
+            max_degree=cp,
+            cost=cost,
+        )
+        for first in range(0, len(tokens), global_batch_size)
+    ]
+    rows = max((p.report().peak_tokens for p in plans), default=0)
+    return Candidate(
+        cp,
+        micro_batches=sum(len(p.micro_batches) for p in plans),
+        fillers=0,
+        time=sum(p.makespan for p in plans),
+        bubble=0,
+        exchange=sum(_plan_exchange(p, cost) for p in plans),
+        rows=rows,
+        refusal=_refusal(rows, memory),
+    )
+
+
+def _plan_exchange(made: Plan, cost: CostModel) -> int:
+    by_rank = [0] * made.ranks
+    for groups in made.micro_batches:
+        for group in groups:
+            taken = _exchange([made.lengths[i] for i in group.sequences], group.degree, cost)
+            for rank in range(group.first_rank, group.first_rank + group.degree):
+                by_rank[rank] += taken
+    return max(by_rank)
+
+
+def _refusal(rows: int, memory: int | None) -> str:
+    if memory is None or rows <= memory:
+        return ""
+    return f"a rank would hold {rows:,} rows > memory ({memory:,})"
 
 
 def _time(batch: Sequence[int], cp: int, cost: CostModel) -> int:
-    work = sum(cost.pair * n * (n + 1) // 2 + cost.token * n for n in batch)
-    return work // cp + _exchange(batch, cp, cost) + cost.launch
+    return sum(cost.time(n, cp) for n in batch) + cost.launch
 
 
 def _exchange(batch: Sequence[int], cp: int, cost: CostModel) -> int:

@@ -15,6 +15,7 @@ import hashlib
 import json
 import math
 import struct
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,8 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hcp.config import expect_size
 from hcp.cost import CostModel
-from hcp.dispatch import Sample, Step, dispatch, gather_lengths
+from hcp.dispatch import Step, dispatch, gather_lengths
 from hcp.errors import HcpError
 from hcp.groups import ProcessGroups
 from hcp.plan import Plan, plan
@@ -66,12 +68,12 @@ class EvalPlan:
         `batches` uses data parallelism."""
         self.lengths = None if isinstance(samples, int) else tuple(samples)
         self.num_samples = samples if isinstance(samples, int) else len(samples)
-        _expect("num_samples", self.num_samples, 0)
-        _expect("micro_batch_size", micro_batch_size, 1)
+        expect_size("num_samples", self.num_samples, least=0)
+        expect_size("micro_batch_size", micro_batch_size)
         if self.lengths is not None and max_tokens_per_rank is None:
             raise ValueError("max_tokens_per_rank is missing, expected it together with lengths")
         if global_batch_size is not None:
-            _expect("global_batch_size", global_batch_size, 1)
+            expect_size("global_batch_size", global_batch_size)
         self.groups = eval_pgs
         self.micro_batch_size = micro_batch_size
         self.global_batch_size = global_batch_size or max(1, self.num_samples)
@@ -164,7 +166,6 @@ class EvalPlan:
             wanted = self._global_batch(self._next)
             own = wanted[rank::ranks]
             made = self.plan(self._next)
-            samples: list[Sample] = []
             lengths, _, samples = gather_lengths((dataset[i] for i in own), self.groups)
             by_rank = [i for r in range(ranks) for i in wanted[r::ranks]]
             planned = [self.lengths[i] for i in by_rank]
@@ -239,6 +240,7 @@ class EvalPlan:
             "num_samples": self.num_samples,
             "micro_batch_size": self.micro_batch_size,
             "global_batch_size": self.global_batch_size,
+            "lengths": 0 if self.lengths is None else _checksum(self.lengths),
             "dp": self.groups.size("dp"),
             "cp": self.groups.size("cp"),
         }
@@ -327,6 +329,10 @@ def _load(load: Callable[[int], Any], index: int, filler: list[Any]) -> tuple[An
     return sample, True
 
 
+def _checksum(lengths: Sequence[int]) -> int:
+    return zlib.crc32(struct.pack(f"<{len(lengths)}q", *lengths))
+
+
 def _feed(digest: Any, value: Any) -> None:
     if isinstance(value, Tensor):
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
@@ -347,11 +353,6 @@ def _feed(digest: Any, value: Any) -> None:
         digest.update(value.tobytes())
     else:
         digest.update(repr(value).encode())
-
-
-def _expect(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} is {value!r}, expected an integer >= {least}")
 
 
 # ---- metrics -------------------------------------------------------------------------------------

@@ -23,6 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from hcp._core import Grid
 from hcp.errors import HcpError
 from hcp.exchange import TorchTransport
+from hcp.peer import BUFFER_BYTES
+from hcp.transports import connect
 
 ROLES: Mapping[str, str] = {
     "tp": "tp",
@@ -88,12 +90,15 @@ class ProcessGroups:
         *,
         order: str = "tp-cp-dp-pp",
         timeout: timedelta | None = None,
+        transport: str = "auto",
+        peer_buffer_bytes: int = BUFFER_BYTES,
     ) -> ProcessGroups:
         """The groups that a trainer already has, from a mapping or from an object's attributes.
 
         Only `dp_cp` must be there. Roles that are missing or None stay absent. The groups remain
         the trainer's; hcp creates one, its duplicate of `dp_cp`. Every rank of the job calls this.
 
+        `transport` and `peer_buffer_bytes`: see `build_process_groups`.
         `order` is how the trainer lays out its ranks: where the groups fit a grid of that order,
         `grid` and `with_context_parallel` work. Raises ValueError for a missing `dp_cp` and for
         anything that is not a process group of this rank.
@@ -110,13 +115,13 @@ class ProcessGroups:
             backend=dist.get_backend(groups["dp_cp"]),
             timeout=timeout or _timeout_of(groups["dp_cp"]),
         )
-        transport = creator.create("transport", sorted({tuple(view[0]) for view in views}))
+        duplicate = creator.create("transport", sorted({tuple(view[0]) for view in views}))
         grids = {view[1] for view in views}
         fitted = grids.pop() if len(grids) == 1 else None
         return cls(
             groups,
             {**dict.fromkeys(groups, _GIVEN), "transport": _CREATED},
-            creator.undo_unless(lambda: _connect(transport)),
+            creator.connect(duplicate, transport, peer_buffer_bytes),
             None if fitted is None else Grid(**dict(fitted), order=order),
             creator,
             collection,
@@ -130,12 +135,15 @@ class ProcessGroups:
         *,
         names: Mapping[str, str] | None = None,
         timeout: timedelta | None = None,
+        transport: str = "auto",
+        peer_buffer_bytes: int = BUFFER_BYTES,
     ) -> ProcessGroups:
         """The layout of a DeviceMesh, with the mesh's own groups for its dimensions.
 
         `names` gives the mesh's name of a dimension where it is not tp, cp, dp or pp itself. hcp
         creates the groups that span several dimensions. The mesh covers the whole job with its
-        ranks in order, and every rank calls this.
+        ranks in order, and every rank calls this. `transport` and `peer_buffer_bytes`: see
+        `build_process_groups`.
         """
         _check_initialised("ProcessGroups.from_device_mesh")
         dimensions, grid = _grid_of_mesh(mesh, names or {})
@@ -155,7 +163,7 @@ class ProcessGroups:
         return cls(
             groups,
             {**origins, "transport": _CREATED},
-            creator.undo_unless(lambda: _connect(duplicate)),
+            creator.connect(duplicate, transport, peer_buffer_bytes),
             grid,
             creator,
         )
@@ -284,6 +292,8 @@ def build_process_groups(
     hierarchical: Sequence[int] = (),
     parent: dist.ProcessGroup | None = None,
     timeout: timedelta | None = None,
+    transport: str = "auto",
+    peer_buffer_bytes: int = BUFFER_BYTES,
 ) -> ProcessGroups:
     """Create the process groups of a layout. Every rank of the job calls this with the same sizes.
 
@@ -292,7 +302,9 @@ def build_process_groups(
     i is its i-th lowest rank. Ranks may pass different parents, of one size, that share no rank:
     each gets the layout within its own. `timeout` is that of the parent unless given.
     `hierarchical`: sizes of the levels of hierarchical CP, the innermost first (Megatron's a2a
-    before its p2p), whose product is `cp`; their groups are `hierarchy`.
+    before its p2p), whose product is `cp`; their groups are `hierarchy`. `transport`: what carries
+    keys and values, one of hcp.transports.TRANSPORTS. `peer_buffer_bytes`: what "peer" takes of
+    each GPU's memory, twice what one layer exchanges at most.
 
     Raises HcpError when torch.distributed is not initialised, ValueError when the product is not
     the parent's size or the ranks call with different values.
@@ -315,7 +327,7 @@ def build_process_groups(
     return ProcessGroups(
         groups,
         dict.fromkeys((*groups, *level_names, "transport"), _CREATED),
-        creator.undo_unless(lambda: _connect(duplicate)),
+        creator.connect(duplicate, transport, peer_buffer_bytes),
         grid,
         creator,
         None,
@@ -382,6 +394,16 @@ class _Creator:
         self._created.append(group)
         return group
 
+    def connect(
+        self, duplicate: dist.ProcessGroup, transport: str, peer_buffer_bytes: int
+    ) -> TorchTransport:
+        """The transport over hcp's own group."""
+        return self.undo_unless(
+            lambda: connect(
+                duplicate, transport, timeout=self._timeout, peer_buffer_bytes=peer_buffer_bytes
+            )
+        )
+
     def undo_unless(self, step: Callable[[], _T]) -> _T:
         """Run a step; when it fails, destroy what was created before it."""
         try:
@@ -396,17 +418,6 @@ class _Creator:
             # The default group's end is the end of all others.
             if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
                 dist.destroy_process_group(group)
-
-
-def _connect(duplicate: dist.ProcessGroup) -> TorchTransport:
-    """The transport over hcp's own group, after one exchange between all of its ranks.
-
-    NCCL connects a group at its first use, which all of its ranks must take part in; later on,
-    ranks that exchange nothing call nothing.
-    """
-    transport = TorchTransport(duplicate)
-    transport.all_gather_bytes(b"")
-    return transport
 
 
 def _check_initialised(what: str) -> None:

@@ -213,22 +213,18 @@ class _Table:
             raise ValueError(_not_covered(walk.findings))
         self.slots = walk.slots
         self.still_holds: Callable[[], bool] = walk.records.take()
-        marks = [
-            (slot.kind, slot.owner, slot.key, slot.path)
-            for slot in (
-                *walk.slots,
-                *([_mark(request)] if _home(request.model) is not None else []),
-            )
-        ]
-        values = [slot.value for slot in walk.slots]
-        if len(marks) > len(values):
-            values.append(request.key())
-        self.switch = SlotTable(marks, values)
+        switched = [*walk.slots, *_marks(request)]
+        self.switch = SlotTable(
+            [(slot.kind, slot.owner, slot.key, slot.path) for slot in switched],
+            [slot.value for slot in switched],
+        )
         self.request = request  # what its key names stays alive
         self.digest = hashlib.sha256(self.text().encode()).digest()
 
     def text(self) -> str:
-        lines = [f"{slot.path} ({slot.role})" for slot in self.slots]
+        # Sorted: Megatron-Core fills its collection of groups from a Python set, hence in another
+        # order in each process.
+        lines = sorted(f"{slot.path} ({slot.role})" for slot in self.slots)
         return "\n".join([*lines, self.request.layouts()])
 
 
@@ -242,13 +238,13 @@ class _Home:
 
     def __init__(self) -> None:
         self.tables: dict[tuple[Any, ...], _Table] = {}
-        self.state: dict[str, Any] = {"inside": None}
+        self.state: dict[str, Any] = {"inside": None, "depth": 0}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Home, ()
 
     def table(self, request: _Request) -> _Table:
-        key = request.key()
+        key = (self.state["depth"], *request.key())
         table = self.tables.pop(key, None)
         if table is None or not table.still_holds():
             table = _Table(request)
@@ -281,11 +277,16 @@ def _home(model: object) -> _Home | None:
     return None
 
 
-def _mark(request: _Request) -> Slot:
-    """The last slot of all: it says which request the model is switched to."""
+def _marks(request: _Request) -> list[Slot]:
+    """The last slots of all: which request the model is switched to, and how many are open."""
     home = _home(request.model)
-    assert home is not None
-    return Slot("model", "inside", "item", home.state, "inside", None)
+    if home is None:
+        return []
+    state = home.state
+    return [
+        Slot("model", "inside", "item", state, "inside", request.key()),
+        Slot("model", "depth", "depth", state, "depth", state["depth"] + 1),
+    ]
 
 
 def _table(request: _Request) -> _Table | _Nothing:

@@ -661,7 +661,7 @@ def places(holder: Any, path: str) -> Iterator[Held]:
     elif isinstance(holder, (list, deque)):
         for i, value in enumerate(holder):
             yield "item", holder, i, value, f"{path}[{i}]"
-    if isinstance(holder, torch.nn.Module):
+    if issubclass(type(holder), torch.nn.Module):  # a weak proxy of one says that it is one too
         yield from _module_places(holder, path)
     elif isinstance(holder, type):
         yield from _class_places(holder, path)

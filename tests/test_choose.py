@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hcp import CostModel
+from hcp import CostModel, EvalPlan
 from hcp.choose import choose_eval_context_parallel
+from hcp.config import divisors, rows_up_to
 
 FREE = CostModel(pair=2, token=1000, exchange=0, launch=0)
 
@@ -76,12 +77,62 @@ def test_it_never_picks_what_it_predicts_slower_than_training(lengths, ranks, st
     assert str(choice).count("\n") == len(choice.candidates)
 
 
+class Groups:
+    """As much of process groups as a plan of an evaluation reads."""
+
+    def __init__(self, ranks):
+        self.ranks = ranks
+
+    def size(self, role):
+        assert role == "dp_cp"
+        return self.ranks
+
+
+@given(
+    st.lists(st.integers(1, 5000), min_size=1, max_size=40),
+    st.sampled_from([1, 2, 4, 6]),
+    st.integers(1, 2000),
+    st.integers(1, 12),
+)
+def test_with_a_limit_the_prediction_is_the_makespans_of_the_plans_that_dispatch_runs(
+    lengths, ranks, limit, batch
+):
+    choice = choose_eval_context_parallel(
+        len(lengths),
+        lengths,
+        ranks=ranks,
+        train_cp=ranks,
+        max_tokens_per_rank=limit,
+        global_batch_size=batch,
+    )
+    for candidate in choice.candidates:
+        evaluation = EvalPlan(
+            lengths,
+            Groups(ranks),
+            max_tokens_per_rank=max(limit, rows_up_to(max(lengths), candidate.cp)),
+            global_batch_size=batch,
+            degree=candidate.cp,
+        )
+        plans = [evaluation.plan(k) for k in range(-(-len(lengths) // batch))]
+        assert candidate.time == sum(p.makespan for p in plans)
+        assert candidate.micro_batches == sum(len(p.micro_batches) for p in plans)
+        assert candidate.rows == max(p.report().peak_tokens for p in plans)
+        assert 0 <= candidate.exchange <= candidate.time
+        assert (candidate.exchange == 0) == (candidate.cp == 1)
+    assert [c.cp for c in choice.candidates] == divisors(ranks)
+    assert choice.cp == min(choice.candidates, key=lambda c: (c.time, c.cp != ranks, c.cp)).cp
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"lengths": [1, 2]}, "there are 2 lengths, expected num_samples = 3"),
         ({"lengths": 4, "train_cp": 3}, "train_cp is 3, expected a divisor of the 8 ranks"),
         ({"lengths": 4, "sizes": [5]}, "sizes has 5, expected divisors of the 8 ranks"),
+        (
+            {"lengths": 4, "max_tokens_per_rank": 8, "pipeline_stages": 2},
+            "pipeline_stages is 2, expected 1 with max_tokens_per_rank",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(arguments, message):

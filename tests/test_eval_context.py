@@ -18,34 +18,6 @@ import hcp
 # ---- parity --------------------------------------------------------------------------------------
 
 
-def compare_layouts(rank, size, sizes, tp, pp, dtype):
-    """For all pairs of CP sizes: losses inside and outside, and training as if nothing happened."""
-    data, training = trainer.samples_of(7), trainer.samples_of(12, seed=9)
-    losses = {}
-    for train_cp in sizes:
-        train = hcp.build_process_groups(tp=tp, cp=train_cp, pp=pp)
-        model, optimizer = trainer.build(train, getattr(torch, dtype))
-        twin, twin_optimizer = trainer.build(train, getattr(torch, dtype))
-        for step, eval_cp in enumerate(sizes):
-            trainer.train_step(model, optimizer, training)
-            trainer.train_step(twin, twin_optimizer, training)
-            evaluation = train.with_context_parallel(eval_cp)
-            for packed in (1, 3):
-                outside = trainer.evaluate(model, data, packed)
-                with hcp.eval_cp_context(model, train, evaluation, strict=True):
-                    inside = trainer.evaluate(model, data, packed)
-                    assert model.cp_size == model.config.context_parallel_size == eval_cp
-                assert inside.count == outside.count
-                losses[train_cp, eval_cp, packed] = abs(inside.mean / outside.mean - 1)
-            same = trainer.fingerprint(model, optimizer) == trainer.fingerprint(
-                twin, twin_optimizer
-            )
-            assert same, f"weights or optimizer differ at step {step}"
-            evaluation.close()
-        train.close()
-    return losses
-
-
 SHAPES = [(3, (1, 3), 1, 1), (4, (1, 2, 4), 1, 1), (4, (1, 2), 2, 1), (4, (1, 2), 1, 2)]
 WIDE = [(6, (1, 2, 3), 1, 1), (8, (1, 2), 2, 2), (8, (1, 2), 1, 4), (12, (1, 2, 3, 4), 1, 1)]
 
@@ -58,7 +30,7 @@ WIDE = [(6, (1, 2, 3), 1, 1), (8, (1, 2), 2, 2), (8, (1, 2), 1, 4), (12, (1, 2, 
 def test_the_loss_is_the_same_and_training_goes_on_bit_for_bit(
     size, sizes, tp, pp, dtype, tolerance
 ):
-    for losses in run_ranks(size, compare_layouts, sizes, tp, pp, dtype, timeout=280):
+    for losses in run_ranks(size, trainer.compare_layouts, sizes, tp, pp, dtype, timeout=280):
         assert set(losses) == set(itertools.product(sizes, sizes, (1, 3)))
         assert max(losses.values()) <= tolerance, losses
 

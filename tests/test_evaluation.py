@@ -192,6 +192,8 @@ def stop_and_go_on(rank, size):
     assert again.finish() == 7
     with pytest.raises(ValueError, match=r"the state is of an evaluation of .*'num_samples': 7"):
         EvalPlan(8, groups).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"the state is of an evaluation of .*'lengths': 0"):
+        EvalPlan([5] * 7, groups, max_tokens_per_rank=9).load_state_dict(state)
     return state["next"], rest
 
 

@@ -847,7 +847,7 @@ def disagree(rank, size, kind):
 def test_a_rank_that_found_other_slots_is_named_on_all_before_anything_is_swapped():
     for rank, text in enumerate(run_ranks(3, disagree, "slots", timeout=30)):
         assert text.startswith(f"rank {rank}: nothing was swapped")
-        assert "rank 1 has 2 and rank 0 1, and at slot 1 rank 1 has model.extra.cp_group" in text
+        assert "rank 1 has 2 and rank 0 1, and at slot 0 rank 1 has model.extra.cp_group" in text
 
 
 def test_a_rank_that_refuses_ends_the_others_with_its_reason():

@@ -6,7 +6,9 @@ same with Megatron-Core's own.
 
 import copy
 import functools
+import itertools
 import pickle
+import weakref
 from dataclasses import dataclass, field
 from types import MethodType, SimpleNamespace
 
@@ -18,6 +20,7 @@ from torch import nn
 import hcp
 from hcp import rules
 from hcp.groups import ProcessGroups, build_process_groups
+from hcp.slots import places
 
 
 class Sized:
@@ -594,6 +597,60 @@ def test_a_generator_that_is_dropped_restores(layouts):
     assert model.pg_collection is layouts[0]
 
 
+def test_contexts_left_in_the_wrong_order_are_errors_and_leave_the_training_layout(layouts):
+    train, first = layouts
+    second, third = build_process_groups(), build_process_groups()
+    for order in itertools.permutations(range(3)):
+        model = Model(train, cp_size=1)
+        pairs = [(train, first), (first, second), (second, third)]
+        contexts = [hcp.eval_cp_context(model, *pair) for pair in pairs]
+        for context in contexts:
+            context.__enter__()
+        assert model.pg_collection is third
+        messages = []
+        for at in order:
+            try:
+                contexts[at].__exit__(None, None, None)
+            except RuntimeError as error:
+                messages.append(str(error))
+        assert model.pg_collection is train, order
+        assert model.cp_size == 1
+        assert (messages == []) == (order == (2, 1, 0)), order
+        assert all("leave the inner one first" in message for message in messages)
+        with hcp.eval_cp_context(model, *layouts):
+            assert model.pg_collection is first
+
+
+def test_generators_left_in_the_wrong_order_are_an_error(layouts):
+    train, first = layouts
+    second = build_process_groups()
+    model = Model(train)
+
+    def losses(*pair):
+        with hcp.eval_cp_context(model, *pair):
+            yield
+
+    outer, inner = losses(train, first), losses(first, second)
+    next(outer), next(inner)
+    with pytest.raises(RuntimeError, match="left while 1 that were entered inside it are open"):
+        outer.close()
+    assert model.pg_collection is train
+    with pytest.raises(RuntimeError, match="left after the one that it was entered in"):
+        inner.close()
+    assert model.pg_collection is train
+
+
+def test_what_is_kept_is_no_open_context(layouts):
+    train, evaluation = layouts
+    model = Model(train)
+    for _ in range(3):
+        hcp.rebind(model, train, evaluation).keep()
+        assert model.pg_collection is evaluation
+        hcp.rebind(model, evaluation, train).keep()
+        assert model.pg_collection is train
+    assert len(vars(model)["_hcp_rebind"].tables) == 2
+
+
 # ---- the general form ----------------------------------------------------------------------------
 
 
@@ -631,3 +688,10 @@ def test_rebind_says_what_it_expects(layouts):
         hcp.rebind(Model(layouts[0]), {})
     with pytest.raises(ValueError, match="the model holds none of train_pgs"):
         hcp.rebind(Model(layouts[0]), {dist.new_group([0]): dist.new_group([0])})
+
+
+def test_a_weak_proxy_that_calls_itself_a_module_is_walked_over():
+    module = nn.Linear(1, 1)
+    proxy = weakref.proxy(module)  # as Lightning's modules and loops hold each other
+    assert isinstance(proxy, nn.Module)
+    assert list(places(proxy, "proxy")) == []
