@@ -1,17 +1,21 @@
-"""The same samples under each layout: torchrun --nproc-per-node 4 benchmarks/bench_eval.py
+"""The same samples under each layout.
+
+    torchrun --nproc-per-node 8 benchmarks/bench_eval.py --pp 1 2 4
 
 A decoder's layers (attention with keys and values gathered over CP, a feed-forward layer), cut
 into --pp stages, evaluate --samples sequences of --length tokens under the training layout (cp 1)
-and inside hcp.eval_cp_context under every other CP size. Gloo on CPUs, NCCL where each rank has a
-GPU.
+and inside hcp.eval_cp_context under every other CP size. Gloo on CPUs, NCCL on GPUs (--device); the
+sizes' defaults depend on it.
 
 Equal work: hcp.EvalPlan.finish() counts that each sample was evaluated exactly once in every
-layout, and the means agree to 1e-6, or there is no figure. Layouts take turns; times are medians of
---rounds, of the slowest rank, the switch included. "predicted" is hcp.choose_eval_context_parallel
-with prices measured here (one layer's two halves and one exchange), each as a ratio to cp 1.
+layout, and the means agree to --tolerance, or there is no figure. Layouts take turns; times are
+medians of --rounds, of the slowest rank, the switch included; "switch" is an empty context, in and
+out. "predicted" is hcp.choose_eval_context_parallel with what a stage's layers take in each layout,
+measured here on all ranks at once: it adds up micro-batches, fillers and bubbles.
 
-The prediction takes each rank to have a processor of its own. With more ranks than cores, a rank
-that waits lends its core to the others, and neither bubbles nor fillers cost what is predicted.
+The prediction takes each rank to have a processor of its own. With more ranks than cores a rank
+that waits lends its core to the others, and neither bubbles nor fillers cost what they should: then
+nothing is predicted.
 """
 
 from __future__ import annotations
@@ -21,20 +25,30 @@ import os
 import platform
 import statistics
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 
 import hcp
 
-# T tokens on this rank, H hidden size
+# T tokens on this rank, W width, H heads
+
+DEFAULTS = {
+    "cpu": {"samples": 4, "length": 1024, "hidden": 128, "heads": 4, "layers": 4},
+    "cuda": {"samples": 12, "length": 8192, "hidden": 4096, "heads": 32, "layers": 8},
+}
 
 
 class Layer(nn.Module):
-    def __init__(self, pgs: hcp.ProcessGroups, hidden: int) -> None:
+    def __init__(self, pgs: hcp.ProcessGroups, hidden: int, heads: int) -> None:
         super().__init__()
         self.cp_group, self.cp_size, self.cp_rank = pgs.cp, pgs.size("cp"), pgs.rank("cp")
+        self.heads = heads
         self.qkv, self.proj = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
         self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
 
@@ -47,52 +61,71 @@ class Layer(nn.Module):
         """Keys and values of the whole sequence, in its order: rank j has chunks j and 2 cp-1-j."""
         if self.cp_size == 1:
             return kv
-        parts = [torch.empty_like(kv) for _ in range(self.cp_size)]
+        gathered = kv.new_empty(self.cp_size * len(kv), kv.shape[1])
+        parts = list(gathered.chunk(self.cp_size))
         dist.all_gather(parts, kv.contiguous(), group=self.cp_group)
         halves = [part.chunk(2) for part in parts]
         return torch.cat([h[0] for h in halves] + [h[1] for h in reversed(halves)])
 
     def attend(self, q: Tensor, kv: Tensor) -> Tensor:
         """Each chunk of queries sees what stands before its end, and no more work is done."""
-        k, v = kv.chunk(2, dim=1)
-        size = len(kv) // (2 * self.cp_size)
-        chunks = (self.cp_rank, 2 * self.cp_size - 1 - self.cp_rank)
+        q, k, v = (x.unflatten(1, (self.heads, -1)).transpose(0, 1) for x in (q, *kv.chunk(2, 1)))
+        size = k.shape[1] // (2 * self.cp_size)
         outs = []
-        for part, chunk in zip(q.chunk(2), chunks, strict=True):
+        for part, chunk in zip(q.chunk(2, 1), chunks_of(self.cp_rank, self.cp_size), strict=True):
             end = (chunk + 1) * size
-            hidden = torch.ones(size, end, dtype=torch.bool, device=q.device).triu(end - size + 1)
-            scores = part @ k[:end].T / q.shape[1] ** 0.5
-            outs.append(scores.masked_fill_(hidden, -torch.inf).softmax(-1) @ v[:end])
-        return torch.cat(outs)
+            mask = causal_lower_right(size, end)
+            outs.append(
+                nn.functional.scaled_dot_product_attention(
+                    part[None], k[None, :, :end], v[None, :, :end], attn_mask=mask
+                )[0]
+            )
+        return torch.cat(outs, 1).transpose(0, 1).flatten(1)
+
+
+def chunks_of(rank: int, size: int) -> tuple[int, int]:
+    return rank, 2 * size - 1 - rank
 
 
 class Stage(nn.Module):
     def __init__(self, pgs: hcp.ProcessGroups, args: argparse.Namespace) -> None:
         super().__init__()
-        self.pg_collection, self.hidden = pgs, args.hidden
-        self.sent: tuple[object, Tensor] | None = None
+        self.pg_collection = pgs
+        self.sent: tuple[dist.Work, Tensor] | None = None
         """What is on its way to the next stage: dropped, it would never arrive."""
         torch.manual_seed(1 + pgs.rank("pp"))
         self.layers = nn.ModuleList(
-            Layer(pgs, args.hidden) for _ in range(args.layers // pgs.size("pp"))
+            Layer(pgs, args.hidden, args.heads) for _ in range(args.layers // pgs.size("pp"))
         )
 
-    def forward(self, sample: Tensor) -> Tensor | None:
-        """Values of the last stage, after what came from the stage before went through."""
+    def own_rows(self, sample: Tensor) -> Tensor:
         pgs = self.pg_collection
-        stage, stages, cp = pgs.rank("pp"), pgs.size("pp"), pgs.size("cp")
-        chunks = sample.chunk(2 * cp)
-        x = torch.cat([chunks[pgs.rank("cp")], chunks[2 * cp - 1 - pgs.rank("cp")]])
+        chunks = sample.chunk(2 * pgs.size("cp"))
+        return torch.cat([chunks[i] for i in chunks_of(pgs.rank("cp"), pgs.size("cp"))])
+
+    def forward(self, sample: Tensor) -> Tensor | None:
+        """A value of each token in the last stage, after what came from the stage before."""
+        pgs = self.pg_collection
+        stage, stages = pgs.rank("pp"), pgs.size("pp")
+        x = self.own_rows(sample)
         if stage > 0:
             dist.recv(x, pgs.ranks("pp")[stage - 1], group=pgs.pp)
+        x = self.compute(x)
+        if stage + 1 == stages:
+            return x.float().square().mean(1)
+        self.flush()
+        self.sent = dist.isend(x, pgs.ranks("pp")[stage + 1], group=pgs.pp), x
+        return None
+
+    def compute(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
-        if stage + 1 < stages:
-            if self.sent is not None:
-                self.sent[0].wait()  # type: ignore[attr-defined]
-            self.sent = dist.isend(x, pgs.ranks("pp")[stage + 1], group=pgs.pp), x
-            return None
         return x
+
+    def flush(self) -> None:
+        if self.sent is not None:
+            self.sent[0].wait()
+            self.sent = None
 
 
 @torch.no_grad()
@@ -103,126 +136,201 @@ def evaluate(model: Stage, dataset: list[Tensor]) -> float:
         values = model(batch.samples[0])
         if values is not None:
             metrics.add("mean", values, batch.weights[0].to(values).expand_as(values))
-    if model.sent is not None:
-        model.sent[0].wait()  # type: ignore[attr-defined]
-        model.sent = None
+    model.flush()
     assert plan.finish() == len(dataset)
     return metrics.reduce()["mean"].mean
 
 
-def timed(function) -> float:
+# ---- timing --------------------------------------------------------------------------------------
+
+
+def timed(function: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the slowest rank."""
     dist.barrier()
+    synchronize(device)
     start = time.perf_counter()
     function()
-    seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    synchronize(device)
+    seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     return seconds.item()
 
 
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass
+class Times:
+    """Of one layout, in seconds."""
+
+    evaluation: list[float] = field(default_factory=list)
+    switch: list[float] = field(default_factory=list)
+    sample: list[float] = field(default_factory=list)
+    """One sample in one stage, without its neighbours."""
+
+
 @torch.no_grad()
-def prices(model: Stage, args: argparse.Namespace, pgs: hcp.ProcessGroups) -> hcp.CostModel:
-    """Nanoseconds of all layers, from one layer alone on every rank at once."""
-    layer, n, layers = model.layers[0], args.length, args.layers
-    x = torch.randn(n, args.hidden)
-    q, kv = layer.qkv(x).split((args.hidden, 2 * args.hidden), dim=1)
-    attend = statistics.median(timed(lambda: layer.attend(q, kv)) for _ in range(5))
-    whole = statistics.median(timed(lambda: layer(x)) for _ in range(5))
-    parts = [torch.empty_like(kv) for _ in range(pgs.size("dp_cp"))]
-    exchange = statistics.median(
-        timed(lambda: dist.all_gather(parts, kv, group=pgs.dp_cp)) for _ in range(5)
-    )
-    received = n * max(1, len(parts) - 1)
-    measured = torch.tensor(
-        [
-            attend * layers * 1e9 / (n * (n + 1) / 2),
-            (whole - attend) * layers * 1e9 / n,
-            exchange * layers * 1e9 / received,
-        ]
-    )
-    dist.broadcast(measured, 0)
-    pair, token, exchange = (max(1, round(1000 * t)) for t in measured.tolist())
-    return hcp.CostModel(pair=pair, token=token, exchange=exchange, launch=0)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--pp", type=int, default=1)
-    parser.add_argument("--samples", type=int, default=4)
-    parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=5)
-    args = parser.parse_args()
-    gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    if gpus:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        torch.set_default_device(device)
-    torch.set_num_threads(1)
-    dist.init_process_group("nccl" if gpus else "gloo")
-    train = hcp.build_process_groups(pp=args.pp)
-    ranks = train.size("dp_cp")
-    sizes = [d for d in range(1, ranks + 1) if ranks % d == 0 and args.length % (2 * d) == 0]
-    layouts = {cp: train.with_context_parallel(cp) for cp in sizes}
-    for pgs in layouts.values():
-        pgs.warm_up()
-    model = Stage(train, args)
-    generator = torch.Generator().manual_seed(1)
-    dataset = [
-        torch.randn(args.length, args.hidden, generator=generator, device="cpu").to(
-            torch.get_default_device()
-        )
-        for _ in range(args.samples)
-    ]
+def measure(
+    args: argparse.Namespace,
+    model: Stage,
+    layouts: dict[int, hcp.ProcessGroups],
+    dataset: list[Tensor],
+) -> dict[int, Times]:
+    """Layouts in turns; the first turn is for warming up. Raises where they disagree."""
+    train, device = layouts[1], dataset[0].device
+    times = {cp: Times() for cp in layouts}
     means: dict[int, float] = {}
 
+    def context(cp: int) -> AbstractContextManager[hcp.ProcessGroups]:
+        return hcp.eval_cp_context(model, train, layouts[cp])
+
+    def switch(cp: int) -> None:
+        with context(cp):
+            pass
+
     def run(cp: int) -> None:
-        with hcp.eval_cp_context(model, train, layouts[cp]):
+        with context(cp):
             means[cp] = evaluate(model, dataset)
 
-    times: dict[int, list[float]] = {cp: [] for cp in sizes}
     for turn in range(args.rounds + 1):
-        for cp in sizes:
-            seconds = timed(lambda cp=cp: run(cp))
+        for cp, found in times.items():
+            seconds = timed(lambda cp=cp: run(cp), device)
+            with context(cp):
+                rows = model.own_rows(dataset[0])
+                sample = timed(lambda rows=rows: model.compute(rows), device)
             if turn:
-                times[cp].append(seconds)
-            assert abs(means[cp] - means[1]) <= 1e-6 * max(1.0, abs(means[1])), means
-    choice = hcp.choose_eval_context_parallel(
+                found.evaluation.append(seconds)
+                found.sample.append(sample)
+                found.switch.append(timed(lambda cp=cp: switch(cp), device))
+            difference = abs(means[cp] / means[1] - 1)
+            if difference > args.tolerance:
+                raise hcp.HcpError(f"cp {cp} has {means[cp]}, expected cp 1's {means[1]}")
+    return times
+
+
+def predict(
+    args: argparse.Namespace, times: dict[int, Times], ranks: int, pp: int, device: str
+) -> hcp.EvalChoice:
+    """The chooser's choice by what a sample takes in all stages, rank 0's times on all ranks."""
+    stage = torch.tensor([statistics.median(t.sample) for t in times.values()], device=device)
+    dist.broadcast(stage, 0)
+    seconds = dict(zip(times, (stage * pp).tolist(), strict=True))
+    cost = hcp.CostModel.from_function(lambda _, degree: seconds[degree])
+    return hcp.choose_eval_context_parallel(
         args.samples,
         args.length,
         ranks=ranks,
         train_cp=1,
-        cost=prices(model, args, train),
-        pipeline_stages=args.pp,
+        cost=cost.tabulated([args.length], seconds),
+        pipeline_stages=pp,
+        sizes=list(times),
     )
-    if dist.get_rank() == 0:
-        report(args, times, choice, ranks)
+
+
+# ---- the run -------------------------------------------------------------------------------------
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--pp", type=int, nargs="+", default=[1], help="pipelines, one after other")
+    parser.add_argument("--samples", type=int)
+    parser.add_argument("--length", type=int, help="tokens of each sample")
+    parser.add_argument("--hidden", type=int)
+    parser.add_argument("--heads", type=int)
+    parser.add_argument("--layers", type=int, help="of the whole model")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tolerance", type=float, help="of means: 1e-6, or 1e-3 in bfloat16")
+    args = parser.parse_args()
+    gpus, wanted = torch.cuda.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])
+    if args.device == "auto":
+        args.device = "cuda" if gpus >= wanted else "cpu"
+    if args.device == "cuda" and gpus < wanted:
+        parser.error(f"--device cuda: {wanted} ranks on this machine > {gpus} GPUs")
+    defaults = {**DEFAULTS[args.device], "tolerance": 1e-3 if args.device == "cuda" else 1e-6}
+    for name, value in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    return args
+
+
+def start(args: argparse.Namespace) -> torch.device:
+    if args.device == "cpu":
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return device
+
+
+def main() -> None:
+    args = parse_args()
+    device = start(args)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    generator = torch.Generator().manual_seed(1)
+    dataset = [
+        torch.randn(args.length, args.hidden, generator=generator).to(device, dtype)
+        for _ in range(args.samples)
+    ]
+    for pp in args.pp:
+        train = hcp.build_process_groups(pp=pp)
+        ranks = train.size("dp_cp")
+        sizes = [d for d in range(1, ranks + 1) if ranks % d == 0 and args.length % (2 * d) == 0]
+        layouts = {1: train, **{cp: train.with_context_parallel(cp) for cp in sizes if cp > 1}}
+        for pgs in layouts.values():
+            pgs.warm_up()
+        model = Stage(train, args).to(device, dtype)
+        times = measure(args, model, layouts, dataset)
+        choice = predict(args, times, ranks, pp, args.device)
+        if dist.get_rank() == 0:
+            report(args, times, choice, pp)
+        for pgs in reversed(layouts.values()):
+            pgs.close()
     dist.destroy_process_group()
 
 
 def report(
-    args: argparse.Namespace,
-    times: dict[int, list[float]],
-    choice: hcp.EvalChoice,
-    ranks: int,
+    args: argparse.Namespace, times: dict[int, Times], choice: hcp.EvalChoice, pp: int
 ) -> None:
+    where = f"{os.cpu_count()} cores ({platform.machine()})"
+    if args.device == "cuda":
+        where = torch.cuda.get_device_name()
+    predicts = args.device == "cuda" or dist.get_world_size() <= (os.cpu_count() or 1)
     print(
-        f"\n{ranks * args.pp} ranks on {os.cpu_count()} cores ({platform.machine()}), pp {args.pp}"
-        f", {args.samples} samples of {args.length} tokens, {args.layers} layers of {args.hidden}, "
-        f"python {platform.python_version()}, torch {torch.__version__}; predicted choice: cp "
-        f"{choice.cp}\n"
+        f"\n{dist.get_world_size()} ranks on {where}, pp {pp}, {args.samples} samples of "
+        f"{args.length} tokens, {args.layers} layers of {args.hidden}, python "
+        f"{platform.python_version()}, torch {torch.__version__}\n"
     )
-    print("| pp | cp | micro-batches | fillers | ms, median (min-max) | measured | predicted |")
-    print("|---|---|---|---|---|---|---|")
-    predicted = {c.cp: c for c in choice.candidates}
-    base = statistics.median(times[1])
-    for cp, seconds in times.items():
-        c, median = predicted[cp], statistics.median(seconds)
+    print(
+        "| pp | cp | micro-batches | fillers | ms, median (min-max) | predicted ms | measured | "
+        "predicted | switch ms |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    medians = {cp: statistics.median(t.evaluation) for cp, t in times.items()}
+    base = next(c for c in choice.candidates if c.cp == 1)
+    for c in choice.candidates:
+        seconds = times[c.cp].evaluation
+        predicted = f"{c.time / 1e6:.1f}", f"{c.time / base.time:.2f}"
+        ms, ratio = predicted if predicts else ("-", "-")
         print(
-            f"| {args.pp} | {cp} | {c.micro_batches} | {c.fillers} | {1e3 * median:.1f} "
-            f"({1e3 * min(seconds):.1f}-{1e3 * max(seconds):.1f}) | {median / base:.2f} | "
-            f"{c.time / predicted[1].time:.2f} |"
+            f"| {pp} | {c.cp} | {c.micro_batches} | {c.fillers} | {1e3 * medians[c.cp]:.1f} "
+            f"({1e3 * min(seconds):.1f}-{1e3 * max(seconds):.1f}) | {ms} | "
+            f"{medians[c.cp] / medians[1]:.2f} | {ratio} | "
+            f"{1e3 * statistics.median(times[c.cp].switch):.2f} |"
         )
+    if not predicts:
+        print("\nNothing is predicted: there are more ranks than cores, and ranks lend cores.")
+        return
+    best = min(medians, key=medians.__getitem__)
+    behind = medians[choice.cp] / medians[best] - 1
+    print(
+        f"\nchosen: cp {choice.cp}; fastest: cp {best}; the choice is {behind:.1%} slower than the "
+        f"fastest: {'within' if behind <= 0.05 else 'NOT WITHIN'} 5%"
+    )
 
 
 if __name__ == "__main__":

@@ -1,19 +1,35 @@
 """How far plans are from a bound that no plan beats, how long planning takes, and how peers do.
 
-    python benchmarks/bench_plan.py [--families P1,X1] [--seeds 100] [--peers] [--scale]
+    python benchmarks/bench_plan.py [--families P1,X1] [--seeds 100] [--peers]
+    python benchmarks/bench_plan.py --variants [--peers]     one thing at a time around a base case
+    python benchmarks/bench_plan.py --growth growth.png      time over K and over N
 
-Ratio: makespan / hcp.lower_bound under the same cost table, which also holds for the peers. Every
-plan passes hcp.check_plan first. Times are CPU milliseconds of hcp.plan on one core, the least of
-three, tables included. Peers are restated in benchmarks/peers.py; they were made for other costs.
-Makespans are simulated by the cost model: nothing here was measured on GPUs.
+Columns:
+  p50, p95, max   makespan / hcp.lower_bound under the same limits and cost, which holds for the
+                  peers, too; over the seeds
+  ms p50, p99     CPU milliseconds of hcp.plan on one core, the least of three, tables included
+  refused         batches for which there was no plan
+  groups          distinct rank intervals that the plans of all seeds use, the median of a plan
+  GB nodes        keys and values that enter a node of 8 ranks from others in a step, by 4 KiB a
+                  token and layer, 32 layers, forward and backward three times
+  peers           median ratio; "worse": seeds on which the best of them beats hcp. They know no
+                  speeds and no pipelines, by which they are judged all the same
+
+Every plan passes hcp.check_plan first. Peers are restated in benchmarks/peers.py and were made for
+other costs; slow ones run only where they end in time. Makespans are by the cost model: nothing but
+planning was timed.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import platform
 import statistics
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -22,12 +38,28 @@ import peers
 
 import hcp
 
+TOKEN_SECONDS = 1.05e-4
+"""6 * 7e9 operations at 400 TFLOP/s: what the default cost's `token` stands for."""
+NODE = 8
+TOKEN_BYTES = 3 * 32 * 4096
+
+
+def with_launch(milliseconds: float) -> hcp.CostModel:
+    base = hcp.CostModel()
+    return replace(base, launch=round(milliseconds * 1e-3 / TOKEN_SECONDS * base.token))
+
+
 COSTS: dict[str, tuple[hcp.CostModel, dict[str, Any]]] = {
     "default": (hcp.CostModel(), {}),
     "no launch": (hcp.CostModel(launch=0), {}),
-    "flexsp-7b": (hcp.CostModel.preset("flexsp-7b"), {"ranks_per_node": 8}),
+    "flexsp-7b": (hcp.CostModel.preset("flexsp-7b"), {"ranks_per_node": NODE}),
+    "flexsp-30b": (hcp.CostModel.preset("flexsp-30b"), {"ranks_per_node": NODE}),
     "hydraulis-7b-tp4": (hcp.CostModel.preset("hydraulis-7b-tp4"), {}),
 }
+
+
+def machine() -> str:
+    return f"hcp {hcp.__version__}, Python {platform.python_version()}, {platform.machine()}"
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -36,7 +68,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def timed(lengths: list[int], repeats: int = 3, **request: Any) -> tuple[hcp.Plan, float]:
-    best = float("inf")
+    best = math.inf
     for _ in range(repeats):
         begun = time.process_time()
         plan = hcp.plan(lengths, **request)
@@ -44,86 +76,225 @@ def timed(lengths: list[int], repeats: int = 3, **request: Any) -> tuple[hcp.Pla
     return plan, best * 1e3
 
 
-def bench(family: families.Family, cost: str, sync: str, seeds: int, with_peers: bool) -> None:
-    model, limits = COSTS[cost]
-    ratios, times, sizes, degrees = [], [], [], set()
-    beaten: dict[str, list[float]] = {name: [] for name in peers.PEERS}
-    worse = 0
-    for seed in range(seeds):
-        lengths = family.draw(Random(seed))
-        request = {"ranks": family.ranks, "max_tokens_per_rank": family.capacity, "cost": model}
-        if family.ranks % limits.get("ranks_per_node", 1) == 0:
-            request |= limits
-        plan, took = timed(lengths, sync=sync, **request)
+# ---- Cases ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    draw: Callable[[Random], list[int]]
+    request: dict[str, Any]
+    cost: str = "default"
+    chance: bool = True
+    """Whether seeds differ."""
+
+
+def family_cases(args: argparse.Namespace) -> Iterator[Case]:
+    for name in args.families.split(","):
+        family = families.BY_NAME[name]
+        for cost in args.costs.split(","):
+            model, limits = COSTS[cost]
+            request = {
+                "ranks": family.ranks,
+                "max_tokens_per_rank": family.capacity,
+                "cost": model,
+            }
+            if family.stages > 1:
+                request |= {"pipeline_stages": family.stages}
+            if family.ranks % limits.get("ranks_per_node", 1) == 0:
+                request |= limits
+            for sync in args.syncs.split(","):
+                yield Case(name, family.draw, request | {"sync": sync}, cost, name not in "X1 X6")
+
+
+def github(ranks: int, capacity: int = 8192) -> Callable[[Random], list[int]]:
+    """Eight a rank, cut to what all ranks hold."""
+    most = ranks * (capacity - 2)
+    return lambda random: [min(most, families.GITHUB(random)) for _ in range(8 * ranks)]
+
+
+def variants() -> Iterator[Case]:
+    """One thing at a time around 512 GitHub sequences on 64 ranks of 8192 tokens."""
+    base = {"ranks": 64, "max_tokens_per_rank": 8192, "cost": hcp.CostModel(), "sync": "step"}
+    draw = github(64)
+    yield Case("base", draw, base)
+    for ranks in (8, 256, 1024, 16384):
+        yield Case(f"N = {ranks}", github(ranks), base | {"ranks": ranks})
+    yield Case("sync", draw, base | {"sync": "micro_batch"})
+    yield Case("pow2", draw, base | {"degrees": "pow2"})
+    random = Random(7)
+    speeds = [1 - random.uniform(0, 0.07) for _ in range(64)]
+    yield Case("speeds 7%", draw, base | {"speeds": speeds})
+    yield Case("4 stages", draw, base | {"pipeline_stages": 4})
+    for milliseconds in (0, 20, 100):
+        model = with_launch(milliseconds)
+        yield Case(f"launch {milliseconds} ms", draw, base | {"cost": model}, "default, launch")
+    for cost in ("flexsp-7b", "flexsp-30b", "hydraulis-7b-tp4"):
+        model, limits = COSTS[cost]
+        yield Case(cost, draw, base | {"cost": model} | limits, cost)
+
+
+# ---- A row ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    case: Case
+    sizes: list[int] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)
+    bytes: list[float] = field(default_factory=list)
+    peers: dict[str, list[float]] = field(default_factory=dict)
+    refused: int = 0
+    worse: int = 0
+
+    def add(self, lengths: list[int], with_peers: bool) -> None:
+        self.sizes.append(len(lengths))
+        try:
+            plan, took = timed(lengths, **self.case.request)
+        except ValueError:
+            self.refused += 1
+            return
         hcp.check_plan(plan, lengths)
-        ratios.append(plan.makespan / plan.bound)
-        times.append(took)
-        sizes.append(len(lengths))
-        degrees |= {(g.first_rank, g.degree) for batch in plan.micro_batches for g in batch}
-        if with_peers and not limits and family.ranks <= 64:
-            best = float("inf")
+        self.ratios.append(plan.makespan / plan.bound)
+        self.times.append(took)
+        used = {(g.first_rank, g.degree) for batch in plan.micro_batches for g in batch}
+        self.groups.append(len(used))
+        self.bytes.append(crossings(plan) * TOKEN_BYTES / 1e9)
+        # The peers know neither nodes nor other limits.
+        if with_peers and self.case.request.keys() <= BARE:
+            self._add_peers(plan, lengths)
+
+    def _add_peers(self, plan: hcp.Plan, lengths: list[int]) -> None:
+        spans = {}
+        for name in peers.PEERS:
+            span = peers.judged(name, lengths, self.case.request)
+            if span is not None:
+                spans[name] = span
+                self.peers.setdefault(name, []).append(span / plan.bound)
+        self.worse += bool(spans) and plan.makespan > min(spans.values())
+
+    def cells(self, with_peers: bool) -> Iterator[str]:
+        case = self.case
+        yield from (case.name, case.cost, case.request["sync"], str(case.request["ranks"]))
+        yield str(round(statistics.mean(self.sizes)))
+        if not self.ratios:
+            yield from ["-"] * 5 + [str(self.refused), "-", "-"]
+        else:
+            yield f"{statistics.median(self.ratios):.4f}"
+            yield f"{percentile(self.ratios, 0.95):.4f}"
+            yield f"{max(self.ratios):.4f}"
+            yield f"{statistics.median(self.times):.2f}"
+            yield f"{percentile(self.times, 0.99):.2f}"
+            yield str(self.refused)
+            yield f"{statistics.median(self.groups):.0f}"
+            yield f"{statistics.median(self.bytes):,.0f}"
+        if with_peers:
             for name in peers.PEERS:
-                span = peers.judged(name, lengths, family.ranks, family.capacity, model, sync)
-                if span is not None:
-                    beaten[name].append(span / plan.bound)
-                    best = min(best, span)
-            worse += plan.makespan > best
-    print(
-        f"| {family.name} | {cost} | {sync} | {round(statistics.mean(sizes))} "
-        f"| {statistics.median(ratios):.4f} | {percentile(ratios, 0.95):.4f} | {max(ratios):.4f} "
-        f"| {statistics.median(times):.2f} | {percentile(times, 0.99):.2f} | {len(degrees)} |"
-        + "".join(
-            f" {statistics.median(values):.3f} |" if values else " - |"
-            for values in beaten.values()
-        )
-        + (f" {worse if any(beaten.values()) else '-'} |" if with_peers else ""),
-        flush=True,
+                found = self.peers.get(name)
+                yield f"{statistics.median(found):.3f}" if found else "-"
+            yield str(self.worse) if self.peers else "-"
+
+
+BARE = {"ranks", "max_tokens_per_rank", "cost", "sync", "pipeline_stages", "speeds"}
+HEAD = ["case", "cost", "sync", "N", "K", "p50", "p95", "max", "ms p50", "ms p99"]
+HEAD += ["refused", "groups", "GB nodes"]
+
+
+def crossings(plan: hcp.Plan) -> int:
+    """Tokens times the nodes of 8 ranks that their keys and values enter from outside."""
+    return sum(
+        plan.lengths[s] * ((g.first_rank + g.degree - 1) // NODE - g.first_rank // NODE)
+        for batch in plan.micro_batches
+        for g in batch
+        for s in g.sequences
     )
 
 
-def scale() -> None:
-    print("\n| N | K | cost | sync | ratio | ms |\n|---|---|---|---|---|---|")
-    for ranks in (64, 256, 1024, 4096, 16384):
-        random = Random(1)
-        lengths = [families.GITHUB(random) for _ in range(8 * ranks)]
-        for cost in ("default", "flexsp-7b"):
-            model, limits = COSTS[cost]
-            for sync in ("step", "micro_batch"):
-                plan, took = timed(
-                    lengths, ranks=ranks, max_tokens_per_rank=8192, cost=model, sync=sync, **limits
-                )
-                print(
-                    f"| {ranks} | {len(lengths)} | {cost} | {sync} "
-                    f"| {plan.makespan / plan.bound:.4f} | {took:.2f} |",
-                    flush=True,
-                )
+def bench(cases: Iterator[Case], seeds: int, with_peers: bool) -> None:
+    head = HEAD + ([*peers.PEERS, "worse"] if with_peers else [])
+    print("| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|")
+    for case in cases:
+        row = Row(case)
+        for seed in range(seeds_of(case, seeds)):
+            row.add(case.draw(Random(seed)), with_peers)
+        print("| " + " | ".join(row.cells(with_peers)) + " |", flush=True)
+
+
+def seeds_of(case: Case, seeds: int) -> int:
+    """Fewer where checking a plan in Python takes long."""
+    if not case.chance:
+        return 1
+    ranks = case.request["ranks"]
+    return seeds if ranks < 256 else min(seeds, 10 if ranks <= 1024 else 1)
+
+
+# ---- Growth --------------------------------------------------------------------------------------
+
+
+def growth(path: Path, sync: str) -> None:
+    """Milliseconds over K at N = 64, and over N at K = 8 N, beside K log K + N log N."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    sweeps = {
+        "K (N = 64)": [(64, 2**i) for i in range(6, 18)],
+        "N (K = 8 N)": [(2**i, 8 * 2**i) for i in range(3, 15)],
+    }
+    print("\n| N | K | sync | ratio | ms | ms / (K log K + N log N), us |\n" + "|---" * 6 + "|")
+    for ax, (label, points) in zip(axes, sweeps.items(), strict=True):
+        times = [grown(ranks, count, sync) for ranks, count in points]
+        x = [count if label[0] == "K" else ranks for ranks, count in points]
+        middle = len(points) // 2
+        scale = times[middle] / terms(*points[middle])
+        ax.loglog(x, times, "o-", label=f"hcp.plan, sync={sync!r}")
+        ax.loglog(x, [scale * terms(*p) for p in points], "k:", label="K log K + N log N")
+        ax.set(xlabel=label, ylabel="CPU milliseconds, one core")
+        ax.legend()
+    figure.savefig(path, dpi=120)
+
+
+def terms(ranks: int, count: int) -> float:
+    return count * math.log2(count) + ranks * math.log2(ranks)
+
+
+def grown(ranks: int, count: int, sync: str) -> float:
+    random, most = Random(1), ranks * 8190
+    lengths = [min(most, families.GITHUB(random)) for _ in range(count)]
+    plan, took = timed(lengths, ranks=ranks, max_tokens_per_rank=8192, sync=sync)
+    share = took * 1e3 / terms(ranks, count)
+    print(
+        f"| {ranks} | {count} | {sync} | {plan.makespan / plan.bound:.4f} | {took:.2f} "
+        f"| {share:.4f} |",
+        flush=True,
+    )
+    return took
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--families", default=",".join(families.BY_NAME))
     parser.add_argument("--costs", default="default,flexsp-7b")
     parser.add_argument("--syncs", default="step,micro_batch")
-    parser.add_argument("--seeds", type=int, default=100)
+    parser.add_argument(
+        "--seeds", type=int, default=30, help="(30; 10 for N >= 256, 1 beyond 1024)"
+    )
     parser.add_argument("--peers", action="store_true")
-    parser.add_argument("--scale", action="store_true")
+    parser.add_argument("--variants", action="store_true", help="instead of the families")
+    parser.add_argument("--growth", type=Path, metavar="PNG", help="instead of the families")
     args = parser.parse_args()
-    print(f"hcp {hcp.__version__}, Python {platform.python_version()}, {platform.machine()}\n")
-    names = list(peers.PEERS) if args.peers else []
-    head = ["family", "cost", "sync", "K", "p50", "p95", "max", "ms p50", "ms p99", "groups"]
-    head += names + (["worse than best peer"] if args.peers else [])
-    if args.families:
-        print("| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|")
-    for name in filter(None, args.families.split(",")):
-        family = families.BY_NAME[name]
-        for cost in args.costs.split(","):
-            for sync in args.syncs.split(","):
-                seeds = 1 if name in ("X1", "X6") else args.seeds
-                bench(
-                    family, cost, sync, seeds if family.ranks < 256 else min(10, seeds), args.peers
-                )
-    if args.scale:
-        scale()
+    print(f"{machine()}\n")
+    if args.growth:
+        for sync in args.syncs.split(","):
+            growth(args.growth.with_stem(f"{args.growth.stem}_{sync}"), sync)
+    else:
+        bench(variants() if args.variants else family_cases(args), args.seeds, args.peers)
 
 
 if __name__ == "__main__":

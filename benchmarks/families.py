@@ -1,15 +1,24 @@
-"""Families of global batches, generated with seeds from published tables.
-
-Every function gives lengths in tokens for a random.Random. The tables are histograms that papers
-print; inside a bin lengths are log-uniform, since nothing more is published.
-"""
+"""Families of global batches: published tables of hcp.cli.families, and the stress pack."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
+
+from hcp.cli.families import (
+    CHATQA2,
+    FAMILIES,
+    GITHUB_TOKENS,
+    WIKIPEDIA,
+    WLB,
+    K,
+    by_tokens,
+    log_uniform,
+)
+
+GITHUB = FAMILIES["github"].draw
+BYTED = FAMILIES["byted"].draw
 
 
 @dataclass(frozen=True)
@@ -20,62 +29,6 @@ class Family:
     capacity: int
     draw: Callable[[Random], list[int]]
     stages: int = 1
-
-
-def log_uniform(random: Random, low: int, high: int) -> int:
-    return min(high, max(low, round(math.exp(random.uniform(math.log(low), math.log(high))))))
-
-
-Bin = tuple[int, int, float]
-
-
-def sampler(bins: list[Bin]) -> Callable[[Random], int]:
-    """(low, high, share of samples) -> one length."""
-    weights = [share for _, _, share in bins]
-
-    def draw(random: Random) -> int:
-        low, high, _ = random.choices(bins, weights)[0]
-        return log_uniform(random, low, high)
-
-    return draw
-
-
-def octaves(first: int, shares: list[float]) -> list[Bin]:
-    """Bins that end at first, 2 first, 4 first, ... and span one octave each."""
-    return [(first * 2**i // 2 + 1, first * 2**i, share) for i, share in enumerate(shares)]
-
-
-K = 1024
-# FlexSP's Wikipedia file: samples by bin, in percent (arXiv 2412.01523, its artifact).
-WIKIPEDIA = sampler(
-    [
-        (48, 256, 41.65),
-        *octaves(512, [21.04, 16.12, 10.84, 5.96, 2.80, 1.122, 0.3465, 0.1027, 0.0228, 0.0042]),
-        (256 * K, 384 * K, 0.0007),
-    ]
-)
-# ByteScale's Figure 4: tokens by bin, in percent (arXiv 2502.21231); samples are tokens / length.
-GITHUB_TOKENS = [34.0, 9.5, 10.4, 10.7, 10.2, 8.8, 6.4, 4.5, 3.0]
-BYTED_TOKENS = [14.2, 11.4, 7.6, 7.6, 7.6, 7.6, 7.3, 7.6, 7.6, 9.7, 12.1]
-
-
-def by_tokens(first: int, tokens: list[float], most: int) -> Callable[[Random], int]:
-    bins = octaves(first, [share / 2**i for i, share in enumerate(tokens)])
-    return sampler([(low, min(high, most), share) for low, high, share in bins if low < most])
-
-
-GITHUB = by_tokens(2 * K, GITHUB_TOKENS, 384 * K)
-BYTED = by_tokens(2 * K, BYTED_TOKENS, 2 * K * K)
-# ChatQA2-Long-SFT, cumulative (Skrull, arXiv 2505.19609, Table 1).
-CHATQA2 = sampler(
-    [(64, K, 21.92), (K, 4 * K, 9.56), (4 * K, 8 * K, 8.95), (8 * K, 32 * K, 59.43),
-     (32 * K, 99 * K, 0.14)]
-)  # fmt: skip
-# A file of WLB-LLM's shape: a uniform body and a tail (arXiv 2503.17924).
-WLB = sampler(
-    [(324, 2 * K, 31.75), (2 * K, 4 * K, 31.95), (4 * K, 6250, 33.93), (8 * K, 16 * K, 1.036),
-     (16 * K, 32 * K, 0.451), (32 * K, 64 * K, 0.355), (64 * K, 122 * K, 0.531)]
-)  # fmt: skip
 
 
 def count(draw: Callable[[Random], int], n: int) -> Callable[[Random], list[int]]:

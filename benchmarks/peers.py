@@ -10,8 +10,10 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import hcp
+from hcp.limits import slowness_of
 
 Group = tuple[int, int, list[int]]
 Batches = list[list[Group]]
@@ -46,7 +48,10 @@ def static_cp(lengths: list[int], ranks: int, capacity: int, cost: hcp.CostModel
 
 def next_fit(lengths: list[int], ranks: int, capacity: int, cost: hcp.CostModel) -> Batches:
     """Megatron's dp_balanced: one degree, sequences packed in the order in which they came."""
-    degree = static_degree(lengths, ranks, capacity)
+    return next_fit_at(static_degree(lengths, ranks, capacity), lengths, ranks, capacity)
+
+
+def next_fit_at(degree: int, lengths: list[int], ranks: int, capacity: int) -> Batches:
     packs: list[list[int]] = [[]]
     held = 0
     for i, length in enumerate(lengths):
@@ -211,20 +216,29 @@ PEERS: dict[str, Planner] = {
     "BFD + top-up": best_fit_top_up,
 }
 POWERS_ONLY = {"wave greedy"}
+MOST_RANKS = 256
+"""Beyond, some of them take many seconds a batch."""
 
 
-def judged(
-    name: str, lengths: list[int], ranks: int, capacity: int, cost: hcp.CostModel, sync: str
-) -> int | None:
-    """The peer's makespan by hcp's own judge, None where it cannot plan these ranks."""
-    if name in POWERS_ONLY and ranks & (ranks - 1):
+def judged(name: str, lengths: list[int], request: dict[str, Any]) -> int | None:
+    """The peer's makespan by hcp's own judge, None where it cannot plan these ranks or does not end
+    in time. ``request``: hcp.plan's arguments; of these it knows ranks, capacity and cost."""
+    ranks = request["ranks"]
+    if ranks > MOST_RANKS or (name in POWERS_ONLY and ranks & (ranks - 1)):
         return None
-    batches = PEERS[name](lengths, ranks, capacity, cost)
+    cost, capacity = request["cost"], request["max_tokens_per_rank"]
+    return plan_of(PEERS[name](lengths, ranks, capacity, cost), lengths, request).makespan
+
+
+def plan_of(batches: Batches, lengths: list[int], request: dict[str, Any]) -> hcp.Plan:
+    """Micro-batches as a plan. ``request``: hcp.plan's arguments."""
     groups = [
         {"groups": [{"first_rank": f, "degree": d, "sequences": s} for f, d, s in batch]}
         for batch in batches
     ]
-    prices = dict(zip(hcp.cost.PRICES, cost.prices, strict=True))
-    data = {"ranks": ranks, "max_tokens_per_rank": capacity, "lengths": lengths, "sync": sync}
-    plan = hcp.Plan.from_dict(data | {"cost": prices, "micro_batches": groups})
-    return plan.makespan
+    data = {key: value for key, value in request.items() if key not in ("cost", "speeds")}
+    if "speeds" in request:
+        data["slowness"] = slowness_of(request["speeds"])
+    prices = dict(zip(hcp.cost.PRICES, request["cost"].prices, strict=True))
+    data |= {"lengths": lengths, "cost": prices, "micro_batches": groups}
+    return hcp.Plan.from_dict(data)

@@ -1,0 +1,327 @@
+"""One attention layer on several GPUs, against its own kernels and the bytes that it moves.
+
+    torchrun --nproc-per-node 8 benchmarks/attention_cuda.py [--heads 32 8] [--transports peer]
+
+Two yardsticks for each pack, both measured in the run:
+
+    ideal   one GPU computes the whole pack in one call of the library's kernel; its time / GPUs
+    bound   of the busiest rank, the larger of its own kernel calls alone, on keys that lie there,
+            and of the bytes that it receives at the rate of a plain copy from a peer's memory
+
+Shares are yardstick / time: 1 is the limit. A time is that of the slowest rank, the median over
+rounds of several layers one after the other, as in a model. Every contestant's output is compared
+with the float32 formula on one sequence before it is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import hcp
+from hcp import attention as core
+from hcp.handler import ContextParallelHandler
+from hcp.kernels import Call, Choice, kernel_for
+from hcp.layout import Entry, schedule_of
+
+HEAD_DIM = 128
+PACKS = {
+    "1 x 65536": [65536],
+    "8 x 8192": [8192] * 8,
+    "32768 ... 128": [32768, 16384, 8192, 4096, 2048, 1024, 512, 256, 128, 128],
+    "64 x 1024": [1024] * 64,
+}
+LAYERS, ROUNDS = 4, 5
+CAPACITY = 16384
+
+
+@dataclass
+class Layer:
+    """One micro-batch of a plan on this rank, with inputs."""
+
+    cp: ContextParallelHandler
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    grad: Tensor
+
+
+def main() -> int:
+    args = arguments()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group("nccl", device_id=device)
+    rate = copy_rate(device)
+    if dist.get_rank() == 0:
+        name = torch.cuda.get_device_name()
+        print(f"{dist.get_world_size()} x {name}, torch {torch.__version__}, hcp {hcp.__version__}")
+        print(f"heads {args.heads[0]}:{args.heads[1]} of {HEAD_DIM}, bfloat16, causal")
+        print(f"peer copy {rate / 1e9:.0f} GB/s\n")
+        print(HEADER)
+    everything = {name: hcp.build_process_groups(transport=name) for name in args.transports}
+    for pack, lengths in PACKS.items():
+        ideal = ideal_of(lengths, args.heads, device)
+        for plan_name, comm_type in CONTESTANTS:
+            for groups in everything.values():
+                compare(args, groups, pack, lengths, plan_name, comm_type, rate, ideal)
+    for groups in everything.values():
+        groups.close()
+    dist.destroy_process_group()
+    return 0
+
+
+CONTESTANTS = (("degree N", "all_gather"), ("degree N", "p2p"), ("dynamic", "all_gather"))
+HEADER = (
+    f"{'transport':9} {'pack':14} {'plan':9} {'comm type':10} "
+    f"{'ms f':>7} {'ms f+b':>7} {'ideal f':>8} {'f+b':>5} {'bound f':>8} {'f+b':>5} "
+    f"{'host us f':>9} {'b':>5}"
+)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--heads", type=int, nargs=2, default=[32, 8], metavar=("QUERY", "KEY"))
+    parser.add_argument("--transports", nargs="+", default=["peer", "nccl", "torch"])
+    return parser.parse_args()
+
+
+def ideal_of(lengths: list[int], heads: list[int], device: torch.device) -> list[float]:
+    whole = Alone(lengths, heads, device)
+    ranks = dist.get_world_size()
+    return [slowest(measure(step, 1)) / ranks for step in (whole.forward, whole.both)]
+
+
+def compare(args, groups, pack, lengths, plan_name, comm_type, rate, ideal) -> None:
+    ranks = groups.size("dp_cp")
+    capacity = max(CAPACITY, -(-max(lengths) // ranks) + 2)
+    degree = ranks if plan_name == "degree N" else 1
+    plan = hcp.plan(lengths, ranks=ranks, max_tokens_per_rank=capacity, min_degree=degree)
+    layers = [
+        make_layer(plan, m, groups, comm_type, args.heads) for m in range(len(plan.micro_batches))
+    ]
+    check(layers)
+    times = [slowest(measure(lambda backward=b: run(layers, backward))) for b in (False, True)]
+    own = [OwnCalls(layer, comm_type) for layer in layers]
+    alone = [
+        slowest(measure(lambda backward=b: [calls.run(backward) for calls in own]))
+        for b in (False, True)
+    ]
+    received = slowest(sum(bytes_received(layer, comm_type, args.heads[1]) for layer in layers))
+    bounds = [max(alone[0], received / rate), max(alone[1], 3 * received / rate)]
+    host = [slowest(x) for x in host_time(layers)]
+    if groups.transport.rank == 0:
+        shares = [f"{a / b:5.2f}" for a, b in zip((*ideal, *bounds), times * 2, strict=True)]
+        print(
+            f"{groups.transport.name:9} {pack:14} {plan_name:9} {comm_type:10} "
+            f"{times[0] * 1e3:7.2f} {times[1] * 1e3:7.2f} {shares[0]:>8} {shares[1]} "
+            f"{shares[2]:>8} {shares[3]} {host[0] * 1e6:9.0f} {host[1] * 1e6:5.0f}",
+            flush=True,
+        )
+
+
+def make_layer(plan, micro_batch, groups, comm_type, heads) -> Layer:
+    cp = ContextParallelHandler(plan, micro_batch, groups.transport, comm_types=(comm_type,))
+    shape = {"dtype": torch.bfloat16, "device": groups.transport.device}
+    tensors = [
+        torch.randn(cp.rows, count, HEAD_DIM, **shape) for count in (heads[0], heads[1], heads[1])
+    ]
+    for tensor in tensors:
+        tensor.requires_grad_()
+    return Layer(cp, *tensors, torch.randn(cp.rows, heads[0], HEAD_DIM, **shape))
+
+
+def run(layers: list[Layer], backward: bool) -> None:
+    for layer in layers:
+        with torch.set_grad_enabled(backward):
+            out = layer.cp.attention(layer.query, layer.key, layer.value)
+        if backward:
+            torch.autograd.grad(out, (layer.query, layer.key, layer.value), layer.grad)
+
+
+def check(layers: list[Layer]) -> None:
+    """The rows that a rank has of the first sequence, against the formula over all of it."""
+    for layer in layers:
+        with torch.no_grad():
+            out = layer.cp.attention(layer.query, layer.key, layer.value)
+        if layer.cp.degree == 0:
+            continue
+        whole = [gathered(layer.cp, x.detach()) for x in (layer.key, layer.value)]
+        rows = slice(0, int(layer.cp.cu_seqlens[1]))
+        positions = layer.cp.position_ids[rows][-64:]
+        length = layer.cp.layout.lengths[0]
+        query, (key, value) = layer.query.detach()[rows][-64:], (x[:length] for x in whole)
+        groups = query.shape[1] // key.shape[1]
+        scores = (
+            torch.einsum("qhd,khd->hqk", query.float(), key.float().repeat_interleave(groups, 1))
+            / HEAD_DIM**0.5
+        )
+        hidden = torch.arange(length, device=query.device) > positions.unsqueeze(1)
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        expected = torch.einsum("hqk,khd->qhd", weights, value.float().repeat_interleave(groups, 1))
+        error = float((out[rows][-64:].float() - expected).abs().max())
+        if not error <= 0.02:
+            raise SystemExit(
+                f"rank {dist.get_rank()}: the output is off by {error}, expected <= 0.02"
+            )
+
+
+def gathered(cp: ContextParallelHandler, x: Tensor) -> Tensor:
+    """Whole sequences of the group, all heads: by heads for sequence, one head after the other."""
+    own = cp.sequence_to_head(x)
+    if cp.degree == 1:
+        return own
+    rows = int(cp.whole_cu_seqlens[-1])
+    parts = [torch.zeros(rows, x.shape[1], HEAD_DIM, device=x.device, dtype=x.dtype)]
+    parts[0][:, cp.head_slice(x.shape[1])] = own
+    ranks = range(cp.layout.first_rank, cp.layout.first_rank + cp.degree)
+    group = subgroup(tuple(ranks))
+    dist.all_reduce(parts[0], group=group)
+    return parts[0]
+
+
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+def subgroup(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    if ranks not in _groups:
+        _groups[ranks] = dist.new_group(ranks, use_local_synchronization=True)
+    return _groups[ranks]
+
+
+# ---- yardsticks ----------------------------------------------------------------------------------
+
+
+class Alone:
+    """The whole pack on one GPU, by one call."""
+
+    def __init__(self, lengths: list[int], heads: list[int], device: torch.device) -> None:
+        shape = {"dtype": torch.bfloat16, "device": device}
+        rows = sum(lengths)
+        self.query, self.grad = (torch.randn(rows, heads[0], HEAD_DIM, **shape) for _ in range(2))
+        self.key, self.value = (torch.randn(rows, heads[1], HEAD_DIM, **shape) for _ in range(2))
+        self.kernel = kernel_for(device, torch.bfloat16, Choice())
+        entries, row = [], 0
+        for length in lengths:
+            entries.append(Entry(row, length, row, length, 1 - length, 0))
+            row += length
+        (self.call,) = self.kernel.calls(entries)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        return self.kernel.forward(self.call, self.query, self.key, self.value, HEAD_DIM**-0.5)
+
+    def both(self) -> None:
+        out, lse = self.forward()
+        tensors = (self.query, self.key, self.value, out, lse)
+        self.kernel.backward(self.call, self.grad, None, *tensors, HEAD_DIM**-0.5)
+
+
+class OwnCalls:
+    """A rank's kernel calls alone, on keys that lie there."""
+
+    def __init__(self, layer: Layer, comm_type: str) -> None:
+        self.layer = layer
+        self.kernel = kernel_for(layer.query.device, layer.query.dtype, Choice())
+        schedule = schedule_of(
+            layer.cp._words_of(comm_type, -1, 0, (layer.query.shape[1], layer.key.shape[1]))
+        )
+        self.calls: list[tuple[Call, Tensor, Tensor]] = []
+        with torch.no_grad():
+            key, value = layer.key.detach(), layer.value.detach()
+            for stage, calls in zip(
+                schedule.stages, core._calls_of(schedule, self.kernel).stages, strict=True
+            ):
+                if stage.first_entry > 0:
+                    key, value = (
+                        torch.randn(stage.key_rows, *x.shape[1:], dtype=x.dtype, device=x.device)
+                        for x in (key, value)
+                    )
+                self.calls += [(call, key[call.keys], value[call.keys]) for call in calls]
+
+    def run(self, backward: bool) -> None:
+        query, grad = self.layer.query.detach(), self.layer.grad
+        for call, key, value in self.calls:
+            rows = query[call.queries]
+            out, lse = self.kernel.forward(call, rows, key, value, HEAD_DIM**-0.5)
+            if backward:
+                tensors = (rows, key, value, out, lse)
+                self.kernel.backward(call, grad[call.queries], None, *tensors, HEAD_DIM**-0.5)
+
+
+def bytes_received(layer: Layer, comm_type: str, kv_heads: int) -> int:
+    schedule = schedule_of(
+        layer.cp._words_of(comm_type, -1, 0, (layer.query.shape[1], layer.key.shape[1]))
+    )
+    rows = sum(move.rows for move in schedule.receives)
+    return rows * 2 * kv_heads * HEAD_DIM * 2
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes per second that each GPU copies from the next one's memory, all at once."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    size = 2**27
+    memory = symmetric.empty(size, dtype=torch.uint8, device=device)
+    handle = symmetric.rendezvous(memory, dist.group.WORLD)
+    peer = (dist.get_rank() + 1) % dist.get_world_size()
+    source = handle.get_buffer(peer, (size,), torch.uint8)
+    target = torch.empty_like(source, device=device)
+    return size / slowest(measure(lambda: target.copy_(source)))
+
+
+# ---- times ---------------------------------------------------------------------------------------
+
+
+def measure(step: Callable[[], object], layers: int = LAYERS) -> float:
+    """Seconds of one step on the device, the median of rounds."""
+    for _ in range(2):
+        step()
+    times = []
+    for _ in range(ROUNDS):
+        dist.barrier()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(layers):
+            step()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / layers)
+    return statistics.median(times)
+
+
+def host_time(layers: list[Layer]) -> tuple[float, float]:
+    """Seconds that the host needs to queue one layer, forward and backward."""
+    forwards, backwards = [], []
+    for _ in range(ROUNDS):
+        for layer in layers:
+            torch.cuda.synchronize()
+            dist.barrier()
+            start = time.perf_counter()
+            out = layer.cp.attention(layer.query, layer.key, layer.value)
+            forwards.append(time.perf_counter() - start)
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            torch.autograd.grad(out, (layer.query, layer.key, layer.value), layer.grad)
+            backwards.append(time.perf_counter() - start)
+    torch.cuda.synchronize()
+    return statistics.median(forwards), statistics.median(backwards)
+
+
+def slowest(seconds: float) -> float:
+    worst = torch.tensor(float(seconds), device="cuda", dtype=torch.float64)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return worst.item()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,252 @@
+"""The transports' exchanges, against a plain copy of the same bytes from a peer's memory.
+
+    torchrun --nproc-per-node 8 benchmarks/bench_exchange.py
+    torchrun --nproc-per-node 2 benchmarks/bench_exchange.py --device cpu --most-mib 1
+
+Two patterns, in rows of 4 KiB (keys beside values of 8 heads of 128 in bfloat16):
+
+    ring     a rank receives all rows of the next one
+    gather   a rank receives rows of all others, and lays them out as attention reads a pack of
+             sequences: two pieces of each sequence from each rank
+
+    copy     `copy_` from the next rank's memory, mapped by torch's symmetric memory, all ranks at
+             once: nothing is staged, signalled, or laid out
+    peer     PeerTransport's stage, write and read: rows are copied into symmetric memory first
+    nccl     NcclTransport.start, and for the gather one more kernel that lays the rows out
+    torch    the same by torch's batch_isend_irecv
+
+A share is the copy's time / the transport's: 1 is the limit. Bytes are those that each rank
+receives. A time is the slowest rank's, the median of rounds in which all take turns; "host us" is
+what one call keeps the host. What each receives is compared with what was sent, bit for bit, before
+and after it is timed. On CPU ranks there is neither peer memory nor NCCL: `torch` runs alone, and
+the copy is one within a rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from timing import by_turns, device_name, end_ranks, queued, start_ranks, timed
+from torch import Tensor
+
+import hcp
+from hcp import ops
+from hcp.exchange import TorchTransport
+from hcp.layout import Move
+from hcp.peer import PeerTransport
+from hcp.transports import connect
+
+WIDTH = 2048
+DTYPE = torch.bfloat16
+ROW_BYTES = WIDTH * DTYPE.itemsize
+PIECES = 32
+"""Of each rank's rows in a gather: two of each of 16 sequences."""
+CALLS, ROUNDS = 8, 5
+TIMEOUT = timedelta(seconds=30)
+TRANSPORTS = {"cuda": ("peer", "nccl", "torch"), "cpu": ("torch",)}
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What one rank sends and receives."""
+
+    name: str
+    own_rows: int
+    sources: list[int]
+    readers: list[int]
+    runs: Tensor
+    """(runs, 4) of (row, rows, source, its row): where received rows go."""
+
+    @property
+    def rows(self) -> int:
+        return self.own_rows * len(self.sources)
+
+    @property
+    def arranged(self) -> bool:
+        return len(self.runs) > len(self.sources)
+
+
+def main() -> int:
+    args = arguments()
+    device = start_ranks(args.device, args.deadline, TIMEOUT)
+    transports = {
+        name: connect(
+            dist.new_group(timeout=TIMEOUT),
+            name,
+            timeout=TIMEOUT,
+            peer_buffer_bytes=2 * (args.most_mib + 1) * 2**20,
+        )
+        for name in TRANSPORTS[device.type]
+    }
+    copies = Copies(device, args.most_mib * 2**20)
+    if dist.get_rank() == 0:
+        print(
+            f"{dist.get_world_size()} x {device_name(device)}, torch {torch.__version__}, ", end=""
+        )
+        print(f"hcp {hcp.__version__}, rows of {ROW_BYTES} bytes")
+        print(f"{'':7} {'':>9} {'copy':>6}" + "".join(f"{name:>16}" for name in transports))
+        titles = f"{'share':>8} {'host us':>7}" * len(transports)
+        print(f"{'pattern':7} {'KiB':>9} {'GB/s':>6}{titles} {'peer : torch':>13}", flush=True)
+    for make in (ring, gather):
+        for size in sizes(args.most_mib):
+            compare(make(size // ROW_BYTES), transports, copies)
+    end_ranks()
+    return 0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--most-mib", type=int, default=128, help="received by each rank (128)")
+    parser.add_argument("--deadline", type=float, default=150.0, help="seconds of the run (150)")
+    args = parser.parse_args()
+    if args.most_mib < 1:
+        parser.error(f"--most-mib is {args.most_mib}, expected >= 1")
+    return args
+
+
+def sizes(most_mib: int) -> list[int]:
+    chosen = (2**16, 2**18, 2**20, 2**22, 2**24, 2**26, 2**27)
+    return [size for size in chosen if size <= most_mib * 2**20]
+
+
+def ring(rows: int) -> Pattern:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    runs = torch.tensor([[0, rows, 0, 0]])
+    return Pattern("ring", rows, [(rank + 1) % ranks], [(rank - 1) % ranks], runs)
+
+
+def gather(rows: int) -> Pattern:
+    """Piece after piece, of each piece what every other rank has."""
+    others = [peer for peer in range(dist.get_world_size()) if peer != dist.get_rank()]
+    own_rows = max(1, rows // len(others))
+    pieces = min(PIECES, own_rows)
+    ends = [own_rows * piece // pieces for piece in range(pieces + 1)]
+    runs, row = [], 0
+    for begin, end in itertools.pairwise(ends):
+        for source in range(len(others)):
+            runs.append([row, end - begin, source, begin])
+            row += end - begin
+    return Pattern("gather", own_rows, others, others, torch.tensor(runs))
+
+
+# ---- contestants ---------------------------------------------------------------------------------
+
+
+def compare(pattern: Pattern, transports: dict[str, TorchTransport], copies: Copies) -> None:
+    """Check, time, check and print."""
+    own = rows_of(dist.get_rank(), pattern.own_rows, copies.device)
+    steps: dict[str, Callable[[], Tensor]] = {"copy": copies.step(pattern.rows)}
+    for name, transport in transports.items():
+        kind = by_reading if isinstance(transport, PeerTransport) else by_sending
+        steps[name] = kind(transport, pattern, own)
+    expected = expected_rows(pattern, copies.device)
+    check(pattern, steps, transports, expected)
+    times = by_turns(
+        steps, copies.device, partial(timed, device=copies.device, calls=CALLS), ROUNDS
+    )
+    host = by_turns(steps, copies.device, partial(queued, device=copies.device), ROUNDS)
+    check(pattern, steps, transports, expected)
+    if dist.get_rank() == 0:
+        size = pattern.rows * ROW_BYTES
+        shares = "".join(
+            f"{times['copy'] / times[name]:8.2f} {host[name] * 1e6:7.0f}" for name in transports
+        )
+        faster = f"{times['torch'] / times['peer']:12.2f}x" if "peer" in times else f"{'-':>13}"
+        rate = size / times["copy"] / 1e9
+        print(f"{pattern.name:7} {size / 2**10:9.0f} {rate:6.0f}{shares} {faster}", flush=True)
+
+
+class Copies:
+    """Plain copies of the next rank's memory; on CPU ranks, of this one's."""
+
+    def __init__(self, device: torch.device, most_bytes: int) -> None:
+        self.device = device
+        rows = most_bytes // ROW_BYTES
+        if device.type == "cpu":
+            self._source = torch.zeros(rows, WIDTH, dtype=DTYPE)
+            return
+        from torch.distributed import _symmetric_memory as symmetric
+
+        self._memory = symmetric.empty(rows, WIDTH, dtype=DTYPE, device=device)
+        self._memory.zero_()
+        handle = symmetric.rendezvous(self._memory, dist.group.WORLD)
+        torch.cuda.synchronize(device)
+        peer = (dist.get_rank() + 1) % dist.get_world_size()
+        self._source = handle.get_buffer(peer, (rows, WIDTH), DTYPE)
+
+    def step(self, rows: int) -> Callable[[], Tensor]:
+        source = self._source[:rows]
+        target = torch.empty(rows, WIDTH, dtype=DTYPE, device=self.device)
+        return lambda: target.copy_(source)
+
+
+_exchanges = itertools.count()
+
+
+def by_reading(transport: PeerTransport, pattern: Pattern, own: Tensor) -> Callable[[], Tensor]:
+    whole = torch.tensor([[0, pattern.own_rows, 0, 0]])
+    parts = [(peer, pattern.own_rows) for peer in pattern.sources]
+
+    def step() -> Tensor:
+        staged = transport.stage(next(_exchanges), pattern.own_rows, WIDTH, DTYPE, pattern.readers)
+        staged.write([own], whole, 1, 2)
+        return staged.read(parts, pattern.runs, pattern.rows, 2).wait()
+
+    return step
+
+
+def by_sending(transport: TorchTransport, pattern: Pattern, own: Tensor) -> Callable[[], Tensor]:
+    rows = pattern.own_rows
+    received = torch.empty(pattern.rows, WIDTH, dtype=DTYPE, device=own.device)
+    sends = [Move(peer, 0, rows) for peer in pattern.readers]
+    receives = [Move(peer, i * rows, rows) for i, peer in enumerate(pattern.sources)]
+    places = torch.stack([pattern.runs[:, 2] * rows + pattern.runs[:, 3], pattern.runs[:, 1]], 1)
+
+    def step() -> Tensor:
+        transport.start(own, sends, received, receives, tag=2).wait()
+        return ops.pack([received], places, pattern.rows) if pattern.arranged else received
+
+    return step
+
+
+# ---- what must arrive ----------------------------------------------------------------------------
+
+
+def rows_of(rank: int, rows: int, device: torch.device) -> Tensor:
+    generator = torch.Generator(device).manual_seed(rank)
+    return torch.randn(rows, WIDTH, dtype=DTYPE, device=device, generator=generator)
+
+
+def expected_rows(pattern: Pattern, device: torch.device) -> Tensor:
+    sent = [rows_of(peer, pattern.own_rows, device) for peer in pattern.sources]
+    return torch.cat(
+        [sent[source][begin : begin + rows] for _, rows, source, begin in pattern.runs.tolist()]
+    )
+
+
+def check(
+    pattern: Pattern,
+    steps: dict[str, Callable[[], Tensor]],
+    transports: dict[str, TorchTransport],
+    expected: Tensor,
+) -> None:
+    for name in transports:
+        wrong = int((steps[name]().view(torch.int16) != expected.view(torch.int16)).any(1).sum())
+        if wrong:
+            raise SystemExit(
+                f"rank {dist.get_rank()}: {wrong} of {pattern.rows} rows of a {pattern.name} by "
+                f"{name} differ from what was sent"
+            )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""Ranks that are timed together: their start, their end, their clocks."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import statistics
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+Step = Callable[[], object]
+
+
+def start_ranks(device: str, deadline: float, timeout: timedelta) -> torch.device:
+    """Join torchrun's ranks: a GPU for each under NCCL, or the CPU under Gloo.
+
+    The process ends, with the stack of each thread, when it lives longer than ``deadline`` seconds;
+    torchrun then ends the others.
+    """
+    faulthandler.dump_traceback_later(deadline, exit=True)
+    if device == "cpu":
+        dist.init_process_group("gloo", timeout=timeout)
+        return torch.device("cpu")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    own = torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group("nccl", device_id=own, timeout=timeout)
+    return own
+
+
+def end_ranks() -> None:
+    dist.barrier()
+    dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def slowest(seconds: float, device: torch.device) -> float:
+    """The largest of all ranks' values."""
+    worst = torch.tensor(seconds, device=device, dtype=torch.float64)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return worst.item()
+
+
+def timed(step: Step, device: torch.device, calls: int = 1) -> float:
+    """Seconds of one of several calls, from a common start to the end of the device's work."""
+    synchronize(device)
+    dist.barrier()
+    synchronize(device)
+    begun = time.perf_counter()
+    if device.type != "cuda":
+        for _ in range(calls):
+            step()
+        return (time.perf_counter() - begun) / calls
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(calls):
+        step()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / calls
+
+
+def queued(step: Step, device: torch.device) -> float:
+    """Seconds that the host needs for one call."""
+    synchronize(device)
+    dist.barrier()
+    synchronize(device)
+    begun = time.perf_counter()
+    step()
+    return time.perf_counter() - begun
+
+
+def by_turns(
+    steps: dict[str, Step],
+    device: torch.device,
+    clock: Callable[[Step], float],
+    rounds: int,
+    *,
+    warm: bool = False,
+) -> dict[str, float]:
+    """Each step's time by a clock on the slowest rank, the median of rounds through all steps.
+    ``warm``: each has run before."""
+    for step in () if warm else steps.values():
+        step()
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            times[name].append(slowest(clock(step), device))
+    return {name: statistics.median(taken) for name, taken in times.items()}
