@@ -5,8 +5,14 @@
 
 PYTHON  ?= python3
 TORCH   ?= torch==2.13.0
+MEGATRON ?= megatron-core==0.16.1
 WORKERS ?= 2
 ARGS    ?=
+EXTRAS  ?= demo,test
+
+# Trainers whose tests make test leaves out. Each is an extra of pyproject.toml, gets an environment
+# .venv-NAME of its own, and runs tests/test_NAME.py and the documents of that name.
+TRAINERS ?= lightning torchtitan
 
 VENV := $(or $(VIRTUAL_ENV),.venv)
 PY   := $(VENV)/bin/python
@@ -21,13 +27,14 @@ ifneq ($(shell cat $(READY) 2>/dev/null) $(words $(wildcard $(LIBRARIES))),$(CUR
 $(READY): FORCE
 endif
 
-.PHONY: help setup demo test test-long check format clean FORCE
+.PHONY: help setup demo test test-long test-trainers check format clean FORCE
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo        train a small model with context parallelism on this machine"
 	@echo "make test        all tests but the long ones; WORKERS=$(WORKERS) processes, ARGS='-k plan' for some"
 	@echo "make test-long   the exhaustive tests"
+	@echo "make test-trainers  tests of trainers in environments of their own: $(TRAINERS)"
 	@echo "make check       compiler warnings, formatting, lints, types, stubs"
 	@echo "make format      write Python and C as make check wants them"
 	@echo "make setup       only install; TORCH='torch==2.12.0' for another torch than $(TORCH)"
@@ -43,6 +50,22 @@ test: $(READY)
 
 test-long: $(READY)
 	$(PY) -m pytest -n $(WORKERS) -m long --timeout 3600 $(ARGS)
+
+# ---- Trainers -----------------------------------------------------------------------------------
+
+test-trainers: $(TRAINERS:%=test-trainer-%)
+
+test-trainer-%: FORCE
+	$(MAKE) test VIRTUAL_ENV=$(CURDIR)/.venv-$* EXTRAS=$(EXTRAS),$* \
+	  ARGS="tests/test_$*.py tests/test_docs.py -k $* $(ARGS)"
+
+# Its own requirements would replace torch: it is installed beside it, not as an extra.
+test-trainer-torchtitan: TITAN = $(CURDIR)/.venv-torchtitan
+test-trainer-torchtitan: FORCE
+	$(MAKE) setup VIRTUAL_ENV=$(TITAN)
+	$(TITAN)/bin/python -m pip install --quiet torchtitan==0.3.0
+	$(TITAN)/bin/python -m pip install --quiet --no-deps triton==3.7.1
+	PYTHONPATH=$(CURDIR)/tests $(TITAN)/bin/python -m pytest tests/test_torchtitan.py tests/test_docs.py -k torchtitan $(ARGS)
 
 # ---- Setup --------------------------------------------------------------------------------------
 
@@ -64,12 +87,14 @@ $(READY): $(BUILT_FROM) | $(PY)
 	  echo "$(TORCH) could not be installed into $(VENV); name another with make TORCH='torch==...'," \
 	    "2.10 or later, or install torch there yourself" >&2; exit 1; }
 	@echo "Building hcp into $(VENV)"
-	@$(PY) -m pip install --quiet --editable '.[demo,test]'
+	@$(PY) -m pip install --quiet --editable '.[$(EXTRAS)]'
+	@$(PY) -m pip install --quiet $(MEGATRON) || \
+	  echo "$(MEGATRON) could not be installed: its tests are skipped" >&2
 	@echo '$(CURDIR)' > $@
 
 # ---- Checks --------------------------------------------------------------------------------------
 
-C_FILES       = $(wildcard csrc/core/*.c csrc/cpu/*.c csrc/python/*.c)
+C_FILES       = $(wildcard csrc/core/*.c csrc/cpu/*.c csrc/nccl/*.c csrc/python/*.c)
 FORMATTED     = $(shell find csrc tests/c -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 # Left out: what asks for Annex K, unsigned types all over, no uintptr_t and no x != x, and the paths
 # that the analyzer misreads because hcp__fail, which gives back its status, is in another file.
@@ -98,7 +123,7 @@ check: $(TOOLS)
 	$(VENV)/bin/clang-format --dry-run --Werror $(FORMATTED)
 	$(VENV)/bin/clang-tidy --quiet --warnings-as-errors='*' --checks='$(TIDY_CHECKS)' $(C_FILES) -- $(CLANG_FLAGS)
 	$(VENV)/bin/cppcheck --quiet --std=c11 --language=c --error-exitcode=1 --inline-suppr \
-	  --enable=warning,performance,portability --suppress=missingIncludeSystem -Icsrc/include csrc/core csrc/cpu
+	  --enable=warning,performance,portability --suppress=missingIncludeSystem -Icsrc/include csrc/core csrc/cpu csrc/nccl
 
 clean:
 	rm -rf build dist hcp.egg-info $(LIBRARIES) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,27 +5,35 @@ groups  -> rebind -> evaluate -> restore
 """
 
 from hcp.ahead import PlanAhead
+from hcp.backends import get_cp_handler_cls, register_backend
 from hcp.check import check_plan
 from hcp.choose import EvalChoice, choose_eval_context_parallel
+from hcp.comm import COMM_TYPES, CommChoice
 from hcp.config import Config, add_arguments
+from hcp.core_attn import CoreAttention
 from hcp.cost import CostModel
 from hcp.derived import register_derived
 from hcp.dispatch import LocalBatch, Step, dispatch, gather_lengths
 from hcp.errors import HcpError
 from hcp.evaluation import EvalBatch, EvalPlan, Metric, Metrics
 from hcp.groups import ProcessGroups, build_process_groups
-from hcp.handler import COMM_TYPES, ContextParallelHandler
+from hcp.handler import ContextParallelHandler
 from hcp.layout import Layout, Span
+from hcp.limits import MemoryModel
 from hcp.loopback import loopback
-from hcp.plan import Group, Plan, Report, lower_bound, plan
+from hcp.packed import PackedSeqParams, get_batch_on_this_cp_rank
+from hcp.plan import Group, Plan, lower_bound, plan
 from hcp.rebind import Audit, audit, eval_cp_context, find_slots, rebind
+from hcp.report import Report
 from hcp.rules import register_rebind
 
 __all__ = [
     "COMM_TYPES",
     "Audit",
+    "CommChoice",
     "Config",
     "ContextParallelHandler",
+    "CoreAttention",
     "CostModel",
     "EvalBatch",
     "EvalChoice",
@@ -34,8 +42,10 @@ __all__ = [
     "HcpError",
     "Layout",
     "LocalBatch",
+    "MemoryModel",
     "Metric",
     "Metrics",
+    "PackedSeqParams",
     "Plan",
     "PlanAhead",
     "ProcessGroups",
@@ -51,10 +61,13 @@ __all__ = [
     "eval_cp_context",
     "find_slots",
     "gather_lengths",
+    "get_batch_on_this_cp_rank",
+    "get_cp_handler_cls",
     "loopback",
     "lower_bound",
     "plan",
     "rebind",
+    "register_backend",
     "register_derived",
     "register_rebind",
 ]

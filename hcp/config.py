@@ -11,16 +11,18 @@ import argparse
 import itertools
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from hcp import _core
+from hcp.comm import COMM_TYPES, check_comm_types, fitted_sizes
 
 if TYPE_CHECKING:
     from hcp.cost import CostModel
     from hcp.plan import Plan
 
 SCHEDULERS = ("dynamic_cp", "static_cp")
-COMM_TYPES: tuple[str, ...] = _core.COMM_TYPES
+NO_WINDOW = (-1, -1)
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -41,35 +43,58 @@ class Config:
     sequence planned."""
 
     cp_comm_type: str | tuple[str, ...] = "p2p"
-    """How keys and values travel: "p2p" (ring), "all_gather" (what is seen) or "a2a" (heads for
-    sequence). One for all layers, or one per layer."""
+    """How keys and values travel: "p2p" (ring), "all_gather" (what is seen), "a2a" (heads for
+    sequence), "a2a+p2p" (both, on levels) or "auto" (by the plan's prices). One for all layers, or
+    one per layer."""
 
-    eval_context_parallel_size: int | None = None
-    """Context-parallel size of the evaluation layout, a divisor of the ranks. None: the trainer's
-    choice."""
+    eval_context_parallel_size: int | str | None = None
+    """Context-parallel size of the evaluation layout, a divisor of the ranks. "auto": the trainer
+    asks `hcp.choose_eval_context_parallel`. None: the trainer's choice."""
+
+    hierarchical_context_parallel_sizes: tuple[int, ...] = ()
+    """Sizes of the levels of "a2a+p2p", the inner all-to-all first and the ring last. Under
+    "static_cp" their product is the degree; under "dynamic_cp" the inner ones are a wish, of which
+    each group takes what its degree allows."""
+
+    window_size: tuple[int, int] | tuple[tuple[int, int], ...] = NO_WINDOW
+    """FlashAttention's sliding window, tokens to the left and to the right, -1 being no limit. One
+    for all layers, or one per layer."""
+
+    ranks_per_node: int | None = None
+    """Ranks whose links are fast. A degree up to it stays inside a node, a larger one takes whole
+    nodes, and neighbours that trade heads under "a2a+p2p" share one. None: all links are equal."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.cp_comm_type, str):
             object.__setattr__(self, "cp_comm_type", tuple(self.cp_comm_type))
+        for name in ("hierarchical_context_parallel_sizes", "window_size"):
+            object.__setattr__(self, name, _as_tuples(getattr(self, name)))
         expect_choice("sequence_packing_scheduler", self.sequence_packing_scheduler, SCHEDULERS)
         expect_size("max_seqlen_per_dp_cp_rank", self.max_seqlen_per_dp_cp_rank)
         expect_size("min_dynamic_context_parallel_size", self.min_dynamic_context_parallel_size)
-        if self.context_parallel_size is not None:
-            expect_size("context_parallel_size", self.context_parallel_size)
-        if self.eval_context_parallel_size is not None:
-            expect_size("eval_context_parallel_size", self.eval_context_parallel_size)
-        if not self.cp_comm_type:
-            raise ValueError("cp_comm_type is an empty list, expected one value or one per layer")
-        for name, value in self._comm_types_by_place():
+        for name in ("context_parallel_size", "ranks_per_node"):
+            if getattr(self, name) is not None:
+                expect_size(name, getattr(self, name))
+        if self.eval_context_parallel_size not in (None, "auto"):
+            expect_size("eval_context_parallel_size", self.eval_context_parallel_size, "or 'auto'")
+        for name in ("cp_comm_type", "window_size"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} is an empty list, expected one value or one per layer")
+        for name, value in _by_place("cp_comm_type", self._layers("cp_comm_type")):
             expect_choice(name, value, COMM_TYPES)
+        for name, window in _by_place("window_size", self._layers("window_size")):
+            _expect_window(name, window)
+        static = self.sequence_packing_scheduler == "static_cp"
+        self._check_levels(self.context_parallel_size if static else None)
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Config:
         """The options that add_arguments added. An option that is None, or that args lacks, takes
         its default."""
-        values = {field.name: getattr(args, field.name, None) for field in fields(cls)}
-        if isinstance(values["cp_comm_type"], list) and len(values["cp_comm_type"]) == 1:
-            values["cp_comm_type"] = values["cp_comm_type"][0]
+        values: dict[str, Any] = {f.name: getattr(args, f.name, None) for f in fields(cls)}
+        for name in ("cp_comm_type", "window_size"):
+            if isinstance(values[name], list) and len(values[name]) == 1:
+                values[name] = values[name][0]
         for field in fields(cls):
             if values[field.name] is None and field.default is MISSING:
                 raise ValueError(
@@ -80,17 +105,28 @@ class Config:
     @property
     def comm_types(self) -> tuple[str, ...]:
         """Every comm type that some layer uses, once: what hcp.dispatch prepares for."""
-        return tuple(dict.fromkeys(value for _, value in self._comm_types_by_place()))
+        return tuple(dict.fromkeys(self._layers("cp_comm_type")))
 
     def comm_type(self, layer: int) -> str:
         """How keys and values travel in a layer, counted from 0."""
-        if isinstance(self.cp_comm_type, str):
-            return self.cp_comm_type
-        if not 0 <= layer < len(self.cp_comm_type):
-            raise ValueError(
-                f"layer is {layer}, but cp_comm_type lists {len(self.cp_comm_type)} layers"
-            )
-        return self.cp_comm_type[layer]
+        return str(self._of_layer("cp_comm_type", layer))
+
+    def window(self, layer: int) -> tuple[int, int]:
+        """The sliding window of a layer, counted from 0."""
+        left, right = self._of_layer("window_size", layer)
+        return left, right
+
+    def dispatch_options(self, degree: int | None = None) -> dict[str, Any]:
+        """What :func:`hcp.dispatch` is told of the layers. ``degree``: of a layout with one degree
+        that is not training's, as evaluation may use: the levels of "a2a+p2p" are fitted to it."""
+        sizes = self.hierarchical_context_parallel_sizes
+        if sizes and degree is not None:
+            sizes = fitted_sizes(sizes, degree)
+        return {
+            "comm_types": self.comm_types,
+            "hierarchical_context_parallel_sizes": sizes,
+            "window_sizes": tuple(dict.fromkeys(self._layers("window_size"))),
+        }
 
     def validate(
         self, *, ranks: int, num_layers: int | None = None, longest: int | None = None
@@ -107,35 +143,34 @@ class Config:
             )
         for name in ("context_parallel_size", "eval_context_parallel_size"):
             size = getattr(self, name)
-            if size is not None and ranks % size != 0:
+            if isinstance(size, int) and ranks % size != 0:
                 raise ValueError(
                     f"ranks ({ranks}) % {name} ({size}) == {ranks % size}, expected 0:"
                     f" choose one of {divisors(ranks)}"
                 )
-        if (
-            not isinstance(self.cp_comm_type, str)
-            and num_layers is not None
-            and len(self.cp_comm_type) != num_layers
-        ):
-            raise ValueError(
-                f"cp_comm_type lists {len(self.cp_comm_type)} values for {num_layers} layers,"
-                f" expected 1 or {num_layers}"
-            )
+        for name in ("cp_comm_type", "window_size"):
+            values = self._layers(name)
+            if num_layers is not None and self._is_per_layer(name) and len(values) != num_layers:
+                raise ValueError(
+                    f"{name} lists {len(values)} values for {num_layers} layers,"
+                    f" expected 1 or {num_layers}"
+                )
         if longest is not None and self.sequence_packing_scheduler == "static_cp":
-            self.static_degree(longest, ranks)
+            self._check_levels(self.static_degree(longest, ranks))
         elif longest is not None:
             self._degree_of(longest, range(self.min_dynamic_context_parallel_size, ranks + 1))
 
-    def static_degree(self, longest: int, ranks: int) -> int:
-        """The degree of "static_cp" for sequences of at most `longest` tokens."""
+    def static_degree(self, longest: int, ranks: int, alignment: int = 1) -> int:
+        """The degree of "static_cp" for sequences of at most `longest` tokens. `alignment`: of what
+        every rank's rows are a multiple."""
         size = self.context_parallel_size
-        return self._degree_of(longest, divisors(ranks) if size is None else [size])
+        return self._degree_of(longest, divisors(ranks) if size is None else [size], alignment)
 
-    def _degree_of(self, longest: int, degrees: Sequence[int]) -> int:
+    def _degree_of(self, longest: int, degrees: Sequence[int], alignment: int = 1) -> int:
         """The least of ascending degrees that holds every sequence of up to `longest` tokens."""
         limit = self.max_seqlen_per_dp_cp_rank
         for degree in degrees:
-            if rows_up_to(longest, degree) <= limit:
+            if rows_up_to(longest, degree) <= limit // alignment * alignment:
                 return degree
         raise ValueError(
             f"rows of {longest} tokens on a rank of {degrees[-1]}"
@@ -143,15 +178,21 @@ class Config:
             " raise it, use more ranks, or shorten the sequences"
         )
 
-    def plan(self, lengths: Sequence[int], ranks: int, cost: CostModel | None = None) -> Plan:
-        """The plan of one global batch. Every rank that passes the same values gets the same
-        plan."""
+    def plan(
+        self, lengths: Sequence[int], ranks: int, cost: CostModel | None = None, **limits: Any
+    ) -> Plan:
+        """The plan of one global batch. Every rank that passes the same values gets the same plan.
+
+        ``limits``: what the trainer's layout asks beside these options, by :func:`hcp.plan`'s
+        names: ``alignment``, ``sync``, ``pipeline_stages``, ``memory``, ...
+        """
         from hcp.plan import plan
 
         self.validate(ranks=ranks)
         if self.sequence_packing_scheduler == "static_cp":
             size = self.context_parallel_size
-            least = most = size or self.static_degree(max(lengths, default=1), ranks)
+            longest = max(lengths, default=1)
+            least = most = size or self.static_degree(longest, ranks, limits.get("alignment", 1))
         else:
             least, most = self.min_dynamic_context_parallel_size, ranks
         return plan(
@@ -160,13 +201,59 @@ class Config:
             max_tokens_per_rank=self.max_seqlen_per_dp_cp_rank,
             min_degree=least,
             max_degree=most,
+            ranks_per_node=self.ranks_per_node,
             cost=cost,
+            **limits,
         )
 
-    def _comm_types_by_place(self) -> list[tuple[str, str]]:
-        if isinstance(self.cp_comm_type, str):
-            return [("cp_comm_type", self.cp_comm_type)]
-        return [(f"cp_comm_type[{layer}]", value) for layer, value in enumerate(self.cp_comm_type)]
+    def _check_levels(self, degree: int | None) -> None:
+        sizes = self.hierarchical_context_parallel_sizes
+        check_comm_types(self.comm_types, sizes, degree, where="cp_comm_type")
+
+    def _is_per_layer(self, name: str) -> bool:
+        value = getattr(self, name)
+        return isinstance(value, tuple) and not (value and isinstance(value[0], int))
+
+    def _layers(self, name: str) -> tuple[Any, ...]:
+        """The values of a field that has one per layer or one for all."""
+        value = getattr(self, name)
+        return tuple(value) if self._is_per_layer(name) else (value,)
+
+    def _of_layer(self, name: str, layer: int) -> Any:
+        values = self._layers(name)
+        if not self._is_per_layer(name):
+            return values[0]
+        if not 0 <= layer < len(values):
+            raise ValueError(f"layer is {layer}, but {name} lists {len(values)} layers")
+        return values[layer]
+
+
+def _as_tuples(value: Any) -> Any:
+    """Lists, as JSON and argparse give them, as tuples."""
+    return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+def _by_place(name: str, values: tuple[Value, ...]) -> list[tuple[str, Value]]:
+    if len(values) == 1:
+        return [(name, values[0])]
+    return [(f"{name}[{layer}]", value) for layer, value in enumerate(values)]
+
+
+def _expect_window(name: str, value: object) -> None:
+    sides = value if isinstance(value, tuple) else ()
+    if len(sides) != 2 or any(type(tokens) is not int or tokens < -1 for tokens in sides):
+        raise ValueError(f"{name} is {value!r}, expected (left, right) in tokens, -1: no limit")
+
+
+def _window_from(text: str) -> tuple[int, int]:
+    """LEFT,RIGHT or full."""
+    if text == "full":
+        return NO_WINDOW
+    try:
+        left, right = map(int, text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected LEFT,RIGHT or full") from None
+    return left, right
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -210,11 +297,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     add(
         "eval_context_parallel_size",
+        type=_size_or_auto,
+        metavar="RANKS",
+        help="context-parallel size of the evaluation layout, or auto: what is predicted fastest",
+    )
+    add(
+        "hierarchical_context_parallel_sizes",
+        type=int,
+        nargs="+",
+        metavar="RANKS",
+        help="levels of a2a+p2p, the inner all-to-all first and the ring last; under dynamic_cp"
+        " each group takes the largest inner level up to it that its degree allows",
+    )
+    add(
+        "window_size",
+        type=_window_from,
+        nargs="+",
+        metavar="LEFT,RIGHT",
+        help="tokens that a query sees before and behind its own, or full, one value or one per"
+        " layer (default: full)",
+    )
+    add(
+        "ranks_per_node",
         type=int,
         metavar="RANKS",
-        help="context-parallel size of the evaluation layout",
+        help="ranks with fast links to each other, for plans and a2a+p2p (default: all)",
     )
     return parser
+
+
+def _size_or_auto(text: str) -> int | str:
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected an integer >= 1 or auto") from None
 
 
 def flag(name: str) -> str:
@@ -240,9 +358,9 @@ def rows_up_to(longest: int, degree: int) -> int:
     return 2 * whole + min(rest, 1) + (rest >= both)
 
 
-def expect_size(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} is {value!r}, expected an integer >= 1")
+def expect_size(name: str, value: object, other: str = "", least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} is {value!r}, expected an integer >= {least} {other}".rstrip())
 
 
 def expect_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

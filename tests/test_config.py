@@ -34,6 +34,15 @@ def test_every_option_arrives():
     assert config.comm_types == ("p2p", "all_gather")
 
 
+def test_the_eval_size_may_be_left_to_the_chooser(capsys):
+    config = parsed("--max-seqlen-per-dp-cp-rank", "8", "--eval-context-parallel-size", "auto")
+    config.validate(ranks=3)
+    assert config.eval_context_parallel_size == "auto"
+    with pytest.raises(SystemExit):
+        parsed("--eval-context-parallel-size", "best")
+    assert "'best', expected an integer >= 1 or auto" in capsys.readouterr().err
+
+
 def test_an_option_that_the_parser_has_stays_as_it_is():
     parser = argparse.ArgumentParser()
     parser.add_argument("--context-parallel-size", type=int, default=2)
@@ -43,6 +52,56 @@ def test_an_option_that_the_parser_has_stays_as_it_is():
 
 def test_an_option_that_the_trainer_lacks_takes_its_default():
     assert Config.from_args(argparse.Namespace(max_seqlen_per_dp_cp_rank=5)) == Config(5)
+
+
+LEVELS = ["--hierarchical-context-parallel-sizes", "2", "4"]
+
+
+def test_levels_and_windows_arrive():
+    config = parsed(
+        *["--max-seqlen-per-dp-cp-rank", "7", "--cp-comm-type", "a2a+p2p", "auto", *LEVELS],
+        *["--window-size", "full", "127,0"],
+    )
+    assert config.hierarchical_context_parallel_sizes == (2, 4)
+    assert [config.window(layer) for layer in (0, 1)] == [(-1, -1), (127, 0)]
+    assert config.dispatch_options() == {
+        "comm_types": ("a2a+p2p", "auto"),
+        "hierarchical_context_parallel_sizes": (2, 4),
+        "window_sizes": ((-1, -1), (127, 0)),
+    }
+    narrow = parsed("--max-seqlen-per-dp-cp-rank", "7", "--window-size", "64,0")
+    assert narrow == Config(7, window_size=[64, 0])
+    assert [narrow.window(layer) for layer in (0, 5)] == [(64, 0)] * 2
+
+
+@pytest.mark.parametrize(("degree", "levels"), [(1, (1, 1)), (2, (2, 1)), (6, (2, 3)), (8, (2, 4))])
+def test_another_layout_has_the_levels_that_fit_it(degree, levels):
+    config = Config(9, cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=(2, 4))
+    assert config.dispatch_options(degree)["hierarchical_context_parallel_sizes"] == levels
+
+
+def test_plans_know_the_nodes_that_the_levels_stay_in():
+    config = parsed("--max-seqlen-per-dp-cp-rank", "16", "--ranks-per-node", "4")
+    plan = config.plan([90], ranks=8)
+    assert plan.core.ranks_per_node == 4
+    assert [group.degree for group in plan.micro_batches[0]] == [8]  # 6 ranks would be enough
+    with pytest.raises(ValueError, match="ranks_per_node is 0, expected an integer >= 1"):
+        Config(9, ranks_per_node=0)
+
+
+def test_static_levels_must_make_the_degree():
+    static = {"sequence_packing_scheduler": "static_cp", "cp_comm_type": "a2a+p2p"}
+    levels = {"hierarchical_context_parallel_sizes": (2, 4)}
+    Config(9, context_parallel_size=8, **static, **levels)
+    message = r"sizes is \[2, 4\], whose product is 8, expected 4: the degree of every group"
+    with pytest.raises(ValueError, match=message):
+        Config(9, context_parallel_size=4, **static, **levels)
+    with pytest.raises(ValueError, match=message):
+        Config(32, **static, **levels).validate(ranks=8, longest=128)  # 4 ranks hold it
+    with pytest.raises(
+        ValueError, match="hierarchical_context_parallel_sizes is missing, expected"
+    ):
+        Config(9, **static)
 
 
 @pytest.mark.parametrize("argv", [["p2p"], ["all_gather"]])
@@ -78,6 +137,22 @@ def test_a_comm_type_for_each_layer():
         ({"min_dynamic_context_parallel_size": 0}, "min_dynamic_context_parallel_size is 0"),
         ({"context_parallel_size": -1}, "context_parallel_size is -1"),
         ({"eval_context_parallel_size": 0}, "eval_context_parallel_size is 0"),
+        (
+            {"eval_context_parallel_size": "all"},
+            "eval_context_parallel_size is 'all', expected an integer >= 1 or 'auto'",
+        ),
+        ({"cp_comm_type": "a2a+p2p"}, "hierarchical_context_parallel_sizes is missing, expected"),
+        (
+            {"cp_comm_type": ("p2p", "a2a+p2p"), "hierarchical_context_parallel_sizes": [4]},
+            r"sizes is \[4\], expected two or more integers >= 1",
+        ),
+        (
+            {"hierarchical_context_parallel_sizes": [2, 2]},
+            r"is \[2, 2\], but cp_comm_type has no 'a2a\+p2p' that would use it",
+        ),
+        ({"window_size": (3, -2)}, r"window_size is \(3, -2\), expected \(left, right\) in tokens"),
+        ({"window_size": [(3, 0), (1, 2, 3)]}, r"window_size\[1\] is \(1, 2, 3\), expected"),
+        ({"window_size": 128}, "window_size is 128, expected"),
         ({"cp_comm_type": "ring"}, "cp_comm_type is 'ring', expected one of p2p, all_gather, a2a"),
         ({"cp_comm_type": ["p2p", "ring"]}, r"cp_comm_type\[1\] is 'ring'"),
         ({"cp_comm_type": []}, "cp_comm_type is an empty list"),
@@ -180,3 +255,11 @@ def test_a_shorter_sequence_may_need_a_row_more():
 @given(st.integers(1, 200))
 def test_divisors_divide(n):
     assert divisors(n) == [d for d in range(1, n + 1) if n % d == 0]
+
+
+def test_the_static_degree_leaves_room_for_alignment():
+    config = hcp.Config(10, sequence_packing_scheduler="static_cp")
+    assert config.static_degree(40, ranks=8) == 4
+    assert config.static_degree(40, ranks=8, alignment=4) == 8  # 8 rows are the most
+    plan = config.plan([40, 3], ranks=8, alignment=4)
+    assert {g.degree for batch in plan.micro_batches for g in batch} == {8}

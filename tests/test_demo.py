@@ -1,8 +1,8 @@
 """The demo from its command line: real ranks, real text, the files and the numbers it leaves."""
 
-import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,7 +17,7 @@ from hcp.config import Config
 from hcp.demo import data
 from hcp.demo.arguments import parse_args
 from hcp.demo.model import GPTModel
-from hcp.demo.report import Evaluation, Run, StepRecord, loss_difference, table, timeline
+from hcp.demo.report import Evaluation, Run, StepRecord, loss_difference, table
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = (
@@ -115,14 +115,19 @@ def test_it_says_where_its_results_are_and_nothing_that_alarms(exact):
 def test_ddp_on_another_number_of_ranks_makes_the_same_updates(exact, texts, tmp_path):
     result = demo(
         *["--ranks", "3", "--ddp", "--data", texts, "--run-dir", str(tmp_path), *TINY],
-        *["--cp-comm-type", "all_gather", "p2p", "--eval-interval", "2"],
+        *["--cp-comm-type", "auto", "a2a+p2p", "--hierarchical-context-parallel-sizes", "3", "2"],
+        *["--eval-interval", "2", "--eval-context-parallel-size", "auto"],
     )
     summary, lines = run_of(result, tmp_path)
     for scheduler, run in summary["runs"].items():
         assert run["last_loss"] == pytest.approx(exact[2]["runs"][scheduler]["last_loss"], abs=1e-4)
         assert run["evaluation_difference"] <= 1e-6
     assert summary["largest_loss_difference"] <= 1e-4
-    assert [e["iteration"] for e in lines if e["kind"] == "evaluation"] == [2] * 4 + [3] * 4
+    evaluations = [line for line in lines if line["kind"] == "evaluation"]
+    assert [e["iteration"] for e in evaluations] == [2] * 4 + [3] * 4
+    chosen = re.search(r"^eval layout: cp (\d)", result.stdout, re.MULTILINE)[1]
+    assert {e["cp"] for e in evaluations if e["layout"] == "eval"} == {int(chosen)}
+    assert re.findall(r"^  cp (\d): time", result.stdout, re.MULTILINE) == ["1", "3"]
 
 
 def test_one_rank_in_bfloat16_without_comparison(texts, tmp_path):
@@ -165,7 +170,13 @@ def test_torchrun_starts_it_too_and_a_global_batch_may_be_smaller_than_the_ranks
         ),
         (
             ["--cp-comm-type", "ring"],
-            "cp_comm_type is 'ring', expected one of p2p, all_gather, a2a",
+            "cp_comm_type is 'ring', expected one of p2p, all_gather, a2a, a2a+p2p, auto",
+        ),
+        (["--cp-comm-type", "a2a+p2p"], "hierarchical_context_parallel_sizes is missing"),
+        (["--window-size", "3,-2"], "window_size is (3, -2), expected (left, right) in tokens"),
+        (
+            ["--window-size", "full", "64,0"],
+            "window_size lists 2 values for 4 layers, expected 1 or 4",
         ),
         (["--cp-comm-type", "p2p", "p2p"], "cp_comm_type lists 2 values for 4 layers"),
         (["--lr", "nan"], "lr is nan"),
@@ -243,18 +254,6 @@ def loss_and_gradients(args, config, documents, ranks):
         return torch.cat([total[None], *(p.grad.flatten() for p in model.parameters())])
 
     return torch.stack(hcp.loopback(ranks, one)).sum(dim=0)
-
-
-def test_the_timeline_ends_at_the_makespan_and_no_rank_does_two_things_at_once():
-    cost = hcp.CostModel()
-    plan = hcp.plan([1, 5000, 40, 7, 900, 901, 3], ranks=5, max_tokens_per_rank=1000, cost=cost)
-    boxes = timeline(plan, cost, 5)
-    assert max(box.start + box.time for box in boxes) == plan.makespan
-    assert sorted(box.sequence for box in boxes) == list(range(7))
-    for rank in range(5):
-        own = [b for b in boxes if b.first_rank <= rank < b.first_rank + b.degree]
-        own.sort(key=lambda box: box.start)
-        assert all(a.start + a.time <= b.start for a, b in itertools.pairwise(own))
 
 
 def test_the_table_says_when_layouts_disagree():

@@ -6,10 +6,16 @@ blocks that install, or that run all tests, are checked against the Makefile and
 the project must exist. A block is left out by a comment on the line above it:
 
     <!-- no-run: needs two nodes -->
+
+and a page whose packages `make test` does not install says so on a line of its own, and is left out
+where they are absent:
+
+    <!-- needs: lightning -->
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shlex
@@ -25,8 +31,19 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [path for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))] if path.exists()]
 
 # Appended to `python -m hcp COMMAND ...`: the last value of a flag counts.
-SMALL = {"demo": ["--train-iters", "2", "--eval-documents", "4", "--max-length", "512"]}
+FEW = ["--train-iters", "2", "--eval-documents", "4", "--max-length", "512"]
+SMALL = {
+    "demo": FEW,
+    "calibrate": [
+        *("--num-layers", "1", "--hidden-size", "64", "--ffn-hidden-size", "128"),
+        *("--max-tokens-per-rank", "1024", "--repeats", "1"),
+    ],
+    "hcp.integrations.megatron": [*FEW, "--hidden-size", "32", "--num-layers", "1"],
+    "hcp.integrations.transformers": [*FEW, "--models", "llama"],
+}
 SECONDS = 250
+
+"""The page that needs Megatron-Core."""
 
 RUN_BLOCKS = """
 import json, sys
@@ -83,12 +100,19 @@ BASH_BLOCKS = [block for block in BLOCKS if block.language == "bash" and block.r
 
 @pytest.mark.parametrize("page", PYTHON_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_blocks_of_a_page_run_in_order(page: Path, tmp_path: Path) -> None:
+    skip_without_needs(page)
     blocks = [
         (block.line, block.code)
         for block in BLOCKS
         if block.page == page and block.language == "python" and block.reason is None
     ]
     run([sys.executable, "-c", RUN_BLOCKS], tmp_path, json.dumps([str(page), blocks]))
+
+
+def skip_without_needs(page: Path) -> None:
+    for name in re.findall(r"^<!-- needs: (\w+) -->$", page.read_text(), re.MULTILINE):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{page.name} needs {name}: make test, make test-trainers")
 
 
 def run(command: list[str], folder: Path, text: str = "") -> None:
@@ -175,6 +199,8 @@ def check_python(arguments: list[str], folder: Path) -> None:
                 [sys.executable, "-m", "hcp", *rest, *SMALL.get(rest[0] if rest else "", [])],
                 folder,
             )
+        case ["-m", program, *rest] if program.startswith("hcp.integrations."):
+            run([sys.executable, "-m", program, *rest, *SMALL[program]], folder)
         case ["-m", "pip", "install", *rest]:
             check_install(rest)
         case ["-m", "venv", *_]:
@@ -211,6 +237,7 @@ def check_command(command: list[str], folder: Path) -> None:
 
 @pytest.mark.parametrize("block", BASH_BLOCKS, ids=lambda block: block.place)
 def test_bash_block_names_what_exists_and_runs_what_is_hcp(block: Block, tmp_path: Path) -> None:
+    skip_without_needs(block.page)
     for command in commands_of(block.code):
         check_command(command, tmp_path)
 

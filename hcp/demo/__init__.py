@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 USER_ERROR = 2
 GRACE_SECONDS = 2.0
@@ -44,7 +44,8 @@ def launch(argv: Sequence[str]) -> int:
     return start_ranks(args.ranks, ["-m", "hcp.demo", *argv])
 
 
-def start_ranks(ranks: int, command: Sequence[str]) -> int:
+def start_ranks(ranks: int, command: Sequence[str], program: str = "demo") -> int:
+    """Run a command on so many ranks of this machine. The exit code for theirs."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
@@ -62,22 +63,22 @@ def start_ranks(ranks: int, command: Sequence[str]) -> int:
         run(options)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        return report_failure(rank, failure.exitcode)
+        return report_failure(rank, failure.exitcode, program)
     except SignalException as error:
         return 128 + error.sigval
     return 0
 
 
-def report_failure(rank: int, code: int) -> int:
+def report_failure(rank: int, code: int, program: str) -> int:
     """The exit code for that of a rank, and a line on what the rank could not say itself."""
     if code == USER_ERROR:
         return code
     if code > 0:
-        print(f"hcp demo: rank {rank} failed with exit code {code}", file=sys.stderr)
+        print(f"hcp {program}: rank {rank} failed with exit code {code}", file=sys.stderr)
         return code
     name = signal.Signals(-code).name
     hint = " (out of memory?)" if name == "SIGKILL" else ""
-    print(f"hcp demo: rank {rank} was ended by {name}{hint}", file=sys.stderr)
+    print(f"hcp {program}: rank {rank} was ended by {name}{hint}", file=sys.stderr)
     return 128 - code
 
 
@@ -85,9 +86,11 @@ def run_rank(argv: Sequence[str]) -> int:
     rank = int(os.environ["RANK"])
     try:
         check_packages()
-        args = parse_on_rank(rank, argv)
         from hcp import HcpError
+        from hcp.demo.arguments import parse_args
         from hcp.demo.training import InputError, pretrain
+
+        args = parse_on_rank(rank, argv, parse_args)
     except ValueError as error:
         return fail(error, rank)
     try:
@@ -97,10 +100,12 @@ def run_rank(argv: Sequence[str]) -> int:
     return 0
 
 
-def parse_on_rank(rank: int, argv: Sequence[str]) -> argparse.Namespace:
+def parse_on_rank(
+    rank: int,
+    argv: Sequence[str],
+    parse_args: Callable[[Sequence[str]], argparse.Namespace],
+) -> argparse.Namespace:
     """The options. argparse ends the process for those that it does not know: rank 0 speaks."""
-    from hcp.demo.arguments import parse_args
-
     if rank == 0:
         return parse_args(argv)
     try:
@@ -111,12 +116,12 @@ def parse_on_rank(rank: int, argv: Sequence[str]) -> argparse.Namespace:
         raise
 
 
-def fail(error: Exception, rank: int = 0) -> int:
+def fail(error: Exception, rank: int = 0, program: str = "demo") -> int:
     """One line, from rank 0 if it failed too."""
     if rank > 0:
         time.sleep(GRACE_SECONDS)
     place = f"rank {rank}: " if rank > 0 else ""
-    print(f"hcp demo: error: {place}{error}", file=sys.stderr, flush=True)
+    print(f"hcp {program}: error: {place}{error}", file=sys.stderr, flush=True)
     return USER_ERROR
 
 

@@ -41,6 +41,7 @@ class Attention(nn.Module):
         self.groups = args.num_query_groups
         self.head_size = args.hidden_size // self.heads
         self.comm_type = args.config.comm_type(layer)
+        self.window_size = args.config.window(layer)
         self.linear_qkv = nn.Linear(
             args.hidden_size, (self.heads + 2 * self.groups) * self.head_size, bias=False
         )
@@ -52,7 +53,9 @@ class Attention(nn.Module):
         q, k, v = qkv.split(sizes, dim=1)  # (T, H, D), (T, G, D), (T, G, D)
         q = cp.apply_rotary_pos_emb(q, freqs)
         k = cp.apply_rotary_pos_emb(k, freqs)
-        out = cp.attention(q, k, v, causal=True, comm_type=self.comm_type)
+        out = cp.attention(
+            q, k, v, causal=True, window_size=self.window_size, comm_type=self.comm_type
+        )
         projected: Tensor = self.linear_proj(out.reshape(x.shape))
         return projected
 

@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from hcp.cli.draw import pyplot
+from hcp.trace import timeline
+
 if TYPE_CHECKING:
     import hcp
 
@@ -149,7 +152,9 @@ class Reporter:
         device: torch.device,
         groups: hcp.ProcessGroups,
         eval_groups: hcp.ProcessGroups,
+        why: str = "",
     ) -> None:
+        """Print the setting; `why` says how the eval layout was chosen."""
         if not self.active:
             return
         args = self.args
@@ -159,6 +164,8 @@ class Reporter:
         print(description)
         print(f"GPT of {parameters / 1e6:.2f} M parameters, {args.dtype}, on {args.ranks} x {name}")
         print(f"layouts: training {trained} with at most {limit:,} tokens on a rank, eval {other}")
+        if why:
+            print(f"eval layout: {why}")
         sys.stdout.flush()
         self.setting = {
             "arguments": {
@@ -204,7 +211,7 @@ class Reporter:
         with self.metrics.open("a") as file:
             file.write(json.dumps({"kind": kind, "run": scheduler, **values}) + "\n")
 
-    def finish(self, runs: Sequence[Run], cost: hcp.CostModel) -> None:
+    def finish(self, runs: Sequence[Run]) -> None:
         if not self.active:
             return
         summary: dict[str, Any] = {
@@ -218,7 +225,7 @@ class Reporter:
             json.dumps(summary, indent=2) + "\n", encoding="utf-8"
         )
         draw_losses(runs, self.folder / "loss.png")
-        draw_plans(runs, cost, self.folder / "plan.png")
+        draw_plans(runs, self.folder / "plan.png")
         print("\n" + table(runs, EVALUATION_TOLERANCES[self.args.dtype]))
         print(f"\n{self.folder}: metrics.jsonl, summary.json, loss.png, plan.png", flush=True)
 
@@ -320,42 +327,7 @@ def draw_losses(runs: Sequence[Run], path: Path) -> None:
     plt.close(figure)
 
 
-@dataclass(frozen=True)
-class Box:
-    """One sequence in a plan's timeline."""
-
-    sequence: int
-    first_rank: int
-    degree: int
-    start: int
-    time: int
-
-
-def timeline(plan: hcp.Plan, cost: hcp.CostModel, ranks: int) -> list[Box]:
-    """When each sequence runs: a group starts when all of its ranks are free, its sequences follow
-    each other."""
-    free = [0] * ranks
-    boxes = []
-    for micro_batch in plan.micro_batches:
-        for group in micro_batch:
-            members = range(group.first_rank, group.first_rank + group.degree)
-            start = max(free[rank] for rank in members) + cost.launch
-            for sequence in group.sequences:
-                time = sequence_time(cost, plan.lengths[sequence], group.degree)
-                boxes.append(Box(sequence, group.first_rank, group.degree, start, time))
-                start += time
-            for rank in members:
-                free[rank] = start
-    return boxes
-
-
-def sequence_time(cost: hcp.CostModel, length: int, degree: int) -> int:
-    """hcp_cost_time of hcp.h."""
-    work = cost.pair * (length * (length + 1) // 2) + cost.token * length
-    return -(-work // degree) + cost.exchange * (length - length // degree)
-
-
-def draw_plans(runs: Sequence[Run], cost: hcp.CostModel, path: Path) -> None:
+def draw_plans(runs: Sequence[Run], path: Path) -> None:
     """The first global batch as each run planned it: a row per rank, a colour per sequence, the
     degree written in."""
     plt = pyplot()
@@ -373,17 +345,18 @@ def draw_plans(runs: Sequence[Run], cost: hcp.CostModel, path: Path) -> None:
     colours = [c for name in ("tab20", "tab20b", "tab20c") for c in plt.get_cmap(name).colors]
     for ax, run, plan in zip(axes[:, 0], runs, plans, strict=True):
         step = run.steps[0]
-        for box in timeline(plan, cost, ranks):
-            left, width = 100 * box.start / whole, 100 * box.time / whole
-            ax.broken_barh(
-                [(left, width)], (box.first_rank + 0.04, box.degree - 0.08),
-                facecolor=colours[box.sequence % len(colours)], edgecolor="white", linewidth=0.5,
-            )  # fmt: skip
-            if width > 1.5:
-                middle = box.first_rank + box.degree / 2
-                ax.text(
-                    left + width / 2, middle, f"{box.degree}", ha="center", va="center", fontsize=8
-                )
+        for box in timeline(plan):
+            middle = box.first_rank + box.degree / 2
+            starts = (box.start + plan.cost.launch, *box.ends[:-1])
+            for sequence, start, end in zip(box.sequences, starts, box.ends, strict=True):
+                left, width = 100 * start / whole, 100 * (end - start) / whole
+                ax.broken_barh(
+                    [(left, width)], (box.first_rank + 0.04, box.degree - 0.08),
+                    facecolor=colours[sequence % len(colours)], edgecolor="white", linewidth=0.5,
+                )  # fmt: skip
+                if width > 1.5:
+                    center = left + width / 2
+                    ax.text(center, middle, f"{box.degree}", ha="center", va="center", fontsize=8)
         ax.axvline(100 * step.bound / whole, color="black", linestyle=":", linewidth=1)
         ax.set_title(
             f"{NAMES[run.scheduler]}: {len(plan.lengths)} sequences,"
@@ -401,12 +374,3 @@ def draw_plans(runs: Sequence[Run], cost: hcp.CostModel, path: Path) -> None:
     )
     figure.savefig(path, dpi=120)
     plt.close(figure)
-
-
-def pyplot() -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt

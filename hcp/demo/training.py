@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hcp
+from hcp.comm import fitted_sizes
 from hcp.config import Config, rows_up_to
 from hcp.demo.data import Corpus, Document, batch_indices, load, load_corpus, sample
 from hcp.demo.model import GPTModel
@@ -59,7 +60,7 @@ def get_batch(
     loader = load(documents, indices[rank::ranks], trainer.device)
     lengths, sources, samples = hcp.gather_lengths(loader, groups)
     plan = config.plan(lengths, ranks, trainer.cost)
-    return plan, hcp.dispatch(plan, samples, sources, groups, comm_types=config.comm_types)
+    return plan, hcp.dispatch(plan, samples, sources, groups, **config.dispatch_options())
 
 
 def forward_step(
@@ -155,14 +156,12 @@ class DDPGradients:
 def evaluate(trainer: Trainer, model: GPTModel, documents: Sequence[Document]) -> Evaluation:
     """The mean loss of the documents, each exactly once, under the layout that the model holds."""
     groups = model.pg_collection
-    batch_size, iterations = trainer.args.global_batch_size, trainer.args.eval_iters
-    wanted = list(documents if iterations is None else documents[: iterations * batch_size])
-    plan = evaluation_plan(trainer, groups, wanted, batch_size)
+    wanted = evaluated(trainer.args, documents)
+    plan = evaluation_plan(trainer, groups, wanted)
     metrics = hcp.Metrics(groups)
     model.eval()
-    for step in plan.dispatch(
-        Samples(wanted, trainer.device), comm_types=trainer.config.comm_types
-    ):
+    options = trainer.config.dispatch_options(groups.size("cp"))
+    for step in plan.dispatch(Samples(wanted, trainer.device), **options):
         for cp, local in step:
             losses = forward_step(trainer, model, cp, local)
             metrics.add_sum("loss", *cp.loss_sum(losses, local.loss_mask))
@@ -188,6 +187,13 @@ def evaluate(trainer: Trainer, model: GPTModel, documents: Sequence[Document]) -
     )
 
 
+def evaluated(args: argparse.Namespace, documents: Sequence[Document]) -> list[Document]:
+    """All, or as many as --eval-iters asks for."""
+    if args.eval_iters is None:
+        return list(documents)
+    return list(documents[: args.eval_iters * args.global_batch_size])
+
+
 class Samples:
     """Documents as a map-style dataset of samples."""
 
@@ -199,7 +205,7 @@ class Samples:
 
 
 def evaluation_plan(
-    trainer: Trainer, groups: hcp.ProcessGroups, documents: Sequence[Document], batch_size: int
+    trainer: Trainer, groups: hcp.ProcessGroups, documents: Sequence[Document]
 ) -> hcp.EvalPlan:
     """Static CP of the layout's own size. Without a backward, a rank holds whatever that takes."""
     lengths, degree = [document.length for document in documents], groups.size("cp")
@@ -208,7 +214,7 @@ def evaluation_plan(
         lengths,
         groups,
         max_tokens_per_rank=max(limit, rows_up_to(max(lengths), degree)),
-        global_batch_size=batch_size,
+        global_batch_size=trainer.args.global_batch_size,
         degree=degree,
         cost=trainer.cost,
     )
@@ -320,16 +326,13 @@ def run_demo(args: argparse.Namespace, device: torch.device) -> None:
 
     degree = args.config.static_degree(corpus.longest, args.ranks)
     groups = hcp.build_process_groups(tp=1, cp=degree, dp=args.ranks // degree, pp=1)
-    eval_groups = groups.with_context_parallel(
-        args.config.eval_context_parallel_size or other_layout(degree, args.ranks)
-    )
-    parameters = sum(p.numel() for p in GPTModel(args, groups).parameters())
-    reporter.start(corpus.describe(), parameters, device, groups, eval_groups)
-
     cost = cost_model(args, device)
-    static = replace(
-        args.config, sequence_packing_scheduler="static_cp", context_parallel_size=degree
-    )
+    eval_size, why = choose_eval_size(args, corpus, degree, cost)
+    eval_groups = groups.with_context_parallel(eval_size)
+    parameters = sum(p.numel() for p in GPTModel(args, groups).parameters())
+    reporter.start(corpus.describe(), parameters, device, groups, eval_groups, why)
+
+    static = replace(args.config, **static_options(args.config, degree))
     dynamic = replace(args.config, sequence_packing_scheduler="dynamic_cp")
     configs = [static, dynamic] if args.compare else [static if is_static(args.config) else dynamic]
     runs = [Run(config.sequence_packing_scheduler, args.ranks) for config in configs]
@@ -339,7 +342,7 @@ def run_demo(args: argparse.Namespace, device: torch.device) -> None:
     ]
     for _ in zip(*trainings, strict=True):
         pass
-    reporter.finish(runs, cost)
+    reporter.finish(runs)
     eval_groups.close()
     groups.close()
 
@@ -367,13 +370,41 @@ def read_corpus(args: argparse.Namespace) -> Corpus:
     )
 
 
+def static_options(config: Config, degree: int) -> dict[str, object]:
+    """One degree for all; where it is not the one that was asked for, levels that fit."""
+    options: dict[str, object] = {
+        "sequence_packing_scheduler": "static_cp",
+        "context_parallel_size": degree,
+    }
+    levels = config.hierarchical_context_parallel_sizes
+    if levels and not is_static(config):
+        options["hierarchical_context_parallel_sizes"] = fitted_sizes(levels, degree)
+    return options
+
+
 def is_static(config: Config) -> bool:
     return config.sequence_packing_scheduler == "static_cp"
 
 
-def other_layout(degree: int, ranks: int) -> int:
-    """A context-parallel size to evaluate with that differs from training's, where one does."""
-    return 1 if degree > 1 else ranks
+def choose_eval_size(
+    args: argparse.Namespace, corpus: Corpus, degree: int, cost: hcp.CostModel
+) -> tuple[int, str]:
+    """The context-parallel size to evaluate with, and why."""
+    size = args.config.eval_context_parallel_size
+    if size == "auto":
+        lengths = [document.length for document in evaluated(args, corpus.validation)]
+        choice = hcp.choose_eval_context_parallel(
+            len(lengths),
+            lengths,
+            ranks=args.ranks,
+            train_cp=degree,
+            cost=cost,
+            max_tokens_per_rank=args.config.max_seqlen_per_dp_cp_rank,
+            global_batch_size=args.global_batch_size,
+        )
+        return choice.cp, str(choice)
+    # Without a wish, another than training's, where there is one: to show that it does not matter.
+    return (size if isinstance(size, int) else 1 if degree > 1 else args.ranks), ""
 
 
 # ---- Ranks ---------------------------------------------------------------------------------------
