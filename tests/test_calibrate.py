@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hcp
+from hcp.cli.calibrate import conclude, held_out, parse_arguments
 from hcp.cli.calibrate import grid as cells_of
-from hcp.cli.calibrate import held_out
 from hcp.cli.fit import Fit, Point, fit, non_negative_least_squares
 
 PRICES = {"pair": 2e-10, "token": 3e-7, "exchange": 4e-7, "launch": 5e-3, "step": 1e-4}
@@ -141,22 +141,49 @@ def calibrate(*argv: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_times_that_do_not_grow_with_the_rows_are_refused() -> None:
+    points = [Point(p.lengths, p.degree, p.far, 0.02) for p in grid(Fit(PRICES, 0))]
+    with pytest.raises(ValueError, match="up to 4096 rows a rank do not grow"):
+        fit(points)
+
+
 @pytest.mark.parametrize("comm_type", ["p2p", "a2a"])
-def test_ranks_measure_and_leave_a_file_that_plans(comm_type: str, tmp_path: Path) -> None:
+def test_measured_times_become_a_file_that_plans(
+    comm_type: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "cost.json"
-    done = calibrate("--ranks", "3", "--out", str(out), "--cp-comm-type", comm_type)
-    assert done.returncode == 0, done.stderr
-    assert "held-out points: median" in done.stdout
+    args = parse_arguments([*SMALL, "--ranks", "3", "--out", str(out), "--cp-comm-type", comm_type])
+    cells = cells_of(3, 256)
+    truth = Fit(PRICES, 0)
+    seconds = [truth.predict(Point(c.lengths, c.degree, False, 1.0)) for c in cells]
+    conclude(args, cells, seconds, "a device")
+    assert "held-out points: median" in capsys.readouterr().out
     provenance = json.loads(out.read_text())["provenance"]
     assert (provenance["ranks"], provenance["model"]["cp_comm_type"]) == (3, comm_type)
     assert provenance["errors"]["held-out"]["points"] == 11
     assert provenance["errors"]["fitted"]["points"] == 34
-    measured = [(n, count, d) for n, count, d, _ in provenance["points"]]
-    cells = [(c.lengths[0], len(c.lengths), c.degree) for c in cells_of(3, 256)]
-    assert measured == cells
-    assert all(seconds > 0 for *_, seconds in provenance["points"])
+    assert provenance["points"] == [
+        [c.lengths[0], len(c.lengths), c.degree, took]
+        for c, took in zip(cells, seconds, strict=True)
+    ]
     cost = hcp.CostModel.load(out)
     hcp.check_plan(hcp.plan([700, 30, 90], ranks=3, max_tokens_per_rank=256, cost=cost))
+
+
+@pytest.mark.parametrize("comm_type", ["p2p", "a2a"])
+def test_ranks_measure_every_cell(comm_type: str, tmp_path: Path) -> None:
+    """So small a model on so busy a machine may show no growth: then it says so."""
+    out = tmp_path / "cost.json"
+    done = calibrate("--ranks", "3", "--out", str(out), "--cp-comm-type", comm_type)
+    assert "90/90" in done.stderr
+    if done.returncode == 2:
+        assert "do not grow with their rows" in done.stderr
+        assert not out.exists()
+        return
+    assert done.returncode == 0, done.stderr
+    points = json.loads(out.read_text())["provenance"]["points"]
+    assert len(points) == 45
+    assert all(seconds > 0 for *_, seconds in points)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,9 @@ from torch import Tensor
 
 from hcp.cost import CostModel
 
+LEAST_SHARE = 0.01
+"""Of the largest micro-batch's time, what its rows must take for prices to mean anything."""
+
 
 @dataclass(frozen=True)
 class Point:
@@ -57,12 +60,28 @@ class Fit:
 
 def fit(points: Sequence[Point], comm_type: str = "p2p") -> Fit:
     """The prices with the least sum of squared relative errors, with and without overlap of a
-    ring's exchange, whichever fits better."""
+    ring's exchange, whichever fits better.
+
+    Raises ValueError if the times do not grow with the rows: no plan could be made of them.
+    """
     exchanges = "all_to_all" if comm_type == "a2a" else "exchange"
     candidates = [_fit_additive(points, exchanges)]
+    if max(_share_of_rows(point, candidates[0].prices) for point in points) < LEAST_SHARE:
+        rows = max(sum(point.lengths) // point.degree for point in points)
+        raise ValueError(
+            f"the times of {len(points)} micro-batches with up to {rows} rows a rank do not grow "
+            "with their rows: measure more rows (--max-tokens-per-rank), a larger model, more "
+            "--repeats, or while the machine does nothing else"
+        )
     if exchanges == "exchange" and candidates[0].prices["pair"] > 0:
         candidates.append(_fit_overlapped(points, candidates[0]))
     return min(candidates, key=lambda f: sum(error**2 for error in f.errors(points)))
+
+
+def _share_of_rows(point: Point, prices: dict[str, float]) -> float:
+    """Of a point's time, what its rows and their attention take."""
+    amounts = _amounts(point, "exchange")
+    return sum(prices[name] * amounts[name] for name in ("pair", "token")) / point.seconds
 
 
 def _fit_additive(points: Sequence[Point], exchanges: str) -> Fit:
