@@ -99,7 +99,7 @@ class ContextParallelHandler:
         self._comm_type = comm_types[0]
         self._comm_types = tuple(dict.fromkeys(comm_types))
         self._sizes = tuple(hierarchical_context_parallel_sizes)
-        comm.check_comm_types(self._comm_types, self._sizes, comm.static_degree(plan))
+        comm.check_comm_types(self._comm_types, self._sizes, comm.only_degree(plan))
         self._schedules: dict[tuple[object, ...], Tensor] = {}
         self._choices: dict[tuple[object, ...], comm.CommChoice] = {}
         self._read: list[Schedule] = []  # once, and kept for all layers
