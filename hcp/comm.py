@@ -77,7 +77,7 @@ def fitted_sizes(sizes: Sequence[int], degree: int) -> tuple[int, int]:
     return inner, degree // inner
 
 
-def static_degree(plan: Plan) -> int | None:
+def only_degree(plan: Plan) -> int | None:
     """The degree of a plan that may use no other, else None."""
     least, most = plan.core.min_degree, plan.core.max_degree
     return least if least == most else None

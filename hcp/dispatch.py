@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hcp import ops
-from hcp.comm import check_comm_types, static_degree
+from hcp.comm import check_comm_types, only_degree
 from hcp.errors import HcpError
 from hcp.exchange import Transport, rows_of
 from hcp.handler import ContextParallelHandler
@@ -202,7 +202,7 @@ def _announce(
     sizes: Sequence[int],
     loss_mask: str,
 ) -> bytes:
-    check_comm_types(comm_types, sizes, static_degree(plan))
+    check_comm_types(comm_types, sizes, only_degree(plan))
     _check_samples(plan, samples, sources, transport)
     counted = bool(samples) and loss_mask in samples[0]
     announcement = {

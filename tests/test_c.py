@@ -1,4 +1,5 @@
-"""The C tests: each tests/c/test_*.c, with the core and the CPU kernels, under the sanitizers."""
+"""The C tests: each tests/c/test_*.c, with the core and the CPU kernels, and those of the exchange
+by NCCL with a library in NCCL's place, under the sanitizers."""
 
 from __future__ import annotations
 
@@ -46,6 +47,24 @@ def test_c_test_passes_under_the_sanitizers(
 ) -> None:
     program = str(tmp_path / source.stem)
     succeed([*COMPILE, str(source), *library, "-lm", "-o", program])
+    succeed([program])
+
+
+@pytest.fixture(scope="session")
+def nccl(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library that has NCCL's name and functions."""
+    library = tmp_path_factory.mktemp("nccl") / "libnccl.so.2"
+    shared = ["-shared", "-fPIC", f"-Wl,-soname,{library.name}"]
+    succeed([*COMPILE, *shared, "tests/c/nccl/stub.c", "-o", str(library)])
+    return library
+
+
+@pytest.mark.parametrize("name", ["test_exchange", "test_absent"])
+def test_the_exchange_by_nccl_makes_the_right_calls(name: str, nccl: Path, tmp_path: Path) -> None:
+    program = str(tmp_path / name)
+    loaded = [] if name == "test_absent" else [str(nccl), f"-Wl,-rpath,{nccl.parent}"]
+    sources = [f"tests/c/nccl/{name}.c", "csrc/nccl/exchange.c"]
+    succeed([*COMPILE, *sources, *loaded, "-ldl", "-o", program])
     succeed([program])
 
 

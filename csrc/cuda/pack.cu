@@ -4,6 +4,7 @@
  * neighbouring vectors, so that both sides are read and written in full lines, and
  * each thread has several loads under way. */
 #include "device.cuh"
+#include "hcp/index.h"
 
 struct copied_column {
   const char *source;
@@ -21,18 +22,6 @@ struct copy_table {
   int32_t lane_bits;
 };
 
-static __device__ int segment_of(const copy_table &table, int64_t target_row) {
-  int low = 0, high = table.n - 1;
-  while (low < high) {
-    int middle = (low + high + 1) / 2;
-    if (table.target_row[middle] <= target_row)
-      low = middle;
-    else
-      high = middle - 1;
-  }
-  return low;
-}
-
 /* Loads that a thread has under way before it stores the first. */
 enum { IN_FLIGHT = 4 };
 
@@ -45,7 +34,7 @@ __global__ void __launch_bounds__(HCP_THREADS) copy_rows(const __grid_constant__
   int64_t row = first + (int64_t)blockIdx.x * (HCP_THREADS >> table.lane_bits) +
                 (threadIdx.x >> table.lane_bits);
   for (; row < end; row += step) {
-    int s = segment_of(table, row);
+    int s = hcp_place_of_row(table.target_row, table.n, row);
     bool zeros = table.source_row[s] < 0;
     int64_t source_row = zeros ? 0 : table.source_row[s] + row - table.target_row[s];
     const V *source =

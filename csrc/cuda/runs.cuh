@@ -20,17 +20,7 @@ struct run_table {
   __device__ int64_t rows() const { return row[n] - row[0]; }
 
   /* The run of a row: the last one that starts at or before it. */
-  __device__ int find(int64_t result_row) const {
-    int low = 0, high = n - 1;
-    while (low < high) {
-      int middle = (low + high + 1) / 2;
-      if (row[middle] <= result_row)
-        low = middle;
-      else
-        high = middle - 1;
-    }
-    return low;
-  }
+  __device__ int find(int64_t result_row) const { return hcp_place_of_row(row, n, result_row); }
 };
 
 /* Cuts a run table into launches. Rows between runs become runs without

@@ -45,27 +45,42 @@ static hcp_status load(nccl *n, hcp_error *err) {
   return HCP_OK;
 }
 
-static int queue_all(const nccl *n, void *communicator, const hcp_transfer *sends, int64_t n_sends,
-                     const hcp_transfer *receives, int64_t n_receives, void *stream) {
+static char *rows_of(hcp_column buffer, const hcp_move *move) {
+  return (char *)buffer.data + move->row * buffer.row_bytes;
+}
+
+static size_t bytes_of(hcp_column buffer, const hcp_move *move) {
+  return (size_t)(move->rows * buffer.row_bytes);
+}
+
+static int receive_all(const nccl *n, void *communicator, hcp_column received,
+                       const hcp_move *receives, int64_t n_receives, void *stream) {
   int result = NCCL_SUCCESS;
-  for (int64_t i = 0; i < n_receives && result == NCCL_SUCCESS; i++)
-    result = n->receive(receives[i].data, receives[i].bytes, NCCL_UINT8, receives[i].peer,
+  for (const hcp_move *m = receives; m < receives + n_receives && result == NCCL_SUCCESS; m++)
+    result = n->receive(rows_of(received, m), bytes_of(received, m), NCCL_UINT8, (int)m->peer,
                         communicator, stream);
-  for (int64_t i = 0; i < n_sends && result == NCCL_SUCCESS; i++)
-    result =
-        n->send(sends[i].data, sends[i].bytes, NCCL_UINT8, sends[i].peer, communicator, stream);
   return result;
 }
 
-hcp_status hcp_nccl_exchange(void *communicator, const hcp_transfer *sends, int64_t n_sends,
-                             const hcp_transfer *receives, int64_t n_receives, void *stream,
-                             hcp_error *err) {
+static int send_all(const nccl *n, void *communicator, hcp_column sent, const hcp_move *sends,
+                    int64_t n_sends, void *stream) {
+  int result = NCCL_SUCCESS;
+  for (const hcp_move *m = sends; m < sends + n_sends && result == NCCL_SUCCESS; m++)
+    result = n->send(rows_of(sent, m), bytes_of(sent, m), NCCL_UINT8, (int)m->peer, communicator,
+                     stream);
+  return result;
+}
+
+hcp_status hcp_nccl_exchange(void *communicator, hcp_column sent, const hcp_move *sends,
+                             int64_t n_sends, hcp_column received, const hcp_move *receives,
+                             int64_t n_receives, void *stream, hcp_error *err) {
   nccl n;
   hcp_status status = load(&n, err);
   if (status != HCP_OK) return status;
   int result = n.group_start();
   if (result != NCCL_SUCCESS) return fail(err, HCP_DEVICE, "ncclGroupStart", n.error_text(result));
-  result = queue_all(&n, communicator, sends, n_sends, receives, n_receives, stream);
+  result = receive_all(&n, communicator, received, receives, n_receives, stream);
+  if (result == NCCL_SUCCESS) result = send_all(&n, communicator, sent, sends, n_sends, stream);
   int ended = n.group_end(); /* also after a failure, or the group would stay open */
   if (result == NCCL_SUCCESS && ended != NCCL_IN_PROGRESS) result = ended;
   if (result != NCCL_SUCCESS)

@@ -31,9 +31,8 @@ const hcp_plan *hcp_py_plan(PyObject *module, PyObject *object) {
 /* ---- creation ---- */
 
 #define PRICE_NAME(name) #name,
-static const char *const price_names[] = {HCP_PRICES(PRICE_NAME)};
+static const char *const price_names[PRICE_COUNT] = {HCP_PRICES(PRICE_NAME)};
 #undef PRICE_NAME
-enum { PRICE_COUNT = sizeof price_names / sizeof *price_names };
 
 /* Takes over the plan. */
 static PyObject *wrap(PyObject *module, hcp_plan *plan) {

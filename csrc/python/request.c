@@ -3,9 +3,6 @@
 
 #include <string.h>
 
-#define ONE_MORE(name) +1 /* NOLINT(bugprone-macro-parentheses): a term */
-enum { PRICE_COUNT = 0 HCP_PRICES(ONE_MORE) };
-
 /* Of a request's limits, in the order in which Python gives them. */
 #define LIMITS(X)            \
   X(ranks)                   \

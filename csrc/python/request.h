@@ -16,6 +16,9 @@ typedef struct request {
   int32_t *min_degrees, *max_degrees, *slowness;
 } request;
 
+#define ONE_MORE(name) +1 /* NOLINT(bugprone-macro-parentheses): a term */
+enum { PRICE_COUNT = 0 HCP_PRICES(ONE_MORE) };
+
 #define REQUEST_KEYWORDS "lengths", "limits", "lists", "prices", "table"
 #define REQUEST_FORMAT "OOOOO"
 

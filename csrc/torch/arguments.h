@@ -39,11 +39,6 @@ struct Records {
 using Segments = Records<hcp_segment>;
 using Runs = Records<hcp_run>;
 using Signals = Records<hcp_signal>;
-
-// (peer, row, rows): rows of a buffer that a peer is sent, or sends.
-struct hcp_move {
-  int64_t peer, row, rows;
-};
 using Moves = Records<hcp_move>;
 
 // ---- Checks of one property ------------------------------------------------

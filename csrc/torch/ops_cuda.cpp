@@ -78,31 +78,21 @@ static void reduce_signalled(Tensor out, Tensors parts, Tensor runs, int64_t col
   device.signal_set(told.data, told.n);
 }
 
-// Moves (peer, row, rows) of a buffer's rows, as bytes to and from peers.
-static std::vector<hcp_transfer> transfers_of(const char *name, const Tensor &buffer,
-                                              const Tensor &moves) {
+// Rows that follow each other, so that a move is one piece of memory.
+static hcp_column end_to_end(const char *name, const Tensor &buffer) {
   hcp_column column = column_of(name, buffer);
   if (column.row_stride_bytes != column.row_bytes && buffer.size(0) > 1)
     refuse(name, " has rows ", column.row_stride_bytes, " bytes apart, expected ", column.row_bytes,
            ": end to end");
-  Moves table = moves_of(moves, buffer.size(0));
-  std::vector<hcp_transfer> transfers;
-  for (int64_t i = 0; i < table.n; ++i) {
-    const hcp_move &move = table.data[i];
-    transfers.push_back({static_cast<int32_t>(move.peer),
-                         static_cast<char *>(column.data) + move.row * column.row_bytes,
-                         static_cast<size_t>(move.rows * column.row_bytes)});
-  }
-  return transfers;
+  return column;
 }
 
 static void nccl_exchange(Tensor sent, Tensor sends, Tensor received, Tensor receives,
                           int64_t communicator) {
-  std::vector<hcp_transfer> out = transfers_of("sent", sent, sends);
-  std::vector<hcp_transfer> in = transfers_of("received", received, receives);
-  Cuda(sent).nccl_exchange(reinterpret_cast<void *>(communicator), out.data(),
-                           static_cast<int64_t>(out.size()), in.data(),
-                           static_cast<int64_t>(in.size()));
+  hcp_column source = end_to_end("sent", sent), target = end_to_end("received", received);
+  Moves out = moves_of(sends, sent.size(0)), in = moves_of(receives, received.size(0));
+  Cuda(sent).nccl_exchange(reinterpret_cast<void *>(communicator), source, out.data, out.n, target,
+                           in.data, in.n);
 }
 
 }  // namespace hcp

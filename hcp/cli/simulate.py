@@ -173,7 +173,7 @@ def draw_speeds(args: argparse.Namespace) -> list[float] | None:
     return [1 - random.uniform(0, args.speed_spread) for _ in range(args.ranks)]
 
 
-def static_degree(longest: int, limits: Mapping[str, Any]) -> int:
+def static_degree_on_nodes(longest: int, limits: Mapping[str, Any]) -> int:
     """The least divisor of the ranks that holds the longest sequence, whole nodes beyond one."""
     ranks, node = limits["ranks"], limits["ranks_per_node"] or limits["ranks"]
     for degree in divisors(ranks):
@@ -309,7 +309,7 @@ def simulate(args: argparse.Namespace) -> tuple[dict[str, Result], list[dict[str
         draw_lengths(args.family, args.sequences, args.seed + i, args.max_length)
         for i in range(args.batches)
     ]
-    degree = static_degree(max(map(max, batches)), limits)
+    degree = static_degree_on_nodes(max(map(max, batches)), limits)
     played = [contestants(lengths, degree, limits, cost) for lengths in batches]
     bounds = [plans["hcp"].bound for plans in played]
     results = {

@@ -80,6 +80,18 @@ static void test_records_of_equal_rows_are_one_run(void) {
   CHECK_INT(hcp_run_end(runs, COUNT(runs), 3), 4);
 }
 
+static void test_the_place_of_a_row_is_the_last_that_starts_at_or_before_it(void) {
+  const int64_t first_rows[] = {3, 5, 5, 9, INT64_MAX};
+  for (int32_t n = 1; n <= COUNT(first_rows); n++)
+    for (int64_t row = 0; row < 12; row++) {
+      int32_t expected = 0;
+      for (int32_t i = 0; i < n; i++)
+        if (first_rows[i] <= row) expected = i;
+      CHECK_INT(hcp_place_of_row(first_rows, n, row), expected);
+    }
+  CHECK_INT(hcp_place_of_row(first_rows, COUNT(first_rows), INT64_MAX), 4);
+}
+
 /* ---- Gathers ------------------------------------------------------------- */
 
 static hcp_column bytes_column(char *data, int64_t stride, int64_t width) {
@@ -330,6 +342,7 @@ int main(void) {
   test_segments_whose_sum_overflows();
   test_runs();
   test_records_of_equal_rows_are_one_run();
+  test_the_place_of_a_row_is_the_last_that_starts_at_or_before_it();
   test_pack_and_unpack();
   test_gathers_of_nothing();
   test_reduce();

@@ -26,4 +26,18 @@ HCP_INLINE int64_t hcp_run_part_row(const hcp_run *record, int64_t row) {
   return record->part_row + (row - record->row);
 }
 
+/* The last of n >= 1 ascending first rows that is at or before row, or else the first:
+ * which run, or segment, a row belongs to. */
+HCP_INLINE int32_t hcp_place_of_row(const int64_t *first_rows, int32_t n, int64_t row) {
+  int32_t low = 0, high = n - 1;
+  while (low < high) {
+    int32_t middle = (low + high + 1) / 2;
+    if (first_rows[middle] <= row)
+      low = middle;
+    else
+      high = middle - 1;
+  }
+  return low;
+}
+
 #endif

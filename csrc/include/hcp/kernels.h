@@ -41,6 +41,11 @@ typedef struct hcp_run {
   int64_t row, rows, part, part_row;
 } hcp_run;
 
+/* (peer, row, rows): rows of a buffer that a peer is sent, or sends. */
+typedef struct hcp_move {
+  int64_t peer, row, rows;
+} hcp_move;
+
 /* One tensor of bytes: the gathers move any element type. */
 typedef struct hcp_column {
   void *data;
