@@ -224,41 +224,6 @@ def cutter(name: str, parameter: Any, args: Any) -> Any:
 # ---- models other than the program's -------------------------------------------------------------
 
 
-class SharedNorm(torch.nn.Module):
-    """A norm under sequence parallelism, which Megatron leaves to Transformer Engine and Apex."""
-
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size))
-        self.weight.sequence_parallel = config.sequence_parallel
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight
-
-
-def build_with_shared_norms(job: Any, config: Any, vp_stage: int | None) -> torch.nn.Module:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
-    from hcp.demo.data import VOCABULARY_SIZE
-    from hcp.integrations.megatron import hcp_layer_spec
-
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SharedNorm
-    block = TransformerBlockSubmodules([layer] * config.num_layers, SharedNorm)
-    return GPTModel(
-        config,
-        hcp_layer_spec(block),
-        VOCABULARY_SIZE,
-        LONGEST,
-        share_embeddings_and_output_weights=True,
-        position_embedding_type="rope",
-        pg_collection=job.collection,
-    )
-
-
 def build_hybrid(job: Any, config: Any, vp_stage: int | None) -> torch.nn.Module:
     """Mamba, attention, Mamba, MLP."""
     from test_megatron import mamba_hybrid
@@ -268,4 +233,4 @@ def build_hybrid(job: Any, config: Any, vp_stage: int | None) -> torch.nn.Module
     return mamba_hybrid(job.collection, None, config=config, wrap=hcp_layer_spec)
 
 
-BUILDERS: dict[str, Any] = {"shared norms": build_with_shared_norms, "hybrid": build_hybrid}
+BUILDERS: dict[str, Any] = {"hybrid": build_hybrid}

@@ -185,7 +185,7 @@ def test_torchrun_starts_it_too_and_a_global_batch_may_be_smaller_than_the_ranks
 def test_options_that_cannot_work_are_refused_before_anything_starts(
     argv, message, monkeypatch, capsys
 ):
-    monkeypatch.setattr("hcp.demo.start_ranks", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr("hcp.demo.launch.start_ranks", lambda *_: pytest.fail("ranks were started"))
     from hcp.demo import main
 
     assert main(argv) == 2

@@ -85,6 +85,10 @@ def test_versions_that_were_not_tested_are_refused_by_name(monkeypatch):
     require("trainer", "2.4", "2.9")
     with pytest.raises(ImportError, match=r'old is 2.5.9, expected 2.6 to 2.9.*"old>=2.6,<2.10"'):
         require("old", "2.6", "2.9")
+    with pytest.raises(ImportError, match=r'old is 2.5.9, expected 2.6, which .*"old>=2.6,<2.7"'):
+        require("old", "2.6", "2.6")
+    with pytest.raises(ImportError, match=r"none is not installed, expected 2.6: pip install"):
+        require("none", "2.6", "2.6")
     with pytest.raises(ImportError, match=r"new is 2.10.0rc1, expected 2.6 to 2.9, which hcp was"):
         require("new", "2.6", "2.9")
     with pytest.raises(ImportError, match=r"none is not installed, expected 2.6 to 2.9: pip inst"):

@@ -320,6 +320,10 @@ def test_options_and_layers_that_hcp_does_not_compute_are_refused_by_name():
     run_ranks(1, refuse, timeout=110)
 
 
+TENSOR = ["--tensor-model-parallel-size", "2"]
+PIPELINE = ["--pipeline-model-parallel-size", "2"]
+
+
 @needs_megatron
 @pytest.mark.parametrize(
     ("flags", "message"),
@@ -327,12 +331,45 @@ def test_options_and_layers_that_hcp_does_not_compute_are_refused_by_name():
         (["--ranks", "3", "--tensor-model-parallel-size", "2"], "ranks (3) % (tensor * pipeline"),
         (["--ranks", "2", "--max-seqlen-per-dp-cp-rank", "8"], "> max_seqlen_per_dp_cp_rank (8)"),
         (["--data", "nowhere"], "--data nowhere: no such file"),
+        (["--train-iters", "0"], "train_iters is 0, expected an integer >= 1"),
+        (
+            ["--num-layers", "3", "--pipeline-model-parallel-size", "2"],
+            "num_layers (3) % (pipeline * virtual stages) (2) == 1, expected 0",
+        ),
+        (
+            [*PIPELINE, "--num-layers", "6", "--num-virtual-stages-per-pipeline-rank", "2"],
+            "num_layers (6) % (pipeline * virtual stages) (4) == 2, expected 0",
+        ),
+        (["--num-virtual-stages-per-pipeline-rank", "2"], "pipeline_model_parallel_size 1, exp"),
+        (
+            ["--tensor-model-parallel-size", "4"],
+            "num_query_groups (2) % tensor_model_parallel_size (4) == 2, expected 0",
+        ),
+        (["--sequence-parallel"], "sequence_parallel is set with tensor_model_parallel_size 1"),
+        (
+            [*TENSOR, "--sequence-parallel", "--mtp-num-layers", "1"],
+            "mtp_num_layers is 1 with sequence_parallel, expected one of them",
+        ),
+        (["--expert-model-parallel-size", "2"], "is 2 without num_experts, expected 1"),
+        (
+            ["--num-experts", "3", "--expert-model-parallel-size", "2"],
+            "num_experts (3) % expert_model_parallel_size (2) == 1, expected 0",
+        ),
+        (
+            ["--ranks", "2", *PIPELINE, "--num-experts", "4", "--expert-model-parallel-size", "2"],
+            "ranks of a domain (1) % expert_model_parallel_size (2) == 1, expected 0",
+        ),
+        (["--num-experts", "4", "--moe-router-topk", "5"], "moe_router_topk is 5, expected 1 to"),
+        ([*TENSOR, "--num-experts", "4"], "without sequence_parallel, expected it, as Megatron's"),
+        (["--window-size", "9,0", "full"], "expected one for all layers, as Megatron's models"),
+        (["--eval-context-parallel-size", "auto"], "is 'auto', expected a number: ask"),
     ],
 )
 def test_the_program_says_in_one_line_what_is_wrong(flags, message, capsys, monkeypatch):
     from hcp.integrations.megatron.program import main
 
     monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("hcp.demo.launch.start_ranks", lambda *_: pytest.fail("ranks started"))
     assert main(flags) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("hcp.integrations.megatron: error: ")

@@ -52,7 +52,6 @@ def agree(name, ranks, *flags, losses=1e-4, gradients=1e-5, moves=True):
 
 CASES = {
     "gpt": Case(lengths=TWENTY),
-    "shared norms": Case(builder="shared norms", lengths=TWENTY),
     "hybrid": Case(
         ("--num-layers", "4", "--lr", "3e-4"),
         dict(mamba_state_dim=6, mamba_head_dim=16, mamba_num_groups=2),
@@ -99,7 +98,7 @@ def test_tensor_parallel_ranks_train_as_one_rank_does():
 
 
 def test_tensor_parallel_ranks_with_sequence_parallelism_train_as_one_rank_does():
-    agree("shared norms", 4, "--tensor-model-parallel-size", "2", "--sequence-parallel")
+    agree("gpt", 4, "--tensor-model-parallel-size", "2", "--sequence-parallel")
 
 
 def test_a_mamba_hybrid_with_a_stand_in_scan_trains_as_one_rank_does():
@@ -125,6 +124,10 @@ def test_recomputed_layers_train_as_one_rank_does():
 
 def test_experts_over_two_ranks_train_as_one_rank_does():
     agree("qwen3 moe", 4, "--expert-model-parallel-size", "2")
+
+
+def test_experts_of_tensor_parallel_ranks_train_as_one_rank_does():
+    agree("qwen3 moe", 4, "--tensor-model-parallel-size", "2", "--sequence-parallel")
 
 
 def test_multi_token_prediction_trains_as_one_rank_does():

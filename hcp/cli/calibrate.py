@@ -219,7 +219,7 @@ def run_rank(args: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from hcp.cli.measure import device_name, measure
-    from hcp.demo.training import initialize_distributed
+    from hcp.demo.ranks import initialize_distributed
 
     device = initialize_distributed(args)
     try:
@@ -235,7 +235,7 @@ def run_rank(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """As one rank when a launcher started us, else by starting all ranks."""
     from hcp import HcpError
-    from hcp.demo import fail, start_ranks
+    from hcp.demo.launch import fail, start_ranks
 
     argv = list(sys.argv[1:] if argv is None else argv)
     rank = int(os.environ.get("RANK", 0))
@@ -244,10 +244,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError("calibrate needs tqdm: python -m pip install tqdm")
         args = parse_arguments(argv)
         if "RANK" not in os.environ:
-            return start_ranks(args.ranks, ["-m", "hcp.cli.calibrate", *argv], "calibrate")
+            return start_ranks(args.ranks, ["-m", "hcp.cli.calibrate", *argv], "hcp calibrate")
         run_rank(args)
     except (ValueError, HcpError) as error:
-        return fail(error, rank, "calibrate")
+        return fail(error, rank, "hcp calibrate")
     return 0
 
 

@@ -10,12 +10,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,14 +26,8 @@ from hcp.comm import fitted_sizes
 from hcp.config import Config, rows_up_to
 from hcp.demo.data import Corpus, Document, batch_indices, load, load_corpus, sample
 from hcp.demo.model import GPTModel
+from hcp.demo.ranks import initialize_distributed, on_every_rank, same_on_every_rank
 from hcp.demo.report import Evaluation, Reporter, Run, StepRecord
-
-T = TypeVar("T")
-
-
-class InputError(ValueError):
-    """What the user gave cannot be used: the message is all that there is to say."""
-
 
 # ---- One step ------------------------------------------------------------------------------------
 
@@ -409,55 +401,8 @@ def choose_eval_size(
     return (size if isinstance(size, int) else 1 if degree > 1 else args.ranks), ""
 
 
-# ---- Ranks ---------------------------------------------------------------------------------------
-
-
-def initialize_distributed(args: argparse.Namespace) -> torch.device:
-    """Gloo on the CPU, NCCL where every rank of this machine has a GPU."""
-    local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    gpus = torch.cuda.device_count() if args.device != "cpu" else 0
-    if args.device == "cuda" and gpus < local_ranks:
-        raise InputError(
-            f"--device cuda: {local_ranks} ranks on this machine > {gpus} GPUs: lower --ranks"
-        )
-    if gpus < local_ranks:
-        dist.init_process_group("gloo", timeout=timedelta(minutes=5))
-        return torch.device("cpu")
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", timeout=timedelta(minutes=5), device_id=device)
-    return device
-
-
 def sum_over_ranks(trainer: Trainer, values: Tensor) -> list[float]:
     totals = values.clone()
     dist.all_reduce(totals, group=trainer.groups.dp_cp)
     numbers: list[float] = totals.tolist()
     return numbers
-
-
-def on_every_rank(work: Callable[[], T]) -> T:
-    """What work returns. Where it fails on one rank, every rank fails with that rank's words."""
-    result, problem = None, None
-    try:
-        result = work()
-    except ValueError as error:
-        problem = str(error)
-    except OSError as error:
-        problem = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    for rank, problem in enumerate(problems):
-        if problem is not None:
-            raise InputError(problem if rank == 0 else f"rank {rank}: {problem}")
-    return result  # type: ignore[return-value]
-
-
-def same_on_every_rank(what: str, value: object) -> None:
-    values: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    other = [rank for rank, theirs in enumerate(values) if theirs != values[0]]
-    if other:
-        raise InputError(
-            f"{what} differ between rank 0 and rank {other[0]}: give every machine the same text"
-        )

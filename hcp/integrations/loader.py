@@ -351,13 +351,19 @@ def eval_groups(groups: ProcessGroups, config: Config) -> ProcessGroups:
     size = config.eval_context_parallel_size
     if size is None or size == groups.size("cp"):
         return groups
-    if isinstance(size, str):
-        raise ValueError(
-            f"eval_context_parallel_size is {size!r}, expected a number: ask "
-            "hcp.choose_eval_context_parallel with the lengths of the evaluation first"
-        )
+    check_eval_size(config)
+    assert isinstance(size, int)
     config.validate(ranks=groups.size("dp_cp"))
     return groups.with_context_parallel(size)
+
+
+def check_eval_size(config: Config) -> None:
+    """Raise ValueError for a layout that nobody has chosen."""
+    if config.eval_context_parallel_size == "auto":
+        raise ValueError(
+            "eval_context_parallel_size is 'auto', expected a number: ask "
+            "hcp.choose_eval_context_parallel with the lengths of the evaluation first"
+        )
 
 
 def eval_layout(

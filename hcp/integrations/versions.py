@@ -11,17 +11,15 @@ def require(package: str, first: str, last: str) -> None:
 
     Both are "major.minor", both were tested with, and any patch release of theirs is taken.
     """
+    expected = first if first == last else f"{first} to {last}"
     install = f'pip install "{package}>={first},<{_next_minor(last)}"'
     try:
         installed = metadata.version(package)
     except metadata.PackageNotFoundError:
-        raise ImportError(
-            f"{package} is not installed, expected {first} to {last}: {install}"
-        ) from None
+        raise ImportError(f"{package} is not installed, expected {expected}: {install}") from None
     if not _minor(first) <= _minor(installed) <= _minor(last):
         raise ImportError(
-            f"{package} is {installed}, expected {first} to {last}, which hcp was tested with: "
-            f"{install}"
+            f"{package} is {installed}, expected {expected}, which hcp was tested with: {install}"
         )
 
 

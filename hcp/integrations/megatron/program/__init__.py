@@ -8,45 +8,26 @@ Read training.py first: it is what changes in a script of your own.
 
 from __future__ import annotations
 
-import os
-import sys
+import argparse
 from collections.abc import Sequence
 
-from hcp.demo import parse_on_rank, start_ranks
-from hcp.errors import HcpError
-
-USER_ERROR = 2
+from hcp.demo.launch import Program
+from hcp.integrations.megatron.versions import require_megatron
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run as one rank when a launcher started us, else start all ranks. Returns the exit code."""
-    from hcp.integrations.megatron.program.arguments import parse_args
-    from hcp.integrations.megatron.versions import require_megatron
-
-    argv = list(sys.argv[1:] if argv is None else argv)
-    try:
-        require_megatron()
-        if "RANK" in os.environ:
-            return run_rank(argv)
-        args = parse_args(argv)
-    except (ImportError, ValueError) as error:
-        return fail(error)
-    return start_ranks(args.ranks, ["-m", "hcp.integrations.megatron", *argv])
+    name = "hcp.integrations.megatron"
+    return Program(name, name, require_megatron, parse_args, run).main(argv)
 
 
-def run_rank(argv: Sequence[str]) -> int:
-    from hcp.integrations.megatron.program.arguments import parse_args
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    from hcp.integrations.megatron.program import arguments
+
+    return arguments.parse_args(argv)
+
+
+def run(args: argparse.Namespace) -> None:
     from hcp.integrations.megatron.program.training import pretrain
 
-    args = parse_on_rank(int(os.environ["RANK"]), argv, parse_args)
-    try:
-        pretrain(args)
-    except HcpError as error:
-        return fail(error)
-    return 0
-
-
-def fail(error: Exception) -> int:
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(f"hcp.integrations.megatron: error: {error}", file=sys.stderr, flush=True)
-    return USER_ERROR
+    pretrain(args)

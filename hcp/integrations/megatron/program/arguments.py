@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from hcp.config import rows_up_to
+from hcp.config import Config, expect_size, rows_up_to
 from hcp.demo.arguments import (
     HelpFormatter,
     add_data_arguments,
@@ -78,13 +78,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.ranks = number_of_ranks(args.ranks)
     check_data(args)
     check_model(args)
-    inner = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-    if args.ranks % inner:
-        raise ValueError(
-            f"ranks ({args.ranks}) % (tensor * pipeline sizes ({inner})) == {args.ranks % inner},"
-            " expected 0"
-        )
-    args.domain = args.ranks // inner
+    check_layout(args)
     # Sequence parallelism shares a rank's rows between tensor-parallel ranks.
     args.alignment = args.tensor_model_parallel_size if args.sequence_parallel else 1
     if args.max_seqlen_per_dp_cp_rank is None:
@@ -94,10 +88,102 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.context_parallel_size is None and not args.dynamic_context_parallel:
         args.dynamic_context_parallel = args.sequence_packing_scheduler is None
     args.config = config_from_args(args)
+    check_config(args.config)
     args.config.validate(ranks=args.domain, num_layers=args.num_layers, longest=args.max_length)
     whole = aligned(rows_up_to(args.max_length, 1), args.alignment)
     args.eval_tokens_per_rank = max(args.max_seqlen_per_dp_cp_rank, whole)
     return args
+
+
+SIZES = (
+    "ranks",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "num_layers",
+    "eval_documents",
+    "global_batch_size",
+    "train_iters",
+)
+OPTIONAL_SIZES = (
+    "num_virtual_stages_per_pipeline_rank",
+    "num_experts",
+    "moe_ffn_hidden_size",
+    "mtp_num_layers",
+)
+
+
+def check_layout(args: argparse.Namespace) -> None:
+    """Refuse what Megatron would refuse on every rank, and set `args.domain`: the ranks over which
+    sequences are spread."""
+    for name in SIZES:
+        expect_size(name, getattr(args, name))
+    for name in OPTIONAL_SIZES:
+        if getattr(args, name) is not None:
+            expect_size(name, getattr(args, name))
+    tensor, stages = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    virtual = args.num_virtual_stages_per_pipeline_rank
+    if virtual is not None and stages == 1:
+        raise ValueError(
+            f"num_virtual_stages_per_pipeline_rank is {virtual} and pipeline_model_parallel_size "
+            "1, expected >= 2: interleaved stages are those of several ranks"
+        )
+    expect_multiple("ranks", args.ranks, "(tensor * pipeline sizes)", tensor * stages)
+    chunks = stages * (virtual or 1)
+    expect_multiple("num_layers", args.num_layers, "(pipeline * virtual stages)", chunks)
+    for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
+        expect_multiple(name, getattr(args, name), "tensor_model_parallel_size", tensor)
+    args.domain = args.ranks // (tensor * stages)
+    check_experts(args)
+    if args.sequence_parallel and tensor == 1:
+        raise ValueError(
+            "sequence_parallel is set with tensor_model_parallel_size 1, expected >= 2"
+        )
+    if args.sequence_parallel and args.mtp_num_layers:
+        raise ValueError(
+            f"mtp_num_layers is {args.mtp_num_layers} with sequence_parallel, expected one of "
+            "them: Megatron's norms of prediction layers refuse it without Transformer Engine"
+        )
+
+
+def check_experts(args: argparse.Namespace) -> None:
+    experts, ranks = args.num_experts, args.expert_model_parallel_size
+    if experts is None:
+        if ranks > 1:
+            raise ValueError(
+                f"expert_model_parallel_size is {ranks} without num_experts, expected 1"
+            )
+        return
+    expect_multiple("num_experts", experts, "expert_model_parallel_size", ranks)
+    expect_multiple("ranks of a domain", args.domain, "expert_model_parallel_size", ranks)
+    if not 1 <= args.moe_router_topk <= experts:
+        raise ValueError(
+            f"moe_router_topk is {args.moe_router_topk}, expected 1 to num_experts ({experts})"
+        )
+    if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
+        raise ValueError(
+            f"tensor_model_parallel_size is {args.tensor_model_parallel_size} with num_experts and "
+            "without sequence_parallel, expected it, as Megatron's experts do"
+        )
+
+
+def check_config(config: Config) -> None:
+    """Refuse what this program's model would not follow."""
+    if config.window_size and not isinstance(config.window_size[0], int):
+        raise ValueError(
+            f"window_size lists {list(config.window_size)}, expected one for all layers, as "
+            "Megatron's models have it"
+        )
+    if config.eval_context_parallel_size == "auto":
+        raise ValueError(
+            "eval_context_parallel_size is 'auto', expected a number: ask "
+            "hcp.choose_eval_context_parallel with the lengths of the evaluation"
+        )
+
+
+def expect_multiple(name: str, value: int, of: str, size: int) -> None:
+    if value % size:
+        raise ValueError(f"{name} ({value}) % {of} ({size}) == {value % size}, expected 0")
 
 
 def aligned(rows: int, alignment: int) -> int:

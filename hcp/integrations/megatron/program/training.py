@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -35,10 +33,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from torch import Tensor
 
 import hcp
-from hcp.config import Config
+from hcp.config import NO_WINDOW, Config
 from hcp.demo.data import (
     VOCABULARY_SIZE,
     Corpus,
@@ -47,6 +49,7 @@ from hcp.demo.data import (
     load,
     load_corpus,
 )
+from hcp.demo.ranks import initialize_distributed, on_every_rank, same_on_every_rank
 from hcp.integrations import megatron as hcp_megatron
 from hcp.integrations.megatron.program.report import Evaluation, Run, StepRecord, report
 
@@ -80,7 +83,7 @@ def transformer_config(args: argparse.Namespace, **options: Any) -> TransformerC
         if args.num_experts
         else {}
     )
-    stages = args.pipeline_model_parallel_size
+    stages, window = args.pipeline_model_parallel_size, args.config.window_size
     given = dict(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
@@ -105,6 +108,7 @@ def transformer_config(args: argparse.Namespace, **options: Any) -> TransformerC
         mtp_num_layers=args.mtp_num_layers,
         moe_token_dispatcher_type="alltoall",
         cp_comm_type=args.cp_comm_type,
+        window_size=None if window == NO_WINDOW else window,
         calculate_per_token_loss=True,  # one mean over the batch
         variable_seq_lengths=stages > 1,  # rows as the plan has them
         # Two stages would otherwise meet each other twice in one exchange.
@@ -134,12 +138,14 @@ def build_model(
 
 
 def build_chunk(job: Job, config: TransformerConfig, vp_stage: int | None) -> torch.nn.Module:
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
+    )
     spec = hcp_megatron.hcp_layer_spec(
-        get_gpt_layer_local_spec(
-            num_experts=config.num_moe_experts,
-            moe_grouped_gemm=False,
-            normalization="RMSNorm",
-        )
+        with_shared_norms(layer, config, vp_stage) if config.sequence_parallel else layer
     )
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
     model_class, mtp = GPTModel, None
@@ -162,6 +168,30 @@ def build_chunk(job: Job, config: TransformerConfig, vp_stage: int | None) -> to
     )
     model.to(job.device)
     return Float16Module(config, model) if config.bf16 else model
+
+
+class SharedNorm(torch.nn.Module):
+    """A norm of rows that tensor-parallel ranks share, which Megatron leaves to Transformer Engine
+    and Apex: the ranks' gradients of its weight are summed."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def with_shared_norms(layer: Any, config: TransformerConfig, vp_stage: int | None) -> Any:
+    """The specification of this stage's block, of a layer's."""
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SharedNorm
+    if config.qk_layernorm:
+        attention = layer.submodules.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = SharedNorm
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules([layer] * count, SharedNorm)
 
 
 def build_optimizer(job: Job, model: list[DistributedDataParallel]) -> Any:
@@ -349,13 +379,8 @@ def pretrain(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace, device: torch.device) -> None:
     job = start_job(args, device)
-    corpus = load_corpus(
-        args.data,
-        max_length=args.max_length,
-        eval_documents=args.eval_documents,
-        seed=args.seed,
-        separator=args.document_separator,
-    )
+    corpus = on_every_rank(lambda: read_corpus(args))
+    same_on_every_rank("the documents under --data", corpus.digest)
     size = args.eval_context_parallel_size or (1 if job.groups.size("cp") > 1 else args.domain)
     eval_groups = job.groups.with_context_parallel(size)
     runs = [Run(config.sequence_packing_scheduler) for config in configs(args, corpus)]
@@ -379,6 +404,16 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
         parameters = sum(p.numel() for chunk in models[0] for p in chunk.parameters())
         print(report(args, device, corpus.describe(), parameters, runs), flush=True)
     eval_groups.close()
+
+
+def read_corpus(args: argparse.Namespace) -> Corpus:
+    return load_corpus(
+        args.data,
+        max_length=args.max_length,
+        eval_documents=args.eval_documents,
+        seed=args.seed,
+        separator=args.document_separator,
+    )
 
 
 def start_job(args: argparse.Namespace, device: torch.device) -> Job:
@@ -437,18 +472,3 @@ def cost_model(args: argparse.Namespace, device: torch.device) -> hcp.CostModel:
         bytes_per_element=2 if args.bf16 else 4,
         **machine,
     )
-
-
-def initialize_distributed(args: argparse.Namespace) -> torch.device:
-    """Gloo on the CPU, NCCL where every rank of this machine has a GPU."""
-    local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    gpus = torch.cuda.device_count() if args.device != "cpu" else 0
-    if args.device == "cuda" and gpus < local_ranks:
-        raise hcp.HcpError(f"--device cuda: {local_ranks} ranks on this machine > {gpus} GPUs")
-    if gpus < local_ranks:
-        dist.init_process_group("gloo", timeout=timedelta(minutes=5))
-        return torch.device("cpu")
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", timeout=timedelta(minutes=5), device_id=device)
-    return device

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from typing import Any
@@ -20,8 +18,10 @@ from torch import Tensor
 
 import hcp
 from hcp.config import expect_size, rows_up_to
-from hcp.demo import start_ranks
+from hcp.demo.arguments import HelpFormatter, add_data_arguments, check_data, number_of_ranks
 from hcp.demo.data import END_OF_DOCUMENT, VOCABULARY_SIZE, Corpus, Document, load_corpus, sample
+from hcp.demo.launch import Program
+from hcp.demo.ranks import initialize_distributed, on_every_rank, same_on_every_rank
 
 MODELS = ("llama", "qwen3")
 
@@ -31,15 +31,17 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m hcp.integrations.transformers",
         description="Fine-tune small models of random weights on real text with Transformers' "
         "Trainer, under static and under dynamic context parallelism, and evaluate in two layouts.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     add = parser.add_argument
-    add("--ranks", type=int, default=4, help="ranks to start on this machine")
-    add("--device", choices=("auto", "cpu"), default="auto", help="auto: GPUs if each rank has one")
+    add("--ranks", type=int, help="ranks to start; under torchrun: what it starts (default: 4)")
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto: GPUs if each rank has one",
+    )
     add("--models", nargs="+", choices=MODELS, default=list(MODELS), help="what to train")
-    add("--data", metavar="PATH", help="text; default: the sources of Python's standard library")
-    add("--max-length", type=int, default=2048, help="tokens; longer documents are split")
-    add("--eval-documents", type=int, default=37, help="documents held out for evaluation")
     add("--train-iters", type=int, default=8, help="steps")
     add("--global-batch-size", type=int, default=32, help="documents in a step, of all ranks")
     add("--lr", type=float, default=2e-3, help="learning rate")
@@ -47,13 +49,19 @@ def build_parser() -> argparse.ArgumentParser:
     add("--hidden-size", type=int, default=64, help="width, a multiple of 16")
     add("--bf16", action="store_true", help="autocast to bfloat16")
     add("--seed", type=int, default=1234, help="of weights and of the order of documents")
+    add_data_arguments(parser)
+    parser.set_defaults(max_length=2048)
     hcp.add_arguments(parser)
     return parser
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    """The options, checked. ValueError says which do not go together."""
+    from hcp.integrations.transformers.trainer import check_config
+
     args = build_parser().parse_args(argv)
-    args.ranks = int(os.environ.get("WORLD_SIZE", args.ranks))
+    args.ranks = number_of_ranks(args.ranks)
+    check_data(args)
     for name in ("ranks", "train_iters", "global_batch_size", "num_layers", "hidden_size"):
         expect_size(name, getattr(args, name))
     if args.hidden_size % 16:
@@ -68,6 +76,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     if args.eval_context_parallel_size is None:
         args.eval_context_parallel_size = args.ranks
     args.config = hcp.Config.from_args(args)
+    check_config(args.config)
     args.config.validate(ranks=args.ranks, longest=args.max_length)
     return args
 
@@ -109,7 +118,12 @@ def build_model(kind: str, args: argparse.Namespace) -> Any:
 
 
 def finetune(
-    kind: str, args: argparse.Namespace, corpus: Corpus, folder: str, *, dynamic: bool
+    kind: str,
+    args: argparse.Namespace,
+    device: torch.device,
+    corpus: Corpus,
+    folder: str,
+    dynamic: bool,
 ) -> dict[str, list[float]]:
     """Train once and evaluate in both layouts."""
     import transformers
@@ -124,7 +138,7 @@ def finetune(
         learning_rate=args.lr,
         lr_scheduler_type="constant",
         bf16=args.bf16,
-        use_cpu=not on_gpus(args),
+        use_cpu=device.type == "cpu",
         seed=args.seed,
         logging_steps=1,
         save_strategy="no",
@@ -150,28 +164,27 @@ def finetune(
     return {"losses": losses, "evaluations": evaluations}
 
 
-def on_gpus(args: argparse.Namespace) -> bool:
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", args.ranks))
-    return args.device == "auto" and torch.cuda.device_count() >= local
+def read_corpus(args: argparse.Namespace) -> Corpus:
+    return load_corpus(
+        args.data,
+        max_length=args.max_length,
+        eval_documents=args.eval_documents,
+        seed=args.seed,
+        separator=args.document_separator,
+    )
 
 
 def run_rank(args: argparse.Namespace) -> None:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    if on_gpus(args):
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if on_gpus(args) else "gloo")
+    device = initialize_distributed(args)
     try:
-        corpus = load_corpus(
-            args.data,
-            max_length=args.max_length,
-            eval_documents=args.eval_documents,
-            seed=args.seed,
-        )
+        corpus = on_every_rank(lambda: read_corpus(args))
+        same_on_every_rank("the documents under --data", corpus.digest)
         with tempfile.TemporaryDirectory() as folder:
             for kind in args.models:
-                runs = [finetune(kind, args, corpus, folder, dynamic=d) for d in (False, True)]
+                runs = [finetune(kind, args, device, corpus, folder, d) for d in (False, True)]
                 if dist.get_rank() == 0:
                     print(table(kind, *runs), flush=True)
     finally:
@@ -193,13 +206,7 @@ def table(kind: str, static: dict[str, list[float]], dynamic: dict[str, list[flo
     return "\n".join([*lines, ""])
 
 
-def main(argv: Sequence[str]) -> int:
-    try:
-        args = parse_args(argv)
-    except ValueError as error:
-        print(f"hcp.integrations.transformers: error: {error}", file=sys.stderr)
-        return 2
-    if "RANK" not in os.environ:
-        return start_ranks(args.ranks, ["-m", "hcp.integrations.transformers", *argv])
-    run_rank(args)
-    return 0
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run as one rank when a launcher started us, else start all ranks. Returns the exit code."""
+    name = "hcp.integrations.transformers"
+    return Program(name, name, lambda: None, parse_args, run_rank).main(argv)

@@ -1,0 +1,124 @@
+"""A program that starts its own ranks, or runs as one of them under torchrun.
+
+    PROGRAM = Program("hcp demo", "hcp.demo", check=..., parse_args=..., run=...)
+    sys.exit(PROGRAM.main(sys.argv[1:]))
+
+What is wrong is one line that begins with the program's name, whichever rank found it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hcp.errors import HcpError
+
+USER_ERROR = 2
+GRACE_SECONDS = 2.0
+"""For rank 0 to say what is wrong. The launcher ends all ranks when the first one exits."""
+
+
+class InputError(ValueError):
+    """What the user gave cannot be used: the message is all that there is to say."""
+
+
+@dataclass(frozen=True)
+class Program:
+    name: str
+    """With which its errors begin."""
+    module: str
+    """For ``python -m``."""
+    check: Callable[[], object]
+    """Raises ImportError or ValueError where a package is missing."""
+    parse_args: Callable[[Sequence[str]], argparse.Namespace]
+    """Raises ValueError for options that do not go together. The result has `ranks`."""
+    run: Callable[[argparse.Namespace], None]
+    """One rank of a job that a launcher started. Raises InputError and HcpError."""
+
+    def main(self, argv: Sequence[str] | None = None) -> int:
+        """As one rank when a launcher started us, else by starting all ranks. The exit code."""
+        argv = list(sys.argv[1:] if argv is None else argv)
+        rank = int(os.environ.get("RANK", 0))
+        try:
+            self.check()
+            args = parse_on_rank(rank, argv, self.parse_args)
+        except (ImportError, ValueError) as error:
+            return fail(error, rank, self.name)
+        if "RANK" not in os.environ:
+            return start_ranks(args.ranks, ["-m", self.module, *argv], self.name)
+        try:
+            self.run(args)
+        except (InputError, HcpError) as error:
+            return fail(error, rank, self.name)
+        return 0
+
+
+def start_ranks(ranks: int, command: Sequence[str], program: str) -> int:
+    """Run a command on so many ranks of this machine. The exit code for theirs."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    processors = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, processors // ranks)))
+    # A rank that fails says why itself; the launcher's report of it would bury that.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    options = parse_args(  # type: ignore[no-untyped-call]
+        ["--standalone", f"--nproc-per-node={ranks}", *command]
+    )
+    try:
+        run(options)  # type: ignore[no-untyped-call]
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        return report_failure(rank, failure.exitcode, program)
+    except SignalException as error:
+        return 128 + error.sigval
+    return 0
+
+
+def report_failure(rank: int, code: int, program: str) -> int:
+    """The exit code for that of a rank, and a line on what the rank could not say itself."""
+    if code == USER_ERROR:
+        return code
+    if code > 0:
+        print(f"{program}: rank {rank} failed with exit code {code}", file=sys.stderr)
+        return code
+    name = signal.Signals(-code).name
+    hint = " (out of memory?)" if name == "SIGKILL" else ""
+    print(f"{program}: rank {rank} was ended by {name}{hint}", file=sys.stderr)
+    return 128 - code
+
+
+def parse_on_rank(
+    rank: int,
+    argv: Sequence[str],
+    parse_args: Callable[[Sequence[str]], argparse.Namespace],
+) -> argparse.Namespace:
+    """The options. argparse ends the process for those that it does not know: rank 0 speaks."""
+    if rank == 0:
+        return parse_args(argv)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            return parse_args(argv)
+    except SystemExit:
+        time.sleep(GRACE_SECONDS)
+        raise
+
+
+def fail(error: Exception, rank: int, program: str) -> int:
+    """One line, from rank 0 if it failed too."""
+    if rank > 0:
+        time.sleep(GRACE_SECONDS)
+    place = f"rank {rank}: " if rank > 0 else ""
+    print(f"{program}: error: {place}{error}", file=sys.stderr, flush=True)
+    return USER_ERROR

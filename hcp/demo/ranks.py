@@ -1,0 +1,63 @@
+"""What the ranks of a program do together beside training."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from hcp.demo.launch import InputError
+
+T = TypeVar("T")
+
+
+def initialize_distributed(args: argparse.Namespace) -> torch.device:
+    """Gloo on the CPU, NCCL where every rank of this machine has a GPU.
+
+    `args.device` is "auto", "cpu" or "cuda"."""
+    local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    gpus = torch.cuda.device_count() if args.device != "cpu" else 0
+    if args.device == "cuda" and gpus < local_ranks:
+        raise InputError(
+            f"--device cuda: {local_ranks} ranks on this machine > {gpus} GPUs: lower --ranks"
+        )
+    if gpus < local_ranks:
+        dist.init_process_group("gloo", timeout=timedelta(minutes=5))
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", timeout=timedelta(minutes=5), device_id=device)
+    return device
+
+
+def on_every_rank(work: Callable[[], T]) -> T:
+    """What work returns. Where it fails on one rank, every rank fails with that rank's words."""
+    result, problem = None, None
+    try:
+        result = work()
+    except ValueError as error:
+        problem = str(error)
+    except OSError as error:
+        problem = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            raise InputError(problem if rank == 0 else f"rank {rank}: {problem}")
+    return result  # type: ignore[return-value]
+
+
+def same_on_every_rank(what: str, value: object) -> None:
+    """Raises InputError on all ranks where one has another value."""
+    values: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    other = [rank for rank, theirs in enumerate(values) if theirs != values[0]]
+    if other:
+        raise InputError(
+            f"{what} differ between rank 0 and rank {other[0]}: give every machine the same text"
+        )

@@ -1,0 +1,104 @@
+"""Programs that start their own ranks: what is wrong is said once, under the program's own name."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+import hcp
+from hcp.demo import launch
+
+PROGRAMS = {
+    "hcp demo": ["-m", "hcp", "demo"],
+    "hcp.integrations.megatron": ["-m", "hcp.integrations.megatron"],
+    "hcp.integrations.transformers": ["-m", "hcp.integrations.transformers"],
+}
+NEEDS = {"hcp.integrations.megatron": "megatron", "hcp.integrations.transformers": "transformers"}
+
+
+def program(run):
+    def parse_args(argv):
+        return argparse.Namespace(ranks=2)
+
+    return launch.Program("a program", "a.module", lambda: None, parse_args, run)
+
+
+def test_a_rank_that_cannot_go_on_says_why_under_the_programs_name(monkeypatch, capsys):
+    def run(args):
+        raise hcp.HcpError("no rows")
+
+    monkeypatch.setattr(launch.time, "sleep", lambda seconds: None)
+    for rank, place in (("0", ""), ("1", "rank 1: ")):
+        monkeypatch.setenv("RANK", rank)
+        assert program(run).main([]) == launch.USER_ERROR
+        assert capsys.readouterr().err == f"a program: error: {place}no rows\n"
+
+
+def test_without_a_launcher_the_module_is_started_on_so_many_ranks(monkeypatch):
+    started = []
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(launch, "start_ranks", lambda *given: started.append(given) or 0)
+    assert program(lambda args: pytest.fail("ran here")).main(["--x"]) == 0
+    assert started == [(2, ["-m", "a.module", "--x"], "a program")]
+
+
+def test_a_missing_package_is_one_line_of_the_program(monkeypatch, capsys):
+    def check():
+        raise ImportError("it is not installed")
+
+    monkeypatch.delenv("RANK", raising=False)
+    absent = launch.Program("a program", "a.module", check, lambda argv: None, lambda args: None)
+    assert absent.main([]) == launch.USER_ERROR
+    assert capsys.readouterr().err == "a program: error: it is not installed\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "said"),
+    [
+        (launch.USER_ERROR, launch.USER_ERROR, ""),
+        (1, 1, "a program: rank 3 failed with exit code 1\n"),
+        (-9, 137, "a program: rank 3 was ended by SIGKILL (out of memory?)\n"),
+    ],
+)
+def test_what_a_rank_could_not_say_is_said_under_the_programs_name(code, exit_code, said, capsys):
+    assert launch.report_failure(3, code, "a program") == exit_code
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_text_that_cannot_be_read_is_one_line_of_the_program_that_was_called(name, tmp_path):
+    if importlib.util.find_spec(NEEDS.get(name, "torch")) is None:
+        pytest.skip(f"{NEEDS[name]} is not installed")
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"text": "fine"}\n{"text": 7}\n')
+    done = subprocess.run(
+        [sys.executable, *PROGRAMS[name], "--ranks", "2", "--data", str(path)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == launch.USER_ERROR, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "error" in line or "rank" in line]
+    assert lines == [f'{name}: error: {path}:2: field "text" is int, expected a string']
+
+
+def test_a_path_that_is_not_there_is_found_before_ranks_start(monkeypatch, capsys):
+    pytest.importorskip("transformers", reason="pip install '.[transformers]'")
+    from hcp.integrations.transformers.program import main
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(launch, "start_ranks", lambda *_: pytest.fail("ranks were started"))
+    for flags, message in (
+        (["--data", "/nope"], "--data /nope: no such file or folder"),
+        (["--window-size", "5,0"], "window_size is (5, 0), expected (-1, -1): a model of"),
+        (["--eval-context-parallel-size", "auto"], "is 'auto', expected a number: ask"),
+        (["--cp-comm-type", "p2p", "a2a"], "expected one for all layers: the registered"),
+    ):
+        assert main(flags) == launch.USER_ERROR
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("hcp.integrations.transformers: error: ")
+        assert message in line
