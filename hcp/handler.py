@@ -130,9 +130,16 @@ class ContextParallelHandler:
 
     @cached_property
     def rows_in_whole(self) -> Tensor:
-        """int64 (T,): each row's place among the whole sequences, end to end."""
-        starts = self.whole_cu_seqlens[:-1].repeat_interleave(self.cu_seqlens.diff())
-        return starts + self.position_ids
+        """int64 (T,): each row's place in what ``sequence_to_head`` gives: the whole sequences, end
+        to end, then each rank's padding."""
+        layout, lengths = self.layout, self.cu_seqlens.diff()
+        starts = self.whole_cu_seqlens[: len(lengths)].repeat_interleave(lengths)
+        rows = starts + self.position_ids[: len(starts)]
+        if not layout.padding:
+            return rows
+        first = sum(layout.lengths) + sum(layout.paddings[: self.place])
+        padding = torch.arange(first, first + layout.padding, device=rows.device)
+        return torch.cat((rows, padding))
 
     def _prepare(self, comm_type: str, left: int, right: int, counts: tuple[int, int]) -> Tensor:
         """The schedule for what the group makes of a comm type. ``counts``: query and key-value
@@ -503,19 +510,26 @@ class ContextParallelHandler:
         """The sum of x over the ranks that compute these sequences, the same bits on each.
 
         For statistics of losses and auxiliary losses (tokens of each expert, a sequence's loss);
-        x of any shape, the same on these ranks. With gradients: what the ranks make of the sum adds
-        up, as for torch.distributed.nn's all_reduce. Every rank of the group calls it.
+        x of any shape, the same on these ranks, floats or int64 (other integers would wrap). With
+        gradients: what the ranks make of the sum adds up, as for torch.distributed.nn's all_reduce.
+        Every rank of the group calls it.
         """
+        if not x.is_floating_point() and x.dtype != torch.int64:
+            raise ValueError(f"x is {x.dtype}, expected floats or int64: x.to(torch.int64)")
         refuse_transforms("sum_over_group", x)
         return sums.sum_over(self._transport, self._everyone, x)
 
     def sum_by_sequence(self, x: Tensor) -> Tensor:
         """Sums of rows over each whole sequence, on every rank of its group: (T, ...), floats, to
-        (sequences, ...), in the order of ``layout.sequences``; with gradients, as above."""
+        (sequences, ...), in the order of ``layout.sequences``; with gradients, as above. Padding
+        counts for nothing."""
         if x.dim() == 0 or x.shape[0] != self.rows:
             raise ValueError(f"x has shape {tuple(x.shape)}, expected {self.rows} rows")
+        if not x.is_floating_point():
+            raise ValueError(f"x is {x.dtype}, expected floats: counts as float64 stay exact")
         refuse_transforms("sum_by_sequence", x)
-        return self.sum_over_group(sums.by_sequence(x, self.cu_seqlens))
+        own = x[: self.rows - self.layout.padding]
+        return self.sum_over_group(sums.by_sequence(own, self.cu_seqlens))
 
     # ---- whole sequences ----
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -117,12 +118,14 @@ def get_batch_on_this_cp_rank(
     Megatron's function of this name, for any degree and any lengths. ``batch``: tensors by name,
     the whole sequences of the micro-batch in the order of ``cp_handler.layout.sequences``: packed,
     (S, ...) or (1, S, ...), or, when all have one length n, (sequences, n, ...). Returns (T, ...),
-    (1, T, ...) or (sequences, T / sequences, ...). Of an ``attention_mask`` (b, 1, n, n) the rows
-    of this rank's queries remain. ``cu_seqlens*`` and ``max_seqlen*`` say what is true of whole
+    (1, T, ...) or (sequences, T / sequences, ...). Rows of padding (``alignment``) are zeros. Of an
+    ``attention_mask`` (b, 1, q, k) the rows of this rank's queries remain: q is the tokens of all
+    sequences, or their one length. ``cu_seqlens*`` and ``max_seqlen*`` say what is true of whole
     sequences, and stay; so does what is no tensor of tokens: None, numbers.
 
     Where the batch lies on the ranks that loaded it, use :func:`hcp.dispatch` instead. Raises
-    ValueError for a tensor of other tokens than the layout's.
+    ValueError for a tensor of other tokens than the layout's, and for a batch by sequences when
+    ranks have padding, which belongs to none of them.
     """
     return {name: _on_this_rank(name, value, cp_handler) for name, value in batch.items()}
 
@@ -130,23 +133,51 @@ def get_batch_on_this_cp_rank(
 def _on_this_rank(name: str, value: Any, cp: ContextParallelHandler) -> Any:
     if not isinstance(value, Tensor) or value.dim() == 0 or name.startswith(_OF_ALL_RANKS):
         return value
-    rows = cp.rows_in_whole.to(value.device)
     sequences, tokens = len(cp.layout.lengths), sum(cp.layout.lengths)
+    equal = len(set(cp.layout.lengths)) == 1
     if name == "attention_mask":
-        return value.index_select(2, rows[: cp.rows // max(sequences, 1)])
+        return _mask_of_this_rank(value, cp)
     if cp.degree == 0:
         return value[:, :0] if value.dim() > 1 else value[:0]
-    equal = len(set(cp.layout.lengths)) == 1
     if (
         value.dim() > 1
         and value.shape[0] * value.shape[1] == tokens
         and (value.shape[0] == 1 or (equal and value.shape[0] == sequences))
     ):
-        own = value.flatten(0, 1)[rows]
+        if value.shape[0] > 1 and cp.layout.padding:
+            raise ValueError(
+                f"batch[{name!r}] has shape {tuple(value.shape)}, expected ({tokens}, ...) or "
+                f"(1, {tokens}, ...): this rank's {cp.layout.padding} rows of padding belong to "
+                "no sequence"
+            )
+        own = _rows_of(value.flatten(0, 1), cp)
         return own.view(value.shape[0], -1, *value.shape[2:])
     if value.shape[0] != tokens:
         raise ValueError(
             f"batch[{name!r}] has shape {tuple(value.shape)}, expected {tokens} tokens: the whole "
             f"sequences {cp.layout.sequences} of this micro-batch, of lengths {cp.layout.lengths}"
         )
-    return value[rows]
+    return _rows_of(value, cp)
+
+
+def _rows_of(value: Tensor, cp: ContextParallelHandler) -> Tensor:
+    """value (S, ...) of the whole sequences to this rank's (T, ...), zeros in padding."""
+    rows, real = cp.rows_in_whole.to(value.device), cp.rows - cp.layout.padding
+    own = value[rows[:real]]
+    return torch.cat((own, own.new_zeros(cp.rows - real, *own.shape[1:]))) if real < cp.rows else own
+
+
+def _mask_of_this_rank(mask: Tensor, cp: ContextParallelHandler) -> Tensor:
+    lengths, queries = cp.layout.lengths, mask.shape[2] if mask.dim() == 4 else -1
+    if cp.degree == 0 and queries >= 0:
+        return mask[:, :, :0]
+    rows = cp.rows_in_whole[: cp.rows - cp.layout.padding].to(mask.device)
+    if queries == sum(lengths):
+        return mask.index_select(2, rows)
+    if set(lengths) == {queries}:  # every sequence is cut alike
+        return mask.index_select(2, rows[: len(rows) // len(lengths)])
+    raise ValueError(
+        f"batch['attention_mask'] has shape {tuple(mask.shape)}, expected (b, 1, queries, keys) "
+        f"with {sum(lengths)} queries, or with the one length of all sequences; lengths are "
+        f"{lengths}"
+    )

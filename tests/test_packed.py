@@ -146,6 +146,62 @@ def test_a_batch_of_equal_lengths_is_cut_by_sequences() -> None:
     hcp.loopback(3, check)
 
 
+@pytest.mark.parametrize("lengths", [(4, 8), (6, 6), (7,)])
+@pytest.mark.parametrize("alignment", [1, 4])
+def test_a_mask_of_packed_sequences_keeps_the_rows_of_this_ranks_queries(
+    lengths: tuple[int, ...], alignment: int
+) -> None:
+    def check(groups: Any) -> None:
+        (cp,) = handlers(groups, lengths, min_degree=2, alignment=alignment)
+        total = sum(lengths)
+        mask = torch.arange(total)[None, None, :, None].expand(1, 1, total, total)
+        own = hcp.get_batch_on_this_cp_rank({"attention_mask": mask}, cp_handler=cp)
+        starts = [sum(cp.layout.lengths[:s]) for s in range(len(cp.layout.lengths))]
+        pieces = cp.cu_seqlens.diff().tolist()
+        wanted = [s for s, n in zip(starts, pieces, strict=True) for _ in range(n)]
+        wanted = [s + p for s, p in zip(wanted, cp.position_ids.tolist(), strict=False)]
+        assert own["attention_mask"][0, 0, :, 0].tolist() == wanted
+        for wrong in (mask[:, :, 1:], mask[0, 0]):
+            with pytest.raises(ValueError, match=r"batch\['attention_mask'\] has shape"):
+                hcp.get_batch_on_this_cp_rank({"attention_mask": wrong}, cp_handler=cp)
+
+    hcp.loopback(2, check)
+
+
+def test_under_alignment_rows_of_padding_are_zeros() -> None:
+    def check(groups: Any) -> int:
+        (cp,) = handlers(groups, (7,), min_degree=2, alignment=4)
+        whole = torch.arange(1, 8)
+        own = hcp.get_batch_on_this_cp_rank({"a": whole, "b": whole[None]}, cp_handler=cp)
+        real = cp.rows - cp.layout.padding
+        wanted = (cp.position_ids[:real] + 1).tolist() + [0] * cp.layout.padding
+        assert own["a"].tolist() == own["b"][0].tolist() == wanted
+        return cp.layout.padding
+
+    assert sum(hcp.loopback(2, check)) == 1
+
+
+def test_under_alignment_a_batch_by_sequences_is_refused() -> None:
+    def check(groups: Any) -> int:
+        (cp,) = handlers(groups, (7, 7), min_degree=2, alignment=4)
+        if cp.layout.padding:
+            with pytest.raises(ValueError, match="rows of padding belong to no sequence"):
+                hcp.get_batch_on_this_cp_rank({"a": torch.zeros(2, 7)}, cp_handler=cp)
+        return cp.layout.padding
+
+    assert sum(hcp.loopback(2, check)) > 0
+
+
+def test_rows_in_whole_are_those_of_sequence_to_head() -> None:
+    def check(groups: Any) -> None:
+        for cp in handlers(groups, (13, 2), min_degree=2, alignment=4):
+            x = cp.rows_in_whole.to(torch.float64)[:, None].expand(-1, 2).contiguous()
+            whole = cp.sequence_to_head(x)
+            assert whole[:, 0].tolist() == list(range(len(whole)))
+
+    hcp.loopback(2, check)
+
+
 def test_a_rank_without_rows_takes_none() -> None:
     def check(groups: Any) -> Any:
         (cp,) = handlers(groups, (6,), max_degree=1)
