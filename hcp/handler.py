@@ -81,9 +81,7 @@ class ContextParallelHandler:
         """int32 (sequences + 1,): local rows of each sequence, summed."""
         self.position_ids = rows_may_vary(layout.positions.to(transport.device, non_blocking=True))
         """int64 (T,): each row's place in its sequence; 0 in padding."""
-        padding = [rows for rows in layout.paddings if rows > 0]
-        lengths = torch.tensor([0, *layout.lengths, *padding], dtype=torch.int32, device="cpu")
-        self.whole_cu_seqlens = lengths.cumsum(0, dtype=torch.int32).to(transport.device)
+        self.whole_cu_seqlens = _whole_cu_seqlens(layout).to(transport.device)
         """int32 (sequences + 1,): tokens of each sequence, summed: the rows of sequence_to_head.
         Under ``alignment``, each rank's padding follows, as sequences of their own."""
         self.max_seqlen = max(layout.lengths, default=0)
@@ -636,6 +634,21 @@ _F64 = torch.float64
 
 
 _CAUSAL, _FULL = (-1, 0), (-1, -1)
+
+
+def _whole_cu_seqlens(layout: Layout) -> Tensor:
+    """int32, as attention kernels take it: tokens of each sequence, then of each rank's padding,
+    summed."""
+    padding = [rows for rows in layout.paddings if rows > 0]
+    lengths = torch.tensor([0, *layout.lengths, *padding], dtype=torch.int64, device="cpu")
+    total, most = int(lengths.sum()), torch.iinfo(torch.int32).max
+    if total > most:
+        raise ValueError(
+            f"micro-batch {layout.micro_batch}: the group of rank {layout.rank} has {total:,} "
+            f"tokens, expected <= {most:,}, what int32 boundaries of sequences can name: lower "
+            "max_tokens_per_rank or the degree"
+        )
+    return lengths.cumsum(0).int()
 
 
 def _window(left: int, right: int) -> tuple[int, int]:

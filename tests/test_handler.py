@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 
 import hcp
+from hcp.handler import _whole_cu_seqlens
 
 
 def all_handlers(groups: Any, lengths: Any, capacity: int = 24, **plan: Any) -> list[Any]:
@@ -417,6 +419,21 @@ def test_rows_become_whole_sequences_of_some_heads_and_come_back(
     min_degree = data.draw(st.integers(1, ranks))
     lengths = [min(length, 20 * ranks) for length in lengths]
     hcp.loopback(ranks, lambda g: check_trade(g, lengths, heads, min_degree, dtype))
+
+
+@pytest.mark.parametrize("over", [0, 1])
+def test_more_tokens_in_a_group_than_int32_boundaries_can_name_are_refused(over: int) -> None:
+    lengths = [2**30, 2**30 - 1 + over]
+    options = {"max_tokens_per_rank": 2**19 + 2, "cost": hcp.CostModel(pair=0, token=1)}
+    plan = hcp.plan(lengths, ranks=4096, min_degree=4096, **options)
+    ((group,),) = plan.micro_batches
+    assert len(group.sequences) == 2
+    if over == 0:
+        assert _whole_cu_seqlens(hcp.Layout(plan, 0, 3)).tolist() == [0, 2**30, 2**31 - 1]
+        return
+    transport = SimpleNamespace(rank=3, device=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"rank 3 has 2,147,483,648 tokens, expected <= 2,147,4"):
+        hcp.ContextParallelHandler(plan, 0, transport)
 
 
 @given(
