@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hcp.config import divisors, rows_up_to
-from hcp.cost import CostModel
+from hcp.cost import MOVING, CostModel
 from hcp.plan import Plan, plan
 
 
@@ -23,7 +23,8 @@ class Candidate:
     bubble: int
     """The part of the time in which a stage waits for its neighbours."""
     exchange: int
-    """The part of the busiest rank's time that goes to keys and values of other ranks."""
+    """The part of the busiest rank's time that goes to rows of other ranks, by the prices for it; 0
+    under a table or a function, which have no such prices."""
     rows: int
     """Most rows of one rank in one micro-batch."""
     refusal: str = ""
@@ -61,14 +62,16 @@ def choose_eval_context_parallel(
     micro_batch_size: int = 1,
     max_tokens_per_rank: int | None = None,
     global_batch_size: int | None = None,
+    ranks_per_node: int | None = None,
     sizes: Sequence[int] | None = None,
 ) -> EvalChoice:
     """The CP size with which `hcp.EvalPlan` is predicted to be done first.
 
     `lengths`: tokens of each sample, or of all. `ranks`: of the dp x cp domain. `memory`: most rows
     (tokens) that one rank can hold in a micro-batch. `sizes`: those to consider, by default all
-    divisors of `ranks`; restrict them where heads must be divisible. Pure integers: every rank
-    chooses the same, given the same `cost`; of a function give `cost.tabulated` from one rank.
+    divisors of `ranks`; restrict them where heads must be divisible. `ranks_per_node`: a CP group
+    that spans nodes pays the far prices of `cost`. Pure integers: every rank chooses the same,
+    given the same `cost`; of a function give `cost.tabulated` from one rank.
 
     Without `max_tokens_per_rank` the prediction is of `EvalPlan.batches`. With it, of
     `EvalPlan.dispatch` with the CP size as `degree`: the makespans of the plans of all global
@@ -86,10 +89,10 @@ def choose_eval_context_parallel(
     for cp in considered:
         if cp < 1 or ranks % cp:
             raise ValueError(f"sizes has {cp}, expected divisors of the {ranks} ranks")
-    prices = cost or CostModel()
+    prices, node = cost or CostModel(), ranks_per_node or 0
     if max_tokens_per_rank is None:
         candidates = tuple(
-            _predict(tokens, ranks, cp, prices, pipeline_stages, memory, micro_batch_size)
+            _predict(tokens, ranks, node, cp, prices, pipeline_stages, memory, micro_batch_size)
             for cp in considered
         )
     else:
@@ -100,7 +103,7 @@ def choose_eval_context_parallel(
             )
         batch = global_batch_size or max(1, len(tokens))
         candidates = tuple(
-            _predict_dispatch(tokens, ranks, cp, prices, memory, max_tokens_per_rank, batch)
+            _predict_dispatch(tokens, ranks, node, cp, prices, memory, max_tokens_per_rank, batch)
             for cp in considered
         )
     fitting = [c for c in candidates if not c.refusal]
@@ -117,6 +120,7 @@ def choose_eval_context_parallel(
 def _predict(
     tokens: Sequence[int],
     ranks: int,
+    node: int,
     cp: int,
     cost: CostModel,
     stages: int,
@@ -129,6 +133,9 @@ def _predict(
     slowest = (0, 0, 0)
     rows = 0
     for r in range(dp):
+        # A CP group has neighbours: those of one node may still be cut by the node's edge.
+        near = node == 0 or r * cp // node == ((r + 1) * cp - 1) // node
+        reach = 0 if near else 1
         batches = [
             [
                 tokens[i % len(tokens)]
@@ -136,10 +143,10 @@ def _predict(
             ]
             for k in range(count)
         ]
-        times = [_time(batch, cp, cost) // stages for batch in batches]
+        times = [_time(batch, cp, cost, reach) // stages for batch in batches]
         # A pipeline of equal stages: the longest micro-batch is waited for on the way in and out.
         bubble = (stages - 1) * max(times, default=0)
-        exchange = sum(_exchange(batch, cp, cost) for batch in batches) // stages
+        exchange = sum(_exchange(batch, cp, cost, reach) for batch in batches) // stages
         slowest = max(slowest, (sum(times) + bubble, bubble, exchange))
         rows = max([rows, *(sum(rows_up_to(n, cp) for n in batch) for batch in batches)])
     fillers = count * stride - len(tokens)
@@ -149,19 +156,27 @@ def _predict(
 def _predict_dispatch(
     tokens: Sequence[int],
     ranks: int,
+    node: int,
     cp: int,
     cost: CostModel,
     memory: int | None,
     max_tokens_per_rank: int,
     global_batch_size: int,
 ) -> Candidate:
+    most = max(max_tokens_per_rank, rows_up_to(max(tokens, default=1), cp))
+    if node and cp > node and cp % node:
+        return Candidate(
+            *(cp, 0, 0, 0, 0, 0, 0),
+            refusal=f"its {cp} ranks are neither in one node of {node} nor whole nodes",
+        )
     plans = [
         plan(
             tokens[first : first + global_batch_size],
             ranks=ranks,
-            max_tokens_per_rank=max(max_tokens_per_rank, rows_up_to(max(tokens), cp)),
+            max_tokens_per_rank=most,
             min_degree=cp,
             max_degree=cp,
+            ranks_per_node=node,
             cost=cost,
         )
         for first in range(0, len(tokens), global_batch_size)
@@ -173,17 +188,17 @@ def _predict_dispatch(
         fillers=0,
         time=sum(p.makespan for p in plans),
         bubble=0,
-        exchange=sum(_plan_exchange(p, cost) for p in plans),
+        exchange=sum(_plan_exchange(p, cost, node) for p in plans),
         rows=rows,
         refusal=_refusal(rows, memory),
     )
 
 
-def _plan_exchange(made: Plan, cost: CostModel) -> int:
+def _plan_exchange(made: Plan, cost: CostModel, node: int) -> int:
     by_rank = [0] * made.ranks
     for groups in made.micro_batches:
         for group in groups:
-            taken = _exchange([made.lengths[i] for i in group.sequences], group.degree, cost)
+            taken = _exchange([made.lengths[i] for i in group.sequences], group.degree, cost, node)
             for rank in range(group.first_rank, group.first_rank + group.degree):
                 by_rank[rank] += taken
     return max(by_rank)
@@ -195,12 +210,14 @@ def _refusal(rows: int, memory: int | None) -> str:
     return f"a rank would hold {rows:,} rows > memory ({memory:,})"
 
 
-def _time(batch: Sequence[int], cp: int, cost: CostModel) -> int:
-    return sum(cost.time(n, cp) for n in batch) + cost.launch
+def _time(batch: Sequence[int], cp: int, cost: CostModel, node: int) -> int:
+    return sum(cost.time(n, cp, node) for n in batch) + cost.launch
 
 
-def _exchange(batch: Sequence[int], cp: int, cost: CostModel) -> int:
-    return sum(cost.exchange * (n - n // cp) for n in batch)
+def _exchange(batch: Sequence[int], cp: int, cost: CostModel, node: int) -> int:
+    """What those sequences would take less if rows travelled for nothing."""
+    free = replace(cost, **dict.fromkeys(MOVING, 0))
+    return sum(cost.time(n, cp, node) - free.time(n, cp, node) for n in batch)
 
 
 def _why(best: Candidate, training: Candidate) -> str:

@@ -15,6 +15,8 @@ from hcp import _core
 PRICES: tuple[str, ...] = _core.PRICES
 TIMES = tuple(name for name in PRICES if name not in ("window", "tile", "overlap"))
 """The prices that are times."""
+MOVING = ("exchange", "exchange_far", "all_to_all", "all_to_all_far", "step")
+"""The prices of rows of other ranks."""
 
 
 class Table(NamedTuple):

@@ -60,12 +60,14 @@ class EvalPlan:
         max_tokens_per_rank: int | None = None,
         global_batch_size: int | None = None,
         degree: int | None = None,
+        ranks_per_node: int | None = None,
         cost: CostModel | None = None,
     ) -> None:
         """`samples`: how many, or the length of each in tokens. With lengths, `dispatch` spreads
         global batches of `global_batch_size` samples over dp_cp by the dynamic scheduler, at most
-        `max_tokens_per_rank` rows to a rank, with one CP `degree` for all if it is given; without,
-        `batches` uses data parallelism."""
+        `max_tokens_per_rank` rows to a rank, with one CP `degree` for all if it is given, and by
+        `ranks_per_node` and `cost` as `hcp.plan` takes them; without, `batches` uses data
+        parallelism."""
         self.lengths = None if isinstance(samples, int) else tuple(samples)
         self.num_samples = samples if isinstance(samples, int) else len(samples)
         expect_size("num_samples", self.num_samples, least=0)
@@ -77,7 +79,8 @@ class EvalPlan:
         self.groups = eval_pgs
         self.micro_batch_size = micro_batch_size
         self.global_batch_size = global_batch_size or max(1, self.num_samples)
-        self._max_tokens, self._degree, self._cost = max_tokens_per_rank, degree, cost
+        self._max_tokens, self._degree = max_tokens_per_rank, degree
+        self._node, self._cost = ranks_per_node, cost
         self._next = 0
         self._seen = _Seen()
 
@@ -152,6 +155,7 @@ class EvalPlan:
             max_tokens_per_rank=self._max_tokens,
             min_degree=self._degree or 1,
             max_degree=self._degree,
+            ranks_per_node=self._node,
             cost=self._cost,
         )
 

@@ -46,6 +46,51 @@ def test_exchange_and_launches_are_paid_for():
     assert choose_eval_context_parallel(8, 64, ranks=8, train_cp=1, cost=slow).cp == 1
 
 
+def test_all_to_all_and_steps_are_exchange():
+    prices = CostModel(pair=2, token=1000, exchange=0, all_to_all=400, step=70, launch=0)
+    choice = choose_eval_context_parallel(2, 1000, ranks=4, train_cp=1, cost=prices)
+    assert [c.exchange for c in choice.candidates] == [0, 400 * 500 + 70, (400 * 250 + 210) * 2]
+    assert choice.cp == 2
+    assert "exchange 200,070 instead of 0" in choice.why
+    by_plan = choose_eval_context_parallel(
+        2, 1000, ranks=4, train_cp=1, cost=prices, max_tokens_per_rank=1000, global_batch_size=1
+    )
+    assert [c.exchange for c in by_plan.candidates] == [0, 2 * 200_070, 2 * 100_210]
+
+
+def test_what_hides_behind_attention_is_no_exchange():
+    hidden = CostModel(pair=1000, token=1, exchange=10, launch=0, overlap=1)
+    choice = choose_eval_context_parallel(1, 4096, ranks=4, train_cp=1, cost=hidden)
+    assert [c.exchange for c in choice.candidates] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("limit", [None, 1000])
+def test_groups_that_span_nodes_pay_the_far_prices(limit):
+    """Of 12 ranks, 4 to a node: a group of 2 is in one, of 3 may be cut by an edge, 4 fill one."""
+    prices = CostModel(pair=0, token=1000, exchange=4, exchange_far=400, launch=0)
+    options = {"train_cp": 1, "cost": prices, "max_tokens_per_rank": limit, "ranks_per_node": 4}
+    choice = choose_eval_context_parallel(12, 1200, ranks=12, **options, global_batch_size=12)
+    per_sample = {c.cp: c.exchange / max(1, c.cp) for c in choice.candidates}
+    assert per_sample[1] == 0
+    assert (per_sample[2], per_sample[4]) == (4 * 600, 4 * 900)
+    assert per_sample[12] == 400 * 1100
+    if limit is None:
+        assert per_sample[3] == 400 * 800  # ranks 3 to 5
+        assert per_sample[6] == 400 * 1000
+    else:
+        assert per_sample[3] == pytest.approx(4 * 800 * 4 / 3)  # one group a node, a rank is idle
+        refused = next(c for c in choice.candidates if c.cp == 6)
+        assert refused.refusal == "its 6 ranks are neither in one node of 4 nor whole nodes"
+    near = choose_eval_context_parallel(2, 1200, ranks=12, **{**options, "ranks_per_node": None})
+    assert (near.cp, choose_eval_context_parallel(2, 1200, ranks=12, **options).cp) == (6, 4)
+
+
+def test_a_table_has_no_price_of_exchange():
+    table = CostModel.from_function(lambda n, d: 1e-6 * n / d).tabulated([100], [1, 2, 4])
+    choice = choose_eval_context_parallel(4, 100, ranks=4, train_cp=1, cost=table)
+    assert [c.exchange for c in choice.candidates] == [0, 0, 0]
+
+
 def test_memory_forces_a_larger_size_and_the_reason_says_so():
     choice = choose_eval_context_parallel(
         64, 4096, ranks=8, train_cp=1, cost=CostModel(exchange=10**6), memory=1024

@@ -216,6 +216,7 @@ def evaluation_plan(
         max_tokens_per_rank=max(limit, rows_up_to(max(lengths), degree)),
         global_batch_size=trainer.args.global_batch_size,
         degree=degree,
+        ranks_per_node=trainer.config.ranks_per_node,
         cost=trainer.cost,
     )
 
@@ -401,6 +402,7 @@ def choose_eval_size(
             cost=cost,
             max_tokens_per_rank=args.config.max_seqlen_per_dp_cp_rank,
             global_batch_size=args.global_batch_size,
+            ranks_per_node=args.config.ranks_per_node,
         )
         return choice.cp, str(choice)
     # Without a wish, another than training's, where there is one: to show that it does not matter.
