@@ -1,6 +1,6 @@
 """One attention layer on several GPUs, against its own kernels and the bytes that it moves.
 
-    torchrun --nproc-per-node 8 benchmarks/attention_cuda.py [--heads 32 8] [--transports peer]
+    torchrun --nproc-per-node 8 benchmarks/bench_attention_cuda.py [--heads 32 8]
 
 Two yardsticks for each pack, both measured in the run:
 
@@ -9,22 +9,32 @@ Two yardsticks for each pack, both measured in the run:
             and of the bytes that it receives at the rate of a plain copy from a peer's memory
 
 Shares are yardstick / time: 1 is the limit. A time is that of the slowest rank, the median over
-rounds of several layers one after the other, as in a model. Every contestant's output is compared
-with the float32 formula on one sequence before it is timed.
+rounds of several layers one after the other, as in a model; in each round a pack takes turns with
+its bound. Every contestant's output is compared with the float32 formula on one sequence before it
+is timed. bench_attention.py has every comm type and degree, on CPUs too.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from timing import (
+    Step,
+    by_turns,
+    device_name,
+    end_ranks,
+    queued,
+    slowest,
+    start_ranks,
+    timed,
+)
 from torch import Tensor
 
 import hcp
@@ -41,6 +51,7 @@ PACKS = {
     "64 x 1024": [1024] * 64,
 }
 LAYERS, ROUNDS = 4, 5
+TIMEOUT = timedelta(seconds=60)
 CAPACITY = 16384
 
 
@@ -57,17 +68,17 @@ class Layer:
 
 def main() -> int:
     args = arguments()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    device = torch.device("cuda", torch.cuda.current_device())
-    dist.init_process_group("nccl", device_id=device)
+    device = start_ranks("cuda", args.deadline, TIMEOUT)
     rate = copy_rate(device)
     if dist.get_rank() == 0:
-        name = torch.cuda.get_device_name()
+        name = device_name(device)
         print(f"{dist.get_world_size()} x {name}, torch {torch.__version__}, hcp {hcp.__version__}")
         print(f"heads {args.heads[0]}:{args.heads[1]} of {HEAD_DIM}, bfloat16, causal")
         print(f"peer copy {rate / 1e9:.0f} GB/s\n")
         print(HEADER)
-    everything = {name: hcp.build_process_groups(transport=name) for name in args.transports}
+    everything = {
+        name: hcp.build_process_groups(transport=name, timeout=TIMEOUT) for name in args.transports
+    }
     for pack, lengths in PACKS.items():
         ideal = ideal_of(lengths, args.heads, device)
         for plan_name, comm_type in CONTESTANTS:
@@ -75,7 +86,7 @@ def main() -> int:
                 compare(args, groups, pack, lengths, plan_name, comm_type, rate, ideal)
     for groups in everything.values():
         groups.close()
-    dist.destroy_process_group()
+    end_ranks()
     return 0
 
 
@@ -91,13 +102,14 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--heads", type=int, nargs=2, default=[32, 8], metavar=("QUERY", "KEY"))
     parser.add_argument("--transports", nargs="+", default=["peer", "nccl", "torch"])
+    parser.add_argument("--deadline", type=float, default=590, help="seconds, then it ends (590)")
     return parser.parse_args()
 
 
 def ideal_of(lengths: list[int], heads: list[int], device: torch.device) -> list[float]:
     whole = Alone(lengths, heads, device)
-    ranks = dist.get_world_size()
-    return [slowest(measure(step, 1)) / ranks for step in (whole.forward, whole.both)]
+    times = times_of({"forward": whole.forward, "both": whole.both}, device, calls=1)
+    return [seconds / dist.get_world_size() for seconds in times]
 
 
 def compare(args, groups, pack, lengths, plan_name, comm_type, rate, ideal) -> None:
@@ -109,15 +121,21 @@ def compare(args, groups, pack, lengths, plan_name, comm_type, rate, ideal) -> N
         make_layer(plan, m, groups, comm_type, args.heads) for m in range(len(plan.micro_batches))
     ]
     check(layers)
-    times = [slowest(measure(lambda backward=b: run(layers, backward))) for b in (False, True)]
     own = [OwnCalls(layer, comm_type) for layer in layers]
-    alone = [
-        slowest(measure(lambda backward=b: [calls.run(backward) for calls in own]))
-        for b in (False, True)
-    ]
-    received = slowest(sum(bytes_received(layer, comm_type, args.heads[1]) for layer in layers))
-    bounds = [max(alone[0], received / rate), max(alone[1], 3 * received / rate)]
-    host = [slowest(x) for x in host_time(layers)]
+    device = groups.transport.device
+    *times, alone, alone_both = times_of(
+        {
+            "forward": lambda: run(layers, False),
+            "both": lambda: run(layers, True),
+            "calls alone": lambda: [calls.run(False) for calls in own],
+            "both alone": lambda: [calls.run(True) for calls in own],
+        },
+        device,
+    )
+    received = sum(bytes_received(layer, comm_type, args.heads[1]) for layer in layers)
+    moved = slowest(received, device) / rate
+    bounds = [max(alone, moved), max(alone_both, 3 * moved)]
+    host = host_times(layers, device)
     if groups.transport.rank == 0:
         shares = [f"{a / b:5.2f}" for a, b in zip((*ideal, *bounds), times * 2, strict=True)]
         print(
@@ -276,51 +294,29 @@ def copy_rate(device: torch.device) -> float:
     peer = (dist.get_rank() + 1) % dist.get_world_size()
     source = handle.get_buffer(peer, (size,), torch.uint8)
     target = torch.empty_like(source, device=device)
-    return size / slowest(measure(lambda: target.copy_(source)))
+    return size / times_of({"copy": lambda: target.copy_(source)}, device)[0]
 
 
 # ---- times ---------------------------------------------------------------------------------------
 
 
-def measure(step: Callable[[], object], layers: int = LAYERS) -> float:
-    """Seconds of one step on the device, the median of rounds."""
-    for _ in range(2):
-        step()
-    times = []
-    for _ in range(ROUNDS):
-        dist.barrier()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(layers):
-            step()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / layers)
-    return statistics.median(times)
+def times_of(steps: dict[str, Step], device: torch.device, calls: int = LAYERS) -> list[float]:
+    """Seconds of one of several calls of each."""
+    clock = partial(timed, device=device, calls=calls)
+    return list(by_turns(steps, device, clock, ROUNDS).values())
 
 
-def host_time(layers: list[Layer]) -> tuple[float, float]:
+def host_times(layers: list[Layer], device: torch.device) -> list[float]:
     """Seconds that the host needs to queue one layer, forward and backward."""
-    forwards, backwards = [], []
-    for _ in range(ROUNDS):
-        for layer in layers:
-            torch.cuda.synchronize()
-            dist.barrier()
-            start = time.perf_counter()
-            out = layer.cp.attention(layer.query, layer.key, layer.value)
-            forwards.append(time.perf_counter() - start)
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            torch.autograd.grad(out, (layer.query, layer.key, layer.value), layer.grad)
-            backwards.append(time.perf_counter() - start)
-    torch.cuda.synchronize()
-    return statistics.median(forwards), statistics.median(backwards)
+    taken = [host_time(layer, device) for _ in range(ROUNDS) for layer in layers]
+    return [slowest(statistics.median(times), device) for times in zip(*taken, strict=True)]
 
 
-def slowest(seconds: float) -> float:
-    worst = torch.tensor(float(seconds), device="cuda", dtype=torch.float64)
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
-    return worst.item()
+def host_time(layer: Layer, device: torch.device) -> tuple[float, float]:
+    out: list[Tensor] = []
+    inputs = (layer.query, layer.key, layer.value)
+    forward = queued(lambda: out.append(layer.cp.attention(*inputs)), device)
+    return forward, queued(lambda: torch.autograd.grad(*out, inputs, layer.grad), device)
 
 
 if __name__ == "__main__":

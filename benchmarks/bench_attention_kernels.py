@@ -1,6 +1,6 @@
 """FlashAttention-4 against PyTorch's FlashAttention-2 through hcp's kernels, on one GPU.
 
-    python benchmarks/attention_kernels.py [--heads 32 8]
+    python benchmarks/bench_attention_kernels.py [--heads 32 8]
 
 Times of FlashAttention-2 / those of FlashAttention-4, above 1 where the latter is faster, of one
 call after the other with the host's time in it; and which of the two the backend `auto` picks in

@@ -32,7 +32,7 @@ class Measured(NamedTuple):
 
 # NVIDIA H200, torch 2.11.0 with CUDA 13.0, flash-attn-4 4.0.0b36: causal, bfloat16, 32 query heads
 # and 8 of keys, of 128; host time included; both kernels in one run of
-# benchmarks/attention_kernels.py, 2026-11-21.
+# benchmarks/bench_attention_kernels.py, 2026-11-21.
 MEASURED_CAPABILITY = 9, 0
 MEASURED_HEADS, MEASURED_SIZE = 32, 128
 MEASURED = (

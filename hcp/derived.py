@@ -56,6 +56,10 @@ CP_FREE = {
 }
 """Names that look derived from a CP group and do not depend on the layout."""
 
+SIZED_ONCE = {"tp_comm_overlap"}
+"""Flags of what was allocated once for the rows of a rank of the training layout: Transformer
+Engine's buffers for tensor parallelism."""
+
 CP_FREE_FIELDS = (
     *("ep", "expt_tp", "tp_ep", "tp_ep_pp", "expt_dp", "intra_expt_dp", "embd", "pos_embd"),
     *("intra_dp_cp", "intra_dist_opt", "inter_dist_opt"),

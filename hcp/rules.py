@@ -56,7 +56,7 @@ def register_rebind(
       both; where the object does not hold what the training layout gives, it is left alone.
     rebuild: the same, by calling the constructor again with the attributes of its parameters'
       names, groups replaced: for plain objects, since the constructor's own checks run as well.
-    caches: attributes that are None inside.
+    caches: attributes that are None inside, dictionaries empty.
     method, arguments(obj, pgs), held: a method that switches, its arguments in a layout, and the
       attributes that tell the arguments it was last called with, for the way back.
     refuse(obj, eval_pgs): a reason why the object cannot work in that layout, or None.
@@ -143,6 +143,24 @@ def _te_arguments(attention: Any, pgs: ProcessGroups) -> tuple[Any, ...]:
     return group, pgs.ranks("cp"), stream, comm_type
 
 
+def _heads_that_do_not_divide(attention: Any, pgs: ProcessGroups) -> str | None:
+    """Transformer Engine asserts it only once attention is computed."""
+    comm_type = comm_type_of(attention)
+    if pgs.size("cp") == 1 or comm_type not in ("a2a", "a2a+p2p"):
+        return None
+    levels = pgs.hierarchy
+    inner = levels[0].size() if comm_type == "a2a+p2p" and levels else pgs.size("cp")
+    tp = pgs.size("tp") if "tp" in pgs.roles else 1
+    for name in ("num_attention_heads", "num_gqa_groups"):
+        heads = getattr(attention, name, 0)
+        if heads // tp % inner:
+            return (
+                f"it trades rows for heads among {inner} ranks ({comm_type}), and has {name} "
+                f"{heads} over tp = {tp}, expected a multiple of {inner} on each"
+            )
+    return None
+
+
 def comm_type_of(attention: Any) -> str:
     """The communication type of one attention layer.
 
@@ -165,12 +183,35 @@ def _local_attention_only(attention: Any, pgs: ProcessGroups) -> str | None:
     )
 
 
-_DELTA_METHOD = "_setup_variant_attrs"
+DELTA_METHOD = "_setup_variant_attrs"
+
+
+def _delta_attributes(module: Any, pgs: ProcessGroups) -> dict[str, Any]:
+    """The numbers that a gated delta net's own method makes of a CP size, made on a copy."""
+    copy = object.__new__(type(module))
+    vars(copy).update(vars(module), cp_size=pgs.size("cp"))
+    getattr(copy, DELTA_METHOD)()
+    held = vars(module)
+    return {
+        name: value
+        for name, value in vars(copy).items()
+        if value is not held.get(name) and type(value) in (int, tuple, list)
+    }
+
+
+def _delta_heads(module: Any, pgs: ProcessGroups) -> str | None:
+    """What its constructor refuses."""
+    cp, tp = pgs.size("cp"), getattr(module, "tp_size", 1)
+    for name in ("num_key_heads", "num_value_heads"):
+        heads = getattr(module, name, 0)
+        if heads % (tp * cp):
+            return f"it has {name} {heads}, expected a multiple of tp * cp = {tp} * {cp}"
+    return None
 
 
 def _without_context_parallelism(module: Any, pgs: ProcessGroups) -> str | None:
     """Megatron-Core 0.16.1's gated delta net, which no constructor or configuration refuses."""
-    if pgs.size("cp") == 1 or hasattr(module, _DELTA_METHOD) or hasattr(module, "cp_size"):
+    if pgs.size("cp") == 1 or hasattr(module, DELTA_METHOD) or hasattr(module, "cp_size"):
         return None
     return (
         f"it runs its recurrence over this rank's own tokens and would be wrong with CP = "
@@ -180,22 +221,28 @@ def _without_context_parallelism(module: Any, pgs: ProcessGroups) -> str | None:
 
 _TE_HELD = ("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type")
 TE_METHOD = "set_context_parallel_group"
-TE_RULE = Rule(method=TE_METHOD, arguments=_te_arguments, held=_TE_HELD)
+TE_RULE = Rule(
+    method=TE_METHOD,
+    arguments=_te_arguments,
+    held=_TE_HELD,
+    refuse=_heads_that_do_not_divide,
+)
 """For every module that has Transformer Engine's method and attributes, whatever its class."""
 
-register_rebind("megatron.core.ssm.mamba_context_parallel.MambaContextParallel", rebuild=True)
-register_rebind(
-    "megatron.core.transformer.dot_product_attention.DotProductAttention",
-    refuse=_local_attention_only,
+DELTA_RULE = Rule(
+    attributes=_delta_attributes, caches=("_chunkwise_cp_context_cache",), refuse=_delta_heads
 )
-# GDPContextParallel and GatedDeltaNet2 are of later versions than Megatron-Core 0.16.1, as is
-# context parallelism in GatedDeltaNet: none of it was run, not even on stand-ins.
+"""For every module that has the method of Megatron-Core's gated delta nets (KDA among them) and a
+cp_size, wherever a version keeps its class."""
+
+register_rebind("megatron.core.ssm.mamba_context_parallel.MambaContextParallel", rebuild=True)
 register_rebind("megatron.core.ssm.gated_delta_product.GDPContextParallel", rebuild=True)
-for _name in ("GatedDeltaNet", "GatedDeltaNet2"):
-    register_rebind(
-        f"megatron.core.ssm.gated_delta_net.{_name}",
-        method=_DELTA_METHOD,
-        arguments=lambda module, pgs: (),
-        held=("in_proj_split_sections", "feat_dim_split"),
-        refuse=_without_context_parallelism,
-    )
+for _name in (
+    "megatron.core.transformer.dot_product_attention.DotProductAttention",
+    "megatron.bridge.models.gemma.gemma2_provider.Gemma2DotProductAttention",
+    "megatron.bridge.models.gemma.modeling_gemma2.Gemma2DotProductAttention",
+):
+    register_rebind(_name, refuse=_local_attention_only)
+register_rebind(
+    "megatron.core.ssm.gated_delta_net.GatedDeltaNet", refuse=_without_context_parallelism
+)

@@ -217,6 +217,21 @@ class _ClearedCache:
         self.clear = clear
 
 
+class _FreshDictionary:
+    """A cache in a dictionary: where None is written, an empty one takes its place."""
+
+    def __init__(self, owner: dict[str, Any], name: str) -> None:
+        self._owner, self._name = owner, name
+
+    @property
+    def value(self) -> dict[Any, Any]:
+        return self._owner[self._name]  # type: ignore[no-any-return]
+
+    @value.setter
+    def value(self, new: dict[Any, Any] | None) -> None:
+        self._owner[self._name] = {} if new is None else new
+
+
 class _SwitchedByMethod:
     """What a method was last called with; writing calls it."""
 
@@ -375,6 +390,8 @@ class Walk:
         if type(value) in _ATOMS:
             if named and derived.looks_dependent(key):
                 self._suspect(key, value, path)
+            elif named and value is True and key in derived.SIZED_ONCE:
+                self._sized_once(path)
             return
         role, new = self._replace(value, path, key)
         if new is value:
@@ -494,6 +511,15 @@ class Walk:
                 "hcp.register_rebind say how, exclude= says that it is not",
             )
 
+    def _sized_once(self, path: str) -> None:
+        now, new = (self._twins.derived("cp_size") or (None, None, 0, 0))[2:]
+        if new < now:
+            self._find(
+                path,
+                f"says that buffers were made for the rows of CP = {now}, and a rank has more of "
+                f"them under CP = {new}",
+            )
+
     def _stranger(self, group: dist.ProcessGroup, path: str, name: object) -> None:
         """A group of neither layout: does it look like one that changes?"""
         if not self._twins.ranks or id(group) in self._twins.known:
@@ -556,6 +582,8 @@ class Walk:
             yield from self._rule(rule, holder, path)
         if _is_te_attention(holder):
             yield from self._rule(rules.TE_RULE, holder, path)
+        if _is_delta_net(holder):
+            yield from self._rule(rules.DELTA_RULE, holder, path)
 
     def _rule(self, rule: rules.Rule, holder: Any, path: str) -> Iterator[Slot]:
         train, target = self._twins.train, self._twins.evaluation
@@ -572,7 +600,11 @@ class Walk:
         except Exception as error:
             error.add_note(f"hcp: while asking the rule of {path} ({type(holder).__name__})")
             raise
-        changes |= dict.fromkeys(rule.caches)
+        for name in rule.caches:
+            if isinstance(getattr(holder, "__dict__", {}).get(name), dict):
+                self._dictionary_slot(vars(holder), name, path)
+            else:
+                changes[name] = None
         for name, value in changes.items():
             self._attribute_slot(holder, name, value, path)
         if arguments is not None:
@@ -582,6 +614,11 @@ class Walk:
             switched = _SwitchedByMethod(holder, rule, len(arguments))
             self.groups_found += 1
             yield Slot(f"{path}.{rule.method}()", "rule", "attribute", switched, "value", arguments)
+
+    def _dictionary_slot(self, attributes: dict[str, Any], name: str, path: str) -> None:
+        fresh = _FreshDictionary(attributes, name)
+        self._ruled.add((id(attributes), name))
+        self.slots.append(Slot(f"{path}.{name}", "rule", "attribute", fresh, "value", None))
 
     def _attribute_slot(self, holder: Any, name: str, value: Any, path: str) -> None:
         attributes = getattr(holder, "__dict__", None)
@@ -601,6 +638,14 @@ def _is_te_attention(holder: Any) -> bool:
         isinstance(holder, torch.nn.Module)
         and hasattr(holder, rules.TE_METHOD)
         and hasattr(holder, "cp_global_ranks")
+    )
+
+
+def _is_delta_net(holder: Any) -> bool:
+    return (
+        isinstance(holder, torch.nn.Module)
+        and hasattr(holder, rules.DELTA_METHOD)
+        and type(getattr(holder, "cp_size", None)) is int
     )
 
 

@@ -4,6 +4,7 @@ import itertools
 import math
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks, try_ranks
+from test_rebind_coverage import TEAttention
 from torch.distributed.device_mesh import init_device_mesh
 
 import hcp
@@ -384,10 +386,15 @@ def switch_levels(rank, size):
     evaluation = train.with_context_parallel(2, hierarchical=[2, 1])
     model = torch.nn.Module()
     model.levels, model.pair = list(train.hierarchy), tuple(train.hierarchy)
+    model.attention = TEAttention(SimpleNamespace(cp_comm_type="a2a+p2p"))
+    model.attention.cp_group = list(train.hierarchy)
     collection = {role: getattr(train, role) for role in train.roles} | {"hcp": model.levels}
     assert ProcessGroups.from_existing(collection).hierarchy == train.hierarchy
     with hcp.eval_cp_context(model, train, evaluation):
         assert tuple(model.levels) == model.pair == evaluation.hierarchy
+        assert model.attention.cp_group == list(evaluation.hierarchy)
+        assert model.attention.calls == ["a2a+p2p"]
+    assert model.attention.cp_group == list(train.hierarchy)
     assert tuple(model.levels) == model.pair == train.hierarchy
 
 

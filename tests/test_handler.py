@@ -424,7 +424,8 @@ def test_rows_become_whole_sequences_of_some_heads_and_come_back(
 @pytest.mark.parametrize("over", [0, 1])
 def test_more_tokens_in_a_group_than_int32_boundaries_can_name_are_refused(over: int) -> None:
     lengths = [2**30, 2**30 - 1 + over]
-    plan = hcp.plan(lengths, ranks=4096, max_tokens_per_rank=2**19 + 2, min_degree=4096)
+    options = {"max_tokens_per_rank": 2**19 + 2, "cost": hcp.CostModel(pair=0, token=1)}
+    plan = hcp.plan(lengths, ranks=4096, min_degree=4096, **options)
     ((group,),) = plan.micro_batches
     assert len(group.sequences) == 2
     if over == 0:

@@ -387,7 +387,103 @@ def test_a_method_that_raises_leaves_everything_as_it_was(layouts):
     assert model.pg_collection is layouts[0]
 
 
+@pytest.mark.parametrize("kind", ["a2a", ["p2p", "a2a"]])
+def test_attention_whose_heads_do_not_divide_is_refused_by_name(layouts, kind):
+    attention = TEAttention(SimpleNamespace(cp_comm_type=kind), 2)
+    attention.num_attention_heads, attention.num_gqa_groups = 8, 4
+    model = Model(layouts[0], layer=attention)
+    with hcp.eval_cp_context(model, *layouts):
+        assert attention.cp_comm_type == "a2a"
+    attention.num_gqa_groups = 2
+    with (
+        pytest.raises(ValueError, match=r"model\.layer \(TEAttention\) .* num_gqa_groups 2 over"),
+        hcp.eval_cp_context(model, *layouts),
+    ):
+        pytest.fail("the context was entered")
+    attention.config.cp_comm_type = "p2p"
+    with hcp.eval_cp_context(model, *layouts):
+        assert attention.cp_group is layouts[1].cp
+
+
+# ---- delta nets, by the method that Megatron-Core's have -----------------------------------------
+
+
+class DeltaNet(nn.Module):
+    """The shape of Megatron-Core's gated delta nets after 0.16.1, KDA among them."""
+
+    def __init__(self, groups, key_heads=8):
+        super().__init__()
+        self.pg_collection, self.cp_size, self.tp_size = groups, 1, 1
+        self.num_key_heads, self.num_value_heads = key_heads, 16
+        self.weight = nn.Parameter(torch.ones(2))
+        self._chunkwise_cp_context_cache = {}
+        self._setup_variant_attrs()
+
+    def _setup_variant_attrs(self):
+        self.in_proj_split_sections = (self.num_key_heads, self.num_value_heads)
+        self.feat_dim_split = tuple(n // self.cp_size for n in self.in_proj_split_sections)
+        self.kernel = functools.partial(max, self.cp_size)
+
+
+def test_a_delta_net_has_the_splits_of_its_cp_size_and_no_context_of_another(layouts):
+    net = DeltaNet(layouts[0])
+    net._chunkwise_cp_context_cache[16, 1] = "of the training group"
+    model, before = Model(layouts[0], net=net), dict(vars(net))
+    for _ in range(2):
+        with hcp.eval_cp_context(model, *layouts, strict=True):
+            assert (net.cp_size, net.feat_dim_split) == (4, (2, 4))
+            assert net.in_proj_split_sections == (8, 16)
+            assert net._chunkwise_cp_context_cache == {}
+            assert net.pg_collection is layouts[1]
+            net._chunkwise_cp_context_cache[16, 1] = "of the eval group"
+        assert vars(net) == before
+        assert all(vars(net)[name] is value for name, value in before.items())
+        assert net._chunkwise_cp_context_cache == {(16, 1): "of the training group"}
+
+
+def test_a_delta_net_whose_heads_do_not_divide_is_refused_by_name(layouts):
+    model = Model(layouts[0], net=DeltaNet(layouts[0], key_heads=6))
+    with (
+        pytest.raises(ValueError, match=r"model\.net \(DeltaNet\) .* num_key_heads 6, expected a"),
+        hcp.eval_cp_context(model, *layouts),
+    ):
+        pytest.fail("the context was entered")
+    assert model.net.cp_size == 1
+
+
 # ---- rules ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "megatron.core.transformer.dot_product_attention.DotProductAttention",
+        "megatron.bridge.models.gemma.gemma2_provider.Gemma2DotProductAttention",
+        "megatron.bridge.models.gemma.modeling_gemma2.Gemma2DotProductAttention",
+    ],
+)
+def test_attention_over_own_tokens_is_refused_by_name_whatever_its_constructor_saw(layouts, name):
+    module, _, cls = name.rpartition(".")
+    local = type(cls, (nn.Module,), {"__module__": module})
+    model = Model(layouts[0], core_attention=local())
+    with (
+        pytest.raises(ValueError, match=rf"model\.core_attention \({cls}\) cannot be rebound"),
+        hcp.eval_cp_context(model, *layouts),
+    ):
+        pytest.fail("the context was entered")
+    with hcp.eval_cp_context(model, *layouts, exclude=["core_attention"]):
+        assert model.pg_collection is layouts[1]
+
+
+@pytest.mark.parametrize("name", ["mamba_context_parallel.Mamba", "gated_delta_product.GDP"])
+def test_megatrons_context_objects_are_rebuilt_wherever_they_are(layouts, name):
+    module, _, prefix = name.rpartition(".")
+    module = f"megatron.core.ssm.{module}"
+    cls = type(f"{prefix}ContextParallel", (MambaContext,), {"__module__": module})
+    SIZES.update({id(layouts[0].cp): 1, id(layouts[1].cp): 4})
+    model = Model(layouts[0], mixer=SimpleNamespace(cp=cls(layouts[0].cp, 8)))
+    check(model, layouts, lambda: model.mixer.cp.nheads_local_tpcp, 2)
+    SIZES.clear()
 
 
 class Router(nn.Module):
@@ -486,6 +582,18 @@ def test_audit_lists_slots_and_what_is_not_covered(layouts):
         hcp.eval_cp_context(model, *layouts, exclude=["vision_model"], strict=True),
     ):
         pytest.fail("the context was entered")
+
+
+def test_buffers_that_were_sized_for_training_are_reported_where_they_are_too_small(layouts):
+    train, evaluation = layouts
+    model = Model(train, config=SimpleNamespace(tp_comm_overlap=True))
+    assert hcp.audit(model, train, evaluation).uncovered == []
+    back = Model(evaluation, config=SimpleNamespace(tp_comm_overlap=True))
+    (finding,) = hcp.audit(back, evaluation, train).uncovered
+    assert finding.path == "model.config.tp_comm_overlap"
+    assert "made for the rows of CP = 4, and a rank has more of them under CP = 1" in finding.reason
+    back.config.tp_comm_overlap = False
+    assert hcp.audit(back, evaluation, train).uncovered == []
 
 
 def test_strict_enters_where_everything_is_covered(layouts):
