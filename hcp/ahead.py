@@ -26,9 +26,10 @@ class PlanAhead(Generic[Batch, Planned]):
                 ...
 
     ``prepare(batch)`` runs on the thread: planning there costs the trainer nothing, as the C core
-    releases the GIL. It may make layouts too (``plan.layout(...)``), but must call no collective:
-    those belong to the main thread. ``batches`` is read on the caller's thread, in order, at most
-    ``depth`` ahead. What prepare raises is raised where its batch would have come.
+    releases the GIL. It may make layouts too (``hcp.Layout(plan, micro_batch, rank)``), but must
+    call no collective: those belong to the main thread. ``batches`` is read on the caller's thread,
+    in order, at most ``depth`` ahead. What prepare or ``batches`` raises is raised where its batch
+    would have come. After ``close`` there are no more.
     """
 
     def __init__(
@@ -45,29 +46,37 @@ class PlanAhead(Generic[Batch, Planned]):
         self._depth = depth
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hcp-plan-ahead")
         self._waiting: list[tuple[Batch, Future[Planned]]] = []
+        self._failed: BaseException | None = None
+        """What ended the batches, to be raised behind those that wait."""
+        self._ended = False
 
     def __iter__(self) -> Iterator[tuple[Batch, Planned]]:
         return self
 
     def __next__(self) -> tuple[Batch, Planned]:
-        self._fill(self._depth)
+        self._fill()
         if not self._waiting:
             self.close()
-            raise StopIteration
+            failed, self._failed = self._failed, None
+            raise failed or StopIteration
         batch, planned = self._waiting.pop(0)
-        self._fill(self._depth)
+        self._fill()
         return batch, planned.result()
 
-    def _fill(self, depth: int) -> None:
-        while len(self._waiting) < depth:
+    def _fill(self) -> None:
+        while not self._ended and len(self._waiting) < self._depth:
             try:
                 batch = next(self._batches)
             except StopIteration:
-                return
-            self._waiting.append((batch, self._thread.submit(self._prepare, batch)))
+                self._ended = True
+            except Exception as error:
+                self._ended, self._failed = True, error
+            else:
+                self._waiting.append((batch, self._thread.submit(self._prepare, batch)))
 
     def close(self) -> None:
         """Ends the thread; batches that were planned ahead are dropped."""
+        self._ended = True
         self._waiting.clear()
         self._thread.shutdown(wait=True, cancel_futures=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hcp.config import divisors, rows_up_to
+from hcp.config import divisors, expect_size, rows_up_to
 from hcp.cost import MOVING, CostModel
 from hcp.plan import Plan, plan
 
@@ -80,7 +80,21 @@ def choose_eval_context_parallel(
     Never one that is predicted slower than the training layout, unless that does not fit `memory`;
     ties go to the training layout, then to the smaller size. Raises ValueError when nothing fits.
     """
-    tokens = [lengths] * num_samples if isinstance(lengths, int) else list(lengths)
+    sizes_given = {
+        "train_cp": train_cp,
+        "ranks": ranks,
+        "pipeline_stages": pipeline_stages,
+        "micro_batch_size": micro_batch_size,
+        "global_batch_size": 1 if global_batch_size is None else global_batch_size,
+        "max_tokens_per_rank": 1 if max_tokens_per_rank is None else max_tokens_per_rank,
+        "memory": 1 if memory is None else memory,
+    }
+    for name, size in sizes_given.items():
+        expect_size(name, size)
+    expect_size("num_samples", num_samples, least=0)
+    if not isinstance(lengths, int):
+        lengths = lengths.tolist() if hasattr(lengths, "tolist") else list(lengths)
+    tokens = [lengths] * num_samples if isinstance(lengths, int) else lengths
     if len(tokens) != num_samples:
         raise ValueError(f"there are {len(tokens)} lengths, expected num_samples = {num_samples}")
     if ranks % train_cp:

@@ -158,13 +158,17 @@ class Config:
         if longest is not None and self.sequence_packing_scheduler == "static_cp":
             self._check_levels(self.static_degree(longest, ranks))
         elif longest is not None:
-            self._degree_of(longest, range(self.min_dynamic_context_parallel_size, ranks + 1))
+            node = self.ranks_per_node or ranks
+            allowed = range(self.min_dynamic_context_parallel_size, ranks + 1)
+            self._degree_of(longest, [d for d in allowed if d <= node or d % node == 0] or [ranks])
 
     def static_degree(self, longest: int, ranks: int, alignment: int = 1) -> int:
-        """The degree of "static_cp" for sequences of at most `longest` tokens. `alignment`: of what
-        every rank's rows are a multiple."""
-        size = self.context_parallel_size
-        return self._degree_of(longest, divisors(ranks) if size is None else [size], alignment)
+        """The degree of "static_cp" for sequences of at most `longest` tokens: a divisor of the
+        ranks that cuts nodes evenly, or takes whole ones. `alignment`: of what every rank's rows
+        are a multiple."""
+        size, node = self.context_parallel_size, self.ranks_per_node or ranks
+        even = [d for d in divisors(ranks) if node % d == 0 or d % node == 0]
+        return self._degree_of(longest, even if size is None else [size], alignment)
 
     def _degree_of(self, longest: int, degrees: Sequence[int], alignment: int = 1) -> int:
         """The least of ascending degrees that holds every sequence of up to `longest` tokens."""

@@ -101,6 +101,8 @@ class CostModel:
         floats may differ between machines."""
         if not (math.isfinite(launch) and launch >= 0):
             raise ValueError(f"launch is {launch!r}, expected seconds >= 0")
+        if not (math.isfinite(unit) and unit > 0):
+            raise ValueError(f"unit is {unit!r}, expected seconds > 0")
         return cls(pair=0, token=0, exchange=0, launch=round(launch / unit), function=f, unit=unit)
 
     def tabulated(self, lengths: Iterable[int], degrees: Iterable[int]) -> CostModel:
@@ -147,6 +149,8 @@ class CostModel:
         if leading == 0:
             raise ValueError("pair and token are 0, expected one of them > 0")
         unit = float(f"1e{math.floor(math.log10(leading)) - 3}")
+        if unit == 0:
+            raise ValueError(f"{leading!r} seconds are too few for four digits")
         prices: dict[str, Any] = {name: round(value / unit) for name, value in named.items()}
         return cls(**prices, window=window, tile=tile, overlap=overlap, unit=unit)
 
@@ -195,8 +199,22 @@ class CostModel:
         50 GB/s by default); ``launch_flops`` what it could compute in the time that a layer's
         launches take. SwiGLU is assumed (three matrices in the feed-forward layer).
         """
-        head_dim = head_dim or hidden_size // num_attention_heads
         groups = num_query_groups or num_attention_heads
+        sizes = {
+            "hidden_size": hidden_size,
+            "ffn_hidden_size": ffn_hidden_size,
+            "num_attention_heads": num_attention_heads,
+            "num_query_groups": groups,
+        }
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name} is {size}, expected >= 1")
+        if head_dim is None and hidden_size % num_attention_heads:
+            raise ValueError(
+                f"hidden_size ({hidden_size}) % num_attention_heads ({num_attention_heads}) == "
+                f"{hidden_size % num_attention_heads}, expected 0, or head_dim"
+            )
+        head_dim = head_dim or hidden_size // num_attention_heads
         query_width, key_width = num_attention_heads * head_dim, groups * head_dim
         weights = 2 * hidden_size * (query_width + key_width) + 3 * hidden_size * ffn_hidden_size
         return cls(
@@ -222,8 +240,8 @@ def _from_json(data: Any) -> CostModel:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         given = data.get("format") if isinstance(data, dict) else type(data).__name__
         raise ValueError(f"format is {given!r}, expected {FORMAT!r}")
-    _expect_names("", data, ("format", "unit_seconds", "prices", "table", "provenance"))
-    _expect_names("prices", data["prices"], PRICES)
+    expect_names("", data, ("format", "unit_seconds", "prices", "table", "provenance"))
+    expect_names("prices", data["prices"], PRICES)
     if not isinstance(data["provenance"], dict):
         raise ValueError(f"provenance is {data['provenance']!r:.60}, expected an object")
     unit, table = data["unit_seconds"], data["table"]
@@ -236,7 +254,7 @@ def _from_json(data: Any) -> CostModel:
 
 
 def _table_from_json(table: Any) -> Table:
-    _expect_names("table", table, Table._fields)
+    expect_names("table", table, Table._fields)
     for name in Table._fields:
         values = table[name]
         if not isinstance(values, list) or not all(type(v) is int and v >= 1 for v in values):
@@ -253,12 +271,13 @@ def _table_from_json(table: Any) -> Table:
     return Table(*(tuple(table[name]) for name in Table._fields))
 
 
-def _expect_names(place: str, data: Any, names: Iterable[str]) -> None:
+def expect_names(place: str, data: Any, names: Iterable[str], optional: Iterable[str] = ()) -> None:
     """Refuse what a later version may have meant, as well as what is missing."""
     if not isinstance(data, dict):
         raise ValueError(f"{place} is {data!r:.60}, expected an object")
-    expected = tuple(names)
-    for name in [*expected, *data]:
+    required = tuple(names)
+    expected = (*required, *optional)
+    for name in [*required, *data]:
         if name not in data or name not in expected:
             problem = "missing" if name not in data else "unknown"
             where = f"{place}.{name}" if place else name

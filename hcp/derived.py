@@ -10,7 +10,7 @@ import re
 from functools import cache
 from typing import Any
 
-from hcp.groups import ProcessGroups
+from hcp.groups import ROLES, ProcessGroups
 
 SIZE, RANK, RANKS, FLAG = "size", "rank", "ranks", "flag"
 KINDS = (SIZE, RANK, RANKS, FLAG)
@@ -99,7 +99,9 @@ def register_derived(name: str, role: str = "cp", kind: str = SIZE) -> None:
     """
     if kind not in KINDS:
         raise ValueError(f"kind is {kind!r}, expected one of {', '.join(KINDS)}")
-    if not name.isidentifier():
+    if role not in ROLES:
+        raise ValueError(f"role is {role!r}, expected one of {', '.join(ROLES)}")
+    if not name.isidentifier() or not name.lstrip("_"):
         raise ValueError(f"name is {name!r}, expected the name of an attribute")
     DERIVED[name.lstrip("_")] = (role, kind)
     looks_dependent.cache_clear()

@@ -74,8 +74,18 @@ class EvalPlan:
         expect_size("micro_batch_size", micro_batch_size)
         if self.lengths is not None and max_tokens_per_rank is None:
             raise ValueError("max_tokens_per_rank is missing, expected it together with lengths")
-        if global_batch_size is not None:
-            expect_size("global_batch_size", global_batch_size)
+        of_dispatch = {
+            "max_tokens_per_rank": max_tokens_per_rank,
+            "global_batch_size": global_batch_size,
+            "degree": degree,
+            "ranks_per_node": ranks_per_node,
+        }
+        for name, value in of_dispatch.items():
+            if value is not None:
+                expect_size(name, value)
+                self._expect_lengths(name)
+        if cost is not None:
+            self._expect_lengths("cost")
         self.groups = eval_pgs
         self.micro_batch_size = micro_batch_size
         self.global_batch_size = global_batch_size or max(1, self.num_samples)
@@ -83,6 +93,10 @@ class EvalPlan:
         self._node, self._cost = ranks_per_node, cost
         self._next = 0
         self._seen = _Seen()
+
+    def _expect_lengths(self, name: str) -> None:
+        if self.lengths is None:
+            raise ValueError(f"{name} is given without lengths, expected it together with them")
 
     # ---- data parallel ----
 
@@ -94,6 +108,10 @@ class EvalPlan:
 
     def indices(self, micro_batch: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Sample indices and weights of one micro-batch of this rank."""
+        if not 0 <= micro_batch < self.num_micro_batches:
+            raise ValueError(
+                f"micro_batch is {micro_batch}, expected one of {self.num_micro_batches}"
+            )
         size = self.micro_batch_size
         first = (micro_batch * self.groups.size("dp") + self.groups.rank("dp")) * size
         wanted = range(first, first + size)
@@ -112,6 +130,8 @@ class EvalPlan:
         and dictionaries of them), and raise HcpError where it differs; all ranks of dp_cp iterate
         together.
         """
+        if self.lengths is not None:
+            raise ValueError("the plan was made with lengths, expected none: or use dispatch()")
         load = _loader(dataset)
         filler: list[Any] = []
         while self._next < self.num_micro_batches:
@@ -147,8 +167,8 @@ class EvalPlan:
 
     def plan(self, batch: int) -> Plan:
         """The plan of one global batch, of those with lengths."""
-        assert self.lengths is not None
-        assert self._max_tokens is not None
+        if self.lengths is None or self._max_tokens is None:
+            raise ValueError("the plan was made without lengths, expected them: or use batches()")
         return plan(
             [self.lengths[i] for i in self._global_batch(batch)],
             ranks=self.groups.size("dp_cp"),
@@ -318,12 +338,12 @@ def _load(load: Callable[[int], Any], index: int, filler: list[Any]) -> tuple[An
     """A sample, and whether it is the one that was asked for."""
     try:
         sample = load(index)
-    except (IndexError, KeyError) as error:
+    except IndexError as error:
         if not filler:
             # A rank that starts past the end of a stream has none of its own to repeat.
             try:
                 filler.append(load(0))
-            except (IndexError, KeyError):
+            except IndexError:
                 raise HcpError(
                     f"rank {dist.get_rank()}: the dataset ended before sample {index}, and there "
                     "is no sample that could stand in for it"

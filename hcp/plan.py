@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from hcp import _core
-from hcp.cost import CostModel, Table
+from hcp.cost import CostModel, Table, expect_names
 from hcp.limits import MemoryModel, slowness_of
 
 if TYPE_CHECKING:
@@ -196,12 +196,20 @@ class Plan:
     def from_dict(cls, data: dict[str, Any]) -> Plan:
         """A plan from groups that somebody chose, checked by the rules that every plan keeps.
 
-        ``lengths``, ``ranks``, ``max_tokens_per_rank`` and ``micro_batches`` are required.
-        Raises ValueError that names the group and the rule.
+        ``lengths``, ``ranks``, ``max_tokens_per_rank`` and ``micro_batches`` are required; others
+        are those of :func:`plan`. Raises ValueError that names the group and the rule, or the entry
+        that is missing or unknown.
         """
+        expect_names("", data, REQUIRED, (*LIMITS, "cost"))
+        for m, batch in enumerate(data["micro_batches"]):
+            expect_names(f"micro_batches[{m}]", batch, ("groups",))
+            for g, group in enumerate(batch["groups"]):
+                expect_names(f"micro_batches[{m}].groups[{g}]", group, Group._fields)
         batches = [batch["groups"] for batch in data["micro_batches"]]
         groups = [group for batch in batches for group in batch]
-        cost = dict(data.get("cost", {}))
+        cost = data.get("cost", {})
+        expect_names("cost", cost, (), (*_core.PRICES, "table"))
+        cost = dict(cost)
         if cost.get("table") is not None:
             cost["table"] = Table(*(tuple(part) for part in cost["table"]))
         limits = {name: data[name] for name in LIMITS if name in data}
@@ -259,9 +267,12 @@ LIMITS = (
     "memory",
     "min_degrees",
     "max_degrees",
+    "speeds",
     "slowness",
 )
-"""What a plan must keep, by the names of :func:`plan`'s arguments."""
+"""What a plan must keep, by the names of :func:`plan`'s arguments; ``slowness`` are ``speeds`` as
+integers."""
+REQUIRED = ("lengths", "ranks", "max_tokens_per_rank", "micro_batches")
 
 
 def _request(
@@ -287,6 +298,10 @@ def _request(
 ) -> dict[str, Any]:
     """The core's arguments. A cost function is tabulated here."""
     lengths = lengths.tolist() if hasattr(lengths, "tolist") else lengths
+    if cost is not None and not isinstance(cost, CostModel):
+        raise ValueError(f"cost is {cost!r}, expected a CostModel: CostModel.preset(...), say")
+    if memory is not None and not isinstance(memory, MemoryModel):
+        raise ValueError(f"memory is {memory!r}, expected a MemoryModel")
     if degrees not in DEGREES:
         raise ValueError(f"degrees is {degrees!r}, expected one of {', '.join(DEGREES)}")
     if sync not in SYNCS:

@@ -73,8 +73,11 @@ def rebind(
             raise ValueError("rebind was given old groups and no new ones, expected both")
         _check_collections(old, new)
         return Rebound(_Request(model, old, new, tuple(exclude), strict, old.transport))
-    if new is not None or not old:
-        raise ValueError("expected two hcp.ProcessGroups, or one mapping {group: twin, ...}")
+    if new is not None or not isinstance(old, Mapping) or not old:
+        raise ValueError(
+            f"rebind was given a {type(old).__name__}{' and more' if new is not None else ''}, "
+            "expected two hcp.ProcessGroups, or one mapping {group: twin, ...} that is not empty"
+        )
     return Rebound(_Request(model, dict(old), None, tuple(exclude), strict, agree))
 
 
@@ -88,6 +91,7 @@ def find_slots(
     modules, process groups, collections, or what torch and the standard library keep for
     themselves (of a DDP, FSDP or compiled wrapper just the module inside).
     """
+    _check_collections(train_pgs, eval_pgs)
     return _walk(_Request(model, train_pgs, eval_pgs, tuple(exclude), False, None)).slots
 
 

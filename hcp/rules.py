@@ -65,6 +65,11 @@ def register_rebind(
         raise ValueError("method and arguments go together: give both or neither")
     if not (attributes or rebuild or caches or method or refuse):
         raise ValueError(f"the rule for {cls} says nothing, expected one of its arguments")
+    if rebuild and attributes is not None:
+        raise ValueError(f"the rule for {cls} has rebuild and attributes, expected one of them")
+    for name, given in (("caches", caches), ("held", held)):
+        if isinstance(given, str):
+            raise ValueError(f"{name} is {given!r}, expected a tuple of names: ({given!r},)")
     rule = Rule(attributes, rebuild, tuple(caches), method, arguments, tuple(held), refuse)
     _RULES.setdefault(cls, []).append(rule)
 

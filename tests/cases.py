@@ -229,7 +229,7 @@ class GlooGroups:
     """The whole world as a domain."""
 
     def __init__(self) -> None:
-        self.transport = TorchTransport(dist.new_group(timeout=timedelta(seconds=5)))
+        self.transport = TorchTransport(dist.new_group(timeout=timedelta(seconds=20)))
 
 
 def gloo_errors(rank: int, size: int, case: Case) -> list[float]:

@@ -173,6 +173,11 @@ def test_with_a_limit_the_prediction_is_the_makespans_of_the_plans_that_dispatch
     [
         ({"lengths": [1, 2]}, "there are 2 lengths, expected num_samples = 3"),
         ({"lengths": 4, "train_cp": 3}, "train_cp is 3, expected a divisor of the 8 ranks"),
+        ({"lengths": 4, "train_cp": 0}, "train_cp is 0, expected an integer >= 1"),
+        ({"lengths": 4, "ranks": 0}, "ranks is 0, expected an integer >= 1"),
+        ({"lengths": 4, "micro_batch_size": 0}, "micro_batch_size is 0, expected an integer >= 1"),
+        ({"lengths": 4, "pipeline_stages": 0}, "pipeline_stages is 0, expected an integer >= 1"),
+        ({"lengths": 4, "global_batch_size": -1}, "global_batch_size is -1, expected"),
         ({"lengths": 4, "sizes": [5]}, "sizes has 5, expected divisors of the 8 ranks"),
         (
             {"lengths": 4, "max_tokens_per_rank": 8, "pipeline_stages": 2},
@@ -183,3 +188,9 @@ def test_with_a_limit_the_prediction_is_the_makespans_of_the_plans_that_dispatch
 def test_what_cannot_be_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         choose_eval_context_parallel(3, **{"ranks": 8, "train_cp": 1, **arguments})
+
+
+def test_lengths_may_be_a_tensor():
+    lengths = torch.tensor([5, 9, 30])
+    choice = choose_eval_context_parallel(3, 2, 4, lengths)
+    assert choice == choose_eval_context_parallel(3, 2, 4, lengths.tolist())

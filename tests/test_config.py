@@ -263,3 +263,13 @@ def test_the_static_degree_leaves_room_for_alignment():
     assert config.static_degree(40, ranks=8, alignment=4) == 8  # 8 rows are the most
     plan = config.plan([40, 3], ranks=8, alignment=4)
     assert {g.degree for batch in plan.micro_batches for g in batch} == {8}
+
+
+def test_the_static_degree_keeps_to_nodes() -> None:
+    config = Config(100, "static_cp", ranks_per_node=4)
+    config.validate(ranks=12, longest=600)
+    assert config.static_degree(600, ranks=12) == 12  # 6 would cut a node in two
+    (groups,) = config.plan([600], ranks=12).micro_batches
+    assert [group.degree for group in groups] == [12]
+    with pytest.raises(ValueError, match="rows of 600 tokens on a rank of 4"):
+        Config(100, ranks_per_node=4).validate(ranks=6, longest=600)

@@ -400,6 +400,27 @@ def test_a_module_with_fewer_heads_than_ranks_is_refused() -> None:
     refuse("query has 2 heads, expected at least 3", 3, attn_mod=WholeAttention())
 
 
+@pytest.mark.parametrize(("heads", "groups"), [(3, 2), (2, 4), (4, 0)])
+def test_heads_that_do_not_divide_are_refused(heads: int, groups: int) -> None:
+    def call(g: Any) -> None:
+        (cp,) = handlers(g, Case((24,), 2, min_degree=2))
+        query, key = (torch.zeros(cp.rows, n, 4) for n in (heads, groups))
+        cp.core_attn(attn_mod=WholeAttention(), query=query, key=key, value=key)
+
+    with pytest.raises(ValueError, match=f"query has {heads} heads, key {groups} and value"):
+        hcp.loopback(2, call)
+
+
+def test_queries_without_heads_are_refused() -> None:
+    def call(g: Any) -> None:
+        (cp,) = handlers(g, Case((24,), 2, min_degree=2))
+        x = torch.zeros(cp.rows, 4)
+        cp.core_attn(attn_mod=WholeAttention(), query=x, key=x, value=x)
+
+    with pytest.raises(ValueError, match=r"query has shape \(12, 4\), expected \(..., heads, size"):
+        hcp.loopback(2, call)
+
+
 def test_a_module_that_counts_heads_itself_is_refused() -> None:
     refuse(
         r"attn_mod returned shape \(24, 8\), expected 96 elements",

@@ -43,6 +43,7 @@ def test_without_pairs_tokens_set_the_unit() -> None:
         ({"pair": -1.0}, "pair is -1.0, expected seconds >= 0"),
         ({"pair": 1.0, "launch": math.nan}, "launch is nan, expected seconds >= 0"),
         ({"launch": 1.0}, "pair and token are 0"),
+        ({"pair": 1e-322}, "1e-322 seconds are too few for four digits"),
         ({"pair": 1.0, "lunch": 1.0}, "lunch is not a time, expected pair, token"),
     ],
 )
@@ -54,6 +55,24 @@ def test_what_is_no_time_is_refused(seconds: dict[str, float], message: str) -> 
 def test_a_function_has_a_unit() -> None:
     with pytest.raises(ValueError, match=r"cost\.unit is None, expected seconds > 0 for a cost"):
         hcp.CostModel(function=lambda length, degree: 1.0)
+
+
+@pytest.mark.parametrize("unit", [0.0, -1.0, math.inf])
+def test_a_unit_is_of_some_seconds(unit: float) -> None:
+    with pytest.raises(ValueError, match="unit is .*, expected seconds > 0"):
+        hcp.CostModel.from_function(lambda length, degree: 1.0, unit=unit)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads is 0, expected >= 1"),
+        ({"num_attention_heads": 3}, "hidden_size (8) % num_attention_heads (3) == 2"),
+    ],
+)
+def test_a_transformer_has_whole_heads(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        hcp.CostModel.for_transformer(**{"hidden_size": 8, "ffn_hidden_size": 8, **sizes})
 
 
 # ---- files ---------------------------------------------------------------------------------------

@@ -79,12 +79,38 @@ def test_two_different_choices_of_samples_are_told_apart(a, b):
         ({"samples": -1}, "num_samples is -1, expected an integer >= 0"),
         ({"samples": 3, "micro_batch_size": 0}, "micro_batch_size is 0, expected an integer >= 1"),
         ({"samples": [3]}, "max_tokens_per_rank is missing"),
-        ({"samples": 3, "global_batch_size": True}, "global_batch_size is True"),
+        ({"samples": [3], "max_tokens_per_rank": 9, "global_batch_size": True}, "size is True"),
+        ({"samples": [3], "max_tokens_per_rank": -5}, "max_tokens_per_rank is -5, expected"),
+        ({"samples": 3, "global_batch_size": 2}, "global_batch_size is given without lengths"),
+        ({"samples": 3, "degree": 2}, "degree is given without lengths, expected it together"),
+        ({"samples": 3, "cost": hcp.CostModel()}, "cost is given without lengths"),
     ],
 )
 def test_a_bad_plan_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         EvalPlan(eval_pgs=Loop(1, 1).rank(0), **arguments)
+
+
+def test_each_kind_of_plan_has_its_own_way():
+    by_count, by_length = (
+        EvalPlan(3, Loop(1, 1).rank(0)),
+        EvalPlan([3], Loop(1, 1).rank(0), max_tokens_per_rank=9),
+    )
+    with pytest.raises(ValueError, match=r"made without lengths, expected them: or use batches"):
+        by_count.plan(0)
+    with pytest.raises(ValueError, match=r"made with lengths, expected none: or use dispatch"):
+        next(by_length.batches([0]))
+    with pytest.raises(ValueError, match="micro_batch is 3, expected one of 3"):
+        by_count.indices(3)
+
+
+def test_a_dataset_without_an_entry_says_so_itself():
+    class Broken:
+        def __getitem__(self, index):
+            return {"text": index}["label"]
+
+    with pytest.raises(KeyError, match="label"):
+        next(EvalPlan(3, Loop(1, 1).rank(0)).batches(Broken(), check_siblings=False))
 
 
 # ---- on ranks ------------------------------------------------------------------------------------

@@ -354,6 +354,36 @@ def test_sums_count_whole_sequences_once_on_each_rank_of_the_group(
     hcp.loopback(ranks, lambda g: check_sums(g, lengths, min_degree))
 
 
+@pytest.mark.parametrize("lengths", [[7], [3, 6], [13, 2]])
+def test_padding_counts_for_nothing_in_sums(lengths: list[int]) -> None:
+    def check(groups: Any) -> int:
+        padding = 0
+        for cp in all_handlers(groups, lengths, min_degree=2, alignment=4):
+            x = torch.ones(cp.rows, 3, requires_grad=True)
+            sums = cp.sum_by_sequence(x)
+            assert sums.tolist() == [[n] * 3 for n in cp.layout.lengths]
+            sums.sum().backward()
+            real = cp.rows - cp.layout.padding
+            assert torch.equal(x.grad[:real], torch.full((real, 3), float(cp.degree)))
+            assert not x.grad[real:].any()
+            padding += cp.layout.padding
+        return padding
+
+    assert sum(hcp.loopback(2, check)) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32])
+def test_integers_that_would_wrap_are_not_summed(dtype: torch.dtype) -> None:
+    def check(groups: Any) -> None:
+        (cp,) = all_handlers(groups, [40], min_degree=2)
+        with pytest.raises(ValueError, match=r"expected floats or int64: x.to\(torch.int64\)"):
+            cp.sum_over_group(torch.ones(2, dtype=dtype))
+        with pytest.raises(ValueError, match="expected floats: counts as float64 stay exact"):
+            cp.sum_by_sequence(torch.ones(cp.rows, dtype=dtype))
+
+    hcp.loopback(2, check)
+
+
 def test_a_rank_without_sequences_has_no_sums() -> None:
     def check(groups: Any) -> int:
         (cp,) = all_handlers(groups, [5], max_degree=1)

@@ -1,4 +1,4 @@
-"""`import hcp` is quiet, quick and brings nobody along."""
+"""`import hcp` is quiet and brings nobody along."""
 
 from __future__ import annotations
 
@@ -7,17 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-RUNS = 5
-
 PROBE = """
-import json, sys, time
+import json, sys
 import torch, torch.distributed
 before = set(sys.modules)
-start = time.perf_counter()
 import hcp
-seconds = time.perf_counter() - start
 print(json.dumps({
-    "seconds": seconds,
     "modules": sorted(set(sys.modules) - before),
     "process_group": torch.distributed.is_initialized(),
     "cuda_context": torch.cuda.is_initialized(),
@@ -73,9 +68,3 @@ def test_import_does_not_load_the_demo_or_an_integration(tmp_path: Path) -> None
     modules = probe(tmp_path)["modules"]
     assert isinstance(modules, list)
     assert [name for name in modules if name.startswith(("hcp.demo", "hcp.integrations"))] == []
-
-
-def test_import_takes_less_than_a_third_of_a_second_more_than_torch(tmp_path: Path) -> None:
-    """The one test that times: the least of several runs, so that a busy machine does not fail."""
-    seconds = [float(str(probe(tmp_path)["seconds"])) for _ in range(RUNS)]
-    assert min(seconds) < 0.3, f"seconds of each run: {seconds}"

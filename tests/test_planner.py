@@ -379,6 +379,62 @@ def test_plans_come_ahead_in_order_and_off_the_main_thread() -> None:
     assert threading.current_thread() not in threads
 
 
+def test_what_the_loader_raises_comes_behind_the_batches_before_it() -> None:
+    def batches() -> Iterator[list[int]]:
+        yield [1]
+        yield [2]
+        raise OSError("the disk is gone")
+
+    with hcp.PlanAhead(batches(), lambda lengths: sum(lengths), depth=2) as steps:
+        assert next(steps) == ([1], 1)
+        assert next(steps) == ([2], 2)
+        with pytest.raises(OSError, match="the disk is gone"):
+            next(steps)
+        assert list(steps) == []
+
+
+def test_after_close_there_are_no_more_batches() -> None:
+    loaded = []
+    batches = (loaded.append(i) or [i] for i in range(1, 9))
+    steps = hcp.PlanAhead(batches, len)
+    next(steps)
+    steps.close()
+    assert list(steps) == []
+    assert len(loaded) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data.pop("micro_batches"), "micro_batches is missing"),
+        (lambda data: data.update(alignmnt=64), "alignmnt is unknown"),
+        (lambda data: data["micro_batches"][0].pop("groups"), r"micro_batches\[0\].groups is miss"),
+        (
+            lambda data: data["micro_batches"][0]["groups"][0].pop("degree"),
+            r"micro_batches\[0\].groups\[0\].degree is missing",
+        ),
+        (lambda data: data["cost"].update(pairs=1), "cost.pairs is unknown"),
+    ],
+)
+def test_plain_data_with_other_entries_is_no_plan(change: Any, message: str) -> None:
+    data = hcp.plan([5, 9], ranks=2, max_tokens_per_rank=16).to_dict()
+    change(data)
+    with pytest.raises(ValueError, match=message):
+        hcp.Plan.from_dict(data)
+
+
+def test_plain_data_may_have_speeds() -> None:
+    data = hcp.plan([5, 9], ranks=2, max_tokens_per_rank=16, speeds=[1.0, 0.5]).to_dict()
+    given = {name: value for name, value in data.items() if name != "slowness"}
+    assert hcp.Plan.from_dict({**given, "speeds": [1.0, 0.5]}).to_dict() == data
+
+
+@pytest.mark.parametrize(("name", "value"), [("cost", "flexsp-7b"), ("memory", 5)])
+def test_what_is_no_model_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name} is {value!r}, expected a "):
+        hcp.plan([5], ranks=1, max_tokens_per_rank=8, **{name: value})
+
+
 def test_what_planning_raises_reaches_the_trainer_with_its_batch() -> None:
     def prepare(lengths: list[int]) -> hcp.Plan:
         return hcp.plan(lengths, ranks=1, max_tokens_per_rank=64)

@@ -293,6 +293,14 @@ def test_the_table_of_names_can_be_extended(layouts, monkeypatch):
     check(model, layouts, lambda: (model.shards, model._shards), (4, 4))
     with pytest.raises(ValueError, match="kind is 'sizes', expected one of size, rank"):
         hcp.register_derived("shards", "cp", "sizes")
+    with pytest.raises(ValueError, match="role is 'ccp', expected one of"):
+        hcp.register_derived("shards", role="ccp")
+    with pytest.raises(ValueError, match="name is '_', expected the name of an attribute"):
+        hcp.register_derived("_")
+    with pytest.raises(ValueError, match=r"caches is 'cos', expected a tuple of names: \('cos',\)"):
+        rules.register_rebind(MambaContext, caches="cos")
+    with pytest.raises(ValueError, match="has rebuild and attributes, expected one of them"):
+        rules.register_rebind(MambaContext, rebuild=True, attributes=lambda obj, pgs: {})
 
 
 # ---- caches --------------------------------------------------------------------------------------

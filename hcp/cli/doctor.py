@@ -315,7 +315,7 @@ def trials(probe: bool) -> Iterator[Finding]:
         yield Finding(part, "GPUs", "not tried: --probe does, and makes a CUDA context")
         return
     if torch.cuda.device_count() == 0:
-        yield Finding(part, "GPUs", "not tried: torch sees none", False)
+        yield Finding(part, "GPUs", "not tried: torch sees none", None)
     for i in range(torch.cuda.device_count()):
         for dtype in DTYPES:
             yield attempt(

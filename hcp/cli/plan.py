@@ -88,6 +88,8 @@ def main(argv: Sequence[str]) -> int:
             lengths = draw_lengths(args.family, args.sequences, args.seed, args.max_length)
         else:
             lengths = read_lengths(args.lengths)
+            if args.max_length is not None:
+                lengths = [min(length, args.max_length) for length in lengths]
         interleaved = {name: getattr(args, name) for name in INTERLEAVED}
         made = plan(lengths, cost=args.cost, **limits_of(args), **interleaved)
         unit = args.cost.unit if args.cost else None
