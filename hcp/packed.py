@@ -164,9 +164,9 @@ def _rows_of(value: Tensor, cp: ContextParallelHandler) -> Tensor:
     """value (S, ...) of the whole sequences to this rank's (T, ...), zeros in padding."""
     rows, real = cp.rows_in_whole.to(value.device), cp.rows - cp.layout.padding
     own = value[rows[:real]]
-    return (
-        torch.cat((own, own.new_zeros(cp.rows - real, *own.shape[1:]))) if real < cp.rows else own
-    )
+    if real == cp.rows:
+        return own
+    return torch.cat((own, own.new_zeros(cp.rows - real, *own.shape[1:])))
 
 
 def _mask_of_this_rank(mask: Tensor, cp: ContextParallelHandler) -> Tensor:

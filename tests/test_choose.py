@@ -1,6 +1,7 @@
 """evaluate: which context-parallel size, and why."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 

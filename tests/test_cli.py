@@ -362,10 +362,12 @@ def test_doctor_says_that_torch_has_no_cuda(capsys: Capture) -> None:
     for part, name in [
         *(("kernels", f"{name}, CUDA") for name in doctor.KERNELS),
         ("attention", "FlashAttention-2 of torch"),
-        ("trial", "GPUs"),
     ]:
         assert findings[part, name]["usable"] is False
         assert findings[part, name]["says"]
+    # Without one, --probe finds nothing wrong.
+    assert findings["trial", "GPUs"]["usable"] is None
+    assert findings["trial", "GPUs"]["says"] == "not tried: torch sees none"
 
 
 @pytest.mark.parametrize(
