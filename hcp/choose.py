@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hcp.config import divisors, expect_size, rows_up_to
 from hcp.cost import MOVING, CostModel
@@ -230,7 +231,8 @@ def _time(batch: Sequence[int], cp: int, cost: CostModel, node: int) -> int:
 
 def _exchange(batch: Sequence[int], cp: int, cost: CostModel, node: int) -> int:
     """What those sequences would take less if rows travelled for nothing."""
-    free = replace(cost, **dict.fromkeys(MOVING, 0))
+    nothing: dict[str, Any] = dict.fromkeys(MOVING, 0)
+    free = replace(cost, **nothing)
     return sum(cost.time(n, cp, node) - free.time(n, cp, node) for n in batch)
 
 

@@ -42,7 +42,7 @@ DERIVED: dict[str, tuple[str, str]] = {
     "tp_cp_size": ("tp_cp", SIZE),
     "tp_cp_rank": ("tp_cp", RANK),
 }
-"""Names, and the role and kind of what they hold. A leading underscore does not count."""
+"""Names, and the role and kind of what they hold. Leading underscores and capitals do not count."""
 
 CP_FREE = {
     "cp_comm_type",
@@ -108,8 +108,13 @@ def register_derived(name: str, role: str = "cp", kind: str = SIZE) -> None:
 
 
 def derivation(name: str) -> tuple[str, str] | None:
-    """(role, kind) of a name in the table."""
-    return DERIVED.get(name) or (DERIVED.get(name.lstrip("_")) if name[:1] == "_" else None)
+    """(role, kind) of a name in the table. Globals are written in capitals."""
+    if name in DERIVED:
+        return DERIVED[name]
+    if name[:1] != "_" and not name.isupper():
+        return None
+    bare = name.lstrip("_")
+    return DERIVED.get(bare.lower() if bare.isupper() else bare)
 
 
 def derived_value(groups: ProcessGroups, role: str, kind: str) -> Any:

@@ -859,7 +859,8 @@ class _Records:
 
     def take(self) -> Callable[[], bool]:
         """Whether everything is as it is now, to be asked later."""
-        watched = frozenset(spelling for name in derived.DERIVED for spelling in (name, f"_{name}"))
+        names = [n for name in derived.DERIVED for n in (name, name.upper())]
+        watched = frozenset(spelling for n in names for spelling in (n, f"_{n}"))
         structure = Structure(self.holders, watched, tuple(_ATOMS))
         others = [(holder, _values(holder, watched)) for holder in self.others]
 

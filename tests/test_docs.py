@@ -26,9 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [path for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))] if path.exists()]
+
+LINKING = [*ROOT.glob("*.md"), *PAGES[1:], *sorted(ROOT.glob("benchmarks/results/*.md"))]
 
 # Appended to `python -m hcp COMMAND ...`: the last value of a flag counts.
 FEW = ["--train-iters", "2", "--eval-documents", "4", "--max-length", "512"]
@@ -42,8 +45,6 @@ SMALL = {
     "hcp.integrations.transformers": [*FEW, "--models", "llama"],
 }
 SECONDS = 250
-
-"""The page that needs Megatron-Core."""
 
 RUN_BLOCKS = """
 import json, sys
@@ -101,12 +102,30 @@ BASH_BLOCKS = [block for block in BLOCKS if block.language == "bash" and block.r
 @pytest.mark.parametrize("page", PYTHON_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_blocks_of_a_page_run_in_order(page: Path, tmp_path: Path) -> None:
     skip_without_needs(page)
-    blocks = [
+    run([sys.executable, "-c", RUN_BLOCKS], tmp_path, json.dumps([str(page), python_of(page)]))
+
+
+def python_of(page: Path) -> list[tuple[int, str]]:
+    return [
         (block.line, block.code)
         for block in BLOCKS
         if block.page == page and block.language == "python" and block.reason is None
     ]
-    run([sys.executable, "-c", RUN_BLOCKS], tmp_path, json.dumps([str(page), blocks]))
+
+
+RANK_PAGES = [page for page in PYTHON_PAGES if "# under torchrun:" in page.read_text()]
+
+
+def run_page(rank: int, size: int, page: str, blocks: list[tuple[int, str]]) -> None:
+    namespace = {"__name__": "__main__", "__file__": page}
+    for line, code in blocks:
+        exec(compile("\n" * (line - 1) + code, page, "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", RANK_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_that_says_so_runs_on_several_ranks(page: Path) -> None:
+    skip_without_needs(page)
+    run_ranks(2, run_page, str(page), python_of(page))
 
 
 def skip_without_needs(page: Path) -> None:
@@ -240,6 +259,39 @@ def test_bash_block_names_what_exists_and_runs_what_is_hcp(block: Block, tmp_pat
     skip_without_needs(block.page)
     for command in commands_of(block.code):
         check_command(command, tmp_path)
+
+
+# ---- Links ---------------------------------------------------------------------------------------
+
+
+def without_code(page: Path) -> str:
+    return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+
+
+def anchors_of(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", without_code(page), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_to_a_file_and_a_title_of_the_tree(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(page)):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{link}: no such file"
+        assert not anchor or anchor in anchors_of(target), f"{link}: no such title"
+
+
+def test_every_page_of_docs_is_reached_from_the_map() -> None:
+    reached, todo = set(), [ROOT / "docs" / "index.md"]
+    while todo:
+        page = todo.pop()
+        reached.add(page)
+        links = re.findall(r"\]\(([^)\s#]+\.md)", without_code(page))
+        todo += {(page.parent / link).resolve() for link in links if "://" not in link} - reached
+    assert {page for page in PAGES if page.parent != ROOT} - reached == set()
 
 
 # ---- The rules themselves ------------------------------------------------------------------------

@@ -203,6 +203,37 @@ def test_a_moe_gpt_with_mtp_gives_the_same_loss_under_the_eval_layout():
         assert {"cache", "cp", "cp size", "dp", "tp_cp"} <= set(roles)
 
 
+def switch_globals(rank, size):
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    start()
+    collection = ProcessGroupCollection.use_mpu_process_groups()
+    train = hcp.ProcessGroups.from_existing(collection)
+    evaluation = train.with_context_parallel(2)
+    everything = [moe_gpt(collection), vars(parallel_state)]
+
+    def state():
+        group = parallel_state.get_context_parallel_group()
+        return (
+            group is train.cp,
+            parallel_state.get_context_parallel_world_size(),
+            parallel_state.get_context_parallel_global_ranks(),
+            parallel_state.get_data_parallel_world_size(),
+            parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+        )
+
+    assert state() == (True, 1, [rank], 2, 2)
+    kept = ["*_global_process_group_list*"]
+    with hcp.eval_cp_context(everything, train, evaluation, exclude=kept):
+        assert state() == (False, 2, [0, 1], 1, 2)
+    assert state() == (True, 1, [rank], 2, 2)
+
+
+def test_parallel_states_globals_are_switched_as_a_part_of_the_model():
+    run_ranks(2, switch_globals, timeout=110)
+
+
 def build_with_own_groups(rank, size):
     start()
     collection = collection_of(hcp.build_process_groups())
@@ -284,7 +315,7 @@ def switch_mamba(rank, size):
 
 
 def test_mambas_context_object_is_what_its_constructor_makes_of_the_eval_layout():
-    run_ranks(2, switch_mamba, timeout=60)
+    run_ranks(2, switch_mamba)
 
 
 # ---- a Mamba hybrid ------------------------------------------------------------------------------

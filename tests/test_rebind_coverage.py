@@ -277,6 +277,17 @@ def test_sizes_ranks_and_flags_are_switched_by_name_and_value(layouts):
     check(model, layouts, read, (4, 3, 4, True, [0, 1, 2, 3], 0, 4, 4, 1))
 
 
+def test_globals_in_capitals_are_switched_as_part_of_the_model(layouts):
+    state = {"_CONTEXT_PARALLEL_GROUP": layouts[0].cp, "_CONTEXT_PARALLEL_GLOBAL_RANKS": [0]}
+    state |= {"CP_SIZE": 1, "Cp_size": 1}
+    model = Model(layouts[0])
+    with hcp.eval_cp_context([model, state], *layouts):
+        assert state["_CONTEXT_PARALLEL_GROUP"] is layouts[1].cp
+        assert state["_CONTEXT_PARALLEL_GLOBAL_RANKS"] == [0, 1, 2, 3]
+        assert (state["CP_SIZE"], state["Cp_size"]) == (4, 1)
+    assert (state["_CONTEXT_PARALLEL_GLOBAL_RANKS"], state["CP_SIZE"]) == ([0], 1)
+
+
 def test_a_value_that_the_training_layout_does_not_give_is_left_and_reported(layouts):
     model = Model(layouts[0], cp_size=2, cp_rank=True)
     with hcp.eval_cp_context(model, *layouts):
