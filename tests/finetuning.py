@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import torch
@@ -33,6 +34,23 @@ def as_torchrun(size):
         return
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+@contextlib.contextmanager
+def fsdp_on_cpus():
+    """Inside, Accelerate takes the ranks for GPUs as far as FSDP goes, which it leaves out on CPUs.
+    All that it then does is its own, over Gloo. PartialState must be there."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    before = {k: v for k, v in os.environ.items() if k.startswith(("FSDP_", "ACCELERATE_"))}
+    try:
+        yield
+    finally:
+        for name in [k for k in os.environ if k.startswith(("FSDP_", "ACCELERATE_"))]:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 class Model(torch.nn.Module):

@@ -7,6 +7,8 @@ same model starts from the same.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import re
 import warnings
 import zlib
@@ -15,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 import hcp
 from hcp.config import rows_up_to
@@ -89,6 +92,9 @@ def _train(case: Case, expected: dict[str, torch.Tensor] | None) -> Outcome:
     parallel_state.destroy_model_parallel()
     args = small_arguments(case)
     job = training.start_job(args, torch.device("cpu"))
+    if case.builder == "float64":
+        own = functools.partial(job.forward_step, losses=float64_losses)
+        job = dataclasses.replace(job, forward_step=own)
     config = training.transformer_config(args, **case.options)
     model = training.build_model(job, config, BUILDERS[case.builder] if case.builder else None)
     draw_weights(model, args)
@@ -233,4 +239,16 @@ def build_hybrid(job: Any, config: Any, vp_stage: int | None) -> torch.nn.Module
     return mamba_hybrid(job.collection, None, config=config, wrap=hcp_layer_spec)
 
 
-BUILDERS: dict[str, Any] = {"hybrid": build_hybrid}
+def build_in_float64(job: Any, config: Any, vp_stage: int | None) -> torch.nn.Module:
+    from hcp.integrations.megatron.program import training
+
+    return training.build_chunk(job, config, vp_stage).double()
+
+
+def float64_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """In the place of Megatron's cross-entropy, which casts to float32."""
+    assert logits.dtype == torch.float64
+    return F.cross_entropy(logits[0], labels[0], reduction="none")[None]
+
+
+BUILDERS: dict[str, Any] = {"hybrid": build_hybrid, "float64": build_in_float64}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import pytest
 import torch
-from finetuning import TRAINING, VALIDATION, Model, as_torchrun, documents
+from finetuning import TRAINING, VALIDATION, Model, as_torchrun, documents, fsdp_on_cpus
 from ranks import run_ranks
 
 import hcp
@@ -94,6 +95,75 @@ def test_a_prepared_loop_trains_as_on_one_rank(config, tmp_path):
         assert evaluation.mean == pytest.approx(alone[2].mean, abs=1e-9)
     assert len(alone[0]) == 20
     assert 0 in itertools.chain(*(rows for *_, rows in three)), "no rank was without rows"
+
+
+def train_sharded(rank, size, config):
+    """Losses of two epochs under Accelerate's FSDP2, and how many parameters a rank holds."""
+    from accelerate import Accelerator, PartialState
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    from hcp.integrations.accelerate import ContextParallel
+
+    as_torchrun(size)
+    PartialState(cpu=True)
+    with fsdp_on_cpus():
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="NO_WRAP")
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+        parallel = ContextParallel(accelerator, config)
+        model = Model()
+        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        held = sum(p.to_local().numel() for p in model.parameters())
+        losses = []
+        for epoch in range(2):
+            loader = parallel.train_loader(documents(TRAINING), global_batch_size=8)
+            loader.set_epoch(epoch)
+            for step in loader:
+                total = torch.zeros((), dtype=torch.float64)
+                for cp, local in parallel.micro_batches(model, step):
+                    loss = cp.loss(model(cp, local), local.loss_mask, grad_reduce="mean")
+                    accelerator.backward(loss)
+                    total += loss.detach()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(accelerator.reduce(total, "mean").item())
+        evaluation = evaluate(parallel, model)
+    return losses, evaluation.mean, held
+
+
+def test_accelerates_fsdp2_shards_parameters_over_the_domain():
+    """Accelerate takes it on accelerators only; see fsdp_on_cpus."""
+    config = hcp.Config(max_seqlen_per_dp_cp_rank=34, eval_context_parallel_size=3)
+    alone = run_ranks(1, train_sharded, hcp.Config(max_seqlen_per_dp_cp_rank=128))[0]
+    three = run_ranks(3, train_sharded, config)
+    for losses, mean, _ in three:
+        assert losses == pytest.approx(alone[0], abs=1e-9)
+        assert mean == pytest.approx(alone[1], abs=1e-9)
+    assert sum(held for *_, held in three) == alone[2]
+    assert max(held for *_, held in three) < alone[2] / 2
+
+
+def ask_for_fsdp_on_a_cpu(rank, size):
+    from accelerate import Accelerator, PartialState
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    from hcp.integrations.accelerate import ContextParallel
+
+    as_torchrun(size)
+    PartialState(cpu=True)
+    before = os.environ.pop("ACCELERATE_USE_FSDP", None)
+    try:
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+        with pytest.raises(ValueError, match=r"asks for FSDP and uses MULTI_CPU, expected FSDP"):
+            ContextParallel(Accelerator(cpu=True, fsdp_plugin=plugin), hcp.Config(8))
+    finally:
+        os.environ.pop("ACCELERATE_USE_FSDP", None)
+        if before is not None:
+            os.environ["ACCELERATE_USE_FSDP"] = before
+
+
+def test_fsdp_that_accelerate_would_leave_out_is_refused():
+    run_ranks(2, ask_for_fsdp_on_a_cpu)
 
 
 def refuse(rank, size):

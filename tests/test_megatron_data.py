@@ -300,6 +300,9 @@ def refuse(rank, size):
         grown.config.mtp_num_layers = 1
         with pytest.raises(ValueError, match=r"the model is a GPTModel with mtp_num_layers"):
             hcp_megatron.forward_step(iter([]), grown)
+        grown.rolls_along_sequences = True
+        with pytest.raises(ValueError, match="losses is given and mtp_num_layers is not 0"):
+            hcp_megatron.forward_step(iter([]), grown, losses=torch.nn.functional.cross_entropy)
         with pytest.raises(ValueError, match="return_schedule_plan is True, expected False"):
             hcp_megatron.forward_step(iter([]), None, return_schedule_plan=True)
         tokens = torch.zeros(1, 4, dtype=torch.int64)

@@ -8,6 +8,7 @@ import functools
 import importlib.util
 
 import pytest
+import torch
 from megatron_cases import Case, lengths_of, train
 from ranks import run_ranks
 
@@ -20,7 +21,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
-TWENTY = lengths_of(20)
+TWENTY = (*lengths_of(19), (9,))
+"""Steps; the last batch is a single sample."""
 
 
 @functools.cache
@@ -70,6 +72,12 @@ CASES = {
         ),
         lengths=TWENTY,
     ),
+    "float64 gpt": Case(
+        ("--clip-grad", "0"),
+        dict(params_dtype=torch.float64, pipeline_dtype=torch.float64),
+        builder="float64",
+        lengths=TWENTY,
+    ),
     "mtp": Case(("--mtp-num-layers", "1"), lengths=TWENTY),
 }
 
@@ -77,6 +85,13 @@ CASES = {
 def test_dynamic_cp_on_four_ranks_trains_as_one_rank_does():
     seen = agree("gpt", 4)
     assert len(set(seen.degrees)) > 1
+
+
+@pytest.mark.parametrize(
+    "flags", [(), ("--context-parallel-size", "4"), ("--pipeline-model-parallel-size", "2")]
+)
+def test_with_a_loss_of_ones_own_in_float64_training_agrees_to_1e_9(flags):
+    agree("float64 gpt", 4, *flags, losses=1e-9, gradients=1e-11)
 
 
 def test_static_cp_trains_as_one_rank_does():

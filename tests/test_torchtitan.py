@@ -2,7 +2,11 @@
 
 import importlib.metadata
 import importlib.util
+import os
+import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ if importlib.util.find_spec("torchtitan") is None:
     pytest.skip("torchtitan is not installed: make test-trainers", allow_module_level=True)
 
 import titan
+from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.validate import Validator
 from torchtitan.config import CompileConfig
@@ -171,6 +176,51 @@ def test_a_batch_of_one_document_longer_than_a_rank_holds():
     assert len(one[0]) == 1
     for losses, _ in others:
         assert losses == pytest.approx(one[0], abs=1e-5)
+
+
+def train_from(rank, size, folder, load_step):
+    """The losses of six steps, or of those after a checkpoint, and the tokens of this rank."""
+    config = titan.config_of(
+        titan.options(LIMIT),
+        steps=6,
+        dump_folder=str(folder),
+        checkpoint=CheckpointManager.Config(
+            enable=True, interval=3, load_step=load_step, last_save_model_only=False
+        ),
+    )
+    run = titan.Run(config)
+    run.train()
+    run.close()
+    return run.losses, run.trainer.ntokens_seen
+
+
+def test_a_checkpoint_goes_on_where_it_was(tmp_path):
+    straight = on_ranks(2, train_from, tmp_path, -1)
+    assert {path.name for path in (tmp_path / "checkpoint").iterdir()} >= {"step-3", "step-6"}
+    resumed = on_ranks(2, train_from, tmp_path, 3)
+    for (losses, tokens), (rest, tokens_then) in zip(straight, resumed, strict=True):
+        assert len(losses) == 6
+        assert rest == losses[3:]
+        assert tokens_then == tokens
+
+
+def test_torchtitans_own_command_line_trains(tmp_path):
+    job = Path(__file__).with_name("titan_job.py")
+    flags = "--module titan_job --config small --training.steps 3 --metrics.log_freq 1"
+    planner = "--context_parallel.max_seqlen_per_dp_cp_rank 40"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "--standalone", str(job), *flags.split(), *planner.split()],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    text = re.sub(r"\x1b\[[0-9;]*m", "", done.stderr + done.stdout)
+    assert done.returncode == 0, text
+    losses = [float(loss) for loss in re.findall(r"step:\s+[123]\s.*? loss:\s+([\d.]+)", text)]
+    assert len(losses) >= 3, text
+    assert "Training completed" in text
 
 
 def shards(rank, size, parallelism):

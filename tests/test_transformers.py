@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
+import os
 import re
 import subprocess
 import sys
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
-from finetuning import TRAINING, VALIDATION, as_torchrun, documents
+from finetuning import TRAINING, VALIDATION, as_torchrun, documents, fsdp_on_cpus
 from ranks import run_ranks, try_ranks
 
 import hcp
@@ -47,6 +50,8 @@ MODELS = {
     "qwen3": SMALL | {"head_dim": 8},
     "mistral": SMALL | {"sliding_window": 8},
     "gemma3_text": SMALL | {"head_dim": 8, "sliding_window": 8, "num_hidden_layers": 6},
+    "gemma2": SMALL
+    | {"head_dim": 8, "sliding_window": 8, "attn_logit_softcapping": 2.0},  # caps many of them
     "gpt_oss": SMALL
     | {"head_dim": 8, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
     "phimoe": SMALL | {"sliding_window": 8, "num_local_experts": 4},
@@ -208,8 +213,8 @@ def forward(model, **changes):
 
 
 def test_what_attention_does_not_compute_is_refused_where_it_is_asked_for():
-    with pytest.raises(ValueError, match=r"Gemma2Attention asks for softcap=50.0, expected"):
-        forward(build("gemma2", head_dim=8))
+    with pytest.raises(ValueError, match=r"softcap is 2.0 for torch.bfloat16 on cpu, expected 0.0"):
+        forward(build("gemma2").bfloat16())
     with pytest.raises(ValueError, match=r"dropout_p is 0.5, expected 0.0"):
         forward(build("llama", attention_dropout=0.5).train())
     with pytest.raises(ValueError, match=r"attention_mask has shape \(1, 6\), expected None: rows"):
@@ -262,7 +267,18 @@ def test_what_is_no_model_of_transformers_is_refused():
 LIMIT = 30
 
 
-def make_trainer(size, folder, kind="llama", *, limit=LIMIT, evaluation=None, dynamic=True, **args):
+def make_trainer(
+    size,
+    folder,
+    kind="llama",
+    *,
+    limit=LIMIT,
+    evaluation=None,
+    dynamic=True,
+    prepare=lambda: None,
+    **args,
+):
+    """`prepare` is called between Transformers' arguments and its Trainer."""
     import transformers
     from transformers import TrainingArguments
 
@@ -285,9 +301,11 @@ def make_trainer(size, folder, kind="llama", *, limit=LIMIT, evaluation=None, dy
         "eval_strategy": "steps",
         "eval_steps": 10,
     }
+    arguments = TrainingArguments(**options | args)
+    prepare()
     trainer = Trainer(
         model,
-        TrainingArguments(**options | args),
+        arguments,
         train_dataset=documents(TRAINING),
         eval_dataset=documents(VALIDATION, seed=1),
         cp=hcp.Config(max_seqlen_per_dp_cp_rank=limit, eval_context_parallel_size=evaluation),
@@ -477,6 +495,17 @@ def refuse_arguments(rank, size, folder):
     ):
         with pytest.raises(ValueError, match=message):
             Trainer(build("llama"), args, cp=config, **options)
+    half = TrainingArguments(output_dir=str(folder), use_cpu=True, bf16=True, report_to=[])
+    as_torchrun(size)
+    with pytest.raises(ValueError, match=r"softcap is 2.0 for torch.bfloat16 on cpu, expected 0.0"):
+        Trainer(build("gemma2"), half, cp=config)
+    as_torchrun(size)
+    windowed = hcp.Config(max_seqlen_per_dp_cp_rank=8, window_size=(4, 0))
+    with pytest.raises(ValueError, match=r"window_size is \(4, 0\), expected \(-1, -1\): a model"):
+        Trainer(build("llama"), args, cp=windowed)
+    unchosen = hcp.Config(max_seqlen_per_dp_cp_rank=8, eval_context_parallel_size="auto")
+    with pytest.raises(ValueError, match="eval_context_parallel_size is 'auto', expected a number"):
+        Trainer(build("llama"), args, cp=unchosen)
     mixed = hcp.Config(max_seqlen_per_dp_cp_rank=8, cp_comm_type=("p2p", "a2a"))
     with pytest.raises(ValueError, match=r"cp_comm_type lists .*, expected one for all layers"):
         Trainer(build("llama"), args, cp=mixed)
@@ -485,6 +514,13 @@ def refuse_arguments(rank, size, folder):
         trainer.train()
     with pytest.raises(ValueError, match="eval_dataset is missing"):
         trainer.evaluate()
+    empty = [{"input_ids": []}]
+    trainer = Trainer(build("llama"), args, train_dataset=empty, eval_dataset=empty, cp=config)
+    for use in (trainer.train, trainer.evaluate):
+        with pytest.raises(
+            ValueError, match=r"input_ids is empty in a sample, expected >= 1 token"
+        ):
+            use()
     trainer = Trainer(build("llama"), args, train_dataset=documents([100]), cp=config)
     with pytest.raises(ValueError, match=r"lengths\[0\] is 100: .*expected <= 8"):
         trainer.train()
@@ -514,6 +550,7 @@ import hcp.integrations.transformers
 """
 ABSENT = """
 import sys
+from functools import partial
 from importlib import metadata
 true = metadata.version
 def version(name):
@@ -606,3 +643,60 @@ def test_fsdp2_spreads_parameters_over_the_domain_as_it_does():
     four = torch.tensor(run_ranks(4, train_sharded)).mean(0)
     assert len(alone) == 3
     assert (four - torch.tensor(alone)).abs().max() < 1e-4
+
+
+SHARDED = {
+    "fsdp": True,
+    "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+    "max_steps": 6,
+    "eval_steps": 3,
+}
+
+
+def train_by_sharded_trainer(rank, size, folder, options):
+    as_torchrun(size)
+    with contextlib.ExitStack() as stack:
+        enter = partial(stack.enter_context, fsdp_on_cpus())
+        trainer = make_trainer(size, folder, prepare=enter, **options)
+        trainer.train()
+        history = trainer.state.log_history
+        sharded = [type(p).__name__ == "DTensor" for p in trainer.model.model.layers.parameters()]
+    return (
+        [entry["loss"] for entry in history if "loss" in entry],
+        [entry["eval_loss"] for entry in history if "eval_loss" in entry],
+        all(sharded),
+    )
+
+
+def train_unsharded(rank, size, folder, options):
+    as_torchrun(size)
+    trainer = make_trainer(size, folder, **options)
+    trainer.train()
+    history = trainer.state.log_history
+    return (
+        [entry["loss"] for entry in history if "loss" in entry],
+        [entry["eval_loss"] for entry in history if "eval_loss" in entry],
+    )
+
+
+def test_the_trainers_fsdp2_spreads_parameters_over_the_domain(tmp_path):
+    """Accelerate takes it on accelerators only; see fsdp_on_cpus."""
+    plain = {"limit": 128, "max_steps": 6, "eval_steps": 3}
+    losses, evaluations = run_ranks(1, train_unsharded, tmp_path, plain)[0]
+    options = SHARDED | {"evaluation": 4}
+    for found, evaluated, sharded in run_ranks(4, train_by_sharded_trainer, tmp_path, options):
+        assert sharded
+        assert found == pytest.approx(losses, abs=1e-4)
+        assert evaluated == pytest.approx(evaluations, abs=1e-4)
+
+
+def ask_for_fsdp_on_a_cpu(rank, size, folder):
+    as_torchrun(size)
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.environ.pop, "ACCELERATE_USE_FSDP", None)
+        with pytest.raises(ValueError, match="asks for FSDP and uses MULTI_CPU, expected FSDP"):
+            make_trainer(size, folder, **SHARDED)
+
+
+def test_fsdp_that_accelerate_would_leave_out_is_refused(tmp_path):
+    run_ranks(2, ask_for_fsdp_on_a_cpu, tmp_path)

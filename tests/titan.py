@@ -88,13 +88,14 @@ class Loader(BaseDataLoader):
         self, config, *, dp_world_size, dp_rank, seq_len, local_batch_size, tokenizer=None, **kwargs
     ):
         self.config, self.seq_len, self.size = config, seq_len, local_batch_size
-        self.first, self.stride = dp_rank, dp_world_size
+        self.first, self.stride, self.loaded = dp_rank, dp_world_size, 0
 
     def __iter__(self):
         """Rank r of n has rows r, r + n, ...; the last batch may be smaller."""
         own = range(self.first, self.config.rows, self.stride)
-        for start in range(0, len(own), self.size):
+        for start in range(self.loaded, len(own), self.size):
             rows = [self.row(i) for i in own[start : start + self.size]]
+            self.loaded = start + self.size
             tokens, positions, labels = (torch.stack(column) for column in zip(*rows, strict=True))
             yield {"input": tokens, "positions": positions}, labels
 
@@ -113,10 +114,10 @@ class Loader(BaseDataLoader):
         return tokens[:-1], positions, labels
 
     def state_dict(self):
-        return {}
+        return {"loaded": self.loaded}
 
     def load_state_dict(self, state):
-        pass
+        self.loaded = state["loaded"]
 
 
 MODELS = {"llama3": llama3.model_registry, "qwen3": qwen3.model_registry}
@@ -126,6 +127,20 @@ def spec_of(family="llama3", flavor="debugmodel", backend="varlen", layers=2):
     spec = MODELS[family](flavor, attn_backend=backend, converters=[PackedContextParallel.Config()])
     del spec.model.layers[layers:]
     return spec
+
+
+class CpuTrainer(ContextParallelTrainer):
+    """Over Gloo, which has no sum that multiplies first, as FSDP2 asks for."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ContextParallelTrainer.Config):
+        pass
+
+    def __init__(self, config):
+        super().__init__(config)
+        for module in self.model_parts[0].modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
 
 
 def config_of(
@@ -143,7 +158,7 @@ def config_of(
     **options,
 ):
     """A small job. `validation_rows`: of the validation set, after steps 1, 10, 20 ..."""
-    return ContextParallelTrainer.Config(
+    return CpuTrainer.Config(
         **{
             "model_spec": spec or spec_of(),
             "context_parallel": context_parallel,
@@ -183,9 +198,6 @@ class Run:
 
     def __init__(self, config):
         self.trainer = config.build()
-        for module in self.trainer.model_parts[0].modules():
-            if isinstance(module, FSDPModule):  # Gloo has no sum that multiplies first
-                module.set_force_sum_reduction_for_comms(True)
         self._same_weights()
         self.losses, self.norms, self.validations = [], [], []
         processor = self.trainer.metrics_processor

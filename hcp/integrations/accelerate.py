@@ -13,6 +13,7 @@ for step in loader:
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -142,5 +143,12 @@ def check_accelerator(accelerator: Any) -> None:
             f"gradient_accumulation_steps is {accelerator.gradient_accumulation_steps}, expected "
             "1: the plan has the micro-batches of a step; raise the global batch size instead"
         )
-    if "DEEPSPEED" in str(accelerator.distributed_type):
+    kind = str(accelerator.distributed_type).rpartition(".")[2]
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and kind != "FSDP":
+        raise ValueError(
+            f"the Accelerator asks for FSDP and uses {kind}, expected FSDP: Accelerate leaves it "
+            "out on CPUs without a word. Leave it out of the options, or wrap the model with "
+            "torch.distributed.fsdp.fully_shard"
+        )
+    if kind == "DEEPSPEED":
         raise ValueError("the Accelerator uses DeepSpeed, expected DDP or FSDP: it was not tested")

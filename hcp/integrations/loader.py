@@ -35,7 +35,8 @@ def causal_lm_sample(item: Mapping[str, Any]) -> dict[str, Tensor]:
 
     `item` has `input_ids`, a list or a tensor (tokens,); perhaps `labels` of the same length, not
     shifted, -100 where a token does not count (default: all count). Other entries are left out.
-    Raises ValueError for padding, which packed sequences have no place for.
+    Raises ValueError for no token at all, and for padding, which packed sequences have no place
+    for.
     """
     if not isinstance(item, Mapping) or "input_ids" not in item:
         names = sorted(item) if isinstance(item, Mapping) else type(item).__name__
@@ -43,6 +44,11 @@ def causal_lm_sample(item: Mapping[str, Any]) -> dict[str, Tensor]:
     tokens = torch.as_tensor(item["input_ids"], dtype=torch.int64)
     if tokens.dim() != 1:
         raise ValueError(f"input_ids has shape {tuple(tokens.shape)}, expected (tokens,)")
+    if not len(tokens):
+        raise ValueError(
+            "input_ids is empty in a sample, expected >= 1 token: leave empty documents out of the "
+            "dataset (dataset.filter)"
+        )
     padding = item.get("attention_mask")
     if padding is not None and not bool(torch.as_tensor(padding).all()):
         raise ValueError(

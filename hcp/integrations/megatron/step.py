@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,15 +13,23 @@ from torch import Tensor
 
 from hcp.loss import masked_sum
 
+Losses = Callable[[Tensor, Tensor], Tensor]
+"""(logits (1, T, words of this tensor-parallel rank), labels (1, T)) to losses (1, T)."""
+
 
 def forward_step(
-    data_iterator: Iterator[Mapping[str, Any]], model: Any, return_schedule_plan: bool = False
+    data_iterator: Iterator[Mapping[str, Any]],
+    model: Any,
+    return_schedule_plan: bool = False,
+    *,
+    losses: Losses | None = None,
 ) -> tuple[Tensor, partial[Any]]:
     """For `forward_step_func` of Megatron's schedules: (output, loss function).
 
     `data_iterator`: from `MicroBatches.data_iterator`. The loss function gives (sum, tokens,
     {"lm loss": [sum, tokens]}), which Megatron divides by the tokens of the whole batch once, in
-    `finalize_model_grads`: so with `calculate_per_token_loss`.
+    `finalize_model_grads`: so with `calculate_per_token_loss`. `losses`: of one's own, by
+    `functools.partial(forward_step, losses=...)`; the model's is the cross-entropy in float32.
     """
     if return_schedule_plan:
         raise ValueError(
@@ -30,16 +38,23 @@ def forward_step(
         )
     config = get_attr_wrapped_model(model, "config")
     check_config(config, model)
+    if losses is not None and _of(config, "mtp_num_layers"):
+        raise ValueError(
+            "losses is given and mtp_num_layers is not 0, expected one of them: the losses of "
+            "prediction layers are computed inside the model"
+        )
     batch = next(data_iterator)
     masks = {"loss_mask": batch["loss_mask"]} if _of(config, "mtp_num_layers") else {}
     output = model(
         batch["tokens"],
         batch["position_ids"],
         None,
-        labels=batch["labels"],
+        labels=batch["labels"] if losses is None else None,
         packed_seq_params=batch["packed_seq_params"],
         **masks,
     )
+    if losses is not None and get_attr_wrapped_model(model, "post_process"):
+        output = losses(output, batch["labels"])
     return output, partial(loss_func, batch["loss_mask"])
 
 

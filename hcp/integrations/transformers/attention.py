@@ -13,12 +13,13 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from hcp.handler import ContextParallelHandler
+from hcp.kernels import Choice, kernel_for
 
 ATTENTION = "hcp"
 """The name to give `model.set_attn_implementation`."""
 
 # What changes scores in a way that no kernel here computes, by the names that models pass it under.
-REFUSED = ("softcap", "position_bias", "indices", "block_indices", "cache")
+REFUSED = ("position_bias", "indices", "block_indices", "cache")
 
 LAYERS = {"full_attention", "sliding_attention"}
 """Kinds of layers, as configurations list them, whose rows meet in attention only."""
@@ -60,6 +61,15 @@ def check_model(model: nn.Module) -> None:
         )
     for part in (config, *_parts(config)):
         _check_config(part)
+
+
+def check_softcap(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ValueError for a model whose scores are capped (Gemma 2) where PyTorch has no kernel
+    that does so in this type."""
+    config: Any = model.config
+    for part in (config, *_parts(config)):
+        if softcap := getattr(part, "attn_logit_softcapping", None):
+            kernel_for(device, dtype, Choice(softcap=softcap))
 
 
 def _parts(config: Any) -> list[Any]:
@@ -146,6 +156,7 @@ def hcp_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
     cp: ContextParallelHandler | None = None,
@@ -176,6 +187,7 @@ def hcp_attention(
         window_size=(-1 if size is None else size - 1, 0),
         softmax_scale=scaling,
         sinks=s_aux,
+        softcap=softcap or 0.0,
         dropout_p=dropout,
     )
     return F.pad(out, (0, 0, 0, 0, 0, query.shape[2] - cp.rows)).unsqueeze(0), None

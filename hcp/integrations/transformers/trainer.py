@@ -28,7 +28,7 @@ from hcp.integrations.loader import (
     eval_groups,
     eval_layout,
 )
-from hcp.integrations.transformers.attention import register_hcp_attention
+from hcp.integrations.transformers.attention import check_softcap, register_hcp_attention
 from hcp.integrations.transformers.model import causal_lm_loss, causal_lm_losses
 
 
@@ -68,6 +68,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         super().__init__(*positional, **keywords)
         _check(self)
         register_hcp_attention(self.model)
+        check_softcap(self.model, self.args.device, _compute_dtype(self.args, self.model))
         self.cp_config = cp if dynamic_cp else replace(cp, sequence_packing_scheduler="static_cp")
         self.cp_groups = domain(groups, self.args.world_size)
         self.cp_eval_groups = eval_groups(self.cp_groups, cp)
@@ -209,6 +210,13 @@ def _check(trainer: Trainer) -> None:
         if getattr(trainer, name) is not None:
             raise ValueError(f"{name} was given, expected None: {_INSTEAD[name]}")
     check_accelerator(trainer.accelerator)
+
+
+def _compute_dtype(args: Any, model: nn.Module) -> torch.dtype:
+    """Of attention: autocast's, or the weights' own."""
+    if args.bf16:
+        return torch.bfloat16
+    return torch.float16 if args.fp16 else next(model.parameters()).dtype
 
 
 _INSTEAD: Mapping[str, str] = {

@@ -65,6 +65,7 @@ class Job:
     groups: hcp.ProcessGroups
     """The same, as hcp takes them."""
     cost: hcp.CostModel
+    forward_step: Callable[..., Any] = hcp_megatron.forward_step
 
 
 # ---- The model -----------------------------------------------------------------------------------
@@ -231,7 +232,7 @@ def run_schedule(
     schedule = get_forward_backward_func()
     chunks = len(model)
     return schedule(
-        forward_step_func=hcp_megatron.forward_step,
+        forward_step_func=job.forward_step,
         data_iterator=step.data_iterator(None if chunks == 1 else chunks),
         model=model,
         num_microbatches=len(step),
