@@ -192,6 +192,59 @@ def test_a_table_is_made_once_and_serves_many_switches():
     assert held == {"a": "new"}
 
 
+class Grudging(Plain):
+    """An attribute that stores and then raises, as often as told; and reads that may raise."""
+
+    def __init__(self, setter_raises=0, reader_raises=()):
+        vars(self).update(held="old", reads=0, setter=setter_raises, reader=dict(reader_raises))
+
+    @property
+    def value(self):
+        vars(self)["reads"] += 1
+        if self.reads in self.reader:
+            raise self.reader[self.reads]
+        return vars(self)["held"]
+
+    @value.setter
+    def value(self, new):
+        vars(self)["held"] = new
+        if self.setter:
+            vars(self)["setter"] -= 1
+            raise ValueError(f"after {new}")
+
+
+def test_a_switch_reads_each_slot_once():
+    owner = Grudging(reader_raises={2: KeyboardInterrupt("a second read")})
+    rebinding = Rebinding([("attribute", owner, "value", "owner")], ["new"])
+    assert (owner.held, owner.reads) == ("new", 1)
+    rebinding.restore()
+    assert (owner.held, owner.reads) == ("old", 1)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("cannot tell"), KeyboardInterrupt("cannot tell")])
+def test_a_slot_that_cannot_be_looked_at_after_its_setter_raised_gets_back_what_it_held(error):
+    owner = Grudging(setter_raises=1, reader_raises={2: error})
+    with pytest.raises(ValueError, match="after new") as caught:
+        Rebinding([("attribute", owner, "value", "owner")], ["new"])
+    assert owner.held == "old"
+    assert caught.value.__notes__ == [
+        "hcp: while rebinding owner",
+        f"hcp: then, while reading owner: {error!r}",
+    ]
+
+
+def test_an_entry_that_was_taken_out_by_a_failing_owner_is_put_back():
+    class Owner(dict):
+        def __delitem__(self, key):
+            super().__delitem__(key)
+            raise KeyboardInterrupt("after the deletion")
+
+    owner = Owner(key="old")
+    with pytest.raises(KeyboardInterrupt, match="after the deletion"):
+        Rebinding([("absent", owner, "key", "owner")], [None])
+    assert owner == {"key": "old"}
+
+
 def test_a_structure_tells_whether_places_hold_what_they_held():
     group, inner = object(), []
     holders = [{"group": group, "size": 1, "loss": 0.5, "list": inner}, inner]
@@ -209,12 +262,49 @@ def test_a_structure_tells_whether_places_hold_what_they_held():
     assert structure.holds()
     with pytest.raises(TypeError, match=r"holders\[0\] is <class 'set'>, expected a dictionary"):
         Structure([set()], frozenset(), ())
+    with pytest.raises(TypeError, match=r"watched is \['size'\], expected a frozenset of str"):
+        Structure([], ["size"], ())
+
+
+def test_a_structure_runs_no_code_of_its_keys_and_names():
+    class Name(str):
+        def __hash__(self):
+            grown.extend(object() for _ in range(armed))
+            return hash(str(self))
+
+        def __eq__(self, other):
+            return str.__eq__(self, other)
+
+    armed, grown = 0, [object()]
+    keyed, watched = {Name("size"): 1}, frozenset({Name("size")})
+    armed = 100_000
+    structure = Structure([keyed, grown], frozenset({"size"}), (int,))
+    assert len(grown) == 1
+    assert structure.holds()
+    with pytest.raises(TypeError, match="watched has 'size' of <class '.*Name'>, expected str"):
+        Structure([{"size": 1}, grown], watched, (int,))
+    assert len(grown) == 1
 
 
 def test_a_rebinding_that_is_dropped_restores():
     owners, slots, values = guarded_slots(2)
     Rebinding(slots, values)
     assert held(owners) == ["old 0", "old 1"]
+
+
+@pytest.mark.parametrize("base", [Rebinding, type("Derived", (Rebinding,), {})])
+def test_a_rebinding_that_is_dropped_and_cannot_restore_says_so(base, monkeypatch):
+    said = []
+    monkeypatch.setattr(sys, "unraisablehook", said.append)
+    for _ in range(20):
+        owners, slots, values = guarded_slots(2)
+        rebinding = base(slots, values)
+        owners[1].before.add("old 1")
+        del rebinding
+        assert held(owners) == ["old 0", "new 1"]
+        assert str(said[-1].exc_value) == "'before old 1'"
+        assert said[-1].object is base
+    assert len(said) == 20
 
 
 def test_a_rebinding_in_a_cycle_is_collected_and_restores():

@@ -6,6 +6,7 @@ typedef struct rebinding_object {
   PyObject_HEAD hcp_rebinding *rebinding;
   PyObject *table; /* of the switch under way */
   PyObject *error; /* the first exception of a callback */
+  PyObject *old;   /* what get_callback has read for set_callback, borrowed */
   int busy;
 } rebinding_object;
 
@@ -62,24 +63,26 @@ static int32_t keep_exception(rebinding_object *self, const char *doing, const h
   return -1;
 }
 
+/* Ctrl-C may arrive in a setter that could have stored the value. A slot that is
+ * to get back what it held has no other chance: once more, then. */
+static int put_back(rebinding_object *self, const hcp_py_slot *at, PyObject *value) {
+  if (hcp_py_slot_write(at, value) == 0) return 0;
+  int interrupted = !PyErr_ExceptionMatches(PyExc_Exception);
+  keep_exception(self, "undoing", at);
+  if (!interrupted) return -1;
+  return hcp_py_slot_write(at, value) == 0 ? 0 : keep_exception(self, "undoing", at);
+}
+
 /* A setter written in Python may have stored the value before it raised, and
- * Ctrl-C may arrive right behind the store: put old back where that shows. */
+ * Ctrl-C may arrive right behind the store: put old back where that shows, or
+ * where the slot does not say. */
 static void take_back(rebinding_object *self, const hcp_py_slot *at, PyObject *value,
                       PyObject *old) {
   PyObject *now = NULL;
-  if (hcp_py_slot_read(at, &now) < 0)
-    PyErr_Clear();
-  else if (now == value && now != old && hcp_py_slot_write(at, old) < 0)
-    keep_exception(self, "undoing", at);
+  int unknown = hcp_py_slot_read(at, &now) < 0;
+  if (unknown) keep_exception(self, "reading", at);
+  if (unknown || (now == value && now != old)) put_back(self, at, old);
   Py_XDECREF(now);
-}
-
-/* Ctrl-C may arrive in a setter that could have stored the value. A slot that is
- * to get back what it held has no other chance: once more, then. */
-static int write_again(rebinding_object *self, const hcp_py_slot *at, PyObject *value) {
-  if (PyErr_ExceptionMatches(PyExc_Exception)) return -1;
-  keep_exception(self, "undoing", at);
-  return hcp_py_slot_write(at, value);
 }
 
 /* ---- the core's callbacks ---- */
@@ -93,23 +96,19 @@ static int32_t get_callback(void *context, int32_t i, void **value) {
   PyObject *held = NULL;
   if (hcp_py_slot_read(slot_at(self, i), &held) < 0)
     return keep_exception(self, "reading", slot_at(self, i));
-  *value = held;
+  *value = self->old = held;
   return 0;
 }
 
 static int32_t set_callback(void *context, int32_t i, void *value) {
   rebinding_object *self = context;
   const hcp_py_slot *at = slot_at(self, i);
-  int undoing = self->error != NULL || self->rebinding != NULL;
-  PyObject *old = NULL;
-  if (at->kind == HCP_PY_SLOT_ABSENT && !undoing) value = NULL;
-  if (!undoing && !hcp_py_slot_is_exact(at) && hcp_py_slot_read(at, &old) < 0) PyErr_Clear();
-  int status = hcp_py_slot_write(at, value);
-  if (status < 0 && undoing) status = write_again(self, at, value);
-  if (status < 0) keep_exception(self, undoing ? "undoing" : "rebinding", at);
-  if (status < 0 && old != NULL) take_back(self, at, value, old);
-  Py_XDECREF(old);
-  return status;
+  if (self->error != NULL || self->rebinding != NULL) return put_back(self, at, value);
+  if (at->kind == HCP_PY_SLOT_ABSENT) value = NULL;
+  if (hcp_py_slot_write(at, value) == 0) return 0;
+  keep_exception(self, "rebinding", at);
+  if (!hcp_py_slot_is_exact(at)) take_back(self, at, value, self->old);
+  return -1;
 }
 
 static void release_callback(void *context, void *value) {
@@ -306,10 +305,11 @@ static int rebinding_traverse(PyObject *object, visitproc visit, void *arg) {
 }
 
 /* A switch that nobody holds any more is undone: Ctrl-C may arrive between the
- * switch and the statement that was to keep it. */
+ * switch and the statement that was to keep it. The hook is given the type: an
+ * object that is being deallocated must not be handed out. */
 static void rebinding_finalize(PyObject *self) {
   PyObject *raised = take_exception();
-  if (restore((rebinding_object *)self) < 0) PyErr_WriteUnraisable(self);
+  if (restore((rebinding_object *)self) < 0) PyErr_WriteUnraisable((PyObject *)Py_TYPE(self));
   raise_exception(raised);
 }
 

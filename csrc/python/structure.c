@@ -90,9 +90,28 @@ no_memory:
   return -1;
 }
 
+/* Plain text alone, on both sides: looking it up runs no code, which could
+ * change the holders while they are gone through. */
+static int check_watched(PyObject *watched) {
+  PyObject *name = NULL;
+  if (!PyFrozenSet_CheckExact(watched)) {
+    PyErr_Format(PyExc_TypeError, "watched is %R, expected a frozenset of str", watched);
+    return -1;
+  }
+  PyObject *names = PyObject_GetIter(watched);
+  if (names == NULL) return -1;
+  while ((name = PyIter_Next(names)) != NULL && PyUnicode_CheckExact(name)) Py_DECREF(name);
+  if (name != NULL)
+    PyErr_Format(PyExc_TypeError, "watched has %R of %R, expected str", name,
+                 (PyObject *)Py_TYPE(name));
+  Py_XDECREF(name);
+  Py_DECREF(names);
+  return PyErr_Occurred() ? -1 : 0;
+}
+
 /* 1, 0, or -1 with an exception set. */
 static int is_watched(PyObject *watched, PyObject *key) {
-  return key != NULL && PyUnicode_Check(key) ? PySet_Contains(watched, key) : 0;
+  return key != NULL && PyUnicode_CheckExact(key) ? PySet_Contains(watched, key) : 0;
 }
 
 static int take_holder(structure_object *self, PyObject *holder, PyObject *watched) {
@@ -113,10 +132,7 @@ static PyObject *structure_new(PyTypeObject *type, PyObject *args, PyObject *kwa
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO:Structure", keywords, &holders, &watched,
                                    &atoms))
     return NULL;
-  if (!PyFrozenSet_CheckExact(watched)) {
-    PyErr_SetString(PyExc_TypeError, "watched is not a frozenset");
-    return NULL;
-  }
+  if (check_watched(watched) < 0) return NULL;
   structure_object *self = (structure_object *)PyType_GenericAlloc(type, 0);
   if (self == NULL) return NULL;
   self->holders = PySequence_Tuple(holders);
@@ -178,7 +194,7 @@ static PyType_Slot structure_slots[] = {
     {Py_tp_doc,
      "Structure(holders, watched, atoms, /)\n--\n\n"
      "What dictionaries and lists hold just now, object by object. Values whose type is one of\n"
-     "atoms do not count, unless their key is in watched, a frozenset of names."},
+     "atoms do not count, unless their key is in watched, a frozenset of str."},
     {0, NULL}};
 
 static PyType_Spec structure_spec = {
