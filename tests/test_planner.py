@@ -248,6 +248,15 @@ def test_one_and_a_half_equal_sequences_a_rank_leave_no_rank_idle() -> None:
     assert plan.makespan <= 1.01 * plan.bound
 
 
+def test_the_bound_knows_that_short_sequences_beside_giants_leave_ranks_idle() -> None:
+    """Ranks with full rows wait for the giants, or the giants are wide and exchange more."""
+    lengths = [64 * 8192 // 4 + 17] * 3 + [16 + 37 * i % 1009 for i in range(2000)]
+    request = {"lengths": lengths, "ranks": 64, "max_tokens_per_rank": 8192}
+    together = hcp.plan(**request, sync="micro_batch")
+    assert together.makespan <= 1.03 * together.bound
+    assert together.bound > 1.01 * hcp.lower_bound(**request, sync="step")
+
+
 def test_a_step_of_hundreds_of_micro_batches_is_planned_near_its_bound() -> None:
     """More than a sequence looks at: it finds room among the others, too."""
     lengths = [20 + 37 * i % 181 for i in range(1500)]

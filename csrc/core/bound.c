@@ -11,9 +11,6 @@
 
 #include "internal.h"
 
-/* Longest kinds that the lockstep bound looks at. */
-enum { LOOKED_AT = 32 };
-
 /* Making a kind big instead of small saves this much rank-time a rank. */
 typedef struct offer {
   int64_t saving; /* rounded up */
@@ -34,19 +31,12 @@ static int64_t launch_area(const hcp__problem *p) {
   return __builtin_mul_overflow(launches, p->cost->launch, &area) ? INT64_MAX / 2 : area;
 }
 
-static const hcp__option *first_within(const hcp__problem *p, const hcp__kind *kind, int64_t time) {
-  const hcp__option *options = &p->options[kind->first_option];
-  for (int32_t i = 0; i < kind->options; i++)
-    if (options[i].time_floor <= time) return &options[i];
-  return kind->pruned ? &options[kind->options - 1] : NULL;
-}
-
 /* Rank-time of a kind when X holds, small if that can be; *offered says what
  * being big saves. Returns -1 when no degree is fast enough. */
 static int64_t area_within(const hcp__problem *p, const hcp__kind *kind, int64_t time,
                            int64_t *forced_ranks, offer *offered) {
-  const hcp__option *big = first_within(p, kind, time);
-  const hcp__option *small = first_within(p, kind, time / 2);
+  const hcp__option *big = hcp__first_within(p, kind, time);
+  const hcp__option *small = hcp__first_within(p, kind, time / 2);
   offered->ranks = 0;
   if (big == NULL) return -1;
   if (small == NULL) *forced_ranks += (int64_t)big->least_degree * kind->count;
@@ -95,12 +85,6 @@ static int64_t simple_bound(const hcp__problem *p) {
     if (fastest + p->cost->launch > bound) bound = fastest + p->cost->launch;
   }
   return bound;
-}
-
-/* Micro-batches that every plan needs to hold all rows. */
-static int64_t waves_needed(const hcp__problem *p) {
-  int64_t rows = p->capacity * p->limits->ranks;
-  return p->tokens / rows + (p->tokens % rows != 0);
 }
 
 /* ---- whole launches ---- */
@@ -161,105 +145,6 @@ static void raise_for_launches(hcp__problem *p) {
   p->bound = low + 1;
 }
 
-/* ---- lockstep ---- */
-
-/* Kinds by work per row, densest first; rows and work of all up to this one. */
-typedef struct dense {
-  int64_t rate; /* work per row, rounded up */
-  int64_t rows, work;
-} dense;
-
-static int64_t least_area(const hcp__problem *p, const hcp__kind *kind) {
-  return p->options[kind->first_option].area_floor;
-}
-
-static int64_t rate_of(const hcp__problem *p, const hcp__kind *kind) {
-  int64_t area = least_area(p, kind);
-  return area / kind->length + (area % kind->length != 0);
-}
-
-static int by_rate(const void *left, const void *right) {
-  const dense *a = left, *b = right;
-  if (a->rate != b->rate) return a->rate < b->rate ? 1 : -1;
-  return (a->rows < b->rows) - (a->rows > b->rows);
-}
-
-static void sort_dense(const hcp__problem *p, dense *kinds) {
-  for (int32_t k = 0; k < p->kind_count; k++) {
-    const hcp__kind *kind = &p->kinds[k];
-    kinds[k] =
-        (dense){rate_of(p, kind), kind->length * kind->count, least_area(p, kind) * kind->count};
-  }
-  qsort(kinds, (size_t)p->kind_count, sizeof *kinds, by_rate);
-  for (int32_t k = 1; k < p->kind_count; k++) {
-    kinds[k].rows += kinds[k - 1].rows;
-    kinds[k].work += kinds[k - 1].work;
-  }
-}
-
-/* Most work that rows hold: whole kinds, densest first, and part of the next. */
-static int64_t densest(const dense *kinds, int32_t count, int64_t rows) {
-  int32_t low = 0, high = count; /* the first that does not fit */
-  while (low < high) {
-    int32_t middle = low + (high - low) / 2;
-    if (kinds[middle].rows <= rows)
-      low = middle + 1;
-    else
-      high = middle;
-  }
-  int64_t work = low > 0 ? kinds[low - 1].work : 0, part;
-  int64_t left = rows - (low > 0 ? kinds[low - 1].rows : 0);
-  if (low == count || left <= 0) return work;
-  return __builtin_mul_overflow(kinds[low].rate, left, &part) ? INT64_MAX / 2 : work + part;
-}
-
-/* Most work beside one sequence of the kind, on so many ranks. */
-static int64_t work_beside(const hcp__problem *p, const hcp__kind *kind, const dense *kinds,
-                           int64_t ranks) {
-  int64_t rows = p->capacity * ranks, own = least_area(p, kind);
-  int64_t without = densest(kinds, p->kind_count, rows);
-  int64_t with = densest(kinds, p->kind_count, rows + kind->length) - own;
-  return with < without ? with : without; /* with it taken out, when it is among the densest */
-}
-
-/* Rank-time that a micro-batch with the sequence leaves idle: everybody waits for
- * it, and its ranks have nothing else to do meanwhile; the others have rows for so
- * much work only. The best degree for it counts. */
-static int64_t idle_beside(const hcp__problem *p, const hcp__kind *kind, const dense *kinds) {
-  int64_t ranks = p->limits->ranks, least = INT64_MAX;
-  if (kind->pruned) return 0;
-  for (int32_t i = 0; i < kind->options; i++) {
-    const hcp__option *option = &p->options[kind->first_option + i];
-    int64_t others = ranks - option->least_degree, time = option->time_floor;
-    if (time > INT64_MAX / 2 / ranks) continue;
-    int64_t work = work_beside(p, kind, kinds, others);
-    if (work > others * time) work = others * time;
-    int64_t idle = ranks * time - least_area(p, kind) - work;
-    if (idle < least) least = idle;
-  }
-  return least == INT64_MAX || least < 0 ? 0 : least;
-}
-
-/* Ranks that wait for each other after every micro-batch pay each launch. */
-static int64_t lockstep_bound(const hcp__problem *p, dense *kinds) {
-  int64_t idle = 0;
-  sort_dense(p, kinds);
-  for (int32_t k = 0; k < p->kind_count && k < LOOKED_AT; k++) {
-    int64_t one = idle_beside(p, &p->kinds[k], kinds);
-    if (one > idle) idle = one;
-  }
-  return (p->least + idle) / p->limits->ranks + waves_needed(p) * p->cost->launch;
-}
-
-static hcp_status raise_for_lockstep(hcp__problem *p, hcp_error *err) {
-  dense *kinds = malloc(((size_t)p->kind_count + 1) * sizeof *kinds);
-  if (kinds == NULL) return hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d sequences", p->n);
-  int64_t bound = lockstep_bound(p, kinds);
-  free(kinds);
-  if (bound > p->bound) p->bound = bound;
-  return HCP_OK;
-}
-
 hcp_status hcp__bound(hcp__problem *p, hcp_error *err) {
   p->bound = 0;
   if (p->n == 0) return HCP_OK;
@@ -284,6 +169,6 @@ hcp_status hcp__bound(hcp__problem *p, hcp_error *err) {
   p->bound = low + 1;
   raise_for_launches(p);
   hcp_status status = HCP_OK;
-  if (p->limits->sync == HCP_SYNC_MICRO_BATCH) status = raise_for_lockstep(p, err);
+  if (p->limits->sync == HCP_SYNC_MICRO_BATCH) status = hcp__lockstep_bound(p, err);
   return status == HCP_OK ? hcp__pipeline_bound(p, err) : status;
 }

@@ -129,10 +129,20 @@ int64_t hcp__load(const hcp__problem *problem, int32_t sequence, int32_t degree)
 /* The option of the least degree that ends within target, else the fastest. */
 const hcp__option *hcp__allot(const hcp__problem *problem, const hcp__kind *kind, int64_t target);
 
+/* The option before which no degree ends within time, NULL: none does. The area floor of
+ * the option holds for every degree that does. */
+const hcp__option *hcp__first_within(const hcp__problem *problem, const hcp__kind *kind,
+                                     int64_t time);
+
 /* ---- bound.c ---- */
 
 /* Fills problem->bound with a time that no plan beats. */
 hcp_status hcp__bound(hcp__problem *problem, hcp_error *err);
+
+/* ---- bound_lockstep.c ---- */
+
+/* Raises problem->bound for ranks that wait for each other after every micro-batch. */
+hcp_status hcp__lockstep_bound(hcp__problem *problem, hcp_error *err);
 
 /* ---- bound_pipeline.c ---- */
 

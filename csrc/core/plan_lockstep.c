@@ -59,7 +59,17 @@ static void sum_up(const lockstep *l, heights *h) {
   h->count = kept;
 }
 
+/* What no plan beats needs no look. Heights are of one stage and of fast ranks. */
+static int beats_bound(const lockstep *l, const heights *h) {
+  const hcp_limits *limits = l->s->p->limits;
+  if (limits->pipeline.stages > 1 || limits->slowness != NULL) return 0;
+  int64_t sum = 0, bound = l->s->p->bound;
+  for (int32_t w = 0; w < h->count && sum < bound; w++) sum += h->at[w] + l->s->p->cost->launch;
+  return sum < bound;
+}
+
 static int holds(lockstep *l, heights *h) {
+  if (beats_bound(l, h)) return 0;
   l->budget--;
   if (!hcp__waves_hold(l->waves, h->count, h->tall_first, h->at)) return 0;
   sum_up(l, h);
@@ -95,29 +105,32 @@ static void start_open(lockstep *l) {
   }
 }
 
-static int holds_profile(lockstep *l, int32_t count, int64_t height) {
+static int holds_profile(lockstep *l, int32_t count, int32_t steep, int64_t height) {
   l->tried.count = count;
   l->tried.tall_first = 1;
-  int64_t drop = count > 1 ? height / 8 * 7 / (count - 1) : 0;
-  for (int32_t w = 0; w < count; w++) l->tried.at[w] = height - drop * w;
+  int64_t drop = count > 1 ? height / 8 * 7 / (count - 1) : 0, next = height;
+  for (int32_t w = 0; w < count; w++) {
+    l->tried.at[w] = steep ? next : height - drop * w;
+    next -= next / (1 + steep) * steep;
+  }
   if (!holds(l, &l->tried)) return 0;
   offer(l, &l->tried);
   return 1;
 }
 
-/* The least height that holds all in count micro-batches, the last one an
- * eighth as high as the first. */
-static void start_falling(lockstep *l, int32_t count) {
-  int64_t low = l->s->p->least / l->s->p->limits->ranks / count, high = 2 * low;
+/* The least height that holds all in count micro-batches: the last one an eighth as
+ * high as the first, or each 1 / (1 + steep) as high as the one before. */
+static void start_falling(lockstep *l, int32_t count, int32_t steep) {
+  int64_t low = l->s->p->least / l->s->p->limits->ranks / (steep ? 2 : count), high = 2 * low;
   int32_t raises = 0;
-  while (raises < RAISES && !holds_profile(l, count, ++high)) {
+  while (raises < RAISES && !holds_profile(l, count, steep, ++high)) {
     raises++;
     low = high;
     high += high < HCP__NO_TARGET / 2 ? high / 2 : 0;
   }
   for (int32_t i = 0; raises < RAISES && i < HALVINGS; i++) {
     int64_t middle = low + (high - low) / 2;
-    if (holds_profile(l, count, middle))
+    if (holds_profile(l, count, steep, middle))
       high = middle;
     else
       low = middle;
@@ -135,8 +148,13 @@ static void start(lockstep *l, int32_t effort) {
   int32_t counts = p->n >= LARGE ? 1 : p->n >= MANY ? 2 : COUNTS;
   for (int32_t i = 0; i < STARTS; i++) l->best[i].sum = INT64_MAX;
   start_open(l);
-  for (int32_t i = 0; i < counts * effort && least_count(p) + i <= l->most; i++)
-    start_falling(l, least_count(p) + i);
+  for (int32_t i = 0; i < counts * effort && least_count(p) + i <= l->most; i++) {
+    start_falling(l, least_count(p) + i, 0);
+    /* A long tail of many sequences: the longest are far longer than the next. */
+    if (p->n < MANY) continue;
+    start_falling(l, least_count(p) + i, 1);
+    if (least_count(p) + i < l->most) start_falling(l, least_count(p) + i + 1, 2);
+  }
 }
 
 /* ---- descent ---- */

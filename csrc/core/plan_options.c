@@ -354,3 +354,10 @@ const hcp__option *hcp__allot(const hcp__problem *p, const hcp__kind *kind, int6
   }
   return &options[low];
 }
+
+const hcp__option *hcp__first_within(const hcp__problem *p, const hcp__kind *kind, int64_t time) {
+  const hcp__option *options = &p->options[kind->first_option];
+  for (int32_t i = 0; i < kind->options; i++)
+    if (options[i].time_floor <= time) return &options[i];
+  return kind->pruned ? &options[kind->options - 1] : NULL;
+}

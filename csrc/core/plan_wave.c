@@ -98,6 +98,11 @@ int32_t hcp__wave_open_group(hcp__waves *w, int32_t wave, int32_t degree) {
   return b;
 }
 
+/* Whether the sequence may have room in the group: its load is not looked at yet. */
+static int may_hold(const hcp__waves *w, const hcp__block *block, int64_t length) {
+  return (w->p->capacity - block->rows) * block->degree >= length;
+}
+
 /* Any group at all with room, at its own degree. The next search begins where
  * this one ends, as groups before it are full for sequences like this. */
 static int squeeze(hcp__waves *w, int32_t sequence, const hcp__kind *kind) {
@@ -105,6 +110,7 @@ static int squeeze(hcp__waves *w, int32_t sequence, const hcp__kind *kind) {
   for (int32_t looked = 0; looked < LOOK_FAR && looked < count; looked++, w->cursor++) {
     if (w->cursor >= count) w->cursor = 0;
     int32_t degree = w->blocks->block[w->cursor].degree;
+    if (!may_hold(w, &w->blocks->block[w->cursor], kind->length)) continue;
     int64_t rows = hcp__load(w->p, sequence, degree);
     if (!joins(w, w->cursor, rows, 1)) continue;
     int64_t time = hcp__cost(w->p->cost, kind->length, degree, w->p->limits->ranks_per_node);
@@ -123,6 +129,7 @@ static int32_t best_fit(const hcp__waves *w, int32_t sequence, int64_t *rows, in
   int64_t left = INT64_MAX;
   for (int32_t b = 0; b < w->blocks->count; b++) {
     const hcp__block *block = &w->blocks->block[b];
+    if (!may_hold(w, block, w->p->lengths[sequence])) continue;
     int64_t needed = hcp__load(w->p, sequence, block->degree);
     int64_t room = w->p->capacity - block->rows - needed;
     if (room < 0 || room >= left) continue;
