@@ -141,10 +141,11 @@ def calibrate(*argv: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("comm_type", ["p2p", "a2a"])
+@pytest.mark.parametrize("comm_type", ["p2p", "a2a", "a2a+p2p"])
 def test_ranks_measure_and_leave_a_file_that_plans(comm_type: str, tmp_path: Path) -> None:
     out = tmp_path / "cost.json"
-    done = calibrate("--ranks", "3", "--out", str(out), "--cp-comm-type", comm_type)
+    levels = ["--hierarchical-context-parallel-sizes", "2", "2"] if comm_type == "a2a+p2p" else []
+    done = calibrate("--ranks", "3", "--out", str(out), "--cp-comm-type", comm_type, *levels)
     assert done.returncode == 0, done.stderr
     assert "held-out points: median" in done.stdout
     provenance = json.loads(out.read_text())["provenance"]
@@ -166,6 +167,8 @@ def test_ranks_measure_and_leave_a_file_that_plans(comm_type: str, tmp_path: Pat
         (["--num-query-groups", "3"], "num_attention_heads (2) % num_query_groups (3) == 2"),
         (["--repeats", "0"], "repeats is 0, expected an integer >= 1"),
         (["--out", "/none/such/cost.json"], "no such folder"),
+        (["--cp-comm-type", "auto"], "invalid choice: 'auto'"),
+        (["--cp-comm-type", "a2a+p2p"], "hierarchical_context_parallel_sizes is missing"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_ranks_start(
