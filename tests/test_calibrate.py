@@ -170,11 +170,12 @@ def test_measured_times_become_a_file_that_plans(
     hcp.check_plan(hcp.plan([700, 30, 90], ranks=3, max_tokens_per_rank=256, cost=cost))
 
 
-@pytest.mark.parametrize("comm_type", ["p2p", "a2a"])
+@pytest.mark.parametrize("comm_type", ["p2p", "a2a+p2p"])
 def test_ranks_measure_every_cell(comm_type: str, tmp_path: Path) -> None:
     """So small a model on so busy a machine may show no growth: then it says so."""
     out = tmp_path / "cost.json"
-    done = calibrate("--ranks", "3", "--out", str(out), "--cp-comm-type", comm_type)
+    levels = ["--hierarchical-context-parallel-sizes", "2", "2"] if comm_type == "a2a+p2p" else []
+    done = calibrate("--ranks", "3", "--out", str(out), "--cp-comm-type", comm_type, *levels)
     assert "90/90" in done.stderr
     if done.returncode == 2:
         assert "do not grow with their rows" in done.stderr
@@ -193,6 +194,8 @@ def test_ranks_measure_every_cell(comm_type: str, tmp_path: Path) -> None:
         (["--num-query-groups", "3"], "num_attention_heads (2) % num_query_groups (3) == 2"),
         (["--repeats", "0"], "repeats is 0, expected an integer >= 1"),
         (["--out", "/none/such/cost.json"], "no such folder"),
+        (["--cp-comm-type", "auto"], "invalid choice: 'auto'"),
+        (["--cp-comm-type", "a2a+p2p"], "hierarchical_context_parallel_sizes is missing"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_ranks_start(

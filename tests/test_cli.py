@@ -265,6 +265,16 @@ def test_a_pipeline_of_equal_micro_batches_takes_what_1f1b_takes(capsys: Capture
     assert ratio == pytest.approx(4 * 8 / 11, rel=1e-2)
 
 
+def test_chunks_shorten_the_bubble_and_keep_the_multiple(capsys: Capture) -> None:
+    """Eight equal micro-batches in four stages of two chunks: 3 / 2 of a stage's time more."""
+    rates = ["--tflops", "1e5", "--attention-tflops", "1e5", "--gbps", "1e5", "--launch-ms", "1e4"]
+    argv = ["--sync", "micro_batch", "--max-length", "1024", *rates, "--pipeline-stages", "4"]
+    static = simulated(capsys, *argv, "--virtual-stages", "2")["static CP"]
+    assert static["bubble"] == pytest.approx(1.5 / 9.5, rel=1e-2)
+    results = simulated(capsys, *argv, "--virtual-stages", "2", "--micro-batch-group", "6")
+    assert all(result["micro_batches"] % 6 == 0 for result in results.values())
+
+
 def test_slower_ranks_give_fewer_tokens_and_hcp_knows_which(capsys: Capture) -> None:
     plain, spread = simulated(capsys), simulated(capsys, "--speed-spread", "0.3")
     for name, result in spread.items():
@@ -286,6 +296,10 @@ def test_simulate_draws_the_first_batch(tmp_path: Path, capsys: Capture) -> None
         (["--gbps", "nan"], "gbps is nan, expected > 0"),
         (["--speed-spread", "1"], "speed_spread is 1.0, expected 0 <= share < 1"),
         (["--pipeline-stages", "5"], "num_layers (32) % pipeline_stages (5) == 2, expected 0"),
+        (
+            ["--pipeline-stages", "4", "--virtual-stages", "3"],
+            "* virtual_stages (3) == 8, expected",
+        ),
         (["--batches", "0"], "batches is 0, expected an integer >= 1"),
         (["--ranks", "0"], "ranks is 0, expected an integer >= 1"),
         (["--num-attention-heads", "7"], "hidden_size (4096) % num_attention_heads (7) == 1"),

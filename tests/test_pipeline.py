@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import json
 import pickle
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -202,6 +205,50 @@ def test_no_careless_plan_beats_the_bound(request: dict[str, Any], seed: int) ->
     data["micro_batches"] = batches + [{"groups": []}] * (-len(batches) % multiple)
     careless = hcp.Plan.from_dict(data)
     assert plan.bound <= careless.makespan == slow_makespan(careless)
+
+
+def all_plans(made: hcp.Plan) -> Iterator[hcp.Plan]:
+    """Every choice of micro-batch and ranks, on two ranks, that is a plan."""
+    data, count = made.to_dict(), len(made.lengths)
+    places = list(itertools.product(range(count), ((0, 1), (1, 1), (0, 2))))
+    for chosen in itertools.product(places, repeat=count):
+        groups: dict[tuple[int, tuple[int, int]], list[int]] = {}
+        for s, place in enumerate(chosen):
+            groups.setdefault(place, []).append(s)
+        batches = [
+            [
+                {"first_rank": first, "degree": degree, "sequences": members}
+                for (at, (first, degree)), members in sorted(groups.items())
+                if at == m
+            ]
+            for m in range(count)
+        ]
+        data["micro_batches"] = [{"groups": batch} for batch in batches if batch]
+        with contextlib.suppress(ValueError):  # ranks overlap, or hold too much
+            yield hcp.Plan.from_dict(data)
+
+
+@pytest.mark.parametrize("sync", ["step", "micro_batch"])
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("lengths", [[700, 90, 60], [400, 390, 30], [300, 300, 300], [900, 20]])
+def test_no_plan_at_all_beats_the_bound(lengths: list[int], stages: int, sync: str) -> None:
+    cost = hcp.CostModel(launch=10_000, exchange=2_000)
+    plan = hcp.plan(
+        lengths, ranks=2, max_tokens_per_rank=1000, cost=cost, pipeline_stages=stages, sync=sync
+    )
+    best = min(other.makespan for other in all_plans(plan))
+    assert plan.bound <= best <= plan.makespan
+    assert plan.makespan <= 1.05 * best
+
+
+def test_a_long_sequence_is_a_ramp_that_the_bound_knows() -> None:
+    """One rank: (4 T + (5 p - 3) t) / 6, from paths through the long one's micro-batch."""
+    cost = hcp.CostModel(launch=0)
+    lengths = [4000] + [250] * 36
+    times = [cost.time(length, 1) for length in lengths]
+    plan = hcp.plan(lengths, ranks=1, max_tokens_per_rank=4000, cost=cost, pipeline_stages=4)
+    assert plan.bound >= 0.999 * (4 * sum(times) + 17 * times[0]) / 6 > 1.1 * sum(times)
+    assert plan.makespan <= 1.05 * plan.bound
 
 
 def test_an_interleaved_pipeline_gets_a_multiple_of_its_group() -> None:

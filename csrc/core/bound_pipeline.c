@@ -23,10 +23,20 @@
  * T / reach(M); and some rank has at least its share of all work, so that T is
  * that and M launches. The M that gives the least is a bound.
  *
- * Where ranks run in lockstep, all this holds for the micro-batch of the longest
- * sequence, too, and T is what bounds one stage. With t its time and P the sum of
- * those before it, T + front + back falls with P, and T + back, which counts a
- * front of any other, rises: both meet at P = (p - 1) / 2 t.
+ * One of them that takes t, with P before it and S behind, makes that
+ *
+ *   T + max(0, (p - 1) / 3 t - 2 / 3 P) + max(0, 2 (p - 1) / 3 t - 1 / 3 S),
+ *
+ * least where P has what it can use, (p - 1) / 2 t: the larger of T,
+ * (4 T + (5 p - 3) t) / 6 and (T + (3 p - 1) t) / 3. So a rank that ends by X computes
+ * at most u(t) beside a sequence of time t. With U the most that any rank computes,
+ * by its reach, it leaves U - u(t) of the longest it has undone, and at least
+ * t' (U / u(t') - 1) for each of its sequences, since those sum to u(t) at most.
+ * X is refuted when no choice of degrees has sum of d t U / u(t) within N U, or when
+ * what one sequence leaves undone does not fit beside all work.
+ *
+ * Where ranks run in lockstep, all of them are busy for the same T and wait for the
+ * slowest sequence: either that is slow, or many are wide and T is larger.
  *
  * This is for stages of one chunk; interleaved, only the ramp counts. */
 #include <stdlib.h>
@@ -43,6 +53,14 @@ static int64_t fastest(const hcp__problem *p, const hcp__kind *kind) {
     if (p->options[kind->first_option + i].time_floor < time)
       time = p->options[kind->first_option + i].time_floor;
   return time;
+}
+
+/* Micro-batches of some rank with its share of all work: where ranks run in
+ * lockstep, as many as hold all rows. */
+static int32_t least_count(const hcp__problem *p) {
+  int64_t rows = p->capacity * p->limits->ranks, count = p->tokens / rows + (p->tokens % rows != 0);
+  if (p->limits->sync == HCP_SYNC_STEP) return 1;
+  return count < COUNTS ? (int32_t)count : COUNTS;
 }
 
 /* ---- the ramp ---- */
@@ -65,23 +83,121 @@ static int64_t ramp_bound(const hcp__problem *p) {
 
 /* ---- one that is long ---- */
 
-/* T + (p - 1) t - 2 / 3 P - 1 / 3 (T - t - P), at that P or the most there is. */
-static int64_t tall_bound(const hcp__problem *p) {
-  int64_t ahead = p->limits->pipeline.stages - 1, tall = 0, whole = p->bound;
-  for (int32_t k = 0; k < p->kind_count; k++) {
-    int64_t time = fastest(p, &p->kinds[k]) + p->cost->launch;
-    if (time > tall) tall = time;
+/* The least that a rank takes which is busy for whole, a micro-batch of time tall
+ * included. */
+static int64_t with_tall(const hcp__problem *p, int64_t whole, int64_t tall) {
+  int64_t stages = p->limits->pipeline.stages, time = whole;
+  if (whole > INT64_MAX / 64 || tall > INT64_MAX / 64 / stages) return INT64_MAX / 2;
+  if ((4 * whole + (5 * stages - 3) * tall) / 6 > time)
+    time = (4 * whole + (5 * stages - 3) * tall) / 6;
+  if ((whole + (3 * stages - 1) * tall) / 3 > time) time = (whole + (3 * stages - 1) * tall) / 3;
+  return time;
+}
+
+/* An option's rank-time, both floors respected. */
+static int64_t area_of(const hcp__option *option) {
+  int64_t area;
+  if (__builtin_mul_overflow((int64_t)option->least_degree, option->time_floor, &area))
+    return option->area_floor;
+  return area > option->area_floor ? area : option->area_floor;
+}
+
+/* Rank-time that a kind needs on top of its least so that each takes less than
+ * time; -1: it cannot. */
+static int64_t area_below(const hcp__problem *p, const hcp__kind *kind, int64_t time) {
+  int64_t least = -1, cheapest = p->options[kind->first_option].area_floor;
+  if (kind->pruned) return 0;
+  for (int32_t i = 0; i < kind->options; i++) {
+    const hcp__option *option = &p->options[kind->first_option + i];
+    if (option->time_floor >= time) continue;
+    if (least < 0 || area_of(option) < least) least = area_of(option);
   }
-  if (whole > INT64_MAX / 8 || tall > INT64_MAX / 8 / (ahead + 1)) return INT64_MAX / 2;
-  int64_t others = whole - tall, before = (ahead * tall + 1) / 2;
-  if (before > others) before = others;
-  return whole + ahead * tall - (others + before + 2) / 3;
+  return least < 0 ? -1 : hcp__scaled(least - cheapest, kind->count, 1);
+}
+
+/* The least that ranks in lockstep are busy for when each sequence takes less than
+ * below; -1: some cannot. The longest are looked at. */
+static int64_t busy_below(const hcp__problem *p, int64_t below) {
+  int64_t area = p->least, ranks = p->limits->ranks;
+  for (int32_t k = 0; k < p->kind_count; k++) {
+    if (p->options[p->kinds[k].first_option].time_floor < below) break;
+    int64_t more = area_below(p, &p->kinds[k], below);
+    if (more < 0) return -1;
+    if (__builtin_add_overflow(area, more, &area)) return p->bound;
+  }
+  int64_t busy = area / ranks + least_count(p) * p->cost->launch;
+  return p->limits->slowness == NULL && busy > p->bound ? busy : p->bound;
+}
+
+/* Ranks in lockstep all wait for the slowest sequence, which is as slow as the
+ * longest at least: a wide one is less of a ramp and more work for all. */
+static int64_t tall_bound(const hcp__problem *p) {
+  const hcp__kind *kind = &p->kinds[0];
+  int64_t below = INT64_MAX, best = INT64_MAX / 2;
+  if (kind->pruned) return p->bound;
+  for (int32_t i = 0; i < kind->options; i++) {
+    int64_t tall = p->options[kind->first_option + i].time_floor, busy = busy_below(p, below);
+    int64_t time = busy < 0 ? best : with_tall(p, busy, tall + p->cost->launch);
+    if (time < best) best = time;
+    below = tall;
+  }
+  return best;
+}
+
+/* The most work of a rank that ends by time with a sequence that takes tall, and a
+ * launch for it. */
+static int64_t most_beside(const hcp__problem *p, int64_t time, int64_t tall) {
+  int64_t stages = p->limits->pipeline.stages, launch = p->cost->launch, most = time;
+  tall += launch;
+  if (tall > time / stages) return 0;
+  if ((6 * time - (5 * stages - 3) * tall) / 4 + 1 < most)
+    most = (6 * time - (5 * stages - 3) * tall) / 4 + 1;
+  if (3 * time - (3 * stages - 1) * tall < most) most = 3 * time - (3 * stages - 1) * tall;
+  return most > launch ? most - launch : 0;
+}
+
+/* Rank-time of a sequence by the option that needs the least, -1: too long at any. */
+typedef struct charge {
+  int64_t shared; /* with the part that it keeps its ranks from using */
+  int64_t alone;  /* with all that they leave unused, more than the least */
+} charge;
+
+static charge charge_of(const hcp__problem *p, const hcp__kind *kind, int64_t time, int64_t share) {
+  charge least = {-1, -1};
+  int64_t cheapest = p->options[kind->first_option].area_floor;
+  if (kind->pruned) return (charge){cheapest, 0};
+  for (int32_t i = 0; i < kind->options; i++) {
+    const hcp__option *option = &p->options[kind->first_option + i];
+    int64_t most = most_beside(p, time, option->time_floor), area = area_of(option);
+    if (most < option->time_floor) continue;
+    int64_t unused = most < share ? hcp__scaled(share - most, option->least_degree, 1) : 0;
+    int64_t shared = most > 0 && most < share ? hcp__scaled(area, share, most) - 1 : area;
+    if (least.shared < 0 || shared < least.shared) least.shared = shared;
+    if (least.alone < 0 || area - cheapest + unused < least.alone)
+      least.alone = area - cheapest + unused;
+  }
+  return least;
+}
+
+/* Whether no plan ends by time, on whose ranks share is the most work. What slow
+ * ranks leave unused is less. */
+static int long_refute(const hcp__problem *p, int64_t time, int64_t share) {
+  int64_t area = 0, limit = hcp__rank_time(p->limits, share);
+  for (int32_t k = 0; k < p->kind_count; k++) {
+    charge one = charge_of(p, &p->kinds[k], time, share);
+    if (one.shared < 0) return 1;
+    if (p->limits->slowness == NULL && one.alone > limit - p->least) return 1;
+    if (__builtin_mul_overflow(one.shared, p->kinds[k].count, &one.shared) ||
+        __builtin_add_overflow(area, one.shared, &area))
+      return 0;
+  }
+  return area > limit;
 }
 
 /* ---- the reach ---- */
 
 /* Of count micro-batches growing from the front, and from the back, in ONE. */
-static void fill_reaches(int64_t stages, int64_t *front, int64_t *back) {
+static void fill_ends(int64_t stages, int64_t *front, int64_t *back) {
   front[0] = back[0] = 0;
   for (int32_t k = 0; k < COUNTS; k++) {
     int64_t grown = front[k] + (2 * front[k] + 3 * (int64_t)ONE) / (stages - 1) + 1;
@@ -100,56 +216,67 @@ static int64_t reach_of(int32_t count, const int64_t *front, const int64_t *back
   return reach;
 }
 
-/* The least over M of (share + M launch) (1 + 1 / reach). */
-static int64_t least_grown(int64_t share, int64_t launch, int32_t least_count, const int64_t *front,
-                           const int64_t *back) {
-  int64_t best = INT64_MAX / 2;
-  int32_t cut = 0, count = least_count;
-  for (; count <= COUNTS; count++) {
-    int64_t whole = share + count * launch;
-    if (whole >= best) return best;
-    int64_t reach = reach_of(count, front, back, &cut);
-    int64_t time = whole + (reach < FAR ? hcp__scaled(whole, ONE, reach) - 1 : 0);
-    if (time < best) best = time;
+static void fill_reaches(int64_t stages, int64_t *reaches) {
+  int64_t *front = &reaches[COUNTS + 1], *back = &front[COUNTS + 1];
+  int32_t cut = 0;
+  fill_ends(stages, front, back);
+  for (int32_t count = 0; count <= COUNTS; count++)
+    reaches[count] = reach_of(count, front, back, &cut);
+}
+
+/* The most work of a rank that ends by time: the largest over M of
+ * time reach / (reach + 1) less M launches. */
+static int64_t most_work(const hcp__problem *p, int64_t time, int32_t least_count,
+                         const int64_t *reaches) {
+  int64_t most = 0;
+  for (int32_t count = least_count; count <= COUNTS; count++) {
+    int64_t left = time - count * p->cost->launch;
+    if (left <= most) return most;
+    int64_t reach = reaches[count];
+    if (reach < FAR) left = hcp__scaled(time, reach, reach + ONE) - count * p->cost->launch;
+    if (left > most) most = left;
   }
-  return share + count * launch < best ? share + count * launch : best;
+  int64_t left = time - COUNTS * p->cost->launch;
+  return left > most ? left : most;
 }
 
-/* Micro-batches of some rank with its share of all work: where ranks run in
- * lockstep, as many as hold all rows. */
-static int32_t least_count(const hcp__problem *p) {
-  int64_t rows = p->capacity * p->limits->ranks, count = p->tokens / rows + (p->tokens % rows != 0);
-  if (p->limits->sync == HCP_SYNC_STEP) return 1;
-  return count < COUNTS ? (int32_t)count : COUNTS;
+static int refuted(const hcp__problem *p, int64_t time, const int64_t *reaches) {
+  int64_t share = most_work(p, time, least_count(p), reaches);
+  return share < 1 || long_refute(p, time, share);
 }
 
-/* What the fastest rank computes when all share the work. */
-static int64_t share_of(const hcp__problem *p) {
-  int64_t low = 0, high = p->least;
-  while (low < high) {
+/* The least time that is not refuted. */
+static int64_t grown_bound(const hcp__problem *p, const int64_t *reaches) {
+  int64_t low = p->bound - 1, high = p->bound;
+  while (refuted(p, high, reaches)) {
+    if (high > INT64_MAX / 16) return INT64_MAX / 2;
+    low = high;
+    high += high / 8 + 1;
+  }
+  while (high - low > 1 && high - low > low >> 12) {
     int64_t middle = low + (high - low) / 2;
-    if (hcp__rank_time(p->limits, middle) < p->least)
-      low = middle + 1;
+    if (refuted(p, middle, reaches))
+      low = middle;
     else
       high = middle;
   }
-  return low > 0 ? low - 1 : 0; /* shares of work are rounded down */
+  return low + 1;
 }
 
 hcp_status hcp__pipeline_bound(hcp__problem *p, hcp_error *err) {
   const hcp_pipeline *pipeline = &p->limits->pipeline;
   if (pipeline->stages < 2) return HCP_OK;
-  int64_t *front = malloc(2 * (size_t)(COUNTS + 2) * sizeof *front);
-  if (front == NULL) return hcp__fail(err, HCP_NO_MEMORY, "out of memory for a bound");
-  int64_t *back = front + COUNTS + 2;
-  int64_t bound = ramp_bound(p), grown = 0;
+  int64_t *reaches = malloc(3 * (size_t)(COUNTS + 1) * sizeof *reaches);
+  if (reaches == NULL) return hcp__fail(err, HCP_NO_MEMORY, "out of memory for a bound");
+  int64_t bound = ramp_bound(p);
   if (pipeline->virtual_stages < 2 && p->cost->launch < INT64_MAX / 8 / COUNTS) {
-    fill_reaches(pipeline->stages, front, back);
-    grown = least_grown(share_of(p), p->cost->launch, least_count(p), front, back);
-    if (p->limits->sync == HCP_SYNC_MICRO_BATCH && tall_bound(p) > grown) grown = tall_bound(p);
+    if (p->limits->sync == HCP_SYNC_MICRO_BATCH && tall_bound(p) > bound) bound = tall_bound(p);
+    if (bound > p->bound) p->bound = bound;
+    fill_reaches(pipeline->stages, reaches);
+    bound = grown_bound(p, reaches);
   }
-  free(front);
-  p->bound = grown > bound ? grown : bound;
+  free(reaches);
+  if (bound > p->bound) p->bound = bound;
   if (p->bound < INT64_MAX / 2) return HCP_OK;
   return hcp__fail(err, HCP_OVERFLOW, "the cost of all micro-batches exceeds 63 bits");
 }

@@ -20,6 +20,8 @@ LIMITS = (
     "ranks_per_node",
     "sync",
     "pipeline_stages",
+    "virtual_stages",
+    "micro_batch_group",
     "effort",
 )
 
@@ -77,6 +79,15 @@ def add_limits(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     )
     group.add_argument(
         "--pipeline-stages", type=int, default=1, metavar="STAGES", help="of so many ranks each (1)"
+    )
+    group.add_argument(
+        "--virtual-stages", type=int, default=1, metavar="CHUNKS", help="of each stage (1)"
+    )
+    group.add_argument(
+        "--micro-batch-group",
+        type=int,
+        metavar="MICRO_BATCHES",
+        help="their count is a multiple of this where stages have chunks (the stages)",
     )
     group.add_argument("--effort", type=int, default=1, help="more: a longer search (1)")
     return group

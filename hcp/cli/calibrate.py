@@ -24,12 +24,13 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from hcp.cli.arguments import in_words, new_parser
-from hcp.comm import COMM_TYPES
+from hcp.comm import COMM_TYPES, check_comm_types
 from hcp.config import Config, expect_size
 
 if TYPE_CHECKING:
     from hcp.cli.fit import Fit, Point
 
+MEASURED = tuple(name for name in COMM_TYPES if name != "auto")
 HELD_OUT = 4
 """Every so many points are kept from the fit, to say how well it predicts."""
 SIZES = (
@@ -68,7 +69,20 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="most rows of one rank; the grid goes down to a sixteenth (2048)",
     )
     group.add_argument("--repeats", type=int, default=5, help="of each point; medians count (5)")
-    group.add_argument("--cp-comm-type", choices=COMM_TYPES, default="p2p", help="(p2p)")
+    group.add_argument(
+        "--cp-comm-type",
+        choices=MEASURED,
+        default="p2p",
+        help="(p2p); not auto, which goes by the prices that are measured here",
+    )
+    group.add_argument(
+        "--hierarchical-context-parallel-sizes",
+        nargs="+",
+        type=int,
+        default=[],
+        metavar="RANKS",
+        help="levels of a2a+p2p, the inner all-to-all first and the ring last",
+    )
     group.add_argument("--seed", type=int, default=1234, help="of the held-out points (1234)")
     add_model_arguments(parser)
     parser.add_argument(
@@ -84,7 +98,13 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     if args.max_tokens_per_rank < 256:
         raise ValueError(f"max_tokens_per_rank is {args.max_tokens_per_rank}, expected >= 256")
     check_model(args)
-    args.config = Config(args.max_tokens_per_rank, cp_comm_type=args.cp_comm_type)
+    sizes = tuple(args.hierarchical_context_parallel_sizes)
+    check_comm_types([args.cp_comm_type], sizes, None, where="cp_comm_type")
+    args.config = Config(
+        args.max_tokens_per_rank,
+        cp_comm_type=args.cp_comm_type,
+        hierarchical_context_parallel_sizes=sizes,
+    )
     if not args.out.resolve().parent.is_dir():
         raise ValueError(f"--out {args.out}: no such folder")
     return args
@@ -140,6 +160,7 @@ def provenance(
     import hcp
 
     model = (*SIZES[3:], "dtype", "untie_embeddings_and_output_weights", "cp_comm_type")
+    levels = "hierarchical_context_parallel_sizes"
     return {
         "command": "python -m hcp calibrate",
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -150,7 +171,7 @@ def provenance(
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
-        "model": {name: getattr(args, name) for name in model},
+        "model": {name: getattr(args, name) for name in (*model, levels)},
         "repeats": args.repeats,
         "seed": args.seed,
         "errors": errors,

@@ -58,13 +58,22 @@ class Fit:
         return sorted(abs(self.predict(p) / p.seconds - 1) for p in points)
 
 
+EXCHANGES = {
+    "p2p": ("exchange",),
+    "all_gather": ("exchange",),
+    "a2a": ("all_to_all",),
+    "a2a+p2p": ("exchange", "all_to_all"),
+}
+"""What is paid beside computation, by comm type."""
+
+
 def fit(points: Sequence[Point], comm_type: str = "p2p") -> Fit:
     """The prices with the least sum of squared relative errors, with and without overlap of a
     ring's exchange, whichever fits better.
 
     Raises ValueError if the times do not grow with the rows: no plan could be made of them.
     """
-    exchanges = "all_to_all" if comm_type == "a2a" else "exchange"
+    exchanges = EXCHANGES[comm_type]
     candidates = [_fit_additive(points, exchanges)]
     if max(_share_of_rows(point, candidates[0].prices) for point in points) < LEAST_SHARE:
         rows = max(sum(point.lengths) // point.degree for point in points)
@@ -73,23 +82,23 @@ def fit(points: Sequence[Point], comm_type: str = "p2p") -> Fit:
             "with their rows: measure more rows (--max-tokens-per-rank), a larger model, more "
             "--repeats, or while the machine does nothing else"
         )
-    if exchanges == "exchange" and candidates[0].prices["pair"] > 0:
+    if exchanges == ("exchange",) and candidates[0].prices["pair"] > 0:
         candidates.append(_fit_overlapped(points, candidates[0]))
     return min(candidates, key=lambda f: sum(error**2 for error in f.errors(points)))
 
 
 def _share_of_rows(point: Point, prices: dict[str, float]) -> float:
     """Of a point's time, what its rows and their attention take."""
-    amounts = _amounts(point, "exchange")
+    amounts = _amounts(point, ())
     return sum(prices[name] * amounts[name] for name in ("pair", "token")) / point.seconds
 
 
-def _fit_additive(points: Sequence[Point], exchanges: str) -> Fit:
+def _fit_additive(points: Sequence[Point], exchanges: Sequence[str]) -> Fit:
     rows = [_amounts(point, exchanges) for point in points]
     return Fit(_solve(rows, points), overlap=0)
 
 
-def _amounts(point: Point, exchanges: str) -> dict[str, float]:
+def _amounts(point: Point, exchanges: Sequence[str]) -> dict[str, float]:
     """How much of each price a point pays."""
     d, lengths = point.degree, point.lengths
     amounts = {
@@ -98,9 +107,9 @@ def _amounts(point: Point, exchanges: str) -> dict[str, float]:
         "step": len(lengths) * (d - 1),
         "launch": 1.0,
     }
-    if d > 1:
-        moved = sum(n - n // d if exchanges == "exchange" else n / d for n in lengths)
-        amounts[exchanges + ("_far" if point.far else "")] = moved
+    moved = {"exchange": sum(n - n // d for n in lengths), "all_to_all": sum(lengths) / d}
+    for name in exchanges if d > 1 else ():
+        amounts[name + ("_far" if point.far else "")] = moved[name]
     return amounts
 
 

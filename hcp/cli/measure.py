@@ -78,7 +78,7 @@ def step_of(trainer: Trainer, cell: Cell) -> hcp.Step:
         for length, source in zip(lengths, sources, strict=True)
         if source == rank
     ]
-    return hcp.dispatch(plan, mine, sources, groups, comm_types=trainer.config.comm_types)
+    return hcp.dispatch(plan, mine, sources, groups, **trainer.config.dispatch_options())
 
 
 def sample(length: int, device: torch.device) -> dict[str, Tensor]:

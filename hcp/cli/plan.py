@@ -24,8 +24,6 @@ from hcp.cli.draw import draw_plans
 from hcp.plan import Plan, plan
 from hcp.trace import chrome_trace
 
-INTERLEAVED = ("virtual_stages", "micro_batch_group")
-
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = new_parser("plan", __doc__, FAMILIES_EPILOG)
@@ -38,9 +36,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     add_family(source)
     add_drawing(parser, sequences=512)
-    limits = add_limits(parser)
-    limits.add_argument("--virtual-stages", type=int, default=1, metavar="CHUNKS")
-    limits.add_argument("--micro-batch-group", type=int, metavar="MICRO_BATCHES")
+    add_limits(parser)
     add_cost(parser)
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="the plan as data, and nothing else")
@@ -90,8 +86,7 @@ def main(argv: Sequence[str]) -> int:
             lengths = read_lengths(args.lengths)
             if args.max_length is not None:
                 lengths = [min(length, args.max_length) for length in lengths]
-        interleaved = {name: getattr(args, name) for name in INTERLEAVED}
-        made = plan(lengths, cost=args.cost, **limits_of(args), **interleaved)
+        made = plan(lengths, cost=args.cost, **limits_of(args))
         unit = args.cost.unit if args.cost else None
         if args.trace:
             args.trace.write_text(json.dumps(chrome_trace(made, unit)))

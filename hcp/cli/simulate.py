@@ -8,7 +8,9 @@ model leaves out (the optimizer, gradient reduction, loading, other ranks' jitte
   packing only   the same degree; hcp packs and places
   hcp            hcp chooses degrees, too
 
-With --pipeline-stages, each of --ranks ranks, a step is an exact 1F1B simulation of equal stages.
+With --pipeline-stages, each of --ranks ranks, a step is an exact 1F1B simulation of equal stages,
+interleaved where --virtual-stages cuts each into chunks; static CP then has smaller micro-batches
+where their count would not be a multiple of the group.
 """
 
 from __future__ import annotations
@@ -43,6 +45,8 @@ from hcp.plan import LIMITS, Plan, plan
 SIZES = (
     "ranks",
     "max_tokens_per_rank",
+    "pipeline_stages",
+    "virtual_stages",
     "batches",
     "sequences",
     "num_layers",
@@ -110,10 +114,12 @@ def check(args: argparse.Namespace) -> None:
             raise ValueError(f"{name} is {getattr(args, name)}, expected > 0")
     if not 0 <= args.speed_spread < 1:
         raise ValueError(f"speed_spread is {args.speed_spread}, expected 0 <= share < 1")
-    if args.num_layers % args.pipeline_stages:
+    chunks = args.pipeline_stages * args.virtual_stages
+    if args.num_layers % chunks:
+        virtual = f" * virtual_stages ({args.virtual_stages})" if args.virtual_stages > 1 else ""
         raise ValueError(
-            f"num_layers ({args.num_layers}) % pipeline_stages ({args.pipeline_stages})"
-            f" == {args.num_layers % args.pipeline_stages}, expected 0"
+            f"num_layers ({args.num_layers}) % pipeline_stages ({args.pipeline_stages}){virtual}"
+            f" == {args.num_layers % chunks}, expected 0"
         )
     if not args.launch_ms >= 0:
         raise ValueError(f"launch_ms is {args.launch_ms}, expected >= 0")
@@ -189,11 +195,26 @@ def static_degree_on_nodes(longest: int, limits: Mapping[str, Any]) -> int:
 def one_by_one(lengths: Sequence[int], degree: int, limits: Mapping[str, Any], cost: Any) -> Plan:
     """Static CP without packing: lanes of ranks take the sequences in turn."""
     lanes = limits["ranks"] // degree
-    groups = [
-        {"first_rank": i % lanes * degree, "degree": degree, "sequences": [i]}
-        for i in range(len(lengths))
+    multiple = 1
+    if limits["virtual_stages"] > 1:
+        multiple = limits["micro_batch_group"] or limits["pipeline_stages"]
+    count = -(-len(lengths) // (lanes * multiple)) * multiple
+    # Full ones, or as equal as can be where the multiple asks for more than that.
+    sizes: list[int] = []
+    left = len(lengths)
+    for remaining in range(count, 0, -1):
+        sizes.append(min(lanes, left) if multiple == 1 else -(-left // remaining))
+        left -= sizes[-1]
+    ids = iter(range(len(lengths)))
+    batches = [
+        {
+            "groups": [
+                {"first_rank": lane * degree, "degree": degree, "sequences": [next(ids)]}
+                for lane in range(size)
+            ]
+        }
+        for size in sizes
     ]
-    batches = [{"groups": groups[i : i + lanes]} for i in range(0, len(groups), lanes)]
     prices = dict(zip(PRICES, cost.prices, strict=True))
     asked = {name: limits[name] for name in LIMITS if limits.get(name) is not None}
     if limits["speeds"] is not None:
@@ -270,6 +291,8 @@ def summarize(plans: Sequence[Plan], bounds: Sequence[int], bytes_: float, unit:
 
 def describe(args: argparse.Namespace, cost: CostModel, degree: int, tokens: int) -> Iterator[str]:
     stages = f"{args.pipeline_stages} stages of " if args.pipeline_stages > 1 else ""
+    if args.virtual_stages > 1:
+        stages = f"{args.pipeline_stages} stages of {args.virtual_stages} chunks and "
     speeds = f", speeds {args.speed_spread:.0%} apart" if args.speed_spread else ""
     yield (
         f"SIMULATED: {args.batches} batches of {args.sequences} {args.family} sequences, "
