@@ -100,6 +100,7 @@ class ContextParallelHandler:
         self._comm_types = tuple(dict.fromkeys(comm_types))
         self._sizes = tuple(hierarchical_context_parallel_sizes)
         comm.check_comm_types(self._comm_types, self._sizes, comm.static_degree(plan))
+        comm.check_prices(self._comm_types, plan.cost)
         self._schedules: dict[tuple[object, ...], Tensor] = {}
         self._choices: dict[tuple[object, ...], comm.CommChoice] = {}
         self._read: list[Schedule] = []  # once, and kept for all layers
@@ -142,7 +143,8 @@ class ContextParallelHandler:
         key = _key_of(comm_type, left, right, counts)
         if key not in self._schedules:
             given = self.plan, self.layout, comm_type, self._sizes, (left, right), counts
-            choice = self._choices[key] = comm.choose(*given)
+            packed = self.device.type == "cuda"
+            choice = self._choices[key] = comm.choose(*given, packed)
             self._schedules[key] = self._schedule(choice.used, choice.inner, left, right)
         return self._schedules[key]
 
