@@ -322,9 +322,9 @@ def contest(
     used = {}
     for name in args.types:
         # Rank 0 is in every group, and all ranks of a group choose alike.
-        choice = comm.choose(
-            plan, hcp.Layout(plan, 0, 0), name, levels, CAUSAL, (sizes.heads, sizes.kv_heads)
-        )
+        counts, packed = (sizes.heads, sizes.kv_heads), sizes.device.type == "cuda"
+        layout = hcp.Layout(plan, 0, 0)
+        choice = comm.choose(plan, layout, name, levels, CAUSAL, counts, packed)
         if name == comm.A2A_P2P and choice.used != name:
             continue
         used[name] = choice

@@ -11,6 +11,7 @@ SCHEDULE_SECTIONS: tuple[tuple[str, int], ...]
 PRICES: tuple[str, ...]
 SYNCS: tuple[str, ...]
 FULL_SPEED: int
+GATHERS_MAX: int
 
 @final
 class Plan:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from hcp import _core
 from hcp.cost import CostModel
 from hcp.heads import key_heads, split
-from hcp.layout import Layout
+from hcp.layout import STAGE_ROWS, Layout
 from hcp.plan import Plan
 
 P2P, ALL_GATHER, A2A, A2A_P2P = _core.COMM_TYPES
@@ -70,6 +70,17 @@ def check_comm_types(
         )
 
 
+def check_prices(comm_types: Sequence[str], cost: CostModel) -> None:
+    """Raise ValueError where "auto" would have no prices to go by."""
+    if AUTO in comm_types and not cost.has_prices:
+        raise ValueError(
+            f"comm_type is {AUTO!r}, but the plan's cost is a table of whole times, which do not "
+            "say what each comm type would take, expected prices beside it: "
+            "CostModel.from_function(f, prices=a calibrated CostModel), a CostModel of prices, or "
+            "name a comm type"
+        )
+
+
 def fitted_sizes(sizes: Sequence[int], degree: int) -> tuple[int, int]:
     """Two levels for a fixed degree: the largest inner one up to that of ``sizes``."""
     wish = math.prod(sizes[:-1])
@@ -107,9 +118,11 @@ def choose(
     sizes: Sequence[int],
     window: tuple[int, int],
     heads: tuple[int, int],
+    packed: bool,
 ) -> CommChoice:
     """What this rank's group does. ``window``: FlashAttention's, (-1, 0) being causal; ``heads``:
-    those of queries and of keys. Raises ValueError where "auto" has no prices to go by."""
+    those of queries and of keys; ``packed``: whether one call of the kernel computes all sequences
+    of a stage, as on GPUs."""
     if comm_type not in CHOSEN:
         inner = layout.degree if comm_type == A2A else 1
         return CommChoice(comm_type, comm_type, inner, "as asked")
@@ -121,7 +134,8 @@ def choose(
         )
     if comm_type == A2A_P2P:
         return _hierarchical(plan, layout, math.prod(sizes[:-1]), heads[0])
-    return _fastest(plan, layout, window, heads)
+    check_prices([AUTO], plan.cost)
+    return _fastest(plan, layout, window, heads, packed)
 
 
 def _hierarchical(plan: Plan, layout: Layout, wish: int, query_heads: int) -> CommChoice:
@@ -139,17 +153,15 @@ def _name_of(inner: int, degree: int) -> str:
 
 # ---- auto ----------------------------------------------------------------------------------------
 
+_LAUNCHES = 16
+"""Of a decoder layer, about: what the price ``launch`` pays."""
+
 
 def _fastest(
-    plan: Plan, layout: Layout, window: tuple[int, int], heads: tuple[int, int]
+    plan: Plan, layout: Layout, window: tuple[int, int], heads: tuple[int, int], packed: bool
 ) -> CommChoice:
-    if plan.cost.table is not None:
-        raise ValueError(
-            f"comm_type is {AUTO!r}, but the plan's cost is a table of times, expected prices: "
-            "plan with a CostModel of prices, or name a comm type"
-        )
     prices = _Prices.of(plan.cost, layout.degree > plan.core.ranks_per_node > 0, heads)
-    group = _Group(plan.cost, layout.degree, layout.lengths, window, *heads)
+    group = _Group(plan.cost, layout.degree, layout.lengths, window, *heads, packed)
     # In the order in which equal ones are preferred: all_gather sends least.
     times = {(ALL_GATHER, 1): group.gather(prices), (P2P, 1): group.ring(prices, 1)}
     inner = inner_sizes(plan, layout, heads[0])
@@ -193,6 +205,18 @@ class _Group(NamedTuple):
     window: tuple[int, int]
     query_heads: int
     kv_heads: int
+    packed: bool
+
+    def fixed(self, exchanges: int, stages: int) -> Fraction:
+        """What exchanges take, and the kernel's calls in stages behind the local one, however
+        little they hold.
+
+        A ring's stage is one exchange and, for one sequence, one call: half a ``step`` each. Where
+        nobody measured a step, they are two of about sixteen launches of a layer.
+        """
+        calls = stages if self.packed else stages * len(self.lengths)
+        step = self.cost.step or Fraction(self.cost.launch, _LAUNCHES // 2)
+        return Fraction(exchanges + calls) * step / 2
 
     def attention(self, inner: int) -> Fraction:
         """Of the busiest of ``inner`` neighbours, whose heads may not divide evenly."""
@@ -208,21 +232,24 @@ class _Group(NamedTuple):
         rows = Fraction(sum(self.lengths)) * Fraction(places - 1, places)
         hidden = attention * (places - 1) / places if self.cost.overlap else Fraction(0)
         moved = max(Fraction(0), prices.keys * share * rows - hidden)
-        return attention + moved + Fraction((places - 1) * self.cost.step)
+        return attention + moved + self.fixed(places - 1, places - 1)
 
     def gather(self, prices: _Prices) -> Fraction:
         """Attention, and what its local part does not hide of the rows that are seen."""
         attention = self.attention(1)
         rows = sum(self._seen(length) for length in self.lengths)
         hidden = attention / self.degree if self.cost.overlap else Fraction(0)
-        return attention + max(Fraction(0), prices.keys * rows - hidden) + Fraction(self.cost.step)
+        exposed = max(Fraction(0), prices.keys * rows - hidden)
+        stages = max(1, min(int(rows) // STAGE_ROWS, _core.GATHERS_MAX, len(self.lengths)))
+        # A sequence meets its keys in one of the stages.
+        return attention + exposed + self.fixed(stages, stages if self.packed else 1)
 
     def trade(self, prices: _Prices, inner: int) -> Fraction:
         """A rank's rows to heads and back: all but its own share."""
         rows = Fraction(sum(self.lengths), self.degree)
         copies = sum(map(len, self._keys(inner)))
         moved = prices.element * (self.query_heads + copies) * rows * Fraction(inner - 1, inner)
-        return moved + Fraction(2 * self.cost.step)
+        return moved + self.fixed(2, 0)
 
     def _seen(self, length: int) -> Fraction:
         """Rows that the busiest rank receives: both its chunks see what its window reaches."""

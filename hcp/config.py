@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hcp.comm import COMM_TYPES, check_comm_types, fitted_sizes
+from hcp.comm import COMM_TYPES, check_comm_types, check_prices, fitted_sizes
 
 if TYPE_CHECKING:
     from hcp.cost import CostModel
@@ -188,11 +188,14 @@ class Config:
         """The plan of one global batch. Every rank that passes the same values gets the same plan.
 
         ``limits``: what the trainer's layout asks beside these options, by :func:`hcp.plan`'s
-        names: ``alignment``, ``sync``, ``pipeline_stages``, ``memory``, ...
+        names: ``alignment``, ``sync``, ``pipeline_stages``, ``memory``, ... Raises ValueError where
+        a layer's comm type is "auto" and ``cost`` has no prices for it.
         """
         from hcp.plan import plan
 
         self.validate(ranks=ranks)
+        if cost is not None:
+            check_prices(self.comm_types, cost)
         if self.sequence_packing_scheduler == "static_cp":
             size = self.context_parallel_size
             longest = max(lengths, default=1)

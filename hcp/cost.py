@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,7 +64,7 @@ class CostModel:
     overlap: int = 0
     """1: the exchange hides behind attention, as in a ring."""
     table: Table | None = None
-    """Replaces every price but ``launch``."""
+    """Replaces every price but ``launch`` in a plan; the comm type "auto" goes by the prices."""
     function: Callable[[int, int], float] | None = None
     """Becomes a table when a plan needs one: :meth:`from_function`."""
     unit: float | None = None
@@ -81,6 +81,12 @@ class CostModel:
             raise ValueError("cost.unit is None, expected seconds > 0 for a cost function")
 
     @property
+    def has_prices(self) -> bool:
+        """Whether it says what pairs or bytes cost: a table of times alone does not."""
+        alone = self.table is not None or self.function is not None
+        return not alone or self.pair > 0 or self.exchange > 0 or self.all_to_all > 0
+
+    @property
     def prices(self) -> tuple[int, ...]:
         """The integers, in the core's order."""
         return tuple(getattr(self, name) for name in PRICES)
@@ -93,17 +99,36 @@ class CostModel:
 
     @classmethod
     def from_function(
-        cls, f: Callable[[int, int], float], *, launch: float = 0.0, unit: float = 1e-9
+        cls,
+        f: Callable[[int, int], float],
+        *,
+        launch: float | None = None,
+        unit: float = 1e-9,
+        prices: CostModel | None = None,
     ) -> CostModel:
         """Any ``f(length, degree) -> seconds``, called once per distinct length and degree that a
-        plan needs. ``launch``: seconds of one micro-batch on one rank. Seconds become integers of
-        ``unit`` seconds, rounded up; on several ranks share ``tabulated`` from one of them, since
-        floats may differ between machines."""
-        if not (math.isfinite(launch) and launch >= 0):
+        plan needs. ``launch``: seconds of one micro-batch on one rank (default: 0, or that of
+        ``prices``). Seconds become integers of ``unit`` seconds, rounded up; on several ranks share
+        ``tabulated`` from one of them, since floats may differ between machines.
+
+        ``prices``: a model of prices with a ``unit``, such as a calibrated one, which is then the
+        unit of all. Whole times do not say what a comm type takes: "auto" goes by these prices,
+        and is refused without. They decide nothing else.
+        """
+        if launch is not None and not (math.isfinite(launch) and launch >= 0):
             raise ValueError(f"launch is {launch!r}, expected seconds >= 0")
         if not (math.isfinite(unit) and unit > 0):
             raise ValueError(f"unit is {unit!r}, expected seconds > 0")
-        return cls(pair=0, token=0, exchange=0, launch=round(launch / unit), function=f, unit=unit)
+        if prices is None:
+            fixed = round((launch or 0.0) / unit)
+            return cls(pair=0, token=0, exchange=0, launch=fixed, function=f, unit=unit)
+        if prices.unit is None or prices.table is not None or prices.function is not None:
+            raise ValueError(
+                "prices is a model without a unit or with times of its own, expected prices of "
+                "known seconds: CostModel.from_seconds, a preset, or what calibrate wrote"
+            )
+        fixed = prices.launch if launch is None else round(launch / prices.unit)
+        return replace(prices, function=f, launch=fixed)
 
     def tabulated(self, lengths: Iterable[int], degrees: Iterable[int]) -> CostModel:
         """The same cost as plain integers: a function becomes a table, anything else stays."""
@@ -112,9 +137,7 @@ class CostModel:
         rows, columns = tuple(sorted(set(lengths))), tuple(sorted(set(degrees)))
         times = tuple(self._call(length, degree) for length in rows for degree in columns)
         table = Table(rows, columns, times)
-        return CostModel(
-            pair=0, token=0, exchange=0, launch=self.launch, table=table, unit=self.unit
-        )
+        return replace(self, function=None, table=table)
 
     def _call(self, length: int, degree: int) -> int:
         assert self.function is not None

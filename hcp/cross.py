@@ -1,13 +1,18 @@
 """Cross-attention: queries of one layout against the keys of another, of the same sequences.
 
-Each rank gets the whole keys and values of its own sequences, in one exchange, and attends to them
-in one pass. T query rows on this rank, K key rows on this rank, S keys of its sequences, H query
-heads, G key-value heads, D head size, E head size of values.
+Each rank gets the keys and values that its queries see, in one exchange, and attends to them in one
+pass. Masks are aligned bottom right, as FlashAttention's: of a sequence with N queries and M keys,
+query i stands at key i + M - N.
+
+T query rows on this rank, K key rows on this rank, S keys that its queries see, H query heads, G
+key-value heads, D head size, E head size of values.
 """
 
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,17 +26,93 @@ from hcp.kernels import Call, Choice, Kernel, kernel_for
 from hcp.layout import Entry, Layout, Move
 
 
-class Reads:
-    """Whole keys to the ranks whose queries want them: a route between two layouts."""
+class _Piece(NamedTuple):
+    """Queries that follow each other: their first token, their first row on their rank, and how
+    many they are."""
 
-    def __init__(self, queries: Layout, keys: Layout) -> None:
-        """``queries``, ``keys``: this rank's layouts in the two plans."""
-        rank = queries.rank
+    start: int
+    row: int
+    rows: int
+
+
+class _Sight(NamedTuple):
+    """Which keys the queries of one sequence see."""
+
+    queries: int
+    keys: int
+    left: int
+    right: int
+
+    @property
+    def ahead(self) -> int:
+        """The key at which query 0 stands."""
+        return self.keys - self.queries
+
+    def keys_of(self, piece: _Piece) -> range:
+        """Keys that some query of the piece sees."""
+        first, end = piece.start + self.ahead, piece.start + piece.rows + self.ahead
+        begin = 0 if self.left < 0 else max(0, first - self.left)
+        return range(
+            begin, max(begin, self.keys if self.right < 0 else min(self.keys, end + self.right))
+        )
+
+    def seeing(self, piece: _Piece) -> _Piece:
+        """The queries of the piece that see any key: those before the first key's reach see
+        none."""
+        blind = (
+            0 if self.right < 0 else min(piece.rows, max(0, -self.ahead - self.right - piece.start))
+        )
+        return _Piece(piece.start + blind, piece.row + blind, piece.rows - blind)
+
+    def entry(self, piece: _Piece, keys: range, key_row: int) -> Entry:
+        """Queries, of which each sees some key, against the keys that they see."""
+        at = piece.start + self.ahead - keys.start
+        low = 1 - piece.rows if self.left < 0 else max(1 - piece.rows, at - self.left)
+        high = len(keys) - 1 if self.right < 0 else min(len(keys) - 1, at + self.right)
+        return Entry(piece.row, piece.rows, key_row, len(keys), low, high)
+
+
+class _Held:
+    """What each rank holds of each sequence of a micro-batch."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.sequences: dict[int, tuple[int, ...]] = {}
+        """Of each rank, in order."""
+        self._pieces: dict[tuple[int, int], list[_Piece]] = {}
+        for group in layout.plan.micro_batches[layout.micro_batch]:
+            for rank in range(group.first_rank, group.first_rank + group.degree):
+                self.sequences[rank] = tuple(group.sequences)
+                row = 0
+                for sequence, start, rows in Layout(layout.plan, layout.micro_batch, rank).spans:
+                    held = self._pieces.setdefault((rank, sequence), [])
+                    held.append(_Piece(start, row, rows))
+                    row += rows
+
+    def of(self, rank: int, sequence: int) -> list[_Piece]:
+        return self._pieces.get((rank, sequence), [])
+
+
+class Reads:
+    """Keys to the ranks whose queries see them, a route between two layouts; and what is computed
+    there."""
+
+    def __init__(self, queries: Layout, keys: Layout, window: tuple[int, int]) -> None:
+        """``queries``, ``keys``: this rank's layouts in the two plans. ``window``: as
+        FlashAttention has it, (-1, 0) being causal."""
+        self._queries, self._keys, self._window = queries, keys, window
         _check_sequences(queries, keys)
-        owned = _Spans(keys)
-        starts = dict(zip(queries.sequences, _starts(queries, keys), strict=True))
-        self.source_rows = keys.rows
-        self.output_rows = sum(keys.plan.lengths[s] for s in queries.sequences)
+        self._asking, self._owned = _Held(queries), _Held(keys)
+        self.agreed: set[tuple[int, ...]] = set()
+        self.blocks: dict[Kernel, Blocks] = {}
+        rank = queries.rank
+        self.key_starts = list(
+            itertools.accumulate(
+                (sum(map(len, self._seen(rank, s))) for s in queries.sequences), initial=0
+            )
+        )
+        """Where the keys of each sequence begin on this rank, and where they all end."""
+        self.source_rows, self.output_rows = keys.rows, self.key_starts[-1]
+        starts = dict(zip(queries.sequences, self.key_starts, strict=False))
         self.sends: list[Move] = []
         self.receives: list[Move] = []
         pack: list[tuple[int, int]] = []
@@ -39,55 +120,84 @@ class Reads:
         sent = received = 0
         for peer in range(keys.plan.ranks):
             first = sent
-            for sequence in _sequences_of(queries, peer):
-                for _, row, rows in owned.of(rank, sequence):
-                    pack.append((row, rows))
-                    sent += rows
+            for _, _, row, rows in self._carried(rank, peer):
+                pack.append((row, rows))
+                sent += rows
             self.sends += [Move(peer, first, sent - first)] if sent > first else []
             first = received
-            for sequence in queries.sequences:
-                for start, _, rows in owned.of(peer, sequence):
-                    stores.append((starts[sequence] + start, received, rows))
-                    received += rows
+            for sequence, place, _, rows in self._carried(peer, rank):
+                stores.append((starts[sequence] + place, received, rows))
+                received += rows
             self.receives += [Move(peer, first, received - first)] if received > first else []
         self.sent_rows, self.received_rows = sent, received
-        self.pack = torch.tensor(pack, dtype=torch.int64, device="cpu").view(-1, 2)
-        arrange = [(wire, rows) for _, wire, rows in sorted(stores)]
-        self.arrange = torch.tensor(arrange, dtype=torch.int64, device="cpu").view(-1, 2)
-        self.agreed: set[tuple[int, ...]] = set()
-        self.blocks: dict[Kernel, Blocks] = {}
-        self._layouts = queries, keys
+        self.pack = _table(pack, 2)
+        self.arrange = _table([(wire, rows) for _, wire, rows in sorted(stores)], 2)
+
+    @property
+    def traits(self) -> tuple[int, int]:
+        """What ranks must call alike, beside the tensors."""
+        return self._window
+
+    def _sight(self, sequence: int) -> _Sight:
+        lengths = (layout.plan.lengths[sequence] for layout in (self._queries, self._keys))
+        return _Sight(*lengths, *self._window)
+
+    def _pieces(self, rank: int, sequence: int) -> list[_Piece]:
+        """A rank's queries of a sequence; all as one where no mask tells them apart."""
+        pieces = self._asking.of(rank, sequence)
+        if self._window != (-1, -1) or not pieces:
+            return pieces
+        return [_Piece(0, pieces[0].row, sum(piece.rows for piece in pieces))]
+
+    def _seen(self, rank: int, sequence: int) -> list[range]:
+        """Keys of a sequence that queries of a rank see, ascending, apart from each other."""
+        sight = self._sight(sequence)
+        seen: list[range] = []
+        for piece in self._pieces(rank, sequence):
+            keys = sight.keys_of(piece)
+            if seen and keys and keys.start <= seen[-1].stop:
+                seen[-1] = range(seen[-1].start, max(seen[-1].stop, keys.stop))
+            elif keys:
+                seen.append(keys)
+        return seen
+
+    def _carried(self, owner: int, reader: int) -> Iterator[tuple[int, int, int, int]]:
+        """Keys of an owner that a reader sees, in the order of the wire: (sequence, place among all
+        that the reader sees of it, the owner's row, rows)."""
+        for sequence in self._asking.sequences.get(reader, ()):
+            place = 0
+            for seen in self._seen(reader, sequence):
+                for start, row, rows in self._owned.of(owner, sequence):
+                    begin, end = max(start, seen.start), min(start + rows, seen.stop)
+                    if begin < end:
+                        yield sequence, place + begin - seen.start, row + begin - start, end - begin
+                place += len(seen)
 
     def blocks_of(self, kernel: Kernel) -> Blocks:
         """The work of a kernel; made once for all layers."""
         if kernel not in self.blocks:
-            self.blocks[kernel] = _blocks(kernel, *self._layouts)
+            self.blocks[kernel] = _blocks(
+                kernel, list(self._entries()), self._queries.rows, self.output_rows
+            )
         return self.blocks[kernel]
 
-
-class _Spans:
-    """What each rank holds of each sequence of a micro-batch."""
-
-    def __init__(self, layout: Layout) -> None:
-        self._held: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-        for group in layout.plan.micro_batches[layout.micro_batch]:
-            for rank in range(group.first_rank, group.first_rank + group.degree):
-                row = 0
-                for sequence, start, rows in Layout(layout.plan, layout.micro_batch, rank).spans:
-                    held = self._held.setdefault((rank, sequence), [])
-                    held.append((start, row, rows))
-                    row += rows
-
-    def of(self, rank: int, sequence: int) -> list[tuple[int, int, int]]:
-        """(first token, local row, rows) of each."""
-        return self._held.get((rank, sequence), [])
+    def _entries(self) -> Iterator[Entry]:
+        rank = self._queries.rank
+        for sequence, key_row in zip(self._queries.sequences, self.key_starts, strict=False):
+            sight, held = self._sight(sequence), self._seen(rank, sequence)
+            for whole in self._pieces(rank, sequence):
+                keys, piece = sight.keys_of(whole), sight.seeing(whole)
+                if keys and piece.rows > 0:
+                    yield sight.entry(piece, keys, key_row + _place_in(held, keys.start))
 
 
-def _sequences_of(layout: Layout, rank: int) -> tuple[int, ...]:
-    for group in layout.plan.micro_batches[layout.micro_batch]:
-        if group.first_rank <= rank < group.first_rank + group.degree:
-            return tuple(group.sequences)
-    return ()
+def _place_in(ranges: Sequence[range], key: int) -> int:
+    """Where a key stands when the ranges are laid end to end."""
+    return sum(min(key, r.stop) - r.start for r in ranges if r.start <= key)
+
+
+def _table(records: Sequence[tuple[int, ...]], width: int) -> Tensor:
+    return torch.tensor(records, dtype=torch.int64, device="cpu").view(-1, width)
 
 
 def _check_sequences(queries: Layout, keys: Layout) -> None:
@@ -103,11 +213,6 @@ def _check_sequences(queries: Layout, keys: Layout) -> None:
         )
 
 
-def _starts(queries: Layout, keys: Layout) -> list[int]:
-    lengths = (keys.plan.lengths[s] for s in queries.sequences)
-    return list(itertools.accumulate(lengths, initial=0))[:-1]
-
-
 # ---- blocks --------------------------------------------------------------------------------------
 
 
@@ -121,25 +226,22 @@ class Blocks(NamedTuple):
     key_rows: int
 
 
-def _blocks(kernel: Kernel, queries: Layout, keys: Layout) -> Blocks:
-    bounds = queries.cu_seqlens.tolist()
-    rows = [end - start for start, end in itertools.pairwise(bounds)]
-    starts = _starts(queries, keys)
-    lengths = [keys.plan.lengths[s] for s in queries.sequences]
-    entries = [
-        Entry(q, n, k, m, 1 - n, m - 1)
-        for q, n, k, m in zip(bounds, rows, starts, lengths, strict=False)
-        if n > 0
-    ]
+def _blocks(kernel: Kernel, entries: Sequence[Entry], query_rows: int, key_rows: int) -> Blocks:
     calls = kernel.calls(entries) if entries else []
     places = [(entry, i, call) for i, call in enumerate(calls) for entry in call.entries]
     by_query = [(e.query_row, e.query_rows, i, e.query_row - c.queries.start) for e, i, c in places]
     by_key = [(e.key_row, e.key_rows, i, e.key_row - c.keys.start) for e, i, c in places]
-    return Blocks(calls, _runs(by_query), _runs(by_key), queries.rows, sum(lengths))
+    return Blocks(calls, _runs(by_query), _runs(by_key), query_rows, key_rows)
 
 
-def _runs(records: list[tuple[int, int, int, int]]) -> Tensor:
-    return torch.tensor(sorted(records), dtype=torch.int64, device="cpu").view(-1, 4)
+def _runs(records: Sequence[tuple[int, int, int, int]]) -> Tensor:
+    """Records cut where any of them begins or ends, so that those of the same rows are one run."""
+    edges = sorted({edge for row, rows, *_ in records for edge in (row, row + rows)})
+    cut = []
+    for row, rows, part, part_row in records:
+        own = edges[bisect_left(edges, row) : bisect_left(edges, row + rows) + 1]
+        cut += [(a, b - a, part, part_row + a - row) for a, b in itertools.pairwise(own)]
+    return _table(sorted(cut), 4)
 
 
 class _Attend(torch.autograd.Function):
@@ -228,7 +330,7 @@ def cross_attention(
                 f"{name} has {x.shape[0]} rows, expected {rows}: this rank's rows in keys="
             )
     kernel = kernel_for(query.device, query.dtype, choice)
-    tag = agree_once(transport, reads, signature(key, value))
+    tag = agree_once(transport, reads, (*signature(key, value), *reads.traits))
     whole = carry_with_gradients(transport, reads, [key.flatten(1), value.flatten(1)], tag)
     whole_key, whole_value = torch.split(whole, [key.shape[1:].numel(), value.shape[1:].numel()], 1)
     out: Tensor

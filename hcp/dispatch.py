@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hcp import ops
-from hcp.comm import check_comm_types, only_degree
+from hcp.comm import check_comm_types, check_prices, only_degree
 from hcp.errors import HcpError
 from hcp.exchange import Transport, rows_of
 from hcp.handler import ContextParallelHandler
@@ -203,6 +203,7 @@ def _announce(
     loss_mask: str,
 ) -> bytes:
     check_comm_types(comm_types, sizes, only_degree(plan))
+    check_prices(comm_types, plan.cost)
     _check_samples(plan, samples, sources, transport)
     counted = bool(samples) and loss_mask in samples[0]
     announcement = {

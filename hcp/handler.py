@@ -98,6 +98,7 @@ class ContextParallelHandler:
         self._comm_types = tuple(dict.fromkeys(comm_types))
         self._sizes = tuple(hierarchical_context_parallel_sizes)
         comm.check_comm_types(self._comm_types, self._sizes, comm.only_degree(plan))
+        comm.check_prices(self._comm_types, plan.cost)
         self._schedules: dict[tuple[object, ...], Tensor] = {}
         self._choices: dict[tuple[object, ...], comm.CommChoice] = {}
         self._read: list[Schedule] = []  # once, and kept for all layers
@@ -109,7 +110,7 @@ class ContextParallelHandler:
         self._chosen: dict[tuple[int, float], Tensor] = {}
         self._routes: dict[object, Route] = {}
         group = range(layout.first_rank, layout.first_rank + layout.degree)
-        self._reads: dict[tuple[int, int], cross.Reads] = {}
+        self._reads: dict[tuple[object, ...], cross.Reads] = {}
         self._everyone = sums.Everyone(group, transport.rank)
 
     @property
@@ -147,7 +148,8 @@ class ContextParallelHandler:
         key = _key_of(comm_type, left, right, counts)
         if key not in self._schedules:
             given = self.plan, self.layout, comm_type, self._sizes, (left, right), counts
-            choice = self._choices[key] = comm.choose(*given)
+            packed = self.device.type == "cuda"
+            choice = self._choices[key] = comm.choose(*given, packed)
             self._schedules[key] = self._schedule(choice.used, choice.inner, left, right)
         return self._schedules[key]
 
@@ -367,20 +369,28 @@ class ContextParallelHandler:
         value: Tensor,
         keys: ContextParallelHandler,
         *,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
         softmax_scale: float | None = None,
         sinks: Tensor | None = None,
         softcap: float = 0.0,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attention of this rank's rows to all keys of their sequences, which have a layout of
+        """Attention of this rank's rows to the keys of their sequences, which have a layout of
         their own: an encoder's, say.
 
         ``keys``: the handler of the keys' micro-batch, of a plan of the same ranks in which
         sequence i has the keys of sequence i here; other lengths, degrees and ranks of it do not
         matter. query (T, H, D); key and value (keys.rows, G, D) and (keys.rows, G, E); returns
         (T, H, E), and with ``return_lse`` the log-sum-exp (T, H). Other options as in
-        ``attention``. Every rank of the domain calls it. Each rank holds the whole keys of its
-        sequences meanwhile. Not for compiled layers.
+        ``attention``.
+
+        ``causal``, ``window_size``: aligned bottom right, as FlashAttention's: of N queries and M
+        keys, query i stands at key i + M - N, so that the last query sees the last key. A query
+        that sees no key gives 0, and -inf as its log-sum-exp.
+
+        Every rank of the domain calls it with the same options. Each rank holds the keys that its
+        queries see meanwhile. Not for compiled layers.
 
         Raises ValueError when the keys of a sequence are not there.
         """
@@ -388,15 +398,16 @@ class ContextParallelHandler:
         _check_options(softcap, 0.0)
         if query.shape[0] != self.rows:
             raise ValueError(f"query has {query.shape[0]} rows, expected {self.rows}")
-        place = keys.plan.checksum, keys.micro_batch
+        window = _window(window_size[0], 0 if causal else window_size[1])
+        place = keys.plan.checksum, keys.micro_batch, window
         if place not in self._reads:
-            self._reads[place] = cross.Reads(self.layout, keys.layout)
+            self._reads[place] = cross.Reads(self.layout, keys.layout, window)
         out, lse = cross.cross_attention(
             self._transport,
             self._reads[place],
             _dense_heads(query),
-            key,
-            value,
+            _dense_heads(key),
+            _dense_heads(value),
             sinks,
             query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
             kernels.Choice(self.kernel_family, softcap),

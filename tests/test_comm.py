@@ -41,6 +41,20 @@ def plan_of(
     )
 
 
+def pack_of(degree: int, lengths: list[int], cost: hcp.CostModel) -> hcp.Plan:
+    """One group with all sequences."""
+    group = {"first_rank": 0, "degree": degree, "sequences": list(range(len(lengths)))}
+    return hcp.Plan.from_dict(
+        {
+            "ranks": degree,
+            "max_tokens_per_rank": 1 << 30,
+            "lengths": lengths,
+            "cost": {name: getattr(cost, name) for name in hcp.cost.PRICES},
+            "micro_batches": [{"groups": [group]}],
+        }
+    )
+
+
 def chosen(
     plan: hcp.Plan,
     comm_type: str = "a2a+p2p",
@@ -49,8 +63,9 @@ def chosen(
     window: tuple[int, int] = (-1, 0),
     heads: tuple[int, int] = (8, 2),
     rank: int = 0,
+    packed: bool = False,
 ) -> hcp.CommChoice:
-    return comm.choose(plan, hcp.Layout(plan, 0, rank), comm_type, sizes, window, heads)
+    return comm.choose(plan, hcp.Layout(plan, 0, rank), comm_type, sizes, window, heads, packed)
 
 
 # ---- a2a+p2p -------------------------------------------------------------------------------------
@@ -234,11 +249,96 @@ def test_auto_at_degree_one_sends_nothing() -> None:
     assert chosen(plan_of(1, 2), "auto") == ("auto", "p2p", 1, "degree 1: nothing travels")
 
 
-def test_auto_refuses_a_plan_without_prices() -> None:
-    cost = hcp.CostModel.from_function(lambda length, degree: 1e-6 * length / degree)
+def seconds(length: int, degree: int) -> float:
+    return 1e-6 * length / degree + 1e-7 * degree
+
+
+def test_auto_without_prices_is_refused_before_anything_is_made_of_the_plan() -> None:
+    """At construction, and by Config before there is a plan."""
+    cost = hcp.CostModel.from_function(seconds)
+    message = "comm_type is 'auto', but the plan's cost is a table of whole times.* prices="
+    with pytest.raises(ValueError, match=message):
+        hcp.Config(64, cp_comm_type=("p2p", "auto")).plan([64], 2, cost)
     plan = hcp.plan([64], ranks=2, max_tokens_per_rank=64, min_degree=2, cost=cost)
-    with pytest.raises(ValueError, match="comm_type is 'auto', but the plan's cost is a table"):
-        chosen(plan, "auto")
+
+    def construct(groups: Any) -> None:
+        hcp.ContextParallelHandler(plan, 0, groups.transport, comm_types=["p2p", "auto"])
+
+    def dispatch(groups: Any) -> None:
+        samples = [{"x": torch.zeros(64)}] if groups.transport.rank == 0 else []
+        hcp.dispatch(plan, samples, [0], groups, comm_types=["auto"])
+
+    for refused in (construct, dispatch):
+        with pytest.raises(ValueError, match=message):
+            hcp.loopback(2, refused)
+
+
+def test_a_cost_function_with_prices_plans_by_the_one_and_lets_auto_go_by_the_other() -> None:
+    prices = hcp.CostModel.from_seconds(pair=1e-12, exchange=1e-6, token=1e-9)
+    limits: Any = {"ranks": 4, "max_tokens_per_rank": 64}
+    lengths = [64, 200, 17, 90]
+    plain = hcp.CostModel.from_function(seconds, unit=prices.unit)
+    plans = [
+        hcp.plan(lengths, cost=cost, **limits)
+        for cost in (plain, hcp.CostModel.from_function(seconds, prices=prices))
+    ]
+    assert plans[0].micro_batches == plans[1].micro_batches
+    assert (plans[0].makespan, plans[0].bound) == (plans[1].makespan, plans[1].bound)
+    cost = plans[1].cost
+    assert cost.table is not None
+    assert cost.exchange == prices.exchange
+
+    functional = hcp.CostModel.from_function(seconds, prices=prices)
+    alone = {"ranks": 4, "max_tokens_per_rank": 1024, "min_degree": 4}
+    picks = [
+        [
+            chosen(hcp.plan([4096], cost=cost, **alone), "auto", heads=heads)
+            for heads in ((8, 8), (64, 1))
+        ]
+        for cost in (prices, functional)
+    ]
+    assert picks[0] == picks[1]
+    assert [choice.used for choice in picks[0]] == ["a2a", "all_gather"]
+
+
+@pytest.mark.parametrize(
+    "prices", [hcp.CostModel(), hcp.CostModel.from_function(seconds)], ids=["unitless", "times"]
+)
+def test_prices_beside_a_function_have_a_unit_and_no_times(prices: hcp.CostModel) -> None:
+    with pytest.raises(ValueError, match="prices is a model without a unit or with times of its"):
+        hcp.CostModel.from_function(seconds, prices=prices)
+
+
+def test_auto_counts_exchanges_and_calls() -> None:
+    """Of short sequences that is most of what a type takes: per step of the ring an exchange, and
+    on the CPU a call for each sequence."""
+    cost = hcp.CostModel(pair=0, token=1, exchange=0, launch=0, step=20)
+
+    def times(sequences: int, packed: bool, cost: hcp.CostModel = cost) -> dict[str, int]:
+        plan = pack_of(4, [8] * sequences, cost)
+        why = chosen(plan, "auto", packed=packed).why.removeprefix("least time of ")
+        return {name: int(time) for name, time in (x.rsplit(": ", 1) for x in why.split(", "))}
+
+    one = {"all_gather": 20, "p2p": 60, "a2a": 20, "a2a+p2p 2": 40}
+    assert times(1, packed=False) == times(1, packed=True) == times(10, packed=True) == one
+    assert times(10, packed=False) == {
+        "all_gather": 10 + 100,
+        "p2p": 3 * (10 + 100),
+        "a2a": 20,
+        "a2a+p2p 2": 20 + 10 + 100,
+    }
+    # A step that nobody measured is two of about sixteen launches of a layer.
+    unmeasured = hcp.CostModel(pair=0, token=1, exchange=0, launch=160)
+    assert times(10, packed=False, cost=unmeasured) == times(10, packed=False)
+
+
+def test_auto_takes_heads_for_short_sequences_and_keys_for_long_ones() -> None:
+    cost = hcp.CostModel(pair=1, token=0, exchange=100, launch=0, step=10_000)
+    picks = {}
+    for length, count in ((16, 64), (16_384, 1)):
+        plan = pack_of(4, [length] * count, cost)
+        picks[length] = chosen(plan, "auto", heads=(8, 1)).used
+    assert picks == {16: "a2a", 16_384: "all_gather"}
 
 
 @pytest.mark.parametrize("priced", [{"exchange": 400}, {"all_to_all": 1200}])
@@ -249,8 +349,8 @@ def test_auto_reads_either_price_of_the_same_links(priced: dict[str, int]) -> No
     times = {
         "all_gather": 400 * 48 + 7,
         "p2p": 400 * 48 + 3 * 7,
-        "a2a": 200 * (4 + 4) * 16 * 3 // 4 + 2 * 7,
-        "a2a+p2p 2": 200 * (4 + 2) * 16 // 2 + 2 * 7 + 400 // 2 * 32 + 7,
+        "a2a": 200 * (4 + 4) * 16 * 3 // 4 + 7,
+        "a2a+p2p 2": 200 * (4 + 2) * 16 // 2 + 7 + 400 // 2 * 32 + 7,
     }
     choice = chosen(plan_of(4, cost=cost), "auto", heads=(4, 2))
     listed = ", ".join(f"{name}: {time}" for name, time in times.items())

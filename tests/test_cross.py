@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,16 +14,47 @@ from test_features import drawn, rows_here
 from torch import Tensor
 
 import hcp
+from hcp.cross import Reads
 
 
-def whole(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cap: float) -> tuple[Tensor, ...]:
+class Options(NamedTuple):
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    cap: float = 0.0
+    sinks: bool = False
+
+
+def hidden(queries: int, keys: int, options: Options) -> Tensor:
+    """Whether a key is hidden from a query, the last of both being aligned."""
+    left, right = options.window
+    right = 0 if options.causal else right
+    ahead = torch.arange(keys) - torch.arange(queries)[:, None] - (keys - queries)
+    none = torch.zeros(queries, keys, dtype=torch.bool)
+    return (ahead < -left if left >= 0 else none) | (ahead > right if right >= 0 else none)
+
+
+def whole(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: Options) -> list[Tensor]:
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[2] ** -0.5
-    scores = cap * (scores / cap).tanh() if cap else scores
+    scores = options.cap * (scores / options.cap).tanh() if options.cap else scores
+    mask = hidden(len(q), len(k), options)
+    blind = mask.all(1) & (sinks is None)
+    # A row that sees nothing gives 0 and -inf, and has no gradient.
+    scores = scores.masked_fill(mask & ~blind[:, None], -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], 2)
-    weights = scores.softmax(-1)[..., : len(k)]
-    return torch.einsum("hqk,khd->qhd", weights, v), scores.logsumexp(-1).t()
+    weights = scores.softmax(-1)[..., : len(k)].masked_fill(blind[:, None], 0)
+    lse = scores.logsumexp(-1).masked_fill(blind, -torch.inf)
+    return [torch.einsum("hqk,khd->qhd", weights, v), lse.t()]
+
+
+def difference(result: Tensor, want: Tensor) -> float:
+    """The largest; rows that see nothing have the same -inf."""
+    assert result.shape == want.shape
+    assert not result.isnan().any()
+    assert torch.equal(result.isinf(), want.isinf())
+    finite = want.isfinite()
+    return float((result - want)[finite].abs().max()) if finite.any() else 0.0
 
 
 def handler(groups: Any, lengths: Any, degree: int) -> hcp.ContextParallelHandler:
@@ -36,9 +67,8 @@ def handler(groups: Any, lengths: Any, degree: int) -> hcp.ContextParallelHandle
 
 
 def error(
-    groups: Any, lengths: Any, key_lengths: Any, degrees: tuple[int, int], options: Any
+    groups: Any, lengths: Any, key_lengths: Any, degrees: tuple[int, int], options: Options
 ) -> float:
-    cap, with_sinks = options
     inputs = [drawn(lengths, 4, 6, seed=1), drawn(key_lengths, 2, 6, seed=2)]
     inputs += [drawn(key_lengths, 2, 5, seed=3)]
     grad, grad_lse = drawn(lengths, 4, 5, seed=4), drawn(lengths, 4, seed=5)
@@ -47,23 +77,22 @@ def error(
     answers: list[list[Tensor]] = []
     for s in range(len(lengths)):
         leaves = [x[s].clone().requires_grad_() for x in inputs]
-        out, lse = whole(*leaves, whole_sinks if with_sinks else None, cap)
+        out, lse = whole(*leaves, whole_sinks if options.sinks else None, options)
         torch.autograd.backward((out, lse), (grad[s], grad_lse[s]))
         answers.append([out.detach(), lse.detach(), *(x.grad for x in leaves)])
 
     cp, keys = handler(groups, lengths, degrees[0]), handler(groups, key_lengths, degrees[1])
     sides = (cp, keys, keys)
     leaves = [rows_here(c, x).requires_grad_() for c, x in zip(sides, inputs, strict=True)]
-    sinks = whole_sinks.detach().clone().requires_grad_() if with_sinks else None
-    out, lse = cp.cross_attention(*leaves, keys, sinks=sinks, softcap=cap, return_lse=True)
+    sinks = whole_sinks.detach().clone().requires_grad_() if options.sinks else None
+    given: Any = {"causal": options.causal, "window_size": options.window, "softcap": options.cap}
+    out, lse = cp.cross_attention(*leaves, keys, sinks=sinks, return_lse=True, **given)
     torch.autograd.backward((out, lse), (rows_here(cp, grad), rows_here(cp, grad_lse)))
     results = [out.detach(), lse.detach(), *(x.grad for x in leaves)]
     worst = 0.0
     for n, (result, side) in enumerate(zip(results, (cp, cp, *sides), strict=True)):
         want = rows_here(side, [answer[n] for answer in answers])
-        assert result.shape == want.shape
-        if want.numel():
-            worst = max(worst, float((result - want).abs().max()))
+        worst = max(worst, difference(result, want))
     if sinks is not None:
         shares = groups.transport.all_gather_bytes(str(sinks.grad.tolist()).encode())
         total = sum(torch.tensor(eval(share), dtype=torch.float64) for share in shares)
@@ -71,30 +100,66 @@ def error(
     return worst
 
 
+OPTIONS = st.builds(
+    Options,
+    st.booleans(),
+    st.tuples(st.integers(-1, 20), st.integers(-1, 20)),
+    st.sampled_from([0.0, 2.0]),
+    st.booleans(),
+)
+
+
 @given(
     st.integers(1, 5),
     st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=4),
-    st.sampled_from([0.0, 2.0]),
-    st.booleans(),
+    OPTIONS,
     st.data(),
 )
 def test_cross_attention_of_two_layouts_equals_one_rank(
-    ranks: int, pairs: list[tuple[int, int]], cap: float, sinks: bool, data: st.DataObject
+    ranks: int, pairs: list[tuple[int, int]], options: Options, data: st.DataObject
 ) -> None:
     degrees = data.draw(st.tuples(st.integers(1, ranks), st.integers(1, ranks)))
     lengths, key_lengths = zip(*pairs, strict=True)
     errors = hcp.loopback(
-        ranks, lambda groups: error(groups, lengths, key_lengths, degrees, (cap, sinks))
+        ranks, lambda groups: error(groups, lengths, key_lengths, degrees, options)
     )
     assert max(errors) < 1e-10
 
 
-def gloo_error(rank: int, size: int) -> float:
-    return error(GlooGroups(), (20, 3, 9), (5, 40, 1), (3, 2), (0.0, True))
+def gloo_errors(rank: int, size: int) -> list[float]:
+    masks = Options(sinks=True), Options(causal=True), Options(window=(7, 3))
+    return [error(GlooGroups(), (20, 3, 9), (5, 40, 1), (3, 2), mask) for mask in masks]
 
 
 def test_cross_attention_works_on_gloo_ranks() -> None:
-    assert max(run_ranks(3, gloo_error)) < 1e-10
+    assert max(map(max, run_ranks(3, gloo_errors))) < 1e-10
+
+
+def test_the_last_query_sees_the_last_key_and_first_queries_without_keys_give_zeros() -> None:
+    """5 queries, 3 keys, causal: the first two stand before the first key."""
+
+    def call(groups: Any) -> Tensor:
+        cp, keys = handler(groups, (5,), 1), handler(groups, (3,), 1)
+        q, v = torch.zeros(5, 1, 2), torch.tensor([3.0, 5.0, 10.0]).view(3, 1, 1).expand(-1, 1, 2)
+        return cp.cross_attention(q, v, v, keys, causal=True)[:, 0, 0]
+
+    (out,) = hcp.loopback(1, call)
+    assert out.tolist() == [0, 0, 3, 4, 6]
+
+
+def test_only_the_keys_that_are_seen_travel() -> None:
+    """Each of 4 ranks has 2 of 8 runs of 10 queries, whose window reaches 4 keys back."""
+
+    def received(groups: Any, window: tuple[int, int]) -> int:
+        cp, keys = handler(groups, (80,), 4), handler(groups, (80,), 4)
+        reads = Reads(cp.layout, keys.layout, window)
+        rank = groups.transport.rank
+        assert reads.output_rows == sum(move.rows for move in reads.receives)
+        return sum(move.rows for move in reads.receives if move.peer != rank)
+
+    # The first run has nothing before it, and rank 3's two runs lie side by side.
+    assert hcp.loopback(4, lambda groups: received(groups, (4, 0))) == [4, 8, 8, 4]
+    assert hcp.loopback(4, lambda groups: received(groups, (-1, -1))) == [60] * 4
 
 
 def test_keys_of_other_sequences_are_refused() -> None:

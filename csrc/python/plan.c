@@ -473,6 +473,8 @@ int hcp_py_add_plan(PyObject *module) {
       add_names(module, "PRICES", price_names, PRICE_COUNT) < 0 ||
       add_names(module, "SYNCS", syncs, HCP_SYNC_COUNT) < 0)
     return -1;
-  if (PyModule_AddIntConstant(module, "FULL_SPEED", HCP_FULL_SPEED) < 0) return -1;
+  if (PyModule_AddIntConstant(module, "FULL_SPEED", HCP_FULL_SPEED) < 0 ||
+      PyModule_AddIntConstant(module, "GATHERS_MAX", HCP_SCHEDULE_GATHERS_MAX) < 0)
+    return -1;
   return PyModule_AddFunctions(module, functions);
 }
