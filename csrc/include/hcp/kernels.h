@@ -181,6 +181,9 @@ hcp_status hcp_cuda_signal_set(const hcp_signal *signals, int64_t n, void *strea
 hcp_status hcp_cuda_signal_wait(const hcp_signal *signals, int64_t n, int64_t timeout_ns,
                                 hcp_signal_failure *failure, void *stream, hcp_error *err);
 
+/* What a stream does from now on follows what another has been given so far. */
+hcp_status hcp_cuda_follow(void *stream, void *ahead, hcp_error *err);
+
 #ifdef __cplusplus
 }
 #endif
