@@ -20,7 +20,6 @@ from torch import Tensor
 
 from hcp import heads, ops
 from hcp.exchange import (
-    SharingTransport,
     Transport,
     agree_once,
     shares,
@@ -671,9 +670,11 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     layer = Layer.of(words)
     run = _run_of(layer.schedule, query, key, value, sinks, scale, layer.choice)
-    return _run_backward(
-        run, layer.schedule, grad_out, grad_lse, query, key, value, sinks, out, lse
-    )
+    given = grad_out, grad_lse, query, key, value, sinks, out, lse
+    *grads, grad_sinks = _run_backward(run, layer.schedule, *given)
+    # A compiler was told of strides: see _attention_backward_fake.
+    grad_query, grad_key, grad_value = (grad.contiguous() for grad in grads)
+    return grad_query, grad_key, grad_value, grad_sinks
 
 
 def _run_backward(
