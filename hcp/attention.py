@@ -113,10 +113,19 @@ def _arrivals(
 # ---- calls: what a kernel computes at once -------------------------------------------------------
 
 
+class _Cut(NamedTuple):
+    """A call with its rows of the stage's tensors; None: all of them, without a view."""
+
+    call: Call
+    queries: slice | None
+    keys: slice | None
+
+
 class _Calls(NamedTuple):
     """A schedule in terms of a kernel's calls instead of its entries."""
 
     stages: list[list[Call]]
+    cuts: list[list[_Cut]]
     output_runs: Tensor
     sunk_runs: Tensor
     """The same, with the sinks as one more part behind the calls."""
@@ -153,8 +162,20 @@ def _make_calls(schedule: Schedule, kernel: Kernel) -> _Calls:
     # What comes home is one more part behind the entries, and behind the calls, of stage 0.
     local = [*places[: len(schedule.stages[0].entries)], (len(stages[0]), 0, 0)]
     output_runs = _renumber(schedule.output_runs, places, 1)
+    cuts = [
+        [
+            _Cut(
+                call,
+                _unless_all(call.queries, schedule.query_rows),
+                _unless_all(call.keys, stage.key_rows),
+            )
+            for call in calls
+        ]
+        for stage, calls in zip(schedule.stages, stages, strict=True)
+    ]
     return _Calls(
         stages,
+        cuts,
         output_runs,
         _with_sinks(output_runs, number, schedule.query_rows),
         _renumber(schedule.home_runs, places, 2),
@@ -162,6 +183,10 @@ def _make_calls(schedule: Schedule, kernel: Kernel) -> _Calls:
         number == len(schedule.stages) == 1 and _covers(output_runs, schedule.query_rows),
         {},
     )
+
+
+def _unless_all(chosen: slice, rows: int) -> slice | None:
+    return None if chosen.stop - chosen.start == rows else chosen
 
 
 def _covers(runs: Tensor, rows: int) -> bool:
@@ -250,11 +275,6 @@ def _make_run(
     return run._replace(heads=_Heads(run, trade, query, key))
 
 
-def _cut(tensor: Tensor, rows: slice) -> Tensor:
-    """Some of the rows; without a view where they are all."""
-    return tensor if rows.stop - rows.start == tensor.shape[0] else tensor[rows]
-
-
 def _forward(
     run: _Run,
     schedule: Schedule,
@@ -266,10 +286,12 @@ def _forward(
     """Queries against keys as they arrive, merged."""
     outs, lses = [], []
     arrivals = _arrivals(run, schedule, key, value)
-    for stage_calls, (stage_key, stage_value) in zip(run.calls.stages, arrivals, strict=True):
-        for call in stage_calls:
-            keys, values = _cut(stage_key, call.keys), _cut(stage_value, call.keys)
-            queries = _cut(query, call.queries)
+    for cuts, (stage_key, stage_value) in zip(run.calls.cuts, arrivals, strict=True):
+        for call, rows, key_rows in cuts:
+            queries = query if rows is None else query[rows]
+            keys, values = stage_key, stage_value
+            if key_rows is not None:
+                keys, values = keys[key_rows], values[key_rows]
             out, lse = run.kernel.forward(call, queries, keys, values, run.scale)
             outs.append(out)
             lses.append(lse)
@@ -290,40 +312,31 @@ def _backward_rows(
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values, those of others' keys sent home."""
-    grad_queries: list[Tensor] = []
-    grad_keys: list[Tensor] = []
-    grad_values: list[Tensor] = []
+    given = grad_out, grad_lse, query, out, lse
+    grads: list[tuple[Tensor, Tensor, Tensor]] = []
     arrivals = _arrivals(run, schedule, key, value)
-    for stage_calls, (stage_key, stage_value) in zip(run.calls.stages, arrivals, strict=True):
-        for call in stage_calls:
-            rows = call.queries
-            keys, values = _cut(stage_key, call.keys), _cut(stage_value, call.keys)
-            grads = run.kernel.backward(
-                call,
-                _cut(grad_out, rows),
-                None if grad_lse is None else _cut(grad_lse, rows),
-                _cut(query, rows),
-                keys,
-                values,
-                _cut(out, rows),
-                _cut(lse, rows),
-                run.scale,
-            )
-            for parts, grad in zip((grad_queries, grad_keys, grad_values), grads, strict=True):
-                parts.append(grad.flatten(1))
-    if not grad_queries:
+    for cuts, (stage_key, stage_value) in zip(run.calls.cuts, arrivals, strict=True):
+        for call, rows, key_rows in cuts:
+            own = given
+            if rows is not None:
+                own = tuple(None if x is None else x[rows] for x in given)  # type: ignore[assignment]
+            keys, values = stage_key, stage_value
+            if key_rows is not None:
+                keys, values = keys[key_rows], values[key_rows]
+            grads.append(run.kernel.backward(call, *own[:3], keys, values, *own[3:], run.scale))
+    if not grads:
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     if run.calls.one_call:
-        grad_query, grad_key, grad_value = grad_queries[0], grad_keys[0], grad_values[0]
-    else:
-        bring_home = (
-            _read_home if shares(run.transport) and len(schedule.stages) > 1 else _bring_home
-        )
-        home = bring_home(run, schedule, grad_keys, grad_values)
-        # Meanwhile:
-        grad_query = ops.reduce(grad_queries, run.calls.output_runs, schedule.query_rows)
-        widths = grad_keys[0].shape[1], grad_values[0].shape[1]
-        grad_key, grad_value = home().split_with_sizes(widths, 1)
+        return grads[0]
+    grad_queries, grad_keys, grad_values = (
+        [grad.flatten(1) for grad in parts] for parts in zip(*grads, strict=True)
+    )
+    bring_home = _read_home if shares(run.transport) and len(schedule.stages) > 1 else _bring_home
+    home = bring_home(run, schedule, grad_keys, grad_values)
+    # Meanwhile:
+    grad_query = ops.reduce(grad_queries, run.calls.output_runs, schedule.query_rows)
+    widths = grad_keys[0].shape[1], grad_values[0].shape[1]
+    grad_key, grad_value = home().split_with_sizes(widths, 1)
     return grad_query.view(query.shape), grad_key.view(key.shape), grad_value.view(value.shape)
 
 
@@ -674,6 +687,8 @@ def _attention_backward(
     *grads, grad_sinks = _run_backward(run, layer.schedule, *given)
     # A compiler was told of strides: see _attention_backward_fake.
     grad_query, grad_key, grad_value = (grad.contiguous() for grad in grads)
+    if grad_sinks is None:  # an operator gives a tensor
+        grad_sinks = out.new_empty(0)
     return grad_query, grad_key, grad_value, grad_sinks
 
 
@@ -688,22 +703,22 @@ def _run_backward(
     sinks: Tensor | None,
     out: Tensor,
     lse: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     grad_out = _innermost_contiguous(grad_out)
     given = schedule, grad_out, grad_lse, query, key, value, out, lse
     if run.heads is None:
         grads = _backward_rows(run, *given)
     else:
         grads = _backward_of_heads(run.heads, *given)
+    if sinks is None:
+        return *grads, None
     return *grads, _sinks_backward(grad_out, grad_lse, sinks, out, lse)
 
 
 def _sinks_backward(
-    grad_out: Tensor, grad_lse: Tensor | None, sinks: Tensor | None, out: Tensor, lse: Tensor
+    grad_out: Tensor, grad_lse: Tensor | None, sinks: Tensor, out: Tensor, lse: Tensor
 ) -> Tensor:
     """This rank's share: a sink's weight in a row is exp(sink - lse), and its value is 0."""
-    if sinks is None:
-        return out.new_empty(0)
     delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     if grad_lse is not None:
         delta = delta - grad_lse
