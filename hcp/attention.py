@@ -20,7 +20,6 @@ from torch import Tensor
 
 from hcp import heads, ops
 from hcp.exchange import (
-    SharingTransport,
     Transport,
     agree_once,
     shares,
@@ -37,26 +36,26 @@ from hcp.layout import Entry, Move, Schedule, Trade, kernel_of, schedule_of
 class _Carried:
     """Keys beside values that peers send."""
 
-    def __init__(
-        self, transport: Transport, schedule: Schedule, local: list[Tensor], tag: int
-    ) -> None:
-        self._transport, self._schedule = transport, schedule
-        self._local, self._tag = local, tag
-        self._received = local[0].new_empty(0, 0)
+    def __init__(self, run: _Run, schedule: Schedule, local: list[Tensor], width: int) -> None:
+        self._run, self._schedule, self._local, self._width = run, schedule, local, width
+        self._received: Tensor | None = None
 
     def begin(self, number: int) -> Callable[[], Tensor]:
         """Start a stage's exchange; its rows, (key_rows, G * (D + E)), once they are there."""
         stage = self._schedule.stages[number]
-        packed = len(stage.pack) > 0
-        sent = ops.pack(self._local, stage.pack, stage.sent_rows) if packed else self._received
-        width = sum(rows.shape[1] for rows in self._local)
-        received = self._local[0].new_empty(stage.received_rows, width)
-        pending = self._transport.start(sent, stage.sends, received, stage.receives, tag=self._tag)
+        received = self._local[0].new_empty(stage.received_rows, self._width)
+        if stage.packs:
+            sent = ops.pack(self._local, stage.pack, stage.sent_rows)
+        else:  # nothing, or what the stage before has received
+            sent = received if self._received is None else self._received
+        pending = self._run.transport.start(
+            sent, stage.sends, received, stage.receives, tag=self._run.tag
+        )
 
         def rows() -> Tensor:
             pending.wait()
             self._received = received
-            if len(stage.arrange) == 0:
+            if not stage.arranges:
                 return received
             return ops.pack([received], stage.arrange, stage.key_rows)
 
@@ -66,63 +65,67 @@ class _Carried:
 class _Shared:
     """Keys beside values that this rank reads from where their owners staged them."""
 
-    def __init__(
-        self, transport: SharingTransport, schedule: Schedule, local: list[Tensor], tag: int
-    ) -> None:
-        self._schedule, self._tag = schedule, tag
-        self._nothing = local[0].new_empty(0, sum(rows.shape[1] for rows in local))
-        readers = [move.peer for move in schedule.home_receives]
-        self._staged = transport.stage(
-            next(schedule.exchanges),
-            schedule.query_rows,
-            self._nothing.shape[1],
-            local[0].dtype,
-            readers,
+    def __init__(self, run: _Run, schedule: Schedule, local: list[Tensor], width: int) -> None:
+        assert shares(run.transport)
+        self._schedule, self._tag = schedule, run.tag
+        self._local, self._width = local, width
+        self._staged = run.transport.stage(
+            next(schedule.exchanges), schedule.query_rows, width, local[0].dtype, schedule.readers
         )
-        if readers:
-            self._staged.write(local, schedule.whole_run, 2, tag)
+        if schedule.readers:
+            self._staged.write(local, schedule.whole_run, 2, run.tag)
 
     def begin(self, number: int) -> Callable[[], Tensor]:
         read = self._schedule.reads[number]
         if read is None:
-            return lambda: self._nothing
+            return lambda: self._local[0].new_empty(0, self._width)
         owners, runs, done = read
         rows = self._schedule.stages[number].key_rows
         return self._staged.read(owners, runs, rows, self._tag, done).wait
 
 
 def _arrivals(
-    transport: Transport, schedule: Schedule, key: Tensor, value: Tensor, tag: int
+    run: _Run, schedule: Schedule, key: Tensor, value: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Keys and values of each stage, while those of the next are on their way."""
-    if len(schedule.stages) == 1:
+    stages = len(schedule.stages)
+    if stages == 1:
         yield key, value
         return
-    local = [key.flatten(1), value.flatten(1)]
-    width = key.shape[1] * key.shape[2]
-    journey: _Carried | _Shared
-    if shares(transport):
-        journey = _Shared(transport, schedule, local, tag)
-    else:
-        journey = _Carried(transport, schedule, local, tag)
-    stage_key, stage_value = key, value
-    for number in range(1, len(schedule.stages)):
+    _, *key_row = key.shape
+    _, *value_row = value.shape
+    key_width, value_width = key_row[0] * key_row[1], value_row[0] * value_row[1]
+    width = key_width + value_width
+    make = _Shared if shares(run.transport) else _Carried
+    journey = make(run, schedule, [key.flatten(1), value.flatten(1)], width)
+    for number in range(1, stages):
         rows = journey.begin(number)
-        yield stage_key, stage_value
+        yield key, value
         received = rows()
-        stage_rows = len(received)
-        stage_key = received[:, :width].view(stage_rows, *key.shape[1:])
-        stage_value = received[:, width:].view(stage_rows, *value.shape[1:])
-    yield stage_key, stage_value
+        count, start = received.shape[0], received.storage_offset()
+        key = received.as_strided((count, *key_row), (width, key_row[1], 1), start)
+        value = received.as_strided(
+            (count, *value_row), (width, value_row[1], 1), start + key_width
+        )
+    yield key, value
 
 
 # ---- calls: what a kernel computes at once -------------------------------------------------------
+
+
+class _Cut(NamedTuple):
+    """A call with its rows of the stage's tensors; None: all of them, without a view."""
+
+    call: Call
+    queries: slice | None
+    keys: slice | None
 
 
 class _Calls(NamedTuple):
     """A schedule in terms of a kernel's calls instead of its entries."""
 
     stages: list[list[Call]]
+    cuts: list[list[_Cut]]
     output_runs: Tensor
     sunk_runs: Tensor
     """The same, with the sinks as one more part behind the calls."""
@@ -159,8 +162,20 @@ def _make_calls(schedule: Schedule, kernel: Kernel) -> _Calls:
     # What comes home is one more part behind the entries, and behind the calls, of stage 0.
     local = [*places[: len(schedule.stages[0].entries)], (len(stages[0]), 0, 0)]
     output_runs = _renumber(schedule.output_runs, places, 1)
+    cuts = [
+        [
+            _Cut(
+                call,
+                _unless_all(call.queries, schedule.query_rows),
+                _unless_all(call.keys, stage.key_rows),
+            )
+            for call in calls
+        ]
+        for stage, calls in zip(schedule.stages, stages, strict=True)
+    ]
     return _Calls(
         stages,
+        cuts,
         output_runs,
         _with_sinks(output_runs, number, schedule.query_rows),
         _renumber(schedule.home_runs, places, 2),
@@ -168,6 +183,10 @@ def _make_calls(schedule: Schedule, kernel: Kernel) -> _Calls:
         number == len(schedule.stages) == 1 and _covers(output_runs, schedule.query_rows),
         {},
     )
+
+
+def _unless_all(chosen: slice, rows: int) -> slice | None:
+    return None if chosen.stop - chosen.start == rows else chosen
 
 
 def _covers(runs: Tensor, rows: int) -> bool:
@@ -200,54 +219,90 @@ def _with_sinks(runs: Tensor, part: int, rows: int) -> Tensor:
 
 
 class _Run(NamedTuple):
-    """How one call, or its backward, is computed."""
+    """How calls of one kind are computed under a schedule; made at the first of them."""
 
     transport: Transport
-    schedule: Schedule
     kernel: Kernel
     calls: _Calls
     scale: float
     tag: int
-
-    @classmethod
-    def of(
-        cls,
-        transport: Transport,
-        schedule: Schedule,
-        query: Tensor,
-        choice: Choice,
-        scale: float,
-        tag: int,
-    ) -> _Run:
-        kernel = kernel_for(query.device, query.dtype, choice)
-        return cls(transport, schedule, kernel, _calls_of(schedule, kernel), scale, tag)
+    heads: _Heads | None
+    """None where rows stay: nobody to trade with."""
 
 
-def _cut(tensor: Tensor, rows: slice) -> Tensor:
-    """Some of the rows; without a view where they are all."""
-    return tensor if rows.stop - rows.start == tensor.shape[0] else tensor[rows]
+def _run_of(
+    schedule: Schedule,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    choice: Choice,
+) -> _Run:
+    """The run of a call, which is checked, here and with the peers, when its like is first seen."""
+    like = (
+        *(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype),
+        *(query.device, key.device, value.device, scale, choice),
+        None if sinks is None else (sinks.shape, sinks.dtype, sinks.device),
+    )
+    run = schedule.runs.get(like)
+    if run is None:
+        run = schedule.runs[like] = _make_run(schedule, query, key, value, sinks, scale, choice)
+    return cast(_Run, run)
+
+
+def _make_run(
+    schedule: Schedule,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    choice: Choice,
+) -> _Run:
+    transport = transport_of(schedule.transport_key)
+    check(query, key, value, sinks, schedule.rows, transport.device)
+    bits = struct.unpack("<2q", struct.pack("<2d", scale, choice.softcap))
+    traits = (*signature(query, key, value), *schedule.kind, *bits, int(sinks is not None))
+    # Signals between GPUs carry the tag themselves.
+    signalled = shares(transport) and schedule.trade is None
+    tag = tag_of(traits) if signalled else agree_once(transport, schedule, traits)
+    kernel = kernel_for(query.device, query.dtype, choice)
+    run = _Run(transport, kernel, _calls_of(schedule, kernel), scale, tag, None)
+    trade = schedule.trade
+    if trade is None or len(trade.receives) == 1:
+        return run
+    return run._replace(heads=_Heads(run, trade, query, key))
 
 
 def _forward(
-    run: _Run, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+    run: _Run,
+    schedule: Schedule,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Queries against keys as they arrive, merged."""
     outs, lses = [], []
-    arrivals = _arrivals(run.transport, run.schedule, key, value, run.tag)
-    for stage_calls, (stage_key, stage_value) in zip(run.calls.stages, arrivals, strict=True):
-        for call in stage_calls:
-            keys, values = _cut(stage_key, call.keys), _cut(stage_value, call.keys)
-            queries = _cut(query, call.queries)
+    arrivals = _arrivals(run, schedule, key, value)
+    for cuts, (stage_key, stage_value) in zip(run.calls.cuts, arrivals, strict=True):
+        for call, rows, key_rows in cuts:
+            queries = query if rows is None else query[rows]
+            keys, values = stage_key, stage_value
+            if key_rows is not None:
+                keys, values = keys[key_rows], values[key_rows]
             out, lse = run.kernel.forward(call, queries, keys, values, run.scale)
             outs.append(out)
             lses.append(lse)
     if not outs:  # no rows: a query sees at least its own key
         return _empty_result(query, value)
-    return _merge(outs, lses, run.calls, sinks, run.schedule.query_rows)
+    return _merge(outs, lses, run.calls, sinks, schedule.query_rows)
 
 
 def _backward_rows(
     run: _Run,
+    schedule: Schedule,
     grad_out: Tensor,
     grad_lse: Tensor | None,
     query: Tensor,
@@ -257,40 +312,31 @@ def _backward_rows(
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values, those of others' keys sent home."""
-    grad_queries: list[Tensor] = []
-    grad_keys: list[Tensor] = []
-    grad_values: list[Tensor] = []
-    arrivals = _arrivals(run.transport, run.schedule, key, value, run.tag)
-    for stage_calls, (stage_key, stage_value) in zip(run.calls.stages, arrivals, strict=True):
-        for call in stage_calls:
-            rows = call.queries
-            keys, values = _cut(stage_key, call.keys), _cut(stage_value, call.keys)
-            grads = run.kernel.backward(
-                call,
-                _cut(grad_out, rows),
-                None if grad_lse is None else _cut(grad_lse, rows),
-                _cut(query, rows),
-                keys,
-                values,
-                _cut(out, rows),
-                _cut(lse, rows),
-                run.scale,
-            )
-            for parts, grad in zip((grad_queries, grad_keys, grad_values), grads, strict=True):
-                parts.append(grad.flatten(1))
-    if not grad_queries:
+    given = grad_out, grad_lse, query, out, lse
+    grads: list[tuple[Tensor, Tensor, Tensor]] = []
+    arrivals = _arrivals(run, schedule, key, value)
+    for cuts, (stage_key, stage_value) in zip(run.calls.cuts, arrivals, strict=True):
+        for call, rows, key_rows in cuts:
+            own = given
+            if rows is not None:
+                own = tuple(None if x is None else x[rows] for x in given)  # type: ignore[assignment]
+            keys, values = stage_key, stage_value
+            if key_rows is not None:
+                keys, values = keys[key_rows], values[key_rows]
+            grads.append(run.kernel.backward(call, *own[:3], keys, values, *own[3:], run.scale))
+    if not grads:
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     if run.calls.one_call:
-        grads = (grad_queries[0], grad_keys[0], grad_values[0])
-    else:
-        bring_home = (
-            _read_home if shares(run.transport) and len(run.schedule.stages) > 1 else _bring_home
-        )
-        home = bring_home(run, grad_keys, grad_values)
-        # Meanwhile:
-        grad_query = ops.reduce(grad_queries, run.calls.output_runs, run.schedule.query_rows)
-        grads = (grad_query, *home())
-    grad_query, grad_key, grad_value = grads
+        return grads[0]
+    grad_queries, grad_keys, grad_values = (
+        [grad.flatten(1) for grad in parts] for parts in zip(*grads, strict=True)
+    )
+    bring_home = _read_home if shares(run.transport) and len(schedule.stages) > 1 else _bring_home
+    home = bring_home(run, schedule, grad_keys, grad_values)
+    # Meanwhile:
+    grad_query = ops.reduce(grad_queries, run.calls.output_runs, schedule.query_rows)
+    widths = grad_keys[0].shape[1], grad_values[0].shape[1]
+    grad_key, grad_value = home().split_with_sizes(widths, 1)
     return grad_query.view(query.shape), grad_key.view(key.shape), grad_value.view(value.shape)
 
 
@@ -298,25 +344,24 @@ def _backward_rows(
 
 
 def _bring_home(
-    run: _Run, grad_keys: list[Tensor], grad_values: list[Tensor]
-) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Gradients of this rank's keys and values: partial ones of other ranks' travel to their
-    owners, and each owner sums its own, (T, G * D) and (T, G * E)."""
-    schedule, calls = run.schedule, run.calls
+    run: _Run, schedule: Schedule, grad_keys: list[Tensor], grad_values: list[Tensor]
+) -> Callable[[], Tensor]:
+    """Gradients of this rank's keys beside those of its values, (T, G * (D + E)): partial ones of
+    other ranks' travel to their owners, and each owner sums its own."""
+    calls = run.calls
     columns = [grad for pair in zip(grad_keys, grad_values, strict=True) for grad in pair]
     sent = ops.reduce(columns, calls.home_runs, schedule.home_sent_rows, columns=2)
     home = sent.new_empty(schedule.home_received_rows, sent.shape[1])
     pending = run.transport.start(
         sent, schedule.home_sends, home, schedule.home_receives, tag=run.tag
     )
-    local, width, rows = len(calls.stages[0]), grad_keys[0].shape[1], schedule.query_rows
 
-    def sums() -> tuple[Tensor, Tensor]:
+    def sums() -> Tensor:
         pending.wait()
-        return (
-            ops.reduce([*grad_keys[:local], home[:, :width]], calls.local_runs, rows),
-            ops.reduce([*grad_values[:local], home[:, width:]], calls.local_runs, rows),
-        )
+        widths = grad_keys[0].shape[1], grad_values[0].shape[1]
+        local = columns[: 2 * len(calls.stages[0])]
+        parts = [*local, *home.split_with_sizes(widths, 1)]
+        return ops.reduce(parts, calls.local_runs, schedule.query_rows, columns=2)
 
     return sums
 
@@ -327,8 +372,12 @@ class _Home(NamedTuple):
 
     staged_rows: int
     staged_runs: Tensor
+    readers: list[int]
+    """Those that staged rows are for, ascending."""
     parts: list[tuple[int, int]]
     """Ranks that staged rows for this one, and how many each staged in all."""
+    owners: list[int]
+    """Those ranks."""
     runs: Tensor
     """Of this rank's calls of stage 0, then of those ranks."""
 
@@ -363,43 +412,34 @@ def _home_of(schedule: Schedule, calls: _Calls, rank: int) -> _Home:
     return _Home(
         total - schedule.query_rows,
         staged,
+        sorted(move.peer for move in sends),
         [(move.peer, total - schedule.blocks[move.peer]) for move in receives],
+        [move.peer for move in receives],
         runs,
     )
 
 
 def _read_home(
-    run: _Run, grad_keys: list[Tensor], grad_values: list[Tensor]
-) -> Callable[[], tuple[Tensor, Tensor]]:
+    run: _Run, schedule: Schedule, grad_keys: list[Tensor], grad_values: list[Tensor]
+) -> Callable[[], Tensor]:
     """As _bring_home, where each owner reads and sums what the others staged for it."""
     assert shares(run.transport)
-    transport, schedule, calls = run.transport, run.schedule, run.calls
-    local, width = len(calls.stages[0]), grad_keys[0].shape[1]
+    transport, calls = run.transport, run.calls
     pairs = list(zip(grad_keys, grad_values, strict=True))
     home = calls.home.get(transport.rank)
     if home is None:
         home = calls.home[transport.rank] = _home_of(schedule, calls, transport.rank)
-    readers = [move.peer for move in schedule.home_sends]
+    width = grad_keys[0].shape[1] + grad_values[0].shape[1]
     staged = transport.stage(
-        next(schedule.exchanges),
-        home.staged_rows,
-        width + grad_values[0].shape[1],
-        grad_keys[0].dtype,
-        readers,
+        next(schedule.exchanges), home.staged_rows, width, grad_keys[0].dtype, home.readers
     )
-    if readers:
+    if home.readers:
         columns = [grad for pair in pairs for grad in pair]
         staged.write(columns, home.staged_runs, 2, run.tag)
-    owners = [peer for peer, _ in home.parts]
-    reading = staged.read(
-        home.parts, home.runs, schedule.query_rows, run.tag, owners, own=pairs[:local]
-    )
-
-    def sums() -> tuple[Tensor, Tensor]:
-        summed = reading.wait()
-        return summed[:, :width], summed[:, width:]
-
-    return sums
+    own = pairs[: len(calls.stages[0])]
+    return staged.read(
+        home.parts, home.runs, schedule.query_rows, run.tag, home.owners, own=own
+    ).wait
 
 
 def _merge(
@@ -450,6 +490,7 @@ class _Heads:
         even = [i * count // len(key_of) for i in range(len(key_of))]
         fits = not key_of or (len(key_of) % count == 0 and key_of == even)
         self.run = run if fits else run._replace(kernel=_Repeated(run.kernel, key_of, count))
+        """Of those heads."""
 
     def bring(self, by_query: list[Tensor], by_key: list[Tensor], tag: int) -> list[Tensor]:
         columns = [
@@ -533,21 +574,18 @@ class _Repeated:
         return total.index_add_(1, index, grad.to(wide)).to(grad.dtype)
 
 
-def _heads_of(run: _Run, query: Tensor, key: Tensor) -> _Heads | None:
-    """None where rows stay: nobody to trade with."""
-    trade = run.schedule.trade
-    if trade is None or len(trade.receives) == 1:
-        return None
-    return _Heads(run, trade, query, key)
-
-
 def _forward_of_heads(
-    traded: _Heads, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+    traded: _Heads,
+    schedule: Schedule,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     whole_query, whole_key, whole_value = traded.bring([query], [key, value], traded.run.tag)
     if whole_query.shape[1] > 0:
         own_sinks = None if sinks is None else sinks[traded.own]
-        result = _forward(traded.run, whole_query, whole_key, whole_value, own_sinks)
+        result = _forward(traded.run, schedule, whole_query, whole_key, whole_value, own_sinks)
     else:  # nor has any rank of the ring
         result = _empty_result(whole_query, whole_value)
     out, lse = traded.take_back(list(result), [], 0, traded.run.tag)
@@ -556,6 +594,7 @@ def _forward_of_heads(
 
 def _backward_of_heads(
     traded: _Heads,
+    schedule: Schedule,
     grad_out: Tensor,
     grad_lse: Tensor | None,
     query: Tensor,
@@ -572,6 +611,7 @@ def _backward_of_heads(
     if whole_query.shape[1] > 0:
         grads = _backward_rows(
             traded.run,
+            schedule,
             whole_grad,
             grad_lses[0] if grad_lses else None,
             whole_query,
@@ -589,49 +629,38 @@ def _backward_of_heads(
 # ---- operators -----------------------------------------------------------------------------------
 
 
-def _choice_of(words: Tensor) -> Choice:
-    family, softcap = kernel_of(words)
-    return Choice(families()[family], softcap)
+class Layer(NamedTuple):
+    """How a layer attends: its schedule, as a tensor for compiled models and as it was read."""
 
+    words: Tensor
+    schedule: Schedule
+    choice: Choice
 
-def _tag_of_call(
-    transport: Transport,
-    schedule: Schedule,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    choice: Choice,
-) -> int:
-    """The tag of what travels in a call, which is checked, here and with the peers, when its like
-    is first seen."""
-    tensors = (query, key, value) if sinks is None else (query, key, value, sinks)
-    like = (scale, choice, *[(x.shape, x.dtype, x.device) for x in tensors])
-    tag = schedule.tags.get(like)
-    if tag is None:
-        check(query, key, value, sinks, schedule.rows, transport.device)
-        bits = struct.unpack("<2q", struct.pack("<2d", scale, choice.softcap))
-        traits = (*signature(query, key, value), *schedule.kind, *bits, int(sinks is not None))
-        # Signals between GPUs carry the tag themselves.
-        signalled = shares(transport) and schedule.trade is None
-        tag = tag_of(traits) if signalled else agree_once(transport, schedule, traits)
-        schedule.tags[like] = tag
-    return tag
+    @classmethod
+    def of(cls, words: Tensor) -> Layer:
+        family, softcap = kernel_of(words)
+        return cls(words, schedule_of(words), Choice(families()[family], softcap))
 
 
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, words: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    schedule = schedule_of(words)
-    transport = transport_of(schedule.transport_key)
-    choice = _choice_of(words)
-    tag = _tag_of_call(transport, schedule, query, key, value, sinks, scale, choice)
-    run = _Run.of(transport, schedule, query, choice, scale, tag)
-    traded = _heads_of(run, query, key)
-    if traded is None:
-        return _forward(run, query, key, value, sinks)
-    return _forward_of_heads(traded, query, key, value, sinks)
+    layer = Layer.of(words)
+    run = _run_of(layer.schedule, query, key, value, sinks, scale, layer.choice)
+    return _run_forward(run, layer.schedule, query, key, value, sinks)
+
+
+def _run_forward(
+    run: _Run,
+    schedule: Schedule,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    if run.heads is None:
+        return _forward(run, schedule, query, key, value, sinks)
+    return _forward_of_heads(run.heads, schedule, query, key, value, sinks)
 
 
 def _attention_fake(
@@ -652,24 +681,44 @@ def _attention_backward(
     words: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    schedule = schedule_of(words)
-    transport = transport_of(schedule.transport_key)
-    choice = _choice_of(words)
-    tag = _tag_of_call(transport, schedule, query, key, value, sinks, scale, choice)
+    layer = Layer.of(words)
+    run = _run_of(layer.schedule, query, key, value, sinks, scale, layer.choice)
+    given = grad_out, grad_lse, query, key, value, sinks, out, lse
+    *grads, grad_sinks = _run_backward(run, layer.schedule, *given)
+    # A compiler was told of strides: see _attention_backward_fake.
+    grad_query, grad_key, grad_value = (grad.contiguous() for grad in grads)
+    if grad_sinks is None:  # an operator gives a tensor
+        grad_sinks = out.new_empty(0)
+    return grad_query, grad_key, grad_value, grad_sinks
+
+
+def _run_backward(
+    run: _Run,
+    schedule: Schedule,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     grad_out = _innermost_contiguous(grad_out)
-    run = _Run.of(transport, schedule, query, choice, scale, tag)
-    given = grad_out, grad_lse, query, key, value, out, lse
-    traded = _heads_of(run, query, key)
-    grads = _backward_rows(run, *given) if traded is None else _backward_of_heads(traded, *given)
+    given = schedule, grad_out, grad_lse, query, key, value, out, lse
+    if run.heads is None:
+        grads = _backward_rows(run, *given)
+    else:
+        grads = _backward_of_heads(run.heads, *given)
+    if sinks is None:
+        return *grads, None
     return *grads, _sinks_backward(grad_out, grad_lse, sinks, out, lse)
 
 
 def _sinks_backward(
-    grad_out: Tensor, grad_lse: Tensor | None, sinks: Tensor | None, out: Tensor, lse: Tensor
+    grad_out: Tensor, grad_lse: Tensor | None, sinks: Tensor, out: Tensor, lse: Tensor
 ) -> Tensor:
     """This rank's share: a sink's weight in a row is exp(sink - lse), and its value is 0."""
-    if sinks is None:
-        return out.new_empty(0)
     delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     if grad_lse is not None:
         delta = delta - grad_lse
@@ -756,14 +805,73 @@ for _name, _run, _shapes, _gradient, _keep in (
 # ---- the call ------------------------------------------------------------------------------------
 
 
+class _Attention(torch.autograd.Function):
+    """The operator without its dispatch, which would take longer than all else in here."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        layer: Layer,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            run = _run_of(layer.schedule, query, key, value, sinks, scale, layer.choice)
+            out, lse = _run_forward(run, layer.schedule, query, key, value, sinks)
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
+        ctx.layer, ctx.run, ctx.scale = layer, run, scale
+        ctx.set_materialize_grads(False)  # most calls do not use the log-sum-exp
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+        query, key, value, sinks, out, lse = ctx.saved_tensors
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        given = grad_out, grad_lse, query, key, value, sinks, out, lse
+        if torch.is_grad_enabled() or _watched(query):  # it refuses a second derivative
+            grads = torch.ops.hcp.attention_backward(*given, ctx.layer.words, ctx.scale)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                grads = _run_backward(ctx.run, ctx.layer.schedule, *given)
+        grad_query, grad_key, grad_value, grad_sinks = grads
+        grad_sinks = None if sinks is None else grad_sinks
+        return grad_query, grad_key, grad_value, grad_sinks, None, None
+
+
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+
+
+def _watched(*tensors: Tensor) -> bool:
+    """Whether a compiler, a mode or a kind of tensor is there that must see an operator."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or any(type(tensor) not in _PLAIN for tensor in tensors)
+    )
+
+
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, words: Tensor, scale: float
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layer: Layer, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attention of this rank's rows over the whole sequences: (T, H, D), (T, G, D), (T, G, E) to
-    (T, H, E), under the schedule in ``words``; and its log-sum-exp (T, H), sinks included.
+    (T, H, E), under the schedule of the layer; and its log-sum-exp (T, H), sinks included.
 
     Differentiable once, see :meth:`hcp.ContextParallelHandler.attention`.
     """
+    if _watched(query, key, value):
+        return operator(query, key, value, sinks, layer.words, scale)
+    out, lse = _Attention.apply(query, key, value, sinks, layer, scale)  # type: ignore[no-untyped-call]
+    return out, lse
+
+
+def operator(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, words: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """As ``attention``, for compilers: all that it depends on is in tensors and numbers."""
     out, lse = torch.ops.hcp.attention(query, key, value, sinks, words, scale)
     return out, lse
 

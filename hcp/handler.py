@@ -107,7 +107,7 @@ class ContextParallelHandler:
                 for left, right in (_CAUSAL, _FULL, *window_sizes):
                     for limit in (right, 0):
                         self._prepare(name, *_window(left, limit), counts)
-        self._chosen: dict[tuple[int, float], Tensor] = {}
+        self._layers: dict[tuple[object, ...], attention.Layer] = {}
         self._routes: dict[object, Route] = {}
         group = range(layout.first_rank, layout.first_rank + layout.degree)
         self._reads: dict[tuple[object, ...], cross.Reads] = {}
@@ -166,38 +166,47 @@ class ContextParallelHandler:
         self._read.append(schedule_of(words))
         return words
 
-    def _words_of(self, comm_type: str, left: int, right: int, counts: tuple[int, int]) -> Tensor:
-        """The schedule of a layer."""
+    def _layer(
+        self, comm_type: str, left: int, right: int, counts: tuple[int, int], softcap: float
+    ) -> attention.Layer:
+        key = comm_type, left, right, counts, softcap
+        layer = self._layers.get(key)
+        if layer is None:
+            layer = self._layers[key] = attention.Layer.of(self._words_of(*key))
+        return layer
+
+    def _words_of(
+        self,
+        comm_type: str,
+        left: int,
+        right: int,
+        counts: tuple[int, int],
+        softcap: float = 0.0,
+    ) -> Tensor:
+        """The schedule of a layer, as a compiler sees it."""
         if comm_type not in self._comm_types:
             raise ValueError(
                 f"comm_type is {comm_type!r}, expected one of {sorted(self._comm_types)}: "
                 "name every type in comm_types= of hcp.dispatch"
             )
         words = self._schedules.get(_key_of(comm_type, left, right, counts))
-        if words is not None:
-            return words
-        if torch.compiler.is_compiling():
+        if words is None and torch.compiler.is_compiling():
             raise ValueError(
                 f"window_size is {(left, right)} and the heads are {counts} in a compiled layer, "
                 "expected what was prepared: name the window in window_sizes= and, under "
                 f"{' or '.join(comm.CHOSEN)}, the heads in heads= of hcp.dispatch"
             )
-        return self._prepare(comm_type, left, right, counts)
+        if words is None:
+            words = self._prepare(comm_type, left, right, counts)
+        if (self.kernel_family, softcap) == kernels.Choice():
+            return words
+        return with_kernel(words, kernels.families().index(self.kernel_family), softcap)
 
     @property
     def comm_choices(self) -> tuple[comm.CommChoice, ...]:
         """What this rank's group does for each comm type, mask and number of heads that layers have
         used so far or that were prepared, each with the reason."""
         return tuple(dict.fromkeys(self._choices.values()))
-
-    def _with_kernel(self, words: Tensor, softcap: float) -> Tensor:
-        family = kernels.families().index(self.kernel_family)
-        if torch.compiler.is_compiling():
-            return with_kernel(words, family, softcap)
-        key = words.data_ptr(), softcap  # the handler keeps the words, so that nobody has these
-        if key not in self._chosen:
-            self._chosen[key] = with_kernel(words, family, softcap)
-        return self._chosen[key]
 
     # ---- attention ----
 
@@ -288,13 +297,14 @@ class ContextParallelHandler:
         left, right = window_size
         window = _window(left, 0 if causal else right)
         counts = _head_count(query), _head_count(key)
-        words = self._words_of(comm_type or self._comm_type, *window, counts)
-        if (self.kernel_family, softcap) != kernels.Choice():
-            words = self._with_kernel(words, softcap)
         scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-        out, lse = attention.attention(
-            _dense_heads(query), _dense_heads(key), _dense_heads(value), sinks, words, scale
-        )
+        asked = comm_type or self._comm_type, *window, counts
+        rows = _dense_heads(query), _dense_heads(key), _dense_heads(value)
+        if torch.compiler.is_compiling():
+            words = self._words_of(*asked, softcap)
+            out, lse = attention.operator(*rows, sinks, words, scale)
+        else:
+            out, lse = attention.attention(*rows, sinks, self._layer(*asked, softcap), scale)
         out, lse = (formats.from_rows(x, batch, qkv_format) for x in (out, lse))
         return (out, lse) if return_lse else out
 

@@ -167,11 +167,13 @@ class Stage(NamedTuple):
     """Keys that arrive together, and the entries that attend to them."""
 
     pack: Tensor
-    """Empty: the keys of the stage before are forwarded."""
+    packs: bool
+    """Whether it has rows; else the keys of the stage before are forwarded."""
     sends: list[Move]
     receives: list[Move]
     arrange: Tensor
-    """Empty: the received rows are the keys, as they arrive."""
+    arranges: bool
+    """Whether it has rows; else the received rows are the keys, as they arrive."""
     entries: list[Entry]
     pulls: Tensor
     """(row, rows, peer, peer_row): the same keys, as rows of their owners."""
@@ -235,8 +237,8 @@ class Schedule(_Table):
         """The entries as calls of each kernel that has computed them: see ``hcp.attention``."""
         self.agreed: set[tuple[int, ...]] = set()
         """Traits of calls that the ranks have found equal: see ``exchange.agree_once``."""
-        self.tags: dict[tuple[object, ...], int] = {}
-        """Of the kinds of calls that were checked."""
+        self.runs: dict[tuple[object, ...], object] = {}
+        """How calls of each kind that was checked are computed: see ``hcp.attention``."""
 
     @cached_property
     def reads(self) -> list[Read | None]:
@@ -257,6 +259,11 @@ class Schedule(_Table):
             torch.stack([*stage.pulls.t()[:2], parts, stage.pulls[:, 3]], 1),
             [peer for peer in owners if peer not in later],
         )
+
+    @cached_property
+    def readers(self) -> list[int]:
+        """Ranks that read local rows, ascending."""
+        return sorted({move.peer for move in self.home_receives})
 
     @cached_property
     def whole_run(self) -> Tensor:
@@ -306,9 +313,11 @@ class Schedule(_Table):
             stages.append(
                 Stage(
                     pack=pack[begin[0] : end[0]],
+                    packs=end[0] > begin[0],
                     sends=sends[begin[1] : end[1]],
                     receives=receives[begin[2] : end[2]],
                     arrange=arrange[begin[3] : end[3]],
+                    arranges=end[3] > begin[3],
                     entries=entries[begin[4] : end[4]],
                     pulls=pulls[begin[5] : end[5]],
                     first_entry=begin[4],

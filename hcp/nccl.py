@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -40,6 +41,7 @@ class NcclTransport(TorchTransport):
         self._communicator = int(backend._comm_ptr())
         self._watch = _Watch(timeout, weakref.WeakMethod(self._abort))
         self._failure: str | None = None
+        self._tables: dict[tuple[Move, ...], _Table] = {}
         self._connect()
 
     def start(
@@ -53,22 +55,44 @@ class NcclTransport(TorchTransport):
     ) -> Pending:
         self.check()
         copy_to_self(self.rank, sent, sends, received, receives)
-        to, back = (
-            [move for move in moves if move.peer != self.rank] for moves in (sends, receives)
-        )
-        if not to and not back:
+        to, back = self._table(sends), self._table(receives)
+        if not to.peers and not back.peers:
             return _Nothing()
-        current = torch.cuda.current_stream(self.device)
-        self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
-            torch.ops.hcp.nccl_exchange(
-                rows_of(sent), _table(to), rows_of(received), _table(back), self._communicator
+        watched = not torch.cuda.is_current_stream_capturing()
+        ended = self._watch.begin() if watched else _NO_SIGNAL
+        try:
+            torch.ops.hcp.nccl_exchange.default(
+                rows_of(sent),
+                to.words,
+                rows_of(received),
+                back.words,
+                self._communicator,
+                ended,
+                self.stream.cuda_stream,
             )
-            peers = sorted({move.peer for move in (*to, *back)})
-            if not torch.cuda.is_current_stream_capturing():
-                self._watch.add(received, peers)
-            event = self.stream.record_event()
-        return _NcclPending(event, (sent, received))
+        except RuntimeError as error:
+            self.check()
+            raise HcpError(
+                f"rank {self.rank}: the exchange with ranks {sorted(to.peers | back.peers)} could "
+                f"not be queued: {error}; one of them may have ended, and its own message says "
+                "why; NCCL_DEBUG=WARN lets NCCL say more"
+            ) from error
+        if watched:
+            self._watch.add(to.peers | back.peers)
+        return _NcclPending(self.stream.cuda_stream, sent, received)
+
+    def _table(self, moves: Sequence[Move]) -> _Table:
+        """Moves between ranks as the operator takes them; made once for the layers of a
+        micro-batch."""
+        key = tuple(moves)
+        table = self._tables.get(key)
+        if table is None:
+            if len(self._tables) == _TABLES:  # of micro-batches that are over
+                self._tables.clear()
+            others = [move for move in moves if move.peer != self.rank]
+            words = torch.tensor(others, dtype=torch.int64, device="cpu").view(-1, 3)
+            table = self._tables[key] = _Table(words, frozenset(move.peer for move in others))
+        return table
 
     def check(self) -> None:
         """Raise HcpError when an exchange has taken too long."""
@@ -90,8 +114,14 @@ class NcclTransport(TorchTransport):
         torch.cuda.synchronize(self.device)
 
 
-def _table(moves: Sequence[Move]) -> Tensor:
-    return torch.tensor(moves, dtype=torch.int64, device="cpu").view(-1, 3)
+class _Table(NamedTuple):
+    words: Tensor
+    """int64 (moves, 3) of (peer, row, rows)."""
+    peers: frozenset[int]
+
+
+_TABLES = 4096
+_NO_SIGNAL = torch.empty(0, 3, dtype=torch.int64, device="cpu")
 
 
 class _Nothing:
@@ -100,18 +130,18 @@ class _Nothing:
 
 
 class _NcclPending:
-    def __init__(self, event: torch.cuda.Event, buffers: tuple[Tensor, ...]) -> None:
-        self._event = event
-        self._buffers = buffers  # alive until the exchange is over
+    def __init__(self, stream: int, sent: Tensor, received: Tensor) -> None:
+        self._stream, self._received = stream, received
+        self._sent = sent  # alive until the exchange is over
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        torch.ops.hcp.join.default(self._received, self._stream)
 
 
 class _Exchange(NamedTuple):
     number: int
     deadline: float
-    peers: list[int]
+    peers: frozenset[int]
 
 
 class _Watch:
@@ -125,13 +155,18 @@ class _Watch:
         self._ended = torch.zeros(1, dtype=torch.int64, device="cpu").pin_memory()
         self._pending: deque[_Exchange] = deque()
         self._number = 0
+        self._signal = array("q", (self._ended.data_ptr(), 0, -1))
+        self._table = torch.frombuffer(self._signal, dtype=torch.int64).view(1, 3)
         threading.Thread(target=self._run, name="hcp-nccl-watch", daemon=True).start()
 
-    def add(self, memory: Tensor, peers: list[int]) -> None:
-        """Watch what the current stream has just been given."""
+    def begin(self) -> Tensor:
+        """The signal, int64 (1, 3), that ends the next exchange; good until the next call."""
         self._number += 1
-        signal = torch.tensor([[self._ended.data_ptr(), self._number, -1]], device="cpu")
-        torch.ops.hcp.signal_set(memory, signal)
+        self._signal[1] = self._number
+        return self._table
+
+    def add(self, peers: frozenset[int]) -> None:
+        """Watch what has just been queued."""
         deadline = time.monotonic() + self._timeout
         self._pending.append(_Exchange(self._number, deadline, peers))
 
@@ -141,7 +176,7 @@ class _Watch:
             while self._pending and self._pending[0].number <= ended:
                 self._pending.popleft()
             if self._pending and time.monotonic() > self._pending[0].deadline:
-                abort(self._pending[0].peers, self._timeout)
+                abort(sorted(self._pending[0].peers), self._timeout)
                 return
             del abort
             time.sleep(self._PERIOD)

@@ -20,6 +20,8 @@ def refuse_transforms(name: str, *tensors: Tensor) -> None:
             f"cp.{name} is called under a transform of torch.func (grad, vmap, jvp, ...), expected "
             "none: ranks exchange rows in it; use torch.autograd.grad or backward()"
         )
+    if forward_ad._current_level < 0:  # outside of it there are no tangents
+        return
     if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):  # type: ignore[no-untyped-call]
         raise NotImplementedError(
             f"cp.{name} is called with dual tensors, expected plain ones: it has no forward-mode "

@@ -14,10 +14,10 @@ from cases import (
     Case,
     GlooGroups,
     attention_errors,
+    dispatched,
     gloo_errors,
     loopback_error,
     staged_by,
-    whole_sequences,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -406,13 +406,6 @@ def test_rows_of_any_strides_travel() -> None:
         assert torch.equal(cp.roll_tensor(columns), cp.roll_tensor(columns.contiguous()))
 
     hcp.loopback(2, check)
-
-
-def dispatched(groups: object, case: Case) -> hcp.Step:
-    plan, rank = case.plan(), groups.transport.rank  # type: ignore[attr-defined]
-    sources = [0] * len(case.lengths)
-    samples = whole_sequences(case) if rank == 0 else []
-    return hcp.dispatch(plan, samples, sources, groups, **case.comm)
 
 
 # ---- what travels --------------------------------------------------------------------------------

@@ -1,5 +1,4 @@
-"""The C tests: each tests/c/test_*.c, with the core and the CPU kernels, and those of the exchange
-by NCCL with a library in NCCL's place, under the sanitizers."""
+"""The C tests: each tests/c/test_*.c, with all of hcp that is C, under the sanitizers."""
 
 from __future__ import annotations
 
@@ -11,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = sorted([*ROOT.glob("csrc/core/*.c"), *ROOT.glob("csrc/cpu/*.c")])
+FOLDERS = ("core", "cpu", "nccl")
+SOURCES = sorted(path for folder in FOLDERS for path in ROOT.glob(f"csrc/{folder}/*.c"))
 TESTS = sorted(ROOT.glob("tests/c/test_*.c"))
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wshadow", "-Werror"]
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
@@ -29,7 +29,7 @@ def succeed(command: list[str]) -> None:
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The objects of the core and the CPU kernels, compiled once."""
+    """The objects, compiled once."""
     folder = tmp_path_factory.mktemp("objects")
     objects = [str(folder / f"{source.parent.name}_{source.stem}.o") for source in SOURCES]
     with ThreadPoolExecutor(os.cpu_count()) as workers:
@@ -46,31 +46,13 @@ def test_c_test_passes_under_the_sanitizers(
     source: Path, library: list[str], tmp_path: Path
 ) -> None:
     program = str(tmp_path / source.stem)
-    succeed([*COMPILE, str(source), *library, "-lm", "-o", program])
+    succeed([*COMPILE, str(source), *library, "-lm", "-ldl", "-o", program])
     succeed([program])
 
 
-@pytest.fixture(scope="session")
-def nccl(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A library that has NCCL's name and functions."""
-    library = tmp_path_factory.mktemp("nccl") / "libnccl.so.2"
-    shared = ["-shared", "-fPIC", f"-Wl,-soname,{library.name}"]
-    succeed([*COMPILE, *shared, "tests/c/nccl/stub.c", "-o", str(library)])
-    return library
-
-
-@pytest.mark.parametrize("name", ["test_exchange", "test_absent"])
-def test_the_exchange_by_nccl_makes_the_right_calls(name: str, nccl: Path, tmp_path: Path) -> None:
-    program = str(tmp_path / name)
-    loaded = [] if name == "test_absent" else [str(nccl), f"-Wl,-rpath,{nccl.parent}"]
-    sources = [f"tests/c/nccl/{name}.c", "csrc/nccl/exchange.c"]
-    succeed([*COMPILE, *sources, *loaded, "-ldl", "-o", program])
-    succeed([program])
-
-
-def test_every_c_file_of_the_core_is_compiled() -> None:
+def test_every_c_file_is_compiled() -> None:
     assert TESTS
-    assert {path.parent.name for path in SOURCES} == {"core", "cpu"}
+    assert {path.parent.name for path in SOURCES} == set(FOLDERS)
 
 
 @pytest.mark.long
@@ -78,5 +60,5 @@ def test_every_c_file_of_the_core_is_compiled() -> None:
 def test_no_fuzzed_request_breaks_a_plan(library: list[str], tmp_path: Path) -> None:
     program = str(tmp_path / "fuzz_plan")
     source = "tests/fuzz/fuzz_plan.c"
-    succeed([*COMPILE, "-DHCP_FUZZ_MAIN", source, *library, "-lm", "-o", program])
+    succeed([*COMPILE, "-DHCP_FUZZ_MAIN", source, *library, "-lm", "-ldl", "-o", program])
     succeed([program, "20000"])

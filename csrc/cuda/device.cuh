@@ -24,11 +24,14 @@ static inline hcp_status hcp_cuda_fail(hcp_error *err, hcp_status status, const 
   return status;
 }
 
-static inline hcp_status hcp_cuda_launched(const char *kernel, hcp_error *err) {
-  cudaError_t error = cudaGetLastError();
+static inline hcp_status hcp_cuda_status(cudaError_t error, const char *what, hcp_error *err) {
   if (error == cudaSuccess) return HCP_OK;
-  return hcp_cuda_fail(err, HCP_DEVICE, "%s: %s (%s)", kernel, cudaGetErrorString(error),
+  return hcp_cuda_fail(err, HCP_DEVICE, "%s: %s (%s)", what, cudaGetErrorString(error),
                        cudaGetErrorName(error));
+}
+
+static inline hcp_status hcp_cuda_launched(const char *kernel, hcp_error *err) {
+  return hcp_cuda_status(cudaGetLastError(), kernel, err);
 }
 
 /* Enough blocks to fill the device several times over; kernels stride over the

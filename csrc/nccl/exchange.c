@@ -1,28 +1,22 @@
 /* exchange.c - one group of sends and receives.
  *
- * NCCL's functions are declared here, by its stable C interface, so that
- * hcp builds where its header is not. */
+ * NCCL's functions are declared by hcp/nccl.h, so that hcp builds where NCCL's
+ * own header is not. */
 #include <dlfcn.h>
+#include <stdarg.h>
 #include <stdio.h>
 
 #include "hcp/nccl.h"
 
 enum { NCCL_SUCCESS = 0, NCCL_UINT8 = 1, NCCL_IN_PROGRESS = 7 };
 
-typedef struct nccl {
-  int (*group_start)(void);
-  int (*group_end)(void);
-  int (*send)(const void *data, size_t count, int type, int peer, void *communicator, void *stream);
-  int (*receive)(void *data, size_t count, int type, int peer, void *communicator, void *stream);
-  const char *(*error_text)(int result);
-} nccl;
-
-static hcp_status fail(hcp_error *err, hcp_status status, const char *what, const char *why) {
-  if (err != NULL) {
-    err->status = status;
-    snprintf(err->message, sizeof err->message, "%s: %s", what, why);
-  }
-  return status;
+static hcp_status fail(hcp_error *err, const char *format, ...) {
+  if (err == NULL) return HCP_DEVICE;
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(err->message, sizeof err->message, format, arguments);
+  va_end(arguments);
+  return err->status = HCP_DEVICE;
 }
 
 /* Functions come from dlsym as data pointers, which C may not convert. */
@@ -32,58 +26,60 @@ static int find(void *library, const char *name, void *function) {
   return symbol != NULL;
 }
 
-static hcp_status load(nccl *n, hcp_error *err) {
+hcp_status hcp_nccl_load(hcp_nccl *nccl, hcp_error *err) {
   void *library = dlopen("libnccl.so.2", RTLD_LAZY | RTLD_NOLOAD);
   if (library == NULL)
-    return fail(err, HCP_DEVICE, "libnccl.so.2 is not loaded",
-                "expected a torch that was built with NCCL");
-  if (!find(library, "ncclGroupStart", &n->group_start) ||
-      !find(library, "ncclGroupEnd", &n->group_end) || !find(library, "ncclSend", &n->send) ||
-      !find(library, "ncclRecv", &n->receive) ||
-      !find(library, "ncclGetErrorString", &n->error_text))
-    return fail(err, HCP_DEVICE, "libnccl.so.2 lacks a function", "expected NCCL 2.7 or later");
+    return fail(err, "libnccl.so.2 is not loaded: expected a torch that was built with NCCL");
+  find(library, "ncclGetLastError", &nccl->last_error);
+  if (!find(library, "ncclGroupStart", &nccl->group_start) ||
+      !find(library, "ncclGroupEnd", &nccl->group_end) || !find(library, "ncclSend", &nccl->send) ||
+      !find(library, "ncclRecv", &nccl->receive) ||
+      !find(library, "ncclGetErrorString", &nccl->error_text))
+    return fail(err, "libnccl.so.2 lacks a function: expected NCCL 2.7 or later");
   return HCP_OK;
 }
 
-static char *rows_of(hcp_column buffer, const hcp_move *move) {
-  return (char *)buffer.data + move->row * buffer.row_bytes;
+/* A call that failed. */
+typedef struct failure {
+  int result;
+  const char *call;
+  int32_t peer; /* -1: all */
+} failure;
+
+static failure queue_all(const hcp_nccl *nccl, void *communicator, const hcp_transfer *sends,
+                         int64_t n_sends, const hcp_transfer *receives, int64_t n_receives,
+                         void *stream) {
+  for (int64_t i = 0; i < n_receives; i++) {
+    const hcp_transfer *from = &receives[i];
+    int result =
+        nccl->receive(from->data, from->bytes, NCCL_UINT8, from->peer, communicator, stream);
+    if (result != NCCL_SUCCESS) return (failure){result, "ncclRecv", from->peer};
+  }
+  for (int64_t i = 0; i < n_sends; i++) {
+    const hcp_transfer *to = &sends[i];
+    int result = nccl->send(to->data, to->bytes, NCCL_UINT8, to->peer, communicator, stream);
+    if (result != NCCL_SUCCESS) return (failure){result, "ncclSend", to->peer};
+  }
+  return (failure){NCCL_SUCCESS, "", -1};
 }
 
-static size_t bytes_of(hcp_column buffer, const hcp_move *move) {
-  return (size_t)(move->rows * buffer.row_bytes);
+static hcp_status report(const hcp_nccl *nccl, void *communicator, failure f, hcp_error *err) {
+  const char *last = nccl->last_error ? nccl->last_error(communicator) : NULL;
+  char peer[32] = "";
+  if (f.peer >= 0) snprintf(peer, sizeof peer, " with rank %d", (int)f.peer);
+  return fail(err, "%s%s: %s (%d)%s%s", f.call, peer, nccl->error_text(f.result), f.result,
+              last && *last ? ": " : "", last ? last : "");
 }
 
-static int receive_all(const nccl *n, void *communicator, hcp_column received,
-                       const hcp_move *receives, int64_t n_receives, void *stream) {
-  int result = NCCL_SUCCESS;
-  for (const hcp_move *m = receives; m < receives + n_receives && result == NCCL_SUCCESS; m++)
-    result = n->receive(rows_of(received, m), bytes_of(received, m), NCCL_UINT8, (int)m->peer,
-                        communicator, stream);
-  return result;
-}
-
-static int send_all(const nccl *n, void *communicator, hcp_column sent, const hcp_move *sends,
-                    int64_t n_sends, void *stream) {
-  int result = NCCL_SUCCESS;
-  for (const hcp_move *m = sends; m < sends + n_sends && result == NCCL_SUCCESS; m++)
-    result = n->send(rows_of(sent, m), bytes_of(sent, m), NCCL_UINT8, (int)m->peer, communicator,
-                     stream);
-  return result;
-}
-
-hcp_status hcp_nccl_exchange(void *communicator, hcp_column sent, const hcp_move *sends,
-                             int64_t n_sends, hcp_column received, const hcp_move *receives,
-                             int64_t n_receives, void *stream, hcp_error *err) {
-  nccl n;
-  hcp_status status = load(&n, err);
-  if (status != HCP_OK) return status;
-  int result = n.group_start();
-  if (result != NCCL_SUCCESS) return fail(err, HCP_DEVICE, "ncclGroupStart", n.error_text(result));
-  result = receive_all(&n, communicator, received, receives, n_receives, stream);
-  if (result == NCCL_SUCCESS) result = send_all(&n, communicator, sent, sends, n_sends, stream);
-  int ended = n.group_end(); /* also after a failure, or the group would stay open */
-  if (result == NCCL_SUCCESS && ended != NCCL_IN_PROGRESS) result = ended;
+hcp_status hcp_nccl_exchange(const hcp_nccl *nccl, void *communicator, const hcp_transfer *sends,
+                             int64_t n_sends, const hcp_transfer *receives, int64_t n_receives,
+                             void *stream, hcp_error *err) {
+  int result = nccl->group_start();
   if (result != NCCL_SUCCESS)
-    return fail(err, HCP_DEVICE, "exchange by NCCL", n.error_text(result));
-  return HCP_OK;
+    return report(nccl, communicator, (failure){result, "ncclGroupStart", -1}, err);
+  failure f = queue_all(nccl, communicator, sends, n_sends, receives, n_receives, stream);
+  int ended = nccl->group_end(); /* also after a failure, or the group would stay open */
+  if (f.result == NCCL_SUCCESS && ended != NCCL_SUCCESS && ended != NCCL_IN_PROGRESS)
+    f = (failure){ended, "ncclGroupEnd", -1};
+  return f.result == NCCL_SUCCESS ? HCP_OK : report(nccl, communicator, f, err);
 }

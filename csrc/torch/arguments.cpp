@@ -6,11 +6,12 @@ namespace hcp {
 
 using torch::headeronly::ScalarType;
 
-std::string element(const char *name, size_t i) {
-  return std::string(name) + "[" + std::to_string(i) + "]";
+std::ostream &operator<<(std::ostream &out, const Name &name) {
+  out << name.text;
+  return name.element < 0 ? out : out << "[" << name.element << "]";
 }
 
-static std::string shape_text(const Sizes &sizes) {
+std::string shape_text(const Sizes &sizes) {
   std::string text = "(";
   for (size_t i = 0; i < sizes.size(); ++i)
     text += (i ? ", " : "") + (sizes[i] < 0 ? std::string("any") : std::to_string(sizes[i]));
@@ -23,7 +24,7 @@ static Sizes sizes_of(const Tensor &tensor) {
 
 // ---- Checks of one property ------------------------------------------------
 
-hcp_dtype dtype_of(const std::string &name, const Tensor &tensor) {
+hcp_dtype dtype_of(const Name &name, const Tensor &tensor) {
   switch (tensor.scalar_type()) {
     case ScalarType::Double:
       return HCP_FLOAT64;
@@ -39,13 +40,13 @@ hcp_dtype dtype_of(const std::string &name, const Tensor &tensor) {
   }
 }
 
-static void expect_dtype(const std::string &name, const Tensor &tensor, ScalarType dtype) {
+void expect_dtype(const Name &name, const Tensor &tensor, ScalarType dtype) {
   if (tensor.scalar_type() == dtype) return;
   refuse(name, " has dtype ", torch::headeronly::toString(tensor.scalar_type()), ", expected ",
          torch::headeronly::toString(dtype));
 }
 
-void expect_same_dtype(const std::string &name, const Tensor &tensor, const std::string &like_name,
+void expect_same_dtype(const Name &name, const Tensor &tensor, const Name &like_name,
                        const Tensor &like) {
   if (tensor.scalar_type() == like.scalar_type()) return;
   refuse(name, " has dtype ", torch::headeronly::toString(tensor.scalar_type()), ", expected ",
@@ -58,19 +59,19 @@ static std::string device_text(const Tensor &tensor) {
   return "neither cpu nor cuda";
 }
 
-void expect_same_device(const std::string &name, const Tensor &tensor, const std::string &like_name,
+void expect_same_device(const Name &name, const Tensor &tensor, const Name &like_name,
                         const Tensor &like) {
   if (tensor.device() == like.device()) return;
   refuse(name, " is on device ", device_text(tensor), ", expected ", device_text(like), " as ",
          like_name);
 }
 
-void expect_dim(const std::string &name, const Tensor &tensor, int64_t dim) {
+void expect_dim(const Name &name, const Tensor &tensor, int64_t dim) {
   if (tensor.dim() == dim) return;
   refuse(name, " has shape ", shape_text(sizes_of(tensor)), ", expected ", dim, " dimensions");
 }
 
-void expect_sizes(const std::string &name, const Tensor &tensor, const Sizes &sizes) {
+void expect_sizes(const Name &name, const Tensor &tensor, const Sizes &sizes) {
   bool same = tensor.dim() == static_cast<int64_t>(sizes.size());
   for (size_t i = 0; same && i < sizes.size(); ++i)
     same = sizes[i] < 0 || sizes[i] == tensor.sizes()[i];
@@ -78,7 +79,7 @@ void expect_sizes(const std::string &name, const Tensor &tensor, const Sizes &si
     refuse(name, " has shape ", shape_text(sizes_of(tensor)), ", expected ", shape_text(sizes));
 }
 
-void expect_contiguous(const std::string &name, const Tensor &tensor) {
+void expect_contiguous(const Name &name, const Tensor &tensor) {
   if (tensor.is_contiguous()) return;
   Sizes strides(tensor.strides().begin(), tensor.strides().end());
   refuse(name, " has strides ", shape_text(strides), " for shape ", shape_text(sizes_of(tensor)),
@@ -86,13 +87,13 @@ void expect_contiguous(const std::string &name, const Tensor &tensor) {
 }
 
 // Elements of a row side by side: the kernels stride over everything else.
-static void expect_dense_rows(const std::string &name, const Tensor &tensor) {
+static void expect_dense_rows(const Name &name, const Tensor &tensor) {
   int64_t last = tensor.dim() - 1;
   if (tensor.numel() == 0 || tensor.size(last) == 1 || tensor.stride(last) == 1) return;
   refuse(name, " has stride ", tensor.stride(last), " in its last dimension, expected 1");
 }
 
-void expect_at_least(const char *name, int64_t value, int64_t least) {
+void expect_at_least(const Name &name, int64_t value, int64_t least) {
   if (value < least) refuse(name, " is ", value, ", expected >= ", least);
 }
 
@@ -104,7 +105,7 @@ static void expect_some(const char *name, const Tensors &tensors) {
 // ---- Arguments of the operators --------------------------------------------
 
 // The kernels write only to columns that the operators allocated.
-hcp_column column_of(const std::string &name, const Tensor &tensor) {
+hcp_column column_of(const Name &name, const Tensor &tensor) {
   expect_dim(name, tensor, 2);
   expect_dense_rows(name, tensor);
   int64_t bytes = static_cast<int64_t>(tensor.element_size());
@@ -114,7 +115,7 @@ hcp_column column_of(const std::string &name, const Tensor &tensor) {
 
 std::vector<hcp_column> columns_of(const char *name, const Tensors &tensors) {
   expect_some(name, tensors);
-  std::string first = element(name, 0);
+  Name first = element(name, 0);
   std::vector<hcp_column> columns;
   for (size_t i = 0; i < tensors.size(); ++i) {
     columns.push_back(column_of(element(name, i), tensors[i]));
@@ -132,10 +133,10 @@ int64_t width_of(const Tensors &tensors) {
 }
 
 // Counts down, because the sum of the widths could overflow.
-static void expect_widths(const std::string &name, const Tensor &tensor, const Sizes &widths) {
+static void expect_widths(const Name &name, const Tensor &tensor, const Sizes &widths) {
   int64_t left = tensor.size(1);
   for (size_t i = 0; i < widths.size(); ++i) {
-    expect_at_least(element("widths", i).c_str(), widths[i], 0);
+    expect_at_least(element("widths", i), widths[i], 0);
     if (widths[i] > left) {
       left = -1;
       break;
@@ -147,8 +148,7 @@ static void expect_widths(const std::string &name, const Tensor &tensor, const S
            " columns of ", name);
 }
 
-std::vector<hcp_column> split_column(const std::string &name, const Tensor &tensor,
-                                     const Sizes &widths) {
+std::vector<hcp_column> split_column(const Name &name, const Tensor &tensor, const Sizes &widths) {
   hcp_column whole = column_of(name, tensor);
   expect_widths(name, tensor, widths);
   std::vector<hcp_column> columns;
@@ -196,9 +196,9 @@ Runs runs_of(const Tensor &tensor, const Sizes &part_rows, int64_t out_rows) {
 Signals signals_of(const Tensor &tensor) { return records_of<hcp_signal>("signals", tensor); }
 
 Moves moves_of(const Tensor &tensor, int64_t rows) {
-  Moves moves = records_of<hcp_move>("moves", tensor);
+  Moves moves = records_of<Move>("moves", tensor);
   for (int64_t i = 0; i < moves.n; ++i) {
-    const hcp_move &move = moves.data[i];
+    const Move &move = moves.data[i];
     if (move.peer < 0 || move.row < 0 || move.rows < 0 || move.rows > rows - move.row)
       refuse("moves[", i, "] is rows [", move.row, ", ", move.row, " + ", move.rows, ") for peer ",
              move.peer, ", expected rows of [0, ", rows, ")");
@@ -217,7 +217,7 @@ static hcp_part part_of(const Tensor &out, const Tensor &lse) {
 
 static void expect_part(const Parts &all, const Tensor &out, const Tensor &lse, const Tensor &first,
                         size_t p) {
-  std::string out_name = element("outs", p), lse_name = element("lses", p);
+  Name out_name = element("outs", p), lse_name = element("lses", p);
   expect_sizes(out_name, out, {-1, all.heads, all.head_dim});
   expect_same_dtype(out_name, out, "outs[0]", first);
   expect_same_device(out_name, out, "outs[0]", first);
@@ -243,7 +243,7 @@ Parts parts_of(const Tensors &outs, const Tensors &lses) {
 
 static void expect_summand(const Tensors &parts, size_t i, size_t columns) {
   size_t first_column = i - i % columns;
-  std::string name = element("parts", i);
+  Name name = element("parts", i);
   expect_sizes(name, parts[i], {parts[first_column].size(0), parts[i % columns].size(1)});
   expect_same_dtype(name, parts[i], "parts[0]", parts[0]);
   expect_same_device(name, parts[i], "parts[0]", parts[0]);

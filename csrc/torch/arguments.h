@@ -27,8 +27,14 @@ template <class... Words>
   throw std::runtime_error(text.str());
 }
 
-// name[i], as messages say it.
-std::string element(const char *name, size_t i);
+// An argument, or its i-th element, as messages say it: put together only for them.
+struct Name {
+  Name(const char *argument, int64_t i = -1) : text(argument), element(i) {}
+  const char *text;
+  int64_t element;
+};
+std::ostream &operator<<(std::ostream &out, const Name &name);
+inline Name element(const char *name, size_t i) { return {name, static_cast<int64_t>(i)}; }
 
 // Borrowed from the tensor that holds it.
 template <class Record>
@@ -39,31 +45,38 @@ struct Records {
 using Segments = Records<hcp_segment>;
 using Runs = Records<hcp_run>;
 using Signals = Records<hcp_signal>;
-using Moves = Records<hcp_move>;
+// Rows of a buffer that a peer is sent, or sends.
+struct Move {
+  int64_t peer, row, rows;
+};
+using Moves = Records<Move>;
+
+// (2, 3), as messages say it.
+std::string shape_text(const Sizes &sizes);
 
 // ---- Checks of one property ------------------------------------------------
 
 // Gradients, merges and sums need one of HCP_DTYPES.
-hcp_dtype dtype_of(const std::string &name, const Tensor &tensor);
-void expect_same_dtype(const std::string &name, const Tensor &tensor, const std::string &like_name,
+hcp_dtype dtype_of(const Name &name, const Tensor &tensor);
+void expect_dtype(const Name &name, const Tensor &tensor, torch::headeronly::ScalarType dtype);
+void expect_same_dtype(const Name &name, const Tensor &tensor, const Name &like_name,
                        const Tensor &like);
-void expect_same_device(const std::string &name, const Tensor &tensor, const std::string &like_name,
+void expect_same_device(const Name &name, const Tensor &tensor, const Name &like_name,
                         const Tensor &like);
-void expect_dim(const std::string &name, const Tensor &tensor, int64_t dim);
+void expect_dim(const Name &name, const Tensor &tensor, int64_t dim);
 // -1 in sizes stands for any.
-void expect_sizes(const std::string &name, const Tensor &tensor, const Sizes &sizes);
-void expect_contiguous(const std::string &name, const Tensor &tensor);
-void expect_at_least(const char *name, int64_t value, int64_t least);
+void expect_sizes(const Name &name, const Tensor &tensor, const Sizes &sizes);
+void expect_contiguous(const Name &name, const Tensor &tensor);
+void expect_at_least(const Name &name, int64_t value, int64_t least);
 
 // ---- Arguments of the operators --------------------------------------------
 
 // rows x width, elements of a row side by side.
-hcp_column column_of(const std::string &name, const Tensor &tensor);
+hcp_column column_of(const Name &name, const Tensor &tensor);
 // Not empty, of one dtype, device and number of rows.
 std::vector<hcp_column> columns_of(const char *name, const Tensors &tensors);
 // Consecutive columns of one tensor; the widths sum to its width.
-std::vector<hcp_column> split_column(const std::string &name, const Tensor &tensor,
-                                     const Sizes &widths);
+std::vector<hcp_column> split_column(const Name &name, const Tensor &tensor, const Sizes &widths);
 int64_t width_of(const Tensors &tensors);
 
 Segments segments_of(const Tensor &tensor, int64_t rows, int64_t out_rows);

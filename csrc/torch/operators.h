@@ -9,14 +9,30 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <tuple>
 
 #include "adjoint.h"
 
 namespace hcp {
 
-using torch::stable::new_empty;
 using torch::stable::new_zeros;
+
+// Uninitialised and contiguous, of another tensor's type and device. By torch's own new_empty the
+// operator would be looked up by name at every call.
+inline Tensor fresh(const Tensor &like, const Sizes &sizes) {
+  Sizes strides(sizes.size(), 1);
+  for (size_t i = sizes.size(); i-- > 1;)
+    strides[i - 1] = strides[i] * std::max<int64_t>(sizes[i], 1);
+  int32_t dtype = 0, device = 0;
+  AtenTensorHandle made = nullptr;
+  if (aoti_torch_get_dtype(like.get(), &dtype) != 0 ||
+      aoti_torch_get_device_type(like.get(), &device) != 0 ||
+      aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+                               dtype, device, like.get_device_index(), &made) != 0)
+    refuse("torch made no tensor of shape ", shape_text(sizes), "; its own message says why");
+  return Tensor(made);
+}
 
 inline int32_t count(const std::vector<hcp_column> &columns) {
   return static_cast<int32_t>(columns.size());
@@ -28,7 +44,7 @@ template <class Device>
 Tensor pack(Tensors sources, Tensor segments, int64_t rows) {
   std::vector<hcp_column> columns = columns_of("sources", sources);
   Segments table = segments_of(segments, sources[0].size(0), rows);
-  Tensor out = new_empty(sources[0], {rows, width_of(sources)});
+  Tensor out = fresh(sources[0], {rows, width_of(sources)});
   Device(sources[0])
       .pack(columns.data(), count(columns), table.data, table.n, column_of("out", out));
   return out;
@@ -39,7 +55,7 @@ Tensors unpack(Tensor source, Tensor segments, Sizes widths, int64_t rows) {
   split_column("source", source, widths);
   Segments table = segments_of(segments, source.size(0), rows);
   Tensors outs;
-  for (int64_t width : widths) outs.push_back(new_empty(source, {rows, width}));
+  for (int64_t width : widths) outs.push_back(fresh(source, {rows, width}));
   if (outs.empty()) return outs;
   std::vector<hcp_column> columns = columns_of("outs", outs);
   Device(source).unpack(column_of("source", source), table.data, table.n, columns.data(),
@@ -54,7 +70,7 @@ Tensors sum_columns(const Tensor &grad, const Sizes &widths, const std::vector<h
   hcp_dtype dtype = dtype_of("grad", grad);
   Tensors outs;
   for (const hcp_column &column : split_column("grad", grad, widths)) {
-    outs.push_back(new_empty(grad, {rows, widths[outs.size()]}));
+    outs.push_back(fresh(grad, {rows, widths[outs.size()]}));
     Device(grad).reduce(dtype, &column, 1, runs.data(), static_cast<int64_t>(runs.size()), rows,
                         column_of("grad_source", outs.back()));
   }
@@ -75,7 +91,7 @@ Tensor unpack_backward(Tensors grads, Tensor segments, int64_t rows) {
   hcp_dtype dtype = dtype_of("grads[0]", grads[0]);
   expect_at_least("rows", rows, 0);
   std::vector<hcp_run> runs = adjoint_of(segments_of(segments, rows, grads[0].size(0)));
-  Tensor out = new_empty(grads[0], {rows, width_of(grads)});
+  Tensor out = fresh(grads[0], {rows, width_of(grads)});
   Device(grads[0]).reduce(dtype, columns.data(), count(columns), runs.data(),
                           static_cast<int64_t>(runs.size()), rows, column_of("grad_source", out));
   return out;
@@ -91,20 +107,19 @@ inline void expect_result(const Tensor &out, const Tensor &like, int64_t width) 
 }
 
 template <class Device>
-void reduce_into(Tensor out, Tensors parts, Tensor runs, int64_t columns) {
-  Summands summands = summands_of(parts, columns);
-  expect_dim("out", out, 2);
+void reduce_into(const Device &device, const Tensor &out, const Summands &summands,
+                 const Tensor &runs) {
   Runs table = runs_of(runs, summands.rows, out.size(0));
-  expect_result(out, parts[0], summands.width);
-  Device(parts[0]).reduce(summands.dtype, summands.columns.data(), summands.n_columns, table.data,
-                          table.n, out.size(0), column_of("out", out));
+  device.reduce(summands.dtype, summands.columns.data(), summands.n_columns, table.data, table.n,
+                out.size(0), column_of("out", out));
 }
 
 template <class Device>
 Tensor reduce(Tensors parts, Tensor runs, int64_t rows, int64_t columns) {
+  Summands summands = summands_of(parts, columns);
   expect_at_least("rows", rows, 0);
-  Tensor out = new_empty(parts[0], {rows, summands_of(parts, columns).width});
-  reduce_into<Device>(out, parts, runs, columns);
+  Tensor out = fresh(parts[0], {rows, summands.width});
+  reduce_into(Device(parts[0]), out, summands, runs);
   return out;
 }
 
@@ -112,7 +127,7 @@ template <class Device>
 Tensors reduce_backward(Tensor grad, Tensor runs, Sizes part_rows, Sizes widths) {
   expect_dim("grad", grad, 2);
   for (size_t p = 0; p < part_rows.size(); ++p)
-    expect_at_least(element("part_rows", p).c_str(), part_rows[p], 0);
+    expect_at_least(element("part_rows", p), part_rows[p], 0);
   Runs table = runs_of(runs, part_rows, grad.size(0));
   Tensors grads;
   for (size_t p = 0; p < part_rows.size(); ++p) {
@@ -129,8 +144,8 @@ template <class Device>
 std::tuple<Tensor, Tensor> merge(Tensors outs, Tensors lses, Tensor runs, int64_t rows) {
   Parts parts = parts_of(outs, lses);
   Runs table = runs_of(runs, parts.rows, rows);
-  Tensor out = new_empty(outs[0], {rows, parts.heads, parts.head_dim});
-  Tensor lse = new_empty(lses[0], {rows, parts.heads});
+  Tensor out = fresh(outs[0], {rows, parts.heads, parts.head_dim});
+  Tensor lse = fresh(lses[0], {rows, parts.heads});
   Device(outs[0]).merge(parts.dtype, parts.parts.data(), table.data, table.n, rows, parts.heads,
                         parts.head_dim, out.mutable_data_ptr(), lse.mutable_data_ptr());
   return {out, lse};
@@ -158,7 +173,7 @@ inline Coverage expect_no_repeats(Runs runs, const Sizes &part_rows) {
 // Kernels leave alone what no run names: only then is it worth clearing.
 inline Tensor new_gradient(const Tensor &like, bool complete) {
   Sizes sizes(like.sizes().begin(), like.sizes().end());
-  return complete ? new_empty(like, sizes) : new_zeros(like, sizes);
+  return complete ? fresh(like, sizes) : new_zeros(like, sizes);
 }
 
 template <class Device>
@@ -188,6 +203,59 @@ std::tuple<Tensors, Tensors> merge_backward(Tensors outs, Tensors lses, Tensor r
   return {grad_outs, grad_lses};
 }
 
+// ---- Rows in memory that ranks share ---------------------------------------
+
+inline hcp_signal_failure *failure_of(const Tensor &failure) {
+  expect_dtype("failure", failure, torch::headeronly::ScalarType::Long);
+  expect_sizes("failure", failure, {sizeof(hcp_signal_failure) / sizeof(int64_t)});
+  return static_cast<hcp_signal_failure *>(failure.mutable_data_ptr());
+}
+
+template <class Device>
+void signal_set(Tensor memory, Tensor signals) {
+  Signals table = signals_of(signals);
+  Device(memory).signal_set(table.data, table.n);
+}
+
+// Waits, sums into memory that others read, and tells them.
+template <class Device>
+void reduce_signalled(Tensor out, Tensors parts, Tensor runs, int64_t columns, Tensor before,
+                      Tensor after, int64_t timeout_ns, Tensor failure) {
+  Signals expected = signals_of(before), told = signals_of(after);
+  expect_at_least("timeout_ns", timeout_ns, 0);
+  hcp_signal_failure *report = failure_of(failure);
+  Summands summands = summands_of(parts, columns);
+  expect_dim("out", out, 2);
+  expect_result(out, parts[0], summands.width);
+  Device device(out);
+  device.signal_wait(expected.data, expected.n, timeout_ns, report);
+  reduce_into(device, out, summands, runs);
+  device.signal_set(told.data, told.n);
+}
+
+// Waits, sums what others have staged, and tells them, on a stream that follows the current one.
+template <class Device>
+Tensor read_signalled(Tensors parts, Tensor runs, int64_t rows, int64_t columns, Tensor before,
+                      Tensor after, int64_t timeout_ns, Tensor failure, int64_t stream) {
+  Signals expected = signals_of(before), told = signals_of(after);
+  expect_at_least("timeout_ns", timeout_ns, 0);
+  expect_at_least("rows", rows, 0);
+  hcp_signal_failure *report = failure_of(failure);
+  Summands summands = summands_of(parts, columns);
+  Tensor out = fresh(parts[0], {rows, summands.width});
+  Device device(out, stream);
+  device.signal_wait(expected.data, expected.n, timeout_ns, report);
+  reduce_into(device, out, summands, runs);
+  device.signal_set(told.data, told.n);
+  return out;
+}
+
+// What the current stream does from now on follows what the other one has been given.
+template <class Device>
+void join(Tensor like, int64_t stream) {
+  Device(like).join(stream);
+}
+
 template <class Device>
 void implement(torch::stable::detail::StableLibrary &m) {
   m.impl("pack", TORCH_BOX(&pack<Device>));
@@ -198,6 +266,10 @@ void implement(torch::stable::detail::StableLibrary &m) {
   m.impl("merge_backward", TORCH_BOX(&merge_backward<Device>));
   m.impl("reduce", TORCH_BOX(&reduce<Device>));
   m.impl("reduce_backward", TORCH_BOX(&reduce_backward<Device>));
+  m.impl("signal_set", TORCH_BOX(&signal_set<Device>));
+  m.impl("reduce_signalled", TORCH_BOX(&reduce_signalled<Device>));
+  m.impl("read_signalled", TORCH_BOX(&read_signalled<Device>));
+  m.impl("join", TORCH_BOX(&join<Device>));
 }
 
 }  // namespace hcp

@@ -1,10 +1,42 @@
 // ops.cpp - the schemas of torch.ops.hcp.*, and the operators on the CPU.
+#include <chrono>
+#include <thread>
+
 #include "operators.h"
 
 namespace hcp {
 
+// Holds the thread until a word of memory that ranks of one process share counts as expected, as
+// hcp_cuda_signal_wait holds a stream.
+static void wait_for(const hcp_signal &signal, int64_t timeout_ns, hcp_signal_failure *failure) {
+  auto end = std::chrono::steady_clock::now() + std::chrono::nanoseconds(timeout_ns);
+  auto acquired = [&] { return __atomic_load_n(signal.word, __ATOMIC_ACQUIRE); };
+  uint64_t found = acquired();
+  for (; found >> 32 < signal.value >> 32; found = acquired()) {
+    if (std::chrono::steady_clock::now() > end) break;
+    std::this_thread::yield();
+  }
+  if (found == signal.value) return;
+  bool late = found >> 32 < signal.value >> 32;
+  *failure = {late ? 1 : 2, signal.peer, signal.value, found};
+  refuse("the signal of rank ", signal.peer, " is ", found, ", expected ", signal.value);
+}
+
+// The thread is its own stream.
 struct Cpu {
-  explicit Cpu(const Tensor &) {}
+  explicit Cpu(const Tensor &, int64_t = 0) {}
+
+  void join(int64_t) const {}
+
+  void signal_set(const hcp_signal *signals, int64_t n) const {
+    for (int64_t i = 0; i < n; ++i)
+      __atomic_store_n(signals[i].word, signals[i].value, __ATOMIC_RELEASE);
+  }
+
+  void signal_wait(const hcp_signal *signals, int64_t n, int64_t timeout_ns,
+                   hcp_signal_failure *failure) const {
+    for (int64_t i = 0; i < n; ++i) wait_for(signals[i], timeout_ns, failure);
+  }
 
 #define KERNEL(name)                               \
   template <class... Arguments>                    \
@@ -40,8 +72,12 @@ STABLE_TORCH_LIBRARY(hcp, m) {
       "reduce_signalled(Tensor(a!) out, Tensor[] parts, Tensor runs, int columns, Tensor before, "
       "Tensor after, int timeout_ns, Tensor(b!) failure) -> ()");
   m.def(
+      "read_signalled(Tensor[] parts, Tensor runs, SymInt rows, int columns, Tensor before, "
+      "Tensor after, int timeout_ns, Tensor(a!) failure, int stream) -> Tensor");
+  m.def("join(Tensor like, int stream) -> ()");
+  m.def(
       "nccl_exchange(Tensor sent, Tensor sends, Tensor(a!) received, Tensor receives, "
-      "int communicator) -> ()");
+      "int communicator, Tensor after, int stream) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hcp, CPU, m) { hcp::implement<hcp::Cpu>(m); }

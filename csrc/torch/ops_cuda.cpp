@@ -30,6 +30,15 @@ struct Cuda {
   explicit Cuda(const Tensor &like)
       : guard_(like.get_device_index()), stream_(current_stream(like.get_device_index())) {}
 
+  // On another stream (a cudaStream_t), which follows the current one.
+  Cuda(const Tensor &like, int64_t stream) : Cuda(like) {
+    void *other = reinterpret_cast<void *>(stream);
+    follow(other, stream_);
+    stream_ = other;
+  }
+
+  void join(int64_t stream) const { follow(stream_, reinterpret_cast<void *>(stream)); }
+
 #define KERNEL(name)                                              \
   template <class... Arguments>                                   \
   void name(const Arguments &...arguments) const {                \
@@ -54,52 +63,62 @@ struct Cuda {
   }
 
  private:
+  static void follow(void *stream, void *ahead) {
+    hcp_error error;
+    if (hcp_cuda_follow(stream, ahead, &error) != HCP_OK) throw std::runtime_error(error.message);
+  }
+
   torch::stable::accelerator::DeviceGuard guard_;
   void *stream_;
 };
 
 // ---- Between GPUs ----------------------------------------------------------
 
-static void signal_set(Tensor memory, Tensor signals) {
-  Signals table = signals_of(signals);
-  Cuda(memory).signal_set(table.data, table.n);
-}
-
-// Waits, sums into memory that others may read, or from such memory, and tells.
-static void reduce_signalled(Tensor out, Tensors parts, Tensor runs, int64_t columns, Tensor before,
-                             Tensor after, int64_t timeout_ns, Tensor failure) {
-  Signals expected = signals_of(before), told = signals_of(after);
-  expect_at_least("timeout_ns", timeout_ns, 0);
-  expect_sizes("failure", failure, {sizeof(hcp_signal_failure) / sizeof(int64_t)});
-  Cuda device(out);
-  device.signal_wait(expected.data, expected.n, timeout_ns,
-                     static_cast<hcp_signal_failure *>(failure.mutable_data_ptr()));
-  reduce_into<Cuda>(out, parts, runs, columns);
-  device.signal_set(told.data, told.n);
-}
-
-// Rows that follow each other, so that a move is one piece of memory.
-static hcp_column end_to_end(const char *name, const Tensor &buffer) {
+// Moves (peer, row, rows) of a buffer's rows, as bytes to and from peers.
+static std::vector<hcp_transfer> transfers_of(const char *name, const Tensor &buffer,
+                                              const Tensor &moves) {
   hcp_column column = column_of(name, buffer);
   if (column.row_stride_bytes != column.row_bytes && buffer.size(0) > 1)
     refuse(name, " has rows ", column.row_stride_bytes, " bytes apart, expected ", column.row_bytes,
            ": end to end");
-  return column;
+  Moves table = moves_of(moves, buffer.size(0));
+  std::vector<hcp_transfer> transfers;
+  for (int64_t i = 0; i < table.n; ++i) {
+    const Move &move = table.data[i];
+    transfers.push_back({static_cast<int32_t>(move.peer),
+                         static_cast<char *>(column.data) + move.row * column.row_bytes,
+                         static_cast<size_t>(move.rows * column.row_bytes)});
+  }
+  return transfers;
 }
 
+// NCCL's functions, found at the first exchange.
+static const hcp_nccl &nccl() {
+  static const hcp_nccl functions = [] {
+    hcp_nccl found;
+    hcp_error error;
+    if (hcp_nccl_load(&found, &error) != HCP_OK) throw std::runtime_error(error.message);
+    return found;
+  }();
+  return functions;
+}
+
+// On a stream that follows the current one, and then the signals.
 static void nccl_exchange(Tensor sent, Tensor sends, Tensor received, Tensor receives,
-                          int64_t communicator) {
-  hcp_column source = end_to_end("sent", sent), target = end_to_end("received", received);
-  Moves out = moves_of(sends, sent.size(0)), in = moves_of(receives, received.size(0));
-  Cuda(sent).nccl_exchange(reinterpret_cast<void *>(communicator), source, out.data, out.n, target,
-                           in.data, in.n);
+                          int64_t communicator, Tensor after, int64_t stream) {
+  Signals told = signals_of(after);
+  std::vector<hcp_transfer> out = transfers_of("sent", sent, sends);
+  std::vector<hcp_transfer> in = transfers_of("received", received, receives);
+  Cuda device(sent, stream);
+  device.nccl_exchange(&nccl(), reinterpret_cast<void *>(communicator), out.data(),
+                       static_cast<int64_t>(out.size()), in.data(),
+                       static_cast<int64_t>(in.size()));
+  device.signal_set(told.data, told.n);
 }
 
 }  // namespace hcp
 
 STABLE_TORCH_LIBRARY_IMPL(hcp, CUDA, m) {
   hcp::implement<hcp::Cuda>(m);
-  m.impl("signal_set", TORCH_BOX(&hcp::signal_set));
-  m.impl("reduce_signalled", TORCH_BOX(&hcp::reduce_signalled));
   m.impl("nccl_exchange", TORCH_BOX(&hcp::nccl_exchange));
 }

@@ -41,11 +41,6 @@ typedef struct hcp_run {
   int64_t row, rows, part, part_row;
 } hcp_run;
 
-/* (peer, row, rows): rows of a buffer that a peer is sent, or sends. */
-typedef struct hcp_move {
-  int64_t peer, row, rows;
-} hcp_move;
-
 /* One tensor of bytes: the gathers move any element type. */
 typedef struct hcp_column {
   void *data;
@@ -185,6 +180,9 @@ hcp_status hcp_cuda_signal_set(const hcp_signal *signals, int64_t n, void *strea
  * reading rows that are not there. */
 hcp_status hcp_cuda_signal_wait(const hcp_signal *signals, int64_t n, int64_t timeout_ns,
                                 hcp_signal_failure *failure, void *stream, hcp_error *err);
+
+/* What a stream does from now on follows what another has been given so far. */
+hcp_status hcp_cuda_follow(void *stream, void *ahead, hcp_error *err);
 
 #ifdef __cplusplus
 }

@@ -5,19 +5,43 @@
 #ifndef HCP_NCCL_H
 #define HCP_NCCL_H
 
-#include "hcp/kernels.h"
+#include <stddef.h>
+
+#include "hcp/hcp.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-/* Rows of two buffers sent and received as one group, queued on a stream (a
- * cudaStream_t): nothing is waited for. Rows of a buffer lie end to end. Peers are
- * ranks of the communicator, an ncclComm_t, borrowed for the call; its ranks have
- * been connected before, so that only those that exchange call. */
-hcp_status hcp_nccl_exchange(void *communicator, hcp_column sent, const hcp_move *sends,
-                             int64_t n_sends, hcp_column received, const hcp_move *receives,
-                             int64_t n_receives, void *stream, hcp_error *err);
+/* Bytes that go to, or come from, a rank of the communicator. */
+typedef struct hcp_transfer {
+  int32_t peer;
+  void *data;
+  size_t bytes;
+} hcp_transfer;
+
+/* NCCL's functions, by its stable C interface. A result is 0, or an error's number. */
+typedef struct hcp_nccl {
+  int (*group_start)(void);
+  int (*group_end)(void);
+  int (*send)(const void *data, size_t count, int type, int peer, void *communicator, void *stream);
+  int (*receive)(void *data, size_t count, int type, int peer, void *communicator, void *stream);
+  const char *(*error_text)(int result);
+  const char *(*last_error)(void *communicator); /* NULL before NCCL 2.13 */
+} hcp_nccl;
+
+/* Find them in the process, once for all exchanges. HCP_DEVICE: no NCCL is loaded,
+ * or it is older than 2.7. */
+hcp_status hcp_nccl_load(hcp_nccl *nccl, hcp_error *err);
+
+/* Send and receive all of them as one group, queued on a stream (a cudaStream_t):
+ * nothing is waited for. communicator is an ncclComm_t, borrowed for the call;
+ * its ranks have been connected before, so that only those that exchange call.
+ *
+ * HCP_DEVICE carries NCCL's words, and the peer whose transfer it refused. */
+hcp_status hcp_nccl_exchange(const hcp_nccl *nccl, void *communicator, const hcp_transfer *sends,
+                             int64_t n_sends, const hcp_transfer *receives, int64_t n_receives,
+                             void *stream, hcp_error *err);
 
 #ifdef __cplusplus
 }

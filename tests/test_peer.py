@@ -1,0 +1,147 @@
+"""The tables, counts and signals of ``hcp.peer`` where ranks share the memory of one process.
+
+Slots and staged exchanges are those of the transport between GPUs; here the words and rows lie in
+CPU memory, and a thread waits where a stream would.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from cases import Case, dispatched, loopback_error, staged_by
+
+import hcp
+from hcp.loopback import LoopbackTransport
+from hcp.peer import PeerStaged, Slots, memory_bytes
+
+loopback_module = sys.modules["hcp.loopback"]
+creation = threading.Lock()
+
+
+class MappedTransport(LoopbackTransport):
+    """One whose ranks read each other's memory as GPUs do, through slots and signals."""
+
+    buffer_bytes = 2**20
+    timeout = 60.0
+
+    def __init__(self, world: Any, rank: int) -> None:
+        super().__init__(world, rank)
+        with creation:
+            if not hasattr(world, "memories"):
+                size = memory_bytes(self.size, self.buffer_bytes)
+                world.memories = [torch.zeros(size, dtype=torch.uint8) for _ in range(self.size)]
+        memories = world.memories
+
+        def view(rank: int, shape: tuple[int, int], dtype: torch.dtype, start: int) -> torch.Tensor:
+            return memories[rank].view(dtype)[start : start + shape[0] * shape[1]].view(shape)
+
+        self._slots = Slots(
+            rank,
+            [memory.data_ptr() for memory in memories],
+            view,
+            torch.zeros(4, dtype=torch.int64),
+            stream=0,
+            buffer_bytes=self.buffer_bytes,
+            timeout=self.timeout,
+        )
+
+    def stage(
+        self, exchange: int, rows: int, width: int, dtype: torch.dtype, readers: Iterable[int]
+    ) -> PeerStaged:
+        self._slots.check()
+        return PeerStaged(self._slots, exchange % 2, (rows, width, dtype), readers)
+
+
+@pytest.fixture(autouse=True)
+def mapped(monkeypatch: pytest.MonkeyPatch) -> type[MappedTransport]:
+    """hcp.loopback(..., sharing=True) runs on it."""
+    monkeypatch.setattr(loopback_module, "SharingLoopbackTransport", MappedTransport)
+    return MappedTransport
+
+
+@pytest.mark.parametrize("stage_rows", [20, hcp.layout.STAGE_ROWS])
+@pytest.mark.parametrize("comm_type", ["p2p", "all_gather", "a2a+p2p"])
+def test_attention_over_slots_equals_one_rank(comm_type: str, stage_rows: int) -> None:
+    case = Case((57, 9, 130, 3), 4, min_degree=2, comm_type=comm_type, stage_rows=stage_rows)
+    case = replace(case, sharing=True, sinks=True, lse=True, value_dim=16)
+    assert loopback_error(case) <= 1e-10
+
+
+def layers(groups: Any, case: Case, count: int) -> list[torch.Tensor]:
+    """Outputs and gradients of layers one behind another, in every micro-batch."""
+    results = []
+    for cp, local in dispatched(groups, case):
+        query, key, value = (
+            local[name].clone().requires_grad_() for name in ("query", "key", "value")
+        )
+        out = query
+        for _ in range(count):
+            out = cp.attention(out, key, value)
+        out.backward(local.grad)
+        results += [out.detach(), query.grad, key.grad, value.grad]
+    return results
+
+
+@pytest.mark.parametrize("comm_type", ["p2p", "all_gather"])
+def test_slots_serve_many_layers_with_the_bits_of_rows_that_are_sent(comm_type: str) -> None:
+    case = Case((57, 9, 130, 40, 22), 4, capacity=40, comm_type=comm_type, dtype="bfloat16")
+    assert len(case.plan().micro_batches) > 1
+    with staged_by(30):
+        sent, read = (
+            hcp.loopback(4, lambda groups: layers(groups, case, 5), sharing=sharing)
+            for sharing in (False, True)
+        )
+    for one, other in zip(sent, read, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def attend(case: Case, scale: Callable[[int], float]) -> None:
+    def layer(groups: Any) -> None:
+        for cp, local in dispatched(groups, case):
+            rank = groups.transport.rank
+            if scale(rank):
+                given = local.query, local.key, local.value
+                cp.attention(*given, softmax_scale=scale(rank))
+
+    hcp.loopback(2, layer, sharing=True)
+
+
+def test_a_rank_that_does_not_come_is_named(mapped: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped, "timeout", 0.2)
+    with pytest.raises(hcp.HcpError, match=r"rank 0: rank 1 has not come .* within 0\.2 s"):
+        attend(Case((40, 9), 2, min_degree=2), lambda rank: 1.0 - rank)
+
+
+def test_a_rank_that_calls_differently_is_named(mapped: type) -> None:
+    with pytest.raises(hcp.HcpError, match=r"rank \d: rank \d came to an exchange with a call"):
+        attend(Case((40, 9), 2, min_degree=2), lambda rank: 1.0 + rank)
+
+
+def test_an_exchange_that_does_not_fit_is_refused_with_what_would_do(
+    mapped: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mapped, "buffer_bytes", 2 * 4096)
+    # 25 rows of 2 x (8 + 8) float64
+    with pytest.raises(ValueError, match=r"stages 6400 bytes .* peer_buffer_bytes=12800 or more"):
+        attend(Case((50,), 2, min_degree=2), lambda rank: 1.0)
+
+
+def test_what_was_kept_of_micro_batches_that_are_over_is_dropped(
+    mapped: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Slots, "_MOST", 3)
+    case = Case((57, 9, 130, 40, 22, 31), 3, capacity=70, min_degree=2, comm_type="all_gather")
+
+    def kept(groups: Any) -> int:
+        layers(groups, case, 2)
+        slots = groups.transport._slots
+        return max(len(slots._columns), len(slots._signals))
+
+    assert max(hcp.loopback(3, kept, sharing=True)) <= 3
+    assert loopback_error(replace(case, sharing=True)) <= 1e-10
