@@ -226,10 +226,11 @@ def staged_by(rows: int) -> Iterator[None]:
 
 
 class GlooGroups:
-    """The whole world as a domain."""
+    """The whole world as a domain. ``seconds``: how long an exchange waits; few where a test has it
+    wait to the end, many where a busy machine may be late."""
 
-    def __init__(self) -> None:
-        self.transport = TorchTransport(dist.new_group(timeout=timedelta(seconds=5)))
+    def __init__(self, seconds: float = 100) -> None:
+        self.transport = TorchTransport(dist.new_group(timeout=timedelta(seconds=seconds)))
 
 
 def gloo_errors(rank: int, size: int, case: Case) -> list[float]:

@@ -13,9 +13,9 @@ PROBE = """
 import json, sys, time
 import torch, torch.distributed
 before = set(sys.modules)
-start = time.perf_counter()
+start = time.process_time()
 import hcp
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 print(json.dumps({
     "seconds": seconds,
     "modules": sorted(set(sys.modules) - before),
@@ -76,6 +76,7 @@ def test_import_does_not_load_the_demo_or_an_integration(tmp_path: Path) -> None
 
 
 def test_import_takes_less_than_a_third_of_a_second_more_than_torch(tmp_path: Path) -> None:
-    """The one test that times: the least of several runs, so that a busy machine does not fail."""
+    """The one test that times: the processor's time, and the least of several runs, so that a busy
+    machine does not fail."""
     seconds = [float(str(probe(tmp_path)["seconds"])) for _ in range(RUNS)]
     assert min(seconds) < 0.3, f"seconds of each run: {seconds}"
