@@ -198,14 +198,6 @@ def summed(groups: Any, own: Tensor | None) -> Tensor:
     return sum(x for x in map(pickle.loads, shares) if x is not None)  # type: ignore[return-value]
 
 
-def dispatched(groups: Any, case: Case) -> hcp.Step:
-    """The step of a case, all of whose sequences rank 0 has loaded."""
-    plan, rank = case.plan(), groups.transport.rank
-    sources = [0] * len(case.lengths)
-    samples = whole_sequences(case) if rank == 0 else []
-    return hcp.dispatch(plan, samples, sources, groups, **case.comm)
-
-
 def sequences_of(plan: hcp.Plan, micro_batch: int) -> list[int]:
     return [s for group in plan.micro_batches[micro_batch] for s in group.sequences]
 
@@ -234,10 +226,11 @@ def staged_by(rows: int) -> Iterator[None]:
 
 
 class GlooGroups:
-    """The whole world as a domain."""
+    """The whole world as a domain. ``seconds``: how long an exchange waits; few where a test has it
+    wait to the end, many where a busy machine may be late."""
 
-    def __init__(self) -> None:
-        self.transport = TorchTransport(dist.new_group(timeout=timedelta(seconds=20)))
+    def __init__(self, seconds: float = 100) -> None:
+        self.transport = TorchTransport(dist.new_group(timeout=timedelta(seconds=seconds)))
 
 
 def gloo_errors(rank: int, size: int, case: Case) -> list[float]:

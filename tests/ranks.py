@@ -35,7 +35,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-GRACE = 10.0
+GRACE = 30.0
 """Seconds that the other ranks have after the first one failed."""
 
 MAX_POOLS = 4
@@ -82,7 +82,7 @@ def run_ranks(
     size: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout: float = 60,
+    timeout: float = 150,
     group_timeout: float | None = None,
 ) -> list[Any]:
     """Call `function(rank, size, *args)` on `size` ranks and return what each returned, by rank.
@@ -100,7 +100,7 @@ def try_ranks(
     size: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout: float = 60,
+    timeout: float = 150,
     group_timeout: float | None = None,
 ) -> list[Any]:
     """As `run_ranks`, but failures are returned, each a `RankError` in its rank's place."""

@@ -38,7 +38,7 @@ def command(*argv, module="hcp"):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         check=False,
     )
 

@@ -156,7 +156,7 @@ def failing_loader(rank: int, size: int) -> None:
 
 
 def test_a_loader_that_fails_is_an_error_on_every_rank() -> None:
-    results = try_ranks(3, failing_loader, timeout=30)
+    results = try_ranks(3, failing_loader)
     assert [r.kind for r in results] == ["HcpError", "OSError", "HcpError"]
     for rank in (0, 2):
         assert f"rank {rank}: rank 1 failed: OSError: shard 7" in results[rank].message
@@ -171,7 +171,7 @@ def differing_lengths(rank: int, size: int) -> None:
 
 
 def test_ranks_with_different_plans_all_hear_it() -> None:
-    results = try_ranks(2, differing_lengths, timeout=30)
+    results = try_ranks(2, differing_lengths)
     for rank, result in enumerate(results):
         assert isinstance(result, RankError)
         assert result.kind == "HcpError"
@@ -203,7 +203,7 @@ def change_one_rank(rank: int, size: int, change: str) -> None:
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_samples_that_differ_on_one_rank_are_an_error_on_all(change: str) -> None:
-    results = try_ranks(2, change_one_rank, change, timeout=30)
+    results = try_ranks(2, change_one_rank, change)
     for result in results:
         assert isinstance(result, RankError)
         assert CHANGES[change][1] in result.message
@@ -257,7 +257,7 @@ def other_comm_types(rank: int, size: int) -> None:
 
 
 def test_ranks_with_different_comm_types_all_hear_it() -> None:
-    for result in try_ranks(2, other_comm_types, timeout=30):
+    for result in try_ranks(2, other_comm_types):
         assert isinstance(result, RankError)
         assert "ranks differ in comm_types" in result.message
 
@@ -272,6 +272,6 @@ def rank_that_ends(rank: int, size: int) -> None:
 
 
 def test_a_rank_that_ends_is_an_error_on_the_others_within_seconds() -> None:
-    results = try_ranks(3, rank_that_ends, timeout=30)
+    results = try_ranks(3, rank_that_ends)
     assert [r.kind for r in results] == ["HcpError", "exited", "HcpError"]
     assert "rank 0: the exchange with ranks [1, 2] failed" in results[0].message

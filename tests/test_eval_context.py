@@ -100,7 +100,7 @@ def switch_often(rank, size, times):
 
 
 def test_10_000_switches_leave_nothing_behind():
-    for objects, kilobytes in run_ranks(2, switch_often, 10_000, timeout=100):
+    for objects, kilobytes in run_ranks(2, switch_often, 10_000, timeout=280):
         assert abs(objects) < 100
         assert kilobytes < 4096
 
@@ -125,7 +125,7 @@ def raise_inside(rank, size):
 
 
 def test_an_exception_in_the_body_of_one_rank_restores_all_and_ends_the_others_with_an_error():
-    results = try_ranks(2, raise_inside, timeout=100, group_timeout=12)
+    results = try_ranks(2, raise_inside, group_timeout=20)
     assert results == [(1, True), (1, True)]
 
 
@@ -140,9 +140,10 @@ def die_inside(rank, size):
 
 
 def test_a_rank_that_dies_inside_is_an_error_on_the_others_and_no_hang():
-    results = try_ranks(4, die_inside, timeout=100, group_timeout=12)
+    results = try_ranks(4, die_inside, group_timeout=25)
     assert all(isinstance(result, RankError) for result in results)
     assert (results[1].kind, results[0].kind) == ("exited", "HcpError")
+    # None is a "timeout": each has ended by itself.
     assert {result.kind for result in results} <= {"exited", "HcpError", "RuntimeError"}
 
 
@@ -161,7 +162,7 @@ def refuse_on_one_rank(rank, size):
 
 
 def test_strict_on_one_rank_refuses_on_all():
-    results = run_ranks(2, refuse_on_one_rank, timeout=30)
+    results = run_ranks(2, refuse_on_one_rank)
     assert results[1].startswith("strict: 1 places")
     assert "because rank 1 refused: strict: 1 places" in results[0]
 
@@ -281,7 +282,7 @@ def compiled(rank, size):
 
 
 def test_a_compiled_model_compiles_once_for_each_layout():
-    for counts in run_ranks(2, compiled, timeout=100):
+    for counts in run_ranks(2, compiled):
         assert counts[0] == 2
         assert counts == [2] * 4
 

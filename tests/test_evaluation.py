@@ -178,7 +178,7 @@ def end_early(rank, size, kind):
 
 @pytest.mark.parametrize("kind", ["map", "iterable"])
 def test_a_dataset_that_ends_early_is_an_error_on_every_rank(kind):
-    for rank, text in enumerate(run_ranks(4, end_early, kind, timeout=30)):
+    for rank, text in enumerate(run_ranks(4, end_early, kind)):
         assert text.startswith(f"rank {rank}: the evaluation observed 10 samples, expected each of")
 
 
@@ -198,7 +198,7 @@ def load_differently(rank, size):
 
 
 def test_cp_siblings_that_load_different_bytes_are_named():
-    results = run_ranks(4, load_differently, timeout=30)
+    results = run_ranks(4, load_differently)
     assert "ranks of one CP group loaded different bytes for the samples [0]" in results[0]
     assert "rank 1 has others" in results[0]
     assert "rank 0 has others" in results[1]

@@ -65,7 +65,7 @@ def test_an_exception_comes_back_with_its_traceback_and_the_pool_is_rebuilt():
 
 
 def test_a_rank_that_hangs_is_shown_with_its_stack():
-    results = try_ranks(2, hang_on, 0, timeout=8)
+    results = try_ranks(2, hang_on, 0, timeout=10)
     assert results[1] == 1
     assert isinstance(results[0], RankError)
     assert results[0].kind == "timeout"

@@ -935,18 +935,18 @@ def disagree(rank, size, kind):
 
 
 def test_a_rank_that_found_other_slots_is_named_on_all_before_anything_is_swapped():
-    for rank, text in enumerate(run_ranks(3, disagree, "slots", timeout=30)):
+    for rank, text in enumerate(run_ranks(3, disagree, "slots")):
         assert text.startswith(f"rank {rank}: nothing was swapped")
         assert "rank 1 has 2 and rank 0 1, and at slot 0 rank 1 has model.extra.cp_group" in text
 
 
 def test_a_rank_that_refuses_ends_the_others_with_its_reason():
-    results = run_ranks(3, disagree, "refusal", timeout=30)
+    results = run_ranks(3, disagree, "refusal")
     assert results[1].startswith("the model holds none of train_pgs")
     assert "because rank 1 refused: the model holds none of train_pgs" in results[0]
     assert "because rank 1 refused: the model holds none of train_pgs" in results[2]
 
 
 def test_a_rank_with_another_target_layout_is_named():
-    results = run_ranks(3, disagree, "layout", timeout=30)
+    results = run_ranks(3, disagree, "layout")
     assert all("rank 1 has" in text for text in results)
