@@ -62,6 +62,7 @@ Engine's buffers for tensor parallelism."""
 
 CP_FREE_FIELDS = (
     *("ep", "expt_tp", "tp_ep", "tp_ep_pp", "expt_dp", "intra_expt_dp", "embd", "pos_embd"),
+    *("tp_ep_pp_with_egtp_remat", "expt_dp_gtp_remat", "expt_gtp_remat"),
     *("intra_dp_cp", "intra_dist_opt", "inter_dist_opt"),
 )
 """Fields of a trainer's collection whose groups are the same in every layout: the expert grid of

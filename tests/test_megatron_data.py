@@ -169,6 +169,63 @@ def test_uneven_batches_a_batch_of_one_and_ranks_without_samples_are_planned():
     assert seen == [3] * 9 + [50] * 150
 
 
+def take_groups_from_a_pool(rank, size):
+    from hcp.integrations.megatron.pool import CPGroupPool
+
+    groups, pool = hcp.build_process_groups(tp=2), CPGroupPool(limit=3)
+    config = hcp.Config(max_seqlen_per_dp_cp_rank=20)
+    seen, steps = [], []
+    for given in ((30,), (18, 17)) * 2:
+        own = [{"tokens": torch.ones(n)} for n in given] if groups.rank("dp_cp") == 0 else []
+        lengths, sources, samples = hcp.gather_lengths(own, groups)
+        step = hcp.dispatch(config.plan(lengths, 2), samples, sources, groups)
+        steps.append(pool.of_step(step, groups))
+        for (cp, _), group in zip(step, steps[-1], strict=True):
+            assert torch.distributed.get_process_group_ranks(group) == cp.global_ranks
+            together = torch.tensor([float(cp.rows)])
+            torch.distributed.all_reduce(together, group=group)
+            seen.append((cp.degree, together.item()))
+    assert steps[:2] == steps[2:]
+    assert len(pool) == 3  # of both ranks of a domain, and of each
+    pool.limit = 2
+    pool.close()
+    for given, error in (
+        ((30,), None),
+        ((18, 17), "plans have 3 intervals of ranks, expected <= 2"),
+    ):
+        lengths = list(given)
+        own = [{"tokens": torch.ones(n)} for n in given] if groups.rank("dp_cp") == 0 else []
+        step = hcp.dispatch(config.plan(lengths, 2), own, [0] * len(given), groups)
+        if error is None:
+            pool.of_step(step, groups)
+            continue
+        with pytest.raises(hcp.HcpError, match=error):
+            pool.of_step(step, groups)
+    return seen
+
+
+def test_groups_of_the_ranks_of_a_micro_batch_come_from_a_small_pool():
+    seen = [each for rows in run_ranks(4, take_groups_from_a_pool) for each in rows]
+    assert {degree for degree, _ in seen} == {1, 2}
+    assert sum(rows / degree for degree, rows in seen) == 2 * 2 * (30 + 18 + 17)
+
+
+def plan_with_a_pool(rank, size):
+    from hcp.integrations.megatron import CPGroupPool, plan_batches
+
+    groups = hcp.build_process_groups()
+    own, config = [[{"tokens": torch.ones(7)}]], hcp.Config(max_seqlen_per_dp_cp_rank=8)
+    for pool, sizes in ((None, [None]), (CPGroupPool(), [1])):
+        (step,) = plan_batches(own, config, groups, cp_groups=pool)
+        given = [batch["packed_seq_params"].cp_group for batch in step]
+        assert [group if group is None else group.size() for group in given] == sizes
+
+
+@needs_megatron
+def test_layers_that_insist_on_a_group_find_it_in_packed_seq_params():
+    run_ranks(1, plan_with_a_pool, timeout=110)
+
+
 def load_by_dp_rank(rank, size):
     from hcp.integrations.megatron import plan_batches
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Real trainers on the GPUs of one host, over NCCL. Builds nothing: needs hcp importable and torch.
 #   WHEELS=folder tests/cuda/run_trainers.sh [GPUS]
-# WHEELS holds the wheel of Megatron-Core 0.19.2 for this Python:
+# WHEELS holds wheels for this Python, all of which are installed for the run: of Megatron-Core 0.19.2, and,
+# where Transformers is not there, of what the extra of this name needs beside torch; else it is left out.
 #   pip download --no-deps --python-version 3.12 --only-binary=:all: -d folder megatron-core==0.19.2
 # SECONDS_EACH (45) ends a run that hangs, SECONDS_ALL (120) leaves out what no time is left for.
 # The runs of most interest come first: tokens per second of dynamic against static CP, of a GPT of
@@ -14,8 +15,8 @@ each=${SECONDS_EACH:-45} all=${SECONDS_ALL:-120}
 work=$(mktemp -d)
 logs=${OUT:-$work}
 trap 'rm -rf "$work"' EXIT
-timeout 30 python3 -m pip install --quiet --no-deps --no-index \
-  --find-links "${WHEELS:?names the folder of wheels}" --target "$work/site" megatron-core==0.19.2 || exit
+timeout 60 python3 -m pip install --quiet --no-deps --no-index --target "$work/site" \
+  "${WHEELS:?names the folder of wheels}"/*.whl || exit
 export PYTHONPATH="$PWD:$work/site${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=4 PYTHONWARNINGS=ignore
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 failed=0
@@ -36,6 +37,22 @@ train() { # NAME OPTIONS...: one run, its log in a file, its line in the table
   tail -n 24 "$log"
   table+=$'\n'$(printf '%-24s %8s %8d %12s %14s' "$name" "$result" $((SECONDS - begun)) \
     "$(said 'dynamic / static tokens' "$log")" "$(said 'largest difference' "$log")")
+}
+
+finetune() { # NAME GPUS OPTIONS...: both models of Transformers; the larger difference of losses
+  local name=$1 log=$logs/${1// /-}.log result=ok begun=$SECONDS
+  local left=$((all - SECONDS))
+  if ((left < 10)) || ! python3 -c 'import hcp.integrations.transformers' 2>/dev/null; then
+    table+=$'\n'$(printf '%-24s %8s' "$name" 'left out')
+    return
+  fi
+  timeout --kill-after=10 "$((left < each ? left : each))" \
+    python3 -m torch.distributed.run --standalone --nproc-per-node "$2" \
+    -m hcp.integrations.transformers --device cuda "${@:3}" >"$log" 2>&1 || { result="exit $?" failed=1; }
+  echo "== $name: ${*:3}"
+  tail -n 24 "$log"
+  table+=$'\n'$(printf '%-24s %8s %8d %12s %14s' "$name" "$result" $((SECONDS - begun)) - \
+    "$(sed -n 's/^largest difference of losses *//p' "$log" | sort -g | tail -n 1)")
 }
 
 said() { # WORDS LOG: the number behind the words
@@ -62,6 +79,9 @@ if ((gpus % 4 == 0)); then
   train 'experts 2' "${small[@]}" --num-experts 8 --moe-ffn-hidden-size 128 \
     --expert-model-parallel-size 2
   train 'levels 2 2' "${small[@]}" --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2
+fi
+if ((gpus >= 2)); then
+  finetune 'Transformers' 2 --train-iters 4 --max-length 4096 --eval-documents 9
 fi
 train 'distributed MTP' "${small[@]}" --use-distributed-optimizer --mtp-num-layers 1
 printf '\n%s\n' "$table"

@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     from hcp.integrations.megatron.data import MicroBatches, plan_batches
     from hcp.integrations.megatron.mtp import hcp_model_class
     from hcp.integrations.megatron.packed import handler_of, packed_seq_params
+    from hcp.integrations.megatron.pool import CPGroupPool
     from hcp.integrations.megatron.spec import hcp_layer_spec
     from hcp.integrations.megatron.step import forward_step, mean_loss
 
 _WHERE = {
+    "CPGroupPool": "pool",
     "MicroBatches": "data",
     "forward_step": "step",
     "handler_of": "packed",
@@ -41,6 +43,7 @@ _WHERE = {
 }
 
 __all__ = [
+    "CPGroupPool",
     "EvalContextParallel",
     "MicroBatches",
     "add_megatron_arguments",

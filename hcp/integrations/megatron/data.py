@@ -7,7 +7,7 @@ among themselves; tensor- and pipeline-parallel peers load the same share, so no
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 import hcp
 from hcp.integrations.megatron.packed import packed_seq_params, with_padding
+from hcp.integrations.megatron.pool import CPGroupPool
 
 Batch = dict[str, Any]
 
@@ -23,10 +24,20 @@ Batch = dict[str, Any]
 class MicroBatches:
     """One step: what Megatron's schedules want of it."""
 
-    def __init__(self, step: hcp.Step, *, has_rows: bool = True) -> None:
-        """`has_rows`: whether this pipeline stage needs tokens and labels."""
+    def __init__(
+        self,
+        step: hcp.Step,
+        *,
+        has_rows: bool = True,
+        cp_groups: Sequence[dist.ProcessGroup | None] = (),
+    ) -> None:
+        """`has_rows`: whether this pipeline stage needs tokens and labels. `cp_groups`: for the
+        PackedSeqParams of each micro-batch (default: they have none)."""
         self.plan = step.plan
-        self._batches = [_batch_of(cp, local, has_rows) for cp, local in step]
+        self._batches = [
+            _batch_of(cp, local, has_rows, group)
+            for (cp, local), group in zip(step, cp_groups or [None] * len(step), strict=True)
+        ]
 
     def __len__(self) -> int:
         """For `num_microbatches`: the same on every rank."""
@@ -43,7 +54,12 @@ class MicroBatches:
         return [iter(self._batches) for _ in range(chunks)]
 
 
-def _batch_of(cp: hcp.ContextParallelHandler, local: hcp.LocalBatch, has_rows: bool) -> Batch:
+def _batch_of(
+    cp: hcp.ContextParallelHandler,
+    local: hcp.LocalBatch,
+    has_rows: bool,
+    cp_group: dist.ProcessGroup | None,
+) -> Batch:
     """tokens, labels, loss_mask (1, rows) where this stage needs them, else None.
 
     A rank that computes nothing gets padding: Megatron's layers cannot reshape no rows.
@@ -54,7 +70,7 @@ def _batch_of(cp: hcp.ContextParallelHandler, local: hcp.LocalBatch, has_rows: b
         **fields,
         "position_ids": with_padding(cp.position_ids, rows)[None],
         "attention_mask": None,
-        "packed_seq_params": packed_seq_params(cp, rows=rows),
+        "packed_seq_params": packed_seq_params(cp, cp_group, rows=rows),
     }
 
 
@@ -72,6 +88,7 @@ def plan_batches(
     virtual_stages: int = 1,
     micro_batch_group: int | None = None,
     sync: str = "step",
+    cp_groups: CPGroupPool | None = None,
 ) -> Iterator[MicroBatches]:
     """Plan each global batch and bring its rows to where they are computed.
 
@@ -87,7 +104,9 @@ def plan_batches(
     `virtual_stages`: Megatron's `virtual_pipeline_model_parallel_size`; the number of micro-batches
     is then a multiple of `micro_batch_group`, its `microbatch_group_size_per_vp_stage` (default:
     the pipeline stages). `sync`: when the ranks of a domain wait for each other: "step", or
-    "micro_batch" with experts over several ranks and with FSDP.
+    "micro_batch" with experts over several ranks and with FSDP. `cp_groups`: gives each
+    micro-batch's PackedSeqParams a process group of its ranks, for layers of your own that insist
+    on one.
 
     Ends when no rank has samples left; a rank that has none in a step takes part in it. Every rank
     of the job iterates. Raises on all ranks when one fails to load, and when tensor- or
@@ -114,7 +133,8 @@ def plan_batches(
         if not has_rows:
             samples = [{"rows": torch.empty(len(sample["tokens"]), 0)} for sample in samples]
         dispatched = hcp.dispatch(plan, samples, sources, groups, **config.dispatch_options())
-        yield MicroBatches(dispatched, has_rows=has_rows)
+        taken = () if cp_groups is None else cp_groups.of_step(dispatched, groups)
+        yield MicroBatches(dispatched, has_rows=has_rows, cp_groups=taken)
         step += 1
 
 

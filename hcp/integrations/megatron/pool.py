@@ -1,0 +1,70 @@
+"""Process groups of the ranks that compute a micro-batch together, for code that insists on one.
+
+Layers of `hcp_layer_spec` take the handler and need none.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+import hcp
+
+Interval = tuple[int, int]
+"""First rank in the domain, and how many."""
+
+
+class CPGroupPool:
+    """One group for each interval of ranks that some plan has used, made when it is first used and
+    kept: `plan_batches(..., cp_groups=CPGroupPool())` puts it into `PackedSeqParams.cp_group`.
+
+    A communicator costs memory on GPUs, so there are at most `limit` intervals.
+    """
+
+    def __init__(self, limit: int = 32) -> None:
+        self.limit = limit
+        self._groups: dict[Interval, dist.ProcessGroup | None] = {}
+        self._domains: list[list[int]] = []
+
+    def __len__(self) -> int:
+        """How many intervals there are groups of."""
+        return len(self._groups)
+
+    def of_step(self, step: hcp.Step, groups: hcp.ProcessGroups) -> list[dist.ProcessGroup | None]:
+        """This rank's group in each micro-batch, None where it has no rows.
+
+        Every rank of the job calls it for every step, and all domains have the same plan. Raises
+        HcpError on all ranks when the plans so far have more than `limit` intervals.
+        """
+        plan = step.plan
+        used = [(g.first_rank, g.degree) for batch in plan.micro_batches for g in batch]
+        new = [interval for interval in dict.fromkeys(used) if interval not in self._groups]
+        if len(self._groups) + len(new) > self.limit:
+            raise hcp.HcpError(
+                f"plans have {len(self._groups) + len(new)} intervals of ranks, expected <= "
+                f"{self.limit}, the pool's limit: raise it, or min_dynamic_context_parallel_size"
+            )
+        for interval in new:
+            self._groups[interval] = self._new(*interval, groups)
+        return [
+            self._groups[cp.layout.first_rank, cp.degree] if cp.degree else None for cp, _ in step
+        ]
+
+    def _new(self, first: int, degree: int, groups: hcp.ProcessGroups) -> dist.ProcessGroup | None:
+        """torch.distributed numbers groups as they are created, so every rank makes all of them."""
+        if not self._domains:
+            domains: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+            dist.all_gather_object(domains, groups.ranks("dp_cp"))
+            self._domains = sorted({tuple(domain): domain for domain in domains}.values())
+        own = None
+        for domain in self._domains:
+            ranks = domain[first : first + degree]
+            group = dist.new_group(ranks, group_desc="hcp:cp_group")
+            own = group if dist.get_rank() in ranks else own
+        return own
+
+    def close(self) -> None:
+        """Destroy all groups. Every rank calls it."""
+        while self._groups:
+            group = self._groups.popitem()[1]
+            if group is not None:
+                dist.destroy_process_group(group)
