@@ -272,7 +272,7 @@ def test_a_negative_price_is_refused(price: str) -> None:
 
 def test_costs_that_exceed_63_bits_are_refused() -> None:
     cost = hcp.CostModel(pair=2**62)
-    with pytest.raises(OverflowError, match="exceeds 63 bits"):
+    with pytest.raises(OverflowError, match="exceeds 62 bits"):
         hcp.plan([8], ranks=1, max_tokens_per_rank=8, cost=cost)
 
 
