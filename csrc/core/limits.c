@@ -2,7 +2,7 @@
  * single sequences, ranks of different speed, pipelines. */
 #include "internal.h"
 
-enum { STAGES_MAX = 4096, SLOWNESS_MAX = 1 << 26 };
+enum { STAGES_MAX = 4096, GROUP_MAX = STAGES_MAX, SLOWNESS_MAX = 1 << 26 };
 
 /* Long multiplication, bit by bit of b, that divides on its way: division of 128
  * bits would call for more than libc. */
@@ -38,11 +38,12 @@ hcp_status hcp__pipeline_check(const hcp_pipeline *pipeline, hcp_error *err) {
                      "virtual_stages is %d, expected 0 or 1, or up to %d in a pipeline of 2 stages "
                      "or more",
                      chunks, STAGES_MAX);
-  if (pipeline->group != 0 && (chunks < 2 || pipeline->group < stages))
+  if (pipeline->group != 0 &&
+      (chunks < 2 || pipeline->group < stages || pipeline->group > GROUP_MAX))
     return hcp__fail(err, HCP_INVALID,
-                     "micro_batch_group is %d, expected at least pipeline_stages (%d) of a "
-                     "pipeline with virtual_stages > 1, or 0",
-                     pipeline->group, stages);
+                     "micro_batch_group is %d, expected pipeline_stages (%d) to %d of a pipeline "
+                     "with virtual_stages > 1, or 0",
+                     pipeline->group, stages, GROUP_MAX);
   return HCP_OK;
 }
 
