@@ -361,11 +361,11 @@ def test_bytes_over_nodes_are_in_the_report() -> None:
         ({"min_degrees": [9]}, r"min_degrees\[0\] is 9, expected 1 to ranks \(4\)"),
         ({"min_degrees": [3], "max_degrees": [2]}, r"max_degrees\[0\] is 2, expected"),
         ({"max_degree": 2, "min_degrees": [3]}, r"no degree that min_degrees\[0\]"),
-        ({"speeds": [1.0]}, "slowness has 1 items, expected 4"),
+        ({"speeds": [1.0]}, "speeds has 1 items, expected 4, one per rank"),
         ({"speeds": [1.0, 0.0, 1.0, 1.0]}, r"speeds\[1\] is 0.0, expected a finite number > 0"),
         ({"memory": hcp.MemoryModel(activation=10, limit=5)}, "would need 20 bytes, expected <= 5"),
         ({"memory": hcp.MemoryModel(activation=10, limit=5), "alignment": 4},
-         "memory.limit is 5 bytes, expected more than the 3 rows"),
+         "memory.limit is 5 bytes, expected more than the 30 bytes of the 3 rows"),
     ],
 )  # fmt: skip
 def test_options_that_make_no_sense_are_refused(change: dict[str, Any], message: str) -> None:

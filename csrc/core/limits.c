@@ -47,6 +47,14 @@ hcp_status hcp__pipeline_check(const hcp_pipeline *pipeline, hcp_error *err) {
   return HCP_OK;
 }
 
+/* Of the rows that alignment may add; INT64_MAX where that does not fit. */
+static int64_t padding_bytes(const hcp_limits *limits) {
+  int64_t rows = limits->alignment > 1 ? limits->alignment - 1 : 0, bytes;
+  return __builtin_mul_overflow(rows, limits->memory.activation + limits->memory.logit, &bytes)
+             ? INT64_MAX
+             : bytes;
+}
+
 static hcp_status check_memory(const hcp_limits *limits, hcp_error *err) {
   const hcp_memory *memory = &limits->memory;
   const struct {
@@ -62,9 +70,10 @@ static hcp_status check_memory(const hcp_limits *limits, hcp_error *err) {
                        bytes[i].name, (long long)bytes[i].value);
   if (memory->limit > 0 && hcp__bytes_limit(limits) < 1)
     return hcp__fail(err, HCP_INVALID,
-                     "memory.limit is %lld bytes, expected more than the %d rows that alignment "
-                     "may add",
-                     (long long)memory->limit, limits->alignment - 1);
+                     "memory.limit is %lld bytes, expected more than the %lld bytes of the %d rows "
+                     "that alignment may add",
+                     (long long)memory->limit, (long long)padding_bytes(limits),
+                     limits->alignment - 1);
   return HCP_OK;
 }
 
@@ -124,11 +133,7 @@ int64_t hcp__bytes(const hcp_memory *memory, int64_t length, int32_t degree) {
 }
 
 int64_t hcp__bytes_limit(const hcp_limits *limits) {
-  const hcp_memory *memory = &limits->memory;
-  int64_t padding = limits->alignment > 1 ? limits->alignment - 1 : 0;
-  if (memory->limit == 0) return 0;
-  if (__builtin_mul_overflow(padding, memory->activation + memory->logit, &padding)) return -1;
-  return memory->limit - padding;
+  return limits->memory.limit == 0 ? 0 : limits->memory.limit - padding_bytes(limits);
 }
 
 int64_t hcp__load(const hcp__problem *p, int32_t sequence, int32_t degree) {
