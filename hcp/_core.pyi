@@ -158,7 +158,7 @@ class Rebinding:
     def __exit__(self, *exception: object) -> None: ...
 
 def cost_time(
-    prices: Sequence[int],
+    prices: tuple[int, ...],
     table: tuple[Sequence[int], Sequence[int], Sequence[int]] | None,
     length: int,
     degree: int,
@@ -167,24 +167,24 @@ def cost_time(
 def pipeline_time(times: Sequence[int], stages: int, virtual_stages: int, group: int) -> int: ...
 def plan_bound(
     lengths: Sequence[int],
-    limits: Sequence[int],
+    limits: tuple[int, ...],
     lists: tuple[Sequence[int] | None, Sequence[int] | None, Sequence[int] | None],
-    prices: Sequence[int],
+    prices: tuple[int, ...],
     table: tuple[Sequence[int], Sequence[int], Sequence[int]] | None,
 ) -> tuple[int, int]: ...
 def create_plan(
     lengths: Sequence[int],
-    limits: Sequence[int],
+    limits: tuple[int, ...],
     lists: tuple[Sequence[int] | None, Sequence[int] | None, Sequence[int] | None],
-    prices: Sequence[int],
+    prices: tuple[int, ...],
     table: tuple[Sequence[int], Sequence[int], Sequence[int]] | None,
     effort: int,
 ) -> Plan: ...
 def create_plan_from(
     lengths: Sequence[int],
-    limits: Sequence[int],
+    limits: tuple[int, ...],
     lists: tuple[Sequence[int] | None, Sequence[int] | None, Sequence[int] | None],
-    prices: Sequence[int],
+    prices: tuple[int, ...],
     table: tuple[Sequence[int], Sequence[int], Sequence[int]] | None,
     micro_batches: Sequence[int],
     groups: Sequence[int],

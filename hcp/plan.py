@@ -319,6 +319,8 @@ def _request(
         *(max_tokens_per_rank, *astuple(memory)),
     )
     if speeds is not None:
+        if len(speeds) != ranks:
+            raise ValueError(f"speeds has {len(speeds)} items, expected {ranks}, one per rank")
         slowness = slowness_of(speeds)
     return {
         "lengths": lengths,

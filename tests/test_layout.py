@@ -102,7 +102,7 @@ def test_bad_places_are_refused() -> None:
     import pytest
 
     plan = one_group([5], 2)
-    with pytest.raises(ValueError, match="micro_batch is 1, expected 0 to 0"):
+    with pytest.raises(ValueError, match="micro_batch is 1, expected >= 0 and < 1 "):
         hcp.Layout(plan, 1, 0)
     with pytest.raises(ValueError, match="rank is 3, expected 0 to 2"):
         hcp.Layout(plan, 0, 3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hcp
+from hcp import _core
+from hcp.cost import Table
 
 CAPACITY = 1024
 
@@ -248,8 +250,37 @@ GOOD: dict[str, Any] = {"lengths": [5], "ranks": 2, "max_tokens_per_rank": 8}
         ({"lengths": [5, 0]}, ValueError, r"lengths\[1\] is 0, expected 1 to"),
         ({"lengths": [-3]}, ValueError, r"lengths\[0\] is -3, expected 1 to"),
         ({"lengths": [1.5]}, TypeError, r"lengths\[0\] is 1.5, expected an integer"),
-        ({"lengths": [2**70]}, ValueError, r"lengths\[0\] does not fit in 64 bits"),
-        ({"lengths": 5}, TypeError, "lengths is not a sequence"),
+        (
+            {"lengths": [2**70]},
+            ValueError,
+            rf"lengths\[0\] is {2**70}, expected -2\^63 to 2\^63 - 1",
+        ),
+        ({"lengths": 5}, TypeError, "lengths is 5, expected a sequence of integers"),
+        ({"ranks": 4.0}, TypeError, "ranks is 4.0, expected an integer"),
+        ({"ranks": 2**40}, ValueError, rf"^ranks is {2**40}, expected -2\^31 to 2\^31 - 1"),
+        ({"min_degrees": [2**40]}, ValueError, rf"min_degrees\[0\] is {2**40}, expected -2\^31 to"),
+        ({"max_tokens_per_rank": 2**70}, ValueError, rf"^max_tokens_per_rank is {2**70}, expected"),
+        (
+            {"pipeline_stages": -(2**31) - 1},
+            ValueError,
+            "^pipeline_stages is -2147483649, expected",
+        ),
+        ({"cost": hcp.CostModel(pair=2**70)}, ValueError, rf"^cost.pair is {2**70}, expected"),
+        (
+            {"cost": hcp.CostModel(table=cast(Any, 5))},
+            TypeError,
+            "^cost.table is 5, expected a tuple of 3: len",
+        ),
+        (
+            {"cost": hcp.CostModel(table=cast(Any, [[5], [1], [2]]))},
+            TypeError,
+            r"^cost.table is \[\[5\], \[1\], \[2\]\], expected a tuple of 3: lengths, degrees, times",
+        ),
+        (
+            {"cost": hcp.CostModel(table=Table((5,), (1,), (2**63,)))},
+            ValueError,
+            r"table.times\[0\] is 9223372036854775808, expected",
+        ),
         (
             {"lengths": [17]},
             ValueError,
@@ -270,9 +301,19 @@ def test_a_negative_price_is_refused(price: str) -> None:
         hcp.CostModel(**{price: -1})
 
 
-def test_costs_that_exceed_63_bits_are_refused() -> None:
+def test_the_core_names_what_it_was_given_in_place_of_a_plan_or_a_comm_type() -> None:
+    with pytest.raises(TypeError, match="plan is 7, expected a Plan"):
+        _core.create_layout(cast(Any, 7), 0, 0)
+    plan = hcp.plan(**GOOD)
+    with pytest.raises(
+        ValueError, match=r"is 'ring', expected one of 'p2p', 'all_gather', 'a2a', 'a2a\+p2p'$"
+    ):
+        plan.core.schedule(0, 0, "ring", 1, -1, -1, 0)
+
+
+def test_costs_that_exceed_62_bits_are_refused() -> None:
     cost = hcp.CostModel(pair=2**62)
-    with pytest.raises(OverflowError, match="exceeds 63 bits"):
+    with pytest.raises(OverflowError, match="exceeds 62 bits"):
         hcp.plan([8], ranks=1, max_tokens_per_rank=8, cost=cost)
 
 

@@ -281,7 +281,7 @@ def test_a_structure_runs_no_code_of_its_keys_and_names():
     structure = Structure([keyed, grown], frozenset({"size"}), (int,))
     assert len(grown) == 1
     assert structure.holds()
-    with pytest.raises(TypeError, match="watched has 'size' of <class '.*Name'>, expected str"):
+    with pytest.raises(TypeError, match=r"watched has 'size' of <class '.*Name'>, expected str"):
         Structure([{"size": 1}, grown], watched, (int,))
     assert len(grown) == 1
 
@@ -373,7 +373,7 @@ def test_a_setter_that_comes_back_is_refused_or_does_nothing():
             [("key", {}, 1, "")],
             [1],
             ValueError,
-            "of kind 'key', expected 'item', 'attribute', 'member', ",
+            "of kind 'key', expected one of 'item', 'attribute', .*, 'depth'$",
         ),
         ([], [1], ValueError, "there are 0 slots and 1 values, expected as many"),
         (7, [], TypeError, "int"),

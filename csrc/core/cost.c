@@ -20,21 +20,30 @@ static int64_t tiled(const hcp_cost *cost, int64_t length, int64_t degree) {
   return ceil_div(length, chunk) * chunk;
 }
 
-static int is_far(int64_t degree, int32_t ranks_per_node) {
-  return ranks_per_node > 0 && degree > ranks_per_node;
+/* Prices of what moves between the ranks of a group. */
+typedef struct links {
+  int64_t exchange, all_to_all;
+} links;
+
+static links far_links(const hcp_cost *cost) {
+  return (links){larger(cost->exchange, cost->exchange_far),
+                 larger(cost->all_to_all, cost->all_to_all_far)};
 }
 
-static int64_t step_time(const hcp_cost *cost, int64_t length, int64_t degree, int far,
+static links links_of(const hcp_cost *cost, int64_t degree, int32_t ranks_per_node) {
+  if (ranks_per_node > 0 && degree > ranks_per_node) return far_links(cost);
+  return (links){cost->exchange, cost->all_to_all};
+}
+
+static int64_t step_time(const hcp_cost *cost, int64_t length, int64_t degree, links price,
                          int64_t attention) {
   if (degree == 1) return 0;
-  int64_t price = far ? larger(cost->exchange, cost->exchange_far) : cost->exchange;
-  int64_t heads = far ? larger(cost->all_to_all, cost->all_to_all_far) : cost->all_to_all;
-  int64_t moved = price * (length - length / degree);
+  int64_t moved = price.exchange * (length - length / degree);
   if (cost->overlap != 0) {
     int64_t share = ceil_div(attention, degree);
     moved = larger(0, moved - (share - share / degree));
   }
-  return moved + ceil_div(heads * length, degree) + (degree - 1) * cost->step;
+  return moved + ceil_div(price.all_to_all * length, degree) + (degree - 1) * cost->step;
 }
 
 static int64_t priced(const hcp_cost *cost, int64_t length, int32_t degree,
@@ -42,7 +51,7 @@ static int64_t priced(const hcp_cost *cost, int64_t length, int32_t degree,
   int64_t rows = tiled(cost, length, degree);
   int64_t attention = cost->pair * pairs_of(rows, cost->window);
   return ceil_div(attention + cost->token * rows, degree) +
-         step_time(cost, length, degree, is_far(degree, ranks_per_node), attention);
+         step_time(cost, length, degree, links_of(cost, degree, ranks_per_node), attention);
 }
 
 /* Compute never takes less than spread over most ranks; the exchange of a range
@@ -51,11 +60,8 @@ int64_t hcp__time_floor(const hcp_cost *cost, int64_t length, int32_t least, int
                         int32_t ranks_per_node) {
   int64_t rows = tiled(cost, length, 1), attention = cost->pair * pairs_of(rows, cost->window);
   int64_t moved = 0;
-  if (cost->overlap == 0 && least > 1) {
-    int far = is_far(least, ranks_per_node);
-    int64_t price = far ? larger(cost->exchange, cost->exchange_far) : cost->exchange;
-    moved = price * (length - length / least);
-  }
+  if (cost->overlap == 0 && least > 1)
+    moved = links_of(cost, least, ranks_per_node).exchange * (length - length / least);
   if (least > 1) moved += (least - 1) * cost->step;
   return ceil_div(attention + cost->token * rows, most) + moved;
 }
@@ -68,28 +74,25 @@ int64_t hcp__area_floor(const hcp_cost *cost, int64_t length, int32_t least,
   int64_t rows = tiled(cost, length, 1), attention = cost->pair * pairs_of(rows, cost->window);
   int64_t area = attention + cost->token * rows;
   if (least == 1) return area;
-  int far = is_far(least, ranks_per_node);
-  int64_t price = far ? larger(cost->exchange, cost->exchange_far) : cost->exchange;
-  int64_t heads = far ? larger(cost->all_to_all, cost->all_to_all_far) : cost->all_to_all;
-  int64_t moved = price * (length - length / least) * least;
+  links price = links_of(cost, least, ranks_per_node);
+  int64_t moved = price.exchange * (length - length / least) * least;
   if (cost->overlap != 0)
     moved = larger(0, moved - (attention - attention / least) - 2 * (int64_t)HCP__RANKS_MAX);
-  return area + moved + heads * length + ((int64_t)least - 1) * least * cost->step;
+  return area + moved + price.all_to_all * length + ((int64_t)least - 1) * least * cost->step;
 }
 
 /* Whether everything above fits for degrees up to most. */
 static int fits(const hcp_cost *cost, int64_t length, int64_t most) {
   int64_t rows, pairs, attention, tokens, exchange, heads, steps;
-  int64_t price = larger(cost->exchange, cost->exchange_far);
-  int64_t head_price = larger(cost->all_to_all, cost->all_to_all_far);
+  links price = far_links(cost);
   if (cost->tile > HCP__LENGTH_MAX || cost->window > HCP__LENGTH_MAX) return 0;
   if (__builtin_mul_overflow(2 * most, cost->tile, &rows) ||
       __builtin_add_overflow(rows, length, &rows) ||
       __builtin_mul_overflow(rows, rows + 1, &pairs) ||
       __builtin_mul_overflow(pairs / 2, cost->pair, &attention) ||
       __builtin_mul_overflow(rows, cost->token, &tokens) ||
-      __builtin_mul_overflow(length * most, price, &exchange) ||
-      __builtin_mul_overflow(length, head_price, &heads) ||
+      __builtin_mul_overflow(length * most, price.exchange, &exchange) ||
+      __builtin_mul_overflow(length, price.all_to_all, &heads) ||
       __builtin_mul_overflow(most * most, cost->step, &steps))
     return 0;
   return !__builtin_add_overflow(attention, tokens, &attention) &&
@@ -101,7 +104,7 @@ static int fits(const hcp_cost *cost, int64_t length, int64_t most) {
 
 hcp_status hcp__cost_fits(const hcp_cost *cost, int64_t length, int32_t most, hcp_error *err) {
   if (cost->times != NULL || fits(cost, length, most)) return HCP_OK;
-  return hcp__fail(err, HCP_OVERFLOW, "the cost of a sequence of %lld tokens exceeds 63 bits",
+  return hcp__fail(err, HCP_OVERFLOW, "the cost of a sequence of %lld tokens exceeds 62 bits",
                    (long long)length);
 }
 
@@ -143,23 +146,6 @@ int64_t hcp__cost(const hcp_cost *cost, int64_t length, int32_t degree, int32_t 
                              : priced(cost, length, degree, ranks_per_node);
 }
 
-hcp_status hcp_cost_time(const hcp_cost *cost, int64_t length, int32_t degree,
-                         int32_t ranks_per_node, int64_t *time, hcp_error *err) {
-  if (length < 1 || length > HCP__LENGTH_MAX || degree < 1 || degree > HCP__RANKS_MAX)
-    return hcp__fail(err, HCP_INVALID,
-                     "length is %lld and degree %d, expected 1 to %lld and 1 to %d",
-                     (long long)length, degree, (long long)HCP__LENGTH_MAX, HCP__RANKS_MAX);
-  hcp_status status = hcp__cost_fits(cost, length, degree, err);
-  if (status != HCP_OK) return status;
-  int64_t result = hcp__cost(cost, length, degree, ranks_per_node);
-  if (result < 1)
-    return hcp__fail(err, HCP_INVALID,
-                     "the cost table has no time for %lld tokens on %d ranks, expected one",
-                     (long long)length, degree);
-  *time = result;
-  return HCP_OK;
-}
-
 static hcp_status check_times(const hcp_times *times, hcp_error *err) {
   if (times->length_count < 0 || times->degree_count < 1)
     return hcp__fail(err, HCP_INVALID,
@@ -195,5 +181,24 @@ hcp_status hcp__cost_check(const hcp_cost *cost, hcp_error *err) {
   if (cost->times != NULL) return check_times(cost->times, err);
   if (cost->pair == 0 && cost->token == 0)
     return hcp__fail(err, HCP_INVALID, "cost.pair and cost.token are 0, expected one of them > 0");
+  return HCP_OK;
+}
+
+hcp_status hcp_cost_time(const hcp_cost *cost, int64_t length, int32_t degree,
+                         int32_t ranks_per_node, int64_t *time, hcp_error *err) {
+  hcp_status status = hcp__cost_check(cost, err);
+  if (status != HCP_OK) return status;
+  if (length < 1 || length > HCP__LENGTH_MAX || degree < 1 || degree > HCP__RANKS_MAX)
+    return hcp__fail(err, HCP_INVALID,
+                     "length is %lld and degree %d, expected 1 to %lld and 1 to %d",
+                     (long long)length, degree, (long long)HCP__LENGTH_MAX, HCP__RANKS_MAX);
+  status = hcp__cost_fits(cost, length, degree, err);
+  if (status != HCP_OK) return status;
+  int64_t result = hcp__cost(cost, length, degree, ranks_per_node);
+  if (result < 1)
+    return hcp__fail(err, HCP_INVALID,
+                     "the cost table has no time for %lld tokens on %d ranks, expected one",
+                     (long long)length, degree);
+  *time = result;
   return HCP_OK;
 }

@@ -54,8 +54,8 @@ int32_t hcp__place_allowed(const hcp_limits *limits, int32_t first_rank, int32_t
 
 /* ---- limits.c ---- */
 
-/* ceil(a * b / c) for a, b >= 0 and c > 0, INT64_MAX where that does not fit in 62
- * bits. */
+/* ceil(a * b / c) for a, b >= 0 and c > 0: exact below 2^62, beyond it either
+ * exact or INT64_MAX. */
 int64_t hcp__scaled(int64_t a, int64_t b, int64_t c);
 
 hcp_status hcp__pipeline_check(const hcp_pipeline *pipeline, hcp_error *err);

@@ -67,8 +67,9 @@ int64_t hcp__padding(const hcp_plan *plan, const hcp_group *group, int32_t j) {
 hcp_status hcp__check_place(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
                             hcp_error *err) {
   if (micro_batch < 0 || micro_batch >= plan->micro_batch_count)
-    return hcp__fail(err, HCP_INVALID, "micro_batch is %d, expected 0 to %d", micro_batch,
-                     plan->micro_batch_count - 1);
+    return hcp__fail(err, HCP_INVALID,
+                     "micro_batch is %d, expected >= 0 and < %d (the plan's micro-batches)",
+                     micro_batch, plan->micro_batch_count);
   if (rank < 0 || rank >= plan->limits.ranks)
     return hcp__fail(err, HCP_INVALID, "rank is %d, expected 0 to %d", rank,
                      plan->limits.ranks - 1);

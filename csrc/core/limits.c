@@ -2,7 +2,7 @@
  * single sequences, ranks of different speed, pipelines. */
 #include "internal.h"
 
-enum { STAGES_MAX = 4096, SLOWNESS_MAX = 1 << 26 };
+enum { STAGES_MAX = 4096, GROUP_MAX = STAGES_MAX, SLOWNESS_MAX = 1 << 26 };
 
 /* Long multiplication, bit by bit of b, that divides on its way: division of 128
  * bits would call for more than libc. */
@@ -38,12 +38,21 @@ hcp_status hcp__pipeline_check(const hcp_pipeline *pipeline, hcp_error *err) {
                      "virtual_stages is %d, expected 0 or 1, or up to %d in a pipeline of 2 stages "
                      "or more",
                      chunks, STAGES_MAX);
-  if (pipeline->group != 0 && (chunks < 2 || pipeline->group < stages))
+  if (pipeline->group != 0 &&
+      (chunks < 2 || pipeline->group < stages || pipeline->group > GROUP_MAX))
     return hcp__fail(err, HCP_INVALID,
-                     "micro_batch_group is %d, expected at least pipeline_stages (%d) of a "
-                     "pipeline with virtual_stages > 1, or 0",
-                     pipeline->group, stages);
+                     "micro_batch_group is %d, expected pipeline_stages (%d) to %d of a pipeline "
+                     "with virtual_stages > 1, or 0",
+                     pipeline->group, stages, GROUP_MAX);
   return HCP_OK;
+}
+
+/* Of the rows that alignment may add; INT64_MAX where that does not fit. */
+static int64_t padding_bytes(const hcp_limits *limits) {
+  int64_t rows = limits->alignment > 1 ? limits->alignment - 1 : 0, bytes;
+  return __builtin_mul_overflow(rows, limits->memory.activation + limits->memory.logit, &bytes)
+             ? INT64_MAX
+             : bytes;
 }
 
 static hcp_status check_memory(const hcp_limits *limits, hcp_error *err) {
@@ -61,9 +70,10 @@ static hcp_status check_memory(const hcp_limits *limits, hcp_error *err) {
                        bytes[i].name, (long long)bytes[i].value);
   if (memory->limit > 0 && hcp__bytes_limit(limits) < 1)
     return hcp__fail(err, HCP_INVALID,
-                     "memory.limit is %lld bytes, expected more than the %d rows that alignment "
-                     "may add",
-                     (long long)memory->limit, limits->alignment - 1);
+                     "memory.limit is %lld bytes, expected more than the %lld bytes of the %d rows "
+                     "that alignment may add",
+                     (long long)memory->limit, (long long)padding_bytes(limits),
+                     limits->alignment - 1);
   return HCP_OK;
 }
 
@@ -123,11 +133,7 @@ int64_t hcp__bytes(const hcp_memory *memory, int64_t length, int32_t degree) {
 }
 
 int64_t hcp__bytes_limit(const hcp_limits *limits) {
-  const hcp_memory *memory = &limits->memory;
-  int64_t padding = limits->alignment > 1 ? limits->alignment - 1 : 0;
-  if (memory->limit == 0) return 0;
-  if (__builtin_mul_overflow(padding, memory->activation + memory->logit, &padding)) return -1;
-  return memory->limit - padding;
+  return limits->memory.limit == 0 ? 0 : limits->memory.limit - padding_bytes(limits);
 }
 
 int64_t hcp__load(const hcp__problem *p, int32_t sequence, int32_t degree) {

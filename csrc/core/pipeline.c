@@ -22,10 +22,10 @@ int32_t hcp__multiple(const hcp_pipeline *pipeline) {
 
 typedef struct shape {
   int32_t stages, chunks, group;
-  int32_t count; /* micro-batches, a multiple of group */
+  int64_t count; /* micro-batches, a multiple of group */
 } shape;
 
-static shape shape_of(const hcp_pipeline *pipeline, int32_t count) {
+static shape shape_of(const hcp_pipeline *pipeline, int64_t count) {
   int32_t multiple = hcp__multiple(pipeline);
   int32_t chunks = pipeline->virtual_stages > 1 ? pipeline->virtual_stages : 1;
   return (shape){pipeline->stages, chunks, multiple, (count + multiple - 1) / multiple * multiple};
@@ -46,14 +46,14 @@ static pass pass_of(const shape *s, int64_t i, int32_t backward) {
 
 /* Forward passes of a stage before its first backward. */
 static int64_t warmup(const shape *s, int32_t stage) {
-  int64_t all = (int64_t)s->count * s->chunks, ahead = s->stages - 1 - stage;
+  int64_t all = s->count * s->chunks, ahead = s->stages - 1 - stage;
   if (s->chunks > 1) ahead = 2 * ahead + (int64_t)(s->chunks - 1) * s->group;
   return ahead < all ? ahead : all;
 }
 
 /* The i-th of all passes of a stage. */
 static pass next_pass(const shape *s, int32_t stage, int64_t i) {
-  int64_t all = (int64_t)s->count * s->chunks, first = warmup(s, stage), steady = 2 * (all - first);
+  int64_t all = s->count * s->chunks, first = warmup(s, stage), steady = 2 * (all - first);
   if (i < first) return pass_of(s, i, 0);
   if (i >= first + steady) return pass_of(s, i - all, 1);
   return (i - first) % 2 == 0 ? pass_of(s, first + (i - first) / 2, 0)
@@ -106,7 +106,7 @@ static int64_t group_pass(const run *r, int32_t stage, const hcp_group *group, i
 
 /* Runs what the stage can run now; returns how many passes. */
 static int64_t advance(const run *r, int32_t stage, int64_t *last) {
-  int64_t all = 2 * (int64_t)r->s->count * r->s->chunks, begun = r->next[stage];
+  int64_t all = 2 * r->s->count * r->s->chunks, begun = r->next[stage];
   for (; r->next[stage] < all; r->next[stage]++) {
     pass p = next_pass(r->s, stage, r->next[stage]);
     if (!is_ready(r, stage, p)) break;

@@ -148,8 +148,10 @@ static hcp_status check_dispatch(const hcp_plan *plan, const int32_t *sources, i
     return hcp__fail(err, HCP_INVALID, "rank is %d, expected 0 to %d", rank,
                      plan->limits.ranks - 1);
   if (first < 0 || count < 0 || first > plan->micro_batch_count - count)
-    return hcp__fail(err, HCP_INVALID, "micro-batches %d to %d, expected them within 0 to %d",
-                     first, first + count - 1, plan->micro_batch_count - 1);
+    return hcp__fail(err, HCP_INVALID,
+                     "first is %d and count %d, expected first >= 0, count >= 0 and first + count "
+                     "<= %d (the plan's micro-batches)",
+                     first, count, plan->micro_batch_count);
   for (int32_t i = 0; i < plan->n; i++)
     if (sources[i] < 0 || sources[i] >= plan->limits.ranks)
       return hcp__fail(err, HCP_INVALID, "sources[%d] is %d, expected 0 to %d", i, sources[i],

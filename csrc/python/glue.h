@@ -25,9 +25,13 @@ PyObject *hcp_py_raise(const hcp_error *err);
 PyObject *hcp_py_view(PyObject *module, PyObject *owner, void *data, Py_ssize_t rows,
                       Py_ssize_t width, char format, int writable);
 
-/* A new 64- or 32-bit array from any sequence of Python ints, with an error
- * that names the place ("lengths[3]"). The caller frees *values with
- * PyMem_Free. Returns 0, or -1 with an exception set. */
+/* A Python int, with an error that names it: TypeError for anything else,
+ * ValueError where it does not fit. Returns 0, or -1 with an exception set. */
+int hcp_py_int64(PyObject *item, const char *name, int64_t *value);
+int hcp_py_int32(PyObject *item, const char *name, int32_t *value);
+
+/* A new array of any sequence of them, by the same rules, which names the place
+ * ("lengths[3]"). The caller frees *values with PyMem_Free. */
 int hcp_py_int64s(PyObject *sequence, const char *name, int64_t **values, Py_ssize_t *n);
 int hcp_py_int32s(PyObject *sequence, const char *name, int32_t **values, Py_ssize_t *n);
 
@@ -36,6 +40,17 @@ PyObject *hcp_py_table(PyObject *module, hcp_table *table);
 
 /* The C value inside a Plan; NULL with TypeError for anything else. */
 const hcp_plan *hcp_py_plan(PyObject *module, PyObject *object);
+
+/* One of an X-macro's texts in a list of what is expected: the list starts
+ * behind the first two characters. */
+#define HCP_PY_LISTED(name, text) ", '" text "'"
+
+/* An attribute of the module: takes the reference, which is NULL after a
+ * failure. Returns 0, or -1 with an exception set. */
+int hcp_py_add_owned(PyObject *module, const char *name, PyObject *value);
+
+/* The same of a tuple of names. */
+int hcp_py_add_names(PyObject *module, const char *name, const char *const *names, Py_ssize_t n);
 
 /* A new type of the module by that name, kept as an attribute. Returns 0, or -1
  * with an exception set. */

@@ -20,17 +20,24 @@ static void write_order(const hcp_grid *grid, char *order) {
 
 static PyObject *grid_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
 #define KEYWORD(name, text) text,
-#define ADDRESS(name, text) , &sizes[HCP_DIMENSION_##name]
+#define ADDRESS(name, text) , &given[HCP_DIMENSION_##name]
+#define SIZE(name, text)                                                                 \
+  if (given[HCP_DIMENSION_##name] != NULL &&                                             \
+      hcp_py_int32(given[HCP_DIMENSION_##name], text, &sizes[HCP_DIMENSION_##name]) < 0) \
+    return NULL;
   static char *keywords[] = {HCP_DIMENSIONS(KEYWORD) "order", NULL};
+  PyObject *given[HCP_DIMENSION_COUNT] = {NULL};
   int32_t sizes[HCP_DIMENSION_COUNT] = {1, 1, 1, 1};
   const char *order = "tp-cp-dp-pp";
   hcp_grid grid;
   hcp_error err;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$iiiis:Grid", keywords HCP_DIMENSIONS(ADDRESS),
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$OOOOs:Grid", keywords HCP_DIMENSIONS(ADDRESS),
                                    &order))
     return NULL;
+  HCP_DIMENSIONS(SIZE)
 #undef KEYWORD
 #undef ADDRESS
+#undef SIZE
   if (hcp_grid_init(sizes, order, &grid, &err) != HCP_OK) return hcp_py_raise(&err);
   PyObject *self = PyType_GenericAlloc(type, 0);
   if (self == NULL) return NULL;

@@ -1,4 +1,6 @@
 /* module.c - hcp._core: values in, values out, statuses to exceptions. */
+#include <string.h>
+
 #include "glue.h"
 
 PyObject *hcp_py_raise(const hcp_error *err) {
@@ -20,18 +22,17 @@ PyObject *hcp_py_raise(const hcp_error *err) {
     case HCP_DEVICE:
       break;
   }
-  PyErr_SetString(kind, err->message);
+  /* A message that was cut may end inside a character. */
+  PyObject *text = PyUnicode_DecodeUTF8(err->message, (Py_ssize_t)strlen(err->message), "replace");
+  if (text != NULL) PyErr_SetObject(kind, text);
+  Py_XDECREF(text);
   return NULL;
 }
 
 /* ---- types ---- */
 
 int hcp_py_add_type(PyObject *module, const char *name, PyType_Spec *spec) {
-  PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
-  if (type == NULL) return -1;
-  int status = PyModule_AddObjectRef(module, name, type);
-  Py_DECREF(type);
-  return status;
+  return hcp_py_add_owned(module, name, PyType_FromModuleAndSpec(module, spec, NULL));
 }
 
 PyObject *hcp_py_new(PyObject *module, const char *name) {
@@ -42,44 +43,78 @@ PyObject *hcp_py_new(PyObject *module, const char *name) {
   return object;
 }
 
-/* ---- sequences of integers ---- */
+/* ---- integers ---- */
 
-static int int64_at(PyObject *sequence, const char *name, Py_ssize_t i, int64_t *value) {
-  PyObject *item = PySequence_GetItem(sequence, i);
-  if (item == NULL) return -1;
+/* What a message calls an argument, or item i of it. */
+static PyObject *place_of(const char *name, Py_ssize_t i) {
+  return i < 0 ? PyUnicode_FromString(name) : PyUnicode_FromFormat("%s[%zd]", name, i);
+}
+
+static void refuse_item(PyObject *kind, const char *name, Py_ssize_t i, PyObject *item,
+                        const char *expected) {
+  PyObject *place = place_of(name, i);
+  if (place == NULL) return;
+  PyErr_Format(kind, "%U is %R, expected %s", place, item, expected);
+  Py_DECREF(place);
+}
+
+/* i is -1 for an argument that is no item. */
+static int integer_of(PyObject *item, const char *name, Py_ssize_t i, int bits, int64_t *value) {
   PyObject *index = PyNumber_Index(item);
   if (index == NULL && PyErr_ExceptionMatches(PyExc_TypeError)) {
     PyErr_Clear();
-    PyErr_Format(PyExc_TypeError, "%s[%zd] is %R, expected an integer", name, i, item);
+    refuse_item(PyExc_TypeError, name, i, item, "an integer");
   }
-  Py_DECREF(item);
   if (index == NULL) return -1;
   int overflow;
   *value = PyLong_AsLongLongAndOverflow(index, &overflow);
   Py_DECREF(index);
+  if (bits == 32 && (*value < INT32_MIN || *value > INT32_MAX)) overflow = 1;
   if (overflow == 0) return PyErr_Occurred() ? -1 : 0;
-  PyErr_Format(PyExc_ValueError, "%s[%zd] does not fit in 64 bits", name, i);
+  refuse_item(PyExc_ValueError, name, i, item,
+              bits == 32 ? "-2^31 to 2^31 - 1" : "-2^63 to 2^63 - 1");
   return -1;
 }
 
-int hcp_py_int64s(PyObject *sequence, const char *name, int64_t **values, Py_ssize_t *n) {
-  if (!PySequence_Check(sequence)) {
-    PyErr_Format(PyExc_TypeError, "%s is not a sequence of integers", name);
-    return -1;
-  }
-  Py_ssize_t count = PySequence_Size(sequence);
-  if (count < 0) return -1;
+int hcp_py_int64(PyObject *item, const char *name, int64_t *value) {
+  return integer_of(item, name, -1, 64, value);
+}
+
+int hcp_py_int32(PyObject *item, const char *name, int32_t *value) {
+  int64_t wide;
+  if (integer_of(item, name, -1, 32, &wide) < 0) return -1;
+  *value = (int32_t)wide;
+  return 0;
+}
+
+/* A new array of items of that width. */
+static int integers_of(PyObject *sequence, const char *name, int bits, void **values,
+                       Py_ssize_t *n) {
+  size_t width = bits == 32 ? sizeof(int32_t) : sizeof(int64_t);
+  Py_ssize_t count = PySequence_Check(sequence) ? PySequence_Size(sequence) : -1;
+  if (count < 0 && !PyErr_Occurred())
+    PyErr_Format(PyExc_TypeError, "%s is %R, expected a sequence of integers", name, sequence);
   if (count > INT32_MAX) {
     PyErr_Format(PyExc_ValueError, "%s has %zd items, expected at most 2^31 - 1", name, count);
     return -1;
   }
-  int64_t *array = PyMem_Malloc(((size_t)count + 1) * sizeof *array);
+  if (count < 0) return -1;
+  void *array = PyMem_Malloc(((size_t)count + 1) * width);
   if (array == NULL) {
     PyErr_NoMemory();
     return -1;
   }
-  for (Py_ssize_t i = 0; i < count; i++)
-    if (int64_at(sequence, name, i, &array[i]) < 0) goto fail_item;
+  for (Py_ssize_t i = 0; i < count; i++) {
+    int64_t value;
+    PyObject *item = PySequence_GetItem(sequence, i);
+    int status = item == NULL ? -1 : integer_of(item, name, i, bits, &value);
+    Py_XDECREF(item);
+    if (status < 0) goto fail_item;
+    if (bits == 32)
+      ((int32_t *)array)[i] = (int32_t)value;
+    else
+      ((int64_t *)array)[i] = value;
+  }
   *values = array;
   *n = count;
   return 0;
@@ -89,33 +124,18 @@ fail_item:
   return -1;
 }
 
-int hcp_py_int32s(PyObject *sequence, const char *name, int32_t **values, Py_ssize_t *n) {
-  int64_t *wide;
-  Py_ssize_t count;
-  if (hcp_py_int64s(sequence, name, &wide, &count) < 0) return -1;
-  int32_t *array = PyMem_Malloc(((size_t)count + 1) * sizeof *array);
-  if (array == NULL) {
-    PyErr_NoMemory();
-    goto fail_array;
-  }
-  for (Py_ssize_t i = 0; i < count; i++) {
-    if (wide[i] < INT32_MIN || wide[i] > INT32_MAX) {
-      PyErr_Format(PyExc_ValueError, "%s[%zd] is %lld, expected it to fit in 32 bits", name, i,
-                   (long long)wide[i]);
-      goto fail_item;
-    }
-    array[i] = (int32_t)wide[i];
-  }
-  PyMem_Free(wide);
+int hcp_py_int64s(PyObject *sequence, const char *name, int64_t **values, Py_ssize_t *n) {
+  void *array;
+  if (integers_of(sequence, name, 64, &array, n) < 0) return -1;
   *values = array;
-  *n = count;
   return 0;
+}
 
-fail_item:
-  PyMem_Free(array);
-fail_array:
-  PyMem_Free(wide);
-  return -1;
+int hcp_py_int32s(PyObject *sequence, const char *name, int32_t **values, Py_ssize_t *n) {
+  void *array;
+  if (integers_of(sequence, name, 32, &array, n) < 0) return -1;
+  *values = array;
+  return 0;
 }
 
 /* ---- views ---- */
@@ -185,64 +205,30 @@ PyObject *hcp_py_view(PyObject *module, PyObject *owner, void *data, Py_ssize_t 
 
 /* ---- module ---- */
 
-/* Sections as ((name, words per record), ...), in the order of their numbers. */
-static PyObject *sections_tuple(const char *const *names, const int *widths, Py_ssize_t n) {
-  PyObject *tuple = PyTuple_New(n);
-  if (tuple == NULL) return NULL;
-  for (Py_ssize_t i = 0; i < n; i++) {
-    PyObject *section = Py_BuildValue("(si)", names[i], widths[i]);
-    if (section == NULL || PyTuple_SetItem(tuple, i, section) < 0) goto fail_item;
-  }
-  return tuple;
-
-fail_item:
-  Py_DECREF(tuple);
-  return NULL;
-}
-
-static int add_owned(PyObject *module, const char *name, PyObject *value) {
+int hcp_py_add_owned(PyObject *module, const char *name, PyObject *value) {
   if (value == NULL) return -1;
   int status = PyModule_AddObjectRef(module, name, value);
   Py_DECREF(value);
   return status;
 }
 
-static int add_constants(PyObject *module) {
-#define NAME(name, width) #name,
-#define WIDTH(name, width) width,
-#define TEXT(name, text) text,
-  static const char *const route_names[] = {HCP_ROUTE_SECTIONS(NAME)};
-  static const int route_widths[] = {HCP_ROUTE_SECTIONS(WIDTH)};
-  static const char *const schedule_names[] = {HCP_SCHEDULE_SECTIONS(NAME)};
-  static const int schedule_widths[] = {HCP_SCHEDULE_SECTIONS(WIDTH)};
-  static const char *const comm_types[] = {HCP_COMM_TYPES(TEXT)};
-#undef NAME
-#undef WIDTH
-#undef TEXT
-  PyObject *types = PyTuple_New(HCP_COMM_TYPE_COUNT);
-  if (types == NULL) return -1;
-  for (Py_ssize_t i = 0; i < HCP_COMM_TYPE_COUNT; i++) {
-    PyObject *text = PyUnicode_FromString(comm_types[i]);
-    if (text == NULL || PyTuple_SetItem(types, i, text) < 0) {
-      Py_DECREF(types);
-      return -1;
-    }
+int hcp_py_add_names(PyObject *module, const char *name, const char *const *names, Py_ssize_t n) {
+  PyObject *tuple = PyTuple_New(n);
+  int status = tuple == NULL ? -1 : 0;
+  for (Py_ssize_t i = 0; i < n && status == 0; i++) {
+    PyObject *text = PyUnicode_FromString(names[i]);
+    status = text == NULL ? -1 : PyTuple_SetItem(tuple, i, text);
   }
-  if (add_owned(module, "COMM_TYPES", types) < 0) return -1;
-  if (add_owned(module, "ROUTE_SECTIONS",
-                sections_tuple(route_names, route_widths, HCP_ROUTE_SECTION_COUNT)) < 0)
-    return -1;
-  return add_owned(module, "SCHEDULE_SECTIONS",
-                   sections_tuple(schedule_names, schedule_widths, HCP_SCHEDULE_SECTION_COUNT));
+  if (status < 0) Py_CLEAR(tuple);
+  return hcp_py_add_owned(module, name, tuple);
 }
 
 static int add_view(PyObject *module) { return hcp_py_add_type(module, "_View", &view_spec); }
 
 static int execute(PyObject *module) {
   static int (*const parts[])(PyObject *) = {
-      add_constants,       add_view,        hcp_py_add_plan,  hcp_py_add_layout,
-      hcp_py_add_table,    hcp_py_add_grid, hcp_py_add_slots, hcp_py_add_structure,
-      hcp_py_add_rebinding};
+      add_view,        hcp_py_add_plan,  hcp_py_add_layout,    hcp_py_add_table,
+      hcp_py_add_grid, hcp_py_add_slots, hcp_py_add_structure, hcp_py_add_rebinding};
   for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
     if (parts[i](module) < 0) return -1;
   return 0;

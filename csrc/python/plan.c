@@ -24,7 +24,7 @@ const hcp_plan *hcp_py_plan(PyObject *module, PyObject *object) {
   int is_plan = PyObject_TypeCheck(object, (PyTypeObject *)type);
   Py_DECREF(type);
   if (is_plan) return plan_of(object);
-  PyErr_SetString(PyExc_TypeError, "expected a Plan of hcp._core");
+  PyErr_Format(PyExc_TypeError, "plan is %R, expected a Plan of hcp._core", object);
   return NULL;
 }
 
@@ -341,7 +341,8 @@ static int comm_type_from(const char *name, hcp_comm_type *comm_type) {
       *comm_type = (hcp_comm_type)type;
       return 0;
     }
-  PyErr_Format(PyExc_ValueError, "comm_type is '%s', expected one of hcp._core.COMM_TYPES", name);
+  PyErr_Format(PyExc_ValueError, "comm_type is '%s', expected one of %s", name,
+               &(HCP_COMM_TYPES(HCP_PY_LISTED))[2]);
   return -1;
 }
 
@@ -451,27 +452,15 @@ static PyMethodDef functions[] = {
      METH_VARARGS | METH_KEYWORDS, "A plan from groups that somebody else chose, checked."},
     {NULL, NULL, 0, NULL}};
 
-/* A module's tuple of names. */
-static int add_names(PyObject *module, const char *name, const char *const *names, Py_ssize_t n) {
-  PyObject *tuple = PyTuple_New(n);
-  if (tuple == NULL) return -1;
-  int status = 0;
-  for (Py_ssize_t i = 0; i < n && status == 0; i++) {
-    PyObject *text = PyUnicode_FromString(names[i]);
-    status = text == NULL ? -1 : PyTuple_SetItem(tuple, i, text);
-  }
-  if (status == 0) status = PyModule_AddObjectRef(module, name, tuple);
-  Py_DECREF(tuple);
-  return status;
-}
-
 int hcp_py_add_plan(PyObject *module) {
-#define SYNC_NAME(name, text) text,
-  static const char *const syncs[] = {HCP_SYNCS(SYNC_NAME)};
-#undef SYNC_NAME
+#define TEXT(name, text) text,
+  static const char *const syncs[] = {HCP_SYNCS(TEXT)};
+  static const char *const comm_types[] = {HCP_COMM_TYPES(TEXT)};
+#undef TEXT
   if (hcp_py_add_type(module, "Plan", &plan_spec) < 0 ||
-      add_names(module, "PRICES", price_names, PRICE_COUNT) < 0 ||
-      add_names(module, "SYNCS", syncs, HCP_SYNC_COUNT) < 0)
+      hcp_py_add_names(module, "PRICES", price_names, PRICE_COUNT) < 0 ||
+      hcp_py_add_names(module, "SYNCS", syncs, HCP_SYNC_COUNT) < 0 ||
+      hcp_py_add_names(module, "COMM_TYPES", comm_types, HCP_COMM_TYPE_COUNT) < 0)
     return -1;
   if (PyModule_AddIntConstant(module, "FULL_SPEED", HCP_FULL_SPEED) < 0 ||
       PyModule_AddIntConstant(module, "GATHERS_MAX", HCP_SCHEDULE_GATHERS_MAX) < 0)

@@ -4,16 +4,16 @@
 #include <string.h>
 
 /* Of a request's limits, in the order in which Python gives them. */
-#define LIMITS(X)            \
-  X(ranks)                   \
-  X(min_degree)              \
-  X(max_degree)              \
-  X(alignment)               \
-  X(ranks_per_node)          \
-  X(pow2)                    \
-  X(pipeline.stages)         \
-  X(pipeline.virtual_stages) \
-  X(pipeline.group)
+#define LIMITS(X)                            \
+  X(ranks, ranks)                            \
+  X(min_degree, min_degree)                  \
+  X(max_degree, max_degree)                  \
+  X(alignment, alignment)                    \
+  X(ranks_per_node, ranks_per_node)          \
+  X(pow2, pow2)                              \
+  X(pipeline_stages, pipeline.stages)        \
+  X(virtual_stages, pipeline.virtual_stages) \
+  X(micro_batch_group, pipeline.group)
 #define WIDE_LIMITS(X)   \
   X(max_tokens_per_rank) \
   X(memory.activation)   \
@@ -42,34 +42,31 @@ static int integers(PyObject *sequence, const char *name, Py_ssize_t count, int6
   return -1;
 }
 
-static int int32_from(int64_t value, const char *name, int32_t *out) {
-  if (value >= INT32_MIN && value <= INT32_MAX) {
-    *out = (int32_t)value;
-    return 0;
-  }
-  PyErr_Format(PyExc_OverflowError, "%s is %lld, expected it to fit in 32 bits", name,
-               (long long)value);
-  return -1;
+/* A tuple of that size, else an exception that says its items. */
+static int is_tuple(PyObject *object, Py_ssize_t n, const char *name, const char *items) {
+  if (PyTuple_Check(object) && PyTuple_Size(object) == n) return 1;
+  PyErr_Format(PyExc_TypeError, "%s is %R, expected a tuple of %zd: %s", name, object, n, items);
+  return 0;
 }
 
-static int fill_limits(hcp_limits *limits, PyObject *sequence) {
-  enum { COUNT = 1 LIMITS(ONE_MORE) WIDE_LIMITS(ONE_MORE) };
-  int64_t *values;
-  int32_t sync, failed = 0;
-  if (integers(sequence, "limits", COUNT, &values) < 0) return -1;
-  const int64_t *v = values;
-#define NARROW(field) failed = failed || int32_from(*v++, #field, &limits->field) < 0;
+static int fill_limits(hcp_limits *limits, PyObject *tuple) {
+#define ONE_FIELD(name, field) +1 /* NOLINT(bugprone-macro-parentheses): a term */
+  enum { COUNT = 1 LIMITS(ONE_FIELD) WIDE_LIMITS(ONE_MORE) };
+#undef ONE_FIELD
+  int32_t sync;
+  Py_ssize_t i = 0;
+  if (!is_tuple(tuple, COUNT, "limits", "integers")) return -1;
+#define NARROW(name, field) \
+  if (hcp_py_int32(PyTuple_GetItem(tuple, i++), #name, &limits->field) < 0) return -1;
   LIMITS(NARROW)
 #undef NARROW
-  failed = failed || int32_from(*v++, "sync", &sync) < 0;
-#define WIDE(field) limits->field = *v++;
-  if (!failed) {
-    WIDE_LIMITS(WIDE)
-    limits->sync = (hcp_sync)sync;
-  }
+  if (hcp_py_int32(PyTuple_GetItem(tuple, i++), "sync", &sync) < 0) return -1;
+  limits->sync = (hcp_sync)sync;
+#define WIDE(field) \
+  if (hcp_py_int64(PyTuple_GetItem(tuple, i++), #field, &limits->field) < 0) return -1;
+  WIDE_LIMITS(WIDE)
 #undef WIDE
-  PyMem_Free(values);
-  return failed ? -1 : 0;
+  return 0;
 }
 
 /* None, or exactly count integers. */
@@ -84,11 +81,10 @@ static int fill_list(PyObject *list, const char *name, Py_ssize_t count, int32_t
 
 /* lists is min_degrees, max_degrees and slowness, each of which may be None. */
 static int fill_lists(request *r, PyObject *lists) {
-  PyObject *least, *most, *slowness;
-  if (!PyArg_ParseTuple(lists, "OOO:lists", &least, &most, &slowness) ||
-      fill_list(least, "min_degrees", r->n, &r->min_degrees) < 0 ||
-      fill_list(most, "max_degrees", r->n, &r->max_degrees) < 0 ||
-      fill_list(slowness, "slowness", r->limits.ranks, &r->slowness) < 0)
+  if (!is_tuple(lists, 3, "lists", "min_degrees, max_degrees, slowness") ||
+      fill_list(PyTuple_GetItem(lists, 0), "min_degrees", r->n, &r->min_degrees) < 0 ||
+      fill_list(PyTuple_GetItem(lists, 1), "max_degrees", r->n, &r->max_degrees) < 0 ||
+      fill_list(PyTuple_GetItem(lists, 2), "slowness", r->limits.ranks, &r->slowness) < 0)
     return -1;
   r->limits.min_degrees = r->min_degrees;
   r->limits.max_degrees = r->max_degrees;
@@ -96,26 +92,24 @@ static int fill_lists(request *r, PyObject *lists) {
   return 0;
 }
 
-int hcp_py_fill_prices(hcp_cost *cost, PyObject *sequence) {
-  int64_t *v;
-  if (integers(sequence, "prices", PRICE_COUNT, &v) < 0) return -1;
+int hcp_py_fill_prices(hcp_cost *cost, PyObject *tuple) {
   Py_ssize_t i = 0;
-#define PRICE(name) cost->name = v[i++];
+  if (!is_tuple(tuple, PRICE_COUNT, "prices", "integers")) return -1;
+#define PRICE(name) \
+  if (hcp_py_int64(PyTuple_GetItem(tuple, i++), "cost." #name, &cost->name) < 0) return -1;
   HCP_PRICES(PRICE)
 #undef PRICE
-  PyMem_Free(v);
   return 0;
 }
 
 /* table is None, or lengths, degrees and times, row after row. */
 int hcp_py_fill_table(request *r, PyObject *table) {
-  PyObject *lengths, *degrees, *times;
   Py_ssize_t rows, columns;
   if (table == Py_None) return 0;
-  if (!PyArg_ParseTuple(table, "OOO:table", &lengths, &degrees, &times) ||
-      hcp_py_int64s(lengths, "table lengths", &r->table_lengths, &rows) < 0 ||
-      hcp_py_int32s(degrees, "table degrees", &r->table_degrees, &columns) < 0 ||
-      integers(times, "table times", rows * columns, &r->table_times) < 0)
+  if (!is_tuple(table, 3, "cost.table", "lengths, degrees, times") ||
+      hcp_py_int64s(PyTuple_GetItem(table, 0), "table.lengths", &r->table_lengths, &rows) < 0 ||
+      hcp_py_int32s(PyTuple_GetItem(table, 1), "table.degrees", &r->table_degrees, &columns) < 0 ||
+      integers(PyTuple_GetItem(table, 2), "table.times", rows * columns, &r->table_times) < 0)
     return -1;
   r->times = (hcp_times){(int32_t)rows, (int32_t)columns, r->table_lengths, r->table_degrees,
                          r->table_times};

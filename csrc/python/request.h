@@ -28,7 +28,7 @@ int hcp_py_request_fill(request *r, PyObject *lengths, PyObject *limits, PyObjec
 void hcp_py_request_release(request *r);
 
 /* The cost's parts alone; the caller releases the request. */
-int hcp_py_fill_prices(hcp_cost *cost, PyObject *sequence);
+int hcp_py_fill_prices(hcp_cost *cost, PyObject *tuple);
 int hcp_py_fill_table(request *r, PyObject *table);
 
 #endif

@@ -94,10 +94,8 @@ static int parse_slot(PyObject *item, Py_ssize_t i, hcp_py_slot *out) {
     return -1;
   }
   if (parse_kind(PyTuple_GetItem(item, 0), &made.kind) < 0) {
-    PyErr_Format(PyExc_ValueError,
-                 "slots[%zd] is of kind %R, expected 'item', 'attribute', 'member', 'entry', "
-                 "'absent' or 'depth'",
-                 i, PyTuple_GetItem(item, 0));
+    PyErr_Format(PyExc_ValueError, "slots[%zd] is of kind %R, expected one of %s", i,
+                 PyTuple_GetItem(item, 0), &(HCP_PY_SLOT_KINDS(HCP_PY_LISTED))[2]);
     return -1;
   }
   made.owner = Py_NewRef(PyTuple_GetItem(item, 1));

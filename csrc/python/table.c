@@ -33,4 +33,30 @@ PyObject *hcp_py_table(PyObject *module, hcp_table *table) {
   return words;
 }
 
-int hcp_py_add_table(PyObject *module) { return hcp_py_add_type(module, "_Table", &table_spec); }
+/* Sections as ((name, words per record), ...), in the order of their numbers. */
+static PyObject *sections_tuple(const char *const *names, const int *widths, Py_ssize_t n) {
+  PyObject *tuple = PyTuple_New(n);
+  for (Py_ssize_t i = 0; tuple != NULL && i < n; i++) {
+    PyObject *section = Py_BuildValue("(si)", names[i], widths[i]);
+    if (section == NULL || PyTuple_SetItem(tuple, i, section) < 0) Py_CLEAR(tuple);
+  }
+  return tuple;
+}
+
+int hcp_py_add_table(PyObject *module) {
+#define NAME(name, width) #name,
+#define WIDTH(name, width) width,
+  static const char *const route_names[] = {HCP_ROUTE_SECTIONS(NAME)};
+  static const int route_widths[] = {HCP_ROUTE_SECTIONS(WIDTH)};
+  static const char *const schedule_names[] = {HCP_SCHEDULE_SECTIONS(NAME)};
+  static const int schedule_widths[] = {HCP_SCHEDULE_SECTIONS(WIDTH)};
+#undef NAME
+#undef WIDTH
+  if (hcp_py_add_type(module, "_Table", &table_spec) < 0 ||
+      hcp_py_add_owned(module, "ROUTE_SECTIONS",
+                       sections_tuple(route_names, route_widths, HCP_ROUTE_SECTION_COUNT)) < 0)
+    return -1;
+  return hcp_py_add_owned(
+      module, "SCHEDULE_SECTIONS",
+      sections_tuple(schedule_names, schedule_widths, HCP_SCHEDULE_SECTION_COUNT));
+}

@@ -105,7 +105,7 @@ static void bad_places_are_refused(void) {
       hcp_plan_create(&length, 1, &limits, &(hcp_cost){.pair = 1, .token = 1}, 1, &plan, NULL),
       HCP_OK);
   CHECK_INT(hcp_layout_create(plan, 1, 0, &layout, &err), HCP_INVALID);
-  CHECK_TEXT(err.message, "micro_batch is 1, expected 0 to 0");
+  CHECK_TEXT(err.message, "micro_batch is 1, expected >= 0 and < 1 (the plan's micro-batches)");
   CHECK_INT(hcp_layout_create(plan, 0, -1, &layout, &err), HCP_INVALID);
   CHECK_TEXT(err.message, "rank is -1, expected 0 to 1");
   CHECK(layout == NULL);

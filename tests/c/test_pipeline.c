@@ -105,7 +105,10 @@ static void bad_pipelines_are_refused_with_their_values(void) {
   refuse((hcp_pipeline){0, 1, 0}, 1, "0 stages, expected >= 0 and >= 1");
   refuse((hcp_pipeline){-2, 1, 0}, 1, "pipeline_stages is -2");
   refuse((hcp_pipeline){1, 2, 0}, 1, "virtual_stages is 2");
-  refuse((hcp_pipeline){4, 2, 3}, 1, "micro_batch_group is 3, expected at least");
+  refuse((hcp_pipeline){4, 2, 3}, 1,
+         "micro_batch_group is 3, expected pipeline_stages (4) to 4096");
+  refuse((hcp_pipeline){4, 2, 4097}, 1, "micro_batch_group is 4097, expected pipeline_stages (4)");
+  refuse((hcp_pipeline){4, 2, INT32_MAX}, 1, "micro_batch_group is 2147483647, expected");
   refuse((hcp_pipeline){2, 2, 0}, 3, "3 micro-batches, expected a multiple of 2");
   refuse((hcp_pipeline){2, 1, 0}, 3, "times[1] is -1, expected >= 0");
   const int64_t large[] = {INT64_MAX};

@@ -91,6 +91,24 @@ static void cost_follows_its_formula(void) {
   CHECK_INT(hcp_cost_time(&cost, 10, 0, 0, &time, NULL), HCP_INVALID);
 }
 
+static void refuse_cost(const hcp_cost *cost, const char *message) {
+  int64_t untouched = -7;
+  hcp_error err = {HCP_OK, ""};
+  CHECK_INT(hcp_cost_time(cost, 10, 2, 0, &untouched, &err), HCP_INVALID);
+  CHECK_TEXT(err.message, message);
+  CHECK_INT(untouched, -7);
+}
+
+static void a_time_by_bad_prices_or_a_bad_table_is_refused(void) {
+  const int64_t lengths[] = {20, 10}, times[] = {4, 4};
+  const int32_t degree = 2;
+  const hcp_times unsorted = {2, 1, lengths, &degree, times};
+  refuse_cost(&(hcp_cost){.pair = 1, .window = -INT64_MAX}, "cost.window is -9223372036854775807");
+  refuse_cost(&(hcp_cost){.pair = 1, .step = -1}, "cost.step is -1, expected >= 0");
+  refuse_cost(&(hcp_cost){.launch = 1}, "cost.pair and cost.token are 0");
+  refuse_cost(&(hcp_cost){.times = &unsorted}, "the cost table's lengths[1] is 10, expected asc");
+}
+
 static void every_status_has_a_name_and_a_text(void) {
   CHECK_TEXT(hcp_status_name(HCP_INFEASIBLE), "INFEASIBLE");
   CHECK_TEXT(hcp_status_text(HCP_OK), "success");
@@ -103,6 +121,7 @@ int main(void) {
   a_costly_exchange_keeps_degrees_least();
   bad_requests_are_refused_with_their_values();
   cost_follows_its_formula();
+  a_time_by_bad_prices_or_a_bad_table_is_refused();
   every_status_has_a_name_and_a_text();
   hcp_plan_destroy(NULL);
   return check_report("test_plan");

@@ -207,7 +207,12 @@ static void bad_routes_are_refused(void) {
   CHECK_INT(hcp_route_dispatch(plan, &outside, 0, 0, 1, 0, &route, &err), HCP_INVALID);
   CHECK_TEXT(err.message, "sources[0] is 2, expected 0 to 1");
   CHECK_INT(hcp_route_dispatch(plan, &outside, 0, 0, 2, 0, &route, &err), HCP_INVALID);
-  CHECK_TEXT(err.message, "micro-batches 0 to 1, expected them within 0 to 0");
+  CHECK_TEXT(err.message,
+             "first is 0 and count 2, expected first >= 0, count >= 0 and first + "
+             "count <= 1 (the plan's micro-batches)");
+  CHECK_INT(hcp_route_dispatch(plan, &outside, 0, INT32_MAX, INT32_MAX, 0, &route, &err),
+            HCP_INVALID);
+  CHECK_TEXT(err.message, "first is 2147483647 and count 2147483647, expected");
   CHECK_INT(hcp_route_roll(plan, 0, 2, 1, &route, &err), HCP_INVALID);
   CHECK_INT(hcp_route_halo(plan, 0, 0, -1, &route, &err), HCP_INVALID);
   CHECK_TEXT(err.message, "before is -1, expected 0 to 2^40");

@@ -141,7 +141,7 @@ const char *hcp_sync_name(hcp_sync sync);
 typedef struct hcp_pipeline {
   int32_t stages;
   int32_t virtual_stages; /* layers of a stage in so many chunks: more than 1 is interleaved */
-  int32_t group;          /* micro-batches in a row of one chunk, >= stages; 0: stages.
+  int32_t group;          /* micro-batches in a row of one chunk, stages to 4096; 0: stages.
                              Interleaved micro-batches come in multiples of it */
 } hcp_pipeline;
 
