@@ -34,7 +34,7 @@ from hcp.kernels import Call, Flash2
 from hcp.layout import Move
 from hcp.peer import PeerStaged, Slots, memory_bytes
 
-ROWS, HEADS, HEAD_DIM = 64, 2, 8
+ROWS, HEADS, HEAD_DIM = 64, 8, 8
 ROUNDS, CALLS = 100, 10
 FAMILY = "results that are there"
 
