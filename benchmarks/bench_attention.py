@@ -20,6 +20,8 @@ turns in one run: each time is the slowest rank's, and the median of --rounds co
     spread      (slowest - fastest round) / median, forward and backward
 
 fwd is the forward, f+b both.
+
+--host prints another table, in one process without torchrun: see host_time.py.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from host_time import print_host_times
 from torch import Tensor
 
 import hcp
@@ -405,6 +408,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--types", nargs="+", choices=hcp.COMM_TYPES, default=hcp.COMM_TYPES)
     parser.add_argument("--degrees", nargs="+", type=int, help="(default: all)")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument(
+        "--host", action="store_true", help="print the host's time of a layer alone"
+    )
     parser.add_argument("--take", choices=TAKE, default="median", help="of the rounds")
     args = parser.parse_args()
     for name, cpu, cuda in (
@@ -422,6 +428,10 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     device = torch.device(args.device)
+    if args.host:
+        torch.set_num_threads(1)
+        print_host_times(device, args.degrees or (1, 2, 4, 8), args.types)
+        return
     if args.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)

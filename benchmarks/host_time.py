@@ -1,18 +1,19 @@
-"""Host time of one attention layer beyond its attention calls: what Python, the dispatcher and hcp's
-tables take before and after the work that they queue.
+"""Host time of an attention layer beyond its attention calls: what Python, the dispatcher and hcp's
+tables take around the work that they queue. No rank and no GPU beside this one is needed.
 
     python benchmarks/bench_attention.py --host
 
-One process plays rank 1 of d. Its transport carries nothing and returns at once, and its kernel
-gives results that are there, so that a layer's time is the host's; the kernel's own calls are timed
-alone and taken off. No tensor is large enough to be felt, on the CPU as on a GPU. Columns, in
-microseconds, the fastest of the rounds:
+One process plays a rank in the middle of d. Its transport carries nothing and returns at once, its
+kernel gives results that are there, and no tensor is large enough to be felt: what is left of a
+layer is the host's. All contestants take turns in one run, and the fastest round counts: on the CPU
+by the clock of the thread, which others on the machine do not add to. Columns, in microseconds:
 
-    carried   rows are sent and received, as over the transports torch and nccl
-    read      rows are read from the memory of their owners, as over the transport peer
-    calls     attention calls of a layer
-    fwd, bwd  the layer without them; in brackets, over the yardstick's time
-    empty     the yardstick: an autograd.Function with the same tensors that does nothing
+    rows      sent: an exchange is a list of sends and receives, as for the transports torch and
+              nccl. read: rows are read from their owners' memory by the tables and signals of the
+              transport peer, which on the CPU lie in this process's memory
+    fwd, bwd  a layer without its attention calls, which are timed alone and taken off; in brackets,
+              over the time of the yardstick: an autograd.Function with the same tensors that does
+              nothing
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ import gc
 import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import hcp
 from hcp import kernels
-from hcp.exchange import Pending, Reading, Staged, register
+from hcp.exchange import Pending, register
 from hcp.kernels import Call, Flash2
-from hcp.layout import Move, schedule_of
+from hcp.layout import Move
+from hcp.peer import PeerStaged, Slots, memory_bytes
 
-ROWS, HEADS, HEAD_DIM = 64, 2, 8
+ROWS, HEADS, HEAD_DIM = 64, 8, 8
 ROUNDS, CALLS = 100, 10
 FAMILY = "results that are there"
 
@@ -56,7 +58,7 @@ class AtOnce:
         *,
         tag: int = 0,
     ) -> Pending:
-        if sent.dtype == torch.int64 and len(sent) == 1:  # an agreement: the peers agree
+        if sent.dtype == torch.int64:  # an agreement, and the peers agree
             received.copy_(sent.expand_as(received))
         return _Ended()
 
@@ -69,40 +71,61 @@ class _Ended:
         pass
 
 
-class ReadAtOnce(AtOnce):
-    """One whose peers have staged their rows long ago."""
+class _Never(Slots):
+    """Slots for which nobody is waited: the peers' words are never written."""
 
-    def stage(
-        self, exchange: int, rows: int, width: int, dtype: torch.dtype, readers: Iterable[int]
-    ) -> Staged:
-        return _Staged(torch.empty(ROWS * self.size, width, dtype=dtype, device=self.device))
-
-
-class _Staged:
-    def __init__(self, memory: Tensor) -> None:
-        self._memory = memory
-
-    def write(self, parts: Sequence[Tensor], runs: Tensor, columns: int, tag: int) -> None:
-        pass
+    def write(
+        self,
+        out: Tensor,
+        parts: Sequence[Tensor],
+        runs: Tensor,
+        columns: int,
+        before: Tensor,
+        after: Tensor,
+    ) -> None:
+        super().write(out, parts, runs, columns, before[:0], after)
 
     def read(
         self,
-        parts: Sequence[tuple[int, int]],
+        parts: Sequence[Tensor],
         runs: Tensor,
         rows: int,
-        tag: int,
-        done: Sequence[int],
-        own: Sequence[Sequence[Tensor]] = (),
-    ) -> Reading:
-        return _Read(self._memory[:rows])
+        columns: int,
+        before: Tensor,
+        after: Tensor,
+    ) -> Tensor:
+        return super().read(parts, runs, rows, columns, before[:0], after)
 
 
-class _Read:
-    def __init__(self, rows: Tensor) -> None:
-        self._rows = rows
+class ReadAtOnce(AtOnce):
+    """One that takes its own memory for everybody's."""
 
-    def wait(self) -> Tensor:
-        return self._rows
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        super().__init__(rank, size, device)
+        buffer_bytes = 2**22
+        memory = torch.zeros(memory_bytes(size, buffer_bytes), dtype=torch.uint8, device=device)
+
+        def view(rank: int, shape: tuple[int, int], dtype: torch.dtype, start: int) -> Tensor:
+            return memory.view(dtype)[start : start + shape[0] * shape[1]].view(shape)
+
+        failure = torch.zeros(4, dtype=torch.int64)
+        cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device, priority=-1) if cuda else None  # type: ignore[no-untyped-call]
+        self._slots = _Never(
+            rank,
+            [memory.data_ptr()] * size,
+            view,
+            failure.pin_memory() if cuda else failure,
+            stream=self._stream.cuda_stream if self._stream is not None else 0,
+            buffer_bytes=buffer_bytes,
+            timeout=60.0,
+        )
+
+    def stage(
+        self, exchange: int, rows: int, width: int, dtype: torch.dtype, readers: Iterable[int]
+    ) -> PeerStaged:
+        self._slots.check()
+        return PeerStaged(self._slots, exchange % 2, (rows, width, dtype), readers)
 
 
 class Prepared:
@@ -112,6 +135,8 @@ class Prepared:
     calls = staticmethod(Flash2.calls)
 
     def __init__(self) -> None:
+        self.given = Ways({}, {})
+        """Of each call, the arguments that it came with first."""
         self._forward: dict[Call, tuple[Tensor, Tensor]] = {}
         self._backward: dict[Call, tuple[Tensor, Tensor, Tensor]] = {}
 
@@ -122,6 +147,7 @@ class Prepared:
         self, call: Call, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         if call not in self._forward:
+            self.given.forward[call] = call, query, key, value, scale
             out = query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
             self._forward[call] = out, out.new_zeros(out.shape[:2], dtype=torch.float32)
         out, lse = self._forward[call]
@@ -140,6 +166,8 @@ class Prepared:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         if call not in self._backward:
+            rows = query, key, value, out, lse
+            self.given.backward[call] = call, grad_out, grad_lse, *rows, scale
             self._backward[call] = (
                 torch.zeros_like(query),
                 torch.zeros_like(key, memory_format=torch.contiguous_format),
@@ -164,71 +192,73 @@ class Empty(torch.autograd.Function):
 
 # ---- timing --------------------------------------------------------------------------------------
 
-
-def fastest(step: Callable[[], object]) -> float:
-    """Microseconds of a call, in the fastest of the rounds: this thread's own, which nobody else on
-    the machine adds to, where it is the one that works."""
-    clock = time.perf_counter if torch.cuda.is_initialized() else time.thread_time
-    times = []
-    for _ in range(ROUNDS):
-        begun = clock()
-        for _ in range(CALLS):
-            step()
-        times.append((clock() - begun) / CALLS)
-    return min(times) * 1e6
+Step = Callable[[], object]
 
 
-def both_ways(
-    forward: Callable[[], Tensor], leaves: Sequence[Tensor], grad: Tensor
-) -> tuple[float, float]:
-    """Microseconds of a forward, and of its backward."""
+class Ways(NamedTuple):
+    """Forward and backward of something; microseconds, once they are known."""
+
+    forward: Any
+    backward: Any
+
+
+def both_ways(forward: Callable[[], Tensor], leaves: Sequence[Tensor], grad: Tensor) -> Ways:
     out = forward()
-    return fastest(forward), fastest(
-        lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
-    )
+    return Ways(forward, lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True))
 
 
-def empty(device: torch.device) -> tuple[float, float]:
-    leaves, grad = _tensors(ROWS, device)
+def yardstick(device: torch.device) -> Ways:
+    leaves, grad = tensors(ROWS, device)
     result = torch.zeros_like(grad)
     return both_ways(lambda: Empty.apply(*leaves, result), leaves, grad)  # type: ignore[no-untyped-call]
 
 
-def _tensors(rows: int, device: torch.device) -> tuple[list[Tensor], Tensor]:
+def tensors(rows: int, device: torch.device) -> tuple[list[Tensor], Tensor]:
     made = [torch.randn(rows, HEADS, HEAD_DIM, device=device) for _ in range(4)]
     return [x.requires_grad_() for x in made[:3]], made[3]
 
 
 def layer(
-    comm_type: str, degree: int, device: torch.device, kind: type[AtOnce]
-) -> tuple[float, float, float, float]:
-    """Microseconds of a forward and of a backward beyond the attention calls, and of those."""
-    transport = kind(min(1, degree - 1), degree, device)
-    plan = hcp.plan(
-        [ROWS * degree], ranks=degree, max_tokens_per_rank=ROWS * degree, min_degree=degree
-    )
+    comm_type: str, degree: int, device: torch.device, kind: type[AtOnce], kernel: Prepared
+) -> tuple[Ways, Ways]:
+    """A layer, and its attention calls alone."""
+    transport = kind(degree // 2, degree, device)
+    tokens = ROWS * degree
+    plan = hcp.plan([tokens], ranks=degree, max_tokens_per_rank=tokens, min_degree=degree)
+    levels = [2, degree // 2] if comm_type == "a2a+p2p" else ()
     cp = Handler(
-        plan,
-        0,
-        transport,
-        comm_types=[comm_type],
-        hierarchical_context_parallel_sizes=[2, degree // 2] if comm_type == "a2a+p2p" else (),
+        plan, 0, transport, comm_types=[comm_type], hierarchical_context_parallel_sizes=levels
     )
-    leaves, grad = _tensors(cp.rows, device)
-    forward, backward = both_ways(lambda: cp.attention(*leaves), leaves, grad)
-    schedule = schedule_of(cp._words_of(comm_type, -1, 0, (HEADS, HEADS)))
-    calls = [call for stage in schedule.stages for call in PREPARED.calls(stage.entries)]
-    for call in calls:
-        PREPARED.forward(call, *leaves, 1.0)
-        PREPARED.backward(call, grad, None, *leaves, grad, grad, 1.0)
-    calls_forward = fastest(lambda: [PREPARED.forward(call, *leaves, 1.0) for call in calls])
-    calls_backward = fastest(
-        lambda: [PREPARED.backward(call, grad, None, *leaves, grad, grad, 1.0) for call in calls]
-    )
-    return forward - calls_forward, backward - calls_backward, calls_forward, calls_backward
+    leaves, grad = tensors(cp.rows, device)
+    kernel.given = Ways({}, {})
+    attend = both_ways(lambda: cp.attention(*leaves), leaves, grad)
+    attend.backward()
+    given = kernel.given
+
+    def forward() -> None:
+        for arguments in given.forward.values():
+            kernel.forward(*arguments)
+
+    def backward() -> None:
+        for arguments in given.backward.values():
+            kernel.backward(*arguments)
+
+    return attend, Ways(forward, backward)
 
 
-PREPARED = Prepared()
+def by_turns(steps: Sequence[Step]) -> list[float]:
+    """Microseconds of a call of each, in the fastest of the rounds."""
+    clock = time.perf_counter if torch.cuda.is_available() else time.thread_time
+    best = [float("inf")] * len(steps)
+    for _ in range(ROUNDS):
+        for i, step in enumerate(steps):
+            begun = clock()
+            for _ in range(CALLS):
+                step()
+            best[i] = min(best[i], (clock() - begun) / CALLS * 1e6)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+    return best
 
 
 class Handler(hcp.ContextParallelHandler):
@@ -236,25 +266,29 @@ class Handler(hcp.ContextParallelHandler):
 
 
 def print_host_times(device: torch.device, degrees: Sequence[int], types: Sequence[str]) -> None:
-    kernels.add_family(FAMILY, lambda device: [PREPARED])
-    torch.set_num_threads(1)
+    """The table, in Markdown."""
+    kernel = Prepared()
+    kernels.add_family(FAMILY, lambda device: [kernel])
     gc.disable()
-    base = empty(device)
-    print(
-        f"{device.type}, torch {torch.__version__}, Python {platform.python_version()}; float32, "
-        f"{ROWS} rows a rank, {HEADS} heads of {HEAD_DIM}; fastest of {ROUNDS} rounds of {CALLS} "
-        f"calls\n\nempty: fwd {base[0]:.1f} us, bwd {base[1]:.1f} us\n\n"
-        "| degree | type | rows | fwd us | bwd us | calls, fwd | bwd |\n|---|---|---|---|---|---|---|"
-    )
+    names, contestants = [], [yardstick(device)]
     for degree in degrees:
         for comm_type in types:
             if comm_type == "auto" or (comm_type == "a2a+p2p" and (degree < 4 or degree % 2)):
                 continue
-            for name, kind in (("carried", AtOnce), ("read", ReadAtOnce)):
-                *own, calls_forward, calls_backward = layer(comm_type, degree, device, kind)
-                cells = [f"{x:.1f} ({x / y:.1f})" for x, y in zip(own, base, strict=True)]
-                print(
-                    f"| {degree} | {comm_type} | {name} | {' | '.join(cells)} "
-                    f"| {calls_forward:.1f} | {calls_backward:.1f} |",
-                    flush=True,
-                )
+            kinds = {"sent": AtOnce, "read": ReadAtOnce}
+            for rows in ["-"] if degree == 1 else ["sent"] if comm_type == "a2a" else kinds:
+                names.append((degree, comm_type, rows))
+                kind = kinds.get(rows, AtOnce)
+                contestants += layer(comm_type, degree, device, kind, kernel)
+    times = by_turns([step for ways in contestants for step in ways])
+    empty, *layers = (Ways(*pair) for pair in zip(times[::2], times[1::2], strict=True))
+    print(
+        f"{device.type}, torch {torch.__version__}, Python {platform.python_version()}; float32, "
+        f"{ROWS} rows a rank, {HEADS} heads of {HEAD_DIM}; fastest of {ROUNDS} rounds of {CALLS} "
+        f"calls; the yardstick takes {empty.forward:.1f} and {empty.backward:.1f} us\n\n"
+        "| degree | type | rows | fwd, us | bwd, us |\n|---|---|---|---|---|"
+    )
+    for name, own, calls in zip(names, layers[::2], layers[1::2], strict=True):
+        beyond = [whole - part for whole, part in zip(own, calls, strict=True)]
+        cells = [f"{x:.0f} ({x / y:.1f})" for x, y in zip(beyond, empty, strict=True)]
+        print(f"| {' | '.join(map(str, (*name, *cells)))} |")

@@ -479,6 +479,7 @@ class _Heads:
         self._transport, self._trade = run.transport, trade
         members = heads.members(trade)
         per_key = query.shape[1] // key.shape[1]
+        self._even = query.shape[1] % len(members) == key.shape[1] % len(members) == 0
         self._queries = heads.split(query.shape[1], len(members))
         self._keys = [heads.key_heads(own, per_key) for own in self._queries]
         j = members.index(run.transport.rank)
@@ -493,6 +494,8 @@ class _Heads:
         """Of those heads."""
 
     def bring(self, by_query: list[Tensor], by_key: list[Tensor], tag: int) -> list[Tensor]:
+        if self._even:
+            return heads.deal(self._transport, self._trade, [*by_query, *by_key], tag)
         columns = [
             [x[:, q] for x in by_query] + [x[:, k] for x in by_key]
             for q, k in zip(self._queries, self._keys, strict=True)
@@ -502,6 +505,8 @@ class _Heads:
     def take_back(
         self, by_query: list[Tensor], by_key: list[Tensor], key_count: int, tag: int
     ) -> list[Tensor]:
+        if self._even:
+            return heads.collect(self._transport, self._trade, [*by_query, *by_key], tag)
         shapes = [
             [(len(_numbers(q)), *x.shape[2:]) for x in by_query]
             + [(len(_numbers(k)), *x.shape[2:]) for x in by_key]

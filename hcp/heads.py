@@ -103,6 +103,61 @@ def take_back(
     return back
 
 
+# ---- as many heads on every neighbour ------------------------------------------------------------
+#
+# Then the rows of all neighbours have one width, and travel as rows of elements.
+
+
+def deal(transport: Transport, trade: Trade, columns: Sequence[Tensor], tag: int) -> list[Tensor]:
+    """As :func:`bring`, for columns (T, heads, ...) of which each neighbour gets an equal share."""
+    count = len(trade.receives)
+    dtype = _narrowest(columns)
+    flat = [_elements_as(column.flatten(1), dtype) for column in columns]
+    widths = [part.shape[1] // count for part in flat]
+    shares = [
+        part.view(part.shape[0], count, width).transpose(0, 1)
+        for part, width in zip(flat, widths, strict=True)
+    ]
+    sent = torch.cat(shares, 2).flatten(0, 1)
+    received = sent.new_empty(trade.rows, sent.shape[1])
+    transport.start(sent, trade.dealt, received, trade.arriving, tag=tag).wait()
+    arranged = ops.unpack(received, trade.gather, widths, trade.rows)
+    return [
+        _elements_as(part, like.dtype).view(trade.rows, like.shape[1] // count, *like.shape[2:])
+        for part, like in zip(arranged, columns, strict=True)
+    ]
+
+
+def collect(
+    transport: Transport, trade: Trade, columns: Sequence[Tensor], tag: int
+) -> list[Tensor]:
+    """The way back of :func:`deal`: (S, h, ...) to (T, heads, ...)."""
+    count, own_rows = len(trade.receives), trade.sends[0].rows
+    dtype = _narrowest(columns)
+    flat = [_elements_as(column.flatten(1), dtype) for column in columns]
+    sent = ops.pack(flat, trade.scatter, trade.rows)
+    received = sent.new_empty(count * own_rows, sent.shape[1])
+    transport.start(sent, trade.arriving, received, trade.dealt, tag=tag).wait()
+    shares = received.view(count, own_rows, sent.shape[1]).transpose(0, 1)
+    return [
+        _elements_as(part.flatten(1), like.dtype).view(
+            own_rows, count * like.shape[1], *like.shape[2:]
+        )
+        for part, like in zip(
+            shares.split_with_sizes([part.shape[1] for part in flat], 2), columns, strict=True
+        )
+    ]
+
+
+def _narrowest(columns: Sequence[Tensor]) -> torch.dtype:
+    return min((column.dtype for column in columns), key=lambda dtype: dtype.itemsize)
+
+
+def _elements_as(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same bytes as elements of another type."""
+    return rows if rows.dtype == dtype else rows.contiguous().view(dtype)
+
+
 def trade(
     transport: Transport, schedule: Schedule, x: Tensor, count: int, *, to_heads: bool, tag: int
 ) -> Tensor:

@@ -208,6 +208,10 @@ class Trade(NamedTuple):
     """Gathered rows as they were traded."""
     rows: int
     """Of all neighbours."""
+    dealt: list[Move]
+    """``sends``, where what each of them gets lies end to end; those with rows."""
+    arriving: list[Move]
+    """Those of ``receives`` with rows."""
 
 
 class Schedule(_Table):
@@ -300,6 +304,10 @@ class Schedule(_Table):
             self.section("GATHER"),
             self.section("SCATTER"),
             sum(move.rows for move in receives),
+            [Move(peer, i * self.rows, self.rows) for i, (peer, *_) in enumerate(receives)]
+            if self.rows
+            else [],
+            [move for move in receives if move.rows],
         )
 
     def _stages(self) -> list[Stage]:

@@ -5,8 +5,9 @@ are proved against the rows' sizes before any row is touched. A wrong argument r
 with its name, value and expectation.
 
 The operators of this module pass `torch.library.opcheck` and work inside
-`torch.compile(fullgraph=True)`, with any sizes in one graph. Those between GPUs (`signal_set`,
-`reduce_signalled`, `nccl_exchange`) exist on CUDA alone and are called by hcp's transports only.
+`torch.compile(fullgraph=True)`, with any sizes in one graph. Those between ranks (`signal_set`,
+`reduce_signalled`, `read_signalled`, `join`, and on CUDA alone `nccl_exchange`) are called by hcp's
+transports only.
 
 Legend of shapes: N rows of the input, R rows of the result, C columns, H heads, D head size.
 """

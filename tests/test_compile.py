@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hcp
 
@@ -62,6 +65,44 @@ def test_twenty_plans_need_no_compilation_after_the_first_two() -> None:
     (graphs,) = hcp.loopback(1, lambda groups: losses_and_graphs(groups, 20), timeout=300)
     assert graphs[1] <= 2
     assert graphs[1:] == [graphs[1]] * 19
+
+
+class Seen(TorchDispatchMode):
+    """The names of hcp's operators that were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "hcp":
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_who_watches_operators_sees_them_and_the_bits_of_a_layer_without(sinks: bool) -> None:
+    def layer(groups: Any, mode: Any) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(groups.transport.rank)
+        plan = hcp.plan([30, 11], ranks=2, max_tokens_per_rank=40, min_degree=2)
+        cp = hcp.ContextParallelHandler(plan, 0, groups.transport)
+        inputs = [
+            torch.randn(*shape, generator=generator, requires_grad=True)
+            for shape in ((cp.rows, 4, 8), (cp.rows, 2, 8), (cp.rows, 2, 8), (4,))
+        ]
+        with mode:
+            out = cp.attention(*inputs[:3], sinks=inputs[3] if sinks else None)
+            grads = torch.autograd.grad(out.square().sum(), inputs[: 3 + sinks])
+        return [out, *grads]
+
+    modes = Seen(), Seen()
+    watched = hcp.loopback(2, lambda groups: layer(groups, modes[groups.transport.rank]))
+    alone = hcp.loopback(2, lambda groups: layer(groups, nullcontext()))
+    for mode in modes:
+        assert mode.names[0] == "hcp::attention"
+        assert "hcp::attention_backward" in mode.names
+    for one, other in zip(watched, alone, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def test_the_operator_passes_opcheck() -> None:

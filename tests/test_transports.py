@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 from ranks import RankError, run_ranks, try_ranks
 
 import hcp
+from hcp.layout import Move
+from hcp.nccl import NcclTransport
 from hcp.transports import _obstacle
 
 
@@ -65,3 +70,22 @@ VIEW = {"gpu": "a", "host": "h", "kernels": True, "reaches": True}
 def test_what_stands_in_the_way_is_said(transport: str, views: list, reason: str | None) -> None:
     said = _obstacle(transport, views)
     assert said is None if reason is None else reason in str(said)
+
+
+def test_an_exchange_that_cannot_be_queued_names_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    # On the CPU the operator has no kernel: it takes its arguments, and fails.
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    transport = NcclTransport.__new__(NcclTransport)
+    transport.rank, transport._failure, transport._communicator = 1, None, 7
+    transport._tables, transport.stream = {}, SimpleNamespace(cuda_stream=0)
+    rows = torch.zeros(4, 2)
+    moves = [Move(1, 0, 1), Move(0, 1, 1), Move(3, 2, 2)]
+    with pytest.raises(
+        hcp.HcpError, match=r"rank 1: the exchange with ranks \[0, 3\] could not be"
+    ):
+        transport.start(rows, moves, torch.zeros(4, 2), moves)
+    (table,) = transport._tables.values()
+    assert table.words.tolist() == [[0, 1, 1], [3, 2, 2]]
+    transport._failure = "late"
+    with pytest.raises(hcp.HcpError, match="late"):
+        transport.start(rows, moves, torch.zeros(4, 2), moves)
