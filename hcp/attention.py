@@ -38,17 +38,28 @@ class _Carried:
     """Keys beside values that peers send."""
 
     def __init__(
-        self, transport: Transport, schedule: Schedule, local: list[Tensor], tag: int
+        self,
+        transport: Transport,
+        schedule: Schedule,
+        local: list[Tensor],
+        tag: int,
+        first_sent: Tensor | None,
     ) -> None:
+        """``first_sent``: what stage 1 sends, where it is packed already."""
         self._transport, self._schedule = transport, schedule
         self._local, self._tag = local, tag
+        self._first_sent = first_sent
         self._received = local[0].new_empty(0, 0)
 
     def begin(self, number: int) -> Callable[[], Tensor]:
         """Start a stage's exchange; its rows, (key_rows, G * (D + E)), once they are there."""
         stage = self._schedule.stages[number]
-        packed = len(stage.pack) > 0
-        sent = ops.pack(self._local, stage.pack, stage.sent_rows) if packed else self._received
+        if number == 1 and self._first_sent is not None:
+            sent = self._first_sent
+        elif len(stage.pack) > 0:
+            sent = ops.pack(self._local, stage.pack, stage.sent_rows)
+        else:
+            sent = self._received
         width = sum(rows.shape[1] for rows in self._local)
         received = self._local[0].new_empty(stage.received_rows, width)
         pending = self._transport.start(sent, stage.sends, received, stage.receives, tag=self._tag)
@@ -92,7 +103,12 @@ class _Shared:
 
 
 def _arrivals(
-    transport: Transport, schedule: Schedule, key: Tensor, value: Tensor, tag: int
+    transport: Transport,
+    schedule: Schedule,
+    key: Tensor,
+    value: Tensor,
+    tag: int,
+    first_sent: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Keys and values of each stage, while those of the next are on their way."""
     if len(schedule.stages) == 1:
@@ -104,7 +120,7 @@ def _arrivals(
     if shares(transport):
         journey = _Shared(transport, schedule, local, tag)
     else:
-        journey = _Carried(transport, schedule, local, tag)
+        journey = _Carried(transport, schedule, local, tag, first_sent)
     stage_key, stage_value = key, value
     for number in range(1, len(schedule.stages)):
         rows = journey.begin(number)
@@ -229,11 +245,16 @@ def _cut(tensor: Tensor, rows: slice) -> Tensor:
 
 
 def _forward(
-    run: _Run, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+    run: _Run,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    first_sent: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Queries against keys as they arrive, merged."""
     outs, lses = [], []
-    arrivals = _arrivals(run.transport, run.schedule, key, value, run.tag)
+    arrivals = _arrivals(run.transport, run.schedule, key, value, run.tag, first_sent)
     for stage_calls, (stage_key, stage_value) in zip(run.calls.stages, arrivals, strict=True):
         for call in stage_calls:
             keys, values = _cut(stage_key, call.keys), _cut(stage_value, call.keys)
@@ -255,8 +276,10 @@ def _backward_rows(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
+    turn: _Turn | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values, those of others' keys sent home."""
+    """Gradients of queries, keys and values, those of others' keys sent home; those of queries and
+    keys turned back."""
     grad_queries: list[Tensor] = []
     grad_keys: list[Tensor] = []
     grad_values: list[Tensor] = []
@@ -281,27 +304,72 @@ def _backward_rows(
     if not grad_queries:
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     if run.calls.one_call:
-        grads = (grad_queries[0], grad_keys[0], grad_values[0])
-    else:
-        bring_home = (
-            _read_home if shares(run.transport) and len(run.schedule.stages) > 1 else _bring_home
+        grads = (
+            _turned_back(grad_queries[0], turn, query),
+            _turned_back(grad_keys[0], turn, key),
+            grad_values[0],
         )
-        home = bring_home(run, grad_keys, grad_values)
+    else:
+        reads = shares(run.transport) and len(run.schedule.stages) > 1
+        # What is read from peers' memory is summed by a kernel that does not turn.
+        home = (
+            _read_home(run, grad_keys, grad_values)
+            if reads
+            else _bring_home(run, grad_keys, grad_values, turn, key.shape[2])
+        )
         # Meanwhile:
-        grad_query = ops.reduce(grad_queries, run.calls.output_runs, run.schedule.query_rows)
-        grads = (grad_query, *home())
+        runs, total = run.calls.output_runs, run.schedule.query_rows
+        grad_query = _summed(grad_queries, runs, total, turn, query.shape[2])
+        grad_key, grad_value = home()
+        grads = (grad_query, _turned_back(grad_key, turn, key) if reads else grad_key, grad_value)
     grad_query, grad_key, grad_value = grads
     return grad_query.view(query.shape), grad_key.view(key.shape), grad_value.view(value.shape)
+
+
+# ---- rotary embedding ----------------------------------------------------------------------------
+
+
+class _Turn(NamedTuple):
+    """The rotary embedding of this rank's queries and keys, as `ops.rotate` takes it."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+
+
+def _summed(
+    parts: list[Tensor], runs: Tensor, rows: int, turn: _Turn | None, head_dim: int
+) -> Tensor:
+    """Partial gradients summed and, on the way, turned back."""
+    if turn is None:
+        return ops.reduce(parts, runs, rows)
+    cos, sin, interleaved = turn
+    return ops.reduce_rotated(
+        parts, runs, rows, 1, cos, sin, head_dim, 1, interleaved=interleaved, inverse=True
+    )
+
+
+def _turned_back(grad: Tensor, turn: _Turn | None, like: Tensor) -> Tensor:
+    """A gradient that nothing sums, (T, heads * D)."""
+    if turn is None:
+        return grad
+    cos, sin, interleaved = turn
+    rows = grad.reshape(like.shape)
+    return ops.rotate(rows, cos, sin, interleaved=interleaved, inverse=True).flatten(1)
 
 
 # ---- gradients on their way home -----------------------------------------------------------------
 
 
 def _bring_home(
-    run: _Run, grad_keys: list[Tensor], grad_values: list[Tensor]
+    run: _Run,
+    grad_keys: list[Tensor],
+    grad_values: list[Tensor],
+    turn: _Turn | None,
+    head_dim: int,
 ) -> Callable[[], tuple[Tensor, Tensor]]:
     """Gradients of this rank's keys and values: partial ones of other ranks' travel to their
-    owners, and each owner sums its own, (T, G * D) and (T, G * E)."""
+    owners, and each owner sums its own and turns them back, (T, G * D) and (T, G * E)."""
     schedule, calls = run.schedule, run.calls
     columns = [grad for pair in zip(grad_keys, grad_values, strict=True) for grad in pair]
     sent = ops.reduce(columns, calls.home_runs, schedule.home_sent_rows, columns=2)
@@ -314,7 +382,7 @@ def _bring_home(
     def sums() -> tuple[Tensor, Tensor]:
         pending.wait()
         return (
-            ops.reduce([*grad_keys[:local], home[:, :width]], calls.local_runs, rows),
+            _summed([*grad_keys[:local], home[:, :width]], calls.local_runs, rows, turn, head_dim),
             ops.reduce([*grad_values[:local], home[:, width:]], calls.local_runs, rows),
         )
 
@@ -603,16 +671,18 @@ def _tag_of_call(
     sinks: Tensor | None,
     scale: float,
     choice: Choice,
+    turned: bool,
 ) -> int:
     """The tag of what travels in a call, which is checked, here and with the peers, when its like
     is first seen."""
     tensors = (query, key, value) if sinks is None else (query, key, value, sinks)
-    like = (scale, choice, *[(x.shape, x.dtype, x.device) for x in tensors])
+    like = (scale, choice, turned, *[(x.shape, x.dtype, x.device) for x in tensors])
     tag = schedule.tags.get(like)
     if tag is None:
         check(query, key, value, sinks, schedule.rows, transport.device)
         bits = struct.unpack("<2q", struct.pack("<2d", scale, choice.softcap))
-        traits = (*signature(query, key, value), *schedule.kind, *bits, int(sinks is not None))
+        options = int(sinks is not None), int(turned)
+        traits = (*signature(query, key, value), *schedule.kind, *bits, *options)
         # Signals between GPUs carry the tag themselves.
         signalled = shares(transport) and schedule.trade is None
         tag = tag_of(traits) if signalled else agree_once(transport, schedule, traits)
@@ -620,24 +690,79 @@ def _tag_of_call(
     return tag
 
 
-def _attention(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, words: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
+def _run_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    words: Tensor,
+    scale: float,
+    turned: bool = False,
+) -> _Run:
     schedule = schedule_of(words)
     transport = transport_of(schedule.transport_key)
     choice = _choice_of(words)
-    tag = _tag_of_call(transport, schedule, query, key, value, sinks, scale, choice)
-    run = _Run.of(transport, schedule, query, choice, scale, tag)
+    tag = _tag_of_call(transport, schedule, query, key, value, sinks, scale, choice, turned)
+    return _Run.of(transport, schedule, query, choice, scale, tag)
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, words: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    run = _run_of(query, key, value, sinks, words, scale)
     traded = _heads_of(run, query, key)
     if traded is None:
         return _forward(run, query, key, value, sinks)
     return _forward_of_heads(traded, query, key, value, sinks)
 
 
+def _attention_rotated(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    words: Tensor,
+    scale: float,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, log-sum-exp, and the turned queries and keys."""
+    run = _run_of(query, key, value, sinks, words, scale, turned=True)
+    query = ops.rotate(query, cos, sin, interleaved=interleaved)
+    traded = _heads_of(run, query, key)
+    stages = run.schedule.stages
+    if traded is None and len(stages) > 1 and not shares(run.transport):
+        sent = stages[1].pack, stages[1].sent_rows
+        key, first_sent = ops.rotate_pack(
+            key, cos, sin, [value.flatten(1)], *sent, interleaved=interleaved
+        )
+        return *_forward(run, query, key, value, sinks, first_sent), query, key
+    key = ops.rotate(key, cos, sin, interleaved=interleaved)
+    if traded is None:
+        return *_forward(run, query, key, value, sinks), query, key
+    return *_forward_of_heads(traded, query, key, value, sinks), query, key
+
+
 def _attention_fake(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, words: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     return _empty_result(query, value)
+
+
+def _attention_rotated_fake(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    words: Tensor,
+    scale: float,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    turned = query.new_empty(query.shape), key.new_empty(key.shape)
+    return *_empty_result(query, value), *turned
 
 
 def _attention_backward(
@@ -652,15 +777,42 @@ def _attention_backward(
     words: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    schedule = schedule_of(words)
-    transport = transport_of(schedule.transport_key)
-    choice = _choice_of(words)
-    tag = _tag_of_call(transport, schedule, query, key, value, sinks, scale, choice)
+    run = _run_of(query, key, value, sinks, words, scale)
     grad_out = _innermost_contiguous(grad_out)
-    run = _Run.of(transport, schedule, query, choice, scale, tag)
     given = grad_out, grad_lse, query, key, value, out, lse
     traded = _heads_of(run, query, key)
     grads = _backward_rows(run, *given) if traded is None else _backward_of_heads(traded, *given)
+    return *grads, _sinks_backward(grad_out, grad_lse, sinks, out, lse)
+
+
+def _attention_rotated_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    words: Tensor,
+    scale: float,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """For turned queries and keys, the gradients of those that were given."""
+    run = _run_of(query, key, value, sinks, words, scale, turned=True)
+    turn = _Turn(cos, sin, interleaved)
+    grad_out = _innermost_contiguous(grad_out)
+    given = grad_out, grad_lse, query, key, value, out, lse
+    traded = _heads_of(run, query, key)
+    if traded is None:
+        grads = _backward_rows(run, *given, turn)
+    else:
+        grad_query, grad_key, grad_value = _backward_of_heads(traded, *given)
+        turned = (_turned_back(g, turn, x) for g, x in ((grad_query, query), (grad_key, key)))
+        grad_query, grad_key = turned
+        grads = grad_query.view(query.shape), grad_key.view(key.shape), grad_value
     return *grads, _sinks_backward(grad_out, grad_lse, sinks, out, lse)
 
 
@@ -697,6 +849,26 @@ def _attention_backward_fake(
     )
 
 
+def _attention_rotated_backward_fake(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    words: Tensor,
+    scale: float,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _attention_backward_fake(
+        grad_out, grad_lse, query, key, value, sinks, out, lse, words, scale
+    )
+
+
 def _innermost_contiguous(rows: Tensor) -> Tensor:
     # The kernel ignores the innermost stride, and a gradient may come expanded from a sum.
     return rows if rows.stride(-1) == 1 else rows.contiguous()
@@ -719,6 +891,26 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     return *grads, None if sinks is None else grad_sinks, None, None
 
 
+def _save_rotated(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, _, value, sinks, words, scale, cos, sin, interleaved = inputs
+    out, lse, query, key = output
+    ctx.save_for_backward(query, key, value, sinks, out, lse, words, cos, sin)
+    ctx.scale, ctx.interleaved = scale, interleaved
+    ctx.mark_non_differentiable(query, key)
+    ctx.set_materialize_grads(False)
+
+
+def _backward_rotated(
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: None
+) -> tuple[Any, ...]:
+    query, key, value, sinks, out, lse, words, cos, sin = ctx.saved_tensors
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    given = grad_out, grad_lse, query, key, value, sinks, out, lse, words, ctx.scale
+    *grads, grad_sinks = torch.ops.hcp.attention_rotated_backward(*given, cos, sin, ctx.interleaved)
+    return *grads, None if sinks is None else grad_sinks, None, None, None, None, None
+
+
 def _refuse_second_derivative(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     raise NotImplementedError(
         "hcp attention was differentiated twice, expected once: it has no second derivative"
@@ -730,12 +922,16 @@ def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 # Registered by hand: torch.library.custom_op would import the compiler at the first eager call.
+_ROWS = "Tensor query, Tensor key, Tensor value, Tensor? sinks"
+_SAVED = f"Tensor grad_out, Tensor? grad_lse, {_ROWS}, Tensor out, Tensor lse"
+_TABLES = "Tensor words, float scale"
+_TURN = "Tensor cos, Tensor sin, bool interleaved"
+_FOUR = "(Tensor, Tensor, Tensor, Tensor)"
 _SCHEMAS = {
-    "hcp::attention": "(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor words,"
-    " float scale) -> (Tensor, Tensor)",
-    "hcp::attention_backward": "(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key,"
-    " Tensor value, Tensor? sinks, Tensor out, Tensor lse, Tensor words, float scale)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    "hcp::attention": f"({_ROWS}, {_TABLES}) -> (Tensor, Tensor)",
+    "hcp::attention_backward": f"({_SAVED}, {_TABLES}) -> {_FOUR}",
+    "hcp::attention_rotated": f"({_ROWS}, {_TABLES}, {_TURN}) -> {_FOUR}",
+    "hcp::attention_rotated_backward": f"({_SAVED}, {_TABLES}, {_TURN}) -> {_FOUR}",
 }
 for _name, _run, _shapes, _gradient, _keep in (
     ("hcp::attention", _attention, _attention_fake, _backward, _save),
@@ -743,6 +939,20 @@ for _name, _run, _shapes, _gradient, _keep in (
         "hcp::attention_backward",
         _attention_backward,
         _attention_backward_fake,
+        _refuse_second_derivative,
+        _save_nothing,
+    ),
+    (
+        "hcp::attention_rotated",
+        _attention_rotated,
+        _attention_rotated_fake,
+        _backward_rotated,
+        _save_rotated,
+    ),
+    (
+        "hcp::attention_rotated_backward",
+        _attention_rotated_backward,
+        _attention_rotated_backward_fake,
         _refuse_second_derivative,
         _save_nothing,
     ),
@@ -765,6 +975,25 @@ def attention(
     Differentiable once, see :meth:`hcp.ContextParallelHandler.attention`.
     """
     out, lse = torch.ops.hcp.attention(query, key, value, sinks, words, scale)
+    return out, lse
+
+
+def attention_rotated(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    words: Tensor,
+    scale: float,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor]:
+    """The same of queries and keys that `ops.rotate` turns, in fewer passes: keys are turned on
+    their way into what is sent, and summed gradients are turned back before they are rounded."""
+    out, lse, _, _ = torch.ops.hcp.attention_rotated(
+        query, key, value, sinks, words, scale, cos, sin, interleaved
+    )
     return out, lse
 
 
