@@ -192,6 +192,37 @@ def test_a_table_of_angles_will_do_and_a_rotary_serves_all_layers() -> None:
     hcp.loopback(3, check)
 
 
+@pytest.mark.parametrize("qkv_format", ["bshd", "sbhd"])
+def test_a_batch_of_equal_lengths_is_rotated_as_its_rows_are(qkv_format: str) -> None:
+    def check(groups: Any) -> None:
+        plan = hcp.plan([12, 12], ranks=2, max_tokens_per_rank=12, min_degree=2)
+        cp = hcp.ContextParallelHandler(plan, 0, groups.transport)
+        query, key, value, _ = inputs(cp)
+        rotary = cp.rotary(torch.randn(12, 8, dtype=torch.float64))
+        rows = cp.attention(query, key, value, rotary_pos_emb=rotary)
+        batch = [x.unflatten(0, (2, -1)) for x in (query, key, value, rows)]
+        if qkv_format == "sbhd":
+            batch = [x.transpose(0, 1) for x in batch]
+        *qkv, want = batch
+        out = cp.attention(*qkv, rotary_pos_emb=rotary, qkv_format=qkv_format)
+        assert torch.equal(out, want)
+
+    hcp.loopback(2, check)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    def call(groups: Any) -> None:
+        (cp,) = handlers(groups, "p2p")
+        query, key, value, _ = inputs(cp)
+        query.requires_grad_()
+        out = cp.attention(query, key, value, rotary_pos_emb=torch.randn(64, 8).double())
+        (grad,) = torch.autograd.grad(out.sum(), query, create_graph=True)
+        grad.sum().backward()
+
+    with pytest.raises(NotImplementedError, match="differentiated twice"):
+        hcp.loopback(1, call)
+
+
 def test_learned_frequencies_keep_their_gradient() -> None:
     """No kernel gives it: PyTorch's operators stand in, exactly."""
 
