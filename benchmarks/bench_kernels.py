@@ -1,19 +1,22 @@
-"""Kernels against the memory they move: pack, merge and reduce on one GPU.
+"""Kernels against the memory they move: pack, merge, reduce and rotary embedding, on one device.
 
     python benchmarks/bench_kernels.py
+    OMP_NUM_THREADS=1 python benchmarks/bench_kernels.py --device cpu --rows 16384 --only rotate
 
 Each result is checked first. Contestants take turns in one run, over buffers that together are
-larger than the L2 cache, and are timed by CUDA events; the median of the rounds counts. Columns:
+larger than the last cache, and are timed by CUDA events, or the host's clock; the median of the
+rounds counts. Columns:
 
     bytes     what the result needs read and written once, GB
     TB/s      bytes / median time
-    of copy   that rate over the rate of a plain device copy of 1 GiB, timed in the same rounds:
-              the bound, 1.00, is memory that does nothing else
+    of copy   that rate over the rate of a plain copy of 1 GiB (CPU: 64 MiB), timed in the same
+              rounds: the bound, 1.00, is memory that does nothing else
     vs peer   the peer's median time over ours
 
 Peers: index_select and cat for pack; for merge the chain of pairwise corrections that ring
 attention implementations launch, restated here, each step eager or compiled; for reduce a chain of
-additions in float32.
+additions in float32; for what rotates, the same in two passes, and PyTorch's operators, a pass of
+memory each, before the pack or behind the sum.
 """
 
 from __future__ import annotations
@@ -21,17 +24,19 @@ from __future__ import annotations
 import argparse
 import platform
 import statistics
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hcp import ops
+from hcp import ops, rope
 
 HEADS, KEY_HEADS, HEAD_DIM = 32, 8, 128
 PARTS = 8
 COPIES = 4  # sets of buffers, used in turn
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class Contest(NamedTuple):
@@ -42,7 +47,7 @@ class Contest(NamedTuple):
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(*shape, device="cuda", dtype=torch.float32).to(dtype)
+    return torch.randn(*shape, device=DEVICE, dtype=torch.float32).to(dtype)
 
 
 def size_of(*tensors: Tensor) -> int:
@@ -55,7 +60,7 @@ def size_of(*tensors: Tensor) -> int:
 def pack_contest(rows: int, run: int) -> Contest:
     """Keys and values of every other run of rows, side by side."""
     segments = torch.tensor([(row, run) for row in range(0, 2 * rows, 2 * run)])
-    index = torch.cat([torch.arange(row, row + n) for row, n in segments.tolist()]).cuda()
+    index = torch.cat([torch.arange(row, row + n) for row, n in segments.tolist()]).to(DEVICE)
     ours, peers = [], []
     for _ in range(COPIES):
         columns = [randn(2 * rows, KEY_HEADS * HEAD_DIM) for _ in range(2)]
@@ -150,11 +155,97 @@ def reduce_contest(rows: int) -> Contest:
     return Contest(f"reduce of {PARTS}", moved, ours, {"float32 chain": peers})
 
 
+# ---- rotary embedding ----------------------------------------------------------------------------
+
+
+def rotary(rows: int) -> rope.Rotary:
+    angles = torch.rand(rows, HEAD_DIM // 2, device=DEVICE) * 100
+    return rope.rotary_of(torch.cat((angles, angles), 1), interleaved=False, mscale=1.0)
+
+
+def rotate_contest(rows: int) -> Contest:
+    """Queries."""
+    turn = rotary(rows)
+    sets = [randn(rows, HEADS, HEAD_DIM) for _ in range(COPIES)]
+    ours = [lambda t=t: ops.rotate(t, turn.cos, turn.sin) for t in sets]
+    peers = [lambda t=t: rope.rotate_by_torch(t, turn) for t in sets]
+    assert torch.equal(ours[0](), peers[0]())
+    moved = 2 * size_of(sets[0]) + size_of(turn.cos, turn.sin)
+    return Contest("rotate queries", moved, ours, {"torch": peers})
+
+
+def rotated_pack_contest(rows: int) -> Contest:
+    """Keys rotated, and side by side with values on the wire, all rows as a ring sends them."""
+    turn, segments = rotary(rows), torch.tensor([(0, rows)])
+    ours, apart, torchs = [], [], []
+    for _ in range(COPIES):
+        key, value = randn(rows, KEY_HEADS, HEAD_DIM), randn(rows, KEY_HEADS * HEAD_DIM)
+
+        def fused(key: Tensor = key, value: Tensor = value) -> tuple[Tensor, Tensor]:
+            return ops.rotate_pack(key, turn.cos, turn.sin, [value], segments, rows)
+
+        def one_by_one(key: Tensor = key, value: Tensor = value) -> tuple[Tensor, Tensor]:
+            turned = ops.rotate(key, turn.cos, turn.sin)
+            return turned, ops.pack([turned.flatten(1), value], segments, rows)
+
+        def by_torch(key: Tensor = key, value: Tensor = value) -> tuple[Tensor, Tensor]:
+            turned = rope.rotate_by_torch(key, turn)
+            return turned, ops.pack([turned.flatten(1), value], segments, rows)
+
+        ours.append(fused)
+        apart.append(one_by_one)
+        torchs.append(by_torch)
+    for other in (apart, torchs):
+        assert all(torch.equal(*both) for both in zip(ours[0](), other[0](), strict=True))
+    moved = size_of(key, value, turn.cos, turn.sin) + size_of(*ours[0]())
+    peers = {"rotate, pack": apart, "torch, pack": torchs}
+    return Contest("rotate and pack", moved, ours, peers)
+
+
+def rotated_sum_contest(rows: int) -> Contest:
+    """Gradients of keys in two parts, as on two ranks, summed and turned back."""
+    turn, runs = rotary(rows), torch.tensor([(0, rows, part, 0) for part in range(2)])
+    back = rope.Rotary(turn.cos, -turn.sin, interleaved=False)
+    ours, apart, torchs = [], [], []
+    for _ in range(COPIES):
+        parts = [randn(rows, KEY_HEADS * HEAD_DIM) for _ in range(2)]
+
+        def fused(parts: list[Tensor] = parts) -> Tensor:
+            given = parts, runs, rows, 1, turn.cos, turn.sin, HEAD_DIM, 1
+            return ops.reduce_rotated(*given, inverse=True)
+
+        def summed(parts: list[Tensor] = parts) -> Tensor:
+            return ops.reduce(parts, runs, rows).view(rows, KEY_HEADS, HEAD_DIM)
+
+        def one_by_one(parts: list[Tensor] = parts) -> Tensor:
+            return ops.rotate(summed(parts), turn.cos, turn.sin, inverse=True).flatten(1)
+
+        def by_torch(parts: list[Tensor] = parts) -> Tensor:
+            return rope.rotate_by_torch(summed(parts), back).flatten(1)
+
+        ours.append(fused)
+        apart.append(one_by_one)
+        torchs.append(by_torch)
+    whole = sum(part.float() for part in parts).view(rows, KEY_HEADS, HEAD_DIM)
+    exact = rope.rotate_by_torch(whole, back).flatten(1)
+    calls = ours[-1], apart[-1], torchs[-1]
+    errors = [float((call() - exact).square().mean().sqrt()) for call in calls]
+    print(f"sum and rotate back: error {errors[0]:.1e}, in two passes {errors[1]:.1e}")
+    assert errors[0] <= min(errors[1:])
+    moved = size_of(*parts, turn.cos, turn.sin, parts[0])
+    peers = {"reduce, rotate": apart, "reduce, torch": torchs}
+    return Contest("sum and rotate back", moved, ours, peers)
+
+
 # ---- timing --------------------------------------------------------------------------------------
 
 
 def time_once(calls: list[Callable[[], object]], turn: int) -> float:
     """Seconds of one call, over the buffers whose turn it is."""
+    if DEVICE.type == "cpu":
+        begun = time.perf_counter()
+        calls[turn % len(calls)]()
+        return time.perf_counter() - begun
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(200_000)  # the launches are queued before the work begins
     start.record()
@@ -174,23 +265,41 @@ def medians(contestants: list[list[Callable[[], object]]], rounds: int) -> list[
     return [statistics.median(own) for own in times]
 
 
+CONTESTS: dict[str, Callable[[int], list[Contest]]] = {
+    "pack": lambda rows: [pack_contest(rows, run) for run in (16, 256, 4096)],
+    "merge": lambda rows: [merge_contest(rows)],
+    "reduce": lambda rows: [reduce_contest(rows)],
+    "rotate": lambda rows: [
+        rotate_contest(rows),
+        rotated_pack_contest(rows),
+        rotated_sum_contest(rows),
+    ],
+}
+
+
+def machine() -> str:
+    if DEVICE.type == "cpu":
+        return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+
+
 def main() -> None:
+    global DEVICE
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", type=int, default=32_768, help="rows of each result")
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default=DEVICE.type)
+    parser.add_argument("--only", nargs="+", choices=tuple(CONTESTS), default=tuple(CONTESTS))
     args = parser.parse_args()
-    source, target = torch.empty(2, 2**30, dtype=torch.uint8, device="cuda")
+    DEVICE = torch.device(args.device)
+    copied = 2**30 if DEVICE.type == "cuda" else 2**26
+    source, target = torch.ones(2, copied, dtype=torch.uint8, device=DEVICE)
     print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}, "
-        f"Python {platform.python_version()}; {args.rows} rows, {args.rounds} rounds, bfloat16"
+        f"{machine()}, torch {torch.__version__}, Python {platform.python_version()}; "
+        f"{args.rows} rows, {args.rounds} rounds, bfloat16"
     )
-    contests = [
-        *(pack_contest(args.rows, run) for run in (16, 256, 4096)),
-        merge_contest(args.rows),
-        reduce_contest(args.rows),
-    ]
     print(f"{'':20} {'GB':>6} {'TB/s':>6} {'of copy':>8}  vs peer")
-    for contest in contests:
+    for contest in (made for name in args.only for made in CONTESTS[name](args.rows)):
         copy, own, *others = medians(
             [[lambda: target.copy_(source)], contest.ours, *contest.peers.values()], args.rounds
         )
@@ -199,8 +308,8 @@ def main() -> None:
             f"{other / own:.2f}x {name}" for name, other in zip(contest.peers, others, strict=True)
         )
         print(
-            f"{contest.name:20} {contest.bytes_moved / 1e9:6.2f} {rate / 1e12:6.2f} "
-            f"{rate / (2 * 2**30 / copy):8.2f}  {versus}"
+            f"{contest.name:20} {contest.bytes_moved / 1e9:6.2f} {rate / 1e12:6.3f} "
+            f"{rate / (2 * copied / copy):8.2f}  {versus}"
         )
 
 

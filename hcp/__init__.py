@@ -25,6 +25,7 @@ from hcp.packed import PackedSeqParams, get_batch_on_this_cp_rank
 from hcp.plan import Group, Plan, lower_bound, plan
 from hcp.rebind import Audit, audit, eval_cp_context, find_slots, rebind
 from hcp.report import Report
+from hcp.rope import Rotary
 from hcp.rules import register_rebind
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "PlanAhead",
     "ProcessGroups",
     "Report",
+    "Rotary",
     "Span",
     "Step",
     "add_arguments",

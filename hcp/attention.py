@@ -36,15 +36,26 @@ from hcp.layout import Entry, Move, Schedule, Trade, kernel_of, schedule_of
 class _Carried:
     """Keys beside values that peers send."""
 
-    def __init__(self, run: _Run, schedule: Schedule, local: list[Tensor], width: int) -> None:
+    def __init__(
+        self,
+        run: _Run,
+        schedule: Schedule,
+        local: list[Tensor],
+        width: int,
+        first_sent: Tensor | None,
+    ) -> None:
+        """``first_sent``: what stage 1 sends, where it is packed already."""
         self._run, self._schedule, self._local, self._width = run, schedule, local, width
+        self._first_sent = first_sent
         self._received: Tensor | None = None
 
     def begin(self, number: int) -> Callable[[], Tensor]:
         """Start a stage's exchange; its rows, (key_rows, G * (D + E)), once they are there."""
         stage = self._schedule.stages[number]
         received = self._local[0].new_empty(stage.received_rows, self._width)
-        if stage.packs:
+        if number == 1 and self._first_sent is not None:
+            sent = self._first_sent
+        elif stage.packs:
             sent = ops.pack(self._local, stage.pack, stage.sent_rows)
         else:  # nothing, or what the stage before has received
             sent = received if self._received is None else self._received
@@ -85,7 +96,11 @@ class _Shared:
 
 
 def _arrivals(
-    run: _Run, schedule: Schedule, key: Tensor, value: Tensor
+    run: _Run,
+    schedule: Schedule,
+    key: Tensor,
+    value: Tensor,
+    first_sent: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Keys and values of each stage, while those of the next are on their way."""
     stages = len(schedule.stages)
@@ -96,8 +111,12 @@ def _arrivals(
     _, *value_row = value.shape
     key_width, value_width = key_row[0] * key_row[1], value_row[0] * value_row[1]
     width = key_width + value_width
-    make = _Shared if shares(run.transport) else _Carried
-    journey = make(run, schedule, [key.flatten(1), value.flatten(1)], width)
+    local = [key.flatten(1), value.flatten(1)]
+    journey: _Carried | _Shared
+    if shares(run.transport):
+        journey = _Shared(run, schedule, local, width)
+    else:
+        journey = _Carried(run, schedule, local, width, first_sent)
     for number in range(1, stages):
         rows = journey.begin(number)
         yield key, value
@@ -238,16 +257,18 @@ def _run_of(
     sinks: Tensor | None,
     scale: float,
     choice: Choice,
+    turned: bool,
 ) -> _Run:
     """The run of a call, which is checked, here and with the peers, when its like is first seen."""
     like = (
         *(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype),
-        *(query.device, key.device, value.device, scale, choice),
+        *(query.device, key.device, value.device, scale, choice, turned),
         None if sinks is None else (sinks.shape, sinks.dtype, sinks.device),
     )
     run = schedule.runs.get(like)
     if run is None:
-        run = schedule.runs[like] = _make_run(schedule, query, key, value, sinks, scale, choice)
+        given = query, key, value, sinks, scale, choice, turned
+        run = schedule.runs[like] = _make_run(schedule, *given)
     return cast(_Run, run)
 
 
@@ -259,11 +280,13 @@ def _make_run(
     sinks: Tensor | None,
     scale: float,
     choice: Choice,
+    turned: bool,
 ) -> _Run:
     transport = transport_of(schedule.transport_key)
     check(query, key, value, sinks, schedule.rows, transport.device)
     bits = struct.unpack("<2q", struct.pack("<2d", scale, choice.softcap))
-    traits = (*signature(query, key, value), *schedule.kind, *bits, int(sinks is not None))
+    options = int(sinks is not None), int(turned)
+    traits = (*signature(query, key, value), *schedule.kind, *bits, *options)
     # Signals between GPUs carry the tag themselves.
     signalled = shares(transport) and schedule.trade is None
     tag = tag_of(traits) if signalled else agree_once(transport, schedule, traits)
@@ -282,10 +305,11 @@ def _forward(
     key: Tensor,
     value: Tensor,
     sinks: Tensor | None,
+    first_sent: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Queries against keys as they arrive, merged."""
     outs, lses = [], []
-    arrivals = _arrivals(run, schedule, key, value)
+    arrivals = _arrivals(run, schedule, key, value, first_sent)
     for cuts, (stage_key, stage_value) in zip(run.calls.cuts, arrivals, strict=True):
         for call, rows, key_rows in cuts:
             queries = query if rows is None else query[rows]
@@ -310,8 +334,10 @@ def _backward_rows(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
+    turn: Turn | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values, those of others' keys sent home."""
+    """Gradients of queries, keys and values, those of others' keys sent home; those of queries and
+    keys turned back."""
     given = grad_out, grad_lse, query, out, lse
     grads: list[tuple[Tensor, Tensor, Tensor]] = []
     arrivals = _arrivals(run, schedule, key, value)
@@ -327,27 +353,75 @@ def _backward_rows(
     if not grads:
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     if run.calls.one_call:
-        return grads[0]
+        grad_query, grad_key, grad_value = grads[0]
+        return _turned_back(grad_query, turn), _turned_back(grad_key, turn), grad_value
     grad_queries, grad_keys, grad_values = (
         [grad.flatten(1) for grad in parts] for parts in zip(*grads, strict=True)
     )
-    bring_home = _read_home if shares(run.transport) and len(schedule.stages) > 1 else _bring_home
-    home = bring_home(run, schedule, grad_keys, grad_values)
+    # What is read from peers' memory is summed by a kernel that does not turn.
+    reads = shares(run.transport) and len(schedule.stages) > 1
+    if reads:
+        home = _read_home(run, schedule, grad_keys, grad_values)
+    else:
+        home = _bring_home(run, schedule, grad_keys, grad_values, turn, key.shape[2])
     # Meanwhile:
-    grad_query = ops.reduce(grad_queries, run.calls.output_runs, schedule.query_rows)
+    runs, rows = run.calls.output_runs, schedule.query_rows
+    grad_query = _summed(grad_queries, runs, rows, 1, turn, query.shape[2])
     widths = grad_keys[0].shape[1], grad_values[0].shape[1]
     grad_key, grad_value = home().split_with_sizes(widths, 1)
-    return grad_query.view(query.shape), grad_key.view(key.shape), grad_value.view(value.shape)
+    grad_key = grad_key.view(key.shape)
+    if reads:
+        grad_key = _turned_back(grad_key, turn)
+    return grad_query.view(query.shape), grad_key, grad_value.view(value.shape)
+
+
+# ---- rotary embedding ----------------------------------------------------------------------------
+
+
+class Turn(NamedTuple):
+    """The rotary embedding of this rank's queries and keys, as `ops.rotate` takes it."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+
+
+def _turned(rows: Tensor, turn: Turn) -> Tensor:
+    return ops.rotate(rows, turn.cos, turn.sin, interleaved=turn.interleaved)
+
+
+def _turned_back(grad: Tensor, turn: Turn | None) -> Tensor:
+    """A gradient (T, heads, D) that nothing sums."""
+    if turn is None:
+        return grad
+    return ops.rotate(grad, turn.cos, turn.sin, interleaved=turn.interleaved, inverse=True)
+
+
+def _summed(
+    parts: list[Tensor], runs: Tensor, rows: int, columns: int, turn: Turn | None, head_dim: int
+) -> Tensor:
+    """Partial gradients summed and, on the way, those of the first column turned back."""
+    if turn is None:
+        return ops.reduce(parts, runs, rows, columns)
+    cos, sin, interleaved = turn
+    return ops.reduce_rotated(
+        parts, runs, rows, columns, cos, sin, head_dim, 1, interleaved=interleaved, inverse=True
+    )
 
 
 # ---- gradients on their way home -----------------------------------------------------------------
 
 
 def _bring_home(
-    run: _Run, schedule: Schedule, grad_keys: list[Tensor], grad_values: list[Tensor]
+    run: _Run,
+    schedule: Schedule,
+    grad_keys: list[Tensor],
+    grad_values: list[Tensor],
+    turn: Turn | None,
+    head_dim: int,
 ) -> Callable[[], Tensor]:
     """Gradients of this rank's keys beside those of its values, (T, G * (D + E)): partial ones of
-    other ranks' travel to their owners, and each owner sums its own."""
+    other ranks' travel to their owners, and each owner sums its own, turned back."""
     calls = run.calls
     columns = [grad for pair in zip(grad_keys, grad_values, strict=True) for grad in pair]
     sent = ops.reduce(columns, calls.home_runs, schedule.home_sent_rows, columns=2)
@@ -361,7 +435,7 @@ def _bring_home(
         widths = grad_keys[0].shape[1], grad_values[0].shape[1]
         local = columns[: 2 * len(calls.stages[0])]
         parts = [*local, *home.split_with_sizes(widths, 1)]
-        return ops.reduce(parts, calls.local_runs, schedule.query_rows, columns=2)
+        return _summed(parts, calls.local_runs, schedule.query_rows, 2, turn, head_dim)
 
     return sums
 
@@ -651,8 +725,26 @@ def _attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, words: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     layer = Layer.of(words)
-    run = _run_of(layer.schedule, query, key, value, sinks, scale, layer.choice)
-    return _run_forward(run, layer.schedule, query, key, value, sinks)
+    run = _run_of(layer.schedule, query, key, value, sinks, scale, layer.choice, turned=False)
+    out, lse, _, _ = _run_forward(run, layer.schedule, query, key, value, sinks, None)
+    return out, lse
+
+
+def _attention_rotated(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    words: Tensor,
+    scale: float,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    layer = Layer.of(words)
+    run = _run_of(layer.schedule, query, key, value, sinks, scale, layer.choice, turned=True)
+    turn = Turn(cos, sin, interleaved)
+    return _run_forward(run, layer.schedule, query, key, value, sinks, turn)
 
 
 def _run_forward(
@@ -662,16 +754,46 @@ def _run_forward(
     key: Tensor,
     value: Tensor,
     sinks: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+    turn: Turn | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, log-sum-exp, and the queries and keys that attention saw: turned."""
+    first_sent: Tensor | None = None
+    if turn is not None:
+        query = _turned(query, turn)
+        stages = schedule.stages
+        if run.heads is None and len(stages) > 1 and not shares(run.transport):
+            beside, sent = [value.flatten(1)], (stages[1].pack, stages[1].sent_rows)
+            key, first_sent = ops.rotate_pack(
+                key, turn.cos, turn.sin, beside, *sent, interleaved=turn.interleaved
+            )
+        else:
+            key = _turned(key, turn)
     if run.heads is None:
-        return _forward(run, schedule, query, key, value, sinks)
-    return _forward_of_heads(run.heads, schedule, query, key, value, sinks)
+        out, lse = _forward(run, schedule, query, key, value, sinks, first_sent)
+    else:
+        out, lse = _forward_of_heads(run.heads, schedule, query, key, value, sinks)
+    return out, lse, query, key
 
 
 def _attention_fake(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, words: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     return _empty_result(query, value)
+
+
+def _attention_rotated_fake(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    words: Tensor,
+    scale: float,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    turned = query.new_empty(query.shape), key.new_empty(key.shape)
+    return *_empty_result(query, value), *turned
 
 
 def _attention_backward(
@@ -686,10 +808,47 @@ def _attention_backward(
     words: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    layer = Layer.of(words)
-    run = _run_of(layer.schedule, query, key, value, sinks, scale, layer.choice)
     given = grad_out, grad_lse, query, key, value, sinks, out, lse
-    *grads, grad_sinks = _run_backward(run, layer.schedule, *given)
+    return _backward_of_operator(*given, words, scale, None)
+
+
+def _attention_rotated_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    words: Tensor,
+    scale: float,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """For turned queries and keys, the gradients of those that were given."""
+    given = grad_out, grad_lse, query, key, value, sinks, out, lse
+    return _backward_of_operator(*given, words, scale, Turn(cos, sin, interleaved))
+
+
+def _backward_of_operator(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    words: Tensor,
+    scale: float,
+    turn: Turn | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    layer, turned = Layer.of(words), turn is not None
+    run = _run_of(layer.schedule, query, key, value, sinks, scale, layer.choice, turned)
+    given = grad_out, grad_lse, query, key, value, sinks, out, lse
+    *grads, grad_sinks = _run_backward(run, layer.schedule, *given, turn)
     # A compiler was told of strides: see _attention_backward_fake.
     grad_query, grad_key, grad_value = (grad.contiguous() for grad in grads)
     if grad_sinks is None:  # an operator gives a tensor
@@ -708,13 +867,15 @@ def _run_backward(
     sinks: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    turn: Turn | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     grad_out = _innermost_contiguous(grad_out)
     given = schedule, grad_out, grad_lse, query, key, value, out, lse
     if run.heads is None:
-        grads = _backward_rows(run, *given)
+        grads = _backward_rows(run, *given, turn)
     else:
-        grads = _backward_of_heads(run.heads, *given)
+        grad_query, grad_key, grad_value = _backward_of_heads(run.heads, *given)
+        grads = _turned_back(grad_query, turn), _turned_back(grad_key, turn), grad_value
     if sinks is None:
         return *grads, None
     return *grads, _sinks_backward(grad_out, grad_lse, sinks, out, lse)
@@ -751,6 +912,26 @@ def _attention_backward_fake(
     )
 
 
+def _attention_rotated_backward_fake(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    words: Tensor,
+    scale: float,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _attention_backward_fake(
+        grad_out, grad_lse, query, key, value, sinks, out, lse, words, scale
+    )
+
+
 def _innermost_contiguous(rows: Tensor) -> Tensor:
     # The kernel ignores the innermost stride, and a gradient may come expanded from a sum.
     return rows if rows.stride(-1) == 1 else rows.contiguous()
@@ -773,6 +954,26 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     return *grads, None if sinks is None else grad_sinks, None, None
 
 
+def _save_rotated(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, _, value, sinks, words, scale, cos, sin, interleaved = inputs
+    out, lse, query, key = output
+    ctx.save_for_backward(query, key, value, sinks, out, lse, words, cos, sin)
+    ctx.scale, ctx.interleaved = scale, interleaved
+    ctx.mark_non_differentiable(query, key)
+    ctx.set_materialize_grads(False)
+
+
+def _backward_rotated(
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: None
+) -> tuple[Any, ...]:
+    query, key, value, sinks, out, lse, words, cos, sin = ctx.saved_tensors
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    given = grad_out, grad_lse, query, key, value, sinks, out, lse, words, ctx.scale
+    *grads, grad_sinks = torch.ops.hcp.attention_rotated_backward(*given, cos, sin, ctx.interleaved)
+    return *grads, None if sinks is None else grad_sinks, None, None, None, None, None
+
+
 def _refuse_second_derivative(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     raise NotImplementedError(
         "hcp attention was differentiated twice, expected once: it has no second derivative"
@@ -784,12 +985,16 @@ def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 # Registered by hand: torch.library.custom_op would import the compiler at the first eager call.
+_ROWS = "Tensor query, Tensor key, Tensor value, Tensor? sinks"
+_SAVED = f"Tensor grad_out, Tensor? grad_lse, {_ROWS}, Tensor out, Tensor lse"
+_TABLES = "Tensor words, float scale"
+_TURN = "Tensor cos, Tensor sin, bool interleaved"
+_FOUR = "(Tensor, Tensor, Tensor, Tensor)"
 _SCHEMAS = {
-    "hcp::attention": "(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor words,"
-    " float scale) -> (Tensor, Tensor)",
-    "hcp::attention_backward": "(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key,"
-    " Tensor value, Tensor? sinks, Tensor out, Tensor lse, Tensor words, float scale)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    "hcp::attention": f"({_ROWS}, {_TABLES}) -> (Tensor, Tensor)",
+    "hcp::attention_backward": f"({_SAVED}, {_TABLES}) -> {_FOUR}",
+    "hcp::attention_rotated": f"({_ROWS}, {_TABLES}, {_TURN}) -> {_FOUR}",
+    "hcp::attention_rotated_backward": f"({_SAVED}, {_TABLES}, {_TURN}) -> {_FOUR}",
 }
 for _name, _run, _shapes, _gradient, _keep in (
     ("hcp::attention", _attention, _attention_fake, _backward, _save),
@@ -797,6 +1002,20 @@ for _name, _run, _shapes, _gradient, _keep in (
         "hcp::attention_backward",
         _attention_backward,
         _attention_backward_fake,
+        _refuse_second_derivative,
+        _save_nothing,
+    ),
+    (
+        "hcp::attention_rotated",
+        _attention_rotated,
+        _attention_rotated_fake,
+        _backward_rotated,
+        _save_rotated,
+    ),
+    (
+        "hcp::attention_rotated_backward",
+        _attention_rotated_backward,
+        _attention_rotated_backward_fake,
         _refuse_second_derivative,
         _save_nothing,
     ),
@@ -822,12 +1041,14 @@ class _Attention(torch.autograd.Function):
         sinks: Tensor | None,
         layer: Layer,
         scale: float,
+        turn: Turn | None,
     ) -> tuple[Tensor, Tensor]:
+        given, turned = (query, key, value, sinks), turn is not None
         with torch._C._AutoDispatchBelowAutograd():
-            run = _run_of(layer.schedule, query, key, value, sinks, scale, layer.choice)
-            out, lse = _run_forward(run, layer.schedule, query, key, value, sinks)
+            run = _run_of(layer.schedule, *given, scale, layer.choice, turned)
+            out, lse, query, key = _run_forward(run, layer.schedule, *given, turn)
         ctx.save_for_backward(query, key, value, sinks, out, lse)
-        ctx.layer, ctx.run, ctx.scale = layer, run, scale
+        ctx.layer, ctx.run, ctx.scale, ctx.turn = layer, run, scale, turn
         ctx.set_materialize_grads(False)  # most calls do not use the log-sum-exp
         return out, lse
 
@@ -838,13 +1059,16 @@ class _Attention(torch.autograd.Function):
             grad_out = torch.zeros_like(out)
         given = grad_out, grad_lse, query, key, value, sinks, out, lse
         if torch.is_grad_enabled() or _watched(query):  # it refuses a second derivative
-            grads = torch.ops.hcp.attention_backward(*given, ctx.layer.words, ctx.scale)
+            backward = torch.ops.hcp.attention_backward
+            if ctx.turn is not None:
+                backward = torch.ops.hcp.attention_rotated_backward
+            grads = backward(*given, ctx.layer.words, ctx.scale, *(ctx.turn or ()))
         else:
             with torch._C._AutoDispatchBelowAutograd():
-                grads = _run_backward(ctx.run, ctx.layer.schedule, *given)
+                grads = _run_backward(ctx.run, ctx.layer.schedule, *given, ctx.turn)
         grad_query, grad_key, grad_value, grad_sinks = grads
         grad_sinks = None if sinks is None else grad_sinks
-        return grad_query, grad_key, grad_value, grad_sinks, None, None
+        return grad_query, grad_key, grad_value, grad_sinks, None, None, None
 
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
@@ -860,24 +1084,44 @@ def _watched(*tensors: Tensor) -> bool:
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layer: Layer, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    layer: Layer,
+    scale: float,
+    turn: Turn | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of this rank's rows over the whole sequences: (T, H, D), (T, G, D), (T, G, E) to
     (T, H, E), under the schedule of the layer; and its log-sum-exp (T, H), sinks included.
 
+    With ``turn``, of queries and keys that `ops.rotate` turns, in fewer passes: keys are turned on
+    their way into what is sent, and summed gradients are turned back before they are rounded.
+
     Differentiable once, see :meth:`hcp.ContextParallelHandler.attention`.
     """
     if _watched(query, key, value):
-        return operator(query, key, value, sinks, layer.words, scale)
-    out, lse = _Attention.apply(query, key, value, sinks, layer, scale)  # type: ignore[no-untyped-call]
+        return operator(query, key, value, sinks, layer.words, scale, turn)
+    given = query, key, value, sinks, layer, scale, turn
+    out, lse = _Attention.apply(*given)  # type: ignore[no-untyped-call]
     return out, lse
 
 
 def operator(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, words: Tensor, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    words: Tensor,
+    scale: float,
+    turn: Turn | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As ``attention``, for compilers: all that it depends on is in tensors and numbers."""
-    out, lse = torch.ops.hcp.attention(query, key, value, sinks, words, scale)
+    given = query, key, value, sinks, words, scale
+    if turn is None:
+        out, lse = torch.ops.hcp.attention(*given)
+    else:
+        out, lse, _, _ = torch.ops.hcp.attention_rotated(*given, *turn)
     return out, lse
 
 

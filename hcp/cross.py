@@ -139,8 +139,8 @@ class Reads:
         return self._window
 
     def _sight(self, sequence: int) -> _Sight:
-        lengths = (layout.plan.lengths[sequence] for layout in (self._queries, self._keys))
-        return _Sight(*lengths, *self._window)
+        queries, keys = self._queries.plan.lengths, self._keys.plan.lengths
+        return _Sight(queries[sequence], keys[sequence], *self._window)
 
     def _pieces(self, rank: int, sequence: int) -> list[_Piece]:
         """A rank's queries of a sequence; all as one where no mask tells them apart."""

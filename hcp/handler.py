@@ -226,6 +226,7 @@ class ContextParallelHandler:
         return_lse: Literal[False] = ...,
         comm_type: str | None = ...,
         qkv_format: str = ...,
+        rotary_pos_emb: Tensor | rope.Rotary | None = ...,
     ) -> Tensor: ...
 
     @overload
@@ -244,6 +245,7 @@ class ContextParallelHandler:
         return_lse: Literal[True],
         comm_type: str | None = ...,
         qkv_format: str = ...,
+        rotary_pos_emb: Tensor | rope.Rotary | None = ...,
     ) -> tuple[Tensor, Tensor]: ...
 
     def attention(
@@ -261,6 +263,7 @@ class ContextParallelHandler:
         return_lse: bool = False,
         comm_type: str | None = None,
         qkv_format: str = "thd",
+        rotary_pos_emb: Tensor | rope.Rotary | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of this rank's rows over their whole sequences, forward and backward.
 
@@ -287,6 +290,9 @@ class ContextParallelHandler:
         all sequences have one length; the results come in it too. No copy, but for "sbhd" with
         several sequences.
 
+        ``rotary_pos_emb``: rotates queries and keys first, as ``apply_rotary_pos_emb`` does both,
+        in fewer passes: what ``rotary`` gives, once for all layers, or a table of its ``freqs``.
+
         Raises ValueError for a wrong tensor, HcpError when ranks differ or a peer is gone,
         NotImplementedError under torch.func and for a second derivative.
         """
@@ -299,14 +305,29 @@ class ContextParallelHandler:
         counts = _head_count(query), _head_count(key)
         scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         asked = comm_type or self._comm_type, *window, counts
-        rows = _dense_heads(query), _dense_heads(key), _dense_heads(value)
+        query, key, value = (_dense_heads(x) for x in (query, key, value))
+        turn: attention.Turn | None = None
+        if rotary_pos_emb is not None:
+            query, key, turn = self._turned(query, key, rotary_pos_emb)
         if torch.compiler.is_compiling():
             words = self._words_of(*asked, softcap)
-            out, lse = attention.operator(*rows, sinks, words, scale)
+            out, lse = attention.operator(query, key, value, sinks, words, scale, turn)
         else:
-            out, lse = attention.attention(*rows, sinks, self._layer(*asked, softcap), scale)
+            layer = self._layer(*asked, softcap)
+            out, lse = attention.attention(query, key, value, sinks, layer, scale, turn)
         out, lse = (formats.from_rows(x, batch, qkv_format) for x in (out, lse))
         return (out, lse) if return_lse else out
+
+    def _turned(
+        self, query: Tensor, key: Tensor, given: Tensor | rope.Rotary
+    ) -> tuple[Tensor, Tensor, attention.Turn | None]:
+        """Queries and keys, and what attention is to turn them by: nothing, where its kernels do
+        not take them and they are turned here."""
+        rotary = given if isinstance(given, rope.Rotary) else self.rotary(given)
+        rope.check(query, rotary)
+        if rotary.fits(query) and rotary.fits(key):
+            return query, key, attention.Turn(*rotary.tables(query.dtype), rotary.interleaved)
+        return rope.rotate(query, rotary), rope.rotate(key, rotary), None
 
     def core_attn(
         self,
@@ -436,25 +457,24 @@ class ContextParallelHandler:
         self._check_positions("emb", emb)
         return emb[self.position_ids]
 
-    def apply_rotary_pos_emb(
+    def rotary(
         self,
-        t: Tensor,
         freqs: Tensor,
         *,
         interleaved: bool = False,
         mscale: float = 1.0,
         positions: Tensor | None = None,
         axes: Sequence[int] | None = None,
-    ) -> Tensor:
-        """Rotate rows by the angles of their own positions (RoPE, https://arxiv.org/abs/2104.09864).
+    ) -> rope.Rotary:
+        """The rotary embedding of this rank's rows (RoPE, https://arxiv.org/abs/2104.09864): cosine
+        and sine of their own positions' angles, for ``attention(rotary_pos_emb=)`` and
+        ``apply_rotary_pos_emb`` of all layers.
 
-        t (T, heads, D); freqs (positions, R) or Megatron's (positions, 1, 1, R), the angle of each
-        element that is rotated, R <= D even: the first R elements of a head, the rest pass.
-        Returns t's shape and dtype; computed in float32 or wider.
-
-        ``interleaved``: pairs are elements (2 i, 2 i + 1) instead of (i, i + R / 2). A scaling of
-        frequencies (linear, NTK, YaRN, Llama 3) is one of ``freqs``; ``mscale`` is YaRN's factor
-        of cosine and sine (https://arxiv.org/abs/2309.00071).
+        freqs (positions, R) or Megatron's (positions, 1, 1, R), the angle of each element that is
+        rotated, R even: the first R elements of a head, the rest pass. ``interleaved``: pairs are
+        elements (2 i, 2 i + 1) instead of (i, i + R / 2). A scaling of frequencies (linear, NTK,
+        YaRN, Llama 3) is one of ``freqs``; ``mscale`` is YaRN's factor of cosine and sine
+        (https://arxiv.org/abs/2309.00071).
 
         ``positions``: int64 (T,), where they are not the places in the sequences; or (T, axes) for
         multimodal RoPE (https://arxiv.org/abs/2409.12191), with ``axes``: which of them each of the
@@ -468,7 +488,30 @@ class ContextParallelHandler:
                 f"positions has shape {tuple(positions.shape)}, expected {self.rows} rows"
             )
         angles = rope.angles_of(freqs, positions, axes)
-        return rope.rotate(t, angles, interleaved=interleaved, mscale=mscale)
+        return rope.rotary_of(angles, interleaved=interleaved, mscale=mscale)
+
+    def apply_rotary_pos_emb(
+        self,
+        t: Tensor,
+        freqs: Tensor | rope.Rotary,
+        *,
+        interleaved: bool = False,
+        mscale: float = 1.0,
+        positions: Tensor | None = None,
+        axes: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Rotate rows by the angles of their own positions, in one pass.
+
+        t (T, heads, D); freqs and options as in ``rotary``, or what it gave. Returns t's shape and
+        dtype; computed in float32 or wider. A layer that rotates both queries and keys does better
+        to name them in ``attention(rotary_pos_emb=)``.
+        """
+        if not isinstance(freqs, rope.Rotary):
+            options: Any = {"interleaved": interleaved, "mscale": mscale}
+            freqs = self.rotary(freqs, positions=positions, axes=axes, **options)
+        elif interleaved or mscale != 1.0 or positions is not None or axes is not None:
+            raise ValueError("options are given beside a Rotary, expected them of cp.rotary(...)")
+        return rope.rotate(t, freqs)
 
     def _check_positions(self, name: str, table: Tensor) -> None:
         if not torch.compiler.is_compiling() and table.shape[0] < self.max_seqlen:

@@ -1,4 +1,4 @@
-"""Rows gathered, merged and summed: the operators `torch.ops.hcp.*`, typed and differentiable.
+"""Rows gathered, merged, summed and turned: the operators `torch.ops.hcp.*`, with gradients.
 
 Tables are int64 tensors of shape (records, words) on the CPU, whatever the device of the rows, and
 are proved against the rows' sizes before any row is touched. A wrong argument raises RuntimeError
@@ -104,6 +104,71 @@ def reduce(parts: Sequence[Tensor], runs: Tensor, rows: int, columns: int = 1) -
     return out
 
 
+def rotate(
+    t: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inverse: bool = False
+) -> Tensor:
+    """Rotary embedding of rows (RoPE, https://arxiv.org/abs/2104.09864), in one pass.
+
+    t: (N, H, D), float64, float32, bfloat16 or float16; elements of a head side by side.
+    cos, sin: (N, R), R <= D even, contiguous, float64 for float64 and float32 else: of the angle of
+        each of the first R elements of a head in this row; the rest pass. They have no gradient.
+    interleaved: pairs are elements (2 i, 2 i + 1) instead of (i, i + R / 2).
+    inverse: by the transpose, which turns back what has one angle in each pair.
+
+    Returns (N, H, D), contiguous, computed in float32 (float64 for float64).
+    """
+    out: Tensor = torch.ops.hcp.rotate(t, cos, sin, interleaved, inverse)
+    return out
+
+
+def rotate_pack(
+    t: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    beside: Sequence[Tensor],
+    segments: Tensor,
+    rows: int,
+    *,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Rows turned as in `rotate`, and packed as in `pack`, in one pass over t.
+
+    beside: (N, C_i) each, packed unturned behind the turned columns.
+    segments, rows: as in `pack`, without rows of zeros.
+
+    Returns t turned, (N, H, D), and (R, H * D + sum of C_i).
+    """
+    turned, packed = torch.ops.hcp.rotate_pack(
+        t, cos, sin, interleaved, list(beside), segments, rows
+    )
+    return turned, packed
+
+
+def reduce_rotated(
+    parts: Sequence[Tensor],
+    runs: Tensor,
+    rows: int,
+    columns: int,
+    cos: Tensor,
+    sin: Tensor,
+    head_dim: int,
+    rotated: int,
+    *,
+    interleaved: bool = False,
+    inverse: bool = False,
+) -> Tensor:
+    """`reduce` whose first columns are turned before they are rounded: gradients of rotated rows
+    are summed and turned back in one pass.
+
+    cos, sin, interleaved, inverse: as in `rotate`, of the R rows of the result.
+    rotated: how many of the columns, which hold whole heads of head_dim elements.
+    """
+    out: Tensor = torch.ops.hcp.reduce_rotated(
+        list(parts), runs, rows, columns, cos, sin, head_dim, rotated, interleaved, inverse
+    )
+    return out
+
+
 # ---- Shapes without data -------------------------------------------------------------------------
 
 
@@ -168,6 +233,39 @@ def _reduce_backward_fake(
     grad: Tensor, runs: Tensor, part_rows: list[int], widths: list[int]
 ) -> list[Tensor]:
     return [grad.new_empty(rows, width) for rows in part_rows for width in widths]
+
+
+def _rotate_fake(t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> Tensor:
+    return t.new_empty(t.shape)
+
+
+def _rotate_pack_fake(
+    t: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    beside: list[Tensor],
+    segments: Tensor,
+    rows: int,
+) -> tuple[Tensor, Tensor]:
+    _expect_some("beside", beside)
+    width = t.shape[1] * t.shape[2] + _width(beside)
+    return t.new_empty(t.shape), t.new_empty(rows, width)
+
+
+def _reduce_rotated_fake(
+    parts: list[Tensor],
+    runs: Tensor,
+    rows: int,
+    columns: int,
+    cos: Tensor,
+    sin: Tensor,
+    head_dim: int,
+    rotated: int,
+    interleaved: bool,
+    inverse: bool,
+) -> Tensor:
+    return _reduce_fake(parts, runs, rows, columns)
 
 
 # ---- Gradients -----------------------------------------------------------------------------------
@@ -283,6 +381,63 @@ def _merge_backward_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     )
 
 
+def _refuse_gradients_of(ctx: Any, name: str, first: int) -> None:
+    if any(ctx.needs_input_grad[first : first + 2]):
+        raise NotImplementedError(
+            f"cos or sin of hcp.ops.{name} requires a gradient, expected neither: "
+            "rotate by PyTorch's own operators where frequencies are learned"
+        )
+
+
+def _rotate_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, cos, sin, ctx.interleaved, ctx.inverse = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _rotate_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    _refuse_gradients_of(ctx, "rotate", 1)
+    tables = ctx.saved_tensors
+    back = torch.ops.hcp.rotate(grad.contiguous(), *tables, ctx.interleaved, not ctx.inverse)
+    return back, None, None, None, None
+
+
+def _rotate_pack_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    t, cos, sin, ctx.interleaved, beside, segments, _ = inputs
+    ctx.save_for_backward(cos, sin, segments)
+    ctx.shape, ctx.widths = t.shape, [column.shape[1] for column in beside]
+
+
+def _rotate_pack_backward(ctx: Any, grad: Tensor, grad_packed: Tensor) -> tuple[Any, ...]:
+    _refuse_gradients_of(ctx, "rotate_pack", 1)
+    cos, sin, segments = ctx.saved_tensors
+    rows, heads, head_dim = ctx.shape
+    turned, *beside = torch.ops.hcp.pack_backward(
+        grad_packed.contiguous(), segments, [heads * head_dim, *ctx.widths], rows
+    )
+    total = grad + turned.view(rows, heads, head_dim)
+    back = torch.ops.hcp.rotate(total, cos, sin, ctx.interleaved, True)
+    return back, None, None, None, beside, None, None
+
+
+def _reduce_rotated_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    parts, runs, _, columns, cos, sin, ctx.head_dim, ctx.rotated, *ctx.how = inputs
+    ctx.save_for_backward(runs, cos, sin)
+    ctx.part_rows = [part.shape[0] for part in parts[::columns]]
+    ctx.widths = [part.shape[1] for part in parts[:columns]]
+
+
+def _reduce_rotated_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    _refuse_gradients_of(ctx, "reduce_rotated", 4)
+    runs, cos, sin = ctx.saved_tensors
+    interleaved, inverse = ctx.how
+    width = sum(ctx.widths[: ctx.rotated])
+    heads = grad[:, :width].contiguous().view(grad.shape[0], -1, ctx.head_dim)
+    turned = torch.ops.hcp.rotate(heads, cos, sin, interleaved, not inverse).flatten(1)
+    both = torch.cat([turned, grad[:, width:]], 1)
+    parts = torch.ops.hcp.reduce_backward(both, runs, ctx.part_rows, ctx.widths)
+    return parts, *[None] * 9
+
+
 def _nothing_to_keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     pass
 
@@ -297,6 +452,9 @@ _OPERATORS = (
     ("merge_backward", _merge_backward_fake, _merge_backward_backward, _nothing_to_keep),
     ("reduce", _reduce_fake, _reduce_backward, _reduce_context),
     ("reduce_backward", _reduce_backward_fake, _reduce_backward_backward, _reduce_backward_context),
+    ("reduce_rotated", _reduce_rotated_fake, _reduce_rotated_backward, _reduce_rotated_context),
+    ("rotate", _rotate_fake, _rotate_backward, _rotate_context),
+    ("rotate_pack", _rotate_pack_fake, _rotate_pack_backward, _rotate_pack_context),
 )
 
 for _name, _fake, _backward, _context in _OPERATORS:

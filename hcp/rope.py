@@ -6,9 +6,13 @@ T rows on this rank, D head size, R <= D elements of a head that are rotated, A 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from hcp import ops
+from hcp.transforms import is_transformed
 
 
 def angles_of(freqs: Tensor, positions: Tensor, axes: Sequence[int] | None) -> Tensor:
@@ -36,23 +40,66 @@ def angles_of(freqs: Tensor, positions: Tensor, axes: Sequence[int] | None) -> T
     return table[positions[:, both], columns]
 
 
-def rotate(t: Tensor, angles: Tensor, *, interleaved: bool, mscale: float) -> Tensor:
-    """t (T, heads, D) with the first R elements of each head rotated by angles (T, R); in float32
-    or wider, and back.
+class Rotary(NamedTuple):
+    """The angles of this rank's rows, made once for all layers: see
+    :meth:`hcp.ContextParallelHandler.rotary`."""
 
-    Pairs are (i, i + R / 2), or (2 i, 2 i + 1) when ``interleaved``; angles come once for each
-    element in this order.
-    """
-    rotated = angles.shape[-1]
+    cos: Tensor
+    """(T, R), mscale included."""
+    sin: Tensor
+    interleaved: bool
+
+    def tables(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin as the kernels take them for rows of a dtype."""
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        return self.cos.to(wide).contiguous(), self.sin.to(wide).contiguous()
+
+    def fits(self, t: Tensor) -> bool:
+        """Whether a kernel turns t (T, heads, D) by this: not where angles are learned, whose
+        gradient it does not give, under transforms of torch.func, or for other types."""
+        learned = torch.is_grad_enabled() and self.cos.requires_grad
+        return t.dtype in _KERNEL_DTYPES and t.dim() == 3 and not learned and not is_transformed(t)
+
+
+_KERNEL_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def rotary_of(angles: Tensor, *, interleaved: bool, mscale: float) -> Rotary:
+    """Of angles (T, R): for each element that is rotated, in a head's order."""
+    cos, sin = (mscale * f(angles) for f in (torch.cos, torch.sin))
+    return Rotary(cos, sin, interleaved)
+
+
+def check(t: Tensor, rotary: Rotary) -> None:
+    rotated = rotary.cos.shape[-1]
     if rotated % 2 or rotated > t.shape[-1]:
         raise ValueError(
             f"freqs has {rotated} angles, expected an even number up to the head size "
             f"{t.shape[-1]}: one for each element that is rotated"
         )
-    wide = t.to(torch.promote_types(t.dtype, angles.dtype))
+
+
+def rotate(t: Tensor, rotary: Rotary) -> Tensor:
+    """t (T, heads, D) with the first R elements of each head rotated; in float32 or wider, and
+    back.
+
+    Pairs are (i, i + R / 2), or (2 i, 2 i + 1) when interleaved.
+    """
+    check(t, rotary)
+    if not rotary.fits(t):
+        return rotate_by_torch(t, rotary)
+    dense = t if t.stride(-1) == 1 else t.contiguous()
+    return ops.rotate(dense, *rotary.tables(t.dtype), interleaved=rotary.interleaved)
+
+
+def rotate_by_torch(t: Tensor, rotary: Rotary) -> Tensor:
+    """The same in PyTorch's operators, a pass of memory each: what the kernel is checked against,
+    and what stands in for it, see :meth:`Rotary.fits`."""
+    cos, sin = rotary.cos.unsqueeze(1), rotary.sin.unsqueeze(1)
+    rotated = cos.shape[-1]
+    wide = t.to(torch.promote_types(t.dtype, cos.dtype))
     turned, passed = wide[..., :rotated], wide[..., rotated:]
-    cos, sin = (mscale * f(angles).unsqueeze(1) for f in (torch.cos, torch.sin))
-    turned = turned * cos + _quarter_turn(turned, interleaved) * sin
+    turned = turned * cos + _quarter_turn(turned, rotary.interleaved) * sin
     return torch.cat((turned, passed), dim=-1).to(t.dtype)
 
 

@@ -22,10 +22,15 @@ class Layer(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, cp: hcp.ContextParallelHandler) -> torch.Tensor:
         query, key, value = self.qkv(x).unflatten(1, (3, 2, 8)).unbind(1)
-        query = cp.apply_rotary_pos_emb(query, self.freqs)
-        key = cp.apply_rotary_pos_emb(key, self.freqs)
-        near = cp.attention(query, key, value, window_size=(3, 0), comm_type="auto")
-        return (near + cp.attention(query, key, value)).flatten(1)
+        near = cp.attention(
+            cp.apply_rotary_pos_emb(query, self.freqs),
+            cp.apply_rotary_pos_emb(key, self.freqs),
+            value,
+            window_size=(3, 0),
+            comm_type="auto",
+        )
+        rotary = cp.rotary(self.freqs)
+        return (near + cp.attention(query, key, value, rotary_pos_emb=rotary)).flatten(1)
 
 
 def losses_and_graphs(groups: Any, plans: int) -> list[int]:
@@ -116,6 +121,12 @@ def test_the_operator_passes_opcheck() -> None:
         sinks = torch.randn(4, requires_grad=True)
         torch.library.opcheck(
             torch.ops.hcp.attention, (*inputs, sinks, cp._schedules["p2p", -1, 0], 0.3)
+        )
+
+        turn = torch.rand(13, 6), torch.rand(13, 6), True
+        torch.library.opcheck(
+            torch.ops.hcp.attention_rotated,
+            (*inputs, sinks, cp._schedules["p2p", -1, 0], 0.3, *turn),
         )
 
     hcp.loopback(1, check, timeout=300)

@@ -309,6 +309,109 @@ def test_any_sum_and_its_gradient_equal_the_reference(device, run_table, width, 
         expect_close(actual, torch.zeros(part.shape) if wanted is None else wanted.cpu())
 
 
+# ---- rotary embedding ----------------------------------------------------------------------------
+
+
+def tables(rows: int, turned: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    """Of one angle for each element: general, so that the transpose is not the way back."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    angle = random(rows, turned, seed=7, device=device)
+    return angle.cos().to(wide), angle.sin().to(wide)
+
+
+def turned_rows(
+    t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool = False
+) -> Tensor:
+    """The matrix of each row's turn, or its transpose, times each head."""
+    rows, _, size = t.shape
+    pairs = cos.shape[1] // 2
+    matrix = torch.eye(size, dtype=torch.float64).repeat(rows, 1, 1)
+    for p in range(pairs):
+        x, y = (2 * p, 2 * p + 1) if interleaved else (p, p + pairs)
+        matrix[:, x, x], matrix[:, x, y] = cos[:, x].cpu(), -sin[:, x].cpu()
+        matrix[:, y, y], matrix[:, y, x] = cos[:, y].cpu(), sin[:, y].cpu()
+    matrix = matrix.mT if inverse else matrix
+    return torch.einsum("nij,nhj->nhi", matrix, t.cpu().double())
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    ("size", "turned"), [(64, 64), (64, 48), (7, 4), (5, 0), (600, 598), (2, 2)]
+)
+def test_rotate_turns_each_head_by_its_rows_angles(device, dtype, interleaved, size, turned):
+    t = random(5, 3, size + 8, seed=0, dtype=dtype, device=device)[..., :size]  # strided heads
+    cos, sin = tables(5, turned, dtype, device)
+    for inverse in (False, True):
+        out = ops.rotate(t, cos, sin, interleaved=interleaved, inverse=inverse)
+        assert out.is_contiguous()
+        expect_close(out, turned_rows(t, cos, sin, interleaved, inverse))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("records", [[(0, 6)], [(2, 3), (0, 1), (1, 4), (3, 2)], []])
+def test_rotate_pack_is_rotate_then_pack_bit_for_bit(device, dtype, interleaved, records):
+    t = random(6, 2, 24, seed=0, dtype=dtype, device=device)
+    beside = [random(6, n, seed=n, dtype=dtype, device=device) for n in (5, 8)]
+    cos, sin = tables(6, 16, dtype, device)
+    segments, rows = segments_table(*records), sum(n for _, n in records)
+    turned, packed = ops.rotate_pack(t, cos, sin, beside, segments, rows, interleaved=interleaved)
+    assert torch.equal(turned, ops.rotate(t, cos, sin, interleaved=interleaved))
+    assert torch.equal(packed, ops.pack([turned.flatten(1), *beside], segments, rows))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("size", "turned"), [(16, 16), (24, 8), (3, 2)])
+def test_reduce_rotated_turns_the_sum_of_its_first_columns(
+    device, dtype, interleaved, size, turned
+):
+    parts = [
+        random(4, width, seed=i, dtype=dtype, device=device)
+        for i, width in enumerate([2 * size, 5, 2 * size, 5])
+    ]
+    runs = table((1, 2, 0, 2), (1, 2, 1, 0), (4, 1, 1, 3))  # rows 0, 3 and 5 have no part
+    cos, sin = tables(6, turned, dtype, device)
+    out = ops.reduce_rotated(
+        parts, runs, 6, 2, cos, sin, size, 1, interleaved=interleaved, inverse=True
+    )
+    assert torch.equal(out[:, 2 * size :], ops.reduce(parts[1::2], runs, 6))
+    sums = ops.reduce([part.double() for part in parts[::2]], runs, 6).view(6, 2, size)
+    want = turned_rows(sums, cos, sin, interleaved, inverse=True).flatten(1)
+    expect_close(out[:, : 2 * size], want)
+
+
+def test_a_turned_sum_is_rounded_once(device):
+    """1 + 2**-9 is no bfloat16: turned by 0 and summed with 2**-9 it is, were it not rounded
+    before."""
+    parts = [torch.tensor([[x, 0.0]], device=device).bfloat16() for x in (1.0, 2**-9, 2**-9)]
+    cos, sin = torch.ones(1, 2, device=device), torch.zeros(1, 2, device=device)
+    runs = table(*((0, 1, part, 0) for part in range(3)))
+    out = ops.reduce_rotated(parts, runs, 1, 1, cos, sin, 2, 1)
+    assert out[0, 0] == 1 + 2**-8
+
+
+def test_rotations_of_nothing(device):
+    cos, sin = tables(0, 4, torch.float32, device)
+    t = torch.zeros(0, 2, 4, device=device)
+    assert ops.rotate(t, cos, sin).shape == (0, 2, 4)
+    turned, packed = ops.rotate_pack(
+        t, cos, sin, [torch.zeros(0, 3, device=device)], table(words=2), 0
+    )
+    assert turned.shape == (0, 2, 4)
+    assert packed.shape == (0, 11)
+    out = ops.reduce_rotated([t.flatten(1)], table(), 2, 1, *tables(2, 4, t.dtype, device), 4, 1)
+    assert torch.equal(out, torch.zeros(2, 8, device=device))
+
+
+def test_learned_angles_are_refused_by_name(device):
+    t, (cos, sin) = random(3, 1, 4, seed=0, device=device), tables(3, 4, torch.float64, device)
+    out = ops.rotate(t, cos.requires_grad_(), sin)
+    with pytest.raises(NotImplementedError, match=r"cos or sin of hcp\.ops\.rotate requires"):
+        out.sum().backward()
+
+
 # ---- merge ---------------------------------------------------------------------------------------
 
 
@@ -703,6 +806,41 @@ WRONG = {
         lambda: ops.reduce([A], S, 4),
         r"runs has shape \(1, 2\), expected \(any, 4\)",
     ),
+    "rotate flat": (lambda: ops.rotate(A, A, A), r"t has shape \(4, 3\), expected 3 dimensions"),
+    "rotate integers": (lambda: ops.rotate(OUT.int(), A, A), "t has dtype Int, expected Double"),
+    "rotate odd": (lambda: ops.rotate(OUT, A, A), "cos has 3 columns, expected an even number up"),
+    "rotate beyond": (
+        lambda: ops.rotate(OUT, torch.zeros(4, 4), torch.zeros(4, 4)),
+        "cos has 4 columns, expected an even number up to the head size 3",
+    ),
+    "rotate rows": (
+        lambda: ops.rotate(OUT, A[:, :2], A[1:, :2]),
+        "cos has strides|sin has shape",
+    ),
+    "rotate dtype": (
+        lambda: ops.rotate(OUT.half(), LSE.half(), LSE.half()),
+        "cos has dtype Half, expected Float",
+    ),
+    "rotate column-major": (
+        lambda: ops.rotate(OUT.mT.contiguous().mT, LSE, LSE),
+        "t has stride 2 in its last dimension",
+    ),
+    "rotate_pack zeros": (
+        lambda: ops.rotate_pack(OUT, LSE, LSE, [A], segments_table((-1, 2)), 2),
+        r"segments\[0\].row is -1, expected >= 0",
+    ),
+    "rotate_pack beside": (
+        lambda: ops.rotate_pack(OUT, LSE, LSE, [A[1:]], S, 4),
+        r"beside\[0\] has shape \(3, 3\), expected \(4, any\)",
+    ),
+    "reduce_rotated heads": (
+        lambda: ops.reduce_rotated([A], R, 4, 1, LSE, LSE, 2, 1),
+        r"parts\[0\] has 3 columns, expected a multiple of head_dim = 2",
+    ),
+    "reduce_rotated columns": (
+        lambda: ops.reduce_rotated([A], R, 4, 1, LSE, LSE, 3, 2),
+        "rotated is 2, expected from 0 to columns = 1",
+    ),
     "merge nothing": (lambda: ops.merge([], [], R, 4), "outs has 0 tensors, expected >= 1"),
     "merge lists": (
         lambda: ops.merge([OUT], [LSE, LSE], R, 4),
@@ -895,6 +1033,34 @@ OPERATORS = {
     ),
     "merge": merge_case,
     "merge_backward": merge_backward_case,
+    "rotate": lambda device: (
+        random(5, 2, 6, seed=0, device=device).requires_grad_(),
+        *tables(5, 4, torch.float64, device),
+        True,
+        False,
+    ),
+    "rotate_pack": lambda device: (
+        random(5, 2, 6, seed=0, device=device).requires_grad_(),
+        *tables(5, 4, torch.float64, device),
+        False,
+        [random(5, 3, seed=1, device=device).requires_grad_()],
+        segments_table((1, 3), (0, 2)),
+        5,
+    ),
+    "reduce_rotated": lambda device: (
+        [
+            random(3, width, seed=i, device=device).requires_grad_()
+            for i, width in enumerate([4, 1, 4, 1])
+        ],
+        table(*RUNS),
+        8,
+        2,
+        *tables(8, 2, torch.float64, device),
+        4,
+        1,
+        False,
+        True,
+    ),
 }
 
 
@@ -921,6 +1087,19 @@ def test_linear_operators_have_derivatives_of_any_order(device, name):
     assert torch.autograd.gradgradcheck(call, leaves)
 
 
+def test_rotations_have_derivatives_of_any_order(device):
+    t, cos, sin, *how = OPERATORS["rotate"](device)
+    key, _, _, interleaved, (beside,), *packing = OPERATORS["rotate_pack"](device)
+    parts, runs, *rest = OPERATORS["reduce_rotated"](device)
+    for call, leaves in (
+        (lambda x: hcp.rotate(x, cos, sin, *how), [t]),
+        (lambda x, y: hcp.rotate_pack(x, cos, sin, interleaved, [y], *packing), [key, beside]),
+        (lambda *x: hcp.reduce_rotated(list(x), runs, *rest), parts),
+    ):
+        assert torch.autograd.gradcheck(call, leaves)
+        assert torch.autograd.gradgradcheck(call, leaves)
+
+
 def test_gradcheck_of_merge(device):
     outs, lses, runs, _ = merge_case(device)
     # All rows named: rows without parts give -inf, which has no finite differences.
@@ -941,7 +1120,10 @@ def chain(a: Tensor, b: Tensor, segments: Tensor, back: Tensor, runs: Tensor, ro
     out, lse = ops.merge(
         [total[:, None], right[:, None, : a.shape[1]]], [total[:, :1], right[:, :1]], runs, rows
     )
-    return out.sum() + lse.exp().sum()
+    turned = ops.rotate(
+        out * 2, *(f(a.detach()[:, :2]).contiguous() for f in (torch.cos, torch.sin))
+    )
+    return turned.sum() + lse.exp().sum()
 
 
 def chain_arguments(rows: int, width: int, device: str):

@@ -99,6 +99,11 @@ static inline float log_float32(float value) { return logf(value); }
 #define exp_float16 exp_float32
 #define log_float16 log_float32
 
+#define turn_float64 hcp_turn_float64
+#define turn_float32 hcp_turn_float32
+#define turn_bfloat16 hcp_turn_float32
+#define turn_float16 hcp_turn_float32
+
 /* OF(load) is load_float32 where DTYPE is float32. */
 #define HCP_JOIN_(a, b) a##_##b
 #define HCP_JOIN(a, b) HCP_JOIN_(a, b)

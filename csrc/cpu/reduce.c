@@ -1,4 +1,4 @@
-/* reduce.c - partial rows summed, each read once, rounded once. */
+/* reduce.c - partial rows summed, each read once, turned on the way, rounded once. */
 #include "dtype.h"
 #include "hcp/index.h"
 #include "rows.h"
@@ -32,34 +32,81 @@ static void reduce_rows(hcp_dtype dtype, const sum *s, hcp_column out) {
   DISPATCH(dtype, reduce_rows, s, out)
 }
 
-static void reduce_run(hcp_dtype dtype, const sum *s, hcp_column out) {
+static void turn_rows(hcp_dtype dtype, const sum *s, const hcp_rotation *r, int64_t head_stride,
+                      int64_t begin, int64_t end, hcp_column out) {
+  DISPATCH(dtype, turn_rows, s, r, head_stride, begin, end, out)
+}
+
+/* rotation is NULL where nothing turns. */
+static void reduce_run(hcp_dtype dtype, const sum *s, const hcp_rotation *rotation,
+                       hcp_column out) {
   const hcp_run *record = s->records;
-  if (s->n_records == 1)
+  if (rotation != NULL)
+    turn_rows(dtype, s, rotation, rotation->head_dim, record->row, record->row + record->rows, out);
+  else if (s->n_records == 1)
     copy_rows(out, record->row, *sum_part(s, record), record->part_row, record->rows);
   else
     reduce_rows(dtype, s, out);
 }
 
 static void reduce_column(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
-                          const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out) {
+                          const hcp_run *runs, int64_t n_runs, int64_t rows,
+                          const hcp_rotation *rotation, hcp_column out) {
   int64_t row = 0;
   for (int64_t first = 0, end; first < n_runs; first = end) {
     end = hcp_run_end(runs, n_runs, first);
     clear_rows(out, row, runs[first].row - row);
-    reduce_run(dtype, &(sum){parts, n_columns, &runs[first], end - first}, out);
+    reduce_run(dtype, &(sum){parts, n_columns, &runs[first], end - first}, rotation, out);
     row = runs[first].row + runs[first].rows;
   }
   clear_rows(out, row, rows - row);
 }
 
-void hcp_cpu_reduce(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
-                    const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out) {
+void hcp_cpu_reduce_rotated(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
+                            const hcp_run *runs, int64_t n_runs, int64_t rows,
+                            const hcp_rotation *rotation, int32_t rotated, hcp_column out) {
   int64_t offset_bytes = 0;
   for (int32_t c = 0; c < n_columns; ++c) {
     int64_t row_bytes = parts[c].row_bytes;
     if (row_bytes == 0) continue;
-    reduce_column(dtype, &parts[c], n_columns, runs, n_runs, rows,
+    reduce_column(dtype, &parts[c], n_columns, runs, n_runs, rows, c < rotated ? rotation : NULL,
                   column_slice(out, offset_bytes, row_bytes));
     offset_bytes += row_bytes;
   }
+}
+
+void hcp_cpu_reduce(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
+                    const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out) {
+  hcp_cpu_reduce_rotated(dtype, parts, n_columns, runs, n_runs, rows, NULL, 0, out);
+}
+
+/* Rows of a run while they are in the cache, each to every place that wants it. */
+static void copy_turned(const hcp_run *records, int64_t n, int64_t row, hcp_column out,
+                        hcp_column wire) {
+  for (int64_t r = 0; r < n; ++r) copy_rows(wire, hcp_run_part_row(&records[r], row), out, row, 1);
+}
+
+void hcp_cpu_rotate(hcp_dtype dtype, hcp_heads source, const hcp_rotation *rotation,
+                    const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
+                    hcp_column wire) {
+  static const int64_t element_bytes[] = {
+#define BYTES(name, bytes) bytes,
+      HCP_DTYPES(BYTES)
+#undef BYTES
+  };
+  /* A sum of one part, itself. */
+  hcp_column column = {(void *)(intptr_t)source.data, source.row_stride * element_bytes[dtype], 0};
+  hcp_run whole = {0, rows, 0, 0};
+  sum one = {&column, 1, &whole, 1};
+  int64_t row = 0;
+  for (int64_t first = 0, end; first < n_runs; first = end) {
+    int64_t begin = runs[first].row, stop = begin + runs[first].rows;
+    end = hcp_run_end(runs, n_runs, first);
+    turn_rows(dtype, &one, rotation, source.head_stride, row, begin, out);
+    for (row = begin; row < stop; ++row) {
+      turn_rows(dtype, &one, rotation, source.head_stride, row, row + 1, out);
+      copy_turned(&runs[first], end - first, row, out, wire);
+    }
+  }
+  turn_rows(dtype, &one, rotation, source.head_stride, row, rows, out);
 }

@@ -56,14 +56,14 @@ static hcp_status launch(const run_launches &launches, summed_column *column, in
 }
 
 template <class T>
-static hcp_status sum_columns(const hcp_column *parts, int32_t n_columns, const hcp_run *runs,
-                              int64_t n_runs, int64_t rows, hcp_column out, cudaStream_t stream,
-                              hcp_error *err) {
+static hcp_status sum_columns(const hcp_column *parts, int32_t from, int32_t n_columns,
+                              const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
+                              cudaStream_t stream, hcp_error *err) {
   run_launches launches(runs, n_runs, rows, true);
   int more;
   while ((more = launches.advance()) > 0) {
     int64_t offset = 0;
-    for (int32_t c = 0; c < n_columns; ++c) {
+    for (int32_t c = from; c < n_columns; ++c) {
       summed_column column;
       int64_t row_bytes = 0;
       for (int32_t p = 0; p < launches.parts; ++p) {
@@ -83,11 +83,18 @@ static hcp_status sum_columns(const hcp_column *parts, int32_t n_columns, const 
   return more < 0 ? too_many_parts(launches, err) : HCP_OK;
 }
 
+hcp_status hcp_cuda_reduce_from(hcp_dtype dtype, const hcp_column *parts, int32_t from,
+                                int32_t n_columns, const hcp_run *runs, int64_t n_runs,
+                                int64_t rows, hcp_column out, cudaStream_t stream, hcp_error *err) {
+  hcp_status status = HCP_OK;
+  HCP_CUDA_DISPATCH(
+      dtype, status = sum_columns<T>(parts, from, n_columns, runs, n_runs, rows, out, stream, err))
+  return status;
+}
+
 hcp_status hcp_cuda_reduce(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
                            const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
                            void *stream, hcp_error *err) {
-  hcp_status status = HCP_OK;
-  HCP_CUDA_DISPATCH(dtype, status = sum_columns<T>(parts, n_columns, runs, n_runs, rows, out,
-                                                   (cudaStream_t)stream, err))
-  return status;
+  return hcp_cuda_reduce_from(dtype, parts, 0, n_columns, runs, n_runs, rows, out,
+                              (cudaStream_t)stream, err);
 }

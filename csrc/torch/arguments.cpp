@@ -264,4 +264,28 @@ Summands summands_of(const Tensors &parts, int64_t columns) {
   return all;
 }
 
+hcp_rotation rotation_of(const Tensor &cos, const Tensor &sin, hcp_dtype dtype, const Tensor &like,
+                         int64_t rows, int64_t head_dim, bool interleaved, bool inverse) {
+  expect_at_least("head_dim", head_dim, 1);
+  expect_dim("cos", cos, 2);
+  int64_t turned = cos.size(1);
+  if (turned % 2 != 0 || turned > head_dim)
+    refuse("cos has ", turned, " columns, expected an even number up to the head size ", head_dim);
+  const Tensor *tables[] = {&cos, &sin};
+  for (int i = 0; i < 2; ++i) {
+    const char *name = i == 0 ? "cos" : "sin";
+    expect_sizes(name, *tables[i], {rows, turned});
+    expect_dtype(name, *tables[i], lse_dtype(dtype));
+    expect_same_device(name, *tables[i], "the rows", like);
+    expect_contiguous(name, *tables[i]);
+  }
+  return {cos.const_data_ptr(), sin.const_data_ptr(), head_dim, turned / 2, interleaved, inverse};
+}
+
+hcp_heads heads_of(const Name &name, const Tensor &tensor) {
+  expect_dim(name, tensor, 3);
+  expect_dense_rows(name, tensor);
+  return {tensor.const_data_ptr(), tensor.stride(0), tensor.stride(1)};
+}
+
 }  // namespace hcp

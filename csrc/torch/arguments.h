@@ -104,4 +104,10 @@ struct Summands {
 };
 Summands summands_of(const Tensors &parts, int64_t columns);
 
+// cos and sin, (rows, elements of a head that turn), for heads of head_dim.
+hcp_rotation rotation_of(const Tensor &cos, const Tensor &sin, hcp_dtype dtype, const Tensor &like,
+                         int64_t rows, int64_t head_dim, bool interleaved, bool inverse);
+// rows x heads x head_dim, elements of a head side by side.
+hcp_heads heads_of(const Name &name, const Tensor &tensor);
+
 }  // namespace hcp

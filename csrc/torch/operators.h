@@ -138,6 +138,75 @@ Tensors reduce_backward(Tensor grad, Tensor runs, Sizes part_rows, Sizes widths)
   return grads;
 }
 
+// ---- Rotary embedding --------------------------------------------------------
+
+template <class Device>
+Tensor reduce_rotated(Tensors parts, Tensor runs, int64_t rows, int64_t columns, Tensor cos,
+                      Tensor sin, int64_t head_dim, int64_t rotated, bool interleaved,
+                      bool inverse) {
+  expect_at_least("rows", rows, 0);
+  Summands summands = summands_of(parts, columns);
+  Runs table = runs_of(runs, summands.rows, rows);
+  if (rotated < 0 || rotated > columns)
+    refuse("rotated is ", rotated, ", expected from 0 to columns = ", columns);
+  hcp_rotation rotation =
+      rotation_of(cos, sin, summands.dtype, parts[0], rows, head_dim, interleaved, inverse);
+  for (size_t c = 0; c < static_cast<size_t>(rotated); ++c)
+    if (parts[c].size(1) % head_dim != 0)
+      refuse(element("parts", c), " has ", parts[c].size(1),
+             " columns, expected a multiple of head_dim = ", head_dim);
+  Tensor out = new_empty(parts[0], {rows, summands.width});
+  Device(parts[0]).reduce_rotated(summands.dtype, summands.columns.data(), summands.n_columns,
+                                  table.data, table.n, rows, &rotation,
+                                  static_cast<int32_t>(rotated), column_of("out", out));
+  return out;
+}
+
+// t turned into out, and rows of it into wire by runs from out to wire.
+template <class Device>
+Tensor rotated(const Tensor &t, const Tensor &cos, const Tensor &sin, bool interleaved,
+               bool inverse, const std::vector<hcp_run> &runs, hcp_column wire) {
+  hcp_heads source = heads_of("t", t);
+  hcp_dtype dtype = dtype_of("t", t);
+  int64_t rows = t.size(0), heads = t.size(1), head_dim = t.size(2);
+  hcp_rotation rotation = rotation_of(cos, sin, dtype, t, rows, head_dim, interleaved, inverse);
+  Tensor out = new_empty(t, {rows, heads, head_dim});
+  int64_t row_bytes = heads * head_dim * static_cast<int64_t>(t.element_size());
+  hcp_column target = {out.mutable_data_ptr(), row_bytes, row_bytes};
+  Device(t).rotate(dtype, source, &rotation, runs.data(), static_cast<int64_t>(runs.size()), rows,
+                   target, wire);
+  return out;
+}
+
+template <class Device>
+Tensor rotate(Tensor t, Tensor cos, Tensor sin, bool interleaved, bool inverse) {
+  return rotated<Device>(t, cos, sin, interleaved, inverse, {}, {nullptr, 0, 0});
+}
+
+template <class Device>
+std::tuple<Tensor, Tensor> rotate_pack(Tensor t, Tensor cos, Tensor sin, bool interleaved,
+                                       Tensors beside, Tensor segments, int64_t rows) {
+  std::vector<hcp_column> columns = columns_of("beside", beside);
+  expect_dim("t", t, 3);
+  expect_sizes("beside[0]", beside[0], {t.size(0), -1});
+  expect_same_dtype("beside[0]", beside[0], "t", t);
+  expect_same_device("beside[0]", beside[0], "t", t);
+  Segments table = segments_of(segments, t.size(0), rows);
+  for (int64_t s = 0; s < table.n; ++s)
+    if (table.data[s].row < 0)
+      refuse("segments[", s, "].row is ", table.data[s].row, ", expected >= 0");
+  int64_t width = t.size(1) * t.size(2);
+  Tensor wire = new_empty(t, {rows, width + width_of(beside)});
+  hcp_column whole = column_of("wire", wire), first = whole, rest = whole;
+  int64_t bytes = width * static_cast<int64_t>(t.element_size());
+  first.row_bytes = bytes;
+  rest.data = static_cast<char *>(whole.data) + bytes;
+  rest.row_bytes -= bytes;
+  Tensor out = rotated<Device>(t, cos, sin, interleaved, false, adjoint_of(table), first);
+  Device(t).pack(columns.data(), count(columns), table.data, table.n, rest);
+  return {out, wire};
+}
+
 // ---- Merge -----------------------------------------------------------------
 
 template <class Device>
@@ -270,6 +339,9 @@ void implement(torch::stable::detail::StableLibrary &m) {
   m.impl("reduce_signalled", TORCH_BOX(&reduce_signalled<Device>));
   m.impl("read_signalled", TORCH_BOX(&read_signalled<Device>));
   m.impl("join", TORCH_BOX(&join<Device>));
+  m.impl("reduce_rotated", TORCH_BOX(&reduce_rotated<Device>));
+  m.impl("rotate", TORCH_BOX(&rotate<Device>));
+  m.impl("rotate_pack", TORCH_BOX(&rotate_pack<Device>));
 }
 
 }  // namespace hcp

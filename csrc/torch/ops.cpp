@@ -48,6 +48,8 @@ struct Cpu {
   KERNEL(merge)
   KERNEL(merge_backward)
   KERNEL(reduce)
+  KERNEL(reduce_rotated)
+  KERNEL(rotate)
 #undef KERNEL
 };
 
@@ -67,6 +69,13 @@ STABLE_TORCH_LIBRARY(hcp, m) {
   m.def(
       "reduce_backward(Tensor grad, Tensor runs, SymInt[] part_rows, SymInt[] widths) "
       "-> Tensor[]");
+  m.def(
+      "reduce_rotated(Tensor[] parts, Tensor runs, SymInt rows, int columns, Tensor cos, "
+      "Tensor sin, SymInt head_dim, int rotated, bool interleaved, bool inverse) -> Tensor");
+  m.def("rotate(Tensor t, Tensor cos, Tensor sin, bool interleaved, bool inverse) -> Tensor");
+  m.def(
+      "rotate_pack(Tensor t, Tensor cos, Tensor sin, bool interleaved, Tensor[] beside, "
+      "Tensor segments, SymInt rows) -> (Tensor, Tensor)");
   m.def("signal_set(Tensor(a!) memory, Tensor signals) -> ()");
   m.def(
       "reduce_signalled(Tensor(a!) out, Tensor[] parts, Tensor runs, int columns, Tensor before, "

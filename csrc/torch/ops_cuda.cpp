@@ -51,6 +51,8 @@ struct Cuda {
   KERNEL(merge)
   KERNEL(merge_backward)
   KERNEL(reduce)
+  KERNEL(reduce_rotated)
+  KERNEL(rotate)
   KERNEL(signal_set)
   KERNEL(signal_wait)
 #undef KERNEL

@@ -47,14 +47,16 @@ class Attention(nn.Module):
         )
         self.linear_proj = nn.Linear(args.hidden_size, args.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, cp: hcp.ContextParallelHandler, freqs: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cp: hcp.ContextParallelHandler, rotary: hcp.Rotary) -> Tensor:
         sizes = (self.heads, self.groups, self.groups)
         qkv = self.linear_qkv(x).view(x.shape[0], sum(sizes), self.head_size)
         q, k, v = qkv.split(sizes, dim=1)  # (T, H, D), (T, G, D), (T, G, D)
-        q = cp.apply_rotary_pos_emb(q, freqs)
-        k = cp.apply_rotary_pos_emb(k, freqs)
         out = cp.attention(
-            q, k, v, causal=True, window_size=self.window_size, comm_type=self.comm_type
+            *(q, k, v),
+            causal=True,
+            window_size=self.window_size,
+            comm_type=self.comm_type,
+            rotary_pos_emb=rotary,
         )
         projected: Tensor = self.linear_proj(out.reshape(x.shape))
         return projected
@@ -82,8 +84,8 @@ class TransformerLayer(nn.Module):
         self.mlp_norm = nn.RMSNorm(args.hidden_size, eps=1e-5)
         self.mlp = MLP(args)
 
-    def forward(self, x: Tensor, cp: hcp.ContextParallelHandler, freqs: Tensor) -> Tensor:
-        attended: Tensor = x + self.attention(self.input_norm(x), cp, freqs)
+    def forward(self, x: Tensor, cp: hcp.ContextParallelHandler, rotary: hcp.Rotary) -> Tensor:
+        attended: Tensor = x + self.attention(self.input_norm(x), cp, rotary)
         out: Tensor = attended + self.mlp(self.mlp_norm(attended))
         return out
 
@@ -115,8 +117,8 @@ class GPTModel(nn.Module):
     def forward(self, tokens: Tensor, cp: hcp.ContextParallelHandler) -> Tensor:
         """(T,) tokens to (T, V) logits."""
         x = self.word_embeddings(tokens)
-        freqs = self.rotary_pos_emb(cp.get_rotary_seq_len(), like=x)
+        rotary = cp.rotary(self.rotary_pos_emb(cp.get_rotary_seq_len(), like=x))
         for layer in self.layers:
-            x = layer(x, cp, freqs)
+            x = layer(x, cp, rotary)
         logits: Tensor = self.output_layer(self.final_norm(x))
         return logits

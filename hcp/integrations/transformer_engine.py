@@ -13,6 +13,7 @@ from torch import Tensor
 from transformer_engine.pytorch import DotProductAttention  # type: ignore[import-not-found]
 
 from hcp.handler import ContextParallelHandler
+from hcp.rope import Rotary
 
 
 class Handler(ContextParallelHandler):
@@ -37,6 +38,7 @@ class Handler(ContextParallelHandler):
         dropout_p: float = 0.0,
         return_lse: bool = False,
         comm_type: str | None = None,
+        rotary_pos_emb: Tensor | Rotary | None = None,
         cp_group: Any = None,
     ) -> Tensor:
         """As :meth:`hcp.ContextParallelHandler.attention`, without sinks, soft-capping, dropout and
@@ -52,6 +54,10 @@ class Handler(ContextParallelHandler):
                     f"{name} is {given}, expected {none} with the backend 'transformer_engine': "
                     "use 'torch'"
                 )
+        if rotary_pos_emb is not None:
+            emb = rotary_pos_emb
+            rotary = emb if isinstance(emb, Rotary) else self.rotary(emb)
+            query, key = (self.apply_rotary_pos_emb(x, rotary) for x in (query, key))
         module = _module(
             query.shape[1], key.shape[1], query.shape[2], value.shape[2], softmax_scale
         )

@@ -337,6 +337,109 @@ static void test_merge_backward_of_a_part_that_took_no_part(void) {
   CHECK_NEAR(grad_lses[2], 0.5, 0);
 }
 
+/* ---- rotary embedding ---- */
+
+enum { HEADS = 2, HEAD_DIM = 7, TURNED = 6, TURNED_ROWS = 3 };
+static double turned_cos[TURNED_ROWS][TURNED], turned_sin[TURNED_ROWS][TURNED];
+
+/* Every element has an angle of its own, so that the transpose is not the way back. */
+static hcp_rotation rotation(int interleaved, int inverse) {
+  for (int r = 0; r < TURNED_ROWS; ++r)
+    for (int i = 0; i < TURNED; ++i) {
+      turned_cos[r][i] = cos(10 * r + i);
+      turned_sin[r][i] = sin(10 * r + i);
+    }
+  return (hcp_rotation){turned_cos, turned_sin, HEAD_DIM, TURNED / 2, interleaved, inverse};
+}
+
+/* The element that turns into element i, and the sign with which it does. */
+static int other_of(int i, int interleaved, double *sign) {
+  int first = interleaved ? i % 2 == 0 : i < TURNED / 2;
+  int distance = interleaved ? 1 : TURNED / 2;
+  *sign = first ? -1 : 1;
+  return first ? i + distance : i - distance;
+}
+
+static double turned_element(const double *head, int row, int i, int interleaved, int inverse) {
+  double sign;
+  if (i >= TURNED) return head[i];
+  int j = other_of(i, interleaved, &sign);
+  if (inverse) return head[i] * turned_cos[row][i] - sign * head[j] * turned_sin[row][j];
+  return head[i] * turned_cos[row][i] + sign * head[j] * turned_sin[row][i];
+}
+
+/* Heads of strided rows, turned, and copied to the wire rows that want them. */
+static void expect_turned(int interleaved, int inverse) {
+  static double source[TURNED_ROWS][HEADS][HEAD_DIM + 2], out[TURNED_ROWS][HEADS][HEAD_DIM];
+  double wire[5][HEADS * HEAD_DIM + 3];
+  for (int r = 0; r < TURNED_ROWS; ++r)
+    for (int h = 0; h < HEADS; ++h)
+      for (int i = 0; i < HEAD_DIM; ++i) source[r][h][i] = 100 * r + 10 * h + i + 0.5;
+  for (int r = 0; r < 5; ++r)
+    for (int i = 0; i < HEADS * HEAD_DIM + 3; ++i) wire[r][i] = -1;
+  hcp_rotation turn = rotation(interleaved, inverse);
+  hcp_run runs[] = {{1, 1, 0, 0}, {1, 1, 0, 3}, {2, 1, 0, 4}}; /* row 1 twice, row 0 never */
+  int64_t bytes = HEADS * HEAD_DIM * (int64_t)sizeof(double);
+  hcp_cpu_rotate(HCP_FLOAT64, (hcp_heads){source, HEADS * (HEAD_DIM + 2), HEAD_DIM + 2}, &turn,
+                 runs, COUNT(runs), TURNED_ROWS, (hcp_column){out, bytes, bytes},
+                 (hcp_column){wire, (int64_t)sizeof wire[0], bytes});
+  static const int wire_row[] = {1, -1, -1, 1, 2}; /* the row of out that each one holds */
+  for (int r = 0; r < TURNED_ROWS; ++r)
+    for (int h = 0; h < HEADS; ++h)
+      for (int i = 0; i < HEAD_DIM; ++i)
+        CHECK_NEAR(out[r][h][i], turned_element(source[r][h], r, i, interleaved, inverse), 1e-12);
+  for (int r = 0; r < 5; ++r)
+    for (int i = 0; i < HEADS * HEAD_DIM + 3; ++i)
+      CHECK_NEAR(wire[r][i],
+                 wire_row[r] < 0 || i >= HEADS * HEAD_DIM
+                     ? -1
+                     : out[wire_row[r]][i / HEAD_DIM][i % HEAD_DIM],
+                 0);
+}
+
+/* One turned column of two, beside one that is not; the last row has no part. */
+static void expect_turned_sum(int interleaved, int inverse) {
+  double parts[4][TURNED_ROWS][HEAD_DIM], out[TURNED_ROWS][2 * HEAD_DIM], head[HEAD_DIM];
+  hcp_column columns[4];
+  int64_t bytes = (int64_t)sizeof head;
+  for (int p = 0; p < 4; ++p) {
+    columns[p] = (hcp_column){parts[p], bytes, bytes};
+    for (int r = 0; r < TURNED_ROWS; ++r)
+      for (int i = 0; i < HEAD_DIM; ++i) parts[p][r][i] = 100 * p + 10 * r + i;
+  }
+  hcp_rotation turn = rotation(interleaved, inverse);
+  hcp_run runs[] = {{0, 2, 0, 1}, {0, 2, 1, 0}};
+  hcp_cpu_reduce_rotated(HCP_FLOAT64, columns, 2, runs, COUNT(runs), TURNED_ROWS, &turn, 1,
+                         (hcp_column){out, 2 * bytes, 2 * bytes});
+  for (int r = 0; r < TURNED_ROWS; ++r)
+    for (int i = 0; i < HEAD_DIM; ++i) {
+      int named = r < 2;
+      for (int e = 0; e < HEAD_DIM; ++e) head[e] = named ? parts[0][r + 1][e] + parts[2][r][e] : 0;
+      CHECK_NEAR(out[r][i], turned_element(head, r, i, interleaved, inverse), 1e-12);
+      CHECK_NEAR(out[r][HEAD_DIM + i], named ? parts[1][r + 1][i] + parts[3][r][i] : 0, 0);
+    }
+}
+
+static void test_rows_turn_as_the_formula_says(void) {
+  for (int interleaved = 0; interleaved < 2; ++interleaved)
+    for (int inverse = 0; inverse < 2; ++inverse) {
+      expect_turned(interleaved, inverse);
+      expect_turned_sum(interleaved, inverse);
+    }
+}
+
+/* Whole pairs, in order, whatever the tile: what a GPU's slots are cut by. */
+static void test_pairs_cover_a_head_once(void) {
+  for (int interleaved = 0; interleaved < 2; ++interleaved) {
+    int seen[10] = {0};
+    for (int64_t p = 0; p < 5; ++p) {
+      ++seen[hcp_pair_first(p, interleaved)];
+      ++seen[hcp_pair_second(p, 5, interleaved)];
+    }
+    for (int i = 0; i < 10; ++i) CHECK(seen[i] == 1);
+  }
+}
+
 int main(void) {
   test_segments();
   test_segments_whose_sum_overflows();
@@ -356,5 +459,7 @@ int main(void) {
   test_merge_of_nothing();
   test_merge_backward_equals_finite_differences();
   test_merge_backward_of_a_part_that_took_no_part();
+  test_rows_turn_as_the_formula_says();
+  test_pairs_cover_a_head_once();
   return check_report("test_kernels");
 }

@@ -10,6 +10,7 @@ import torch
 from cases import Case, loopback_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_rope import error as rope_error
 
 import hcp
 from hcp.kernels import Call, Flash2, Plain
@@ -96,6 +97,49 @@ def test_flash_attention_with_windows_and_sinks_rounds_as_one_call_does(
     )
     alone = loopback_error(replace(case, ranks=1, min_degree=1))  # the CPU's kernel
     assert loopback_error(case, device="cuda") <= 3 * alone
+
+
+# ---- rotary embedding, cross-attention -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("turned", [6, 8])
+@pytest.mark.parametrize("comm_type", hcp.COMM_TYPES)
+@pytest.mark.parametrize("degree", [1, 3, 4])
+def test_attention_with_rotary_pos_emb_equals_rotating_first(
+    degree: int, comm_type: str, turned: int, interleaved: bool
+) -> None:
+    errors = hcp.loopback(
+        degree, lambda groups: rope_error(groups, comm_type, turned, interleaved, {}), device="cuda"
+    )
+    assert max(errors) <= 1e-10
+
+
+@pytest.mark.parametrize("lengths", [(300, 40), (40, 300)], ids=["more queries", "more keys"])
+@pytest.mark.parametrize(
+    "options",
+    [{"causal": True}, {"window_size": (20, 9)}, {"causal": True, "window_size": (64, 0)}],
+    ids=str,
+)
+def test_masks_of_cross_attention_by_flash_attention_equal_the_formula(
+    lengths: tuple[int, int], options: dict[str, object]
+) -> None:
+    """bfloat16 by FlashAttention-2 beside float64 by the formula, forward and backward."""
+
+    def difference(groups: object) -> float:
+        transport = groups.transport  # type: ignore[attr-defined]
+        sides = [hcp.plan([n], ranks=2, max_tokens_per_rank=512, min_degree=2) for n in lengths]
+        cp, keys = (hcp.ContextParallelHandler(plan, 0, transport) for plan in sides)
+        shapes = (cp.rows, 4, 64), (keys.rows, 2, 64), (keys.rows, 2, 64), (cp.rows, 4, 64)
+        drawn = [torch.randn(*shape, device="cuda").bfloat16() for shape in shapes]
+        found = []
+        for dtype in (torch.bfloat16, torch.float64):
+            *qkv, grad = (x.to(dtype).requires_grad_() for x in drawn)
+            out = cp.cross_attention(*qkv, keys, **options)  # type: ignore[arg-type]
+            found.append([out, *torch.autograd.grad(out, qkv, grad)])
+        return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
+
+    assert max(hcp.loopback(2, difference, device="cuda")) <= 0.06
 
 
 # ---- FlashAttention-4 ----------------------------------------------------------------------------

@@ -40,7 +40,47 @@ def summed(tensors: list[Tensor]) -> tuple[Tensor, ...]:
     return (ops.reduce([x.flatten(1) for x in tensors], runs, ROWS),)
 
 
-@pytest.mark.parametrize("call", [packed, merged, summed])
+def tables(rows: int = ROWS, turned: int = HEAD_DIM) -> tuple[Tensor, Tensor]:
+    angles = torch.arange(rows * turned, device="cuda").view(rows, turned).sin() * 3
+    return angles.cos(), angles.sin()
+
+
+def turned(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    segments = torch.tensor([[200, 100], [0, 200], [150, 100]])
+    key, *beside = tensors
+    flat = [x.flatten(1) for x in beside]
+    return ops.rotate_pack(key, *tables(), flat, segments, 400)
+
+
+def turned_sum(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    runs = torch.tensor([[0, ROWS, part, 0] for part in range(len(tensors))])
+    flat = [x.flatten(1) for x in tensors]
+    return (ops.reduce_rotated(flat, runs, ROWS, 1, *tables(), HEAD_DIM, 1, inverse=True),)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("size", "angles"), [(64, 64), (64, 32), (63, 40), (24, 8), (16, 12)])
+def test_vectors_and_single_elements_turn_to_the_bits_of_the_cpu(
+    dtype: torch.dtype, interleaved: bool, size: int, angles: int
+) -> None:
+    """Heads that are aligned, heads that are not, and the CPU: products are rounded alike."""
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    angle = torch.randn(50, angles, generator=generator, dtype=torch.float64)
+    cos, sin = angle.cos().to(wide), angle.sin().to(wide)
+    spaced = torch.randn(50, 3, size + 1, generator=generator).to(dtype)
+    for t in (spaced[..., :size], spaced[..., 1:], spaced[..., :size].contiguous()):
+        for inverse in (False, True):
+            how = {"interleaved": interleaved, "inverse": inverse}
+            own = [x.cuda() for x in (cos, sin)]
+            # Strides survive .cuda() for a whole tensor alone.
+            moved = spaced.cuda()[..., t.storage_offset() % (size + 1) :][..., :size]
+            moved = t.cuda() if t.is_contiguous() else moved
+            assert torch.equal(ops.rotate(moved, *own, **how).cpu(), ops.rotate(t, cos, sin, **how))
+
+
+@pytest.mark.parametrize("call", [packed, merged, summed, turned, turned_sum])
 def test_a_captured_kernel_computes_the_inputs_of_each_replay(
     call: Callable[[list[Tensor]], tuple[Tensor, ...]],
 ) -> None:

@@ -40,4 +40,47 @@ HCP_INLINE int32_t hcp_place_of_row(const int64_t *first_rows, int32_t n, int64_
   return low;
 }
 
+/* ---- rotary embedding ----
+ *
+ * Where the two elements of pair p stand, of the `pairs` pairs of a head. */
+HCP_INLINE int64_t hcp_pair_first(int64_t p, int interleaved) { return interleaved ? 2 * p : p; }
+
+HCP_INLINE int64_t hcp_pair_second(int64_t p, int64_t pairs, int interleaved) {
+  return interleaved ? 2 * p + 1 : p + pairs;
+}
+
+/* x times a plus y times b, each product rounded: a compiler that fused one of
+ * them would make GPUs differ from CPUs. */
+HCP_INLINE float hcp_weigh_float32(float x, float a, float y, float b) {
+#ifdef __CUDA_ARCH__
+  return __fadd_rn(__fmul_rn(x, a), __fmul_rn(y, b));
+#else
+  return x * a + y * b;
+#endif
+}
+
+HCP_INLINE double hcp_weigh_float64(double x, double a, double y, double b) {
+#ifdef __CUDA_ARCH__
+  return __dadd_rn(__dmul_rn(x, a), __dmul_rn(y, b));
+#else
+  return x * a + y * b;
+#endif
+}
+
+/* Turn a pair (x, y), each element by its own angle (in general the same):
+ *
+ *   x' = x cos_x - y sin_x,  y' = y cos_y + x sin_y
+ *
+ * or, inverse, by the transpose of this matrix, which is its gradient. */
+#define HCP_TURN(dtype, real)                                                                \
+  HCP_INLINE void hcp_turn_##dtype(real *x, real *y, real cos_x, real sin_x, real cos_y,     \
+                                   real sin_y, int inverse) {                                \
+    real from_y = inverse ? sin_y : -sin_x, from_x = inverse ? -sin_x : sin_y, given_x = *x; \
+    *x = hcp_weigh_##dtype(given_x, cos_x, *y, from_y);                                      \
+    *y = hcp_weigh_##dtype(*y, cos_y, given_x, from_x);                                      \
+  }
+HCP_TURN(float32, float)
+HCP_TURN(float64, double)
+#undef HCP_TURN
+
 #endif

@@ -1,4 +1,4 @@
-/* kernels.h - rows gathered, merged and summed: the kernels as C functions.
+/* kernels.h - rows gathered, merged, summed and turned: the kernels as C functions.
  *
  * Tensors are rows: row i of a tensor starts at data + i * row_stride, and its
  * elements follow each other. Strides are in elements. Tables are those of
@@ -56,6 +56,24 @@ typedef struct hcp_part {
   const void *lse; /* double for FLOAT64, float for the rest */
   int64_t lse_row_stride, lse_head_stride;
 } hcp_part;
+
+/* Rotary embedding (RoPE): of each head's head_dim elements the first 2 * pairs
+ * turn, elements (p, p + pairs) by each other, or (2 p, 2 p + 1) where
+ * interleaved; the rest pass. cos and sin have a row for each row of the result
+ * and a number for each element that turns, in a head's order: contiguous,
+ * double for FLOAT64, float for the rest. The index arithmetic and the turn of
+ * one pair are in index.h. inverse: the transpose, which is the gradient. */
+typedef struct hcp_rotation {
+  const void *cos, *sin;
+  int64_t head_dim, pairs;
+  int32_t interleaved, inverse;
+} hcp_rotation;
+
+/* rows x heads x head_dim, the elements of a head side by side. */
+typedef struct hcp_heads {
+  const void *data;
+  int64_t row_stride, head_stride; /* in elements */
+} hcp_heads;
 
 /* Every segment lies inside rows or is zeros, and all together are out_rows
  * long. A segment may have no rows; the same rows may be named again. */
@@ -115,6 +133,22 @@ void hcp_cpu_merge_backward(hcp_dtype dtype, const hcp_part *parts, const hcp_ru
 void hcp_cpu_reduce(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
                     const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out);
 
+/* The same, and the first `rotated` columns, of whole heads each, are turned
+ * before they are rounded: a gradient of rotated rows is summed and turned back
+ * in one pass. */
+void hcp_cpu_reduce_rotated(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
+                            const hcp_run *runs, int64_t n_runs, int64_t rows,
+                            const hcp_rotation *rotation, int32_t rotated, hcp_column out);
+
+/* Turn rows of heads, in float32 (float64 for FLOAT64), and copy them to wherever
+ * they are sent from: row `row` of out also to row part_row of wire, for every
+ * record that names it (part is not looked at). out and wire are rows x
+ * (heads * head_dim); wire may be anything when there are no runs. Rows of wire
+ * that no run names are not written. */
+void hcp_cpu_rotate(hcp_dtype dtype, hcp_heads source, const hcp_rotation *rotation,
+                    const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
+                    hcp_column wire);
+
 /* ---- On a GPU -----------------------------------------------------------
  *
  * The same results, rounding included, but for sums of logarithms, from memory
@@ -148,6 +182,15 @@ hcp_status hcp_cuda_merge_backward(hcp_dtype dtype, const hcp_part *parts, const
 hcp_status hcp_cuda_reduce(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
                            const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
                            void *stream, hcp_error *err);
+
+hcp_status hcp_cuda_reduce_rotated(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
+                                   const hcp_run *runs, int64_t n_runs, int64_t rows,
+                                   const hcp_rotation *rotation, int32_t rotated, hcp_column out,
+                                   void *stream, hcp_error *err);
+
+hcp_status hcp_cuda_rotate(hcp_dtype dtype, hcp_heads source, const hcp_rotation *rotation,
+                           const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
+                           hcp_column wire, void *stream, hcp_error *err);
 
 /* ---- Between GPUs that reach each other's memory ------------------------
  *

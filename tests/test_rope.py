@@ -1,0 +1,271 @@
+"""Attention that rotates queries and keys itself equals rotating them first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import GlooGroups
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import hcp
+from hcp import ops, rope
+
+LENGTHS = (37, 5, 20, 1)
+
+
+def inputs(cp: hcp.ContextParallelHandler, size: int = 8) -> list[Tensor]:
+    """Queries, keys, values of another head size, and a gradient."""
+    shapes = (4, size), (2, size), (2, 6), (4, 6)
+    return [torch.randn(cp.rows, *s, dtype=torch.float64, device=cp.device) for s in shapes]
+
+
+def handlers(groups: Any, comm_type: str) -> list[hcp.ContextParallelHandler]:
+    size = groups.transport.size
+    plan = hcp.plan(LENGTHS, ranks=size, max_tokens_per_rank=max(22, -(-63 // size)))
+    levels = (2, 2) if comm_type == "a2a+p2p" else ()
+    return [
+        hcp.ContextParallelHandler(
+            plan,
+            m,
+            groups.transport,
+            comm_types=[comm_type],
+            hierarchical_context_parallel_sizes=levels,
+        )
+        for m in range(len(plan.micro_batches))
+    ]
+
+
+def gradients(call: Callable[..., Tensor], leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
+    own = [leaf.clone().requires_grad_() for leaf in leaves]
+    out = call(*own)
+    out.backward(grad)
+    return [out.detach(), *(leaf.grad for leaf in own)]
+
+
+def difference(results: list[Tensor], wanted: list[Tensor]) -> float:
+    pairs = zip(results, wanted, strict=True)
+    return max(float((a - b).abs().max()) if b.numel() else 0.0 for a, b in pairs)
+
+
+def error(
+    groups: Any,
+    comm_type: str,
+    turned: int,
+    interleaved: bool,
+    options: Any,
+    checkpointed: bool = True,
+) -> float:
+    """Against PyTorch's own operators and attention without rotation, also under checkpointing."""
+    worst = 0.0
+    for cp in handlers(groups, comm_type):
+        *leaves, grad = inputs(cp)
+        freqs = torch.randn(64, turned, dtype=torch.float64, device=cp.device)
+        rotary = cp.rotary(freqs, interleaved=interleaved, mscale=1.2)
+
+        def apart(q: Tensor, k: Tensor, v: Tensor, cp: Any = cp, rotary: Any = rotary) -> Tensor:
+            q, k = (rope.rotate_by_torch(x, rotary) for x in (q, k))
+            return cp.attention(q, k, v, **options)
+
+        def fused(q: Tensor, k: Tensor, v: Tensor, cp: Any = cp, rotary: Any = rotary) -> Tensor:
+            return cp.attention(q, k, v, rotary_pos_emb=rotary, **options)
+
+        def again(*qkv: Tensor, fused: Any = fused) -> Tensor:
+            return checkpoint(fused, *qkv, use_reentrant=False)
+
+        wanted = gradients(apart, leaves, grad)
+        for call in (fused, again)[: 1 + checkpointed]:
+            worst = max(worst, difference(gradients(call, leaves, grad), wanted))
+    return worst
+
+
+@settings(max_examples=25)
+@given(
+    st.integers(1, 5),
+    st.sampled_from(hcp.COMM_TYPES),
+    st.sampled_from([0, 2, 6, 8]),
+    st.booleans(),
+    st.fixed_dictionaries(
+        {"causal": st.booleans(), "window_size": st.sampled_from([(-1, -1), (5, 3)])}
+    ),
+)
+def test_attention_with_rotary_pos_emb_equals_rotating_first(
+    ranks: int, comm_type: str, turned: int, interleaved: bool, options: Any
+) -> None:
+    errors = hcp.loopback(
+        ranks, lambda groups: error(groups, comm_type, turned, interleaved, options)
+    )
+    assert max(errors) <= 1e-10
+
+
+def gloo_errors(rank: int, size: int) -> list[float]:
+    groups, types = GlooGroups(), ("p2p", "all_gather", "a2a")
+    return [error(groups, name, 6, True, {}, checkpointed=False) for name in types]
+
+
+def test_it_works_on_gloo_ranks() -> None:
+    assert max(map(max, run_ranks(3, gloo_errors))) <= 1e-10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_narrow_types_have_the_bits_of_rotating_first(dtype: torch.dtype) -> None:
+    """Output: the same bits. Gradients: rounded once instead of twice."""
+
+    def check(groups: Any) -> None:
+        (cp,) = handlers(groups, "p2p")
+        query, key, value, grad = (x.to(dtype) for x in inputs(cp))
+        rotary = cp.rotary(torch.randn(64, 8))
+        qkv = [x.requires_grad_() for x in (query, key, value)]
+        fused = cp.attention(*qkv, rotary_pos_emb=rotary)
+        rotated = [rope.rotate_by_torch(x, rotary) for x in qkv[:2]]
+        apart = cp.attention(*rotated, qkv[2])
+        assert torch.equal(fused, apart)
+        results, wanted = (torch.autograd.grad(out, qkv, grad) for out in (fused, apart))
+        for result, want in zip(results, wanted, strict=True):
+            scale = float(want.abs().max())
+            assert float((result - want).abs().max()) <= 8 * torch.finfo(dtype).eps * scale
+
+    hcp.loopback(3, check)
+
+
+def passes_of(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The operators that a call makes of hcp's rotations and packs."""
+    names = ("rotate", "rotate_pack", "reduce_rotated", "pack", "reduce")
+    made: list[str] = []
+    with monkeypatch.context() as patch:
+        for name in names:
+            own = getattr(ops, name)
+
+            def counted(*args: Any, own: Any = own, name: str = name, **options: Any) -> Any:
+                made.append(name)
+                return own(*args, **options)
+
+            patch.setattr(ops, name, counted)
+        call()
+    return made
+
+
+def test_a_ring_turns_keys_while_it_packs_and_gradients_while_it_sums(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is not done: a pass of rotation over keys, and two over gradients."""
+    made = []
+
+    def call() -> None:
+        def step(groups: Any) -> None:
+            plan = hcp.plan([64], ranks=2, max_tokens_per_rank=32)
+            cp = hcp.ContextParallelHandler(plan, 0, groups.transport)
+            q, k, v = (torch.randn(32, 2, 8).requires_grad_() for _ in range(3))
+            cp.attention(q, k, v, rotary_pos_emb=torch.randn(64, 8)).sum().backward()
+
+        hcp.loopback(2, step)
+
+    made = passes_of(call, monkeypatch)
+    assert sorted(set(made)) == ["pack", "reduce", "reduce_rotated", "rotate", "rotate_pack"]
+    # On each of two ranks: queries; the wire; the wire of the backward; two sums turned, two not.
+    assert [made.count(name) // 2 for name in ("rotate", "rotate_pack", "pack")] == [1, 1, 1]
+    assert [made.count(name) // 2 for name in ("reduce_rotated", "reduce")] == [2, 2]
+
+
+def test_a_table_of_angles_will_do_and_a_rotary_serves_all_layers() -> None:
+    def check(groups: Any) -> None:
+        (cp,) = handlers(groups, "p2p")
+        query, key, value, _ = inputs(cp)
+        freqs = torch.randn(64, 1, 1, 4, dtype=torch.float64)
+        rotary = cp.rotary(freqs)
+        assert rotary.cos.shape == (cp.rows, 4)
+        out = cp.attention(query, key, value, rotary_pos_emb=freqs)
+        assert torch.equal(out, cp.attention(query, key, value, rotary_pos_emb=rotary))
+        by_hand = [cp.apply_rotary_pos_emb(x, rotary) for x in (query, key)]
+        assert torch.equal(out, cp.attention(*by_hand, value))
+        with pytest.raises(ValueError, match=r"options are given beside a Rotary"):
+            cp.apply_rotary_pos_emb(query, rotary, mscale=2.0)
+        with pytest.raises(ValueError, match="freqs has 10 angles, expected an even number up to"):
+            cp.attention(query, key, value, rotary_pos_emb=torch.zeros(64, 10))
+
+    hcp.loopback(3, check)
+
+
+@pytest.mark.parametrize("qkv_format", ["bshd", "sbhd"])
+def test_a_batch_of_equal_lengths_is_rotated_as_its_rows_are(qkv_format: str) -> None:
+    def check(groups: Any) -> None:
+        plan = hcp.plan([12, 12], ranks=2, max_tokens_per_rank=12, min_degree=2)
+        cp = hcp.ContextParallelHandler(plan, 0, groups.transport)
+        query, key, value, _ = inputs(cp)
+        rotary = cp.rotary(torch.randn(12, 8, dtype=torch.float64))
+        rows = cp.attention(query, key, value, rotary_pos_emb=rotary)
+        batch = [x.unflatten(0, (2, -1)) for x in (query, key, value, rows)]
+        if qkv_format == "sbhd":
+            batch = [x.transpose(0, 1) for x in batch]
+        *qkv, want = batch
+        out = cp.attention(*qkv, rotary_pos_emb=rotary, qkv_format=qkv_format)
+        assert torch.equal(out, want)
+
+    hcp.loopback(2, check)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    def call(groups: Any) -> None:
+        (cp,) = handlers(groups, "p2p")
+        query, key, value, _ = inputs(cp)
+        query.requires_grad_()
+        out = cp.attention(query, key, value, rotary_pos_emb=torch.randn(64, 8).double())
+        (grad,) = torch.autograd.grad(out.sum(), query, create_graph=True)
+        grad.sum().backward()
+
+    with pytest.raises(NotImplementedError, match="differentiated twice"):
+        hcp.loopback(1, call)
+
+
+def test_learned_frequencies_keep_their_gradient() -> None:
+    """No kernel gives it: PyTorch's operators stand in, exactly."""
+
+    def check(groups: Any) -> None:
+        (cp,) = handlers(groups, "all_gather")
+        query, key, value, grad = inputs(cp)
+        grads = []
+        for fused in (True, False):
+            freqs = torch.ones(64, 8, dtype=torch.float64).mul(0.3).requires_grad_()
+            rotary = cp.rotary(freqs)
+            if fused:
+                out = cp.attention(query, key, value, rotary_pos_emb=rotary)
+            else:
+                turned = [rope.rotate_by_torch(x, rotary) for x in (query, key)]
+                out = cp.attention(*turned, value)
+            out.backward(grad)
+            grads.append(freqs.grad)
+        assert torch.equal(*grads)
+        assert cp.rows == 0 or float(grads[0].abs().max()) > 0
+
+    hcp.loopback(3, check)
+
+
+def test_transforms_of_torch_func_go_through_pytorchs_operators() -> None:
+    def check(groups: Any) -> None:
+        (cp,) = handlers(groups, "p2p")
+        query, *_ = inputs(cp)
+        rotary = cp.rotary(torch.randn(64, 8, dtype=torch.float64))
+        _, tangent = torch.func.jvp(
+            lambda x: cp.apply_rotary_pos_emb(x, rotary), (query,), (query,)
+        )
+        assert torch.allclose(tangent, rope.rotate_by_torch(query, rotary))
+
+    hcp.loopback(1, check)
+
+
+def test_ranks_that_do_not_all_rotate_are_told() -> None:
+    def call(groups: Any) -> None:
+        plan = hcp.plan([64], ranks=2, max_tokens_per_rank=32)
+        cp = hcp.ContextParallelHandler(plan, 0, groups.transport)
+        q = torch.zeros(32, 2, 8)
+        freqs = torch.zeros(64, 8) if groups.transport.rank else None
+        cp.attention(q, q, q, rotary_pos_emb=freqs)
+
+    with pytest.raises(hcp.HcpError, match="the call differs between ranks"):
+        hcp.loopback(2, call)
