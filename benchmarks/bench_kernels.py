@@ -8,7 +8,7 @@ larger than the last cache, and are timed by CUDA events, or the host's clock; t
 rounds counts. Columns:
 
     bytes     what the result needs read and written once, GB
-    TB/s      bytes / median time
+    GB/s      bytes / median time
     of copy   that rate over the rate of a plain copy of 1 GiB (CPU: 64 MiB), timed in the same
               rounds: the bound, 1.00, is memory that does nothing else
     vs peer   the peer's median time over ours
@@ -298,7 +298,7 @@ def main() -> None:
         f"{machine()}, torch {torch.__version__}, Python {platform.python_version()}; "
         f"{args.rows} rows, {args.rounds} rounds, bfloat16"
     )
-    print(f"{'':20} {'GB':>6} {'TB/s':>6} {'of copy':>8}  vs peer")
+    print(f"{'':20} {'GB':>6} {'GB/s':>7} {'of copy':>8}  vs peer")
     for contest in (made for name in args.only for made in CONTESTS[name](args.rows)):
         copy, own, *others = medians(
             [[lambda: target.copy_(source)], contest.ours, *contest.peers.values()], args.rounds
@@ -308,7 +308,7 @@ def main() -> None:
             f"{other / own:.2f}x {name}" for name, other in zip(contest.peers, others, strict=True)
         )
         print(
-            f"{contest.name:20} {contest.bytes_moved / 1e9:6.2f} {rate / 1e12:6.3f} "
+            f"{contest.name:20} {contest.bytes_moved / 1e9:6.2f} {rate / 1e9:7.1f} "
             f"{rate / (2 * copied / copy):8.2f}  {versus}"
         )
 

@@ -80,10 +80,14 @@ void hcp_cpu_reduce(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
   hcp_cpu_reduce_rotated(dtype, parts, n_columns, runs, n_runs, rows, NULL, 0, out);
 }
 
-/* Rows of a run while they are in the cache, each to every place that wants it. */
-static void copy_turned(const hcp_run *records, int64_t n, int64_t row, hcp_column out,
-                        hcp_column wire) {
-  for (int64_t r = 0; r < n; ++r) copy_rows(wire, hcp_run_part_row(&records[r], row), out, row, 1);
+/* Rows that are turned before they are copied: few enough to be in the cache still,
+ * enough that no copy waits for the stores of the row before it. */
+enum { ROWS_AT_ONCE = 16 };
+
+static void copy_turned(const hcp_run *records, int64_t n, int64_t row, int64_t rows,
+                        hcp_column out, hcp_column wire) {
+  for (int64_t r = 0; r < n; ++r)
+    copy_rows(wire, hcp_run_part_row(&records[r], row), out, row, rows);
 }
 
 void hcp_cpu_rotate(hcp_dtype dtype, hcp_heads source, const hcp_rotation *rotation,
@@ -103,10 +107,12 @@ void hcp_cpu_rotate(hcp_dtype dtype, hcp_heads source, const hcp_rotation *rotat
     int64_t begin = runs[first].row, stop = begin + runs[first].rows;
     end = hcp_run_end(runs, n_runs, first);
     turn_rows(dtype, &one, rotation, source.head_stride, row, begin, out);
-    for (row = begin; row < stop; ++row) {
-      turn_rows(dtype, &one, rotation, source.head_stride, row, row + 1, out);
-      copy_turned(&runs[first], end - first, row, out, wire);
+    for (row = begin; row < stop; row += ROWS_AT_ONCE) {
+      int64_t few = stop - row < ROWS_AT_ONCE ? stop - row : ROWS_AT_ONCE;
+      turn_rows(dtype, &one, rotation, source.head_stride, row, row + few, out);
+      copy_turned(&runs[first], end - first, row, few, out, wire);
     }
+    row = stop;
   }
   turn_rows(dtype, &one, rotation, source.head_stride, row, rows, out);
 }
