@@ -404,7 +404,7 @@ def test_twenty_steps_are_those_of_one_rank(kind, options, one_rank, tmp_path):
 def test_under_autocast_a_rank_computes_what_one_rank_does(tmp_path):
     options = {"bf16": True, "max_steps": 3, "eval_steps": 3}
     (alone,) = run_ranks(1, train, tmp_path, "qwen3", options | {"limit": 128})
-    four = run_ranks(4, train, tmp_path, "qwen3", options)
+    four = run_ranks(4, train, tmp_path, "qwen3", options, timeout=120)
     apart = mean_of(four, "shares") - mean_of([alone], "shares")
     assert 0 < apart.abs().max() < 2e-2  # bfloat16, not the types of the weights
     assert four[0]["evaluations"] == pytest.approx(alone["evaluations"], abs=2e-2)
