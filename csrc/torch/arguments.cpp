@@ -39,7 +39,7 @@ hcp_dtype dtype_of(const std::string &name, const Tensor &tensor) {
   }
 }
 
-static void expect_dtype(const std::string &name, const Tensor &tensor, ScalarType dtype) {
+void expect_dtype(const std::string &name, const Tensor &tensor, ScalarType dtype) {
   if (tensor.scalar_type() == dtype) return;
   refuse(name, " has dtype ", torch::headeronly::toString(tensor.scalar_type()), ", expected ",
          torch::headeronly::toString(dtype));
@@ -103,13 +103,19 @@ static void expect_some(const char *name, const Tensors &tensors) {
 
 // ---- Arguments of the operators --------------------------------------------
 
-// The kernels write only to columns that the operators allocated.
+// Kernels only read it: what they write to is an output_of.
 hcp_column column_of(const std::string &name, const Tensor &tensor) {
   expect_dim(name, tensor, 2);
   expect_dense_rows(name, tensor);
   int64_t bytes = static_cast<int64_t>(tensor.element_size());
   return {const_cast<void *>(tensor.const_data_ptr()), tensor.stride(0) * bytes,
           tensor.size(1) * bytes};
+}
+
+hcp_column output_of(const std::string &name, const Tensor &tensor) {
+  hcp_column column = column_of(name, tensor);
+  column.data = tensor.mutable_data_ptr();
+  return column;
 }
 
 std::vector<hcp_column> columns_of(const char *name, const Tensors &tensors) {

@@ -45,6 +45,8 @@ using Moves = Records<hcp_move>;
 
 // Gradients, merges and sums need one of HCP_DTYPES.
 hcp_dtype dtype_of(const std::string &name, const Tensor &tensor);
+void expect_dtype(const std::string &name, const Tensor &tensor,
+                  torch::headeronly::ScalarType dtype);
 void expect_same_dtype(const std::string &name, const Tensor &tensor, const std::string &like_name,
                        const Tensor &like);
 void expect_same_device(const std::string &name, const Tensor &tensor, const std::string &like_name,
@@ -59,6 +61,8 @@ void expect_at_least(const char *name, int64_t value, int64_t least);
 
 // rows x width, elements of a row side by side.
 hcp_column column_of(const std::string &name, const Tensor &tensor);
+// The same to be written: a lazy copy gets memory of its own.
+hcp_column output_of(const std::string &name, const Tensor &tensor);
 // Not empty, of one dtype, device and number of rows.
 std::vector<hcp_column> columns_of(const char *name, const Tensors &tensors);
 // Consecutive columns of one tensor; the widths sum to its width.

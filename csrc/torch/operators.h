@@ -30,7 +30,7 @@ Tensor pack(Tensors sources, Tensor segments, int64_t rows) {
   Segments table = segments_of(segments, sources[0].size(0), rows);
   Tensor out = new_empty(sources[0], {rows, width_of(sources)});
   Device(sources[0])
-      .pack(columns.data(), count(columns), table.data, table.n, column_of("out", out));
+      .pack(columns.data(), count(columns), table.data, table.n, output_of("out", out));
   return out;
 }
 
@@ -41,7 +41,8 @@ Tensors unpack(Tensor source, Tensor segments, Sizes widths, int64_t rows) {
   Tensors outs;
   for (int64_t width : widths) outs.push_back(new_empty(source, {rows, width}));
   if (outs.empty()) return outs;
-  std::vector<hcp_column> columns = columns_of("outs", outs);
+  std::vector<hcp_column> columns;
+  for (const Tensor &out : outs) columns.push_back(output_of("out", out));
   Device(source).unpack(column_of("source", source), table.data, table.n, columns.data(),
                         count(columns));
   return outs;
@@ -56,7 +57,7 @@ Tensors sum_columns(const Tensor &grad, const Sizes &widths, const std::vector<h
   for (const hcp_column &column : split_column("grad", grad, widths)) {
     outs.push_back(new_empty(grad, {rows, widths[outs.size()]}));
     Device(grad).reduce(dtype, &column, 1, runs.data(), static_cast<int64_t>(runs.size()), rows,
-                        column_of("grad_source", outs.back()));
+                        output_of("grad_source", outs.back()));
   }
   return outs;
 }
@@ -77,7 +78,7 @@ Tensor unpack_backward(Tensors grads, Tensor segments, int64_t rows) {
   std::vector<hcp_run> runs = adjoint_of(segments_of(segments, rows, grads[0].size(0)));
   Tensor out = new_empty(grads[0], {rows, width_of(grads)});
   Device(grads[0]).reduce(dtype, columns.data(), count(columns), runs.data(),
-                          static_cast<int64_t>(runs.size()), rows, column_of("grad_source", out));
+                          static_cast<int64_t>(runs.size()), rows, output_of("grad_source", out));
   return out;
 }
 
@@ -90,21 +91,34 @@ inline void expect_result(const Tensor &out, const Tensor &like, int64_t width) 
   expect_same_device("out", out, "the input", like);
 }
 
-template <class Device>
-void reduce_into(Tensor out, Tensors parts, Tensor runs, int64_t columns) {
+// What a sum into out takes, checked as a whole: nothing is queued before.
+struct Reduction {
+  Summands summands;
+  Runs runs;
+  hcp_column out;
+};
+inline Reduction expect_reduction(const Tensor &out, const Tensors &parts, const Tensor &runs,
+                                  int64_t columns) {
   Summands summands = summands_of(parts, columns);
   expect_dim("out", out, 2);
   Runs table = runs_of(runs, summands.rows, out.size(0));
   expect_result(out, parts[0], summands.width);
-  Device(parts[0]).reduce(summands.dtype, summands.columns.data(), summands.n_columns, table.data,
-                          table.n, out.size(0), column_of("out", out));
+  return {summands, table, output_of("out", out)};
+}
+
+template <class Device>
+void reduce_into(const Device &device, const Reduction &sum, int64_t rows) {
+  device.reduce(sum.summands.dtype, sum.summands.columns.data(), sum.summands.n_columns,
+                sum.runs.data, sum.runs.n, rows, sum.out);
 }
 
 template <class Device>
 Tensor reduce(Tensors parts, Tensor runs, int64_t rows, int64_t columns) {
   expect_at_least("rows", rows, 0);
-  Tensor out = new_empty(parts[0], {rows, summands_of(parts, columns).width});
-  reduce_into<Device>(out, parts, runs, columns);
+  Summands summands = summands_of(parts, columns);
+  Runs table = runs_of(runs, summands.rows, rows);
+  Tensor out = new_empty(parts[0], {rows, summands.width});
+  reduce_into(Device(parts[0]), {summands, table, output_of("out", out)}, rows);
   return out;
 }
 

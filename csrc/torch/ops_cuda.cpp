@@ -65,22 +65,30 @@ static void signal_set(Tensor memory, Tensor signals) {
   Cuda(memory).signal_set(table.data, table.n);
 }
 
+// Host memory that the device reaches, or the device's own.
+static void expect_failure(const Tensor &failure, const Tensor &like) {
+  expect_dtype("failure", failure, torch::headeronly::ScalarType::Long);
+  expect_sizes("failure", failure, {sizeof(hcp_signal_failure) / sizeof(int64_t)});
+  expect_contiguous("failure", failure);
+  if (!failure.is_cpu()) expect_same_device("failure", failure, "out", like);
+}
+
 // Waits, sums into memory that others may read, or from such memory, and tells.
 static void reduce_signalled(Tensor out, Tensors parts, Tensor runs, int64_t columns, Tensor before,
                              Tensor after, int64_t timeout_ns, Tensor failure) {
   Signals expected = signals_of(before), told = signals_of(after);
   expect_at_least("timeout_ns", timeout_ns, 0);
-  expect_sizes("failure", failure, {sizeof(hcp_signal_failure) / sizeof(int64_t)});
+  expect_failure(failure, out);
+  Reduction sum = expect_reduction(out, parts, runs, columns);
   Cuda device(out);
   device.signal_wait(expected.data, expected.n, timeout_ns,
                      static_cast<hcp_signal_failure *>(failure.mutable_data_ptr()));
-  reduce_into<Cuda>(out, parts, runs, columns);
+  reduce_into(device, sum, out.size(0));
   device.signal_set(told.data, told.n);
 }
 
 // Rows that follow each other, so that a move is one piece of memory.
-static hcp_column end_to_end(const char *name, const Tensor &buffer) {
-  hcp_column column = column_of(name, buffer);
+static hcp_column end_to_end(const char *name, const Tensor &buffer, const hcp_column &column) {
   if (column.row_stride_bytes != column.row_bytes && buffer.size(0) > 1)
     refuse(name, " has rows ", column.row_stride_bytes, " bytes apart, expected ", column.row_bytes,
            ": end to end");
@@ -89,7 +97,8 @@ static hcp_column end_to_end(const char *name, const Tensor &buffer) {
 
 static void nccl_exchange(Tensor sent, Tensor sends, Tensor received, Tensor receives,
                           int64_t communicator) {
-  hcp_column source = end_to_end("sent", sent), target = end_to_end("received", received);
+  hcp_column source = end_to_end("sent", sent, column_of("sent", sent));
+  hcp_column target = end_to_end("received", received, output_of("received", received));
   Moves out = moves_of(sends, sent.size(0)), in = moves_of(receives, received.size(0));
   Cuda(sent).nccl_exchange(reinterpret_cast<void *>(communicator), source, out.data, out.n, target,
                            in.data, in.n);
