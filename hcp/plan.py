@@ -376,9 +376,10 @@ def plan(
 
     ``pipeline_stages``: stages of a 1F1B pipeline, each on its own ``ranks``, all following this
     plan; ``cost`` is what one stage takes. ``virtual_stages`` > 1 interleaves it; micro-batches
-    then come in multiples of ``micro_batch_group`` (default: ``pipeline_stages``). ``memory``:
-    bytes that must suffice beside the rows. ``min_degrees``, ``max_degrees``: bounds of each
-    sequence, beside those of all. ``speeds``: of each rank, in any unit; ``cost`` is the fastest's.
+    then come in multiples of ``micro_batch_group`` (default: ``pipeline_stages``; up to 4096).
+    ``memory``: bytes that must suffice beside the rows. ``min_degrees``, ``max_degrees``: bounds of
+    each sequence, beside those of all. ``speeds``: of each rank, in any unit; ``cost`` is the
+    fastest's.
 
     Pure: the same arguments give the same plan, bit for bit, on every rank. Raises ValueError for
     an argument out of its range, and for a sequence that no allowed degree can hold.

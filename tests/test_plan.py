@@ -274,7 +274,7 @@ GOOD: dict[str, Any] = {"lengths": [5], "ranks": 2, "max_tokens_per_rank": 8}
         (
             {"cost": hcp.CostModel(table=cast(Any, [[5], [1], [2]]))},
             TypeError,
-            r"^cost.table is \[\[5\], \[1\], \[2\]\], expected a tuple of 3: lengths, degrees, times",
+            r"^cost.table is \[\[5\], \[1\], \[2\]\], expected a tuple of 3: lengths, degrees",
         ),
         (
             {"cost": hcp.CostModel(table=Table((5,), (1,), (2**63,)))},

@@ -21,6 +21,7 @@ from ranks import run_ranks
 from torch import nn
 
 import hcp
+from hcp import _core
 from hcp._core import Rebinding, SlotTable, Structure
 from hcp.groups import ProcessGroups, build_process_groups
 from hcp.rebind import eval_cp_context, find_slots
@@ -331,6 +332,12 @@ def test_a_rebinding_is_a_context_and_a_base_class():
             rebinding.switch(slots, values)
             assert held(owners) == values
         assert held(owners) == ["old 0", "old 1"]
+
+
+def test_types_of_the_core_cannot_be_changed():
+    for name in ("Plan", "Layout", "Grid", "SlotTable", "Structure", "Rebinding"):
+        with pytest.raises(TypeError, match=f"immutable type 'hcp._core.{name}'"):
+            getattr(_core, name).added = 1
 
 
 def test_switching_twice_is_refused():

@@ -16,6 +16,7 @@
 
 /* A scratch list behind the sections: (wire row, row, rows) of what is traded. */
 enum { TRADED = HCP_SCHEDULE_SECTION_COUNT, LIST_COUNT };
+_Static_assert((int)LIST_COUNT <= (int)HCP__LISTS_MAX, "a table has room for every list");
 
 static const int32_t widths[LIST_COUNT] = {
 #define WIDTH(name, width) width,

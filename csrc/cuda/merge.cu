@@ -288,7 +288,7 @@ static hcp_status merge_all(const hcp_part *parts, const hcp_run *runs, int64_t 
     hcp_status status = hcp_cuda_launched("merge", err);
     if (status != HCP_OK) return status;
   }
-  return more < 0 ? too_many_parts(launches, err) : HCP_OK;
+  return more < 0 ? row_too_long(launches, err) : HCP_OK;
 }
 
 hcp_status hcp_cuda_merge(hcp_dtype dtype, const hcp_part *parts, const hcp_run *runs,
@@ -321,7 +321,7 @@ static hcp_status merge_all_backward(const hcp_part *parts, const hcp_run *runs,
     hcp_status status = hcp_cuda_launched("merge_backward", err);
     if (status != HCP_OK) return status;
   }
-  return more < 0 ? too_many_parts(launches, err) : HCP_OK;
+  return more < 0 ? row_too_long(launches, err) : HCP_OK;
 }
 
 hcp_status hcp_cuda_merge_backward(hcp_dtype dtype, const hcp_part *parts, const hcp_run *runs,

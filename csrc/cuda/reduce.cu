@@ -80,7 +80,7 @@ static hcp_status sum_columns(const hcp_column *parts, int32_t from, int32_t n_c
       if (status != HCP_OK) return status;
     }
   }
-  return more < 0 ? too_many_parts(launches, err) : HCP_OK;
+  return more < 0 ? row_too_long(launches, err) : HCP_OK;
 }
 
 hcp_status hcp_cuda_reduce_from(hcp_dtype dtype, const hcp_column *parts, int32_t from,

@@ -9,7 +9,7 @@
  * cache, and copied when it is queued: no table has to be allocated, uploaded
  * or kept. All of it stays well below the 32,764 bytes that parameters may have. */
 struct run_table {
-  enum { RUNS = 384, RECORDS = 512 };
+  enum { RUNS = 384, RECORDS = HCP_CUDA_RECORDS_MAX };
   int64_t row[RUNS + 1];      /* first row of each run, in the result; then the end */
   int32_t record[RUNS + 1];   /* first record of each run                          */
   int64_t part_row[RECORDS];  /* of the run's first row                            */
@@ -74,7 +74,7 @@ struct run_launches {
   }
 
   /* Fills the next launch. 1: launch it; 0: there is none; -1: a row has too
-   * many parts for any launch. */
+   * many parts or records for any launch. */
   int advance() {
     table.n = 0;
     table.record[0] = 0;
@@ -98,7 +98,12 @@ struct run_launches {
   }
 };
 
-static inline hcp_status too_many_parts(const run_launches &launches, hcp_error *err) {
+static inline hcp_status row_too_long(const run_launches &launches, hcp_error *err) {
+  int64_t records = hcp_run_end(launches.runs, launches.n_runs, launches.next) - launches.next;
+  if (records > HCP_CUDA_RECORDS_MAX)
+    return hcp_cuda_fail(err, HCP_INVALID,
+                         "runs[%lld] begins %lld records of one row, expected <= %d",
+                         (long long)launches.next, (long long)records, HCP_CUDA_RECORDS_MAX);
   return hcp_cuda_fail(err, HCP_INVALID, "runs[%lld] is a row of more than %d parts",
                        (long long)launches.next, HCP_CUDA_PARTS_MAX);
 }

@@ -30,8 +30,16 @@ __global__ void set_signals(const __grid_constant__ signal_table table) {
     release(table.signals[threadIdx.x].word, table.signals[threadIdx.x].value);
 }
 
+/* The first of several late peers is reported whole: its thread alone writes,
+ * kind last, and no other traps before that. */
 static __device__ void report(hcp_signal_failure *failure, int64_t kind, const hcp_signal &signal,
                               uint64_t found) {
+  unsigned long long *claim = (unsigned long long *)&failure->kind;
+  if (atomicCAS(claim, 0ULL, ~0ULL) != 0) {
+    while (*(volatile int64_t *)&failure->kind == -1) {
+    }
+    __trap();
+  }
   failure->peer = signal.peer;
   failure->expected = signal.value;
   failure->found = found;

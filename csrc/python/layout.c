@@ -113,9 +113,10 @@ static PyType_Slot layout_slots[] = {{Py_tp_dealloc, HCP_PY_SLOT(layout_dealloc)
                                      {Py_tp_doc, "What one rank holds in one micro-batch."},
                                      {0, NULL}};
 
-static PyType_Spec layout_spec = {"hcp._core.Layout", sizeof(layout_object), 0,
-                                  Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-                                  layout_slots};
+static PyType_Spec layout_spec = {
+    "hcp._core.Layout", sizeof(layout_object), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    layout_slots};
 
 static PyMethodDef functions[] = {
     {"create_layout", (PyCFunction)(void (*)(void))layout_create, METH_VARARGS | METH_KEYWORDS,

@@ -181,8 +181,9 @@ static PyType_Slot view_slots[] = {{Py_bf_getbuffer, HCP_PY_SLOT(view_getbuffer)
                                    {Py_tp_doc, "Memory of another object."},
                                    {0, NULL}};
 
-static PyType_Spec view_spec = {"hcp._core._View", sizeof(view), 0,
-                                Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, view_slots};
+static PyType_Spec view_spec = {
+    "hcp._core._View", sizeof(view), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION, view_slots};
 
 PyObject *hcp_py_view(PyObject *module, PyObject *owner, void *data, Py_ssize_t rows,
                       Py_ssize_t width, char format, int writable) {

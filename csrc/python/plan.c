@@ -436,8 +436,9 @@ static PyType_Slot plan_slots[] = {{Py_tp_dealloc, HCP_PY_SLOT(plan_dealloc)},
                                    {Py_tp_doc, "Who computes what, with how many ranks."},
                                    {0, NULL}};
 
-static PyType_Spec plan_spec = {"hcp._core.Plan", sizeof(plan_object), 0,
-                                Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, plan_slots};
+static PyType_Spec plan_spec = {
+    "hcp._core.Plan", sizeof(plan_object), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION, plan_slots};
 
 static PyMethodDef functions[] = {
     {"create_plan", (PyCFunction)(void (*)(void))plan_create, METH_VARARGS | METH_KEYWORDS,

@@ -358,9 +358,10 @@ static PyType_Slot rebinding_slots[] = {
      "with block, and when it is dropped."},
     {0, NULL}};
 
-static PyType_Spec rebinding_spec = {"hcp._core.Rebinding", sizeof(rebinding_object), 0,
-                                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-                                     rebinding_slots};
+static PyType_Spec rebinding_spec = {
+    "hcp._core.Rebinding", sizeof(rebinding_object), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    rebinding_slots};
 
 int hcp_py_add_rebinding(PyObject *module) {
   return hcp_py_add_type(module, "Rebinding", &rebinding_spec);

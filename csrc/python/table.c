@@ -16,9 +16,9 @@ static PyType_Slot table_slots[] = {{Py_tp_dealloc, HCP_PY_SLOT(table_dealloc)},
                                     {Py_tp_doc, "Owner of a table's memory."},
                                     {0, NULL}};
 
-static PyType_Spec table_spec = {"hcp._core._Table", sizeof(table_object), 0,
-                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-                                 table_slots};
+static PyType_Spec table_spec = {
+    "hcp._core._Table", sizeof(table_object), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION, table_slots};
 
 PyObject *hcp_py_table(PyObject *module, hcp_table *table) {
   PyObject *owner = hcp_py_new(module, "_Table");

@@ -104,13 +104,19 @@ static void expect_some(const char *name, const Tensors &tensors) {
 
 // ---- Arguments of the operators --------------------------------------------
 
-// The kernels write only to columns that the operators allocated.
+// Kernels only read it: what they write to is an output_of.
 hcp_column column_of(const Name &name, const Tensor &tensor) {
   expect_dim(name, tensor, 2);
   expect_dense_rows(name, tensor);
   int64_t bytes = static_cast<int64_t>(tensor.element_size());
   return {const_cast<void *>(tensor.const_data_ptr()), tensor.stride(0) * bytes,
           tensor.size(1) * bytes};
+}
+
+hcp_column output_of(const Name &name, const Tensor &tensor) {
+  hcp_column column = column_of(name, tensor);
+  column.data = tensor.mutable_data_ptr();
+  return column;
 }
 
 std::vector<hcp_column> columns_of(const char *name, const Tensors &tensors) {

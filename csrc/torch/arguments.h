@@ -73,6 +73,8 @@ void expect_at_least(const Name &name, int64_t value, int64_t least);
 
 // rows x width, elements of a row side by side.
 hcp_column column_of(const Name &name, const Tensor &tensor);
+// The same to be written: a lazy copy gets memory of its own.
+hcp_column output_of(const Name &name, const Tensor &tensor);
 // Not empty, of one dtype, device and number of rows.
 std::vector<hcp_column> columns_of(const char *name, const Tensors &tensors);
 // Consecutive columns of one tensor; the widths sum to its width.

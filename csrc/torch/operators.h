@@ -46,7 +46,7 @@ Tensor pack(Tensors sources, Tensor segments, int64_t rows) {
   Segments table = segments_of(segments, sources[0].size(0), rows);
   Tensor out = fresh(sources[0], {rows, width_of(sources)});
   Device(sources[0])
-      .pack(columns.data(), count(columns), table.data, table.n, column_of("out", out));
+      .pack(columns.data(), count(columns), table.data, table.n, output_of("out", out));
   return out;
 }
 
@@ -57,7 +57,8 @@ Tensors unpack(Tensor source, Tensor segments, Sizes widths, int64_t rows) {
   Tensors outs;
   for (int64_t width : widths) outs.push_back(fresh(source, {rows, width}));
   if (outs.empty()) return outs;
-  std::vector<hcp_column> columns = columns_of("outs", outs);
+  std::vector<hcp_column> columns;
+  for (const Tensor &out : outs) columns.push_back(output_of("out", out));
   Device(source).unpack(column_of("source", source), table.data, table.n, columns.data(),
                         count(columns));
   return outs;
@@ -72,7 +73,7 @@ Tensors sum_columns(const Tensor &grad, const Sizes &widths, const std::vector<h
   for (const hcp_column &column : split_column("grad", grad, widths)) {
     outs.push_back(fresh(grad, {rows, widths[outs.size()]}));
     Device(grad).reduce(dtype, &column, 1, runs.data(), static_cast<int64_t>(runs.size()), rows,
-                        column_of("grad_source", outs.back()));
+                        output_of("grad_source", outs.back()));
   }
   return outs;
 }
@@ -93,7 +94,7 @@ Tensor unpack_backward(Tensors grads, Tensor segments, int64_t rows) {
   std::vector<hcp_run> runs = adjoint_of(segments_of(segments, rows, grads[0].size(0)));
   Tensor out = fresh(grads[0], {rows, width_of(grads)});
   Device(grads[0]).reduce(dtype, columns.data(), count(columns), runs.data(),
-                          static_cast<int64_t>(runs.size()), rows, column_of("grad_source", out));
+                          static_cast<int64_t>(runs.size()), rows, output_of("grad_source", out));
   return out;
 }
 
@@ -106,12 +107,20 @@ inline void expect_result(const Tensor &out, const Tensor &like, int64_t width) 
   expect_same_device("out", out, "the input", like);
 }
 
+// What a sum takes, checked as a whole: nothing is queued before.
+struct Reduction {
+  Summands summands;
+  Runs runs;
+  hcp_column out;
+};
+inline Reduction reduction_of(const Summands &summands, const Tensor &runs, const Tensor &out) {
+  return {summands, runs_of(runs, summands.rows, out.size(0)), output_of("out", out)};
+}
+
 template <class Device>
-void reduce_into(const Device &device, const Tensor &out, const Summands &summands,
-                 const Tensor &runs) {
-  Runs table = runs_of(runs, summands.rows, out.size(0));
-  device.reduce(summands.dtype, summands.columns.data(), summands.n_columns, table.data, table.n,
-                out.size(0), column_of("out", out));
+void reduce_into(const Device &device, const Reduction &sum, int64_t rows) {
+  device.reduce(sum.summands.dtype, sum.summands.columns.data(), sum.summands.n_columns,
+                sum.runs.data, sum.runs.n, rows, sum.out);
 }
 
 template <class Device>
@@ -119,7 +128,7 @@ Tensor reduce(Tensors parts, Tensor runs, int64_t rows, int64_t columns) {
   Summands summands = summands_of(parts, columns);
   expect_at_least("rows", rows, 0);
   Tensor out = fresh(parts[0], {rows, summands.width});
-  reduce_into(Device(parts[0]), out, summands, runs);
+  reduce_into(Device(parts[0]), reduction_of(summands, runs, out), rows);
   return out;
 }
 
@@ -155,10 +164,10 @@ Tensor reduce_rotated(Tensors parts, Tensor runs, int64_t rows, int64_t columns,
     if (parts[c].size(1) % head_dim != 0)
       refuse(element("parts", c), " has ", parts[c].size(1),
              " columns, expected a multiple of head_dim = ", head_dim);
-  Tensor out = new_empty(parts[0], {rows, summands.width});
+  Tensor out = fresh(parts[0], {rows, summands.width});
   Device(parts[0]).reduce_rotated(summands.dtype, summands.columns.data(), summands.n_columns,
                                   table.data, table.n, rows, &rotation,
-                                  static_cast<int32_t>(rotated), column_of("out", out));
+                                  static_cast<int32_t>(rotated), output_of("out", out));
   return out;
 }
 
@@ -170,7 +179,7 @@ Tensor rotated(const Tensor &t, const Tensor &cos, const Tensor &sin, bool inter
   hcp_dtype dtype = dtype_of("t", t);
   int64_t rows = t.size(0), heads = t.size(1), head_dim = t.size(2);
   hcp_rotation rotation = rotation_of(cos, sin, dtype, t, rows, head_dim, interleaved, inverse);
-  Tensor out = new_empty(t, {rows, heads, head_dim});
+  Tensor out = fresh(t, {rows, heads, head_dim});
   int64_t row_bytes = heads * head_dim * static_cast<int64_t>(t.element_size());
   hcp_column target = {out.mutable_data_ptr(), row_bytes, row_bytes};
   Device(t).rotate(dtype, source, &rotation, runs.data(), static_cast<int64_t>(runs.size()), rows,
@@ -196,8 +205,8 @@ std::tuple<Tensor, Tensor> rotate_pack(Tensor t, Tensor cos, Tensor sin, bool in
     if (table.data[s].row < 0)
       refuse("segments[", s, "].row is ", table.data[s].row, ", expected >= 0");
   int64_t width = t.size(1) * t.size(2);
-  Tensor wire = new_empty(t, {rows, width + width_of(beside)});
-  hcp_column whole = column_of("wire", wire), first = whole, rest = whole;
+  Tensor wire = fresh(t, {rows, width + width_of(beside)});
+  hcp_column whole = output_of("wire", wire), first = whole, rest = whole;
   int64_t bytes = width * static_cast<int64_t>(t.element_size());
   first.row_bytes = bytes;
   rest.data = static_cast<char *>(whole.data) + bytes;
@@ -274,9 +283,12 @@ std::tuple<Tensors, Tensors> merge_backward(Tensors outs, Tensors lses, Tensor r
 
 // ---- Rows in memory that ranks share ---------------------------------------
 
-inline hcp_signal_failure *failure_of(const Tensor &failure) {
+// Host memory that the device reaches, or the device's own.
+inline hcp_signal_failure *failure_of(const Tensor &failure, const Tensor &like) {
   expect_dtype("failure", failure, torch::headeronly::ScalarType::Long);
   expect_sizes("failure", failure, {sizeof(hcp_signal_failure) / sizeof(int64_t)});
+  expect_contiguous("failure", failure);
+  if (!failure.is_cpu()) expect_same_device("failure", failure, "the parts", like);
   return static_cast<hcp_signal_failure *>(failure.mutable_data_ptr());
 }
 
@@ -292,13 +304,14 @@ void reduce_signalled(Tensor out, Tensors parts, Tensor runs, int64_t columns, T
                       Tensor after, int64_t timeout_ns, Tensor failure) {
   Signals expected = signals_of(before), told = signals_of(after);
   expect_at_least("timeout_ns", timeout_ns, 0);
-  hcp_signal_failure *report = failure_of(failure);
+  hcp_signal_failure *report = failure_of(failure, parts[0]);
   Summands summands = summands_of(parts, columns);
   expect_dim("out", out, 2);
   expect_result(out, parts[0], summands.width);
+  Reduction sum = reduction_of(summands, runs, out);
   Device device(out);
   device.signal_wait(expected.data, expected.n, timeout_ns, report);
-  reduce_into(device, out, summands, runs);
+  reduce_into(device, sum, out.size(0));
   device.signal_set(told.data, told.n);
 }
 
@@ -309,12 +322,13 @@ Tensor read_signalled(Tensors parts, Tensor runs, int64_t rows, int64_t columns,
   Signals expected = signals_of(before), told = signals_of(after);
   expect_at_least("timeout_ns", timeout_ns, 0);
   expect_at_least("rows", rows, 0);
-  hcp_signal_failure *report = failure_of(failure);
+  hcp_signal_failure *report = failure_of(failure, parts[0]);
   Summands summands = summands_of(parts, columns);
   Tensor out = fresh(parts[0], {rows, summands.width});
+  Reduction sum = reduction_of(summands, runs, out);
   Device device(out, stream);
   device.signal_wait(expected.data, expected.n, timeout_ns, report);
-  reduce_into(device, out, summands, runs);
+  reduce_into(device, sum, rows);
   device.signal_set(told.data, told.n);
   return out;
 }

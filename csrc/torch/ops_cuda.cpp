@@ -78,8 +78,7 @@ struct Cuda {
 
 // Moves (peer, row, rows) of a buffer's rows, as bytes to and from peers.
 static std::vector<hcp_transfer> transfers_of(const char *name, const Tensor &buffer,
-                                              const Tensor &moves) {
-  hcp_column column = column_of(name, buffer);
+                                              const hcp_column &column, const Tensor &moves) {
   if (column.row_stride_bytes != column.row_bytes && buffer.size(0) > 1)
     refuse(name, " has rows ", column.row_stride_bytes, " bytes apart, expected ", column.row_bytes,
            ": end to end");
@@ -109,8 +108,10 @@ static const hcp_nccl &nccl() {
 static void nccl_exchange(Tensor sent, Tensor sends, Tensor received, Tensor receives,
                           int64_t communicator, Tensor after, int64_t stream) {
   Signals told = signals_of(after);
-  std::vector<hcp_transfer> out = transfers_of("sent", sent, sends);
-  std::vector<hcp_transfer> in = transfers_of("received", received, receives);
+  expect_same_device("received", received, "sent", sent);
+  std::vector<hcp_transfer> out = transfers_of("sent", sent, column_of("sent", sent), sends);
+  std::vector<hcp_transfer> in =
+      transfers_of("received", received, output_of("received", received), receives);
   Cuda device(sent, stream);
   device.nccl_exchange(&nccl(), reinterpret_cast<void *>(communicator), out.data(),
                        static_cast<int64_t>(out.size()), in.data(),

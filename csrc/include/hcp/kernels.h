@@ -17,15 +17,14 @@
 extern "C" {
 #endif
 
-/* X(name, bytes of an element) */
 #define HCP_DTYPES(X) \
-  X(FLOAT64, 8)       \
-  X(FLOAT32, 4)       \
-  X(BFLOAT16, 2)      \
-  X(FLOAT16, 2)
+  X(FLOAT64)          \
+  X(FLOAT32)          \
+  X(BFLOAT16)         \
+  X(FLOAT16)
 
 typedef enum hcp_dtype {
-#define HCP_DTYPE_ENUM(name, bytes) HCP_##name,
+#define HCP_DTYPE_ENUM(name) HCP_##name,
   HCP_DTYPES(HCP_DTYPE_ENUM)
 #undef HCP_DTYPE_ENUM
 } hcp_dtype;
@@ -151,17 +150,19 @@ void hcp_cpu_rotate(hcp_dtype dtype, hcp_heads source, const hcp_rotation *rotat
 
 /* ---- On a GPU -----------------------------------------------------------
  *
- * The same results, rounding included, but for sums of logarithms, from memory
- * of the current device. Work is queued on a stream (a cudaStream_t) and the
- * call returns: nothing is allocated, nothing is waited for, so that a CUDA
+ * The same results from memory of the current device: bit for bit for pack,
+ * unpack and reduce, up to rounding for merge and its gradients. Work is queued on a stream (a
+ * cudaStream_t) and the call returns: nothing is allocated, nothing is waited for, so that a CUDA
  * graph can capture it. Tables lie in host memory and travel with the launch;
  * they may be freed when the call returns. Large tables take several launches.
  *
- * HCP_DEVICE carries the text of a CUDA error. HCP_INVALID: a row of more parts,
- * or more columns, than a launch can carry. */
+ * HCP_DEVICE carries the text of a CUDA error. HCP_INVALID: a row of more parts
+ * or more records, or more columns, than a launch can carry. */
 
-/* Parts of one row, and columns of one call, that a launch can carry. */
+/* Parts and records of one row, and columns of one call, that a launch can carry.
+ * A gradient has a record for each time that a row was gathered. */
 #define HCP_CUDA_PARTS_MAX 128
+#define HCP_CUDA_RECORDS_MAX 512
 #define HCP_CUDA_COLUMNS_MAX 16
 
 hcp_status hcp_cuda_pack(const hcp_column *sources, int32_t n_sources, const hcp_segment *segments,
@@ -206,10 +207,10 @@ typedef struct hcp_signal {
 
 #define HCP_CUDA_SIGNALS_MAX 128
 
-/* What a waiting kernel found wrong, in host memory that the device reaches:
+/* What a waiting kernel found wrong first, in host memory that the device reaches:
  * 0 until then. */
 typedef struct hcp_signal_failure {
-  int64_t kind; /* 1: late, 2: another call than the one expected */
+  int64_t kind; /* 1: late, 2: another call than the one expected, -1: being written */
   int64_t peer;
   uint64_t expected, found;
 } hcp_signal_failure;
