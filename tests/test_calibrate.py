@@ -194,7 +194,7 @@ def test_ranks_measure_every_cell(comm_type: str, tmp_path: Path) -> None:
         (["--num-query-groups", "3"], "num_attention_heads (2) % num_query_groups (3) == 2"),
         (["--repeats", "0"], "repeats is 0, expected an integer >= 1"),
         (["--out", "/none/such/cost.json"], "no such folder"),
-        (["--cp-comm-type", "auto"], "invalid choice: 'auto'"),
+        (["--cp-comm-type", "auto"], "cp_comm_type is 'auto', which goes by the prices"),
         (["--cp-comm-type", "a2a+p2p"], "hierarchical_context_parallel_sizes is missing"),
     ],
 )

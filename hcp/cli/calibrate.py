@@ -30,7 +30,6 @@ from hcp.config import Config, expect_size
 if TYPE_CHECKING:
     from hcp.cli.fit import Fit, Point
 
-MEASURED = tuple(name for name in COMM_TYPES if name != "auto")
 HELD_OUT = 4
 """Every so many points are kept from the fit, to say how well it predicts."""
 SIZES = (
@@ -71,7 +70,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     group.add_argument("--repeats", type=int, default=5, help="of each point; medians count (5)")
     group.add_argument(
         "--cp-comm-type",
-        choices=MEASURED,
+        choices=COMM_TYPES,
         default="p2p",
         help="(p2p); not auto, which goes by the prices that are measured here",
     )
@@ -98,6 +97,11 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     if args.max_tokens_per_rank < 256:
         raise ValueError(f"max_tokens_per_rank is {args.max_tokens_per_rank}, expected >= 256")
     check_model(args)
+    if args.cp_comm_type == "auto":
+        raise ValueError(
+            "cp_comm_type is 'auto', which goes by the prices that are measured here, expected "
+            f"one of {[name for name in COMM_TYPES if name != 'auto']}"
+        )
     sizes = tuple(args.hierarchical_context_parallel_sizes)
     check_comm_types([args.cp_comm_type], sizes, None, where="cp_comm_type")
     args.config = Config(

@@ -127,7 +127,7 @@ def _fit_overlapped(points: Sequence[Point], start: Fit) -> Fit:
 
 
 def _exposed_amounts(point: Point, prices: dict[str, float]) -> dict[str, float]:
-    amounts = _amounts(point, "exchange")
+    amounts = _amounts(point, ("exchange",))
     d, name = point.degree, "exchange_far" if point.far else "exchange"
     if d == 1:
         return amounts
