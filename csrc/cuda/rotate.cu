@@ -170,7 +170,7 @@ static hcp_status rotate_rows(hcp_heads source, const hcp_rotation *rotation, co
     hcp_status status = launch_any<T>(launches, &turned, 1, stream, err);
     if (status != HCP_OK) return status;
   }
-  return more < 0 ? too_many_parts(launches, err) : HCP_OK;
+  return more < 0 ? row_too_long(launches, err) : HCP_OK;
 }
 
 hcp_status hcp_cuda_rotate(hcp_dtype dtype, hcp_heads source, const hcp_rotation *rotation,
@@ -204,7 +204,7 @@ static hcp_status turn_column(const hcp_column *parts, int32_t n_columns, const 
     hcp_status status = launch_any<T>(launches, &turned, launches.parts, stream, err);
     if (status != HCP_OK) return status;
   }
-  return more < 0 ? too_many_parts(launches, err) : HCP_OK;
+  return more < 0 ? row_too_long(launches, err) : HCP_OK;
 }
 
 hcp_status hcp_cuda_reduce_rotated(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,

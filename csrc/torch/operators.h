@@ -304,8 +304,8 @@ void reduce_signalled(Tensor out, Tensors parts, Tensor runs, int64_t columns, T
                       Tensor after, int64_t timeout_ns, Tensor failure) {
   Signals expected = signals_of(before), told = signals_of(after);
   expect_at_least("timeout_ns", timeout_ns, 0);
-  hcp_signal_failure *report = failure_of(failure, parts[0]);
   Summands summands = summands_of(parts, columns);
+  hcp_signal_failure *report = failure_of(failure, parts[0]);
   expect_dim("out", out, 2);
   expect_result(out, parts[0], summands.width);
   Reduction sum = reduction_of(summands, runs, out);
@@ -322,8 +322,8 @@ Tensor read_signalled(Tensors parts, Tensor runs, int64_t rows, int64_t columns,
   Signals expected = signals_of(before), told = signals_of(after);
   expect_at_least("timeout_ns", timeout_ns, 0);
   expect_at_least("rows", rows, 0);
-  hcp_signal_failure *report = failure_of(failure, parts[0]);
   Summands summands = summands_of(parts, columns);
+  hcp_signal_failure *report = failure_of(failure, parts[0]);
   Tensor out = fresh(parts[0], {rows, summands.width});
   Reduction sum = reduction_of(summands, runs, out);
   Device device(out, stream);

@@ -17,14 +17,15 @@
 extern "C" {
 #endif
 
+/* X(name, bytes of an element) */
 #define HCP_DTYPES(X) \
-  X(FLOAT64)          \
-  X(FLOAT32)          \
-  X(BFLOAT16)         \
-  X(FLOAT16)
+  X(FLOAT64, 8)       \
+  X(FLOAT32, 4)       \
+  X(BFLOAT16, 2)      \
+  X(FLOAT16, 2)
 
 typedef enum hcp_dtype {
-#define HCP_DTYPE_ENUM(name) HCP_##name,
+#define HCP_DTYPE_ENUM(name, bytes) HCP_##name,
   HCP_DTYPES(HCP_DTYPE_ENUM)
 #undef HCP_DTYPE_ENUM
 } hcp_dtype;
