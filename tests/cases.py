@@ -198,6 +198,14 @@ def summed(groups: Any, own: Tensor | None) -> Tensor:
     return sum(x for x in map(pickle.loads, shares) if x is not None)  # type: ignore[return-value]
 
 
+def dispatched(groups: Any, case: Case) -> hcp.Step:
+    """The step of a case, all of whose sequences rank 0 has loaded."""
+    plan, rank = case.plan(), groups.transport.rank
+    sources = [0] * len(case.lengths)
+    samples = whole_sequences(case) if rank == 0 else []
+    return hcp.dispatch(plan, samples, sources, groups, **case.comm)
+
+
 def sequences_of(plan: hcp.Plan, micro_batch: int) -> list[int]:
     return [s for group in plan.micro_batches[micro_batch] for s in group.sequences]
 
