@@ -365,8 +365,8 @@ def _backward_rows(
     else:
         home = _bring_home(run, schedule, grad_keys, grad_values, turn, key.shape[2])
     # Meanwhile:
-    runs, rows = run.calls.output_runs, schedule.query_rows
-    grad_query = _summed(grad_queries, runs, rows, 1, turn, query.shape[2])
+    runs, count = run.calls.output_runs, schedule.query_rows
+    grad_query = _summed(grad_queries, runs, count, 1, turn, query.shape[2])
     widths = grad_keys[0].shape[1], grad_values[0].shape[1]
     grad_key, grad_value = home().split_with_sizes(widths, 1)
     grad_key = grad_key.view(key.shape)

@@ -22,6 +22,7 @@ from hcp import (
     rope,
     sums,
 )
+from hcp.attention import Turn
 from hcp.exchange import Transport, agree_once, carry, rows_of, signature
 from hcp.halo import carry_with_gradients, rows_of_spans
 from hcp.layout import (
@@ -306,7 +307,7 @@ class ContextParallelHandler:
         scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         asked = comm_type or self._comm_type, *window, counts
         query, key, value = (_dense_heads(x) for x in (query, key, value))
-        turn: attention.Turn | None = None
+        turn: Turn | None = None
         if rotary_pos_emb is not None:
             query, key, turn = self._turned(query, key, rotary_pos_emb)
         if torch.compiler.is_compiling():
@@ -320,13 +321,13 @@ class ContextParallelHandler:
 
     def _turned(
         self, query: Tensor, key: Tensor, given: Tensor | rope.Rotary
-    ) -> tuple[Tensor, Tensor, attention.Turn | None]:
+    ) -> tuple[Tensor, Tensor, Turn | None]:
         """Queries and keys, and what attention is to turn them by: nothing, where its kernels do
         not take them and they are turned here."""
         rotary = given if isinstance(given, rope.Rotary) else self.rotary(given)
         rope.check(query, rotary)
         if rotary.fits(query) and rotary.fits(key):
-            return query, key, attention.Turn(*rotary.tables(query.dtype), rotary.interleaved)
+            return query, key, Turn(*rotary.tables(query.dtype), rotary.interleaved)
         return rope.rotate(query, rotary), rope.rotate(key, rotary), None
 
     def core_attn(
