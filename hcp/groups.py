@@ -98,12 +98,18 @@ class ProcessGroups:
         Only `dp_cp` must be there. Roles that are missing or None stay absent. The groups remain
         the trainer's; hcp creates one, its duplicate of `dp_cp`. Every rank of the job calls this.
 
-        `transport` and `peer_buffer_bytes`: see `build_process_groups`.
+        `transport` and `peer_buffer_bytes`: see `build_process_groups`. hcp's own groups are
+        returned as they are, and take no options.
         `order` is how the trainer lays out its ranks: where the groups fit a grid of that order,
         `grid` and `with_context_parallel` work. Raises ValueError for a missing `dp_cp` and for
         anything that is not a process group of this rank.
         """
         if isinstance(collection, ProcessGroups):
+            if (timeout, transport, peer_buffer_bytes) != (None, "auto", BUFFER_BYTES):
+                raise ValueError(
+                    "from_existing was given hcp.ProcessGroups and options, expected groups of a "
+                    "trainer: those of hcp keep the transport that they were built with"
+                )
             return collection
         _check_initialised("ProcessGroups.from_existing")
         groups = _find_groups(collection)

@@ -316,6 +316,8 @@ def take_existing(rank, size, as_mapping):
     groups.close()
     assert made.transport.all_gather_bytes(b"x") == [b"x"] * 2
     assert ProcessGroups.from_existing(made) is made
+    with pytest.raises(ValueError, match=r"was given hcp\.ProcessGroups and options"):
+        ProcessGroups.from_existing(made, transport="torch")
 
 
 @pytest.mark.parametrize("as_mapping", [True, False])

@@ -37,7 +37,7 @@ from hcp.cli.arguments import (
     new_parser,
 )
 from hcp.cli.draw import draw_plans
-from hcp.config import divisors, expect_size, rows_up_to
+from hcp.config import Config, expect_size
 from hcp.cost import PRICES, TIMES, CostModel
 from hcp.limits import slowness_of
 from hcp.plan import LIMITS, Plan, plan
@@ -179,17 +179,16 @@ def draw_speeds(args: argparse.Namespace) -> list[float] | None:
     return [1 - random.uniform(0, args.speed_spread) for _ in range(args.ranks)]
 
 
-def static_degree_on_nodes(longest: int, limits: Mapping[str, Any]) -> int:
-    """The least divisor of the ranks that holds the longest sequence, whole nodes beyond one."""
-    ranks, node = limits["ranks"], limits["ranks_per_node"] or limits["ranks"]
-    for degree in divisors(ranks):
-        fits = rows_up_to(longest, degree) <= limits["max_tokens_per_rank"]
-        if fits and (node % degree == 0 or degree % node == 0):
-            return degree
-    raise ValueError(
-        f"no degree of static CP on {ranks} ranks holds {longest} tokens in "
-        f"{limits['max_tokens_per_rank']} a rank: cut them with --max-length"
-    )
+def static_degree(longest: int, limits: Mapping[str, Any]) -> int:
+    most, ranks = limits["max_tokens_per_rank"], limits["ranks"]
+    static = Config(most, "static_cp", ranks_per_node=limits["ranks_per_node"])
+    try:
+        return static.static_degree(longest, ranks, limits["alignment"])
+    except ValueError:
+        raise ValueError(
+            f"no degree of static CP on {ranks} ranks holds {longest} tokens in {most} a rank: cut "
+            "them with --max-length"
+        ) from None
 
 
 def one_by_one(lengths: Sequence[int], degree: int, limits: Mapping[str, Any], cost: Any) -> Plan:
@@ -332,7 +331,7 @@ def simulate(args: argparse.Namespace) -> tuple[dict[str, Result], list[dict[str
         draw_lengths(args.family, args.sequences, args.seed + i, args.max_length)
         for i in range(args.batches)
     ]
-    degree = static_degree_on_nodes(max(map(max, batches)), limits)
+    degree = static_degree(max(map(max, batches)), limits)
     played = [contestants(lengths, degree, limits, cost) for lengths in batches]
     bounds = [plans["hcp"].bound for plans in played]
     results = {
