@@ -193,5 +193,5 @@ def test_what_cannot_be_is_refused(arguments, message):
 
 def test_lengths_may_be_a_tensor():
     lengths = torch.tensor([5, 9, 30])
-    choice = choose_eval_context_parallel(3, 2, 4, lengths)
-    assert choice == choose_eval_context_parallel(3, 2, 4, lengths.tolist())
+    choice = choose_eval_context_parallel(3, lengths, ranks=4, train_cp=2)
+    assert choice == choose_eval_context_parallel(3, lengths.tolist(), ranks=4, train_cp=2)

@@ -116,6 +116,12 @@ def test_capped_scores_equal_those_on_one_rank(
     assert max(errors) < 1e-10
 
 
+def test_a_log_sum_exp_that_a_kernel_gives_by_heads_travels() -> None:
+    cls = hcp.ContextParallelHandler
+    errors = hcp.loopback(3, lambda groups: check_softcap(groups, cls, [1, 2], "a2a", (-1, 0), 1))
+    assert max(errors) < 1e-10
+
+
 def test_ranks_that_cap_differently_are_refused() -> None:
     def call(groups: Any) -> None:
         (cp,) = handlers(groups, [9], min_degree=2)
