@@ -134,7 +134,7 @@ def collect(
     """The way back of :func:`deal`: (S, h, ...) to (T, heads, ...)."""
     count, own_rows = len(trade.receives), trade.sends[0].rows
     dtype = _narrowest(columns)
-    flat = [_side_by_side(_elements_as(column.flatten(1), dtype)) for column in columns]
+    flat = [_dense(_elements_as(column.flatten(1), dtype)) for column in columns]
     sent = ops.pack(flat, trade.scatter, trade.rows)
     received = sent.new_empty(count * own_rows, sent.shape[1])
     transport.start(sent, trade.arriving, received, trade.dealt, tag=tag).wait()
@@ -158,7 +158,7 @@ def _elements_as(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return rows if rows.dtype == dtype else rows.contiguous().view(dtype)
 
 
-def _side_by_side(rows: Tensor) -> Tensor:
+def _dense(rows: Tensor) -> Tensor:
     """As packing takes rows; a kernel may give a log-sum-exp by heads."""
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
