@@ -11,20 +11,27 @@ Two yardsticks for each pack, both measured in the run:
 Shares are yardstick / time: 1 is the limit. A time is that of the slowest rank, the median over
 rounds of several layers one after the other, as in a model; in each round a pack takes turns with
 its bound. Every contestant's output is compared with the float32 formula on one sequence before it
-is timed. bench_attention.py has every comm type and degree, on CPUs too.
+is timed. `ring` is per-document splitting as in benchmarks/ring.py, its sequences padded for it, on
+torch's point-to-point calls. P1, P2 and P4 are the first sequences of a batch of these families, up
+to 16,384 tokens a rank twice over. bench_attention.py has every comm type and degree, on CPUs too.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from random import Random
 
 import torch
 import torch.distributed as dist
+from families import BY_NAME
+from ring import OnRing, padded
 from timing import (
     Step,
     by_turns,
@@ -50,6 +57,7 @@ PACKS = {
     "32768 ... 128": [32768, 16384, 8192, 4096, 2048, 1024, 512, 256, 128, 128],
     "64 x 1024": [1024] * 64,
 }
+FAMILIES = ("P1", "P2", "P4")
 LAYERS, ROUNDS = 4, 5
 TIMEOUT = timedelta(seconds=60)
 CAPACITY = 16384
@@ -60,6 +68,7 @@ class Layer:
     """One micro-batch of a plan on this rank, with inputs."""
 
     cp: ContextParallelHandler
+    attention: Callable[[Tensor, Tensor, Tensor], Tensor]
     query: Tensor
     key: Tensor
     value: Tensor
@@ -79,18 +88,25 @@ def main() -> int:
     everything = {
         name: hcp.build_process_groups(transport=name, timeout=TIMEOUT) for name in args.transports
     }
-    for pack, lengths in PACKS.items():
+    for pack in args.packs:
+        lengths = PACKS[pack] if pack in PACKS else drawn(pack)
         ideal = ideal_of(lengths, args.heads, device)
         for plan_name, comm_type in CONTESTANTS:
-            for groups in everything.values():
-                compare(args, groups, pack, lengths, plan_name, comm_type, rate, ideal)
+            for name, groups in everything.items():
+                if comm_type != "ring" or name == "torch":
+                    compare(args, groups, pack, lengths, plan_name, comm_type, rate, ideal)
     for groups in everything.values():
         groups.close()
     end_ranks()
     return 0
 
 
-CONTESTANTS = (("degree N", "all_gather"), ("degree N", "p2p"), ("dynamic", "all_gather"))
+CONTESTANTS = (
+    ("degree N", "all_gather"),
+    ("degree N", "p2p"),
+    ("degree N", "ring"),
+    ("dynamic", "all_gather"),
+)
 HEADER = (
     f"{'transport':9} {'pack':14} {'plan':9} {'comm type':10} "
     f"{'ms f':>7} {'ms f+b':>7} {'ideal f':>8} {'f+b':>5} {'bound f':>8} {'f+b':>5} "
@@ -102,8 +118,18 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--heads", type=int, nargs=2, default=[32, 8], metavar=("QUERY", "KEY"))
     parser.add_argument("--transports", nargs="+", default=["peer", "nccl", "torch"])
+    names = [*PACKS, *FAMILIES]
+    parser.add_argument("--packs", nargs="+", choices=names, default=names, metavar="PACK")
     parser.add_argument("--deadline", type=float, default=590, help="seconds, then it ends (590)")
     return parser.parse_args()
+
+
+def drawn(family: str) -> list[int]:
+    """Sequences of a family, none longer than all ranks hold."""
+    ranks = dist.get_world_size()
+    lengths = [min(n, ranks * CAPACITY) for n in BY_NAME[family].draw(Random(1))]
+    sums = itertools.accumulate(lengths)
+    return lengths[: max(1, sum(total <= 2 * ranks * CAPACITY for total in sums))]
 
 
 def ideal_of(lengths: list[int], heads: list[int], device: torch.device) -> list[float]:
@@ -114,6 +140,8 @@ def ideal_of(lengths: list[int], heads: list[int], device: torch.device) -> list
 
 def compare(args, groups, pack, lengths, plan_name, comm_type, rate, ideal) -> None:
     ranks = groups.size("dp_cp")
+    if comm_type == "ring":
+        lengths = [padded(n, ranks) for n in lengths]
     capacity = max(CAPACITY, -(-max(lengths) // ranks) + 2)
     degree = ranks if plan_name == "degree N" else 1
     plan = hcp.plan(lengths, ranks=ranks, max_tokens_per_rank=capacity, min_degree=degree)
@@ -147,20 +175,27 @@ def compare(args, groups, pack, lengths, plan_name, comm_type, rate, ideal) -> N
 
 
 def make_layer(plan, micro_batch, groups, comm_type, heads) -> Layer:
-    cp = ContextParallelHandler(plan, micro_batch, groups.transport, comm_types=(comm_type,))
+    steps = (steps_of(comm_type),)
+    cp = ContextParallelHandler(plan, micro_batch, groups.transport, comm_types=steps)
     shape = {"dtype": torch.bfloat16, "device": groups.transport.device}
     tensors = [
         torch.randn(cp.rows, count, HEAD_DIM, **shape) for count in (heads[0], heads[1], heads[1])
     ]
     for tensor in tensors:
         tensor.requires_grad_()
-    return Layer(cp, *tensors, torch.randn(cp.rows, heads[0], HEAD_DIM, **shape))
+    attention = OnRing(cp, torch.bfloat16).attention if comm_type == "ring" else cp.attention
+    return Layer(cp, attention, *tensors, torch.randn(cp.rows, heads[0], HEAD_DIM, **shape))
+
+
+def steps_of(comm_type: str) -> str:
+    """hcp's comm type with the same exchanges."""
+    return "p2p" if comm_type == "ring" else comm_type
 
 
 def run(layers: list[Layer], backward: bool) -> None:
     for layer in layers:
         with torch.set_grad_enabled(backward):
-            out = layer.cp.attention(layer.query, layer.key, layer.value)
+            out = layer.attention(layer.query, layer.key, layer.value)
         if backward:
             torch.autograd.grad(out, (layer.query, layer.key, layer.value), layer.grad)
 
@@ -169,7 +204,7 @@ def check(layers: list[Layer]) -> None:
     """The rows that a rank has of the first sequence, against the formula over all of it."""
     for layer in layers:
         with torch.no_grad():
-            out = layer.cp.attention(layer.query, layer.key, layer.value)
+            out = layer.attention(layer.query, layer.key, layer.value)
         if layer.cp.degree == 0:
             continue
         whole = [gathered(layer.cp, x.detach()) for x in (layer.key, layer.value)]
@@ -251,7 +286,9 @@ class OwnCalls:
         self.layer = layer
         self.kernel = kernel_for(layer.query.device, layer.query.dtype, Choice())
         schedule = schedule_of(
-            layer.cp._words_of(comm_type, -1, 0, (layer.query.shape[1], layer.key.shape[1]))
+            layer.cp._words_of(
+                steps_of(comm_type), -1, 0, (layer.query.shape[1], layer.key.shape[1])
+            )
         )
         self.calls: list[tuple[Call, Tensor, Tensor]] = []
         with torch.no_grad():
@@ -278,7 +315,7 @@ class OwnCalls:
 
 def bytes_received(layer: Layer, comm_type: str, kv_heads: int) -> int:
     schedule = schedule_of(
-        layer.cp._words_of(comm_type, -1, 0, (layer.query.shape[1], layer.key.shape[1]))
+        layer.cp._words_of(steps_of(comm_type), -1, 0, (layer.query.shape[1], layer.key.shape[1]))
     )
     rows = sum(move.rows for move in schedule.receives)
     return rows * 2 * kv_heads * HEAD_DIM * 2
@@ -315,7 +352,7 @@ def host_times(layers: list[Layer], device: torch.device) -> list[float]:
 def host_time(layer: Layer, device: torch.device) -> tuple[float, float]:
     out: list[Tensor] = []
     inputs = (layer.query, layer.key, layer.value)
-    forward = queued(lambda: out.append(layer.cp.attention(*inputs)), device)
+    forward = queued(lambda: out.append(layer.attention(*inputs)), device)
     return forward, queued(lambda: torch.autograd.grad(*out, inputs, layer.grad), device)
 
 

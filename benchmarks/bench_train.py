@@ -6,11 +6,11 @@
     dynamic       hcp.plan: each sequence its own degree
     static        hcp.plan at one degree, the smallest that holds the longest sequence of the run
     wave greedy   Megatron's dynamic scheduler, restated in benchmarks/peers.py
-    ring          one degree, sequences packed in the order in which they come, keys and values
-                  around a ring by torch's point-to-point calls
+    ring          what users run today, restated: that degree, sequences packed in the order in
+                  which they come, each padded and split over the ranks, ring attention as in
+                  benchmarks/ring.py over torch's point-to-point calls
 
-All run on hcp's engine: `ring` has the packing and the exchange that users run today, but not their
-kernel calls per document, so that it is no measure of those. A step is forward, backward and one
+All but `ring`'s attention runs on hcp's engine. A step is forward, backward and one
 sum of all gradients; an optimizer's work is the same for all, and left out, as is the planning and
 the dispatch of rows, which a loader does ahead. Families are those of benchmarks/families.py, with
 sequences up to --tokens a batch, each cut to what all ranks hold.
@@ -29,17 +29,19 @@ import argparse
 import itertools
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 from random import Random
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from families import BY_NAME, Family
 from peers import next_fit_at, plan_of, static_degree, wave_greedy
+from ring import OnRing, padded
 from timing import by_turns, device_name, end_ranks, slowest, start_ranks, timed
 from torch import Tensor, nn
 
@@ -75,6 +77,8 @@ TOLERANCES = {torch.bfloat16: (2**-8, 0.2), torch.float32: (1e-5, 1e-3)}
 TIMEOUT = timedelta(seconds=60)
 ROUNDS = 2
 """Of the calibration."""
+Batches = Iterable[tuple[Any, Any]]
+"""Of each micro-batch a handler, or what stands in for one, and its local rows."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +173,7 @@ def build_model(
     return model.bfloat16() if device.type == "cuda" else model
 
 
-def run_micro_batches(job: Job, step: hcp.Step) -> Tensor:
+def run_micro_batches(job: Job, step: Batches) -> Tensor:
     """Forward and backward; this rank's share of the mean loss."""
     total = torch.zeros((), dtype=torch.float64, device=job.device)
     for cp, local in step:
@@ -181,7 +185,7 @@ def run_micro_batches(job: Job, step: hcp.Step) -> Tensor:
     return total
 
 
-def run_step(job: Job, step: hcp.Step) -> Tensor:
+def run_step(job: Job, step: Batches) -> Tensor:
     job.gradients.zero()
     share = run_micro_batches(job, step)
     job.gradients.reduce()
@@ -236,6 +240,7 @@ class Contestant:
     plan: hcp.Plan
     groups: hcp.ProcessGroups
     comm_type: str
+    on_ring: bool = False
 
 
 @dataclass
@@ -256,7 +261,7 @@ def compare(job: Job, family: Family, cost: hcp.CostModel) -> None:
     totals: dict[str, Totals] = {}
     for number, lengths in enumerate(batches):
         contestants = list(plans(job, lengths, capacity, degree, cost))
-        steps = {c.name: dispatched(job, c, number) for c in contestants}
+        steps = {c.name: dispatched(job, c, lengths, number) for c in contestants}
         distances = distances_of(job, family, steps)
         times = by_turns(
             {name: lambda step=step: run_step(job, step) for name, step in steps.items()},
@@ -299,33 +304,38 @@ def plans(
     if job.ranks & (job.ranks - 1) == 0:
         greedy = plan_of(wave_greedy(lengths, job.ranks, capacity, cost), lengths, request)
         yield Contestant("wave greedy", greedy, job.groups, comm_type)
-    in_order = plan_of(next_fit_at(degree, lengths, job.ranks, capacity), lengths, request)
-    yield Contestant("ring", in_order, job.pairs, "p2p")
+    split = [padded(length, degree) for length in lengths]
+    in_order = plan_of(next_fit_at(degree, split, job.ranks, capacity), split, request)
+    yield Contestant("ring", in_order, job.pairs, "p2p", on_ring=True)
 
 
-def dispatched(job: Job, contestant: Contestant, batch: int) -> hcp.Step:
+def dispatched(job: Job, contestant: Contestant, lengths: list[int], batch: int) -> Batches:
     """The step of a contestant: sequence i has the same tokens for all, loaded by rank i mod N."""
-    lengths, rank = contestant.plan.lengths, dist.get_rank()
     sources = [i % job.ranks for i in range(len(lengths))]
     mine = [
-        sample(lengths[i], seed=batch * 2**20 + i, device=job.device)
-        for i in range(rank, len(lengths), job.ranks)
+        sample(lengths[i], contestant.plan.lengths[i], batch * 2**20 + i, job.device)
+        for i in range(dist.get_rank(), len(lengths), job.ranks)
     ]
-    return hcp.dispatch(
+    step = hcp.dispatch(
         contestant.plan, mine, sources, contestant.groups, comm_types=(contestant.comm_type,)
     )
+    if not contestant.on_ring:
+        return step
+    dtype = next(job.model.parameters()).dtype
+    return [(OnRing(cp, dtype), local) for cp, local in step]
 
 
-def sample(length: int, seed: int, device: torch.device) -> dict[str, Tensor]:
-    """A walk through the vocabulary, whose next token is to be learned."""
+def sample(length: int, rows: int, seed: int, device: torch.device) -> dict[str, Tensor]:
+    """A walk through the vocabulary, whose next token is to be learned; more rows are padding."""
     generator = torch.Generator().manual_seed(seed)
     moves = torch.randint(1, 9, (length + 1,), generator=generator)
     walk = (moves.cumsum(0) % VOCABULARY_SIZE).to(device)
     ones = torch.ones(length, device=device)
-    return {"tokens": walk[:-1].clone(), "labels": walk[1:].clone(), "loss_mask": ones}
+    fields = {"tokens": walk[:-1], "labels": walk[1:], "loss_mask": ones}
+    return {name: F.pad(field, (0, rows - length)) for name, field in fields.items()}
 
 
-def distances_of(job: Job, family: Family, steps: dict[str, hcp.Step]) -> dict[str, float]:
+def distances_of(job: Job, family: Family, steps: dict[str, Batches]) -> dict[str, float]:
     """How far each one's gradients of the attention's weights are from those of the first,
     relative; its loss must be the first's, too. The first run of each step, not timed."""
     dtype = next(job.model.parameters()).dtype
