@@ -66,7 +66,7 @@ class Ring:
             "earlier": Part(None, first, self.kernel.calls([*map(_block, whole, halves)])),
             "later": Part(second, None, self.kernel.calls([*map(_block, halves, whole)])),
         }
-        self.runs = self._runs(whole).to(device)
+        self.runs = self._runs(whole)
 
     def sources(self) -> Iterator[int]:
         """Whose keys lie here, step by step."""

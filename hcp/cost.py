@@ -249,7 +249,7 @@ class CostModel:
 
     @classmethod
     def preset(cls, name: str) -> CostModel:
-        """A published cost model: one of :data:`PRESETS`, in units of 10 ps."""
+        """A published or measured cost model: one of :data:`PRESETS`."""
         if name not in PRESETS:
             raise ValueError(f"preset is {name!r}, expected one of {', '.join(PRESETS)}")
         return PRESETS[name]
@@ -338,11 +338,20 @@ def _hydraulis(a: float, b: float, c: float) -> CostModel:
     )
 
 
+_GPT_1B_H200 = CostModel(
+    pair=1675, token=9962047, exchange=1150995, launch=28222737487, step=168271152, unit=1e-12
+)
+"""Measured: a GPT of 1.0 B parameters (18 layers, width 2048, heads 16:8, bfloat16), all_gather
+among 4 H200s of one host, 2048 to 8192 rows a rank; 5.7% off in the median of held-out points. All
+points and versions: benchmarks/results/calibrate_h200x4_2026-11-22.json."""
+
+
 PRESETS: dict[str, CostModel] = {
     "flexsp-7b": _flexsp(5.128e-6, 0.1839576, 629.36, 32, 4096),
     "flexsp-13b": _flexsp(9.2852e-6, 0.3060189, 1132.56, 40, 5120),
     "flexsp-30b": _flexsp(1.54262e-5, 0.8035742, 2789.36, 60, 6656),
     "hydraulis-7b-tp4": _hydraulis(9.51e-7, 0.05557, 51.4),
     "hydraulis-7b-tp8": _hydraulis(5.12e-7, 0.03268, 59.7),
+    "gpt-1b-h200": _GPT_1B_H200,
 }
-"""Published cost models by name."""
+"""Cost models by name: published ones, and one that was measured."""

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hcp
-from hcp.cli.calibrate import conclude, held_out, parse_arguments
+from hcp.cli.calibrate import conclude, flat_rows, held_out, parse_arguments
 from hcp.cli.calibrate import grid as cells_of
 from hcp.cli.fit import Fit, Point, fit, non_negative_least_squares
 
@@ -107,13 +107,29 @@ def test_least_squares_keep_the_conditions_of_an_optimum(
 
 @pytest.mark.parametrize("ranks", [1, 3, 8, 12, 64])
 def test_the_grid_has_every_kind_of_micro_batch(ranks: int) -> None:
-    cells = cells_of(ranks, 1000)
+    cells = cells_of(ranks, 62, 1000)
     assert {1, ranks} <= {cell.degree for cell in cells}
     assert len(set(cells)) == len(cells)
     for cell in cells:
         assert min(cell.lengths) >= 1
         assert sum(cell.lengths) <= 1000 * cell.degree
     assert max(sum(cell.lengths) for cell in cells) == 1000 * ranks
+
+
+def test_the_grid_halves_the_rows_down_to_the_least() -> None:
+    rows = {sum(cell.lengths) // cell.degree for cell in cells_of(2, 300, 2048)}
+    assert rows == {2048, 1024, 512}
+
+
+def test_rows_whose_time_is_the_hosts_are_found() -> None:
+    points = grid(Fit({"token": 1e-5}, 0))
+    assert flat_rows(points) == 0
+    doubled = [
+        Point((rows * degree,), degree, False, max(rows * 1e-5, 0.02 + degree / 1000))
+        for degree in (1, 2, 4)
+        for rows in (512, 1024, 2048, 4096, 8192)
+    ]
+    assert flat_rows(doubled) == 1024
 
 
 def test_held_out_points_are_a_quarter_and_the_same_for_a_seed() -> None:
@@ -153,7 +169,7 @@ def test_measured_times_become_a_file_that_plans(
 ) -> None:
     out = tmp_path / "cost.json"
     args = parse_arguments([*SMALL, "--ranks", "3", "--out", str(out), "--cp-comm-type", comm_type])
-    cells = cells_of(3, 256)
+    cells = cells_of(3, 16, 256)
     truth = Fit(PRICES, 0)
     seconds = [truth.predict(Point(c.lengths, c.degree, False, 1.0)) for c in cells]
     conclude(args, cells, seconds, "a device")
@@ -191,6 +207,7 @@ def test_ranks_measure_every_cell(comm_type: str, tmp_path: Path) -> None:
     ("argv", "message"),
     [
         (["--max-tokens-per-rank", "64"], "max_tokens_per_rank is 64, expected >= 256"),
+        (["--min-tokens-per-rank", "200"], "min_tokens_per_rank is 200, expected 16 to half"),
         (["--num-query-groups", "3"], "num_attention_heads (2) % num_query_groups (3) == 2"),
         (["--repeats", "0"], "repeats is 0, expected an integer >= 1"),
         (["--out", "/none/such/cost.json"], "no such folder"),

@@ -86,6 +86,12 @@ def test_a_saved_model_is_loaded_as_it_was(name: str, tmp_path: Path) -> None:
     assert json.loads(path.read_text())["provenance"] == {"source": name}
 
 
+def test_the_measured_preset_is_what_was_measured() -> None:
+    results = Path(__file__).parents[1] / "benchmarks" / "results"
+    measured = hcp.CostModel.load(results / "calibrate_h200x4_2026-11-22.json")
+    assert hcp.CostModel.preset("gpt-1b-h200") == measured
+
+
 def test_a_saved_table_makes_the_same_plan(tmp_path: Path) -> None:
     lengths, limits = [900, 30, 1200], {"ranks": 3, "max_tokens_per_rank": 700}
     cost = hcp.CostModel.from_function(lambda n, d: n * n / d * 1e-6 + 1e-5, launch=1e-3)

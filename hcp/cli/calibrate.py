@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from hcp.cli.arguments import in_words, new_parser
@@ -65,7 +66,14 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         type=int,
         default=2048,
         metavar="TOKENS",
-        help="most rows of one rank; the grid goes down to a sixteenth (2048)",
+        help="most rows of one rank in the grid (2048)",
+    )
+    group.add_argument(
+        "--min-tokens-per-rank",
+        type=int,
+        metavar="TOKENS",
+        help="fewest, reached by halving; below some number of rows a GPU waits for its host, and "
+        "times no longer follow the rows (a sixteenth of the most)",
     )
     group.add_argument("--repeats", type=int, default=5, help="of each point; medians count (5)")
     group.add_argument(
@@ -96,6 +104,13 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         expect_size(name, getattr(args, name))
     if args.max_tokens_per_rank < 256:
         raise ValueError(f"max_tokens_per_rank is {args.max_tokens_per_rank}, expected >= 256")
+    if args.min_tokens_per_rank is None:
+        args.min_tokens_per_rank = args.max_tokens_per_rank // 16
+    if not 16 <= args.min_tokens_per_rank <= args.max_tokens_per_rank // 2:
+        raise ValueError(
+            f"min_tokens_per_rank is {args.min_tokens_per_rank}, expected 16 to half of "
+            f"max_tokens_per_rank = {args.max_tokens_per_rank}"
+        )
     check_model(args)
     if args.cp_comm_type == "auto":
         raise ValueError(
@@ -125,16 +140,31 @@ class Cell:
     degree: int
 
 
-def grid(ranks: int, max_tokens_per_rank: int) -> list[Cell]:
-    """Degrees to 8, then powers of two and all ranks; from a sixteenth of the rows to all of them;
-    as one sequence, as 4 and as 16."""
+def grid(ranks: int, least: int, most: int) -> list[Cell]:
+    """Degrees to 8, then powers of two and all ranks; rows of a rank from the most down to the
+    least by halves; as one sequence, as 4 and as 16."""
     degrees = [d for d in range(1, ranks + 1) if d <= 8 or d == ranks or d & (d - 1) == 0]
+    halves = [most >> k for k in range(most.bit_length()) if most >> k >= least]
     return [
         Cell((rows * degree // parts,) * parts, degree)
         for degree in degrees
-        for rows in (max_tokens_per_rank >> k for k in (4, 3, 2, 1, 0))
+        for rows in reversed(halves)
         for parts in (1, 4, 16)
     ]
+
+
+def flat_rows(points: Sequence[Point]) -> int:
+    """The most rows of a rank that take three quarters of the time of twice as many, or more: up to
+    there a micro-batch takes the host's time, whatever it holds. 0: none."""
+    times: dict[tuple[int, int], dict[int, float]] = {}
+    for p in points:
+        rows = sum(p.lengths) // p.degree
+        times.setdefault((p.degree, len(p.lengths)), {})[rows] = p.seconds
+    ratios: dict[int, list[float]] = {}
+    for of in times.values():
+        for rows in of.keys() & {2 * rows for rows in of}:
+            ratios.setdefault(rows // 2, []).append(of[rows // 2] / of[rows])
+    return max((rows for rows, found in ratios.items() if median(found) >= 0.75), default=0)
 
 
 def held_out(count: int, seed: int) -> set[int]:
@@ -176,6 +206,7 @@ def provenance(
             "python": platform.python_version(),
         },
         "model": {name: getattr(args, name) for name in (*model, levels)},
+        "tokens per rank": [args.min_tokens_per_rank, args.max_tokens_per_rank],
         "repeats": args.repeats,
         "seed": args.seed,
         "errors": errors,
@@ -184,7 +215,13 @@ def provenance(
     }
 
 
-def print_report(args: argparse.Namespace, found: Fit, errors: dict[str, Any], device: str) -> None:
+def print_report(
+    args: argparse.Namespace,
+    found: Fit,
+    errors: dict[str, Any],
+    device: str,
+    points: Sequence[Point],
+) -> None:
     from hcp.cost import TIMES
 
     print(f"{args.ranks} ranks on {device}, {args.dtype}, {args.cp_comm_type}")
@@ -197,6 +234,12 @@ def print_report(args: argparse.Namespace, found: Fit, errors: dict[str, Any], d
         print(
             f"  error on {of['points']} {name} points: median {of['median']:.1%}, "
             f"p95 {of['p95']:.1%}, largest {of['largest']:.1%}"
+        )
+    flat = flat_rows(points)
+    if flat:
+        print(
+            f"  {flat} rows of a rank take hardly less than {2 * flat}: the host is the limit. "
+            f"For fuller micro-batches --min-tokens-per-rank {2 * flat} predicts better"
         )
     print(f"wrote {args.out}")
 
@@ -232,7 +275,7 @@ def conclude(
         "fitted": errors_in_words(found, fitted),
     }
     found.cost.save(args.out, provenance(args, device, errors, points))
-    print_report(args, found, errors, device)
+    print_report(args, found, errors, device, points)
 
 
 # ---- Ranks ---------------------------------------------------------------------------------------
@@ -248,7 +291,7 @@ def run_rank(args: argparse.Namespace) -> None:
 
     device = initialize_distributed(args)
     try:
-        cells = grid(args.ranks, args.max_tokens_per_rank)
+        cells = grid(args.ranks, args.min_tokens_per_rank, args.max_tokens_per_rank)
         seconds = measure(args, cells, device)
         if dist.get_rank() == 0:
             conclude(args, cells, seconds, device_name(device))
