@@ -4,14 +4,14 @@
 # WHEELS holds wheels for this Python, all of which are installed for the run: of Megatron-Core 0.19.2, and,
 # where Transformers is not there, of what the extra of this name needs beside torch; else it is left out.
 #   pip download --no-deps --python-version 3.12 --only-binary=:all: -d folder megatron-core==0.19.2
-# SECONDS_EACH (45) ends a run that hangs, SECONDS_ALL (120) leaves out what no time is left for.
+# SECONDS_EACH (60) ends a run that hangs, SECONDS_ALL (400) leaves out what no time is left for.
 # The runs of most interest come first: tokens per second of dynamic against static CP, of a GPT of
 # 1 B parameters on the lengths of two families (benchmarks/families.py) in real text; then small
 # models in float32 under other layouts. Last a table, and exit code 1 where a run failed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit
 gpus=${1:-$(nvidia-smi -L | wc -l)}
-each=${SECONDS_EACH:-45} all=${SECONDS_ALL:-120}
+each=${SECONDS_EACH:-60} all=${SECONDS_ALL:-400}
 work=$(mktemp -d)
 logs=${OUT:-$work}
 trap 'rm -rf "$work"' EXIT
@@ -41,9 +41,11 @@ train() { # NAME OPTIONS...: one run, its log in a file, its line in the table
 
 finetune() { # NAME GPUS OPTIONS...: both models of Transformers; the larger difference of losses
   local name=$1 log=$logs/${1// /-}.log result=ok begun=$SECONDS
-  local left=$((all - SECONDS))
-  if ((left < 10)) || ! python3 -c 'import hcp.integrations.transformers' 2>/dev/null; then
-    table+=$'\n'$(printf '%-24s %8s' "$name" 'left out')
+  local left=$((all - SECONDS)) missing=''
+  ((left < 10)) && missing='no time'
+  python3 -c 'import hcp.integrations.transformers' || missing='left out'
+  if [[ $missing ]]; then
+    table+=$'\n'$(printf '%-24s %8s' "$name" "$missing")
     return
   fi
   timeout --kill-after=10 "$((left < each ? left : each))" \
