@@ -27,6 +27,7 @@ def _module(name: str) -> Callable[[], HandlerClass]:
 _backends: dict[str, Callable[[], HandlerClass]] = {
     "torch": lambda: ContextParallelHandler,
     "auto": _module("hcp.auto_backend"),
+    "cudnn": _module("hcp.cudnn_backend"),
     "flash_attn": _module("hcp.flash_attn_backend"),
     "flash_attn_4": _module("hcp.flash_attn_4_backend"),
     "transformer_engine": _module("hcp.integrations.transformer_engine"),
@@ -55,7 +56,8 @@ def get_cp_handler_cls(
 ) -> HandlerClass:
     """The class of handlers that :func:`hcp.dispatch` makes (``handler_cls=``).
 
-    ``backend``: "torch", PyTorch's kernels; "flash_attn", the package of this name, on CUDA;
+    ``backend``: "torch", PyTorch's kernels; "cudnn", cuDNN's for one sequence at a time, on CUDA,
+    where its lengths come again and again; "flash_attn", the package of this name, on CUDA;
     "flash_attn_4", the package flash-attn-4, on Hopper or later; "auto", for every call the faster
     of the first and of "flash_attn_4" where that is there and measured, else the first;
     "transformer_engine", its DotProductAttention, which exchanges keys itself; or a name given to

@@ -121,7 +121,7 @@ class Kernel(Protocol):
         """
 
 
-def _each_alone(entries: Sequence[Entry]) -> list[Call]:
+def each_alone(entries: Sequence[Entry]) -> list[Call]:
     return [Call([entry]) for entry in entries]
 
 
@@ -194,7 +194,7 @@ class CpuFlash:
 
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-    calls = staticmethod(_each_alone)
+    calls = staticmethod(each_alone)
 
     def capped(self, softcap: float) -> None:
         return None
@@ -209,14 +209,14 @@ class CpuFlash:
             rows = [query[tile.queries], key[tile.keys], wide_value[tile.keys]]
             parts.append(
                 torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                    *map(_batched, rows),
+                    *map(batched, rows),
                     0.0,
                     tile.causal,
                     attn_mask=tile.mask(query),
                     scale=scale,
                 )
             )
-        out = _end_to_end([_packed(out) for out, _ in parts])[..., : value.shape[2]]
+        out = _end_to_end([unbatched(out) for out, _ in parts])[..., : value.shape[2]]
         return out, _end_to_end([lse.squeeze(0).transpose(0, 1) for _, lse in parts])
 
     def backward(
@@ -240,14 +240,14 @@ class CpuFlash:
             q, k = tile.queries, tile.keys
             rows = [grad_out[q], wide_query[q], wide_key[k], wide_value[k], out[q]]
             tile_grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *map(_batched, rows),
+                *map(batched, rows),
                 lse[q].transpose(0, 1).unsqueeze(0),
                 0.0,
                 tile.causal,
                 attn_mask=tile.mask(query),
                 scale=scale,
             )
-            grads.append([_packed(grad) for grad in tile_grads])
+            grads.append([unbatched(grad) for grad in tile_grads])
         summed = (
             _end_to_end([grad[0] for grad in grads]),
             _summed(tiles, [grad[1] for grad in grads], wide_key),
@@ -326,11 +326,11 @@ def _narrowed(
     return grad_query[..., :head_dim], grad_key[..., :head_dim], grad_value[..., : value.shape[2]]
 
 
-def _batched(rows: Tensor) -> Tensor:
+def batched(rows: Tensor) -> Tensor:
     return rows.unsqueeze(0).transpose(1, 2)
 
 
-def _packed(batch: Tensor) -> Tensor:
+def unbatched(batch: Tensor) -> Tensor:
     return batch.squeeze(0).transpose(0, 1)
 
 
@@ -434,7 +434,7 @@ class Plain:
 
     dtypes = (torch.float64, torch.float32)
 
-    calls = staticmethod(_each_alone)
+    calls = staticmethod(each_alone)
 
     def capped(self, softcap: float) -> Plain:
         return Plain(softcap)

@@ -17,6 +17,8 @@ from torch import Tensor
 
 import hcp
 from hcp import backends, kernels
+from hcp.kernels import Call
+from hcp.layout import Entry
 
 # ---- the factory ---------------------------------------------------------------------------------
 
@@ -57,6 +59,33 @@ def test_a_library_that_is_not_there_is_named(backend: str, library: str) -> Non
         pytest.skip(f"{library} is installed")
     with pytest.raises(hcp.HcpError, match=f"backend '{backend}' cannot be imported .*{library}"):
         hcp.get_cp_handler_cls(backend)
+
+
+def test_cudnn_is_refused_where_it_has_no_kernel() -> None:
+    from hcp.cudnn_backend import Cudnn
+
+    cls = hcp.get_cp_handler_cls("cudnn")
+    plan = hcp.plan([9], ranks=1, max_tokens_per_rank=16)
+
+    def on_the_cpu(groups: Any) -> None:
+        x = torch.randn(9, 2, 8)
+        with pytest.raises(ValueError, match="'cudnn' is asked for cpu, expected CUDA"):
+            cls(plan, 0, groups.transport).attention(x, x, x)
+
+    hcp.loopback(1, on_the_cpu)
+    rows = torch.randn(8, 2, 16, dtype=torch.bfloat16)
+    lse = torch.zeros(8, 2)
+
+    def refused(call: Call, value: torch.Tensor, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            Cudnn().forward(call, rows[: call.entries[0].query_rows], rows, value, 0.25)
+
+    square = Call([Entry(0, 8, 0, 8, -7, 0)])
+    refused(square, rows[..., :8], "head sizes are 16 and 8, expected one multiple of 8")
+    refused(Call([Entry(0, 4, 0, 8, -7, 4)]), rows, "4 queries and 8 keys has the window")
+    refused(Call([Entry(0, 8, 0, 8, -2, 0)]), rows, r"has the window \(2, 0\), expected a causal")
+    with pytest.raises(ValueError, match="log-sum-exp has a gradient"):
+        Cudnn().backward(square, rows, lse, rows, rows, rows, rows, lse, 0.25)
 
 
 def test_dispatch_makes_handlers_of_the_class() -> None:

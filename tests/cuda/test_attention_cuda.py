@@ -142,6 +142,18 @@ def test_masks_of_cross_attention_by_flash_attention_equal_the_formula(
     assert max(hcp.loopback(2, difference, device="cuda")) <= 0.06
 
 
+# ---- cuDNN ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("ranks", "comm_type"), [(1, "p2p"), (3, "p2p"), (3, "a2a")])
+def test_cudnn_rounds_as_flash_attention_2_does(ranks: int, comm_type: str, causal: bool) -> None:
+    case = Case(LENGTHS, ranks, min_degree=ranks, comm_type=comm_type, causal=causal)
+    case = replace(case, head_dim=64, dtype="bfloat16", backend="cudnn")
+    alone = replace(case, ranks=1, min_degree=1, backend="torch")
+    assert loopback_error(case, device="cuda") <= 2 * loopback_error(alone, device="cuda")
+
+
 # ---- FlashAttention-4 ----------------------------------------------------------------------------
 
 

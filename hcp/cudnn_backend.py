@@ -1,0 +1,115 @@
+"""cuDNN's attention, as PyTorch has it, under hcp's schedules: dense blocks of one sequence.
+
+A block is a causal square or has no mask, so this is for whole sequences (degree 1, ``a2a``) and
+for ``p2p``, not for ``all_gather``, whose blocks end at the diagonal. cuDNN builds a plan for each
+pair of lengths when it first meets them: it pays where lengths come again, not where every
+sequence has its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hcp import kernels
+from hcp.handler import ContextParallelHandler
+from hcp.kernels import Call, Kernel, batched, each_alone, unbatched
+from hcp.layout import Entry
+
+
+class Cudnn:
+    """One entry a call. Its packed kernels are no use: slow, and their backward ended in an illegal
+    memory access (torch 2.11, cuDNN 9.19)."""
+
+    dtypes = (torch.bfloat16, torch.float16)
+
+    calls = staticmethod(each_alone)
+
+    def capped(self, softcap: float) -> None:
+        return None
+
+    def forward(
+        self, call: Call, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        causal = _is_causal(call.entries[0], query, value)
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            *map(batched, (query, key, value)), None, True, 0.0, causal, False, scale=scale
+        )
+        return unbatched(out), lse.view(query.shape[1], -1).transpose(0, 1)
+
+    def backward(
+        self,
+        call: Call,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        causal = _is_causal(call.entries[0], query, value)
+        if grad_lse is not None:
+            raise ValueError(
+                "the log-sum-exp has a gradient, for which the backend 'cudnn' has no kernel: use "
+                "'torch'"
+            )
+        rows = [batched(x) for x in (grad_out.contiguous(), query, key, value, out)]
+        heads_first = lse.transpose(0, 1).contiguous().view(1, lse.shape[1], -1, 1)
+        no_dropout = torch.empty((), dtype=torch.int64, device=lse.device)
+        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            *rows,
+            heads_first,
+            no_dropout,
+            no_dropout,
+            None,  # neither a bias nor bounds of a pack
+            None,
+            None,
+            len(query),
+            len(key),
+            0.0,
+            causal,
+            scale=scale,
+        )
+        grad_query, grad_key, grad_value = map(unbatched, grads)
+        return grad_query, grad_key, grad_value
+
+
+def _is_causal(entry: Entry, query: Tensor, value: Tensor) -> bool:
+    """Of a block that cuDNN has a kernel for. ValueError: it has none."""
+    sizes = query.shape[2], value.shape[2]
+    if sizes[0] != sizes[1] or sizes[0] % 8 or sizes[0] > 128:
+        raise ValueError(
+            f"head sizes are {sizes[0]} and {sizes[1]}, expected one multiple of 8 up to 128 for "
+            "the backend 'cudnn': use 'torch'"
+        )
+    if entry.window == (-1, -1):
+        return False
+    if entry.window == (-1, 0) and entry.query_rows == entry.key_rows:
+        return True
+    raise ValueError(
+        f"a block of {entry.query_rows} queries and {entry.key_rows} keys has the window "
+        f"{entry.window}, expected a causal square or no mask for the backend 'cudnn': use "
+        "cp_comm_type 'p2p' or 'a2a' without window_size, or the backend 'torch'"
+    )
+
+
+def _kernels(device: torch.device) -> Sequence[Kernel]:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        raise ValueError(
+            f"the backend 'cudnn' is asked for {device}, expected CUDA and compute capability 8.0 "
+            "or higher: use 'torch' there"
+        )
+    return (Cudnn(),)
+
+
+class Handler(ContextParallelHandler):
+    """A handler whose attention runs on cuDNN."""
+
+    kernel_family = "cudnn"
+
+
+kernels.add_family(Handler.kernel_family, _kernels)
