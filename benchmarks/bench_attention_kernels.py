@@ -1,11 +1,17 @@
-"""FlashAttention-4 against PyTorch's FlashAttention-2 through hcp's kernels, on one GPU.
+"""Libraries' attention kernels through hcp, against PyTorch's FlashAttention-2, on one GPU.
 
     python benchmarks/bench_attention_kernels.py [--heads 32 8]
 
-Times of FlashAttention-2 / those of FlashAttention-4, above 1 where the latter is faster, of one
-call after the other with the host's time in it; and which of the two the backend `auto` picks in
-each direction, by which measured pack. The packs are those of ``hcp.auto_backend.MEASURED`` and
-others between them.
+Times of FlashAttention-2 / those of the other, above 1 where the other is faster, of one pack after
+the other with the host's time in it. Results are compared with FlashAttention-2's first, to what
+bfloat16 rounds. Columns:
+
+    cuDNN     one call for each sequence; "first, ms": its first call with these lengths, forward
+              and backward, in which it builds its plans
+    FA4       FlashAttention-4, one call for the pack, where flash-attn-4 is installed; and which of
+              the two the backend `auto` picks in each direction, by which measured pack
+
+The packs are those of ``hcp.auto_backend.MEASURED`` and others between them.
 """
 
 from __future__ import annotations
@@ -13,17 +19,23 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from hcp.auto_backend import MEASURED, Faster, nearest
-from hcp.flash_attn_4_backend import Flash4
-from hcp.kernels import Flash2, Kernel
+from hcp.auto_backend import MEASURED, Faster, installed, nearest
+from hcp.cudnn_backend import Cudnn
+from hcp.kernels import Call, Flash2, Kernel
 from hcp.layout import Entry
 
 BETWEEN = [(2048,), (4096,), (4096,) * 2, (2048,) * 4, (2048,) * 16, (512,) * 128, (256,) * 256]
+MOST_CALLS = 64
+"""Of cuDNN for one pack: more are the host's time."""
 REPEATS, ROUNDS = 3, 3
+SCALE = 128**-0.5
+TOLERANCE = 0.05
 
 
 def main() -> None:
@@ -31,55 +43,120 @@ def main() -> None:
     parser.add_argument("--heads", type=int, nargs=2, default=[32, 8], metavar=("QUERY", "KEY"))
     heads = parser.parse_args().heads
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, heads {heads} of 128, bf16")
-    print(f"{'pack':24}{'fwd':>6}{'bwd':>6}{'auto picks, as the measured pack':>36}")
+    print(f"{'':24}{'cuDNN':>6}{'':16}{'FA4':>6}")
+    print(f"{'pack':24}{'fwd':>6}{'bwd':>6}{'first, ms':>10}{'fwd':>6}{'bwd':>6}  auto picks, as")
     for lengths in [*(m.lengths for m in MEASURED), *BETWEEN]:
         print_pack(lengths, *heads)
 
 
+class Pack(NamedTuple):
+    """One kernel's calls over the pack's rows."""
+
+    kernel: Kernel
+    calls: Sequence[Call]
+    rows: tuple[Tensor, Tensor, Tensor]
+    grad: Tensor
+    known: list[tuple[Tensor, Tensor]]
+    """Output and log-sum-exp of each call, for the backward."""
+
+    def forward(self) -> list[tuple[Tensor, Tensor]]:
+        return [self.kernel.forward(call, *self._of(call), SCALE) for call in self.calls]
+
+    def backward(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        return [
+            self.kernel.backward(
+                call, self.grad[call.queries], None, *self._of(call), *known, SCALE
+            )
+            for call, known in zip(self.calls, self.known, strict=True)
+        ]
+
+    def results(self) -> list[Tensor]:
+        self.known[:] = self.forward()
+        outs = torch.cat([out for out, _ in self.known])
+        return [outs, *(torch.cat(parts) for parts in zip(*self.backward(), strict=True))]
+
+    def _of(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = self.rows
+        return query[call.queries], key[call.keys], value[call.keys]
+
+
 def print_pack(lengths: tuple[int, ...], heads: int, key_heads: int) -> None:
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    entries = [Entry(at, n, at, n, -n, 0) for at, n in zip(starts, lengths, strict=True)]
-    (call,) = Flash2.calls(entries)
+    entries = [Entry(at, n, at, n, 1 - n, 0) for at, n in zip(starts, lengths, strict=True)]
     rows = sum(lengths)
     query, key, value, grad = (
         torch.randn(rows, count, 128, device="cuda", dtype=torch.bfloat16)
         for count in (heads, key_heads, key_heads, heads)
     )
-    flash4, flash2 = Flash4(), Flash2()
 
-    def forward(kernel: Kernel) -> None:
-        kernel.forward(call, query, key, value, 0.088)
+    def pack(kernel: Kernel) -> Pack:
+        return Pack(kernel, kernel.calls(entries), (query, key, value), grad, [])
 
-    out, lse = flash2.forward(call, query, key, value, 0.088)
+    flash2 = pack(Flash2())
+    expected = flash2.results()
+    same = len(set(lengths)) == 1
+    line = f"{len(lengths)} x {lengths[0]}" if same else f"{lengths[0]} ... {lengths[-1]}"
+    line = f"{line:24}"
+    if len(lengths) <= MOST_CALLS:
+        cudnn = pack(Cudnn())
+        first = 1e3 * compared(cudnn, expected)
+        line += f"{ratio(flash2.forward, cudnn.forward):6.2f}"
+        line += f"{ratio(flash2.backward, cudnn.backward):6.2f}{first:10.0f}"
+    else:
+        line += f"{'-':>6}{'-':>6}{'-':>10}"
+    if installed() is not None:
+        line += flash4_columns(pack, flash2, expected)
+    print(line, flush=True)
 
-    def backward(kernel: Kernel) -> None:
-        kernel.backward(call, grad, None, query, key, value, out, lse, 0.088)
 
-    ratios = [ratio(step, flash2, flash4) for step in (forward, backward)]
-    like = nearest(call, query, value)
+def flash4_columns(make: Callable[[Kernel], Pack], flash2: Pack, expected: list[Tensor]) -> str:
+    from hcp.flash_attn_4_backend import Flash4
+
+    kernel = Flash4()
+    flash4 = make(kernel)
+    compared(flash4, expected)
+    query, _, value = flash4.rows
+    like = nearest(flash4.calls[0], query, value)
     chosen = [
-        "4" if Faster(flash4, flash2)._chosen(gain, query, value) is flash4 else "2"
+        "4" if Faster(kernel, flash2.kernel)._chosen(gain, query, value) is kernel else "2"
         for gain in (like.forward, like.backward)
     ]
-    same = len(set(lengths)) == 1
-    name = f"{len(lengths)} x {lengths[0]}" if same else f"{lengths[0]} ... {lengths[-1]}"
-    picks = f"{'/'.join(chosen)}, {len(like.lengths)} of {like.lengths[0]} first"
-    print(f"{name:24}{ratios[0]:6.2f}{ratios[1]:6.2f}{picks:>36}", flush=True)
+    ratios = ratio(flash2.forward, flash4.forward), ratio(flash2.backward, flash4.backward)
+    first = f"{len(like.lengths)} of {like.lengths[0]} first"
+    return f"{ratios[0]:6.2f}{ratios[1]:6.2f}  {'/'.join(chosen)}, {first}"
 
 
-def ratio(step: Callable[[Kernel], None], first: Kernel, second: Kernel) -> float:
+def compared(pack: Pack, expected: list[Tensor]) -> float:
+    """Seconds of the first run, whose results must be the expected ones."""
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    found = pack.results()
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - begun
+    names = ("output", "queries' gradient", "keys' gradient", "values' gradient")
+    for name, got, want in zip(names, found, expected, strict=True):
+        error = float((got - want).abs().max()) / float(want.abs().max())
+        if not error <= TOLERANCE:
+            raise SystemExit(
+                f"{type(pack.kernel).__name__}: the {name} is off by {error:.3f} of its largest, "
+                f"expected <= {TOLERANCE}"
+            )
+    return seconds
+
+
+def ratio(first: Callable[[], object], second: Callable[[], object]) -> float:
     """Of medians of rounds that take turns."""
-    times: dict[Kernel, list[float]] = {first: [], second: []}
+    times: list[list[float]] = [[], []]
     for _ in range(ROUNDS + 1):
-        for kernel in (first, second):
+        for step, taken in zip((first, second), times, strict=True):
             torch.cuda.synchronize()
             start = time.perf_counter()
             for _ in range(REPEATS):
-                step(kernel)
+                step()
             torch.cuda.synchronize()
-            times[kernel].append(time.perf_counter() - start)
-    # The first round compiles.
-    return statistics.median(times[first][1:]) / statistics.median(times[second][1:])
+            taken.append(time.perf_counter() - start)
+    # The first round warms up.
+    return statistics.median(times[0][1:]) / statistics.median(times[1][1:])
 
 
 if __name__ == "__main__":
