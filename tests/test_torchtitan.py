@@ -1,6 +1,5 @@
 """torchtitan, the real package on gloo ranks: dynamic, static and one-rank runs are one run."""
 
-import importlib.metadata
 import importlib.util
 import os
 import re
@@ -396,26 +395,3 @@ def test_torchtitans_own_trainer_gets_an_error_that_names_the_right_one():
 def test_a_limit_that_no_number_of_ranks_satisfies_is_refused():
     with pytest.raises(AssertionError, match=r"rows of 64 tokens on a rank of 2 .* > max_seqlen"):
         on_ranks(2, train, titan.options(20), "llama3", {})
-
-
-@pytest.mark.parametrize(
-    ("version", "message"),
-    [
-        ("0.2.2", r"torchtitan is 0.2.2, expected 0.3.0, .*: pip install torchtitan==0.3.0"),
-        (None, "torchtitan is not installed, expected 0.3.0: pip install torchtitan==0.3.0"),
-    ],
-)
-def test_other_versions_are_refused(version, message, monkeypatch):
-    real = importlib.metadata.version
-
-    def version_of(name):
-        if name != "torchtitan":
-            return real(name)
-        if version is None:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return version
-
-    monkeypatch.setattr(importlib.metadata, "version", version_of)
-    monkeypatch.delitem(sys.modules, "hcp.integrations.torchtitan")
-    with pytest.raises(ImportError, match=message):
-        importlib.import_module("hcp.integrations.torchtitan")

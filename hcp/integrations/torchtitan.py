@@ -15,7 +15,6 @@ in the place of attention masks. Importing this file imports torchtitan.
 
 from __future__ import annotations
 
-import importlib.metadata
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -27,27 +26,13 @@ from torch import Tensor, nn
 
 import hcp
 from hcp.config import expect_choice, rows_up_to
+from hcp.integrations.versions import installed, require_one_of
 
 TESTED = ("0.3.0",)
 """Versions of torchtitan that this file has been tested with; others are refused."""
 
 
-def _check_version() -> None:
-    wanted = " or ".join(TESTED)
-    try:
-        version = importlib.metadata.version("torchtitan")
-    except importlib.metadata.PackageNotFoundError:
-        raise ImportError(
-            f"torchtitan is not installed, expected {wanted}: pip install torchtitan=={TESTED[-1]}"
-        ) from None
-    if version not in TESTED:
-        raise ImportError(
-            f"torchtitan is {version}, expected {wanted}, with which hcp.integrations.torchtitan "
-            f"was tested: pip install torchtitan=={TESTED[-1]}"
-        )
-
-
-_check_version()
+require_one_of("torchtitan", installed("torchtitan"), TESTED)
 
 from torchtitan.components.dataloader import DataloaderExhaustedError  # noqa: E402
 from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper  # noqa: E402
