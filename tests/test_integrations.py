@@ -1,5 +1,4 @@
-"""Trainers' own loops, by their shapes: neither Megatron-LM nor Megatron-Bridge is imported. Which
-versions are taken."""
+"""Megatron-LM's own evaluation loop, by its shape, and which versions of trainers are taken."""
 
 import importlib
 import json
@@ -10,7 +9,6 @@ import sys
 import sysconfig
 from argparse import Namespace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import trainer
@@ -18,7 +16,7 @@ from ranks import run_ranks
 
 import hcp
 from hcp.integrations import versions
-from hcp.integrations.megatron import EvalContextParallel, wrap_evaluate
+from hcp.integrations.megatron import wrap_evaluate
 from hcp.integrations.versions import require, require_one_of
 
 
@@ -51,33 +49,6 @@ def evaluate_as_megatron_lm_does(rank, size):
 
 def test_a_megatron_lm_style_evaluate_runs_under_the_eval_layout():
     run_ranks(2, evaluate_as_megatron_lm_does)
-
-
-def run_bridges_events(rank, size):
-    train = hcp.build_process_groups()
-    evaluation = train.with_context_parallel(2)
-    model, _ = trainer.build(train)
-    callback = EvalContextParallel(train, evaluation)
-    context = SimpleNamespace(state=SimpleNamespace(), model=[model])
-    callback.on_data_init_start(context)
-    assert context.state._eval_pgs is evaluation
-    seen = []
-    for end in ("eval_end", "test_end", "train_step_start", "checkpoint_save", "train_end"):
-        callback.on_train_start(context)
-        getattr(callback, "on_test_start" if end == "test_end" else "on_eval_start")(context)
-        seen.append((callback.inside, model.cp_size))
-        callback.on_eval_step_end(context)
-        getattr(callback, f"on_{end}")(context)
-        assert (callback.inside, model.cp_size) == (False, 1)
-    callback.on_eval_start(context)
-    callback.on_eval_start(context)  # an evaluation that never ended
-    callback.restore()
-    assert model.cp_size == 1
-    assert seen == [(True, 2)] * 5
-
-
-def test_bridges_events_switch_and_every_way_on_restores():
-    run_ranks(2, run_bridges_events)
 
 
 # ---- versions ------------------------------------------------------------------------------------
@@ -186,35 +157,3 @@ def test_a_local_build_of_a_tested_version_is_taken():
     assert require_one_of("trainer", "0.3.0+cu130", ["0.2.0", "0.3.0"]) == "0.3.0"
     with pytest.raises(ImportError, match=r"trainer is 0.3.1, .* pip install trainer==0.2.0"):
         require_one_of("trainer", "0.3.1", ["0.2.0", "0.3.0"])
-
-
-# ---- Megatron-Bridge -----------------------------------------------------------------------------
-
-
-def bridge_from_its_configuration(rank, size):
-    train = hcp.build_process_groups()
-    model, _ = trainer.build(train)
-    dist = SimpleNamespace(eval_context_parallel_size=2)
-    state = SimpleNamespace(cfg=SimpleNamespace(dist=dist))
-    context = SimpleNamespace(state=state, model=[SimpleNamespace(module=model)])
-    callback = EvalContextParallel()
-    with pytest.raises(ValueError, match="has no groups, expected on_data_init_start"):
-        callback.on_eval_start(context)
-    callback.on_data_init_start(context)
-    assert (state._eval_pgs.size("cp"), state._eval_pgs.size("dp")) == (2, 1)
-    callback.on_eval_start(SimpleNamespace(state=state, model=[model]))
-    assert model.cp_size == 2
-    callback.on_eval_end(context)
-    assert model.cp_size == 1
-    dist.eval_context_parallel_size = None
-    with pytest.raises(ValueError, match="eval_context_parallel_size is None, expected the"):
-        EvalContextParallel().on_data_init_start(context)
-    dist.eval_context_parallel_size = 2
-    with pytest.raises(ValueError, match="has no pg_collection, expected the groups"):
-        EvalContextParallel().on_data_init_start(SimpleNamespace(state=state, model=[object()]))
-    with pytest.raises(ValueError, match="go together"):
-        EvalContextParallel(train)
-
-
-def test_bridges_own_option_names_the_layout():
-    run_ranks(2, bridge_from_its_configuration)
