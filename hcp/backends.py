@@ -92,7 +92,7 @@ def _made(backend: str, comm_types: tuple[str, ...]) -> HandlerClass:
     if base.comm_types == comm_types:
         return base
     name = f"{backend}:{','.join(comm_types)}"
-    return type(name, (base,), {"comm_types": comm_types, "__module__": __name__})
+    return type(name, (base,), {"comm_types": comm_types})
 
 
 def __getattr__(name: str) -> HandlerClass:

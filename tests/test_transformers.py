@@ -500,7 +500,9 @@ def refuse_arguments(rank, size, folder):
         Trainer(build("gemma2"), half, cp=config)
     as_torchrun(size)
     windowed = hcp.Config(max_seqlen_per_dp_cp_rank=8, window_size=(4, 0))
-    with pytest.raises(ValueError, match=r"window_size is \(4, 0\), expected \(-1, -1\): a model"):
+    with pytest.raises(
+        ValueError, match=r"window_size is \(4, 0\), expected \(-1, -1\): the model"
+    ):
         Trainer(build("llama"), args, cp=windowed)
     unchosen = hcp.Config(max_seqlen_per_dp_cp_rank=8, eval_context_parallel_size="auto")
     with pytest.raises(ValueError, match="eval_context_parallel_size is 'auto', expected a number"):
