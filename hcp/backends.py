@@ -44,10 +44,14 @@ def register_backend(name: str, load: Callable[[], HandlerClass]) -> None:
     with the arguments and results described there, exact forward and backward, for the rows
     and groups that ``self.layout`` names; arguments that it cannot do it refuses with ValueError.
     All else (dispatch, combine, rolling, rotary embedding, the loss) it inherits. Raises ValueError
-    for a name that is taken.
+    for a name that is taken, or has a "." or ":".
     """
     if name in _backends:
         raise ValueError(f"backend {name!r} is there already, expected a new name")
+    if set(name) & set(".:"):
+        raise ValueError(
+            f"backend {name!r} has a '.' or ':', expected neither: it is part of a class's name"
+        )
     _backends[name] = load
 
 
@@ -64,8 +68,8 @@ def get_cp_handler_cls(
     :func:`hcp.register_backend`. ``cp_comm_type``: how keys and values travel unless dispatch is
     told otherwise, one value or one per layer, as Megatron has it; the first is the default.
 
-    The same arguments give the same class. Raises ValueError for an unknown backend or type, and
-    HcpError when the backend's library cannot be imported.
+    The same arguments give the same class, also where it is unpickled. Raises ValueError for an
+    unknown backend or type, and HcpError when the backend's library cannot be imported.
     """
     types = (cp_comm_type,) if isinstance(cp_comm_type, str) else tuple(cp_comm_type)
     for name in types:
@@ -89,4 +93,13 @@ def _made(backend: str, comm_types: tuple[str, ...]) -> HandlerClass:
         ) from error
     if base.comm_types == comm_types:
         return base
-    return type(base.__name__, (base,), {"comm_types": comm_types})
+    name = f"{backend}:{','.join(comm_types)}"
+    return type(name, (base,), {"comm_types": comm_types})
+
+
+def __getattr__(name: str) -> HandlerClass:
+    """The classes made above, where pickle looks for them: in this module, by their names."""
+    backend, made, comm_types = name.partition(":")
+    if not made:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return get_cp_handler_cls(backend, comm_types.split(","))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hcp.comm import COMM_TYPES, check_comm_types, check_prices, fitted_sizes
@@ -127,6 +127,20 @@ class Config:
             "hierarchical_context_parallel_sizes": sizes,
             "window_sizes": tuple(dict.fromkeys(self._layers("window_size"))),
         }
+
+    def for_evaluation(self, degree: int, longest: int) -> Config:
+        """These options under a layout with one degree for all sequences, of up to ``longest``
+        tokens. Without a backward a rank holds whatever its share of the longest is."""
+        sizes = self.hierarchical_context_parallel_sizes
+        return replace(
+            self,
+            sequence_packing_scheduler="static_cp",
+            context_parallel_size=degree,
+            hierarchical_context_parallel_sizes=fitted_sizes(sizes, degree) if sizes else (),
+            max_seqlen_per_dp_cp_rank=max(
+                self.max_seqlen_per_dp_cp_rank, rows_up_to(longest, degree)
+            ),
+        )
 
     def validate(
         self, *, ranks: int, num_layers: int | None = None, longest: int | None = None

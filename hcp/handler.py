@@ -385,6 +385,13 @@ class ContextParallelHandler:
             comm_type=comm_type or self._comm_type,
         )
 
+    def at_least_one_row(self, x: Tensor, value: float = 0) -> Tensor:
+        """x (T, ...), or one row of ``value`` where this rank has none: for models that cannot
+        compute 0 rows. ``y[:cp.rows]`` is without it."""
+        if len(x) != self.rows:
+            raise ValueError(f"x has {len(x)} rows, expected {self.rows}")
+        return x.new_full((1, *x.shape[1:]), value) if self.rows == 0 else x
+
     def packed_seq_params(self, cls: Any = packed.PackedSeqParams, *, cp_group: Any = None) -> Any:
         """This micro-batch as Megatron's PackedSeqParams: whole sequences' ``cu_seqlens``, degree
         and, if given, their process group.

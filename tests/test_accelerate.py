@@ -278,3 +278,27 @@ def test_a_loader_goes_on_where_it_was_under_any_number_of_ranks():
         rests = [rest for rest, _ in by_rank]
         assert {length for _, length in by_rank} == {5}
         assert [sorted(itertools.chain(*steps)) for steps in zip(*rests, strict=True)] == again[2:]
+
+
+def test_packed_rows_are_the_documents_they_hold():
+    from hcp.integrations.loader import packed_documents
+
+    fields = {"tokens": torch.arange(6), "labels": torch.arange(12).view(6, 2)}
+    found = list(packed_documents(fields, torch.tensor([0, 1, 2, 0, 0, 1])))
+    assert [d["tokens"].tolist() for d in found] == [[0, 1, 2], [3], [4, 5]]
+    assert [d["labels"].tolist() for d in found[1:]] == [[[6, 7]], [[8, 9], [10, 11]]]
+    assert list(packed_documents({}, torch.tensor([], dtype=torch.int64))) == []
+
+
+@pytest.mark.parametrize(
+    ("positions", "message"),
+    [
+        ([1, 2, 3], "positions begin with 1, expected 0"),
+        ([0, 1, 3], "position 3 stands 2 tokens after a 0"),
+    ],
+)
+def test_positions_that_do_not_count_up_are_refused(positions, message):
+    from hcp.integrations.loader import packed_documents
+
+    with pytest.raises(ValueError, match=message):
+        list(packed_documents({"tokens": torch.zeros(3)}, torch.tensor(positions)))

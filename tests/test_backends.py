@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import pickle
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -31,6 +34,45 @@ def test_the_same_arguments_give_the_same_class() -> None:
     assert cls.comm_types == ("a2a",)
     per_layer = hcp.get_cp_handler_cls("torch", ["p2p", "a2a", "p2p"])
     assert per_layer.comm_types == ("p2p", "a2a")
+
+
+class Third(hcp.ContextParallelHandler):
+    """A third party's class."""
+
+
+def test_classes_are_pickled_and_are_themselves_in_another_process(tmp_path: Path) -> None:
+    if "pickled" not in backends._backends:
+        hcp.register_backend("pickled", lambda: Third)
+    classes = [
+        hcp.get_cp_handler_cls(),
+        hcp.get_cp_handler_cls("torch", ["a2a+p2p", "all_gather"]),
+        hcp.get_cp_handler_cls("auto", "a2a"),
+        hcp.get_cp_handler_cls("pickled", "a2a"),
+    ]
+    for cls in classes:
+        for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+            assert pickle.loads(pickle.dumps(cls, protocol)) is cls
+    (tmp_path / "classes").write_bytes(pickle.dumps(classes[:3]))
+    code = (
+        "import pickle, sys\n"
+        "from pathlib import Path\n"
+        "classes = pickle.loads(Path('classes').read_bytes())\n"
+        "assert 'hcp.integrations' not in sys.modules\n"
+        "import hcp\n"
+        "assert classes[0] is hcp.ContextParallelHandler\n"
+        "assert classes[1] is hcp.get_cp_handler_cls('torch', ['a2a+p2p', 'all_gather'])\n"
+        "assert classes[2] is hcp.get_cp_handler_cls('auto', 'a2a')\n"
+        "assert classes[2].kernel_family == 'auto'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+    with pytest.raises(AttributeError, match=r"'hcp\.backends' has no attribute 'nothing'"):
+        backends.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["torch", "a.b", "a:b"])
+def test_names_that_cannot_be_registered_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"backend '{name}' (is there already|has a '.' or ':')"):
+        hcp.register_backend(name, lambda: Third)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,24 @@ def test_every_option_arrives():
     assert config.comm_types == ("p2p", "all_gather")
 
 
+def test_evaluation_has_one_degree_and_room_for_its_share_of_the_longest_sequence():
+    training = Config(
+        16, cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=(4, 2), ranks_per_node=4
+    )
+    assert training.for_evaluation(2, 64) == Config(
+        rows_up_to(64, 2),
+        "static_cp",
+        context_parallel_size=2,
+        cp_comm_type="a2a+p2p",
+        hierarchical_context_parallel_sizes=(2, 1),
+        ranks_per_node=4,
+    )
+    assert training.for_evaluation(8, 64).max_seqlen_per_dp_cp_rank == 16
+    assert {g.degree for g in training.for_evaluation(2, 64).plan([64, 3], 8).micro_batches[0]} == {
+        2
+    }
+
+
 def test_the_eval_size_may_be_left_to_the_chooser(capsys):
     config = parsed("--max-seqlen-per-dp-cp-rank", "8", "--eval-context-parallel-size", "auto")
     config.validate(ranks=3)

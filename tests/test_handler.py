@@ -565,3 +565,22 @@ def test_groups_that_are_gone_are_named() -> None:
     transport_words[1] = 10**9
     with pytest.raises(hcp.HcpError, match="process groups of this handler are gone"):
         torch.ops.hcp.attention(*[torch.zeros(5, 1, 4)] * 3, None, transport_words, 1.0)
+
+
+# ---- models that cannot compute 0 rows -----------------------------------------------------------
+
+
+def test_a_rank_without_rows_gets_one_and_others_keep_theirs() -> None:
+    def check(groups: Any) -> list[int]:
+        counts = []
+        for cp in all_handlers(groups, [1]):
+            x = torch.ones(cp.rows, 2)
+            given = cp.at_least_one_row(x, -100)
+            assert given.tolist() == (x.tolist() or [[-100.0, -100.0]])
+            assert given[: cp.rows].tolist() == x.tolist()
+            with pytest.raises(ValueError, match=f"x has {cp.rows + 1} rows, expected {cp.rows}"):
+                cp.at_least_one_row(torch.ones(cp.rows + 1))
+            counts.append(cp.rows)
+        return counts
+
+    assert sorted(hcp.loopback(2, check)) == [[0], [1]]

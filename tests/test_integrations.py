@@ -1,17 +1,23 @@
-"""Trainers' own loops, by their shapes: neither Megatron-LM nor Megatron-Bridge is imported. Which
-versions are taken."""
+"""Megatron-LM's own evaluation loop, by its shape, and which versions of trainers are taken."""
 
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
 from argparse import Namespace
-from importlib import metadata
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 import trainer
 from ranks import run_ranks
 
 import hcp
-from hcp.integrations.megatron import EvalContextParallel, wrap_evaluate
-from hcp.integrations.versions import require
+from hcp.integrations import versions
+from hcp.integrations.megatron import wrap_evaluate
+from hcp.integrations.versions import require, require_one_of
 
 
 def evaluate_as_megatron_lm_does(rank, size):
@@ -45,80 +51,109 @@ def test_a_megatron_lm_style_evaluate_runs_under_the_eval_layout():
     run_ranks(2, evaluate_as_megatron_lm_does)
 
 
-def run_bridges_events(rank, size):
-    train = hcp.build_process_groups()
-    evaluation = train.with_context_parallel(2)
-    model, _ = trainer.build(train)
-    callback = EvalContextParallel(train, evaluation)
-    context = SimpleNamespace(state=SimpleNamespace(), model=[model])
-    callback.on_data_init_start(context)
-    assert context.state._eval_pgs is evaluation
-    seen = []
-    for end in ("eval_end", "test_end", "train_step_start", "checkpoint_save", "train_end"):
-        callback.on_train_start(context)
-        getattr(callback, "on_test_start" if end == "test_end" else "on_eval_start")(context)
-        seen.append((callback.inside, model.cp_size))
-        callback.on_eval_step_end(context)
-        getattr(callback, f"on_{end}")(context)
-        assert (callback.inside, model.cp_size) == (False, 1)
-    callback.on_eval_start(context)
-    callback.on_eval_start(context)  # an evaluation that never ended
-    callback.restore()
-    assert model.cp_size == 1
-    assert seen == [(True, 2)] * 5
+# ---- versions ------------------------------------------------------------------------------------
+
+INTEGRATIONS = {
+    "accelerate": ("import hcp.integrations.accelerate", "1.14.2"),
+    "lightning": ("import hcp.integrations.lightning", "3.0"),
+    "megatron-core": ("from hcp.integrations.megatron import hcp_layer_spec", "0.15.3"),
+    "torchtitan": ("import hcp.integrations.torchtitan", "0.2.2"),
+    "transformers": ("import hcp.integrations.transformers", "4.57.1"),
+}
+"""How each is entered, and a version that it refuses."""
+
+EXPECTED = {
+    "accelerate": 'expected 1.15, which hcp was tested with: pip install "accelerate>=1.15,<1.16"',
+    "lightning": 'expected 2.6, which hcp was tested with: pip install "lightning>=2.6,<2.7"',
+    "megatron-core": "expected 0.16.1 or 0.19.2, which hcp was tested with: "
+    "pip install megatron-core==0.16.1",
+    "torchtitan": "expected 0.3.0, which hcp was tested with: pip install torchtitan==0.3.0",
+    "transformers": "expected 5.17 to 5.23, which hcp was tested with: "
+    'pip install "transformers>=5.17,<5.24"',
+}
+
+ENTER = """
+import json, sys
+said = {}
+for package, line in json.loads(sys.argv[1]).items():
+    try:
+        exec(line)
+    except ImportError as error:
+        one = error.__cause__ is None and (error.__context__ is None or error.__suppress_context__)
+        said[package] = [type(error).__name__, str(error), one]
+print(json.dumps(said))
+"""
+FOLDERS = {"megatron-core": "megatron"}
 
 
-def test_bridges_events_switch_and_every_way_on_restores():
-    run_ranks(2, run_bridges_events)
+def enter_without(packages, entered, folder):
+    """What integrations say in a process in which all that is installed is, but these packages:
+    (name of the error, its text, whether it is the only one). `folder`: whatever else is there."""
+    hidden = {FOLDERS.get(p, p) for p in packages}
+    for path in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        for entry in Path(path).iterdir():
+            package = re.split(r"-[0-9]", entry.name)[0].replace("_", "-")
+            if not {package, entry.name} & {*hidden, *packages} and entry.suffix != ".pth":
+                (folder / entry.name).symlink_to(entry)
+    lines = {package: INTEGRATIONS[package][0] for package in entered}
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", ENTER, json.dumps(lines)],
+        env={**os.environ, "PYTHONPATH": f"{folder}:{Path(hcp.__file__).parents[1]}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
-def test_versions_that_were_not_tested_are_refused_by_name(monkeypatch):
-    installed = {"trainer": "2.6.6", "old": "2.5.9", "new": "2.10.0rc1"}
+def test_a_package_that_is_not_there_gives_one_error_that_says_what_to_install(tmp_path):
+    assert enter_without(INTEGRATIONS, INTEGRATIONS, tmp_path) == {
+        package: ["ImportError", f"{package} is not installed, {expected}", True]
+        for package, expected in EXPECTED.items()
+    }
 
-    def version(name):
-        if name not in installed:
-            raise metadata.PackageNotFoundError(name)
-        return installed[name]
 
-    monkeypatch.setattr(metadata, "version", version)
+def test_another_version_gives_one_error_that_says_what_to_install(tmp_path):
+    for package, (_, version) in INTEGRATIONS.items():
+        metadata = tmp_path / f"{package.replace('-', '_')}-{version}.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    # Of Megatron-Core what would be imported counts, which may be a checkout.
+    checkout = tmp_path / "megatron" / "core" / "package_info.py"
+    checkout.parent.mkdir(parents=True)
+    checkout.write_text("__version__ = '0.15.3'\n")
+    assert enter_without(INTEGRATIONS, INTEGRATIONS, tmp_path) == {
+        package: ["ImportError", f"{package} is {INTEGRATIONS[package][1]}, {expected}", True]
+        for package, expected in EXPECTED.items()
+    }
+
+
+def test_transformers_without_accelerate_says_what_to_install(tmp_path):
+    pytest.importorskip("transformers")
+    said = enter_without(["accelerate"], ["transformers"], tmp_path)
+    text = f"accelerate is not installed, {EXPECTED['accelerate']}"
+    assert said == {"transformers": ["ImportError", text, True]}
+
+
+def test_transformer_engine_that_is_not_there_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    monkeypatch.delitem(sys.modules, "hcp.integrations.transformer_engine", raising=False)
+    with pytest.raises(ImportError, match=r"transformer_engine cannot be imported .*: pip install"):
+        importlib.import_module("hcp.integrations.transformer_engine")
+
+
+def test_versions_are_compared_by_their_numbers(monkeypatch):
+    found = {"trainer": "2.6.6", "old": "2.5.9", "new": "2.10.0rc1"}
+    monkeypatch.setattr(versions, "installed", found.get)
     require("trainer", "2.6", "2.6")
     require("trainer", "2.4", "2.9")
-    with pytest.raises(ImportError, match=r'old is 2.5.9, expected 2.6 to 2.9.*"old>=2.6,<2.10"'):
+    with pytest.raises(ImportError, match=r'old is 2.5.9, expected 2.6 to 2.9, .*"old>=2.6,<2.10"'):
         require("old", "2.6", "2.9")
-    with pytest.raises(ImportError, match=r'old is 2.5.9, expected 2.6, which .*"old>=2.6,<2.7"'):
-        require("old", "2.6", "2.6")
-    with pytest.raises(ImportError, match=r"none is not installed, expected 2.6: pip install"):
-        require("none", "2.6", "2.6")
     with pytest.raises(ImportError, match=r"new is 2.10.0rc1, expected 2.6 to 2.9, which hcp was"):
         require("new", "2.6", "2.9")
-    with pytest.raises(ImportError, match=r"none is not installed, expected 2.6 to 2.9: pip inst"):
-        require("none", "2.6", "2.9")
 
 
-def bridge_from_its_configuration(rank, size):
-    train = hcp.build_process_groups()
-    model, _ = trainer.build(train)
-    dist = SimpleNamespace(eval_context_parallel_size=2)
-    state = SimpleNamespace(cfg=SimpleNamespace(dist=dist))
-    context = SimpleNamespace(state=state, model=[SimpleNamespace(module=model)])
-    callback = EvalContextParallel()
-    with pytest.raises(ValueError, match="has no groups, expected on_data_init_start"):
-        callback.on_eval_start(context)
-    callback.on_data_init_start(context)
-    assert (state._eval_pgs.size("cp"), state._eval_pgs.size("dp")) == (2, 1)
-    callback.on_eval_start(SimpleNamespace(state=state, model=[model]))
-    assert model.cp_size == 2
-    callback.on_eval_end(context)
-    assert model.cp_size == 1
-    dist.eval_context_parallel_size = None
-    with pytest.raises(ValueError, match="eval_context_parallel_size is None, expected the"):
-        EvalContextParallel().on_data_init_start(context)
-    dist.eval_context_parallel_size = 2
-    with pytest.raises(ValueError, match="has no pg_collection, expected the groups"):
-        EvalContextParallel().on_data_init_start(SimpleNamespace(state=state, model=[object()]))
-    with pytest.raises(ValueError, match="go together"):
-        EvalContextParallel(train)
-
-
-def test_bridges_own_option_names_the_layout():
-    run_ranks(2, bridge_from_its_configuration)
+def test_a_local_build_of_a_tested_version_is_taken():
+    assert require_one_of("trainer", "0.3.0+cu130", ["0.2.0", "0.3.0"]) == "0.3.0"
+    with pytest.raises(ImportError, match=r"trainer is 0.3.1, .* pip install trainer==0.2.0"):
+        require_one_of("trainer", "0.3.1", ["0.2.0", "0.3.0"])

@@ -14,6 +14,13 @@ import hcp
 
 pytest.importorskip("lightning", reason="pip install '.[lightning]'")
 
+pytestmark = pytest.mark.timeout(600)
+
+
+def on_ranks(size, case, *args):
+    """Every rank imports Lightning, which takes long where there are few cores."""
+    return run_ranks(size, case, *args, timeout=280)
+
 
 def make_module(groups=None):
     from lightning import LightningModule
@@ -116,8 +123,8 @@ def train(rank, size, folder, config):
     ids=["dynamic", "static"],
 )
 def test_twenty_steps_are_those_of_one_rank(config, tmp_path):
-    alone = run_ranks(1, train, tmp_path, hcp.Config(max_seqlen_per_dp_cp_rank=128))[0]
-    three = run_ranks(3, train, tmp_path, config)
+    alone = on_ranks(1, train, tmp_path, hcp.Config(max_seqlen_per_dp_cp_rank=128))[0]
+    three = on_ranks(3, train, tmp_path, config)
     assert len(alone[0]) == 20
     for losses, gradient, evaluations, tested, _ in three:
         assert losses == pytest.approx(alone[0], abs=1e-9)
@@ -150,7 +157,7 @@ def resume(rank, size, folder):
 
 
 def test_a_checkpoint_goes_on_in_the_middle_of_an_epoch(tmp_path):
-    for straight, resumed in run_ranks(2, resume, tmp_path):
+    for straight, resumed in on_ranks(2, resume, tmp_path):
         assert len(straight) == 8
         assert resumed == straight[5:]
 
@@ -185,7 +192,7 @@ def refuse(rank, size, folder):
 
 
 def test_what_would_be_wrong_is_refused(tmp_path):
-    run_ranks(1, refuse, tmp_path)
+    on_ranks(1, refuse, tmp_path)
 
 
 def fail(rank, size, folder):
@@ -211,4 +218,4 @@ def fail(rank, size, folder):
 
 
 def test_an_error_restores_the_training_layout(tmp_path):
-    run_ranks(2, fail, tmp_path)
+    on_ranks(2, fail, tmp_path)

@@ -1,11 +1,11 @@
 """Samples to planned micro-batches in Megatron's form, options, and what is refused.
 
-With the real Megatron-Core; `require_megatron` is also tested without it.
+With the real Megatron-Core. Which are refused: tests/test_integrations.py.
 """
 
 import argparse
 import importlib.util
-from importlib import metadata
+import sys
 
 import pytest
 import torch
@@ -25,30 +25,14 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 # ---- versions and options ------------------------------------------------------------------------
 
 
-def require(monkeypatch, version):
-    def answer(name):
-        assert name == "megatron-core"
-        if version is None:
-            raise metadata.PackageNotFoundError
-        return version
-
-    monkeypatch.setattr(versions.metadata, "version", answer)
-    versions.require_megatron.cache_clear()
-    try:
-        return versions.require_megatron()
-    finally:
-        versions.require_megatron.cache_clear()
-
-
-def test_a_missing_megatron_is_named_with_what_to_install(monkeypatch):
-    with pytest.raises(ImportError, match=r"not installed.*pip install megatron-core==0\.16\.1"):
-        require(monkeypatch, None)
-
-
-def test_an_untested_megatron_is_refused_by_its_version(monkeypatch):
-    with pytest.raises(ImportError, match=r"megatron-core is 0\.15\.3, expected 0\.16\.1 or 0\.19"):
-        require(monkeypatch, "0.15.3")
-    assert require(monkeypatch, "0.19.2") == "0.19.2"
+@pytest.mark.parametrize("version", ["0.16.1", "0.19.2"])
+def test_a_checkout_of_a_tested_megatron_is_taken(version, tmp_path, monkeypatch):
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "package_info.py").write_text(f"__version__ = '.'.join({version.split('.')})\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "megatron", raising=False)
+    assert versions.require_megatron.__wrapped__() == version
 
 
 def test_the_flags_of_dynamic_cp_become_a_config():

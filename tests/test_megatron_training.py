@@ -82,6 +82,14 @@ CASES = {
 }
 
 
+BOTH = pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+
+
+def scheduler(static, ranks):
+    """The options of static CP over a domain of so many ranks, or those of dynamic CP."""
+    return ("--context-parallel-size", str(ranks)) if static else ()
+
+
 def test_dynamic_cp_on_four_ranks_trains_as_one_rank_does():
     seen = agree("gpt", 4)
     assert len(set(seen.degrees)) > 1
@@ -112,22 +120,30 @@ def test_tensor_parallel_ranks_train_as_one_rank_does():
     agree("gpt", 4, "--tensor-model-parallel-size", "2")
 
 
-def test_tensor_parallel_ranks_with_sequence_parallelism_train_as_one_rank_does():
-    agree("gpt", 4, "--tensor-model-parallel-size", "2", "--sequence-parallel")
+@BOTH
+def test_tensor_parallel_ranks_with_sequence_parallelism_train_as_one_rank_does(static):
+    agree(
+        "gpt", 4, "--tensor-model-parallel-size", "2", "--sequence-parallel", *scheduler(static, 2)
+    )
 
 
-def test_a_mamba_hybrid_with_a_stand_in_scan_trains_as_one_rank_does():
-    agree("hybrid", 4, gradients=1e-4)  # the decay's is a sum over all pairs, in float32
+@BOTH
+def test_a_mamba_hybrid_with_a_stand_in_scan_trains_as_one_rank_does(static):
+    # The decay's gradient is a sum over all pairs, in float32.
+    agree("hybrid", 4, *scheduler(static, 4), gradients=1e-4)
 
 
-def test_pipeline_stages_train_as_one_rank_does():
-    agree("gpt", 4, "--pipeline-model-parallel-size", "2")
+@BOTH
+def test_pipeline_stages_train_as_one_rank_does(static):
+    agree("gpt", 4, "--pipeline-model-parallel-size", "2", *scheduler(static, 2))
 
 
-def test_interleaved_pipeline_stages_train_as_one_rank_does():
+@BOTH
+def test_interleaved_pipeline_stages_train_as_one_rank_does(static):
     seen = agree(
         "deep gpt",
         4,
+        *scheduler(static, 2),
         *("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"),
     )
     assert all(count % 2 == 0 for count in seen.micro_batches)
@@ -137,13 +153,15 @@ def test_recomputed_layers_train_as_one_rank_does():
     agree("recomputed gpt", 3)
 
 
-def test_experts_over_two_ranks_train_as_one_rank_does():
-    agree("qwen3 moe", 4, "--expert-model-parallel-size", "2")
+@BOTH
+def test_experts_over_two_ranks_train_as_one_rank_does(static):
+    agree("qwen3 moe", 4, "--expert-model-parallel-size", "2", *scheduler(static, 4))
 
 
 def test_experts_of_tensor_parallel_ranks_train_as_one_rank_does():
     agree("qwen3 moe", 4, "--tensor-model-parallel-size", "2", "--sequence-parallel")
 
 
-def test_multi_token_prediction_trains_as_one_rank_does():
-    agree("mtp", 4)
+@BOTH
+def test_multi_token_prediction_trains_as_one_rank_does(static):
+    agree("mtp", 4, *scheduler(static, 4))

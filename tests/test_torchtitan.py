@@ -1,6 +1,5 @@
 """torchtitan, the real package on gloo ranks: dynamic, static and one-rank runs are one run."""
 
-import importlib.metadata
 import importlib.util
 import os
 import re
@@ -28,8 +27,8 @@ from hcp.integrations.torchtitan import (
     PackedAttention,
     PackedContextParallel,
     check_supported,
-    documents_of,
 )
+from hcp.integrations.torchtitan.batches import documents_of
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -248,7 +247,7 @@ def validate(rank, size, eval_size, rows):
     run = titan.Run(titan.config_of(planner, validation_rows=rows))
     validator = run.trainer.validator
     validator.validate(run.trainer.model_parts, 1)
-    assert validator.layout.groups is run.trainer.groups
+    assert validator.eval_groups.size("cp") == (eval_size or 1)
     run.close()
     return run.validations[0]
 
@@ -275,37 +274,18 @@ def validate_nothing(rank, size):
 # ---- documents -----------------------------------------------------------------------------------
 
 
-def test_documents_begin_where_positions_do():
+def test_documents_of_a_batch_begin_where_positions_do():
     tokens = torch.arange(12).view(2, 6)
     positions = torch.tensor([[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5]])
-    labels = tokens + 1
-    labels[0, 2] = titan.IGNORE
-    documents = documents_of({"input": tokens, "positions": positions}, labels)
-    assert [d["tokens"].tolist() for d in documents] == [
-        [0, 1, 2],
-        [3],
-        [4, 5],
-        [6, 7, 8, 9, 10, 11],
-    ]
-    assert documents[0]["loss_mask"].tolist() == [1, 1, 0]
-
-
-@pytest.mark.parametrize(
-    ("positions", "message"),
-    [
-        ([1, 2, 3], "positions begin with 1, expected 0"),
-        ([0, 1, 3], "position 3 stands 2 tokens after a 0"),
-    ],
-)
-def test_positions_that_do_not_count_up_are_refused(positions, message):
-    inputs = {"input": torch.zeros(1, 3), "positions": torch.tensor([positions])}
-    with pytest.raises(ValueError, match=message):
-        documents_of(inputs, torch.zeros(1, 3))
+    found = list(documents_of({"input": tokens, "positions": positions}, tokens + 1))
+    assert [d["tokens"].tolist() for d in found] == [[0, 1, 2], [3], [4, 5], [*range(6, 12)]]
+    assert all((d["labels"] == d["tokens"] + 1).all() for d in found)
 
 
 def test_inputs_beside_tokens_and_positions_are_refused():
+    inputs = {"input": torch.zeros(1, 3), "image": torch.zeros(1)}
     with pytest.raises(ValueError, match=r"the loader gives \['image', 'input'\], expected input"):
-        documents_of({"input": torch.zeros(1, 3), "image": torch.zeros(1)}, torch.zeros(1, 3))
+        list(documents_of(inputs, torch.zeros(1, 3)))
 
 
 # ---- what is refused -----------------------------------------------------------------------------
@@ -336,7 +316,8 @@ def test_options_that_were_not_tested_or_cannot_work_are_refused(options, messag
     ("planner", "message"),
     [
         ({"cp_comm_type": ("p2p", "a2a")}, "expected one for all layers"),
-        ({"eval_context_parallel_size": "auto"}, "is 'auto', expected an integer"),
+        ({"window_size": (9, 0)}, r"window_size is \(9, 0\), expected \(-1, -1\): the model"),
+        ({"eval_context_parallel_size": "auto"}, "is 'auto', expected a number"),
     ],
 )
 def test_planner_options_that_cannot_work_are_refused(planner, message):
@@ -396,26 +377,3 @@ def test_torchtitans_own_trainer_gets_an_error_that_names_the_right_one():
 def test_a_limit_that_no_number_of_ranks_satisfies_is_refused():
     with pytest.raises(AssertionError, match=r"rows of 64 tokens on a rank of 2 .* > max_seqlen"):
         on_ranks(2, train, titan.options(20), "llama3", {})
-
-
-@pytest.mark.parametrize(
-    ("version", "message"),
-    [
-        ("0.2.2", r"torchtitan is 0.2.2, expected 0.3.0, .*: pip install torchtitan==0.3.0"),
-        (None, "torchtitan is not installed, expected 0.3.0: pip install torchtitan==0.3.0"),
-    ],
-)
-def test_other_versions_are_refused(version, message, monkeypatch):
-    real = importlib.metadata.version
-
-    def version_of(name):
-        if name != "torchtitan":
-            return real(name)
-        if version is None:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return version
-
-    monkeypatch.setattr(importlib.metadata, "version", version_of)
-    monkeypatch.delitem(sys.modules, "hcp.integrations.torchtitan")
-    with pytest.raises(ImportError, match=message):
-        importlib.import_module("hcp.integrations.torchtitan")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from hcp.config import Config, expect_size, rows_up_to
+from hcp.config import NO_WINDOW, Config, expect_size, rows_up_to
 from hcp.cost import CostModel
 from hcp.dispatch import Step, dispatch, gather_lengths
 from hcp.evaluation import EvalPlan
@@ -61,6 +61,25 @@ def causal_lm_sample(item: Mapping[str, Any]) -> dict[str, Tensor]:
         raise ValueError(f"labels has shape {tuple(labels.shape)}, expected {tuple(tokens.shape)}")
     labels = torch.cat((labels[1:], labels.new_full((1,), IGNORED)))
     return {"input_ids": tokens, "labels": labels, "loss_mask": (labels != IGNORED).float()}
+
+
+def packed_documents(
+    fields: Mapping[str, Tensor], positions: Tensor
+) -> Iterator[dict[str, Tensor]]:
+    """Rows that other code has packed, fields and positions (T, ...), as the documents they hold.
+
+    A document starts where `positions` is 0. Raises ValueError for positions that do not count up.
+    """
+    starts = (positions == 0).nonzero().flatten().tolist()
+    if len(positions) and starts[:1] != [0]:
+        raise ValueError(f"positions begin with {int(positions[0])}, expected 0")
+    for start, end in itertools.pairwise([*starts, len(positions)]):
+        if int(positions[end - 1]) != end - 1 - start:
+            raise ValueError(
+                f"position {int(positions[end - 1])} stands {end - 1 - start} tokens after a 0, "
+                "expected positions that count up from 0 in each document"
+            )
+        yield {name: rows[start:end] for name, rows in fields.items()}
 
 
 # ---- training ------------------------------------------------------------------------------------
@@ -370,6 +389,22 @@ def check_eval_size(config: Config) -> None:
             "eval_context_parallel_size is 'auto', expected a number: ask "
             "hcp.choose_eval_context_parallel with the lengths of the evaluation first"
         )
+
+
+def check_model_config(config: Config) -> None:
+    """Raise ValueError for options of layers that a model with layers of its own does not follow,
+    and for an eval layout that nobody has chosen."""
+    if len(config.comm_types) > 1:
+        raise ValueError(
+            f"cp_comm_type lists {list(config.comm_types)}, expected one for all layers: the "
+            "model's layers do not say which of them they are"
+        )
+    if config.window_size != NO_WINDOW:
+        raise ValueError(
+            f"window_size is {config.window_size}, expected {NO_WINDOW}: the model has the windows "
+            "of its own configuration"
+        )
+    check_eval_size(config)
 
 
 def eval_layout(

@@ -10,10 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformer_engine.pytorch import DotProductAttention  # type: ignore[import-not-found]
 
 from hcp.handler import ContextParallelHandler
 from hcp.rope import Rotary
+
+try:
+    from transformer_engine.pytorch import DotProductAttention  # type: ignore[import-not-found]
+except ImportError as error:
+    raise ImportError(
+        f"transformer_engine cannot be imported ({error}), expected Transformer Engine 2: "
+        "pip install --no-build-isolation 'transformer-engine[pytorch]>=2,<3'"
+    ) from None
 
 
 class Handler(ContextParallelHandler):

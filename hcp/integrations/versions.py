@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from importlib import metadata
 
 
@@ -11,16 +12,37 @@ def require(package: str, first: str, last: str) -> None:
 
     Both are "major.minor", both were tested with, and any patch release of theirs is taken.
     """
-    expected = first if first == last else f"{first} to {last}"
-    install = f'pip install "{package}>={first},<{_next_minor(last)}"'
+    version = installed(package)
+    if version is None or not _minor(first) <= _minor(version) <= _minor(last):
+        expected = first if first == last else f"{first} to {last}"
+        wanted = f'"{package}>={first},<{_next_minor(last)}"'
+        raise _refused(package, version, expected, wanted)
+
+
+def require_one_of(package: str, version: str | None, tested: Sequence[str]) -> str:
+    """The `version` of a package that was found, None being none, as one of those `tested`.
+
+    Raises ImportError for any other, which says to install the first of them.
+    """
+    public = version and version.partition("+")[0]  # of 0.3.0+cu130
+    if public not in tested:
+        raise _refused(package, version, " or ".join(tested), f"{package}=={tested[0]}")
+    return str(public)
+
+
+def installed(package: str) -> str | None:
+    """The version of a package that pip has installed, or None."""
     try:
-        installed = metadata.version(package)
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
-        raise ImportError(f"{package} is not installed, expected {expected}: {install}") from None
-    if not _minor(first) <= _minor(installed) <= _minor(last):
-        raise ImportError(
-            f"{package} is {installed}, expected {expected}, which hcp was tested with: {install}"
-        )
+        return None
+
+
+def _refused(package: str, version: str | None, expected: str, wanted: str) -> ImportError:
+    found = "is not installed" if version is None else f"is {version}"
+    return ImportError(
+        f"{package} {found}, expected {expected}, which hcp was tested with: pip install {wanted}"
+    )
 
 
 def _minor(version: str) -> tuple[int, int]:

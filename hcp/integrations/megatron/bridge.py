@@ -44,10 +44,15 @@ class EvalContextParallel:
         return self._rebound is not None
 
     def on_data_init_start(self, context: Any) -> None:
-        """Validation and test loaders shard by the data-parallel group that they find here."""
+        """Validation and test loaders shard by the data-parallel group that they find here.
+
+        Raises ValueError where Bridge, which rounds the number of micro-batches down, would leave
+        samples of each batch out.
+        """
         if self._pgs is None:
             self._pgs = _groups_of(context)
         evaluation = self._pgs[1]
+        _check_batches(context, evaluation)
         context.state._eval_pgs = evaluation.source or evaluation
 
     def on_eval_start(self, context: Any) -> None:
@@ -99,3 +104,19 @@ def _groups_of(context: Any) -> tuple[ProcessGroups, ProcessGroups]:
         )
     train = ProcessGroups.from_existing(collection)
     return train, train.with_context_parallel(size)
+
+
+def _check_batches(context: Any, evaluation: ProcessGroups) -> None:
+    """Bridge checks this for its own option only, and not for groups that it is given."""
+    validation = getattr(getattr(context.state, "cfg", None), "validation", None)
+    batch = getattr(validation, "eval_global_batch_size", None)
+    micro_batch = getattr(validation, "eval_micro_batch_size", None)
+    if batch is None or micro_batch is None:
+        return
+    ranks = evaluation.size("dp")
+    if rest := batch % (micro_batch * ranks):
+        raise ValueError(
+            f"eval_global_batch_size ({batch}) % (eval_micro_batch_size ({micro_batch}) x "
+            f"data-parallel ranks of evaluation ({ranks})) == {rest}, expected 0: Bridge would "
+            "leave samples out of every batch"
+        )

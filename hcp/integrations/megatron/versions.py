@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import runpy
 from functools import cache
-from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from hcp.integrations.versions import require_one_of
 
 TESTED = ("0.16.1", "0.19.2")
 
 
 @cache
 def require_megatron() -> str:
-    """The version of Megatron-Core that is installed.
+    """The version of the Megatron-Core that is, or would be, imported.
 
     Raises ImportError when there is none, or one that hcp was not tested with.
     """
-    try:
-        version = metadata.version("megatron-core")
-    except metadata.PackageNotFoundError:
-        raise ImportError(
-            "Megatron-Core is not installed, expected megatron-core "
-            f"{' or '.join(TESTED)}: python -m pip install megatron-core=={TESTED[0]}"
-        ) from None
-    if version not in TESTED:
-        raise ImportError(
-            f"megatron-core is {version}, expected {' or '.join(TESTED)}: hcp replaces layers of "
-            f"Megatron-Core and was tested with these releases only"
-        )
-    return version
+    return require_one_of("megatron-core", _version(), TESTED)
+
+
+def _version() -> str | None:
+    """Megatron-LM runs from a checkout, of which pip knows nothing, and importing it takes long: so
+    by the file in which a release says it."""
+    package = find_spec("megatron")
+    for folder in (package and package.submodule_search_locations) or ():
+        file = Path(folder, "core", "package_info.py")
+        if file.exists():
+            return str(runpy.run_path(str(file))["__version__"])
+    return None

@@ -9,6 +9,7 @@ trainer = Trainer(model, args, train_dataset=dataset, cp=hcp.Config(max_seqlen_p
 from hcp.integrations.versions import require
 
 require("transformers", "5.17", "5.23")
+require("accelerate", "1.15", "1.15")  # of its Trainer
 
 # What imports transformers comes after what refuses its absence.
 from hcp.integrations.loader import (  # noqa: E402

@@ -18,12 +18,9 @@ def model_inputs(cp: ContextParallelHandler, local: LocalBatch) -> dict[str, Any
     `local.input_ids` (T,). Models of Transformers cannot compute zero rows; a rank without rows
     gets one that stands in. No other row sees it, and `causal_lm_losses` leaves it out.
     """
-    tokens, positions = local.input_ids, cp.position_ids
-    if cp.rows == 0:
-        tokens, positions = tokens.new_zeros(1), positions.new_zeros(1)
     return {
-        "input_ids": tokens.unsqueeze(0),
-        "position_ids": positions.unsqueeze(0),
+        "input_ids": cp.at_least_one_row(local.input_ids).unsqueeze(0),
+        "position_ids": cp.at_least_one_row(cp.position_ids).unsqueeze(0),
         "use_cache": False,
         "cp": cp,
     }

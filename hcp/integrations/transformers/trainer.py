@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.trainer_utils import EvalLoopOutput
 
-from hcp.config import NO_WINDOW, Config
+from hcp.config import Config
 from hcp.cost import CostModel
 from hcp.dispatch import Step
 from hcp.evaluation import Metrics
@@ -23,7 +23,7 @@ from hcp.integrations.loader import (
     EvalDataLoader,
     ToSample,
     causal_lm_sample,
-    check_eval_size,
+    check_model_config,
     domain,
     eval_groups,
     eval_layout,
@@ -64,7 +64,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 f"data_collator is a {type(collator).__name__}, expected None: samples are packed, "
                 "not padded; give to_sample=, which makes a sample of an item"
             )
-        check_config(cp)
+        check_model_config(cp)
         super().__init__(*positional, **keywords)
         _check(self)
         register_hcp_attention(self.model)
@@ -164,21 +164,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             "evaluate() gives the loss; for predictions, model.set_attn_implementation('sdpa') and "
             "transformers.Trainer"
         )
-
-
-def check_config(config: Config) -> None:
-    """Raise ValueError for options that a model of Transformers would not follow."""
-    if len(config.comm_types) > 1:
-        raise ValueError(
-            f"cp_comm_type lists {list(config.comm_types)}, expected one for all layers: the "
-            "registered attention takes one"
-        )
-    if config.window_size != NO_WINDOW:
-        raise ValueError(
-            f"window_size is {config.window_size}, expected {NO_WINDOW}: a model of Transformers "
-            "has the windows of its own configuration (sliding_window)"
-        )
-    check_eval_size(config)
 
 
 def _check(trainer: Trainer) -> None:

@@ -22,6 +22,7 @@ from hcp.demo.arguments import HelpFormatter, add_data_arguments, check_data, nu
 from hcp.demo.data import END_OF_DOCUMENT, VOCABULARY_SIZE, Corpus, Document, load_corpus, sample
 from hcp.demo.launch import Program
 from hcp.demo.ranks import initialize_distributed, on_every_rank, same_on_every_rank
+from hcp.integrations.loader import check_model_config
 
 MODELS = ("llama", "qwen3")
 
@@ -57,8 +58,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     """The options, checked. ValueError says which do not go together."""
-    from hcp.integrations.transformers.trainer import check_config
-
     args = build_parser().parse_args(argv)
     args.ranks = number_of_ranks(args.ranks)
     check_data(args)
@@ -76,7 +75,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     if args.eval_context_parallel_size is None:
         args.eval_context_parallel_size = args.ranks
     args.config = hcp.Config.from_args(args)
-    check_config(args.config)
+    check_model_config(args.config)
     args.config.validate(ranks=args.ranks, longest=args.max_length)
     return args
 

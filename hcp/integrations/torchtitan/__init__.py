@@ -1,0 +1,36 @@
+"""torchtitan: packed attention under context parallelism, with a degree for each micro-batch.
+
+    spec = model_registry("8B", attn_backend="varlen", converters=[PackedContextParallel.Config()])
+    config = ContextParallelTrainer.Config(
+        model_spec=spec, context_parallel=hcp.Config(max_seqlen_per_dp_cp_rank=16_384), ...
+    )
+    config.build().train()
+
+torchtitan loads, shards parameters over all ranks, clips, steps and logs as always. In between, the
+documents of a step are planned over these ranks, and each micro-batch's handler reaches attention
+in the place of attention masks. Importing this package imports torchtitan.
+"""
+
+from hcp.integrations.versions import installed, require_one_of
+
+TESTED = ("0.3.0",)
+"""Versions of torchtitan that this has been tested with; others are refused."""
+
+require_one_of("torchtitan", installed("torchtitan"), TESTED)
+
+# What imports torchtitan comes after what refuses its absence.
+from hcp.integrations.torchtitan.attention import (  # noqa: E402
+    PackedAttention,
+    PackedContextParallel,
+)
+from hcp.integrations.torchtitan.checks import check_supported  # noqa: E402
+from hcp.integrations.torchtitan.trainer import ContextParallelTrainer  # noqa: E402
+from hcp.integrations.torchtitan.validator import ContextParallelValidator  # noqa: E402
+
+__all__ = [
+    "ContextParallelTrainer",
+    "ContextParallelValidator",
+    "PackedAttention",
+    "PackedContextParallel",
+    "check_supported",
+]

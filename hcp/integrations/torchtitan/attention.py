@@ -1,0 +1,115 @@
+"""hcp's attention in torchtitan's models.
+
+T tokens on this rank, N query heads, G key-value heads, H head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torchtitan.models.common.attention import (
+    BaseAttention,
+    FlexAttention,
+    GQAttention,
+    VarlenAttention,
+)
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.protocols.model import ModelConfigConverter
+from torchtitan.protocols.module import Module
+
+import hcp
+
+
+class PackedAttention(Module):
+    """Attention of one rank's rows over whole documents, wherever their other rows are.
+
+    Takes the place of `VarlenAttention` and `FlexAttention`. `attention_masks` is the micro-batch's
+    `hcp.ContextParallelHandler`, as `ContextParallelTrainer` gives it to the model.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        window_size: tuple[int, int] = (-1, 0)
+        """(left, right), tokens seen before and after a query, -1 being no limit, as for
+        `VarlenAttention`."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.window_size = config.window_size
+
+    def forward(
+        self,
+        q_BLNH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
+        *,
+        attention_masks: hcp.ContextParallelHandler,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """q (1, T, N, H), k and v (1, T, G, H) with N a multiple of G; returns (1, T, N, H).
+
+        The row of a rank without any attends to nothing and gets 0.
+        """
+        if not isinstance(attention_masks, hcp.ContextParallelHandler):
+            raise ValueError(
+                f"attention_masks is a {type(attention_masks).__name__}, expected a "
+                "ContextParallelHandler: train with hcp.integrations.torchtitan."
+                "ContextParallelTrainer"
+            )
+        cp = attention_masks
+        out = cp.attention(
+            *(x.squeeze(0)[: cp.rows] for x in (q_BLNH, k_BLNH, v_BLNH)),
+            causal=self.window_size[1] == 0,
+            window_size=self.window_size,
+            softmax_scale=scale,
+        )
+        return nn.functional.pad(out, (0, 0, 0, 0, 0, q_BLNH.shape[1] - cp.rows)).unsqueeze(0)
+
+
+class PackedContextParallel(ModelConfigConverter):
+    """Puts `PackedAttention` into a model's configuration: one of `converters=` of torchtitan's
+    `model_registry`.
+
+    Raises ValueError for models whose attention does more than grouped-query attention that is
+    causal, or a sliding window, within each document.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ModelConfigConverter.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def convert(self, model_config: Module.Config) -> Module.Config:
+        """The same configuration with other inner attention."""
+        name = type(model_config).__qualname__
+        if not isinstance(model_config, Decoder.Config):
+            raise ValueError(f"the model's configuration is {name}, expected that of a Decoder")
+        if model_config._owner.get_attention_masks is not Decoder.get_attention_masks:
+            raise ValueError(
+                f"{name}'s model makes attention masks of its own, expected those of Decoder: "
+                "causal within each document"
+            )
+        for fqn, attention, _, _ in model_config.traverse(BaseAttention.Config):
+            attention.inner_attention = _packed(f"{name}.{fqn}", attention)
+        return model_config
+
+
+def _packed(place: str, attention: BaseAttention.Config) -> PackedAttention.Config:
+    if type(attention) is not GQAttention.Config:
+        raise ValueError(
+            f"{place} is {type(attention).__qualname__}, expected GQAttention.Config: "
+            "other attention was not tested"
+        )
+    inner = attention.inner_attention
+    if isinstance(inner, VarlenAttention.Config):
+        return PackedAttention.Config(window_size=inner.window_size)
+    if isinstance(inner, FlexAttention.Config):
+        return PackedAttention.Config()
+    raise ValueError(
+        f"{place}.inner_attention is {type(inner).__qualname__}, expected that of "
+        "attn_backend='varlen' or 'flex'"
+    )

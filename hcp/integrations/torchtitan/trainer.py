@@ -1,0 +1,93 @@
+"""torchtitan's trainer, whose steps are planned.
+
+B rows of the loader, T tokens on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torchtitan.components.dataloader import DataloaderExhaustedError
+from torchtitan.distributed import ParallelDims
+from torchtitan.trainer import Trainer
+
+import hcp
+from hcp.integrations.torchtitan.batches import Batch, dispatch, joined, model_inputs
+from hcp.integrations.torchtitan.checks import check_supported
+
+
+class ContextParallelTrainer(Trainer):
+    """torchtitan's trainer, whose steps are planned.
+
+    To torchtitan all ranks are data parallel: each loads documents of its own and holds its shard
+    of the parameters. Which ranks compute a document is the plan's matter.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        context_parallel: hcp.Config
+        """The planner's options, static or dynamic degrees among them. `parallelism.
+        context_parallel_degree` stays 1."""
+
+    def __init__(self, config: Config) -> None:
+        check_supported(config)
+        super().__init__(config)
+        self.planner = config.context_parallel
+        self.batches_per_step: int = self.gradient_accumulation_steps  # type: ignore[has-type]
+        # The batches of a step are planned together: they come as one from batch_generator.
+        self.gradient_accumulation_steps = 1
+        if config.validator.enable:
+            self.validator.use(self.groups, self.planner)
+
+    def init_distributed(self) -> ParallelDims:
+        """torchtitan's meshes, and hcp's groups of the same ranks."""
+        parallel_dims = super().init_distributed()
+        planner, longest = self.config.context_parallel, self.config.training.seq_len
+        planner.validate(ranks=parallel_dims.world_size, longest=longest)
+        static = planner.sequence_packing_scheduler == "static_cp"
+        degree = planner.static_degree(longest, parallel_dims.world_size) if static else 1
+        self.groups = hcp.build_process_groups(cp=degree)
+        return parallel_dims
+
+    def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
+        """All batches of a step as one; fewer, or none, once the loader has run out: the step goes
+        on with what the other ranks have."""
+        batches = super().batch_generator(data_iterable)
+        exhausted = False
+        while True:
+            loaded: list[Batch] = []
+            while not exhausted and len(loaded) < self.batches_per_step:
+                try:
+                    loaded.append(next(batches))
+                except DataloaderExhaustedError:
+                    exhausted = True
+            yield joined(loaded)
+
+    def forward_backward_step(
+        self,
+        *,
+        input_dict: dict[str, Tensor],
+        labels: Tensor,
+        global_valid_tokens: Tensor,
+    ) -> Tensor:
+        """All micro-batches of a step. Returns this rank's part of the mean loss.
+
+        Raises torchtitan's DataloaderExhaustedError on all ranks when none has a document.
+        """
+        loss = torch.zeros((), device=self.device)
+        step = dispatch((input_dict, labels), self.planner, self.groups)
+        if not step.plan.lengths:
+            raise DataloaderExhaustedError
+        for cp, local in step:
+            self.ntokens_seen += cp.rows
+            tokens, targets, extra = model_inputs(cp, local)
+            loss += self.fwd_bwd_fn(tokens, targets, global_valid_tokens, extra).detach()
+        return loss
+
+    def close(self) -> None:
+        """As torchtitan, and without hcp's groups."""
+        super().close()
+        self.groups.close()

@@ -1,0 +1,84 @@
+"""torchtitan's validator under the eval layout."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.validate import Validator
+
+import hcp
+from hcp.integrations.loader import eval_groups, eval_layout
+from hcp.integrations.torchtitan.batches import Batch, dispatch, model_inputs
+
+
+class ContextParallelValidator(Validator):
+    """torchtitan's validator under the eval layout: every document has the CP degree
+    `context_parallel.eval_context_parallel_size`, by default that of training (1 if dynamic).
+
+    Every layout evaluates the same documents, each once: loaders are those of training. `steps=-1`
+    ends when all ranks' loaders have; nobody waits for a shorter one.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Validator.Config):
+        pass
+
+    def use(self, groups: hcp.ProcessGroups, config: hcp.Config) -> None:
+        """Called by the trainer, with the training layout and the planner's options."""
+        self.train_groups, self.eval_groups = groups, eval_groups(groups, config)
+        self.planner = config.for_evaluation(self.eval_groups.size("cp"), self.seq_len)
+
+    @torch.no_grad()
+    def validate(self, model_parts: list[nn.Module], step: int) -> None:
+        """The mean loss of the validation set, logged by torchtitan."""
+        (model,) = model_parts
+        model.eval()
+        with eval_layout(model, self.train_groups, self.eval_groups) as groups:
+            loss = self.mean_loss(model, groups)
+        model.train()
+        self.metrics_processor.log_validation(loss=loss, step=step)
+
+    def mean_loss(self, model: nn.Module, groups: hcp.ProcessGroups) -> float:
+        """Under the layout of `groups`."""
+        metrics, loaded = hcp.Metrics(groups), 0
+        for batch in self._batches():
+            micro_batches = dispatch(batch, self.planner, groups)
+            if not micro_batches.plan.lengths:
+                break
+            loaded += sum(micro_batches.plan.lengths)
+            for cp, local in micro_batches:
+                tokens, labels, extra = model_inputs(cp, local)
+                with self.validation_context():
+                    loss, _ = self.loss_fn(model(tokens, **extra), labels)
+                metrics.add_sum("loss", loss, (labels != IGNORE_INDEX).sum())
+                metrics.add_sum("tokens", cp.rows, 0)
+        totals = metrics.reduce()
+        if not loaded:
+            raise hcp.HcpError("the validation loaders gave no document, expected some")
+        if totals["tokens"].total != loaded:
+            raise hcp.HcpError(
+                f"validation computed {totals['tokens'].total:.0f} tokens, expected the {loaded} "
+                "that were loaded"
+            )
+        return totals["loss"].mean
+
+    def _batches(self) -> Iterator[Batch | None]:
+        """This rank's; None once its loader has ended."""
+        loader = self.dl_config.build(
+            dp_world_size=self.dp_world_size,
+            dp_rank=self.dp_rank,
+            tokenizer=self.tokenizer,
+            seq_len=self.seq_len,
+            local_batch_size=self.local_batch_size,
+        )
+        batches = iter(loader)
+        for _ in itertools.count() if self.config.steps == -1 else range(self.config.steps):
+            batch = next(batches, None)
+            if batch is not None:
+                self.metrics_processor.ntokens_since_last_log += batch[1].numel()
+            yield batch
