@@ -34,6 +34,7 @@ from timing import (
     slowest,
     start_ranks,
     timed,
+    world,
 )
 from torch import Tensor
 
@@ -112,7 +113,16 @@ def ideal_of(lengths: list[int], heads: list[int], device: torch.device) -> list
     return [seconds / dist.get_world_size() for seconds in times]
 
 
-def compare(args, groups, pack, lengths, plan_name, comm_type, rate, ideal) -> None:
+def compare(
+    args: argparse.Namespace,
+    groups: hcp.ProcessGroups,
+    pack: str,
+    lengths: list[int],
+    plan_name: str,
+    comm_type: str,
+    rate: float,
+    ideal: list[float],
+) -> None:
     ranks = groups.size("dp_cp")
     capacity = max(CAPACITY, -(-max(lengths) // ranks) + 2)
     degree = ranks if plan_name == "degree N" else 1
@@ -127,8 +137,8 @@ def compare(args, groups, pack, lengths, plan_name, comm_type, rate, ideal) -> N
         {
             "forward": lambda: run(layers, False),
             "both": lambda: run(layers, True),
-            "calls alone": lambda: [calls.run(False) for calls in own],
-            "both alone": lambda: [calls.run(True) for calls in own],
+            "calls alone": lambda: run_alone(own, False),
+            "both alone": lambda: run_alone(own, True),
         },
         device,
     )
@@ -146,15 +156,21 @@ def compare(args, groups, pack, lengths, plan_name, comm_type, rate, ideal) -> N
         )
 
 
-def make_layer(plan, micro_batch, groups, comm_type, heads) -> Layer:
+def make_layer(
+    plan: hcp.Plan, micro_batch: int, groups: hcp.ProcessGroups, comm_type: str, heads: list[int]
+) -> Layer:
     cp = ContextParallelHandler(plan, micro_batch, groups.transport, comm_types=(comm_type,))
-    shape = {"dtype": torch.bfloat16, "device": groups.transport.device}
-    tensors = [
-        torch.randn(cp.rows, count, HEAD_DIM, **shape) for count in (heads[0], heads[1], heads[1])
-    ]
-    for tensor in tensors:
+    query, key, value, grad = (
+        randn(cp.rows, count, groups.transport.device)
+        for count in (heads[0], heads[1], heads[1], heads[0])
+    )
+    for tensor in (query, key, value):
         tensor.requires_grad_()
-    return Layer(cp, *tensors, torch.randn(cp.rows, heads[0], HEAD_DIM, **shape))
+    return Layer(cp, query, key, value, grad)
+
+
+def randn(rows: int, heads: int, device: torch.device) -> Tensor:
+    return torch.randn(rows, heads, HEAD_DIM, dtype=torch.bfloat16, device=device)
 
 
 def run(layers: list[Layer], backward: bool) -> None:
@@ -211,7 +227,7 @@ _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 def subgroup(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     if len(ranks) == dist.get_world_size():
-        return dist.group.WORLD
+        return world()
     if ranks not in _groups:
         _groups[ranks] = dist.new_group(ranks, use_local_synchronization=True)
     return _groups[ranks]
@@ -224,10 +240,9 @@ class Alone:
     """The whole pack on one GPU, by one call."""
 
     def __init__(self, lengths: list[int], heads: list[int], device: torch.device) -> None:
-        shape = {"dtype": torch.bfloat16, "device": device}
         rows = sum(lengths)
-        self.query, self.grad = (torch.randn(rows, heads[0], HEAD_DIM, **shape) for _ in range(2))
-        self.key, self.value = (torch.randn(rows, heads[1], HEAD_DIM, **shape) for _ in range(2))
+        self.query, self.grad = (randn(rows, heads[0], device) for _ in range(2))
+        self.key, self.value = (randn(rows, heads[1], device) for _ in range(2))
         self.kernel = kernel_for(device, torch.bfloat16, Choice())
         entries, row = [], 0
         for length in lengths:
@@ -276,6 +291,11 @@ class OwnCalls:
                 self.kernel.backward(call, grad[call.queries], None, *tensors, HEAD_DIM**-0.5)
 
 
+def run_alone(layers: list[OwnCalls], backward: bool) -> None:
+    for layer in layers:
+        layer.run(backward)
+
+
 def bytes_received(layer: Layer, comm_type: str, kv_heads: int) -> int:
     schedule = schedule_of(
         layer.cp._words_of(comm_type, -1, 0, (layer.query.shape[1], layer.key.shape[1]))
@@ -290,7 +310,7 @@ def copy_rate(device: torch.device) -> float:
 
     size = 2**27
     memory = symmetric.empty(size, dtype=torch.uint8, device=device)
-    handle = symmetric.rendezvous(memory, dist.group.WORLD)
+    handle = symmetric.rendezvous(memory, world())
     peer = (dist.get_rank() + 1) % dist.get_world_size()
     source = handle.get_buffer(peer, (size,), torch.uint8)
     target = torch.empty_like(source, device=device)
@@ -316,7 +336,7 @@ def host_time(layer: Layer, device: torch.device) -> tuple[float, float]:
     out: list[Tensor] = []
     inputs = (layer.query, layer.key, layer.value)
     forward = queued(lambda: out.append(layer.cp.attention(*inputs)), device)
-    return forward, queued(lambda: torch.autograd.grad(*out, inputs, layer.grad), device)
+    return forward, queued(lambda: torch.autograd.grad(out, inputs, [layer.grad]), device)
 
 
 if __name__ == "__main__":
