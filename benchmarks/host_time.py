@@ -281,6 +281,7 @@ def print_host_times(device: torch.device, degrees: Sequence[int], types: Sequen
                 kind = kinds.get(rows, AtOnce)
                 contestants += layer(comm_type, degree, device, kind, kernel)
     times = by_turns([step for ways in contestants for step in ways])
+    gc.enable()
     empty, *layers = (Ways(*pair) for pair in zip(times[::2], times[1::2], strict=True))
     print(
         f"{device.type}, torch {torch.__version__}, Python {platform.python_version()}; float32, "

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 
 import hcp
-from hcp.config import expect_choice, rows_up_to
+from hcp.config import rows_up_to
+from hcp.expect import expect_choice
 
 TESTED = ("0.3.0",)
 """Versions of torchtitan that this file has been tested with; others are refused."""
