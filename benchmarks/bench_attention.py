@@ -43,7 +43,7 @@ from torch import Tensor
 import hcp
 from hcp import comm
 from hcp.heads import key_heads, split
-from hcp.kernels import Call, kernel_for
+from hcp.kernels import Call, Choice, kernel_for
 from hcp.layout import Schedule, schedule_words
 
 # B sequences, T rows on this rank, H query heads, G key-value heads, D head size
@@ -158,7 +158,7 @@ def by_hcp(
 
 def kernel_alone(schedule: Schedule, rank: int, sizes: Sizes) -> Contestant:
     """The calls of a schedule, with this rank's share of the heads, on buffers that are there."""
-    kernel = kernel_for(sizes.device, sizes.dtype)
+    kernel = kernel_for(sizes.device, sizes.dtype, Choice())
     heads, kv_heads = sizes.heads, sizes.kv_heads
     if schedule.trade is not None:
         members = [move.peer for move in schedule.trade.receives]
@@ -333,7 +333,7 @@ def contest(
         used[name] = choice
         contestants[name] = by_hcp(cp, data, wanted, name) if mine else None
         kernel = schedule(data, degree, rank, choice.used, choice.inner) if mine else None
-        contestants[f"kernel {name}"] = kernel and kernel_alone(kernel, rank, sizes)
+        contestants[f"kernel {name}"] = kernel_alone(kernel, rank, sizes) if kernel else None
     reason = peer.ring.why_not(data, degree)
     if not reason:
         group = peer.groups[degree]
@@ -363,7 +363,7 @@ def cost_of(sizes: Sizes) -> hcp.CostModel:
     )
 
 
-TAKE = {"median": statistics.median, "min": min}
+TAKE: dict[str, Callable[[list[float]], float]] = {"median": statistics.median, "min": min}
 
 
 def row(

@@ -41,6 +41,7 @@ from timing import (
     slowest,
     start_ranks,
     timed,
+    world,
 )
 from torch import Tensor
 
@@ -138,7 +139,16 @@ def ideal_of(lengths: list[int], heads: list[int], device: torch.device) -> list
     return [seconds / dist.get_world_size() for seconds in times]
 
 
-def compare(args, groups, pack, lengths, plan_name, comm_type, rate, ideal) -> None:
+def compare(
+    args: argparse.Namespace,
+    groups: hcp.ProcessGroups,
+    pack: str,
+    lengths: list[int],
+    plan_name: str,
+    comm_type: str,
+    rate: float,
+    ideal: list[float],
+) -> None:
     ranks = groups.size("dp_cp")
     if comm_type == "ring":
         lengths = [padded(n, ranks) for n in lengths]
@@ -155,8 +165,8 @@ def compare(args, groups, pack, lengths, plan_name, comm_type, rate, ideal) -> N
         {
             "forward": lambda: run(layers, False),
             "both": lambda: run(layers, True),
-            "calls alone": lambda: [calls.run(False) for calls in own],
-            "both alone": lambda: [calls.run(True) for calls in own],
+            "calls alone": lambda: run_alone(own, False),
+            "both alone": lambda: run_alone(own, True),
         },
         device,
     )
@@ -174,22 +184,28 @@ def compare(args, groups, pack, lengths, plan_name, comm_type, rate, ideal) -> N
         )
 
 
-def make_layer(plan, micro_batch, groups, comm_type, heads) -> Layer:
+def make_layer(
+    plan: hcp.Plan, micro_batch: int, groups: hcp.ProcessGroups, comm_type: str, heads: list[int]
+) -> Layer:
     steps = (steps_of(comm_type),)
     cp = ContextParallelHandler(plan, micro_batch, groups.transport, comm_types=steps)
-    shape = {"dtype": torch.bfloat16, "device": groups.transport.device}
-    tensors = [
-        torch.randn(cp.rows, count, HEAD_DIM, **shape) for count in (heads[0], heads[1], heads[1])
-    ]
-    for tensor in tensors:
+    query, key, value, grad = (
+        randn(cp.rows, count, groups.transport.device)
+        for count in (heads[0], heads[1], heads[1], heads[0])
+    )
+    for tensor in (query, key, value):
         tensor.requires_grad_()
     attention = OnRing(cp, torch.bfloat16).attention if comm_type == "ring" else cp.attention
-    return Layer(cp, attention, *tensors, torch.randn(cp.rows, heads[0], HEAD_DIM, **shape))
+    return Layer(cp, attention, query, key, value, grad)
 
 
 def steps_of(comm_type: str) -> str:
     """hcp's comm type with the same exchanges."""
     return "p2p" if comm_type == "ring" else comm_type
+
+
+def randn(rows: int, heads: int, device: torch.device) -> Tensor:
+    return torch.randn(rows, heads, HEAD_DIM, dtype=torch.bfloat16, device=device)
 
 
 def run(layers: list[Layer], backward: bool) -> None:
@@ -246,7 +262,7 @@ _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 def subgroup(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     if len(ranks) == dist.get_world_size():
-        return dist.group.WORLD
+        return world()
     if ranks not in _groups:
         _groups[ranks] = dist.new_group(ranks, use_local_synchronization=True)
     return _groups[ranks]
@@ -259,10 +275,9 @@ class Alone:
     """The whole pack on one GPU, by one call."""
 
     def __init__(self, lengths: list[int], heads: list[int], device: torch.device) -> None:
-        shape = {"dtype": torch.bfloat16, "device": device}
         rows = sum(lengths)
-        self.query, self.grad = (torch.randn(rows, heads[0], HEAD_DIM, **shape) for _ in range(2))
-        self.key, self.value = (torch.randn(rows, heads[1], HEAD_DIM, **shape) for _ in range(2))
+        self.query, self.grad = (randn(rows, heads[0], device) for _ in range(2))
+        self.key, self.value = (randn(rows, heads[1], device) for _ in range(2))
         self.kernel = kernel_for(device, torch.bfloat16, Choice())
         entries, row = [], 0
         for length in lengths:
@@ -313,6 +328,11 @@ class OwnCalls:
                 self.kernel.backward(call, grad[call.queries], None, *tensors, HEAD_DIM**-0.5)
 
 
+def run_alone(layers: list[OwnCalls], backward: bool) -> None:
+    for layer in layers:
+        layer.run(backward)
+
+
 def bytes_received(layer: Layer, comm_type: str, kv_heads: int) -> int:
     schedule = schedule_of(
         layer.cp._words_of(steps_of(comm_type), -1, 0, (layer.query.shape[1], layer.key.shape[1]))
@@ -327,7 +347,7 @@ def copy_rate(device: torch.device) -> float:
 
     size = 2**27
     memory = symmetric.empty(size, dtype=torch.uint8, device=device)
-    handle = symmetric.rendezvous(memory, dist.group.WORLD)
+    handle = symmetric.rendezvous(memory, world())
     peer = (dist.get_rank() + 1) % dist.get_world_size()
     source = handle.get_buffer(peer, (size,), torch.uint8)
     target = torch.empty_like(source, device=device)
@@ -353,7 +373,7 @@ def host_time(layer: Layer, device: torch.device) -> tuple[float, float]:
     out: list[Tensor] = []
     inputs = (layer.query, layer.key, layer.value)
     forward = queued(lambda: out.append(layer.attention(*inputs)), device)
-    return forward, queued(lambda: torch.autograd.grad(*out, inputs, layer.grad), device)
+    return forward, queued(lambda: torch.autograd.grad(out, inputs, [layer.grad]), device)
 
 
 if __name__ == "__main__":

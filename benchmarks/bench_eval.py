@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -91,7 +92,7 @@ class Stage(nn.Module):
     def __init__(self, pgs: hcp.ProcessGroups, args: argparse.Namespace) -> None:
         super().__init__()
         self.pg_collection = pgs
-        self.sent: tuple[dist.Work, Tensor] | None = None
+        self.sent: tuple[dist.Work | None, Tensor] | None = None
         """What is on its way to the next stage: dropped, it would never arrive."""
         torch.manual_seed(1 + pgs.rank("pp"))
         self.layers = nn.ModuleList(
@@ -123,9 +124,9 @@ class Stage(nn.Module):
         return x
 
     def flush(self) -> None:
-        if self.sent is not None:
+        if self.sent is not None and self.sent[0] is not None:
             self.sent[0].wait()
-            self.sent = None
+        self.sent = None
 
 
 @torch.no_grad()
@@ -196,14 +197,14 @@ def measure(
 
     for turn in range(args.rounds + 1):
         for cp, found in times.items():
-            seconds = timed(lambda cp=cp: run(cp), device)
+            seconds = timed(partial(run, cp), device)
             with context(cp):
                 rows = model.own_rows(dataset[0])
-                sample = timed(lambda rows=rows: model.compute(rows), device)
+                sample = timed(partial(model.compute, rows), device)
             if turn:
                 found.evaluation.append(seconds)
                 found.sample.append(sample)
-                found.switch.append(timed(lambda cp=cp: switch(cp), device))
+                found.switch.append(timed(partial(switch, cp), device))
             difference = abs(means[cp] / means[1] - 1)
             if difference > args.tolerance:
                 raise hcp.HcpError(f"cp {cp} has {means[cp]}, expected cp 1's {means[1]}")

@@ -34,7 +34,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from timing import by_turns, device_name, end_ranks, queued, start_ranks, timed
+from timing import by_turns, device_name, end_ranks, queued, start_ranks, timed, world
 from torch import Tensor
 
 import hcp
@@ -146,8 +146,10 @@ def compare(pattern: Pattern, transports: dict[str, TorchTransport], copies: Cop
     own = rows_of(dist.get_rank(), pattern.own_rows, copies.device)
     steps: dict[str, Callable[[], Tensor]] = {"copy": copies.step(pattern.rows)}
     for name, transport in transports.items():
-        kind = by_reading if isinstance(transport, PeerTransport) else by_sending
-        steps[name] = kind(transport, pattern, own)
+        if isinstance(transport, PeerTransport):
+            steps[name] = by_reading(transport, pattern, own)
+        else:
+            steps[name] = by_sending(transport, pattern, own)
     expected = expected_rows(pattern, copies.device)
     check(pattern, steps, transports, expected)
     times = by_turns(
@@ -178,7 +180,7 @@ class Copies:
 
         self._memory = symmetric.empty(rows, WIDTH, dtype=DTYPE, device=device)
         self._memory.zero_()
-        handle = symmetric.rendezvous(self._memory, dist.group.WORLD)
+        handle = symmetric.rendezvous(self._memory, world())
         torch.cuda.synchronize(device)
         peer = (dist.get_rank() + 1) % dist.get_world_size()
         self._source = handle.get_buffer(peer, (rows, WIDTH), DTYPE)

@@ -25,7 +25,7 @@ import argparse
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,11 +39,15 @@ COPIES = 4  # sets of buffers, used in turn
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+Calls = Sequence[Callable[[], object]]
+"""One contestant's, of each set of buffers."""
+
+
 class Contest(NamedTuple):
     name: str
     bytes_moved: int
-    ours: list[Callable[[], object]]
-    peers: dict[str, list[Callable[[], object]]]
+    ours: Calls
+    peers: Mapping[str, Calls]
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -226,7 +230,7 @@ def rotated_sum_contest(rows: int) -> Contest:
         ours.append(fused)
         apart.append(one_by_one)
         torchs.append(by_torch)
-    whole = sum(part.float() for part in parts).view(rows, KEY_HEADS, HEAD_DIM)
+    whole = torch.stack(parts).float().sum(0).view(rows, KEY_HEADS, HEAD_DIM)
     exact = rope.rotate_by_torch(whole, back).flatten(1)
     calls = ours[-1], apart[-1], torchs[-1]
     errors = [float((call() - exact).square().mean().sqrt()) for call in calls]
@@ -240,7 +244,7 @@ def rotated_sum_contest(rows: int) -> Contest:
 # ---- timing --------------------------------------------------------------------------------------
 
 
-def time_once(calls: list[Callable[[], object]], turn: int) -> float:
+def time_once(calls: Calls, turn: int) -> float:
     """Seconds of one call, over the buffers whose turn it is."""
     if DEVICE.type == "cpu":
         begun = time.perf_counter()
@@ -255,7 +259,7 @@ def time_once(calls: list[Callable[[], object]], turn: int) -> float:
     return start.elapsed_time(end) / 1e3
 
 
-def medians(contestants: list[list[Callable[[], object]]], rounds: int) -> list[float]:
+def medians(contestants: Sequence[Calls], rounds: int) -> list[float]:
     times: list[list[float]] = [[] for _ in contestants]
     for turn in range(-3, rounds):
         for calls, own in zip(contestants, times, strict=True):

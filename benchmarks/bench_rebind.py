@@ -69,7 +69,7 @@ def walk_every_module(model: nn.Module, target: hcp.ProcessGroups) -> None:
     """What the peer does for each switch, restated."""
     for module in model.modules():
         if hasattr(module, "pg_collection"):
-            module.pg_collection = target
+            module.pg_collection = target  # type: ignore[assignment]
         for name, role in NAMES.items():
             if hasattr(module, name):
                 setattr(module, name, getattr(target, role, None))

@@ -33,6 +33,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -51,7 +52,7 @@ from hcp.cli.fit import Point, fit
 from hcp.cli.measure import step_of
 from hcp.config import Config
 from hcp.demo.data import VOCABULARY_SIZE
-from hcp.demo.model import GPTModel, RotaryEmbedding
+from hcp.demo.model import Attention, GPTModel, RotaryEmbedding
 from hcp.demo.training import Gradients, Trainer
 
 FULL = {
@@ -168,8 +169,9 @@ def build_model(
     with torch.device(device):
         model = GPTModel(args, groups)
     model.rotary_pos_emb = WideRotary(args.hidden_size // args.num_attention_heads)
-    for layer in model.layers:
-        layer.attention.comm_type = None
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.comm_type = None
     return model.bfloat16() if device.type == "cuda" else model
 
 
@@ -210,12 +212,12 @@ def calibrated(job: Job) -> hcp.CostModel:
     steps = {str(i): step_of(trainer, cell) for i, cell in enumerate(cells)}
     job.gradients.zero()
     times = by_turns(
-        {name: lambda step=step: run_micro_batches(job, step) for name, step in steps.items()},
+        {name: partial(run_micro_batches, job, step) for name, step in steps.items()},
         job.device,
         lambda run: timed(run, job.device),
         ROUNDS,
     )
-    found: list[object] = [None]
+    found: list[Any] = [None]
     if dist.get_rank() == 0:
         points = [
             Point(cell.lengths, cell.degree, False, times[str(i)]) for i, cell in enumerate(cells)
@@ -228,7 +230,8 @@ def calibrated(job: Job) -> hcp.CostModel:
         )
         found = [result.cost]
     dist.broadcast_object_list(found, src=0)
-    return found[0]
+    cost: hcp.CostModel = found[0]
+    return cost
 
 
 # ---- contestants ---------------------------------------------------------------------------------
@@ -264,7 +267,7 @@ def compare(job: Job, family: Family, cost: hcp.CostModel) -> None:
         steps = {c.name: dispatched(job, c, lengths, number) for c in contestants}
         distances = distances_of(job, family, steps)
         times = by_turns(
-            {name: lambda step=step: run_step(job, step) for name, step in steps.items()},
+            {name: partial(run_step, job, step) for name, step in steps.items()},
             job.device,
             lambda run: timed(run, job.device),
             job.args.rounds,
@@ -296,7 +299,7 @@ def draw(job: Job, family: Family, capacity: int) -> Iterator[list[int]]:
 def plans(
     job: Job, lengths: list[int], capacity: int, degree: int, cost: hcp.CostModel
 ) -> Iterator[Contestant]:
-    request = {"ranks": job.ranks, "max_tokens_per_rank": capacity, "cost": cost}
+    request: dict[str, Any] = {"ranks": job.ranks, "max_tokens_per_rank": capacity, "cost": cost}
     comm_type = job.args.cp_comm_type
     yield Contestant("dynamic", hcp.plan(lengths, **request), job.groups, comm_type)
     static = hcp.plan(lengths, **request, min_degree=degree, max_degree=degree)
@@ -365,9 +368,8 @@ def distances_of(job: Job, family: Family, steps: dict[str, Batches]) -> dict[st
 
 
 def attention_gradients(model: nn.Module) -> Tensor:
-    return torch.cat(
-        [p.grad.float().flatten() for name, p in model.named_parameters() if "linear_qkv" in name]
-    )
+    grads = (p.grad for name, p in model.named_parameters() if "linear_qkv" in name)
+    return torch.cat([grad.float().flatten() for grad in grads if grad is not None])
 
 
 # ---- the report ----------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import itertools
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from random import Random
 from typing import Any
 
@@ -25,6 +26,7 @@ from bench_plan import COSTS, machine
 from ortools.sat.python import cp_model
 
 import hcp
+from hcp.cli.families import CHATQA2, WIKIPEDIA, K, log_uniform
 from hcp.report import rows_held
 
 RESOLUTION = 200_000
@@ -187,15 +189,14 @@ def instances(ranks: int, capacity: int, count: int) -> dict[str, Callable[[Rand
 
     above = families.just_above(capacity, count)
     return {
-        "P1": cut(families.WIKIPEDIA),
+        "P1": cut(WIKIPEDIA),
         "P2": cut(families.GITHUB),
-        "P3": cut(lambda random: families.log_uniform(random, 8 * families.K, 64 * families.K)),
-        "P4": cut(families.CHATQA2),
+        "P3": cut(lambda random: log_uniform(random, 8 * K, 64 * K)),
+        "P4": cut(CHATQA2),
         "X1": lambda random: [capacity * 9 // 10] * (3 * ranks // 2),
         "X2": lambda random: [min(most, length) for length in above(random)],
         "X3": lambda random: (
-            [most // 4 + 17] * 3
-            + [families.log_uniform(random, 16, 1024) for _ in range(count - 3)]
+            [most // 4 + 17] * 3 + [log_uniform(random, 16, 1024) for _ in range(count - 3)]
         ),
         "X4": lambda random: [min(most, families.GITHUB(random)) for _ in range(ranks // 2)],
     }
@@ -231,9 +232,7 @@ def main() -> None:
 
 
 def cp_model_version() -> str:
-    import ortools
-
-    return str(ortools.__version__)
+    return version("ortools")
 
 
 def row(

@@ -8,7 +8,6 @@ from random import Random
 
 from hcp.cli.families import (
     CHATQA2,
-    FAMILIES,
     GITHUB_TOKENS,
     WIKIPEDIA,
     WLB,
@@ -16,9 +15,10 @@ from hcp.cli.families import (
     by_tokens,
     log_uniform,
 )
+from hcp.cli.families import FAMILIES as PUBLISHED
 
-GITHUB = FAMILIES["github"].draw
-BYTED = FAMILIES["byted"].draw
+GITHUB = PUBLISHED["github"].draw
+BYTED = PUBLISHED["byted"].draw
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ class ReadAtOnce(AtOnce):
 
         failure = torch.zeros(4, dtype=torch.int64)
         cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device, priority=-1) if cuda else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device, priority=-1) if cuda else None
         self._slots = _Never(
             rank,
             [memory.data_ptr()] * size,
@@ -210,7 +210,7 @@ def both_ways(forward: Callable[[], Tensor], leaves: Sequence[Tensor], grad: Ten
 def yardstick(device: torch.device) -> Ways:
     leaves, grad = tensors(ROWS, device)
     result = torch.zeros_like(grad)
-    return both_ways(lambda: Empty.apply(*leaves, result), leaves, grad)  # type: ignore[no-untyped-call]
+    return both_ways(lambda: Empty.apply(*leaves, result), leaves, grad)
 
 
 def tensors(rows: int, device: torch.device) -> tuple[list[Tensor], Tensor]:
@@ -283,6 +283,7 @@ def print_host_times(device: torch.device, degrees: Sequence[int], types: Sequen
                 kind = kinds.get(rows, AtOnce)
                 contestants += layer(comm_type, degree, device, kind, kernel)
     times = by_turns([step for ways in contestants for step in ways])
+    gc.enable()
     empty, *layers = (Ways(*pair) for pair in zip(times[::2], times[1::2], strict=True))
     print(
         f"{device.type}, torch {torch.__version__}, Python {platform.python_version()}; float32, "

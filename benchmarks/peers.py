@@ -144,11 +144,11 @@ def wave_greedy(lengths: list[int], ranks: int, capacity: int, cost: hcp.CostMod
                 groups[k] = (d, load + work, held + rows(lengths[i], d), [*members, i])
         groups.sort(key=lambda g: -g[0])
         while free:
-            k = next((k for k in reversed(range(len(groups))) if groups[k][0] <= free), None)
-            if k is None:
+            small = next((k for k in reversed(range(len(groups))) if groups[k][0] <= free), None)
+            if small is None:
                 break
-            d, load, held, members = groups[k]
-            groups[k] = (2 * d, load / 2, held, members)
+            d, load, held, members = groups[small]
+            groups[small] = (2 * d, load / 2, held, members)
             free -= d
             groups.sort(key=lambda g: -g[0])
         waves.append(side_by_side([(d, members) for d, _, _, members in groups]))
@@ -182,11 +182,12 @@ def best_fit_top_up(lengths: list[int], ranks: int, capacity: int, cost: hcp.Cos
             bins[best[1]] = (degree, held + rows(lengths[i], degree), [*members, i])
     waves: list[tuple[int, list[tuple[int, list[int]]]]] = []
     for degree, _, members in sorted(bins, key=lambda b: -b[0]):
-        k = next((k for k, (free, _) in enumerate(waves) if free >= degree), None)
-        if k is None:
+        first = next((k for k, (free, _) in enumerate(waves) if free >= degree), None)
+        if first is None:
             waves.append((ranks - degree, [(degree, members)]))
         else:
-            waves[k] = (waves[k][0] - degree, [*waves[k][1], (degree, members)])
+            free, groups = waves[first]
+            waves[first] = (free - degree, [*groups, (degree, members)])
     return [side_by_side(topped_up(groups, free, lengths, cost)) for free, groups in waves]
 
 

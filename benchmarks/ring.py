@@ -115,14 +115,14 @@ def _block(queries: tuple[int, int], keys: tuple[int, int]) -> Entry:
 
 class RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring, scale: float
     ) -> Tensor:
         kv = torch.stack((key, value))
         outs, lses = [], []
         for step, source in enumerate(ring.sources()):
             arriving = ring.pass_on(kv) if step + 1 < ring.size else None
-            out, lse = _forward(ring, ring.part(source), query, *kv, scale)
+            out, lse = _forward(ring, ring.part(source), query, kv[0], kv[1], scale)
             outs.append(out)
             lses.append(lse)
             if arriving is not None:
@@ -134,9 +134,7 @@ class RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, grad_out: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         ring, scale = ctx.ring, ctx.scale
         kv, grad_out = torch.stack((key, value)), grad_out.contiguous()
@@ -144,7 +142,9 @@ class RingAttention(torch.autograd.Function):
         for step, source in enumerate(ring.sources()):
             arriving = ring.pass_on(kv) if step + 1 < ring.size else None
             part = ring.part(source)
-            *grads, grad_query = _backward(ring, part, grad_out, query, *kv, out, lse, scale)
+            *grads, grad_query = _backward(
+                ring, part, grad_out, query, kv[0], kv[1], out, lse, scale
+            )
             queries.append(grad_query)
             if sums is None:
                 total = torch.stack(grads)

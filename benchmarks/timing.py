@@ -6,7 +6,7 @@ import faulthandler
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 import torch
@@ -35,6 +35,12 @@ def end_ranks() -> None:
     dist.barrier()
     dist.destroy_process_group()
     faulthandler.cancel_dump_traceback_later()
+
+
+def world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
 
 
 def synchronize(device: torch.device) -> None:
@@ -83,7 +89,7 @@ def queued(step: Step, device: torch.device) -> float:
 
 
 def by_turns(
-    steps: dict[str, Step],
+    steps: Mapping[str, Step],
     device: torch.device,
     clock: Callable[[Step], float],
     rounds: int,

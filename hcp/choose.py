@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hcp.config import divisors, expect_size, rows_up_to
+from hcp.config import divisors, rows_up_to
 from hcp.cost import MOVING, CostModel
+from hcp.expect import expect_size, plain
 from hcp.plan import Plan, plan
 
 
@@ -81,18 +82,19 @@ def choose_eval_context_parallel(
     Never one that is predicted slower than the training layout, unless that does not fit `memory`;
     ties go to the training layout, then to the smaller size. Raises ValueError when nothing fits.
     """
-    sizes_given = {
-        "train_cp": train_cp,
-        "ranks": ranks,
-        "pipeline_stages": pipeline_stages,
-        "micro_batch_size": micro_batch_size,
-        "global_batch_size": 1 if global_batch_size is None else global_batch_size,
-        "max_tokens_per_rank": 1 if max_tokens_per_rank is None else max_tokens_per_rank,
-        "memory": 1 if memory is None else memory,
+    given = {
+        "global_batch_size": global_batch_size,
+        "max_tokens_per_rank": max_tokens_per_rank,
+        "memory": memory,
     }
-    for name, size in sizes_given.items():
-        expect_size(name, size)
-    expect_size("num_samples", num_samples, least=0)
+    for name, size in given.items():
+        if size is not None:
+            expect_size(name, size)
+    ranks, train_cp = expect_size("ranks", ranks), expect_size("train_cp", train_cp)
+    pipeline_stages = expect_size("pipeline_stages", pipeline_stages)
+    micro_batch_size = expect_size("micro_batch_size", micro_batch_size)
+    num_samples = expect_size("num_samples", num_samples, least=0)
+    lengths = plain(lengths)
     if not isinstance(lengths, int):
         lengths = lengths.tolist() if hasattr(lengths, "tolist") else list(lengths)
     tokens = [lengths] * num_samples if isinstance(lengths, int) else lengths

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from hcp import _core
 from hcp.cost import CostModel
+from hcp.expect import plain
 from hcp.heads import key_heads, split
 from hcp.layout import STAGE_ROWS, Layout
 from hcp.plan import Plan
@@ -61,7 +62,7 @@ def check_comm_types(
             f"{name} is missing, expected the sizes of the levels of {A2A_P2P!r}, the inner "
             "all-to-all first and the ring last, such as [2, 4]"
         )
-    if len(sizes) < 2 or any(type(size) is not int or size < 1 for size in sizes):
+    if len(sizes) < 2 or any(type(plain(size)) is not int or size < 1 for size in sizes):
         raise ValueError(f"{name} is {list(sizes)}, expected two or more integers >= 1")
     if degree is not None and degree > 1 and math.prod(sizes) != degree:
         raise ValueError(

@@ -14,6 +14,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hcp.comm import COMM_TYPES, check_comm_types, check_prices, fitted_sizes
+from hcp.expect import expect_choice, expect_size, plain
 
 if TYPE_CHECKING:
     from hcp.cost import CostModel
@@ -70,13 +71,14 @@ class Config:
         for name in ("hierarchical_context_parallel_sizes", "window_size"):
             object.__setattr__(self, name, _as_tuples(getattr(self, name)))
         expect_choice("sequence_packing_scheduler", self.sequence_packing_scheduler, SCHEDULERS)
-        expect_size("max_seqlen_per_dp_cp_rank", self.max_seqlen_per_dp_cp_rank)
-        expect_size("min_dynamic_context_parallel_size", self.min_dynamic_context_parallel_size)
+        for name in ("max_seqlen_per_dp_cp_rank", "min_dynamic_context_parallel_size"):
+            object.__setattr__(self, name, expect_size(name, getattr(self, name)))
         for name in ("context_parallel_size", "ranks_per_node"):
             if getattr(self, name) is not None:
-                expect_size(name, getattr(self, name))
-        if self.eval_context_parallel_size not in (None, "auto"):
-            expect_size("eval_context_parallel_size", self.eval_context_parallel_size, "or 'auto'")
+                object.__setattr__(self, name, expect_size(name, getattr(self, name)))
+        name, size = "eval_context_parallel_size", self.eval_context_parallel_size
+        if size is not None and size != "auto":
+            object.__setattr__(self, name, expect_size(name, size, "or 'auto'"))
         for name in ("cp_comm_type", "window_size"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is an empty list, expected one value or one per layer")
@@ -250,8 +252,8 @@ class Config:
 
 
 def _as_tuples(value: Any) -> Any:
-    """Lists, as JSON and argparse give them, as tuples."""
-    return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
+    """Lists, as JSON and argparse give them, as tuples, and integers as ints."""
+    return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else plain(value)
 
 
 def _by_place(name: str, values: tuple[Value, ...]) -> list[tuple[str, Value]]:
@@ -377,13 +379,3 @@ def rows_up_to(longest: int, degree: int) -> int:
     # rank is the least one above 2 that does not divide the number of chunks.
     both = next(r for r in itertools.count(3) if 2 * degree % r != 0)
     return 2 * whole + min(rest, 1) + (rest >= both)
-
-
-def expect_size(name: str, value: object, other: str = "", least: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} is {value!r}, expected an integer >= {least} {other}".rstrip())
-
-
-def expect_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}, expected one of {', '.join(choices)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hcp import _core
+from hcp.expect import expect_names, expect_size, expect_sizes
 
 PRICES: tuple[str, ...] = _core.PRICES
 TIMES = tuple(name for name in PRICES if name not in ("window", "tile", "overlap"))
@@ -72,9 +74,10 @@ class CostModel:
 
     def __post_init__(self) -> None:
         for name in PRICES:
-            value = getattr(self, name)
-            if type(value) is not int or value < 0:
-                raise ValueError(f"cost.{name} is {value!r}, expected an integer >= 0")
+            value = expect_size(f"cost.{name}", getattr(self, name), least=0)
+            object.__setattr__(self, name, value)
+        if self.table is not None:
+            object.__setattr__(self, "table", _checked(self.table))
         if self.unit is not None and not (math.isfinite(self.unit) and self.unit > 0):
             raise ValueError(f"cost.unit is {self.unit!r}, expected seconds > 0")
         if self.function is not None and self.unit is None:
@@ -230,8 +233,7 @@ class CostModel:
             "num_query_groups": groups,
         }
         for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name} is {size}, expected >= 1")
+            expect_size(name, size)
         if head_dim is None and hidden_size % num_attention_heads:
             raise ValueError(
                 f"hidden_size ({hidden_size}) % num_attention_heads ({num_attention_heads}) == "
@@ -279,32 +281,27 @@ def _from_json(data: Any) -> CostModel:
 def _table_from_json(table: Any) -> Table:
     expect_names("table", table, Table._fields)
     for name in Table._fields:
-        values = table[name]
-        if not isinstance(values, list) or not all(type(v) is int and v >= 1 for v in values):
-            raise ValueError(f"table.{name} is {values!r:.60}, expected integers >= 1")
-    for name in ("lengths", "degrees"):
-        if table[name] != sorted(set(table[name])):
-            raise ValueError(f"table.{name} is {table[name]!r:.60}, expected ascending integers")
-    expected = len(table["lengths"]) * len(table["degrees"])
-    if len(table["times"]) != expected:
+        if not isinstance(table[name], list):
+            raise ValueError(f"table.{name} is {table[name]!r:.60}, expected a list of integers")
+    return Table(**table)
+
+
+def _checked(table: Table) -> Table:
+    """The table as ints, if it is one that a plan can use."""
+    if not isinstance(table, Table):
+        raise ValueError(f"cost.table is {table!r:.60}, expected an hcp.cost.Table")
+    lengths, degrees, times = (
+        expect_sizes(f"table.{name}", values) for name, values in table._asdict().items()
+    )
+    for name, values in (("lengths", lengths), ("degrees", degrees)):
+        if any(a >= b for a, b in itertools.pairwise(values)):
+            raise ValueError(f"table.{name} is {values!r:.60}, expected ascending integers")
+    expected = len(lengths) * len(degrees)
+    if len(times) != expected:
         raise ValueError(
-            f"table.times has {len(table['times'])} entries, "
-            f"expected lengths * degrees = {expected}"
+            f"table.times has {len(times)} entries, expected lengths * degrees = {expected}"
         )
-    return Table(*(tuple(table[name]) for name in Table._fields))
-
-
-def expect_names(place: str, data: Any, names: Iterable[str], optional: Iterable[str] = ()) -> None:
-    """Refuse what a later version may have meant, as well as what is missing."""
-    if not isinstance(data, dict):
-        raise ValueError(f"{place} is {data!r:.60}, expected an object")
-    required = tuple(names)
-    expected = (*required, *optional)
-    for name in [*required, *data]:
-        if name not in data or name not in expected:
-            problem = "missing" if name not in data else "unknown"
-            where = f"{place}.{name}" if place else name
-            raise ValueError(f"{where} is {problem}, expected {', '.join(expected)}")
+    return Table(lengths, degrees, times)
 
 
 def _flexsp(a1: float, a2: float, b1: float, layers: int, hidden: int) -> CostModel:

@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hcp.config import expect_size
 from hcp.cost import CostModel
 from hcp.dispatch import Step, dispatch, gather_lengths
 from hcp.errors import HcpError
+from hcp.expect import expect_size, plain
 from hcp.groups import ProcessGroups
 from hcp.plan import Plan, plan
 
@@ -68,10 +68,11 @@ class EvalPlan:
         `max_tokens_per_rank` rows to a rank, with one CP `degree` for all if it is given, and by
         `ranks_per_node` and `cost` as `hcp.plan` takes them; without, `batches` uses data
         parallelism."""
+        samples = plain(samples)
         self.lengths = None if isinstance(samples, int) else tuple(samples)
-        self.num_samples = samples if isinstance(samples, int) else len(samples)
-        expect_size("num_samples", self.num_samples, least=0)
-        expect_size("micro_batch_size", micro_batch_size)
+        count = samples if isinstance(samples, int) else len(samples)
+        self.num_samples = expect_size("num_samples", count, least=0)
+        self.micro_batch_size = expect_size("micro_batch_size", micro_batch_size)
         if self.lengths is not None and max_tokens_per_rank is None:
             raise ValueError("max_tokens_per_rank is missing, expected it together with lengths")
         of_dispatch = {
@@ -87,7 +88,6 @@ class EvalPlan:
         if cost is not None:
             self._expect_lengths("cost")
         self.groups = eval_pgs
-        self.micro_batch_size = micro_batch_size
         self.global_batch_size = global_batch_size or max(1, self.num_samples)
         self._max_tokens, self._degree = max_tokens_per_rank, degree
         self._node, self._cost = ranks_per_node, cost

@@ -11,7 +11,8 @@ arguments. Groups of one role are created in one order on all ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hcp._core import Grid
 from hcp.errors import HcpError
 from hcp.exchange import TorchTransport
+from hcp.expect import expect_size, expect_sizes
 from hcp.peer import BUFFER_BYTES
 from hcp.transports import connect
 
@@ -39,6 +41,11 @@ ROLES: Mapping[str, str] = {
 """Roles under Megatron's names, and the dimensions in which the ranks of their groups differ."""
 
 _T = TypeVar("_T")
+
+
+class _Refusal(str):
+    """Why a rank does not go on: in the place of what the others wait for."""
+
 
 _CREATED, _SHARED, _GIVEN = "created", "shared", "given"
 
@@ -112,10 +119,11 @@ class ProcessGroups:
                 )
             return collection
         _check_initialised("ProcessGroups.from_existing")
-        groups = _find_groups(collection)
-        ranks = dist.get_process_group_ranks(groups["dp_cp"])
-        views: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(views, (ranks, _fit_grid(groups, order)))
+        with _all_or_none():
+            groups = _find_groups(collection)
+            ranks = dist.get_process_group_ranks(groups["dp_cp"])
+            fitted_here = _fit_grid(groups, order)
+        views = _views((ranks, fitted_here))
         creator = _Creator(
             [list(range(dist.get_world_size()))],
             backend=dist.get_backend(groups["dp_cp"]),
@@ -152,7 +160,8 @@ class ProcessGroups:
         `build_process_groups`.
         """
         _check_initialised("ProcessGroups.from_device_mesh")
-        dimensions, grid = _grid_of_mesh(mesh, names or {})
+        with _all_or_none():
+            dimensions, grid = _grid_of_mesh(mesh, names or {})
         creator = _Creator(
             _agree(grid, list(range(dist.get_world_size()))),
             backend=None,
@@ -226,8 +235,9 @@ class ProcessGroups:
         rest, `transport` included. Raises ValueError when dp * cp is not divisible by `size`, and
         when a rank would change its place in tp or pp, since its weights would have to move.
         """
-        grid = _resize(self.grid, size)
-        _check_levels(hierarchical, size)
+        with _all_or_none():
+            grid = _resize(self.grid, size)
+            _check_levels(hierarchical, size)
         _agree(grid, self._creator.own_parent, tuple(hierarchical))
         shared = [role for role in self.roles if grid.shares(self.grid, ROLES[role])]
         creator = self._creator.again()
@@ -317,10 +327,12 @@ def build_process_groups(
     """
     _check_initialised("build_process_groups")
     ranks = sorted(dist.get_process_group_ranks(parent or dist.group.WORLD))
-    if dist.get_rank() not in ranks:
-        raise ValueError(f"rank {dist.get_rank()} is not in parent, whose ranks are {ranks}")
-    grid = Grid(tp=tp, cp=cp, dp=_data_parallel(tp, cp, dp, pp, len(ranks)), pp=pp, order=order)
-    _check_levels(hierarchical, cp)
+    with _all_or_none():
+        if dist.get_rank() not in ranks:
+            raise ValueError(f"rank {dist.get_rank()} is not in parent, whose ranks are {ranks}")
+        dp = _data_parallel(tp, cp, dp, pp, len(ranks))
+        grid = Grid(tp=tp, cp=cp, dp=dp, pp=pp, order=order)
+        _check_levels(hierarchical, cp)
     creator = _Creator(
         _agree(grid, ranks, tuple(hierarchical)),
         backend=None if parent is None else dist.get_backend(parent),
@@ -436,8 +448,8 @@ def _check_initialised(what: str) -> None:
 
 def _data_parallel(tp: int, cp: int, dp: int | None, pp: int, world: int) -> int:
     for name, value in (("tp", tp), ("cp", cp), ("dp", dp), ("pp", pp)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}, expected >= 1")
+        if value is not None:
+            expect_size(name, value)
     rest = tp * cp * pp
     if dp is None:
         if world % rest:
@@ -455,7 +467,8 @@ def _data_parallel(tp: int, cp: int, dp: int | None, pp: int, world: int) -> int
 
 
 def _check_levels(sizes: Sequence[int], cp: int) -> None:
-    if any(size < 1 for size in sizes) or (sizes and math.prod(sizes) != cp):
+    expect_sizes("hierarchical", sizes)
+    if sizes and math.prod(sizes) != cp:
         raise ValueError(
             f"hierarchical is {list(sizes)}, whose product is {math.prod(sizes)}, expected cp = "
             f"{cp}"
@@ -502,14 +515,37 @@ def _find_levels(collection: object) -> tuple[dist.ProcessGroup, ...]:
     return tuple(level for level in levels if isinstance(level, dist.ProcessGroup))
 
 
+@contextmanager
+def _all_or_none() -> Iterator[None]:
+    """Tell the other ranks, which wait for this one's view in `_views`, what it refuses."""
+    try:
+        yield
+    except Exception as error:
+        with suppress(RuntimeError):  # of ranks that do not come: what is refused says more
+            dist.all_gather_object([None] * dist.get_world_size(), _Refusal(error))
+        raise
+
+
+def _views(own: object) -> list[Any]:
+    """Every rank's view, unless one of them refuses."""
+    views: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(views, own)
+    for rank, view in enumerate(views):
+        if isinstance(view, _Refusal):
+            raise ValueError(
+                f"rank {dist.get_rank()}: rank {rank} refuses the layout, expected one that all "
+                f"ranks can have; it says: {view}"
+            )
+    return views
+
+
 def _agree(grid: Grid, ranks: list[int], levels: tuple[int, ...] = ()) -> list[list[int]]:
     """The ranks of every parent, ascending.
 
     Ranks that create different groups would wait for each other until the timeout.
     """
-    views: list[Any] = [None] * dist.get_world_size()
     layout = f"{grid!r}, levels {list(levels)}" if levels else repr(grid)
-    dist.all_gather_object(views, (layout, tuple(ranks)))
+    views = _views((layout, tuple(ranks)))
     for rank, (other, _) in enumerate(views):
         if other != layout:
             raise ValueError(
@@ -530,7 +566,8 @@ def _resize(grid: Grid, size: int) -> Grid:
     """The grid with CP groups of another size, if no rank has to change its weights for it."""
     now = grid.sizes
     domain = now["dp"] * now["cp"]
-    if size < 1 or domain % size:
+    size = expect_size("context parallel size", size)
+    if domain % size:
         raise ValueError(
             f"context parallel size is {size}, expected a divisor of dp * cp = "
             f"{now['dp']} * {now['cp']} = {domain}"

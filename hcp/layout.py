@@ -44,8 +44,8 @@ class Layout:
     def __init__(self, plan: Plan, micro_batch: int, rank: int) -> None:
         core = _core.create_layout(plan.core, micro_batch, rank)
         self.plan = plan
-        self.micro_batch = micro_batch
-        self.rank = rank
+        self.micro_batch: int = core.micro_batch
+        self.rank: int = core.rank
         self.first_rank: int = core.first_rank
         """First rank of the group."""
         self.degree: int = core.degree

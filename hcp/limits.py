@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hcp import _core
+from hcp.expect import expect_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +33,8 @@ class MemoryModel:
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            value = getattr(self, name)
-            if type(value) is not int or value < 0:
-                raise ValueError(f"memory.{name} is {value!r}, expected bytes >= 0")
+            value = expect_size(f"memory.{name}", getattr(self, name), "bytes", least=0)
+            object.__setattr__(self, name, value)
 
     def bytes(self, rows: int, tokens: int, degree: int) -> int:
         """Of a rank with so many rows of sequences of so many tokens."""

@@ -10,7 +10,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from hcp import _core
-from hcp.cost import CostModel, Table, expect_names
+from hcp.cost import CostModel, Table
+from hcp.expect import expect_names, plain
 from hcp.limits import MemoryModel, slowness_of
 
 if TYPE_CHECKING:
@@ -310,7 +311,8 @@ def _request(
     cost = cost or CostModel()
     if cost.function is not None:
         cost = cost.tabulated(
-            cast(Sequence[int], lengths), _table_degrees(min_degree, most, degrees == "pow2")
+            cast(Sequence[int], lengths),
+            _table_degrees(plain(min_degree), plain(most), degrees == "pow2"),
         )
     memory = memory or MemoryModel()
     limits = (
@@ -333,12 +335,11 @@ def _request(
 
 def _table_degrees(least: int, most: int, pow2: bool) -> list[int]:
     """Columns of a function's table: every degree to 64, then 16 an octave, and the last."""
-    chosen = [d for d in range(least, most + 1) if d <= 64 or d == most or d % _spacing(d) == 0]
-    return [d for d in chosen if not pow2 or d & (d - 1) == 0]
-
-
-def _spacing(degree: int) -> int:
-    return 1 << max(0, degree.bit_length() - 5)
+    chosen = {*range(least, min(most, 64) + 1), most}
+    for octave in range(6, most.bit_length()):
+        chosen.update(range(1 << octave, 2 << octave, 1 << octave >> 4))
+    allowed = (d for d in chosen if least <= d <= most)
+    return sorted(d for d in allowed if not pow2 or d & (d - 1) == 0)
 
 
 def plan(

@@ -33,11 +33,11 @@ def connect(
     ranks that exchange nothing call nothing. Raises ValueError when a named transport cannot work
     here: it is never replaced.
     """
-    if transport not in TRANSPORTS:
-        raise ValueError(f"transport is {transport!r}, expected one of {TRANSPORTS}")
     plain = TorchTransport(group)
     own = _view(plain, transport)
     views = [json.loads(view) for view in plain.all_gather_bytes(json.dumps(own).encode())]
+    if transport not in TRANSPORTS:  # not before: the others would wait for this rank's view
+        raise ValueError(f"transport is {transport!r}, expected one of {TRANSPORTS}")
     for rank, view in enumerate(views):
         if view["transport"] != transport:
             raise ValueError(

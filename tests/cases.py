@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hcp
+from hcp.dispatch import Groups
 from hcp.exchange import TorchTransport
 
 
@@ -137,21 +138,26 @@ def differentiate(case: Case, out: Tensor, lse: Tensor, sample: Any) -> None:
         out.backward(grads[0])
 
 
+def grad_of(x: Tensor) -> Tensor:
+    assert x.grad is not None
+    return x.grad
+
+
 def expected(case: Case) -> tuple[list[tuple[Tensor, ...]], Tensor | None]:
     """Results of every sequence and the gradient of the sinks, in float64 whatever the dtype."""
     answers = []
     sinks = sinks_of(case)
     sinks = sinks if sinks is None else sinks.requires_grad_()
     for sample in whole_sequences(case):
-        inputs = [sample[name].double().requires_grad_() for name in NAMES[:3]]
-        out, lse = whole_attention(*inputs, sinks, case.causal, case.window)
+        q, k, v = inputs = [sample[name].double().requires_grad_() for name in NAMES[:3]]
+        out, lse = whole_attention(q, k, v, sinks, case.causal, case.window)
         differentiate(case, out, lse, sample)
-        answers.append((out.detach(), lse.detach(), *(x.grad for x in inputs)))
+        answers.append((out.detach(), lse.detach(), *map(grad_of, inputs)))
     return answers, None if sinks is None else sinks.grad
 
 
 def attention_errors(
-    groups: Any, case: Case, plan: hcp.Plan | None = None, *, mean: bool = False
+    groups: Groups, case: Case, plan: hcp.Plan | None = None, *, mean: bool = False
 ) -> list[float]:
     """Largest errors (or mean ones) of each of RESULTS over the sequences that this rank loaded,
     and of the sinks' gradient."""
@@ -177,7 +183,7 @@ def attention_errors(
         )
         differentiate(case, out, lse, local)
         loaded = [i for i in sorted(sequences_of(plan, cp.micro_batch)) if sources[i] == rank]
-        for n, computed in enumerate((out.detach(), lse.detach(), *(x.grad for x in inputs))):
+        for n, computed in enumerate((out.detach(), lse.detach(), *map(grad_of, inputs))):
             back = cp.combine(computed)
             whole = [answers[i][n] for i in loaded]
             back = back.double().cpu()
@@ -187,18 +193,18 @@ def attention_errors(
             if back.numel():
                 errors = (back - want).abs()
                 worst[n] = max(worst[n], float(errors.mean() if mean else errors.max()))
-    if sinks is not None and case.lengths:
+    if sinks is not None and grad_sinks is not None:
         worst.append(float((summed(groups, sinks.grad) - grad_sinks).abs().max()))
     return worst
 
 
-def summed(groups: Any, own: Tensor | None) -> Tensor:
+def summed(groups: Groups, own: Tensor | None) -> Tensor:
     """The sum over all ranks, as a trainer would reduce a gradient."""
     shares = groups.transport.all_gather_bytes(pickle.dumps(own if own is None else own.cpu()))
-    return sum(x for x in map(pickle.loads, shares) if x is not None)  # type: ignore[return-value]
+    return torch.stack([x for x in map(pickle.loads, shares) if x is not None]).sum(0)
 
 
-def dispatched(groups: Any, case: Case) -> hcp.Step:
+def dispatched(groups: Groups, case: Case) -> hcp.Step:
     """The step of a case, all of whose sequences rank 0 has loaded."""
     plan, rank = case.plan(), groups.transport.rank
     sources = [0] * len(case.lengths)

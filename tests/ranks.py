@@ -171,13 +171,14 @@ class _Pool:
         deadline = time.monotonic() + timeout
         reason = f"not done after {timeout:g} s"
         while len(results) < len(self.pipes):
-            pending = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in results}
+            pending: dict[Any, int] = {
+                pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in results
+            }
             ready = connection.wait(list(pending), max(0.0, deadline - time.monotonic()))
             if not ready:
                 self._end(results, reason)
                 break
-            for pipe in ready:
-                rank = pending[pipe]  # type: ignore[index]
+            for rank in [pending[pipe] for pipe in ready]:
                 results[rank] = self._receive(rank)
                 if isinstance(results[rank], RankError) and time.monotonic() + GRACE < deadline:
                     deadline = time.monotonic() + GRACE

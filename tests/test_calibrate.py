@@ -16,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hcp
-from hcp.cli.calibrate import conclude, flat_rows, held_out, parse_arguments
+from hcp.cli.calibrate import conclude, flat_rows, held_out, main, parse_arguments
 from hcp.cli.calibrate import grid as cells_of
 from hcp.cli.fit import Fit, Point, fit, non_negative_least_squares
+from hcp.demo import launch
 
 PRICES = {"pair": 2e-10, "token": 3e-7, "exchange": 4e-7, "launch": 5e-3, "step": 1e-4}
 
@@ -216,9 +217,15 @@ def test_ranks_measure_every_cell(comm_type: str, tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_ranks_start(
-    argv: list[str], message: str, tmp_path: Path
+    argv: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    done = calibrate("--out", str(tmp_path / "cost.json"), *argv)
-    assert done.returncode == 2
-    assert done.stderr.startswith("hcp calibrate: error: ")
-    assert message in done.stderr
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(launch, "start_ranks", lambda *_: pytest.fail("ranks were started"))
+    assert main([*SMALL, "--out", str(tmp_path / "cost.json"), *argv]) == launch.USER_ERROR
+    said = capsys.readouterr().err
+    assert said.startswith("hcp calibrate: error: ")
+    assert message in said

@@ -303,7 +303,11 @@ def test_simulate_draws_the_first_batch(tmp_path: Path, capsys: Capture) -> None
         (["--batches", "0"], "batches is 0, expected an integer >= 1"),
         (["--ranks", "0"], "ranks is 0, expected an integer >= 1"),
         (["--num-attention-heads", "7"], "hidden_size (4096) % num_attention_heads (7) == 1"),
-        (["--max-tokens-per-rank", "100"], "no degree of static CP on 8 ranks holds 8192 tokens"),
+        (
+            ["--max-tokens-per-rank", "100"],
+            "rows of 8192 tokens on a rank of 8 (1024) > max_seqlen_per_dp_cp_rank (100): raise "
+            "it, use more ranks, or shorten the sequences (--max-tokens-per-rank, --ranks, ",
+        ),
     ],
 )
 def test_simulate_says_what_it_cannot(argv: list[str], message: str, capsys: Capture) -> None:

@@ -66,7 +66,7 @@ def test_a_unit_is_of_some_seconds(unit: float) -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"num_attention_heads": 0}, "num_attention_heads is 0, expected >= 1"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0, expected an integer >= 1"),
         ({"num_attention_heads": 3}, "hidden_size (8) % num_attention_heads (3) == 2"),
     ],
 )
@@ -139,8 +139,9 @@ def saved(path: Path, **changes: Any) -> Path:
         ({"provenance": "me"}, "provenance is 'me', expected an object"),
         ({"speed": 3}, "speed is unknown, expected format, unit_seconds"),
         ({"table__times": [1, 2, 3]}, "table.times has 3 entries, expected lengths * degrees = 4"),
-        ({"table__times": [1, 2, 3, 0]}, "table.times is [1, 2, 3, 0], expected integers >= 1"),
-        ({"table__degrees": [2, 1]}, "table.degrees is [2, 1], expected ascending integers"),
+        ({"table__times": [1, 2, 3, 0]}, "table.times[3] is 0, expected an integer >= 1"),
+        ({"table__times": 4}, "table.times is 4, expected a list of integers"),
+        ({"table__degrees": [2, 1]}, "table.degrees is (2, 1), expected ascending integers"),
         ({"table__lengths": None}, "table.lengths is missing, expected lengths, degrees, times"),
     ],
 )
@@ -150,6 +151,22 @@ def test_a_wrong_file_is_refused_with_its_name_and_entry(
     path = saved(tmp_path / "cost.json", **changes)
     with pytest.raises(ValueError, match=re.escape(f"{path}: {message}")):
         hcp.CostModel.load(path)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (5, "cost.table is 5, expected an hcp.cost.Table"),
+        (((5,), (1,), (2,)), "cost.table is ((5,), (1,), (2,)), expected an hcp.cost.Table"),
+        (Table((5,), (1,), ()), "table.times has 0 entries, expected lengths * degrees = 1"),
+        (Table((5, 5), (1,), (2, 2)), "table.lengths is (5, 5), expected ascending integers"),
+        (Table((5,), (0,), (2,)), "table.degrees[0] is 0, expected an integer >= 1"),
+        (Table((5,), (1,), (2.5,)), "table.times[0] is 2.5, expected an integer >= 1"),
+    ],
+)
+def test_a_wrong_table_is_refused_where_it_is_given(table: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        hcp.CostModel(table=table)
 
 
 def test_a_file_without_any_price_of_work_is_refused(tmp_path: Path) -> None:

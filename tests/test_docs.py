@@ -34,10 +34,15 @@ PAGES = [path for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")
 LINKING = [*ROOT.glob("*.md"), *PAGES[1:], *sorted(ROOT.glob("benchmarks/results/*.md"))]
 
 # Appended to `python -m hcp COMMAND ...`: the last value of a flag counts.
-FEW = ["--train-iters", "2", "--eval-documents", "4", "--max-length", "512"]
+TWO = ["--ranks", "2"]
+FEW = [*TWO, "--train-iters", "2", "--eval-documents", "4", "--max-length", "512"]
 SMALL = {
-    "demo": FEW,
+    "demo": [
+        *FEW,
+        *("--num-layers", "1", "--hidden-size", "32", "--ffn-hidden-size", "64"),
+    ],
     "calibrate": [
+        *TWO,
         *("--num-layers", "1", "--hidden-size", "64", "--ffn-hidden-size", "128"),
         *("--max-tokens-per-rank", "1024", "--repeats", "1"),
     ],

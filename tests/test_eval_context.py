@@ -99,8 +99,9 @@ def switch_often(rank, size, times):
     return more_objects - objects, more_memory - memory
 
 
-def test_10_000_switches_leave_nothing_behind():
-    for objects, kilobytes in run_ranks(2, switch_often, 10_000, timeout=280):
+@pytest.mark.parametrize("times", [2_000, pytest.param(10_000, marks=pytest.mark.long)])
+def test_thousands_of_switches_leave_nothing_behind(times):
+    for objects, kilobytes in run_ranks(2, switch_often, times, timeout=280):
         assert abs(objects) < 100
         assert kilobytes < 4096
 

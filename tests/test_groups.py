@@ -204,12 +204,65 @@ def build_badly(rank, size, arguments):
             {"tp": 2, "cp": 2, "dp": 2},
             "tp * cp * dp * pp = 2 * 2 * 2 * 1 = 8, expected the 4 ranks",
         ),
-        ({"cp": 0}, "cp is 0, expected >= 1"),
+        ({"cp": 0}, "cp is 0, expected an integer >= 1"),
+        ({"tp": True}, "tp is True, expected an integer >= 1"),
         ({"order": "tp-cp"}, 'order is "tp-cp"'),
     ],
 )
 def test_an_impossible_layout_is_refused_with_the_equation(arguments, message):
     assert all(message in text for text in run_ranks(4, build_badly, arguments))
+
+
+def ask(what, wrong):
+    """For a layout; for one that cannot be."""
+    if what == "build":
+        build_process_groups(tp=3 if wrong else 2)
+    elif what == "transport":
+        build_process_groups(transport="rail" if wrong else "torch")
+    elif what == "resize":
+        build_process_groups().with_context_parallel(3 if wrong else 2)
+    elif what == "mesh":
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+        ProcessGroups.from_device_mesh(mesh, names={"dp": "data"} if wrong else {})
+    else:
+        ProcessGroups.from_existing({} if wrong else {"dp_cp": dist.group.WORLD})
+
+
+def ask_as_rank_one_does_not(rank, size, what):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - its words are what is looked at
+        ask(what, rank == 1)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("build", "tp * cp * pp = 3 * 1 * 1 = 3, expected a divisor of the 4 ranks"),
+        ("resize", "context parallel size is 3, expected a divisor of dp * cp = 4 * 1 = 4"),
+        ("mesh", "the mesh has the dimensions ('dp',), expected tp, cp, dp and pp, or names="),
+        ("existing", "dict has no dp_cp, only none of tp"),
+    ],
+)
+def test_what_one_rank_refuses_ends_all_with_its_words(what, message):
+    own, *others = [text for _, text in by_rank_one(run_ranks(4, ask_as_rank_one_does_not, what))]
+    assert own.startswith(message)
+    for rank, text in zip((0, 2, 3), others, strict=True):
+        assert text.startswith(f"rank {rank}: rank 1 refuses the layout, expected")
+        assert message in text
+
+
+def by_rank_one(texts):
+    """(rank, text), that of rank 1 first."""
+    return sorted(enumerate(texts), key=lambda item: (item[0] != 1, item[0]))
+
+
+def test_a_transport_that_one_rank_misspells_ends_all():
+    own, *others = [
+        text for _, text in by_rank_one(run_ranks(4, ask_as_rank_one_does_not, "transport"))
+    ]
+    assert own.startswith("transport is 'rail', expected one of")
+    for text in others:
+        assert text.startswith("transport is 'torch', but 'rail' on rank 1: every rank names the")
 
 
 def build_differently(rank, size):
@@ -271,7 +324,7 @@ def refuse_another_layout(rank, size, arguments, cp):
     ("arguments", "cp", "message"),
     [
         ({}, 3, "size is 3, expected a divisor of dp * cp = 4 * 1 = 4"),
-        ({}, 0, "size is 0, expected a divisor"),
+        ({}, 0, "size is 0, expected an integer >= 1"),
         ({"tp": 2}, 4, "expected a divisor of dp * cp = 2 * 1 = 2"),
         ({"pp": 2, "order": "tp-cp-pp-dp"}, 2, "another place in pp, and their weights"),
         ({"tp": 2, "order": "cp-tp-dp-pp"}, 2, "another place in tp, and their weights"),

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import re
+from collections.abc import Callable
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -266,16 +269,10 @@ GOOD: dict[str, Any] = {"lengths": [5], "ranks": 2, "max_tokens_per_rank": 8}
             "^pipeline_stages is -2147483649, expected",
         ),
         ({"cost": hcp.CostModel(pair=2**70)}, ValueError, rf"^cost.pair is {2**70}, expected"),
-        (
-            {"cost": hcp.CostModel(table=cast(Any, 5))},
-            TypeError,
-            "^cost.table is 5, expected a tuple of 3: len",
-        ),
-        (
-            {"cost": hcp.CostModel(table=cast(Any, [[5], [1], [2]]))},
-            TypeError,
-            r"^cost.table is \[\[5\], \[1\], \[2\]\], expected a tuple of 3: lengths, degrees",
-        ),
+        ({"ranks": True}, TypeError, "ranks is True, expected an integer"),
+        ({"lengths": [3, True]}, TypeError, r"lengths\[1\] is True, expected an integer"),
+        ({"effort": 2**40}, ValueError, rf"^effort is {2**40}, expected -2\^31 to 2\^31 - 1"),
+        ({"effort": 1.0}, TypeError, r"^effort is 1\.0, expected an integer"),
         (
             {"cost": hcp.CostModel(table=Table((5,), (1,), (2**63,)))},
             ValueError,
@@ -293,6 +290,58 @@ def test_bad_input_is_refused_with_value_and_expectation(
 ) -> None:
     with pytest.raises(error, match=message):
         hcp.plan(**(GOOD | change))
+
+
+CALLS: dict[str, Callable[[_core.Plan, Any], object]] = {
+    "micro_batch": lambda core, big: _core.create_layout(core, big, 0),
+    "rank": lambda core, big: _core.create_layout(core, 0, big),
+    "inner": lambda core, big: core.schedule(0, 0, "p2p", big, -1, 0, 1),
+    "left": lambda core, big: core.schedule(0, 0, "p2p", 1, big, 0, 1),
+    "right": lambda core, big: core.schedule(0, 0, "p2p", 1, -1, big, 1),
+    "stage_rows": lambda core, big: core.schedule(0, 0, "p2p", 1, -1, 0, big),
+    "first": lambda core, big: core.route_dispatch([0, 1], 0, big, 1, False),
+    "count": lambda core, big: core.route_dispatch([0, 1], 0, 0, big, False),
+    "shift": lambda core, big: core.route_roll(0, 0, big),
+    "before": lambda core, big: core.route_halo(0, 0, big),
+    "stages": lambda core, big: _core.pipeline_time([1], big, 1, 1),
+    "virtual_stages": lambda core, big: _core.pipeline_time([1], 1, big, 1),
+    "group": lambda core, big: _core.pipeline_time([1], 1, 1, big),
+    "length": lambda core, big: _core.cost_time(core.prices, None, big, 1, 0),
+    "degree": lambda core, big: _core.cost_time(core.prices, None, 1, big, 0),
+    "ranks_per_node": lambda core, big: _core.cost_time(core.prices, None, 1, 1, big),
+}
+"""Integers of the core's functions, by name."""
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_integer_too_large_for_the_core_is_named_as_any_other(name: str) -> None:
+    core = hcp.plan(**GOOD).core
+    with pytest.raises(ValueError, match=rf"^{name} is {2**70}, expected -2\^(31|63) to "):
+        CALLS[name](core, 2**70)
+    with pytest.raises(TypeError, match=f"^{name} is True, expected an integer$"):
+        CALLS[name](core, True)
+
+
+@pytest.mark.parametrize("table", [5, [[5], [1], [2]]])
+def test_the_core_says_what_a_table_is(table: Any) -> None:
+    message = rf"^cost.table is {re.escape(repr(table))}, expected a tuple of 3: lengths, degrees"
+    with pytest.raises(TypeError, match=message):
+        _core.cost_time(hcp.CostModel().prices, table, 1, 1, 0)
+
+
+def test_a_cost_function_is_asked_for_every_degree_to_64_then_for_16_an_octave() -> None:
+    asked: set[int] = set()
+
+    def seconds(length: int, degree: int) -> float:
+        asked.add(degree)
+        return 1.0
+
+    cost = hcp.CostModel.from_function(seconds)
+    hcp.plan(
+        [5], ranks=300, max_tokens_per_rank=8, min_degree=2, max_degree=np.int64(299), cost=cost
+    )
+    large = [*range(68, 128, 4), *range(128, 256, 8), *range(256, 299, 16), 299]
+    assert sorted(asked) == [*range(2, 65), *large]
 
 
 @pytest.mark.parametrize("price", ["pair", "token", "exchange", "launch"])

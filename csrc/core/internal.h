@@ -2,7 +2,7 @@
 #ifndef HCP_CORE_INTERNAL_H
 #define HCP_CORE_INTERNAL_H
 
-#include "hcp/hcp.h"
+#include "hcp/fail.h"
 
 /* Lengths and costs stay far enough from 2^63 that sums over a plan, which are
  * checked, are the only place where they can overflow. */
@@ -11,15 +11,6 @@
 
 /* For products of two of them. */
 __extension__ typedef __int128 hcp__wide;
-
-/* Fills *err (when there is one) and returns status, so that a check, its
- * status and its message are one statement. */
-hcp_status hcp__fail(hcp_error *err, hcp_status status, const char *format, ...)
-    __attribute__((format(printf, 3, 4)));
-#ifdef __clang_analyzer__
-/* It looks at one file at a time and cannot see that status comes back. */
-#define hcp__fail(err, status, ...) ((hcp__fail)(err, status, __VA_ARGS__), (status))
-#endif
 
 /* ---- cost.c ---- */
 

@@ -2,7 +2,7 @@
 #include <stdarg.h>
 #include <stdio.h>
 
-#include "internal.h"
+#include "hcp/fail.h"
 
 const char *hcp_status_name(hcp_status status) {
   switch (status) {

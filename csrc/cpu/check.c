@@ -1,7 +1,7 @@
 /* check.c - tables proved against the sizes of the tensors they index. */
 #include <inttypes.h>
 
-#include "../core/internal.h"
+#include "hcp/fail.h"
 #include "hcp/kernels.h"
 
 #define LONG "%" PRId64

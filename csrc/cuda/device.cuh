@@ -5,29 +5,18 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
-#include <stdarg.h>
 #include <stdint.h>
-#include <stdio.h>
 
+#include "hcp/fail.h"
 #include "hcp/kernels.h"
 
 /* Threads of a block, whatever the kernel. */
 enum { HCP_THREADS = 256 };
 
-static inline hcp_status hcp_cuda_fail(hcp_error *err, hcp_status status, const char *format, ...) {
-  if (err == NULL) return status;
-  va_list arguments;
-  va_start(arguments, format);
-  vsnprintf(err->message, sizeof err->message, format, arguments);
-  va_end(arguments);
-  err->status = status;
-  return status;
-}
-
 static inline hcp_status hcp_cuda_status(cudaError_t error, const char *what, hcp_error *err) {
   if (error == cudaSuccess) return HCP_OK;
-  return hcp_cuda_fail(err, HCP_DEVICE, "%s: %s (%s)", what, cudaGetErrorString(error),
-                       cudaGetErrorName(error));
+  return hcp__fail(err, HCP_DEVICE, "%s: %s (%s)", what, cudaGetErrorString(error),
+                   cudaGetErrorName(error));
 }
 
 static inline hcp_status hcp_cuda_launched(const char *kernel, hcp_error *err) {

@@ -119,8 +119,8 @@ static hcp_status copy_all(copy_table *table, const int64_t *row_bytes, int32_t 
 
 static hcp_status check_columns(int32_t n, hcp_error *err) {
   if (n <= HCP_CUDA_COLUMNS_MAX) return HCP_OK;
-  return hcp_cuda_fail(err, HCP_INVALID, "%d tensors side by side, expected <= %d on a GPU", n,
-                       HCP_CUDA_COLUMNS_MAX);
+  return hcp__fail(err, HCP_INVALID, "%d tensors side by side, expected <= %d on a GPU", n,
+                   HCP_CUDA_COLUMNS_MAX);
 }
 
 hcp_status hcp_cuda_pack(const hcp_column *sources, int32_t n_sources, const hcp_segment *segments,

@@ -101,11 +101,10 @@ struct run_launches {
 static inline hcp_status row_too_long(const run_launches &launches, hcp_error *err) {
   int64_t records = hcp_run_end(launches.runs, launches.n_runs, launches.next) - launches.next;
   if (records > HCP_CUDA_RECORDS_MAX)
-    return hcp_cuda_fail(err, HCP_INVALID,
-                         "runs[%lld] begins %lld records of one row, expected <= %d",
-                         (long long)launches.next, (long long)records, HCP_CUDA_RECORDS_MAX);
-  return hcp_cuda_fail(err, HCP_INVALID, "runs[%lld] is a row of more than %d parts",
-                       (long long)launches.next, HCP_CUDA_PARTS_MAX);
+    return hcp__fail(err, HCP_INVALID, "runs[%lld] begins %lld records of one row, expected <= %d",
+                     (long long)launches.next, (long long)records, HCP_CUDA_RECORDS_MAX);
+  return hcp__fail(err, HCP_INVALID, "runs[%lld] is a row of more than %d parts",
+                   (long long)launches.next, HCP_CUDA_PARTS_MAX);
 }
 
 /* The columns of a reduce from number `from` on; out starts with the first of

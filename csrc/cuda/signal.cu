@@ -64,8 +64,8 @@ __global__ void wait_signals(const __grid_constant__ signal_table table, int64_t
 
 static hcp_status fill(signal_table *table, const hcp_signal *signals, int64_t n, hcp_error *err) {
   if (n > HCP_CUDA_SIGNALS_MAX)
-    return hcp_cuda_fail(err, HCP_INVALID, "%lld signals, expected <= %d", (long long)n,
-                         HCP_CUDA_SIGNALS_MAX);
+    return hcp__fail(err, HCP_INVALID, "%lld signals, expected <= %d", (long long)n,
+                     HCP_CUDA_SIGNALS_MAX);
   for (int64_t i = 0; i < n; ++i) table->signals[i] = signals[i];
   table->n = (int32_t)n;
   return HCP_OK;

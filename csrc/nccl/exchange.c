@@ -3,21 +3,12 @@
  * NCCL's functions are declared by hcp/nccl.h, so that hcp builds where NCCL's
  * own header is not. */
 #include <dlfcn.h>
-#include <stdarg.h>
 #include <stdio.h>
 
+#include "hcp/fail.h"
 #include "hcp/nccl.h"
 
 enum { NCCL_SUCCESS = 0, NCCL_UINT8 = 1, NCCL_IN_PROGRESS = 7 };
-
-static hcp_status fail(hcp_error *err, const char *format, ...) {
-  if (err == NULL) return HCP_DEVICE;
-  va_list arguments;
-  va_start(arguments, format);
-  vsnprintf(err->message, sizeof err->message, format, arguments);
-  va_end(arguments);
-  return err->status = HCP_DEVICE;
-}
 
 /* Functions come from dlsym as data pointers, which C may not convert. */
 static int find(void *library, const char *name, void *function) {
@@ -29,13 +20,14 @@ static int find(void *library, const char *name, void *function) {
 hcp_status hcp_nccl_load(hcp_nccl *nccl, hcp_error *err) {
   void *library = dlopen("libnccl.so.2", RTLD_LAZY | RTLD_NOLOAD);
   if (library == NULL)
-    return fail(err, "libnccl.so.2 is not loaded: expected a torch that was built with NCCL");
+    return hcp__fail(err, HCP_DEVICE,
+                     "libnccl.so.2 is not loaded: expected a torch that was built with NCCL");
   find(library, "ncclGetLastError", &nccl->last_error);
   if (!find(library, "ncclGroupStart", &nccl->group_start) ||
       !find(library, "ncclGroupEnd", &nccl->group_end) || !find(library, "ncclSend", &nccl->send) ||
       !find(library, "ncclRecv", &nccl->receive) ||
       !find(library, "ncclGetErrorString", &nccl->error_text))
-    return fail(err, "libnccl.so.2 lacks a function: expected NCCL 2.7 or later");
+    return hcp__fail(err, HCP_DEVICE, "libnccl.so.2 lacks a function: expected NCCL 2.7 or later");
   return HCP_OK;
 }
 
@@ -67,8 +59,8 @@ static hcp_status report(const hcp_nccl *nccl, void *communicator, failure f, hc
   const char *last = nccl->last_error ? nccl->last_error(communicator) : NULL;
   char peer[32] = "";
   if (f.peer >= 0) snprintf(peer, sizeof peer, " with rank %d", (int)f.peer);
-  return fail(err, "%s%s: %s (%d)%s%s", f.call, peer, nccl->error_text(f.result), f.result,
-              last && *last ? ": " : "", last ? last : "");
+  return hcp__fail(err, HCP_DEVICE, "%s%s: %s (%d)%s%s", f.call, peer, nccl->error_text(f.result),
+                   f.result, last && *last ? ": " : "", last ? last : "");
 }
 
 hcp_status hcp_nccl_exchange(const hcp_nccl *nccl, void *communicator, const hcp_transfer *sends,

@@ -16,12 +16,14 @@ static void layout_dealloc(PyObject *self) {
 
 static PyObject *layout_create(PyObject *module, PyObject *args, PyObject *kwargs) {
   static char *keywords[] = {"plan", "micro_batch", "rank", NULL};
-  PyObject *plan_object;
-  int micro_batch, rank;
+  PyObject *plan_object, *micro_batch_object, *rank_object;
+  int32_t micro_batch, rank;
   hcp_layout *layout;
   hcp_error err;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Oii:create_layout", keywords, &plan_object,
-                                   &micro_batch, &rank))
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO:create_layout", keywords, &plan_object,
+                                   &micro_batch_object, &rank_object) ||
+      hcp_py_int32(micro_batch_object, "micro_batch", &micro_batch) < 0 ||
+      hcp_py_int32(rank_object, "rank", &rank) < 0)
     return NULL;
   const hcp_plan *plan = hcp_py_plan(module, plan_object);
   if (plan == NULL) return NULL;

@@ -60,8 +60,8 @@ static void refuse_item(PyObject *kind, const char *name, Py_ssize_t i, PyObject
 
 /* i is -1 for an argument that is no item. */
 static int integer_of(PyObject *item, const char *name, Py_ssize_t i, int bits, int64_t *value) {
-  PyObject *index = PyNumber_Index(item);
-  if (index == NULL && PyErr_ExceptionMatches(PyExc_TypeError)) {
+  PyObject *index = PyBool_Check(item) ? NULL : PyNumber_Index(item);
+  if (index == NULL && (!PyErr_Occurred() || PyErr_ExceptionMatches(PyExc_TypeError))) {
     PyErr_Clear();
     refuse_item(PyExc_TypeError, name, i, item, "an integer");
   }

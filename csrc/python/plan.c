@@ -46,13 +46,14 @@ static PyObject *wrap(PyObject *module, hcp_plan *plan) {
 
 static PyObject *plan_create(PyObject *module, PyObject *args, PyObject *kwargs) {
   static char *keywords[] = {REQUEST_KEYWORDS, "effort", NULL};
-  PyObject *lengths, *limits, *lists, *prices, *table;
-  int effort;
+  PyObject *lengths, *limits, *lists, *prices, *table, *effort_object;
+  int32_t effort;
   request r;
   hcp_plan *plan = NULL;
   hcp_error err;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, REQUEST_FORMAT "i:create_plan", keywords, &lengths,
-                                   &limits, &lists, &prices, &table, &effort) ||
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, REQUEST_FORMAT "O:create_plan", keywords, &lengths,
+                                   &limits, &lists, &prices, &table, &effort_object) ||
+      hcp_py_int32(effort_object, "effort", &effort) < 0 ||
       hcp_py_request_fill(&r, lengths, limits, lists, prices, table) < 0)
     return NULL;
   hcp_status status;
@@ -83,14 +84,17 @@ static PyObject *plan_bound(PyObject *module, PyObject *args, PyObject *kwargs) 
 
 static PyObject *pipeline_time(PyObject *module, PyObject *args, PyObject *kwargs) {
   static char *keywords[] = {"times", "stages", "virtual_stages", "group", NULL};
-  PyObject *list;
+  PyObject *list, *stages, *virtual_stages, *group;
   hcp_pipeline pipeline = {0};
   int64_t *times, makespan = 0;
   Py_ssize_t n;
   hcp_error err;
   (void)module;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Oiii:pipeline_time", keywords, &list,
-                                   &pipeline.stages, &pipeline.virtual_stages, &pipeline.group) ||
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO:pipeline_time", keywords, &list, &stages,
+                                   &virtual_stages, &group) ||
+      hcp_py_int32(stages, "stages", &pipeline.stages) < 0 ||
+      hcp_py_int32(virtual_stages, "virtual_stages", &pipeline.virtual_stages) < 0 ||
+      hcp_py_int32(group, "group", &pipeline.group) < 0 ||
       hcp_py_int64s(list, "times", &times, &n) < 0)
     return NULL;
   hcp_status status = hcp_pipeline_time(&pipeline, times, (int32_t)n, &makespan, &err);
@@ -100,15 +104,18 @@ static PyObject *pipeline_time(PyObject *module, PyObject *args, PyObject *kwarg
 
 static PyObject *cost_time(PyObject *module, PyObject *args, PyObject *kwargs) {
   static char *keywords[] = {"prices", "table", "length", "degree", "ranks_per_node", NULL};
-  PyObject *prices, *table;
-  long long length;
-  int degree, node;
+  PyObject *prices, *table, *length_object, *degree_object, *node_object;
+  int64_t length;
+  int32_t degree, node;
   request r = {0};
   int64_t time = 0;
   hcp_error err;
   (void)module;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOLii:cost_time", keywords, &prices, &table,
-                                   &length, &degree, &node))
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOO:cost_time", keywords, &prices, &table,
+                                   &length_object, &degree_object, &node_object) ||
+      hcp_py_int64(length_object, "length", &length) < 0 ||
+      hcp_py_int32(degree_object, "degree", &degree) < 0 ||
+      hcp_py_int32(node_object, "ranks_per_node", &node) < 0)
     return NULL;
   int filled = hcp_py_fill_prices(&r.cost, prices) == 0 && hcp_py_fill_table(&r, table) == 0;
   hcp_status status =
@@ -346,20 +353,32 @@ static int comm_type_from(const char *name, hcp_comm_type *comm_type) {
   return -1;
 }
 
+/* A micro-batch and a rank. */
+static int place_from(PyObject *const objects[2], int32_t *micro_batch, int32_t *rank) {
+  if (hcp_py_int32(objects[0], "micro_batch", micro_batch) < 0) return -1;
+  return hcp_py_int32(objects[1], "rank", rank);
+}
+
 static PyObject *plan_schedule(PyObject *self, PyObject *args, PyObject *kwargs) {
   static char *keywords[] = {"micro_batch", "rank",  "comm_type",  "inner",
                              "left",        "right", "stage_rows", NULL};
-  int micro_batch, rank, inner;
-  long long left, right, stage_rows;
+  PyObject *place[2], *inner_object, *sides[2], *stage_rows_object;
+  int32_t micro_batch, rank, inner;
+  int64_t stage_rows;
+  hcp_mask mask;
   const char *name;
   hcp_comm_type comm_type;
   hcp_table *table;
   hcp_error err;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iisiLLL:schedule", keywords, &micro_batch, &rank,
-                                   &name, &inner, &left, &right, &stage_rows) ||
-      comm_type_from(name, &comm_type) < 0)
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOsOOOO:schedule", keywords, &place[0], &place[1],
+                                   &name, &inner_object, &sides[0], &sides[1],
+                                   &stage_rows_object) ||
+      place_from(place, &micro_batch, &rank) < 0 || comm_type_from(name, &comm_type) < 0 ||
+      hcp_py_int32(inner_object, "inner", &inner) < 0 ||
+      hcp_py_int64(sides[0], "left", &mask.left) < 0 ||
+      hcp_py_int64(sides[1], "right", &mask.right) < 0 ||
+      hcp_py_int64(stage_rows_object, "stage_rows", &stage_rows) < 0)
     return NULL;
-  const hcp_mask mask = {left, right};
   if (hcp_schedule_create(plan_of(self), micro_batch, rank, comm_type, inner, &mask, stage_rows,
                           &table, &err) != HCP_OK)
     return hcp_py_raise(&err);
@@ -368,14 +387,18 @@ static PyObject *plan_schedule(PyObject *self, PyObject *args, PyObject *kwargs)
 
 static PyObject *plan_route_dispatch(PyObject *self, PyObject *args, PyObject *kwargs) {
   static char *keywords[] = {"sources", "rank", "first", "count", "reverse", NULL};
-  PyObject *source_list;
-  int rank, first, count, reverse;
+  PyObject *source_list, *rank_object, *first_object, *count_object;
+  int32_t rank, first, count;
+  int reverse;
   int32_t *sources;
   Py_ssize_t n;
   hcp_table *table;
   hcp_error err;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Oiiip:route_dispatch", keywords, &source_list,
-                                   &rank, &first, &count, &reverse) ||
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOp:route_dispatch", keywords, &source_list,
+                                   &rank_object, &first_object, &count_object, &reverse) ||
+      hcp_py_int32(rank_object, "rank", &rank) < 0 ||
+      hcp_py_int32(first_object, "first", &first) < 0 ||
+      hcp_py_int32(count_object, "count", &count) < 0 ||
       hcp_py_int32s(source_list, "sources", &sources, &n) < 0)
     return NULL;
   if (n != plan_of(self)->n) {
@@ -392,12 +415,14 @@ static PyObject *plan_route_dispatch(PyObject *self, PyObject *args, PyObject *k
 
 static PyObject *plan_route_roll(PyObject *self, PyObject *args, PyObject *kwargs) {
   static char *keywords[] = {"micro_batch", "rank", "shift", NULL};
-  int micro_batch, rank;
-  long long shift;
+  PyObject *place[2], *shift_object;
+  int32_t micro_batch, rank;
+  int64_t shift;
   hcp_table *table;
   hcp_error err;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iiL:route_roll", keywords, &micro_batch, &rank,
-                                   &shift))
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO:route_roll", keywords, &place[0], &place[1],
+                                   &shift_object) ||
+      place_from(place, &micro_batch, &rank) < 0 || hcp_py_int64(shift_object, "shift", &shift) < 0)
     return NULL;
   if (hcp_route_roll(plan_of(self), micro_batch, rank, shift, &table, &err) != HCP_OK)
     return hcp_py_raise(&err);
@@ -406,12 +431,15 @@ static PyObject *plan_route_roll(PyObject *self, PyObject *args, PyObject *kwarg
 
 static PyObject *plan_route_halo(PyObject *self, PyObject *args, PyObject *kwargs) {
   static char *keywords[] = {"micro_batch", "rank", "before", NULL};
-  int micro_batch, rank;
-  long long before;
+  PyObject *place[2], *before_object;
+  int32_t micro_batch, rank;
+  int64_t before;
   hcp_table *table;
   hcp_error err;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iiL:route_halo", keywords, &micro_batch, &rank,
-                                   &before))
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO:route_halo", keywords, &place[0], &place[1],
+                                   &before_object) ||
+      place_from(place, &micro_batch, &rank) < 0 ||
+      hcp_py_int64(before_object, "before", &before) < 0)
     return NULL;
   if (hcp_route_halo(plan_of(self), micro_batch, rank, before, &table, &err) != HCP_OK)
     return hcp_py_raise(&err);

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 from hcp.cli.arguments import in_words, new_parser
 from hcp.comm import COMM_TYPES, check_comm_types
-from hcp.config import Config, expect_size
+from hcp.config import Config
+from hcp.expect import expect_size
 
 if TYPE_CHECKING:
     from hcp.cli.fit import Fit, Point

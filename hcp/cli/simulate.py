@@ -37,8 +37,9 @@ from hcp.cli.arguments import (
     new_parser,
 )
 from hcp.cli.draw import draw_plans
-from hcp.config import Config, expect_size
+from hcp.config import Config
 from hcp.cost import PRICES, TIMES, CostModel
+from hcp.expect import expect_size
 from hcp.limits import slowness_of
 from hcp.plan import LIMITS, Plan, plan
 
@@ -180,15 +181,12 @@ def draw_speeds(args: argparse.Namespace) -> list[float] | None:
 
 
 def static_degree(longest: int, limits: Mapping[str, Any]) -> int:
-    most, ranks = limits["max_tokens_per_rank"], limits["ranks"]
-    static = Config(most, "static_cp", ranks_per_node=limits["ranks_per_node"])
+    node, most = limits["ranks_per_node"], limits["max_tokens_per_rank"]
+    static = Config(most, "static_cp", ranks_per_node=node)
     try:
-        return static.static_degree(longest, ranks, limits["alignment"])
-    except ValueError:
-        raise ValueError(
-            f"no degree of static CP on {ranks} ranks holds {longest} tokens in {most} a rank: cut "
-            "them with --max-length"
-        ) from None
+        return static.static_degree(longest, limits["ranks"], limits["alignment"])
+    except ValueError as error:
+        raise ValueError(f"{error} (--max-tokens-per-rank, --ranks, --max-length)") from None
 
 
 def one_by_one(lengths: Sequence[int], degree: int, limits: Mapping[str, Any], cost: Any) -> Plan:

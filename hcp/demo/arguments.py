@@ -7,7 +7,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from hcp.config import Config, add_arguments, expect_size, rows_up_to
+from hcp.config import Config, add_arguments, rows_up_to
+from hcp.expect import expect_size
 
 DTYPES = ("float32", "float64", "bfloat16")
 SIZES = (

@@ -40,7 +40,7 @@ class Attention(nn.Module):
         self.heads = args.num_attention_heads
         self.groups = args.num_query_groups
         self.head_size = args.hidden_size // self.heads
-        self.comm_type = args.config.comm_type(layer)
+        self.comm_type: str | None = args.config.comm_type(layer)
         self.window_size = args.config.window(layer)
         self.linear_qkv = nn.Linear(
             args.hidden_size, (self.heads + 2 * self.groups) * self.head_size, bias=False

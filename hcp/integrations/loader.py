@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from hcp.config import NO_WINDOW, Config, expect_size, rows_up_to
+from hcp.config import NO_WINDOW, Config, rows_up_to
 from hcp.cost import CostModel
 from hcp.dispatch import Step, dispatch, gather_lengths
 from hcp.evaluation import EvalPlan
+from hcp.expect import expect_size
 from hcp.groups import ProcessGroups, build_process_groups
 from hcp.rebind import eval_cp_context
 from hcp.slots import Exclude

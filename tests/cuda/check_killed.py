@@ -85,19 +85,18 @@ def evaluate_until_one_dies(args: argparse.Namespace) -> None:
 
     import hcp
 
-    options = {}
+    own = None
     if args.device == "cuda":
         own = torch.device("cuda", args.rank)
         torch.cuda.set_device(own)
         torch.set_default_device(own)
-        options["device_id"] = own
     dist.init_process_group(
         "nccl" if args.device == "cuda" else "gloo",
         store=dist.FileStore(args.store, args.ranks),
         rank=args.rank,
         world_size=args.ranks,
         timeout=timedelta(seconds=TIMEOUT),
-        **options,
+        device_id=own,
     )
     train = hcp.build_process_groups()
     evaluation = train.with_context_parallel(args.ranks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from cases import Case, loopback_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_rope import error as rope_error
+from torch import Tensor
 
 import hcp
-from hcp.kernels import Call, Flash2, Plain
+from hcp.dispatch import Groups
+from hcp.kernels import Call, Flash2, Kernel, Plain
 from hcp.layout import Entry
 
 pytestmark = [
@@ -122,21 +125,20 @@ def test_attention_with_rotary_pos_emb_equals_rotating_first(
     ids=str,
 )
 def test_masks_of_cross_attention_by_flash_attention_equal_the_formula(
-    lengths: tuple[int, int], options: dict[str, object]
+    lengths: tuple[int, int], options: dict[str, Any]
 ) -> None:
     """bfloat16 by FlashAttention-2 beside float64 by the formula, forward and backward."""
 
-    def difference(groups: object) -> float:
-        transport = groups.transport  # type: ignore[attr-defined]
+    def difference(groups: Groups) -> float:
         sides = [hcp.plan([n], ranks=2, max_tokens_per_rank=512, min_degree=2) for n in lengths]
-        cp, keys = (hcp.ContextParallelHandler(plan, 0, transport) for plan in sides)
+        cp, keys = (hcp.ContextParallelHandler(plan, 0, groups.transport) for plan in sides)
         shapes = (cp.rows, 4, 64), (keys.rows, 2, 64), (keys.rows, 2, 64), (cp.rows, 4, 64)
         drawn = [torch.randn(*shape, device="cuda").bfloat16() for shape in shapes]
         found = []
         for dtype in (torch.bfloat16, torch.float64):
-            *qkv, grad = (x.to(dtype).requires_grad_() for x in drawn)
-            out = cp.cross_attention(*qkv, keys, **options)  # type: ignore[arg-type]
-            found.append([out, *torch.autograd.grad(out, qkv, grad)])
+            q, k, v, grad = (x.to(dtype).requires_grad_() for x in drawn)
+            out = cp.cross_attention(q, k, v, keys, **options)
+            found.append([out, *torch.autograd.grad(out, (q, k, v), grad)])
         return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
 
     assert max(hcp.loopback(2, difference, device="cuda")) <= 0.06
@@ -201,14 +203,18 @@ def packed(high: list[int]) -> Call:
     )[0]
 
 
-def results(kernel, call, rows, grads, scale=0.125):
+def results(
+    kernel: Kernel, call: Call, rows: list[Tensor], grads: list[Tensor], scale: float = 0.125
+) -> tuple[Tensor, ...]:
     """Output, log-sum-exp and gradients of a call, on keys that somebody poisoned in the gaps."""
     query, key, value = rows
     out, lse = kernel.forward(call, query, key, value, scale)
-    return out, lse, *kernel.backward(call, *grads, query, key, value, out, lse, scale)
+    return out, lse, *kernel.backward(call, grads[0], grads[1], query, key, value, out, lse, scale)
 
 
-def exact(softcap, call, rows, grads):
+def exact(
+    softcap: float, call: Call, rows: list[Tensor], grads: list[Tensor]
+) -> tuple[Tensor, ...]:
     """The same of every entry by itself, by the formula in float64."""
     q0, k0 = call.queries.start, call.keys.start
     whole = [rows[0].new_zeros(x.shape, dtype=torch.float64) for x in (*rows, grads[0], grads[1])]
@@ -236,7 +242,7 @@ def test_flash_attention_4_leaves_the_gaps_of_a_pack_out(mask: str, softcap: flo
     torch.manual_seed(0)
     queries, keys = 527, 900
 
-    def draw(*shape: int) -> torch.Tensor:
+    def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
     rows = [draw(queries, 8, 64), draw(keys, 2, 64), draw(keys, 2, 64)]

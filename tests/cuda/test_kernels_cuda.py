@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -72,12 +73,11 @@ def test_vectors_and_single_elements_turn_to_the_bits_of_the_cpu(
     spaced = torch.randn(50, 3, size + 1, generator=generator).to(dtype)
     for t in (spaced[..., :size], spaced[..., 1:], spaced[..., :size].contiguous()):
         for inverse in (False, True):
-            how = {"interleaved": interleaved, "inverse": inverse}
-            own = [x.cuda() for x in (cos, sin)]
+            turn = partial(ops.rotate, interleaved=interleaved, inverse=inverse)
             # Strides survive .cuda() for a whole tensor alone.
             moved = spaced.cuda()[..., t.storage_offset() % (size + 1) :][..., :size]
             moved = t.cuda() if t.is_contiguous() else moved
-            assert torch.equal(ops.rotate(moved, *own, **how).cpu(), ops.rotate(t, cos, sin, **how))
+            assert torch.equal(turn(moved, cos.cuda(), sin.cuda()).cpu(), turn(t, cos, sin))
 
 
 @pytest.mark.parametrize("call", [packed, merged, summed, turned, turned_sum])

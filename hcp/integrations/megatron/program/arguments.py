@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from hcp.config import Config, expect_size, rows_up_to
+from hcp.config import Config, rows_up_to
 from hcp.demo.arguments import (
     HelpFormatter,
     add_data_arguments,
@@ -15,6 +15,7 @@ from hcp.demo.arguments import (
     default_rank_tokens,
     number_of_ranks,
 )
+from hcp.expect import expect_size
 from hcp.integrations.megatron.arguments import add_megatron_arguments, config_from_args
 
 DESCRIPTION = """\

@@ -1,0 +1,50 @@
+"""Arguments as they have to be: errors that say the value, what was expected, and where."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+def plain(value: Any) -> Any:
+    """What is an integer by itself, as NumPy's are, as an int; all else, bools too, as it is."""
+    if type(value) is int or isinstance(value, bool):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        return value
+
+
+def expect_size(name: str, value: object, other: str = "", least: int = 1) -> int:
+    """The value as an int."""
+    size = plain(value)
+    if type(size) is not int or size < least:
+        raise ValueError(f"{name} is {value!r}, expected an integer >= {least} {other}".rstrip())
+    return size
+
+
+def expect_sizes(name: str, values: Sequence[Any], least: int = 1) -> tuple[int, ...]:
+    """The same of each item."""
+    if all(type(value) is int and value >= least for value in values):
+        return tuple(values)
+    return tuple(expect_size(f"{name}[{i}]", v, least=least) for i, v in enumerate(values))
+
+
+def expect_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
+
+
+def expect_names(place: str, data: Any, names: Iterable[str], optional: Iterable[str] = ()) -> None:
+    """Refuse what a later version may have meant, as well as what is missing."""
+    if not isinstance(data, dict):
+        raise ValueError(f"{place} is {data!r:.60}, expected an object")
+    required = tuple(names)
+    expected = (*required, *optional)
+    for name in [*required, *data]:
+        if name not in data or name not in expected:
+            problem = "missing" if name not in data else "unknown"
+            where = f"{place}.{name}" if place else name
+            raise ValueError(f"{where} is {problem}, expected {', '.join(expected)}")

@@ -1,0 +1,91 @@
+"""Every benchmark that runs on CPUs, as small as it goes: its checks hold, and it prints its table.
+
+Those that need GPUs are type-checked by `make check`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import os
+import runpy
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from ranks import run_ranks
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+GPU_ONLY = {"bench_attention_cuda", "bench_attention_kernels"}
+RUNS = {
+    "bench_attention": (
+        2,
+        "--tokens 1024 --heads 2 --kv-heads 1 --head-dim 8 --degrees 2 --rounds 1",
+    ),
+    "bench_attention --host": (1, "--host --degrees 2 --types p2p"),
+    "bench_eval": (
+        2,
+        "--device cpu --pp 1 2 --samples 2 --length 16 --hidden 8 --heads 2 --layers 2 --rounds 1",
+    ),
+    "bench_exchange": (2, "--device cpu --most-mib 1"),
+    "bench_kernels": (1, "--device cpu --rows 4096 --rounds 1 --only pack reduce rotate"),
+    "bench_plan": (1, "--families P2,X4 --costs default --seeds 1 --peers"),
+    "bench_rebind": (1, "--modules 10 --rounds 1"),
+    "bench_train": (2, "--device cpu --families P1 --batches 1 --tokens 512 --num-layers 1"),
+    "exact": (1, "--ranks 2 --sequences 3 --families P1 --costs default --seeds 1 --workers 1"),
+}
+NEEDS = {"exact": "ortools"}
+
+
+def run_benchmark(rank: int, size: int, name: str, arguments: list[str]) -> str:
+    """What a rank prints of what a launcher starts."""
+    store = launched(rank, size)
+    printed = io.StringIO()
+    given, sys.argv = sys.argv, [name, *arguments]
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        with redirect_stdout(printed):
+            runpy.run_path(str(BENCHMARKS / f"{name}.py"), run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
+    finally:
+        sys.argv = given
+        sys.path.remove(str(BENCHMARKS))
+        del os.environ["TORCHELASTIC_USE_AGENT_STORE"], store
+    return printed.getvalue()
+
+
+def launched(rank: int, size: int) -> dist.TCPStore | None:
+    """Leave the case's own group, and what torchrun leaves in its place: rank 0's store."""
+    own = (
+        dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if not rank else None
+    )
+    ports = [own.port if own else 0]
+    dist.broadcast_object_list(ports, 0)
+    dist.destroy_process_group()
+    os.environ.update(
+        LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="localhost",
+        MASTER_PORT=str(ports[0]),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
+    return own
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_small_run_passes_its_checks_and_prints_its_table(run: str) -> None:
+    name = run.split()[0]
+    if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
+        pytest.skip(f"needs {NEEDS[name]}")
+    size, arguments = RUNS[run]
+    first, *others = run_ranks(size, run_benchmark, name, arguments.split())
+    assert len(first.splitlines()) >= 3, first
+    assert others == [""] * (size - 1)
+
+
+def test_every_benchmark_runs_here_or_needs_a_gpu() -> None:
+    programs = {path.stem for path in BENCHMARKS.glob("bench_*.py")} | {"exact"}
+    assert {run.split()[0] for run in RUNS} == programs - GPU_ONLY
