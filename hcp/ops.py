@@ -28,7 +28,8 @@ def _load(library: Path) -> None:
     if not library.exists():
         raise ImportError(
             f"{library} does not exist, expected the compiled operators of hcp: "
-            "run `pip install .` in its source tree, or `pip install -e .` to work on it"
+            "run `pip install -e .` in its source tree, or `pip install .` and start Python in "
+            "another folder, where the tree does not hide what is installed"
         )
     torch.ops.load_library(library)  # type: ignore[no-untyped-call]
 

@@ -965,7 +965,7 @@ def test_a_missing_library_says_how_to_build_it(tmp_path):
     copy = tmp_path / "ops.py"
     copy.write_text(Path(ops.__file__).read_text())
     spec = importlib.util.spec_from_file_location("ops_without_library", copy)
-    with pytest.raises(ImportError, match=r"_ops.abi3.so does not exist.*run `pip install .`"):
+    with pytest.raises(ImportError, match=r"_ops.abi3.so does not exist.*run `pip install -e .`"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
