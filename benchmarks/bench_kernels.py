@@ -270,7 +270,7 @@ def medians(contestants: Sequence[Calls], rounds: int) -> list[float]:
 
 
 CONTESTS: dict[str, Callable[[int], list[Contest]]] = {
-    "pack": lambda rows: [pack_contest(rows, run) for run in (16, 256, 4096)],
+    "pack": lambda rows: [pack_contest(rows, run) for run in (16, 256, 4096) if rows % run == 0],
     "merge": lambda rows: [merge_contest(rows)],
     "reduce": lambda rows: [reduce_contest(rows)],
     "rotate": lambda rows: [

@@ -74,11 +74,6 @@ def register_rebind(
     _RULES.setdefault(cls, []).append(rule)
 
 
-def unregister_rebind(cls: type | str) -> None:
-    """Forget the rules that were added for a class."""
-    _RULES.pop(cls, None)
-
-
 def rules_of(cls: type) -> list[Rule]:
     """The rules of a class, its own before its bases'."""
     found: list[Rule] = []

@@ -30,7 +30,7 @@ RUNS = {
         "--device cpu --pp 1 2 --samples 2 --length 16 --hidden 8 --heads 2 --layers 2 --rounds 1",
     ),
     "bench_exchange": (2, "--device cpu --most-mib 1"),
-    "bench_kernels": (1, "--device cpu --rows 4096 --rounds 1 --only pack reduce rotate"),
+    "bench_kernels": (1, "--device cpu --rows 256 --rounds 1 --only pack reduce rotate"),
     "bench_plan": (1, "--families P2,X4 --costs default --seeds 1 --peers"),
     "bench_rebind": (1, "--modules 10 --rounds 1"),
     "bench_train": (2, "--device cpu --families P1 --batches 1 --tokens 512 --num-layers 1"),

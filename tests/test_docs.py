@@ -299,6 +299,45 @@ def test_every_page_of_docs_is_reached_from_the_map() -> None:
     assert {page for page in PAGES if page.parent != ROOT} - reached == set()
 
 
+# ---- Names ---------------------------------------------------------------------------------------
+
+FOLDERS = ("hcp", "csrc", "tests", "benchmarks")
+SOURCES = "\n".join(
+    path.read_text()
+    for folder in FOLDERS
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in (".py", ".c", ".h", ".sh")
+)
+
+
+def exists(name: str) -> bool:
+    """Whether a dotted name is a module, or an attribute, or one that a class declares."""
+    parts = name.split(".")
+    found: object = importlib.import_module(parts[0])
+    for end, part in enumerate(parts[1:], 2):
+        if part in getattr(found, "__annotations__", {}):
+            return True
+        if not hasattr(found, part):
+            return importlib.util.find_spec(".".join(parts[:end])) is not None
+        found = getattr(found, part)
+    return True
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_names_of_hcp_exists(page: Path) -> None:
+    text = page.read_text()
+    names = set(re.findall(r"\bhcp(?:\.[A-Za-z_]\w*)+", text)) - {"hcp.h"}
+    assert sorted(name for name in names if not exists(name)) == []
+    paths = set(re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]+)[` ]", text))
+    assert sorted(path for path in paths if not (ROOT / path).exists()) == []
+    flags = set(re.findall(r"(?<![\w-])--([a-z][a-z-]*[a-z])", text))
+    unknown = [flag for flag in flags if not {flag, flag.replace("-", "_")} & WORDS]
+    assert sorted(flag for flag in unknown if f"--{flag}" not in SOURCES) == []
+
+
+WORDS = set(re.findall(r"[a-z_]+", SOURCES))
+
+
 # ---- The rules themselves ------------------------------------------------------------------------
 
 

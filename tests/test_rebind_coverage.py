@@ -195,7 +195,7 @@ def mamba(layouts):
     yield lambda heads: Model(
         layouts[0], mixer=Model(layouts[0], cp=MambaContext(layouts[0].cp, heads))
     )
-    rules.unregister_rebind(MambaContext)
+    rules._RULES.pop(MambaContext, None)
     SIZES.clear()
 
 
@@ -526,7 +526,7 @@ def test_a_rule_says_what_a_class_holds_in_a_layout(layouts):
             (2, 5, None),
         )
     finally:
-        rules.unregister_rebind(Router)
+        rules._RULES.pop(Router, None)
 
 
 def test_a_rule_may_refuse_by_name(layouts):
@@ -541,7 +541,7 @@ def test_a_rule_may_refuse_by_name(layouts):
         ):
             pytest.fail("the context was entered")
     finally:
-        rules.unregister_rebind(Router)
+        rules._RULES.pop(Router, None)
 
 
 # ---- exclude, audit, strict ----------------------------------------------------------------------
