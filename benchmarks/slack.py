@@ -1,0 +1,415 @@
+"""A sharper bound where ranks wait for each other after every micro-batch: how much of
+makespan / hcp.lower_bound is slack of the bound.
+
+    python -m pip install ortools
+    python benchmarks/slack.py [--families P3,X2] [--seeds 5] [--rounds 120] [--ranks 0]
+
+Give every sequence j a price p_j >= 0, whatever it is. Let V(h) be at least what a micro-batch of
+height h or less can be worth: the most that prices of sequences in it sum to. A plan whose
+micro-batches are h_1 .. h_M high holds every sequence once, so that
+
+    sum of p_j <= sum of V(h_m) = sum of h_m V(h_m) / h_m <= makespan * max over h of V(h) / h,
+
+and no plan is faster than sum of p_j / max V(h) / h. That is the dual of the linear program that
+chooses micro-batches out of all that there are, and its solution gives good prices. But whatever
+prices it gives, rounded as they may be, the bound follows from V alone, which is found here in
+integers, every division rounded to the safe side.
+
+V. A micro-batch is groups of d ranks, which sum to at most N. Let the longest sequence of a group
+lead it. No sequence leads twice, and the best leaders and degrees are a knapsack of N ranks: a
+small dynamic program. A leader j of degree d leaves h - launch - T(j, d) of time and d C - L_j of
+rows. What fills them is shorter than j and fits in both, so that it is worth at most the highest
+price per time of such a sequence times the time left, at most the highest price per row times the
+rows left, and at most all their prices. (What is relaxed: a sequence may fill several groups, and a
+group what it cannot in whole sequences.)
+
+V rises with h, so for all h from low to high, V(h) / h is at most V(high) / low. The interval with the highest
+such value is split until it is narrow. Micro-batches above 2 * hcp.lower_bound cannot refute more
+than that.
+
+Prices come from columns: solve the linear program over the micro-batches known so far, look for
+ones that are worth more than their height at a mean of its prices so far, add those, repeat.
+
+More degrees than the limits allow, slow ranks as fast as others and no alignment only make the bound
+lower: it holds for plans with such limits, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import time
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import families
+import numpy as np
+from bench_plan import machine
+from numpy.typing import NDArray
+from ortools.linear_solver import pywraplp
+
+import hcp
+from hcp.report import rows_held
+
+Integers = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+NEVER = 1 << 60
+"""The time of a sequence at a degree that does not hold it."""
+WHOLE = 1 << 40
+"""What all prices sum to, about."""
+NARROW = 2048
+"""An interval of heights is narrow at this part of its height."""
+KNOTS = 32
+THIN = 128
+"""Heights to begin with differ by more than this part."""
+DECIDING = 60
+"""Heights that a bound adds to those, and"""
+APART = 512
+"""the part that they differ by, at least."""
+TURNS = 4
+"""Times that prices are sought and proven."""
+PARTS = 4
+"""Heights that a round looks at: one in so many."""
+PULL = 0.3
+"""Of a round's prices in their mean."""
+
+
+class Batch:
+    """The sequences of a plan, shortest first, and what they cost."""
+
+    def __init__(self, plan: hcp.Plan) -> None:
+        self.plan = plan
+        self.order = sorted(range(len(plan.lengths)), key=lambda s: (plan.lengths[s], s))
+        self.lengths = np.array([plan.lengths[s] for s in self.order], dtype=np.int64)
+        self.degrees = np.arange(1, plan.ranks + 1)
+        rows = {length: self._times(length) for length in set(plan.lengths)}
+        self.times = np.array([rows[int(length)] for length in self.lengths], dtype=np.int64)
+        # No sequence from i on takes less.
+        self.at_least = np.minimum.accumulate(self.times[::-1])[::-1]
+        rows = self.degrees * plan.max_tokens_per_rank - self.lengths[:, None]
+        self.rows_left = np.maximum(rows, 0)
+        """[leader, degree]"""
+        shorter = np.arange(len(self.lengths))[:, None]
+        fit = np.searchsorted(self.lengths, self.rows_left, side="right")
+        self.limit_by_rows = np.minimum(fit, shorter)
+        self.launch = plan.cost.launch
+
+    def _times(self, length: int) -> list[int]:
+        plan, node = self.plan, self.plan.core.ranks_per_node
+        return [
+            plan.cost.time(length, d, node)
+            if max(rows_held(length, d, r) for r in range(d)) <= plan.max_tokens_per_rank
+            else NEVER
+            for d in range(1, plan.ranks + 1)
+        ]
+
+
+# ---- what a micro-batch is worth -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Room:
+    """What leaders of each degree leave in a micro-batch of some height; [leader, degree]."""
+
+    left: Integers
+    """Time; less than 0 where the leader does not fit."""
+    limit: NDArray[np.int32]
+    """So many of the shortest sequences may be there."""
+
+    @classmethod
+    def of(cls, batch: Batch, height: int) -> Room:
+        left = height - batch.launch - batch.times
+        fits = [np.searchsorted(*pair, side="right") for pair in zip(batch.at_least.T, left.T)]
+        limit = np.minimum(np.stack(fits, axis=1), batch.limit_by_rows)
+        return cls(left, limit.astype(np.int32))
+
+
+Choices = list[tuple[int, int]]
+"""Degrees of a leader, and what its group is worth."""
+
+
+class Rates:
+    """The highest price per amount of the first i, in integers: rounded up."""
+
+    def __init__(self, prices: Integers, amounts: Integers, most: int) -> None:
+        each = int((prices // amounts).max()) + 1
+        largest = max(each.bit_length() + most.bit_length(), int(prices.max()).bit_length())
+        self.bits = 61 - largest
+        if self.bits < 0:
+            raise OverflowError(f"a price of {each} for each of {most}, expected 61 bits")
+        rates = -(-(prices << self.bits) // amounts)
+        self.first = np.maximum.accumulate(np.concatenate([np.zeros_like(rates[:1]), rates]))
+
+    def worth(self, rates: Integers, amounts: Integers) -> Integers:
+        return -(-(rates * amounts) >> self.bits)
+
+
+class Worth:
+    """V(h) at given prices."""
+
+    def __init__(self, batch: Batch, prices: Integers) -> None:
+        self.batch, self.prices, self.ranks = batch, prices, batch.plan.ranks
+        self.by_time = Rates(prices[:, None], batch.times, 2 * batch.plan.bound)
+        self.by_row = Rates(prices, batch.lengths, int(batch.rows_left.max()))
+        self.sums = np.concatenate([[0], np.cumsum(prices)])
+
+    def values(self, room: Room) -> Integers:
+        """Of groups, -1 where there is none; [leader, degree]."""
+        rates = np.take_along_axis(self.by_time.first, room.limit, axis=0)
+        timed = self.by_time.worth(rates, np.maximum(room.left, 0))
+        rowed = self.by_row.worth(self.by_row.first[room.limit], self.batch.rows_left)
+        fill = np.minimum(np.minimum(timed, rowed), self.sums[room.limit])
+        return np.where(room.left >= 0, self.prices[:, None] + fill, -1)
+
+    def leaders(self, room: Room, floor: int) -> dict[int, Choices]:
+        """Those that matter where more than the floor can be reached.
+
+        For any price r of a rank, V <= N r + the sum over leaders of the most that a group of
+        theirs is worth above r times its degree, or 0. A choice that is worth less than that most
+        by more than this sum is above the floor is in nothing that is worth more than the floor."""
+        values = self.values(room)
+        held = np.flatnonzero((values >= 0).any(axis=1))
+        values = values[held]
+        low, high = 0, max(1, int(values.max(initial=0)))
+        while high - low > 1 + low // 64:
+            middle = (low + high) // 2
+            above = values - middle * self.batch.degrees
+            at = above.argmax(axis=1)
+            used = (at + 1)[above[np.arange(len(at)), at] > 0].sum()
+            low, high = (middle, high) if used > self.ranks else (low, middle)
+        above = values - high * self.batch.degrees
+        top = np.maximum(0, above.max(axis=1, initial=0))
+        gap = self.ranks * high + int(top.sum()) - floor
+        wanted = (top[:, None] - above <= gap) & (values >= 0) & self.undominated(values)
+        return {
+            int(held[i]): [(int(d) + 1, int(values[i, d])) for d in np.flatnonzero(wanted[i])]
+            for i in self.enough(wanted, values)
+        }
+
+    def undominated(self, values: Integers) -> NDArray[np.bool_]:
+        """A micro-batch has at most N groups, so one of the N + 1 best leaders of one rank is always
+        left. A group of d ranks that is worth no more than one of less ranks by the same leader,
+        or none, and such a leader for each rank between, can be replaced by those."""
+        single = np.sort(values[:, 0])
+        spare = max(0, int(single[-self.ranks - 1])) if len(single) > self.ranks else 0
+        gain = values - spare * self.batch.degrees
+        before = np.maximum.accumulate(np.pad(gain, ((0, 0), (1, 0)))[:, :-1], axis=1)
+        better = gain > before
+        better[:, 0] |= values[:, 0] >= spare
+        return better
+
+    def enough(self, wanted: NDArray[np.bool_], values: Integers) -> Integers:
+        """Of leaders with the degree d alone, the best N / d."""
+        alone, degree = wanted.sum(axis=1) == 1, wanted.argmax(axis=1)
+        chosen = [np.flatnonzero(wanted.any(axis=1) & ~alone)]
+        for d in np.unique(degree[alone]):
+            same = np.flatnonzero(alone & (degree == d))
+            best = np.argsort(-values[same, d], kind="stable")[: self.ranks // (int(d) + 1)]
+            chosen.append(same[best])
+        return np.concatenate(chosen)
+
+    def tables(self, leaders: dict[int, Choices]) -> list[Integers]:
+        """What so many ranks are worth at most, by the first leaders, for each number of them."""
+        tables = [np.zeros(self.ranks + 1, dtype=np.int64)]
+        for choices in leaders.values():
+            table = tables[-1].copy()
+            for d, value in choices:
+                np.maximum(table[d:], tables[-1][:-d] + value, out=table[d:])
+            tables.append(table)
+        return tables
+
+    def most(self, room: Room, floor: int) -> int:
+        """V(h), or the floor where that is more."""
+        return max(floor, int(self.tables(self.leaders(room, floor))[-1][-1]))
+
+    def best(self, room: Room, floor: int) -> Floats:
+        """How often each sequence is in what is worth V(h); in nothing where that is not above the
+        floor."""
+        leaders, ranks, held = self.leaders(room, floor), self.ranks, np.zeros(len(self.prices))
+        tables = self.tables(leaders)
+        for i, (j, choices) in reversed(list(enumerate(leaders.items()))):
+            if tables[i + 1][ranks] == tables[i][ranks]:
+                continue
+            degree = next(
+                d
+                for d, value in choices
+                if d <= ranks and tables[i][ranks - d] + value == tables[i + 1][ranks]
+            )
+            ranks -= degree
+            held[j] += 1
+            self._fill(held, room, j, degree - 1)
+        return held
+
+    def _fill(self, held: Floats, room: Room, j: int, d: int) -> None:
+        limit = int(room.limit[j, d])
+        if limit == 0:
+            return
+        times, lengths = self.batch.times[:limit, d], self.batch.lengths[:limit]
+        by_time = int((self.prices[:limit] / times).argmax())
+        by_row = int((self.prices[:limit] / lengths).argmax())
+        often_by_time = int(room.left[j, d]) / int(times[by_time])
+        often_by_row = int(self.batch.rows_left[j, d]) / int(lengths[by_row])
+        timed, rowed = often_by_time * self.prices[by_time], often_by_row * self.prices[by_row]
+        if self.sums[limit] < min(timed, rowed):
+            held[:limit] += 1
+        elif timed < rowed:
+            held[by_time] += often_by_time
+        else:
+            held[by_row] += often_by_row
+
+
+def proven(batch: Batch, prices: Integers) -> tuple[int, list[int]]:
+    """A time that no plan beats, whatever the prices are, and heights that decide it."""
+    worth, whole = Worth(batch, prices), int(prices.sum())
+    least, top = batch.launch + int(batch.times.min()), 2 * batch.plan.bound
+    edges = [least]
+    while edges[-1] < top:
+        edges.append(min(top, edges[-1] + edges[-1] // 16 + 1))
+    heap = [(-whole / top, top, top, whole)]
+
+    def add(low: int, high: int) -> None:
+        value = worth.most(Room.of(batch, high), whole * low // batch.plan.makespan)
+        heapq.heappush(heap, (-value / low, low, high, value))
+
+    add(least, least)
+    for low, high in itertools.pairwise(edges):
+        add(low + 1, high)
+    while heap[0][2] - heap[0][1] > heap[0][1] // NARROW:
+        _, low, high, value = heapq.heappop(heap)
+        middle = low + (high - low) // 2
+        add(low, middle)
+        heapq.heappush(heap, (-value / (middle + 1), middle + 1, high, value))
+    bound = min(whole * low // value for _, low, _, value in heap if value > 0)
+    return bound, apart([high for _, _, high, _ in sorted(heap)])
+
+
+def apart(heights: list[int]) -> list[int]:
+    """The first ones that differ by a part of APART from all before."""
+    chosen: list[int] = []
+    for height in heights:
+        if len(chosen) < DECIDING and all(abs(height - h) > h // APART for h in chosen):
+            chosen.append(height)
+    return chosen
+
+
+# ---- prices --------------------------------------------------------------------------------------
+
+
+class Prices:
+    """Linear programs over the micro-batches known so far: prices at which none is worth more than
+    its height, as large in sum as can be.
+
+    A price is a sequence's least rank-time by a factor, which is linear between knots, at equal
+    shares of all rank-time: few unknowns, where sequences of nearly one length are many."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        area = (batch.times * batch.degrees.astype(np.float64)).min(axis=1)
+        position = np.cumsum(area) / area.sum() * KNOTS
+        hats = np.maximum(0, 1 - abs(position[:, None] - np.arange(KNOTS + 1)))
+        self.basis = hats * (area / area.sum())[:, None]
+        self.lp = pywraplp.Solver.CreateSolver("GLOP")
+        self.factors = [self.lp.NumVar(0, self.lp.infinity(), "") for _ in range(KNOTS + 1)]
+        self.lp.Maximize(
+            sum(float(w) * v for w, v in zip(self.basis.sum(axis=0), self.factors, strict=True))
+        )
+        self.area = area / area.sum()
+        for j, fastest in enumerate(batch.times.min(axis=1)):
+            self.add(int(fastest) + batch.launch, np.arange(len(area)) == j)
+        position_of = {s: j for j, s in enumerate(batch.order)}
+        for groups in batch.plan.micro_batches:
+            held = np.zeros(len(area))
+            held[[position_of[s] for group in groups for s in group.sequences]] = 1
+            self.add(max(batch.plan.group_time(group) for group in groups), held)
+
+    def add(self, height: int, held: NDArray[Any]) -> None:
+        row = self.lp.Constraint(-self.lp.infinity(), height / self.batch.plan.bound)
+        for weight, factor in zip(held @ self.basis, self.factors, strict=True):
+            row.SetCoefficient(factor, float(weight))
+
+    def solve(self) -> Floats:
+        """In parts of the plan's bound."""
+        if self.lp.Solve() != pywraplp.Solver.OPTIMAL:
+            raise AssertionError("GLOP found no prices")
+        return np.array(self.basis @ [factor.solution_value() for factor in self.factors])
+
+
+def rounded(prices: Floats) -> Integers:
+    return np.floor(prices / prices.sum() * WHOLE).astype(np.int64)
+
+
+def heights(batch: Batch) -> list[int]:
+    """Of single sequences at all degrees, thinned out."""
+    chosen = [0]
+    for time_ in np.unique(batch.times[batch.times < NEVER]):
+        if time_ + batch.launch > chosen[-1] + chosen[-1] // THIN:
+            chosen.append(int(time_) + batch.launch)
+    return [h for h in chosen[1:] if h <= batch.plan.bound]
+
+
+def sharper(plan: hcp.Plan, rounds: int) -> int:
+    """No plan under the plan's limits and cost is faster."""
+    if plan.sync != "micro_batch" or plan.core.pipeline_stages > 1:
+        raise ValueError(
+            f"a plan of sync={plan.sync!r} and {plan.core.pipeline_stages} stages, "
+            "expected 'micro_batch' and 1"
+        )
+    batch = Batch(plan)
+    program, bound = Prices(batch), plan.bound
+    mean = program.area
+    rooms = {h: Room.of(batch, h) for h in heights(batch)}
+    for _ in range(TURNS):
+        for i in range(rounds):
+            found = program.solve()
+            mean = (1 - PULL) * mean + PULL * found
+            worth = Worth(batch, rounded(mean))
+            unit = WHOLE / mean.sum() / plan.bound
+            for h, room in itertools.islice(rooms.items(), i % PARTS, None, PARTS):
+                held = worth.best(room, int(unit * h))
+                if held @ found > h / plan.bound:
+                    program.add(h, held)
+        least, deciding = proven(batch, rounded(mean))
+        bound = max(bound, least)
+        rooms |= {h: Room.of(batch, h) for h in deciding if h not in rooms}
+    return bound
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--families", default="P3,X2,P4,P2")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=16, help="of prices, four times")
+    args = parser.parse_args()
+    print(f"{machine()}\n")
+    print(
+        "| case | seed | N | K | plan / hcp.lower_bound | sharper / hcp.lower_bound "
+        "| plan / sharper | CPU s |\n" + "|---" * 8 + "|"
+    )
+    for seed in range(args.seeds):
+        for name in args.families.split(","):
+            family = families.BY_NAME[name]
+            lengths = family.draw(Random(seed))
+            plan = hcp.plan(
+                lengths,
+                ranks=family.ranks,
+                max_tokens_per_rank=family.capacity,
+                sync="micro_batch",
+            )
+            begun = time.process_time()
+            bound = sharper(plan, args.rounds)
+            took = time.process_time() - begun
+            print(
+                f"| {name} | {seed} | {family.ranks} | {len(lengths)} "
+                f"| {plan.makespan / plan.bound:.4f} | {bound / plan.bound:.4f} "
+                f"| {plan.makespan / bound:.4f} | {took:.0f} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""The sharper bound of benchmarks/slack.py against all plans of tiny batches."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_planner import optimum, tiny
+
+import hcp
+
+np = pytest.importorskip("numpy")
+pytest.importorskip("ortools")
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+import slack  # noqa: E402
+
+
+def planned(case: dict[str, Any], **more: Any) -> hcp.Plan:
+    request = {key: case[key] for key in ("lengths", "ranks", "cost")}
+    return hcp.plan(**request, max_tokens_per_rank=case["capacity"], sync="micro_batch", **more)
+
+
+@settings(max_examples=150, deadline=None)
+@given(tiny(), st.data())
+def test_no_prices_at_all_prove_more_than_the_best_plan(
+    case: dict[str, Any], data: st.DataObject
+) -> None:
+    batch = slack.Batch(planned(case))
+    price = st.integers(1, slack.WHOLE // len(case["lengths"]))
+    drawn = data.draw(st.lists(price, min_size=len(batch.lengths), max_size=len(batch.lengths)))
+    best = optimum(**case, sync="micro_batch")
+    assert slack.proven(batch, np.array(drawn, dtype=np.int64))[0] <= best
+
+
+@settings(max_examples=60, deadline=None)
+@given(tiny())
+def test_the_sharper_bound_lies_between_the_bound_and_the_best_plan(case: dict[str, Any]) -> None:
+    plan = planned(case)
+    assert plan.bound <= slack.sharper(plan, 3) <= optimum(**case, sync="micro_batch")
+
+
+def test_what_a_micro_batch_is_worth_is_no_less_than_any_is() -> None:
+    """Groups drawn at random, some of several sequences."""
+    random = Random(3)
+    lengths = [random.randint(200, 6000) for _ in range(40)]
+    plan = hcp.plan(lengths, ranks=16, max_tokens_per_rank=1000, sync="micro_batch")
+    batch = slack.Batch(plan)
+    prices = np.array([random.randint(1, slack.WHOLE // 40) for _ in lengths], dtype=np.int64)
+    worth, price = slack.Worth(batch, prices), dict(zip(batch.order, prices, strict=True))
+    for groups in plan.micro_batches:
+        height = max(plan.group_time(group) for group in groups)
+        value = sum(int(price[s]) for group in groups for s in group.sequences)
+        room = slack.Room.of(batch, height)
+        assert worth.most(room, 0) >= value
+        assert worth.most(room, value - 1) == worth.most(room, 0)
+
+
+def test_idle_ranks_beside_unlike_sequences_are_proven() -> None:
+    """Sequences of 1.1 to 8 times what a rank holds, no two alike: none fills the time of another."""
+    random = Random(1)
+    lengths = [round(1000 * 1.1 * 1.2 ** random.uniform(0, 11)) for _ in range(24)]
+    plan = hcp.plan(lengths, ranks=8, max_tokens_per_rank=1000, sync="micro_batch")
+    assert 1.02 * plan.bound <= slack.sharper(plan, 6) <= plan.makespan
+
+
+def test_one_sequence_is_proven_to_the_last_unit() -> None:
+    plan = hcp.plan([900], ranks=1, max_tokens_per_rank=1000, sync="micro_batch")
+    assert slack.sharper(plan, 1) == plan.makespan == plan.bound
+
+
+def test_plans_that_it_does_not_bound_are_refused() -> None:
+    plan = hcp.plan([900], ranks=1, max_tokens_per_rank=1000, sync="step")
+    with pytest.raises(ValueError, match="sync='step' and 1 stages, expected 'micro_batch' and 1"):
+        slack.sharper(plan, 1)
