@@ -267,6 +267,8 @@ class Handler(hcp.ContextParallelHandler):
 
 def print_host_times(device: torch.device, degrees: Sequence[int], types: Sequence[str]) -> None:
     """The table, in Markdown."""
+    if device.type == "cuda":  # as tensors name it
+        device = torch.device("cuda", torch.cuda.current_device())
     kernel = Prepared()
     kernels.add_family(FAMILY, lambda device: [kernel])
     gc.disable()
