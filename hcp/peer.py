@@ -323,7 +323,8 @@ class PeerStaged:
     def read(self, number: int, own: Sequence[Tensor] = ()) -> PeerReading:
         read = self._reads[number]
         assert read is not None
-        parts = [*own, *read.columns]
+        # A copy that the operator made would be gone before the other stream has read it.
+        parts = [*(part.contiguous() for part in own), *read.columns]
         tables = read.before, read.after, self._tag
         rows = self._slots.read(parts, read.runs, read.rows, self._columns, *tables)
         return PeerReading(self._slots, rows, parts)
