@@ -46,7 +46,7 @@ from timing import (
 from torch import Tensor
 
 import hcp
-from hcp import attention as core
+from hcp.calls import calls_of
 from hcp.handler import ContextParallelHandler
 from hcp.kernels import Call, Choice, kernel_for
 from hcp.layout import Entry, schedule_of
@@ -309,7 +309,7 @@ class OwnCalls:
         with torch.no_grad():
             key, value = layer.key.detach(), layer.value.detach()
             for stage, calls in zip(
-                schedule.stages, core._calls_of(schedule, self.kernel).stages, strict=True
+                schedule.stages, calls_of(schedule, self.kernel).stages, strict=True
             ):
                 if stage.first_entry > 0:
                     key, value = (

@@ -39,8 +39,8 @@ from torch import Tensor
 
 import hcp
 from hcp import ops
-from hcp.exchange import TorchTransport
-from hcp.layout import Move
+from hcp.exchange import Share, TorchTransport
+from hcp.layout import Move, Read
 from hcp.peer import PeerTransport
 from hcp.transports import connect
 
@@ -195,13 +195,12 @@ _exchanges = itertools.count()
 
 
 def by_reading(transport: PeerTransport, pattern: Pattern, own: Tensor) -> Callable[[], Tensor]:
-    whole = torch.tensor([[0, pattern.own_rows, 0, 0]])
-    parts = [(peer, pattern.own_rows) for peer in pattern.sources]
+    rows, whole = pattern.own_rows, torch.tensor([[0, pattern.own_rows, 0, 0]])
+    read = Read([(p, rows) for p in pattern.sources], pattern.runs, pattern.rows, pattern.sources)
+    shared = transport.share(Share(rows, (WIDTH,), DTYPE, whole, pattern.readers, [read]))
 
     def step() -> Tensor:
-        staged = transport.stage(next(_exchanges), pattern.own_rows, WIDTH, DTYPE, pattern.readers)
-        staged.write([own], whole, 1, 2)
-        return staged.read(parts, pattern.runs, pattern.rows, 2, pattern.sources).wait()
+        return shared.stage(next(_exchanges), [own], 2).read(0).wait()
 
     return step
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import gc
 import platform
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,12 +29,12 @@ from torch import Tensor
 
 import hcp
 from hcp import kernels
-from hcp.exchange import Pending, register
+from hcp.exchange import Pending, Share, register
 from hcp.kernels import Call, Flash2
 from hcp.layout import Move
-from hcp.peer import PeerStaged, Slots, memory_bytes
+from hcp.peer import PeerShared, Slots, memory_bytes
 
-ROWS, HEADS, HEAD_DIM = 64, 8, 8
+ROWS, HEADS, HEAD_DIM = 16, 8, 8
 ROUNDS, CALLS = 100, 10
 FAMILY = "results that are there"
 
@@ -71,30 +71,12 @@ class _Ended:
         pass
 
 
-class _Never(Slots):
-    """Slots for which nobody is waited: the peers' words are never written."""
+class _Own(Slots):
+    """Slots whose peers' words are this rank's own: it hears what it says."""
 
-    def write(
-        self,
-        out: Tensor,
-        parts: Sequence[Tensor],
-        runs: Tensor,
-        columns: int,
-        before: Tensor,
-        after: Tensor,
-    ) -> None:
-        super().write(out, parts, runs, columns, before[:0], after)
-
-    def read(
-        self,
-        parts: Sequence[Tensor],
-        runs: Tensor,
-        rows: int,
-        columns: int,
-        before: Tensor,
-        after: Tensor,
-    ) -> Tensor:
-        return super().read(parts, runs, rows, columns, before[:0], after)
+    def _word(self, owner: int, writer: int, kind: int, slot: int) -> int:
+        peer = owner + writer - self.rank
+        return super()._word(self.rank, peer, kind, slot)
 
 
 class ReadAtOnce(AtOnce):
@@ -111,7 +93,7 @@ class ReadAtOnce(AtOnce):
         failure = torch.zeros(4, dtype=torch.int64)
         cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device, priority=-1) if cuda else None
-        self._slots = _Never(
+        self._slots = _Own(
             rank,
             [memory.data_ptr()] * size,
             view,
@@ -121,11 +103,8 @@ class ReadAtOnce(AtOnce):
             timeout=60.0,
         )
 
-    def stage(
-        self, exchange: int, rows: int, width: int, dtype: torch.dtype, readers: Iterable[int]
-    ) -> PeerStaged:
-        self._slots.check()
-        return PeerStaged(self._slots, exchange % 2, (rows, width, dtype), readers)
+    def share(self, share: Share) -> PeerShared:
+        return PeerShared(self._slots, share)
 
 
 class Prepared:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hcp import formats
+from hcp.arguments import check_heads
 from hcp.packed import check_group, packed_seq_params, whole_params
 
 if TYPE_CHECKING:
@@ -222,7 +223,7 @@ def _whole(
     qkv_format: str,
     packed_class: Any,
 ) -> Tensor:
-    _check_heads(query, key, value)
+    check_heads(query, key, value)
     batch = query.shape[1] if qkv_format == "sbhd" else 1
     query, key, value = (formats.to_rows(cp, x, qkv_format) for x in (query, key, value))
     heads = query.shape[1]
@@ -252,18 +253,6 @@ def _whole(
     out = out.reshape(rows, own, value.shape[2])
     out = out[:0] if cp.degree == 0 else cp.head_to_sequence(out, heads)
     return formats.from_rows(out, batch, qkv_format).flatten(-2)
-
-
-def _check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.dim() < 3:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}, expected (..., heads, size)")
-    heads, groups = query.shape[-2], key.shape[-2]
-    if groups < 1 or heads % groups or value.shape[-2] != groups:
-        raise ValueError(
-            f"query has {heads} heads, key {groups} and value {value.shape[-2]}, expected as many "
-            "of key as of value, and a multiple of them of query"
-        )
 
 
 def _share(cp: ContextParallelHandler, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hcp import ops
-from hcp.attention import check
+from hcp.arguments import check
 from hcp.exchange import Transport, agree_once, signature
 from hcp.halo import carry_with_gradients
 from hcp.kernels import Call, Choice, Kernel, kernel_for

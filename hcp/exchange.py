@@ -6,8 +6,8 @@ import itertools
 import struct
 import weakref
 import zlib
-from collections.abc import Iterable, Sequence
-from typing import Protocol, TypeGuard
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hcp import ops
 from hcp.errors import HcpError
-from hcp.layout import Move, Route
+from hcp.layout import Move, Read, Route
 
 
 class Pending(Protocol):
@@ -67,45 +67,51 @@ class Reading(Protocol):
         """The rows, which may be read from now on."""
 
 
+class Share(NamedTuple):
+    """A kind of exchange in which ranks read rows from each other's memory."""
+
+    rows: int
+    """That this rank stages."""
+    widths: tuple[int, ...]
+    """Of the columns of a row, side by side."""
+    dtype: torch.dtype
+    runs: Tensor
+    """How staged rows are summed from this rank's parts: see `ops.reduce`."""
+    readers: Sequence[int]
+    """Ranks that read what this rank stages, ascending."""
+    reads: Sequence[Read | None]
+    """What this rank reads, in order; the parts of their runs are this rank's own, then the
+    owners."""
+
+
 class Staged(Protocol):
-    """One exchange in which ranks read rows from each other's memory."""
+    """One exchange under way, this rank's rows being in the readers' reach."""
 
-    def write(self, parts: Sequence[Tensor], runs: Tensor, columns: int, tag: int) -> None:
-        """Stage this rank's rows, summed as in `ops.reduce`, and let the readers come. All calls
-        of an exchange name one tag."""
+    def read(self, number: int, own: Sequence[Tensor] = ()) -> Reading:
+        """Begin to read (rows, width), summed as in `ops.reduce`: the reads of the kind, in order.
+        ``own``: this rank's parts, (N, ...), as columns."""
 
-    def read(
-        self,
-        parts: Sequence[tuple[int, int]],
-        runs: Tensor,
-        rows: int,
-        tag: int,
-        done: Sequence[int],
-        own: Sequence[Sequence[Tensor]] = (),
-    ) -> Reading:
-        """Begin to read (rows, width), summed as in `ops.reduce`.
 
-        The parts that ``runs`` count are those in ``own``, each as columns side by side, then the
-        rows that the ranks in ``parts``, (rank, all its rows), have staged. A rank may be read
-        several times in an exchange: ``done`` names those that are read for the last time.
+class Shared(Protocol):
+    """A kind of exchange, made ready."""
+
+    def stage(self, exchange: int, parts: Sequence[Tensor], tag: int) -> Staged:
+        """Stage this rank's rows, from parts (N, ...) as columns, and let the readers come.
+
+        ``exchange``: its number, alike on all ranks of the group. All ranks name one tag.
         """
 
 
 class SharingTransport(Transport, Protocol):
     """A transport whose ranks also read rows from each other's memory."""
 
-    def stage(
-        self, exchange: int, rows: int, width: int, dtype: torch.dtype, readers: Iterable[int]
-    ) -> Staged:
-        """An exchange in which this rank has rows, (rows, width), for ``readers``.
-
-        ``exchange``: its number, alike on all ranks of the group.
-        """
+    def share(self, share: Share) -> Shared:
+        """Make ready for exchanges of a kind: once for all layers."""
 
 
 def shares(transport: Transport) -> TypeGuard[SharingTransport]:
     """Whether ranks of this transport read from each other's memory."""
-    return hasattr(transport, "stage")
+    return hasattr(transport, "share")
 
 
 _transports: weakref.WeakValueDictionary[int, Transport] = weakref.WeakValueDictionary()

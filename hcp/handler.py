@@ -22,9 +22,9 @@ from hcp import (
     rope,
     sums,
 )
-from hcp.attention import Turn
 from hcp.exchange import Transport, agree_once, carry, rows_of, signature
 from hcp.halo import carry_with_gradients, rows_of_spans
+from hcp.journey import Turn
 from hcp.layout import (
     Layout,
     Route,
@@ -300,13 +300,14 @@ class ContextParallelHandler:
         refuse_transforms("attention", query, key, value)
         _check_options(softcap, dropout_p)
         batch = query.shape[qkv_format == "sbhd"]
-        query, key, value = (formats.to_rows(self, x, qkv_format) for x in (query, key, value))
+        if qkv_format != "thd":
+            query, key, value = (formats.to_rows(self, x, qkv_format) for x in (query, key, value))
         left, right = window_size
         window = _window(left, 0 if causal else right)
         counts = _head_count(query), _head_count(key)
         scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         asked = comm_type or self._comm_type, *window, counts
-        query, key, value = (_dense_heads(x) for x in (query, key, value))
+        query, key, value = _dense_heads(query), _dense_heads(key), _dense_heads(value)
         turn: Turn | None = None
         if rotary_pos_emb is not None:
             query, key, turn = self._turned(query, key, rotary_pos_emb)
@@ -316,7 +317,8 @@ class ContextParallelHandler:
         else:
             layer = self._layer(*asked, softcap)
             out, lse = attention.attention(query, key, value, sinks, layer, scale, turn)
-        out, lse = (formats.from_rows(x, batch, qkv_format) for x in (out, lse))
+        if qkv_format != "thd":
+            out, lse = (formats.from_rows(x, batch, qkv_format) for x in (out, lse))
         return (out, lse) if return_lse else out
 
     def _turned(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hcp import ops
 from hcp.exchange import Transport
+from hcp.kernels import Call, Kernel, wide
 from hcp.layout import Move, Schedule, Trade
 
 
@@ -215,3 +216,118 @@ def _from_bytes(rows: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tenso
 
 def _side_by_side(columns: Sequence[Tensor]) -> Tensor:
     return torch.cat([_as_bytes(column) for column in columns], 1)
+
+
+# ---- attention -----------------------------------------------------------------------------------
+
+
+class Heads:
+    """Who of the neighbours computes which heads. A key-value head is on every rank whose query
+    heads attend to it."""
+
+    def __init__(self, transport: Transport, trade: Trade, queries: int, keys: int) -> None:
+        """``queries``, ``keys``: how many heads there are of each."""
+        self._transport, self._trade = transport, trade
+        neighbours = members(trade)
+        per_key = queries // keys
+        self._even = queries % len(neighbours) == keys % len(neighbours) == 0
+        self._queries = split(queries, len(neighbours))
+        self._keys = [key_heads(own, per_key) for own in self._queries]
+        j = neighbours.index(transport.rank)
+        self.own = self._queries[j]
+        """This rank's query heads."""
+        own_keys = self._keys[j]
+        self.key_count = len(_numbers(own_keys))
+        self._key_of = [i // per_key - own_keys.start for i in _numbers(self.own)]
+
+    def kernel(self, kernel: Kernel) -> Kernel:
+        """That computes this rank's heads."""
+        key_of, count = self._key_of, self.key_count
+        even = [i * count // len(key_of) for i in range(len(key_of))]
+        fits = not key_of or (len(key_of) % count == 0 and key_of == even)
+        return kernel if fits else _Repeated(kernel, key_of, count)
+
+    def bring(self, by_query: list[Tensor], by_key: list[Tensor], tag: int) -> list[Tensor]:
+        if self._even:
+            return deal(self._transport, self._trade, [*by_query, *by_key], tag)
+        columns = [
+            [x[:, q] for x in by_query] + [x[:, k] for x in by_key]
+            for q, k in zip(self._queries, self._keys, strict=True)
+        ]
+        return bring(self._transport, self._trade, columns, tag)
+
+    def take_back(
+        self, by_query: list[Tensor], by_key: list[Tensor], key_count: int, tag: int
+    ) -> list[Tensor]:
+        if self._even:
+            return collect(self._transport, self._trade, [*by_query, *by_key], tag)
+        shapes = [
+            [(len(_numbers(q)), *x.shape[2:]) for x in by_query]
+            + [(len(_numbers(k)), *x.shape[2:]) for x in by_key]
+            for q, k in zip(self._queries, self._keys, strict=True)
+        ]
+        columns = [*by_query, *by_key]
+        back = take_back(self._transport, self._trade, columns, shapes, tag)
+        parts = list(zip(*back, strict=True))
+        queries, keys = parts[: len(by_query)], parts[len(by_query) :]
+        return [torch.cat(part, 1) for part in queries] + [
+            self._sum_keys(part, key_count) for part in keys
+        ]
+
+    def _sum_keys(self, parts: Sequence[Tensor], count: int) -> Tensor:
+        """Gradients of key-value heads from every rank that had them, summed once."""
+        total = parts[0].new_zeros(
+            parts[0].shape[0], count, *parts[0].shape[2:], dtype=wide(parts[0].dtype)
+        )
+        for own, part in zip(self._keys, parts, strict=True):
+            total[:, own] += part
+        return total.to(parts[0].dtype)
+
+
+def _numbers(chosen: slice) -> range:
+    return range(chosen.start, chosen.stop)
+
+
+class _Repeated:
+    """A kernel for query heads that do not divide evenly over their key-value heads: each gets one
+    of its own."""
+
+    def __init__(self, kernel: Kernel, key_of: list[int], count: int) -> None:
+        self._kernel, self._key_of, self._count = kernel, key_of, count
+        self.calls = kernel.calls
+        self.dtypes = kernel.dtypes
+
+    def capped(self, softcap: float) -> Kernel | None:
+        kernel = self._kernel.capped(softcap)
+        return None if kernel is None else _Repeated(kernel, self._key_of, self._count)
+
+    def forward(
+        self, call: Call, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = key[:, self._key_of], value[:, self._key_of]
+        return self._kernel.forward(call, query, keys, values, scale)
+
+    def backward(
+        self,
+        call: Call,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        keys, values = key[:, self._key_of], value[:, self._key_of]
+        grad_query, grad_keys, grad_values = self._kernel.backward(
+            call, grad_out, grad_lse, query, keys, values, out, lse, scale
+        )
+        return grad_query, self._collapse(grad_keys), self._collapse(grad_values)
+
+    def _collapse(self, grad: Tensor) -> Tensor:
+        """The adjoint of the repetition, summed in float32 (float64 for float64)."""
+        wider = wide(grad.dtype)
+        index = torch.tensor(self._key_of, device=grad.device)
+        total = grad.new_zeros(grad.shape[0], self._count, grad.shape[2], dtype=wider)
+        return total.index_add_(1, index, grad.to(wider)).to(grad.dtype)

@@ -507,6 +507,11 @@ def _per_key_head(grad: Tensor, rows: Tensor) -> Tensor:
     return by_group.sum(1).transpose(0, 1)
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What a kernel sums in, and the type of its log-sum-exp."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 # ---- choice --------------------------------------------------------------------------------------
 
 

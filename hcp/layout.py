@@ -184,14 +184,16 @@ class Stage(NamedTuple):
 
 
 class Read(NamedTuple):
-    """A stage's keys, where their owners hold them."""
+    """Rows that are read at once where their owners hold them."""
 
     owners: list[tuple[int, int]]
-    """(rank, its rows)."""
+    """(rank, all that it holds)."""
     runs: Tensor
-    """(row, rows, part, part_row): keys of the stage <- rows of those owners."""
+    """(row, rows, part, part_row): rows that are read <- rows of those owners."""
+    rows: int
+    """How many are read."""
     done: list[int]
-    """Those that no later stage reads."""
+    """Those that no later read of the exchange reads."""
 
 
 class Trade(NamedTuple):
@@ -261,6 +263,7 @@ class Schedule(_Table):
         return Read(
             [(peer, self.blocks[peer]) for peer in owners],
             torch.stack([*stage.pulls.t()[:2], parts, stage.pulls[:, 3]], 1),
+            stage.key_rows,
             [peer for peer in owners if peer not in later],
         )
 

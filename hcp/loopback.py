@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hcp import ops
 from hcp.errors import HcpError
-from hcp.exchange import Pending, copy_to_self, register
+from hcp.exchange import Pending, Share, copy_to_self, register
 from hcp.layout import Move
 
 Result = TypeVar("Result")
@@ -123,52 +123,46 @@ class _LoopbackPending:
 class SharingLoopbackTransport(LoopbackTransport):
     """One whose ranks also read rows from each other's memory, as GPUs linked by NVLink do."""
 
-    def stage(
-        self, exchange: int, rows: int, width: int, dtype: torch.dtype, readers: Iterable[int]
-    ) -> _LoopbackStaged:
-        return _LoopbackStaged(self, rows, width, dtype, sorted(readers))
+    def share(self, share: Share) -> _LoopbackShared:
+        return _LoopbackShared(self, share)
+
+
+class _LoopbackShared:
+    def __init__(self, transport: SharingLoopbackTransport, share: Share) -> None:
+        self._transport, self._share = transport, share
+
+    def stage(self, exchange: int, parts: Sequence[Tensor], tag: int) -> _LoopbackStaged:
+        share = self._share
+        if share.readers:
+            columns = [part.flatten(1) for part in parts]
+            staged = ops.reduce(columns, share.runs, share.rows, len(share.widths))
+            moves = [Move(peer, 0, share.rows) for peer in share.readers]
+            self._transport.send(staged, moves, tag)
+        return _LoopbackStaged(self._transport, share, tag)
 
 
 class _LoopbackStaged:
-    def __init__(
-        self,
-        transport: SharingLoopbackTransport,
-        rows: int,
-        width: int,
-        dtype: torch.dtype,
-        readers: Sequence[int],
-    ) -> None:
-        self._transport, self._rows, self._width = transport, rows, width
-        self._dtype, self._readers = dtype, readers
+    def __init__(self, transport: SharingLoopbackTransport, share: Share, tag: int) -> None:
+        self._transport, self._share, self._tag = transport, share, tag
         self._arrived: dict[int, Tensor] = {}
 
-    def write(self, parts: Sequence[Tensor], runs: Tensor, columns: int, tag: int) -> None:
-        staged = ops.reduce(parts, runs, self._rows, columns)
-        moves = [Move(peer, 0, self._rows) for peer in self._readers]
-        self._transport.send(staged, moves, tag)
-
-    def read(
-        self,
-        parts: Sequence[tuple[int, int]],
-        runs: Tensor,
-        rows: int,
-        tag: int,
-        done: Sequence[int],
-        own: Sequence[Sequence[Tensor]] = (),
-    ) -> _LoopbackReading:
-        widths = [column.shape[1] for column in own[0]] if own else [self._width]
-        columns = [column for part in own for column in part]
-        for peer, count in parts:
+    def read(self, number: int, own: Sequence[Tensor] = ()) -> _LoopbackReading:
+        read = self._share.reads[number]
+        assert read is not None
+        columns = [part.flatten(1) for part in own]
+        for peer, count in read.owners:
             if peer not in self._arrived:
-                self._arrived[peer] = self._receive(peer, count, tag)
-            columns += self._arrived[peer].split_with_sizes(widths, 1)
-        for peer in done:
+                self._arrived[peer] = self._receive(peer, count)
+            columns += self._arrived[peer].split_with_sizes(self._share.widths, 1)
+        for peer in read.done:
             del self._arrived[peer]  # whoever reads on would wait for the next exchange
-        return _LoopbackReading(ops.reduce(columns, runs, rows, len(widths)))
+        widths = len(self._share.widths)
+        return _LoopbackReading(ops.reduce(columns, read.runs, read.rows, widths))
 
-    def _receive(self, peer: int, rows: int, tag: int) -> Tensor:
-        staged = torch.empty(rows, self._width, dtype=self._dtype, device=self._transport.device)
-        self._transport.receive(peer, staged, tag)
+    def _receive(self, peer: int, rows: int) -> Tensor:
+        shape = rows, sum(self._share.widths)
+        staged = torch.empty(shape, dtype=self._share.dtype, device=self._transport.device)
+        self._transport.receive(peer, staged, self._tag)
         return staged
 
 

@@ -5,9 +5,10 @@ are proved against the rows' sizes before any row is touched. A wrong argument r
 with its name, value and expectation.
 
 The operators of this module pass `torch.library.opcheck` and work inside
-`torch.compile(fullgraph=True)`, with any sizes in one graph. Those between ranks (`signal_set`,
-`reduce_signalled`, `read_signalled`, `join`, and on CUDA alone `nccl_exchange`) are called by hcp's
-transports only.
+`torch.compile(fullgraph=True)`, with any sizes in one graph. Others are hcp's own: those between
+ranks (`signal_set`, `reduce_signalled`, `read_signalled`, `join`, and on CUDA alone
+`nccl_exchange`) are called by its transports, and those of a layer (`cut`, `pack_to_send`,
+`arrive`, `reduce_to_send`, `sum_gradients`) inside of its attention.
 
 Legend of shapes: N rows of the input, R rows of the result, C columns, H heads, D head size.
 """
@@ -48,7 +49,7 @@ def pack(sources: Sequence[Tensor], segments: Tensor, rows: int) -> Tensor:
     Returns (R, sum of C_i). The gradient of a source row is the sum over its copies, in float32
     (float64 for float64).
     """
-    out: Tensor = torch.ops.hcp.pack(list(sources), segments, rows)
+    out: Tensor = torch.ops.hcp.pack.default(list(sources), segments, rows)
     return out
 
 
@@ -61,7 +62,7 @@ def unpack(source: Tensor, segments: Tensor, widths: Sequence[int], rows: int) -
 
     Returns tensors (R, C_i), each contiguous. The gradient of a source row is as in `pack`.
     """
-    outs: list[Tensor] = torch.ops.hcp.unpack(source, segments, list(widths), rows)
+    outs: list[Tensor] = torch.ops.hcp.unpack.default(source, segments, list(widths), rows)
     return outs
 
 
@@ -86,7 +87,7 @@ def merge(
     Returns out (R, H, D) and lse (R, H). Both have gradients, to outs and lses; there is no second
     derivative.
     """
-    out, lse = torch.ops.hcp.merge(list(outs), list(lses), runs, rows)
+    out, lse = torch.ops.hcp.merge.default(list(outs), list(lses), runs, rows)
     return out, lse
 
 
@@ -101,7 +102,7 @@ def reduce(parts: Sequence[Tensor], runs: Tensor, rows: int, columns: int = 1) -
 
     Returns (R, sum of C_c): the columns side by side.
     """
-    out: Tensor = torch.ops.hcp.reduce(list(parts), runs, rows, columns)
+    out: Tensor = torch.ops.hcp.reduce.default(list(parts), runs, rows, columns)
     return out
 
 
@@ -118,7 +119,7 @@ def rotate(
 
     Returns (N, H, D), contiguous, computed in float32 (float64 for float64).
     """
-    out: Tensor = torch.ops.hcp.rotate(t, cos, sin, interleaved, inverse)
+    out: Tensor = torch.ops.hcp.rotate.default(t, cos, sin, interleaved, inverse)
     return out
 
 
@@ -139,7 +140,7 @@ def rotate_pack(
 
     Returns t turned, (N, H, D), and (R, H * D + sum of C_i).
     """
-    turned, packed = torch.ops.hcp.rotate_pack(
+    turned, packed = torch.ops.hcp.rotate_pack.default(
         t, cos, sin, interleaved, list(beside), segments, rows
     )
     return turned, packed
@@ -164,7 +165,7 @@ def reduce_rotated(
     cos, sin, interleaved, inverse: as in `rotate`, of the R rows of the result.
     rotated: how many of the columns, which hold whole heads of head_dim elements.
     """
-    out: Tensor = torch.ops.hcp.reduce_rotated(
+    out: Tensor = torch.ops.hcp.reduce_rotated.default(
         list(parts), runs, rows, columns, cos, sin, head_dim, rotated, interleaved, inverse
     )
     return out

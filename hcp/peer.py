@@ -10,16 +10,15 @@ What is no layer's work (batches, agreement) travels by torch.distributed, see T
 from __future__ import annotations
 
 import ctypes
-from array import array
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hcp.errors import HcpError
-from hcp.exchange import TorchTransport
+from hcp.exchange import Share, TorchTransport
 
 _SLOTS = 2
 """Exchanges that may be under way at once: the next is staged while the last is read."""
@@ -64,17 +63,9 @@ class PeerTransport(TorchTransport):
         failed on the device since."""
         self._slots.check()
 
-    def stage(
-        self, exchange: int, rows: int, width: int, dtype: torch.dtype, readers: Iterable[int]
-    ) -> PeerStaged:
+    def share(self, share: Share) -> PeerShared:
         """See :class:`hcp.exchange.SharingTransport`. Work is queued on the current stream."""
-        self._slots.check()
-        if torch.cuda.is_current_stream_capturing():
-            raise HcpError(
-                "a CUDA graph captures an exchange through peers' memory, whose signals count on: "
-                'build the process groups with transport="nccl" for layers in graphs'
-            )
-        return PeerStaged(self._slots, exchange % _SLOTS, (rows, width, dtype), readers)
+        return PeerShared(self._slots, share)
 
 
 class Slots:
@@ -105,11 +96,19 @@ class Slots:
         self._slot_bytes = _slot_bytes(buffer_bytes)
         self._failure = failure
         self._failed = (ctypes.c_int64 * 4).from_address(failure.data_ptr())
-        # Exchanges with each peer through each slot: staged for it, and read from it.
-        self._staged = [[0] * len(bases) for _ in range(_SLOTS)]
-        self._read = [[0] * len(bases) for _ in range(_SLOTS)]
+        # Exchanges with each peer through each slot: staged for it, then read from it.
+        self._counts = torch.zeros(2 * _SLOTS * len(bases), dtype=torch.int64, device="cpu")
         self._columns: dict[tuple[object, ...], list[Tensor]] = {}
-        self._signals: dict[tuple[object, ...], _Signals] = {}
+        self._signals: dict[tuple[object, ...], Tensor] = {}
+
+    def begin(self) -> None:
+        """Raise HcpError when an exchange has failed, or none may begin."""
+        self.check()
+        if self._stream and torch.cuda.is_current_stream_capturing():
+            raise HcpError(
+                "a CUDA graph captures an exchange through peers' memory, whose signals count on: "
+                'build the process groups with transport="nccl" for layers in graphs'
+            )
 
     def check(self) -> None:
         """Raise HcpError when an exchange has failed since."""
@@ -165,45 +164,50 @@ class Slots:
 
     # ---- signals ----
 
-    def _signals_of(self, kind: int, slot: int, peers: tuple[int, ...], *, to: bool) -> _Signals:
-        """Of a kind and slot, to these peers or from them."""
+    def read_by(self, slot: int) -> Tensor:
+        """Signals of everybody who has been a reader of this slot: it has been read."""
+        everyone = tuple(range(len(self._bases)))
+        return self._signals_of(_READ, slot, everyone, _STAGED, to=False)
+
+    def staged_for(self, slot: int, readers: tuple[int, ...]) -> Tensor:
+        """Signals to the readers that the slot is filled once more."""
+        return self._signals_of(_STAGED, slot, readers, _STAGED, to=True)
+
+    def staged_by(self, slot: int, owners: tuple[int, ...]) -> Tensor:
+        """Signals of these ranks that they have filled their slots once more."""
+        return self._signals_of(_STAGED, slot, owners, _READ, to=False)
+
+    def read_of(self, slot: int, owners: tuple[int, ...]) -> Tensor:
+        """Signals to these ranks that their slots have been read."""
+        return self._signals_of(_READ, slot, owners, _READ, to=True)
+
+    def _signals_of(
+        self, kind: int, slot: int, peers: tuple[int, ...], count: int, *, to: bool
+    ) -> Tensor:
+        """int64 (peers, 3) of (word, place of its count, peer), of signals to these peers or from
+        them; the operators count."""
         key = (kind, slot, peers, to)
         signals = self._signals.get(key)
         if signals is None:
             if len(self._signals) == self._MOST:
                 self._signals.clear()
-            ends = [(peer, self.rank) if to else (self.rank, peer) for peer in peers]
-            words = [self._word(owner, kind, slot, writer) for owner, writer in ends]
-            signals = self._signals[key] = _Signals(words, peers)
+            records = [
+                (
+                    self._word(*((peer, self.rank) if to else (self.rank, peer)), kind, slot),
+                    self._place(count, slot, peer),
+                    peer,
+                )
+                for peer in peers
+            ]
+            signals = torch.tensor(records, dtype=torch.int64, device="cpu").view(-1, 3)
+            self._signals[key] = signals
         return signals
 
-    def _word(self, owner: int, kind: int, slot: int, writer: int) -> int:
-        place = (kind * _SLOTS + slot) * len(self._bases) + writer
-        return int(self._bases[owner]) + _WORD * place
+    def _word(self, owner: int, writer: int, kind: int, slot: int) -> int:
+        return int(self._bases[owner]) + _WORD * self._place(kind, slot, writer)
 
-    def read_by(self, slot: int) -> Tensor:
-        """Signals that everybody has read what this slot held."""
-        counts = self._staged[slot]
-        peers = tuple(peer for peer, count in enumerate(counts) if count > 0)
-        return self._signals_of(_READ, slot, peers, to=False).at(counts)
-
-    def staged_for(self, slot: int, readers: tuple[int, ...], tag: int) -> Tensor:
-        """Signals to the readers that the slot is filled once more."""
-        counts = self._staged[slot]
-        for peer in readers:
-            counts[peer] += 1
-        return self._signals_of(_STAGED, slot, readers, to=True).at(counts, tag)
-
-    def staged_by(self, slot: int, owners: tuple[int, ...], tag: int) -> Tensor:
-        """Signals that these ranks have filled their slots once more."""
-        counts = self._read[slot]
-        for peer in owners:
-            counts[peer] += 1
-        return self._signals_of(_STAGED, slot, owners, to=False).at(counts, tag)
-
-    def read_of(self, slot: int, owners: tuple[int, ...]) -> Tensor:
-        """Signals to these ranks that their slots have been read."""
-        return self._signals_of(_READ, slot, owners, to=True).at(self._read[slot])
+    def _place(self, kind: int, slot: int, peer: int) -> int:
+        return (kind * _SLOTS + slot) * len(self._bases) + peer
 
     # ---- work ----
 
@@ -215,12 +219,13 @@ class Slots:
         columns: int,
         before: Tensor,
         after: Tensor,
+        tag: int,
     ) -> None:
         """`ops.reduce` into ``out`` on the current stream, which waits for signals before and gives
         others after it."""
-        given = out, parts, runs, columns, before, after, self._timeout_ns, self._failure
+        signals = before, after, self._counts, tag, self._timeout_ns, self._failure
         try:
-            torch.ops.hcp.reduce_signalled.default(*given)
+            torch.ops.hcp.reduce_signalled.default(out, parts, runs, columns, *signals)
         except RuntimeError:
             self.check()
             raise
@@ -233,9 +238,10 @@ class Slots:
         columns: int,
         before: Tensor,
         after: Tensor,
+        tag: int,
     ) -> Tensor:
         """`ops.reduce` on the stream that reads, which follows the current one."""
-        signals = before, after, self._timeout_ns, self._failure
+        signals = before, after, self._counts, tag, self._timeout_ns, self._failure
         try:
             out: Tensor = torch.ops.hcp.read_signalled.default(
                 parts, runs, rows, columns, *signals, self._stream
@@ -250,69 +256,78 @@ class Slots:
         torch.ops.hcp.join.default(rows, self._stream)
 
 
-class _Signals:
-    """Words of peers' memory with what they are to hold, as the operators take them: made once,
-    since only the values change from exchange to exchange."""
+class _Reading(NamedTuple):
+    """A read of a kind of exchange through one slot."""
 
-    def __init__(self, words: Sequence[int], peers: Sequence[int]) -> None:
-        self._peers = peers
-        self._records = array("q")
-        for word, peer in zip(words, peers, strict=True):
-            self._records.extend((word, 0, peer))
-        self._table = (
-            torch.frombuffer(self._records, dtype=torch.int64).view(-1, 3)
-            if peers
-            else torch.empty(0, 3, dtype=torch.int64, device="cpu")
-        )
+    columns: list[Tensor]
+    runs: Tensor
+    rows: int
+    before: Tensor
+    after: Tensor
 
-    def at(self, counts: Sequence[int], tag: int = 0) -> Tensor:
-        """int64 (peers, 3) of (word, value, peer), good until the next call: the operators copy
-        it."""
-        place = 1
-        for peer in self._peers:
-            self._records[place] = counts[peer] << 32 | tag
-            place += 3
-        return self._table
+
+class _Slot(NamedTuple):
+    """A kind of exchange through one slot."""
+
+    out: Tensor
+    before: Tensor
+    after: Tensor
+    reads: list[_Reading | None]
+
+
+class PeerShared:
+    """See :class:`hcp.exchange.Shared`."""
+
+    def __init__(self, slots: Slots, share: Share) -> None:
+        self._slots, self._share = slots, share
+        self._made: list[_Slot | None] = [None] * _SLOTS
+
+    def stage(self, exchange: int, parts: Sequence[Tensor], tag: int) -> PeerStaged:
+        slots, share, slot = self._slots, self._share, exchange % _SLOTS
+        slots.begin()
+        made = self._made[slot]
+        if made is None:
+            made = self._made[slot] = self._make(slot)
+        columns = len(share.widths)
+        if share.readers:
+            slots.write(made.out, parts, share.runs, columns, made.before, made.after, tag)
+        return PeerStaged(slots, made.reads, columns, tag)
+
+    def _make(self, slot: int) -> _Slot:
+        slots, share = self._slots, self._share
+        whole = (sum(share.widths),)
+        (out,) = slots.columns(((slots.rank, share.rows),), slot, whole, share.dtype)
+        awaited: set[int] = set()  # later reads follow on the stream of the first
+        reads: list[_Reading | None] = []
+        for read in share.reads:
+            if read is None:
+                reads.append(None)
+                continue
+            met = tuple(peer for peer, _ in read.owners if peer not in awaited)
+            awaited.update(met)
+            columns = slots.columns(tuple(read.owners), slot, share.widths, share.dtype)
+            signals = slots.staged_by(slot, met), slots.read_of(slot, tuple(read.done))
+            reads.append(_Reading(columns, read.runs, read.rows, *signals))
+        after = slots.staged_for(slot, tuple(share.readers))
+        return _Slot(out, slots.read_by(slot), after, reads)
 
 
 class PeerStaged:
     """See :class:`hcp.exchange.Staged`."""
 
     def __init__(
-        self, slots: Slots, slot: int, own: tuple[int, int, torch.dtype], readers: Iterable[int]
+        self, slots: Slots, reads: Sequence[_Reading | None], columns: int, tag: int
     ) -> None:
-        self._slots, self._slot, self._own = slots, slot, own
-        self._readers = tuple(readers)
-        self._awaited: set[int] = set()
-        """Owners whose signal the reads have waited for: later reads follow on their stream."""
+        self._slots, self._reads, self._columns, self._tag = slots, reads, columns, tag
 
-    def write(self, parts: Sequence[Tensor], runs: Tensor, columns: int, tag: int) -> None:
-        slots, slot = self._slots, self._slot
-        count, width, dtype = self._own
-        (view,) = slots.columns(((slots.rank, count),), slot, (width,), dtype)
-        before = slots.read_by(slot)
-        after = slots.staged_for(slot, self._readers, tag)
-        slots.write(view, parts, runs, columns, before, after)
-
-    def read(
-        self,
-        parts: Sequence[tuple[int, int]],
-        runs: Tensor,
-        rows: int,
-        tag: int,
-        done: Sequence[int],
-        own: Sequence[Sequence[Tensor]] = (),
-    ) -> PeerReading:
-        slots, slot, (_, width, dtype) = self._slots, self._slot, self._own
-        widths = tuple(column.shape[1] for column in own[0]) if own else (width,)
-        met = tuple(peer for peer, _ in parts if peer not in self._awaited)
-        self._awaited.update(met)
-        columns = [column for part in own for column in part]
-        columns += slots.columns(tuple(parts), slot, widths, dtype)
-        before = slots.staged_by(slot, met, tag)
-        after = slots.read_of(slot, tuple(done))
-        read = slots.read(columns, runs, rows, len(widths), before, after)
-        return PeerReading(slots, read, columns)
+    def read(self, number: int, own: Sequence[Tensor] = ()) -> PeerReading:
+        read = self._reads[number]
+        assert read is not None
+        # A copy that the operator made would be gone before the other stream has read it.
+        parts = [*(part.contiguous() for part in own), *read.columns]
+        tables = read.before, read.after, self._tag
+        rows = self._slots.read(parts, read.runs, read.rows, self._columns, *tables)
+        return PeerReading(self._slots, rows, parts)
 
 
 class PeerReading:

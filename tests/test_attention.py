@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from ranks import RankError, run_ranks, try_ranks
 
 import hcp
+from hcp import attend, journey
 
 TYPES = hcp.COMM_TYPES
 MASKS = {"causal": True, "full": False}
@@ -283,17 +284,25 @@ def chained_merge(
     return out, lse
 
 
-def chained_reduce(
-    parts: list[torch.Tensor], runs: torch.Tensor, rows: int, columns: int = 1
-) -> torch.Tensor:
-    """Parts added one by one in their own dtype."""
+def chained_sums(
+    grads: list[torch.Tensor],
+    home: torch.Tensor | None,
+    runs: torch.Tensor,
+    rows: int,
+    columns: int,
+    turn: object,
+) -> list[torch.Tensor]:
+    """Gradients added one by one in their own dtype, those that came home last."""
+    widths = [grad.shape[1:].numel() for grad in grads[:columns]]
+    parts = [*grads, *([] if home is None else home.split(widths, 1))]
     sums = []
-    for column in range(columns):
-        total = parts[column].new_zeros(rows, parts[column].shape[1])
+    for column, like in enumerate(grads[:columns]):
+        total = like.new_zeros(rows, *like.shape[1:])
         for row, count, part, first in runs.tolist():
-            total[row : row + count] += parts[part * columns + column][first : first + count]
+            added = parts[part * columns + column][first : first + count]
+            total[row : row + count] += added.view(count, *like.shape[1:])
         sums.append(total)
-    return torch.cat(sums, 1)
+    return sums
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -305,7 +314,8 @@ def test_one_merge_rounds_less_than_a_chain(
     case = replace(case, sizes=(2, degree // 2), head_dim=32, causal=False)
     merged = hcp.loopback(degree, lambda groups: attention_errors(groups, case, mean=True))
     monkeypatch.setattr(hcp.ops, "merge", chained_merge)
-    monkeypatch.setattr(hcp.ops, "reduce", chained_reduce)
+    for module in (attend, journey):
+        monkeypatch.setattr(module, "summed", chained_sums)
     chained = hcp.loopback(degree, lambda groups: attention_errors(groups, case, mean=True))
     worst = [map(max, zip(*errors, strict=True)) for errors in (merged, chained)]
     for name, merged_error, chained_error in zip(RESULTS, *worst, strict=True):

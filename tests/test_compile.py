@@ -125,7 +125,7 @@ def test_the_operator_passes_opcheck() -> None:
 
         turn = torch.rand(13, 6), torch.rand(13, 6), True
         torch.library.opcheck(
-            torch.ops.hcp.attention_rotated,
+            torch.ops.hcp.attention,
             (*inputs, sinks, cp._schedules["p2p", -1, 0], 0.3, *turn),
         )
 

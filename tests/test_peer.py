@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +17,9 @@ import torch
 from cases import Case, dispatched, loopback_error, staged_by
 
 import hcp
+from hcp.exchange import Share
 from hcp.loopback import LoopbackTransport
-from hcp.peer import PeerStaged, Slots, memory_bytes
+from hcp.peer import PeerShared, Slots, memory_bytes
 
 loopback_module = sys.modules["hcp.loopback"]
 creation = threading.Lock()
@@ -51,11 +52,8 @@ class MappedTransport(LoopbackTransport):
             timeout=self.timeout,
         )
 
-    def stage(
-        self, exchange: int, rows: int, width: int, dtype: torch.dtype, readers: Iterable[int]
-    ) -> PeerStaged:
-        self._slots.check()
-        return PeerStaged(self._slots, exchange % 2, (rows, width, dtype), readers)
+    def share(self, share: Share) -> PeerShared:
+        return PeerShared(self._slots, share)
 
 
 @pytest.fixture(autouse=True)

@@ -201,6 +201,8 @@ Runs runs_of(const Tensor &tensor, const Sizes &part_rows, int64_t out_rows) {
 
 Signals signals_of(const Tensor &tensor) { return records_of<hcp_signal>("signals", tensor); }
 
+Cuts cuts_of(const Tensor &tensor) { return records_of<Cut>("cuts", tensor); }
+
 Moves moves_of(const Tensor &tensor, int64_t rows) {
   Moves moves = records_of<Move>("moves", tensor);
   for (int64_t i = 0; i < moves.n; ++i) {

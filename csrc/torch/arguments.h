@@ -50,6 +50,11 @@ struct Move {
   int64_t peer, row, rows;
 };
 using Moves = Records<Move>;
+// Rows of a tensor.
+struct Cut {
+  int64_t row, rows;
+};
+using Cuts = Records<Cut>;
 
 // (2, 3), as messages say it.
 std::string shape_text(const Sizes &sizes);
@@ -85,6 +90,7 @@ Segments segments_of(const Tensor &tensor, int64_t rows, int64_t out_rows);
 Runs runs_of(const Tensor &tensor, const Sizes &part_rows, int64_t out_rows);
 Signals signals_of(const Tensor &tensor);
 Moves moves_of(const Tensor &tensor, int64_t rows);
+Cuts cuts_of(const Tensor &tensor);
 
 // Partial results of attention: parts[p] is outs[p] (rows x heads x head_dim)
 // with lses[p] (rows x heads).

@@ -281,64 +281,6 @@ std::tuple<Tensors, Tensors> merge_backward(Tensors outs, Tensors lses, Tensor r
   return {grad_outs, grad_lses};
 }
 
-// ---- Rows in memory that ranks share ---------------------------------------
-
-// Host memory that the device reaches, or the device's own.
-inline hcp_signal_failure *failure_of(const Tensor &failure, const Tensor &like) {
-  expect_dtype("failure", failure, torch::headeronly::ScalarType::Long);
-  expect_sizes("failure", failure, {sizeof(hcp_signal_failure) / sizeof(int64_t)});
-  expect_contiguous("failure", failure);
-  if (!failure.is_cpu()) expect_same_device("failure", failure, "the parts", like);
-  return static_cast<hcp_signal_failure *>(failure.mutable_data_ptr());
-}
-
-template <class Device>
-void signal_set(Tensor memory, Tensor signals) {
-  Signals table = signals_of(signals);
-  Device(memory).signal_set(table.data, table.n);
-}
-
-// Waits, sums into memory that others read, and tells them.
-template <class Device>
-void reduce_signalled(Tensor out, Tensors parts, Tensor runs, int64_t columns, Tensor before,
-                      Tensor after, int64_t timeout_ns, Tensor failure) {
-  Signals expected = signals_of(before), told = signals_of(after);
-  expect_at_least("timeout_ns", timeout_ns, 0);
-  Summands summands = summands_of(parts, columns);
-  hcp_signal_failure *report = failure_of(failure, parts[0]);
-  expect_dim("out", out, 2);
-  expect_result(out, parts[0], summands.width);
-  Reduction sum = reduction_of(summands, runs, out);
-  Device device(out);
-  device.signal_wait(expected.data, expected.n, timeout_ns, report);
-  reduce_into(device, sum, out.size(0));
-  device.signal_set(told.data, told.n);
-}
-
-// Waits, sums what others have staged, and tells them, on a stream that follows the current one.
-template <class Device>
-Tensor read_signalled(Tensors parts, Tensor runs, int64_t rows, int64_t columns, Tensor before,
-                      Tensor after, int64_t timeout_ns, Tensor failure, int64_t stream) {
-  Signals expected = signals_of(before), told = signals_of(after);
-  expect_at_least("timeout_ns", timeout_ns, 0);
-  expect_at_least("rows", rows, 0);
-  Summands summands = summands_of(parts, columns);
-  hcp_signal_failure *report = failure_of(failure, parts[0]);
-  Tensor out = fresh(parts[0], {rows, summands.width});
-  Reduction sum = reduction_of(summands, runs, out);
-  Device device(out, stream);
-  device.signal_wait(expected.data, expected.n, timeout_ns, report);
-  reduce_into(device, sum, rows);
-  device.signal_set(told.data, told.n);
-  return out;
-}
-
-// What the current stream does from now on follows what the other one has been given.
-template <class Device>
-void join(Tensor like, int64_t stream) {
-  Device(like).join(stream);
-}
-
 template <class Device>
 void implement(torch::stable::detail::StableLibrary &m) {
   m.impl("pack", TORCH_BOX(&pack<Device>));
@@ -349,10 +291,6 @@ void implement(torch::stable::detail::StableLibrary &m) {
   m.impl("merge_backward", TORCH_BOX(&merge_backward<Device>));
   m.impl("reduce", TORCH_BOX(&reduce<Device>));
   m.impl("reduce_backward", TORCH_BOX(&reduce_backward<Device>));
-  m.impl("signal_set", TORCH_BOX(&signal_set<Device>));
-  m.impl("reduce_signalled", TORCH_BOX(&reduce_signalled<Device>));
-  m.impl("read_signalled", TORCH_BOX(&read_signalled<Device>));
-  m.impl("join", TORCH_BOX(&join<Device>));
   m.impl("reduce_rotated", TORCH_BOX(&reduce_rotated<Device>));
   m.impl("rotate", TORCH_BOX(&rotate<Device>));
   m.impl("rotate_pack", TORCH_BOX(&rotate_pack<Device>));

@@ -2,7 +2,7 @@
 #include <chrono>
 #include <thread>
 
-#include "operators.h"
+#include "shared.h"
 
 namespace hcp {
 
@@ -76,17 +76,35 @@ STABLE_TORCH_LIBRARY(hcp, m) {
   m.def(
       "rotate_pack(Tensor t, Tensor cos, Tensor sin, bool interleaved, Tensor[] beside, "
       "Tensor segments, SymInt rows) -> (Tensor, Tensor)");
+  m.def("cut(Tensor(a)[] tensors, Tensor cuts) -> Tensor(a)[]");
+  m.def(
+      "pack_to_send(Tensor[] sources, Tensor segments, int sent_rows, int received_rows) "
+      "-> (Tensor, Tensor)");
+  m.def(
+      "reduce_to_send(Tensor[] parts, Tensor runs, int columns, int sent_rows, "
+      "int received_rows) -> (Tensor, Tensor)");
+  m.def(
+      "arrive(Tensor(a) received, Tensor segments, int rows, int heads, int head_dim, "
+      "int value_dim, Tensor cuts) -> Tensor(a)[]");
+  m.def(
+      "sum_gradients(Tensor[] parts, Tensor? home, Tensor runs, int rows, int columns, "
+      "Tensor? cos, Tensor? sin, bool interleaved) -> Tensor[]");
   m.def("signal_set(Tensor(a!) memory, Tensor signals) -> ()");
   m.def(
       "reduce_signalled(Tensor(a!) out, Tensor[] parts, Tensor runs, int columns, Tensor before, "
-      "Tensor after, int timeout_ns, Tensor(b!) failure) -> ()");
+      "Tensor after, Tensor(b!) counts, int tag, int timeout_ns, Tensor(c!) failure) -> ()");
   m.def(
       "read_signalled(Tensor[] parts, Tensor runs, SymInt rows, int columns, Tensor before, "
-      "Tensor after, int timeout_ns, Tensor(a!) failure, int stream) -> Tensor");
+      "Tensor after, Tensor(a!) counts, int tag, int timeout_ns, Tensor(b!) failure, int stream) "
+      "-> Tensor");
   m.def("join(Tensor like, int stream) -> ()");
   m.def(
       "nccl_exchange(Tensor sent, Tensor sends, Tensor(a!) received, Tensor receives, "
       "int communicator, Tensor after, int stream) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hcp, CPU, m) { hcp::implement<hcp::Cpu>(m); }
+STABLE_TORCH_LIBRARY_IMPL(hcp, CPU, m) {
+  hcp::implement<hcp::Cpu>(m);
+  hcp::implement_layer<hcp::Cpu>(m);
+  hcp::implement_shared<hcp::Cpu>(m);
+}

@@ -3,7 +3,7 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include "hcp/nccl.h"
-#include "operators.h"
+#include "shared.h"
 
 namespace hcp {
 
@@ -123,5 +123,7 @@ static void nccl_exchange(Tensor sent, Tensor sends, Tensor received, Tensor rec
 
 STABLE_TORCH_LIBRARY_IMPL(hcp, CUDA, m) {
   hcp::implement<hcp::Cuda>(m);
+  hcp::implement_layer<hcp::Cuda>(m);
+  hcp::implement_shared<hcp::Cuda>(m);
   m.impl("nccl_exchange", TORCH_BOX(&hcp::nccl_exchange));
 }

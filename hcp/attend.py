@@ -1,0 +1,279 @@
+"""Attention over local and arriving keys, forward and backward.
+
+The schedule (see ``hcp.layout``) says everything: which keys arrive when, and which dense blocks of
+queries and keys are computed, by library kernels (``hcp.kernels``). The partial outputs are merged
+once by log-sum-exp. The backward fetches the keys again, gives the kernel the merged output and
+log-sum-exp, brings partial gradients of keys and values to their owners, and sums them once.
+
+T rows on this rank, H query heads, G key-value heads, D head size, E head size of values, N rows of
+a call.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from hcp import ops
+from hcp.arguments import check
+from hcp.calls import Calls, calls_of
+from hcp.exchange import Transport, agree_once, shares, signature, tag_of, transport_of
+from hcp.heads import Heads
+from hcp.journey import Journey, Turn, cut, journey_of, summed, turned_back
+from hcp.kernels import Choice, Kernel, kernel_for, wide
+from hcp.layout import Schedule
+
+
+class Run(NamedTuple):
+    """How attention of one kind is computed under a schedule; made at the first of its calls."""
+
+    schedule: Schedule
+    kernel: Kernel
+    calls: Calls
+    journey: Journey
+    scale: float
+    tag: int
+    heads: Heads | None
+    """None where rows stay: nobody to trade with."""
+    packs: bool
+    """Whether what the first exchange sends can be packed while keys are turned."""
+
+
+def run_of(
+    schedule: Schedule,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    choice: Choice,
+    turned: bool,
+) -> Run:
+    """The run of a call, which is checked, here and with the peers, when its like is first seen."""
+    like = (
+        *(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype),
+        *(query.device, key.device, value.device, scale, choice, turned),
+        None if sinks is None else (sinks.shape, sinks.dtype, sinks.device),
+    )
+    run = schedule.runs.get(like)
+    if run is None:
+        given = query, key, value, sinks, scale, choice, turned
+        run = schedule.runs[like] = _make_run(schedule, *given)
+    return cast(Run, run)
+
+
+def _make_run(
+    schedule: Schedule,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    choice: Choice,
+    turned: bool,
+) -> Run:
+    transport = transport_of(schedule.transport_key)
+    check(query, key, value, sinks, schedule.rows, transport.device)
+    bits = struct.unpack("<2q", struct.pack("<2d", scale, choice.softcap))
+    options = int(sinks is not None), int(turned)
+    traits = (*signature(query, key, value), *schedule.kind, *bits, *options)
+    # Signals between GPUs carry the tag themselves.
+    signalled = shares(transport) and schedule.trade is None
+    tag = tag_of(traits) if signalled else agree_once(transport, schedule, traits)
+    kernel = kernel_for(query.device, query.dtype, choice)
+    calls, groups, heads = (
+        calls_of(schedule, kernel),
+        key.shape[1],
+        _heads_of(schedule, transport, query.shape[1], key.shape[1]),
+    )
+    if heads is not None:
+        kernel, groups = heads.kernel(kernel), heads.key_count
+    sizes = groups, key.shape[2], value.shape[2]
+    journey = journey_of(schedule, calls, transport, tag, sizes, key.dtype)
+    packs = heads is None and len(schedule.stages) > 1 and not shares(transport)
+    return Run(schedule, kernel, calls, journey, scale, tag, heads, packs)
+
+
+def _heads_of(schedule: Schedule, transport: Transport, queries: int, keys: int) -> Heads | None:
+    trade = schedule.trade
+    if trade is None or len(trade.receives) == 1:
+        return None
+    return Heads(transport, trade, queries, keys)
+
+
+# ---- forward -------------------------------------------------------------------------------------
+
+
+def forward(
+    run: Run,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    turn: Turn | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, log-sum-exp, and the queries and keys that attention saw: turned."""
+    sent: Tensor | None = None
+    if turn is not None:
+        cos, sin, interleaved = turn
+        query = ops.rotate(query, cos, sin, interleaved=interleaved)
+        if run.packs:
+            stage = run.schedule.stages[1]
+            given = [value.flatten(1)], stage.pack, stage.sent_rows
+            key, sent = ops.rotate_pack(key, cos, sin, *given, interleaved=interleaved)
+        else:
+            key = ops.rotate(key, cos, sin, interleaved=interleaved)
+    if run.heads is None:
+        out, lse = _forward_rows(run, query, key, value, sinks, sent)
+    else:
+        out, lse = _forward_heads(run, run.heads, query, key, value, sinks)
+    return out, lse, query, key
+
+
+def _forward_rows(
+    run: Run,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    sent: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Queries against keys as they arrive, merged."""
+    kernel, calls, scale = run.kernel, run.calls, run.scale
+    queries = iter(cut([query], calls.query_cuts, calls.number))
+    outs, lses = [], []
+    for stage, keys in zip(calls.stages, run.journey.keys(key, value, sent), strict=True):
+        for i, call in enumerate(stage):
+            out, lse = kernel.forward(call, next(queries), keys[2 * i], keys[2 * i + 1], scale)
+            outs.append(out)
+            lses.append(lse)
+    if not outs:  # no rows: a query sees at least its own key
+        return empty_result(query, value)
+    if sinks is not None:
+        return _merge_with_sinks(outs, lses, calls.sunk_runs, sinks, run.schedule.query_rows)
+    if calls.one_call:
+        return outs[0], lses[0]
+    return ops.merge(outs, lses, calls.output_runs, run.schedule.query_rows)
+
+
+def _merge_with_sinks(
+    outs: list[Tensor], lses: list[Tensor], runs: Tensor, sinks: Tensor, rows: int
+) -> tuple[Tensor, Tensor]:
+    """A sink is a key that every query of its head sees, whose value is 0."""
+    _, query_heads, head_size = outs[0].shape
+    sink_out = outs[0].new_zeros(head_size).expand(rows, query_heads, -1)
+    sink_lse = sinks.to(lses[0].dtype).expand(rows, -1)
+    return ops.merge([*outs, sink_out], [*lses, sink_lse], runs, rows)
+
+
+def empty_result(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp, not yet computed."""
+    out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+    return out, query.new_empty(query.shape[:2], dtype=wide(query.dtype))
+
+
+# ---- backward ------------------------------------------------------------------------------------
+
+
+def backward(
+    run: Run,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    turn: Turn | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """For queries and keys that attention saw, the gradients of those that were given, and of the
+    sinks."""
+    if grad_out.stride(-1) != 1:  # kernels ignore it, and a gradient may come expanded from a sum
+        grad_out = grad_out.contiguous()
+    by_query = (
+        [grad_out, query, out, lse] if grad_lse is None else [grad_out, query, out, lse, grad_lse]
+    )
+    if run.heads is None:
+        grads = _backward_rows(run, by_query, key, value, turn)
+    else:
+        grad_query, grad_key, grad_value = _backward_heads(run, run.heads, by_query, key, value)
+        grads = turned_back(grad_query, turn), turned_back(grad_key, turn), grad_value
+    if sinks is None:
+        return *grads, None
+    return *grads, _sinks_backward(grad_out, grad_lse, sinks, out, lse)
+
+
+def _backward_rows(
+    run: Run, by_query: list[Tensor], key: Tensor, value: Tensor, turn: Turn | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values, those of others' keys sent home.
+
+    ``by_query``: grad_out, query, out, lse and, where there is one, grad_lse.
+    """
+    kernel, calls, scale = run.kernel, run.calls, run.scale
+    rows = iter(cut(by_query, calls.query_cuts, calls.number))
+    grad_queries: list[Tensor] = []
+    grads: list[Tensor] = []
+    for stage, keys in zip(calls.stages, run.journey.keys(key, value, None), strict=True):
+        for i, call in enumerate(stage):
+            grad_out, query, out, lse = next(rows), next(rows), next(rows), next(rows)
+            grad_lse = next(rows) if len(by_query) == 5 else None
+            given = grad_out, grad_lse, query, keys[2 * i], keys[2 * i + 1], out, lse, scale
+            grad_query, *others = kernel.backward(call, *given)
+            grad_queries.append(grad_query)
+            grads += others
+    if not grads:
+        return torch.zeros_like(by_query[1]), torch.zeros_like(key), torch.zeros_like(value)
+    if calls.one_call:
+        return turned_back(grad_queries[0], turn), turned_back(grads[0], turn), grads[1]
+    home = run.journey.home(grads, turn)
+    # Meanwhile:
+    (grad_query,) = summed(grad_queries, None, calls.output_runs, run.schedule.query_rows, 1, turn)
+    grad_key, grad_value = home()
+    return grad_query, grad_key, grad_value
+
+
+def _sinks_backward(
+    grad_out: Tensor, grad_lse: Tensor | None, sinks: Tensor, out: Tensor, lse: Tensor
+) -> Tensor:
+    """This rank's share: a sink's weight in a row is exp(sink - lse), and its value is 0."""
+    delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    if grad_lse is not None:
+        delta = delta - grad_lse
+    weights = (sinks.to(lse.dtype) - lse).exp().masked_fill(lse == -torch.inf, 0)
+    return -(weights * delta).sum(0).to(sinks.dtype)
+
+
+# ---- heads for sequence --------------------------------------------------------------------------
+#
+# Neighbours trade their rows for heads, and each computes its own heads of all their rows.
+
+
+def _forward_heads(
+    run: Run, heads: Heads, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    whole_query, whole_key, whole_value = heads.bring([query], [key, value], run.tag)
+    if whole_query.shape[1] > 0:
+        own_sinks = None if sinks is None else sinks[heads.own]
+        result = _forward_rows(run, whole_query, whole_key, whole_value, own_sinks)
+    else:  # nor has any rank of the ring
+        result = empty_result(whole_query, whole_value)
+    out, lse = heads.take_back([*result], [], 0, run.tag)
+    return out, lse
+
+
+def _backward_heads(
+    run: Run, heads: Heads, by_query: list[Tensor], key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    # What travels depends on it: ranks that differ must not read each other's rows.
+    tag = tag_of((run.tag, len(by_query)))
+    *wholes, whole_key, whole_value = heads.bring(by_query, [key, value], tag)
+    grads = wholes[1], whole_key, whole_value  # without heads, hence empty
+    if wholes[1].shape[1] > 0:
+        grads = _backward_rows(run, wholes, whole_key, whole_value, None)
+    grad_query, grad_key, grad_value = heads.take_back([grads[0]], [*grads[1:]], key.shape[1], tag)
+    return grad_query, grad_key, grad_value

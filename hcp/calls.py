@@ -1,0 +1,162 @@
+"""A schedule in terms of a kernel's calls instead of its entries, made once for all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from hcp.kernels import Call, Kernel
+from hcp.layout import Entry, Move, Read, Schedule
+
+
+class Calls(NamedTuple):
+    """The calls of each stage, and the tables of rows that they take and give."""
+
+    stages: list[list[Call]]
+    number: int
+    """Of the calls of all stages."""
+    query_cuts: Tensor | None
+    """int64 (calls of all stages, 2) of (row, rows): their queries. None: all of them."""
+    key_cuts: list[Tensor | None]
+    """Their keys, by stage. None, for keys that lie here: all of them."""
+    output_runs: Tensor
+    sunk_runs: Tensor
+    """The same, with the sinks as one more part behind the calls."""
+    home_runs: Tensor
+    local_runs: Tensor
+    one_call: bool
+    """Whether a single call computes all rows on keys that lie here: nothing is merged or
+    summed."""
+
+
+def calls_of(schedule: Schedule, kernel: Kernel) -> Calls:
+    """Made once for a schedule and kernel."""
+    made = schedule.calls.get(kernel)
+    if made is None:
+        made = schedule.calls[kernel] = _make_calls(schedule, kernel)
+    return cast(Calls, made)
+
+
+def _make_calls(schedule: Schedule, kernel: Kernel) -> Calls:
+    stages = [kernel.calls(stage.entries) for stage in schedule.stages]
+    # Of each entry: its call, and where its queries and its keys start there.
+    places: list[tuple[int, int, int]] = []
+    number = 0
+    for stage, calls in zip(schedule.stages, stages, strict=True):
+        found: dict[Entry, tuple[int, int, int]] = {}
+        for call in calls:
+            for entry in call.entries:
+                query, key = entry.query_row - call.queries.start, entry.key_row - call.keys.start
+                found[entry] = (number, query, key)
+            number += 1
+        places += [found[entry] for entry in stage.entries]
+    # What comes home is one more part behind the entries, and behind the calls, of stage 0.
+    local = [*places[: len(schedule.stages[0].entries)], (len(stages[0]), 0, 0)]
+    output_runs = _renumber(schedule.output_runs, places, 1)
+    rows = schedule.query_rows
+    queries = _cuts([call.queries for calls in stages for call in calls])
+    own, *others = [_cuts([call.keys for call in calls]) for calls in stages]
+    return Calls(
+        stages,
+        number,
+        _unless_all(queries, rows),
+        [_unless_all(own, rows), *others],
+        output_runs,
+        _with_sinks(output_runs, number, rows),
+        _renumber(schedule.home_runs, places, 2),
+        _renumber(schedule.local_runs, local, 2),
+        number == len(schedule.stages) == 1 and _covers(output_runs, rows),
+    )
+
+
+def _cuts(chosen: Sequence[slice]) -> Tensor:
+    cuts = [(part.start, part.stop - part.start) for part in chosen]
+    return torch.tensor(cuts, dtype=torch.int64, device="cpu").view(-1, 2)
+
+
+def _unless_all(cuts: Tensor, rows: int) -> Tensor | None:
+    return None if bool((cuts[:, 1] == rows).all()) else cuts
+
+
+def _covers(runs: Tensor, rows: int) -> bool:
+    """Whether runs of one part are that part, row by row."""
+    in_place = bool((runs[:, 0] == runs[:, 3]).all())
+    return in_place and int(runs[:, 1].sum()) == rows
+
+
+def _renumber(runs: Tensor, places: list[tuple[int, int, int]], offset: int) -> Tensor:
+    """Runs over entries as runs over calls: the part, and where it starts in there."""
+    if len(runs) == 0:
+        return runs
+    table = torch.tensor(places, device="cpu")[runs[:, 2]]
+    return torch.stack([runs[:, 0], runs[:, 1], table[:, 0], runs[:, 3] + table[:, offset]], 1)
+
+
+def _with_sinks(runs: Tensor, part: int, rows: int) -> Tensor:
+    """One more part, of ``rows`` rows, in every run, and for the rows that no run names."""
+    starts = runs[torch.cat([runs.new_ones(1).bool(), runs[1:, 0] != runs[:-1, 0]])[: len(runs)]]
+    begins = torch.cat([runs.new_zeros(1), starts[:, 0] + starts[:, 1]])
+    ends = torch.cat([starts[:, 0], runs.new_full((1,), rows)])
+    gaps = torch.stack([begins, ends - begins], 1)[ends > begins]
+    own = torch.cat([starts[:, :2], gaps])
+    extra = torch.stack([own[:, 0], own[:, 1], torch.full_like(own[:, 0], part), own[:, 0]], 1)
+    both = torch.cat([runs, extra])
+    return both[both[:, 0].sort(stable=True).indices]
+
+
+# ---- gradients in their owners' reach ------------------------------------------------------------
+
+
+class Home(NamedTuple):
+    """Partial gradients where their owners read them. Each rank stages, for each of the others, as
+    many rows as that owner has."""
+
+    staged_rows: int
+    staged_runs: Tensor
+    readers: list[int]
+    """Those that staged rows are for, ascending."""
+    read: Read
+    """Of this rank's calls of stage 0, then of the ranks that staged rows for it."""
+
+
+def home_of(schedule: Schedule, calls: Calls, rank: int) -> Home:
+    def start(stager: int, owner: int) -> int:
+        return sum(n for peer, n in schedule.blocks.items() if peer < owner and peer != stager)
+
+    def shifted(rows: Tensor, moves: list[Move], starts: list[int]) -> tuple[Tensor, Tensor]:
+        """The move that each row belongs to, and the row counted from that move's start."""
+        firsts = torch.tensor([move.row for move in moves], device="cpu")
+        move = torch.searchsorted(firsts, rows, right=True) - 1
+        return move, rows - firsts[move] + torch.tensor(starts, device="cpu")[move]
+
+    sends = sorted(schedule.home_sends, key=lambda move: move.row)
+    staged = calls.home_runs
+    if sends:
+        _, rows = shifted(
+            staged[:, 0].contiguous(), sends, [start(rank, move.peer) for move in sends]
+        )
+        staged = torch.cat([rows.unsqueeze(1), staged[:, 1:]], 1)
+        staged = staged[rows.sort(stable=True).indices]
+    receives = sorted(schedule.home_receives, key=lambda move: move.row)
+    local = len(calls.stages[0])
+    runs = calls.local_runs.clone()
+    home = runs[:, 2] == local
+    if receives:
+        starts = [start(move.peer, rank) for move in receives]
+        move, rows = shifted(runs[home, 3], receives, starts)
+        runs[home, 2], runs[home, 3] = local + move, rows
+    total = sum(schedule.blocks.values())
+    return Home(
+        total - schedule.query_rows,
+        staged,
+        sorted(move.peer for move in sends),
+        Read(
+            [(move.peer, total - schedule.blocks[move.peer]) for move in receives],
+            runs,
+            schedule.query_rows,
+            [move.peer for move in receives],
+        ),
+    )

@@ -1,0 +1,119 @@
+"""The operators that a layer queues beside its attention calls, against what they stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hcp import ops
+from hcp.journey import NO_TURN, Turn, cut, summed, turned_back
+
+layer = torch.ops.hcp
+
+
+def table(*records: tuple[int, ...]) -> Tensor:
+    return torch.tensor(records, dtype=torch.int64)
+
+
+def rows(count: int, *shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, *shape, generator=generator, dtype=torch.float64)
+
+
+def apart(x: Tensor) -> Tensor:
+    """The same values, heads lying as kernels for the CPU give them: outside of the rows."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def test_cuts_are_views_of_all_tensors_one_call_behind_the_other():
+    query, lse = apart(rows(5, 3, 2)), rows(5, 3)
+    views = cut([query, lse], table((1, 2), (0, 5), (5, 0)), 3)
+    wanted = [query[1:3], lse[1:3], query, lse, query[5:], lse[5:]]
+    assert all(torch.equal(a, b) for a, b in zip(views, wanted, strict=True))
+    assert all(a.data_ptr() == b.data_ptr() for a, b in zip(views[:4], wanted[:4], strict=True))
+    assert views[2] is query
+
+
+def test_calls_that_take_all_rows_are_not_cut():
+    query = rows(4, 2, 2)
+    assert all(view is query for view in cut([query], None, 3))
+
+
+@pytest.mark.parametrize("record", [(0, 6), (-1, 2), (5, 1), (2, -1), (2**62, 2**62)])
+def test_a_cut_outside_of_the_rows_is_refused(record):
+    with pytest.raises(
+        RuntimeError, match=r"cuts\[1\] is rows \[.* of tensors\[0\], expected rows"
+    ):
+        cut([rows(5, 2)], table((0, 1), record), 2)
+    with pytest.raises(RuntimeError, match=r"cuts\[0\] is rows \[.* of received, expected rows"):
+        layer.arrive(rows(5, 4), torch.empty(0, 2, dtype=torch.int64), 0, 1, 2, 2, table(record))
+
+
+@pytest.mark.parametrize("lie", [apart, Tensor.clone], ids=["apart", "dense"])
+def test_keys_beside_values_are_packed_to_be_sent_and_arrive_as_they_were(lie):
+    key, value, segments = lie(rows(6, 2, 3)), lie(rows(6, 2, 5, seed=1)), table((4, 2), (0, 3))
+    sent, received = layer.pack_to_send([key, value], segments, 5, 7)
+    assert torch.equal(sent, ops.pack([key.flatten(1), value.flatten(1)], segments, 5))
+    assert (received.shape, received.dtype) == ((7, 16), sent.dtype)
+    cuts, order = table((0, 3), (1, 2)), table((2, 3), (0, 2))
+    views = layer.arrive(sent, order, 5, 2, 3, 5, cuts)
+    arrived = [torch.cat([x[:3], x[4:]]) for x in (key, value)]
+    wanted = [x[first : first + count] for first, count in cuts.tolist() for x in arrived]
+    assert all(torch.equal(a, b) for a, b in zip(views, wanted, strict=True))
+
+
+def test_rows_that_need_no_order_are_seen_where_they_arrived():
+    received = rows(4, 7)
+    key, value = layer.arrive(
+        received, torch.empty(0, 2, dtype=torch.int64), 0, 1, 3, 4, table((1, 3))
+    )
+    assert torch.equal(key, received[1:, :3].unsqueeze(1))
+    assert torch.equal(value, received[1:, 3:].unsqueeze(1))
+    assert key.data_ptr() == received[1:].data_ptr()
+
+
+def test_rows_of_another_width_than_their_heads_are_refused():
+    with pytest.raises(RuntimeError, match=r"received has shape \(4, 7\), expected \(any, 8\)"):
+        layer.arrive(rows(4, 7), torch.empty(0, 2, dtype=torch.int64), 0, 1, 4, 4, table((0, 4)))
+
+
+RUNS = ((0, 2, 0, 1), (0, 2, 1, 0), (2, 3, 2, 2), (2, 3, 0, 3))
+
+
+@pytest.mark.parametrize("turns", [False, True], ids=["as they are", "turned back"])
+@pytest.mark.parametrize("lie", [apart, Tensor.clone], ids=["apart", "dense"])
+def test_gradients_are_summed_with_those_that_came_home(lie, turns):
+    grads = [lie(rows(6, 2, size, seed=size + i)) for i in range(2) for size in (4, 3)]
+    home, angles = rows(5, 14, seed=9), rows(5, 4, seed=10)
+    turn = Turn(angles.cos(), angles.sin(), True) if turns else None
+    runs = table(*RUNS)
+    parts = [*(grad.flatten(1) for grad in grads), *home.split([8, 6], 1)]
+    keys, values = ops.reduce(parts, runs, 5, 2).split([8, 6], 1)
+    wanted = turned_back(keys.reshape(5, 2, 4), turn), values.reshape(5, 2, 3)
+    sums = summed(grads, home, runs, 5, 2, turn)
+    for actual, expected in zip(sums, wanted, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-13, atol=1e-13)
+    sent, received = layer.reduce_to_send(grads, table(RUNS[0], RUNS[1]), 2, 2, 3)
+    assert torch.equal(sent, ops.reduce(parts[:4], table(RUNS[0], RUNS[1]), 2, 2))
+    assert received.shape == (3, 14)
+
+
+def test_gradients_that_came_home_in_another_width_are_refused():
+    with pytest.raises(RuntimeError, match=r"home has shape \(5, 13\), expected \(any, 14\)"):
+        summed([rows(6, 2, 4), rows(6, 2, 3)], rows(5, 13), table((0, 1, 0, 0)), 1, 2, None)
+    with pytest.raises(RuntimeError, match=r"columns is 3, expected from 1 to the 2 tensors"):
+        layer.sum_gradients([rows(6, 2), rows(6, 2)], None, table((0, 1, 0, 0)), 1, 3, *NO_TURN)
+
+
+def test_a_count_that_is_not_there_is_refused_before_anything_is_counted():
+    counts, failure, word = torch.zeros(2, dtype=torch.int64), torch.zeros(4), torch.zeros(1)
+    failure, word = failure.long(), word.long()
+    told, wrong = table((word.data_ptr(), 1, 0)), table((word.data_ptr(), 2, 0))
+    given = [rows(3, 2)], table((0, 3, 0, 0)), 1
+    out = torch.zeros(3, 2, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match=r"before\[0\] counts in place 2, expected < 2"):
+        layer.reduce_signalled(out, *given, wrong, told, counts, 5, 0, failure)
+    layer.reduce_signalled(out, *given, told, told, counts, 5, 0, failure)  # nobody is waited for
+    assert torch.equal(out, given[0][0])
+    assert (counts.tolist(), word.item()) == ([0, 1], 1 << 32 | 5)
