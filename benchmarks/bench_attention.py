@@ -407,12 +407,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16", "float16"))
     parser.add_argument("--types", nargs="+", choices=hcp.COMM_TYPES, default=hcp.COMM_TYPES)
     parser.add_argument("--degrees", nargs="+", type=int, help="(default: all)")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, help="(default: 9; with --host 100)")
     parser.add_argument(
         "--host", action="store_true", help="print the host's time of a layer alone"
     )
     parser.add_argument("--take", choices=TAKE, default="median", help="of the rounds")
     args = parser.parse_args()
+    args.rounds = args.rounds or (100 if args.host else 9)
     for name, cpu, cuda in (
         ("tokens", 4096, 65_536),
         ("heads", 8, 32),
@@ -430,7 +431,7 @@ def main() -> None:
     device = torch.device(args.device)
     if args.host:
         torch.set_num_threads(1)
-        print_host_times(device, args.degrees or (1, 2, 4, 8), args.types)
+        print_host_times(device, args.degrees or (1, 2, 4, 8), args.types, args.rounds)
         return
     if args.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

@@ -35,7 +35,7 @@ from hcp.layout import Move
 from hcp.peer import PeerShared, Slots, memory_bytes
 
 ROWS, HEADS, HEAD_DIM = 16, 8, 8
-ROUNDS, CALLS = 100, 10
+CALLS = 10
 FAMILY = "results that are there"
 
 # ---- what stands in ------------------------------------------------------------------------------
@@ -225,11 +225,11 @@ def layer(
     return attend, Ways(forward, backward)
 
 
-def by_turns(steps: Sequence[Step]) -> list[float]:
+def by_turns(steps: Sequence[Step], rounds: int) -> list[float]:
     """Microseconds of a call of each, in the fastest of the rounds."""
     clock = time.perf_counter if torch.cuda.is_available() else time.thread_time
     best = [float("inf")] * len(steps)
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for i, step in enumerate(steps):
             begun = clock()
             for _ in range(CALLS):
@@ -244,7 +244,9 @@ class Handler(hcp.ContextParallelHandler):
     kernel_family = FAMILY
 
 
-def print_host_times(device: torch.device, degrees: Sequence[int], types: Sequence[str]) -> None:
+def print_host_times(
+    device: torch.device, degrees: Sequence[int], types: Sequence[str], rounds: int
+) -> None:
     """The table, in Markdown."""
     if device.type == "cuda":  # as tensors name it
         device = torch.device("cuda", torch.cuda.current_device())
@@ -261,12 +263,12 @@ def print_host_times(device: torch.device, degrees: Sequence[int], types: Sequen
                 names.append((degree, comm_type, rows))
                 kind = kinds.get(rows, AtOnce)
                 contestants += layer(comm_type, degree, device, kind, kernel)
-    times = by_turns([step for ways in contestants for step in ways])
+    times = by_turns([step for ways in contestants for step in ways], rounds)
     gc.enable()
     empty, *layers = (Ways(*pair) for pair in zip(times[::2], times[1::2], strict=True))
     print(
         f"{device.type}, torch {torch.__version__}, Python {platform.python_version()}; float32, "
-        f"{ROWS} rows a rank, {HEADS} heads of {HEAD_DIM}; fastest of {ROUNDS} rounds of {CALLS} "
+        f"{ROWS} rows a rank, {HEADS} heads of {HEAD_DIM}; fastest of {rounds} rounds of {CALLS} "
         f"calls; the yardstick takes {empty.forward:.1f} and {empty.backward:.1f} us\n\n"
         "| degree | type | rows | fwd, us | bwd, us |\n|---|---|---|---|---|"
     )

@@ -24,7 +24,7 @@ RUNS = {
         2,
         "--tokens 1024 --heads 2 --kv-heads 1 --head-dim 8 --degrees 2 --rounds 1",
     ),
-    "bench_attention --host": (1, "--host --degrees 2 --types p2p"),
+    "bench_attention --host": (1, "--host --degrees 2 --types p2p --rounds 2"),
     "bench_eval": (
         2,
         "--device cpu --pp 1 2 --samples 2 --length 16 --hidden 8 --heads 2 --layers 2 --rounds 1",

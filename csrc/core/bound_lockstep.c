@@ -208,7 +208,8 @@ static int64_t idle_beside(const lockstep *l, const hcp__kind *kind, int64_t hei
 /* s(1, H) for H from bottom to top. */
 static int64_t tallest(lockstep *l, int64_t bottom, int64_t top, int64_t below) {
   const hcp__problem *p = l->p;
-  int64_t idle = 0, sum = saturated((hcp__wide)bottom + l->runs[0] * p->cost->launch + below);
+  int64_t idle = 0,
+          sum = saturated((hcp__wide)bottom + (hcp__wide)l->runs[0] * p->cost->launch + below);
   look_at(l, top);
   if (l->now.must_rows > 0) return MOST;
   for (int32_t k = 0; k < p->kind_count && k < LOOKED_AT; k++) {
@@ -312,7 +313,7 @@ static int64_t lockstep_bound(lockstep *l) {
 hcp_status hcp__lockstep_bound(hcp__problem *p, hcp_error *err) {
   lockstep l = {.p = p};
   size_t count = (size_t)p->kind_count + 1;
-  l.slowest = malloc(count * sizeof *l.slowest);
+  l.slowest = calloc(count, sizeof *l.slowest);
   l.least = malloc(count * sizeof *l.least);
   l.area = malloc(count * sizeof *l.area);
   l.now.kinds = malloc(count * sizeof *l.now.kinds);

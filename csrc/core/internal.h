@@ -332,7 +332,7 @@ typedef struct hcp__list {
 
 /* The sections of a table while it is built, followed by scratch lists. A
  * failed append is remembered, to be checked once at the end. */
-enum { HCP__LISTS_MAX = 20 };
+#define HCP__LISTS_MAX 20
 
 typedef struct hcp__lists {
   hcp__list list[HCP__LISTS_MAX];

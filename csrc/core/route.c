@@ -6,7 +6,7 @@
 /* Scratch lists behind the sections: moves of (here, wire, rows), where here is
  * a row of the source (LOADS) or of the output (STORES). */
 enum { LOADS = HCP_ROUTE_SECTION_COUNT, STORES, LIST_COUNT };
-_Static_assert((int)LIST_COUNT <= (int)HCP__LISTS_MAX, "a table has room for every list");
+_Static_assert(LIST_COUNT <= HCP__LISTS_MAX, "a table has room for every list");
 
 static const int32_t widths[LIST_COUNT] = {
 #define WIDTH(name, width) width,

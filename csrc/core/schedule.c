@@ -16,7 +16,7 @@
 
 /* A scratch list behind the sections: (wire row, row, rows) of what is traded. */
 enum { TRADED = HCP_SCHEDULE_SECTION_COUNT, LIST_COUNT };
-_Static_assert((int)LIST_COUNT <= (int)HCP__LISTS_MAX, "a table has room for every list");
+_Static_assert(LIST_COUNT <= HCP__LISTS_MAX, "a table has room for every list");
 
 static const int32_t widths[LIST_COUNT] = {
 #define WIDTH(name, width) width,
@@ -608,7 +608,7 @@ static hcp_status group_stages(builder *b, hcp_comm_type comm_type, hcp_error *e
   if (places == NULL) return hcp__fail(err, HCP_NO_MEMORY, "out of memory for a schedule");
   b->wire = places;
   b->base = places + b->group->degree;
-  b->home = places + 2 * b->group->degree;
+  b->home = b->base + b->group->degree;
   stages(b, comm_type);
   for (int32_t k = 0; k < b->degree; k++)
     hcp__append(&b->lists, HCP_SCHEDULE_BLOCKS, (const int64_t[]){peer_of(b, k), place_rows(b, k)});

@@ -72,6 +72,7 @@ HCP_INLINE double hcp_weigh_float64(double x, double a, double y, double b) {
  *   x' = x cos_x - y sin_x,  y' = y cos_y + x sin_y
  *
  * or, inverse, by the transpose of this matrix, which is its gradient. */
+/* NOLINTBEGIN(bugprone-macro-parentheses): a type */
 #define HCP_TURN(dtype, real)                                                                \
   HCP_INLINE void hcp_turn_##dtype(real *x, real *y, real cos_x, real sin_x, real cos_y,     \
                                    real sin_y, int inverse) {                                \
@@ -79,6 +80,7 @@ HCP_INLINE double hcp_weigh_float64(double x, double a, double y, double b) {
     *x = hcp_weigh_##dtype(given_x, cos_x, *y, from_y);                                      \
     *y = hcp_weigh_##dtype(*y, cos_y, given_x, from_x);                                      \
   }
+/* NOLINTEND(bugprone-macro-parentheses) */
 HCP_TURN(float32, float)
 HCP_TURN(float64, double)
 #undef HCP_TURN
