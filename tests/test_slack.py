@@ -63,6 +63,15 @@ def test_what_a_micro_batch_is_worth_is_no_less_than_any_is() -> None:
         assert worth.most(room, value - 1) == worth.most(room, 0)
 
 
+def test_as_many_groups_count_as_there_are_ranks_for() -> None:
+    """Six sequences that need two ranks each, on four ranks."""
+    plan = hcp.plan([1900] * 6, ranks=4, max_tokens_per_rank=1000, sync="micro_batch")
+    batch = slack.Batch(plan)
+    room = slack.Room.of(batch, plan.cost.time(1900, 2) + plan.cost.launch)
+    prices = np.array([10, 20, 30, 40, 50, 60], dtype=np.int64)
+    assert slack.Worth(batch, prices).most(room, 0) == 60 + 50
+
+
 def test_idle_ranks_beside_unlike_sequences_are_proven() -> None:
     """1.1 to 8 times what a rank holds, no two alike: none fills the time of another."""
     random = Random(1)
