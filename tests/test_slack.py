@@ -26,7 +26,7 @@ def planned(case: dict[str, Any], **more: Any) -> hcp.Plan:
     return hcp.plan(**request, max_tokens_per_rank=case["capacity"], sync="micro_batch", **more)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(tiny(), st.data())
 def test_no_prices_at_all_prove_more_than_the_best_plan(
     case: dict[str, Any], data: st.DataObject
@@ -40,7 +40,7 @@ def test_no_prices_at_all_prove_more_than_the_best_plan(
     assert slack.proven(batch, prices, 4 * plan.makespan)[0] <= best
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(tiny())
 def test_the_sharper_bound_lies_between_the_bound_and_the_best_plan(case: dict[str, Any]) -> None:
     plan = planned(case)
