@@ -23,15 +23,15 @@ price per time of such a sequence times the time left, at most the highest price
 rows left, and at most all their prices. (What is relaxed: a sequence may fill several groups, and a
 group what it cannot in whole sequences.)
 
-V rises with h, so for all h from low to high, V(h) / h is at most V(high) / low. The interval with the highest
-such value is split until it is narrow. Micro-batches above 2 * hcp.lower_bound cannot refute more
-than that.
+V rises with h, so for all h from low to high, V(h) / h is at most V(high) / low. The interval with
+the highest such value is split until it is narrow. One micro-batch holds no more than all, so those
+above 2 * hcp.lower_bound need no V.
 
 Prices come from columns: solve the linear program over the micro-batches known so far, look for
 ones that are worth more than their height at a mean of its prices so far, add those, repeat.
 
-More degrees than the limits allow, slow ranks as fast as others and no alignment only make the bound
-lower: it holds for plans with such limits, too.
+Limits of degrees, slow ranks and alignment are not looked at. They only make plans slower, so that
+the bound holds with them, too.
 """
 
 from __future__ import annotations
@@ -122,7 +122,10 @@ class Room:
     @classmethod
     def of(cls, batch: Batch, height: int) -> Room:
         left = height - batch.launch - batch.times
-        fits = [np.searchsorted(*pair, side="right") for pair in zip(batch.at_least.T, left.T)]
+        fits = [
+            np.searchsorted(batch.at_least[:, d], left[:, d], side="right")
+            for d in range(batch.plan.ranks)
+        ]
         limit = np.minimum(np.stack(fits, axis=1), batch.limit_by_rows)
         return cls(left, limit.astype(np.int32))
 
@@ -190,9 +193,9 @@ class Worth:
         }
 
     def undominated(self, values: Integers) -> NDArray[np.bool_]:
-        """A micro-batch has at most N groups, so one of the N + 1 best leaders of one rank is always
-        left. A group of d ranks that is worth no more than one of less ranks by the same leader,
-        or none, and such a leader for each rank between, can be replaced by those."""
+        """A micro-batch has at most N groups, so one of the N + 1 best leaders of one rank is
+        always left. A group of d ranks that is worth no more than one of less ranks by the same
+        leader, or none, and such a leader for each rank between, can be replaced by those."""
         single = np.sort(values[:, 0])
         spare = max(0, int(single[-self.ranks - 1])) if len(single) > self.ranks else 0
         gain = values - spare * self.batch.degrees
@@ -261,8 +264,9 @@ class Worth:
             held[by_row] += often_by_row
 
 
-def proven(batch: Batch, prices: Integers) -> tuple[int, list[int]]:
-    """A time that no plan beats, whatever the prices are, and heights that decide it."""
+def proven(batch: Batch, prices: Integers, enough: int) -> tuple[int, list[int]]:
+    """A time that no plan beats, whatever the prices are, and heights that decide it. More than
+    enough is not looked for."""
     worth, whole = Worth(batch, prices), int(prices.sum())
     least, top = batch.launch + int(batch.times.min()), 2 * batch.plan.bound
     edges = [least]
@@ -271,7 +275,7 @@ def proven(batch: Batch, prices: Integers) -> tuple[int, list[int]]:
     heap = [(-whole / top, top, top, whole)]
 
     def add(low: int, high: int) -> None:
-        value = worth.most(Room.of(batch, high), whole * low // batch.plan.makespan)
+        value = worth.most(Room.of(batch, high), whole * low // enough)
         heapq.heappush(heap, (-value / low, low, high, value))
 
     add(least, least)
@@ -371,7 +375,7 @@ def sharper(plan: hcp.Plan, rounds: int) -> int:
                 held = worth.best(room, int(unit * h))
                 if held @ found > h / plan.bound:
                     program.add(h, held)
-        least, deciding = proven(batch, rounded(mean))
+        least, deciding = proven(batch, rounded(mean), plan.makespan)
         bound = max(bound, least)
         rooms |= {h: Room.of(batch, h) for h in deciding if h not in rooms}
     return bound

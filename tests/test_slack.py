@@ -26,19 +26,21 @@ def planned(case: dict[str, Any], **more: Any) -> hcp.Plan:
     return hcp.plan(**request, max_tokens_per_rank=case["capacity"], sync="micro_batch", **more)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(tiny(), st.data())
 def test_no_prices_at_all_prove_more_than_the_best_plan(
     case: dict[str, Any], data: st.DataObject
 ) -> None:
-    batch = slack.Batch(planned(case))
+    plan = planned(case)
+    batch = slack.Batch(plan)
     price = st.integers(1, slack.WHOLE // len(case["lengths"]))
     drawn = data.draw(st.lists(price, min_size=len(batch.lengths), max_size=len(batch.lengths)))
     best = optimum(**case, sync="micro_batch")
-    assert slack.proven(batch, np.array(drawn, dtype=np.int64))[0] <= best
+    prices = np.array(drawn, dtype=np.int64)
+    assert slack.proven(batch, prices, 4 * plan.makespan)[0] <= best
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(tiny())
 def test_the_sharper_bound_lies_between_the_bound_and_the_best_plan(case: dict[str, Any]) -> None:
     plan = planned(case)
@@ -61,17 +63,32 @@ def test_what_a_micro_batch_is_worth_is_no_less_than_any_is() -> None:
         assert worth.most(room, value - 1) == worth.most(room, 0)
 
 
+def test_as_many_groups_count_as_there_are_ranks_for() -> None:
+    """Six sequences that need two ranks each, on four ranks."""
+    plan = hcp.plan([1900] * 6, ranks=4, max_tokens_per_rank=1000, sync="micro_batch")
+    batch = slack.Batch(plan)
+    room = slack.Room.of(batch, plan.cost.time(1900, 2) + plan.cost.launch)
+    prices = np.array([10, 20, 30, 40, 50, 60], dtype=np.int64)
+    assert slack.Worth(batch, prices).most(room, 0) == 60 + 50
+
+
 def test_idle_ranks_beside_unlike_sequences_are_proven() -> None:
-    """Sequences of 1.1 to 8 times what a rank holds, no two alike: none fills the time of another."""
+    """1.1 to 8 times what a rank holds, no two alike: none fills the time of another."""
     random = Random(1)
     lengths = [round(1000 * 1.1 * 1.2 ** random.uniform(0, 11)) for _ in range(24)]
     plan = hcp.plan(lengths, ranks=8, max_tokens_per_rank=1000, sync="micro_batch")
     assert 1.02 * plan.bound <= slack.sharper(plan, 6) <= plan.makespan
 
 
-def test_one_sequence_is_proven_to_the_last_unit() -> None:
-    plan = hcp.plan([900], ranks=1, max_tokens_per_rank=1000, sync="micro_batch")
-    assert slack.sharper(plan, 1) == plan.makespan == plan.bound
+@pytest.mark.parametrize(("lengths", "ranks"), [([900], 1), ([400, 300, 200], 1), ([900] * 4, 4)])
+def test_what_fits_in_one_micro_batch_is_one(lengths: list[int], ranks: int) -> None:
+    plan = hcp.plan(lengths, ranks=ranks, max_tokens_per_rank=1000, sync="micro_batch")
+    assert len(plan.micro_batches) == 1
+    assert slack.sharper(plan, 1) == plan.bound == plan.makespan
+    batch = slack.Batch(plan)
+    prices = slack.rounded(slack.Prices(batch).area)
+    assert 0.99 * plan.makespan <= slack.proven(batch, prices, 4 * plan.makespan)[0]
+    assert slack.proven(batch, prices, 4 * plan.makespan)[0] <= plan.makespan
 
 
 def test_plans_that_it_does_not_bound_are_refused() -> None:
