@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import hcp
-from hcp import ops, rope
+from hcp import rope
 
 LENGTHS = (37, 5, 20, 1)
 
@@ -135,18 +136,18 @@ def test_narrow_types_have_the_bits_of_rotating_first(dtype: torch.dtype) -> Non
 
 
 def passes_of(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The operators that a call makes of hcp's rotations and packs."""
-    names = ("rotate", "rotate_pack", "reduce_rotated", "pack", "reduce")
+    """The operators that a call makes of those that rotate, pack and sum."""
     made: list[str] = []
     with monkeypatch.context() as patch:
-        for name in names:
-            own = getattr(ops, name)
+        for name in ("rotate", "rotate_pack", "pack_to_send", "reduce_to_send", "sum_gradients"):
+            operator = getattr(torch.ops.hcp, name)
 
-            def counted(*args: Any, own: Any = own, name: str = name, **options: Any) -> Any:
-                made.append(name)
-                return own(*args, **options)
+            def counted(*args: Any, own: Any = operator.default, name: str = name) -> Any:
+                turns = name == "sum_gradients" and args[5] is not None
+                made.append(f"{name}, turned back" if turns else name)
+                return own(*args)
 
-            patch.setattr(ops, name, counted)
+            patch.setattr(operator, "default", counted)
         call()
     return made
 
@@ -155,7 +156,6 @@ def test_a_ring_turns_keys_while_it_packs_and_gradients_while_it_sums(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What is not done: a pass of rotation over keys, and two over gradients."""
-    made = []
 
     def call() -> None:
         def step(groups: Any) -> None:
@@ -166,12 +166,15 @@ def test_a_ring_turns_keys_while_it_packs_and_gradients_while_it_sums(
 
         hcp.loopback(2, step)
 
-    made = passes_of(call, monkeypatch)
-    assert sorted(set(made)) == ["pack", "reduce", "reduce_rotated", "rotate", "rotate_pack"]
-    # On each of two ranks: queries; the wire; the wire of the backward; two sums turned (one of
-    # keys, with values beside), one not.
-    assert [made.count(name) // 2 for name in ("rotate", "rotate_pack", "pack")] == [1, 1, 1]
-    assert [made.count(name) // 2 for name in ("reduce_rotated", "reduce")] == [2, 1]
+    # On each of two ranks: queries; the wire; the wire of the backward; one sum for the other, and
+    # two turned (one of keys, with values beside).
+    assert Counter(passes_of(call, monkeypatch)) == {
+        "rotate": 2,
+        "rotate_pack": 2,
+        "pack_to_send": 2,
+        "reduce_to_send": 2,
+        "sum_gradients, turned back": 4,
+    }
 
 
 def test_a_table_of_angles_will_do_and_a_rotary_serves_all_layers() -> None:
