@@ -29,6 +29,7 @@ struct hcp__waves {
   int32_t *bin_counts;               /* per wave, -1: not opened */
   int32_t cursor;                    /* the block to squeeze into next */
   int32_t turn, latest;              /* of many waves: next to fill evenly, last that took one */
+  int32_t rises;                     /* waves may, for a sequence that fits in none */
   int32_t tall_first;                /* single ranks fill wave after wave, not evenly */
   int64_t lowest;                    /* height of the lowest */
   int64_t target;                    /* their height, when > 0 they open as needed */
