@@ -204,7 +204,7 @@ static int trade_each(lockstep *l, heights *h, int32_t share) {
 }
 
 static void descend(lockstep *l, heights *h) {
-  for (int32_t share = 4; share <= 256; share *= 2)
+  for (int32_t share = 4; share <= 256; share *= 4)
     for (int moved = 1; moved && l->budget > 0;) {
       moved = lower_each(l, h, share);
       moved |= spread_each(l, h, share);

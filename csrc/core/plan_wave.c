@@ -352,9 +352,8 @@ int32_t hcp__wave_place(hcp__waves *w, int32_t wave, int32_t sequence, const hcp
 /* The first wave that takes the sequence, with the least degree fast enough; of
  * many, first those from a little before the one that took the last. */
 static int place_first_fit(hcp__waves *w, int32_t sequence, const hcp__kind *kind) {
-  int32_t begin = w->latest > NEAR ? w->latest - NEAR : 0;
-  for (int32_t i = 0; i < w->count; i++) {
-    int32_t wave = (begin + i) % w->count;
+  int32_t wave = w->latest > NEAR ? w->latest - NEAR : 0;
+  for (int32_t i = 0; i < w->count; i++, wave = wave + 1 < w->count ? wave + 1 : 0) {
     const hcp__option *option = hcp__allot(w->p, kind, w->heights[wave]);
     if (option->time > w->heights[wave] || !hcp__wave_place(w, wave, sequence, option)) continue;
     w->latest = wave;
@@ -363,10 +362,12 @@ static int place_first_fit(hcp__waves *w, int32_t sequence, const hcp__kind *kin
   return 0;
 }
 
-static int place_somewhere(hcp__waves *w, int32_t sequence, const hcp__kind *kind,
-                           const hcp__option *option) {
+static int place_somewhere(hcp__waves *w, int32_t sequence, const hcp__kind *kind) {
   if (w->target == HCP__NO_TARGET) return place_by_memory(w, sequence, kind);
-  if (option->degree == 1 && !w->tall_first && place_evenly(w, sequence, option)) return 1;
+  if (!w->tall_first) {
+    const hcp__option *option = hcp__allot(w->p, kind, w->lowest);
+    if (option->degree == 1 && place_evenly(w, sequence, option)) return 1;
+  }
   return place_first_fit(w, sequence, kind) || (w->target == 0 && squeeze(w, sequence, kind)) ||
          (w->rises && place_higher(w, sequence, kind));
 }
@@ -389,8 +390,9 @@ void hcp__wave_reset(hcp__waves *w, int32_t wave, int64_t height) {
 
 /* As high as the sequence needs, or as a rank full of its like, up to target;
  * where nothing limits the height, rows alone decide. */
-static int open_wave(hcp__waves *w, const hcp__option *option) {
+static int open_wave(hcp__waves *w, const hcp__kind *kind) {
   if (w->target == 0 || w->count == w->most) return 0;
+  const hcp__option *option = hcp__allot(w->p, kind, w->lowest);
   int64_t height = option->time * (w->p->capacity / option->rows);
   if (height > w->target) height = w->target;
   if (height < option->time) height = option->time;
@@ -402,9 +404,8 @@ static int open_wave(hcp__waves *w, const hcp__option *option) {
 int32_t hcp__waves_place(hcp__waves *w, int32_t first, int32_t end) {
   for (int32_t i = first; i < end; i++) {
     const hcp__kind *kind = &w->p->kinds[w->p->kind_of[i]];
-    const hcp__option *option = hcp__allot(w->p, kind, w->lowest);
-    int placed = place_somewhere(w, w->p->order[i], kind, option);
-    if (!placed && open_wave(w, option)) placed = place_somewhere(w, w->p->order[i], kind, option);
+    int placed = place_somewhere(w, w->p->order[i], kind);
+    if (!placed && open_wave(w, kind)) placed = place_somewhere(w, w->p->order[i], kind);
     if (!placed) return 0;
   }
   return 1;
