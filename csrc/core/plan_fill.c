@@ -15,12 +15,22 @@ enum { BEST_FIT = 1024 };
 
 static int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
+/* What a sequence of the dust's mean length takes on degree ranks, < 1: unknown to the table. */
+static int64_t dust_time(const hcp__waves *w, int32_t degree) {
+  int64_t *time = &w->dust_times[degree];
+  if (*time == 0) {
+    *time = hcp__cost(w->p->cost, w->dust_length, degree, w->p->limits->ranks_per_node);
+    if (*time < 1) *time = -1;
+  }
+  return *time;
+}
+
 /* Tokens of dust beside what the group holds, within height. */
 static int64_t room_beside(const hcp__waves *w, const hcp__block *block, int64_t height) {
   int64_t left = height - block->end, rows = (w->p->capacity - block->rows) * block->degree;
   if (left <= 0 || rows <= 0) return 0;
   if (block->degree == 1) return least_of(rows, left / w->dust_pace);
-  int64_t time = hcp__cost(w->p->cost, w->dust_length, block->degree, w->p->limits->ranks_per_node);
+  int64_t time = dust_time(w, block->degree);
   return time < 1 ? 0 : least_of(rows / w->dust_length, left / time) * w->dust_length;
 }
 

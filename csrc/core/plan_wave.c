@@ -470,10 +470,11 @@ static int allocate(hcp__waves *w) {
   w->first_block = malloc(count * sizeof *w->first_block);
   w->next_block = malloc(n * sizeof *w->next_block);
   w->bin_counts = malloc(count * sizeof *w->bin_counts);
+  w->dust_times = calloc((size_t)w->p->limits->ranks + 1, sizeof *w->dust_times);
   w->bins = malloc(count * (size_t)w->p->limits->ranks * sizeof *w->bins);
   return w->heights != NULL && w->tops != NULL && w->whole != NULL && w->node_free != NULL &&
          w->left != NULL && w->first_free != NULL && w->first_block != NULL &&
-         w->next_block != NULL && w->bin_counts != NULL && w->bins != NULL;
+         w->next_block != NULL && w->bin_counts != NULL && w->dust_times != NULL && w->bins != NULL;
 }
 
 hcp_status hcp__waves_create(const hcp__problem *p, int32_t most, hcp__waves **out,
@@ -497,6 +498,7 @@ fail:
 void hcp__waves_destroy(hcp__waves *w) {
   if (w == NULL) return;
   free(w->bins);
+  free(w->dust_times);
   free(w->bin_counts);
   free(w->next_block);
   free(w->first_block);

@@ -36,6 +36,7 @@ struct hcp__waves {
   int32_t placed;                    /* sequences of problem.order; the rest is dust */
   int64_t dust_rows, dust_length;    /* of it, and of one sequence of it */
   int64_t dust_pace;                 /* its time per row on one rank, rounded up */
+  int64_t *dust_times;               /* ranks + 1: of such a sequence, 0: not asked yet */
 };
 
 void hcp__wave_reset(hcp__waves *waves, int32_t wave, int64_t height);
