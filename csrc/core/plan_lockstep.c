@@ -20,7 +20,9 @@ enum {
   HALVINGS = 2,     /* of the interval of equal heights */
   MANY = 1 << 12,   /* sequences from which less is tried */
   LARGE = 1 << 15,
-  LARGE_ATTEMPTS = 50
+  LARGE_ATTEMPTS = 50,
+  FEW = 256,        /* sequences up to which an attempt costs little */
+  FEW_ATTEMPTS = 200
 };
 
 typedef struct heights {
@@ -242,9 +244,14 @@ static hcp_status fill_greedily(lockstep *l, hcp_error *err) {
   return status;
 }
 
+static int32_t attempts(const hcp__problem *p) {
+  if (p->n >= LARGE) return LARGE_ATTEMPTS;
+  return p->n <= FEW && p->limits->sync == HCP_SYNC_MICRO_BATCH ? FEW_ATTEMPTS : ATTEMPTS;
+}
+
 static hcp_status descend_all(lockstep *l, int32_t effort, hcp_error *err) {
   hcp_status status = HCP_OK;
-  l->budget = (l->s->p->n < LARGE ? ATTEMPTS : LARGE_ATTEMPTS) * effort;
+  l->budget = attempts(l->s->p) * effort;
   start(l, effort);
   int32_t budget = l->budget;
   for (int32_t i = 0; i < STARTS && l->best[i].sum < INT64_MAX && status == HCP_OK; i++) {
