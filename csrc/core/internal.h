@@ -64,7 +64,9 @@ int64_t hcp__bytes_limit(const hcp_limits *limits);
 /* The largest slowness of ranks [first_rank, first_rank + degree). */
 int32_t hcp__slowness(const hcp_limits *limits, int32_t first_rank, int32_t degree);
 /* time on ranks of that slowness. */
-int64_t hcp__slowed(int64_t time, int32_t slowness);
+static inline int64_t hcp__slowed(int64_t time, int32_t slowness) {
+  return slowness == HCP_FULL_SPEED ? time : hcp__scaled(time, slowness, HCP_FULL_SPEED);
+}
 /* What all ranks together compute in time, in time of the fastest. */
 int64_t hcp__rank_time(const hcp_limits *limits, int64_t time);
 
@@ -118,7 +120,20 @@ void hcp__problem_release(hcp__problem *problem);
 int64_t hcp__load(const hcp__problem *problem, int32_t sequence, int32_t degree);
 
 /* The option of the least degree that ends within target, else the fastest. */
-const hcp__option *hcp__allot(const hcp__problem *problem, const hcp__kind *kind, int64_t target);
+static inline const hcp__option *hcp__allot(const hcp__problem *p, const hcp__kind *kind,
+                                            int64_t target) {
+  const hcp__option *options = &p->options[kind->first_option];
+  int32_t low = 0, high = kind->options - 1; /* the first fast enough is in between */
+  if (options[0].time <= target) return options;
+  while (low < high) {
+    int32_t middle = low + (high - low) / 2;
+    if (options[middle].time <= target)
+      high = middle;
+    else
+      low = middle + 1;
+  }
+  return &options[low];
+}
 
 /* The option before which no degree ends within time, NULL: none does. The area floor of
  * the option holds for every degree that does. */
@@ -237,15 +252,21 @@ hcp_status hcp__waves_create(const hcp__problem *problem, int32_t most, hcp__wav
                              hcp_error *err);
 void hcp__waves_destroy(hcp__waves *waves);
 /* Whether boxes of these heights hold all sequences, the shortest ones taken for
- * a fluid; then heights become what they need. tall_first fills single ranks
- * wave after wave, so that long sequences meet, instead of evenly. */
-int32_t hcp__waves_hold(hcp__waves *waves, int32_t count, int32_t tall_first, int64_t *heights);
+ * a fluid; needed become the heights that this takes. Single ranks are filled
+ * wave after wave, so that long sequences meet. */
+int32_t hcp__waves_hold(hcp__waves *waves, int32_t count, const int64_t *heights, int64_t *needed);
 /* The same with boxes that open as sequences need them, up to target high or as
  * one sequence needs. Returns their count, 0: more than most. */
-int32_t hcp__waves_open(hcp__waves *waves, int64_t target, int64_t *heights);
-/* Every sequence, as blocks without ranks. 0: they do not fit. */
+int32_t hcp__waves_open(hcp__waves *waves, int64_t target, int64_t *heights, int64_t *needed);
+/* Every sequence, as blocks without ranks. 0: they do not fit. tall_first: single
+ * ranks wave after wave, instead of evenly. */
 int32_t hcp__waves_fill(hcp__waves *waves, int32_t count, int32_t tall_first,
                         const int64_t *heights, hcp__blocks *blocks);
+/* Every sequence, where hcp__waves_hold said so: boxes of those heights for long ones,
+ * needed for those that were poured. What fits in none raises the box that has to
+ * rise least. 0: not even that helps. */
+int32_t hcp__waves_rise(hcp__waves *waves, int32_t count, const int64_t *heights,
+                        const int64_t *needed, hcp__blocks *blocks);
 /* Least degrees in as few boxes as rows need. */
 #define HCP__NO_TARGET (INT64_MAX / 4)
 int32_t hcp__waves_by_memory(hcp__waves *waves, hcp__blocks *blocks);

@@ -156,10 +156,6 @@ int32_t hcp__slowness(const hcp_limits *limits, int32_t first_rank, int32_t degr
   return most;
 }
 
-int64_t hcp__slowed(int64_t time, int32_t slowness) {
-  return slowness == HCP_FULL_SPEED ? time : hcp__scaled(time, slowness, HCP_FULL_SPEED);
-}
-
 int64_t hcp__rank_time(const hcp_limits *limits, int64_t time) {
   int64_t shares = 0; /* of the fastest rank, each rounded up, in 1 / HCP_FULL_SPEED */
   if (limits->slowness == NULL) return hcp__scaled(time, limits->ranks, 1);

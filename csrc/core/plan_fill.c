@@ -5,6 +5,7 @@
  * as a rank holds, need: then long ones meet long ones. The many short sequences
  * at the end, dust, are poured like a fluid where only heights are asked for. */
 #include <stdlib.h>
+#include <string.h>
 
 #include "waves.h"
 
@@ -14,12 +15,22 @@ enum { BEST_FIT = 1024 };
 
 static int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
+/* What a sequence of the dust's mean length takes on degree ranks, < 1: unknown to the table. */
+static int64_t dust_time(const hcp__waves *w, int32_t degree) {
+  int64_t *time = &w->dust_times[degree];
+  if (*time == 0) {
+    *time = hcp__cost(w->p->cost, w->dust_length, degree, w->p->limits->ranks_per_node);
+    if (*time < 1) *time = -1;
+  }
+  return *time;
+}
+
 /* Tokens of dust beside what the group holds, within height. */
 static int64_t room_beside(const hcp__waves *w, const hcp__block *block, int64_t height) {
   int64_t left = height - block->end, rows = (w->p->capacity - block->rows) * block->degree;
   if (left <= 0 || rows <= 0) return 0;
   if (block->degree == 1) return least_of(rows, left / w->dust_pace);
-  int64_t time = hcp__cost(w->p->cost, w->dust_length, block->degree, w->p->limits->ranks_per_node);
+  int64_t time = dust_time(w, block->degree);
   return time < 1 ? 0 : least_of(rows / w->dust_length, left / time) * w->dust_length;
 }
 
@@ -49,15 +60,25 @@ static int pour(const hcp__waves *w, int64_t *heights) {
 
 /* ---- ways ---- */
 
-int32_t hcp__waves_hold(hcp__waves *w, int32_t count, int32_t tall_first, int64_t *heights) {
-  hcp__waves_stand(w, count, tall_first, heights, &w->own);
-  return hcp__waves_place(w, 0, w->placed) && pour(w, heights);
+int32_t hcp__waves_hold(hcp__waves *w, int32_t count, const int64_t *heights, int64_t *needed) {
+  hcp__waves_stand(w, count, 1, heights, &w->own);
+  return hcp__waves_place(w, 0, w->placed) && pour(w, needed);
 }
 
 int32_t hcp__waves_fill(hcp__waves *w, int32_t count, int32_t tall_first, const int64_t *heights,
                         hcp__blocks *blocks) {
   hcp__waves_stand(w, count, tall_first, heights, blocks);
   return hcp__waves_place(w, 0, w->p->n);
+}
+
+int32_t hcp__waves_rise(hcp__waves *w, int32_t count, const int64_t *heights, const int64_t *needed,
+                        hcp__blocks *blocks) {
+  hcp__waves_stand(w, count, 1, heights, blocks);
+  w->rises = 1;
+  if (!hcp__waves_place(w, 0, w->placed)) return 0;
+  for (int32_t wave = 0; wave < count; wave++)
+    w->heights[wave] = needed[wave] > w->tops[wave] ? needed[wave] : w->tops[wave];
+  return hcp__waves_place(w, w->placed, w->p->n);
 }
 
 /* Waves for the dust that the others have no room for. */
@@ -70,11 +91,13 @@ static void open_for_dust(hcp__waves *w) {
   }
 }
 
-int32_t hcp__waves_open(hcp__waves *w, int64_t target, int64_t *heights) {
+int32_t hcp__waves_open(hcp__waves *w, int64_t target, int64_t *heights, int64_t *needed) {
   hcp__waves_open_as_needed(w, target, &w->own);
   if (!hcp__waves_place(w, 0, w->placed)) return 0;
   open_for_dust(w);
-  return pour(w, heights) ? w->count : 0;
+  if (!pour(w, needed)) return 0;
+  memcpy(heights, w->heights, (size_t)w->count * sizeof *heights);
+  return w->count;
 }
 
 int32_t hcp__waves_by_memory(hcp__waves *w, hcp__blocks *blocks) {

@@ -18,16 +18,18 @@ enum {
   COUNTS = 4,       /* of micro-batches from the least on */
   RAISES = 12,      /* of a height until it holds all */
   HALVINGS = 2,     /* of the interval of equal heights */
-  FILL_MOST = 128,  /* 1/512 by which heights are raised until every sequence fits */
   MANY = 1 << 12,   /* sequences from which less is tried */
   LARGE = 1 << 15,
-  LARGE_ATTEMPTS = 50
+  LARGE_ATTEMPTS = 50,
+  FEW = 256,        /* sequences up to which an attempt costs little */
+  FEW_ATTEMPTS = 200
 };
 
 typedef struct heights {
-  int32_t count, tall_first;
-  int64_t sum; /* launches included */
-  int64_t *at; /* count */
+  int32_t count;
+  int64_t sum;  /* of at, launches included */
+  int64_t *at;  /* count: what is needed     */
+  int64_t *box; /* count: what was asked for */
 } heights;
 
 typedef struct lockstep {
@@ -41,10 +43,10 @@ typedef struct lockstep {
 /* ---- attempts ---- */
 
 static void set(heights *to, const heights *from) {
-  int64_t *at = to->at;
-  memcpy(at, from->at, (size_t)from->count * sizeof *at);
-  *to = *from;
-  to->at = at;
+  memcpy(to->at, from->at, (size_t)from->count * sizeof *to->at);
+  memcpy(to->box, from->box, (size_t)from->count * sizeof *to->box);
+  to->count = from->count;
+  to->sum = from->sum;
 }
 
 /* Sums the heights and drops empty micro-batches. */
@@ -54,6 +56,7 @@ static void sum_up(const lockstep *l, heights *h) {
   for (int32_t w = 0; w < h->count; w++) {
     if (h->at[w] <= 0) continue;
     h->sum += h->at[w] + l->s->p->cost->launch;
+    h->box[kept] = h->box[w];
     h->at[kept++] = h->at[w];
   }
   h->count = kept;
@@ -71,7 +74,8 @@ static int beats_bound(const lockstep *l, const heights *h) {
 static int holds(lockstep *l, heights *h) {
   if (beats_bound(l, h)) return 0;
   l->budget--;
-  if (!hcp__waves_hold(l->waves, h->count, h->tall_first, h->at)) return 0;
+  memcpy(h->box, h->at, (size_t)h->count * sizeof *h->box);
+  if (!hcp__waves_hold(l->waves, h->count, h->box, h->at)) return 0;
   sum_up(l, h);
   return 1;
 }
@@ -96,9 +100,8 @@ static void start_open(lockstep *l) {
   int32_t count = l->s->p->n >= LARGE ? 4 : 9;
   for (int32_t i = 0; i < count; i++) {
     int64_t target = l->s->p->bound / TARGET_UNIT * shares[i] - l->s->p->cost->launch;
-    l->tried.tall_first = 1;
     l->budget--;
-    l->tried.count = hcp__waves_open(l->waves, target > 1 ? target : 1, l->tried.at);
+    l->tried.count = hcp__waves_open(l->waves, target > 1 ? target : 1, l->tried.box, l->tried.at);
     if (l->tried.count == 0) continue;
     sum_up(l, &l->tried);
     offer(l, &l->tried);
@@ -107,7 +110,6 @@ static void start_open(lockstep *l) {
 
 static int holds_profile(lockstep *l, int32_t count, int32_t steep, int64_t height) {
   l->tried.count = count;
-  l->tried.tall_first = 1;
   int64_t drop = count > 1 ? height / 8 * 7 / (count - 1) : 0, next = height;
   for (int32_t w = 0; w < count; w++) {
     l->tried.at[w] = steep ? next : height - drop * w;
@@ -204,7 +206,7 @@ static int trade_each(lockstep *l, heights *h, int32_t share) {
 }
 
 static void descend(lockstep *l, heights *h) {
-  for (int32_t share = 4; share <= 256; share *= 2)
+  for (int32_t share = 4; share <= 256; share *= 4)
     for (int moved = 1; moved && l->budget > 0;) {
       moved = lower_each(l, h, share);
       moved |= spread_each(l, h, share);
@@ -214,41 +216,22 @@ static void descend(lockstep *l, heights *h) {
 
 /* ---- every sequence ---- */
 
-/* Fills heights raised by share / 512. */
-static int fill_raised(lockstep *l, const heights *h, int64_t share) {
-  set(&l->tried, h);
-  for (int32_t w = 0; w < h->count; w++) l->tried.at[w] += h->at[w] / 512 * share + (share > 0);
-  return hcp__waves_fill(l->waves, h->count, h->tall_first, l->tried.at, &l->s->blocks);
+static hcp_status fill(lockstep *l, const heights *h, hcp_error *err) {
+  if (h->sum >= l->s->makespan) return HCP_OK;
+  if (!hcp__waves_rise(l->waves, h->count, h->box, h->at, &l->s->blocks)) return HCP_OK;
+  return hcp__search_judge_waves(l->s, err);
 }
 
-/* What was poured may not fit in pieces: heights are raised until it does. */
-static hcp_status fill(lockstep *l, const heights *h, hcp_error *err) {
-  int32_t low = -1, high = 0, filled;
-  if (h->sum >= l->s->makespan) return HCP_OK;
-  while (!(filled = fill_raised(l, h, high))) {
-    low = high;
-    high = 2 * high + 1;
-    if (high > FILL_MOST) return HCP_OK;
-  }
-  while (high - low > 1) {
-    int32_t middle = low + (high - low) / 2;
-    filled = fill_raised(l, h, middle);
-    if (filled)
-      high = middle;
-    else
-      low = middle;
-  }
-  return filled || fill_raised(l, h, high) ? hcp__search_judge_waves(l->s, err) : HCP_OK;
+static int allocate_heights(heights *h, size_t most) {
+  h->at = malloc(2 * most * sizeof *h->at);
+  h->box = h->at == NULL ? NULL : h->at + most;
+  return h->at != NULL;
 }
 
 static int allocate(lockstep *l) {
-  size_t bytes = ((size_t)l->most + 1) * sizeof *l->tried.at;
-  l->tried.at = malloc(bytes);
-  int allocated = l->tried.at != NULL;
-  for (int32_t i = 0; i < STARTS; i++) {
-    l->best[i].at = malloc(bytes);
-    allocated &= l->best[i].at != NULL;
-  }
+  int allocated = allocate_heights(&l->tried, (size_t)l->most + 1);
+  for (int32_t i = 0; i < STARTS; i++)
+    allocated &= allocate_heights(&l->best[i], (size_t)l->most + 1);
   return allocated;
 }
 
@@ -261,9 +244,14 @@ static hcp_status fill_greedily(lockstep *l, hcp_error *err) {
   return status;
 }
 
+static int32_t attempts(const hcp__problem *p) {
+  if (p->n >= LARGE) return LARGE_ATTEMPTS;
+  return p->n <= FEW && p->limits->sync == HCP_SYNC_MICRO_BATCH ? FEW_ATTEMPTS : ATTEMPTS;
+}
+
 static hcp_status descend_all(lockstep *l, int32_t effort, hcp_error *err) {
   hcp_status status = HCP_OK;
-  l->budget = (l->s->p->n < LARGE ? ATTEMPTS : LARGE_ATTEMPTS) * effort;
+  l->budget = attempts(l->s->p) * effort;
   start(l, effort);
   int32_t budget = l->budget;
   for (int32_t i = 0; i < STARTS && l->best[i].sum < INT64_MAX && status == HCP_OK; i++) {

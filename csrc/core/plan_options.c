@@ -341,20 +341,6 @@ void hcp__problem_release(hcp__problem *p) {
   free(p->order);
 }
 
-const hcp__option *hcp__allot(const hcp__problem *p, const hcp__kind *kind, int64_t target) {
-  const hcp__option *options = &p->options[kind->first_option];
-  int32_t low = 0, high = kind->options - 1; /* the first fast enough is in between */
-  if (options[0].time <= target) return options;
-  while (low < high) {
-    int32_t middle = low + (high - low) / 2;
-    if (options[middle].time <= target)
-      high = middle;
-    else
-      low = middle + 1;
-  }
-  return &options[low];
-}
-
 const hcp__option *hcp__first_within(const hcp__problem *p, const hcp__kind *kind, int64_t time) {
   const hcp__option *options = &p->options[kind->first_option];
   for (int32_t i = 0; i < kind->options; i++)

@@ -14,7 +14,7 @@
  * degrees for which a wave knows where to look; and waves that a sequence looks
  * at before others, so that time grows with the sequences and not with their
  * product with the waves. */
-enum { LOOK = 24, LOOK_FAR = 192, DUST = 2, HINTS = 16, NEAR = 64 };
+enum { LOOK = 24, LOOK_FAR = 192, LOOK_RISE = 64, DUST = 2, HINTS = 16, NEAR = 64 };
 
 static int32_t *free_in(const hcp__waves *w, int32_t wave, int32_t node) {
   return &w->node_free[(int64_t)wave * w->nodes + node];
@@ -66,6 +66,14 @@ void hcp__wave_add(hcp__waves *w, int32_t b, int32_t sequence, int64_t rows, int
   hcp__block_add(w->blocks, b, sequence, rows, time);
   const hcp__block *block = &w->blocks->block[b];
   if (block->end > w->tops[block->micro_batch]) w->tops[block->micro_batch] = block->end;
+}
+
+/* By how much the group's wave has to rise for the time, INT64_MAX: rows do not fit. */
+static int64_t growth_of(const hcp__waves *w, int32_t b, int64_t rows, int64_t time) {
+  const hcp__block *block = &w->blocks->block[b];
+  int64_t growth = block->end + time - w->heights[block->micro_batch];
+  if (block->rows + rows > w->p->capacity) return INT64_MAX;
+  return growth > 0 ? growth : 0;
 }
 
 static int joins(const hcp__waves *w, int32_t b, int64_t rows, int64_t time) {
@@ -198,15 +206,13 @@ static void refresh(const hcp__waves *w, int32_t wave) {
   sift(w, wave, 0);
 }
 
-/* The least full bin of the wave when it takes the sequence, else NULL. */
-static hcp__bin *find_bin(hcp__waves *w, int32_t wave, const hcp__option *option) {
+/* The least full bin of the wave, NULL: wide groups took all ranks. */
+static hcp__bin *emptiest(hcp__waves *w, int32_t wave) {
   if (w->bin_counts[wave] < 0) open_bins(w, wave);
   hcp__bin *b = bins_of(w, wave);
   while (w->bin_counts[wave] > 0) {
     if (is_stale(w, b)) {
       refresh(w, wave);
-    } else if (!takes(w, wave, b, option)) {
-      return NULL;
     } else if (b->block >= 0 || w->left[wave] > 0) {
       return b;
     } else { /* a wide group came late and took the rank */
@@ -215,6 +221,12 @@ static hcp__bin *find_bin(hcp__waves *w, int32_t wave, const hcp__option *option
     }
   }
   return NULL;
+}
+
+/* The same when it takes the sequence, else NULL. */
+static hcp__bin *find_bin(hcp__waves *w, int32_t wave, const hcp__option *option) {
+  hcp__bin *b = emptiest(w, wave);
+  return b != NULL && takes(w, wave, b, option) ? b : NULL;
 }
 
 static void put(hcp__waves *w, int32_t wave, int32_t sequence, const hcp__option *option) {
@@ -244,6 +256,85 @@ static int place_evenly(hcp__waves *w, int32_t sequence, const hcp__option *opti
   return chosen >= 0;
 }
 
+/* ---- raising ---- */
+
+/* Where a sequence may go when its wave rises. */
+typedef struct spot {
+  int64_t growth; /* of the wave, and so of the makespan */
+  int64_t rows, time;
+  int32_t wave, block, degree; /* block -1: one to be opened */
+} spot;
+
+static void rise_by(spot *best, spot one) {
+  if (one.growth < best->growth) *best = one;
+}
+
+/* A group that holds others. */
+static void rise_beside(hcp__waves *w, int32_t sequence, const hcp__kind *kind, spot *best) {
+  int32_t count = w->blocks->count;
+  for (int32_t looked = 0; looked < LOOK_RISE && looked < count; looked++) {
+    int32_t b = (w->cursor + looked) % count, degree = w->blocks->block[b].degree;
+    if (!may_hold(w, &w->blocks->block[b], kind->length)) continue;
+    int64_t rows = hcp__load(w->p, sequence, degree);
+    if (growth_of(w, b, rows, 0) >= best->growth) continue;
+    int64_t time = hcp__cost(w->p->cost, kind->length, degree, w->p->limits->ranks_per_node);
+    if (time < 1) continue;
+    rise_by(best, (spot){growth_of(w, b, rows, time), rows, time, w->blocks->block[b].micro_batch,
+                         b, degree});
+  }
+}
+
+/* The least full single rank of the wave. */
+static void rise_single(hcp__waves *w, int32_t wave, const hcp__option *option, spot *best) {
+  const hcp__bin *b = emptiest(w, wave);
+  if (b == NULL || b->rows + option->rows > w->p->capacity) return;
+  int64_t growth = b->load + option->time - w->heights[wave];
+  rise_by(best, (spot){growth > 0 ? growth : 0, option->rows, option->time, wave, b->block, 1});
+}
+
+/* Ranks of the wave that are left. */
+static void rise_wide(const hcp__waves *w, int32_t wave, const hcp__kind *kind, spot *best) {
+  const hcp__option *options = &w->p->options[kind->first_option];
+  int32_t i = kind->options - 1;
+  while (i >= 0 && options[i].degree > w->left[wave]) i--;
+  if (i < 0) return;
+  int64_t growth = options[i].time - w->heights[wave];
+  rise_by(best, (spot){growth > 0 ? growth : 0, options[i].rows, options[i].time, wave, -1,
+                       options[i].degree});
+}
+
+/* A wave of its own. */
+static void rise_alone(const hcp__waves *w, const hcp__kind *kind, spot *best) {
+  const hcp__option *o = &w->p->options[kind->first_option + kind->options - 1];
+  if (w->count < w->most)
+    rise_by(best, (spot){w->p->cost->launch + o->time, o->rows, o->time, w->count, -1, o->degree});
+}
+
+/* Where the makespan grows least; 0: nowhere. */
+static int place_higher(hcp__waves *w, int32_t sequence, const hcp__kind *kind) {
+  const hcp__option *first = &w->p->options[kind->first_option];
+  spot best = {.growth = INT64_MAX};
+  for (int32_t i = 0; i < w->count && i < NEAR; i++) {
+    int32_t wave = (w->turn + i) % w->count;
+    if (first->degree == 1)
+      rise_single(w, wave, first, &best);
+    else
+      rise_wide(w, wave, kind, &best);
+  }
+  w->turn = (w->turn + NEAR) % w->count;
+  rise_beside(w, sequence, kind, &best);
+  rise_alone(w, kind, &best);
+  if (best.growth == INT64_MAX) return 0;
+  if (best.wave == w->count) hcp__wave_reset(w, w->count++, best.time);
+  if (best.block < 0 && best.degree == 1)
+    best.block = emptiest(w, best.wave)->block = hcp__wave_open_group(w, best.wave, 1);
+  if (best.block < 0) best.block = hcp__wave_open_group(w, best.wave, best.degree);
+  if (best.block < 0) return 0; /* nodes may leave no interval */
+  hcp__wave_add(w, best.block, sequence, best.rows, best.time);
+  if (w->tops[best.wave] > w->heights[best.wave]) w->heights[best.wave] = w->tops[best.wave];
+  return 1;
+}
+
 /* ---- one sequence ---- */
 
 int32_t hcp__wave_place(hcp__waves *w, int32_t wave, int32_t sequence, const hcp__option *option) {
@@ -261,9 +352,8 @@ int32_t hcp__wave_place(hcp__waves *w, int32_t wave, int32_t sequence, const hcp
 /* The first wave that takes the sequence, with the least degree fast enough; of
  * many, first those from a little before the one that took the last. */
 static int place_first_fit(hcp__waves *w, int32_t sequence, const hcp__kind *kind) {
-  int32_t begin = w->latest > NEAR ? w->latest - NEAR : 0;
-  for (int32_t i = 0; i < w->count; i++) {
-    int32_t wave = (begin + i) % w->count;
+  int32_t wave = w->latest > NEAR ? w->latest - NEAR : 0;
+  for (int32_t i = 0; i < w->count; i++, wave = wave + 1 < w->count ? wave + 1 : 0) {
     const hcp__option *option = hcp__allot(w->p, kind, w->heights[wave]);
     if (option->time > w->heights[wave] || !hcp__wave_place(w, wave, sequence, option)) continue;
     w->latest = wave;
@@ -272,11 +362,14 @@ static int place_first_fit(hcp__waves *w, int32_t sequence, const hcp__kind *kin
   return 0;
 }
 
-static int place_somewhere(hcp__waves *w, int32_t sequence, const hcp__kind *kind,
-                           const hcp__option *option) {
+static int place_somewhere(hcp__waves *w, int32_t sequence, const hcp__kind *kind) {
   if (w->target == HCP__NO_TARGET) return place_by_memory(w, sequence, kind);
-  if (option->degree == 1 && !w->tall_first && place_evenly(w, sequence, option)) return 1;
-  return place_first_fit(w, sequence, kind) || (w->target == 0 && squeeze(w, sequence, kind));
+  if (!w->tall_first) {
+    const hcp__option *option = hcp__allot(w->p, kind, w->lowest);
+    if (option->degree == 1 && place_evenly(w, sequence, option)) return 1;
+  }
+  return place_first_fit(w, sequence, kind) || (w->target == 0 && squeeze(w, sequence, kind)) ||
+         (w->rises && place_higher(w, sequence, kind));
 }
 
 /* ---- all of them ---- */
@@ -297,8 +390,9 @@ void hcp__wave_reset(hcp__waves *w, int32_t wave, int64_t height) {
 
 /* As high as the sequence needs, or as a rank full of its like, up to target;
  * where nothing limits the height, rows alone decide. */
-static int open_wave(hcp__waves *w, const hcp__option *option) {
+static int open_wave(hcp__waves *w, const hcp__kind *kind) {
   if (w->target == 0 || w->count == w->most) return 0;
+  const hcp__option *option = hcp__allot(w->p, kind, w->lowest);
   int64_t height = option->time * (w->p->capacity / option->rows);
   if (height > w->target) height = w->target;
   if (height < option->time) height = option->time;
@@ -310,9 +404,8 @@ static int open_wave(hcp__waves *w, const hcp__option *option) {
 int32_t hcp__waves_place(hcp__waves *w, int32_t first, int32_t end) {
   for (int32_t i = first; i < end; i++) {
     const hcp__kind *kind = &w->p->kinds[w->p->kind_of[i]];
-    const hcp__option *option = hcp__allot(w->p, kind, w->lowest);
-    int placed = place_somewhere(w, w->p->order[i], kind, option);
-    if (!placed && open_wave(w, option)) placed = place_somewhere(w, w->p->order[i], kind, option);
+    int placed = place_somewhere(w, w->p->order[i], kind);
+    if (!placed && open_wave(w, kind)) placed = place_somewhere(w, w->p->order[i], kind);
     if (!placed) return 0;
   }
   return 1;
@@ -326,6 +419,7 @@ void hcp__waves_stand(hcp__waves *w, int32_t count, int32_t tall_first, const in
   w->target = 0;
   w->cursor = w->turn = w->latest = 0;
   w->tall_first = tall_first;
+  w->rises = 0;
   w->count = count;
   w->lowest = heights[0];
   for (int32_t wave = 0; wave < count; wave++) {
@@ -340,6 +434,7 @@ void hcp__waves_open_as_needed(hcp__waves *w, int64_t target, hcp__blocks *block
   w->blocks->placed_on = NULL;
   w->count = w->cursor = w->turn = w->latest = 0;
   w->tall_first = 1;
+  w->rises = 0;
   w->target = w->lowest = target;
 }
 
@@ -375,10 +470,11 @@ static int allocate(hcp__waves *w) {
   w->first_block = malloc(count * sizeof *w->first_block);
   w->next_block = malloc(n * sizeof *w->next_block);
   w->bin_counts = malloc(count * sizeof *w->bin_counts);
+  w->dust_times = calloc((size_t)w->p->limits->ranks + 1, sizeof *w->dust_times);
   w->bins = malloc(count * (size_t)w->p->limits->ranks * sizeof *w->bins);
   return w->heights != NULL && w->tops != NULL && w->whole != NULL && w->node_free != NULL &&
          w->left != NULL && w->first_free != NULL && w->first_block != NULL &&
-         w->next_block != NULL && w->bin_counts != NULL && w->bins != NULL;
+         w->next_block != NULL && w->bin_counts != NULL && w->dust_times != NULL && w->bins != NULL;
 }
 
 hcp_status hcp__waves_create(const hcp__problem *p, int32_t most, hcp__waves **out,
@@ -402,6 +498,7 @@ fail:
 void hcp__waves_destroy(hcp__waves *w) {
   if (w == NULL) return;
   free(w->bins);
+  free(w->dust_times);
   free(w->bin_counts);
   free(w->next_block);
   free(w->first_block);

@@ -29,12 +29,14 @@ struct hcp__waves {
   int32_t *bin_counts;               /* per wave, -1: not opened */
   int32_t cursor;                    /* the block to squeeze into next */
   int32_t turn, latest;              /* of many waves: next to fill evenly, last that took one */
+  int32_t rises;                     /* waves may, for a sequence that fits in none */
   int32_t tall_first;                /* single ranks fill wave after wave, not evenly */
   int64_t lowest;                    /* height of the lowest */
   int64_t target;                    /* their height, when > 0 they open as needed */
   int32_t placed;                    /* sequences of problem.order; the rest is dust */
   int64_t dust_rows, dust_length;    /* of it, and of one sequence of it */
   int64_t dust_pace;                 /* its time per row on one rank, rounded up */
+  int64_t *dust_times;               /* ranks + 1: of such a sequence, 0: not asked yet */
 };
 
 void hcp__wave_reset(hcp__waves *waves, int32_t wave, int64_t height);

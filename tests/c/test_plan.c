@@ -60,6 +60,21 @@ static void a_costly_exchange_keeps_degrees_least(void) {
   hcp_plan_destroy(plan);
 }
 
+/* Too many for knapsacks, and pieces that do not pour: each goes where its
+ * micro-batch has to rise least. */
+static void chunky_short_sequences_in_lockstep_end_near_the_bound(void) {
+  enum { COUNT = 1500 };
+  int64_t lengths[COUNT];
+  for (int32_t i = 0; i < COUNT; i++) lengths[i] = draw(1000, 4000) + (i % 50 == 0 ? 20000 : 0);
+  hcp_limits limits = draw_limits(16, 1, 16, 8192);
+  limits.sync = HCP_SYNC_MICRO_BATCH;
+  const hcp_cost cost = {.pair = 2, .token = 24576, .exchange = 4096, .launch = 1048576};
+  hcp_plan *plan = NULL;
+  CHECK_INT(hcp_plan_create(lengths, COUNT, &limits, &cost, 1, &plan, NULL), HCP_OK);
+  CHECK(plan->makespan <= plan->bound + plan->bound / 70);
+  hcp_plan_destroy(plan);
+}
+
 static void bad_requests_are_refused_with_their_values(void) {
   const int64_t lengths[] = {5, 17};
   const hcp_cost cost = {.pair = 1, .token = 1, .exchange = 1, .launch = 1};
@@ -119,6 +134,7 @@ int main(void) {
   rows_max_is_what_the_fullest_rank_holds();
   every_drawn_plan_keeps_every_rule();
   a_costly_exchange_keeps_degrees_least();
+  chunky_short_sequences_in_lockstep_end_near_the_bound();
   bad_requests_are_refused_with_their_values();
   cost_follows_its_formula();
   a_time_by_bad_prices_or_a_bad_table_is_refused();
