@@ -199,7 +199,7 @@ def by_reading(transport: PeerTransport, pattern: Pattern, own: Tensor) -> Calla
     def step() -> Tensor:
         staged = transport.stage(next(_exchanges), pattern.own_rows, WIDTH, DTYPE, pattern.readers)
         staged.write([own], whole, 1, 2)
-        return staged.read(parts, pattern.runs, pattern.rows, 2).wait()
+        return staged.read(parts, pattern.runs, pattern.rows, 2, pattern.sources).wait()
 
     return step
 
