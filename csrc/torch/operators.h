@@ -328,7 +328,8 @@ Tensor read_signalled(Tensors parts, Tensor runs, int64_t rows, int64_t columns,
   Reduction sum = reduction_of(summands, runs, out);
   Device device(out, stream);
   device.signal_wait(expected.data, expected.n, timeout_ns, report);
-  reduce_into(device, sum, rows);
+  device.reduce_far(summands.dtype, summands.columns.data(), summands.n_columns, sum.runs.data,
+                    sum.runs.n, rows, sum.out);
   device.signal_set(told.data, told.n);
   return out;
 }
