@@ -6,6 +6,9 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <stdint.h>
+#include <string.h>
+
+#include <type_traits>
 
 #include "hcp/fail.h"
 #include "hcp/kernels.h"
@@ -73,6 +76,27 @@ __device__ inline __half store<__half>(float x) {
 template <class T, int N>
 struct alignas(sizeof(T) * N) vector {
   T at[N];
+};
+
+/* The same as words, until its elements are needed: a compiler that sees elements
+ * of 16 bits takes them apart where they are loaded, and so waits for each load. */
+template <class T, int N>
+struct alignas(sizeof(T) * N) packed {
+  using word = typename std::conditional<sizeof(T) * N % 4 == 0, uint32_t, uint16_t>::type;
+  word at[sizeof(T) * N / sizeof(word)];
+
+  __device__ void widen(typename element<T>::wide *to) const {
+    vector<T, N> elements;
+    memcpy(&elements, at, sizeof elements);
+#pragma unroll
+    for (int e = 0; e < N; ++e) to[e] = load(elements.at[e]);
+  }
+  __device__ void round(const typename element<T>::wide *from) {
+    vector<T, N> elements;
+#pragma unroll
+    for (int e = 0; e < N; ++e) elements.at[e] = store<T>(from[e]);
+    memcpy(at, &elements, sizeof elements);
+  }
 };
 
 /* Elements of a vector: 16 bytes where every address allows it, else one. */

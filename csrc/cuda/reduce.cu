@@ -1,100 +1,197 @@
 /* reduce.cu - partial rows summed, each read once, rounded once.
  *
- * A thread sums one vector of one row of one column in registers, over the
- * records of the row's run, in the order of the table. */
+ * A few threads, a warp for long rows, sum one row of one column in registers, over
+ * the records of the row's run, in the order of the table. Each thread has several
+ * loads under way: rows may lie behind a link. */
 #include "runs.cuh"
 
-struct summed_column {
-  const char *part[HCP_CUDA_PARTS_MAX];
+struct summed_columns {
+  const char *part[HCP_CUDA_PARTS_MAX];    /* of the launch's columns, part by part */
   int64_t part_stride[HCP_CUDA_PARTS_MAX]; /* bytes */
-  char *out;
-  int64_t out_stride; /* bytes */
-  int64_t vectors;    /* of a row */
+  char *out[HCP_CUDA_COLUMNS_MAX];
+  int64_t vectors[HCP_CUDA_COLUMNS_MAX]; /* of a row */
+  int64_t out_stride;                    /* bytes */
+  int32_t n, lane_bits;
+  bool far;
 };
+
+/* Blocks that keep a link busy. The others' multiprocessors are left to whatever
+ * runs meanwhile. */
+enum { FAR_BLOCKS = 64 };
+
+/* Loads that a thread has under way. */
+enum { IN_FLIGHT = 4 };
+
+/* Where a record's row of a column lies. */
+template <class V>
+static __device__ const V *source_of(const run_table &table, const summed_columns &columns,
+                                     int record, int run, int64_t row, int column) {
+  int part = table.part[record] * columns.n + column;
+  int64_t part_row = table.part_row[record] + row - table.row[run];
+  return reinterpret_cast<const V *>(columns.part[part] + part_row * columns.part_stride[part]);
+}
+
+/* IN_FLIGHT vectors of a row, `lanes` apart, from number `at` on. */
+template <class V>
+static __device__ void read_vectors(V (&value)[IN_FLIGHT], const V *source, int64_t at, int lanes,
+                                    int64_t vectors) {
+#pragma unroll
+  for (int k = 0; k < IN_FLIGHT; ++k)
+    if (at + k * lanes < vectors) value[k] = source[at + k * lanes];
+}
+
+/* The vectors' sum over the records of a run; those of the next record are on
+ * their way. */
+template <class T, int N>
+static __device__ void sum_vectors(packed<T, N> (&value)[IN_FLIGHT], const run_table &table,
+                                   const summed_columns &columns, int run, int64_t row, int column,
+                                   int64_t at, int lanes) {
+  using V = packed<T, N>;
+  int first = table.record[run], end = table.record[run + 1];
+  int64_t vectors = columns.vectors[column];
+  if (first == end) return;
+  read_vectors(value, source_of<V>(table, columns, first, run, row, column), at, lanes, vectors);
+  if (first + 1 == end) return;
+  typename element<T>::wide total[IN_FLIGHT][N], more[N];
+  V next[IN_FLIGHT] = {};
+  for (int r = first; r < end; ++r) {
+    if (r + 1 < end)
+      read_vectors(next, source_of<V>(table, columns, r + 1, run, row, column), at, lanes, vectors);
+#pragma unroll
+    for (int k = 0; k < IN_FLIGHT; ++k) {
+      value[k].widen(more);
+      /* The first is not added to zero: a sum of negative zeros stays one. */
+#pragma unroll
+      for (int e = 0; e < N; ++e) total[k][e] = r == first ? more[e] : total[k][e] + more[e];
+      value[k] = next[k];
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < IN_FLIGHT; ++k) value[k].round(total[k]);
+}
 
 template <class T, int N>
 __global__ void __launch_bounds__(HCP_THREADS)
     sum_rows(const __grid_constant__ run_table table,
-             const __grid_constant__ summed_column column) {
-  using wide = typename element<T>::wide;
-  using V = vector<T, N>;
-  int64_t items = table.rows() * column.vectors, step = (int64_t)gridDim.x * blockDim.x;
-  for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < items; i += step) {
-    int64_t row = table.first_row() + i / column.vectors, at = i % column.vectors;
+             const __grid_constant__ summed_columns columns) {
+  using V = packed<T, N>;
+  int column = (int)blockIdx.y, lanes = 1 << columns.lane_bits;
+  int lane = (int)threadIdx.x & (lanes - 1), at_once = HCP_THREADS >> columns.lane_bits;
+  int64_t vectors = columns.vectors[column], first = table.first_row(), rows = table.rows();
+  int64_t row = first + (int64_t)blockIdx.x * at_once, end = first + rows;
+  int64_t step = (int64_t)gridDim.x * at_once;
+  if (columns.far) {
+    /* Blocks far apart in the result read from different peers at any time, and
+     * all ranks' together from all. */
+    row = first + rows * blockIdx.x / gridDim.x;
+    end = first + rows * (blockIdx.x + 1) / gridDim.x;
+    step = at_once;
+  }
+  for (row += threadIdx.x >> columns.lane_bits; row < end; row += step) {
     int run = table.find(row);
-    wide total[N] = {};
-    for (int r = table.record[run]; r < table.record[run + 1]; ++r) {
-      int part = table.part[r];
-      int64_t part_row = table.part_row[r] + row - table.row[run];
-      const char *source = column.part[part] + part_row * column.part_stride[part];
-      V value = reinterpret_cast<const V *>(source)[at];
-      /* The first is not added to zero: a sum of negative zeros stays one. */
-      for (int e = 0; e < N; ++e)
-        total[e] = r == table.record[run] ? load(value.at[e]) : total[e] + load(value.at[e]);
+    V *out = reinterpret_cast<V *>(columns.out[column] + row * columns.out_stride);
+    for (int64_t at = lane; at < vectors; at += IN_FLIGHT * lanes) {
+      V value[IN_FLIGHT] = {};
+      sum_vectors<T, N>(value, table, columns, run, row, column, at, lanes);
+#pragma unroll
+      for (int k = 0; k < IN_FLIGHT; ++k)
+        if (at + k * lanes < vectors) out[at + k * lanes] = value[k];
     }
-    V result;
-    for (int e = 0; e < N; ++e) result.at[e] = store<T>(total[e]);
-    reinterpret_cast<V *>(column.out + row * column.out_stride)[at] = result;
   }
 }
 
-template <class T>
-static hcp_status launch(const run_launches &launches, summed_column *column, int64_t row_bytes,
-                         cudaStream_t stream, hcp_error *err) {
-  constexpr int N = vector_elements<T>();
-  bool wide = aligned(column->out, column->out_stride | row_bytes, 16);
-  for (int32_t p = 0; p < launches.parts; ++p)
-    wide = wide && aligned(column->part[p], column->part_stride[p], 16);
-  column->vectors = row_bytes / (int64_t)sizeof(T) / (wide ? N : 1);
-  int64_t rows = launches.table.row[launches.table.n] - launches.table.row[0];
-  unsigned blocks = hcp_cuda_blocks(rows * column->vectors);
-  if (wide)
-    sum_rows<T, N><<<blocks, HCP_THREADS, 0, stream>>>(launches.table, *column);
-  else
-    sum_rows<T, 1><<<blocks, HCP_THREADS, 0, stream>>>(launches.table, *column);
-  return hcp_cuda_launched("reduce", err);
+/* Threads of a row, as a power of two: a warp for long rows, fewer for short. */
+static int32_t lane_bits_of(int64_t vectors) {
+  int32_t bits = 0;
+  while (bits < 5 && (int64_t)IN_FLIGHT << bits < vectors) ++bits;
+  return bits;
 }
 
 template <class T>
+static hcp_status launch(const run_launches &launches, summed_columns *columns,
+                         const int64_t *row_bytes, cudaStream_t stream, hcp_error *err) {
+  constexpr int N = vector_elements<T>();
+  bool wide = true;
+  for (int32_t i = 0; i < launches.parts * columns->n; ++i)
+    wide = wide && aligned(columns->part[i], columns->part_stride[i], 16);
+  for (int32_t c = 0; c < columns->n; ++c)
+    wide = wide && aligned(columns->out[c], columns->out_stride | row_bytes[c], 16);
+  int64_t most = 0, rows = launches.table.row[launches.table.n] - launches.table.row[0];
+  for (int32_t c = 0; c < columns->n; ++c) {
+    columns->vectors[c] = row_bytes[c] / (int64_t)sizeof(T) / (wide ? N : 1);
+    if (columns->vectors[c] > most) most = columns->vectors[c];
+  }
+  if (most == 0) return HCP_OK;
+  columns->lane_bits = lane_bits_of(most);
+  dim3 grid(hcp_cuda_blocks(rows << columns->lane_bits), (unsigned)columns->n);
+  if (columns->far && grid.x > FAR_BLOCKS) grid.x = FAR_BLOCKS;
+  if (wide)
+    sum_rows<T, N><<<grid, HCP_THREADS, 0, stream>>>(launches.table, *columns);
+  else
+    sum_rows<T, 1><<<grid, HCP_THREADS, 0, stream>>>(launches.table, *columns);
+  return hcp_cuda_launched("reduce", err);
+}
+
+/* The columns from number `from` on, as many at once as a launch carries. */
+template <class T>
 static hcp_status sum_columns(const hcp_column *parts, int32_t from, int32_t n_columns,
                               const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
-                              cudaStream_t stream, hcp_error *err) {
+                              bool far, cudaStream_t stream, hcp_error *err) {
   run_launches launches(runs, n_runs, rows, true);
   int more;
   while ((more = launches.advance()) > 0) {
+    int32_t at_once = HCP_CUDA_PARTS_MAX / (launches.parts > 0 ? launches.parts : 1);
+    if (at_once > HCP_CUDA_COLUMNS_MAX) at_once = HCP_CUDA_COLUMNS_MAX;
     int64_t offset = 0;
-    for (int32_t c = from; c < n_columns; ++c) {
-      summed_column column;
-      int64_t row_bytes = 0;
-      for (int32_t p = 0; p < launches.parts; ++p) {
-        const hcp_column &part = parts[(int64_t)launches.part_of[p] * n_columns + c];
-        column.part[p] = (const char *)part.data;
-        column.part_stride[p] = part.row_stride_bytes;
+    for (int32_t first = from; first < n_columns; first += at_once) {
+      summed_columns columns;
+      int64_t row_bytes[HCP_CUDA_COLUMNS_MAX];
+      columns.n = n_columns - first < at_once ? n_columns - first : at_once;
+      columns.out_stride = out.row_stride_bytes;
+      columns.far = far;
+      for (int32_t c = 0; c < columns.n; ++c) {
+        row_bytes[c] = parts[first + c].row_bytes;
+        columns.out[c] = (char *)out.data + offset;
+        offset += row_bytes[c];
       }
-      row_bytes = parts[c].row_bytes;
-      column.out = (char *)out.data + offset;
-      column.out_stride = out.row_stride_bytes;
-      offset += row_bytes;
-      if (row_bytes == 0) continue;
-      hcp_status status = launch<T>(launches, &column, row_bytes, stream, err);
+      for (int32_t p = 0; p < launches.parts; ++p)
+        for (int32_t c = 0; c < columns.n; ++c) {
+          const hcp_column &part = parts[(int64_t)launches.part_of[p] * n_columns + first + c];
+          columns.part[p * columns.n + c] = (const char *)part.data;
+          columns.part_stride[p * columns.n + c] = part.row_stride_bytes;
+        }
+      hcp_status status = launch<T>(launches, &columns, row_bytes, stream, err);
       if (status != HCP_OK) return status;
     }
   }
   return more < 0 ? row_too_long(launches, err) : HCP_OK;
 }
 
+static hcp_status sum_any(hcp_dtype dtype, const hcp_column *parts, int32_t from, int32_t n_columns,
+                          const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
+                          bool far, cudaStream_t stream, hcp_error *err) {
+  hcp_status status = HCP_OK;
+  HCP_CUDA_DISPATCH(dtype, status = sum_columns<T>(parts, from, n_columns, runs, n_runs, rows, out,
+                                                   far, stream, err))
+  return status;
+}
+
 hcp_status hcp_cuda_reduce_from(hcp_dtype dtype, const hcp_column *parts, int32_t from,
                                 int32_t n_columns, const hcp_run *runs, int64_t n_runs,
                                 int64_t rows, hcp_column out, cudaStream_t stream, hcp_error *err) {
-  hcp_status status = HCP_OK;
-  HCP_CUDA_DISPATCH(
-      dtype, status = sum_columns<T>(parts, from, n_columns, runs, n_runs, rows, out, stream, err))
-  return status;
+  return sum_any(dtype, parts, from, n_columns, runs, n_runs, rows, out, false, stream, err);
 }
 
 hcp_status hcp_cuda_reduce(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
                            const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
                            void *stream, hcp_error *err) {
-  return hcp_cuda_reduce_from(dtype, parts, 0, n_columns, runs, n_runs, rows, out,
-                              (cudaStream_t)stream, err);
+  return sum_any(dtype, parts, 0, n_columns, runs, n_runs, rows, out, false, (cudaStream_t)stream,
+                 err);
+}
+
+hcp_status hcp_cuda_reduce_far(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
+                               const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
+                               void *stream, hcp_error *err) {
+  return sum_any(dtype, parts, 0, n_columns, runs, n_runs, rows, out, true, (cudaStream_t)stream,
+                 err);
 }

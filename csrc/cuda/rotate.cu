@@ -1,10 +1,15 @@
 /* rotate.cu - rows of heads turned (RoPE): alone, with copies for those who read
  * them, or on the way out of a sum.
  *
- * A thread has two vectors of one head of one row in registers: the first and the
- * second elements of its pairs, or, interleaved, two vectors side by side. What
- * does not turn follows as vectors side by side, too. */
+ * A thread has one slot of a row's heads: two vectors, the first and the second
+ * elements of its pairs, or, interleaved, two vectors side by side. What does not
+ * turn follows as vectors side by side, too. All heads of a row turn alike: a
+ * thread keeps the cosines and sines of its slot and takes several heads at once,
+ * whose loads are under way together. */
 #include "runs.cuh"
+
+/* Heads that a thread has in registers. */
+enum { HEADS = 4, SUMMED_HEADS = 1 };
 
 struct turned_rows {
   const char *part[HCP_CUDA_PARTS_MAX];
@@ -12,105 +17,224 @@ struct turned_rows {
   int64_t head_stride;                     /* elements, of the parts */
   char *out, *wire;                        /* wire: NULL where a sum is turned */
   int64_t out_stride, wire_stride;         /* bytes */
-  int64_t heads, slots, turning_slots;     /* slots of a head: a thread each */
+  int32_t heads, slots, turning_slots;     /* slots of a head */
   hcp_rotation rotation;
 };
 
+/* Elements of a head where the two vectors of a slot start. Of an odd rest there is
+ * only the first, which is then read twice: loads without branches are under way
+ * together. */
 struct slot_place {
-  int64_t x, y; /* elements of the head where the two vectors start */
+  int64_t x, y;
 };
 
-static __device__ slot_place place_of(const turned_rows &rows, int64_t slot, int n) {
+static __device__ slot_place place_of(const turned_rows &rows, int32_t slot, int n) {
   const hcp_rotation &r = rows.rotation;
   if (slot >= rows.turning_slots) {
-    int64_t x = 2 * r.pairs + (slot - rows.turning_slots) * 2 * n;
-    return {x, x + n};
+    int64_t x = 2 * r.pairs + (int64_t)(slot - rows.turning_slots) * 2 * n;
+    return {x, x + n < r.head_dim ? x + n : x};
   }
-  int64_t x = hcp_pair_first(slot * n, r.interleaved);
-  return {x, r.interleaved ? x + n : hcp_pair_second(slot * n, r.pairs, 0)};
+  int64_t x = hcp_pair_first((int64_t)slot * n, r.interleaved);
+  return {x, r.interleaved ? x + n : hcp_pair_second(x, r.pairs, 0)};
 }
 
-static __device__ void turn(float *x, float *y, float cos_x, float sin_x, float cos_y, float sin_y,
-                            int inverse) {
-  hcp_turn_float32(x, y, cos_x, sin_x, cos_y, sin_y, inverse);
-}
-static __device__ void turn(double *x, double *y, double cos_x, double sin_x, double cos_y,
-                            double sin_y, int inverse) {
-  hcp_turn_float64(x, y, cos_x, sin_x, cos_y, sin_y, inverse);
-}
+/* Both vectors of a slot. */
+template <class T, int N>
+struct slot_vectors {
+  packed<T, N> x, y;
 
-/* Both vectors, laid end to end as a head of N pairs. */
+  __device__ void read(const T *head, slot_place place) {
+    x = *reinterpret_cast<const packed<T, N> *>(head + place.x);
+    y = *reinterpret_cast<const packed<T, N> *>(head + place.y);
+  }
+  __device__ void write(T *head, slot_place place) const {
+    *reinterpret_cast<packed<T, N> *>(head + place.x) = x;
+    if (place.y != place.x) *reinterpret_cast<packed<T, N> *>(head + place.y) = y;
+  }
+  __device__ void widen(typename element<T>::wide (&at)[2 * N]) const {
+    x.widen(at);
+    y.widen(at + N);
+  }
+  __device__ void round(const typename element<T>::wide (&at)[2 * N]) {
+    x.round(at);
+    y.round(at + N);
+  }
+};
+
+/* A slot's elements, or their angles, pair by pair: all first ones, then all second
+ * ones, whichever way they lie. Indices that the compiler knows keep them in
+ * registers. */
 template <class W, int N>
-static __device__ void turn_slot(W (&at)[2 * N], const hcp_rotation &r, int64_t row, int64_t slot) {
-  const W *cos = (const W *)r.cos + row * 2 * r.pairs, *sin = (const W *)r.sin + row * 2 * r.pairs;
+static __device__ void to_pairs(W (&at)[2 * N], const W (&given)[2 * N], bool interleaved) {
 #pragma unroll
   for (int e = 0; e < N; ++e) {
-    int64_t x = hcp_pair_first(slot * N + e, r.interleaved);
-    int64_t y = hcp_pair_second(slot * N + e, r.pairs, r.interleaved);
-    /* Indices that the compiler knows keep the elements in registers. */
-    if (r.interleaved)
-      turn(&at[2 * e], &at[2 * e + 1], cos[x], sin[x], cos[y], sin[y], r.inverse);
-    else
-      turn(&at[e], &at[e + N], cos[x], sin[x], cos[y], sin[y], r.inverse);
+    at[e] = interleaved ? given[2 * e] : given[e];
+    at[e + N] = interleaved ? given[2 * e + 1] : given[e + N];
   }
 }
 
-template <class T, int N>
-static __device__ void add_row(typename element<T>::wide (&total)[2 * N], const T *head,
-                               slot_place place, bool both, bool first) {
-  using V = vector<T, N>;
-  V x = *reinterpret_cast<const V *>(head + place.x);
-  V y = both ? *reinterpret_cast<const V *>(head + place.y) : V();
-  for (int e = 0; e < N; ++e) {
-    total[e] = first ? load(x.at[e]) : total[e] + load(x.at[e]);
-    if (both) total[e + N] = first ? load(y.at[e]) : total[e + N] + load(y.at[e]);
-  }
+template <class W, int N>
+static __device__ void from_pairs(W (&at)[2 * N], const W (&given)[2 * N], bool interleaved) {
+#pragma unroll
+  for (int e = 0; e < 2 * N; ++e) at[e] = interleaved ? given[e / 2 + e % 2 * N] : given[e];
 }
 
-template <class T, int N>
-static __device__ void put_row(const typename element<T>::wide (&total)[2 * N], T *head,
-                               slot_place place, bool both) {
-  using V = vector<T, N>;
-  V x, y;
-  for (int e = 0; e < N; ++e) {
-    x.at[e] = store<T>(total[e]);
-    y.at[e] = store<T>(total[e + N]);
-  }
-  *reinterpret_cast<V *>(head + place.x) = x;
-  if (both) *reinterpret_cast<V *>(head + place.y) = y;
+static __device__ void turn(float *x, float *y, float cos_x, float sin_x, float cos_y,
+                            float sin_y) {
+  hcp_turn_float32(x, y, cos_x, sin_x, cos_y, sin_y, 0);
+}
+static __device__ void turn(double *x, double *y, double cos_x, double sin_x, double cos_y,
+                            double sin_y) {
+  hcp_turn_float64(x, y, cos_x, sin_x, cos_y, sin_y, 0);
 }
 
-template <class T, int N>
-__global__ void __launch_bounds__(HCP_THREADS)
-    turn_rows(const __grid_constant__ run_table table, const __grid_constant__ turned_rows rows) {
-  using W = typename element<T>::wide;
-  int64_t of_row = rows.heads * rows.slots, head_dim = rows.rotation.head_dim;
-  int64_t items = table.rows() * of_row, step = (int64_t)gridDim.x * blockDim.x;
-  for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < items; i += step) {
-    int64_t row = table.first_row() + i / of_row, head = i % of_row / rows.slots,
-            slot = i % rows.slots;
-    int run = table.find(row);
-    slot_place place = place_of(rows, slot, N);
-    bool both = place.y < head_dim; /* of an odd rest only the first */
-    W total[2 * N] = {};
-    if (rows.wire) {
-      const T *source = (const T *)(rows.part[0] + row * rows.part_stride[0]);
-      add_row<T, N>(total, source + head * rows.head_stride, place, both, true);
-    } else {
-      for (int r = table.record[run]; r < table.record[run + 1]; ++r) {
-        int part = table.part[r];
-        int64_t part_row = table.part_row[r] + row - table.row[run];
-        const T *source = (const T *)(rows.part[part] + part_row * rows.part_stride[part]);
-        add_row<T, N>(total, source + head * rows.head_stride, place, both, r == table.record[run]);
-      }
+/* The cosines and sines of a slot, pair by pair; none where it does not turn. */
+template <class W, int N>
+struct slot_angles {
+  W cos[2 * N], sin[2 * N];
+  bool turns, interleaved;
+
+  __device__ slot_angles(const turned_rows &rows, int64_t row, int32_t slot, slot_place place)
+      : turns(slot < rows.turning_slots), interleaved(rows.rotation.interleaved != 0) {
+    if (!turns) return;
+    const hcp_rotation &r = rows.rotation;
+    slot_vectors<W, N> c, s;
+    c.read((const W *)r.cos + row * 2 * r.pairs, place);
+    s.read((const W *)r.sin + row * 2 * r.pairs, place);
+    W given[2 * N];
+    c.widen(given);
+    to_pairs<W, N>(cos, given, interleaved);
+    s.widen(given);
+    to_pairs<W, N>(sin, given, interleaved);
+    /* The transpose of a turn is one, too. */
+#pragma unroll
+    for (int e = 0; e < N; ++e) {
+      W x = sin[e], y = sin[e + N];
+      sin[e] = r.inverse ? -y : x;
+      sin[e + N] = r.inverse ? -x : y;
     }
-    if (slot < rows.turning_slots) turn_slot<W, N>(total, rows.rotation, row, slot);
-    put_row<T, N>(total, (T *)(rows.out + row * rows.out_stride) + head * head_dim, place, both);
-    if (rows.wire == nullptr) continue;
+  }
+
+  __device__ void turn_all(W (&at)[2 * N]) const {
+    if (!turns) return;
+    W pair[2 * N];
+    to_pairs<W, N>(pair, at, interleaved);
+#pragma unroll
+    for (int e = 0; e < N; ++e)
+      turn(&pair[e], &pair[e + N], cos[e], sin[e], cos[e + N], sin[e + N]);
+    from_pairs<W, N>(at, pair, interleaved);
+  }
+};
+
+/* A slot of COUNT heads, every blockDim.y-th from `first` on. */
+template <class T, int N, int COUNT>
+struct slot_heads {
+  slot_vectors<T, N> vectors[COUNT];
+
+  /* The last head stands for those beyond it. */
+  __device__ void read(const T *row, int32_t first, const turned_rows &rows, slot_place place) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      int32_t head = min(first + i * (int32_t)blockDim.y, rows.heads - 1);
+      vectors[i].read(row + head * rows.head_stride, place);
+    }
+  }
+  __device__ void write(T *row, int32_t first, const turned_rows &rows, slot_place place) const {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      int32_t head = first + i * (int32_t)blockDim.y;
+      if (head < rows.heads) vectors[i].write(row + head * rows.rotation.head_dim, place);
+    }
+  }
+};
+
+template <class T>
+static __device__ const T *part_row_of(const run_table &table, const turned_rows &rows, int64_t row,
+                                       int run, int record) {
+  int part = table.part[record];
+  int64_t part_row = table.part_row[record] + row - table.row[run];
+  return (const T *)(rows.part[part] + part_row * rows.part_stride[part]);
+}
+
+/* One slot of all heads of a row, read, turned, and written to the result and to the
+ * wire. The first heads are on their way before the angles are waited for. */
+template <class T, int N>
+static __device__ void turn_slot(const run_table &table, const turned_rows &rows, int64_t row,
+                                 int run, int32_t slot) {
+  using W = typename element<T>::wide;
+  slot_place place = place_of(rows, slot, N);
+  const T *source = (const T *)(rows.part[0] + row * rows.part_stride[0]);
+  int32_t first = (int32_t)threadIdx.y;
+  slot_heads<T, N, HEADS> heads;
+  heads.read(source, first, rows, place);
+  const slot_angles<W, N> angles(rows, row, slot, place);
+  for (int32_t head = first; head < rows.heads; head += HEADS * (int32_t)blockDim.y) {
+    if (head != first) heads.read(source, head, rows, place);
+#pragma unroll
+    for (int i = 0; i < HEADS; ++i) {
+      W at[2 * N];
+      heads.vectors[i].widen(at);
+      angles.turn_all(at);
+      heads.vectors[i].round(at);
+    }
+    heads.write((T *)(rows.out + row * rows.out_stride), head, rows, place);
     for (int r = table.record[run]; r < table.record[run + 1]; ++r) {
       int64_t wire_row = table.part_row[r] + row - table.row[run];
-      T *target = (T *)(rows.wire + wire_row * rows.wire_stride);
-      put_row<T, N>(total, target + head * head_dim, place, both);
+      heads.write((T *)(rows.wire + wire_row * rows.wire_stride), head, rows, place);
+    }
+  }
+}
+
+/* The same of heads that are summed over their parts first, the next of which is on
+ * its way. */
+template <class T, int N>
+static __device__ void sum_slot(const run_table &table, const turned_rows &rows, int64_t row,
+                                int run, int32_t slot) {
+  using W = typename element<T>::wide;
+  slot_place place = place_of(rows, slot, N);
+  int begin = table.record[run], end = table.record[run + 1];
+  int32_t first = (int32_t)threadIdx.y;
+  slot_heads<T, N, SUMMED_HEADS> heads, next = {};
+  if (begin < end) next.read(part_row_of<T>(table, rows, row, run, begin), first, rows, place);
+  const slot_angles<W, N> angles(rows, row, slot, place);
+  for (int32_t head = first; head < rows.heads; head += SUMMED_HEADS * (int32_t)blockDim.y) {
+    W total[SUMMED_HEADS][2 * N] = {}, at[2 * N];
+    if (head != first && begin < end)
+      next.read(part_row_of<T>(table, rows, row, run, begin), head, rows, place);
+    for (int r = begin; r < end; ++r) {
+      heads = next;
+      if (r + 1 < end) next.read(part_row_of<T>(table, rows, row, run, r + 1), head, rows, place);
+#pragma unroll
+      for (int i = 0; i < SUMMED_HEADS; ++i) {
+        heads.vectors[i].widen(at);
+        /* The first is not added to zero: a sum of negative zeros stays one. */
+#pragma unroll
+        for (int e = 0; e < 2 * N; ++e) total[i][e] = r == begin ? at[e] : total[i][e] + at[e];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < SUMMED_HEADS; ++i) {
+      /* A row without parts is 0, not what 0 turns to: -0. */
+      if (begin < end) angles.turn_all(total[i]);
+      heads.vectors[i].round(total[i]);
+    }
+    heads.write((T *)(rows.out + row * rows.out_stride), head, rows, place);
+  }
+}
+
+/* A block is slots x heads x rows. */
+template <class T, int N, bool SUM>
+__global__ void __launch_bounds__(HCP_THREADS, 2)
+    turn_rows(const __grid_constant__ run_table table, const __grid_constant__ turned_rows rows) {
+  int64_t end = table.first_row() + table.rows(), step = (int64_t)gridDim.x * blockDim.z;
+  int64_t row = table.first_row() + (int64_t)blockIdx.x * blockDim.z + threadIdx.z;
+  for (; row < end; row += step) {
+    int run = table.find(row);
+    for (int32_t slot = (int32_t)threadIdx.x; slot < rows.slots; slot += (int32_t)blockDim.x) {
+      if constexpr (SUM)
+        sum_slot<T, N>(table, rows, row, run, slot);
+      else
+        turn_slot<T, N>(table, rows, row, run, slot);
     }
   }
 }
@@ -120,8 +244,10 @@ template <class T, int N>
 static bool fits(const turned_rows &rows, int parts) {
   const hcp_rotation &r = rows.rotation;
   int64_t bytes = N * (int64_t)sizeof(T), pairs = r.pairs;
+  int64_t angle_bytes = N * (int64_t)sizeof(typename element<T>::wide);
   bool whole = pairs % N == 0 && (r.head_dim - 2 * pairs) % (2 * N) == 0 &&
                rows.head_stride * (int64_t)sizeof(T) % bytes == 0 &&
+               aligned(r.cos, 0, angle_bytes) && aligned(r.sin, 0, angle_bytes) &&
                aligned(rows.out, rows.out_stride, bytes) &&
                aligned(rows.wire, rows.wire_stride, bytes);
   for (int p = 0; p < parts; ++p)
@@ -129,23 +255,29 @@ static bool fits(const turned_rows &rows, int parts) {
   return whole;
 }
 
-template <class T, int N>
+template <class T, int N, bool SUM>
 static void launch(const run_table &table, turned_rows *rows, cudaStream_t stream) {
   const hcp_rotation &r = rows->rotation;
-  rows->turning_slots = (r.pairs + N - 1) / N;
-  rows->slots = rows->turning_slots + (r.head_dim - 2 * r.pairs + 2 * N - 1) / (2 * N);
-  int64_t items = (table.row[table.n] - table.row[0]) * rows->heads * rows->slots;
-  turn_rows<T, N><<<hcp_cuda_blocks(items), HCP_THREADS, 0, stream>>>(table, *rows);
+  rows->turning_slots = (int32_t)((r.pairs + N - 1) / N);
+  rows->slots = rows->turning_slots + (int32_t)((r.head_dim - 2 * r.pairs + 2 * N - 1) / (2 * N));
+  int32_t count = SUM ? SUMMED_HEADS : HEADS, groups = (rows->heads + count - 1) / count;
+  dim3 block;
+  block.x = (unsigned)(rows->slots < HCP_THREADS ? rows->slots : HCP_THREADS);
+  block.y = HCP_THREADS / block.x < (unsigned)groups ? HCP_THREADS / block.x : (unsigned)groups;
+  block.z = HCP_THREADS / (block.x * block.y);
+  if (block.z > 64) block.z = 64; /* CUDA allows no more */
+  int64_t items = (table.row[table.n] - table.row[0]) * HCP_THREADS / block.z;
+  turn_rows<T, N, SUM><<<hcp_cuda_blocks(items), block, 0, stream>>>(table, *rows);
 }
 
-template <class T>
+template <class T, bool SUM>
 static hcp_status launch_any(const run_launches &launches, turned_rows *rows, int parts,
                              cudaStream_t stream, hcp_error *err) {
   constexpr int N = vector_elements<T>();
   if (fits<T, N>(*rows, parts))
-    launch<T, N>(launches.table, rows, stream);
+    launch<T, N, SUM>(launches.table, rows, stream);
   else
-    launch<T, 1>(launches.table, rows, stream);
+    launch<T, 1, SUM>(launches.table, rows, stream);
   return hcp_cuda_launched("rotate", err);
 }
 
@@ -163,11 +295,11 @@ static hcp_status rotate_rows(hcp_heads source, const hcp_rotation *rotation, co
   turned.wire = n_runs > 0 ? (char *)wire.data : (char *)out.data;
   turned.wire_stride = n_runs > 0 ? wire.row_stride_bytes : out.row_stride_bytes;
   turned.rotation = *rotation;
-  turned.heads = out.row_bytes / (int64_t)sizeof(T) / rotation->head_dim;
+  turned.heads = (int32_t)(out.row_bytes / (int64_t)sizeof(T) / rotation->head_dim);
   run_launches launches(runs, n_runs, rows, true);
   int more;
   while ((more = launches.advance()) > 0) {
-    hcp_status status = launch_any<T>(launches, &turned, 1, stream, err);
+    hcp_status status = launch_any<T, false>(launches, &turned, 1, stream, err);
     if (status != HCP_OK) return status;
   }
   return more < 0 ? row_too_long(launches, err) : HCP_OK;
@@ -200,8 +332,8 @@ static hcp_status turn_column(const hcp_column *parts, int32_t n_columns, const 
     turned.out = (char *)out.data;
     turned.out_stride = out.row_stride_bytes;
     turned.rotation = *rotation;
-    turned.heads = out.row_bytes / (int64_t)sizeof(T) / rotation->head_dim;
-    hcp_status status = launch_any<T>(launches, &turned, launches.parts, stream, err);
+    turned.heads = (int32_t)(out.row_bytes / (int64_t)sizeof(T) / rotation->head_dim);
+    hcp_status status = launch_any<T, true>(launches, &turned, launches.parts, stream, err);
     if (status != HCP_OK) return status;
   }
   return more < 0 ? row_too_long(launches, err) : HCP_OK;

@@ -51,6 +51,11 @@ struct Cpu {
   KERNEL(reduce_rotated)
   KERNEL(rotate)
 #undef KERNEL
+
+  template <class... Arguments>
+  void reduce_far(const Arguments &...arguments) const {
+    reduce(arguments...);
+  }
 };
 
 }  // namespace hcp

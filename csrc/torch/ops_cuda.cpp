@@ -51,6 +51,7 @@ struct Cuda {
   KERNEL(merge)
   KERNEL(merge_backward)
   KERNEL(reduce)
+  KERNEL(reduce_far)
   KERNEL(reduce_rotated)
   KERNEL(rotate)
   KERNEL(signal_set)

@@ -107,7 +107,8 @@ Tensor read_signalled(Tensors parts, Tensor runs, int64_t rows, int64_t columns,
   std::vector<hcp_signal> told = emptied(owners_done, counted);
   Device device(out, stream);
   device.signal_wait(expected.data(), n_of(expected), timeout_ns, report);
-  reduce_into(device, sum, rows);
+  device.reduce_far(sum.summands.dtype, sum.summands.columns.data(), sum.summands.n_columns,
+                    sum.runs.data, sum.runs.n, rows, sum.out);
   device.signal_set(told.data(), n_of(told));
   return out;
 }

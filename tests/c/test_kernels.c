@@ -82,14 +82,17 @@ static void test_records_of_equal_rows_are_one_run(void) {
 
 static void test_the_place_of_a_row_is_the_last_that_starts_at_or_before_it(void) {
   const int64_t first_rows[] = {3, 5, 5, 9, INT64_MAX};
+  const int32_t short_rows[] = {3, 5, 5, 9, INT32_MAX};
   for (int32_t n = 1; n <= COUNT(first_rows); n++)
     for (int64_t row = 0; row < 12; row++) {
       int32_t expected = 0;
       for (int32_t i = 0; i < n; i++)
         if (first_rows[i] <= row) expected = i;
       CHECK_INT(hcp_place_of_row(first_rows, n, row), expected);
+      CHECK_INT(hcp_place_of_row_32(short_rows, n, (int32_t)row), expected);
     }
   CHECK_INT(hcp_place_of_row(first_rows, COUNT(first_rows), INT64_MAX), 4);
+  CHECK_INT(hcp_place_of_row_32(short_rows, COUNT(short_rows), INT32_MAX), 4);
 }
 
 /* ---- Gathers ------------------------------------------------------------- */

@@ -1,4 +1,5 @@
-"""What only a GPU shows of the kernels: CUDA graphs. Their results: tests/test_ops.py."""
+"""What only a GPU shows of the kernels: CUDA graphs, tables of many launches, reads of few blocks.
+Their results: tests/test_ops.py."""
 
 from __future__ import annotations
 
@@ -97,3 +98,46 @@ def test_a_captured_kernel_computes_the_inputs_of_each_replay(
         graph.replay()
         for result, expected in zip(results, call(inputs(seed)), strict=True):
             assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("count", [512, 513, 4000, 4001, 9000])
+def test_tables_of_any_length_gather_the_rows_of_the_cpu(count: int) -> None:
+    generator = torch.Generator().manual_seed(count)
+    starts = torch.randint(-1, 50, (count, 1), generator=generator)
+    segments = torch.cat([starts, torch.randint(0, 4, (count, 1), generator=generator)], 1)
+    rows = int(segments[:, 1].sum())
+    columns = [torch.randn(53, width, generator=generator) for width in (8, 4)]
+    packed = ops.pack([column.cuda() for column in columns], segments, rows)
+    assert torch.equal(packed.cpu(), ops.pack(columns, segments, rows))
+
+
+@pytest.mark.parametrize(("parts", "columns"), [(1, 17), (3, 50), (100, 2), (128, 1)])
+@pytest.mark.parametrize("width", [3, 8, 1032])
+def test_sums_of_many_parts_and_columns_have_the_bits_of_the_cpu(
+    parts: int, columns: int, width: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = [
+        torch.randn(9, width, generator=generator).bfloat16() for _ in range(parts * columns)
+    ]
+    first = [(0, 4, part, part % 5) for part in range(parts)]
+    runs = torch.tensor([*first, (6, 2, parts - 1, 7)])
+    summed = ops.reduce([x.cuda() for x in tensors], runs, 9, columns=columns)
+    assert torch.equal(summed.cpu(), ops.reduce(tensors, runs, 9, columns=columns))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 63, 64, 65, 5000])
+def test_rows_that_are_read_are_those_of_a_sum(rows: int) -> None:
+    parts = [torch.randn(rows, 300, device="cuda").bfloat16() for _ in range(8)]
+    half = rows // 2
+    runs = torch.tensor(
+        [(0, half, part, 0) for part in (1, 3, 0)] * (half > 0)
+        + [(half, rows - half, 2, 0)] * (rows > half),
+        dtype=torch.int64,
+    ).view(-1, 4)
+    nobody, failure = torch.empty(0, 3, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    stream = torch.cuda.Stream().cuda_stream
+    signals = nobody, nobody, 10**9, failure.pin_memory()
+    read = torch.ops.hcp.read_signalled(parts, runs, rows, 2, *signals, stream)
+    torch.ops.hcp.join(read, stream)
+    assert torch.equal(read, ops.reduce(parts, runs, rows, columns=2))

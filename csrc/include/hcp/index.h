@@ -27,18 +27,22 @@ HCP_INLINE int64_t hcp_run_part_row(const hcp_run *record, int64_t row) {
 }
 
 /* The last of n >= 1 ascending first rows that is at or before row, or else the first:
- * which run, or segment, a row belongs to. */
-HCP_INLINE int32_t hcp_place_of_row(const int64_t *first_rows, int32_t n, int64_t row) {
-  int32_t low = 0, high = n - 1;
-  while (low < high) {
-    int32_t middle = (low + high + 1) / 2;
-    if (first_rows[middle] <= row)
-      low = middle;
-    else
-      high = middle - 1;
+ * which run, or segment, a row belongs to. Tables of 32 bits are twice as long. */
+#define HCP_PLACE_OF_ROW(name, integer)                                                       \
+  HCP_INLINE int32_t hcp_place_of_##name(const integer *first_rows, int32_t n, integer row) { \
+    int32_t low = 0, high = n - 1;                                                            \
+    while (low < high) {                                                                      \
+      int32_t middle = (low + high + 1) / 2;                                                  \
+      if (first_rows[middle] <= row)                                                          \
+        low = middle;                                                                         \
+      else                                                                                    \
+        high = middle - 1;                                                                    \
+    }                                                                                         \
+    return low;                                                                               \
   }
-  return low;
-}
+HCP_PLACE_OF_ROW(row, int64_t)
+HCP_PLACE_OF_ROW(row_32, int32_t)
+#undef HCP_PLACE_OF_ROW
 
 /* ---- rotary embedding ----
  *

@@ -196,9 +196,15 @@ hcp_status hcp_cuda_rotate(hcp_dtype dtype, hcp_heads source, const hcp_rotation
 
 /* ---- Between GPUs that reach each other's memory ------------------------
  *
- * Rows that a peer staged in its memory are read by hcp_cuda_reduce, whose parts
- * may lie anywhere that the device reaches; signals say when. A signal is a word
- * in such memory: its upper half counts, its lower half tells calls apart. */
+ * Rows that a peer staged in its memory are read where they lie; signals say when.
+ * A signal is a word in such memory: its upper half counts, its lower half tells
+ * calls apart. */
+
+/* As hcp_cuda_reduce, whose parts may lie anywhere that the device reaches, in few
+ * blocks: as many as keep a link busy, which read from all peers at any time. */
+hcp_status hcp_cuda_reduce_far(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
+                               const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
+                               void *stream, hcp_error *err);
 
 typedef struct hcp_signal {
   uint64_t *word;
