@@ -85,8 +85,8 @@ class Batch:
         self.order = sorted(range(len(plan.lengths)), key=lambda s: (plan.lengths[s], s))
         self.lengths = np.array([plan.lengths[s] for s in self.order], dtype=np.int64)
         self.degrees = np.arange(1, plan.ranks + 1)
-        rows = {length: self._times(length) for length in set(plan.lengths)}
-        self.times = np.array([rows[int(length)] for length in self.lengths], dtype=np.int64)
+        times = {length: self._times(length) for length in set(plan.lengths)}
+        self.times = np.array([times[int(length)] for length in self.lengths], dtype=np.int64)
         # No sequence from i on takes less.
         self.at_least = np.minimum.accumulate(self.times[::-1])[::-1]
         rows = self.degrees * plan.max_tokens_per_rank - self.lengths[:, None]

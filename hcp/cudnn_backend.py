@@ -58,11 +58,10 @@ class Cudnn:
                 "'torch'"
             )
         rows = [batched(x) for x in (grad_out.contiguous(), query, key, value, out)]
-        heads_first = lse.transpose(0, 1).contiguous().view(1, lse.shape[1], -1, 1)
         no_dropout = torch.empty((), dtype=torch.int64, device=lse.device)
         grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             *rows,
-            heads_first,
+            _statistics(lse),
             no_dropout,
             no_dropout,
             None,  # neither a bias nor bounds of a pack
@@ -76,6 +75,13 @@ class Cudnn:
         )
         grad_query, grad_key, grad_value = map(unbatched, grads)
         return grad_query, grad_key, grad_value
+
+
+def _statistics(lse: Tensor) -> Tensor:
+    """(n, H) as (1, H, n, 1), with the strides of such a tensor also where n or H is 1, in which
+    PyTorch sees no difference and cuDNN does."""
+    rows, heads = lse.shape
+    return lse.new_empty(1, heads, rows, 1).copy_(lse.t().view(1, heads, rows, 1))
 
 
 def _is_causal(entry: Entry, query: Tensor, value: Tensor) -> bool:

@@ -130,6 +130,16 @@ def test_cudnn_is_refused_where_it_has_no_kernel() -> None:
         Cudnn().backward(square, rows, lse, rows, rows, rows, rows, lse, 0.25)
 
 
+@pytest.mark.parametrize(("rows", "heads"), [(1, 4), (7, 1), (1, 1), (5, 3)])
+def test_cudnn_gets_the_log_sum_exp_in_its_strides(rows: int, heads: int) -> None:
+    from hcp.cudnn_backend import _statistics
+
+    lse = torch.randn(heads, rows).t()
+    found = _statistics(lse)
+    assert found.stride() == (heads * rows, rows, 1, 1)
+    assert torch.equal(found[0, :, :, 0], lse.t())
+
+
 def test_dispatch_makes_handlers_of_the_class() -> None:
     cls = hcp.get_cp_handler_cls("torch", ["all_gather", "a2a"])
 

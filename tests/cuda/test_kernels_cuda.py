@@ -137,7 +137,8 @@ def test_rows_that_are_read_are_those_of_a_sum(rows: int) -> None:
     ).view(-1, 4)
     nobody, failure = torch.empty(0, 3, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
     stream = torch.cuda.Stream().cuda_stream
-    signals = nobody, nobody, 10**9, failure.pin_memory()
+    counts = torch.empty(0, dtype=torch.int64)
+    signals = nobody, nobody, counts, 0, 10**9, failure.pin_memory()
     read = torch.ops.hcp.read_signalled(parts, runs, rows, 2, *signals, stream)
     torch.ops.hcp.join(read, stream)
     assert torch.equal(read, ops.reduce(parts, runs, rows, columns=2))
