@@ -1,6 +1,6 @@
 """Attention of a layer, differentiable, for compilers as well as without them.
 
-What it computes, and how keys and gradients travel, is in ``hcp.attend``.
+What it computes is in ``hcp.attend``, how keys and gradients travel in ``hcp.journey``.
 
 T rows on this rank, H query heads, G key-value heads, D head size, E head size of values.
 """
@@ -151,7 +151,8 @@ def _attention(
     out, lse, turned_query, turned_key = forward(run, *given, turn)
     if turn is None:  # an operator must not give back what it was given
         turned_query, turned_key = query.new_empty(0), key.new_empty(0)
-    return out, lse, turned_query, turned_key
+    # A compiler takes the fake's strides for true; kernels have their own.
+    return out.contiguous(), lse.contiguous(), turned_query, turned_key
 
 
 def _attention_fake(

@@ -8,8 +8,9 @@ from typing import Any
 
 
 def plain(value: Any) -> Any:
-    """What is an integer by itself, as NumPy's are, as an int; all else, bools too, as it is."""
-    if type(value) is int or isinstance(value, bool):
+    """What is an integer by itself, as NumPy's and torch's are, as an int; all else as it is, bools
+    and arrays of one integer too."""
+    if type(value) is int or isinstance(value, bool) or getattr(value, "ndim", 0):
         return value
     try:
         return operator.index(value)

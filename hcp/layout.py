@@ -240,11 +240,11 @@ class Schedule(_Table):
         self.trade = self._trade()
         """None where rows stay."""
         self.calls: dict[object, object] = {}
-        """The entries as calls of each kernel that has computed them: see ``hcp.attention``."""
+        """The entries as calls of each kernel that has computed them: see ``hcp.calls``."""
         self.agreed: set[tuple[int, ...]] = set()
         """Traits of calls that the ranks have found equal: see ``exchange.agree_once``."""
         self.runs: dict[tuple[object, ...], object] = {}
-        """How calls of each kind that was checked are computed: see ``hcp.attention``."""
+        """How calls of each kind that was checked are computed: see ``hcp.attend``."""
 
     @cached_property
     def reads(self) -> list[Read | None]:

@@ -64,7 +64,7 @@ class PeerTransport(TorchTransport):
         self._slots.check()
 
     def share(self, share: Share) -> PeerShared:
-        """See :class:`hcp.exchange.SharingTransport`. Work is queued on the current stream."""
+        """See :class:`hcp.exchange.SharingTransport`."""
         return PeerShared(self._slots, share)
 
 
@@ -336,10 +336,16 @@ class PeerReading:
     def __init__(self, slots: Slots, rows: Tensor, parts: Sequence[Tensor]) -> None:
         self._slots, self._rows = slots, rows
         self._parts = parts  # alive until the current stream has waited for them to be read
+        self._joined = False
 
     def wait(self) -> Tensor:
         self._slots.join(self._rows)
+        self._joined = True
         return self._rows
+
+    def __del__(self) -> None:
+        if not self._joined:  # an error came between: their memory is not free before that
+            self._slots.join(self._rows)
 
 
 def _slot_bytes(buffer_bytes: int) -> int:

@@ -131,6 +131,9 @@ def test_rows_whose_time_is_the_hosts_are_found() -> None:
         for rows in (512, 1024, 2048, 4096, 8192)
     ]
     assert flat_rows(doubled) == 1024
+    cells = cells_of(2, 187, 3000)
+    points = [Point(c.lengths, c.degree, False, 0.02) for c in cells]
+    assert flat_rows(points) >= 1488, "of the largest two sizes, whose rows are not quite halves"
 
 
 def test_held_out_points_are_a_quarter_and_the_same_for_a_seed() -> None:

@@ -130,3 +130,25 @@ def test_the_operator_passes_opcheck() -> None:
         )
 
     hcp.loopback(1, check, timeout=300)
+
+
+@pytest.mark.parametrize(("softcap", "value_dim"), [(5.0, 8), (0.0, 6)])
+def test_results_have_the_strides_that_a_compiler_is_told(softcap: float, value_dim: int) -> None:
+    """Of one sequence on one rank, whose results are one call's, which has its own strides."""
+
+    def check(groups: Any) -> None:
+        plan = hcp.plan([9], ranks=1, max_tokens_per_rank=16)
+        cp = hcp.ContextParallelHandler(plan, 0, groups.transport)
+        inputs = [torch.randn(9, h, d) for h, d in ((4, 8), (2, 8), (2, value_dim))]
+
+        def layer(*qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            out, lse = cp.attention(*qkv, softcap=softcap, return_lse=True)
+            return out.view(-1), lse.view(-1)
+
+        compiled = torch.compile(layer, backend="aot_eager")(*inputs)
+        for one, other in zip(
+            compiled, cp.attention(*inputs, softcap=softcap, return_lse=True), strict=True
+        ):
+            assert torch.equal(one, other.reshape(-1))
+
+    hcp.loopback(1, check, timeout=300)

@@ -70,3 +70,11 @@ def test_the_least_is_said_with_what_else_may_stand_there() -> None:
     assert expect_size("size", 3, least=3) == 3
     with pytest.raises(ValueError, match=r"^size is 2, expected an integer >= 3 or 'auto'$"):
         expect_size("size", 2, "or 'auto'", least=3)
+
+
+def test_one_length_is_no_count() -> None:
+    def check(groups: Any) -> None:
+        plan = hcp.EvalPlan(torch.tensor([7]), groups, max_tokens_per_rank=64)
+        assert plan.num_samples == len(plan.lengths or ()) == 1
+
+    hcp.loopback(1, check)

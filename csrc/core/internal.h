@@ -258,10 +258,9 @@ int32_t hcp__waves_hold(hcp__waves *waves, int32_t count, const int64_t *heights
 /* The same with boxes that open as sequences need them, up to target high or as
  * one sequence needs. Returns their count, 0: more than most. */
 int32_t hcp__waves_open(hcp__waves *waves, int64_t target, int64_t *heights, int64_t *needed);
-/* Every sequence, as blocks without ranks. 0: they do not fit. tall_first: single
- * ranks wave after wave, instead of evenly. */
-int32_t hcp__waves_fill(hcp__waves *waves, int32_t count, int32_t tall_first,
-                        const int64_t *heights, hcp__blocks *blocks);
+/* Every sequence, as blocks without ranks; single ranks evenly. 0: they do not fit. */
+int32_t hcp__waves_fill(hcp__waves *waves, int32_t count, const int64_t *heights,
+                        hcp__blocks *blocks);
 /* Every sequence, where hcp__waves_hold said so: boxes of those heights for long ones,
  * needed for those that were poured. What fits in none raises the box that has to
  * rise least. 0: not even that helps. */

@@ -65,9 +65,8 @@ int32_t hcp__waves_hold(hcp__waves *w, int32_t count, const int64_t *heights, in
   return hcp__waves_place(w, 0, w->placed) && pour(w, needed);
 }
 
-int32_t hcp__waves_fill(hcp__waves *w, int32_t count, int32_t tall_first, const int64_t *heights,
-                        hcp__blocks *blocks) {
-  hcp__waves_stand(w, count, tall_first, heights, blocks);
+int32_t hcp__waves_fill(hcp__waves *w, int32_t count, const int64_t *heights, hcp__blocks *blocks) {
+  hcp__waves_stand(w, count, 0, heights, blocks);
   return hcp__waves_place(w, 0, w->p->n);
 }
 

@@ -156,7 +156,7 @@ static hcp_status try_height(search *s, const shape *x, int64_t height, int32_t 
                              hcp_error *err) {
   scale(s, x, height);
   qsort(s->heights, (size_t)x->count, sizeof *s->heights, descending);
-  *fits = hcp__waves_fill(s->waves, x->count, 0, s->heights, &s->blocks);
+  *fits = hcp__waves_fill(s->waves, x->count, s->heights, &s->blocks);
   hcp_status status = *fits ? hcp__place_waves(s->p, &s->blocks, fits, err) : HCP_OK;
   if (status != HCP_OK || !*fits) return status;
   status = hcp__draft_by_micro_batch(&s->found, &s->blocks, err);

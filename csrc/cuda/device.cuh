@@ -36,6 +36,16 @@ static inline unsigned hcp_cuda_blocks(int64_t items) {
   return (unsigned)(blocks < 1 ? 1 : blocks < most ? blocks : most);
 }
 
+/* Loads that a thread has under way before it uses the first. */
+enum { IN_FLIGHT = 4 };
+
+/* Threads of a row, as a power of two: a warp for long rows, fewer for short. */
+static inline int32_t hcp_cuda_lane_bits(int64_t vectors) {
+  int32_t bits = 0;
+  while (bits < 5 && (int64_t)IN_FLIGHT << bits < vectors) ++bits;
+  return bits;
+}
+
 /* ---- elements ---- */
 
 /* Sums are in wide: float64 for float64, float32 for the rest. */

@@ -89,9 +89,6 @@ __device__ inline typename element<T>::wide weight_of(total<T> t, typename eleme
   return lse == -(W)INFINITY ? W(0) : share(lse, t.largest) / t.shares;
 }
 
-/* Parts whose loads a thread has under way at once. */
-enum { IN_FLIGHT = 4 };
-
 /* Where one part has the row that a block is at. */
 template <class T>
 struct part_row {

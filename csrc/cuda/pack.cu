@@ -43,9 +43,6 @@ struct copy_table {
 /* Segments of a launch. */
 enum { FEW = 512, MANY = 4000 };
 
-/* Loads that a thread has under way before it stores the first. */
-enum { IN_FLIGHT = 4 };
-
 template <class V, int SEGMENTS>
 __global__ void __launch_bounds__(HCP_THREADS)
     copy_rows(const __grid_constant__ copy_table<SEGMENTS> table) {
@@ -75,13 +72,6 @@ __global__ void __launch_bounds__(HCP_THREADS)
   }
 }
 
-/* Threads of a row, as a power of two: a warp for long rows, fewer for short. */
-static int32_t lane_bits_of(int64_t vectors) {
-  int32_t bits = 0;
-  while (bits < 5 && (int64_t)IN_FLIGHT << bits < vectors) ++bits;
-  return bits;
-}
-
 /* The widest vector that every address and row of the columns allows. */
 static int64_t vector_bytes(const copied_column *columns, const int64_t *row_bytes, int32_t n) {
   uintptr_t bits = 16;
@@ -102,7 +92,7 @@ static hcp_status launch(copy_table<SEGMENTS> *table, const int64_t *row_bytes, 
     if (table->columns[c].vectors > most) most = table->columns[c].vectors;
   }
   if (rows * most == 0) return HCP_OK;
-  table->lane_bits = lane_bits_of(most);
+  table->lane_bits = hcp_cuda_lane_bits(most);
   dim3 grid(hcp_cuda_blocks(rows << table->lane_bits), (unsigned)n_columns);
   switch (bytes) {
     case 16:

@@ -19,9 +19,6 @@ struct summed_columns {
  * runs meanwhile. */
 enum { FAR_BLOCKS = 64 };
 
-/* Loads that a thread has under way. */
-enum { IN_FLIGHT = 4 };
-
 /* Where a record's row of a column lies. */
 template <class V>
 static __device__ const V *source_of(const run_table &table, const summed_columns &columns,
@@ -100,13 +97,6 @@ __global__ void __launch_bounds__(HCP_THREADS)
   }
 }
 
-/* Threads of a row, as a power of two: a warp for long rows, fewer for short. */
-static int32_t lane_bits_of(int64_t vectors) {
-  int32_t bits = 0;
-  while (bits < 5 && (int64_t)IN_FLIGHT << bits < vectors) ++bits;
-  return bits;
-}
-
 template <class T>
 static hcp_status launch(const run_launches &launches, summed_columns *columns,
                          const int64_t *row_bytes, cudaStream_t stream, hcp_error *err) {
@@ -122,7 +112,7 @@ static hcp_status launch(const run_launches &launches, summed_columns *columns,
     if (columns->vectors[c] > most) most = columns->vectors[c];
   }
   if (most == 0) return HCP_OK;
-  columns->lane_bits = lane_bits_of(most);
+  columns->lane_bits = hcp_cuda_lane_bits(most);
   dim3 grid(hcp_cuda_blocks(rows << columns->lane_bits), (unsigned)columns->n);
   if (columns->far && grid.x > FAR_BLOCKS) grid.x = FAR_BLOCKS;
   if (wide)

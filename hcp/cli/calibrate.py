@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import os
 import platform
 import sys
@@ -163,8 +164,8 @@ def flat_rows(points: Sequence[Point]) -> int:
         times.setdefault((p.degree, len(p.lengths)), {})[rows] = p.seconds
     ratios: dict[int, list[float]] = {}
     for of in times.values():
-        for rows in of.keys() & {2 * rows for rows in of}:
-            ratios.setdefault(rows // 2, []).append(of[rows // 2] / of[rows])
+        for rows, more in itertools.pairwise(sorted(of)):
+            ratios.setdefault(rows, []).append(of[rows] / of[more])
     return max((rows for rows, found in ratios.items() if median(found) >= 0.75), default=0)
 
 
@@ -238,9 +239,11 @@ def print_report(
         )
     flat = flat_rows(points)
     if flat:
+        most = max(args.max_tokens_per_rank, 4 * flat)
         print(
-            f"  {flat} rows of a rank take hardly less than {2 * flat}: the host is the limit. "
-            f"For fuller micro-batches --min-tokens-per-rank {2 * flat} predicts better"
+            f"  {flat} rows of a rank take hardly less than {2 * flat}: the host is the limit. For "
+            f"fuller micro-batches --min-tokens-per-rank {2 * flat} --max-tokens-per-rank {most} "
+            "predicts better"
         )
     print(f"wrote {args.out}")
 
