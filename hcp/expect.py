@@ -10,7 +10,7 @@ from typing import Any
 def plain(value: Any) -> Any:
     """What is an integer by itself, as NumPy's and torch's are, as an int; all else as it is, bools
     and arrays of one integer too."""
-    if type(value) is int or isinstance(value, bool) or getattr(value, "ndim", 0):
+    if type(value) is int or isinstance(value, bool) or getattr(value, "ndim", False):
         return value
     try:
         return operator.index(value)

@@ -96,9 +96,9 @@ def test_a_path_that_is_not_there_is_found_before_ranks_start(monkeypatch, capsy
     monkeypatch.setattr(launch, "start_ranks", lambda *_: pytest.fail("ranks were started"))
     for flags, message in (
         (["--data", "/nope"], "--data /nope: no such file or folder"),
-        (["--window-size", "5,0"], "window_size is (5, 0), expected (-1, -1): a model of"),
+        (["--window-size", "5,0"], "window_size is (5, 0), expected (-1, -1): the model has"),
         (["--eval-context-parallel-size", "auto"], "is 'auto', expected a number: ask"),
-        (["--cp-comm-type", "p2p", "a2a"], "expected one for all layers: the registered"),
+        (["--cp-comm-type", "p2p", "a2a"], "expected one for all layers: the model's"),
     ):
         assert main(flags) == launch.USER_ERROR
         (line,) = capsys.readouterr().err.splitlines()

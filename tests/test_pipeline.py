@@ -443,5 +443,5 @@ def test_the_check_finds_what_is_wrong(change: Any, message: str) -> None:
 
 @pytest.mark.parametrize("name", ["activation", "limit"])
 def test_bytes_are_integers(name: str) -> None:
-    with pytest.raises(ValueError, match=f"memory.{name} is -1, expected bytes >= 0"):
+    with pytest.raises(ValueError, match=f"memory.{name} is -1, expected an integer >= 0 bytes"):
         hcp.MemoryModel(**{name: -1})

@@ -8,8 +8,6 @@
 #include <stdint.h>
 #include <string.h>
 
-#include <type_traits>
-
 #include "hcp/fail.h"
 #include "hcp/kernels.h"
 
@@ -88,11 +86,21 @@ struct alignas(sizeof(T) * N) vector {
   T at[N];
 };
 
+/* The widest word of which a vector that leaves so many bytes over has a whole number. */
+template <size_t bytes_over>
+struct word_of {
+  using type = uint16_t;
+};
+template <>
+struct word_of<0> {
+  using type = uint32_t;
+};
+
 /* The same as words, until its elements are needed: a compiler that sees elements
  * of 16 bits takes them apart where they are loaded, and so waits for each load. */
 template <class T, int N>
 struct alignas(sizeof(T) * N) packed {
-  using word = typename std::conditional<sizeof(T) * N % 4 == 0, uint32_t, uint16_t>::type;
+  using word = typename word_of<sizeof(T) * N % 4>::type;
   word at[sizeof(T) * N / sizeof(word)];
 
   __device__ void widen(typename element<T>::wide *to) const {
