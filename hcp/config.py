@@ -121,28 +121,32 @@ class Config:
     def dispatch_options(self, degree: int | None = None) -> dict[str, Any]:
         """What :func:`hcp.dispatch` is told of the layers. ``degree``: of a layout with one degree
         that is not training's, as evaluation may use: the levels of "a2a+p2p" are fitted to it."""
-        sizes = self.hierarchical_context_parallel_sizes
-        if sizes and degree is not None:
-            sizes = fitted_sizes(sizes, degree)
         return {
             "comm_types": self.comm_types,
-            "hierarchical_context_parallel_sizes": sizes,
+            "hierarchical_context_parallel_sizes": self._levels(degree),
             "window_sizes": tuple(dict.fromkeys(self._layers("window_size"))),
         }
 
     def for_evaluation(self, degree: int, longest: int) -> Config:
         """These options under a layout with one degree for all sequences, of up to ``longest``
-        tokens. Without a backward a rank holds whatever its share of the longest is."""
-        sizes = self.hierarchical_context_parallel_sizes
+        tokens."""
         return replace(
             self,
             sequence_packing_scheduler="static_cp",
             context_parallel_size=degree,
-            hierarchical_context_parallel_sizes=fitted_sizes(sizes, degree) if sizes else (),
-            max_seqlen_per_dp_cp_rank=max(
-                self.max_seqlen_per_dp_cp_rank, rows_up_to(longest, degree)
-            ),
+            hierarchical_context_parallel_sizes=self._levels(degree),
+            max_seqlen_per_dp_cp_rank=self.rows_in_evaluation(degree, longest),
         )
+
+    def rows_in_evaluation(self, degree: int, longest: int) -> int:
+        """Rows that a rank may hold there: without a backward, whatever its share of the longest
+        sequence is."""
+        return max(self.max_seqlen_per_dp_cp_rank, rows_up_to(longest, degree))
+
+    def _levels(self, degree: int | None) -> tuple[int, ...]:
+        """Of "a2a+p2p", fitted to a degree; None: as training has them."""
+        sizes = self.hierarchical_context_parallel_sizes
+        return fitted_sizes(sizes, degree) if sizes and degree is not None else sizes
 
     def validate(
         self, *, ranks: int, num_layers: int | None = None, longest: int | None = None

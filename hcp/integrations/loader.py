@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from hcp.config import NO_WINDOW, Config, rows_up_to
+from hcp.config import NO_WINDOW, Config
 from hcp.cost import CostModel
 from hcp.dispatch import Step, dispatch, gather_lengths
 from hcp.evaluation import EvalPlan
@@ -305,12 +305,11 @@ class EvalDataLoader:
         plan.finish()
 
     def _plan(self, lengths: Sequence[int], degree: int | None) -> EvalPlan:
-        # Without a backward, a rank holds whatever the layout takes.
-        fullest = rows_up_to(max(lengths), degree or self.groups.size("dp_cp"))
+        widest = degree or self.groups.size("dp_cp")
         return EvalPlan(
             lengths,
             self.groups,
-            max_tokens_per_rank=max(self.config.max_seqlen_per_dp_cp_rank, fullest),
+            max_tokens_per_rank=self.config.rows_in_evaluation(widest, max(lengths)),
             global_batch_size=self.global_batch_size,
             degree=degree,
             cost=self.cost,
