@@ -98,6 +98,7 @@ class ReadAtOnce(AtOnce):
             [memory.data_ptr()] * size,
             view,
             failure.pin_memory() if cuda else failure,
+            device=device,
             stream=self._stream.cuda_stream if self._stream is not None else 0,
             buffer_bytes=buffer_bytes,
             timeout=60.0,

@@ -34,6 +34,9 @@ class Cudnn:
         self, call: Call, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         causal = _is_causal(call.entries[0], query, value)
+        if _is_single(call):
+            out, lse = self.forward(_TWO, *map(_and_nothing, (query, key, value)), scale)
+            return out[:1], lse[:1]
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             *map(batched, (query, key, value)), None, True, 0.0, causal, False, scale=scale
         )
@@ -57,6 +60,11 @@ class Cudnn:
                 "the log-sum-exp has a gradient, for which the backend 'cudnn' has no kernel: use "
                 "'torch'"
             )
+        if _is_single(call):
+            two = map(_and_nothing, (query, key, value, out, lse))
+            pairs = self.backward(_TWO, _and_nothing(grad_out), None, *two, scale)
+            grad_query, grad_key, grad_value = (pair[:1] for pair in pairs)
+            return grad_query, grad_key, grad_value
         rows = [batched(x) for x in (grad_out.contiguous(), query, key, value, out)]
         no_dropout = torch.empty((), dtype=torch.int64, device=lse.device)
         grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
@@ -75,6 +83,19 @@ class Cudnn:
         )
         grad_query, grad_key, grad_value = map(unbatched, grads)
         return grad_query, grad_key, grad_value
+
+
+# cuDNN has no kernel for one query and one key. With a second row of each, which is zero, the first
+# query sees its own key alone under the causal mask, and the second has no gradient.
+(_TWO,) = each_alone([Entry(0, 2, 0, 2, -1, 0)])
+
+
+def _is_single(call: Call) -> bool:
+    return call.entries[0].query_rows == call.entries[0].key_rows == 1
+
+
+def _and_nothing(rows: Tensor) -> Tensor:
+    return torch.cat([rows, torch.zeros_like(rows)])
 
 
 def _statistics(lse: Tensor) -> Tensor:

@@ -23,7 +23,9 @@ from hcp.exchange import Share, TorchTransport
 _SLOTS = 2
 """Exchanges that may be under way at once: the next is staged while the last is read."""
 _PAGE = 4096
-_WORD = 8
+_PIECES = 8
+"""Words of a signal, as HCP_PIECES: rows are read piece by piece while more are staged."""
+_WORD_BYTES = 8
 
 _STAGED, _READ = 0, 1
 """Kinds of signals."""
@@ -53,6 +55,7 @@ class PeerTransport(TorchTransport):
             list(handle.buffer_ptrs),
             handle.get_buffer,
             torch.zeros(4, dtype=torch.int64, device="cpu").pin_memory(),
+            device=self.device,
             stream=self.stream.cuda_stream,
             buffer_bytes=buffer_bytes,
             timeout=timeout,
@@ -71,8 +74,9 @@ class PeerTransport(TorchTransport):
 class Slots:
     """One rank's end of memory that ranks have mapped: what is staged where, and the signals.
 
-    A rank's memory begins with the words that its peers write: for each slot, what each peer has
-    staged for it, then what each peer has read from it. The slots follow.
+    A rank's memory begins with the words that its peers write, as many for each signal as a slot
+    has pieces: for each slot, what each peer has staged for it, then what each peer has read from
+    it. The slots follow.
     """
 
     _MOST = 4096
@@ -84,18 +88,21 @@ class Slots:
         view: Callable[[int, tuple[int, int], torch.dtype, int], Tensor],
         failure: Tensor,
         *,
+        device: torch.device,
         stream: int,
         buffer_bytes: int,
         timeout: float,
     ) -> None:
         """``bases``: where each rank's memory lies here. ``view``: of a rank's memory, of some
         shape and dtype, from an element on. ``failure``: int64 (4,), see hcp_signal_failure.
-        ``stream``: a cudaStream_t that reads."""
+        ``stream``: a cudaStream_t of the device, which reads."""
         self.rank, self._bases, self._view, self._stream = rank, bases, view, stream
         self._timeout_ns = int(timeout * 1e9)
         self._slot_bytes = _slot_bytes(buffer_bytes)
         self._failure = failure
         self._failed = (ctypes.c_int64 * 4).from_address(failure.data_ptr())
+        # Blocks that have ended, of launches that stage into each slot and of those that read.
+        self._progress = torch.zeros(_SLOTS + 1, _PIECES, dtype=torch.int32, device=device).unbind()
         # Exchanges with each peer through each slot: staged for it, then read from it.
         self._counts = torch.zeros(2 * _SLOTS * len(bases), dtype=torch.int64, device="cpu")
         self._columns: dict[tuple[object, ...], list[Tensor]] = {}
@@ -166,26 +173,31 @@ class Slots:
 
     def read_by(self, slot: int) -> Tensor:
         """Signals of everybody who has been a reader of this slot: it has been read."""
-        everyone = tuple(range(len(self._bases)))
+        everyone = tuple((peer, True) for peer in range(len(self._bases)))
         return self._signals_of(_READ, slot, everyone, _STAGED, to=False)
 
     def staged_for(self, slot: int, readers: tuple[int, ...]) -> Tensor:
         """Signals to the readers that the slot is filled once more."""
-        return self._signals_of(_STAGED, slot, readers, _STAGED, to=True)
+        return self._signals_of(
+            _STAGED, slot, tuple((peer, True) for peer in readers), _STAGED, to=True
+        )
 
-    def staged_by(self, slot: int, owners: tuple[int, ...]) -> Tensor:
-        """Signals of these ranks that they have filled their slots once more."""
+    def staged_by(self, slot: int, owners: tuple[tuple[int, bool], ...]) -> Tensor:
+        """Signals of these ranks that they have filled their slots; whether once more, or as was
+        counted before in the exchange."""
         return self._signals_of(_STAGED, slot, owners, _READ, to=False)
 
     def read_of(self, slot: int, owners: tuple[int, ...]) -> Tensor:
         """Signals to these ranks that their slots have been read."""
-        return self._signals_of(_READ, slot, owners, _READ, to=True)
+        return self._signals_of(
+            _READ, slot, tuple((peer, True) for peer in owners), _READ, to=True
+        )
 
     def _signals_of(
-        self, kind: int, slot: int, peers: tuple[int, ...], count: int, *, to: bool
+        self, kind: int, slot: int, peers: tuple[tuple[int, bool], ...], count: int, *, to: bool
     ) -> Tensor:
-        """int64 (peers, 3) of (word, place of its count, peer), of signals to these peers or from
-        them; the operators count."""
+        """int64 (peers, 4) of (word, place of its count, peer, whether it is met first), of signals
+        to these peers or from them; the operators count."""
         key = (kind, slot, peers, to)
         signals = self._signals.get(key)
         if signals is None:
@@ -196,23 +208,26 @@ class Slots:
                     self._word(*((peer, self.rank) if to else (self.rank, peer)), kind, slot),
                     self._place(count, slot, peer),
                     peer,
+                    int(first),
                 )
-                for peer in peers
+                for peer, first in peers
             ]
-            signals = torch.tensor(records, dtype=torch.int64, device="cpu").view(-1, 3)
+            signals = torch.tensor(records, dtype=torch.int64, device="cpu").view(-1, 4)
             self._signals[key] = signals
         return signals
 
     def _word(self, owner: int, writer: int, kind: int, slot: int) -> int:
-        return int(self._bases[owner]) + _WORD * self._place(kind, slot, writer)
+        """Address of the first word of a signal."""
+        return int(self._bases[owner]) + _signal_bytes(self._place(kind, slot, writer))
 
     def _place(self, kind: int, slot: int, peer: int) -> int:
         return (kind * _SLOTS + slot) * len(self._bases) + peer
 
     # ---- work ----
 
-    def write(
+    def stage(
         self,
+        slot: int,
         out: Tensor,
         parts: Sequence[Tensor],
         runs: Tensor,
@@ -221,11 +236,11 @@ class Slots:
         after: Tensor,
         tag: int,
     ) -> None:
-        """`ops.reduce` into ``out`` on the current stream, which waits for signals before and gives
-        others after it."""
+        """`ops.reduce` into ``out`` of the slot on the current stream, which waits for signals
+        before and gives others piece by piece."""
         signals = before, after, self._counts, tag, self._timeout_ns, self._failure
         try:
-            torch.ops.hcp.reduce_signalled.default(out, parts, runs, columns, *signals)
+            torch.ops.hcp.stage.default(out, parts, runs, columns, *signals, self._progress[slot])
         except RuntimeError:
             self.check()
             raise
@@ -243,8 +258,8 @@ class Slots:
         """`ops.reduce` on the stream that reads, which follows the current one."""
         signals = before, after, self._counts, tag, self._timeout_ns, self._failure
         try:
-            out: Tensor = torch.ops.hcp.read_signalled.default(
-                parts, runs, rows, columns, *signals, self._stream
+            out: Tensor = torch.ops.hcp.read.default(
+                parts, runs, rows, columns, *signals, self._progress[_SLOTS], self._stream
             )
         except RuntimeError:
             self.check()
@@ -290,23 +305,23 @@ class PeerShared:
             made = self._made[slot] = self._make(slot)
         columns = len(share.widths)
         if share.readers:
-            slots.write(made.out, parts, share.runs, columns, made.before, made.after, tag)
+            slots.stage(slot, made.out, parts, share.runs, columns, made.before, made.after, tag)
         return PeerStaged(slots, made.reads, columns, tag)
 
     def _make(self, slot: int) -> _Slot:
         slots, share = self._slots, self._share
         whole = (sum(share.widths),)
         (out,) = slots.columns(((slots.rank, share.rows),), slot, whole, share.dtype)
-        awaited: set[int] = set()  # later reads follow on the stream of the first
+        met: set[int] = set()
         reads: list[_Reading | None] = []
         for read in share.reads:
             if read is None:
                 reads.append(None)
                 continue
-            met = tuple(peer for peer, _ in read.owners if peer not in awaited)
-            awaited.update(met)
+            owners = tuple((peer, peer not in met) for peer, _ in read.owners)
+            met.update(peer for peer, _ in owners)
             columns = slots.columns(tuple(read.owners), slot, share.widths, share.dtype)
-            signals = slots.staged_by(slot, met), slots.read_of(slot, tuple(read.done))
+            signals = slots.staged_by(slot, owners), slots.read_of(slot, tuple(read.done))
             reads.append(_Reading(columns, read.runs, read.rows, *signals))
         after = slots.staged_for(slot, tuple(share.readers))
         return _Slot(out, slots.read_by(slot), after, reads)
@@ -352,8 +367,12 @@ def _slot_bytes(buffer_bytes: int) -> int:
     return buffer_bytes // _SLOTS // _PAGE * _PAGE
 
 
+def _signal_bytes(signals: int) -> int:
+    return signals * _PIECES * _WORD_BYTES
+
+
 def _words_bytes(size: int) -> int:
-    return -(-2 * _SLOTS * size * _WORD // _PAGE) * _PAGE
+    return -(-_signal_bytes(2 * _SLOTS * size) // _PAGE) * _PAGE
 
 
 def memory_bytes(size: int, buffer_bytes: int) -> int:

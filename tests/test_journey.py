@@ -106,14 +106,23 @@ def test_gradients_that_came_home_in_another_width_are_refused():
         layer.sum_gradients([rows(6, 2), rows(6, 2)], None, table((0, 1, 0, 0)), 1, 3, *NO_TURN)
 
 
+PIECES = 8
+
+
 def test_a_count_that_is_not_there_is_refused_before_anything_is_counted():
-    counts, failure, word = torch.zeros(2, dtype=torch.int64), torch.zeros(4), torch.zeros(1)
-    failure, word = failure.long(), word.long()
-    told, wrong = table((word.data_ptr(), 1, 0)), table((word.data_ptr(), 2, 0))
+    counts, failure, words = torch.zeros(2).long(), torch.zeros(4).long(), torch.zeros(PIECES).long()
+    address = words.data_ptr()
+    told, wrong = table((address, 1, 0, 1)), table((address, 2, 0, 1))
     given = [rows(3, 2)], table((0, 3, 0, 0)), 1
-    out = torch.zeros(3, 2, dtype=torch.float64)
+    out, progress = torch.zeros(3, 2, dtype=torch.float64), torch.zeros(PIECES).int()
+    how = counts, 5, 0, failure, progress
     with pytest.raises(RuntimeError, match=r"before\[0\] counts in place 2, expected < 2"):
-        layer.reduce_signalled(out, *given, wrong, told, counts, 5, 0, failure)
-    layer.reduce_signalled(out, *given, told, told, counts, 5, 0, failure)  # nobody is waited for
+        layer.stage(out, *given, wrong, told, *how)
+    layer.stage(out, *given, told, told, *how)  # nobody is waited for
     assert torch.equal(out, given[0][0])
-    assert (counts.tolist(), word.item()) == ([0, 1], 1 << 32 | 5)
+    assert (counts.tolist(), words.tolist()) == ([0, 1], [1 << 32 | 5] * PIECES)
+    with pytest.raises(RuntimeError, match=r"before has 2 owners, expected at most the 1 parts"):
+        layer.read([out], given[1], 3, 1, torch.cat([told, told]), told, *how, 0)
+    again = table((address, 1, 0, 0))  # what the same exchange has counted before
+    assert torch.equal(layer.read([out], given[1], 3, 1, again, told, *how, 0), out)
+    assert (counts.tolist(), words[0].item()) == ([0, 1], 1 << 32)

@@ -47,6 +47,7 @@ class MappedTransport(LoopbackTransport):
             [memory.data_ptr() for memory in memories],
             view,
             torch.zeros(4, dtype=torch.int64),
+            device=torch.device("cpu"),
             stream=0,
             buffer_bytes=self.buffer_bytes,
             timeout=self.timeout,

@@ -24,13 +24,18 @@ static inline hcp_status hcp_cuda_launched(const char *kernel, hcp_error *err) {
   return hcp_cuda_status(cudaGetLastError(), kernel, err);
 }
 
-/* Enough blocks to fill the device several times over; kernels stride over the
- * rest. */
-static inline unsigned hcp_cuda_blocks(int64_t items) {
+/* Blocks of the whole device, so many on each multiprocessor. */
+static inline unsigned hcp_cuda_resident(int32_t blocks) {
   int device = 0, processors = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  int64_t blocks = (items + HCP_THREADS - 1) / HCP_THREADS, most = 16 * (int64_t)processors;
+  return (unsigned)(blocks * processors);
+}
+
+/* Enough blocks to fill the device several times over; kernels stride over the
+ * rest. */
+static inline unsigned hcp_cuda_blocks(int64_t items) {
+  int64_t blocks = (items + HCP_THREADS - 1) / HCP_THREADS, most = hcp_cuda_resident(16);
   return (unsigned)(blocks < 1 ? 1 : blocks < most ? blocks : most);
 }
 

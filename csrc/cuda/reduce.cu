@@ -4,6 +4,7 @@
  * the records of the row's run, in the order of the table. Each thread has several
  * loads under way: rows may lie behind a link. */
 #include "runs.cuh"
+#include "signal.cuh"
 
 struct summed_columns {
   const char *part[HCP_CUDA_PARTS_MAX];    /* of the launch's columns, part by part */
@@ -12,12 +13,7 @@ struct summed_columns {
   int64_t vectors[HCP_CUDA_COLUMNS_MAX]; /* of a row */
   int64_t out_stride;                    /* bytes */
   int32_t n, lane_bits;
-  bool far;
 };
-
-/* Blocks that keep a link busy. The others' multiprocessors are left to whatever
- * runs meanwhile. */
-enum { FAR_BLOCKS = 64 };
 
 /* Where a record's row of a column lies. */
 template <class V>
@@ -67,24 +63,16 @@ static __device__ void sum_vectors(packed<T, N> (&value)[IN_FLIGHT], const run_t
   for (int k = 0; k < IN_FLIGHT; ++k) value[k].round(total[k]);
 }
 
+/* Rows [low, high) of the block's column, those of `blocks` blocks in turns. */
 template <class T, int N>
-__global__ void __launch_bounds__(HCP_THREADS)
-    sum_rows(const __grid_constant__ run_table table,
-             const __grid_constant__ summed_columns columns) {
+static __device__ void sum_between(const run_table &table, const summed_columns &columns,
+                                   int64_t low, int64_t high, int block, int blocks) {
   using V = packed<T, N>;
   int column = (int)blockIdx.y, lanes = 1 << columns.lane_bits;
   int lane = (int)threadIdx.x & (lanes - 1), at_once = HCP_THREADS >> columns.lane_bits;
-  int64_t vectors = columns.vectors[column], first = table.first_row(), rows = table.rows();
-  int64_t row = first + (int64_t)blockIdx.x * at_once, end = first + rows;
-  int64_t step = (int64_t)gridDim.x * at_once;
-  if (columns.far) {
-    /* Blocks far apart in the result read from different peers at any time, and
-     * all ranks' together from all. */
-    row = first + rows * blockIdx.x / gridDim.x;
-    end = first + rows * (blockIdx.x + 1) / gridDim.x;
-    step = at_once;
-  }
-  for (row += threadIdx.x >> columns.lane_bits; row < end; row += step) {
+  int64_t vectors = columns.vectors[column], step = (int64_t)blocks * at_once;
+  int64_t row = low + (int64_t)block * at_once + (threadIdx.x >> columns.lane_bits);
+  for (; row < high; row += step) {
     int run = table.find(row);
     V *out = reinterpret_cast<V *>(columns.out[column] + row * columns.out_stride);
     for (int64_t at = lane; at < vectors; at += IN_FLIGHT * lanes) {
@@ -97,48 +85,205 @@ __global__ void __launch_bounds__(HCP_THREADS)
   }
 }
 
+template <class T, int N>
+__global__ void __launch_bounds__(HCP_THREADS)
+    sum_rows(const __grid_constant__ run_table table,
+             const __grid_constant__ summed_columns columns) {
+  int64_t first = table.first_row();
+  sum_between<T, N>(table, columns, first, first + table.rows(), (int)blockIdx.x, (int)gridDim.x);
+}
+
+/* ---- between GPUs ---- */
+
+/* Peers are told of so many pieces at a time. */
+struct staging {
+  signal_table staged;
+  uint32_t *progress;
+  int32_t pieces_at_once;
+};
+
+template <class T, int N>
+__global__ void __launch_bounds__(HCP_THREADS)
+    stage_rows(const __grid_constant__ run_table table,
+               const __grid_constant__ summed_columns columns,
+               const __grid_constant__ staging stage) {
+  int64_t rows = table.rows();
+  for (int32_t piece = 0; piece < HCP_PIECES; piece += stage.pieces_at_once) {
+    int32_t next = piece + stage.pieces_at_once;
+    sum_between<T, N>(table, columns, hcp_piece_start(rows, piece), hcp_piece_start(rows, next),
+                      (int)blockIdx.x, (int)gridDim.x);
+    if (comes_last(&stage.progress[piece])) set_words(stage.staged, piece, next);
+  }
+}
+
+struct reading {
+  awaited_table staged;
+  signal_table read;
+  uint32_t *progress;
+  int16_t signal[HCP_CUDA_PARTS_MAX]; /* of the launch's parts, -1: nobody stages it */
+  int64_t rows[HCP_CUDA_PARTS_MAX];   /* of these parts */
+};
+
+/* Until the pieces are there of which a run reads between two of its rows. */
+static __device__ void wait_for_run(const run_table &table, const reading &read, int run,
+                                    int64_t low, int64_t high) {
+  for (int r = table.record[run]; r < table.record[run + 1]; ++r) {
+    int part = table.part[r];
+    if (read.signal[part] < 0) continue;
+    int64_t from = table.part_row[r] - table.row[run];
+    int32_t last = hcp_piece_of_row(read.rows[part], from + high - 1);
+    for (int32_t piece = hcp_piece_of_row(read.rows[part], from + low); piece <= last; ++piece)
+      wait_for(read.staged, read.signal[part], piece);
+  }
+}
+
+/* Each block reads its own stretch of rows: blocks far apart in the result read from
+ * different peers at any time, and all ranks' together from all. */
+template <class T, int N>
+__global__ void __launch_bounds__(HCP_THREADS)
+    read_rows(const __grid_constant__ run_table table,
+              const __grid_constant__ summed_columns columns,
+              const __grid_constant__ reading read) {
+  int64_t low = table.rows() * blockIdx.x / gridDim.x;
+  int64_t high = table.rows() * (blockIdx.x + 1) / gridDim.x;
+  for (int run = table.find(low) + (int)threadIdx.x; run < table.n; run += HCP_THREADS) {
+    int64_t from = table.row[run] > low ? table.row[run] : low;
+    int64_t to = table.row[run + 1] < high ? table.row[run + 1] : high;
+    if (from < to) wait_for_run(table, read, run, from, to);
+  }
+  __syncthreads();
+  sum_between<T, N>(table, columns, low, high, 0, 1);
+  if (comes_last(read.progress)) set_words(read.read, 0, 1);
+}
+
+/* ---- launches ---- */
+
+/* Blocks that keep a link busy: the other multiprocessors are left to whatever runs
+ * meanwhile. Blocks of a multiprocessor that run at once for sure, and bytes of a
+ * piece that are worth a signal. */
+enum { READING_BLOCKS = 64, RESIDENT = 4, PIECE_BYTES = 1 << 21 };
+
+/* What launches between GPUs wait for and tell. */
+struct between {
+  hcp_awaited awaited;
+  hcp_signals told;
+  uint32_t *progress;
+  bool stages;                /* or else reads: */
+  int32_t first_staged;       /* part */
+  const int64_t *part_rows;
+
+  /* Words of what is awaited, and of what is told. */
+  int32_t awaited_words() const { return stages ? 1 : HCP_PIECES; }
+  int32_t told_words() const { return stages ? HCP_PIECES : 1; }
+};
+
+/* Launched beside the rows: both by one launch, where that takes all rows. */
+static hcp_status wait_before(const between *peers, bool whole, cudaStream_t stream,
+                              hcp_error *err) {
+  if (peers == NULL || (whole && !peers->stages)) return HCP_OK;
+  return hcp_cuda_signal_wait(peers->awaited, peers->awaited_words(), stream, err);
+}
+
+static hcp_status tell_after(const between *peers, bool whole, cudaStream_t stream,
+                             hcp_error *err) {
+  if (peers == NULL || whole) return HCP_OK;
+  return hcp_cuda_signal_set(peers->told, peers->told_words(), stream, err);
+}
+
+template <class T, int N>
+static hcp_status launch_staging(const run_table &table, const summed_columns &columns, dim3 grid,
+                                 int64_t bytes, const between &peers, cudaStream_t stream,
+                                 hcp_error *err) {
+  staging stage;
+  hcp_status status = fill(&stage.staged, peers.told, err);
+  if (status != HCP_OK) return status;
+  stage.progress = peers.progress;
+  stage.pieces_at_once = 1;
+  while (stage.pieces_at_once < HCP_PIECES && bytes / HCP_PIECES * stage.pieces_at_once < PIECE_BYTES)
+    stage.pieces_at_once *= 2;
+  /* A block that waits for room on the device would delay the first piece. */
+  unsigned at_once = hcp_cuda_resident(RESIDENT) / grid.y;
+  if (stage.pieces_at_once < HCP_PIECES && grid.x > at_once) grid.x = at_once > 0 ? at_once : 1;
+  stage_rows<T, N><<<grid, HCP_THREADS, 0, stream>>>(table, columns, stage);
+  return HCP_OK;
+}
+
+template <class T, int N>
+static hcp_status launch_reading(const run_launches &launches, const summed_columns &columns,
+                                 dim3 grid, const between &peers, cudaStream_t stream,
+                                 hcp_error *err) {
+  reading read;
+  hcp_status status = fill(&read.staged, peers.awaited, err);
+  if (status == HCP_OK) status = fill(&read.read, peers.told, err);
+  if (status != HCP_OK) return status;
+  read.progress = peers.progress;
+  for (int32_t p = 0; p < launches.parts; ++p) {
+    int32_t part = launches.part_of[p];
+    read.signal[p] = (int16_t)(part < peers.first_staged ? -1 : part - peers.first_staged);
+    read.rows[p] = peers.part_rows[part];
+  }
+  if (grid.x > READING_BLOCKS) grid.x = READING_BLOCKS;
+  read_rows<T, N><<<grid, HCP_THREADS, 0, stream>>>(launches.table, columns, read);
+  return HCP_OK;
+}
+
+template <class T, int N>
+static hcp_status launch_by(const run_launches &launches, const summed_columns &columns, dim3 grid,
+                            int64_t bytes, const between *peers, cudaStream_t stream,
+                            hcp_error *err) {
+  hcp_status status = HCP_OK;
+  if (peers == NULL)
+    sum_rows<T, N><<<grid, HCP_THREADS, 0, stream>>>(launches.table, columns);
+  else if (peers->stages)
+    status = launch_staging<T, N>(launches.table, columns, grid, bytes, *peers, stream, err);
+  else
+    status = launch_reading<T, N>(launches, columns, grid, *peers, stream, err);
+  return status == HCP_OK ? hcp_cuda_launched("reduce", err) : status;
+}
+
 template <class T>
 static hcp_status launch(const run_launches &launches, summed_columns *columns,
-                         const int64_t *row_bytes, cudaStream_t stream, hcp_error *err) {
+                         const int64_t *row_bytes, const between *peers, cudaStream_t stream,
+                         hcp_error *err) {
   constexpr int N = vector_elements<T>();
   bool wide = true;
   for (int32_t i = 0; i < launches.parts * columns->n; ++i)
     wide = wide && aligned(columns->part[i], columns->part_stride[i], 16);
   for (int32_t c = 0; c < columns->n; ++c)
     wide = wide && aligned(columns->out[c], columns->out_stride | row_bytes[c], 16);
-  int64_t most = 0, rows = launches.table.row[launches.table.n] - launches.table.row[0];
+  int64_t most = 0, bytes = 0, rows = launches.table.row[launches.table.n] - launches.table.row[0];
   for (int32_t c = 0; c < columns->n; ++c) {
     columns->vectors[c] = row_bytes[c] / (int64_t)sizeof(T) / (wide ? N : 1);
     if (columns->vectors[c] > most) most = columns->vectors[c];
+    bytes += rows * row_bytes[c];
   }
-  if (most == 0) return HCP_OK;
+  if (bytes == 0) return HCP_OK;
   columns->lane_bits = hcp_cuda_lane_bits(most);
   dim3 grid(hcp_cuda_blocks(rows << columns->lane_bits), (unsigned)columns->n);
-  if (columns->far && grid.x > FAR_BLOCKS) grid.x = FAR_BLOCKS;
-  if (wide)
-    sum_rows<T, N><<<grid, HCP_THREADS, 0, stream>>>(launches.table, *columns);
-  else
-    sum_rows<T, 1><<<grid, HCP_THREADS, 0, stream>>>(launches.table, *columns);
-  return hcp_cuda_launched("reduce", err);
+  return wide ? launch_by<T, N>(launches, *columns, grid, bytes, peers, stream, err)
+              : launch_by<T, 1>(launches, *columns, grid, bytes, peers, stream, err);
 }
 
 /* The columns from number `from` on, as many at once as a launch carries. */
 template <class T>
 static hcp_status sum_columns(const hcp_column *parts, int32_t from, int32_t n_columns,
                               const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
-                              bool far, cudaStream_t stream, hcp_error *err) {
+                              const between *peers, cudaStream_t stream, hcp_error *err) {
   run_launches launches(runs, n_runs, rows, true);
-  int more;
-  while ((more = launches.advance()) > 0) {
+  int more = launches.advance();
+  bool whole = more > 0 && launches.is_last() && out.row_bytes > 0 &&
+               (n_columns - from) * launches.parts <= HCP_CUDA_PARTS_MAX &&
+               n_columns - from <= HCP_CUDA_COLUMNS_MAX;
+  hcp_status status = wait_before(peers, whole, stream, err);
+  for (; more > 0 && status == HCP_OK; more = launches.advance()) {
     int32_t at_once = HCP_CUDA_PARTS_MAX / (launches.parts > 0 ? launches.parts : 1);
     if (at_once > HCP_CUDA_COLUMNS_MAX) at_once = HCP_CUDA_COLUMNS_MAX;
     int64_t offset = 0;
-    for (int32_t first = from; first < n_columns; first += at_once) {
+    for (int32_t first = from; first < n_columns && status == HCP_OK; first += at_once) {
       summed_columns columns;
       int64_t row_bytes[HCP_CUDA_COLUMNS_MAX];
       columns.n = n_columns - first < at_once ? n_columns - first : at_once;
       columns.out_stride = out.row_stride_bytes;
-      columns.far = far;
       for (int32_t c = 0; c < columns.n; ++c) {
         row_bytes[c] = parts[first + c].row_bytes;
         columns.out[c] = (char *)out.data + offset;
@@ -150,38 +295,49 @@ static hcp_status sum_columns(const hcp_column *parts, int32_t from, int32_t n_c
           columns.part[p * columns.n + c] = (const char *)part.data;
           columns.part_stride[p * columns.n + c] = part.row_stride_bytes;
         }
-      hcp_status status = launch<T>(launches, &columns, row_bytes, stream, err);
-      if (status != HCP_OK) return status;
+      status = launch<T>(launches, &columns, row_bytes, whole ? peers : NULL, stream, err);
     }
   }
-  return more < 0 ? row_too_long(launches, err) : HCP_OK;
+  if (status == HCP_OK && more < 0) status = row_too_long(launches, err);
+  return status == HCP_OK ? tell_after(peers, whole, stream, err) : status;
 }
 
 static hcp_status sum_any(hcp_dtype dtype, const hcp_column *parts, int32_t from, int32_t n_columns,
                           const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
-                          bool far, cudaStream_t stream, hcp_error *err) {
+                          const between *peers, cudaStream_t stream, hcp_error *err) {
   hcp_status status = HCP_OK;
   HCP_CUDA_DISPATCH(dtype, status = sum_columns<T>(parts, from, n_columns, runs, n_runs, rows, out,
-                                                   far, stream, err))
+                                                   peers, stream, err))
   return status;
 }
 
 hcp_status hcp_cuda_reduce_from(hcp_dtype dtype, const hcp_column *parts, int32_t from,
                                 int32_t n_columns, const hcp_run *runs, int64_t n_runs,
                                 int64_t rows, hcp_column out, cudaStream_t stream, hcp_error *err) {
-  return sum_any(dtype, parts, from, n_columns, runs, n_runs, rows, out, false, stream, err);
+  return sum_any(dtype, parts, from, n_columns, runs, n_runs, rows, out, NULL, stream, err);
 }
 
 hcp_status hcp_cuda_reduce(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
                            const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
                            void *stream, hcp_error *err) {
-  return sum_any(dtype, parts, 0, n_columns, runs, n_runs, rows, out, false, (cudaStream_t)stream,
+  return sum_any(dtype, parts, 0, n_columns, runs, n_runs, rows, out, NULL, (cudaStream_t)stream,
                  err);
 }
 
-hcp_status hcp_cuda_reduce_far(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
-                               const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
-                               void *stream, hcp_error *err) {
-  return sum_any(dtype, parts, 0, n_columns, runs, n_runs, rows, out, true, (cudaStream_t)stream,
+hcp_status hcp_cuda_stage(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
+                          const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
+                          hcp_awaited free, hcp_signals staged, uint32_t *progress, void *stream,
+                          hcp_error *err) {
+  between peers = {free, staged, progress, true, 0, NULL};
+  return sum_any(dtype, parts, 0, n_columns, runs, n_runs, rows, out, &peers, (cudaStream_t)stream,
+                 err);
+}
+
+hcp_status hcp_cuda_read(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
+                         const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
+                         hcp_awaited staged, int32_t first_staged, const int64_t *part_rows,
+                         hcp_signals read, uint32_t *progress, void *stream, hcp_error *err) {
+  between peers = {staged, read, progress, false, first_staged, part_rows};
+  return sum_any(dtype, parts, 0, n_columns, runs, n_runs, rows, out, &peers, (cudaStream_t)stream,
                  err);
 }

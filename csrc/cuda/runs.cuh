@@ -96,6 +96,9 @@ struct run_launches {
     if (fill && row < rows && table.n < run_table::RUNS) add_gap(rows);
     return table.n > 0;
   }
+
+  /* Whether nothing is left for another launch. */
+  bool is_last() const { return next == n_runs && (!fill || row == rows); }
 };
 
 static inline hcp_status row_too_long(const run_launches &launches, hcp_error *err) {

@@ -201,6 +201,14 @@ Runs runs_of(const Tensor &tensor, const Sizes &part_rows, int64_t out_rows) {
 
 Signals signals_of(const Tensor &tensor) { return records_of<hcp_signal>("signals", tensor); }
 
+Places places_of(const char *name, const Tensor &tensor, int64_t counts) {
+  Places places = records_of<Place>(name, tensor);
+  for (int64_t i = 0; i < places.n; ++i)
+    if (places.data[i].count < 0 || places.data[i].count >= counts)
+      refuse(name, "[", i, "] counts in place ", places.data[i].count, ", expected < ", counts);
+  return places;
+}
+
 Cuts cuts_of(const Tensor &tensor) { return records_of<Cut>("cuts", tensor); }
 
 Moves moves_of(const Tensor &tensor, int64_t rows) {

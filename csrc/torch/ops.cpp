@@ -8,9 +8,9 @@ namespace hcp {
 
 // Holds the thread until a word of memory that ranks of one process share counts as expected, as
 // hcp_cuda_signal_wait holds a stream.
-static void wait_for(const hcp_signal &signal, int64_t timeout_ns, hcp_signal_failure *failure) {
-  auto end = std::chrono::steady_clock::now() + std::chrono::nanoseconds(timeout_ns);
-  auto acquired = [&] { return __atomic_load_n(signal.word, __ATOMIC_ACQUIRE); };
+static void wait_for(const hcp_signal &signal, int32_t word, const hcp_awaited &awaited) {
+  auto end = std::chrono::steady_clock::now() + std::chrono::nanoseconds(awaited.timeout_ns);
+  auto acquired = [&] { return __atomic_load_n(signal.word + word, __ATOMIC_ACQUIRE); };
   uint64_t found = acquired();
   for (; found >> 32 < signal.value >> 32; found = acquired()) {
     if (std::chrono::steady_clock::now() > end) break;
@@ -18,8 +18,14 @@ static void wait_for(const hcp_signal &signal, int64_t timeout_ns, hcp_signal_fa
   }
   if (found == signal.value) return;
   bool late = found >> 32 < signal.value >> 32;
-  *failure = {late ? 1 : 2, signal.peer, signal.value, found};
+  *awaited.failure = {late ? 1 : 2, signal.peer, signal.value, found};
   refuse("the signal of rank ", signal.peer, " is ", found, ", expected ", signal.value);
+}
+
+static void wait_for_all(const hcp_awaited &awaited, int32_t words) {
+  for (int64_t i = 0; i < awaited.signals.n; ++i)
+    for (int32_t word = 0; word < words; ++word)
+      wait_for(awaited.signals.data[i], word, awaited);
 }
 
 // The thread is its own stream.
@@ -28,14 +34,10 @@ struct Cpu {
 
   void join(int64_t) const {}
 
-  void signal_set(const hcp_signal *signals, int64_t n) const {
-    for (int64_t i = 0; i < n; ++i)
-      __atomic_store_n(signals[i].word, signals[i].value, __ATOMIC_RELEASE);
-  }
-
-  void signal_wait(const hcp_signal *signals, int64_t n, int64_t timeout_ns,
-                   hcp_signal_failure *failure) const {
-    for (int64_t i = 0; i < n; ++i) wait_for(signals[i], timeout_ns, failure);
+  void signal_set(hcp_signals signals, int32_t words) const {
+    for (int64_t i = 0; i < signals.n; ++i)
+      for (int32_t word = 0; word < words; ++word)
+        __atomic_store_n(signals.data[i].word + word, signals.data[i].value, __ATOMIC_RELEASE);
   }
 
 #define KERNEL(name)                               \
@@ -52,9 +54,20 @@ struct Cpu {
   KERNEL(rotate)
 #undef KERNEL
 
-  template <class... Arguments>
-  void reduce_far(const Arguments &...arguments) const {
-    reduce(arguments...);
+  void stage(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns, const hcp_run *runs,
+             int64_t n_runs, int64_t rows, hcp_column out, const hcp_awaited &free,
+             hcp_signals staged, uint32_t *) const {
+    wait_for_all(free, 1);
+    reduce(dtype, parts, n_columns, runs, n_runs, rows, out);
+    signal_set(staged, HCP_PIECES);
+  }
+
+  void read(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns, const hcp_run *runs,
+            int64_t n_runs, int64_t rows, hcp_column out, const hcp_awaited &staged, int32_t,
+            const int64_t *, hcp_signals done, uint32_t *) const {
+    wait_for_all(staged, HCP_PIECES);
+    reduce(dtype, parts, n_columns, runs, n_runs, rows, out);
+    signal_set(done, 1);
   }
 };
 
@@ -96,12 +109,13 @@ STABLE_TORCH_LIBRARY(hcp, m) {
       "Tensor? cos, Tensor? sin, bool interleaved) -> Tensor[]");
   m.def("signal_set(Tensor(a!) memory, Tensor signals) -> ()");
   m.def(
-      "reduce_signalled(Tensor(a!) out, Tensor[] parts, Tensor runs, int columns, Tensor before, "
-      "Tensor after, Tensor(b!) counts, int tag, int timeout_ns, Tensor(c!) failure) -> ()");
+      "stage(Tensor(a!) out, Tensor[] parts, Tensor runs, int columns, Tensor before, "
+      "Tensor after, Tensor(b!) counts, int tag, int timeout_ns, Tensor(c!) failure, "
+      "Tensor(d!) progress) -> ()");
   m.def(
-      "read_signalled(Tensor[] parts, Tensor runs, SymInt rows, int columns, Tensor before, "
-      "Tensor after, Tensor(a!) counts, int tag, int timeout_ns, Tensor(b!) failure, int stream) "
-      "-> Tensor");
+      "read(Tensor[] parts, Tensor runs, SymInt rows, int columns, Tensor before, Tensor after, "
+      "Tensor(a!) counts, int tag, int timeout_ns, Tensor(b!) failure, Tensor(c!) progress, "
+      "int stream) -> Tensor");
   m.def("join(Tensor like, int stream) -> ()");
   m.def(
       "nccl_exchange(Tensor sent, Tensor sends, Tensor(a!) received, Tensor receives, "

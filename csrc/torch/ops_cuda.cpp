@@ -51,11 +51,11 @@ struct Cuda {
   KERNEL(merge)
   KERNEL(merge_backward)
   KERNEL(reduce)
-  KERNEL(reduce_far)
+  KERNEL(stage)
+  KERNEL(read)
   KERNEL(reduce_rotated)
   KERNEL(rotate)
   KERNEL(signal_set)
-  KERNEL(signal_wait)
 #undef KERNEL
 
   template <class... Arguments>
@@ -117,7 +117,7 @@ static void nccl_exchange(Tensor sent, Tensor sends, Tensor received, Tensor rec
   device.nccl_exchange(&nccl(), reinterpret_cast<void *>(communicator), out.data(),
                        static_cast<int64_t>(out.size()), in.data(),
                        static_cast<int64_t>(in.size()));
-  device.signal_set(told.data, told.n);
+  device.signal_set(hcp_signals{told.data, told.n}, 1);
 }
 
 }  // namespace hcp

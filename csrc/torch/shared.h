@@ -27,89 +27,102 @@ inline Counts counts_of(const Tensor &counts) {
   return {static_cast<int64_t *>(counts.mutable_data_ptr()), counts.size(0)};
 }
 
-// Words with the place of their count as value, which is checked before anything is queued.
-inline Signals places_of(const char *name, const Tensor &table, const Counts &counts) {
-  Signals places = signals_of(table);
-  for (int64_t i = 0; i < places.n; ++i)
-    if (places.data[i].value >= static_cast<uint64_t>(counts.n))
-      refuse(name, "[", i, "] counts in place ", places.data[i].value, ", expected < ", counts.n);
-  return places;
+using SignalList = std::vector<hcp_signal>;
+
+inline hcp_signal signal_at(const Place &place, int64_t count, int64_t tag) {
+  return {place.word, static_cast<uint64_t>(count << 32 | tag), place.peer};
 }
 
 // "The rows are there": one exchange more.
-inline std::vector<hcp_signal> filled(const Signals &places, const Counts &counts, int64_t tag) {
-  std::vector<hcp_signal> signals(places.data, places.data + places.n);
-  for (hcp_signal &signal : signals)
-    signal.value = static_cast<uint64_t>(++counts.data[signal.value] << 32 | tag);
-  return signals;
-}
-
-// "They have been read", as often as there were any.
-inline std::vector<hcp_signal> emptied(const Signals &places, const Counts &counts) {
-  std::vector<hcp_signal> signals;
+inline SignalList filled(const Places &places, const Counts &counts, int64_t tag) {
+  SignalList signals;
   for (int64_t i = 0; i < places.n; ++i) {
-    hcp_signal signal = places.data[i];
-    signal.value = static_cast<uint64_t>(counts.data[signal.value] << 32);
-    if (signal.value > 0) signals.push_back(signal);
+    const Place &place = places.data[i];
+    counts.data[place.count] += place.first;
+    signals.push_back(signal_at(place, counts.data[place.count], tag));
   }
   return signals;
 }
 
-inline int64_t n_of(const std::vector<hcp_signal> &signals) {
-  return static_cast<int64_t>(signals.size());
+// "They have been read", as often as there were any.
+inline SignalList emptied(const Places &places, const Counts &counts) {
+  SignalList signals;
+  for (int64_t i = 0; i < places.n; ++i) {
+    const Place &place = places.data[i];
+    if (counts.data[place.count] > 0)
+      signals.push_back(signal_at(place, counts.data[place.count], 0));
+  }
+  return signals;
+}
+
+inline hcp_signals borrowed(const SignalList &signals) {
+  return {signals.data(), static_cast<int64_t>(signals.size())};
+}
+
+// Words for launches that count their blocks.
+inline uint32_t *progress_of(const Tensor &progress, const Tensor &like) {
+  expect_dtype("progress", progress, torch::headeronly::ScalarType::Int);
+  expect_sizes("progress", progress, {HCP_CUDA_PROGRESS_WORDS});
+  expect_contiguous("progress", progress);
+  expect_same_device("progress", progress, "the parts", like);
+  return static_cast<uint32_t *>(progress.mutable_data_ptr());
 }
 
 template <class Device>
 void signal_set(Tensor memory, Tensor signals) {
   Signals table = signals_of(signals);
-  Device(memory).signal_set(table.data, table.n);
+  Device(memory).signal_set(hcp_signals{table.data, table.n}, 1);
 }
 
 // Sums into memory that others read: waits for those who read what it held, and tells the readers.
 template <class Device>
-void reduce_signalled(Tensor out, Tensors parts, Tensor runs, int64_t columns, Tensor before,
-                      Tensor after, Tensor counts, int64_t tag, int64_t timeout_ns,
-                      Tensor failure) {
+void stage(Tensor out, Tensors parts, Tensor runs, int64_t columns, Tensor before, Tensor after,
+           Tensor counts, int64_t tag, int64_t timeout_ns, Tensor failure, Tensor progress) {
   Counts counted = counts_of(counts);
-  Signals readers_before = places_of("before", before, counted);
-  Signals readers = places_of("after", after, counted);
+  Places readers_before = places_of("before", before, counted.n);
+  Places readers = places_of("after", after, counted.n);
   expect_at_least("timeout_ns", timeout_ns, 0);
   Tensors given = flat("parts", parts);
   Summands summands = summands_of(given, columns);
   hcp_signal_failure *report = failure_of(failure, given[0]);
+  uint32_t *ended = progress_of(progress, given[0]);
   expect_dim("out", out, 2);
   expect_result(out, given[0], summands.width);
   Reduction sum = reduction_of(summands, runs, out);
-  std::vector<hcp_signal> expected = emptied(readers_before, counted);
-  std::vector<hcp_signal> told = filled(readers, counted, tag);
-  Device device(out);
-  device.signal_wait(expected.data(), n_of(expected), timeout_ns, report);
-  reduce_into(device, sum, out.size(0));
-  device.signal_set(told.data(), n_of(told));
+  SignalList expected = emptied(readers_before, counted);
+  SignalList told = filled(readers, counted, tag);
+  Device(out).stage(summands.dtype, summands.columns.data(), summands.n_columns, sum.runs.data,
+                    sum.runs.n, out.size(0), sum.out,
+                    hcp_awaited{borrowed(expected), timeout_ns, report}, borrowed(told), ended);
 }
 
-// Waits for what others stage, sums it, and tells them, on a stream that follows the current one.
+// Waits for what others stage, the last of the parts, sums it, and tells them, on a stream that
+// follows the current one.
 template <class Device>
-Tensor read_signalled(Tensors parts, Tensor runs, int64_t rows, int64_t columns, Tensor before,
-                      Tensor after, Tensor counts, int64_t tag, int64_t timeout_ns, Tensor failure,
-                      int64_t stream) {
+Tensor read(Tensors parts, Tensor runs, int64_t rows, int64_t columns, Tensor before, Tensor after,
+            Tensor counts, int64_t tag, int64_t timeout_ns, Tensor failure, Tensor progress,
+            int64_t stream) {
   Counts counted = counts_of(counts);
-  Signals owners = places_of("before", before, counted);
-  Signals owners_done = places_of("after", after, counted);
+  Places owners = places_of("before", before, counted.n);
+  Places owners_done = places_of("after", after, counted.n);
   expect_at_least("timeout_ns", timeout_ns, 0);
   expect_at_least("rows", rows, 0);
   Tensors given = flat("parts", parts);
   Summands summands = summands_of(given, columns);
   hcp_signal_failure *report = failure_of(failure, given[0]);
+  uint32_t *ended = progress_of(progress, given[0]);
+  int64_t own = static_cast<int64_t>(summands.rows.size()) - owners.n;
+  if (own < 0)
+    refuse("before has ", owners.n, " owners, expected at most the ", summands.rows.size(),
+           " parts that are read");
   Tensor out = fresh(given[0], {rows, summands.width});
   Reduction sum = reduction_of(summands, runs, out);
-  std::vector<hcp_signal> expected = filled(owners, counted, tag);
-  std::vector<hcp_signal> told = emptied(owners_done, counted);
-  Device device(out, stream);
-  device.signal_wait(expected.data(), n_of(expected), timeout_ns, report);
-  device.reduce_far(sum.summands.dtype, sum.summands.columns.data(), sum.summands.n_columns,
-                    sum.runs.data, sum.runs.n, rows, sum.out);
-  device.signal_set(told.data(), n_of(told));
+  SignalList expected = filled(owners, counted, tag);
+  SignalList told = emptied(owners_done, counted);
+  Device(out, stream)
+      .read(summands.dtype, summands.columns.data(), summands.n_columns, sum.runs.data, sum.runs.n,
+            rows, sum.out, hcp_awaited{borrowed(expected), timeout_ns, report},
+            static_cast<int32_t>(own), summands.rows.data(), borrowed(told), ended);
   return out;
 }
 
@@ -122,8 +135,8 @@ void join(Tensor like, int64_t stream) {
 template <class Device>
 void implement_shared(torch::stable::detail::StableLibrary &m) {
   m.impl("signal_set", TORCH_BOX(&signal_set<Device>));
-  m.impl("reduce_signalled", TORCH_BOX(&reduce_signalled<Device>));
-  m.impl("read_signalled", TORCH_BOX(&read_signalled<Device>));
+  m.impl("stage", TORCH_BOX(&stage<Device>));
+  m.impl("read", TORCH_BOX(&read<Device>));
   m.impl("join", TORCH_BOX(&join<Device>));
 }
 

@@ -95,6 +95,17 @@ static void test_the_place_of_a_row_is_the_last_that_starts_at_or_before_it(void
   CHECK_INT(hcp_place_of_row_32(short_rows, COUNT(short_rows), INT32_MAX), 4);
 }
 
+static void test_a_row_is_in_its_piece(void) {
+  for (int64_t rows = 1; rows < 40; rows++) {
+    CHECK_INT(hcp_piece_start(rows, 0), 0);
+    CHECK_INT(hcp_piece_start(rows, HCP_PIECES), rows);
+    for (int64_t row = 0; row < rows; row++) {
+      int32_t piece = hcp_piece_of_row(rows, row);
+      CHECK(hcp_piece_start(rows, piece) <= row && row < hcp_piece_start(rows, piece + 1));
+    }
+  }
+}
+
 /* ---- Gathers ------------------------------------------------------------- */
 
 static hcp_column bytes_column(char *data, int64_t stride, int64_t width) {
@@ -449,6 +460,7 @@ int main(void) {
   test_runs();
   test_records_of_equal_rows_are_one_run();
   test_the_place_of_a_row_is_the_last_that_starts_at_or_before_it();
+  test_a_row_is_in_its_piece();
   test_pack_and_unpack();
   test_gathers_of_nothing();
   test_reduce();

@@ -126,19 +126,50 @@ def test_sums_of_many_parts_and_columns_have_the_bits_of_the_cpu(
     assert torch.equal(summed.cpu(), ops.reduce(tensors, runs, 9, columns=columns))
 
 
-@pytest.mark.parametrize("rows", [0, 1, 63, 64, 65, 5000])
-def test_rows_that_are_read_are_those_of_a_sum(rows: int) -> None:
-    parts = [torch.randn(rows, 300, device="cuda").bfloat16() for _ in range(8)]
-    half = rows // 2
-    runs = torch.tensor(
-        [(0, half, part, 0) for part in (1, 3, 0)] * (half > 0)
-        + [(half, rows - half, 2, 0)] * (rows > half),
-        dtype=torch.int64,
-    ).view(-1, 4)
-    nobody, failure = torch.empty(0, 3, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+PIECES = 8
+
+
+@pytest.mark.parametrize("columns", [2, 17])  # one launch takes all, or several do
+@pytest.mark.parametrize("width", [3, 64, 1024])
+@pytest.mark.parametrize("rows", [0, 1, 7, 64, 65, 5000])
+def test_rows_that_are_staged_and_read_are_those_of_a_sum(
+    rows: int, width: int, columns: int
+) -> None:
+    def randn(n: int) -> torch.Tensor:
+        return torch.randn(n, width, device="cuda").bfloat16()
+
+    def signal(number: int) -> tuple[int, int, int, int]:
+        return words[number].data_ptr(), number, number, 1
+
+    words = torch.zeros(4, PIECES, dtype=torch.int64, device="cuda")
+    counts, progress = torch.zeros(4).long(), torch.zeros(2, PIECES, device="cuda").int()
+    how = counts, 5, 10**9, torch.zeros(4).long().pin_memory()
+    nobody, half = torch.empty(0, 4).long(), rows // 2
+    # Two owners stage sums of two parts each; a reader adds what it has, rows the other way round.
+    both = torch.tensor([(0, rows, part, 0) for part in (1, 0)] * (rows > 0)).long().view(-1, 4)
+    staged, sums = [], []
+    for owner in range(2):
+        parts = [randn(rows) for _ in range(2 * columns)]
+        staged.append(torch.full((rows, columns * width), torch.nan, device="cuda").bfloat16())
+        told = torch.tensor([signal(owner)])
+        torch.ops.hcp.stage(staged[-1], parts, both, columns, nobody, told, *how, progress[0])
+        sums.append(ops.reduce(parts, both, rows, columns=columns))
+    own = [randn(rows) for _ in range(columns)]
+    runs = [(0, half, part, rows - half) for part in (1, 0, 2)] * (half > 0)
+    runs += [(half, rows - half, 2, 0)] * (rows > half)
+    table = torch.tensor(runs).long().view(-1, 4)
+    split = [part for sum in staged for part in sum.split(width, 1)]
+    met = torch.tensor([signal(0)[:1] + (2, 0, 1), signal(1)[:1] + (3, 1, 1)])
+    done = torch.tensor([(words[2].data_ptr(), 2, 0, 1), (words[3].data_ptr(), 3, 1, 1)])
     stream = torch.cuda.Stream().cuda_stream
-    counts = torch.empty(0, dtype=torch.int64)
-    signals = nobody, nobody, counts, 0, 10**9, failure.pin_memory()
-    read = torch.ops.hcp.read_signalled(parts, runs, rows, 2, *signals, stream)
+    given = [*own, *split], table, rows, columns, met, done, *how, progress[1], stream
+    read = torch.ops.hcp.read(*given)
     torch.ops.hcp.join(read, stream)
-    assert torch.equal(read, ops.reduce(parts, runs, rows, columns=2))
+    for sum, expected in zip(staged, sums, strict=True):
+        assert torch.equal(sum, expected)
+    split = [part for sum in sums for part in sum.split(width, 1)]
+    assert torch.equal(read, ops.reduce([*own, *split], table, rows, columns=columns))
+    assert torch.equal(words[:2].cpu(), torch.full((2, PIECES), 1 << 32 | 5))
+    assert words[2:, 0].tolist() == [1 << 32] * 2
+    assert not words[2:, 1:].any()
+    assert not progress.any()

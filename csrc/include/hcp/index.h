@@ -44,6 +44,13 @@ HCP_PLACE_OF_ROW(row, int64_t)
 HCP_PLACE_OF_ROW(row_32, int32_t)
 #undef HCP_PLACE_OF_ROW
 
+/* Where piece i of rows begins, and the piece of a row: see hcp_signal. */
+HCP_INLINE int64_t hcp_piece_start(int64_t rows, int32_t i) { return rows * i / HCP_PIECES; }
+
+HCP_INLINE int32_t hcp_piece_of_row(int64_t rows, int64_t row) {
+  return (int32_t)(((row + 1) * HCP_PIECES - 1) / rows);
+}
+
 /* ---- rotary embedding ----
  *
  * Where the two elements of pair p stand, of the `pairs` pairs of a head. */

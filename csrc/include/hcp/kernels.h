@@ -196,18 +196,15 @@ hcp_status hcp_cuda_rotate(hcp_dtype dtype, hcp_heads source, const hcp_rotation
 
 /* ---- Between GPUs that reach each other's memory ------------------------
  *
- * Rows that a peer staged in its memory are read where they lie; signals say when.
- * A signal is a word in such memory: its upper half counts, its lower half tells
- * calls apart. */
-
-/* As hcp_cuda_reduce, whose parts may lie anywhere that the device reaches, in few
- * blocks: as many as keep a link busy, which read from all peers at any time. */
-hcp_status hcp_cuda_reduce_far(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
-                               const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
-                               void *stream, hcp_error *err);
+ * Rows that a rank stages in its memory are read by its peers where they lie;
+ * signals say when. A signal is HCP_PIECES words side by side in such memory, one
+ * for each piece of the rows: its upper half counts, its lower half tells calls
+ * apart. Piece i of R rows is rows [R i / HCP_PIECES, R (i + 1) / HCP_PIECES), so
+ * that the first are read while the last are staged. */
+#define HCP_PIECES 8
 
 typedef struct hcp_signal {
-  uint64_t *word;
+  uint64_t *word; /* the first */
   uint64_t value;
   int64_t peer; /* for the report of a failure */
 } hcp_signal;
@@ -222,15 +219,46 @@ typedef struct hcp_signal_failure {
   uint64_t expected, found;
 } hcp_signal_failure;
 
-/* Write every word, visible to all devices after whatever the stream did before. */
-hcp_status hcp_cuda_signal_set(const hcp_signal *signals, int64_t n, void *stream, hcp_error *err);
+typedef struct hcp_signals {
+  const hcp_signal *data;
+  int64_t n;
+} hcp_signals;
 
-/* Hold the stream until every word has its value. When one does not within
- * timeout_ns, or counts as far with another lower half, *failure says so and the
- * kernel traps: later work of this process on the device fails, instead of
- * reading rows that are not there. */
-hcp_status hcp_cuda_signal_wait(const hcp_signal *signals, int64_t n, int64_t timeout_ns,
-                                hcp_signal_failure *failure, void *stream, hcp_error *err);
+/* Signals that are waited for. When one has not come within timeout_ns, or counts as
+ * far with another lower half, *failure says so and the kernel traps: later work of
+ * this process on the device fails, instead of reading rows that are not there. */
+typedef struct hcp_awaited {
+  hcp_signals signals;
+  int64_t timeout_ns;
+  hcp_signal_failure *failure;
+} hcp_awaited;
+
+/* Write so many words of every signal, visible to all devices after whatever the
+ * stream did before. */
+hcp_status hcp_cuda_signal_set(hcp_signals signals, int32_t words, void *stream, hcp_error *err);
+
+/* Hold the stream until so many words of every signal have its value. */
+hcp_status hcp_cuda_signal_wait(hcp_awaited awaited, int32_t words, void *stream, hcp_error *err);
+
+/* Zeroed words of the device that launches one after the other on one stream may
+ * share: how many blocks have ended, or have ended a piece. */
+#define HCP_CUDA_PROGRESS_WORDS HCP_PIECES
+
+/* As hcp_cuda_reduce, into memory that peers read: when `free` has come, in its first
+ * word, and with all of `staged` set, piece by piece. */
+hcp_status hcp_cuda_stage(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
+                          const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
+                          hcp_awaited free, hcp_signals staged, uint32_t *progress, void *stream,
+                          hcp_error *err);
+
+/* As hcp_cuda_reduce, whose parts from number first_staged on are what peers stage,
+ * signal i of `staged` being of part first_staged + i, of part_rows rows; then sets
+ * the first word of `read`. In few blocks: as many as keep a link busy, which read
+ * from all peers at any time, and wait only for pieces of which they read. */
+hcp_status hcp_cuda_read(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
+                         const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
+                         hcp_awaited staged, int32_t first_staged, const int64_t *part_rows,
+                         hcp_signals read, uint32_t *progress, void *stream, hcp_error *err);
 
 /* What a stream does from now on follows what another has been given so far. */
 hcp_status hcp_cuda_follow(void *stream, void *ahead, hcp_error *err);

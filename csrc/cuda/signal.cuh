@@ -1,0 +1,105 @@
+/* signal.cuh - words that GPUs write into each other's memory, and wait for. */
+#ifndef HCP_CUDA_SIGNAL_CUH
+#define HCP_CUDA_SIGNAL_CUH
+
+#include "device.cuh"
+
+/* Signals as a launch carries them. */
+struct signal_table {
+  hcp_signal signals[HCP_CUDA_SIGNALS_MAX];
+  int32_t n;
+};
+
+/* The same with what to do when they do not come. */
+struct awaited_table {
+  signal_table table;
+  int64_t timeout_ns;
+  hcp_signal_failure *failure;
+};
+
+static inline hcp_status fill(signal_table *table, hcp_signals signals, hcp_error *err) {
+  if (signals.n > HCP_CUDA_SIGNALS_MAX)
+    return hcp__fail(err, HCP_INVALID, "%lld signals, expected <= %d", (long long)signals.n,
+                     HCP_CUDA_SIGNALS_MAX);
+  for (int64_t i = 0; i < signals.n; ++i) table->signals[i] = signals.data[i];
+  table->n = (int32_t)signals.n;
+  return HCP_OK;
+}
+
+static inline hcp_status fill(awaited_table *table, const hcp_awaited &awaited, hcp_error *err) {
+  table->timeout_ns = awaited.timeout_ns;
+  table->failure = awaited.failure;
+  return fill(&table->table, awaited.signals, err);
+}
+
+static __device__ inline uint64_t acquired(const uint64_t *word) {
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+}
+
+static __device__ inline void release(uint64_t *word, uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" : : "l"(word), "l"(value) : "memory");
+}
+
+static __device__ inline int64_t nanoseconds() {
+  int64_t now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+
+/* The first of several late peers is reported whole: its thread alone writes,
+ * kind last, and no other traps before that. */
+static __device__ inline void report(hcp_signal_failure *failure, int64_t kind,
+                                     const hcp_signal &signal, uint64_t found) {
+  unsigned long long *claim = (unsigned long long *)&failure->kind;
+  if (atomicCAS(claim, 0ULL, ~0ULL) != 0) {
+    while (*(volatile int64_t *)&failure->kind == -1) {
+    }
+    __trap();
+  }
+  failure->peer = signal.peer;
+  failure->expected = signal.value;
+  failure->found = found;
+  __threadfence_system();
+  failure->kind = kind;
+  __threadfence_system();
+  __trap();
+}
+
+/* Spins on this device's own memory, never over the link. */
+static __device__ inline void wait_for(const awaited_table &awaited, int32_t number, int32_t word) {
+  const hcp_signal &signal = awaited.table.signals[number];
+  int64_t start = nanoseconds();
+  uint64_t found = acquired(signal.word + word);
+  while (found >> 32 < signal.value >> 32) {
+    if (nanoseconds() - start > awaited.timeout_ns) report(awaited.failure, 1, signal, found);
+    found = acquired(signal.word + word);
+  }
+  if (found != signal.value) report(awaited.failure, 2, signal, found);
+}
+
+/* Words [from, to) of every signal, by all threads of a block. */
+static __device__ inline void set_words(const signal_table &table, int32_t from, int32_t to) {
+  for (int i = (int)threadIdx.x; i < table.n * (to - from); i += (int)blockDim.x) {
+    const hcp_signal &signal = table.signals[i / (to - from)];
+    release(signal.word + from + i % (to - from), signal.value);
+  }
+}
+
+/* Whether this block is the launch's last that comes here, all others' memory being
+ * visible to whoever sees what it releases. *arrived is zero before and after. */
+static __device__ inline bool comes_last(uint32_t *arrived) {
+  __shared__ bool last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    uint32_t blocks = gridDim.x * gridDim.y;
+    __threadfence_system();
+    last = atomicInc(arrived, blocks - 1) == blocks - 1;
+    __threadfence_system();
+  }
+  __syncthreads();
+  return last;
+}
+
+#endif
