@@ -87,18 +87,21 @@ class Share(NamedTuple):
 class Staged(Protocol):
     """One exchange under way, this rank's rows being in the readers' reach."""
 
-    def read(self, number: int, own: Sequence[Tensor] = ()) -> Reading:
+    def read(self, number: int) -> Reading:
         """Begin to read (rows, width), summed as in `ops.reduce`: the reads of the kind, in order.
-        ``own``: this rank's parts, (N, ...), as columns."""
+        The first has begun with the staging."""
 
 
 class Shared(Protocol):
     """A kind of exchange, made ready."""
 
-    def stage(self, exchange: int, parts: Sequence[Tensor], tag: int) -> Staged:
+    def stage(
+        self, exchange: int, parts: Sequence[Tensor], tag: int, own: Sequence[Tensor] = ()
+    ) -> Staged:
         """Stage this rank's rows, from parts (N, ...) as columns, and let the readers come.
 
         ``exchange``: its number, alike on all ranks of the group. All ranks name one tag.
+        ``own``: this rank's parts of the first read, (N, ...), as columns.
         """
 
 

@@ -203,8 +203,9 @@ class _Read:
         return views
 
     def home(self, grads: list[Tensor], turn: Turn | None) -> Callable[[], list[Tensor]]:
-        staged = self._grads.stage(next(self._schedule.exchanges), grads, self._tag)
-        reading = staged.read(0, grads[: 2 * len(self._calls.stages[0])])
+        own = grads[: 2 * len(self._calls.stages[0])]
+        staged = self._grads.stage(next(self._schedule.exchanges), grads, self._tag, own)
+        reading = staged.read(0)
 
         def sums() -> list[Tensor]:
             # The kernel that reads and sums does not turn.

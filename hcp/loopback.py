@@ -131,25 +131,30 @@ class _LoopbackShared:
     def __init__(self, transport: SharingLoopbackTransport, share: Share) -> None:
         self._transport, self._share = transport, share
 
-    def stage(self, exchange: int, parts: Sequence[Tensor], tag: int) -> _LoopbackStaged:
+    def stage(
+        self, exchange: int, parts: Sequence[Tensor], tag: int, own: Sequence[Tensor] = ()
+    ) -> _LoopbackStaged:
         share = self._share
         if share.readers:
             columns = [part.flatten(1) for part in parts]
             staged = ops.reduce(columns, share.runs, share.rows, len(share.widths))
             moves = [Move(peer, 0, share.rows) for peer in share.readers]
             self._transport.send(staged, moves, tag)
-        return _LoopbackStaged(self._transport, share, tag)
+        return _LoopbackStaged(self._transport, share, tag, own)
 
 
 class _LoopbackStaged:
-    def __init__(self, transport: SharingLoopbackTransport, share: Share, tag: int) -> None:
+    def __init__(
+        self, transport: SharingLoopbackTransport, share: Share, tag: int, own: Sequence[Tensor]
+    ) -> None:
         self._transport, self._share, self._tag = transport, share, tag
+        self._own = [part.flatten(1) for part in own]
         self._arrived: dict[int, Tensor] = {}
 
-    def read(self, number: int, own: Sequence[Tensor] = ()) -> _LoopbackReading:
+    def read(self, number: int) -> _LoopbackReading:
         read = self._share.reads[number]
         assert read is not None
-        columns = [part.flatten(1) for part in own]
+        columns, self._own = self._own, []
         for peer, count in read.owners:
             if peer not in self._arrived:
                 self._arrived[peer] = self._receive(peer, count)

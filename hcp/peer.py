@@ -101,8 +101,8 @@ class Slots:
         self._slot_bytes = _slot_bytes(buffer_bytes)
         self._failure = failure
         self._failed = (ctypes.c_int64 * 4).from_address(failure.data_ptr())
-        # Blocks that have ended, of launches that stage into each slot and of those that read.
-        self._progress = torch.zeros(_SLOTS + 1, _PIECES, dtype=torch.int32, device=device).unbind()
+        # Blocks that have ended, of launches that stage into each slot, and last of those that read.
+        self.progress = torch.zeros(_SLOTS + 1, _PIECES, dtype=torch.int32, device=device).unbind()
         # Exchanges with each peer through each slot: staged for it, then read from it.
         self._counts = torch.zeros(2 * _SLOTS * len(bases), dtype=torch.int64, device="cpu")
         self._columns: dict[tuple[object, ...], list[Tensor]] = {}
@@ -225,46 +225,15 @@ class Slots:
 
     # ---- work ----
 
-    def stage(
-        self,
-        slot: int,
-        out: Tensor,
-        parts: Sequence[Tensor],
-        runs: Tensor,
-        columns: int,
-        before: Tensor,
-        after: Tensor,
-        tag: int,
-    ) -> None:
-        """`ops.reduce` into ``out`` of the slot on the current stream, which waits for signals
-        before and gives others piece by piece."""
-        signals = before, after, self._counts, tag, self._timeout_ns, self._failure
+    def queue(self, operator: Any, *arguments: Any, tag: int, reads: bool) -> Any:
+        """One of `stage`, `read` and `stage_and_read`, with what all exchanges have."""
+        stream = (self._stream,) if reads else ()
+        common = self._counts, tag, self._timeout_ns, self._failure, *stream
         try:
-            torch.ops.hcp.stage.default(out, parts, runs, columns, *signals, self._progress[slot])
+            return operator(*arguments, *common)
         except RuntimeError:
             self.check()
             raise
-
-    def read(
-        self,
-        parts: Sequence[Tensor],
-        runs: Tensor,
-        rows: int,
-        columns: int,
-        before: Tensor,
-        after: Tensor,
-        tag: int,
-    ) -> Tensor:
-        """`ops.reduce` on the stream that reads, which follows the current one."""
-        signals = before, after, self._counts, tag, self._timeout_ns, self._failure
-        try:
-            out: Tensor = torch.ops.hcp.read.default(
-                parts, runs, rows, columns, *signals, self._progress[_SLOTS], self._stream
-            )
-        except RuntimeError:
-            self.check()
-            raise
-        return out
 
     def join(self, rows: Tensor) -> None:
         """Let the current stream follow the one that reads."""
@@ -277,17 +246,20 @@ class _Reading(NamedTuple):
     columns: list[Tensor]
     runs: Tensor
     rows: int
-    before: Tensor
-    after: Tensor
+    staged: Tensor
+    done: Tensor
 
 
 class _Slot(NamedTuple):
     """A kind of exchange through one slot."""
 
     out: Tensor
-    before: Tensor
-    after: Tensor
+    free: Tensor
+    staged: Tensor
+    progress: Tensor
     reads: list[_Reading | None]
+    first: int | None
+    """Which read is the first."""
 
 
 class PeerShared:
@@ -297,16 +269,20 @@ class PeerShared:
         self._slots, self._share = slots, share
         self._made: list[_Slot | None] = [None] * _SLOTS
 
-    def stage(self, exchange: int, parts: Sequence[Tensor], tag: int) -> PeerStaged:
+    def stage(
+        self, exchange: int, parts: Sequence[Tensor], tag: int, own: Sequence[Tensor] = ()
+    ) -> PeerStaged:
         slots, share, slot = self._slots, self._share, exchange % _SLOTS
         slots.begin()
         made = self._made[slot]
         if made is None:
             made = self._made[slot] = self._make(slot)
-        columns = len(share.widths)
+        staged = PeerStaged(slots, made, len(share.widths), tag)
         if share.readers:
-            slots.stage(slot, made.out, parts, share.runs, columns, made.before, made.after, tag)
-        return PeerStaged(slots, made.reads, columns, tag)
+            staged.stage(parts, share.runs, own)
+        else:
+            staged.begin(own)
+        return staged
 
     def _make(self, slot: int) -> _Slot:
         slots, share = self._slots, self._share
@@ -323,26 +299,68 @@ class PeerShared:
             columns = slots.columns(tuple(read.owners), slot, share.widths, share.dtype)
             signals = slots.staged_by(slot, owners), slots.read_of(slot, tuple(read.done))
             reads.append(_Reading(columns, read.runs, read.rows, *signals))
-        after = slots.staged_for(slot, tuple(share.readers))
-        return _Slot(out, slots.read_by(slot), after, reads)
+        staged = slots.staged_for(slot, tuple(share.readers))
+        first = next((i for i, read in enumerate(reads) if read is not None), None)
+        return _Slot(out, slots.read_by(slot), staged, slots.progress[slot], reads, first)
 
 
 class PeerStaged:
     """See :class:`hcp.exchange.Staged`."""
 
-    def __init__(
-        self, slots: Slots, reads: Sequence[_Reading | None], columns: int, tag: int
-    ) -> None:
-        self._slots, self._reads, self._columns, self._tag = slots, reads, columns, tag
+    def __init__(self, slots: Slots, made: _Slot, columns: int, tag: int) -> None:
+        self._slots, self._made, self._columns, self._tag = slots, made, columns, tag
+        self._begun: PeerReading | None = None
 
-    def read(self, number: int, own: Sequence[Tensor] = ()) -> PeerReading:
-        read = self._reads[number]
+    def stage(self, parts: Sequence[Tensor], runs: Tensor, own: Sequence[Tensor]) -> None:
+        """Stage, and begin the first read, which follows what the current stream did before."""
+        slots, made = self._slots, self._made
+        signals = made.free, made.staged, made.progress
+        if made.first is None:
+            operator = torch.ops.hcp.stage.default
+            given = made.out, parts, runs, self._columns, *signals
+            slots.queue(operator, *given, tag=self._tag, reads=False)
+            return
+        read, read_parts = self._read(made.first, own)
+        rows = slots.queue(
+            torch.ops.hcp.stage_and_read.default,
+            *(made.out, parts, runs, *signals),
+            *(read_parts, read.runs, read.rows, read.staged, read.done, slots.progress[_SLOTS]),
+            self._columns,
+            tag=self._tag,
+            reads=True,
+        )
+        self._begun = PeerReading(slots, rows, read_parts)
+
+    def begin(self, own: Sequence[Tensor]) -> None:
+        """Begin the first read, of one who stages nothing."""
+        if self._made.first is not None:
+            self._begun = self._queue(self._made.first, own)
+
+    def read(self, number: int) -> PeerReading:
+        if number != self._made.first:
+            return self._queue(number, ())
+        begun, self._begun = self._begun, None
+        assert begun is not None
+        return begun
+
+    def _queue(self, number: int, own: Sequence[Tensor]) -> PeerReading:
+        slots = self._slots
+        read, parts = self._read(number, own)
+        rows = slots.queue(
+            torch.ops.hcp.read.default,
+            *(parts, read.runs, read.rows, self._columns),
+            *(read.staged, read.done, slots.progress[_SLOTS]),
+            tag=self._tag,
+            reads=True,
+        )
+        return PeerReading(slots, rows, parts)
+
+    def _read(self, number: int, own: Sequence[Tensor]) -> tuple[_Reading, list[Tensor]]:
+        """The read, and its parts."""
+        read = self._made.reads[number]
         assert read is not None
         # A copy that the operator made would be gone before the other stream has read it.
-        parts = [*(part.contiguous() for part in own), *read.columns]
-        tables = read.before, read.after, self._tag
-        rows = self._slots.read(parts, read.runs, read.rows, self._columns, *tables)
-        return PeerReading(self._slots, rows, parts)
+        return read, [*(part.contiguous() for part in own), *read.columns]
 
 
 class PeerReading:

@@ -115,13 +115,13 @@ def test_a_count_that_is_not_there_is_refused_before_anything_is_counted():
     told, wrong = table((address, 1, 0, 1)), table((address, 2, 0, 1))
     given = [rows(3, 2)], table((0, 3, 0, 0)), 1
     out, progress = torch.zeros(3, 2, dtype=torch.float64), torch.zeros(PIECES).int()
-    how = counts, 5, 0, failure, progress
-    with pytest.raises(RuntimeError, match=r"before\[0\] counts in place 2, expected < 2"):
+    how = progress, counts, 5, 0, failure
+    with pytest.raises(RuntimeError, match=r"free\[0\] counts in place 2, expected < 2"):
         layer.stage(out, *given, wrong, told, *how)
     layer.stage(out, *given, told, told, *how)  # nobody is waited for
     assert torch.equal(out, given[0][0])
     assert (counts.tolist(), words.tolist()) == ([0, 1], [1 << 32 | 5] * PIECES)
-    with pytest.raises(RuntimeError, match=r"before has 2 owners, expected at most the 1 parts"):
+    with pytest.raises(RuntimeError, match=r"staged has 2 owners, expected at most the 1 parts"):
         layer.read([out], given[1], 3, 1, torch.cat([told, told]), told, *how, 0)
     again = table((address, 1, 0, 0))  # what the same exchange has counted before
     assert torch.equal(layer.read([out], given[1], 3, 1, again, told, *how, 0), out)

@@ -158,10 +158,10 @@ __global__ void __launch_bounds__(HCP_THREADS)
 
 /* ---- launches ---- */
 
-/* Blocks that keep a link busy: the other multiprocessors are left to whatever runs
- * meanwhile. Blocks of a multiprocessor that run at once for sure, and bytes of a
- * piece that are worth a signal. */
-enum { READING_BLOCKS = 64, RESIDENT = 4, PIECE_BYTES = 1 << 21 };
+/* Blocks that keep a link busy: fewer than there are multiprocessors, whose other
+ * blocks are left to whatever runs meanwhile, and to the staging that peers wait for.
+ * Blocks of a multiprocessor that stage. Bytes of a piece that are worth a signal. */
+enum { READING_BLOCKS = 128, STAGING_BLOCKS = 2, PIECE_BYTES = 1 << 23 };
 
 /* What launches between GPUs wait for and tell. */
 struct between {
@@ -190,6 +190,12 @@ static hcp_status tell_after(const between *peers, bool whole, cudaStream_t stre
   return hcp_cuda_signal_set(peers->told, peers->told_words(), stream, err);
 }
 
+/* Blocks of each column when there may be so many of all. */
+static unsigned shared_out(unsigned blocks, dim3 grid) {
+  unsigned each = blocks / grid.y > 0 ? blocks / grid.y : 1;
+  return grid.x < each ? grid.x : each;
+}
+
 template <class T, int N>
 static hcp_status launch_staging(const run_table &table, const summed_columns &columns, dim3 grid,
                                  int64_t bytes, const between &peers, cudaStream_t stream,
@@ -201,9 +207,9 @@ static hcp_status launch_staging(const run_table &table, const summed_columns &c
   stage.pieces_at_once = 1;
   while (stage.pieces_at_once < HCP_PIECES && bytes / HCP_PIECES * stage.pieces_at_once < PIECE_BYTES)
     stage.pieces_at_once *= 2;
-  /* A block that waits for room on the device would delay the first piece. */
-  unsigned at_once = hcp_cuda_resident(RESIDENT) / grid.y;
-  if (stage.pieces_at_once < HCP_PIECES && grid.x > at_once) grid.x = at_once > 0 ? at_once : 1;
+  /* All at once: one that had to wait for room would delay the first piece. */
+  if (stage.pieces_at_once < HCP_PIECES)
+    grid.x = shared_out(hcp_cuda_resident(STAGING_BLOCKS), grid);
   stage_rows<T, N><<<grid, HCP_THREADS, 0, stream>>>(table, columns, stage);
   return HCP_OK;
 }
@@ -222,7 +228,7 @@ static hcp_status launch_reading(const run_launches &launches, const summed_colu
     read.signal[p] = (int16_t)(part < peers.first_staged ? -1 : part - peers.first_staged);
     read.rows[p] = peers.part_rows[part];
   }
-  if (grid.x > READING_BLOCKS) grid.x = READING_BLOCKS;
+  grid.x = shared_out(READING_BLOCKS, grid);
   read_rows<T, N><<<grid, HCP_THREADS, 0, stream>>>(launches.table, columns, read);
   return HCP_OK;
 }

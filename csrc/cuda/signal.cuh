@@ -94,9 +94,9 @@ static __device__ inline bool comes_last(uint32_t *arrived) {
   __syncthreads();
   if (threadIdx.x == 0) {
     uint32_t blocks = gridDim.x * gridDim.y;
-    __threadfence_system();
+    __threadfence();
     last = atomicInc(arrived, blocks - 1) == blocks - 1;
-    __threadfence_system();
+    if (last) __threadfence_system();
   }
   __syncthreads();
   return last;

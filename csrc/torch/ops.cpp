@@ -109,13 +109,18 @@ STABLE_TORCH_LIBRARY(hcp, m) {
       "Tensor? cos, Tensor? sin, bool interleaved) -> Tensor[]");
   m.def("signal_set(Tensor(a!) memory, Tensor signals) -> ()");
   m.def(
-      "stage(Tensor(a!) out, Tensor[] parts, Tensor runs, int columns, Tensor before, "
-      "Tensor after, Tensor(b!) counts, int tag, int timeout_ns, Tensor(c!) failure, "
-      "Tensor(d!) progress) -> ()");
+      "stage(Tensor(a!) out, Tensor[] parts, Tensor runs, int columns, Tensor free, "
+      "Tensor staged, Tensor(b!) progress, Tensor(c!) counts, int tag, int timeout_ns, "
+      "Tensor(d!) failure) -> ()");
   m.def(
-      "read(Tensor[] parts, Tensor runs, SymInt rows, int columns, Tensor before, Tensor after, "
-      "Tensor(a!) counts, int tag, int timeout_ns, Tensor(b!) failure, Tensor(c!) progress, "
+      "read(Tensor[] parts, Tensor runs, int rows, int columns, Tensor staged, Tensor done, "
+      "Tensor(a!) progress, Tensor(b!) counts, int tag, int timeout_ns, Tensor(c!) failure, "
       "int stream) -> Tensor");
+  m.def(
+      "stage_and_read(Tensor(a!) out, Tensor[] parts, Tensor runs, Tensor free, Tensor staged, "
+      "Tensor(b!) stage_progress, Tensor[] read_parts, Tensor read_runs, int rows, "
+      "Tensor read_staged, Tensor read_done, Tensor(c!) read_progress, int columns, "
+      "Tensor(d!) counts, int tag, int timeout_ns, Tensor(e!) failure, int stream) -> Tensor");
   m.def("join(Tensor like, int stream) -> ()");
   m.def(
       "nccl_exchange(Tensor sent, Tensor sends, Tensor(a!) received, Tensor receives, "

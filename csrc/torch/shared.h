@@ -74,56 +74,122 @@ void signal_set(Tensor memory, Tensor signals) {
   Device(memory).signal_set(hcp_signals{table.data, table.n}, 1);
 }
 
-// Sums into memory that others read: waits for those who read what it held, and tells the readers.
+// What the operators of one exchange have in common.
+struct Exchange {
+  Counts counts;
+  int64_t tag, timeout_ns;
+  const Tensor &failure;
+
+  Exchange(const Tensor &counted, int64_t tag_of_all, int64_t timeout, const Tensor &report)
+      : counts(counts_of(counted)), tag(tag_of_all), timeout_ns(timeout), failure(report) {
+    expect_at_least("timeout_ns", timeout, 0);
+  }
+  hcp_awaited awaited(const SignalList &signals, const Tensor &like) const {
+    return {borrowed(signals), timeout_ns, failure_of(failure, like)};
+  }
+};
+
+// A sum into memory that others read, checked as a whole: it waits for those who read what it
+// held, and tells the readers.
+struct Staging {
+  Tensors given;
+  Reduction sum;
+  int64_t rows;
+  Places before, after;
+  uint32_t *progress;
+
+  Staging(const Tensor &out, const Tensors &parts, const Tensor &runs, int64_t columns,
+          const Tensor &freed, const Tensor &staged, const Tensor &ended, const Exchange &exchange)
+      : given(flat("parts", parts)), rows(out.dim() == 2 ? out.size(0) : 0),
+        before(places_of("free", freed, exchange.counts.n)),
+        after(places_of("staged", staged, exchange.counts.n)) {
+    Summands summands = summands_of(given, columns);
+    progress = progress_of(ended, given[0]);
+    expect_dim("out", out, 2);
+    expect_result(out, given[0], summands.width);
+    sum = reduction_of(summands, runs, out);
+  }
+
+  template <class Device>
+  void queue(const Device &device, const Exchange &exchange) const {
+    SignalList expected = emptied(before, exchange.counts);
+    SignalList told = filled(after, exchange.counts, exchange.tag);
+    device.stage(sum.summands.dtype, sum.summands.columns.data(), sum.summands.n_columns,
+                 sum.runs.data, sum.runs.n, rows, sum.out, exchange.awaited(expected, given[0]),
+                 borrowed(told), progress);
+  }
+};
+
+// A sum of what others stage, the last of the parts: it waits for them, and tells them.
+struct Reading {
+  Tensors given;
+  Tensor out;
+  Reduction sum;
+  Places before, after;
+  int64_t own;
+  uint32_t *progress;
+
+  Reading(const Tensors &parts, const Tensor &runs, int64_t rows, int64_t columns,
+          const Tensor &staged, const Tensor &done, const Tensor &ended, const Exchange &exchange)
+      : given(flat("parts", parts)), before(places_of("staged", staged, exchange.counts.n)),
+        after(places_of("done", done, exchange.counts.n)) {
+    expect_at_least("rows", rows, 0);
+    Summands summands = summands_of(given, columns);
+    progress = progress_of(ended, given[0]);
+    own = static_cast<int64_t>(summands.rows.size()) - before.n;
+    if (own < 0)
+      refuse("staged has ", before.n, " owners, expected at most the ", summands.rows.size(),
+             " parts that are read");
+    out = fresh(given[0], {rows, summands.width});
+    sum = reduction_of(summands, runs, out);
+  }
+
+  template <class Device>
+  void queue(const Device &device, const Exchange &exchange) const {
+    SignalList expected = filled(before, exchange.counts, exchange.tag);
+    SignalList told = emptied(after, exchange.counts);
+    device.read(sum.summands.dtype, sum.summands.columns.data(), sum.summands.n_columns,
+                sum.runs.data, sum.runs.n, out.size(0), sum.out,
+                exchange.awaited(expected, given[0]), static_cast<int32_t>(own),
+                sum.summands.rows.data(), borrowed(told), progress);
+  }
+};
+
 template <class Device>
-void stage(Tensor out, Tensors parts, Tensor runs, int64_t columns, Tensor before, Tensor after,
-           Tensor counts, int64_t tag, int64_t timeout_ns, Tensor failure, Tensor progress) {
-  Counts counted = counts_of(counts);
-  Places readers_before = places_of("before", before, counted.n);
-  Places readers = places_of("after", after, counted.n);
-  expect_at_least("timeout_ns", timeout_ns, 0);
-  Tensors given = flat("parts", parts);
-  Summands summands = summands_of(given, columns);
-  hcp_signal_failure *report = failure_of(failure, given[0]);
-  uint32_t *ended = progress_of(progress, given[0]);
-  expect_dim("out", out, 2);
-  expect_result(out, given[0], summands.width);
-  Reduction sum = reduction_of(summands, runs, out);
-  SignalList expected = emptied(readers_before, counted);
-  SignalList told = filled(readers, counted, tag);
-  Device(out).stage(summands.dtype, summands.columns.data(), summands.n_columns, sum.runs.data,
-                    sum.runs.n, out.size(0), sum.out,
-                    hcp_awaited{borrowed(expected), timeout_ns, report}, borrowed(told), ended);
+void stage(Tensor out, Tensors parts, Tensor runs, int64_t columns, Tensor freed, Tensor staged,
+           Tensor progress, Tensor counts, int64_t tag, int64_t timeout_ns, Tensor failure) {
+  Exchange exchange(counts, tag, timeout_ns, failure);
+  Staging staging(out, parts, runs, columns, freed, staged, progress, exchange);
+  staging.queue(Device(out), exchange);
 }
 
-// Waits for what others stage, the last of the parts, sums it, and tells them, on a stream that
-// follows the current one.
+// On a stream that follows the current one.
 template <class Device>
-Tensor read(Tensors parts, Tensor runs, int64_t rows, int64_t columns, Tensor before, Tensor after,
-            Tensor counts, int64_t tag, int64_t timeout_ns, Tensor failure, Tensor progress,
+Tensor read(Tensors parts, Tensor runs, int64_t rows, int64_t columns, Tensor staged, Tensor done,
+            Tensor progress, Tensor counts, int64_t tag, int64_t timeout_ns, Tensor failure,
             int64_t stream) {
-  Counts counted = counts_of(counts);
-  Places owners = places_of("before", before, counted.n);
-  Places owners_done = places_of("after", after, counted.n);
-  expect_at_least("timeout_ns", timeout_ns, 0);
-  expect_at_least("rows", rows, 0);
-  Tensors given = flat("parts", parts);
-  Summands summands = summands_of(given, columns);
-  hcp_signal_failure *report = failure_of(failure, given[0]);
-  uint32_t *ended = progress_of(progress, given[0]);
-  int64_t own = static_cast<int64_t>(summands.rows.size()) - owners.n;
-  if (own < 0)
-    refuse("before has ", owners.n, " owners, expected at most the ", summands.rows.size(),
-           " parts that are read");
-  Tensor out = fresh(given[0], {rows, summands.width});
-  Reduction sum = reduction_of(summands, runs, out);
-  SignalList expected = filled(owners, counted, tag);
-  SignalList told = emptied(owners_done, counted);
-  Device(out, stream)
-      .read(summands.dtype, summands.columns.data(), summands.n_columns, sum.runs.data, sum.runs.n,
-            rows, sum.out, hcp_awaited{borrowed(expected), timeout_ns, report},
-            static_cast<int32_t>(own), summands.rows.data(), borrowed(told), ended);
-  return out;
+  Exchange exchange(counts, tag, timeout_ns, failure);
+  Reading reading(parts, runs, rows, columns, staged, done, progress, exchange);
+  reading.queue(Device(reading.out, stream), exchange);
+  return reading.out;
+}
+
+// Both at once: the stream follows the current one up to the staging, so that what others have
+// staged is read while this rank stages.
+template <class Device>
+Tensor stage_and_read(Tensor out, Tensors parts, Tensor runs, Tensor freed, Tensor staged,
+                      Tensor stage_progress, Tensors read_parts, Tensor read_runs, int64_t rows,
+                      Tensor read_staged, Tensor read_done, Tensor read_progress, int64_t columns,
+                      Tensor counts, int64_t tag, int64_t timeout_ns, Tensor failure,
+                      int64_t stream) {
+  Exchange exchange(counts, tag, timeout_ns, failure);
+  Staging staging(out, parts, runs, columns, freed, staged, stage_progress, exchange);
+  Reading reading(read_parts, read_runs, rows, columns, read_staged, read_done, read_progress,
+                  exchange);
+  Device ahead(reading.out, stream);
+  staging.queue(Device(out), exchange);
+  reading.queue(ahead, exchange);
+  return reading.out;
 }
 
 // What the current stream does from now on follows what the other one has been given.
@@ -137,6 +203,7 @@ void implement_shared(torch::stable::detail::StableLibrary &m) {
   m.impl("signal_set", TORCH_BOX(&signal_set<Device>));
   m.impl("stage", TORCH_BOX(&stage<Device>));
   m.impl("read", TORCH_BOX(&read<Device>));
+  m.impl("stage_and_read", TORCH_BOX(&stage_and_read<Device>));
   m.impl("join", TORCH_BOX(&join<Device>));
 }
 

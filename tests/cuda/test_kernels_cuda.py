@@ -152,7 +152,7 @@ def test_rows_that_are_staged_and_read_are_those_of_a_sum(
         parts = [randn(rows) for _ in range(2 * columns)]
         staged.append(torch.full((rows, columns * width), torch.nan, device="cuda").bfloat16())
         told = torch.tensor([signal(owner)])
-        torch.ops.hcp.stage(staged[-1], parts, both, columns, nobody, told, *how, progress[0])
+        torch.ops.hcp.stage(staged[-1], parts, both, columns, nobody, told, progress[0], *how)
         sums.append(ops.reduce(parts, both, rows, columns=columns))
     own = [randn(rows) for _ in range(columns)]
     runs = [(0, half, part, rows - half) for part in (1, 0, 2)] * (half > 0)
@@ -162,7 +162,7 @@ def test_rows_that_are_staged_and_read_are_those_of_a_sum(
     met = torch.tensor([signal(0)[:1] + (2, 0, 1), signal(1)[:1] + (3, 1, 1)])
     done = torch.tensor([(words[2].data_ptr(), 2, 0, 1), (words[3].data_ptr(), 3, 1, 1)])
     stream = torch.cuda.Stream().cuda_stream
-    given = [*own, *split], table, rows, columns, met, done, *how, progress[1], stream
+    given = [*own, *split], table, rows, columns, met, done, progress[1], *how, stream
     read = torch.ops.hcp.read(*given)
     torch.ops.hcp.join(read, stream)
     for sum, expected in zip(staged, sums, strict=True):
