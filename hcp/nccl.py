@@ -6,6 +6,7 @@ watchdog does not see these exchanges, so a thread of the transport watches them
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 import weakref
@@ -152,10 +153,12 @@ class _Watch:
 
     def __init__(self, timeout: float, abort: weakref.WeakMethod[Any]) -> None:
         self._timeout, self._abort = timeout, abort
-        self._ended = torch.zeros(1, dtype=torch.int64, device="cpu").pin_memory()
+        self._memory = torch.zeros(1, dtype=torch.int64, device="cpu").pin_memory()
+        # Without torch: a thread that waits for the GIL in C++ ends the process when Python ends.
+        self._ended = ctypes.c_int64.from_address(self._memory.data_ptr())
         self._pending: deque[_Exchange] = deque()
         self._number = 0
-        self._signal = array("q", (self._ended.data_ptr(), 0, -1))
+        self._signal = array("q", (self._memory.data_ptr(), 0, -1))
         self._table = torch.frombuffer(self._signal, dtype=torch.int64).view(1, 3)
         threading.Thread(target=self._run, name="hcp-nccl-watch", daemon=True).start()
 
@@ -172,7 +175,7 @@ class _Watch:
 
     def _run(self) -> None:
         while (abort := self._abort()) is not None:
-            ended = int(self._ended)
+            ended = self._ended.value
             while self._pending and self._pending[0].number <= ended:
                 self._pending.popleft()
             if self._pending and time.monotonic() > self._pending[0].deadline:

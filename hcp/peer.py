@@ -101,7 +101,7 @@ class Slots:
         self._slot_bytes = _slot_bytes(buffer_bytes)
         self._failure = failure
         self._failed = (ctypes.c_int64 * 4).from_address(failure.data_ptr())
-        # Blocks that have ended, of launches that stage into each slot, and last of those that read.
+        # Blocks that have ended, of launches that stage into a slot, and last of those that read.
         self.progress = torch.zeros(_SLOTS + 1, _PIECES, dtype=torch.int32, device=device).unbind()
         # Exchanges with each peer through each slot: staged for it, then read from it.
         self._counts = torch.zeros(2 * _SLOTS * len(bases), dtype=torch.int64, device="cpu")

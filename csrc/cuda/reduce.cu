@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(HCP_THREADS)
 
 /* ---- between GPUs ---- */
 
-/* Peers are told of so many pieces at a time. */
+/* Rows go by pieces, so many at once. */
 struct staging {
   signal_table staged;
   uint32_t *progress;
@@ -120,6 +120,7 @@ struct reading {
   awaited_table staged;
   signal_table read;
   uint32_t *progress;
+  int32_t pieces_at_once;
   int16_t signal[HCP_CUDA_PARTS_MAX]; /* of the launch's parts, -1: nobody stages it */
   int64_t rows[HCP_CUDA_PARTS_MAX];   /* of these parts */
 };
@@ -137,22 +138,32 @@ static __device__ void wait_for_run(const run_table &table, const reading &read,
   }
 }
 
-/* Each block reads its own stretch of rows: blocks far apart in the result read from
- * different peers at any time, and all ranks' together from all. */
-template <class T, int N>
-__global__ void __launch_bounds__(HCP_THREADS)
-    read_rows(const __grid_constant__ run_table table,
-              const __grid_constant__ summed_columns columns,
-              const __grid_constant__ reading read) {
-  int64_t low = table.rows() * blockIdx.x / gridDim.x;
-  int64_t high = table.rows() * (blockIdx.x + 1) / gridDim.x;
+/* Until the pieces are there of which rows [low, high) are read. */
+static __device__ void wait_for_rows(const run_table &table, const reading &read, int64_t low,
+                                     int64_t high) {
   for (int run = table.find(low) + (int)threadIdx.x; run < table.n; run += HCP_THREADS) {
     int64_t from = table.row[run] > low ? table.row[run] : low;
     int64_t to = table.row[run + 1] < high ? table.row[run + 1] : high;
     if (from < to) wait_for_run(table, read, run, from, to);
   }
   __syncthreads();
-  sum_between<T, N>(table, columns, low, high, 0, 1);
+}
+
+/* Each block reads its own stretch of the pieces: blocks far apart in the result read
+ * from different peers at any time, and all ranks' together from all. */
+template <class T, int N>
+__global__ void __launch_bounds__(HCP_THREADS)
+    read_rows(const __grid_constant__ run_table table,
+              const __grid_constant__ summed_columns columns,
+              const __grid_constant__ reading read) {
+  for (int32_t piece = 0; piece < HCP_PIECES; piece += read.pieces_at_once) {
+    int64_t first = hcp_piece_start(table.rows(), piece);
+    int64_t rows = hcp_piece_start(table.rows(), piece + read.pieces_at_once) - first;
+    int64_t low = first + rows * blockIdx.x / gridDim.x;
+    int64_t high = first + rows * (blockIdx.x + 1) / gridDim.x;
+    wait_for_rows(table, read, low, high);
+    sum_between<T, N>(table, columns, low, high, 0, 1);
+  }
   if (comes_last(read.progress)) set_words(read.read, 0, 1);
 }
 
@@ -196,6 +207,12 @@ static unsigned shared_out(unsigned blocks, dim3 grid) {
   return grid.x < each ? grid.x : each;
 }
 
+static int32_t pieces_at_once(int64_t bytes) {
+  int32_t pieces = 1;
+  while (pieces < HCP_PIECES && bytes / HCP_PIECES * pieces < PIECE_BYTES) pieces *= 2;
+  return pieces;
+}
+
 template <class T, int N>
 static hcp_status launch_staging(const run_table &table, const summed_columns &columns, dim3 grid,
                                  int64_t bytes, const between &peers, cudaStream_t stream,
@@ -204,9 +221,7 @@ static hcp_status launch_staging(const run_table &table, const summed_columns &c
   hcp_status status = fill(&stage.staged, peers.told, err);
   if (status != HCP_OK) return status;
   stage.progress = peers.progress;
-  stage.pieces_at_once = 1;
-  while (stage.pieces_at_once < HCP_PIECES && bytes / HCP_PIECES * stage.pieces_at_once < PIECE_BYTES)
-    stage.pieces_at_once *= 2;
+  stage.pieces_at_once = pieces_at_once(bytes);
   /* All at once: one that had to wait for room would delay the first piece. */
   if (stage.pieces_at_once < HCP_PIECES)
     grid.x = shared_out(hcp_cuda_resident(STAGING_BLOCKS), grid);
@@ -216,13 +231,16 @@ static hcp_status launch_staging(const run_table &table, const summed_columns &c
 
 template <class T, int N>
 static hcp_status launch_reading(const run_launches &launches, const summed_columns &columns,
-                                 dim3 grid, const between &peers, cudaStream_t stream,
-                                 hcp_error *err) {
+                                 dim3 grid, int64_t bytes, const between &peers,
+                                 cudaStream_t stream, hcp_error *err) {
   reading read;
   hcp_status status = fill(&read.staged, peers.awaited, err);
   if (status == HCP_OK) status = fill(&read.read, peers.told, err);
   if (status != HCP_OK) return status;
   read.progress = peers.progress;
+  /* Of several peers all pieces at once: the first rows may all be one peer's, and every
+   * rank would read from that one. */
+  read.pieces_at_once = read.staged.table.n == 1 ? pieces_at_once(bytes) : HCP_PIECES;
   for (int32_t p = 0; p < launches.parts; ++p) {
     int32_t part = launches.part_of[p];
     read.signal[p] = (int16_t)(part < peers.first_staged ? -1 : part - peers.first_staged);
@@ -243,7 +261,7 @@ static hcp_status launch_by(const run_launches &launches, const summed_columns &
   else if (peers->stages)
     status = launch_staging<T, N>(launches.table, columns, grid, bytes, *peers, stream, err);
   else
-    status = launch_reading<T, N>(launches, columns, grid, *peers, stream, err);
+    status = launch_reading<T, N>(launches, columns, grid, bytes, *peers, stream, err);
   return status == HCP_OK ? hcp_cuda_launched("reduce", err) : status;
 }
 

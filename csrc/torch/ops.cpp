@@ -24,8 +24,7 @@ static void wait_for(const hcp_signal &signal, int32_t word, const hcp_awaited &
 
 static void wait_for_all(const hcp_awaited &awaited, int32_t words) {
   for (int64_t i = 0; i < awaited.signals.n; ++i)
-    for (int32_t word = 0; word < words; ++word)
-      wait_for(awaited.signals.data[i], word, awaited);
+    for (int32_t word = 0; word < words; ++word) wait_for(awaited.signals.data[i], word, awaited);
 }
 
 // The thread is its own stream.

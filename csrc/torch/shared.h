@@ -100,7 +100,8 @@ struct Staging {
 
   Staging(const Tensor &out, const Tensors &parts, const Tensor &runs, int64_t columns,
           const Tensor &freed, const Tensor &staged, const Tensor &ended, const Exchange &exchange)
-      : given(flat("parts", parts)), rows(out.dim() == 2 ? out.size(0) : 0),
+      : given(flat("parts", parts)),
+        rows(out.dim() == 2 ? out.size(0) : 0),
         before(places_of("free", freed, exchange.counts.n)),
         after(places_of("staged", staged, exchange.counts.n)) {
     Summands summands = summands_of(given, columns);
@@ -131,7 +132,8 @@ struct Reading {
 
   Reading(const Tensors &parts, const Tensor &runs, int64_t rows, int64_t columns,
           const Tensor &staged, const Tensor &done, const Tensor &ended, const Exchange &exchange)
-      : given(flat("parts", parts)), before(places_of("staged", staged, exchange.counts.n)),
+      : given(flat("parts", parts)),
+        before(places_of("staged", staged, exchange.counts.n)),
         after(places_of("done", done, exchange.counts.n)) {
     expect_at_least("rows", rows, 0);
     Summands summands = summands_of(given, columns);
