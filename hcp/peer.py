@@ -246,6 +246,8 @@ class _Reading(NamedTuple):
     columns: list[Tensor]
     runs: Tensor
     rows: int
+    next: int
+    """Which of the owners is the first after this rank."""
     staged: Tensor
     done: Tensor
 
@@ -298,7 +300,8 @@ class PeerShared:
             met.update(peer for peer, _ in owners)
             columns = slots.columns(tuple(read.owners), slot, share.widths, share.dtype)
             signals = slots.staged_by(slot, owners), slots.read_of(slot, tuple(read.done))
-            reads.append(_Reading(columns, read.runs, read.rows, *signals))
+            after = sum(peer < slots.rank for peer, _ in read.owners)
+            reads.append(_Reading(columns, read.runs, read.rows, after, *signals))
         staged = slots.staged_for(slot, tuple(share.readers))
         first = next((i for i, read in enumerate(reads) if read is not None), None)
         return _Slot(out, slots.read_by(slot), staged, slots.progress[slot], reads, first)
@@ -324,7 +327,8 @@ class PeerStaged:
         rows = slots.queue(
             torch.ops.hcp.stage_and_read.default,
             *(made.out, parts, runs, *signals),
-            *(read_parts, read.runs, read.rows, read.staged, read.done, slots.progress[_SLOTS]),
+            *(read_parts, read.runs, read.rows, read.next),
+            *(read.staged, read.done, slots.progress[_SLOTS]),
             self._columns,
             tag=self._tag,
             reads=True,
@@ -348,7 +352,7 @@ class PeerStaged:
         read, parts = self._read(number, own)
         rows = slots.queue(
             torch.ops.hcp.read.default,
-            *(parts, read.runs, read.rows, self._columns),
+            *(parts, read.runs, read.rows, self._columns, read.next),
             *(read.staged, read.done, slots.progress[_SLOTS]),
             tag=self._tag,
             reads=True,

@@ -122,7 +122,7 @@ def test_a_count_that_is_not_there_is_refused_before_anything_is_counted():
     assert torch.equal(out, given[0][0])
     assert (counts.tolist(), words.tolist()) == ([0, 1], [1 << 32 | 5] * PIECES)
     with pytest.raises(RuntimeError, match=r"staged has 2 owners, expected at most the 1 parts"):
-        layer.read([out], given[1], 3, 1, torch.cat([told, told]), told, *how, 0)
+        layer.read([out], given[1], 3, 1, 0, torch.cat([told, told]), told, *how, 0)
     again = table((address, 1, 0, 0))  # what the same exchange has counted before
-    assert torch.equal(layer.read([out], given[1], 3, 1, again, told, *how, 0), out)
+    assert torch.equal(layer.read([out], given[1], 3, 1, 0, again, told, *how, 0), out)
     assert (counts.tolist(), words[0].item()) == ([0, 1], 1 << 32)

@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(HCP_THREADS)
 enum { READING_BLOCKS = 128, STAGING_BLOCKS = 2, PIECE_BYTES = 1 << 23 };
 
 /* What launches between GPUs wait for and tell. */
-struct between {
+struct linked {
   hcp_awaited awaited;
   hcp_signals told;
   uint32_t *progress;
@@ -189,14 +189,13 @@ struct between {
 };
 
 /* Launched beside the rows: both by one launch, where that takes all rows. */
-static hcp_status wait_before(const between *peers, bool whole, cudaStream_t stream,
+static hcp_status wait_before(const linked *peers, bool whole, cudaStream_t stream,
                               hcp_error *err) {
   if (peers == NULL || (whole && !peers->stages)) return HCP_OK;
   return hcp_cuda_signal_wait(peers->awaited, peers->awaited_words(), stream, err);
 }
 
-static hcp_status tell_after(const between *peers, bool whole, cudaStream_t stream,
-                             hcp_error *err) {
+static hcp_status tell_after(const linked *peers, bool whole, cudaStream_t stream, hcp_error *err) {
   if (peers == NULL || whole) return HCP_OK;
   return hcp_cuda_signal_set(peers->told, peers->told_words(), stream, err);
 }
@@ -215,7 +214,7 @@ static int32_t pieces_at_once(int64_t bytes) {
 
 template <class T, int N>
 static hcp_status launch_staging(const run_table &table, const summed_columns &columns, dim3 grid,
-                                 int64_t bytes, const between &peers, cudaStream_t stream,
+                                 int64_t bytes, const linked &peers, cudaStream_t stream,
                                  hcp_error *err) {
   staging stage;
   hcp_status status = fill(&stage.staged, peers.told, err);
@@ -231,8 +230,8 @@ static hcp_status launch_staging(const run_table &table, const summed_columns &c
 
 template <class T, int N>
 static hcp_status launch_reading(const run_launches &launches, const summed_columns &columns,
-                                 dim3 grid, int64_t bytes, const between &peers,
-                                 cudaStream_t stream, hcp_error *err) {
+                                 dim3 grid, int64_t bytes, const linked &peers, cudaStream_t stream,
+                                 hcp_error *err) {
   reading read;
   hcp_status status = fill(&read.staged, peers.awaited, err);
   if (status == HCP_OK) status = fill(&read.read, peers.told, err);
@@ -253,7 +252,7 @@ static hcp_status launch_reading(const run_launches &launches, const summed_colu
 
 template <class T, int N>
 static hcp_status launch_by(const run_launches &launches, const summed_columns &columns, dim3 grid,
-                            int64_t bytes, const between *peers, cudaStream_t stream,
+                            int64_t bytes, const linked *peers, cudaStream_t stream,
                             hcp_error *err) {
   hcp_status status = HCP_OK;
   if (peers == NULL)
@@ -267,7 +266,7 @@ static hcp_status launch_by(const run_launches &launches, const summed_columns &
 
 template <class T>
 static hcp_status launch(const run_launches &launches, summed_columns *columns,
-                         const int64_t *row_bytes, const between *peers, cudaStream_t stream,
+                         const int64_t *row_bytes, const linked *peers, cudaStream_t stream,
                          hcp_error *err) {
   constexpr int N = vector_elements<T>();
   bool wide = true;
@@ -292,7 +291,7 @@ static hcp_status launch(const run_launches &launches, summed_columns *columns,
 template <class T>
 static hcp_status sum_columns(const hcp_column *parts, int32_t from, int32_t n_columns,
                               const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
-                              const between *peers, cudaStream_t stream, hcp_error *err) {
+                              const linked *peers, cudaStream_t stream, hcp_error *err) {
   run_launches launches(runs, n_runs, rows, true);
   int more = launches.advance();
   bool whole = more > 0 && launches.is_last() && out.row_bytes > 0 &&
@@ -328,7 +327,7 @@ static hcp_status sum_columns(const hcp_column *parts, int32_t from, int32_t n_c
 
 static hcp_status sum_any(hcp_dtype dtype, const hcp_column *parts, int32_t from, int32_t n_columns,
                           const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
-                          const between *peers, cudaStream_t stream, hcp_error *err) {
+                          const linked *peers, cudaStream_t stream, hcp_error *err) {
   hcp_status status = HCP_OK;
   HCP_CUDA_DISPATCH(dtype, status = sum_columns<T>(parts, from, n_columns, runs, n_runs, rows, out,
                                                    peers, stream, err))
@@ -352,16 +351,17 @@ hcp_status hcp_cuda_stage(hcp_dtype dtype, const hcp_column *parts, int32_t n_co
                           const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
                           hcp_awaited free, hcp_signals staged, uint32_t *progress, void *stream,
                           hcp_error *err) {
-  between peers = {free, staged, progress, true, 0, NULL};
+  linked peers = {free, staged, progress, true, 0, NULL};
   return sum_any(dtype, parts, 0, n_columns, runs, n_runs, rows, out, &peers, (cudaStream_t)stream,
                  err);
 }
 
-hcp_status hcp_cuda_read(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
-                         const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
-                         hcp_awaited staged, int32_t first_staged, const int64_t *part_rows,
-                         hcp_signals read, uint32_t *progress, void *stream, hcp_error *err) {
-  between peers = {staged, read, progress, false, first_staged, part_rows};
+hcp_status hcp_cuda_read_by_blocks(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
+                                   const hcp_run *runs, int64_t n_runs, int64_t rows,
+                                   hcp_column out, hcp_awaited staged, int32_t first_staged,
+                                   const int64_t *part_rows, hcp_signals read, uint32_t *progress,
+                                   void *stream, hcp_error *err) {
+  linked peers = {staged, read, progress, false, first_staged, part_rows};
   return sum_any(dtype, parts, 0, n_columns, runs, n_runs, rows, out, &peers, (cudaStream_t)stream,
                  err);
 }

@@ -3,6 +3,7 @@
 #define HCP_CUDA_SIGNAL_CUH
 
 #include "device.cuh"
+#include "hcp/index.h"
 
 /* Signals as a launch carries them. */
 struct signal_table {
@@ -101,5 +102,16 @@ static __device__ inline bool comes_last(uint32_t *arrived) {
   __syncthreads();
   return last;
 }
+
+/* Words [from, to) of every signal: hcp_cuda_signal_wait for some of the pieces. */
+hcp_status hcp_cuda_wait_for_words(hcp_awaited awaited, int32_t from, int32_t to,
+                                   cudaStream_t stream, hcp_error *err);
+
+/* hcp_cuda_read by a kernel. */
+hcp_status hcp_cuda_read_by_blocks(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
+                                   const hcp_run *runs, int64_t n_runs, int64_t rows,
+                                   hcp_column out, hcp_awaited staged, int32_t first_staged,
+                                   const int64_t *part_rows, hcp_signals read, uint32_t *progress,
+                                   void *stream, hcp_error *err);
 
 #endif

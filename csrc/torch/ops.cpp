@@ -63,7 +63,7 @@ struct Cpu {
 
   void read(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns, const hcp_run *runs,
             int64_t n_runs, int64_t rows, hcp_column out, const hcp_awaited &staged, int32_t,
-            const int64_t *, hcp_signals done, uint32_t *) const {
+            int32_t, const int64_t *, hcp_signals done, uint32_t *) const {
     wait_for_all(staged, HCP_PIECES);
     reduce(dtype, parts, n_columns, runs, n_runs, rows, out);
     signal_set(done, 1);
@@ -112,12 +112,13 @@ STABLE_TORCH_LIBRARY(hcp, m) {
       "Tensor staged, Tensor(b!) progress, Tensor(c!) counts, int tag, int timeout_ns, "
       "Tensor(d!) failure) -> ()");
   m.def(
-      "read(Tensor[] parts, Tensor runs, int rows, int columns, Tensor staged, Tensor done, "
+      "read(Tensor[] parts, Tensor runs, int rows, int columns, int next, Tensor staged, Tensor "
+      "done, "
       "Tensor(a!) progress, Tensor(b!) counts, int tag, int timeout_ns, Tensor(c!) failure, "
       "int stream) -> Tensor");
   m.def(
       "stage_and_read(Tensor(a!) out, Tensor[] parts, Tensor runs, Tensor free, Tensor staged, "
-      "Tensor(b!) stage_progress, Tensor[] read_parts, Tensor read_runs, int rows, "
+      "Tensor(b!) stage_progress, Tensor[] read_parts, Tensor read_runs, int rows, int next, "
       "Tensor read_staged, Tensor read_done, Tensor(c!) read_progress, int columns, "
       "Tensor(d!) counts, int tag, int timeout_ns, Tensor(e!) failure, int stream) -> Tensor");
   m.def("join(Tensor like, int stream) -> ()");

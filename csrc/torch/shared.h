@@ -127,15 +127,17 @@ struct Reading {
   Tensor out;
   Reduction sum;
   Places before, after;
-  int64_t own;
+  int64_t next, own;
   uint32_t *progress;
 
-  Reading(const Tensors &parts, const Tensor &runs, int64_t rows, int64_t columns,
+  Reading(const Tensors &parts, const Tensor &runs, int64_t rows, int64_t columns, int64_t first,
           const Tensor &staged, const Tensor &done, const Tensor &ended, const Exchange &exchange)
       : given(flat("parts", parts)),
         before(places_of("staged", staged, exchange.counts.n)),
-        after(places_of("done", done, exchange.counts.n)) {
+        after(places_of("done", done, exchange.counts.n)),
+        next(first) {
     expect_at_least("rows", rows, 0);
+    expect_at_least("next", next, 0);
     Summands summands = summands_of(given, columns);
     progress = progress_of(ended, given[0]);
     own = static_cast<int64_t>(summands.rows.size()) - before.n;
@@ -152,8 +154,8 @@ struct Reading {
     SignalList told = emptied(after, exchange.counts);
     device.read(sum.summands.dtype, sum.summands.columns.data(), sum.summands.n_columns,
                 sum.runs.data, sum.runs.n, out.size(0), sum.out,
-                exchange.awaited(expected, given[0]), static_cast<int32_t>(own),
-                sum.summands.rows.data(), borrowed(told), progress);
+                exchange.awaited(expected, given[0]), static_cast<int32_t>(next),
+                static_cast<int32_t>(own), sum.summands.rows.data(), borrowed(told), progress);
   }
 };
 
@@ -167,11 +169,11 @@ void stage(Tensor out, Tensors parts, Tensor runs, int64_t columns, Tensor freed
 
 // On a stream that follows the current one.
 template <class Device>
-Tensor read(Tensors parts, Tensor runs, int64_t rows, int64_t columns, Tensor staged, Tensor done,
-            Tensor progress, Tensor counts, int64_t tag, int64_t timeout_ns, Tensor failure,
-            int64_t stream) {
+Tensor read(Tensors parts, Tensor runs, int64_t rows, int64_t columns, int64_t next, Tensor staged,
+            Tensor done, Tensor progress, Tensor counts, int64_t tag, int64_t timeout_ns,
+            Tensor failure, int64_t stream) {
   Exchange exchange(counts, tag, timeout_ns, failure);
-  Reading reading(parts, runs, rows, columns, staged, done, progress, exchange);
+  Reading reading(parts, runs, rows, columns, next, staged, done, progress, exchange);
   reading.queue(Device(reading.out, stream), exchange);
   return reading.out;
 }
@@ -181,12 +183,12 @@ Tensor read(Tensors parts, Tensor runs, int64_t rows, int64_t columns, Tensor st
 template <class Device>
 Tensor stage_and_read(Tensor out, Tensors parts, Tensor runs, Tensor freed, Tensor staged,
                       Tensor stage_progress, Tensors read_parts, Tensor read_runs, int64_t rows,
-                      Tensor read_staged, Tensor read_done, Tensor read_progress, int64_t columns,
-                      Tensor counts, int64_t tag, int64_t timeout_ns, Tensor failure,
-                      int64_t stream) {
+                      int64_t next, Tensor read_staged, Tensor read_done, Tensor read_progress,
+                      int64_t columns, Tensor counts, int64_t tag, int64_t timeout_ns,
+                      Tensor failure, int64_t stream) {
   Exchange exchange(counts, tag, timeout_ns, failure);
   Staging staging(out, parts, runs, columns, freed, staged, stage_progress, exchange);
-  Reading reading(read_parts, read_runs, rows, columns, read_staged, read_done, read_progress,
+  Reading reading(read_parts, read_runs, rows, columns, next, read_staged, read_done, read_progress,
                   exchange);
   Device ahead(reading.out, stream);
   staging.queue(Device(out), exchange);

@@ -129,6 +129,26 @@ def test_sums_of_many_parts_and_columns_have_the_bits_of_the_cpu(
 PIECES = 8
 
 
+@pytest.mark.parametrize("rows", [6000, 6101, 16384])
+def test_long_runs_that_are_copied_are_the_rows_of_a_sum(rows: int) -> None:
+    """Of 8 KiB a row: in one copy, and in two."""
+    words = torch.zeros(3, PIECES, dtype=torch.int64, device="cuda")
+    staged = [torch.randn(rows, 4096, device="cuda").bfloat16() for _ in range(2)]
+    split = [part for one in staged for part in one.split([1024, 3072], 1)]
+    words[:2] = 1 << 32 | 5
+    counts, progress = torch.zeros(3).long(), torch.zeros(PIECES, device="cuda").int()
+    met = torch.tensor([(words[i].data_ptr(), i, i, 1) for i in range(2)])
+    done = torch.tensor([(words[2].data_ptr(), 1, 0, 1)])
+    half = rows // 2
+    runs = torch.tensor([(0, half, 1, 0), (half, rows, 0, 0), (half + rows, 7, 1, rows - 7)])
+    stream = torch.cuda.Stream().cuda_stream
+    how = met, done, progress, counts, 5, 10**9, torch.zeros(4).long().pin_memory(), stream
+    read = torch.ops.hcp.read(split, runs, half + rows + 7, 2, 1, *how)
+    torch.ops.hcp.join(read, stream)
+    assert torch.equal(read, ops.reduce(split, runs, half + rows + 7, columns=2))
+    assert words[2].tolist() == [1 << 32] + [0] * (PIECES - 1)
+
+
 @pytest.mark.parametrize("columns", [2, 17])  # one launch takes all, or several do
 @pytest.mark.parametrize("width", [3, 64, 1024])
 @pytest.mark.parametrize("rows", [0, 1, 7, 64, 65, 5000])
@@ -162,7 +182,7 @@ def test_rows_that_are_staged_and_read_are_those_of_a_sum(
     met = torch.tensor([signal(0)[:1] + (2, 0, 1), signal(1)[:1] + (3, 1, 1)])
     done = torch.tensor([(words[2].data_ptr(), 2, 0, 1), (words[3].data_ptr(), 3, 1, 1)])
     stream = torch.cuda.Stream().cuda_stream
-    given = [*own, *split], table, rows, columns, met, done, progress[1], *how, stream
+    given = [*own, *split], table, rows, columns, 1, met, done, progress[1], *how, stream
     read = torch.ops.hcp.read(*given)
     torch.ops.hcp.join(read, stream)
     for sum, expected in zip(staged, sums, strict=True):

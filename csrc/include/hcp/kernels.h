@@ -253,12 +253,14 @@ hcp_status hcp_cuda_stage(hcp_dtype dtype, const hcp_column *parts, int32_t n_co
 
 /* As hcp_cuda_reduce, whose parts from number first_staged on are what peers stage,
  * signal i of `staged` being of part first_staged + i, of part_rows rows; then sets
- * the first word of `read`. In few blocks: as many as keep a link busy, which read
- * from all peers at any time, and wait only for pieces of which they read. */
+ * the first word of `read`. Waits only for pieces of which it reads. Long runs are
+ * copied, from signal `next`'s peer on; the rest is read in few blocks: as many as keep
+ * a link busy, which read from all peers at any time. */
 hcp_status hcp_cuda_read(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
                          const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
-                         hcp_awaited staged, int32_t first_staged, const int64_t *part_rows,
-                         hcp_signals read, uint32_t *progress, void *stream, hcp_error *err);
+                         hcp_awaited staged, int32_t next, int32_t first_staged,
+                         const int64_t *part_rows, hcp_signals read, uint32_t *progress,
+                         void *stream, hcp_error *err);
 
 /* What a stream does from now on follows what another has been given so far. */
 hcp_status hcp_cuda_follow(void *stream, void *ahead, hcp_error *err);
