@@ -7,6 +7,7 @@ import itertools
 import math
 import threading
 from collections.abc import Iterator
+from random import Random
 from typing import Any
 
 import pytest
@@ -245,6 +246,39 @@ def test_effort_never_makes_a_plan_worse(request: dict[str, Any]) -> None:
 
 def test_one_and_a_half_equal_sequences_a_rank_leave_no_rank_idle() -> None:
     plan = hcp.plan([7372] * 96, ranks=64, max_tokens_per_rank=8192)
+    assert plan.makespan <= 1.01 * plan.bound
+
+
+def spread(count: int, least: int, most: int, seed: int) -> list[int]:
+    """Lengths whose logarithms are even."""
+    random = Random(seed)
+    return [round(least * (most / least) ** random.random()) for _ in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_few_long_sequences_leave_hardly_a_gap(seed: int) -> None:
+    """Nothing short fills gaps: groups stand in columns that end together."""
+    lengths = spread(128, 8192, 65536, seed)
+    plan = hcp.plan(lengths, ranks=32, max_tokens_per_rank=8192)
+    hcp.check_plan(plan, lengths)
+    assert plan.makespan <= 1.013 * plan.bound
+
+
+def test_columns_of_few_degrees_are_filled_by_lesser_ones() -> None:
+    """Just above 1, 2, 4 and 8 times the rows of a rank: few sums, each column needs others."""
+    random = Random(0)
+    powers = random.choices([1, 2, 4, 8], [8, 4, 2, 1], k=128)
+    lengths = [round(8192 * power * random.uniform(1.02, 1.22)) for power in powers]
+    plan = hcp.plan(lengths, ranks=64, max_tokens_per_rank=8192)
+    assert plan.makespan <= 1.008 * plan.bound
+
+
+@pytest.mark.parametrize("seed", [0, 15])
+def test_a_single_rank_beside_a_column_may_widen_it(seed: int) -> None:
+    """The few sequences that one rank holds fill none to the end."""
+    random = Random(seed)
+    lengths = [random.randint(4096, 32768) for _ in range(96)]
+    plan = hcp.plan(lengths, ranks=24, max_tokens_per_rank=8192)
     assert plan.makespan <= 1.01 * plan.bound
 
 

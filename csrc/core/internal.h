@@ -244,6 +244,14 @@ hcp_status hcp__plan_list(const hcp__problem *problem, int64_t target, int32_t n
 hcp_status hcp__plan_skyline(const hcp__problem *problem, int64_t target, int32_t widen,
                              hcp__blocks *blocks, hcp_error *err);
 
+/* ---- plan_columns.c ---- */
+
+/* One group per sequence, all end within target; *found is 0 when none such was found
+ * before the budget, which falls with the work, was spent. Rounds try different ways. For few
+ * sequences on equal ranks, without pow2 and nodes. */
+hcp_status hcp__plan_columns(const hcp__problem *problem, int64_t target, int32_t round,
+                             int64_t *budget, hcp__blocks *blocks, int32_t *found, hcp_error *err);
+
 /* ---- plan_wave.c, plan_fill.c, plan_shelf.c, plan_place.c ---- */
 
 /* Boxes of all ranks and a height, launch aside. count is at most most. */
