@@ -282,6 +282,14 @@ def test_a_single_rank_beside_a_column_may_widen_it(seed: int) -> None:
     assert plan.makespan <= 1.01 * plan.bound
 
 
+@pytest.mark.parametrize("giant", [1_200_000, 1_590_000, 1_720_000, 1_850_000])
+def test_giants_get_about_the_degree_at_which_they_end_with_the_others(giant: int) -> None:
+    """Most of the work: a degree that is 3% off would be idle ranks."""
+    lengths = [giant, 900_000] + [2000 + 37 * i % 6000 for i in range(4000)]
+    plan = hcp.plan(lengths, ranks=512, max_tokens_per_rank=8192)
+    assert plan.makespan <= 1.004 * plan.bound
+
+
 def test_the_bound_knows_that_short_sequences_beside_giants_leave_ranks_idle() -> None:
     """Ranks with full rows wait for the giants, or the giants are wide and exchange more."""
     lengths = [64 * 8192 // 4 + 17] * 3 + [16 + 37 * i % 1009 for i in range(2000)]
