@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hcp
+from hcp.cli.families import FAMILIES
 from hcp.cost import PRESETS
 
 # ---- cost ----------------------------------------------------------------------------------------
@@ -280,6 +281,18 @@ def test_a_single_rank_beside_a_column_may_widen_it(seed: int) -> None:
     lengths = [random.randint(4096, 32768) for _ in range(96)]
     plan = hcp.plan(lengths, ranks=24, max_tokens_per_rank=8192)
     assert plan.makespan <= 1.01 * plan.bound
+
+
+@pytest.mark.parametrize("seed", [0, 1, 4])
+def test_the_longest_of_many_stand_in_columns(seed: int) -> None:
+    """Dozens of them have nearly all the work, so that short ones fill no gaps between them."""
+    random = Random(seed)
+    lengths: list[int] = []
+    while sum(lengths) < 32_000_000:
+        lengths.append(FAMILIES["byted"].draw(random))
+    plan = hcp.plan(lengths, ranks=1024, max_tokens_per_rank=8192)
+    hcp.check_plan(plan, lengths)
+    assert plan.makespan <= 1.006 * plan.bound
 
 
 @pytest.mark.parametrize("giant", [1_200_000, 1_590_000, 1_720_000, 1_850_000])

@@ -1,4 +1,4 @@
-/* plan_columns.c - plans of few long sequences whose ranks meet at the end of the
+/* plan_columns.c - the few long sequences of a plan whose ranks meet at the end of the
  * step: columns that are filled up to the target, so that no gap comes to be.
  *
  * All ranks are one region, free from 0 on. Widest first, sequences of one degree
@@ -10,7 +10,8 @@
  *
  * Which regions to cut is tried with the sequences of a degree poured like a
  * fluid, in many ways that a hash tells apart; the first ways that hold all are
- * tried with sequences. */
+ * tried with sequences. Where there are more than few sequences, lists place the
+ * narrow ones on top. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -20,6 +21,7 @@ enum {
   LEVELS = 1 << 16, /* of the target, where sequences are poured */
   GRAINS = 1 << 11, /* of the target, where they are summed up   */
   WORDS = GRAINS / 64 + 1,
+  MOST = 256,       /* sequences                             */
   WAYS = 256,       /* that are poured                       */
   TRIES = 16,       /* that are tried with sequences         */
   LOOKS = 16,       /* at sums for what they are exactly     */
@@ -56,7 +58,9 @@ typedef struct columns {
   hcp__blocks *blocks;
   int64_t target, unit, grain;
   int32_t top; /* level of the target */
-  item *items; /* n, widest first, longest first among equals */
+  int32_t least; /* degree */
+  int32_t n;     /* sequences of at least that degree */
+  item *items;   /* n, widest first, longest first among equals */
   width_class *classes;
   int32_t class_count, narrowest;
   region *regions; /* of at most as many as ranks */
@@ -203,12 +207,12 @@ static void add_sums(columns *c, int32_t index, int32_t last) {
   }
 }
 
-/* For every class the sums of all narrower ones. */
+/* For every class the sums of all narrower ones: any, where short ones follow. */
 static void sum_narrower(columns *c) {
   for (int32_t i = c->class_count - 1; i >= 0; i--) {
     width_class *k = &c->classes[i], *wider = k - 1;
     if (i == c->class_count - 1) {
-      memset(k->narrower, 0, sizeof k->narrower);
+      memset(k->narrower, c->least > 1 ? 255 : 0, sizeof k->narrower);
       k->narrower[GRAINS / 64] |= (uint64_t)1 << GRAINS % 64;
     }
     if (i == 0) continue;
@@ -261,7 +265,7 @@ static int32_t leaving_sum(const columns *c, const width_class *k, const region 
   int64_t room = c->target - r->floor;
   int32_t words = (int32_t)(room / c->grain) / 64 + 1, sum = 0;
   int32_t begin = c->way == 0 ? words : (int32_t)(hash(c->way, k->degree, r) % (uint32_t)words) + 1;
-  if (k == &c->classes[c->class_count - 1]) return 0;
+  if (c->least == 1 && k == &c->classes[c->class_count - 1]) return 0;
   for (int32_t waste = 0; waste < WASTE && sum == 0; waste++) {
     sum = sum_within(c, k, room, r->width, waste, 0, begin);
     if (sum == 0) sum = sum_within(c, k, room, r->width, waste, begin, words);
@@ -324,7 +328,7 @@ static int32_t left_of(const columns *c, const width_class *k, int32_t *least) {
 static int32_t stack_all(columns *c) {
   start(c);
   c->blocks->count = 0;
-  for (int32_t i = 0; i < c->p->n; i++) c->items[i].taken = 0;
+  for (int32_t i = 0; i < c->n; i++) c->items[i].taken = 0;
   for (int32_t i = 0; i < c->class_count; i++) {
     const width_class *k = &c->classes[i];
     for (int32_t todo = k->count, stacked; todo > 0; todo -= stacked) {
@@ -345,17 +349,19 @@ static int widest_first(const void *left, const void *right) {
   return (a->place > b->place) - (a->place < b->place);
 }
 
-/* Returns 0 when a sequence is too long for the target. */
+/* Returns 0 when a sequence is too long for the target, or not as many stand in columns
+ * as can. */
 static int32_t make_items(columns *c) {
   for (int32_t i = 0; i < c->p->n; i++) {
-    item *one = &c->items[i];
-    *one = (item){.place = i};
-    one->option = hcp__allot(c->p, kind_of(c, one), c->target - c->p->cost->launch);
-    if (needed(c, one->option) > c->target) return 0;
-    one->own = grains_of(c, needed(c, one->option));
+    item one = {.place = i};
+    one.option = hcp__allot(c->p, kind_of(c, &one), c->target - c->p->cost->launch);
+    if (needed(c, one.option) > c->target) return 0;
+    if (one.option->degree < c->least) continue;
+    one.own = grains_of(c, needed(c, one.option));
+    c->items[c->n++] = one;
   }
-  qsort(c->items, (size_t)c->p->n, sizeof *c->items, widest_first);
-  return 1;
+  qsort(c->items, (size_t)c->n, sizeof *c->items, widest_first);
+  return c->n > 0 && c->n <= MOST;
 }
 
 static void measure(const columns *c, width_class *k) {
@@ -369,8 +375,8 @@ static void measure(const columns *c, width_class *k) {
 }
 
 static void make_classes(columns *c) {
-  int32_t n = c->p->n;
-  c->narrowest = c->items[n - 1].option->degree;
+  int32_t n = c->n;
+  c->narrowest = c->least > 1 ? 1 : c->items[n - 1].option->degree;
   for (int32_t i = 0; i < n; i++) {
     int32_t degree = c->items[i].option->degree;
     if (i == 0 || c->classes[c->class_count - 1].degree != degree)
@@ -410,9 +416,9 @@ static void columns_release(columns *c) {
   free(c->items);
 }
 
-hcp_status hcp__plan_columns(const hcp__problem *p, int64_t target, int32_t round, int64_t *budget,
-                             hcp__blocks *blocks, int32_t *found, hcp_error *err) {
-  columns c = {.p = p, .blocks = blocks, .target = target, .budget = budget};
+hcp_status hcp__plan_columns(const hcp__problem *p, int64_t target, int32_t round, int32_t least,
+                             int64_t *budget, hcp__blocks *blocks, int32_t *found, hcp_error *err) {
+  columns c = {.p = p, .blocks = blocks, .target = target, .budget = budget, .least = least};
   hcp_status status = HCP_OK;
   blocks->placed_on = p->limits;
   if (columns_init(&c))
