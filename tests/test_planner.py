@@ -7,6 +7,7 @@ import itertools
 import math
 import threading
 from collections.abc import Iterator
+from random import Random
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hcp
+from hcp.cli.families import FAMILIES
 from hcp.cost import PRESETS
 
 # ---- cost ----------------------------------------------------------------------------------------
@@ -246,6 +248,59 @@ def test_effort_never_makes_a_plan_worse(request: dict[str, Any]) -> None:
 def test_one_and_a_half_equal_sequences_a_rank_leave_no_rank_idle() -> None:
     plan = hcp.plan([7372] * 96, ranks=64, max_tokens_per_rank=8192)
     assert plan.makespan <= 1.01 * plan.bound
+
+
+def spread(count: int, least: int, most: int, seed: int) -> list[int]:
+    """Lengths whose logarithms are even."""
+    random = Random(seed)
+    return [round(least * (most / least) ** random.random()) for _ in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_few_long_sequences_leave_hardly_a_gap(seed: int) -> None:
+    """Nothing short fills gaps: groups stand in columns that end together."""
+    lengths = spread(128, 8192, 65536, seed)
+    plan = hcp.plan(lengths, ranks=32, max_tokens_per_rank=8192)
+    hcp.check_plan(plan, lengths)
+    assert plan.makespan <= 1.013 * plan.bound
+
+
+def test_columns_of_few_degrees_are_filled_by_lesser_ones() -> None:
+    """Just above 1, 2, 4 and 8 times the rows of a rank: few sums, each column needs others."""
+    random = Random(0)
+    powers = random.choices([1, 2, 4, 8], [8, 4, 2, 1], k=128)
+    lengths = [round(8192 * power * random.uniform(1.02, 1.22)) for power in powers]
+    plan = hcp.plan(lengths, ranks=64, max_tokens_per_rank=8192)
+    assert plan.makespan <= 1.008 * plan.bound
+
+
+@pytest.mark.parametrize("seed", [0, 15])
+def test_a_single_rank_beside_a_column_may_widen_it(seed: int) -> None:
+    """The few sequences that one rank holds fill none to the end."""
+    random = Random(seed)
+    lengths = [random.randint(4096, 32768) for _ in range(96)]
+    plan = hcp.plan(lengths, ranks=24, max_tokens_per_rank=8192)
+    assert plan.makespan <= 1.01 * plan.bound
+
+
+@pytest.mark.parametrize("seed", [0, 1, 4])
+def test_the_longest_of_many_stand_in_columns(seed: int) -> None:
+    """Dozens of them have nearly all the work, so that short ones fill no gaps between them."""
+    random = Random(seed)
+    lengths: list[int] = []
+    while sum(lengths) < 32_000_000:
+        lengths.append(FAMILIES["byted"].draw(random))
+    plan = hcp.plan(lengths, ranks=1024, max_tokens_per_rank=8192)
+    hcp.check_plan(plan, lengths)
+    assert plan.makespan <= 1.006 * plan.bound
+
+
+@pytest.mark.parametrize("giant", [1_200_000, 1_590_000, 1_720_000, 1_850_000])
+def test_giants_get_about_the_degree_at_which_they_end_with_the_others(giant: int) -> None:
+    """Most of the work: a degree that is 3% off would be idle ranks."""
+    lengths = [giant, 900_000] + [2000 + 37 * i % 6000 for i in range(4000)]
+    plan = hcp.plan(lengths, ranks=512, max_tokens_per_rank=8192)
+    assert plan.makespan <= 1.004 * plan.bound
 
 
 def test_the_bound_knows_that_short_sequences_beside_giants_leave_ranks_idle() -> None:

@@ -234,15 +234,25 @@ hcp_status hcp__pipeline_makespan(const hcp__draft *draft, const hcp__problem *p
 /* ---- plan_list.c ---- */
 
 /* Degrees that end within target; nested rounds them up to powers of two. limit
- * packs single ranks one after the other up to that time; 0 balances them. */
+ * packs single ranks one after the other up to that time; 0 balances them. The widest
+ * may be stacked already, one a block, by hcp__plan_columns for launch and target. */
 hcp_status hcp__plan_list(const hcp__problem *problem, int64_t target, int32_t nested,
-                          int64_t limit, hcp__blocks *blocks, hcp_error *err);
+                          int64_t limit, int32_t stacked, hcp__blocks *blocks, hcp_error *err);
 
 /* ---- plan_skyline.c ---- */
 
 /* One group per sequence, ends within target hoped for. Without pow2 and nodes. */
 hcp_status hcp__plan_skyline(const hcp__problem *problem, int64_t target, int32_t widen,
                              hcp__blocks *blocks, hcp_error *err);
+
+/* ---- plan_columns.c ---- */
+
+/* One group for each sequence whose degree is at least least; all end within target.
+ * *found is 0 when that was not found before the budget, which falls with the work, was
+ * spent. Rounds try different ways. On equal ranks, without pow2 and nodes. */
+hcp_status hcp__plan_columns(const hcp__problem *problem, int64_t target, int32_t round,
+                             int32_t least, int64_t *budget, hcp__blocks *blocks, int32_t *found,
+                             hcp_error *err);
 
 /* ---- plan_wave.c, plan_fill.c, plan_shelf.c, plan_place.c ---- */
 

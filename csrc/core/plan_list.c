@@ -416,8 +416,22 @@ static int32_t pack_singles(list *l, const task *tasks, int32_t i, int64_t limit
   return i;
 }
 
+/* The widest may stand in blocks of their own already, in columns without gaps. */
+static void start_above(list *l) {
+  for (int32_t b = 0; b < l->blocks->count; b++) {
+    const hcp__block *block = &l->blocks->block[b];
+    charge_pods(l, block, block->end - block->start);
+    for (int32_t r = block->first_rank; r < block->first_rank + block->degree; r++) {
+      if (block->end <= l->loads[r]) continue;
+      l->loads[r] = block->end;
+      l->top[r] = b;
+    }
+  }
+}
+
 static hcp_status place_all(list *l, const task *tasks, int64_t limit, hcp_error *err) {
-  int32_t i = 0, n = l->p->n;
+  int32_t i = l->blocks->count, n = l->p->n;
+  start_above(l);
   for (; i < n && tasks[i].degree > 1; i++)
     if (!place_wide(l, l->p->order[tasks[i].place], tasks[i].option))
       return hcp__fail(err, HCP_NO_MEMORY, "out of memory for a plan of %d sequences", n);
@@ -460,12 +474,12 @@ static void list_release(list *l) {
 }
 
 hcp_status hcp__plan_list(const hcp__problem *p, int64_t target, int32_t nested, int64_t limit,
-                          hcp__blocks *blocks, hcp_error *err) {
+                          int32_t stacked, hcp__blocks *blocks, hcp_error *err) {
   list l = {.p = p, .blocks = blocks};
   l.slowest = hcp__slowness(p->limits, 0, p->limits->ranks);
   task *tasks = malloc(((size_t)p->n + 1) * sizeof *tasks);
   hcp_status status = HCP_OK;
-  blocks->count = 0;
+  if (!stacked) blocks->count = 0;
   blocks->placed_on = p->limits;
   if (tasks == NULL || !list_init(&l))
     status = hcp__fail(err, HCP_NO_MEMORY, "out of memory for a plan of %d sequences", p->n);

@@ -7,7 +7,7 @@
 
 /* Above DENSE ranks, degrees are tried in steps of at most 1/STEPS of
  * themselves. Below bound / NEGLIGIBLE a sequence is never made faster. */
-enum { DENSE = 64, STEPS = 32, NEGLIGIBLE = 32 };
+enum { DENSE = 128, STEPS = 128, NEGLIGIBLE = 32 };
 
 int64_t hcp__capacity(const hcp_limits *limits) {
   int64_t rows = limits->max_tokens_per_rank;

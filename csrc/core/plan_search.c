@@ -17,7 +17,11 @@ enum {
   SHARPENING = 400,   /* each by this part of it  */
   LARGE_SHARPENINGS = 2,
   LARGE_SHARPENING = 160,
-  SKYLINES = 12       /* their targets */
+  SKYLINES = 12,      /* their targets */
+  COLUMNS = 1 << 18,  /* what looking for them may cost, */
+  CUTS = 16,          /* and targets that they are tried for */
+  WIDEST = 200,       /* of many sequences, those that stand in them */
+  MISSES = 4          /* targets that columns may miss */
 };
 
 /* In 1/TARGET_UNIT of the bound, the most promising first. */
@@ -46,11 +50,25 @@ static hcp_status judge(search *s, hcp_error *err) {
 /* Within 1/512 of the bound nothing is left to find. */
 static int is_done(const search *s) { return s->makespan - s->p->bound <= s->p->bound >> 9; }
 
+/* Whether plans of another kind may end much sooner. */
+static int is_far(const search *s) {
+  return s->makespan - s->p->bound > s->p->bound >> (s->p->n <= FEW ? 7 : 5);
+}
+
+/* Whether groups may stand anywhere and start when they like. */
+static int is_free(const search *s) {
+  return s->p->limits->sync == HCP_SYNC_STEP && !s->p->limits->pow2 &&
+         s->p->limits->ranks_per_node == 0;
+}
+
+static int is_few(const search *s) { return s->p->n <= FEW; }
+
 /* ---- lists ---- */
 
 static hcp_status try_list(search *s, int64_t target, int32_t nested, int64_t limit,
                            hcp_error *err) {
-  hcp_status status = hcp__plan_list(s->p, target > 1 ? target : 1, nested, limit, &s->blocks, err);
+  hcp_status status =
+      hcp__plan_list(s->p, target > 1 ? target : 1, nested, limit, 0, &s->blocks, err);
   if (status == HCP_OK)
     status = hcp__draft_by_start(&s->draft, &s->blocks, s->p->limits->ranks, err);
   return status == HCP_OK ? judge(s, err) : status;
@@ -127,15 +145,51 @@ static hcp_status try_skylines(search *s, hcp_error *err) {
   return HCP_OK;
 }
 
+/* ---- columns ---- */
+
+/* Whether columns that end together are a plan that does, and one worth looking for. */
+static int may_cut(const search *s) {
+  return is_free(s) && s->p->limits->slowness == NULL && s->p->limits->pipeline.stages < 2 &&
+         (is_few(s) || (s->p->n < LARGE && s->makespan - s->p->bound > s->p->bound >> 7));
+}
+
+/* The least degree that stands in columns: of many sequences, those of the longest. */
+static int32_t least_cut(const hcp__problem *p) {
+  if (p->n <= FEW) return 1;
+  return hcp__allot(p, &p->kinds[p->kind_of[WIDEST]], p->bound)->degree + 1;
+}
+
+/* Targets that columns reach are cheap: they come down by a third of what is above the
+ * bound, and by half of that after each one that was missed. Lists place the rest. */
+static hcp_status cut_columns(search *s, int32_t round, hcp_error *err) {
+  int64_t budget = COLUMNS, bound = s->p->bound, launch = s->p->cost->launch;
+  int32_t misses = 0, found, least = least_cut(s->p);
+  for (int32_t i = 0; i < CUTS && !is_done(s) && misses < MISSES && budget > 0; i++) {
+    int64_t above = s->makespan - bound, target = bound + above - above / (3 << misses) - 1;
+    hcp_status status =
+        hcp__plan_columns(s->p, target, round, least, &budget, &s->blocks, &found, err);
+    if (status == HCP_OK && found)
+      status = hcp__plan_list(s->p, target - launch, 0, 0, 1, &s->blocks, err);
+    if (status == HCP_OK && found)
+      status = hcp__draft_by_start(&s->draft, &s->blocks, s->p->limits->ranks, err);
+    if (status == HCP_OK && found) status = judge(s, err);
+    if (status != HCP_OK) return status;
+    misses += s->makespan > target;
+  }
+  return HCP_OK;
+}
+
+static hcp_status try_columns(search *s, hcp_error *err) {
+  hcp_status status = HCP_OK;
+  for (int32_t round = 0; round < s->effort && status == HCP_OK; round++)
+    status = cut_columns(s, round, err);
+  return status;
+}
+
 /* ---- waves ---- */
 
 /* Where ranks need not wait, every second micro-batch turned around may start
  * earlier on the ranks that the one before leaves first. */
-static int may_turn(const search *s) {
-  return s->p->limits->sync == HCP_SYNC_STEP && !s->p->limits->pow2 &&
-         s->p->limits->ranks_per_node == 0 && s->p->n <= FEW;
-}
-
 static void turn(search *s) {
   for (int32_t b = 0; b < s->blocks.count; b++) {
     hcp__block *block = &s->blocks.block[b];
@@ -149,7 +203,7 @@ hcp_status hcp__search_judge_waves(search *s, hcp_error *err) {
   int32_t placed;
   hcp_status status = hcp__place_waves(s->p, &s->blocks, &placed, err);
   if (status != HCP_OK || !placed) return status;
-  for (int32_t turned = 0; turned <= may_turn(s) && status == HCP_OK; turned++) {
+  for (int32_t turned = 0; turned <= (is_free(s) && is_few(s)) && status == HCP_OK; turned++) {
     if (turned) turn(s);
     status = hcp__draft_by_micro_batch(&s->draft, &s->blocks, err);
     if (status == HCP_OK) status = judge(s, err);
@@ -165,14 +219,14 @@ static hcp_status run(search *s, hcp_error *err) {
     return status == HCP_OK && !is_done(s) ? hcp__search_waves(s, err) : status;
   }
   hcp_status status = try_lists(s, err);
-  if (status == HCP_OK) status = sharpen(s, err);
+  int32_t cut = may_cut(s);
+  if (status == HCP_OK && cut) status = try_columns(s, err);
+  if (status == HCP_OK && (!cut || is_far(s))) status = sharpen(s, err);
   if (status == HCP_OK && s->p->cost->launch > s->p->bound >> 6 && !is_done(s))
     status = try_packed(s, err);
-  if (status == HCP_OK && may_turn(s)) status = try_skylines(s, err);
+  if (status == HCP_OK && is_free(s) && is_few(s) && is_far(s)) status = try_skylines(s, err);
   /* Few long sequences: micro-batches of one height may end sooner. */
-  if (status == HCP_OK && s->makespan - s->p->bound > s->p->bound >> (s->p->n <= FEW ? 7 : 5) &&
-      s->p->n < LARGE)
-    status = hcp__search_waves(s, err);
+  if (status == HCP_OK && is_far(s) && s->p->n < LARGE) status = hcp__search_waves(s, err);
   return status;
 }
 

@@ -75,6 +75,22 @@ static void chunky_short_sequences_in_lockstep_end_near_the_bound(void) {
   hcp_plan_destroy(plan);
 }
 
+/* Nothing short fills gaps: columns that end together leave none. */
+static void few_long_sequences_end_near_the_bound(void) {
+  enum { COUNT = 128 };
+  int64_t lengths[COUNT];
+  for (int32_t i = 0; i < COUNT; i++) {
+    int32_t power = 1 << draw(0, 2);
+    lengths[i] = draw(8192 * power, 16384 * power);
+  }
+  const hcp_limits limits = draw_limits(32, 1, 32, 8192);
+  const hcp_cost cost = {.pair = 2, .token = 24576, .exchange = 4096, .launch = 1048576};
+  hcp_plan *plan = NULL;
+  CHECK_INT(hcp_plan_create(lengths, COUNT, &limits, &cost, 1, &plan, NULL), HCP_OK);
+  CHECK(plan->makespan <= plan->bound + plan->bound / 70);
+  hcp_plan_destroy(plan);
+}
+
 static void bad_requests_are_refused_with_their_values(void) {
   const int64_t lengths[] = {5, 17};
   const hcp_cost cost = {.pair = 1, .token = 1, .exchange = 1, .launch = 1};
@@ -135,6 +151,7 @@ int main(void) {
   every_drawn_plan_keeps_every_rule();
   a_costly_exchange_keeps_degrees_least();
   chunky_short_sequences_in_lockstep_end_near_the_bound();
+  few_long_sequences_end_near_the_bound();
   bad_requests_are_refused_with_their_values();
   cost_follows_its_formula();
   a_time_by_bad_prices_or_a_bad_table_is_refused();
