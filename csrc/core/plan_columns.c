@@ -159,13 +159,14 @@ static void start(columns *c) {
 static int32_t fill(const columns *c, region *r, const width_class *k, int32_t wider,
                     int32_t left) {
   int64_t room = c->top - r->level, all = wider > 0 ? k->widened[wider - 1] : k->level;
-  int64_t level = left * all / k->level, held = room * k->level / all;
-  if (level > room) {
-    r->level = c->top;
-    return left - (int32_t)(held < left ? held : left);
+  int64_t level = left * all / k->level;
+  if (level <= room) {
+    r->level += (int32_t)level;
+    return 0;
   }
-  r->level += (int32_t)level;
-  return 0;
+  int64_t held = room * k->level / all;
+  r->level = c->top;
+  return left - (int32_t)(held < left ? held : left);
 }
 
 static int32_t pours(columns *c) {
