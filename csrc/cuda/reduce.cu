@@ -1,8 +1,10 @@
-/* reduce.cu - partial rows summed, each read once, rounded once.
+/* reduce.cu - partial rows summed, each read once, rounded once, to their dtype or another.
  *
  * A few threads, a warp for long rows, sum one row of one column in registers, over
  * the records of the row's run, in the order of the table. Each thread has several
  * loads under way: rows may lie behind a link. */
+#include <type_traits>
+
 #include "runs.cuh"
 
 struct summed_columns {
@@ -38,18 +40,19 @@ static __device__ void read_vectors(V (&value)[IN_FLIGHT], const V *source, int6
 }
 
 /* The vectors' sum over the records of a run; those of the next record are on
- * their way. */
-template <class T, int N>
-static __device__ void sum_vectors(packed<T, N> (&value)[IN_FLIGHT], const run_table &table,
+ * their way. value, which is read into, is zeros, and sum itself where nothing is cast. */
+template <class From, class To, int N>
+static __device__ void sum_vectors(packed<From, N> (&value)[IN_FLIGHT],
+                                   packed<To, N> (&sum)[IN_FLIGHT], const run_table &table,
                                    const summed_columns &columns, int run, int64_t row, int column,
                                    int64_t at, int lanes) {
-  using V = packed<T, N>;
+  using V = packed<From, N>;
   int first = table.record[run], end = table.record[run + 1];
   int64_t vectors = columns.vectors[column];
   if (first == end) return;
   read_vectors(value, source_of<V>(table, columns, first, run, row, column), at, lanes, vectors);
-  if (first + 1 == end) return;
-  typename element<T>::wide total[IN_FLIGHT][N], more[N];
+  if (std::is_same<From, To>::value && first + 1 == end) return;
+  between<From, To> total[IN_FLIGHT][N], more[N];
   V next[IN_FLIGHT] = {};
   for (int r = first; r < end; ++r) {
     if (r + 1 < end)
@@ -64,14 +67,15 @@ static __device__ void sum_vectors(packed<T, N> (&value)[IN_FLIGHT], const run_t
     }
   }
 #pragma unroll
-  for (int k = 0; k < IN_FLIGHT; ++k) value[k].round(total[k]);
+  for (int k = 0; k < IN_FLIGHT; ++k) sum[k].round(total[k]);
 }
 
-template <class T, int N>
+template <class From, class To, int N>
 __global__ void __launch_bounds__(HCP_THREADS)
     sum_rows(const __grid_constant__ run_table table,
              const __grid_constant__ summed_columns columns) {
-  using V = packed<T, N>;
+  using V = packed<From, N>;
+  using W = packed<To, N>;
   int column = (int)blockIdx.y, lanes = 1 << columns.lane_bits;
   int lane = (int)threadIdx.x & (lanes - 1), at_once = HCP_THREADS >> columns.lane_bits;
   int64_t vectors = columns.vectors[column], first = table.first_row(), rows = table.rows();
@@ -86,47 +90,77 @@ __global__ void __launch_bounds__(HCP_THREADS)
   }
   for (row += threadIdx.x >> columns.lane_bits; row < end; row += step) {
     int run = table.find(row);
-    V *out = reinterpret_cast<V *>(columns.out[column] + row * columns.out_stride);
+    W *out = reinterpret_cast<W *>(columns.out[column] + row * columns.out_stride);
     for (int64_t at = lane; at < vectors; at += IN_FLIGHT * lanes) {
-      V value[IN_FLIGHT] = {};
-      sum_vectors<T, N>(value, table, columns, run, row, column, at, lanes);
+      W sum[IN_FLIGHT] = {};
+      if constexpr (std::is_same<From, To>::value) {
+        sum_vectors(sum, sum, table, columns, run, row, column, at, lanes);
+      } else {
+        V value[IN_FLIGHT] = {};
+        sum_vectors(value, sum, table, columns, run, row, column, at, lanes);
+      }
 #pragma unroll
       for (int k = 0; k < IN_FLIGHT; ++k)
-        if (at + k * lanes < vectors) out[at + k * lanes] = value[k];
+        if (at + k * lanes < vectors) out[at + k * lanes] = sum[k];
     }
   }
 }
 
-template <class T>
-static hcp_status launch(const run_launches &launches, summed_columns *columns,
+/* The kernels of a dtype, or of a cast. Vectors of what is read, which is most, have 16
+ * bytes; a wider result takes several. */
+struct summer {
+  using kernel = void (*)(const run_table, const summed_columns);
+  kernel of_vectors, of_elements;
+  int64_t element_bytes, out_element_bytes, out_vector_bytes; /* 16 at most: what aligns it */
+};
+
+template <class From, class To>
+static summer summer_of() {
+  constexpr int N = vector_elements<From>();
+  return {sum_rows<From, To, N>, sum_rows<From, To, 1>, sizeof(From), sizeof(To),
+          vector_alignment<To, N>()};
+}
+
+template <class From>
+static summer summer_from(hcp_dtype to) {
+  summer found = {};
+  HCP_CUDA_DISPATCH(to, found = (summer_of<From, T>()))
+  return found;
+}
+
+static summer summer_of(hcp_cast cast) {
+  summer found = {};
+  HCP_CUDA_DISPATCH(cast.from, found = summer_from<T>(cast.to))
+  return found;
+}
+
+static hcp_status launch(const summer &by, const run_launches &launches, summed_columns *columns,
                          const int64_t *row_bytes, cudaStream_t stream, hcp_error *err) {
-  constexpr int N = vector_elements<T>();
   bool wide = true;
   for (int32_t i = 0; i < launches.parts * columns->n; ++i)
     wide = wide && aligned(columns->part[i], columns->part_stride[i], 16);
   for (int32_t c = 0; c < columns->n; ++c)
-    wide = wide && aligned(columns->out[c], columns->out_stride | row_bytes[c], 16);
+    wide = wide && row_bytes[c] % 16 == 0 &&
+           aligned(columns->out[c], columns->out_stride, by.out_vector_bytes);
   int64_t most = 0, rows = launches.table.row[launches.table.n] - launches.table.row[0];
   for (int32_t c = 0; c < columns->n; ++c) {
-    columns->vectors[c] = row_bytes[c] / (int64_t)sizeof(T) / (wide ? N : 1);
+    columns->vectors[c] = row_bytes[c] / (wide ? 16 : by.element_bytes);
     if (columns->vectors[c] > most) most = columns->vectors[c];
   }
   if (most == 0) return HCP_OK;
   columns->lane_bits = hcp_cuda_lane_bits(most);
   dim3 grid(hcp_cuda_blocks(rows << columns->lane_bits), (unsigned)columns->n);
   if (columns->far && grid.x > FAR_BLOCKS) grid.x = FAR_BLOCKS;
-  if (wide)
-    sum_rows<T, N><<<grid, HCP_THREADS, 0, stream>>>(launches.table, *columns);
-  else
-    sum_rows<T, 1><<<grid, HCP_THREADS, 0, stream>>>(launches.table, *columns);
+  summer::kernel kernel = wide ? by.of_vectors : by.of_elements;
+  kernel<<<grid, HCP_THREADS, 0, stream>>>(launches.table, *columns);
   return hcp_cuda_launched("reduce", err);
 }
 
 /* The columns from number `from` on, as many at once as a launch carries. */
-template <class T>
-static hcp_status sum_columns(const hcp_column *parts, int32_t from, int32_t n_columns,
-                              const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
-                              bool far, cudaStream_t stream, hcp_error *err) {
+static hcp_status sum_columns(hcp_cast cast, const hcp_column *parts, int32_t from,
+                              int32_t n_columns, const hcp_run *runs, int64_t n_runs, int64_t rows,
+                              hcp_column out, bool far, cudaStream_t stream, hcp_error *err) {
+  summer by = summer_of(cast);
   run_launches launches(runs, n_runs, rows, true);
   int more;
   while ((more = launches.advance()) > 0) {
@@ -142,7 +176,7 @@ static hcp_status sum_columns(const hcp_column *parts, int32_t from, int32_t n_c
       for (int32_t c = 0; c < columns.n; ++c) {
         row_bytes[c] = parts[first + c].row_bytes;
         columns.out[c] = (char *)out.data + offset;
-        offset += row_bytes[c];
+        offset += row_bytes[c] / by.element_bytes * by.out_element_bytes;
       }
       for (int32_t p = 0; p < launches.parts; ++p)
         for (int32_t c = 0; c < columns.n; ++c) {
@@ -150,38 +184,37 @@ static hcp_status sum_columns(const hcp_column *parts, int32_t from, int32_t n_c
           columns.part[p * columns.n + c] = (const char *)part.data;
           columns.part_stride[p * columns.n + c] = part.row_stride_bytes;
         }
-      hcp_status status = launch<T>(launches, &columns, row_bytes, stream, err);
+      hcp_status status = launch(by, launches, &columns, row_bytes, stream, err);
       if (status != HCP_OK) return status;
     }
   }
   return more < 0 ? row_too_long(launches, err) : HCP_OK;
 }
 
-static hcp_status sum_any(hcp_dtype dtype, const hcp_column *parts, int32_t from, int32_t n_columns,
-                          const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
-                          bool far, cudaStream_t stream, hcp_error *err) {
-  hcp_status status = HCP_OK;
-  HCP_CUDA_DISPATCH(dtype, status = sum_columns<T>(parts, from, n_columns, runs, n_runs, rows, out,
-                                                   far, stream, err))
-  return status;
-}
-
 hcp_status hcp_cuda_reduce_from(hcp_dtype dtype, const hcp_column *parts, int32_t from,
                                 int32_t n_columns, const hcp_run *runs, int64_t n_runs,
                                 int64_t rows, hcp_column out, cudaStream_t stream, hcp_error *err) {
-  return sum_any(dtype, parts, from, n_columns, runs, n_runs, rows, out, false, stream, err);
+  hcp_cast none = {dtype, dtype};
+  return sum_columns(none, parts, from, n_columns, runs, n_runs, rows, out, false, stream, err);
+}
+
+hcp_status hcp_cuda_reduce_cast(hcp_cast cast, const hcp_column *parts, int32_t n_columns,
+                                const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
+                                void *stream, hcp_error *err) {
+  return sum_columns(cast, parts, 0, n_columns, runs, n_runs, rows, out, false,
+                     (cudaStream_t)stream, err);
 }
 
 hcp_status hcp_cuda_reduce(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
                            const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
                            void *stream, hcp_error *err) {
-  return sum_any(dtype, parts, 0, n_columns, runs, n_runs, rows, out, false, (cudaStream_t)stream,
-                 err);
+  return hcp_cuda_reduce_cast({dtype, dtype}, parts, n_columns, runs, n_runs, rows, out, stream,
+                              err);
 }
 
 hcp_status hcp_cuda_reduce_far(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
                                const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
                                void *stream, hcp_error *err) {
-  return sum_any(dtype, parts, 0, n_columns, runs, n_runs, rows, out, true, (cudaStream_t)stream,
-                 err);
+  return sum_columns({dtype, dtype}, parts, 0, n_columns, runs, n_runs, rows, out, true,
+                     (cudaStream_t)stream, err);
 }
