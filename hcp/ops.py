@@ -57,7 +57,7 @@ def pack(
     Returns (R, sum of C_i). The gradient of a source row is the sum over its copies, in float32
     (float64 if the sources or the result are), rounded once to the sources' dtype.
     """
-    out: Tensor = torch.ops.hcp.pack.default(list(sources), segments, rows, dtype)
+    out: Tensor = torch.ops.hcp.pack.default(list(sources), segments, rows, dtype=dtype)
     return out
 
 
@@ -78,7 +78,9 @@ def unpack(
 
     Returns tensors (R, C_i), each contiguous. The gradient of a source row is as in `pack`.
     """
-    outs: list[Tensor] = torch.ops.hcp.unpack.default(source, segments, list(widths), rows, dtype)
+    outs: list[Tensor] = torch.ops.hcp.unpack.default(
+        source, segments, list(widths), rows, dtype=dtype
+    )
     return outs
 
 
@@ -128,7 +130,7 @@ def reduce(
     Returns (R, sum of C_c): the columns side by side. Gradients are rounded once to the parts'
     dtype.
     """
-    out: Tensor = torch.ops.hcp.reduce.default(list(parts), runs, rows, columns, dtype)
+    out: Tensor = torch.ops.hcp.reduce.default(list(parts), runs, rows, columns, dtype=dtype)
     return out
 
 
@@ -210,7 +212,7 @@ def _width(tensors: Sequence[Tensor]) -> int:
 
 
 def _pack_fake(
-    sources: list[Tensor], segments: Tensor, rows: int, dtype: torch.dtype | None = None
+    sources: list[Tensor], segments: Tensor, rows: int, *, dtype: torch.dtype | None = None
 ) -> Tensor:
     _expect_some("sources", sources)
     return sources[0].new_empty(rows, _width(sources), dtype=dtype)
@@ -221,6 +223,7 @@ def _pack_backward_fake(
     segments: Tensor,
     widths: list[int],
     rows: int,
+    *,
     dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
     return [grad.new_empty(rows, width, dtype=dtype) for width in widths]
@@ -231,13 +234,14 @@ def _unpack_fake(
     segments: Tensor,
     widths: list[int],
     rows: int,
+    *,
     dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
     return [source.new_empty(rows, width, dtype=dtype) for width in widths]
 
 
 def _unpack_backward_fake(
-    grads: list[Tensor], segments: Tensor, rows: int, dtype: torch.dtype | None = None
+    grads: list[Tensor], segments: Tensor, rows: int, *, dtype: torch.dtype | None = None
 ) -> Tensor:
     _expect_some("grads", grads)
     return grads[0].new_empty(rows, _width(grads), dtype=dtype)
@@ -271,6 +275,7 @@ def _reduce_fake(
     runs: Tensor,
     rows: int,
     columns: int,
+    *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     _expect_some("parts", parts)
@@ -282,6 +287,7 @@ def _reduce_backward_fake(
     runs: Tensor,
     part_rows: list[int],
     widths: list[int],
+    *,
     dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
     return [grad.new_empty(rows, width, dtype=dtype) for rows in part_rows for width in widths]
@@ -328,8 +334,8 @@ def _reduce_rotated_fake(
 # say), hence contiguous().
 
 
-def _pack_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    sources, segments, _, _ = inputs
+def _pack_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any) -> None:
+    sources, segments, _ = inputs
     ctx.save_for_backward(segments)
     ctx.widths = [source.shape[1] for source in sources]
     ctx.source_rows, ctx.dtype = sources[0].shape[0], sources[0].dtype
@@ -338,13 +344,15 @@ def _pack_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _pack_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     (segments,) = ctx.saved_tensors
     grads = torch.ops.hcp.pack_backward(
-        grad.contiguous(), segments, ctx.widths, ctx.source_rows, ctx.dtype
+        grad.contiguous(), segments, ctx.widths, ctx.source_rows, dtype=ctx.dtype
     )
-    return grads, None, None, None
+    return grads, None, None
 
 
-def _pack_backward_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    grad, segments, _, _, _ = inputs
+def _pack_backward_context(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any
+) -> None:
+    grad, segments, _, _ = inputs
     ctx.save_for_backward(segments)
     ctx.rows, ctx.dtype = grad.shape[0], grad.dtype
 
@@ -352,11 +360,13 @@ def _pack_backward_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> No
 def _pack_backward_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     (segments,) = ctx.saved_tensors
     columns = [grad.contiguous() for grad in grads]
-    return torch.ops.hcp.pack(columns, segments, ctx.rows, ctx.dtype), None, None, None, None
+    return torch.ops.hcp.pack(columns, segments, ctx.rows, dtype=ctx.dtype), None, None, None
 
 
-def _unpack_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    source, segments, _, _, _ = inputs
+def _unpack_context(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any
+) -> None:
+    source, segments, _, _ = inputs
     ctx.save_for_backward(segments)
     ctx.source_rows, ctx.dtype = source.shape[0], source.dtype
 
@@ -364,12 +374,14 @@ def _unpack_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _unpack_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     (segments,) = ctx.saved_tensors
     columns = [grad.contiguous() for grad in grads]
-    grad = torch.ops.hcp.unpack_backward(columns, segments, ctx.source_rows, ctx.dtype)
-    return grad, None, None, None, None
+    grad = torch.ops.hcp.unpack_backward(columns, segments, ctx.source_rows, dtype=ctx.dtype)
+    return grad, None, None, None
 
 
-def _unpack_backward_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    grads, segments, _, _ = inputs
+def _unpack_backward_context(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any
+) -> None:
+    grads, segments, _ = inputs
     ctx.save_for_backward(segments)
     ctx.widths = [grad.shape[1] for grad in grads]
     ctx.rows, ctx.dtype = grads[0].shape[0], grads[0].dtype
@@ -377,12 +389,14 @@ def _unpack_backward_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> 
 
 def _unpack_backward_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     (segments,) = ctx.saved_tensors
-    grads = torch.ops.hcp.unpack(grad.contiguous(), segments, ctx.widths, ctx.rows, ctx.dtype)
-    return grads, None, None, None
+    grads = torch.ops.hcp.unpack(grad.contiguous(), segments, ctx.widths, ctx.rows, dtype=ctx.dtype)
+    return grads, None, None
 
 
-def _reduce_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    parts, runs, _, columns, _ = inputs
+def _reduce_context(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any
+) -> None:
+    parts, runs, _, columns = inputs
     ctx.save_for_backward(runs)
     ctx.part_rows = [part.shape[0] for part in parts[::columns]]
     ctx.widths = [part.shape[1] for part in parts[:columns]]
@@ -392,13 +406,15 @@ def _reduce_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _reduce_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     (runs,) = ctx.saved_tensors
     grads = torch.ops.hcp.reduce_backward(
-        grad.contiguous(), runs, ctx.part_rows, ctx.widths, ctx.dtype
+        grad.contiguous(), runs, ctx.part_rows, ctx.widths, dtype=ctx.dtype
     )
-    return grads, None, None, None, None
+    return grads, None, None, None
 
 
-def _reduce_backward_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    grad, runs, _, widths, _ = inputs
+def _reduce_backward_context(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any
+) -> None:
+    grad, runs, _, widths = inputs
     ctx.save_for_backward(runs)
     ctx.rows, ctx.dtype = grad.shape[0], grad.dtype
     ctx.columns = len(widths)
@@ -407,8 +423,8 @@ def _reduce_backward_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> 
 def _reduce_backward_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     (runs,) = ctx.saved_tensors
     parts = [grad.contiguous() for grad in grads]
-    grad = torch.ops.hcp.reduce(parts, runs, ctx.rows, ctx.columns, ctx.dtype)
-    return grad, None, None, None, None
+    grad = torch.ops.hcp.reduce(parts, runs, ctx.rows, ctx.columns, dtype=ctx.dtype)
+    return grad, None, None, None
 
 
 def _merge_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -54,13 +54,13 @@ std::optional<hcp_cast> cast_of(const Name &name, const Tensor &tensor, const Dt
   if (!dtype || *dtype == own) return {};
   std::optional<hcp_dtype> from = find_dtype(own), to = find_dtype(*dtype);
   if (!from)
-    refuse(name, " has dtype ", torch::headeronly::toString(own), " and dtype is ",
-           torch::headeronly::toString(*dtype), ", expected ", FLOATS,
-           " to cast from: leave dtype out, and use .to()");
+    refuse(name, " has dtype ", torch::headeronly::toString(own), ", expected ", FLOATS,
+           " for a result of dtype ", torch::headeronly::toString(*dtype),
+           ": cast it before, by .to(), or leave dtype out");
   if (!to)
-    refuse("dtype is ", torch::headeronly::toString(*dtype), " and ", name, " has dtype ",
-           torch::headeronly::toString(own), ", expected ", FLOATS,
-           " to cast to: leave dtype out, and use .to()");
+    refuse("dtype is ", torch::headeronly::toString(*dtype), ", expected ", FLOATS, " where ", name,
+           " has dtype ", torch::headeronly::toString(own),
+           ": leave dtype out and cast the result, by .to()");
   return hcp_cast{*from, *to};
 }
 
