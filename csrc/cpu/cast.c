@@ -16,18 +16,18 @@ typedef struct tiles {
 /* NOLINTBEGIN(bugprone-macro-parentheses): a type */
 #define TILES(dtype, real)                                                                        \
   static void begin_##dtype##_##real(void *restrict total, const void *restrict row, int64_t n) { \
-    const storage_##dtype *from = row;                                                            \
-    real *to = total;                                                                             \
+    const storage_##dtype *restrict from = row;                                                   \
+    real *restrict to = total;                                                                    \
     for (int64_t i = 0; i < n; ++i) to[i] = load_##dtype(from[i]);                                \
   }                                                                                               \
   static void add_##dtype##_##real(void *restrict total, const void *restrict row, int64_t n) {   \
-    const storage_##dtype *from = row;                                                            \
-    real *to = total;                                                                             \
+    const storage_##dtype *restrict from = row;                                                   \
+    real *restrict to = total;                                                                    \
     for (int64_t i = 0; i < n; ++i) to[i] += load_##dtype(from[i]);                               \
   }                                                                                               \
   static void end_##dtype##_##real(void *restrict row, const void *restrict total, int64_t n) {   \
-    const real *from = total;                                                                     \
-    storage_##dtype *to = row;                                                                    \
+    const real *restrict from = total;                                                            \
+    storage_##dtype *restrict to = row;                                                           \
     for (int64_t i = 0; i < n; ++i) to[i] = store_##dtype((wide_##dtype)from[i]);                 \
   }
 /* NOLINTEND(bugprone-macro-parentheses) */
