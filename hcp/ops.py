@@ -22,6 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""What is summed, merged, rotated and cast."""
+
 _LIBRARY = Path(__file__).with_name("_ops.abi3.so")
 
 
@@ -330,8 +333,8 @@ def _reduce_rotated_fake(
 #
 # pack, unpack and reduce are linear: the gradient of each backward operator is its forward
 # operator, so derivatives of any order exist. Each is told the dtype of what it is the gradient of,
-# which a forward operator with a cast has changed. Incoming gradients may be expanded tensors (of a sum,
-# say), hence contiguous().
+# which a cast has changed. Incoming gradients may be expanded tensors (of a sum, say), hence
+# contiguous().
 
 
 def _pack_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any) -> None:

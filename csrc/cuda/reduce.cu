@@ -107,18 +107,21 @@ __global__ void __launch_bounds__(HCP_THREADS)
 }
 
 /* The kernels of a dtype, or of a cast. Vectors of what is read, which is most, have 16
- * bytes; a wider result takes several. */
+ * bytes, or the 4 elements whose sums in float64 leave registers for another block; a wider
+ * result takes several. */
 struct summer {
   using kernel = void (*)(const run_table, const summed_columns);
   kernel of_vectors, of_elements;
-  int64_t element_bytes, out_element_bytes, out_vector_bytes; /* 16 at most: what aligns it */
+  int64_t vector_bytes, out_vector_bytes; /* of the result 16 at most: what aligns it */
+  int64_t element_bytes, out_element_bytes;
 };
 
 template <class From, class To>
 static summer summer_of() {
-  constexpr int N = vector_elements<From>();
-  return {sum_rows<From, To, N>, sum_rows<From, To, 1>, sizeof(From), sizeof(To),
-          vector_alignment<To, N>()};
+  constexpr int most = 32 / (int)sizeof(between<From, To>);
+  constexpr int N = vector_elements<From>() < most ? vector_elements<From>() : most;
+  return {sum_rows<From, To, N>,     sum_rows<From, To, 1>, sizeof(From) * N,
+          vector_alignment<To, N>(), sizeof(From),          sizeof(To)};
 }
 
 template <class From>
@@ -138,13 +141,13 @@ static hcp_status launch(const summer &by, const run_launches &launches, summed_
                          const int64_t *row_bytes, cudaStream_t stream, hcp_error *err) {
   bool wide = true;
   for (int32_t i = 0; i < launches.parts * columns->n; ++i)
-    wide = wide && aligned(columns->part[i], columns->part_stride[i], 16);
+    wide = wide && aligned(columns->part[i], columns->part_stride[i], by.vector_bytes);
   for (int32_t c = 0; c < columns->n; ++c)
-    wide = wide && row_bytes[c] % 16 == 0 &&
+    wide = wide && row_bytes[c] % by.vector_bytes == 0 &&
            aligned(columns->out[c], columns->out_stride, by.out_vector_bytes);
   int64_t most = 0, rows = launches.table.row[launches.table.n] - launches.table.row[0];
   for (int32_t c = 0; c < columns->n; ++c) {
-    columns->vectors[c] = row_bytes[c] / (wide ? 16 : by.element_bytes);
+    columns->vectors[c] = row_bytes[c] / (wide ? by.vector_bytes : by.element_bytes);
     if (columns->vectors[c] > most) most = columns->vectors[c];
   }
   if (most == 0) return HCP_OK;
