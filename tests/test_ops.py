@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hcp import ops
 
@@ -502,6 +503,32 @@ def test_the_second_derivative_of_a_cast_is_the_cast(device, dtype, to, name):
     (second,) = torch.autograd.grad(first, grad, other)
     assert second.dtype == to
     expect_close(second, call(other).cpu())
+
+
+class Calls(TorchDispatchMode):
+    """The operators that are called meanwhile, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.names.append(operator.name())
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["pack", "unpack", "reduce"])
+def test_no_derivative_of_a_cast_needs_a_pass_to_cast(device, name):
+    """Autograd would cast a gradient of another dtype by itself."""
+    call, _ = cast_calls(torch.bfloat16)[name]
+    x, other = (random(6, 5, seed=i, device=device) for i in range(2))
+    grad = random(12, 5, seed=2, dtype=torch.bfloat16, device=device).requires_grad_()
+    with Calls() as calls:
+        (first,) = torch.autograd.grad(call(x.requires_grad_()), x, grad, create_graph=True)
+        torch.autograd.grad(first, grad, other)
+    assert f"hcp::{name}_backward" in calls.names
+    assert calls.names.count(f"hcp::{name}") == 2
+    assert not {"aten::_to_copy", "aten::copy_"} & set(calls.names), calls.names
 
 
 def test_the_gradient_of_a_cast_is_rounded_once(device):
