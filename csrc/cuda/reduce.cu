@@ -70,8 +70,15 @@ static __device__ void sum_vectors(packed<From, N> (&value)[IN_FLIGHT],
   for (int k = 0; k < IN_FLIGHT; ++k) sum[k].round(total[k]);
 }
 
+/* Blocks that a multiprocessor has room for at least; 0: left to the compiler, which for casts
+ * to 16 bits chooses so many that a register is spilled. */
+template <class From, class To>
+constexpr int least_blocks() {
+  return std::is_same<From, To>::value ? 0 : 2;
+}
+
 template <class From, class To, int N>
-__global__ void __launch_bounds__(HCP_THREADS)
+__global__ void __launch_bounds__(HCP_THREADS, (least_blocks<From, To>()))
     sum_rows(const __grid_constant__ run_table table,
              const __grid_constant__ summed_columns columns) {
   using V = packed<From, N>;

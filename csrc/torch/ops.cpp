@@ -65,7 +65,8 @@ struct Cpu {
 
 // Sizes are SymInt: one compiled graph then serves every size.
 STABLE_TORCH_LIBRARY(hcp, m) {
-  m.def("pack(Tensor[] sources, Tensor segments, SymInt rows, *, ScalarType? dtype=None) -> Tensor");
+  m.def(
+      "pack(Tensor[] sources, Tensor segments, SymInt rows, *, ScalarType? dtype=None) -> Tensor");
   m.def(
       "pack_backward(Tensor grad, Tensor segments, SymInt[] widths, SymInt rows, "
       "*, ScalarType? dtype=None) -> Tensor[]");

@@ -16,14 +16,10 @@
 
 /* Bytes of an element. */
 HCP_INLINE int64_t hcp_dtype_bytes(hcp_dtype dtype) {
-  switch (dtype) {
-#define HCP_DTYPE_BYTES(name, bytes) \
-  case HCP_##name:                   \
-    return bytes;
-    HCP_DTYPES(HCP_DTYPE_BYTES)
+#define HCP_DTYPE_BYTES(name, bytes) bytes,
+  const int64_t bytes[] = {HCP_DTYPES(HCP_DTYPE_BYTES)};
 #undef HCP_DTYPE_BYTES
-  }
-  return 0;
+  return bytes[dtype];
 }
 
 /* Bytes of what a cast makes of so many. */
