@@ -80,6 +80,11 @@ __device__ inline __half store<__half>(float x) {
   return __float2half_rn(x);
 }
 
+template <class A, class B>
+constexpr bool same = false;
+template <class A>
+constexpr bool same<A, A> = true;
+
 /* What an element of one dtype is on its way to another: float64 where either is. */
 template <class From, class To>
 using between = decltype(typename element<From>::wide() + typename element<To>::wide());

@@ -3,8 +3,6 @@
  * A few threads, a warp for long rows, move one row of one column. Neighbours move
  * neighbouring vectors, so that both sides are read and written in full lines, and
  * each thread has several loads under way. */
-#include <type_traits>
-
 #include "device.cuh"
 #include "hcp/index.h"
 
@@ -161,8 +159,7 @@ static mover<SEGMENTS> cast_of(const moved_columns &columns) {
 template <int SEGMENTS, class From>
 static mover<SEGMENTS> cast_from(hcp_dtype to, const moved_columns &columns) {
   mover<SEGMENTS> found = {};
-  HCP_CUDA_DISPATCH(
-      to, if constexpr (!std::is_same<From, T>::value) found = cast_of<SEGMENTS, From, T>(columns))
+  HCP_CUDA_DISPATCH(to, if constexpr (!same<From, T>) found = cast_of<SEGMENTS, From, T>(columns))
   return found;
 }
 

@@ -3,8 +3,6 @@
  * A few threads, a warp for long rows, sum one row of one column in registers, over
  * the records of the row's run, in the order of the table. Each thread has several
  * loads under way: rows may lie behind a link. */
-#include <type_traits>
-
 #include "runs.cuh"
 
 struct summed_columns {
@@ -51,7 +49,7 @@ static __device__ void sum_vectors(packed<From, N> (&value)[IN_FLIGHT],
   int64_t vectors = columns.vectors[column];
   if (first == end) return;
   read_vectors(value, source_of<V>(table, columns, first, run, row, column), at, lanes, vectors);
-  if (std::is_same<From, To>::value && first + 1 == end) return;
+  if (same<From, To> && first + 1 == end) return;
   between<From, To> total[IN_FLIGHT][N], more[N];
   V next[IN_FLIGHT] = {};
   for (int r = first; r < end; ++r) {
@@ -74,7 +72,7 @@ static __device__ void sum_vectors(packed<From, N> (&value)[IN_FLIGHT],
  * to 16 bits chooses so many that a register is spilled. */
 template <class From, class To>
 constexpr int least_blocks() {
-  return std::is_same<From, To>::value ? 0 : 2;
+  return same<From, To> ? 0 : 2;
 }
 
 template <class From, class To, int N>
@@ -100,7 +98,7 @@ __global__ void __launch_bounds__(HCP_THREADS, (least_blocks<From, To>()))
     W *out = reinterpret_cast<W *>(columns.out[column] + row * columns.out_stride);
     for (int64_t at = lane; at < vectors; at += IN_FLIGHT * lanes) {
       W sum[IN_FLIGHT] = {};
-      if constexpr (std::is_same<From, To>::value) {
+      if constexpr (same<From, To>) {
         sum_vectors(sum, sum, table, columns, run, row, column, at, lanes);
       } else {
         V value[IN_FLIGHT] = {};
