@@ -1,4 +1,4 @@
-"""Kernels against the memory they move: pack, merge, reduce and rotary embedding, on one device.
+"""Kernels against the memory they move: pack, merge, reduce, casts and rotations, on one device.
 
     python benchmarks/bench_kernels.py
     OMP_NUM_THREADS=1 python benchmarks/bench_kernels.py --device cpu --rows 16384 --only rotate
@@ -13,10 +13,10 @@ rounds counts. Columns:
               rounds: the bound, 1.00, is memory that does nothing else
     vs peer   the peer's median time over ours
 
-Peers: index_select and cat for pack; for merge the chain of pairwise corrections that ring
-attention implementations launch, restated here, each step eager or compiled; for reduce a chain of
-additions in float32; for what rotates, the same in two passes, and PyTorch's operators, a pass of
-memory each, before the pack or behind the sum.
+Peers: index_select and cat for pack, index_select and .to for a cast; for merge the chain of
+pairwise corrections that ring attention implementations launch, restated here, each step eager or
+compiled; for reduce a chain of additions in float32; for what rotates, the same in two passes, and
+PyTorch's operators, a pass of memory each, before the pack or behind the sum.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import permutations
 from typing import NamedTuple
 
 import torch
@@ -54,6 +55,10 @@ def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(*shape, device=DEVICE, dtype=torch.float32).to(dtype)
 
 
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def size_of(*tensors: Tensor) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
@@ -80,6 +85,20 @@ def pack_contest(rows: int, run: int) -> Contest:
     assert torch.equal(ours[0](), peers[0]())
     moved = 2 * rows * 2 * KEY_HEADS * HEAD_DIM * 2
     return Contest(f"pack, runs of {run}", moved, ours, {"index_select + cat": peers})
+
+
+def cast_contest(rows: int, dtype: torch.dtype, to: torch.dtype) -> Contest:
+    """Every other 256 rows of one tensor, in another dtype."""
+    segments = torch.tensor([(row, 256) for row in range(0, 2 * rows, 512)])
+    index = torch.cat([torch.arange(row, row + n) for row, n in segments.tolist()]).to(DEVICE)
+    sets = [randn(2 * rows, 2 * KEY_HEADS * HEAD_DIM, dtype=dtype) for _ in range(COPIES)]
+    ours = [lambda x=x: ops.pack([x], segments, rows, dtype=to) for x in sets]
+    peers = [lambda x=x: x.index_select(0, index).to(to) for x in sets]
+    apart = [lambda x=x: ops.pack([x], segments, rows).to(to) for x in sets]
+    assert torch.equal(ours[0](), peers[0]())
+    moved = size_of(sets[0][:rows], ours[0]())
+    others = {"index_select + to": peers, "pack + to": apart}
+    return Contest(f"pack, {name_of(dtype)} to {name_of(to)}", moved, ours, others)
 
 
 # ---- merge ---------------------------------------------------------------------------------------
@@ -157,6 +176,31 @@ def reduce_contest(rows: int) -> Contest:
     torch.testing.assert_close(ours[0](), peers[0]())
     moved = size_of(*parts) + size_of(*parts[:2])
     return Contest(f"reduce of {PARTS}", moved, ours, {"float32 chain": peers})
+
+
+def cast_sum_contest(rows: int, dtype: torch.dtype, to: torch.dtype) -> Contest:
+    """Sums of eight parts, in another dtype."""
+    runs = torch.tensor([(0, rows, part, 0) for part in range(PARTS)])
+    ours, peers = [], []
+    for _ in range(COPIES):
+        parts = [randn(rows, 2 * KEY_HEADS * HEAD_DIM, dtype=dtype) for _ in range(PARTS)]
+
+        def by_chain(parts: list[Tensor] = parts) -> Tensor:
+            total = parts[0].to(torch.float32, copy=True)
+            for part in parts[1:]:
+                total += part
+            return total.to(to)
+
+        ours.append(lambda parts=parts: ops.reduce(parts, runs, rows, dtype=to))
+        peers.append(by_chain)
+    assert torch.equal(ours[0](), peers[0]())
+    moved = size_of(*parts, ours[0]())
+    return Contest(
+        f"reduce of {PARTS}, {name_of(dtype)} to {name_of(to)}",
+        moved,
+        ours,
+        {"float32 chain": peers},
+    )
 
 
 # ---- rotary embedding ----------------------------------------------------------------------------
@@ -273,6 +317,10 @@ CONTESTS: dict[str, Callable[[int], list[Contest]]] = {
     "pack": lambda rows: [pack_contest(rows, run) for run in (16, 256, 4096) if rows % run == 0],
     "merge": lambda rows: [merge_contest(rows)],
     "reduce": lambda rows: [reduce_contest(rows)],
+    "cast": lambda rows: [
+        *(cast_contest(rows, *way) for way in permutations((torch.bfloat16, torch.float32))),
+        *(cast_sum_contest(rows, *way) for way in permutations((torch.bfloat16, torch.float32))),
+    ],
     "rotate": lambda rows: [
         rotate_contest(rows),
         rotated_pack_contest(rows),
@@ -302,7 +350,7 @@ def main() -> None:
         f"{machine()}, torch {torch.__version__}, Python {platform.python_version()}; "
         f"{args.rows} rows, {args.rounds} rounds, bfloat16"
     )
-    print(f"{'':20} {'GB':>6} {'GB/s':>7} {'of copy':>8}  vs peer")
+    print(f"{'':34} {'GB':>6} {'GB/s':>7} {'of copy':>8}  vs peer")
     for contest in (made for name in args.only for made in CONTESTS[name](args.rows)):
         copy, own, *others = medians(
             [[lambda: target.copy_(source)], contest.ours, *contest.peers.values()], args.rounds
@@ -312,7 +360,7 @@ def main() -> None:
             f"{other / own:.2f}x {name}" for name, other in zip(contest.peers, others, strict=True)
         )
         print(
-            f"{contest.name:20} {contest.bytes_moved / 1e9:6.2f} {rate / 1e9:7.1f} "
+            f"{contest.name:34} {contest.bytes_moved / 1e9:6.2f} {rate / 1e9:7.1f} "
             f"{rate / (2 * copied / copy):8.2f}  {versus}"
         )
 

@@ -359,9 +359,18 @@ def rows_of(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def carry(transport: Transport, route: Route, rows: Tensor, tag: int = 0) -> Tensor:
-    """Carry rows (source_rows, width) along a route to (output_rows, width)."""
-    wire = ops.pack([rows], route.pack, route.sent_rows)
-    received = rows.new_empty(route.received_rows, rows.shape[1])
+def carry(
+    transport: Transport,
+    route: Route,
+    rows: Tensor,
+    tag: int = 0,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Carry rows (source_rows, width) along a route to (output_rows, width), cast where they are
+    packed: before they travel if that makes them smaller, else when they are there."""
+    dtype = dtype or rows.dtype
+    sent = dtype if dtype.itemsize < rows.dtype.itemsize else rows.dtype
+    wire = ops.pack([rows], route.pack, route.sent_rows, dtype=sent)
+    received = wire.new_empty(route.received_rows, rows.shape[1])
     transport.start(wire, route.sends, received, route.receives, tag=tag).wait()
-    return ops.pack([received], route.arrange, route.output_rows)
+    return ops.pack([received], route.arrange, route.output_rows, dtype=dtype)

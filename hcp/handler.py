@@ -18,6 +18,7 @@ from hcp import (
     heads,
     kernels,
     loss,
+    ops,
     packed,
     rope,
     sums,
@@ -532,19 +533,24 @@ class ContextParallelHandler:
 
     # ---- rows between ranks ----
 
-    def dispatch(self, x: Tensor) -> Tensor:
+    def dispatch(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         """Rows from the ranks that loaded them to the ranks that compute them, with gradients.
 
         x (S, ...): the sequences of this micro-batch that this rank loaded, whole, end to end by
         ascending index. Returns (T, ...). Every rank of the domain calls it.
+
+        ``dtype``: of the result, with the bits of ``.to(dtype)`` and without a pass of memory for
+        it; rows travel in the smaller dtype of the two. float64, float32, bfloat16 or float16 where
+        it is not x's own.
         """
         there, back = (self._dispatch_route(reverse=reverse) for reverse in (False, True))
-        return self._travel("dispatch", x, there, back)
+        return self._travel("dispatch", x, there, back, dtype)
 
-    def combine(self, x: Tensor) -> Tensor:
-        """The way back: (T, ...) to (S, ...), so that combine(dispatch(x)) is x."""
+    def combine(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+        """The way back: (T, ...) to (S, ...), so that combine(dispatch(x)) is x. ``dtype``: as in
+        ``dispatch``."""
         there, back = (self._dispatch_route(reverse=reverse) for reverse in (True, False))
-        return self._travel("combine", x, there, back)
+        return self._travel("combine", x, there, back, dtype)
 
     def roll_tensor(self, x: Tensor, shifts: int = -1, dims: int = 0) -> Tensor:
         """Shift rows along their sequences, across the borders of ranks: shape to shape.
@@ -662,18 +668,28 @@ class ContextParallelHandler:
             )
         return self._routes[shift]
 
-    def _travel(self, name: str, x: Tensor, route: Route, back: Route) -> Tensor:
-        tag = self._agree(name, x, route)
-        out: Tensor = _Travel.apply(rows_of(x), route, back, self._transport, tag)  # type: ignore[no-untyped-call]
+    def _travel(
+        self, name: str, x: Tensor, route: Route, back: Route, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        tag = self._agree(name, x, route, dtype)
+        out: Tensor = _Travel.apply(rows_of(x), route, back, self._transport, tag, dtype)  # type: ignore[no-untyped-call]
         return out.reshape(route.output_rows, *x.shape[1:])
 
-    def _agree(self, name: str, x: Tensor, route: Route) -> int:
+    def _agree(self, name: str, x: Tensor, route: Route, dtype: torch.dtype | None = None) -> int:
         if x.dim() == 0 or x.shape[0] != route.source_rows:
             raise ValueError(f"x has shape {tuple(x.shape)}, expected {route.source_rows} rows")
         if x.device.type != self._transport.device.type:
             raise ValueError(f"x is on {x.device}, expected {self._transport.device}")
         refuse_transforms(name, x)
-        return agree_once(self._transport, route, signature(x))
+        if dtype is None or dtype == x.dtype:
+            return agree_once(self._transport, route, signature(x))
+        for what, given in (("x", x.dtype), ("dtype", dtype)):
+            if given not in ops.FLOATS:
+                raise ValueError(
+                    f"{what} is {given}, expected one of {ops.FLOATS} where {x.dtype} is cast to "
+                    f"{dtype} on the way: use .to() instead of dtype="
+                )
+        return agree_once(self._transport, route, signature(x, x.new_empty(0, dtype=dtype)))
 
     # ---- loss ----
 
@@ -772,16 +788,23 @@ def _dense_heads(rows: Tensor) -> Tensor:
 class _Travel(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, route: Route, back: Route, transport: Transport, tag: int
+        ctx: Any,
+        rows: Tensor,
+        route: Route,
+        back: Route,
+        transport: Transport,
+        tag: int,
+        dtype: torch.dtype | None,
     ) -> Tensor:
         ctx.route, ctx.back, ctx.transport, ctx.tag = route, back, transport, tag
-        return carry(transport, route, rows, tag)
+        ctx.dtype = rows.dtype
+        return carry(transport, route, rows, tag, dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        given = ctx.back, ctx.route, ctx.transport, ctx.tag
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        given = ctx.back, ctx.route, ctx.transport, ctx.tag, ctx.dtype
         rows = _Travel.apply(grad.contiguous(), *given)  # type: ignore[no-untyped-call]
-        return rows, None, None, None, None
+        return rows, None, None, None, None, None
 
 
 class _Trade(torch.autograd.Function):

@@ -22,6 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""What is summed, merged, rotated and cast."""
+
 _LIBRARY = Path(__file__).with_name("_ops.abi3.so")
 
 
@@ -38,31 +41,49 @@ def _load(library: Path) -> None:
 _load(_LIBRARY)
 
 
-def pack(sources: Sequence[Tensor], segments: Tensor, rows: int) -> Tensor:
+def pack(
+    sources: Sequence[Tensor],
+    segments: Tensor,
+    rows: int,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """Rows gathered from several tensors into one, side by side.
 
     sources: (N, C_i) each, of one dtype (any) and device; elements of a row side by side, rows any
         stride apart.
     segments: (S, 2) of (row, rows); row -1 stands for rows of zeros. Rows may repeat.
     rows: R, the sum of the segments' rows.
+    dtype: of the result; None: that of the sources. To another one, elements are cast on the way,
+        with the bits of `.to(dtype)`: then both are float64, float32, bfloat16 or float16.
 
     Returns (R, sum of C_i). The gradient of a source row is the sum over its copies, in float32
-    (float64 for float64).
+    (float64 if the sources or the result are), rounded once to the sources' dtype.
     """
-    out: Tensor = torch.ops.hcp.pack.default(list(sources), segments, rows)
+    out: Tensor = torch.ops.hcp.pack.default(list(sources), segments, rows, dtype=dtype)
     return out
 
 
-def unpack(source: Tensor, segments: Tensor, widths: Sequence[int], rows: int) -> list[Tensor]:
+def unpack(
+    source: Tensor,
+    segments: Tensor,
+    widths: Sequence[int],
+    rows: int,
+    *,
+    dtype: torch.dtype | None = None,
+) -> list[Tensor]:
     """Columns of one tensor gathered back into several: undoes `pack` when the segments do.
 
     source: (N, sum of widths), of any dtype; elements of a row side by side, rows any stride apart.
     segments: (S, 2) of (row, rows); row -1 stands for rows of zeros. Rows may repeat.
     widths: C_i of each result. rows: R, the sum of the segments' rows.
+    dtype: of the results, as in `pack`.
 
     Returns tensors (R, C_i), each contiguous. The gradient of a source row is as in `pack`.
     """
-    outs: list[Tensor] = torch.ops.hcp.unpack.default(source, segments, list(widths), rows)
+    outs: list[Tensor] = torch.ops.hcp.unpack.default(
+        source, segments, list(widths), rows, dtype=dtype
+    )
     return outs
 
 
@@ -91,18 +112,28 @@ def merge(
     return out, lse
 
 
-def reduce(parts: Sequence[Tensor], runs: Tensor, rows: int, columns: int = 1) -> Tensor:
-    """Partial rows summed, once, in float32 (float64 for float64).
+def reduce(
+    parts: Sequence[Tensor],
+    runs: Tensor,
+    rows: int,
+    columns: int = 1,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Partial rows summed, once, in float32 (float64 if the parts or the result are).
 
     parts: (N_p, C_c): column c of part p is parts[p * columns + c]; float64, float32, bfloat16 or
         float16; elements of a row side by side, rows any stride apart.
     runs: (records, 4) of (row, rows, part, part_row). Runs ascend by row without overlap; records
         of the same row and rows are one run, summed in their order.
     rows: R. Rows that no run names give 0.
+    dtype: of the result, to which sums are rounded as by `.to(dtype)`: float64, float32, bfloat16
+        or float16; None: that of the parts.
 
-    Returns (R, sum of C_c): the columns side by side.
+    Returns (R, sum of C_c): the columns side by side. Gradients are rounded once to the parts'
+    dtype.
     """
-    out: Tensor = torch.ops.hcp.reduce.default(list(parts), runs, rows, columns)
+    out: Tensor = torch.ops.hcp.reduce.default(list(parts), runs, rows, columns, dtype=dtype)
     return out
 
 
@@ -183,24 +214,40 @@ def _width(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.shape[1] for tensor in tensors)
 
 
-def _pack_fake(sources: list[Tensor], segments: Tensor, rows: int) -> Tensor:
+def _pack_fake(
+    sources: list[Tensor], segments: Tensor, rows: int, *, dtype: torch.dtype | None = None
+) -> Tensor:
     _expect_some("sources", sources)
-    return sources[0].new_empty(rows, _width(sources))
+    return sources[0].new_empty(rows, _width(sources), dtype=dtype)
 
 
 def _pack_backward_fake(
-    grad: Tensor, segments: Tensor, widths: list[int], rows: int
+    grad: Tensor,
+    segments: Tensor,
+    widths: list[int],
+    rows: int,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
-    return [grad.new_empty(rows, width) for width in widths]
+    return [grad.new_empty(rows, width, dtype=dtype) for width in widths]
 
 
-def _unpack_fake(source: Tensor, segments: Tensor, widths: list[int], rows: int) -> list[Tensor]:
-    return [source.new_empty(rows, width) for width in widths]
+def _unpack_fake(
+    source: Tensor,
+    segments: Tensor,
+    widths: list[int],
+    rows: int,
+    *,
+    dtype: torch.dtype | None = None,
+) -> list[Tensor]:
+    return [source.new_empty(rows, width, dtype=dtype) for width in widths]
 
 
-def _unpack_backward_fake(grads: list[Tensor], segments: Tensor, rows: int) -> Tensor:
+def _unpack_backward_fake(
+    grads: list[Tensor], segments: Tensor, rows: int, *, dtype: torch.dtype | None = None
+) -> Tensor:
     _expect_some("grads", grads)
-    return grads[0].new_empty(rows, _width(grads))
+    return grads[0].new_empty(rows, _width(grads), dtype=dtype)
 
 
 def _merge_fake(
@@ -226,15 +273,27 @@ def _merge_backward_fake(
     ]
 
 
-def _reduce_fake(parts: list[Tensor], runs: Tensor, rows: int, columns: int) -> Tensor:
+def _reduce_fake(
+    parts: list[Tensor],
+    runs: Tensor,
+    rows: int,
+    columns: int,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     _expect_some("parts", parts)
-    return parts[0].new_empty(rows, _width(parts[:columns]))
+    return parts[0].new_empty(rows, _width(parts[:columns]), dtype=dtype)
 
 
 def _reduce_backward_fake(
-    grad: Tensor, runs: Tensor, part_rows: list[int], widths: list[int]
+    grad: Tensor,
+    runs: Tensor,
+    part_rows: list[int],
+    widths: list[int],
+    *,
+    dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
-    return [grad.new_empty(rows, width) for rows in part_rows for width in widths]
+    return [grad.new_empty(rows, width, dtype=dtype) for rows in part_rows for width in widths]
 
 
 def _rotate_fake(t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> Tensor:
@@ -273,94 +332,102 @@ def _reduce_rotated_fake(
 # ---- Gradients -----------------------------------------------------------------------------------
 #
 # pack, unpack and reduce are linear: the gradient of each backward operator is its forward
-# operator, so derivatives of any order exist. Incoming gradients may be expanded tensors (of a sum,
-# say), hence contiguous().
+# operator, so derivatives of any order exist. Each is told the dtype of what it is the gradient of,
+# which a cast has changed. Incoming gradients may be expanded tensors (of a sum, say), hence
+# contiguous().
 
 
-def _pack_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    sources, segments, ctx.rows = inputs
+def _pack_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any) -> None:
+    sources, segments, _ = inputs
     ctx.save_for_backward(segments)
     ctx.widths = [source.shape[1] for source in sources]
-    ctx.source_rows = sources[0].shape[0]
+    ctx.source_rows, ctx.dtype = sources[0].shape[0], sources[0].dtype
 
 
 def _pack_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     (segments,) = ctx.saved_tensors
-    return (
-        torch.ops.hcp.pack_backward(grad.contiguous(), segments, ctx.widths, ctx.source_rows),
-        None,
-        None,
+    grads = torch.ops.hcp.pack_backward(
+        grad.contiguous(), segments, ctx.widths, ctx.source_rows, dtype=ctx.dtype
     )
+    return grads, None, None
 
 
-def _pack_backward_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _pack_backward_context(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any
+) -> None:
     grad, segments, _, _ = inputs
     ctx.save_for_backward(segments)
-    ctx.rows = grad.shape[0]
+    ctx.rows, ctx.dtype = grad.shape[0], grad.dtype
 
 
 def _pack_backward_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     (segments,) = ctx.saved_tensors
-    return (
-        torch.ops.hcp.pack([grad.contiguous() for grad in grads], segments, ctx.rows),
-        None,
-        None,
-        None,
-    )
+    columns = [grad.contiguous() for grad in grads]
+    return torch.ops.hcp.pack(columns, segments, ctx.rows, dtype=ctx.dtype), None, None, None
 
 
-def _unpack_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _unpack_context(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any
+) -> None:
     source, segments, _, _ = inputs
     ctx.save_for_backward(segments)
-    ctx.source_rows = source.shape[0]
+    ctx.source_rows, ctx.dtype = source.shape[0], source.dtype
 
 
 def _unpack_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     (segments,) = ctx.saved_tensors
     columns = [grad.contiguous() for grad in grads]
-    return torch.ops.hcp.unpack_backward(columns, segments, ctx.source_rows), None, None, None
+    grad = torch.ops.hcp.unpack_backward(columns, segments, ctx.source_rows, dtype=ctx.dtype)
+    return grad, None, None, None
 
 
-def _unpack_backward_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _unpack_backward_context(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any
+) -> None:
     grads, segments, _ = inputs
     ctx.save_for_backward(segments)
     ctx.widths = [grad.shape[1] for grad in grads]
-    ctx.rows = grads[0].shape[0]
+    ctx.rows, ctx.dtype = grads[0].shape[0], grads[0].dtype
 
 
 def _unpack_backward_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     (segments,) = ctx.saved_tensors
-    return torch.ops.hcp.unpack(grad.contiguous(), segments, ctx.widths, ctx.rows), None, None
+    grads = torch.ops.hcp.unpack(grad.contiguous(), segments, ctx.widths, ctx.rows, dtype=ctx.dtype)
+    return grads, None, None
 
 
-def _reduce_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _reduce_context(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any
+) -> None:
     parts, runs, _, columns = inputs
     ctx.save_for_backward(runs)
     ctx.part_rows = [part.shape[0] for part in parts[::columns]]
     ctx.widths = [part.shape[1] for part in parts[:columns]]
+    ctx.dtype = parts[0].dtype
 
 
 def _reduce_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     (runs,) = ctx.saved_tensors
-    return (
-        torch.ops.hcp.reduce_backward(grad.contiguous(), runs, ctx.part_rows, ctx.widths),
-        None,
-        None,
-        None,
+    grads = torch.ops.hcp.reduce_backward(
+        grad.contiguous(), runs, ctx.part_rows, ctx.widths, dtype=ctx.dtype
     )
+    return grads, None, None, None
 
 
-def _reduce_backward_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _reduce_backward_context(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any
+) -> None:
     grad, runs, _, widths = inputs
     ctx.save_for_backward(runs)
-    ctx.rows = grad.shape[0]
+    ctx.rows, ctx.dtype = grad.shape[0], grad.dtype
     ctx.columns = len(widths)
 
 
 def _reduce_backward_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     (runs,) = ctx.saved_tensors
     parts = [grad.contiguous() for grad in grads]
-    return torch.ops.hcp.reduce(parts, runs, ctx.rows, ctx.columns), None, None, None
+    grad = torch.ops.hcp.reduce(parts, runs, ctx.rows, ctx.columns, dtype=ctx.dtype)
+    return grad, None, None, None
 
 
 def _merge_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

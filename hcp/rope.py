@@ -58,10 +58,7 @@ class Rotary(NamedTuple):
         """Whether a kernel turns t (T, heads, D) by this: not where angles are learned, whose
         gradient it does not give, under transforms of torch.func, or for other types."""
         learned = torch.is_grad_enabled() and self.cos.requires_grad
-        return t.dtype in _KERNEL_DTYPES and t.dim() == 3 and not learned and not is_transformed(t)
-
-
-_KERNEL_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+        return t.dtype in ops.FLOATS and t.dim() == 3 and not learned and not is_transformed(t)
 
 
 def rotary_of(angles: Tensor, *, interleaved: bool, mscale: float) -> Rotary:

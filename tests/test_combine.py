@@ -81,6 +81,85 @@ def test_the_gradient_of_dispatch_is_combine(domain: Draw) -> None:
     hcp.loopback(ranks, check)
 
 
+CASTS = [
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float64, torch.float16),
+    (torch.float16, torch.bfloat16),
+]
+
+
+@given(domains(), st.sampled_from(CASTS))
+def test_a_cast_on_the_way_is_one_before_or_after_it(
+    domain: Draw, cast: tuple[torch.dtype, torch.dtype]
+) -> None:
+    ranks, lengths, sources = domain
+    dtype, to = cast
+
+    def check(groups: Any) -> None:
+        for cp in handlers(groups, lengths, sources):
+            rows = loaded_rows(cp, sources, groups.transport.rank)
+            for travel, n in ((cp.dispatch, rows), (cp.combine, cp.rows)):
+                x = torch.randn(n, 2, 3).to(dtype).requires_grad_()
+                out = travel(x, dtype=to)
+                plain = travel(x).to(to)
+                assert out.dtype == to
+                assert torch.equal(out, plain)
+                grad = torch.randn_like(out)
+                grads = [torch.autograd.grad(y, x, grad)[0] for y in (out, plain)]
+                assert grads[0].dtype == dtype
+                assert torch.equal(*grads)
+
+    hcp.loopback(ranks, check)
+
+
+@pytest.mark.parametrize(("dtype", "to"), CASTS[:2])
+def test_rows_that_are_cast_travel_in_the_smaller_dtype(
+    dtype: torch.dtype, to: torch.dtype
+) -> None:
+    def check(groups: Any) -> None:
+        (cp,) = handlers(groups, [20], [0])
+        travelled, start = [], groups.transport.start
+
+        def watched(sent: torch.Tensor, *rest: Any, **options: Any) -> Any:
+            travelled.append(sent.dtype)
+            return start(sent, *rest, **options)
+
+        groups.transport.start = watched
+        x = torch.randn(20 * (groups.transport.rank == 0), 3).to(dtype).requires_grad_()
+        cp.dispatch(x, dtype=to).sum().backward()
+        assert travelled[1:] == [torch.bfloat16] * 2, "the first is the agreement"
+
+    hcp.loopback(2, check)
+
+
+def test_ranks_that_cast_to_different_dtypes_are_told_so() -> None:
+    def call(groups: Any) -> None:
+        (cp,) = handlers(groups, [40], [0])
+        rank = groups.transport.rank
+        x = torch.zeros(40 * (rank == 0), 3)
+        cp.dispatch(x, dtype=torch.bfloat16 if rank == 0 else None)
+
+    with pytest.raises(hcp.HcpError, match="the call differs between ranks"):
+        hcp.loopback(2, call)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "to", "words"),
+    [
+        (torch.int64, torch.float32, "x is torch.int64, expected one of .*float16"),
+        (torch.float32, torch.int64, "dtype is torch.int64, expected one of .* use .to"),
+    ],
+)
+def test_integers_are_not_cast_on_the_way(dtype: torch.dtype, to: torch.dtype, words: str) -> None:
+    def call(groups: Any) -> None:
+        (cp,) = handlers(groups, [5], [0])
+        cp.combine(torch.zeros(5, dtype=dtype), dtype=to)
+
+    with pytest.raises(ValueError, match=words):
+        hcp.loopback(1, call)
+
+
 def test_rows_of_the_wrong_number_are_refused() -> None:
     def call(groups: Any) -> None:
         (cp,) = handlers(groups, [5], [0])

@@ -6,6 +6,7 @@ Legend: N rows of the input, R rows of the result, H heads, D head size.
 from __future__ import annotations
 
 import importlib.util
+from itertools import permutations
 from math import inf, log, nan
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hcp import ops
 
@@ -307,6 +309,244 @@ def test_any_sum_and_its_gradient_equal_the_reference(device, run_table, width, 
     wanted_grads = torch.autograd.grad(expected, parts, grad, allow_unused=True)
     for part, actual, wanted in zip(parts, actual_grads, wanted_grads, strict=True):
         expect_close(actual, torch.zeros(part.shape) if wanted is None else wanted.cpu())
+
+
+# ---- casts ---------------------------------------------------------------------------------------
+
+CASTS = list(permutations(FLOATS, 2))
+BITS = {torch.float64: torch.int64, torch.float32: torch.int32}
+
+
+def sum_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def expect_bits(actual: Tensor, expected: Tensor) -> None:
+    """The same but for the bits of NaN; zeros have a sign."""
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    nans = expected.isnan()
+    assert torch.equal(actual.isnan(), nans)
+    a, b = (
+        x.masked_fill(nans, 0).contiguous().view(BITS.get(x.dtype, torch.int16))
+        for x in (actual, expected)
+    )
+    wrong = (a != b).nonzero()
+    assert not len(wrong), (wrong[0], actual[tuple(wrong[0])], expected[tuple(wrong[0])])
+
+
+def gathered(source: Tensor, records: list[tuple[int, int]]) -> Tensor:
+    """By index_select, which knows no rows of zeros: they are the last one here."""
+    rows = torch.cat([source, source.new_zeros(1, source.shape[1])])
+    index = [len(source) if row < 0 else row + i for row, n in records for i in range(n)]
+    return rows.index_select(0, torch.tensor(index, dtype=torch.int64, device=source.device))
+
+
+def numbers_at_borders(dtype: torch.dtype, to: torch.dtype) -> Tensor:
+    """Every value of 16 bits that either dtype has, the middle of it and the next, and the nearest
+    numbers above and below: subnormals, ties, what overflows, infinities, NaN."""
+    shorts = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    narrow = [x for x in (dtype, to) if x.itemsize == 2] or [torch.bfloat16, torch.float16]
+    values = torch.cat([shorts.view(x).double() for x in narrow])
+    largest = torch.tensor([torch.finfo(to).max, torch.finfo(to).tiny], dtype=torch.float64)
+    values = torch.cat([values, largest, -largest])
+    ties = (values + values.roll(-1)) / 2
+    both = torch.cat([values, ties]).to(dtype)
+    if dtype.itemsize == 2:
+        return both
+    up, down = (torch.nextafter(both, torch.tensor(x, dtype=dtype)) for x in (inf, -inf))
+    return torch.cat([both, up, down])
+
+
+@pytest.mark.parametrize(("dtype", "to"), CASTS, ids=str)
+def test_a_cast_has_the_bits_of_pytorchs_own(device, dtype, to):
+    values = numbers_at_borders(dtype, to).to(device)
+    for rows in (values[None], values[None, 1:], values[:, None]):  # aligned, not, one by one
+        segments = segments_table((0, len(rows)))
+        expect_bits(ops.pack([rows], segments, len(rows), dtype=to), rows.to(to))
+        expect_bits(
+            ops.unpack(rows, segments, [rows.shape[1]], len(rows), dtype=to)[0], rows.to(to)
+        )
+        runs = table((0, len(rows), 0, 0))
+        expect_bits(ops.reduce([rows], runs, len(rows), dtype=to), rows.to(to))
+
+
+RECORDS = [(4, 2), (-1, 3), (0, 4), (2, 0), (2, 3)]  # rows of zeros, rows named again
+
+
+@pytest.mark.parametrize("widths", [[32, 8, 64], [7, 1, 300], [0, 5], [16, 3], [1032]], ids=str)
+@pytest.mark.parametrize(("dtype", "to"), CASTS, ids=str)
+def test_a_cast_gathers_rows_any_stride_apart(device, dtype, to, widths):
+    wide = random(7, sum(widths) + 3, seed=0, dtype=dtype, device=device)
+    segments, rows = segments_table(*RECORDS), sum(n for _, n in RECORDS)
+    for first in (0, 1, 3):
+        source = wide[1:, first : first + sum(widths)]
+        expected = gathered(source, RECORDS).to(to)
+        expect_bits(ops.pack(source.split(widths, 1), segments, rows, dtype=to), expected)
+        expect_bits(ops.pack([source.contiguous()], segments, rows, dtype=to), expected)
+        outs = ops.unpack(source, segments, widths, rows, dtype=to)
+        assert all(out.is_contiguous() for out in outs)
+        expect_bits(torch.cat(outs, 1), expected)
+    one = wide[:1].expand(7, -1)
+    expect_bits(ops.pack([one], segments, rows, dtype=to), gathered(one, RECORDS).to(to))
+
+
+def test_a_cast_of_nothing(device):
+    source = random(3, 2, seed=0, device=device)
+    half = {"dtype": torch.float16}
+    assert ops.pack([source], segments_table(), 0, **half).shape == (0, 2)
+    assert ops.pack([source[:, :0]], segments_table((0, 3)), 3, **half).shape == (3, 0)
+    zeros = ops.pack([source[:0]], segments_table((-1, 2)), 2, **half)
+    assert torch.equal(zeros, source.new_zeros(2, 2, **half))
+    assert ops.unpack(source[:, :0], segments_table((0, 3)), [], 3, **half) == []
+    assert torch.equal(ops.reduce([source], table(), 4, **half), source.new_zeros(4, 2, **half))
+
+
+@pytest.mark.parametrize("dtype", ANY_DTYPE, ids=str)
+def test_the_sources_own_dtype_is_no_cast(device, dtype):
+    source = torch.arange(12, device=device).reshape(4, 3).to(dtype)
+    segments = segments_table((1, 2), (0, 1))
+    out = ops.pack([source], segments, 3, dtype=dtype)
+    (back,) = ops.unpack(source, segments, [3], 3, dtype=dtype)
+    expected = ops.pack([source], segments, 3)
+    for actual in (out, back):
+        assert actual.dtype == dtype
+        assert torch.equal(*(x.cpu().to(torch.complex64) for x in (actual, expected)))
+
+
+def summed(parts: list[Tensor], records: list[tuple[int, ...]], rows: int, to: torch.dtype):
+    """In the order of the records, and rounded once."""
+    wide = sum_dtype(parts[0].dtype, to)
+    out = torch.zeros(rows, parts[0].shape[1], dtype=wide, device=parts[0].device)
+    begun: set[int] = set()
+    for first, n, part, part_row in records:
+        for i in range(n):
+            row = parts[part][part_row + i].to(wide)
+            out[first + i] = out[first + i] + row if first + i in begun else row
+            begun.add(first + i)
+    return out.to(to)
+
+
+@pytest.mark.parametrize("width", [0, 1, 15, 256, 257, 704])
+@pytest.mark.parametrize(("dtype", "to"), CASTS, ids=str)
+def test_a_sum_is_cast_when_it_is_rounded(device, dtype, to, width):
+    wide = random(6, width + 2, seed=1, dtype=dtype, device=device)
+    for parts in (
+        [random(3, width, seed=p, dtype=dtype, device=device) for p in range(2)],
+        [wide[::2, 1 : width + 1], wide[3:, 2:]],
+    ):
+        expected = summed(parts, RUNS, 8, to)
+        expect_bits(ops.reduce(parts, table(*RUNS), 8, dtype=to), expected)
+    columns = [wide[:3, :width], wide[:3, :2], wide[3:, :width], wide[3:, :2]]
+    expect_bits(
+        ops.reduce(columns, table(*RUNS), 8, columns=2, dtype=to),
+        torch.cat([summed(columns[c::2], RUNS, 8, to) for c in range(2)], 1),
+    )
+
+
+def test_sums_are_in_float64_where_parts_or_result_are(device):
+    runs = table((0, 1, 0, 0), (0, 1, 1, 0), (0, 1, 2, 0))
+    for dtype, to in ((torch.float32, torch.float64), (torch.float64, torch.float32)):
+        parts = [torch.full((1, 1), x, dtype=dtype, device=device) for x in (1.0, 2**-30, -1.0)]
+        assert ops.reduce(parts, runs, 1, dtype=to).item() == 2**-30
+
+
+def test_a_sum_of_negative_zeros_stays_one_when_cast(device):
+    for dtype, to in CASTS:
+        parts = [torch.full((1, 9), -0.0, dtype=dtype, device=device)] * 2
+        out = ops.reduce(parts, table((0, 1, 0, 0), (0, 1, 1, 0)), 1, dtype=to)
+        assert out.signbit().all(), (dtype, to)
+
+
+def cast_calls(to: torch.dtype):
+    """(call, plain expression) of one tensor (6, 5), to (12, 5), with repeated rows and zeros."""
+    segments, rows = segments_table(*RECORDS), sum(n for _, n in RECORDS)
+    runs = table((0, 3, 0, 1), (0, 3, 1, 0), (0, 3, 0, 3), (5, 6, 0, 0))
+    return {
+        "pack": (
+            lambda x: ops.pack([x[:, :2], x[:, 2:]], segments, rows, dtype=to),
+            lambda x: gathered(x, RECORDS),
+        ),
+        "unpack": (
+            lambda x: torch.cat(ops.unpack(x, segments, [2, 3], rows, dtype=to), 1),
+            lambda x: gathered(x, RECORDS),
+        ),
+        "reduce": (
+            lambda x: ops.reduce(
+                [x[:, :2], x[:, 2:], x[3:, :2], x[3:, 2:]], runs, 12, columns=2, dtype=to
+            ),
+            lambda x: reference.reduce([x, x[3:]], runs.tolist(), 12).to(x.device),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", ["pack", "unpack", "reduce"])
+@pytest.mark.parametrize(("dtype", "to"), CASTS, ids=str)
+def test_gradients_of_a_cast_are_those_of_float64_in_the_inputs_dtype(device, dtype, to, name):
+    call, plain = cast_calls(to)[name]
+    x = random(6, 5, seed=0, dtype=dtype, device=device).requires_grad_()
+    grad = random(12, 5, seed=1, dtype=to, device=device)
+    (actual,) = torch.autograd.grad(call(x), x, grad)
+    assert actual.dtype == dtype
+    exact = x.detach().cpu().double().requires_grad_()
+    (wanted,) = torch.autograd.grad(plain(exact), exact, grad.cpu().double())
+    expect_close(actual, wanted)
+
+
+@pytest.mark.parametrize("name", ["pack", "unpack", "reduce"])
+@pytest.mark.parametrize(("dtype", "to"), CASTS, ids=str)
+def test_the_second_derivative_of_a_cast_is_the_cast(device, dtype, to, name):
+    call, _ = cast_calls(to)[name]
+    x, other = (random(6, 5, seed=i, dtype=dtype, device=device) for i in range(2))
+    grad = random(12, 5, seed=2, dtype=to, device=device).requires_grad_()
+    (first,) = torch.autograd.grad(call(x.requires_grad_()), x, grad, create_graph=True)
+    (second,) = torch.autograd.grad(first, grad, other)
+    assert second.dtype == to
+    expect_close(second, call(other).cpu())
+
+
+class Calls(TorchDispatchMode):
+    """The operators that are called meanwhile, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.names.append(operator.name())
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["pack", "unpack", "reduce"])
+def test_no_derivative_of_a_cast_needs_a_pass_to_cast(device, name):
+    """Autograd would cast a gradient of another dtype by itself."""
+    call, _ = cast_calls(torch.bfloat16)[name]
+    x, other = (random(6, 5, seed=i, device=device) for i in range(2))
+    grad = random(12, 5, seed=2, dtype=torch.bfloat16, device=device).requires_grad_()
+    with Calls() as calls:
+        (first,) = torch.autograd.grad(call(x.requires_grad_()), x, grad, create_graph=True)
+        torch.autograd.grad(first, grad, other)
+    assert f"hcp::{name}_backward" in calls.names
+    assert calls.names.count(f"hcp::{name}") == 2
+    assert not {"aten::_to_copy", "aten::copy_"} & set(calls.names), calls.names
+
+
+def test_the_gradient_of_a_cast_is_rounded_once(device):
+    """As in bfloat16 256 + 1 is 256, and 1 + 2**-8 is 1."""
+    for dtype, to, values in (
+        (torch.float32, torch.bfloat16, [256.0] + [1.0] * 8),
+        (torch.bfloat16, torch.float32, [1.0] + [2.0**-8] * 8),
+    ):
+        grad = torch.tensor(values, device=device, dtype=to)[:, None]
+        for gather in (
+            lambda x: ops.pack([x], segments_table(*[(0, 1)] * 9), 9, dtype=to),  # noqa: B023
+            lambda x: ops.unpack(x, segments_table(*[(0, 1)] * 9), [1], 9, dtype=to)[0],  # noqa: B023
+            lambda x: ops.reduce([x], table(*[(i, 1, 0, 0) for i in range(9)]), 9, dtype=to),  # noqa: B023
+        ):
+            source = torch.zeros(1, 1, dtype=dtype, device=device, requires_grad=True)
+            gather(source).backward(grad)
+            assert source.grad.dtype == dtype
+            assert source.grad.item() == sum(values)
 
 
 # ---- rotary embedding ----------------------------------------------------------------------------
@@ -704,6 +944,32 @@ WRONG = {
         lambda: ops.pack([A], torch.zeros(2, 2).long().t(), 4),
         "segments has strides .* expected contiguous",
     ),
+    "pack integers cast": (
+        lambda: ops.pack([A.int()], S, 4, dtype=torch.float32),
+        r"sources\[0\] has dtype Int, expected Double, Float, BFloat16 or Half for a result of "
+        r"dtype Float: cast it before, by .to\(\), or leave dtype out",
+    ),
+    "pack cast to bool": (
+        lambda: ops.pack([A], S, 4, dtype=torch.bool),
+        r"dtype is Bool, expected Double, Float, BFloat16 or Half where sources\[0\] has dtype "
+        r"Float: leave dtype out and cast the result, by .to\(\)",
+    ),
+    "unpack bools cast": (
+        lambda: ops.unpack(A.bool(), S, [3], 4, dtype=torch.float16),
+        "source has dtype Bool, expected Double.* for a result of dtype Half",
+    ),
+    "unpack cast to bytes": (
+        lambda: ops.unpack(A, S, [3], 4, dtype=torch.uint8),
+        "dtype is Byte, expected Double.* where source has dtype Float",
+    ),
+    "reduce cast to integers": (
+        lambda: ops.reduce([A], R, 4, dtype=torch.int64),
+        r"dtype is Long, expected Double.* where parts\[0\] has dtype Float",
+    ),
+    "reduce cast to float8": (
+        lambda: ops.reduce([A], R, 4, dtype=torch.float8_e4m3fn),
+        "dtype is Float8_e4m3fn, expected Double",
+    ),
     "unpack widths": (
         lambda: ops.unpack(A, S, [1, 1], 4),
         r"widths are \(1, 1\), expected to sum to the 3 columns of source",
@@ -918,6 +1184,18 @@ WRONG_BACKWARD = {
         lambda: hcp.pack_backward(A, segments_table((-1, 4)), [3], -1),
         "rows is -1, expected >= 0",
     ),
+    "pack grad cast": (
+        lambda: hcp.pack_backward(A, S, [3], 4, dtype=torch.int32),
+        "dtype is Int, expected Double.* where grad has dtype Float",
+    ),
+    "unpack grad cast": (
+        lambda: hcp.unpack_backward([A], S, 4, dtype=torch.int32),
+        r"dtype is Int, expected Double.* where grads\[0\] has dtype Float",
+    ),
+    "reduce grad cast": (
+        lambda: hcp.reduce_backward(A, R, [4], [3], dtype=torch.int32),
+        "dtype is Int, expected Double.* where grad has dtype Float",
+    ),
     "unpack grad nothing": (lambda: hcp.unpack_backward([], S, 4), "grads has 0 tensors"),
     "unpack grad beyond": (
         lambda: hcp.unpack_backward([A], S, 3),
@@ -1064,15 +1342,22 @@ OPERATORS = {
 }
 
 
-@pytest.mark.parametrize("name", OPERATORS)
-def test_opcheck(device, name):
+WITH_DTYPE = [f"{name}{way}" for name in ("pack", "unpack", "reduce") for way in ("", "_backward")]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [(name, {}) for name in OPERATORS] + [(name, {"dtype": torch.float32}) for name in WITH_DTYPE],
+    ids=str,
+)
+def test_opcheck(device, name, options):
     arguments = OPERATORS[name](device)
     if name == "unpack_backward":  # columns of one tensor: views, which opcheck cannot make leaves
         arguments = (
             [grad.detach().clone().requires_grad_() for grad in arguments[0]],
             *arguments[1:],
         )
-    opcheck(getattr(torch.ops.hcp, name).default, arguments)
+    opcheck(getattr(torch.ops.hcp, name).default, arguments, options)
 
 
 @pytest.mark.parametrize("name", ["pack", "unpack", "reduce"])
@@ -1161,3 +1446,23 @@ def test_compiled_functions_and_gradients_equal_eager_ones(device, dynamic):
         torch.testing.assert_close(
             torch.autograd.grad(actual, arguments[:2]), torch.autograd.grad(expected, arguments[:2])
         )
+
+
+def casts(a: Tensor, segments: Tensor, runs: Tensor, rows: int) -> Tensor:
+    """There and back, between operations that the compiler fuses."""
+    packed = ops.pack([a * 2, a.sin()], segments, rows, dtype=torch.float32)
+    left, right = ops.unpack(packed * 3, segments, [a.shape[1]] * 2, rows, dtype=torch.bfloat16)
+    return ops.reduce([left, right], runs, rows, dtype=torch.float64).sum() + packed.sum()
+
+
+def test_compiled_casts_and_their_gradients_equal_eager_ones(device):
+    torch.compiler.reset()
+    compiled = torch.compile(casts, fullgraph=True, dynamic=True)
+    for rows in (5, 8):
+        a = random(rows, 3, seed=rows, device=device).requires_grad_()
+        segments, runs = segments_table((0, rows)), table((0, rows, 0, 0), (0, rows, 1, 0))
+        expected, actual = casts(a, segments, runs, rows), compiled(a, segments, runs, rows)
+        # The compiler may round once where an eager operation rounds each time.
+        torch.testing.assert_close(actual, expected, rtol=2**-7, atol=2**-7)
+        grads = [torch.autograd.grad(x, a)[0] for x in (actual, expected)]
+        torch.testing.assert_close(*grads, rtol=2**-7, atol=2**-7)

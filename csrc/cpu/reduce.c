@@ -1,19 +1,7 @@
 /* reduce.c - partial rows summed, each read once, turned on the way, rounded once. */
 #include "dtype.h"
 #include "hcp/index.h"
-#include "rows.h"
-
-/* What the rows of one run need, whatever the dtype. */
-typedef struct sum {
-  const hcp_column *parts; /* of this column: the others stand n_columns apart */
-  int32_t n_columns;
-  const hcp_run *records; /* one run */
-  int64_t n_records;
-} sum;
-
-static const hcp_column *sum_part(const sum *s, const hcp_run *record) {
-  return &s->parts[record->part * s->n_columns];
-}
+#include "sum.h"
 
 #define DTYPE float64
 #include "reduce_rows.h"
@@ -37,11 +25,13 @@ static void turn_rows(hcp_dtype dtype, const sum *s, const hcp_rotation *r, int6
   DISPATCH(dtype, turn_rows, s, r, head_stride, begin, end, out)
 }
 
-/* rotation is NULL where nothing turns. */
-static void reduce_run(hcp_dtype dtype, const sum *s, const hcp_rotation *rotation,
-                       hcp_column out) {
+/* rotation is NULL where nothing turns; what turns is not cast. */
+static void reduce_run(hcp_cast cast, const sum *s, const hcp_rotation *rotation, hcp_column out) {
   const hcp_run *record = s->records;
-  if (rotation != NULL)
+  hcp_dtype dtype = cast.from;
+  if (cast.to != dtype)
+    hcp__cast_rows(cast, s, out);
+  else if (rotation != NULL)
     turn_rows(dtype, s, rotation, rotation->head_dim, record->row, record->row + record->rows, out);
   else if (s->n_records == 1)
     copy_rows(out, record->row, *sum_part(s, record), record->part_row, record->rows);
@@ -49,30 +39,42 @@ static void reduce_run(hcp_dtype dtype, const sum *s, const hcp_rotation *rotati
     reduce_rows(dtype, s, out);
 }
 
-static void reduce_column(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
+static void reduce_column(hcp_cast cast, const hcp_column *parts, int32_t n_columns,
                           const hcp_run *runs, int64_t n_runs, int64_t rows,
                           const hcp_rotation *rotation, hcp_column out) {
   int64_t row = 0;
   for (int64_t first = 0, end; first < n_runs; first = end) {
     end = hcp_run_end(runs, n_runs, first);
     clear_rows(out, row, runs[first].row - row);
-    reduce_run(dtype, &(sum){parts, n_columns, &runs[first], end - first}, rotation, out);
+    reduce_run(cast, &(sum){parts, n_columns, &runs[first], end - first}, rotation, out);
     row = runs[first].row + runs[first].rows;
   }
   clear_rows(out, row, rows - row);
 }
 
-void hcp_cpu_reduce_rotated(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
-                            const hcp_run *runs, int64_t n_runs, int64_t rows,
-                            const hcp_rotation *rotation, int32_t rotated, hcp_column out) {
+static void reduce_columns(hcp_cast cast, const hcp_column *parts, int32_t n_columns,
+                           const hcp_run *runs, int64_t n_runs, int64_t rows,
+                           const hcp_rotation *rotation, int32_t rotated, hcp_column out) {
   int64_t offset_bytes = 0;
   for (int32_t c = 0; c < n_columns; ++c) {
-    int64_t row_bytes = parts[c].row_bytes;
+    int64_t row_bytes = hcp_cast_bytes(cast, parts[c].row_bytes);
     if (row_bytes == 0) continue;
-    reduce_column(dtype, &parts[c], n_columns, runs, n_runs, rows, c < rotated ? rotation : NULL,
+    reduce_column(cast, &parts[c], n_columns, runs, n_runs, rows, c < rotated ? rotation : NULL,
                   column_slice(out, offset_bytes, row_bytes));
     offset_bytes += row_bytes;
   }
+}
+
+void hcp_cpu_reduce_rotated(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
+                            const hcp_run *runs, int64_t n_runs, int64_t rows,
+                            const hcp_rotation *rotation, int32_t rotated, hcp_column out) {
+  hcp_cast none = {dtype, dtype};
+  reduce_columns(none, parts, n_columns, runs, n_runs, rows, rotation, rotated, out);
+}
+
+void hcp_cpu_reduce_cast(hcp_cast cast, const hcp_column *parts, int32_t n_columns,
+                         const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out) {
+  reduce_columns(cast, parts, n_columns, runs, n_runs, rows, NULL, 0, out);
 }
 
 void hcp_cpu_reduce(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
@@ -93,13 +95,9 @@ static void copy_turned(const hcp_run *records, int64_t n, int64_t row, int64_t 
 void hcp_cpu_rotate(hcp_dtype dtype, hcp_heads source, const hcp_rotation *rotation,
                     const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
                     hcp_column wire) {
-  static const int64_t element_bytes[] = {
-#define BYTES(name, bytes) bytes,
-      HCP_DTYPES(BYTES)
-#undef BYTES
-  };
   /* A sum of one part, itself. */
-  hcp_column column = {(void *)(intptr_t)source.data, source.row_stride * element_bytes[dtype], 0};
+  hcp_column column = {(void *)(intptr_t)source.data, source.row_stride * hcp_dtype_bytes(dtype),
+                       0};
   hcp_run whole = {0, rows, 0, 0};
   sum one = {&column, 1, &whole, 1};
   int64_t row = 0;

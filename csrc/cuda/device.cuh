@@ -85,9 +85,23 @@ __device__ inline __half store<__half>(float x) {
   return __float2half_rn(x);
 }
 
-/* N elements that travel in one instruction. */
+template <class A, class B>
+constexpr bool same = false;
+template <class A>
+constexpr bool same<A, A> = true;
+
+/* What an element of one dtype is on its way to another: float64 where either is. */
+template <class From, class To>
+using between = decltype(typename element<From>::wide() + typename element<To>::wide());
+
+/* Of N elements that travel in one instruction, or in several of 16 bytes. */
 template <class T, int N>
-struct alignas(sizeof(T) * N) vector {
+constexpr size_t vector_alignment() {
+  return sizeof(T) * N < 16 ? sizeof(T) * N : 16;
+}
+
+template <class T, int N>
+struct alignas(vector_alignment<T, N>()) vector {
   T at[N];
 };
 
@@ -104,20 +118,23 @@ struct word_of<0> {
 /* The same as words, until its elements are needed: a compiler that sees elements
  * of 16 bits takes them apart where they are loaded, and so waits for each load. */
 template <class T, int N>
-struct alignas(sizeof(T) * N) packed {
+struct alignas(vector_alignment<T, N>()) packed {
   using word = typename word_of<sizeof(T) * N % 4>::type;
   word at[sizeof(T) * N / sizeof(word)];
 
-  __device__ void widen(typename element<T>::wide *to) const {
+  template <class Wide>
+  __device__ void widen(Wide *to) const {
     vector<T, N> elements;
     memcpy(&elements, at, sizeof elements);
 #pragma unroll
     for (int e = 0; e < N; ++e) to[e] = load(elements.at[e]);
   }
-  __device__ void round(const typename element<T>::wide *from) {
+  template <class Wide>
+  __device__ void round(const Wide *from) {
     vector<T, N> elements;
 #pragma unroll
-    for (int e = 0; e < N; ++e) elements.at[e] = store<T>(from[e]);
+    for (int e = 0; e < N; ++e)
+      elements.at[e] = store<T>(static_cast<typename element<T>::wide>(from[e]));
     memcpy(at, &elements, sizeof elements);
   }
 };

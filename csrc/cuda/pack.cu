@@ -1,4 +1,4 @@
-/* pack.cu - rows gathered, several tensors side by side, and back.
+/* pack.cu - rows gathered, several tensors side by side, and back, cast on the way or not.
  *
  * A few threads, a warp for long rows, move one row of one column. Neighbours move
  * neighbouring vectors, so that both sides are read and written in full lines, and
@@ -40,12 +40,48 @@ struct copy_table {
   }
 };
 
+/* The columns of all launches. */
+struct moved_columns {
+  copied_column column[HCP_CUDA_COLUMNS_MAX];
+  int64_t source_bytes[HCP_CUDA_COLUMNS_MAX]; /* of a row */
+  int32_t n = 0;
+
+  void add(const copied_column &one, int64_t row_bytes) {
+    column[n] = one;
+    source_bytes[n++] = row_bytes;
+  }
+};
+
 /* Segments of a launch. */
 enum { FEW = 512, MANY = 4000 };
 
-template <class V, int SEGMENTS>
+/* Vectors as they are read, and as they are written. */
+template <class V>
+struct copied {
+  using source = V;
+  using target = V;
+  static __device__ V moved(V value) { return value; }
+};
+
+/* The wider of them has 16 bytes, so that neighbours write, too, in full lines. */
+template <class From, class To, int N>
+struct cast {
+  using source = packed<From, N>;
+  using target = packed<To, N>;
+  static __device__ target moved(const source &value) {
+    between<From, To> elements[N];
+    target rounded;
+    value.widen(elements);
+    rounded.round(elements);
+    return rounded;
+  }
+};
+
+template <class Move, int SEGMENTS>
 __global__ void __launch_bounds__(HCP_THREADS)
-    copy_rows(const __grid_constant__ copy_table<SEGMENTS> table) {
+    move_rows(const __grid_constant__ copy_table<SEGMENTS> table) {
+  using V = typename Move::source;
+  using W = typename Move::target;
   const copied_column &column = table.columns[blockIdx.y];
   int lanes = 1 << table.lane_bits, lane = (int)threadIdx.x & (lanes - 1);
   int rows_at_once = HCP_THREADS >> table.lane_bits;
@@ -58,8 +94,8 @@ __global__ void __launch_bounds__(HCP_THREADS)
         zeros ? 0 : table.first_source + table.source_row[s] + row - table.target_row[s];
     const V *source =
         reinterpret_cast<const V *>(column.source + source_row * column.source_stride);
-    V *target =
-        reinterpret_cast<V *>(column.target + (table.first_target + row) * column.target_stride);
+    W *target =
+        reinterpret_cast<W *>(column.target + (table.first_target + row) * column.target_stride);
     for (int64_t i = lane; i < column.vectors; i += IN_FLIGHT * lanes) {
       V value[IN_FLIGHT] = {};
 #pragma unroll
@@ -67,78 +103,118 @@ __global__ void __launch_bounds__(HCP_THREADS)
         if (!zeros && i + k * lanes < column.vectors) value[k] = source[i + k * lanes];
 #pragma unroll
       for (int k = 0; k < IN_FLIGHT; ++k)
-        if (i + k * lanes < column.vectors) target[i + k * lanes] = value[k];
+        if (i + k * lanes < column.vectors) target[i + k * lanes] = Move::moved(value[k]);
     }
   }
 }
 
+/* A kernel, and the bytes of a vector that it reads. */
+template <int SEGMENTS>
+struct mover {
+  void (*kernel)(const copy_table<SEGMENTS>);
+  int64_t vector_bytes;
+};
+
 /* The widest vector that every address and row of the columns allows. */
-static int64_t vector_bytes(const copied_column *columns, const int64_t *row_bytes, int32_t n) {
+template <int SEGMENTS>
+static mover<SEGMENTS> copy_of(const moved_columns &columns) {
   uintptr_t bits = 16;
-  for (int32_t c = 0; c < n; ++c)
-    bits |= (uintptr_t)columns[c].source | (uintptr_t)columns[c].target |
-            (uintptr_t)columns[c].source_stride | (uintptr_t)columns[c].target_stride |
-            (uintptr_t)row_bytes[c];
-  return (int64_t)(bits & (~bits + 1));
+  for (int32_t c = 0; c < columns.n; ++c) {
+    const copied_column &column = columns.column[c];
+    bits |= (uintptr_t)column.source | (uintptr_t)column.target | (uintptr_t)column.source_stride |
+            (uintptr_t)column.target_stride | (uintptr_t)columns.source_bytes[c];
+  }
+  switch (bits & (~bits + 1)) {
+    case 16:
+      return {move_rows<copied<int4>, SEGMENTS>, 16};
+    case 8:
+      return {move_rows<copied<int2>, SEGMENTS>, 8};
+    case 4:
+      return {move_rows<copied<int>, SEGMENTS>, 4};
+    case 2:
+      return {move_rows<copied<short>, SEGMENTS>, 2};
+    default:
+      return {move_rows<copied<char>, SEGMENTS>, 1};
+  }
+}
+
+/* Vectors where every address and row of the columns allows them, else elements: those with
+ * the long table alone, since who moves elements waits for them and not for the launch. */
+template <int SEGMENTS, class From, class To>
+static mover<SEGMENTS> cast_of(const moved_columns &columns) {
+  constexpr int N = 16 / (int)(sizeof(From) > sizeof(To) ? sizeof(From) : sizeof(To));
+  bool wide = true;
+  for (int32_t c = 0; c < columns.n; ++c) {
+    const copied_column &column = columns.column[c];
+    wide = wide && aligned(column.target, column.target_stride, sizeof(To) * N) &&
+           aligned(column.source, column.source_stride | columns.source_bytes[c], sizeof(From) * N);
+  }
+  if (wide) return {move_rows<cast<From, To, N>, SEGMENTS>, sizeof(From) * N};
+  if constexpr (SEGMENTS == MANY)
+    return {move_rows<cast<From, To, 1>, SEGMENTS>, sizeof(From)};
+  else
+    return {};
+}
+
+template <int SEGMENTS, class From>
+static mover<SEGMENTS> cast_from(hcp_dtype to, const moved_columns &columns) {
+  mover<SEGMENTS> found = {};
+  HCP_CUDA_DISPATCH(to, if constexpr (!same<From, T>) found = cast_of<SEGMENTS, From, T>(columns))
+  return found;
+}
+
+/* cast is NULL where bytes are copied. Without a kernel where this table has none. */
+template <int SEGMENTS>
+static mover<SEGMENTS> mover_of(const hcp_cast *cast, const moved_columns &columns) {
+  if (cast == NULL) return copy_of<SEGMENTS>(columns);
+  mover<SEGMENTS> found = {};
+  HCP_CUDA_DISPATCH(cast->from, found = (cast_from<SEGMENTS, T>(cast->to, columns)))
+  return found;
 }
 
 template <int SEGMENTS>
-static hcp_status launch(copy_table<SEGMENTS> *table, const int64_t *row_bytes, int32_t n_columns,
-                         cudaStream_t stream, hcp_error *err) {
-  int64_t bytes = vector_bytes(table->columns, row_bytes, n_columns), most = 0;
-  int64_t rows = table->target_row[table->n];
-  for (int32_t c = 0; c < n_columns; ++c) {
-    table->columns[c].vectors = row_bytes[c] / bytes;
+static hcp_status launch(const mover<SEGMENTS> &mover, copy_table<SEGMENTS> *table,
+                         const moved_columns &columns, cudaStream_t stream, hcp_error *err) {
+  int64_t most = 0, rows = table->target_row[table->n];
+  for (int32_t c = 0; c < columns.n; ++c) {
+    table->columns[c].vectors = columns.source_bytes[c] / mover.vector_bytes;
     if (table->columns[c].vectors > most) most = table->columns[c].vectors;
   }
   if (rows * most == 0) return HCP_OK;
   table->lane_bits = hcp_cuda_lane_bits(most);
-  dim3 grid(hcp_cuda_blocks(rows << table->lane_bits), (unsigned)n_columns);
-  switch (bytes) {
-    case 16:
-      copy_rows<int4><<<grid, HCP_THREADS, 0, stream>>>(*table);
-      break;
-    case 8:
-      copy_rows<int2><<<grid, HCP_THREADS, 0, stream>>>(*table);
-      break;
-    case 4:
-      copy_rows<int><<<grid, HCP_THREADS, 0, stream>>>(*table);
-      break;
-    case 2:
-      copy_rows<short><<<grid, HCP_THREADS, 0, stream>>>(*table);
-      break;
-    default:
-      copy_rows<char><<<grid, HCP_THREADS, 0, stream>>>(*table);
-  }
+  dim3 grid(hcp_cuda_blocks(rows << table->lane_bits), (unsigned)columns.n);
+  mover.kernel<<<grid, HCP_THREADS, 0, stream>>>(*table);
   return hcp_cuda_launched("pack", err);
 }
 
 /* Launches that carry all segments, in tables of a few or of many: a short table
  * is a cheaper launch. */
 template <int SEGMENTS>
-static hcp_status copy_by(const copied_column *columns, const int64_t *row_bytes, int32_t n_columns,
+static hcp_status move_by(const mover<SEGMENTS> &mover, const moved_columns &columns,
                           const hcp_segment *segments, int64_t n_segments, cudaStream_t stream,
                           hcp_error *err) {
   copy_table<SEGMENTS> table;
-  for (int32_t c = 0; c < n_columns; ++c) table.columns[c] = columns[c];
+  for (int32_t c = 0; c < columns.n; ++c) table.columns[c] = columns.column[c];
   table.first_target = 0;
   for (int64_t s = 0, done = 0; s < n_segments;) {
     table.n = table.target_row[0] = 0;
     table.first_source = segments[s].row + done;
     for (; s < n_segments && table.add(segments[s], &done);)
       if (done == segments[s].rows) ++s, done = 0;
-    hcp_status status = launch(&table, row_bytes, n_columns, stream, err);
+    hcp_status status = launch(mover, &table, columns, stream, err);
     if (status != HCP_OK) return status;
     table.first_target += table.target_row[table.n];
   }
   return HCP_OK;
 }
 
-static hcp_status copy_all(const copied_column *columns, const int64_t *row_bytes,
-                           int32_t n_columns, const hcp_segment *segments, int64_t n_segments,
-                           cudaStream_t stream, hcp_error *err) {
-  auto copy = n_segments <= FEW ? copy_by<FEW> : copy_by<MANY>;
-  return copy(columns, row_bytes, n_columns, segments, n_segments, stream, err);
+static hcp_status move_all(const hcp_cast *cast, const moved_columns &columns,
+                           const hcp_segment *segments, int64_t n_segments, void *stream,
+                           hcp_error *err) {
+  auto on = (cudaStream_t)stream;
+  mover<FEW> few = mover_of<FEW>(cast, columns);
+  if (n_segments <= FEW && few.kernel) return move_by(few, columns, segments, n_segments, on, err);
+  return move_by(mover_of<MANY>(cast, columns), columns, segments, n_segments, on, err);
 }
 
 static hcp_status check_columns(int32_t n, hcp_error *err) {
@@ -147,32 +223,57 @@ static hcp_status check_columns(int32_t n, hcp_error *err) {
                    HCP_CUDA_COLUMNS_MAX);
 }
 
-hcp_status hcp_cuda_pack(const hcp_column *sources, int32_t n_sources, const hcp_segment *segments,
-                         int64_t n_segments, hcp_column out, void *stream, hcp_error *err) {
-  copied_column columns[HCP_CUDA_COLUMNS_MAX];
-  int64_t row_bytes[HCP_CUDA_COLUMNS_MAX], offset = 0;
+static hcp_status pack(const hcp_cast *cast, const hcp_column *sources, int32_t n_sources,
+                       const hcp_segment *segments, int64_t n_segments, hcp_column out,
+                       void *stream, hcp_error *err) {
+  moved_columns columns;
+  char *target = (char *)out.data;
   hcp_status status = check_columns(n_sources, err);
   if (status != HCP_OK) return status;
   for (int32_t c = 0; c < n_sources; ++c) {
-    columns[c] = {(const char *)sources[c].data, (char *)out.data + offset,
-                  sources[c].row_stride_bytes, out.row_stride_bytes, 0};
-    row_bytes[c] = sources[c].row_bytes;
-    offset += sources[c].row_bytes;
+    const hcp_column &source = sources[c];
+    columns.add({(const char *)source.data, target, source.row_stride_bytes, out.row_stride_bytes},
+                source.row_bytes);
+    target += cast == NULL ? source.row_bytes : hcp_cast_bytes(*cast, source.row_bytes);
   }
-  return copy_all(columns, row_bytes, n_sources, segments, n_segments, (cudaStream_t)stream, err);
+  return move_all(cast, columns, segments, n_segments, stream, err);
+}
+
+static hcp_status unpack(const hcp_cast *cast, hcp_column source, const hcp_segment *segments,
+                         int64_t n_segments, const hcp_column *outs, int32_t n_outs, void *stream,
+                         hcp_error *err) {
+  moved_columns columns;
+  const char *from = (const char *)source.data;
+  hcp_status status = check_columns(n_outs, err);
+  if (status != HCP_OK) return status;
+  for (int32_t c = 0; c < n_outs; ++c) {
+    int64_t bytes = outs[c].row_bytes;
+    if (cast != NULL) bytes = hcp_cast_bytes({cast->to, cast->from}, bytes);
+    columns.add({from, (char *)outs[c].data, source.row_stride_bytes, outs[c].row_stride_bytes},
+                bytes);
+    from += bytes;
+  }
+  return move_all(cast, columns, segments, n_segments, stream, err);
+}
+
+hcp_status hcp_cuda_pack(const hcp_column *sources, int32_t n_sources, const hcp_segment *segments,
+                         int64_t n_segments, hcp_column out, void *stream, hcp_error *err) {
+  return pack(NULL, sources, n_sources, segments, n_segments, out, stream, err);
+}
+
+hcp_status hcp_cuda_pack_cast(hcp_cast cast, const hcp_column *sources, int32_t n_sources,
+                              const hcp_segment *segments, int64_t n_segments, hcp_column out,
+                              void *stream, hcp_error *err) {
+  return pack(&cast, sources, n_sources, segments, n_segments, out, stream, err);
 }
 
 hcp_status hcp_cuda_unpack(hcp_column source, const hcp_segment *segments, int64_t n_segments,
                            const hcp_column *outs, int32_t n_outs, void *stream, hcp_error *err) {
-  copied_column columns[HCP_CUDA_COLUMNS_MAX];
-  int64_t row_bytes[HCP_CUDA_COLUMNS_MAX], offset = 0;
-  hcp_status status = check_columns(n_outs, err);
-  if (status != HCP_OK) return status;
-  for (int32_t c = 0; c < n_outs; ++c) {
-    columns[c] = {(const char *)source.data + offset, (char *)outs[c].data, source.row_stride_bytes,
-                  outs[c].row_stride_bytes, 0};
-    row_bytes[c] = outs[c].row_bytes;
-    offset += outs[c].row_bytes;
-  }
-  return copy_all(columns, row_bytes, n_outs, segments, n_segments, (cudaStream_t)stream, err);
+  return unpack(NULL, source, segments, n_segments, outs, n_outs, stream, err);
+}
+
+hcp_status hcp_cuda_unpack_cast(hcp_cast cast, hcp_column source, const hcp_segment *segments,
+                                int64_t n_segments, const hcp_column *outs, int32_t n_outs,
+                                void *stream, hcp_error *err) {
+  return unpack(&cast, source, segments, n_segments, outs, n_outs, stream, err);
 }

@@ -1,4 +1,4 @@
-/* reduce.cu - partial rows summed, each read once, rounded once.
+/* reduce.cu - partial rows summed, each read once, rounded once, to their dtype or another.
  *
  * A few threads, a warp for long rows, sum one row of one column in registers, over
  * the records of the row's run, in the order of the table. Each thread has several
@@ -34,18 +34,19 @@ static __device__ void read_vectors(V (&value)[IN_FLIGHT], const V *source, int6
 }
 
 /* The vectors' sum over the records of a run; those of the next record are on
- * their way. */
-template <class T, int N>
-static __device__ void sum_vectors(packed<T, N> (&value)[IN_FLIGHT], const run_table &table,
+ * their way. value, which is read into, is zeros, and sum itself where nothing is cast. */
+template <class From, class To, int N>
+static __device__ void sum_vectors(packed<From, N> (&value)[IN_FLIGHT],
+                                   packed<To, N> (&sum)[IN_FLIGHT], const run_table &table,
                                    const summed_columns &columns, int run, int64_t row, int column,
                                    int64_t at, int lanes) {
-  using V = packed<T, N>;
+  using V = packed<From, N>;
   int first = table.record[run], end = table.record[run + 1];
   int64_t vectors = columns.vectors[column];
   if (first == end) return;
   read_vectors(value, source_of<V>(table, columns, first, run, row, column), at, lanes, vectors);
-  if (first + 1 == end) return;
-  typename element<T>::wide total[IN_FLIGHT][N], more[N];
+  if (same<From, To> && first + 1 == end) return;
+  between<From, To> total[IN_FLIGHT][N], more[N];
   V next[IN_FLIGHT] = {};
   for (int r = first; r < end; ++r) {
     if (r + 1 < end)
@@ -60,37 +61,51 @@ static __device__ void sum_vectors(packed<T, N> (&value)[IN_FLIGHT], const run_t
     }
   }
 #pragma unroll
-  for (int k = 0; k < IN_FLIGHT; ++k) value[k].round(total[k]);
+  for (int k = 0; k < IN_FLIGHT; ++k) sum[k].round(total[k]);
+}
+
+/* Blocks that a multiprocessor has room for at least; 0: left to the compiler, which for casts
+ * to 16 bits chooses so many that a register is spilled. */
+template <class From, class To>
+constexpr int least_blocks() {
+  return same<From, To> ? 0 : 2;
 }
 
 /* Rows [low, high) of the block's column, those of `blocks` blocks in turns. */
-template <class T, int N>
+template <class From, class To, int N>
 static __device__ void sum_between(const run_table &table, const summed_columns &columns,
                                    int64_t low, int64_t high, int block, int blocks) {
-  using V = packed<T, N>;
+  using V = packed<From, N>;
+  using W = packed<To, N>;
   int column = (int)blockIdx.y, lanes = 1 << columns.lane_bits;
   int lane = (int)threadIdx.x & (lanes - 1), at_once = HCP_THREADS >> columns.lane_bits;
   int64_t vectors = columns.vectors[column], step = (int64_t)blocks * at_once;
   int64_t row = low + (int64_t)block * at_once + (threadIdx.x >> columns.lane_bits);
   for (; row < high; row += step) {
     int run = table.find(row);
-    V *out = reinterpret_cast<V *>(columns.out[column] + row * columns.out_stride);
+    W *out = reinterpret_cast<W *>(columns.out[column] + row * columns.out_stride);
     for (int64_t at = lane; at < vectors; at += IN_FLIGHT * lanes) {
-      V value[IN_FLIGHT] = {};
-      sum_vectors<T, N>(value, table, columns, run, row, column, at, lanes);
+      W sum[IN_FLIGHT] = {};
+      if constexpr (same<From, To>) {
+        sum_vectors(sum, sum, table, columns, run, row, column, at, lanes);
+      } else {
+        V value[IN_FLIGHT] = {};
+        sum_vectors(value, sum, table, columns, run, row, column, at, lanes);
+      }
 #pragma unroll
       for (int k = 0; k < IN_FLIGHT; ++k)
-        if (at + k * lanes < vectors) out[at + k * lanes] = value[k];
+        if (at + k * lanes < vectors) out[at + k * lanes] = sum[k];
     }
   }
 }
 
-template <class T, int N>
-__global__ void __launch_bounds__(HCP_THREADS)
+template <class From, class To, int N>
+__global__ void __launch_bounds__(HCP_THREADS, (least_blocks<From, To>()))
     sum_rows(const __grid_constant__ run_table table,
              const __grid_constant__ summed_columns columns) {
   int64_t first = table.first_row();
-  sum_between<T, N>(table, columns, first, first + table.rows(), (int)blockIdx.x, (int)gridDim.x);
+  sum_between<From, To, N>(table, columns, first, first + table.rows(), (int)blockIdx.x,
+                           (int)gridDim.x);
 }
 
 /* ---- between GPUs ---- */
@@ -110,8 +125,8 @@ __global__ void __launch_bounds__(HCP_THREADS)
   int64_t rows = table.rows();
   for (int32_t piece = 0; piece < HCP_PIECES; piece += stage.pieces_at_once) {
     int32_t next = piece + stage.pieces_at_once;
-    sum_between<T, N>(table, columns, hcp_piece_start(rows, piece), hcp_piece_start(rows, next),
-                      (int)blockIdx.x, (int)gridDim.x);
+    sum_between<T, T, N>(table, columns, hcp_piece_start(rows, piece), hcp_piece_start(rows, next),
+                         (int)blockIdx.x, (int)gridDim.x);
     if (comes_last(&stage.progress[piece])) set_words(stage.staged, piece, next);
   }
 }
@@ -162,12 +177,62 @@ __global__ void __launch_bounds__(HCP_THREADS)
     int64_t low = first + rows * blockIdx.x / gridDim.x;
     int64_t high = first + rows * (blockIdx.x + 1) / gridDim.x;
     wait_for_rows(table, read, low, high);
-    sum_between<T, N>(table, columns, low, high, 0, 1);
+    sum_between<T, T, N>(table, columns, low, high, 0, 1);
   }
   if (comes_last(read.progress)) set_words(read.read, 0, 1);
 }
 
 /* ---- launches ---- */
+
+/* The kernels of a dtype, or of a cast. Vectors of what is read, which is most, have 16
+ * bytes, or the 4 elements whose sums in float64 leave registers for another block; a wider
+ * result takes several. */
+struct summer {
+  using kernel = void (*)(const run_table, const summed_columns);
+  kernel of_vectors, of_elements;
+  int64_t vector_bytes, out_vector_bytes; /* of the result 16 at most: what aligns it */
+  int64_t element_bytes, out_element_bytes;
+};
+
+template <class From, class To>
+static summer summer_of() {
+  constexpr int most = 32 / (int)sizeof(between<From, To>);
+  constexpr int N = vector_elements<From>() < most ? vector_elements<From>() : most;
+  return {sum_rows<From, To, N>,     sum_rows<From, To, 1>, sizeof(From) * N,
+          vector_alignment<To, N>(), sizeof(From),          sizeof(To)};
+}
+
+template <class From>
+static summer summer_from(hcp_dtype to) {
+  summer found = {};
+  HCP_CUDA_DISPATCH(to, found = (summer_of<From, T>()))
+  return found;
+}
+
+static summer summer_of(hcp_cast cast) {
+  summer found = {};
+  HCP_CUDA_DISPATCH(cast.from, found = summer_from<T>(cast.to))
+  return found;
+}
+
+/* The kernels between GPUs of a dtype. */
+struct linker {
+  void (*stage)(const run_table, const summed_columns, const staging);
+  void (*read)(const run_table, const summed_columns, const reading);
+};
+
+template <class T>
+static linker linker_by(bool wide) {
+  constexpr int N = vector_elements<T>();
+  return wide ? linker{stage_rows<T, N>, read_rows<T, N>}
+              : linker{stage_rows<T, 1>, read_rows<T, 1>};
+}
+
+static linker linker_of(hcp_dtype dtype, bool wide) {
+  linker found = {};
+  HCP_CUDA_DISPATCH(dtype, found = linker_by<T>(wide))
+  return found;
+}
 
 /* Blocks that keep a link busy: fewer than there are multiprocessors, whose other
  * blocks are left to whatever runs meanwhile, and to the staging that peers wait for.
@@ -212,10 +277,9 @@ static int32_t pieces_at_once(int64_t bytes) {
   return pieces;
 }
 
-template <class T, int N>
-static hcp_status launch_staging(const run_table &table, const summed_columns &columns, dim3 grid,
-                                 int64_t bytes, const linked &peers, cudaStream_t stream,
-                                 hcp_error *err) {
+static hcp_status launch_staging(const linker &by, const run_table &table,
+                                 const summed_columns &columns, dim3 grid, int64_t bytes,
+                                 const linked &peers, cudaStream_t stream, hcp_error *err) {
   staging stage;
   hcp_status status = fill(&stage.staged, peers.told, err);
   if (status != HCP_OK) return status;
@@ -224,14 +288,13 @@ static hcp_status launch_staging(const run_table &table, const summed_columns &c
   /* All at once: one that had to wait for room would delay the first piece. */
   if (stage.pieces_at_once < HCP_PIECES)
     grid.x = shared_out(hcp_cuda_resident(STAGING_BLOCKS), grid);
-  stage_rows<T, N><<<grid, HCP_THREADS, 0, stream>>>(table, columns, stage);
-  return HCP_OK;
+  by.stage<<<grid, HCP_THREADS, 0, stream>>>(table, columns, stage);
+  return hcp_cuda_launched("stage", err);
 }
 
-template <class T, int N>
-static hcp_status launch_reading(const run_launches &launches, const summed_columns &columns,
-                                 dim3 grid, int64_t bytes, const linked &peers, cudaStream_t stream,
-                                 hcp_error *err) {
+static hcp_status launch_reading(const linker &by, const run_launches &launches,
+                                 const summed_columns &columns, dim3 grid, int64_t bytes,
+                                 const linked &peers, cudaStream_t stream, hcp_error *err) {
   reading read;
   hcp_status status = fill(&read.staged, peers.awaited, err);
   if (status == HCP_OK) status = fill(&read.read, peers.told, err);
@@ -246,52 +309,46 @@ static hcp_status launch_reading(const run_launches &launches, const summed_colu
     read.rows[p] = peers.part_rows[part];
   }
   grid.x = shared_out(READING_BLOCKS, grid);
-  read_rows<T, N><<<grid, HCP_THREADS, 0, stream>>>(launches.table, columns, read);
-  return HCP_OK;
+  by.read<<<grid, HCP_THREADS, 0, stream>>>(launches.table, columns, read);
+  return hcp_cuda_launched("read", err);
 }
 
-template <class T, int N>
-static hcp_status launch_by(const run_launches &launches, const summed_columns &columns, dim3 grid,
-                            int64_t bytes, const linked *peers, cudaStream_t stream,
-                            hcp_error *err) {
-  hcp_status status = HCP_OK;
-  if (peers == NULL)
-    sum_rows<T, N><<<grid, HCP_THREADS, 0, stream>>>(launches.table, columns);
-  else if (peers->stages)
-    status = launch_staging<T, N>(launches.table, columns, grid, bytes, *peers, stream, err);
-  else
-    status = launch_reading<T, N>(launches, columns, grid, bytes, *peers, stream, err);
-  return status == HCP_OK ? hcp_cuda_launched("reduce", err) : status;
-}
-
-template <class T>
-static hcp_status launch(const run_launches &launches, summed_columns *columns,
+static hcp_status launch(hcp_cast cast, const run_launches &launches, summed_columns *columns,
                          const int64_t *row_bytes, const linked *peers, cudaStream_t stream,
                          hcp_error *err) {
-  constexpr int N = vector_elements<T>();
+  summer by = summer_of(cast);
   bool wide = true;
   for (int32_t i = 0; i < launches.parts * columns->n; ++i)
-    wide = wide && aligned(columns->part[i], columns->part_stride[i], 16);
+    wide = wide && aligned(columns->part[i], columns->part_stride[i], by.vector_bytes);
   for (int32_t c = 0; c < columns->n; ++c)
-    wide = wide && aligned(columns->out[c], columns->out_stride | row_bytes[c], 16);
+    wide = wide && row_bytes[c] % by.vector_bytes == 0 &&
+           aligned(columns->out[c], columns->out_stride, by.out_vector_bytes);
   int64_t most = 0, bytes = 0, rows = launches.table.row[launches.table.n] - launches.table.row[0];
   for (int32_t c = 0; c < columns->n; ++c) {
-    columns->vectors[c] = row_bytes[c] / (int64_t)sizeof(T) / (wide ? N : 1);
+    columns->vectors[c] = row_bytes[c] / (wide ? by.vector_bytes : by.element_bytes);
     if (columns->vectors[c] > most) most = columns->vectors[c];
     bytes += rows * row_bytes[c];
   }
   if (bytes == 0) return HCP_OK;
   columns->lane_bits = hcp_cuda_lane_bits(most);
   dim3 grid(hcp_cuda_blocks(rows << columns->lane_bits), (unsigned)columns->n);
-  return wide ? launch_by<T, N>(launches, *columns, grid, bytes, peers, stream, err)
-              : launch_by<T, 1>(launches, *columns, grid, bytes, peers, stream, err);
+  if (peers != NULL && peers->stages)
+    return launch_staging(linker_of(cast.from, wide), launches.table, *columns, grid, bytes, *peers,
+                          stream, err);
+  if (peers != NULL)
+    return launch_reading(linker_of(cast.from, wide), launches, *columns, grid, bytes, *peers,
+                          stream, err);
+  (wide ? by.of_vectors : by.of_elements)<<<grid, HCP_THREADS, 0, stream>>>(launches.table,
+                                                                            *columns);
+  return hcp_cuda_launched("reduce", err);
 }
 
 /* The columns from number `from` on, as many at once as a launch carries. */
-template <class T>
-static hcp_status sum_columns(const hcp_column *parts, int32_t from, int32_t n_columns,
-                              const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
-                              const linked *peers, cudaStream_t stream, hcp_error *err) {
+static hcp_status sum_columns(hcp_cast cast, const hcp_column *parts, int32_t from,
+                              int32_t n_columns, const hcp_run *runs, int64_t n_runs, int64_t rows,
+                              hcp_column out, const linked *peers, cudaStream_t stream,
+                              hcp_error *err) {
+  summer by = summer_of(cast);
   run_launches launches(runs, n_runs, rows, true);
   int more = launches.advance();
   bool whole = more > 0 && launches.is_last() && out.row_bytes > 0 &&
@@ -310,7 +367,7 @@ static hcp_status sum_columns(const hcp_column *parts, int32_t from, int32_t n_c
       for (int32_t c = 0; c < columns.n; ++c) {
         row_bytes[c] = parts[first + c].row_bytes;
         columns.out[c] = (char *)out.data + offset;
-        offset += row_bytes[c];
+        offset += row_bytes[c] / by.element_bytes * by.out_element_bytes;
       }
       for (int32_t p = 0; p < launches.parts; ++p)
         for (int32_t c = 0; c < columns.n; ++c) {
@@ -318,33 +375,32 @@ static hcp_status sum_columns(const hcp_column *parts, int32_t from, int32_t n_c
           columns.part[p * columns.n + c] = (const char *)part.data;
           columns.part_stride[p * columns.n + c] = part.row_stride_bytes;
         }
-      status = launch<T>(launches, &columns, row_bytes, whole ? peers : NULL, stream, err);
+      status = launch(cast, launches, &columns, row_bytes, whole ? peers : NULL, stream, err);
     }
   }
   if (status == HCP_OK && more < 0) status = row_too_long(launches, err);
   return status == HCP_OK ? tell_after(peers, whole, stream, err) : status;
 }
 
-static hcp_status sum_any(hcp_dtype dtype, const hcp_column *parts, int32_t from, int32_t n_columns,
-                          const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
-                          const linked *peers, cudaStream_t stream, hcp_error *err) {
-  hcp_status status = HCP_OK;
-  HCP_CUDA_DISPATCH(dtype, status = sum_columns<T>(parts, from, n_columns, runs, n_runs, rows, out,
-                                                   peers, stream, err))
-  return status;
-}
-
 hcp_status hcp_cuda_reduce_from(hcp_dtype dtype, const hcp_column *parts, int32_t from,
                                 int32_t n_columns, const hcp_run *runs, int64_t n_runs,
                                 int64_t rows, hcp_column out, cudaStream_t stream, hcp_error *err) {
-  return sum_any(dtype, parts, from, n_columns, runs, n_runs, rows, out, NULL, stream, err);
+  hcp_cast none = {dtype, dtype};
+  return sum_columns(none, parts, from, n_columns, runs, n_runs, rows, out, NULL, stream, err);
+}
+
+hcp_status hcp_cuda_reduce_cast(hcp_cast cast, const hcp_column *parts, int32_t n_columns,
+                                const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
+                                void *stream, hcp_error *err) {
+  return sum_columns(cast, parts, 0, n_columns, runs, n_runs, rows, out, NULL, (cudaStream_t)stream,
+                     err);
 }
 
 hcp_status hcp_cuda_reduce(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
                            const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
                            void *stream, hcp_error *err) {
-  return sum_any(dtype, parts, 0, n_columns, runs, n_runs, rows, out, NULL, (cudaStream_t)stream,
-                 err);
+  return hcp_cuda_reduce_cast({dtype, dtype}, parts, n_columns, runs, n_runs, rows, out, stream,
+                              err);
 }
 
 hcp_status hcp_cuda_stage(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
@@ -352,8 +408,8 @@ hcp_status hcp_cuda_stage(hcp_dtype dtype, const hcp_column *parts, int32_t n_co
                           hcp_awaited free, hcp_signals staged, uint32_t *progress, void *stream,
                           hcp_error *err) {
   linked peers = {free, staged, progress, true, 0, NULL};
-  return sum_any(dtype, parts, 0, n_columns, runs, n_runs, rows, out, &peers, (cudaStream_t)stream,
-                 err);
+  return sum_columns({dtype, dtype}, parts, 0, n_columns, runs, n_runs, rows, out, &peers,
+                     (cudaStream_t)stream, err);
 }
 
 hcp_status hcp_cuda_read_by_blocks(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
@@ -362,6 +418,6 @@ hcp_status hcp_cuda_read_by_blocks(hcp_dtype dtype, const hcp_column *parts, int
                                    const int64_t *part_rows, hcp_signals read, uint32_t *progress,
                                    void *stream, hcp_error *err) {
   linked peers = {staged, read, progress, false, first_staged, part_rows};
-  return sum_any(dtype, parts, 0, n_columns, runs, n_runs, rows, out, &peers, (cudaStream_t)stream,
-                 err);
+  return sum_columns({dtype, dtype}, parts, 0, n_columns, runs, n_runs, rows, out, &peers,
+                     (cudaStream_t)stream, err);
 }

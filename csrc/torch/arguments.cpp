@@ -24,8 +24,8 @@ static Sizes sizes_of(const Tensor &tensor) {
 
 // ---- Checks of one property ------------------------------------------------
 
-hcp_dtype dtype_of(const Name &name, const Tensor &tensor) {
-  switch (tensor.scalar_type()) {
+static std::optional<hcp_dtype> find_dtype(ScalarType dtype) {
+  switch (dtype) {
     case ScalarType::Double:
       return HCP_FLOAT64;
     case ScalarType::Float:
@@ -35,9 +35,33 @@ hcp_dtype dtype_of(const Name &name, const Tensor &tensor) {
     case ScalarType::Half:
       return HCP_FLOAT16;
     default:
-      refuse(name, " has dtype ", torch::headeronly::toString(tensor.scalar_type()),
-             ", expected Double, Float, BFloat16 or Half");
+      return {};
   }
+}
+
+static const char *const FLOATS = "Double, Float, BFloat16 or Half";
+
+hcp_dtype dtype_of(const Name &name, const Tensor &tensor) {
+  std::optional<hcp_dtype> dtype = find_dtype(tensor.scalar_type());
+  if (!dtype)
+    refuse(name, " has dtype ", torch::headeronly::toString(tensor.scalar_type()), ", expected ",
+           FLOATS);
+  return *dtype;
+}
+
+std::optional<hcp_cast> cast_of(const Name &name, const Tensor &tensor, const Dtype &dtype) {
+  ScalarType own = tensor.scalar_type();
+  if (!dtype || *dtype == own) return {};
+  std::optional<hcp_dtype> from = find_dtype(own), to = find_dtype(*dtype);
+  if (!from)
+    refuse(name, " has dtype ", torch::headeronly::toString(own), ", expected ", FLOATS,
+           " for a result of dtype ", torch::headeronly::toString(*dtype),
+           ": cast it before, by .to(), or leave dtype out");
+  if (!to)
+    refuse("dtype is ", torch::headeronly::toString(*dtype), ", expected ", FLOATS, " where ", name,
+           " has dtype ", torch::headeronly::toString(own),
+           ": leave dtype out and cast the result, by .to()");
+  return hcp_cast{*from, *to};
 }
 
 void expect_dtype(const Name &name, const Tensor &tensor, ScalarType dtype) {

@@ -7,6 +7,7 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -19,6 +20,10 @@ namespace hcp {
 using torch::stable::Tensor;
 using Tensors = std::vector<Tensor>;
 using Sizes = std::vector<int64_t>;
+
+// A result's dtype where it is not the inputs' own. A ScalarType? of a schema: torch 2.10 and later
+// pass it by a pointer to the dtype's code, NULL for None.
+using Dtype = std::optional<torch::headeronly::ScalarType>;
 
 template <class... Words>
 [[noreturn]] void refuse(const Words &...words) {
@@ -70,6 +75,8 @@ std::string shape_text(const Sizes &sizes);
 
 // Gradients, merges and sums need one of HCP_DTYPES.
 hcp_dtype dtype_of(const Name &name, const Tensor &tensor);
+// Which cast makes the dtype of a tensor; nothing where it has it, whichever that is.
+std::optional<hcp_cast> cast_of(const Name &name, const Tensor &tensor, const Dtype &dtype);
 void expect_dtype(const Name &name, const Tensor &tensor, torch::headeronly::ScalarType dtype);
 void expect_same_dtype(const Name &name, const Tensor &tensor, const Name &like_name,
                        const Tensor &like);

@@ -18,15 +18,30 @@ namespace hcp {
 
 using torch::stable::new_zeros;
 
-// Uninitialised and contiguous, of another tensor's type and device. By torch's own new_empty the
-// operator would be looked up by name at every call.
-inline Tensor fresh(const Tensor &like, const Sizes &sizes) {
+inline int32_t torch_dtype(hcp_dtype dtype) {
+  switch (dtype) {
+    case HCP_FLOAT64:
+      return aoti_torch_dtype_float64();
+    case HCP_FLOAT32:
+      return aoti_torch_dtype_float32();
+    case HCP_BFLOAT16:
+      return aoti_torch_dtype_bfloat16();
+    case HCP_FLOAT16:
+      return aoti_torch_dtype_float16();
+  }
+  return -1;
+}
+
+// Uninitialised and contiguous, of another tensor's device and, unless there is a cast, its type.
+// By torch's own new_empty the operator would be looked up by name at every call.
+inline Tensor fresh(const Tensor &like, const Sizes &sizes,
+                    const std::optional<hcp_cast> &cast = {}) {
   Sizes strides(sizes.size(), 1);
   for (size_t i = sizes.size(); i-- > 1;)
     strides[i - 1] = strides[i] * std::max<int64_t>(sizes[i], 1);
-  int32_t dtype = 0, device = 0;
+  int32_t dtype = cast ? torch_dtype(cast->to) : 0, device = 0;
   AtenTensorHandle made = nullptr;
-  if (aoti_torch_get_dtype(like.get(), &dtype) != 0 ||
+  if ((!cast && aoti_torch_get_dtype(like.get(), &dtype) != 0) ||
       aoti_torch_get_device_type(like.get(), &device) != 0 ||
       aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
                                dtype, device, like.get_device_index(), &made) != 0)
@@ -41,60 +56,86 @@ inline int32_t count(const std::vector<hcp_column> &columns) {
 // ---- Gathers ---------------------------------------------------------------
 
 template <class Device>
-Tensor pack(Tensors sources, Tensor segments, int64_t rows) {
+Tensor pack(Tensors sources, Tensor segments, int64_t rows, Dtype dtype = {}) {
   std::vector<hcp_column> columns = columns_of("sources", sources);
+  std::optional<hcp_cast> cast = cast_of("sources[0]", sources[0], dtype);
   Segments table = segments_of(segments, sources[0].size(0), rows);
-  Tensor out = fresh(sources[0], {rows, width_of(sources)});
-  Device(sources[0])
-      .pack(columns.data(), count(columns), table.data, table.n, output_of("out", out));
+  Tensor out = fresh(sources[0], {rows, width_of(sources)}, cast);
+  hcp_column target = output_of("out", out);
+  Device device(sources[0]);
+  if (cast)
+    device.pack_cast(*cast, columns.data(), count(columns), table.data, table.n, target);
+  else
+    device.pack(columns.data(), count(columns), table.data, table.n, target);
   return out;
 }
 
 template <class Device>
-Tensors unpack(Tensor source, Tensor segments, Sizes widths, int64_t rows) {
+Tensors unpack(Tensor source, Tensor segments, Sizes widths, int64_t rows, Dtype dtype = {}) {
   split_column("source", source, widths);
+  std::optional<hcp_cast> cast = cast_of("source", source, dtype);
   Segments table = segments_of(segments, source.size(0), rows);
   Tensors outs;
-  for (int64_t width : widths) outs.push_back(fresh(source, {rows, width}));
+  for (int64_t width : widths) outs.push_back(fresh(source, {rows, width}, cast));
   if (outs.empty()) return outs;
   std::vector<hcp_column> columns;
   for (const Tensor &out : outs) columns.push_back(output_of("out", out));
-  Device(source).unpack(column_of("source", source), table.data, table.n, columns.data(),
-                        count(columns));
+  hcp_column from = column_of("source", source);
+  Device device(source);
+  if (cast)
+    device.unpack_cast(*cast, from, table.data, table.n, columns.data(), count(columns));
+  else
+    device.unpack(from, table.data, table.n, columns.data(), count(columns));
   return outs;
+}
+
+// A sum by runs of the parts' own dtype, or cast.
+template <class Device>
+void sum_rows(const Device &device, hcp_dtype dtype, const std::optional<hcp_cast> &cast,
+              const hcp_column *parts, int32_t columns, Runs runs, int64_t rows, hcp_column out) {
+  if (cast)
+    device.reduce_cast(*cast, parts, columns, runs.data, runs.n, rows, out);
+  else
+    device.reduce(dtype, parts, columns, runs.data, runs.n, rows, out);
+}
+
+inline Runs borrowed(const std::vector<hcp_run> &runs) {
+  return {runs.data(), static_cast<int64_t>(runs.size())};
 }
 
 // A column for each width, all summed by the same runs from one part.
 template <class Device>
 Tensors sum_columns(const Tensor &grad, const Sizes &widths, const std::vector<hcp_run> &runs,
-                    int64_t rows) {
+                    int64_t rows, const Dtype &to) {
   hcp_dtype dtype = dtype_of("grad", grad);
+  std::optional<hcp_cast> cast = cast_of("grad", grad, to);
   Tensors outs;
   for (const hcp_column &column : split_column("grad", grad, widths)) {
-    outs.push_back(fresh(grad, {rows, widths[outs.size()]}));
-    Device(grad).reduce(dtype, &column, 1, runs.data(), static_cast<int64_t>(runs.size()), rows,
-                        output_of("grad_source", outs.back()));
+    outs.push_back(fresh(grad, {rows, widths[outs.size()]}, cast));
+    sum_rows(Device(grad), dtype, cast, &column, 1, borrowed(runs), rows,
+             output_of("grad_source", outs.back()));
   }
   return outs;
 }
 
 template <class Device>
-Tensors pack_backward(Tensor grad, Tensor segments, Sizes widths, int64_t rows) {
+Tensors pack_backward(Tensor grad, Tensor segments, Sizes widths, int64_t rows, Dtype dtype) {
   expect_dim("grad", grad, 2);
   expect_at_least("rows", rows, 0);
   Segments table = segments_of(segments, rows, grad.size(0));
-  return sum_columns<Device>(grad, widths, adjoint_of(table), rows);
+  return sum_columns<Device>(grad, widths, adjoint_of(table), rows, dtype);
 }
 
 template <class Device>
-Tensor unpack_backward(Tensors grads, Tensor segments, int64_t rows) {
+Tensor unpack_backward(Tensors grads, Tensor segments, int64_t rows, Dtype to) {
   std::vector<hcp_column> columns = columns_of("grads", grads);
   hcp_dtype dtype = dtype_of("grads[0]", grads[0]);
+  std::optional<hcp_cast> cast = cast_of("grads[0]", grads[0], to);
   expect_at_least("rows", rows, 0);
   std::vector<hcp_run> runs = adjoint_of(segments_of(segments, rows, grads[0].size(0)));
-  Tensor out = fresh(grads[0], {rows, width_of(grads)});
-  Device(grads[0]).reduce(dtype, columns.data(), count(columns), runs.data(),
-                          static_cast<int64_t>(runs.size()), rows, output_of("grad_source", out));
+  Tensor out = fresh(grads[0], {rows, width_of(grads)}, cast);
+  sum_rows(Device(grads[0]), dtype, cast, columns.data(), count(columns), borrowed(runs), rows,
+           output_of("grad_source", out));
   return out;
 }
 
@@ -118,22 +159,24 @@ inline Reduction reduction_of(const Summands &summands, const Tensor &runs, cons
 }
 
 template <class Device>
-void reduce_into(const Device &device, const Reduction &sum, int64_t rows) {
-  device.reduce(sum.summands.dtype, sum.summands.columns.data(), sum.summands.n_columns,
-                sum.runs.data, sum.runs.n, rows, sum.out);
+void reduce_into(const Device &device, const Reduction &sum, int64_t rows,
+                 const std::optional<hcp_cast> &cast = {}) {
+  sum_rows(device, sum.summands.dtype, cast, sum.summands.columns.data(), sum.summands.n_columns,
+           sum.runs, rows, sum.out);
 }
 
 template <class Device>
-Tensor reduce(Tensors parts, Tensor runs, int64_t rows, int64_t columns) {
+Tensor reduce(Tensors parts, Tensor runs, int64_t rows, int64_t columns, Dtype dtype = {}) {
   Summands summands = summands_of(parts, columns);
+  std::optional<hcp_cast> cast = cast_of("parts[0]", parts[0], dtype);
   expect_at_least("rows", rows, 0);
-  Tensor out = fresh(parts[0], {rows, summands.width});
-  reduce_into(Device(parts[0]), reduction_of(summands, runs, out), rows);
+  Tensor out = fresh(parts[0], {rows, summands.width}, cast);
+  reduce_into(Device(parts[0]), reduction_of(summands, runs, out), rows, cast);
   return out;
 }
 
 template <class Device>
-Tensors reduce_backward(Tensor grad, Tensor runs, Sizes part_rows, Sizes widths) {
+Tensors reduce_backward(Tensor grad, Tensor runs, Sizes part_rows, Sizes widths, Dtype dtype) {
   expect_dim("grad", grad, 2);
   for (size_t p = 0; p < part_rows.size(); ++p)
     expect_at_least(element("part_rows", p), part_rows[p], 0);
@@ -141,7 +184,7 @@ Tensors reduce_backward(Tensor grad, Tensor runs, Sizes part_rows, Sizes widths)
   Tensors grads;
   for (size_t p = 0; p < part_rows.size(); ++p) {
     std::vector<hcp_run> adjoint = adjoint_of(table, static_cast<int64_t>(p));
-    for (Tensor &column : sum_columns<Device>(grad, widths, adjoint, part_rows[p]))
+    for (Tensor &column : sum_columns<Device>(grad, widths, adjoint, part_rows[p], dtype))
       grads.push_back(std::move(column));
   }
   return grads;

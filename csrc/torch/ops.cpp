@@ -45,10 +45,13 @@ struct Cpu {
     hcp_cpu_##name(arguments...);                  \
   }
   KERNEL(pack)
+  KERNEL(pack_cast)
   KERNEL(unpack)
+  KERNEL(unpack_cast)
   KERNEL(merge)
   KERNEL(merge_backward)
   KERNEL(reduce)
+  KERNEL(reduce_cast)
   KERNEL(reduce_rotated)
   KERNEL(rotate)
 #undef KERNEL
@@ -74,18 +77,27 @@ struct Cpu {
 
 // Sizes are SymInt: one compiled graph then serves every size.
 STABLE_TORCH_LIBRARY(hcp, m) {
-  m.def("pack(Tensor[] sources, Tensor segments, SymInt rows) -> Tensor");
-  m.def("pack_backward(Tensor grad, Tensor segments, SymInt[] widths, SymInt rows) -> Tensor[]");
-  m.def("unpack(Tensor source, Tensor segments, SymInt[] widths, SymInt rows) -> Tensor[]");
-  m.def("unpack_backward(Tensor[] grads, Tensor segments, SymInt rows) -> Tensor");
+  m.def(
+      "pack(Tensor[] sources, Tensor segments, SymInt rows, *, ScalarType? dtype=None) -> Tensor");
+  m.def(
+      "pack_backward(Tensor grad, Tensor segments, SymInt[] widths, SymInt rows, "
+      "*, ScalarType? dtype=None) -> Tensor[]");
+  m.def(
+      "unpack(Tensor source, Tensor segments, SymInt[] widths, SymInt rows, "
+      "*, ScalarType? dtype=None) -> Tensor[]");
+  m.def(
+      "unpack_backward(Tensor[] grads, Tensor segments, SymInt rows, *, ScalarType? dtype=None) "
+      "-> Tensor");
   m.def("merge(Tensor[] outs, Tensor[] lses, Tensor runs, SymInt rows) -> (Tensor, Tensor)");
   m.def(
       "merge_backward(Tensor[] outs, Tensor[] lses, Tensor runs, Tensor out, Tensor lse, "
       "Tensor grad_out, Tensor grad_lse) -> (Tensor[], Tensor[])");
-  m.def("reduce(Tensor[] parts, Tensor runs, SymInt rows, int columns) -> Tensor");
   m.def(
-      "reduce_backward(Tensor grad, Tensor runs, SymInt[] part_rows, SymInt[] widths) "
-      "-> Tensor[]");
+      "reduce(Tensor[] parts, Tensor runs, SymInt rows, int columns, *, ScalarType? dtype=None) "
+      "-> Tensor");
+  m.def(
+      "reduce_backward(Tensor grad, Tensor runs, SymInt[] part_rows, SymInt[] widths, "
+      "*, ScalarType? dtype=None) -> Tensor[]");
   m.def(
       "reduce_rotated(Tensor[] parts, Tensor runs, SymInt rows, int columns, Tensor cos, "
       "Tensor sin, SymInt head_dim, int rotated, bool interleaved, bool inverse) -> Tensor");

@@ -215,6 +215,108 @@ static void test_a_sum_is_rounded_once(void) {
   CHECK_INT(out, 0x4381);
 }
 
+/* ---- Casts --------------------------------------------------------------- */
+
+/* 300 elements are more than one TILE. */
+enum { CAST_ROWS = 3, CAST_WIDTH = 300 };
+
+static void test_casts_gather_columns_of_both_widths(void) {
+  static double left[CAST_ROWS][2], right[CAST_ROWS][CAST_WIDTH + 1];
+  static float out[CAST_ROWS + 1][2 + CAST_WIDTH], expected[CAST_WIDTH + 2];
+  static double back_left[2][2], back_right[2][CAST_WIDTH];
+  for (int r = 0; r < CAST_ROWS; ++r)
+    for (int i = 0; i < CAST_WIDTH + 2; ++i)
+      *(i < 2 ? &left[r][i] : &right[r][i - 2]) = r + i / 1000.0;
+  hcp_column sources[] = {{left, sizeof left[0], sizeof left[0]},
+                          {NULL, 0, 0},
+                          {right, sizeof right[0], CAST_WIDTH * sizeof(double)}};
+  hcp_column whole = {out, sizeof out[0], sizeof out[0]};
+  hcp_segment segments[] = {{1, 2}, {-1, 1}, {1, 1}};
+  int rows[] = {1, 2, -1, 1};
+  for (int r = 0; r < CAST_ROWS + 1; ++r)
+    for (int i = 0; i < CAST_WIDTH + 2; ++i) out[r][i] = NAN;
+  hcp_cpu_pack_cast((hcp_cast){HCP_FLOAT64, HCP_FLOAT32}, sources, 3, segments, COUNT(segments),
+                    whole);
+  for (int r = 0; r < CAST_ROWS + 1; ++r) {
+    for (int i = 0; i < CAST_WIDTH + 2; ++i)
+      expected[i] = rows[r] < 0 ? 0 : (float)(rows[r] + i / 1000.0);
+    CHECK_INT(memcmp(out[r], expected, sizeof expected), 0);
+  }
+  hcp_column outs[] = {{back_left, sizeof back_left[0], sizeof back_left[0]},
+                       {back_right, sizeof back_right[0], sizeof back_right[0]}};
+  hcp_segment back[] = {{3, 1}, {1, 1}};
+  hcp_cpu_unpack_cast((hcp_cast){HCP_FLOAT32, HCP_FLOAT64}, whole, back, COUNT(back), outs, 2);
+  for (int i = 0; i < CAST_WIDTH; ++i) {
+    CHECK_NEAR(back_right[0][i], (double)out[3][i + 2], 0);
+    CHECK_NEAR(back_right[1][i], (double)out[1][i + 2], 0);
+  }
+  CHECK_NEAR(back_left[1][1], (double)out[1][1], 0);
+}
+
+static void test_casts_of_nothing(void) {
+  hcp_cast cast = {HCP_BFLOAT16, HCP_FLOAT64};
+  hcp_column nothing = {NULL, 0, 0}, no_rows = {NULL, 4, 4}, no_wide_rows = {NULL, 16, 16};
+  hcp_segment zeros = {-1, 5}, empty = {0, 0};
+  hcp_cpu_pack_cast(cast, &nothing, 1, &zeros, 1, nothing);
+  hcp_cpu_pack_cast(cast, &no_rows, 1, &empty, 1, no_wide_rows);
+  hcp_cpu_unpack_cast(cast, no_rows, &empty, 1, &no_wide_rows, 1);
+  hcp_cpu_reduce_cast(cast, &no_rows, 1, NULL, 0, 0, no_wide_rows);
+}
+
+/* A value of 16 bits as float64, and from there to 16 bits of a dtype. */
+static void test_every_16_bit_value_comes_back_from_float64(void) {
+  hcp_dtype dtypes[] = {HCP_BFLOAT16, HCP_FLOAT16};
+  hcp_segment all = {0, 1};
+  for (int d = 0; d < 2; ++d)
+    for (uint32_t value = 0; value <= UINT16_MAX; ++value) {
+      uint16_t given = (uint16_t)value, back = 0x1234;
+      double wide = -7;
+      hcp_column narrow = {&given, 2, 2}, between = {&wide, 8, 8};
+      hcp_cpu_pack_cast((hcp_cast){dtypes[d], HCP_FLOAT64}, &narrow, 1, &all, 1, between);
+      hcp_cpu_pack_cast((hcp_cast){HCP_FLOAT64, dtypes[d]}, &between, 1, &all, 1,
+                        (hcp_column){&back, 2, 2});
+      if (is_nan_16(dtypes[d], given)) {
+        CHECK(isnan(wide));
+        CHECK(is_nan_16(dtypes[d], back));
+      } else {
+        CHECK_INT(back, given);
+      }
+    }
+}
+
+static uint16_t rounded_to_bfloat16(double value) {
+  uint16_t out = 0x1234;
+  hcp_segment all = {0, 1};
+  hcp_column source = {&value, 8, 8};
+  hcp_cpu_pack_cast((hcp_cast){HCP_FLOAT64, HCP_BFLOAT16}, &source, 1, &all, 1,
+                    (hcp_column){&out, 2, 2});
+  return out;
+}
+
+static void test_float64_reaches_16_bits_through_float32(void) {
+  CHECK_INT(rounded_to_bfloat16(1 + 0x1p-8), 0x3f80);
+  CHECK_INT(rounded_to_bfloat16(1 + 0x1p-8 + 0x1p-23), 0x3f81);
+  /* Above the tie, which float32 does not see. */
+  CHECK_INT(rounded_to_bfloat16(1 + 0x1p-8 + 0x1p-40), 0x3f80);
+  CHECK_INT(rounded_to_bfloat16(1e300), 0x7f80);
+  CHECK_INT(rounded_to_bfloat16(-1e-300), 0x8000);
+}
+
+static void test_a_cast_sum_is_rounded_once(void) {
+  uint16_t values[] = {0x4380, 0x3f80, 0x3f80}; /* 256 + 1 + 1, where 257 is no bfloat16 */
+  float out[2] = {NAN, NAN}, floats[] = {1, 0x1p-30f, -1};
+  double wide[2] = {NAN, NAN};
+  hcp_column part = {values, 2, 2}, float_part = {floats, 4, 4};
+  hcp_run runs[] = {{1, 1, 0, 0}, {1, 1, 0, 1}, {1, 1, 0, 2}};
+  hcp_cpu_reduce_cast((hcp_cast){HCP_BFLOAT16, HCP_FLOAT32}, &part, 1, runs, COUNT(runs), 2,
+                      (hcp_column){out, 4, 4});
+  CHECK_NEAR(out[0], 0, 0);
+  CHECK_NEAR(out[1], 258, 0);
+  hcp_cpu_reduce_cast((hcp_cast){HCP_FLOAT32, HCP_FLOAT64}, &float_part, 1, runs, COUNT(runs), 2,
+                      (hcp_column){wide, 8, 8});
+  CHECK_NEAR(wide[1], 0x1p-30, 0);
+}
+
 /* ---- Merge --------------------------------------------------------------- */
 
 /* One row and head of two elements in each of three parts. */
@@ -468,6 +570,11 @@ int main(void) {
   test_every_16_bit_value_comes_back();
   test_ties_round_to_even();
   test_a_sum_is_rounded_once();
+  test_casts_gather_columns_of_both_widths();
+  test_casts_of_nothing();
+  test_every_16_bit_value_comes_back_from_float64();
+  test_float64_reaches_16_bits_through_float32();
+  test_a_cast_sum_is_rounded_once();
   test_merge_with_infinite_lse();
   test_merge_fills_rows_that_no_run_names();
   test_merge_of_strided_heads();

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import permutations
 
 import pytest
 import torch
@@ -30,6 +31,13 @@ def inputs(seed: int) -> list[Tensor]:
 def packed(tensors: list[Tensor]) -> tuple[Tensor, ...]:
     segments = torch.tensor([[200, 100], [-1, 7], [0, 200]])
     return (ops.pack([x.flatten(1) for x in tensors], segments, 307),)
+
+
+def cast(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    segments = torch.tensor([[200, 100], [-1, 7], [0, 200]])
+    packed = ops.pack([x.flatten(1) for x in tensors], segments, 307, dtype=torch.bfloat16)
+    runs = torch.tensor([[0, 307, 0, 0], [0, 307, 1, 0]])
+    return packed, ops.reduce([packed, packed.flip(0)], runs, 307, dtype=torch.float64)
 
 
 def merged(tensors: list[Tensor]) -> tuple[Tensor, ...]:
@@ -81,7 +89,7 @@ def test_vectors_and_single_elements_turn_to_the_bits_of_the_cpu(
             assert torch.equal(turn(moved, cos.cuda(), sin.cuda()).cpu(), turn(t, cos, sin))
 
 
-@pytest.mark.parametrize("call", [packed, merged, summed, turned, turned_sum])
+@pytest.mark.parametrize("call", [packed, cast, merged, summed, turned, turned_sum])
 def test_a_captured_kernel_computes_the_inputs_of_each_replay(
     call: Callable[[list[Tensor]], tuple[Tensor, ...]],
 ) -> None:
@@ -107,8 +115,37 @@ def test_tables_of_any_length_gather_the_rows_of_the_cpu(count: int) -> None:
     segments = torch.cat([starts, torch.randint(0, 4, (count, 1), generator=generator)], 1)
     rows = int(segments[:, 1].sum())
     columns = [torch.randn(53, width, generator=generator) for width in (8, 4)]
-    packed = ops.pack([column.cuda() for column in columns], segments, rows)
-    assert torch.equal(packed.cpu(), ops.pack(columns, segments, rows))
+    for dtype in (None, torch.bfloat16, torch.float64):
+        packed = ops.pack([column.cuda() for column in columns], segments, rows, dtype=dtype)
+        assert torch.equal(packed.cpu(), ops.pack(columns, segments, rows, dtype=dtype))
+
+
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("count", [3, 600, 4100])
+@pytest.mark.parametrize("width", [1, 7, 64, 72])
+@pytest.mark.parametrize(("dtype", "to"), list(permutations(FLOATS, 2)), ids=str)
+def test_casts_of_vectors_and_of_elements_have_the_bits_of_the_cpu(
+    dtype: torch.dtype, to: torch.dtype, width: int, count: int
+) -> None:
+    generator = torch.Generator().manual_seed(count)
+    starts = torch.randint(-1, 50, (count, 1), generator=generator)
+    segments = torch.cat([starts, torch.randint(0, 4, (count, 1), generator=generator)], 1)
+    rows = int(segments[:, 1].sum())
+    wide = torch.randn(53, 2 * width + 1, generator=generator, dtype=torch.float64).to(dtype)
+    moved = wide.cuda()
+    for first in (0, 1):
+        both = [x[:, first : first + 2 * width] for x in (wide, moved)]
+        ours, theirs = (
+            ops.pack(x.split(width, 1), segments, rows, dtype=to) for x in (both[1], both[0])
+        )
+        assert torch.equal(ours.cpu(), theirs)
+        aligned = ops.pack([both[1].contiguous()], segments, rows, dtype=to)
+        assert torch.equal(aligned.cpu(), theirs)
+        for x in (both[1], both[1].contiguous()):
+            outs = ops.unpack(x, segments, [width, width], rows, dtype=to)
+            assert torch.equal(torch.cat(outs, 1).cpu(), theirs)
 
 
 @pytest.mark.parametrize(("parts", "columns"), [(1, 17), (3, 50), (100, 2), (128, 1)])
@@ -122,8 +159,10 @@ def test_sums_of_many_parts_and_columns_have_the_bits_of_the_cpu(
     ]
     first = [(0, 4, part, part % 5) for part in range(parts)]
     runs = torch.tensor([*first, (6, 2, parts - 1, 7)])
-    summed = ops.reduce([x.cuda() for x in tensors], runs, 9, columns=columns)
-    assert torch.equal(summed.cpu(), ops.reduce(tensors, runs, 9, columns=columns))
+    for dtype in (None, torch.float32, torch.float64, torch.float16):
+        summed = ops.reduce([x.cuda() for x in tensors], runs, 9, columns=columns, dtype=dtype)
+        expected = ops.reduce(tensors, runs, 9, columns=columns, dtype=dtype)
+        assert torch.equal(summed.cpu(), expected)
 
 
 PIECES = 8

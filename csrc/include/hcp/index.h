@@ -14,6 +14,19 @@
 #define HCP_INLINE static inline
 #endif
 
+/* Bytes of an element. */
+HCP_INLINE int64_t hcp_dtype_bytes(hcp_dtype dtype) {
+#define HCP_DTYPE_BYTES(name, bytes) bytes,
+  const int64_t bytes[] = {HCP_DTYPES(HCP_DTYPE_BYTES)};
+#undef HCP_DTYPE_BYTES
+  return bytes[dtype];
+}
+
+/* Bytes of what a cast makes of so many. */
+HCP_INLINE int64_t hcp_cast_bytes(hcp_cast cast, int64_t bytes) {
+  return bytes / hcp_dtype_bytes(cast.from) * hcp_dtype_bytes(cast.to);
+}
+
 /* One past the last record of the run that starts at record first. */
 HCP_INLINE int64_t hcp_run_end(const hcp_run *runs, int64_t n, int64_t first) {
   int64_t end = first + 1;

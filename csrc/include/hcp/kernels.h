@@ -30,6 +30,14 @@ typedef enum hcp_dtype {
 #undef HCP_DTYPE_ENUM
 } hcp_dtype;
 
+/* Elements read as `from` and written as `to`, another one: rounded to nearest, ties
+ * to even, beyond the largest number to infinity, NaN to some NaN. On the way they are
+ * float32, or float64 where either side is; from there to 16 bits by way of float32,
+ * as in PyTorch. */
+typedef struct hcp_cast {
+  hcp_dtype from, to;
+} hcp_cast;
+
 /* (row, rows) of a gather; row -1 stands for rows of zeros. */
 typedef struct hcp_segment {
   int64_t row, rows;
@@ -96,6 +104,13 @@ void hcp_cpu_pack(const hcp_column *sources, int32_t n_sources, const hcp_segmen
 void hcp_cpu_unpack(hcp_column source, const hcp_segment *segments, int64_t n_segments,
                     const hcp_column *outs, int32_t n_outs);
 
+/* The same with a cast on the way: row_bytes count each side's own elements. */
+void hcp_cpu_pack_cast(hcp_cast cast, const hcp_column *sources, int32_t n_sources,
+                       const hcp_segment *segments, int64_t n_segments, hcp_column out);
+
+void hcp_cpu_unpack_cast(hcp_cast cast, hcp_column source, const hcp_segment *segments,
+                         int64_t n_segments, const hcp_column *outs, int32_t n_outs);
+
 /* Merge partial outputs by log-sum-exp, once, in float32 (float64 for
  * FLOAT64):
  *
@@ -133,7 +148,12 @@ void hcp_cpu_merge_backward(hcp_dtype dtype, const hcp_part *parts, const hcp_ru
 void hcp_cpu_reduce(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
                     const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out);
 
-/* The same, and the first `rotated` columns, of whole heads each, are turned
+/* The same of parts of cast.from, summed as a cast passes its elements on and rounded once
+ * to cast.to, that of out. A run of one record is cast. */
+void hcp_cpu_reduce_cast(hcp_cast cast, const hcp_column *parts, int32_t n_columns,
+                         const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out);
+
+/* As hcp_cpu_reduce, and the first `rotated` columns, of whole heads each, are turned
  * before they are rounded: a gradient of rotated rows is summed and turned back
  * in one pass. */
 void hcp_cpu_reduce_rotated(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
@@ -152,10 +172,10 @@ void hcp_cpu_rotate(hcp_dtype dtype, hcp_heads source, const hcp_rotation *rotat
 /* ---- On a GPU -----------------------------------------------------------
  *
  * The same results from memory of the current device: bit for bit for pack,
- * unpack and reduce, up to rounding for merge and its gradients. Work is queued on a stream (a
- * cudaStream_t) and the call returns: nothing is allocated, nothing is waited for, so that a CUDA
- * graph can capture it. Tables lie in host memory and travel with the launch;
- * they may be freed when the call returns. Large tables take several launches.
+ * unpack and reduce (of NaN, some NaN), up to rounding for merge and its gradients. Work is queued
+ * on a stream (a cudaStream_t) and the call returns: nothing is allocated, nothing is waited for,
+ * so that a CUDA graph can capture it. Tables lie in host memory and travel with the launch; they
+ * may be freed when the call returns. Large tables take several launches.
  *
  * HCP_DEVICE carries the text of a CUDA error. HCP_INVALID: a row of more parts
  * or more records, or more columns, than a launch can carry. */
@@ -172,6 +192,14 @@ hcp_status hcp_cuda_pack(const hcp_column *sources, int32_t n_sources, const hcp
 hcp_status hcp_cuda_unpack(hcp_column source, const hcp_segment *segments, int64_t n_segments,
                            const hcp_column *outs, int32_t n_outs, void *stream, hcp_error *err);
 
+hcp_status hcp_cuda_pack_cast(hcp_cast cast, const hcp_column *sources, int32_t n_sources,
+                              const hcp_segment *segments, int64_t n_segments, hcp_column out,
+                              void *stream, hcp_error *err);
+
+hcp_status hcp_cuda_unpack_cast(hcp_cast cast, hcp_column source, const hcp_segment *segments,
+                                int64_t n_segments, const hcp_column *outs, int32_t n_outs,
+                                void *stream, hcp_error *err);
+
 hcp_status hcp_cuda_merge(hcp_dtype dtype, const hcp_part *parts, const hcp_run *runs,
                           int64_t n_runs, int64_t rows, int64_t heads, int64_t head_dim, void *out,
                           void *lse, void *stream, hcp_error *err);
@@ -184,6 +212,10 @@ hcp_status hcp_cuda_merge_backward(hcp_dtype dtype, const hcp_part *parts, const
 hcp_status hcp_cuda_reduce(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
                            const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
                            void *stream, hcp_error *err);
+
+hcp_status hcp_cuda_reduce_cast(hcp_cast cast, const hcp_column *parts, int32_t n_columns,
+                                const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
+                                void *stream, hcp_error *err);
 
 hcp_status hcp_cuda_reduce_rotated(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
                                    const hcp_run *runs, int64_t n_runs, int64_t rows,
