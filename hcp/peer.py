@@ -189,9 +189,7 @@ class Slots:
 
     def read_of(self, slot: int, owners: tuple[int, ...]) -> Tensor:
         """Signals to these ranks that their slots have been read."""
-        return self._signals_of(
-            _READ, slot, tuple((peer, True) for peer in owners), _READ, to=True
-        )
+        return self._signals_of(_READ, slot, tuple((peer, True) for peer in owners), _READ, to=True)
 
     def _signals_of(
         self, kind: int, slot: int, peers: tuple[tuple[int, bool], ...], count: int, *, to: bool

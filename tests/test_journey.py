@@ -110,7 +110,7 @@ PIECES = 8
 
 
 def test_a_count_that_is_not_there_is_refused_before_anything_is_counted():
-    counts, failure, words = torch.zeros(2).long(), torch.zeros(4).long(), torch.zeros(PIECES).long()
+    counts, failure, words = (torch.zeros(n, dtype=torch.int64) for n in (2, 4, PIECES))
     address = words.data_ptr()
     told, wrong = table((address, 1, 0, 1)), table((address, 2, 0, 1))
     given = [rows(3, 2)], table((0, 3, 0, 0)), 1

@@ -218,8 +218,8 @@ def test_rows_that_are_staged_and_read_are_those_of_a_sum(
     runs += [(half, rows - half, 2, 0)] * (rows > half)
     table = torch.tensor(runs).long().view(-1, 4)
     split = [part for sum in staged for part in sum.split(width, 1)]
-    met = torch.tensor([signal(0)[:1] + (2, 0, 1), signal(1)[:1] + (3, 1, 1)])
-    done = torch.tensor([(words[2].data_ptr(), 2, 0, 1), (words[3].data_ptr(), 3, 1, 1)])
+    met = torch.tensor([(words[i].data_ptr(), 2 + i, i, 1) for i in range(2)])
+    done = torch.tensor([(words[2 + i].data_ptr(), 2 + i, i, 1) for i in range(2)])
     stream = torch.cuda.Stream().cuda_stream
     given = [*own, *split], table, rows, columns, 1, met, done, progress[1], *how, stream
     read = torch.ops.hcp.read(*given)
