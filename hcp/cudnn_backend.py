@@ -35,8 +35,8 @@ class Cudnn:
     ) -> tuple[Tensor, Tensor]:
         causal = _is_causal(call.entries[0], query, value)
         if _is_single(call):
-            two = (_and_nothing(x) for x in (query, key, value))
-            out, lse = self.forward(_TWO, *two, scale=scale)
+            query, key, value = map(_and_nothing, (query, key, value))
+            out, lse = self.forward(_TWO, query, key, value, scale)
             return out[:1], lse[:1]
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             *map(batched, (query, key, value)), None, True, 0.0, causal, False, scale=scale
@@ -62,8 +62,9 @@ class Cudnn:
                 "'torch'"
             )
         if _is_single(call):
-            two = (_and_nothing(x) for x in (query, key, value, out, lse))
-            pairs = self.backward(_TWO, _and_nothing(grad_out), None, *two, scale=scale)
+            query, key, value = map(_and_nothing, (query, key, value))
+            grad_out, out, lse = map(_and_nothing, (grad_out, out, lse))
+            pairs = self.backward(_TWO, grad_out, None, query, key, value, out, lse, scale)
             grad_query, grad_key, grad_value = (pair[:1] for pair in pairs)
             return grad_query, grad_key, grad_value
         rows = [batched(x) for x in (grad_out.contiguous(), query, key, value, out)]
