@@ -28,5 +28,5 @@ def test_no_kernel_warns_or_spills(source: Path, target: str, tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     assert "warning" not in done.stderr, done.stderr
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", done.stderr)
-    assert spills
-    assert set(spills) == {"0"}, done.stderr
+    assert bool(spills) == ("__global__" in source.read_text())
+    assert set(spills) <= {"0"}, done.stderr

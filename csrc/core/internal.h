@@ -247,6 +247,9 @@ hcp_status hcp__plan_skyline(const hcp__problem *problem, int64_t target, int32_
 
 /* ---- plan_columns.c ---- */
 
+/* Sequences that may stand in columns. */
+enum { HCP_COLUMNS_MAX = 256 };
+
 /* One group for each sequence whose degree is at least least; all end within target.
  * *found is 0 when that was not found before the budget, which falls with the work, was
  * spent. Rounds try different ways. On equal ranks, without pow2 and nodes. */

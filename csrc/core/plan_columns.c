@@ -21,7 +21,6 @@ enum {
   LEVELS = 1 << 16, /* of the target, where sequences are poured */
   GRAINS = 1 << 11, /* of the target, where they are summed up   */
   WORDS = GRAINS / 64 + 1,
-  MOST = 256,       /* sequences                             */
   WAYS = 256,       /* that are poured                       */
   TRIES = 16,       /* that are tried with sequences         */
   LOOKS = 16,       /* at sums for what they are exactly     */
@@ -362,7 +361,7 @@ static int32_t make_items(columns *c) {
     c->items[c->n++] = one;
   }
   qsort(c->items, (size_t)c->n, sizeof *c->items, widest_first);
-  return c->n > 0 && c->n <= MOST;
+  return c->n > 0 && c->n <= HCP_COLUMNS_MAX;
 }
 
 static void measure(const columns *c, width_class *k) {

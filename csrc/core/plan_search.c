@@ -153,7 +153,9 @@ static int may_cut(const search *s) {
          (is_few(s) || (s->p->n < LARGE && s->makespan - s->p->bound > s->p->bound >> 7));
 }
 
-/* The least degree that stands in columns: of many sequences, those of the longest. */
+/* The least degree that stands in columns: of many sequences, those of the longest.
+ * They are fewer than columns take, and than many sequences are. */
+_Static_assert((int)WIDEST < FEW && (int)FEW <= HCP_COLUMNS_MAX, "what stands in columns");
 static int32_t least_cut(const hcp__problem *p) {
   if (p->n <= FEW) return 1;
   return hcp__allot(p, &p->kinds[p->kind_of[WIDEST]], p->bound)->degree + 1;

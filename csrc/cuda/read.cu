@@ -72,8 +72,8 @@ struct reader {
   }
 };
 
-/* From one peer after the other, from the next one on, so that no two ranks read from
- * the same at any time. */
+/* From one peer after the other, from the next one on: where all ranks read from all,
+ * no two read from the same at any time. */
 static hcp_status read_by_copies(const hcp_column *parts, int32_t n_columns, const hcp_run *runs,
                                  int64_t n_runs, hcp_column out, hcp_awaited staged, int32_t next,
                                  int32_t first_staged, const int64_t *part_rows, hcp_signals read,

@@ -188,6 +188,44 @@ def test_long_runs_that_are_copied_are_the_rows_of_a_sum(rows: int) -> None:
     assert words[2].tolist() == [1 << 32] + [0] * (PIECES - 1)
 
 
+@pytest.mark.parametrize("rows", [16384, 40000])  # by a kernel all pieces at once, or one by one
+@pytest.mark.parametrize("long", [False, True])  # by a kernel, or by the copy engine
+@pytest.mark.parametrize("owners", [1, 2])
+def test_rows_are_read_while_they_are_staged(owners: int, long: bool, rows: int) -> None:
+    """The reading is queued first, and waits on its stream for each piece."""
+    generator = torch.Generator("cuda").manual_seed(rows)
+    rows_of = [
+        torch.randn(rows, 1024, device="cuda", generator=generator).bfloat16()
+        for _ in range(owners)
+    ]
+    staged = [torch.full_like(own, torch.nan) for own in rows_of]
+    words = torch.zeros(owners + 1, PIECES, dtype=torch.int64, device="cuda")
+    counts, progress = torch.zeros(owners).long(), torch.zeros(PIECES, device="cuda").int()
+    met = torch.tensor([(words[i].data_ptr(), i, i, 1) for i in range(owners)])
+    done = torch.tensor([(words[owners].data_ptr(), 0, 0, 1)])
+    size = rows if long else 100
+    starts = [(row, own) for row in range(0, rows, size) for own in range(owners)]
+    runs, total = [], 0
+    for row, own in starts:
+        runs.append((total, min(size, rows - row), own, row))
+        total += runs[-1][1]
+    table, stream = torch.tensor(runs), torch.cuda.Stream().cuda_stream
+    how = met, done, progress, counts, 5, 10**10, torch.zeros(4).long().pin_memory(), stream
+    split = [part for one in staged for part in one.split(512, 1)]
+    read = torch.ops.hcp.read(split, table, total, 2, 0, *how)
+    for piece in range(PIECES):
+        begin, end = rows * piece // PIECES, rows * (piece + 1) // PIECES
+        for own in range(owners):
+            assert not words[owners].any()  # nothing is told before all has come
+            staged[own][begin:end] = rows_of[own][begin:end]
+            signal = torch.tensor([(words[own, piece].data_ptr(), 1 << 32 | 5, own)])
+            torch.ops.hcp.signal_set(staged[own], signal)
+    torch.ops.hcp.join(read, stream)
+    split = [part for one in rows_of for part in one.split(512, 1)]
+    assert torch.equal(read, ops.reduce(split, table, total, columns=2))
+    assert words[owners].tolist() == [1 << 32] + [0] * (PIECES - 1)
+
+
 @pytest.mark.parametrize("columns", [2, 17])  # one launch takes all, or several do
 @pytest.mark.parametrize("width", [3, 64, 1024])
 @pytest.mark.parametrize("rows", [0, 1, 7, 64, 65, 5000])

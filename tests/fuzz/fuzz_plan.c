@@ -12,7 +12,7 @@
 
 #include "hcp/hcp.h"
 
-enum { SEQUENCES = 96, RANKS = 64 };
+enum { FEW = 96, SEQUENCES = 420, RANKS = 64 };
 
 typedef struct bytes {
   const uint8_t *at;
@@ -103,7 +103,7 @@ static hcp_cost take_cost(bytes *b) {
 }
 
 static int32_t take_lengths(bytes *b, const hcp_limits *limits, int64_t *lengths) {
-  int32_t n = (int32_t)take(b, 0, SEQUENCES);
+  int32_t n = (int32_t)take(b, 0, take(b, 0, 63) ? FEW : SEQUENCES);
   int32_t wild = take(b, 0, 9) == 0, widest = limits->max_degree;
   while (limits->ranks_per_node > 0 && widest > limits->ranks_per_node &&
          widest % limits->ranks_per_node != 0)

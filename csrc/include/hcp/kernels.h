@@ -285,9 +285,9 @@ hcp_status hcp_cuda_stage(hcp_dtype dtype, const hcp_column *parts, int32_t n_co
 
 /* As hcp_cuda_reduce, whose parts from number first_staged on are what peers stage,
  * signal i of `staged` being of part first_staged + i, of part_rows rows; then sets
- * the first word of `read`. Waits only for pieces of which it reads. Long runs are
- * copied, from signal `next`'s peer on; the rest is read in few blocks: as many as keep
- * a link busy, which read from all peers at any time. */
+ * the first word of `read`. Waits for no piece behind those that it reads. Long runs
+ * are copied, from signal `next`'s peer on; the rest is read in few blocks: as many as
+ * keep a link busy, which read from all peers at any time. */
 hcp_status hcp_cuda_read(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
                          const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
                          hcp_awaited staged, int32_t next, int32_t first_staged,
