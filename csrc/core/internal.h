@@ -302,6 +302,12 @@ typedef struct hcp__search {
 hcp_status hcp__search_judge_waves(hcp__search *search, hcp_error *err);
 hcp_status hcp__search_waves(hcp__search *search, hcp_error *err);
 
+/* ---- plan_polish.c ---- */
+
+/* Looks for micro-batches a little lower than the best, of few sequences that may have
+ * any ranks. */
+hcp_status hcp__polish(hcp__search *search, int32_t effort, hcp_error *err);
+
 hcp_status hcp__plan_search(const hcp__problem *problem, int32_t effort, hcp__draft *draft,
                             hcp_error *err);
 
