@@ -331,6 +331,15 @@ def test_two_sequences_share_a_few_ranks_where_each_alone_would_leave_them_early
     assert plan.makespan <= 1.1 * plan.bound
 
 
+def test_where_exchange_is_free_and_launches_are_not_all_ranks_take_all() -> None:
+    """They fit in one micro-batch; launching another would take five times what they do."""
+    lengths = [3000 + 37 * i % 9000 for i in range(33)]
+    cost = hcp.CostModel(exchange=0, launch=10**9)
+    plan = hcp.plan(lengths, ranks=16, max_tokens_per_rank=8192, sync="micro_batch", cost=cost)
+    hcp.check_plan(plan, lengths)
+    assert plan.makespan <= 1.001 * plan.bound
+
+
 def test_a_step_of_hundreds_of_micro_batches_is_planned_near_its_bound() -> None:
     """More than a sequence looks at: it finds room among the others, too."""
     lengths = [20 + 37 * i % 181 for i in range(1500)]

@@ -279,6 +279,8 @@ int32_t hcp__waves_rise(hcp__waves *waves, int32_t count, const int64_t *heights
 /* Least degrees in as few boxes as rows need. */
 #define HCP__NO_TARGET (INT64_MAX / 4)
 int32_t hcp__waves_by_memory(hcp__waves *waves, hcp__blocks *blocks);
+/* The largest degree for all, in as few boxes. */
+int32_t hcp__waves_widest(hcp__waves *waves, hcp__blocks *blocks);
 int32_t hcp__waves_shelve(hcp__waves *waves, hcp__blocks *blocks);
 
 /* Ranks for blocks that name their micro-batches; *placed is 0 when they do not

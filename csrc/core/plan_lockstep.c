@@ -235,10 +235,12 @@ static int allocate(lockstep *l) {
   return allocated;
 }
 
-/* Plans that need no heights: memory first, and shelf after shelf. */
+/* Plans that need no heights: memory first, all ranks for all, and shelf after shelf. */
 static hcp_status fill_greedily(lockstep *l, hcp_error *err) {
   hcp_status status = HCP_OK;
   if (hcp__waves_by_memory(l->waves, &l->s->blocks)) status = hcp__search_judge_waves(l->s, err);
+  if (status == HCP_OK && hcp__waves_widest(l->waves, &l->s->blocks))
+    status = hcp__search_judge_waves(l->s, err);
   if (status == HCP_OK && hcp__waves_shelve(l->waves, &l->s->blocks))
     status = hcp__search_judge_waves(l->s, err);
   return status;

@@ -290,9 +290,9 @@ static void release(polish *o) {
 static int allocate(polish *o) {
   size_t n = (size_t)o->p->n, ranks = (size_t)o->ranks, waves = (size_t)o->waves;
   o->needs = calloc(n * (ranks + 1), sizeof *o->needs);
-  o->wave = malloc(waves * sizeof *o->wave);
-  o->group = malloc((n + waves) * sizeof *o->group);
-  o->next = malloc(2 * n * sizeof *o->next);
+  o->wave = calloc(waves, sizeof *o->wave);
+  o->group = calloc(n + waves, sizeof *o->group);
+  o->next = calloc(2 * n, sizeof *o->next);
   o->in = o->next == NULL ? NULL : o->next + n;
   o->log = malloc((8 * ranks + 2) * sizeof *o->log);
   return o->needs != NULL && o->wave != NULL && o->group != NULL && o->next != NULL &&
