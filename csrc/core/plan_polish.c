@@ -9,10 +9,11 @@
 
 #include "internal.h"
 
-/* Sequences, and their times at all degrees, up to which there are steps; groups that
- * these look at, for each sequence and for so many more; how much more a height counts
- * than what is computed; and the share of the sequences among which two change places. */
-enum { FEW = 256, TIMES = 1 << 17, LOOKS = 1024, MORE = 128, HEIGHT = 31, NEAR = 32 };
+/* Sequences, and their times at all degrees, up to which there are steps; groups and
+ * sequences that these look at, for each sequence and for so many more; how much more a
+ * height counts than what is computed; and the share of the sequences among which two
+ * change places. */
+enum { FEW = 256, TIMES = 1 << 17, LOOKS = 1280, MORE = 128, HEIGHT = 31, NEAR = 32 };
 
 typedef struct need {
   int64_t time, rows; /* time 0: not asked yet */
@@ -62,11 +63,12 @@ static need need_of(const polish *o, int32_t s, int32_t degree) {
 }
 
 /* o->never: the group does not fit. */
-static int64_t time_at(const polish *o, const group *g, int32_t degree) {
+static int64_t time_at(polish *o, int32_t g, int32_t degree) {
   int64_t time = 0, rows = 0;
   if (degree < 1 || degree > o->ranks) return o->never;
-  for (int32_t s = g->first; s >= 0; s = o->next[s]) {
+  for (int32_t s = o->group[g].first; s >= 0; s = o->next[s]) {
     need one = need_of(o, s, degree);
+    o->looks--;
     time += one.time;
     rows += one.rows;
     if (time >= o->never || rows > o->p->capacity) return o->never;
@@ -78,7 +80,7 @@ static void resize(polish *o, int32_t g, int32_t degree, int64_t time) {
   group *one = &o->group[g];
   one->degree = degree;
   one->time = time;
-  one->less = one->first < 0 ? o->never : time_at(o, one, degree - 1);
+  one->less = one->first < 0 ? o->never : time_at(o, g, degree - 1);
 }
 
 static void note(polish *o, int32_t g) { o->log[o->logged++] = (undo){g, o->group[g]}; }
@@ -108,8 +110,7 @@ static look look_at(polish *o, int32_t w) {
 static int widen(polish *o, int32_t g, int32_t left) {
   group *one = &o->group[g];
   for (int32_t degree = one->degree + 1; degree <= one->degree + left; degree++) {
-    int64_t time = time_at(o, one, degree);
-    o->looks--;
+    int64_t time = time_at(o, g, degree);
     if (time >= one->time) continue;
     note(o, g);
     resize(o, g, degree, time);
@@ -163,11 +164,14 @@ static void leave(polish *o, int32_t s) {
 
 /* On as many ranks as before, or as rows need. */
 static void remeasure(polish *o, int32_t g) {
-  group *one = &o->group[g];
-  int32_t degree = one->degree > 0 ? one->degree : 1;
-  int64_t time = one->first < 0 ? 0 : time_at(o, one, degree);
-  for (; time >= o->never && degree < o->ranks; o->looks--) time = time_at(o, one, ++degree);
-  resize(o, g, one->first < 0 ? 0 : degree, time);
+  int32_t degree = o->group[g].degree > 0 ? o->group[g].degree : 1;
+  if (o->group[g].first < 0) {
+    resize(o, g, 0, 0);
+    return;
+  }
+  int64_t time = time_at(o, g, degree);
+  while (time >= o->never && degree < o->ranks) time = time_at(o, g, ++degree);
+  resize(o, g, degree, time);
 }
 
 static int64_t value(const polish *o, int32_t w) {
@@ -281,6 +285,7 @@ static int may_polish(const hcp__search *s) {
 
 static void release(polish *o) {
   free(o->log);
+  free(o->in);
   free(o->next);
   free(o->group);
   free(o->wave);
@@ -292,11 +297,11 @@ static int allocate(polish *o) {
   o->needs = calloc(n * (ranks + 1), sizeof *o->needs);
   o->wave = calloc(waves, sizeof *o->wave);
   o->group = calloc(n + waves, sizeof *o->group);
-  o->next = calloc(2 * n, sizeof *o->next);
-  o->in = o->next == NULL ? NULL : o->next + n;
+  o->next = calloc(n, sizeof *o->next);
+  o->in = calloc(n, sizeof *o->in);
   o->log = malloc((8 * ranks + 2) * sizeof *o->log);
   return o->needs != NULL && o->wave != NULL && o->group != NULL && o->next != NULL &&
-         o->log != NULL;
+         o->in != NULL && o->log != NULL;
 }
 
 hcp_status hcp__polish(hcp__search *s, int32_t effort, hcp_error *err) {
