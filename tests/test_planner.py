@@ -312,6 +312,34 @@ def test_the_bound_knows_that_short_sequences_beside_giants_leave_ranks_idle() -
     assert together.bound > 1.01 * hcp.lower_bound(**request, sync="step")
 
 
+@pytest.mark.parametrize("seed", [1, 2, 4, 6])
+def test_sequences_change_places_between_micro_batches(seed: int) -> None:
+    """What greedy filling leaves is 1.067 to 1.075 of the bound."""
+    lengths = spread(200, 4096, 32768, seed)
+    plan = hcp.plan(lengths, ranks=32, max_tokens_per_rank=13312, sync="micro_batch")
+    hcp.check_plan(plan, lengths)
+    assert plan.makespan <= 1.066 * plan.bound
+
+
+@pytest.mark.parametrize("seed", [25, 58])
+def test_two_sequences_share_a_few_ranks_where_each_alone_would_leave_them_early(seed: int) -> None:
+    """Half as many as ranks. Without that a plan takes 1.13 to 1.16 of the bound."""
+    random = Random(seed)
+    lengths = [FAMILIES["github"].draw(random) for _ in range(32)]
+    plan = hcp.plan(lengths, ranks=64, max_tokens_per_rank=8192, sync="micro_batch")
+    hcp.check_plan(plan, lengths)
+    assert plan.makespan <= 1.1 * plan.bound
+
+
+def test_where_exchange_is_free_and_launches_are_not_all_ranks_take_all() -> None:
+    """They fit in one micro-batch; launching another would take five times what they do."""
+    lengths = [3000 + 37 * i % 9000 for i in range(33)]
+    cost = hcp.CostModel(exchange=0, launch=10**9)
+    plan = hcp.plan(lengths, ranks=16, max_tokens_per_rank=8192, sync="micro_batch", cost=cost)
+    hcp.check_plan(plan, lengths)
+    assert plan.makespan <= 1.001 * plan.bound
+
+
 def test_a_step_of_hundreds_of_micro_batches_is_planned_near_its_bound() -> None:
     """More than a sequence looks at: it finds room among the others, too."""
     lengths = [20 + 37 * i % 181 for i in range(1500)]

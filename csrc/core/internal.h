@@ -282,6 +282,8 @@ int32_t hcp__waves_rise(hcp__waves *waves, int32_t count, const int64_t *heights
 /* Least degrees in as few boxes as rows need. */
 #define HCP__NO_TARGET (INT64_MAX / 4)
 int32_t hcp__waves_by_memory(hcp__waves *waves, hcp__blocks *blocks);
+/* The largest degree for all, in as few boxes. */
+int32_t hcp__waves_widest(hcp__waves *waves, hcp__blocks *blocks);
 int32_t hcp__waves_shelve(hcp__waves *waves, hcp__blocks *blocks);
 
 /* Ranks for blocks that name their micro-batches; *placed is 0 when they do not
@@ -304,6 +306,12 @@ typedef struct hcp__search {
 /* Judges the blocks, which name their micro-batches. */
 hcp_status hcp__search_judge_waves(hcp__search *search, hcp_error *err);
 hcp_status hcp__search_waves(hcp__search *search, hcp_error *err);
+
+/* ---- plan_polish.c ---- */
+
+/* Looks for micro-batches a little lower than the best, of few sequences that may have
+ * any ranks. */
+hcp_status hcp__polish(hcp__search *search, int32_t effort, hcp_error *err);
 
 hcp_status hcp__plan_search(const hcp__problem *problem, int32_t effort, hcp__draft *draft,
                             hcp_error *err);

@@ -104,3 +104,31 @@ int32_t hcp__waves_by_memory(hcp__waves *w, hcp__blocks *blocks) {
   hcp__waves_open_as_needed(w, HCP__NO_TARGET, blocks);
   return hcp__waves_place(w, 0, w->p->n);
 }
+
+/* The first group of the widest degree that has rows left, or one in a micro-batch that has
+ * ranks left, or in one more; -1: none. */
+static int32_t widest_with_room(hcp__waves *w, int32_t degree, int64_t rows) {
+  int32_t b = 0;
+  while (b < w->blocks->count && w->blocks->block[b].rows + rows > w->p->capacity) b++;
+  if (b < w->blocks->count) return b;
+  b = w->count > 0 ? hcp__wave_open_group(w, w->count - 1, degree) : -1;
+  if (b >= 0 || w->count == w->most) return b;
+  hcp__wave_reset(w, w->count++, HCP__NO_TARGET);
+  return hcp__wave_open_group(w, w->count - 1, degree);
+}
+
+int32_t hcp__waves_widest(hcp__waves *w, hcp__blocks *blocks) {
+  const hcp__problem *p = w->p;
+  int32_t degree = p->limits->max_degree;
+  if (p->n > BEST_FIT || !hcp__degree_allowed(p->limits, p->cost, degree)) return 0;
+  hcp__waves_open_as_needed(w, HCP__NO_TARGET, blocks);
+  for (int32_t i = 0; i < p->n; i++) {
+    int32_t s = p->order[i];
+    int64_t rows = hcp__load(p, s, degree);
+    int64_t time = hcp__cost(p->cost, p->lengths[s], degree, p->limits->ranks_per_node);
+    int32_t b = rows > p->capacity || time < 1 ? -1 : widest_with_room(w, degree, rows);
+    if (b < 0) return 0;
+    hcp__wave_add(w, b, s, rows, time);
+  }
+  return 1;
+}

@@ -235,10 +235,12 @@ static int allocate(lockstep *l) {
   return allocated;
 }
 
-/* Plans that need no heights: memory first, and shelf after shelf. */
+/* Plans that need no heights: memory first, all ranks for all, and shelf after shelf. */
 static hcp_status fill_greedily(lockstep *l, hcp_error *err) {
   hcp_status status = HCP_OK;
   if (hcp__waves_by_memory(l->waves, &l->s->blocks)) status = hcp__search_judge_waves(l->s, err);
+  if (status == HCP_OK && hcp__waves_widest(l->waves, &l->s->blocks))
+    status = hcp__search_judge_waves(l->s, err);
   if (status == HCP_OK && hcp__waves_shelve(l->waves, &l->s->blocks))
     status = hcp__search_judge_waves(l->s, err);
   return status;
@@ -273,8 +275,10 @@ hcp_status hcp__search_waves(hcp__search *s, hcp_error *err) {
                ? fill_greedily(&l, err)
                : hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d micro-batches", l.most);
   /* Doubled, so that more effort tries what less does. */
-  for (int32_t effort = 1; effort <= s->effort && status == HCP_OK; effort *= 2)
+  for (int32_t effort = 1; effort <= s->effort && status == HCP_OK; effort *= 2) {
     status = descend_all(&l, effort, err);
+    if (status == HCP_OK) status = hcp__polish(s, effort, err);
+  }
   for (int32_t i = 0; i < STARTS; i++) free(l.best[i].at);
   free(l.tried.at);
   hcp__waves_destroy(l.waves);

@@ -1,0 +1,325 @@
+/* plan_polish.c - the best micro-batches of few sequences, improved by small steps.
+ *
+ * A sequence joins another group or begins one, or two of nearly one length change
+ * places. The ranks of their micro-batches are then divided anew: one after the other
+ * goes from the group that is fastest without it to the slowest. A step that makes no
+ * height lower pays later where it lowers what the groups compute, so that a little of
+ * that counts, too; what raises both together is taken back. */
+#include <stdlib.h>
+
+#include "internal.h"
+
+/* Sequences, and their times at all degrees, up to which there are steps; groups and
+ * sequences that these look at, for each sequence and for so many more; how much more a
+ * height counts than what is computed; and the share of the sequences among which two
+ * change places. */
+enum { FEW = 256, TIMES = 1 << 17, LOOKS = 1280, MORE = 128, HEIGHT = 31, NEAR = 32 };
+
+typedef struct need {
+  int64_t time, rows; /* time 0: not asked yet */
+} need;
+
+typedef struct group {
+  int32_t wave, degree;
+  int32_t first, next; /* its first sequence, -1: empty; the next group of the wave */
+  int64_t time, less;  /* on its ranks, and on one rank less */
+} group;
+
+typedef struct wave {
+  int32_t first;
+  int64_t height, area; /* of its slowest group, and of ranks and time of all */
+} wave;
+
+typedef struct undo {
+  int32_t at;
+  group was;
+} undo;
+
+typedef struct polish {
+  const hcp__problem *p;
+  int32_t ranks, waves, groups;
+  int64_t never; /* no group of a better plan takes as long */
+  int64_t looks; /* left */
+  uint32_t chance;
+  need *needs;  /* n * (ranks + 1) */
+  wave *wave;
+  group *group; /* n + waves */
+  int32_t *next, *in; /* n: the next sequence of the same group, and that group */
+  undo *log;    /* of the latest step */
+  int32_t logged;
+} polish;
+
+/* ---- groups ---- */
+
+static need need_of(const polish *o, int32_t s, int32_t degree) {
+  need *one = &o->needs[(size_t)s * ((size_t)o->ranks + 1) + (size_t)degree];
+  if (one->time > 0) return *one;
+  one->time = o->never;
+  if (!hcp__degree_allowed(o->p->limits, o->p->cost, degree)) return *one;
+  one->rows = hcp__load(o->p, s, degree);
+  int64_t time = hcp__cost(o->p->cost, o->p->lengths[s], degree, 0);
+  if (time > 0 && time < o->never && one->rows <= o->p->capacity) one->time = time;
+  return *one;
+}
+
+/* o->never: the group does not fit. */
+static int64_t time_at(polish *o, int32_t g, int32_t degree) {
+  int64_t time = 0, rows = 0;
+  if (degree < 1 || degree > o->ranks) return o->never;
+  for (int32_t s = o->group[g].first; s >= 0; s = o->next[s]) {
+    need one = need_of(o, s, degree);
+    o->looks--;
+    time += one.time;
+    rows += one.rows;
+    if (time >= o->never || rows > o->p->capacity) return o->never;
+  }
+  return time;
+}
+
+static void resize(polish *o, int32_t g, int32_t degree, int64_t time) {
+  group *one = &o->group[g];
+  one->degree = degree;
+  one->time = time;
+  one->less = one->first < 0 ? o->never : time_at(o, g, degree - 1);
+}
+
+static void note(polish *o, int32_t g) { o->log[o->logged++] = (undo){g, o->group[g]}; }
+
+/* ---- ranks ---- */
+
+typedef struct look {
+  int32_t used, slowest, cheapest; /* groups: the slowest, and that which is fastest on less */
+  int64_t area;
+} look;
+
+static look look_at(polish *o, int32_t w) {
+  look l = {0, -1, -1, 0};
+  for (int32_t g = o->wave[w].first; g >= 0; g = o->group[g].next) {
+    const group *one = &o->group[g];
+    o->looks--;
+    if (one->first < 0) continue;
+    l.used += one->degree;
+    l.area += one->time * one->degree;
+    if (l.slowest < 0 || one->time > o->group[l.slowest].time) l.slowest = g;
+    if (l.cheapest < 0 || one->less < o->group[l.cheapest].less) l.cheapest = g;
+  }
+  return l;
+}
+
+/* The slowest group gets up to so many ranks more. */
+static int widen(polish *o, int32_t g, int32_t left) {
+  group *one = &o->group[g];
+  for (int32_t degree = one->degree + 1; degree <= one->degree + left; degree++) {
+    int64_t time = time_at(o, g, degree);
+    if (time >= one->time) continue;
+    note(o, g);
+    resize(o, g, degree, time);
+    return 1;
+  }
+  return 0;
+}
+
+static void narrow(polish *o, int32_t g) {
+  note(o, g);
+  resize(o, g, o->group[g].degree - 1, o->group[g].less);
+}
+
+/* For fixed groups whose times fall with the degree, no division of the ranks is better.
+ * 0: they do not fit beside each other. */
+static int divide(polish *o, int32_t w) {
+  for (int32_t turn = 0; turn < 2 * o->ranks; turn++) {
+    look l = look_at(o, w);
+    int64_t height = l.slowest < 0 ? 0 : o->group[l.slowest].time;
+    o->wave[w].height = l.slowest < 0 ? 0 : height + o->p->cost->launch;
+    o->wave[w].area = l.area;
+    if (l.slowest < 0) return 1;
+    if (height >= o->never) return 0;
+    if (l.used < o->ranks) {
+      if (!widen(o, l.slowest, o->ranks - l.used)) return 1;
+    } else if (l.used > o->ranks) {
+      if (o->group[l.cheapest].less >= o->never) return 0;
+      narrow(o, l.cheapest);
+    } else {
+      if (o->group[l.cheapest].less >= height) return 1;
+      if (l.cheapest != l.slowest && !widen(o, l.slowest, 1)) return 1;
+      narrow(o, l.cheapest);
+    }
+  }
+  return 0;
+}
+
+/* ---- steps ---- */
+
+static void enter(polish *o, int32_t g, int32_t s) {
+  o->next[s] = o->group[g].first;
+  o->group[g].first = s;
+  o->in[s] = g;
+}
+
+static void leave(polish *o, int32_t s) {
+  int32_t *at = &o->group[o->in[s]].first;
+  while (*at != s) at = &o->next[*at];
+  *at = o->next[s];
+}
+
+/* On as many ranks as before, or as rows need. */
+static void remeasure(polish *o, int32_t g) {
+  int32_t degree = o->group[g].degree > 0 ? o->group[g].degree : 1;
+  if (o->group[g].first < 0) {
+    resize(o, g, 0, 0);
+    return;
+  }
+  int64_t time = time_at(o, g, degree);
+  while (time >= o->never && degree < o->ranks) time = time_at(o, g, ++degree);
+  resize(o, g, degree, time);
+}
+
+static int64_t value(const polish *o, int32_t w) {
+  return HEIGHT * o->wave[w].height + o->wave[w].area / o->ranks;
+}
+
+static void revert(polish *o) {
+  while (o->logged > 0) {
+    const undo *last = &o->log[--o->logged];
+    int32_t first = o->group[last->at].first;
+    o->group[last->at] = last->was;
+    o->group[last->at].first = first;
+  }
+}
+
+/* s goes to group g, t, unless -1, from there to where s was. */
+static void step(polish *o, int32_t s, int32_t g, int32_t t) {
+  int32_t from = o->in[s], a = o->group[from].wave, b = o->group[g].wave;
+  wave was_a = o->wave[a], was_b = o->wave[b];
+  int64_t before = value(o, a) + (a == b ? 0 : value(o, b));
+  o->logged = 0;
+  note(o, from);
+  note(o, g);
+  leave(o, s);
+  if (t >= 0) leave(o, t);
+  enter(o, g, s);
+  if (t >= 0) enter(o, from, t);
+  remeasure(o, from);
+  remeasure(o, g);
+  if (divide(o, a) && (a == b || divide(o, b)) &&
+      value(o, a) + (a == b ? 0 : value(o, b)) <= before)
+    return;
+  leave(o, s);
+  if (t >= 0) leave(o, t);
+  enter(o, from, s);
+  if (t >= 0) enter(o, g, t);
+  revert(o);
+  o->wave[a] = was_a;
+  o->wave[b] = was_b;
+}
+
+static int32_t draw(polish *o, int32_t below) {
+  o->chance = o->chance * 1664525u + 1013904223u;
+  return (int32_t)(((uint64_t)o->chance * (uint64_t)below) >> 32);
+}
+
+/* An empty group of the wave, -1: none. */
+static int32_t empty_in(polish *o, int32_t w) {
+  for (int32_t g = o->wave[w].first; g >= 0; g = o->group[g].next)
+    if (o->group[g].first < 0) return g;
+  if (o->groups == o->p->n + o->waves) return -1;
+  o->group[o->groups] = (group){w, 0, -1, o->wave[w].first, 0, o->never};
+  return o->wave[w].first = o->groups++;
+}
+
+static void step_anywhere(polish *o) {
+  int32_t n = o->p->n, i = draw(o, n), way = draw(o, 8);
+  int32_t k = way < 2 ? draw(o, n) : (i + 1 + draw(o, n / NEAR + 1)) % n;
+  int32_t s = o->p->order[i], t = o->p->order[k], g = o->in[t];
+  o->looks--;
+  if (g == o->in[s]) return;
+  if (way == 0) g = empty_in(o, o->group[g].wave);
+  if (way < 2 && g >= 0) step(o, s, g, -1);
+  if (way >= 2 && o->p->lengths[s] != o->p->lengths[t]) step(o, s, g, t);
+}
+
+/* ---- from a plan to a plan ---- */
+
+static void load(polish *o, const hcp__draft *draft) {
+  for (int32_t w = 0; w < o->waves; w++) {
+    const hcp_micro_batch *m = &draft->micro_batches[w];
+    o->wave[w] = (wave){.first = -1};
+    for (int32_t i = m->first_group; i < m->first_group + m->groups; i++) {
+      const hcp_group *from = &draft->groups[i];
+      int32_t g = o->groups++;
+      o->group[g] = (group){w, from->degree, -1, o->wave[w].first, 0, o->never};
+      o->wave[w].first = g;
+      for (int32_t s = 0; s < from->sequences; s++)
+        enter(o, g, draft->sequences[from->first_sequence + s]);
+      remeasure(o, g);
+    }
+    o->logged = 0;
+    divide(o, w);
+  }
+}
+
+static void unload(const polish *o, hcp__blocks *blocks) {
+  blocks->count = 0;
+  blocks->placed_on = NULL;
+  for (int32_t g = 0; g < o->groups; g++) {
+    const group *one = &o->group[g];
+    if (one->first < 0) continue;
+    int32_t b = hcp__block_open(blocks, 0, one->degree, 0, 0);
+    blocks->block[b].micro_batch = one->wave;
+    for (int32_t s = one->first; s >= 0; s = o->next[s]) {
+      need taken = need_of(o, s, one->degree);
+      hcp__block_add(blocks, b, s, taken.rows, taken.time);
+    }
+  }
+}
+
+/* Whether steps may gain, would keep all limits, and sums of their times fit. */
+static int may_polish(const hcp__search *s) {
+  const hcp_limits *limits = s->p->limits;
+  return limits->sync == HCP_SYNC_MICRO_BATCH && limits->pipeline.stages < 2 && !limits->pow2 &&
+         limits->ranks_per_node == 0 && limits->slowness == NULL && s->p->n <= FEW &&
+         (int64_t)s->p->n * limits->ranks <= TIMES &&
+         s->makespan - s->p->bound > s->p->bound >> 9 &&
+         s->makespan < INT64_MAX / 256 / limits->ranks;
+}
+
+static void release(polish *o) {
+  free(o->log);
+  free(o->in);
+  free(o->next);
+  free(o->group);
+  free(o->wave);
+  free(o->needs);
+}
+
+static int allocate(polish *o) {
+  size_t n = (size_t)o->p->n, ranks = (size_t)o->ranks, waves = (size_t)o->waves;
+  o->needs = calloc(n * (ranks + 1), sizeof *o->needs);
+  o->wave = calloc(waves, sizeof *o->wave);
+  o->group = calloc(n + waves, sizeof *o->group);
+  o->next = calloc(n, sizeof *o->next);
+  o->in = calloc(n, sizeof *o->in);
+  o->log = malloc((8 * ranks + 2) * sizeof *o->log);
+  return o->needs != NULL && o->wave != NULL && o->group != NULL && o->next != NULL &&
+         o->in != NULL && o->log != NULL;
+}
+
+hcp_status hcp__polish(hcp__search *s, int32_t effort, hcp_error *err) {
+  polish o = {.p = s->p, .ranks = s->p->limits->ranks, .waves = s->best->micro_batch_count};
+  if (!may_polish(s)) return HCP_OK;
+  o.never = s->makespan + 1;
+  o.looks = (int64_t)LOOKS * (s->p->n + MORE) * effort;
+  o.chance = (uint32_t)effort;
+  hcp_status status = HCP_OK;
+  if (!allocate(&o)) {
+    status = hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d micro-batches", o.waves);
+    goto done;
+  }
+  load(&o, s->best);
+  while (o.looks > 0) step_anywhere(&o);
+  unload(&o, &s->blocks);
+  status = hcp__search_judge_waves(s, err);
+done:
+  release(&o);
+  return status;
+}
