@@ -167,7 +167,7 @@ static __device__ void wait_for_rows(const run_table &table, const reading &read
 /* Each block reads its own stretch of the pieces: blocks far apart in the result read
  * from different peers at any time, and all ranks' together from all. */
 template <class T, int N>
-__global__ void __launch_bounds__(HCP_THREADS, 2) /* else some spill */
+__global__ void __launch_bounds__(HCP_THREADS, 1) /* else some spill */
     read_rows(const __grid_constant__ run_table table,
               const __grid_constant__ summed_columns columns,
               const __grid_constant__ reading read) {
@@ -234,8 +234,8 @@ static linker linker_of(hcp_dtype dtype, bool wide) {
   return found;
 }
 
-/* Blocks that keep a link busy, two of which a multiprocessor has room for: most of the
- * device is left to whatever runs meanwhile, and to the staging that peers wait for.
+/* Blocks that keep a link busy, each about half of what a multiprocessor has room for: the
+ * rest is left to whatever runs meanwhile, and to the staging that peers wait for.
  * Blocks of a multiprocessor that stage. Bytes of a piece that are worth a signal. */
 enum { READING_BLOCKS = 128, STAGING_BLOCKS = 2, PIECE_BYTES = 1 << 23 };
 
