@@ -173,30 +173,35 @@ class Slots:
 
     def read_by(self, slot: int) -> Tensor:
         """Signals of everybody who has been a reader of this slot: it has been read."""
-        everyone = tuple((peer, True) for peer in range(len(self._bases)))
+        everyone = tuple(range(len(self._bases)))
         return self._signals_of(_READ, slot, everyone, _STAGED, to=False)
 
     def staged_for(self, slot: int, readers: tuple[int, ...]) -> Tensor:
         """Signals to the readers that the slot is filled once more."""
-        return self._signals_of(
-            _STAGED, slot, tuple((peer, True) for peer in readers), _STAGED, to=True
-        )
+        return self._signals_of(_STAGED, slot, readers, _STAGED, to=True)
 
-    def staged_by(self, slot: int, owners: tuple[tuple[int, bool], ...]) -> Tensor:
-        """Signals of these ranks that they have filled their slots; whether once more, or as was
-        counted before in the exchange."""
-        return self._signals_of(_STAGED, slot, owners, _READ, to=False)
+    def staged_by(self, slot: int, owners: tuple[int, ...], met: frozenset[int]) -> Tensor:
+        """Signals of these ranks that they have filled their slots: once more, or as the exchange
+        has counted already for those that it has ``met``."""
+        return self._signals_of(_STAGED, slot, owners, _READ, to=False, met=met)
 
     def read_of(self, slot: int, owners: tuple[int, ...]) -> Tensor:
         """Signals to these ranks that their slots have been read."""
-        return self._signals_of(_READ, slot, tuple((peer, True) for peer in owners), _READ, to=True)
+        return self._signals_of(_READ, slot, owners, _READ, to=True)
 
     def _signals_of(
-        self, kind: int, slot: int, peers: tuple[tuple[int, bool], ...], count: int, *, to: bool
+        self,
+        kind: int,
+        slot: int,
+        peers: tuple[int, ...],
+        count: int,
+        *,
+        to: bool,
+        met: frozenset[int] = frozenset(),
     ) -> Tensor:
         """int64 (peers, 4) of (word, place of its count, peer, whether it is met first), of signals
         to these peers or from them; the operators count."""
-        key = (kind, slot, peers, to)
+        key = (kind, slot, peers, to, met)
         signals = self._signals.get(key)
         if signals is None:
             if len(self._signals) == self._MOST:
@@ -206,9 +211,9 @@ class Slots:
                     self._word(*((peer, self.rank) if to else (self.rank, peer)), kind, slot),
                     self._place(count, slot, peer),
                     peer,
-                    int(first),
+                    int(peer not in met),
                 )
-                for peer, first in peers
+                for peer in peers
             ]
             signals = torch.tensor(records, dtype=torch.int64, device="cpu").view(-1, 4)
             self._signals[key] = signals
@@ -294,11 +299,12 @@ class PeerShared:
             if read is None:
                 reads.append(None)
                 continue
-            owners = tuple((peer, peer not in met) for peer, _ in read.owners)
-            met.update(peer for peer, _ in owners)
+            owners = tuple(peer for peer, _ in read.owners)
             columns = slots.columns(tuple(read.owners), slot, share.widths, share.dtype)
-            signals = slots.staged_by(slot, owners), slots.read_of(slot, tuple(read.done))
-            after = sum(peer < slots.rank for peer, _ in read.owners)
+            staged = slots.staged_by(slot, owners, frozenset(met.intersection(owners)))
+            met.update(owners)
+            after = sum(peer < slots.rank for peer in owners)
+            signals = staged, slots.read_of(slot, tuple(read.done))
             reads.append(_Reading(columns, read.runs, read.rows, after, *signals))
         staged = slots.staged_for(slot, tuple(share.readers))
         first = next((i for i, read in enumerate(reads) if read is not None), None)

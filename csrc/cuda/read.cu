@@ -42,7 +42,7 @@ struct reader {
     if (there[number] >= pieces) return HCP_OK;
     hcp_awaited one = staged;
     one.signals = {&staged.signals.data[number], 1};
-    hcp_status status = hcp_cuda_wait_for_words(one, there[number], pieces, stream, err);
+    hcp_status status = hcp_cuda_signal_wait(one, there[number], pieces, stream, err);
     there[number] = pieces;
     return status;
   }

@@ -257,7 +257,7 @@ struct linked {
 static hcp_status wait_before(const linked *peers, bool whole, cudaStream_t stream,
                               hcp_error *err) {
   if (peers == NULL || (whole && !peers->stages)) return HCP_OK;
-  return hcp_cuda_signal_wait(peers->awaited, peers->awaited_words(), stream, err);
+  return hcp_cuda_signal_wait(peers->awaited, 0, peers->awaited_words(), stream, err);
 }
 
 static hcp_status tell_after(const linked *peers, bool whole, cudaStream_t stream, hcp_error *err) {
@@ -313,10 +313,9 @@ static hcp_status launch_reading(const linker &by, const run_launches &launches,
   return hcp_cuda_launched("read", err);
 }
 
-static hcp_status launch(hcp_cast cast, const run_launches &launches, summed_columns *columns,
-                         const int64_t *row_bytes, const linked *peers, cudaStream_t stream,
-                         hcp_error *err) {
-  summer by = summer_of(cast);
+static hcp_status launch(const summer &by, hcp_dtype dtype, const run_launches &launches,
+                         summed_columns *columns, const int64_t *row_bytes, const linked *peers,
+                         cudaStream_t stream, hcp_error *err) {
   bool wide = true;
   for (int32_t i = 0; i < launches.parts * columns->n; ++i)
     wide = wide && aligned(columns->part[i], columns->part_stride[i], by.vector_bytes);
@@ -333,11 +332,11 @@ static hcp_status launch(hcp_cast cast, const run_launches &launches, summed_col
   columns->lane_bits = hcp_cuda_lane_bits(most);
   dim3 grid(hcp_cuda_blocks(rows << columns->lane_bits), (unsigned)columns->n);
   if (peers != NULL && peers->stages)
-    return launch_staging(linker_of(cast.from, wide), launches.table, *columns, grid, bytes, *peers,
+    return launch_staging(linker_of(dtype, wide), launches.table, *columns, grid, bytes, *peers,
                           stream, err);
   if (peers != NULL)
-    return launch_reading(linker_of(cast.from, wide), launches, *columns, grid, bytes, *peers,
-                          stream, err);
+    return launch_reading(linker_of(dtype, wide), launches, *columns, grid, bytes, *peers, stream,
+                          err);
   (wide ? by.of_vectors : by.of_elements)<<<grid, HCP_THREADS, 0, stream>>>(launches.table,
                                                                             *columns);
   return hcp_cuda_launched("reduce", err);
@@ -375,7 +374,8 @@ static hcp_status sum_columns(hcp_cast cast, const hcp_column *parts, int32_t fr
           columns.part[p * columns.n + c] = (const char *)part.data;
           columns.part_stride[p * columns.n + c] = part.row_stride_bytes;
         }
-      status = launch(cast, launches, &columns, row_bytes, whole ? peers : NULL, stream, err);
+      status =
+          launch(by, cast.from, launches, &columns, row_bytes, whole ? peers : NULL, stream, err);
     }
   }
   if (status == HCP_OK && more < 0) status = row_too_long(launches, err);

@@ -19,15 +19,11 @@ hcp_status hcp_cuda_signal_set(hcp_signals signals, int32_t words, void *stream,
   return hcp_cuda_launched("signal_set", err);
 }
 
-hcp_status hcp_cuda_wait_for_words(hcp_awaited awaited, int32_t from, int32_t to,
-                                   cudaStream_t stream, hcp_error *err) {
+hcp_status hcp_cuda_signal_wait(hcp_awaited awaited, int32_t from, int32_t to, cudaStream_t stream,
+                                hcp_error *err) {
   awaited_table table;
   hcp_status status = fill(&table, awaited, err);
   if (status != HCP_OK || table.table.n == 0) return status;
   wait_signals<<<1, HCP_THREADS, 0, stream>>>(table, from, to - from);
   return hcp_cuda_launched("signal_wait", err);
-}
-
-hcp_status hcp_cuda_signal_wait(hcp_awaited awaited, int32_t words, void *stream, hcp_error *err) {
-  return hcp_cuda_wait_for_words(awaited, 0, words, (cudaStream_t)stream, err);
 }

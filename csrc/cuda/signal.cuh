@@ -103,9 +103,9 @@ static __device__ inline bool comes_last(uint32_t *arrived) {
   return last;
 }
 
-/* Words [from, to) of every signal: hcp_cuda_signal_wait for some of the pieces. */
-hcp_status hcp_cuda_wait_for_words(hcp_awaited awaited, int32_t from, int32_t to,
-                                   cudaStream_t stream, hcp_error *err);
+/* Holds the stream until words [from, to) of every signal have its value. */
+hcp_status hcp_cuda_signal_wait(hcp_awaited awaited, int32_t from, int32_t to, cudaStream_t stream,
+                                hcp_error *err);
 
 /* hcp_cuda_read by a kernel. */
 hcp_status hcp_cuda_read_by_blocks(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,

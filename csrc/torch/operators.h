@@ -159,19 +159,14 @@ inline Reduction reduction_of(const Summands &summands, const Tensor &runs, cons
 }
 
 template <class Device>
-void reduce_into(const Device &device, const Reduction &sum, int64_t rows,
-                 const std::optional<hcp_cast> &cast = {}) {
-  sum_rows(device, sum.summands.dtype, cast, sum.summands.columns.data(), sum.summands.n_columns,
-           sum.runs, rows, sum.out);
-}
-
-template <class Device>
 Tensor reduce(Tensors parts, Tensor runs, int64_t rows, int64_t columns, Dtype dtype = {}) {
   Summands summands = summands_of(parts, columns);
   std::optional<hcp_cast> cast = cast_of("parts[0]", parts[0], dtype);
   expect_at_least("rows", rows, 0);
   Tensor out = fresh(parts[0], {rows, summands.width}, cast);
-  reduce_into(Device(parts[0]), reduction_of(summands, runs, out), rows, cast);
+  Reduction sum = reduction_of(summands, runs, out);
+  sum_rows(Device(parts[0]), summands.dtype, cast, summands.columns.data(), summands.n_columns,
+           sum.runs, rows, sum.out);
   return out;
 }
 

@@ -269,9 +269,6 @@ typedef struct hcp_awaited {
  * stream did before. */
 hcp_status hcp_cuda_signal_set(hcp_signals signals, int32_t words, void *stream, hcp_error *err);
 
-/* Hold the stream until so many words of every signal have its value. */
-hcp_status hcp_cuda_signal_wait(hcp_awaited awaited, int32_t words, void *stream, hcp_error *err);
-
 /* Zeroed words of the device that launches one after the other on one stream may
  * share: how many blocks have ended, or have ended a piece. */
 #define HCP_CUDA_PROGRESS_WORDS HCP_PIECES
