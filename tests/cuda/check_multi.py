@@ -62,7 +62,9 @@ def check(transport: str) -> int:
 
 def check_long(*transports: str) -> int:
     """How many results of long sequences differ between transports, bit for bit: 64 MiB of keys and
-    values a rank, which `peer` reads piece by piece and in copies."""
+    values a rank, which `peer` reads piece by piece and in copies. Attention adds in one order
+    meanwhile."""
+    torch.use_deterministic_algorithms(True)
     found: dict[str, list[torch.Tensor]] = {}
     for transport in transports:
         groups = hcp.build_process_groups(transport=transport)
@@ -86,6 +88,7 @@ def check_long(*transports: str) -> int:
                 results += [out.detach(), *torch.autograd.grad(out, leaves, grad)]
         torch.cuda.synchronize()
         groups.close()
+    torch.use_deterministic_algorithms(False)
     first, *others = found.values()
     wrong = sum(
         not torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True)
