@@ -234,8 +234,9 @@ static linker linker_of(hcp_dtype dtype, bool wide) {
   return found;
 }
 
-/* Blocks that keep a link busy, each about half of what a multiprocessor has room for: the
- * rest is left to whatever runs meanwhile, and to the staging that peers wait for.
+/* Blocks that keep a link busy, each about half of what a multiprocessor has room for, and
+ * one on each at most: the rest is left to whatever runs meanwhile, and to the staging that
+ * peers wait for, which blocks that wait must never keep out.
  * Blocks of a multiprocessor that stage. Bytes of a piece that are worth a signal. */
 enum { READING_BLOCKS = 128, STAGING_BLOCKS = 2, PIECE_BYTES = 1 << 23 };
 
@@ -308,7 +309,8 @@ static hcp_status launch_reading(const linker &by, const run_launches &launches,
     read.signal[p] = (int16_t)(part < peers.first_staged ? -1 : part - peers.first_staged);
     read.rows[p] = peers.part_rows[part];
   }
-  grid.x = shared_out(READING_BLOCKS, grid);
+  unsigned most = hcp_cuda_resident(1);
+  grid.x = shared_out(most < READING_BLOCKS ? most : READING_BLOCKS, grid);
   by.read<<<grid, HCP_THREADS, 0, stream>>>(launches.table, columns, read);
   return hcp_cuda_launched("read", err);
 }

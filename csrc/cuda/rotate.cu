@@ -9,7 +9,7 @@
 #include "runs.cuh"
 
 /* Heads that a thread has in registers. */
-enum { HEADS = 4, SUMMED_HEADS = 1 };
+enum { HEADS = 4, SUMMED_HEADS = 2 };
 
 struct turned_rows {
   const char *part[HCP_CUDA_PARTS_MAX];
@@ -28,14 +28,15 @@ struct slot_place {
   int64_t x, y;
 };
 
+template <bool INTERLEAVED>
 static __device__ slot_place place_of(const turned_rows &rows, int32_t slot, int n) {
   const hcp_rotation &r = rows.rotation;
   if (slot >= rows.turning_slots) {
     int64_t x = 2 * r.pairs + (int64_t)(slot - rows.turning_slots) * 2 * n;
     return {x, x + n < r.head_dim ? x + n : x};
   }
-  int64_t x = hcp_pair_first((int64_t)slot * n, r.interleaved);
-  return {x, r.interleaved ? x + n : hcp_pair_second(x, r.pairs, 0)};
+  int64_t x = hcp_pair_first((int64_t)slot * n, INTERLEAVED);
+  return {x, INTERLEAVED ? x + n : hcp_pair_second(x, r.pairs, 0)};
 }
 
 /* Both vectors of a slot. */
@@ -64,19 +65,19 @@ struct slot_vectors {
 /* A slot's elements, or their angles, pair by pair: all first ones, then all second
  * ones, whichever way they lie. Indices that the compiler knows keep them in
  * registers. */
-template <class W, int N>
-static __device__ void to_pairs(W (&at)[2 * N], const W (&given)[2 * N], bool interleaved) {
+template <class W, int N, bool INTERLEAVED>
+static __device__ void to_pairs(W (&at)[2 * N], const W (&given)[2 * N]) {
 #pragma unroll
   for (int e = 0; e < N; ++e) {
-    at[e] = interleaved ? given[2 * e] : given[e];
-    at[e + N] = interleaved ? given[2 * e + 1] : given[e + N];
+    at[e] = INTERLEAVED ? given[2 * e] : given[e];
+    at[e + N] = INTERLEAVED ? given[2 * e + 1] : given[e + N];
   }
 }
 
-template <class W, int N>
-static __device__ void from_pairs(W (&at)[2 * N], const W (&given)[2 * N], bool interleaved) {
+template <class W, int N, bool INTERLEAVED>
+static __device__ void from_pairs(W (&at)[2 * N], const W (&given)[2 * N]) {
 #pragma unroll
-  for (int e = 0; e < 2 * N; ++e) at[e] = interleaved ? given[e / 2 + e % 2 * N] : given[e];
+  for (int e = 0; e < 2 * N; ++e) at[e] = INTERLEAVED ? given[e / 2 + e % 2 * N] : given[e];
 }
 
 static __device__ void turn(float *x, float *y, float cos_x, float sin_x, float cos_y,
@@ -89,13 +90,13 @@ static __device__ void turn(double *x, double *y, double cos_x, double sin_x, do
 }
 
 /* The cosines and sines of a slot, pair by pair; none where it does not turn. */
-template <class W, int N>
+template <class W, int N, bool INTERLEAVED>
 struct slot_angles {
   W cos[2 * N], sin[2 * N];
-  bool turns, interleaved;
+  bool turns;
 
   __device__ slot_angles(const turned_rows &rows, int64_t row, int32_t slot, slot_place place)
-      : turns(slot < rows.turning_slots), interleaved(rows.rotation.interleaved != 0) {
+      : turns(slot < rows.turning_slots) {
     if (!turns) return;
     const hcp_rotation &r = rows.rotation;
     slot_vectors<W, N> c, s;
@@ -103,9 +104,9 @@ struct slot_angles {
     s.read((const W *)r.sin + row * 2 * r.pairs, place);
     W given[2 * N];
     c.widen(given);
-    to_pairs<W, N>(cos, given, interleaved);
+    to_pairs<W, N, INTERLEAVED>(cos, given);
     s.widen(given);
-    to_pairs<W, N>(sin, given, interleaved);
+    to_pairs<W, N, INTERLEAVED>(sin, given);
     /* The transpose of a turn is one, too. */
 #pragma unroll
     for (int e = 0; e < N; ++e) {
@@ -118,11 +119,11 @@ struct slot_angles {
   __device__ void turn_all(W (&at)[2 * N]) const {
     if (!turns) return;
     W pair[2 * N];
-    to_pairs<W, N>(pair, at, interleaved);
+    to_pairs<W, N, INTERLEAVED>(pair, at);
 #pragma unroll
     for (int e = 0; e < N; ++e)
       turn(&pair[e], &pair[e + N], cos[e], sin[e], cos[e + N], sin[e + N]);
-    from_pairs<W, N>(at, pair, interleaved);
+    from_pairs<W, N, INTERLEAVED>(at, pair);
   }
 };
 
@@ -158,16 +159,16 @@ static __device__ const T *part_row_of(const run_table &table, const turned_rows
 
 /* One slot of all heads of a row, read, turned, and written to the result and to the
  * wire. The first heads are on their way before the angles are waited for. */
-template <class T, int N>
+template <class T, int N, bool INTERLEAVED>
 static __device__ void turn_slot(const run_table &table, const turned_rows &rows, int64_t row,
                                  int run, int32_t slot) {
   using W = typename element<T>::wide;
-  slot_place place = place_of(rows, slot, N);
+  slot_place place = place_of<INTERLEAVED>(rows, slot, N);
   const T *source = (const T *)(rows.part[0] + row * rows.part_stride[0]);
   int32_t first = (int32_t)threadIdx.y;
   slot_heads<T, N, HEADS> heads;
   heads.read(source, first, rows, place);
-  const slot_angles<W, N> angles(rows, row, slot, place);
+  const slot_angles<W, N, INTERLEAVED> angles(rows, row, slot, place);
   for (int32_t head = first; head < rows.heads; head += HEADS * (int32_t)blockDim.y) {
     if (head != first) heads.read(source, head, rows, place);
 #pragma unroll
@@ -186,35 +187,42 @@ static __device__ void turn_slot(const run_table &table, const turned_rows &rows
 }
 
 /* The same of heads that are summed over their parts first, the next of which is on
- * its way. */
-template <class T, int N>
+ * its way. A row without parts is 0, not what 0 turns to: -0. */
+template <class T, int N, bool INTERLEAVED>
 static __device__ void sum_slot(const run_table &table, const turned_rows &rows, int64_t row,
                                 int run, int32_t slot) {
   using W = typename element<T>::wide;
-  slot_place place = place_of(rows, slot, N);
+  slot_place place = place_of<INTERLEAVED>(rows, slot, N);
   int begin = table.record[run], end = table.record[run + 1];
-  int32_t first = (int32_t)threadIdx.y;
-  slot_heads<T, N, SUMMED_HEADS> heads, next = {};
-  if (begin < end) next.read(part_row_of<T>(table, rows, row, run, begin), first, rows, place);
-  const slot_angles<W, N> angles(rows, row, slot, place);
-  for (int32_t head = first; head < rows.heads; head += SUMMED_HEADS * (int32_t)blockDim.y) {
-    W total[SUMMED_HEADS][2 * N] = {}, at[2 * N];
-    if (head != first && begin < end)
-      next.read(part_row_of<T>(table, rows, row, run, begin), head, rows, place);
-    for (int r = begin; r < end; ++r) {
+  int32_t first = (int32_t)threadIdx.y, step = SUMMED_HEADS * (int32_t)blockDim.y;
+  slot_heads<T, N, SUMMED_HEADS> heads = {}, next = {};
+  auto read = [&](slot_heads<T, N, SUMMED_HEADS> &to, int32_t head, int record) {
+    if (record < end) to.read(part_row_of<T>(table, rows, row, run, record), head, rows, place);
+  };
+  read(heads, first, begin);
+  read(next, first, begin + 1);
+  const slot_angles<W, N, INTERLEAVED> angles(rows, row, slot, place);
+  for (int32_t head = first; head < rows.heads; head += step) {
+    W total[SUMMED_HEADS][2 * N], at[2 * N];
+    if (head != first) {
+      read(heads, head, begin);
+      read(next, head, begin + 1);
+    }
+    /* The first is not added to zero: a sum of negative zeros stays one. */
+#pragma unroll
+    for (int i = 0; i < SUMMED_HEADS; ++i) heads.vectors[i].widen(total[i]);
+    for (int r = begin + 1; r < end; ++r) {
       heads = next;
-      if (r + 1 < end) next.read(part_row_of<T>(table, rows, row, run, r + 1), head, rows, place);
+      read(next, head, r + 1);
 #pragma unroll
       for (int i = 0; i < SUMMED_HEADS; ++i) {
         heads.vectors[i].widen(at);
-        /* The first is not added to zero: a sum of negative zeros stays one. */
 #pragma unroll
-        for (int e = 0; e < 2 * N; ++e) total[i][e] = r == begin ? at[e] : total[i][e] + at[e];
+        for (int e = 0; e < 2 * N; ++e) total[i][e] += at[e];
       }
     }
 #pragma unroll
     for (int i = 0; i < SUMMED_HEADS; ++i) {
-      /* A row without parts is 0, not what 0 turns to: -0. */
       if (begin < end) angles.turn_all(total[i]);
       heads.vectors[i].round(total[i]);
     }
@@ -223,7 +231,7 @@ static __device__ void sum_slot(const run_table &table, const turned_rows &rows,
 }
 
 /* A block is slots x heads x rows. */
-template <class T, int N, bool SUM>
+template <class T, int N, bool SUM, bool INTERLEAVED>
 __global__ void __launch_bounds__(HCP_THREADS, 2)
     turn_rows(const __grid_constant__ run_table table, const __grid_constant__ turned_rows rows) {
   int64_t end = table.first_row() + table.rows(), step = (int64_t)gridDim.x * blockDim.z;
@@ -232,9 +240,9 @@ __global__ void __launch_bounds__(HCP_THREADS, 2)
     int run = table.find(row);
     for (int32_t slot = (int32_t)threadIdx.x; slot < rows.slots; slot += (int32_t)blockDim.x) {
       if constexpr (SUM)
-        sum_slot<T, N>(table, rows, row, run, slot);
+        sum_slot<T, N, INTERLEAVED>(table, rows, row, run, slot);
       else
-        turn_slot<T, N>(table, rows, row, run, slot);
+        turn_slot<T, N, INTERLEAVED>(table, rows, row, run, slot);
     }
   }
 }
@@ -267,7 +275,8 @@ static void launch(const run_table &table, turned_rows *rows, cudaStream_t strea
   block.z = HCP_THREADS / (block.x * block.y);
   if (block.z > 64) block.z = 64; /* CUDA allows no more */
   int64_t items = (table.row[table.n] - table.row[0]) * HCP_THREADS / block.z;
-  turn_rows<T, N, SUM><<<hcp_cuda_blocks(items), block, 0, stream>>>(table, *rows);
+  auto kernel = r.interleaved ? turn_rows<T, N, SUM, true> : turn_rows<T, N, SUM, false>;
+  kernel<<<hcp_cuda_blocks(items), block, 0, stream>>>(table, *rows);
 }
 
 template <class T, bool SUM>
