@@ -25,7 +25,7 @@ RANKS = 2
 READ, RAISED = 77, 78
 TIMEOUT = 20
 """Seconds of every group."""
-PATIENCE = 120
+PATIENCE = 180
 """Seconds after which a rank hangs."""
 SAID = "rank 0: the exchange with ranks [1]"
 
