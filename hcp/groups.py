@@ -319,7 +319,8 @@ def build_process_groups(
     each gets the layout within its own. `timeout` is that of the parent unless given.
     `hierarchical`: sizes of the levels of hierarchical CP, the innermost first (Megatron's a2a
     before its p2p), whose product is `cp`; their groups are `hierarchy`. `transport`: what carries
-    keys and values, one of hcp.transports.TRANSPORTS. `peer_buffer_bytes`: what "peer" takes of
+    keys and values, one of hcp.transports.TRANSPORTS; the first rank of each dp_cp group logs what
+    "auto" picks, and why (logger "hcp", INFO). `peer_buffer_bytes`: what "peer" takes of
     each GPU's memory, twice what one layer exchanges at most.
 
     Raises HcpError when torch.distributed is not initialised, ValueError when the product is not

@@ -7,13 +7,14 @@ watchdog does not see these exchanges, so a thread of the transport watches them
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 import time
 import weakref
-from array import array
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from contextlib import suppress
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,12 +24,15 @@ from hcp.errors import HcpError
 from hcp.exchange import Pending, TorchTransport, copy_to_self, rows_of
 from hcp.layout import Move
 
+_log = logging.getLogger("hcp")
+
 
 class NcclTransport(TorchTransport):
     """Exchanges on a side stream, through torch's communicator of a group.
 
     An exchange that takes longer than ``timeout`` seconds aborts the communicator: what hangs on
-    the device ends, and the next call raises.
+    the device ends, the process's work there stops before it uses rows that have not come, and the
+    next call raises.
     """
 
     name = "nccl"
@@ -40,8 +44,8 @@ class NcclTransport(TorchTransport):
         self._backend = backend
         self.all_gather_bytes(b"")  # makes the communicator
         self._communicator = int(backend._comm_ptr())
-        self._watch = _Watch(timeout, weakref.WeakMethod(self._abort))
         self._failure: str | None = None
+        self._watch = _Watch(timeout, weakref.ref(self))
         self._tables: dict[tuple[Move, ...], _Table] = {}
         self._connect()
 
@@ -60,7 +64,7 @@ class NcclTransport(TorchTransport):
         if not to.peers and not back.peers:
             return _Nothing()
         watched = not torch.cuda.is_current_stream_capturing()
-        ended = self._watch.begin() if watched else _NO_SIGNAL
+        number = self._watch.begin() if watched else _UNWATCHED
         try:
             torch.ops.hcp.nccl_exchange.default(
                 rows_of(sent),
@@ -68,7 +72,9 @@ class NcclTransport(TorchTransport):
                 rows_of(received),
                 back.words,
                 self._communicator,
-                ended,
+                self._watch.memory,
+                number,
+                self._watch.timeout_ns,
                 self.stream.cuda_stream,
             )
         except RuntimeError as error:
@@ -80,7 +86,7 @@ class NcclTransport(TorchTransport):
             ) from error
         if watched:
             self._watch.add(to.peers | back.peers)
-        return _NcclPending(self.stream.cuda_stream, sent, received)
+        return _NcclPending(self, sent, received)
 
     def _table(self, moves: Sequence[Move]) -> _Table:
         """Moves between ranks as the operator takes them; made once for the layers of a
@@ -96,16 +102,30 @@ class NcclTransport(TorchTransport):
         return table
 
     def check(self) -> None:
-        """Raise HcpError when an exchange has taken too long."""
+        """Raise HcpError when an exchange has taken too long, or none may follow."""
         if self._failure is not None:
             raise HcpError(self._failure)
+        if not self.is_open:
+            raise HcpError(
+                f"rank {self.rank}: the process groups of this exchange have been closed, expected "
+                "them open: close them after the last backward"
+            )
 
-    def _abort(self, peers: list[int], timeout: float) -> None:
+    @property
+    def is_open(self) -> bool:
+        """Whether the group, and so its communicator, has not been destroyed."""
+        return self.group in dist.distributed_c10d._world.pg_map
+
+    def abort(self, peers: Sequence[int], timeout: float) -> None:
+        """End what hangs on the device."""
         self._failure = (
-            f"rank {self.rank}: the exchange with ranks {peers} did not end within {timeout:g} s; "
-            "one of them has ended or is late, and its own message says why"
+            f"rank {self.rank}: the exchange with ranks {list(peers)} did not end within "
+            f"{timeout:g} s; one of them has ended or is late, and its own message says why"
         )
-        self._backend.abort()
+        _log.error(self._failure)  # a CUDA error may end the process before hcp is called again
+        self._watch.stop_device()
+        with suppress(RuntimeError):  # the device has stopped by then
+            self._backend.abort()
 
     def _connect(self) -> None:
         """Every pair of ranks, once: later on, ranks that exchange nothing call nothing."""
@@ -122,7 +142,7 @@ class _Table(NamedTuple):
 
 
 _TABLES = 4096
-_NO_SIGNAL = torch.empty(0, 3, dtype=torch.int64, device="cpu")
+_UNWATCHED = 0
 
 
 class _Nothing:
@@ -131,12 +151,25 @@ class _Nothing:
 
 
 class _NcclPending:
-    def __init__(self, stream: int, sent: Tensor, received: Tensor) -> None:
-        self._stream, self._received = stream, received
+    def __init__(self, transport: NcclTransport, sent: Tensor, received: Tensor) -> None:
+        self._transport, self._received = transport, received
         self._sent = sent  # alive until the exchange is over
+        self._joined = False
 
     def wait(self) -> None:
-        torch.ops.hcp.join.default(self._received, self._stream)
+        try:
+            self._join()
+        finally:  # says more than CUDA does
+            self._transport.check()
+
+    def _join(self) -> None:
+        torch.ops.hcp.join.default(self._received, self._transport.stream.cuda_stream)
+        self._joined = True
+
+    def __del__(self) -> None:
+        if not self._joined:  # an error came between: their memory is not free before that
+            with suppress(RuntimeError):  # a device that has failed uses it no more
+                self._join()
 
 
 class _Exchange(NamedTuple):
@@ -145,41 +178,54 @@ class _Exchange(NamedTuple):
     peers: frozenset[int]
 
 
+class _Watched(Protocol):
+    """What a watch needs of a transport."""
+
+    @property
+    def is_open(self) -> bool: ...
+
+    def abort(self, peers: Sequence[int], timeout: float) -> None: ...
+
+
 class _Watch:
     """Waits for exchanges without a call to CUDA, which a capture on another thread would not
-    survive: the device writes the number of the last exchange that ended into host memory."""
+    survive: the device writes the number of the last exchange that ended into host memory, and
+    reads there whether what ended was aborted."""
 
     _PERIOD = 0.5
 
-    def __init__(self, timeout: float, abort: weakref.WeakMethod[Any]) -> None:
-        self._timeout, self._abort = timeout, abort
-        self._memory = torch.zeros(1, dtype=torch.int64, device="cpu").pin_memory()
+    def __init__(self, timeout: float, transport: weakref.ref[_Watched]) -> None:
+        self._timeout, self._transport = timeout, transport
+        self.timeout_ns = int(timeout * 1e9)
+        self.memory = torch.zeros(2, dtype=torch.int64, device="cpu").pin_memory()
+        """hcp_watch: the number of the last exchange that ended, whether exchanges are aborted."""
         # Without torch: a thread that waits for the GIL in C++ ends the process when Python ends.
-        self._ended = ctypes.c_int64.from_address(self._memory.data_ptr())
+        self._words = (ctypes.c_int64 * 2).from_address(self.memory.data_ptr())
         self._pending: deque[_Exchange] = deque()
-        self._number = 0
-        self._signal = array("q", (self._memory.data_ptr(), 0, -1))
-        self._table = torch.frombuffer(self._signal, dtype=torch.int64).view(1, 3)
+        self._number = _UNWATCHED
         threading.Thread(target=self._run, name="hcp-nccl-watch", daemon=True).start()
 
-    def begin(self) -> Tensor:
-        """The signal, int64 (1, 3), that ends the next exchange; good until the next call."""
+    def begin(self) -> int:
+        """The number of the next exchange."""
         self._number += 1
-        self._signal[1] = self._number
-        return self._table
+        return self._number
 
     def add(self, peers: frozenset[int]) -> None:
         """Watch what has just been queued."""
         deadline = time.monotonic() + self._timeout
         self._pending.append(_Exchange(self._number, deadline, peers))
 
+    def stop_device(self) -> None:
+        """From now on the end of an exchange stops the device, whose rows may be missing."""
+        self._words[1] = 1
+
     def _run(self) -> None:
-        while (abort := self._abort()) is not None:
-            ended = self._ended.value
+        while (transport := self._transport()) is not None and transport.is_open:
+            ended = self._words[0]
             while self._pending and self._pending[0].number <= ended:
                 self._pending.popleft()
             if self._pending and time.monotonic() > self._pending[0].deadline:
-                abort(sorted(self._pending[0].peers), self._timeout)
+                transport.abort(sorted(self._pending[0].peers), self._timeout)
                 return
-            del abort
+            del transport
             time.sleep(self._PERIOD)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
 import platform
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +22,8 @@ TRANSPORTS = ("auto", "torch", "nccl", "peer")
 exchange. ``peer``: keys and values are read from each other's memory. ``auto``: ``peer`` where all
 ranks' GPUs reach each other's memory, ``nccl`` on other GPUs, ``torch`` otherwise."""
 
+_log = logging.getLogger("hcp")
+
 
 def connect(
     group: dist.ProcessGroup,
@@ -31,7 +36,7 @@ def connect(
 
     NCCL connects a group at its first use, which all of its ranks must take part in; later on,
     ranks that exchange nothing call nothing. Raises ValueError when a named transport cannot work
-    here: it is never replaced.
+    here: it is never replaced. What ``auto`` picks, and why, the group's first rank logs.
     """
     plain = TorchTransport(group)
     own = _view(plain, transport)
@@ -47,6 +52,13 @@ def connect(
     obstacles = {name: _obstacle(name, views) for name in TRANSPORTS[1:]}
     if transport == "auto":
         transport = next(name for name in ("peer", "nccl", "torch") if obstacles[name] is None)
+        if plain.rank == 0:
+            _log.info(
+                "ranks %s exchange rows by transport %r: %s",
+                list(plain.global_ranks),
+                transport,
+                _reasons(transport, obstacles),
+            )
     if obstacles[transport] is not None:
         raise ValueError(f"transport is {transport!r}, but {obstacles[transport]}")
     seconds = {} if timeout is None else {"timeout": timeout.total_seconds()}
@@ -57,15 +69,16 @@ def connect(
     return plain
 
 
-def _view(plain: TorchTransport, transport: str) -> dict[str, object]:
+def _view(plain: TorchTransport, transport: str) -> dict[str, Any]:
     """What the other ranks must know of this one."""
     on_gpu = plain.device.type == "cuda"
     return {
         "transport": transport,
-        "gpu": str(torch.cuda.get_device_properties(plain.device).uuid) if on_gpu else None,
+        "gpu": _uuid(plain.device) if on_gpu else None,
+        "index": plain.device.index,
         "host": f"{platform.node()} {_boot()}",
         "kernels": on_gpu and has_kernels(),
-        "reaches": on_gpu and _reaches_all(plain.device),
+        "reaches": _reached(plain.device) if on_gpu else [],
     }
 
 
@@ -81,12 +94,20 @@ def has_kernels() -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key("hcp::signal_set", "CUDA"))
 
 
-def _reaches_all(device: torch.device) -> bool:
-    others = [i for i in range(torch.cuda.device_count()) if i != device.index]
-    return all(torch.cuda.can_device_access_peer(device, i) for i in others)
+def _uuid(device: torch.device | int) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def _obstacle(transport: str, views: list[dict[str, object]]) -> str | None:
+def _reached(device: torch.device) -> list[str]:
+    """The other GPUs that this process sees and whose memory its own reaches."""
+    return [
+        _uuid(i)
+        for i in range(torch.cuda.device_count())
+        if i != device.index and torch.cuda.can_device_access_peer(device, i)
+    ]
+
+
+def _obstacle(transport: str, views: list[dict[str, Any]]) -> str | None:
     """Why these ranks cannot use it."""
     if transport == "torch":
         return None
@@ -100,8 +121,29 @@ def _obstacle(transport: str, views: list[dict[str, object]]) -> str | None:
     for rank, view in enumerate(views):
         if view["host"] != views[0]["host"]:
             return f"rank {rank} is on another host than rank 0"
-        if not view["reaches"]:
-            return f"the GPU of rank {rank} does not reach the memory of all others"
-    if len({str(view["gpu"]) for view in views}) < len(views):
-        return "two ranks share a GPU"
+    for (rank, view), (other, its) in itertools.combinations(enumerate(views), 2):
+        if view["gpu"] == its["gpu"]:
+            return f"ranks {rank} and {other} share a GPU"
+        if view["index"] == its["index"]:
+            return (
+                f"ranks {rank} and {other} both have device index {view['index']}: each process "
+                "sees only its own GPU, or in an order of its own; let all of them see every GPU "
+                "of the host (CUDA_VISIBLE_DEVICES, SLURM's --gpus-per-task), and each choose its "
+                "own by torch.cuda.set_device"
+            )
+    for (rank, view), (other, its) in itertools.permutations(enumerate(views), 2):
+        if its["gpu"] not in view["reaches"]:
+            return (
+                f"the GPU of rank {rank} does not reach the memory of rank {other}'s, or its "
+                "process does not see that one"
+            )
     return None
+
+
+def _reasons(picked: str, obstacles: dict[str, str | None]) -> str:
+    """Why it is the one, and those before it are not."""
+    if picked == "peer":
+        return "all their GPUs reach each other's memory"
+    others = ("peer", "nccl") if picked == "torch" else ("peer",)
+    found = dict.fromkeys(obstacles[name] for name in others)  # often the same for both
+    return f"not by {' or '.join(map(repr, others))}, since {'; '.join(map(str, found))}"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from ranks import RankError, run_ranks, try_ranks
 
 import hcp
-from hcp.layout import Move
-from hcp.nccl import NcclTransport
+from hcp import transports
 from hcp.transports import _obstacle
 
 
@@ -47,24 +49,32 @@ def test_ranks_that_name_different_transports_are_told() -> None:
     assert any("transport is 'auto', but 'torch' on rank 1" in str(x) for x in outcomes), outcomes
 
 
-VIEW = {"gpu": "a", "host": "h", "kernels": True, "reaches": True}
+def views(**changes: list) -> list[dict]:
+    """Of two ranks, each with a GPU of its own that reaches the other's."""
+    own = [
+        {"gpu": gpu, "index": index, "host": "h", "kernels": True, "reaches": [other]}
+        for index, (gpu, other) in enumerate(("ab", "ba"))
+    ]
+    for name, values in changes.items():
+        for view, value in zip(own, values, strict=True):
+            view[name] = value
+    return own
 
 
 @pytest.mark.parametrize(
     ("transport", "views", "reason"),
     [
-        ("peer", [VIEW, {**VIEW, "gpu": "b"}], None),
-        (
-            "peer",
-            [VIEW, {**VIEW, "gpu": "b", "host": "i"}],
-            "rank 1 is on another host than rank 0",
-        ),
-        ("peer", [VIEW, VIEW], "two ranks share a GPU"),
-        ("peer", [VIEW, {**VIEW, "reaches": False}], "rank 1 does not reach the memory of all"),
-        ("nccl", [VIEW, {**VIEW, "gpu": "b", "host": "i"}], None),
-        ("nccl", [VIEW, {**VIEW, "kernels": False}], "without its CUDA kernels on rank 1"),
-        ("nccl", [{**VIEW, "gpu": None}], "rank 0 has no GPU in this group"),
-        ("torch", [{**VIEW, "gpu": None}], None),
+        ("peer", views(), None),
+        ("peer", views()[:1], None),
+        ("peer", views(host="hi"), "rank 1 is on another host than rank 0"),
+        ("peer", views(gpu="aa", index=[0, 0]), "ranks 0 and 1 share a GPU"),
+        ("peer", views(index=[0, 0]), "ranks 0 and 1 both have device index 0"),
+        ("peer", views(reaches=[["b", "c"], ["c"]]), "rank 1 does not reach the memory of rank 0"),
+        ("peer", views(reaches=[[], ["a"]]), "rank 0 does not reach the memory of rank 1"),
+        ("nccl", views(host="hi", index=[0, 0]), None),
+        ("nccl", views(kernels=[True, False]), "without its CUDA kernels on rank 1"),
+        ("nccl", views(gpu=[None, None]), "rank 0 has no GPU in this group"),
+        ("torch", views(gpu=[None, None]), None),
     ],
 )
 def test_what_stands_in_the_way_is_said(transport: str, views: list, reason: str | None) -> None:
@@ -72,20 +82,80 @@ def test_what_stands_in_the_way_is_said(transport: str, views: list, reason: str
     assert said is None if reason is None else reason in str(said)
 
 
-def test_an_exchange_that_cannot_be_queued_names_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    # On the CPU the operator has no kernel: it takes its arguments, and fails.
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    transport = NcclTransport.__new__(NcclTransport)
-    transport.rank, transport._failure, transport._communicator = 1, None, 7
-    transport._tables, transport.stream = {}, SimpleNamespace(cuda_stream=0)
-    rows = torch.zeros(4, 2)
-    moves = [Move(1, 0, 1), Move(0, 1, 1), Move(3, 2, 2)]
-    with pytest.raises(
-        hcp.HcpError, match=r"rank 1: the exchange with ranks \[0, 3\] could not be"
-    ):
-        transport.start(rows, moves, torch.zeros(4, 2), moves)
-    (table,) = transport._tables.values()
-    assert table.words.tolist() == [[0, 1, 1], [3, 2, 2]]
-    transport._failure = "late"
-    with pytest.raises(hcp.HcpError, match="late"):
-        transport.start(rows, moves, torch.zeros(4, 2), moves)
+class Host:
+    """GPUs of one host, as the process of rank 0 sees them, and another rank's view."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, gpus: str, reached: bool, other: dict) -> None:
+        """``gpus``: the UUIDs that the process sees."""
+        patch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+        patch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: reached)
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: gpu_at(gpus, device))
+        patch.setattr(transports, "has_kernels", lambda: True)
+        patch.setattr(transports, "TorchTransport", lambda group: self)
+        for name in ("nccl", "peer"):
+            kind = f"{name.capitalize()}Transport"
+            patch.setattr(transports, kind, lambda group, name=name, **options: name)
+        self.rank, self.global_ranks, self.device = 0, [4, 5], torch.device("cuda", 0)
+        self._other = other
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        return [payload, json.dumps({**json.loads(payload), **self._other}).encode()]
+
+
+def gpu_at(gpus: str, device: Any) -> SimpleNamespace:
+    """A device, or its index."""
+    return SimpleNamespace(uuid=gpus[getattr(device, "index", device)])
+
+
+NEIGHBOUR = {"gpu": "b", "index": 1, "reaches": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "reached", "other", "picked", "reason"),
+    [
+        ("ab", True, NEIGHBOUR, "peer", "all their GPUs reach each other's memory"),
+        ("ab", False, NEIGHBOUR, "nccl", "GPU of rank 0 does not reach the memory of rank 1's"),
+        ("a", True, {"gpu": "b", "reaches": []}, "nccl", "ranks 0 and 1 both have device index 0"),
+        ("a", True, NEIGHBOUR, "nccl", "or its process does not see that one"),
+    ],
+)
+def test_gpus_are_read_from_where_each_process_reaches_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    gpus: str,
+    reached: bool,
+    other: dict,
+    picked: str,
+    reason: str,
+) -> None:
+    Host(monkeypatch, gpus, reached, other)
+    with caplog.at_level(logging.INFO, "hcp"):
+        assert transports.connect(None) == picked
+    (said,) = caplog.messages
+    assert said.startswith(f"ranks [4, 5] exchange rows by transport {picked!r}: ")
+    assert reason in said
+    if picked != "peer":
+        with pytest.raises(ValueError, match=f"transport is 'peer', but .*{reason}"):
+            transports.connect(None, "peer")
+
+
+def logged(rank: int, size: int) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("hcp")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    for name in ("auto", "torch"):
+        hcp.build_process_groups(transport=name).close()
+    logger.removeHandler(handler)
+    return said
+
+
+def test_the_first_rank_says_what_auto_picked() -> None:
+    first, second = run_ranks(2, logged)
+    assert first == [
+        "ranks [0, 1] exchange rows by transport 'torch': not by 'peer' or 'nccl', since rank 0 "
+        "has no GPU in this group: its backend is not NCCL"
+    ]
+    assert second == []

@@ -2,8 +2,10 @@
  *
  * NCCL's functions are declared by hcp/nccl.h, so that hcp builds where NCCL's
  * own header is not. */
+#define _POSIX_C_SOURCE 199309L
 #include <dlfcn.h>
 #include <stdio.h>
+#include <time.h>
 
 #include "hcp/fail.h"
 #include "hcp/nccl.h"
@@ -26,6 +28,7 @@ hcp_status hcp_nccl_load(hcp_nccl *nccl, hcp_error *err) {
   if (!find(library, "ncclGroupStart", &nccl->group_start) ||
       !find(library, "ncclGroupEnd", &nccl->group_end) || !find(library, "ncclSend", &nccl->send) ||
       !find(library, "ncclRecv", &nccl->receive) ||
+      !find(library, "ncclCommGetAsyncError", &nccl->async_error) ||
       !find(library, "ncclGetErrorString", &nccl->error_text))
     return hcp__fail(err, HCP_DEVICE, "libnccl.so.2 lacks a function: expected NCCL 2.7 or later");
   return HCP_OK;
@@ -38,6 +41,9 @@ typedef struct failure {
   int32_t peer; /* -1: all */
 } failure;
 
+/* What a communicator that does not block accepts, it is at work on. */
+static int refused(int result) { return result != NCCL_SUCCESS && result != NCCL_IN_PROGRESS; }
+
 static failure queue_all(const hcp_nccl *nccl, void *communicator, const hcp_transfer *sends,
                          int64_t n_sends, const hcp_transfer *receives, int64_t n_receives,
                          void *stream) {
@@ -45,14 +51,33 @@ static failure queue_all(const hcp_nccl *nccl, void *communicator, const hcp_tra
     const hcp_transfer *from = &receives[i];
     int result =
         nccl->receive(from->data, from->bytes, NCCL_UINT8, from->peer, communicator, stream);
-    if (result != NCCL_SUCCESS) return (failure){result, "ncclRecv", from->peer};
+    if (refused(result)) return (failure){result, "ncclRecv", from->peer};
   }
   for (int64_t i = 0; i < n_sends; i++) {
     const hcp_transfer *to = &sends[i];
     int result = nccl->send(to->data, to->bytes, NCCL_UINT8, to->peer, communicator, stream);
-    if (result != NCCL_SUCCESS) return (failure){result, "ncclSend", to->peer};
+    if (refused(result)) return (failure){result, "ncclSend", to->peer};
   }
   return (failure){NCCL_SUCCESS, "", -1};
+}
+
+static int64_t nanoseconds(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* What comes of a result: until the work is on its stream, nothing may be queued
+ * behind it. */
+static int settled(const hcp_nccl *nccl, void *communicator, int result, int64_t timeout_ns) {
+  const struct timespec pause = {0, 20000};
+  int64_t start = nanoseconds();
+  while (result == NCCL_IN_PROGRESS && nanoseconds() - start <= timeout_ns) {
+    int asked = nccl->async_error(communicator, &result);
+    if (asked != NCCL_SUCCESS) return asked;
+    if (result == NCCL_IN_PROGRESS) nanosleep(&pause, NULL);
+  }
+  return result;
 }
 
 static hcp_status report(const hcp_nccl *nccl, void *communicator, failure f, hcp_error *err) {
@@ -65,13 +90,13 @@ static hcp_status report(const hcp_nccl *nccl, void *communicator, failure f, hc
 
 hcp_status hcp_nccl_exchange(const hcp_nccl *nccl, void *communicator, const hcp_transfer *sends,
                              int64_t n_sends, const hcp_transfer *receives, int64_t n_receives,
-                             void *stream, hcp_error *err) {
+                             int64_t timeout_ns, void *stream, hcp_error *err) {
   int result = nccl->group_start();
   if (result != NCCL_SUCCESS)
     return report(nccl, communicator, (failure){result, "ncclGroupStart", -1}, err);
   failure f = queue_all(nccl, communicator, sends, n_sends, receives, n_receives, stream);
   int ended = nccl->group_end(); /* also after a failure, or the group would stay open */
-  if (f.result == NCCL_SUCCESS && ended != NCCL_SUCCESS && ended != NCCL_IN_PROGRESS)
-    f = (failure){ended, "ncclGroupEnd", -1};
+  if (f.result == NCCL_SUCCESS)
+    f = (failure){settled(nccl, communicator, ended, timeout_ns), "ncclGroupEnd", -1};
   return f.result == NCCL_SUCCESS ? HCP_OK : report(nccl, communicator, f, err);
 }

@@ -59,6 +59,7 @@ struct Cuda {
   KERNEL(reduce_rotated)
   KERNEL(rotate)
   KERNEL(signal_set)
+  KERNEL(exchange_end)
 #undef KERNEL
 
   template <class... Arguments>
@@ -108,19 +109,29 @@ static const hcp_nccl &nccl() {
   return functions;
 }
 
-// On a stream that follows the current one, and then the signals.
+static hcp_watch *watch_of(const Tensor &watch) {
+  expect_dtype("watch", watch, torch::headeronly::ScalarType::Long);
+  expect_sizes("watch", watch, {sizeof(hcp_watch) / sizeof(int64_t)});
+  expect_contiguous("watch", watch);
+  if (!watch.is_cpu()) refuse("watch is not on the cpu, expected it there, pinned");
+  return static_cast<hcp_watch *>(watch.mutable_data_ptr());
+}
+
+// On a stream that follows the current one, and then its end.
 static void nccl_exchange(Tensor sent, Tensor sends, Tensor received, Tensor receives,
-                          int64_t communicator, Tensor after, int64_t stream) {
-  Signals told = signals_of(after);
+                          int64_t communicator, Tensor watch, int64_t number, int64_t timeout_ns,
+                          int64_t stream) {
+  hcp_watch *watched = watch_of(watch);
+  expect_at_least("number", number, 0);
   expect_same_device("received", received, "sent", sent);
   std::vector<hcp_transfer> out = transfers_of("sent", sent, column_of("sent", sent), sends);
   std::vector<hcp_transfer> in =
       transfers_of("received", received, output_of("received", received), receives);
   Cuda device(sent, stream);
   device.nccl_exchange(&nccl(), reinterpret_cast<void *>(communicator), out.data(),
-                       static_cast<int64_t>(out.size()), in.data(),
-                       static_cast<int64_t>(in.size()));
-  device.signal_set(hcp_signals{told.data, told.n}, 1);
+                       static_cast<int64_t>(out.size()), in.data(), static_cast<int64_t>(in.size()),
+                       timeout_ns);
+  device.exchange_end(watched, static_cast<uint64_t>(number));
 }
 
 }  // namespace hcp

@@ -8,5 +8,6 @@ export PYTHONPATH="$PWD:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=4
 timeout 240 python3 -m torch.distributed.run --standalone --nproc-per-node "$gpus" tests/cuda/check_multi.py
 timeout 240 python3 -m torch.distributed.run --standalone --nproc-per-node "$gpus" tests/cuda/check_eval.py
 timeout 200 python3 tests/cuda/check_killed.py --ranks "$gpus"
+timeout 400 python3 tests/cuda/check_late.py
 timeout 120 python3 -m hcp demo --ranks "$gpus" --train-iters 4 --run-dir "${OUT:-/tmp}/demo"
 timeout 120 python3 -m hcp demo --ranks "$gpus" --train-iters 4 --dtype bfloat16 --run-dir "${OUT:-/tmp}/demo-bfloat16"

@@ -3,6 +3,8 @@ Their results: tests/test_ops.py."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from collections.abc import Callable
 from functools import partial
 from itertools import permutations
@@ -278,3 +280,54 @@ def test_rows_that_are_staged_and_read_are_those_of_a_sum(
     assert words[2:, 0].tolist() == [1 << 32] * 2
     assert not words[2:, 1:].any()
     assert not progress.any()
+
+
+def end_exchange(watch: Tensor, number: int, *, captured: bool = False) -> None:
+    """An exchange of nothing by NCCL, and its end."""
+    rows, none = torch.zeros(1, 1, device="cuda"), torch.empty(0, 3).long()
+    stream = torch.cuda.Stream().cuda_stream
+
+    def exchange(number: int) -> None:
+        torch.ops.hcp.nccl_exchange(rows, none, rows, none, 0, watch, number, 10**9, stream)
+        torch.ops.hcp.join(rows, stream)
+
+    if captured:
+        exchange(0)  # loads the kernel
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            exchange(0)
+        watch[1] = number
+        graph.replay()
+    else:
+        exchange(number)
+    torch.cuda.synchronize()
+
+
+def test_the_end_of_an_exchange_tells_its_number() -> None:
+    watch = torch.zeros(2).long().pin_memory()
+    for number in (1, 5):
+        end_exchange(watch, number)
+        assert watch.tolist() == [number, 0]
+    end_exchange(watch, 0, captured=True)
+    assert watch.tolist() == [5, 0]
+
+
+def end_aborted(captured: bool) -> None:
+    watch = torch.tensor([0, int(not captured)]).pin_memory()
+    try:
+        end_exchange(watch, 1, captured=captured)
+    except RuntimeError:  # CUDA's
+        os._exit(STOPPED if watch.tolist() == [0, 1] else 1)
+    os._exit(0)
+
+
+STOPPED = 77
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_the_end_of_an_aborted_exchange_stops_the_device(captured: bool) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=end_aborted, args=(captured,))
+    process.start()
+    process.join(120)
+    process.kill()
+    assert process.exitcode == STOPPED

@@ -291,6 +291,18 @@ hcp_status hcp_cuda_read(hcp_dtype dtype, const hcp_column *parts, int32_t n_col
                          const int64_t *part_rows, hcp_signals read, uint32_t *progress,
                          void *stream, hcp_error *err);
 
+/* How a host's thread and the device tell each other of exchanges that others carry, in
+ * host memory that the device reaches. */
+typedef struct hcp_watch {
+  uint64_t ended;   /* the number of the last exchange that has */
+  uint64_t aborted; /* set by the host before it ends what hangs, without its rows */
+} hcp_watch;
+
+/* Behind an exchange on its stream: sets `ended` to its number, unless that is 0. Once
+ * `aborted` is set the kernel traps, as where a signal does not come. A graph may
+ * capture it. */
+hcp_status hcp_cuda_exchange_end(hcp_watch *watch, uint64_t number, void *stream, hcp_error *err);
+
 /* What a stream does from now on follows what another has been given so far. */
 hcp_status hcp_cuda_follow(void *stream, void *ahead, hcp_error *err);
 

@@ -1,0 +1,220 @@
+"""The transport over NCCL but for its device: what is queued, watched, kept and refused.
+
+The group is Gloo's, the operator and the backend are stand-ins.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import hcp
+from hcp import nccl
+from hcp.layout import Move
+from hcp.nccl import NcclTransport
+
+TO_OTHERS = [Move(1, 0, 1), Move(0, 1, 1), Move(3, 2, 2)]
+"""Of rank 1, which sends a row to itself."""
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group(
+        "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=10)
+    )
+    yield dist.new_group([0])
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Streams that the current one has followed, of exchanges that a stand-in queues."""
+    gc.collect()  # what a failure has kept of another test
+    streams: list[int] = []
+    queue(monkeypatch, lambda *arguments: None)
+    join = SimpleNamespace(default=lambda like, stream: streams.append(stream))
+    monkeypatch.setattr(torch.ops.hcp, "join", join)
+    return streams
+
+
+def queue(monkeypatch: pytest.MonkeyPatch, exchange: Callable[..., None]) -> None:
+    """Exchanges go to a stand-in."""
+    stand_in = SimpleNamespace(default=exchange)
+    monkeypatch.setattr(torch.ops.hcp, "nccl_exchange", stand_in, raising=False)
+
+
+@pytest.fixture
+def transport(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> NcclTransport:
+    """Rank 1 of four, with 60 s for an exchange."""
+    return made(group, monkeypatch, timeout=60)
+
+
+def made(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, *, timeout: float
+) -> NcclTransport:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda own: own)
+    monkeypatch.setattr(nccl._Watch, "_PERIOD", 0.01)
+    transport = NcclTransport.__new__(NcclTransport)
+    transport.group, transport.rank, transport._communicator = group, 1, 7
+    transport.stream, transport._tables = SimpleNamespace(cuda_stream=5), {}
+    transport._failure, transport._backend = None, Backend(transport)
+    transport._watch = nccl._Watch(timeout, nccl.weakref.ref(transport))
+    return transport
+
+
+class Backend:
+    """One that notes what there is to see where NCCL ends what hangs."""
+
+    def __init__(self, transport: NcclTransport) -> None:
+        self._of, self.aborted = nccl.weakref.ref(transport), threading.Event()
+        self.seen: tuple[Any, ...] = ()
+
+    def abort(self) -> None:
+        transport = self._of()
+        assert transport is not None
+        self.seen = transport._watch.memory.tolist(), transport._failure
+        self.aborted.set()
+        raise RuntimeError("unspecified launch failure")
+
+
+def start(transport: NcclTransport) -> Any:
+    return transport.start(torch.zeros(4, 2), TO_OTHERS, torch.zeros(4, 2), TO_OTHERS)
+
+
+def watchers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "hcp-nccl-watch"]
+
+
+LATE = r"rank 1: the exchange with ranks \[0, 3\] did not end within 0\.05 s"
+
+
+def test_an_exchange_is_queued_with_its_number(
+    transport: NcclTransport, joined: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queued: list[tuple[Any, ...]] = []
+    queue(monkeypatch, lambda *arguments: queued.append(arguments))
+    for _ in range(2):
+        start(transport).wait()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    start(transport).wait()
+    for number, arguments in zip((1, 2, 0), queued, strict=True):
+        _, sends, _, receives, *rest = arguments
+        assert sends.tolist() == receives.tolist() == [[0, 1, 1], [3, 2, 2]]
+        assert rest == [7, transport._watch.memory, number, 60 * 10**9, 5]
+    assert joined == [5, 5, 5]
+    assert len(transport._watch._pending) == 2  # none of a graph
+
+
+def test_exchanges_that_end_are_forgotten(transport: NcclTransport, joined: list[int]) -> None:
+    for _ in range(3):
+        start(transport).wait()
+    transport._watch.memory[0] = 2
+    until(lambda: len(transport._watch._pending) == 1)
+    transport.check()
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_exchange_that_is_late_stops_the_device_before_what_hangs_is_ended(
+    group: dist.ProcessGroup,
+    joined: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    transport = made(group, monkeypatch, timeout=0.05)
+    pending = start(transport)
+    assert transport._backend.aborted.wait(10)
+    (ended, aborted), failure = transport._backend.seen
+    assert (ended, aborted) == (0, 1)
+    assert failure in caplog.messages
+    for call in (pending.wait, lambda: start(transport), transport.check):
+        with pytest.raises(hcp.HcpError, match=LATE):
+            call()
+    until(lambda: not watchers())
+
+
+def test_a_failure_that_is_found_while_a_rank_waits_is_raised_there(
+    group: dist.ProcessGroup, joined: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = made(group, monkeypatch, timeout=0.05)
+
+    def join(like: Tensor, stream: int) -> None:
+        assert transport._backend.aborted.wait(10)
+        raise RuntimeError("unspecified launch failure")
+
+    pending = start(transport)
+    monkeypatch.setattr(torch.ops.hcp, "join", SimpleNamespace(default=join))
+    with pytest.raises(hcp.HcpError, match=LATE) as raised:
+        pending.wait()
+    assert "unspecified launch failure" in str(raised.value.__context__)
+
+
+def test_an_exchange_that_nobody_waits_for_is_joined(
+    transport: NcclTransport, joined: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        pending = start(transport)
+        assert joined == []
+        raise ValueError(f"between start and wait of {pending}")
+
+    with pytest.raises(ValueError, match="between"):
+        fail()
+    gc.collect()
+    assert joined == [5]
+    start(transport).wait()
+    gc.collect()
+    assert joined == [5, 5]  # and once where it was waited for
+
+
+def test_closed_groups_refuse_exchanges_and_end_the_watch(
+    transport: NcclTransport, joined: list[int]
+) -> None:
+    start(transport).wait()
+    assert watchers()
+    dist.destroy_process_group(transport.group)
+    with pytest.raises(hcp.HcpError, match=r"rank 1: the process groups .* been closed"):
+        start(transport)
+    until(lambda: not watchers())
+
+
+def test_the_end_of_all_groups_is_that_of_hcps(transport: NcclTransport, joined: list[int]) -> None:
+    dist.destroy_process_group()
+    with pytest.raises(hcp.HcpError, match="have been closed"):
+        start(transport)
+    until(lambda: not watchers())
+
+
+def test_a_transport_that_is_gone_ends_its_watch(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = made(group, monkeypatch, timeout=60)
+    assert watchers()
+    del transport
+    gc.collect()
+    until(lambda: not watchers())
+
+
+def test_an_exchange_that_cannot_be_queued_names_the_ranks(transport: NcclTransport) -> None:
+    # On the CPU the operator has no kernel: it takes its arguments, and fails.
+    refused = r"rank 1: the exchange with ranks \[0, 3\] could not be queued: Could not run"
+    with pytest.raises(hcp.HcpError, match=refused):
+        start(transport)
+    assert not transport._watch._pending
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
