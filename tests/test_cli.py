@@ -417,6 +417,31 @@ GPU = """case "$1" in --query-gpu=compute_cap) echo 8.0 ;; esac"""
 
 
 @pytest.mark.parametrize(
+    ("gpus", "capability", "says"),
+    [
+        (0, "9.0", "torch sees no GPU"),
+        (1, "7.5", "compute capability 7.5, expected 8.0 or higher"),
+        (2, "7.5 9.0", None),
+        (1, "[N/A]", None),
+    ],
+)
+def test_doctor_says_whether_a_gpu_runs_the_kernels(
+    gpus: int,
+    capability: str,
+    says: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_nvidia_smi(tmp_path, monkeypatch, f"printf '%s\\n' {capability}")
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    assert doctor.lacks_gpu((8, 0)) == says
+    if says is not None:
+        cuda = [finding for finding in doctor.kernels() if finding.name.endswith("CUDA")]
+        assert all(finding.usable is False for finding in cuda)
+
+
+@pytest.mark.parametrize(
     ("name", "version", "usable", "says"),
     [
         ("cudnn", None, True, "of torch"),

@@ -179,18 +179,22 @@ def operators() -> list[str]:
 
 
 def kernels() -> Iterator[Finding]:
+    lacks = {"CPU": None, "CUDA": lacks_gpu((8, 0))}
+    for name in operators():
+        for device in lacks:
+            yield of_kernel(name, device, lacks[device])
+
+
+def of_kernel(name: str, device: str, lacks: str | None) -> Finding:
     import torch
 
-    for name in operators():
-        for device in ("CPU", "CUDA"):
-            has = torch._C._dispatch_has_kernel_for_dispatch_key(f"hcp::{name}", device)
-            usable: bool | None = has
-            says = "built in" if has else NOT_BUILT
-            if device == "CPU" and not has:
-                usable, says = None, "there is none: it is between GPUs"
-            elif has and device == "CUDA" and torch.version.cuda is None:
-                usable, says = False, f"built in, but {lacks_gpu()}"
-            yield Finding("kernels", f"{name}, {device}", says, usable)
+    part, shown = "kernels", f"{name}, {device}"
+    if torch._C._dispatch_has_kernel_for_dispatch_key(f"hcp::{name}", device):
+        says = "built in" if lacks is None else f"built in, but {lacks}"
+        return Finding(part, shown, says, lacks is None)
+    if device == "CPU":
+        return Finding(part, shown, "there is none: it is between GPUs")
+    return Finding(part, shown, NOT_BUILT, False)
 
 
 def attention() -> Iterator[Finding]:
@@ -229,7 +233,7 @@ def of_torch(part: str, kernel: Kernel) -> Finding:
     elif not hasattr(torch.ops.aten, operator):
         return Finding(part, name, f"torch {torch.__version__} lacks aten::{operator}", False)
     if isinstance(kernel, Flash2):
-        lacks = lacks_gpu()
+        lacks = lacks_gpu((8, 0))
         if lacks is None and not torch.backends.cuda.is_flash_attention_available():
             lacks = "torch was built without FlashAttention"
         return Finding(part, name, lacks or says, lacks is None)
@@ -273,9 +277,9 @@ def lacks_gpu(capability: tuple[int, int] = (0, 0)) -> str | None:
         return "torch sees no GPU"
     try:
         said = nvidia_smi("--query-gpu=compute_cap", "--format=csv,noheader").split()
-    except (OSError, subprocess.SubprocessError):
-        return None
-    if any(tuple(map(int, of.split("."))) >= capability for of in said):
+        if any(tuple(map(int, of.split("."))) >= capability for of in said):
+            return None
+    except (OSError, subprocess.SubprocessError, ValueError):
         return None
     wanted = ".".join(map(str, capability))
     return f"compute capability {' and '.join(sorted(set(said)))}, expected {wanted} or higher"
