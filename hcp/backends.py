@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from hcp.comm import COMM_TYPES
 from hcp.errors import HcpError
@@ -24,13 +25,23 @@ def _module(name: str) -> Callable[[], HandlerClass]:
     return lambda: importlib.import_module(name).Handler
 
 
-_backends: dict[str, Callable[[], HandlerClass]] = {
-    "torch": lambda: ContextParallelHandler,
-    "auto": _module("hcp.auto_backend"),
-    "cudnn": _module("hcp.cudnn_backend"),
-    "flash_attn": _module("hcp.flash_attn_backend"),
-    "flash_attn_4": _module("hcp.flash_attn_4_backend"),
-    "transformer_engine": _module("hcp.integrations.transformer_engine"),
+class Backend(NamedTuple):
+    load: Callable[[], HandlerClass]
+    package: str | None = None
+    """As pip calls the library that it wants beside torch."""
+    capability: tuple[int, int] = 0, 0
+    """The least of a GPU that it wants."""
+
+
+BACKENDS: dict[str, Backend] = {
+    "torch": Backend(lambda: ContextParallelHandler),
+    "auto": Backend(_module("hcp.auto_backend")),
+    "cudnn": Backend(_module("hcp.cudnn_backend"), capability=(8, 0)),
+    "flash_attn": Backend(_module("hcp.flash_attn_backend"), "flash-attn", (8, 0)),
+    "flash_attn_4": Backend(_module("hcp.flash_attn_4_backend"), "flash-attn-4", (9, 0)),
+    "transformer_engine": Backend(
+        _module("hcp.integrations.transformer_engine"), "transformer-engine"
+    ),
 }
 
 
@@ -46,13 +57,13 @@ def register_backend(name: str, load: Callable[[], HandlerClass]) -> None:
     All else (dispatch, combine, rolling, rotary embedding, the loss) it inherits. Raises ValueError
     for a name that is taken, or has a "." or ":".
     """
-    if name in _backends:
+    if name in BACKENDS:
         raise ValueError(f"backend {name!r} is there already, expected a new name")
     if set(name) & set(".:"):
         raise ValueError(
             f"backend {name!r} has a '.' or ':', expected neither: it is part of a class's name"
         )
-    _backends[name] = load
+    BACKENDS[name] = Backend(load)
 
 
 def get_cp_handler_cls(
@@ -77,15 +88,15 @@ def get_cp_handler_cls(
             raise ValueError(f"cp_comm_type is {name!r}, expected one of {COMM_TYPES}")
     if not types:
         raise ValueError("cp_comm_type is empty, expected one value or one per layer")
-    if backend not in _backends:
-        raise ValueError(f"backend is {backend!r}, expected one of {sorted(_backends)}")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}, expected one of {sorted(BACKENDS)}")
     return _made(backend, tuple(dict.fromkeys(types)))
 
 
 @functools.cache
 def _made(backend: str, comm_types: tuple[str, ...]) -> HandlerClass:
     try:
-        base = _backends[backend]()
+        base = BACKENDS[backend].load()
     except ImportError as error:
         raise HcpError(
             f"the backend {backend!r} cannot be imported ({error}): install its library, or use "

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hcp import kernels
+from hcp.backends import BACKENDS
 from hcp.handler import ContextParallelHandler
 from hcp.kernels import Call, Kernel, batched, each_alone, unbatched
 from hcp.layout import Entry
@@ -127,10 +128,11 @@ def _is_causal(entry: Entry, query: Tensor, value: Tensor) -> bool:
 
 
 def _kernels(device: torch.device) -> Sequence[Kernel]:
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+    least = BACKENDS[Handler.kernel_family].capability
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < least:
         raise ValueError(
-            f"the backend 'cudnn' is asked for {device}, expected CUDA and compute capability 8.0 "
-            "or higher: use 'torch' there"
+            f"the backend 'cudnn' is asked for {device}, expected CUDA and compute capability "
+            f"{least[0]}.{least[1]} or higher: use 'torch' there"
         )
     return (Cudnn(),)
 

@@ -16,6 +16,7 @@ from flash_attn.cute import interface  # type: ignore[import-not-found]
 from torch import Tensor
 
 from hcp import kernels
+from hcp.backends import BACKENDS
 from hcp.handler import ContextParallelHandler
 from hcp.kernels import Call, Flash2, Kernel
 
@@ -125,10 +126,12 @@ def _kernels(device: torch.device) -> Sequence[Kernel]:
             "there"
         )
     major, minor = torch.cuda.get_device_capability(device)
-    if major < 9:
+    least = BACKENDS[Handler.kernel_family].capability
+    if (major, minor) < least:
         raise ValueError(
             f"the backend 'flash_attn_4' is asked for compute capability {major}.{minor}, expected "
-            "9.0 or higher, since its backward has no kernel below: use 'torch' there"
+            f"{least[0]}.{least[1]} or higher, since its backward has no kernel below: use 'torch' "
+            "there"
         )
     return (Flash4(),)
 

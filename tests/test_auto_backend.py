@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 import hcp
 from hcp import auto_backend
 from hcp.auto_backend import MEASURED, Faster, nearest
-from hcp.cli import doctor
 from hcp.kernels import Call, Choice, Flash2, Plain, families, kernel_for
 from hcp.layout import Entry
 
@@ -132,14 +131,3 @@ def test_an_installed_package_that_cannot_be_imported_is_an_error(
     hopper.setitem(sys.modules, "hcp.flash_attn_4_backend", None)
     with pytest.raises(hcp.HcpError, match="flash-attn-4 is installed and cannot be imported"):
         picked()
-
-
-def test_doctor_says_whether_flash_attention_4_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto_backend, "installed", lambda: None)
-    finding = doctor.has_flash_attn_4("attention")
-    assert (finding.usable, finding.says) == (False, "the package flash-attn-4 is not installed")
-    monkeypatch.setattr(auto_backend, "installed", lambda: "4.0.0b36")
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert doctor.has_flash_attn_4("attention").usable
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert "has no CUDA" in doctor.has_flash_attn_4("attention").says

@@ -41,7 +41,7 @@ class Third(hcp.ContextParallelHandler):
 
 
 def test_classes_are_pickled_and_are_themselves_in_another_process(tmp_path: Path) -> None:
-    if "pickled" not in backends._backends:
+    if "pickled" not in backends.BACKENDS:
         hcp.register_backend("pickled", lambda: Third)
     classes = [
         hcp.get_cp_handler_cls(),
@@ -178,7 +178,7 @@ class Whole(hcp.ContextParallelHandler):
 def registered() -> Iterator[None]:
     hcp.register_backend("third party", lambda: Whole)
     yield
-    del backends._backends["third party"]
+    del backends.BACKENDS["third party"]
     backends._made.cache_clear()
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import platform
 import random
+import shlex
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hcp
+from hcp.cli import calibrate as calibration
 from hcp.cli.calibrate import conclude, flat_rows, held_out, main, parse_arguments
 from hcp.cli.calibrate import grid as cells_of
 from hcp.cli.fit import Fit, Point, fit, non_negative_least_squares
@@ -169,10 +173,15 @@ def test_times_that_do_not_grow_with_the_rows_are_refused() -> None:
 
 @pytest.mark.parametrize("comm_type", ["p2p", "a2a"])
 def test_measured_times_become_a_file_that_plans(
-    comm_type: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    comm_type: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(calibration, "nvidia_smi", lambda *_: "580.1\n580.1\n")
     out = tmp_path / "cost.json"
-    args = parse_arguments([*SMALL, "--ranks", "3", "--out", str(out), "--cp-comm-type", comm_type])
+    argv = [*SMALL, "--ranks", "3", "--out", str(out), "--cp-comm-type", comm_type]
+    args = parse_arguments(argv)
     cells = cells_of(3, 16, 256)
     truth = Fit(PRICES, 0)
     seconds = [truth.predict(Point(c.lengths, c.degree, False, 1.0)) for c in cells]
@@ -180,6 +189,16 @@ def test_measured_times_become_a_file_that_plans(
     assert "held-out points: median" in capsys.readouterr().out
     provenance = json.loads(out.read_text())["provenance"]
     assert (provenance["ranks"], provenance["model"]["cp_comm_type"]) == (3, comm_type)
+    assert shlex.split(provenance["command"]) == ["python", "-m", "hcp", "calibrate", *argv]
+    assert provenance["device"] == "a device"
+    assert provenance["versions"] == {
+        "hcp": hcp.__version__,
+        "torch": torch.__version__,
+        "CUDA": torch.version.cuda,
+        "driver": "580.1",
+        "python": platform.python_version(),
+    }
+    assert datetime.strptime(provenance["date"], "%Y-%m-%d %H:%M UTC")
     assert provenance["errors"]["held-out"]["points"] == 11
     assert provenance["errors"]["fitted"]["points"] == 34
     assert provenance["points"] == [
@@ -188,6 +207,11 @@ def test_measured_times_become_a_file_that_plans(
     ]
     cost = hcp.CostModel.load(out)
     hcp.check_plan(hcp.plan([700, 30, 90], ranks=3, max_tokens_per_rank=256, cost=cost))
+
+
+def test_no_driver_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert calibration.driver() is None
 
 
 @pytest.mark.parametrize("comm_type", ["p2p", "a2a+p2p"])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import re
 import sys
 from pathlib import Path
 from random import Random
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,12 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hcp
+from hcp import backends
 from hcp.__main__ import main
 from hcp.cli import doctor
 from hcp.cli.families import FAMILIES
 from hcp.trace import chrome_trace, timeline
 from hcp.transports import TRANSPORTS
 
+ROOT = Path(__file__).resolve().parents[1]
 LIMITS = ["--ranks", "8", "--max-tokens-per-rank", "1024"]
 Capture = pytest.CaptureFixture[str]
 
@@ -378,14 +382,95 @@ def test_doctor_reports_a_trial_that_fails(
 def test_doctor_says_that_torch_has_no_cuda(capsys: Capture) -> None:
     findings = examined(capsys, "--probe")
     for part, name in [
-        *(("kernels", f"{name}, CUDA") for name in doctor.KERNELS),
+        *(("kernels", f"{name}, CUDA") for name in doctor.operators()),
         ("attention", "FlashAttention-2 of torch"),
+        ("attention", "cudnn"),
     ]:
         assert findings[part, name]["usable"] is False
         assert findings[part, name]["says"]
     # Without one, --probe finds nothing wrong.
     assert findings["trial", "GPUs"]["usable"] is None
     assert findings["trial", "GPUs"]["says"] == "not tried: torch sees none"
+
+
+def test_doctor_lists_every_kernel_backend_and_transport(capsys: Capture) -> None:
+    listed = examined(capsys)
+    schemas = (ROOT / "csrc/torch/ops.cpp").read_text()
+    kernels = re.findall(r'm\.def\(\s*"(\w+)\(', schemas)
+    assert {"rotate", "reduce_rotated", "stage", "read", "nccl_exchange"} <= set(kernels)
+    for device in ("CPU", "CUDA"):
+        assert {("kernels", f"{name}, {device}") for name in kernels} <= set(listed)
+    assert {("attention", name) for name in {*backends.BACKENDS} - {"torch"}} <= set(listed)
+    assert {("attention", name) for name, _ in doctor.TORCH_KERNELS.values()} <= set(listed)
+    assert {name for part, name in listed if part == "transports"} >= (
+        {*TRANSPORTS} - {"auto", "torch"} | {"torch over Gloo", "torch over NCCL", "loopback"}
+    )
+
+
+def test_a_backend_that_is_new_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(backends.BACKENDS, "new", backends.Backend(Mock(), "no-such-package"))
+    found = {finding.name: finding for finding in doctor.attention()}
+    assert found["new"].says == "the package no-such-package is not installed"
+
+
+GPU = """case "$1" in --query-gpu=compute_cap) echo 8.0 ;; esac"""
+
+
+@pytest.mark.parametrize(
+    ("gpus", "capability", "says"),
+    [
+        (0, "9.0", "torch sees no GPU"),
+        (1, "7.5", "compute capability 7.5, expected 8.0 or higher"),
+        (2, "7.5 9.0", None),
+        (1, "[N/A]", None),
+    ],
+)
+def test_doctor_says_whether_a_gpu_runs_the_kernels(
+    gpus: int,
+    capability: str,
+    says: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_nvidia_smi(tmp_path, monkeypatch, f"printf '%s\\n' {capability}")
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    assert doctor.lacks_gpu((8, 0)) == says
+    if says is not None:
+        cuda = [finding for finding in doctor.kernels() if finding.name.endswith("CUDA")]
+        assert all(finding.usable is False for finding in cuda)
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "usable", "says"),
+    [
+        ("cudnn", None, True, "of torch"),
+        ("flash_attn", None, False, "the package flash-attn is not installed"),
+        ("flash_attn", "2.8.3", True, "flash-attn 2.8.3, not imported"),
+        ("flash_attn_4", None, False, "the package flash-attn-4 is not installed"),
+        ("flash_attn_4", "4.0", False, "compute capability 8.0, expected 9.0 or higher"),
+        ("transformer_engine", "2.9", True, "transformer-engine 2.9, not imported"),
+        ("auto", "4.0", True, "what torch does, without flash_attn_4: compute capability"),
+    ],
+)
+def test_doctor_says_which_backends_a_gpu_has(
+    name: str,
+    version: str | None,
+    usable: bool,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_nvidia_smi(tmp_path, monkeypatch, 'case "$1" in --query-gpu=compute_cap) echo 8.0 ;; esac')
+    monkeypatch.setattr(doctor, "installed", lambda package: version)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.backends.cudnn.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    finding = doctor.of_backend("attention", name)
+    assert finding.usable is usable
+    assert finding.says.startswith(says)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert doctor.of_backend("attention", name).usable is (name == "auto")
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,24 @@ def test_pack_and_unpack_take_rows_any_stride_apart(device):
     assert torch.equal(torch.cat(outs, 1), wide[1:2, 1:6])
 
 
+@pytest.mark.parametrize("columns", [16, 17, 33])
+@pytest.mark.parametrize("to", [None, torch.float64], ids=str)
+def test_pack_and_unpack_take_any_number_of_tensors(device, columns, to):
+    widths = [8] * (columns - 2) + [0, 3]
+    sources = [
+        random(6, width, seed=i, dtype=torch.float32, device=device).requires_grad_()
+        for i, width in enumerate(widths)
+    ]
+    records = [(2, 4), (-1, 1), (0, 2)]
+    out = ops.pack(sources, segments_table(*records), 7, dtype=to)
+    expected = reference.pack([source.detach().cpu() for source in sources], records)
+    assert torch.equal(out.cpu(), expected.to(to or torch.float32))
+    out.backward(torch.ones_like(out))
+    assert all(torch.equal(source.grad, torch.ones_like(source)) for source in sources)
+    back = ops.unpack(out.detach(), segments_table((5, 2), (0, 4)), widths, 6, dtype=torch.float32)
+    assert all(torch.equal(o, source) for o, source in zip(back, sources, strict=True))
+
+
 def test_pack_of_zero_rows(device):
     source = random(3, 2, seed=0, device=device).requires_grad_()
     out = ops.pack([source], segments_table(), 0)

@@ -40,12 +40,13 @@ struct copy_table {
   }
 };
 
-/* The columns of all launches. */
+/* The columns that a launch carries. */
 struct moved_columns {
   copied_column column[HCP_CUDA_COLUMNS_MAX];
   int64_t source_bytes[HCP_CUDA_COLUMNS_MAX]; /* of a row */
   int32_t n = 0;
 
+  bool full() const { return n == HCP_CUDA_COLUMNS_MAX; }
   void add(const copied_column &one, int64_t row_bytes) {
     column[n] = one;
     source_bytes[n++] = row_bytes;
@@ -217,26 +218,22 @@ static hcp_status move_all(const hcp_cast *cast, const moved_columns &columns,
   return move_by(mover_of<MANY>(cast, columns), columns, segments, n_segments, on, err);
 }
 
-static hcp_status check_columns(int32_t n, hcp_error *err) {
-  if (n <= HCP_CUDA_COLUMNS_MAX) return HCP_OK;
-  return hcp__fail(err, HCP_INVALID, "%d tensors side by side, expected <= %d on a GPU", n,
-                   HCP_CUDA_COLUMNS_MAX);
-}
-
 static hcp_status pack(const hcp_cast *cast, const hcp_column *sources, int32_t n_sources,
                        const hcp_segment *segments, int64_t n_segments, hcp_column out,
                        void *stream, hcp_error *err) {
   moved_columns columns;
   char *target = (char *)out.data;
-  hcp_status status = check_columns(n_sources, err);
-  if (status != HCP_OK) return status;
-  for (int32_t c = 0; c < n_sources; ++c) {
+  hcp_status status = HCP_OK;
+  for (int32_t c = 0; c < n_sources && status == HCP_OK; ++c) {
     const hcp_column &source = sources[c];
     columns.add({(const char *)source.data, target, source.row_stride_bytes, out.row_stride_bytes},
                 source.row_bytes);
     target += cast == NULL ? source.row_bytes : hcp_cast_bytes(*cast, source.row_bytes);
+    if (!columns.full() && c < n_sources - 1) continue;
+    status = move_all(cast, columns, segments, n_segments, stream, err);
+    columns.n = 0;
   }
-  return move_all(cast, columns, segments, n_segments, stream, err);
+  return status;
 }
 
 static hcp_status unpack(const hcp_cast *cast, hcp_column source, const hcp_segment *segments,
@@ -244,16 +241,18 @@ static hcp_status unpack(const hcp_cast *cast, hcp_column source, const hcp_segm
                          hcp_error *err) {
   moved_columns columns;
   const char *from = (const char *)source.data;
-  hcp_status status = check_columns(n_outs, err);
-  if (status != HCP_OK) return status;
-  for (int32_t c = 0; c < n_outs; ++c) {
+  hcp_status status = HCP_OK;
+  for (int32_t c = 0; c < n_outs && status == HCP_OK; ++c) {
     int64_t bytes = outs[c].row_bytes;
     if (cast != NULL) bytes = hcp_cast_bytes({cast->to, cast->from}, bytes);
     columns.add({from, (char *)outs[c].data, source.row_stride_bytes, outs[c].row_stride_bytes},
                 bytes);
     from += bytes;
+    if (!columns.full() && c < n_outs - 1) continue;
+    status = move_all(cast, columns, segments, n_segments, stream, err);
+    columns.n = 0;
   }
-  return move_all(cast, columns, segments, n_segments, stream, err);
+  return status;
 }
 
 hcp_status hcp_cuda_pack(const hcp_column *sources, int32_t n_sources, const hcp_segment *segments,

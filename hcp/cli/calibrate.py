@@ -16,6 +16,8 @@ import importlib.util
 import itertools
 import os
 import platform
+import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from hcp.cli.arguments import in_words, new_parser
+from hcp.cli.doctor import nvidia_smi
 from hcp.comm import COMM_TYPES, check_comm_types
 from hcp.config import Config
 from hcp.expect import expect_size
@@ -101,6 +104,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="bfloat16: autocast over float32 weights, which FlashAttention on GPUs needs",
     )
     args = parser.parse_args(argv)
+    args.command = shlex.join(["python", "-m", "hcp", "calibrate", *argv])
     args.ranks = number_of_ranks(args.ranks)
     for name in SIZES:
         expect_size(name, getattr(args, name))
@@ -187,6 +191,14 @@ def errors_in_words(found: Fit, points: Sequence[Point]) -> dict[str, Any]:
     }
 
 
+def driver() -> str | None:
+    """Version of NVIDIA's, where there is one."""
+    try:
+        return nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return None
+
+
 def provenance(
     args: argparse.Namespace, device: str, errors: dict[str, Any], points: Sequence[Point]
 ) -> dict[str, Any]:
@@ -198,13 +210,15 @@ def provenance(
     model = (*SIZES[3:], "dtype", "untie_embeddings_and_output_weights", "cp_comm_type")
     levels = "hierarchical_context_parallel_sizes"
     return {
-        "command": "python -m hcp calibrate",
+        "command": args.command,
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "device": device,
         "ranks": args.ranks,
         "versions": {
             "hcp": hcp.__version__,
             "torch": torch.__version__,
+            "CUDA": torch.version.cuda,
+            "driver": driver(),
             "python": platform.python_version(),
         },
         "model": {name: getattr(args, name) for name in (*model, levels)},

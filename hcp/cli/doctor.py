@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -16,11 +15,14 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hcp.cli.arguments import new_parser
+from hcp.integrations.versions import installed
 
-KERNELS = ("pack", "unpack", "merge", "reduce")
+if TYPE_CHECKING:
+    from hcp.kernels import Kernel
+
 EXTRAS = {
     "matplotlib": "pictures of plan, simulate and demo",
     "tqdm": "progress of calibrate and demo",
@@ -79,11 +81,9 @@ def loaded(module: str) -> str:
 
 
 def extra(part: str, name: str, purpose: str) -> Finding:
-    try:
-        return Finding(part, name, importlib.metadata.version(name), True)
-    except importlib.metadata.PackageNotFoundError:
-        says = f"not installed, needed for {purpose}: python -m pip install {name}"
-        return Finding(part, name, says, False)
+    version = installed(name)
+    says = f"not installed, needed for {purpose}: python -m pip install {name}"
+    return Finding(part, name, version or says, version is not None)
 
 
 # ---- Devices and links ---------------------------------------------------------------------------
@@ -165,66 +165,132 @@ def link_pairs(matrix: str) -> dict[str, list[tuple[int, int]]]:
 # ---- Kernels, attention, transports --------------------------------------------------------------
 
 
-def kernels() -> Iterator[Finding]:
+NOT_BUILT = "not built in: nvcc was missing when hcp was built"
+
+
+def operators() -> list[str]:
+    """What the compiled library has: all of ``torch.ops.hcp`` but attention, which is in Python."""
     import torch
 
-    import hcp.ops  # noqa: F401  (registers the operators)
+    import hcp.ops  # noqa: F401  (registers them)
 
-    for name in KERNELS:
-        for device in ("CPU", "CUDA"):
-            has = torch._C._dispatch_has_kernel_for_dispatch_key(f"hcp::{name}", device)
-            says = "built in" if has else "not built in: nvcc was missing when hcp was built"
-            if has and device == "CUDA" and torch.version.cuda is None:
-                has, says = False, f"built in, but torch {torch.__version__} has no CUDA"
-            yield Finding("kernels", f"{name}, {device}", says, has)
+    names = (name.split("::") for name in torch._C._dispatch_get_all_op_names())
+    return sorted(name for of, name in names if of == "hcp" and not name.startswith("attention"))
+
+
+def kernels() -> Iterator[Finding]:
+    lacks = {"CPU": None, "CUDA": lacks_gpu((8, 0))}
+    for name in operators():
+        for device in lacks:
+            yield of_kernel(name, device, lacks[device])
+
+
+def of_kernel(name: str, device: str, lacks: str | None) -> Finding:
+    import torch
+
+    part, shown = "kernels", f"{name}, {device}"
+    if torch._C._dispatch_has_kernel_for_dispatch_key(f"hcp::{name}", device):
+        says = "built in" if lacks is None else f"built in, but {lacks}"
+        return Finding(part, shown, says, lacks is None)
+    if device == "CPU":
+        return Finding(part, shown, "there is none: it is between GPUs")
+    return Finding(part, shown, NOT_BUILT, False)
 
 
 def attention() -> Iterator[Finding]:
+    """PyTorch's kernels, those of the backend torch, and then every other backend."""
     import torch
 
-    from hcp.kernels import CpuFlash, Flash2, Plain
+    from hcp.backends import BACKENDS
+    from hcp.kernels import torch_kernels
 
     part = "attention"
-    yield has_operator(
-        part, "FlashAttention on the CPU", "_scaled_dot_product_flash_attention_for_cpu", CpuFlash
-    )
-    flash = has_operator(part, "FlashAttention-2 of torch", "_flash_attention_forward", Flash2)
-    if torch.version.cuda is None:
-        says = f"torch {torch.__version__} has no CUDA"
-        flash = flash._replace(usable=False, says=says)
-    elif not torch.backends.cuda.is_flash_attention_available():
-        flash = flash._replace(usable=False, says="torch was built without FlashAttention")
-    yield flash
-    yield has_flash_attn_4(part)
-    says = f"{dtypes_of(Plain)}: slow, for types that FlashAttention on GPUs lacks"
-    yield Finding(part, "the plain formula", says, True)
+    found = [k for device in ("cpu", "cuda") for k in torch_kernels(torch.device(device))]
+    for kernel in dict.fromkeys(found):
+        yield of_torch(part, kernel)
+    for name in BACKENDS:
+        if name != "torch":
+            yield of_backend(part, name)
 
 
-def has_flash_attn_4(part: str) -> Finding:
+TORCH_KERNELS = {
+    "CpuFlash": ("FlashAttention on the CPU", "_scaled_dot_product_flash_attention_for_cpu"),
+    "Flash2": ("FlashAttention-2 of torch", "_flash_attention_forward"),
+    "Plain": ("the plain formula", None),
+}
+"""What they are called, and PyTorch's operator."""
+
+
+def of_torch(part: str, kernel: Kernel) -> Finding:
     import torch
 
-    from hcp.auto_backend import MEASURED_CAPABILITY, installed
+    from hcp.kernels import Flash2
 
-    name, version = "FlashAttention-4", installed()
-    if version is None:
-        return Finding(part, name, "the package flash-attn-4 is not installed", False)
-    if torch.version.cuda is None:
-        return Finding(part, name, f"torch {torch.__version__} has no CUDA", False)
-    capability = ".".join(map(str, MEASURED_CAPABILITY))
-    says = f"flash-attn-4 {version}, not imported; the backend auto uses it on {capability} only"
+    name, operator = TORCH_KERNELS[type(kernel).__name__]
+    says = ", ".join(str(dtype).removeprefix("torch.") for dtype in kernel.dtypes)
+    if operator is None:
+        says += ": slow, for types that FlashAttention on GPUs lacks"
+    elif not hasattr(torch.ops.aten, operator):
+        return Finding(part, name, f"torch {torch.__version__} lacks aten::{operator}", False)
+    if isinstance(kernel, Flash2):
+        lacks = lacks_gpu((8, 0))
+        if lacks is None and not torch.backends.cuda.is_flash_attention_available():
+            lacks = "torch was built without FlashAttention"
+        return Finding(part, name, lacks or says, lacks is None)
     return Finding(part, name, says, True)
 
 
-def has_operator(part: str, name: str, operator: str, kernel: type) -> Finding:
+def of_backend(part: str, name: str) -> Finding:
+    """Its library is looked up, not imported."""
+    from hcp.backends import BACKENDS
+
+    backend = BACKENDS[name]
+    version = installed(backend.package) if backend.package else None
+    if name == "auto":
+        return Finding(part, name, choice_of_auto(part), True)
+    if backend.package and version is None:
+        return Finding(part, name, f"the package {backend.package} is not installed", False)
+    lacks = lacks_gpu(backend.capability) or (lacks_cudnn() if name == "cudnn" else None)
+    if lacks is not None:
+        return Finding(part, name, lacks, False)
+    says = f"{backend.package} {version}, not imported" if version else "of torch"
+    return Finding(part, name, says, True)
+
+
+def choice_of_auto(part: str) -> str:
+    from hcp.auto_backend import MEASURED_CAPABILITY
+
+    other = of_backend(part, "flash_attn_4")
+    if not other.usable:
+        return f"what torch does, without flash_attn_4: {other.says}"
+    measured = ".".join(map(str, MEASURED_CAPABILITY))
+    return f"for every call torch or flash_attn_4, on compute capability {measured}; else torch"
+
+
+def lacks_gpu(capability: tuple[int, int] = (0, 0)) -> str | None:
+    """Why no GPU here serves, as far as the driver says; None: one does."""
     import torch
 
-    if not hasattr(torch.ops.aten, operator):
-        return Finding(part, name, f"torch {torch.__version__} lacks aten::{operator}", False)
-    return Finding(part, name, dtypes_of(kernel), True)
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} has no CUDA"
+    if torch.cuda.device_count() == 0:
+        return "torch sees no GPU"
+    try:
+        said = nvidia_smi("--query-gpu=compute_cap", "--format=csv,noheader").split()
+        if any(tuple(map(int, of.split("."))) >= capability for of in said):
+            return None
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+    wanted = ".".join(map(str, capability))
+    return f"compute capability {' and '.join(sorted(set(said)))}, expected {wanted} or higher"
 
 
-def dtypes_of(kernel: Any) -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in kernel.dtypes)
+def lacks_cudnn() -> str | None:
+    import torch
+
+    if torch.backends.cudnn.is_available():  # type: ignore[no-untyped-call]
+        return None
+    return f"torch {torch.__version__} was built without cuDNN"
 
 
 def transports() -> Iterator[Finding]:
@@ -232,6 +298,7 @@ def transports() -> Iterator[Finding]:
     import torch.distributed as dist
 
     part = "transports"
+    yield Finding(part, "loopback", "ranks as threads of one process, for tests", True)
     if not dist.is_available():
         yield Finding(part, "torch.distributed", "torch was built without it", False)
         return
@@ -251,14 +318,15 @@ def transports() -> Iterator[Finding]:
 
 def _between_gpus(over_nccl: Finding, gpus: int) -> Iterator[Finding]:
     """The transports that hcp brings along, which build on NCCL's process group."""
-    from hcp.transports import has_kernels
+    from hcp.transports import TRANSPORTS, has_kernels
 
-    for name in ("nccl", "peer"):
+    for name in TRANSPORTS:
+        if name in ("auto", "torch"):
+            continue
         if not over_nccl.usable:
             yield over_nccl._replace(name=name)
         elif not has_kernels():
-            says = "not built in: nvcc was missing when hcp was built"
-            yield Finding(over_nccl.part, name, says, False)
+            yield Finding(over_nccl.part, name, NOT_BUILT, False)
         elif name == "nccl":
             yield over_nccl._replace(name=name)
         elif gpus < 2:

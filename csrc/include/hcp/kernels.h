@@ -175,13 +175,13 @@ void hcp_cpu_rotate(hcp_dtype dtype, hcp_heads source, const hcp_rotation *rotat
  * unpack and reduce (of NaN, some NaN), up to rounding for merge and its gradients. Work is queued
  * on a stream (a cudaStream_t) and the call returns: nothing is allocated, nothing is waited for,
  * so that a CUDA graph can capture it. Tables lie in host memory and travel with the launch; they
- * may be freed when the call returns. Large tables take several launches.
+ * may be freed when the call returns. Large tables and many columns take several launches.
  *
  * HCP_DEVICE carries the text of a CUDA error. HCP_INVALID: a row of more parts
- * or more records, or more columns, than a launch can carry. */
+ * or more records than a launch can carry. */
 
-/* Parts and records of one row, and columns of one call, that a launch can carry.
- * A gradient has a record for each time that a row was gathered. */
+/* Parts and records of one row, and columns, that a launch can carry. A gradient has
+ * a record for each time that a row was gathered. */
 #define HCP_CUDA_PARTS_MAX 128
 #define HCP_CUDA_RECORDS_MAX 512
 #define HCP_CUDA_COLUMNS_MAX 16

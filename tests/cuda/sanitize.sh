@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# What compute-sanitizer finds in the kernels, on one GPU. Builds nothing: needs hcp importable and pytest.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+export PYTHONPATH="$PWD:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}"
+for tool in memcheck racecheck; do
+  # Left out: kernels that must run at the same time, which a sanitizer may run one after the other.
+  compute-sanitizer --tool "$tool" --error-exitcode 1 python3 -m pytest -q -p no:cacheprovider -o addopts= \
+    -k "not while_they_are_staged" tests/cuda/test_kernels_cuda.py "$@"
+done
