@@ -294,6 +294,7 @@ class _Repeated:
 
     def __init__(self, kernel: Kernel, key_of: list[int], count: int) -> None:
         self._kernel, self._key_of, self._count = kernel, key_of, count
+        self._index = torch.tensor(key_of, device="cpu")
         self.calls = kernel.calls
         self.dtypes = kernel.dtypes
 
@@ -304,7 +305,7 @@ class _Repeated:
     def forward(
         self, call: Call, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        keys, values = key[:, self._key_of], value[:, self._key_of]
+        keys, values = self._repeat(key), self._repeat(value)
         return self._kernel.forward(call, query, keys, values, scale)
 
     def backward(
@@ -319,15 +320,23 @@ class _Repeated:
         lse: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        keys, values = key[:, self._key_of], value[:, self._key_of]
+        keys, values = self._repeat(key), self._repeat(value)
         grad_query, grad_keys, grad_values = self._kernel.backward(
             call, grad_out, grad_lse, query, keys, values, out, lse, scale
         )
         return grad_query, self._collapse(grad_keys), self._collapse(grad_values)
 
+    def _index_on(self, device: torch.device) -> Tensor:
+        """Kept there for the next layer: the host waits for the copy."""
+        if self._index.device != device:
+            self._index = self._index.to(device)
+        return self._index
+
+    def _repeat(self, rows: Tensor) -> Tensor:
+        return rows.index_select(1, self._index_on(rows.device))
+
     def _collapse(self, grad: Tensor) -> Tensor:
         """The adjoint of the repetition, summed in float32 (float64 for float64)."""
         wider = wide(grad.dtype)
-        index = torch.tensor(self._key_of, device=grad.device)
         total = grad.new_zeros(grad.shape[0], self._count, grad.shape[2], dtype=wider)
-        return total.index_add_(1, index, grad.to(wider)).to(grad.dtype)
+        return total.index_add_(1, self._index_on(grad.device), grad.to(wider)).to(grad.dtype)

@@ -114,7 +114,8 @@ class Slots:
         if self._stream and torch.cuda.is_current_stream_capturing():
             raise HcpError(
                 "a CUDA graph captures an exchange through peers' memory, whose signals count on: "
-                'build the process groups with transport="nccl" for layers in graphs'
+                'build the process groups with transport="nccl" for layers in graphs, and run each '
+                "layer before it is captured"
             )
 
     def check(self) -> None:

@@ -156,11 +156,11 @@ def expected(case: Case) -> tuple[list[tuple[Tensor, ...]], Tensor | None]:
     return answers, None if sinks is None else sinks.grad
 
 
-def attention_errors(
-    groups: Groups, case: Case, plan: hcp.Plan | None = None, *, mean: bool = False
-) -> list[float]:
-    """Largest errors (or mean ones) of each of RESULTS over the sequences that this rank loaded,
-    and of the sinks' gradient."""
+def compared(
+    groups: Groups, case: Case, plan: hcp.Plan | None = None
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Number of one of RESULTS, what was computed of the sequences that this rank loaded, and what
+    is expected, in float64, by micro-batch; then the same of the sinks' gradient."""
     plan = plan or case.plan()
     rank = groups.transport.rank
     sources = [(i * 7 + 3) % plan.ranks for i in range(len(case.lengths))]
@@ -168,7 +168,6 @@ def attention_errors(
     cls = hcp.get_cp_handler_cls(case.backend)
     step = hcp.dispatch(plan, samples, sources, groups, handler_cls=cls, **case.comm)
     answers, grad_sinks = expected(case)
-    worst = [0.0] * len(RESULTS)
     sinks = sinks_of(case)
     if sinks is not None:
         sinks = sinks.to(groups.transport.device).requires_grad_()
@@ -190,11 +189,21 @@ def attention_errors(
             want = torch.cat(whole) if whole else back
             assert back.shape == want.shape, (n, back.shape, want.shape)
             assert torch.isfinite(back).all(), (n, case)
-            if back.numel():
-                errors = (back - want).abs()
-                worst[n] = max(worst[n], float(errors.mean() if mean else errors.max()))
+            yield n, back, want
     if sinks is not None and grad_sinks is not None:
-        worst.append(float((summed(groups, sinks.grad) - grad_sinks).abs().max()))
+        yield len(RESULTS), summed(groups, sinks.grad), grad_sinks
+
+
+def attention_errors(
+    groups: Groups, case: Case, plan: hcp.Plan | None = None, *, mean: bool = False
+) -> list[float]:
+    """Largest errors (or mean ones) of each of RESULTS over the sequences that this rank loaded,
+    and of the sinks' gradient."""
+    worst = [0.0] * (len(RESULTS) + case.sinks)
+    for n, found, want in compared(groups, case, plan):
+        if found.numel():
+            errors = (found - want).abs()
+            worst[n] = max(worst[n], float(errors.mean() if mean else errors.max()))
     return worst
 
 
@@ -226,6 +235,23 @@ def loopback_error(case: Case, plan: hcp.Plan | None = None, device: str = "cpu"
             sharing=case.sharing,
         )
     return max(max(errors) for errors in results)
+
+
+def loopback_rms(case: Case, device: str = "cpu") -> dict[str, float]:
+    """Root-mean-square error of each of RESULTS over all rows, in units of that of the answer, and
+    of the sinks' gradient."""
+    names = (*RESULTS, "dsinks")[: len(RESULTS) + case.sinks]
+
+    def squares(groups: Groups) -> Tensor:
+        sums = torch.zeros(len(names), 2, dtype=torch.float64)
+        for n, found, want in compared(groups, case):
+            sums[n] += torch.stack([(found - want).square().sum(), want.square().sum()])
+        return sums
+
+    with staged_by(case.stage_rows):
+        sums = sum(hcp.loopback(case.ranks, squares, device=device, sharing=case.sharing))
+    assert isinstance(sums, Tensor)
+    return {n: float((e / w).sqrt()) for n, (e, w) in zip(names, sums, strict=True)}
 
 
 @contextmanager

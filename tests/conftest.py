@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -15,3 +17,22 @@ torch.set_num_threads(1)
 settings.register_profile("here", deadline=None, print_blob=True)
 settings.register_profile("ci", settings.get_profile("here"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """What tests have recorded as "ratios": the largest of each test, and with -v of each case."""
+    largest: dict[str, dict[str, float]] = defaultdict(dict)
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.stats.get(outcome, []):
+            for name, ratios in report.user_properties:
+                if name != "ratios":
+                    continue
+                tests = [report.location[2].partition("[")[0]]
+                for test in tests + [report.location[2]] * (config.option.verbose > 0):
+                    for key, ratio in ratios.items():
+                        largest[test][key] = max(ratio, largest[test].get(key, 0))
+    for test, ratios in largest.items():
+        text = " ".join(f"{key} {ratio:.2f}" for key, ratio in ratios.items())
+        terminalreporter.write_line(f"ratio {text}  {test}")

@@ -17,6 +17,7 @@ from cases import (
     dispatched,
     gloo_errors,
     loopback_error,
+    loopback_rms,
     staged_by,
 )
 from hypothesis import given, settings
@@ -263,9 +264,10 @@ def test_gloo_ranks_equal_one_rank(ranks: int, comm_type: str) -> None:
 @pytest.mark.parametrize("comm_type", TYPES)
 def test_narrow_types_round_as_one_rank_does(comm_type: str, dtype: str) -> None:
     case = Case((129, 17), 4, min_degree=4, comm_type=comm_type, dtype=dtype, head_dim=16)
-    alone = replace(case, ranks=1, min_degree=1)
-    # One kernel call rounds as well; merging and summing add at most one rounding each.
-    assert loopback_error(case) <= 3 * loopback_error(alone)
+    alone, found = loopback_rms(replace(case, ranks=1, min_degree=1)), loopback_rms(case)
+    # The kernel's own error and a rounding; summing parts that are rounded adds one of its size.
+    for name, error in found.items():
+        assert error <= 1.25 * alone[name], (name, error / alone[name])
 
 
 def chained_merge(

@@ -233,27 +233,37 @@ def fingerprint(model, optimizer):
 # ---- parity --------------------------------------------------------------------------------------
 
 
-def compare_layouts(rank, size, sizes, tp, pp, dtype):
-    """For all pairs of CP sizes: losses inside and outside, and training as if nothing happened."""
-    data, training = samples_of(7), samples_of(12, seed=9)
-    losses = {}
+def compare_layouts(rank, size, sizes, tp, pp, *dtypes):
+    """For each dtype and all pairs of CP sizes: how far losses inside and outside are apart, while
+    training goes on as if nothing happened."""
+    losses = {dtype: {} for dtype in dtypes}
     for train_cp in sizes:
         train = hcp.build_process_groups(tp=tp, cp=train_cp, pp=pp)
-        model, optimizer = build(train, getattr(torch, dtype))
-        twin, twin_optimizer = build(train, getattr(torch, dtype))
+        pairs = [[build(train, getattr(torch, dtype)) for _ in range(2)] for dtype in dtypes]
         for step, eval_cp in enumerate(sizes):
-            train_step(model, optimizer, training)
-            train_step(twin, twin_optimizer, training)
             evaluation = train.with_context_parallel(eval_cp)
-            for packed in (1, 3):
-                outside = evaluate(model, data, packed)
-                with hcp.eval_cp_context(model, train, evaluation, strict=True):
-                    inside = evaluate(model, data, packed)
-                    assert model.cp_size == model.config.context_parallel_size == eval_cp
-                assert inside.count == outside.count
-                losses[train_cp, eval_cp, packed] = abs(inside.mean / outside.mean - 1)
-            same = fingerprint(model, optimizer) == fingerprint(twin, twin_optimizer)
-            assert same, f"weights or optimizer differ at step {step}"
+            for dtype, pair in zip(dtypes, pairs, strict=True):
+                for packed, apart in compare_layout(train, evaluation, pair, eval_cp, step).items():
+                    losses[dtype][train_cp, eval_cp, packed] = apart
             evaluation.close()
         train.close()
+    return losses
+
+
+def compare_layout(train, evaluation, pair, eval_cp, step):
+    """The same of one switch, by number of samples packed."""
+    data, training = samples_of(7), samples_of(12, seed=9)
+    (model, optimizer), (twin, twin_optimizer) = pair
+    train_step(model, optimizer, training)
+    train_step(twin, twin_optimizer, training)
+    losses = {}
+    for packed in (1, 3):
+        outside = evaluate(model, data, packed)
+        with hcp.eval_cp_context(model, train, evaluation, strict=True):
+            inside = evaluate(model, data, packed)
+            assert model.cp_size == model.config.context_parallel_size == eval_cp
+        assert inside.count == outside.count
+        losses[packed] = abs(inside.mean / outside.mean - 1)
+    same = fingerprint(model, optimizer) == fingerprint(twin, twin_optimizer)
+    assert same, f"weights or optimizer differ at step {step}"
     return losses

@@ -1,28 +1,33 @@
-"""A rank that dies inside hcp.eval_cp_context ends all others with an error, on GPUs over NCCL.
+"""A rank that dies inside hcp.eval_cp_context ends all others with hcp's error, which names it.
 
     python tests/cuda/check_killed.py --ranks 4
 
-No launcher ends the others here: each has to notice by itself, within the groups' timeout and what
-the library takes to act on it. Exits with 1 where one goes on, ends as if nothing had happened, or
-hangs. With --device cpu the same over Gloo.
+Under each transport of GPUs, the first rank and the last. No launcher ends the others here: each
+notices by itself, in a layer whose keys do not come, within the groups' timeout. Exits with 1 where
+one goes on, hangs, or ends in another way. With --device cpu the same over Gloo.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 
-KILLED, SURVIVED = 77, 0
-TIMEOUT = 20
+KILLED = 77
+FAILED = (1, -signal.SIGABRT)
+"""How a rank ends by an error; the second where torch's own threads meet the stopped device too."""
+TIMEOUT = 8
 """Seconds of every group."""
-PATIENCE = 180
-"""Seconds after which a rank hangs."""
+START, PATIENCE = 60, TIMEOUT + 12
+"""Seconds after which no rank has died, and after which the others hang."""
 
 
 def main() -> int:
@@ -30,52 +35,82 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--rank", type=int, help="be this one")
+    parser.add_argument("--transport")
     parser.add_argument("--victim", type=int)
     parser.add_argument("--store")
     args = parser.parse_args()
     if args.rank is not None:
         evaluate_until_one_dies(args)
-        return SURVIVED
+        return 0
+    transports = ("torch",) if args.device == "cpu" else ("peer", "nccl")
+    return sum(check(args, *run) for run in product(transports, (0, args.ranks - 1))) > 0
+
+
+def check(args: argparse.Namespace, transport: str, victim: int) -> int:
+    """How many ranks end in another way than they should."""
+    print(f"{transport}: rank {victim} dies", flush=True)
     wrong = 0
-    for victim in (0, args.ranks - 1):
-        for rank, (code, seconds) in enumerate(outcomes(args, victim)):
-            ok = code == KILLED if rank == victim else code not in (SURVIVED, KILLED, None)
+    with tempfile.TemporaryDirectory() as folder:
+        for rank, (code, seconds) in enumerate(outcomes(args, transport, victim, Path(folder))):
+            text = Path(folder, f"{rank}").read_text(errors="replace")
+            said = re.findall(rf"(?:HcpError: |^)(rank {rank}: .*)$", text, re.MULTILINE)
+            if rank == victim:
+                ok = code == KILLED
+            else:
+                ok = code in FAILED and any(names(line, victim) for line in said)
             wrong += not ok
             how = "hung" if code is None else f"ended with {code} after {seconds:.0f} s"
-            print(f"{'ok ' if ok else 'BAD'} rank {victim} died, rank {rank} {how}", flush=True)
-    return wrong > 0
+            why = f": {said[-1].partition(';')[0]}" if said else ""
+            print(f"{'ok ' if ok else 'BAD'} rank {rank} {how}{why}", flush=True)
+            if not ok:
+                print("\n".join(text.splitlines()[-20:]), flush=True)
+    return wrong
 
 
-def outcomes(args: argparse.Namespace, victim: int) -> list[tuple[int | None, float]]:
-    """The exit code of each rank, None for one that had to be ended, and when."""
-    with tempfile.TemporaryDirectory() as folder:
-        started = time.monotonic()
-        ranks = [
-            subprocess.Popen(
-                [
-                    *(sys.executable, __file__, "--device", args.device, "--rank", str(rank)),
-                    *("--ranks", str(args.ranks), "--victim", str(victim)),
-                    *("--store", str(Path(folder, "store"))),
-                ],
-                stderr=subprocess.DEVNULL,
-                env={**os.environ, "LOCAL_RANK": str(rank), "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"},
-            )
-            for rank in range(args.ranks)
-        ]
-        ends: dict[int, float] = {}
-        while len(ends) < args.ranks and time.monotonic() - started < PATIENCE:
-            for rank, process in enumerate(ranks):
-                if rank not in ends and process.poll() is not None:
-                    ends[rank] = time.monotonic() - started
-            time.sleep(0.1)
-        for process in ranks:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-        return [
-            (process.returncode if rank in ends else None, ends.get(rank, PATIENCE))
-            for rank, process in enumerate(ranks)
-        ]
+def names(error: str, rank: int) -> bool:
+    """Whether hcp's error says that it is this one that did not come."""
+    if re.search(rf": rank {rank} has not come to an exchange", error):
+        return True
+    found = re.search(
+        r": the exchange with ranks \[([\d, ]+)\] (?:did not|could not|failed)", error
+    )
+    return found is not None and str(rank) in found[1].split(", ")
+
+
+def outcomes(
+    args: argparse.Namespace, transport: str, victim: int, folder: Path
+) -> list[tuple[int | None, float]]:
+    """The exit code of each rank, None for one that had to be ended, and seconds after the victim's
+    death. What each says is in the folder, in a file of its number."""
+    ranks = [start(args, transport, victim, folder, rank) for rank in range(args.ranks)]
+    died, ends = time.monotonic() + START, dict[int, float]()
+    while len(ends) < args.ranks and time.monotonic() < died + PATIENCE * (victim in ends):
+        for rank, process in enumerate(ranks):
+            if rank not in ends and process.poll() is not None:
+                ends[rank] = time.monotonic()
+        died = ends.get(victim, died)
+        time.sleep(0.1)
+    for process in ranks:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+    return [
+        (process.returncode if rank in ends else None, ends.get(rank, died) - died)
+        for rank, process in enumerate(ranks)
+    ]
+
+
+def start(
+    args: argparse.Namespace, transport: str, victim: int, folder: Path, rank: int
+) -> subprocess.Popen[bytes]:
+    command = [
+        *(sys.executable, __file__, "--device", args.device, "--transport", transport),
+        *("--ranks", str(args.ranks), "--rank", str(rank), "--victim", str(victim)),
+        *("--store", str(folder / "store")),
+    ]
+    environment = {**os.environ, "LOCAL_RANK": str(rank), "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+    with (folder / f"{rank}").open("wb") as said:
+        return subprocess.Popen(command, stderr=said, env=environment)
 
 
 def evaluate_until_one_dies(args: argparse.Namespace) -> None:
@@ -95,20 +130,39 @@ def evaluate_until_one_dies(args: argparse.Namespace) -> None:
         store=dist.FileStore(args.store, args.ranks),
         rank=args.rank,
         world_size=args.ranks,
-        timeout=timedelta(seconds=TIMEOUT),
+        timeout=timedelta(seconds=START),
         device_id=own,
     )
-    train = hcp.build_process_groups()
+    train = hcp.build_process_groups(
+        transport=args.transport, timeout=timedelta(seconds=TIMEOUT), peer_buffer_bytes=2**26
+    )
     evaluation = train.with_context_parallel(args.ranks)
     model, optimizer = trainer.build(train)
+    plan = hcp.plan(
+        [64 * args.ranks], ranks=args.ranks, max_tokens_per_rank=64, min_degree=args.ranks
+    )
+    cp = hcp.ContextParallelHandler(plan, 0, evaluation.transport, comm_types=["all_gather"])
+    query, key, value = torch.randn(3, cp.rows, 4, 64).unbind()
     for step in range(1000):
         trainer.train_step(model, optimizer, trainer.samples_of(2 * args.ranks))
         with hcp.eval_cp_context(model, train, evaluation):
-            if step == 2 and args.rank == args.victim:
-                os._exit(KILLED)
+            for layer in range(4):
+                if (step, layer, args.rank) == (2, 2, args.victim):
+                    os._exit(KILLED)
+                cp.attention(query, key, value)
+                synchronize(own)
             trainer.evaluate(model, trainer.samples_of(4), 1)
-    if args.device == "cuda":
-        torch.cuda.synchronize()
+
+
+def synchronize(device: object) -> None:
+    """A layer that waits in vain stops the device; hcp's next call says why."""
+    import torch
+
+    try:
+        if device is not None:
+            torch.cuda.synchronize()
+    except RuntimeError as error:
+        print(f"the device stopped: {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

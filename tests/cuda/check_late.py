@@ -23,9 +23,9 @@ from pathlib import Path
 
 RANKS = 2
 READ, RAISED = 77, 78
-TIMEOUT = 20
+TIMEOUT = 8
 """Seconds of every group."""
-PATIENCE = 180
+PATIENCE = 50
 """Seconds after which a rank hangs."""
 SAID = "rank 0: the exchange with ranks [1]"
 

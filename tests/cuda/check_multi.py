@@ -27,6 +27,7 @@ def main() -> int:
     wrong = sum(check(transport) for transport in hcp.transports.TRANSPORTS[1:])
     wrong += check_long("peer", "nccl")
     wrong += check_graph()
+    wrong += check_layers_in_graphs()
     dist.destroy_process_group()
     return wrong > 0
 
@@ -119,6 +120,65 @@ def check_graph() -> int:
     groups.close()
     worst = largest(error)
     return report(worst == 0, f"nccl  exchange in a CUDA graph: largest error {worst:.2e}")
+
+
+def check_layers_in_graphs() -> int:
+    """How many layers by NCCL, captured forward and backward, differ from those without a graph."""
+    torch.use_deterministic_algorithms(True)
+    groups = hcp.build_process_groups(transport="nccl")
+    wrong = 0
+    for comm_type in ("p2p", "all_gather", "a2a"):
+        worst = largest(float(differences_in_graph(groups, comm_type)))
+        wrong += report(
+            worst == 0, f"nccl  {comm_type} in a CUDA graph: {worst:.0f} results differ"
+        )
+    groups.close()
+    torch.use_deterministic_algorithms(False)
+    return wrong
+
+
+def differences_in_graph(groups: hcp.ProcessGroups, comm_type: str) -> int:
+    """Results of a layer that differ bit for bit, replayed with other rows and run in between."""
+    ranks = groups.size("dp_cp")
+    plan = hcp.plan(LENGTHS, ranks=ranks, max_tokens_per_rank=512, min_degree=ranks)
+    cp = hcp.ContextParallelHandler(plan, 0, groups.transport, comm_types=[comm_type])
+    *leaves, grad = given = [
+        torch.empty(cp.rows, heads, 64, device="cuda", dtype=torch.bfloat16)
+        for heads in (4, 2, 2, 4)
+    ]
+    drawn = [[torch.randn_like(x) for x in given] for _ in range(3)]
+    for leaf in leaves:
+        leaf.requires_grad_()
+
+    def layer() -> list[torch.Tensor]:
+        out = cp.attention(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+    def run(rows: list[torch.Tensor]) -> list[torch.Tensor]:
+        fill(given, rows)
+        return layer()
+
+    side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):  # once: tables go to the device, and the ranks agree
+        expected = [run(rows) for rows in drawn]
+    current.wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = layer()
+    different = 0
+    for rows, want in zip(drawn, expected, strict=True):
+        fill(given, rows)
+        graph.replay()
+        for found in (results, run(rows)):
+            different += sum(not torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    return different
+
+
+def fill(tensors: list[torch.Tensor], rows: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for tensor, own in zip(tensors, rows, strict=True):
+            tensor.copy_(own)
 
 
 def largest(error: float) -> float:

@@ -1,13 +1,41 @@
 #!/usr/bin/env bash
 # What several GPUs of one host prove, over NCCL. Builds nothing: needs hcp importable.
 #   tests/cuda/run_multi.sh [GPUS]
-set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+# Every part runs, whatever became of those before; a part that hangs is ended, and all of them
+# within 8 minutes. Last a table, and exit code 1 where a part failed.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit
 gpus=${1:-$(nvidia-smi -L | wc -l)}
+out=${OUT:-$(mktemp -d)}
 export PYTHONPATH="$PWD:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=4
-timeout 240 python3 -m torch.distributed.run --standalone --nproc-per-node "$gpus" tests/cuda/check_multi.py
-timeout 240 python3 -m torch.distributed.run --standalone --nproc-per-node "$gpus" tests/cuda/check_eval.py
-timeout 200 python3 tests/cuda/check_killed.py --ranks "$gpus"
-timeout 400 python3 tests/cuda/check_late.py
-timeout 120 python3 -m hcp demo --ranks "$gpus" --train-iters 4 --run-dir "${OUT:-/tmp}/demo"
-timeout 120 python3 -m hcp demo --ranks "$gpus" --train-iters 4 --dtype bfloat16 --run-dir "${OUT:-/tmp}/demo-bfloat16"
+failed=0 all=470 table=$(printf '%-14s %4s %8s' part exit seconds)
+
+part() { # NAME MOST_SECONDS COMMAND...
+  local name=$1 most=$2 left=$((all - SECONDS)) begun=$SECONDS code=0
+  shift 2
+  echo "== $name"
+  if ((left < 10)); then
+    code=124 # as where timeout ends it
+  else
+    timeout --kill-after=10 "$((left < most ? left : most))" "$@" || code=$?
+  fi
+  ((code == 0)) || failed=1
+  table+=$'\n'$(printf '%-14s %4d %8d' "$name" "$code" $((SECONDS - begun)))
+}
+
+ranks() { # NAME MOST_SECONDS SCRIPT
+  part "$1" "$2" python3 -m torch.distributed.run --standalone --nproc-per-node "$gpus" "$3"
+}
+
+demo() { # NAME OPTIONS...
+  part "$1" 60 python3 -m hcp demo --ranks "$gpus" --train-iters 4 --run-dir "$out/$1" "${@:2}"
+}
+
+ranks check_multi 120 tests/cuda/check_multi.py
+part check_killed 150 python3 tests/cuda/check_killed.py --ranks "$gpus"
+part check_late 120 python3 tests/cuda/check_late.py
+demo demo
+demo demo-bfloat16 --dtype bfloat16
+ranks check_eval 240 tests/cuda/check_eval.py
+echo "$table"
+exit "$failed"

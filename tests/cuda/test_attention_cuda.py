@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from cases import Case, loopback_error
+from cases import Case, loopback_error, loopback_rms
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_rope import error as rope_error
@@ -35,10 +36,41 @@ def test_any_degree_equals_one_rank_in_float64(degree: int, comm_type: str, caus
     assert loopback_error(case, device="cuda") <= 1e-10
 
 
+Record = Callable[[str, object], None]
+ONE_CALL = {"out": 1.2, "dquery": 1.2, "dkey": 1.2, "dvalue": 1.2}
+IN_PARTS = {True: {**ONE_CALL, "dkey": 1.25, "dvalue": 1.25},
+            False: {"out": 1.25, "dquery": 1.3, "dkey": 1.2, "dvalue": 1.25}}  # fmt: skip
+"""By whether the mask is causal."""
+SHORT = {"out": "out", "dquery": "dq", "dkey": "dk", "dvalue": "dv"}
+
+
+def expect_rounding_of_one_call(case: Case, record: Record) -> None:
+    """Root-mean-square errors beside float64, over all rows of all ranks: how many times as large
+    as those of one call of FlashAttention-2 over all of them.
+
+    Rows that one call computes anyway ("a2a") hold 1.2. Of others, a kernel gives each part in
+    bfloat16, and the sum, in float32, is rounded once more. Where a row has parts of like weight
+    these are three errors of one size (the kernel's own of its weights, the parts', the sum's)
+    instead of two, and the ratio comes to sqrt(3 / 2) = 1.22, whatever the degree.
+    """
+    alone = replace(case, ranks=1, min_degree=1, backend="torch")
+    one, found = (loopback_rms(x, device="cuda") for x in (alone, case))
+    most = ONE_CALL if case.comm_type == "a2a" else IN_PARTS[case.causal]
+    ratios = {name: found[name] / one[name] for name in most}
+    record("ratios", {SHORT[name]: ratio for name, ratio in ratios.items()})
+    assert max(one.values()) <= 2**-7, one
+    assert found["lse"] <= 1e-5, found
+    assert found.get("dsinks", 0) <= 2**-7, found
+    for name, ratio in ratios.items():
+        assert ratio <= most[name], f"{name}: {ratio:.3f} times the error of one call: {ratios}"
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("comm_type", hcp.COMM_TYPES)
 @pytest.mark.parametrize("degree", range(1, 9))
-def test_flash_attention_rounds_as_one_call_does(degree: int, comm_type: str, causal: bool) -> None:
+def test_flash_attention_rounds_as_one_call_does(
+    degree: int, comm_type: str, causal: bool, record_property: Record
+) -> None:
     case = Case(
         LENGTHS,
         degree,
@@ -48,8 +80,7 @@ def test_flash_attention_rounds_as_one_call_does(degree: int, comm_type: str, ca
         head_dim=64,
         dtype="bfloat16",
     )
-    alone = loopback_error(replace(case, ranks=1, min_degree=1), device="cuda")
-    assert loopback_error(case, device="cuda") <= 2 * alone
+    expect_rounding_of_one_call(case, record_property)
 
 
 @settings(max_examples=40)
@@ -92,14 +123,13 @@ def test_windows_and_sinks_equal_one_rank_in_float64(
 @pytest.mark.parametrize("comm_type", hcp.COMM_TYPES)
 @pytest.mark.parametrize("degree", [1, 3, 4])
 def test_flash_attention_with_windows_and_sinks_rounds_as_one_call_does(
-    degree: int, comm_type: str, window: tuple[int, int]
+    degree: int, comm_type: str, window: tuple[int, int], record_property: Record
 ) -> None:
     case = Case(LENGTHS, degree, min_degree=degree, comm_type=comm_type, window=window)
     case = replace(
         case, causal=False, sinks=True, lse=True, head_dim=64, value_dim=48, dtype="bfloat16"
     )
-    alone = loopback_error(replace(case, ranks=1, min_degree=1))  # the CPU's kernel
-    assert loopback_error(case, device="cuda") <= 3 * alone
+    expect_rounding_of_one_call(case, record_property)
 
 
 # ---- rotary embedding, cross-attention -----------------------------------------------------------
@@ -149,11 +179,12 @@ def test_masks_of_cross_attention_by_flash_attention_equal_the_formula(
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("ranks", "comm_type"), [(1, "p2p"), (3, "p2p"), (3, "a2a")])
-def test_cudnn_rounds_as_flash_attention_2_does(ranks: int, comm_type: str, causal: bool) -> None:
+def test_cudnn_rounds_as_flash_attention_2_does(
+    ranks: int, comm_type: str, causal: bool, record_property: Record
+) -> None:
     case = Case(LENGTHS, ranks, min_degree=ranks, comm_type=comm_type, causal=causal)
     case = replace(case, head_dim=64, dtype="bfloat16", backend="cudnn")
-    alone = replace(case, ranks=1, min_degree=1, backend="torch")
-    assert loopback_error(case, device="cuda") <= 2 * loopback_error(alone, device="cuda")
+    expect_rounding_of_one_call(case, record_property)
 
 
 # ---- FlashAttention-4 ----------------------------------------------------------------------------
@@ -174,25 +205,23 @@ needs_flash_attn_4 = pytest.mark.skipif(not has_flash_attn_4(), reason="needs fl
 @pytest.mark.parametrize("comm_type", hcp.COMM_TYPES)
 @pytest.mark.parametrize("backend", ["flash_attn_4", "auto"])
 def test_flash_attention_4_rounds_as_flash_attention_2_does(
-    backend: str, comm_type: str, causal: bool
+    backend: str, comm_type: str, causal: bool, record_property: Record
 ) -> None:
     case = Case(LENGTHS, 3, min_degree=3, comm_type=comm_type, causal=causal)
     case = replace(case, head_dim=64, dtype="bfloat16", backend=backend)
-    alone = replace(case, ranks=1, min_degree=1, backend="torch")
-    assert loopback_error(case, device="cuda") <= 2 * loopback_error(alone, device="cuda")
+    expect_rounding_of_one_call(case, record_property)
 
 
 @needs_flash_attn_4
 @pytest.mark.parametrize("window", [(-1, -1), *WINDOWS])
 @pytest.mark.parametrize("comm_type", ["p2p", "all_gather", "a2a"])
 def test_flash_attention_4_with_windows_and_sinks_rounds_as_one_call_does(
-    comm_type: str, window: tuple[int, int]
+    comm_type: str, window: tuple[int, int], record_property: Record
 ) -> None:
     case = Case(LENGTHS, 3, min_degree=3, comm_type=comm_type, window=window)
     case = replace(case, causal=False, sinks=True, lse=True, head_dim=64, value_dim=48)
     case = replace(case, dtype="bfloat16", backend="flash_attn_4")
-    alone = loopback_error(replace(case, ranks=1, min_degree=1, backend="torch"))
-    assert loopback_error(case, device="cuda") <= 3 * alone
+    expect_rounding_of_one_call(case, record_property)
 
 
 def packed(high: list[int]) -> Call:
