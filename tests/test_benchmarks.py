@@ -28,7 +28,7 @@ RUNS = {
     "bench_attention --host": (1, "--host --degrees 2 --types p2p --rounds 2"),
     "bench_attention_cuda": (
         2,
-        "--device cpu --heads 2 1 --transports torch --shrink 64 --packs '1 x 65536' '64 x 1024'",
+        "--device cpu --heads 2 1 --transports torch --shrink 256 --packs '1 x 65536'",
     ),
     "bench_eval": (
         2,
