@@ -1,6 +1,6 @@
 """One attention layer on several GPUs, against its own kernels and the bytes that it moves.
 
-    torchrun --nproc-per-node 8 benchmarks/bench_attention_cuda.py [--heads 32 8]
+    torchrun --nproc-per-node 8 benchmarks/bench_attention_cuda.py [--heads 32 8] [--backend auto]
 
 Two yardsticks for each pack, both measured in the run:
 
@@ -12,8 +12,11 @@ Shares are yardstick / time: 1 is the limit. A time is that of the slowest rank,
 rounds of several layers one after the other, as in a model; in each round a pack takes turns with
 its bound. Every contestant's output is compared with the float32 formula on one sequence before it
 is timed. `ring` is per-document splitting as in benchmarks/ring.py, its sequences padded for it, on
-torch's point-to-point calls. P1, P2 and P4 are the first sequences of a batch of these families, up
-to 16,384 tokens a rank twice over. bench_attention.py has every comm type and degree, on CPUs too.
+torch's point-to-point calls. What others ship (benchmarks/shipped.py) runs where it is there and
+takes the pack, on its own kernels. `--backend` names the kernels of all else, yardsticks included.
+"cudnn" has none for `all_gather`, so that `p2p` stands there. P1, P2 and P4 are the first sequences
+of a batch of these families, up to 16,384 tokens a rank twice over. With --device cpu, all of it
+over Gloo, for --transports torch; bench_attention.py has every comm type and degree, on CPUs too.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from datetime import timedelta
 from functools import partial
 from random import Random
 
+import shipped
 import torch
 import torch.distributed as dist
 from families import BY_NAME
@@ -78,38 +82,47 @@ class Layer:
 
 def main() -> int:
     args = arguments()
-    device = start_ranks("cuda", args.deadline, TIMEOUT)
+    device = start_ranks(args.device, args.deadline, TIMEOUT)
     rate = copy_rate(device)
     if dist.get_rank() == 0:
         name = device_name(device)
         print(f"{dist.get_world_size()} x {name}, torch {torch.__version__}, hcp {hcp.__version__}")
-        print(f"heads {args.heads[0]}:{args.heads[1]} of {HEAD_DIM}, bfloat16, causal")
-        print(f"peer copy {rate / 1e9:.0f} GB/s\n")
-        print(HEADER)
+        heads = f"heads {args.heads[0]}:{args.heads[1]} of {HEAD_DIM}"
+        print(f"{heads}, bfloat16, causal, backend {args.backend}")
+        print(f"peer copy {rate / 1e9:.0f} GB/s")
+        for name in shipped.MODULES:
+            if obstacle := shipped.obstacle(name):
+                print(f"without {name}: {obstacle}")
+        print(f"\n{HEADER}")
     everything = {
         name: hcp.build_process_groups(transport=name, timeout=TIMEOUT) for name in args.transports
     }
-    for pack in args.packs:
-        lengths = PACKS[pack] if pack in PACKS else drawn(pack)
-        ideal = ideal_of(lengths, args.heads, device)
-        for plan_name, comm_type in CONTESTANTS:
+    packs = [(pack, lengths_of(pack, args.shrink)) for pack in args.packs]
+    ideals = [ideal_of(args, lengths, device) for _, lengths in packs]
+    for (pack, lengths), ideal in zip(packs, ideals, strict=True):
+        for plan_name, comm_type in contestants(args.backend):
             for name, groups in everything.items():
-                if comm_type != "ring" or name == "torch":
+                if comm_type in hcp.COMM_TYPES or name == "torch":
                     compare(args, groups, pack, lengths, plan_name, comm_type, rate, ideal)
+    for comm_type in shipped.MODULES:  # last, since what others ship may end all
+        for (pack, lengths), ideal in zip(packs, ideals, strict=True):
+            if "torch" in everything and shipped.obstacle(comm_type) is None:
+                compare_shipped(args, everything["torch"], pack, lengths, comm_type, rate, ideal)
     for groups in everything.values():
         groups.close()
     end_ranks()
     return 0
 
 
-CONTESTANTS = (
-    ("degree N", "all_gather"),
-    ("degree N", "p2p"),
-    ("degree N", "ring"),
-    ("dynamic", "all_gather"),
-)
+def contestants(backend: str) -> list[tuple[str, str]]:
+    """Plan and comm type."""
+    gathered = "p2p" if backend == "cudnn" else "all_gather"
+    types = dict.fromkeys((gathered, "p2p", "ring"))
+    return [*(("degree N", comm_type) for comm_type in types), ("dynamic", gathered)]
+
+
 HEADER = (
-    f"{'transport':9} {'pack':14} {'plan':9} {'comm type':10} "
+    f"{'transport':9} {'pack':14} {'plan':9} {'comm type':16} "
     f"{'ms f':>7} {'ms f+b':>7} {'ideal f':>8} {'f+b':>5} {'bound f':>8} {'f+b':>5} "
     f"{'host us f':>9} {'b':>5}"
 )
@@ -118,11 +131,19 @@ HEADER = (
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--heads", type=int, nargs=2, default=[32, 8], metavar=("QUERY", "KEY"))
+    parser.add_argument("--backend", default="torch", help="kernels, as of get_cp_handler_cls")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--shrink", type=int, default=1, help="divide all lengths by this")
     parser.add_argument("--transports", nargs="+", default=["peer", "nccl", "torch"])
     names = [*PACKS, *FAMILIES]
     parser.add_argument("--packs", nargs="+", choices=names, default=names, metavar="PACK")
     parser.add_argument("--deadline", type=float, default=590, help="seconds, then it ends (590)")
     return parser.parse_args()
+
+
+def lengths_of(pack: str, shrink: int) -> list[int]:
+    lengths = PACKS[pack] if pack in PACKS else drawn(pack)
+    return [max(1, length // shrink) for length in lengths]
 
 
 def drawn(family: str) -> list[int]:
@@ -133,10 +154,37 @@ def drawn(family: str) -> list[int]:
     return lengths[: max(1, sum(total <= 2 * ranks * CAPACITY for total in sums))]
 
 
-def ideal_of(lengths: list[int], heads: list[int], device: torch.device) -> list[float]:
-    whole = Alone(lengths, heads, device)
-    times = times_of({"forward": whole.forward, "both": whole.both}, device, calls=1)
+def choice_of(backend: str) -> Choice:
+    return Choice(hcp.get_cp_handler_cls(backend).kernel_family)
+
+
+def ideal_of(args: argparse.Namespace, lengths: list[int], device: torch.device) -> list[float]:
+    whole = Alone(lengths, args.heads, device, choice_of(args.backend))
+    times = times_of(
+        {"forward": lambda: whole.run(False), "both": lambda: whole.run(True)}, device, calls=1
+    )
     return [seconds / dist.get_world_size() for seconds in times]
+
+
+def compare_shipped(
+    args: argparse.Namespace,
+    groups: hcp.ProcessGroups,
+    pack: str,
+    lengths: list[int],
+    comm_type: str,
+    rate: float,
+    ideal: list[float],
+) -> None:
+    """Of what others ship, or what it says where it refuses, on all ranks alike."""
+    if not shipped.takes(comm_type, lengths):
+        return
+    ranks, device = groups.size("dp_cp"), groups.transport.device
+    try:
+        with shipped.running(comm_type, padded(lengths[0], ranks), ranks, device):
+            compare(args, groups, pack, lengths, "degree N", comm_type, rate, ideal)
+    except Exception as error:
+        if groups.transport.rank == 0:
+            print(f"{comm_type}: {pack}: {type(error).__name__}: {str(error).splitlines()[:1]}")
 
 
 def compare(
@@ -150,16 +198,14 @@ def compare(
     ideal: list[float],
 ) -> None:
     ranks = groups.size("dp_cp")
-    if comm_type == "ring":
+    if comm_type not in hcp.COMM_TYPES:
         lengths = [padded(n, ranks) for n in lengths]
     capacity = max(CAPACITY, -(-max(lengths) // ranks) + 2)
     degree = ranks if plan_name == "degree N" else 1
     plan = hcp.plan(lengths, ranks=ranks, max_tokens_per_rank=capacity, min_degree=degree)
-    layers = [
-        make_layer(plan, m, groups, comm_type, args.heads) for m in range(len(plan.micro_batches))
-    ]
+    layers = [make_layer(args, plan, m, groups, comm_type) for m in range(len(plan.micro_batches))]
     check(layers)
-    own = [OwnCalls(layer, comm_type) for layer in layers]
+    own = [OwnCalls(layer, comm_type, choice_of(args.backend)) for layer in layers]
     device = groups.transport.device
     *times, alone, alone_both = times_of(
         {
@@ -177,7 +223,7 @@ def compare(
     if groups.transport.rank == 0:
         shares = [f"{a / b:5.2f}" for a, b in zip((*ideal, *bounds), times * 2, strict=True)]
         print(
-            f"{groups.transport.name:9} {pack:14} {plan_name:9} {comm_type:10} "
+            f"{groups.transport.name:9} {pack:14} {plan_name:9} {comm_type:16} "
             f"{times[0] * 1e3:7.2f} {times[1] * 1e3:7.2f} {shares[0]:>8} {shares[1]} "
             f"{shares[2]:>8} {shares[3]} {host[0] * 1e6:9.0f} {host[1] * 1e6:5.0f}",
             flush=True,
@@ -185,23 +231,31 @@ def compare(
 
 
 def make_layer(
-    plan: hcp.Plan, micro_batch: int, groups: hcp.ProcessGroups, comm_type: str, heads: list[int]
+    args: argparse.Namespace,
+    plan: hcp.Plan,
+    micro_batch: int,
+    groups: hcp.ProcessGroups,
+    comm_type: str,
 ) -> Layer:
-    steps = (steps_of(comm_type),)
-    cp = ContextParallelHandler(plan, micro_batch, groups.transport, comm_types=steps)
+    cls = hcp.get_cp_handler_cls(args.backend)
+    cp = cls(plan, micro_batch, groups.transport, comm_types=[steps_of(comm_type)])
+    queries, keys = args.heads
     query, key, value, grad = (
-        randn(cp.rows, count, groups.transport.device)
-        for count in (heads[0], heads[1], heads[1], heads[0])
+        randn(cp.rows, count, groups.transport.device) for count in (queries, keys, keys, queries)
     )
     for tensor in (query, key, value):
         tensor.requires_grad_()
-    attention = OnRing(cp, torch.bfloat16).attention if comm_type == "ring" else cp.attention
+    attention: shipped.Attention = cp.attention
+    if comm_type == "ring":
+        attention = OnRing(cp, torch.bfloat16, cls.kernel_family).attention
+    elif comm_type in shipped.MODULES:
+        attention = shipped.attention_of(comm_type, cp, args.backend)
     return Layer(cp, attention, query, key, value, grad)
 
 
 def steps_of(comm_type: str) -> str:
     """hcp's comm type with the same exchanges."""
-    return "p2p" if comm_type == "ring" else comm_type
+    return comm_type if comm_type in hcp.COMM_TYPES else "p2p"
 
 
 def randn(rows: int, heads: int, device: torch.device) -> Tensor:
@@ -272,34 +326,37 @@ def subgroup(ranks: tuple[int, ...]) -> dist.ProcessGroup:
 
 
 class Alone:
-    """The whole pack on one GPU, by one call."""
+    """The whole pack on one GPU, by one call where a kernel takes packs."""
 
-    def __init__(self, lengths: list[int], heads: list[int], device: torch.device) -> None:
+    def __init__(
+        self, lengths: list[int], heads: list[int], device: torch.device, choice: Choice
+    ) -> None:
         rows = sum(lengths)
         self.query, self.grad = (randn(rows, heads[0], device) for _ in range(2))
         self.key, self.value = (randn(rows, heads[1], device) for _ in range(2))
-        self.kernel = kernel_for(device, torch.bfloat16, Choice())
+        self.kernel = kernel_for(device, torch.bfloat16, choice)
         entries, row = [], 0
         for length in lengths:
             entries.append(Entry(row, length, row, length, 1 - length, 0))
             row += length
-        (self.call,) = self.kernel.calls(entries)
+        self.calls = self.kernel.calls(entries)
 
-    def forward(self) -> tuple[Tensor, Tensor]:
-        return self.kernel.forward(self.call, self.query, self.key, self.value, HEAD_DIM**-0.5)
-
-    def both(self) -> None:
-        out, lse = self.forward()
-        tensors = (self.query, self.key, self.value, out, lse)
-        self.kernel.backward(self.call, self.grad, None, *tensors, HEAD_DIM**-0.5)
+    def run(self, backward: bool) -> None:
+        for call in self.calls:
+            q, k = call.queries, call.keys
+            rows = self.query[q], self.key[k], self.value[k]
+            out, lse = self.kernel.forward(call, *rows, HEAD_DIM**-0.5)
+            if backward:
+                tensors = (*rows, out, lse)
+                self.kernel.backward(call, self.grad[q], None, *tensors, HEAD_DIM**-0.5)
 
 
 class OwnCalls:
     """A rank's kernel calls alone, on keys that lie there."""
 
-    def __init__(self, layer: Layer, comm_type: str) -> None:
+    def __init__(self, layer: Layer, comm_type: str, choice: Choice) -> None:
         self.layer = layer
-        self.kernel = kernel_for(layer.query.device, layer.query.dtype, Choice())
+        self.kernel = kernel_for(layer.query.device, layer.query.dtype, choice)
         schedule = schedule_of(
             layer.cp._words_of(
                 steps_of(comm_type), -1, 0, (layer.query.shape[1], layer.key.shape[1])
@@ -342,14 +399,18 @@ def bytes_received(layer: Layer, comm_type: str, kv_heads: int) -> int:
 
 
 def copy_rate(device: torch.device) -> float:
-    """Bytes per second that each GPU copies from the next one's memory, all at once."""
-    from torch.distributed import _symmetric_memory as symmetric
+    """Bytes per second that each GPU copies from the next one's memory, all at once; a CPU from its
+    own."""
+    size = 2**22 if device.type == "cpu" else 2**27
+    if device.type == "cpu":
+        source = torch.empty(size, dtype=torch.uint8)
+    else:
+        from torch.distributed import _symmetric_memory as symmetric
 
-    size = 2**27
-    memory = symmetric.empty(size, dtype=torch.uint8, device=device)
-    handle = symmetric.rendezvous(memory, world())
-    peer = (dist.get_rank() + 1) % dist.get_world_size()
-    source = handle.get_buffer(peer, (size,), torch.uint8)
+        memory = symmetric.empty(size, dtype=torch.uint8, device=device)
+        handle = symmetric.rendezvous(memory, world())
+        peer = (dist.get_rank() + 1) % dist.get_world_size()
+        source = handle.get_buffer(peer, (size,), torch.uint8)
     target = torch.empty_like(source, device=device)
     return size / times_of({"copy": lambda: target.copy_(source)}, device)[0]
 

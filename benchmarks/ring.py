@@ -42,14 +42,16 @@ class Part(NamedTuple):
 class Ring:
     """The ranks of a micro-batch as a ring, and what each step computes."""
 
-    def __init__(self, cp: hcp.ContextParallelHandler, dtype: torch.dtype) -> None:
+    def __init__(
+        self, cp: hcp.ContextParallelHandler, dtype: torch.dtype, family: str = "torch"
+    ) -> None:
         lengths = cp.layout.lengths
         uneven = [n for n in lengths if n % (2 * cp.degree)]
         if uneven:
             raise ValueError(f"lengths {uneven} expected to be multiples of {2 * cp.degree}")
         self.size, self.place, self.ranks = cp.degree, cp.place, cp.global_ranks
         device = cp.cu_seqlens.device
-        self.kernel: Kernel = kernel_for(device, dtype, Choice())
+        self.kernel: Kernel = kernel_for(device, dtype, Choice(family))
         own = [n // self.size for n in lengths]
         starts = [sum(own[:i]) for i in range(len(own))]
         self.rows = sum(own)
@@ -213,9 +215,11 @@ def _taken(part: Part, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tenso
 class OnRing:
     """A micro-batch's handler, whose attention is the ring's."""
 
-    def __init__(self, cp: hcp.ContextParallelHandler, dtype: torch.dtype) -> None:
+    def __init__(
+        self, cp: hcp.ContextParallelHandler, dtype: torch.dtype, family: str = "torch"
+    ) -> None:
         self._cp = cp
-        self._ring = Ring(cp, dtype) if cp.degree else None
+        self._ring = Ring(cp, dtype, family) if cp.degree else None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cp, name)

@@ -9,6 +9,7 @@ import importlib.util
 import io
 import os
 import runpy
+import shlex
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -18,13 +19,17 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-GPU_ONLY = {"bench_attention_cuda", "bench_attention_kernels"}
+GPU_ONLY = {"bench_attention_kernels"}
 RUNS = {
     "bench_attention": (
         2,
         "--tokens 1024 --heads 2 --kv-heads 1 --head-dim 8 --degrees 2 --rounds 1",
     ),
     "bench_attention --host": (1, "--host --degrees 2 --types p2p --rounds 2"),
+    "bench_attention_cuda": (
+        2,
+        "--device cpu --heads 2 1 --transports torch --shrink 256 --packs '1 x 65536'",
+    ),
     "bench_eval": (
         2,
         "--device cpu --pp 1 2 --samples 2 --length 16 --hidden 8 --heads 2 --layers 2 --rounds 1",
@@ -81,7 +86,7 @@ def test_a_small_run_passes_its_checks_and_prints_its_table(run: str) -> None:
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"needs {NEEDS[name]}")
     size, arguments = RUNS[run]
-    first, *others = run_ranks(size, run_benchmark, name, arguments.split())
+    first, *others = run_ranks(size, run_benchmark, name, shlex.split(arguments))
     assert len(first.splitlines()) >= 3, first
     assert others == [""] * (size - 1)
 
