@@ -3,8 +3,8 @@
  * Forward: a thread merges one vector of one row and head in registers, several
  * parts under way at once. Every thread of a head reads the few log-sum-exps of its
  * parts, from the cache.
- * Backward: a warp takes one row and head, since two dot products over the head
- * are needed. */
+ * Backward: as many threads of a warp as a head has vectors take it, since two dot
+ * products over the head are needed. */
 #include <math.h>
 
 #include "runs.cuh"
@@ -204,44 +204,108 @@ struct merged_gradients {
   hcp_grad_part part[HCP_CUDA_PARTS_MAX];
 };
 
+/* Where the gradients of one part go, of the row that a block is at. */
 template <class T>
-__device__ inline typename element<T>::wide dot(const T *a, const T *b, int64_t n, int lane) {
+struct part_gradients {
+  T *out;
+  typename element<T>::wide *lse;
+};
+
+template <class T, int N>
+__device__ inline typename element<T>::wide dot(const vector<T, N> &a, const vector<T, N> &b) {
   typename element<T>::wide sum = 0;
-  for (int64_t i = lane; i < n; i += 32) sum += load(a[i]) * load(b[i]);
-  for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+#pragma unroll
+  for (int e = 0; e < N; ++e) sum += load(a.at[e]) * load(b.at[e]);
   return sum;
 }
 
-template <class T>
-__global__ void __launch_bounds__(HCP_THREADS)
+template <class T, int N>
+__device__ inline vector<T, N> weighed(typename element<T>::wide weight, const vector<T, N> &of) {
+  vector<T, N> result;
+#pragma unroll
+  for (int e = 0; e < N; ++e)
+    result.at[e] = store<T>(weight == 0 ? weight : weight * load(of.at[e]));
+  return result;
+}
+
+/* The threads of a head. */
+struct head_lanes {
+  int lane, count;
+  unsigned mask;
+
+  __device__ explicit head_lanes(int bits) : count(1 << bits) {
+    lane = (int)threadIdx.x & (count - 1);
+    mask = (count == 32 ? ~0u : (1u << count) - 1) << (threadIdx.x % 32 - lane);
+  }
+  template <class W>
+  __device__ W total(W sum) const {
+    for (int offset = count / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(mask, sum, offset);
+    return sum;
+  }
+};
+
+/* A block takes a row at a time, some threads of a warp one head, several parts under way
+ * at once. */
+template <class T, int N>
+__global__ void __launch_bounds__(HCP_THREADS, 3)
     merge_rows_backward(const __grid_constant__ run_table table, const __grid_constant__ merged m,
-                        const __grid_constant__ merged_gradients g) {
+                        const __grid_constant__ merged_gradients g, int lane_bits) {
   using W = typename element<T>::wide;
-  int lane = threadIdx.x % 32;
-  int64_t items = table.rows() * m.heads, step = (int64_t)gridDim.x * (blockDim.x / 32);
-  for (int64_t i = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / 32; i < items; i += step) {
-    int64_t row = table.first_row() + i / m.heads, head = i % m.heads;
-    int64_t place = row * m.heads + head;
-    int run = table.find(row);
-    W lse = ((const W *)g.lse)[place];
-    /* Only a row whose lse is +inf needs its parts counted: they share alike. */
-    total<T> t = {lse, 1};
-    if (lse == (W)INFINITY) t = total_of<T>(table, m, run, row, head);
-    const T *grad_out = (const T *)g.grad_out + place * m.head_dim;
-    W common = g.grad_lse == NULL ? W(0) : ((const W *)g.grad_lse)[place];
-    common -= dot(grad_out, (const T *)g.out + place * m.head_dim, m.head_dim, lane);
-    for (int r = table.record[run]; r < table.record[run + 1]; ++r) {
-      int64_t part_place = (table.part_row[r] + row - table.row[run]) * m.heads + head;
-      W weight = weight_of<T>(t, part_lse<T>(table, m, run, r, row, head));
-      T *part_grad = (T *)g.part[table.part[r]].out + part_place * m.head_dim;
-      W part_grad_lse = 0;
-      if (weight != W(0)) {
-        const T *out = part_out<T>(table, m, run, r, row, head);
-        part_grad_lse = weight * (dot(grad_out, out, m.head_dim, lane) + common);
+  using V = vector<T, N>;
+  __shared__ part_row<T> parts[run_table::RECORDS];
+  __shared__ part_gradients<T> grads[run_table::RECORDS];
+  const head_lanes lanes(lane_bits);
+  int64_t vectors = m.head_dim / N;
+  for (int64_t r = blockIdx.x; r < table.rows(); r += gridDim.x) {
+    int64_t row = table.first_row() + r;
+    int n = find_parts(table, m, row, parts), run = table.find(row);
+    for (int k = (int)threadIdx.x; k < n; k += (int)blockDim.x) {
+      int record = table.record[run] + k;
+      int64_t place = (table.part_row[record] + row - table.row[run]) * m.heads;
+      const hcp_grad_part &part = g.part[table.part[record]];
+      grads[k] = {(T *)part.out + place * m.head_dim, (W *)part.lse + place};
+    }
+    __syncthreads();
+    for (int64_t head = threadIdx.x >> lane_bits; head < m.heads; head += blockDim.x >> lane_bits) {
+      int64_t place = row * m.heads + head;
+      const V *grad_out = reinterpret_cast<const V *>((const T *)g.grad_out + place * m.head_dim);
+      const V *out = reinterpret_cast<const V *>((const T *)g.out + place * m.head_dim);
+      W lse = ((const W *)g.lse)[place], along = 0;
+      for (int64_t at = lanes.lane; at < vectors; at += lanes.count)
+        along += dot(grad_out[at], out[at]);
+      W common = (g.grad_lse == NULL ? W(0) : ((const W *)g.grad_lse)[place]) - lanes.total(along);
+      /* Only a row whose lse is +inf needs its parts counted: they share alike. */
+      total<T> t = {lse, 1};
+      if (lse == (W)INFINITY) t = total_of<T>(table, m, run, row, head);
+      for (int first = 0; first < n; first += IN_FLIGHT) {
+        W weight[IN_FLIGHT], sum[IN_FLIGHT] = {};
+        /* A part past the last is the last one again: loads without a branch between them. */
+        const V *value[IN_FLIGHT];
+#pragma unroll
+        for (int k = 0; k < IN_FLIGHT; ++k) {
+          const part_row<T> &part = parts[first + k < n ? first + k : n - 1];
+          weight[k] = weight_of<T>(t, part.lse[head * part.lse_head_stride]);
+          value[k] = reinterpret_cast<const V *>(part.out + head * part.out_head_stride);
+        }
+        for (int64_t at = lanes.lane; at < vectors; at += lanes.count) {
+          V own = grad_out[at], of[IN_FLIGHT];
+#pragma unroll
+          for (int k = 0; k < IN_FLIGHT; ++k) of[k] = value[k][at];
+#pragma unroll
+          for (int k = 0; k < IN_FLIGHT; ++k) {
+            sum[k] += dot(own, of[k]);
+            if (first + k < n)
+              reinterpret_cast<V *>(grads[first + k].out + head * m.head_dim)[at] =
+                  weighed(weight[k], own);
+          }
+        }
+#pragma unroll
+        for (int k = 0; k < IN_FLIGHT; ++k) {
+          W change = lanes.total(sum[k]) + common;
+          if (first + k < n && lanes.lane == 0)
+            grads[first + k].lse[head] = weight[k] == W(0) ? W(0) : weight[k] * change;
+        }
       }
-      for (int64_t d = lane; d < m.head_dim; d += 32)
-        part_grad[d] = store<T>(weight == W(0) ? W(0) : weight * load(grad_out[d]));
-      if (lane == 0) ((W *)g.part[table.part[r]].lse)[part_place] = part_grad_lse;
     }
   }
 }
@@ -256,6 +320,15 @@ static bool vectors_fit(const merged &m, int32_t parts, const void *out) {
     fit =
         fit && aligned(m.part[p].out,
                        (m.part[p].out_row_stride | m.part[p].out_head_stride) * element_bytes, 16);
+  return fit;
+}
+
+/* The same of what a gradient reads and writes besides. */
+template <class T>
+static bool vectors_fit(const merged_gradients &g, int32_t parts, int64_t head_dim) {
+  int64_t row = head_dim * (int64_t)sizeof(T);
+  bool fit = aligned(g.grad_out, row, 16);
+  for (int32_t p = 0; p < parts; ++p) fit = fit && aligned(g.part[p].out, row, 16);
   return fit;
 }
 
@@ -302,6 +375,7 @@ static hcp_status merge_all_backward(const hcp_part *parts, const hcp_run *runs,
                                      int64_t heads, int64_t head_dim, merged_gradients *g,
                                      const hcp_grad_part *grad_parts, cudaStream_t stream,
                                      hcp_error *err) {
+  constexpr int N = vector_elements<T>();
   run_launches launches(runs, n_runs, 0, false);
   merged m;
   m.heads = heads;
@@ -313,8 +387,17 @@ static hcp_status merge_all_backward(const hcp_part *parts, const hcp_run *runs,
       g->part[p] = grad_parts[launches.part_of[p]];
     }
     int64_t launch_rows = launches.table.row[launches.table.n] - launches.table.row[0];
-    unsigned blocks = hcp_cuda_blocks(launch_rows * heads * 32);
-    merge_rows_backward<T><<<blocks, HCP_THREADS, 0, stream>>>(launches.table, m, *g);
+    bool wide =
+        vectors_fit<T>(m, launches.parts, g->out) && vectors_fit<T>(*g, launches.parts, head_dim);
+    int64_t vectors = head_dim / (wide ? N : 1);
+    int lane_bits = 0;
+    while (lane_bits < 5 && (int64_t)1 << lane_bits < vectors) ++lane_bits;
+    int64_t items = heads << lane_bits;
+    unsigned threads = (unsigned)(items < HCP_THREADS ? (items + 31) / 32 * 32 : HCP_THREADS);
+    unsigned blocks = hcp_cuda_blocks(launch_rows * HCP_THREADS);
+    if (items == 0) continue;
+    auto kernel = wide ? merge_rows_backward<T, N> : merge_rows_backward<T, 1>;
+    kernel<<<blocks, threads, 0, stream>>>(launches.table, m, *g, lane_bits);
     hcp_status status = hcp_cuda_launched("merge_backward", err);
     if (status != HCP_OK) return status;
   }
