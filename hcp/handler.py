@@ -23,7 +23,7 @@ from hcp import (
     rope,
     sums,
 )
-from hcp.exchange import Transport, agree_once, carry, rows_of, signature
+from hcp.exchange import OPERATIONS, Moves, Transport, agree_once, carry, rows_of, signature
 from hcp.halo import carry_with_gradients, rows_of_spans
 from hcp.journey import Turn
 from hcp.layout import (
@@ -544,13 +544,13 @@ class ContextParallelHandler:
         it is not x's own.
         """
         there, back = (self._dispatch_route(reverse=reverse) for reverse in (False, True))
-        return self._travel("dispatch", x, there, back, dtype)
+        return self._travel("dispatch", x, there, back, there, dtype=dtype)
 
     def combine(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         """The way back: (T, ...) to (S, ...), so that combine(dispatch(x)) is x. ``dtype``: as in
         ``dispatch``."""
         there, back = (self._dispatch_route(reverse=reverse) for reverse in (True, False))
-        return self._travel("combine", x, there, back, dtype)
+        return self._travel("combine", x, there, back, there, dtype=dtype)
 
     def roll_tensor(self, x: Tensor, shifts: int = -1, dims: int = 0) -> Tensor:
         """Shift rows along their sequences, across the borders of ranks: shape to shape.
@@ -560,7 +560,8 @@ class ContextParallelHandler:
         rows, such as -1 of Megatron's labels (1, T). Every rank of the group calls it.
         """
         route, back = self._roll_route(shifts), self._roll_route(-shifts)
-        return self._travel("roll_tensor", x.movedim(dims, 0), route, back).movedim(0, dims)
+        given = x.movedim(dims, 0), route, back, self._everyone, shifts
+        return self._travel("roll_tensor", *given).movedim(0, dims)
 
     def halo(self, x: Tensor, before: int) -> Tensor:
         """Each span of rows behind the ``before`` rows that come before it in its sequence, from
@@ -576,7 +577,7 @@ class ContextParallelHandler:
                 self.plan, self.micro_batch, self._transport.rank, before
             )
         route = self._routes[key]
-        tag = self._agree("halo", x, route)
+        tag = self._agree("halo", x, route, self._everyone, before)
         out = carry_with_gradients(self._transport, route, [rows_of(x)], tag)
         return out.reshape(route.output_rows, *x.shape[1:])
 
@@ -669,27 +670,45 @@ class ContextParallelHandler:
         return self._routes[shift]
 
     def _travel(
-        self, name: str, x: Tensor, route: Route, back: Route, dtype: torch.dtype | None = None
+        self,
+        name: str,
+        x: Tensor,
+        route: Route,
+        back: Route,
+        callers: Moves,
+        option: int = 0,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
-        tag = self._agree(name, x, route, dtype)
+        tag = self._agree(name, x, route, callers, option, dtype)
         out: Tensor = _Travel.apply(rows_of(x), route, back, self._transport, tag, dtype)  # type: ignore[no-untyped-call]
         return out.reshape(route.output_rows, *x.shape[1:])
 
-    def _agree(self, name: str, x: Tensor, route: Route, dtype: torch.dtype | None = None) -> int:
+    def _agree(
+        self,
+        name: str,
+        x: Tensor,
+        route: Route,
+        callers: Moves,
+        option: int = 0,
+        dtype: torch.dtype | None = None,
+    ) -> int:
+        """The tag of a call. ``callers``: between those who make the same."""
         if x.dim() == 0 or x.shape[0] != route.source_rows:
             raise ValueError(f"x has shape {tuple(x.shape)}, expected {route.source_rows} rows")
         if x.device.type != self._transport.device.type:
             raise ValueError(f"x is on {x.device}, expected {self._transport.device}")
         refuse_transforms(name, x)
         if dtype is None or dtype == x.dtype:
-            return agree_once(self._transport, route, signature(x))
+            traits = *signature(x), OPERATIONS[name], option
+            return agree_once(self._transport, callers, traits)
         for what, given in (("x", x.dtype), ("dtype", dtype)):
             if given not in ops.FLOATS:
                 raise ValueError(
                     f"{what} is {given}, expected one of {ops.FLOATS} where {x.dtype} is cast to "
                     f"{dtype} on the way: use .to() instead of dtype="
                 )
-        return agree_once(self._transport, route, signature(x, x.new_empty(0, dtype=dtype)))
+        traits = *signature(x, x.new_empty(0, dtype=dtype)), OPERATIONS[name], option
+        return agree_once(self._transport, callers, traits)
 
     # ---- loss ----
 
