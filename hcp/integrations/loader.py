@@ -312,6 +312,8 @@ class EvalDataLoader:
             max_tokens_per_rank=self.config.rows_in_evaluation(widest, max(lengths)),
             global_batch_size=self.global_batch_size,
             degree=degree,
+            min_degree=self.config.min_dynamic_context_parallel_size,
+            ranks_per_node=self.config.ranks_per_node,
             cost=self.cost,
         )
 
