@@ -88,11 +88,7 @@ class ContextParallelHandler:
         Under ``alignment``, each rank's padding follows, as sequences of their own."""
         self.max_seqlen = max(layout.lengths, default=0)
         """Tokens of the longest sequence, 0 on a rank without rows."""
-        self.loss_tokens = loss_tokens
-        """Loss tokens of the whole batch, None if nobody counted them."""
-        self._loss_tokens = (
-            None if loss_tokens is None else torch.tensor(loss_tokens, dtype=_F64, device="cpu")
-        )
+        self.tell_loss_tokens(loss_tokens)
         self._transport = transport
         self._sources = sources
         comm_types = self.comm_types if comm_types is None else comm_types
@@ -114,6 +110,14 @@ class ContextParallelHandler:
         group = range(layout.first_rank, layout.first_rank + layout.degree)
         self._reads: dict[tuple[object, ...], cross.Reads] = {}
         self._everyone = sums.Everyone(group, transport.rank)
+
+    def tell_loss_tokens(self, loss_tokens: float | None) -> None:
+        """For hcp.dispatch, which makes handlers before ranks tell each other their counts."""
+        self.loss_tokens = loss_tokens
+        """Loss tokens of the whole batch, None if nobody counted them."""
+        self._loss_tokens = (
+            None if loss_tokens is None else torch.tensor(loss_tokens, dtype=_F64, device="cpu")
+        )
 
     @property
     def device(self) -> torch.device:

@@ -30,9 +30,8 @@ def sum_over(transport: Transport, everyone: Everyone, x: Tensor) -> Tensor:
     Its gradient is the sum of theirs."""
     if len(everyone.ranks) <= 1:
         return x.clone()
-    tag = agree_once(
-        transport, everyone, (*signature(x.unsqueeze(0)), OPERATIONS["sum_over_group"])
-    )
+    traits = *signature(x.unsqueeze(0)), OPERATIONS["sum_over_group"]
+    tag = agree_once(transport, everyone, traits)
     out: Tensor = _Sum.apply(x, transport, everyone, tag)  # type: ignore[no-untyped-call]
     return out
 

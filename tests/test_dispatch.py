@@ -262,6 +262,50 @@ def test_ranks_with_different_comm_types_all_hear_it() -> None:
         assert "ranks differ in comm_types" in result.message
 
 
+# What each of two ranks says beside samples, and what both hear.
+OPTIONS: dict[str, tuple[Any, Any, str]] = {
+    "a window of text": ({}, {"window_sizes": [(3, "a")]}, "TypeError"),
+    "heads of one number": ({}, {"comm_types": ("auto",), "heads": [4]}, "TypeError"),
+    "another mask": ({}, {"loss_mask": "flag"}, "ranks differ in loss_mask"),
+}
+
+
+def dispatch_with(rank: int, size: int, what: str) -> None:
+    plan = hcp.plan([5, 5], ranks=size, max_tokens_per_rank=8)
+    hcp.dispatch(plan, [sample(rank, 5)], [0, 1], GlooGroups(), **OPTIONS[what][rank])
+
+
+@pytest.mark.parametrize("what", OPTIONS)
+def test_an_option_that_is_wrong_on_one_rank_is_an_error_on_all(what: str) -> None:
+    for result in try_ranks(2, dispatch_with, what):
+        assert isinstance(result, RankError)
+        assert OPTIONS[what][2] in result.kind + result.message
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_mask_that_counts_no_number_is_refused(value: float) -> None:
+    own = sample(0, 5)
+    own["loss_mask"][2] = value
+
+    def call(groups: Any) -> None:
+        hcp.dispatch(hcp.plan([5], ranks=1, max_tokens_per_rank=8), [own], [0], groups)
+
+    with pytest.raises(ValueError, match=rf"samples\[0\]\['loss_mask'\] sums to {value}, expected"):
+        hcp.loopback(1, call)
+
+
+def test_samples_that_require_gradients_are_told_what_carries_them() -> None:
+    own = sample(0, 5) | {"image": torch.zeros(5, 3, requires_grad=True)}
+
+    def call(groups: Any) -> None:
+        hcp.dispatch(hcp.plan([5], ranks=1, max_tokens_per_rank=8), [own], [0], groups)
+
+    with pytest.raises(
+        ValueError, match=r"\['image'\] requires gradients.* carry it by cp.dispatch"
+    ):
+        hcp.loopback(1, call)
+
+
 def rank_that_ends(rank: int, size: int) -> None:
     groups = GlooGroups()
     if rank == 1:
