@@ -172,6 +172,9 @@ class EvalPlan:
         """The plan of one global batch, of those with lengths."""
         if self.lengths is None or self._max_tokens is None:
             raise ValueError("the plan was made without lengths, expected them: or use batches()")
+        batches = -(-self.num_samples // self.global_batch_size)
+        if not 0 <= batch < batches:
+            raise ValueError(f"batch is {batch}, expected one of {batches}")
         return plan(
             [self.lengths[i] for i in self._global_batch(batch)],
             ranks=self.groups.size("dp_cp"),

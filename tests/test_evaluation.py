@@ -97,6 +97,10 @@ def test_each_kind_of_plan_has_its_own_way():
         EvalPlan(3, Loop(1, 1).rank(0)),
         EvalPlan([3], Loop(1, 1).rank(0), max_tokens_per_rank=9),
     )
+    planned = EvalPlan([5, 3, 4], Loop(1, 1).rank(0), max_tokens_per_rank=8, global_batch_size=2)
+    for batch in (-1, 2):
+        with pytest.raises(ValueError, match=f"batch is {batch}, expected one of 2"):
+            planned.plan(batch)
     with pytest.raises(ValueError, match=r"made without lengths, expected them: or use batches"):
         by_count.plan(0)
     with pytest.raises(ValueError, match=r"made with lengths, expected none: or use dispatch"):
