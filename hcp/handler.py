@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Literal, overload
@@ -356,7 +357,8 @@ class ContextParallelHandler:
         query, key, value: (T, heads, size), or (rows, sequences, heads, size) where all sequences
         have one length. Returns (T, H * E), or (rows, sequences, H * E). ``attn_mod`` is one of
 
-        - None or an :class:`hcp.CoreAttention`: hcp's own attention, with the module's options.
+        - None or an :class:`hcp.CoreAttention`: hcp's own attention, with the module's options. It
+          takes no ``attention_mask``: ``attn_mask_type`` and its options say what is hidden.
         - A module with ``set_context_parallel_group``, as Transformer Engine's: it gets
           ``cp_group``, the comm type, and this micro-batch's PackedSeqParams for the call, and its
           own group back afterwards. It cuts sequences itself, so that their lengths must be
@@ -389,7 +391,8 @@ class ContextParallelHandler:
             given,
             packed_class=own if packed_seq_params is None else type(packed_seq_params),
             cp_group=cp_group,
-            comm_type=comm_type or self._comm_type,
+            comm_type=comm_type,
+            default_comm_type=self._comm_type,
         )
 
     def at_least_one_row(self, x: Tensor, value: float = 0) -> Tensor:
@@ -587,6 +590,8 @@ class ContextParallelHandler:
 
     def halo_rows(self, before: int) -> Tensor:
         """int64 (T,): where this rank's rows lie in what ``halo`` gives."""
+        if before < 0:
+            raise ValueError(f"before is {before}, expected >= 0")
         return rows_of_spans(self.layout, before).to(self._transport.device)
 
     # ---- sums ----
@@ -794,7 +799,7 @@ def _key_of(comm_type: str, left: int, right: int, counts: tuple[int, int]) -> t
 
 
 def _check_options(softcap: float, dropout_p: float) -> None:
-    if not softcap >= 0.0:
+    if not 0.0 <= softcap < math.inf:
         raise ValueError(f"softcap is {softcap}, expected >= 0.0, where 0.0 caps nothing")
     if dropout_p != 0.0:
         raise ValueError(

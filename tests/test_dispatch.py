@@ -262,24 +262,32 @@ def test_ranks_with_different_comm_types_all_hear_it() -> None:
         assert "ranks differ in comm_types" in result.message
 
 
-# What each of two ranks says beside samples, and what both hear.
-OPTIONS: dict[str, tuple[Any, Any, str]] = {
-    "a window of text": ({}, {"window_sizes": [(3, "a")]}, "TypeError"),
-    "heads of one number": ({}, {"comm_types": ("auto",), "heads": [4]}, "TypeError"),
-    "another mask": ({}, {"loss_mask": "flag"}, "ranks differ in loss_mask"),
+class Unusable(hcp.ContextParallelHandler):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        raise OSError("no such kernel")
+
+
+# What rank 1 says beside samples, and what rank 0 hears.
+OPTIONS: dict[str, tuple[Any, str]] = {
+    "a window of text": ({"window_sizes": [(3, "a")]}, "rank 1 failed: "),
+    "one number of heads": ({"comm_types": ("auto",), "heads": [4]}, "rank 1 failed: "),
+    "a class": ({"handler_cls": Unusable}, "rank 1 failed: OSError: no such kernel"),
+    "another mask": ({"loss_mask": "flag"}, "ranks differ in loss_mask: rank 0 has loss_mask"),
 }
 
 
 def dispatch_with(rank: int, size: int, what: str) -> None:
+    options = OPTIONS[what][0] if rank == 1 else {}
     plan = hcp.plan([5, 5], ranks=size, max_tokens_per_rank=8)
-    hcp.dispatch(plan, [sample(rank, 5)], [0, 1], GlooGroups(), **OPTIONS[what][rank])
+    hcp.dispatch(plan, [sample(rank, 5)], [0, 1], GlooGroups(), **options)
 
 
 @pytest.mark.parametrize("what", OPTIONS)
 def test_an_option_that_is_wrong_on_one_rank_is_an_error_on_all(what: str) -> None:
-    for result in try_ranks(2, dispatch_with, what):
-        assert isinstance(result, RankError)
-        assert OPTIONS[what][2] in result.kind + result.message
+    heard, raised = try_ranks(2, dispatch_with, what)
+    assert isinstance(raised, RankError)
+    assert heard.kind == "HcpError"
+    assert f"rank 0: {OPTIONS[what][1]}" in heard.message
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

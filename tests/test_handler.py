@@ -117,6 +117,15 @@ def test_yarns_factor_scales_what_is_rotated() -> None:
     hcp.loopback(2, check)
 
 
+def test_integers_are_not_rotated() -> None:
+    def call(groups: Any) -> None:
+        (cp,) = all_handlers(groups, [9])
+        cp.apply_rotary_pos_emb(torch.ones(9, 1, 4, dtype=torch.int32), torch.zeros(9, 4))
+
+    with pytest.raises(ValueError, match=r"t is torch.int32, expected floats"):
+        hcp.loopback(1, call)
+
+
 def test_given_positions_take_the_place_of_those_in_the_sequence() -> None:
     def check(groups: Any) -> None:
         (cp,) = all_handlers(groups, [17], min_degree=2)
@@ -294,6 +303,17 @@ def gloo_halo(rank: int, size: int) -> None:
 
 def test_halos_work_on_gloo_ranks() -> None:
     run_ranks(3, gloo_halo)
+
+
+def test_fewer_than_no_rows_before_a_span_are_refused() -> None:
+    def call(groups: Any) -> None:
+        (cp,) = all_handlers(groups, [9])
+        with pytest.raises(ValueError, match="before is -1, expected 0"):
+            cp.halo(torch.zeros(9, 2), -1)
+        with pytest.raises(ValueError, match="before is -1, expected >= 0"):
+            cp.halo_rows(-1)
+
+    hcp.loopback(1, call)
 
 
 def test_a_causal_convolution_equals_one_rank() -> None:
