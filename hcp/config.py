@@ -182,13 +182,14 @@ class Config:
             allowed = range(self.min_dynamic_context_parallel_size, ranks + 1)
             self._degree_of(longest, [d for d in allowed if d <= node or d % node == 0] or [ranks])
 
-    def static_degree(self, longest: int, ranks: int, alignment: int = 1) -> int:
+    def static_degree(self, longest: int, ranks: int, alignment: int = 0) -> int:
         """The degree of "static_cp" for sequences of at most `longest` tokens: a divisor of the
         ranks that cuts nodes evenly, or takes whole ones. `alignment`: of what every rank's rows
-        are a multiple."""
+        are a multiple, 0: of nothing."""
+        ranks = expect_size("ranks", ranks)
         size, node = self.context_parallel_size, self.ranks_per_node or ranks
         even = [d for d in divisors(ranks) if node % d == 0 or d % node == 0]
-        return self._degree_of(longest, even if size is None else [size], alignment)
+        return self._degree_of(longest, even if size is None else [size], alignment or 1)
 
     def _degree_of(self, longest: int, degrees: Sequence[int], alignment: int = 1) -> int:
         """The least of ascending degrees that holds every sequence of up to `longest` tokens."""
@@ -219,7 +220,7 @@ class Config:
         if self.sequence_packing_scheduler == "static_cp":
             size = self.context_parallel_size
             longest = max(lengths, default=1)
-            least = most = size or self.static_degree(longest, ranks, limits.get("alignment", 1))
+            least = most = size or self.static_degree(longest, ranks, limits.get("alignment", 0))
         else:
             least, most = self.min_dynamic_context_parallel_size, ranks
         return plan(

@@ -90,7 +90,8 @@ def core_attn(
     *,
     packed_class: Any,
     cp_group: Any,
-    comm_type: str,
+    comm_type: str | None,
+    default_comm_type: str,
 ) -> Tensor:
     """See :meth:`hcp.ContextParallelHandler.core_attn`. ``given``: what a module gets as it is."""
     qkv_format = "sbhd" if query.dim() == 4 else "thd"
@@ -101,7 +102,7 @@ def core_attn(
         return formats.from_rows(out, batch, qkv_format).flatten(-2)
     if not hasattr(attn_mod, "set_context_parallel_group"):
         return _whole(cp, attn_mod, query, key, value, given, qkv_format, packed_class)
-    with _lent(cp, attn_mod, cp_group, comm_type):
+    with _lent(cp, attn_mod, cp_group, comm_type or default_comm_type):
         if cp.degree == 0:
             return _whole(cp, attn_mod, query, key, value, given, qkv_format, packed_class)
         if qkv_format == "thd":
@@ -121,11 +122,20 @@ def _own(
     value: Tensor,
     given: dict[str, Any],
     qkv_format: str,
-    comm_type: str,
+    comm_type: str | None,
 ) -> Tensor:
     options = attn_mod or CoreAttention()
     if given["attention_bias"] is not None:
         raise ValueError("attention_bias is given, expected None: hcp's attention adds none")
+    if given["attention_mask"] is not None:
+        raise ValueError(
+            "attention_mask is given, expected None: hcp's attention reads no mask; say "
+            "attn_mask_type, or a window_size of hcp.CoreAttention, instead"
+        )
+    if comm_type and options.comm_type and comm_type != options.comm_type:
+        raise ValueError(
+            f"comm_type is {comm_type!r}, expected {options.comm_type!r}, that of attn_mod, or None"
+        )
     return cp.attention(
         query,
         key,

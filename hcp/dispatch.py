@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -155,6 +156,12 @@ def _describe(samples: Sequence[Sample]) -> list[list[Any]]:
     """(name, dtype, shape of a row) of each field, or ValueError where samples differ."""
     first: list[list[Any]] = []
     for i, sample in enumerate(samples):
+        for name, value in sample.items():
+            if value.requires_grad:
+                raise ValueError(
+                    f"samples[{i}][{name!r}] requires gradients, expected data: hcp.dispatch gives "
+                    "none; carry it by cp.dispatch, which does, or detach it"
+                )
         fields = [
             [name, str(sample[name].dtype).removeprefix("torch."), list(sample[name].shape[1:])]
             for name in sorted(sample)
@@ -193,6 +200,20 @@ def _check_samples(
             )
 
 
+def _loss_tokens(samples: Sequence[Sample], loss_mask: str) -> float | None:
+    """Of this rank's samples; None where they have no mask."""
+    if not samples or loss_mask not in samples[0]:
+        return None
+    counts = [float(sample[loss_mask].sum(dtype=torch.float64)) for sample in samples]
+    for i, count in enumerate(counts):
+        if not math.isfinite(count):
+            raise ValueError(
+                f"samples[{i}][{loss_mask!r}] sums to {count}, expected a finite number of loss "
+                "tokens"
+            )
+    return sum(counts)
+
+
 def _announce(
     plan: Plan,
     samples: Sequence[Sample],
@@ -205,16 +226,14 @@ def _announce(
     check_comm_types(comm_types, sizes, only_degree(plan))
     check_prices(comm_types, plan.cost)
     _check_samples(plan, samples, sources, transport)
-    counted = bool(samples) and loss_mask in samples[0]
     announcement = {
         "plan": f"{plan.checksum:016x}",
         "sources": zlib.crc32(struct.pack(f"<{len(sources)}q", *sources)),
         "comm_types": list(comm_types),
         "hierarchical_context_parallel_sizes": list(sizes),
         "fields": _describe(samples) if samples else None,
-        "loss_tokens": sum(float(sample[loss_mask].sum(dtype=torch.float64)) for sample in samples)
-        if counted
-        else None,
+        "loss_mask": loss_mask,
+        "loss_tokens": _loss_tokens(samples, loss_mask),
     }
     return json.dumps(announcement).encode()
 
@@ -295,38 +314,40 @@ def dispatch(
     transport = groups.transport
     sizes = hierarchical_context_parallel_sizes
     comm_types = handler_cls.comm_types if comm_types is None else comm_types
-    announcements = [
-        json.loads(message)
-        for message in _share(
-            transport,
-            lambda: _announce(plan, samples, sources, transport, comm_types, sizes, loss_mask),
+    handlers: list[ContextParallelHandler] = []
+
+    def prepare() -> bytes:
+        message = _announce(plan, samples, sources, transport, comm_types, sizes, loss_mask)
+        handlers.extend(
+            handler_cls(
+                plan,
+                micro_batch,
+                transport,
+                comm_types=comm_types,
+                hierarchical_context_parallel_sizes=sizes,
+                window_sizes=window_sizes,
+                heads=heads,
+                sources=sources,
+            )
+            for micro_batch in range(len(plan.micro_batches))
         )
-    ]
+        return message
+
+    announcements = [json.loads(message) for message in _share(transport, prepare)]
     same = "give every rank the same lengths, limits, cost and sources"
     _require_same(announcements, "plan", transport.rank, same)
     _require_same(announcements, "sources", transport.rank, same)
     for name in ("comm_types", "hierarchical_context_parallel_sizes"):
         _require_same(announcements, name, transport.rank, "name the same, in one order")
+    _require_same(announcements, "loss_mask", transport.rank, "name the same field")
     described = _require_same(
         announcements, "fields", transport.rank, "load the same fields on every rank"
     )
     counts = [a["loss_tokens"] for a in announcements if a["loss_tokens"] is not None]
     loss_tokens = float(sum(counts)) if counts else None
     fields = [_Field(*field) for field in described or []]
-    handlers = [
-        handler_cls(
-            plan,
-            micro_batch,
-            transport,
-            comm_types=comm_types,
-            hierarchical_context_parallel_sizes=sizes,
-            window_sizes=window_sizes,
-            heads=heads,
-            sources=sources,
-            loss_tokens=loss_tokens,
-        )
-        for micro_batch in range(len(plan.micro_batches))
-    ]
+    for cp in handlers:
+        cp.tell_loss_tokens(loss_tokens)
     values = _move(plan, samples, sources, transport, fields)
     ends = list(itertools.accumulate((cp.rows for cp in handlers), initial=0))
     batches = [

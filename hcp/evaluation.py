@@ -60,14 +60,15 @@ class EvalPlan:
         max_tokens_per_rank: int | None = None,
         global_batch_size: int | None = None,
         degree: int | None = None,
+        min_degree: int | None = None,
         ranks_per_node: int | None = None,
         cost: CostModel | None = None,
     ) -> None:
         """`samples`: how many, or the length of each in tokens. With lengths, `dispatch` spreads
         global batches of `global_batch_size` samples over dp_cp by the dynamic scheduler, at most
         `max_tokens_per_rank` rows to a rank, with one CP `degree` for all if it is given, and by
-        `ranks_per_node` and `cost` as `hcp.plan` takes them; without, `batches` uses data
-        parallelism."""
+        `min_degree`, `ranks_per_node` and `cost` as `hcp.plan` takes them; without, `batches` uses
+        data parallelism."""
         samples = plain(samples)
         self.lengths = None if isinstance(samples, int) else tuple(samples)
         count = samples if isinstance(samples, int) else len(samples)
@@ -79,6 +80,7 @@ class EvalPlan:
             "max_tokens_per_rank": max_tokens_per_rank,
             "global_batch_size": global_batch_size,
             "degree": degree,
+            "min_degree": min_degree,
             "ranks_per_node": ranks_per_node,
         }
         for name, value in of_dispatch.items():
@@ -89,7 +91,8 @@ class EvalPlan:
             self._expect_lengths("cost")
         self.groups = eval_pgs
         self.global_batch_size = global_batch_size or max(1, self.num_samples)
-        self._max_tokens, self._degree = max_tokens_per_rank, degree
+        self._max_tokens = max_tokens_per_rank
+        self._min_degree, self._max_degree = degree or min_degree or 1, degree
         self._node, self._cost = ranks_per_node, cost
         self._next = 0
         self._seen = _Seen()
@@ -169,12 +172,15 @@ class EvalPlan:
         """The plan of one global batch, of those with lengths."""
         if self.lengths is None or self._max_tokens is None:
             raise ValueError("the plan was made without lengths, expected them: or use batches()")
+        batches = -(-self.num_samples // self.global_batch_size)
+        if not 0 <= batch < batches:
+            raise ValueError(f"batch is {batch}, expected one of {batches}")
         return plan(
             [self.lengths[i] for i in self._global_batch(batch)],
             ranks=self.groups.size("dp_cp"),
             max_tokens_per_rank=self._max_tokens,
-            min_degree=self._degree or 1,
-            max_degree=self._degree,
+            min_degree=self._min_degree,
+            max_degree=self._max_degree,
             ranks_per_node=self._node,
             cost=self._cost,
         )

@@ -286,6 +286,10 @@ def signature(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(numbers)
 
 
+OPERATIONS = {"sum_over_group": 1, "dispatch": 2, "combine": 3, "roll_tensor": 4, "halo": 5}
+"""The traits by which operations with rows of the same kind are told apart."""
+
+
 class Moves(Protocol):
     """A route or a schedule: who sends rows to whom."""
 
@@ -313,40 +317,35 @@ def agree_once(transport: Transport, moves: Moves, traits: tuple[int, ...]) -> i
     call with other traits are refused before any row is on its way. Raises HcpError.
     """
     if traits not in moves.agreed:
-        _agree(transport, traits, moves.sends, moves.receives)
+        _agree(transport, traits, {move.peer for move in (*moves.sends, *moves.receives)})
         moves.agreed.add(traits)
     return tag_of(traits)
 
 
-def _agree(
-    transport: Transport,
-    own: tuple[int, ...],
-    sends: Sequence[Move],
-    receives: Sequence[Move],
-) -> None:
+def _agree(transport: Transport, own: tuple[int, ...], ranks: set[int]) -> None:
+    """Both ways, whoever has rows for whom, so that all who differ hear it."""
     width = 24
     if len(own) > width:
         raise ValueError(f"the call has {len(own)} traits, expected at most {width}")
-    sources = sorted({move.peer for move in receives} - {transport.rank})
-    targets = sorted({move.peer for move in sends} - {transport.rank})
+    peers = sorted(ranks - {transport.rank})
     sent = torch.full((1, width), -1, dtype=torch.int64, device="cpu")
     sent[0, : len(own)] = torch.tensor(own, device="cpu")
     sent = sent.to(transport.device)
-    received = torch.empty(len(sources), width, dtype=torch.int64, device=transport.device)
+    received = torch.empty(len(peers), width, dtype=torch.int64, device=transport.device)
     transport.start(
         sent,
-        [Move(peer, 0, 1) for peer in targets],
+        [Move(peer, 0, 1) for peer in peers],
         received,
-        [Move(peer, i, 1) for i, peer in enumerate(sources)],
+        [Move(peer, i, 1) for i, peer in enumerate(peers)],
         tag=_AGREEMENT_TAG,
     ).wait()
-    for peer, theirs in zip(sources, received.tolist(), strict=True):
+    for peer, theirs in zip(peers, received.tolist(), strict=True):
         if theirs != sent.tolist()[0]:
             raise HcpError(
                 f"rank {transport.rank}: the call differs between ranks: its traits (dtype, "
-                f"dimensions and sizes of each tensor, then options) are {list(own)} here and "
-                f"{theirs[: len(own)]} on rank {peer}; every rank of a group must call with the "
-                "same dtypes, heads, sizes and options"
+                "dimensions and sizes of each tensor, then operation and options) are "
+                f"{list(own)} here and {theirs[: len(own)]} on rank {peer}; every rank of a group "
+                "must make the same calls, with the same dtypes, heads, sizes and options"
             )
 
 

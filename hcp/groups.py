@@ -120,6 +120,8 @@ class ProcessGroups:
             return collection
         _check_initialised("ProcessGroups.from_existing")
         with _all_or_none():
+            expect_size("peer_buffer_bytes", peer_buffer_bytes)
+            Grid(order=order)  # refuses what is no order, also where no grid will have it
             groups = _find_groups(collection)
             ranks = dist.get_process_group_ranks(groups["dp_cp"])
             fitted_here = _fit_grid(groups, order)
@@ -161,6 +163,7 @@ class ProcessGroups:
         """
         _check_initialised("ProcessGroups.from_device_mesh")
         with _all_or_none():
+            expect_size("peer_buffer_bytes", peer_buffer_bytes)
             dimensions, grid = _grid_of_mesh(mesh, names or {})
         creator = _Creator(
             _agree(grid, list(range(dist.get_world_size()))),
@@ -331,6 +334,7 @@ def build_process_groups(
     with _all_or_none():
         if dist.get_rank() not in ranks:
             raise ValueError(f"rank {dist.get_rank()} is not in parent, whose ranks are {ranks}")
+        expect_size("peer_buffer_bytes", peer_buffer_bytes)
         dp = _data_parallel(tp, cp, dp, pp, len(ranks))
         grid = Grid(tp=tp, cp=cp, dp=dp, pp=pp, order=order)
         _check_levels(hierarchical, cp)

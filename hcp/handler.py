@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Literal, overload
@@ -23,7 +24,7 @@ from hcp import (
     rope,
     sums,
 )
-from hcp.exchange import Transport, agree_once, carry, rows_of, signature
+from hcp.exchange import OPERATIONS, Moves, Transport, agree_once, carry, rows_of, signature
 from hcp.halo import carry_with_gradients, rows_of_spans
 from hcp.journey import Turn
 from hcp.layout import (
@@ -88,11 +89,7 @@ class ContextParallelHandler:
         Under ``alignment``, each rank's padding follows, as sequences of their own."""
         self.max_seqlen = max(layout.lengths, default=0)
         """Tokens of the longest sequence, 0 on a rank without rows."""
-        self.loss_tokens = loss_tokens
-        """Loss tokens of the whole batch, None if nobody counted them."""
-        self._loss_tokens = (
-            None if loss_tokens is None else torch.tensor(loss_tokens, dtype=_F64, device="cpu")
-        )
+        self.tell_loss_tokens(loss_tokens)
         self._transport = transport
         self._sources = sources
         comm_types = self.comm_types if comm_types is None else comm_types
@@ -114,6 +111,14 @@ class ContextParallelHandler:
         group = range(layout.first_rank, layout.first_rank + layout.degree)
         self._reads: dict[tuple[object, ...], cross.Reads] = {}
         self._everyone = sums.Everyone(group, transport.rank)
+
+    def tell_loss_tokens(self, loss_tokens: float | None) -> None:
+        """For hcp.dispatch, which makes handlers before ranks tell each other their counts."""
+        self.loss_tokens = loss_tokens
+        """Loss tokens of the whole batch, None if nobody counted them."""
+        self._loss_tokens = (
+            None if loss_tokens is None else torch.tensor(loss_tokens, dtype=_F64, device="cpu")
+        )
 
     @property
     def device(self) -> torch.device:
@@ -352,7 +357,8 @@ class ContextParallelHandler:
         query, key, value: (T, heads, size), or (rows, sequences, heads, size) where all sequences
         have one length. Returns (T, H * E), or (rows, sequences, H * E). ``attn_mod`` is one of
 
-        - None or an :class:`hcp.CoreAttention`: hcp's own attention, with the module's options.
+        - None or an :class:`hcp.CoreAttention`: hcp's own attention, with the module's options. It
+          takes no ``attention_mask``: ``attn_mask_type`` and its options say what is hidden.
         - A module with ``set_context_parallel_group``, as Transformer Engine's: it gets
           ``cp_group``, the comm type, and this micro-batch's PackedSeqParams for the call, and its
           own group back afterwards. It cuts sequences itself, so that their lengths must be
@@ -385,7 +391,8 @@ class ContextParallelHandler:
             given,
             packed_class=own if packed_seq_params is None else type(packed_seq_params),
             cp_group=cp_group,
-            comm_type=comm_type or self._comm_type,
+            comm_type=comm_type,
+            default_comm_type=self._comm_type,
         )
 
     def at_least_one_row(self, x: Tensor, value: float = 0) -> Tensor:
@@ -544,13 +551,13 @@ class ContextParallelHandler:
         it is not x's own.
         """
         there, back = (self._dispatch_route(reverse=reverse) for reverse in (False, True))
-        return self._travel("dispatch", x, there, back, dtype)
+        return self._travel("dispatch", x, there, back, there, dtype=dtype)
 
     def combine(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         """The way back: (T, ...) to (S, ...), so that combine(dispatch(x)) is x. ``dtype``: as in
         ``dispatch``."""
         there, back = (self._dispatch_route(reverse=reverse) for reverse in (True, False))
-        return self._travel("combine", x, there, back, dtype)
+        return self._travel("combine", x, there, back, there, dtype=dtype)
 
     def roll_tensor(self, x: Tensor, shifts: int = -1, dims: int = 0) -> Tensor:
         """Shift rows along their sequences, across the borders of ranks: shape to shape.
@@ -560,7 +567,8 @@ class ContextParallelHandler:
         rows, such as -1 of Megatron's labels (1, T). Every rank of the group calls it.
         """
         route, back = self._roll_route(shifts), self._roll_route(-shifts)
-        return self._travel("roll_tensor", x.movedim(dims, 0), route, back).movedim(0, dims)
+        given = x.movedim(dims, 0), route, back, self._everyone, shifts
+        return self._travel("roll_tensor", *given).movedim(0, dims)
 
     def halo(self, x: Tensor, before: int) -> Tensor:
         """Each span of rows behind the ``before`` rows that come before it in its sequence, from
@@ -576,12 +584,14 @@ class ContextParallelHandler:
                 self.plan, self.micro_batch, self._transport.rank, before
             )
         route = self._routes[key]
-        tag = self._agree("halo", x, route)
+        tag = self._agree("halo", x, route, self._everyone, before)
         out = carry_with_gradients(self._transport, route, [rows_of(x)], tag)
         return out.reshape(route.output_rows, *x.shape[1:])
 
     def halo_rows(self, before: int) -> Tensor:
         """int64 (T,): where this rank's rows lie in what ``halo`` gives."""
+        if before < 0:
+            raise ValueError(f"before is {before}, expected >= 0")
         return rows_of_spans(self.layout, before).to(self._transport.device)
 
     # ---- sums ----
@@ -669,27 +679,45 @@ class ContextParallelHandler:
         return self._routes[shift]
 
     def _travel(
-        self, name: str, x: Tensor, route: Route, back: Route, dtype: torch.dtype | None = None
+        self,
+        name: str,
+        x: Tensor,
+        route: Route,
+        back: Route,
+        callers: Moves,
+        option: int = 0,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
-        tag = self._agree(name, x, route, dtype)
+        tag = self._agree(name, x, route, callers, option, dtype)
         out: Tensor = _Travel.apply(rows_of(x), route, back, self._transport, tag, dtype)  # type: ignore[no-untyped-call]
         return out.reshape(route.output_rows, *x.shape[1:])
 
-    def _agree(self, name: str, x: Tensor, route: Route, dtype: torch.dtype | None = None) -> int:
+    def _agree(
+        self,
+        name: str,
+        x: Tensor,
+        route: Route,
+        callers: Moves,
+        option: int = 0,
+        dtype: torch.dtype | None = None,
+    ) -> int:
+        """The tag of a call. ``callers``: between those who make the same."""
         if x.dim() == 0 or x.shape[0] != route.source_rows:
             raise ValueError(f"x has shape {tuple(x.shape)}, expected {route.source_rows} rows")
         if x.device.type != self._transport.device.type:
             raise ValueError(f"x is on {x.device}, expected {self._transport.device}")
         refuse_transforms(name, x)
         if dtype is None or dtype == x.dtype:
-            return agree_once(self._transport, route, signature(x))
+            traits = *signature(x), OPERATIONS[name], option
+            return agree_once(self._transport, callers, traits)
         for what, given in (("x", x.dtype), ("dtype", dtype)):
             if given not in ops.FLOATS:
                 raise ValueError(
                     f"{what} is {given}, expected one of {ops.FLOATS} where {x.dtype} is cast to "
                     f"{dtype} on the way: use .to() instead of dtype="
                 )
-        return agree_once(self._transport, route, signature(x, x.new_empty(0, dtype=dtype)))
+        traits = *signature(x, x.new_empty(0, dtype=dtype)), OPERATIONS[name], option
+        return agree_once(self._transport, callers, traits)
 
     # ---- loss ----
 
@@ -771,7 +799,7 @@ def _key_of(comm_type: str, left: int, right: int, counts: tuple[int, int]) -> t
 
 
 def _check_options(softcap: float, dropout_p: float) -> None:
-    if not softcap >= 0.0:
+    if not 0.0 <= softcap < math.inf:
         raise ValueError(f"softcap is {softcap}, expected >= 0.0, where 0.0 caps nothing")
     if dropout_p != 0.0:
         raise ValueError(

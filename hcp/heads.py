@@ -155,8 +155,11 @@ def _narrowest(columns: Sequence[Tensor]) -> torch.dtype:
 
 
 def _elements_as(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same bytes as elements of another type."""
-    return rows if rows.dtype == dtype else rows.contiguous().view(dtype)
+    """(rows, elements): the same bytes as elements of another type."""
+    if rows.dtype == dtype:
+        return rows
+    width = rows.shape[1] * rows.element_size() // dtype.itemsize
+    return _seen_as(rows, dtype).view(rows.shape[0], width)
 
 
 def _dense(rows: Tensor) -> Tensor:
@@ -202,16 +205,22 @@ def _row_bytes(column: Tensor) -> int:
 
 def _as_bytes(column: Tensor) -> Tensor:
     """(rows, ...) as (rows, row_bytes)."""
-    flat = column.reshape(-1)
-    if flat.stride(0) != 1:  # one element may have any stride, and still be called contiguous
-        flat = flat.clone()
-    return flat.view(torch.uint8).view(column.shape[0], _row_bytes(column))
+    return _seen_as(column, torch.uint8).view(column.shape[0], _row_bytes(column))
 
 
 def _from_bytes(rows: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     if rows.numel() == 0:
         return rows.new_empty(shape, dtype=dtype)
-    return rows.reshape(-1).view(dtype).view(shape)
+    return _seen_as(rows, dtype).view(shape)
+
+
+def _seen_as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bytes of x, end to end, as elements of a type."""
+    flat = x.reshape(-1)
+    # One element may have any stride, and one row begin anywhere, and still be called contiguous.
+    if flat.stride(0) != 1 or flat.storage_offset() * flat.element_size() % dtype.itemsize:
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(dtype)
 
 
 def _side_by_side(columns: Sequence[Tensor]) -> Tensor:

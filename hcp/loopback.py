@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hcp import ops
 from hcp.errors import HcpError
-from hcp.exchange import Pending, Share, copy_to_self, register
+from hcp.exchange import Pending, Share, copy_to_self, register, rows_of
 from hcp.layout import Move
 
 Result = TypeVar("Result")
@@ -136,7 +136,7 @@ class _LoopbackShared:
     ) -> _LoopbackStaged:
         share = self._share
         if share.readers:
-            columns = [part.flatten(1) for part in parts]
+            columns = [rows_of(part) for part in parts]
             staged = ops.reduce(columns, share.runs, share.rows, len(share.widths))
             moves = [Move(peer, 0, share.rows) for peer in share.readers]
             self._transport.send(staged, moves, tag)
@@ -148,7 +148,7 @@ class _LoopbackStaged:
         self, transport: SharingLoopbackTransport, share: Share, tag: int, own: Sequence[Tensor]
     ) -> None:
         self._transport, self._share, self._tag = transport, share, tag
-        self._own = [part.flatten(1) for part in own]
+        self._own = [rows_of(part) for part in own]
         self._arrived: dict[int, Tensor] = {}
 
     def read(self, number: int) -> _LoopbackReading:

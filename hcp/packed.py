@@ -118,7 +118,8 @@ def get_batch_on_this_cp_rank(
     Megatron's function of this name, for any degree and any lengths. ``batch``: tensors by name,
     the whole sequences of the micro-batch in the order of ``cp_handler.layout.sequences``: packed,
     (S, ...) or (1, S, ...), or, when all have one length n, (sequences, n, ...). Returns (T, ...),
-    (1, T, ...) or (sequences, T / sequences, ...). Rows of padding (``alignment``) are zeros. Of an
+    (1, T, ...) or (sequences, T / sequences, ...); sequences of one token are packed, and a rank
+    without rows gets (0, ...) or (1, 0, ...). Rows of padding (``alignment``) are zeros. Of an
     ``attention_mask`` (b, 1, q, k) the rows of this rank's queries remain: q is the tokens of all
     sequences, or their one length. ``cu_seqlens*`` and ``max_seqlen*`` say what is true of whole
     sequences, and stay; so does what is no tensor of tokens: None, numbers.
@@ -134,11 +135,11 @@ def _on_this_rank(name: str, value: Any, cp: ContextParallelHandler) -> Any:
     if not isinstance(value, Tensor) or value.dim() == 0 or name.startswith(_OF_ALL_RANKS):
         return value
     sequences, tokens = len(cp.layout.lengths), sum(cp.layout.lengths)
-    equal = len(set(cp.layout.lengths)) == 1
+    equal = len(set(cp.layout.lengths)) == 1 and tokens > sequences
     if name == "attention_mask":
         return _mask_of_this_rank(value, cp)
     if cp.degree == 0:
-        return value[:, :0] if value.dim() > 1 else value[:0]
+        return value[:, :0] if value.dim() > 1 and value.shape[0] == 1 else value[:0]
     if (
         value.dim() > 1
         and value.shape[0] * value.shape[1] == tokens

@@ -83,6 +83,8 @@ def rotate(t: Tensor, rotary: Rotary) -> Tensor:
     Pairs are (i, i + R / 2), or (2 i, 2 i + 1) when interleaved.
     """
     check(t, rotary)
+    if not t.is_floating_point():
+        raise ValueError(f"t is {t.dtype}, expected floats")
     if not rotary.fits(t):
         return rotate_by_torch(t, rotary)
     dense = t if t.stride(-1) == 1 else t.contiguous()

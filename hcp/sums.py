@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hcp.exchange import Transport, agree_once, signature
+from hcp.exchange import OPERATIONS, Transport, agree_once, signature
 from hcp.layout import Move
 
 
@@ -30,13 +30,10 @@ def sum_over(transport: Transport, everyone: Everyone, x: Tensor) -> Tensor:
     Its gradient is the sum of theirs."""
     if len(everyone.ranks) <= 1:
         return x.clone()
-    tag = agree_once(transport, everyone, (*signature(x.unsqueeze(0)), _SUM))
+    traits = *signature(x.unsqueeze(0)), OPERATIONS["sum_over_group"]
+    tag = agree_once(transport, everyone, traits)
     out: Tensor = _Sum.apply(x, transport, everyone, tag)  # type: ignore[no-untyped-call]
     return out
-
-
-_SUM = 1
-"""Tells its calls from those of other operations with rows of the same kind."""
 
 
 def by_sequence(x: Tensor, bounds: Tensor) -> Tensor:

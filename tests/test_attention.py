@@ -59,6 +59,32 @@ def test_heads_divide_over_any_degree(degree: int, heads: tuple[int, int]) -> No
     assert loopback_error(case) <= 1e-10
 
 
+@pytest.mark.parametrize("value_dim", [3, 1])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_one_row_of_narrow_heads_on_each_rank_equals_one_rank(dtype: str, value_dim: int) -> None:
+    case = Case((2,), 2, min_degree=2, comm_type="a2a", heads=2, kv_heads=1, dtype=dtype)
+    assert loopback_error(replace(case, head_dim=3, value_dim=value_dim)) <= 0.02
+
+
+@pytest.mark.parametrize("length", [2, 9])
+def test_values_of_one_element_are_read_where_they_lie(length: int) -> None:
+    case = Case((length,), 2, min_degree=2, heads=2, value_dim=1, sharing=True)
+    assert loopback_error(case) <= 1e-10
+
+
+@pytest.mark.parametrize("comm_type", TYPES)
+def test_gradients_of_one_element_may_come_expanded(comm_type: str) -> None:
+    case = Case((2,), 2, min_degree=2, comm_type=comm_type, heads=1, kv_heads=1, head_dim=1)
+
+    def check(groups: object) -> None:
+        ((cp, local),) = dispatched(groups, case)
+        query, key, value = (x.requires_grad_() for x in (local.query, local.key, local.value))
+        cp.attention(query, key, value).sum().backward()
+        cp.sequence_to_head(value).sum().backward()
+
+    hcp.loopback(2, check)
+
+
 @pytest.mark.parametrize("causal", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("comm_type", TYPES)
 def test_mixed_degrees_in_one_micro_batch_equal_one_rank(comm_type: str, causal: bool) -> None:

@@ -279,6 +279,11 @@ def test_the_static_degree_leaves_room_for_alignment():
     config = hcp.Config(10, sequence_packing_scheduler="static_cp")
     assert config.static_degree(40, ranks=8) == 4
     assert config.static_degree(40, ranks=8, alignment=4) == 8  # 8 rows are the most
+    assert config.static_degree(40, ranks=8, alignment=0) == 4
+    plan = config.plan([40, 3], ranks=8, alignment=0)
+    assert plan.micro_batches == config.plan([40, 3], ranks=8).micro_batches
+    with pytest.raises(ValueError, match="ranks is 0, expected an integer >= 1"):
+        config.static_degree(40, ranks=0)
     plan = config.plan([40, 3], ranks=8, alignment=4)
     assert {g.degree for batch in plan.micro_batches for g in batch} == {8}
 

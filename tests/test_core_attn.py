@@ -437,6 +437,12 @@ def test_masks_that_hcp_cannot_do_are_refused() -> None:
         batched=True,
     )
     refuse("attention_bias is given, expected None", attention_bias=torch.zeros(1))
+    refuse("attention_mask is given, expected None.* say attn_m", attention_mask=torch.zeros(1))
+
+
+def test_a_comm_type_beside_that_of_the_module_is_refused() -> None:
+    module = hcp.CoreAttention(comm_type="p2p")
+    refuse("comm_type is 'ring', expected 'p2p', that of att", attn_mod=module, comm_type="ring")
 
 
 def test_batches_of_lengths_that_differ_are_refused() -> None:

@@ -262,6 +262,58 @@ def test_ranks_with_different_comm_types_all_hear_it() -> None:
         assert "ranks differ in comm_types" in result.message
 
 
+class Unusable(hcp.ContextParallelHandler):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        raise OSError("no such kernel")
+
+
+# What rank 1 says beside samples, and what rank 0 hears.
+OPTIONS: dict[str, tuple[Any, str]] = {
+    "a window of text": ({"window_sizes": [(3, "a")]}, "rank 1 failed: "),
+    "one number of heads": ({"comm_types": ("auto",), "heads": [4]}, "rank 1 failed: "),
+    "a class": ({"handler_cls": Unusable}, "rank 1 failed: OSError: no such kernel"),
+    "another mask": ({"loss_mask": "flag"}, "ranks differ in loss_mask: rank 0 has loss_mask"),
+}
+
+
+def dispatch_with(rank: int, size: int, what: str) -> None:
+    options = OPTIONS[what][0] if rank == 1 else {}
+    plan = hcp.plan([5, 5], ranks=size, max_tokens_per_rank=8)
+    hcp.dispatch(plan, [sample(rank, 5)], [0, 1], GlooGroups(), **options)
+
+
+@pytest.mark.parametrize("what", OPTIONS)
+def test_an_option_that_is_wrong_on_one_rank_is_an_error_on_all(what: str) -> None:
+    heard, raised = try_ranks(2, dispatch_with, what)
+    assert isinstance(raised, RankError)
+    assert heard.kind == "HcpError"
+    assert f"rank 0: {OPTIONS[what][1]}" in heard.message
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_mask_that_counts_no_number_is_refused(value: float) -> None:
+    own = sample(0, 5)
+    own["loss_mask"][2] = value
+
+    def call(groups: Any) -> None:
+        hcp.dispatch(hcp.plan([5], ranks=1, max_tokens_per_rank=8), [own], [0], groups)
+
+    with pytest.raises(ValueError, match=rf"samples\[0\]\['loss_mask'\] sums to {value}, expected"):
+        hcp.loopback(1, call)
+
+
+def test_samples_that_require_gradients_are_told_what_carries_them() -> None:
+    own = sample(0, 5) | {"image": torch.zeros(5, 3, requires_grad=True)}
+
+    def call(groups: Any) -> None:
+        hcp.dispatch(hcp.plan([5], ranks=1, max_tokens_per_rank=8), [own], [0], groups)
+
+    with pytest.raises(
+        ValueError, match=r"\['image'\] requires gradients.* carry it by cp.dispatch"
+    ):
+        hcp.loopback(1, call)
+
+
 def rank_that_ends(rank: int, size: int) -> None:
     groups = GlooGroups()
     if rank == 1:

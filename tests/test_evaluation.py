@@ -12,6 +12,7 @@ from ranks import run_ranks
 
 import hcp
 from hcp.evaluation import EvalPlan, Metrics
+from hcp.integrations.loader import EvalDataLoader
 
 
 class Loop:
@@ -96,6 +97,10 @@ def test_each_kind_of_plan_has_its_own_way():
         EvalPlan(3, Loop(1, 1).rank(0)),
         EvalPlan([3], Loop(1, 1).rank(0), max_tokens_per_rank=9),
     )
+    planned = EvalPlan([5, 3, 4], Loop(1, 1).rank(0), max_tokens_per_rank=8, global_batch_size=2)
+    for batch in (-1, 2):
+        with pytest.raises(ValueError, match=f"batch is {batch}, expected one of 2"):
+            planned.plan(batch)
     with pytest.raises(ValueError, match=r"made without lengths, expected them: or use batches"):
         by_count.plan(0)
     with pytest.raises(ValueError, match=r"made with lengths, expected none: or use dispatch"):
@@ -255,6 +260,20 @@ def test_with_lengths_the_dynamic_scheduler_spreads_each_sample_once():
     lengths = [40, 3, 1, 17, 9, 30, 2, 2, 5]
     expected = sum(i * n for i, n in enumerate(lengths)) / sum(lengths)
     assert run_ranks(4, dispatch_by_length, lengths) == pytest.approx([expected] * 4, rel=1e-14)
+
+
+def plan_as_training_does(rank, size):
+    groups = hcp.build_process_groups()
+    config = hcp.Config(64, min_dynamic_context_parallel_size=2, ranks_per_node=2)
+    samples = [{"tokens": torch.zeros(n)} for n in (5, 9, 17, 4)]
+    loader = EvalDataLoader(samples, config, groups, global_batch_size=4, to_sample=lambda s: s)
+    (cp,) = (cp for cp, _ in loader)
+    assert cp.plan == config.plan(cp.plan.lengths, size)
+    return cp.plan.core.ranks_per_node, cp.degree
+
+
+def test_a_config_plans_evaluation_as_it_plans_training():
+    assert run_ranks(4, plan_as_training_does) == [(2, 2)] * 4
 
 
 # ---- metrics -------------------------------------------------------------------------------------

@@ -207,6 +207,7 @@ def build_badly(rank, size, arguments):
         ({"cp": 0}, "cp is 0, expected an integer >= 1"),
         ({"tp": True}, "tp is True, expected an integer >= 1"),
         ({"order": "tp-cp"}, 'order is "tp-cp"'),
+        ({"peer_buffer_bytes": -1}, "peer_buffer_bytes is -1, expected an integer >= 1"),
     ],
 )
 def test_an_impossible_layout_is_refused_with_the_equation(arguments, message):
@@ -396,6 +397,11 @@ def take_bad_collections(rank, size):
         ProcessGroups.from_existing(Collection())
     with pytest.raises(ValueError, match=r"dict\.dp_cp is a str, expected a torch\.distributed"):
         ProcessGroups.from_existing({"dp_cp": "world"})
+    world = {"dp_cp": dist.group.WORLD}
+    with pytest.raises(ValueError, match='order is "zz", expected tp, cp, dp and pp'):
+        ProcessGroups.from_existing(world, order="zz")
+    with pytest.raises(ValueError, match="peer_buffer_bytes is -1, expected an integer >= 1"):
+        ProcessGroups.from_existing(world, peer_buffer_bytes=-1)
 
 
 def test_a_collection_without_dp_cp_is_refused():

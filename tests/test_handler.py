@@ -10,7 +10,7 @@ import torch
 from cases import GlooGroups
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import run_ranks
+from ranks import RankError, run_ranks, try_ranks
 
 import hcp
 from hcp.handler import _whole_cu_seqlens
@@ -115,6 +115,15 @@ def test_yarns_factor_scales_what_is_rotated() -> None:
         assert torch.equal(out[..., 4:], t[..., 4:])
 
     hcp.loopback(2, check)
+
+
+def test_integers_are_not_rotated() -> None:
+    def call(groups: Any) -> None:
+        (cp,) = all_handlers(groups, [9])
+        cp.apply_rotary_pos_emb(torch.ones(9, 1, 4, dtype=torch.int32), torch.zeros(9, 4))
+
+    with pytest.raises(ValueError, match=r"t is torch.int32, expected floats"):
+        hcp.loopback(1, call)
 
 
 def test_given_positions_take_the_place_of_those_in_the_sequence() -> None:
@@ -296,6 +305,17 @@ def test_halos_work_on_gloo_ranks() -> None:
     run_ranks(3, gloo_halo)
 
 
+def test_fewer_than_no_rows_before_a_span_are_refused() -> None:
+    def call(groups: Any) -> None:
+        (cp,) = all_handlers(groups, [9])
+        with pytest.raises(ValueError, match="before is -1, expected 0"):
+            cp.halo(torch.zeros(9, 2), -1)
+        with pytest.raises(ValueError, match="before is -1, expected >= 0"):
+            cp.halo_rows(-1)
+
+    hcp.loopback(1, call)
+
+
 def test_a_causal_convolution_equals_one_rank() -> None:
     weight = torch.randn(5, 1, 4, dtype=torch.float64)
     lengths = (31, 6, 2)
@@ -402,6 +422,51 @@ def gloo_sums(rank: int, size: int) -> None:
 
 def test_sums_work_on_gloo_ranks() -> None:
     run_ranks(3, gloo_sums)
+
+
+# ---- calls that differ ---------------------------------------------------------------------------
+
+# By the ranks 0 and 1, of two, that hold a sequence which rank 0 has loaded.
+DIFFERING = {
+    "shifts": ("roll_tensor", -1, "roll_tensor", 1),
+    "rows before": ("halo", 1, "halo", 2),
+    "halo and roll": ("halo", 1, "roll_tensor", -1),
+    "roll and sum": ("roll_tensor", -1, "sum_over_group", None),
+    "dispatch and combine": ("dispatch", None, "combine", None),
+}
+
+
+def call(cp: hcp.ContextParallelHandler, operation: str, option: int | None) -> None:
+    loaded = operation == "dispatch" and cp.layout.rank == 0
+    rows = {"sum_over_group": 1, "dispatch": 40 * loaded}.get(operation, cp.rows)
+    options = [] if option is None else [option]
+    getattr(cp, operation)(torch.zeros(rows, 3), *options)
+
+
+def differing_call(rank: int, size: int, first: Any, second: Any, calls_before: int) -> None:
+    groups = GlooGroups(5) if calls_before else GlooGroups()
+    (cp,) = all_handlers(groups, [40], min_degree=size)
+    for _ in range(calls_before):
+        call(cp, *first)
+    call(cp, *(second if rank == 1 else first))
+
+
+@pytest.mark.parametrize("what", DIFFERING)
+def test_ranks_that_call_differently_all_get_an_error(what: str) -> None:
+    calls = DIFFERING[what]
+    for rank, result in enumerate(try_ranks(2, differing_call, calls[:2], calls[2:], 0)):
+        assert isinstance(result, RankError)
+        assert result.kind == "HcpError"
+        assert f"rank {rank}: the call differs between ranks" in result.message
+
+
+def test_ranks_that_differ_later_never_read_rows_that_are_not_theirs() -> None:
+    """The rank that changes its call waits for an agreement, the other for rows: until the
+    timeout, and without a wrong number."""
+    calls = DIFFERING["shifts"]
+    for result in try_ranks(2, differing_call, calls[:2], calls[2:], 1):
+        assert isinstance(result, RankError)
+        assert result.kind == "HcpError"
 
 
 def test_a_sum_has_the_same_bits_on_every_rank() -> None:

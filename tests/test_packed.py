@@ -192,6 +192,18 @@ def test_under_alignment_a_batch_by_sequences_is_refused() -> None:
     assert sum(hcp.loopback(2, check)) > 0
 
 
+@pytest.mark.parametrize("alignment", [1, 4])
+def test_sequences_of_one_token_are_packed(alignment: int) -> None:
+    def check(groups: Any) -> int:
+        (cp,) = handlers(groups, (1, 1, 1), min_degree=2, alignment=alignment)
+        whole = torch.ones(3, 1, 5)
+        (own,) = hcp.get_batch_on_this_cp_rank({"a": whole}, cp_handler=cp).values()
+        assert own.shape == (cp.rows, 1, 5)
+        return int(own.sum())
+
+    assert sum(hcp.loopback(2, check)) == 15
+
+
 def test_rows_in_whole_are_those_of_sequence_to_head() -> None:
     def check(groups: Any) -> None:
         for cp in handlers(groups, (13, 2), min_degree=2, alignment=4):
@@ -205,11 +217,17 @@ def test_rows_in_whole_are_those_of_sequence_to_head() -> None:
 def test_a_rank_without_rows_takes_none() -> None:
     def check(groups: Any) -> Any:
         (cp,) = handlers(groups, (6,), max_degree=1)
-        batch = {"tokens": torch.zeros(1, sum(cp.layout.lengths)), "weights": torch.zeros(0)}
+        batch = {"tokens": (1, 6), "weights": (6,), "embeddings": (6, 3), "images": (1, 6, 3)}
         if cp.degree == 0:
-            own = hcp.get_batch_on_this_cp_rank(batch, cp_handler=cp)
-            assert own["tokens"].shape == (1, 0)
-            assert own["weights"].shape == (0,)
+            whole = {name: torch.zeros(shape) for name, shape in batch.items()}
+            own = hcp.get_batch_on_this_cp_rank(whole, cp_handler=cp)
+            shapes = {name: tuple(rows.shape) for name, rows in own.items()}
+            assert shapes == {
+                "tokens": (1, 0),
+                "weights": (0,),
+                "embeddings": (0, 3),
+                "images": (1, 0, 3),
+            }
         return cp.degree
 
     assert sorted(hcp.loopback(2, check)) == [0, 1]

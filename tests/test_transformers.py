@@ -552,6 +552,15 @@ def test_what_would_be_wrong_or_without_effect_is_refused(tmp_path):
     run_ranks(1, refuse_arguments, tmp_path)
 
 
+def test_tokens_that_are_no_integers_are_refused():
+    from hcp.integrations.transformers import causal_lm_sample
+
+    with pytest.raises(ValueError, match=r"input_ids is torch.float32, expected integers"):
+        causal_lm_sample({"input_ids": [1.5, 2.7]})
+    with pytest.raises(ValueError, match=r"labels is torch.float32, expected integers"):
+        causal_lm_sample({"input_ids": [1, 2], "labels": torch.tensor([1.0, 2.0])})
+
+
 def test_without_a_job_the_error_says_how_to_start_one(tmp_path):
     from transformers import TrainingArguments
 

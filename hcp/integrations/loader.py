@@ -42,7 +42,7 @@ def causal_lm_sample(item: Mapping[str, Any]) -> dict[str, Tensor]:
     if not isinstance(item, Mapping) or "input_ids" not in item:
         names = sorted(item) if isinstance(item, Mapping) else type(item).__name__
         raise ValueError(f"a sample has {names}, expected 'input_ids': tokenize the dataset first")
-    tokens = torch.as_tensor(item["input_ids"], dtype=torch.int64)
+    tokens = _integers("input_ids", item["input_ids"])
     if tokens.dim() != 1:
         raise ValueError(f"input_ids has shape {tuple(tokens.shape)}, expected (tokens,)")
     if not len(tokens):
@@ -57,11 +57,18 @@ def causal_lm_sample(item: Mapping[str, Any]) -> dict[str, Tensor]:
             "tokenize with padding=False"
         )
     given = item.get("labels")
-    labels = tokens if given is None else torch.as_tensor(given, dtype=torch.int64)
+    labels = tokens if given is None else _integers("labels", given)
     if labels.shape != tokens.shape:
         raise ValueError(f"labels has shape {tuple(labels.shape)}, expected {tuple(tokens.shape)}")
     labels = torch.cat((labels[1:], labels.new_full((1,), IGNORED)))
     return {"input_ids": tokens, "labels": labels, "loss_mask": (labels != IGNORED).float()}
+
+
+def _integers(name: str, given: Any) -> Tensor:
+    values = torch.as_tensor(given)
+    if values.is_floating_point() and values.numel():  # an empty list has floats
+        raise ValueError(f"{name} is {values.dtype}, expected integers")
+    return values.to(torch.int64)
 
 
 def packed_documents(
@@ -312,6 +319,8 @@ class EvalDataLoader:
             max_tokens_per_rank=self.config.rows_in_evaluation(widest, max(lengths)),
             global_batch_size=self.global_batch_size,
             degree=degree,
+            min_degree=self.config.min_dynamic_context_parallel_size,
+            ranks_per_node=self.config.ranks_per_node,
             cost=self.cost,
         )
 
