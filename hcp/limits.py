@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hcp import _core
-from hcp.expect import expect_size
+from hcp.expect import expect_items, expect_size, is_finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +43,9 @@ class MemoryModel:
 def slowness_of(speeds: Sequence[float]) -> list[int]:
     """Speeds as the core's integers: how much longer each rank takes than the fastest. Where speeds
     were measured, one rank makes these and sends them to the others, since floats may differ."""
+    expect_items("speeds", speeds, "numbers")
     for rank, speed in enumerate(speeds):
-        if not (math.isfinite(speed) and speed > 0):
+        if not (is_finite(speed) and speed > 0):
             raise ValueError(f"speeds[{rank}] is {speed!r}, expected a finite number > 0")
     fastest = max(speeds, default=1.0)
     return [round(_core.FULL_SPEED * fastest / speed) for speed in speeds]
