@@ -16,7 +16,8 @@ from hcp import ops
 from hcp.comm import check_comm_types, check_prices, only_degree
 from hcp.errors import HcpError
 from hcp.exchange import Transport, rows_of
-from hcp.handler import ContextParallelHandler
+from hcp.expect import expect_items, expect_sizes, plain
+from hcp.handler import ContextParallelHandler, window_of
 from hcp.layout import Route, rows_may_vary
 from hcp.plan import Plan
 
@@ -173,11 +174,12 @@ def _check_samples(
         raise ValueError(
             f"the plan is for {plan.ranks} ranks, expected {transport.size}: the domain's"
         )
+    expect_items("sources", sources, "ranks")
     if len(sources) != len(plan.lengths):
         raise ValueError(f"sources has {len(sources)} items, expected {len(plan.lengths)}")
     for i, source in enumerate(sources):
-        if not 0 <= source < plan.ranks:
-            raise ValueError(f"sources[{i}] is {source}, expected 0 to {plan.ranks - 1}")
+        if type(plain(source)) is not int or not 0 <= source < plan.ranks:
+            raise ValueError(f"sources[{i}] is {source!r}, expected 0 to {plan.ranks - 1}")
     own = [i for i, source in enumerate(sources) if source == transport.rank]
     if len(own) != len(samples):
         raise ValueError(
@@ -191,6 +193,18 @@ def _check_samples(
                 f"samples[{i}] has {length} tokens, expected {plan.lengths[sequence]}: "
                 f"the length of sequence {sequence} in the plan"
             )
+
+
+def _check_layers(
+    window_sizes: Sequence[tuple[int, int]], heads: Sequence[tuple[int, int]]
+) -> None:
+    expect_items("window_sizes", window_sizes, "(left, right)")
+    for i, window in enumerate(window_sizes):
+        window_of(window, False, f"window_sizes[{i}]")
+    expect_items("heads", heads, "(query heads, key-value heads)")
+    for i, counts in enumerate(heads):
+        if len(expect_sizes(f"heads[{i}]", counts)) != 2:
+            raise ValueError(f"heads[{i}] is {counts!r}, expected (query heads, key-value heads)")
 
 
 def _announce(
@@ -295,13 +309,12 @@ def dispatch(
     transport = groups.transport
     sizes = hierarchical_context_parallel_sizes
     comm_types = handler_cls.comm_types if comm_types is None else comm_types
-    announcements = [
-        json.loads(message)
-        for message in _share(
-            transport,
-            lambda: _announce(plan, samples, sources, transport, comm_types, sizes, loss_mask),
-        )
-    ]
+
+    def prepare() -> bytes:
+        _check_layers(window_sizes, heads)
+        return _announce(plan, samples, sources, transport, comm_types, sizes, loss_mask)
+
+    announcements = [json.loads(message) for message in _share(transport, prepare)]
     same = "give every rank the same lengths, limits, cost and sources"
     _require_same(announcements, "plan", transport.rank, same)
     _require_same(announcements, "sources", transport.rank, same)

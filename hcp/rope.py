@@ -21,6 +21,10 @@ def angles_of(freqs: Tensor, positions: Tensor, axes: Sequence[int] | None) -> T
     positions (T,), or (T, A) where ``axes`` says which of them each of the R / 2 frequencies
     follows.
     """
+    if freqs.dim() < 2:
+        raise ValueError(
+            f"freqs has shape {tuple(freqs.shape)}, expected (positions, angles): one row each"
+        )
     table = freqs.flatten(1)
     if (axes is None) != (positions.dim() == 1) or positions.dim() > 2:
         raise ValueError(
@@ -67,8 +71,12 @@ def rotary_of(angles: Tensor, *, interleaved: bool, mscale: float) -> Rotary:
     return Rotary(cos, sin, interleaved)
 
 
-def check(t: Tensor, rotary: Rotary) -> None:
-    rotated = rotary.cos.shape[-1]
+def check(t: Tensor, rotary: Rotary, name: str = "t") -> None:
+    rows, rotated = rotary.cos.shape
+    if not torch.compiler.is_compiling() and t.shape[:1] != (rows,):
+        raise ValueError(
+            f"{name} has shape {tuple(t.shape)}, expected {rows} rows: those that freqs turns"
+        )
     if rotated % 2 or rotated > t.shape[-1]:
         raise ValueError(
             f"freqs has {rotated} angles, expected an even number up to the head size "
