@@ -66,9 +66,7 @@ class Config:
     nodes, and neighbours that trade heads under "a2a+p2p" share one. None: all links are equal."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.cp_comm_type, str):
-            object.__setattr__(self, "cp_comm_type", tuple(self.cp_comm_type))
-        for name in ("hierarchical_context_parallel_sizes", "window_size"):
+        for name in ("cp_comm_type", "hierarchical_context_parallel_sizes", "window_size"):
             object.__setattr__(self, name, _as_tuples(getattr(self, name)))
         expect_choice("sequence_packing_scheduler", self.sequence_packing_scheduler, SCHEDULERS)
         for name in ("max_seqlen_per_dp_cp_rank", "min_dynamic_context_parallel_size"):
@@ -80,7 +78,7 @@ class Config:
         if size is not None and size != "auto":
             object.__setattr__(self, name, expect_size(name, size, "or 'auto'"))
         for name in ("cp_comm_type", "window_size"):
-            if not getattr(self, name):
+            if getattr(self, name) == ():
                 raise ValueError(f"{name} is an empty list, expected one value or one per layer")
         for name, value in _by_place("cp_comm_type", self._layers("cp_comm_type")):
             expect_choice(name, value, COMM_TYPES)

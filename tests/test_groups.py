@@ -208,6 +208,8 @@ def build_badly(rank, size, arguments):
         ({"cp": 0}, "cp is 0, expected an integer >= 1"),
         ({"tp": True}, "tp is True, expected an integer >= 1"),
         ({"order": "tp-cp"}, 'order is "tp-cp"'),
+        ({"order": 5}, "order is 5, expected text such as 'tp-cp-dp-pp'"),
+        ({"parent": 5}, "parent is 5, expected a process group of this rank"),
     ],
 )
 def test_an_impossible_layout_is_refused_with_the_equation(arguments, message):

@@ -561,7 +561,7 @@ def test_plain_data_with_a_table_of_another_shape_is_no_plan(table: Any) -> None
 def test_the_bound_takes_the_limits_of_a_plan_and_no_others() -> None:
     request: dict[str, Any] = {"ranks": 4, "max_tokens_per_rank": 64, "sync": "micro_batch"}
     assert hcp.lower_bound([60, 9], **request) == hcp.plan([60, 9], **request).bound
-    with pytest.raises(ValueError, match="^effort is unknown, expected .*, min_degree"):
+    with pytest.raises(ValueError, match=r"^effort is unknown, expected .*, min_degree"):
         hcp.lower_bound([60, 9], **request, effort=1)
 
 
