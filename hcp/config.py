@@ -8,13 +8,13 @@ plan = config.plan(lengths, ranks=groups.size("dp_cp"))
 from __future__ import annotations
 
 import argparse
-import itertools
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hcp.comm import COMM_TYPES, check_comm_types, check_prices, fitted_sizes
 from hcp.expect import expect_choice, expect_size, plain
+from hcp.limits import divisors, rows_up_to
 
 if TYPE_CHECKING:
     from hcp.cost import CostModel
@@ -363,21 +363,3 @@ def _size_or_auto(text: str) -> int | str:
 def flag(name: str) -> str:
     """The command line's spelling of a field."""
     return "--" + name.replace("_", "-")
-
-
-def divisors(n: int) -> list[int]:
-    """All of them, ascending."""
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def rows_up_to(longest: int, degree: int) -> int:
-    """Rows of the fullest rank, at most, when degree ranks share up to longest tokens zigzag.
-
-    A shorter sequence may need a row more than the longest: on 4 ranks 11 tokens put 4 on one of
-    them, and 12 tokens 3 on each.
-    """
-    whole, rest = divmod(longest, 2 * degree)
-    # A rank holds two of 2 * degree chunks. The least remainder that rounds up both of them on some
-    # rank is the least one above 2 that does not divide the number of chunks.
-    both = next(r for r in itertools.count(3) if 2 * degree % r != 0)
-    return 2 * whole + min(rest, 1) + (rest >= both)

@@ -775,7 +775,8 @@ def _scale_of(query: Tensor, given: float | None) -> float:
         return given
     if query.dim() == 0 or query.shape[-1] == 0:
         raise ValueError(f"query has shape {tuple(query.shape)}, expected a head size >= 1")
-    return query.shape[-1] ** -0.5
+    scale: float = query.shape[-1] ** -0.5
+    return scale
 
 
 def _head_count(rows: Tensor) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hcp import ops
+from hcp.kernels import wide
 from hcp.transforms import is_transformed
 
 
@@ -55,8 +56,7 @@ class Rotary(NamedTuple):
 
     def tables(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin as the kernels take them for rows of a dtype."""
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        return self.cos.to(wide).contiguous(), self.sin.to(wide).contiguous()
+        return self.cos.to(wide(dtype)).contiguous(), self.sin.to(wide(dtype)).contiguous()
 
     def fits(self, t: Tensor) -> bool:
         """Whether a kernel turns t (T, heads, D) by this: not where angles are learned, whose
@@ -102,8 +102,8 @@ def rotate_by_torch(t: Tensor, rotary: Rotary) -> Tensor:
     and what stands in for it, see :meth:`Rotary.fits`."""
     cos, sin = rotary.cos.unsqueeze(1), rotary.sin.unsqueeze(1)
     rotated = cos.shape[-1]
-    wide = t.to(torch.promote_types(t.dtype, cos.dtype))
-    turned, passed = wide[..., :rotated], wide[..., rotated:]
+    promoted = t.to(torch.promote_types(t.dtype, cos.dtype))
+    turned, passed = promoted[..., :rotated], promoted[..., rotated:]
     turned = turned * cos + _quarter_turn(turned, rotary.interleaved) * sin
     return torch.cat((turned, passed), dim=-1).to(t.dtype)
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hcp
-from hcp.config import Config, add_arguments, divisors, rows_up_to
+from hcp.config import Config, add_arguments
+from hcp.limits import divisors, rows_up_to
 
 
 def parsed(*argv):
