@@ -278,6 +278,7 @@ SIZES = (
     *("min_degree", "max_degree", "alignment", "ranks_per_node"),
     *("pipeline_stages", "virtual_stages", "micro_batch_group"),
 )
+"""Limits that are integers, or left out."""
 REQUIRED = ("lengths", "ranks", "max_tokens_per_rank", "micro_batches")
 
 
