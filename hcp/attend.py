@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from hcp import ops
-from hcp.arguments import check
 from hcp.calls import Calls, calls_of
 from hcp.exchange import Transport, agree_once, shares, signature, tag_of, transport_of
 from hcp.heads import Heads
 from hcp.journey import Journey, Turn, cut, journey_of, summed, turned_back
 from hcp.kernels import Choice, Kernel, kernel_for, wide
 from hcp.layout import Schedule
+from hcp.operands import check
 
 
 class Run(NamedTuple):

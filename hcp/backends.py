@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from hcp.comm import COMM_TYPES
 from hcp.errors import HcpError
+from hcp.expect import expect_items
 from hcp.handler import ContextParallelHandler
 
 HandlerClass = type[ContextParallelHandler]
@@ -71,6 +72,8 @@ def get_cp_handler_cls(
     The same arguments give the same class, also where it is unpickled. Raises ValueError for an
     unknown backend or type, and HcpError when the backend's library cannot be imported.
     """
+    if not isinstance(cp_comm_type, str):
+        expect_items("cp_comm_type", cp_comm_type, "comm types, or one")
     types = (cp_comm_type,) if isinstance(cp_comm_type, str) else tuple(cp_comm_type)
     for name in types:
         if name not in COMM_TYPES:

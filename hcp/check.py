@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hcp.errors import HcpError
-from hcp.plan import Plan
+from hcp.plan import Plan, expect_data
 
 
 def check_plan(plan: Plan | Mapping[str, Any], lengths: Sequence[int] | None = None) -> None:
@@ -15,35 +15,44 @@ def check_plan(plan: Plan | Mapping[str, Any], lengths: Sequence[int] | None = N
     ``plan``: a plan or its plain data. ``lengths``: what it should be a plan of. Checked: every
     token of every sequence is computed once; no rank ever holds more rows than it may, alignment
     included, nor more bytes; each group is an allowed interval of ranks, of a degree that each of
-    its sequences allows; groups that run side by side share no rank; a pipeline gets a count of
-    micro-batches that it takes; and all ranks can follow their own order without waiting in a
-    circle.
+    its sequences allows; groups that run side by side share no rank; and a pipeline gets a count of
+    micro-batches that it takes.
     """
     data = plan.to_dict() if isinstance(plan, Plan) else plan
+    _check_data(data)
     planned = list(data["lengths"])
     if lengths is not None and planned != list(lengths):
         raise HcpError(f"the plan is for {len(planned)} lengths that differ from those given")
     batches = [[dict(group) for group in batch["groups"]] for batch in data["micro_batches"]]
     _check_groups(data, batches)
-    _check_tokens(planned, batches)
+    _check_sequences(len(planned), batches)
     _check_memory(data, planned, batches)
     _check_bytes(data, planned, batches)
     _check_bounds(data, batches)
     _check_count(data, planned, batches)
-    _check_order(data["ranks"], batches)
+    _check_apart(batches)
 
 
 Batches = list[list[dict[str, Any]]]
 
 
+def _check_data(data: Mapping[str, Any]) -> None:
+    """That there is a plan to look at: entries of the right names, types and numbers."""
+    try:
+        expect_data(data)
+    except ValueError as error:
+        raise HcpError(str(error)) from None
+
+
 def _check_groups(data: Mapping[str, Any], batches: Batches) -> None:
-    least, most = data.get("min_degree", 1), data.get("max_degree", data["ranks"])
+    least, most = data.get("min_degree") or 1, data.get("max_degree") or data["ranks"]
     node = data.get("ranks_per_node") or 0
     for place, first, degree in _places(batches):
         if not least <= degree <= most:
             raise HcpError(f"{place} has degree {degree}, expected {least} to {most}")
-        if first < 0 or first + degree > data["ranks"]:
-            raise HcpError(f"{place} reaches rank {first + degree - 1} of {data['ranks']}")
+        if first + degree > data["ranks"]:
+            last = first + degree - 1
+            raise HcpError(f"{place} reaches rank {last}, expected 0 to {data['ranks'] - 1}")
         if data.get("degrees") == "pow2" and (bin(degree).count("1") != 1 or first % degree):
             raise HcpError(f"{place} has degree {degree} at rank {first}, expected a power of two")
         nodes = {rank // node for rank in range(first, first + degree)} if node else {0}
@@ -60,25 +69,18 @@ def _places(batches: Batches) -> list[tuple[str, int, int]]:
     ]
 
 
-def _check_tokens(lengths: list[int], batches: Batches) -> None:
-    computed = dict.fromkeys(range(len(lengths)), 0)
+def _check_sequences(count: int, batches: Batches) -> None:
+    computed = dict.fromkeys(range(count), 0)
     for m, groups in enumerate(batches):
         for g, group in enumerate(groups):
             for s in group["sequences"]:
                 if s not in computed:
                     raise HcpError(f"micro_batches[{m}].groups[{g}] has sequence {s}, unknown")
-                spans = [
-                    span
-                    for j in range(group["degree"])
-                    for span in _spans(lengths[s], group["degree"], j)
-                ]
-                if _gaps(spans, lengths[s]):
-                    raise HcpError(f"sequence {s} misses tokens in micro_batches[{m}].groups[{g}]")
                 computed[s] += 1
-    wrong = {s: count for s, count in computed.items() if count != 1}
+    wrong = {s: times for s, times in computed.items() if times != 1}
     if wrong:
-        s, count = next(iter(wrong.items()))
-        raise HcpError(f"sequence {s} is computed {count} times, expected once")
+        s, times = next(iter(wrong.items()))
+        raise HcpError(f"sequence {s} is computed {times} times, expected once")
 
 
 def _spans(length: int, degree: int, j: int) -> list[tuple[int, int]]:
@@ -87,15 +89,6 @@ def _spans(length: int, degree: int, j: int) -> list[tuple[int, int]]:
         (k * length // (2 * degree), (k + 1) * length // (2 * degree))
         for k in (j, 2 * degree - 1 - j)
     ]
-
-
-def _gaps(spans: list[tuple[int, int]], length: int) -> bool:
-    end = 0
-    for start, stop in sorted(spans):
-        if start != end:
-            return True
-        end = stop
-    return end != length
 
 
 def _check_memory(data: Mapping[str, Any], lengths: list[int], batches: Batches) -> None:
@@ -154,7 +147,7 @@ def _check_bounds(data: Mapping[str, Any], batches: Batches) -> None:
 def _check_count(data: Mapping[str, Any], lengths: list[int], batches: Batches) -> None:
     multiple = 1
     if (data.get("virtual_stages") or 1) > 1:
-        multiple = data.get("micro_batch_group") or data["pipeline_stages"]
+        multiple = data.get("micro_batch_group") or data.get("pipeline_stages") or 1
     if len(batches) % multiple:
         raise HcpError(f"{len(batches)} micro-batches, expected a multiple of {multiple}")
     empty = [m for m, groups in enumerate(batches) if not groups]
@@ -163,34 +156,12 @@ def _check_count(data: Mapping[str, Any], lengths: list[int], batches: Batches) 
         raise HcpError(f"micro_batches[{empty[0]}] has no groups, expected some")
 
 
-def _check_order(ranks: int, batches: Batches) -> None:
-    """Each rank runs its groups in the order of the micro-batches. A group starts when it is next
-    on all its ranks; when none can, ranks wait in a circle."""
-    queues: list[list[int]] = [[] for _ in range(ranks)]
-    members: dict[int, range] = {}
-    for groups in batches:
+def _check_apart(batches: Batches) -> None:
+    for m, groups in enumerate(batches):
         used: set[int] = set()
         for group in groups:
-            span = range(group["first_rank"], group["first_rank"] + group["degree"])
-            if used & set(span):
-                raise HcpError(f"ranks {sorted(used & set(span))} are in two groups at once")
-            used |= set(span)
-            for rank in span:
-                queues[rank].append(len(members))
-            members[len(members)] = span
-    heads = [0] * ranks
-    ready = [g for g, span in members.items() if _is_next(g, span, queues, heads)]
-    done = 0
-    while ready:
-        ended = ready.pop()
-        done += 1
-        for rank in members[ended]:
-            heads[rank] += 1
-        following = {queues[r][heads[r]] for r in members[ended] if heads[r] < len(queues[r])}
-        ready += [g for g in following if _is_next(g, members[g], queues, heads)]
-    if done != len(members):
-        raise HcpError(f"{len(members) - done} groups wait for each other in a circle")
-
-
-def _is_next(group: int, span: range, queues: list[list[int]], heads: list[int]) -> bool:
-    return all(heads[r] < len(queues[r]) and queues[r][heads[r]] == group for r in span)
+            span = set(range(group["first_rank"], group["first_rank"] + group["degree"]))
+            if used & span:
+                both = sorted(used & span)
+                raise HcpError(f"ranks {both} are in two groups at once, in micro_batches[{m}]")
+            used |= span

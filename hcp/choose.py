@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hcp.config import divisors, rows_up_to
 from hcp.cost import MOVING, CostModel
 from hcp.expect import expect_size, plain
+from hcp.limits import divisors, rows_up_to
 from hcp.plan import Plan, plan
 
 
@@ -150,9 +150,10 @@ def _predict(
     slowest = (0, 0, 0)
     rows = 0
     for r in range(dp):
-        # A CP group has neighbours: those of one node may still be cut by the node's edge.
+        # Nodes may cut a CP group that would fit into one. A group that is cut pays the far prices,
+        # as if each of its ranks were a node.
         near = node == 0 or r * cp // node == ((r + 1) * cp - 1) // node
-        reach = 0 if near else 1
+        node_of_group = 0 if near else 1
         batches = [
             [
                 tokens[i % len(tokens)]
@@ -160,10 +161,10 @@ def _predict(
             ]
             for k in range(count)
         ]
-        times = [_time(batch, cp, cost, reach) // stages for batch in batches]
+        times = [_time(batch, cp, cost, node_of_group) // stages for batch in batches]
         # A pipeline of equal stages: the longest micro-batch is waited for on the way in and out.
         bubble = (stages - 1) * max(times, default=0)
-        exchange = sum(_exchange(batch, cp, cost, reach) for batch in batches) // stages
+        exchange = sum(_exchange(batch, cp, cost, node_of_group) for batch in batches) // stages
         slowest = max(slowest, (sum(times) + bubble, bubble, exchange))
         rows = max([rows, *(sum(rows_up_to(n, cp) for n in batch) for batch in batches)])
     fillers = count * stride - len(tokens)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from hcp import _core
 from hcp.cost import CostModel
-from hcp.expect import plain
+from hcp.expect import expect_items, plain
 from hcp.heads import key_heads, split
 from hcp.layout import STAGE_ROWS, Layout
 from hcp.plan import Plan
@@ -47,10 +47,14 @@ def check_comm_types(
 ) -> None:
     """Raise ValueError unless the types are known and the sizes of the levels of "a2a+p2p" are
     there and fit. ``degree``: the one of a plan that has one only, None under dynamic degrees."""
+    expect_items(where, comm_types, f"one or more of {COMM_TYPES}")
+    if not comm_types:
+        raise ValueError(f"{where} is {comm_types!r}, expected one or more of {COMM_TYPES}")
     for name in comm_types:
         if name not in COMM_TYPES:
             raise ValueError(f"comm_type is {name!r}, expected one of {COMM_TYPES}")
     name = "hierarchical_context_parallel_sizes"
+    expect_items(name, sizes, "integers")
     if A2A_P2P not in comm_types:
         if sizes:
             raise ValueError(

@@ -8,13 +8,13 @@ plan = config.plan(lengths, ranks=groups.size("dp_cp"))
 from __future__ import annotations
 
 import argparse
-import itertools
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hcp.comm import COMM_TYPES, check_comm_types, check_prices, fitted_sizes
 from hcp.expect import expect_choice, expect_size, plain
+from hcp.limits import divisors, rows_up_to
 
 if TYPE_CHECKING:
     from hcp.cost import CostModel
@@ -66,9 +66,7 @@ class Config:
     nodes, and neighbours that trade heads under "a2a+p2p" share one. None: all links are equal."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.cp_comm_type, str):
-            object.__setattr__(self, "cp_comm_type", tuple(self.cp_comm_type))
-        for name in ("hierarchical_context_parallel_sizes", "window_size"):
+        for name in ("cp_comm_type", "hierarchical_context_parallel_sizes", "window_size"):
             object.__setattr__(self, name, _as_tuples(getattr(self, name)))
         expect_choice("sequence_packing_scheduler", self.sequence_packing_scheduler, SCHEDULERS)
         for name in ("max_seqlen_per_dp_cp_rank", "min_dynamic_context_parallel_size"):
@@ -80,7 +78,7 @@ class Config:
         if size is not None and size != "auto":
             object.__setattr__(self, name, expect_size(name, size, "or 'auto'"))
         for name in ("cp_comm_type", "window_size"):
-            if not getattr(self, name):
+            if getattr(self, name) == ():
                 raise ValueError(f"{name} is an empty list, expected one value or one per layer")
         for name, value in _by_place("cp_comm_type", self._layers("cp_comm_type")):
             expect_choice(name, value, COMM_TYPES)
@@ -366,21 +364,3 @@ def _size_or_auto(text: str) -> int | str:
 def flag(name: str) -> str:
     """The command line's spelling of a field."""
     return "--" + name.replace("_", "-")
-
-
-def divisors(n: int) -> list[int]:
-    """All of them, ascending."""
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def rows_up_to(longest: int, degree: int) -> int:
-    """Rows of the fullest rank, at most, when degree ranks share up to longest tokens zigzag.
-
-    A shorter sequence may need a row more than the longest: on 4 ranks 11 tokens put 4 on one of
-    them, and 12 tokens 3 on each.
-    """
-    whole, rest = divmod(longest, 2 * degree)
-    # A rank holds two of 2 * degree chunks. The least remainder that rounds up both of them on some
-    # rank is the least one above 2 that does not divide the number of chunks.
-    both = next(r for r in itertools.count(3) if 2 * degree % r != 0)
-    return 2 * whole + min(rest, 1) + (rest >= both)

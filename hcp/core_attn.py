@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hcp import formats
-from hcp.arguments import check_heads
+from hcp.operands import check_heads
 from hcp.packed import check_group, packed_seq_params, whole_params
 
 if TYPE_CHECKING:

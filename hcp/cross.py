@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from hcp import ops
-from hcp.arguments import check
 from hcp.exchange import Transport, agree_once, signature
 from hcp.halo import carry_with_gradients
-from hcp.kernels import Call, Choice, Kernel, kernel_for
+from hcp.kernels import Call, Choice, Kernel, kernel_for, wide
 from hcp.layout import Entry, Layout, Move
+from hcp.operands import check
 
 
 class _Piece(NamedTuple):
@@ -267,9 +267,8 @@ class _Attend(torch.autograd.Function):
             outs, lses = ([part[i] for part in parts] for i in range(2))
             out, lse = ops.merge(outs, lses, blocks.query_runs, blocks.query_rows)
         else:
-            wide = torch.float64 if query.dtype == torch.float64 else torch.float32
             out = query.new_zeros(*query.shape[:2], value.shape[2])
-            lse = query.new_full(query.shape[:2], -torch.inf, dtype=wide)
+            lse = query.new_full(query.shape[:2], -torch.inf, dtype=wide(query.dtype))
         ctx.save_for_backward(query, key, value, out, lse)
         return out, lse
 

@@ -17,7 +17,8 @@ from hcp import ops
 from hcp.comm import check_comm_types, check_prices, only_degree
 from hcp.errors import HcpError
 from hcp.exchange import Transport, rows_of
-from hcp.handler import ContextParallelHandler
+from hcp.expect import expect_items, expect_sizes, plain
+from hcp.handler import ContextParallelHandler, window_of
 from hcp.layout import Route, rows_may_vary
 from hcp.plan import Plan
 
@@ -180,11 +181,12 @@ def _check_samples(
         raise ValueError(
             f"the plan is for {plan.ranks} ranks, expected {transport.size}: the domain's"
         )
+    expect_items("sources", sources, "ranks")
     if len(sources) != len(plan.lengths):
         raise ValueError(f"sources has {len(sources)} items, expected {len(plan.lengths)}")
     for i, source in enumerate(sources):
-        if not 0 <= source < plan.ranks:
-            raise ValueError(f"sources[{i}] is {source}, expected 0 to {plan.ranks - 1}")
+        if type(plain(source)) is not int or not 0 <= source < plan.ranks:
+            raise ValueError(f"sources[{i}] is {source!r}, expected 0 to {plan.ranks - 1}")
     own = [i for i, source in enumerate(sources) if source == transport.rank]
     if len(own) != len(samples):
         raise ValueError(
@@ -212,6 +214,18 @@ def _loss_tokens(samples: Sequence[Sample], loss_mask: str) -> float | None:
                 "tokens"
             )
     return sum(counts)
+
+
+def _check_layers(
+    window_sizes: Sequence[tuple[int, int]], heads: Sequence[tuple[int, int]]
+) -> None:
+    expect_items("window_sizes", window_sizes, "(left, right)")
+    for i, window in enumerate(window_sizes):
+        window_of(window, False, f"window_sizes[{i}]")
+    expect_items("heads", heads, "(query heads, key-value heads)")
+    for i, counts in enumerate(heads):
+        if len(expect_sizes(f"heads[{i}]", counts)) != 2:
+            raise ValueError(f"heads[{i}] is {counts!r}, expected (query heads, key-value heads)")
 
 
 def _announce(
@@ -317,6 +331,7 @@ def dispatch(
     handlers: list[ContextParallelHandler] = []
 
     def prepare() -> bytes:
+        _check_layers(window_sizes, heads)
         message = _announce(plan, samples, sources, transport, comm_types, sizes, loss_mask)
         handlers.extend(
             handler_cls(

@@ -27,7 +27,7 @@ from torch import Tensor
 from hcp.cost import CostModel
 from hcp.dispatch import Step, dispatch, gather_lengths
 from hcp.errors import HcpError
-from hcp.expect import expect_size, plain
+from hcp.expect import expect_names, expect_size, plain
 from hcp.groups import ProcessGroups
 from hcp.plan import Plan, plan
 
@@ -258,6 +258,7 @@ class EvalPlan:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
+        expect_names("state", state, ("next", "seen", "made_for"))
         if state["made_for"] != self._made_for():
             raise ValueError(
                 f"the state is of an evaluation of {state['made_for']}, expected {self._made_for()}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -18,6 +19,20 @@ def plain(value: Any) -> Any:
         return value
 
 
+def is_finite(value: Any) -> bool:
+    """Whether it is a number at all, and neither infinite nor NaN."""
+    try:
+        return math.isfinite(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+def expect_items(name: str, values: Any, what: str) -> None:
+    """Refuse what is no sequence, and text, whose items are letters."""
+    if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__getitem__"):
+        raise ValueError(f"{name} is {values!r:.60}, expected a sequence of {what}")
+
+
 def expect_size(name: str, value: object, other: str = "", least: int = 1) -> int:
     """The value as an int."""
     size = plain(value)
@@ -28,6 +43,7 @@ def expect_size(name: str, value: object, other: str = "", least: int = 1) -> in
 
 def expect_sizes(name: str, values: Sequence[Any], least: int = 1) -> tuple[int, ...]:
     """The same of each item."""
+    expect_items(name, values, "integers")
     if all(type(value) is int and value >= least for value in values):
         return tuple(values)
     return tuple(expect_size(f"{name}[{i}]", v, least=least) for i, v in enumerate(values))
@@ -40,10 +56,10 @@ def expect_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 def expect_names(place: str, data: Any, names: Iterable[str], optional: Iterable[str] = ()) -> None:
     """Refuse what a later version may have meant, as well as what is missing."""
-    if not isinstance(data, dict):
-        raise ValueError(f"{place} is {data!r:.60}, expected an object")
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{place or 'the data'} is {data!r:.60}, expected an object")
     required = tuple(names)
-    expected = (*required, *optional)
+    expected = tuple(dict.fromkeys((*required, *optional)))
     for name in [*required, *data]:
         if name not in data or name not in expected:
             problem = "missing" if name not in data else "unknown"

@@ -329,8 +329,10 @@ def build_process_groups(
     the parent's size or the ranks call with different values.
     """
     _check_initialised("build_process_groups")
-    ranks = sorted(dist.get_process_group_ranks(parent or dist.group.WORLD))
     with _all_or_none():
+        if parent is not None and not isinstance(parent, dist.ProcessGroup):
+            raise ValueError(f"parent is {parent!r}, expected a process group of this rank")
+        ranks = sorted(dist.get_process_group_ranks(parent or dist.group.WORLD))
         if dist.get_rank() not in ranks:
             raise ValueError(f"rank {dist.get_rank()} is not in parent, whose ranks are {ranks}")
         expect_size("peer_buffer_bytes", peer_buffer_bytes)

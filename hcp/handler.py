@@ -25,6 +25,7 @@ from hcp import (
     sums,
 )
 from hcp.exchange import OPERATIONS, Moves, Transport, agree_once, carry, rows_of, signature
+from hcp.expect import is_finite
 from hcp.halo import carry_with_gradients, rows_of_spans
 from hcp.journey import Turn
 from hcp.layout import (
@@ -93,19 +94,20 @@ class ContextParallelHandler:
         self._transport = transport
         self._sources = sources
         comm_types = self.comm_types if comm_types is None else comm_types
+        sizes = hierarchical_context_parallel_sizes
+        comm.check_comm_types(comm_types, sizes, comm.only_degree(plan))
         self._comm_type = comm_types[0]
         self._comm_types = tuple(dict.fromkeys(comm_types))
-        self._sizes = tuple(hierarchical_context_parallel_sizes)
-        comm.check_comm_types(self._comm_types, self._sizes, comm.only_degree(plan))
+        self._sizes = tuple(sizes)
         comm.check_prices(self._comm_types, plan.cost)
         self._schedules: dict[tuple[object, ...], Tensor] = {}
         self._choices: dict[tuple[object, ...], comm.CommChoice] = {}
         self._read: list[Schedule] = []  # once, and kept for all layers
         for name in self._comm_types:
             for counts in heads if name in comm.CHOSEN else [(1, 1)]:
-                for left, right in (_CAUSAL, _FULL, *window_sizes):
-                    for limit in (right, 0):
-                        self._prepare(name, *_window(left, limit), counts)
+                for window in (_CAUSAL, _FULL, *window_sizes):
+                    for causal in (False, True):
+                        self._prepare(name, *window_of(window, causal), counts)
         self._layers: dict[tuple[object, ...], attention.Layer] = {}
         self._routes: dict[object, Route] = {}
         group = range(layout.first_rank, layout.first_rank + layout.degree)
@@ -308,10 +310,9 @@ class ContextParallelHandler:
         batch = query.shape[qkv_format == "sbhd"]
         if qkv_format != "thd":
             query, key, value = (formats.to_rows(self, x, qkv_format) for x in (query, key, value))
-        left, right = window_size
-        window = _window(left, 0 if causal else right)
+        window = window_of(window_size, causal)
         counts = _head_count(query), _head_count(key)
-        scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        scale = _scale_of(query, softmax_scale)
         asked = comm_type or self._comm_type, *window, counts
         query, key, value = _dense_heads(query), _dense_heads(key), _dense_heads(value)
         turn: Turn | None = None
@@ -333,7 +334,7 @@ class ContextParallelHandler:
         """Queries and keys, and what attention is to turn them by: nothing, where its kernels do
         not take them and they are turned here."""
         rotary = given if isinstance(given, rope.Rotary) else self.rotary(given)
-        rope.check(query, rotary)
+        rope.check(query, rotary, "query")
         if rotary.fits(query) and rotary.fits(key):
             return query, key, Turn(*rotary.tables(query.dtype), rotary.interleaved)
         return rope.rotate(query, rotary), rope.rotate(key, rotary), None
@@ -447,7 +448,7 @@ class ContextParallelHandler:
         _check_options(softcap, 0.0)
         if query.shape[0] != self.rows:
             raise ValueError(f"query has {query.shape[0]} rows, expected {self.rows}")
-        window = _window(window_size[0], 0 if causal else window_size[1])
+        window = window_of(window_size, causal)
         place = keys.plan.checksum, keys.micro_batch, window
         if place not in self._reads:
             self._reads[place] = cross.Reads(self.layout, keys.layout, window)
@@ -458,7 +459,7 @@ class ContextParallelHandler:
             _dense_heads(key),
             _dense_heads(value),
             sinks,
-            query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+            _scale_of(query, softmax_scale),
             kernels.Choice(self.kernel_family, softcap),
         )
         return (out, lse) if return_lse else out
@@ -532,9 +533,10 @@ class ContextParallelHandler:
         return rope.rotate(t, freqs)
 
     def _check_positions(self, name: str, table: Tensor) -> None:
-        if not torch.compiler.is_compiling() and table.shape[0] < self.max_seqlen:
+        positions = table.shape[0] if table.dim() else 0
+        if not torch.compiler.is_compiling() and positions < self.max_seqlen:
             raise ValueError(
-                f"{name} has {table.shape[0]} positions, expected >= {self.max_seqlen} "
+                f"{name} has {positions} positions, expected >= {self.max_seqlen} "
                 "(get_rotary_seq_len())"
             )
 
@@ -783,9 +785,26 @@ def _whole_cu_seqlens(layout: Layout) -> Tensor:
     return lengths.cumsum(0).int()
 
 
-def _window(left: int, right: int) -> tuple[int, int]:
-    """No limit is -1, however it was said."""
-    return max(left, -1), max(right, -1)
+def window_of(given: tuple[int, int], causal: bool, name: str = "window_size") -> tuple[int, int]:
+    """(left, right). No limit is -1, however it was said."""
+    try:
+        left, right = given
+        return max(left, -1), 0 if causal else max(right, -1)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{name} is {given!r}, expected (left, right) in tokens, -1: no limit"
+        ) from None
+
+
+def _scale_of(query: Tensor, given: float | None) -> float:
+    if given is not None:
+        if not torch.compiler.is_compiling() and not is_finite(given):
+            raise ValueError(f"softmax_scale is {given!r}, expected a finite number")
+        return given
+    if query.dim() == 0 or query.shape[-1] == 0:
+        raise ValueError(f"query has shape {tuple(query.shape)}, expected a head size >= 1")
+    scale: float = query.shape[-1] ** -0.5
+    return scale
 
 
 def _head_count(rows: Tensor) -> int:

@@ -1,13 +1,13 @@
-"""What a plan must keep beyond rows: bytes, and the speeds of its ranks as integers."""
+"""What a plan must keep: degrees, rows, bytes, and the speeds of its ranks as integers."""
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hcp import _core
-from hcp.expect import expect_size
+from hcp.expect import expect_items, expect_size, is_finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,27 @@ class MemoryModel:
 def slowness_of(speeds: Sequence[float]) -> list[int]:
     """Speeds as the core's integers: how much longer each rank takes than the fastest. Where speeds
     were measured, one rank makes these and sends them to the others, since floats may differ."""
+    expect_items("speeds", speeds, "numbers")
     for rank, speed in enumerate(speeds):
-        if not (math.isfinite(speed) and speed > 0):
+        if not (is_finite(speed) and speed > 0):
             raise ValueError(f"speeds[{rank}] is {speed!r}, expected a finite number > 0")
     fastest = max(speeds, default=1.0)
     return [round(_core.FULL_SPEED * fastest / speed) for speed in speeds]
+
+
+def divisors(n: int) -> list[int]:
+    """All of them, ascending."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def rows_up_to(longest: int, degree: int) -> int:
+    """Rows of the fullest rank, at most, when degree ranks share up to longest tokens zigzag.
+
+    A shorter sequence may need a row more than the longest: on 4 ranks 11 tokens put 4 on one of
+    them, and 12 tokens 3 on each.
+    """
+    whole, rest = divmod(longest, 2 * degree)
+    # A rank holds two of 2 * degree chunks. The least remainder that rounds up both of them on some
+    # rank is the least one above 2 that does not divide the number of chunks.
+    both = next(r for r in itertools.count(3) if 2 * degree % r != 0)
+    return 2 * whole + min(rest, 1) + (rest >= both)

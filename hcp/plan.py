@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, astuple
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from hcp import _core
 from hcp.cost import CostModel, Table
-from hcp.expect import expect_names, plain
+from hcp.expect import expect_items, expect_names, expect_size, expect_sizes
 from hcp.limits import MemoryModel, slowness_of
 
 if TYPE_CHECKING:
@@ -201,25 +202,21 @@ class Plan:
         are those of :func:`plan`. Raises ValueError that names the group and the rule, or the entry
         that is missing or unknown.
         """
-        expect_names("", data, REQUIRED, (*LIMITS, "cost"))
-        for m, batch in enumerate(data["micro_batches"]):
-            expect_names(f"micro_batches[{m}]", batch, ("groups",))
-            for g, group in enumerate(batch["groups"]):
-                expect_names(f"micro_batches[{m}].groups[{g}]", group, Group._fields)
-        batches = [batch["groups"] for batch in data["micro_batches"]]
-        groups = [group for batch in batches for group in batch]
-        cost = data.get("cost", {})
-        expect_names("cost", cost, (), (*_core.PRICES, "table"))
-        cost = dict(cost)
-        if cost.get("table") is not None:
-            cost["table"] = Table(*(tuple(part) for part in cost["table"]))
+        expect_data(data)
+        places = [
+            f"micro_batches[{m}].groups[{g}]"
+            for m, batch in enumerate(data["micro_batches"])
+            for g in range(len(batch["groups"]))
+        ]
+        groups = [group for batch in data["micro_batches"] for group in batch["groups"]]
         limits = {name: data[name] for name in LIMITS if name in data}
         if limits.get("memory") is not None:
             limits["memory"] = MemoryModel(**limits["memory"])
-        return cls(
-            _core.create_plan_from(
-                **_request(data["lengths"], cost=CostModel(**cost), **limits),
-                micro_batches=[len(batch) for batch in batches],
+        request = _request(data["lengths"], cost=_cost_of(data.get("cost", {})), **limits)
+        try:
+            core = _core.create_plan_from(
+                **request,
+                micro_batches=[len(batch["groups"]) for batch in data["micro_batches"]],
                 groups=[
                     number
                     for group in groups
@@ -227,7 +224,11 @@ class Plan:
                 ],
                 sequences=[sequence for group in groups for sequence in group["sequences"]],
             )
-        )
+        except ValueError as error:
+            # The core counts groups through all micro-batches.
+            named = re.sub(r"^groups\[(\d+)\](?! is )", lambda m: places[int(m[1])], str(error))
+            raise ValueError(named) from None
+        return cls(core)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Plan.from_dict, (self.to_dict(),)
@@ -273,7 +274,52 @@ LIMITS = (
 )
 """What a plan must keep, by the names of :func:`plan`'s arguments; ``slowness`` are ``speeds`` as
 integers."""
+SIZES = (
+    *("min_degree", "max_degree", "alignment", "ranks_per_node"),
+    *("pipeline_stages", "virtual_stages", "micro_batch_group"),
+)
+"""Limits that are integers, or left out."""
 REQUIRED = ("lengths", "ranks", "max_tokens_per_rank", "micro_batches")
+
+
+def expect_data(data: Any) -> None:
+    """Raise ValueError unless this is the plain data of a plan: whole, of the right types, and
+    nothing else. What rules the plan keeps is for others to see."""
+    expect_names("", data, REQUIRED, (*LIMITS, "cost"))
+    for name in ("ranks", "max_tokens_per_rank"):
+        expect_size(name, data[name])
+    for name in SIZES:
+        if data.get(name) is not None:
+            expect_size(name, data[name], least=0)
+    expect_sizes("lengths", data["lengths"])
+    for name in ("min_degrees", "max_degrees"):
+        if data.get(name) is not None:
+            degrees, count = expect_sizes(name, data[name]), len(data["lengths"])
+            if len(degrees) != count:
+                raise ValueError(f"{name} has {len(degrees)} items, expected {count}")
+    if data.get("memory") is not None:
+        expect_names("memory", data["memory"], (), MemoryModel.__slots__)
+        MemoryModel(**data["memory"])
+    expect_items("micro_batches", data["micro_batches"], "objects")
+    for m, batch in enumerate(data["micro_batches"]):
+        expect_names(f"micro_batches[{m}]", batch, ("groups",))
+        expect_items(f"micro_batches[{m}].groups", batch["groups"], "objects")
+        for g, group in enumerate(batch["groups"]):
+            place = f"micro_batches[{m}].groups[{g}]"
+            expect_names(place, group, Group._fields)
+            expect_size(f"{place}.first_rank", group["first_rank"], least=0)
+            expect_size(f"{place}.degree", group["degree"])
+            expect_sizes(f"{place}.sequences", group["sequences"], least=0)
+
+
+def _cost_of(data: Any) -> CostModel:
+    expect_names("cost", data, (), (*_core.PRICES, "table"))
+    table = data.get("table")
+    if table is None:
+        return CostModel(**data)
+    if not isinstance(table, (list, tuple)) or len(table) != len(Table._fields):
+        raise ValueError(f"cost.table is {table!r:.60}, expected {', '.join(Table._fields)}")
+    return CostModel(**{**data, "table": Table(*table)})
 
 
 def _request(
@@ -310,9 +356,10 @@ def _request(
     most = ranks if max_degree is None else max_degree
     cost = cost or CostModel()
     if cost.function is not None:
+        least, last = expect_size("min_degree", min_degree), expect_size("max_degree", most)
         cost = cost.tabulated(
-            cast(Sequence[int], lengths),
-            _table_degrees(plain(min_degree), plain(most), degrees == "pow2"),
+            expect_sizes("lengths", cast(Sequence[int], lengths)),
+            _table_degrees(least, last, degrees == "pow2"),
         )
     memory = memory or MemoryModel()
     limits = (
@@ -321,9 +368,9 @@ def _request(
         *(max_tokens_per_rank, *astuple(memory)),
     )
     if speeds is not None:
-        if len(speeds) != ranks:
-            raise ValueError(f"speeds has {len(speeds)} items, expected {ranks}, one per rank")
         slowness = slowness_of(speeds)
+        if len(slowness) != ranks:
+            raise ValueError(f"speeds has {len(slowness)} items, expected {ranks!r}, one per rank")
     return {
         "lengths": lengths,
         "limits": limits,
@@ -418,7 +465,12 @@ def lower_bound(
     cost: CostModel | None = None,
     **limits: Any,
 ) -> int:
-    """A time that no plan for the same arguments beats, in the cost model's unit."""
+    """A time that no plan for the same arguments beats, in the cost model's unit.
+
+    ``lengths``, ``ranks``, ``max_tokens_per_rank``, ``cost`` and ``limits`` are those of
+    :func:`plan`, without ``effort``. Raises ValueError as it does, and for an unknown limit.
+    """
+    expect_names("", limits, (), LIMITS)
     request = _request(
         lengths, ranks=ranks, max_tokens_per_rank=max_tokens_per_rank, cost=cost, **limits
     )

@@ -20,7 +20,7 @@ from hcp._core import Rebinding, SlotTable
 from hcp.errors import HcpError
 from hcp.exchange import Transport
 from hcp.groups import ProcessGroups
-from hcp.slots import _HOME, Exclude, Finding, Slot, Twins, Walk
+from hcp.slots import _HOME, Exclude, Finding, Slot, Twins, Walk, listed
 
 
 def eval_cp_context(
@@ -72,13 +72,13 @@ def rebind(
         if new is None:
             raise ValueError("rebind was given old groups and no new ones, expected both")
         _check_collections(old, new)
-        return Rebound(_Request(model, old, new, tuple(exclude), strict, old.transport))
+        return Rebound(_Request(model, old, new, listed(exclude), strict, old.transport))
     if new is not None or not isinstance(old, Mapping) or not old:
         raise ValueError(
             f"rebind was given a {type(old).__name__}{' and more' if new is not None else ''}, "
             "expected two hcp.ProcessGroups, or one mapping {group: twin, ...} that is not empty"
         )
-    return Rebound(_Request(model, dict(old), None, tuple(exclude), strict, agree))
+    return Rebound(_Request(model, dict(old), None, listed(exclude), strict, agree))
 
 
 def find_slots(
@@ -92,7 +92,7 @@ def find_slots(
     themselves (of a DDP, FSDP or compiled wrapper just the module inside).
     """
     _check_collections(train_pgs, eval_pgs)
-    return _walk(_Request(model, train_pgs, eval_pgs, tuple(exclude), False, None)).slots
+    return _walk(_Request(model, train_pgs, eval_pgs, listed(exclude), False, None)).slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ def audit(
     No communication, and nothing is swapped.
     """
     _check_collections(train_pgs, eval_pgs)
-    walk = _walk(_Request(model, train_pgs, eval_pgs, tuple(exclude), False, None))
+    walk = _walk(_Request(model, train_pgs, eval_pgs, listed(exclude), False, None))
     return Audit(walk.slots, walk.findings, walk.excluded.paths, walk.shared)
 
 
@@ -184,7 +184,7 @@ class _EvalContext(Rebinding):
     ) -> None:
         super().__init__()
         self._request = _Request(
-            model, train_pgs, eval_pgs, tuple(exclude), strict, train_pgs.transport
+            model, train_pgs, eval_pgs, listed(exclude), strict, train_pgs.transport
         )
 
     def __enter__(self) -> ProcessGroups:  # type: ignore[override]

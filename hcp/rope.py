@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hcp import ops
+from hcp.kernels import wide
 from hcp.transforms import is_transformed
 
 
@@ -21,6 +22,10 @@ def angles_of(freqs: Tensor, positions: Tensor, axes: Sequence[int] | None) -> T
     positions (T,), or (T, A) where ``axes`` says which of them each of the R / 2 frequencies
     follows.
     """
+    if freqs.dim() < 2:
+        raise ValueError(
+            f"freqs has shape {tuple(freqs.shape)}, expected (positions, angles): one row each"
+        )
     table = freqs.flatten(1)
     if (axes is None) != (positions.dim() == 1) or positions.dim() > 2:
         raise ValueError(
@@ -51,8 +56,7 @@ class Rotary(NamedTuple):
 
     def tables(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin as the kernels take them for rows of a dtype."""
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        return self.cos.to(wide).contiguous(), self.sin.to(wide).contiguous()
+        return self.cos.to(wide(dtype)).contiguous(), self.sin.to(wide(dtype)).contiguous()
 
     def fits(self, t: Tensor) -> bool:
         """Whether a kernel turns t (T, heads, D) by this: not where angles are learned, whose
@@ -67,8 +71,12 @@ def rotary_of(angles: Tensor, *, interleaved: bool, mscale: float) -> Rotary:
     return Rotary(cos, sin, interleaved)
 
 
-def check(t: Tensor, rotary: Rotary) -> None:
-    rotated = rotary.cos.shape[-1]
+def check(t: Tensor, rotary: Rotary, name: str = "t") -> None:
+    rows, rotated = rotary.cos.shape
+    if not torch.compiler.is_compiling() and t.shape[:1] != (rows,):
+        raise ValueError(
+            f"{name} has shape {tuple(t.shape)}, expected {rows} rows: those that freqs turns"
+        )
     if rotated % 2 or rotated > t.shape[-1]:
         raise ValueError(
             f"freqs has {rotated} angles, expected an even number up to the head size "
@@ -96,8 +104,8 @@ def rotate_by_torch(t: Tensor, rotary: Rotary) -> Tensor:
     and what stands in for it, see :meth:`Rotary.fits`."""
     cos, sin = rotary.cos.unsqueeze(1), rotary.sin.unsqueeze(1)
     rotated = cos.shape[-1]
-    wide = t.to(torch.promote_types(t.dtype, cos.dtype))
-    turned, passed = wide[..., :rotated], wide[..., rotated:]
+    promoted = t.to(torch.promote_types(t.dtype, cos.dtype))
+    turned, passed = promoted[..., :rotated], promoted[..., rotated:]
     turned = turned * cos + _quarter_turn(turned, rotary.interleaved) * sin
     return torch.cat((turned, passed), dim=-1).to(t.dtype)
 

@@ -254,6 +254,12 @@ Exclude = Sequence[Any]
 """What stays as it is: paths ("vision_model", "model.layers[0]", "*.vision"), objects, classes."""
 
 
+def listed(exclude: Exclude) -> tuple[Any, ...]:
+    if isinstance(exclude, (str, type)):
+        raise ValueError(f"exclude is {exclude!r}, expected a sequence: ({exclude!r},)")
+    return tuple(exclude)
+
+
 class _Excluded:
     def __init__(self, exclude: Exclude) -> None:
         self._patterns: list[tuple[str, re.Pattern[str]]] = []

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 import hcp
-from hcp.config import rows_up_to
+from hcp.limits import rows_up_to
 
 
 @dataclass(frozen=True)

@@ -185,6 +185,8 @@ def refuse(rank, size):
     loader = parallel.train_loader(documents([5, 6, 7]), global_batch_size=2)
     with pytest.raises(ValueError, match="the state has seed 4, expected 0: make the loader"):
         loader.load_state_dict(loader.state_dict() | {"seed": 4})
+    with pytest.raises(ValueError, match=r"state\.epoch is missing, expected epoch, next, seed"):
+        loader.load_state_dict({})
 
     class Other:
         gradient_accumulation_steps, distributed_type = 1, "DistributedType.DEEPSPEED"

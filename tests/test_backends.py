@@ -81,6 +81,7 @@ def test_names_that_cannot_be_registered_are_refused(name: str) -> None:
         ({"backend": "magi"}, "backend is 'magi', expected one of .*'torch'"),
         ({"cp_comm_type": "ring"}, "cp_comm_type is 'ring', expected one of"),
         ({"cp_comm_type": []}, "cp_comm_type is empty"),
+        ({"cp_comm_type": 5}, "cp_comm_type is 5, expected a sequence of comm types, or one"),
     ],
 )
 def test_unknown_names_are_refused(options: Any, message: str) -> None:

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hcp
-from hcp.config import Config, add_arguments, divisors, rows_up_to
+from hcp.config import Config, add_arguments
+from hcp.limits import divisors, rows_up_to
 
 
 def parsed(*argv):
@@ -174,6 +175,14 @@ def test_a_comm_type_for_each_layer():
         ({"cp_comm_type": "ring"}, "cp_comm_type is 'ring', expected one of p2p, all_gather, a2a"),
         ({"cp_comm_type": ["p2p", "ring"]}, r"cp_comm_type\[1\] is 'ring'"),
         ({"cp_comm_type": []}, "cp_comm_type is an empty list"),
+        ({"cp_comm_type": 5}, "cp_comm_type is 5, expected one of p2p, all_gather, a2a"),
+        ({"window_size": []}, "window_size is an empty list"),
+        ({"window_size": None}, r"window_size is None, expected \(left, right\) in tokens"),
+        (
+            {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": 2},
+            "hierarchical_context_parallel_sizes is 2, expected a sequence of integers",
+        ),
+        ({"max_seqlen_per_dp_cp_rank": "5"}, "max_seqlen_per_dp_cp_rank is '5', expected an int"),
     ],
 )
 def test_a_wrong_value_is_refused_with_value_and_expectation(options, message):

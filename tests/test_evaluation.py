@@ -225,6 +225,8 @@ def stop_and_go_on(rank, size):
         EvalPlan(8, groups).load_state_dict(state)
     with pytest.raises(ValueError, match=r"the state is of an evaluation of .*'lengths': 0"):
         EvalPlan([5] * 7, groups, max_tokens_per_rank=9).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"state\.next is missing, expected next, seen, made_for"):
+        again.load_state_dict({})
     return state["next"], rest
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -60,10 +61,8 @@ def test_any_integer_is_taken_and_kept_as_an_int(entrance: str, kind: Callable[[
 @pytest.mark.parametrize("value", [True, np.True_, 4.0, np.float64(4), "4"], ids=repr)
 def test_what_is_no_integer_is_refused_by_name(entrance: str, value: object) -> None:
     name = entrance.partition(" ")[0]
-    with pytest.raises((ValueError, TypeError)) as caught:
+    with pytest.raises(ValueError, match=rf"^{re.escape(name)}(\[0\])? is .*expected"):
         ENTRANCES[entrance](value)
-    assert str(caught.value).startswith((f"{name} is ", f"{name}[0] is "))
-    assert "expected" in str(caught.value)
 
 
 def test_the_least_is_said_with_what_else_may_stand_there() -> None:

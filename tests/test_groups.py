@@ -107,10 +107,11 @@ def test_a_grid_is_a_value():
     ("arguments", "error", "message"),
     [
         ({"cp": 0}, ValueError, "cp is 0, expected >= 1"),
+        ({"order": 5}, ValueError, "^order is 5, expected text such as 'tp-cp-dp-pp'"),
         ({"order": "tp-cp-dp"}, ValueError, 'order is "tp-cp-dp", expected tp, cp, dp and pp'),
         ({"order": "tp-cp-dp-ep"}, ValueError, "each once, joined by '-'"),
         ({"tp": 2**16, "pp": 2**16}, OverflowError, "more ranks than 2147483647 at pp = 65536"),
-        ({"tp": "2"}, TypeError, "tp is '2', expected an integer"),
+        ({"tp": "2"}, ValueError, "tp is '2', expected an integer"),
         ({"cp": 2**40}, ValueError, rf"cp is {2**40}, expected -2\^31 to 2\^31 - 1"),
         ({"order": "x" + "é" * 40}, ValueError, 'order is "xé*�", expected tp, cp, dp and pp'),
         ({"ep": 2}, TypeError, "ep"),
@@ -208,6 +209,8 @@ def build_badly(rank, size, arguments):
         ({"tp": True}, "tp is True, expected an integer >= 1"),
         ({"order": "tp-cp"}, 'order is "tp-cp"'),
         ({"peer_buffer_bytes": -1}, "peer_buffer_bytes is -1, expected an integer >= 1"),
+        ({"order": 5}, "order is 5, expected text such as 'tp-cp-dp-pp'"),
+        ({"parent": 5}, "parent is 5, expected a process group of this rank"),
     ],
 )
 def test_an_impossible_layout_is_refused_with_the_equation(arguments, message):

@@ -175,13 +175,16 @@ def test_each_frequency_follows_its_own_axis_in_multimodal_rope() -> None:
         ),
         ({"freqs": torch.zeros(9, 6)}, "freqs has 6 angles, expected an even number up to .* 4"),
         ({"freqs": torch.zeros(9, 3)}, "freqs has 3 angles, expected an even number"),
+        ({"freqs": torch.zeros(9)}, r"freqs has shape \(9,\), expected \(positions, angles\)"),
+        ({"freqs": torch.zeros(())}, "freqs has 0 positions, expected >= 9"),
+        ({"t": torch.zeros(99, 1, 4)}, r"t has shape \(99, 1, 4\), expected 9 rows"),
     ],
 )
 def test_wrong_rotary_arguments_are_refused(options: Any, message: str) -> None:
     def call(groups: Any) -> None:
         (cp,) = all_handlers(groups, [9])
-        given = {"freqs": torch.zeros(9, 4), **options}
-        cp.apply_rotary_pos_emb(torch.zeros(9, 1, 4), **given)
+        given = {"t": torch.zeros(9, 1, 4), "freqs": torch.zeros(9, 4), **options}
+        cp.apply_rotary_pos_emb(**given)
 
     with pytest.raises(ValueError, match=message):
         hcp.loopback(1, call)
@@ -390,6 +393,18 @@ def test_padding_counts_for_nothing_in_sums(lengths: list[int]) -> None:
         return padding
 
     assert sum(hcp.loopback(2, check)) > 0
+
+
+def test_a_sum_is_no_other_call_with_rows_of_the_same_kind() -> None:
+    def check(groups: Any) -> None:
+        (cp,) = all_handlers(groups, [40], min_degree=2)
+        if cp.place == 0:
+            cp.sum_over_group(torch.ones(3))
+        else:
+            cp.roll_tensor(torch.ones(cp.rows, 3))
+
+    with pytest.raises(hcp.HcpError, match="the call differs between ranks"):
+        hcp.loopback(2, check)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32])
@@ -610,13 +625,57 @@ def test_wrong_rows_of_whole_sequences_are_refused(to_heads: bool) -> None:
 # ---- handlers as values --------------------------------------------------------------------------
 
 
-def test_an_unknown_comm_type_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"comm_types": ("ring",)}, "comm_type is 'ring', expected one of"),
+        (
+            {"comm_types": "p2p"},
+            "comm_types is 'p2p', expected a sequence of one or more of",
+        ),
+        ({"comm_types": []}, r"comm_types is \[\], expected one or more of \('p2p'"),
+        ({"comm_types": 5}, "comm_types is 5, expected a sequence of one or more"),
+        ({"hierarchical_context_parallel_sizes": 2}, "sizes is 2, expected a sequence of integers"),
+        ({"window_sizes": (3, 0)}, r"window_sizes\[0\] is 3, expected \(left, right\) in tokens"),
+        ({"window_sizes": 3}, r"window_sizes is 3, expected a sequence of \(left, right\)"),
+        ({"heads": (8, 2)}, r"heads\[0\] is 8, expected a sequence of integers"),
+        ({"heads": [(8, 2, 2)]}, r"heads\[0\] is \(8, 2, 2\), expected \(query heads, key-value"),
+        ({"sources": None}, "sources is None, expected a sequence of ranks"),
+        ({"sources": [0.0, 0.0]}, r"sources\[0\] is 0.0, expected 0 to 0"),
+    ],
+)
+def test_what_layers_cannot_have_is_refused_by_dispatch(options: Any, message: str) -> None:
     def make(groups: Any) -> None:
-        plan = hcp.plan([5], ranks=1, max_tokens_per_rank=8)
-        hcp.ContextParallelHandler(plan, 0, groups.transport, comm_types=("ring",))
+        plan = hcp.plan([5, 3], ranks=1, max_tokens_per_rank=8)
+        samples = [{"tokens": torch.zeros(n)} for n in (5, 3)]
+        hcp.dispatch(plan, samples, **{"sources": [0, 0], "groups": groups, **options})
 
-    with pytest.raises(ValueError, match="comm_type is 'ring', expected one of"):
+    with pytest.raises(ValueError, match=message):
         hcp.loopback(1, make)
+
+
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize(
+    ("size", "options", "message"),
+    [
+        (4, {"softmax_scale": "x"}, "softmax_scale is 'x', expected a finite number"),
+        (4, {"softmax_scale": float("nan")}, "softmax_scale is nan, expected a finite number"),
+        (4, {"window_size": 3}, r"window_size is 3, expected \(left, right\) in tokens"),
+        (4, {"window_size": ("a", "b")}, r"window_size is \('a', 'b'\), expected \(left, right\)"),
+        (0, {}, r"query has shape \(9, 1, 0\), expected a head size >= 1"),
+    ],
+)
+def test_what_attention_cannot_have_is_refused(
+    size: int, options: Any, message: str, across: bool
+) -> None:
+    def call(groups: Any) -> None:
+        (cp,) = all_handlers(groups, [9])
+        rows = torch.zeros(9, 1, size)
+        attention = cp.cross_attention if across else cp.attention
+        attention(rows, rows, rows, *([cp] if across else []), **options)
+
+    with pytest.raises(ValueError, match=message):
+        hcp.loopback(1, call)
 
 
 def test_groups_that_are_gone_are_named() -> None:

@@ -249,7 +249,8 @@ def test_core_library_shows_its_module_and_nothing_else() -> None:
 
 
 def imports(source: str, package: tuple[str, ...]) -> set[str]:
-    """Modules that a file imports anywhere, also inside functions; relative ones made absolute."""
+    """Modules that a file imports anywhere, also inside functions; relative ones made absolute. A
+    text that is the name of a module of hcp counts: importlib takes it."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -259,6 +260,8 @@ def imports(source: str, package: tuple[str, ...]) -> set[str]:
             module = ".".join([*above, *filter(None, [node.module])])
             found.add(module)
             found.update(f"{module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"hcp(\.\w+)+", str(node.value)):
+            found.add(str(node.value))
     return found
 
 
@@ -290,7 +293,9 @@ def test_the_library_imports_no_trainer() -> None:
 
 
 def test_the_library_imports_neither_demo_nor_command_nor_integration() -> None:
-    assert importers({"hcp.demo", "hcp.cli", "hcp.integrations"}, library_files()) == {}
+    found = importers({"hcp.demo", "hcp.cli", "hcp.integrations"}, library_files())
+    # A backend by name, imported when it is asked for: nobody has to import it before.
+    assert found == {"hcp/backends.py": {"hcp.integrations.transformer_engine"}}
 
 
 def test_integrations_do_not_import_the_demo_but_for_their_programs() -> None:
@@ -305,8 +310,10 @@ def test_the_demo_imports_no_trainer() -> None:
     assert importers(TRAINERS, paths) == {}
 
 
-def test_an_import_inside_a_function_or_by_a_relative_name_would_be_found() -> None:
+def test_an_import_inside_a_function_by_a_relative_name_or_by_a_text_would_be_found() -> None:
     source = (
         "def f():\n    import megatron.core\n    from . import demo\n    from .demo import main\n"
+        "    importlib.import_module('hcp.cli.plan')\n"
     )
-    assert imports(source, ("hcp",)) == {"megatron.core", "hcp", "hcp.demo", "hcp.demo.main"}
+    found = {"megatron.core", "hcp", "hcp.demo", "hcp.demo.main", "hcp.cli.plan"}
+    assert imports(source, ("hcp",)) == found

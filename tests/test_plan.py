@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import pickle
@@ -101,6 +102,8 @@ def test_the_same_request_gives_the_same_plan(request: dict[str, Any]) -> None:
     plan, again = hcp.plan(**request), hcp.plan(**request)
     assert plan == again
     assert plan.checksum == again.checksum
+    other = hcp.plan(**(request | {"lengths": [*request["lengths"], 1]}))
+    assert plan != other
 
 
 @given(requests())
@@ -234,6 +237,8 @@ def test_the_checksum_tells_any_difference() -> None:
         hcp.plan([60, 70, 80], **base, cost=hcp.CostModel(launch=7)),
     ]
     assert len({plan.checksum for plan in variants}) == len(variants)
+    assert all(a != b for a, b in itertools.combinations(variants, 2))
+    assert variants[0] != variants[0].to_dict()
 
 
 # ---- bad input -----------------------------------------------------------------------------------
@@ -252,14 +257,14 @@ GOOD: dict[str, Any] = {"lengths": [5], "ranks": 2, "max_tokens_per_rank": 8}
         ({"min_degree": 2, "max_degree": 1}, ValueError, r"expected min_degree \(2\)"),
         ({"lengths": [5, 0]}, ValueError, r"lengths\[1\] is 0, expected 1 to"),
         ({"lengths": [-3]}, ValueError, r"lengths\[0\] is -3, expected 1 to"),
-        ({"lengths": [1.5]}, TypeError, r"lengths\[0\] is 1.5, expected an integer"),
+        ({"lengths": [1.5]}, ValueError, r"lengths\[0\] is 1.5, expected an integer"),
         (
             {"lengths": [2**70]},
             ValueError,
             rf"lengths\[0\] is {2**70}, expected -2\^63 to 2\^63 - 1",
         ),
-        ({"lengths": 5}, TypeError, "lengths is 5, expected a sequence of integers"),
-        ({"ranks": 4.0}, TypeError, "ranks is 4.0, expected an integer"),
+        ({"lengths": 5}, ValueError, "lengths is 5, expected a sequence of integers"),
+        ({"ranks": 4.0}, ValueError, "ranks is 4.0, expected an integer"),
         ({"ranks": 2**40}, ValueError, rf"^ranks is {2**40}, expected -2\^31 to 2\^31 - 1"),
         ({"min_degrees": [2**40]}, ValueError, rf"min_degrees\[0\] is {2**40}, expected -2\^31 to"),
         ({"max_tokens_per_rank": 2**70}, ValueError, rf"^max_tokens_per_rank is {2**70}, expected"),
@@ -269,10 +274,11 @@ GOOD: dict[str, Any] = {"lengths": [5], "ranks": 2, "max_tokens_per_rank": 8}
             "^pipeline_stages is -2147483649, expected",
         ),
         ({"cost": hcp.CostModel(pair=2**70)}, ValueError, rf"^cost.pair is {2**70}, expected"),
-        ({"ranks": True}, TypeError, "ranks is True, expected an integer"),
-        ({"lengths": [3, True]}, TypeError, r"lengths\[1\] is True, expected an integer"),
+        ({"max_tokens_per_rank": "5"}, ValueError, "^max_tokens_per_rank is '5', expected an int"),
+        ({"ranks": True}, ValueError, "ranks is True, expected an integer"),
+        ({"lengths": [3, True]}, ValueError, r"lengths\[1\] is True, expected an integer"),
         ({"effort": 2**40}, ValueError, rf"^effort is {2**40}, expected -2\^31 to 2\^31 - 1"),
-        ({"effort": 1.0}, TypeError, r"^effort is 1\.0, expected an integer"),
+        ({"effort": 1.0}, ValueError, r"^effort is 1\.0, expected an integer"),
         (
             {"cost": hcp.CostModel(table=Table((5,), (1,), (2**63,)))},
             ValueError,
@@ -318,7 +324,7 @@ def test_an_integer_too_large_for_the_core_is_named_as_any_other(name: str) -> N
     core = hcp.plan(**GOOD).core
     with pytest.raises(ValueError, match=rf"^{name} is {2**70}, expected -2\^(31|63) to "):
         CALLS[name](core, 2**70)
-    with pytest.raises(TypeError, match=f"^{name} is True, expected an integer$"):
+    with pytest.raises(ValueError, match=f"^{name} is True, expected an integer$"):
         CALLS[name](core, True)
 
 

@@ -447,13 +447,144 @@ def broken(change: Any) -> dict[str, Any]:
         (lambda d: d["micro_batches"].append(d["micro_batches"][0]), "is computed 2 times"),
         (lambda d: d.update(max_tokens_per_rank=100), "rows in micro_batches"),
         (lambda d: d.update(max_degree=1), "expected 1 to 1"),
-        (lambda d: d.update(ranks=2), "reaches rank"),
+        (lambda d: d.update(ranks=2, max_degree=4), "reaches rank"),
         (lambda d: d.update(lengths=[3000, 10, 20]), "unknown"),
     ],
 )
 def test_the_check_finds_what_is_wrong(change: Any, message: str) -> None:
     with pytest.raises(hcp.HcpError, match=message):
         hcp.check_plan(broken(change))
+
+
+def chosen(*places: tuple[int, int], **limits: Any) -> dict[str, Any]:
+    """A plan of one micro-batch, each of whose groups has one sequence."""
+    groups = [
+        {"first_rank": first, "degree": degree, "sequences": [s]}
+        for s, (first, degree) in enumerate(places)
+    ]
+    return {
+        "ranks": 8,
+        "max_tokens_per_rank": 64,
+        "lengths": [60] * len(groups),
+        "micro_batches": [{"groups": groups}],
+    } | limits
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "message"),
+    [
+        (chosen((0, 3), (3, 2)), chosen((0, 3), (2, 2)), r"ranks \[2\] are in two groups at once"),
+        (
+            chosen((2, 2), degrees="pow2"),
+            chosen((2, 3), degrees="pow2"),
+            "degree 3 at rank 2, expected a power of two",
+        ),
+        (
+            chosen((4, 4), degrees="pow2"),
+            chosen((2, 4), degrees="pow2"),
+            "degree 4 at rank 2, expected a power of two",
+        ),
+        (
+            chosen((1, 3), ranks_per_node=4),
+            chosen((3, 2), ranks_per_node=4),
+            r"spans nodes \[0, 1\] without taking whole ones",
+        ),
+        (
+            chosen((2, 4), ranks_per_node=2),
+            chosen((1, 4), ranks_per_node=2),
+            r"spans nodes \[0, 1, 2\] without",
+        ),
+        (chosen((5, 3)), chosen((6, 3)), "reaches rank 8, expected 0 to 7"),
+    ],
+)
+def test_the_check_finds_ranks_that_a_group_may_not_have(
+    good: dict[str, Any], bad: dict[str, Any], message: str
+) -> None:
+    hcp.check_plan(good)
+    with pytest.raises(hcp.HcpError, match=message):
+        hcp.check_plan(bad)
+
+
+GROUP = {"first_rank": 0, "degree": 1, "sequences": [0]}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({}, "^lengths is missing, expected lengths, ranks, max_tokens_per_rank, micro_batches, m"),
+        (None, "^the data is None, expected an object"),
+        (chosen((0, 1), ranks="8"), "^ranks is '8', expected an integer >= 1"),
+        (chosen((0, 1), alignment="8"), "^alignment is '8', expected an integer >= 0"),
+        (chosen((0, 1), lengths=[1.5]), r"^lengths\[0\] is 1.5, expected an integer >= 1"),
+        (chosen((0, 1), lengths=None), "^lengths is None, expected a sequence of integers"),
+        (chosen((0, 1), min_degrees=[]), "^min_degrees has 0 items, expected 1"),
+        (chosen((0, 1), max_degrees=[1, 1]), "^max_degrees has 2 items, expected 1"),
+        (chosen((0, 1), memory={"x": 1}), "^memory.x is unknown, expected activation, logit"),
+        (chosen((0, 1), memory={"limit": "x"}), "^memory.limit is 'x', expected an integer >= 0"),
+        (chosen((-1, 1)), r"^micro_batches\[0\].groups\[0\].first_rank is -1, expected an integer"),
+        (chosen(micro_batches=None), "^micro_batches is None, expected a sequence of objects"),
+        (chosen(micro_batches=[{}]), r"^micro_batches\[0\].groups is missing, expected groups"),
+        (chosen(micro_batches=[{"groups": None}]), r"^micro_batches\[0\].groups is None, expected"),
+        (
+            chosen(micro_batches=[{"groups": [GROUP | {"degree": "1"}]}]),
+            r"^micro_batches\[0\].groups\[0\].degree is '1', expected an integer >= 1",
+        ),
+        (
+            chosen(micro_batches=[{"groups": [GROUP | {"sequences": None}]}]),
+            r"^micro_batches\[0\].groups\[0\].sequences is None, expected a sequence of integers",
+        ),
+    ],
+)
+def test_what_is_no_plan_is_refused_by_the_check_and_as_a_plan(data: Any, message: str) -> None:
+    with pytest.raises(hcp.HcpError, match=message):
+        hcp.check_plan(data)
+    with pytest.raises(ValueError, match=message):
+        hcp.Plan.from_dict(data)
+
+
+def test_a_rule_that_a_group_breaks_names_its_micro_batch() -> None:
+    data = chosen((0, 1), (1, 1), (2, 1))
+    (batch,) = data["micro_batches"]
+    data["micro_batches"] = [{"groups": batch["groups"][:2]}, {"groups": batch["groups"][2:]}]
+    hcp.Plan.from_dict(data)
+    batch["groups"][2]["first_rank"] = 8
+    with pytest.raises(ValueError, match=r"^micro_batches\[1\].groups\[0\] has ranks 8 to 8"):
+        hcp.Plan.from_dict(data)
+
+
+@pytest.mark.parametrize("table", [5, [[1], [1]], [[1], 5, [1]]])
+def test_plain_data_with_a_table_of_another_shape_is_no_plan(table: Any) -> None:
+    with pytest.raises(ValueError, match=r"^(cost\.table|table\.degrees) is .*, expected"):
+        hcp.Plan.from_dict(chosen((0, 1), cost={"table": table}))
+
+
+def test_the_bound_takes_the_limits_of_a_plan_and_no_others() -> None:
+    request: dict[str, Any] = {"ranks": 4, "max_tokens_per_rank": 64, "sync": "micro_batch"}
+    assert hcp.lower_bound([60, 9], **request) == hcp.plan([60, 9], **request).bound
+    with pytest.raises(ValueError, match=r"^effort is unknown, expected .*, min_degree"):
+        hcp.lower_bound([60, 9], **request, effort=1)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "message"),
+    [
+        ("ab", "^speeds is 'ab', expected a sequence of numbers"),
+        (5, "^speeds is 5, expected a sequence of numbers"),
+        (["a", 1.0], r"^speeds\[0\] is 'a', expected a finite number > 0"),
+        ([1.0], "^speeds has 1 items, expected 2, one per rank"),
+    ],
+)
+def test_speeds_are_numbers_one_per_rank(speeds: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hcp.plan([5], ranks=2, max_tokens_per_rank=8, speeds=speeds)
+
+
+@pytest.mark.parametrize("change", [{"lengths": 5}, {"lengths": ["5"]}, {"min_degree": "1"}])
+def test_a_cost_function_is_not_asked_for_what_is_no_request(change: dict[str, Any]) -> None:
+    cost = hcp.CostModel.from_function(lambda length, degree: 1.0)
+    request: dict[str, Any] = {"lengths": [5], "ranks": 2, "max_tokens_per_rank": 8, "cost": cost}
+    with pytest.raises(ValueError, match=r"^(lengths|lengths\[0\]|min_degree) is .*, expected"):
+        hcp.plan(**(request | change))
 
 
 def test_plans_come_ahead_in_order_and_off_the_main_thread() -> None:

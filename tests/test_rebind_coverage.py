@@ -8,6 +8,7 @@ import copy
 import functools
 import itertools
 import pickle
+import re
 import weakref
 from dataclasses import dataclass, field
 from types import MethodType, SimpleNamespace
@@ -573,6 +574,18 @@ def test_an_excluded_subtree_stays_as_it_is(layouts, by):
         assert model.vision_model.config.context_parallel_size == 1
         assert model.language_model.pg_collection is layouts[1]
         assert model.language_model.cp_size == 4
+
+
+@pytest.mark.parametrize("exclude", ["vision", Model])
+def test_an_exclude_that_is_no_sequence_is_refused(layouts, exclude):
+    message = re.escape(f"exclude is {exclude!r}, expected a sequence: ({exclude!r},)")
+    with (
+        pytest.raises(ValueError, match=message),
+        hcp.eval_cp_context(Model(layouts[0]), *layouts, exclude=exclude),
+    ):
+        pass
+    with pytest.raises(ValueError, match=message):
+        hcp.audit(Model(layouts[0]), *layouts, exclude=exclude)
 
 
 def test_an_exclude_that_matches_nothing_is_refused(layouts):

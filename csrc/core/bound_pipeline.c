@@ -58,9 +58,8 @@ static int64_t fastest(const hcp__problem *p, const hcp__kind *kind) {
 /* Micro-batches of some rank with its share of all work: where ranks run in
  * lockstep, as many as hold all rows. */
 static int32_t least_count(const hcp__problem *p) {
-  int64_t rows = p->capacity * p->limits->ranks, count = p->tokens / rows + (p->tokens % rows != 0);
-  if (p->limits->sync == HCP_SYNC_STEP) return 1;
-  return count < COUNTS ? (int32_t)count : COUNTS;
+  int32_t count = p->limits->sync == HCP_SYNC_STEP ? 1 : hcp__least_count(p);
+  return count < COUNTS ? count : COUNTS;
 }
 
 /* ---- the ramp ---- */

@@ -113,6 +113,13 @@ hcp_status hcp__problem_init(hcp__problem *problem, const int64_t *lengths, int3
                              const hcp_limits *limits, const hcp_cost *cost, hcp_error *err);
 void hcp__problem_release(hcp__problem *problem);
 
+/* The fewest micro-batches of all ranks that hold all rows; far more than there can be where they
+ * are too many to count. */
+static inline int32_t hcp__least_count(const hcp__problem *p) {
+  int64_t rows = p->capacity * p->limits->ranks, count = p->tokens / rows + (p->tokens % rows != 0);
+  return count < INT32_MAX / 8 ? (int32_t)count : INT32_MAX / 8;
+}
+
 /* What a sequence takes of the capacity of its fullest rank: rows, or more where
  * bytes are scarcer, so that loads within the capacity keep both limits. Above
  * the capacity where the sequence must not have that degree. */

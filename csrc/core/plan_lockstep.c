@@ -139,23 +139,17 @@ static void start_falling(lockstep *l, int32_t count, int32_t steep) {
   }
 }
 
-static int32_t least_count(const hcp__problem *p) {
-  int64_t rows = p->capacity * p->limits->ranks;
-  int64_t count = p->tokens / rows + (p->tokens % rows != 0);
-  return count < INT32_MAX / 8 ? (int32_t)count : INT32_MAX / 8;
-}
-
 static void start(lockstep *l, int32_t effort) {
   const hcp__problem *p = l->s->p;
   int32_t counts = p->n >= LARGE ? 1 : p->n >= MANY ? 2 : COUNTS;
   for (int32_t i = 0; i < STARTS; i++) l->best[i].sum = INT64_MAX;
   start_open(l);
-  for (int32_t i = 0; i < counts * effort && least_count(p) + i <= l->most; i++) {
-    start_falling(l, least_count(p) + i, 0);
+  for (int32_t i = 0; i < counts * effort && hcp__least_count(p) + i <= l->most; i++) {
+    start_falling(l, hcp__least_count(p) + i, 0);
     /* A long tail of many sequences: the longest are far longer than the next. */
     if (p->n < MANY) continue;
-    start_falling(l, least_count(p) + i, 1);
-    if (least_count(p) + i < l->most) start_falling(l, least_count(p) + i + 1, 2);
+    start_falling(l, hcp__least_count(p) + i, 1);
+    if (hcp__least_count(p) + i < l->most) start_falling(l, hcp__least_count(p) + i + 1, 2);
   }
 }
 
@@ -266,7 +260,7 @@ static hcp_status descend_all(lockstep *l, int32_t effort, hcp_error *err) {
 
 hcp_status hcp__search_waves(hcp__search *s, hcp_error *err) {
   lockstep l = {.s = s};
-  int32_t least = least_count(s->p), limit = (1 << 24) / s->p->limits->ranks + 1;
+  int32_t least = hcp__least_count(s->p), limit = (1 << 24) / s->p->limits->ranks + 1;
   if (least > limit / 8) return HCP_OK; /* scratch grows with the ranks: lists do */
   l.most = 4 * least + 16;
   hcp_status status = hcp__waves_create(s->p, l.most, &l.waves, err);

@@ -109,15 +109,10 @@ static void insert(shape *shapes, int32_t *count, int32_t most, shape x) {
   shapes[i] = x;
 }
 
-static int32_t least_count(const hcp__problem *p) {
-  int64_t rows = p->capacity * p->limits->ranks, count = p->tokens / rows + (p->tokens % rows != 0);
-  return count < COUNT_MAX ? (int32_t)count : COUNT_MAX + 1;
-}
-
 /* Counts grow by an eighth at most: one shape for each. */
 static hcp_status choose_shapes(search *s, shape *shapes, int32_t most, int32_t *count,
                                 hcp_error *err) {
-  int32_t multiple = hcp__multiple(&s->p->limits->pipeline), first = least_count(s->p);
+  int32_t multiple = hcp__multiple(&s->p->limits->pipeline), first = hcp__least_count(s->p);
   int32_t last = s->p->n < COUNT_MAX ? s->p->n : COUNT_MAX;
   *count = 0;
   for (int32_t n = (first + multiple - 1) / multiple * multiple; n <= last;

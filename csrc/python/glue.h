@@ -25,8 +25,8 @@ PyObject *hcp_py_raise(const hcp_error *err);
 PyObject *hcp_py_view(PyObject *module, PyObject *owner, void *data, Py_ssize_t rows,
                       Py_ssize_t width, char format, int writable);
 
-/* What has __index__ and is no bool, with an error that names it: TypeError for
- * anything else, ValueError where it does not fit. Returns 0, or -1 with an exception set. */
+/* What has __index__ and is no bool, and fits; ValueError that names it for anything
+ * else. Returns 0, or -1 with an exception set. */
 int hcp_py_int64(PyObject *item, const char *name, int64_t *value);
 int hcp_py_int32(PyObject *item, const char *name, int32_t *value);
 

@@ -18,6 +18,13 @@ static void write_order(const hcp_grid *grid, char *order) {
   }
 }
 
+static const char *order_of(PyObject *given) {
+  if (given == NULL) return "tp-cp-dp-pp";
+  if (PyUnicode_Check(given)) return PyUnicode_AsUTF8AndSize(given, NULL);
+  PyErr_Format(PyExc_ValueError, "order is %R, expected text such as 'tp-cp-dp-pp'", given);
+  return NULL;
+}
+
 static PyObject *grid_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
 #define KEYWORD(name, text) text,
 #define ADDRESS(name, text) , &given[HCP_DIMENSION_##name]
@@ -28,16 +35,18 @@ static PyObject *grid_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
   static char *keywords[] = {HCP_DIMENSIONS(KEYWORD) "order", NULL};
   PyObject *given[HCP_DIMENSION_COUNT] = {NULL};
   int32_t sizes[HCP_DIMENSION_COUNT] = {1, 1, 1, 1};
-  const char *order = "tp-cp-dp-pp";
+  PyObject *order_object = NULL;
   hcp_grid grid;
   hcp_error err;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$OOOOs:Grid", keywords HCP_DIMENSIONS(ADDRESS),
-                                   &order))
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$OOOOO:Grid", keywords HCP_DIMENSIONS(ADDRESS),
+                                   &order_object))
     return NULL;
   HCP_DIMENSIONS(SIZE)
 #undef KEYWORD
 #undef ADDRESS
 #undef SIZE
+  const char *order = order_of(order_object);
+  if (order == NULL) return NULL;
   if (hcp_grid_init(sizes, order, &grid, &err) != HCP_OK) return hcp_py_raise(&err);
   PyObject *self = PyType_GenericAlloc(type, 0);
   if (self == NULL) return NULL;

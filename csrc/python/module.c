@@ -50,11 +50,10 @@ static PyObject *place_of(const char *name, Py_ssize_t i) {
   return i < 0 ? PyUnicode_FromString(name) : PyUnicode_FromFormat("%s[%zd]", name, i);
 }
 
-static void refuse_item(PyObject *kind, const char *name, Py_ssize_t i, PyObject *item,
-                        const char *expected) {
+static void refuse_item(const char *name, Py_ssize_t i, PyObject *item, const char *expected) {
   PyObject *place = place_of(name, i);
   if (place == NULL) return;
-  PyErr_Format(kind, "%U is %R, expected %s", place, item, expected);
+  PyErr_Format(PyExc_ValueError, "%U is %R, expected %s", place, item, expected);
   Py_DECREF(place);
 }
 
@@ -63,7 +62,7 @@ static int integer_of(PyObject *item, const char *name, Py_ssize_t i, int bits, 
   PyObject *index = PyBool_Check(item) ? NULL : PyNumber_Index(item);
   if (index == NULL && (!PyErr_Occurred() || PyErr_ExceptionMatches(PyExc_TypeError))) {
     PyErr_Clear();
-    refuse_item(PyExc_TypeError, name, i, item, "an integer");
+    refuse_item(name, i, item, "an integer");
   }
   if (index == NULL) return -1;
   int overflow;
@@ -71,8 +70,7 @@ static int integer_of(PyObject *item, const char *name, Py_ssize_t i, int bits, 
   Py_DECREF(index);
   if (bits == 32 && (*value < INT32_MIN || *value > INT32_MAX)) overflow = 1;
   if (overflow == 0) return PyErr_Occurred() ? -1 : 0;
-  refuse_item(PyExc_ValueError, name, i, item,
-              bits == 32 ? "-2^31 to 2^31 - 1" : "-2^63 to 2^63 - 1");
+  refuse_item(name, i, item, bits == 32 ? "-2^31 to 2^31 - 1" : "-2^63 to 2^63 - 1");
   return -1;
 }
 
@@ -93,7 +91,7 @@ static int integers_of(PyObject *sequence, const char *name, int bits, void **va
   size_t width = bits == 32 ? sizeof(int32_t) : sizeof(int64_t);
   Py_ssize_t count = PySequence_Check(sequence) ? PySequence_Size(sequence) : -1;
   if (count < 0 && !PyErr_Occurred())
-    PyErr_Format(PyExc_TypeError, "%s is %R, expected a sequence of integers", name, sequence);
+    PyErr_Format(PyExc_ValueError, "%s is %R, expected a sequence of integers", name, sequence);
   if (count > INT32_MAX) {
     PyErr_Format(PyExc_ValueError, "%s has %zd items, expected at most 2^31 - 1", name, count);
     return -1;

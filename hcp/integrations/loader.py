@@ -19,7 +19,7 @@ from hcp.config import NO_WINDOW, Config
 from hcp.cost import CostModel
 from hcp.dispatch import Step, dispatch, gather_lengths
 from hcp.evaluation import EvalPlan
-from hcp.expect import expect_size
+from hcp.expect import expect_names, expect_size
 from hcp.groups import ProcessGroups, build_process_groups
 from hcp.rebind import eval_cp_context
 from hcp.slots import Exclude
@@ -250,6 +250,7 @@ class DynamicCPDataLoader:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on where `state_dict` was taken."""
         own = self.state_dict()
+        expect_names("state", state, own)
         for name in ("seed", "batch_size", "samples"):
             if state[name] != own[name]:
                 raise ValueError(

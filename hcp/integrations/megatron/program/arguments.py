@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from hcp.config import Config, rows_up_to
+from hcp.config import Config
 from hcp.demo.arguments import (
     HelpFormatter,
     add_data_arguments,
@@ -17,6 +17,7 @@ from hcp.demo.arguments import (
 )
 from hcp.expect import expect_size
 from hcp.integrations.megatron.arguments import add_megatron_arguments, config_from_args
+from hcp.limits import rows_up_to
 
 DESCRIPTION = """\
 Pretrain a GPT of Megatron-Core's on real text, with a CP degree for each micro-batch, beside the
