@@ -786,14 +786,14 @@ def _whole_cu_seqlens(layout: Layout) -> Tensor:
 
 
 def window_of(given: tuple[int, int], causal: bool, name: str = "window_size") -> tuple[int, int]:
-    """(left, right). No limit is -1, however it was said."""
+    """(left, right) under a mask."""
     try:
         left, right = given
-        return max(left, -1), 0 if causal else max(right, -1)
+        if left >= -1 and right >= -1:
+            return left, 0 if causal else right
     except (TypeError, ValueError):
-        raise ValueError(
-            f"{name} is {given!r}, expected (left, right) in tokens, -1: no limit"
-        ) from None
+        pass
+    raise ValueError(f"{name} is {given!r}, expected (left, right) in tokens, -1: no limit")
 
 
 def _scale_of(query: Tensor, given: float | None) -> float:
