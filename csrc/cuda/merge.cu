@@ -211,21 +211,12 @@ struct part_gradients {
   typename element<T>::wide *lse;
 };
 
-template <class T, int N>
-__device__ inline typename element<T>::wide dot(const vector<T, N> &a, const vector<T, N> &b) {
-  typename element<T>::wide sum = 0;
+template <class W, int N>
+__device__ inline W dot(const W (&a)[N], const W (&b)[N]) {
+  W sum = 0;
 #pragma unroll
-  for (int e = 0; e < N; ++e) sum += load(a.at[e]) * load(b.at[e]);
+  for (int e = 0; e < N; ++e) sum += a[e] * b[e];
   return sum;
-}
-
-template <class T, int N>
-__device__ inline vector<T, N> weighed(typename element<T>::wide weight, const vector<T, N> &of) {
-  vector<T, N> result;
-#pragma unroll
-  for (int e = 0; e < N; ++e)
-    result.at[e] = store<T>(weight == 0 ? weight : weight * load(of.at[e]));
-  return result;
 }
 
 /* The threads of a head. */
@@ -251,7 +242,7 @@ __global__ void __launch_bounds__(HCP_THREADS, 3)
     merge_rows_backward(const __grid_constant__ run_table table, const __grid_constant__ merged m,
                         const __grid_constant__ merged_gradients g, int lane_bits) {
   using W = typename element<T>::wide;
-  using V = vector<T, N>;
+  using V = packed<T, N>;
   __shared__ part_row<T> parts[run_table::RECORDS];
   __shared__ part_gradients<T> grads[run_table::RECORDS];
   const head_lanes lanes(lane_bits);
@@ -271,8 +262,12 @@ __global__ void __launch_bounds__(HCP_THREADS, 3)
       const V *grad_out = reinterpret_cast<const V *>((const T *)g.grad_out + place * m.head_dim);
       const V *out = reinterpret_cast<const V *>((const T *)g.out + place * m.head_dim);
       W lse = ((const W *)g.lse)[place], along = 0;
-      for (int64_t at = lanes.lane; at < vectors; at += lanes.count)
-        along += dot(grad_out[at], out[at]);
+      for (int64_t at = lanes.lane; at < vectors; at += lanes.count) {
+        W own[N], merged[N];
+        grad_out[at].widen(own);
+        out[at].widen(merged);
+        along += dot(own, merged);
+      }
       W common = (g.grad_lse == NULL ? W(0) : ((const W *)g.grad_lse)[place]) - lanes.total(along);
       /* Only a row whose lse is +inf needs its parts counted: they share alike. */
       total<T> t = {lse, 1};
@@ -288,15 +283,20 @@ __global__ void __launch_bounds__(HCP_THREADS, 3)
           value[k] = reinterpret_cast<const V *>(part.out + head * part.out_head_stride);
         }
         for (int64_t at = lanes.lane; at < vectors; at += lanes.count) {
-          V own = grad_out[at], of[IN_FLIGHT];
+          V of[IN_FLIGHT], grad;
 #pragma unroll
           for (int k = 0; k < IN_FLIGHT; ++k) of[k] = value[k][at];
+          W own[N], other[N];
+          grad_out[at].widen(own);
 #pragma unroll
           for (int k = 0; k < IN_FLIGHT; ++k) {
-            sum[k] += dot(own, of[k]);
+            of[k].widen(other);
+            sum[k] += dot(own, other);
+#pragma unroll
+            for (int e = 0; e < N; ++e) other[e] = weight[k] == W(0) ? W(0) : weight[k] * own[e];
+            grad.round(other);
             if (first + k < n)
-              reinterpret_cast<V *>(grads[first + k].out + head * m.head_dim)[at] =
-                  weighed(weight[k], own);
+              reinterpret_cast<V *>(grads[first + k].out + head * m.head_dim)[at] = grad;
           }
         }
 #pragma unroll
