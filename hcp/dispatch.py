@@ -362,7 +362,7 @@ def dispatch(
     loss_tokens = float(sum(counts)) if counts else None
     fields = [_Field(*field) for field in described or []]
     for cp in handlers:
-        cp.tell_loss_tokens(loss_tokens)
+        cp._tell_loss_tokens(loss_tokens)
     values = _move(plan, samples, sources, transport, fields)
     ends = list(itertools.accumulate((cp.rows for cp in handlers), initial=0))
     batches = [

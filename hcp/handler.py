@@ -25,7 +25,7 @@ from hcp import (
     sums,
 )
 from hcp.exchange import OPERATIONS, Moves, Transport, agree_once, carry, rows_of, signature
-from hcp.expect import is_finite
+from hcp.expect import expect_size, is_finite, plain
 from hcp.halo import carry_with_gradients, rows_of_spans
 from hcp.journey import Turn
 from hcp.layout import (
@@ -44,8 +44,8 @@ from hcp.transforms import refuse_transforms
 class ContextParallelHandler:
     """Everything that a layer needs of context parallelism, for one rank and micro-batch.
 
-    Immutable, made by :func:`hcp.dispatch`, and passed to layers explicitly: the backward of one
-    micro-batch may run while a later one is in its forward. T below is ``rows``.
+    Made by :func:`hcp.dispatch`, unchanged from then on, and passed to layers explicitly: the
+    backward of one micro-batch may run while a later one is in its forward. T below is ``rows``.
     """
 
     kernel_family = "torch"
@@ -72,7 +72,8 @@ class ContextParallelHandler:
         ``window_sizes``: sliding windows that compiled layers will name, and ``heads``: (query
         heads, key-value heads) of compiled layers under "a2a+p2p" or "auto"; others are prepared
         when they are first used. ``sources``: the rank that loaded each sequence, for dispatch and
-        combine. ``loss_tokens``: of the whole batch, for the loss."""
+        combine. ``loss_tokens``: of the whole batch, for the loss; hcp.dispatch tells it
+        afterwards."""
         layout = Layout(plan, micro_batch, transport.rank)
         self.plan = plan
         self.layout = layout
@@ -90,7 +91,7 @@ class ContextParallelHandler:
         Under ``alignment``, each rank's padding follows, as sequences of their own."""
         self.max_seqlen = max(layout.lengths, default=0)
         """Tokens of the longest sequence, 0 on a rank without rows."""
-        self.tell_loss_tokens(loss_tokens)
+        self._tell_loss_tokens(loss_tokens)
         self._transport = transport
         self._sources = sources
         comm_types = self.comm_types if comm_types is None else comm_types
@@ -114,7 +115,7 @@ class ContextParallelHandler:
         self._reads: dict[tuple[object, ...], cross.Reads] = {}
         self._everyone = sums.Everyone(group, transport.rank)
 
-    def tell_loss_tokens(self, loss_tokens: float | None) -> None:
+    def _tell_loss_tokens(self, loss_tokens: float | None) -> None:
         """For hcp.dispatch, which makes handlers before ranks tell each other their counts."""
         self.loss_tokens = loss_tokens
         """Loss tokens of the whole batch, None if nobody counted them."""
@@ -568,6 +569,8 @@ class ContextParallelHandler:
         every row its successor's value, as labels want. ``dims``: the dimension that holds the T
         rows, such as -1 of Megatron's labels (1, T). Every rank of the group calls it.
         """
+        if type(shifts := plain(shifts)) is not int:
+            raise ValueError(f"shifts is {shifts!r}, expected an integer")
         route, back = self._roll_route(shifts), self._roll_route(-shifts)
         given = x.movedim(dims, 0), route, back, self._everyone, shifts
         return self._travel("roll_tensor", *given).movedim(0, dims)
@@ -580,6 +583,7 @@ class ContextParallelHandler:
         taps over the result, without padding, gives row r's output at
         ``halo_rows(before)[r] - before``. Every rank of the group calls it.
         """
+        before = expect_size("before", before, least=0)
         key = "halo", before
         if key not in self._routes:
             self._routes[key] = Route.halo(
@@ -592,8 +596,7 @@ class ContextParallelHandler:
 
     def halo_rows(self, before: int) -> Tensor:
         """int64 (T,): where this rank's rows lie in what ``halo`` gives."""
-        if before < 0:
-            raise ValueError(f"before is {before}, expected >= 0")
+        before = expect_size("before", before, least=0)
         return rows_of_spans(self.layout, before).to(self._transport.device)
 
     # ---- sums ----
@@ -789,7 +792,8 @@ def window_of(given: tuple[int, int], causal: bool, name: str = "window_size") -
     """(left, right) under a mask."""
     try:
         left, right = given
-        if left >= -1 and right >= -1:
+        left, right = plain(left), plain(right)
+        if type(left) is int and type(right) is int and left >= -1 and right >= -1:
             return left, 0 if causal else right
     except (TypeError, ValueError):
         pass
@@ -818,8 +822,11 @@ def _key_of(comm_type: str, left: int, right: int, counts: tuple[int, int]) -> t
 
 
 def _check_options(softcap: float, dropout_p: float) -> None:
-    if not 0.0 <= softcap < math.inf:
-        raise ValueError(f"softcap is {softcap}, expected >= 0.0, where 0.0 caps nothing")
+    known = torch.compiler.is_compiling() or is_finite(softcap)
+    if not (known and 0.0 <= softcap < math.inf):
+        raise ValueError(
+            f"softcap is {softcap!r}, expected a finite number >= 0.0, where 0.0 caps nothing"
+        )
     if dropout_p != 0.0:
         raise ValueError(
             f"dropout_p is {dropout_p}, expected 0.0: no kernel gives the same dropout under every "

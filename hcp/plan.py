@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from hcp import _core
 from hcp.cost import CostModel, Table
-from hcp.expect import expect_items, expect_names, expect_size, expect_sizes
+from hcp.expect import expect_choice, expect_items, expect_names, expect_size, expect_sizes
 from hcp.limits import MemoryModel, slowness_of
 
 if TYPE_CHECKING:
@@ -291,6 +291,13 @@ def expect_data(data: Any) -> None:
     for name in SIZES:
         if data.get(name) is not None:
             expect_size(name, data[name], least=0)
+    for name, choices in (("sync", SYNCS), ("degrees", DEGREES)):
+        if data.get(name) is not None:
+            expect_choice(name, data[name], choices)
+    if data.get("slowness") is not None:
+        expect_sizes("slowness", data["slowness"])
+    if data.get("cost") is not None:
+        _cost_of(data["cost"])
     expect_sizes("lengths", data["lengths"])
     for name in ("min_degrees", "max_degrees"):
         if data.get(name) is not None:

@@ -136,9 +136,10 @@ def test_ranks_that_cap_differently_are_refused() -> None:
     ("dtype", "softcap", "message"),
     [
         (torch.bfloat16, 30.0, r"softcap is 30.0 for torch.bfloat16 on cpu, expected 0.0: Py"),
-        (torch.float32, -1.0, "softcap is -1.0, expected >= 0.0"),
-        (torch.float32, math.nan, "softcap is nan, expected >= 0.0"),
-        (torch.float32, math.inf, "softcap is inf, expected >= 0.0"),
+        (torch.float32, -1.0, "softcap is -1.0, expected a finite number >= 0.0"),
+        (torch.float32, "x", "softcap is 'x', expected a finite number >= 0.0"),
+        (torch.float32, math.nan, "softcap is nan, expected a finite number >= 0.0"),
+        (torch.float32, math.inf, "softcap is inf, expected a finite number >= 0.0"),
     ],
 )
 def test_a_cap_that_no_kernel_has_is_refused(dtype: Any, softcap: float, message: str) -> None:

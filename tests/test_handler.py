@@ -311,9 +311,14 @@ def test_halos_work_on_gloo_ranks() -> None:
 def test_fewer_than_no_rows_before_a_span_are_refused() -> None:
     def call(groups: Any) -> None:
         (cp,) = all_handlers(groups, [9])
-        with pytest.raises(ValueError, match="before is -1, expected 0"):
+        with pytest.raises(ValueError, match="before is -1, expected an integer >= 0"):
             cp.halo(torch.zeros(9, 2), -1)
-        with pytest.raises(ValueError, match="before is -1, expected >= 0"):
+        cp.halo(torch.zeros(9, 2), 1)
+        with pytest.raises(ValueError, match=r"before is 1.0, expected an integer >= 0"):
+            cp.halo(torch.zeros(9, 2), 1.0)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"shifts is 1.0, expected an integer"):
+            cp.roll_tensor(torch.zeros(9, 2), 1.0)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="before is -1, expected an integer >= 0"):
             cp.halo_rows(-1)
 
     hcp.loopback(1, call)

@@ -523,6 +523,10 @@ GROUP = {"first_rank": 0, "degree": 1, "sequences": [0]}
         (chosen((0, 1), memory={"limit": "x"}), "^memory.limit is 'x', expected an integer >= 0"),
         (chosen((-1, 1)), r"^micro_batches\[0\].groups\[0\].first_rank is -1, expected an integer"),
         (chosen(micro_batches=None), "^micro_batches is None, expected a sequence of objects"),
+        (chosen(slowness="x"), "^slowness is 'x', expected a sequence of integers"),
+        (chosen(sync=3), "^sync is 3, expected one of "),
+        (chosen(degrees="odd"), "^degrees is 'odd', expected one of any, pow2"),
+        (chosen(cost=5), "^cost is 5, expected an object"),
         (chosen(micro_batches=[{}]), r"^micro_batches\[0\].groups is missing, expected groups"),
         (chosen(micro_batches=[{"groups": None}]), r"^micro_batches\[0\].groups is None, expected"),
         (
