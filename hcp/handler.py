@@ -712,16 +712,16 @@ class ContextParallelHandler:
         if x.device.type != self._transport.device.type:
             raise ValueError(f"x is on {x.device}, expected {self._transport.device}")
         refuse_transforms(name, x)
-        if dtype is None or dtype == x.dtype:
-            traits = *signature(x), OPERATIONS[name], option
-            return agree_once(self._transport, callers, traits)
-        for what, given in (("x", x.dtype), ("dtype", dtype)):
-            if given not in ops.FLOATS:
-                raise ValueError(
-                    f"{what} is {given}, expected one of {ops.FLOATS} where {x.dtype} is cast to "
-                    f"{dtype} on the way: use .to() instead of dtype="
-                )
-        traits = *signature(x, x.new_empty(0, dtype=dtype)), OPERATIONS[name], option
+        kinds = [x]
+        if dtype not in (None, x.dtype):
+            for what, given in (("x", x.dtype), ("dtype", dtype)):
+                if given not in ops.FLOATS:
+                    raise ValueError(
+                        f"{what} is {given}, expected one of {ops.FLOATS} where {x.dtype} is cast "
+                        f"to {dtype} on the way: use .to() instead of dtype="
+                    )
+            kinds.append(x.new_empty(0, dtype=dtype))
+        traits = *signature(*kinds), OPERATIONS[name], option
         return agree_once(self._transport, callers, traits)
 
     # ---- loss ----
