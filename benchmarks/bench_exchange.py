@@ -39,6 +39,7 @@ from torch import Tensor
 
 import hcp
 from hcp import ops
+from hcp.agreement import Kind, Stamp
 from hcp.exchange import Share, TorchTransport
 from hcp.layout import Move, Read
 from hcp.peer import PeerTransport
@@ -192,6 +193,7 @@ class Copies:
 
 
 _exchanges = itertools.count()
+_STAMP = Stamp(Kind("benchmark"))
 
 
 def by_reading(transport: PeerTransport, pattern: Pattern, own: Tensor) -> Callable[[], Tensor]:
@@ -200,7 +202,7 @@ def by_reading(transport: PeerTransport, pattern: Pattern, own: Tensor) -> Calla
     shared = transport.share(Share(rows, (WIDTH,), DTYPE, whole, pattern.readers, [read]))
 
     def step() -> Tensor:
-        return shared.stage(next(_exchanges), [own], 2).read(0).wait()
+        return shared.stage(next(_exchanges), [own], _STAMP).read(0).wait()
 
     return step
 
@@ -213,7 +215,7 @@ def by_sending(transport: TorchTransport, pattern: Pattern, own: Tensor) -> Call
     places = torch.stack([pattern.runs[:, 2] * rows + pattern.runs[:, 3], pattern.runs[:, 1]], 1)
 
     def step() -> Tensor:
-        transport.start(own, sends, received, receives, tag=2).wait()
+        transport.start(own, sends, received, receives, stamp=_STAMP).wait()
         return ops.pack([received], places, pattern.rows) if pattern.arranged else received
 
     return step

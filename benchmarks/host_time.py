@@ -19,6 +19,7 @@ by the clock of the thread, which others on the machine do not add to. Columns, 
 from __future__ import annotations
 
 import gc
+import itertools
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +30,8 @@ from torch import Tensor
 
 import hcp
 from hcp import kernels
-from hcp.exchange import Pending, Share, register
+from hcp.agreement import Refusal, Stamp
+from hcp.exchange import Pending, Share, Stamps, register
 from hcp.kernels import Call, Flash2
 from hcp.layout import Move
 from hcp.peer import PeerShared, Slots, memory_bytes
@@ -48,6 +50,8 @@ class AtOnce:
         self.rank, self.size, self.device = rank, size, device
         self.global_ranks: Sequence[int] = range(size)
         self.key = register(self)
+        self.steps = itertools.count(1)
+        self.stamps = Stamps(rank)
 
     def start(
         self,
@@ -56,13 +60,18 @@ class AtOnce:
         received: Tensor,
         receives: Sequence[Move],
         *,
-        tag: int = 0,
+        stamp: Stamp,
     ) -> Pending:
-        if sent.dtype == torch.int64:  # an agreement, and the peers agree
-            received.copy_(sent.expand_as(received))
+        self.stamps.meet(stamp, sends, receives)
         return _Ended()
 
-    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+    def agree(self, stamp: Stamp, peers: Sequence[int]) -> None:
+        pass
+
+    def refuse(self, refusal: Refusal, peers: Sequence[int]) -> None:
+        pass
+
+    def all_gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
         return [payload] * self.size
 
 

@@ -11,15 +11,15 @@ a call.
 
 from __future__ import annotations
 
-import struct
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from hcp import ops
+from hcp.agreement import BACKWARD, BACKWARD_WITH_LSE, Kind, LayerName, Stamp, agree_once, rows_like
 from hcp.calls import Calls, calls_of
-from hcp.exchange import Transport, agree_once, shares, signature, tag_of, transport_of
+from hcp.exchange import Transport, shares, transport_of
 from hcp.heads import Heads
 from hcp.journey import Journey, Turn, cut, journey_of, summed, turned_back
 from hcp.kernels import Choice, Kernel, kernel_for, wide
@@ -35,7 +35,7 @@ class Run(NamedTuple):
     calls: Calls
     journey: Journey
     scale: float
-    tag: int
+    kind: Kind
     heads: Heads | None
     """None where rows stay: nobody to trade with."""
     packs: bool
@@ -51,8 +51,11 @@ def run_of(
     scale: float,
     choice: Choice,
     turned: bool,
+    number: int = 0,
+    layer: LayerName = None,
 ) -> Run:
-    """The run of a call, which is checked, here and with the peers, when its like is first seen."""
+    """The run of a call, which is checked when its like is first seen: here, and with the peers
+    unless it is a backward's, which has no ``number``."""
     like = (
         *(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype),
         *(query.device, key.device, value.device, scale, choice, turned),
@@ -61,7 +64,7 @@ def run_of(
     run = schedule.runs.get(like)
     if run is None:
         given = query, key, value, sinks, scale, choice, turned
-        run = schedule.runs[like] = _make_run(schedule, *given)
+        run = schedule.runs[like] = _make_run(schedule, *given, number, layer)
     return cast(Run, run)
 
 
@@ -74,15 +77,30 @@ def _make_run(
     scale: float,
     choice: Choice,
     turned: bool,
+    number: int,
+    layer: LayerName,
 ) -> Run:
     transport = transport_of(schedule.transport_key)
     check(query, key, value, sinks, schedule.rows, transport.device)
-    bits = struct.unpack("<2q", struct.pack("<2d", scale, choice.softcap))
-    options = int(sinks is not None), int(turned)
-    traits = (*signature(query, key, value), *schedule.kind, *bits, *options)
-    # Signals between GPUs carry the tag themselves.
+    kind = Kind(
+        "attention",
+        schedule.origin,
+        query=rows_like(query),
+        key=rows_like(key),
+        value=rows_like(value),
+        causal=schedule.window[1] == 0,
+        window_size=schedule.window,
+        softmax_scale=scale,
+        softcap=choice.softcap,
+        sinks=sinks is not None,
+        rotary_pos_emb=turned,
+        comm_type=schedule.comm_type,
+        neighbours=schedule.inner,
+    )
+    # Signals between GPUs carry the stamp themselves.
     signalled = shares(transport) and schedule.trade is None
-    tag = tag_of(traits) if signalled else agree_once(transport, schedule, traits)
+    if number and not signalled:
+        agree_once(transport, schedule, Stamp(kind, number, layer=layer))
     kernel = kernel_for(query.device, query.dtype, choice)
     calls, groups, heads = (
         calls_of(schedule, kernel),
@@ -92,9 +110,9 @@ def _make_run(
     if heads is not None:
         kernel, groups = heads.kernel(kernel), heads.key_count
     sizes = groups, key.shape[2], value.shape[2]
-    journey = journey_of(schedule, calls, transport, tag, sizes, key.dtype)
+    journey = journey_of(schedule, calls, transport, sizes, key.dtype)
     packs = heads is None and len(schedule.stages) > 1 and not shares(transport)
-    return Run(schedule, kernel, calls, journey, scale, tag, heads, packs)
+    return Run(schedule, kernel, calls, journey, scale, kind, heads, packs)
 
 
 def _heads_of(schedule: Schedule, transport: Transport, queries: int, keys: int) -> Heads | None:
@@ -114,8 +132,11 @@ def forward(
     value: Tensor,
     sinks: Tensor | None,
     turn: Turn | None,
+    number: int,
+    layer: LayerName,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, log-sum-exp, and the queries and keys that attention saw: turned."""
+    stamp = Stamp(run.kind, number, layer=layer)
     sent: Tensor | None = None
     if turn is not None:
         cos, sin, interleaved = turn
@@ -127,14 +148,15 @@ def forward(
         else:
             key = ops.rotate(key, cos, sin, interleaved=interleaved)
     if run.heads is None:
-        out, lse = _forward_rows(run, query, key, value, sinks, sent)
+        out, lse = _forward_rows(run, stamp, query, key, value, sinks, sent)
     else:
-        out, lse = _forward_heads(run, run.heads, query, key, value, sinks)
+        out, lse = _forward_heads(run, run.heads, stamp, query, key, value, sinks)
     return out, lse, query, key
 
 
 def _forward_rows(
     run: Run,
+    stamp: Stamp,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -145,7 +167,8 @@ def _forward_rows(
     kernel, calls, scale = run.kernel, run.calls, run.scale
     queries = iter(cut([query], calls.query_cuts, calls.number))
     outs, lses = [], []
-    for stage, keys in zip(calls.stages, run.journey.keys(key, value, sent), strict=True):
+    arriving = run.journey.keys(key, value, sent, stamp)
+    for stage, keys in zip(calls.stages, arriving, strict=True):
         for i, call in enumerate(stage):
             out, lse = kernel.forward(call, next(queries), keys[2 * i], keys[2 * i + 1], scale)
             outs.append(out)
@@ -189,18 +212,24 @@ def backward(
     out: Tensor,
     lse: Tensor,
     turn: Turn | None,
+    number: int,
+    layer: LayerName,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """For queries and keys that attention saw, the gradients of those that were given, and of the
     sinks."""
     if grad_out.stride(-1) != 1:  # kernels ignore it, and a gradient may come expanded from a sum
         grad_out = grad_out.contiguous()
+    # What travels depends on it.
+    passed = BACKWARD if grad_lse is None else BACKWARD_WITH_LSE
+    stamp = Stamp(run.kind, number, passed, layer)
     by_query = (
         [grad_out, query, out, lse] if grad_lse is None else [grad_out, query, out, lse, grad_lse]
     )
     if run.heads is None:
-        grads = _backward_rows(run, by_query, key, value, turn)
+        grads = _backward_rows(run, stamp, by_query, key, value, turn)
     else:
-        grad_query, grad_key, grad_value = _backward_heads(run, run.heads, by_query, key, value)
+        given = stamp, by_query, key, value
+        grad_query, grad_key, grad_value = _backward_heads(run, run.heads, *given)
         grads = turned_back(grad_query, turn), turned_back(grad_key, turn), grad_value
     if sinks is None:
         return *grads, None
@@ -208,7 +237,12 @@ def backward(
 
 
 def _backward_rows(
-    run: Run, by_query: list[Tensor], key: Tensor, value: Tensor, turn: Turn | None
+    run: Run,
+    stamp: Stamp,
+    by_query: list[Tensor],
+    key: Tensor,
+    value: Tensor,
+    turn: Turn | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values, those of others' keys sent home.
 
@@ -218,7 +252,8 @@ def _backward_rows(
     rows = iter(cut(by_query, calls.query_cuts, calls.number))
     grad_queries: list[Tensor] = []
     grads: list[Tensor] = []
-    for stage, keys in zip(calls.stages, run.journey.keys(key, value, None), strict=True):
+    arriving = run.journey.keys(key, value, None, stamp)
+    for stage, keys in zip(calls.stages, arriving, strict=True):
         for i, call in enumerate(stage):
             grad_out, query, out, lse = next(rows), next(rows), next(rows), next(rows)
             grad_lse = next(rows) if len(by_query) == 5 else None
@@ -230,7 +265,7 @@ def _backward_rows(
         return torch.zeros_like(by_query[1]), torch.zeros_like(key), torch.zeros_like(value)
     if calls.one_call:
         return turned_back(grad_queries[0], turn), turned_back(grads[0], turn), grads[1]
-    home = run.journey.home(grads, turn)
+    home = run.journey.home(grads, turn, stamp)
     # Meanwhile:
     (grad_query,) = summed(grad_queries, None, calls.output_runs, run.schedule.query_rows, 1, turn)
     grad_key, grad_value = home()
@@ -254,26 +289,31 @@ def _sinks_backward(
 
 
 def _forward_heads(
-    run: Run, heads: Heads, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+    run: Run,
+    heads: Heads,
+    stamp: Stamp,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    whole_query, whole_key, whole_value = heads.bring([query], [key, value], run.tag)
+    whole_query, whole_key, whole_value = heads.bring([query], [key, value], stamp)
     if whole_query.shape[1] > 0:
         own_sinks = None if sinks is None else sinks[heads.own]
-        result = _forward_rows(run, whole_query, whole_key, whole_value, own_sinks)
+        result = _forward_rows(run, stamp, whole_query, whole_key, whole_value, own_sinks)
     else:  # nor has any rank of the ring
         result = empty_result(whole_query, whole_value)
-    out, lse = heads.take_back([*result], [], 0, run.tag)
+    out, lse = heads.take_back([*result], [], 0, stamp)
     return out, lse
 
 
 def _backward_heads(
-    run: Run, heads: Heads, by_query: list[Tensor], key: Tensor, value: Tensor
+    run: Run, heads: Heads, stamp: Stamp, by_query: list[Tensor], key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # What travels depends on it: ranks that differ must not read each other's rows.
-    tag = tag_of((run.tag, len(by_query)))
-    *wholes, whole_key, whole_value = heads.bring(by_query, [key, value], tag)
+    *wholes, whole_key, whole_value = heads.bring(by_query, [key, value], stamp)
     grads = wholes[1], whole_key, whole_value  # without heads, hence empty
     if wholes[1].shape[1] > 0:
-        grads = _backward_rows(run, wholes, whole_key, whole_value, None)
-    grad_query, grad_key, grad_value = heads.take_back([grads[0]], [*grads[1:]], key.shape[1], tag)
+        grads = _backward_rows(run, stamp, wholes, whole_key, whole_value, None)
+    by_key = [*grads[1:]]
+    grad_query, grad_key, grad_value = heads.take_back([grads[0]], by_key, key.shape[1], stamp)
     return grad_query, grad_key, grad_value

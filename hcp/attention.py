@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hcp.agreement import LayerName
 from hcp.attend import backward, empty_result, forward, run_of
 from hcp.journey import NO_TURN, Turn
 from hcp.kernels import Choice, families
@@ -39,6 +40,9 @@ def attention(
     layer: Layer,
     scale: float,
     turn: Turn | None = None,
+    *,
+    number: int,
+    name: LayerName = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of this rank's rows over the whole sequences: (T, H, D), (T, G, D), (T, G, E) to
     (T, H, E), under the schedule of the layer; and its log-sum-exp (T, H), sinks included.
@@ -46,11 +50,14 @@ def attention(
     With ``turn``, of queries and keys that `ops.rotate` turns, in fewer passes: keys are turned on
     their way into what is sent, and summed gradients are turned back before they are rounded.
 
+    ``number``: of the call in its handler. ``name``: what its caller names the layer by.
+
     Differentiable once, see :meth:`hcp.ContextParallelHandler.attention`.
     """
     if _watched(query, key, value):
-        return operator(query, key, value, sinks, layer.words, scale, turn)
-    given = query, key, value, sinks, layer, scale, turn
+        given = query, key, value, sinks, layer.words, scale, turn
+        return operator(*given, number=number, name=name)
+    given = query, key, value, sinks, layer, scale, turn, number, name
     out, lse = _Attention.apply(*given)  # type: ignore[no-untyped-call]
     return out, lse
 
@@ -63,11 +70,20 @@ def operator(
     words: Tensor,
     scale: float,
     turn: Turn | None = None,
+    *,
+    number: int = 0,
+    name: LayerName = None,
 ) -> tuple[Tensor, Tensor]:
-    """As ``attention``, for compilers: all that it depends on is in tensors and numbers."""
+    """As ``attention``, for compilers: all that it depends on is in tensors and numbers. A call
+    without a number gets the handler's next when it is run."""
     given = query, key, value, sinks, words, scale
-    out, lse, _, _ = torch.ops.hcp.attention(*given, *(turn or NO_TURN))
+    out, lse, *_ = torch.ops.hcp.attention(*given, *(turn or NO_TURN), number, _said(name))
     return out, lse
+
+
+def _said(name: LayerName) -> str:
+    """As operators take it."""
+    return "" if name is None else str(name)
 
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
@@ -97,30 +113,33 @@ class _Attention(torch.autograd.Function):
         layer: Layer,
         scale: float,
         turn: Turn | None,
+        number: int,
+        name: LayerName,
     ) -> tuple[Tensor, Tensor]:
-        given = query, key, value, sinks
+        given, call = (query, key, value, sinks), (number, name)
         with torch._C._AutoDispatchBelowAutograd():
-            run = run_of(layer.schedule, *given, scale, layer.choice, turn is not None)
-            out, lse, query, key = forward(run, *given, turn)
+            run = run_of(layer.schedule, *given, scale, layer.choice, turn is not None, *call)
+            out, lse, query, key = forward(run, *given, turn, *call)
         ctx.save_for_backward(query, key, value, sinks, out, lse)
-        ctx.given = run, layer.words, scale, turn
+        ctx.given = run, layer.words, scale, turn, call
         ctx.set_materialize_grads(False)  # most calls do not use the log-sum-exp
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
         query, key, value, sinks, out, lse = ctx.saved_tensors
-        run, words, scale, turn = ctx.given
+        run, words, scale, turn, call = ctx.given
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         given = grad_out, grad_lse, query, key, value, sinks, out, lse
         if torch.is_grad_enabled() or _watched(query, key, value):  # no second derivative
+            number, name = torch.tensor(call[0], device="cpu"), call[1]
             *grads, grad_sinks = torch.ops.hcp.attention_backward(
-                *given, words, scale, *(turn or NO_TURN)
+                *given, words, number, scale, *(turn or NO_TURN), _said(name)
             )
-            return *grads, None if sinks is None else grad_sinks, None, None, None
+            return *grads, None if sinks is None else grad_sinks, *[None] * 5
         with torch._C._AutoDispatchBelowAutograd():
-            return *backward(run, *given, turn), None, None, None
+            return *backward(run, *given, turn, *call), *[None] * 5
 
 
 # ---- operators -----------------------------------------------------------------------------------
@@ -140,19 +159,24 @@ def _attention(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     interleaved: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output, log-sum-exp, and queries and keys turned: nothing, where they are not."""
+    number: int = 0,
+    name: str = "",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Output, log-sum-exp, queries and keys turned (nothing, where they are not), and the number
+    of the call."""
     layer, turn, given = (
         Layer.of(words),
         _turn_of(cos, sin, interleaved),
         (query, key, value, sinks),
     )
-    run = run_of(layer.schedule, *given, scale, layer.choice, turn is not None)
-    out, lse, turned_query, turned_key = forward(run, *given, turn)
+    call = number or next(layer.schedule.numbers), name or None
+    run = run_of(layer.schedule, *given, scale, layer.choice, turn is not None, *call)
+    out, lse, turned_query, turned_key = forward(run, *given, turn, *call)
     if turn is None:  # an operator must not give back what it was given
         turned_query, turned_key = query.new_empty(0), key.new_empty(0)
     # A compiler takes the fake's strides for true; kernels have their own.
-    return out.contiguous(), lse.contiguous(), turned_query, turned_key
+    numbered = torch.tensor(call[0], device="cpu")
+    return out.contiguous(), lse.contiguous(), turned_query, turned_key, numbered
 
 
 def _attention_fake(
@@ -164,10 +188,11 @@ def _attention_fake(
     scale: float,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
-    interleaved: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *call: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     shapes = [0 if cos is None else rows.shape for rows in (query, key)]
-    return *empty_result(query, value), query.new_empty(shapes[0]), key.new_empty(shapes[1])
+    turned = query.new_empty(shapes[0]), key.new_empty(shapes[1])
+    return *empty_result(query, value), *turned, torch.empty((), dtype=torch.int64, device="cpu")
 
 
 def _attention_backward(
@@ -180,16 +205,19 @@ def _attention_backward(
     out: Tensor,
     lse: Tensor,
     words: Tensor,
+    number: Tensor,
     scale: float,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     interleaved: bool = False,
+    name: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """For turned queries and keys, the gradients of those that were given."""
     layer, turn = Layer.of(words), _turn_of(cos, sin, interleaved)
     given = query, key, value, sinks
     run = run_of(layer.schedule, *given, scale, layer.choice, turn is not None)
-    *grads, grad_sinks = backward(run, grad_out, grad_lse, *given, out, lse, turn)
+    call = int(number), name or None
+    *grads, grad_sinks = backward(run, grad_out, grad_lse, *given, out, lse, turn, *call)
     # A compiler was told of strides: see _attention_backward_fake.
     grad_query, grad_key, grad_value = (grad.contiguous() for grad in grads)
     if grad_sinks is None:  # an operator gives a tensor
@@ -216,24 +244,26 @@ def _attention_backward_fake(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, value, sinks, words, ctx.scale, cos, sin, ctx.interleaved = inputs
-    out, lse, turned_query, turned_key = output
+    query, key, value, sinks, words, ctx.scale, cos, sin, ctx.interleaved, _, ctx.name = inputs
+    out, lse, turned_query, turned_key, number = output
     if cos is not None:
         query, key = turned_query, turned_key
-    ctx.save_for_backward(query, key, value, sinks, out, lse, words, cos, sin)
-    ctx.mark_non_differentiable(turned_query, turned_key)
+    ctx.save_for_backward(query, key, value, sinks, out, lse, words, number, cos, sin)
+    ctx.mark_non_differentiable(turned_query, turned_key, number)
     ctx.set_materialize_grads(False)  # most calls do not use the log-sum-exp
 
 
 def _backward(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: None
 ) -> tuple[Any, ...]:
-    query, key, value, sinks, out, lse, words, cos, sin = ctx.saved_tensors
+    query, key, value, sinks, out, lse, words, number, cos, sin = ctx.saved_tensors
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    given = grad_out, grad_lse, query, key, value, sinks, out, lse, words, ctx.scale
-    *grads, grad_sinks = torch.ops.hcp.attention_backward(*given, cos, sin, ctx.interleaved)
-    return *grads, None if sinks is None else grad_sinks, *[None] * 5
+    given = grad_out, grad_lse, query, key, value, sinks, out, lse, words, number, ctx.scale
+    *grads, grad_sinks = torch.ops.hcp.attention_backward(
+        *given, cos, sin, ctx.interleaved, ctx.name
+    )
+    return *grads, None if sinks is None else grad_sinks, *[None] * 7
 
 
 def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -248,13 +278,13 @@ def _refuse_second_derivative(ctx: Any, *grads: Any) -> tuple[Any, ...]:
 
 # Registered by hand: torch.library.custom_op would import the compiler at the first eager call.
 _ROWS = "Tensor query, Tensor key, Tensor value, Tensor? sinks"
-_OPTIONS = "Tensor words, float scale, Tensor? cos=None, Tensor? sin=None, bool interleaved=False"
-_SAVED = f"Tensor grad_out, Tensor? grad_lse, {_ROWS}, Tensor out, Tensor lse"
-_RESULTS = "(Tensor, Tensor, Tensor, Tensor)"
+_OPTIONS = "float scale, Tensor? cos=None, Tensor? sin=None, bool interleaved=False"
+_SAVED = f"Tensor grad_out, Tensor? grad_lse, {_ROWS}, Tensor out, Tensor lse, Tensor words"
+_RESULTS = "Tensor, Tensor, Tensor, Tensor"
 for _name, _schema, _run, _shapes, _gradient, _keep in (
     (
         "hcp::attention",
-        f"({_ROWS}, {_OPTIONS}) -> {_RESULTS}",
+        f'({_ROWS}, Tensor words, {_OPTIONS}, int number=0, str name="") -> ({_RESULTS}, Tensor)',
         _attention,
         _attention_fake,
         _backward,
@@ -262,7 +292,7 @@ for _name, _schema, _run, _shapes, _gradient, _keep in (
     ),
     (
         "hcp::attention_backward",
-        f"({_SAVED}, {_OPTIONS}) -> {_RESULTS}",
+        f'({_SAVED}, Tensor number, {_OPTIONS}, str name="") -> ({_RESULTS})',
         _attention_backward,
         _attention_backward_fake,
         _refuse_second_derivative,

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from hcp import ops
-from hcp.exchange import Transport, agree_once, signature
+from hcp.agreement import Kind, Stamp, agree_once, rows_like
+from hcp.exchange import Transport
 from hcp.halo import carry_with_gradients
 from hcp.kernels import Call, Choice, Kernel, kernel_for, wide
-from hcp.layout import Entry, Layout, Move
+from hcp.layout import Entry, Layout, Move, Origin
 from hcp.operands import check
 
 
@@ -99,10 +100,10 @@ class Reads:
     def __init__(self, queries: Layout, keys: Layout, window: tuple[int, int]) -> None:
         """``queries``, ``keys``: this rank's layouts in the two plans. ``window``: as
         FlashAttention has it, (-1, 0) being causal."""
-        self._queries, self._keys, self._window = queries, keys, window
+        self._queries, self._keys, self.window = queries, keys, window
         _check_sequences(queries, keys)
         self._asking, self._owned = _Held(queries), _Held(keys)
-        self.agreed: set[tuple[int, ...]] = set()
+        self.agreed: set[int] = set()
         self.blocks: dict[Kernel, Blocks] = {}
         rank = queries.rank
         self.key_starts = list(
@@ -133,19 +134,14 @@ class Reads:
         self.pack = _table(pack, 2)
         self.arrange = _table([(wire, rows) for _, wire, rows in sorted(stores)], 2)
 
-    @property
-    def traits(self) -> tuple[int, int]:
-        """What ranks must call alike, beside the tensors."""
-        return self._window
-
     def _sight(self, sequence: int) -> _Sight:
         queries, keys = self._queries.plan.lengths, self._keys.plan.lengths
-        return _Sight(queries[sequence], keys[sequence], *self._window)
+        return _Sight(queries[sequence], keys[sequence], *self.window)
 
     def _pieces(self, rank: int, sequence: int) -> list[_Piece]:
         """A rank's queries of a sequence; all as one where no mask tells them apart."""
         pieces = self._asking.of(rank, sequence)
-        if self._window != (-1, -1) or not pieces:
+        if self.window != (-1, -1) or not pieces:
             return pieces
         return [_Piece(0, pieces[0].row, sum(piece.rows for piece in pieces))]
 
@@ -320,6 +316,8 @@ def cross_attention(
     sinks: Tensor | None,
     scale: float,
     choice: Choice,
+    origins: tuple[Origin, Origin],
+    number: int,
 ) -> tuple[Tensor, Tensor]:
     """See :meth:`hcp.ContextParallelHandler.cross_attention`."""
     check(query[:0], key[:0], value[:0], sinks, 0, transport.device)
@@ -329,8 +327,18 @@ def cross_attention(
                 f"{name} has {x.shape[0]} rows, expected {rows}: this rank's rows in keys="
             )
     kernel = kernel_for(query.device, query.dtype, choice)
-    tag = agree_once(transport, reads, (*signature(key, value), *reads.traits))
-    whole = carry_with_gradients(transport, reads, [key.flatten(1), value.flatten(1)], tag)
+    queries, keys = origins
+    kind = Kind(
+        "cross_attention",
+        queries,
+        keys_of=[f"{keys.plan:016x}", keys.step, keys.micro_batch],
+        key=rows_like(key),
+        value=rows_like(value),
+        window_size=reads.window,
+    )
+    stamp = Stamp(kind, number)
+    agree_once(transport, reads, stamp)
+    whole = carry_with_gradients(transport, reads, [key.flatten(1), value.flatten(1)], stamp)
     whole_key, whole_value = torch.split(whole, [key.shape[1:].numel(), value.shape[1:].numel()], 1)
     out: Tensor
     lse: Tensor

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hcp import ops
+from hcp.agreement import Kind, Stamp
 from hcp.comm import check_comm_types, check_prices, only_degree
 from hcp.errors import HcpError
 from hcp.exchange import Transport, rows_of
@@ -64,7 +65,7 @@ class LocalBatch:
 # ---- agreement: every rank says what it has, or why it cannot ------------------------------------
 
 
-def _share(transport: Transport, prepare: Callable[[], bytes]) -> list[bytes]:
+def _share(transport: Transport, prepare: Callable[[], bytes], what: str) -> list[bytes]:
     """What ``prepare`` gave on every rank. When it raised anywhere, every rank raises: nobody waits
     for a rank that has given up."""
     failure: Exception | None = None
@@ -73,7 +74,7 @@ def _share(transport: Transport, prepare: Callable[[], bytes]) -> list[bytes]:
     except Exception as error:
         failure = error
         message = b"-" + f"{type(error).__name__}: {error}".encode()[:2000]
-    messages = transport.all_gather_bytes(message)
+    messages = transport.all_gather_bytes(message, what)
     if failure is not None:
         raise failure
     failed = {rank: m[1:].decode() for rank, m in enumerate(messages) if m[:1] == b"-"}
@@ -102,7 +103,7 @@ def gather_lengths(
 
     lengths: list[int] = []
     sources: list[int] = []
-    for rank, message in enumerate(_share(groups.transport, prepare)):
+    for rank, message in enumerate(_share(groups.transport, prepare, "hcp.gather_lengths")):
         own = struct.unpack(f"<{len(message) // 8}q", message)
         lengths.extend(own)
         sources.extend([rank] * len(own))
@@ -236,11 +237,13 @@ def _announce(
     comm_types: Sequence[str],
     sizes: Sequence[int],
     loss_mask: str,
+    step: int,
 ) -> bytes:
     check_comm_types(comm_types, sizes, only_degree(plan))
     check_prices(comm_types, plan.cost)
     _check_samples(plan, samples, sources, transport)
     announcement = {
+        "step": step,
         "plan": f"{plan.checksum:016x}",
         "sources": zlib.crc32(struct.pack(f"<{len(sources)}q", *sources)),
         "comm_types": list(comm_types),
@@ -307,6 +310,7 @@ def dispatch(
     heads: Sequence[tuple[int, int]] = (),
     loss_mask: str = "loss_mask",
     handler_cls: type[ContextParallelHandler] = ContextParallelHandler,
+    stamp_call_sites: bool = False,
 ) -> Step:
     """Move all rows of a global batch, once, to where the plan computes them.
 
@@ -321,6 +325,8 @@ def dispatch(
     ``window_sizes``: the sliding windows of compiled layers, and ``heads``: their (query heads,
     key-value heads) under "a2a+p2p" or "auto"; others need not be named.
     ``loss_mask``: the field whose sum over the whole batch is its number of loss tokens.
+    ``stamp_call_sites``: ranks also compare where in the trainer's source they call attention, to
+    find those that call layers of one kind in different orders.
 
     Every rank of the domain calls it. Before any row moves, ranks compare their plans, sources and
     fields; what differs or fails on one rank is an error on all of them.
@@ -329,10 +335,11 @@ def dispatch(
     sizes = hierarchical_context_parallel_sizes
     comm_types = handler_cls.comm_types if comm_types is None else comm_types
     handlers: list[ContextParallelHandler] = []
+    step = next(transport.steps)
 
     def prepare() -> bytes:
         _check_layers(window_sizes, heads)
-        message = _announce(plan, samples, sources, transport, comm_types, sizes, loss_mask)
+        message = _announce(plan, samples, sources, transport, comm_types, sizes, loss_mask, step)
         handlers.extend(
             handler_cls(
                 plan,
@@ -343,13 +350,17 @@ def dispatch(
                 window_sizes=window_sizes,
                 heads=heads,
                 sources=sources,
+                step=step,
+                stamp_call_sites=stamp_call_sites,
             )
             for micro_batch in range(len(plan.micro_batches))
         )
         return message
 
-    announcements = [json.loads(message) for message in _share(transport, prepare)]
+    announcements = [json.loads(message) for message in _share(transport, prepare, "hcp.dispatch")]
     same = "give every rank the same lengths, limits, cost and sources"
+    again = "call hcp.dispatch as often on every rank"
+    _require_same(announcements, "step", transport.rank, again)
     _require_same(announcements, "plan", transport.rank, same)
     _require_same(announcements, "sources", transport.rank, same)
     for name in ("comm_types", "hierarchical_context_parallel_sizes"):
@@ -363,7 +374,8 @@ def dispatch(
     fields = [_Field(*field) for field in described or []]
     for cp in handlers:
         cp._tell_loss_tokens(loss_tokens)
-    values = _move(plan, samples, sources, transport, fields)
+    stamp = Stamp(Kind("hcp.dispatch", plan=f"{plan.checksum:016x}", step=step))
+    values = _move(plan, samples, sources, transport, fields, stamp)
     ends = list(itertools.accumulate((cp.rows for cp in handlers), initial=0))
     batches = [
         # Copies, since a compiled model would tell views apart by where they start.
@@ -381,6 +393,7 @@ def _move(
     sources: Sequence[int],
     transport: Transport,
     fields: Sequence[_Field],
+    stamp: Stamp,
 ) -> dict[str, Tensor]:
     """Every field's rows on this rank, micro-batch after micro-batch: one exchange for all."""
     if not fields:
@@ -389,7 +402,7 @@ def _move(
     columns = [field.to_rows(samples, transport.device) for field in fields]
     wire = ops.pack(columns, route.pack, route.sent_rows)
     received = wire.new_empty(route.received_rows, wire.shape[1])
-    transport.start(wire, route.sends, received, route.receives).wait()
+    transport.start(wire, route.sends, received, route.receives, stamp=stamp).wait()
     widths = [field.row_bytes for field in fields]
     arranged = ops.unpack(received, route.arrange, widths, route.output_rows)
     return {f.name: f.from_rows(rows) for f, rows in zip(fields, arranged, strict=True)}

@@ -156,7 +156,7 @@ class EvalPlan:
         for sample in samples:
             _feed(digest, sample)
         groups = self.groups
-        digests = groups.transport.all_gather_bytes(digest.digest())
+        digests = groups.transport.all_gather_bytes(digest.digest(), "hcp.EvalPlan")
         domain, own = groups.ranks("dp_cp"), digests[groups.transport.rank]
         for rank in groups.ranks("cp"):
             if digests[domain.index(rank)] != own:
@@ -230,7 +230,7 @@ class EvalPlan:
         groups = self.groups
         records = [
             _Seen.from_bytes(data)
-            for data in groups.transport.all_gather_bytes(self._seen.to_bytes())
+            for data in groups.transport.all_gather_bytes(self._seen.to_bytes(), "EvalPlan.finish")
         ]
         totals = _Seen()
         for record in records:
@@ -445,7 +445,7 @@ class Metrics:
         """
         groups = self._groups
         own = {name: torch.stack(sums).sum(0).tolist() for name, sums in self._sums.items()}
-        payloads = groups.transport.all_gather_bytes(json.dumps(own).encode())
+        payloads = groups.transport.all_gather_bytes(json.dumps(own).encode(), "Metrics.reduce")
         by_rank = [json.loads(payload) for payload in payloads]
         for rank, sums in enumerate(by_rank):
             for name, pair in sums.items():

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import itertools
-import struct
+import json
+import time
 import weakref
-import zlib
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol, TypeGuard
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hcp import ops
+from hcp.agreement import (
+    Recent,
+    Refusal,
+    Stamp,
+    differing,
+    header_of,
+    header_of_refusal,
+    label,
+    peers_of,
+    read_header,
+    refused,
+    unlabel,
+)
 from hcp.errors import HcpError
 from hcp.layout import Move, Read, Route
 
@@ -38,6 +52,8 @@ class Transport(Protocol):
     """The job's number of each rank of the domain."""
     key: int
     """Its number in this process: tables name their transport by it."""
+    steps: Iterator[int]
+    """Numbers of the steps that are dispatched through it, alike on all ranks."""
 
     def start(
         self,
@@ -46,18 +62,27 @@ class Transport(Protocol):
         received: Tensor,
         receives: Sequence[Move],
         *,
-        tag: int = 0,
+        stamp: Stamp,
     ) -> Pending:
         """Begin to exchange rows of two contiguous buffers (rows, width) with other ranks.
 
         Ranks that exchange nothing need not call. Two ranks start their exchanges with each other
-        in the same order. Rows of different tags never meet where the transport knows tags (gloo,
-        loopback): ranks that call differently wait for each other, until the timeout at most,
-        instead of reading rows that are not theirs.
+        in the same order. ``stamp``: the call that they belong to. A rank whose peer is in another
+        call gets an HcpError, or its device stops, before it uses rows that are not its own.
         """
 
-    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Every rank's payload, by rank. All ranks of the domain call it."""
+    def agree(self, stamp: Stamp, peers: Sequence[int]) -> None:
+        """Compare a call with peers, who all do the same. Raises HcpError where they differ."""
+
+    def refuse(self, refusal: Refusal, peers: Sequence[int]) -> None:
+        """Tell peers that a call is refused here, without waiting for them.
+
+        Peers that are in this call get an HcpError; those that refuse it too go on.
+        """
+
+    def all_gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
+        """Every rank's payload, by rank. All ranks of the domain call it, with the same ``what``,
+        which says what it is: HcpError where they differ."""
 
 
 class Reading(Protocol):
@@ -96,11 +121,11 @@ class Shared(Protocol):
     """A kind of exchange, made ready."""
 
     def stage(
-        self, exchange: int, parts: Sequence[Tensor], tag: int, own: Sequence[Tensor] = ()
+        self, exchange: int, parts: Sequence[Tensor], stamp: Stamp, own: Sequence[Tensor] = ()
     ) -> Staged:
         """Stage this rank's rows, from parts (N, ...) as columns, and let the readers come.
 
-        ``exchange``: its number, alike on all ranks of the group. All ranks name one tag.
+        ``exchange``: its number, alike on all ranks of the group. ``stamp``: the call.
         ``own``: this rank's parts of the first read, (N, ...), as columns.
         """
 
@@ -146,7 +171,8 @@ class TorchTransport:
     """Grouped point-to-point calls of torch.distributed.
 
     ``group`` is hcp's own: nobody else may use it, so that its exchanges never queue behind a
-    trainer's collectives.
+    trainer's collectives. On CPUs the stamp of a call goes ahead of its first rows to each peer,
+    and is read before them. On GPUs its digest goes with them, and the device compares.
     """
 
     name = "torch"
@@ -161,6 +187,10 @@ class TorchTransport:
         nccl = dist.get_backend(group) == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if nccl else _CPU
         self.key = register(self)
+        self.steps = itertools.count(1)
+        self.stamps = Stamps(self.rank)
+        self.board = Board(group, self.rank)
+        self._refusals: list[tuple[Tensor, list[dist.Work]]] = []
 
     def start(
         self,
@@ -169,36 +199,73 @@ class TorchTransport:
         received: Tensor,
         receives: Sequence[Move],
         *,
-        tag: int = 0,
+        stamp: Stamp,
     ) -> Pending:
         copy_to_self(self.rank, sent, sends, received, receives)
-        operations = [
-            dist.P2POp(
-                dist.irecv,
-                received[row : row + rows],
-                group=self.group,
-                tag=tag,
-                group_peer=peer,
-            )
-            for peer, row, rows in receives
-            if peer != self.rank
-        ] + [
-            dist.P2POp(
-                dist.isend, sent[row : row + rows], group=self.group, tag=tag, group_peer=peer
-            )
-            for peer, row, rows in sends
-            if peer != self.rank
-        ]
-        peers = sorted({move.peer for move in (*sends, *receives)} - {self.rank})
-        with _named(self.rank, peers):
-            return _TorchPending(self.rank, peers, _start(operations), (sent, received))
+        with _named(self.rank, peers_of(self.rank, (*sends, *receives))):
+            headers = self._headers(stamp, sends, receives)
+            rows = [
+                self._operation(dist.irecv, received[row : row + rows], peer, stamp.tag)
+                for peer, row, rows in receives
+                if peer != self.rank
+            ] + [
+                self._operation(dist.isend, sent[row : row + rows], peer, stamp.tag)
+                for peer, row, rows in sends
+                if peer != self.rank
+            ]
+            return _TorchPending(self, (sends, receives), headers, _start(rows), (sent, received))
 
-    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        gathered = self._all_gather(payload, self._BLOCK)
+    def _headers(
+        self, stamp: Stamp, sends: Sequence[Move], receives: Sequence[Move]
+    ) -> _Headers | _DeviceHeaders | None:
+        if self.device.type == "cuda":
+            to, back = self.stamps.meet(stamp, sends, receives)
+            return _DeviceHeaders(self, stamp, to, back) if to or back else None
+        peers = self.stamps.meet_both_ways(stamp, (*sends, *receives))
+        return _Headers(self, stamp, peers) if peers else None
+
+    def _operation(self, call: Any, rows: Tensor, peer: int, tag: int) -> dist.P2POp:
+        return dist.P2POp(call, rows, group=self.group, tag=tag, group_peer=peer)
+
+    def agree(self, stamp: Stamp, peers: Sequence[int]) -> None:
+        peers = self.meet_to_agree(stamp, peers)
+        if peers:
+            with _named(self.rank, peers):
+                _Headers(self, stamp, peers).wait()
+
+    def meet_to_agree(self, stamp: Stamp, peers: Sequence[int]) -> list[int]:
+        """The peers whose stamps are to be compared; the rows that follow need none."""
+        moves = [Move(peer, 0, 0) for peer in peers]
+        self.stamps.meet(stamp, moves, moves)
+        return self.stamps.meet_both_ways(stamp, moves)
+
+    def compare(self, stamp: Stamp, peer: int, header: Tensor) -> None:
+        """Raise HcpError unless a peer's header, on the CPU, is that of a call, or of one that both
+        have refused."""
+        said, own = read_header(header), stamp.fields
+        if "refused" in said:
+            if tuple(said["call"]) not in self.stamps.refused:
+                raise refused(self.rank, own, peer, said["refused"])
+        elif said["digest"] != stamp.digest:
+            raise differing(self.rank, own, peer, said["fields"])
+
+    def refuse(self, refusal: Refusal, peers: Sequence[int]) -> None:
+        self.stamps.refused.add(refusal.call)
+        if self.device.type != "cpu":  # where nobody's host waits for this rank
+            self.board.write(refusal.reason)
+            return
+        header = header_of_refusal(refusal)
+        sends = [self._operation(dist.isend, header, peer, _HEADER_TAG) for peer in peers]
+        with suppress(RuntimeError):  # of ranks that have ended
+            self._refusals.append((header, _start(sends)))
+
+    def all_gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
+        given = label(what, payload)
+        gathered = self._all_gather(given, self._BLOCK)
         longest = max(length for length, _ in gathered)
         if longest > self._BLOCK - self._HEAD:
-            gathered = self._all_gather(payload, self._HEAD + longest)
-        return [block[:length] for length, block in gathered]
+            gathered = self._all_gather(given, self._HEAD + longest)
+        return unlabel(self.rank, what, [block[:length] for length, block in gathered])
 
     def _all_gather(self, payload: bytes, block: int) -> list[tuple[int, bytes]]:
         head = len(payload).to_bytes(self._HEAD, "little")
@@ -212,21 +279,161 @@ class TorchTransport:
 
 
 _CPU = torch.device("cpu")
+_HEADER_TAG = 1
 
 
 def _start(operations: list[dist.P2POp]) -> list[dist.Work]:
     return dist.batch_isend_irecv(operations) if operations else []
 
 
+class Board:
+    """What ranks say in words where their devices have stopped: in the job's store, by rank."""
+
+    _PATIENCE = 2.0
+
+    def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
+        self._name, self._rank = f"hcp/{group.group_name}", rank
+
+    @property
+    def _store(self) -> dist.Store:
+        return dist.PrefixStore(self._name, dist.distributed_c10d._get_default_store())
+
+    def write(self, words: str) -> None:
+        with suppress(RuntimeError, ValueError):  # of a job that has ended
+            self._store.set(str(self._rank), words)
+
+    def read(self, rank: int, patience: float = 0.0) -> str | None:
+        """What a rank says, if it does before some seconds are over."""
+        deadline = time.monotonic() + patience
+        with suppress(RuntimeError, ValueError):
+            while not self._store.check([str(rank)]):
+                if time.monotonic() >= deadline:
+                    return None
+                time.sleep(0.05)
+            return self._store.get(str(rank)).decode()
+        return None
+
+    def said(self, ranks: Sequence[int]) -> str:
+        """The end of a message: what these ranks have said so far."""
+        words = ((rank, self.read(rank)) for rank in ranks)
+        return "".join(f"; rank {rank} says: {said}" for rank, said in words if said)
+
+    def differing(self, recent: Recent, peer: int, expected: int, found: int) -> HcpError:
+        """The error of a rank whose device waited for one tag and found another. The peer's device
+        has stopped too, as a rule, and its host says why."""
+        own = recent.of(expected)
+        if own is not None:
+            self.write(json.dumps(own))
+            words = self.read(peer, self._PATIENCE)
+            with suppress(ValueError):
+                theirs = json.loads(words or "")
+                if theirs != own:
+                    return differing(self._rank, own, peer, theirs)
+        return recent.differing(peer, expected, found)
+
+
+class Stamps:
+    """The stamp that each peer was last sent, and last came with: a call's first rows to a peer
+    carry it, and its later ones need not."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._sent: dict[int, int] = {}
+        self._received: dict[int, int] = {}
+        self._met: dict[int, int] = {}
+        self.refused: set[tuple[Any, ...]] = set()
+        """Calls that this rank has refused itself."""
+
+    def meet(
+        self, stamp: Stamp, sends: Sequence[Move], receives: Sequence[Move]
+    ) -> tuple[list[int], list[int]]:
+        """The peers that are to be sent the stamp, and those that it is to come from."""
+        to = self._new(self._sent, stamp.digest, sends)
+        return to, self._new(self._received, stamp.digest, receives)
+
+    def meet_both_ways(self, stamp: Stamp, moves: Sequence[Move]) -> list[int]:
+        """The peers that send and receive it, whoever has rows for whom: all who differ hear it."""
+        return self._new(self._met, stamp.digest, moves)
+
+    def _new(self, last: dict[int, int], digest: int, moves: Sequence[Move]) -> list[int]:
+        new = []
+        for peer, _, _ in moves:
+            if last.get(peer) != digest and peer != self._rank:
+                last[peer] = digest
+                new.append(peer)
+        return new
+
+
+class _Headers:
+    """Stamps in words, ahead of rows; read on the host."""
+
+    def __init__(self, transport: TorchTransport, stamp: Stamp, peers: Sequence[int]) -> None:
+        self._transport, self._stamp, self._peers = transport, stamp, peers
+        self._own = header_of(stamp).to(transport.device)
+        self._received = [torch.empty_like(self._own) for _ in peers]
+        self._works = _start(
+            [self._receive(peer, header) for peer, header in self._from_peers()]
+            + [transport._operation(dist.isend, self._own, peer, _HEADER_TAG) for peer in peers]
+        )
+
+    def _from_peers(self) -> Iterator[tuple[int, Tensor]]:
+        return zip(self._peers, self._received, strict=True)
+
+    def _receive(self, peer: int, header: Tensor) -> dist.P2POp:
+        return self._transport._operation(dist.irecv, header, peer, _HEADER_TAG)
+
+    def wait(self) -> None:
+        # What has come first: a peer that refuses its call does not receive.
+        for work, (peer, header) in zip(self._works, self._from_peers(), strict=False):
+            work.wait()
+            while not torch.equal(header, self._own):
+                self._transport.compare(self._stamp, peer, header.cpu())
+                # A call that this rank has refused too: the next header is that of this one.
+                for again in _start([self._receive(peer, header)]):
+                    again.wait()
+        for work in self._works[len(self._peers) :]:
+            work.wait()
+
+
+class _DeviceHeaders:
+    """Digests of stamps with the rows, compared on the device, whose host does not wait."""
+
+    def __init__(
+        self, transport: TorchTransport, stamp: Stamp, to: Sequence[int], back: Sequence[int]
+    ) -> None:
+        like = {"dtype": torch.int64, "device": transport.device}
+        self._own = torch.full((1,), stamp.digest, **like)
+        self._received = torch.empty(len(back), **like)
+        operation = transport._operation
+        self._works = _start(
+            [operation(dist.irecv, self._received[i : i + 1], p, 0) for i, p in enumerate(back)]
+            + [operation(dist.isend, self._own, peer, 0) for peer in to]
+        )
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        torch._assert_async((self._received == self._own).all())
+
+
 class _TorchPending:
     def __init__(
-        self, rank: int, peers: list[int], works: list[dist.Work], buffers: tuple[Tensor, ...]
+        self,
+        transport: TorchTransport,
+        moves: tuple[Sequence[Move], Sequence[Move]],
+        headers: _Headers | _DeviceHeaders | None,
+        works: list[dist.Work],
+        buffers: tuple[Tensor, ...],
     ) -> None:
-        self._rank, self._peers, self._works = rank, peers, works
+        self._transport, self._moves = transport, moves
+        self._headers, self._works = headers, works
         self._buffers = buffers  # alive until the exchange is over
 
     def wait(self) -> None:
-        with _named(self._rank, self._peers):
+        rank = self._transport.rank
+        with _named(rank, peers_of(rank, itertools.chain(*self._moves))):
+            if self._headers is not None:
+                self._headers.wait()
             for work in self._works:
                 work.wait()
 
@@ -260,95 +467,6 @@ def copy_to_self(
             )
 
 
-# ---- agreement -----------------------------------------------------------------------------------
-
-_DTYPES = (
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-)
-
-
-def signature(*tensors: Tensor) -> tuple[int, ...]:
-    """dtype and row shape of tensors, as numbers that ranks can compare."""
-    numbers: list[int] = []
-    for tensor in tensors:
-        if tensor.dtype not in _DTYPES:
-            raise ValueError(f"dtype is {tensor.dtype}, expected one of {_DTYPES}")
-        numbers += [_DTYPES.index(tensor.dtype), tensor.dim() - 1, *tensor.shape[1:]]
-    return tuple(numbers)
-
-
-OPERATIONS = {"sum_over_group": 1, "dispatch": 2, "combine": 3, "roll_tensor": 4, "halo": 5}
-"""The traits by which operations with rows of the same kind are told apart."""
-
-
-class Moves(Protocol):
-    """A route or a schedule: who sends rows to whom."""
-
-    agreed: set[tuple[int, ...]]
-
-    @property
-    def sends(self) -> list[Move]: ...
-
-    @property
-    def receives(self) -> list[Move]: ...
-
-
-def tag_of(traits: tuple[int, ...]) -> int:
-    """The tag of rows that belong to a call with these traits."""
-    return _FIRST_TAG + zlib.crc32(struct.pack(f"<{len(traits)}q", *traits)) % 2**30
-
-
-_AGREEMENT_TAG, _FIRST_TAG = 1, 2
-
-
-def agree_once(transport: Transport, moves: Moves, traits: tuple[int, ...]) -> int:
-    """Compare traits with the peers at the first call that has them; the tag of its rows.
-
-    A receive buffer of the wrong size would abort the process, or be filled in part: peers that
-    call with other traits are refused before any row is on its way. Raises HcpError.
-    """
-    if traits not in moves.agreed:
-        _agree(transport, traits, {move.peer for move in (*moves.sends, *moves.receives)})
-        moves.agreed.add(traits)
-    return tag_of(traits)
-
-
-def _agree(transport: Transport, own: tuple[int, ...], ranks: set[int]) -> None:
-    """Both ways, whoever has rows for whom, so that all who differ hear it."""
-    width = 24
-    if len(own) > width:
-        raise ValueError(f"the call has {len(own)} traits, expected at most {width}")
-    peers = sorted(ranks - {transport.rank})
-    sent = torch.full((1, width), -1, dtype=torch.int64, device="cpu")
-    sent[0, : len(own)] = torch.tensor(own, device="cpu")
-    sent = sent.to(transport.device)
-    received = torch.empty(len(peers), width, dtype=torch.int64, device=transport.device)
-    transport.start(
-        sent,
-        [Move(peer, 0, 1) for peer in peers],
-        received,
-        [Move(peer, i, 1) for i, peer in enumerate(peers)],
-        tag=_AGREEMENT_TAG,
-    ).wait()
-    for peer, theirs in zip(peers, received.tolist(), strict=True):
-        if theirs != sent.tolist()[0]:
-            raise HcpError(
-                f"rank {transport.rank}: the call differs between ranks: its traits (dtype, "
-                "dimensions and sizes of each tensor, then operation and options) are "
-                f"{list(own)} here and {theirs[: len(own)]} on rank {peer}; every rank of a group "
-                "must make the same calls, with the same dtypes, heads, sizes and options"
-            )
-
-
 # ---- a whole route -------------------------------------------------------------------------------
 
 
@@ -362,7 +480,7 @@ def carry(
     transport: Transport,
     route: Route,
     rows: Tensor,
-    tag: int = 0,
+    stamp: Stamp,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Carry rows (source_rows, width) along a route to (output_rows, width), cast where they are
@@ -371,5 +489,5 @@ def carry(
     sent = dtype if dtype.itemsize < rows.dtype.itemsize else rows.dtype
     wire = ops.pack([rows], route.pack, route.sent_rows, dtype=sent)
     received = wire.new_empty(route.received_rows, rows.shape[1])
-    transport.start(wire, route.sends, received, route.receives, tag=tag).wait()
+    transport.start(wire, route.sends, received, route.receives, stamp=stamp).wait()
     return ops.pack([received], route.arrange, route.output_rows, dtype=dtype)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hcp import ops
+from hcp.agreement import BACKWARD, Stamp
 from hcp.exchange import Transport
 from hcp.layout import Layout, Move
 
@@ -26,13 +27,13 @@ class Path(Protocol):
 
 
 def carry_with_gradients(
-    transport: Transport, path: Path, sources: Sequence[Tensor], tag: int
+    transport: Transport, path: Path, sources: Sequence[Tensor], stamp: Stamp
 ) -> Tensor:
     """Rows of sources (N, width) each along a path, side by side: (output_rows, sum of widths).
     Gradients of all copies of a row are summed once."""
     wire = ops.pack(sources, path.pack, path.sent_rows)
     moves = path.sends, path.receives
-    received: Tensor = _Exchange.apply(wire, transport, *moves, path.received_rows, tag)  # type: ignore[no-untyped-call]
+    received: Tensor = _Exchange.apply(wire, transport, *moves, path.received_rows, stamp)  # type: ignore[no-untyped-call]
     return ops.pack([received], path.arrange, path.output_rows)
 
 
@@ -58,11 +59,11 @@ class _Exchange(torch.autograd.Function):
         sends: list[Move],
         receives: list[Move],
         rows: int,
-        tag: int,
+        stamp: Stamp,
     ) -> Tensor:
-        ctx.given = transport, receives, sends, len(sent), tag
+        ctx.given = transport, receives, sends, len(sent), stamp.in_pass(BACKWARD)
         received = sent.new_empty(rows, sent.shape[1])
-        transport.start(sent, sends, received, receives, tag=tag).wait()
+        transport.start(sent, sends, received, receives, stamp=stamp).wait()
         return received
 
     @staticmethod

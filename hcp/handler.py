@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, Literal, overload
+from pathlib import Path
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -24,12 +27,23 @@ from hcp import (
     rope,
     sums,
 )
-from hcp.exchange import OPERATIONS, Moves, Transport, agree_once, carry, rows_of, signature
+from hcp.agreement import (
+    BACKWARD,
+    Kind,
+    LayerName,
+    Moves,
+    Refusal,
+    Stamp,
+    agree_once,
+    rows_like,
+)
+from hcp.exchange import Transport, carry, rows_of
 from hcp.expect import expect_size, is_finite, plain
 from hcp.halo import carry_with_gradients, rows_of_spans
 from hcp.journey import Turn
 from hcp.layout import (
     Layout,
+    Origin,
     Route,
     Schedule,
     rows_may_vary,
@@ -39,6 +53,8 @@ from hcp.layout import (
 )
 from hcp.plan import Plan
 from hcp.transforms import refuse_transforms
+
+_T = TypeVar("_T")
 
 
 class ContextParallelHandler:
@@ -65,6 +81,8 @@ class ContextParallelHandler:
         heads: Sequence[tuple[int, int]] = (),
         sources: Sequence[int] | None = None,
         loss_tokens: float | None = None,
+        step: int = 0,
+        stamp_call_sites: bool = False,
     ) -> None:
         """``comm_types``: those that layers will name, the first being the default; None: those of
         the class.
@@ -73,11 +91,17 @@ class ContextParallelHandler:
         heads, key-value heads) of compiled layers under "a2a+p2p" or "auto"; others are prepared
         when they are first used. ``sources``: the rank that loaded each sequence, for dispatch and
         combine. ``loss_tokens``: of the whole batch, for the loss; hcp.dispatch tells it
-        afterwards."""
+        afterwards. ``step``: the number of the step, the same on all ranks, which compare it in
+        every exchange. ``stamp_call_sites``: also compare where in the trainer's source each call
+        is made, for finding ranks that make calls of one kind in different orders."""
         layout = Layout(plan, micro_batch, transport.rank)
         self.plan = plan
         self.layout = layout
         self.micro_batch = micro_batch
+        self._origin = Origin(plan.checksum, step, micro_batch)
+        self._stamp_call_sites = stamp_call_sites
+        # Of the calls that the group makes, and of those that the whole domain makes.
+        self._group_numbers, self._domain_numbers = itertools.count(1), itertools.count(1)
         self.rows = layout.rows
         """Rows of this rank, T. May be 0."""
         self.degree = layout.degree
@@ -172,9 +196,39 @@ class ContextParallelHandler:
             inner=inner,
             window_size=(left, right),
             transport_key=self._transport.key,
+            step=self._origin.step,
         )
-        self._read.append(schedule_of(words))
+        schedule = schedule_of(words)
+        schedule.numbers = self._group_numbers
+        self._read.append(schedule)
         return words
+
+    # ---- calls ----
+
+    def _call(self, operation: str, work: Callable[[int], _T], *, everywhere: bool = False) -> _T:
+        """Work with the number of a call, which the group makes or (``everywhere``) the domain.
+        When it fails, those that wait for this rank are told."""
+        number = next(self._domain_numbers if everywhere else self._group_numbers)
+        try:
+            return work(number)
+        except Exception as error:
+            self._refuse(operation, number, error, everywhere)
+            raise
+
+    def _refuse(self, operation: str, number: int, error: Exception, everywhere: bool) -> None:
+        first = 0 if everywhere else self.layout.first_rank
+        count = self._transport.size if everywhere else self.degree
+        peers = [p for p in range(first, first + count) if p != self._transport.rank]
+        if peers:
+            call = *self._origin, everywhere, number
+            reason = f"{operation}: {type(error).__name__}: {error}"
+            self._transport.refuse(Refusal(call, reason), peers)
+
+    def _named(self, layer: LayerName) -> LayerName:
+        """What the caller names the layer by, or where the call is made, where that is asked."""
+        if layer is None and self._stamp_call_sites:
+            return _call_site()
+        return layer
 
     def _layer(
         self, comm_type: str, left: int, right: int, counts: tuple[int, int], softcap: float
@@ -237,6 +291,7 @@ class ContextParallelHandler:
         comm_type: str | None = ...,
         qkv_format: str = ...,
         rotary_pos_emb: Tensor | rope.Rotary | None = ...,
+        layer: LayerName = ...,
     ) -> Tensor: ...
 
     @overload
@@ -256,6 +311,7 @@ class ContextParallelHandler:
         comm_type: str | None = ...,
         qkv_format: str = ...,
         rotary_pos_emb: Tensor | rope.Rotary | None = ...,
+        layer: LayerName = ...,
     ) -> tuple[Tensor, Tensor]: ...
 
     def attention(
@@ -274,6 +330,7 @@ class ContextParallelHandler:
         comm_type: str | None = None,
         qkv_format: str = "thd",
         rotary_pos_emb: Tensor | rope.Rotary | None = None,
+        layer: LayerName = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of this rank's rows over their whole sequences, forward and backward.
 
@@ -303,9 +360,53 @@ class ContextParallelHandler:
         ``rotary_pos_emb``: rotates queries and keys first, as ``apply_rotary_pos_emb`` does both,
         in fewer passes: what ``rotary`` gives, once for all layers, or a table of its ``freqs``.
 
+        ``layer``: the layer's number or name. Ranks compare it, so that two layers of one kind that
+        ranks call in different orders are an error, as calls of different kinds are without it. A
+        compiled layer's is not compared.
+
         Raises ValueError for a wrong tensor, HcpError when ranks differ or a peer is gone,
         NotImplementedError under torch.func and for a second derivative.
         """
+        options: Any = {
+            "causal": causal,
+            "window_size": window_size,
+            "softmax_scale": softmax_scale,
+            "sinks": sinks,
+            "softcap": softcap,
+            "dropout_p": dropout_p,
+            "comm_type": comm_type,
+            "qkv_format": qkv_format,
+            "rotary_pos_emb": rotary_pos_emb,
+        }
+        if torch.compiler.is_compiling():
+            out, lse = self._attend(query, key, value, **options)
+        else:
+            name = self._named(layer)
+            out, lse = self._call(
+                "attention",
+                lambda number: self._attend(query, key, value, **options, number=number, name=name),
+            )
+        return (out, lse) if return_lse else out
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool,
+        window_size: tuple[int, int],
+        softmax_scale: float | None,
+        sinks: Tensor | None,
+        softcap: float,
+        dropout_p: float,
+        comm_type: str | None,
+        qkv_format: str,
+        rotary_pos_emb: Tensor | rope.Rotary | None,
+        number: int = 0,
+        name: LayerName = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp. ``number``: of the call, 0 in a compiled layer."""
         refuse_transforms("attention", query, key, value)
         _check_options(softcap, dropout_p)
         batch = query.shape[qkv_format == "sbhd"]
@@ -324,10 +425,11 @@ class ContextParallelHandler:
             out, lse = attention.operator(query, key, value, sinks, words, scale, turn)
         else:
             layer = self._layer(*asked, softcap)
-            out, lse = attention.attention(query, key, value, sinks, layer, scale, turn)
+            given = query, key, value, sinks, layer, scale, turn
+            out, lse = attention.attention(*given, number=number, name=name)
         if qkv_format != "thd":
             out, lse = (formats.from_rows(x, batch, qkv_format) for x in (out, lse))
-        return (out, lse) if return_lse else out
+        return out, lse
 
     def _turned(
         self, query: Tensor, key: Tensor, given: Tensor | rope.Rotary
@@ -445,24 +547,30 @@ class ContextParallelHandler:
 
         Raises ValueError when the keys of a sequence are not there.
         """
-        refuse_transforms("cross_attention", query, key, value)
-        _check_options(softcap, 0.0)
-        if query.shape[0] != self.rows:
-            raise ValueError(f"query has {query.shape[0]} rows, expected {self.rows}")
-        window = window_of(window_size, causal)
-        place = keys.plan.checksum, keys.micro_batch, window
-        if place not in self._reads:
-            self._reads[place] = cross.Reads(self.layout, keys.layout, window)
-        out, lse = cross.cross_attention(
-            self._transport,
-            self._reads[place],
-            _dense_heads(query),
-            _dense_heads(key),
-            _dense_heads(value),
-            sinks,
-            _scale_of(query, softmax_scale),
-            kernels.Choice(self.kernel_family, softcap),
-        )
+
+        def attend(number: int) -> tuple[Tensor, Tensor]:
+            refuse_transforms("cross_attention", query, key, value)
+            _check_options(softcap, 0.0)
+            if query.shape[0] != self.rows:
+                raise ValueError(f"query has {query.shape[0]} rows, expected {self.rows}")
+            window = window_of(window_size, causal)
+            place = keys.plan.checksum, keys.micro_batch, window
+            if place not in self._reads:
+                self._reads[place] = cross.Reads(self.layout, keys.layout, window)
+            return cross.cross_attention(
+                self._transport,
+                self._reads[place],
+                _dense_heads(query),
+                _dense_heads(key),
+                _dense_heads(value),
+                sinks,
+                _scale_of(query, softmax_scale),
+                kernels.Choice(self.kernel_family, softcap),
+                (self._origin, keys._origin),
+                number,
+            )
+
+        out, lse = self._call("cross_attention", attend, everywhere=True)
         return (out, lse) if return_lse else out
 
     # ---- rotary embedding ----
@@ -553,14 +661,22 @@ class ContextParallelHandler:
         it; rows travel in the smaller dtype of the two. float64, float32, bfloat16 or float16 where
         it is not x's own.
         """
-        there, back = (self._dispatch_route(reverse=reverse) for reverse in (False, True))
-        return self._travel("dispatch", x, there, back, there, dtype=dtype)
+
+        def carried(number: int) -> Tensor:
+            there, back = (self._dispatch_route(reverse=reverse) for reverse in (False, True))
+            return self._travel("dispatch", number, x, there, back, there, dtype=dtype)
+
+        return self._call("dispatch", carried, everywhere=True)
 
     def combine(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         """The way back: (T, ...) to (S, ...), so that combine(dispatch(x)) is x. ``dtype``: as in
         ``dispatch``."""
-        there, back = (self._dispatch_route(reverse=reverse) for reverse in (True, False))
-        return self._travel("combine", x, there, back, there, dtype=dtype)
+
+        def carried(number: int) -> Tensor:
+            there, back = (self._dispatch_route(reverse=reverse) for reverse in (True, False))
+            return self._travel("combine", number, x, there, back, there, dtype=dtype)
+
+        return self._call("combine", carried, everywhere=True)
 
     def roll_tensor(self, x: Tensor, shifts: int = -1, dims: int = 0) -> Tensor:
         """Shift rows along their sequences, across the borders of ranks: shape to shape.
@@ -569,11 +685,16 @@ class ContextParallelHandler:
         every row its successor's value, as labels want. ``dims``: the dimension that holds the T
         rows, such as -1 of Megatron's labels (1, T). Every rank of the group calls it.
         """
-        if type(shifts := plain(shifts)) is not int:
-            raise ValueError(f"shifts is {shifts!r}, expected an integer")
-        route, back = self._roll_route(shifts), self._roll_route(-shifts)
-        given = x.movedim(dims, 0), route, back, self._everyone, shifts
-        return self._travel("roll_tensor", *given).movedim(0, dims)
+
+        def rolled(number: int) -> Tensor:
+            shift = plain(shifts)
+            if type(shift) is not int:
+                raise ValueError(f"shifts is {shift!r}, expected an integer")
+            route, back = self._roll_route(shift), self._roll_route(-shift)
+            given = x.movedim(dims, 0), route, back, self._everyone, {"shifts": shift}
+            return self._travel("roll_tensor", number, *given).movedim(0, dims)
+
+        return self._call("roll_tensor", rolled)
 
     def halo(self, x: Tensor, before: int) -> Tensor:
         """Each span of rows behind the ``before`` rows that come before it in its sequence, from
@@ -583,16 +704,19 @@ class ContextParallelHandler:
         taps over the result, without padding, gives row r's output at
         ``halo_rows(before)[r] - before``. Every rank of the group calls it.
         """
-        before = expect_size("before", before, least=0)
-        key = "halo", before
-        if key not in self._routes:
-            self._routes[key] = Route.halo(
-                self.plan, self.micro_batch, self._transport.rank, before
-            )
-        route = self._routes[key]
-        tag = self._agree("halo", x, route, self._everyone, before)
-        out = carry_with_gradients(self._transport, route, [rows_of(x)], tag)
-        return out.reshape(route.output_rows, *x.shape[1:])
+
+        def carried(number: int) -> Tensor:
+            rows = expect_size("before", before, least=0)
+            key = "halo", rows
+            if key not in self._routes:
+                given = self.plan, self.micro_batch, self._transport.rank
+                self._routes[key] = Route.halo(*given, rows)
+            route = self._routes[key]
+            stamp = self._agree("halo", number, x, route, self._everyone, {"before": rows})
+            out = carry_with_gradients(self._transport, route, [rows_of(x)], stamp)
+            return out.reshape(route.output_rows, *x.shape[1:])
+
+        return self._call("halo", carried)
 
     def halo_rows(self, before: int) -> Tensor:
         """int64 (T,): where this rank's rows lie in what ``halo`` gives."""
@@ -609,10 +733,14 @@ class ContextParallelHandler:
         gradients: what the ranks make of the sum adds up, as for torch.distributed.nn's all_reduce.
         Every rank of the group calls it.
         """
-        if not x.is_floating_point() and x.dtype != torch.int64:
-            raise ValueError(f"x is {x.dtype}, expected floats or int64: x.to(torch.int64)")
-        refuse_transforms("sum_over_group", x)
-        return sums.sum_over(self._transport, self._everyone, x)
+
+        def summed(number: int) -> Tensor:
+            if not x.is_floating_point() and x.dtype != torch.int64:
+                raise ValueError(f"x is {x.dtype}, expected floats or int64: x.to(torch.int64)")
+            refuse_transforms("sum_over_group", x)
+            return sums.sum_over(self._transport, self._everyone, x, self._origin, number)
+
+        return self._call("sum_over_group", summed)
 
     def sum_by_sequence(self, x: Tensor) -> Tensor:
         """Sums of rows over each whole sequence, on every rank of its group: (T, ...), floats, to
@@ -642,28 +770,39 @@ class ContextParallelHandler:
         x (T, H, ...). Returns (S, h, ...): all tokens of the group's sequences in order, end to end
         (``whole_cu_seqlens``), and the heads ``head_slice(H)``. Every rank of the group calls it.
         """
-        if x.dim() < 2 or x.shape[0] != self.rows:
-            raise ValueError(f"x has shape {tuple(x.shape)}, expected ({self.rows}, heads, ...)")
-        return self._trade(x, x.shape[1], to_heads=True)
+
+        def traded(number: int) -> Tensor:
+            if x.dim() < 2 or x.shape[0] != self.rows:
+                expected = f"({self.rows}, heads, ...)"
+                raise ValueError(f"x has shape {tuple(x.shape)}, expected {expected}")
+            return self._trade(x, x.shape[1], number, to_heads=True)
+
+        return self._call("sequence_to_head", traded)
 
     def head_to_sequence(self, x: Tensor, count: int) -> Tensor:
         """The way back: (S, h, ...), of ``count`` heads in all, to (T, H, ...)."""
-        own = self.head_slice(count)
-        rows, mine = int(self.whole_cu_seqlens[-1]), own.stop - own.start
-        if x.dim() < 2 or tuple(x.shape[:2]) != (rows, mine):
-            raise ValueError(f"x has shape {tuple(x.shape)}, expected ({rows}, {mine}, ...)")
-        return self._trade(x, count, to_heads=False)
 
-    def _trade(self, x: Tensor, count: int, *, to_heads: bool) -> Tensor:
+        def traded(number: int) -> Tensor:
+            own = self.head_slice(count)
+            rows, mine = int(self.whole_cu_seqlens[-1]), own.stop - own.start
+            if x.dim() < 2 or tuple(x.shape[:2]) != (rows, mine):
+                raise ValueError(f"x has shape {tuple(x.shape)}, expected ({rows}, {mine}, ...)")
+            return self._trade(x, count, number, to_heads=False)
+
+        return self._call("head_to_sequence", traded)
+
+    def _trade(self, x: Tensor, count: int, number: int, *, to_heads: bool) -> Tensor:
         if x.device.type != self._transport.device.type:
             raise ValueError(f"x is on {x.device}, expected {self._transport.device}")
-        refuse_transforms("sequence_to_head" if to_heads else "head_to_sequence", x)
+        operation = "sequence_to_head" if to_heads else "head_to_sequence"
+        refuse_transforms(operation, x)
         if self.degree == 0:
             return x
         schedule = schedule_of(self._prepare(comm.A2A, *_FULL, (1, 1)))
-        traits = (*signature(x.new_empty(0, count, *x.shape[2:])), *schedule.kind, int(to_heads))
-        tag = agree_once(self._transport, schedule, traits)
-        out: Tensor = _Trade.apply(x, schedule, self._transport, count, to_heads, tag)  # type: ignore[no-untyped-call]
+        like = rows_like(x.new_empty(0, count, *x.shape[2:]))
+        stamp = Stamp(Kind(operation, self._origin, x=like), number)
+        agree_once(self._transport, schedule, stamp)
+        out: Tensor = _Trade.apply(x, schedule, self._transport, count, to_heads, stamp)  # type: ignore[no-untyped-call]
         return out
 
     def _dispatch_route(self, *, reverse: bool) -> Route:
@@ -686,33 +825,34 @@ class ContextParallelHandler:
     def _travel(
         self,
         name: str,
+        number: int,
         x: Tensor,
         route: Route,
         back: Route,
         callers: Moves,
-        option: int = 0,
+        options: dict[str, int] | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        tag = self._agree(name, x, route, callers, option, dtype)
-        out: Tensor = _Travel.apply(rows_of(x), route, back, self._transport, tag, dtype)  # type: ignore[no-untyped-call]
+        stamp = self._agree(name, number, x, route, callers, options, dtype)
+        out: Tensor = _Travel.apply(rows_of(x), route, back, self._transport, stamp, dtype)  # type: ignore[no-untyped-call]
         return out.reshape(route.output_rows, *x.shape[1:])
 
     def _agree(
         self,
         name: str,
+        number: int,
         x: Tensor,
         route: Route,
         callers: Moves,
-        option: int = 0,
+        options: dict[str, int] | None = None,
         dtype: torch.dtype | None = None,
-    ) -> int:
-        """The tag of a call. ``callers``: between those who make the same."""
+    ) -> Stamp:
+        """The stamp of a call. ``callers``: between those who make the same."""
         if x.dim() == 0 or x.shape[0] != route.source_rows:
             raise ValueError(f"x has shape {tuple(x.shape)}, expected {route.source_rows} rows")
         if x.device.type != self._transport.device.type:
             raise ValueError(f"x is on {x.device}, expected {self._transport.device}")
         refuse_transforms(name, x)
-        kinds = [x]
         if dtype not in (None, x.dtype):
             for what, given in (("x", x.dtype), ("dtype", dtype)):
                 if given not in ops.FLOATS:
@@ -720,9 +860,11 @@ class ContextParallelHandler:
                         f"{what} is {given}, expected one of {ops.FLOATS} where {x.dtype} is cast "
                         f"to {dtype} on the way: use .to() instead of dtype="
                     )
-            kinds.append(x.new_empty(0, dtype=dtype))
-        traits = *signature(*kinds), OPERATIONS[name], option
-        return agree_once(self._transport, callers, traits)
+        to = str(dtype or x.dtype).removeprefix("torch.")
+        kind = Kind(name, self._origin, x=rows_like(x), dtype=to, **(options or {}))
+        stamp = Stamp(kind, number)
+        agree_once(self._transport, callers, stamp)
+        return stamp
 
     # ---- loss ----
 
@@ -768,6 +910,16 @@ class ContextParallelHandler:
 
 
 _F64 = torch.float64
+
+
+def _call_site() -> str:
+    """The nearest callers outside hcp, innermost first, by file and line."""
+    frame, found = sys._getframe(1), []
+    while frame is not None and len(found) < 3:
+        if frame.f_globals.get("__name__", "").partition(".")[0] != "hcp":
+            found.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+        frame = frame.f_back
+    return " < ".join(found)
 
 
 _CAUSAL, _FULL = (-1, 0), (-1, -1)
@@ -847,16 +999,16 @@ class _Travel(torch.autograd.Function):
         route: Route,
         back: Route,
         transport: Transport,
-        tag: int,
+        stamp: Stamp,
         dtype: torch.dtype | None,
     ) -> Tensor:
-        ctx.route, ctx.back, ctx.transport, ctx.tag = route, back, transport, tag
+        ctx.route, ctx.back, ctx.transport, ctx.stamp = route, back, transport, stamp
         ctx.dtype = rows.dtype
-        return carry(transport, route, rows, tag, dtype)
+        return carry(transport, route, rows, stamp, dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        given = ctx.back, ctx.route, ctx.transport, ctx.tag, ctx.dtype
+        given = ctx.back, ctx.route, ctx.transport, ctx.stamp.in_pass(BACKWARD), ctx.dtype
         rows = _Travel.apply(grad.contiguous(), *given)  # type: ignore[no-untyped-call]
         return rows, None, None, None, None, None
 
@@ -870,14 +1022,20 @@ class _Trade(torch.autograd.Function):
         transport: Transport,
         count: int,
         to_heads: bool,
-        tag: int,
+        stamp: Stamp,
     ) -> Tensor:
         ctx.schedule, ctx.transport, ctx.count = schedule, transport, count
-        ctx.to_heads, ctx.tag = to_heads, tag
-        return heads.trade(transport, schedule, x, count, to_heads=to_heads, tag=tag)
+        ctx.to_heads, ctx.stamp = to_heads, stamp
+        return heads.trade(transport, schedule, x, count, to_heads=to_heads, stamp=stamp)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        given = ctx.schedule, ctx.transport, ctx.count, not ctx.to_heads, ctx.tag
+        given = (
+            ctx.schedule,
+            ctx.transport,
+            ctx.count,
+            not ctx.to_heads,
+            ctx.stamp.in_pass(BACKWARD),
+        )
         back = _Trade.apply(grad, *given)  # type: ignore[no-untyped-call]
         return back, None, None, None, None, None

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hcp import ops
+from hcp.agreement import Stamp
 from hcp.exchange import Transport
 from hcp.kernels import Call, Kernel, wide
 from hcp.layout import Move, Schedule, Trade
@@ -40,7 +41,7 @@ def members(trade: Trade) -> list[int]:
 
 
 def bring(
-    transport: Transport, trade: Trade, columns: Sequence[Sequence[Tensor]], tag: int
+    transport: Transport, trade: Trade, columns: Sequence[Sequence[Tensor]], stamp: Stamp
 ) -> list[Tensor]:
     """Rows of all neighbours, of this rank's heads.
 
@@ -54,7 +55,7 @@ def bring(
     sends = _in_bytes(trade.sends, [wire.shape[1] for wire in wires], end_to_end=True)
     receives = _in_bytes(trade.receives, [sum(widths)] * len(wires))
     sent = torch.cat([wire.flatten() for wire in wires])
-    transport.start(sent, _some(sends), received, _some(receives), tag=tag).wait()
+    transport.start(sent, _some(sends), received, _some(receives), stamp=stamp).wait()
     rows = received.view(trade.rows, sum(widths))
     arranged = ops.unpack(rows, trade.gather, widths, trade.rows)
     return [
@@ -68,7 +69,7 @@ def take_back(
     trade: Trade,
     columns: Sequence[Tensor],
     shapes: Sequence[Sequence[Sequence[int]]],
-    tag: int,
+    stamp: Stamp,
 ) -> list[list[Tensor]]:
     """The way back of :func:`bring`.
 
@@ -89,7 +90,7 @@ def take_back(
     received = sent.new_empty(own_rows * sum(totals))
     sends = _in_bytes(trade.receives, [sent.shape[1]] * len(totals))
     receives = _in_bytes(trade.sends, totals, end_to_end=True)
-    transport.start(sent.flatten(), _some(sends), received, _some(receives), tag=tag).wait()
+    transport.start(sent.flatten(), _some(sends), received, _some(receives), stamp=stamp).wait()
     back = []
     for move, row, shape in zip(receives, widths, shapes, strict=True):
         rows = received[move.row : move.row + move.rows].view(own_rows, sum(row))
@@ -109,7 +110,9 @@ def take_back(
 # Then the rows of all neighbours have one width, and travel as rows of elements.
 
 
-def deal(transport: Transport, trade: Trade, columns: Sequence[Tensor], tag: int) -> list[Tensor]:
+def deal(
+    transport: Transport, trade: Trade, columns: Sequence[Tensor], stamp: Stamp
+) -> list[Tensor]:
     """As :func:`bring`, for columns (T, heads, ...) of which each neighbour gets an equal share."""
     count = len(trade.receives)
     dtype = _narrowest(columns)
@@ -121,7 +124,7 @@ def deal(transport: Transport, trade: Trade, columns: Sequence[Tensor], tag: int
     ]
     sent = torch.cat(shares, 2).flatten(0, 1)
     received = sent.new_empty(trade.rows, sent.shape[1])
-    transport.start(sent, trade.dealt, received, trade.arriving, tag=tag).wait()
+    transport.start(sent, trade.dealt, received, trade.arriving, stamp=stamp).wait()
     arranged = ops.unpack(received, trade.gather, widths, trade.rows)
     return [
         _elements_as(part, like.dtype).view(trade.rows, like.shape[1] // count, *like.shape[2:])
@@ -130,7 +133,7 @@ def deal(transport: Transport, trade: Trade, columns: Sequence[Tensor], tag: int
 
 
 def collect(
-    transport: Transport, trade: Trade, columns: Sequence[Tensor], tag: int
+    transport: Transport, trade: Trade, columns: Sequence[Tensor], stamp: Stamp
 ) -> list[Tensor]:
     """The way back of :func:`deal`: (S, h, ...) to (T, heads, ...)."""
     count, own_rows = len(trade.receives), trade.sends[0].rows
@@ -138,7 +141,7 @@ def collect(
     flat = [_dense(_elements_as(column.flatten(1), dtype)) for column in columns]
     sent = ops.pack(flat, trade.scatter, trade.rows)
     received = sent.new_empty(count * own_rows, sent.shape[1])
-    transport.start(sent, trade.arriving, received, trade.dealt, tag=tag).wait()
+    transport.start(sent, trade.arriving, received, trade.dealt, stamp=stamp).wait()
     shares = received.view(count, own_rows, sent.shape[1]).transpose(0, 1)
     return [
         _elements_as(part.flatten(1), like.dtype).view(
@@ -168,16 +171,16 @@ def _dense(rows: Tensor) -> Tensor:
 
 
 def trade(
-    transport: Transport, schedule: Schedule, x: Tensor, count: int, *, to_heads: bool, tag: int
+    transport: Transport, schedule: Schedule, x: Tensor, count: int, *, to_heads: bool, stamp: Stamp
 ) -> Tensor:
     """(T, count, ...) to (S, h, ...), or back, under the schedule of a group's "a2a"."""
     assert schedule.trade is not None
     slices = split(count, len(members(schedule.trade)))
     if to_heads:
-        (whole,) = bring(transport, schedule.trade, [[x[:, own]] for own in slices], tag)
+        (whole,) = bring(transport, schedule.trade, [[x[:, own]] for own in slices], stamp)
         return whole
     shapes = [[(own.stop - own.start, *x.shape[2:])] for own in slices]
-    parts = take_back(transport, schedule.trade, [x], shapes, tag)
+    parts = take_back(transport, schedule.trade, [x], shapes, stamp)
     return torch.cat([part for (part,) in parts], 1)
 
 
@@ -256,27 +259,27 @@ class Heads:
         fits = not key_of or (len(key_of) % count == 0 and key_of == even)
         return kernel if fits else _Repeated(kernel, key_of, count)
 
-    def bring(self, by_query: list[Tensor], by_key: list[Tensor], tag: int) -> list[Tensor]:
+    def bring(self, by_query: list[Tensor], by_key: list[Tensor], stamp: Stamp) -> list[Tensor]:
         if self._even:
-            return deal(self._transport, self._trade, [*by_query, *by_key], tag)
+            return deal(self._transport, self._trade, [*by_query, *by_key], stamp)
         columns = [
             [x[:, q] for x in by_query] + [x[:, k] for x in by_key]
             for q, k in zip(self._queries, self._keys, strict=True)
         ]
-        return bring(self._transport, self._trade, columns, tag)
+        return bring(self._transport, self._trade, columns, stamp)
 
     def take_back(
-        self, by_query: list[Tensor], by_key: list[Tensor], key_count: int, tag: int
+        self, by_query: list[Tensor], by_key: list[Tensor], key_count: int, stamp: Stamp
     ) -> list[Tensor]:
         if self._even:
-            return collect(self._transport, self._trade, [*by_query, *by_key], tag)
+            return collect(self._transport, self._trade, [*by_query, *by_key], stamp)
         shapes = [
             [(len(_numbers(q)), *x.shape[2:]) for x in by_query]
             + [(len(_numbers(k)), *x.shape[2:]) for x in by_key]
             for q, k in zip(self._queries, self._keys, strict=True)
         ]
         columns = [*by_query, *by_key]
-        back = take_back(self._transport, self._trade, columns, shapes, tag)
+        back = take_back(self._transport, self._trade, columns, shapes, stamp)
         parts = list(zip(*back, strict=True))
         queries, keys = parts[: len(by_query)], parts[len(by_query) :]
         return [torch.cat(part, 1) for part in queries] + [

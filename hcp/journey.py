@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hcp import ops
+from hcp.agreement import Stamp
 from hcp.calls import Calls, home_of
 from hcp.exchange import Share, Shared, SharingTransport, Transport, shares
 from hcp.layout import Schedule
@@ -34,11 +35,15 @@ NO_TURN = None, None, False
 class Journey(Protocol):
     """How keys travel in the layers of one kind."""
 
-    def keys(self, key: Tensor, value: Tensor, sent: Tensor | None) -> Iterator[list[Tensor]]:
+    def keys(
+        self, key: Tensor, value: Tensor, sent: Tensor | None, stamp: Stamp
+    ) -> Iterator[list[Tensor]]:
         """Keys and values of each call, stage by stage, while those of the next stage are on their
         way. ``sent``: what the first exchange sends, where it is packed already."""
 
-    def home(self, grads: list[Tensor], turn: Turn | None) -> Callable[[], list[Tensor]]:
+    def home(
+        self, grads: list[Tensor], turn: Turn | None, stamp: Stamp
+    ) -> Callable[[], list[Tensor]]:
         """Bring partial gradients of keys and values, call by call, to their owners; what waits for
         those of this rank, summed and turned back: (T, G, D), (T, G, E), not contiguous."""
 
@@ -47,14 +52,13 @@ def journey_of(
     schedule: Schedule,
     calls: Calls,
     transport: Transport,
-    tag: int,
     sizes: tuple[int, int, int],
     dtype: torch.dtype,
 ) -> Journey:
     """``sizes``: G, D, E."""
     if shares(transport) and len(schedule.stages) > 1:
-        return _Read(schedule, calls, transport, tag, sizes, dtype)
-    return _Sent(schedule, calls, transport, tag, sizes)
+        return _Read(schedule, calls, transport, sizes, dtype)
+    return _Sent(schedule, calls, transport, sizes)
 
 
 def cut(tensors: list[Tensor], cuts: Tensor | None, count: int) -> list[Tensor]:
@@ -99,13 +103,14 @@ class _Sent:
         schedule: Schedule,
         calls: Calls,
         transport: Transport,
-        tag: int,
         sizes: tuple[int, int, int],
     ) -> None:
         self._schedule, self._calls, self._transport = schedule, calls, transport
-        self._tag, self._sizes = tag, sizes
+        self._sizes = sizes
 
-    def keys(self, key: Tensor, value: Tensor, sent: Tensor | None) -> Iterator[list[Tensor]]:
+    def keys(
+        self, key: Tensor, value: Tensor, sent: Tensor | None, stamp: Stamp
+    ) -> Iterator[list[Tensor]]:
         stages, calls, own = self._schedule.stages, self._calls, [key, value]
         current = cut(own, calls.key_cuts[0], len(calls.stages[0]))
         before: Tensor | None = None
@@ -120,7 +125,7 @@ class _Sent:
                 if sent is None:  # nothing, or what the stage before has received
                     sent = received if before is None else before
             pending = self._transport.start(
-                sent, stage.sends, received, stage.receives, tag=self._tag
+                sent, stage.sends, received, stage.receives, stamp=stamp
             )
             yield current
             pending.wait()
@@ -132,7 +137,9 @@ class _Sent:
             before, sent = received, None
         yield current
 
-    def home(self, grads: list[Tensor], turn: Turn | None) -> Callable[[], list[Tensor]]:
+    def home(
+        self, grads: list[Tensor], turn: Turn | None, stamp: Stamp
+    ) -> Callable[[], list[Tensor]]:
         schedule, calls = self._schedule, self._calls
         rows, own = schedule.query_rows, grads[: 2 * len(calls.stages[0])]
         if len(schedule.stages) == 1:
@@ -141,7 +148,7 @@ class _Sent:
             grads, calls.home_runs, 2, schedule.home_sent_rows, schedule.home_received_rows
         )
         pending = self._transport.start(
-            sent, schedule.home_sends, home, schedule.home_receives, tag=self._tag
+            sent, schedule.home_sends, home, schedule.home_receives, stamp=stamp
         )
 
         def sums() -> list[Tensor]:
@@ -160,11 +167,10 @@ class _Read:
         schedule: Schedule,
         calls: Calls,
         transport: SharingTransport,
-        tag: int,
         sizes: tuple[int, int, int],
         dtype: torch.dtype,
     ) -> None:
-        self._schedule, self._calls, self._tag, self._sizes = schedule, calls, tag, sizes
+        self._schedule, self._calls, self._sizes = schedule, calls, sizes
         self._transport, self._dtype = transport, dtype
         groups, head_dim, value_dim = sizes
         self._widths = groups * head_dim, groups * value_dim
@@ -182,9 +188,11 @@ class _Read:
             Share(home.staged_rows, *like, home.staged_runs, home.readers, [home.read])
         )
 
-    def keys(self, key: Tensor, value: Tensor, sent: Tensor | None) -> Iterator[list[Tensor]]:
+    def keys(
+        self, key: Tensor, value: Tensor, sent: Tensor | None, stamp: Stamp
+    ) -> Iterator[list[Tensor]]:
         schedule, calls, own = self._schedule, self._calls, [key, value]
-        staged = self._keys.stage(next(schedule.exchanges), own, self._tag)
+        staged = self._keys.stage(next(schedule.exchanges), own, stamp)
         current = cut(own, calls.key_cuts[0], len(calls.stages[0]))
         for number in range(1, len(schedule.stages)):
             if schedule.reads[number] is None:
@@ -202,9 +210,11 @@ class _Read:
         )
         return views
 
-    def home(self, grads: list[Tensor], turn: Turn | None) -> Callable[[], list[Tensor]]:
+    def home(
+        self, grads: list[Tensor], turn: Turn | None, stamp: Stamp
+    ) -> Callable[[], list[Tensor]]:
         own = grads[: 2 * len(self._calls.stages[0])]
-        staged = self._grads.stage(next(self._schedule.exchanges), grads, self._tag, own)
+        staged = self._grads.stage(next(self._schedule.exchanges), grads, stamp, own)
         reading = staged.read(0)
 
         def sums() -> list[Tensor]:

@@ -7,9 +7,10 @@ hence one tensor, which may travel through a compiled model.
 from __future__ import annotations
 
 import itertools
+import struct
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -36,6 +37,16 @@ class Move(NamedTuple):
     peer: int
     row: int
     rows: int
+
+
+class Origin(NamedTuple):
+    """The micro-batch that a call belongs to, alike on all ranks."""
+
+    plan: int
+    """The plan's checksum."""
+    step: int
+    """Of the steps that a domain has dispatched; 0 for a handler of nobody's step."""
+    micro_batch: int
 
 
 class Layout:
@@ -121,8 +132,8 @@ class Route(_Table):
         self.sends = self.moves("SENDS")
         self.receives = self.moves("RECEIVES")
         self.arrange = self.section("ARRANGE")
-        self.agreed: set[tuple[int, ...]] = set()
-        """Traits of rows that the ranks have found equal: see ``exchange.agree_once``."""
+        self.agreed: set[int] = set()
+        """See ``agreement.Moves``."""
 
     @classmethod
     def dispatch(
@@ -216,6 +227,10 @@ class Trade(NamedTuple):
     """Those of ``receives`` with rows."""
 
 
+_NO_LIMIT = 2**40
+"""Of a window, in a table."""
+
+
 class Schedule(_Table):
     """The steps of one attention layer on one rank."""
 
@@ -225,8 +240,10 @@ class Schedule(_Table):
         super().__init__(words)
         sizes = self.section("SIZES").tolist()[0]
         self.rows, self.home_sent_rows, self.home_received_rows, *kind = sizes
-        self.kind = tuple(kind)
-        """Comm type, ranks that trade rows for heads, and mask, as numbers."""
+        comm_type, self.inner, *window = kind
+        self.comm_type = _core.COMM_TYPES[comm_type]
+        self.window = tuple(-1 if size == _NO_LIMIT else size for size in window)
+        """(left, right), as FlashAttention has it."""
         self.output_runs = self.section("OUTPUT_RUNS")
         self.home_runs = self.section("HOME_RUNS")
         self.local_runs = self.section("LOCAL_RUNS")
@@ -241,8 +258,11 @@ class Schedule(_Table):
         """None where rows stay."""
         self.calls: dict[object, object] = {}
         """The entries as calls of each kernel that has computed them: see ``hcp.calls``."""
-        self.agreed: set[tuple[int, ...]] = set()
-        """Traits of calls that the ranks have found equal: see ``exchange.agree_once``."""
+        self.agreed: set[int] = set()
+        """See ``agreement.Moves``."""
+        self.origin = _origin_of(words)
+        self.numbers: Iterator[int] = itertools.count(1)
+        """Numbers of its calls: of all calls of a handler, which gives it its own."""
         self.runs: dict[tuple[object, ...], object] = {}
         """How calls of each kind that was checked are computed: see ``hcp.attend``."""
 
@@ -355,12 +375,15 @@ def schedule_words(
     inner: int = 1,
     window_size: tuple[int, int],
     transport_key: int,
+    step: int = 0,
 ) -> Tensor:
-    """The schedule as one tensor, int64 (words,), which names itself (word 0, a serial number) and
-    the transport it runs on (word 1). ``inner``: how many neighbours trade rows for heads, a
-    divisor of the degree, for "a2a+p2p". ``window_size``: FlashAttention's; (-1, 0) is causal."""
+    """The schedule as one tensor, int64 (words,), which names itself (word 0, a serial number), the
+    transport it runs on (word 1) and its origin (the last words). ``inner``: how many neighbours
+    trade rows for heads, a divisor of the degree, for "a2a+p2p". ``window_size``: FlashAttention's;
+    (-1, 0) is causal. ``step``: see ``Origin``."""
     table = plan.core.schedule(micro_batch, rank, comm_type, inner, *window_size, STAGE_ROWS)
-    words = _tensor(table, torch.int64)
+    origin = struct.unpack("<3q", struct.pack("<Q2q", plan.checksum, step, micro_batch))
+    words = torch.cat([_tensor(table, torch.int64), torch.tensor(origin, device="cpu")])
     words[0] = next(_serials)
     words[1] = transport_key
     return rows_may_vary(words)
@@ -383,6 +406,12 @@ def kernel_of(words: Tensor) -> tuple[int, float]:
     """What kernel a layer wants: number of the family and cap."""
     named = int(words[1]) >> _TRANSPORT_BITS
     return (named - 1, float(words[-1:].view(torch.float64))) if named else (0, 0.0)
+
+
+def _origin_of(words: Tensor) -> Origin:
+    end = len(words) - (int(words[1]) >> _TRANSPORT_BITS > 0)
+    checksum, step, micro_batch = words[end - len(Origin._fields) : end].tolist()
+    return Origin(checksum % 2**64, step, micro_batch)
 
 
 _schedules: weakref.WeakValueDictionary[int, Schedule] = weakref.WeakValueDictionary()

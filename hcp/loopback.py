@@ -5,6 +5,7 @@ For trying a plan alone, and for testing many of them quickly.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hcp import ops
+from hcp.agreement import Refusal, Stamp, differing, label, refused, unlabel
 from hcp.errors import HcpError
 from hcp.exchange import Pending, Share, copy_to_self, register, rows_of
 from hcp.layout import Move
@@ -29,7 +31,9 @@ class _World:
         self.device = device
         self.timeout = timeout
         self.changed = threading.Condition()
-        self.messages: dict[tuple[int, int], deque[tuple[int, Tensor]]] = defaultdict(deque)
+        self.messages: dict[tuple[int, int], deque[tuple[Stamp, Tensor] | Refusal]] = defaultdict(
+            deque
+        )
         self.gathered: dict[int, dict[int, bytes]] = defaultdict(dict)
         self.failed: int | None = None
 
@@ -54,6 +58,8 @@ class LoopbackTransport:
         self.global_ranks: Sequence[int] = range(world.size)
         self.device = world.device
         self.key = register(self)
+        self.steps = itertools.count(1)
+        self._refused: set[tuple[Any, ...]] = set()
         self.bytes_sent = 0
         """What went to other ranks so far."""
         self.bytes_received = 0
@@ -65,59 +71,84 @@ class LoopbackTransport:
         received: Tensor,
         receives: Sequence[Move],
         *,
-        tag: int = 0,
+        stamp: Stamp,
     ) -> Pending:
         copy_to_self(self.rank, sent, sends, received, receives)
-        self.send(sent, sends, tag)
-        return _LoopbackPending(self, received, [m for m in receives if m.peer != self.rank], tag)
+        self.send(sent, sends, stamp)
+        others = [m for m in receives if m.peer != self.rank]
+        return _LoopbackPending(self, received, others, stamp)
 
-    def send(self, sent: Tensor, sends: Sequence[Move], tag: int) -> None:
+    def agree(self, stamp: Stamp, peers: Sequence[int]) -> None:
+        nothing = torch.empty(0, 0, device=self.device)
+        self.send(nothing, [Move(peer, 0, 0) for peer in peers], stamp)
+        for peer in peers:
+            self.receive(peer, nothing, stamp)
+
+    def refuse(self, refusal: Refusal, peers: Sequence[int]) -> None:
+        self._refused.add(refusal.call)
+        with self._world.changed:
+            for peer in peers:
+                self._world.messages[self.rank, peer].append(refusal)
+            self._world.changed.notify_all()
+
+    def send(self, sent: Tensor, sends: Sequence[Move], stamp: Stamp) -> None:
         with self._world.changed:
             for peer, row, rows in sends:
                 if peer != self.rank:
                     copied = sent[row : row + rows].clone()
-                    self._world.messages[self.rank, peer].append((tag, copied))
+                    self._world.messages[self.rank, peer].append((stamp, copied))
                     self.bytes_sent += copied.nbytes
             self._world.changed.notify_all()
 
-    def receive(self, peer: int, target: Tensor, tag: int) -> None:
+    def receive(self, peer: int, target: Tensor, stamp: Stamp) -> None:
+        message = self._next(peer)
+        while isinstance(message, Refusal):
+            if message.call not in self._refused:  # else both have refused it, and go on
+                raise refused(self.rank, stamp.fields, peer, message.reason)
+            message = self._next(peer)
+        theirs, rows = message
+        if theirs.digest != stamp.digest:
+            raise differing(self.rank, stamp.fields, peer, theirs.fields)
+        if (rows.shape, rows.dtype) != (target.shape, target.dtype):
+            raise HcpError(
+                f"rank {self.rank}: rank {peer} sent {tuple(rows.shape)} of {rows.dtype}, "
+                f"expected {tuple(target.shape)} of {target.dtype}"
+            )
+        target.copy_(rows)
+        self.bytes_received += rows.nbytes
+
+    def _next(self, peer: int) -> tuple[Stamp, Tensor] | Refusal:
         with self._world.changed:
             messages = self._world.messages[peer, self.rank]
             self._world.wait_for(
                 lambda: bool(messages), self.rank, f"the exchange with rank {peer}"
             )
-            sent_tag, message = messages.popleft()
-        if (sent_tag, message.shape, message.dtype) != (tag, target.shape, target.dtype):
-            raise HcpError(
-                f"rank {self.rank}: rank {peer} sent {tuple(message.shape)} of {message.dtype} "
-                f"(tag {sent_tag}), expected {tuple(target.shape)} of {target.dtype} (tag {tag})"
-            )
-        target.copy_(message)
-        self.bytes_received += message.nbytes
+            return messages.popleft()
 
-    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
         world = self._world
         with world.changed:
             gathered = world.gathered[self._rounds]
             self._rounds += 1
-            gathered[self.rank] = payload
+            gathered[self.rank] = label(what, payload)
             world.changed.notify_all()
             world.wait_for(lambda: len(gathered) == self.size, self.rank, "the gathering")
             # Whoever is in a round has left the one before it.
             world.gathered.pop(self._rounds - 3, None)
-            return [gathered[rank] for rank in range(self.size)]
+            parts = [gathered[rank] for rank in range(self.size)]
+        return unlabel(self.rank, what, parts)
 
 
 class _LoopbackPending:
     def __init__(
-        self, transport: LoopbackTransport, received: Tensor, receives: Sequence[Move], tag: int
+        self, transport: LoopbackTransport, received: Tensor, receives: Sequence[Move], stamp: Stamp
     ) -> None:
         self._transport, self._received = transport, received
-        self._receives, self._tag = receives, tag
+        self._receives, self._stamp = receives, stamp
 
     def wait(self) -> None:
         for peer, row, rows in self._receives:
-            self._transport.receive(peer, self._received[row : row + rows], self._tag)
+            self._transport.receive(peer, self._received[row : row + rows], self._stamp)
 
 
 class SharingLoopbackTransport(LoopbackTransport):
@@ -132,22 +163,22 @@ class _LoopbackShared:
         self._transport, self._share = transport, share
 
     def stage(
-        self, exchange: int, parts: Sequence[Tensor], tag: int, own: Sequence[Tensor] = ()
+        self, exchange: int, parts: Sequence[Tensor], stamp: Stamp, own: Sequence[Tensor] = ()
     ) -> _LoopbackStaged:
         share = self._share
         if share.readers:
             columns = [rows_of(part) for part in parts]
             staged = ops.reduce(columns, share.runs, share.rows, len(share.widths))
             moves = [Move(peer, 0, share.rows) for peer in share.readers]
-            self._transport.send(staged, moves, tag)
-        return _LoopbackStaged(self._transport, share, tag, own)
+            self._transport.send(staged, moves, stamp)
+        return _LoopbackStaged(self._transport, share, stamp, own)
 
 
 class _LoopbackStaged:
     def __init__(
-        self, transport: SharingLoopbackTransport, share: Share, tag: int, own: Sequence[Tensor]
+        self, transport: SharingLoopbackTransport, share: Share, stamp: Stamp, own: Sequence[Tensor]
     ) -> None:
-        self._transport, self._share, self._tag = transport, share, tag
+        self._transport, self._share, self._stamp = transport, share, stamp
         self._own = [rows_of(part) for part in own]
         self._arrived: dict[int, Tensor] = {}
 
@@ -167,7 +198,7 @@ class _LoopbackStaged:
     def _receive(self, peer: int, rows: int) -> Tensor:
         shape = rows, sum(self._share.widths)
         staged = torch.empty(shape, dtype=self._share.dtype, device=self._transport.device)
-        self._transport.receive(peer, staged, self._tag)
+        self._transport.receive(peer, staged, self._stamp)
         return staged
 
 

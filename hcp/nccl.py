@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hcp.agreement import Kind, Recent, Stamp, header_of
 from hcp.errors import HcpError
 from hcp.exchange import Pending, TorchTransport, copy_to_self, rows_of
 from hcp.layout import Move
@@ -32,7 +33,7 @@ class NcclTransport(TorchTransport):
 
     An exchange that takes longer than ``timeout`` seconds aborts the communicator: what hangs on
     the device ends, the process's work there stops before it uses rows that have not come, and the
-    next call raises.
+    next call raises. So it does where rows come with another stamp than the call's.
     """
 
     name = "nccl"
@@ -42,10 +43,12 @@ class NcclTransport(TorchTransport):
         self.stream = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
         backend: Any = group._get_backend(self.device)
         self._backend = backend
-        self.all_gather_bytes(b"")  # makes the communicator
+        self.all_gather_bytes(b"", "connect")  # makes the communicator
         self._communicator = int(backend._comm_ptr())
         self._failure: str | None = None
         self._watch = _Watch(timeout, weakref.ref(self))
+        self._recent = Recent(self.rank)
+        self._stamps = torch.zeros(1 + self.size, dtype=torch.int64, device=self.device)
         self._tables: dict[tuple[Move, ...], _Table] = {}
         self._connect()
 
@@ -56,10 +59,34 @@ class NcclTransport(TorchTransport):
         received: Tensor,
         receives: Sequence[Move],
         *,
-        tag: int = 0,
+        stamp: Stamp,
     ) -> Pending:
         self.check()
         copy_to_self(self.rank, sent, sends, received, receives)
+        self._recent.add(stamp)
+        stamped = self.stamps.meet(stamp, sends, receives)
+        return self._queue(sent, sends, received, receives, stamped, stamp.tag)
+
+    def agree(self, stamp: Stamp, peers: Sequence[int]) -> None:
+        self.check()
+        moves = [Move(peer, 0, 1) for peer in self.meet_to_agree(stamp, peers)]
+        own = header_of(stamp).unsqueeze(0).to(self.device)
+        headers = own.new_empty(len(moves), own.shape[1])
+        places = [Move(move.peer, i, 1) for i, move in enumerate(moves)]
+        self._queue(own, moves, headers, places, ([], []), 0).wait()
+        for move, header in zip(moves, headers.cpu(), strict=True):
+            self.compare(stamp, move.peer, header)
+
+    def _queue(
+        self,
+        sent: Tensor,
+        sends: Sequence[Move],
+        received: Tensor,
+        receives: Sequence[Move],
+        stamped: tuple[list[int], list[int]],
+        tag: int,
+    ) -> Pending:
+        """``stamped``: the ranks that the tag is sent to, and that it comes from."""
         to, back = self._table(sends), self._table(receives)
         if not to.peers and not back.peers:
             return _Nothing()
@@ -76,6 +103,9 @@ class NcclTransport(TorchTransport):
                 number,
                 self._watch.timeout_ns,
                 self.stream.cuda_stream,
+                self._stamps,
+                *stamped,
+                tag,
             )
         except RuntimeError as error:
             self.check()
@@ -105,6 +135,9 @@ class NcclTransport(TorchTransport):
         """Raise HcpError when an exchange has taken too long, or none may follow."""
         if self._failure is not None:
             raise HcpError(self._failure)
+        other = self.other()
+        if other is not None:
+            raise other
         if not self.is_open:
             raise HcpError(
                 f"rank {self.rank}: the process groups of this exchange have been closed, expected "
@@ -116,11 +149,17 @@ class NcclTransport(TorchTransport):
         """Whether the group, and so its communicator, has not been destroyed."""
         return self.group in dist.distributed_c10d._world.pg_map
 
+    def other(self) -> HcpError | None:
+        """The error of an exchange whose rows came with another stamp than the call's."""
+        kind, peer, expected, found = self._watch.other()
+        return self.board.differing(self._recent, peer, expected, found) if kind > 0 else None
+
     def abort(self, peers: Sequence[int], timeout: float) -> None:
         """End what hangs on the device."""
         self._failure = (
             f"rank {self.rank}: the exchange with ranks {list(peers)} did not end within "
             f"{timeout:g} s; one of them has ended or is late, and its own message says why"
+            f"{self.board.said(peers)}"
         )
         _log.error(self._failure)  # a CUDA error may end the process before hcp is called again
         self._watch.stop_device()
@@ -131,7 +170,8 @@ class NcclTransport(TorchTransport):
         """Every pair of ranks, once: later on, ranks that exchange nothing call nothing."""
         moves = [Move(peer, peer, 1) for peer in range(self.size)]
         sent = torch.zeros(self.size, 1, device=self.device)
-        self.start(sent, moves, torch.empty_like(sent), moves).wait()
+        stamp = Stamp(Kind("connect"))
+        self.start(sent, moves, torch.empty_like(sent), moves, stamp=stamp).wait()
         torch.cuda.synchronize(self.device)
 
 
@@ -184,6 +224,8 @@ class _Watched(Protocol):
     @property
     def is_open(self) -> bool: ...
 
+    def other(self) -> HcpError | None: ...
+
     def abort(self, peers: Sequence[int], timeout: float) -> None: ...
 
 
@@ -197,10 +239,11 @@ class _Watch:
     def __init__(self, timeout: float, transport: weakref.ref[_Watched]) -> None:
         self._timeout, self._transport = timeout, transport
         self.timeout_ns = int(timeout * 1e9)
-        self.memory = torch.zeros(2, dtype=torch.int64, device="cpu").pin_memory()
-        """hcp_watch: the number of the last exchange that ended, whether exchanges are aborted."""
+        self.memory = torch.zeros(6, dtype=torch.int64, device="cpu").pin_memory()
+        """hcp_watch: the number of the last exchange that ended, whether exchanges are aborted, and
+        the first failure of a stamp."""
         # Without torch: a thread that waits for the GIL in C++ ends the process when Python ends.
-        self._words = (ctypes.c_int64 * 2).from_address(self.memory.data_ptr())
+        self._words = (ctypes.c_int64 * 6).from_address(self.memory.data_ptr())
         self._pending: deque[_Exchange] = deque()
         self._number = _UNWATCHED
         threading.Thread(target=self._run, name="hcp-nccl-watch", daemon=True).start()
@@ -215,12 +258,19 @@ class _Watch:
         deadline = time.monotonic() + self._timeout
         self._pending.append(_Exchange(self._number, deadline, peers))
 
+    def other(self) -> tuple[int, ...]:
+        """hcp_signal_failure of a stamp: its kind is 0 while none has differed."""
+        return tuple(self._words[2:])
+
     def stop_device(self) -> None:
         """From now on the end of an exchange stops the device, whose rows may be missing."""
         self._words[1] = 1
 
     def _run(self) -> None:
         while (transport := self._transport()) is not None and transport.is_open:
+            if self._words[2] > 0:  # as where one is late
+                _log.error(transport.other())
+                return
             ended = self._words[0]
             while self._pending and self._pending[0].number <= ended:
                 self._pending.popleft()

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hcp.agreement import Recent, Stamp
 from hcp.errors import HcpError
-from hcp.exchange import Share, TorchTransport
+from hcp.exchange import Board, Share, TorchTransport
 
 _SLOTS = 2
 """Exchanges that may be under way at once: the next is staged while the last is read."""
@@ -59,6 +60,7 @@ class PeerTransport(TorchTransport):
             stream=self.stream.cuda_stream,
             buffer_bytes=buffer_bytes,
             timeout=timeout,
+            board=self.board,
         )
 
     def check(self) -> None:
@@ -92,10 +94,12 @@ class Slots:
         stream: int,
         buffer_bytes: int,
         timeout: float,
+        board: Board | None = None,
     ) -> None:
         """``bases``: where each rank's memory lies here. ``view``: of a rank's memory, of some
         shape and dtype, from an element on. ``failure``: int64 (4,), see hcp_signal_failure.
-        ``stream``: a cudaStream_t of the device, which reads."""
+        ``stream``: a cudaStream_t of the device, which reads. ``board``: where ranks say in words
+        what has stopped their devices."""
         self.rank, self._bases, self._view, self._stream = rank, bases, view, stream
         self._timeout_ns = int(timeout * 1e9)
         self._slot_bytes = _slot_bytes(buffer_bytes)
@@ -107,10 +111,12 @@ class Slots:
         self._counts = torch.zeros(2 * _SLOTS * len(bases), dtype=torch.int64, device="cpu")
         self._columns: dict[tuple[object, ...], list[Tensor]] = {}
         self._signals: dict[tuple[object, ...], Tensor] = {}
+        self._recent, self._board = Recent(rank), board
 
-    def begin(self) -> None:
+    def begin(self, stamp: Stamp) -> None:
         """Raise HcpError when an exchange has failed, or none may begin."""
         self.check()
+        self._recent.add(stamp)
         if self._stream and torch.cuda.is_current_stream_capturing():
             raise HcpError(
                 "a CUDA graph captures an exchange through peers' memory, whose signals count on: "
@@ -125,14 +131,18 @@ class Slots:
             raise HcpError(
                 f"rank {self.rank}: rank {peer} has not come to an exchange of keys and values "
                 f"within {self._timeout_ns / 1e9:g} s; it has ended or is late, and its own "
-                "message says why"
+                f"message says why{self._said(peer)}"
             )
         if kind == _OTHER:
-            raise HcpError(
-                f"rank {self.rank}: rank {peer} came to an exchange with a call that differs from "
-                f"this rank's (signal {found:#x}, expected {expected:#x}); every rank of a group "
-                "must call with the same dtypes, heads, sizes and options"
-            )
+            raise self._differing(peer, expected % 2**32, found % 2**32)
+
+    def _said(self, peer: int) -> str:
+        return "" if self._board is None else self._board.said([peer])
+
+    def _differing(self, peer: int, expected: int, found: int) -> HcpError:
+        if self._board is None:
+            return self._recent.differing(peer, expected, found)
+        return self._board.differing(self._recent, peer, expected, found)
 
     # ---- memory ----
 
@@ -276,14 +286,14 @@ class PeerShared:
         self._made: list[_Slot | None] = [None] * _SLOTS
 
     def stage(
-        self, exchange: int, parts: Sequence[Tensor], tag: int, own: Sequence[Tensor] = ()
+        self, exchange: int, parts: Sequence[Tensor], stamp: Stamp, own: Sequence[Tensor] = ()
     ) -> PeerStaged:
         slots, share, slot = self._slots, self._share, exchange % _SLOTS
-        slots.begin()
+        slots.begin(stamp)
         made = self._made[slot]
         if made is None:
             made = self._made[slot] = self._make(slot)
-        staged = PeerStaged(slots, made, len(share.widths), tag)
+        staged = PeerStaged(slots, made, len(share.widths), stamp.tag)
         if share.readers:
             staged.stage(parts, share.runs, own)
         else:

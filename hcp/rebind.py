@@ -353,12 +353,15 @@ def _agreed_table(request: _Request) -> _Table | _Nothing:
     except Exception as error:
         refusal = error
         own = _REFUSED + hashlib.sha256(str(error).encode()).digest()
-    digests = transport.all_gather_bytes(own.ljust(64, b"\0"))
+    digests = transport.all_gather_bytes(own.ljust(64, b"\0"), "hcp.eval_cp_context")
     if table is not None and all(digest == digests[transport.rank] for digest in digests):
         return table
     # Every rank saw the same digests, so all of them come here, and none swaps.
     text = str(refusal) if table is None else table.text()
-    tables = [other.decode() for other in transport.all_gather_bytes(text.encode())]
+    tables = [
+        other.decode()
+        for other in transport.all_gather_bytes(text.encode(), "hcp.eval_cp_context: slots")
+    ]
     if refusal is not None:
         raise refusal
     raise HcpError(_disagreement(transport.rank, digests, tables))

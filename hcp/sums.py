@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hcp.exchange import OPERATIONS, Transport, agree_once, signature
-from hcp.layout import Move
+from hcp.agreement import BACKWARD, Kind, Stamp, agree_once, rows_like
+from hcp.exchange import Transport
+from hcp.layout import Move, Origin
 
 
 class Everyone:
@@ -22,17 +23,19 @@ class Everyone:
         peers = [peer for peer in ranks if peer != rank]
         self.sends = [Move(peer, 0, 1) for peer in peers]
         self.receives = [Move(peer, peer - ranks.start, 1) for peer in peers]
-        self.agreed: set[tuple[int, ...]] = set()
+        self.agreed: set[int] = set()
 
 
-def sum_over(transport: Transport, everyone: Everyone, x: Tensor) -> Tensor:
+def sum_over(
+    transport: Transport, everyone: Everyone, x: Tensor, origin: Origin, number: int
+) -> Tensor:
     """The sum of every rank's x, the same bits on all: in float32 or wider, in the ranks' order.
     Its gradient is the sum of theirs."""
     if len(everyone.ranks) <= 1:
         return x.clone()
-    traits = *signature(x.unsqueeze(0)), OPERATIONS["sum_over_group"]
-    tag = agree_once(transport, everyone, traits)
-    out: Tensor = _Sum.apply(x, transport, everyone, tag)  # type: ignore[no-untyped-call]
+    stamp = Stamp(Kind("sum_over_group", origin, x=rows_like(x.unsqueeze(0))), number)
+    agree_once(transport, everyone, stamp)
+    out: Tensor = _Sum.apply(x, transport, everyone, stamp)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -49,15 +52,17 @@ def by_sequence(x: Tensor, bounds: Tensor) -> Tensor:
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, transport: Transport, everyone: Everyone, tag: int) -> Tensor:
-        ctx.transport, ctx.everyone, ctx.tag = transport, everyone, tag
+    def forward(
+        ctx: Any, x: Tensor, transport: Transport, everyone: Everyone, stamp: Stamp
+    ) -> Tensor:
+        ctx.transport, ctx.everyone, ctx.stamp = transport, everyone, stamp.in_pass(BACKWARD)
         wide = x.to(torch.promote_types(x.dtype, torch.float32)) if x.is_floating_point() else x
         sent = wide.reshape(1, -1).contiguous()
         parts = sent.repeat(len(everyone.ranks), 1)
-        transport.start(sent, everyone.sends, parts, everyone.receives, tag=tag).wait()
+        transport.start(sent, everyone.sends, parts, everyone.receives, stamp=stamp).wait()
         return parts.sum(0, dtype=parts.dtype).view_as(x).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        summed = _Sum.apply(grad, ctx.transport, ctx.everyone, ctx.tag)  # type: ignore[no-untyped-call]
+        summed = _Sum.apply(grad, ctx.transport, ctx.everyone, ctx.stamp)  # type: ignore[no-untyped-call]
         return summed, None, None, None

@@ -40,7 +40,9 @@ def connect(
     """
     plain = TorchTransport(group)
     own = _view(plain, transport)
-    views = [json.loads(view) for view in plain.all_gather_bytes(json.dumps(own).encode())]
+    views = [
+        json.loads(view) for view in plain.all_gather_bytes(json.dumps(own).encode(), "connect")
+    ]
     if transport not in TRANSPORTS:  # not before: the others would wait for this rank's view
         raise ValueError(f"transport is {transport!r}, expected one of {TRANSPORTS}")
     for rank, view in enumerate(views):

@@ -209,7 +209,8 @@ def attention_errors(
 
 def summed(groups: Groups, own: Tensor | None) -> Tensor:
     """The sum over all ranks, as a trainer would reduce a gradient."""
-    shares = groups.transport.all_gather_bytes(pickle.dumps(own if own is None else own.cpu()))
+    payload = pickle.dumps(own if own is None else own.cpu())
+    shares = groups.transport.all_gather_bytes(payload, "test")
     return torch.stack([x for x in map(pickle.loads, shares) if x is not None]).sum(0)
 
 

@@ -695,7 +695,7 @@ def test_ranks_that_call_differently_all_get_an_error(trait: str) -> None:
     for rank, result in enumerate(results):
         assert isinstance(result, RankError)
         assert result.kind == "HcpError"
-        assert f"rank {rank}: the call differs between ranks" in result.message
+        assert f"rank {rank}: rank {1 - rank} is in another call: " in result.message
 
 
 @pytest.mark.parametrize("trait", TRAITS)

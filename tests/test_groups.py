@@ -151,7 +151,7 @@ def build_and_use(rank, size, arguments):
         total = torch.tensor([rank])
         dist.all_reduce(total, group=getattr(groups, role))
         assert total.item() == sum(groups.ranks(role)), role
-    assert groups.transport.all_gather_bytes(b"%d" % rank) == [
+    assert groups.transport.all_gather_bytes(b"%d" % rank, "test") == [
         b"%d" % other for other in groups.ranks("dp_cp")
     ]
     assert groups.transport.group is not groups.dp_cp
@@ -371,7 +371,7 @@ def take_existing(rank, size, as_mapping):
         groups.ep  # noqa: B018
     assert groups.with_context_parallel(2).report()["created"] == ["cp", "dp"]
     groups.close()
-    assert made.transport.all_gather_bytes(b"x") == [b"x"] * 2
+    assert made.transport.all_gather_bytes(b"x", "test") == [b"x"] * 2
     assert ProcessGroups.from_existing(made) is made
     with pytest.raises(ValueError, match=r"was given hcp\.ProcessGroups and options"):
         ProcessGroups.from_existing(made, transport="torch")
@@ -507,7 +507,7 @@ def close_in_order(rank, size):
     evaluation.close()
     evaluation.close()
     assert groups_alive() == with_train
-    assert train.transport.all_gather_bytes(b"y") == [b"y"] * size
+    assert train.transport.all_gather_bytes(b"y", "test") == [b"y"] * size
     train.close()
     assert groups_alive() == before
     return with_train - before, with_both - with_train
@@ -556,7 +556,7 @@ def wait_for_a_rank_that_left(rank, size):
         store.wait(["done"], timedelta(seconds=100))
         return
     try:
-        groups.transport.all_gather_bytes(b"")
+        groups.transport.all_gather_bytes(b"", "test")
     finally:
         store.set("done", b"")
 

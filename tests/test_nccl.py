@@ -20,11 +20,14 @@ from torch import Tensor
 
 import hcp
 from hcp import nccl
+from hcp.agreement import Kind, Recent, Stamp
+from hcp.exchange import Board, Stamps
 from hcp.layout import Move
 from hcp.nccl import NcclTransport
 
 TO_OTHERS = [Move(1, 0, 1), Move(0, 1, 1), Move(3, 2, 2)]
 """Of rank 1, which sends a row to itself."""
+STAMP = Stamp(Kind("a call"), 3)
 
 
 @pytest.fixture
@@ -69,6 +72,9 @@ def made(
     transport = NcclTransport.__new__(NcclTransport)
     transport.group, transport.rank, transport._communicator = group, 1, 7
     transport.stream, transport._tables = SimpleNamespace(cuda_stream=5), {}
+    transport.stamps, transport._recent = Stamps(1), Recent(1)
+    transport._stamps = torch.zeros(5, dtype=torch.int64)
+    transport.board = Board(group, 1)
     transport._failure, transport._backend = None, Backend(transport)
     transport._watch = nccl._Watch(timeout, nccl.weakref.ref(transport))
     return transport
@@ -90,7 +96,8 @@ class Backend:
 
 
 def start(transport: NcclTransport) -> Any:
-    return transport.start(torch.zeros(4, 2), TO_OTHERS, torch.zeros(4, 2), TO_OTHERS)
+    rows = torch.zeros(4, 2)
+    return transport.start(rows, TO_OTHERS, rows, TO_OTHERS, stamp=STAMP)
 
 
 def watchers() -> list[threading.Thread]:
@@ -112,7 +119,10 @@ def test_an_exchange_is_queued_with_its_number(
     for number, arguments in zip((1, 2, 0), queued, strict=True):
         _, sends, _, receives, *rest = arguments
         assert sends.tolist() == receives.tolist() == [[0, 1, 1], [3, 2, 2]]
-        assert rest == [7, transport._watch.memory, number, 60 * 10**9, 5]
+        # The stamp goes with the first rows of a call alone.
+        stamped = [0, 3] if number == 1 else []
+        given = 7, transport._watch.memory, number, 60 * 10**9, 5, transport._stamps
+        assert rest == [*given, stamped, stamped, STAMP.tag]
     assert joined == [5, 5, 5]
     assert len(transport._watch._pending) == 2  # none of a graph
 
@@ -135,7 +145,7 @@ def test_an_exchange_that_is_late_stops_the_device_before_what_hangs_is_ended(
     transport = made(group, monkeypatch, timeout=0.05)
     pending = start(transport)
     assert transport._backend.aborted.wait(10)
-    (ended, aborted), failure = transport._backend.seen
+    (ended, aborted, *_), failure = transport._backend.seen
     assert (ended, aborted) == (0, 1)
     assert failure in caplog.messages
     for call in (pending.wait, lambda: start(transport), transport.check):

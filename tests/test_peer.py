@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import torch
 from cases import Case, dispatched, loopback_error, staged_by
 
 import hcp
-from hcp.exchange import Share
+from hcp.exchange import Board, Share
 from hcp.loopback import LoopbackTransport
 from hcp.peer import PeerShared, Slots, memory_bytes
 
@@ -30,6 +31,7 @@ class MappedTransport(LoopbackTransport):
 
     buffer_bytes = 2**20
     timeout = 60.0
+    board = staticmethod(lambda rank: None)
 
     def __init__(self, world: Any, rank: int) -> None:
         super().__init__(world, rank)
@@ -51,6 +53,7 @@ class MappedTransport(LoopbackTransport):
             stream=0,
             buffer_bytes=self.buffer_bytes,
             timeout=self.timeout,
+            board=type(self).board(rank),
         )
 
     def share(self, share: Share) -> PeerShared:
@@ -117,9 +120,34 @@ def test_a_rank_that_does_not_come_is_named(mapped: type, monkeypatch: pytest.Mo
         attend(Case((40, 9), 2, min_degree=2), lambda rank: 1.0 - rank)
 
 
-def test_a_rank_that_calls_differently_is_named(mapped: type) -> None:
-    with pytest.raises(hcp.HcpError, match=r"rank \d: rank \d came to an exchange with a call"):
+@pytest.mark.parametrize("says", [True, False])
+def test_a_rank_that_calls_differently_is_named(
+    mapped: type, monkeypatch: pytest.MonkeyPatch, says: bool
+) -> None:
+    """In words, where the ranks have a board to say them."""
+    board = SimpleNamespace(group_name="words")
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(Board, "_store", store)
+    monkeypatch.setattr(mapped, "board", lambda rank: Board(board, rank) if says else None)
+    words = (
+        r".*softmax_scale is \d.0 here, \d.0 on rank \d" if says else " than this rank, which is in"
+    )
+    with pytest.raises(hcp.HcpError, match=rf"rank \d: rank \d is in another call{words}"):
         attend(Case((40, 9), 2, min_degree=2), lambda rank: 1.0 + rank)
+
+
+def test_a_rank_that_is_in_an_earlier_call_is_named_by_its_number(mapped: type) -> None:
+    def check(groups: Any) -> None:
+        cp, local = next(iter(dispatched(groups, Case((40, 9), 2, min_degree=2))))
+        given = local.query, local.key, local.value
+        cp.attention(*given)
+        if groups.transport.rank == 0:
+            with pytest.raises(ValueError, match="softcap is -1"):
+                cp.attention(*given, softcap=-1)
+        cp.attention(*given)
+
+    with pytest.raises(hcp.HcpError, match=r"call is [23] here, [23] on rank \d"):
+        hcp.loopback(2, check, sharing=True)
 
 
 def test_an_exchange_that_does_not_fit_is_refused_with_what_would_do(

@@ -11,9 +11,16 @@ __global__ void wait_signals(const __grid_constant__ awaited_table awaited, int3
     wait_for(awaited, i / words, from + i % words);
 }
 
+__global__ void set_stamp(uint64_t *word, uint64_t stamp) { *word = stamp; }
+
 /* Acquires from the host: whatever ended the exchange, `aborted` was set before. */
-__global__ void end_exchange(hcp_watch *watch, uint64_t number) {
+__global__ void end_exchange(hcp_watch *watch, uint64_t number,
+                             const __grid_constant__ signal_table stamps) {
   if (acquired(&watch->aborted) != 0) __trap();
+  for (int32_t i = 0; i < stamps.n; ++i) {
+    const hcp_signal &stamp = stamps.signals[i];
+    if (*stamp.word != stamp.value) report(&watch->other, 2, stamp, *stamp.word);
+  }
   if (number != 0) release(&watch->ended, number);
 }
 
@@ -34,7 +41,24 @@ hcp_status hcp_cuda_signal_wait(hcp_awaited awaited, int32_t from, int32_t to, c
   return hcp_cuda_launched("signal_wait", err);
 }
 
-hcp_status hcp_cuda_exchange_end(hcp_watch *watch, uint64_t number, void *stream, hcp_error *err) {
-  end_exchange<<<1, 1, 0, (cudaStream_t)stream>>>(watch, number);
-  return hcp_cuda_launched("exchange_end", err);
+hcp_status hcp_cuda_stamp_set(uint64_t *word, uint64_t stamp, void *stream, hcp_error *err) {
+  set_stamp<<<1, 1, 0, (cudaStream_t)stream>>>(word, stamp);
+  return hcp_cuda_launched("stamp_set", err);
+}
+
+/* As many launches as it takes to carry all stamps; the last one says that it has ended. */
+hcp_status hcp_cuda_exchange_end(hcp_watch *watch, uint64_t number, hcp_signals stamps,
+                                 void *stream, hcp_error *err) {
+  hcp_status status = HCP_OK;
+  for (int64_t first = 0; status == HCP_OK; first += HCP_CUDA_SIGNALS_MAX) {
+    int64_t left = stamps.n - first;
+    bool last = left <= HCP_CUDA_SIGNALS_MAX;
+    signal_table table;
+    status = fill(&table, {stamps.data + first, last ? left : HCP_CUDA_SIGNALS_MAX}, err);
+    if (status != HCP_OK) break;
+    end_exchange<<<1, 1, 0, (cudaStream_t)stream>>>(watch, last ? number : 0, table);
+    status = hcp_cuda_launched("exchange_end", err);
+    if (last) break;
+  }
+  return status;
 }

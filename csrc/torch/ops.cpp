@@ -136,7 +136,8 @@ STABLE_TORCH_LIBRARY(hcp, m) {
   m.def("join(Tensor like, int stream) -> ()");
   m.def(
       "nccl_exchange(Tensor sent, Tensor sends, Tensor(a!) received, Tensor receives, "
-      "int communicator, Tensor(b!) watch, int number, int timeout_ns, int stream) -> ()");
+      "int communicator, Tensor(b!) watch, int number, int timeout_ns, int stream, "
+      "Tensor(c!) stamps, int[] stamped_to, int[] stamped_from, int stamp) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hcp, CPU, m) {

@@ -59,6 +59,7 @@ struct Cuda {
   KERNEL(reduce_rotated)
   KERNEL(rotate)
   KERNEL(signal_set)
+  KERNEL(stamp_set)
   KERNEL(exchange_end)
 #undef KERNEL
 
@@ -117,21 +118,56 @@ static hcp_watch *watch_of(const Tensor &watch) {
   return static_cast<hcp_watch *>(watch.mutable_data_ptr());
 }
 
-// On a stream that follows the current one, and then its end.
+// Words of the device for the stamps that go with rows: this rank's, then what comes from each
+// rank.
+struct Stamps {
+  uint64_t *words;
+  int64_t ranks;
+
+  Stamps(const Tensor &stamps, const Tensor &like) {
+    expect_dtype("stamps", stamps, torch::headeronly::ScalarType::Long);
+    expect_dim("stamps", stamps, 1);
+    expect_contiguous("stamps", stamps);
+    expect_same_device("stamps", stamps, "sent", like);
+    words = static_cast<uint64_t *>(stamps.mutable_data_ptr());
+    ranks = stamps.size(0) - 1;
+  }
+
+  uint64_t *from(int64_t rank) const {
+    if (rank < 0 || rank >= ranks)
+      refuse("a stamp's rank is ", rank, ", expected 0 to ", ranks - 1, ": one of the stamps'");
+    return words + 1 + rank;
+  }
+};
+
+// On a stream that follows the current one, and then its end. The stamp goes with the rows to some
+// peers, and is compared with what comes with the rows of others.
 static void nccl_exchange(Tensor sent, Tensor sends, Tensor received, Tensor receives,
                           int64_t communicator, Tensor watch, int64_t number, int64_t timeout_ns,
-                          int64_t stream) {
+                          int64_t stream, Tensor stamps, Sizes stamped_to, Sizes stamped_from,
+                          int64_t stamp) {
   hcp_watch *watched = watch_of(watch);
   expect_at_least("number", number, 0);
   expect_same_device("received", received, "sent", sent);
   std::vector<hcp_transfer> out = transfers_of("sent", sent, column_of("sent", sent), sends);
   std::vector<hcp_transfer> in =
       transfers_of("received", received, output_of("received", received), receives);
+  Stamps words(stamps, sent);
+  SignalList expected;
+  for (int64_t peer : stamped_from) {
+    in.push_back({static_cast<int32_t>(peer), words.from(peer), sizeof(uint64_t)});
+    expected.push_back({words.from(peer), static_cast<uint64_t>(stamp), peer});
+  }
+  for (int64_t peer : stamped_to) {
+    words.from(peer);
+    out.push_back({static_cast<int32_t>(peer), words.words, sizeof(uint64_t)});
+  }
   Cuda device(sent, stream);
+  if (!stamped_to.empty()) device.stamp_set(words.words, static_cast<uint64_t>(stamp));
   device.nccl_exchange(&nccl(), reinterpret_cast<void *>(communicator), out.data(),
                        static_cast<int64_t>(out.size()), in.data(), static_cast<int64_t>(in.size()),
                        timeout_ns);
-  device.exchange_end(watched, static_cast<uint64_t>(number));
+  device.exchange_end(watched, static_cast<uint64_t>(number), borrowed(expected));
 }
 
 }  // namespace hcp

@@ -286,9 +286,11 @@ def end_exchange(watch: Tensor, number: int, *, captured: bool = False) -> None:
     """An exchange of nothing by NCCL, and its end."""
     rows, none = torch.zeros(1, 1, device="cuda"), torch.empty(0, 3).long()
     stream = torch.cuda.Stream().cuda_stream
+    stamps = torch.zeros(3, dtype=torch.int64, device="cuda"), [], [], 0
 
     def exchange(number: int) -> None:
-        torch.ops.hcp.nccl_exchange(rows, none, rows, none, 0, watch, number, 10**9, stream)
+        given = rows, none, rows, none, 0, watch, number, 10**9, stream
+        torch.ops.hcp.nccl_exchange(*given, *stamps)
         torch.ops.hcp.join(rows, stream)
 
     if captured:

@@ -296,12 +296,18 @@ hcp_status hcp_cuda_read(hcp_dtype dtype, const hcp_column *parts, int32_t n_col
 typedef struct hcp_watch {
   uint64_t ended;   /* the number of the last exchange that has */
   uint64_t aborted; /* set by the host before it ends what hangs, without its rows */
+  hcp_signal_failure other; /* of kind 2: a peer whose stamp is not the one expected */
 } hcp_watch;
 
-/* Behind an exchange on its stream: sets `ended` to its number, unless that is 0. Once
- * `aborted` is set the kernel traps, as where a signal does not come. A graph may
- * capture it. */
-hcp_status hcp_cuda_exchange_end(hcp_watch *watch, uint64_t number, void *stream, hcp_error *err);
+/* Write a word of the device: the stamp that this rank sends with its rows. */
+hcp_status hcp_cuda_stamp_set(uint64_t *word, uint64_t stamp, void *stream, hcp_error *err);
+
+/* After an exchange on its stream: compares the stamps that came with its rows, each with
+ * its value, then sets `ended` to the exchange's number, unless that is 0. When a stamp
+ * differs, `other` says so and the kernel traps; once `aborted` is set it traps, as where
+ * a signal does not come. A graph may capture it. */
+hcp_status hcp_cuda_exchange_end(hcp_watch *watch, uint64_t number, hcp_signals stamps,
+                                 void *stream, hcp_error *err);
 
 /* What a stream does from now on follows what another has been given so far. */
 hcp_status hcp_cuda_follow(void *stream, void *ahead, hcp_error *err);

@@ -1,0 +1,282 @@
+"""Which call a rank is in: what ranks compare before they use each other's rows.
+
+Every exchange carries a stamp. It names the kind of call (the plan, step and micro-batch that it
+belongs to, its operation, dtypes, heads, sizes and options), the number of the call in its handler,
+the pass, and the layer where the caller names one. Ranks whose stamps differ hear it in words
+before any row is used. The numbers follow the forward: a backward carries the number of its forward
+call, so that backwards may run in any order that all ranks share.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from hcp.errors import HcpError
+from hcp.layout import Move, Origin
+
+LayerName = int | str | None
+"""What a caller names its layer by."""
+
+FORWARD, BACKWARD, BACKWARD_WITH_LSE = range(3)
+"""The passes of a call. Under the last, gradients of the log-sum-exp travel too."""
+_PASSES = ("forward", "backward", "backward with a gradient of the log-sum-exp")
+
+_MASK = 2**62 - 1
+# Odd, so that numbers below 2**28 give different tags, of 30 bits, for one kind.
+_STEP, _LAYER_STEP = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F
+_FIRST_TAG, _TAGS = 2, 2**30
+
+
+class Kind:
+    """What calls of one kind have in common on all ranks. Made once, for all such calls."""
+
+    __slots__ = ("digest", "fields")
+
+    def __init__(self, operation: str, origin: Origin | None = None, **options: Any) -> None:
+        """``options``: what JSON can say; None is left out."""
+        named: dict[str, Any] = {"operation": operation}
+        if origin is not None:
+            named["plan"] = f"{origin.plan:016x}"
+            named["step"], named["micro-batch"] = origin.step, origin.micro_batch
+        named |= {name: value for name, value in options.items() if value is not None}
+        text = json.dumps(named)
+        self.fields: dict[str, Any] = json.loads(text)  # as others read them
+        digest = blake2b(text.encode(), digest_size=8).digest()
+        self.digest = int.from_bytes(digest, "little") & _MASK
+
+
+class Stamp:
+    """One call, or one pass of it."""
+
+    __slots__ = ("digest", "kind", "layer", "number", "passed")
+
+    def __init__(
+        self, kind: Kind, number: int = 0, passed: int = FORWARD, layer: LayerName = None
+    ) -> None:
+        self.kind, self.number, self.passed, self.layer = kind, number, passed, layer
+        digest = kind.digest + (4 * number + passed + 1) * _STEP
+        if layer is not None:
+            digest += (zlib.crc32(str(layer).encode()) + 1) * _LAYER_STEP
+        self.digest = digest & _MASK
+
+    @property
+    def tag(self) -> int:
+        """Of messages, for transports that know tags: rows of different stamps never meet."""
+        return _FIRST_TAG + self.digest % _TAGS
+
+    def in_pass(self, passed: int) -> Stamp:
+        """The same call in another pass."""
+        return Stamp(self.kind, self.number, passed, self.layer)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """In words: names and values that JSON can say."""
+        named = {"layer": self.layer} if self.layer is not None else {}
+        numbered = {"call": self.number} if self.number else {}
+        return {**self.kind.fields, **numbered, "pass": _PASSES[self.passed], **named}
+
+
+class Refusal(NamedTuple):
+    """A call that one rank cannot make: it tells those that wait for it."""
+
+    call: tuple[Any, ...]
+    """What names the call on all ranks: its origin, who calls, and its number."""
+    reason: str
+
+
+def rows_like(x: Tensor) -> str:
+    """dtype and row shape, as kinds name them: "float32 (4, 8)"."""
+    return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape[1:])}"
+
+
+# ---- ranks that differ ---------------------------------------------------------------------------
+
+
+def differing(rank: int, own: Mapping[str, Any], peer: int, theirs: Mapping[str, Any]) -> HcpError:
+    """The error of a rank in a call, whose peer is in another one."""
+    return HcpError(
+        f"rank {rank}: rank {peer} is in another call: {_difference(own, peer, theirs)}; "
+        "every rank of a group must make the same calls in one order, with the same dtypes, heads, "
+        "sizes and options"
+    )
+
+
+def unknown(rank: int, own: Mapping[str, Any], peer: int) -> HcpError:
+    """The same, where nobody says which call the peer is in."""
+    return HcpError(
+        f"rank {rank}: rank {peer} is in another call than this rank, which is in {name(own)}: "
+        f"{json.dumps(dict(own))}; every rank of a group must make the same calls in one order, "
+        "with the same dtypes, heads, sizes and options"
+    )
+
+
+def refused(rank: int, own: Mapping[str, Any], peer: int, reason: str) -> HcpError:
+    """The error of a rank whose peer has refused the call."""
+    return HcpError(
+        f"rank {rank}: rank {peer} has refused {name(own)}, and waits no more: {reason}"
+    )
+
+
+def name(fields: Mapping[str, Any]) -> str:
+    """A call in a few words."""
+    words = str(fields.get("operation"))
+    if "call" in fields:
+        words += f", call {fields['call']}"
+    if "micro-batch" in fields:
+        words += f" of micro-batch {fields['micro-batch']} in step {fields['step']}"
+    return words
+
+
+def _difference(own: Mapping[str, Any], peer: int, theirs: Mapping[str, Any]) -> str:
+    """Of calls of different operations, whose options say nothing, only the names."""
+    if own.get("operation") != theirs.get("operation"):
+        return f"{name(own)} here, {name(theirs)} on rank {peer}"
+    names = [n for n in dict.fromkeys([*own, *theirs]) if own.get(n) != theirs.get(n)]
+    said = "; ".join(f"{n} is {own.get(n)} here, {theirs.get(n)} on rank {peer}" for n in names)
+    return f"in {own.get('operation')}, {said}"
+
+
+class Recent:
+    """The stamps that a rank has used last, by tag: what a device has found instead of the stamp
+    that it waited for is most often one of them, or near one."""
+
+    _MOST, _NEAR = 1024, 64
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._stamps: dict[int, Stamp] = {}
+
+    def add(self, stamp: Stamp) -> None:
+        if len(self._stamps) >= self._MOST:
+            for tag in list(self._stamps)[: self._MOST // 2]:
+                del self._stamps[tag]
+        self._stamps[stamp.tag] = stamp
+
+    def of(self, tag: int) -> dict[str, Any] | None:
+        """The call with a tag, in words."""
+        stamp = self._stamps.get(tag)
+        return None if stamp is None else stamp.fields
+
+    def differing(self, peer: int, expected: int, found: int) -> HcpError:
+        """The error of a rank whose device waited for one tag and found another."""
+        own, theirs = self.of(expected), self._find(found)
+        if own is None:
+            return HcpError(
+                f"rank {self._rank}: rank {peer} is in another call (signal {found:#x}, expected "
+                f"{expected:#x}); every rank of a group must make the same calls in one order"
+            )
+        if theirs is None:
+            return unknown(self._rank, own, peer)
+        return differing(self._rank, own, peer, theirs.fields)
+
+    def _find(self, tag: int) -> Stamp | None:
+        if tag in self._stamps:
+            return self._stamps[tag]
+        kinds = {stamp.kind.digest: stamp for stamp in self._stamps.values()}
+        layers = dict.fromkeys(stamp.layer for stamp in self._stamps.values())
+        for stamp in kinds.values():
+            first = max(1, stamp.number - self._NEAR)
+            for number in range(first, stamp.number + self._NEAR):
+                for passed in range(len(_PASSES)):
+                    for layer in layers:
+                        near = Stamp(stamp.kind, number, passed, layer)
+                        if near.tag == tag:
+                            return near
+        return None
+
+
+# ---- collectives ---------------------------------------------------------------------------------
+
+
+def label(what: str, payload: bytes) -> bytes:
+    """A rank's part of a gathering, which says what it is."""
+    return what.encode() + b"\0" + payload
+
+
+def unlabel(rank: int, what: str, parts: Sequence[bytes]) -> list[bytes]:
+    """Every rank's payload; HcpError where one is in another gathering."""
+    wanted = what.encode()
+    payloads = []
+    for peer, part in enumerate(parts):
+        theirs, _, payload = part.partition(b"\0")
+        if theirs != wanted:
+            raise HcpError(
+                f"rank {rank}: rank {peer} is in another call: {what} here, "
+                f"{theirs.decode(errors='replace')[:80]} on rank {peer}; every rank of a domain "
+                "must make the same calls in one order"
+            )
+        payloads.append(payload)
+    return payloads
+
+
+# ---- the first call of a kind --------------------------------------------------------------------
+
+
+class Moves(Protocol):
+    """A route or a schedule: who sends rows to whom."""
+
+    agreed: set[int]
+    """Digests of the kinds of calls that the ranks have found equal."""
+
+    @property
+    def sends(self) -> list[Move]: ...
+
+    @property
+    def receives(self) -> list[Move]: ...
+
+
+class _Agrees(Protocol):
+    rank: int
+    agree: Callable[[Stamp, Sequence[int]], None]
+
+
+def agree_once(transport: _Agrees, moves: Moves, stamp: Stamp) -> None:
+    """Compare a call with the peers, both ways, when it is the first of its kind.
+
+    A receive buffer of the wrong size would abort the process, or be filled in part: peers whose
+    calls differ are refused before any row is on its way. Raises HcpError.
+    """
+    if stamp.kind.digest not in moves.agreed:
+        transport.agree(stamp, peers_of(transport.rank, (*moves.sends, *moves.receives)))
+        moves.agreed.add(stamp.kind.digest)
+
+
+def peers_of(rank: int, moves: Iterable[Move]) -> list[int]:
+    """The other ranks of some moves, ascending."""
+    return sorted({move.peer for move in moves} - {rank})
+
+
+# ---- stamps as messages --------------------------------------------------------------------------
+
+HEADER_BYTES = 1024
+
+
+def header_of(stamp: Stamp) -> Tensor:
+    """What goes ahead of the rows of a call: alike on all of its ranks."""
+    return _as_header({"fields": stamp.fields, "digest": stamp.digest})
+
+
+def header_of_refusal(refusal: Refusal) -> Tensor:
+    """What goes there when no rows will."""
+    reason = refusal.reason.encode("ascii", "replace").decode()[: HEADER_BYTES // 3]
+    return _as_header({"call": list(refusal.call), "refused": reason})
+
+
+def read_header(header: Tensor) -> dict[str, Any]:
+    """What somebody's header says."""
+    read: dict[str, Any] = json.loads(bytes(header.tolist()).rstrip(b"\0"))
+    return read
+
+
+def _as_header(said: dict[str, Any]) -> Tensor:
+    text = json.dumps(said).encode()
+    if len(text) > HEADER_BYTES:  # names of unusual length: their digest still differs
+        text = json.dumps({"digest": said["digest"], "fields": {"operation": "?"}}).encode()
+    return torch.frombuffer(bytearray(text.ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)

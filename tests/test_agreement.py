@@ -1,0 +1,410 @@
+"""Ranks whose calls differ, or come in different orders: an error in words on each, and no number
+that is made of other rows.
+
+The ranks are Gloo's. A call's rows are made of its layer and sequence, so that rows of another call
+would show in the result; sequences have one length, so that nothing else tells calls apart.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankError, run_ranks, try_ranks
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import hcp
+from hcp.agreement import FORWARD, Kind, Recent, Stamp, differing, header_of, read_header
+from hcp.layout import Origin
+
+LENGTH, HEADS, GROUPS, SIZE = 32, 4, 2, 8
+
+Micro = tuple[hcp.ContextParallelHandler, Any]
+
+
+def whole(sequence: int, layer: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1000 * layer + sequence)
+    heads = (HEADS, GROUPS, GROUPS)
+    return [torch.randn(LENGTH, n, SIZE, generator=generator, dtype=torch.float64) for n in heads]
+
+
+def expected(sequence: int, layer: int) -> Tensor:
+    query, key, value = whole(sequence, layer)
+    key, value = (x.repeat_interleave(HEADS // GROUPS, 1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) / SIZE**0.5
+    hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value)
+
+
+def rows(micro: Micro, layer: int = 0) -> list[Tensor]:
+    cp, _ = micro
+    (sequence,) = cp.layout.sequences
+    return [x[cp.position_ids].requires_grad_() for x in whole(sequence, layer)]
+
+
+def attend(micro: Micro, layer: int = 0, name: int | str | None = None) -> Tensor:
+    """The result, which is right where it is given."""
+    cp, _ = micro
+    out = cp.attention(*rows(micro, layer), layer=name)
+    (sequence,) = cp.layout.sequences
+    worst = (out - expected(sequence, layer)[cp.position_ids]).abs().max()
+    assert worst < 1e-10, f"WRONG: off by {worst} in layer {layer}, without an error"
+    return out
+
+
+def step_of(size: int, sequences: int = 1, **options: Any) -> list[Micro]:
+    groups = hcp.build_process_groups(cp=1)
+    return dispatched(groups, size, sequences, **options)
+
+
+def dispatched(groups: Any, size: int, sequences: int, **options: Any) -> list[Micro]:
+    lengths = [LENGTH] * sequences
+    limits = {"max_tokens_per_rank": -(-LENGTH // size), "min_degree": size}
+    plan = hcp.plan(lengths, ranks=size, **limits)
+    rank = groups.transport.rank
+    samples = [{"tokens": torch.full((LENGTH,), s)} for s in range(sequences)] if rank == 0 else []
+    return list(hcp.dispatch(plan, samples, [0] * sequences, groups, **options))
+
+
+# ---- what ranks can do differently ---------------------------------------------------------------
+
+
+def micro_batches_in_another_order(rank: int, size: int) -> None:
+    micros = step_of(size, 2)
+    for micro in micros if rank == 0 else micros[::-1]:
+        attend(micro)
+
+
+def a_micro_batch_is_skipped(rank: int, size: int) -> None:
+    for i, micro in enumerate(step_of(size, 3)):
+        if (rank, i) != (1, 0):
+            attend(micro)
+
+
+def a_layer_is_skipped(rank: int, size: int) -> None:
+    first, second = step_of(size, 2)
+    for layer in (0, 1, 2) if rank == 0 else (0, 2):
+        attend(first, layer, name=layer)
+    attend(second)
+
+
+def a_layer_is_skipped_without_a_name(rank: int, size: int) -> None:
+    """Until another micro-batch comes, nothing tells layers of one kind apart."""
+    first, second = step_of(size, 2)
+    (cp, _) = first
+    for layer in (0, 1) if rank == 0 else (0,):
+        cp.attention(*rows(first, layer))
+    attend(second)
+
+
+def layers_in_another_order(rank: int, size: int) -> None:
+    (micro,) = step_of(size)
+    for layer in (0, 1) if rank == 0 else (1, 0):
+        attend(micro, layer, name=f"layers.{layer}")
+
+
+def backwards_in_another_order(rank: int, size: int) -> None:
+    (micro,) = step_of(size)
+    outs = [attend(micro, layer) for layer in (0, 1)]
+    for out in outs if rank == 0 else outs[::-1]:
+        out.sum().backward()
+
+
+def one_rank_recomputes(rank: int, size: int) -> None:
+    (micro,) = step_of(size)
+    cp, _ = micro
+    outs = []
+    for layer in (0, 1):
+        given = rows(micro, layer)
+        recomputed = rank == 1
+        outs.append(
+            checkpoint(cp.attention, *given, use_reentrant=False)
+            if recomputed
+            else cp.attention(*given)
+        )
+    sum(out.sum() for out in outs).backward()  # type: ignore[union-attr]
+
+
+def steps_in_another_order(rank: int, size: int) -> None:
+    groups = hcp.build_process_groups(cp=1)
+    steps = [dispatched(groups, size, 1) for _ in range(2)]
+    for (micro,) in steps if rank == 0 else steps[::-1]:
+        attend(micro)
+
+
+def handlers_of_other_plans(rank: int, size: int) -> None:
+    groups = hcp.build_process_groups(cp=1)
+    limits = {"max_tokens_per_rank": -(-LENGTH // size), "min_degree": size}
+    plan = hcp.plan([LENGTH] * 2, ranks=size, **limits).to_dict()
+    if rank == 1:
+        plan["micro_batches"] = plan["micro_batches"][::-1]
+    cp = hcp.ContextParallelHandler(hcp.Plan.from_dict(plan), 0, groups.transport)
+    attend((cp, None))
+
+
+def rolled_in_another_order(rank: int, size: int) -> None:
+    micros = step_of(size, 2)
+    for cp, local in micros if rank == 0 else micros[::-1]:
+        rolled = cp.roll_tensor(local.tokens)
+        inside = cp.position_ids < LENGTH - 1
+        assert torch.equal(rolled[inside], local.tokens[inside]), "WRONG, without an error"
+
+
+def sums_in_another_order(rank: int, size: int) -> None:
+    micros = step_of(size, 2)
+    for cp, _ in micros if rank == 0 else micros[::-1]:
+        x = torch.full((1,), float(cp.micro_batch))
+        assert cp.sum_over_group(x) == size * x, "WRONG, without an error"
+
+
+def heads_in_another_order(rank: int, size: int) -> None:
+    micros = step_of(size, 2)
+    for cp, local in micros if rank == 0 else micros[::-1]:
+        x = local.tokens.double().view(-1, 1, 1).expand(-1, size, 1)
+        assert (cp.sequence_to_head(x) == x[0]).all(), "WRONG, without an error"
+
+
+def halos_in_another_order(rank: int, size: int) -> None:
+    micros = step_of(size, 2)
+    for cp, local in micros if rank == 0 else micros[::-1]:
+        halo = cp.halo(local.tokens.double() + 1, 1)
+        assert ((halo == 0) | (halo == local.tokens[0] + 1)).all(), "WRONG, without an error"
+
+
+def threads_in_another_order(rank: int, size: int) -> None:
+    """Two threads of each rank attend at once: in turns that one rank has the other way."""
+    micros = step_of(size, 2)
+    first_done, failures = threading.Event(), []
+
+    def work(place: int) -> None:
+        try:
+            if place == 1:
+                assert first_done.wait(20)
+            attend(micros[place if rank == 0 else 1 - place])
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            first_done.set()
+
+    threads = [threading.Thread(target=work, args=(place,)) for place in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+# By the name of what ranks do: words that the error of a rank has.
+WORDS: dict[Callable[..., None], str] = {
+    micro_batches_in_another_order: r"micro-batch is [01] here, [01] on rank \d",
+    a_micro_batch_is_skipped: r"micro-batch is [01] here, [01] on rank \d",
+    a_layer_is_skipped: r"layer is [12] here, [12] on rank \d",
+    a_layer_is_skipped_without_a_name: r"micro-batch is [01] here, [01] on rank \d; call is [12]",
+    layers_in_another_order: r"layer is layers\.[01] here, layers\.[01] on rank \d",
+    backwards_in_another_order: r"in attention, call is [12] here, [12] on rank \d",
+    one_rank_recomputes: r"call is [23] here, [23] on rank \d; pass is (forward|backward) here",
+    steps_in_another_order: r"step is [12] here, [12] on rank \d",
+    handlers_of_other_plans: r"plan is \w{16} here, \w{16} on rank \d",
+    rolled_in_another_order: r"in roll_tensor, micro-batch is [01] here",
+    sums_in_another_order: r"in sum_over_group, micro-batch is [01] here",
+    heads_in_another_order: r"in sequence_to_head, micro-batch is [01] here",
+    halos_in_another_order: r"in halo, micro-batch is [01] here",
+    threads_in_another_order: r"micro-batch is [01] here, [01] on rank \d",
+}
+
+
+@pytest.mark.parametrize("differently", WORDS, ids=lambda case: case.__name__)
+def test_ranks_hear_in_words_what_differs(differently: Callable[..., None]) -> None:
+    results = try_ranks(2, differently, group_timeout=20)
+    for result in results:
+        assert isinstance(result, RankError), f"{differently.__name__} ended without an error"
+        assert result.kind == "HcpError", str(result)
+    said = "\n".join(result.message for result in results)
+    assert re.search(WORDS[differently], said), said
+
+
+DIFFERING = {
+    "causal": ({"causal": True}, {"causal": False}, "causal is True here, False on rank 1"),
+    "window": ({"window_size": (3, 0)}, {"window_size": (4, 0)}, r"window_size is \[3, 0\] here"),
+    "scale": ({"softmax_scale": 0.5}, {}, r"softmax_scale is 0\.5 here, 0\.35"),
+    "comm type": ({"comm_type": "a2a"}, {}, "comm_type is a2a here, p2p on rank 1"),
+}
+
+
+def call_with(
+    rank: int, size: int, one: dict[str, Any], other: dict[str, Any], before: int
+) -> None:
+    (micro,) = step_of(size, comm_types=("p2p", "a2a"))
+    cp, _ = micro
+    for _ in range(before):
+        cp.attention(*rows(micro))
+    cp.attention(*rows(micro), **(other if rank else one))
+
+
+@pytest.mark.parametrize("option", DIFFERING)
+@pytest.mark.parametrize("before", [0, 1])
+def test_options_that_differ_are_named(option: str, before: int) -> None:
+    one, other, words = DIFFERING[option]
+    results = try_ranks(2, call_with, one, other, before, group_timeout=20)
+    assert [result.kind for result in results] == ["HcpError"] * 2
+    assert re.search(words, results[0].message), results[0].message
+
+
+# ---- what keeps working --------------------------------------------------------------------------
+
+
+def in_many_orders(rank: int, size: int) -> None:
+    """Checkpoints, reversed backwards, interleaved micro-batches, a graph that is used twice."""
+    micros = step_of(size, 2)
+    outs = [attend(micro, layer, name=layer) for layer in (0, 1) for micro in micros]
+    for out in reversed(outs):
+        out.sum().backward()
+    cp, _ = micros[0]
+    outs = [
+        checkpoint(cp.attention, *rows(micros[0], layer), use_reentrant=False) for layer in (0, 1)
+    ]
+    (outs[0].sum() + outs[1].sum()).backward()
+    out = attend(micros[1])
+    out.sum().backward(retain_graph=True)
+    out.sum().backward()
+    attend(micros[0], 2)
+    attend(micros[0], 3, name="named")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_orders_that_ranks_share_work(size: int) -> None:
+    run_ranks(size, in_many_orders, group_timeout=30)
+
+
+def refuses(rank: int, size: int, who: tuple[int, ...]) -> None:
+    (micro,) = step_of(size)
+    cp, _ = micro
+    attend(micro)
+    query, key, value = rows(micro)
+    if rank in who:
+        with pytest.raises(ValueError, match="value has dtype"):
+            cp.attention(query, key, value.float())
+        if len(who) < size:
+            raise OSError("this rank has given up")
+    attend(micro)
+
+
+def test_a_call_that_all_ranks_refuse_leaves_the_next_ones_right() -> None:
+    run_ranks(3, refuses, (0, 1, 2), group_timeout=30)
+
+
+def test_a_rank_that_refuses_its_call_tells_the_others_at_once() -> None:
+    results = try_ranks(3, refuses, (1,), group_timeout=30)
+    assert [result.kind for result in results] == ["HcpError", "OSError", "HcpError"]
+    for result in results[::2]:
+        assert "has refused attention, call 2 of micro-batch 0 in step 1" in result.message
+        assert "ValueError: value has dtype torch.float32" in result.message
+
+
+def test_a_rank_that_refuses_is_heard_in_one_process_too() -> None:
+    def check(groups: Any) -> None:
+        (micro,) = dispatched(groups, 2, 1)
+        cp, _ = micro
+        given = rows(micro)
+        if groups.transport.rank == 0:
+            with pytest.raises(ValueError, match="softcap is -1"):
+                cp.attention(*given, softcap=-1)
+            groups.transport.receive(1, torch.empty(0), Stamp(Kind("waits")))  # what it never gets
+        cp.attention(*given)
+
+    with pytest.raises(hcp.HcpError, match="rank 1: rank 0 has refused attention, call 1 of micro"):
+        hcp.loopback(2, check)
+
+
+# ---- collectives ---------------------------------------------------------------------------------
+
+
+def other_collectives(rank: int, size: int, before: int) -> None:
+    groups = hcp.build_process_groups(cp=1)
+    for _ in range(before):
+        hcp.gather_lengths([], groups)
+    metrics = hcp.Metrics(groups)
+    metrics.add("loss", torch.ones(3))
+    if rank:
+        hcp.gather_lengths([{"tokens": torch.zeros(8)}], groups)
+    else:
+        metrics.reduce()
+
+
+def test_collectives_say_what_they_carry() -> None:
+    results = try_ranks(2, other_collectives, 1, group_timeout=20)
+    ways = ["Metrics.reduce here, hcp.gather_lengths", "hcp.gather_lengths here, Metrics.reduce"]
+    for result, words in zip(results, ways, strict=True):
+        assert isinstance(result, RankError)
+        assert result.kind == "HcpError"
+        assert words in result.message
+
+
+def dispatches_once_more(rank: int, size: int) -> None:
+    groups = hcp.build_process_groups(cp=1)
+    if rank:
+        next(groups.transport.steps)
+    dispatched(groups, size, 1)
+
+
+def test_ranks_that_dispatch_another_step_hear_it() -> None:
+    for result in try_ranks(2, dispatches_once_more, group_timeout=20):
+        assert "ranks differ in step: rank 0 has 1, rank 1 2" in result.message
+
+
+# ---- stamps --------------------------------------------------------------------------------------
+
+
+def test_calls_of_one_kind_have_tags_of_their_own() -> None:
+    kind = Kind("attention", Origin(7, 1, 0), query="float32 (4, 8)")
+    stamps = [Stamp(kind, number, passed) for number in range(2000) for passed in range(3)]
+    stamps += [Stamp(kind, 1, layer=layer) for layer in (*range(100), "a", "b")]
+    assert len({stamp.tag for stamp in stamps}) == len(stamps)
+    assert all(2 <= stamp.tag < 2**30 + 2 for stamp in stamps)
+
+
+def test_a_device_that_found_another_tag_says_which_call_it_was() -> None:
+    recent = Recent(2)
+    kind = Kind("attention", Origin(7, 1, 0))
+    recent.add(Stamp(kind, 7))
+    error = recent.differing(3, Stamp(kind, 7).tag, Stamp(kind, 6).tag)
+    assert "rank 2: rank 3 is in another call: in attention, call is 7 here, 6 on rank 3" in str(
+        error
+    )
+    error = recent.differing(3, Stamp(kind, 7).tag, 12345)
+    assert "rank 3 is in another call than this rank, which is in attention, call 7" in str(error)
+
+
+def test_a_stamp_too_long_for_its_header_still_differs() -> None:
+    one, other = (Stamp(Kind("attention", words="x" * 2000 + end)) for end in "ab")
+    headers = header_of(one), header_of(other)
+    assert not torch.equal(*headers)
+    assert [read_header(h)["digest"] for h in headers] == [one.digest, other.digest]
+
+
+def test_calls_of_other_operations_are_told_apart_by_name_alone() -> None:
+    one = Stamp(Kind("attention", Origin(7, 1, 0), causal=True), 3, FORWARD).fields
+    other = Stamp(Kind("halo", Origin(7, 1, 0), before=3), 3, FORWARD).fields
+    text = str(differing(0, one, 1, other))
+    assert "attention, call 3 of micro-batch 0 in step 1 here, halo, call 3" in text
+    assert "causal" not in text
+
+
+def calls_at_other_lines(rank: int, size: int) -> None:
+    (micro,) = step_of(size, stamp_call_sites=True)
+    cp, _ = micro
+    if rank:
+        cp.attention(*rows(micro))
+    else:
+        cp.attention(*rows(micro))
+
+
+def test_call_sites_are_compared_where_that_is_asked() -> None:
+    for result in try_ranks(2, calls_at_other_lines, group_timeout=20):
+        assert re.search(r"layer is test_agreement\.py:\d+ < .* on rank \d", result.message)
