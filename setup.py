@@ -16,6 +16,7 @@ errors. NVCC names CUDA's compiler; NVCC= (empty) builds for the CPU alone.
 from __future__ import annotations
 
 import atexit
+import hashlib
 import os
 import shlex
 import shutil
@@ -160,7 +161,12 @@ class Toolchain:
             "core": C_FLAGS,
             "cpu": C_FLAGS,
             "nccl": C_FLAGS,
-            "python": [*C_FLAGS, "-DPy_LIMITED_API=0x030B0000", f"-isystem{python}"],
+            "python": [
+                *C_FLAGS,
+                "-DPy_LIMITED_API=0x030B0000",
+                f'-DHCP_CORE_HASH="{core_hash()}"',
+                f"-isystem{python}",
+            ],
             "torch": [
                 *CXX_FLAGS,
                 f"-DTORCH_TARGET_VERSION={oldest}",
@@ -196,6 +202,15 @@ class Toolchain:
         ]
         linker = [*self.nvcc, "-cudart=static"] if self.nvcc else self.cxx
         return [*linker, "-shared", *objects, *libraries, *extra, "-o", str(output)]
+
+
+def core_hash() -> str:
+    """Of what plans and tables are made by: ranks whose cores differ must not meet."""
+    digest = hashlib.sha256()
+    for folder in ("core", "include/hcp"):
+        for path in sorted(Path("csrc", folder).glob("*.[ch]")):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def is_for_cuda(source: str) -> bool:

@@ -5,6 +5,7 @@ from typing import Any, Self, final
 
 from typing_extensions import disjoint_base
 
+CORE_HASH: str
 COMM_TYPES: tuple[str, ...]
 ROUTE_SECTIONS: tuple[tuple[str, int], ...]
 SCHEDULE_SECTIONS: tuple[tuple[str, int], ...]

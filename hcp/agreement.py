@@ -28,16 +28,17 @@ FORWARD, BACKWARD, BACKWARD_WITH_LSE = range(3)
 """The passes of a call. Under the last, gradients of the log-sum-exp travel too."""
 _PASSES = ("forward", "backward", "backward with a gradient of the log-sum-exp")
 
-_MASK = 2**62 - 1
-# Odd, so that numbers below 2**28 give different tags, of 30 bits, for one kind.
-_STEP, _LAYER_STEP = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F
-_FIRST_TAG, _TAGS = 2, 2**30
+# Tags have 30 bits. The factors are odd, so that numbers below 2**28 give different tags for one
+# kind.
+_FIRST_TAG, _TAG_BITS = 2, 30
+_TAG_MASK = 2**_TAG_BITS - 1
+_NUMBER_FACTOR, _LAYER_FACTOR = 0x1E3779B1, 0x05EBCA6B
 
 
 class Kind:
     """What calls of one kind have in common on all ranks. Made once, for all such calls."""
 
-    __slots__ = ("digest", "fields")
+    __slots__ = ("base", "digest", "fields")
 
     def __init__(self, operation: str, origin: Origin | None = None, **options: Any) -> None:
         """``options``: what JSON can say; None is left out."""
@@ -49,27 +50,29 @@ class Kind:
         text = json.dumps(named)
         self.fields: dict[str, Any] = json.loads(text)  # as others read them
         digest = blake2b(text.encode(), digest_size=8).digest()
-        self.digest = int.from_bytes(digest, "little") & _MASK
+        self.digest = int.from_bytes(digest, "little")
+        self.base = self.digest & _TAG_MASK
 
 
 class Stamp:
     """One call, or one pass of it."""
 
-    __slots__ = ("digest", "kind", "layer", "number", "passed")
+    __slots__ = ("kind", "layer", "number", "passed", "tag")
 
     def __init__(
         self, kind: Kind, number: int = 0, passed: int = FORWARD, layer: LayerName = None
     ) -> None:
         self.kind, self.number, self.passed, self.layer = kind, number, passed, layer
-        digest = kind.digest + (4 * number + passed + 1) * _STEP
+        mixed = kind.base + (4 * number + passed) * _NUMBER_FACTOR
         if layer is not None:
-            digest += (zlib.crc32(str(layer).encode()) + 1) * _LAYER_STEP
-        self.digest = digest & _MASK
+            mixed += (zlib.crc32(str(layer).encode()) + 1) * _LAYER_FACTOR
+        self.tag = _FIRST_TAG + (mixed & _TAG_MASK)
+        """Of messages and signals: rows of different stamps never meet."""
 
     @property
-    def tag(self) -> int:
-        """Of messages, for transports that know tags: rows of different stamps never meet."""
-        return _FIRST_TAG + self.digest % _TAGS
+    def identity(self) -> tuple[int, int, int, LayerName]:
+        """Alike for the same call and pass alone."""
+        return self.kind.digest, self.number, self.passed, self.layer
 
     def in_pass(self, passed: int) -> Stamp:
         """The same call in another pass."""
@@ -260,7 +263,7 @@ HEADER_BYTES = 1024
 
 def header_of(stamp: Stamp) -> Tensor:
     """What goes ahead of the rows of a call: alike on all of its ranks."""
-    return _as_header({"fields": stamp.fields, "digest": stamp.digest})
+    return _as_header({"fields": stamp.fields, "digest": stamp.kind.digest})
 
 
 def header_of_refusal(refusal: Refusal) -> Tensor:

@@ -246,7 +246,7 @@ class TorchTransport:
         if "refused" in said:
             if tuple(said["call"]) not in self.stamps.refused:
                 raise refused(self.rank, own, peer, said["refused"])
-        elif said["digest"] != stamp.digest:
+        elif not torch.equal(header, header_of(stamp)):
             raise differing(self.rank, own, peer, said["fields"])
 
     def refuse(self, refusal: Refusal, peers: Sequence[int]) -> None:
@@ -348,18 +348,19 @@ class Stamps:
         self, stamp: Stamp, sends: Sequence[Move], receives: Sequence[Move]
     ) -> tuple[list[int], list[int]]:
         """The peers that are to be sent the stamp, and those that it is to come from."""
-        to = self._new(self._sent, stamp.digest, sends)
-        return to, self._new(self._received, stamp.digest, receives)
+        return self._new(self._sent, stamp.tag, sends), self._new(
+            self._received, stamp.tag, receives
+        )
 
     def meet_both_ways(self, stamp: Stamp, moves: Sequence[Move]) -> list[int]:
         """The peers that send and receive it, whoever has rows for whom: all who differ hear it."""
-        return self._new(self._met, stamp.digest, moves)
+        return self._new(self._met, stamp.tag, moves)
 
-    def _new(self, last: dict[int, int], digest: int, moves: Sequence[Move]) -> list[int]:
+    def _new(self, last: dict[int, int], tag: int, moves: Sequence[Move]) -> list[int]:
         new = []
         for peer, _, _ in moves:
-            if last.get(peer) != digest and peer != self._rank:
-                last[peer] = digest
+            if last.get(peer) != tag and peer != self._rank:
+                last[peer] = tag
                 new.append(peer)
         return new
 

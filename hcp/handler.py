@@ -100,6 +100,7 @@ class ContextParallelHandler:
         self.micro_batch = micro_batch
         self._origin = Origin(plan.checksum, step, micro_batch)
         self._stamp_call_sites = stamp_call_sites
+        self._kinds: dict[tuple[object, ...], Kind] = {}
         # Of the calls that the group makes, and of those that the whole domain makes.
         self._group_numbers, self._domain_numbers = itertools.count(1), itertools.count(1)
         self.rows = layout.rows
@@ -215,7 +216,9 @@ class ContextParallelHandler:
             self._refuse(operation, number, error, everywhere)
             raise
 
-    def _refuse(self, operation: str, number: int, error: Exception, everywhere: bool) -> None:
+    def _refuse(
+        self, operation: str, number: int, error: Exception, everywhere: bool = False
+    ) -> None:
         first = 0 if everywhere else self.layout.first_rank
         count = self._transport.size if everywhere else self.degree
         peers = [p for p in range(first, first + count) if p != self._transport.rank]
@@ -224,11 +227,15 @@ class ContextParallelHandler:
             reason = f"{operation}: {type(error).__name__}: {error}"
             self._transport.refuse(Refusal(call, reason), peers)
 
-    def _named(self, layer: LayerName) -> LayerName:
-        """What the caller names the layer by, or where the call is made, where that is asked."""
-        if layer is None and self._stamp_call_sites:
-            return _call_site()
-        return layer
+    def _kind(self, operation: str, x: Tensor, dtype: torch.dtype, **options: int) -> Kind:
+        """Of calls with rows like those of x. Made once."""
+        key = operation, x.dtype, x.shape[1:], dtype, *options.values()
+        kind = self._kinds.get(key)
+        if kind is None:
+            to = str(dtype).removeprefix("torch.")
+            given = {"x": rows_like(x), "dtype": to, **options}
+            kind = self._kinds[key] = Kind(operation, self._origin, **given)
+        return kind
 
     def _layer(
         self, comm_type: str, left: int, right: int, counts: tuple[int, int], softcap: float
@@ -367,25 +374,17 @@ class ContextParallelHandler:
         Raises ValueError for a wrong tensor, HcpError when ranks differ or a peer is gone,
         NotImplementedError under torch.func and for a second derivative.
         """
-        options: Any = {
-            "causal": causal,
-            "window_size": window_size,
-            "softmax_scale": softmax_scale,
-            "sinks": sinks,
-            "softcap": softcap,
-            "dropout_p": dropout_p,
-            "comm_type": comm_type,
-            "qkv_format": qkv_format,
-            "rotary_pos_emb": rotary_pos_emb,
-        }
-        if torch.compiler.is_compiling():
-            out, lse = self._attend(query, key, value, **options)
-        else:
-            name = self._named(layer)
-            out, lse = self._call(
-                "attention",
-                lambda number: self._attend(query, key, value, **options, number=number, name=name),
-            )
+        # A compiled layer's call gets its number when it is run.
+        number = 0 if torch.compiler.is_compiling() else next(self._group_numbers)
+        name = layer if not (number and self._stamp_call_sites) or layer else _call_site()
+        options = causal, window_size, softmax_scale, sinks, softcap, dropout_p
+        others = comm_type, qkv_format, rotary_pos_emb
+        try:
+            out, lse = self._attend(query, key, value, *options, *others, number, name)
+        except Exception as error:
+            if number:
+                self._refuse("attention", number, error)
+            raise
         return (out, lse) if return_lse else out
 
     def _attend(
@@ -393,7 +392,6 @@ class ContextParallelHandler:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
         causal: bool,
         window_size: tuple[int, int],
         softmax_scale: float | None,
@@ -403,8 +401,8 @@ class ContextParallelHandler:
         comm_type: str | None,
         qkv_format: str,
         rotary_pos_emb: Tensor | rope.Rotary | None,
-        number: int = 0,
-        name: LayerName = None,
+        number: int,
+        name: LayerName,
     ) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp. ``number``: of the call, 0 in a compiled layer."""
         refuse_transforms("attention", query, key, value)
@@ -420,7 +418,7 @@ class ContextParallelHandler:
         turn: Turn | None = None
         if rotary_pos_emb is not None:
             query, key, turn = self._turned(query, key, rotary_pos_emb)
-        if torch.compiler.is_compiling():
+        if number == 0:
             words = self._words_of(*asked, softcap)
             out, lse = attention.operator(query, key, value, sinks, words, scale, turn)
         else:
@@ -738,7 +736,8 @@ class ContextParallelHandler:
             if not x.is_floating_point() and x.dtype != torch.int64:
                 raise ValueError(f"x is {x.dtype}, expected floats or int64: x.to(torch.int64)")
             refuse_transforms("sum_over_group", x)
-            return sums.sum_over(self._transport, self._everyone, x, self._origin, number)
+            stamp = Stamp(self._kind("sum_over_group", x.unsqueeze(0), x.dtype), number)
+            return sums.sum_over(self._transport, self._everyone, x, stamp)
 
         return self._call("sum_over_group", summed)
 
@@ -799,8 +798,8 @@ class ContextParallelHandler:
         if self.degree == 0:
             return x
         schedule = schedule_of(self._prepare(comm.A2A, *_FULL, (1, 1)))
-        like = rows_like(x.new_empty(0, count, *x.shape[2:]))
-        stamp = Stamp(Kind(operation, self._origin, x=like), number)
+        like = x.new_empty(0, count, *x.shape[2:])
+        stamp = Stamp(self._kind(operation, like, x.dtype), number)
         agree_once(self._transport, schedule, stamp)
         out: Tensor = _Trade.apply(x, schedule, self._transport, count, to_heads, stamp)  # type: ignore[no-untyped-call]
         return out
@@ -860,9 +859,7 @@ class ContextParallelHandler:
                         f"{what} is {given}, expected one of {ops.FLOATS} where {x.dtype} is cast "
                         f"to {dtype} on the way: use .to() instead of dtype="
                     )
-        to = str(dtype or x.dtype).removeprefix("torch.")
-        kind = Kind(name, self._origin, x=rows_like(x), dtype=to, **(options or {}))
-        stamp = Stamp(kind, number)
+        stamp = Stamp(self._kind(name, x, dtype or x.dtype, **(options or {})), number)
         agree_once(self._transport, callers, stamp)
         return stamp
 
@@ -914,7 +911,7 @@ _F64 = torch.float64
 
 def _call_site() -> str:
     """The nearest callers outside hcp, innermost first, by file and line."""
-    frame, found = sys._getframe(1), []
+    frame, found = sys._getframe(), []
     while frame is not None and len(found) < 3:
         if frame.f_globals.get("__name__", "").partition(".")[0] != "hcp":
             found.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")

@@ -107,7 +107,7 @@ class LoopbackTransport:
                 raise refused(self.rank, stamp.fields, peer, message.reason)
             message = self._next(peer)
         theirs, rows = message
-        if theirs.digest != stamp.digest:
+        if theirs.identity != stamp.identity:
             raise differing(self.rank, stamp.fields, peer, theirs.fields)
         if (rows.shape, rows.dtype) != (target.shape, target.dtype):
             raise HcpError(

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hcp.agreement import BACKWARD, Kind, Stamp, agree_once, rows_like
+from hcp.agreement import BACKWARD, Stamp, agree_once
 from hcp.exchange import Transport
-from hcp.layout import Move, Origin
+from hcp.layout import Move
 
 
 class Everyone:
@@ -26,14 +26,11 @@ class Everyone:
         self.agreed: set[int] = set()
 
 
-def sum_over(
-    transport: Transport, everyone: Everyone, x: Tensor, origin: Origin, number: int
-) -> Tensor:
+def sum_over(transport: Transport, everyone: Everyone, x: Tensor, stamp: Stamp) -> Tensor:
     """The sum of every rank's x, the same bits on all: in float32 or wider, in the ranks' order.
     Its gradient is the sum of theirs."""
     if len(everyone.ranks) <= 1:
         return x.clone()
-    stamp = Stamp(Kind("sum_over_group", origin, x=rows_like(x.unsqueeze(0))), number)
     agree_once(transport, everyone, stamp)
     out: Tensor = _Sum.apply(x, transport, everyone, stamp)  # type: ignore[no-untyped-call]
     return out

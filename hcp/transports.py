@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import itertools
 import json
 import logging
 import platform
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hcp import _core
+from hcp.errors import HcpError
 from hcp.exchange import TorchTransport
 from hcp.nccl import NcclTransport
 from hcp.peer import BUFFER_BYTES, PeerTransport
@@ -46,6 +51,12 @@ def connect(
     if transport not in TRANSPORTS:  # not before: the others would wait for this rank's view
         raise ValueError(f"transport is {transport!r}, expected one of {TRANSPORTS}")
     for rank, view in enumerate(views):
+        for what, mine in own["build"].items():
+            if view["build"][what] != mine:
+                raise HcpError(
+                    f"rank {plain.rank}: the {what} of hcp is {mine} here, {view['build'][what]} "
+                    f"on rank {rank}; install the same hcp on every rank"
+                )
         if view["transport"] != transport:
             raise ValueError(
                 f"transport is {transport!r}, but {view['transport']!r} on rank {rank}: "
@@ -75,6 +86,7 @@ def _view(plain: TorchTransport, transport: str) -> dict[str, Any]:
     """What the other ranks must know of this one."""
     on_gpu = plain.device.type == "cuda"
     return {
+        "build": _build(),
         "transport": transport,
         "gpu": _uuid(plain.device) if on_gpu else None,
         "index": plain.device.index,
@@ -82,6 +94,17 @@ def _view(plain: TorchTransport, transport: str) -> dict[str, Any]:
         "kernels": on_gpu and has_kernels(),
         "reaches": _reached(plain.device) if on_gpu else [],
     }
+
+
+@functools.cache
+def _build() -> dict[str, str]:
+    """Which hcp this is: ranks with others would plan and call differently."""
+    package = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
+    version = sys.modules["hcp"].__version__
+    return {"version": version, "core": _core.CORE_HASH, "Python": digest.hexdigest()[:16]}
 
 
 def _boot() -> str:

@@ -358,6 +358,29 @@ def test_ranks_that_dispatch_another_step_hear_it() -> None:
         assert "ranks differ in step: rank 0 has 1, rank 1 2" in result.message
 
 
+def builds_with_another_hcp(rank: int, size: int, what: str) -> None:
+    from hcp import transports
+
+    if rank:
+        transports._build = lambda: {**_BUILD, what: "another"}  # type: ignore[assignment]
+    hcp.build_process_groups(cp=1)
+
+
+_BUILD = hcp.transports._build()
+
+
+@pytest.mark.parametrize("what", ["version", "core", "Python"])
+def test_ranks_with_another_hcp_are_refused_when_groups_are_built(what: str) -> None:
+    for result in try_ranks(2, builds_with_another_hcp, what, group_timeout=20):
+        assert f"the {what} of hcp is " in result.message
+        assert "install the same hcp on every rank" in result.message
+
+
+def test_the_build_names_what_ranks_could_differ_in() -> None:
+    assert _BUILD["version"] == hcp.__version__
+    assert all(re.fullmatch(r"[0-9a-f]{16}", _BUILD[name]) for name in ("core", "Python"))
+
+
 # ---- stamps --------------------------------------------------------------------------------------
 
 
@@ -385,7 +408,7 @@ def test_a_stamp_too_long_for_its_header_still_differs() -> None:
     one, other = (Stamp(Kind("attention", words="x" * 2000 + end)) for end in "ab")
     headers = header_of(one), header_of(other)
     assert not torch.equal(*headers)
-    assert [read_header(h)["digest"] for h in headers] == [one.digest, other.digest]
+    assert [read_header(h)["digest"] for h in headers] == [one.kind.digest, other.kind.digest]
 
 
 def test_calls_of_other_operations_are_told_apart_by_name_alone() -> None:

@@ -222,12 +222,27 @@ int hcp_py_add_names(PyObject *module, const char *name, const char *const *name
   return hcp_py_add_owned(module, name, tuple);
 }
 
+/* Set by setup.py; a compiler that only reads the file has none. */
+#ifndef HCP_CORE_HASH
+#define HCP_CORE_HASH ""
+#endif
+
+static int add_hash(PyObject *module) {
+  return PyModule_AddStringConstant(module, "CORE_HASH", HCP_CORE_HASH);
+}
+
 static int add_view(PyObject *module) { return hcp_py_add_type(module, "_View", &view_spec); }
 
 static int execute(PyObject *module) {
-  static int (*const parts[])(PyObject *) = {
-      add_view,        hcp_py_add_plan,  hcp_py_add_layout,    hcp_py_add_table,
-      hcp_py_add_grid, hcp_py_add_slots, hcp_py_add_structure, hcp_py_add_rebinding};
+  static int (*const parts[])(PyObject *) = {add_hash,
+                                             add_view,
+                                             hcp_py_add_plan,
+                                             hcp_py_add_layout,
+                                             hcp_py_add_table,
+                                             hcp_py_add_grid,
+                                             hcp_py_add_slots,
+                                             hcp_py_add_structure,
+                                             hcp_py_add_rebinding};
   for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
     if (parts[i](module) < 0) return -1;
   return 0;

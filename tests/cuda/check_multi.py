@@ -16,6 +16,7 @@ import torch.distributed as dist
 from cases import Case, attention_errors
 
 import hcp
+from hcp.agreement import Kind, Stamp
 from hcp.layout import Move
 
 LENGTHS = (97, 40, 13, 2, 1, 7, 300)
@@ -105,10 +106,11 @@ def check_graph() -> int:
     sent = torch.empty(ranks, 3, device="cuda")
     received = torch.empty_like(sent)
     moves = [Move(peer, peer, 1) for peer in range(ranks)]
-    transport.start(sent, moves, received, moves).wait()
+    stamp = Stamp(Kind("check"))
+    transport.start(sent, moves, received, moves, stamp=stamp).wait()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        transport.start(sent, moves, received, moves).wait()
+        transport.start(sent, moves, received, moves, stamp=stamp).wait()
     peers = torch.arange(ranks, device="cuda", dtype=sent.dtype).unsqueeze(1)
     error = 0.0
     for replay in range(3):

@@ -34,6 +34,7 @@ demo() { # NAME OPTIONS...
 ranks check_multi 120 tests/cuda/check_multi.py
 part check_killed 150 python3 tests/cuda/check_killed.py --ranks "$gpus"
 part check_late 120 python3 tests/cuda/check_late.py
+part check_stamps 200 python3 tests/cuda/check_stamps.py
 demo demo
 demo demo-bfloat16 --dtype bfloat16
 ranks check_eval 240 tests/cuda/check_eval.py

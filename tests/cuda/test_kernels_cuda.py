@@ -306,20 +306,20 @@ def end_exchange(watch: Tensor, number: int, *, captured: bool = False) -> None:
 
 
 def test_the_end_of_an_exchange_tells_its_number() -> None:
-    watch = torch.zeros(2).long().pin_memory()
+    watch = torch.zeros(6).long().pin_memory()
     for number in (1, 5):
         end_exchange(watch, number)
-        assert watch.tolist() == [number, 0]
+        assert watch.tolist() == [number, 0, 0, 0, 0, 0]
     end_exchange(watch, 0, captured=True)
-    assert watch.tolist() == [5, 0]
+    assert watch.tolist() == [5, 0, 0, 0, 0, 0]
 
 
 def end_aborted(captured: bool) -> None:
-    watch = torch.tensor([0, int(not captured)]).pin_memory()
+    watch = torch.tensor([0, int(not captured), 0, 0, 0, 0]).pin_memory()
     try:
         end_exchange(watch, 1, captured=captured)
     except RuntimeError:  # CUDA's
-        os._exit(STOPPED if watch.tolist() == [0, 1] else 1)
+        os._exit(STOPPED if watch.tolist() == [0, 1, 0, 0, 0, 0] else 1)
     os._exit(0)
 
 

@@ -1,0 +1,149 @@
+"""Ranks whose calls differ hear it before they use each other's rows, on two GPUs.
+
+    python tests/cuda/check_stamps.py
+
+Two ranks attend to the micro-batches of a step, over each transport; then one of them takes two
+micro-batches in another order, or attends with another scale. Neither may read a result, and one
+at least has to say what differs. Exits with 1 where a rank reads a result, hangs, or nobody says
+it. With --device cpu the same over Gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+RANKS = 2
+READ, RAISED = 77, 78
+TIMEOUT = 20
+"""Seconds of every group."""
+PATIENCE = 90
+"""Seconds after which a rank hangs."""
+SAID = {
+    "order": "micro-batch is",
+    "scale": "softmax_scale is",
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--rank", type=int, help="be this one")
+    parser.add_argument("--transport", default="torch")
+    parser.add_argument("--what", choices=list(SAID))
+    parser.add_argument("--store")
+    args = parser.parse_args()
+    if args.rank is not None:
+        return attend(args)
+    wrong = 0
+    for transport in ("torch", "nccl", "peer") if args.device == "cuda" else ("torch",):
+        for what, words in SAID.items():
+            codes, seconds, said = outcome(args.device, transport, what)
+            # Devices of torch.distributed stop without a word.
+            named = words in said or (transport == "torch" and args.device == "cuda")
+            ok = named and not {None, 0, READ} & set(codes)
+            wrong += not ok
+            print(
+                f"{'ok ' if ok else 'BAD'} {transport:5} {what}: ranks ended with {codes} after "
+                f"{seconds:.0f} s, {words!r} {'' if words in said else 'not '}said",
+                flush=True,
+            )
+            for line in said.splitlines():
+                if "is in another call" in line:
+                    print("     ", line[:200], flush=True)
+            if not ok:
+                print(said[-3000:], flush=True)
+    return wrong > 0
+
+
+def outcome(device: str, transport: str, what: str) -> tuple[list[int | None], float, str]:
+    """The ranks' exit codes, None where one had to be ended, when, and what they said."""
+    with tempfile.TemporaryDirectory() as folder:
+        said, started = Path(folder, "said"), time.monotonic()
+        with said.open("w") as log:
+            processes = [
+                subprocess.Popen(
+                    [
+                        *(sys.executable, __file__, "--device", device, "--what", what),
+                        *("--rank", str(rank), "--transport", transport),
+                        *("--store", str(Path(folder, "store"))),
+                    ],
+                    stdout=log.fileno(),
+                    stderr=log.fileno(),
+                    env={**os.environ, "LOCAL_RANK": str(rank), "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"},
+                )
+                for rank in range(RANKS)
+            ]
+            codes: list[int | None] = []
+            for process in processes:
+                try:
+                    codes.append(process.wait(max(1.0, started + PATIENCE - time.monotonic())))
+                except subprocess.TimeoutExpired:
+                    codes.append(None)
+            for process in processes:
+                process.kill()
+                process.wait()
+        return codes, time.monotonic() - started, said.read_text()
+
+
+def attend(args: argparse.Namespace) -> int:
+    import torch
+    import torch.distributed as dist
+
+    import hcp
+
+    own = None
+    if args.device == "cuda":
+        own = torch.device("cuda", args.rank)
+        torch.cuda.set_device(own)
+    dist.init_process_group(
+        "nccl" if args.device == "cuda" else "gloo",
+        store=dist.FileStore(args.store, RANKS),
+        rank=args.rank,
+        world_size=RANKS,
+        device_id=own,
+    )
+    groups = hcp.build_process_groups(transport=args.transport, timeout=timedelta(seconds=TIMEOUT))
+    lengths = [1000] * 3
+    plan = hcp.plan(lengths, ranks=RANKS, max_tokens_per_rank=500, min_degree=RANKS)
+    samples = [{"tokens": torch.zeros(n)} for n in lengths] if args.rank == 0 else []
+    first, *others = list(hcp.dispatch(plan, samples, [0] * 3, groups))
+
+    def largest(micro: object, **options: float) -> float:
+        cp, _ = micro  # type: ignore[misc]
+        rows = [torch.randn(cp.rows, 4, 64, device=args.device).bfloat16() for _ in range(3)]
+        leaves = [x.requires_grad_() for x in rows]
+        out = cp.attention(*leaves, **options)
+        results = out, *torch.autograd.grad(out, leaves, out.detach())
+        return max(float(result.detach().abs().max()) for result in results)
+
+    for micro in (first, *others):  # the ranks have seen all kinds of calls
+        print(largest(micro), flush=True)
+    try:
+        if args.what == "scale":
+            largest(first, softmax_scale=0.5 if args.rank else 0.25)
+        else:
+            for micro in others if args.rank else reversed(others):
+                largest(micro)
+    except RuntimeError:
+        traceback.print_exc()
+    else:
+        os._exit(READ)
+    try:
+        if hasattr(groups.transport, "check"):
+            groups.transport.check()
+    except hcp.HcpError:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(RAISED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
