@@ -22,7 +22,7 @@ from hcp.calls import Calls, calls_of
 from hcp.exchange import Transport, shares, transport_of
 from hcp.heads import Heads
 from hcp.journey import Journey, Turn, cut, journey_of, summed, turned_back
-from hcp.kernels import Choice, Kernel, kernel_for, wide
+from hcp.kernels import Choice, Kernel, kernel_for, scores_of_sinks, wide
 from hcp.layout import Schedule
 from hcp.operands import check
 
@@ -188,7 +188,7 @@ def _merge_with_sinks(
     """A sink is a key that every query of its head sees, whose value is 0."""
     _, query_heads, head_size = outs[0].shape
     sink_out = outs[0].new_zeros(head_size).expand(rows, query_heads, -1)
-    sink_lse = sinks.to(lses[0].dtype).expand(rows, -1)
+    sink_lse = scores_of_sinks(sinks, lses[0].dtype).expand(rows, -1)
     return ops.merge([*outs, sink_out], [*lses, sink_lse], runs, rows)
 
 

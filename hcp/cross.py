@@ -22,7 +22,7 @@ from hcp import ops
 from hcp.agreement import Kind, Stamp, agree_once, rows_like
 from hcp.exchange import Transport
 from hcp.halo import carry_with_gradients
-from hcp.kernels import Call, Choice, Kernel, kernel_for, wide
+from hcp.kernels import Call, Choice, Kernel, kernel_for, scores_of_sinks, wide
 from hcp.layout import Entry, Layout, Move, Origin
 from hcp.operands import check
 
@@ -355,5 +355,5 @@ def cross_attention(
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """A sink is one more score, whose value is 0."""
-    both = torch.logaddexp(lse, sinks.to(lse.dtype).expand_as(lse))
+    both = torch.logaddexp(lse, scores_of_sinks(sinks, lse.dtype).expand_as(lse))
     return (out * (lse - both).exp().unsqueeze(-1)).to(out.dtype), both

@@ -16,7 +16,7 @@ from torch import Tensor
 from hcp import kernels
 from hcp.backends import BACKENDS
 from hcp.handler import ContextParallelHandler
-from hcp.kernels import Call, Kernel, batched, each_alone, unbatched
+from hcp.kernels import Call, Kernel, batched, each_alone, nan_for_infinity, unbatched
 from hcp.layout import Entry
 
 
@@ -42,7 +42,7 @@ class Cudnn:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             *map(batched, (query, key, value)), None, True, 0.0, causal, False, scale=scale
         )
-        return unbatched(out), lse.view(query.shape[1], -1).transpose(0, 1)
+        return unbatched(out), nan_for_infinity(lse.view(query.shape[1], -1)).transpose(0, 1)
 
     def backward(
         self,

@@ -18,7 +18,7 @@ from torch import Tensor
 from hcp import kernels
 from hcp.backends import BACKENDS
 from hcp.handler import ContextParallelHandler
-from hcp.kernels import Call, Flash2, Kernel
+from hcp.kernels import Call, Flash2, Kernel, nan_for_infinity
 
 # A process in which several threads called it at once ended in a segmentation fault.
 _ONE_AT_A_TIME = threading.Lock()
@@ -28,8 +28,8 @@ _ONE_AT_A_TIME = threading.Lock()
 class Flash4:
     """Whole packs in one launch, with values of their own head size and soft-capping.
 
-    Its log-sum-exp is -inf in rows without keys, where FlashAttention-2 has +inf: they are the gaps
-    of a pack, which no run of the merge names.
+    Its log-sum-exp is -inf where scores are NaN, as in rows without keys: these are the gaps of a
+    pack, which no run of the merge names.
     """
 
     softcap: float = 0.0
@@ -61,7 +61,7 @@ class Flash4:
                 return_lse=True,
                 **_pack(call, query.device),
             )
-        return out, lse.transpose(0, 1)
+        return out, nan_for_infinity(lse).transpose(0, 1)
 
     def backward(
         self,

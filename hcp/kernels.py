@@ -5,11 +5,16 @@ at a time, or as many as it can take in one launch. Every kernel gives (n, H, E)
 log-sum-exp (n, H), natural log, float32 (float64 for float64), and takes the merged output and
 log-sum-exp in the backward.
 
+Every query of an entry sees a key of it: what sees none is in no entry. A row whose scores have no
+finite sum (NaN, or all of them infinite) must therefore have NaN for a log-sum-exp: the merge
+leaves out what has -inf, as if it had seen nothing, and lets +inf outweigh all others.
+
 n rows of a call, H query heads, G key-value heads, D head size, E head size of values.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -101,7 +106,8 @@ class Kernel(Protocol):
     def forward(
         self, call: Call, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of the call's queries."""
+        """Output and log-sum-exp of the call's queries, the latter finite or NaN: see
+        ``nan_for_infinity``."""
 
     def backward(
         self,
@@ -123,6 +129,20 @@ class Kernel(Protocol):
 
 def each_alone(entries: Sequence[Entry]) -> list[Call]:
     return [Call([entry]) for entry in entries]
+
+
+def nan_for_infinity(lse: Tensor) -> Tensor:
+    """A kernel's log-sum-exp with NaN for infinity, in place, in one launch.
+
+    Libraries write infinity where the sum over a row's scores is NaN, as they do where it is 0:
+    FlashAttention-2 +inf, FlashAttention-4 -inf.
+    """
+    return torch.nan_to_num_(lse, math.nan, math.nan, math.nan)
+
+
+def scores_of_sinks(sinks: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sinks as log-sum-exps of their own: NaN for +inf, which a softmax makes NaN too."""
+    return torch.nan_to_num(sinks.to(dtype), math.nan, math.nan, -math.inf)
 
 
 # ---- columns -------------------------------------------------------------------------------------
@@ -207,17 +227,9 @@ class CpuFlash:
         parts = []
         for tile in _tiles(call.entries[0]):
             rows = [query[tile.queries], key[tile.keys], wide_value[tile.keys]]
-            parts.append(
-                torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                    *map(batched, rows),
-                    0.0,
-                    tile.causal,
-                    attn_mask=tile.mask(query),
-                    scale=scale,
-                )
-            )
-        out = _end_to_end([unbatched(out) for out, _ in parts])[..., : value.shape[2]]
-        return out, _end_to_end([lse.squeeze(0).transpose(0, 1) for _, lse in parts])
+            parts.append(_cpu_flash(rows, tile, scale))
+        out = _end_to_end([out for out, _ in parts])[..., : value.shape[2]]
+        return out, _end_to_end([lse for _, lse in parts])
 
     def backward(
         self,
@@ -254,6 +266,29 @@ class CpuFlash:
             _summed(tiles, [grad[2] for grad in grads], wide_value),
         )
         return _narrowed(summed, query, value)
+
+
+def _cpu_flash(rows: Sequence[Tensor], tile: _Tile, scale: float) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of queries, keys and values, NaN where a score was not finite."""
+    out, lse = _run_cpu_flash(rows, tile, scale)
+    broken = ~lse.isfinite()
+    if bool((zero := lse == 0).any()):
+        # Where every score is -inf, or NaN in fewer keys than a vector has lanes, it writes 0 for
+        # both. It does so whatever the values are, so that ones tell: their average is 1.
+        query, key, value = rows
+        ones, _ = _run_cpu_flash([query, key, torch.ones_like(value)], tile, scale)
+        broken |= zero & (ones[..., 0] == 0)
+    if bool(broken.any()):
+        lse.masked_fill_(broken, math.nan)
+        out.masked_fill_(broken.unsqueeze(-1), math.nan)
+    return out, lse
+
+
+def _run_cpu_flash(rows: Sequence[Tensor], tile: _Tile, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *map(batched, rows), 0.0, tile.causal, attn_mask=tile.mask(rows[0]), scale=scale
+    )
+    return unbatched(out), lse.squeeze(0).transpose(0, 1)
 
 
 class _Tile(NamedTuple):
@@ -361,8 +396,8 @@ class Flash2:
     ) -> tuple[Tensor, Tensor]:
         size = _head_size(query, value)
         out, lse = self.run(call, [_widened(x, size) for x in (query, key, value)], scale)
-        # A row without keys has +inf there, and no run names it.
-        return out[..., : value.shape[2]], lse.transpose(0, 1)
+        # Gaps of the pack, which have no keys and which no run names, become NaN with the rest.
+        return out[..., : value.shape[2]], nan_for_infinity(lse).transpose(0, 1)
 
     def run(self, call: Call, rows: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp (H, n) for queries, keys and values of one head size."""
@@ -446,7 +481,7 @@ class Plain:
         lse = scores.logsumexp(-1)
         weights = (scores - lse.unsqueeze(-1)).exp()
         out = weights @ _per_query_head(value, query)
-        return out.transpose(0, 1).contiguous(), lse.transpose(0, 1)
+        return out.transpose(0, 1).contiguous(), nan_for_infinity(lse).transpose(0, 1)
 
     def backward(
         self,

@@ -748,6 +748,10 @@ def merge_scalars(
         ([(2.0, nan), (4.0, inf)], (nan, nan)),
         ([(2.0, inf), (4.0, nan)], (nan, nan)),
         ([(2.0, -inf), (4.0, nan)], (nan, nan)),
+        # A weight that rounds to zero, of what a softmax over all keys would multiply too.
+        ([(nan, -5000.0), (4.0, 5000.0)], (nan, 5000.0)),
+        ([(4.0, 5000.0), (inf, -5000.0)], (nan, 5000.0)),
+        ([(4.0, 5000.0), (2.0, -5000.0)], (4.0, 5000.0)),
     ],
 )
 def test_merge_of_infinite_and_extreme_lse(device, dtype, parts, expected):

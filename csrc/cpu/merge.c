@@ -1,4 +1,6 @@
 /* merge.c - partial attention outputs merged by log-sum-exp, and the gradients. */
+#include <stdbool.h>
+
 #include "dtype.h"
 #include "hcp/index.h"
 

@@ -41,8 +41,13 @@ static TOTAL OF(merge_total)(const merge *m, int64_t row, int64_t head) {
   return total;
 }
 
+/* A part without a say is left out, not multiplied by zero: its output may hold
+ * NaN. One whose weight rounds to zero is multiplied, so that its NaN counts, as
+ * in a softmax over all keys. */
+static bool OF(absent)(WIDE lse) { return lse == -(WIDE)INFINITY; }
+
 static WIDE OF(weight)(TOTAL total, WIDE lse) {
-  if (lse == -(WIDE)INFINITY) return 0;
+  if (OF(absent)(lse)) return 0;
   return OF(share)(lse, total.largest) / total.shares;
 }
 
@@ -56,10 +61,9 @@ static void OF(merge_tile)(const merge *m, TOTAL total, int64_t row, int64_t hea
                            int64_t n, STORAGE *restrict out) {
   WIDE sum[TILE] = {0};
   for (int64_t r = 0; r < m->n_records; ++r) {
-    WIDE weight = OF(weight)(total, OF(part_lse)(m, r, row, head));
-    /* Not multiplied by zero: the output may hold NaN where nothing was attended. */
-    if (weight == 0) continue;
-    OF(add_weighted)(sum, weight, OF(part_out)(m, r, row, head) + first, n);
+    WIDE lse = OF(part_lse)(m, r, row, head);
+    if (OF(absent)(lse)) continue;
+    OF(add_weighted)(sum, OF(weight)(total, lse), OF(part_out)(m, r, row, head) + first, n);
   }
   for (int64_t i = 0; i < n; ++i) out[i] = OF(store)(sum[i]);
 }
@@ -116,14 +120,15 @@ static UPSTREAM OF(upstream_at)(const merge *m, const merge_gradients *g, int64_
  *   grad out_p = w * grad_out
  *   grad lse_p = w * (grad_out . out_p - grad_out . out + grad_lse) */
 static void OF(part_backward)(const merge *m, const merge_gradients *g, UPSTREAM upstream,
-                              WIDE weight, int64_t record, int64_t row, int64_t head) {
+                              TOTAL total, int64_t record, int64_t row, int64_t head) {
   const hcp_run *run = &m->records[record];
   const hcp_grad_part *grad_part = &g->parts[run->part];
   int64_t i = hcp_run_part_row(run, row) * m->heads + head;
   STORAGE *grad_out = (STORAGE *)grad_part->out + i * m->head_dim;
   WIDE *grad_lse = (WIDE *)grad_part->lse + i;
+  WIDE lse = OF(part_lse)(m, record, row, head), weight = OF(weight)(total, lse);
   *grad_lse = 0;
-  if (weight == 0) { /* the part's output may hold NaN, which no product may see */
+  if (OF(absent)(lse)) {
     for (int64_t d = 0; d < m->head_dim; ++d) grad_out[d] = 0;
     return;
   }
@@ -142,10 +147,8 @@ static void OF(merge_row_backward)(const merge *m, const merge_gradients *g, int
   for (int64_t head = 0; head < m->heads; ++head) {
     TOTAL total = OF(merged_total)(m, g, row, head);
     UPSTREAM upstream = OF(upstream_at)(m, g, row, head);
-    for (int64_t r = 0; r < m->n_records; ++r) {
-      WIDE weight = OF(weight)(total, OF(part_lse)(m, r, row, head));
-      OF(part_backward)(m, g, upstream, weight, r, row, head);
-    }
+    for (int64_t r = 0; r < m->n_records; ++r)
+      OF(part_backward)(m, g, upstream, total, r, row, head);
   }
 }
 

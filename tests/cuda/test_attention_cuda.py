@@ -12,6 +12,7 @@ import torch
 from cases import Case, loopback_error, loopback_rms
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_not_finite import expect_nothing_lost
 from test_rope import error as rope_error
 from torch import Tensor
 
@@ -222,6 +223,33 @@ def test_flash_attention_4_with_windows_and_sinks_rounds_as_one_call_does(
     case = replace(case, causal=False, sinks=True, lse=True, head_dim=64, value_dim=48)
     case = replace(case, dtype="bfloat16", backend="flash_attn_4")
     expect_rounding_of_one_call(case, record_property)
+
+
+# ---- NaN and infinity ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("comm_type", ["p2p", "all_gather", "a2a"])
+@pytest.mark.parametrize(
+    "backend",
+    ["torch", "cudnn", pytest.param("flash_attn_4", marks=needs_flash_attn_4)],
+)
+def test_what_is_not_finite_on_one_rank_is_not_finite_under_a_plan(
+    backend: str, comm_type: str
+) -> None:
+    if (backend, comm_type) == ("cudnn", "all_gather"):
+        pytest.skip("cuDNN has no kernel for its blocks")
+    case = Case((300, 40), 3, min_degree=3, comm_type=comm_type, heads=6, kv_heads=3, head_dim=64)
+    case = replace(case, dtype="bfloat16", backend=backend)
+    for rows in (slice(None), slice(0, 1), slice(150, 151)):
+        expect_nothing_lost(case, rows, "cuda")
+
+
+def test_formula_and_merge_lose_no_nan_in_float64() -> None:
+    case = Case((9, 5), 3, min_degree=3, comm_type="all_gather")
+    expect_nothing_lost(case, slice(4, 5), "cuda")
+
+
+# ---- packs of FlashAttention-4 -------------------------------------------------------------------
 
 
 def packed(high: list[int]) -> Call:

@@ -119,7 +119,8 @@ void hcp_cpu_unpack_cast(hcp_cast cast, hcp_column source, const hcp_segment *se
  * out is rows x heads x head_dim and contiguous, lse rows x heads and
  * contiguous. A part with lse -inf takes no part, whatever its output holds. A
  * row without parts gives 0 and -inf. A part with lse +inf outweighs all finite
- * ones; several share the row equally. A part with lse NaN makes the row NaN. */
+ * ones; several share the row equally. A part with lse NaN makes the row NaN, and
+ * so does an output that holds NaN or infinity, however little its part weighs. */
 void hcp_cpu_merge(hcp_dtype dtype, const hcp_part *parts, const hcp_run *runs, int64_t n_runs,
                    int64_t rows, int64_t heads, int64_t head_dim, void *out, void *lse);
 

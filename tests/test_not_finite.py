@@ -1,0 +1,237 @@
+"""NaN and infinity reach the same results as in attention of one rank over whole sequences, and no
+results of other sequences."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from cases import NAMES, Case, dispatched, grad_of, staged_by, whole_sequences
+from torch import Tensor
+
+import hcp
+from hcp import kernels, ops
+from hcp.cudnn_backend import Cudnn
+from hcp.dispatch import Groups
+from hcp.kernels import Call, CpuFlash, Flash2, Kernel, Plain, batched, each_alone
+from hcp.layout import Entry, Schedule, schedule_words
+
+NAN, INF = math.nan, math.inf
+
+
+def alone(query: Tensor, key: Tensor, value: Tensor, window: tuple[int, int]) -> Tensor:
+    """One sequence, each query against the keys that it sees and no others."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    left, right = window
+    outs = []
+    for i, row in enumerate(query):
+        seen = slice(0 if left < 0 else max(0, i - left), len(key) if right < 0 else i + right + 1)
+        scores = torch.einsum("hd,khd->hk", row, key[seen]) / math.sqrt(query.shape[2])
+        outs.append(torch.einsum("hk,khe->he", scores.softmax(-1), value[seen]))
+    return torch.stack(outs)
+
+
+def poisoned(case: Case, name: str, value: float, rows: slice) -> list[dict[str, Tensor]]:
+    """Sequences of which the first has ``value`` in some rows of a query, key or value."""
+    samples = whole_sequences(case)
+    samples[0][name][rows] = value
+    return samples
+
+
+def results(groups: Groups, case: Case, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Output and gradients of all sequences, on rank 0."""
+    rank, sources = groups.transport.rank, [0] * len(samples)
+    cls = hcp.get_cp_handler_cls(case.backend)
+    given = samples if rank == 0 else []
+    ((cp, local),) = hcp.dispatch(
+        case.plan(), given, sources, groups, comm_types=[case.comm_type], handler_cls=cls
+    )
+    leaves = [local[name].clone().requires_grad_() for name in NAMES[:3]]
+    out = cp.attention(*leaves, causal=case.causal, window_size=case.window)
+    out.backward(local["grad"])
+    found = zip(NAMES, (out.detach(), *map(grad_of, leaves)), strict=True)
+    return {name: cp.combine(x).cpu() for name, x in found}
+
+
+def wanted(case: Case, sample: dict[str, Tensor]) -> dict[str, Tensor]:
+    window = case.window[0], 0 if case.causal else case.window[1]
+    leaves = [sample[name].double().requires_grad_() for name in NAMES[:3]]
+    out = alone(*leaves, window)
+    grads = torch.autograd.grad(out, leaves, sample["grad"].double())
+    return dict(zip(NAMES, (out.detach(), *grads), strict=True))
+
+
+POISONS = list(itertools.product(NAMES[:3], (NAN, INF, -INF)))
+
+
+def expect_nothing_lost(case: Case, rows: slice, device: str = "cpu") -> None:
+    """``rows``: those of the first sequence that are poisoned."""
+    given = [poisoned(case, name, value, rows) for name, value in POISONS]
+    found = hcp.loopback(
+        case.ranks, lambda g: [results(g, case, samples) for samples in given], device=device
+    )[0]
+    first = case.lengths[0]
+    for poison, samples, got in zip(POISONS, given, found, strict=True):
+        must = wanted(case, samples[0])
+        for name in NAMES:
+            lost = ~must[name].isfinite() & got[name][:first].isfinite()
+            assert not lost.any(), (poison, name, lost.nonzero().tolist()[:4])
+            assert got[name][first:].isfinite().all(), (poison, name, "of the other sequence")
+
+
+CASES = {
+    "one rank": Case((9, 5), 1),
+    "one rank, fewer keys than a vector": Case((3, 2), 1),
+    "fewer keys than a vector": Case((9, 5), 3, min_degree=3),
+    "bfloat16": Case((9, 5), 3, min_degree=3, dtype="bfloat16"),
+    "float32": Case((70, 5), 2, min_degree=2, dtype="float32"),
+    "full": Case((9, 5), 3, min_degree=3, causal=False),
+    "window": Case((20, 5), 3, min_degree=3, window=(6, 0)),
+    "all_gather": Case((9, 5), 3, min_degree=3, comm_type="all_gather"),
+    "a2a": Case((9, 5), 3, min_degree=3, heads=6, kv_heads=3, comm_type="a2a"),
+}
+
+
+@pytest.mark.parametrize("rows", [slice(None), slice(2, 3)], ids=["all rows", "one row"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_what_is_not_finite_on_one_rank_is_not_finite_under_a_plan(case: Case, rows: slice) -> None:
+    expect_nothing_lost(case, rows)
+
+
+def test_a_cap_on_scores_hides_no_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "torch_kernels", lambda device: [Plain()])
+    monkeypatch.setitem(kernels._families, "torch", kernels.torch_kernels)
+    expect_nothing_lost(CASES["all_gather"], slice(4, 5))
+
+
+def test_a_value_counts_however_little_its_key_weighs() -> None:
+    """Its weight is 0 in float64, and one rank multiplies by it."""
+    case = Case((8,), 2, min_degree=2)
+    (sample,) = samples = whole_sequences(case)
+    sample["query"].fill_(40.0)
+    sample["key"][:] = torch.arange(8.0, dtype=torch.float64)[:, None, None]
+    sample["value"][0] = NAN
+    assert (sample["query"][-1, 0] @ (sample["key"][0, 0] - sample["key"][-1, 0])).exp() == 0
+    out = hcp.loopback(2, lambda groups: results(groups, case, samples)["query"])[0]
+    assert out.isnan().all()
+
+
+def test_a_sink_of_infinity_is_not_taken_for_all_of_a_row() -> None:
+    def check(groups: Groups) -> Tensor:
+        case = Case((9,), 2, min_degree=2)
+        ((cp, local),) = dispatched(groups, case)
+        sinks = torch.tensor([INF, 0.0, NAN, -INF], dtype=torch.float64)
+        query, key, value = (local[name] for name in NAMES[:3])
+        out = cp.attention(query, key, value, sinks=sinks)
+        across = cp.cross_attention(query, key, value, cp, causal=True, sinks=sinks)
+        return torch.cat([out, across])
+
+    for out in hcp.loopback(2, check):
+        assert out[:, [0, 2]].isnan().all()
+        assert out[:, [1, 3]].isfinite().all()
+
+
+# ---- what libraries write of rows without a finite sum -------------------------------------------
+
+SQUARE = Entry(0, 3, 0, 3, -2, 0)
+ROWS = 3, 2, 8
+
+
+def written(lse: float) -> tuple[Tensor, Tensor]:
+    """Output (n, H, D) and log-sum-exp (H, n), of which row 1 of head 0 is NaN."""
+    out, sums = torch.ones(ROWS), torch.ones(2, 3)
+    out[1, 0], sums[0, 1] = NAN, lse
+    return out, sums
+
+
+@pytest.fixture
+def flash4(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
+    """The adapter of flash-attn-4 with the package replaced."""
+    interface = ModuleType("flash_attn.cute.interface")
+    interface._flash_attn_fwd = lambda *rows, **options: written(-INF)  # type: ignore[attr-defined]
+    cute = ModuleType("flash_attn.cute")
+    cute.interface = interface  # type: ignore[attr-defined]
+    for name, module in (("flash_attn", ModuleType("flash_attn")), ("flash_attn.cute", cute)):
+        monkeypatch.setitem(sys.modules, name, module)
+    module = importlib.import_module("hcp.flash_attn_4_backend")
+    yield module.Flash4()
+    del sys.modules["hcp.flash_attn_4_backend"], hcp.flash_attn_4_backend
+    kernels._families.pop("flash_attn_4")
+
+
+def flash2(lse: float) -> Kernel:
+    class Written(Flash2):
+        def run(self, call: Call, rows: Any, scale: float) -> tuple[Tensor, Tensor]:
+            return written(lse)
+
+    return Written()
+
+
+def cudnn(lse: float, monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    out, sums = written(lse)
+    found = batched(out), sums.view(1, 2, 3, 1)
+    name = "_scaled_dot_product_cudnn_attention"
+    monkeypatch.setattr(torch.ops.aten, name, lambda *rows, **options: found)
+    return Cudnn()
+
+
+@pytest.mark.parametrize(
+    "library", ["FlashAttention-2", "FlashAttention-4", "cuDNN", "cuDNN, -inf"]
+)
+def test_a_row_that_a_library_calls_empty_is_nan(
+    library: str, flash4: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = {
+        "FlashAttention-2": lambda: flash2(INF),
+        "FlashAttention-4": lambda: flash4,
+        "cuDNN": lambda: cudnn(NAN, monkeypatch),
+        "cuDNN, -inf": lambda: cudnn(-INF, monkeypatch),
+    }[library]()
+    (call,) = each_alone([SQUARE])
+    out, lse = kernel.forward(call, *(torch.ones(ROWS) for _ in range(3)), 1.0)
+    expected = torch.ones(3, 2)
+    expected[1, 0] = NAN
+    assert torch.equal(lse.isnan(), expected.isnan()), lse
+    other = torch.full(ROWS, 2.0), torch.full((3, 2), 50.0)
+    runs = torch.tensor([[0, 3, 0, 0], [0, 3, 1, 0]])
+    merged, _ = ops.merge([out, other[0]], [lse.contiguous(), other[1]], runs, 3)
+    assert torch.equal(merged[..., 0].isnan(), expected.isnan()), merged[..., 0]
+
+
+@pytest.mark.parametrize("keys", [1, 3, 4, 7, 8, 9])
+@pytest.mark.parametrize("dtype", CpuFlash.dtypes, ids=str)
+def test_zeros_are_no_sign_of_nan(dtype: torch.dtype, keys: int) -> None:
+    """The kernel of PyTorch writes 0 and a log-sum-exp of 0 for NaN; here they are right."""
+    (call,) = each_alone([Entry(0, 1, 0, keys, 0, keys - 1)])
+    zeros = torch.zeros(1, 2, 8, dtype=dtype), torch.zeros(keys, 2, 8, dtype=dtype)
+    out, lse = CpuFlash().forward(call, zeros[0], zeros[1], zeros[1], 1.0)
+    assert not out.any()
+    assert torch.allclose(lse, torch.full_like(lse, math.log(keys)), atol=1e-4)
+
+
+# ---- the law that this rests on ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("comm_type", ["p2p", "all_gather", "a2a"])
+@pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (0, 0), (3, 0), (2, 2), (0, 5), (-1, 3)])
+def test_every_query_of_an_entry_sees_a_key(comm_type: str, window: tuple[int, int]) -> None:
+    for ranks, alignment, stage_rows in itertools.product((1, 2, 3, 5), (1, 4), (1, 4, 8192)):
+        lengths = 1, 2, 2 * ranks - 1, 2 * ranks + 1, 13, 40
+        options = {"min_degree": ranks, "alignment": alignment}
+        plan = hcp.plan(lengths, ranks=ranks, max_tokens_per_rank=200, **options)
+        for rank in range(ranks):
+            with staged_by(stage_rows):
+                words = schedule_words(
+                    plan, 0, rank, comm_type, window_size=window, transport_key=0
+                )
+            for entry in (e for stage in Schedule(words).stages for e in stage.entries):
+                for query in range(entry.query_rows):
+                    first, last = query + entry.low, query + entry.high
+                    assert max(first, 0) <= min(last, entry.key_rows - 1), (lengths, rank, entry)
