@@ -7,7 +7,7 @@ import json
 import math
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -38,7 +38,11 @@ class LocalBatch:
     """This rank's rows of one micro-batch: ``local.tokens`` is ``local["tokens"]``.
 
     Has no other public attribute, so that a field may have any name; iterates over the names.
+    ``dict(local)`` and ``**local`` give the tensors by name, unless a field is called "keys".
     """
+
+    keys: Callable[[], KeysView[str]]
+    """The names, as dict() asks for them; the field of this name, if there is one."""
 
     def __init__(self, fields: Mapping[str, Tensor]) -> None:
         self._fields = dict(fields)
@@ -46,14 +50,15 @@ class LocalBatch:
     def __getitem__(self, name: str) -> Tensor:
         return self._fields[name]
 
-    def __getattr__(self, name: str) -> Tensor:
+    def __getattr__(self, name: str) -> Any:
         fields = self.__dict__.get("_fields", {})
         if name not in fields:
+            if name == "keys":
+                return fields.keys
             raise AttributeError(
                 f"the samples have no field {name!r}, expected one of {sorted(fields)}"
             )
-        field: Tensor = fields[name]
-        return field
+        return fields[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._fields)
@@ -277,7 +282,8 @@ class Step:
     """The micro-batches of one global batch on this rank, as pairs (cp, local).
 
     ``len(step)`` is the same on every rank; a rank without rows in a micro-batch gets 0 of them,
-    and runs forward and backward all the same.
+    and runs forward and backward all the same. A deep copy has the same handlers and copies of the
+    rows. Pickling raises NotImplementedError: handlers hold connections of their process.
     """
 
     def __init__(

@@ -477,6 +477,32 @@ def rows_of(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
+def as_carried(x: Tensor) -> Tensor:
+    """(rows, ...) of any dtype as rows (rows, width) that kernels and transports know: complex
+    numbers as pairs, with their gradients, and what has no gradients (integers, 8-bit floats) as
+    bytes."""
+    if x.is_complex():
+        return rows_of(torch.view_as_real(x.resolve_conj()))
+    rows = rows_of(x)
+    if rows.dtype in ops.FLOATS or rows.requires_grad:
+        return rows
+    flat = rows.reshape(-1)
+    if flat.stride(0) != 1:  # of one element it may be any
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8).view(rows.shape[0], rows.shape[1] * rows.element_size())
+
+
+def as_given(rows: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The way back: rows as ``like`` was, (rows, ...), in its dtype or the one that the way cast
+    to."""
+    shape = rows.shape[0], *like.shape[1:]
+    if like.is_complex():
+        return torch.view_as_complex(rows.reshape(*shape, 2))
+    if rows.dtype in (dtype, like.dtype):
+        return rows.reshape(shape)
+    return rows.view(like.dtype).view(shape) if rows.numel() else like.new_empty(shape)
+
+
 def carry(
     transport: Transport,
     route: Route,

@@ -25,6 +25,7 @@ from hcp._core import Grid
 from hcp.errors import HcpError
 from hcp.exchange import TorchTransport
 from hcp.expect import expect_size, expect_sizes
+from hcp.here import OfThisProcess
 from hcp.peer import BUFFER_BYTES
 from hcp.transports import connect
 
@@ -50,7 +51,7 @@ class _Refusal(str):
 _CREATED, _SHARED, _GIVEN = "created", "shared", "given"
 
 
-class ProcessGroups:
+class ProcessGroups(OfThisProcess):
     """The process groups of one layout of the job, seen from this rank.
 
     Each role that is present is an attribute that holds a ``torch.distributed.ProcessGroup``: `tp`,
@@ -60,6 +61,8 @@ class ProcessGroups:
 
     `transport` carries hcp's own exchanges, on a duplicate of the `dp_cp` group that nobody else
     uses. (Megatron's collection has a field `hcp` of its own: its *hierarchical* CP groups.)"""
+
+    _ELSEWHERE = "call hcp.build_process_groups there"
 
     tp: dist.ProcessGroup
     pp: dist.ProcessGroup

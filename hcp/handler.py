@@ -37,9 +37,10 @@ from hcp.agreement import (
     agree_once,
     rows_like,
 )
-from hcp.exchange import Transport, carry, rows_of
+from hcp.exchange import Transport, as_carried, as_given, carry
 from hcp.expect import expect_size, is_finite, plain
 from hcp.halo import carry_with_gradients, rows_of_spans
+from hcp.here import OfThisProcess
 from hcp.journey import Turn
 from hcp.layout import (
     Layout,
@@ -57,12 +58,19 @@ from hcp.transforms import refuse_transforms
 _T = TypeVar("_T")
 
 
-class ContextParallelHandler:
+class ContextParallelHandler(OfThisProcess):
     """Everything that a layer needs of context parallelism, for one rank and micro-batch.
 
     Made by :func:`hcp.dispatch`, unchanged from then on, and passed to layers explicitly: the
     backward of one micro-batch may run while a later one is in its forward. T below is ``rows``.
+    A deep copy of what holds a handler holds the same handler; pickling raises
+    NotImplementedError.
     """
+
+    _ELSEWHERE = (
+        "send the plan and the samples, and call hcp.dispatch there; cp.layout and local are "
+        "pickled"
+    )
 
     kernel_family = "torch"
     """Whose kernels compute attention: see :func:`hcp.get_cp_handler_cls`."""
@@ -711,8 +719,8 @@ class ContextParallelHandler:
                 self._routes[key] = Route.halo(*given, rows)
             route = self._routes[key]
             stamp = self._agree("halo", number, x, route, self._everyone, {"before": rows})
-            out = carry_with_gradients(self._transport, route, [rows_of(x)], stamp)
-            return out.reshape(route.output_rows, *x.shape[1:])
+            out = carry_with_gradients(self._transport, route, [as_carried(x)], stamp)
+            return as_given(out, x)
 
         return self._call("halo", carried)
 
@@ -833,8 +841,8 @@ class ContextParallelHandler:
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         stamp = self._agree(name, number, x, route, callers, options, dtype)
-        out: Tensor = _Travel.apply(rows_of(x), route, back, self._transport, stamp, dtype)  # type: ignore[no-untyped-call]
-        return out.reshape(route.output_rows, *x.shape[1:])
+        out: Tensor = _Travel.apply(as_carried(x), route, back, self._transport, stamp, dtype)  # type: ignore[no-untyped-call]
+        return as_given(out, x, dtype)
 
     def _agree(
         self,

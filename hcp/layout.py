@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,6 +76,9 @@ class Layout:
         self.positions: Tensor = _tensor(core.positions, torch.int64)
         """int64 (rows,): each row's place in its sequence; 0 in padding."""
         self._core = core
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.plan, self.micro_batch, self.rank)
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:

@@ -44,37 +44,56 @@ def check_round_trip(groups: Any, lengths: Any, sources: Any, dtype: torch.dtype
         rows = loaded_rows(cp, sources, rank)
         x = torch.randint(-1000, 1000, (rows, 2, 3), generator=generator).to(dtype)
         there = cp.dispatch(x)
-        assert there.shape == (cp.rows, 2, 3)
-        assert torch.equal(cp.combine(there), x)
+        assert (there.shape, there.dtype) == ((cp.rows, 2, 3), dtype)
+        back = cp.combine(there)
+        assert (back.shape, back.dtype) == (x.shape, dtype)
+        assert back.flatten().view(torch.uint8).equal(x.flatten().view(torch.uint8))
 
 
-@given(domains(), st.sampled_from([torch.float64, torch.bfloat16, torch.int64, torch.bool]))
+NARROW = [
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+]
+DTYPES = [
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16, *NARROW),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.bool),
+    *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+    *(torch.complex128, torch.complex64, torch.complex32),
+]
+
+
+@given(domains(), st.sampled_from(DTYPES))
 def test_combine_undoes_dispatch_bit_for_bit(domain: Draw, dtype: torch.dtype) -> None:
     ranks, lengths, sources = domain
     hcp.loopback(ranks, lambda g: check_round_trip(g, lengths, sources, dtype))
 
 
 def gloo_round_trip(rank: int, size: int) -> None:
-    check_round_trip(GlooGroups(), (40, 7, 1, 19, 3), (2, 0, 1, 1, 0), torch.float32)
+    groups = GlooGroups()
+    for dtype in (torch.float32, torch.int16, torch.float8_e5m2, torch.complex64, torch.uint16):
+        check_round_trip(groups, (40, 7, 1, 19, 3), (2, 0, 1, 1, 0), dtype)
 
 
 def test_combine_undoes_dispatch_on_gloo_ranks() -> None:
     run_ranks(3, gloo_round_trip)
 
 
-@given(domains())
-def test_the_gradient_of_dispatch_is_combine(domain: Draw) -> None:
+@given(domains(), st.sampled_from([torch.float32, torch.complex64]))
+def test_the_gradient_of_dispatch_is_combine(domain: Draw, dtype: torch.dtype) -> None:
     ranks, lengths, sources = domain
 
     def check(groups: Any) -> None:
         rank = groups.transport.rank
         for cp in handlers(groups, lengths, sources):
-            x = torch.randn(loaded_rows(cp, sources, rank), 3, requires_grad=True)
+            x = torch.randn(loaded_rows(cp, sources, rank), 3, dtype=dtype, requires_grad=True)
             there = cp.dispatch(x)
             weight = torch.randn_like(there)
-            (there * weight).sum().backward()
+            there.backward(weight)
             assert torch.equal(x.grad, cp.combine(weight))
-            y = torch.randn(cp.rows, 3, requires_grad=True)
+            y = torch.randn(cp.rows, 3, dtype=dtype, requires_grad=True)
             cp.combine(y).backward(x.detach())
             assert torch.equal(y.grad, cp.dispatch(x.detach()))
 

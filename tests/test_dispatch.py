@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -248,6 +250,38 @@ def test_a_field_may_have_any_name() -> None:
     assert [int(getattr(local, name)) for name in names[:-1]] == [0, 1, 2, 3]
     assert [int(local[name]) for name in local] == [0, 1, 2, 3, 4]
     assert len(local) == 5
+
+
+def test_rows_by_name_become_a_dict() -> None:
+    fields = {"tokens": torch.arange(3), "loss_mask": torch.ones(3)}
+    local = hcp.LocalBatch(fields)
+    assert dict(local) == {**local} == fields
+    assert list(local.keys()) == ["tokens", "loss_mask"]
+
+
+# ---- copies --------------------------------------------------------------------------------------
+
+
+def check_copies(groups: Any) -> None:
+    plan = hcp.plan(LENGTHS, ranks=3, max_tokens_per_rank=64)
+    own = [sample(i, n) for i, n in enumerate(LENGTHS) if SOURCES[i] == groups.transport.rank]
+    step = hcp.dispatch(plan, own, SOURCES, groups)
+    cp, local = next(iter(step))
+    for made in (copy.copy(cp), copy.deepcopy({"cp": cp})["cp"], copy.deepcopy(step)):
+        again, rows = next(iter(made)) if isinstance(made, hcp.Step) else (made, local)
+        assert torch.equal(again.combine(rows["tokens"]), cp.combine(local["tokens"]))
+    assert copy.deepcopy(local)["tokens"] is not local["tokens"]
+    for layout in (pickle.loads(pickle.dumps(cp.layout)), copy.deepcopy(cp.layout)):
+        assert (layout.plan, layout.spans) == (cp.layout.plan, cp.layout.spans)
+        assert torch.equal(layout.positions, cp.layout.positions)
+    assert dict(pickle.loads(pickle.dumps(local))).keys() == dict(local).keys()
+    for what in (cp, step, cp.packed_seq_params()):
+        with pytest.raises(NotImplementedError, match=r"call hcp\.dispatch there"):
+            pickle.dumps(what)
+
+
+def test_copies_of_a_step_share_its_connections_and_pickles_are_refused() -> None:
+    hcp.loopback(3, check_copies)
 
 
 def other_comm_types(rank: int, size: int) -> None:

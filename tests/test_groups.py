@@ -1,7 +1,9 @@
 """groups: which ranks form tp, pp, cp, dp, ... for a layout of the job."""
 
+import copy
 import itertools
 import math
+import pickle
 import re
 from datetime import timedelta
 from types import SimpleNamespace
@@ -504,6 +506,9 @@ def close_in_order(rank, size):
     with_train = groups_alive()
     evaluation = train.with_context_parallel(2)
     with_both = groups_alive()
+    assert copy.deepcopy({"pgs": evaluation})["pgs"] is evaluation
+    with pytest.raises(NotImplementedError, match=r"call hcp\.build_process_groups there"):
+        pickle.dumps(evaluation)
     evaluation.close()
     evaluation.close()
     assert groups_alive() == with_train
