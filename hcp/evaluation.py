@@ -29,6 +29,7 @@ from hcp.dispatch import Step, dispatch, gather_lengths
 from hcp.errors import HcpError
 from hcp.expect import expect_names, expect_size, plain
 from hcp.groups import ProcessGroups
+from hcp.objects import all_gather_object, bytes_of
 from hcp.plan import Plan, plan
 
 
@@ -367,9 +368,7 @@ def _checksum(lengths: Sequence[int]) -> int:
 def _feed(digest: Any, value: Any) -> None:
     if isinstance(value, Tensor):
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        flat = value.detach().cpu().contiguous().reshape(-1)
-        if flat.numel():
-            digest.update(flat.view(torch.uint8).numpy().tobytes())
+        digest.update(bytes_of(value))
     elif isinstance(value, Mapping):
         for key in sorted(value, key=str):
             digest.update(str(key).encode())
@@ -465,9 +464,7 @@ class Metrics:
         groups = self._groups
         if "pp" not in groups.roles or groups.size("pp") == 1:
             return totals
-        gathered: list[Any] = [None] * groups.size("pp")
-        dist.all_gather_object(gathered, totals, group=groups.pp)
-        named = [stage for stage in gathered if stage]
+        named = [stage for stage in all_gather_object(totals, groups.pp) if stage]
         if len(named) > 1:
             raise HcpError(
                 f"rank {dist.get_rank()}: {len(named)} pipeline stages added metrics, expected "

@@ -26,6 +26,7 @@ from hcp.errors import HcpError
 from hcp.exchange import TorchTransport
 from hcp.expect import expect_size, expect_sizes
 from hcp.here import OfThisProcess
+from hcp.objects import all_gather_object
 from hcp.peer import BUFFER_BYTES
 from hcp.transports import connect
 
@@ -532,14 +533,13 @@ def _all_or_none() -> Iterator[None]:
         yield
     except Exception as error:
         with suppress(RuntimeError):  # of ranks that do not come: what is refused says more
-            dist.all_gather_object([None] * dist.get_world_size(), _Refusal(error))
+            all_gather_object(_Refusal(error))
         raise
 
 
 def _views(own: object) -> list[Any]:
     """Every rank's view, unless one of them refuses."""
-    views: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(views, own)
+    views = all_gather_object(own)
     for rank, view in enumerate(views):
         if isinstance(view, _Refusal):
             raise ValueError(

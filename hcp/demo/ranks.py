@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hcp.demo.launch import InputError
+from hcp.objects import all_gather_object
 
 T = TypeVar("T")
 
@@ -44,18 +45,15 @@ def on_every_rank(work: Callable[[], T]) -> T:
         problem = str(error)
     except OSError as error:
         problem = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    for rank, problem in enumerate(problems):
-        if problem is not None:
-            raise InputError(problem if rank == 0 else f"rank {rank}: {problem}")
+    for rank, theirs in enumerate(all_gather_object(problem)):
+        if theirs is not None:
+            raise InputError(theirs if rank == 0 else f"rank {rank}: {theirs}")
     return result  # type: ignore[return-value]
 
 
 def same_on_every_rank(what: str, value: object) -> None:
     """Raises InputError on all ranks where one has another value."""
-    values: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values = all_gather_object(value)
     other = [rank for rank, theirs in enumerate(values) if theirs != values[0]]
     if other:
         raise InputError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 import hcp
+from hcp.objects import all_gather_object
 
 Interval = tuple[int, int]
 """First rank in the domain, and how many."""
@@ -52,8 +53,7 @@ class CPGroupPool:
     def _new(self, first: int, degree: int, groups: hcp.ProcessGroups) -> dist.ProcessGroup | None:
         """torch.distributed numbers groups as they are created, so every rank makes all of them."""
         if not self._domains:
-            domains: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-            dist.all_gather_object(domains, groups.ranks("dp_cp"))
+            domains = all_gather_object(groups.ranks("dp_cp"))
             self._domains = sorted({tuple(domain): domain for domain in domains}.values())
         own = None
         for domain in self._domains:
