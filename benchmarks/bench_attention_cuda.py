@@ -203,6 +203,7 @@ def compare(
     capacity = max(CAPACITY, -(-max(lengths) // ranks) + 2)
     degree = ranks if plan_name == "degree N" else 1
     plan = hcp.plan(lengths, ranks=ranks, max_tokens_per_rank=capacity, min_degree=degree)
+    make_subgroups(plan)
     layers = [make_layer(args, plan, m, groups, comm_type) for m in range(len(plan.micro_batches))]
     check(layers)
     own = [OwnCalls(layer, comm_type, choice_of(args.backend)) for layer in layers]
@@ -314,12 +315,21 @@ def gathered(cp: ContextParallelHandler, x: Tensor) -> Tensor:
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
+def make_subgroups(plan: hcp.Plan) -> None:
+    """The process groups of a plan's groups, on every rank, in the plan's order.
+
+    Also those that this rank is no part of: an NCCL group that was bound to its device is split
+    from its parent, for which it waits for every rank of the parent.
+    """
+    for groups in plan.micro_batches:
+        for first, degree in ((group.first_rank, group.degree) for group in groups):
+            ranks = tuple(range(first, first + degree))
+            if 1 < degree < dist.get_world_size() and ranks not in _groups:
+                _groups[ranks] = dist.new_group(list(ranks), timeout=TIMEOUT)
+
+
 def subgroup(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    if len(ranks) == dist.get_world_size():
-        return world()
-    if ranks not in _groups:
-        _groups[ranks] = dist.new_group(ranks, use_local_synchronization=True)
-    return _groups[ranks]
+    return world() if len(ranks) == dist.get_world_size() else _groups[ranks]
 
 
 # ---- yardsticks ----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ Those that need GPUs are type-checked by `make check`.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import io
 import os
@@ -17,6 +18,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from ranks import run_ranks
+
+import hcp
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 GPU_ONLY = {"bench_attention_kernels"}
@@ -94,3 +97,34 @@ def test_a_small_run_passes_its_checks_and_prints_its_table(run: str) -> None:
 def test_every_benchmark_runs_here_or_needs_a_gpu() -> None:
     programs = {path.stem for path in BENCHMARKS.glob("bench_*.py")} | {"exact"}
     assert {run.split()[0] for run in RUNS} == programs - GPU_ONLY
+
+
+# ---- process groups ------------------------------------------------------------------------------
+
+
+def test_every_rank_makes_every_subgroup_of_a_plan_in_one_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    bench = importlib.import_module("bench_attention_cuda")
+    plan = hcp.plan([4000, 2000, 900, 100], ranks=8, max_tokens_per_rank=1000)
+    made: list[list[int]] = []
+    monkeypatch.setattr(bench, "_groups", {})
+    monkeypatch.setattr(bench.dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(bench.dist, "new_group", lambda ranks, timeout: made.append(ranks))
+    bench.make_subgroups(plan)
+    bench.make_subgroups(plan)
+    wanted = [list(range(g.first_rank, g.first_rank + g.degree)) for g in plan.micro_batches[0]]
+    assert made == [ranks for ranks in wanted if 1 < len(ranks) < 8]
+    assert len(made) > 1, "the plan mixes degrees"
+
+
+def test_no_group_is_made_by_some_ranks_alone() -> None:
+    """An NCCL group that was bound to its device would wait for the others."""
+    files = [
+        f
+        for folder in ("benchmarks", "hcp", "tests/cuda")
+        for f in (BENCHMARKS.parent / folder).rglob("*.py")
+    ]
+    assert len(files) > 50
+    assert [f.name for f in files if "use_local_synchronization" in f.read_text()] == []
