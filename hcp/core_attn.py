@@ -286,7 +286,11 @@ def _share(cp: ContextParallelHandler, query: Tensor, key: Tensor, value: Tensor
     whole = cp.sequence_to_head(torch.cat(side_by_side, 2))
     parts = torch.split(whole, [h * d for h, d in shapes], 2)
     own = whole.shape[1]
-    return [p.reshape(len(p), own * h, d) for p, (h, d) in zip(parts, shapes, strict=True)]
+    # Columns of several dtypes travelled in the widest.
+    return [
+        part.reshape(len(part), own * h, d).to(column.dtype)
+        for part, (h, d), column in zip(parts, shapes, columns, strict=True)
+    ]
 
 
 def _of_one_row(params: Any, like: Tensor) -> Any:

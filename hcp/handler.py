@@ -52,6 +52,7 @@ from hcp.layout import (
     schedule_words,
     with_kernel,
 )
+from hcp.operands import as_autocast
 from hcp.plan import Plan
 from hcp.transforms import refuse_transforms
 
@@ -379,6 +380,9 @@ class ContextParallelHandler(OfThisProcess):
         ranks call in different orders are an error, as calls of different kinds are without it. A
         compiled layer's is not compared.
 
+        Under ``torch.autocast`` query, key and value are cast to its dtype first (float64 is not),
+        as for PyTorch's scaled_dot_product_attention, after they are rotated.
+
         Raises ValueError for a wrong tensor, HcpError when ranks differ or a peer is gone,
         NotImplementedError under torch.func and for a second derivative.
         """
@@ -422,10 +426,10 @@ class ContextParallelHandler(OfThisProcess):
         counts = _head_count(query), _head_count(key)
         scale = _scale_of(query, softmax_scale)
         asked = comm_type or self._comm_type, *window, counts
-        query, key, value = _dense_heads(query), _dense_heads(key), _dense_heads(value)
         turn: Turn | None = None
         if rotary_pos_emb is not None:
-            query, key, turn = self._turned(query, key, rotary_pos_emb)
+            query, key, turn = self._turned(_dense_heads(query), _dense_heads(key), rotary_pos_emb)
+        query, key, value = _as_kernels_take(query, key, value)
         if number == 0:
             words = self._words_of(*asked, softcap)
             out, lse = attention.operator(query, key, value, sinks, words, scale, turn)
@@ -444,7 +448,9 @@ class ContextParallelHandler(OfThisProcess):
         not take them and they are turned here."""
         rotary = given if isinstance(given, rope.Rotary) else self.rotary(given)
         rope.check(query, rotary, "query")
-        if rotary.fits(query) and rotary.fits(key):
+        # What autocast narrows is turned first, as it would be outside of attention.
+        stays = as_autocast(query) is query and as_autocast(key) is key
+        if stays and rotary.fits(query) and rotary.fits(key):
             return query, key, Turn(*rotary.tables(query.dtype), rotary.interleaved)
         return rope.rotate(query, rotary), rope.rotate(key, rotary), None
 
@@ -566,9 +572,7 @@ class ContextParallelHandler(OfThisProcess):
             return cross.cross_attention(
                 self._transport,
                 self._reads[place],
-                _dense_heads(query),
-                _dense_heads(key),
-                _dense_heads(value),
+                *_as_kernels_take(query, key, value),
                 sinks,
                 _scale_of(query, softmax_scale),
                 kernels.Choice(self.kernel_family, softcap),
@@ -989,6 +993,14 @@ def _check_options(softcap: float, dropout_p: float) -> None:
             f"dropout_p is {dropout_p}, expected 0.0: no kernel gives the same dropout under every "
             "layout; drop out after the attention instead"
         )
+
+
+def _as_kernels_take(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        _dense_heads(as_autocast(query)),
+        _dense_heads(as_autocast(key)),
+        _dense_heads(as_autocast(value)),
+    )
 
 
 def _dense_heads(rows: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""What kernels of attention compute right: they do not check head counts, and compute nonsense from
-wrong ones. G key-value heads."""
+"""Queries, keys and values as kernels of attention compute them right: in the dtype that autocast
+asks for, and with heads that fit, which kernels do not check. G key-value heads."""
 
 from __future__ import annotations
 
@@ -18,6 +18,21 @@ def check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise ValueError(f"value has {value_groups} heads, expected {groups}: those of key")
     if groups == 0 or heads % groups != 0:
         raise ValueError(f"query has {heads} heads, expected a multiple of the {groups} of key")
+
+
+def autocast_to(device: torch.device) -> torch.dtype | None:
+    """The dtype that torch.autocast asks for on a device; None outside of it."""
+    if not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
+def as_autocast(x: Tensor) -> Tensor:
+    """As PyTorch's scaled_dot_product_attention takes its arguments under torch.autocast: floats
+    but float64 in autocast's dtype."""
+    dtype = autocast_to(x.device)
+    casts = dtype is not None and x.is_floating_point() and x.dtype != torch.float64
+    return x.to(dtype) if casts else x
 
 
 def check(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hcp.handler import ContextParallelHandler
+from hcp.operands import as_autocast
 from hcp.rope import Rotary
 
 try:
@@ -65,6 +66,7 @@ class Handler(ContextParallelHandler):
             emb = rotary_pos_emb
             rotary = emb if isinstance(emb, Rotary) else self.rotary(emb)
             query, key = (self.apply_rotary_pos_emb(x, rotary) for x in (query, key))
+        query, key, value = map(as_autocast, (query, key, value))
         module = _module(
             query.shape[1], key.shape[1], query.shape[2], value.shape[2], softmax_scale
         )

@@ -12,6 +12,7 @@ import torch
 from cases import Case, loopback_error, loopback_rms
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_autocast import DTYPES, across, compare, module, own
 from test_not_finite import expect_nothing_lost
 from test_rope import error as rope_error
 from torch import Tensor
@@ -223,6 +224,17 @@ def test_flash_attention_4_with_windows_and_sinks_rounds_as_one_call_does(
     case = replace(case, causal=False, sinks=True, lse=True, head_dim=64, value_dim=48)
     case = replace(case, dtype="bfloat16", backend="flash_attn_4")
     expect_rounding_of_one_call(case, record_property)
+
+
+# ---- autocast ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("call", [own, across, module], ids=lambda call: call.__name__)
+def test_attention_under_autocast_is_that_of_pytorch(
+    call: Callable[..., Tensor], dtypes: tuple[torch.dtype, ...]
+) -> None:
+    hcp.loopback(3, lambda groups: compare(groups, call, dtypes, "p2p"), device="cuda")
 
 
 # ---- NaN and infinity ----------------------------------------------------------------------------

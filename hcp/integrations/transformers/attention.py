@@ -179,11 +179,11 @@ def hcp_attention(
         )
     rows = slice(0, cp.rows)
     size = sliding_window if attention_mask is None else attention_mask.size
-    dtype = _dtype(value)
+    # Rotary embedding may widen queries and keys; values stay as they were.
     out = cp.attention(
-        query[0].transpose(0, 1)[rows].to(dtype),
-        key[0].transpose(0, 1)[rows].to(dtype),
-        value[0].transpose(0, 1)[rows].to(dtype),
+        query[0].transpose(0, 1)[rows].to(value.dtype),
+        key[0].transpose(0, 1)[rows].to(value.dtype),
+        value[0].transpose(0, 1)[rows],
         window_size=(-1 if size is None else size - 1, 0),
         softmax_scale=scaling,
         sinks=s_aux,
@@ -191,15 +191,6 @@ def hcp_attention(
         dropout_p=dropout,
     )
     return F.pad(out, (0, 0, 0, 0, 0, query.shape[2] - cp.rows)).unsqueeze(0), None
-
-
-def _dtype(value: Tensor) -> torch.dtype:
-    """Under autocast its type, as of PyTorch's own attention: rotary embedding widens queries and
-    keys, and values stay as they were."""
-    device = value.device.type
-    if torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return value.dtype
 
 
 def _refuse(
