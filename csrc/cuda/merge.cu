@@ -91,10 +91,11 @@ __device__ inline total<T> total_of(const run_table &table, const merged &m, int
   return t;
 }
 
+/* Negative: the part is absent. */
 template <class T>
 __device__ inline typename element<T>::wide weight_of(total<T> t, typename element<T>::wide lse) {
   using W = typename element<T>::wide;
-  return absent(lse) ? W(0) : share(lse, t.largest) / t.shares;
+  return absent(lse) ? W(-1) : share(lse, t.largest) / t.shares;
 }
 
 /* Where one part has the row that a block is at. */
@@ -281,15 +282,12 @@ __global__ void __launch_bounds__(HCP_THREADS, 3)
       if (lse == (W)INFINITY) t = total_of<T>(table, m, run, row, head);
       for (int first = 0; first < n; first += IN_FLIGHT) {
         W weight[IN_FLIGHT], sum[IN_FLIGHT] = {};
-        bool missing[IN_FLIGHT];
         /* A part past the last is the last one again: loads without a branch between them. */
         const V *value[IN_FLIGHT];
 #pragma unroll
         for (int k = 0; k < IN_FLIGHT; ++k) {
           const part_row<T> &part = parts[first + k < n ? first + k : n - 1];
-          W its_lse = part.lse[head * part.lse_head_stride];
-          missing[k] = absent(its_lse);
-          weight[k] = weight_of<T>(t, its_lse);
+          weight[k] = weight_of<T>(t, part.lse[head * part.lse_head_stride]);
           value[k] = reinterpret_cast<const V *>(part.out + head * part.out_head_stride);
         }
         for (int64_t at = lanes.lane; at < vectors; at += lanes.count) {
@@ -303,7 +301,7 @@ __global__ void __launch_bounds__(HCP_THREADS, 3)
             of[k].widen(other);
             sum[k] += dot(own, other);
 #pragma unroll
-            for (int e = 0; e < N; ++e) other[e] = missing[k] ? W(0) : weight[k] * own[e];
+            for (int e = 0; e < N; ++e) other[e] = weight[k] < W(0) ? W(0) : weight[k] * own[e];
             grad.round(other);
             if (first + k < n)
               reinterpret_cast<V *>(grads[first + k].out + head * m.head_dim)[at] = grad;
@@ -313,7 +311,7 @@ __global__ void __launch_bounds__(HCP_THREADS, 3)
         for (int k = 0; k < IN_FLIGHT; ++k) {
           W change = lanes.total(sum[k]) + common;
           if (first + k < n && lanes.lane == 0)
-            grads[first + k].lse[head] = missing[k] ? W(0) : weight[k] * change;
+            grads[first + k].lse[head] = weight[k] < W(0) ? W(0) : weight[k] * change;
         }
       }
     }
