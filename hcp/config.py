@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hcp.plan import Plan
 
 SCHEDULERS = ("dynamic_cp", "static_cp")
+SYNCS = ("auto", "step", "micro_batch")
 NO_WINDOW = (-1, -1)
 
 Value = TypeVar("Value")
@@ -65,10 +66,16 @@ class Config:
     """Ranks whose links are fast. A degree up to it stays inside a node, a larger one takes whole
     nodes, and neighbours that trade heads under "a2a+p2p" share one. None: all links are equal."""
 
+    sync: str = "auto"
+    """When ranks wait for each other, for `hcp.plan`: at the end of a "step" (DDP), or in every layer
+    and so in each "micro_batch" (FSDP, DeepSpeed's ZeRO-3, experts over several ranks). "auto": as
+    the trainer's model does."""
+
     def __post_init__(self) -> None:
         for name in ("cp_comm_type", "hierarchical_context_parallel_sizes", "window_size"):
             object.__setattr__(self, name, _as_tuples(getattr(self, name)))
         expect_choice("sequence_packing_scheduler", self.sequence_packing_scheduler, SCHEDULERS)
+        expect_choice("sync", self.sync, SYNCS)
         for name in ("max_seqlen_per_dp_cp_rank", "min_dynamic_context_parallel_size"):
             object.__setattr__(self, name, expect_size(name, getattr(self, name)))
         for name in ("context_parallel_size", "ranks_per_node"):
@@ -207,8 +214,9 @@ class Config:
         """The plan of one global batch. Every rank that passes the same values gets the same plan.
 
         ``limits``: what the trainer's layout asks beside these options, by :func:`hcp.plan`'s
-        names: ``alignment``, ``sync``, ``pipeline_stages``, ``memory``, ... Raises ValueError where
-        a layer's comm type is "auto" and ``cost`` has no prices for it.
+        names: ``alignment``, ``pipeline_stages``, ``memory``, ...; a ``sync`` among them takes the
+        place of the option, of which "auto" is "step" here. Raises ValueError where a layer's comm
+        type is "auto" and ``cost`` has no prices for it.
         """
         from hcp.plan import plan
 
@@ -229,8 +237,15 @@ class Config:
             max_degree=most,
             ranks_per_node=self.ranks_per_node,
             cost=cost,
-            **limits,
+            **{"sync": self.sync_where(waiting=False), **limits},
         )
+
+    def sync_where(self, *, waiting: bool) -> str:
+        """The option as :func:`hcp.plan` takes it. ``waiting``: whether ranks wait for each other
+        in the layers of the model; decides where the option is "auto"."""
+        if self.sync != "auto":
+            return self.sync
+        return "micro_batch" if waiting else "step"
 
     def _check_levels(self, degree: int | None) -> None:
         sizes = self.hierarchical_context_parallel_sizes
@@ -348,6 +363,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=int,
         metavar="RANKS",
         help="ranks with fast links to each other, for plans and a2a+p2p (default: all)",
+    )
+    add(
+        "sync",
+        choices=SYNCS,
+        help="when ranks wait for each other: at the end of a step, or in each micro-batch, as under"
+        " FSDP (default: auto, as the trainer's model does)",
     )
     return parser
 

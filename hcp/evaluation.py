@@ -64,12 +64,13 @@ class EvalPlan:
         min_degree: int | None = None,
         ranks_per_node: int | None = None,
         cost: CostModel | None = None,
+        sync: str | None = None,
     ) -> None:
         """`samples`: how many, or the length of each in tokens. With lengths, `dispatch` spreads
         global batches of `global_batch_size` samples over dp_cp by the dynamic scheduler, at most
         `max_tokens_per_rank` rows to a rank, with one CP `degree` for all if it is given, and by
-        `min_degree`, `ranks_per_node` and `cost` as `hcp.plan` takes them; without, `batches` uses
-        data parallelism."""
+        `min_degree`, `ranks_per_node`, `cost` and `sync` as `hcp.plan` takes them; without,
+        `batches` uses data parallelism."""
         samples = plain(samples)
         self.lengths = None if isinstance(samples, int) else tuple(samples)
         count = samples if isinstance(samples, int) else len(samples)
@@ -88,13 +89,14 @@ class EvalPlan:
             if value is not None:
                 expect_size(name, value)
                 self._expect_lengths(name)
-        if cost is not None:
-            self._expect_lengths("cost")
+        for name, given in (("cost", cost), ("sync", sync)):
+            if given is not None:
+                self._expect_lengths(name)
         self.groups = eval_pgs
         self.global_batch_size = global_batch_size or max(1, self.num_samples)
         self._max_tokens = max_tokens_per_rank
         self._min_degree, self._max_degree = degree or min_degree or 1, degree
-        self._node, self._cost = ranks_per_node, cost
+        self._node, self._cost, self._sync = ranks_per_node, cost, sync or "step"
         self._next = 0
         self._seen = _Seen()
 
@@ -184,6 +186,7 @@ class EvalPlan:
             max_degree=self._max_degree,
             ranks_per_node=self._node,
             cost=self._cost,
+            sync=self._sync,
         )
 
     def dispatch(self, dataset: Any, **options: Any) -> Iterator[Step]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -24,6 +25,7 @@ from hcp.cost import CostModel
 from hcp.dispatch import LocalBatch, Step
 from hcp.groups import ProcessGroups
 from hcp.handler import ContextParallelHandler
+from hcp.integrations.experts import warn_of_experts
 from hcp.integrations.loader import (
     DynamicCPDataLoader,
     EvalDataLoader,
@@ -62,10 +64,11 @@ class ContextParallel:
         """`groups`: by default, all ranks of the job are one domain. Raises ValueError for what
         Accelerate would do beside hcp: its own CP, tensor parallelism, gradient accumulation."""
         check_accelerator(accelerator)
-        self.accelerator, self.config = accelerator, config
+        self.accelerator, self.config = accelerator, with_barrier_of(accelerator, config)
         self.groups = domain(groups, accelerator.num_processes)
         self.eval_groups = eval_groups(self.groups, config)
         self.cost, self.to_sample = cost, to_sample
+        self._warned = False
 
     def train_loader(
         self, dataset: Any, *, global_batch_size: int, **options: Any
@@ -89,6 +92,9 @@ class ContextParallel:
         self, model: nn.Module, step: Step
     ) -> Iterator[tuple[ContextParallelHandler, LocalBatch]]:
         """The micro-batches of a step, gradients staying on their rank in all but the last."""
+        if not self._warned:
+            self._warned = True
+            warn_of_experts(model)
         for i, micro_batch in enumerate(step):
             last = i + 1 == len(step)
             with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
@@ -125,6 +131,13 @@ def config_of(parallelism: Any, *, max_seqlen_per_dp_cp_rank: int, **options: An
         "cp_comm_type": COMM_TYPES[strategy],
     }
     return Config(max_seqlen_per_dp_cp_rank=max_seqlen_per_dp_cp_rank, **(given | options))
+
+
+def with_barrier_of(accelerator: Any, config: Config) -> Config:
+    """A configuration whose `sync` is no longer "auto" where the Accelerator will shard parameters
+    over ranks."""
+    kind = str(accelerator.distributed_type).rpartition(".")[2]
+    return replace(config, sync=config.sync_where(waiting=True)) if kind == "FSDP" else config
 
 
 def check_accelerator(accelerator: Any) -> None:

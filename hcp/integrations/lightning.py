@@ -17,6 +17,7 @@ from torch import Tensor
 from hcp.dispatch import Step
 from hcp.evaluation import Metrics
 from hcp.groups import ProcessGroups
+from hcp.integrations.experts import warn_of_experts
 from hcp.integrations.loader import (
     DynamicCPCollator,
     DynamicCPDataLoader,
@@ -58,6 +59,7 @@ class ContextParallelStrategy(DDPStrategy):  # type: ignore[misc]
         self.name = name
         self._rest: list[Any] = []
         self._others: tuple[Any, ...] = ()
+        self._warned = False
 
     def training_step(self, batch: Step, *others: Any) -> Tensor:
         """The first micro-batch forward. The others follow in `backward`: Lightning clears
@@ -101,6 +103,9 @@ class ContextParallelStrategy(DDPStrategy):  # type: ignore[misc]
                 "which the strategy averages gradients"
             )
         module = self.lightning_module
+        if not self._warned:
+            self._warned = True
+            warn_of_experts(module)
         if not module.automatic_optimization:
             raise ValueError(
                 "automatic_optimization is False, expected True: a loop of your own needs no "

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from hcp.config import NO_WINDOW, Config
@@ -35,9 +36,11 @@ def causal_lm_sample(item: Mapping[str, Any]) -> dict[str, Tensor]:
     `loss_mask`, (tokens,) each.
 
     `item` has `input_ids`, a list or a tensor (tokens,); perhaps `labels` of the same length, not
-    shifted, -100 where a token does not count (default: all count). Other entries are left out.
-    Raises ValueError for no token at all, and for padding, which packed sequences have no place
-    for.
+    shifted, -100 where a token does not count (default: all count), and `completion_mask` or
+    `assistant_masks`, 0 where one does not. `attention_mask`, `position_ids`, `seq_lengths` and
+    `token_type_ids` may say what holds anyway: one document, without padding. Raises ValueError for
+    anything else: for no token at all, for padding and for packed documents, which hcp packs
+    itself, and for other entries.
     """
     if not isinstance(item, Mapping) or "input_ids" not in item:
         names = sorted(item) if isinstance(item, Mapping) else type(item).__name__
@@ -50,18 +53,65 @@ def causal_lm_sample(item: Mapping[str, Any]) -> dict[str, Tensor]:
             "input_ids is empty in a sample, expected >= 1 token: leave empty documents out of the "
             "dataset (dataset.filter)"
         )
-    padding = item.get("attention_mask")
-    if padding is not None and not bool(torch.as_tensor(padding).all()):
-        raise ValueError(
-            f"attention_mask has zeros in a sample of {len(tokens)} tokens, expected no padding: "
-            "tokenize with padding=False"
-        )
-    given = item.get("labels")
-    labels = tokens if given is None else _integers("labels", given)
-    if labels.shape != tokens.shape:
-        raise ValueError(f"labels has shape {tuple(labels.shape)}, expected {tuple(tokens.shape)}")
+    given = {name: column for name, column in item.items() if column is not None}
+    _check_columns(given, len(tokens))
+    labels = _column(given, "labels", tokens).clone() if "labels" in given else tokens.clone()
+    for name in MASKS:
+        if name in given:
+            labels[_column(given, name, tokens) == 0] = IGNORED
     labels = torch.cat((labels[1:], labels.new_full((1,), IGNORED)))
     return {"input_ids": tokens, "labels": labels, "loss_mask": (labels != IGNORED).float()}
+
+
+MASKS = ("completion_mask", "assistant_masks")
+"""Columns that TRL and chat templates leave: 0 where a token is not learned."""
+
+_UNPACKED = (
+    "one document in a sample: hcp packs them itself (in TRL packing=False; "
+    "hcp.integrations.loader.packed_documents takes packed rows apart)"
+)
+
+
+def _check_columns(given: Mapping[str, Any], tokens: int) -> None:
+    """Refuse what a sample says beyond one document without padding, by name."""
+    known = {"input_ids", "labels", *MASKS, *_PLAIN}
+    if others := sorted(set(map(str, given)) - known):
+        raise ValueError(
+            f"a sample has {others[0]!r}, expected only {', '.join(sorted(known))}: hcp does not "
+            f"know what it asks for. Remove it (dataset.remove_columns({others})), or give "
+            "to_sample=, which makes a sample of an item"
+        )
+    for name, (values, expected) in _PLAIN.items():
+        if name not in given:
+            continue
+        found = torch.as_tensor(given[name]).flatten().tolist()
+        if found != values(tokens):
+            raise ValueError(
+                f"{name} is {_short(found)} in a sample of {tokens} tokens, expected {expected}"
+            )
+
+
+_PLAIN: dict[str, tuple[Callable[[int], list[int]], str]] = {
+    "attention_mask": (
+        lambda tokens: [1] * tokens,
+        "all 1, no padding: tokenize with padding=False",
+    ),
+    "position_ids": (lambda tokens: list(range(tokens)), f"0, 1, 2, ...: {_UNPACKED}"),
+    "seq_lengths": (lambda tokens: [tokens], f"their number: {_UNPACKED}"),
+    "token_type_ids": (lambda tokens: [0] * tokens, "all 0: hcp does not hand segments on"),
+}
+"""Columns that may only say what holds of one document without padding."""
+
+
+def _short(values: list[Any]) -> str:
+    return repr(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:8]))}, ...]"
+
+
+def _column(given: Mapping[str, Any], name: str, tokens: Tensor) -> Tensor:
+    values = _integers(name, given[name])
+    if values.shape != tokens.shape:
+        raise ValueError(f"{name} has shape {tuple(values.shape)}, expected {tuple(tokens.shape)}")
+    return values
 
 
 def _integers(name: str, given: Any) -> Tensor:
@@ -88,6 +138,44 @@ def packed_documents(
                 "expected positions that count up from 0 in each document"
             )
         yield {name: rows[start:end] for name, rows in fields.items()}
+
+
+# ---- where ranks wait for each other -------------------------------------------------------------
+
+_EXPERT_RANKS = ("ep_size", "expert_parallel_size", "expert_model_parallel_size")
+"""How modules and their configurations call the number of ranks that experts are spread over."""
+
+
+class Barrier:
+    """The option `sync` of a configuration, with "auto" as a model says."""
+
+    def __init__(self, config: Config, model: nn.Module | None) -> None:
+        self._config, self._model = config, model
+
+    @cached_property
+    def sync(self) -> str:
+        """Asked for with the first batch: by then the model is sharded."""
+        waiting = self._model is not None and waits_in_layers(self._model)
+        return self._config.sync_where(waiting=waiting)
+
+
+def waits_in_layers(model: nn.Module) -> bool:
+    """Whether ranks wait for each other in the layers of a model, not only where gradients meet:
+    with parameters sharded by FSDP or DeepSpeed's ZeRO-3, and with experts over several ranks."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    if any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules()):
+        return True
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):  # ZeRO-3 marks them
+        return True
+    return any(_spreads_experts(module) for module in model.modules())
+
+
+def _spreads_experts(module: nn.Module) -> bool:
+    config = getattr(module, "config", None)
+    holders = (module, config, getattr(config, "distributed_config", None))
+    sizes = (getattr(holder, name, None) for holder in holders for name in _EXPERT_RANKS)
+    return any(isinstance(size, int) and size > 1 for size in sizes)
 
 
 # ---- training ------------------------------------------------------------------------------------
@@ -139,16 +227,20 @@ class DynamicCPCollator:
         cost: CostModel | None = None,
         to_sample: ToSample = causal_lm_sample,
         window_sizes: Sequence[tuple[int, int]] = (),
+        model: nn.Module | None = None,
     ) -> None:
+        """`model`: is looked at when the first batch is planned, where `config.sync` is "auto"."""
         self.config, self.groups, self.cost = config, groups, cost
         self.to_sample, self.window_sizes = to_sample, tuple(window_sizes)
+        self._barrier = Barrier(config, model)
         config.validate(ranks=groups.size("dp_cp"))
 
     def __call__(self, items: Any) -> Step:
         """`items` may be a generator: what it raises becomes an error on every rank."""
         samples = (self.to_sample(item) for item in items)
         lengths, sources, own = gather_lengths(samples, self.groups)
-        plan = self.config.plan(lengths, self.groups.size("dp_cp"), self.cost)
+        ranks = self.groups.size("dp_cp")
+        plan = self.config.plan(lengths, ranks, self.cost, sync=self._barrier.sync)
         options = self.config.dispatch_options()
         return dispatch(
             plan,
@@ -191,16 +283,24 @@ class DynamicCPDataLoader:
         cost: CostModel | None = None,
         to_sample: ToSample = causal_lm_sample,
         window_sizes: Sequence[tuple[int, int]] = (),
+        model: nn.Module | None = None,
     ) -> None:
         """`dataset`: map-style, items for `to_sample`. `global_batch_size`: samples of all ranks
         together. `drop_last`: leave out the last batch of an epoch if it is smaller.
-        `load_workers`: processes that read the dataset. `window_sizes`: see `hcp.dispatch`."""
+        `load_workers`: processes that read the dataset. `window_sizes`: see `hcp.dispatch`.
+        `model`: the one that trains on the batches, so that `config.sync` "auto" knows whether its
+        ranks wait for each other in every layer; trainers of hcp's know by themselves."""
         _check_dataset(dataset)
         expect_size("global_batch_size", global_batch_size)
         self.dataset = dataset
         self.load_workers = load_workers
         self.collate_fn = DynamicCPCollator(
-            config, groups, cost=cost, to_sample=to_sample, window_sizes=window_sizes
+            config,
+            groups,
+            cost=cost,
+            to_sample=to_sample,
+            window_sizes=window_sizes,
+            model=model,
         )
         samples = len(dataset)
         if drop_last:
@@ -295,9 +395,11 @@ class EvalDataLoader:
         global_batch_size: int,
         cost: CostModel | None = None,
         to_sample: ToSample = causal_lm_sample,
+        model: nn.Module | None = None,
     ) -> None:
         _check_dataset(dataset)
         expect_size("global_batch_size", global_batch_size)
+        self._barrier = Barrier(config, model)
         if len(dataset) == 0:
             raise ValueError("the dataset has 0 samples, expected some to evaluate")
         self.dataset, self.config, self.groups = dataset, config, groups
@@ -323,6 +425,7 @@ class EvalDataLoader:
             min_degree=self.config.min_dynamic_context_parallel_size,
             ranks_per_node=self.config.ranks_per_node,
             cost=self.cost,
+            sync=self._barrier.sync,
         )
 
     def _degree(self, lengths: Sequence[int]) -> int | None:

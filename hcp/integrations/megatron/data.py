@@ -7,6 +7,7 @@ among themselves; tensor- and pipeline-parallel peers load the same share, so no
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -87,7 +88,7 @@ def plan_batches(
     alignment: int = 1,
     virtual_stages: int = 1,
     micro_batch_group: int | None = None,
-    sync: str = "step",
+    sync: str | None = None,
     cp_groups: CPGroupPool | None = None,
 ) -> Iterator[MicroBatches]:
     """Plan each global batch and bring its rows to where they are computed.
@@ -104,7 +105,8 @@ def plan_batches(
     `virtual_stages`: Megatron's `virtual_pipeline_model_parallel_size`; the number of micro-batches
     is then a multiple of `micro_batch_group`, its `microbatch_group_size_per_vp_stage` (default:
     the pipeline stages). `sync`: when the ranks of a domain wait for each other: "step", or
-    "micro_batch" with experts over several ranks and with FSDP. `cp_groups`: gives each
+    "micro_batch" (default: `config.sync`, of which "auto" is "micro_batch" with experts over
+    several ranks; say it with FSDP). `cp_groups`: gives each
     micro-batch's PackedSeqParams a process group of its ranks, for layers of your own that insist
     on one.
 
@@ -117,7 +119,7 @@ def plan_batches(
     has_rows = groups.rank("pp") in (0, groups.size("pp") - 1)
     limits = {
         "alignment": alignment,
-        "sync": sync,
+        "sync": sync or config.sync_where(waiting=_spreads_experts(groups)),
         "pipeline_stages": groups.size("pp"),
         "virtual_stages": virtual_stages,
         "micro_batch_group": micro_batch_group,
@@ -136,6 +138,15 @@ def plan_batches(
         taken = () if cp_groups is None else cp_groups.of_step(dispatched, groups)
         yield MicroBatches(dispatched, has_rows=has_rows, cp_groups=taken)
         step += 1
+
+
+def _spreads_experts(groups: hcp.ProcessGroups) -> bool:
+    """Whether experts lie on several ranks, by the trainer's groups or Megatron's global ones."""
+    group = getattr(groups.source, "ep", None)
+    state = sys.modules.get("megatron.core.parallel_state")
+    if group is None and state is not None:
+        group = state.get_expert_model_parallel_group(check_initialized=False)
+    return group is not None and group.size() > 1
 
 
 def _own_share(

@@ -6,7 +6,7 @@ B rows of the loader, T tokens on this rank.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,7 +35,9 @@ class ContextParallelTrainer(Trainer):
     def __init__(self, config: Config) -> None:
         check_supported(config)
         super().__init__(config)
-        self.planner = config.context_parallel
+        # FSDP gathers the parameters of each layer: ranks wait for each other there.
+        sync = config.context_parallel.sync_where(waiting=self.parallel_dims.fsdp_enabled)
+        self.planner = replace(config.context_parallel, sync=sync)
         self.batches_per_step: int = self.gradient_accumulation_steps  # type: ignore[has-type]
         # The batches of a step are planned together: they come as one from batch_generator.
         self.gradient_accumulation_steps = 1

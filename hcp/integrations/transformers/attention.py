@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from hcp.handler import ContextParallelHandler
+from hcp.integrations.experts import capacities
+from hcp.integrations.transformers.probe import NoHandlerError, probe
 from hcp.kernels import Choice, kernel_for
 
 ATTENTION = "hcp"
@@ -35,13 +37,15 @@ def register_hcp_attention(model: nn.Module | None = None) -> None:
     attention through Transformers' `AttentionInterface`, and any other name switches it back. Such
     a model takes the handler of the micro-batch as `model(..., cp=cp)`: see `model_inputs`.
 
-    Raises ValueError for a model whose layers need more of other rows than attention gives.
+    Three forwards of a few tokens compare the model's own logits with those of packed documents.
+    Raises ValueError for a model that is no causal language model, or whose layers need more of
+    other rows than attention gives. Where parameters are sharded, every rank calls it.
     """
     AttentionInterface.register(ATTENTION, hcp_attention)
     AttentionMaskInterface.register(ATTENTION, window_of)
     if model is not None:
         check_model(model)
-        model.set_attn_implementation(ATTENTION)  # type: ignore[operator]
+        probe(model, ATTENTION)
 
 
 def check_model(model: nn.Module) -> None:
@@ -91,6 +95,11 @@ def _check_config(config: Any) -> None:
             f"{name}.output_router_logits is True, expected False: the router's loss is no mean "
             "over tokens, so it would depend on the plan"
         )
+    for attribute, value in capacities(config):
+        raise ValueError(
+            f"{name}.{attribute} is {value}, expected experts that take every token: which ones "
+            "they drop depends on the rows of a rank, and so on the plan"
+        )
     for rotary in _rotary_types(getattr(config, "rope_parameters", None)):
         if rotary in VARYING_ROTARY:
             raise ValueError(
@@ -116,6 +125,12 @@ class Window(NamedTuple):
 
     size: int | None
     """Rows, the row itself included; None: all of them."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"the model reads {name!r} of its attention mask, expected one that hands the mask on "
+            "to attention: hcp has none"
+        )
 
 
 def window_of(
@@ -167,7 +182,7 @@ def hcp_attention(
     A rank without rows has one row that stands in: see `model_inputs`.
     """
     if cp is None:
-        raise ValueError(
+        raise NoHandlerError(
             f"{type(module).__name__} was called without cp=, expected the handler of the "
             "micro-batch: model(**model_inputs(cp, local)). model.generate has none: call "
             "model.set_attn_implementation('sdpa') before it"

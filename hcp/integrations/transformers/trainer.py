@@ -17,7 +17,7 @@ from hcp.cost import CostModel
 from hcp.dispatch import Step
 from hcp.evaluation import Metrics
 from hcp.groups import ProcessGroups
-from hcp.integrations.accelerate import check_accelerator
+from hcp.integrations.accelerate import check_accelerator, with_barrier_of
 from hcp.integrations.loader import (
     DynamicCPDataLoader,
     EvalDataLoader,
@@ -28,7 +28,11 @@ from hcp.integrations.loader import (
     eval_groups,
     eval_layout,
 )
-from hcp.integrations.transformers.attention import check_softcap, register_hcp_attention
+from hcp.integrations.transformers.attention import (
+    check_model,
+    check_softcap,
+    register_hcp_attention,
+)
 from hcp.integrations.transformers.model import causal_lm_loss, causal_lm_losses
 
 
@@ -67,8 +71,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         check_model_config(cp)
         super().__init__(*positional, **keywords)
         _check(self)
-        register_hcp_attention(self.model)
+        check_model(self.model)
         check_softcap(self.model, self.args.device, _compute_dtype(self.args, self.model))
+        with self.accelerator.autocast():
+            register_hcp_attention(self.model)
+        cp = with_barrier_of(self.accelerator, cp)
         self.cp_config = cp if dynamic_cp else replace(cp, sequence_packing_scheduler="static_cp")
         self.cp_groups = domain(groups, self.args.world_size)
         self.cp_eval_groups = eval_groups(self.cp_groups, cp)
@@ -89,6 +96,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             load_workers=self.args.dataloader_num_workers,
             cost=self.cp_cost,
             to_sample=self.to_sample,
+            model=self.model,
         )
 
     def training_step(
@@ -127,6 +135,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             global_batch_size=self.args.eval_batch_size * self.args.world_size,
             cost=self.cp_cost,
             to_sample=self.to_sample,
+            model=self.model,
         )
 
     @torch.no_grad()
@@ -184,6 +193,7 @@ def _check(trainer: Trainer) -> None:
         args, "auto_find_batch_size", False, "max_seqlen_per_dp_cp_rank limits what a rank holds"
     )
     _expect(args, "torch_compile", False, "compile layers before you give the model")
+    _expect(args, "neftune_noise_alpha", None, "its noise shrinks with the rows that a rank packs")
     for name in ("fp16_full_eval", "bf16_full_eval"):
         _expect(args, name, False, "evaluation runs in the types of training")
     if args.n_gpu > 1:

@@ -299,7 +299,7 @@ def plan_steps(
         alignment=args.alignment,
         virtual_stages=args.num_virtual_stages_per_pipeline_rank or 1,
         # Experts on other ranks are met in every layer.
-        sync="micro_batch" if args.expert_model_parallel_size > 1 else "step",
+        sync=config.sync_where(waiting=args.expert_model_parallel_size > 1),
     )
 
 

@@ -1,0 +1,59 @@
+"""Experts whose results depend on which rows a rank happens to hold, as far as a model says so."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+_log = logging.getLogger("hcp")
+
+_LOSS = re.compile(
+    r"(^|_)(aux(iliary)?|z|balanc\w*)_loss(_coef|_coeff|_coefficient|_weight|_alpha)?$"
+)
+
+
+def warn_of_experts(model: nn.Module) -> None:
+    """Log what of a model's experts depends on the plan: tokens that are dropped, and losses that
+    are no mean over tokens."""
+    for place, reason in dict(_dependent(model)).items():
+        _log.warning("hcp: %s, so results depend on the plan: %s", place, reason)
+
+
+def capacities(holder: object) -> Iterator[tuple[str, float]]:
+    """Limits of the tokens that an expert takes, among the attributes of a module or of its
+    configuration; none where it says that it does not drop."""
+    if getattr(holder, "drop_tokens", True) is False:
+        return
+    for name, value in getattr(holder, "__dict__", {}).items():
+        if "capacity" in name and _positive(value):
+            yield name, value
+
+
+def _dependent(model: nn.Module) -> Iterator[tuple[str, str]]:
+    for module in model.modules():
+        for holder in (module, getattr(module, "config", None)):
+            kind = type(holder).__name__
+            for name, value in capacities(holder):
+                yield f"{kind}.{name} is {value}", "experts drop tokens by the rows of a rank"
+            for name, value in _losses(holder):
+                yield f"{kind}.{name} is {value}", "no mean over the tokens of the batch"
+
+
+def _losses(holder: object) -> Iterator[tuple[str, Any]]:
+    """Coefficients of losses that are computed. Transformers' configurations have some that are not
+    used unless they ask for the router's logits."""
+    asked = getattr(holder, "output_router_logits", None)
+    if asked:
+        yield "output_router_logits", asked
+    if asked is None:
+        for name, value in getattr(holder, "__dict__", {}).items():
+            if _LOSS.search(name) and _positive(value):
+                yield name, value
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0

@@ -1,0 +1,275 @@
+"""Compares what a model computes by itself with what it computes by way of hcp, before training.
+
+A list of models' names would be out of date with each release of Transformers. n: tokens of the
+document that is compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional as F
+
+from hcp.dispatch import dispatch
+from hcp.integrations.transformers.model import model_inputs
+from hcp.loopback import loopback
+from hcp.plan import plan
+
+_log = logging.getLogger("hcp")
+
+_TOKENS, _OTHERS = 4, 7
+"""Of the document that is compared, and of two others that are packed before and after it."""
+
+# Relative to the logits. Kernels round differently, and in 16 bits an expert may change with it.
+_ROUNDING, _ROUNDING_OF_16_BITS = 1e-2, 0.2
+_ROUNDING_OF_LOSSES = 1e-4
+
+
+class NoHandlerError(ValueError):
+    """An attention layer was called without `cp=`."""
+
+
+class Positions:
+    """A pre-hook of a model whose positions start at `first`: adds it to those that hcp feeds.
+
+    Such models (RoBERTa) count the tokens that are not padding, so a token that is would shift
+    the others: it is refused.
+    """
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def __call__(
+        self, model: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        cp, tokens = keywords.get("cp"), keywords.get("input_ids")
+        positions = keywords.get("position_ids")
+        if cp is None or positions is None:
+            return None
+        padding = self.first - 1
+        if tokens is not None and bool((tokens[0, : cp.rows] == padding).any()):
+            raise ValueError(
+                f"input_ids has the token {padding} in a document, expected none: it is "
+                f"{type(model).__name__}'s padding, which it leaves out when it counts positions"
+            )
+        return positional, keywords | {"position_ids": positions + self.first}
+
+
+def probe(model: nn.Module, attention: str) -> None:
+    """Raise ValueError unless a model is a causal language model whose logits of packed documents,
+    under the attention implementation `attention`, are its own of each document alone.
+
+    Leaves that attention set; a model that is refused keeps the one that it had. Costs three
+    forwards of up to 15 tokens. Of a model whose parameters are sharded, every rank calls it.
+    """
+    before = _implementations(model)
+    try:
+        with _evaluating(model):
+            model.set_attn_implementation("eager")  # type: ignore[operator]
+            document, others = _documents(model)
+            own = _own_logits(model, document)
+            if (first := _first_position(model, document, own)) > 0:
+                model.register_forward_pre_hook(Positions(first), with_kwargs=True)
+            model.set_attn_implementation(attention)  # type: ignore[operator]
+            _compare(model, document, others, own)
+    except BaseException:
+        model.set_attn_implementation(before)  # type: ignore[operator]
+        raise
+
+
+def _implementations(model: nn.Module) -> dict[str, str]:
+    config: Any = model.config
+    parts = {name: getattr(config, name, None) for name in config.sub_configs}
+    every = {"": config, **{name: part for name, part in parts.items() if part is not None}}
+    return {name: part._attn_implementation or "eager" for name, part in every.items()}
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Without dropout and gradients; each module is in training again that was."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def _documents(model: nn.Module) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """One that is compared, and two others, of tokens that mean nothing in particular."""
+    weight = model.get_input_embeddings().weight  # type: ignore[operator]
+    if weight.is_meta:
+        raise ValueError(
+            f"the weights of {type(model).__name__} are on the device meta, expected their values: "
+            "load them first, then call register_hcp_attention"
+        )
+    special = set(_special(model.config.to_dict()))  # type: ignore[operator, union-attr]
+    words = int(weight.shape[0])
+    ordinary = (word for word in range(words // 4, words) if word not in special)
+    chosen = list(itertools.islice(ordinary, _TOKENS + _OTHERS)) or [0]
+    cycled = itertools.islice(itertools.cycle(chosen), _TOKENS + _OTHERS)
+    tokens = torch.tensor(list(cycled), device=weight.device)
+    return tokens[:_TOKENS], (tokens[_TOKENS : _TOKENS + 3], tokens[_TOKENS + 3 :])
+
+
+def _special(options: Mapping[str, Any]) -> Iterator[int]:
+    """Ids of tokens that a configuration names, nested ones too."""
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _special(value)
+        elif "token" in str(name):
+            ids = value if isinstance(value, Sequence) else [value]
+            yield from (i for i in ids if type(i) is int)
+
+
+# ---- the model by itself -------------------------------------------------------------------------
+
+
+def _own_logits(model: nn.Module, document: Tensor) -> Tensor:
+    """(n, vocabulary)"""
+    logits = getattr(_own(model, document), "logits", None)
+    shape = tuple(logits.shape) if isinstance(logits, Tensor) else None
+    if shape is None or shape[:2] != (1, len(document)) or shape[2] <= int(document.max()):
+        found = "no logits" if shape is None else f"logits of shape {shape}"
+        raise ValueError(
+            f"{type(model).__name__} gives {found} for {len(document)} tokens, expected "
+            f"(1, {len(document)}, vocabulary): hcp trains causal language models (...ForCausalLM) "
+            "that add no tokens or prompts of their own"
+        )
+    assert isinstance(logits, Tensor)
+    return logits[0]
+
+
+def _own(model: nn.Module, document: Tensor, **more: Tensor) -> Any:
+    try:
+        return model(input_ids=document[None], use_cache=False, **more)
+    except Exception as error:
+        raise ValueError(
+            f"{type(model).__name__} does not compute {len(document)} tokens with "
+            f"{', '.join(('input_ids', *more))}, expected a causal language model of text: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _first_position(model: nn.Module, document: Tensor, own: Tensor) -> int:
+    """Where the model's own positions start, beyond those that it gets from hcp."""
+    padding = model.config.get_text_config().pad_token_id  # type: ignore[operator, union-attr]
+    fed = any(
+        isinstance(hook, Positions)
+        for module in model.modules()
+        for hook in module._forward_pre_hooks.values()
+    )
+    counted = torch.arange(len(document), device=document.device)[None]
+    for first in (0, *([] if padding is None else [padding + 1])):
+        given = _own(model, document, position_ids=counted + first, labels=document[None])
+        if first == 0:
+            _check_loss(model, given, document)
+        if _apart(given.logits[0], own) <= _tolerance(model, own):
+            return 0 if fed else first
+    raise ValueError(
+        f"{type(model).__name__} makes other positions than those it is given, expected 0, 1, 2, "
+        "... or the same from its padding's index on: hcp cannot feed them"
+    )
+
+
+def _check_loss(model: nn.Module, output: Any, document: Tensor) -> None:
+    """The mean cross entropy of the next tokens, which hcp computes, and nothing else."""
+    loss = getattr(output, "loss", None)
+    expected = F.cross_entropy(output.logits[0, :-1].float(), document[1:])
+    if not isinstance(loss, Tensor) or loss.dim():
+        raise ValueError(f"{type(model).__name__} gives no loss for labels, expected it to")
+    apart = abs(float(loss) - float(expected))
+    if apart > _ROUNDING_OF_LOSSES * max(1.0, abs(float(expected))):
+        raise ValueError(
+            f"{type(model).__name__}'s own loss of {len(document)} tokens is {float(loss):.5f}, "
+            f"expected {float(expected):.5f}, the cross entropy of the next tokens: hcp trains on "
+            "that alone, without labels in place (masked or token classification), a router's "
+            "loss or a z loss (set their coefficients to 0)"
+        )
+
+
+# ---- the model by way of hcp ---------------------------------------------------------------------
+
+
+def _compare(
+    model: nn.Module, document: Tensor, others: tuple[Tensor, Tensor], own: Tensor
+) -> None:
+    """Twice in one pack, after other documents: the same both times, and what the model gives."""
+    name, tokens = type(model).__name__, len(document)
+    first, second = _packed_logits(model, document, others)
+    limit = _tolerance(model, own)
+    if (apart := _apart(first, second)) > limit / 10:
+        raise ValueError(
+            f"{name}'s logits of a document change by {apart:.1%} with the document before it in "
+            "the pack, expected none: some layer other than attention mixes rows"
+        )
+    if (apart := _apart(first, own)) > limit:
+        raise ValueError(
+            f"{name}'s logits of {tokens} packed tokens are {apart:.1%} off its own, expected at "
+            f"most {limit:.0%}: it computes something that hcp does not know"
+        )
+
+
+def _packed_logits(
+    model: nn.Module, document: Tensor, others: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    samples = [others[0], document, others[1], document]
+    lengths = [len(sample) for sample in samples]
+    made = plan(lengths, ranks=1, max_tokens_per_rank=sum(lengths))
+    fields = [
+        {"input_ids": sample, "copy": torch.full_like(sample, i)}
+        for i, sample in enumerate(samples)
+    ]
+    device = document.device
+    (((cp, local),),) = loopback(
+        1, lambda groups: list(dispatch(made, fields, [0] * len(fields), groups)), device=device
+    )
+    name = type(model).__name__
+    try:
+        logits = model(**model_inputs(cp, local)).logits[0]
+    except NoHandlerError:
+        raise ValueError(
+            f"{name} does not hand its keyword arguments on to its attention, expected that cp= "
+            "arrives there: its layers have no place for the handler of a micro-batch"
+        ) from None
+    except Exception as error:
+        raise ValueError(
+            f"{name} does not compute packed documents with hcp's attention: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return logits[local.copy == 1], logits[local.copy == 3]
+
+
+# ---- how far apart -------------------------------------------------------------------------------
+
+
+def _apart(found: Tensor, expected: Tensor) -> float:
+    """The norm of the difference, relative; 0 where nothing can be said."""
+    if found.shape != expected.shape:
+        return float("inf")
+    found, expected = found.double(), expected.double()
+    if not bool(found.isfinite().all() and expected.isfinite().all()):
+        _log.warning("hcp: the model's logits are not finite, so hcp could not check them")
+        return 0.0
+    size = float(expected.norm())
+    return float((found - expected).norm()) / size if size else float(found.norm())
+
+
+def _tolerance(model: nn.Module, logits: Tensor) -> float:
+    wide = {torch.float32, torch.float64}
+    narrow = torch.is_autocast_enabled(logits.device.type) or not all(
+        parameter.dtype in wide for parameter in model.parameters()
+    )
+    return _ROUNDING_OF_16_BITS if narrow else _ROUNDING
