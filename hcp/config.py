@@ -67,9 +67,9 @@ class Config:
     nodes, and neighbours that trade heads under "a2a+p2p" share one. None: all links are equal."""
 
     sync: str = "auto"
-    """When ranks wait for each other, for `hcp.plan`: at the end of a "step" (DDP), or in every layer
-    and so in each "micro_batch" (FSDP, DeepSpeed's ZeRO-3, experts over several ranks). "auto": as
-    the trainer's model does."""
+    """When ranks wait for each other, for `hcp.plan`: at the end of a "step" (DDP), or in every
+    layer and so in each "micro_batch" (FSDP, DeepSpeed's ZeRO-3, experts over several ranks).
+    "auto": as the trainer's model does."""
 
     def __post_init__(self) -> None:
         for name in ("cp_comm_type", "hierarchical_context_parallel_sizes", "window_size"):
@@ -367,8 +367,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add(
         "sync",
         choices=SYNCS,
-        help="when ranks wait for each other: at the end of a step, or in each micro-batch, as under"
-        " FSDP (default: auto, as the trainer's model does)",
+        help="when ranks wait for each other: at the end of a step, or in each micro-batch, as"
+        " under FSDP (default: auto, as the trainer's model does)",
     )
     return parser
 

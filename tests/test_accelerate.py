@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
+from argparse import Namespace
 
 import pytest
 import torch
@@ -119,6 +121,7 @@ def train_sharded(rank, size, config):
             loader = parallel.train_loader(documents(TRAINING), global_batch_size=8)
             loader.set_epoch(epoch)
             for step in loader:
+                assert step.plan.sync == "micro_batch"  # ranks wait in every layer
                 total = torch.zeros((), dtype=torch.float64)
                 for cp, local in parallel.micro_batches(model, step):
                     loss = cp.loss(model(cp, local), local.loss_mask, grad_reduce="mean")
@@ -194,6 +197,85 @@ def refuse(rank, size):
 
     with pytest.raises(ValueError, match="uses DeepSpeed, expected DDP or FSDP"):
         check_accelerator(Other())
+
+
+class Experts(torch.nn.Linear):
+    """That say how many tokens one takes, and how many ranks they are spread over."""
+
+    def __init__(self, **says):
+        super().__init__(1, 1)
+        vars(self).update(says)
+
+
+@pytest.mark.parametrize(
+    ("says", "expected"),
+    [
+        ({"capacity_factor": 1.25}, ["Experts.capacity_factor is 1.25, so results depend"]),
+        ({"capacity_factor": 1.25, "drop_tokens": False}, []),
+        ({"moe_z_loss_coeff": 1e-3}, ["Experts.moe_z_loss_coeff is 0.001, so results depend"]),
+        ({"moe_aux_loss_coeff": 0.0, "capacity_factor": None}, []),
+        ({"config": Namespace(router_aux_loss_coef=0.1, output_router_logits=False)}, []),
+        (
+            {"config": Namespace(router_aux_loss_coef=0.1, output_router_logits=True)},
+            ["Namespace.output_router_logits is True, so results depend"],
+        ),
+    ],
+)
+def test_experts_that_depend_on_the_plan_are_warned_of(says, expected, caplog):
+    from hcp.integrations.experts import warn_of_experts
+
+    with caplog.at_level("WARNING", logger="hcp"):
+        warn_of_experts(torch.nn.Sequential(Experts(**says)))
+    assert len(caplog.messages) == len(expected)
+    for message, words in zip(caplog.messages, expected, strict=True):
+        assert words in message
+
+
+def warn_in_a_loop(rank, size):
+    from accelerate import Accelerator
+
+    from hcp.integrations.accelerate import ContextParallel
+
+    as_torchrun(size)
+    parallel = ContextParallel(Accelerator(cpu=True), hcp.Config(max_seqlen_per_dp_cp_rank=8))
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("hcp").addHandler(handler)
+    for step in parallel.train_loader(documents([5, 6, 7]), global_batch_size=1):
+        for _ in parallel.micro_batches(Experts(capacity_factor=2.0), step):
+            pass
+    logging.getLogger("hcp").removeHandler(handler)
+    return messages
+
+
+def test_a_loop_is_warned_once_of_experts_that_drop_tokens():
+    ((message,),) = run_ranks(1, warn_in_a_loop)
+    assert "Experts.capacity_factor is 2.0" in message
+
+
+@pytest.mark.parametrize(
+    ("says", "waits"),
+    [
+        ({}, False),
+        ({"ep_size": 1}, False),
+        ({"ep_size": 4}, True),
+        ({"config": Namespace(expert_model_parallel_size=2)}, True),
+        ({"config": Namespace(distributed_config=Namespace(ep_size=2))}, True),
+    ],
+)
+def test_experts_over_ranks_are_waited_for_in_every_layer(says, waits):
+    from hcp.integrations.loader import waits_in_layers
+
+    assert waits_in_layers(torch.nn.Sequential(Experts(**says))) == waits
+
+
+def test_zero_3_is_waited_for_in_every_layer():
+    from hcp.integrations.loader import waits_in_layers
+
+    model = torch.nn.Linear(1, 1)
+    model.weight.ds_id = 0  # as DeepSpeed marks a parameter that it partitions
+    assert waits_in_layers(model)
 
 
 def take_a_rank_for_a_job(rank, size):

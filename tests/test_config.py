@@ -30,8 +30,10 @@ def test_every_option_arrives():
         *["--sequence-packing-scheduler", "static_cp", "--max-seqlen-per-dp-cp-rank", "7"],
         *["--min-dynamic-context-parallel-size", "2", "--context-parallel-size", "4"],
         *["--cp-comm-type", "p2p", "all_gather", "--eval-context-parallel-size", "8"],
+        *["--sync", "micro_batch"],
     )
-    assert config == Config(7, "static_cp", 2, 4, ("p2p", "all_gather"), 8)
+    expected = Config(7, "static_cp", 2, 4, ("p2p", "all_gather"), 8, sync="micro_batch")
+    assert config == expected
     assert config.comm_types == ("p2p", "all_gather")
 
 
@@ -51,6 +53,23 @@ def test_evaluation_has_one_degree_and_room_for_its_share_of_the_longest_sequenc
     assert {g.degree for g in training.for_evaluation(2, 64).plan([64, 3], 8).micro_batches[0]} == {
         2
     }
+
+
+@pytest.mark.parametrize(
+    ("option", "planned", "where_layers_wait"),
+    [
+        ("auto", "step", "micro_batch"),
+        ("step", "step", "step"),
+        ("micro_batch", "micro_batch", "micro_batch"),
+    ],
+)
+def test_plans_know_when_ranks_wait_for_each_other(option, planned, where_layers_wait):
+    config = parsed("--max-seqlen-per-dp-cp-rank", "16", "--sync", option)
+    assert config.plan([20, 3], ranks=4).sync == planned
+    assert config.plan([20, 3], ranks=4, sync="micro_batch").sync == "micro_batch"
+    assert config.sync_where(waiting=True) == where_layers_wait
+    assert config.sync_where(waiting=False) == planned
+    assert config.for_evaluation(2, 20).sync == option
 
 
 def test_the_eval_size_may_be_left_to_the_chooser(capsys):
@@ -177,6 +196,7 @@ def test_a_comm_type_for_each_layer():
         ({"cp_comm_type": []}, "cp_comm_type is an empty list"),
         ({"cp_comm_type": 5}, "cp_comm_type is 5, expected one of p2p, all_gather, a2a"),
         ({"window_size": []}, "window_size is an empty list"),
+        ({"sync": "layer"}, "sync is 'layer', expected one of auto, step, micro_batch"),
         ({"window_size": None}, r"window_size is None, expected \(left, right\) in tokens"),
         (
             {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": 2},

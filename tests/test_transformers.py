@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import logging
+import logging.handlers
 import os
 import subprocess
 import sys
@@ -59,6 +61,8 @@ MODELS = {
     | EXPERTS
     | LATENT
     | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_routed_experts": 4},
+    # Its own positions start after the index of padding.
+    "roberta": SMALL | {"is_decoder": True, "pad_token_id": 2, "eos_token_id": 0},
     "gpt2": {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256},
 }
 LENGTHS = (1, 33, 21, 33, 1)
@@ -275,11 +279,191 @@ def test_a_model_that_needs_more_than_attention_gives_is_refused(kind, changes, 
     assert model.config._attn_implementation != "hcp"
 
 
+def refused_by_a_forward(model, message):
+    """By register_hcp_attention, before anything was trained, leaving the model as it was."""
+    from hcp.integrations.transformers import register_hcp_attention
+
+    model.train()
+    with pytest.raises(ValueError, match=message):
+        register_hcp_attention(model)
+    assert model.config._attn_implementation != "hcp"
+    assert all(module.training for module in model.modules())
+
+
+TASKS = {
+    "AutoModel": "gives no logits for 4 tokens, expected .* causal language models",
+    "AutoModelForTokenClassification": r"gives logits of shape \(1, 4, 2\) for 4 tokens, expected",
+    "AutoModelForSequenceClassification": r"gives logits of shape \(1, 2\) for 4 tokens, expected",
+    "AutoModelForQuestionAnswering": "gives no logits for 4 tokens, expected",
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_model_of_another_task_is_refused(task):
+    import transformers
+
+    config = transformers.LlamaConfig(**SMALL)
+    refused_by_a_forward(getattr(transformers, task).from_config(config), TASKS[task])
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            "doge",
+            "AttributeError: the model reads 'dtype' of its attention mask, expected one that",
+        ),
+        ("nemotron", "does not hand its keyword arguments on to its attention, expected that cp="),
+    ],
+)
+def test_a_model_that_leaves_no_place_for_the_handler_is_refused(kind, message):
+    refused_by_a_forward(build(kind), message)
+
+
+def llama_that(forward):
+    """A Llama whose forward, given as f(original, ids, **keywords), is another."""
+    import transformers
+
+    class Changed(transformers.LlamaForCausalLM):
+        def forward(self, input_ids=None, **keywords):
+            return forward(super().forward, input_ids, **keywords)
+
+    torch.manual_seed(7)
+    return Changed(transformers.LlamaConfig(**SMALL))
+
+
+def needs_segments(forward, ids, **keywords):
+    if "token_type_ids" not in keywords:
+        raise KeyError("token_type_ids are required")
+    return forward(ids, **keywords)
+
+
+def adds_a_prompt(forward, ids, **keywords):
+    prompt = torch.full((1, 2), 9)
+    keywords["position_ids"] = None
+    return forward(torch.cat((prompt, ids), 1), **keywords)
+
+
+def adds_a_loss(forward, ids, labels=None, **keywords):
+    out = forward(ids, labels=labels, **keywords)
+    if labels is not None:
+        out.loss = out.loss + 1e-3 * out.logits.logsumexp(-1).pow(2).mean()
+    return out
+
+
+def counts_for_itself(forward, ids, position_ids=None, **keywords):
+    return forward(ids, position_ids=3 * torch.arange(ids.shape[1])[None], **keywords)
+
+
+def counts_by_two(forward, ids, position_ids=None, **keywords):
+    own = torch.arange(ids.shape[1])[None] * 2
+    return forward(ids, position_ids=own if position_ids is None else position_ids, **keywords)
+
+
+def mixes_neighbours(forward, ids, **keywords):
+    out = forward(ids, **keywords)
+    out.logits = out.logits + torch.nn.functional.pad(out.logits, (0, 0, 1, 0))[:, :-1]
+    if keywords.get("labels") is not None:
+        out.loss = torch.nn.functional.cross_entropy(out.logits[0, :-1], ids[0, 1:])
+    return out
+
+
+CHANGED = [
+    (needs_segments, "does not compute 4 tokens with input_ids, .*: KeyError: 'token_type_ids are"),
+    (adds_a_prompt, r"gives logits of shape \(1, 6, 64\) for 4 tokens, .*no tokens or prompts"),
+    (adds_a_loss, "own loss of 4 tokens is .*the cross entropy of the next tokens: hcp trains on"),
+    (
+        counts_for_itself,
+        "'s logits of 4 packed tokens are .* off its own|change by .* with the doc",
+    ),
+    (counts_by_two, "makes other positions than those it is given, expected 0, 1, 2"),
+    (mixes_neighbours, "change by .* with the document before it in the pack, expected none"),
+]
+
+
+@pytest.mark.parametrize(("forward", "message"), CHANGED, ids=[f.__name__ for f, _ in CHANGED])
+def test_what_a_model_computes_besides_is_found_before_training(forward, message):
+    refused_by_a_forward(llama_that(forward), message)
+
+
+def test_16_bits_round_and_are_not_taken_for_another_model():
+    from hcp.integrations.transformers import register_hcp_attention
+
+    for kind in ("llama", "qwen3_moe", "gpt2"):
+        register_hcp_attention(build(kind).bfloat16())
+
+
+def test_weights_that_are_not_there_are_refused():
+    import transformers
+
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
+    refused_by_a_forward(model, "the weights of LlamaForCausalLM are on the device meta, expected")
+
+
+def test_padding_in_a_document_is_refused_where_it_moves_positions():
+    model = build("roberta")
+    from hcp.integrations.transformers import register_hcp_attention
+
+    register_hcp_attention(model)
+    register_hcp_attention(model)  # again: positions are shifted once
+    forward(model, input_ids=torch.tensor([[9, 8, 7, 6, 5, 4]]))
+    with pytest.raises(ValueError, match="input_ids has the token 2 in a document, expected none"):
+        forward(model)
+
+
+def test_experts_that_drop_tokens_are_refused():
+    model = build("mixtral", num_local_experts=2)
+    model.config.moe_expert_capacity_factor = 1.25
+    refused_by_a_forward(
+        model, "moe_expert_capacity_factor is 1.25, expected experts that take every token"
+    )
+
+
 def test_what_is_no_model_of_transformers_is_refused():
     from hcp.integrations.transformers import register_hcp_attention
 
     with pytest.raises(ValueError, match="the model is a Linear, expected a PreTrainedModel"):
         register_hcp_attention(torch.nn.Linear(2, 2))
+
+
+# ---- all architectures ---------------------------------------------------------------------------
+
+
+def verdict(model):
+    """ "equal", "refused" before training, or what is wrong."""
+    from hcp.integrations.transformers import register_hcp_attention
+
+    dataset = documents((21, 5, 12))
+    with torch.no_grad():
+        logits = [model(d["input_ids"][None], use_cache=False).logits[0] for d in dataset]
+    try:
+        register_hcp_attention(model)
+    except ValueError:
+        return "refused"
+    for ranks in (1, 2):
+        plan = hcp.plan([21, 5, 12], ranks=ranks, max_tokens_per_rank=40, min_degree=ranks)
+        difference, _ = spread(model, dataset, logits, plan)
+        if not difference < 3e-5 * max(x.abs().max() for x in logits):
+            return f"{difference} off on {ranks} ranks"
+    return "equal"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_every_architecture_is_right_or_refused_before_training():
+    import architectures
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    transformers.logging.set_verbosity_error()
+    models = ((kind, architectures.build(kind)) for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    found = {kind: verdict(model) for kind, model in models if model is not None}
+    assert {kind: v for kind, v in found.items() if v not in ("equal", "refused")} == {}
+    assert list(found.values()).count("equal") >= 100
+    for kind in ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta",
+                 "xlm-roberta-xl", "xmod"):  # fmt: skip
+        assert found[kind] == "equal", kind
 
 
 # ---- the Trainer ---------------------------------------------------------------------------------
@@ -494,6 +678,7 @@ REFUSED_ARGUMENTS = [
     ({"auto_find_batch_size": True}, "auto_find_batch_size is True, expected False"),
     ({"include_num_input_tokens_seen": "all"}, "include_num_input_tokens_seen is 'all', expected"),
     ({"bf16_full_eval": True}, "bf16_full_eval is True, expected False"),
+    ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha is 5.0, expected None: its noise shrinks"),
 ]
 
 
@@ -561,6 +746,49 @@ def test_tokens_that_are_no_integers_are_refused():
         causal_lm_sample({"input_ids": [1, 2], "labels": torch.tensor([1.0, 2.0])})
 
 
+@pytest.mark.parametrize("name", ["completion_mask", "assistant_masks"])
+def test_masks_say_which_tokens_are_learned(name):
+    """As TRL does: a label is the token itself where the mask is 1."""
+    from hcp.integrations.transformers import causal_lm_sample
+
+    item = {"input_ids": [5, 6, 7, 8], name: [0, 0, 1, 1], "position_ids": [0, 1, 2, 3]}
+    item |= {"seq_lengths": [4], "token_type_ids": [0] * 4, "attention_mask": [1] * 4}
+    sample = causal_lm_sample(item)
+    assert sample["labels"].tolist() == [-100, 7, 8, -100]
+    assert sample["loss_mask"].tolist() == [0, 1, 1, 0]
+    given = causal_lm_sample({**item, "labels": [5, -100, -100, 9], "pixel_values": None})
+    assert given["labels"].tolist() == [-100, -100, 9, -100]
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        (
+            {"position_ids": [0, 1, 0, 1]},
+            r"position_ids is \[0, 1, 0, 1\] .*expected 0, 1, 2.*pack",
+        ),
+        (
+            {"seq_lengths": [2, 2]},
+            r"seq_lengths is \[2, 2\] in a sample of 4 tokens, .*packing=False",
+        ),
+        (
+            {"token_type_ids": [0, 0, 1, 1]},
+            "token_type_ids is .*, expected all 0: hcp does not hand",
+        ),
+        ({"attention_mask": [1, 1, 1, 0]}, "attention_mask is .*, expected all 1, no padding"),
+        ({"pixel_values": [0.5]}, "a sample has 'pixel_values', expected only .*remove_columns"),
+        ({"text": "words"}, r"a sample has 'text', .*dataset.remove_columns\(\['text'\]\)"),
+        ({"completion_mask": [1]}, r"completion_mask has shape \(1,\), expected \(4,\)"),
+        ({"assistant_masks": [0.5] * 4}, "assistant_masks is torch.float32, expected integers"),
+    ],
+)
+def test_a_column_that_hcp_does_not_follow_is_refused_by_name(column, message):
+    from hcp.integrations.transformers import causal_lm_sample
+
+    with pytest.raises(ValueError, match=message):
+        causal_lm_sample({"input_ids": [5, 6, 7, 8], **column})
+
+
 def test_without_a_job_the_error_says_how_to_start_one(tmp_path):
     from transformers import TrainingArguments
 
@@ -604,8 +832,8 @@ def test_a_bad_sample_on_one_rank_is_an_error_on_all(tmp_path):
 # ---- FSDP2 ---------------------------------------------------------------------------------------
 
 
-def train_sharded(rank, size):
-    """Three updates with parameters that are spread over the domain."""
+def train_sharded(rank, size, sync="auto"):
+    """Three updates with parameters that are spread over the domain: losses, and warnings."""
     from torch.distributed.fsdp import fully_shard
 
     from hcp.integrations.transformers import (
@@ -620,11 +848,16 @@ def train_sharded(rank, size):
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
-    config = hcp.Config(max_seqlen_per_dp_cp_rank=128 if size == 1 else LIMIT)
-    loader = DynamicCPDataLoader(documents(TRAINING), config, groups, global_batch_size=8)
+    config = hcp.Config(max_seqlen_per_dp_cp_rank=128 if size == 1 else LIMIT, sync=sync)
+    warnings = logging.handlers.BufferingHandler(9)
+    logging.getLogger("hcp").addHandler(warnings)
+    loader = DynamicCPDataLoader(
+        documents(TRAINING), config, groups, global_batch_size=8, model=model
+    )
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     losses = []
     for step in loader:
+        assert step.plan.sync == ("micro_batch" if sync == "auto" else sync)
         total = 0.0
         for i, (cp, local) in enumerate(step):
             model.set_requires_gradient_sync(i + 1 == len(step))
@@ -634,14 +867,24 @@ def train_sharded(rank, size):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total)
-    return losses
+    logging.getLogger("hcp").removeHandler(warnings)
+    return losses, [record.getMessage() for record in warnings.buffer]
 
 
 def test_fsdp2_spreads_parameters_over_the_domain_as_it_does():
-    alone = run_ranks(1, train_sharded)[0]
-    four = torch.tensor(run_ranks(4, train_sharded)).mean(0)
+    ((alone, _),) = run_ranks(1, train_sharded)
+    four = run_ranks(4, train_sharded)
     assert len(alone) == 3
-    assert (four - torch.tensor(alone)).abs().max() < 1e-4
+    mean = torch.tensor([losses for losses, _ in four]).mean(0)
+    assert (mean - torch.tensor(alone)).abs().max() < 1e-4
+    assert [warnings for _, warnings in four] == [[]] * 4
+
+
+def test_a_plan_for_another_barrier_than_fsdps_is_warned_of_once():
+    for _, warnings in run_ranks(2, train_sharded, "step"):
+        assert [w[:56] for w in warnings] == [
+            "hcp: the plan lets ranks wait at the end of a step only,"
+        ]
 
 
 SHARDED = {
@@ -658,6 +901,9 @@ def train_by_sharded_trainer(rank, size, folder, options):
         enter = partial(stack.enter_context, fsdp_on_cpus())
         trainer = make_trainer(size, folder, prepare=enter, **options)
         trainer.train()
+        loaders = trainer.get_train_dataloader(), trainer.get_eval_dataloader()
+        assert {handler.plan.sync for step in loaders[0] for handler, _ in step} == {"micro_batch"}
+        assert {handler.plan.sync for handler, _ in loaders[1]} == {"micro_batch"}
         history = trainer.state.log_history
         sharded = [type(p).__name__ == "DTensor" for p in trainer.model.model.layers.parameters()]
     return (
