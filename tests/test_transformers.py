@@ -836,6 +836,7 @@ def train_sharded(rank, size, sync="auto"):
     """Three updates with parameters that are spread over the domain: losses, and warnings."""
     from torch.distributed.fsdp import fully_shard
 
+    import hcp.integrations.transformers.model as ours
     from hcp.integrations.transformers import (
         DynamicCPDataLoader,
         causal_lm_loss,
@@ -848,7 +849,8 @@ def train_sharded(rank, size, sync="auto"):
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
-    config = hcp.Config(max_seqlen_per_dp_cp_rank=128 if size == 1 else LIMIT, sync=sync)
+    config = hcp.Config(max_seqlen_per_dp_cp_rank=LIMIT if size == 4 else 128, sync=sync)
+    ours._warn_of_the_barrier.cache_clear()  # of this process, which other tests use
     warnings = logging.handlers.BufferingHandler(9)
     logging.getLogger("hcp").addHandler(warnings)
     loader = DynamicCPDataLoader(
@@ -882,9 +884,8 @@ def test_fsdp2_spreads_parameters_over_the_domain_as_it_does():
 
 def test_a_plan_for_another_barrier_than_fsdps_is_warned_of_once():
     for _, warnings in run_ranks(2, train_sharded, "step"):
-        assert [w[:56] for w in warnings] == [
-            "hcp: the plan lets ranks wait at the end of a step only,"
-        ]
+        (warning,) = warnings
+        assert warning.startswith("hcp: the plan lets ranks wait at the end of a step only")
 
 
 SHARDED = {
