@@ -225,6 +225,7 @@ def test_torchtitans_own_command_line_trains(tmp_path):
 def shards(rank, size, parallelism):
     run = titan.Run(titan.config_of(titan.options(LIMIT), parallelism=parallelism, steps=1))
     parameters = list(run.trainer.model_parts[0].parameters())
+    assert run.trainer.planner.sync == "micro_batch"  # ranks wait in every layer
     run.train()
     run.close()
     return sum(p.numel() for p in parameters), sum(p.to_local().numel() for p in parameters)
@@ -247,6 +248,7 @@ def validate(rank, size, eval_size, rows):
     run = titan.Run(titan.config_of(planner, validation_rows=rows))
     validator = run.trainer.validator
     validator.validate(run.trainer.model_parts, 1)
+    assert validator.planner.sync == "micro_batch"
     assert validator.eval_groups.size("cp") == (eval_size or 1)
     run.close()
     return run.validations[0]
