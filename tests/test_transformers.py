@@ -256,6 +256,7 @@ REFUSED_MODELS = [
     ("bloom", {"hidden_size": 32, "n_head": 4}, "does not call its attention through Attention"),
     ("llama4_text", {"head_dim": 8}, r"layer_types has \['chunked_attention'\], expected only"),
     ("mixtral", {"output_router_logits": True}, "output_router_logits is True, expected False"),
+    ("opt", {"layerdrop": 0.1}, "layerdrop is 0.1, expected 0: a rank that skips a layer leaves"),
     (
         "llama",
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
@@ -700,6 +701,13 @@ def refuse_arguments(rank, size, folder):
     ):
         with pytest.raises(ValueError, match=message):
             Trainer(build("llama"), args, cp=config, **options)
+
+    class Mine(Trainer):
+        def compute_loss(self, *given, **keywords):
+            return 0.0
+
+    with pytest.raises(ValueError, match=r"Mine\.compute_loss is a method of its own, expected"):
+        Mine(build("llama"), args, cp=config)
     half = TrainingArguments(output_dir=str(folder), use_cpu=True, bf16=True, report_to=[])
     as_torchrun(size)
     with pytest.raises(ValueError, match=r"softcap is 2.0 for torch.bfloat16 on cpu, expected 0.0"):

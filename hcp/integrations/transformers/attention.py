@@ -26,6 +26,9 @@ REFUSED = ("position_bias", "indices", "block_indices", "cache")
 LAYERS = {"full_attention", "sliding_attention"}
 """Kinds of layers, as configurations list them, whose rows meet in attention only."""
 
+LAYER_DROPS = ("layerdrop", "decoder_layerdrop")
+"""How configurations call the probability that a layer is left out in training."""
+
 # Their frequencies depend on the longest sequence that happens to be on this rank.
 VARYING_ROTARY = {"dynamic", "longrope"}
 
@@ -100,6 +103,12 @@ def _check_config(config: Any) -> None:
             f"{name}.{attribute} is {value}, expected experts that take every token: which ones "
             "they drop depends on the rows of a rank, and so on the plan"
         )
+    for attribute in LAYER_DROPS:
+        if probability := getattr(config, attribute, 0.0):
+            raise ValueError(
+                f"{name}.{attribute} is {probability}, expected 0: a rank that skips a layer "
+                "leaves the others waiting for its rows, or gives them those of another layer"
+            )
     for rotary in _rotary_types(getattr(config, "rope_parameters", None)):
         if rotary in VARYING_ROTARY:
             raise ValueError(

@@ -204,6 +204,13 @@ def _check(trainer: Trainer) -> None:
     for name in ("model_init", "compute_loss_func", "compute_metrics"):
         if getattr(trainer, name) is not None:
             raise ValueError(f"{name} was given, expected None: {_INSTEAD[name]}")
+    for name in ("compute_loss", "prediction_step"):
+        if getattr(type(trainer), name) is not getattr(transformers.Trainer, name):
+            raise ValueError(
+                f"{type(trainer).__name__}.{name} is a method of its own, expected that of "
+                "transformers.Trainer: hcp's does not call it. For a loss of your own, override "
+                "training_step, or write a loop"
+            )
     check_accelerator(trainer.accelerator)
 
 
