@@ -224,8 +224,7 @@ def forward(model, **changes):
     """One micro-batch of six tokens through a model."""
     from hcp.integrations.transformers import model_inputs, register_hcp_attention
 
-    register_hcp_attention()
-    model.set_attn_implementation("hcp")
+    register_hcp_attention(model)
     sample = {"input_ids": torch.arange(6)}
 
     def work(groups):
@@ -247,8 +246,31 @@ def test_what_attention_does_not_compute_is_refused_where_it_is_asked_for():
         forward(build("llama"), attention_mask=torch.ones(1, 1, 6, 6))
     with pytest.raises(ValueError, match=r"called without cp=, expected the handler"):
         forward(build("llama"), cp=None)
+
+
+def test_chunks_are_refused_where_a_mask_is_asked_for():
+    from argparse import Namespace
+
+    from hcp.integrations.transformers.attention import window_of
+
     with pytest.raises(ValueError, match=r"attends in chunks of 4, expected sliding windows"):
-        forward(build("llama4_text", head_dim=8, attention_chunk_size=4, num_local_experts=2))
+        window_of(local_size=4, config=Namespace(attention_chunk_size=4))
+
+
+def test_a_model_that_was_not_compared_is_refused_in_its_first_layer():
+    from hcp.integrations.transformers import model_inputs, register_hcp_attention
+
+    register_hcp_attention()
+    model = build("roberta")
+    model.set_attn_implementation("hcp")  # its positions would be wrong
+
+    def work(groups):
+        plan = hcp.plan([6], ranks=1, max_tokens_per_rank=6)
+        for cp, local in hcp.dispatch(plan, [{"input_ids": torch.arange(3, 9)}], [0], groups):
+            model(**model_inputs(cp, local))
+
+    with pytest.raises(ValueError, match=r"that hcp has not checked, expected register_hcp_atten"):
+        hcp.loopback(1, work)
 
 
 REFUSED_MODELS = [
@@ -288,6 +310,7 @@ def refused_by_a_forward(model, message):
     with pytest.raises(ValueError, match=message):
         register_hcp_attention(model)
     assert model.config._attn_implementation != "hcp"
+    assert not any("Positions" in repr(hook) for hook in model._forward_pre_hooks.values())
     assert all(module.training for module in model.modules())
 
 

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from hcp.handler import ContextParallelHandler
 from hcp.integrations.experts import capacities
-from hcp.integrations.transformers.probe import NoHandlerError, probe
+from hcp.integrations.transformers.probe import NoHandlerError, probe, was_probed
 from hcp.kernels import Choice, kernel_for
 
 ATTENTION = "hcp"
@@ -36,9 +36,10 @@ VARYING_ROTARY = {"dynamic", "longrope"}
 def register_hcp_attention(model: nn.Module | None = None) -> None:
     """Make "hcp" an attention implementation of Transformers; with a model, set it there.
 
-    Afterwards `model.set_attn_implementation("hcp")` switches any decoder model that calls its
-    attention through Transformers' `AttentionInterface`, and any other name switches it back. Such
-    a model takes the handler of the micro-batch as `model(..., cp=cp)`: see `model_inputs`.
+    Takes any causal language model that calls its attention through Transformers'
+    `AttentionInterface`. Afterwards `model.set_attn_implementation` switches that model to any
+    other name, and back to "hcp". It takes the handler of the micro-batch as `model(..., cp=cp)`: see
+    `model_inputs`.
 
     Three forwards of a few tokens compare the model's own logits with those of packed documents.
     Raises ValueError for a model that is no causal language model, or whose layers need more of
@@ -195,6 +196,11 @@ def hcp_attention(
             f"{type(module).__name__} was called without cp=, expected the handler of the "
             "micro-batch: model(**model_inputs(cp, local)). model.generate has none: call "
             "model.set_attn_implementation('sdpa') before it"
+        )
+    if not was_probed(module):
+        raise ValueError(
+            f"{type(module).__name__} is of a model that hcp has not checked, expected "
+            "register_hcp_attention(model), which sets the attention and compares what it computes"
         )
     _refuse(module, query, key, attention_mask, cp, options)
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):

@@ -32,6 +32,10 @@ _ROUNDING, _ROUNDING_OF_16_BITS = 1e-2, 0.2
 _ROUNDING_OF_LOSSES = 1e-4
 
 
+_CHECKED = "_hcp_checked"
+"""An attribute of a model's modules, copied and pickled with them."""
+
+
 class NoHandlerError(ValueError):
     """An attention layer was called without `cp=`."""
 
@@ -69,19 +73,33 @@ def probe(model: nn.Module, attention: str) -> None:
     Leaves that attention set; a model that is refused keeps the one that it had. Costs three
     forwards of up to 15 tokens. Of a model whose parameters are sharded, every rank calls it.
     """
-    before = _implementations(model)
+    before, shift = _implementations(model), None
     try:
         with _evaluating(model):
             model.set_attn_implementation("eager")  # type: ignore[operator]
             document, others = _documents(model)
             own = _own_logits(model, document)
             if (first := _first_position(model, document, own)) > 0:
-                model.register_forward_pre_hook(Positions(first), with_kwargs=True)
+                shift = model.register_forward_pre_hook(Positions(first), with_kwargs=True)
+            _mark(model, True)
             model.set_attn_implementation(attention)  # type: ignore[operator]
             _compare(model, document, others, own)
     except BaseException:
+        _mark(model, False)
+        if shift is not None:
+            shift.remove()
         model.set_attn_implementation(before)  # type: ignore[operator]
         raise
+
+
+def _mark(model: nn.Module, checked: bool) -> None:
+    for module in model.modules():
+        setattr(module, _CHECKED, checked)
+
+
+def was_probed(module: nn.Module) -> bool:
+    """Whether the model of an attention layer has been compared."""
+    return getattr(module, _CHECKED, False)
 
 
 def _implementations(model: nn.Module) -> dict[str, str]:
