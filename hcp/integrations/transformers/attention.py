@@ -38,8 +38,8 @@ def register_hcp_attention(model: nn.Module | None = None) -> None:
 
     Takes any causal language model that calls its attention through Transformers'
     `AttentionInterface`. Afterwards `model.set_attn_implementation` switches that model to any
-    other name, and back to "hcp". It takes the handler of the micro-batch as `model(..., cp=cp)`: see
-    `model_inputs`.
+    other name, and back to "hcp". It takes the handler of the micro-batch as
+    `model(..., cp=cp)`: see `model_inputs`.
 
     Three forwards of a few tokens compare the model's own logits with those of packed documents.
     Raises ValueError for a model that is no causal language model, or whose layers need more of
