@@ -39,6 +39,8 @@ DERIVED: dict[str, tuple[str, str]] = {
     "data_parallel_world_size": ("dp", SIZE),
     "dp_rank": ("dp", RANK),
     "data_parallel_rank": ("dp", RANK),
+    "dp_global_ranks": ("dp", RANKS),
+    "data_parallel_global_ranks": ("dp", RANKS),
     "tp_cp_size": ("tp_cp", SIZE),
     "tp_cp_rank": ("tp_cp", RANK),
 }

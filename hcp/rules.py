@@ -11,6 +11,8 @@ that what a rule changes is undone like everything else.
 from __future__ import annotations
 
 import inspect
+import sys
+import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -120,6 +122,36 @@ def _parameters(cls: type) -> Iterator[str]:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         yield name
+
+
+# ---- modules whose globals a trainer's code reads ------------------------------------------------
+
+
+GLOBALS: dict[str, tuple[str, ...]] = {
+    "megatron.core.parallel_state": (
+        "_global_process_group_list",  # for destroying them
+        "_HYBRID_DP_CP_GROUPS",  # of each size, by ranks of dp_cp
+        "_TENSOR_AND_DATA_PARALLEL_GROUP",  # read nowhere without CP
+        "_DATA_PARALLEL_GROUP_GLOO",  # of checkpoints and optimizers, as those that follow
+        "_DATA_PARALLEL_GROUP_WITH_CP_GLOO",
+        "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO",
+        "_EXPERT_DATA_PARALLEL_GROUP_GLOO",
+        "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO",
+    ),
+}
+"""By module: which of its globals stay what they are in every layout. The others are a part of
+every model whose groups the module holds."""
+
+
+def loaded_globals() -> Iterator[tuple[str, dict[str, Any], tuple[str, ...]]]:
+    """(path, globals, names that stay) of each module of GLOBALS that is imported."""
+    for name, stay in GLOBALS.items():
+        module = sys.modules.get(name)
+        if module is not None:
+            namespace = vars(module)
+            code = (types.FunctionType, types.ModuleType, type)
+            defined = (key for key, value in namespace.items() if isinstance(value, code))
+            yield name.rpartition(".")[2], namespace, (*stay, *defined)
 
 
 # ---- Megatron-Core and Transformer Engine, by name: neither is imported --------------------------

@@ -3,12 +3,14 @@
 On a CPU Megatron-Core has no context parallelism of its own, so its layers get a core attention
 that gathers keys and values, written here; all else is Megatron's: rotary embeddings and their
 caches, MoE router and dispatcher, MTP, the Mamba mixer's context object, configs, and
-ProcessGroupCollection.
+ProcessGroupCollection. What a layout is compared with is Megatron's own attention on one rank.
 """
 
-import functools
 import importlib.util
+import inspect
 import sys
+from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from megatron_scan import stand_in_for_kernels
 from ranks import run_ranks
 
 import hcp
+from hcp.integrations.megatron import EvalContextParallel, wrap_evaluate
 
 pytestmark = [
     pytest.mark.skipif(
@@ -62,22 +65,11 @@ def zigzag(n, place, size):
     return torch.cat([chunks[place], chunks[2 * size - 1 - place]])
 
 
-@functools.cache
-def initialize():
-    """Megatron's global state, once in the life of a rank."""
-    from megatron.core import tensor_parallel
-    from megatron.core.models.common.embeddings import rotary_pos_embedding
-    from megatron.core.transformer.moe import moe_utils
+def on_cpu(rank, size, case):
+    from hcp.integrations.megatron import megatron_on_cpu
 
-    def take_rows(angles, dim, group):  # Megatron's goes through pinned memory
-        rows = zigzag(angles.shape[dim], group.rank(), group.size())
-        return angles.index_select(dim, rows)
-
-    rotary_pos_embedding.get_pos_emb_on_this_cp_rank = take_rows
-
-    moe_utils.te_general_gemm = None  # imported only with Transformer Engine, and asked for without
-    torch.cuda.current_device = lambda: torch.device("cpu")
-    tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
+    with megatron_on_cpu():
+        return case(rank, size)
 
 
 def collection_of(groups):
@@ -112,14 +104,14 @@ def config_of(num_layers=2, **options):
 def start():
     from megatron.core import parallel_state, tensor_parallel
 
-    initialize()
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel()
     tensor_parallel.random.model_parallel_cuda_manual_seed(1)
     torch.manual_seed(1)
 
 
-def moe_gpt(train):
+def moe_gpt(train, core_attention=GatheredAttention):
+    """With Megatron's own core attention where it is None."""
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_local_spec,
         get_gpt_mtp_block_spec,
@@ -136,7 +128,8 @@ def moe_gpt(train):
         mtp_num_layers=1,
     )
     spec = get_gpt_layer_local_spec(num_experts=2, moe_grouped_gemm=False)
-    spec.submodules.self_attention.submodules.core_attention = GatheredAttention
+    if core_attention is not None:
+        spec.submodules.self_attention.submodules.core_attention = core_attention
     return GPTModel(
         config=config,
         transformer_layer_spec=spec,
@@ -152,9 +145,8 @@ def mean_loss(model, groups, tokens):
     """The mean over the tokens of one sequence, of which this rank computes its zigzag rows."""
     cp = groups.cp
     rows = zigzag(tokens.shape[1] - 1, cp.rank(), cp.size())
-    mask = torch.zeros(1, 1, len(rows), len(rows), dtype=torch.bool)
     with torch.no_grad():
-        losses = model(tokens[:, rows], rows[None], mask, labels=tokens[:, rows + 1])
+        losses = model(tokens[:, rows], rows[None], None, labels=tokens[:, rows + 1])
     metrics = hcp.Metrics(groups)
     metrics.add("loss", losses)
     return metrics.reduce()["loss"].mean
@@ -181,6 +173,9 @@ def evaluate_gpt(rank, size):
     evaluation = train.with_context_parallel(2)
     model = moe_gpt(collection).eval()
     tokens = torch.randint(0, 64, (1, 17), generator=torch.Generator().manual_seed(0))
+    own = moe_gpt(collection, core_attention=None).eval()
+    own.load_state_dict(model.state_dict())
+    expected = mean_loss(own, train, tokens)
     outside = mean_loss(model, train, tokens)
     before, tp_group = everything(model), collection.tp
     audit = hcp.audit(model, train, evaluation)
@@ -194,13 +189,26 @@ def evaluate_gpt(rank, size):
         assert everything(model) != before
     assert everything(model) == before
     assert mean_loss(model, train, tokens) == outside
-    assert abs(inside / outside - 1) < 1e-6, (inside, outside)
+    assert abs(inside / expected - 1) < 1e-6, (inside, expected)
+    assert abs(outside / expected - 1) < 1e-6, (outside, expected)
     return sorted({slot.role for slot in audit.slots})
 
 
 def test_a_moe_gpt_with_mtp_gives_the_same_loss_under_the_eval_layout():
-    for roles in run_ranks(2, evaluate_gpt, timeout=110):
+    for roles in run_ranks(2, on_cpu, evaluate_gpt, timeout=110):
         assert {"cache", "cp", "cp size", "dp", "tp_cp"} <= set(roles)
+
+
+def global_state():
+    from megatron.core import parallel_state
+
+    return (
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_context_parallel_global_ranks(),
+        parallel_state.get_data_parallel_world_size(),
+        parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+        parallel_state.get_data_parallel_src_rank(),
+    )
 
 
 def switch_globals(rank, size):
@@ -211,27 +219,118 @@ def switch_globals(rank, size):
     collection = ProcessGroupCollection.use_mpu_process_groups()
     train = hcp.ProcessGroups.from_existing(collection)
     evaluation = train.with_context_parallel(2)
-    everything = [moe_gpt(collection), vars(parallel_state)]
+    model, before = moe_gpt(collection), dict(vars(parallel_state))
+    outside, inside = (1, [rank], 2, 2, 0), (2, [0, 1], 1, 2, rank)
+    callback = EvalContextParallel(train, evaluation)
+    bridge = SimpleNamespace(model=[model])
+    explicit = [model, vars(parallel_state)], ["*_global_process_group_list*"]
+    assert global_state() == outside
+    with hcp.eval_cp_context(model, train, evaluation, strict=True):
+        assert parallel_state.get_context_parallel_group() is evaluation.cp
+        assert global_state() == inside
+    with hcp.eval_cp_context(explicit[0], train, evaluation, exclude=explicit[1]):
+        assert global_state() == inside
+    with hcp.eval_cp_context(model, train, evaluation, exclude=["parallel_state*"]):
+        assert global_state() == outside
+    callback.on_eval_start(bridge)
+    assert global_state() == inside
+    callback.on_eval_end(bridge)
+    assert vars(parallel_state) == before
 
-    def state():
-        group = parallel_state.get_context_parallel_group()
-        return (
-            group is train.cp,
-            parallel_state.get_context_parallel_world_size(),
-            parallel_state.get_context_parallel_global_ranks(),
-            parallel_state.get_data_parallel_world_size(),
-            parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+
+def test_parallel_states_globals_are_a_part_of_every_model_of_their_groups():
+    run_ranks(2, on_cpu, switch_globals, timeout=110)
+
+
+class MegatronLM:
+    """What Megatron-LM's evaluation does with its global state: batches are cut by the groups in
+    parallel_state, micro-batches counted by the arguments, and the schedule is given neither."""
+
+    def __init__(self, collection, samples):
+        self.args = Namespace(
+            data_parallel_size=collection.dp.size(),
+            context_parallel_size=1,
+            eval_batch=len(samples),
         )
+        self.samples = samples
 
-    assert state() == (True, 1, [rank], 2, 2)
-    kept = ["*_global_process_group_list*"]
-    with hcp.eval_cp_context(everything, train, evaluation, exclude=kept):
-        assert state() == (False, 2, [0, 1], 1, 2)
-    assert state() == (True, 1, [rank], 2, 2)
+    def data(self, groups):
+        """A sample at a time, sharded by data-parallel rank."""
+        for tokens in self.samples[groups.rank("dp") :: groups.size("dp")]:
+            rows = torch.arange(len(tokens) - 1)
+            fields = dict(tokens=tokens[:-1], labels=tokens[1:], position_ids=rows)
+            yield {name: each[None] for name, each in fields.items()}
+
+    def forward_step(self, data_iterator, model):
+        from megatron.core import parallel_state, utils
+
+        group = parallel_state.get_context_parallel_group()
+        assert self.args.context_parallel_size == group.size()
+        batch, options = next(data_iterator), {}
+        if "is_hybrid_cp" in inspect.signature(utils.get_batch_on_this_cp_rank).parameters:
+            options = dict(is_hybrid_cp=False)
+        batch = utils.get_batch_on_this_cp_rank(batch, cp_group=group, **options)
+        out = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        return out, self.loss_func
+
+    def loss_func(self, losses):
+        report = torch.tensor([losses.sum(), losses.numel()])
+        return losses.sum(), report[1].int(), {"lm loss": report}
+
+    def evaluate(self, forward_step_func, data_iterator, model, config, pg_collection=None):
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        reports = get_forward_backward_func()(
+            forward_step_func=forward_step_func,
+            data_iterator=data_iterator,
+            model=model,
+            num_microbatches=self.args.eval_batch // self.args.data_parallel_size,
+            seq_length=16,
+            micro_batch_size=1,
+            forward_only=True,
+        )
+        if pg_collection is not None:
+            assert pg_collection.cp.size() == self.args.context_parallel_size
+        total = torch.stack([report["lm loss"] for report in reports]).sum(0)
+        dist.all_reduce(total, group=model[0].pg_collection.dp_cp)
+        return (total[0] / total[1]).item(), int(total[1])
 
 
-def test_parallel_states_globals_are_switched_as_a_part_of_the_model():
-    run_ranks(2, switch_globals, timeout=110)
+def evaluate_by_globals(rank, size):
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    start()
+    collection = ProcessGroupCollection.use_mpu_process_groups()
+    train = hcp.ProcessGroups.from_existing(collection)
+    evaluation = train.with_context_parallel(2)
+    drawn = torch.Generator().manual_seed(0)
+    samples = [torch.randint(0, 64, (n + 1,), generator=drawn) for n in (16, 8, 4, 12)]
+    lm, model = MegatronLM(collection, samples), moe_gpt(collection).eval()
+    own = moe_gpt(collection, core_attention=None).eval()
+    own.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        losses = [own(t[None, :-1], torch.arange(len(t) - 1)[None], None, labels=t[None, 1:])
+                  for t in samples]  # fmt: skip
+    expected = torch.cat([each.flatten() for each in losses]).mean().item()
+
+    wrapped = wrap_evaluate(lm.evaluate, train, evaluation, lm.args, strict=True)
+    again = ProcessGroupCollection.use_mpu_process_groups()  # another object, the same groups
+    given = [model], model.config, again
+    mean, tokens = wrapped(lm.forward_step, lm.data(evaluation), *given)
+    assert (mean, tokens) == (pytest.approx(expected, rel=1e-6), 40)
+    plain = lm.evaluate(lm.forward_step, lm.data(train), *given)
+    assert plain == (pytest.approx(expected, rel=1e-6), 40)
+    assert (again.cp, lm.args.context_parallel_size) == (train.cp, 1)
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel()
+    with pytest.raises(ValueError, match="parallel_state holds a context-parallel group that"):
+        wrapped(lm.forward_step, lm.data(evaluation), *given)
+
+
+def test_megatron_lms_evaluation_reads_the_eval_layout_in_its_globals():
+    run_ranks(2, on_cpu, evaluate_by_globals, timeout=110)
 
 
 def build_with_own_groups(rank, size):
@@ -249,7 +348,7 @@ def build_with_own_groups(rank, size):
 
 def test_mtp_that_took_the_global_groups_is_refused_by_name():
     """Given groups of the trainer's own, Megatron-Core 0.16's MTP still takes the global ones."""
-    for text in run_ranks(2, build_with_own_groups, timeout=110):
+    for text in run_ranks(2, on_cpu, build_with_own_groups, timeout=110):
         assert "model.mtp.cp_group: is a group by that name which train_pgs does not have" in text
 
 
@@ -270,7 +369,7 @@ def build_local_attention(rank, size):
 
 
 def test_attention_without_context_parallelism_is_refused_by_name():
-    for text in run_ranks(2, build_local_attention, timeout=110):
+    for text in run_ranks(2, on_cpu, build_local_attention, timeout=110):
         assert (
             "core_attention (DotProductAttention) cannot be rebound: it computes attention" in text
         )
@@ -315,7 +414,7 @@ def switch_mamba(rank, size):
 
 
 def test_mambas_context_object_is_what_its_constructor_makes_of_the_eval_layout():
-    run_ranks(2, switch_mamba)
+    run_ranks(2, on_cpu, switch_mamba)
 
 
 # ---- a Mamba hybrid ------------------------------------------------------------------------------
@@ -402,7 +501,7 @@ def switch_hybrid(rank, size):
 
 
 def test_every_slot_of_a_mamba_hybrid_is_found_switched_and_restored():
-    for slots, uncovered in run_ranks(2, switch_hybrid, timeout=110):
+    for slots, uncovered in run_ranks(2, on_cpu, switch_hybrid, timeout=110):
         assert slots > 8
         assert uncovered == []
 
@@ -430,7 +529,7 @@ def refuse_hybrid(rank, size):
 
 
 def test_a_mamba_hybrid_that_cannot_work_in_the_layout_is_refused_by_name():
-    for attention, heads in run_ranks(2, refuse_hybrid, timeout=110):
+    for attention, heads in run_ranks(2, on_cpu, refuse_hybrid, timeout=110):
         assert "model.decoder.layers[1]" in attention
         assert "(DotProductAttention) cannot be rebound" in attention
         assert "nheads must be evenly divisible by tp_size * cp_size" in heads
@@ -469,5 +568,5 @@ def refuse_delta_net(rank, size):
 
 
 def test_a_delta_net_without_context_parallelism_is_refused_by_name():
-    for text in run_ranks(2, refuse_delta_net, timeout=110):
+    for text in run_ranks(2, on_cpu, refuse_delta_net, timeout=110):
         assert text.startswith("model (GatedDeltaNet) cannot be rebound: it runs its recurrence")

@@ -14,7 +14,8 @@ _CPU = torch.device("cpu")
 
 
 class _Devices(TorchFunctionMode):
-    """Every tensor that is asked for on a GPU is made on the CPU."""
+    """Every tensor that is asked for on a GPU, or in memory that is pinned for one, is made on the
+    CPU, in plain memory."""
 
     def __torch_function__(
         self,
@@ -26,7 +27,8 @@ class _Devices(TorchFunctionMode):
         options = dict(kwargs or {})
         if _is_cuda(options.get("device")):
             options["device"] = _CPU
-        if func is torch.Tensor.cuda:
+        options.pop("pin_memory", None)
+        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not options:  # its name
             return func(args[0]).replace("torch.", "torch.cuda.")
@@ -36,6 +38,8 @@ class _Devices(TorchFunctionMode):
 
 
 def _is_cuda(device: object) -> bool:
+    if type(device) is int:  # its number among the GPUs
+        return True
     return isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
 
 
@@ -55,10 +59,6 @@ class _NoStream:
         pass
 
 
-def _nothing(*args: object, **options: object) -> None:
-    pass
-
-
 def _to_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """Megatron's leaves what is on the CPU a tensor, which an exchange does not take for sizes."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
@@ -68,9 +68,10 @@ def _to_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False
 def megatron_on_cpu() -> Iterator[None]:
     """A context inside which Megatron-Core builds, trains and evaluates models on the CPU.
 
-    Inside, "cuda" means the CPU for every tensor that is made in this thread, and the calls of
-    `torch.cuda` by which Megatron-Core asks for a device, waits or counts memory do nothing. All is
-    put back on the way out. For tests and for trying things out; Gloo carries the collectives.
+    Inside, "cuda" means the CPU for every tensor that is made in this thread, pinned memory is
+    plain memory, and the calls of `torch.cuda` by which Megatron-Core asks for a device, waits or
+    counts memory do nothing. All is put back on the way out. For tests and for trying things out;
+    Gloo carries the collectives.
     """
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import multi_latent_attention
@@ -83,9 +84,11 @@ def megatron_on_cpu() -> Iterator[None]:
     linear = linear if isinstance(linear, type) else ()
     no_linear = mock.patch.object(multi_latent_attention, "TELinear", linear)
     stream = _NoStream()
+    # Each a function of its own: torch.compile has one rule for each function of torch's.
     instead: dict[str, Any] = {
         "current_device": lambda: _CPU,
-        "synchronize": _nothing,
+        "set_device": lambda device: None,
+        "synchronize": lambda device=None: None,
         "current_stream": lambda device=None: stream,
         "default_stream": lambda device=None: stream,
         "Stream": lambda *args, **options: _NoStream(),

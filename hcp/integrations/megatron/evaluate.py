@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
+
+import torch.distributed as dist
 
 from hcp.groups import ProcessGroups
 from hcp.rebind import eval_cp_context
@@ -29,9 +32,13 @@ def wrap_evaluate(
     """A Megatron-LM style `evaluate(forward_step_func, data_iterator, model, ...)` that runs under
     `eval_pgs`.
 
-    `args`: the trainer's global arguments, whose `data_parallel_size` and `context_parallel_size`
-    are those of the eval layout inside, so that micro-batches are counted right. Everything is
+    Inside, the model, the other objects that `evaluate` is called with (its config, collection of
+    groups and communicator) and the globals of Megatron's `parallel_state` are those of the eval
+    layout. `args`: the trainer's global arguments, whose `data_parallel_size` and
+    `context_parallel_size` are as well, so that micro-batches are counted right. Everything is
     undone however `evaluate` ends. The data iterator must shard by `eval_pgs.rank("dp")`.
+
+    Raises ValueError where `parallel_state` holds other groups than `train_pgs`.
     """
     signature = inspect.signature(evaluate)
     if "model" not in signature.parameters:
@@ -47,10 +54,41 @@ def wrap_evaluate(
 
     @functools.wraps(evaluate)
     def wrapped(*positional: Any, **keywords: Any) -> T:
-        model = signature.bind(*positional, **keywords).arguments["model"]
+        given = signature.bind(*positional, **keywords).arguments
+        model = given.pop("model")
+        given.pop("data_iterator", None)  # its position in the data is no part of the layout
         chunks = list(model) if isinstance(model, (list, tuple)) else [model]
-        everything = [*chunks, *([] if args is None else [args])]
-        with eval_cp_context(everything, train_pgs, eval_pgs, exclude=exclude, strict=strict):
+        others = [value for value in (*given.values(), args) if _has_attributes(value)]
+        _check_globals(train_pgs)
+        with eval_cp_context(
+            [*chunks, *others], train_pgs, eval_pgs, exclude=exclude, strict=strict
+        ):
             return evaluate(*positional, **keywords)
 
     return wrapped
+
+
+def _has_attributes(value: object) -> bool:
+    """Whether an argument may hold groups or their sizes: not None, a number or a function."""
+    return hasattr(value, "__dict__") and not callable(value)
+
+
+def _check_globals(train_pgs: ProcessGroups) -> None:
+    """Megatron-LM's own code reads its groups in the globals of parallel_state."""
+    parallel_state = sys.modules.get("megatron.core.parallel_state")
+    group = getattr(parallel_state, "_CONTEXT_PARALLEL_GROUP", None)
+    if group is not None and group is not train_pgs.cp and _is_registered(group):
+        raise ValueError(
+            "megatron.core.parallel_state holds a context-parallel group that train_pgs does not "
+            "have, expected the same: Megatron-LM's code reads it there, and would stay in the "
+            "training layout; take train_pgs = hcp.ProcessGroups.from_existing("
+            "ProcessGroupCollection.use_mpu_process_groups()), or call destroy_model_parallel()"
+        )
+
+
+def _is_registered(group: Any) -> bool:
+    """Whether torch.distributed knows it: what was destroyed is of no layout."""
+    try:
+        return bool(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError, RuntimeError):
+        return False
