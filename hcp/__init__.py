@@ -21,7 +21,11 @@ from hcp.handler import ContextParallelHandler
 from hcp.layout import Layout, Span
 from hcp.limits import MemoryModel
 from hcp.loopback import loopback
-from hcp.packed import PackedSeqParams, get_batch_on_this_cp_rank
+from hcp.packed import (
+    PackedSeqParams,
+    get_batch_on_this_cp_rank,
+    get_thd_batch_on_this_cp_rank,
+)
 from hcp.plan import Group, Plan, lower_bound, plan
 from hcp.rebind import Audit, audit, eval_cp_context, find_slots, rebind
 from hcp.report import Report
@@ -65,6 +69,7 @@ __all__ = [
     "gather_lengths",
     "get_batch_on_this_cp_rank",
     "get_cp_handler_cls",
+    "get_thd_batch_on_this_cp_rank",
     "loopback",
     "lower_bound",
     "plan",

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 SCHEDULERS = ("dynamic_cp", "static_cp")
 SYNCS = ("auto", "step", "micro_batch")
+MEGATRON_SCHEDULERS = {"default_dynamic_cp": "dynamic_cp", "dp_balanced": "static_cp"}
+"""Megatron's names of schedulers, and what hcp calls the same."""
 NO_WINDOW = (-1, -1)
 
 Value = TypeVar("Value")
@@ -35,7 +37,7 @@ class Config:
 
     sequence_packing_scheduler: str = "dynamic_cp"
     """""dynamic_cp" chooses a degree for each group of sequences in each step; "static_cp" uses one
-    for all."""
+    for all. Megatron's names, "default_dynamic_cp" and "dp_balanced", become these."""
 
     min_dynamic_context_parallel_size: int = 1
     """Fewest ranks that "dynamic_cp" gives a sequence."""
@@ -74,8 +76,11 @@ class Config:
     def __post_init__(self) -> None:
         for name in ("cp_comm_type", "hierarchical_context_parallel_sizes", "window_size"):
             object.__setattr__(self, name, _as_tuples(getattr(self, name)))
-        expect_choice("sequence_packing_scheduler", self.sequence_packing_scheduler, SCHEDULERS)
         expect_choice("sync", self.sync, SYNCS)
+        scheduler = self.sequence_packing_scheduler
+        expect_choice("sequence_packing_scheduler", scheduler, (*SCHEDULERS, *MEGATRON_SCHEDULERS))
+        scheduler = MEGATRON_SCHEDULERS.get(scheduler, scheduler)
+        object.__setattr__(self, "sequence_packing_scheduler", scheduler)
         for name in ("max_seqlen_per_dp_cp_rank", "min_dynamic_context_parallel_size"):
             object.__setattr__(self, name, expect_size(name, getattr(self, name)))
         for name in ("context_parallel_size", "ranks_per_node"):
@@ -308,8 +313,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
     add(
         "sequence_packing_scheduler",
-        choices=SCHEDULERS,
-        help="a degree for each group of sequences, or one for all (default: dynamic_cp)",
+        choices=(*SCHEDULERS, *MEGATRON_SCHEDULERS),
+        help="a degree for each group of sequences, or one for all (default: dynamic_cp); the last"
+        " two are Megatron's names of the same",
     )
     add(
         "max_seqlen_per_dp_cp_rank",

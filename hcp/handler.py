@@ -632,6 +632,7 @@ class ContextParallelHandler(OfThisProcess):
         self,
         t: Tensor,
         freqs: Tensor | rope.Rotary,
+        config: Any = None,
         *,
         interleaved: bool = False,
         mscale: float = 1.0,
@@ -643,7 +644,12 @@ class ContextParallelHandler(OfThisProcess):
         t (T, heads, D); freqs and options as in ``rotary``, or what it gave. Returns t's shape and
         dtype; computed in float32 or wider. A layer that rotates both queries and keys does better
         to name them in ``attention(rotary_pos_emb=)``.
+
+        ``config``: Megatron's, of which ``rotary_interleaved`` is taken, and ``multi_latent_attention``,
+        under which the pairs of elements come as halves first.
         """
+        if config is not None:
+            t, interleaved = rope.as_configured(t, freqs, config, interleaved)
         if not isinstance(freqs, rope.Rotary):
             options: Any = {"interleaved": interleaved, "mscale": mscale}
             freqs = self.rotary(freqs, positions=positions, axes=axes, **options)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -129,6 +130,44 @@ def get_batch_on_this_cp_rank(
     ranks have padding, which belongs to none of them.
     """
     return {name: _on_this_rank(name, value, cp_handler) for name, value in batch.items()}
+
+
+def get_thd_batch_on_this_cp_rank(
+    batch: Mapping[str, Any],
+    cu_seqlens: Any = None,
+    cu_seqlens_padded: Any = None,
+    max_seqlen: Any = None,
+    cp_size: int | None = None,
+    cp_rank: int | None = None,
+    *,
+    cp_handler: ContextParallelHandler,
+) -> tuple[dict[str, Any], PackedSeqParams]:
+    """This rank's rows of a packed batch, and its parameters: Megatron's function of this name.
+
+    ``batch``: as in :func:`get_batch_on_this_cp_rank`. The handler knows the rest; what is given
+    all the same has to agree with it: ``cu_seqlens`` and ``cu_seqlens_padded`` with its lengths
+    (hcp pads no sequence), ``max_seqlen`` with the longest, ``cp_size`` and ``cp_rank`` with its
+    degree and this rank's place. Raises ValueError where one does not.
+    """
+    lengths = cp_handler.layout.lengths
+    for name, bounds in (("cu_seqlens", cu_seqlens), ("cu_seqlens_padded", cu_seqlens_padded)):
+        if bounds is not None:
+            ends = torch.as_tensor(bounds).flatten().tolist()
+            own = tuple(b - a for a, b in pairwise(ends))
+            _expect(f"{name} of sequences of", own, tuple(lengths))
+    if max_seqlen is not None:
+        longest = int(torch.as_tensor(max_seqlen).flatten()[0])
+        _expect("max_seqlen", longest, max(lengths, default=longest))
+    if cp_size is not None:
+        _expect("cp_size", cp_size, max(cp_handler.degree, 1))
+    if cp_rank is not None:
+        _expect("cp_rank", cp_rank, cp_handler.place)
+    return get_batch_on_this_cp_rank(batch, cp_handler), cp_handler.packed_seq_params()
+
+
+def _expect(name: str, given: Any, own: Any) -> None:
+    if given != own:
+        raise ValueError(f"{name} {given}, expected {own}, as cp_handler has it")
 
 
 def _on_this_rank(name: str, value: Any, cp: ContextParallelHandler) -> Any:

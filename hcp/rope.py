@@ -6,7 +6,7 @@ T rows on this rank, D head size, R <= D elements of a head that are rotated, A 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,6 +69,24 @@ def rotary_of(angles: Tensor, *, interleaved: bool, mscale: float) -> Rotary:
     """Of angles (T, R): for each element that is rotated, in a head's order."""
     cos, sin = (mscale * f(angles) for f in (torch.cos, torch.sin))
     return Rotary(cos, sin, interleaved)
+
+
+def as_configured(
+    t: Tensor, freqs: Tensor | Rotary, config: Any, interleaved: bool
+) -> tuple[Tensor, bool]:
+    """(t, interleaved) as Megatron's config has them: its latent attention brings the first
+    elements of all pairs before the second ones, and leaves them there."""
+    said = bool(getattr(config, "rotary_interleaved", False))
+    given = freqs.interleaved if isinstance(freqs, Rotary) else interleaved or said
+    if given != said:
+        raise ValueError(
+            f"interleaved is {given} and config.rotary_interleaved {said}, expected the same"
+        )
+    if getattr(config, "multi_latent_attention", False):
+        rotated = (freqs.cos if isinstance(freqs, Rotary) else freqs).shape[-1]
+        turned, passed = t[..., :rotated], t[..., rotated:]
+        t = torch.cat((turned[..., ::2], turned[..., 1::2], passed), dim=-1)
+    return t, said and not isinstance(freqs, Rotary)
 
 
 def check(t: Tensor, rotary: Rotary, name: str = "t") -> None:

@@ -251,6 +251,21 @@ def _without_context_parallelism(module: Any, pgs: ProcessGroups) -> str | None:
     )
 
 
+def _mamba_heads(context: Any, pgs: ProcessGroups) -> str | None:
+    """What its constructor asserts."""
+    cp, tp = pgs.size("cp"), pgs.size("tp") if "tp" in pgs.roles else 1
+    heads = getattr(context, "nheads_local_tp", 0)
+    groups = getattr(context, "ngroups_local_tp", 1)
+    if heads % cp:
+        return f"it has {heads} heads on each of tp = {tp} ranks, expected a multiple of CP = {cp}"
+    if groups % cp and cp % groups:
+        return (
+            f"it has {groups} groups on each of tp = {tp} ranks, expected a divisor or a multiple "
+            f"of CP = {cp}"
+        )
+    return None
+
+
 _TE_HELD = ("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type")
 TE_METHOD = "set_context_parallel_group"
 TE_RULE = Rule(
@@ -267,7 +282,11 @@ DELTA_RULE = Rule(
 """For every module that has the method of Megatron-Core's gated delta nets (KDA among them) and a
 cp_size, wherever a version keeps its class."""
 
-register_rebind("megatron.core.ssm.mamba_context_parallel.MambaContextParallel", rebuild=True)
+register_rebind(
+    "megatron.core.ssm.mamba_context_parallel.MambaContextParallel",
+    rebuild=True,
+    refuse=_mamba_heads,
+)
 register_rebind("megatron.core.ssm.gated_delta_product.GDPContextParallel", rebuild=True)
 for _name in (
     "megatron.core.transformer.dot_product_attention.DotProductAttention",

@@ -618,6 +618,11 @@ class Walk:
             arguments = None
             if rule.arguments and hasattr(holder, rule.method or "") and _is_of(holder, train):
                 arguments = rule.arguments(holder, target)
+        except AssertionError as error:  # by which constructors say what they do not take
+            raise ValueError(
+                f"{path} ({type(holder).__name__}) cannot be rebound: it asserts in a layout of "
+                f"CP = {target.size('cp')}: {error}"
+            ) from error
         except Exception as error:
             error.add_note(f"hcp: while asking the rule of {path} ({type(holder).__name__})")
             raise

@@ -2,7 +2,8 @@
 
 `train(rank, size, case, ...)` is what `ranks.run_ranks` calls. A case names the model's options;
 weights are drawn from a parameter's global name and cut for the rank, so that every layout of the
-same model starts from the same.
+same model starts from the same. `train_alone` is the reference: one rank, Megatron's own model,
+layers, schedule and data without hcp, one document in a micro-batch.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import functools
 import re
 import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,9 +71,15 @@ def lengths_of(steps: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(b) if i % 2 else (*b, 100 + i) for i, b in enumerate(batches))
 
 
-def train(
-    rank: int, size: int, case: Case, expected: dict[str, torch.Tensor] | None = None
-) -> Outcome:
+def train(rank: int, size: int, case: Case, expected: dict[str, torch.Tensor]) -> Outcome:
+    return _on_cpu(case, lambda: _train(case, expected))
+
+
+def train_alone(rank: int, size: int, case: Case) -> Outcome:
+    return _on_cpu(case, lambda: _train_alone(case))
+
+
+def _on_cpu(case: Case, body: Callable[[], Outcome]) -> Outcome:
     warnings.simplefilter("ignore")
     from hcp.integrations.megatron import megatron_on_cpu
 
@@ -81,10 +88,11 @@ def train(
 
         stand_in_for_kernels()
     with megatron_on_cpu():
-        return _train(case, expected)
+        return body()
 
 
-def _train(case: Case, expected: dict[str, torch.Tensor] | None) -> Outcome:
+def _start(case: Case, builders: dict[str | None, Any]) -> tuple[Any, list[Any], Any]:
+    """The job, its model and optimizer."""
     from megatron.core import parallel_state
 
     from hcp.integrations.megatron.program import training
@@ -92,13 +100,20 @@ def _train(case: Case, expected: dict[str, torch.Tensor] | None) -> Outcome:
     parallel_state.destroy_model_parallel()
     args = small_arguments(case)
     job = training.start_job(args, torch.device("cpu"))
+    config = training.transformer_config(args, **case.options)
+    model = training.build_model(job, config, builders[case.builder])
+    draw_weights(model, args)
+    return job, model, training.build_optimizer(job, model)
+
+
+def _train(case: Case, expected: dict[str, torch.Tensor]) -> Outcome:
+    from hcp.integrations.megatron.program import training
+
+    job, model, optimizer = _start(case, BUILDERS)
+    args = job.args
     if case.builder == "float64":
         own = functools.partial(job.forward_step, losses=float64_losses)
         job = dataclasses.replace(job, forward_step=own)
-    config = training.transformer_config(args, **case.options)
-    model = training.build_model(job, config, BUILDERS[case.builder] if case.builder else None)
-    draw_weights(model, args)
-    optimizer = training.build_optimizer(job, model)
     outcome = Outcome([], [], [], [], {}, {}, [], [])
     steps = training.plan_steps(job, args.config, share(case.lengths, job.groups), job.groups)
     for step in steps:
@@ -114,11 +129,15 @@ def _train(case: Case, expected: dict[str, torch.Tensor] | None) -> Outcome:
     return outcome
 
 
+EVALUATED = (30, 1, 77, 5, 12, 40, 8)
+"""Bytes of the documents of an evaluation, without the end of each."""
+
+
 def evaluate_both_layouts(job, model, outcome) -> None:
     from hcp.demo.data import Document
     from hcp.integrations.megatron.program import training
 
-    texts = [bytes(document(99, i, n).tolist()) for i, n in enumerate((30, 1, 77, 5, 12, 40, 8))]
+    texts = [bytes(document(99, i, n).tolist()) for i, n in enumerate(EVALUATED)]
     documents = [Document(text, ends=True) for text in texts]
     wide = job.groups.with_context_parallel(job.args.domain)
     outcome.evaluations.append(training.evaluate(job, model, documents, job.groups))
@@ -147,12 +166,68 @@ def gradients_of_first_step(job, model, step, args, expected, outcome) -> None:
         chunk.zero_grad_buffer()
     training.run_schedule(job, model, step, forward_only=False)
     for name, parameter, cut in parameters_of(model, args):
-        if expected is None:
-            outcome.gradients[name] = parameter.main_grad.clone()
-        else:
-            own, theirs = parameter.main_grad, cut(expected[name])
-            scale = float(theirs.norm()) or 1.0
-            outcome.differences[name] = float((own - theirs).norm()) / scale
+        own, theirs = parameter.main_grad, cut(expected[name])
+        scale = float(theirs.norm()) or 1.0
+        outcome.differences[name] = float((own - theirs).norm()) / scale
+
+
+# ---- the reference -------------------------------------------------------------------------------
+
+
+def _train_alone(case: Case) -> Outcome:
+    job, model, optimizer = _start(case, OWN_BUILDERS)
+    losses = float64_losses if case.builder == "float64" else None
+    outcome = Outcome([], [], [], [], {}, {}, [], [])
+    for i, lengths in enumerate(case.lengths):
+        for chunk in model:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        documents = [document(i, j, n) for j, n in enumerate(lengths)]
+        loss, tokens = run_alone(model, documents, losses)
+        if i == 0:
+            for name, parameter, _ in parameters_of(model, job.args):
+                outcome.gradients[name] = parameter.main_grad.clone()
+        optimizer.step()
+        outcome.losses.append(loss)
+        outcome.tokens.append(tokens)
+    texts = [document(99, i, n) for i, n in enumerate(EVALUATED)]
+    ended = [torch.cat([text, torch.tensor([256])]) for text in texts]
+    outcome.evaluations.append(run_alone(model, ended, losses, forward_only=True))
+    return outcome
+
+
+def run_alone(model, documents, losses, forward_only=False) -> tuple[float, int]:
+    """(mean, tokens) of Megatron's schedule over the documents, one in a micro-batch."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    reports = get_forward_backward_func()(
+        forward_step_func=functools.partial(step_alone, losses=losses),
+        data_iterator=iter(documents),
+        model=model,
+        num_microbatches=len(documents),
+        seq_length=LONGEST,
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+    total, tokens = torch.stack([report["lm loss"] for report in reports]).double().sum(0).tolist()
+    return total / tokens, int(tokens)
+
+
+def step_alone(data_iterator, model, *, losses):
+    """Every token predicts the next one; the last has none."""
+    tokens = next(data_iterator)[None]
+    labels, mask = tokens.roll(-1), torch.ones(tokens.shape)
+    mask[0, -1] = 0.0
+    positions = torch.arange(tokens.shape[1])[None]
+    mtp = {"loss_mask": mask} if model.config.mtp_num_layers else {}
+    out = model(tokens, positions, None, labels=None if losses else labels, **mtp)
+    out = losses(out, labels) if losses else out
+
+    def sums(out):
+        total, count = (out * mask).sum(), mask.sum()
+        return total, count.int(), {"lm loss": torch.stack([total.detach(), count])}
+
+    return out, sums
 
 
 def share(
@@ -227,7 +302,7 @@ def cutter(name: str, parameter: Any, args: Any) -> Any:
     return cut
 
 
-# ---- models other than the program's -------------------------------------------------------------
+# ---- models --------------------------------------------------------------------------------------
 
 
 def build_hybrid(job: Any, config: Any, vp_stage: int | None) -> torch.nn.Module:
@@ -245,10 +320,56 @@ def build_in_float64(job: Any, config: Any, vp_stage: int | None) -> torch.nn.Mo
     return training.build_chunk(job, config, vp_stage).double()
 
 
+def build_own(job: Any, config: Any, vp_stage: int | None) -> torch.nn.Module:
+    """Megatron's GPT of the same options."""
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
+    )
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
+    )
+    mtp = get_gpt_mtp_block_spec(config, spec, False) if config.mtp_num_layers else None
+    return GPTModel(
+        config,
+        spec,
+        vocab_size=264,
+        max_sequence_length=LONGEST,
+        share_embeddings_and_output_weights=not job.args.untie_embeddings_and_output_weights,
+        position_embedding_type="rope",
+        mtp_block_spec=mtp,
+        pg_collection=job.collection,
+    )
+
+
+def build_own_hybrid(job: Any, config: Any, vp_stage: int | None) -> torch.nn.Module:
+    from test_megatron import mamba_hybrid
+
+    return mamba_hybrid(job.collection, None, config=config)
+
+
+def build_own_in_float64(job: Any, config: Any, vp_stage: int | None) -> torch.nn.Module:
+    return build_own(job, config, vp_stage).double()
+
+
 def float64_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """In the place of Megatron's cross-entropy, which casts to float32."""
     assert logits.dtype == torch.float64
     return F.cross_entropy(logits[0], labels[0], reduction="none")[None]
 
 
-BUILDERS: dict[str, Any] = {"hybrid": build_hybrid, "float64": build_in_float64}
+BUILDERS: dict[str | None, Any] = {
+    None: None,  # the program's own
+    "hybrid": build_hybrid,
+    "float64": build_in_float64,
+}
+OWN_BUILDERS: dict[str | None, Any] = {
+    None: build_own,
+    "hybrid": build_own_hybrid,
+    "float64": build_own_in_float64,
+}

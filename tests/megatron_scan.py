@@ -44,8 +44,10 @@ def slow_scan(
     norm_before_gate=True,
     **options,
 ):
-    """(1, S, z | x | B | C | dt) to (1, S, heads * headdim), each sequence of seq_idx by itself."""
-    ends = [*F.pad(seq_idx[0].diff().nonzero()[:, 0] + 1, (1, 0)).tolist(), zxbcdt.shape[1]]
+    """(1, S, z | x | B | C | dt) to (1, S, heads * headdim), each sequence of seq_idx by itself, all
+    as one where it is None."""
+    edges = zxbcdt.new_zeros(0) if seq_idx is None else seq_idx[0].diff().nonzero()[:, 0] + 1
+    ends = [0, *edges.long().tolist(), zxbcdt.shape[1]]
     parts = [
         scan_one(row, conv1d_weight, conv1d_bias, dt_bias, A, D, headdim, ngroups)
         for row in zxbcdt[0].split([b - a for a, b in itertools.pairwise(ends)])

@@ -4,8 +4,10 @@ With the real Megatron-Core. Which are refused: tests/test_integrations.py.
 """
 
 import argparse
+import functools
 import importlib.util
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from ranks import run_ranks
 
 import hcp
 from hcp.integrations.megatron import add_megatron_arguments, config_from_args, versions
+from hcp.integrations.megatron.program import arguments
 
 needs_megatron = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None
@@ -79,6 +82,27 @@ def test_megatrons_own_flags_are_used_where_it_has_them():
     args.dynamic_context_parallel, args.sequence_packing_scheduler = True, "dp_balanced"
     with pytest.raises(ValueError, match="dp_balanced contradict each other"):
         config_from_args(args)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("default_dynamic_cp", "dynamic_cp"), ("dp_balanced", "static_cp")]
+)
+def test_megatrons_names_of_schedulers_are_taken_by_every_parser(name, expected):
+    flags = ["--sequence-packing-scheduler", name, "--max-seqlen-per-dp-cp-rank", "160"]
+    plain = hcp.add_arguments(argparse.ArgumentParser()).parse_args(flags)
+    assert hcp.Config.from_args(plain).sequence_packing_scheduler == expected
+    added = add_megatron_arguments(argparse.ArgumentParser()).parse_args(flags)
+    assert config_from_args(added).sequence_packing_scheduler == expected
+    own = arguments.parse_args([*flags, "--max-length", "160"])
+    assert own.config.sequence_packing_scheduler == expected
+    assert hcp.Config(8, sequence_packing_scheduler=name).sequence_packing_scheduler == expected
+    both = ["--dynamic-context-parallel", *flags]
+    added = add_megatron_arguments(argparse.ArgumentParser()).parse_args(both)
+    if expected == "dynamic_cp":
+        assert config_from_args(added).sequence_packing_scheduler == expected
+    else:
+        with pytest.raises(ValueError, match="--sequence-packing-scheduler dp_balanced contradict"):
+            config_from_args(added)
 
 
 # ---- samples -------------------------------------------------------------------------------------
@@ -308,6 +332,45 @@ def test_megatrons_own_packed_params_say_group_and_size():
     run_ranks(2, attend_with_megatrons_own_params)
 
 
+def rotate_by_a_config(rank, size):
+    from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+
+    lengths, drawn = [19, 4, 7], torch.Generator().manual_seed(0)
+    rows = [torch.randn(n, 2, 8, generator=drawn, dtype=torch.float64) for n in lengths]
+    half = torch.randn(19, 1, 1, 3, generator=drawn, dtype=torch.float64)
+
+    def check(groups, config, freqs, expected):
+        own = [{"rows": each} for each in rows[groups.rank("dp_cp") :: 2]]
+        plan = hcp.plan(lengths, ranks=2, max_tokens_per_rank=16)
+        for cp, local in hcp.dispatch(plan, own, [0, 1, 0], groups):
+            given = [cp.apply_rotary_pos_emb(local.rows, freqs, config)]
+            rotary = cp.rotary(freqs, interleaved=config.rotary_interleaved)
+            given.append(cp.apply_rotary_pos_emb(local.rows, rotary, config=config))
+            want = [expected[s][t] for s, a, n in cp.layout.spans for t in range(a, a + n)]
+            for out in given if want else ():
+                assert float((out - torch.stack(want)).abs().max()) < 1e-12
+            with pytest.raises(ValueError, match="expected the same"):
+                rotary = cp.rotary(freqs, interleaved=not config.rotary_interleaved)
+                cp.apply_rotary_pos_emb(local.rows, rotary, config)
+
+    for interleaved, latent in ((False, False), (True, False), (False, True)):
+        names = dict(rotary_interleaved=interleaved, multi_latent_attention=latent)
+        config = SimpleNamespace(apply_rope_fusion=False, **names)
+        pair = torch.stack((half, half), -1).flatten(-2)
+        freqs = pair if interleaved else torch.cat((half, half), -1)
+        group = torch.distributed.group.WORLD
+        expected = [
+            apply_rotary_pos_emb(each[:, None], freqs[: len(each)], config, cp_group=group)[:, 0]
+            for each in rows
+        ]
+        hcp.loopback(2, functools.partial(check, config=config, freqs=freqs, expected=expected))
+
+
+@needs_megatron
+def test_rotary_embedding_by_megatrons_config_is_megatrons_own():
+    run_ranks(1, rotate_by_a_config, timeout=110)
+
+
 # ---- what is refused -----------------------------------------------------------------------------
 
 
@@ -366,6 +429,7 @@ def test_options_and_layers_that_hcp_does_not_compute_are_refused_by_name():
 
 TENSOR = ["--tensor-model-parallel-size", "2"]
 PIPELINE = ["--pipeline-model-parallel-size", "2"]
+EXPERTS = ["--expert-model-parallel-size", "2"]
 
 
 @needs_megatron
@@ -401,7 +465,15 @@ PIPELINE = ["--pipeline-model-parallel-size", "2"]
         ),
         (
             ["--ranks", "2", *PIPELINE, "--num-experts", "4", "--expert-model-parallel-size", "2"],
-            "ranks of a domain (1) % expert_model_parallel_size (2) == 1, expected 0",
+            "ranks of a pipeline stage (1) % (expert tensor * expert model sizes) (2) == 1",
+        ),
+        (
+            [*TENSOR, "--sequence-parallel", "--num-experts", "4", *EXPERTS],
+            "expert_tensor_parallel_size is 2 with expert_model_parallel_size 2 on CPUs, expected",
+        ),
+        (
+            [*TENSOR, *EXPERTS, "--num-experts", "4", "--expert-tensor-parallel-size", "3"],
+            "tensor_model_parallel_size (2) % expert_tensor_parallel_size (3) == 2, expected 0",
         ),
         (["--num-experts", "4", "--moe-router-topk", "5"], "moe_router_topk is 5, expected 1 to"),
         ([*TENSOR, "--num-experts", "4"], "without sequence_parallel, expected it, as Megatron's"),

@@ -1,4 +1,5 @@
-"""Models of the real Megatron-Core in float64: logits and gradients do not depend on the plan.
+"""Models of the real Megatron-Core in float64: hcp's layers give the logits and gradients of
+Megatron's own model, without hcp, of one document at a time.
 
 The ranks are threads of one process (hcp.loopback) that share one model, so nothing of a
 micro-batch can lie in the model itself.
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import run_ranks
+from test_megatron import mamba_hybrid
 
 import hcp
 
@@ -25,11 +27,27 @@ pytestmark = [
 LENGTHS = [61, 5, 1, 17, 2, 30]
 MLA = dict(
     multi_latent_attention=True,
+    kv_channels=12,  # Megatron's own core attention takes it for the size of values
     q_lora_rank=16,
     kv_lora_rank=16,
     qk_head_dim=8,
     qk_pos_emb_head_dim=4,
     v_head_dim=12,
+)
+POSITIONS = {
+    "YaRN": dict(position_embedding_type="yarn"),
+    "rotary embedding scaled as Llama 3's": dict(rope_scaling=True, rotary_base=100),
+    "learned positions": dict(position_embedding_type="learned_absolute"),
+}
+"""Of the model, where they are not `position_embedding_type="rope"`."""
+YARN = dict(
+    rotary_scaling_factor=4.0,
+    original_max_position_embeddings=16,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    mscale=1.0,
+    mscale_all_dim=0.0,
+    correction_range_round_to_int=True,
 )
 OPTIONS = hcp.Config(
     sum(LENGTHS), cp_comm_type=hcp.COMM_TYPES, hierarchical_context_parallel_sizes=(2, 2)
@@ -46,6 +64,12 @@ MODELS = {
     "latent attention": {**MLA, "rope_type": "rope"},
     "latent attention with YaRN": {**MLA, "rope_type": "yarn"},
     "latent attention without query compression": {**MLA, "rope_type": "rope", "q_lora_rank": None},
+    "biases and an output gate": dict(add_qkv_bias=True, attention_output_gate=True),
+    "a scale of its own": dict(softmax_scale=0.7),
+    "one group of queries": dict(num_query_groups=1),
+    "YaRN": {},
+    "rotary embedding scaled as Llama 3's": {},
+    "learned positions": {},
     "two comm types": dict(cp_comm_type=["a2a", "all_gather"]),
     "levels and whatever is fastest": dict(cp_comm_type=["a2a+p2p", "auto"]),
     "a Mamba hybrid": dict(mamba_num_groups=2),
@@ -72,13 +96,15 @@ def config_of(name, **options):
     if "hybrid" in name:
         given |= dict(num_layers=4, mamba_state_dim=6, mamba_head_dim=16)
     kind = MLATransformerConfig if "latent" in name else TransformerConfig
-    return kind(**{**given, **options})
+    config = kind(**{**given, **options})
+    for option, value in YARN.items():  # read by these names; fields since 0.19
+        setattr(config, f"yarn_{option}", value)
+    return config
 
 
-def build(name, options):
+def build_both(name, options):
+    """Megatron's own model, and the one with hcp's layers, with the same weights."""
     from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     from hcp.integrations.megatron import hcp_layer_spec
@@ -88,38 +114,69 @@ def build(name, options):
     tensor_parallel.random.model_parallel_cuda_manual_seed(1)
     torch.manual_seed(1)
     collection = ProcessGroupCollection.use_mpu_process_groups()
+    own = build(name, options, collection, lambda spec: spec).double()
+    model = build(name, options, collection, hcp_layer_spec).double()
+    with torch.no_grad():
+        for parameter in own.parameters():
+            parameter.mul_(3)  # so that scores are not all alike
+    model.load_state_dict(own.state_dict())
+    return own, model
+
+
+def build(name, options, collection, wrap):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
     config = config_of(name, **options)
     if "hybrid" in name:
-        model = build_hybrid(config, collection)
-    else:
-        spec = get_gpt_layer_local_spec(
-            qk_layernorm=config.qk_layernorm,
-            multi_latent_attention=config.multi_latent_attention,
-            normalization="RMSNorm",
-        )
-        model = GPTModel(
-            config,
-            hcp_layer_spec(spec),
-            vocab_size=264,
-            max_sequence_length=64,
-            position_embedding_type="rope",
-            rotary_percent=1.0 if "latent" in name else 0.5,
-            pg_collection=collection,
-        )
-    model = model.double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3)  # so that scores are not all alike
-    return model
+        return mamba_hybrid(collection, None, config=config, wrap=wrap)
+    spec = get_gpt_layer_local_spec(
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization="RMSNorm",
+    )
+    if "latent" in name:
+        spec.submodules.self_attention.submodules.core_attention = of_any_size()
+    return GPTModel(
+        config,
+        wrap(spec),
+        vocab_size=264,
+        max_sequence_length=64,
+        rotary_percent=0.5 if name == "grouped queries" else 1.0,
+        pg_collection=collection,
+        **{"position_embedding_type": "rope", **POSITIONS.get(name, {})},
+    )
 
 
-def build_hybrid(config, collection):
-    """Mamba, attention, Mamba, MLP."""
-    from test_megatron import mamba_hybrid
+def of_any_size():
+    """Megatron's own core attention, which does not know two arguments of its latent attention."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    from hcp.integrations.megatron import hcp_layer_spec
+    class Attention(DotProductAttention):
+        def __init__(self, *args, k_channels=None, v_channels=None, **options):
+            super().__init__(*args, **options)
 
-    return mamba_hybrid(collection, None, config=config, wrap=hcp_layer_spec)
+    return Attention
+
+
+def documents(lengths):
+    """Tokens of each document, and weights of its logits in what is differentiated."""
+    drawn = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(64, (n,), generator=drawn) for n in lengths]
+    return tokens, [torch.randn(n, 264, generator=drawn, dtype=torch.float64) for n in lengths]
+
+
+def computed_alone(model, lengths):
+    """Logits of every document by itself, and the sum of their gradients."""
+    parameters, logits = list(model.parameters()), {}
+    sums = [torch.zeros_like(p) for p in parameters]
+    for i, (tokens, weights) in enumerate(zip(*documents(lengths), strict=True)):
+        out = model(tokens[None], torch.arange(len(tokens))[None], None)[0]
+        grads = torch.autograd.grad((out * weights).sum(), parameters)
+        for total, grad in zip(sums, grads, strict=True):
+            total += grad
+        logits[i] = out.detach()
+    return logits, sums
 
 
 def computed(model, ranks, lengths, room, alignment=1):
@@ -127,10 +184,7 @@ def computed(model, ranks, lengths, room, alignment=1):
     keys travelled."""
     from hcp.integrations.megatron import packed_seq_params
 
-    drawn = torch.Generator().manual_seed(0)
-    tokens = [torch.randint(64, (n,), generator=drawn) for n in lengths]
-    weights = [torch.randn(n, 264, generator=drawn, dtype=torch.float64) for n in lengths]
-    samples = [{"tokens": t, "weights": w} for t, w in zip(tokens, weights, strict=True)]
+    samples = [{"tokens": t, "weights": w} for t, w in zip(*documents(lengths), strict=True)]
     parameters = list(model.parameters())
 
     def on_rank(groups):
@@ -178,24 +232,25 @@ def compare(rank, size, name, ranks, room, alignment, way=None):
 
         stand_in_for_kernels()
     with megatron_on_cpu():
-        model = build(name, MODELS[name])
-        expected, gradients, _, _ = computed(model, 1, LENGTHS, sum(LENGTHS))
+        own, model = build_both(name, MODELS[name])
+        expected, gradients = computed_alone(own, LENGTHS)
         logits, summed, degrees, ways = computed(model, ranks, LENGTHS, room, alignment)
         assert max(degrees) > 1
         assert way is None or way in ways
         assert sorted(logits) == sorted(expected) == list(range(len(LENGTHS)))
         for i, rows in expected.items():
             assert float((logits[i] - rows).abs().max()) < 1e-10, i
-        for own, theirs, (path, _) in zip(summed, gradients, model.named_parameters(), strict=True):
-            scale = float(theirs.abs().max())
+        theirs = dict(zip([path for path, _ in own.named_parameters()], gradients, strict=True))
+        for grad, (path, _) in zip(summed, model.named_parameters(), strict=True):
+            scale = float(theirs[path].abs().max())
             assert scale > 0, path
             bound = 1e-6 if "hybrid" in name else 1e-10  # the mixer casts its own to float32
-            assert float((own - theirs).abs().max()) < bound * max(1.0, scale), path
+            assert float((grad - theirs[path]).abs().max()) < bound * max(1.0, scale), path
         assert any(float(rows.std()) > 0.1 for rows in expected.values())
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_computes_the_same_under_any_plan(name):
+def test_a_model_computes_what_megatrons_own_does_under_any_plan(name):
     run_ranks(1, compare, name, 3, 26, 1, timeout=110)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +94,35 @@ def test_megatrons_own_class_is_filled() -> None:
 def tokens_of(cp: hcp.ContextParallelHandler) -> list[int]:
     """Numbers of this rank's tokens: 1000 per sequence, plus the place in it."""
     return [1000 * s + t for s, start, rows in cp.layout.spans for t in range(start, start + rows)]
+
+
+def test_megatrons_thd_function_gives_rows_and_parameters_and_takes_its_arguments() -> None:
+    def check(groups: Any) -> None:
+        for cp in handlers(groups, (40, 7, 2)):
+            lengths = cp.layout.lengths
+            whole = torch.arange(sum(lengths))
+            bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+            given = (bounds[None], bounds, torch.tensor([max(lengths, default=0)]))
+            sizes = {"cp_size": max(cp.degree, 1), "cp_rank": cp.place}
+            for arguments, options in (((), {}), (given, sizes)):
+                own, params = hcp.get_thd_batch_on_this_cp_rank(
+                    {"tokens": whole[None]}, *arguments, **options, cp_handler=cp
+                )
+                starts = dict(zip(cp.layout.sequences, bounds.tolist(), strict=False))
+                rows = [starts[s] + t for s, a, n in cp.layout.spans for t in range(a, a + n)]
+                assert own["tokens"].tolist() == [rows]
+                assert params.cp_handler is cp
+                assert params.cu_seqlens_q.tolist() == bounds.tolist()
+            for place, wrong in enumerate((bounds + 1, bounds[:-1], torch.tensor([39]))):
+                arguments = [*given]
+                arguments[place] = wrong if place else torch.cat((bounds[:1], wrong))
+                if lengths:
+                    with pytest.raises(ValueError, match="expected .*, as cp_handler has it"):
+                        hcp.get_thd_batch_on_this_cp_rank({}, *arguments, cp_handler=cp)
+            with pytest.raises(ValueError, match=r"cp_size 7, expected \d, as cp_handler has it"):
+                hcp.get_thd_batch_on_this_cp_rank({}, cp_size=7, cp_handler=cp)
+
+    hcp.loopback(3, check)
 
 
 def test_a_whole_batch_is_cut_for_this_rank() -> None:

@@ -36,6 +36,13 @@ def initialize_distributed(args: argparse.Namespace) -> torch.device:
     return device
 
 
+def runs_on_cpus(device: str, ranks: int) -> bool:
+    """Whether a job of so many ranks, on this machine unless a launcher says otherwise, is going to
+    run over Gloo: see initialize_distributed."""
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    return device == "cpu" or torch.cuda.device_count() < local_ranks
+
+
 def on_every_rank(work: Callable[[], T]) -> T:
     """What work returns. Where it fails on one rank, every rank fails with that rank's words."""
     result, problem = None, None

@@ -5,10 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from hcp.config import Config, add_arguments
-
-_SCHEDULERS = {"default_dynamic_cp": "dynamic_cp", "dp_balanced": "static_cp"}
-"""Megatron's names of schedulers, and what hcp calls the same."""
+from hcp.config import MEGATRON_SCHEDULERS, Config, add_arguments
 
 
 def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -49,7 +46,7 @@ def config_from_args(args: argparse.Namespace) -> Config:
     values: dict[str, Any] = dict(vars(args))
     named = values.get("sequence_packing_scheduler")
     name = str(getattr(named, "value", named))
-    scheduler = _SCHEDULERS.get(name, named)
+    scheduler = MEGATRON_SCHEDULERS.get(name, named)
     if values.get("dynamic_context_parallel"):
         if scheduler == "static_cp":
             raise ValueError(

@@ -21,6 +21,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 
 import hcp
+from hcp.integrations.megatron.checks import check_experts
 from hcp.integrations.megatron.packed import handler_of, with_padding
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
@@ -30,7 +31,8 @@ class CoreAttention(MegatronModule):
     """In the place of Megatron's core attention: packed sequences under any degree.
 
     Takes from the config: windows and the layers that have them, the kind of softmax (learnable
-    sinks have the name that Megatron gives them), the scale. Refuses dropout and biases.
+    sinks have the name that Megatron gives them), the scale. Refuses dropout and biases, and
+    experts whose outputs depend on the plan.
     """
 
     def __init__(
@@ -50,13 +52,16 @@ class CoreAttention(MegatronModule):
         self.pg_collection = pg_collection
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         _refuse(config, dropout, attention_type)
+        check_experts(config, pg_collection)
         windowed = is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
         )
         self.window_size = tuple(config.window_size) if windowed else (-1, -1)
         scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
         # A latent attention's keys are wider than kv_channels, and it always says its scale.
-        self.softmax_scale = scale / (layer_number if config.apply_query_key_layer_scaling else 1)
+        # `apply_query_key_layer_scaling` divides by the layer and multiplies again in the softmax, for
+        # the range of float16: no change to the scores, which here are never in float16.
+        self.softmax_scale = scale
         # Megatron passes it only where it builds with CP > 1.
         self.cp_comm_type = cp_comm_type or _comm_type(config, layer_number)
         heads = config.num_attention_heads // pg_collection.tp.size()
@@ -131,6 +136,8 @@ def _refuse(config: Any, dropout: float, attention_type: str) -> None:
         "attention_dropout": (dropout, 0.0),
         "apply_rope_fusion": (config.apply_rope_fusion, False),
         "qk_clip": (getattr(config, "qk_clip", False), False),
+        "log_max_attention_logit": (getattr(config, "log_max_attention_logit", False), False),
+        "mrope_section": (getattr(config, "mrope_section", None), None),
         "flash_decode": (config.flash_decode, False),
     }
     for name, (given, expected) in options.items():

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
+from hcp.integrations.megatron.checks import check_experts
 from hcp.loss import masked_sum
 
 Losses = Callable[[Tensor, Tensor], Tensor]
@@ -77,6 +78,7 @@ def check_config(config: Any, model: Any) -> None:
             "config.variable_seq_lengths is False with pipeline stages, expected True: "
             "micro-batches have as many rows as the plan gives them"
         )
+    check_experts(config)
     inner = model
     while hasattr(inner, "module"):  # DistributedDataParallel, Float16Module
         inner = inner.module

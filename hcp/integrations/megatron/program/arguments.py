@@ -15,8 +15,10 @@ from hcp.demo.arguments import (
     default_rank_tokens,
     number_of_ranks,
 )
+from hcp.demo.ranks import runs_on_cpus
 from hcp.expect import expect_size
 from hcp.integrations.megatron.arguments import add_megatron_arguments, config_from_args
+from hcp.integrations.megatron.checks import check_gloo
 from hcp.limits import rows_up_to
 
 DESCRIPTION = """\
@@ -49,6 +51,11 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--pipeline-model-parallel-size", type=int, default=1)
     group.add_argument("--num-virtual-stages-per-pipeline-rank", type=int)
     group.add_argument("--expert-model-parallel-size", type=int, default=1)
+    group.add_argument(
+        "--expert-tensor-parallel-size",
+        type=int,
+        help="ranks that share an expert's weights (default: --tensor-model-parallel-size)",
+    )
     group.add_argument("--num-experts", type=int, help="of each MLP (default: one dense MLP)")
     group.add_argument("--moe-router-topk", type=int, default=2)
     group.add_argument("--moe-ffn-hidden-size", type=int)
@@ -102,6 +109,7 @@ SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
     "num_layers",
     "eval_documents",
     "global_batch_size",
@@ -118,6 +126,8 @@ OPTIONAL_SIZES = (
 def check_layout(args: argparse.Namespace) -> None:
     """Refuse what Megatron would refuse on every rank, and set `args.domain`: the ranks over which
     sequences are spread."""
+    if args.expert_tensor_parallel_size is None:
+        args.expert_tensor_parallel_size = args.tensor_model_parallel_size
     for name in SIZES:
         expect_size(name, getattr(args, name))
     for name in OPTIONAL_SIZES:
@@ -157,16 +167,25 @@ def check_experts(args: argparse.Namespace) -> None:
             )
         return
     expect_multiple("num_experts", experts, "expert_model_parallel_size", ranks)
-    expect_multiple("ranks of a domain", args.domain, "expert_model_parallel_size", ranks)
+    tensor, shared = args.tensor_model_parallel_size, args.expert_tensor_parallel_size
+    expect_multiple("tensor_model_parallel_size", tensor, "expert_tensor_parallel_size", shared)
+    expect_multiple(
+        "ranks of a pipeline stage",
+        args.domain * tensor,
+        "(expert tensor * expert model sizes)",
+        shared * ranks,
+    )
     if not 1 <= args.moe_router_topk <= experts:
         raise ValueError(
             f"moe_router_topk is {args.moe_router_topk}, expected 1 to num_experts ({experts})"
         )
-    if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
+    if tensor > 1 and not args.sequence_parallel:
         raise ValueError(
-            f"tensor_model_parallel_size is {args.tensor_model_parallel_size} with num_experts and "
+            f"tensor_model_parallel_size is {tensor} with num_experts and "
             "without sequence_parallel, expected it, as Megatron's experts do"
         )
+    if runs_on_cpus(args.device, args.ranks):
+        check_gloo(shared, ranks)
 
 
 def check_config(config: Config) -> None:

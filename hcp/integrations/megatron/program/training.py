@@ -80,6 +80,7 @@ def transformer_config(args: argparse.Namespace, **options: Any) -> TransformerC
             moe_router_load_balancing_type="none",
             moe_aux_loss_coeff=0.0,
             expert_model_parallel_size=args.expert_model_parallel_size,
+            expert_tensor_parallel_size=args.expert_tensor_parallel_size,
         )
         if args.num_experts
         else {}
@@ -424,6 +425,7 @@ def start_job(args: argparse.Namespace, device: torch.device) -> Job:
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=args.num_virtual_stages_per_pipeline_rank,
         expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
     torch.manual_seed(args.seed)

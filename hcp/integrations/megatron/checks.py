@@ -1,0 +1,102 @@
+"""What a config asks for that would make a loss, or the end of a run, depend on the plan."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch.distributed as dist
+
+_log = logging.getLogger("hcp")
+
+
+def check_experts(config: Any, groups: Any = None) -> None:
+    """Refuse experts whose outputs depend on which rows are on a rank, or whose exchanges need as
+    many rows on every rank; warn of losses that are means over a micro-batch.
+
+    `groups`: Megatron's collection, of which the backend is asked.
+    """
+    if not _of(config, "num_moe_experts"):
+        return
+    for name, given, why in _refused(config):
+        raise ValueError(f"config.{name} is {given!r}, {why}")
+    if config.moe_token_dispatcher_type == "allgather" and _of(config, _EXPERT_RANKS) > 1:
+        raise ValueError(
+            "config.moe_token_dispatcher_type is 'allgather' with expert_model_parallel_size "
+            f"{_of(config, _EXPERT_RANKS)}, expected 'alltoall': it gathers as many rows from every "
+            "rank, and each rank has those that the plan gives it"
+        )
+    group = getattr(groups, "tp", None)
+    if group is not None and dist.get_backend(group) == "gloo":
+        check_gloo(_of(config, "expert_tensor_parallel_size"), _of(config, _EXPERT_RANKS))
+    for name, given in _warned(config):
+        _warn_once(
+            f"config.{name} is {given!r}: this loss is a mean over the rows of a micro-batch on a "
+            "rank, so it, and its gradients, depend on the plan, as they depend on the packing in "
+            "Megatron itself; moe_router_load_balancing_type='none', or expert biases, do not"
+        )
+
+
+def check_gloo(expert_tensor_size: int, expert_ranks: int) -> None:
+    """Over Gloo, which fails or hangs where ranks gather different numbers of rows."""
+    if expert_tensor_size > 1 and expert_ranks > 1:
+        raise ValueError(
+            f"expert_tensor_parallel_size is {expert_tensor_size} with expert_model_parallel_size "
+            f"{expert_ranks} on CPUs, expected one of them to be 1: the tensor-parallel ranks of an "
+            "expert gather different numbers of rows, which Gloo does not do; give "
+            "--expert-tensor-parallel-size 1, or use GPUs"
+        )
+
+
+_EXPERT_RANKS = "expert_model_parallel_size"
+
+
+def _refused(config: Any) -> Iterator[tuple[str, Any, str]]:
+    """(option, its value, why not) of what changes the outputs of experts from plan to plan."""
+    for name in ("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor"):
+        if getattr(config, name, None) is not None:
+            yield (
+                name,
+                getattr(config, name),
+                "expected None: which tokens are dropped depends on the others of the micro-batch "
+                "on the rank, hence on the plan",
+            )
+    if getattr(config, "moe_token_dropping", False):
+        yield "moe_token_dropping", True, "expected False: the dropped tokens depend on the plan"
+    if _of(config, "moe_input_jitter_eps"):
+        noise = "expected None: the noise of a token would depend on the plan"
+        yield "moe_input_jitter_eps", config.moe_input_jitter_eps, noise
+    if getattr(config, "moe_router_force_load_balancing", False):
+        random = "expected False: tokens go to experts at random, which depends on the plan"
+        yield "moe_router_force_load_balancing", True, random
+    if "sinkhorn" in _kinds(config):
+        whole = (
+            "expected another: it balances the rows of a micro-batch on a rank, hence the plan's"
+        )
+        yield "moe_router_load_balancing_type", config.moe_router_load_balancing_type, whole
+
+
+def _warned(config: Any) -> Iterator[tuple[str, Any]]:
+    coefficients = config.moe_aux_loss_coeff
+    several = coefficients if isinstance(coefficients, (list, tuple)) else [coefficients]
+    balanced = [kind for kind in _kinds(config) if str(kind).endswith("aux_loss")]
+    if balanced and any(several):
+        yield "moe_router_load_balancing_type", config.moe_router_load_balancing_type
+    if _of(config, "moe_z_loss_coeff"):
+        yield "moe_z_loss_coeff", config.moe_z_loss_coeff
+
+
+def _kinds(config: Any) -> list[Any]:
+    kinds = config.moe_router_load_balancing_type
+    return list(kinds) if isinstance(kinds, (list, tuple)) else [kinds]
+
+
+def _of(config: Any, name: str) -> Any:
+    return getattr(config, name, None) or 0
+
+
+@cache
+def _warn_once(text: str) -> None:
+    _log.warning(text)
