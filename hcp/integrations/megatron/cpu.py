@@ -36,6 +36,25 @@ class _Devices(TorchFunctionMode):
             args = (args[0], _CPU, *args[2:])
         return func(*args, **options)
 
+    def during(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function with this mode on: a mode is off in what `backward` calls, and layers that
+        are recomputed there ask for devices again."""
+
+        def called(*args: Any, **options: Any) -> Any:
+            with self:
+                return function(*args, **options)
+
+        return called
+
+
+_ENGINE = "_engine_run_backward"
+
+
+def _engine() -> Callable[..., Any]:
+    """By which torch.autograd's functions start a backward."""
+    run: Callable[..., Any] = getattr(torch.autograd, _ENGINE)
+    return run
+
 
 def _is_cuda(device: object) -> bool:
     if type(device) is int:  # its number among the GPUs
@@ -99,7 +118,10 @@ def megatron_on_cpu() -> Iterator[None]:
         _set_cuda_rng_state=lambda state, *args, **options: torch.set_rng_state(state),
     )
     splits = mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _to_numbers)
-    with mock.patch.multiple(torch.cuda, **instead), no_gemm, no_linear, draws, splits, _Devices():
-        # Draws from the CPU's generator; the other tracker forks the state of a GPU.
-        random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
-        yield
+    devices = _Devices()
+    backward = mock.patch.object(torch.autograd, _ENGINE, devices.during(_engine()))
+    with mock.patch.multiple(torch.cuda, **instead), no_gemm, no_linear, draws, splits, backward:
+        with devices:
+            # Draws from the CPU's generator; the other tracker forks the state of a GPU.
+            random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+            yield
