@@ -251,7 +251,7 @@ def draw_weights(model: Sequence[Any], args: Any) -> None:
     with torch.no_grad():
         for name, parameter, cut in parameters_of(model, args):
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            full = torch.randn(full_shape(parameter, args), generator=generator) * 0.2
+            full = torch.randn(full_shape(name, parameter, args), generator=generator) * 0.2
             if name.endswith(("norm.weight", "layernorm.weight")):
                 full = 1 + full
             parameter.copy_(cut(full))
@@ -279,17 +279,25 @@ def parameters_of(model: Sequence[Any], args: Any) -> Iterator[tuple[str, Any, A
             yield name, parameter, cutter(name, parameter, args)
 
 
-def full_shape(parameter: Any, args: Any) -> list[int]:
+def tensor_parallel(name: str, args: Any) -> tuple[int, int]:
+    """Ranks that share a parameter's layer, and which of them this is."""
+    from megatron.core import parallel_state
+
+    if "local_experts" in name:
+        rank = parallel_state.get_expert_tensor_parallel_rank()
+        return args.expert_tensor_parallel_size, rank
+    return args.tensor_model_parallel_size, parallel_state.get_tensor_model_parallel_rank()
+
+
+def full_shape(name: str, parameter: Any, args: Any) -> list[int]:
     shape = list(parameter.shape)
     if getattr(parameter, "tensor_model_parallel", False):
-        shape[getattr(parameter, "partition_dim", 0)] *= args.tensor_model_parallel_size
+        shape[getattr(parameter, "partition_dim", 0)] *= tensor_parallel(name, args)[0]
     return shape
 
 
 def cutter(name: str, parameter: Any, args: Any) -> Any:
-    from megatron.core import parallel_state
-
-    size, rank = args.tensor_model_parallel_size, parallel_state.get_tensor_model_parallel_rank()
+    size, rank = tensor_parallel(name, args)
 
     def cut(full: torch.Tensor) -> torch.Tensor:
         if size == 1 or not getattr(parameter, "tensor_model_parallel", False):

@@ -6,6 +6,7 @@ With the real Megatron-Core. Which are refused: tests/test_integrations.py.
 import argparse
 import functools
 import importlib.util
+import logging
 import sys
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from ranks import run_ranks
 
 import hcp
 from hcp.integrations.megatron import add_megatron_arguments, config_from_args, versions
+from hcp.integrations.megatron.checks import check_experts
 from hcp.integrations.megatron.program import arguments
 
 needs_megatron = pytest.mark.skipif(
@@ -395,9 +397,12 @@ def refuse(rank, size):
             spec = hcp_megatron.hcp_layer_spec(get_gpt_layer_local_spec())
             return GPTModel(config, spec, 64, 64, position_embedding_type="rope")
 
-        for option, value in dict(attention_dropout=0.1, flash_decode=True).items():
+        refused = dict(attention_dropout=0.1, flash_decode=True)
+        for option, value in {**refused, "log_max_attention_logit": True}.items():
             with pytest.raises(ValueError, match=f"config.{option} is {value}, expected"):
                 model(**{option: value})
+        with pytest.raises(ValueError, match=r"config.mrope_section is \[1, 1, 2\], expected None"):
+            model(mrope_section=[1, 1, 2])
         with pytest.raises(ValueError, match="calculate_per_token_loss is False, expected True"):
             hcp_megatron.forward_step(iter([]), model())
         grown = model(calculate_per_token_loss=True)
@@ -420,6 +425,83 @@ def refuse(rank, size):
         hcp_megatron.hcp_layer_spec(get_gpt_layer_local_spec().submodules.mlp)
     with pytest.raises(ValueError, match="spec is the class GPTModel, expected a ModuleSpec"):
         hcp_megatron.hcp_layer_spec(GPTModel)
+
+
+def refuse_experts(rank, size):
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer import TransformerConfig
+
+    from hcp.integrations import megatron as hcp_megatron
+
+    def config(**options):
+        given = dict(num_layers=1, hidden_size=16, num_attention_heads=2, num_moe_experts=2)
+        given |= dict(use_cpu_initialization=True, hidden_dropout=0.0, attention_dropout=0.0)
+        given |= dict(moe_router_load_balancing_type="none", calculate_per_token_loss=True)
+        given |= dict(add_bias_linear=False)
+        return TransformerConfig(**{**given, **options})
+
+    def model(config):
+        layer = get_gpt_layer_local_spec(num_experts=2, moe_grouped_gemm=False)
+        spec = hcp_megatron.hcp_layer_spec(layer)
+        return GPTModel(config, spec, 64, 64, position_embedding_type="rope")
+
+    with hcp_megatron.megatron_on_cpu():
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel()
+        whole = model(config())
+        refused = {
+            "moe_expert_capacity_factor": 1.25,
+            "moe_input_jitter_eps": 0.1,
+            "moe_router_load_balancing_type": "sinkhorn",
+            "moe_router_force_load_balancing": True,
+            "moe_token_dispatcher_type": "allgather",
+        }
+        for option, value in refused.items():
+            given = {option: value}
+            if option == "moe_token_dispatcher_type":
+                given["expert_model_parallel_size"] = 2
+            else:
+                given["moe_token_dispatcher_type"] = "alltoall"
+            with pytest.raises(ValueError, match=rf"config\.{option} is '?{value}'?.*, expected"):
+                model(config(**given))
+            whole.config = config(**given)  # of layers that were built some other way
+            with pytest.raises(ValueError, match=rf"config\.{option} is '?{value}'?.*, expected"):
+                hcp_megatron.forward_step(iter([]), whole)
+        given = dict(tensor_model_parallel_size=2, expert_model_parallel_size=2)
+        given |= dict(sequence_parallel=True, moe_token_dispatcher_type="alltoall")
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        with pytest.raises(ValueError, match="expert_tensor_parallel_size is 2 with .* on CPUs"):
+            check_experts(config(**given), groups)
+        check_experts(config(**given, expert_tensor_parallel_size=1), groups)
+
+    said = []
+    logger, handler = logging.getLogger("hcp"), logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger.addHandler(handler)
+    for losses in (
+        dict(moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.01),
+        dict(moe_router_load_balancing_type=["aux_loss", "none"], moe_aux_loss_coeff=[0.01, 0.0]),
+        dict(moe_z_loss_coeff=0.001),
+        dict(moe_router_load_balancing_type="aux_loss"),  # of no weight
+    ):
+        for _ in range(2):
+            check_experts(config(**losses))
+    logger.removeHandler(handler)
+    return said
+
+
+@needs_megatron
+def test_experts_that_depend_on_the_plan_are_refused_and_their_losses_warned_of_once():
+    (said,) = run_ranks(1, refuse_experts, timeout=110)
+    named = [text.split(": this loss is a mean")[0] for text in said]
+    assert named == [
+        "config.moe_router_load_balancing_type is 'seq_aux_loss'",
+        "config.moe_router_load_balancing_type is ['aux_loss', 'none']",
+        "config.moe_z_loss_coeff is 0.001",
+    ]
 
 
 @needs_megatron

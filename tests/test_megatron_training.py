@@ -162,6 +162,11 @@ def test_experts_of_tensor_parallel_ranks_train_as_one_rank_does():
     agree("qwen3 moe", 4, "--tensor-model-parallel-size", "2", "--sequence-parallel")
 
 
+def test_experts_over_two_ranks_under_tensor_parallelism_train_as_one_rank_does():
+    flags = ("--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1")
+    agree("qwen3 moe", 4, "--tensor-model-parallel-size", "2", "--sequence-parallel", *flags)
+
+
 @BOTH
 def test_multi_token_prediction_trains_as_one_rank_does(static):
     agree("mtp", 4, *scheduler(static, 4))
