@@ -408,7 +408,8 @@ class Metrics:
     """Sums and counts of named metrics in float64, reduced once, so that the layout does not show.
 
     Every token counts once: each rank adds the tokens that it computed, ranks of one CP group each
-    their own part. Names may differ from rank to rank; several validation sets are several names.
+    their own part. Several validation sets are several names. Every rank adds the same names, with
+    a sum and a count of 0 where it has nothing of one: a name that is missing on a rank is an error.
     Of a pipeline only the stage that computes losses adds.
     """
 
@@ -442,35 +443,54 @@ class Metrics:
     def reduce(self) -> dict[str, Metric]:
         """The totals of all ranks, on all ranks, pipeline stages included; called by all of them.
 
-        Raises HcpError where a rank added something that is not finite: it would hide behind the
-        others' mean.
+        Raises HcpError, on all of them, where a rank added something that is not finite, which
+        would hide behind the others' mean, and where one lacks a name that another added.
         """
         groups = self._groups
         own = {name: torch.stack(sums).sum(0).tolist() for name, sums in self._sums.items()}
         payloads = groups.transport.all_gather_bytes(json.dumps(own).encode(), "Metrics.reduce")
         by_rank = [json.loads(payload) for payload in payloads]
-        for rank, sums in enumerate(by_rank):
-            for name, pair in sums.items():
-                if not all(map(math.isfinite, pair)):
-                    raise HcpError(
-                        f"rank {rank} of dp_cp added {pair} to {name!r}, expected finite"
-                    )
+        problem = _problem_of(by_rank)
+        if problem:
+            return self._share_with_stages({}, problem)
         names = sorted({name for sums in by_rank for name in sums})
         totals = {
             # Correctly rounded, so that the order of ranks does not show.
-            name: Metric(*(math.fsum(s[name][i] for s in by_rank if name in s) for i in (0, 1)))
+            name: Metric(*(math.fsum(s[name][i] for s in by_rank) for i in (0, 1)))
             for name in names
         }
-        return self._share_with_stages(totals)
+        return self._share_with_stages(totals, None)
 
-    def _share_with_stages(self, totals: dict[str, Metric]) -> dict[str, Metric]:
+    def _share_with_stages(
+        self, totals: dict[str, Metric], problem: str | None
+    ) -> dict[str, Metric]:
         groups = self._groups
-        if "pp" not in groups.roles or groups.size("pp") == 1:
-            return totals
-        named = [stage for stage in all_gather_object(totals, groups.pp) if stage]
+        gathered = [(totals, problem)]
+        if "pp" in groups.roles and groups.size("pp") > 1:
+            gathered = all_gather_object((totals, problem), groups.pp)
+        for _, found in gathered:
+            if found:
+                raise HcpError(f"rank {dist.get_rank()}: {found}")
+        named = [stage for stage, _ in gathered if stage]
         if len(named) > 1:
             raise HcpError(
                 f"rank {dist.get_rank()}: {len(named)} pipeline stages added metrics, expected "
                 "only the one that computes losses"
             )
         return named[0] if named else {}
+
+
+def _problem_of(by_rank: Sequence[Mapping[str, Sequence[float]]]) -> str | None:
+    """What makes totals of these sums wrong, by rank of dp_cp."""
+    for rank, sums in enumerate(by_rank):
+        for name, pair in sums.items():
+            if not all(map(math.isfinite, pair)):
+                return f"rank {rank} of dp_cp added {pair} to {name!r}, expected finite"
+        for other, theirs in enumerate(by_rank):
+            missing = sorted(theirs.keys() - sums.keys())
+            if missing:
+                return (
+                    f"rank {other} of dp_cp added {missing} and rank {rank} did not, expected the "
+                    "same names on every rank: add_sum(name, 0.0, 0) where a rank has nothing of one"
+                )
+    return None

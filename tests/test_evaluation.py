@@ -288,8 +288,10 @@ def reduce_metrics(rank, size):
         if groups.rank("dp") == 0:
             metrics.add("a", torch.tensor([1.0, math.nan, 3.0]), torch.tensor([1, 0, 1]))
             metrics.add("b", torch.tensor([2.0**24, 1.0]))
+            metrics.add_sum("c", 0.0, 0)
         else:
             metrics.add("a", torch.zeros(3), torch.zeros(3))
+            metrics.add("b", torch.zeros(0))
             for _ in range(3000):
                 metrics.add_sum("c", 0.1, 1)
     totals = metrics.reduce()
@@ -304,12 +306,28 @@ def test_metrics_are_summed_in_float64_and_known_on_every_stage():
     assert run_ranks(4, reduce_metrics) == [["a", "b", "c"]] * 4
 
 
-def add_infinity(rank, size):
-    metrics = Metrics(hcp.build_process_groups())
-    metrics.add("loss", torch.tensor([math.inf if rank == 1 else 1.0]))
-    with pytest.raises(hcp.HcpError, match=r"rank 1 of dp_cp added \[inf, 1.0\] to 'loss'"):
-        metrics.reduce()
+def add_what_cannot_be_summed(rank, size):
+    """On both ranks of the second stage; the first one waits for it."""
+    groups, said = hcp.build_process_groups(pp=2), []
+    place = groups.rank("dp") if groups.rank("pp") else None
+    for wrong in ("infinity", "names"):
+        metrics = Metrics(groups)
+        if place is not None:
+            late = wrong == "infinity" and place == 1
+            metrics.add("loss", torch.tensor([math.inf if late else 1.0]))
+        if wrong == "names" and place == 0:
+            metrics.add_sum("accuracy", 1.0, 1)
+        with pytest.raises(hcp.HcpError) as caught:
+            metrics.reduce()
+        said.append(str(caught.value))
+    return said
 
 
-def test_a_loss_that_is_not_finite_is_named():
-    run_ranks(2, add_infinity)
+def test_a_loss_that_is_not_finite_or_has_another_name_is_an_error_on_every_rank_and_stage():
+    for rank, (infinity, names) in enumerate(run_ranks(4, add_what_cannot_be_summed)):
+        assert infinity == (
+            f"rank {rank}: rank 1 of dp_cp added [inf, 1.0] to 'loss', expected finite"
+        )
+        assert names.startswith(
+            f"rank {rank}: rank 0 of dp_cp added ['accuracy'] and rank 1 did not, expected the same"
+        )
