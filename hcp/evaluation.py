@@ -409,8 +409,8 @@ class Metrics:
 
     Every token counts once: each rank adds the tokens that it computed, ranks of one CP group each
     their own part. Several validation sets are several names. Every rank adds the same names, with
-    a sum and a count of 0 where it has nothing of one: a name that is missing on a rank is an error.
-    Of a pipeline only the stage that computes losses adds.
+    a sum and a count of 0 where it has nothing of one: a name that one rank lacks is an error. Of a
+    pipeline only the stage that computes losses adds.
     """
 
     def __init__(self, eval_pgs: ProcessGroups) -> None:
@@ -491,6 +491,6 @@ def _problem_of(by_rank: Sequence[Mapping[str, Sequence[float]]]) -> str | None:
             if missing:
                 return (
                     f"rank {other} of dp_cp added {missing} and rank {rank} did not, expected the "
-                    "same names on every rank: add_sum(name, 0.0, 0) where a rank has nothing of one"
+                    "same names on every rank: add_sum(name, 0.0, 0) where one has nothing of it"
                 )
     return None

@@ -645,8 +645,8 @@ class ContextParallelHandler(OfThisProcess):
         dtype; computed in float32 or wider. A layer that rotates both queries and keys does better
         to name them in ``attention(rotary_pos_emb=)``.
 
-        ``config``: Megatron's, of which ``rotary_interleaved`` is taken, and ``multi_latent_attention``,
-        under which the pairs of elements come as halves first.
+        ``config``: Megatron's, of which ``rotary_interleaved`` is taken, and
+        ``multi_latent_attention``, under which neighbours become pairs of halves first.
         """
         if config is not None:
             t, interleaved = rope.as_configured(t, freqs, config, interleaved)

@@ -44,8 +44,8 @@ def slow_scan(
     norm_before_gate=True,
     **options,
 ):
-    """(1, S, z | x | B | C | dt) to (1, S, heads * headdim), each sequence of seq_idx by itself, all
-    as one where it is None."""
+    """(1, S, z | x | B | C | dt) to (1, S, heads * headdim), each sequence of seq_idx by itself,
+    all as one where it is None."""
     edges = zxbcdt.new_zeros(0) if seq_idx is None else seq_idx[0].diff().nonzero()[:, 0] + 1
     ends = [0, *edges.long().tolist(), zxbcdt.shape[1]]
     parts = [

@@ -60,6 +60,18 @@ class GatheredAttention(torch.nn.Module):
         return out.flatten(2)
 
 
+YARN = dict(
+    rotary_scaling_factor=4.0,
+    original_max_position_embeddings=16,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    mscale=1.0,
+    mscale_all_dim=0.0,
+    correction_range_round_to_int=True,
+)
+"""Options of a config, which Megatron reads with `yarn_` before their names."""
+
+
 def zigzag(n, place, size):
     chunks = torch.arange(n).chunk(2 * size)
     return torch.cat([chunks[place], chunks[2 * size - 1 - place]])
@@ -197,6 +209,42 @@ def evaluate_gpt(rank, size):
 def test_a_moe_gpt_with_mtp_gives_the_same_loss_under_the_eval_layout():
     for roles in run_ranks(2, on_cpu, evaluate_gpt, timeout=110):
         assert {"cache", "cp", "cp size", "dp", "tp_cp"} <= set(roles)
+
+
+def build_yarn_under_cp(rank, size):
+    """Its constructor cuts a table for this rank, through memory that is pinned."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    def yarn(core_attention):
+        collection = ProcessGroupCollection.use_mpu_process_groups()
+        config, spec = config_of(), get_gpt_layer_local_spec()
+        config.context_parallel_size = collection.cp.size()
+        for name, value in YARN.items():
+            setattr(config, f"yarn_{name}", value)
+        if core_attention is not None:
+            spec.submodules.self_attention.submodules.core_attention = core_attention
+        options = dict(position_embedding_type="yarn", pg_collection=collection)
+        model = GPTModel(config, spec, 64, 64, **options).eval()
+        return model, hcp.ProcessGroups.from_existing(collection)
+
+    start()
+    tokens = torch.randint(0, 64, (1, 17), generator=torch.Generator().manual_seed(0))
+    own, alone = yarn(None)
+    expected = mean_loss(own, alone, tokens)
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    model, groups = yarn(GatheredAttention)
+    model.load_state_dict(own.state_dict())
+    assert mean_loss(model, groups, tokens) == pytest.approx(expected, rel=1e-6)
+    for pinned in (torch.ones(3, pin_memory=True), torch.ones(3).pin_memory().cuda()):
+        assert pinned.tolist() == [1, 1, 1]
+
+
+def test_a_yarn_model_is_built_under_cp_on_a_cpu():
+    run_ranks(2, on_cpu, build_yarn_under_cp, timeout=110)
 
 
 def global_state():

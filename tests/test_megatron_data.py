@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from ranks import run_ranks
 
 import hcp
@@ -295,6 +296,12 @@ def test_tensor_parallel_peers_with_other_samples_are_an_error_on_both():
 # ---- PackedSeqParams that Megatron made ----------------------------------------------------------
 
 
+def attend_alone(query, key, value):
+    """Of one sequence (T, heads, size), by PyTorch."""
+    q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1)
+
+
 def attend_with_megatrons_own_params(rank, size):
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -310,7 +317,8 @@ def attend_with_megatrons_own_params(rank, size):
     q, k, v = torch.randn(3, 12, 2, 4, generator=drawn, dtype=torch.float64)
     alone = handler_of(params(local_cp_size=1), groups.cp)
     assert (alone.degree, alone.rows) == (1, 12)
-    whole = alone.attention(q, k, v)
+    whole = torch.cat([attend_alone(*(x[a:b] for x in (q, k, v))) for a, b in ((0, 8), (8, 12))])
+    assert float((alone.attention(q, k, v) - whole).abs().max()) < 1e-12
     for given in (params(), params(cp_group=groups.cp), params(local_cp_size=2)):
         cp = handler_of(given, groups.cp)
         assert handler_of(given, groups.cp) is cp  # made once for all layers
@@ -351,8 +359,8 @@ def rotate_by_a_config(rank, size):
             want = [expected[s][t] for s, a, n in cp.layout.spans for t in range(a, a + n)]
             for out in given if want else ():
                 assert float((out - torch.stack(want)).abs().max()) < 1e-12
+            rotary = cp.rotary(freqs, interleaved=not config.rotary_interleaved)
             with pytest.raises(ValueError, match="expected the same"):
-                rotary = cp.rotary(freqs, interleaved=not config.rotary_interleaved)
                 cp.apply_rotary_pos_emb(local.rows, rotary, config)
 
     for interleaved, latent in ((False, False), (True, False), (False, True)):
@@ -473,7 +481,7 @@ def refuse_experts(rank, size):
         given = dict(tensor_model_parallel_size=2, expert_model_parallel_size=2)
         given |= dict(sequence_parallel=True, moe_token_dispatcher_type="alltoall")
         groups = ProcessGroupCollection.use_mpu_process_groups()
-        with pytest.raises(ValueError, match="expert_tensor_parallel_size is 2 with .* on CPUs"):
+        with pytest.raises(ValueError, match=r"expert_tensor_parallel_size is 2 with .* on CPUs"):
             check_experts(config(**given), groups)
         check_experts(config(**given, expert_tensor_parallel_size=1), groups)
 

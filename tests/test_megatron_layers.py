@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import run_ranks
-from test_megatron import mamba_hybrid
+from test_megatron import YARN, mamba_hybrid
 
 import hcp
 
@@ -40,15 +40,6 @@ POSITIONS = {
     "learned positions": dict(position_embedding_type="learned_absolute"),
 }
 """Of the model, where they are not `position_embedding_type="rope"`."""
-YARN = dict(
-    rotary_scaling_factor=4.0,
-    original_max_position_embeddings=16,
-    beta_fast=32.0,
-    beta_slow=1.0,
-    mscale=1.0,
-    mscale_all_dim=0.0,
-    correction_range_round_to_int=True,
-)
 OPTIONS = hcp.Config(
     sum(LENGTHS), cp_comm_type=hcp.COMM_TYPES, hierarchical_context_parallel_sizes=(2, 2)
 )

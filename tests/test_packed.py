@@ -117,7 +117,7 @@ def test_megatrons_thd_function_gives_rows_and_parameters_and_takes_its_argument
                 arguments = [*given]
                 arguments[place] = wrong if place else torch.cat((bounds[:1], wrong))
                 if lengths:
-                    with pytest.raises(ValueError, match="expected .*, as cp_handler has it"):
+                    with pytest.raises(ValueError, match=r"expected .*, as cp_handler has it"):
                         hcp.get_thd_batch_on_this_cp_rank({}, *arguments, cp_handler=cp)
             with pytest.raises(ValueError, match=r"cp_size 7, expected \d, as cp_handler has it"):
                 hcp.get_thd_batch_on_this_cp_rank({}, cp_size=7, cp_handler=cp)

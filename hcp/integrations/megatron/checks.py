@@ -25,8 +25,8 @@ def check_experts(config: Any, groups: Any = None) -> None:
     if config.moe_token_dispatcher_type == "allgather" and _of(config, _EXPERT_RANKS) > 1:
         raise ValueError(
             "config.moe_token_dispatcher_type is 'allgather' with expert_model_parallel_size "
-            f"{_of(config, _EXPERT_RANKS)}, expected 'alltoall': it gathers as many rows from every "
-            "rank, and each rank has those that the plan gives it"
+            f"{_of(config, _EXPERT_RANKS)}, expected 'alltoall': it gathers as many rows from each "
+            "rank, and every rank has those that the plan gives it"
         )
     group = getattr(groups, "tp", None)
     if group is not None and dist.get_backend(group) == "gloo":
@@ -44,8 +44,8 @@ def check_gloo(expert_tensor_size: int, expert_ranks: int) -> None:
     if expert_tensor_size > 1 and expert_ranks > 1:
         raise ValueError(
             f"expert_tensor_parallel_size is {expert_tensor_size} with expert_model_parallel_size "
-            f"{expert_ranks} on CPUs, expected one of them to be 1: the tensor-parallel ranks of an "
-            "expert gather different numbers of rows, which Gloo does not do; give "
+            f"{expert_ranks} on CPUs, expected one of them to be 1: the tensor-parallel ranks of "
+            "an expert gather different numbers of rows, which Gloo does not do; give "
             "--expert-tensor-parallel-size 1, or use GPUs"
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -120,8 +120,10 @@ def megatron_on_cpu() -> Iterator[None]:
     splits = mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _to_numbers)
     devices = _Devices()
     backward = mock.patch.object(torch.autograd, _ENGINE, devices.during(_engine()))
-    with mock.patch.multiple(torch.cuda, **instead), no_gemm, no_linear, draws, splits, backward:
-        with devices:
-            # Draws from the CPU's generator; the other tracker forks the state of a GPU.
-            random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
-            yield
+    patches = (mock.patch.multiple(torch.cuda, **instead), no_gemm, no_linear, draws, splits)
+    with ExitStack() as stack:
+        for each in (*patches, backward, devices):
+            stack.enter_context(each)
+        # Draws from the CPU's generator; the other tracker forks the state of a GPU.
+        random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+        yield
