@@ -59,7 +59,7 @@ class CoreAttention(MegatronModule):
         self.window_size = tuple(config.window_size) if windowed else (-1, -1)
         scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
         # A latent attention's keys are wider than kv_channels, and it always says its scale.
-        # apply_query_key_layer_scaling divides by the layer, and Megatron's softmax multiplies by it:
+        # apply_query_key_layer_scaling divides by the layer, Megatron's softmax multiplies again:
         # for the range of float16, and no change to any score.
         self.softmax_scale = scale
         # Megatron passes it only where it builds with CP > 1.
