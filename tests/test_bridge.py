@@ -1,6 +1,6 @@
 """The callback for Megatron-Bridge, against Bridge's interface: a stand-in with its event names and
 configuration, whose loaders share samples out and whose evaluation counts as Bridge's do. Bridge
-itself needs GPUs to be installed."""
+itself needs GPUs, or stubs for what it imports."""
 
 import functools
 import itertools
