@@ -19,7 +19,8 @@ typedef struct offer {
 
 static int by_saving(const void *left, const void *right) {
   const offer *a = left, *b = right;
-  return (a->saving < b->saving) - (a->saving > b->saving);
+  if (a->saving != b->saving) return a->saving > b->saving ? -1 : 1;
+  return (a->ranks < b->ranks) - (a->ranks > b->ranks); /* qsort may leave ties in any order */
 }
 
 /* A micro-batch on one rank holds at most capacity rows, and a rank that

@@ -223,7 +223,16 @@ static hcp__bin *emptiest(hcp__waves *w, int32_t wave) {
   return NULL;
 }
 
-/* The same when it takes the sequence, else NULL. */
+/* A group on the least full rank, which holds nothing yet; -1: wide groups took all ranks. */
+static int32_t open_emptiest(hcp__waves *w, int32_t wave) {
+  /* Looked for first: once its group is open, a wave's last rank is no longer free. */
+  hcp__bin *b = emptiest(w, wave);
+  if (b == NULL) return -1;
+  b->block = hcp__wave_open_group(w, wave, 1);
+  return b->block;
+}
+
+/* The least full bin when it takes the sequence, else NULL. */
 static hcp__bin *find_bin(hcp__waves *w, int32_t wave, const hcp__option *option) {
   hcp__bin *b = emptiest(w, wave);
   return b != NULL && takes(w, wave, b, option) ? b : NULL;
@@ -326,8 +335,7 @@ static int place_higher(hcp__waves *w, int32_t sequence, const hcp__kind *kind) 
   rise_alone(w, kind, &best);
   if (best.growth == INT64_MAX) return 0;
   if (best.wave == w->count) hcp__wave_reset(w, w->count++, best.time);
-  if (best.block < 0 && best.degree == 1)
-    best.block = emptiest(w, best.wave)->block = hcp__wave_open_group(w, best.wave, 1);
+  if (best.block < 0 && best.degree == 1) best.block = open_emptiest(w, best.wave);
   if (best.block < 0) best.block = hcp__wave_open_group(w, best.wave, best.degree);
   if (best.block < 0) return 0; /* nodes may leave no interval */
   hcp__wave_add(w, best.block, sequence, best.rows, best.time);

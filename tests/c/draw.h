@@ -16,9 +16,15 @@ static inline uint64_t draw_bits(void) { /* xorshift64 */
   return draw_state;
 }
 
-/* low <= result <= high */
+/* low <= result <= high. One draw a statement: C leaves open in which order the elements of a list,
+ * the arguments of a call and the sides of an operator are computed. */
 static inline int32_t draw(int32_t low, int32_t high) {
   return low + (int32_t)(draw_bits() % (uint64_t)(high - low + 1));
+}
+
+/* The same, or 0. */
+static inline int32_t maybe_draw(int32_t low, int32_t high) {
+  return draw(0, 1) ? draw(low, high) : 0;
 }
 
 enum { DRAW_SEQUENCES = 12 };
@@ -46,15 +52,15 @@ static inline draw_case draw_request(int32_t max_ranks) {
   c.limits.max_degree = draw(c.limits.min_degree, c.limits.ranks);
   c.limits.max_tokens_per_rank = draw(3, 40);
   c.limits.sync = draw(0, 1) ? HCP_SYNC_STEP : HCP_SYNC_MICRO_BATCH;
-  c.cost = (hcp_cost){.pair = draw(1, 9),
-                      .token = draw(0, 99),
-                      .exchange = draw(0, 99),
-                      .launch = draw(0, 999),
-                      .all_to_all = draw(0, 1) * draw(0, 99),
-                      .step = draw(0, 1) * draw(0, 99),
-                      .window = draw(0, 1) * draw(1, 50),
-                      .tile = draw(0, 1) * draw(1, 8),
-                      .overlap = draw(0, 1)};
+  c.cost.pair = draw(1, 9);
+  c.cost.token = draw(0, 99);
+  c.cost.exchange = draw(0, 99);
+  c.cost.launch = draw(0, 999);
+  c.cost.all_to_all = maybe_draw(0, 99);
+  c.cost.step = maybe_draw(0, 99);
+  c.cost.window = maybe_draw(1, 50);
+  c.cost.tile = maybe_draw(1, 8);
+  c.cost.overlap = draw(0, 1);
   c.n = draw(0, DRAW_SEQUENCES);
   for (int32_t i = 0; i < c.n; i++)
     c.lengths[i] = draw(1, c.limits.max_degree * ((int32_t)c.limits.max_tokens_per_rank - 2));

@@ -157,6 +157,18 @@ static void a_time_by_bad_prices_or_a_bad_table_is_refused(void) {
   refuse_cost(&(hcp_cost){.times = &unsorted}, "the cost table's lengths[1] is 10, expected asc");
 }
 
+/* The last free rank of a micro-batch, taken by a sequence that makes it take longer. */
+static void a_sequence_that_fits_nowhere_opens_the_last_rank(void) {
+  const int64_t lengths[] = {7, 8, 4};
+  hcp_limits limits = draw_limits(1, 1, 1, 10);
+  limits.sync = HCP_SYNC_MICRO_BATCH;
+  const hcp_cost cost = {.pair = 2, .token = 24576, .exchange = 4096, .launch = 1 << 20};
+  hcp_plan *plan = NULL;
+  CHECK_INT(hcp_plan_create(lengths, 3, &limits, &cost, 1, &plan, NULL), HCP_OK);
+  CHECK_INT(plan->micro_batch_count, 3);
+  hcp_plan_destroy(plan);
+}
+
 static void every_status_has_a_name_and_a_text(void) {
   CHECK_TEXT(hcp_status_name(HCP_INFEASIBLE), "INFEASIBLE");
   CHECK_TEXT(hcp_status_text(HCP_OK), "success");
@@ -173,6 +185,7 @@ int main(void) {
   bad_requests_are_refused_with_their_values();
   cost_follows_its_formula();
   a_time_by_bad_prices_or_a_bad_table_is_refused();
+  a_sequence_that_fits_nowhere_opens_the_last_rank();
   every_status_has_a_name_and_a_text();
   hcp_plan_destroy(NULL);
   return check_report("test_plan");

@@ -384,7 +384,8 @@ static void run(const hcp_plan *plan, int32_t m, hcp_comm_type type, int32_t wis
 static hcp_mask draw_mask(void) {
   if (draw(0, 1)) return (hcp_mask){-1, draw(-1, 0)};
   int32_t longest = draw(0, 1) ? 5 : 200;
-  return (hcp_mask){draw(-1, longest), draw(0, 1) ? 0 : draw(-1, longest)};
+  int32_t left = draw(-1, longest), right = draw(0, 1) ? 0 : draw(-1, longest);
+  return (hcp_mask){left, right};
 }
 
 static void every_query_meets_every_key_it_sees_once(void) {

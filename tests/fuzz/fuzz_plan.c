@@ -1,9 +1,9 @@
 /* fuzz_plan.c - any request: a plan that keeps every rule, or a clear refusal.
  *
  *   clang -fsanitize=fuzzer,address,undefined -Icsrc/include tests/fuzz/fuzz_plan.c \
- *     and the files of csrc/core
- *   gcc -DHCP_FUZZ_MAIN -fsanitize=address,undefined ... && ./a.out 100000 7   (requests, seed; no
- * clang)
+ *     and the files of csrc/core, -lm
+ *   gcc -DHCP_FUZZ_MAIN -fsanitize=address,undefined ... && ./a.out 100000 7
+ *     requests, seed; any compiler, no libFuzzer
  */
 #include <stdint.h>
 #include <stdio.h>
@@ -19,7 +19,9 @@ typedef struct bytes {
   size_t left;
 } bytes;
 
-/* low <= result <= high; zeros when the bytes have run out. */
+/* low <= result <= high; zeros when the bytes have run out. One a statement, so that bytes give the
+ * same request whatever the compiler: C leaves open in which order elements of a list, arguments of
+ * a call and sides of an operator are computed. */
 static int64_t take(bytes *b, int64_t low, int64_t high) {
   uint64_t value = 0;
   size_t n = b->left < 4 ? b->left : 4;
@@ -61,9 +63,9 @@ static void take_memory(bytes *b, hcp_limits *limits) {
   memory->activation = take(b, 0, 1000);
   memory->logit = maybe(b, 100000);
   memory->gathered = maybe(b, 1000);
-  memory->limit =
-      (memory->activation + memory->logit + 1) * limits->max_tokens_per_rank / take(b, 1, 4) +
-      take(b, 0, 1000);
+  int64_t share = take(b, 1, 4), more = take(b, 0, 1000);
+  int64_t full = (memory->activation + memory->logit + 1) * limits->max_tokens_per_rank;
+  memory->limit = full / share + more;
 }
 
 /* Arrays that limits point to. */
@@ -89,17 +91,18 @@ static void take_lists(bytes *b, hcp_limits *limits, int32_t n, lists *x) {
 }
 
 static hcp_cost take_cost(bytes *b) {
-  return (hcp_cost){.pair = take(b, 0, 100),
-                    .token = take(b, 0, 100000),
-                    .exchange = maybe(b, 100000),
-                    .launch = maybe(b, 1 << take(b, 0, 30)),
-                    .exchange_far = maybe(b, 100000),
-                    .all_to_all = maybe(b, 100000),
-                    .all_to_all_far = maybe(b, 100000),
-                    .step = maybe(b, 100000),
-                    .window = maybe(b, 5000),
-                    .tile = maybe(b, 200),
-                    .overlap = take(b, 0, 1)};
+  hcp_cost cost = {.pair = take(b, 0, 100)};
+  cost.token = take(b, 0, 100000);
+  cost.exchange = maybe(b, 100000);
+  cost.launch = maybe(b, 1 << take(b, 0, 30));
+  cost.exchange_far = maybe(b, 100000);
+  cost.all_to_all = maybe(b, 100000);
+  cost.all_to_all_far = maybe(b, 100000);
+  cost.step = maybe(b, 100000);
+  cost.window = maybe(b, 5000);
+  cost.tile = maybe(b, 200);
+  cost.overlap = take(b, 0, 1);
+  return cost;
 }
 
 static int32_t take_lengths(bytes *b, const hcp_limits *limits, int64_t *lengths) {
@@ -165,8 +168,23 @@ static int feasible(const hcp_limits *limits, const int64_t *lengths, int32_t n)
   return 1;
 }
 
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+static uint64_t mix(uint64_t digest, uint64_t value) {
+  return ((digest ^ value) * 0x9e3779b97f4a7c15u) ^ (digest >> 29);
+}
+
+/* What came of a request, as a number. */
+static uint64_t digest_of(hcp_status status, const hcp_plan *plan, const char *message) {
+  uint64_t digest = mix(1, (uint64_t)status);
+  if (status == HCP_OK) {
+    digest = mix(digest, plan->checksum);
+    digest = mix(digest, (uint64_t)plan->makespan);
+    return mix(digest, (uint64_t)plan->bound);
+  }
+  for (; *message != 0; message++) digest = mix(digest, (uint8_t)*message);
+  return digest;
+}
+
+static uint64_t try_request(const uint8_t *data, size_t size, int *planned) {
   bytes b = {data, size};
   int64_t lengths[SEQUENCES];
   hcp_limits limits = take_limits(&b);
@@ -188,26 +206,40 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
            err.message);
     expect(status != HCP_INFEASIBLE || !feasible(&limits, lengths, n), err.message);
   }
+  uint64_t digest = digest_of(status, plan, err.message);
   hcp_plan_destroy(again);
   hcp_plan_destroy(plan);
-  return status == HCP_OK;
+  *planned = status == HCP_OK;
+  return digest;
 }
 
 #ifdef HCP_FUZZ_MAIN
+/* The digest says whether two compilers gave the same plans and the same refusals. */
 int main(int argc, char **argv) {
-  long count = argc > 1 ? atol(argv[1]) : 10000, planned = 0;
-  uint64_t state = 0x9e3779b97f4a7c15u * (argc > 2 ? 2 * strtoull(argv[2], NULL, 10) + 1 : 1);
+  long count = argc > 1 ? atol(argv[1]) : 10000, plans = 0;
+  uint64_t seed = argc > 2 ? strtoull(argv[2], NULL, 10) : 0, digest = 0;
+  uint64_t state = 0x9e3779b97f4a7c15u * (2 * seed + 1);
   uint8_t data[40 * SEQUENCES + 1000];
   for (long i = 0; i < count; i++) {
+    int planned;
     for (size_t k = 0; k < sizeof data; k++) {
       state ^= state << 13; /* xorshift64 */
       state ^= state >> 7;
       state ^= state << 17;
       data[k] = (uint8_t)(state >> 32);
     }
-    planned += LLVMFuzzerTestOneInput(data, sizeof data);
+    digest = mix(digest, try_request(data, sizeof data, &planned));
+    plans += planned;
   }
-  printf("%ld requests, %ld plans, %ld refused\n", count, planned, count - planned);
+  printf("%ld requests of seed %llu, %ld plans, %ld refused, digest %016llx\n", count,
+         (unsigned long long)seed, plans, count - plans, (unsigned long long)digest);
+  return 0;
+}
+#else
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+  int planned;
+  try_request(data, size, &planned);
   return 0;
 }
 #endif
