@@ -146,7 +146,12 @@ class _Attention(torch.autograd.Function):
 
 
 def _turn_of(cos: Tensor | None, sin: Tensor | None, interleaved: bool) -> Turn | None:
-    return None if cos is None or sin is None else Turn(cos, sin, interleaved)
+    if cos is None and sin is None:
+        return None
+    if cos is None or sin is None:
+        missing, given = ("cos", "sin") if cos is None else ("sin", "cos")
+        raise ValueError(f"{missing} is None, expected a tensor as {given} is, or None for both")
+    return Turn(cos, sin, interleaved)
 
 
 def _attention(

@@ -722,13 +722,9 @@ class ContextParallelHandler(OfThisProcess):
         """
 
         def carried(number: int) -> Tensor:
-            rows = expect_size("before", before, least=0)
-            key = "halo", rows
-            if key not in self._routes:
-                given = self.plan, self.micro_batch, self._transport.rank
-                self._routes[key] = Route.halo(*given, rows)
-            route = self._routes[key]
-            stamp = self._agree("halo", number, x, route, self._everyone, {"before": rows})
+            route = self._halo_route(before)
+            options = {"before": plain(before)}
+            stamp = self._agree("halo", number, x, route, self._everyone, options)
             out = carry_with_gradients(self._transport, route, [as_carried(x)], stamp)
             return as_given(out, x)
 
@@ -736,8 +732,17 @@ class ContextParallelHandler(OfThisProcess):
 
     def halo_rows(self, before: int) -> Tensor:
         """int64 (T,): where this rank's rows lie in what ``halo`` gives."""
-        before = expect_size("before", before, least=0)
+        self._halo_route(before)
         return rows_of_spans(self.layout, before).to(self._transport.device)
+
+    def _halo_route(self, before: int) -> Route:
+        before = expect_size("before", before, least=0)
+        key = "halo", before
+        if key not in self._routes:
+            self._routes[key] = Route.halo(
+                self.plan, self.micro_batch, self._transport.rank, before
+            )
+        return self._routes[key]
 
     # ---- sums ----
 

@@ -320,6 +320,11 @@ def test_fewer_than_no_rows_before_a_span_are_refused() -> None:
             cp.roll_tensor(torch.zeros(9, 2), 1.0)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="before is -1, expected an integer >= 0"):
             cp.halo_rows(-1)
+        for rows in (torch.zeros(9, 2), torch.zeros(9, 0)):
+            with pytest.raises(ValueError, match=rf"before is {2**31}, expected 0 to \d+, so that"):
+                cp.halo(rows, 2**31)
+        with pytest.raises(ValueError, match=rf"before is {2**62}, expected 0 to"):
+            cp.halo_rows(2**62)
 
     hcp.loopback(1, call)
 

@@ -6,10 +6,12 @@ import copy
 import itertools
 import math
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from random import Random
 from typing import Any
 
+import planning
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -143,6 +145,44 @@ def test_every_plan_passes_the_independent_check(request: dict[str, Any]) -> Non
     assert hcp.plan(**request) == plan
     again = hcp.Plan.from_dict(plan.to_dict())
     assert (again.checksum, again.makespan) == (plan.checksum, plan.makespan)
+
+
+def judged(seed: str) -> str:
+    """What came of a drawn request: "plan", or the kind of refusal that it deserved."""
+    request = planning.draw(Random(seed))
+    fault = planning.fault(request)
+    try:
+        plan = hcp.plan(**request)
+    except OverflowError:
+        assert planning.may_overflow(request)
+        return "overflow"
+    except ValueError as error:
+        assert fault is not None, error
+        return "refused"
+    assert fault is None, f"there is a plan in spite of {fault}"
+    planning.judge(request, plan)
+    assert hcp.plan(**request).checksum == plan.checksum
+    assert hcp.lower_bound(**request) == plan.bound
+    assert hcp.Plan.from_dict(plan.to_dict()).checksum == plan.checksum
+    return "plan"
+
+
+@pytest.mark.parametrize(
+    "count", [400, pytest.param(60_000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])]
+)
+def test_any_request_gives_a_plan_that_keeps_every_rule_or_is_refused(count: int) -> None:
+    """Every option mixed, sizes up to the ends of 32 and of 64 bits; requests differ from day to
+    day, and a judge that shares nothing with the core says what should come of them."""
+    came: Counter[str] = Counter()
+    for i in range(count):
+        seed = f"{planning.seed()}, request {i}"
+        try:
+            came[judged(seed)] += 1
+        except Exception as error:
+            error.add_note(f"planning.draw(Random({seed!r})) gives the request")
+            raise
+    assert came["plan"] > count / 3
+    assert came["refused"] > came["overflow"] > 0
 
 
 def slow_makespan(plan: hcp.Plan) -> int:

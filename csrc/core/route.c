@@ -284,11 +284,36 @@ hcp_status hcp_route_roll(const hcp_plan *plan, int32_t micro_batch, int32_t ran
   return build_roll(plan, micro_batch, rank, shift, 0, route, err);
 }
 
+/* Rows before each span with which no rank of the group has 2^31 rows or more. */
+static int64_t most_before_in(const hcp_plan *plan, const hcp_group *group) {
+  int64_t rows = plan->limits.alignment;
+  for (int32_t s = 0; s < group->sequences; s++) {
+    int64_t length = plan->lengths[plan->sequences[group->first_sequence + s]];
+    rows += hcp_rows_max(length, group->degree);
+  }
+  return rows < INT32_MAX ? (INT32_MAX - rows) / (2 * (int64_t)group->sequences) : 0;
+}
+
+/* The same for all ranks of the micro-batch, so that none refuses alone. */
+static int64_t most_before(const hcp_plan *plan, int32_t micro_batch) {
+  const hcp_micro_batch *batch = &plan->micro_batches[micro_batch];
+  int64_t least = INT32_MAX;
+  for (int32_t g = batch->first_group; g < batch->first_group + batch->groups; g++) {
+    int64_t most = most_before_in(plan, &plan->groups[g]);
+    if (most < least) least = most;
+  }
+  return least;
+}
+
 hcp_status hcp_route_halo(const hcp_plan *plan, int32_t micro_batch, int32_t rank, int64_t before,
                           hcp_table **route, hcp_error *err) {
   hcp_status status = hcp__check_place(plan, micro_batch, rank, err);
   if (status != HCP_OK) return status;
-  if (before < 0 || before > HCP__LENGTH_MAX)
-    return hcp__fail(err, HCP_INVALID, "before is %lld, expected 0 to 2^40", (long long)before);
+  int64_t most = most_before(plan, micro_batch);
+  if (before < 0 || before > most)
+    return hcp__fail(err, HCP_INVALID,
+                     "before is %lld, expected 0 to %lld, so that each rank has fewer than 2^31 "
+                     "rows in micro-batch %d, those before every span counted",
+                     (long long)before, (long long)most, micro_batch);
   return build_roll(plan, micro_batch, rank, before, before, route, err);
 }

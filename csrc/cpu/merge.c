@@ -45,6 +45,7 @@ void hcp_cpu_merge(hcp_dtype dtype, const hcp_part *parts, const hcp_run *runs, 
                    int64_t rows, int64_t heads, int64_t head_dim, void *out, void *lse) {
   merge m = {parts, NULL, 0, heads, head_dim};
   int64_t row = 0;
+  if (heads == 0) return; /* any number of rows may hold nothing */
   for (int64_t first = 0, end; first < n_runs; first = end) {
     end = hcp_run_end(runs, n_runs, first);
     m.n_records = 0;
@@ -63,6 +64,7 @@ void hcp_cpu_merge_backward(hcp_dtype dtype, const hcp_part *parts, const hcp_ru
                             const void *lse, const void *grad_out, const void *grad_lse,
                             const hcp_grad_part *grad_parts) {
   merge_gradients g = {out, lse, grad_out, grad_lse, grad_parts};
+  if (heads == 0) return;
   for (int64_t first = 0, end; first < n_runs; first = end) {
     end = hcp_run_end(runs, n_runs, first);
     merge m = {parts, &runs[first], end - first, heads, head_dim};

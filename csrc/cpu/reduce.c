@@ -101,6 +101,7 @@ void hcp_cpu_rotate(hcp_dtype dtype, hcp_heads source, const hcp_rotation *rotat
   hcp_run whole = {0, rows, 0, 0};
   sum one = {&column, 1, &whole, 1};
   int64_t row = 0;
+  if (out.row_bytes == 0) return; /* any number of rows may hold nothing */
   for (int64_t first = 0, end; first < n_runs; first = end) {
     int64_t begin = runs[first].row, stop = begin + runs[first].rows;
     end = hcp_run_end(runs, n_runs, first);

@@ -95,6 +95,10 @@ void expect_dim(const Name &name, const Tensor &tensor, int64_t dim) {
   refuse(name, " has shape ", shape_text(sizes_of(tensor)), ", expected ", dim, " dimensions");
 }
 
+void expect_rows(const Name &name, const Tensor &tensor) {
+  if (tensor.dim() == 0) refuse(name, " has shape (), expected rows: at least 1 dimension");
+}
+
 void expect_sizes(const Name &name, const Tensor &tensor, const Sizes &sizes) {
   bool same = tensor.dim() == static_cast<int64_t>(sizes.size());
   for (size_t i = 0; same && i < sizes.size(); ++i)
@@ -121,6 +125,20 @@ void expect_at_least(const Name &name, int64_t value, int64_t least) {
   if (value < least) refuse(name, " is ", value, ", expected >= ", least);
 }
 
+int64_t added(int64_t a, int64_t b) {
+  int64_t sum;
+  if (__builtin_add_overflow(a, b, &sum))
+    refuse("sizes are ", a, " and ", b, ", expected a sum below 2^63");
+  return sum;
+}
+
+int64_t times(int64_t a, int64_t b) {
+  int64_t product;
+  if (__builtin_mul_overflow(a, b, &product))
+    refuse("sizes are ", a, " and ", b, ", expected a product below 2^63");
+  return product;
+}
+
 static void expect_some(const char *name, const Tensors &tensors) {
   if (tensors.empty())
     refuse(name, " has 0 tensors, expected >= 1: the first gives the dtype and the width");
@@ -133,8 +151,8 @@ hcp_column column_of(const Name &name, const Tensor &tensor) {
   expect_dim(name, tensor, 2);
   expect_dense_rows(name, tensor);
   int64_t bytes = static_cast<int64_t>(tensor.element_size());
-  return {const_cast<void *>(tensor.const_data_ptr()), tensor.stride(0) * bytes,
-          tensor.size(1) * bytes};
+  return {const_cast<void *>(tensor.const_data_ptr()), times(tensor.stride(0), bytes),
+          times(tensor.size(1), bytes)};
 }
 
 hcp_column output_of(const Name &name, const Tensor &tensor) {
@@ -158,7 +176,7 @@ std::vector<hcp_column> columns_of(const char *name, const Tensors &tensors) {
 
 int64_t width_of(const Tensors &tensors) {
   int64_t width = 0;
-  for (const Tensor &tensor : tensors) width += tensor.size(1);
+  for (const Tensor &tensor : tensors) width = added(width, tensor.size(1));
   return width;
 }
 
@@ -223,13 +241,26 @@ Runs runs_of(const Tensor &tensor, const Sizes &part_rows, int64_t out_rows) {
   return runs;
 }
 
-Signals signals_of(const Tensor &tensor) { return records_of<hcp_signal>("signals", tensor); }
+// All that an address itself can tell.
+static void expect_word(const Name &name, const void *word) {
+  uintptr_t address = reinterpret_cast<uintptr_t>(word);
+  if (address == 0 || address % alignof(uint64_t) != 0)
+    refuse(name, " has a word at ", address, ", expected the address of 8 aligned bytes");
+}
+
+Signals signals_of(const Tensor &tensor) {
+  Signals signals = records_of<hcp_signal>("signals", tensor);
+  for (int64_t i = 0; i < signals.n; ++i) expect_word({"signals", i}, signals.data[i].word);
+  return signals;
+}
 
 Places places_of(const char *name, const Tensor &tensor, int64_t counts) {
   Places places = records_of<Place>(name, tensor);
-  for (int64_t i = 0; i < places.n; ++i)
+  for (int64_t i = 0; i < places.n; ++i) {
+    expect_word({name, i}, places.data[i].word);
     if (places.data[i].count < 0 || places.data[i].count >= counts)
       refuse(name, "[", i, "] counts in place ", places.data[i].count, ", expected < ", counts);
+  }
   return places;
 }
 
@@ -299,7 +330,7 @@ Summands summands_of(const Tensors &parts, int64_t columns) {
   for (size_t i = 0; i < parts.size(); ++i)
     all.columns.push_back(column_of(element("parts", i), parts[i]));
   for (size_t i = 0; i < parts.size(); ++i) expect_summand(parts, i, n);
-  for (size_t i = 0; i < n; ++i) all.width += parts[i].size(1);
+  for (size_t i = 0; i < n; ++i) all.width = added(all.width, parts[i].size(1));
   for (size_t i = 0; i < parts.size(); i += n) all.rows.push_back(parts[i].size(0));
   return all;
 }

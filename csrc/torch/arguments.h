@@ -83,10 +83,16 @@ void expect_same_dtype(const Name &name, const Tensor &tensor, const Name &like_
 void expect_same_device(const Name &name, const Tensor &tensor, const Name &like_name,
                         const Tensor &like);
 void expect_dim(const Name &name, const Tensor &tensor, int64_t dim);
+// Any dimensions, the first of which is rows.
+void expect_rows(const Name &name, const Tensor &tensor);
 // -1 in sizes stands for any.
 void expect_sizes(const Name &name, const Tensor &tensor, const Sizes &sizes);
 void expect_contiguous(const Name &name, const Tensor &tensor);
 void expect_at_least(const Name &name, int64_t value, int64_t least);
+
+// Sums and products of sizes, refused beyond 63 bits: a tensor without rows may be that wide.
+int64_t added(int64_t a, int64_t b);
+int64_t times(int64_t a, int64_t b);
 
 // ---- Arguments of the operators --------------------------------------------
 

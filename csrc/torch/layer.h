@@ -30,7 +30,7 @@ inline bool is_dense(const Tensor &tensor) {
 
 inline int64_t row_width(const Tensor &tensor) {
   int64_t width = 1;
-  for (int64_t d = 1; d < tensor.dim(); ++d) width *= tensor.size(d);
+  for (int64_t d = 1; d < tensor.dim(); ++d) width = times(width, tensor.size(d));
   return width;
 }
 
@@ -68,6 +68,7 @@ inline Tensor rows_of(const Tensor &tensor, const Cut &cut) {
 // Views of the rows of each cut, of all tensors, then those of the next cut.
 inline Tensors cut(Tensors tensors, Tensor table) {
   Cuts cuts = cuts_of(table);
+  for (size_t t = 0; t < tensors.size(); ++t) expect_rows(element("tensors", t), tensors[t]);
   Tensors views;
   views.reserve(tensors.size() * static_cast<size_t>(cuts.n));
   for (int64_t i = 0; i < cuts.n; ++i)
@@ -109,6 +110,7 @@ inline Tensors columns_beside(const char *name, const Tensor &rows, const Tensor
 template <class Device>
 std::tuple<Tensor, Tensor> pack_to_send(Tensors sources, Tensor segments, int64_t sent_rows,
                                         int64_t received_rows) {
+  expect_at_least("received_rows", received_rows, 0);
   Tensor sent = pack<Device>(flat("sources", sources), segments, sent_rows);
   return {sent, fresh(sent, {received_rows, sent.size(1)})};
 }
@@ -117,6 +119,7 @@ std::tuple<Tensor, Tensor> pack_to_send(Tensors sources, Tensor segments, int64_
 template <class Device>
 std::tuple<Tensor, Tensor> reduce_to_send(Tensors parts, Tensor runs, int64_t columns,
                                           int64_t sent_rows, int64_t received_rows) {
+  expect_at_least("received_rows", received_rows, 0);
   Tensor sent = reduce<Device>(flat("parts", parts), runs, sent_rows, columns);
   return {sent, fresh(sent, {received_rows, sent.size(1)})};
 }
@@ -126,8 +129,12 @@ std::tuple<Tensor, Tensor> reduce_to_send(Tensors parts, Tensor runs, int64_t co
 template <class Device>
 Tensors arrive(Tensor received, Tensor segments, int64_t rows, int64_t heads, int64_t head_dim,
                int64_t value_dim, Tensor table) {
-  expect_sizes("received", received, {-1, heads * (head_dim + value_dim)});
+  expect_at_least("heads", heads, 0);
+  expect_at_least("head_dim", head_dim, 0);
+  expect_at_least("value_dim", value_dim, 0);
+  expect_sizes("received", received, {-1, times(heads, added(head_dim, value_dim))});
   expect_contiguous("received", received);
+  expect_dim("segments", segments, 2);
   Cuts cuts = cuts_of(table);
   Tensor keys = segments.size(0) > 0 ? pack<Device>({received}, segments, rows) : received;
   Tensors views;
@@ -150,6 +157,9 @@ Tensors sum_gradients(Tensors parts, std::optional<Tensor> home, Tensor runs, in
                       int64_t columns, std::optional<Tensor> cos, std::optional<Tensor> sin,
                       bool interleaved) {
   Tensors given = flat("parts", parts);
+  if (cos.has_value() != sin.has_value())
+    refuse(cos ? "sin" : "cos", " is None, expected a tensor as ", cos ? "cos" : "sin",
+           " is, or None for both");
   if (columns < 1 || static_cast<int64_t>(given.size()) < columns)
     refuse("columns is ", columns, ", expected from 1 to the ", given.size(), " tensors of parts");
   if (home)

@@ -38,7 +38,7 @@ inline Tensor fresh(const Tensor &like, const Sizes &sizes,
                     const std::optional<hcp_cast> &cast = {}) {
   Sizes strides(sizes.size(), 1);
   for (size_t i = sizes.size(); i-- > 1;)
-    strides[i - 1] = strides[i] * std::max<int64_t>(sizes[i], 1);
+    strides[i - 1] = times(strides[i], std::max<int64_t>(sizes[i], 1));
   int32_t dtype = cast ? torch_dtype(cast->to) : 0, device = 0;
   AtenTensorHandle made = nullptr;
   if ((!cast && aoti_torch_get_dtype(like.get(), &dtype) != 0) ||
@@ -218,7 +218,7 @@ Tensor rotated(const Tensor &t, const Tensor &cos, const Tensor &sin, bool inter
   int64_t rows = t.size(0), heads = t.size(1), head_dim = t.size(2);
   hcp_rotation rotation = rotation_of(cos, sin, dtype, t, rows, head_dim, interleaved, inverse);
   Tensor out = fresh(t, {rows, heads, head_dim});
-  int64_t row_bytes = heads * head_dim * static_cast<int64_t>(t.element_size());
+  int64_t row_bytes = times(times(heads, head_dim), static_cast<int64_t>(t.element_size()));
   hcp_column target = {out.mutable_data_ptr(), row_bytes, row_bytes};
   Device(t).rotate(dtype, source, &rotation, runs.data(), static_cast<int64_t>(runs.size()), rows,
                    target, wire);
@@ -242,8 +242,8 @@ std::tuple<Tensor, Tensor> rotate_pack(Tensor t, Tensor cos, Tensor sin, bool in
   for (int64_t s = 0; s < table.n; ++s)
     if (table.data[s].row < 0)
       refuse("segments[", s, "].row is ", table.data[s].row, ", expected >= 0");
-  int64_t width = t.size(1) * t.size(2);
-  Tensor wire = fresh(t, {rows, width + width_of(beside)});
+  int64_t width = times(t.size(1), t.size(2));
+  Tensor wire = fresh(t, {rows, added(width, width_of(beside))});
   hcp_column whole = output_of("wire", wire), first = whole, rest = whole;
   int64_t bytes = width * static_cast<int64_t>(t.element_size());
   first.row_bytes = bytes;

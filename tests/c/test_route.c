@@ -38,7 +38,7 @@ static void send(int32_t from, const int64_t *move) {
       d.received[move[0]][expected[1] + r] = d.wire[from][move[1] + r];
     return;
   }
-  CHECK(!"a receive for every send");
+  CHECK_TEXT("no receive", "a receive for every send");
 }
 
 static void travel(void) {
@@ -215,7 +215,9 @@ static void bad_routes_are_refused(void) {
   CHECK_TEXT(err.message, "first is 2147483647 and count 2147483647, expected");
   CHECK_INT(hcp_route_roll(plan, 0, 2, 1, &route, &err), HCP_INVALID);
   CHECK_INT(hcp_route_halo(plan, 0, 0, -1, &route, &err), HCP_INVALID);
-  CHECK_TEXT(err.message, "before is -1, expected 0 to 2^40");
+  CHECK_TEXT(err.message, "before is -1, expected 0 to ");
+  CHECK_INT(hcp_route_halo(plan, 0, 0, (int64_t)1 << 31, &route, &err), HCP_INVALID);
+  CHECK_TEXT(err.message, "before is 2147483648, expected 0 to 10737418");
   CHECK(route == NULL);
   hcp_plan_destroy(plan);
 }

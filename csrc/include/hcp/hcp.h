@@ -344,7 +344,8 @@ hcp_status hcp_route_roll(const hcp_plan *plan, int32_t micro_batch, int32_t ran
 
 /* Every span of the rank (see hcp_layout) behind the `before` tokens that come
  * before it in its sequence, end to end; rows of zeros where the sequence has
- * begun later. So the output has `before` rows more for each span. */
+ * begun later. So the output has `before` rows more for each span. HCP_INVALID, on
+ * every rank alike, for a `before` that could make those of some rank 2^31 or more. */
 hcp_status hcp_route_halo(const hcp_plan *plan, int32_t micro_batch, int32_t rank, int64_t before,
                           hcp_table **route, hcp_error *err);
 
