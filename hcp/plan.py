@@ -89,7 +89,9 @@ class Plan:
 
     @property
     def efficiency(self) -> float:
-        """work / (ranks * makespan): 1 where no rank ever waits or does extra work."""
+        """work / (ranks * makespan): 1 where no rank ever waits or does extra work. Exchanges and
+        launches are extra work that no plan may be able to avoid: how near a plan is to the best
+        one, makespan / bound says."""
         return self.work / (self.ranks * self.makespan) if self.makespan else 1.0
 
     @property
@@ -242,7 +244,8 @@ class Plan:
     def __repr__(self) -> str:
         return (
             f"Plan(sequences={len(self.lengths)}, ranks={self.ranks}, "
-            f"micro_batches={len(self.micro_batches)}, efficiency={self.efficiency:.3f})"
+            f"micro_batches={len(self.micro_batches)}, efficiency={self.efficiency:.3f}, "
+            f"makespan={self.makespan / self.bound if self.bound else 1.0:.3f} * bound)"
         )
 
 

@@ -35,7 +35,7 @@ def seed() -> int:
 
 
 def draw(r: Random) -> Request:
-    """Arguments of hcp.plan, right ones and wrong ones. More than half of the requests have a plan."""
+    """Arguments of hcp.plan, right ones and wrong ones: more than half of them have a plan."""
     ranks = r.choice([1, 2, 3, r.randint(1, 16), r.randint(1, 16), r.randint(1, 40)])
     least = 1 if r.random() < 0.8 else r.randint(1, ranks)
     most = ranks if r.random() < 0.7 else r.randint(least, ranks)

@@ -44,7 +44,7 @@ def succeed(command: list[str]) -> str:
 
 @functools.cache
 def why_not(compiler: str) -> str | None:
-    """What a compiler lacks for these tests. gcc has to be there, as it does for an installation."""
+    """What a compiler lacks for these tests. gcc has to be there, as for an installation."""
     if compiler == "gcc":
         return None
     if shutil.which(compiler) is None:

@@ -209,6 +209,43 @@ def test_measured_times_become_a_file_that_plans(
     hcp.check_plan(hcp.plan([700, 30, 90], ranks=3, max_tokens_per_rank=256, cost=cost))
 
 
+def conclude_from(truth: Fit, noise: float, tmp_path: Path, *argv: str) -> Path:
+    out = tmp_path / "cost.json"
+    args = parse_arguments([*SMALL, "--ranks", "3", "--out", str(out), *argv])
+    draw, cells = random.Random(7), cells_of(3, 16, 256)
+    seconds = [
+        truth.predict(Point(c.lengths, c.degree, False, 1.0)) * draw.uniform(1, 1 + noise)
+        for c in cells
+    ]
+    conclude(args, cells, seconds, "a device")
+    return out
+
+
+FREE = Fit({"token": 1e-5, "launch": 1e-3}, 0)
+
+
+def test_prices_by_which_attention_is_free_are_refused_in_words(tmp_path: Path) -> None:
+    message = r"pair is 0, which makes attention free, expected > 0: sequences of up to 768 tokens"
+    with pytest.raises(ValueError, match=message):
+        conclude_from(FREE, 0, tmp_path)
+    assert not (tmp_path / "cost.json").exists()
+
+
+def test_prices_that_miss_held_out_points_by_far_are_refused_in_words(tmp_path: Path) -> None:
+    message = r"the median of the errors on 11 held-out points is \d+\.\d%, expected at most 30%"
+    with pytest.raises(ValueError, match=message):
+        conclude_from(Fit(PRICES, 0), 40, tmp_path)
+    assert not (tmp_path / "cost.json").exists()
+
+
+def test_refused_prices_may_be_accepted_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = conclude_from(FREE, 0, tmp_path, "--accept-errors")
+    assert "accepted by --accept-errors: pair is 0" in capsys.readouterr().out
+    assert hcp.CostModel.load(out).pair == 0
+
+
 def test_no_driver_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert calibration.driver() is None
@@ -219,7 +256,8 @@ def test_ranks_measure_every_cell(comm_type: str, tmp_path: Path) -> None:
     """So small a model on so busy a machine may show no growth: then it says so."""
     out = tmp_path / "cost.json"
     levels = ["--hierarchical-context-parallel-sizes", "2", "2"] if comm_type == "a2a+p2p" else []
-    done = calibrate("--ranks", "3", "--out", str(out), "--cp-comm-type", comm_type, *levels)
+    given = ["--out", str(out), "--cp-comm-type", comm_type, *levels, "--accept-errors"]
+    done = calibrate("--ranks", "3", *given)
     assert "90/90" in done.stderr
     if done.returncode == 2:
         assert "do not grow with their rows" in done.stderr

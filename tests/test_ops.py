@@ -6,10 +6,13 @@ Legend: N rows of the input, R rows of the result, H heads, D head size.
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from itertools import permutations
 from math import inf, log, nan
 from pathlib import Path
 
+import planning
 import pytest
 import reference
 import torch
@@ -1488,3 +1491,21 @@ def test_compiled_casts_and_their_gradients_equal_eager_ones(device):
         torch.testing.assert_close(actual, expected, rtol=2**-7, atol=2**-7)
         grads = [torch.autograd.grad(x, a)[0] for x in (actual, expected)]
         torch.testing.assert_close(*grads, rtol=2**-7, atol=2**-7)
+
+
+# ---- junk ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(900)
+def test_junk_in_any_argument_of_any_operator_ends_in_an_error_and_never_the_process() -> None:
+    """Each call's name is printed before it: the last line is the call that died, or hung."""
+    script = Path(__file__).with_name("junk.py")
+    command = [sys.executable, "-X", "faulthandler", str(script), "0", str(10**9)]
+    command.append(str(planning.seed()))
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=800)
+    except subprocess.TimeoutExpired as late:
+        last = (late.stdout or b"").decode().splitlines()[-1:]
+        pytest.fail(f"{' '.join(command)}\nhangs in call {last}")
+    last = done.stdout.splitlines()[-1:]
+    assert done.returncode == 0, f"{' '.join(command)}\ncall {last}\n{done.stderr[-3000:]}"

@@ -121,6 +121,20 @@ def test_plain_data_json_and_pickle_give_the_plan_back(request: dict[str, Any]) 
         )
 
 
+def test_a_plan_shows_how_near_the_bound_it_is_beside_its_efficiency() -> None:
+    """Exchange may leave the best plan far from an efficiency of 1."""
+    plan = hcp.plan([4000, 30, 900], ranks=8, max_tokens_per_rank=1000)
+    shown = re.fullmatch(
+        r"Plan\(sequences=3, ranks=8, micro_batches=(\d+), efficiency=(\d\.\d{3}), "
+        r"makespan=(\d\.\d{3}) \* bound\)",
+        repr(plan),
+    )
+    assert shown, repr(plan)
+    assert float(shown[3]) == pytest.approx(plan.makespan / plan.bound, abs=1e-3)
+    assert float(shown[2]) < 0.9 < 1 <= float(shown[3])
+    assert "makespan=1.000 * bound" in repr(hcp.plan([], ranks=2, max_tokens_per_rank=8))
+
+
 def test_lengths_may_be_a_tensor() -> None:
     request = {"ranks": 2, "max_tokens_per_rank": 8}
     assert hcp.plan(torch.tensor([5, 7]), **request) == hcp.plan([5, 7], **request)

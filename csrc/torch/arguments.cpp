@@ -157,6 +157,9 @@ hcp_column column_of(const Name &name, const Tensor &tensor) {
 
 hcp_column output_of(const Name &name, const Tensor &tensor) {
   hcp_column column = column_of(name, tensor);
+  if (tensor.size(0) > 1 && column.row_stride_bytes < column.row_bytes)
+    refuse(name, " has rows ", column.row_stride_bytes, " bytes apart, expected at least ",
+           column.row_bytes, ": rows that overlap cannot be written");
   column.data = tensor.mutable_data_ptr();
   return column;
 }

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 HELD_OUT = 4
 """Every so many points are kept from the fit, to say how well it predicts."""
+MEDIAN_MAX, P95_MAX = 0.3, 1.0
+"""Held-out errors above which prices are refused: plans by them would balance something else."""
 SIZES = (
     "ranks",
     "max_tokens_per_rank",
@@ -96,6 +98,12 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="levels of a2a+p2p, the inner all-to-all first and the ring last",
     )
     group.add_argument("--seed", type=int, default=1234, help="of the held-out points (1234)")
+    group.add_argument(
+        "--accept-errors",
+        action="store_true",
+        help="write prices that make attention free, or that miss held-out points by far, all the "
+        f"same (refused: a median above {MEDIAN_MAX:.0%}, a 95th percentile above {P95_MAX:.0%})",
+    )
     add_model_arguments(parser)
     parser.add_argument(
         "--dtype",
@@ -189,6 +197,37 @@ def errors_in_words(found: Fit, points: Sequence[Point]) -> dict[str, Any]:
         "p95": round(errors[min(len(errors) - 1, int(0.95 * len(errors)))], 4),
         "largest": round(errors[-1], 4),
     }
+
+
+def doubts(found: Fit, errors: dict[str, Any], points: Sequence[Point]) -> list[str]:
+    """Why nobody should plan by these prices, in words; empty: nothing speaks against them."""
+    said = []
+    if found.prices["pair"] == 0:
+        longest = max(max(p.lengths) for p in points)
+        said.append(
+            f"pair is 0, which makes attention free, expected > 0: sequences of up to {longest} "
+            "tokens do not show what attention takes"
+        )
+    of = errors["held-out"]
+    for name, most in (("median", MEDIAN_MAX), ("p95", P95_MAX)):
+        if of[name] > most:
+            said.append(
+                f"the {name} of the errors on {of['points']} held-out points is {of[name]:.1%}, "
+                f"expected at most {most:.0%}"
+            )
+    return said
+
+
+def expect_no_doubts(said: Sequence[str], accepted: bool) -> None:
+    """Raise ValueError for prices that nobody should plan by, or say so where they are accepted."""
+    if said and not accepted:
+        raise ValueError(
+            f"{'; '.join(said)}. No file was written: measure more rows (--max-tokens-per-rank), a "
+            "larger model, more --repeats, or while the machine does nothing else; "
+            "--accept-errors writes these prices all the same"
+        )
+    for doubt in said:
+        print(f"  accepted by --accept-errors: {doubt}")
 
 
 def driver() -> str | None:
@@ -292,6 +331,7 @@ def conclude(
         "held-out": errors_in_words(found, [points[i] for i in sorted(apart)]),
         "fitted": errors_in_words(found, fitted),
     }
+    expect_no_doubts(doubts(found, errors, points), args.accept_errors)
     found.cost.save(args.out, provenance(args, device, errors, points))
     print_report(args, found, errors, device, points)
 
