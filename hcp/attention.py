@@ -28,8 +28,12 @@ class Layer(NamedTuple):
 
     @classmethod
     def of(cls, words: Tensor) -> Layer:
+        _expect_words(words)
         family, softcap = kernel_of(words)
-        return cls(words, schedule_of(words), Choice(families()[family], softcap))
+        named = families()
+        if not 0 <= family < len(named):
+            raise ValueError(f"words names kernel {family}, expected 0 to {len(named) - 1}")
+        return cls(words, schedule_of(words), Choice(named[family], softcap))
 
 
 def attention(
@@ -145,6 +149,39 @@ class _Attention(torch.autograd.Function):
 # ---- operators -----------------------------------------------------------------------------------
 
 
+def _expect_words(words: Tensor) -> None:
+    if words.dtype != torch.int64 or words.dim() != 1 or words.device.type != "cpu":
+        raise ValueError(
+            f"words is {words.dtype} of shape {tuple(words.shape)} on {words.device}, expected the "
+            "int64 (words,) of a schedule, on cpu"
+        )
+    if len(words) < 2:
+        raise ValueError(f"words has {len(words)} items, expected those of a schedule")
+
+
+def _expect_tensors(**given: Tensor | None) -> None:
+    """A schema lets None through where it asks for a tensor."""
+    for name, tensor in given.items():
+        if tensor is None:
+            raise ValueError(f"{name} is None, expected a tensor")
+
+
+def _expect_like(
+    name: str,
+    tensor: Tensor | None,
+    like: Tensor,
+    sizes: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+) -> None:
+    if tensor is None:
+        return
+    if tuple(tensor.shape) != sizes or tensor.device != like.device or tensor.dtype not in dtypes:
+        raise ValueError(
+            f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}, expected "
+            f"{' or '.join(map(str, dtypes))} of shape {sizes} on {like.device}"
+        )
+
+
 def _turn_of(cos: Tensor | None, sin: Tensor | None, interleaved: bool) -> Turn | None:
     if cos is None and sin is None:
         return None
@@ -169,6 +206,7 @@ def _attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Output, log-sum-exp, queries and keys turned (nothing, where they are not), and the number
     of the call."""
+    _expect_tensors(query=query, key=key, value=value, words=words)
     layer, turn, given = (
         Layer.of(words),
         _turn_of(cos, sin, interleaved),
@@ -218,9 +256,23 @@ def _attention_backward(
     name: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """For turned queries and keys, the gradients of those that were given."""
+    _expect_tensors(
+        grad_out=grad_out,
+        query=query,
+        key=key,
+        value=value,
+        out=out,
+        lse=lse,
+        words=words,
+    )
     layer, turn = Layer.of(words), _turn_of(cos, sin, interleaved)
     given = query, key, value, sinks
     run = run_of(layer.schedule, *given, scale, layer.choice, turn is not None)
+    rows, heads, _ = query.shape
+    for what, result in (("out", out), ("grad_out", grad_out)):
+        _expect_like(what, result, query, (rows, heads, value.shape[2]), (query.dtype,))
+    for what, sums in (("lse", lse), ("grad_lse", grad_lse)):
+        _expect_like(what, sums, query, (rows, heads), (torch.float32, torch.float64))
     call = int(number), name or None
     *grads, grad_sinks = backward(run, grad_out, grad_lse, *given, out, lse, turn, *call)
     # A compiler was told of strides: see _attention_backward_fake.

@@ -241,6 +241,7 @@ class Schedule(_Table):
 
     def __init__(self, words: Tensor) -> None:
         super().__init__(words)
+        self._expect_sections()
         sizes = self.section("SIZES").tolist()[0]
         self.rows, self.home_sent_rows, self.home_received_rows, *kind = sizes
         comm_type, self.inner, *window = kind
@@ -268,6 +269,18 @@ class Schedule(_Table):
         """Numbers of its calls: of all calls of a handler, which gives it its own."""
         self.runs: dict[tuple[object, ...], object] = {}
         """How calls of each kind that was checked are computed: see ``hcp.attend``."""
+
+    def _expect_sections(self) -> None:
+        """Raise ValueError unless the sections lie inside the words, the sizes among them."""
+        heads, count = self._heads, len(self.words)
+        sound = len(heads) == 2 * len(self.SECTIONS) and all(
+            start >= 0 and records >= 0 and start + records * width <= count
+            for start, records, (_, width) in zip(
+                heads[::2], heads[1::2], self.SECTIONS, strict=True
+            )
+        )
+        if not sound or not len(self.section("SIZES")):
+            raise ValueError(f"words has {count} items that are no schedule")
 
     @cached_property
     def reads(self) -> list[Read | None]:
