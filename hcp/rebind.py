@@ -10,6 +10,7 @@ is kept with the model while its structure holds. A switch is a loop in C over t
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -36,15 +37,18 @@ def eval_cp_context(
     `model` is a module, or any object or list of them (the chunks of a virtual pipeline). The
     context gives `eval_pgs`. Every rank enters; on entry the ranks of dp_cp compare what they are
     about to swap. All slots are swapped or none. On any exit, exceptions and Ctrl-C included, each
-    slot gets back what it held. Entering it again inside swaps nothing.
+    slot gets back what it held. Entering it again inside swaps nothing; entering another one from a
+    layout that the model does not have just then is an error, and so is entering any in a second
+    thread, since the thread that is inside would take the layout away.
 
     `exclude`: paths ("vision_model", "*.vision"), objects or classes that stay as they are, with
     everything that is reached through them alone. `strict`: refuse to enter when `audit` finds a
     place that looks dependent on the layout and that nothing covers.
 
     Raises ValueError when the model holds nothing of `train_pgs` to swap (with the arguments in the
-    wrong order, for instance) and when a twin is missing or ambiguous; HcpError on the other ranks
-    when one refuses, and on all when they found different slots.
+    wrong order, for instance), when it has another layout, and when a twin is missing or ambiguous;
+    HcpError on the other ranks when one refuses, on all when they found different slots, and in a
+    second thread.
     """
     _check_collections(train_pgs, eval_pgs)
     return _EvalContext(model, train_pgs, eval_pgs, exclude, strict)
@@ -211,13 +215,13 @@ class Rebound(Rebinding):
 class _Table:
     """The slots of one request, and whether they are still all there is."""
 
-    def __init__(self, request: _Request) -> None:
-        walk = _walk(request)
+    def __init__(self, request: _Request, home: _Home) -> None:
+        walk = _walk(request, home.state["layout"])
         if request.strict and walk.findings:
             raise ValueError(_not_covered(walk.findings))
         self.slots = walk.slots
         self.still_holds: Callable[[], bool] = walk.records.take()
-        switched = [*walk.slots, *_marks(request)]
+        switched = [*walk.slots, *home.marks(request)]
         self.switch = SlotTable(
             [(slot.kind, slot.owner, slot.key, slot.path) for slot in switched],
             [slot.value for slot in switched],
@@ -233,7 +237,7 @@ class _Table:
 
 
 class _Home:
-    """What hcp keeps with a model: tables by request, and the request that it is switched to.
+    """What hcp keeps with a model: tables by request, and the layout that it is switched to.
 
     It goes with the model and stays behind when the model is copied or saved.
     """
@@ -242,16 +246,50 @@ class _Home:
 
     def __init__(self) -> None:
         self.tables: dict[tuple[Any, ...], _Table] = {}
-        self.state: dict[str, Any] = {"inside": None, "depth": 0}
+        self.state: dict[str, Any] = {"inside": None, "layout": None, "thread": 0, "depth": 0}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Home, ()
 
-    def table(self, request: _Request) -> _Table:
-        key = (self.state["depth"], *request.key())
+    def marks(self, request: _Request) -> list[Slot]:
+        """The last slots of all: what the model is switched to, by whom, and how many are open."""
+        state = self.state
+        marks = {"inside": request.key(), "thread": threading.get_ident()}
+        if request.new is not None:
+            marks["layout"] = request.new
+        return [
+            *(Slot("model", name, "item", state, name, value) for name, value in marks.items()),
+            self.depth_mark(),
+        ]
+
+    def depth_mark(self) -> Slot:
+        return Slot("model", "depth", "depth", self.state, "depth", self.state["depth"] + 1)
+
+    def check_thread(self) -> None:
+        state = self.state
+        if state["depth"] and state["thread"] != threading.get_ident():
+            raise HcpError(
+                f"the model is inside a context that thread {state['thread']} has entered, and "
+                f"this is thread {threading.get_ident()}: when that one leaves, this one would go "
+                "on with the groups of training; enter once, around all threads that evaluate"
+            )
+
+    def check_layout(self, request: _Request) -> None:
+        """Whoever enters from a layout that the model has left would swap a part of it, or none."""
+        layout = self.state["layout"]
+        if not self.state["depth"] or layout is None or request.new is None:
+            return
+        if not _same_layout(layout, request.old):
+            raise ValueError(_elsewhere(layout, request))
+
+    def table(self, request: _Request) -> _Table | _Nothing:
+        if self.state["depth"] and self.state["inside"] == request.key():
+            return _Nothing(request, self)
+        self.check_layout(request)
+        key = (self.state["depth"], threading.get_ident(), *request.key())
         table = self.tables.pop(key, None)
         if table is None or not table.still_holds():
-            table = _Table(request)
+            table = _Table(request, self)
         self.tables[key] = table
         while len(self.tables) > self.LIMIT:
             self.tables.pop(next(iter(self.tables)))
@@ -259,11 +297,11 @@ class _Home:
 
 
 class _Nothing:
-    """In place of a table where the model is switched already."""
+    """In place of a table where the model is switched already: one more context is open."""
 
-    switch = SlotTable((), ())
-
-    def __init__(self, request: _Request) -> None:
+    def __init__(self, request: _Request, home: _Home) -> None:
+        mark = home.depth_mark()
+        self.switch = SlotTable([(mark.kind, mark.owner, mark.key, mark.path)], [mark.value])
         self.request = request
         self.digest = hashlib.sha256(self.text().encode()).digest()
 
@@ -271,44 +309,57 @@ class _Nothing:
         return f"already inside\n{self.request.layouts()}"
 
 
-def _home(model: object) -> _Home | None:
+_loose: dict[int, tuple[object, _Home]] = {}
+"""Homes of models that have no place for one, dictionaries for instance, while they are open."""
+
+
+def _home(model: object) -> _Home:
     """Where a model keeps its tables: with its first object that has a __dict__."""
-    for owner in (model, *(model[:1] if isinstance(model, (list, tuple)) else ())):
+    parts = model[:1] if isinstance(model, (list, tuple)) else ()
+    for owner in (model, *parts):
         attributes = getattr(owner, "__dict__", None)
         if type(attributes) is dict and not isinstance(owner, type):
             home: _Home = attributes.setdefault(_HOME, _Home())
             return home
-    return None
+    for key in [key for key, (_, home) in _loose.items() if not home.state["depth"]]:
+        del _loose[key]
+    first = parts[0] if parts else model
+    return _loose.setdefault(id(first), (first, _Home()))[1]
 
 
-def _marks(request: _Request) -> list[Slot]:
-    """The last slots of all: which request the model is switched to, and how many are open."""
-    home = _home(request.model)
-    if home is None:
-        return []
-    state = home.state
-    return [
-        Slot("model", "inside", "item", state, "inside", request.key()),
-        Slot("model", "depth", "depth", state, "depth", state["depth"] + 1),
-    ]
+def _same_layout(a: ProcessGroups, b: ProcessGroups) -> bool:
+    return a is b or (
+        a.roles == b.roles and all(getattr(a, role) is getattr(b, role) for role in a.roles)
+    )
 
 
-def _table(request: _Request) -> _Table | _Nothing:
-    home = _home(request.model)
-    if home is None:
-        return _Table(request)
-    if home.state["inside"] == request.key():
-        return _Nothing(request)
-    return home.table(request)
+def _elsewhere(layout: ProcessGroups, request: _Request) -> str:
+    return (
+        f"the model is in the layout {layout!r}, to which a context or a rebinding has switched "
+        f"it, expected {request.old!r}, the one to switch from: leave that context first, or "
+        "switch from the layout that it gave"
+    )
 
 
-def _walk(request: _Request) -> Walk:
+def _walk(request: _Request, layout: ProcessGroups | None = None) -> Walk:
+    """`layout`: what the model was switched to last, as far as hcp knows."""
     twins = request.twins()
     walk = Walk(twins, request.exclude)
     walk.run(request.model)
-    if not walk.groups_found and twins.differing:
+    if not walk.groups_found and (twins.differing or not walk.shared):
         raise ValueError(_nothing_to_swap(walk, twins.differing))
+    if not twins.differing:
+        _check_nothing_left(walk, request, layout)
     return walk
+
+
+def _check_nothing_left(walk: Walk, request: _Request, layout: ProcessGroups | None) -> None:
+    """Layouts of the same groups leave nothing to swap, in a model that has one of them."""
+    if layout is None or _same_layout(layout, request.old):
+        return
+    left = {r for r in request.old.roles if getattr(layout, r, None) is not getattr(request.old, r)}
+    if not left & walk.shared_roles:
+        raise ValueError(_elsewhere(layout, request))
 
 
 def _not_covered(findings: Sequence[Finding]) -> str:
@@ -330,7 +381,7 @@ def _nothing_to_swap(walk: Walk, differing: Sequence[str]) -> str:
     found = f"; it holds only what both layouts share: {walk.shared[0]}" if walk.shared else ""
     return (
         f"the model holds none of train_pgs, expected the collection or one of its groups "
-        f"{', '.join(differing)} somewhere in its modules, attributes, dictionaries, lists or "
+        f"{', '.join(differing)}{' ' if differing else ''}somewhere in its modules, attributes, dictionaries, lists or "
         f"tuples{found}; pass the collection that the model was built with"
     )
 
@@ -342,13 +393,15 @@ _FOUND, _REFUSED = b"found", b"refused"
 
 def _agreed_table(request: _Request) -> _Table | _Nothing:
     """The table, after every rank of dp_cp has found the same; else an error on all of them."""
+    home = _home(request.model)
+    home.check_thread()  # alone: the other thread may be in the middle of a collective
     if request.transport is None:
-        return _table(request)
+        return home.table(request)
     transport = request.transport
     table: _Table | _Nothing | None = None
     refusal: Exception | None = None
     try:
-        table = _table(request)
+        table = home.table(request)
         own = _FOUND + table.digest
     except Exception as error:
         refusal = error

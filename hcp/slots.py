@@ -350,6 +350,7 @@ class Walk:
         self.slots: list[Slot] = []
         self.findings: list[Finding] = []
         self.shared: list[str] = []
+        self.shared_roles: set[str] = set()
         self.eval_held: list[str] = []
         self.groups_found = 0
         self.excluded = _Excluded(exclude)
@@ -432,6 +433,7 @@ class Walk:
             role, twin = self._twins.choose(roles, name, path)
             if twin is value:
                 self.shared.append(f"{path} ({role})")
+                self.shared_roles.add(role)
             return role, twin
         if id(value) in self._twins.eval_only:
             self.eval_held.append(path)

@@ -9,6 +9,7 @@ import functools
 import itertools
 import pickle
 import re
+import threading
 import weakref
 from dataclasses import dataclass, field
 from types import MethodType, SimpleNamespace
@@ -721,6 +722,97 @@ def test_entering_again_inside_swaps_nothing_and_leaving_restores_nothing_too_ea
         assert model.pg_collection is evaluation
         assert model.cp_size == 4
     assert model.cp_size == 1
+
+
+def test_a_context_inside_another_swaps_or_is_refused_whatever_it_would_find(layouts):
+    """Two layouts of the same groups leave nothing to find; an excluded tower leaves a part."""
+    train, evaluation = layouts
+    same = train.with_context_parallel(1)
+    model = Model(train, cp_size=1, tower=Model(train))
+    with hcp.eval_cp_context(model, train, evaluation, exclude=["tower"]):
+        for target in (same, train, build_process_groups()):
+            with (
+                pytest.raises(ValueError, match="the model is in the layout .* expected Process"),
+                hcp.eval_cp_context(model, train, target),
+            ):
+                pytest.fail("the context was entered")
+        assert (model.pg_collection, model.cp_size) == (evaluation, 4)
+        assert model.tower.pg_collection is train
+    with hcp.eval_cp_context(model, train, same):
+        assert model.pg_collection is same
+    assert model.pg_collection is train
+
+
+def test_layouts_of_the_same_groups_are_refused_for_a_model_that_was_kept_in_another(layouts):
+    train, evaluation = layouts
+    model = Model(train, tp_group=train.tp)
+    hcp.rebind(model, train, evaluation).keep()
+    for target in (train, train.with_context_parallel(1)):
+        with pytest.raises(ValueError, match="the model is in the layout"):
+            hcp.rebind(model, train, target)
+    model.pg_collection = train  # by hand
+    hcp.rebind(model, train, evaluation).keep()
+    assert model.pg_collection is evaluation
+    with pytest.raises(ValueError, match=r"the model holds none of train_pgs, expected the coll"):
+        hcp.rebind(nn.Linear(1, 1), train, train)
+
+
+def test_what_is_entered_again_and_left_last_is_an_error(layouts):
+    model = Model(layouts[0])
+    outer, inner = (hcp.eval_cp_context(model, *layouts) for _ in range(2))
+    outer.__enter__(), inner.__enter__()
+    with pytest.raises(RuntimeError, match="left while 1 that were entered inside it are open"):
+        outer.__exit__(None, None, None)
+    with pytest.raises(RuntimeError, match="left after the one that it was entered in"):
+        inner.__exit__(None, None, None)
+    assert model.pg_collection is layouts[0]
+
+
+def test_a_model_without_a_place_for_marks_is_left_in_order_as_well(layouts):
+    train, first = layouts
+    second = build_process_groups()
+    model = {"group": train.cp}
+    outer, inner = (
+        hcp.eval_cp_context(model, train, first),
+        hcp.eval_cp_context(model, first, second),
+    )
+    outer.__enter__(), inner.__enter__()
+    for context in (outer, inner):
+        with pytest.raises(RuntimeError, match="leave the inner one first"):
+            context.__exit__(None, None, None)
+    assert model["group"] is train.cp
+    with hcp.eval_cp_context(model, train, first):
+        assert model["group"] is first.cp
+
+
+@pytest.mark.parametrize("again", ["the same", "one further in"])
+def test_a_second_thread_cannot_enter_what_another_will_leave(layouts, again):
+    train, evaluation = layouts
+    third = build_process_groups()
+    model = Model(train)
+    pair = (train, evaluation) if again == "the same" else (evaluation, third)
+    said = []
+
+    def enter():
+        try:
+            with hcp.eval_cp_context(model, *pair):
+                said.append(model.pg_collection)
+        except hcp.HcpError as error:
+            said.append(str(error))
+
+    def run():
+        thread = threading.Thread(target=enter)
+        thread.start()
+        thread.join()
+
+    with hcp.eval_cp_context(model, train, evaluation):
+        run()
+        assert "the model is inside a context that thread" in said[0]
+        assert model.pg_collection is evaluation
+    if again == "the same":
+        run()
+        assert said[1] is evaluation
+    assert model.pg_collection is train
 
 
 def test_a_generator_that_is_dropped_restores(layouts):
