@@ -36,7 +36,7 @@ from torch import nn
 
 import hcp
 from hcp._core import Rebinding
-from hcp.rebind import _Home, _Request, _Table
+from hcp.rebind import _home, _Request, _Table
 
 NAMES = {
     "cp_group": "cp",
@@ -95,9 +95,9 @@ def measure(modules: int, rounds: int, train: hcp.ProcessGroups, other: hcp.Proc
     gc.collect()
     gc.disable()
     times: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
-    times["table"].append(timed(lambda: _Table(request, _Home())))
+    times["table"].append(timed(lambda: _Table(request, _home(model))))
     tracemalloc.start()
-    table = _Table(request, _Home())
+    table = _Table(request, _home(model))
     table_bytes = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert len(table.slots) == 4 * modules, len(table.slots)

@@ -7,8 +7,11 @@ exactly what the training layout would give; then it is to hold what the eval la
 from __future__ import annotations
 
 import re
+import sys
 from functools import cache
 from typing import Any
+
+import torch
 
 from hcp.groups import ROLES, ProcessGroups
 
@@ -76,7 +79,10 @@ CACHE_TRAITS = ("offset_cached", "dtype_cached", "packed_seq_cached", "mscale_ca
 """A rotary cache: its tensors, the length that they are valid for, and what else they were made
 for."""
 
+CACHES = frozenset((*CACHE_TENSORS, *CACHE_LENGTHS, *CACHE_TRAITS))
+
 _LOOKS = re.compile(r"(^|_)(cp|tpcp|context_parallel)(_|$)")
+_GROUP_NAME = re.compile(r"(^|_)(group|pg)_?name$")
 _ROLE_ALIASES = {
     "context_parallel": "cp",
     "data_parallel": "dp",
@@ -133,9 +139,50 @@ def derived_value(groups: ProcessGroups, role: str, kind: str) -> Any:
 
 def holds_derived(value: object, expected: object, kind: str) -> bool:
     """Whether a place holds a derived value: by type as well, since True == 1."""
-    if kind == RANKS:
-        return type(value) in (list, tuple) and list(value) == expected  # type: ignore[call-overload]
-    return type(value) is type(expected) and value == expected
+    held = _ranks(value) if kind == RANKS else scalar(value)
+    return type(held) is type(expected) and held == expected
+
+
+def in_form_of(value: Any, new: Any) -> Any:
+    """A derived value as the place had it: an int, a NumPy integer, a tensor, a tuple."""
+    options = {"dtype": value.dtype} if hasattr(value, "dtype") else {}
+    if isinstance(value, torch.Tensor):
+        options["device"] = value.device
+        many = isinstance(new, list)
+        return torch.tensor(new, **options) if many else torch.full(value.shape, new, **options)
+    if is_numpy(value):
+        numpy = sys.modules["numpy"]
+        if isinstance(value, numpy.generic):
+            return value.dtype.type(new)
+        return numpy.array(new, **options) if isinstance(new, list) else numpy.full_like(value, new)
+    return list(new) if type(value) is range else type(value)(new)
+
+
+def scalar(value: Any) -> int | float | bool | None:
+    """The number that a place holds, in whatever form; None where there is none to be read."""
+    if type(value) in _TENSORS:
+        value = value.item() if value.numel() == 1 and not value.is_meta else None
+    elif is_numpy(value):
+        value = value.item() if getattr(value, "size", 0) == 1 else None
+    if type(value) is float and value.is_integer():
+        return int(value)
+    return value if type(value) in (int, float, bool) else None
+
+
+def is_numpy(value: object) -> bool:
+    """Whether it is one of NumPy's numbers or arrays. NumPy is not imported for it."""
+    return type(value).__module__ == "numpy" and hasattr(value, "dtype")
+
+
+def _ranks(value: Any) -> list[Any] | None:
+    if type(value) in _TENSORS:
+        return None if value.is_meta or value.dim() != 1 else value.tolist()  # type: ignore[no-any-return]
+    if is_numpy(value):
+        return value.tolist() if value.ndim == 1 else None  # type: ignore[no-any-return]
+    return list(value) if type(value) in (list, tuple, range) else None
+
+
+_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 @cache
@@ -146,9 +193,16 @@ def looks_dependent(name: str) -> bool:
 
 
 @cache
+def names_a_group(name: str) -> bool:
+    """Whether a place called so holds the name that torch gives a group: its `group_name`."""
+    return _GROUP_NAME.search(name.lower()) is not None
+
+
+@cache
 def role_of_name(name: str) -> str | None:
     """The role that a slot's name says: cp for "cp", "cp_group" and "context_parallel_group"."""
     bare = name.strip("_").lower()
+    bare = bare.removesuffix("name").rstrip("_") if names_a_group(name) else bare
     for ending in ("_process_group", "_groups", "_group", "_pg"):
         bare = bare.removesuffix(ending)
     return _ROLE_ALIASES.get(bare, bare)

@@ -346,6 +346,7 @@ def _walk(request: _Request, layout: ProcessGroups | None = None) -> Walk:
     twins = request.twins()
     walk = Walk(twins, request.exclude)
     walk.run(request.model)
+    walk.excluded.check_used()
     if not walk.groups_found and (twins.differing or not walk.shared):
         raise ValueError(_nothing_to_swap(walk, twins.differing))
     if not twins.differing:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
+import itertools
 import re
 import sys
 import sysconfig
+import threading
 import types
-from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
+import weakref
+from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -90,6 +94,7 @@ class Twins:
         self.known = {id(group) for group in _free_groups(train.source)}
         self.ranks = {role: train.ranks(role) for role in self.differing}
         self._derived = _derived_pairs(train, evaluation)
+        self._names = {group.group_name: group for group in self.groups()}
 
     @classmethod
     def of_mapping(cls, mapping: Mapping[Any, Any]) -> Twins:
@@ -99,8 +104,22 @@ class Twins:
         self.kept = dict(mapping)
         self.differing = [f"group {i}" for i in range(len(mapping))]
         self.eval_only, self.closed, self.known = set(), set(), set()
-        self.ranks, self._derived = {}, {}
+        self.ranks, self._derived, self._names = {}, {}, {}
         return self
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The groups of the first layout that have another twin in the second."""
+        if not hasattr(self, "train"):
+            return [old for old in self.kept if isinstance(old, dist.ProcessGroup)]
+        train = [*(getattr(self.train, role) for role in self.train.roles), *self.train.hierarchy]
+        differing = (
+            group for group in train if any(t is not group for t in self._by_id[id(group)].values())
+        )
+        return list({id(group): group for group in differing}.values())
+
+    def named(self, name: str) -> dist.ProcessGroup | None:
+        """The group of the first layout that torch knows by a name."""
+        return self._names.get(name)
 
     def get(self, value: object) -> dict[str, Any] | None:
         """The roles of an object of the training layout, and the twin of each."""
@@ -325,6 +344,10 @@ _CLOSED = (
 _CONTAINERS = (dict, list, deque, UserDict, UserList)
 _OPEN_STDLIB = (
     *_CONTAINERS,
+    ChainMap,
+    types.MappingProxyType,
+    threading.local,
+    BaseException,
     types.SimpleNamespace,
     argparse.Namespace,
     functools.partial,
@@ -332,6 +355,10 @@ _OPEN_STDLIB = (
     types.CellType,
 )
 _MODULE_KEEPS = frozenset(vars(torch.nn.Module()))  # parameters, buffers, hooks, children
+_HOOKS = sorted(name for name in _MODULE_KEEPS if name.endswith("_hooks"))
+_RUN_FORWARD = ("_forward_hooks", "_forward_pre_hooks")
+_OWN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_WEAK = (weakref.ProxyType, weakref.CallableProxyType)
 _KEEPERS = ("megatron.core.distributed", "megatron.core.optimizer", "megatron_fsdp")
 """Packages that shard and reduce over groups of their own."""
 _PLAIN_DICTS = frozenset({dict, OrderedDict, defaultdict, Counter})
@@ -360,7 +387,11 @@ class Walk:
         self._todo: deque[tuple[Any, str]] = deque()
         self._tuples: dict[int, tuple[str, Any]] = {}
         self._ruled: set[tuple[int, str]] = set()
-        self._kept: list[Any] = []
+        self._weak = {id(ref): g for g in twins.groups() for ref in weakref.getweakrefs(g)}
+        self.kept: list[Any] = []
+        """All that was looked into."""
+        self.left_out: list[Any] = []
+        """What `exclude` kept the walk out of."""
 
     def run(self, model: object) -> None:
         self._reach(model, "model")
@@ -405,53 +436,91 @@ class Walk:
         named = type(key) is str
         if self._ruled and named and (id(owner), key) in self._ruled:
             return
-        if self.excluded and self.excluded.matches(value, path):
+        if self._is_excluded(value, path):
             return
-        if named and self._derived(held):
+        if kind == "class" and named and _is_field(owner, key) and self._twins.derived(key):
+            return  # a dataclass's default, which nobody reads behind its instances
+        role, new = (named and self._derived(key, value, path)) or self._replace(value, path, key)
+        if not role:
             return
-        if type(value) in _ATOMS:
-            if named and derived.looks_dependent(key):
-                self._suspect(key, value, path)
-            elif named and value is True and key in derived.SIZED_ONCE:
-                self._sized_once(path)
-            return
-        role, new = self._replace(value, path, key)
-        if new is value:
-            return
-        self.groups_found += 1
-        if kind == "fixed":
-            self._find(path, f"holds the group {role!r} where nothing can be written")
-        else:
+        if kind != "fixed":
             self.slots.append(Slot(path, role, *_writer(kind, owner, key), new))
+        elif isinstance(value, dist.ProcessGroup):
+            self._find(path, f"holds the group {role!r} where nothing can be written")
+
+    def _is_excluded(self, value: Any, path: str) -> bool:
+        if not self.excluded or not self.excluded.matches(value, path):
+            return False
+        self.left_out.append(value)
+        return True
 
     # ---- groups ----
 
     def _replace(self, value: Any, path: str, name: object) -> tuple[str, Any]:
-        """The role and the new value of a place; the value itself when nothing is to change."""
+        """The role and the new value of a place; no role when nothing is to change."""
+        if type(value) in _ATOMS:
+            self._atom(value, path, name)
+            return "", value
         roles = self._twins.get(value)
         if roles is not None:
-            role, twin = self._twins.choose(roles, name, path)
-            if twin is value:
-                self.shared.append(f"{path} ({role})")
-                self.shared_roles.add(role)
-            return role, twin
+            return self._twin(value, roles, path, name)
         if id(value) in self._twins.eval_only:
             self.eval_held.append(path)
         elif isinstance(value, (tuple, frozenset)):
             return self._replace_items(value, path, name)
+        elif id(value) in self._weak:
+            return self._weakly(value, path, name)
         elif isinstance(value, dist.ProcessGroup):
             self._stranger(value, path, name)
         elif isinstance(value, DeviceMesh):
             self._mesh(value, path)
+        elif isinstance(value, torch.Tensor) or derived.is_numpy(value):
+            self._atom(value, path, name)
+            self._reach(value, path)
         else:
             self._reach(value, path)
         return "", value
+
+    def _twin(
+        self, value: Any, roles: Mapping[str, Any], path: str, name: object
+    ) -> tuple[str, Any]:
+        role, twin = self._twins.choose(roles, name, path)
+        if twin is value:
+            self.shared.append(f"{path} ({role})")
+            self.shared_roles.add(role)
+            return "", value
+        self.groups_found += 1
+        return role, twin
+
+    def _weakly(self, value: Any, path: str, name: object) -> tuple[str, Any]:
+        """A weak reference to a group: another one to its twin takes its place."""
+        group = self._weak[id(value)]
+        role, twin = self._twin(group, self._twins.get(group) or {}, path, name)
+        if twin is group:
+            return "", value
+        if type(value) is weakref.ref and value.__callback__ is None:
+            return role, weakref.ref(twin)
+        if type(value) in _WEAK:
+            return role, weakref.proxy(twin)
+        self._find(path, f"is a weak reference with a callback to the group {role!r}")
+        return "", value
+
+    def _atom(self, value: Any, path: str, name: object) -> None:
+        if isinstance(value, torch.Tensor):
+            self.records.note_tensor(value)
+            self._reach_tensor(value, path)
+        if type(name) is not str:
+            return
+        if derived.looks_dependent(name):
+            self._suspect(name, value, path)
+        elif value is True and name in derived.SIZED_ONCE:
+            self._sized_once(path)
 
     def _replace_items(
         self, value: tuple[Any, ...] | frozenset[Any], path: str, name: object
     ) -> tuple[str, Any]:
         if id(value) not in self._tuples:
-            self._kept.append(value)  # an identity is only good while its object lives
+            self.kept.append(value)  # an identity is only good while its object lives
             self._tuples[id(value)] = self._rebuild(value, path, name)
         return self._tuples[id(value)]
 
@@ -459,11 +528,15 @@ class Walk:
         self, value: tuple[Any, ...] | frozenset[Any], path: str, name: object
     ) -> tuple[str, Any]:
         roles, items = [], []
+        fields = _fields(value)
         for i, item in enumerate(value):
-            at = f"{path}[{i}]"
-            role, new = ("", item) if type(item) in _ATOMS else self._replace(item, at, name)
+            at = f"{path}.{fields[i]}" if fields else f"{path}[{i}]"
+            role, new = "", item
+            if not self._is_excluded(item, at):
+                own = (fields and self._derived(fields[i], item, at)) or None
+                role, new = own or self._replace(item, at, fields[i] if fields else name)
             items.append(new)
-            roles += [role] if new is not item else []
+            roles += [role] if role else []
         if not roles:
             return "", value
         if isinstance(value, frozenset):
@@ -474,17 +547,25 @@ class Walk:
     def _set(self, holder: set[Any], path: str) -> None:
         role, new = self._replace_items(frozenset(holder), path, None)
         if role:
-            self.groups_found += 1
             self.slots.append(Slot(path, role, "attribute", _Contents(holder), "value", new))
 
     def _reach(self, value: Any, path: str) -> None:
         if isinstance(value, (tuple, frozenset)):
             self._replace_items(value, path, None)
-        elif (
-            id(value) not in self._seen and id(value) not in self._twins.closed and _is_open(value)
-        ):
+        elif id(value) not in self._twins.closed and _is_open(value):
+            self._later(value, path)
+
+    def _reach_tensor(self, value: torch.Tensor, path: str) -> None:
+        """Its attributes and hooks. torch's own kinds keep groups there for what they shard."""
+        if type(value) not in _OWN_TENSORS and _is_closed_package(type(value).__module__):
+            return
+        if vars(value) or any(True for _ in _tensor_hooks(value)):
+            self._later(value, path)
+
+    def _later(self, value: Any, path: str) -> None:
+        if id(value) not in self._seen:
             self._seen.add(id(value))
-            self._kept.append(value)
+            self.kept.append(value)
             self._todo.append((value, path))
 
     def _classes(self, cls: type) -> None:
@@ -498,26 +579,34 @@ class Walk:
 
     # ---- derived values and caches ----
 
-    def _derived(self, held: Held) -> bool:
-        """Whether the place holds a derived value of the training layout."""
-        kind, owner, key, value, path = held
-        known = self._twins.derived(key)
+    def _derived(self, name: str, value: Any, path: str) -> tuple[str, Any] | None:
+        """The role and the new value of a place with a derived value of the training layout; no
+        role when it is the same in both, None for any other place."""
+        if type(value) is str and derived.names_a_group(name):
+            return self._group_name(name, value, path)
+        known = self._twins.derived(name)
         if known is None:
-            return False
+            return None
         role, what, now, new = known
-        if kind == "class" and _is_field(owner, key):
-            return True  # a dataclass's default, which nobody reads behind its instances
         if not derived.holds_derived(value, now, what):
-            return False
-        made = type(value)(new) if what == derived.RANKS else new
+            return None
         # A rank that happens to keep its place has the slot as well: all ranks find the same.
-        if role in self._twins.differing and kind != "fixed":
-            self.slots.append(Slot(path, f"{role} {what}", *_writer(kind, owner, key), made))
-        return True
+        if role not in self._twins.differing:
+            return "", value
+        return f"{role} {what}", derived.in_form_of(value, new)
+
+    def _group_name(self, name: str, value: str, path: str) -> tuple[str, Any] | None:
+        group = self._twins.named(value)
+        if group is None:
+            return None
+        role, twin = self._twins.choose(self._twins.get(group) or {}, name, path)
+        self.groups_found += 1
+        return f"{role} name", twin.group_name
 
     def _suspect(self, name: str, value: Any, path: str) -> None:
         known = self._twins.derived(name)
-        if known is not None and type(value) is type(known[2]):
+        number = derived.scalar(value)
+        if known is not None and type(number) is type(known[2]):
             role, what, now, new = known
             if now != new:
                 self._find(
@@ -527,7 +616,7 @@ class Walk:
                 )
         elif value is None and name.endswith(("cp_group", "context_parallel_group")):
             self._find(path, "is None, and would stay so: torch takes None for the whole world")
-        elif known is None and type(value) is int:
+        elif known is None and type(number) is int:
             self._find(
                 path,
                 f"is {value}, by its name derived from a CP group: hcp.register_derived or "
@@ -575,25 +664,32 @@ class Walk:
 
     def _rotary_cache(self, holder: Any, path: str) -> None:
         """Tensors that were made for the training layout's positions: inside, there are none."""
-        if not isinstance(holder, torch.nn.Module) or not self._twins.differing:
+        if isinstance(holder, type) or not self._twins.differing:
             return
-        attributes, buffers = vars(holder), holder._buffers
-        tensors = [n for n in derived.CACHE_TENSORS if n in attributes or n in buffers]
-        lengths = [n for n in derived.CACHE_LENGTHS if type(attributes.get(n)) is int]
+        held = _named_places(holder)
+        tensors = [n for n in derived.CACHE_TENSORS if n in held]
+        lengths = [n for n in derived.CACHE_LENGTHS if type(held.get(n, [None])[-1]) is int]
         if not (tensors or (lengths and hasattr(holder, "get_cached_cos_sin"))):
             return
         for name in derived.CACHE_TENSORS if lengths else tensors:
-            owner = attributes if name in attributes else buffers
-            kept = owner.get(name)
             # With a length that says 0 the tensors are not read before they are made anew.
-            self._cache_slot(owner, name, kept if lengths else None, path)
-        for name in (*lengths, *(n for n in derived.CACHE_TRAITS if n in attributes)):
-            self._cache_slot(attributes, name, 0 if name in lengths else attributes[name], path)
+            kept = held[name][-1] if name in held and lengths else None
+            self._cache_slot(held, name, kept, holder, path)
+        for name in (*lengths, *(n for n in derived.CACHE_TRAITS if n in held)):
+            self._cache_slot(held, name, 0 if name in lengths else held[name][-1], holder, path)
 
-    def _cache_slot(self, owner: Any, name: str, inside: Any, path: str) -> None:
-        kind = "entry" if name in owner else "absent"
+    def _cache_slot(
+        self, held: dict[str, Any], name: str, inside: Any, holder: Any, path: str
+    ) -> None:
+        if name in held:
+            kind, owner, _ = held[name]
+        else:
+            kind, owner = "absent", _namespaces(holder)[-1]
+            if not isinstance(owner, dict):
+                return
         self._ruled.add((id(owner), name))
-        self.slots.append(Slot(f"{path}.{name}", "cache", kind, owner, name, inside))
+        at = f"{path}[{name!r}]" if owner is holder and kind == "entry" else f"{path}.{name}"
+        self.slots.append(Slot(at, "cache", kind, owner, name, inside))
 
     # ---- rules ----
 
@@ -691,6 +787,31 @@ def _writer(kind: str, owner: Any, key: Any) -> tuple[str, Any, Any]:
     return ("attribute", owner, key) if kind == "class" else (kind, owner, key)
 
 
+def _fields(value: object) -> tuple[str, ...]:
+    """The names of a named tuple's items."""
+    fields = getattr(type(value), "_fields", ()) if isinstance(value, tuple) else ()
+    return fields if isinstance(fields, tuple) and len(fields) == len(value) else ()  # type: ignore[arg-type]
+
+
+def _named_places(holder: Any) -> dict[str, tuple[str, Any, Any]]:
+    """(kind, owner, value) of the places of one object that have a name, in any form of object."""
+    named: dict[str, tuple[str, Any, Any]] = {}
+    for owner in _namespaces(holder):
+        if isinstance(owner, dict) and not derived.CACHES.isdisjoint(owner):
+            named |= {n: ("entry", owner, owner[n]) for n in derived.CACHES if n in owner}
+    for name in derived.CACHES.intersection(_slot_names(type(holder))):
+        if hasattr(holder, name):
+            named[name] = ("member", holder, getattr(holder, name))
+    return named
+
+
+def _namespaces(holder: Any) -> tuple[Any, ...]:
+    """What may be a dictionary of an object's names; new ones go to the last."""
+    if issubclass(type(holder), torch.nn.Module):
+        return vars(holder), holder._buffers
+    return (holder,) if isinstance(holder, dict) else (getattr(holder, "__dict__", None),)
+
+
 def _is_field(cls: Any, name: str) -> bool:
     return name in getattr(cls, "__dataclass_fields__", {})
 
@@ -702,6 +823,8 @@ def _is_open(value: Any) -> bool:
     """Whether the walk goes inside."""
     if isinstance(value, _CLOSED):
         return False
+    if derived.is_numpy(value):
+        return bool(value.dtype == object)
     if isinstance(value, (torch.nn.Module, set)):
         return True
     if isinstance(value, (types.FunctionType, _LRU)):
@@ -734,6 +857,9 @@ def places(holder: Any, path: str) -> Iterator[Held]:
     elif isinstance(holder, (list, deque)):
         for i, value in enumerate(holder):
             yield "item", holder, i, value, f"{path}[{i}]"
+    elif derived.is_numpy(holder):
+        for at in itertools.product(*map(range, holder.shape)):
+            yield "item", holder, at, holder[at], f"{path}[{', '.join(map(str, at))}]"
     if issubclass(type(holder), torch.nn.Module):  # a weak proxy of one says that it is one too
         yield from _module_places(holder, path)
     elif isinstance(holder, type):
@@ -745,9 +871,16 @@ def places(holder: Any, path: str) -> Iterator[Held]:
         yield "fixed", holder, "__func__", holder.__func__, f"{path}.__func__"
     elif isinstance(holder, types.CellType):
         yield from _cell_places(holder, path)
+    elif isinstance(holder, types.MappingProxyType):
+        yield from _proxy_places(holder, path)
+    elif isinstance(holder, threading.local):
+        yield from _local_places(holder, path)
     else:
         yield from _partial_places(holder, path)
+        yield from _exception_places(holder, path)
         yield from _attribute_places(holder, path)
+        if isinstance(holder, torch.Tensor):
+            yield from _tensor_hooks(holder, path)
 
 
 def _module_places(module: torch.nn.Module, path: str) -> Iterator[Held]:
@@ -756,8 +889,28 @@ def _module_places(module: torch.nn.Module, path: str) -> Iterator[Held]:
         for name, value in list(attributes.items()):
             if name not in _MODULE_KEEPS and name != _HOME:
                 yield "item", attributes, name, value, f"{path}.{name}"
+        for owner in (module._parameters, module._buffers):
+            for name, tensor in owner.items():
+                if tensor is not None:
+                    yield "item", owner, name, tensor, f"{path}{_child_text(name)}"
+        for name in _HOOKS:
+            if attributes[name]:
+                yield from _hooks(attributes[name], f"{path}.{name}")
     for name, child in module._modules.items():
         yield "item", module._modules, name, child, f"{path}{_child_text(name)}"
+
+
+def _hooks(hooks: Any, path: str) -> Iterator[Held]:
+    """By their place: their keys count the hooks of the whole process. torch's own stay."""
+    for position, (key, hook) in enumerate(list((hooks or {}).items())):
+        function = hook.func if isinstance(hook, functools.partial) else hook
+        if not _is_closed_package(getattr(function, "__module__", None) or ""):
+            yield "item", hooks, key, hook, f"{path}[{position}]"
+
+
+def _tensor_hooks(tensor: torch.Tensor, path: str = "") -> Iterator[Held]:
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        yield from _hooks(getattr(tensor, name, None), f"{path}.{name}")
 
 
 def _is_wrapper(module: torch.nn.Module) -> bool:
@@ -792,11 +945,14 @@ def _attribute_places(holder: Any, path: str) -> Iterator[Held]:
         yield "member", holder, name, value, f"{path}.{name}"
 
 
-def _slot_names(cls: type) -> Iterator[str]:
-    for base in reversed(cls.__mro__):
-        for name, member in vars(base).items():
-            if isinstance(member, types.MemberDescriptorType) and "__slots__" in vars(base):
-                yield name
+def _slot_names(cls: type) -> list[str]:
+    return [
+        name
+        for base in reversed(cls.__mro__)
+        if "__slots__" in vars(base)
+        for name, member in vars(base).items()
+        if isinstance(member, types.MemberDescriptorType)
+    ]
 
 
 def _class_places(cls: type, path: str) -> Iterator[Held]:
@@ -848,6 +1004,28 @@ def _partial_places(holder: Any, path: str) -> Iterator[Held]:
         yield "item", holder.keywords, name, value, f"{path}.keywords[{name!r}]"
 
 
+def _proxy_places(proxy: Any, path: str) -> Iterator[Held]:
+    """The mapping that a read-only view shows. That of a class is written through the class."""
+    for mapping in gc.get_referents(proxy):
+        if not (isinstance(mapping, dict) and "__module__" in mapping):
+            yield "fixed", proxy, "mapping", mapping, path
+
+
+def _local_places(local: threading.local, path: str) -> Iterator[Held]:
+    """What every thread has: the values of a thread are a dictionary that the object keeps."""
+    by_thread = [d for d in gc.get_referents(local) if type(d) is dict]
+    for position, values in enumerate(v for d in by_thread for v in d.values()):
+        if type(values) is dict:
+            yield "fixed", local, "threads", values, f"{path}.threads[{position}]"
+
+
+def _exception_places(holder: Any, path: str) -> Iterator[Held]:
+    if isinstance(holder, BaseException):
+        yield "attribute", holder, "args", holder.args, f"{path}.args"
+        for name in ("__cause__", "__context__"):
+            yield "fixed", holder, name, getattr(holder, name), f"{path}.{name}"
+
+
 def _child_text(name: str) -> str:
     return f".{name}" if name.isidentifier() else f"[{name}]"
 
@@ -868,10 +1046,18 @@ class _Records:
     def __init__(self) -> None:
         self.holders: list[Any] = []
         self.others: list[Any] = []
+        self.exact: list[Any] = []
+        """Dictionaries in which a tensor that takes another's place is a change."""
+
+    def note_tensor(self, tensor: torch.Tensor) -> None:
+        self.holders.append(vars(tensor))
 
     def note(self, holder: Any) -> None:
         if isinstance(holder, torch.nn.Module):
-            self.holders += (vars(holder), holder._modules)
+            attributes = vars(holder)
+            self.holders += (attributes, holder._modules)
+            self.holders += [attributes[name] for name in _RUN_FORWARD]
+            self.exact.append(holder._parameters)
             return
         if type(holder) in _PLAIN_DICTS or type(holder) is list:
             self.holders.append(holder)
@@ -880,7 +1066,7 @@ class _Records:
         plain = type(attributes) is dict and not isinstance(
             holder, (dict, list, deque, set, functools.partial, types.FunctionType)
         )
-        if plain and not any(True for _ in _slot_names(type(holder))):
+        if plain and not _slot_names(type(holder)):
             self.holders.append(attributes)
         else:
             self.others.append(holder)
@@ -890,11 +1076,14 @@ class _Records:
         names = [n for name in derived.DERIVED for n in (name, name.upper())]
         watched = frozenset(spelling for n in names for spelling in (n, f"_{n}"))
         structure = Structure(self.holders, watched, tuple(_ATOMS))
+        exact = Structure(self.exact, watched, (type(None),))
         others = [(holder, _values(holder, watched)) for holder in self.others]
 
         def holds() -> bool:
-            return structure.holds() and all(
-                _same(values, _values(holder, watched)) for holder, values in others
+            return (
+                structure.holds()
+                and exact.holds()
+                and all(_same(values, _values(holder, watched)) for holder, values in others)
             )
 
         return holds

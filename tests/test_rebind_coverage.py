@@ -11,9 +11,11 @@ import pickle
 import re
 import threading
 import weakref
+from collections import ChainMap, namedtuple
 from dataclasses import dataclass, field
-from types import MethodType, SimpleNamespace
+from types import MappingProxyType, MethodType, SimpleNamespace
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -171,6 +173,140 @@ def test_lists_and_tuples_of_groups_are_switched(layouts):
     )
 
 
+class Noted(nn.Module):
+    """Hooks and tensors that know a group, as real models have them."""
+
+    def __init__(self, groups):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.weight.cp_group, self.weight.cp_size = groups.cp, 1
+        self.register_buffer("bias", torch.zeros(1))
+        self.bias.cp_group = groups.cp
+        self.others = [torch.zeros(1)]
+        self.others[0].cp_group = groups.cp
+        self.seen = []
+        group = groups.cp
+        self.register_forward_pre_hook(lambda module, args: module.seen.append(group))
+        self.register_forward_hook(functools.partial(self.note, group=group))
+        self.weight.register_hook(lambda grad: self.seen.append(group))
+
+    @staticmethod
+    def note(module, args, output, group):
+        module.seen.append(group)
+
+    def forward(self, x):
+        return x * self.weight
+
+    def groups(self):
+        self.seen.clear()
+        self(torch.ones(1)).sum().backward()
+        tensors = (self.weight, self.bias, *self.others)
+        return [*self.seen, *(tensor.cp_group for tensor in tensors), self.weight.cp_size]
+
+
+def test_hooks_and_attributes_of_tensors_are_switched(layouts):
+    model = Model(layouts[0], layer=Noted(layouts[0]))
+    for _ in range(2):
+        check(model, layouts, model.layer.groups, [layouts[1].cp] * 6 + [4], strict=True)
+    assert model.layer.groups() == [layouts[0].cp] * 6 + [1]
+    assert "model.layer._forward_pre_hooks[0].<group>" in {
+        slot.path for slot in hcp.find_slots(model, *layouts)
+    }
+
+
+class Holder:
+    """One object that holds a group."""
+
+    def __init__(self, held):
+        self.held = held
+
+
+def in_thread(local, group):
+    """Another thread's value, which lives as long as the thread: give the function to end it."""
+    ready, done = threading.Event(), threading.Event()
+
+    def run():
+        local.group = group
+        ready.set()
+        done.wait(60)
+        seen.append(local.group)
+
+    seen, thread = [], threading.Thread(target=run)
+    thread.start()
+    ready.wait(60)
+    return lambda: (done.set(), thread.join(), seen[0])[2]
+
+
+def array_of(*items):
+    array = numpy.empty(len(items), dtype=object)
+    array[:] = items
+    return array
+
+
+HOLDERS = {
+    "a read-only view": (lambda g: MappingProxyType({"g": g}), lambda o: o["g"]),
+    "a chain of mappings": (lambda g: ChainMap({}, {"g": g}), lambda o: o["g"]),
+    "an array of objects": (lambda g: array_of(None, g), lambda o: o[1]),
+    "an array without dimensions": (lambda g: array_of(g).reshape(()), lambda o: o[()]),
+    "a list in an array": (lambda g: array_of([g], 1), lambda o: o[0][0]),
+    "an exception": (lambda g: RuntimeError("text", g), lambda o: o.args[1]),
+    "the cause of an exception": (
+        lambda g: setattr(error := KeyError(1), "__cause__", ValueError(g)) or error,
+        lambda o: o.__cause__.args[0],
+    ),
+    "a weak reference": (weakref.ref, lambda o: o()),
+    "a weak proxy": (weakref.proxy, lambda o: o.__init__.__self__),
+    "a named tuple": (lambda g: Parallel(g, 1, g.group_name), lambda o: o.cp_group),
+}
+Parallel = namedtuple("Parallel", "cp_group cp_size group_name")
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_a_group_is_switched_in(layouts, name):
+    make, read = HOLDERS[name]
+    model = Model(layouts[0], held=make(layouts[0].cp))
+    held = model.held
+    check(model, layouts, lambda: read(model.held), layouts[1].cp)
+    assert model.held is held
+
+
+def test_what_every_thread_has_of_its_own_is_switched(layouts):
+    train, evaluation = layouts
+    for local in (threading.local(), type("Own", (threading.local,), {})()):
+        local.group = train.cp
+        end = in_thread(local, train.cp)
+        model = Model(train, local=local)
+        check(model, layouts, lambda local=local: local.group, evaluation.cp)
+        with hcp.eval_cp_context(model, *layouts):
+            assert end() is evaluation.cp
+
+
+def test_a_named_tuple_is_switched_whole_with_sizes_and_names(layouts):
+    train, evaluation = layouts
+    first = Parallel(train.cp, 1, train.cp.group_name)
+    alone = Parallel(None, 1, "other")
+    model = Model(train, first=first, pair=(first, 7), alone=alone)
+    inside = Parallel(evaluation.cp, 4, evaluation.cp.group_name)
+    check(
+        model,
+        layouts,
+        lambda: (model.first, model.pair, model.alone),
+        (inside, (inside, 7), Parallel(None, 4, "other")),
+    )
+    assert model.first is first
+    assert model.alone is alone
+    (finding,) = hcp.audit(model, *layouts).uncovered
+    assert finding.path == "model.alone.cp_group"
+
+
+def test_an_excluded_item_of_a_tuple_stays(layouts):
+    tower = Model(layouts[0])
+    model = Model(layouts[0], parts=(tower, 1))
+    with hcp.eval_cp_context(model, *layouts, exclude=[tower]):
+        assert model.pg_collection is layouts[1]
+        assert tower.pg_collection is layouts[0]
+
+
 # ---- what was derived from one -------------------------------------------------------------------
 
 
@@ -279,6 +415,60 @@ def test_sizes_ranks_and_flags_are_switched_by_name_and_value(layouts):
     check(model, layouts, read, (4, 3, 4, True, [0, 1, 2, 3], 0, 4, 4, 1))
 
 
+FORMS = {
+    "an integer of NumPy": (numpy.int64, int),
+    "a number of NumPy": (numpy.float32, float),
+    "an array": (numpy.array, int),
+    "an array of one": (lambda n: numpy.array([n]), lambda held: held.item()),
+    "a tensor": (torch.tensor, int),
+    "a tensor of one": (lambda n: torch.tensor([n], dtype=torch.int32), int),
+    "a float": (float, float),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_derived_number_is_switched_in_the_form_it_has(layouts, form):
+    make, read = FORMS[form]
+    model = Model(layouts[0], cp_size=make(1), cp_shards=make(3))
+    held = model.cp_size
+    with hcp.eval_cp_context(model, *layouts):
+        assert read(model.cp_size) == 4
+        assert type(model.cp_size) is type(held)
+        assert getattr(model.cp_size, "dtype", None) == getattr(held, "dtype", None)
+        assert getattr(model.cp_size, "shape", None) == getattr(held, "shape", None)
+    assert model.cp_size is held
+    (finding,) = hcp.audit(model, *layouts).uncovered
+    assert finding.path == "model.cp_shards"
+
+
+def test_a_derived_buffer_and_ranks_in_any_form_are_switched(layouts):
+    model = Model(layouts[0], cp_ranks=torch.tensor([0]), cp_global_ranks=range(1))
+    model.nest = SimpleNamespace(cp_ranks=numpy.array([0]), use_cp=numpy.bool_(False))
+    model.register_buffer("cp_size", torch.tensor(1))
+
+    def read():
+        ranks = (model.cp_ranks, model.cp_global_ranks, model.nest.cp_ranks)
+        return [*map(list, ranks), int(model.cp_size), bool(model.nest.use_cp)]
+
+    check(model, layouts, read, [[0, 1, 2, 3]] * 3 + [4, True])
+    assert model.cp_global_ranks == range(1)
+
+
+def test_names_of_groups_are_switched_by_name_and_value(layouts):
+    train, evaluation = layouts
+    name = train.cp.group_name
+    model = Model(train, cp_group_name=name, _pg_name=name, group_name=train.tp.group_name)
+    model.label, model.options = name, {"process_group_name": name}
+    new = evaluation.cp.group_name
+    check(
+        model,
+        layouts,
+        lambda: (model.cp_group_name, model._pg_name, model.options["process_group_name"]),
+        (new, new, new),
+    )
+    assert (model.label, model.group_name) == (name, train.tp.group_name)
+
+
 def test_globals_in_capitals_are_switched_as_part_of_the_model(layouts):
     state = {"_CONTEXT_PARALLEL_GROUP": layouts[0].cp, "_CONTEXT_PARALLEL_GLOBAL_RANKS": [0]}
     state |= {"CP_SIZE": 1, "Cp_size": 1}
@@ -354,6 +544,32 @@ def test_functools_caches_and_rotary_buffers_never_cross_an_edge(layouts, warm):
         assert model.rotary._buffers.get("cos_cached") is kept
         assert model.rotary.max_seq_len_cached == (8 if warm else 0)
         assert model.rotary(8) == (train.cp, 8)
+
+
+@dataclass(slots=True)
+class SlottedCache:
+    cos_cached: object
+    max_seq_len_cached: int
+
+
+@pytest.mark.parametrize("kind", ["object", "slots", "dictionary"])
+def test_rotary_caches_of_objects_that_are_no_modules_are_invalid_inside(layouts, kind):
+    kept = torch.ones(2)
+    names = {"cos_cached": kept, "max_seq_len_cached": 2}
+    make = {"object": SimpleNamespace, "slots": SlottedCache, "dictionary": dict}[kind]
+    cache = make(**names)
+    read = cache.__getitem__ if kind == "dictionary" else lambda name: getattr(cache, name)
+    model = Model(layouts[0], cache=cache, freqs=make(cos_cached=kept, max_seq_len_cached=0))
+    with hcp.eval_cp_context(model, *layouts):
+        assert read("max_seq_len_cached") == 0
+        assert kind == "slots" or "sin_cached" not in (
+            cache if kind == "dictionary" else vars(cache)
+        )
+        if kind != "slots":
+            (cache if kind == "dictionary" else vars(cache))["sin_cached"] = torch.zeros(1)
+    assert read("max_seq_len_cached") == 2
+    assert read("cos_cached") is kept
+    assert kind == "slots" or "sin_cached" not in (cache if kind == "dictionary" else vars(cache))
 
 
 def test_a_cache_that_is_none_until_made_is_none_inside(layouts):
@@ -666,6 +882,12 @@ def count_walks(monkeypatch):
     return walks
 
 
+def parameter_of(groups):
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.cp_group = groups.cp
+    return parameter
+
+
 CHANGES = {
     "an attribute": lambda m, g: setattr(m.a, "cp_group", g.cp),
     "a module": lambda m, g: m.add_module("c", Model(g)),
@@ -674,15 +896,22 @@ CHANGES = {
     "a dictionary": lambda m, g: m.table.update(cp=g.cp),
     "a set": lambda m, g: m.bag.add(g.cp),
     "a derived size": lambda m, g: setattr(m.a, "cp_size", 1),
+    "a hook": lambda m, g: m.a.register_forward_hook(lambda *args, group=g.cp: None),
+    "an attribute of a parameter": lambda m, g: setattr(m.a.weight, "cp_group", g.cp),
+    "a parameter": lambda m, g: setattr(m.a, "weight", parameter_of(g)),
     "a slot's value": lambda m, g: setattr(m.a, "pg_collection", None),
 }
+
+
+def hooks_of(module):
+    return module._forward_hooks.values()
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_table_is_made_once_and_again_when_the_structure_changes(layouts, monkeypatch, change):
     walks = count_walks(monkeypatch)
     train, evaluation = layouts
-    a = Model(train, cp_size=2, steps=0, loss=0.0, mark=None)
+    a = Model(train, cp_size=2, steps=0, loss=0.0, mark=None, weight=nn.Parameter(torch.ones(1)))
     model = Model(train, a=a, b=Model(train), items=[1], table={"x": 1}, bag={1})
     for step in range(4):
         model.a.steps, model.a.loss, model.b.training = step + 1000, step / 3, bool(step % 2)
@@ -695,6 +924,9 @@ def test_the_table_is_made_once_and_again_when_the_structure_changes(layouts, mo
         assert all(value is not train.cp and value is not train for *_, value, _ in expected)
         assert train.cp not in model.items
         assert train.cp not in model.bag
+        for parameter in model.a.parameters():
+            assert getattr(parameter, "cp_group", None) is not train.cp
+        assert all(h.__kwdefaults__["group"] is not train.cp for h in hooks_of(model.a))
     assert len(walks) == 2
     with hcp.eval_cp_context(model, *layouts):
         pass
@@ -732,7 +964,7 @@ def test_a_context_inside_another_swaps_or_is_refused_whatever_it_would_find(lay
     with hcp.eval_cp_context(model, train, evaluation, exclude=["tower"]):
         for target in (same, train, build_process_groups()):
             with (
-                pytest.raises(ValueError, match="the model is in the layout .* expected Process"),
+                pytest.raises(ValueError, match=r"the model is in the layout .* expected Process"),
                 hcp.eval_cp_context(model, train, target),
             ):
                 pytest.fail("the context was entered")
