@@ -140,6 +140,10 @@ class Structure:
     ) -> Self: ...
     def holds(self) -> bool: ...
 
+def find_holders(
+    objects: list[Any], targets: tuple[Any, ...], opaque: tuple[type, ...], /
+) -> list[Any]: ...
+
 @disjoint_base
 class Rebinding:
     def __init__(

@@ -33,14 +33,47 @@ from hcp.objects import all_gather_object, bytes_of
 from hcp.plan import Plan, plan
 
 
-class EvalBatch(NamedTuple):
-    """One micro-batch of this data-parallel rank."""
-
+class _Batch(NamedTuple):
     samples: list[Any]
     weights: Tensor
-    """float64 (samples,): 1 for a sample that counts, 0 for a filler."""
     indices: tuple[int, ...]
-    """Of the dataset, fillers included."""
+
+
+class EvalBatch(_Batch):
+    """One micro-batch of this data-parallel rank: a named tuple of `samples`, `weights` (float64
+    (samples,): 1 for a sample that counts, 0 for a filler), and `indices` of the dataset, fillers
+    included.
+
+    It notes what was read of it: a batch whose weights nobody reads was not evaluated.
+    """
+
+    read: set[str]
+    """The names of those among `samples` and `weights` that were read."""
+
+    def __new__(cls, *fields: Any, **named: Any) -> EvalBatch:
+        batch = super().__new__(cls, *fields, **named)
+        batch.read = set()
+        return batch
+
+    @classmethod
+    def _make(cls, fields: Iterable[Any]) -> EvalBatch:
+        return cls(*fields)
+
+    @property
+    def samples(self) -> list[Any]:  # type: ignore[override]
+        return self[0]  # type: ignore[no-any-return]
+
+    @property
+    def weights(self) -> Tensor:  # type: ignore[override]
+        return self[1]  # type: ignore[no-any-return]
+
+    def __getitem__(self, at: Any) -> Any:
+        names = self._fields[at]
+        self.read.update((names,) if isinstance(names, str) else names)
+        return super().__getitem__(at)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[at] for at in range(len(self)))
 
 
 class EvalPlan:
@@ -99,6 +132,9 @@ class EvalPlan:
         self._node, self._cost, self._sync = ranks_per_node, cost, sync or "step"
         self._next = 0
         self._seen = _Seen()
+        self._unweighted = _Seen()
+        """Samples of batches of which samples and no weights were read."""
+        self._skipped = 0
 
     def _expect_lengths(self, name: str) -> None:
         if self.lengths is None:
@@ -131,28 +167,49 @@ class EvalPlan:
 
         `dataset`: map-style (`dataset[i]`), or any iterable that gives the same samples in the same
         order on every rank. A dataset that ends early is continued by fillers, so that nobody
-        waits for this rank, and `finish` raises everywhere. `check_siblings`: the ranks of a CP
-        group compare a hash of what they loaded (tensors, arrays, bytes, numbers, text, and lists
-        and dictionaries of them), and raise HcpError where it differs; all ranks of dp_cp iterate
-        together.
+        waits for this rank, and `finish` raises everywhere. What it raises for a sample that it has
+        goes on, an IndexError too, and is an HcpError on the others.
+
+        `check_siblings`: the ranks of a CP group compare a hash of what they loaded (tensors,
+        arrays, bytes, numbers, text, and lists and dictionaries of them), and raise HcpError where
+        it differs; all ranks of dp_cp iterate together.
         """
         if self.lengths is not None:
             raise ValueError("the plan was made with lengths, expected none: or use dispatch()")
-        load = _loader(dataset)
+        load = _loader(dataset, self.num_samples)
         filler: list[Any] = []
         while self._next < self.num_micro_batches:
             indices, weights = self.indices(self._next)
-            loaded = [_load(load, i, filler) for i in indices]
+            loaded = self._load(load, indices, filler, check_siblings)
             kept = [int(w and ok) for w, (_, ok) in zip(weights, loaded, strict=True)]
             samples = [sample for sample, _ in loaded]
             if check_siblings:
                 self._check_siblings(samples, indices)
-            yield EvalBatch(
-                samples, torch.tensor(kept, dtype=torch.float64, device=device), indices
-            )
+            weights_here = torch.tensor(kept, dtype=torch.float64, device=device)
+            batch = EvalBatch(samples, weights_here, indices)
+            yield batch
             # Only what came back for more was evaluated.
-            self._seen.add(i for i, k in zip(indices, kept, strict=True) if k)
+            self._note(batch, [i for i, k in zip(indices, kept, strict=True) if k])
             self._next += 1
+
+    def _load(
+        self, load: _Load, indices: Sequence[int], filler: list[Any], tell: bool
+    ) -> list[tuple[Any, bool]]:
+        """The samples, and whether each is the one that was asked for."""
+        try:
+            return [_sample(load, i, filler) for i in indices]
+        except Exception as error:
+            if tell:  # the others, which wait for this rank's hash
+                self.groups.transport.all_gather_bytes(_REFUSED + repr(error).encode())
+            raise
+
+    def _note(self, batch: EvalBatch, counted: Sequence[int]) -> None:
+        if "weights" in batch.read:
+            self._seen.add(counted)
+            return
+        self._skipped += len(counted)
+        if "samples" in batch.read:
+            self._unweighted.add(counted)
 
     def _check_siblings(self, samples: Sequence[Any], indices: Sequence[int]) -> None:
         digest = hashlib.sha256()
@@ -160,6 +217,12 @@ class EvalPlan:
             _feed(digest, sample)
         groups = self.groups
         digests = groups.transport.all_gather_bytes(digest.digest(), "hcp.EvalPlan")
+        for rank, other in enumerate(digests):
+            if other.startswith(_REFUSED):
+                raise HcpError(
+                    f"rank {dist.get_rank()}: rank {rank} of dp_cp could not load its samples: "
+                    f"{other.removeprefix(_REFUSED).decode()}"
+                )
         domain, own = groups.ranks("dp_cp"), digests[groups.transport.rank]
         for rank in groups.ranks("cp"):
             if digests[domain.index(rank)] != own:
@@ -210,8 +273,12 @@ class EvalPlan:
                     f"{lengths[at] if at < len(lengths) else 'no'} tokens, planned {planned[at]}"
                 )
             sources = [(i - wanted.start) % ranks for i in wanted]
-            yield dispatch(made, samples, sources, self.groups, **options)
-            self._seen.add(own)
+            step = _Taken(dispatch(made, samples, sources, self.groups, **options))
+            yield step
+            if step.taken == len(step):
+                self._seen.add(own)
+            else:
+                self._skipped += len(own)
             self._next += 1
 
     def _global_batch(self, batch: int) -> range:
@@ -229,34 +296,47 @@ class EvalPlan:
         """How many samples all ranks evaluated together. Every rank of dp_cp calls it.
 
         Raises HcpError on all of them unless each sample was evaluated exactly once, by all ranks
-        of its CP group.
+        of its CP group. A batch was evaluated when the loop has read its weights and come back for
+        more; a step of `dispatch`, when all of its micro-batches were taken. Of a pipeline's stage
+        that computes no losses the samples are enough.
         """
         groups = self.groups
         records = [
-            _Seen.from_bytes(data)
-            for data in groups.transport.all_gather_bytes(self._seen.to_bytes(), "EvalPlan.finish")
+            _Seen.pair_from_bytes(data)
+            for data in groups.transport.all_gather_bytes(self._record(), "EvalPlan.finish")
         ]
-        totals = _Seen()
-        for record in records:
+        seen = [weighted for weighted, _ in records]
+        if not any(record.count for record in seen) and _stages(groups) > 1:
+            seen = [unweighted for _, unweighted in records]  # a stage that computes no losses
+        totals, expected = _Seen(), _Seen()
+        for record in seen:
             totals.merge(record)
-        expected = _Seen()
         expected.add(range(self.num_samples))
         copies = 1 if self.lengths is not None else groups.size("cp")
         if totals.to_bytes() == expected.times(copies).to_bytes():
             return self.num_samples
-        counts = ", ".join(f"rank {r} {record.count}" for r, record in enumerate(records))
+        counts = ", ".join(f"rank {r} {record.count}" for r, record in enumerate(seen))
+        skipped = (
+            f"; {self._skipped} samples were handed out here in batches whose weights, or steps "
+            "whose micro-batches, were not read: a loop that skips them by `continue` does this"
+            if self._skipped
+            else ""
+        )
         raise HcpError(
             f"rank {dist.get_rank()}: the evaluation observed {totals.count / copies:g} samples, "
             f"expected each of {self.num_samples} exactly once ({counts} of dp_cp, CP groups of "
             f"{groups.size('cp')}); a dataset that ends early or a loop that was left early does "
-            "this"
+            f"this{skipped}"
         )
+
+    def _record(self) -> bytes:
+        return self._seen.to_bytes() + self._unweighted.to_bytes()
 
     def state_dict(self) -> dict[str, Any]:
         """Where this rank is, for a job that stops in the middle: the same layout goes on."""
         return {
             "next": self._next,
-            "seen": self._seen.to_bytes().hex(),
+            "seen": self._record().hex(),
             "made_for": self._made_for(),
         }
 
@@ -268,7 +348,7 @@ class EvalPlan:
                 f"the state is of an evaluation of {state['made_for']}, expected {self._made_for()}"
             )
         self._next = state["next"]
-        self._seen = _Seen.from_bytes(bytes.fromhex(state["seen"]))
+        self._seen, self._unweighted = _Seen.pair_from_bytes(bytes.fromhex(state["seen"]))
 
     def _made_for(self) -> dict[str, int]:
         return {
@@ -307,8 +387,27 @@ class _Seen:
         return struct.pack("<3Q", self.count, self.total, self.mixed)
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> _Seen:
-        return cls(*struct.unpack("<3Q", data))
+    def pair_from_bytes(cls, data: bytes) -> tuple[_Seen, _Seen]:
+        numbers = struct.unpack("<6Q", data)
+        return cls(*numbers[:3]), cls(*numbers[3:])
+
+
+class _Taken(Step):
+    """A step that counts how many of its micro-batches were taken."""
+
+    def __init__(self, step: Step) -> None:
+        self._pairs = list(step)
+        super().__init__(step.plan, self._pairs, step.loss_tokens)
+        self.taken = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for k, pair in enumerate(self._pairs):
+            self.taken = max(self.taken, k + 1)
+            yield pair
+
+
+def _stages(groups: ProcessGroups) -> int:
+    return groups.size("pp") if "pp" in groups.roles else 1
 
 
 def _mixed(i: int) -> int:
@@ -322,10 +421,45 @@ def _mixed(i: int) -> int:
 # ---- loading -------------------------------------------------------------------------------------
 
 
-def _loader(dataset: Any) -> Callable[[int], Any]:
-    """dataset[i]; raises IndexError past the end."""
-    if hasattr(dataset, "__getitem__"):
-        return dataset.__getitem__  # type: ignore[no-any-return]
+_Load = Callable[[int], Any]
+_REFUSED = b"refused: "
+
+
+class _Ended(Exception):
+    """The dataset has ended before a sample."""
+
+
+def _loader(dataset: Any, count: int) -> _Load:
+    """dataset[i]; raises _Ended past the end, and what the dataset raises itself."""
+    if not hasattr(dataset, "__getitem__"):
+        return _stream_loader(dataset)
+
+    def load(index: int) -> Any:
+        try:
+            return dataset[index]
+        except IndexError as error:
+            if _has_ended(dataset, index, count):
+                raise _Ended(index) from error
+            error.add_note(f"hcp: the dataset has raised this for sample {index}, which it has")
+            raise
+
+    return load
+
+
+def _has_ended(dataset: Any, index: int, count: int) -> bool:
+    """Whether an IndexError says so, and not that something inside the dataset went wrong."""
+    try:
+        return index >= len(dataset)
+    except (TypeError, NotImplementedError):
+        pass  # it does not know; if it has the last sample, it has not ended
+    try:
+        dataset[count - 1]
+    except IndexError:
+        return True
+    return False
+
+
+def _stream_loader(dataset: Any) -> _Load:
     stream = iter(dataset)
     position = -1
     current: Any = None
@@ -333,28 +467,28 @@ def _loader(dataset: Any) -> Callable[[int], Any]:
     def load(index: int) -> Any:
         nonlocal position, current
         if index < position:
-            raise IndexError(index)  # a filler: the stream has gone past it
+            raise _Ended(index)  # a filler: the stream has gone past it
         while position < index:
             try:
                 current = next(stream)
             except StopIteration:
-                raise IndexError(index) from None
+                raise _Ended(index) from None
             position += 1
         return current
 
     return load
 
 
-def _load(load: Callable[[int], Any], index: int, filler: list[Any]) -> tuple[Any, bool]:
+def _sample(load: _Load, index: int, filler: list[Any]) -> tuple[Any, bool]:
     """A sample, and whether it is the one that was asked for."""
     try:
         sample = load(index)
-    except IndexError as error:
+    except _Ended as error:
         if not filler:
             # A rank that starts past the end of a stream has none of its own to repeat.
             try:
                 filler.append(load(0))
-            except IndexError:
+            except _Ended:
                 raise HcpError(
                     f"rank {dist.get_rank()}: the dataset ended before sample {index}, and there "
                     "is no sample that could stand in for it"

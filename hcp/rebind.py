@@ -21,6 +21,7 @@ from hcp._core import Rebinding, SlotTable
 from hcp.errors import HcpError
 from hcp.exchange import Transport
 from hcp.groups import ProcessGroups
+from hcp.holders import find_elsewhere
 from hcp.slots import _HOME, Exclude, Finding, Slot, Twins, Walk, listed
 
 
@@ -106,6 +107,8 @@ class Audit:
     slots: list[Slot]
     uncovered: list[Finding]
     """Places that look dependent on the layout and that nothing covers."""
+    elsewhere: list[Finding]
+    """What holds a training group, in the whole process, and is not reached from the model."""
     excluded: list[str]
     """Paths at which `exclude` kept the walk out."""
     shared: list[str]
@@ -116,6 +119,8 @@ class Audit:
         lines += [f"  {slot.path} ({slot.role})" for slot in self.slots]
         lines += [f"{len(self.uncovered)} places look dependent on the layout and are not covered"]
         lines += [f"  {finding}" for finding in self.uncovered]
+        lines += [f"{len(self.elsewhere)} hold a training group and are not reached from the model"]
+        lines += [f"  {finding}" for finding in self.elsewhere]
         lines += [f"{len(self.excluded)} excluded"] + [f"  {path}" for path in self.excluded]
         return "\n".join(lines)
 
@@ -128,8 +133,10 @@ def audit(
     No communication, and nothing is swapped.
     """
     _check_collections(train_pgs, eval_pgs)
-    walk = _walk(_Request(model, train_pgs, eval_pgs, listed(exclude), False, None))
-    return Audit(walk.slots, walk.findings, walk.excluded.paths, walk.shared)
+    walk = _walk(_Request(model, train_pgs, eval_pgs, listed(exclude), True, None))
+    elsewhere = find_elsewhere(walk)
+    walk.excluded.check_used()
+    return Audit(walk.slots, walk.findings, elsewhere, walk.excluded.paths, walk.shared)
 
 
 def _check_collections(train_pgs: object, eval_pgs: object) -> None:
@@ -217,9 +224,8 @@ class _Table:
 
     def __init__(self, request: _Request, home: _Home) -> None:
         walk = _walk(request, home.state["layout"])
-        if request.strict and walk.findings:
-            raise ValueError(_not_covered(walk.findings))
         self.slots = walk.slots
+        self._walk = walk if request.strict else None
         self.still_holds: Callable[[], bool] = walk.records.take()
         switched = [*walk.slots, *home.marks(request)]
         self.switch = SlotTable(
@@ -228,6 +234,15 @@ class _Table:
         )
         self.request = request  # what its key names stays alive
         self.digest = hashlib.sha256(self.text().encode()).digest()
+
+    def check_covered(self) -> None:
+        """What is elsewhere may be new, though the model is the same."""
+        if self._walk is None:
+            return
+        findings = [*self._walk.findings, *find_elsewhere(self._walk)]
+        self._walk.excluded.check_used()
+        if findings:
+            raise ValueError(_not_covered(findings))
 
     def text(self) -> str:
         # Sorted: Megatron-Core fills its collection of groups from a Python set, hence in another
@@ -293,6 +308,7 @@ class _Home:
         self.tables[key] = table
         while len(self.tables) > self.LIMIT:
             self.tables.pop(next(iter(self.tables)))
+        table.check_covered()
         return table
 
 
@@ -346,7 +362,8 @@ def _walk(request: _Request, layout: ProcessGroups | None = None) -> Walk:
     twins = request.twins()
     walk = Walk(twins, request.exclude)
     walk.run(request.model)
-    walk.excluded.check_used()
+    if not request.strict:  # else once it is known what is elsewhere
+        walk.excluded.check_used()
     if not walk.groups_found and (twins.differing or not walk.shared):
         raise ValueError(_nothing_to_swap(walk, twins.differing))
     if not twins.differing:
@@ -367,8 +384,8 @@ def _not_covered(findings: Sequence[Finding]) -> str:
     listed = "\n  ".join(str(finding) for finding in findings[:20])
     more = f"\n  and {len(findings) - 20} more" if len(findings) > 20 else ""
     return (
-        f"strict: {len(findings)} places of the model look dependent on the layout and nothing "
-        f"covers them:\n  {listed}{more}"
+        f"strict: {len(findings)} places look dependent on the layout and nothing covers "
+        f"them:\n  {listed}{more}"
     )
 
 
@@ -382,8 +399,8 @@ def _nothing_to_swap(walk: Walk, differing: Sequence[str]) -> str:
     found = f"; it holds only what both layouts share: {walk.shared[0]}" if walk.shared else ""
     return (
         f"the model holds none of train_pgs, expected the collection or one of its groups "
-        f"{', '.join(differing)}{' ' if differing else ''}somewhere in its modules, attributes, dictionaries, lists or "
-        f"tuples{found}; pass the collection that the model was built with"
+        f"{', '.join(differing)}{' ' if differing else ''}somewhere in its modules, attributes, "
+        f"dictionaries, lists or tuples{found}; pass the collection that the model was built with"
     )
 
 

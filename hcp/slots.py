@@ -301,12 +301,23 @@ class _Excluded:
         return bool(self._items)
 
     def matches(self, value: Any, path: str) -> bool:
+        covered = self.covers(value, path)
+        if covered:
+            self.paths.append(path)
+        return covered
+
+    def covers(self, value: Any, path: str) -> bool:
         found = next(self._matching(value, path), None)
-        if found is None:
-            return False
-        self._unused.pop(id(found), None)
-        self.paths.append(path)
-        return True
+        if found is not None:
+            self.note_used(found)
+        return found is not None
+
+    def note_used(self, given: Any) -> None:
+        self._unused.pop(id(given), None)
+
+    def objects(self) -> list[Any]:
+        """Those that are neither paths nor classes."""
+        return list(self._ids.values())
 
     def _matching(self, value: Any, path: str) -> Iterator[Any]:
         if id(value) in self._ids:
@@ -382,10 +393,14 @@ class Walk:
         self.groups_found = 0
         self.excluded = _Excluded(exclude)
         self.records = _Records()
-        self._twins = twins
+        self.twins = twins
+        self.weak_seen: set[int] = set()
+        """Weak references to a group that the walk has met, by identity."""
+        self.keyed: set[int] = set()
+        """Dictionaries in which a group is a key, by identity."""
         self._seen: set[int] = set()
         self._todo: deque[tuple[Any, str]] = deque()
-        self._tuples: dict[int, tuple[str, Any]] = {}
+        self.rebuilt: dict[int, tuple[str, Any]] = {}
         self._ruled: set[tuple[int, str]] = set()
         self._weak = {id(ref): g for g in twins.groups() for ref in weakref.getweakrefs(g)}
         self.kept: list[Any] = []
@@ -414,6 +429,12 @@ class Walk:
             if changing and id(namespace) not in self._seen:
                 self._ruled.update((id(namespace), key) for key in stay)
                 self._reach(namespace, name)
+    @classmethod
+    def through(cls, holders: list[Any]) -> Walk:
+        """A walk that finds nothing: what is reached from somewhere."""
+        walk = cls(Twins.of_mapping({}))
+        walk.run(holders)
+        return walk
 
     def _visit(self, holder: Any, path: str) -> None:
         switches = list(self._rules(holder, path))
@@ -421,7 +442,9 @@ class Walk:
         self.records.note(holder)
         if isinstance(holder, set):
             self._set(holder, path)
-        if isinstance(holder, _LRU) and self._twins.differing:
+        if isinstance(holder, dict):
+            self._keys(holder, path)
+        if isinstance(holder, _LRU) and self.twins.differing:
             cleared = _ClearedCache(holder.cache_clear)
             self.slots.append(Slot(path, "cache", "attribute", cleared, "value", None))
         for held in places(holder, path):
@@ -438,7 +461,7 @@ class Walk:
             return
         if self._is_excluded(value, path):
             return
-        if kind == "class" and named and _is_field(owner, key) and self._twins.derived(key):
+        if kind == "class" and named and _is_field(owner, key) and self.twins.derived(key):
             return  # a dataclass's default, which nobody reads behind its instances
         role, new = (named and self._derived(key, value, path)) or self._replace(value, path, key)
         if not role:
@@ -461,10 +484,10 @@ class Walk:
         if type(value) in _ATOMS:
             self._atom(value, path, name)
             return "", value
-        roles = self._twins.get(value)
+        roles = self.twins.get(value)
         if roles is not None:
             return self._twin(value, roles, path, name)
-        if id(value) in self._twins.eval_only:
+        if id(value) in self.twins.eval_only:
             self.eval_held.append(path)
         elif isinstance(value, (tuple, frozenset)):
             return self._replace_items(value, path, name)
@@ -484,7 +507,7 @@ class Walk:
     def _twin(
         self, value: Any, roles: Mapping[str, Any], path: str, name: object
     ) -> tuple[str, Any]:
-        role, twin = self._twins.choose(roles, name, path)
+        role, twin = self.twins.choose(roles, name, path)
         if twin is value:
             self.shared.append(f"{path} ({role})")
             self.shared_roles.add(role)
@@ -495,7 +518,8 @@ class Walk:
     def _weakly(self, value: Any, path: str, name: object) -> tuple[str, Any]:
         """A weak reference to a group: another one to its twin takes its place."""
         group = self._weak[id(value)]
-        role, twin = self._twin(group, self._twins.get(group) or {}, path, name)
+        self.weak_seen.add(id(value))
+        role, twin = self._twin(group, self.twins.get(group) or {}, path, name)
         if twin is group:
             return "", value
         if type(value) is weakref.ref and value.__callback__ is None:
@@ -519,10 +543,10 @@ class Walk:
     def _replace_items(
         self, value: tuple[Any, ...] | frozenset[Any], path: str, name: object
     ) -> tuple[str, Any]:
-        if id(value) not in self._tuples:
+        if id(value) not in self.rebuilt:
             self.kept.append(value)  # an identity is only good while its object lives
-            self._tuples[id(value)] = self._rebuild(value, path, name)
-        return self._tuples[id(value)]
+            self.rebuilt[id(value)] = self._rebuild(value, path, name)
+        return self.rebuilt[id(value)]
 
     def _rebuild(
         self, value: tuple[Any, ...] | frozenset[Any], path: str, name: object
@@ -549,10 +573,28 @@ class Walk:
         if role:
             self.slots.append(Slot(path, role, "attribute", _Contents(holder), "value", new))
 
+    def _keys(self, holder: dict[Any, Any], path: str) -> None:
+        """A group as a key stays: what it leads to may be a cache that was made for it."""
+        for position, key in enumerate(holder):
+            if type(key) not in _ATOMS and self._is_of_training(key):
+                self.keyed.add(id(holder))
+                self._find(
+                    f"{path}[{_key_text(key, position)}]",
+                    "is a key that is, or has in it, a group of train_pgs: inside, the group of "
+                    "eval_pgs is not found there; hcp.register_rebind(cls, caches=...) empties a "
+                    "cache, exclude= says that it is not read inside",
+                )
+
+    def _is_of_training(self, key: Any) -> bool:
+        if isinstance(key, (tuple, frozenset)):
+            return any(self._is_of_training(item) for item in key)
+        roles = self.twins.get(key) or {}
+        return any(twin is not key for twin in roles.values())
+
     def _reach(self, value: Any, path: str) -> None:
         if isinstance(value, (tuple, frozenset)):
             self._replace_items(value, path, None)
-        elif id(value) not in self._twins.closed and _is_open(value):
+        elif id(value) not in self.twins.closed and _is_open(value):
             self._later(value, path)
 
     def _reach_tensor(self, value: torch.Tensor, path: str) -> None:
@@ -584,27 +626,27 @@ class Walk:
         role when it is the same in both, None for any other place."""
         if type(value) is str and derived.names_a_group(name):
             return self._group_name(name, value, path)
-        known = self._twins.derived(name)
+        known = self.twins.derived(name)
         if known is None:
             return None
         role, what, now, new = known
         if not derived.holds_derived(value, now, what):
             return None
         # A rank that happens to keep its place has the slot as well: all ranks find the same.
-        if role not in self._twins.differing:
+        if role not in self.twins.differing:
             return "", value
         return f"{role} {what}", derived.in_form_of(value, new)
 
     def _group_name(self, name: str, value: str, path: str) -> tuple[str, Any] | None:
-        group = self._twins.named(value)
+        group = self.twins.named(value)
         if group is None:
             return None
-        role, twin = self._twins.choose(self._twins.get(group) or {}, name, path)
+        role, twin = self.twins.choose(self.twins.get(group) or {}, name, path)
         self.groups_found += 1
         return f"{role} name", twin.group_name
 
     def _suspect(self, name: str, value: Any, path: str) -> None:
-        known = self._twins.derived(name)
+        known = self.twins.derived(name)
         number = derived.scalar(value)
         if known is not None and type(number) is type(known[2]):
             role, what, now, new = known
@@ -624,7 +666,7 @@ class Walk:
             )
 
     def _sized_once(self, path: str) -> None:
-        now, new = (self._twins.derived("cp_size") or (None, None, 0, 0))[2:]
+        now, new = (self.twins.derived("cp_size") or (None, None, 0, 0))[2:]
         if new < now:
             self._find(
                 path,
@@ -634,9 +676,9 @@ class Walk:
 
     def _stranger(self, group: dist.ProcessGroup, path: str, name: object) -> None:
         """A group of neither layout: does it look like one that changes?"""
-        if not self._twins.ranks or id(group) in self._twins.known:
+        if not self.twins.ranks or id(group) in self.twins.known:
             return
-        if isinstance(name, str) and derived.role_of_name(name) in self._twins.differing:
+        if isinstance(name, str) and derived.role_of_name(name) in self.twins.differing:
             self._find(
                 path,
                 "is a group by that name which train_pgs does not have: exclude it if it is "
@@ -644,7 +686,7 @@ class Walk:
             )
         elif group.size() > 1:
             ranks = dist.get_process_group_ranks(group)
-            role = next((r for r, its in self._twins.ranks.items() if its == ranks), None)
+            role = next((r for r, its in self.twins.ranks.items() if its == ranks), None)
             if role is not None:
                 self._find(
                     path,
@@ -654,8 +696,8 @@ class Walk:
 
     def _mesh(self, mesh: DeviceMesh, path: str) -> None:
         for name in mesh.mesh_dim_names or ():
-            roles = self._twins.get(mesh.get_group(name)) or {}
-            if any(role in self._twins.differing for role in roles):
+            roles = self.twins.get(mesh.get_group(name)) or {}
+            if any(role in self.twins.differing for role in roles):
                 self._find(path, f"is a DeviceMesh, which goes on handing out its group {name!r}")
                 return
 
@@ -664,7 +706,7 @@ class Walk:
 
     def _rotary_cache(self, holder: Any, path: str) -> None:
         """Tensors that were made for the training layout's positions: inside, there are none."""
-        if isinstance(holder, type) or not self._twins.differing:
+        if isinstance(holder, type) or not self.twins.differing:
             return
         held = _named_places(holder)
         tensors = [n for n in derived.CACHE_TENSORS if n in held]
@@ -695,7 +737,7 @@ class Walk:
 
     def _rules(self, holder: Any, path: str) -> Iterator[Slot]:
         """Adds what rules say of an object's attributes; gives the method that goes last."""
-        if isinstance(holder, type) or not self._twins.ranks:
+        if isinstance(holder, type) or not self.twins.ranks:
             return
         for rule in rules.rules_of(type(holder)):
             yield from self._rule(rule, holder, path)
@@ -705,7 +747,7 @@ class Walk:
             yield from self._rule(rules.DELTA_RULE, holder, path)
 
     def _rule(self, rule: rules.Rule, holder: Any, path: str) -> Iterator[Slot]:
-        train, target = self._twins.train, self._twins.evaluation
+        train, target = self.twins.train, self.twins.evaluation
         reason = rule.refuse(holder, target) if rule.refuse else None
         if reason:
             raise ValueError(f"{path} ({type(holder).__name__}) cannot be rebound: {reason}")
@@ -832,6 +874,15 @@ def _is_open(value: Any) -> bool:
     if _is_closed_package(type(value).__module__):
         return isinstance(value, _OPEN_STDLIB)
     return True
+
+
+def is_kept_by_torch(holder: Any, module: str) -> bool:
+    """Whether an object of a module is one that torch, or a package that shards, has of its own."""
+    if issubclass(type(holder), torch.nn.Module):
+        return _is_wrapper(holder)
+    return type(holder) not in _OWN_TENSORS and (
+        module.partition(".")[0] == "torch" or module.startswith(_KEEPERS)
+    )
 
 
 @cache

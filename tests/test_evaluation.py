@@ -1,7 +1,7 @@
 """evaluate: each sample exactly once whatever divides what; one number whatever the layout."""
 
 import math
-from collections import Counter
+from collections import Counter, deque
 
 import pytest
 import torch
@@ -118,6 +118,50 @@ def test_a_dataset_without_an_entry_says_so_itself():
         next(EvalPlan(3, Loop(1, 1).rank(0)).batches(Broken(), check_siblings=False))
 
 
+class Offsets:
+    """Samples behind offsets that lead too far: an IndexError of its own."""
+
+    def __init__(self, length):
+        self.offsets, self.rows, self.length = [0, 9, 1, 2], "abc", length
+
+    def __getitem__(self, index):
+        return self.rows[self.offsets[index]]
+
+
+class Counted(Offsets):
+    def __len__(self):
+        return self.length
+
+
+def stream_that_raises():
+    yield "a"
+    raise IndexError("of its own")
+
+
+@pytest.mark.parametrize("kind", ["map", "map without a length", "stream"])
+def test_an_index_error_of_the_datasets_own_goes_on(kind):
+    data = {"map": Counted(4), "map without a length": Offsets(4), "stream": stream_that_raises()}
+    batches = EvalPlan(4, Loop(1, 1).rank(0)).batches(data[kind], check_siblings=False)
+    assert next(batches).samples == ["a"]
+    with pytest.raises(IndexError, match=r"string index out of range|of its own"):
+        next(batches)
+
+
+def test_a_batch_is_a_tuple_that_notes_what_was_read():
+    batch = hcp.EvalBatch(["a"], torch.ones(1), (3,))
+    assert batch.indices == (3,)
+    assert batch.read == set()
+    assert batch.samples == ["a"]
+    assert batch.read == {"samples"}
+    assert batch[-2].item() == 1
+    assert batch.read == {"samples", "weights"}
+    other = batch._replace(samples=["b"])
+    assert other.read == set()
+    samples, weights, indices = other
+    assert (samples, weights.item(), indices) == (["b"], 1, (3,))
+    assert other.read == {"samples", "weights", "indices"}
+
+
 # ---- on ranks ------------------------------------------------------------------------------------
 
 
@@ -174,7 +218,7 @@ def end_early(rank, size, kind):
     data = samples_of(9 if rank < 2 else 11)
     plan = EvalPlan(11, groups, micro_batch_size=1)
     for batch in plan.batches(Stream(data) if kind == "iterable" else data):
-        assert len(batch.samples) == 1
+        assert len(batch.samples) == len(batch.weights) == 1
         dist.barrier()  # nobody waits for a rank that has run out
     with pytest.raises(hcp.HcpError) as caught:
         plan.finish()
@@ -185,6 +229,52 @@ def end_early(rank, size, kind):
 def test_a_dataset_that_ends_early_is_an_error_on_every_rank(kind):
     for rank, text in enumerate(run_ranks(4, end_early, kind)):
         assert text.startswith(f"rank {rank}: the evaluation observed 10 samples, expected each of")
+
+
+def skip(rank, size, how, pp):
+    groups = hcp.build_process_groups(pp=pp)
+    plan = EvalPlan(4 * size // pp, groups, micro_batch_size=2)
+    for k, batch in enumerate(plan.batches(list(range(4 * size // pp)))):
+        if how == "before it looks" and k == 0 and rank == 0:
+            continue
+        if how == "for what it sees" and batch.samples[0] == 0:
+            continue
+        if how == "no weights":
+            assert batch.samples
+        else:
+            assert batch.weights.sum() == 2
+    try:
+        return plan.finish()
+    except hcp.HcpError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("how", ["before it looks", "for what it sees"])
+def test_a_batch_that_the_loop_skips_is_an_error_on_every_rank(how):
+    for rank, text in enumerate(run_ranks(2, skip, how, 1)):
+        assert f"rank {rank}: the evaluation observed 6 samples, expected each of 8" in text
+        assert ("2 samples were handed out here in batches whose weights" in text) == (rank == 0)
+
+
+def test_weights_that_nobody_reads_are_an_error_but_on_a_stage_without_losses():
+    for text in run_ranks(2, skip, "no weights", 1):
+        assert "the evaluation observed 0 samples, expected each of 8" in text
+    assert run_ranks(2, skip, "no weights", 2) == [4, 4]
+
+
+def break_on_one_rank(rank, size):
+    groups = hcp.build_process_groups()
+    data = Counted(4) if rank == 1 else list("abcd")
+    batches = EvalPlan(4, groups).batches(data)
+    with pytest.raises((hcp.HcpError, IndexError)) as caught:
+        deque(batches)
+    return type(caught.value).__name__, str(caught.value)
+
+
+def test_a_dataset_that_fails_on_one_rank_ends_the_others_with_its_words():
+    (kind, text), (own, _) = run_ranks(2, break_on_one_rank)
+    assert (kind, own) == ("HcpError", "IndexError")
+    assert "rank 0: rank 1 of dp_cp could not load its samples: IndexError('string index" in text
 
 
 def load_differently(rank, size):
@@ -215,11 +305,11 @@ def stop_and_go_on(rank, size):
     plan = EvalPlan(7, groups)
     iterator = plan.batches(data)
     for _ in range(2):
-        next(iterator)
+        assert next(iterator).weights.tolist() == [1]
     state = plan.state_dict()
     again = EvalPlan(7, groups)
     again.load_state_dict(state)
-    rest = [batch.indices for batch in again.batches(data)]
+    rest = [indices for _, _, indices in again.batches(data)]
     assert again.finish() == 7
     with pytest.raises(ValueError, match=r"the state is of an evaluation of .*'num_samples': 7"):
         EvalPlan(8, groups).load_state_dict(state)
@@ -238,7 +328,7 @@ def test_a_plan_goes_on_where_it_was_left():
     ]
 
 
-def dispatch_by_length(rank, size, lengths):
+def dispatch_by_length(rank, size, lengths, skipped=None):
     groups = hcp.build_process_groups()
     data = [
         {"tokens": torch.full((n,), i), "loss_mask": torch.ones(n)} for i, n in enumerate(lengths)
@@ -247,9 +337,15 @@ def dispatch_by_length(rank, size, lengths):
     seen = torch.zeros(len(lengths))
     metrics = Metrics(groups)
     for step in plan.dispatch(data):
+        if skipped is not None and step.plan == plan.plan(skipped):
+            continue
         for cp, local in step:
             seen += torch.bincount(local.tokens, minlength=len(lengths))
             metrics.add_sum("tokens", *cp.loss_sum(local.tokens.double(), local.loss_mask))
+    if skipped is not None:
+        with pytest.raises(hcp.HcpError, match=r"observed 8 samples, expected each of 9 exactly"):
+            plan.finish()
+        return 0
     dist.all_reduce(seen)
     assert seen.tolist() == lengths
     assert plan.finish() == len(lengths)
@@ -262,6 +358,7 @@ def test_with_lengths_the_dynamic_scheduler_spreads_each_sample_once():
     lengths = [40, 3, 1, 17, 9, 30, 2, 2, 5]
     expected = sum(i * n for i, n in enumerate(lengths)) / sum(lengths)
     assert run_ranks(4, dispatch_by_length, lengths) == pytest.approx([expected] * 4, rel=1e-14)
+    run_ranks(4, dispatch_by_length, lengths, 2)
 
 
 def plan_as_training_does(rank, size):

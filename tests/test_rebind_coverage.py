@@ -8,12 +8,14 @@ import copy
 import functools
 import itertools
 import pickle
+import queue
 import re
+import sys
 import threading
 import weakref
 from collections import ChainMap, namedtuple
 from dataclasses import dataclass, field
-from types import MappingProxyType, MethodType, SimpleNamespace
+from types import MappingProxyType, MethodType, ModuleType, SimpleNamespace
 
 import numpy
 import pytest
@@ -544,6 +546,7 @@ def test_functools_caches_and_rotary_buffers_never_cross_an_edge(layouts, warm):
         assert model.rotary._buffers.get("cos_cached") is kept
         assert model.rotary.max_seq_len_cached == (8 if warm else 0)
         assert model.rotary(8) == (train.cp, 8)
+    Rotary.forward.cache_clear()
 
 
 @dataclass(slots=True)
@@ -849,6 +852,108 @@ def test_strict_enters_where_everything_is_covered(layouts):
     model = Model(layouts[0], cp_size=1)
     with hcp.eval_cp_context(model, *layouts, strict=True):
         assert model.cp_size == 4
+
+
+def elsewhere(model, layouts, **options):
+    return [finding.path for finding in hcp.audit(model, *layouts, **options).elsewhere]
+
+
+def generator_of(group):
+    yield group
+    yield group
+
+
+def started(generator):
+    next(generator)
+    return generator
+
+
+UNKNOWN = {
+    "a generator": (lambda g: started(generator_of(g)), "generator generator_of"),
+    "an iterator": (lambda g: iter([g]), r"builtins\.list_iterator object\[0\]"),
+    "a queue": (lambda g: (q := queue.Queue(), q.put(g))[0], r"queue\.Queue object"),
+    "a weak dictionary": (
+        lambda g: weakref.WeakValueDictionary(a=g),
+        r"weakref\.WeakValueDictionary object\.data\['a'\]",
+    ),
+    "an array in an iterator": (lambda g: iter([array_of(g)]), "list_iterator object"),
+    "an object elsewhere": (Holder, r"test_rebind_coverage\.Holder object\.held"),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_the_walk_does_not_know_is_found_by_asking_the_groups(layouts, name):
+    make, path = UNKNOWN[name]
+    model = Model(layouts[0], cp_size=1)
+    before = elsewhere(model, layouts)
+    unknown = make(layouts[0].cp)
+    if name != "an object elsewhere":
+        model.unknown = unknown
+    (found,) = set(elsewhere(model, layouts)) - set(before)
+    assert re.match(path, found) or re.search(path, found)
+    with (
+        pytest.raises(
+            ValueError, match=r"strict: \d+ place(.|\n)*holds the group 'cp' of train_pgs"
+        ),
+        hcp.eval_cp_context(model, *layouts, strict=True),
+    ):
+        pytest.fail("the context was entered")
+    assert set(elsewhere(model, layouts, exclude=[unknown])) == set(before)
+
+
+def test_strict_finds_what_is_new_elsewhere_though_the_model_is_the_same(layouts):
+    model = Model(layouts[0], cp_size=1)
+    for _ in range(2):
+        with hcp.eval_cp_context(model, *layouts, strict=True):
+            assert model.cp_size == 4
+    late = Holder({"deep": [layouts[0].cp]})
+    with (
+        pytest.raises(ValueError, match=r"Holder object\.held\['deep'\]\[0\]: holds the group"),
+        hcp.eval_cp_context(model, *layouts, strict=True),
+    ):
+        pytest.fail("the context was entered")
+    with hcp.eval_cp_context(model, *layouts, strict=True, exclude=[late]):
+        assert model.cp_size == 4
+    with hcp.eval_cp_context([model, late], *layouts, strict=True):
+        assert late.held["deep"] == [layouts[1].cp]
+
+
+def test_global_variables_that_hold_a_group_are_found(layouts):
+    model = Model(layouts[0])
+    module = ModuleType("a_module_of_the_trainer")
+    vars(module).update(__spec__=None, GROUP=layouts[0].cp)
+    sys.modules[module.__name__] = module
+    try:
+        path = "the globals of a_module_of_the_trainer['GROUP']"
+        assert path in elsewhere(model, layouts)
+        assert path not in elsewhere(model, layouts, exclude=[path])
+        assert path not in elsewhere([model, vars(module)], layouts)
+    finally:
+        del sys.modules[module.__name__]
+
+
+def test_what_an_excluded_object_holds_is_not_elsewhere(layouts):
+    tower = Model(layouts[0], inner=Holder([layouts[0].cp]), other=iter([layouts[0].cp]))
+    model = Model(layouts[0], tower=tower)
+    before = elsewhere(Model(layouts[0]), layouts, exclude=[tower])
+    assert [path for path in before if "iterator" in path] == ["builtins.list_iterator object[0]"]
+    assert elsewhere(model, layouts, exclude=["tower", "*iterator*"]) == []
+
+
+def test_a_group_that_is_a_key_is_reported_and_stays(layouts):
+    train, _ = layouts
+    model = Model(train, masks={(train.cp, 8): "mask"}, by_group={train.cp: 1, train.tp: 2})
+    findings = {f.path: f.reason for f in hcp.audit(model, *layouts).uncovered}
+    assert set(findings) == {"model.masks[tuple 0]", "model.by_group[ProcessGroup 0]"}
+    assert all("a key that is, or has in it, a group of train_pgs" in r for r in findings.values())
+    with hcp.eval_cp_context(model, *layouts):
+        assert train.cp in model.by_group
+
+
+def test_a_weak_reference_with_a_callback_is_reported(layouts):
+    model = Model(layouts[0], ref=weakref.ref(layouts[0].cp, print))
+    (finding,) = hcp.audit(model, *layouts).uncovered
+    assert str(finding) == "model.ref: is a weak reference with a callback to the group 'cp'"
 
 
 # ---- one object in two roles ---------------------------------------------------------------------

@@ -67,5 +67,6 @@ int hcp_py_add_grid(PyObject *module);
 int hcp_py_add_slots(PyObject *module);
 int hcp_py_add_structure(PyObject *module);
 int hcp_py_add_rebinding(PyObject *module);
+int hcp_py_add_holders(PyObject *module);
 
 #endif

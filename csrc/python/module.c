@@ -242,7 +242,8 @@ static int execute(PyObject *module) {
                                              hcp_py_add_grid,
                                              hcp_py_add_slots,
                                              hcp_py_add_structure,
-                                             hcp_py_add_rebinding};
+                                             hcp_py_add_rebinding,
+                                             hcp_py_add_holders};
   for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
     if (parts[i](module) < 0) return -1;
   return 0;

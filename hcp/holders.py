@@ -1,0 +1,222 @@
+"""The second way to find what holds a training group: ask the groups, not the model.
+
+The walk of hcp.slots knows the kinds of objects that it looks into. What it does not know (a
+generator, a global variable, an object that the model does not lead to) still refers to the group,
+and every object of Python says what it refers to. So: all that refers to a group, less what the
+walk has seen, what the caller excludes, and what torch and hcp keep for themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import types
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hcp import derived
+from hcp._core import find_holders
+from hcp.slots import Finding, Walk, is_kept_by_torch, places
+
+_PLAIN = (
+    *(dict, list, tuple, set, frozenset, deque),
+    *(types.CellType, types.MappingProxyType),
+    *(weakref.ReferenceType, weakref.ProxyType, weakref.CallableProxyType),
+)
+"""What says nothing by itself: whatever holds it does."""
+_OWN = frozenset({"hcp.groups", "hcp.rebind", "hcp.slots", "hcp.holders", "hcp._core"})
+_COUNTED_OTHERWISE = (set, functools.partial, type(functools.cache(len)))
+_LEVELS = 12
+"""Lists in dictionaries in lists: how far up a holder is looked for."""
+
+
+def find_elsewhere(walk: Walk) -> list[Finding]:
+    """What holds a training group where the walk did not come.
+
+    It goes through all objects of the process, a few times, and collects garbage when it finds
+    something, since what nobody can reach any more harms nobody.
+    """
+    found = _Search(walk).run()
+    if found:
+        gc.collect()
+        found = _Search(walk).run()
+    return found
+
+
+class _Search:
+    def __init__(self, walk: Walk) -> None:
+        self._objects = gc.get_objects()  # first: what is made below does not count
+        self._walk = walk
+        self._groups = {id(group): group for group in walk.twins.groups()}
+        self._looked_into = {id(holder) for holder in walk.kept}
+        self._known = _known(walk, walk.left_out)
+        self._excluded = [(x, _reached(Walk.through([x]))) for x in walk.excluded.objects()]
+        self._below: dict[int, Any] = {}
+        self._findings: dict[tuple[int, str], Finding] = {}
+
+    def run(self) -> list[Finding]:
+        level: dict[int, Any] = dict(self._groups)
+        pairs = [*self._pairs(level), *self._arrays(), *self._weak()]
+        seen = set(level)
+        for _ in range(_LEVELS):
+            level = {key: x for key, x in self._plain(pairs).items() if key not in seen}
+            if not level:
+                break
+            seen.update(level)
+            pairs = self._pairs(level)
+        return list(self._findings.values())
+
+    def _plain(self, pairs: list[tuple[Any, Any]]) -> dict[int, Any]:
+        """The plain ones of some holders. The others are findings, or are known."""
+        plain = {}
+        for holder, target in pairs:
+            if id(holder) in self._known:
+                self._check_seen(holder, target)
+            elif self._is_excluded(holder):
+                continue
+            elif _is_plain(holder):
+                self._below.setdefault(id(holder), target)
+                plain[id(holder)] = holder
+            elif not _is_own(holder):
+                self._find(holder, target)
+        return plain
+
+    def _is_excluded(self, holder: Any) -> bool:
+        for given, reached in self._excluded:
+            if id(holder) in reached:
+                self._walk.excluded.note_used(given)
+                return True
+        return False
+
+    def _pairs(self, level: dict[int, Any]) -> list[tuple[Any, Any]]:
+        flat = find_holders(self._objects, tuple(level.values()), ())
+        return list(zip(flat[::2], flat[1::2], strict=True))
+
+    def _arrays(self) -> Iterator[tuple[Any, Any]]:
+        """NumPy's arrays do not say what they refer to."""
+        numpy = sys.modules.get("numpy")
+        if numpy is None:
+            return
+        found = find_holders(self._objects, (), (numpy.ndarray,))[::2]
+        for array in {id(array): array for array in found}.values():
+            if array.dtype == object:
+                for item in array.reshape(-1).tolist():
+                    if id(item) in self._groups:
+                        yield array, item
+
+    def _weak(self) -> Iterator[tuple[Any, Any]]:
+        for group in self._groups.values():
+            for reference in weakref.getweakrefs(group):
+                if id(reference) not in self._walk.weak_seen:
+                    yield reference, group
+
+    def _check_seen(self, holder: Any, group: Any) -> None:
+        """A place of an object that the walk has looked into, and did not see."""
+        if id(holder) not in self._looked_into or id(group) not in self._groups:
+            return
+        if isinstance(holder, _COUNTED_OTHERWISE) or id(holder) in self._walk.keyed:
+            return
+        seen = sum(value is group for _, _, _, value, _ in places(holder, ""))
+        if sum(x is group for x in gc.get_referents(holder)) > seen:
+            self._find(holder, group)
+
+    def _find(self, holder: Any, target: Any) -> None:
+        chain = [holder, target]
+        while id(chain[-1]) in self._below:
+            chain.append(self._below[id(chain[-1])])
+        path, below = _path(chain), chain[-1]
+        if self._walk.excluded.covers(holder, path) or self._walk.excluded.covers(target, path):
+            return
+        role = next(iter(self._walk.twins.get(below) or {"": None}))
+        self._findings[id(holder), path] = Finding(
+            path,
+            f"holds the group {role!r} of train_pgs where no walk of the model comes: give what "
+            "holds it as a further part of the model, or exclude it",
+        )
+
+
+# ---- what is known -------------------------------------------------------------------------------
+
+
+def _known(walk: Walk, left_out: list[Any]) -> set[int]:
+    """Everything that the walk looked into, or was told to leave out."""
+    return _reached(walk) | (_reached(Walk.through(left_out)) if left_out else set())
+
+
+def _reached(walk: Walk) -> set[int]:
+    """All that a walk looked into, and its plain parts, by identity."""
+    reached = set(walk.rebuilt)
+    for holder in walk.kept:
+        reached.add(id(holder))
+        reached.update(id(part) for part in gc.get_referents(holder) if _is_plain(part))
+        if issubclass(type(holder), torch.nn.Module):
+            reached.update(id(part) for part in vars(holder).values() if type(part) is dict)
+    return reached
+
+
+def _is_plain(holder: Any) -> bool:
+    if type(holder) is dict:
+        return _module_of(holder) is None
+    return issubclass(type(holder), _PLAIN) or derived.is_numpy(holder)
+
+
+def _is_own(holder: Any) -> bool:
+    """What torch, the packages that shard, and hcp hold groups in for themselves, and what only
+    runs or has run."""
+    cls = type(holder)
+    if issubclass(cls, (types.FrameType, dist.ProcessGroup, torch.optim.Optimizer)):
+        return True
+    if cls is dict:
+        module = _module_of(holder)
+    else:
+        itself = issubclass(cls, (types.FunctionType, type))
+        module = holder.__module__ if itself else cls.__module__
+    return isinstance(module, str) and (module in _OWN or is_kept_by_torch(holder, module))
+
+
+def _module_of(holder: dict[Any, Any]) -> str | None:
+    """The name of the module whose globals a dictionary is."""
+    name = holder.get("__name__")
+    module = sys.modules.get(name) if isinstance(name, str) else None
+    return name if module is not None and vars(module) is holder else None
+
+
+# ---- how to say it -------------------------------------------------------------------------------
+
+
+def _text(holder: Any) -> str:
+    if type(holder) is dict:
+        return f"the globals of {_module_of(holder)}"
+    name = getattr(holder, "__qualname__", None)
+    if isinstance(name, str):
+        kind = "class" if isinstance(holder, type) else type(holder).__name__
+        module = getattr(holder, "__module__", None)
+        return f"{kind} {module}.{name}" if module else f"{kind} {name}"
+    return f"{type(holder).__module__}.{type(holder).__qualname__} object"
+
+
+def _path(chain: list[Any]) -> str:
+    """What holds what holds ... a group, from the outermost one on."""
+    path, at = _text(chain[0]), 0
+    while at < len(chain) - 1:
+        # What a closure or a __dict__ is for, its owner says better.
+        steps = [step for step in (1, 2) if _place(chain[at], chain[at + 1 : at + 1 + step])]
+        step = steps[0] if steps else 1
+        path += _place(chain[at], chain[at + 1 : at + 1 + step]) or ""
+        at += step
+    return path
+
+
+def _place(holder: Any, inside: list[Any]) -> str | None:
+    """Where in a holder the last of `inside` is, as far as that can be said."""
+    if isinstance(holder, tuple):
+        held = ((item, f"[{i}]") for i, item in enumerate(holder))
+    else:
+        held = ((value, path) for _, _, _, value, path in places(holder, ""))
+    return next((path for value, path in held if value is inside[-1]), None)
