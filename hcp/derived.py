@@ -176,9 +176,9 @@ def is_numpy(value: object) -> bool:
 
 def _ranks(value: Any) -> list[Any] | None:
     if type(value) in _TENSORS:
-        return None if value.is_meta or value.dim() != 1 else value.tolist()  # type: ignore[no-any-return]
+        return None if value.is_meta or value.dim() != 1 else value.tolist()
     if is_numpy(value):
-        return value.tolist() if value.ndim == 1 else None  # type: ignore[no-any-return]
+        return value.tolist() if value.ndim == 1 else None
     return list(value) if type(value) in (list, tuple, range) else None
 
 

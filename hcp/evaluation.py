@@ -56,16 +56,16 @@ class EvalBatch(_Batch):
         return batch
 
     @classmethod
-    def _make(cls, fields: Iterable[Any]) -> EvalBatch:
+    def _make(cls, fields: Iterable[Any]) -> EvalBatch:  # type: ignore[override]
         return cls(*fields)
 
     @property
-    def samples(self) -> list[Any]:  # type: ignore[override]
-        return self[0]  # type: ignore[no-any-return]
+    def samples(self) -> list[Any]:
+        return self[0]
 
     @property
-    def weights(self) -> Tensor:  # type: ignore[override]
-        return self[1]  # type: ignore[no-any-return]
+    def weights(self) -> Tensor:
+        return self[1]
 
     def __getitem__(self, at: Any) -> Any:
         names = self._fields[at]

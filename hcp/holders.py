@@ -29,10 +29,11 @@ _PLAIN = (
     *(types.CellType, types.MappingProxyType),
     *(weakref.ReferenceType, weakref.ProxyType, weakref.CallableProxyType),
 )
-"""What says nothing by itself: whatever holds it does."""
+"""What says nothing by itself: whatever holds it does. So do iterators; and modules and tensors, by
+which another model is told from this one."""
 _OWN = frozenset({"hcp.groups", "hcp.rebind", "hcp.slots", "hcp.holders", "hcp._core"})
 _COUNTED_OTHERWISE = (set, functools.partial, type(functools.cache(len)))
-_LEVELS = 12
+_LEVELS = 100
 """Lists in dictionaries in lists: how far up a holder is looked for."""
 
 
@@ -55,7 +56,8 @@ class _Search:
         self._walk = walk
         self._groups = {id(group): group for group in walk.twins.groups()}
         self._looked_into = {id(holder) for holder in walk.kept}
-        self._known = _known(walk, walk.left_out)
+        self._known = _reached(walk)
+        self._left_out = {**_reached(Walk.through(walk.left_out)), **_sources(walk)}
         self._excluded = [(x, _reached(Walk.through([x]))) for x in walk.excluded.objects()]
         self._below: dict[int, Any] = {}
         self._findings: dict[tuple[int, str], Finding] = {}
@@ -78,7 +80,7 @@ class _Search:
         for holder, target in pairs:
             if id(holder) in self._known:
                 self._check_seen(holder, target)
-            elif self._is_excluded(holder):
+            elif id(holder) in self._left_out or self._is_excluded(holder):
                 continue
             elif _is_plain(holder):
                 self._below.setdefault(id(holder), target)
@@ -118,7 +120,11 @@ class _Search:
 
     def _check_seen(self, holder: Any, group: Any) -> None:
         """A place of an object that the walk has looked into, and did not see."""
-        if id(holder) not in self._looked_into or id(group) not in self._groups:
+        if id(group) not in self._groups:
+            if id(group) not in self._known and not _is_own(self._known[id(holder)]):
+                self._find(holder, group)  # it saw it, and did not look into it
+            return
+        if id(holder) not in self._looked_into:
             return
         if isinstance(holder, _COUNTED_OTHERWISE) or id(holder) in self._walk.keyed:
             return
@@ -130,7 +136,9 @@ class _Search:
         chain = [holder, target]
         while id(chain[-1]) in self._below:
             chain.append(self._below[id(chain[-1])])
-        path, below = _path(chain), chain[-1]
+        owner = self._known.get(id(holder), holder)
+        chain = chain if owner is holder else [owner, *chain]
+        path, below = _path(chain, self._walk.paths.get(id(owner))), chain[-1]
         if self._walk.excluded.covers(holder, path) or self._walk.excluded.covers(target, path):
             return
         role = next(iter(self._walk.twins.get(below) or {"": None}))
@@ -144,25 +152,38 @@ class _Search:
 # ---- what is known -------------------------------------------------------------------------------
 
 
-def _known(walk: Walk, left_out: list[Any]) -> set[int]:
-    """Everything that the walk looked into, or was told to leave out."""
-    return _reached(walk) | (_reached(Walk.through(left_out)) if left_out else set())
-
-
-def _reached(walk: Walk) -> set[int]:
-    """All that a walk looked into, and its plain parts, by identity."""
-    reached = set(walk.rebuilt)
+def _reached(walk: Walk) -> dict[int, Any]:
+    """All that a walk looked into, and its plain parts, by identity: each with what it is of."""
+    reached: dict[int, Any] = {}
     for holder in walk.kept:
-        reached.add(id(holder))
-        reached.update(id(part) for part in gc.get_referents(holder) if _is_plain(part))
-        if issubclass(type(holder), torch.nn.Module):
-            reached.update(id(part) for part in vars(holder).values() if type(part) is dict)
-    return reached
+        if not isinstance(holder, torch.nn.Module) or _is_plain(holder):
+            parts = [part for part in gc.get_referents(holder) if _is_part(part)]
+            if isinstance(holder, torch.nn.Module):
+                parts += [part for part in vars(holder).values() if type(part) is dict]
+            reached |= {id(part): holder for part in parts}
+    return reached | {id(holder): holder for holder in (*walk.kept, *walk.tuples)}
+
+
+def _is_part(value: Any) -> bool:
+    return type(value) in (dict, tuple, list, types.CellType) and _is_plain(value)
+
+
+def _sources(walk: Walk) -> dict[int, Any]:
+    """The trainer's own collections: who has one asks it for groups, as it would ask hcp's."""
+    if not hasattr(walk.twins, "train"):
+        return {}
+    sources = [pgs.source for pgs in (walk.twins.train, walk.twins.evaluation)]
+    held = [vars(source) for source in sources if hasattr(source, "__dict__")]
+    return {id(x): x for x in (*sources, *held) if x is not None}
 
 
 def _is_plain(holder: Any) -> bool:
     if type(holder) is dict:
         return _module_of(holder) is None
+    if issubclass(type(holder), (torch.nn.Module, torch.Tensor)):
+        return not is_kept_by_torch(holder, type(holder).__module__)
+    if hasattr(type(holder), "__next__"):
+        return not isinstance(holder, types.GeneratorType)  # a loop's
     return issubclass(type(holder), _PLAIN) or derived.is_numpy(holder)
 
 
@@ -201,12 +222,12 @@ def _text(holder: Any) -> str:
     return f"{type(holder).__module__}.{type(holder).__qualname__} object"
 
 
-def _path(chain: list[Any]) -> str:
+def _path(chain: list[Any], start: str | None) -> str:
     """What holds what holds ... a group, from the outermost one on."""
-    path, at = _text(chain[0]), 0
+    path, at = start or _text(chain[0]), 0
     while at < len(chain) - 1:
-        # What a closure or a __dict__ is for, its owner says better.
-        steps = [step for step in (1, 2) if _place(chain[at], chain[at + 1 : at + 1 + step])]
+        # What a closure, a __dict__ or a module's _modules is for, its owner says better.
+        steps = [step for step in (3, 2, 1) if _place(chain[at], chain[at + 1 : at + 1 + step])]
         step = steps[0] if steps else 1
         path += _place(chain[at], chain[at + 1 : at + 1 + step]) or ""
         at += step

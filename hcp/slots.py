@@ -94,7 +94,7 @@ class Twins:
         self.known = {id(group) for group in _free_groups(train.source)}
         self.ranks = {role: train.ranks(role) for role in self.differing}
         self._derived = _derived_pairs(train, evaluation)
-        self._names = {group.group_name: group for group in self.groups()}
+        self._names = {str(group.group_name): group for group in self.groups()}
 
     @classmethod
     def of_mapping(cls, mapping: Mapping[Any, Any]) -> Twins:
@@ -400,11 +400,14 @@ class Walk:
         """Dictionaries in which a group is a key, by identity."""
         self._seen: set[int] = set()
         self._todo: deque[tuple[Any, str]] = deque()
-        self.rebuilt: dict[int, tuple[str, Any]] = {}
+        self._rebuilt: dict[int, tuple[str, Any]] = {}
         self._ruled: set[tuple[int, str]] = set()
         self._weak = {id(ref): g for g in twins.groups() for ref in weakref.getweakrefs(g)}
         self.kept: list[Any] = []
-        """All that was looked into."""
+        """All that was looked into, but tuples and frozen sets."""
+        self.tuples: list[Any] = []
+        self.paths: dict[int, str] = {}
+        """Where each of them was met first, by identity."""
         self.left_out: list[Any] = []
         """What `exclude` kept the walk out of."""
 
@@ -543,10 +546,10 @@ class Walk:
     def _replace_items(
         self, value: tuple[Any, ...] | frozenset[Any], path: str, name: object
     ) -> tuple[str, Any]:
-        if id(value) not in self.rebuilt:
-            self.kept.append(value)  # an identity is only good while its object lives
-            self.rebuilt[id(value)] = self._rebuild(value, path, name)
-        return self.rebuilt[id(value)]
+        if id(value) not in self._rebuilt:
+            self.tuples.append(value)  # an identity is only good while its object lives
+            self._rebuilt[id(value)] = self._rebuild(value, path, name)
+        return self._rebuilt[id(value)]
 
     def _rebuild(
         self, value: tuple[Any, ...] | frozenset[Any], path: str, name: object
@@ -608,6 +611,7 @@ class Walk:
         if id(value) not in self._seen:
             self._seen.add(id(value))
             self.kept.append(value)
+            self.paths[id(value)] = path
             self._todo.append((value, path))
 
     def _classes(self, cls: type) -> None:
@@ -935,7 +939,7 @@ def places(holder: Any, path: str) -> Iterator[Held]:
 
 
 def _module_places(module: torch.nn.Module, path: str) -> Iterator[Held]:
-    attributes = vars(module)
+    attributes: dict[str, Any] = vars(module)
     if not _is_wrapper(module):
         for name, value in list(attributes.items()):
             if name not in _MODULE_KEEPS and name != _HOME:
@@ -1105,9 +1109,9 @@ class _Records:
 
     def note(self, holder: Any) -> None:
         if isinstance(holder, torch.nn.Module):
-            attributes = vars(holder)
-            self.holders += (attributes, holder._modules)
-            self.holders += [attributes[name] for name in _RUN_FORWARD]
+            own = vars(holder)
+            self.holders += (own, holder._modules)
+            self.holders += [own[name] for name in _RUN_FORWARD]
             self.exact.append(holder._parameters)
             return
         if type(holder) in _PLAIN_DICTS or type(holder) is list:

@@ -870,13 +870,13 @@ def started(generator):
 
 UNKNOWN = {
     "a generator": (lambda g: started(generator_of(g)), "generator generator_of"),
-    "an iterator": (lambda g: iter([g]), r"builtins\.list_iterator object\[0\]"),
+    "an iterator": (lambda g: iter([g]), r"model\.unknown\[0\]"),
     "a queue": (lambda g: (q := queue.Queue(), q.put(g))[0], r"queue\.Queue object"),
     "a weak dictionary": (
         lambda g: weakref.WeakValueDictionary(a=g),
         r"weakref\.WeakValueDictionary object\.data\['a'\]",
     ),
-    "an array in an iterator": (lambda g: iter([array_of(g)]), "list_iterator object"),
+    "an array in an iterator": (lambda g: iter([array_of(g)]), r"model\.unknown\[0\]\[0\]$"),
     "an object elsewhere": (Holder, r"test_rebind_coverage\.Holder object\.held"),
 }
 
@@ -932,12 +932,32 @@ def test_global_variables_that_hold_a_group_are_found(layouts):
         del sys.modules[module.__name__]
 
 
+def test_another_model_is_not_the_model_unless_the_trainer_keeps_it(layouts):
+    model = Model(layouts[0])
+    teacher = Model(layouts[0], layer=Model(layouts[0], cp_group=layouts[0].cp))
+    assert elsewhere(model, layouts) == []
+    trainer = Holder([teacher])
+    (path,) = elsewhere(model, layouts)
+    assert path == "test_rebind_coverage.Holder object.held[0].layer.cp_group"
+    assert elsewhere(model, layouts, exclude=[teacher]) == []
+    assert elsewhere([model, teacher], layouts) == []
+    assert trainer.held == [teacher]
+
+
 def test_what_an_excluded_object_holds_is_not_elsewhere(layouts):
     tower = Model(layouts[0], inner=Holder([layouts[0].cp]), other=iter([layouts[0].cp]))
     model = Model(layouts[0], tower=tower)
-    before = elsewhere(Model(layouts[0]), layouts, exclude=[tower])
-    assert [path for path in before if "iterator" in path] == ["builtins.list_iterator object[0]"]
-    assert elsewhere(model, layouts, exclude=["tower", "*iterator*"]) == []
+    keeper = Holder(tower)
+    assert elsewhere(Model(layouts[0]), layouts) != []
+    assert elsewhere(Model(layouts[0]), layouts, exclude=[tower]) == []
+    assert elsewhere(model, layouts, exclude=["tower"]) == []
+    assert keeper.held is tower
+
+
+def test_a_trainers_own_collection_is_not_elsewhere(layouts):
+    source = SimpleNamespace(**{role: getattr(layouts[0], role) for role in layouts[0].roles})
+    train = ProcessGroups.from_existing(source)
+    assert elsewhere(Model(train), (train, layouts[1])) == []
 
 
 def test_a_group_that_is_a_key_is_reported_and_stays(layouts):
