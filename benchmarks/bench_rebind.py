@@ -7,6 +7,7 @@ the way back the training group.
 
   table    first entry: walk the model, build the table
   check    does the structure still hold? (each entry)
+  strict   what strict=True adds to an entry: who else in the process holds a group
   entry    check, agreement of ranks (here one rank), swap
   swap     the loop in C over the table, one way; "back" the way out
   walk     a restatement of the peer's walk: for every module ask for five names, set what is there
@@ -28,6 +29,7 @@ import subprocess
 import time
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -127,7 +129,9 @@ def measure(modules: int, rounds: int, train: hcp.ProcessGroups, other: hcp.Proc
     context = hcp.eval_cp_context(model, train, other)
     with context:  # the kept table
         pass
+    strict = _Table(replace(request, strict=True), _home(model))
     for _ in range(rounds):
+        times["strict"].append(timed(strict.check_covered))
         times["check"].append(timed(table.still_holds))
         times["swap"].append(timed(lambda: rebinding.switch(table.switch)))
         check(model, other, "swap")
@@ -150,7 +154,7 @@ def measure(modules: int, rounds: int, train: hcp.ProcessGroups, other: hcp.Proc
     return "| " + " | ".join(cells) + " |"
 
 
-CONTESTANTS = ("table", "check", "entry", "swap", "back", "walk", "setattr", "dict")
+CONTESTANTS = ("table", "check", "strict", "entry", "swap", "back", "walk", "setattr", "dict")
 
 
 def spread(values: list[float]) -> float:

@@ -64,7 +64,7 @@ class _Search:
 
     def run(self) -> list[Finding]:
         level: dict[int, Any] = dict(self._groups)
-        pairs = [*self._pairs(level), *self._arrays(), *self._weak()]
+        pairs = [*self._first_pairs(), *self._weak()]
         seen = set(level)
         for _ in range(_LEVELS):
             level = {key: x for key, x in self._plain(pairs).items() if key not in seen}
@@ -100,17 +100,21 @@ class _Search:
         flat = find_holders(self._objects, tuple(level.values()), ())
         return list(zip(flat[::2], flat[1::2], strict=True))
 
-    def _arrays(self) -> Iterator[tuple[Any, Any]]:
-        """NumPy's arrays do not say what they refer to."""
+    def _first_pairs(self) -> Iterator[tuple[Any, Any]]:
+        """Holders of groups; NumPy's arrays, which do not say what they refer to, among them."""
         numpy = sys.modules.get("numpy")
-        if numpy is None:
-            return
-        found = find_holders(self._objects, (), (numpy.ndarray,))[::2]
-        for array in {id(array): array for array in found}.values():
+        opaque = () if numpy is None else (numpy.ndarray,)
+        flat = find_holders(self._objects, tuple(self._groups.values()), opaque)
+        arrays: dict[int, Any] = {}
+        for holder, target in zip(flat[::2], flat[1::2], strict=True):
+            if target is None:
+                arrays[id(holder)] = holder
+            else:
+                yield holder, target
+        for array in arrays.values():
             if array.dtype == object:
-                for item in array.reshape(-1).tolist():
-                    if id(item) in self._groups:
-                        yield array, item
+                items = array.reshape(-1).tolist()
+                yield from ((array, item) for item in items if id(item) in self._groups)
 
     def _weak(self) -> Iterator[tuple[Any, Any]]:
         for group in self._groups.values():
