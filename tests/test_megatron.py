@@ -169,14 +169,18 @@ def everything(model):
     walk = hcp.slots.Walk(hcp.slots.Twins.of_mapping({object(): object()}))
     walk.run(model)
     seen = {}
-    for holder in walk._kept:
+    for holder in walk.kept:
         for *_, key, value, _ in hcp.slots.places(holder, ""):
             if isinstance(value, (int, dist.ProcessGroup)):
                 seen[id(holder), str(key)] = value if isinstance(value, int) else id(value)
     return seen
 
 
+LISTS = ("*_global_process_group_list*",)
+
+
 def evaluate_gpt(rank, size):
+    from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     start()
@@ -191,7 +195,8 @@ def evaluate_gpt(rank, size):
     outside = mean_loss(model, train, tokens)
     before, tp_group = everything(model), collection.tp
     audit = hcp.audit(model, train, evaluation)
-    with hcp.eval_cp_context(model, train, evaluation, strict=True):
+    parts = [model, vars(parallel_state)]
+    with hcp.eval_cp_context(parts, train, evaluation, strict=True, exclude=LISTS):
         assert model.cp_group is model.mtp.cp_group is evaluation.cp
         assert model.config.context_parallel_size == 2
         assert model.decoder.layers[0].mlp.router.cp_group is evaluation.cp
@@ -517,6 +522,7 @@ def mamba_hybrid(collection, core_attention, config=None, wrap=lambda spec: spec
 
 
 def switch_hybrid(rank, size):
+    from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     stand_in_for_kernels()
@@ -529,7 +535,8 @@ def switch_hybrid(rank, size):
     audit = hcp.audit(model, train, evaluation)
     mixers = [model.decoder.layers[i].mixer for i in (0, 2)]
     assert {type(mixer).__name__ for mixer in mixers} == {"MambaMixer"}
-    with hcp.eval_cp_context(model, train, evaluation, strict=True):
+    parts = [model, vars(parallel_state)]
+    with hcp.eval_cp_context(parts, train, evaluation, strict=True, exclude=LISTS):
         assert model.config.context_parallel_size == 2
         assert model.rotary_pos_emb.cp_group is collection.cp is evaluation.cp
         for mixer in mixers:
