@@ -176,7 +176,10 @@ def everything(model):
     return seen
 
 
-LISTS = ("*_global_process_group_list*",)
+LISTS = (
+    "*_global_process_group_list*",
+    *("*_GLOO'*", "*'_TENSOR_AND_DATA_PARALLEL_GROUP'*"),  # the optimizer's
+)
 
 
 def evaluate_gpt(rank, size):
