@@ -22,7 +22,7 @@ import gc
 import itertools
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +50,7 @@ class AtOnce:
         self.rank, self.size, self.device = rank, size, device
         self.global_ranks: Sequence[int] = range(size)
         self.key = register(self)
-        self.steps = itertools.count(1)
+        self.steps: Iterator[int] = itertools.count(1)
         self.stamps = Stamps(rank)
 
     def start(

@@ -146,6 +146,7 @@ def _own(
         sinks=options.sinks,
         softcap=options.softcap,
         comm_type=options.comm_type or comm_type,
+        layer=getattr(attn_mod, "layer_number", None),
     )
 
 

@@ -187,7 +187,7 @@ class TorchTransport:
         nccl = dist.get_backend(group) == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if nccl else _CPU
         self.key = register(self)
-        self.steps = itertools.count(1)
+        self.steps: Iterator[int] = itertools.count(1)
         self.stamps = Stamps(self.rank)
         self.board = Board(group, self.rank)
         self._refusals: list[tuple[Tensor, list[dist.Work]]] = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -58,7 +58,7 @@ class LoopbackTransport:
         self.global_ranks: Sequence[int] = range(world.size)
         self.device = world.device
         self.key = register(self)
-        self.steps = itertools.count(1)
+        self.steps: Iterator[int] = itertools.count(1)
         self._refused: set[tuple[Any, ...]] = set()
         self.bytes_sent = 0
         """What went to other ranks so far."""

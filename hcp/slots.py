@@ -432,6 +432,7 @@ class Walk:
             if changing and id(namespace) not in self._seen:
                 self._ruled.update((id(namespace), key) for key in stay)
                 self._reach(namespace, name)
+
     @classmethod
     def through(cls, holders: list[Any]) -> Walk:
         """A walk that finds nothing: what is reached from somewhere."""

@@ -40,6 +40,7 @@ class Attention(nn.Module):
         self.heads = args.num_attention_heads
         self.groups = args.num_query_groups
         self.head_size = args.hidden_size // self.heads
+        self.layer = layer
         self.comm_type: str | None = args.config.comm_type(layer)
         self.window_size = args.config.window(layer)
         self.linear_qkv = nn.Linear(
@@ -57,6 +58,7 @@ class Attention(nn.Module):
             window_size=self.window_size,
             comm_type=self.comm_type,
             rotary_pos_emb=rotary,
+            layer=self.layer,
         )
         projected: Tensor = self.linear_proj(out.reshape(x.shape))
         return projected

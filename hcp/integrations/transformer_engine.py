@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hcp.agreement import LayerName
 from hcp.handler import ContextParallelHandler
 from hcp.operands import as_autocast
 from hcp.rope import Rotary
@@ -47,10 +48,12 @@ class Handler(ContextParallelHandler):
         return_lse: bool = False,
         comm_type: str | None = None,
         rotary_pos_emb: Tensor | Rotary | None = None,
+        layer: LayerName = None,
         cp_group: Any = None,
     ) -> Tensor:
         """As :meth:`hcp.ContextParallelHandler.attention`, without sinks, soft-capping, dropout and
-        log-sum-exp, which are refused."""
+        log-sum-exp, which are refused. ``layer`` is not compared: Transformer Engine exchanges rows
+        itself."""
         for name, given, none in (
             ("sinks", sinks, None),
             ("softcap", softcap, 0.0),

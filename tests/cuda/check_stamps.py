@@ -19,6 +19,7 @@ import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 RANKS = 2
 READ, RAISED = 77, 78
@@ -116,8 +117,8 @@ def attend(args: argparse.Namespace) -> int:
     samples = [{"tokens": torch.zeros(n)} for n in lengths] if args.rank == 0 else []
     first, *others = list(hcp.dispatch(plan, samples, [0] * 3, groups))
 
-    def largest(micro: object, **options: float) -> float:
-        cp, _ = micro  # type: ignore[misc]
+    def largest(micro: Any, **options: Any) -> float:
+        cp, _ = micro
         rows = [torch.randn(cp.rows, 4, 64, device=args.device).bfloat16() for _ in range(3)]
         leaves = [x.requires_grad_() for x in rows]
         out = cp.attention(*leaves, **options)

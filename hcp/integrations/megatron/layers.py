@@ -96,6 +96,7 @@ class CoreAttention(MegatronModule):
             softmax_scale=self.softmax_scale,
             sinks=self._sinks(query),
             comm_type=self.cp_comm_type,
+            layer=self.layer_number,
         )
         return with_padding(out.flatten(1), query.shape[0])
 

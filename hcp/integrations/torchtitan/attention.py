@@ -5,8 +5,10 @@ T tokens on this rank, N query heads, G key-value heads, H head size.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torchtitan.models.common.attention import (
     BaseAttention,
@@ -19,6 +21,9 @@ from torchtitan.protocols.model import ModelConfigConverter
 from torchtitan.protocols.module import Module
 
 import hcp
+
+_numbers = itertools.count()
+"""Of the layers of this process, as they are built."""
 
 
 class PackedAttention(Module):
@@ -37,6 +42,8 @@ class PackedAttention(Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.window_size = config.window_size
+        # Alike on the ranks of a group, which build the same layers.
+        self._number = next(_numbers)
 
     def forward(
         self,
@@ -64,6 +71,8 @@ class PackedAttention(Module):
             causal=self.window_size[1] == 0,
             window_size=self.window_size,
             softmax_scale=scale,
+            # A compiled model would be compiled anew for each number.
+            layer=None if torch.compiler.is_compiling() else self._number,
         )
         return nn.functional.pad(out, (0, 0, 0, 0, 0, q_BLNH.shape[1] - cp.rows)).unsqueeze(0)
 

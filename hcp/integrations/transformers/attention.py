@@ -219,8 +219,14 @@ def hcp_attention(
         sinks=s_aux,
         softcap=softcap or 0.0,
         dropout_p=dropout,
+        layer=_layer_of(module),
     )
     return F.pad(out, (0, 0, 0, 0, 0, query.shape[2] - cp.rows)).unsqueeze(0), None
+
+
+def _layer_of(module: torch.nn.Module) -> int | None:
+    """None in a compiled model, which would be compiled anew for each number."""
+    return None if torch.compiler.is_compiling() else getattr(module, "layer_idx", None)
 
 
 def _refuse(
