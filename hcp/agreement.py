@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol
 
@@ -237,7 +237,8 @@ class Moves(Protocol):
 
 class _Agrees(Protocol):
     rank: int
-    agree: Callable[[Stamp, Sequence[int]], None]
+
+    def agree(self, stamp: Stamp, peers: Sequence[int]) -> None: ...
 
 
 def agree_once(transport: _Agrees, moves: Moves, stamp: Stamp) -> None:

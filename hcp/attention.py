@@ -59,8 +59,8 @@ def attention(
     Differentiable once, see :meth:`hcp.ContextParallelHandler.attention`.
     """
     if _watched(query, key, value):
-        given = query, key, value, sinks, layer.words, scale, turn
-        return operator(*given, number=number, name=name)
+        words = layer.words
+        return operator(query, key, value, sinks, words, scale, turn, number=number, name=name)
     given = query, key, value, sinks, layer, scale, turn, number, name
     out, lse = _Attention.apply(*given)  # type: ignore[no-untyped-call]
     return out, lse

@@ -200,7 +200,9 @@ class EvalPlan:
             return [_sample(load, i, filler) for i in indices]
         except Exception as error:
             if tell:  # the others, which wait for this rank's hash
-                self.groups.transport.all_gather_bytes(_REFUSED + repr(error).encode())
+                self.groups.transport.all_gather_bytes(
+                    _REFUSED + repr(error).encode(), "hcp.EvalPlan"
+                )
             raise
 
     def _note(self, batch: EvalBatch, counted: Sequence[int]) -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -934,7 +935,8 @@ _F64 = torch.float64
 
 def _call_site() -> str:
     """The nearest callers outside hcp, innermost first, by file and line."""
-    frame, found = sys._getframe(), []
+    frame: FrameType | None = sys._getframe()
+    found: list[str] = []
     while frame is not None and len(found) < 3:
         if frame.f_globals.get("__name__", "").partition(".")[0] != "hcp":
             found.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")

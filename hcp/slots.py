@@ -414,10 +414,9 @@ class Walk:
     def run(self, model: object) -> None:
         self._reach(model, "model")
         self._visit_all()
-        if self.groups_found and self._twins.ranks:  # the globals do not make up for a model
+        if self.groups_found and self.twins.ranks:  # the globals do not make up for a model
             self._globals()
             self._visit_all()
-        self.excluded.check_used()
 
     def _visit_all(self) -> None:
         while self._todo:
@@ -427,8 +426,8 @@ class Walk:
     def _globals(self) -> None:
         """Groups in the globals of modules that the model's code reads when it runs."""
         for name, namespace, stay in rules.loaded_globals():
-            held = (self._twins.get(value) or {} for value in namespace.values())
-            changing = any(role in self._twins.differing for roles in held for role in roles)
+            held = (self.twins.get(value) or {} for value in namespace.values())
+            changing = any(role in self.twins.differing for roles in held for role in roles)
             if changing and id(namespace) not in self._seen:
                 self._ruled.update((id(namespace), key) for key in stay)
                 self._reach(namespace, name)

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from itertools import permutations
+from typing import Any
 
 import pytest
 import torch
@@ -286,7 +287,7 @@ def end_exchange(watch: Tensor, number: int, *, captured: bool = False) -> None:
     """An exchange of nothing by NCCL, and its end."""
     rows, none = torch.zeros(1, 1, device="cuda"), torch.empty(0, 3).long()
     stream = torch.cuda.Stream().cuda_stream
-    stamps = torch.zeros(3, dtype=torch.int64, device="cuda"), [], [], 0
+    stamps: Any = torch.zeros(3, dtype=torch.int64, device="cuda"), [], [], 0
 
     def exchange(number: int) -> None:
         given = rows, none, rows, none, 0, watch, number, 10**9, stream
