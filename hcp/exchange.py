@@ -172,7 +172,7 @@ class TorchTransport:
 
     ``group`` is hcp's own: nobody else may use it, so that its exchanges never queue behind a
     trainer's collectives. On CPUs the stamp of a call goes ahead of its first rows to each peer,
-    and is read before them. On GPUs its digest goes with them, and the device compares.
+    and is read before them. On GPUs its tag goes with them, and the device compares.
     """
 
     name = "torch"
@@ -397,14 +397,14 @@ class _Headers:
 
 
 class _DeviceHeaders:
-    """Digests of stamps with the rows, compared on the device, whose host does not wait."""
+    """Tags of stamps with the rows, compared on the device, whose host does not wait."""
 
     def __init__(
         self, transport: TorchTransport, stamp: Stamp, to: Sequence[int], back: Sequence[int]
     ) -> None:
-        like = {"dtype": torch.int64, "device": transport.device}
-        self._own = torch.full((1,), stamp.digest, **like)
-        self._received = torch.empty(len(back), **like)
+        device = transport.device
+        self._own = torch.full((1,), stamp.tag, dtype=torch.int64, device=device)
+        self._received = torch.empty(len(back), dtype=torch.int64, device=device)
         operation = transport._operation
         self._works = _start(
             [operation(dist.irecv, self._received[i : i + 1], p, 0) for i, p in enumerate(back)]
