@@ -43,8 +43,7 @@ def attention(
     sinks: Tensor | None,
     layer: Layer,
     scale: float,
-    turn: Turn | None = None,
-    *,
+    turn: Turn | None,
     number: int,
     name: LayerName = None,
 ) -> tuple[Tensor, Tensor]:

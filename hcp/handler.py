@@ -53,7 +53,7 @@ from hcp.layout import (
     schedule_words,
     with_kernel,
 )
-from hcp.operands import as_autocast
+from hcp.operands import as_autocast, autocast_to
 from hcp.plan import Plan
 from hcp.transforms import refuse_transforms
 
@@ -389,58 +389,38 @@ class ContextParallelHandler(OfThisProcess):
         """
         # A compiled layer's call gets its number when it is run.
         number = 0 if torch.compiler.is_compiling() else next(self._group_numbers)
-        name = layer if not (number and self._stamp_call_sites) or layer else _call_site()
-        options = causal, window_size, softmax_scale, sinks, softcap, dropout_p
-        others = comm_type, qkv_format, rotary_pos_emb
+        if layer is None and self._stamp_call_sites and number:
+            layer = _call_site()
         try:
-            out, lse = self._attend(query, key, value, *options, *others, number, name)
+            refuse_transforms("attention", query, key, value)
+            _check_options(softcap, dropout_p)
+            batch = query.shape[qkv_format == "sbhd"]
+            if qkv_format != "thd":
+                query, key, value = (
+                    formats.to_rows(self, x, qkv_format) for x in (query, key, value)
+                )
+            window = window_of(window_size, causal)
+            counts = _head_count(query), _head_count(key)
+            scale = _scale_of(query, softmax_scale)
+            asked = comm_type or self._comm_type, *window, counts
+            turn: Turn | None = None
+            if rotary_pos_emb is not None:
+                dense = _dense_heads(query), _dense_heads(key)
+                query, key, turn = self._turned(*dense, rotary_pos_emb)
+            query, key, value = _as_kernels_take(query, key, value)
+            if number == 0:
+                words = self._words_of(*asked, softcap)
+                out, lse = attention.operator(query, key, value, sinks, words, scale, turn)
+            else:
+                how = self._layer(*asked, softcap), scale, turn, number, layer
+                out, lse = attention.attention(query, key, value, sinks, *how)
         except Exception as error:
             if number:
                 self._refuse("attention", number, error)
             raise
-        return (out, lse) if return_lse else out
-
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        causal: bool,
-        window_size: tuple[int, int],
-        softmax_scale: float | None,
-        sinks: Tensor | None,
-        softcap: float,
-        dropout_p: float,
-        comm_type: str | None,
-        qkv_format: str,
-        rotary_pos_emb: Tensor | rope.Rotary | None,
-        number: int,
-        name: LayerName,
-    ) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp. ``number``: of the call, 0 in a compiled layer."""
-        refuse_transforms("attention", query, key, value)
-        _check_options(softcap, dropout_p)
-        batch = query.shape[qkv_format == "sbhd"]
-        if qkv_format != "thd":
-            query, key, value = (formats.to_rows(self, x, qkv_format) for x in (query, key, value))
-        window = window_of(window_size, causal)
-        counts = _head_count(query), _head_count(key)
-        scale = _scale_of(query, softmax_scale)
-        asked = comm_type or self._comm_type, *window, counts
-        turn: Turn | None = None
-        if rotary_pos_emb is not None:
-            query, key, turn = self._turned(_dense_heads(query), _dense_heads(key), rotary_pos_emb)
-        query, key, value = _as_kernels_take(query, key, value)
-        if number == 0:
-            words = self._words_of(*asked, softcap)
-            out, lse = attention.operator(query, key, value, sinks, words, scale, turn)
-        else:
-            layer = self._layer(*asked, softcap)
-            given = query, key, value, sinks, layer, scale, turn
-            out, lse = attention.attention(*given, number=number, name=name)
         if qkv_format != "thd":
             out, lse = (formats.from_rows(x, batch, qkv_format) for x in (out, lse))
-        return out, lse
+        return (out, lse) if return_lse else out
 
     def _turned(
         self, query: Tensor, key: Tensor, given: Tensor | rope.Rotary
@@ -1009,11 +989,9 @@ def _check_options(softcap: float, dropout_p: float) -> None:
 
 
 def _as_kernels_take(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        _dense_heads(as_autocast(query)),
-        _dense_heads(as_autocast(key)),
-        _dense_heads(as_autocast(value)),
-    )
+    if autocast_to(query.device) is not None:
+        query, key, value = as_autocast(query), as_autocast(key), as_autocast(value)
+    return _dense_heads(query), _dense_heads(key), _dense_heads(value)
 
 
 def _dense_heads(rows: Tensor) -> Tensor:
