@@ -62,15 +62,16 @@ class Stamp:
     def __init__(
         self, kind: Kind, number: int = 0, passed: int = FORWARD, layer: LayerName = None
     ) -> None:
-        self.kind, self.number, self.passed, self.layer = kind, number, passed, layer
+        self.kind, self.number, self.passed = kind, number, passed
+        self.layer = None if layer is None else str(layer)  # as operators take it
         mixed = kind.base + (4 * number + passed) * _NUMBER_FACTOR
-        if layer is not None:
-            mixed += (zlib.crc32(str(layer).encode()) + 1) * _LAYER_FACTOR
+        if self.layer is not None:
+            mixed += (zlib.crc32(self.layer.encode()) + 1) * _LAYER_FACTOR
         self.tag = _FIRST_TAG + (mixed & _TAG_MASK)
         """Of messages and signals: rows of different stamps never meet."""
 
     @property
-    def identity(self) -> tuple[int, int, int, LayerName]:
+    def identity(self) -> tuple[int, int, int, str | None]:
         """Alike for the same call and pass alone."""
         return self.kind.digest, self.number, self.passed, self.layer
 

@@ -387,8 +387,9 @@ class ContextParallelHandler(OfThisProcess):
         Raises ValueError for a wrong tensor, HcpError when ranks differ or a peer is gone,
         NotImplementedError under torch.func and for a second derivative.
         """
-        # A compiled layer's call gets its number when it is run.
-        number = 0 if torch.compiler.is_compiling() else next(self._group_numbers)
+        # A compiled layer's call gets its number when it is run. Not is_compiling(), which is also
+        # true where another thread compiles.
+        number = 0 if torch.compiler.is_dynamo_compiling() else next(self._group_numbers)
         if layer is None and self._stamp_call_sites and number:
             layer = _call_site()
         try:

@@ -86,9 +86,25 @@ def good(words: Tensor) -> dict[str, tuple[Any, ...]]:
             *([x], runs, 4, 0, NOBODY, NOBODY, PROGRESS, 1, *told[1:], 0),
         ),
         "join": (x, 0),
-        "nccl_exchange": (x, records(words=3), grad, records(words=3), 0, COUNTS[:2], 0, 0, 0),
+        "nccl_exchange": (
+            *(x, records(words=3), grad, records(words=3), 0, torch.zeros(6).long(), 0, 0, 0),
+            *(torch.zeros(3).long(), [], [], 0),
+        ),
         "attention": (q, k, v, torch.randn(4), words, 0.3, *turn),
-        "attention_backward": (out, lse, q, k, v, torch.randn(4), out, lse, words, 0.3, *turn),
+        "attention_backward": (
+            out,
+            lse,
+            q,
+            k,
+            v,
+            torch.randn(4),
+            out,
+            lse,
+            words,
+            torch.tensor(1),
+            0.3,
+            *turn,
+        ),
     }
 
 
@@ -137,6 +153,8 @@ def junk_of(kind: str, value: Any, name: str) -> Iterator[Any]:
         yield from (*INTEGERS, None, 2**64)
     elif kind == "float":
         yield from (0.0, -1.0, float("nan"), float("inf"), None)
+    elif kind == "str":
+        yield from ("", "x" * 10000, None)
     elif kind == "bool":
         yield from (not value, None)
     else:

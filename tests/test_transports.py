@@ -98,7 +98,7 @@ class Host:
         self.rank, self.global_ranks, self.device = 0, [4, 5], torch.device("cuda", 0)
         self._other = other
 
-    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
         return [payload, json.dumps({**json.loads(payload), **self._other}).encode()]
 
 

@@ -72,7 +72,7 @@ class PackedAttention(Module):
             window_size=self.window_size,
             softmax_scale=scale,
             # A compiled model would be compiled anew for each number.
-            layer=None if torch.compiler.is_compiling() else self._number,
+            layer=None if torch.compiler.is_dynamo_compiling() else self._number,
         )
         return nn.functional.pad(out, (0, 0, 0, 0, 0, q_BLNH.shape[1] - cp.rows)).unsqueeze(0)
 

@@ -226,7 +226,7 @@ def hcp_attention(
 
 def _layer_of(module: torch.nn.Module) -> int | None:
     """None in a compiled model, which would be compiled anew for each number."""
-    return None if torch.compiler.is_compiling() else getattr(module, "layer_idx", None)
+    return None if torch.compiler.is_dynamo_compiling() else getattr(module, "layer_idx", None)
 
 
 def _refuse(
