@@ -136,7 +136,7 @@ class _Attention(torch.autograd.Function):
             grad_out = torch.zeros_like(out)
         given = grad_out, grad_lse, query, key, value, sinks, out, lse
         if torch.is_grad_enabled() or _watched(query, key, value):  # no second derivative
-            number, name = torch.tensor(call[0], device="cpu"), call[1]
+            number, name = torch.tensor([call[0]], device="cpu"), call[1]
             *grads, grad_sinks = torch.ops.hcp.attention_backward(
                 *given, words, number, scale, *(turn or NO_TURN), _said(name)
             )
@@ -217,7 +217,7 @@ def _attention(
     if turn is None:  # an operator must not give back what it was given
         turned_query, turned_key = query.new_empty(0), key.new_empty(0)
     # A compiler takes the fake's strides for true; kernels have their own.
-    numbered = torch.tensor(call[0], device="cpu")
+    numbered = torch.tensor([call[0]], device="cpu")
     return out.contiguous(), lse.contiguous(), turned_query, turned_key, numbered
 
 
@@ -234,7 +234,7 @@ def _attention_fake(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     shapes = [0 if cos is None else rows.shape for rows in (query, key)]
     turned = query.new_empty(shapes[0]), key.new_empty(shapes[1])
-    return *empty_result(query, value), *turned, torch.empty((), dtype=torch.int64, device="cpu")
+    return *empty_result(query, value), *turned, torch.empty(1, dtype=torch.int64, device="cpu")
 
 
 def _attention_backward(

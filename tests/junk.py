@@ -92,18 +92,8 @@ def good(words: Tensor) -> dict[str, tuple[Any, ...]]:
         ),
         "attention": (q, k, v, torch.randn(4), words, 0.3, *turn),
         "attention_backward": (
-            out,
-            lse,
-            q,
-            k,
-            v,
-            torch.randn(4),
-            out,
-            lse,
-            words,
-            torch.tensor(1),
-            0.3,
-            *turn,
+            *(out, lse, q, k, v, torch.randn(4), out, lse, words),
+            *(torch.ones(1).long(), 0.3, *turn),
         ),
     }
 
