@@ -60,8 +60,9 @@ def attention(
     if _watched(query, key, value):
         words = layer.words
         return operator(query, key, value, sinks, words, scale, turn, number=number, name=name)
-    given = query, key, value, sinks, layer, scale, turn, number, name
-    out, lse = _Attention.apply(*given)  # type: ignore[no-untyped-call]
+    # What is no tensor in one argument: autograd looks at each.
+    how = layer, scale, turn, number, name
+    out, lse = _Attention.apply(query, key, value, sinks, how)  # type: ignore[no-untyped-call]
     return out, lse
 
 
@@ -113,13 +114,11 @@ class _Attention(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         sinks: Tensor | None,
-        layer: Layer,
-        scale: float,
-        turn: Turn | None,
-        number: int,
-        name: LayerName,
+        how: tuple[Layer, float, Turn | None, int, LayerName],
     ) -> tuple[Tensor, Tensor]:
-        given, call = (query, key, value, sinks), (number, name)
+        layer, scale, turn, number, name = how
+        call = number, name
+        given = query, key, value, sinks
         with torch._C._AutoDispatchBelowAutograd():
             run = run_of(layer.schedule, *given, scale, layer.choice, turn is not None, *call)
             out, lse, query, key = forward(run, *given, turn, *call)
@@ -140,9 +139,9 @@ class _Attention(torch.autograd.Function):
             *grads, grad_sinks = torch.ops.hcp.attention_backward(
                 *given, words, number, scale, *(turn or NO_TURN), _said(name)
             )
-            return *grads, None if sinks is None else grad_sinks, *[None] * 5
+            return *grads, None if sinks is None else grad_sinks, None
         with torch._C._AutoDispatchBelowAutograd():
-            return *backward(run, *given, turn, *call), *[None] * 5
+            return *backward(run, *given, turn, *call), None
 
 
 # ---- operators -----------------------------------------------------------------------------------

@@ -795,8 +795,10 @@ def test_gradients_of_strided_parts(device):
         torch.autograd.grad([(out * out).sum() + lse.sum()], ts)
         for (out, lse), ts in zip(results, (leaves, views), strict=True)
     ]
+    # On a GPU rows that lie apart are read in narrower vectors, whose sums have another order.
+    bound = 0 if device == "cpu" else 1e-14
     for a, b in zip(*grads, strict=True):
-        assert torch.equal(a, b)
+        torch.testing.assert_close(a, b, rtol=bound, atol=bound)
 
 
 def test_merge_of_zero_rows_heads_or_elements(device):
