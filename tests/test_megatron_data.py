@@ -128,10 +128,54 @@ def test_labels_and_mask_follow_from_tokens():
 def test_megatrons_padded_and_packed_samples_are_the_sequences_they_hold():
     rows = torch.arange(1, 6)[None]
     sample = {"tokens": rows, "labels": rows + 1, "loss_mask": torch.ones(1, 5)}
-    padded = sequences({**sample, "original_seq_len": torch.tensor([3]), "position_ids": rows})
+    padded = sequences({**sample, "original_seq_len": torch.tensor([3]), "position_ids": rows - 1})
     assert padded == [{"tokens": [1, 2, 3], "labels": [2, 3, 4], "loss_mask": [1.0] * 3}]
     packed = sequences({**sample, "cu_seqlens": torch.tensor([[0, 2, 2, 5]])})
     assert [each["tokens"] for each in packed] == [[1, 2], [3, 4, 5]]
+    for bounds in ([0, 2, 5], [0, 2, 5, -1, -1]):
+        for positions in ([0, 1, 0, 1, 2], [0, 1, 2, 3, 4]):
+            several = {"cu_seqlens": torch.tensor(bounds), "position_ids": torch.tensor(positions)}
+            assert sequences({**sample, **several}) == packed
+    rest = {"cu_seqlens": torch.tensor([0, 2]), "loss_mask": torch.tensor([1, 1, 0, 0, 0])}
+    assert [each["tokens"] for each in sequences({**sample, **rest})] == [[1, 2]]
+
+
+@needs_megatron
+def test_what_megatrons_dataset_says_of_documents_in_a_sample_is_not_left_out():
+    from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
+
+    tokens = torch.tensor([5, 6, 0, 7, 8])
+
+    def sample(reset_positions, reset_mask, **more):
+        mask, loss_mask, positions = _get_ltor_masks_and_position_ids(
+            tokens, 0, reset_positions, reset_mask, False, True
+        )
+        made = {"tokens": tokens, "labels": tokens, "loss_mask": loss_mask}
+        return {**made, "attention_mask": mask, "position_ids": positions, **more}
+
+    assert len(sequences(sample(False, False))) == 1
+    with pytest.raises(ValueError, match=r"position_ids .* are \[0, 1, 2, 0, 1\], .*cu_seqlens"):
+        sequences(sample(True, False))
+    with pytest.raises(ValueError, match=r"attention_mask of the rows 0 to 4 is not .* causal"):
+        sequences(sample(False, True))
+    documents = sequences(sample(True, True, cu_seqlens=torch.tensor([0, 3, 5])))
+    assert [each["tokens"] for each in documents] == [[5, 6, 0], [7, 8]]
+
+
+@needs_megatron
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ({"cu_seqlens": torch.tensor([2, 5])}, "go up from 0 to at most 5"),
+        ({"cu_seqlens": torch.tensor([0, 3, 2, 5])}, "go up from 0 to at most 5"),
+        ({"cu_seqlens": torch.tensor([0, 6])}, "go up from 0 to at most 5"),
+        ({"cu_seqlens": torch.tensor([0, 2])}, "cu_seqlens ends at 2, expected 5"),
+        ({"original_seq_len": 6}, "original_seq_len is 6, expected at most 5"),
+    ],
+)
+def test_bounds_that_leave_tokens_out_are_refused(bounds, message):
+    with pytest.raises(ValueError, match=message):
+        sequences({"tokens": torch.arange(5), **bounds})
 
 
 @needs_megatron

@@ -164,15 +164,71 @@ def sequences_of(sample: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
     if "tokens" not in sample:
         raise ValueError(f"a sample has {sorted(sample)}, expected 'tokens' among them")
     rows = {name: _flat(name, sample[name]) for name in _FIELDS if sample.get(name) is not None}
-    end = sample.get("original_seq_len")
-    bounds = sample.get("cu_seqlens")
-    if bounds is not None:
-        ends = torch.as_tensor(bounds).flatten().tolist()
-    else:
-        ends = [0, len(rows["tokens"]) if end is None else int(torch.as_tensor(end))]
-    for start, stop in itertools.pairwise(ends):
+    for start, stop in _bounds(sample, rows):
         if stop > start:
+            _check_document(sample, start, stop)
             yield _complete({name: value[start:stop] for name, value in rows.items()})
+
+
+def _bounds(sample: Mapping[str, Any], rows: Mapping[str, Tensor]) -> Iterator[tuple[int, int]]:
+    """Where each sequence of a sample starts and stops; the rest is padding."""
+    length = len(rows["tokens"])
+    bounds, end = sample.get("cu_seqlens"), sample.get("original_seq_len")
+    if bounds is None:
+        ends = [0, length if end is None else int(torch.as_tensor(end))]
+        if ends[1] > length:
+            raise ValueError(f"original_seq_len is {ends[1]}, expected at most {length} tokens")
+        return itertools.pairwise(ends)
+    given = torch.as_tensor(bounds).flatten().tolist()
+    ends = list(itertools.takewhile(lambda bound: bound >= 0, given))  # -1 fills up a batch
+    if ends[:1] != [0] or ends != sorted(ends) or ends[-1] > length:
+        raise ValueError(
+            f"cu_seqlens is {given}, expected bounds that go up from 0 to at most {length}, the "
+            "tokens of the sample"
+        )
+    mask = rows.get("loss_mask")
+    if ends[-1] < length and (mask is None or bool(mask[ends[-1] :].any())):
+        raise ValueError(
+            f"cu_seqlens ends at {ends[-1]}, expected {length}, the tokens of the sample, or a "
+            "loss_mask of 0 after it: the others would not be learned"
+        )
+    return itertools.pairwise(ends)
+
+
+def _check_document(sample: Mapping[str, Any], start: int, stop: int) -> None:
+    """Refuse what a sample says of its rows beyond one causal document: documents in it that
+    `reset_position_ids` and `reset_attention_mask` tell apart, for instance."""
+    positions, mask = sample.get("position_ids"), sample.get("attention_mask")
+    if positions is not None:
+        own = torch.as_tensor(positions).flatten()[start:stop]
+        counted = torch.arange(stop - start, device=own.device)
+        if not any(torch.equal(own, counted + first) for first in (0, start)):
+            raise ValueError(
+                f"position_ids of the rows {start} to {stop - 1} are {_short(own)}, expected 0, "
+                f"1, 2, ...: {_DOCUMENTS}"
+            )
+    if mask is not None and not _is_causal(torch.as_tensor(mask), start, stop):
+        raise ValueError(
+            f"attention_mask of the rows {start} to {stop - 1} is not Megatron's causal one, "
+            f"expected that or None: {_DOCUMENTS}"
+        )
+
+
+_DOCUMENTS = (
+    "hcp attends from each row to all rows before it in its sequence. Say where documents start "
+    "with cu_seqlens, or build the dataset without reset_position_ids and reset_attention_mask"
+)
+
+
+def _is_causal(mask: Tensor, start: int, stop: int) -> bool:
+    """Whether a mask, (..., tokens, tokens), hides from each row the later ones and no other."""
+    own = mask.reshape(-1, *mask.shape[-2:])[:, start:stop, start:stop].bool()
+    return torch.equal(own, torch.ones_like(own).triu(1))
+
+
+def _short(values: Tensor) -> str:
+    shown = ", ".join(map(str, values[:8].tolist()))
+    return f"[{shown}, ...]" if len(values) > 8 else f"[{shown}]"
 
 
 def _flat(name: str, value: Tensor) -> Tensor:
