@@ -11,7 +11,6 @@ print(metrics.reduce()["lm loss"].mean)
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import struct
@@ -23,13 +22,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from hcp.cost import CostModel
 from hcp.dispatch import Step, dispatch, gather_lengths
 from hcp.errors import HcpError
 from hcp.expect import expect_names, expect_size, plain
 from hcp.groups import ProcessGroups
-from hcp.objects import all_gather_object, bytes_of
+from hcp.objects import all_gather_object, digest_of
 from hcp.plan import Plan, plan
 
 
@@ -78,7 +78,7 @@ class EvalBatch(_Batch):
 
 class EvalPlan:
     """Which rank evaluates which samples: each exactly once, with the same number of micro-batches
-    on every rank.
+    on every rank. Of one evaluation: the next one has a plan of its own.
 
     Micro-batch k of data-parallel rank r has the samples that start at (k * dp + r) *
     micro_batch_size. Past the last sample there are fillers: samples of the dataset again, with
@@ -135,6 +135,7 @@ class EvalPlan:
         self._unweighted = _Seen()
         """Samples of batches of which samples and no weights were read."""
         self._skipped = 0
+        self._finished = False
 
     def _expect_lengths(self, name: str) -> None:
         if self.lengths is None:
@@ -171,11 +172,12 @@ class EvalPlan:
         goes on, an IndexError too, and is an HcpError on the others.
 
         `check_siblings`: the ranks of a CP group compare a hash of what they loaded (tensors,
-        arrays, bytes, numbers, text, and lists and dictionaries of them), and raise HcpError where
-        it differs; all ranks of dp_cp iterate together.
+        arrays, bytes, numbers, text, and lists, dictionaries and dataclasses of them), and raise
+        HcpError where it differs; all ranks of dp_cp iterate together.
         """
         if self.lengths is not None:
             raise ValueError("the plan was made with lengths, expected none: or use dispatch()")
+        self._check_not_finished()
         load = _loader(dataset, self.num_samples)
         filler: list[Any] = []
         while self._next < self.num_micro_batches:
@@ -214,11 +216,8 @@ class EvalPlan:
             self._unweighted.add(counted)
 
     def _check_siblings(self, samples: Sequence[Any], indices: Sequence[int]) -> None:
-        digest = hashlib.sha256()
-        for sample in samples:
-            _feed(digest, sample)
         groups = self.groups
-        digests = groups.transport.all_gather_bytes(digest.digest(), "hcp.EvalPlan")
+        digests = groups.transport.all_gather_bytes(digest_of(samples), "hcp.EvalPlan")
         for rank, other in enumerate(digests):
             if other.startswith(_REFUSED):
                 raise HcpError(
@@ -260,6 +259,7 @@ class EvalPlan:
         `hcp.dispatch`."""
         if self.lengths is None:
             raise ValueError("the plan was made without lengths, expected them: or use batches()")
+        self._check_not_finished()
         ranks, rank = self.groups.size("dp_cp"), self.groups.rank("dp_cp")
         while self._next * self.global_batch_size < self.num_samples:
             wanted = self._global_batch(self._next)
@@ -286,6 +286,13 @@ class EvalPlan:
     def _global_batch(self, batch: int) -> range:
         first = batch * self.global_batch_size
         return range(first, min(first + self.global_batch_size, self.num_samples))
+
+    def _check_not_finished(self) -> None:
+        if self._finished:
+            raise HcpError(
+                f"the plan has been finished, all {self.num_samples} samples are evaluated, "
+                "expected a plan with some left: make an EvalPlan, and Metrics, for each evaluation"
+            )
 
     # ---- the end, and a pause ----
 
@@ -316,6 +323,7 @@ class EvalPlan:
         expected.add(range(self.num_samples))
         copies = 1 if self.lengths is not None else groups.size("cp")
         if totals.to_bytes() == expected.times(copies).to_bytes():
+            self._finished = True
             return self.num_samples
         counts = ", ".join(f"rank {r} {record.count}" for r, record in enumerate(seen))
         skipped = (
@@ -349,7 +357,7 @@ class EvalPlan:
             raise ValueError(
                 f"the state is of an evaluation of {state['made_for']}, expected {self._made_for()}"
             )
-        self._next = state["next"]
+        self._next, self._finished = state["next"], False
         self._seen, self._unweighted = _Seen.pair_from_bytes(bytes.fromhex(state["seen"]))
 
     def _made_for(self) -> dict[str, int]:
@@ -433,7 +441,7 @@ class _Ended(Exception):
 
 def _loader(dataset: Any, count: int) -> _Load:
     """dataset[i]; raises _Ended past the end, and what the dataset raises itself."""
-    if not hasattr(dataset, "__getitem__"):
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         return _stream_loader(dataset)
 
     def load(index: int) -> Any:
@@ -504,26 +512,6 @@ def _checksum(lengths: Sequence[int]) -> int:
     return zlib.crc32(struct.pack(f"<{len(lengths)}q", *lengths))
 
 
-def _feed(digest: Any, value: Any) -> None:
-    if isinstance(value, Tensor):
-        digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        digest.update(bytes_of(value))
-    elif isinstance(value, Mapping):
-        for key in sorted(value, key=str):
-            digest.update(str(key).encode())
-            _feed(digest, value[key])
-    elif isinstance(value, (list, tuple)):
-        digest.update(str(len(value)).encode())
-        for item in value:
-            _feed(digest, item)
-    elif isinstance(value, bytes):
-        digest.update(value)
-    elif hasattr(value, "tobytes"):
-        digest.update(value.tobytes())
-    else:
-        digest.update(repr(value).encode())
-
-
 # ---- metrics -------------------------------------------------------------------------------------
 
 
@@ -542,6 +530,7 @@ class Metric:
 
 class Metrics:
     """Sums and counts of named metrics in float64, reduced once, so that the layout does not show.
+    Of one evaluation: what is added later is added to it.
 
     Every token counts once: each rank adds the tokens that it computed, ranks of one CP group each
     their own part. Several validation sets are several names. Every rank adds the same names, with
