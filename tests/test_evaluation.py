@@ -1,7 +1,9 @@
 """evaluate: each sample exactly once whatever divides what; one number whatever the layout."""
 
+import copy
 import math
 from collections import Counter, deque
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -9,10 +11,12 @@ import torch.distributed as dist
 from hypothesis import example, given
 from hypothesis import strategies as st
 from ranks import run_ranks
+from torch.utils.data import IterableDataset
 
 import hcp
 from hcp.evaluation import EvalPlan, Metrics
-from hcp.integrations.loader import EvalDataLoader
+from hcp.integrations.loader import DynamicCPDataLoader, EvalDataLoader
+from hcp.objects import digest_of
 
 
 class Loop:
@@ -160,6 +164,54 @@ def test_a_batch_is_a_tuple_that_notes_what_was_read():
     samples, weights, indices = other
     assert (samples, weights.item(), indices) == (["b"], 1, (3,))
     assert other.read == {"samples", "weights", "indices"}
+
+
+def evaluate_again(rank, size):
+    groups = hcp.build_process_groups()
+    data = [{"tokens": torch.ones(2)}]
+    by_batches = EvalPlan(1, groups)
+    by_dispatch = EvalPlan([2], groups, max_tokens_per_rank=2)
+    for plan, steps in ((by_batches, by_batches.batches), (by_dispatch, by_dispatch.dispatch)):
+        for step in steps(data):
+            list(step)
+        assert plan.finish() == plan.finish() == 1
+        with pytest.raises(hcp.HcpError, match="the plan has been finished, all 1 samples are"):
+            next(steps(data))
+
+
+def test_a_plan_is_of_one_evaluation():
+    run_ranks(1, evaluate_again)
+
+
+class Shards(IterableDataset):
+    def __iter__(self):
+        return iter("abc")
+
+
+def test_an_iterable_dataset_of_torch_is_a_stream():
+    plan = EvalPlan(3, Loop(1, 1).rank(0))
+    batches = plan.batches(Shards(), check_siblings=False)
+    assert [samples for samples, _, _ in batches] == [["a"], ["b"], ["c"]]
+
+
+@dataclass
+class Item:
+    tokens: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("value", "other"),
+    [
+        ([12, 3], [1, 23]),
+        ([[1], 2], [[1, 2]]),
+        (["1"], [1]),
+        ({"a": 1, "b": 2}, {"a": 2, "b": 1}),
+        (torch.zeros(2, 3), torch.zeros(3, 2)),
+        (Item(torch.arange(2000)), Item(torch.arange(2000) + (torch.arange(2000) == 999))),
+    ],
+)
+def test_other_samples_have_another_hash(value, other):
+    assert digest_of(value) == digest_of(copy.deepcopy(value)) != digest_of(other)
 
 
 # ---- on ranks ------------------------------------------------------------------------------------
@@ -373,6 +425,53 @@ def plan_as_training_does(rank, size):
 
 def test_a_config_plans_evaluation_as_it_plans_training():
     assert run_ranks(4, plan_as_training_does) == [(2, 2)] * 4
+
+
+class Noise:
+    """A dataset that gives another document each time."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return {"input_ids": torch.randint(9, (5,))}
+
+
+def load_other_data(rank, size):
+    """What is said where ranks have other datasets, seeds or places in them."""
+    groups, config = hcp.build_process_groups(), hcp.Config(64)
+    documents = [{"input_ids": [i, i]} for i in range(8)]
+    sharded, uneven = documents[rank::size], documents[: 8 - rank]
+
+    def training(dataset, seed=0):
+        return DynamicCPDataLoader(dataset, config, groups, global_batch_size=4, seed=seed)
+
+    def evaluation(dataset):
+        return EvalDataLoader(dataset, config, groups, global_batch_size=4)
+
+    moved = training(documents)
+    moved.load_state_dict({**moved.state_dict(), "next": rank})
+    said = []
+    for loader in (
+        *(training(sharded), training(uneven), training(documents, seed=rank), moved),
+        *(evaluation(sharded), evaluation(uneven)),
+    ):
+        with pytest.raises(hcp.HcpError) as caught:
+            next(iter(loader))
+        said.append(str(caught.value))
+    torch.manual_seed(rank)
+    assert len(list(training(Noise()))) == 1
+    with pytest.raises((hcp.HcpError, ValueError), match="input_ids is empty"):
+        list(training([{"input_ids": []}, *documents[:3]]))
+    return said
+
+
+def test_loaders_refuse_shards_and_seeds_that_differ_from_rank_to_rank():
+    for rank, said in enumerate(run_ranks(2, load_other_data)):
+        expected = ("the dataset's first sample", "samples", "seed", "next")
+        for text, name in zip(said, (*expected, *expected[:2]), strict=True):
+            assert text.startswith(f"rank {rank}: {name} is another on rank 1")
+            assert "each is given the whole dataset and the same seed" in text
 
 
 # ---- metrics -------------------------------------------------------------------------------------

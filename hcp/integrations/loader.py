@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from hcp.config import NO_WINDOW, Config
 from hcp.cost import CostModel
 from hcp.dispatch import Step, dispatch, gather_lengths
+from hcp.errors import HcpError
 from hcp.evaluation import EvalPlan
 from hcp.expect import expect_names, expect_size
 from hcp.groups import ProcessGroups, build_process_groups
+from hcp.objects import digest_of
 from hcp.rebind import eval_cp_context
 from hcp.slots import Exclude
 
@@ -328,9 +332,16 @@ class DynamicCPDataLoader:
         self._next, self._start = self._start, 0
         shares = list(self.batch_sampler)[self._next :]
         loader = DataLoader(
-            self.dataset, batch_sampler=shares, collate_fn=list, num_workers=self.load_workers
+            self.dataset,
+            batch_sampler=[_FIRST_TWICE, *shares],
+            collate_fn=list,
+            num_workers=self.load_workers,
         )
-        items = iter(loader)
+        items, to_sample = iter(loader), self.collate_fn.to_sample
+        made_for = {**self.state_dict(), "shuffle": self.batch_sampler.shuffle}
+        _check_same_data(
+            self.collate_fn.groups, made_for, lambda: [to_sample(item) for item in next(items)]
+        )
         for _ in shares:
             step = self.collate_fn(_next_of(items))
             self._next += 1
@@ -364,6 +375,37 @@ class DynamicCPDataLoader:
 def _next_of(items: Iterator[list[Any]]) -> Iterator[Any]:
     """The next share, loaded when it is asked for."""
     yield from next(items)
+
+
+_FIRST_TWICE = [0, 0]
+"""The sample of a dataset that all ranks compare, and once more, to know whether it is random."""
+
+
+def _check_same_data(
+    groups: ProcessGroups,
+    made_for: Mapping[str, int],
+    first_twice: Callable[[], Sequence[Mapping[str, Tensor]]],
+) -> None:
+    """Raise HcpError on all ranks unless they share out the same batches of the same dataset: a
+    rank that has another seed, or a shard, would leave samples out and repeat others."""
+    try:
+        once, again = map(digest_of, first_twice())
+        first = once.hex() if once == again else ""
+    except Exception:  # where the sample is wanted, all ranks learn of it
+        first = ""
+    own = {"the dataset's first sample": first, **made_for}
+    gathered = groups.transport.all_gather_bytes(json.dumps(own).encode(), "hcp: same data")
+    by_rank = [json.loads(payload) for payload in gathered]
+    for name in reversed(own):
+        values = [(rank, facts[name]) for rank, facts in enumerate(by_rank) if facts[name] != ""]
+        for rank, value in values:
+            if value != values[0][1]:
+                shown = [f" ({each})" if name in made_for else "" for each in (value, values[0][1])]
+                raise HcpError(
+                    f"rank {dist.get_rank()}: {name} is another on rank {rank}{shown[0]} of dp_cp "
+                    f"than on rank {values[0][0]}{shown[1]}, expected the same on every rank: each "
+                    "is given the whole dataset and the same seed, and hcp gives it its share"
+                )
 
 
 def _check_dataset(dataset: Any) -> None:
@@ -440,6 +482,11 @@ class EvalDataLoader:
         """Of all samples: each rank reads its share, once more than to evaluate it."""
         rank, ranks = self.groups.rank("dp_cp"), self.groups.size("dp_cp")
         count = len(self.dataset)
+        _check_same_data(
+            self.groups,
+            {"samples": count, "batch_size": self.global_batch_size},
+            lambda: [self.to_sample(self.dataset[i]) for i in _FIRST_TWICE],
+        )
         own = (self.to_sample(self.dataset[i]) for i in range(rank, count, ranks))
         widthless = ({"rows": next(iter(s.values())).new_empty(_tokens(s), 0)} for s in own)
         by_rank, sources, _ = gather_lengths(widthless, self.groups)
