@@ -38,7 +38,7 @@ _NUMBER_FACTOR, _LAYER_FACTOR = 0x1E3779B1, 0x05EBCA6B
 class Kind:
     """What calls of one kind have in common on all ranks. Made once, for all such calls."""
 
-    __slots__ = ("base", "digest", "fields")
+    __slots__ = ("base", "callers", "digest", "fields")
 
     def __init__(self, operation: str, origin: Origin | None = None, **options: Any) -> None:
         """``options``: what JSON can say; None is left out."""
@@ -52,6 +52,9 @@ class Kind:
         digest = blake2b(text.encode(), digest_size=8).digest()
         self.digest = int.from_bytes(digest, "little")
         self.base = self.digest & _TAG_MASK
+        self.callers: tuple[int, ...] = ()
+        """Ranks that make these calls and compare them, where more than those that exchange rows:
+        in a ring, a rank waits for neighbours, which may wait for one that is in another call."""
 
 
 class Stamp:

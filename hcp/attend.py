@@ -97,6 +97,7 @@ def _make_run(
         comm_type=schedule.comm_type,
         neighbours=schedule.inner,
     )
+    kind.callers = schedule.callers
     # Signals between GPUs carry the stamp themselves.
     signalled = shares(transport) and schedule.trade is None
     if number and not signalled:

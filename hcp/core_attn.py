@@ -97,8 +97,10 @@ def core_attn(
     qkv_format = "sbhd" if query.dim() == 4 else "thd"
     batch = query.shape[1] if query.dim() == 4 else 0
     if attn_mod is None or isinstance(attn_mod, CoreAttention):
-        query, key, value = (formats.to_rows(cp, x, qkv_format) for x in (query, key, value))
-        out = _own(cp, attn_mod, query, key, value, given, qkv_format, comm_type)
+        with cp._checking("core_attn"):
+            rows = [formats.to_rows(cp, x, qkv_format) for x in (query, key, value)]
+            options = _own(attn_mod, given, qkv_format, comm_type)
+        out: Tensor = cp.attention(*rows, **options)
         return formats.from_rows(out, batch, qkv_format).flatten(-2)
     if not hasattr(attn_mod, "set_context_parallel_group"):
         return _whole(cp, attn_mod, query, key, value, given, qkv_format, packed_class)
@@ -115,15 +117,12 @@ def core_attn(
 
 
 def _own(
-    cp: ContextParallelHandler,
     attn_mod: CoreAttention | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
     given: dict[str, Any],
     qkv_format: str,
     comm_type: str | None,
-) -> Tensor:
+) -> dict[str, Any]:
+    """The options of its attention."""
     options = attn_mod or CoreAttention()
     if given["attention_bias"] is not None:
         raise ValueError("attention_bias is given, expected None: hcp's attention adds none")
@@ -136,18 +135,15 @@ def _own(
         raise ValueError(
             f"comm_type is {comm_type!r}, expected {options.comm_type!r}, that of attn_mod, or None"
         )
-    return cp.attention(
-        query,
-        key,
-        value,
-        causal=_is_causal(given["attn_mask_type"], options.causal, qkv_format),
-        window_size=options.window_size,
-        softmax_scale=options.softmax_scale,
-        sinks=options.sinks,
-        softcap=options.softcap,
-        comm_type=options.comm_type or comm_type,
-        layer=getattr(attn_mod, "layer_number", None),
-    )
+    return {
+        "causal": _is_causal(given["attn_mask_type"], options.causal, qkv_format),
+        "window_size": options.window_size,
+        "softmax_scale": options.softmax_scale,
+        "sinks": options.sinks,
+        "softcap": options.softcap,
+        "comm_type": options.comm_type or comm_type,
+        "layer": getattr(attn_mod, "layer_number", None),
+    }
 
 
 _CAUSAL = {"causal": True, "padding_causal": True, "no_mask": False, "padding": False}
@@ -180,7 +176,8 @@ def _lent(
     """The plan's group on a module for one call, as Transformer Engine's are told of theirs; what
     it held before comes back, whatever happens."""
     if cp.degree > 1:
-        _check_lent(cp, cp_group)
+        with cp._checking("core_attn"):
+            _check_lent(cp, cp_group)
         to_lend: tuple[Any, ...] = (cp_group, cp.global_ranks, _stream(cp, attn_mod), comm_type)
     else:
         to_lend = (None, None, None, comm_type)
@@ -234,15 +231,16 @@ def _whole(
     qkv_format: str,
     packed_class: Any,
 ) -> Tensor:
-    check_heads(query, key, value)
-    batch = query.shape[1] if qkv_format == "sbhd" else 1
-    query, key, value = (formats.to_rows(cp, x, qkv_format) for x in (query, key, value))
-    heads = query.shape[1]
-    if heads < cp.degree:
-        raise ValueError(
-            f"query has {heads} heads, expected at least {cp.degree}, one for each rank: attn_mod "
-            "sees whole sequences of some heads; hcp.CoreAttention takes any number"
-        )
+    with cp._checking("core_attn"):
+        check_heads(query, key, value)
+        batch = query.shape[1] if qkv_format == "sbhd" else 1
+        query, key, value = (formats.to_rows(cp, x, qkv_format) for x in (query, key, value))
+        heads = query.shape[1]
+        if heads < cp.degree:
+            raise ValueError(
+                f"query has {heads} heads, expected at least {cp.degree}, one for each rank: "
+                "attn_mod sees whole sequences of some heads; hcp.CoreAttention takes any number"
+            )
     whole = _share(cp, query, key, value)
     if cp.degree == 0:  # a row of zeros, so that the module's parameters take part
         whole = [torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 1)) for x in whole]

@@ -332,9 +332,13 @@ def cross_attention(
         "cross_attention",
         queries,
         keys_of=[f"{keys.plan:016x}", keys.step, keys.micro_batch],
+        query=rows_like(query),
         key=rows_like(key),
         value=rows_like(value),
         window_size=reads.window,
+        softmax_scale=scale,
+        softcap=choice.softcap,
+        sinks=sinks is not None,
     )
     stamp = Stamp(kind, number)
     agree_once(transport, reads, stamp)

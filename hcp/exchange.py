@@ -190,7 +190,6 @@ class TorchTransport:
         self.steps: Iterator[int] = itertools.count(1)
         self.stamps = Stamps(self.rank)
         self.board = Board(group, self.rank)
-        self._refusals: list[tuple[Tensor, list[dist.Work]]] = []
 
     def start(
         self,
@@ -202,7 +201,7 @@ class TorchTransport:
         stamp: Stamp,
     ) -> Pending:
         copy_to_self(self.rank, sent, sends, received, receives)
-        with _named(self.rank, peers_of(self.rank, (*sends, *receives))):
+        with _named(self, peers_of(self.rank, (*sends, *receives))):
             headers = self._headers(stamp, sends, receives)
             rows = [
                 self._operation(dist.irecv, received[row : row + rows], peer, stamp.tag)
@@ -221,21 +220,29 @@ class TorchTransport:
         if self.device.type == "cuda":
             to, back = self.stamps.meet(stamp, sends, receives)
             return _DeviceHeaders(self, stamp, to, back) if to or back else None
-        peers = self.stamps.meet_both_ways(stamp, (*sends, *receives))
+        moves = *sends, *receives, *self._callers(stamp)
+        peers = self.stamps.meet_both_ways(stamp, moves)
         return _Headers(self, stamp, peers) if peers else None
+
+    def _callers(self, stamp: Stamp) -> list[Move]:
+        """Of a call of which this rank is one, as peers to compare it with, whatever they send."""
+        callers = stamp.kind.callers if self.device.type == "cpu" else ()
+        return [_to(peer) for peer in callers] if self.rank in callers else []
 
     def _operation(self, call: Any, rows: Tensor, peer: int, tag: int) -> dist.P2POp:
         return dist.P2POp(call, rows, group=self.group, tag=tag, group_peer=peer)
 
     def agree(self, stamp: Stamp, peers: Sequence[int]) -> None:
-        peers = self.meet_to_agree(stamp, peers)
+        moves = [*map(_to, peers), *self._callers(stamp)]
+        peers = self.meet_to_agree(stamp, peers_of(self.rank, moves))
         if peers:
-            with _named(self.rank, peers):
-                _Headers(self, stamp, peers).wait()
+            headers = _Headers(self, stamp, peers)
+            with _named(self, peers, headers.messages):
+                headers.wait()
 
     def meet_to_agree(self, stamp: Stamp, peers: Sequence[int]) -> list[int]:
         """The peers whose stamps are to be compared; the rows that follow need none."""
-        moves = [Move(peer, 0, 0) for peer in peers]
+        moves = [_to(peer) for peer in peers]
         self.stamps.meet(stamp, moves, moves)
         return self.stamps.meet_both_ways(stamp, moves)
 
@@ -257,7 +264,12 @@ class TorchTransport:
         header = header_of_refusal(refusal)
         sends = [self._operation(dist.isend, header, peer, _HEADER_TAG) for peer in peers]
         with suppress(RuntimeError):  # of ranks that have ended
-            self._refusals.append((header, _start(sends)))
+            self.leave((header, _start(sends)))
+
+    def leave(self, messages: object) -> None:
+        """Keep what a failed call has under way: a message that is dropped before its peer asks for
+        it never arrives, and the peer would wait instead of reading why."""
+        _left.setdefault(self.group, []).append(messages)
 
     def all_gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
         given = label(what, payload)
@@ -272,7 +284,7 @@ class TorchTransport:
         data = bytearray((head + payload)[:block].ljust(block, b"\0"))
         own = torch.frombuffer(data, dtype=torch.uint8).to(self.device)
         parts = [torch.empty_like(own) for _ in range(self.size)]
-        with _named(self.rank, [r for r in range(self.size) if r != self.rank]):
+        with _named(self, [r for r in range(self.size) if r != self.rank]):
             dist.all_gather(parts, own, group=self.group)
         blocks = [bytes(part.cpu().tolist()) for part in parts]
         return [(int.from_bytes(b[: self._HEAD], "little"), b[self._HEAD :]) for b in blocks]
@@ -280,6 +292,14 @@ class TorchTransport:
 
 _CPU = torch.device("cpu")
 _HEADER_TAG = 1
+
+_left: weakref.WeakKeyDictionary[dist.ProcessGroup, list[object]] = weakref.WeakKeyDictionary()
+"""By group, since a rank may drop its transport before it ends."""
+
+
+def _to(peer: int) -> Move:
+    """No rows."""
+    return Move(peer, 0, 0)
 
 
 def _start(operations: list[dist.P2POp]) -> list[dist.Work]:
@@ -333,14 +353,14 @@ class Board:
 
 
 class Stamps:
-    """The stamp that each peer was last sent, and last came with: a call's first rows to a peer
-    carry it, and its later ones need not."""
+    """The stamp that each peer was last sent, and last came with: a pass's first rows to a peer
+    carry it, and its later ones, of the same stamp, need not."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._sent: dict[int, int] = {}
         self._received: dict[int, int] = {}
-        self._met: dict[int, int] = {}
+        self._met: dict[int, Stamp] = {}
         self.refused: set[tuple[Any, ...]] = set()
         """Calls that this rank has refused itself."""
 
@@ -354,7 +374,13 @@ class Stamps:
 
     def meet_both_ways(self, stamp: Stamp, moves: Sequence[Move]) -> list[int]:
         """The peers that send and receive it, whoever has rows for whom: all who differ hear it."""
-        return self._new(self._met, stamp.tag, moves)
+        # By object, which each pass has anew: a backward that one rank runs twice differs too.
+        new = []
+        for peer, _, _ in moves:
+            if self._met.get(peer) is not stamp and peer != self._rank:
+                self._met[peer] = stamp
+                new.append(peer)
+        return new
 
     def _new(self, last: dict[int, int], tag: int, moves: Sequence[Move]) -> list[int]:
         new = []
@@ -369,7 +395,7 @@ class _Headers:
     """Stamps in words, ahead of rows; read on the host."""
 
     def __init__(self, transport: TorchTransport, stamp: Stamp, peers: Sequence[int]) -> None:
-        self._transport, self._stamp, self._peers = transport, stamp, peers
+        self._transport, self._stamp, self.peers = transport, stamp, peers
         self._own = header_of(stamp).to(transport.device)
         self._received = [torch.empty_like(self._own) for _ in peers]
         self._works = _start(
@@ -377,8 +403,12 @@ class _Headers:
             + [transport._operation(dist.isend, self._own, peer, _HEADER_TAG) for peer in peers]
         )
 
+    @property
+    def messages(self) -> object:
+        return self._own, self._received, self._works
+
     def _from_peers(self) -> Iterator[tuple[int, Tensor]]:
-        return zip(self._peers, self._received, strict=True)
+        return zip(self.peers, self._received, strict=True)
 
     def _receive(self, peer: int, header: Tensor) -> dist.P2POp:
         return self._transport._operation(dist.irecv, header, peer, _HEADER_TAG)
@@ -392,7 +422,7 @@ class _Headers:
                 # A call that this rank has refused too: the next header is that of this one.
                 for again in _start([self._receive(peer, header)]):
                     again.wait()
-        for work in self._works[len(self._peers) :]:
+        for work in self._works[len(self.peers) :]:
             work.wait()
 
 
@@ -410,6 +440,10 @@ class _DeviceHeaders:
             [operation(dist.irecv, self._received[i : i + 1], p, 0) for i, p in enumerate(back)]
             + [operation(dist.isend, self._own, peer, 0) for peer in to]
         )
+
+    @property
+    def messages(self) -> object:
+        return self._own, self._received, self._works
 
     def wait(self) -> None:
         for work in self._works:
@@ -431,28 +465,38 @@ class _TorchPending:
         self._buffers = buffers  # alive until the exchange is over
 
     def wait(self) -> None:
-        rank = self._transport.rank
-        with _named(rank, peers_of(rank, itertools.chain(*self._moves))):
+        messages = self._headers and self._headers.messages, self._works, self._buffers
+        with _named(self._transport, self._peers(), messages):
             if self._headers is not None:
                 self._headers.wait()
             for work in self._works:
                 work.wait()
 
+    def _peers(self) -> list[int]:
+        compared = self._headers.peers if isinstance(self._headers, _Headers) else []
+        moves = itertools.chain(*self._moves, map(_to, compared))
+        return peers_of(self._transport.rank, moves)
+
 
 class _named:
-    """Gives a failure of torch.distributed the ranks that it happened between."""
+    """Gives a failure of torch.distributed the ranks that it happened between, and keeps what is
+    under way after any failure."""
 
-    def __init__(self, rank: int, peers: Sequence[int]) -> None:
-        self._rank, self._peers = rank, peers
+    def __init__(
+        self, transport: TorchTransport, peers: Sequence[int], messages: object = None
+    ) -> None:
+        self._transport, self._peers, self._messages = transport, peers, messages
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and self._messages is not None:
+            self._transport.leave(self._messages)
         if isinstance(error, RuntimeError) and not isinstance(error, HcpError):
             raise HcpError(
-                f"rank {self._rank}: the exchange with ranks {list(self._peers)} failed; one of "
-                f"them has ended or is late, and its own message says why: {error}"
+                f"rank {self._transport.rank}: the exchange with ranks {list(self._peers)} failed; "
+                f"one of them has ended or is late, and its own message says why: {error}"
             ) from error
 
 

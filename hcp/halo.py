@@ -61,12 +61,13 @@ class _Exchange(torch.autograd.Function):
         rows: int,
         stamp: Stamp,
     ) -> Tensor:
-        ctx.given = transport, receives, sends, len(sent), stamp.in_pass(BACKWARD)
+        ctx.given, ctx.stamp = (transport, receives, sends, len(sent)), stamp
         received = sent.new_empty(rows, sent.shape[1])
         transport.start(sent, sends, received, receives, stamp=stamp).wait()
         return received
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        back = _Exchange.apply(grad.contiguous(), *ctx.given)  # type: ignore[no-untyped-call]
+        stamp = ctx.stamp.in_pass(BACKWARD)
+        back = _Exchange.apply(grad.contiguous(), *ctx.given, stamp)  # type: ignore[no-untyped-call]
         return back, None, None, None, None, None

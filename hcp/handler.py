@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
@@ -175,6 +176,13 @@ class ContextParallelHandler(OfThisProcess):
         return list(self._transport.global_ranks[first : first + self.degree])
 
     @cached_property
+    def _callers(self) -> list[int]:
+        """The ranks of the group that have rows; of up to two, none, who meet in any exchange."""
+        first = self.layout.first_rank
+        group = range(first, first + self.degree) if self.degree > 2 else range(0)
+        return [r for r in group if Layout(self.plan, self.micro_batch, r).rows]
+
+    @cached_property
     def rows_in_whole(self) -> Tensor:
         """int64 (T,): each row's place in what ``sequence_to_head`` gives: the whole sequences, end
         to end, then each rank's padding."""
@@ -208,6 +216,7 @@ class ContextParallelHandler(OfThisProcess):
             window_size=(left, right),
             transport_key=self._transport.key,
             step=self._origin.step,
+            callers=self._callers,
         )
         schedule = schedule_of(words)
         schedule.numbers = self._group_numbers
@@ -236,6 +245,15 @@ class ContextParallelHandler(OfThisProcess):
             call = *self._origin, everywhere, number
             reason = f"{operation}: {type(error).__name__}: {error}"
             self._transport.refuse(Refusal(call, reason), peers)
+
+    @contextmanager
+    def _checking(self, operation: str) -> Iterator[None]:
+        """Around what may refuse a call before the call that would take its number."""
+        try:
+            yield
+        except Exception as error:
+            self._refuse(operation, next(self._group_numbers), error)
+            raise
 
     def _kind(self, operation: str, x: Tensor, dtype: torch.dtype, **options: int) -> Kind:
         """Of calls with rows like those of x. Made once."""
@@ -741,8 +759,7 @@ class ContextParallelHandler(OfThisProcess):
             if not x.is_floating_point() and x.dtype != torch.int64:
                 raise ValueError(f"x is {x.dtype}, expected floats or int64: x.to(torch.int64)")
             refuse_transforms("sum_over_group", x)
-            stamp = Stamp(self._kind("sum_over_group", x.unsqueeze(0), x.dtype), number)
-            return sums.sum_over(self._transport, self._everyone, x, stamp)
+            return self._sum("sum_over_group", x, number)
 
         return self._call("sum_over_group", summed)
 
@@ -750,13 +767,21 @@ class ContextParallelHandler(OfThisProcess):
         """Sums of rows over each whole sequence, on every rank of its group: (T, ...), floats, to
         (sequences, ...), in the order of ``layout.sequences``; with gradients, as above. Padding
         counts for nothing."""
-        if x.dim() == 0 or x.shape[0] != self.rows:
-            raise ValueError(f"x has shape {tuple(x.shape)}, expected {self.rows} rows")
-        if not x.is_floating_point():
-            raise ValueError(f"x is {x.dtype}, expected floats: counts as float64 stay exact")
-        refuse_transforms("sum_by_sequence", x)
-        own = x[: self.rows - self.layout.padding]
-        return self.sum_over_group(sums.by_sequence(own, self.cu_seqlens))
+
+        def summed(number: int) -> Tensor:
+            if x.dim() == 0 or x.shape[0] != self.rows:
+                raise ValueError(f"x has shape {tuple(x.shape)}, expected {self.rows} rows")
+            if not x.is_floating_point():
+                raise ValueError(f"x is {x.dtype}, expected floats: counts as float64 stay exact")
+            refuse_transforms("sum_by_sequence", x)
+            own = x[: self.rows - self.layout.padding]
+            return self._sum("sum_by_sequence", sums.by_sequence(own, self.cu_seqlens), number)
+
+        return self._call("sum_by_sequence", summed)
+
+    def _sum(self, operation: str, x: Tensor, number: int) -> Tensor:
+        stamp = Stamp(self._kind(operation, x.unsqueeze(0), x.dtype), number)
+        return sums.sum_over(self._transport, self._everyone, x, stamp)
 
     # ---- whole sequences ----
 

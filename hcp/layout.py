@@ -264,7 +264,7 @@ class Schedule(_Table):
         """The entries as calls of each kernel that has computed them: see ``hcp.calls``."""
         self.agreed: set[int] = set()
         """See ``agreement.Moves``."""
-        self.origin = _origin_of(words)
+        self.origin, self.callers = _tail_of(words)
         self.numbers: Iterator[int] = itertools.count(1)
         """Numbers of its calls: of all calls of a handler, which gives it its own."""
         self.runs: dict[tuple[object, ...], object] = {}
@@ -392,14 +392,17 @@ def schedule_words(
     window_size: tuple[int, int],
     transport_key: int,
     step: int = 0,
+    callers: Sequence[int] = (),
 ) -> Tensor:
     """The schedule as one tensor, int64 (words,), which names itself (word 0, a serial number), the
-    transport it runs on (word 1) and its origin (the last words). ``inner``: how many neighbours
-    trade rows for heads, a divisor of the degree, for "a2a+p2p". ``window_size``: FlashAttention's;
-    (-1, 0) is causal. ``step``: see ``Origin``."""
+    transport it runs on (word 1), its callers and its origin (the last words). ``inner``: how many
+    neighbours trade rows for heads, a divisor of the degree, for "a2a+p2p". ``window_size``:
+    FlashAttention's; (-1, 0) is causal. ``step``: see ``Origin``. ``callers``: the ranks that make
+    its calls, where they are to compare them beyond those that exchange rows."""
     table = plan.core.schedule(micro_batch, rank, comm_type, inner, *window_size, STAGE_ROWS)
     origin = struct.unpack("<3q", struct.pack("<Q2q", plan.checksum, step, micro_batch))
-    words = torch.cat([_tensor(table, torch.int64), torch.tensor(origin, device="cpu")])
+    tail = torch.tensor([*callers, len(callers), *origin], dtype=torch.int64, device="cpu")
+    words = torch.cat([_tensor(table, torch.int64), tail])
     words[0] = next(_serials)
     words[1] = transport_key
     return rows_may_vary(words)
@@ -424,10 +427,15 @@ def kernel_of(words: Tensor) -> tuple[int, float]:
     return (named - 1, float(words[-1:].view(torch.float64))) if named else (0, 0.0)
 
 
-def _origin_of(words: Tensor) -> Origin:
+def _tail_of(words: Tensor) -> tuple[Origin, tuple[int, ...]]:
+    """Origin and callers."""
     end = len(words) - (int(words[1]) >> _TRANSPORT_BITS > 0)
-    checksum, step, micro_batch = words[end - len(Origin._fields) : end].tolist()
-    return Origin(checksum % 2**64, step, micro_batch)
+    first = end - len(Origin._fields) - 1
+    count, checksum, step, micro_batch = words[first:end].tolist()
+    if not 0 <= count <= first:
+        raise ValueError(f"words names {count} callers in {len(words)} items, expected a schedule")
+    callers = tuple(words[first - count : first].tolist())
+    return Origin(checksum % 2**64, step, micro_batch), callers
 
 
 _schedules: weakref.WeakValueDictionary[int, Schedule] = weakref.WeakValueDictionary()

@@ -52,7 +52,7 @@ class _Sum(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, transport: Transport, everyone: Everyone, stamp: Stamp
     ) -> Tensor:
-        ctx.transport, ctx.everyone, ctx.stamp = transport, everyone, stamp.in_pass(BACKWARD)
+        ctx.given, ctx.stamp = (transport, everyone), stamp
         wide = x.to(torch.promote_types(x.dtype, torch.float32)) if x.is_floating_point() else x
         sent = wide.reshape(1, -1).contiguous()
         parts = sent.repeat(len(everyone.ranks), 1)
@@ -61,5 +61,6 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        summed = _Sum.apply(grad, ctx.transport, ctx.everyone, ctx.stamp)  # type: ignore[no-untyped-call]
+        stamp = ctx.stamp.in_pass(BACKWARD)
+        summed = _Sum.apply(grad, *ctx.given, stamp)  # type: ignore[no-untyped-call]
         return summed, None, None, None

@@ -200,6 +200,43 @@ def threads_in_another_order(rank: int, size: int) -> None:
         raise failures[0]
 
 
+def one_rank_runs_a_backward_twice(rank: int, size: int) -> None:
+    (micro,) = step_of(size)
+    out = attend(micro)
+    for _ in range(2 - rank):
+        out.sum().backward(retain_graph=True)
+    attend(micro)
+
+
+def cross_attends(**options: Any) -> Callable[[int, int], None]:
+    def attend_across(rank: int, size: int) -> None:
+        (micro,) = step_of(size)
+        cp, _ = micro
+        query, key, value = rows(micro)
+        cp.cross_attention(query, key, value, cp, **({} if rank else options))
+
+    return attend_across
+
+
+def cross_attends_with_another_scale(rank: int, size: int) -> None:
+    cross_attends(softmax_scale=0.5)(rank, size)
+
+
+def cross_attends_with_another_cap(rank: int, size: int) -> None:
+    cross_attends(softcap=5.0)(rank, size)
+
+
+def cross_attends_with_sinks(rank: int, size: int) -> None:
+    cross_attends(sinks=torch.ones(HEADS))(rank, size)
+
+
+def cross_attends_with_fewer_heads(rank: int, size: int) -> None:
+    (micro,) = step_of(size)
+    cp, _ = micro
+    query, key, value = rows(micro)
+    cp.cross_attention(query[:, : GROUPS * (1 + rank)], key, value, cp)
+
+
 # By the name of what ranks do: words that the error of a rank has.
 WORDS: dict[Callable[..., None], str] = {
     micro_batches_in_another_order: r"micro-batch is [01] here, [01] on rank \d",
@@ -216,6 +253,11 @@ WORDS: dict[Callable[..., None], str] = {
     heads_in_another_order: r"in sequence_to_head, micro-batch is [01] here",
     halos_in_another_order: r"in halo, micro-batch is [01] here",
     threads_in_another_order: r"micro-batch is [01] here, [01] on rank \d",
+    one_rank_runs_a_backward_twice: r"pass is (forward|backward) here, (forward|backward) on rank",
+    cross_attends_with_another_scale: r"softmax_scale is 0\.5 here, 0\.35",
+    cross_attends_with_another_cap: r"softcap is 5\.0 here, 0\.0 on rank 1",
+    cross_attends_with_sinks: r"sinks is True here, False on rank 1",
+    cross_attends_with_fewer_heads: r"query is float64 \(2, 8\) here, float64 \(4, 8\)",
 }
 
 
@@ -254,6 +296,48 @@ def test_options_that_differ_are_named(option: str, before: int) -> None:
     results = try_ranks(2, call_with, one, other, before, group_timeout=20)
     assert [result.kind for result in results] == ["HcpError"] * 2
     assert re.search(words, results[0].message), results[0].message
+
+
+# ---- ranks that are no neighbours in the ring ----
+
+
+def refuses_alone(micro: Micro, rank: int) -> None:
+    cp, _ = micro
+    query, key, value = rows(micro)
+    cp.attention(query, key, value if rank else value.float())
+
+
+def differs_alone(micro: Micro, rank: int) -> None:
+    cp, _ = micro
+    cp.attention(*rows(micro), softmax_scale=0.5 if rank else 0.3)
+
+
+def runs_backwards_in_another_order(micro: Micro, rank: int) -> None:
+    outs = [attend(micro, layer) for layer in (0, 1)]
+    for out in outs if rank else outs[::-1]:
+        out.sum().backward()
+
+
+def says_what_it_hears(rank: int, size: int) -> list[str]:
+    """On ranks that live on, so that no closed connection tells the others."""
+    heard = []
+    for act in (refuses_alone, differs_alone, runs_backwards_in_another_order):
+        (micro,) = step_of(size)  # after a failure, new groups
+        try:
+            act(micro, rank)
+        except (hcp.HcpError, ValueError) as error:
+            heard.append(str(error))
+    return heard
+
+
+def test_ranks_beyond_the_neighbours_in_a_ring_hear_it_from_the_rank_itself() -> None:
+    for rank, heard in enumerate(run_ranks(4, says_what_it_hears, group_timeout=30)):
+        words = "rank 0 has refused attention", "softmax_scale is", "call is 1 here, 2 on rank 0"
+        if rank:
+            assert len(heard) == len(words)
+            for said, wanted in zip(heard, words, strict=True):
+                assert f"rank {rank}: rank 0" in said
+                assert wanted in said
 
 
 # ---- what keeps working --------------------------------------------------------------------------
@@ -305,6 +389,50 @@ def test_a_rank_that_refuses_its_call_tells_the_others_at_once() -> None:
     for result in results[::2]:
         assert "has refused attention, call 2 of micro-batch 0 in step 1" in result.message
         assert "ValueError: value has dtype torch.float32" in result.message
+
+
+def sums_refuse(micro: Micro, rank: int) -> None:
+    cp, _ = micro
+    cp.sum_by_sequence(torch.ones(cp.rows + (rank == 0)))
+
+
+def core_attention_refuses(micro: Micro, rank: int) -> None:
+    cp, _ = micro
+    query, key, value = rows(micro)
+    cp.core_attn(
+        attn_mod=None,
+        query=query,
+        key=key,
+        value=value,
+        attention_mask=None if rank else torch.ones(1),
+    )
+
+
+def whole_heads_refuse(micro: Micro, rank: int) -> None:
+    cp, _ = micro
+    query, key, value = rows(micro)
+    if rank == 0:
+        query = query[:, :1]
+    cp.core_attn(attn_mod=lambda q, k, v, **_: q, query=query, key=key[:, :1], value=value[:, :1])
+
+
+def refuse_in_turn(rank: int, size: int) -> list[str]:
+    heard = []
+    for act in (sums_refuse, core_attention_refuses, whole_heads_refuse):
+        (micro,) = step_of(size)  # after a failure, new groups
+        with pytest.raises(hcp.HcpError if rank else ValueError) as raised:
+            act(micro, rank)
+        heard.append(str(raised.value))
+    return heard
+
+
+def test_what_is_refused_before_an_exchange_is_told_too() -> None:
+    _, heard = run_ranks(2, refuse_in_turn, group_timeout=30)
+    for said, reason in zip(
+        heard, ("x has shape", "attention_mask is given", "query has 1 heads"), strict=True
+    ):
+        assert "rank 1: rank 0 has refused" in said
+        assert reason in said
 
 
 def test_a_rank_that_refuses_is_heard_in_one_process_too() -> None:
