@@ -31,7 +31,12 @@ from ranks import run_ranks
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [path for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))] if path.exists()]
 
-LINKING = [*ROOT.glob("*.md"), *PAGES[1:], *sorted(ROOT.glob("benchmarks/results/*.md"))]
+LINKING = [
+    *ROOT.glob("*.md"),
+    *PAGES[1:],
+    *sorted(ROOT.glob("benchmarks/**/*.md")),
+    ROOT / "tests" / "README.md",
+]
 
 # Appended to `python -m hcp COMMAND ...`: the last value of a flag counts.
 TWO = ["--ranks", "2"]

@@ -1,0 +1,76 @@
+"""Workflows, versions and metadata agree with the Makefile and pyproject.toml."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import hcp
+
+ROOT = Path(__file__).resolve().parents[1]
+# A source distribution holds the tests without the workflows.
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+MAKEFILE = (ROOT / "Makefile").read_text()
+
+
+def versions(text: str, key: str) -> list[str]:
+    line = re.search(rf"^ +{key}: \[(.+)\]$", text, re.MULTILINE)
+    assert line, f"no matrix row {key}: [...]"
+    return re.findall(r'"([^"]+)"', line[1])
+
+
+def number(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_a_workflow_is_yaml_with_jobs_that_have_steps(path: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    jobs = yaml.safe_load(path.read_text())["jobs"]
+    assert jobs
+    assert all(job["runs-on"] and job["steps"] for job in jobs.values())
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_a_workflow_calls_make_targets_that_exist(path: Path) -> None:
+    called = re.findall(r"\bmake ([a-z-]+)", path.read_text())
+    targets = re.findall(r"^([a-z-]+):(?!=)", MAKEFILE, re.MULTILINE)
+    assert called
+    assert set(called) <= set(targets)
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_a_workflow_uses_official_actions_by_version_and_no_host(path: Path) -> None:
+    text = path.read_text()
+    uses = re.findall(r"uses: (\S+)", text)
+    assert uses
+    assert all(re.fullmatch(r"actions/[a-z-]+@v\d+", action) for action in uses)
+    assert "://" not in text
+
+
+def test_the_matrix_starts_at_the_oldest_versions_and_ends_at_the_default_torch() -> None:
+    path = ROOT / ".github/workflows/ci.yml"
+    if not path.exists():
+        pytest.skip("no workflows here")
+    text = path.read_text()
+    python, torch = versions(text, "python"), versions(text, "torch")
+    oldest_torch = next(d for d in PROJECT["dependencies"] if d.startswith("torch>="))
+    assert python[0] == PROJECT["requires-python"].removeprefix(">=")
+    assert number(torch[0]) == number(oldest_torch.removeprefix("torch>="))
+    default = re.search(r"^TORCH +\?= torch==(\S+)$", MAKEFILE, re.MULTILINE)
+    assert default
+    assert torch[-1] == default[1]
+    assert set(re.findall(r"torch==(\d[\d.]*)", text)) <= {torch[0], torch[-1]}
+
+
+def test_every_version_of_hcp_is_the_same() -> None:
+    path = ROOT / "CITATION.cff"
+    if not path.exists():
+        pytest.skip("no CITATION.cff here")
+    cited = re.search(r"^version: (\S+)$", path.read_text(), re.MULTILINE)
+    assert cited
+    assert cited[1] == PROJECT["version"] == hcp.__version__
