@@ -10,6 +10,8 @@ COMM_TYPES: tuple[str, ...]
 ROUTE_SECTIONS: tuple[tuple[str, int], ...]
 SCHEDULE_SECTIONS: tuple[tuple[str, int], ...]
 PRICES: tuple[str, ...]
+LIMITS: tuple[str, ...]
+LIMIT_LISTS: tuple[str, ...]
 SYNCS: tuple[str, ...]
 FULL_SPEED: int
 GATHERS_MAX: int

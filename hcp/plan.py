@@ -6,7 +6,7 @@ import itertools
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, astuple
+from dataclasses import asdict
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -372,18 +372,27 @@ def _request(
             _table_degrees(least, last, degrees == "pow2"),
         )
     memory = memory or MemoryModel()
-    limits = (
-        *(ranks, min_degree, most, alignment, ranks_per_node or 0, int(degrees == "pow2")),
-        *(pipeline_stages, virtual_stages, micro_batch_group or 0, SYNCS.index(sync)),
-        *(max_tokens_per_rank, *astuple(memory)),
-    )
+    numbers = {
+        "ranks": ranks,
+        "min_degree": min_degree,
+        "max_degree": most,
+        "max_tokens_per_rank": max_tokens_per_rank,
+        "alignment": alignment,
+        "ranks_per_node": ranks_per_node or 0,
+        "pow2": int(degrees == "pow2"),
+        "sync": SYNCS.index(sync),
+        "pipeline_stages": pipeline_stages,
+        "virtual_stages": virtual_stages,
+        "micro_batch_group": micro_batch_group or 0,
+        **{f"memory.{name}": count for name, count in asdict(memory).items()},
+    }
     if speeds is not None:
         slowness = slowness_of(speeds)
         if len(slowness) != ranks:
             raise ValueError(f"speeds has {len(slowness)} items, expected {ranks!r}, one per rank")
     return {
         "lengths": lengths,
-        "limits": limits,
+        "limits": tuple(numbers[name] for name in _core.LIMITS),
         "lists": (min_degrees, max_degrees, slowness),
         "prices": cost.prices,
         "table": cost.table,

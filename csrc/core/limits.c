@@ -57,17 +57,12 @@ static int64_t padding_bytes(const hcp_limits *limits) {
 
 static hcp_status check_memory(const hcp_limits *limits, hcp_error *err) {
   const hcp_memory *memory = &limits->memory;
-  const struct {
-    const char *name;
-    int64_t value;
-  } bytes[] = {{"activation", memory->activation},
-               {"logit", memory->logit},
-               {"gathered", memory->gathered},
-               {"limit", memory->limit}};
-  for (int32_t i = 0; i < 4; i++)
-    if (bytes[i].value < 0 || bytes[i].value > (int64_t)1 << 50)
-      return hcp__fail(err, HCP_INVALID, "memory.%s is %lld bytes, expected 0 to 2^50",
-                       bytes[i].name, (long long)bytes[i].value);
+#define CHECK_BYTES(type, field, name)                                             \
+  if (limits->field < 0 || limits->field > (int64_t)1 << 50)                       \
+    return hcp__fail(err, HCP_INVALID, #name " is %lld bytes, expected 0 to 2^50", \
+                     (long long)limits->field);
+  HCP_MEMORY_LIMITS(CHECK_BYTES, memory.)
+#undef CHECK_BYTES
   if (memory->limit > 0 && hcp__bytes_limit(limits) < 1)
     return hcp__fail(err, HCP_INVALID,
                      "memory.limit is %lld bytes, expected more than the %lld bytes of the %d rows "

@@ -211,36 +211,20 @@ static size_t bytes_if(const int32_t *values, int32_t n) {
 
 /* What the limits have beside numbers. */
 static uint64_t mix_lists(uint64_t sum, const hcp_limits *limits, int32_t n) {
-  sum = mix(sum, limits->min_degrees, bytes_if(limits->min_degrees, n));
-  sum = mix(sum, limits->max_degrees, bytes_if(limits->max_degrees, n));
-  return mix(sum, limits->slowness, bytes_if(limits->slowness, limits->ranks));
+#define MIX(name, count) sum = mix(sum, limits->name, bytes_if(limits->name, count));
+  HCP_LIMIT_LISTS(MIX)
+#undef MIX
+  return sum;
 }
 
 static uint64_t checksum(const hcp_plan *plan) {
-  const hcp_pipeline *pipeline = &plan->limits.pipeline;
-  const hcp_memory *memory = &plan->limits.memory;
+#define NUMBER(type, field, name) plan->limits.field,
+#define IS_LIST(name, count) plan->limits.name != NULL,
 #define PRICE(name) plan->cost.name,
-  const int64_t head[] = {plan->limits.ranks,
-                          plan->limits.min_degree,
-                          plan->limits.max_degree,
-                          plan->limits.max_tokens_per_rank,
-                          plan->limits.alignment,
-                          plan->limits.ranks_per_node,
-                          plan->limits.pow2,
-                          plan->limits.sync,
-                          pipeline->stages,
-                          pipeline->virtual_stages,
-                          pipeline->group,
-                          memory->activation,
-                          memory->logit,
-                          memory->gathered,
-                          memory->limit,
-                          plan->limits.min_degrees != NULL,
-                          plan->limits.max_degrees != NULL,
-                          plan->limits.slowness != NULL,
-                          HCP_PRICES(PRICE) plan->n,
-                          plan->micro_batch_count,
-                          plan->group_count};
+  const int64_t head[] = {HCP_LIMITS(NUMBER) HCP_LIMIT_LISTS(IS_LIST) HCP_PRICES(PRICE) plan->n,
+                          plan->micro_batch_count, plan->group_count};
+#undef NUMBER
+#undef IS_LIST
 #undef PRICE
   uint64_t sum = mix(0xcbf29ce484222325u, head, sizeof head);
   sum = mix_times(sum, plan->cost.times);
@@ -286,17 +270,18 @@ static const int32_t *copy_list(int32_t **at, const int32_t *values, int32_t n) 
   return made;
 }
 
-static void copy_lists(hcp_plan *plan, int32_t *at) {
-  hcp_limits *limits = &plan->limits;
-  limits->min_degrees = copy_list(&at, limits->min_degrees, plan->n);
-  limits->max_degrees = copy_list(&at, limits->max_degrees, plan->n);
-  limits->slowness = copy_list(&at, limits->slowness, limits->ranks);
+static void copy_lists(hcp_limits *limits, int32_t n, int32_t *at) {
+#define COPY(name, count) limits->name = copy_list(&at, limits->name, count);
+  HCP_LIMIT_LISTS(COPY)
+#undef COPY
 }
 
-static size_t lists_bytes(const hcp__problem *p) {
-  const hcp_limits *limits = p->limits;
-  return bytes_if(limits->min_degrees, p->n) + bytes_if(limits->max_degrees, p->n) +
-         bytes_if(limits->slowness, limits->ranks);
+static size_t lists_bytes(const hcp_limits *limits, int32_t n) {
+  size_t bytes = 0;
+#define ADD(name, count) bytes += bytes_if(limits->name, count);
+  HCP_LIMIT_LISTS(ADD)
+#undef ADD
+  return bytes;
 }
 
 /* The plan and its arrays are one block, widest elements first; the table of
@@ -305,7 +290,8 @@ static hcp_plan *allocate(const hcp__problem *p, const hcp__draft *draft) {
   size_t n = (size_t)p->n, batches = (size_t)draft->micro_batch_count;
   size_t groups = (size_t)draft->group_count, table = (times_bytes(p->cost->times) + 7) / 8 * 8;
   size_t bytes = sizeof(hcp_plan) + n * (sizeof(int64_t) + sizeof(int32_t)) + table +
-                 batches * sizeof(hcp_micro_batch) + groups * sizeof(hcp_group) + lists_bytes(p);
+                 batches * sizeof(hcp_micro_batch) + groups * sizeof(hcp_group) +
+                 lists_bytes(p->limits, p->n);
   hcp_plan *plan = malloc(bytes);
   if (plan == NULL) return NULL;
   memset(plan, 0, sizeof *plan);
@@ -322,7 +308,7 @@ static hcp_plan *allocate(const hcp__problem *p, const hcp__draft *draft) {
   plan->n = p->n;
   plan->micro_batch_count = draft->micro_batch_count;
   plan->group_count = draft->group_count;
-  copy_lists(plan, (int32_t *)(batch + batches) + n);
+  copy_lists(&plan->limits, plan->n, (int32_t *)(batch + batches) + n);
   return plan;
 }
 

@@ -34,6 +34,14 @@ const hcp_plan *hcp_py_plan(PyObject *module, PyObject *object) {
 static const char *const price_names[PRICE_COUNT] = {HCP_PRICES(PRICE_NAME)};
 #undef PRICE_NAME
 
+#define NUMBER_NAME(type, field, name) #name,
+static const char *const limit_names[LIMIT_COUNT] = {HCP_LIMITS(NUMBER_NAME)};
+#undef NUMBER_NAME
+
+#define LIST_NAME(name, count) #name,
+static const char *const list_names[LIMIT_LIST_COUNT] = {HCP_LIMIT_LISTS(LIST_NAME)};
+#undef LIST_NAME
+
 /* Takes over the plan. */
 static PyObject *wrap(PyObject *module, hcp_plan *plan) {
   PyObject *object = hcp_py_new(module, "Plan");
@@ -208,29 +216,37 @@ fail_batches:
 
 /* ---- attributes ---- */
 
-#define INTEGER_ATTRIBUTES(X)                        \
-  X(ranks, limits.ranks)                             \
-  X(min_degree, limits.min_degree)                   \
-  X(max_degree, limits.max_degree)                   \
-  X(max_tokens_per_rank, limits.max_tokens_per_rank) \
-  X(alignment, limits.alignment)                     \
-  X(ranks_per_node, limits.ranks_per_node)           \
-  X(pow2, limits.pow2)                               \
-  X(sync, limits.sync)                               \
-  X(pipeline_stages, limits.pipeline.stages)         \
-  X(virtual_stages, limits.pipeline.virtual_stages)  \
-  X(micro_batch_group, limits.pipeline.group)        \
-  X(makespan, makespan)                              \
-  X(bound, bound)                                    \
-  X(work, work)
-
-#define GETTER(name, field)                                   \
+#define GETTER(type, field, name)                             \
   static PyObject *get_##name(PyObject *self, void *unused) { \
     (void)unused;                                             \
     return PyLong_FromLongLong(plan_of(self)->field);         \
   }
-INTEGER_ATTRIBUTES(GETTER)
+HCP_DOMAIN_LIMITS(GETTER, limits.)
+HCP_PIPELINE_LIMITS(GETTER, limits.pipeline.)
+GETTER(int64_t, makespan, makespan)
+GETTER(int64_t, bound, bound)
+GETTER(int64_t, work, work)
 #undef GETTER
+
+static PyObject *tuple_of(const int64_t *values, Py_ssize_t n) {
+  PyObject *tuple = PyTuple_New(n);
+  for (Py_ssize_t i = 0; tuple != NULL && i < n; i++) {
+    PyObject *value = PyLong_FromLongLong(values[i]);
+    if (value == NULL || PyTuple_SetItem(tuple, i, value) < 0) {
+      Py_DECREF(tuple);
+      return NULL;
+    }
+  }
+  return tuple;
+}
+
+static PyObject *get_memory(PyObject *self, void *unused) {
+  (void)unused;
+#define BYTES(type, field, name) plan_of(self)->field,
+  const int64_t bytes[] = {HCP_MEMORY_LIMITS(BYTES, limits.memory.)};
+#undef BYTES
+  return tuple_of(bytes, sizeof bytes / sizeof *bytes);
+}
 
 static PyObject *get_prices(PyObject *self, void *unused) {
   (void)unused;
@@ -238,15 +254,7 @@ static PyObject *get_prices(PyObject *self, void *unused) {
 #define PRICE(name) cost->name,
   const int64_t prices[] = {HCP_PRICES(PRICE)};
 #undef PRICE
-  PyObject *tuple = PyTuple_New(PRICE_COUNT);
-  for (Py_ssize_t i = 0; tuple != NULL && i < PRICE_COUNT; i++) {
-    PyObject *price = PyLong_FromLongLong(prices[i]);
-    if (price == NULL || PyTuple_SetItem(tuple, i, price) < 0) {
-      Py_DECREF(tuple);
-      return NULL;
-    }
-  }
-  return tuple;
+  return tuple_of(prices, PRICE_COUNT);
 }
 
 static PyObject *get_checksum(PyObject *self, void *unused) {
@@ -264,31 +272,19 @@ static PyObject *get_lengths(PyObject *self, void *unused) {
   return export(self, plan_of(self)->lengths, plan_of(self)->n, 1, 'q');
 }
 
-static PyObject *get_memory(PyObject *self, void *unused) {
-  (void)unused;
-  const hcp_memory *memory = &plan_of(self)->limits.memory;
-  return Py_BuildValue("LLLL", (long long)memory->activation, (long long)memory->logit,
-                       (long long)memory->gathered, (long long)memory->limit);
-}
-
 static PyObject *export_list(PyObject *self, const int32_t *values, Py_ssize_t n) {
   return values == NULL ? Py_NewRef(Py_None) : export(self, values, n, 1, 'i');
 }
 
-static PyObject *get_min_degrees(PyObject *self, void *unused) {
-  (void)unused;
-  return export_list(self, plan_of(self)->limits.min_degrees, plan_of(self)->n);
-}
-
-static PyObject *get_max_degrees(PyObject *self, void *unused) {
-  (void)unused;
-  return export_list(self, plan_of(self)->limits.max_degrees, plan_of(self)->n);
-}
-
-static PyObject *get_slowness(PyObject *self, void *unused) {
-  (void)unused;
-  return export_list(self, plan_of(self)->limits.slowness, plan_of(self)->limits.ranks);
-}
+#define GETTER(name, count)                                   \
+  static PyObject *get_##name(PyObject *self, void *unused) { \
+    const hcp_limits *limits = &plan_of(self)->limits;        \
+    Py_ssize_t n = plan_of(self)->n;                          \
+    (void)unused, (void)n;                                    \
+    return export_list(self, limits->name, count);            \
+  }
+HCP_LIMIT_LISTS(GETTER)
+#undef GETTER
 
 /* Lengths, degrees and times of the cost's table, None without one. */
 static PyObject *get_table(PyObject *self, void *unused) {
@@ -323,13 +319,16 @@ static PyObject *get_sequences(PyObject *self, void *unused) {
 }
 
 static PyGetSetDef plan_getset[] = {
-#define ATTRIBUTE(name, field) {#name, get_##name, NULL, NULL, NULL},
-    INTEGER_ATTRIBUTES(ATTRIBUTE)
-#undef ATTRIBUTE
-        {"memory", get_memory, NULL, "Bytes: activation, logit, gathered, limit.", NULL},
-    {"min_degrees", get_min_degrees, NULL, "int32: of each sequence, or None.", NULL},
-    {"max_degrees", get_max_degrees, NULL, "int32: of each sequence, or None.", NULL},
-    {"slowness", get_slowness, NULL, "int32: of each rank, or None.", NULL},
+#define NUMBER(type, field, name) {#name, get_##name, NULL, NULL, NULL},
+    HCP_DOMAIN_LIMITS(NUMBER, ) HCP_PIPELINE_LIMITS(NUMBER, )
+#undef NUMBER
+#define LIST(name, count) {#name, get_##name, NULL, "int32, or None.", NULL},
+        HCP_LIMIT_LISTS(LIST)
+#undef LIST
+            {"makespan", get_makespan, NULL, NULL, NULL},
+    {"bound", get_bound, NULL, NULL, NULL},
+    {"work", get_work, NULL, NULL, NULL},
+    {"memory", get_memory, NULL, "Bytes, in the order of hcp_memory.", NULL},
     {"prices", get_prices, NULL, "The cost's integers, in the order of PRICES.", NULL},
     {"checksum", get_checksum, NULL, "64 bits over everything that the plan says.", NULL},
     {"lengths", get_lengths, NULL, "int64: tokens of each sequence.", NULL},
@@ -488,6 +487,8 @@ int hcp_py_add_plan(PyObject *module) {
 #undef TEXT
   if (hcp_py_add_type(module, "Plan", &plan_spec) < 0 ||
       hcp_py_add_names(module, "PRICES", price_names, PRICE_COUNT) < 0 ||
+      hcp_py_add_names(module, "LIMITS", limit_names, LIMIT_COUNT) < 0 ||
+      hcp_py_add_names(module, "LIMIT_LISTS", list_names, LIMIT_LIST_COUNT) < 0 ||
       hcp_py_add_names(module, "SYNCS", syncs, HCP_SYNC_COUNT) < 0 ||
       hcp_py_add_names(module, "COMM_TYPES", comm_types, HCP_COMM_TYPE_COUNT) < 0)
     return -1;

@@ -3,28 +3,12 @@
 
 #include <string.h>
 
-/* Of a request's limits, in the order in which Python gives them. */
-#define LIMITS(X)                            \
-  X(ranks, ranks)                            \
-  X(min_degree, min_degree)                  \
-  X(max_degree, max_degree)                  \
-  X(alignment, alignment)                    \
-  X(ranks_per_node, ranks_per_node)          \
-  X(pow2, pow2)                              \
-  X(pipeline_stages, pipeline.stages)        \
-  X(virtual_stages, pipeline.virtual_stages) \
-  X(micro_batch_group, pipeline.group)
-#define WIDE_LIMITS(X)   \
-  X(max_tokens_per_rank) \
-  X(memory.activation)   \
-  X(memory.logit)        \
-  X(memory.gathered)     \
-  X(memory.limit)
+#define LISTED(name, count) ", " #name
 
 void hcp_py_request_release(request *r) {
-  PyMem_Free(r->slowness);
-  PyMem_Free(r->max_degrees);
-  PyMem_Free(r->min_degrees);
+#define FREE(name, count) PyMem_Free(r->name);
+  HCP_LIMIT_LISTS(FREE)
+#undef FREE
   PyMem_Free(r->table_degrees);
   PyMem_Free(r->table_times);
   PyMem_Free(r->table_lengths);
@@ -49,23 +33,24 @@ static int is_tuple(PyObject *object, Py_ssize_t n, const char *name, const char
   return 0;
 }
 
+static int read_number(PyObject *item, const char *name, size_t bytes, int64_t *value) {
+  int32_t narrow;
+  if (bytes > sizeof narrow) return hcp_py_int64(item, name, value);
+  if (hcp_py_int32(item, name, &narrow) < 0) return -1;
+  *value = narrow;
+  return 0;
+}
+
 static int fill_limits(hcp_limits *limits, PyObject *tuple) {
-#define ONE_FIELD(name, field) +1 /* NOLINT(bugprone-macro-parentheses): a term */
-  enum { COUNT = 1 LIMITS(ONE_FIELD) WIDE_LIMITS(ONE_MORE) };
-#undef ONE_FIELD
-  int32_t sync;
   Py_ssize_t i = 0;
-  if (!is_tuple(tuple, COUNT, "limits", "integers")) return -1;
-#define NARROW(name, field) \
-  if (hcp_py_int32(PyTuple_GetItem(tuple, i++), #name, &limits->field) < 0) return -1;
-  LIMITS(NARROW)
-#undef NARROW
-  if (hcp_py_int32(PyTuple_GetItem(tuple, i++), "sync", &sync) < 0) return -1;
-  limits->sync = (hcp_sync)sync;
-#define WIDE(field) \
-  if (hcp_py_int64(PyTuple_GetItem(tuple, i++), #field, &limits->field) < 0) return -1;
-  WIDE_LIMITS(WIDE)
-#undef WIDE
+  int64_t value;
+  if (!is_tuple(tuple, LIMIT_COUNT, "limits", "integers")) return -1;
+#define READ(type, field, name)                                                          \
+  if (read_number(PyTuple_GetItem(tuple, i++), #name, sizeof limits->field, &value) < 0) \
+    return -1;                                                                           \
+  limits->field = (type)value;
+  HCP_LIMITS(READ)
+#undef READ
   return 0;
 }
 
@@ -79,16 +64,16 @@ static int fill_list(PyObject *list, const char *name, Py_ssize_t count, int32_t
   return -1;
 }
 
-/* lists is min_degrees, max_degrees and slowness, each of which may be None. */
+/* Each of the lists may be None. */
 static int fill_lists(request *r, PyObject *lists) {
-  if (!is_tuple(lists, 3, "lists", "min_degrees, max_degrees, slowness") ||
-      fill_list(PyTuple_GetItem(lists, 0), "min_degrees", r->n, &r->min_degrees) < 0 ||
-      fill_list(PyTuple_GetItem(lists, 1), "max_degrees", r->n, &r->max_degrees) < 0 ||
-      fill_list(PyTuple_GetItem(lists, 2), "slowness", r->limits.ranks, &r->slowness) < 0)
-    return -1;
-  r->limits.min_degrees = r->min_degrees;
-  r->limits.max_degrees = r->max_degrees;
-  r->limits.slowness = r->slowness;
+  hcp_limits *limits = &r->limits;
+  Py_ssize_t i = 0, n = r->n;
+  if (!is_tuple(lists, LIMIT_LIST_COUNT, "lists", &(HCP_LIMIT_LISTS(LISTED))[2])) return -1;
+#define READ(name, count)                                                            \
+  if (fill_list(PyTuple_GetItem(lists, i++), #name, count, &r->name) < 0) return -1; \
+  limits->name = r->name;
+  HCP_LIMIT_LISTS(READ)
+#undef READ
   return 0;
 }
 

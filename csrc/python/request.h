@@ -13,11 +13,19 @@ typedef struct request {
   Py_ssize_t n;
   int64_t *table_lengths, *table_times;
   int32_t *table_degrees;
-  int32_t *min_degrees, *max_degrees, *slowness;
+#define LIST(name, count) int32_t *name;
+  HCP_LIMIT_LISTS(LIST)
+#undef LIST
 } request;
 
 #define ONE_MORE(name) +1 /* NOLINT(bugprone-macro-parentheses): a term */
-enum { PRICE_COUNT = 0 HCP_PRICES(ONE_MORE) };
+#define ONE_LIMIT(type, field, name) +1 /* NOLINT(bugprone-macro-parentheses): a term */
+#define ONE_LIST(name, count) +1        /* NOLINT(bugprone-macro-parentheses): a term */
+enum {
+  PRICE_COUNT = 0 HCP_PRICES(ONE_MORE),
+  LIMIT_COUNT = 0 HCP_LIMITS(ONE_LIMIT),
+  LIMIT_LIST_COUNT = 0 HCP_LIMIT_LISTS(ONE_LIST)
+};
 
 #define REQUEST_KEYWORDS "lengths", "limits", "lists", "prices", "table"
 #define REQUEST_FORMAT "OOOOO"

@@ -136,48 +136,93 @@ typedef enum hcp_sync {
 /* Never NULL for a valid one; NULL otherwise. */
 const char *hcp_sync_name(hcp_sync sync);
 
+/* Every number among a plan's limits, once: X(type, field, name), where name is
+ * what errors and hcp.plan call it, and "in" comes before each field. The structs
+ * below, a plan's checksum and the glue to Python follow from these lists, all in
+ * this order. What is 0 beyond the fourth asks for nothing. */
+#define HCP_DOMAIN_LIMITS(X, in)                                 \
+  /* the domain: ranks 0 .. ranks - 1 */                         \
+  X(int32_t, in ranks, ranks)                                    \
+  /* >= 1 */                                                     \
+  X(int32_t, in min_degree, min_degree)                          \
+  /* >= min_degree, <= ranks */                                  \
+  X(int32_t, in max_degree, max_degree)                          \
+  /* rows that one rank may hold in one micro-batch */           \
+  X(int64_t, in max_tokens_per_rank, max_tokens_per_rank)        \
+  /* rows of a rank are padded to a multiple of this */          \
+  X(int32_t, in alignment, alignment)                            \
+  /* degrees up to it stay in a node, others take whole nodes */ \
+  X(int32_t, in ranks_per_node, ranks_per_node)                  \
+  /* 1: degrees are powers of two, at multiples of them */       \
+  X(int32_t, in pow2, pow2)                                      \
+  X(hcp_sync, in sync, sync)
+
+#define HCP_PIPELINE_LIMITS(X, in)                                                  \
+  X(int32_t, in stages, pipeline_stages)                                            \
+  /* layers of a stage in so many chunks: more than 1 is interleaved */             \
+  X(int32_t, in virtual_stages, virtual_stages)                                     \
+  /* micro-batches in a row of one chunk, stages to 4096; 0: stages. Interleaved */ \
+  /* micro-batches come in multiples of it */                                       \
+  X(int32_t, in group, micro_batch_group)
+
+#define HCP_MEMORY_LIMITS(X, in)                                 \
+  /* what one row leaves for the backward */                     \
+  X(int64_t, in activation, memory.activation)                   \
+  /* one row's logits */                                         \
+  X(int64_t, in logit, memory.logit)                             \
+  /* keys and values of one token, while a layer has them all */ \
+  X(int64_t, in gathered, memory.gathered)                       \
+  /* most bytes of one rank in one micro-batch; 0: no limit */   \
+  X(int64_t, in limit, memory.limit)
+
+/* All of them, each field from hcp_limits on. */
+#define HCP_LIMITS(X) \
+  HCP_DOMAIN_LIMITS(X, ) HCP_PIPELINE_LIMITS(X, pipeline.) HCP_MEMORY_LIMITS(X, memory.)
+
+/* The lists among the limits: X(name, count), where count needs limits and n, the
+ * sequences. */
+#define HCP_LIMIT_LISTS(X)                                                         \
+  /* of each sequence, in addition to min_degree; NULL: no more bounds */          \
+  X(min_degrees, n)                                                                \
+  /* of each sequence, in addition to max_degree; NULL: no more bounds */          \
+  X(max_degrees, n)                                                                \
+  /* of each rank, HCP_FULL_SPEED (the fastest) and more; a group takes as long */ \
+  /* as its slowest rank; NULL: all are equal */                                   \
+  X(slowness, limits->ranks)
+
+/* The slowness of a rank as fast as the cost says. */
+#define HCP_FULL_SPEED 65536
+
+#define HCP_LIMIT_FIELD(type, field, name) type field;
+#define HCP_LIMIT_LIST_FIELD(name, count) const int32_t *name;
+
 /* Stages that pass every micro-batch on, forward and then backward, each with
  * ranks of its own that all follow one plan. Zeros: no pipeline. */
 typedef struct hcp_pipeline {
-  int32_t stages;
-  int32_t virtual_stages; /* layers of a stage in so many chunks: more than 1 is interleaved */
-  int32_t group;          /* micro-batches in a row of one chunk, stages to 4096; 0: stages.
-                             Interleaved micro-batches come in multiples of it */
+  HCP_PIPELINE_LIMITS(HCP_LIMIT_FIELD, )
 } hcp_pipeline;
 
-/* Bytes that a micro-batch takes on a rank, beside what the rank always holds:
+/* Bytes that a micro-batch takes on a rank, in addition to what the rank always
+ * holds:
  *
  *   (rows + alignment - 1) * (activation + logit) + gathered * tokens
  *
  * where rows are those of the fullest rank, sequence by sequence, and tokens
  * are those of the group's sequences when its degree is more than 1. */
 typedef struct hcp_memory {
-  int64_t activation; /* what one row leaves for the backward */
-  int64_t logit;      /* one row's logits */
-  int64_t gathered;   /* keys and values of one token, while a layer has them all */
-  int64_t limit;      /* most bytes of one rank in one micro-batch; 0: no limit */
+  HCP_MEMORY_LIMITS(HCP_LIMIT_FIELD, )
 } hcp_memory;
 
-/* The slowness of a rank as fast as the cost says. */
-#define HCP_FULL_SPEED 65536
-
-/* What a plan must keep. What is 0 beyond the fourth asks for nothing. */
+/* What a plan must keep. */
 typedef struct hcp_limits {
-  int32_t ranks;               /* the domain: ranks 0 .. ranks - 1 */
-  int32_t min_degree;          /* >= 1 */
-  int32_t max_degree;          /* >= min_degree, <= ranks */
-  int64_t max_tokens_per_rank; /* rows that one rank may hold in one micro-batch */
-  int32_t alignment;           /* rows of a rank are padded to a multiple of this */
-  int32_t ranks_per_node;      /* degrees up to it stay in a node, others take whole nodes */
-  int32_t pow2;                /* 1: degrees are powers of two, at multiples of them */
-  hcp_sync sync;
+  HCP_DOMAIN_LIMITS(HCP_LIMIT_FIELD, )
   hcp_pipeline pipeline;
   hcp_memory memory;
-  const int32_t *min_degrees;  /* of each sequence, beside min_degree; NULL: no more bounds */
-  const int32_t *max_degrees;  /* of each sequence, beside max_degree; NULL: no more bounds */
-  const int32_t *slowness;     /* of each rank, HCP_FULL_SPEED (the fastest) and more; a group
-                                  takes as long as its slowest rank; NULL: all are equal */
+  HCP_LIMIT_LISTS(HCP_LIMIT_LIST_FIELD)
 } hcp_limits;
+
+#undef HCP_LIMIT_FIELD
+#undef HCP_LIMIT_LIST_FIELD
 
 /* A contiguous interval of ranks that computes one packed set of sequences. */
 typedef struct hcp_group {
