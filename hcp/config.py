@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hcp.comm import COMM_TYPES, check_comm_types, check_prices, fitted_sizes
 from hcp.expect import expect_choice, expect_size, plain
+from hcp.limits import SYNCS as PLAN_SYNCS
 from hcp.limits import divisors, rows_up_to
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from hcp.plan import Plan
 
 SCHEDULERS = ("dynamic_cp", "static_cp")
-SYNCS = ("auto", "step", "micro_batch")
+SYNCS = ("auto", *PLAN_SYNCS)
 MEGATRON_SCHEDULERS = {"default_dynamic_cp": "dynamic_cp", "dp_balanced": "static_cp"}
 """Megatron's names of schedulers, and what hcp calls the same."""
 NO_WINDOW = (-1, -1)

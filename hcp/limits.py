@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Any, Self
 
 from hcp import _core
-from hcp.expect import expect_items, expect_size, is_finite
+from hcp.expect import expect_choice, expect_items, expect_size, is_finite
+
+SYNCS: tuple[str, ...] = _core.SYNCS
+DEGREES = ("any", "pow2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,95 @@ class MemoryModel:
     def bytes(self, rows: int, tokens: int, degree: int) -> int:
         """Of a rank with so many rows of sequences of so many tokens."""
         return rows * (self.activation + self.logit) + (degree > 1) * tokens * self.gathered
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a plan must keep, by the names of :func:`hcp.plan`'s arguments. All that knows a limit
+    by its name takes it from here: the request to the core, plain data, the command line."""
+
+    ranks: int
+    """Size of the domain."""
+    max_tokens_per_rank: int
+    """Rows that one rank may hold in one micro-batch, never exceeded."""
+    min_degree: int = 1
+    """Fewest ranks of a group."""
+    max_degree: int | None = None
+    """Most ranks of a group; None: all."""
+    degrees: str = "any"
+    """"any", or "pow2": powers of two, at multiples of themselves."""
+    alignment: int = 1
+    """A rank's rows are padded to a multiple of it."""
+    ranks_per_node: int | None = None
+    """A degree up to it stays inside a node, a larger one takes whole nodes."""
+    sync: str = "step"
+    """When ranks wait for each other: at the end of the "step", or after every "micro_batch"."""
+    pipeline_stages: int = 1
+    """Stages of a 1F1B pipeline, each on its own ranks."""
+    virtual_stages: int = 1
+    """Chunks of each stage; more than 1 interleaves the pipeline."""
+    micro_batch_group: int | None = None
+    """Micro-batches of an interleaved pipeline come in multiples of it; None: its stages."""
+    memory: MemoryModel | None = None
+    """Bytes that must suffice in addition to the rows."""
+    min_degrees: Sequence[int] | None = None
+    """Fewest ranks of each sequence."""
+    max_degrees: Sequence[int] | None = None
+    """Most ranks of each sequence."""
+    speeds: Sequence[float] | None = None
+    """Of each rank, in any unit."""
+    slowness: Sequence[int] | None = None
+    """``speeds`` as the core's integers; ``speeds`` replaces it."""
+
+    def __post_init__(self) -> None:
+        if self.memory is not None and not isinstance(self.memory, MemoryModel):
+            raise ValueError(f"memory is {self.memory!r}, expected a MemoryModel")
+        expect_choice("degrees", self.degrees, DEGREES)
+        expect_choice("sync", self.sync, SYNCS)
+
+    @classmethod
+    def among(cls, values: Mapping[str, Any]) -> Self:
+        """The limits among named values; others are left out."""
+        return cls(**{name: values[name] for name in LIMITS if name in values})
+
+    @property
+    def most(self) -> int:
+        """The largest degree."""
+        return self.ranks if self.max_degree is None else self.max_degree
+
+    def numbers(self) -> tuple[int, ...]:
+        """The core's integers, in its order."""
+        own = {name: getattr(self, name) for name in INTEGERS}
+        own |= {name: 0 for name, default in INTEGERS.items() if default is own[name] is None}
+        own |= {"max_degree": self.most, "pow2": DEGREES.index(self.degrees)}
+        own["sync"] = SYNCS.index(self.sync)
+        memory = asdict(self.memory or MemoryModel())
+        own |= {f"memory.{name}": count for name, count in memory.items()}
+        return tuple(own[name] for name in _core.LIMITS)
+
+    def lists(self) -> tuple[Sequence[int] | None, ...]:
+        """The core's lists, in its order."""
+        own: dict[str, Any] = {name: getattr(self, name) for name in _core.LIMIT_LISTS}
+        if self.speeds is not None:
+            own["slowness"] = slowness_of(self.speeds)
+            if len(own["slowness"]) != self.ranks:
+                raise ValueError(
+                    f"speeds has {len(own['slowness'])} items, expected {self.ranks!r}, "
+                    "one per rank"
+                )
+        return tuple(own[name] for name in _core.LIMIT_LISTS)
+
+
+LIMITS = tuple(field.name for field in fields(Limits))
+"""The names of all limits."""
+INTEGERS: dict[str, Any] = {
+    field.name: field.default for field in fields(Limits) if field.type in ("int", "int | None")
+}
+"""Limits that are one integer, with their defaults: MISSING for those that are required."""
+CHOICES = {"degrees": DEGREES, "sync": SYNCS}
+"""Limits that are one of some words."""
+SIZES = tuple(name for name, default in INTEGERS.items() if default is not MISSING)
+"""Limits that are one integer, or left out."""
 
 
 def slowness_of(speeds: Sequence[float]) -> list[int]:

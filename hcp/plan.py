@@ -13,15 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from hcp import _core
 from hcp.cost import CostModel, Table
 from hcp.expect import expect_choice, expect_items, expect_names, expect_size, expect_sizes
-from hcp.limits import MemoryModel, slowness_of
+from hcp.limits import CHOICES, DEGREES, INTEGERS, LIMITS, SIZES, SYNCS, Limits, MemoryModel
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from hcp.report import Report
-
-SYNCS: tuple[str, ...] = _core.SYNCS
-DEGREES = ("any", "pow2")
 
 
 class Group(NamedTuple):
@@ -164,21 +161,11 @@ class Plan:
         if self.core.table is not None:
             cost["table"] = [list(view) for view in self.core.table]
         return {
-            "ranks": self.ranks,
-            "max_tokens_per_rank": self.max_tokens_per_rank,
-            "min_degree": self.core.min_degree,
-            "max_degree": self.core.max_degree,
-            "alignment": self.core.alignment,
-            "ranks_per_node": self.core.ranks_per_node,
+            **{name: getattr(self.core, name) for name in INTEGERS},
             "degrees": DEGREES[self.core.pow2],
             "sync": self.sync,
-            "pipeline_stages": self.core.pipeline_stages,
-            "virtual_stages": self.core.virtual_stages,
-            "micro_batch_group": self.core.micro_batch_group,
             "memory": asdict(self.memory),
-            "min_degrees": _listed(self.core.min_degrees),
-            "max_degrees": _listed(self.core.max_degrees),
-            "slowness": _listed(self.core.slowness),
+            **{name: _listed(getattr(self.core, name)) for name in _core.LIMIT_LISTS},
             "cost": cost,
             "lengths": list(self.lengths),
             "micro_batches": [
@@ -211,10 +198,10 @@ class Plan:
             for g in range(len(batch["groups"]))
         ]
         groups = [group for batch in data["micro_batches"] for group in batch["groups"]]
-        limits = {name: data[name] for name in LIMITS if name in data}
-        if limits.get("memory") is not None:
-            limits["memory"] = MemoryModel(**limits["memory"])
-        request = _request(data["lengths"], cost=_cost_of(data.get("cost", {})), **limits)
+        memory = data.get("memory")
+        named = data if memory is None else {**data, "memory": MemoryModel(**memory)}
+        cost = _cost_of(data.get("cost", {}))
+        request = _request(data["lengths"], Limits.among(named), cost)
         try:
             core = _core.create_plan_from(
                 **request,
@@ -228,8 +215,8 @@ class Plan:
             )
         except ValueError as error:
             # The core counts groups through all micro-batches.
-            named = re.sub(r"^groups\[(\d+)\](?! is )", lambda m: places[int(m[1])], str(error))
-            raise ValueError(named) from None
+            said = re.sub(r"^groups\[(\d+)\](?! is )", lambda m: places[int(m[1])], str(error))
+            raise ValueError(said) from None
         return cls(core)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -257,31 +244,6 @@ def _records(matrix: memoryview) -> list[list[int]]:
     return cast(list[list[int]], matrix.tolist())
 
 
-LIMITS = (
-    "ranks",
-    "max_tokens_per_rank",
-    "min_degree",
-    "max_degree",
-    "degrees",
-    "alignment",
-    "ranks_per_node",
-    "sync",
-    "pipeline_stages",
-    "virtual_stages",
-    "micro_batch_group",
-    "memory",
-    "min_degrees",
-    "max_degrees",
-    "speeds",
-    "slowness",
-)
-"""What a plan must keep, by the names of :func:`plan`'s arguments; ``slowness`` are ``speeds`` as
-integers."""
-SIZES = (
-    *("min_degree", "max_degree", "alignment", "ranks_per_node"),
-    *("pipeline_stages", "virtual_stages", "micro_batch_group"),
-)
-"""Limits that are integers, or left out."""
 REQUIRED = ("lengths", "ranks", "max_tokens_per_rank", "micro_batches")
 
 
@@ -294,7 +256,7 @@ def expect_data(data: Any) -> None:
     for name in SIZES:
         if data.get(name) is not None:
             expect_size(name, data[name], least=0)
-    for name, choices in (("sync", SYNCS), ("degrees", DEGREES)):
+    for name, choices in CHOICES.items():
         if data.get(name) is not None:
             expect_choice(name, data[name], choices)
     if data.get("slowness") is not None:
@@ -333,67 +295,24 @@ def _cost_of(data: Any) -> CostModel:
 
 
 def _request(
-    lengths: Sequence[int] | Tensor,
-    *,
-    ranks: int,
-    max_tokens_per_rank: int,
-    min_degree: int = 1,
-    max_degree: int | None = None,
-    degrees: str = "any",
-    alignment: int = 1,
-    ranks_per_node: int | None = None,
-    sync: str = "step",
-    pipeline_stages: int = 1,
-    virtual_stages: int = 1,
-    micro_batch_group: int | None = None,
-    memory: MemoryModel | None = None,
-    min_degrees: Sequence[int] | None = None,
-    max_degrees: Sequence[int] | None = None,
-    speeds: Sequence[float] | None = None,
-    slowness: Sequence[int] | None = None,
-    cost: CostModel | None = None,
+    lengths: Sequence[int] | Tensor, limits: Limits, cost: CostModel | None
 ) -> dict[str, Any]:
     """The core's arguments. A cost function is tabulated here."""
     lengths = lengths.tolist() if hasattr(lengths, "tolist") else lengths
     if cost is not None and not isinstance(cost, CostModel):
         raise ValueError(f"cost is {cost!r}, expected a CostModel: CostModel.preset(...), say")
-    if memory is not None and not isinstance(memory, MemoryModel):
-        raise ValueError(f"memory is {memory!r}, expected a MemoryModel")
-    if degrees not in DEGREES:
-        raise ValueError(f"degrees is {degrees!r}, expected one of {', '.join(DEGREES)}")
-    if sync not in SYNCS:
-        raise ValueError(f"sync is {sync!r}, expected one of {', '.join(SYNCS)}")
-    most = ranks if max_degree is None else max_degree
     cost = cost or CostModel()
     if cost.function is not None:
-        least, last = expect_size("min_degree", min_degree), expect_size("max_degree", most)
+        least = expect_size("min_degree", limits.min_degree)
+        last = expect_size("max_degree", limits.most)
         cost = cost.tabulated(
             expect_sizes("lengths", cast(Sequence[int], lengths)),
-            _table_degrees(least, last, degrees == "pow2"),
+            _table_degrees(least, last, limits.degrees == "pow2"),
         )
-    memory = memory or MemoryModel()
-    numbers = {
-        "ranks": ranks,
-        "min_degree": min_degree,
-        "max_degree": most,
-        "max_tokens_per_rank": max_tokens_per_rank,
-        "alignment": alignment,
-        "ranks_per_node": ranks_per_node or 0,
-        "pow2": int(degrees == "pow2"),
-        "sync": SYNCS.index(sync),
-        "pipeline_stages": pipeline_stages,
-        "virtual_stages": virtual_stages,
-        "micro_batch_group": micro_batch_group or 0,
-        **{f"memory.{name}": count for name, count in asdict(memory).items()},
-    }
-    if speeds is not None:
-        slowness = slowness_of(speeds)
-        if len(slowness) != ranks:
-            raise ValueError(f"speeds has {len(slowness)} items, expected {ranks!r}, one per rank")
     return {
         "lengths": lengths,
-        "limits": tuple(numbers[name] for name in _core.LIMITS),
-        "lists": (min_degrees, max_degrees, slowness),
+        "limits": limits.numbers(),
+        "lists": limits.lists(),
         "prices": cost.prices,
         "table": cost.table,
     }
@@ -451,26 +370,9 @@ def plan(
     Pure: the same arguments give the same plan, bit for bit, on every rank. Raises ValueError for
     an argument out of its range, and for a sequence that no allowed degree can hold.
     """
+    limits = Limits.among(locals())
     begun = time.perf_counter()
-    request = _request(
-        lengths,
-        ranks=ranks,
-        max_tokens_per_rank=max_tokens_per_rank,
-        min_degree=min_degree,
-        max_degree=max_degree,
-        degrees=degrees,
-        alignment=alignment,
-        ranks_per_node=ranks_per_node,
-        sync=sync,
-        pipeline_stages=pipeline_stages,
-        virtual_stages=virtual_stages,
-        micro_batch_group=micro_batch_group,
-        memory=memory,
-        min_degrees=min_degrees,
-        max_degrees=max_degrees,
-        speeds=speeds,
-        cost=cost,
-    )
+    request = _request(lengths, limits, cost)
     made = Plan(_core.create_plan(**request, effort=effort))
     made.planning_seconds = time.perf_counter() - begun
     return made
@@ -490,7 +392,6 @@ def lower_bound(
     :func:`plan`, without ``effort``. Raises ValueError as it does, and for an unknown limit.
     """
     expect_names("", limits, (), LIMITS)
-    request = _request(
-        lengths, ranks=ranks, max_tokens_per_rank=max_tokens_per_rank, cost=cost, **limits
-    )
+    asked = Limits(ranks=ranks, max_tokens_per_rank=max_tokens_per_rank, **limits)
+    request = _request(lengths, asked, cost)
     return _core.plan_bound(**request)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import math
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 import hcp
 from hcp import _core
 from hcp.cost import Table
+from hcp.limits import Limits
 
 CAPACITY = 1024
 
@@ -412,3 +414,15 @@ def data(*groups: tuple[int, int, list[int]], **extra: Any) -> dict[str, Any]:
 def test_a_plan_that_breaks_a_rule_is_refused(plan: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         hcp.Plan.from_dict(plan)
+
+
+def test_limits_are_the_arguments_of_a_plan_and_what_the_core_takes() -> None:
+    asked = inspect.signature(hcp.plan).parameters
+    own = inspect.signature(Limits).parameters
+    assert {name: asked[name] for name in own if name in asked} == {
+        name: p for name, p in own.items() if name != "slowness"
+    }
+    assert asked.keys() - own.keys() == {"lengths", "cost", "effort"}
+    limits = Limits(ranks=4, max_tokens_per_rank=9)
+    assert len(limits.numbers()) == len(_core.LIMITS)
+    assert len(limits.lists()) == len(_core.LIMIT_LISTS)

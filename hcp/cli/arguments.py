@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 from hcp.cli.families import FAMILIES, describe
+from hcp.config import flag
 from hcp.cost import PRESETS, CostModel
-from hcp.plan import DEGREES, SYNCS
+from hcp.limits import CHOICES, INTEGERS, Limits
 
-LIMITS = (
-    "ranks",
-    "max_tokens_per_rank",
-    "min_degree",
-    "max_degree",
-    "degrees",
-    "alignment",
-    "ranks_per_node",
-    "sync",
-    "pipeline_stages",
-    "virtual_stages",
-    "micro_batch_group",
-    "effort",
-)
+LIMITS = tuple(field for field in fields(Limits) if field.name in {**INTEGERS, **CHOICES})
+"""The limits that have an option: integers and choices."""
+SHOWN: dict[str, tuple[str | None, str | None]] = {
+    "ranks": (None, "of the dp x cp domain"),
+    "max_tokens_per_rank": ("TOKENS", "most rows of one rank in one micro-batch"),
+    "min_degree": ("RANKS", None),
+    "max_degree": ("RANKS", None),
+    "alignment": ("ROWS", None),
+    "ranks_per_node": ("RANKS", None),
+    "sync": (None, "when ranks wait for each other (step)"),
+    "pipeline_stages": ("STAGES", "of so many ranks each (1)"),
+    "virtual_stages": ("CHUNKS", "of each stage (1)"),
+    "micro_batch_group": (
+        "MICRO_BATCHES",
+        "their count is a multiple of this where stages have chunks (the stages)",
+    ),
+}
+"""What --help says of an option: its value, and what it is."""
 
 
 def new_parser(command: str, says: str, epilog: str = "") -> argparse.ArgumentParser:
@@ -61,40 +67,24 @@ def add_drawing(parser: argparse.ArgumentParser, sequences: int) -> None:
 def add_limits(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """What a plan must keep, by the names of hcp.plan's arguments."""
     group = parser.add_argument_group("limits")
-    group.add_argument("--ranks", type=int, required=True, help="of the dp x cp domain")
-    group.add_argument(
-        "--max-tokens-per-rank",
-        type=int,
-        required=True,
-        metavar="TOKENS",
-        help="most rows of one rank in one micro-batch",
-    )
-    group.add_argument("--min-degree", type=int, default=1, metavar="RANKS")
-    group.add_argument("--max-degree", type=int, metavar="RANKS")
-    group.add_argument("--degrees", choices=DEGREES, default="any")
-    group.add_argument("--alignment", type=int, default=1, metavar="ROWS")
-    group.add_argument("--ranks-per-node", type=int, metavar="RANKS")
-    group.add_argument(
-        "--sync", choices=SYNCS, default="step", help="when ranks wait for each other (step)"
-    )
-    group.add_argument(
-        "--pipeline-stages", type=int, default=1, metavar="STAGES", help="of so many ranks each (1)"
-    )
-    group.add_argument(
-        "--virtual-stages", type=int, default=1, metavar="CHUNKS", help="of each stage (1)"
-    )
-    group.add_argument(
-        "--micro-batch-group",
-        type=int,
-        metavar="MICRO_BATCHES",
-        help="their count is a multiple of this where stages have chunks (the stages)",
-    )
+    for field in LIMITS:
+        metavar, says = SHOWN.get(field.name, (None, None))
+        required = field.default is MISSING
+        group.add_argument(
+            flag(field.name),
+            type=str if field.name in CHOICES else int,
+            choices=CHOICES.get(field.name),
+            required=required,
+            default=None if required else field.default,
+            metavar=metavar,
+            help=says,
+        )
     group.add_argument("--effort", type=int, default=1, help="more: a longer search (1)")
     return group
 
 
 def limits_of(args: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(args, name) for name in LIMITS}
+    return {name: getattr(args, name) for name in (*(field.name for field in LIMITS), "effort")}
 
 
 def add_cost(parser: argparse._ActionsContainer) -> None:

@@ -40,8 +40,8 @@ from hcp.cli.draw import draw_plans
 from hcp.config import Config
 from hcp.cost import PRICES, TIMES, CostModel
 from hcp.expect import expect_size
-from hcp.limits import slowness_of
-from hcp.plan import LIMITS, Plan, plan
+from hcp.limits import LIMITS, slowness_of
+from hcp.plan import Plan, plan
 
 SIZES = (
     "ranks",
