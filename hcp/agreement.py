@@ -268,12 +268,13 @@ HEADER_BYTES = 1024
 
 def header_of(stamp: Stamp) -> Tensor:
     """What goes ahead of the rows of a call: alike on all of its ranks."""
-    return _as_header({"fields": stamp.fields, "digest": stamp.kind.digest})
+    return _as_header({"fields": stamp.fields, "digest": stamp.kind.digest, "tag": stamp.tag})
 
 
 def header_of_refusal(refusal: Refusal) -> Tensor:
     """What goes there when no rows will."""
     reason = refusal.reason.encode("ascii", "replace").decode()[: HEADER_BYTES // 3]
+    reason = "".join(letter if letter.isprintable() else " " for letter in reason)
     return _as_header({"call": list(refusal.call), "refused": reason})
 
 
@@ -285,6 +286,6 @@ def read_header(header: Tensor) -> dict[str, Any]:
 
 def _as_header(said: dict[str, Any]) -> Tensor:
     text = json.dumps(said).encode()
-    if len(text) > HEADER_BYTES:  # names of unusual length: their digest still differs
-        text = json.dumps({"digest": said["digest"], "fields": {"operation": "?"}}).encode()
+    if len(text) > HEADER_BYTES:  # names of unusual length: digest and tag still differ
+        text = json.dumps({**said, "fields": {"operation": "?"}}).encode()
     return torch.frombuffer(bytearray(text.ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)

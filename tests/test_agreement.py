@@ -19,7 +19,17 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import hcp
-from hcp.agreement import FORWARD, Kind, Recent, Stamp, differing, header_of, read_header
+from hcp.agreement import (
+    FORWARD,
+    Kind,
+    Recent,
+    Refusal,
+    Stamp,
+    differing,
+    header_of,
+    header_of_refusal,
+    read_header,
+)
 from hcp.layout import Origin
 
 LENGTH, HEADS, GROUPS, SIZE = 32, 4, 2, 8
@@ -533,10 +543,19 @@ def test_a_device_that_found_another_tag_says_which_call_it_was() -> None:
 
 
 def test_a_stamp_too_long_for_its_header_still_differs() -> None:
+    calls = [Stamp(Kind("attention", words="x" * 2000), number) for number in (1, 2)]
+    assert not torch.equal(*map(header_of, calls))
     one, other = (Stamp(Kind("attention", words="x" * 2000 + end)) for end in "ab")
     headers = header_of(one), header_of(other)
     assert not torch.equal(*headers)
     assert [read_header(h)["digest"] for h in headers] == [one.kind.digest, other.kind.digest]
+
+
+def test_any_reason_of_a_refusal_fits_its_header() -> None:
+    for letter in ('"', "\\", "\x1b", "\n", "é"):
+        header = header_of_refusal(Refusal((2**64 - 1, 9, 9, False, 9), letter * 2000))
+        assert header.shape == header_of(Stamp(Kind("attention"))).shape
+        assert "refused" in read_header(header)
 
 
 def test_calls_of_other_operations_are_told_apart_by_name_alone() -> None:
