@@ -131,7 +131,7 @@ def one_group(lengths: list[int], degree: int, ranks: int, cost: hcp.CostModel) 
             "ranks": ranks,
             "max_tokens_per_rank": sum(lengths),
             "lengths": lengths,
-            "cost": {name: getattr(cost, name) for name in hcp.cost.PRICES},
+            "cost": {name: getattr(cost, name) for name in hcp.planning.cost.PRICES},
             "micro_batches": [{"groups": [group]}],
         }
     )

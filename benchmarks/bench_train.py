@@ -382,7 +382,7 @@ def tell(text: str) -> None:
 
 def print_head(job: Job, cost: hcp.CostModel, seconds: float) -> None:
     args = job.args
-    prices = zip(hcp.cost.PRICES, cost.prices, strict=True)
+    prices = zip(hcp.planning.cost.PRICES, cost.prices, strict=True)
     parameters = sum(p.numel() for p in job.model.parameters())
     dtype = str(next(job.model.parameters()).dtype).removeprefix("torch.")
     tell(

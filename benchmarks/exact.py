@@ -27,7 +27,7 @@ from ortools.sat.python import cp_model
 
 import hcp
 from hcp.cli.families import CHATQA2, WIKIPEDIA, K, log_uniform
-from hcp.report import rows_held
+from hcp.planning.report import rows_held
 
 RESOLUTION = 200_000
 

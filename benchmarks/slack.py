@@ -51,7 +51,7 @@ from numpy.typing import NDArray
 from ortools.linear_solver import pywraplp
 
 import hcp
-from hcp.report import rows_held
+from hcp.planning.report import rows_held
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]

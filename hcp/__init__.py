@@ -4,14 +4,11 @@ lengths -> plan -> layout -> dispatch -> attention -> combine -> loss
 groups  -> rebind -> evaluate -> restore
 """
 
-from hcp.ahead import PlanAhead
 from hcp.backends import get_cp_handler_cls, register_backend
-from hcp.check import check_plan
 from hcp.choose import EvalChoice, choose_eval_context_parallel
 from hcp.comm import COMM_TYPES, CommChoice
 from hcp.config import Config, add_arguments
 from hcp.core_attn import CoreAttention
-from hcp.cost import CostModel
 from hcp.derived import register_derived
 from hcp.dispatch import LocalBatch, Step, dispatch, gather_lengths
 from hcp.errors import HcpError
@@ -19,16 +16,19 @@ from hcp.evaluation import EvalBatch, EvalPlan, Metric, Metrics
 from hcp.groups import ProcessGroups, build_process_groups
 from hcp.handler import ContextParallelHandler
 from hcp.layout import Layout, Span
-from hcp.limits import MemoryModel
 from hcp.loopback import loopback
 from hcp.packed import (
     PackedSeqParams,
     get_batch_on_this_cp_rank,
     get_thd_batch_on_this_cp_rank,
 )
-from hcp.plan import Group, Plan, lower_bound, plan
+from hcp.planning.ahead import PlanAhead
+from hcp.planning.check import check_plan
+from hcp.planning.cost import CostModel
+from hcp.planning.limits import MemoryModel
+from hcp.planning.plan import Group, Plan, lower_bound, plan
+from hcp.planning.report import Report
 from hcp.rebind import Audit, audit, eval_cp_context, find_slots, rebind
-from hcp.report import Report
 from hcp.rope import Rotary
 from hcp.rules import register_rebind
 

@@ -13,9 +13,9 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from hcp._validate import expect_items
 from hcp.comm import COMM_TYPES
 from hcp.errors import HcpError
-from hcp.expect import expect_items
 from hcp.handler import ContextParallelHandler
 
 HandlerClass = type[ContextParallelHandler]

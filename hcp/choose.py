@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hcp.cost import MOVING, CostModel
-from hcp.expect import expect_size, plain
-from hcp.limits import divisors, rows_up_to
-from hcp.plan import Plan, plan
+from hcp._validate import expect_size, plain
+from hcp.planning.cost import MOVING, CostModel
+from hcp.planning.limits import divisors, rows_up_to
+from hcp.planning.plan import Plan, plan
 
 
 @dataclass(frozen=True, slots=True)

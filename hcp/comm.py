@@ -16,11 +16,11 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from hcp import _core
-from hcp.cost import CostModel
-from hcp.expect import expect_items, plain
+from hcp._validate import expect_items, plain
 from hcp.heads import key_heads, split
 from hcp.layout import STAGE_ROWS, Layout
-from hcp.plan import Plan
+from hcp.planning.cost import CostModel
+from hcp.planning.plan import Plan
 
 P2P, ALL_GATHER, A2A, A2A_P2P = _core.COMM_TYPES
 AUTO = "auto"

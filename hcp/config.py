@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from hcp._validate import expect_choice, expect_size, plain
 from hcp.comm import COMM_TYPES, check_comm_types, check_prices, fitted_sizes
-from hcp.expect import expect_choice, expect_size, plain
-from hcp.limits import SYNCS as PLAN_SYNCS
-from hcp.limits import divisors, rows_up_to
+from hcp.planning.limits import SYNCS as PLAN_SYNCS
+from hcp.planning.limits import divisors, rows_up_to
 
 if TYPE_CHECKING:
-    from hcp.cost import CostModel
-    from hcp.plan import Plan
+    from hcp.planning.cost import CostModel
+    from hcp.planning.plan import Plan
 
 SCHEDULERS = ("dynamic_cp", "static_cp")
 SYNCS = ("auto", *PLAN_SYNCS)
@@ -224,7 +224,7 @@ class Config:
         place of the option, of which "auto" is "step" here. Raises ValueError where a layer's comm
         type is "auto" and ``cost`` has no prices for it.
         """
-        from hcp.plan import plan
+        from hcp.planning.plan import plan
 
         self.validate(ranks=ranks)
         if cost is not None:

@@ -24,13 +24,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from hcp.cost import CostModel
+from hcp._validate import expect_names, expect_size, plain
 from hcp.dispatch import Step, dispatch, gather_lengths
 from hcp.errors import HcpError
-from hcp.expect import expect_names, expect_size, plain
 from hcp.groups import ProcessGroups
 from hcp.objects import all_gather_object, digest_of
-from hcp.plan import Plan, plan
+from hcp.planning.cost import CostModel
+from hcp.planning.plan import Plan, plan
 
 
 class _Batch(NamedTuple):

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hcp._core import Grid
+from hcp._validate import expect_size, expect_sizes
 from hcp.errors import HcpError
 from hcp.exchange import TorchTransport
-from hcp.expect import expect_size, expect_sizes
 from hcp.here import OfThisProcess
 from hcp.objects import all_gather_object
 from hcp.peer import BUFFER_BYTES

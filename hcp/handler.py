@@ -29,6 +29,7 @@ from hcp import (
     rope,
     sums,
 )
+from hcp._validate import expect_size, is_finite, plain
 from hcp.agreement import (
     BACKWARD,
     Kind,
@@ -40,7 +41,6 @@ from hcp.agreement import (
     rows_like,
 )
 from hcp.exchange import Transport, as_carried, as_given, carry
-from hcp.expect import expect_size, is_finite, plain
 from hcp.halo import carry_with_gradients, rows_of_spans
 from hcp.here import OfThisProcess
 from hcp.journey import Turn
@@ -55,7 +55,7 @@ from hcp.layout import (
     with_kernel,
 )
 from hcp.operands import as_autocast, autocast_to
-from hcp.plan import Plan
+from hcp.planning.plan import Plan
 from hcp.transforms import refuse_transforms
 
 _T = TypeVar("_T")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hcp import _core
-from hcp.plan import Plan
+from hcp.planning.plan import Plan
 
 _serials = itertools.count(1)
 

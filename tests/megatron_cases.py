@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 import hcp
-from hcp.limits import rows_up_to
+from hcp.planning.limits import rows_up_to
 
 
 @dataclass(frozen=True)

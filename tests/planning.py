@@ -14,7 +14,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 import hcp
-from hcp.cost import Table
+from hcp.planning.cost import Table
 
 FULL_SPEED = 65_536
 """Slowness of the fastest rank."""

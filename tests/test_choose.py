@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hcp import CostModel, EvalPlan
 from hcp.choose import choose_eval_context_parallel
-from hcp.limits import divisors, rows_up_to
+from hcp.planning.limits import divisors, rows_up_to
 
 FREE = CostModel(pair=2, token=1000, exchange=0, launch=0)
 

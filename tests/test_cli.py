@@ -22,7 +22,7 @@ from hcp import backends
 from hcp.__main__ import main
 from hcp.cli import doctor
 from hcp.cli.families import FAMILIES
-from hcp.trace import chrome_trace, timeline
+from hcp.planning.timeline import chrome_trace, timeline
 from hcp.transports import TRANSPORTS
 
 ROOT = Path(__file__).resolve().parents[1]

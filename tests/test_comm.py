@@ -28,7 +28,9 @@ def plan_of(
             "max_tokens_per_rank": 1 << 30,
             "ranks_per_node": node,
             "lengths": [length] * len(degrees),
-            "cost": {name: getattr(cost, name) for name in hcp.cost.PRICES} if cost else {},
+            "cost": {name: getattr(cost, name) for name in hcp.planning.cost.PRICES}
+            if cost
+            else {},
             "micro_batches": [
                 {
                     "groups": [
@@ -49,7 +51,7 @@ def pack_of(degree: int, lengths: list[int], cost: hcp.CostModel) -> hcp.Plan:
             "ranks": degree,
             "max_tokens_per_rank": 1 << 30,
             "lengths": lengths,
-            "cost": {name: getattr(cost, name) for name in hcp.cost.PRICES},
+            "cost": {name: getattr(cost, name) for name in hcp.planning.cost.PRICES},
             "micro_batches": [{"groups": [group]}],
         }
     )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import hcp
 from hcp.config import Config, add_arguments
-from hcp.limits import divisors, rows_up_to
+from hcp.planning.limits import divisors, rows_up_to
 
 
 def parsed(*argv):

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hcp
-from hcp.cost import PRESETS, PRICES, TIMES, Table
+from hcp.planning.cost import PRESETS, PRICES, TIMES, Table
 
 
 @given(
@@ -156,8 +156,11 @@ def test_a_wrong_file_is_refused_with_its_name_and_entry(
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        (5, "cost.table is 5, expected an hcp.cost.Table"),
-        (((5,), (1,), (2,)), "cost.table is ((5,), (1,), (2,)), expected an hcp.cost.Table"),
+        (5, "cost.table is 5, expected an hcp.planning.cost.Table"),
+        (
+            ((5,), (1,), (2,)),
+            "cost.table is ((5,), (1,), (2,)), expected an hcp.planning.cost.Table",
+        ),
         (Table((5,), (1,), ()), "table.times has 0 entries, expected lengths * degrees = 1"),
         (Table((5, 5), (1,), (2, 2)), "table.lengths is (5, 5), expected ascending integers"),
         (Table((5,), (0,), (2,)), "table.degrees[0] is 0, expected an integer >= 1"),

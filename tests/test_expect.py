@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import hcp
-from hcp.cost import Table
-from hcp.expect import expect_size
-from hcp.limits import MemoryModel
+from hcp._validate import expect_size
+from hcp.planning.cost import Table
+from hcp.planning.limits import MemoryModel
 
 
 def choose(**changes: Any) -> hcp.EvalChoice:

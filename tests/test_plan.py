@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 import hcp
 from hcp import _core
-from hcp.cost import Table
-from hcp.limits import Limits
+from hcp.planning.cost import Table
+from hcp.planning.limits import Limits
 
 CAPACITY = 1024
 

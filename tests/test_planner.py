@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import hcp
 from hcp.cli.families import FAMILIES
-from hcp.cost import PRESETS
+from hcp.planning.cost import PRESETS
 
 # ---- cost ----------------------------------------------------------------------------------------
 

@@ -27,11 +27,11 @@ from random import Random
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from hcp._validate import expect_size
 from hcp.cli.arguments import in_words, new_parser
 from hcp.cli.doctor import nvidia_smi
 from hcp.comm import COMM_TYPES, check_comm_types
 from hcp.config import Config
-from hcp.expect import expect_size
 
 if TYPE_CHECKING:
     from hcp.cli.fit import Fit, Point
@@ -277,7 +277,7 @@ def print_report(
     device: str,
     points: Sequence[Point],
 ) -> None:
-    from hcp.cost import TIMES
+    from hcp.planning.cost import TIMES
 
     print(f"{args.ranks} ranks on {device}, {args.dtype}, {args.cp_comm_type}")
     for name in TIMES:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hcp.plan import Plan
-from hcp.trace import timeline
+from hcp.planning.plan import Plan
+from hcp.planning.timeline import timeline
 
 
 def pyplot() -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hcp.cost import CostModel
+from hcp.planning.cost import CostModel
 
 LEAST_SHARE = 0.01
 """Of the largest micro-batch's time, what its rows must take for prices to mean anything."""

@@ -18,7 +18,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 import hcp
 from hcp.demo.data import VOCABULARY_SIZE
 from hcp.demo.training import Trainer, build_model, forward_step
-from hcp.limits import rows_up_to
+from hcp.planning.limits import rows_up_to
 
 if TYPE_CHECKING:
     from hcp.cli.calibrate import Cell

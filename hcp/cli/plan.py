@@ -21,8 +21,8 @@ from hcp.cli.arguments import (
     new_parser,
 )
 from hcp.cli.draw import draw_plans
-from hcp.plan import Plan, plan
-from hcp.trace import chrome_trace
+from hcp.planning.plan import Plan, plan
+from hcp.planning.timeline import chrome_trace
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:

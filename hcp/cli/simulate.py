@@ -25,6 +25,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from hcp._validate import expect_size
 from hcp.cli.arguments import (
     FAMILIES_EPILOG,
     add_cost,
@@ -38,10 +39,9 @@ from hcp.cli.arguments import (
 )
 from hcp.cli.draw import draw_plans
 from hcp.config import Config
-from hcp.cost import PRICES, TIMES, CostModel
-from hcp.expect import expect_size
-from hcp.limits import LIMITS, slowness_of
-from hcp.plan import Plan, plan
+from hcp.planning.cost import PRICES, TIMES, CostModel
+from hcp.planning.limits import LIMITS, slowness_of
+from hcp.planning.plan import Plan, plan
 
 SIZES = (
     "ranks",

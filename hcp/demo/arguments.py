@@ -7,9 +7,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from hcp._validate import expect_size
 from hcp.config import Config, add_arguments
-from hcp.expect import expect_size
-from hcp.limits import rows_up_to
+from hcp.planning.limits import rows_up_to
 
 DTYPES = ("float32", "float64", "bfloat16")
 SIZES = (

@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from hcp.cli.draw import pyplot
-from hcp.trace import timeline
+from hcp.planning.timeline import timeline
 
 if TYPE_CHECKING:
     import hcp

@@ -28,7 +28,7 @@ from hcp.demo.data import Corpus, Document, batch_indices, load, load_corpus, sa
 from hcp.demo.model import GPTModel
 from hcp.demo.ranks import initialize_distributed, on_every_rank, same_on_every_rank
 from hcp.demo.report import Evaluation, Reporter, Run, StepRecord
-from hcp.limits import rows_up_to
+from hcp.planning.limits import rows_up_to
 
 # ---- One step ------------------------------------------------------------------------------------
 

@@ -21,7 +21,6 @@ from typing import Any
 from torch import nn
 
 from hcp.config import Config
-from hcp.cost import CostModel
 from hcp.dispatch import LocalBatch, Step
 from hcp.groups import ProcessGroups
 from hcp.handler import ContextParallelHandler
@@ -36,6 +35,7 @@ from hcp.integrations.loader import (
     eval_layout,
 )
 from hcp.integrations.versions import require
+from hcp.planning.cost import CostModel
 
 require("accelerate", "1.15", "1.15")
 

@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from hcp._validate import expect_names, expect_size
 from hcp.config import NO_WINDOW, Config
-from hcp.cost import CostModel
 from hcp.dispatch import Step, dispatch, gather_lengths
 from hcp.errors import HcpError
 from hcp.evaluation import EvalPlan
-from hcp.expect import expect_names, expect_size
 from hcp.groups import ProcessGroups, build_process_groups
 from hcp.objects import digest_of
+from hcp.planning.cost import CostModel
 from hcp.rebind import eval_cp_context
 from hcp.slots import Exclude
 

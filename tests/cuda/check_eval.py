@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import trainer
 
-from hcp.limits import divisors
+from hcp.planning.limits import divisors
 
 LIMITS = {"float64": 1e-12, "float32": 1e-6}
 SHAPES = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4))

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from hcp.dispatch import dispatch
 from hcp.integrations.transformers.model import model_inputs
 from hcp.loopback import loopback
-from hcp.plan import plan
+from hcp.planning.plan import plan
 
 _log = logging.getLogger("hcp")
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers.trainer_utils import EvalLoopOutput
 
 from hcp.config import Config
-from hcp.cost import CostModel
 from hcp.dispatch import Step
 from hcp.evaluation import Metrics
 from hcp.groups import ProcessGroups
@@ -34,6 +33,7 @@ from hcp.integrations.transformers.attention import (
     register_hcp_attention,
 )
 from hcp.integrations.transformers.model import causal_lm_loss, causal_lm_losses
+from hcp.planning.cost import CostModel
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from hcp._validate import expect_size
 from hcp.config import Config
 from hcp.demo.arguments import (
     HelpFormatter,
@@ -16,10 +17,9 @@ from hcp.demo.arguments import (
     number_of_ranks,
 )
 from hcp.demo.ranks import runs_on_cpus
-from hcp.expect import expect_size
 from hcp.integrations.megatron.arguments import add_megatron_arguments, config_from_args
 from hcp.integrations.megatron.checks import check_gloo
-from hcp.limits import rows_up_to
+from hcp.planning.limits import rows_up_to
 
 DESCRIPTION = """\
 Pretrain a GPT of Megatron-Core's on real text, with a CP degree for each micro-batch, beside the

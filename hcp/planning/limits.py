@@ -8,7 +8,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, Self
 
 from hcp import _core
-from hcp.expect import expect_choice, expect_items, expect_size, is_finite
+from hcp._validate import expect_choice, expect_items, expect_size, is_finite
 
 SYNCS: tuple[str, ...] = _core.SYNCS
 DEGREES = ("any", "pow2")

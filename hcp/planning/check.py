@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hcp.errors import HcpError
-from hcp.plan import Plan, expect_data
+from hcp.planning.plan import Plan, expect_data
 
 
 def check_plan(plan: Plan | Mapping[str, Any], lengths: Sequence[int] | None = None) -> None:

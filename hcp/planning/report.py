@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hcp.trace import timeline
+from hcp.planning.timeline import timeline
 
 if TYPE_CHECKING:
-    from hcp.plan import Group, Plan
+    from hcp.planning.plan import Group, Plan
 
 
 @dataclass(frozen=True)

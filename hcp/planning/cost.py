@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hcp import _core
-from hcp.expect import expect_names, expect_size, expect_sizes
+from hcp._validate import expect_names, expect_size, expect_sizes
 
 PRICES: tuple[str, ...] = _core.PRICES
 TIMES = tuple(name for name in PRICES if name not in ("window", "tile", "overlap"))
@@ -289,7 +289,7 @@ def _table_from_json(table: Any) -> Table:
 def _checked(table: Table) -> Table:
     """The table as ints, if it is one that a plan can use."""
     if not isinstance(table, Table):
-        raise ValueError(f"cost.table is {table!r:.60}, expected an hcp.cost.Table")
+        raise ValueError(f"cost.table is {table!r:.60}, expected an hcp.planning.cost.Table")
     lengths, degrees, times = (
         expect_sizes(f"table.{name}", values) for name, values in table._asdict().items()
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hcp.plan import Plan
+    from hcp.planning.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,14 +11,23 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from hcp import _core
-from hcp.cost import CostModel, Table
-from hcp.expect import expect_choice, expect_items, expect_names, expect_size, expect_sizes
-from hcp.limits import CHOICES, DEGREES, INTEGERS, LIMITS, SIZES, SYNCS, Limits, MemoryModel
+from hcp._validate import expect_choice, expect_items, expect_names, expect_size, expect_sizes
+from hcp.planning.cost import CostModel, Table
+from hcp.planning.limits import (
+    CHOICES,
+    DEGREES,
+    INTEGERS,
+    LIMITS,
+    SIZES,
+    SYNCS,
+    Limits,
+    MemoryModel,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hcp.report import Report
+    from hcp.planning.report import Report
 
 
 class Group(NamedTuple):
@@ -139,7 +148,7 @@ class Plan:
 
     def report(self) -> Report:
         """How good the plan is, and what each rank does in it."""
-        from hcp.report import report
+        from hcp.planning.report import report
 
         return report(self)
 
