@@ -42,9 +42,9 @@ from torch import Tensor
 
 import hcp
 from hcp import comm
+from hcp.exchange.tables import Schedule, schedule_words
 from hcp.heads import key_heads, split
 from hcp.kernels import Call, Choice, kernel_for
-from hcp.layout import Schedule, schedule_words
 
 # B sequences, T rows on this rank, H query heads, G key-value heads, D head size
 

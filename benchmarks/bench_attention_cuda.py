@@ -51,9 +51,9 @@ from torch import Tensor
 
 import hcp
 from hcp.calls import calls_of
+from hcp.exchange.tables import Entry, schedule_of
 from hcp.handler import ContextParallelHandler
 from hcp.kernels import Call, Choice, kernel_for
-from hcp.layout import Entry, schedule_of
 
 HEAD_DIM = 128
 PACKS = {

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from hcp.auto_backend import MEASURED, Faster, installed, nearest
 from hcp.cudnn_backend import Cudnn
+from hcp.exchange.tables import Entry
 from hcp.kernels import Call, Flash2, Kernel
-from hcp.layout import Entry
 
 BETWEEN = [(2048,), (4096,), (4096,) * 2, (2048,) * 4, (2048,) * 16, (512,) * 128, (256,) * 256]
 MOST_CALLS = 64

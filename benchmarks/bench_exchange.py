@@ -39,11 +39,11 @@ from torch import Tensor
 
 import hcp
 from hcp import ops
-from hcp.agreement import Kind, Stamp
-from hcp.exchange import Share, TorchTransport
-from hcp.layout import Move, Read
-from hcp.peer import PeerTransport
-from hcp.transports import connect
+from hcp.exchange.agreement import Kind, Stamp
+from hcp.exchange.connect import connect
+from hcp.exchange.peer import PeerTransport
+from hcp.exchange.tables import Move, Read
+from hcp.exchange.transport import Share, TorchTransport
 
 WIDTH = 2048
 DTYPE = torch.bfloat16

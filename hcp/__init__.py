@@ -13,10 +13,10 @@ from hcp.derived import register_derived
 from hcp.dispatch import LocalBatch, Step, dispatch, gather_lengths
 from hcp.errors import HcpError
 from hcp.evaluation import EvalBatch, EvalPlan, Metric, Metrics
+from hcp.exchange.loopback import loopback
+from hcp.exchange.tables import Layout, Span
 from hcp.groups import ProcessGroups, build_process_groups
 from hcp.handler import ContextParallelHandler
-from hcp.layout import Layout, Span
-from hcp.loopback import loopback
 from hcp.packed import (
     PackedSeqParams,
     get_batch_on_this_cp_rank,

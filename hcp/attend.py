@@ -1,6 +1,6 @@
 """Attention over local and arriving keys, forward and backward.
 
-The schedule (see ``hcp.layout``) says everything: which keys arrive when, and which dense blocks of
+The schedule (see ``hcp.exchange.tables``) says everything: which keys arrive when, and which dense blocks of
 queries and keys are computed, by library kernels (``hcp.kernels``). The partial outputs are merged
 once by log-sum-exp. The backward fetches the keys again, gives the kernel the merged output and
 log-sum-exp, brings partial gradients of keys and values to their owners, and sums them once.
@@ -17,13 +17,21 @@ import torch
 from torch import Tensor
 
 from hcp import ops
-from hcp.agreement import BACKWARD, BACKWARD_WITH_LSE, Kind, LayerName, Stamp, agree_once, rows_like
 from hcp.calls import Calls, calls_of
-from hcp.exchange import Transport, shares, transport_of
+from hcp.exchange.agreement import (
+    BACKWARD,
+    BACKWARD_WITH_LSE,
+    Kind,
+    LayerName,
+    Stamp,
+    agree_once,
+    rows_like,
+)
+from hcp.exchange.tables import Schedule
+from hcp.exchange.transport import Transport, shares, transport_of
 from hcp.heads import Heads
 from hcp.journey import Journey, Turn, cut, journey_of, summed, turned_back
 from hcp.kernels import Choice, Kernel, kernel_for, scores_of_sinks, wide
-from hcp.layout import Schedule
 from hcp.operands import check
 
 

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hcp.agreement import LayerName
 from hcp.attend import backward, empty_result, forward, run_of
+from hcp.exchange.agreement import LayerName
+from hcp.exchange.tables import Schedule, kernel_of, schedule_of
 from hcp.journey import NO_TURN, Turn
 from hcp.kernels import Choice, families
-from hcp.layout import Schedule, kernel_of, schedule_of
 
 
 class Layer(NamedTuple):

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from hcp import ops
-from hcp.agreement import Kind, Stamp, agree_once, rows_like
-from hcp.exchange import Transport
-from hcp.halo import carry_with_gradients
+from hcp.exchange.agreement import Kind, Stamp, agree_once, rows_like
+from hcp.exchange.halo import carry_with_gradients
+from hcp.exchange.tables import Entry, Layout, Move, Origin
+from hcp.exchange.transport import Transport
 from hcp.kernels import Call, Choice, Kernel, kernel_for, scores_of_sinks, wide
-from hcp.layout import Entry, Layout, Move, Origin
 from hcp.operands import check
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from hcp import kernels
 from hcp.backends import BACKENDS
+from hcp.exchange.tables import Entry
 from hcp.handler import ContextParallelHandler
 from hcp.kernels import Call, Kernel, batched, each_alone, nan_for_infinity, unbatched
-from hcp.layout import Entry
 
 
 class Cudnn:

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from hcp import ops
 from hcp._validate import expect_items, expect_sizes, plain
-from hcp.agreement import Kind, Stamp
 from hcp.comm import check_comm_types, check_prices, only_degree
 from hcp.errors import HcpError
-from hcp.exchange import Transport, rows_of
+from hcp.exchange.agreement import Kind, Stamp
+from hcp.exchange.tables import Route, rows_may_vary
+from hcp.exchange.transport import Transport, rows_of
 from hcp.handler import ContextParallelHandler, window_of
-from hcp.layout import Route, rows_may_vary
 from hcp.planning.plan import Plan
 
 Sample = Mapping[str, Tensor]

@@ -24,11 +24,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from hcp._core import Grid
 from hcp._validate import expect_size, expect_sizes
 from hcp.errors import HcpError
-from hcp.exchange import TorchTransport
-from hcp.here import OfThisProcess
-from hcp.objects import all_gather_object
-from hcp.peer import BUFFER_BYTES
-from hcp.transports import connect
+from hcp.exchange.connect import connect
+from hcp.exchange.objects import all_gather_object
+from hcp.exchange.peer import BUFFER_BYTES
+from hcp.exchange.this_process import OfThisProcess
+from hcp.exchange.transport import TorchTransport
 
 ROLES: Mapping[str, str] = {
     "tp": "tp",
@@ -326,7 +326,7 @@ def build_process_groups(
     each gets the layout within its own. `timeout` is that of the parent unless given.
     `hierarchical`: sizes of the levels of hierarchical CP, the innermost first (Megatron's a2a
     before its p2p), whose product is `cp`; their groups are `hierarchy`. `transport`: what carries
-    keys and values, one of hcp.transports.TRANSPORTS; the first rank of each dp_cp group logs what
+    keys and values, one of hcp.exchange.connect.TRANSPORTS; the first rank of each dp_cp group logs what
     "auto" picks, and why (logger "hcp", INFO). `peer_buffer_bytes`: what "peer" takes of
     each GPU's memory, twice what one layer exchanges at most.
 

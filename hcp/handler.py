@@ -15,22 +15,10 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import Tensor
 
-from hcp import (
-    attention,
-    comm,
-    core_attn,
-    cross,
-    formats,
-    heads,
-    kernels,
-    loss,
-    ops,
-    packed,
-    rope,
-    sums,
-)
+from hcp import attention, comm, core_attn, cross, formats, heads, kernels, loss, ops, packed, rope
 from hcp._validate import expect_size, is_finite, plain
-from hcp.agreement import (
+from hcp.exchange import sums
+from hcp.exchange.agreement import (
     BACKWARD,
     Kind,
     LayerName,
@@ -40,11 +28,8 @@ from hcp.agreement import (
     agree_once,
     rows_like,
 )
-from hcp.exchange import Transport, as_carried, as_given, carry
-from hcp.halo import carry_with_gradients, rows_of_spans
-from hcp.here import OfThisProcess
-from hcp.journey import Turn
-from hcp.layout import (
+from hcp.exchange.halo import carry_with_gradients, rows_of_spans
+from hcp.exchange.tables import (
     Layout,
     Origin,
     Route,
@@ -54,6 +39,9 @@ from hcp.layout import (
     schedule_words,
     with_kernel,
 )
+from hcp.exchange.this_process import OfThisProcess
+from hcp.exchange.transport import Transport, as_carried, as_given, carry
+from hcp.journey import Turn
 from hcp.operands import as_autocast, autocast_to
 from hcp.planning.plan import Plan
 from hcp.transforms import refuse_transforms

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from hcp import ops
-from hcp.agreement import Stamp
 from hcp.calls import Calls, home_of
-from hcp.exchange import Share, Shared, SharingTransport, Transport, shares
-from hcp.layout import Schedule
+from hcp.exchange.agreement import Stamp
+from hcp.exchange.tables import Schedule
+from hcp.exchange.transport import Share, Shared, SharingTransport, Transport, shares
 
 
 class Turn(NamedTuple):

@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from hcp.layout import Entry
+from hcp.exchange.tables import Entry
 
 
 class Call:

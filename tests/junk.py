@@ -195,7 +195,9 @@ def main(first: int, last: int, seed: int) -> None:
 def call_all(first: int, last: int, seed: int, groups: Any) -> None:
     plan = hcp.plan([5], ranks=1, max_tokens_per_rank=8)
     key = groups.transport.key
-    words = hcp.layout.schedule_words(plan, 0, 0, "p2p", window_size=(-1, 0), transport_key=key)
+    words = hcp.exchange.tables.schedule_words(
+        plan, 0, 0, "p2p", window_size=(-1, 0), transport_key=key
+    )
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (most, most))

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import hcp
-from hcp.agreement import (
+from hcp.exchange.agreement import (
     FORWARD,
     Kind,
     Recent,
@@ -30,7 +30,7 @@ from hcp.agreement import (
     header_of_refusal,
     read_header,
 )
-from hcp.layout import Origin
+from hcp.exchange.tables import Origin
 
 LENGTH, HEADS, GROUPS, SIZE = 32, 4, 2, 8
 
@@ -497,14 +497,14 @@ def test_ranks_that_dispatch_another_step_hear_it() -> None:
 
 
 def builds_with_another_hcp(rank: int, size: int, what: str) -> None:
-    from hcp import transports
+    from hcp.exchange import connect as transports
 
     if rank:
         transports._build = lambda: {**_BUILD, what: "another"}  # type: ignore[assignment]
     hcp.build_process_groups(cp=1)
 
 
-_BUILD = hcp.transports._build()
+_BUILD = hcp.exchange.connect._build()
 
 
 @pytest.mark.parametrize("what", ["version", "core", "Python"])

@@ -137,7 +137,7 @@ def test_layers_of_one_model_have_windows_of_their_own() -> None:
     hcp.loopback(2, check)
 
 
-STAGE_ROWS = st.sampled_from([1, 20, hcp.layout.STAGE_ROWS])
+STAGE_ROWS = st.sampled_from([1, 20, hcp.exchange.tables.STAGE_ROWS])
 
 
 @pytest.mark.parametrize("sharing", [False, True], ids=["sent", "read"])
@@ -147,7 +147,7 @@ def test_keys_that_come_in_several_stages_equal_one_rank(causal: bool, sharing: 
     case = replace(case, causal=causal, sharing=sharing, sinks=True, lse=True)
     with staged_by(case.stage_rows):
         stages = [
-            len(hcp.layout.Schedule(words_of(case.plan(), rank, case.comm_type)).stages)
+            len(hcp.exchange.tables.Schedule(words_of(case.plan(), rank, case.comm_type)).stages)
             for rank in range(4)
         ]
     assert stages == [4] * 4  # the local one and three
@@ -158,7 +158,9 @@ def test_keys_that_come_in_several_stages_equal_one_rank(causal: bool, sharing: 
 def words_of(
     plan: hcp.Plan, rank: int, comm_type: str, window: tuple[int, int] = (-1, 0)
 ) -> torch.Tensor:
-    return hcp.layout.schedule_words(plan, 0, rank, comm_type, window_size=window, transport_key=0)
+    return hcp.exchange.tables.schedule_words(
+        plan, 0, rank, comm_type, window_size=window, transport_key=0
+    )
 
 
 WINDOW = st.one_of(st.integers(-1, 3), st.integers(-1, 220))
@@ -392,7 +394,7 @@ def test_the_same_call_gives_the_same_bits(comm_type: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("stage_rows", [20, hcp.layout.STAGE_ROWS])
+@pytest.mark.parametrize("stage_rows", [20, hcp.exchange.tables.STAGE_ROWS])
 @pytest.mark.parametrize("window", [(-1, -1), (20, 0)])
 @pytest.mark.parametrize("comm_type", TYPES)
 def test_rows_that_are_read_and_rows_that_are_sent_give_the_same_bits(
@@ -564,7 +566,7 @@ def test_a_hierarchy_trades_within_and_passes_blocks_between(inner: int, outer: 
 def test_a_ring_computes_nothing_that_a_window_hides() -> None:
     plan = hcp.plan([64], ranks=4, max_tokens_per_rank=64, min_degree=4)
     words = words_of(plan, 0, "p2p", window=(4, 0))
-    stages = hcp.layout.Schedule(words).stages
+    stages = hcp.exchange.tables.Schedule(words).stages
     # Rank 0 holds tokens 0-7 and 56-63: the latter see tokens 52-55, of rank 1.
     assert [[e[:4] for e in stage.entries] for stage in stages[1:]] == [[], [], [(8, 4, 12, 4)]]
 

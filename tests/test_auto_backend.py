@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import hcp
 from hcp import auto_backend
 from hcp.auto_backend import MEASURED, Faster, nearest
+from hcp.exchange.tables import Entry
 from hcp.kernels import Call, Choice, Flash2, Plain, families, kernel_for
-from hcp.layout import Entry
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(-12, 12), st.integers(-12, 12))

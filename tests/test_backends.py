@@ -20,8 +20,8 @@ from torch import Tensor
 
 import hcp
 from hcp import backends, kernels
+from hcp.exchange.tables import Entry
 from hcp.kernels import Call
-from hcp.layout import Entry
 
 # ---- the factory ---------------------------------------------------------------------------------
 

@@ -22,8 +22,8 @@ from hcp import backends
 from hcp.__main__ import main
 from hcp.cli import doctor
 from hcp.cli.families import FAMILIES
+from hcp.exchange.connect import TRANSPORTS
 from hcp.planning.timeline import chrome_trace, timeline
-from hcp.transports import TRANSPORTS
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = ["--ranks", "8", "--max-tokens-per-rank", "1024"]
@@ -492,7 +492,7 @@ def test_doctor_says_which_transports_gpus_have(
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
     monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 28, 9))
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
-    monkeypatch.setattr("hcp.transports.has_kernels", lambda: built)
+    monkeypatch.setattr("hcp.exchange.connect.has_kernels", lambda: built)
     found = {finding.name: finding for finding in doctor.transports()}
     assert set(TRANSPORTS) - {"auto", "torch"} <= set(found)
     for name, (usable, says) in (("nccl", nccl), ("peer", peer)):

@@ -15,8 +15,8 @@ from torch.utils.data import IterableDataset
 
 import hcp
 from hcp.evaluation import EvalPlan, Metrics
+from hcp.exchange.objects import digest_of
 from hcp.integrations.loader import DynamicCPDataLoader, EvalDataLoader
-from hcp.objects import digest_of
 
 
 class Loop:

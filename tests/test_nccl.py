@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hcp
-from hcp import nccl
-from hcp.agreement import Kind, Recent, Stamp
-from hcp.exchange import Board, Stamps
-from hcp.layout import Move
-from hcp.nccl import NcclTransport
+from hcp.exchange import nccl
+from hcp.exchange.agreement import Kind, Recent, Stamp
+from hcp.exchange.nccl import NcclTransport
+from hcp.exchange.tables import Move
+from hcp.exchange.transport import Board, Stamps
 
 TO_OTHERS = [Move(1, 0, 1), Move(0, 1, 1), Move(3, 2, 2)]
 """Of rank 1, which sends a row to itself."""

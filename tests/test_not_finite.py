@@ -20,8 +20,8 @@ import hcp
 from hcp import kernels, ops
 from hcp.cudnn_backend import Cudnn
 from hcp.dispatch import Groups
+from hcp.exchange.tables import Entry, Schedule, schedule_words
 from hcp.kernels import Call, CpuFlash, Flash2, Kernel, Plain, batched, each_alone
-from hcp.layout import Entry, Schedule, schedule_words
 
 NAN, INF = math.nan, math.inf
 

@@ -1,4 +1,4 @@
-"""The tables, counts and signals of ``hcp.peer`` where ranks share the memory of one process.
+"""The tables, counts and signals of ``hcp.exchange.peer`` where ranks share the memory of one process.
 
 Slots and staged exchanges are those of the transport between GPUs; here the words and rows lie in
 CPU memory, and a thread waits where a stream would.
@@ -18,11 +18,11 @@ import torch
 from cases import Case, dispatched, loopback_error, staged_by
 
 import hcp
-from hcp.exchange import Board, Share
-from hcp.loopback import LoopbackTransport
-from hcp.peer import PeerShared, Slots, memory_bytes
+from hcp.exchange.loopback import LoopbackTransport
+from hcp.exchange.peer import PeerShared, Slots, memory_bytes
+from hcp.exchange.transport import Board, Share
 
-loopback_module = sys.modules["hcp.loopback"]
+loopback_module = sys.modules["hcp.exchange.loopback"]
 creation = threading.Lock()
 
 
@@ -67,7 +67,7 @@ def mapped(monkeypatch: pytest.MonkeyPatch) -> type[MappedTransport]:
     return MappedTransport
 
 
-@pytest.mark.parametrize("stage_rows", [20, hcp.layout.STAGE_ROWS])
+@pytest.mark.parametrize("stage_rows", [20, hcp.exchange.tables.STAGE_ROWS])
 @pytest.mark.parametrize("comm_type", ["p2p", "all_gather", "a2a+p2p"])
 def test_attention_over_slots_equals_one_rank(comm_type: str, stage_rows: int) -> None:
     case = Case((57, 9, 130, 3), 4, min_degree=2, comm_type=comm_type, stage_rows=stage_rows)

@@ -12,8 +12,8 @@ import torch
 from ranks import RankError, run_ranks, try_ranks
 
 import hcp
-from hcp import transports
-from hcp.transports import _obstacle
+from hcp.exchange import connect as transports
+from hcp.exchange.connect import _obstacle
 
 
 def transport_of(rank: int, size: int, name: str) -> str:

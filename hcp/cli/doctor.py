@@ -318,7 +318,7 @@ def transports() -> Iterator[Finding]:
 
 def _between_gpus(over_nccl: Finding, gpus: int) -> Iterator[Finding]:
     """The transports that hcp brings along, which build on NCCL's process group."""
-    from hcp.transports import TRANSPORTS, has_kernels
+    from hcp.exchange.connect import TRANSPORTS, has_kernels
 
     for name in TRANSPORTS:
         if name in ("auto", "torch"):

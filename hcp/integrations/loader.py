@@ -23,8 +23,8 @@ from hcp.config import NO_WINDOW, Config
 from hcp.dispatch import Step, dispatch, gather_lengths
 from hcp.errors import HcpError
 from hcp.evaluation import EvalPlan
+from hcp.exchange.objects import digest_of
 from hcp.groups import ProcessGroups, build_process_groups
-from hcp.objects import digest_of
 from hcp.planning.cost import CostModel
 from hcp.rebind import eval_cp_context
 from hcp.slots import Exclude

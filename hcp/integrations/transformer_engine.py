@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hcp.agreement import LayerName
+from hcp.exchange.agreement import LayerName
 from hcp.handler import ContextParallelHandler
 from hcp.operands import as_autocast
 from hcp.rope import Rotary

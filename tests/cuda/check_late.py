@@ -86,7 +86,7 @@ def attend(args: argparse.Namespace) -> int:
     import torch.distributed as dist
 
     import hcp
-    from hcp.nccl import NcclTransport
+    from hcp.exchange.nccl import NcclTransport
 
     own = None
     if args.device == "cuda":

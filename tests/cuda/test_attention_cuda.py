@@ -19,8 +19,8 @@ from torch import Tensor
 
 import hcp
 from hcp.dispatch import Groups
+from hcp.exchange.tables import Entry
 from hcp.kernels import Call, Flash2, Kernel, Plain
-from hcp.layout import Entry
 
 pytestmark = [
     pytest.mark.cuda,

@@ -15,8 +15,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 import hcp
-from hcp.exchange import TorchTransport, Transport
-from hcp.loopback import LoopbackTransport, _World
+from hcp.exchange.loopback import LoopbackTransport, _World
+from hcp.exchange.transport import TorchTransport, Transport
 
 
 def packed_seq_params(

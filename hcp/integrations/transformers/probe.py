@@ -18,8 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from hcp.dispatch import dispatch
+from hcp.exchange.loopback import loopback
 from hcp.integrations.transformers.model import model_inputs
-from hcp.loopback import loopback
 from hcp.planning.plan import plan
 
 _log = logging.getLogger("hcp")

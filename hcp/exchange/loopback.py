@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from hcp import ops
-from hcp.agreement import Refusal, Stamp, differing, label, refused, unlabel
 from hcp.errors import HcpError
-from hcp.exchange import Pending, Share, copy_to_self, register, rows_of
-from hcp.layout import Move
+from hcp.exchange.agreement import Refusal, Stamp, differing, label, refused, unlabel
+from hcp.exchange.tables import Move
+from hcp.exchange.transport import Pending, Share, copy_to_self, register, rows_of
 
 Result = TypeVar("Result")
 

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hcp.agreement import Kind, Recent, Stamp, header_of
 from hcp.errors import HcpError
-from hcp.exchange import Pending, TorchTransport, copy_to_self, rows_of
-from hcp.layout import Move
+from hcp.exchange.agreement import Kind, Recent, Stamp, header_of
+from hcp.exchange.tables import Move
+from hcp.exchange.transport import Pending, TorchTransport, copy_to_self, rows_of
 
 _log = logging.getLogger("hcp")
 

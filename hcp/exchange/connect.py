@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from hcp import _core
 from hcp.errors import HcpError
-from hcp.exchange import TorchTransport
-from hcp.nccl import NcclTransport
-from hcp.peer import BUFFER_BYTES, PeerTransport
+from hcp.exchange.nccl import NcclTransport
+from hcp.exchange.peer import BUFFER_BYTES, PeerTransport
+from hcp.exchange.transport import TorchTransport
 
 TRANSPORTS = ("auto", "torch", "nccl", "peer")
 """``torch``: grouped point-to-point calls of torch.distributed. ``nccl``: one NCCL group per

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hcp import ops
-from hcp.agreement import (
+from hcp.errors import HcpError
+from hcp.exchange.agreement import (
     Recent,
     Refusal,
     Stamp,
@@ -28,8 +29,7 @@ from hcp.agreement import (
     refused,
     unlabel,
 )
-from hcp.errors import HcpError
-from hcp.layout import Move, Read, Route
+from hcp.exchange.tables import Move, Read, Route
 
 
 class Pending(Protocol):

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hcp import ops
-from hcp.agreement import BACKWARD, Stamp
-from hcp.exchange import Transport
-from hcp.layout import Layout, Move
+from hcp.exchange.agreement import BACKWARD, Stamp
+from hcp.exchange.tables import Layout, Move
+from hcp.exchange.transport import Transport
 
 
 class Path(Protocol):

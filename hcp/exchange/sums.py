@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hcp.agreement import BACKWARD, Stamp, agree_once
-from hcp.exchange import Transport
-from hcp.layout import Move
+from hcp.exchange.agreement import BACKWARD, Stamp, agree_once
+from hcp.exchange.tables import Move
+from hcp.exchange.transport import Transport
 
 
 class Everyone:

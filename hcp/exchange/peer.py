@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hcp.agreement import Recent, Stamp
 from hcp.errors import HcpError
-from hcp.exchange import Board, Share, TorchTransport
+from hcp.exchange.agreement import Recent, Stamp
+from hcp.exchange.transport import Board, Share, TorchTransport
 
 _SLOTS = 2
 """Exchanges that may be under way at once: the next is staged while the last is read."""
@@ -69,7 +69,7 @@ class PeerTransport(TorchTransport):
         self._slots.check()
 
     def share(self, share: Share) -> PeerShared:
-        """See :class:`hcp.exchange.SharingTransport`."""
+        """See :class:`hcp.exchange.transport.SharingTransport`."""
         return PeerShared(self._slots, share)
 
 
@@ -279,7 +279,7 @@ class _Slot(NamedTuple):
 
 
 class PeerShared:
-    """See :class:`hcp.exchange.Shared`."""
+    """See :class:`hcp.exchange.transport.Shared`."""
 
     def __init__(self, slots: Slots, share: Share) -> None:
         self._slots, self._share = slots, share
@@ -323,7 +323,7 @@ class PeerShared:
 
 
 class PeerStaged:
-    """See :class:`hcp.exchange.Staged`."""
+    """See :class:`hcp.exchange.transport.Staged`."""
 
     def __init__(self, slots: Slots, made: _Slot, columns: int, tag: int) -> None:
         self._slots, self._made, self._columns, self._tag = slots, made, columns, tag
@@ -383,7 +383,7 @@ class PeerStaged:
 
 
 class PeerReading:
-    """See :class:`hcp.exchange.Reading`."""
+    """See :class:`hcp.exchange.transport.Reading`."""
 
     def __init__(self, slots: Slots, rows: Tensor, parts: Sequence[Tensor]) -> None:
         self._slots, self._rows = slots, rows

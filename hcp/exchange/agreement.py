@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hcp.errors import HcpError
-from hcp.layout import Move, Origin
+from hcp.exchange.tables import Move, Origin
 
 LayerName = int | str | None
 """What a caller names its layer by."""
