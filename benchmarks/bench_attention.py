@@ -41,10 +41,10 @@ from host_time import print_host_times
 from torch import Tensor
 
 import hcp
-from hcp import comm
+from hcp.attention import comm_types as comm
+from hcp.attention.head_exchange import key_heads, split
+from hcp.attention.kernels import Call, Choice, kernel_for
 from hcp.exchange.tables import Schedule, schedule_words
-from hcp.heads import key_heads, split
-from hcp.kernels import Call, Choice, kernel_for
 
 # B sequences, T rows on this rank, H query heads, G key-value heads, D head size
 

@@ -50,10 +50,10 @@ from timing import (
 from torch import Tensor
 
 import hcp
-from hcp.calls import calls_of
+from hcp.attention.kernel_calls import calls_of
+from hcp.attention.kernels import Call, Choice, kernel_for
 from hcp.exchange.tables import Entry, schedule_of
 from hcp.handler import ContextParallelHandler
-from hcp.kernels import Call, Choice, kernel_for
 
 HEAD_DIM = 128
 PACKS = {

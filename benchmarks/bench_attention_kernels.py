@@ -11,7 +11,7 @@ bfloat16 rounds. Columns:
     FA4       FlashAttention-4, one call for the pack, where flash-attn-4 is installed; and which of
               the two the backend `auto` picks in each direction, by which measured pack
 
-The packs are those of ``hcp.auto_backend.MEASURED`` and others between them.
+The packs are those of ``hcp.attention.kernels.fastest.MEASURED`` and others between them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hcp.auto_backend import MEASURED, Faster, installed, nearest
-from hcp.cudnn_backend import Cudnn
+from hcp.attention.kernels import Call, Flash2, Kernel
+from hcp.attention.kernels.cudnn import Cudnn
+from hcp.attention.kernels.fastest import MEASURED, Faster, installed, nearest
 from hcp.exchange.tables import Entry
-from hcp.kernels import Call, Flash2, Kernel
 
 BETWEEN = [(2048,), (4096,), (4096,) * 2, (2048,) * 4, (2048,) * 16, (512,) * 128, (256,) * 256]
 MOST_CALLS = 64
@@ -110,7 +110,7 @@ def print_pack(lengths: tuple[int, ...], heads: int, key_heads: int) -> None:
 
 
 def flash4_columns(make: Callable[[Kernel], Pack], flash2: Pack, expected: list[Tensor]) -> str:
-    from hcp.flash_attn_4_backend import Flash4
+    from hcp.attention.kernels.flash_attn_4 import Flash4
 
     kernel = Flash4()
     flash4 = make(kernel)

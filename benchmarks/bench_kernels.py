@@ -32,7 +32,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hcp import ops, rope
+from hcp import ops
+from hcp.attention import rotary as rope
 
 HEADS, KEY_HEADS, HEAD_DIM = 32, 8, 128
 PARTS = 8

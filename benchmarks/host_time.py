@@ -29,12 +29,12 @@ import torch
 from torch import Tensor
 
 import hcp
-from hcp import kernels
+from hcp.attention import kernels
+from hcp.attention.kernels import Call, Flash2
 from hcp.exchange.agreement import Refusal, Stamp
 from hcp.exchange.peer import PeerShared, Slots, memory_bytes
 from hcp.exchange.tables import Move
 from hcp.exchange.transport import Pending, Share, Stamps, register
-from hcp.kernels import Call, Flash2
 
 ROWS, HEADS, HEAD_DIM = 16, 8, 8
 CALLS = 10

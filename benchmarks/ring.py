@@ -21,8 +21,8 @@ from torch import Tensor
 
 import hcp
 from hcp import ops
+from hcp.attention.kernels import Call, Choice, Kernel, kernel_for
 from hcp.exchange.tables import Entry
-from hcp.kernels import Call, Choice, Kernel, kernel_for
 
 
 def padded(length: int, degree: int) -> int:

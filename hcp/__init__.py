@@ -4,9 +4,10 @@ lengths -> plan -> layout -> dispatch -> attention -> combine -> loss
 groups  -> rebind -> evaluate -> restore
 """
 
+from hcp.attention.comm_types import COMM_TYPES, CommChoice
+from hcp.attention.rotary import Rotary
 from hcp.backends import get_cp_handler_cls, register_backend
 from hcp.choose import EvalChoice, choose_eval_context_parallel
-from hcp.comm import COMM_TYPES, CommChoice
 from hcp.config import Config, add_arguments
 from hcp.core_attn import CoreAttention
 from hcp.derived import register_derived
@@ -29,7 +30,6 @@ from hcp.planning.limits import MemoryModel
 from hcp.planning.plan import Group, Plan, lower_bound, plan
 from hcp.planning.report import Report
 from hcp.rebind import Audit, audit, eval_cp_context, find_slots, rebind
-from hcp.rope import Rotary
 from hcp.rules import register_rebind
 
 __all__ = [

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from hcp._validate import expect_items
-from hcp.comm import COMM_TYPES
+from hcp.attention.comm_types import COMM_TYPES
 from hcp.errors import HcpError
 from hcp.handler import ContextParallelHandler
 
@@ -36,10 +36,10 @@ class Backend(NamedTuple):
 
 BACKENDS: dict[str, Backend] = {
     "torch": Backend(lambda: ContextParallelHandler),
-    "auto": Backend(_module("hcp.auto_backend")),
-    "cudnn": Backend(_module("hcp.cudnn_backend"), capability=(8, 0)),
-    "flash_attn": Backend(_module("hcp.flash_attn_backend"), "flash-attn", (8, 0)),
-    "flash_attn_4": Backend(_module("hcp.flash_attn_4_backend"), "flash-attn-4", (9, 0)),
+    "auto": Backend(_module("hcp.attention.kernels.fastest")),
+    "cudnn": Backend(_module("hcp.attention.kernels.cudnn"), capability=(8, 0)),
+    "flash_attn": Backend(_module("hcp.attention.kernels.flash_attn_2"), "flash-attn", (8, 0)),
+    "flash_attn_4": Backend(_module("hcp.attention.kernels.flash_attn_4"), "flash-attn-4", (9, 0)),
     "transformer_engine": Backend(
         _module("hcp.integrations.transformer_engine"), "transformer-engine"
     ),

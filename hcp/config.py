@@ -13,7 +13,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hcp._validate import expect_choice, expect_size, plain
-from hcp.comm import COMM_TYPES, check_comm_types, check_prices, fitted_sizes
+from hcp.attention.comm_types import COMM_TYPES, check_comm_types, check_prices, fitted_sizes
 from hcp.planning.limits import SYNCS as PLAN_SYNCS
 from hcp.planning.limits import divisors, rows_up_to
 

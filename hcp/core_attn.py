@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hcp import formats
-from hcp.operands import check_heads
+from hcp.attention import qkv_format as formats
+from hcp.attention.checks import check_heads
 from hcp.packed import check_group, packed_seq_params, whole_params
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hcp import ops
 from hcp._validate import expect_items, expect_sizes, plain
-from hcp.comm import check_comm_types, check_prices, only_degree
+from hcp.attention.comm_types import check_comm_types, check_prices, only_degree
 from hcp.errors import HcpError
 from hcp.exchange.agreement import Kind, Stamp
 from hcp.exchange.tables import Route, rows_may_vary

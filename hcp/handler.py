@@ -15,8 +15,17 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import Tensor
 
-from hcp import attention, comm, core_attn, cross, formats, heads, kernels, loss, ops, packed, rope
+from hcp import core_attn, loss, ops, packed
 from hcp._validate import expect_size, is_finite, plain
+from hcp.attention import comm_types as comm
+from hcp.attention import cross, kernels
+from hcp.attention import head_exchange as heads
+from hcp.attention import operator as attention
+from hcp.attention import qkv_format as formats
+from hcp.attention import rotary as rope
+from hcp.attention.checks import as_autocast, autocast_to
+from hcp.attention.functorch import refuse_transforms
+from hcp.attention.key_transfer import Turn
 from hcp.exchange import sums
 from hcp.exchange.agreement import (
     BACKWARD,
@@ -41,10 +50,7 @@ from hcp.exchange.tables import (
 )
 from hcp.exchange.this_process import OfThisProcess
 from hcp.exchange.transport import Transport, as_carried, as_given, carry
-from hcp.journey import Turn
-from hcp.operands import as_autocast, autocast_to
 from hcp.planning.plan import Plan
-from hcp.transforms import refuse_transforms
 
 _T = TypeVar("_T")
 

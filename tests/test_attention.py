@@ -25,7 +25,8 @@ from hypothesis import strategies as st
 from ranks import RankError, run_ranks, try_ranks
 
 import hcp
-from hcp import attend, journey
+from hcp.attention import key_transfer as journey
+from hcp.attention import layer as attend
 
 TYPES = hcp.COMM_TYPES
 MASKS = {"causal": True, "full": False}

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hcp
-from hcp import auto_backend
-from hcp.auto_backend import MEASURED, Faster, nearest
+from hcp.attention.kernels import Call, Choice, Flash2, Plain, families, kernel_for
+from hcp.attention.kernels import fastest as auto_backend
+from hcp.attention.kernels.fastest import MEASURED, Faster, nearest
 from hcp.exchange.tables import Entry
-from hcp.kernels import Call, Choice, Flash2, Plain, families, kernel_for
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(-12, 12), st.integers(-12, 12))
@@ -106,7 +106,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(auto_backend, "installed", lambda: "4.0.0b36")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     module = SimpleNamespace(Flash4=lambda: Named("flash4", []))
-    monkeypatch.setitem(sys.modules, "hcp.flash_attn_4_backend", module)
+    monkeypatch.setitem(sys.modules, "hcp.attention.kernels.flash_attn_4", module)
     return monkeypatch
 
 
@@ -128,6 +128,6 @@ def test_auto_uses_flash_attention_4_where_it_was_measured(
 def test_an_installed_package_that_cannot_be_imported_is_an_error(
     hopper: pytest.MonkeyPatch,
 ) -> None:
-    hopper.setitem(sys.modules, "hcp.flash_attn_4_backend", None)
+    hopper.setitem(sys.modules, "hcp.attention.kernels.flash_attn_4", None)
     with pytest.raises(hcp.HcpError, match="flash-attn-4 is installed and cannot be imported"):
         picked()

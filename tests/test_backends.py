@@ -19,9 +19,10 @@ from test_features import check_softcap, scores_of
 from torch import Tensor
 
 import hcp
-from hcp import backends, kernels
+from hcp import backends
+from hcp.attention import kernels
+from hcp.attention.kernels import Call
 from hcp.exchange.tables import Entry
-from hcp.kernels import Call
 
 # ---- the factory ---------------------------------------------------------------------------------
 
@@ -105,7 +106,7 @@ def test_a_library_that_is_not_there_is_named(backend: str, library: str) -> Non
 
 
 def test_cudnn_is_refused_where_it_has_no_kernel() -> None:
-    from hcp.cudnn_backend import Cudnn
+    from hcp.attention.kernels.cudnn import Cudnn
 
     cls = hcp.get_cp_handler_cls("cudnn")
     plan = hcp.plan([9], ranks=1, max_tokens_per_rank=16)
@@ -133,7 +134,7 @@ def test_cudnn_is_refused_where_it_has_no_kernel() -> None:
 
 @pytest.mark.parametrize(("rows", "heads"), [(1, 4), (7, 1), (1, 1), (5, 3)])
 def test_cudnn_gets_the_log_sum_exp_in_its_strides(rows: int, heads: int) -> None:
-    from hcp.cudnn_backend import _statistics
+    from hcp.attention.kernels.cudnn import _statistics
 
     lse = torch.randn(heads, rows).t()
     found = _statistics(lse)
@@ -295,9 +296,9 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", interface)
     backends._made.cache_clear()
     cls = hcp.get_cp_handler_cls("flash_attn")
-    module = sys.modules["hcp.flash_attn_backend"]
+    module = sys.modules["hcp.attention.kernels.flash_attn_2"]
     yield SimpleNamespace(cls=cls, module=module)
-    del sys.modules["hcp.flash_attn_backend"], hcp.flash_attn_backend
+    del sys.modules["hcp.attention.kernels.flash_attn_2"], hcp.attention.kernels.flash_attn_2
     kernels._families.pop("flash_attn")
     backends._made.cache_clear()
 

@@ -14,7 +14,7 @@ from ranks import run_ranks
 from test_attention import dispatched
 
 import hcp
-from hcp import comm
+from hcp.attention import comm_types as comm
 
 
 def plan_of(

@@ -14,7 +14,7 @@ from test_features import drawn, rows_here
 from torch import Tensor
 
 import hcp
-from hcp.cross import Reads
+from hcp.attention.cross import Reads
 
 
 class Options(NamedTuple):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import hcp
-from hcp import formats
+from hcp.attention import qkv_format as formats
 
 TYPES = ("p2p", "all_gather", "a2a")
 

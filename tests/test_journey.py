@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hcp import ops
-from hcp.journey import NO_TURN, Turn, cut, summed, turned_back
+from hcp.attention.key_transfer import NO_TURN, Turn, cut, summed, turned_back
 
 layer = torch.ops.hcp
 

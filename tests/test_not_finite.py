@@ -17,11 +17,12 @@ from cases import NAMES, Case, dispatched, grad_of, staged_by, whole_sequences
 from torch import Tensor
 
 import hcp
-from hcp import kernels, ops
-from hcp.cudnn_backend import Cudnn
+from hcp import ops
+from hcp.attention import kernels
+from hcp.attention.kernels import Call, CpuFlash, Flash2, Kernel, Plain, batched, each_alone
+from hcp.attention.kernels.cudnn import Cudnn
 from hcp.dispatch import Groups
 from hcp.exchange.tables import Entry, Schedule, schedule_words
-from hcp.kernels import Call, CpuFlash, Flash2, Kernel, Plain, batched, each_alone
 
 NAN, INF = math.nan, math.inf
 
@@ -160,9 +161,9 @@ def flash4(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
     cute.interface = interface  # type: ignore[attr-defined]
     for name, module in (("flash_attn", ModuleType("flash_attn")), ("flash_attn.cute", cute)):
         monkeypatch.setitem(sys.modules, name, module)
-    module = importlib.import_module("hcp.flash_attn_4_backend")
+    module = importlib.import_module("hcp.attention.kernels.flash_attn_4")
     yield module.Flash4()
-    del sys.modules["hcp.flash_attn_4_backend"], hcp.flash_attn_4_backend
+    del sys.modules["hcp.attention.kernels.flash_attn_4"], hcp.attention.kernels.flash_attn_4
     kernels._families.pop("flash_attn_4")
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import hcp
-from hcp import rope
+from hcp.attention import rotary as rope
 
 LENGTHS = (37, 5, 20, 1)
 

@@ -28,9 +28,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from hcp._validate import expect_size
+from hcp.attention.comm_types import COMM_TYPES, check_comm_types
 from hcp.cli.arguments import in_words, new_parser
 from hcp.cli.doctor import nvidia_smi
-from hcp.comm import COMM_TYPES, check_comm_types
 from hcp.config import Config
 
 if TYPE_CHECKING:

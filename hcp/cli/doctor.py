@@ -21,7 +21,7 @@ from hcp.cli.arguments import new_parser
 from hcp.integrations.versions import installed
 
 if TYPE_CHECKING:
-    from hcp.kernels import Kernel
+    from hcp.attention.kernels import Kernel
 
 EXTRAS = {
     "matplotlib": "pictures of plan, simulate and demo",
@@ -201,8 +201,8 @@ def attention() -> Iterator[Finding]:
     """PyTorch's kernels, those of the backend torch, and then every other backend."""
     import torch
 
+    from hcp.attention.kernels import torch_kernels
     from hcp.backends import BACKENDS
-    from hcp.kernels import torch_kernels
 
     part = "attention"
     found = [k for device in ("cpu", "cuda") for k in torch_kernels(torch.device(device))]
@@ -224,7 +224,7 @@ TORCH_KERNELS = {
 def of_torch(part: str, kernel: Kernel) -> Finding:
     import torch
 
-    from hcp.kernels import Flash2
+    from hcp.attention.kernels import Flash2
 
     name, operator = TORCH_KERNELS[type(kernel).__name__]
     says = ", ".join(str(dtype).removeprefix("torch.") for dtype in kernel.dtypes)
@@ -258,7 +258,7 @@ def of_backend(part: str, name: str) -> Finding:
 
 
 def choice_of_auto(part: str) -> str:
-    from hcp.auto_backend import MEASURED_CAPABILITY
+    from hcp.attention.kernels.fastest import MEASURED_CAPABILITY
 
     other = of_backend(part, "flash_attn_4")
     if not other.usable:

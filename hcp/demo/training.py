@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hcp
-from hcp.comm import fitted_sizes
+from hcp.attention.comm_types import fitted_sizes
 from hcp.config import Config
 from hcp.demo.data import Corpus, Document, batch_indices, load, load_corpus, sample
 from hcp.demo.model import GPTModel

@@ -261,14 +261,14 @@ class Schedule(_Table):
         self.trade = self._trade()
         """None where rows stay."""
         self.calls: dict[object, object] = {}
-        """The entries as calls of each kernel that has computed them: see ``hcp.calls``."""
+        """The entries as calls of each kernel that has computed them: see ``hcp.attention.kernel_calls``."""
         self.agreed: set[int] = set()
         """See ``agreement.Moves``."""
         self.origin, self.callers = _tail_of(words)
         self.numbers: Iterator[int] = itertools.count(1)
         """Numbers of its calls: of all calls of a handler, which gives it its own."""
         self.runs: dict[tuple[object, ...], object] = {}
-        """How calls of each kind that was checked are computed: see ``hcp.attend``."""
+        """How calls of each kind that was checked are computed: see ``hcp.attention.layer``."""
 
     def _expect_sections(self) -> None:
         """Raise ValueError unless the sections lie inside the words, the sizes among them."""

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hcp.attention.checks import as_autocast
+from hcp.attention.rotary import Rotary
 from hcp.exchange.agreement import LayerName
 from hcp.handler import ContextParallelHandler
-from hcp.operands import as_autocast
-from hcp.rope import Rotary
 
 try:
     from transformer_engine.pytorch import DotProductAttention  # type: ignore[import-not-found]

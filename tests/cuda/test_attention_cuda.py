@@ -18,9 +18,9 @@ from test_rope import error as rope_error
 from torch import Tensor
 
 import hcp
+from hcp.attention.kernels import Call, Flash2, Kernel, Plain
 from hcp.dispatch import Groups
 from hcp.exchange.tables import Entry
-from hcp.kernels import Call, Flash2, Kernel, Plain
 
 pytestmark = [
     pytest.mark.cuda,
@@ -304,7 +304,7 @@ def exact(
 @pytest.mark.parametrize("softcap", [0.0, 20.0])
 @pytest.mark.parametrize("mask", ["causal", "full"])
 def test_flash_attention_4_leaves_the_gaps_of_a_pack_out(mask: str, softcap: float) -> None:
-    from hcp.flash_attn_4_backend import Flash4
+    from hcp.attention.kernels.flash_attn_4 import Flash4
 
     call = packed([70, 0, 298, 0] if mask == "causal" else [199, 63, 299, 299])
     assert len(call.entries) == 4

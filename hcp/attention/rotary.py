@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from hcp import ops
-from hcp.kernels import wide
-from hcp.transforms import is_transformed
+from hcp.attention.functorch import is_transformed
+from hcp.attention.kernels import wide
 
 
 def angles_of(freqs: Tensor, positions: Tensor, axes: Sequence[int] | None) -> Tensor:

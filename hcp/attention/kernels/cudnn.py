@@ -13,11 +13,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hcp import kernels
+from hcp.attention import kernels
+from hcp.attention.kernels import Call, Kernel, batched, each_alone, nan_for_infinity, unbatched
 from hcp.backends import BACKENDS
 from hcp.exchange.tables import Entry
 from hcp.handler import ContextParallelHandler
-from hcp.kernels import Call, Kernel, batched, each_alone, nan_for_infinity, unbatched
 
 
 class Cudnn:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from hcp import ops
+from hcp.attention.kernels import Call, Kernel, wide
 from hcp.exchange.agreement import Stamp
 from hcp.exchange.tables import Move, Schedule, Trade
 from hcp.exchange.transport import Transport
-from hcp.kernels import Call, Kernel, wide
 
 
 def split(heads: int, ranks: int) -> list[slice]:

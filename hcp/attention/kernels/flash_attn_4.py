@@ -15,10 +15,10 @@ import torch
 from flash_attn.cute import interface  # type: ignore[import-not-found]
 from torch import Tensor
 
-from hcp import kernels
+from hcp.attention import kernels
+from hcp.attention.kernels import Call, Flash2, Kernel, nan_for_infinity
 from hcp.backends import BACKENDS
 from hcp.handler import ContextParallelHandler
-from hcp.kernels import Call, Flash2, Kernel, nan_for_infinity
 
 # A process in which several threads called it at once ended in a segmentation fault.
 _ONE_AT_A_TIME = threading.Lock()

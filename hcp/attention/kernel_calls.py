@@ -8,8 +8,8 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from hcp.attention.kernels import Call, Kernel
 from hcp.exchange.tables import Entry, Move, Read, Schedule
-from hcp.kernels import Call, Kernel
 
 
 class Calls(NamedTuple):

@@ -12,9 +12,9 @@ import torch
 from flash_attn import flash_attn_interface  # type: ignore[import-not-found]
 from torch import Tensor
 
-from hcp import kernels
+from hcp.attention import kernels
+from hcp.attention.kernels import Call, Flash2, Kernel
 from hcp.handler import ContextParallelHandler
-from hcp.kernels import Call, Flash2, Kernel
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Attention over local and arriving keys, forward and backward.
 
 The schedule (see ``hcp.exchange.tables``) says everything: which keys arrive when, and which dense blocks of
-queries and keys are computed, by library kernels (``hcp.kernels``). The partial outputs are merged
+queries and keys are computed, by library kernels (``hcp.attention.kernels``). The partial outputs are merged
 once by log-sum-exp. The backward fetches the keys again, gives the kernel the merged output and
 log-sum-exp, brings partial gradients of keys and values to their owners, and sums them once.
 
@@ -17,7 +17,11 @@ import torch
 from torch import Tensor
 
 from hcp import ops
-from hcp.calls import Calls, calls_of
+from hcp.attention.checks import check
+from hcp.attention.head_exchange import Heads
+from hcp.attention.kernel_calls import Calls, calls_of
+from hcp.attention.kernels import Choice, Kernel, kernel_for, scores_of_sinks, wide
+from hcp.attention.key_transfer import Journey, Turn, cut, journey_of, summed, turned_back
 from hcp.exchange.agreement import (
     BACKWARD,
     BACKWARD_WITH_LSE,
@@ -29,10 +33,6 @@ from hcp.exchange.agreement import (
 )
 from hcp.exchange.tables import Schedule
 from hcp.exchange.transport import Transport, shares, transport_of
-from hcp.heads import Heads
-from hcp.journey import Journey, Turn, cut, journey_of, summed, turned_back
-from hcp.kernels import Choice, Kernel, kernel_for, scores_of_sinks, wide
-from hcp.operands import check
 
 
 class Run(NamedTuple):

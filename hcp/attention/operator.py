@@ -1,6 +1,6 @@
 """Attention of a layer, differentiable, for compilers as well as without them.
 
-What it computes is in ``hcp.attend``, how keys and gradients travel in ``hcp.journey``.
+What it computes is in ``hcp.attention.layer``, how keys and gradients travel in ``hcp.attention.key_transfer``.
 
 T rows on this rank, H query heads, G key-value heads, D head size, E head size of values.
 """
@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hcp.attend import backward, empty_result, forward, run_of
+from hcp.attention.kernels import Choice, families
+from hcp.attention.key_transfer import NO_TURN, Turn
+from hcp.attention.layer import backward, empty_result, forward, run_of
 from hcp.exchange.agreement import LayerName
 from hcp.exchange.tables import Schedule, kernel_of, schedule_of
-from hcp.journey import NO_TURN, Turn
-from hcp.kernels import Choice, families
 
 
 class Layer(NamedTuple):

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from hcp import ops
+from hcp.attention.checks import check
+from hcp.attention.kernels import Call, Choice, Kernel, kernel_for, scores_of_sinks, wide
 from hcp.exchange.agreement import Kind, Stamp, agree_once, rows_like
 from hcp.exchange.halo import carry_with_gradients
 from hcp.exchange.tables import Entry, Layout, Move, Origin
 from hcp.exchange.transport import Transport
-from hcp.kernels import Call, Choice, Kernel, kernel_for, scores_of_sinks, wide
-from hcp.operands import check
 
 
 class _Piece(NamedTuple):

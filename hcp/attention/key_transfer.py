@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hcp import ops
-from hcp.calls import Calls, home_of
+from hcp.attention.kernel_calls import Calls, home_of
 from hcp.exchange.agreement import Stamp
 from hcp.exchange.tables import Schedule
 from hcp.exchange.transport import Share, Shared, SharingTransport, Transport, shares

@@ -16,10 +16,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from hcp import kernels
+from hcp.attention import kernels
+from hcp.attention.kernels import Call, Flash2, Kernel
 from hcp.errors import HcpError
 from hcp.handler import ContextParallelHandler
-from hcp.kernels import Call, Flash2, Kernel
 
 
 class Measured(NamedTuple):
@@ -131,7 +131,7 @@ def _kernels(device: torch.device) -> Sequence[Kernel]:
     if torch.cuda.get_device_capability(device) != MEASURED_CAPABILITY:
         return known
     try:
-        module = importlib.import_module("hcp.flash_attn_4_backend")
+        module = importlib.import_module("hcp.attention.kernels.flash_attn_4")
     except ImportError as error:
         raise HcpError(
             f"flash-attn-4 is installed and cannot be imported ({error}): install what it needs, "
