@@ -53,7 +53,7 @@ import hcp
 from hcp.attention.kernel_calls import calls_of
 from hcp.attention.kernels import Call, Choice, kernel_for
 from hcp.exchange.tables import Entry, schedule_of
-from hcp.handler import ContextParallelHandler
+from hcp.step.handler import ContextParallelHandler
 
 HEAD_DIM = 128
 PACKS = {

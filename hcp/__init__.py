@@ -6,18 +6,14 @@ groups  -> rebind -> evaluate -> restore
 
 from hcp.attention.comm_types import COMM_TYPES, CommChoice
 from hcp.attention.rotary import Rotary
-from hcp.backends import get_cp_handler_cls, register_backend
 from hcp.choose import EvalChoice, choose_eval_context_parallel
-from hcp.config import Config, add_arguments
 from hcp.core_attn import CoreAttention
 from hcp.derived import register_derived
-from hcp.dispatch import LocalBatch, Step, dispatch, gather_lengths
 from hcp.errors import HcpError
 from hcp.evaluation import EvalBatch, EvalPlan, Metric, Metrics
 from hcp.exchange.loopback import loopback
 from hcp.exchange.tables import Layout, Span
 from hcp.groups import ProcessGroups, build_process_groups
-from hcp.handler import ContextParallelHandler
 from hcp.packed import (
     PackedSeqParams,
     get_batch_on_this_cp_rank,
@@ -31,6 +27,10 @@ from hcp.planning.plan import Group, Plan, lower_bound, plan
 from hcp.planning.report import Report
 from hcp.rebind import Audit, audit, eval_cp_context, find_slots, rebind
 from hcp.rules import register_rebind
+from hcp.step.backends import get_cp_handler_cls, register_backend
+from hcp.step.config import Config, add_arguments
+from hcp.step.dispatch import LocalBatch, Step, dispatch, gather_lengths
+from hcp.step.handler import ContextParallelHandler
 
 __all__ = [
     "COMM_TYPES",

@@ -19,7 +19,7 @@ from hcp.attention.checks import check_heads
 from hcp.packed import check_group, packed_seq_params, whole_params
 
 if TYPE_CHECKING:
-    from hcp.handler import ContextParallelHandler
+    from hcp.step.handler import ContextParallelHandler
 
 
 class CoreAttention(torch.nn.Module):

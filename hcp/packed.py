@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from hcp.handler import ContextParallelHandler
+    from hcp.step.handler import ContextParallelHandler
 
 
 @dataclass

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hcp
-from hcp.dispatch import Groups
 from hcp.exchange.transport import TorchTransport
+from hcp.step.dispatch import Groups
 
 
 @dataclass(frozen=True)

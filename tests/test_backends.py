@@ -19,10 +19,10 @@ from test_features import check_softcap, scores_of
 from torch import Tensor
 
 import hcp
-from hcp import backends
 from hcp.attention import kernels
 from hcp.attention.kernels import Call
 from hcp.exchange.tables import Entry
+from hcp.step import backends
 
 # ---- the factory ---------------------------------------------------------------------------------
 

@@ -18,12 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hcp
-from hcp import backends
 from hcp.__main__ import main
 from hcp.cli import doctor
 from hcp.cli.families import FAMILIES
 from hcp.exchange.connect import TRANSPORTS
 from hcp.planning.timeline import chrome_trace, timeline
+from hcp.step import backends
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = ["--ranks", "8", "--max-tokens-per-rank", "1024"]

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hcp
-from hcp.config import Config, add_arguments
 from hcp.planning.limits import divisors, rows_up_to
+from hcp.step.config import Config, add_arguments
 
 
 def parsed(*argv):

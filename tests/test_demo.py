@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 
 import hcp
-from hcp.config import Config
 from hcp.demo import data
 from hcp.demo.arguments import parse_args
 from hcp.demo.model import GPTModel
 from hcp.demo.report import Evaluation, Run, StepRecord, loss_difference, table
+from hcp.step.config import Config
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = (

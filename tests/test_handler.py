@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ranks import RankError, run_ranks, try_ranks
 
 import hcp
-from hcp.handler import _whole_cu_seqlens
+from hcp.step.handler import _whole_cu_seqlens
 
 
 def all_handlers(groups: Any, lengths: Any, capacity: int = 24, **plan: Any) -> list[Any]:

@@ -295,7 +295,7 @@ def test_the_library_imports_no_trainer() -> None:
 def test_the_library_imports_neither_demo_nor_command_nor_integration() -> None:
     found = importers({"hcp.demo", "hcp.cli", "hcp.integrations"}, library_files())
     # A backend by name, imported when it is asked for: nobody has to import it before.
-    assert found == {"hcp/backends.py": {"hcp.integrations.transformer_engine"}}
+    assert found == {"hcp/step/backends.py": {"hcp.integrations.transformer_engine"}}
 
 
 def test_integrations_do_not_import_the_demo_but_for_their_programs() -> None:

@@ -21,8 +21,8 @@ from hcp import ops
 from hcp.attention import kernels
 from hcp.attention.kernels import Call, CpuFlash, Flash2, Kernel, Plain, batched, each_alone
 from hcp.attention.kernels.cudnn import Cudnn
-from hcp.dispatch import Groups
 from hcp.exchange.tables import Entry, Schedule, schedule_words
+from hcp.step.dispatch import Groups
 
 NAN, INF = math.nan, math.inf
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from hcp.handler import ContextParallelHandler
+    from hcp.step.handler import ContextParallelHandler
 
 QKV_FORMATS = ("thd", "sbhd", "bshd")
 """As Transformer Engine calls them."""

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from hcp.cli.families import FAMILIES, describe
-from hcp.config import flag
 from hcp.planning.cost import PRESETS, CostModel
 from hcp.planning.limits import CHOICES, INTEGERS, Limits
+from hcp.step.config import flag
 
 LIMITS = tuple(field for field in fields(Limits) if field.name in {**INTEGERS, **CHOICES})
 """The limits that have an option: integers and choices."""

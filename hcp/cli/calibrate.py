@@ -31,7 +31,7 @@ from hcp._validate import expect_size
 from hcp.attention.comm_types import COMM_TYPES, check_comm_types
 from hcp.cli.arguments import in_words, new_parser
 from hcp.cli.doctor import nvidia_smi
-from hcp.config import Config
+from hcp.step.config import Config
 
 if TYPE_CHECKING:
     from hcp.cli.fit import Fit, Point

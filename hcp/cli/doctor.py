@@ -202,7 +202,7 @@ def attention() -> Iterator[Finding]:
     import torch
 
     from hcp.attention.kernels import torch_kernels
-    from hcp.backends import BACKENDS
+    from hcp.step.backends import BACKENDS
 
     part = "attention"
     found = [k for device in ("cpu", "cuda") for k in torch_kernels(torch.device(device))]
@@ -242,7 +242,7 @@ def of_torch(part: str, kernel: Kernel) -> Finding:
 
 def of_backend(part: str, name: str) -> Finding:
     """Its library is looked up, not imported."""
-    from hcp.backends import BACKENDS
+    from hcp.step.backends import BACKENDS
 
     backend = BACKENDS[name]
     version = installed(backend.package) if backend.package else None

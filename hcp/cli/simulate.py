@@ -38,10 +38,10 @@ from hcp.cli.arguments import (
     new_parser,
 )
 from hcp.cli.draw import draw_plans
-from hcp.config import Config
 from hcp.planning.cost import PRICES, TIMES, CostModel
 from hcp.planning.limits import LIMITS, slowness_of
 from hcp.planning.plan import Plan, plan
+from hcp.step.config import Config
 
 SIZES = (
     "ranks",

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hcp._validate import expect_size
-from hcp.config import Config, add_arguments
 from hcp.planning.limits import rows_up_to
+from hcp.step.config import Config, add_arguments
 
 DTYPES = ("float32", "float64", "bfloat16")
 SIZES = (

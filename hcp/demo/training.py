@@ -23,12 +23,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hcp
 from hcp.attention.comm_types import fitted_sizes
-from hcp.config import Config
 from hcp.demo.data import Corpus, Document, batch_indices, load, load_corpus, sample
 from hcp.demo.model import GPTModel
 from hcp.demo.ranks import initialize_distributed, on_every_rank, same_on_every_rank
 from hcp.demo.report import Evaluation, Reporter, Run, StepRecord
 from hcp.planning.limits import rows_up_to
+from hcp.step.config import Config
 
 # ---- One step ------------------------------------------------------------------------------------
 

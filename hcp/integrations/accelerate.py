@@ -20,10 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from hcp.config import Config
-from hcp.dispatch import LocalBatch, Step
 from hcp.groups import ProcessGroups
-from hcp.handler import ContextParallelHandler
 from hcp.integrations.experts import warn_of_experts
 from hcp.integrations.loader import (
     DynamicCPDataLoader,
@@ -36,6 +33,9 @@ from hcp.integrations.loader import (
 )
 from hcp.integrations.versions import require
 from hcp.planning.cost import CostModel
+from hcp.step.config import Config
+from hcp.step.dispatch import LocalBatch, Step
+from hcp.step.handler import ContextParallelHandler
 
 require("accelerate", "1.15", "1.15")
 

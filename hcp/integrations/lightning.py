@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import Tensor
 
-from hcp.dispatch import Step
 from hcp.evaluation import Metrics
 from hcp.groups import ProcessGroups
 from hcp.integrations.experts import warn_of_experts
@@ -27,6 +26,7 @@ from hcp.integrations.loader import (
     eval_layout,
 )
 from hcp.integrations.versions import require
+from hcp.step.dispatch import Step
 
 require("lightning", "2.6", "2.6")
 

@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from hcp._validate import expect_names, expect_size
-from hcp.config import NO_WINDOW, Config
-from hcp.dispatch import Step, dispatch, gather_lengths
 from hcp.errors import HcpError
 from hcp.evaluation import EvalPlan
 from hcp.exchange.objects import digest_of
@@ -28,6 +26,8 @@ from hcp.groups import ProcessGroups, build_process_groups
 from hcp.planning.cost import CostModel
 from hcp.rebind import eval_cp_context
 from hcp.slots import Exclude
+from hcp.step.config import NO_WINDOW, Config
+from hcp.step.dispatch import Step, dispatch, gather_lengths
 
 IGNORED = -100
 """A label that does not count, as torch.nn.functional.cross_entropy and Transformers have it."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from hcp.attention.checks import as_autocast
 from hcp.attention.rotary import Rotary
 from hcp.exchange.agreement import LayerName
-from hcp.handler import ContextParallelHandler
+from hcp.step.handler import ContextParallelHandler
 
 try:
     from transformer_engine.pytorch import DotProductAttention  # type: ignore[import-not-found]

@@ -19,8 +19,8 @@ from torch import Tensor
 
 import hcp
 from hcp.attention.kernels import Call, Flash2, Kernel, Plain
-from hcp.dispatch import Groups
 from hcp.exchange.tables import Entry
+from hcp.step.dispatch import Groups
 
 pytestmark = [
     pytest.mark.cuda,

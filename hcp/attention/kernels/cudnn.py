@@ -15,9 +15,9 @@ from torch import Tensor
 
 from hcp.attention import kernels
 from hcp.attention.kernels import Call, Kernel, batched, each_alone, nan_for_infinity, unbatched
-from hcp.backends import BACKENDS
 from hcp.exchange.tables import Entry
-from hcp.handler import ContextParallelHandler
+from hcp.step.backends import BACKENDS
+from hcp.step.handler import ContextParallelHandler
 
 
 class Cudnn:

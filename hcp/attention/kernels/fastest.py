@@ -19,7 +19,7 @@ from torch import Tensor
 from hcp.attention import kernels
 from hcp.attention.kernels import Call, Flash2, Kernel
 from hcp.errors import HcpError
-from hcp.handler import ContextParallelHandler
+from hcp.step.handler import ContextParallelHandler
 
 
 class Measured(NamedTuple):

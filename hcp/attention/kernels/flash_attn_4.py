@@ -17,8 +17,8 @@ from torch import Tensor
 
 from hcp.attention import kernels
 from hcp.attention.kernels import Call, Flash2, Kernel, nan_for_infinity
-from hcp.backends import BACKENDS
-from hcp.handler import ContextParallelHandler
+from hcp.step.backends import BACKENDS
+from hcp.step.handler import ContextParallelHandler
 
 # A process in which several threads called it at once ended in a segmentation fault.
 _ONE_AT_A_TIME = threading.Lock()

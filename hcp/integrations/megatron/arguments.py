@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from hcp.config import MEGATRON_SCHEDULERS, Config, add_arguments
+from hcp.step.config import MEGATRON_SCHEDULERS, Config, add_arguments
 
 
 def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

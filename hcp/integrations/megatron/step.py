@@ -12,7 +12,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from hcp.integrations.megatron.checks import check_experts
-from hcp.loss import masked_sum
+from hcp.step.loss import masked_sum
 
 Losses = Callable[[Tensor, Tensor], Tensor]
 """(logits (1, T, words of this tensor-parallel rank), labels (1, T)) to losses (1, T)."""

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from hcp.attention.kernels import Choice, kernel_for
-from hcp.handler import ContextParallelHandler
 from hcp.integrations.experts import capacities
 from hcp.integrations.transformers.probe import NoHandlerError, probe, was_probed
+from hcp.step.handler import ContextParallelHandler
 
 ATTENTION = "hcp"
 """The name to give `model.set_attn_implementation`."""

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
-from hcp.dispatch import LocalBatch
-from hcp.handler import ContextParallelHandler
+from hcp.step.dispatch import LocalBatch
+from hcp.step.handler import ContextParallelHandler
 
 _log = logging.getLogger("hcp")
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
-from hcp.dispatch import dispatch
 from hcp.exchange.loopback import loopback
 from hcp.integrations.transformers.model import model_inputs
 from hcp.planning.plan import plan
+from hcp.step.dispatch import dispatch
 
 _log = logging.getLogger("hcp")
 

@@ -12,8 +12,6 @@ import transformers
 from torch import Tensor, nn
 from transformers.trainer_utils import EvalLoopOutput
 
-from hcp.config import Config
-from hcp.dispatch import Step
 from hcp.evaluation import Metrics
 from hcp.groups import ProcessGroups
 from hcp.integrations.accelerate import check_accelerator, with_barrier_of
@@ -34,6 +32,8 @@ from hcp.integrations.transformers.attention import (
 )
 from hcp.integrations.transformers.model import causal_lm_loss, causal_lm_losses
 from hcp.planning.cost import CostModel
+from hcp.step.config import Config
+from hcp.step.dispatch import Step
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]

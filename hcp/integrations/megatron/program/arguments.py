@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Sequence
 
 from hcp._validate import expect_size
-from hcp.config import Config
 from hcp.demo.arguments import (
     HelpFormatter,
     add_data_arguments,
@@ -20,6 +19,7 @@ from hcp.demo.ranks import runs_on_cpus
 from hcp.integrations.megatron.arguments import add_megatron_arguments, config_from_args
 from hcp.integrations.megatron.checks import check_gloo
 from hcp.planning.limits import rows_up_to
+from hcp.step.config import Config
 
 DESCRIPTION = """\
 Pretrain a GPT of Megatron-Core's on real text, with a CP degree for each micro-batch, beside the

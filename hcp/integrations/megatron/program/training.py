@@ -40,7 +40,6 @@ from megatron.core.transformer.transformer_block import (
 from torch import Tensor
 
 import hcp
-from hcp.config import NO_WINDOW, Config
 from hcp.demo.data import (
     VOCABULARY_SIZE,
     Corpus,
@@ -52,6 +51,7 @@ from hcp.demo.data import (
 from hcp.demo.ranks import initialize_distributed, on_every_rank, same_on_every_rank
 from hcp.integrations import megatron as hcp_megatron
 from hcp.integrations.megatron.program.report import Evaluation, Run, StepRecord, report
+from hcp.step.config import NO_WINDOW, Config
 
 
 @dataclass(frozen=True)

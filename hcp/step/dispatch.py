@@ -20,8 +20,8 @@ from hcp.errors import HcpError
 from hcp.exchange.agreement import Kind, Stamp
 from hcp.exchange.tables import Route, rows_may_vary
 from hcp.exchange.transport import Transport, rows_of
-from hcp.handler import ContextParallelHandler, window_of
 from hcp.planning.plan import Plan
+from hcp.step.handler import ContextParallelHandler, window_of
 
 Sample = Mapping[str, Tensor]
 """Tensors of one sequence, (tokens, ...) each, by name."""
@@ -363,7 +363,9 @@ def dispatch(
         )
         return message
 
-    announcements = [json.loads(message) for message in _share(transport, prepare, "hcp.dispatch")]
+    announcements = [
+        json.loads(message) for message in _share(transport, prepare, "hcp.step.dispatch")
+    ]
     same = "give every rank the same lengths, limits, cost and sources"
     again = "call hcp.dispatch as often on every rank"
     _require_same(announcements, "step", transport.rank, again)
@@ -380,7 +382,7 @@ def dispatch(
     fields = [_Field(*field) for field in described or []]
     for cp in handlers:
         cp._tell_loss_tokens(loss_tokens)
-    stamp = Stamp(Kind("hcp.dispatch", plan=f"{plan.checksum:016x}", step=step))
+    stamp = Stamp(Kind("hcp.step.dispatch", plan=f"{plan.checksum:016x}", step=step))
     values = _move(plan, samples, sources, transport, fields, stamp)
     ends = list(itertools.accumulate((cp.rows for cp in handlers), initial=0))
     batches = [

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from hcp._validate import expect_items
 from hcp.attention.comm_types import COMM_TYPES
 from hcp.errors import HcpError
-from hcp.handler import ContextParallelHandler
+from hcp.step.handler import ContextParallelHandler
 
 HandlerClass = type[ContextParallelHandler]
 
