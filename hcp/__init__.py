@@ -7,14 +7,14 @@ groups  -> rebind -> evaluate -> restore
 from hcp.attention.comm_types import COMM_TYPES, CommChoice
 from hcp.attention.rotary import Rotary
 from hcp.choose import EvalChoice, choose_eval_context_parallel
-from hcp.core_attn import CoreAttention
 from hcp.derived import register_derived
 from hcp.errors import HcpError
 from hcp.evaluation import EvalBatch, EvalPlan, Metric, Metrics
 from hcp.exchange.loopback import loopback
 from hcp.exchange.tables import Layout, Span
 from hcp.groups import ProcessGroups, build_process_groups
-from hcp.packed import (
+from hcp.megatron_style.core_attention import CoreAttention
+from hcp.megatron_style.packed import (
     PackedSeqParams,
     get_batch_on_this_cp_rank,
     get_thd_batch_on_this_cp_rank,

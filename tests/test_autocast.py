@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import hcp
-from hcp.core_attn import CoreAttention
+from hcp.megatron_style.core_attention import CoreAttention
 
 HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 LENGTHS = 13, 6

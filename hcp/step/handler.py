@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import Tensor
 
-from hcp import core_attn, ops, packed
+from hcp import ops
 from hcp._validate import expect_size, is_finite, plain
 from hcp.attention import comm_types as comm
 from hcp.attention import cross, kernels
@@ -50,6 +50,8 @@ from hcp.exchange.tables import (
 )
 from hcp.exchange.this_process import OfThisProcess
 from hcp.exchange.transport import Transport, as_carried, as_given, carry
+from hcp.megatron_style import core_attention as core_attn
+from hcp.megatron_style import packed
 from hcp.planning.plan import Plan
 from hcp.step import loss
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hcp.attention import qkv_format as formats
 from hcp.attention.checks import check_heads
-from hcp.packed import check_group, packed_seq_params, whole_params
+from hcp.megatron_style.packed import check_group, packed_seq_params, whole_params
 
 if TYPE_CHECKING:
     from hcp.step.handler import ContextParallelHandler
