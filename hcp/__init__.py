@@ -12,7 +12,7 @@ from hcp.errors import HcpError
 from hcp.evaluation import EvalBatch, EvalPlan, Metric, Metrics
 from hcp.exchange.loopback import loopback
 from hcp.exchange.tables import Layout, Span
-from hcp.groups import ProcessGroups, build_process_groups
+from hcp.groups.build import ProcessGroups, build_process_groups
 from hcp.megatron_style.core_attention import CoreAttention
 from hcp.megatron_style.packed import (
     PackedSeqParams,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hcp.groups import ROLES, ProcessGroups
+from hcp.groups.build import ROLES, ProcessGroups
 
 SIZE, RANK, RANKS, FLAG = "size", "rank", "ranks", "flag"
 KINDS = (SIZE, RANK, RANKS, FLAG)

@@ -27,7 +27,7 @@ from torch.utils.data import IterableDataset
 from hcp._validate import expect_names, expect_size, plain
 from hcp.errors import HcpError
 from hcp.exchange.objects import all_gather_object, digest_of
-from hcp.groups import ProcessGroups
+from hcp.groups.build import ProcessGroups
 from hcp.planning.cost import CostModel
 from hcp.planning.plan import Plan, plan
 from hcp.step.dispatch import Step, dispatch, gather_lengths

@@ -31,7 +31,7 @@ _PLAIN = (
 )
 """What says nothing by itself: whatever holds it does. So do iterators; and modules and tensors, by
 which another model is told from this one."""
-_OWN = frozenset({"hcp.groups", "hcp.rebind", "hcp.slots", "hcp.holders", "hcp._core"})
+_OWN = frozenset({"hcp.groups.build", "hcp.rebind", "hcp.slots", "hcp.holders", "hcp._core"})
 _COUNTED_OTHERWISE = (set, functools.partial, type(functools.cache(len)))
 _LEVELS = 100
 """Lists in dictionaries in lists: how far up a holder is looked for."""

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hcp import derived, rules
 from hcp._core import Structure
-from hcp.groups import ProcessGroups
+from hcp.groups.build import ProcessGroups
 
 
 @dataclass(frozen=True, slots=True, eq=False)

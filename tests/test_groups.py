@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import hcp
 from hcp._core import Grid
-from hcp.groups import ROLES, ProcessGroups, build_process_groups
+from hcp.groups.build import ROLES, ProcessGroups, build_process_groups
 
 DIMENSIONS = ("tp", "cp", "dp", "pp")
 ORDERS = ["-".join(names) for names in itertools.permutations(DIMENSIONS)]

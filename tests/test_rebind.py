@@ -23,7 +23,7 @@ from torch import nn
 import hcp
 from hcp import _core
 from hcp._core import Rebinding, SlotTable, Structure
-from hcp.groups import ProcessGroups, build_process_groups
+from hcp.groups.build import ProcessGroups, build_process_groups
 from hcp.rebind import eval_cp_context, find_slots
 
 # ---- the undo log, without torch -----------------------------------------------------------------

@@ -25,7 +25,7 @@ from torch import nn
 
 import hcp
 from hcp import rules
-from hcp.groups import ProcessGroups, build_process_groups
+from hcp.groups.build import ProcessGroups, build_process_groups
 from hcp.slots import places
 
 

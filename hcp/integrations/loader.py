@@ -22,7 +22,7 @@ from hcp._validate import expect_names, expect_size
 from hcp.errors import HcpError
 from hcp.evaluation import EvalPlan
 from hcp.exchange.objects import digest_of
-from hcp.groups import ProcessGroups, build_process_groups
+from hcp.groups.build import ProcessGroups, build_process_groups
 from hcp.planning.cost import CostModel
 from hcp.rebind import eval_cp_context
 from hcp.slots import Exclude

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hcp.groups import ProcessGroups
+from hcp.groups.build import ProcessGroups
 from hcp.rebind import Rebound, rebind
 from hcp.slots import Exclude
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from hcp.groups import ProcessGroups
+from hcp.groups.build import ProcessGroups
 from hcp.rebind import eval_cp_context
 from hcp.slots import Exclude
 
