@@ -38,7 +38,7 @@ from torch import nn
 
 import hcp
 from hcp._core import Rebinding
-from hcp.rebind import _home, _Request, _Table
+from hcp.rebinding.rebind import _home, _Request, _Table
 
 NAMES = {
     "cp_group": "cp",

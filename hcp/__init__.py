@@ -7,7 +7,6 @@ groups  -> rebind -> evaluate -> restore
 from hcp.attention.comm_types import COMM_TYPES, CommChoice
 from hcp.attention.rotary import Rotary
 from hcp.choose import EvalChoice, choose_eval_context_parallel
-from hcp.derived import register_derived
 from hcp.errors import HcpError
 from hcp.evaluation import EvalBatch, EvalPlan, Metric, Metrics
 from hcp.exchange.loopback import loopback
@@ -25,8 +24,9 @@ from hcp.planning.cost import CostModel
 from hcp.planning.limits import MemoryModel
 from hcp.planning.plan import Group, Plan, lower_bound, plan
 from hcp.planning.report import Report
-from hcp.rebind import Audit, audit, eval_cp_context, find_slots, rebind
-from hcp.rules import register_rebind
+from hcp.rebinding.derived import register_derived
+from hcp.rebinding.rebind import Audit, audit, eval_cp_context, find_slots, rebind
+from hcp.rebinding.rules import register_rebind
 from hcp.step.backends import get_cp_handler_cls, register_backend
 from hcp.step.config import Config, add_arguments
 from hcp.step.dispatch import LocalBatch, Step, dispatch, gather_lengths

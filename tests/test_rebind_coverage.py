@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import nn
 
 import hcp
-from hcp import rules
 from hcp.groups.build import ProcessGroups, build_process_groups
-from hcp.slots import places
+from hcp.rebinding import rules
+from hcp.rebinding.walk import places
 
 
 class Sized:
@@ -492,7 +492,7 @@ def test_a_value_that_the_training_layout_does_not_give_is_left_and_reported(lay
 
 
 def test_the_table_of_names_can_be_extended(layouts, monkeypatch):
-    monkeypatch.setattr(hcp.derived, "DERIVED", dict(hcp.derived.DERIVED))
+    monkeypatch.setattr(hcp.rebinding.derived, "DERIVED", dict(hcp.rebinding.derived.DERIVED))
     model = Model(layouts[0], shards=1, _shards=1)
     hcp.register_derived("shards", "cp", "size")
     check(model, layouts, lambda: (model.shards, model._shards), (4, 4))
@@ -1002,8 +1002,10 @@ def test_one_object_in_two_roles_is_told_apart_by_the_slots_name(layouts):
 
 def count_walks(monkeypatch):
     walks = []
-    run = hcp.slots.Walk.run
-    monkeypatch.setattr(hcp.slots.Walk, "run", lambda self, m: (walks.append(1), run(self, m)))
+    run = hcp.rebinding.walk.Walk.run
+    monkeypatch.setattr(
+        hcp.rebinding.walk.Walk, "run", lambda self, m: (walks.append(1), run(self, m))
+    )
     return walks
 
 
@@ -1045,7 +1047,7 @@ def test_the_table_is_made_once_and_again_when_the_structure_changes(layouts, mo
     assert len(walks) == 1
     CHANGES[change](model, train)
     with hcp.eval_cp_context(model, *layouts):
-        expected = hcp.slots.places(model, "model")
+        expected = hcp.rebinding.walk.places(model, "model")
         assert all(value is not train.cp and value is not train for *_, value, _ in expected)
         assert train.cp not in model.items
         assert train.cp not in model.bag

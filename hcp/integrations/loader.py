@@ -24,8 +24,8 @@ from hcp.evaluation import EvalPlan
 from hcp.exchange.objects import digest_of
 from hcp.groups.build import ProcessGroups, build_process_groups
 from hcp.planning.cost import CostModel
-from hcp.rebind import eval_cp_context
-from hcp.slots import Exclude
+from hcp.rebinding.rebind import eval_cp_context
+from hcp.rebinding.walk import Exclude
 from hcp.step.config import NO_WINDOW, Config
 from hcp.step.dispatch import Step, dispatch, gather_lengths
 

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from hcp.groups.build import ProcessGroups
-from hcp.rebind import eval_cp_context
-from hcp.slots import Exclude
+from hcp.rebinding.rebind import eval_cp_context
+from hcp.rebinding.walk import Exclude
 
 T = TypeVar("T")
 

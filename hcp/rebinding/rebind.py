@@ -3,7 +3,7 @@
     with hcp.eval_cp_context(model, train_pgs, eval_pgs):
         evaluate(model)
 
-What is a slot, and what only looks like one, is found by the walk of hcp.slots, once; the table
+What is a slot, and what only looks like one, is found by the walk of hcp.rebinding.walk, once; the table
 is kept with the model while its structure holds. A switch is a loop in C over the table.
 """
 
@@ -21,8 +21,8 @@ from hcp._core import Rebinding, SlotTable
 from hcp.errors import HcpError
 from hcp.exchange.transport import Transport
 from hcp.groups.build import ProcessGroups
-from hcp.holders import find_elsewhere
-from hcp.slots import _HOME, Exclude, Finding, Slot, Twins, Walk, listed
+from hcp.rebinding.holders import find_elsewhere
+from hcp.rebinding.walk import _HOME, Exclude, Finding, Slot, Twins, Walk, listed
 
 
 def eval_cp_context(

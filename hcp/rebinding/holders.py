@@ -1,6 +1,6 @@
 """The second way to find what holds a training group: ask the groups, not the model.
 
-The walk of hcp.slots knows the kinds of objects that it looks into. What it does not know (a
+The walk of hcp.rebinding.walk knows the kinds of objects that it looks into. What it does not know (a
 generator, a global variable, an object that the model does not lead to) still refers to the group,
 and every object of Python says what it refers to. So: all that refers to a group, less what the
 walk has seen, what the caller excludes, and what torch and hcp keep for themselves.
@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hcp import derived
 from hcp._core import find_holders
-from hcp.slots import Finding, Walk, is_kept_by_torch, places
+from hcp.rebinding import derived
+from hcp.rebinding.walk import Finding, Walk, is_kept_by_torch, places
 
 _PLAIN = (
     *(dict, list, tuple, set, frozenset, deque),
@@ -31,7 +31,15 @@ _PLAIN = (
 )
 """What says nothing by itself: whatever holds it does. So do iterators; and modules and tensors, by
 which another model is told from this one."""
-_OWN = frozenset({"hcp.groups.build", "hcp.rebind", "hcp.slots", "hcp.holders", "hcp._core"})
+_OWN = frozenset(
+    {
+        "hcp.groups.build",
+        "hcp.rebinding.rebind",
+        "hcp.rebinding.walk",
+        "hcp.rebinding.holders",
+        "hcp._core",
+    }
+)
 _COUNTED_OTHERWISE = (set, functools.partial, type(functools.cache(len)))
 _LEVELS = 100
 """Lists in dictionaries in lists: how far up a holder is looked for."""

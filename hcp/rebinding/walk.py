@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from hcp import derived, rules
 from hcp._core import Structure
 from hcp.groups.build import ProcessGroups
+from hcp.rebinding import derived, rules
 
 
 @dataclass(frozen=True, slots=True, eq=False)
