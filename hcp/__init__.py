@@ -6,9 +6,9 @@ groups  -> rebind -> evaluate -> restore
 
 from hcp.attention.comm_types import COMM_TYPES, CommChoice
 from hcp.attention.rotary import Rotary
-from hcp.choose import EvalChoice, choose_eval_context_parallel
 from hcp.errors import HcpError
-from hcp.evaluation import EvalBatch, EvalPlan, Metric, Metrics
+from hcp.evaluation.choose import EvalChoice, choose_eval_context_parallel
+from hcp.evaluation.plan import EvalBatch, EvalPlan, Metric, Metrics
 from hcp.exchange.loopback import loopback
 from hcp.exchange.tables import Layout, Span
 from hcp.groups.build import ProcessGroups, build_process_groups

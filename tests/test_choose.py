@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hcp import CostModel, EvalPlan
-from hcp.choose import choose_eval_context_parallel
+from hcp.evaluation.choose import choose_eval_context_parallel
 from hcp.planning.limits import divisors, rows_up_to
 
 FREE = CostModel(pair=2, token=1000, exchange=0, launch=0)

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hcp._validate import expect_names, expect_size
 from hcp.errors import HcpError
-from hcp.evaluation import EvalPlan
+from hcp.evaluation.plan import EvalPlan
 from hcp.exchange.objects import digest_of
 from hcp.groups.build import ProcessGroups, build_process_groups
 from hcp.planning.cost import CostModel
