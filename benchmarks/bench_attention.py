@@ -45,6 +45,7 @@ from hcp.attention import comm_types as comm
 from hcp.attention.head_exchange import key_heads, split
 from hcp.attention.kernels import Call, Choice, kernel_for
 from hcp.exchange.tables import Schedule, schedule_words
+from hcp.planning.cost import PRICES
 
 # B sequences, T rows on this rank, H query heads, G key-value heads, D head size
 
@@ -131,7 +132,7 @@ def one_group(lengths: list[int], degree: int, ranks: int, cost: hcp.CostModel) 
             "ranks": ranks,
             "max_tokens_per_rank": sum(lengths),
             "lengths": lengths,
-            "cost": {name: getattr(cost, name) for name in hcp.planning.cost.PRICES},
+            "cost": {name: getattr(cost, name) for name in PRICES},
             "micro_batches": [{"groups": [group]}],
         }
     )

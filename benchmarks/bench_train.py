@@ -53,6 +53,7 @@ from hcp.cli.measure import step_of
 from hcp.demo.data import VOCABULARY_SIZE
 from hcp.demo.model import Attention, GPTModel, RotaryEmbedding
 from hcp.demo.training import Gradients, Trainer
+from hcp.planning.cost import PRICES
 from hcp.step.config import Config
 
 FULL = {
@@ -382,7 +383,7 @@ def tell(text: str) -> None:
 
 def print_head(job: Job, cost: hcp.CostModel, seconds: float) -> None:
     args = job.args
-    prices = zip(hcp.planning.cost.PRICES, cost.prices, strict=True)
+    prices = zip(PRICES, cost.prices, strict=True)
     parameters = sum(p.numel() for p in job.model.parameters())
     dtype = str(next(job.model.parameters()).dtype).removeprefix("torch.")
     tell(

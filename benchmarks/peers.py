@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import hcp
+from hcp.planning.cost import PRICES
 from hcp.planning.limits import slowness_of
 
 Group = tuple[int, int, list[int]]
@@ -240,6 +241,6 @@ def plan_of(batches: Batches, lengths: list[int], request: dict[str, Any]) -> hc
     data = {key: value for key, value in request.items() if key not in ("cost", "speeds")}
     if "speeds" in request:
         data["slowness"] = slowness_of(request["speeds"])
-    prices = dict(zip(hcp.planning.cost.PRICES, request["cost"].prices, strict=True))
+    prices = dict(zip(PRICES, request["cost"].prices, strict=True))
     data |= {"lengths": lengths, "cost": prices, "micro_batches": groups}
     return hcp.Plan.from_dict(data)

@@ -15,6 +15,7 @@ from test_attention import dispatched
 
 import hcp
 from hcp.attention import comm_types as comm
+from hcp.planning.cost import PRICES
 
 
 def plan_of(
@@ -28,9 +29,7 @@ def plan_of(
             "max_tokens_per_rank": 1 << 30,
             "ranks_per_node": node,
             "lengths": [length] * len(degrees),
-            "cost": {name: getattr(cost, name) for name in hcp.planning.cost.PRICES}
-            if cost
-            else {},
+            "cost": {name: getattr(cost, name) for name in PRICES} if cost else {},
             "micro_batches": [
                 {
                     "groups": [
@@ -51,7 +50,7 @@ def pack_of(degree: int, lengths: list[int], cost: hcp.CostModel) -> hcp.Plan:
             "ranks": degree,
             "max_tokens_per_rank": 1 << 30,
             "lengths": lengths,
-            "cost": {name: getattr(cost, name) for name in hcp.planning.cost.PRICES},
+            "cost": {name: getattr(cost, name) for name in PRICES},
             "micro_batches": [{"groups": [group]}],
         }
     )
@@ -359,7 +358,7 @@ def test_auto_reads_either_price_of_the_same_links(priced: dict[str, int]) -> No
     assert choice == ("auto", "a2a+p2p", 2, f"least time of {listed}")
 
 
-PRICES = st.integers(0, 3000)
+DRAWN_PRICES = st.integers(0, 3000)
 
 
 @settings(max_examples=60)
@@ -369,10 +368,10 @@ PRICES = st.integers(0, 3000)
     st.builds(
         hcp.CostModel,
         pair=st.integers(1, 50),
-        exchange=PRICES,
-        exchange_far=PRICES,
-        all_to_all=PRICES,
-        step=PRICES,
+        exchange=DRAWN_PRICES,
+        exchange_far=DRAWN_PRICES,
+        all_to_all=DRAWN_PRICES,
+        step=DRAWN_PRICES,
         tile=st.sampled_from([0, 64]),
         overlap=st.integers(0, 1),
     ),

@@ -1,4 +1,4 @@
-"""The tables, counts and signals of ``hcp.exchange.peer`` where ranks share the memory of one process.
+"""The tables, counts and signals of ``hcp.exchange.peer`` where ranks share one process's memory.
 
 Slots and staged exchanges are those of the transport between GPUs; here the words and rows lie in
 CPU memory, and a thread waits where a stream would.

@@ -1,9 +1,10 @@
 """Attention over local and arriving keys, forward and backward.
 
-The schedule (see ``hcp.exchange.tables``) says everything: which keys arrive when, and which dense blocks of
-queries and keys are computed, by library kernels (``hcp.attention.kernels``). The partial outputs are merged
-once by log-sum-exp. The backward fetches the keys again, gives the kernel the merged output and
-log-sum-exp, brings partial gradients of keys and values to their owners, and sums them once.
+The schedule (see ``hcp.exchange.tables``) says everything: which keys arrive when, and which dense
+blocks of queries and keys are computed, by library kernels (``hcp.attention.kernels``). The partial
+outputs are merged once by log-sum-exp. The backward fetches the keys again, gives the kernel the
+merged output and log-sum-exp, brings partial gradients of keys and values to their owners, and sums
+them once.
 
 T rows on this rank, H query heads, G key-value heads, D head size, E head size of values, N rows of
 a call.

@@ -1,6 +1,7 @@
 """Attention of a layer, differentiable, for compilers as well as without them.
 
-What it computes is in ``hcp.attention.layer``, how keys and gradients travel in ``hcp.attention.key_transfer``.
+What it computes is in ``hcp.attention.layer``, how keys and gradients travel in
+``hcp.attention.key_transfer``.
 
 T rows on this rank, H query heads, G key-value heads, D head size, E head size of values.
 """

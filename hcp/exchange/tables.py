@@ -261,7 +261,7 @@ class Schedule(_Table):
         self.trade = self._trade()
         """None where rows stay."""
         self.calls: dict[object, object] = {}
-        """The entries as calls of each kernel that has computed them: see ``hcp.attention.kernel_calls``."""
+        """The entries as calls of each kernel that has computed them."""
         self.agreed: set[int] = set()
         """See ``agreement.Moves``."""
         self.origin, self.callers = _tail_of(words)

@@ -326,7 +326,8 @@ def build_process_groups(
     each gets the layout within its own. `timeout` is that of the parent unless given.
     `hierarchical`: sizes of the levels of hierarchical CP, the innermost first (Megatron's a2a
     before its p2p), whose product is `cp`; their groups are `hierarchy`. `transport`: what carries
-    keys and values, one of hcp.exchange.connect.TRANSPORTS; the first rank of each dp_cp group logs what
+    keys and values, one of TRANSPORTS in hcp.exchange.connect; the first rank of each dp_cp group
+    logs what
     "auto" picks, and why (logger "hcp", INFO). `peer_buffer_bytes`: what "peer" takes of
     each GPU's memory, twice what one layer exchanges at most.
 

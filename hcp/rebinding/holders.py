@@ -1,6 +1,6 @@
 """The second way to find what holds a training group: ask the groups, not the model.
 
-The walk of hcp.rebinding.walk knows the kinds of objects that it looks into. What it does not know (a
+``hcp.rebinding.walk`` knows the kinds of objects that it looks into. What it does not know (a
 generator, a global variable, an object that the model does not lead to) still refers to the group,
 and every object of Python says what it refers to. So: all that refers to a group, less what the
 walk has seen, what the caller excludes, and what torch and hcp keep for themselves.

@@ -3,7 +3,7 @@
     with hcp.eval_cp_context(model, train_pgs, eval_pgs):
         evaluate(model)
 
-What is a slot, and what only looks like one, is found by the walk of hcp.rebinding.walk, once; the table
+What is a slot, and what only looks like one, is found by hcp.rebinding.walk, once; the table
 is kept with the model while its structure holds. A switch is a loop in C over the table.
 """
 
