@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import readme_example
 from ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -116,11 +117,14 @@ def test_python_blocks_of_a_page_run_in_order(page: Path, tmp_path: Path) -> Non
 
 
 def python_of(page: Path) -> list[tuple[int, str]]:
-    return [
+    blocks = [
         (block.line, block.code)
         for block in BLOCKS
         if block.page == page and block.language == "python" and block.reason is None
     ]
+    if page.name == "README.md":
+        return [(1, readme_example.BEFORE), *blocks, (1, readme_example.AFTER)]
+    return blocks
 
 
 RANK_PAGES = [page for page in PYTHON_PAGES if "# under torchrun:" in page.read_text()]
