@@ -15,7 +15,8 @@ Legend of shapes: N rows of the input, R rows of the result, C columns, H heads,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,33 @@ def reduce_rotated(
 
 
 # ---- Shapes without data -------------------------------------------------------------------------
+
+
+def register_shapes(name: str, shapes: Callable[..., Any]) -> None:
+    """Register what an operator gives without data. The shapes of wrong arguments, which no kernel
+    is there to refuse, raise ValueError."""
+
+    @functools.wraps(shapes)
+    def checked(*args: Any, **options: Any) -> Any:
+        try:
+            return shapes(*args, **options)
+        except (AttributeError, IndexError, TypeError) as error:
+            given = ", ".join(map(_brief, args))
+            raise ValueError(
+                f"{name} is called without data on ({given}), expected what its schema and the "
+                f"page docs/reference/kernels.md say: {error}"
+            ) from error
+
+    torch.library.register_fake(name, checked)
+
+
+def _brief(value: object) -> str:
+    """A tensor by its dtype and shape."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {tuple(value.shape)}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_brief, value))}]"
+    return f"{value!r:.60}"
 
 
 def _expect_some(name: str, tensors: Sequence[Tensor]) -> None:
@@ -527,5 +555,5 @@ _OPERATORS = (
 )
 
 for _name, _fake, _backward, _context in _OPERATORS:
-    torch.library.register_fake(f"hcp::{_name}", _fake)
+    register_shapes(f"hcp::{_name}", _fake)
     torch.library.register_autograd(f"hcp::{_name}", _backward, setup_context=_context)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections import defaultdict
 
 import pytest
@@ -12,6 +13,12 @@ from hypothesis import settings
 # Tests run side by side and start ranks of their own: one thread each keeps them apart, and sums
 # have one order.
 torch.set_num_threads(1)
+
+# Inductor's cache knows neither the shapes nor the schemas of operators: graphs that another hcp
+# compiled would be taken for this one's. All workers and ranks of a run share one.
+if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+    _CACHE = tempfile.TemporaryDirectory(prefix="hcp-inductor-")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = _CACHE.name
 
 # A failure prints the line that repeats it. With CI set, every run draws the same inputs.
 settings.register_profile("here", deadline=None, print_blob=True)

@@ -229,6 +229,8 @@ def _bad_option(request: Request) -> str | None:
     cost: hcp.CostModel = request["cost"]
     if max(cost.prices) >= 2**63 or (cost.table is None and cost.pair == cost.token == 0):
         return "cost"
+    if cost.table is not None and not set(request["lengths"]) <= set(cost.table.lengths):
+        return "lengths"
     return None if any(True for _ in _allowed(request)) else "degrees"
 
 

@@ -18,6 +18,7 @@ from hcp.attention.key_transfer import NO_TURN, Turn
 from hcp.attention.layer import backward, empty_result, forward, run_of
 from hcp.exchange.agreement import LayerName
 from hcp.exchange.tables import Schedule, kernel_of, schedule_of
+from hcp.ops import register_shapes
 
 
 class Layer(NamedTuple):
@@ -357,5 +358,5 @@ for _name, _schema, _run, _shapes, _gradient, _keep in (
 ):
     torch.library.define(_name, _schema)
     torch.library.impl(_name, ("cpu", "cuda"), _run)
-    torch.library.register_fake(_name, _shapes)
+    register_shapes(_name, _shapes)
     torch.library.register_autograd(_name, _gradient, setup_context=_keep)
