@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -191,6 +192,21 @@ def test_a_mutable_global_would_be_found(tmp_path: Path) -> None:
 
 def test_core_takes_from_libc_memory_and_text_but_no_io_and_no_threads(objects: Path) -> None:
     assert borrowed("core", objects) - LIBC == set()
+
+
+def calls(paths: list[Path], objects: Path) -> dict[str, set[str]]:
+    """Files with the files whose functions they use."""
+    tables = {path.name: symbols(compiled(path, objects)) for path in paths}
+    home = {name: file for file, table in tables.items() for kind, name in table if kind in "TR"}
+    return {
+        file: {home[name] for kind, name in table if kind == "U" and name in home}
+        for file, table in tables.items()
+    }
+
+
+def test_no_files_of_the_core_use_each_other_in_a_circle(objects: Path) -> None:
+    uses = calls([path for path in files("core") if path.suffix == ".c"], objects)
+    TopologicalSorter(uses).prepare()
 
 
 def test_cpu_kernels_take_from_outside_only_maths_and_the_error_helper(objects: Path) -> None:

@@ -109,6 +109,15 @@ typedef struct hcp__problem {
   int64_t bound;
 } hcp__problem;
 
+/* Whether groups may stand anywhere and start when they like. */
+static inline int hcp__is_free(const hcp__problem *p) {
+  return p->limits->sync == HCP_SYNC_STEP && !p->limits->pow2 && p->limits->ranks_per_node == 0;
+}
+
+/* Whether the sequences are so few that more may be tried. */
+#define HCP__FEW 256
+static inline int hcp__is_few(const hcp__problem *p) { return p->n <= HCP__FEW; }
+
 hcp_status hcp__problem_init(hcp__problem *problem, const int64_t *lengths, int32_t n,
                              const hcp_limits *limits, const hcp_cost *cost, hcp_error *err);
 void hcp__problem_release(hcp__problem *problem);
@@ -214,12 +223,6 @@ hcp_status hcp__draft_by_micro_batch(hcp__draft *draft, const hcp__blocks *block
 int64_t hcp__group_time(const hcp__draft *draft, const hcp__problem *problem,
                         const hcp_group *group);
 
-/* The time at which the last rank ends when every group starts as soon as its
- * ranks are free, or as soon as all ranks are, under HCP_SYNC_MICRO_BATCH; in a
- * pipeline, when the last stage does. */
-hcp_status hcp__makespan(const hcp__draft *draft, const hcp__problem *problem, int64_t *makespan,
-                         hcp_error *err);
-
 /* ---- pipeline.c ---- */
 
 /* Micro-batches of an interleaved pipeline come in multiples of this, else 1. */
@@ -298,7 +301,13 @@ int32_t hcp__waves_shelve(hcp__waves *waves, hcp__blocks *blocks);
 hcp_status hcp__place_waves(const hcp__problem *problem, hcp__blocks *blocks, int32_t *placed,
                             hcp_error *err);
 
-/* ---- plan_search.c, plan_lockstep.c ---- */
+/* ---- plan_judge.c, plan_search.c, plan_lockstep.c ---- */
+
+/* The time at which the last rank ends when every group starts as soon as its
+ * ranks are free, or as soon as all ranks are, under HCP_SYNC_MICRO_BATCH; in a
+ * pipeline, when the last stage does. */
+hcp_status hcp__makespan(const hcp__draft *draft, const hcp__problem *problem, int64_t *makespan,
+                         hcp_error *err);
 
 /* Attempts, of which the best is kept. */
 typedef struct hcp__search {
@@ -310,6 +319,8 @@ typedef struct hcp__search {
   int64_t makespan;   /* of the best           */
 } hcp__search;
 
+/* Judges the draft. */
+hcp_status hcp__search_judge(hcp__search *search, hcp_error *err);
 /* Judges the blocks, which name their micro-batches. */
 hcp_status hcp__search_judge_waves(hcp__search *search, hcp_error *err);
 hcp_status hcp__search_waves(hcp__search *search, hcp_error *err);

@@ -4,6 +4,15 @@
 
 #include "internal.h"
 
+int64_t hcp_rows_max(int64_t length, int32_t degree) {
+  /* Rank j holds (floor + ceil)((j + 1) x) - (floor + ceil)(j x) rows with
+   * x = length / (2 * degree). The fullest rank has one row more than 2 floor(x)
+   * when multiples of x only ever meet an integer, two when one passes it. */
+  int64_t chunks = 2 * (int64_t)degree, rest = length % chunks, whole = 2 * (length / chunks);
+  if (rest == 0) return whole;
+  return whole + (chunks % rest == 0 ? 1 : 2);
+}
+
 int64_t hcp__chunk_start(int64_t length, int32_t degree, int64_t k) {
   int64_t chunks = 2 * (int64_t)degree;
   return length / chunks * k + length % chunks * k / chunks;

@@ -4,15 +4,6 @@
 
 #include "internal.h"
 
-int64_t hcp_rows_max(int64_t length, int32_t degree) {
-  /* Rank j holds (floor + ceil)((j + 1) x) - (floor + ceil)(j x) rows with
-   * x = length / (2 * degree). The fullest rank has one row more than 2 floor(x)
-   * when multiples of x only ever meet an integer, two when one passes it. */
-  int64_t chunks = 2 * (int64_t)degree, rest = length % chunks, whole = 2 * (length / chunks);
-  if (rest == 0) return whole;
-  return whole + (chunks % rest == 0 ? 1 : 2);
-}
-
 /* ---- checks ---- */
 
 static hcp_status check_limits(const hcp_limits *limits, hcp_error *err) {
@@ -333,7 +324,7 @@ static hcp_status create(const hcp__draft *draft, const hcp__problem *p, hcp_pla
   return HCP_OK;
 }
 
-/* Checks shared by every call that takes a request. */
+/* What every call that takes a request begins with: its checks, the problem and its bound. */
 static hcp_status prepare(const int64_t *lengths, int32_t n, const hcp_limits *limits,
                           const hcp_cost *cost, hcp__problem *problem, hcp_error *err) {
   if (n < 0) return hcp__fail(err, HCP_INVALID, "n is %d, expected >= 0", n);
@@ -342,8 +333,11 @@ static hcp_status prepare(const int64_t *lengths, int32_t n, const hcp_limits *l
   if (status == HCP_OK) status = hcp__cost_check(cost, err);
   if (status == HCP_OK) status = hcp__limits_check(limits, n, err);
   if (status == HCP_OK) status = check_lengths(lengths, n, err);
+  if (status == HCP_OK) status = hcp__problem_init(problem, lengths, n, limits, cost, err);
   if (status != HCP_OK) return status;
-  return hcp__problem_init(problem, lengths, n, limits, cost, err);
+  status = hcp__bound(problem, err);
+  if (status != HCP_OK) hcp__problem_release(problem);
+  return status;
 }
 
 hcp_status hcp_plan_create(const int64_t *lengths, int32_t n, const hcp_limits *limits,

@@ -145,7 +145,7 @@ hcp_status hcp__draft_by_micro_batch(hcp__draft *draft, const hcp__blocks *block
   return HCP_OK;
 }
 
-/* ---- judge ---- */
+/* ---- time ---- */
 
 int64_t hcp__group_time(const hcp__draft *draft, const hcp__problem *p, const hcp_group *group) {
   int64_t time = p->cost->launch;
@@ -156,56 +156,4 @@ int64_t hcp__group_time(const hcp__draft *draft, const hcp__problem *p, const hc
   }
   time = hcp__slowed(time, hcp__slowness(p->limits, group->first_rank, group->degree));
   return time > INT64_MAX / 2 ? INT64_MAX / 2 : time;
-}
-
-static int64_t free_from(const hcp_group *group, const int64_t *available) {
-  int64_t start = 0;
-  for (int32_t r = group->first_rank; r < group->first_rank + group->degree; r++)
-    if (available[r] > start) start = available[r];
-  return start;
-}
-
-static int64_t stepwise(const hcp__draft *draft, const hcp__problem *p, int64_t *available) {
-  int64_t last = 0;
-  for (int32_t g = 0; g < draft->group_count && last < INT64_MAX / 2; g++) {
-    const hcp_group *group = &draft->groups[g]; /* in micro-batch order */
-    int64_t end = free_from(group, available) + hcp__group_time(draft, p, group);
-    for (int32_t r = group->first_rank; r < group->first_rank + group->degree; r++)
-      available[r] = end;
-    if (end > last) last = end;
-  }
-  return last;
-}
-
-static int64_t lockstep(const hcp__draft *draft, const hcp__problem *p) {
-  int64_t sum = 0;
-  for (int32_t m = 0; m < draft->micro_batch_count && sum < INT64_MAX / 2; m++) {
-    const hcp_micro_batch *batch = &draft->micro_batches[m];
-    int64_t slowest = 0;
-    for (int32_t g = batch->first_group; g < batch->first_group + batch->groups; g++) {
-      int64_t time = hcp__group_time(draft, p, &draft->groups[g]);
-      if (time > slowest) slowest = time;
-    }
-    sum += slowest;
-  }
-  return sum;
-}
-
-hcp_status hcp__makespan(const hcp__draft *draft, const hcp__problem *p, int64_t *makespan,
-                         hcp_error *err) {
-  int64_t result;
-  if (p->limits->pipeline.stages > 1) return hcp__pipeline_makespan(draft, p, makespan, err);
-  if (p->limits->sync == HCP_SYNC_MICRO_BATCH) {
-    result = lockstep(draft, p);
-  } else {
-    int64_t *available = calloc((size_t)p->limits->ranks, sizeof *available);
-    if (available == NULL)
-      return hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d ranks", p->limits->ranks);
-    result = stepwise(draft, p, available);
-    free(available);
-  }
-  if (result >= INT64_MAX / 2)
-    return hcp__fail(err, HCP_OVERFLOW, "the cost of all sequences exceeds 63 bits");
-  *makespan = result;
-  return HCP_OK;
 }

@@ -21,7 +21,6 @@ enum {
   MANY = 1 << 12,   /* sequences from which less is tried */
   LARGE = 1 << 15,
   LARGE_ATTEMPTS = 50,
-  FEW = 256,        /* sequences up to which an attempt costs little */
   FEW_ATTEMPTS = 200
 };
 
@@ -242,7 +241,7 @@ static hcp_status fill_greedily(lockstep *l, hcp_error *err) {
 
 static int32_t attempts(const hcp__problem *p) {
   if (p->n >= LARGE) return LARGE_ATTEMPTS;
-  return p->n <= FEW && p->limits->sync == HCP_SYNC_MICRO_BATCH ? FEW_ATTEMPTS : ATTEMPTS;
+  return hcp__is_few(p) && p->limits->sync == HCP_SYNC_MICRO_BATCH ? FEW_ATTEMPTS : ATTEMPTS;
 }
 
 static hcp_status descend_all(lockstep *l, int32_t effort, hcp_error *err) {

@@ -9,28 +9,17 @@
  * themselves. Below bound / NEGLIGIBLE a sequence is never made faster. */
 enum { DENSE = 128, STEPS = 128, NEGLIGIBLE = 32 };
 
-int64_t hcp__capacity(const hcp_limits *limits) {
-  int64_t rows = limits->max_tokens_per_rank;
-  return limits->alignment > 1 ? rows - rows % limits->alignment : rows;
-}
+/* ---- load ---- */
 
-int32_t hcp__degree_allowed(const hcp_limits *limits, const hcp_cost *cost, int32_t degree) {
-  if (degree < limits->min_degree || degree > limits->max_degree) return 0;
-  if (limits->pow2 && (degree & (degree - 1)) != 0) return 0;
-  int32_t node = limits->ranks_per_node;
-  if (node > 0 && degree > node && degree % node != 0) return 0;
-  if (cost->times == NULL) return 1;
-  for (int32_t i = 0; i < cost->times->degree_count; i++)
-    if (cost->times->degrees[i] == degree) return 1;
-  return 0;
-}
-
-int32_t hcp__place_allowed(const hcp_limits *limits, int32_t first_rank, int32_t degree) {
-  int32_t node = limits->ranks_per_node;
-  if (limits->pow2 && first_rank % degree != 0) return 0;
-  if (node == 0) return 1;
-  if (degree > node) return first_rank % node == 0;
-  return first_rank / node == (first_rank + degree - 1) / node;
+int64_t hcp__load(const hcp__problem *p, int32_t sequence, int32_t degree) {
+  int64_t length = p->lengths[sequence], rows = hcp_rows_max(length, degree);
+  int64_t limit = hcp__bytes_limit(p->limits);
+  if (!hcp__sequence_allows(p->limits, sequence, degree)) return HCP__NO_LOAD;
+  if (limit == 0) return rows;
+  int64_t bytes = hcp__bytes(&p->limits->memory, length, degree);
+  if (bytes > limit) return HCP__NO_LOAD;
+  int64_t load = hcp__scaled(bytes, p->capacity, limit);
+  return load > rows ? load : rows;
 }
 
 /* ---- the menu: degrees to look at ---- */
@@ -327,7 +316,6 @@ hcp_status hcp__problem_init(hcp__problem *p, const int64_t *lengths, int32_t n,
   if (status == HCP_OK && n > 0) status = sort_lengths(p, err);
   if (status == HCP_OK) make_kinds(p);
   if (status == HCP_OK) status = make_options(p, &m, least, err);
-  if (status == HCP_OK) status = hcp__bound(p, err);
   free(least);
   free(m.degrees);
   if (status != HCP_OK) hcp__problem_release(p);

@@ -9,11 +9,11 @@
 
 #include "internal.h"
 
-/* Sequences, and their times at all degrees, up to which there are steps; groups and
+/* Times of all sequences at all degrees up to which there are steps; groups and
  * sequences that these look at, for each sequence and for so many more; how much more a
  * height counts than what is computed; and the share of the sequences among which two
  * change places. */
-enum { FEW = 256, TIMES = 1 << 17, LOOKS = 1280, MORE = 128, HEIGHT = 31, NEAR = 32 };
+enum { TIMES = 1 << 17, LOOKS = 1280, MORE = 128, HEIGHT = 31, NEAR = 32 };
 
 typedef struct need {
   int64_t time, rows; /* time 0: not asked yet */
@@ -277,7 +277,7 @@ static void unload(const polish *o, hcp__blocks *blocks) {
 static int may_polish(const hcp__search *s) {
   const hcp_limits *limits = s->p->limits;
   return limits->sync == HCP_SYNC_MICRO_BATCH && limits->pipeline.stages < 2 && !limits->pow2 &&
-         limits->ranks_per_node == 0 && limits->slowness == NULL && s->p->n <= FEW &&
+         limits->ranks_per_node == 0 && limits->slowness == NULL && hcp__is_few(s->p) &&
          (int64_t)s->p->n * limits->ranks <= TIMES &&
          s->makespan - s->p->bound > s->p->bound >> 9 &&
          s->makespan < INT64_MAX / 256 / limits->ranks;

@@ -11,7 +11,6 @@ enum {
   TARGETS = 12,
   MANY = 1 << 12,     /* sequences from which fewer plans are tried */
   LARGE = 1 << 15,    /* and fewer still */
-  FEW = 256,          /* sequences up to which more are tried */
   PACKINGS = 8,       /* limits to which single ranks are packed */
   SHARPENINGS = 10,   /* targets above the bound, */
   SHARPENING = 400,   /* each by this part of it  */
@@ -29,39 +28,15 @@ static const int32_t targets[TARGETS] = {64, 66, 60, 48, 69, 32, 74, 56, 40, 80,
 
 typedef hcp__search search;
 
-/* ---- keeping the best ---- */
-
-static void keep(search *s, int64_t makespan) {
-  if (makespan > s->makespan) return;
-  if (makespan == s->makespan && s->draft.micro_batch_count >= s->best->micro_batch_count) return;
-  hcp__draft swap = *s->best;
-  *s->best = s->draft;
-  s->draft = swap;
-  s->makespan = makespan;
-}
-
-static hcp_status judge(search *s, hcp_error *err) {
-  int64_t makespan;
-  hcp_status status = hcp__makespan(&s->draft, s->p, &makespan, err);
-  if (status == HCP_OK) keep(s, makespan);
-  return status;
-}
+/* ---- when to go on ---- */
 
 /* Within 1/512 of the bound nothing is left to find. */
 static int is_done(const search *s) { return s->makespan - s->p->bound <= s->p->bound >> 9; }
 
 /* Whether plans of another kind may end much sooner. */
 static int is_far(const search *s) {
-  return s->makespan - s->p->bound > s->p->bound >> (s->p->n <= FEW ? 7 : 5);
+  return s->makespan - s->p->bound > s->p->bound >> (hcp__is_few(s->p) ? 7 : 5);
 }
-
-/* Whether groups may stand anywhere and start when they like. */
-static int is_free(const search *s) {
-  return s->p->limits->sync == HCP_SYNC_STEP && !s->p->limits->pow2 &&
-         s->p->limits->ranks_per_node == 0;
-}
-
-static int is_few(const search *s) { return s->p->n <= FEW; }
 
 /* ---- lists ---- */
 
@@ -71,7 +46,7 @@ static hcp_status try_list(search *s, int64_t target, int32_t nested, int64_t li
       hcp__plan_list(s->p, target > 1 ? target : 1, nested, limit, 0, &s->blocks, err);
   if (status == HCP_OK)
     status = hcp__draft_by_start(&s->draft, &s->blocks, s->p->limits->ranks, err);
-  return status == HCP_OK ? judge(s, err) : status;
+  return status == HCP_OK ? hcp__search_judge(s, err) : status;
 }
 
 static hcp_status try_lists(search *s, hcp_error *err) {
@@ -129,7 +104,7 @@ static hcp_status try_skyline(search *s, int64_t target, int32_t widen, hcp_erro
   hcp_status status = hcp__plan_skyline(s->p, target, widen, &s->blocks, err);
   if (status == HCP_OK)
     status = hcp__draft_by_start(&s->draft, &s->blocks, s->p->limits->ranks, err);
-  return status == HCP_OK ? judge(s, err) : status;
+  return status == HCP_OK ? hcp__search_judge(s, err) : status;
 }
 
 static hcp_status try_skylines(search *s, hcp_error *err) {
@@ -149,15 +124,17 @@ static hcp_status try_skylines(search *s, hcp_error *err) {
 
 /* Whether columns that end together are a plan that does, and one worth looking for. */
 static int may_cut(const search *s) {
-  return is_free(s) && s->p->limits->slowness == NULL && s->p->limits->pipeline.stages < 2 &&
-         (is_few(s) || (s->p->n < LARGE && s->makespan - s->p->bound > s->p->bound >> 7));
+  return hcp__is_free(s->p) && s->p->limits->slowness == NULL &&
+         s->p->limits->pipeline.stages < 2 &&
+         (hcp__is_few(s->p) || (s->p->n < LARGE && s->makespan - s->p->bound > s->p->bound >> 7));
 }
 
 /* The least degree that stands in columns: of many sequences, those of the longest.
  * They are fewer than columns take, and than many sequences are. */
-_Static_assert((int)WIDEST < FEW && (int)FEW <= HCP_COLUMNS_MAX, "what stands in columns");
+_Static_assert((int)WIDEST < HCP__FEW && HCP__FEW <= (int)HCP_COLUMNS_MAX,
+               "what stands in columns");
 static int32_t least_cut(const hcp__problem *p) {
-  if (p->n <= FEW) return 1;
+  if (hcp__is_few(p)) return 1;
   return hcp__allot(p, &p->kinds[p->kind_of[WIDEST]], p->bound)->degree + 1;
 }
 
@@ -174,7 +151,7 @@ static hcp_status cut_columns(search *s, int32_t round, hcp_error *err) {
       status = hcp__plan_list(s->p, target - launch, 0, 0, 1, &s->blocks, err);
     if (status == HCP_OK && found)
       status = hcp__draft_by_start(&s->draft, &s->blocks, s->p->limits->ranks, err);
-    if (status == HCP_OK && found) status = judge(s, err);
+    if (status == HCP_OK && found) status = hcp__search_judge(s, err);
     if (status != HCP_OK) return status;
     misses += s->makespan > target;
   }
@@ -185,31 +162,6 @@ static hcp_status try_columns(search *s, hcp_error *err) {
   hcp_status status = HCP_OK;
   for (int32_t round = 0; round < s->effort && status == HCP_OK; round++)
     status = cut_columns(s, round, err);
-  return status;
-}
-
-/* ---- waves ---- */
-
-/* Where ranks need not wait, every second micro-batch turned around may start
- * earlier on the ranks that the one before leaves first. */
-static void turn(search *s) {
-  for (int32_t b = 0; b < s->blocks.count; b++) {
-    hcp__block *block = &s->blocks.block[b];
-    if (block->micro_batch % 2 == 1)
-      block->first_rank = s->p->limits->ranks - block->first_rank - block->degree;
-  }
-}
-
-/* As they are, and turned. */
-hcp_status hcp__search_judge_waves(search *s, hcp_error *err) {
-  int32_t placed;
-  hcp_status status = hcp__place_waves(s->p, &s->blocks, &placed, err);
-  if (status != HCP_OK || !placed) return status;
-  for (int32_t turned = 0; turned <= (is_free(s) && is_few(s)) && status == HCP_OK; turned++) {
-    if (turned) turn(s);
-    status = hcp__draft_by_micro_batch(&s->draft, &s->blocks, err);
-    if (status == HCP_OK) status = judge(s, err);
-  }
   return status;
 }
 
@@ -226,7 +178,8 @@ static hcp_status run(search *s, hcp_error *err) {
   if (status == HCP_OK && (!cut || is_far(s))) status = sharpen(s, err);
   if (status == HCP_OK && s->p->cost->launch > s->p->bound >> 6 && !is_done(s))
     status = try_packed(s, err);
-  if (status == HCP_OK && is_free(s) && is_few(s) && is_far(s)) status = try_skylines(s, err);
+  if (status == HCP_OK && hcp__is_free(s->p) && hcp__is_few(s->p) && is_far(s))
+    status = try_skylines(s, err);
   /* Few long sequences: micro-batches of one height may end sooner. */
   if (status == HCP_OK && is_far(s) && s->p->n < LARGE) status = hcp__search_waves(s, err);
   return status;

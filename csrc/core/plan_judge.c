@@ -1,0 +1,103 @@
+/* plan_judge.c - how good an attempt is: its makespan, by which the search keeps the best. */
+#include <stdlib.h>
+
+#include "internal.h"
+
+typedef hcp__search search;
+
+/* ---- makespan ---- */
+
+static int64_t free_from(const hcp_group *group, const int64_t *available) {
+  int64_t start = 0;
+  for (int32_t r = group->first_rank; r < group->first_rank + group->degree; r++)
+    if (available[r] > start) start = available[r];
+  return start;
+}
+
+static int64_t stepwise(const hcp__draft *draft, const hcp__problem *p, int64_t *available) {
+  int64_t last = 0;
+  for (int32_t g = 0; g < draft->group_count && last < INT64_MAX / 2; g++) {
+    const hcp_group *group = &draft->groups[g]; /* in micro-batch order */
+    int64_t end = free_from(group, available) + hcp__group_time(draft, p, group);
+    for (int32_t r = group->first_rank; r < group->first_rank + group->degree; r++)
+      available[r] = end;
+    if (end > last) last = end;
+  }
+  return last;
+}
+
+static int64_t lockstep(const hcp__draft *draft, const hcp__problem *p) {
+  int64_t sum = 0;
+  for (int32_t m = 0; m < draft->micro_batch_count && sum < INT64_MAX / 2; m++) {
+    const hcp_micro_batch *batch = &draft->micro_batches[m];
+    int64_t slowest = 0;
+    for (int32_t g = batch->first_group; g < batch->first_group + batch->groups; g++) {
+      int64_t time = hcp__group_time(draft, p, &draft->groups[g]);
+      if (time > slowest) slowest = time;
+    }
+    sum += slowest;
+  }
+  return sum;
+}
+
+hcp_status hcp__makespan(const hcp__draft *draft, const hcp__problem *p, int64_t *makespan,
+                         hcp_error *err) {
+  int64_t result;
+  if (p->limits->pipeline.stages > 1) return hcp__pipeline_makespan(draft, p, makespan, err);
+  if (p->limits->sync == HCP_SYNC_MICRO_BATCH) {
+    result = lockstep(draft, p);
+  } else {
+    int64_t *available = calloc((size_t)p->limits->ranks, sizeof *available);
+    if (available == NULL)
+      return hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d ranks", p->limits->ranks);
+    result = stepwise(draft, p, available);
+    free(available);
+  }
+  if (result >= INT64_MAX / 2)
+    return hcp__fail(err, HCP_OVERFLOW, "the cost of all sequences exceeds 63 bits");
+  *makespan = result;
+  return HCP_OK;
+}
+
+/* ---- keeping the best ---- */
+
+static void keep(search *s, int64_t makespan) {
+  if (makespan > s->makespan) return;
+  if (makespan == s->makespan && s->draft.micro_batch_count >= s->best->micro_batch_count) return;
+  hcp__draft swap = *s->best;
+  *s->best = s->draft;
+  s->draft = swap;
+  s->makespan = makespan;
+}
+
+hcp_status hcp__search_judge(search *s, hcp_error *err) {
+  int64_t makespan;
+  hcp_status status = hcp__makespan(&s->draft, s->p, &makespan, err);
+  if (status == HCP_OK) keep(s, makespan);
+  return status;
+}
+
+/* ---- waves ---- */
+
+/* Where ranks need not wait, every second micro-batch turned around may start
+ * earlier on the ranks that the one before leaves first. */
+static void turn(search *s) {
+  for (int32_t b = 0; b < s->blocks.count; b++) {
+    hcp__block *block = &s->blocks.block[b];
+    if (block->micro_batch % 2 == 1)
+      block->first_rank = s->p->limits->ranks - block->first_rank - block->degree;
+  }
+}
+
+hcp_status hcp__search_judge_waves(search *s, hcp_error *err) {
+  int32_t placed;
+  hcp_status status = hcp__place_waves(s->p, &s->blocks, &placed, err);
+  if (status != HCP_OK || !placed) return status;
+  for (int32_t turned = 0; turned <= (hcp__is_free(s->p) && hcp__is_few(s->p)) && status == HCP_OK;
+       turned++) {
+    if (turned) turn(s);
+    status = hcp__draft_by_micro_batch(&s->draft, &s->blocks, err);
+    if (status == HCP_OK) status = hcp__search_judge(s, err);
+  }
+  return status;
+}
