@@ -48,7 +48,7 @@ CUDA_FLAGS = [
 
 
 def sources(*folders: str) -> list[str]:
-    files = [path for folder in folders for path in sorted(Path("csrc", folder).iterdir())]
+    files = [path for folder in folders for path in sorted(Path("csrc", folder).rglob("*"))]
     return [str(path) for path in files if path.suffix in (".c", ".cpp", ".cu")]
 
 
@@ -181,7 +181,7 @@ class Toolchain:
         if source.endswith(".cu"):
             assert self.nvcc is not None
             return [*self.nvcc, *CUDA_FLAGS, "-c", source, "-o", str(output)]
-        flags = self.folder_flags[Path(source).parent.name]
+        flags = self.folder_flags[Path(source).parts[1]]
         if source.endswith(".cpp"):
             compiler, extra = self.cxx, environment_flags("CXXFLAGS")
         else:
@@ -208,8 +208,8 @@ def core_hash() -> str:
     """Of what plans and tables are made by: ranks whose cores differ must not meet."""
     digest = hashlib.sha256()
     for folder in ("core", "include/hcp"):
-        for path in sorted(Path("csrc", folder).glob("*.[ch]")):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+        for path in sorted(Path("csrc", folder).rglob("*.[ch]")):
+            digest.update(str(path).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
 

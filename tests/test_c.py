@@ -17,8 +17,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("core", "cpu", "nccl")
-SOURCES = sorted(path for folder in FOLDERS for path in ROOT.glob(f"csrc/{folder}/*.c"))
-CORE = sorted(ROOT.glob("csrc/core/*.c"))
+SOURCES = sorted(path for folder in FOLDERS for path in ROOT.glob(f"csrc/{folder}/**/*.c"))
+CORE = sorted(ROOT.glob("csrc/core/**/*.c"))
 TESTS = sorted(ROOT.glob("tests/c/test_*.c"))
 FUZZ = "tests/fuzz/fuzz_plan.c"
 COMPILERS = ("gcc", "clang")
@@ -113,7 +113,7 @@ def test_c_test_passes_under_the_sanitizers(
 
 def test_every_c_file_is_compiled() -> None:
     assert TESTS
-    assert {path.parent.name for path in SOURCES} == set(FOLDERS)
+    assert {path.relative_to(ROOT / "csrc").parts[0] for path in SOURCES} == set(FOLDERS)
 
 
 # ---- requests that nobody thought of -------------------------------------------------------------

@@ -61,7 +61,7 @@ TRAINERS = {
 
 
 def files(folder: str) -> list[Path]:
-    found = [path for path in sorted((ROOT / "csrc" / folder).iterdir()) if path.is_file()]
+    found = [path for path in sorted((ROOT / "csrc" / folder).rglob("*")) if path.is_file()]
     assert found, f"csrc/{folder} is empty"
     return found
 

@@ -32,7 +32,7 @@ int64_t hcp__area_floor(const hcp_cost *cost, int64_t length, int32_t least,
 /* The row of a length, -1: none. */
 int32_t hcp__times_row(const hcp_times *times, int64_t length);
 
-/* ---- plan_options.c ---- */
+/* ---- problem.c ---- */
 
 /* Rows that one rank may hold when they are padded to whole alignments. */
 int64_t hcp__capacity(const hcp_limits *limits);
@@ -171,7 +171,7 @@ hcp_status hcp__lockstep_bound(hcp__problem *problem, hcp_error *err);
 /* Raises problem->bound, a bound of every stage, to one of the pipeline. */
 hcp_status hcp__pipeline_bound(hcp__problem *problem, hcp_error *err);
 
-/* ---- plan_blocks.c ---- */
+/* ---- blocks.c ---- */
 
 /* A group being filled. Its sequences are a list in hcp__blocks.next. */
 typedef struct hcp__block {
@@ -223,7 +223,7 @@ hcp_status hcp__draft_by_micro_batch(hcp__draft *draft, const hcp__blocks *block
 int64_t hcp__group_time(const hcp__draft *draft, const hcp__problem *problem,
                         const hcp_group *group);
 
-/* ---- pipeline.c ---- */
+/* ---- pipeline_time.c ---- */
 
 /* Micro-batches of an interleaved pipeline come in multiples of this, else 1. */
 int32_t hcp__multiple(const hcp_pipeline *pipeline);
@@ -241,7 +241,7 @@ hcp_status hcp__pipeline_run(const hcp__draft *draft, const hcp__problem *proble
 hcp_status hcp__pipeline_makespan(const hcp__draft *draft, const hcp__problem *problem,
                                   int64_t *makespan, hcp_error *err);
 
-/* ---- plan_list.c ---- */
+/* ---- list.c ---- */
 
 /* Degrees that end within target; nested rounds them up to powers of two. limit
  * packs single ranks one after the other up to that time; 0 balances them. The widest
@@ -249,13 +249,13 @@ hcp_status hcp__pipeline_makespan(const hcp__draft *draft, const hcp__problem *p
 hcp_status hcp__plan_list(const hcp__problem *problem, int64_t target, int32_t nested,
                           int64_t limit, int32_t stacked, hcp__blocks *blocks, hcp_error *err);
 
-/* ---- plan_skyline.c ---- */
+/* ---- skyline.c ---- */
 
 /* One group per sequence, ends within target hoped for. Without pow2 and nodes. */
 hcp_status hcp__plan_skyline(const hcp__problem *problem, int64_t target, int32_t widen,
                              hcp__blocks *blocks, hcp_error *err);
 
-/* ---- plan_columns.c ---- */
+/* ---- columns.c ---- */
 
 /* Sequences that may stand in columns. */
 enum { HCP_COLUMNS_MAX = 256 };
@@ -267,7 +267,7 @@ hcp_status hcp__plan_columns(const hcp__problem *problem, int64_t target, int32_
                              int32_t least, int64_t *budget, hcp__blocks *blocks, int32_t *found,
                              hcp_error *err);
 
-/* ---- plan_wave.c, plan_fill.c, plan_shelf.c, plan_place.c ---- */
+/* ---- waves.c, waves_fill.c, waves_shelf.c, waves_place.c ---- */
 
 /* Boxes of all ranks and a height, launch aside. count is at most most. */
 typedef struct hcp__waves hcp__waves;
@@ -301,7 +301,7 @@ int32_t hcp__waves_shelve(hcp__waves *waves, hcp__blocks *blocks);
 hcp_status hcp__place_waves(const hcp__problem *problem, hcp__blocks *blocks, int32_t *placed,
                             hcp_error *err);
 
-/* ---- plan_judge.c, plan_search.c, plan_lockstep.c ---- */
+/* ---- judge.c, search.c, waves_lockstep.c ---- */
 
 /* The time at which the last rank ends when every group starts as soon as its
  * ranks are free, or as soon as all ranks are, under HCP_SYNC_MICRO_BATCH; in a
@@ -325,7 +325,7 @@ hcp_status hcp__search_judge(hcp__search *search, hcp_error *err);
 hcp_status hcp__search_judge_waves(hcp__search *search, hcp_error *err);
 hcp_status hcp__search_waves(hcp__search *search, hcp_error *err);
 
-/* ---- plan_polish.c ---- */
+/* ---- waves_polish.c ---- */
 
 /* Looks for micro-batches a little lower than the best, of few sequences that may have
  * any ranks. */
@@ -334,7 +334,7 @@ hcp_status hcp__polish(hcp__search *search, int32_t effort, hcp_error *err);
 hcp_status hcp__plan_search(const hcp__problem *problem, int32_t effort, hcp__draft *draft,
                             hcp_error *err);
 
-/* ---- plan_pipeline.c, plan_order.c ---- */
+/* ---- pipeline_search.c, pipeline_order.c ---- */
 
 /* Makes *draft, a plan, the best found for the problem's pipeline. */
 hcp_status hcp__plan_pipeline(const hcp__problem *problem, int32_t effort, hcp__draft *draft,

@@ -1,4 +1,4 @@
-/* plan_skyline.c - plans of few long sequences whose ranks meet at the end of the
+/* skyline.c - plans of few long sequences whose ranks meet at the end of the
  * step: where nothing short can fill gaps, none may come to be.
  *
  * The ranks that are free soonest form a valley. The longest sequence that fits
@@ -8,7 +8,7 @@
  * (Burke, Kendall and Whitwell, doi 10.1287/opre.1040.0109). */
 #include <stdlib.h>
 
-#include "internal.h"
+#include "../internal.h"
 
 typedef struct skyline {
   const hcp__problem *p;

@@ -1,8 +1,8 @@
-/* plan_blocks.c - groups while they are filled, and the plan that they make. */
+/* blocks.c - groups while they are filled, and the plan that they make. */
 #include <stdlib.h>
 #include <string.h>
 
-#include "internal.h"
+#include "../internal.h"
 
 /* ---- blocks ---- */
 

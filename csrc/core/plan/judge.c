@@ -1,7 +1,7 @@
-/* plan_judge.c - how good an attempt is: its makespan, by which the search keeps the best. */
+/* judge.c - how good an attempt is: its makespan, by which the search keeps the best. */
 #include <stdlib.h>
 
-#include "internal.h"
+#include "../internal.h"
 
 typedef hcp__search search;
 

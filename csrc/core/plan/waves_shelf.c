@@ -1,4 +1,4 @@
-/* plan_shelf.c - micro-batches filled one after the other, each as well as can be.
+/* waves_shelf.c - micro-batches filled one after the other, each as well as can be.
  *
  * A shelf is as high as the longest sequence left needs at one of its least
  * degrees. Which others stand beside it is a knapsack: sequences that need more

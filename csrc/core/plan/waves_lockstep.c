@@ -1,15 +1,15 @@
-/* plan_lockstep.c - how high each micro-batch is to be.
+/* waves_lockstep.c - how high each micro-batch is to be.
  *
  * The makespan is the sum of the heights, so a plan is as good as its heights
  * are. They start from boxes that open as needed, and from equal or falling ones
  * of each count; the best starts then descend: one height is lowered, or one
  * raised and another lowered by more, as long as the boxes hold everything.
- * Whether they do is asked of plan_wave.c, with the shortest sequences taken for
+ * Whether they do is asked of waves.c, with the shortest sequences taken for
  * a fluid; only what comes out is filled sequence by sequence. */
 #include <stdlib.h>
 #include <string.h>
 
-#include "internal.h"
+#include "../internal.h"
 
 enum {
   TARGET_UNIT = 64, /* of the bound */

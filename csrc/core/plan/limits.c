@@ -1,6 +1,6 @@
 /* limits.c - what a plan must keep beyond degrees and rows: bytes, bounds of
  * single sequences, ranks of different speed, pipelines. */
-#include "internal.h"
+#include "../internal.h"
 
 enum { STAGES_MAX = 4096, GROUP_MAX = STAGES_MAX, SLOWNESS_MAX = 1 << 26 };
 

@@ -1,8 +1,8 @@
-/* plan_order.c - micro-batches of a plan split and ordered for a pipeline. */
+/* pipeline_order.c - micro-batches of a plan split and ordered for a pipeline. */
 #include <stdlib.h>
 #include <string.h>
 
-#include "internal.h"
+#include "../internal.h"
 
 hcp_status hcp__draft_init_for(hcp__draft *draft, const hcp__problem *p, hcp_error *err) {
   return hcp__draft_init(draft, p->n + hcp__multiple(&p->limits->pipeline), err);

@@ -1,4 +1,4 @@
-/* plan_list.c - plans whose ranks meet at the end of the step only.
+/* list.c - plans whose ranks meet at the end of the step only.
  *
  * Every sequence gets the least degree that ends within the target. Those that
  * need several ranks are placed widest first on the interval that is free
@@ -8,7 +8,7 @@
  * fit, and otherwise to the rank that is free soonest. */
 #include <stdlib.h>
 
-#include "internal.h"
+#include "../internal.h"
 
 /* Blocks of a rank that a further sequence may join, latest first; and the most
  * ranks of a pod, within which one wide group is placed. */

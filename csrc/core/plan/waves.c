@@ -1,4 +1,4 @@
-/* plan_wave.c - micro-batches as boxes of all ranks and a height.
+/* waves.c - micro-batches as boxes of all ranks and a height.
  *
  * Sequences, longest first, go to the first box that takes them, with the least
  * degree that ends within its height: into a group that has rows and time left,

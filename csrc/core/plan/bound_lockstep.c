@@ -17,7 +17,7 @@
  * costs more still: see idle_beside(). */
 #include <stdlib.h>
 
-#include "internal.h"
+#include "../internal.h"
 
 enum {
   LEVELS = 24,   /* intervals of heights, */

@@ -1,9 +1,9 @@
-/* waves.h - micro-batches while they are filled: what plan_wave.c, plan_fill.c and
- * plan_shelf.c share. */
+/* waves.h - micro-batches while they are filled: what waves.c, waves_fill.c and
+ * waves_shelf.c share. */
 #ifndef HCP_CORE_WAVES_H
 #define HCP_CORE_WAVES_H
 
-#include "internal.h"
+#include "../internal.h"
 
 /* A rank that no wide group has taken. */
 typedef struct hcp__bin {

@@ -1,4 +1,4 @@
-/* plan_pipeline.c - plans whose micro-batches grow from both ends of the step.
+/* pipeline_search.c - plans whose micro-batches grow from both ends of the step.
  *
  * A pipeline is full only between its ramps. Small micro-batches at both ends
  * make them short, many of them cost launches, and each may only be a little
@@ -8,7 +8,7 @@
  * and the plan that the search found beside them is kept when it is better. */
 #include <stdlib.h>
 
-#include "internal.h"
+#include "../internal.h"
 
 enum {
   ONE = 1024,         /* of a full height */

@@ -1,10 +1,10 @@
-/* plan_search.c - several plans for one request, of which the best is kept.
+/* search.c - several plans for one request, of which the best is kept.
  *
  * What is tried does not depend on time: a target around the bound for lists, a
  * count of micro-batches and the least height that holds all for waves. */
 #include <stdlib.h>
 
-#include "internal.h"
+#include "../internal.h"
 
 enum {
   TARGET_UNIT = 64,   /* of the bound */

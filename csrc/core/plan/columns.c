@@ -1,4 +1,4 @@
-/* plan_columns.c - the few long sequences of a plan whose ranks meet at the end of the
+/* columns.c - the few long sequences of a plan whose ranks meet at the end of the
  * step: columns that are filled up to the target, so that no gap comes to be.
  *
  * All ranks are one region, free from 0 on. Widest first, sequences of one degree
@@ -15,7 +15,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "internal.h"
+#include "../internal.h"
 
 enum {
   LEVELS = 1 << 16, /* of the target, where sequences are poured */

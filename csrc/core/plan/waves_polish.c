@@ -1,4 +1,4 @@
-/* plan_polish.c - the best micro-batches of few sequences, improved by small steps.
+/* waves_polish.c - the best micro-batches of few sequences, improved by small steps.
  *
  * A sequence joins another group or begins one, or two of nearly one length change
  * places. The ranks of their micro-batches are then divided anew: one after the other
@@ -7,7 +7,7 @@
  * that counts, too; what raises both together is taken back. */
 #include <stdlib.h>
 
-#include "internal.h"
+#include "../internal.h"
 
 /* Times of all sequences at all degrees up to which there are steps; groups and
  * sequences that these look at, for each sequence and for so many more; how much more a

@@ -1,8 +1,8 @@
-/* plan_place.c - micro-batches that are filled get their ranks: groups are widened
+/* waves_place.c - micro-batches that are filled get their ranks: groups are widened
  * onto the ranks left over, then stand side by side. */
 #include <stdlib.h>
 
-#include "internal.h"
+#include "../internal.h"
 
 /* Sequences that widening may price again for one micro-batch. */
 enum { WIDEN = 4096 };

@@ -1,9 +1,9 @@
-/* plan_options.c - a request as the planner sees it: distinct lengths, and the
+/* problem.c - a request as the planner sees it: distinct lengths, and the
  * degrees that are worth a thought for each. */
 #include <stdlib.h>
 #include <string.h>
 
-#include "internal.h"
+#include "../internal.h"
 
 /* Above DENSE ranks, degrees are tried in steps of at most 1/STEPS of
  * themselves. Below bound / NEGLIGIBLE a sequence is never made faster. */

@@ -1,4 +1,4 @@
-/* plan_fill.c - the ways in which micro-batches are filled.
+/* waves_fill.c - the ways in which micro-batches are filled.
  *
  * Either boxes of given heights stand from the start, or a box is opened for a
  * sequence that fits in none, as high as the sequence, or as many of its length

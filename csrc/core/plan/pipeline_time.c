@@ -1,4 +1,4 @@
-/* pipeline.c - what a plan takes in a pipeline: every pass of every micro-batch
+/* pipeline_time.c - what a plan takes in a pipeline: every pass of every micro-batch
  * over every stage, in the order in which each stage runs them.
  *
  * A pass is one micro-batch forward or backward over one chunk of layers, which
@@ -8,7 +8,7 @@
  * the link before it is done and the ranks have ended their pass before. */
 #include <stdlib.h>
 
-#include "internal.h"
+#include "../internal.h"
 
 /* A backward takes so many times its forward, and both together so many. */
 enum { BACKWARD = 2, WHOLE = 1 + BACKWARD };
