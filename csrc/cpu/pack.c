@@ -34,8 +34,8 @@ static int64_t source_bytes(const hcp_cast *cast, int64_t bytes) {
   return cast != NULL ? hcp_cast_bytes((hcp_cast){cast->to, cast->from}, bytes) : bytes;
 }
 
-static void pack(const hcp_cast *cast, const hcp_column *sources, int32_t n_sources,
-                 const hcp_segment *segments, int64_t n_segments, hcp_column out) {
+void hcp_cpu_pack(const hcp_cast *cast, const hcp_column *sources, int32_t n_sources,
+                  const hcp_segment *segments, int64_t n_segments, hcp_column out) {
   int64_t offset_bytes = 0;
   for (int32_t c = 0; c < n_sources; ++c) {
     int64_t row_bytes = target_bytes(cast, sources[c].row_bytes);
@@ -45,8 +45,8 @@ static void pack(const hcp_cast *cast, const hcp_column *sources, int32_t n_sour
   }
 }
 
-static void unpack(const hcp_cast *cast, hcp_column source, const hcp_segment *segments,
-                   int64_t n_segments, const hcp_column *outs, int32_t n_outs) {
+void hcp_cpu_unpack(const hcp_cast *cast, hcp_column source, const hcp_segment *segments,
+                    int64_t n_segments, const hcp_column *outs, int32_t n_outs) {
   int64_t offset_bytes = 0;
   for (int32_t c = 0; c < n_outs; ++c) {
     int64_t row_bytes = source_bytes(cast, outs[c].row_bytes);
@@ -54,24 +54,4 @@ static void unpack(const hcp_cast *cast, hcp_column source, const hcp_segment *s
     gather(cast, outs[c], column_slice(source, offset_bytes, row_bytes), segments, n_segments);
     offset_bytes += row_bytes;
   }
-}
-
-void hcp_cpu_pack(const hcp_column *sources, int32_t n_sources, const hcp_segment *segments,
-                  int64_t n_segments, hcp_column out) {
-  pack(NULL, sources, n_sources, segments, n_segments, out);
-}
-
-void hcp_cpu_pack_cast(hcp_cast cast, const hcp_column *sources, int32_t n_sources,
-                       const hcp_segment *segments, int64_t n_segments, hcp_column out) {
-  pack(&cast, sources, n_sources, segments, n_segments, out);
-}
-
-void hcp_cpu_unpack(hcp_column source, const hcp_segment *segments, int64_t n_segments,
-                    const hcp_column *outs, int32_t n_outs) {
-  unpack(NULL, source, segments, n_segments, outs, n_outs);
-}
-
-void hcp_cpu_unpack_cast(hcp_cast cast, hcp_column source, const hcp_segment *segments,
-                         int64_t n_segments, const hcp_column *outs, int32_t n_outs) {
-  unpack(&cast, source, segments, n_segments, outs, n_outs);
 }

@@ -72,14 +72,11 @@ void hcp_cpu_reduce_rotated(hcp_dtype dtype, const hcp_column *parts, int32_t n_
   reduce_columns(none, parts, n_columns, runs, n_runs, rows, rotation, rotated, out);
 }
 
-void hcp_cpu_reduce_cast(hcp_cast cast, const hcp_column *parts, int32_t n_columns,
-                         const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out) {
-  reduce_columns(cast, parts, n_columns, runs, n_runs, rows, NULL, 0, out);
-}
-
-void hcp_cpu_reduce(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
-                    const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out) {
-  hcp_cpu_reduce_rotated(dtype, parts, n_columns, runs, n_runs, rows, NULL, 0, out);
+void hcp_cpu_reduce(hcp_dtype dtype, const hcp_cast *cast, const hcp_column *parts,
+                    int32_t n_columns, const hcp_run *runs, int64_t n_runs, int64_t rows,
+                    hcp_column out) {
+  hcp_cast none = {dtype, dtype};
+  reduce_columns(cast != NULL ? *cast : none, parts, n_columns, runs, n_runs, rows, NULL, 0, out);
 }
 
 /* Rows that are turned before they are copied: few enough to be in the cache still,

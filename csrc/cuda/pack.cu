@@ -218,9 +218,9 @@ static hcp_status move_all(const hcp_cast *cast, const moved_columns &columns,
   return move_by(mover_of<MANY>(cast, columns), columns, segments, n_segments, on, err);
 }
 
-static hcp_status pack(const hcp_cast *cast, const hcp_column *sources, int32_t n_sources,
-                       const hcp_segment *segments, int64_t n_segments, hcp_column out,
-                       void *stream, hcp_error *err) {
+hcp_status hcp_cuda_pack(const hcp_cast *cast, const hcp_column *sources, int32_t n_sources,
+                         const hcp_segment *segments, int64_t n_segments, hcp_column out,
+                         void *stream, hcp_error *err) {
   moved_columns columns;
   char *target = (char *)out.data;
   hcp_status status = HCP_OK;
@@ -236,9 +236,9 @@ static hcp_status pack(const hcp_cast *cast, const hcp_column *sources, int32_t 
   return status;
 }
 
-static hcp_status unpack(const hcp_cast *cast, hcp_column source, const hcp_segment *segments,
-                         int64_t n_segments, const hcp_column *outs, int32_t n_outs, void *stream,
-                         hcp_error *err) {
+hcp_status hcp_cuda_unpack(const hcp_cast *cast, hcp_column source, const hcp_segment *segments,
+                           int64_t n_segments, const hcp_column *outs, int32_t n_outs, void *stream,
+                           hcp_error *err) {
   moved_columns columns;
   const char *from = (const char *)source.data;
   hcp_status status = HCP_OK;
@@ -253,26 +253,4 @@ static hcp_status unpack(const hcp_cast *cast, hcp_column source, const hcp_segm
     columns.n = 0;
   }
   return status;
-}
-
-hcp_status hcp_cuda_pack(const hcp_column *sources, int32_t n_sources, const hcp_segment *segments,
-                         int64_t n_segments, hcp_column out, void *stream, hcp_error *err) {
-  return pack(NULL, sources, n_sources, segments, n_segments, out, stream, err);
-}
-
-hcp_status hcp_cuda_pack_cast(hcp_cast cast, const hcp_column *sources, int32_t n_sources,
-                              const hcp_segment *segments, int64_t n_segments, hcp_column out,
-                              void *stream, hcp_error *err) {
-  return pack(&cast, sources, n_sources, segments, n_segments, out, stream, err);
-}
-
-hcp_status hcp_cuda_unpack(hcp_column source, const hcp_segment *segments, int64_t n_segments,
-                           const hcp_column *outs, int32_t n_outs, void *stream, hcp_error *err) {
-  return unpack(NULL, source, segments, n_segments, outs, n_outs, stream, err);
-}
-
-hcp_status hcp_cuda_unpack_cast(hcp_cast cast, hcp_column source, const hcp_segment *segments,
-                                int64_t n_segments, const hcp_column *outs, int32_t n_outs,
-                                void *stream, hcp_error *err) {
-  return unpack(&cast, source, segments, n_segments, outs, n_outs, stream, err);
 }

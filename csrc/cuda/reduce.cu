@@ -391,18 +391,12 @@ hcp_status hcp_cuda_reduce_from(hcp_dtype dtype, const hcp_column *parts, int32_
   return sum_columns(none, parts, from, n_columns, runs, n_runs, rows, out, NULL, stream, err);
 }
 
-hcp_status hcp_cuda_reduce_cast(hcp_cast cast, const hcp_column *parts, int32_t n_columns,
-                                const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
-                                void *stream, hcp_error *err) {
-  return sum_columns(cast, parts, 0, n_columns, runs, n_runs, rows, out, NULL, (cudaStream_t)stream,
-                     err);
-}
-
-hcp_status hcp_cuda_reduce(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
-                           const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
-                           void *stream, hcp_error *err) {
-  return hcp_cuda_reduce_cast({dtype, dtype}, parts, n_columns, runs, n_runs, rows, out, stream,
-                              err);
+hcp_status hcp_cuda_reduce(hcp_dtype dtype, const hcp_cast *cast, const hcp_column *parts,
+                           int32_t n_columns, const hcp_run *runs, int64_t n_runs, int64_t rows,
+                           hcp_column out, void *stream, hcp_error *err) {
+  hcp_cast none = {dtype, dtype};
+  return sum_columns(cast != NULL ? *cast : none, parts, 0, n_columns, runs, n_runs, rows, out,
+                     NULL, (cudaStream_t)stream, err);
 }
 
 hcp_status hcp_cuda_stage(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,

@@ -1,8 +1,8 @@
 // layer.h - the operators of one attention layer beside its attention calls.
 //
 // The host's time counts here: each does at once what several of the public operators and views
-// would, and takes rows (N, ...) as they come. hcp/attention/key_transfer.py calls them, nobody else does: they
-// have no gradients, and no shapes without data.
+// would, and takes rows (N, ...) as they come. hcp/attention/key_transfer.py calls them, nobody
+// else does: they have no gradients, and no shapes without data.
 #pragma once
 
 #include <optional>

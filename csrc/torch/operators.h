@@ -53,6 +53,10 @@ inline int32_t count(const std::vector<hcp_column> &columns) {
   return static_cast<int32_t>(columns.size());
 }
 
+inline const hcp_cast *borrowed(const std::optional<hcp_cast> &cast) {
+  return cast ? &*cast : nullptr;
+}
+
 // ---- Gathers ---------------------------------------------------------------
 
 template <class Device>
@@ -63,10 +67,7 @@ Tensor pack(Tensors sources, Tensor segments, int64_t rows, Dtype dtype = {}) {
   Tensor out = fresh(sources[0], {rows, width_of(sources)}, cast);
   hcp_column target = output_of("out", out);
   Device device(sources[0]);
-  if (cast)
-    device.pack_cast(*cast, columns.data(), count(columns), table.data, table.n, target);
-  else
-    device.pack(columns.data(), count(columns), table.data, table.n, target);
+  device.pack(borrowed(cast), columns.data(), count(columns), table.data, table.n, target);
   return out;
 }
 
@@ -82,21 +83,8 @@ Tensors unpack(Tensor source, Tensor segments, Sizes widths, int64_t rows, Dtype
   for (const Tensor &out : outs) columns.push_back(output_of("out", out));
   hcp_column from = column_of("source", source);
   Device device(source);
-  if (cast)
-    device.unpack_cast(*cast, from, table.data, table.n, columns.data(), count(columns));
-  else
-    device.unpack(from, table.data, table.n, columns.data(), count(columns));
+  device.unpack(borrowed(cast), from, table.data, table.n, columns.data(), count(columns));
   return outs;
-}
-
-// A sum by runs of the parts' own dtype, or cast.
-template <class Device>
-void sum_rows(const Device &device, hcp_dtype dtype, const std::optional<hcp_cast> &cast,
-              const hcp_column *parts, int32_t columns, Runs runs, int64_t rows, hcp_column out) {
-  if (cast)
-    device.reduce_cast(*cast, parts, columns, runs.data, runs.n, rows, out);
-  else
-    device.reduce(dtype, parts, columns, runs.data, runs.n, rows, out);
 }
 
 inline Runs borrowed(const std::vector<hcp_run> &runs) {
@@ -109,11 +97,12 @@ Tensors sum_columns(const Tensor &grad, const Sizes &widths, const std::vector<h
                     int64_t rows, const Dtype &to) {
   hcp_dtype dtype = dtype_of("grad", grad);
   std::optional<hcp_cast> cast = cast_of("grad", grad, to);
+  Runs table = borrowed(runs);
   Tensors outs;
   for (const hcp_column &column : split_column("grad", grad, widths)) {
     outs.push_back(fresh(grad, {rows, widths[outs.size()]}, cast));
-    sum_rows(Device(grad), dtype, cast, &column, 1, borrowed(runs), rows,
-             output_of("grad_source", outs.back()));
+    Device(grad).reduce(dtype, borrowed(cast), &column, 1, table.data, table.n, rows,
+                        output_of("grad_source", outs.back()));
   }
   return outs;
 }
@@ -133,9 +122,10 @@ Tensor unpack_backward(Tensors grads, Tensor segments, int64_t rows, Dtype to) {
   std::optional<hcp_cast> cast = cast_of("grads[0]", grads[0], to);
   expect_at_least("rows", rows, 0);
   std::vector<hcp_run> runs = adjoint_of(segments_of(segments, rows, grads[0].size(0)));
+  Runs table = borrowed(runs);
   Tensor out = fresh(grads[0], {rows, width_of(grads)}, cast);
-  sum_rows(Device(grads[0]), dtype, cast, columns.data(), count(columns), borrowed(runs), rows,
-           output_of("grad_source", out));
+  Device(grads[0]).reduce(dtype, borrowed(cast), columns.data(), count(columns), table.data,
+                          table.n, rows, output_of("grad_source", out));
   return out;
 }
 
@@ -165,8 +155,8 @@ Tensor reduce(Tensors parts, Tensor runs, int64_t rows, int64_t columns, Dtype d
   expect_at_least("rows", rows, 0);
   Tensor out = fresh(parts[0], {rows, summands.width}, cast);
   Reduction sum = reduction_of(summands, runs, out);
-  sum_rows(Device(parts[0]), summands.dtype, cast, summands.columns.data(), summands.n_columns,
-           sum.runs, rows, sum.out);
+  Device(parts[0]).reduce(summands.dtype, borrowed(cast), summands.columns.data(),
+                          summands.n_columns, sum.runs.data, sum.runs.n, rows, sum.out);
   return out;
 }
 
@@ -250,7 +240,7 @@ std::tuple<Tensor, Tensor> rotate_pack(Tensor t, Tensor cos, Tensor sin, bool in
   rest.data = static_cast<char *>(whole.data) + bytes;
   rest.row_bytes -= bytes;
   Tensor out = rotated<Device>(t, cos, sin, interleaved, false, adjoint_of(table), first);
-  Device(t).pack(columns.data(), count(columns), table.data, table.n, rest);
+  Device(t).pack(nullptr, columns.data(), count(columns), table.data, table.n, rest);
   return {out, wire};
 }
 

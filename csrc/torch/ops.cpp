@@ -45,13 +45,10 @@ struct Cpu {
     hcp_cpu_##name(arguments...);                  \
   }
   KERNEL(pack)
-  KERNEL(pack_cast)
   KERNEL(unpack)
-  KERNEL(unpack_cast)
   KERNEL(merge)
   KERNEL(merge_backward)
   KERNEL(reduce)
-  KERNEL(reduce_cast)
   KERNEL(reduce_rotated)
   KERNEL(rotate)
 #undef KERNEL
@@ -60,7 +57,7 @@ struct Cpu {
              int64_t n_runs, int64_t rows, hcp_column out, const hcp_awaited &free,
              hcp_signals staged, uint32_t *) const {
     wait_for_all(free, 1);
-    reduce(dtype, parts, n_columns, runs, n_runs, rows, out);
+    reduce(dtype, nullptr, parts, n_columns, runs, n_runs, rows, out);
     signal_set(staged, HCP_PIECES);
   }
 
@@ -68,7 +65,7 @@ struct Cpu {
             int64_t n_runs, int64_t rows, hcp_column out, const hcp_awaited &staged, int32_t,
             int32_t, const int64_t *, hcp_signals done, uint32_t *) const {
     wait_for_all(staged, HCP_PIECES);
-    reduce(dtype, parts, n_columns, runs, n_runs, rows, out);
+    reduce(dtype, nullptr, parts, n_columns, runs, n_runs, rows, out);
     signal_set(done, 1);
   }
 };

@@ -47,13 +47,10 @@ struct Cuda {
       throw std::runtime_error(error.message);                    \
   }
   KERNEL(pack)
-  KERNEL(pack_cast)
   KERNEL(unpack)
-  KERNEL(unpack_cast)
   KERNEL(merge)
   KERNEL(merge_backward)
   KERNEL(reduce)
-  KERNEL(reduce_cast)
   KERNEL(stage)
   KERNEL(read)
   KERNEL(reduce_rotated)

@@ -118,13 +118,13 @@ static void test_pack_and_unpack(void) {
                           bytes_column(second, 1, 1)};
   hcp_segment segments[] = {{2, 2}, {-1, 1}, {0, 0}, {1, 3}};
   char out[6 * 4 + 1] = "........................";
-  hcp_cpu_pack(sources, 3, segments, COUNT(segments), bytes_column(out, 4, 3));
+  hcp_cpu_pack(NULL, sources, 3, segments, COUNT(segments), bytes_column(out, 4, 3));
   CHECK_INT(memcmp(out, "cC2.dD3.\0\0\0.bB1.cC2.dD3.", 24), 0);
 
   char left[4] = "....", right[] = "..";
   hcp_column outs[] = {bytes_column(left, 2, 2), bytes_column(right, 1, 1)};
   hcp_segment back[] = {{5, 1}, {0, 1}};
-  hcp_cpu_unpack(bytes_column(out, 4, 3), back, COUNT(back), outs, 2);
+  hcp_cpu_unpack(NULL, bytes_column(out, 4, 3), back, COUNT(back), outs, 2);
   CHECK_INT(memcmp(left, "dDcC", 4), 0);
   CHECK_TEXT(right, "32");
 }
@@ -132,12 +132,12 @@ static void test_pack_and_unpack(void) {
 static void test_gathers_of_nothing(void) {
   hcp_column nothing = bytes_column(NULL, 0, 0);
   hcp_segment zeros = {-1, 5};
-  hcp_cpu_pack(&nothing, 1, &zeros, 1, nothing);
+  hcp_cpu_pack(NULL, &nothing, 1, &zeros, 1, nothing);
   hcp_column no_rows = bytes_column(NULL, 4, 4);
   hcp_segment empty = {0, 0};
-  hcp_cpu_pack(&no_rows, 1, &empty, 1, no_rows);
-  hcp_cpu_unpack(no_rows, &empty, 1, &no_rows, 1);
-  hcp_cpu_pack(&no_rows, 1, NULL, 0, no_rows);
+  hcp_cpu_pack(NULL, &no_rows, 1, &empty, 1, no_rows);
+  hcp_cpu_unpack(NULL, no_rows, &empty, 1, &no_rows, 1);
+  hcp_cpu_pack(NULL, &no_rows, 1, NULL, 0, no_rows);
 }
 
 /* ---- Sums ---------------------------------------------------------------- */
@@ -147,7 +147,7 @@ static void test_reduce(void) {
   hcp_column parts[] = {{a, 8, 8}, {b, 8, 8}};
   hcp_run runs[] = {{1, 1, 0, 1}, {1, 1, 1, 0}, {2, 1, 1, 0}};
   for (int i = 0; i < 8; ++i) out[i] = NAN;
-  hcp_cpu_reduce(HCP_FLOAT32, parts, 1, runs, COUNT(runs), 4, (hcp_column){out, 8, 8});
+  hcp_cpu_reduce(HCP_FLOAT32, NULL, parts, 1, runs, COUNT(runs), 4, (hcp_column){out, 8, 8});
   float expected[] = {0, 0, 13, 24, 10, 20, 0, 0};
   for (int i = 0; i < 8; ++i) CHECK_NEAR(out[i], expected[i], 0);
 }
@@ -157,7 +157,7 @@ static void test_reduce_columns_into_strided_rows(void) {
   hcp_column parts[] = {{a, 8, 8}, {b, 16, 16}, {a, 8, 8}, {b, 16, 16}};
   hcp_run runs[] = {{0, 2, 0, 0}, {0, 2, 1, 0}};
   for (int i = 0; i < 8; ++i) out[i] = -7;
-  hcp_cpu_reduce(HCP_FLOAT64, parts, 2, runs, COUNT(runs), 2, (hcp_column){out, 32, 24});
+  hcp_cpu_reduce(HCP_FLOAT64, NULL, parts, 2, runs, COUNT(runs), 2, (hcp_column){out, 32, 24});
   double expected[] = {2, 6, 8, -7, 4, 10, 12, -7};
   for (int i = 0; i < 8; ++i) CHECK_NEAR(out[i], expected[i], 0);
 }
@@ -167,7 +167,7 @@ static uint16_t through(hcp_dtype dtype, uint16_t value) {
   uint16_t zero = value & 0x8000u, out = 0x1234;
   hcp_column parts[] = {{&value, 2, 2}, {&zero, 2, 2}};
   hcp_run runs[] = {{0, 1, 0, 0}, {0, 1, 1, 0}};
-  hcp_cpu_reduce(dtype, parts, 1, runs, COUNT(runs), 1, (hcp_column){&out, 2, 2});
+  hcp_cpu_reduce(dtype, NULL, parts, 1, runs, COUNT(runs), 1, (hcp_column){&out, 2, 2});
   return out;
 }
 
@@ -192,7 +192,7 @@ static uint16_t sum_16(hcp_dtype dtype, uint16_t a, uint16_t b) {
   uint16_t out = 0x1234;
   hcp_column parts[] = {{&a, 2, 2}, {&b, 2, 2}};
   hcp_run runs[] = {{0, 1, 0, 0}, {0, 1, 1, 0}};
-  hcp_cpu_reduce(dtype, parts, 1, runs, COUNT(runs), 1, (hcp_column){&out, 2, 2});
+  hcp_cpu_reduce(dtype, NULL, parts, 1, runs, COUNT(runs), 1, (hcp_column){&out, 2, 2});
   return out;
 }
 
@@ -211,7 +211,7 @@ static void test_a_sum_is_rounded_once(void) {
   uint16_t values[] = {0x4380, 0x3f80, 0x3f80}, out; /* 256 + 1 + 1, where 257 is no bfloat16 */
   hcp_column part = {values, 2, 2};
   hcp_run runs[] = {{0, 1, 0, 0}, {0, 1, 0, 1}, {0, 1, 0, 2}};
-  hcp_cpu_reduce(HCP_BFLOAT16, &part, 1, runs, COUNT(runs), 1, (hcp_column){&out, 2, 2});
+  hcp_cpu_reduce(HCP_BFLOAT16, NULL, &part, 1, runs, COUNT(runs), 1, (hcp_column){&out, 2, 2});
   CHECK_INT(out, 0x4381);
 }
 
@@ -235,8 +235,7 @@ static void test_casts_gather_columns_of_both_widths(void) {
   int rows[] = {1, 2, -1, 1};
   for (int r = 0; r < CAST_ROWS + 1; ++r)
     for (int i = 0; i < CAST_WIDTH + 2; ++i) out[r][i] = NAN;
-  hcp_cpu_pack_cast((hcp_cast){HCP_FLOAT64, HCP_FLOAT32}, sources, 3, segments, COUNT(segments),
-                    whole);
+  hcp_cpu_pack(&(hcp_cast){HCP_FLOAT64, HCP_FLOAT32}, sources, 3, segments, COUNT(segments), whole);
   for (int r = 0; r < CAST_ROWS + 1; ++r) {
     for (int i = 0; i < CAST_WIDTH + 2; ++i)
       expected[i] = rows[r] < 0 ? 0 : (float)(rows[r] + i / 1000.0);
@@ -245,7 +244,7 @@ static void test_casts_gather_columns_of_both_widths(void) {
   hcp_column outs[] = {{back_left, sizeof back_left[0], sizeof back_left[0]},
                        {back_right, sizeof back_right[0], sizeof back_right[0]}};
   hcp_segment back[] = {{3, 1}, {1, 1}};
-  hcp_cpu_unpack_cast((hcp_cast){HCP_FLOAT32, HCP_FLOAT64}, whole, back, COUNT(back), outs, 2);
+  hcp_cpu_unpack(&(hcp_cast){HCP_FLOAT32, HCP_FLOAT64}, whole, back, COUNT(back), outs, 2);
   for (int i = 0; i < CAST_WIDTH; ++i) {
     CHECK_NEAR(back_right[0][i], (double)out[3][i + 2], 0);
     CHECK_NEAR(back_right[1][i], (double)out[1][i + 2], 0);
@@ -257,10 +256,10 @@ static void test_casts_of_nothing(void) {
   hcp_cast cast = {HCP_BFLOAT16, HCP_FLOAT64};
   hcp_column nothing = {NULL, 0, 0}, no_rows = {NULL, 4, 4}, no_wide_rows = {NULL, 16, 16};
   hcp_segment zeros = {-1, 5}, empty = {0, 0};
-  hcp_cpu_pack_cast(cast, &nothing, 1, &zeros, 1, nothing);
-  hcp_cpu_pack_cast(cast, &no_rows, 1, &empty, 1, no_wide_rows);
-  hcp_cpu_unpack_cast(cast, no_rows, &empty, 1, &no_wide_rows, 1);
-  hcp_cpu_reduce_cast(cast, &no_rows, 1, NULL, 0, 0, no_wide_rows);
+  hcp_cpu_pack(&cast, &nothing, 1, &zeros, 1, nothing);
+  hcp_cpu_pack(&cast, &no_rows, 1, &empty, 1, no_wide_rows);
+  hcp_cpu_unpack(&cast, no_rows, &empty, 1, &no_wide_rows, 1);
+  hcp_cpu_reduce(cast.from, &cast, &no_rows, 1, NULL, 0, 0, no_wide_rows);
 }
 
 /* A value of 16 bits as float64, and from there to 16 bits of a dtype. */
@@ -272,9 +271,9 @@ static void test_every_16_bit_value_comes_back_from_float64(void) {
       uint16_t given = (uint16_t)value, back = 0x1234;
       double wide = -7;
       hcp_column narrow = {&given, 2, 2}, between = {&wide, 8, 8};
-      hcp_cpu_pack_cast((hcp_cast){dtypes[d], HCP_FLOAT64}, &narrow, 1, &all, 1, between);
-      hcp_cpu_pack_cast((hcp_cast){HCP_FLOAT64, dtypes[d]}, &between, 1, &all, 1,
-                        (hcp_column){&back, 2, 2});
+      hcp_cpu_pack(&(hcp_cast){dtypes[d], HCP_FLOAT64}, &narrow, 1, &all, 1, between);
+      hcp_cpu_pack(&(hcp_cast){HCP_FLOAT64, dtypes[d]}, &between, 1, &all, 1,
+                   (hcp_column){&back, 2, 2});
       if (is_nan_16(dtypes[d], given)) {
         CHECK(isnan(wide));
         CHECK(is_nan_16(dtypes[d], back));
@@ -288,8 +287,8 @@ static uint16_t rounded_to_bfloat16(double value) {
   uint16_t out = 0x1234;
   hcp_segment all = {0, 1};
   hcp_column source = {&value, 8, 8};
-  hcp_cpu_pack_cast((hcp_cast){HCP_FLOAT64, HCP_BFLOAT16}, &source, 1, &all, 1,
-                    (hcp_column){&out, 2, 2});
+  hcp_cpu_pack(&(hcp_cast){HCP_FLOAT64, HCP_BFLOAT16}, &source, 1, &all, 1,
+               (hcp_column){&out, 2, 2});
   return out;
 }
 
@@ -308,12 +307,12 @@ static void test_a_cast_sum_is_rounded_once(void) {
   double wide[2] = {NAN, NAN};
   hcp_column part = {values, 2, 2}, float_part = {floats, 4, 4};
   hcp_run runs[] = {{1, 1, 0, 0}, {1, 1, 0, 1}, {1, 1, 0, 2}};
-  hcp_cpu_reduce_cast((hcp_cast){HCP_BFLOAT16, HCP_FLOAT32}, &part, 1, runs, COUNT(runs), 2,
-                      (hcp_column){out, 4, 4});
+  hcp_cpu_reduce(HCP_BFLOAT16, &(hcp_cast){HCP_BFLOAT16, HCP_FLOAT32}, &part, 1, runs, COUNT(runs),
+                 2, (hcp_column){out, 4, 4});
   CHECK_NEAR(out[0], 0, 0);
   CHECK_NEAR(out[1], 258, 0);
-  hcp_cpu_reduce_cast((hcp_cast){HCP_FLOAT32, HCP_FLOAT64}, &float_part, 1, runs, COUNT(runs), 2,
-                      (hcp_column){wide, 8, 8});
+  hcp_cpu_reduce(HCP_FLOAT32, &(hcp_cast){HCP_FLOAT32, HCP_FLOAT64}, &float_part, 1, runs,
+                 COUNT(runs), 2, (hcp_column){wide, 8, 8});
   CHECK_NEAR(wide[1], 0x1p-30, 0);
 }
 

@@ -94,22 +94,18 @@ hcp_status hcp_check_segments(const hcp_segment *segments, int64_t n, int64_t ro
 hcp_status hcp_check_runs(const hcp_run *runs, int64_t n, const int64_t *part_rows, int64_t parts,
                           int64_t out_rows, hcp_error *err);
 
-/* Gather rows of several tensors into one: row r of out is the r-th row that
- * the segments name, of every source in turn, side by side: out.row_bytes is
- * the sum of the sources'. All of out is written. */
-void hcp_cpu_pack(const hcp_column *sources, int32_t n_sources, const hcp_segment *segments,
-                  int64_t n_segments, hcp_column out);
+/* Gather rows of several tensors into one: row r of out is the r-th row that the
+ * segments name, with the columns of all sources side by side. All of out is written.
+ *
+ * cast is NULL to move bytes as they are: out.row_bytes is then the sum of the
+ * sources'. With a cast, row_bytes count each side's own elements. */
+void hcp_cpu_pack(const hcp_cast *cast, const hcp_column *sources, int32_t n_sources,
+                  const hcp_segment *segments, int64_t n_segments, hcp_column out);
 
-/* The columns of one tensor back into several, gathered by segments. */
-void hcp_cpu_unpack(hcp_column source, const hcp_segment *segments, int64_t n_segments,
-                    const hcp_column *outs, int32_t n_outs);
-
-/* The same with a cast on the way: row_bytes count each side's own elements. */
-void hcp_cpu_pack_cast(hcp_cast cast, const hcp_column *sources, int32_t n_sources,
-                       const hcp_segment *segments, int64_t n_segments, hcp_column out);
-
-void hcp_cpu_unpack_cast(hcp_cast cast, hcp_column source, const hcp_segment *segments,
-                         int64_t n_segments, const hcp_column *outs, int32_t n_outs);
+/* Split the columns of one tensor into several, whose rows are gathered by the segments.
+ * cast is as in pack. */
+void hcp_cpu_unpack(const hcp_cast *cast, hcp_column source, const hcp_segment *segments,
+                    int64_t n_segments, const hcp_column *outs, int32_t n_outs);
 
 /* Merge partial outputs by log-sum-exp, once, in float32 (float64 for
  * FLOAT64):
@@ -145,18 +141,18 @@ void hcp_cpu_merge_backward(hcp_dtype dtype, const hcp_part *parts, const hcp_ru
 /* Sum partial rows once, in float32 (float64 for FLOAT64). A part is n_columns
  * tensors: parts[p * n_columns + c] is column c of part p, and the columns
  * stand side by side in out. Records are summed in the order of the table; a
- * run of one record is copied. Rows that no run names become 0. */
-void hcp_cpu_reduce(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
-                    const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out);
+ * run of one record is copied. Rows that no run names become 0.
+ *
+ * The parts are of dtype. cast is NULL where out is, too. Otherwise cast->from is
+ * dtype and cast->to is that of out: elements are summed in the dtype in which a cast
+ * passes them on, then rounded once, and a run of one record is cast. */
+void hcp_cpu_reduce(hcp_dtype dtype, const hcp_cast *cast, const hcp_column *parts,
+                    int32_t n_columns, const hcp_run *runs, int64_t n_runs, int64_t rows,
+                    hcp_column out);
 
-/* The same of parts of cast.from, summed as a cast passes its elements on and rounded once
- * to cast.to, that of out. A run of one record is cast. */
-void hcp_cpu_reduce_cast(hcp_cast cast, const hcp_column *parts, int32_t n_columns,
-                         const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out);
-
-/* As hcp_cpu_reduce, and the first `rotated` columns, of whole heads each, are turned
- * before they are rounded: a gradient of rotated rows is summed and turned back
- * in one pass. */
+/* As hcp_cpu_reduce without a cast, and the first `rotated` columns, of whole heads each, are
+ * turned before they are rounded: a gradient of rotated rows is summed and turned back in one pass.
+ */
 void hcp_cpu_reduce_rotated(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
                             const hcp_run *runs, int64_t n_runs, int64_t rows,
                             const hcp_rotation *rotation, int32_t rotated, hcp_column out);
@@ -187,19 +183,13 @@ void hcp_cpu_rotate(hcp_dtype dtype, hcp_heads source, const hcp_rotation *rotat
 #define HCP_CUDA_RECORDS_MAX 512
 #define HCP_CUDA_COLUMNS_MAX 16
 
-hcp_status hcp_cuda_pack(const hcp_column *sources, int32_t n_sources, const hcp_segment *segments,
-                         int64_t n_segments, hcp_column out, void *stream, hcp_error *err);
+hcp_status hcp_cuda_pack(const hcp_cast *cast, const hcp_column *sources, int32_t n_sources,
+                         const hcp_segment *segments, int64_t n_segments, hcp_column out,
+                         void *stream, hcp_error *err);
 
-hcp_status hcp_cuda_unpack(hcp_column source, const hcp_segment *segments, int64_t n_segments,
-                           const hcp_column *outs, int32_t n_outs, void *stream, hcp_error *err);
-
-hcp_status hcp_cuda_pack_cast(hcp_cast cast, const hcp_column *sources, int32_t n_sources,
-                              const hcp_segment *segments, int64_t n_segments, hcp_column out,
-                              void *stream, hcp_error *err);
-
-hcp_status hcp_cuda_unpack_cast(hcp_cast cast, hcp_column source, const hcp_segment *segments,
-                                int64_t n_segments, const hcp_column *outs, int32_t n_outs,
-                                void *stream, hcp_error *err);
+hcp_status hcp_cuda_unpack(const hcp_cast *cast, hcp_column source, const hcp_segment *segments,
+                           int64_t n_segments, const hcp_column *outs, int32_t n_outs, void *stream,
+                           hcp_error *err);
 
 hcp_status hcp_cuda_merge(hcp_dtype dtype, const hcp_part *parts, const hcp_run *runs,
                           int64_t n_runs, int64_t rows, int64_t heads, int64_t head_dim, void *out,
@@ -210,13 +200,9 @@ hcp_status hcp_cuda_merge_backward(hcp_dtype dtype, const hcp_part *parts, const
                                    const void *lse, const void *grad_out, const void *grad_lse,
                                    const hcp_grad_part *grad_parts, void *stream, hcp_error *err);
 
-hcp_status hcp_cuda_reduce(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
-                           const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
-                           void *stream, hcp_error *err);
-
-hcp_status hcp_cuda_reduce_cast(hcp_cast cast, const hcp_column *parts, int32_t n_columns,
-                                const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
-                                void *stream, hcp_error *err);
+hcp_status hcp_cuda_reduce(hcp_dtype dtype, const hcp_cast *cast, const hcp_column *parts,
+                           int32_t n_columns, const hcp_run *runs, int64_t n_runs, int64_t rows,
+                           hcp_column out, void *stream, hcp_error *err);
 
 hcp_status hcp_cuda_reduce_rotated(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
                                    const hcp_run *runs, int64_t n_runs, int64_t rows,
@@ -274,14 +260,14 @@ hcp_status hcp_cuda_signal_set(hcp_signals signals, int32_t words, void *stream,
  * share: how many blocks have ended, or have ended a piece. */
 #define HCP_CUDA_PROGRESS_WORDS HCP_PIECES
 
-/* As hcp_cuda_reduce, into memory that peers read: when `free` has come, in its first
- * word, and with all of `staged` set, piece by piece. */
+/* As hcp_cuda_reduce without a cast, into memory that peers read: when `free` has come, in its
+ * first word, and with all of `staged` set, piece by piece. */
 hcp_status hcp_cuda_stage(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
                           const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
                           hcp_awaited free, hcp_signals staged, uint32_t *progress, void *stream,
                           hcp_error *err);
 
-/* As hcp_cuda_reduce, whose parts from number first_staged on are what peers stage,
+/* As hcp_cuda_reduce without a cast, whose parts from number first_staged on are what peers stage,
  * signal i of `staged` being of part first_staged + i, of part_rows rows; then sets
  * the first word of `read`. Waits for no piece behind those that it reads. Long runs
  * are copied, from signal `next`'s peer on; the rest is read in few blocks: as many as
