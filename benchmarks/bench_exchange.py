@@ -43,7 +43,8 @@ from hcp.exchange.agreement import Kind, Stamp
 from hcp.exchange.connect import connect
 from hcp.exchange.peer import PeerTransport
 from hcp.exchange.tables import Move, Read
-from hcp.exchange.transport import Share, TorchTransport
+from hcp.exchange.torch_p2p import TorchTransport
+from hcp.exchange.transport import Share
 
 WIDTH = 2048
 DTYPE = torch.bfloat16

@@ -34,7 +34,8 @@ from hcp.attention.kernels import Call, Flash2
 from hcp.exchange.agreement import Refusal, Stamp
 from hcp.exchange.peer import PeerShared, Slots, memory_bytes
 from hcp.exchange.tables import Move
-from hcp.exchange.transport import Pending, Share, Stamps, register
+from hcp.exchange.torch_p2p import Stamps
+from hcp.exchange.transport import Pending, Share, register
 
 ROWS, HEADS, HEAD_DIM = 16, 8, 8
 CALLS = 10

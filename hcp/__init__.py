@@ -9,8 +9,8 @@ from hcp.attention.rotary import Rotary
 from hcp.errors import HcpError
 from hcp.evaluation.choose import EvalChoice, choose_eval_context_parallel
 from hcp.evaluation.plan import EvalBatch, EvalPlan, Metric, Metrics
+from hcp.exchange.layout import Layout, Span
 from hcp.exchange.loopback import loopback
-from hcp.exchange.tables import Layout, Span
 from hcp.groups.build import ProcessGroups, build_process_groups
 from hcp.megatron_style.core_attention import CoreAttention
 from hcp.megatron_style.packed import (

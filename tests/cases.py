@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hcp
-from hcp.exchange.transport import TorchTransport
+from hcp.exchange import tables
+from hcp.exchange.torch_p2p import TorchTransport
 from hcp.step.dispatch import Groups
 
 
@@ -44,7 +45,7 @@ class Case:
     backend: str = "torch"
     sharing: bool = False
     """Whether loopback's ranks read from each other's memory."""
-    stage_rows: int = hcp.exchange.tables.STAGE_ROWS
+    stage_rows: int = tables.STAGE_ROWS
     """Tokens whose keys come together under "all_gather"."""
     seed: int = 0
     alignment: int = 1
@@ -259,7 +260,7 @@ def loopback_rms(case: Case, device: str = "cpu") -> dict[str, float]:
 def staged_by(rows: int) -> Iterator[None]:
     """Schedules with keys of that many tokens in a stage, on every rank of this process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hcp.exchange.tables, "STAGE_ROWS", rows)
+        patch.setattr(tables, "STAGE_ROWS", rows)
         yield
 
 

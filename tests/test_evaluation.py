@@ -14,8 +14,8 @@ from ranks import run_ranks
 from torch.utils.data import IterableDataset
 
 import hcp
+from hcp._digest import digest_of
 from hcp.evaluation.plan import EvalPlan, Metrics
-from hcp.exchange.objects import digest_of
 from hcp.integrations.loader import DynamicCPDataLoader, EvalDataLoader
 
 

@@ -23,7 +23,7 @@ from hcp.exchange import nccl
 from hcp.exchange.agreement import Kind, Recent, Stamp
 from hcp.exchange.nccl import NcclTransport
 from hcp.exchange.tables import Move
-from hcp.exchange.transport import Board, Stamps
+from hcp.exchange.torch_p2p import Board, Stamps
 
 TO_OTHERS = [Move(1, 0, 1), Move(0, 1, 1), Move(3, 2, 2)]
 """Of rank 1, which sends a row to itself."""

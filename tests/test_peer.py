@@ -20,7 +20,8 @@ from cases import Case, dispatched, loopback_error, staged_by
 import hcp
 from hcp.exchange.loopback import LoopbackTransport
 from hcp.exchange.peer import PeerShared, Slots, memory_bytes
-from hcp.exchange.transport import Board, Share
+from hcp.exchange.torch_p2p import Board
+from hcp.exchange.transport import Share
 
 loopback_module = sys.modules["hcp.exchange.loopback"]
 creation = threading.Lock()

@@ -18,7 +18,8 @@ from typing import NamedTuple
 from hcp import _core
 from hcp._validate import expect_items, plain
 from hcp.attention.head_exchange import key_heads, split
-from hcp.exchange.tables import STAGE_ROWS, Layout
+from hcp.exchange.layout import Layout
+from hcp.exchange.tables import STAGE_ROWS
 from hcp.planning.cost import CostModel
 from hcp.planning.plan import Plan
 

@@ -22,8 +22,9 @@ from hcp import ops
 from hcp.attention.checks import check
 from hcp.attention.kernels import Call, Choice, Kernel, kernel_for, scores_of_sinks, wide
 from hcp.exchange.agreement import Kind, Stamp, agree_once, rows_like
-from hcp.exchange.halo import carry_with_gradients
-from hcp.exchange.tables import Entry, Layout, Move, Origin
+from hcp.exchange.layout import Layout
+from hcp.exchange.move import copy_rows
+from hcp.exchange.tables import Entry, Move, Origin
 from hcp.exchange.transport import Transport
 
 
@@ -342,7 +343,7 @@ def cross_attention(
     )
     stamp = Stamp(kind, number)
     agree_once(transport, reads, stamp)
-    whole = carry_with_gradients(transport, reads, [key.flatten(1), value.flatten(1)], stamp)
+    whole = copy_rows(transport, reads, [key.flatten(1), value.flatten(1)], stamp)
     whole_key, whole_value = torch.split(whole, [key.shape[1:].numel(), value.shape[1:].numel()], 1)
     out: Tensor
     lse: Tensor

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hcp.demo.launch import InputError
-from hcp.exchange.objects import all_gather_object
+from hcp.exchange.gather import all_gather_object
 
 T = TypeVar("T")
 

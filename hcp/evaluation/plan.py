@@ -24,9 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from hcp._digest import digest_of
 from hcp._validate import expect_names, expect_size, plain
 from hcp.errors import HcpError
-from hcp.exchange.objects import all_gather_object, digest_of
+from hcp.exchange.gather import all_gather_object
 from hcp.groups.build import ProcessGroups
 from hcp.planning.cost import CostModel
 from hcp.planning.plan import Plan, plan

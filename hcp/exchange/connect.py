@@ -20,7 +20,7 @@ from hcp import _core
 from hcp.errors import HcpError
 from hcp.exchange.nccl import NcclTransport
 from hcp.exchange.peer import BUFFER_BYTES, PeerTransport
-from hcp.exchange.transport import TorchTransport
+from hcp.exchange.torch_p2p import TorchTransport
 
 TRANSPORTS = ("auto", "torch", "nccl", "peer")
 """``torch``: grouped point-to-point calls of torch.distributed. ``nccl``: one NCCL group per

@@ -210,6 +210,11 @@ class _LoopbackReading:
         return self._rows
 
 
+def one_rank(device: torch.device) -> LoopbackTransport:
+    """The transport of a domain of one rank, which exchanges nothing with others."""
+    return LoopbackTransport(_World(1, 60.0, device), 0)
+
+
 class LoopbackGroups:
     """Stands for :class:`hcp.ProcessGroups` of a pure CP x DP domain in :func:`loopback`."""
 

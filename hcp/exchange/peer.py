@@ -19,7 +19,8 @@ from torch import Tensor
 
 from hcp.errors import HcpError
 from hcp.exchange.agreement import Recent, Stamp
-from hcp.exchange.transport import Board, Share, TorchTransport
+from hcp.exchange.torch_p2p import Board, TorchTransport
+from hcp.exchange.transport import Share
 
 _SLOTS = 2
 """Exchanges that may be under way at once: the next is staged while the last is read."""

@@ -1,4 +1,4 @@
-"""What one rank holds in a micro-batch, and the tables that say who sends what to whom.
+"""The tables that say who sends what to whom.
 
 The C core builds every table; here their sections get names. A table is one block of 64-bit words,
 hence one tensor, which may travel through a compiled model.
@@ -8,27 +8,19 @@ from __future__ import annotations
 
 import itertools
 import struct
-import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hcp import _core
+from hcp.exchange.layout import rows_may_vary, tensor_of
 from hcp.planning.plan import Plan
 
 _serials = itertools.count(1)
-
-
-class Span(NamedTuple):
-    """A run of consecutive tokens of one sequence on one rank."""
-
-    sequence: int
-    start: int
-    rows: int
 
 
 class Move(NamedTuple):
@@ -47,58 +39,6 @@ class Origin(NamedTuple):
     step: int
     """Of the steps that a domain has dispatched; 0 for a handler of nobody's step."""
     micro_batch: int
-
-
-class Layout:
-    """What ``rank`` holds in a micro-batch of a plan; a rank without rows has degree 0."""
-
-    def __init__(self, plan: Plan, micro_batch: int, rank: int) -> None:
-        core = _core.create_layout(plan.core, micro_batch, rank)
-        self.plan = plan
-        self.micro_batch: int = core.micro_batch
-        self.rank: int = core.rank
-        self.first_rank: int = core.first_rank
-        """First rank of the group."""
-        self.degree: int = core.degree
-        """Ranks of the group."""
-        self.rows: int = core.rows
-        """Rows of this rank, padding included."""
-        self.padding: int = core.padding
-        """The last of them, which ``alignment`` adds: they belong to no sequence."""
-        self.paddings: tuple[int, ...] = tuple(core.paddings)
-        """The same of each rank of the group."""
-        self.sequences: tuple[int, ...] = tuple(core.sequences)
-        """The group's sequences, as indices of ``plan.lengths``."""
-        self.lengths: tuple[int, ...] = tuple(core.lengths)
-        """Tokens of each of them."""
-        self.cu_seqlens: Tensor = _tensor(core.cu_seqlens, torch.int32)
-        """int32 (sequences + 1,): local rows of each sequence, summed."""
-        self.positions: Tensor = _tensor(core.positions, torch.int64)
-        """int64 (rows,): each row's place in its sequence; 0 in padding."""
-        self._core = core
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.plan, self.micro_batch, self.rank)
-
-    @cached_property
-    def spans(self) -> tuple[Span, ...]:
-        """The rank's rows, end to end, as runs of tokens."""
-        return tuple(Span(*span) for span in self._core.spans)
-
-
-def _tensor(view: memoryview, dtype: torch.dtype) -> Tensor:
-    if view.nbytes == 0:
-        return torch.empty(0, dtype=dtype, device="cpu")
-    return torch.frombuffer(view, dtype=dtype)
-
-
-def rows_may_vary(tensor: Tensor) -> Tensor:
-    """Tell a compiler in use that dim 0 differs from plan to plan, so that one graph serves all."""
-    dynamo = sys.modules.get("torch._dynamo")  # there once torch.compile was called
-    mark = getattr(dynamo, "maybe_mark_dynamic", None)  # not yet, while another thread imports it
-    if mark is not None:
-        mark(tensor, 0)
-    return tensor
 
 
 class _Table:
@@ -128,7 +68,7 @@ class Route(_Table):
     SECTIONS = _core.ROUTE_SECTIONS
 
     def __init__(self, words: memoryview) -> None:
-        super().__init__(_tensor(words, torch.int64))
+        super().__init__(tensor_of(words, torch.int64))
         sizes = self.section("SIZES").tolist()[0]
         self.source_rows, self.sent_rows, self.received_rows, self.output_rows = sizes
         self.pack = self.section("PACK")
@@ -402,7 +342,7 @@ def schedule_words(
     table = plan.core.schedule(micro_batch, rank, comm_type, inner, *window_size, STAGE_ROWS)
     origin = struct.unpack("<3q", struct.pack("<Q2q", plan.checksum, step, micro_batch))
     tail = torch.tensor([*callers, len(callers), *origin], dtype=torch.int64, device="cpu")
-    words = torch.cat([_tensor(table, torch.int64), tail])
+    words = torch.cat([tensor_of(table, torch.int64), tail])
     words[0] = next(_serials)
     words[1] = transport_key
     return rows_may_vary(words)

@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hcp._core import Grid
+from hcp._this_process import OfThisProcess
 from hcp._validate import expect_size, expect_sizes
 from hcp.errors import HcpError
 from hcp.exchange.connect import connect
-from hcp.exchange.objects import all_gather_object
+from hcp.exchange.gather import all_gather_object
 from hcp.exchange.peer import BUFFER_BYTES
-from hcp.exchange.this_process import OfThisProcess
-from hcp.exchange.transport import TorchTransport
+from hcp.exchange.torch_p2p import TorchTransport
 
 ROLES: Mapping[str, str] = {
     "tp": "tp",

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from hcp._digest import digest_of
 from hcp._validate import expect_names, expect_size
 from hcp.errors import HcpError
 from hcp.evaluation.plan import EvalPlan
-from hcp.exchange.objects import digest_of
 from hcp.groups.build import ProcessGroups, build_process_groups
 from hcp.planning.cost import CostModel
 from hcp.rebinding.rebind import eval_cp_context

@@ -18,7 +18,8 @@ from hcp._validate import expect_items, expect_sizes, plain
 from hcp.attention.comm_types import check_comm_types, check_prices, only_degree
 from hcp.errors import HcpError
 from hcp.exchange.agreement import Kind, Stamp
-from hcp.exchange.tables import Route, rows_may_vary
+from hcp.exchange.layout import rows_may_vary
+from hcp.exchange.tables import Route
 from hcp.exchange.transport import Transport, rows_of
 from hcp.planning.plan import Plan
 from hcp.step.handler import ContextParallelHandler, window_of

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hcp import ops
+from hcp._this_process import OfThisProcess
 from hcp._validate import expect_size, is_finite, plain
 from hcp.attention import comm_types as comm
 from hcp.attention import cross, kernels
@@ -26,7 +27,6 @@ from hcp.attention import rotary as rope
 from hcp.attention.checks import as_autocast, autocast_to
 from hcp.attention.functorch import refuse_transforms
 from hcp.attention.key_transfer import Turn
-from hcp.exchange import sums
 from hcp.exchange.agreement import (
     BACKWARD,
     Kind,
@@ -37,19 +37,17 @@ from hcp.exchange.agreement import (
     agree_once,
     rows_like,
 )
-from hcp.exchange.halo import carry_with_gradients, rows_of_spans
+from hcp.exchange.layout import Layout, halo_rows, rows_may_vary
+from hcp.exchange.move import AllPairs, copy_rows_of, move_rows, sum_by_sequence, sum_over
 from hcp.exchange.tables import (
-    Layout,
     Origin,
     Route,
     Schedule,
-    rows_may_vary,
     schedule_of,
     schedule_words,
     with_kernel,
 )
-from hcp.exchange.this_process import OfThisProcess
-from hcp.exchange.transport import Transport, as_carried, as_given, carry
+from hcp.exchange.transport import Transport
 from hcp.megatron_style import core_attention as core_attn
 from hcp.megatron_style import packed
 from hcp.planning.plan import Plan
@@ -146,7 +144,7 @@ class ContextParallelHandler(OfThisProcess):
         self._routes: dict[object, Route] = {}
         group = range(layout.first_rank, layout.first_rank + layout.degree)
         self._reads: dict[tuple[object, ...], cross.Reads] = {}
-        self._everyone = sums.Everyone(group, transport.rank)
+        self._pairs = AllPairs(group, transport.rank)
 
     def _tell_loss_tokens(self, loss_tokens: float | None) -> None:
         """For hcp.dispatch, which makes handlers before ranks tell each other their counts."""
@@ -704,7 +702,7 @@ class ContextParallelHandler(OfThisProcess):
             if type(shift) is not int:
                 raise ValueError(f"shifts is {shift!r}, expected an integer")
             route, back = self._roll_route(shift), self._roll_route(-shift)
-            given = x.movedim(dims, 0), route, back, self._everyone, {"shifts": shift}
+            given = x.movedim(dims, 0), route, back, self._pairs, {"shifts": shift}
             return self._travel("roll_tensor", number, *given).movedim(0, dims)
 
         return self._call("roll_tensor", rolled)
@@ -721,16 +719,15 @@ class ContextParallelHandler(OfThisProcess):
         def carried(number: int) -> Tensor:
             route = self._halo_route(before)
             options = {"before": plain(before)}
-            stamp = self._agree("halo", number, x, route, self._everyone, options)
-            out = carry_with_gradients(self._transport, route, [as_carried(x)], stamp)
-            return as_given(out, x)
+            stamp = self._agree("halo", number, x, route, self._pairs, options)
+            return copy_rows_of(self._transport, route, x, stamp)
 
         return self._call("halo", carried)
 
     def halo_rows(self, before: int) -> Tensor:
         """int64 (T,): where this rank's rows lie in what ``halo`` gives."""
         self._halo_route(before)
-        return rows_of_spans(self.layout, before).to(self._transport.device)
+        return halo_rows(self.layout, before).to(self._transport.device)
 
     def _halo_route(self, before: int) -> Route:
         before = expect_size("before", before, least=0)
@@ -772,13 +769,13 @@ class ContextParallelHandler(OfThisProcess):
                 raise ValueError(f"x is {x.dtype}, expected floats: counts as float64 stay exact")
             refuse_transforms("sum_by_sequence", x)
             own = x[: self.rows - self.layout.padding]
-            return self._sum("sum_by_sequence", sums.by_sequence(own, self.cu_seqlens), number)
+            return self._sum("sum_by_sequence", sum_by_sequence(own, self.cu_seqlens), number)
 
         return self._call("sum_by_sequence", summed)
 
     def _sum(self, operation: str, x: Tensor, number: int) -> Tensor:
         stamp = Stamp(self._kind(operation, x.unsqueeze(0), x.dtype), number)
-        return sums.sum_over(self._transport, self._everyone, x, stamp)
+        return sum_over(self._transport, self._pairs, x, stamp)
 
     # ---- whole sequences ----
 
@@ -860,8 +857,7 @@ class ContextParallelHandler(OfThisProcess):
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         stamp = self._agree(name, number, x, route, callers, options, dtype)
-        out: Tensor = _Travel.apply(as_carried(x), route, back, self._transport, stamp, dtype)  # type: ignore[no-untyped-call]
-        return as_given(out, x, dtype)
+        return move_rows(self._transport, x, route, back, stamp, dtype)
 
     def _agree(
         self,
@@ -1020,28 +1016,6 @@ def _as_kernels_take(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
 def _dense_heads(rows: Tensor) -> Tensor:
     # Kernels take any stride of rows and heads, but read the elements of a head side by side.
     return rows if rows.stride(-1) == 1 else rows.contiguous()
-
-
-class _Travel(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        route: Route,
-        back: Route,
-        transport: Transport,
-        stamp: Stamp,
-        dtype: torch.dtype | None,
-    ) -> Tensor:
-        ctx.route, ctx.back, ctx.transport, ctx.stamp = route, back, transport, stamp
-        ctx.dtype = rows.dtype
-        return carry(transport, route, rows, stamp, dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        given = ctx.back, ctx.route, ctx.transport, ctx.stamp.in_pass(BACKWARD), ctx.dtype
-        rows = _Travel.apply(grad.contiguous(), *given)  # type: ignore[no-untyped-call]
-        return rows, None, None, None, None, None
 
 
 class _Trade(torch.autograd.Function):

@@ -17,6 +17,7 @@ from cases import Case, attention_errors
 
 import hcp
 from hcp.exchange.agreement import Kind, Stamp
+from hcp.exchange.connect import TRANSPORTS
 from hcp.exchange.tables import Move
 
 LENGTHS = (97, 40, 13, 2, 1, 7, 300)
@@ -25,7 +26,7 @@ LENGTHS = (97, 40, 13, 2, 1, 7, 300)
 def main() -> int:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    wrong = sum(check(transport) for transport in hcp.exchange.connect.TRANSPORTS[1:])
+    wrong = sum(check(transport) for transport in TRANSPORTS[1:])
     wrong += check_long("peer", "nccl")
     wrong += check_graph()
     wrong += check_layers_in_graphs()

@@ -15,8 +15,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 import hcp
-from hcp.exchange.loopback import LoopbackTransport, _World
-from hcp.exchange.transport import TorchTransport, Transport
+from hcp.exchange.loopback import one_rank
+from hcp.exchange.torch_p2p import TorchTransport
 
 
 def packed_seq_params(
@@ -92,16 +92,12 @@ def _made_of(params: Any, cp_group: dist.ProcessGroup) -> hcp.ContextParallelHan
         ],
     }
     plan = hcp.Plan.from_dict(data)
-    transport = _alone(bounds.device) if alone else _transport_over(group)
+    transport = one_rank(bounds.device) if alone else _transport_over(group)
     return hcp.ContextParallelHandler(plan, 0, transport, comm_types=_WITHOUT_CHOICE)
 
 
 _WITHOUT_CHOICE = ("p2p", "all_gather", "a2a")
 """Comm types that need neither the sizes of levels nor prices, which Megatron's params lack."""
-
-
-def _alone(device: Any) -> Transport:
-    return LoopbackTransport(_World(1, 60.0, device), 0)
 
 
 _over: weakref.WeakKeyDictionary[dist.ProcessGroup, TorchTransport] = weakref.WeakKeyDictionary()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 import hcp
-from hcp.exchange.objects import all_gather_object
+from hcp.exchange.gather import all_gather_object
 
 Interval = tuple[int, int]
 """First rank in the domain, and how many."""

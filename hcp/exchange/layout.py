@@ -1,0 +1,85 @@
+"""The layout: which rows one rank holds in a micro-batch."""
+
+from __future__ import annotations
+
+import sys
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hcp import _core
+from hcp.planning.plan import Plan
+
+
+class Span(NamedTuple):
+    """A run of consecutive tokens of one sequence on one rank."""
+
+    sequence: int
+    start: int
+    rows: int
+
+
+class Layout:
+    """The rows that ``rank`` holds in a micro-batch of a plan. A rank without rows has degree 0."""
+
+    def __init__(self, plan: Plan, micro_batch: int, rank: int) -> None:
+        core = _core.create_layout(plan.core, micro_batch, rank)
+        self.plan = plan
+        self.micro_batch: int = core.micro_batch
+        self.rank: int = core.rank
+        self.first_rank: int = core.first_rank
+        """First rank of the group."""
+        self.degree: int = core.degree
+        """Ranks of the group."""
+        self.rows: int = core.rows
+        """Rows of this rank, padding included."""
+        self.padding: int = core.padding
+        """How many of them, the last ones, ``alignment`` adds. They belong to no sequence."""
+        self.paddings: tuple[int, ...] = tuple(core.paddings)
+        """The padding of each rank of the group."""
+        self.sequences: tuple[int, ...] = tuple(core.sequences)
+        """The group's sequences, as indices of ``plan.lengths``."""
+        self.lengths: tuple[int, ...] = tuple(core.lengths)
+        """Tokens of each of these sequences."""
+        self.cu_seqlens: Tensor = tensor_of(core.cu_seqlens, torch.int32)
+        """int32 (sequences + 1,): local rows of each sequence, summed."""
+        self.positions: Tensor = tensor_of(core.positions, torch.int64)
+        """int64 (rows,): each row's place in its sequence; 0 in padding."""
+        self._core = core
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.plan, self.micro_batch, self.rank)
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """The rank's rows, end to end, as runs of tokens."""
+        return tuple(Span(*span) for span in self._core.spans)
+
+
+def tensor_of(view: memoryview, dtype: torch.dtype) -> Tensor:
+    """The values of a buffer that the C core holds, without a copy."""
+    if view.nbytes == 0:
+        return torch.empty(0, dtype=dtype, device="cpu")
+    return torch.frombuffer(view, dtype=dtype)
+
+
+def rows_may_vary(tensor: Tensor) -> Tensor:
+    """Tell a compiler in use that dim 0 differs from plan to plan, so that one graph serves all."""
+    dynamo = sys.modules.get("torch._dynamo")  # there once torch.compile was called
+    mark = getattr(dynamo, "maybe_mark_dynamic", None)  # not yet, while another thread imports it
+    if mark is not None:
+        mark(tensor, 0)
+    return tensor
+
+
+def halo_rows(layout: Layout, before: int) -> Tensor:
+    """int64 (T,): where the rank's own rows lie when ``before`` rows precede each span. Padding has
+    none before it."""
+    spans = len(layout.spans)
+    sizes = torch.tensor(
+        [*(span.rows for span in layout.spans), layout.padding], dtype=torch.int64, device="cpu"
+    )
+    halos = before * torch.tensor([*range(1, spans + 1), spans], device="cpu")
+    return torch.arange(layout.rows, device="cpu") + halos.repeat_interleave(sizes)
