@@ -11,7 +11,8 @@ from hcp.evaluation.choose import EvalChoice, choose_eval_context_parallel
 from hcp.evaluation.plan import EvalBatch, EvalPlan, Metric, Metrics
 from hcp.exchange.layout import Layout, Span
 from hcp.exchange.loopback import loopback
-from hcp.groups.build import ProcessGroups, build_process_groups
+from hcp.groups.build import build_process_groups
+from hcp.groups.groups import ProcessGroups
 from hcp.megatron_style.core_attention import CoreAttention
 from hcp.megatron_style.packed import (
     PackedSeqParams,

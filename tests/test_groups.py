@@ -19,7 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import hcp
 from hcp._core import Grid
-from hcp.groups.build import ROLES, ProcessGroups, build_process_groups
+from hcp.groups.build import build_process_groups
+from hcp.groups.grids import ROLES
+from hcp.groups.groups import ProcessGroups
 
 DIMENSIONS = ("tp", "cp", "dp", "pp")
 ORDERS = ["-".join(names) for names in itertools.permutations(DIMENSIONS)]

@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch import nn
 
 import hcp
-from hcp.groups.build import ProcessGroups, build_process_groups
+from hcp.groups.build import build_process_groups
+from hcp.groups.groups import ProcessGroups
 from hcp.rebinding import rules
 from hcp.rebinding.walk import places
 

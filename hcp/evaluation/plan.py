@@ -28,7 +28,7 @@ from hcp._digest import digest_of
 from hcp._validate import expect_names, expect_size, plain
 from hcp.errors import HcpError
 from hcp.exchange.gather import all_gather_object
-from hcp.groups.build import ProcessGroups
+from hcp.groups.groups import ProcessGroups
 from hcp.planning.cost import CostModel
 from hcp.planning.plan import Plan, plan
 from hcp.step.dispatch import Step, dispatch, gather_lengths

@@ -1,4 +1,4 @@
 """Build the process groups of a job.
 
-The door is ``build.build_process_groups``.
+The doors are ``build.build_process_groups`` and ``groups.ProcessGroups``.
 """

@@ -22,7 +22,8 @@ from hcp._digest import digest_of
 from hcp._validate import expect_names, expect_size
 from hcp.errors import HcpError
 from hcp.evaluation.plan import EvalPlan
-from hcp.groups.build import ProcessGroups, build_process_groups
+from hcp.groups.build import build_process_groups
+from hcp.groups.groups import ProcessGroups
 from hcp.planning.cost import CostModel
 from hcp.rebinding.rebind import eval_cp_context
 from hcp.rebinding.walk import Exclude

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from hcp.groups.build import ROLES, ProcessGroups
+from hcp.groups.grids import ROLES
+from hcp.groups.groups import ProcessGroups
 
 SIZE, RANK, RANKS, FLAG = "size", "rank", "ranks", "flag"
 KINDS = (SIZE, RANK, RANKS, FLAG)

@@ -34,6 +34,8 @@ which another model is told from this one."""
 _OWN = frozenset(
     {
         "hcp.groups.build",
+        "hcp.groups.create",
+        "hcp.groups.groups",
         "hcp.rebinding.rebind",
         "hcp.rebinding.walk",
         "hcp.rebinding.holders",

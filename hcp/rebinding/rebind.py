@@ -20,7 +20,7 @@ from typing import Any
 from hcp._core import Rebinding, SlotTable
 from hcp.errors import HcpError
 from hcp.exchange.transport import Transport
-from hcp.groups.build import ProcessGroups
+from hcp.groups.groups import ProcessGroups
 from hcp.rebinding.holders import find_elsewhere
 from hcp.rebinding.walk import _HOME, Exclude, Finding, Slot, Twins, Walk, listed
 

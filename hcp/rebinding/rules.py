@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from hcp.groups.build import ProcessGroups
+from hcp.groups.groups import ProcessGroups
 
 Attributes = Callable[[Any, ProcessGroups], Mapping[str, Any]]
 Arguments = Callable[[Any, ProcessGroups], tuple[Any, ...]]

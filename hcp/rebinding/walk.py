@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hcp._core import Structure
-from hcp.groups.build import ProcessGroups
+from hcp.groups.groups import ProcessGroups
 from hcp.rebinding import derived, rules
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hcp.groups.build import ProcessGroups
+from hcp.groups.groups import ProcessGroups
 from hcp.rebinding.rebind import Rebound, rebind
 from hcp.rebinding.walk import Exclude
 

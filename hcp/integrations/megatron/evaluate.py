@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from hcp.groups.build import ProcessGroups
+from hcp.groups.groups import ProcessGroups
 from hcp.rebinding.rebind import eval_cp_context
 from hcp.rebinding.walk import Exclude
 

@@ -1,0 +1,124 @@
+"""Creation of torch process groups, and their end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from hcp._core import Grid
+from hcp.errors import HcpError
+from hcp.exchange.connect import connect
+from hcp.exchange.torch_p2p import TorchTransport
+from hcp.groups.grids import ROLES, groups_of_level
+
+_T = TypeVar("_T")
+
+
+class Creator:
+    """Creates groups with the same options, and destroys those that it has created.
+
+    torch.distributed numbers groups as they are created, on every rank of the job whether it is in
+    the group or not; so every rank goes through the groups of all parents in one order.
+    """
+
+    def __init__(
+        self, parents: list[list[int]], backend: str | None, timeout: timedelta | None
+    ) -> None:
+        self._parents = parents
+        self._backend = backend
+        self._timeout = timeout
+        self._created: list[dist.ProcessGroup] = []
+
+    def again(self) -> Creator:
+        return Creator(self._parents, self._backend, self._timeout)
+
+    @property
+    def own_parent(self) -> list[int]:
+        return next(ranks for ranks in self._parents if dist.get_rank() in ranks)
+
+    def create_role(self, name: str, grid: Grid, role: str | None = None) -> dist.ProcessGroup:
+        """Create all groups of a role, in the grid's order, and return this rank's."""
+        groups = grid.groups(role or ROLES[name])
+        return self.create(
+            name, [[ranks[i] for i in group] for ranks in self._parents for group in groups]
+        )
+
+    def create_levels(self, grid: Grid, sizes: Sequence[int]) -> tuple[dist.ProcessGroup, ...]:
+        """Create the groups of hierarchical CP, and return this rank's of every level, the
+        innermost first."""
+        levels, inner = [], 1
+        for i, size in enumerate(sizes):
+            groups = [
+                [ranks[r] for r in members]
+                for ranks in self._parents
+                for group in grid.groups("cp")
+                for members in groups_of_level(group, size, inner)
+            ]
+            levels.append(self.create(f"hcp[{i}]", groups))
+            inner *= size
+        return tuple(levels)
+
+    def create(self, name: str, groups: Iterable[Iterable[int]]) -> dist.ProcessGroup:
+        own = [self.undo_unless(partial(self._new, name, list(ranks))) for ranks in groups]
+        return next(group for group in own if group is not None)
+
+    def _new(self, name: str, ranks: list[int]) -> dist.ProcessGroup | None:
+        group: dist.ProcessGroup = dist.new_group(
+            ranks,
+            timeout=self._timeout,
+            backend=self._backend,
+            group_desc=f"hcp:{name}",
+        )
+        if dist.get_rank() not in ranks:
+            return None
+        self._created.append(group)
+        return group
+
+    def connect(
+        self, duplicate: dist.ProcessGroup, transport: str, peer_buffer_bytes: int
+    ) -> TorchTransport:
+        """Connect the transport over hcp's own group."""
+        return self.undo_unless(
+            lambda: connect(
+                duplicate, transport, timeout=self._timeout, peer_buffer_bytes=peer_buffer_bytes
+            )
+        )
+
+    def undo_unless(self, step: Callable[[], _T]) -> _T:
+        """Run a step; when it fails, destroy what was created before it."""
+        try:
+            return step()
+        except BaseException:
+            self.destroy()
+            raise
+
+    def destroy(self) -> None:
+        while self._created:
+            group = self._created.pop()
+            # The default group's end is the end of all others.
+            if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
+                dist.destroy_process_group(group)
+
+
+def require_initialised(what: str) -> None:
+    if not (dist.is_available() and dist.is_initialized()):
+        raise HcpError(
+            f"torch.distributed is not initialised, expected it to be before {what}: "
+            "call torch.distributed.init_process_group() first"
+        )
+
+
+def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
+    """Read a group's own timeout. None, torch's default, where this torch does not tell."""
+    assert group is not None
+    for device in ("cpu", "cuda"):
+        try:
+            return group._get_backend(torch.device(device)).options._timeout
+        except (AttributeError, RuntimeError):
+            continue
+    return None
