@@ -718,7 +718,7 @@ class InterruptAt:
         sys.settrace(None)
 
     def trace(self, frame, event, argument):
-        if Path(frame.f_code.co_filename).parent != Path(hcp.__file__).parent:
+        if Path(hcp.__file__).parent not in Path(frame.f_code.co_filename).parents:
             return None
         if event == "line":
             self.left -= 1
