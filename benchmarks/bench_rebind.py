@@ -38,7 +38,8 @@ from torch import nn
 
 import hcp
 from hcp._core import Rebinding
-from hcp.rebinding.rebind import _home, _Request, _Table
+from hcp.rebinding.request import Request
+from hcp.rebinding.tables import Table, tables_of
 
 NAMES = {
     "cp_group": "cp",
@@ -93,13 +94,13 @@ def timed(function: Callable[[], object]) -> float:
 def measure(modules: int, rounds: int, train: hcp.ProcessGroups, other: hcp.ProcessGroups) -> str:
     model = build(modules, train)
     leaves = [module for module in model.modules() if isinstance(module, Leaf)]
-    request = _Request(model, train, other, (), False, train.transport)
+    request = Request(model, train, other, (), False, train.transport)
     gc.collect()
     gc.disable()
     times: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
-    times["table"].append(timed(lambda: _Table(request, _home(model))))
+    times["table"].append(timed(lambda: Table(request, tables_of(model))))
     tracemalloc.start()
-    table = _Table(request, _home(model))
+    table = Table(request, tables_of(model))
     table_bytes = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert len(table.slots) == 4 * modules, len(table.slots)
@@ -129,7 +130,7 @@ def measure(modules: int, rounds: int, train: hcp.ProcessGroups, other: hcp.Proc
     context = hcp.eval_cp_context(model, train, other)
     with context:  # the kept table
         pass
-    strict = _Table(replace(request, strict=True), _home(model))
+    strict = Table(replace(request, strict=True), tables_of(model))
     for _ in range(rounds):
         times["strict"].append(timed(strict.check_covered))
         times["check"].append(timed(table.still_holds))

@@ -282,8 +282,8 @@ def imports(source: str, package: tuple[str, ...]) -> set[str]:
 
 
 def library_files() -> list[Path]:
-    """Every Python file of the library itself: not the integrations, the demo, the command line."""
-    outside = {"integrations", "demo", "cli", "__main__.py"}
+    """Every Python file of the library itself: not the integrations and the programs."""
+    outside = {"integrations", "demo", "cli", "programs", "__main__.py"}
     return [
         path
         for path in sorted((ROOT / "hcp").rglob("*.py"))
@@ -310,8 +310,55 @@ def test_the_library_imports_no_trainer() -> None:
 
 def test_the_library_imports_neither_demo_nor_command_nor_integration() -> None:
     found = importers({"hcp.demo", "hcp.cli", "hcp.integrations"}, library_files())
-    # A backend by name, imported when it is asked for: nobody has to import it before.
-    assert found == {"hcp/step/backends.py": {"hcp.integrations.transformer_engine"}}
+    assert found == {
+        # A backend by name, imported when it is asked for: nobody has to import it before.
+        "hcp/step/backends.py": {"hcp.integrations.transformer_engine"},
+        # Rules for a package's classes, imported when a model has one of them.
+        "hcp/rebinding/packages.py": {
+            "hcp.integrations.megatron.rules",
+            "hcp.integrations.transformer_engine_rules",
+        },
+    }
+
+
+KNOWN_BY_NAME = {
+    "hcp/rebinding/packages.py": "which rules belong to which package",
+    "hcp/step/backends.py": "users ask for a backend by its library's name",
+    "hcp/step/config.py": "options take Megatron's names of schedulers for hcp's",
+}
+"""Files of the library that name a trainer's package, and why."""
+
+
+def code_words(source: str) -> set[str]:
+    """Names and texts of a file's code, docstrings and comments aside."""
+    tree = ast.parse(source)
+    documents = {id(x.value) for x in ast.walk(tree) if isinstance(x, ast.Expr)}
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found |= set() if id(node) in documents else {node.value}
+        for field in ("id", "attr", "name", "arg", "module", "asname"):
+            found.add(str(getattr(node, field, None)))
+    return found
+
+
+def trainers_named(source: str) -> set[str]:
+    """Trainers' packages that the code names. hcp's own folder megatron_style is none."""
+    pattern = re.compile(rf"(?<![a-z])(?:{'|'.join(sorted(TRAINERS))})(?!_style)(?![a-z])")
+    return {name for word in code_words(source) for name in pattern.findall(word.lower())}
+
+
+def test_the_library_names_no_trainers_package_but_where_it_says_why() -> None:
+    found = {
+        str(path.relative_to(ROOT)): trainers_named(path.read_text()) for path in library_files()
+    }
+    assert {path for path, names in found.items() if names} == set(KNOWN_BY_NAME)
+
+
+def test_a_trainers_package_in_code_or_in_a_text_would_be_found() -> None:
+    source = '"""Megatron\'s."""\nrules = {"megatron.core.Router": 1}\nis_deepspeed = 1  # verl\n'
+    assert trainers_named(source) == {"megatron", "deepspeed"}
+    assert trainers_named('"""torchtitan"""\nfrom hcp.megatron_style import packed\n') == set()
 
 
 def test_integrations_do_not_import_the_demo_but_for_their_programs() -> None:

@@ -167,11 +167,11 @@ def mean_loss(model, groups, tokens):
 
 def everything(model):
     """All groups and numbers that the model's objects hold."""
-    walk = hcp.rebinding.walk.Walk(hcp.rebinding.walk.Twins.of_mapping({object(): object()}))
+    walk = hcp.rebinding.walk.Walk(hcp.rebinding.twins.Twins.of_mapping({object(): object()}))
     walk.run(model)
     seen = {}
     for holder in walk.kept:
-        for *_, key, value, _ in hcp.rebinding.walk.places(holder, ""):
+        for *_, key, value, _ in hcp.rebinding.places.places(holder, ""):
             if isinstance(value, (int, dist.ProcessGroup)):
                 seen[id(holder), str(key)] = value if isinstance(value, int) else id(value)
     return seen

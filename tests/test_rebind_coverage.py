@@ -27,7 +27,7 @@ import hcp
 from hcp.groups.build import build_process_groups
 from hcp.groups.groups import ProcessGroups
 from hcp.rebinding import rules
-from hcp.rebinding.walk import places
+from hcp.rebinding.places import places
 
 
 class Sized:
@@ -727,6 +727,21 @@ def test_megatrons_context_objects_are_rebuilt_wherever_they_are(layouts, name):
     SIZES.clear()
 
 
+def test_a_users_rule_is_asked_after_the_one_that_comes_with_hcp_and_so_wins(layouts):
+    module = "megatron.core.ssm.mamba_context_parallel"
+    cls = type("MambaContextParallel", (MambaContext,), {"__module__": module})
+    SIZES.update({id(layouts[0].cp): 1, id(layouts[1].cp): 4})
+    name = f"{module}.MambaContextParallel"
+    rules.register_rebind(name, attributes=lambda obj, pgs: {"nheads_local_tpcp": 8})
+    try:
+        model = Model(layouts[0], mixer=SimpleNamespace(cp=cls(layouts[0].cp, 8)))
+        with hcp.eval_cp_context(model, *layouts):
+            assert (model.mixer.cp.nheads_local_tpcp, model.mixer.cp.cp_size) == (8, 4)
+    finally:
+        rules._RULES.pop(name)
+        SIZES.clear()
+
+
 class Router(nn.Module):
     def __init__(self, experts):
         super().__init__()
@@ -839,9 +854,10 @@ def test_audit_lists_slots_and_what_is_not_covered(layouts):
 
 def test_buffers_that_were_sized_for_training_are_reported_where_they_are_too_small(layouts):
     train, evaluation = layouts
-    model = Model(train, config=SimpleNamespace(tp_comm_overlap=True))
+    config_class = type("Config", (SimpleNamespace,), {"__module__": "megatron.core.a_module"})
+    model = Model(train, config=config_class(tp_comm_overlap=True))
     assert hcp.audit(model, train, evaluation).uncovered == []
-    back = Model(evaluation, config=SimpleNamespace(tp_comm_overlap=True))
+    back = Model(evaluation, config=config_class(tp_comm_overlap=True))
     (finding,) = hcp.audit(back, evaluation, train).uncovered
     assert finding.path == "model.config.tp_comm_overlap"
     assert "made for the rows of CP = 4, and a rank has more of them under CP = 1" in finding.reason
@@ -1048,7 +1064,7 @@ def test_the_table_is_made_once_and_again_when_the_structure_changes(layouts, mo
     assert len(walks) == 1
     CHANGES[change](model, train)
     with hcp.eval_cp_context(model, *layouts):
-        expected = hcp.rebinding.walk.places(model, "model")
+        expected = places(model, "model")
         assert all(value is not train.cp and value is not train for *_, value, _ in expected)
         assert train.cp not in model.items
         assert train.cp not in model.bag

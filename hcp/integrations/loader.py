@@ -25,8 +25,8 @@ from hcp.evaluation.plan import EvalPlan
 from hcp.groups.build import build_process_groups
 from hcp.groups.groups import ProcessGroups
 from hcp.planning.cost import CostModel
+from hcp.rebinding.exclude import Exclude
 from hcp.rebinding.rebind import eval_cp_context
-from hcp.rebinding.walk import Exclude
 from hcp.step.config import NO_WINDOW, Config
 from hcp.step.dispatch import Step, dispatch, gather_lengths
 

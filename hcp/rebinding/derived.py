@@ -1,13 +1,15 @@
-"""What a trainer derives from a group and keeps: sizes, ranks, flags under known names, and caches.
+"""Values that trainers derive from a group and keep: sizes, ranks and flags by name, and caches.
 
-None of it can be found by identity. A place is a slot when its name is in DERIVED and it holds
-exactly what the training layout would give; then it is to hold what the eval layout gives.
+No identity leads to them. A place is a slot if its name is in DERIVED and it holds exactly what the
+training layout gives. Inside the context it holds what the eval layout gives.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -52,27 +54,30 @@ DERIVED: dict[str, tuple[str, str]] = {
 
 CP_FREE = {
     "cp_comm_type",
-    "dynamic_context_parallel",
     "eval_context_parallel_size",
     "hierarchical_context_parallel_sizes",
-    "hybrid_context_parallel",
-    "max_seqlen_per_cp_rank",
     "max_seqlen_per_dp_cp_rank",
     "min_dynamic_context_parallel_size",
 }
 """Names that look derived from a CP group and do not depend on the layout."""
 
-SIZED_ONCE = {"tp_comm_overlap"}
-"""Flags of what was allocated once for the rows of a rank of the training layout: Transformer
-Engine's buffers for tensor parallelism."""
 
-CP_FREE_FIELDS = (
-    *("ep", "expt_tp", "tp_ep", "tp_ep_pp", "expt_dp", "intra_expt_dp", "embd", "pos_embd"),
-    *("tp_ep_pp_with_egtp_remat", "expt_dp_gtp_remat", "expt_gtp_remat"),
-    *("intra_dp_cp", "intra_dist_opt", "inter_dist_opt"),
-)
-"""Fields of a trainer's collection whose groups are the same in every layout: the expert grid of
-Megatron has no CP in it, and what the optimizer shards over spans dp_cp."""
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Names that a package gives to what the layout does not change."""
+
+    free: frozenset[str] = frozenset()
+    """Attributes that look derived from a CP group and do not depend on the layout."""
+
+    free_groups: tuple[str, ...] = ()
+    """Fields of the package's collection whose groups are the same in every layout."""
+
+    sized_once: frozenset[str] = frozenset()
+    """Flags of what was allocated once, for the rows of a rank of the training layout."""
+
+
+_SIZED_ONCE: set[str] = set()
+_FREE_GROUPS: set[str] = set()
 
 CACHE_TENSORS = ("cos_cached", "sin_cached", "cos_sin_cached", "freqs_cached", "emb_cached")
 CACHE_LENGTHS = ("max_seq_len_cached", "seq_len_cached")
@@ -115,6 +120,25 @@ def register_derived(name: str, role: str = "cp", kind: str = SIZE) -> None:
         raise ValueError(f"name is {name!r}, expected the name of an attribute")
     DERIVED[name.lstrip("_")] = (role, kind)
     looks_dependent.cache_clear()
+
+
+def add_names(names: Names) -> None:
+    """Let the names of a package count from now on."""
+    CP_FREE.update(names.free)
+    _FREE_GROUPS.update(names.free_groups)
+    _SIZED_ONCE.update(names.sized_once)
+    looks_dependent.cache_clear()
+
+
+def free_groups(source: object) -> Iterator[object]:
+    """The groups of a trainer's collection that are the same in every layout."""
+    fields = source if isinstance(source, Mapping) else getattr(source, "__dict__", {})
+    return (group for name, group in fields.items() if name in _FREE_GROUPS)
+
+
+def is_sized_once(name: str) -> bool:
+    """Whether a name is a flag of what was allocated once, for the rows of the training layout."""
+    return name in _SIZED_ONCE
 
 
 def derivation(name: str) -> tuple[str, str] | None:

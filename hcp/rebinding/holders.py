@@ -1,9 +1,9 @@
-"""The second way to find what holds a training group: ask the groups, not the model.
+"""Holders: what refers to a training group outside the model, found from the groups.
 
-``hcp.rebinding.walk`` knows the kinds of objects that it looks into. What it does not know (a
-generator, a global variable, an object that the model does not lead to) still refers to the group,
-and every object of Python says what it refers to. So: all that refers to a group, less what the
-walk has seen, what the caller excludes, and what torch and hcp keep for themselves.
+The walk knows the kinds of objects that it goes into. Others (a generator, a global variable, an
+object that the model does not lead to) may refer to a group as well, and every Python object says
+what it refers to. This search lists all that refer to a group, less what the walk has seen, what
+the caller excludes, and what torch and hcp keep for themselves.
 """
 
 from __future__ import annotations
@@ -22,36 +22,30 @@ import torch.distributed as dist
 
 from hcp._core import find_holders
 from hcp.rebinding import derived
-from hcp.rebinding.walk import Finding, Walk, is_kept_by_torch, places
+from hcp.rebinding.closed import is_kept_by_torch
+from hcp.rebinding.findings import Finding
+from hcp.rebinding.places import places
+from hcp.rebinding.walk import Walk
 
 _PLAIN = (
     *(dict, list, tuple, set, frozenset, deque),
     *(types.CellType, types.MappingProxyType),
     *(weakref.ReferenceType, weakref.ProxyType, weakref.CallableProxyType),
 )
-"""What says nothing by itself: whatever holds it does. So do iterators; and modules and tensors, by
-which another model is told from this one."""
-_OWN = frozenset(
-    {
-        "hcp.groups.build",
-        "hcp.groups.create",
-        "hcp.groups.groups",
-        "hcp.rebinding.rebind",
-        "hcp.rebinding.walk",
-        "hcp.rebinding.holders",
-        "hcp._core",
-    }
-)
+"""Objects that say nothing by themselves; their holders do. Iterators are such objects, too, and so
+are modules and tensors, which may be of this model or of another one."""
+_OWN = ("hcp._core", "hcp.groups.", "hcp.rebinding.")
+"""Beginnings of the names of modules in which hcp holds groups for itself."""
 _COUNTED_OTHERWISE = (set, functools.partial, type(functools.cache(len)))
 _LEVELS = 100
-"""Lists in dictionaries in lists: how far up a holder is looked for."""
+"""Most plain objects inside each other through which a holder is looked for."""
 
 
 def find_elsewhere(walk: Walk) -> list[Finding]:
-    """What holds a training group where the walk did not come.
+    """Find the holders of training groups that the walk did not reach.
 
-    It goes through all objects of the process, a few times, and collects garbage when it finds
-    something, since what nobody can reach any more harms nobody.
+    The search goes through all objects of the process, a few times. If it finds something, it
+    collects garbage and searches again: what nobody can reach any more does no harm.
     """
     found = _Search(walk).run()
     if found:
@@ -85,7 +79,7 @@ class _Search:
         return list(self._findings.values())
 
     def _plain(self, pairs: list[tuple[Any, Any]]) -> dict[int, Any]:
-        """The plain ones of some holders. The others are findings, or are known."""
+        """Those of some holders that are plain. The others become findings, or are known."""
         plain = {}
         for holder, target in pairs:
             if id(holder) in self._known:
@@ -111,7 +105,8 @@ class _Search:
         return list(zip(flat[::2], flat[1::2], strict=True))
 
     def _first_pairs(self) -> Iterator[tuple[Any, Any]]:
-        """Holders of groups; NumPy's arrays, which do not say what they refer to, among them."""
+        """(holder, group) of all holders. NumPy's arrays, which do not say what they hold, are read
+        here."""
         numpy = sys.modules.get("numpy")
         opaque = () if numpy is None else (numpy.ndarray,)
         flat = find_holders(self._objects, tuple(self._groups.values()), opaque)
@@ -133,7 +128,7 @@ class _Search:
                     yield reference, group
 
     def _check_seen(self, holder: Any, group: Any) -> None:
-        """A place of an object that the walk has looked into, and did not see."""
+        """Report a place that the walk did not see, of an object that it has looked into."""
         if id(group) not in self._groups:
             if id(group) not in self._known and not _is_own(self._known[id(holder)]):
                 self._find(holder, group)  # it saw it, and did not look into it
@@ -167,7 +162,7 @@ class _Search:
 
 
 def _reached(walk: Walk) -> dict[int, Any]:
-    """All that a walk looked into, and its plain parts, by identity: each with what it is of."""
+    """Everything that a walk looked into, and its plain parts, by identity, each with its owner."""
     reached: dict[int, Any] = {}
     for holder in walk.kept:
         if not isinstance(holder, torch.nn.Module) or _is_plain(holder):
@@ -183,10 +178,10 @@ def _is_part(value: Any) -> bool:
 
 
 def _sources(walk: Walk) -> dict[int, Any]:
-    """The trainer's own collections: who has one asks it for groups, as it would ask hcp's."""
-    if not hasattr(walk.twins, "train"):
+    """The trainer's own collections, which stay: code that has one asks it for groups."""
+    if walk.twins.layouts is None:
         return {}
-    sources = [pgs.source for pgs in (walk.twins.train, walk.twins.evaluation)]
+    sources = [pgs.source for pgs in walk.twins.layouts]
     held = [vars(source) for source in sources if hasattr(source, "__dict__")]
     return {id(x): x for x in (*sources, *held) if x is not None}
 
@@ -202,8 +197,7 @@ def _is_plain(holder: Any) -> bool:
 
 
 def _is_own(holder: Any) -> bool:
-    """What torch, the packages that shard, and hcp hold groups in for themselves, and what only
-    runs or has run."""
+    """Whether an object holds groups for torch, a package that shards or hcp, or is a frame."""
     cls = type(holder)
     if issubclass(cls, (types.FrameType, dist.ProcessGroup, torch.optim.Optimizer)):
         return True
@@ -212,7 +206,7 @@ def _is_own(holder: Any) -> bool:
     else:
         itself = issubclass(cls, (types.FunctionType, type))
         module = holder.__module__ if itself else cls.__module__
-    return isinstance(module, str) and (module in _OWN or is_kept_by_torch(holder, module))
+    return isinstance(module, str) and (module.startswith(_OWN) or is_kept_by_torch(holder, module))
 
 
 def _module_of(holder: dict[Any, Any]) -> str | None:
@@ -237,10 +231,10 @@ def _text(holder: Any) -> str:
 
 
 def _path(chain: list[Any], start: str | None) -> str:
-    """What holds what holds ... a group, from the outermost one on."""
+    """A chain of holders as a path, from the outermost one to the group."""
     path, at = start or _text(chain[0]), 0
     while at < len(chain) - 1:
-        # What a closure, a __dict__ or a module's _modules is for, its owner says better.
+        # A closure, a __dict__ or a module's _modules is left out: its owner says more.
         steps = [step for step in (3, 2, 1) if _place(chain[at], chain[at + 1 : at + 1 + step])]
         step = steps[0] if steps else 1
         path += _place(chain[at], chain[at + 1 : at + 1 + step]) or ""
@@ -249,7 +243,7 @@ def _path(chain: list[Any], start: str | None) -> str:
 
 
 def _place(holder: Any, inside: list[Any]) -> str | None:
-    """Where in a holder the last of `inside` is, as far as that can be said."""
+    """The place of the last of `inside` in a holder; None if it cannot be told."""
     if isinstance(holder, tuple):
         held = ((item, f"[{i}]") for i, item in enumerate(holder))
     else:

@@ -3,26 +3,29 @@
     with hcp.eval_cp_context(model, train_pgs, eval_pgs):
         evaluate(model)
 
-What is a slot, and what only looks like one, is found by hcp.rebinding.walk, once; the table
-is kept with the model while its structure holds. A switch is a loop in C over the table.
+The walk finds the slots once; their table is kept with the model while its structure holds. A
+switch is a loop in C over the table.
 """
 
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from hcp._core import Rebinding, SlotTable
+from hcp._core import Rebinding
 from hcp.errors import HcpError
 from hcp.exchange.transport import Transport
 from hcp.groups.groups import ProcessGroups
+from hcp.rebinding.exclude import Exclude, listed
+from hcp.rebinding.findings import Finding
 from hcp.rebinding.holders import find_elsewhere
-from hcp.rebinding.walk import _HOME, Exclude, Finding, Slot, Twins, Walk, listed
+from hcp.rebinding.request import Request, walk_for
+from hcp.rebinding.tables import DepthOnly, Table, tables_of
+from hcp.rebinding.writers import Slot
 
 
 def eval_cp_context(
@@ -77,13 +80,13 @@ def rebind(
         if new is None:
             raise ValueError("rebind was given old groups and no new ones, expected both")
         _check_collections(old, new)
-        return Rebound(_Request(model, old, new, listed(exclude), strict, old.transport))
+        return Rebound(Request(model, old, new, listed(exclude), strict, old.transport))
     if new is not None or not isinstance(old, Mapping) or not old:
         raise ValueError(
             f"rebind was given a {type(old).__name__}{' and more' if new is not None else ''}, "
             "expected two hcp.ProcessGroups, or one mapping {group: twin, ...} that is not empty"
         )
-    return Rebound(_Request(model, dict(old), None, listed(exclude), strict, agree))
+    return Rebound(Request(model, dict(old), None, listed(exclude), strict, agree))
 
 
 def find_slots(
@@ -97,7 +100,7 @@ def find_slots(
     themselves (of a DDP, FSDP or compiled wrapper just the module inside).
     """
     _check_collections(train_pgs, eval_pgs)
-    return _walk(_Request(model, train_pgs, eval_pgs, listed(exclude), False, None)).slots
+    return walk_for(Request(model, train_pgs, eval_pgs, listed(exclude), False, None)).slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +136,7 @@ def audit(
     No communication, and nothing is swapped.
     """
     _check_collections(train_pgs, eval_pgs)
-    walk = _walk(_Request(model, train_pgs, eval_pgs, listed(exclude), True, None))
+    walk = walk_for(Request(model, train_pgs, eval_pgs, listed(exclude), True, None))
     elsewhere = find_elsewhere(walk)
     walk.excluded.check_used()
     return Audit(walk.slots, walk.findings, elsewhere, walk.excluded.paths, walk.shared)
@@ -151,37 +154,6 @@ def _check_collections(train_pgs: object, eval_pgs: object) -> None:
 # ---- a switch ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """What is to be swapped for what, where."""
-
-    model: object
-    old: Any
-    new: Any
-    exclude: tuple[Any, ...]
-    strict: bool
-    transport: Transport | None
-
-    def twins(self) -> Twins:
-        return Twins.of_mapping(self.old) if self.new is None else Twins(self.old, self.new)
-
-    def key(self) -> tuple[Any, ...]:
-        if self.new is None:
-            old: Any = tuple((id(a), id(b)) for a, b in self.old.items())
-        else:
-            old = (id(self.old), id(self.new))
-        chunks = self.model if isinstance(self.model, (list, tuple)) else (self.model,)
-        return (
-            old,
-            tuple(map(id, chunks)),
-            self.strict,
-            *(x if isinstance(x, str) else id(x) for x in self.exclude),
-        )
-
-    def layouts(self) -> str:
-        return "" if self.new is None else f"{self.old!r} to {self.new!r}"
-
-
 class _EvalContext(Rebinding):
     # Leaving is Rebinding.__exit__, in C: Ctrl-C cannot arrive between the body and the restoring.
 
@@ -194,7 +166,7 @@ class _EvalContext(Rebinding):
         strict: bool,
     ) -> None:
         super().__init__()
-        self._request = _Request(
+        self._request = Request(
             model, train_pgs, eval_pgs, listed(exclude), strict, train_pgs.transport
         )
 
@@ -211,197 +183,9 @@ class _EvalContext(Rebinding):
 class Rebound(Rebinding):
     """A switch that has been made: see `rebind`."""
 
-    def __init__(self, request: _Request) -> None:
+    def __init__(self, request: Request) -> None:
         super().__init__()
         self.switch(_agreed_table(request).switch)
-
-
-# ---- tables, kept with the model -----------------------------------------------------------------
-
-
-class _Table:
-    """The slots of one request, and whether they are still all there is."""
-
-    def __init__(self, request: _Request, home: _Home) -> None:
-        walk = _walk(request, home.state["layout"])
-        self.slots = walk.slots
-        self._walk = walk if request.strict else None
-        self.still_holds: Callable[[], bool] = walk.records.take()
-        switched = [*walk.slots, *home.marks(request)]
-        self.switch = SlotTable(
-            [(slot.kind, slot.owner, slot.key, slot.path) for slot in switched],
-            [slot.value for slot in switched],
-        )
-        self.request = request  # what its key names stays alive
-        self.digest = hashlib.sha256(self.text().encode()).digest()
-
-    def check_covered(self) -> None:
-        """What is elsewhere may be new, though the model is the same."""
-        if self._walk is None:
-            return
-        findings = [*self._walk.findings, *find_elsewhere(self._walk)]
-        self._walk.excluded.check_used()
-        if findings:
-            raise ValueError(_not_covered(findings))
-
-    def text(self) -> str:
-        # Sorted: Megatron-Core fills its collection of groups from a Python set, hence in another
-        # order in each process.
-        lines = sorted(f"{slot.path} ({slot.role})" for slot in self.slots)
-        return "\n".join([*lines, self.request.layouts()])
-
-
-class _Home:
-    """What hcp keeps with a model: tables by request, and the layout that it is switched to.
-
-    It goes with the model and stays behind when the model is copied or saved.
-    """
-
-    LIMIT = 8
-
-    def __init__(self) -> None:
-        self.tables: dict[tuple[Any, ...], _Table] = {}
-        self.state: dict[str, Any] = {"inside": None, "layout": None, "thread": 0, "depth": 0}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Home, ()
-
-    def marks(self, request: _Request) -> list[Slot]:
-        """The last slots of all: what the model is switched to, by whom, and how many are open."""
-        state = self.state
-        marks = {"inside": request.key(), "thread": threading.get_ident()}
-        if request.new is not None:
-            marks["layout"] = request.new
-        return [
-            *(Slot("model", name, "item", state, name, value) for name, value in marks.items()),
-            self.depth_mark(),
-        ]
-
-    def depth_mark(self) -> Slot:
-        return Slot("model", "depth", "depth", self.state, "depth", self.state["depth"] + 1)
-
-    def check_thread(self) -> None:
-        state = self.state
-        if state["depth"] and state["thread"] != threading.get_ident():
-            raise HcpError(
-                f"the model is inside a context that thread {state['thread']} has entered, and "
-                f"this is thread {threading.get_ident()}: when that one leaves, this one would go "
-                "on with the groups of training; enter once, around all threads that evaluate"
-            )
-
-    def check_layout(self, request: _Request) -> None:
-        """Whoever enters from a layout that the model has left would swap a part of it, or none."""
-        layout = self.state["layout"]
-        if not self.state["depth"] or layout is None or request.new is None:
-            return
-        if not _same_layout(layout, request.old):
-            raise ValueError(_elsewhere(layout, request))
-
-    def table(self, request: _Request) -> _Table | _Nothing:
-        if self.state["depth"] and self.state["inside"] == request.key():
-            return _Nothing(request, self)
-        self.check_layout(request)
-        key = (self.state["depth"], threading.get_ident(), *request.key())
-        table = self.tables.pop(key, None)
-        if table is None or not table.still_holds():
-            table = _Table(request, self)
-        self.tables[key] = table
-        while len(self.tables) > self.LIMIT:
-            self.tables.pop(next(iter(self.tables)))
-        table.check_covered()
-        return table
-
-
-class _Nothing:
-    """In place of a table where the model is switched already: one more context is open."""
-
-    def __init__(self, request: _Request, home: _Home) -> None:
-        mark = home.depth_mark()
-        self.switch = SlotTable([(mark.kind, mark.owner, mark.key, mark.path)], [mark.value])
-        self.request = request
-        self.digest = hashlib.sha256(self.text().encode()).digest()
-
-    def text(self) -> str:
-        return f"already inside\n{self.request.layouts()}"
-
-
-_loose: dict[int, tuple[object, _Home]] = {}
-"""Homes of models that have no place for one, dictionaries for instance, while they are open."""
-
-
-def _home(model: object) -> _Home:
-    """Where a model keeps its tables: with its first object that has a __dict__."""
-    parts = model[:1] if isinstance(model, (list, tuple)) else ()
-    for owner in (model, *parts):
-        attributes = getattr(owner, "__dict__", None)
-        if type(attributes) is dict and not isinstance(owner, type):
-            home: _Home = attributes.setdefault(_HOME, _Home())
-            return home
-    for key in [key for key, (_, home) in _loose.items() if not home.state["depth"]]:
-        del _loose[key]
-    first = parts[0] if parts else model
-    return _loose.setdefault(id(first), (first, _Home()))[1]
-
-
-def _same_layout(a: ProcessGroups, b: ProcessGroups) -> bool:
-    return a is b or (
-        a.roles == b.roles and all(getattr(a, role) is getattr(b, role) for role in a.roles)
-    )
-
-
-def _elsewhere(layout: ProcessGroups, request: _Request) -> str:
-    return (
-        f"the model is in the layout {layout!r}, to which a context or a rebinding has switched "
-        f"it, expected {request.old!r}, the one to switch from: leave that context first, or "
-        "switch from the layout that it gave"
-    )
-
-
-def _walk(request: _Request, layout: ProcessGroups | None = None) -> Walk:
-    """`layout`: what the model was switched to last, as far as hcp knows."""
-    twins = request.twins()
-    walk = Walk(twins, request.exclude)
-    walk.run(request.model)
-    if not request.strict:  # else once it is known what is elsewhere
-        walk.excluded.check_used()
-    if not walk.groups_found and (twins.differing or not walk.shared):
-        raise ValueError(_nothing_to_swap(walk, twins.differing))
-    if not twins.differing:
-        _check_nothing_left(walk, request, layout)
-    return walk
-
-
-def _check_nothing_left(walk: Walk, request: _Request, layout: ProcessGroups | None) -> None:
-    """Layouts of the same groups leave nothing to swap, in a model that has one of them."""
-    if layout is None or _same_layout(layout, request.old):
-        return
-    left = {r for r in request.old.roles if getattr(layout, r, None) is not getattr(request.old, r)}
-    if not left & walk.shared_roles:
-        raise ValueError(_elsewhere(layout, request))
-
-
-def _not_covered(findings: Sequence[Finding]) -> str:
-    listed = "\n  ".join(str(finding) for finding in findings[:20])
-    more = f"\n  and {len(findings) - 20} more" if len(findings) > 20 else ""
-    return (
-        f"strict: {len(findings)} places look dependent on the layout and nothing covers "
-        f"them:\n  {listed}{more}"
-    )
-
-
-def _nothing_to_swap(walk: Walk, differing: Sequence[str]) -> str:
-    if walk.eval_held:
-        return (
-            "the model holds nothing of train_pgs that differs from eval_pgs, but holds eval_pgs "
-            f"at {walk.eval_held[0]}: the arguments look swapped, expected "
-            "eval_cp_context(model, train_pgs, eval_pgs); or the model is inside such a context"
-        )
-    found = f"; it holds only what both layouts share: {walk.shared[0]}" if walk.shared else ""
-    return (
-        f"the model holds none of train_pgs, expected the collection or one of its groups "
-        f"{', '.join(differing)}{' ' if differing else ''}somewhere in its modules, attributes, "
-        f"dictionaries, lists or tuples{found}; pass the collection that the model was built with"
-    )
 
 
 # ---- agreement -----------------------------------------------------------------------------------
@@ -409,17 +193,18 @@ def _nothing_to_swap(walk: Walk, differing: Sequence[str]) -> str:
 _FOUND, _REFUSED = b"found", b"refused"
 
 
-def _agreed_table(request: _Request) -> _Table | _Nothing:
-    """The table, after every rank of dp_cp has found the same; else an error on all of them."""
-    home = _home(request.model)
-    home.check_thread()  # alone: the other thread may be in the middle of a collective
+def _agreed_table(request: Request) -> Table | DepthOnly:
+    """The table of a request, once all ranks of dp_cp have found the same slots. If they have not,
+    all of them raise."""
+    kept = tables_of(request.model)
+    kept.check_thread()  # alone: the other thread may be in the middle of a collective
     if request.transport is None:
-        return home.table(request)
+        return kept.table(request)
     transport = request.transport
-    table: _Table | _Nothing | None = None
+    table: Table | DepthOnly | None = None
     refusal: Exception | None = None
     try:
-        table = home.table(request)
+        table = kept.table(request)
         own = _FOUND + table.digest
     except Exception as error:
         refusal = error
@@ -429,25 +214,23 @@ def _agreed_table(request: _Request) -> _Table | _Nothing:
         return table
     # Every rank saw the same digests, so all of them come here, and none swaps.
     text = str(refusal) if table is None else table.text()
-    tables = [
+    texts = [
         other.decode()
         for other in transport.all_gather_bytes(text.encode(), "hcp.eval_cp_context: slots")
     ]
     if refusal is not None:
         raise refusal
-    raise HcpError(_disagreement(transport.rank, digests, tables))
+    raise HcpError(_disagreement(transport.rank, digests, texts))
 
 
-def _disagreement(rank: int, digests: Sequence[bytes], tables: Sequence[str]) -> str:
+def _disagreement(rank: int, digests: Sequence[bytes], texts: Sequence[str]) -> str:
     for other, digest in enumerate(digests):
         if digest.startswith(_REFUSED):
-            return (
-                f"rank {rank}: nothing was swapped, because rank {other} refused: {tables[other]}"
-            )
+            return f"rank {rank}: nothing was swapped, because rank {other} refused: {texts[other]}"
     usual = Counter(digests).most_common(1)[0][0]
     odd = next(other for other, digest in enumerate(digests) if digest != usual)
-    expected = tables[digests.index(usual)].split("\n")
-    got = tables[odd].split("\n")
+    expected = texts[digests.index(usual)].split("\n")
+    got = texts[odd].split("\n")
     at = next(i for i, lines in enumerate(zip(expected, got, strict=False)) if len(set(lines)) > 1)
     return (
         f"rank {rank}: nothing was swapped, because the ranks of dp_cp would swap different slots: "

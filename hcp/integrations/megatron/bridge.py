@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from hcp.groups.groups import ProcessGroups
+from hcp.rebinding.exclude import Exclude
 from hcp.rebinding.rebind import Rebound, rebind
-from hcp.rebinding.walk import Exclude
 
 
 class EvalContextParallel:

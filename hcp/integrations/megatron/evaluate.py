@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from hcp.groups.groups import ProcessGroups
+from hcp.rebinding.exclude import Exclude
 from hcp.rebinding.rebind import eval_cp_context
-from hcp.rebinding.walk import Exclude
 
 T = TypeVar("T")
 

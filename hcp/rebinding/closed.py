@@ -1,0 +1,103 @@
+"""What the walk does not go into: what torch, the standard library and packages that shard own."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import sysconfig
+import threading
+import types
+from collections import ChainMap, UserDict, UserList, deque
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hcp.groups.groups import ProcessGroups
+from hcp.rebinding import derived, packages
+
+_CLOSED = (
+    torch.Tensor,
+    types.ModuleType,
+    type,
+    dist.ProcessGroup,
+    ProcessGroups,
+    torch.optim.Optimizer,
+)
+_CONTAINERS = (dict, list, deque, UserDict, UserList)
+_OPEN_STDLIB = (
+    *_CONTAINERS,
+    ChainMap,
+    types.MappingProxyType,
+    threading.local,
+    BaseException,
+    types.SimpleNamespace,
+    argparse.Namespace,
+    functools.partial,
+    types.MethodType,
+    types.CellType,
+)
+OWN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+"""The plain classes of tensors. Others of torch's keep groups for what they shard."""
+LRU_CACHE = type(cache(lambda: None))
+"""The class of functions that functools caches."""
+
+
+def is_open(value: Any) -> bool:
+    """Whether the walk goes into an object."""
+    if isinstance(value, _CLOSED):
+        return False
+    if derived.is_numpy(value):
+        return bool(value.dtype == object)
+    if isinstance(value, (torch.nn.Module, set)):
+        return True
+    if isinstance(value, (types.FunctionType, LRU_CACHE)):
+        return not is_closed_package(value.__module__ or "")
+    if is_closed_package(type(value).__module__):
+        return isinstance(value, _OPEN_STDLIB)
+    return True
+
+
+def is_kept_by_torch(holder: Any, module: str) -> bool:
+    """Whether an object belongs to torch or to a package that shards. `module`: of its class."""
+    if issubclass(type(holder), torch.nn.Module):
+        return is_wrapper(holder)
+    return type(holder) not in OWN_TENSORS and (
+        module.partition(".")[0] == "torch" or packages.is_sharder(module)
+    )
+
+
+def is_wrapper(module: torch.nn.Module) -> bool:
+    """Whether a module is a DDP, FSDP or compiled wrapper, which has groups of its own to shard and
+    reduce over.
+
+    `fully_shard` puts a class of torch's on top of the user's: that is no wrapper, since the user's
+    attributes are the module's.
+    """
+    classes = type(module).__mro__[: type(module).__mro__.index(torch.nn.Module)]
+    if not classes:
+        return False
+    if packages.is_sharder(classes[0].__module__):
+        return True
+    return not classes[0].__module__.startswith("torch.nn.modules.") and all(
+        cls.__module__.startswith("torch.") for cls in classes if cls is not object
+    )
+
+
+@cache
+def is_closed_package(module: str) -> bool:
+    """Whether a module is of torch, NumPy, the standard library or a package that shards. A user's
+    module of such a name is not."""
+    name = module.partition(".")[0]
+    if name in ("torch", "numpy") or packages.is_sharder(module):
+        return True
+    file = getattr(sys.modules.get(name), "__file__", None)
+    library = Path(sysconfig.get_path("stdlib")).resolve()
+    return (
+        name in sys.stdlib_module_names
+        and name != "__main__"
+        and (file is None or library in Path(file).resolve().parents)
+    )

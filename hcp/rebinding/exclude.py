@@ -1,0 +1,83 @@
+"""``exclude=``: what a walk leaves out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+Exclude = Sequence[Any]
+"""What stays as it is: paths ("vision_model", "model.layers[0]", "*.vision"), objects, classes."""
+
+
+def listed(exclude: Exclude) -> tuple[Any, ...]:
+    """The items of `exclude`. A single path or class is refused: it is no sequence."""
+    if isinstance(exclude, (str, type)):
+        raise ValueError(f"exclude is {exclude!r}, expected a sequence: ({exclude!r},)")
+    return tuple(exclude)
+
+
+class Excluded:
+    """Tells what `exclude` covers, and which of its items have covered nothing yet."""
+
+    def __init__(self, exclude: Exclude) -> None:
+        self._patterns: list[tuple[str, re.Pattern[str]]] = []
+        self._types: list[type] = []
+        self._ids: dict[int, Any] = {}
+        self._unused: dict[Any, str] = {}
+        for item in exclude:
+            self._unused[id(item)] = repr(item) if isinstance(item, (str, type)) else _name(item)
+            if isinstance(item, str):
+                text = ".*".join(map(re.escape, item.split("*")))
+                self._patterns.append((item, re.compile(rf"(model[.]?)?{text}")))
+            elif isinstance(item, type):
+                self._types.append(item)
+            else:
+                self._ids[id(item)] = item
+        self._items = list(exclude)
+        self.paths: list[str] = []
+        """Where `matches` has said yes."""
+
+    def __bool__(self) -> bool:
+        return bool(self._items)
+
+    def matches(self, value: Any, path: str) -> bool:
+        """Whether a value at a path is left out; noted in `paths`."""
+        covered = self.covers(value, path)
+        if covered:
+            self.paths.append(path)
+        return covered
+
+    def covers(self, value: Any, path: str) -> bool:
+        """Whether an item stands for a value at a path."""
+        found = next(self._matching(value, path), None)
+        if found is not None:
+            self.note_used(found)
+        return found is not None
+
+    def note_used(self, given: Any) -> None:
+        """Note that an item of `exclude` covers something."""
+        self._unused.pop(id(given), None)
+
+    def objects(self) -> list[Any]:
+        """The items that are neither paths nor classes."""
+        return list(self._ids.values())
+
+    def check_used(self) -> None:
+        """Raise ValueError for items that have covered nothing."""
+        if self._unused:
+            unused = ", ".join(self._unused.values())
+            raise ValueError(
+                f"exclude has {unused}, which the model does not reach: expected paths such as "
+                "'vision_model' or 'model.layers[0]', objects of the model, or classes"
+            )
+
+    def _matching(self, value: Any, path: str) -> Iterator[Any]:
+        if id(value) in self._ids:
+            yield self._ids[id(value)]
+        yield from (kind for kind in self._types if isinstance(value, kind))
+        yield from (text for text, pattern in self._patterns if pattern.fullmatch(path))
+
+
+def _name(value: object) -> str:
+    return f"a {type(value).__name__}"

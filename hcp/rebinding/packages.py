@@ -1,0 +1,116 @@
+"""Rules for the classes of trainers' packages, each in ``hcp/integrations``.
+
+The rules for a package are loaded when a switch starts in a process that has imported the package,
+or when the walk meets a class of it. They import nothing of the package.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from hcp.rebinding import derived
+from hcp.rebinding.rules import Rule
+
+_MEGATRON = "hcp.integrations.megatron.rules"
+_TRANSFORMER_ENGINE = "hcp.integrations.transformer_engine_rules"
+
+_PACKAGES = {
+    "megatron": _MEGATRON,
+    "megatron_fsdp": _MEGATRON,
+    "transformer_engine": _TRANSFORMER_ENGINE,
+}
+"""The module of rules for each package."""
+
+_METHODS = {
+    "_setup_variant_attrs": _MEGATRON,
+    "set_context_parallel_group": _TRANSFORMER_ENGINE,
+}
+"""The module of rules for classes that have a method, whatever package they are of."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackageRules:
+    """What hcp knows of a package. Its module of rules has one, named ``RULES``."""
+
+    classes: Mapping[str, Rule] = field(default_factory=dict)
+    """Rules by "module.Name" of a class."""
+
+    shapes: tuple[tuple[Callable[[Any], bool], Rule], ...] = ()
+    """(test, rule): the rule is for every object that passes the test, whatever its class."""
+
+    sharders: tuple[str, ...] = ()
+    """Beginnings of the names of modules that shard and reduce over groups of their own."""
+
+    modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Modules whose globals the package's code reads, each with the globals that stay as they are
+    in every layout. The others are a part of every model whose groups the module holds."""
+
+    names: derived.Names = field(default_factory=derived.Names)
+    """Names of the package that say what does not depend on the layout, and what was sized once."""
+
+
+_loaded: dict[str, PackageRules] = {}
+"""By module of rules."""
+
+
+def load_imported() -> None:
+    """Load the rules for every package that this process has imported."""
+    for package, module in _PACKAGES.items():
+        if package in sys.modules:
+            _load(module)
+
+
+def rule_by_name(cls: type) -> Rule | None:
+    """The rule for a class itself, not for its bases. Loads what there is for the class."""
+    _meet(cls.__module__)
+    for method, module in _METHODS.items():
+        if method in vars(cls):
+            _load(module)
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    return next((x.classes[name] for x in _loaded.values() if name in x.classes), None)
+
+
+def rules_by_shape(holder: Any) -> Iterator[Rule]:
+    """The rules for an object by what it has."""
+    for package in _loaded.values():
+        for fits, rule in package.shapes:
+            if fits(holder):
+                yield rule
+
+
+@cache
+def is_sharder(module: str) -> bool:
+    """Whether the classes of a module keep groups of their own, to shard and reduce over."""
+    _meet(module)
+    return any(module.startswith(package.sharders) for package in _loaded.values())
+
+
+def imported_globals() -> Iterator[tuple[str, dict[str, Any], tuple[str, ...]]]:
+    """(path, globals, names that stay) of each of the packages' `modules` that is imported."""
+    for package in _loaded.values():
+        for name, stay in package.modules.items():
+            module = sys.modules.get(name)
+            if module is not None:
+                namespace = vars(module)
+                code = (types.FunctionType, types.ModuleType, type)
+                defined = (key for key, value in namespace.items() if isinstance(value, code))
+                yield name.rpartition(".")[2], namespace, (*stay, *defined)
+
+
+def _meet(module: str) -> None:
+    rules = _PACKAGES.get(module.partition(".")[0])
+    if rules is not None:
+        _load(rules)
+
+
+def _load(module: str) -> None:
+    if module not in _loaded:
+        rules: PackageRules = import_module(module).RULES
+        derived.add_names(rules.names)
+        _loaded[module] = rules

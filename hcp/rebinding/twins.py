@@ -1,0 +1,144 @@
+"""Twins: which object of one layout stands for which of another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from hcp.groups.groups import ProcessGroups
+from hcp.rebinding import derived
+
+
+class Twins:
+    """The counterpart in another layout of each object of one layout, by identity."""
+
+    def __init__(self, train: ProcessGroups, evaluation: ProcessGroups) -> None:
+        self.layouts: tuple[ProcessGroups, ProcessGroups] | None = (train, evaluation)
+        """Those of training and of evaluation; None for twins of a mapping."""
+        self.kept: dict[Any, Any] = {}
+        self._by_id: dict[int, dict[str, Any]] = {}
+        self.differing = [
+            role
+            for role in train.roles
+            if getattr(train, role) is not getattr(evaluation, role, None)
+        ]
+        """Roles whose groups change."""
+        self._add_all(train, evaluation)
+        self.eval_only = _only_in(evaluation, train)
+        """What only the eval layout has, by identity."""
+        self.closed = _closed_sources(train, evaluation)
+        """Collections that the walk does not go into, by identity."""
+        self.known = {id(group) for group in derived.free_groups(train.source)}
+        """Groups of the trainer's collection that are the same in every layout, by identity."""
+        self.ranks = {role: train.ranks(role) for role in self.differing}
+        self._derived = _derived_pairs(train, evaluation)
+        self._names = {str(group.group_name): group for group in self.groups()}
+
+    @classmethod
+    def of_mapping(cls, mapping: Mapping[Any, Any]) -> Twins:
+        """Twins of any objects. Nothing is derived from them, and they have no roles."""
+        self = cls.__new__(cls)
+        self.layouts = None
+        self._by_id = {id(old): {f"group {i}": new} for i, (old, new) in enumerate(mapping.items())}
+        self.kept = dict(mapping)
+        self.differing = [f"group {i}" for i in range(len(mapping))]
+        self.eval_only, self.closed, self.known = set(), set(), set()
+        self.ranks, self._derived, self._names = {}, {}, {}
+        return self
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The groups of the training layout whose twin is another object."""
+        if self.layouts is None:
+            return [old for old in self.kept if isinstance(old, dist.ProcessGroup)]
+        train = self.layouts[0]
+        every = [*(getattr(train, role) for role in train.roles), *train.hierarchy]
+        differing = (
+            group for group in every if any(t is not group for t in self._by_id[id(group)].values())
+        )
+        return list({id(group): group for group in differing}.values())
+
+    def named(self, name: str) -> dist.ProcessGroup | None:
+        """The group of the training layout that torch knows by a name."""
+        return self._names.get(name)
+
+    def get(self, value: object) -> dict[str, Any] | None:
+        """The twins of an object of the training layout by role; None for any other object."""
+        return self._by_id.get(id(value))
+
+    def choose(self, roles: Mapping[str, Any], name: object, path: str) -> tuple[str, Any]:
+        """The role and twin of a slot. Its name decides if it holds an object of several roles."""
+        role = derived.role_of_name(name) if isinstance(name, str) else None
+        if role not in roles or role is None:
+            twins = {id(twin) for twin in roles.values()}
+            if len(twins) > 1:
+                raise ValueError(_ambiguous(path, list(roles)))
+            role = next(iter(roles))
+        if roles[role] is None:
+            raise ValueError(
+                f"{path} holds the group {role!r}: eval_pgs has no role {role!r}; give it one, so "
+                "that it can be swapped"
+            )
+        return role, roles[role]
+
+    def derived(self, name: str) -> tuple[str, str, Any, Any] | None:
+        """(role, kind, training value, eval value) of a derived value's name; None for others."""
+        known = derived.derivation(name)
+        if known is None:
+            return None
+        if known not in self._derived:
+            return None
+        return (*known, *self._derived[known])
+
+    def _add(self, role: str, original: object, value: object | None) -> None:
+        self._by_id.setdefault(id(original), {})[role] = value
+
+    def _add_all(self, train: ProcessGroups, evaluation: ProcessGroups) -> None:
+        self._add("collection", train, evaluation)
+        if train.source is not None and evaluation.source is not None:
+            self._add("collection", train.source, evaluation.source)
+        for role in train.roles:
+            self._add(role, getattr(train, role), getattr(evaluation, role, None))
+        levels = evaluation.hierarchy
+        for i, level in enumerate(train.hierarchy):
+            # The name of Megatron's field for hierarchical CP groups, a list of one per level.
+            self._add(f"hcp[{i}]", level, levels[i] if i < len(levels) else None)
+
+
+def _only_in(evaluation: ProcessGroups, train: ProcessGroups) -> set[int]:
+    """What the eval layout has and the training layout has not, by identity."""
+    originals = {id(getattr(train, role)) for role in train.roles}
+    groups = {id(getattr(evaluation, role)) for role in evaluation.roles} - originals
+    return groups if evaluation is train else groups | {id(evaluation)}
+
+
+def _closed_sources(train: ProcessGroups, evaluation: ProcessGroups) -> set[int]:
+    """The trainer's collections that have a twin, by identity. Where evaluation has none, nothing
+    could replace the training collection: its attributes are slots."""
+    if evaluation.source is None:
+        return set()
+    return {id(source) for source in (train.source, evaluation.source) if source is not None}
+
+
+def _derived_pairs(
+    train: ProcessGroups, evaluation: ProcessGroups
+) -> dict[tuple[str, str], tuple[Any, Any]]:
+    return {
+        (role, kind): (
+            derived.derived_value(train, role, kind),
+            derived.derived_value(evaluation, role, kind),
+        )
+        for role in train.roles
+        if role in evaluation.roles
+        for kind in derived.KINDS
+    }
+
+
+def _ambiguous(path: str, roles: Sequence[str]) -> str:
+    return (
+        f"{path} holds the group {roles[0]!r}: in train_pgs {' and '.join(map(repr, roles))} are "
+        "the same object, eval_pgs has different ones for them, and the name of the slot says none "
+        "of them; give each role of train_pgs a group of its own, as build_process_groups does, or "
+        f"name the slot {roles[0]}_group"
+    )
