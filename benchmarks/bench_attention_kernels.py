@@ -25,9 +25,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hcp.attention.kernels import Call, Flash2, Kernel
+from hcp.attention.kernels import Call, Kernel
 from hcp.attention.kernels.cudnn import Cudnn
 from hcp.attention.kernels.fastest import MEASURED, Faster, installed, nearest
+from hcp.attention.kernels.flash_attn_torch import Flash2
 from hcp.exchange.tables import Entry
 
 BETWEEN = [(2048,), (4096,), (4096,) * 2, (2048,) * 4, (2048,) * 16, (512,) * 128, (256,) * 256]

@@ -30,7 +30,7 @@ from torch import Tensor
 
 import hcp
 from hcp.attention import kernels
-from hcp.attention.kernels import Call, Flash2
+from hcp.attention.kernels import Call, in_packs
 from hcp.exchange.agreement import Refusal, Stamp
 from hcp.exchange.peer import PeerShared, Slots, memory_bytes
 from hcp.exchange.tables import Move
@@ -122,7 +122,7 @@ class Prepared:
     """A kernel whose results were made at its first call."""
 
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-    calls = staticmethod(Flash2.calls)
+    calls = staticmethod(in_packs)
 
     def __init__(self) -> None:
         self.given = Ways({}, {})

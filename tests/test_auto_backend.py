@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hcp
-from hcp.attention.kernels import Call, Choice, Flash2, Plain, families, kernel_for
+from hcp.attention.kernels import Call, Choice, families, kernel_for
 from hcp.attention.kernels import fastest as auto_backend
 from hcp.attention.kernels.fastest import MEASURED, Faster, nearest
+from hcp.attention.kernels.flash_attn_torch import Flash2
+from hcp.attention.kernels.formula import Formula
 from hcp.exchange.tables import Entry
 
 
@@ -46,7 +48,7 @@ def test_no_measured_gain_is_out_of_what_kernels_do() -> None:
     assert len({(len(m.lengths), *m.lengths) for m in MEASURED}) == len(MEASURED)
 
 
-class Named(Plain):
+class Named(Formula):
     """The formula under a name, with the sizes that FlashAttention-4 takes."""
 
     def __init__(self, name: str, asked: list[str]) -> None:

@@ -66,7 +66,7 @@ def test_classes_are_pickled_and_are_themselves_in_another_process(tmp_path: Pat
         "assert classes[2].kernel_family == 'auto'\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
-    with pytest.raises(AttributeError, match=r"'hcp\.backends' has no attribute 'nothing'"):
+    with pytest.raises(AttributeError, match=r"'hcp\.step\.backends' has no attribute 'nothing'"):
         backends.nothing  # noqa: B018
 
 

@@ -19,8 +19,12 @@ from torch import Tensor
 import hcp
 from hcp import ops
 from hcp.attention import kernels
-from hcp.attention.kernels import Call, CpuFlash, Flash2, Kernel, Plain, batched, each_alone
+from hcp.attention.kernels import Call, Kernel, each_alone
+from hcp.attention.kernels.cpu import CpuFlash
 from hcp.attention.kernels.cudnn import Cudnn
+from hcp.attention.kernels.flash_attn_torch import Flash2
+from hcp.attention.kernels.formula import Formula
+from hcp.attention.kernels.shapes import batched
 from hcp.exchange.tables import Entry, Schedule, schedule_words
 from hcp.step.dispatch import Groups
 
@@ -107,7 +111,7 @@ def test_what_is_not_finite_on_one_rank_is_not_finite_under_a_plan(case: Case, r
 
 
 def test_a_cap_on_scores_hides_no_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "torch_kernels", lambda device: [Plain()])
+    monkeypatch.setattr(kernels, "torch_kernels", lambda device: [Formula()])
     monkeypatch.setitem(kernels._families, "torch", kernels.torch_kernels)
     expect_nothing_lost(CASES["all_gather"], slice(4, 5))
 

@@ -216,7 +216,7 @@ def attention() -> Iterator[Finding]:
 TORCH_KERNELS = {
     "CpuFlash": ("FlashAttention on the CPU", "_scaled_dot_product_flash_attention_for_cpu"),
     "Flash2": ("FlashAttention-2 of torch", "_flash_attention_forward"),
-    "Plain": ("the plain formula", None),
+    "Formula": ("the plain formula", None),
 }
 """What they are called, and PyTorch's operator."""
 
@@ -224,7 +224,7 @@ TORCH_KERNELS = {
 def of_torch(part: str, kernel: Kernel) -> Finding:
     import torch
 
-    from hcp.attention.kernels import Flash2
+    from hcp.attention.kernels.flash_attn_torch import Flash2
 
     name, operator = TORCH_KERNELS[type(kernel).__name__]
     says = ", ".join(str(dtype).removeprefix("torch.") for dtype in kernel.dtypes)

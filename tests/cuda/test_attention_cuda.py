@@ -18,7 +18,8 @@ from test_rope import error as rope_error
 from torch import Tensor
 
 import hcp
-from hcp.attention.kernels import Call, Flash2, Kernel, Plain
+from hcp.attention.kernels import Call, Kernel, in_packs
+from hcp.attention.kernels.formula import Formula
 from hcp.exchange.tables import Entry
 from hcp.step.dispatch import Groups
 
@@ -267,9 +268,7 @@ def test_formula_and_merge_lose_no_nan_in_float64() -> None:
 def packed(high: list[int]) -> Call:
     """Entries with gaps before and between them, in queries, in keys and in both."""
     places = ((5, 130, 0, 200), (135, 64, 210, 64), (230, 2, 274, 300), (232, 300, 600, 300))
-    return Flash2.calls(
-        [Entry(*place, -place[1], h) for place, h in zip(places, high, strict=True)]
-    )[0]
+    return in_packs([Entry(*place, -place[1], h) for place, h in zip(places, high, strict=True)])[0]
 
 
 def results(
@@ -292,7 +291,7 @@ def exact(
         q = slice(e.query_row - q0, e.query_row - q0 + e.query_rows)
         k = slice(e.key_row - k0, e.key_row - k0 + e.key_rows)
         own = [x.double() for x in (rows[0][q], rows[1][k], rows[2][k])]
-        parts = results(Plain(softcap), Call([e]), own, [g[q].double() for g in grads])
+        parts = results(Formula(softcap), Call([e]), own, [g[q].double() for g in grads])
         for target, at, part in zip(
             (out, lse, dquery, dkey, dvalue), (q, q, q, k, k), parts, strict=True
         ):

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from hcp.attention import kernels
-from hcp.attention.kernels import Call, Kernel, batched, each_alone, nan_for_infinity, unbatched
+from hcp.attention.kernels import Call, Kernel, each_alone, nan_for_infinity
+from hcp.attention.kernels.shapes import batched, unbatched
 from hcp.exchange.tables import Entry
 from hcp.step.backends import BACKENDS
 from hcp.step.handler import ContextParallelHandler

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hcp.attention import kernels
-from hcp.attention.kernels import Call, Flash2, Kernel
+from hcp.attention.kernels import Call, Kernel, in_packs
 from hcp.errors import HcpError
 from hcp.step.handler import ContextParallelHandler
 
@@ -82,9 +82,9 @@ class Faster:
     flash4: _Flash4
     flash2: Kernel
 
-    dtypes = Flash2.dtypes
+    dtypes = (torch.bfloat16, torch.float16)
 
-    calls = staticmethod(Flash2.calls)
+    calls = staticmethod(in_packs)
 
     def capped(self, softcap: float) -> Kernel | None:
         return self.flash4.capped(softcap)

@@ -13,7 +13,8 @@ from flash_attn import flash_attn_interface  # type: ignore[import-not-found]
 from torch import Tensor
 
 from hcp.attention import kernels
-from hcp.attention.kernels import Call, Flash2, Kernel
+from hcp.attention.kernels import Call, Kernel
+from hcp.attention.kernels.flash_attn_torch import Flash2
 from hcp.step.handler import ContextParallelHandler
 
 

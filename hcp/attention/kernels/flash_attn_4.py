@@ -16,7 +16,7 @@ from flash_attn.cute import interface  # type: ignore[import-not-found]
 from torch import Tensor
 
 from hcp.attention import kernels
-from hcp.attention.kernels import Call, Flash2, Kernel, nan_for_infinity
+from hcp.attention.kernels import Call, Kernel, in_packs, nan_for_infinity
 from hcp.step.backends import BACKENDS
 from hcp.step.handler import ContextParallelHandler
 
@@ -36,7 +36,7 @@ class Flash4:
 
     dtypes = (torch.bfloat16, torch.float16)
 
-    calls = staticmethod(Flash2.calls)
+    calls = staticmethod(in_packs)
 
     @staticmethod
     def takes(query: Tensor, value: Tensor) -> bool:

@@ -1,0 +1,169 @@
+"""PyTorch's flash attention for the CPU: one entry a call, a band of keys in tiles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hcp.attention.kernels import Call, each_alone
+from hcp.attention.kernels.shapes import (
+    backward_columns,
+    batched,
+    head_size,
+    narrowed,
+    unbatched,
+    widened,
+)
+from hcp.exchange.tables import Entry
+
+
+class CpuFlash:
+    """PyTorch's flash attention for the CPU, one entry a call. No entry is empty: the kernel would
+    end the process. It takes a band as a mask, so a band goes through it in tiles along itself."""
+
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+    calls = staticmethod(each_alone)
+
+    def capped(self, softcap: float) -> None:
+        return None
+
+    def forward(
+        self, call: Call, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        size = head_size(query, value)
+        query, key, wide_value = (widened(x, size) for x in (query, key, value))
+        parts = []
+        for tile in _tiles(call.entries[0]):
+            rows = [query[tile.queries], key[tile.keys], wide_value[tile.keys]]
+            parts.append(_cpu_flash(rows, tile, scale))
+        out = _end_to_end([out for out, _ in parts])[..., : value.shape[2]]
+        return out, _end_to_end([lse for _, lse in parts])
+
+    def backward(
+        self,
+        call: Call,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grad_out, wide_query, wide_key, wide_value, out = backward_columns(
+            grad_out, grad_lse, query, key, value, out
+        )
+        tiles = _tiles(call.entries[0])
+        grads = []
+        for tile in tiles:
+            q, k = tile.queries, tile.keys
+            rows = [grad_out[q], wide_query[q], wide_key[k], wide_value[k], out[q]]
+            tile_grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *map(batched, rows),
+                lse[q].transpose(0, 1).unsqueeze(0),
+                0.0,
+                tile.causal,
+                attn_mask=tile.mask(query),
+                scale=scale,
+            )
+            grads.append([unbatched(grad) for grad in tile_grads])
+        summed = (
+            _end_to_end([grad[0] for grad in grads]),
+            _summed(tiles, [grad[1] for grad in grads], wide_key),
+            _summed(tiles, [grad[2] for grad in grads], wide_value),
+        )
+        return narrowed(summed, query, value)
+
+
+def _cpu_flash(rows: Sequence[Tensor], tile: _Tile, scale: float) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of queries, keys and values, NaN where a score was not finite."""
+    out, lse = _run_cpu_flash(rows, tile, scale)
+    broken = ~lse.isfinite()
+    if bool((zero := lse == 0).any()):
+        # Where every score is -inf, or NaN in fewer keys than a vector has lanes, it writes 0 for
+        # both. It does so whatever the values are, so that ones tell: their average is 1.
+        query, key, value = rows
+        ones, _ = _run_cpu_flash([query, key, torch.ones_like(value)], tile, scale)
+        broken |= zero & (ones[..., 0] == 0)
+    if bool(broken.any()):
+        lse.masked_fill_(broken, math.nan)
+        out.masked_fill_(broken.unsqueeze(-1), math.nan)
+    return out, lse
+
+
+def _run_cpu_flash(rows: Sequence[Tensor], tile: _Tile, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *map(batched, rows), 0.0, tile.causal, attn_mask=tile.mask(rows[0]), scale=scale
+    )
+    return unbatched(out), lse.squeeze(0).transpose(0, 1)
+
+
+class _Tile(NamedTuple):
+    """Consecutive queries of an entry, and the keys that they see; low and high as in an entry."""
+
+    queries: slice
+    keys: slice
+    low: int
+    high: int
+    causal: bool
+    full: bool
+
+    def mask(self, like: Tensor) -> Tensor | None:
+        """What is added to the scores, (queries, keys), in the dtype of ``like``."""
+        if self.causal or self.full:
+            return None
+        queries = torch.arange(self.queries.stop - self.queries.start, device="cpu")
+        keys = torch.arange(self.keys.stop - self.keys.start, device="cpu")
+        ahead = keys - queries.unsqueeze(1)
+        hidden = (ahead < self.low) | (ahead > self.high)
+        return torch.zeros(hidden.shape, dtype=like.dtype, device="cpu").masked_fill_(
+            hidden, -torch.inf
+        )
+
+
+_TILE_ROWS = 64, 1024
+
+
+def _tiles(entry: Entry) -> list[_Tile]:
+    """The whole entry when the kernel knows its mask, else tiles about as high as the band is wide:
+    lower ones would be many, higher ones mostly masked."""
+    rows, keys = entry.query_rows, entry.key_rows
+    full = entry.window == (-1, -1)
+    # Its causal mask is aligned top left, ours bottom right: the same in a square.
+    causal = entry.window == (-1, 0) and rows == keys
+    if full or causal:
+        return [_Tile(slice(0, rows), slice(0, keys), entry.low, entry.high, causal, full)]
+    least, most = _TILE_ROWS
+    step = max(least, min(entry.high - entry.low + 1, most))
+    return [_tile(entry, row, min(row + step, rows)) for row in range(0, rows, step)]
+
+
+def _tile(entry: Entry, begin: int, end: int) -> _Tile:
+    keys = slice(max(0, begin + entry.low), min(entry.key_rows, end + entry.high))
+    ahead = keys.start - begin
+    low, high = entry.low - ahead, entry.high - ahead
+    full = low <= begin + 1 - end and high >= keys.stop - keys.start - 1
+    return _Tile(slice(begin, end), keys, low, high, False, full)
+
+
+def _end_to_end(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _summed(tiles: Sequence[_Tile], grads: Sequence[Tensor], rows: Tensor) -> Tensor:
+    """Gradients of keys that several tiles share, summed in float32 or wider."""
+    if len(tiles) == 1:
+        return grads[0]
+    total = torch.zeros_like(rows, dtype=torch.promote_types(rows.dtype, torch.float32))
+    for tile, grad in zip(tiles, grads, strict=True):
+        total[tile.keys] += grad
+    return total.to(rows.dtype)
+
+
+KERNEL = CpuFlash()

@@ -1,0 +1,84 @@
+"""The shapes that libraries take: one head size for queries, keys and values; batches of one.
+
+FlashAttention wants one head size for queries, keys and values: columns of zeros make it so.
+
+n rows, H heads, D head size, E head size of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def head_size(query: Tensor, value: Tensor, extra: int = 0) -> int:
+    """The head size that holds both, and `extra` columns more, rounded up where it is not D = E."""
+    size = max(query.shape[2], value.shape[2])
+    if query.shape[2] == value.shape[2] and extra == 0:
+        return size
+    return -(-(size + extra) // 8) * 8
+
+
+def widened(rows: Tensor, size: int) -> Tensor:
+    return (
+        rows if rows.shape[2] == size else torch.nn.functional.pad(rows, (0, size - rows.shape[2]))
+    )
+
+
+_LSE_COLUMNS = 3
+
+
+def _with_grad_lse(
+    grad_out: Tensor, grad_lse: Tensor, out: Tensor, size: int
+) -> tuple[Tensor, Tensor]:
+    """Output and its gradient, (n, H, size), such that the kernel, which subtracts
+    sum(grad_out * out) from the gradient of every score, subtracts grad_lse less: in columns where
+    the values are 0, a gradient of 1 and an output of -grad_lse.
+
+    Three columns hold it as a sum, each what the others leave in the dtype, so that nothing is lost
+    in bfloat16.
+    """
+    first = size - _LSE_COLUMNS
+    grad_out, out = widened(grad_out, size).clone(), widened(out, size).clone()
+    rest = -grad_lse
+    grad_out[..., first:] = 1
+    for column in range(first, size):
+        out[..., column] = rest
+        rest = rest - out[..., column].to(rest.dtype)
+    return grad_out, out
+
+
+def backward_columns(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """grad_out, query, key, value, out of one head size, for a backward."""
+    size = head_size(query, value, 0 if grad_lse is None else _LSE_COLUMNS)
+    if grad_lse is not None:
+        grad_out, out = _with_grad_lse(grad_out, grad_lse, out, size)
+    grad_out, query, key, value, out = (
+        widened(rows, size) for rows in (grad_out, query, key, value, out)
+    )
+    return grad_out, query, key, value, out
+
+
+def narrowed(
+    grads: Sequence[Tensor], query: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_query, grad_key, grad_value = grads
+    head_dim = query.shape[2]
+    return grad_query[..., :head_dim], grad_key[..., :head_dim], grad_value[..., : value.shape[2]]
+
+
+def batched(rows: Tensor) -> Tensor:
+    return rows.unsqueeze(0).transpose(1, 2)
+
+
+def unbatched(batch: Tensor) -> Tensor:
+    return batch.squeeze(0).transpose(0, 1)
