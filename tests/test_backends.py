@@ -20,7 +20,7 @@ from torch import Tensor
 
 import hcp
 from hcp.attention import kernels
-from hcp.attention.kernels import Call
+from hcp.attention.kernels import Call, KernelFamily
 from hcp.exchange.tables import Entry
 from hcp.step import backends
 
@@ -299,7 +299,6 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     module = sys.modules["hcp.attention.kernels.flash_attn_2"]
     yield SimpleNamespace(cls=cls, module=module)
     del sys.modules["hcp.attention.kernels.flash_attn_2"], hcp.attention.kernels.flash_attn_2
-    kernels._families.pop("flash_attn")
     backends._made.cache_clear()
 
 
@@ -310,7 +309,8 @@ def test_flash_attns_functions_get_what_they_take(
 ) -> None:
     kernel = flash_attn.module.FlashAttn
     monkeypatch.setattr(kernel, "dtypes", (torch.float64,))
-    kernels.add_family("flash_attn", lambda device: (kernel(),))
+    family = KernelFamily(lambda: lambda device: (kernel(),))
+    monkeypatch.setitem(kernels.FAMILIES, "flash_attn", family)
     lengths = (29, 7, 1, 12)
     errors = hcp.loopback(
         3, lambda groups: check_softcap(groups, flash_attn.cls, lengths, comm_type, window, 2)
@@ -355,7 +355,7 @@ def with_transformer_engine() -> Any:
     pytorch.DotProductAttention = FakeDotProductAttention  # type: ignore[attr-defined]
     sys.modules |= {"transformer_engine": package, "transformer_engine.pytorch": pytorch}
     try:
-        return importlib.import_module("hcp.integrations.transformer_engine").Handler
+        return importlib.import_module("hcp.integrations.transformer_engine.handler").Handler
     finally:
         del sys.modules["transformer_engine"], sys.modules["transformer_engine.pytorch"]
 

@@ -408,7 +408,9 @@ def test_doctor_lists_every_kernel_backend_and_transport(capsys: Capture) -> Non
 
 
 def test_a_backend_that_is_new_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(backends.BACKENDS, "new", backends.Backend(Mock(), "no-such-package"))
+    monkeypatch.setitem(
+        backends.BACKENDS, "new", backends.HandlerBackend(Mock(), "no-such-package")
+    )
     found = {finding.name: finding for finding in doctor.attention()}
     assert found["new"].says == "the package no-such-package is not installed"
 

@@ -312,7 +312,7 @@ def test_the_library_imports_neither_demo_nor_command_nor_integration() -> None:
     found = importers({"hcp.demo", "hcp.cli", "hcp.integrations"}, library_files())
     assert found == {
         # A backend by name, imported when it is asked for: nobody has to import it before.
-        "hcp/step/backends.py": {"hcp.integrations.transformer_engine"},
+        "hcp/step/backends.py": {"hcp.integrations.transformer_engine.handler"},
         # Rules for a package's classes, imported when a model has one of them.
         "hcp/rebinding/packages.py": {
             "hcp.integrations.megatron.rules",

@@ -19,7 +19,7 @@ from torch import Tensor
 import hcp
 from hcp import ops
 from hcp.attention import kernels
-from hcp.attention.kernels import Call, Kernel, each_alone
+from hcp.attention.kernels import Call, Kernel, KernelFamily, each_alone
 from hcp.attention.kernels.cpu import CpuFlash
 from hcp.attention.kernels.cudnn import Cudnn
 from hcp.attention.kernels.flash_attn_torch import Flash2
@@ -111,8 +111,8 @@ def test_what_is_not_finite_on_one_rank_is_not_finite_under_a_plan(case: Case, r
 
 
 def test_a_cap_on_scores_hides_no_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "torch_kernels", lambda device: [Formula()])
-    monkeypatch.setitem(kernels._families, "torch", kernels.torch_kernels)
+    family = KernelFamily(lambda: lambda device: [Formula()])
+    monkeypatch.setitem(kernels.FAMILIES, "torch", family)
     expect_nothing_lost(CASES["all_gather"], slice(4, 5))
 
 
@@ -168,7 +168,6 @@ def flash4(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
     module = importlib.import_module("hcp.attention.kernels.flash_attn_4")
     yield module.Flash4()
     del sys.modules["hcp.attention.kernels.flash_attn_4"], hcp.attention.kernels.flash_attn_4
-    kernels._families.pop("flash_attn_4")
 
 
 def flash2(lse: float) -> Kernel:

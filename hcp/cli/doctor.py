@@ -201,11 +201,11 @@ def attention() -> Iterator[Finding]:
     """PyTorch's kernels, those of the backend torch, and then every other backend."""
     import torch
 
-    from hcp.attention.kernels import torch_kernels
+    from hcp.attention.kernels import kernels_of
     from hcp.step.backends import BACKENDS
 
     part = "attention"
-    found = [k for device in ("cpu", "cuda") for k in torch_kernels(torch.device(device))]
+    found = [k for device in ("cpu", "cuda") for k in kernels_of("torch", torch.device(device))]
     for kernel in dict.fromkeys(found):
         yield of_torch(part, kernel)
     for name in BACKENDS:

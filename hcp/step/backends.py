@@ -15,34 +15,34 @@ from typing import NamedTuple
 
 from hcp._validate import expect_items
 from hcp.attention.comm_types import COMM_TYPES
+from hcp.attention.kernels import FAMILIES, KernelFamily
 from hcp.errors import HcpError
 from hcp.step.handler import ContextParallelHandler
 
 HandlerClass = type[ContextParallelHandler]
 
 
-def _module(name: str) -> Callable[[], HandlerClass]:
-    """The ``Handler`` of a module that is imported only when it is asked for."""
-    return lambda: importlib.import_module(name).Handler
+class HandlerBackend(NamedTuple):
+    """A backend with a handler class of its own, which also exchanges keys itself."""
 
-
-class Backend(NamedTuple):
     load: Callable[[], HandlerClass]
+    """Imports the class. Raises ImportError if its library is missing."""
     package: str | None = None
-    """As pip calls the library that it wants beside torch."""
+    """The library's name for pip. None: it needs none besides torch."""
     capability: tuple[int, int] = 0, 0
-    """The least of a GPU that it wants."""
+    """The least compute capability of a GPU that it runs on."""
 
 
-BACKENDS: dict[str, Backend] = {
-    "torch": Backend(lambda: ContextParallelHandler),
-    "auto": Backend(_module("hcp.attention.kernels.fastest")),
-    "cudnn": Backend(_module("hcp.attention.kernels.cudnn"), capability=(8, 0)),
-    "flash_attn": Backend(_module("hcp.attention.kernels.flash_attn_2"), "flash-attn", (8, 0)),
-    "flash_attn_4": Backend(_module("hcp.attention.kernels.flash_attn_4"), "flash-attn-4", (9, 0)),
-    "transformer_engine": Backend(
-        _module("hcp.integrations.transformer_engine"), "transformer-engine"
-    ),
+def _transformer_engine() -> HandlerClass:
+    handler: HandlerClass = importlib.import_module(
+        "hcp.integrations.transformer_engine.handler"
+    ).Handler
+    return handler
+
+
+BACKENDS: dict[str, KernelFamily | HandlerBackend] = {
+    **FAMILIES,
+    "transformer_engine": HandlerBackend(_transformer_engine, "transformer-engine"),
 }
 
 
@@ -64,7 +64,7 @@ def register_backend(name: str, load: Callable[[], HandlerClass]) -> None:
         raise ValueError(
             f"backend {name!r} has a '.' or ':', expected neither: it is part of a class's name"
         )
-    BACKENDS[name] = Backend(load)
+    BACKENDS[name] = HandlerBackend(load)
 
 
 def get_cp_handler_cls(
@@ -98,17 +98,27 @@ def get_cp_handler_cls(
 
 @functools.cache
 def _made(backend: str, comm_types: tuple[str, ...]) -> HandlerClass:
+    base, family = _loaded(backend)
+    if (base.kernel_family, base.comm_types) == (family, comm_types):
+        return base
+    name = f"{backend}:{','.join(comm_types)}"
+    return type(name, (base,), {"kernel_family": family, "comm_types": comm_types})
+
+
+def _loaded(backend: str) -> tuple[HandlerClass, str]:
+    """The class to derive from, and the family of its kernels."""
+    row = BACKENDS[backend]
     try:
-        base = BACKENDS[backend].load()
+        if isinstance(row, HandlerBackend):
+            base = row.load()
+            return base, base.kernel_family
+        row.load()
+        return ContextParallelHandler, backend
     except ImportError as error:
         raise HcpError(
             f"the backend {backend!r} cannot be imported ({error}): install its library, or use "
             "the backend 'torch'"
         ) from error
-    if base.comm_types == comm_types:
-        return base
-    name = f"{backend}:{','.join(comm_types)}"
-    return type(name, (base,), {"comm_types": comm_types})
 
 
 def __getattr__(name: str) -> HandlerClass:

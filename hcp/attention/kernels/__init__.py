@@ -14,6 +14,7 @@ n rows of a call, H query heads, G key-value heads, D head size, E head size of 
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -165,44 +166,93 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-# ---- choice --------------------------------------------------------------------------------------
+# ---- families ------------------------------------------------------------------------------------
+
+KernelsFor = Callable[[torch.device], Sequence[Kernel]]
+"""Gives a library's kernels for a device, the preferred one first."""
+
+
+class KernelFamily(NamedTuple):
+    """The kernels of one library: a backend whose keys travel by hcp's schedules."""
+
+    load: Callable[[], KernelsFor]
+    """Imports the module that calls the library. Raises ImportError if the library is missing."""
+    package: str | None = None
+    """The library's name for pip. None: torch has it."""
+    capability: tuple[int, int] = 0, 0
+    """The least compute capability of a GPU that it runs on. (0, 0): it runs on any device."""
+    reason: str = ""
+    """Why it needs this capability, as part of the error."""
+
+
+def _module(name: str) -> Callable[[], KernelsFor]:
+    """Load ``for_device`` of a module, which is imported only then."""
+
+    def load() -> KernelsFor:
+        for_device: KernelsFor = importlib.import_module(name).for_device
+        return for_device
+
+    return load
+
+
+FAMILIES: dict[str, KernelFamily] = {
+    "torch": KernelFamily(_module("hcp.attention.kernels.flash_attn_torch")),
+    "auto": KernelFamily(_module("hcp.attention.kernels.fastest")),
+    "cudnn": KernelFamily(_module("hcp.attention.kernels.cudnn"), None, (8, 0)),
+    "flash_attn": KernelFamily(_module("hcp.attention.kernels.flash_attn_2"), "flash-attn", (8, 0)),
+    "flash_attn_4": KernelFamily(
+        _module("hcp.attention.kernels.flash_attn_4"),
+        "flash-attn-4",
+        (9, 0),
+        ", since its backward has no kernel below",
+    ),
+}
+
+
+def families() -> list[str]:
+    """The names of all families. A layer's schedule names its own by the place in this list."""
+    return list(FAMILIES)
+
+
+def kernels_of(name: str, device: torch.device) -> Sequence[Kernel]:
+    """A family's kernels for a device, the preferred one first.
+
+    Raises ValueError for a device that the family does not run on.
+    """
+    family = FAMILIES[name]
+    if family.capability > (0, 0):
+        _check_device(name, family, device)
+    return family.load()(device)
+
+
+def _check_device(name: str, family: KernelFamily, device: torch.device) -> None:
+    if device.type != "cuda":
+        raise ValueError(
+            f"the backend {name!r} is asked for {device.type}, expected CUDA: use 'torch' there"
+        )
+    capability = torch.cuda.get_device_capability(device)
+    if capability < family.capability:
+        found, least = (".".join(map(str, pair)) for pair in (capability, family.capability))
+        raise ValueError(
+            f"the backend {name!r} is asked for compute capability {found}, expected {least} or "
+            f"higher{family.reason}: use 'torch' there"
+        )
 
 
 class Choice(NamedTuple):
-    """What a layer wants of a kernel beside device and type."""
+    """A layer's choice of a kernel. The device and the dtype decide the rest."""
 
     family: str = "torch"
     softcap: float = 0.0
 
 
-def torch_kernels(device: torch.device) -> Sequence[Kernel]:
-    """PyTorch's own for a device, FlashAttention first."""
-    from hcp.attention.kernels import cpu, flash_attn_torch, formula
-
-    flash = cpu.KERNEL if device.type == "cpu" else flash_attn_torch.KERNEL
-    return flash, formula.KERNEL
-
-
-_families: dict[str, Callable[[torch.device], Sequence[Kernel]]] = {"torch": torch_kernels}
-
-
-def add_family(name: str, kernels: Callable[[torch.device], Sequence[Kernel]]) -> None:
-    """Kernels of a library for a device, the preferred first."""
-    _families[name] = kernels
-
-
-def families() -> list[str]:
-    """Of all kernels there are: a layer's table names its own by the place in here."""
-    return list(_families)
-
-
 def kernel_for(device: torch.device, dtype: torch.dtype, choice: Choice) -> Kernel:
-    """FlashAttention where there is one for the device and type, else the formula.
+    """The first kernel of the family that takes the dtype and, where scores are capped, caps them.
 
-    Raises ValueError for what no kernel of the family takes.
+    Raises ValueError where no kernel of the family does.
     """
     family, softcap = choice
-    candidates = _families[family](device)
+    candidates = kernels_of(family, device)
     fitting = [kernel for kernel in candidates if dtype in kernel.dtypes]
     if not fitting:
         raise ValueError(

@@ -13,12 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hcp.attention import kernels
 from hcp.attention.kernels import Call, Kernel, each_alone, nan_for_infinity
 from hcp.attention.kernels.shapes import batched, unbatched
 from hcp.exchange.tables import Entry
-from hcp.step.backends import BACKENDS
-from hcp.step.handler import ContextParallelHandler
 
 
 class Cudnn:
@@ -128,20 +125,5 @@ def _is_causal(entry: Entry, query: Tensor, value: Tensor) -> bool:
     )
 
 
-def _kernels(device: torch.device) -> Sequence[Kernel]:
-    least = BACKENDS[Handler.kernel_family].capability
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < least:
-        raise ValueError(
-            f"the backend 'cudnn' is asked for {device}, expected CUDA and compute capability "
-            f"{least[0]}.{least[1]} or higher: use 'torch' there"
-        )
+def for_device(device: torch.device) -> Sequence[Kernel]:
     return (Cudnn(),)
-
-
-class Handler(ContextParallelHandler):
-    """A handler whose attention runs on cuDNN."""
-
-    kernel_family = "cudnn"
-
-
-kernels.add_family(Handler.kernel_family, _kernels)

@@ -16,10 +16,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from hcp.attention import kernels
-from hcp.attention.kernels import Call, Kernel, in_packs
+from hcp.attention.kernels import Call, Kernel, in_packs, kernels_of
 from hcp.errors import HcpError
-from hcp.step.handler import ContextParallelHandler
 
 
 class Measured(NamedTuple):
@@ -124,8 +122,8 @@ def installed() -> str | None:
         return None
 
 
-def _kernels(device: torch.device) -> Sequence[Kernel]:
-    known = kernels.torch_kernels(device)
+def for_device(device: torch.device) -> Sequence[Kernel]:
+    known = kernels_of("torch", device)
     if device.type != "cuda" or installed() is None:
         return known
     if torch.cuda.get_device_capability(device) != MEASURED_CAPABILITY:
@@ -138,12 +136,3 @@ def _kernels(device: torch.device) -> Sequence[Kernel]:
             "or use the backend 'torch'"
         ) from error
     return Faster(module.Flash4(), known[0]), *known
-
-
-class Handler(ContextParallelHandler):
-    """A handler that picks a kernel for every call."""
-
-    kernel_family = "auto"
-
-
-kernels.add_family(Handler.kernel_family, _kernels)

@@ -12,10 +12,8 @@ import torch
 from flash_attn import flash_attn_interface  # type: ignore[import-not-found]
 from torch import Tensor
 
-from hcp.attention import kernels
 from hcp.attention.kernels import Call, Kernel
 from hcp.attention.kernels.flash_attn_torch import Flash2
-from hcp.step.handler import ContextParallelHandler
 
 
 @dataclass(frozen=True)
@@ -64,18 +62,5 @@ class FlashAttn(Flash2):
         return grads
 
 
-def _kernels(device: torch.device) -> Sequence[Kernel]:
-    if device.type != "cuda":
-        raise ValueError(
-            f"the backend 'flash_attn' is asked for {device.type}, expected CUDA: use 'torch' there"
-        )
+def for_device(device: torch.device) -> Sequence[Kernel]:
     return (FlashAttn(),)
-
-
-class Handler(ContextParallelHandler):
-    """A handler whose attention runs on the package's kernels."""
-
-    kernel_family = "flash_attn"
-
-
-kernels.add_family(Handler.kernel_family, _kernels)

@@ -15,10 +15,7 @@ import torch
 from flash_attn.cute import interface  # type: ignore[import-not-found]
 from torch import Tensor
 
-from hcp.attention import kernels
 from hcp.attention.kernels import Call, Kernel, in_packs, nan_for_infinity
-from hcp.step.backends import BACKENDS
-from hcp.step.handler import ContextParallelHandler
 
 # A process in which several threads called it at once ended in a segmentation fault.
 _ONE_AT_A_TIME = threading.Lock()
@@ -119,27 +116,5 @@ def _pack(call: Call, device: torch.device) -> dict[str, Any]:
     }
 
 
-def _kernels(device: torch.device) -> Sequence[Kernel]:
-    if device.type != "cuda":
-        raise ValueError(
-            f"the backend 'flash_attn_4' is asked for {device.type}, expected CUDA: use 'torch' "
-            "there"
-        )
-    major, minor = torch.cuda.get_device_capability(device)
-    least = BACKENDS[Handler.kernel_family].capability
-    if (major, minor) < least:
-        raise ValueError(
-            f"the backend 'flash_attn_4' is asked for compute capability {major}.{minor}, expected "
-            f"{least[0]}.{least[1]} or higher, since its backward has no kernel below: use 'torch' "
-            "there"
-        )
+def for_device(device: torch.device) -> Sequence[Kernel]:
     return (Flash4(),)
-
-
-class Handler(ContextParallelHandler):
-    """A handler whose attention runs on the package's kernels."""
-
-    kernel_family = "flash_attn_4"
-
-
-kernels.add_family(Handler.kernel_family, _kernels)

@@ -1,4 +1,5 @@
-"""PyTorch's own FlashAttention-2 on CUDA: whole packs in one launch."""
+"""PyTorch's own kernels, the family "torch": FlashAttention-2 on CUDA in here, its flash attention
+for the CPU in ``cpu``, and the formula for the dtypes that these lack."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hcp.attention.kernels import Call, Kernel, in_packs, nan_for_infinity
+from hcp.attention.kernels import Call, Kernel, cpu, formula, in_packs, nan_for_infinity
 from hcp.attention.kernels.shapes import backward_columns, head_size, narrowed, widened
 
 
@@ -90,4 +91,8 @@ def _window_of(call: Call) -> dict[str, int]:
     return {"window_size_left": left, "window_size_right": right}
 
 
-KERNEL = Flash2()
+_KERNEL = Flash2()
+
+
+def for_device(device: torch.device) -> Sequence[Kernel]:
+    return (cpu.KERNEL if device.type == "cpu" else _KERNEL), formula.KERNEL

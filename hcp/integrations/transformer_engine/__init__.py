@@ -1,0 +1,1 @@
+"""Transformer Engine: ``handler.Handler`` is the backend "transformer_engine"."""
