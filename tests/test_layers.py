@@ -316,7 +316,7 @@ def test_the_library_imports_neither_demo_nor_command_nor_integration() -> None:
         # Rules for a package's classes, imported when a model has one of them.
         "hcp/rebinding/packages.py": {
             "hcp.integrations.megatron.rules",
-            "hcp.integrations.transformer_engine_rules",
+            "hcp.integrations.transformer_engine.rules",
         },
     }
 

@@ -18,7 +18,7 @@ from hcp.rebinding import derived
 from hcp.rebinding.rules import Rule
 
 _MEGATRON = "hcp.integrations.megatron.rules"
-_TRANSFORMER_ENGINE = "hcp.integrations.transformer_engine_rules"
+_TRANSFORMER_ENGINE = "hcp.integrations.transformer_engine.rules"
 
 _PACKAGES = {
     "megatron": _MEGATRON,
