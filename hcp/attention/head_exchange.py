@@ -1,303 +1,298 @@
-"""Heads for sequence: neighbours of a group trade their rows, so that each has, of some heads, the
-rows of all of them. When the whole group are neighbours, these are whole sequences.
+"""An all-to-all of neighbours: each gives its rows of all heads, and gets all rows of some heads.
 
-As in DeepSpeed-Ulysses (Jacobs et al., https://arxiv.org/abs/2309.14509), under any layout and any
-number of heads. Columns of several tensors and types travel together, as bytes.
+If all ranks of a group are neighbours, these rows are whole sequences. As in DeepSpeed-Ulysses
+(Jacobs et al., https://arxiv.org/abs/2309.14509), under any layout and any number of heads.
 
-T rows on this rank, S rows of all neighbours, in the order of their sequences and tokens, H heads
-of which this rank has h.
+What a neighbour gets is one block: its heads of several tensors, side by side. The blocks stand end
+to end in one buffer. Heads that divide evenly make blocks of one width, which one copy packs for
+all neighbours; others take one copy for each neighbour.
+
+T rows on this rank, S rows of all neighbours, in the order of their sequences and tokens, H query
+heads, G key-value heads, h of either on this rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hcp import ops
 from hcp.attention.kernels import Call, Kernel, wide
-from hcp.exchange.agreement import Stamp
+from hcp.exchange.agreement import BACKWARD, Stamp
 from hcp.exchange.tables import Move, Schedule, Trade
 from hcp.exchange.transport import Transport
 
 
 def split(heads: int, ranks: int) -> list[slice]:
-    """Consecutive heads for each rank, as even as they go: none where there are fewer than
+    """Consecutive heads for each rank, as evenly as possible: none for some if there are fewer than
     ranks."""
     return [slice(j * heads // ranks, (j + 1) * heads // ranks) for j in range(ranks)]
 
 
 def key_heads(queries: slice, per_key: int) -> slice:
-    """The key-value heads that these query heads attend to, ``per_key`` query heads having one."""
+    """The key-value heads that these query heads attend to. ``per_key`` query heads share one."""
     if queries.start == queries.stop:
         return slice(0, 0)
     return slice(queries.start // per_key, -(-queries.stop // per_key))
 
 
-def members(trade: Trade) -> list[int]:
-    """The neighbours, in order, this rank among them."""
-    return [move.peer for move in trade.receives]
+class HeadExchange:
+    """Moves rows between neighbours, and says who of them computes which heads.
 
-
-def bring(
-    transport: Transport, trade: Trade, columns: Sequence[Sequence[Tensor]], stamp: Stamp
-) -> list[Tensor]:
-    """Rows of all neighbours, of this rank's heads.
-
-    columns[k]: what the k-th neighbour is given, (T, heads, size) or (T, heads) each. Returns this
-    rank's own, (S, ...) each, contiguous.
+    A key-value head is on every rank whose query heads attend to it.
     """
-    own = columns[members(trade).index(transport.rank)]
-    widths = [_row_bytes(column) for column in own]
-    wires = [_side_by_side(given) for given in columns]
-    received = wires[0].new_empty(trade.rows * sum(widths))
-    sends = _in_bytes(trade.sends, [wire.shape[1] for wire in wires], end_to_end=True)
-    receives = _in_bytes(trade.receives, [sum(widths)] * len(wires))
-    sent = torch.cat([wire.flatten() for wire in wires])
-    transport.start(sent, _some(sends), received, _some(receives), stamp=stamp).wait()
-    rows = received.view(trade.rows, sum(widths))
-    arranged = ops.unpack(rows, trade.gather, widths, trade.rows)
-    return [
-        _from_bytes(part, like.dtype, (trade.rows, *like.shape[1:]))
-        for part, like in zip(arranged, own, strict=True)
-    ]
-
-
-def take_back(
-    transport: Transport,
-    trade: Trade,
-    columns: Sequence[Tensor],
-    shapes: Sequence[Sequence[Sequence[int]]],
-    stamp: Stamp,
-) -> list[list[Tensor]]:
-    """The way back of :func:`bring`.
-
-    columns: (S, ...) each. shapes[k]: the shapes of a row of what the k-th neighbour has, one for
-    each of the columns. Returns the rows (T, ...) of each neighbour's columns.
-    """
-    parts = [_as_bytes(column) for column in columns]
-    sent = ops.pack(parts, trade.scatter, trade.rows)
-    widths = [
-        [
-            _elements(shape) * column.element_size()
-            for shape, column in zip(row, columns, strict=True)
-        ]
-        for row in shapes
-    ]
-    totals = [sum(row) for row in widths]
-    own_rows = trade.sends[0].rows
-    received = sent.new_empty(own_rows * sum(totals))
-    sends = _in_bytes(trade.receives, [sent.shape[1]] * len(totals))
-    receives = _in_bytes(trade.sends, totals, end_to_end=True)
-    transport.start(sent.flatten(), _some(sends), received, _some(receives), stamp=stamp).wait()
-    back = []
-    for move, row, shape in zip(receives, widths, shapes, strict=True):
-        rows = received[move.row : move.row + move.rows].view(own_rows, sum(row))
-        back.append(
-            [
-                _from_bytes(part, column.dtype, (own_rows, *part_shape))
-                for part, column, part_shape in zip(
-                    torch.split(rows, row, 1), columns, shape, strict=True
-                )
-            ]
-        )
-    return back
-
-
-# ---- as many heads on every neighbour ------------------------------------------------------------
-#
-# Then the rows of all neighbours have one width, and travel as rows of elements.
-
-
-def deal(
-    transport: Transport, trade: Trade, columns: Sequence[Tensor], stamp: Stamp
-) -> list[Tensor]:
-    """As :func:`bring`, for columns (T, heads, ...) of which each neighbour gets an equal share."""
-    count = len(trade.receives)
-    dtype = _narrowest(columns)
-    flat = [_elements_as(column.flatten(1), dtype) for column in columns]
-    widths = [part.shape[1] // count for part in flat]
-    shares = [
-        part.view(part.shape[0], count, width).transpose(0, 1)
-        for part, width in zip(flat, widths, strict=True)
-    ]
-    sent = torch.cat(shares, 2).flatten(0, 1)
-    received = sent.new_empty(trade.rows, sent.shape[1])
-    transport.start(sent, trade.dealt, received, trade.arriving, stamp=stamp).wait()
-    arranged = ops.unpack(received, trade.gather, widths, trade.rows)
-    return [
-        _elements_as(part, like.dtype).view(trade.rows, like.shape[1] // count, *like.shape[2:])
-        for part, like in zip(arranged, columns, strict=True)
-    ]
-
-
-def collect(
-    transport: Transport, trade: Trade, columns: Sequence[Tensor], stamp: Stamp
-) -> list[Tensor]:
-    """The way back of :func:`deal`: (S, h, ...) to (T, heads, ...)."""
-    count, own_rows = len(trade.receives), trade.sends[0].rows
-    dtype = _narrowest(columns)
-    flat = [_dense(_elements_as(column.flatten(1), dtype)) for column in columns]
-    sent = ops.pack(flat, trade.scatter, trade.rows)
-    received = sent.new_empty(count * own_rows, sent.shape[1])
-    transport.start(sent, trade.arriving, received, trade.dealt, stamp=stamp).wait()
-    shares = received.view(count, own_rows, sent.shape[1]).transpose(0, 1)
-    return [
-        _elements_as(part.flatten(1), like.dtype).view(
-            own_rows, count * like.shape[1], *like.shape[2:]
-        )
-        for part, like in zip(
-            shares.split_with_sizes([part.shape[1] for part in flat], 2), columns, strict=True
-        )
-    ]
-
-
-def _narrowest(columns: Sequence[Tensor]) -> torch.dtype:
-    return min((column.dtype for column in columns), key=lambda dtype: dtype.itemsize)
-
-
-def _elements_as(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """(rows, elements): the same bytes as elements of another type."""
-    if rows.dtype == dtype:
-        return rows
-    width = rows.shape[1] * rows.element_size() // dtype.itemsize
-    return _seen_as(rows, dtype).view(rows.shape[0], width)
-
-
-def _dense(rows: Tensor) -> Tensor:
-    """As packing takes rows; a kernel may give a log-sum-exp by heads."""
-    return rows if rows.stride(1) == 1 else rows.contiguous()
-
-
-def trade(
-    transport: Transport, schedule: Schedule, x: Tensor, count: int, *, to_heads: bool, stamp: Stamp
-) -> Tensor:
-    """(T, count, ...) to (S, h, ...), or back, under the schedule of a group's "a2a"."""
-    assert schedule.trade is not None
-    slices = split(count, len(members(schedule.trade)))
-    if to_heads:
-        (whole,) = bring(transport, schedule.trade, [[x[:, own]] for own in slices], stamp)
-        return whole
-    shapes = [[(own.stop - own.start, *x.shape[2:])] for own in slices]
-    parts = take_back(transport, schedule.trade, [x], shapes, stamp)
-    return torch.cat([part for (part,) in parts], 1)
-
-
-def _in_bytes(moves: Sequence[Move], widths: Sequence[int], end_to_end: bool = False) -> list[Move]:
-    """Moves of rows of these widths as moves of bytes, one behind the other where each has a buffer
-    of its own."""
-    made, at = [], 0
-    for move, width in zip(moves, widths, strict=True):
-        made.append(Move(move.peer, at if end_to_end else move.row * width, move.rows * width))
-        at += move.rows * width
-    return made
-
-
-def _some(moves: Sequence[Move]) -> list[Move]:
-    return [move for move in moves if move.rows > 0]
-
-
-def _elements(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()
-
-
-def _row_bytes(column: Tensor) -> int:
-    return _elements(column.shape[1:]) * column.element_size()
-
-
-def _as_bytes(column: Tensor) -> Tensor:
-    """(rows, ...) as (rows, row_bytes)."""
-    return _seen_as(column, torch.uint8).view(column.shape[0], _row_bytes(column))
-
-
-def _from_bytes(rows: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    if rows.numel() == 0:
-        return rows.new_empty(shape, dtype=dtype)
-    return _seen_as(rows, dtype).view(shape)
-
-
-def _seen_as(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bytes of x, end to end, as elements of a type."""
-    flat = x.reshape(-1)
-    # One element may have any stride, and one row begin anywhere, and still be called contiguous.
-    if flat.stride(0) != 1 or flat.storage_offset() * flat.element_size() % dtype.itemsize:
-        flat = flat.clone(memory_format=torch.contiguous_format)
-    return flat.view(dtype)
-
-
-def _side_by_side(columns: Sequence[Tensor]) -> Tensor:
-    return torch.cat([_as_bytes(column) for column in columns], 1)
-
-
-# ---- attention -----------------------------------------------------------------------------------
-
-
-class Heads:
-    """Who of the neighbours computes which heads. A key-value head is on every rank whose query
-    heads attend to it."""
 
     def __init__(self, transport: Transport, trade: Trade, queries: int, keys: int) -> None:
-        """``queries``, ``keys``: how many heads there are of each."""
+        """``queries``, ``keys``: the numbers of all heads."""
         self._transport, self._trade = transport, trade
-        neighbours = members(trade)
-        per_key = queries // keys
-        self._even = queries % len(neighbours) == keys % len(neighbours) == 0
+        neighbours = [move.peer for move in trade.receives]  # in order, this rank among them
+        per_key = queries // max(1, keys)
+        self._even = keys > 0 and all(x % len(neighbours) == 0 for x in (queries, keys))
         self._queries = split(queries, len(neighbours))
         self._keys = [key_heads(own, per_key) for own in self._queries]
-        j = neighbours.index(transport.rank)
-        self.own = self._queries[j]
+        self._place = neighbours.index(transport.rank)
+        self.own = self._queries[self._place]
         """This rank's query heads."""
-        own_keys = self._keys[j]
-        self.key_count = len(_numbers(own_keys))
-        self._key_of = [i // per_key - own_keys.start for i in _numbers(self.own)]
+        own_keys = self._keys[self._place]
+        self._query_count, self.key_count = _count(self.own), _count(own_keys)
+        """How many key-value heads this rank has."""
+        self._key_of = [i // per_key - own_keys.start for i in range(self.own.start, self.own.stop)]
 
     def kernel(self, kernel: Kernel) -> Kernel:
-        """That computes this rank's heads."""
+        """A kernel that computes this rank's heads."""
         key_of, count = self._key_of, self.key_count
         even = [i * count // len(key_of) for i in range(len(key_of))]
         fits = not key_of or (len(key_of) % count == 0 and key_of == even)
         return kernel if fits else _Repeated(kernel, key_of, count)
 
-    def bring(self, by_query: list[Tensor], by_key: list[Tensor], stamp: Stamp) -> list[Tensor]:
-        if self._even:
-            return deal(self._transport, self._trade, [*by_query, *by_key], stamp)
-        columns = [
-            [x[:, q] for x in by_query] + [x[:, k] for x in by_key]
-            for q, k in zip(self._queries, self._keys, strict=True)
-        ]
-        return bring(self._transport, self._trade, columns, stamp)
-
-    def take_back(
-        self, by_query: list[Tensor], by_key: list[Tensor], key_count: int, stamp: Stamp
+    def to_heads(
+        self, by_query: Sequence[Tensor], by_key: Sequence[Tensor], stamp: Stamp
     ) -> list[Tensor]:
-        if self._even:
-            return collect(self._transport, self._trade, [*by_query, *by_key], stamp)
-        shapes = [
-            [(len(_numbers(q)), *x.shape[2:]) for x in by_query]
-            + [(len(_numbers(k)), *x.shape[2:]) for x in by_key]
-            for q, k in zip(self._queries, self._keys, strict=True)
-        ]
+        """(T, H, ...) and (T, G, ...) to (S, h, ...), contiguous."""
         columns = [*by_query, *by_key]
-        back = take_back(self._transport, self._trade, columns, shapes, stamp)
-        parts = list(zip(*back, strict=True))
-        queries, keys = parts[: len(by_query)], parts[len(by_query) :]
-        return [torch.cat(part, 1) for part in queries] + [
-            self._sum_keys(part, key_count) for part in keys
+        unit = _unit(columns)
+        flat = [_elements(column.flatten(1), unit) for column in columns]
+        counts = [self._query_count] * len(by_query) + [self.key_count] * len(by_key)
+        widths = [
+            part.shape[1] * count // max(1, column.shape[1])
+            for part, column, count in zip(flat, columns, counts, strict=True)
+        ]
+        width, rows = sum(widths), self._trade.rows
+        if self._even:
+            sent = _equal_blocks(flat, len(self._queries))
+            received = sent.new_empty(rows, width)
+            sends, receives = self._trade.dealt, self._trade.arriving
+        else:
+            shares = self._shares(by_query, by_key, unit)
+            sent = _blocks(flat, shares)
+            received = sent.new_empty(rows * width)
+            lengths = [self._trade.sends[0].rows * sum(map(_count, share)) for share in shares]
+            sends = _end_to_end(self._trade.sends, lengths)
+            receives = _scaled(self._trade.receives, width)
+        self._transport.start(sent, sends, received, receives, stamp=stamp).wait()
+        parts = ops.unpack(received.view(rows, width), self._trade.gather, widths, rows)
+        return [_as_given(*part) for part in zip(parts, columns, counts, strict=True)]
+
+    def to_rows(
+        self, by_query: Sequence[Tensor], by_key: Sequence[Tensor], key_count: int, stamp: Stamp
+    ) -> list[Tensor]:
+        """The way back: (S, h, ...) to (T, H, ...) and (T, G, ...).
+
+        A key-value head of several ranks becomes their sum. ``key_count``: G.
+        """
+        columns = [*by_query, *by_key]
+        unit = _unit(columns)
+        flat = [_dense(_elements(column.flatten(1), unit)) for column in columns]
+        sent = ops.pack(flat, self._trade.scatter, self._trade.rows)
+        if self._even:
+            blocks = self._equal_blocks_back(sent, stamp)
+            count = blocks.shape[1]
+            parts = blocks.split_with_sizes([part.shape[1] for part in flat], 2)
+            return [
+                _as_given(part.flatten(1), like, count * like.shape[1])
+                for part, like in zip(parts, columns, strict=True)
+            ]
+        shares = self._shares(by_query, by_key, unit)
+        # Of each tensor, the parts of all neighbours.
+        found = list(zip(*self._blocks_back(sent, shares, stamp), strict=True))
+        heads, n = self._queries[-1].stop, len(by_query)
+        return [
+            _as_given(torch.cat(parts, 1), like, heads)
+            for parts, like in zip(found[:n], by_query, strict=True)
+        ] + [
+            self._sum_keys(parts, like, key_count)
+            for parts, like in zip(found[n:], by_key, strict=True)
         ]
 
-    def _sum_keys(self, parts: Sequence[Tensor], count: int) -> Tensor:
-        """Gradients of key-value heads from every rank that had them, summed once."""
-        total = parts[0].new_zeros(
-            parts[0].shape[0], count, *parts[0].shape[2:], dtype=wide(parts[0].dtype)
-        )
+    def _shares(
+        self, by_query: Sequence[Tensor], by_key: Sequence[Tensor], unit: torch.dtype
+    ) -> list[list[slice]]:
+        """The columns that each neighbour gets of each tensor, in elements."""
+        sizes = [_size(x, unit) for x in by_query], [_size(x, unit) for x in by_key]
+        return [
+            [
+                slice(heads.start * size, heads.stop * size)
+                for heads, own in zip((queries, keys), sizes, strict=True)
+                for size in own
+            ]
+            for queries, keys in zip(self._queries, self._keys, strict=True)
+        ]
+
+    def _equal_blocks_back(self, sent: Tensor, stamp: Stamp) -> Tensor:
+        """This rank's rows from all neighbours: (T, neighbours, elements)."""
+        count, rows = len(self._queries), self._trade.sends[0].rows
+        received = sent.new_empty(count * rows, sent.shape[1])
+        sends, receives = self._trade.arriving, self._trade.dealt
+        self._transport.start(sent, sends, received, receives, stamp=stamp).wait()
+        return received.view(count, rows, sent.shape[1]).transpose(0, 1)
+
+    def _blocks_back(
+        self, sent: Tensor, shares: Sequence[Sequence[slice]], stamp: Stamp
+    ) -> list[Sequence[Tensor]]:
+        """This rank's rows from each neighbour, (T, elements) of each tensor."""
+        rows = self._trade.sends[0].rows
+        widths = [[_count(part) for part in share] for share in shares]
+        lengths = [rows * sum(own) for own in widths]
+        received = sent.new_empty(sum(lengths))
+        sends = _scaled(self._trade.receives, sent.shape[1])
+        receives = _end_to_end(self._trade.sends, lengths)
+        self._transport.start(sent.flatten(), sends, received, receives, stamp=stamp).wait()
+        blocks = received.split_with_sizes(lengths)
+        return [
+            block.view(rows, sum(own)).split_with_sizes(own, 1)
+            for block, own in zip(blocks, widths, strict=True)
+        ]
+
+    def _sum_keys(self, parts: Sequence[Tensor], like: Tensor, count: int) -> Tensor:
+        """The sum of every rank's part in float32 (float64 for float64), rounded once."""
+        rows = parts[0].shape[0]
+        total = like.new_zeros(rows, count, *like.shape[2:], dtype=wide(like.dtype))
         for own, part in zip(self._keys, parts, strict=True):
-            total[:, own] += part
-        return total.to(parts[0].dtype)
+            total[:, own] += _as_given(part, like, _count(own))
+        return total.to(like.dtype)
 
 
-def _numbers(chosen: slice) -> range:
-    return range(chosen.start, chosen.stop)
+# ---- blocks --------------------------------------------------------------------------------------
+
+
+def _count(columns: slice) -> int:
+    return len(range(columns.start, columns.stop))
+
+
+def _equal_blocks(flat: Sequence[Tensor], count: int) -> Tensor:
+    """Blocks of equal shares of the columns of tensors (T, elements): (count * T, elements)."""
+    shares = [
+        part.view(part.shape[0], count, part.shape[1] // count).transpose(0, 1) for part in flat
+    ]
+    return torch.cat(shares, 2).flatten(0, 1)
+
+
+def _blocks(flat: Sequence[Tensor], shares: Sequence[Sequence[slice]]) -> Tensor:
+    """Blocks of these columns of tensors (T, elements), end to end."""
+    rows = flat[0].shape[0]
+    widths = [sum(map(_count, share)) for share in shares]
+    sent = flat[0].new_empty(rows * sum(widths))
+    blocks = sent.split_with_sizes([rows * width for width in widths])
+    for share, block, width in zip(shares, blocks, widths, strict=True):
+        parts = [part[:, columns] for part, columns in zip(flat, share, strict=True)]
+        torch.cat(parts, 1, out=block.view(rows, width))
+    return sent
+
+
+def _end_to_end(moves: Sequence[Move], lengths: Sequence[int]) -> list[Move]:
+    """Moves of blocks that stand end to end, in elements."""
+    made, at = [], 0
+    for move, length in zip(moves, lengths, strict=True):
+        made += [Move(move.peer, at, length)] if length else []
+        at += length
+    return made
+
+
+def _scaled(moves: Sequence[Move], width: int) -> list[Move]:
+    """Moves of rows of a width, in elements."""
+    return [Move(peer, row * width, rows * width) for peer, row, rows in moves if rows * width]
+
+
+def _unit(columns: Sequence[Tensor]) -> torch.dtype:
+    """The dtype of all that travels: the narrowest, or bytes where a transport may not know it."""
+    narrowest = min((column.dtype for column in columns), key=lambda dtype: dtype.itemsize)
+    return narrowest if narrowest in ops.FLOATS else torch.uint8
+
+
+def _size(column: Tensor, unit: torch.dtype) -> int:
+    """How many elements of a unit a head has."""
+    return column.shape[2:].numel() * column.element_size() // unit.itemsize
+
+
+def _elements(rows: Tensor, unit: torch.dtype) -> Tensor:
+    """(rows, elements): the same bytes as elements of another dtype."""
+    if rows.dtype == unit:
+        return rows
+    width = rows.shape[1] * rows.element_size() // unit.itemsize
+    flat = rows.reshape(-1)
+    # One element may have any stride, and one row begin anywhere, and still be called contiguous.
+    if flat.stride(0) != 1 or flat.storage_offset() * flat.element_size() % unit.itemsize:
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(unit).view(rows.shape[0], width)
+
+
+def _as_given(elements: Tensor, like: Tensor, heads: int) -> Tensor:
+    """(rows, elements) as (rows, heads, ...), of the dtype and the head size of ``like``."""
+    shape = elements.shape[0], heads, *like.shape[2:]
+    if elements.dtype == like.dtype:
+        return elements.view(shape)
+    if elements.numel() == 0:
+        return elements.new_empty(shape, dtype=like.dtype)
+    return _elements(elements, like.dtype).view(shape)
+
+
+def _dense(rows: Tensor) -> Tensor:
+    """Rows as packing takes them. A kernel may give a log-sum-exp by heads."""
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+# ---- any layer -----------------------------------------------------------------------------------
+
+
+def exchange_heads(
+    transport: Transport, schedule: Schedule, x: Tensor, count: int, *, to_heads: bool, stamp: Stamp
+) -> Tensor:
+    """(T, count, ...) to (S, h, ...), or back, under the schedule of a group's "a2a"; with
+    gradients."""
+    out: Tensor = _Exchange.apply(x, transport, schedule, count, to_heads, stamp)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        transport: Transport,
+        schedule: Schedule,
+        count: int,
+        to_heads: bool,
+        stamp: Stamp,
+    ) -> Tensor:
+        ctx.given = transport, schedule, count, not to_heads, stamp.in_pass(BACKWARD)
+        assert schedule.trade is not None
+        exchange = HeadExchange(transport, schedule.trade, count, count)
+        if to_heads:
+            (out,) = exchange.to_heads([x], [], stamp)
+        else:
+            (out,) = exchange.to_rows([x], [], 0, stamp)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        back = _Exchange.apply(grad, *ctx.given)  # type: ignore[no-untyped-call]
+        return back, None, None, None, None, None
+
+
+# ---- kernels -------------------------------------------------------------------------------------
 
 
 class _Repeated:

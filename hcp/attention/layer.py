@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hcp import ops
 from hcp.attention.checks import check
-from hcp.attention.head_exchange import Heads
+from hcp.attention.head_exchange import HeadExchange
 from hcp.attention.kernel_calls import Calls, calls_of
 from hcp.attention.kernels import Choice, Kernel, kernel_for, scores_of_sinks, wide
 from hcp.attention.key_transfer import Journey, Turn, cut, journey_of, summed, turned_back
@@ -45,7 +45,7 @@ class Run(NamedTuple):
     journey: Journey
     scale: float
     kind: Kind
-    heads: Heads | None
+    heads: HeadExchange | None
     """None where rows stay: nobody to trade with."""
     packs: bool
     """Whether what the first exchange sends can be packed while keys are turned."""
@@ -125,11 +125,13 @@ def _make_run(
     return Run(schedule, kernel, calls, journey, scale, kind, heads, packs)
 
 
-def _heads_of(schedule: Schedule, transport: Transport, queries: int, keys: int) -> Heads | None:
+def _heads_of(
+    schedule: Schedule, transport: Transport, queries: int, keys: int
+) -> HeadExchange | None:
     trade = schedule.trade
     if trade is None or len(trade.receives) == 1:
         return None
-    return Heads(transport, trade, queries, keys)
+    return HeadExchange(transport, trade, queries, keys)
 
 
 # ---- forward -------------------------------------------------------------------------------------
@@ -300,30 +302,30 @@ def _sinks_backward(
 
 def _forward_heads(
     run: Run,
-    heads: Heads,
+    heads: HeadExchange,
     stamp: Stamp,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    whole_query, whole_key, whole_value = heads.bring([query], [key, value], stamp)
+    whole_query, whole_key, whole_value = heads.to_heads([query], [key, value], stamp)
     if whole_query.shape[1] > 0:
         own_sinks = None if sinks is None else sinks[heads.own]
         result = _forward_rows(run, stamp, whole_query, whole_key, whole_value, own_sinks)
     else:  # nor has any rank of the ring
         result = empty_result(whole_query, whole_value)
-    out, lse = heads.take_back([*result], [], 0, stamp)
+    out, lse = heads.to_rows([*result], [], 0, stamp)
     return out, lse
 
 
 def _backward_heads(
-    run: Run, heads: Heads, stamp: Stamp, by_query: list[Tensor], key: Tensor, value: Tensor
+    run: Run, heads: HeadExchange, stamp: Stamp, by_query: list[Tensor], key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    *wholes, whole_key, whole_value = heads.bring(by_query, [key, value], stamp)
+    *wholes, whole_key, whole_value = heads.to_heads(by_query, [key, value], stamp)
     grads = wholes[1], whole_key, whole_value  # without heads, hence empty
     if wholes[1].shape[1] > 0:
         grads = _backward_rows(run, stamp, wholes, whole_key, whole_value, None)
     by_key = [*grads[1:]]
-    grad_query, grad_key, grad_value = heads.take_back([grads[0]], by_key, key.shape[1], stamp)
+    grad_query, grad_key, grad_value = heads.to_rows([grads[0]], by_key, key.shape[1], stamp)
     return grad_query, grad_key, grad_value

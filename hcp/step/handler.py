@@ -28,7 +28,6 @@ from hcp.attention.checks import as_autocast, autocast_to
 from hcp.attention.functorch import refuse_transforms
 from hcp.attention.key_transfer import Turn
 from hcp.exchange.agreement import (
-    BACKWARD,
     Kind,
     LayerName,
     Moves,
@@ -798,7 +797,7 @@ class ContextParallelHandler(OfThisProcess):
             if x.dim() < 2 or x.shape[0] != self.rows:
                 expected = f"({self.rows}, heads, ...)"
                 raise ValueError(f"x has shape {tuple(x.shape)}, expected {expected}")
-            return self._trade(x, x.shape[1], number, to_heads=True)
+            return self._exchange_heads(x, x.shape[1], number, to_heads=True)
 
         return self._call("sequence_to_head", traded)
 
@@ -810,11 +809,11 @@ class ContextParallelHandler(OfThisProcess):
             rows, mine = int(self.whole_cu_seqlens[-1]), own.stop - own.start
             if x.dim() < 2 or tuple(x.shape[:2]) != (rows, mine):
                 raise ValueError(f"x has shape {tuple(x.shape)}, expected ({rows}, {mine}, ...)")
-            return self._trade(x, count, number, to_heads=False)
+            return self._exchange_heads(x, count, number, to_heads=False)
 
         return self._call("head_to_sequence", traded)
 
-    def _trade(self, x: Tensor, count: int, number: int, *, to_heads: bool) -> Tensor:
+    def _exchange_heads(self, x: Tensor, count: int, number: int, *, to_heads: bool) -> Tensor:
         if x.device.type != self._transport.device.type:
             raise ValueError(f"x is on {x.device}, expected {self._transport.device}")
         operation = "sequence_to_head" if to_heads else "head_to_sequence"
@@ -825,8 +824,8 @@ class ContextParallelHandler(OfThisProcess):
         like = x.new_empty(0, count, *x.shape[2:])
         stamp = Stamp(self._kind(operation, like, x.dtype), number)
         agree_once(self._transport, schedule, stamp)
-        out: Tensor = _Trade.apply(x, schedule, self._transport, count, to_heads, stamp)  # type: ignore[no-untyped-call]
-        return out
+        given = self._transport, schedule, x, count
+        return heads.exchange_heads(*given, to_heads=to_heads, stamp=stamp)
 
     def _dispatch_route(self, *, reverse: bool) -> Route:
         if self._sources is None:
@@ -1016,31 +1015,3 @@ def _as_kernels_take(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
 def _dense_heads(rows: Tensor) -> Tensor:
     # Kernels take any stride of rows and heads, but read the elements of a head side by side.
     return rows if rows.stride(-1) == 1 else rows.contiguous()
-
-
-class _Trade(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        schedule: Schedule,
-        transport: Transport,
-        count: int,
-        to_heads: bool,
-        stamp: Stamp,
-    ) -> Tensor:
-        ctx.schedule, ctx.transport, ctx.count = schedule, transport, count
-        ctx.to_heads, ctx.stamp = to_heads, stamp
-        return heads.trade(transport, schedule, x, count, to_heads=to_heads, stamp=stamp)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        given = (
-            ctx.schedule,
-            ctx.transport,
-            ctx.count,
-            not ctx.to_heads,
-            ctx.stamp.in_pass(BACKWARD),
-        )
-        back = _Trade.apply(grad, *given)  # type: ignore[no-untyped-call]
-        return back, None, None, None, None, None
