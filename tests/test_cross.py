@@ -14,7 +14,7 @@ from test_features import drawn, rows_here
 from torch import Tensor
 
 import hcp
-from hcp.attention.cross import Reads
+from hcp.attention.cross import KeyRoute
 
 
 class Options(NamedTuple):
@@ -152,10 +152,10 @@ def test_only_the_keys_that_are_seen_travel() -> None:
 
     def received(groups: Any, window: tuple[int, int]) -> int:
         cp, keys = handler(groups, (80,), 4), handler(groups, (80,), 4)
-        reads = Reads(cp.layout, keys.layout, window)
+        route = KeyRoute(cp.layout, keys.layout, window)
         rank = groups.transport.rank
-        assert reads.output_rows == sum(move.rows for move in reads.receives)
-        return sum(move.rows for move in reads.receives if move.peer != rank)
+        assert route.output_rows == sum(move.rows for move in route.receives)
+        return sum(move.rows for move in route.receives if move.peer != rank)
 
     # The first run has nothing before it, and rank 3's two runs lie side by side.
     assert hcp.loopback(4, lambda groups: received(groups, (4, 0))) == [4, 8, 8, 4]

@@ -1,8 +1,8 @@
 """Cross-attention: queries of one layout against the keys of another, of the same sequences.
 
-Each rank gets the keys and values that its queries see, in one exchange, and attends to them in one
-pass. Masks are aligned bottom right, as FlashAttention's: of a sequence with N queries and M keys,
-query i stands at key i + M - N.
+In one exchange each rank receives the keys and values that its queries see. It attends to them in
+one pass. Masks are aligned bottom right, as FlashAttention's: in a sequence with N queries and M
+keys, query i stands at key i + M - N.
 
 T query rows on this rank, K key rows on this rank, S keys that its queries see, H query heads, G
 key-value heads, D head size, E head size of values.
@@ -28,16 +28,17 @@ from hcp.exchange.tables import Entry, Move, Origin
 from hcp.exchange.transport import Transport
 
 
-class _Piece(NamedTuple):
-    """Queries that follow each other: their first token, their first row on their rank, and how
-    many they are."""
+class TokenRun(NamedTuple):
+    """Consecutive tokens of a sequence on one rank."""
 
     start: int
+    """The first token."""
     row: int
+    """Its row on the rank."""
     rows: int
 
 
-class _Sight(NamedTuple):
+class Visibility(NamedTuple):
     """Which keys the queries of one sequence see."""
 
     queries: int
@@ -50,60 +51,57 @@ class _Sight(NamedTuple):
         """The key at which query 0 stands."""
         return self.keys - self.queries
 
-    def keys_of(self, piece: _Piece) -> range:
-        """Keys that some query of the piece sees."""
-        first, end = piece.start + self.ahead, piece.start + piece.rows + self.ahead
+    def keys_of(self, run: TokenRun) -> range:
+        """Keys that some query of the run sees."""
+        first, end = run.start + self.ahead, run.start + run.rows + self.ahead
         begin = 0 if self.left < 0 else max(0, first - self.left)
         return range(
             begin, max(begin, self.keys if self.right < 0 else min(self.keys, end + self.right))
         )
 
-    def seeing(self, piece: _Piece) -> _Piece:
-        """The queries of the piece that see any key: those before the first key's reach see
-        none."""
-        blind = (
-            0 if self.right < 0 else min(piece.rows, max(0, -self.ahead - self.right - piece.start))
-        )
-        return _Piece(piece.start + blind, piece.row + blind, piece.rows - blind)
+    def seeing(self, run: TokenRun) -> TokenRun:
+        """The queries of the run that see any key. Those too far before the first key see none."""
+        blind = 0 if self.right < 0 else min(run.rows, max(0, -self.ahead - self.right - run.start))
+        return TokenRun(run.start + blind, run.row + blind, run.rows - blind)
 
-    def entry(self, piece: _Piece, keys: range, key_row: int) -> Entry:
-        """Queries, of which each sees some key, against the keys that they see."""
-        at = piece.start + self.ahead - keys.start
-        low = 1 - piece.rows if self.left < 0 else max(1 - piece.rows, at - self.left)
+    def entry(self, run: TokenRun, keys: range, key_row: int) -> Entry:
+        """An entry of queries, each of which sees some key, and the keys that they see."""
+        at = run.start + self.ahead - keys.start
+        low = 1 - run.rows if self.left < 0 else max(1 - run.rows, at - self.left)
         high = len(keys) - 1 if self.right < 0 else min(len(keys) - 1, at + self.right)
-        return Entry(piece.row, piece.rows, key_row, len(keys), low, high)
+        return Entry(run.row, run.rows, key_row, len(keys), low, high)
 
 
-class _Held:
-    """What each rank holds of each sequence of a micro-batch."""
+class RankSpans:
+    """The tokens that each rank holds of each sequence of a micro-batch."""
 
     def __init__(self, layout: Layout) -> None:
         self.sequences: dict[int, tuple[int, ...]] = {}
-        """Of each rank, in order."""
-        self._pieces: dict[tuple[int, int], list[_Piece]] = {}
+        """The sequences of each rank, in order."""
+        self._runs: dict[tuple[int, int], list[TokenRun]] = {}
         for group in layout.plan.micro_batches[layout.micro_batch]:
             for rank in range(group.first_rank, group.first_rank + group.degree):
                 self.sequences[rank] = tuple(group.sequences)
                 row = 0
                 for sequence, start, rows in Layout(layout.plan, layout.micro_batch, rank).spans:
-                    held = self._pieces.setdefault((rank, sequence), [])
-                    held.append(_Piece(start, row, rows))
+                    runs = self._runs.setdefault((rank, sequence), [])
+                    runs.append(TokenRun(start, row, rows))
                     row += rows
 
-    def of(self, rank: int, sequence: int) -> list[_Piece]:
-        return self._pieces.get((rank, sequence), [])
+    def of(self, rank: int, sequence: int) -> list[TokenRun]:
+        return self._runs.get((rank, sequence), [])
 
 
-class Reads:
-    """Keys to the ranks whose queries see them, a route between two layouts; and what is computed
-    there."""
+class KeyRoute:
+    """The route of keys to the ranks whose queries see them, between two layouts; and the entries
+    that are computed there."""
 
     def __init__(self, queries: Layout, keys: Layout, window: tuple[int, int]) -> None:
         """``queries``, ``keys``: this rank's layouts in the two plans. ``window``: as
         FlashAttention has it, (-1, 0) being causal."""
         self._queries, self._keys, self.window = queries, keys, window
         _check_sequences(queries, keys)
-        self._asking, self._owned = _Held(queries), _Held(keys)
+        self._query_spans, self._key_spans = RankSpans(queries), RankSpans(keys)
         self.agreed: set[int] = set()
         self.blocks: dict[Kernel, Blocks] = {}
         rank = queries.rank
@@ -135,23 +133,23 @@ class Reads:
         self.pack = _table(pack, 2)
         self.arrange = _table([(wire, rows) for _, wire, rows in sorted(stores)], 2)
 
-    def _sight(self, sequence: int) -> _Sight:
+    def _visibility(self, sequence: int) -> Visibility:
         queries, keys = self._queries.plan.lengths, self._keys.plan.lengths
-        return _Sight(queries[sequence], keys[sequence], *self.window)
+        return Visibility(queries[sequence], keys[sequence], *self.window)
 
-    def _pieces(self, rank: int, sequence: int) -> list[_Piece]:
-        """A rank's queries of a sequence; all as one where no mask tells them apart."""
-        pieces = self._asking.of(rank, sequence)
-        if self.window != (-1, -1) or not pieces:
-            return pieces
-        return [_Piece(0, pieces[0].row, sum(piece.rows for piece in pieces))]
+    def _query_runs(self, rank: int, sequence: int) -> list[TokenRun]:
+        """A rank's queries of a sequence; all as one run where no mask tells them apart."""
+        runs = self._query_spans.of(rank, sequence)
+        if self.window != (-1, -1) or not runs:
+            return runs
+        return [TokenRun(0, runs[0].row, sum(run.rows for run in runs))]
 
     def _seen(self, rank: int, sequence: int) -> list[range]:
-        """Keys of a sequence that queries of a rank see, ascending, apart from each other."""
-        sight = self._sight(sequence)
+        """Keys of a sequence that queries of a rank see: ascending ranges with gaps between."""
+        visibility = self._visibility(sequence)
         seen: list[range] = []
-        for piece in self._pieces(rank, sequence):
-            keys = sight.keys_of(piece)
+        for run in self._query_runs(rank, sequence):
+            keys = visibility.keys_of(run)
             if seen and keys and keys.start <= seen[-1].stop:
                 seen[-1] = range(seen[-1].start, max(seen[-1].stop, keys.stop))
             elif keys:
@@ -161,17 +159,17 @@ class Reads:
     def _carried(self, owner: int, reader: int) -> Iterator[tuple[int, int, int, int]]:
         """Keys of an owner that a reader sees, in the order of the wire: (sequence, place among all
         that the reader sees of it, the owner's row, rows)."""
-        for sequence in self._asking.sequences.get(reader, ()):
+        for sequence in self._query_spans.sequences.get(reader, ()):
             place = 0
             for seen in self._seen(reader, sequence):
-                for start, row, rows in self._owned.of(owner, sequence):
+                for start, row, rows in self._key_spans.of(owner, sequence):
                     begin, end = max(start, seen.start), min(start + rows, seen.stop)
                     if begin < end:
                         yield sequence, place + begin - seen.start, row + begin - start, end - begin
                 place += len(seen)
 
     def blocks_of(self, kernel: Kernel) -> Blocks:
-        """The work of a kernel; made once for all layers."""
+        """The calls of a kernel; made once for all layers."""
         if kernel not in self.blocks:
             self.blocks[kernel] = _blocks(
                 kernel, list(self._entries()), self._queries.rows, self.output_rows
@@ -181,15 +179,15 @@ class Reads:
     def _entries(self) -> Iterator[Entry]:
         rank = self._queries.rank
         for sequence, key_row in zip(self._queries.sequences, self.key_starts, strict=False):
-            sight, held = self._sight(sequence), self._seen(rank, sequence)
-            for whole in self._pieces(rank, sequence):
-                keys, piece = sight.keys_of(whole), sight.seeing(whole)
-                if keys and piece.rows > 0:
-                    yield sight.entry(piece, keys, key_row + _place_in(held, keys.start))
+            visibility, seen = self._visibility(sequence), self._seen(rank, sequence)
+            for whole in self._query_runs(rank, sequence):
+                keys, run = visibility.keys_of(whole), visibility.seeing(whole)
+                if keys and run.rows > 0:
+                    yield visibility.entry(run, keys, key_row + _place_in(seen, keys.start))
 
 
 def _place_in(ranges: Sequence[range], key: int) -> int:
-    """Where a key stands when the ranges are laid end to end."""
+    """The place of a key among the keys of all ranges, end to end."""
     return sum(min(key, r.stop) - r.start for r in ranges if r.start <= key)
 
 
@@ -214,7 +212,8 @@ def _check_sequences(queries: Layout, keys: Layout) -> None:
 
 
 class Blocks(NamedTuple):
-    """A kernel's calls, and where their rows belong: (row, rows, call, row of the call)."""
+    """A kernel's calls, and runs that say where their rows belong: (row, rows, call, row of the
+    call)."""
 
     calls: list[Call]
     query_runs: Tensor
@@ -232,7 +231,8 @@ def _blocks(kernel: Kernel, entries: Sequence[Entry], query_rows: int, key_rows:
 
 
 def _runs(records: Sequence[tuple[int, int, int, int]]) -> Tensor:
-    """Records cut where any of them begins or ends, so that those of the same rows are one run."""
+    """Cut records where any of them begins or ends, so that records of the same rows are one
+    run."""
     edges = sorted({edge for row, rows, *_ in records for edge in (row, row + rows)})
     cut = []
     for row, rows, part, part_row in records:
@@ -310,7 +310,7 @@ class _Attend(torch.autograd.Function):
 
 def cross_attention(
     transport: Transport,
-    reads: Reads,
+    route: KeyRoute,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -322,7 +322,7 @@ def cross_attention(
 ) -> tuple[Tensor, Tensor]:
     """See :meth:`hcp.ContextParallelHandler.cross_attention`."""
     check(query[:0], key[:0], value[:0], sinks, 0, transport.device)
-    for name, x, rows in (("key", key, reads.source_rows), ("value", value, reads.source_rows)):
+    for name, x, rows in (("key", key, route.source_rows), ("value", value, route.source_rows)):
         if x.shape[0] != rows:
             raise ValueError(
                 f"{name} has {x.shape[0]} rows, expected {rows}: this rank's rows in keys="
@@ -336,14 +336,14 @@ def cross_attention(
         query=rows_like(query),
         key=rows_like(key),
         value=rows_like(value),
-        window_size=reads.window,
+        window_size=route.window,
         softmax_scale=scale,
         softcap=choice.softcap,
         sinks=sinks is not None,
     )
     stamp = Stamp(kind, number)
-    agree_once(transport, reads, stamp)
-    whole = copy_rows(transport, reads, [key.flatten(1), value.flatten(1)], stamp)
+    agree_once(transport, route, stamp)
+    whole = copy_rows(transport, route, [key.flatten(1), value.flatten(1)], stamp)
     whole_key, whole_value = torch.split(whole, [key.shape[1:].numel(), value.shape[1:].numel()], 1)
     out: Tensor
     lse: Tensor
@@ -352,7 +352,7 @@ def cross_attention(
         whole_key.view(-1, *key.shape[1:]),
         whole_value.view(-1, *value.shape[1:]),
         kernel,
-        reads.blocks_of(kernel),
+        route.blocks_of(kernel),
         scale,
     )
     return (out, lse) if sinks is None else _with_sinks(out, lse, sinks)

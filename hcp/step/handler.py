@@ -142,7 +142,7 @@ class ContextParallelHandler(OfThisProcess):
         self._layers: dict[tuple[object, ...], attention.Layer] = {}
         self._routes: dict[object, Route] = {}
         group = range(layout.first_rank, layout.first_rank + layout.degree)
-        self._reads: dict[tuple[object, ...], cross.Reads] = {}
+        self._key_routes: dict[tuple[object, ...], cross.KeyRoute] = {}
         self._pairs = AllPairs(group, transport.rank)
 
     def _tell_loss_tokens(self, loss_tokens: float | None) -> None:
@@ -561,11 +561,11 @@ class ContextParallelHandler(OfThisProcess):
                 raise ValueError(f"query has {query.shape[0]} rows, expected {self.rows}")
             window = window_of(window_size, causal)
             place = keys.plan.checksum, keys.micro_batch, window
-            if place not in self._reads:
-                self._reads[place] = cross.Reads(self.layout, keys.layout, window)
+            if place not in self._key_routes:
+                self._key_routes[place] = cross.KeyRoute(self.layout, keys.layout, window)
             return cross.cross_attention(
                 self._transport,
-                self._reads[place],
+                self._key_routes[place],
                 *_as_kernels_take(query, key, value),
                 sinks,
                 _scale_of(query, softmax_scale),
