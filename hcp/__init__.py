@@ -8,7 +8,8 @@ from hcp.attention.comm_types import COMM_TYPES, CommChoice
 from hcp.attention.rotary import Rotary
 from hcp.errors import HcpError
 from hcp.evaluation.choose import EvalChoice, choose_eval_context_parallel
-from hcp.evaluation.plan import EvalBatch, EvalPlan, Metric, Metrics
+from hcp.evaluation.metrics import Metric, Metrics
+from hcp.evaluation.plan import EvalBatch, EvalPlan
 from hcp.exchange.layout import Layout, Span
 from hcp.exchange.loopback import loopback
 from hcp.groups.build import build_process_groups

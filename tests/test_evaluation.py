@@ -15,7 +15,9 @@ from torch.utils.data import IterableDataset
 
 import hcp
 from hcp._digest import digest_of
-from hcp.evaluation.plan import EvalPlan, Metrics
+from hcp.evaluation.metrics import Metrics
+from hcp.evaluation.plan import EvalPlan
+from hcp.evaluation.seen import Seen
 from hcp.integrations.loader import DynamicCPDataLoader, EvalDataLoader
 
 
@@ -72,7 +74,7 @@ def test_every_sample_has_weight_one_exactly_once_in_equally_many_micro_batches(
 @example([0, 3], [1, 2])
 @example([0, 4, 5], [1, 2, 6])
 def test_two_different_choices_of_samples_are_told_apart(a, b):
-    one, other = hcp.evaluation.plan._Seen(), hcp.evaluation.plan._Seen()
+    one, other = Seen(), Seen()
     one.add(a)
     other.add(b)
     assert (one.to_bytes() == other.to_bytes()) == (sorted(a) == sorted(b))

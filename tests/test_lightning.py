@@ -89,7 +89,7 @@ def make_trainer(size, folder, callbacks, **options):
 
 
 def make_loaders(groups, config):
-    from hcp.integrations.lightning import DynamicCPDataLoader, EvalDataLoader, eval_groups
+    from hcp.integrations.loader import DynamicCPDataLoader, EvalDataLoader, eval_groups
 
     evaluation = eval_groups(groups, config)
     training = DynamicCPDataLoader(documents(TRAINING), config, groups, global_batch_size=8)

@@ -1,4 +1,4 @@
 """Evaluate under another layout than training's.
 
-The doors are ``plan.EvalPlan``, ``plan.Metrics`` and ``choose.choose_eval_context_parallel``.
+The doors are ``plan.EvalPlan``, ``metrics.Metrics`` and ``choose.choose_eval_context_parallel``.
 """

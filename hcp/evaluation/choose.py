@@ -1,4 +1,4 @@
-"""Which context-parallel size evaluates fastest, and why."""
+"""The context-parallel size that evaluates fastest, and why."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from hcp.planning.plan import Plan, plan
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What is predicted for one CP size. Times are in the cost model's unit."""
+    """The prediction for one CP size. Times are in the cost model's unit."""
 
     cp: int
     micro_batches: int
-    """Of every rank, fillers included."""
+    """Micro-batches of each rank, fillers included."""
     fillers: int
     """Samples computed for nothing, over all ranks."""
     time: int
     bubble: int
     """The part of the time in which a stage waits for its neighbours."""
     exchange: int
-    """The part of the busiest rank's time that goes to rows of other ranks, by the prices for it; 0
-    under a table or a function, which have no such prices."""
+    """The part of the busiest rank's time in which it exchanges rows with other ranks. It is 0
+    under a table or a function, which have no prices for exchanges."""
     rows: int
     """Most rows of one rank in one micro-batch."""
     refusal: str = ""
@@ -35,7 +35,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class EvalChoice:
-    """The size to evaluate with, and all that were looked at."""
+    """The size to evaluate with, and all candidates."""
 
     cp: int
     why: str
@@ -67,20 +67,22 @@ def choose_eval_context_parallel(
     ranks_per_node: int | None = None,
     sizes: Sequence[int] | None = None,
 ) -> EvalChoice:
-    """The CP size with which `hcp.EvalPlan` is predicted to be done first.
+    """Choose the CP size with which `hcp.EvalPlan` is predicted to finish first.
 
     `lengths`: tokens of each sample, or of all. `ranks`: of the dp x cp domain. `memory`: most rows
     (tokens) that one rank can hold in a micro-batch. `sizes`: those to consider, by default all
-    divisors of `ranks`; restrict them where heads must be divisible. `ranks_per_node`: a CP group
-    that spans nodes pays the far prices of `cost`. Pure integers: every rank chooses the same,
-    given the same `cost`; of a function give `cost.tabulated` from one rank.
+    divisors of `ranks`; restrict them if heads must be divisible. `ranks_per_node`: a CP group that
+    spans nodes pays the far prices of `cost`. Only integers decide, so every rank chooses the same,
+    given the same `cost`. If `cost` is a function, give all ranks one rank's `cost.tabulated`.
 
-    Without `max_tokens_per_rank` the prediction is of `EvalPlan.batches`. With it, of
-    `EvalPlan.dispatch` with the CP size as `degree`: the makespans of the plans of all global
-    batches of `global_batch_size` samples, `max_tokens_per_rank` raised where a sample needs more.
+    Without `max_tokens_per_rank` the prediction is for `EvalPlan.batches`. With it, the prediction
+    is for `EvalPlan.dispatch` with the CP size as `degree`: the sum of the makespans of the plans
+    of all global batches of `global_batch_size` samples. `max_tokens_per_rank` is raised for a
+    sample that needs more.
 
-    Never one that is predicted slower than the training layout, unless that does not fit `memory`;
-    ties go to the training layout, then to the smaller size. Raises ValueError when nothing fits.
+    No size is chosen that is predicted slower than the training layout, unless that does not fit
+    `memory`. Ties go to the training layout, then to the smaller size. Raises ValueError if nothing
+    fits.
     """
     given = {
         "global_batch_size": global_batch_size,
@@ -233,7 +235,7 @@ def _time(batch: Sequence[int], cp: int, cost: CostModel, node: int) -> int:
 
 
 def _exchange(batch: Sequence[int], cp: int, cost: CostModel, node: int) -> int:
-    """What those sequences would take less if rows travelled for nothing."""
+    """The time that the exchange of rows adds to these sequences."""
     nothing: dict[str, Any] = dict.fromkeys(MOVING, 0)
     free = replace(cost, **nothing)
     return sum(cost.time(n, cp, node) - free.time(n, cp, node) for n in batch)

@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.trainer_utils import EvalLoopOutput
 
-from hcp.evaluation.plan import Metrics
+from hcp.evaluation.metrics import Metrics
 from hcp.groups.groups import ProcessGroups
 from hcp.integrations.accelerate import check_accelerator, with_barrier_of
 from hcp.integrations.loader import (

@@ -1,0 +1,122 @@
+"""Metrics of an evaluation, the same whatever the layout."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hcp.errors import HcpError
+from hcp.exchange.gather import all_gather_object
+from hcp.groups.groups import ProcessGroups
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A sum over all ranks, and what to divide it by."""
+
+    total: float
+    count: float
+
+    @property
+    def mean(self) -> float:
+        """NaN where nothing was counted."""
+        return self.total / self.count if self.count else math.nan
+
+
+class Metrics:
+    """Sums and counts of named metrics of one evaluation, in float64. They are reduced over ranks
+    once, so that the layout does not show.
+
+    Every token counts once: each rank adds the tokens that it computed, and each rank of a CP group
+    its own part. Give each validation set a name of its own. Every rank adds the same names, with a
+    sum and a count of 0 where it has nothing of one: a name that one rank lacks is an error. In a
+    pipeline only the stage that computes losses adds.
+    """
+
+    def __init__(self, eval_pgs: ProcessGroups) -> None:
+        self._groups = eval_pgs
+        self._sums: dict[str, list[Tensor]] = {}
+
+    def add(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
+        """Add values with their weights, which have the same shape. A value of weight 0 does not
+        count, even if it is not finite."""
+        weights = torch.ones_like(values) if mask is None else mask
+        if values.shape != weights.shape:
+            raise ValueError(
+                f"values have shape {tuple(values.shape)}, mask {tuple(weights.shape)}, expected "
+                "the same"
+            )
+        wide, weights = values.detach().double(), weights.detach().double()
+        masked = torch.where(weights == 0, 0.0, wide * weights)
+        self.add_sum(name, masked.sum(), weights.sum())
+
+    def add_sum(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
+        """Add what a loss function has summed already, such as Megatron's [sum, tokens]."""
+        pair = [
+            torch.as_tensor(x, dtype=torch.float64).detach().reshape(()) for x in (total, count)
+        ]
+        sums = self._sums.setdefault(name, [])
+        sums.append(torch.stack([x.to(pair[0].device) for x in pair]))
+        if len(sums) >= 1024:
+            sums[:] = [torch.stack(sums).sum(0)]
+
+    def reduce(self) -> dict[str, Metric]:
+        """The totals of all ranks. Every rank calls it, of every pipeline stage, and gets them.
+
+        Raises HcpError on all of them if a rank added something that is not finite, which the mean
+        would hide, or if one lacks a name that another added.
+        """
+        groups = self._groups
+        own = {name: torch.stack(sums).sum(0).tolist() for name, sums in self._sums.items()}
+        payloads = groups.transport.all_gather_bytes(json.dumps(own).encode(), "Metrics.reduce")
+        by_rank = [json.loads(payload) for payload in payloads]
+        problem = _problem_of(by_rank)
+        if problem:
+            return self._share_with_stages({}, problem)
+        names = sorted({name for sums in by_rank for name in sums})
+        totals = {
+            # Correctly rounded, so that the order of ranks does not show.
+            name: Metric(*(math.fsum(s[name][i] for s in by_rank) for i in (0, 1)))
+            for name in names
+        }
+        return self._share_with_stages(totals, None)
+
+    def _share_with_stages(
+        self, totals: dict[str, Metric], problem: str | None
+    ) -> dict[str, Metric]:
+        groups = self._groups
+        gathered = [(totals, problem)]
+        if "pp" in groups.roles and groups.size("pp") > 1:
+            gathered = all_gather_object((totals, problem), groups.pp)
+        for _, found in gathered:
+            if found:
+                raise HcpError(f"rank {dist.get_rank()}: {found}")
+        named = [stage for stage, _ in gathered if stage]
+        if len(named) > 1:
+            raise HcpError(
+                f"rank {dist.get_rank()}: {len(named)} pipeline stages added metrics, expected "
+                "only the one that computes losses"
+            )
+        return named[0] if named else {}
+
+
+def _problem_of(by_rank: Sequence[Mapping[str, Sequence[float]]]) -> str | None:
+    """Why totals of these sums, one mapping for each rank of dp_cp, would be wrong; or None."""
+    for rank, sums in enumerate(by_rank):
+        for name, pair in sums.items():
+            if not all(map(math.isfinite, pair)):
+                return f"rank {rank} of dp_cp added {pair} to {name!r}, expected finite"
+        for other, theirs in enumerate(by_rank):
+            missing = sorted(theirs.keys() - sums.keys())
+            if missing:
+                return (
+                    f"rank {other} of dp_cp added {missing} and rank {rank} did not, expected the "
+                    "same names on every rank: add_sum(name, 0.0, 0) where one has nothing of it"
+                )
+    return None
