@@ -108,7 +108,7 @@ hcp_status hcp__cost_fits(const hcp_cost *cost, int64_t length, int32_t most, hc
                    (long long)length);
 }
 
-/* ---- tables ---- */
+/* ---- cost tables ---- */
 
 int32_t hcp__times_row(const hcp_times *times, int64_t length) {
   int32_t low = 0, high = times->length_count - 1;

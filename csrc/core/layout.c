@@ -108,7 +108,7 @@ static sizes measure(const hcp_plan *plan, const hcp_group *group, int32_t rank)
   return size;
 }
 
-/* The layout and its arrays are one block, widest elements first. */
+/* The layout and its arrays are one allocation, widest elements first. */
 static hcp_layout *allocate(const sizes *size) {
   size_t sequences = (size_t)size->sequences, spans = (size_t)size->spans;
   hcp_layout *layout =
@@ -130,7 +130,7 @@ static hcp_layout *allocate(const sizes *size) {
   return layout;
 }
 
-/* Rows behind all sequences, each at position 0. */
+/* Rows after all sequences, each at position 0. */
 static void fill_padding(const hcp_plan *plan, const hcp_group *group, hcp_layout *layout) {
   int64_t *positions = (int64_t *)(uintptr_t)layout->positions;
   int64_t *paddings = (int64_t *)(uintptr_t)layout->paddings;

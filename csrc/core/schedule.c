@@ -2,7 +2,7 @@
  *
  * A rank's rows of a sequence, in local order, are in token order, and lie in
  * at most two pieces of consecutive tokens. A piece of queries sees a piece of
- * keys through a band, and so a run of its rows. Without a window much of this
+ * keys through a band, and so consecutive rows of it. Without a window much of this
  * joins: local queries against local keys are one causal square, and of another
  * rank's rows a query piece sees a prefix.
  *
@@ -56,16 +56,16 @@ const char *hcp_comm_type_name(hcp_comm_type type) {
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-static int64_t length_of(const builder *b, int32_t slot) {
-  return b->plan->lengths[b->plan->sequences[b->group->first_sequence + slot]];
+static int64_t length_of(const builder *b, int32_t index) {
+  return b->plan->lengths[b->plan->sequences[b->group->first_sequence + index]];
 }
 
-static int32_t pieces_of(const builder *b, int32_t slot, int32_t k, hcp__piece pieces[2]) {
-  return hcp__pieces(length_of(b, slot), b->degree, k, pieces);
+static int32_t pieces_of(const builder *b, int32_t index, int32_t k, hcp__piece pieces[2]) {
+  return hcp__pieces(length_of(b, index), b->degree, k, pieces);
 }
 
-static int64_t rows_of(const builder *b, int32_t slot, int32_t k) {
-  int64_t length = length_of(b, slot);
+static int64_t rows_of(const builder *b, int32_t index, int32_t k) {
+  int64_t length = length_of(b, index);
   return hcp__rows_before(length, b->degree, k, length);
 }
 
@@ -133,10 +133,10 @@ static ranges rows_seen(const builder *b, const hcp__piece *queries, int32_t que
 }
 
 /* Rows of `owner` that any query of `reader` sees. */
-static ranges seen_by(const builder *b, int32_t slot, int32_t owner, int32_t reader) {
+static ranges seen_by(const builder *b, int32_t index, int32_t owner, int32_t reader) {
   hcp__piece queries[2], keys[2];
-  int32_t query_pieces = pieces_of(b, slot, reader, queries);
-  int32_t key_pieces = pieces_of(b, slot, owner, keys);
+  int32_t query_pieces = pieces_of(b, index, reader, queries);
+  int32_t key_pieces = pieces_of(b, index, owner, keys);
   return rows_seen(b, queries, query_pieces, keys, key_pieces);
 }
 
@@ -154,14 +154,14 @@ static int64_t place_in(const ranges *list, int64_t row) {
   return place;
 }
 
-/* Sequences of the group: slots from begin on, up to end. */
-typedef struct slots {
+/* Sequences of the group from index begin on, up to end. */
+typedef struct sequences {
   int32_t begin, end;
-} slots;
+} sequences;
 
-static slots all_slots(const builder *b) { return (slots){0, b->group->sequences}; }
+static sequences all_sequences(const builder *b) { return (sequences){0, b->group->sequences}; }
 
-static int64_t all_rows_seen(const builder *b, slots of, int32_t owner, int32_t reader) {
+static int64_t all_rows_seen(const builder *b, sequences of, int32_t owner, int32_t reader) {
   int64_t rows = 0;
   for (int32_t s = of.begin; s < of.end; s++) {
     ranges seen = seen_by(b, s, owner, reader);
@@ -279,11 +279,11 @@ static void append_entries(builder *b, int64_t query_row, const hcp__piece *quer
 
 /* ---- stage 0: local rows ---- */
 
-static void local_entries(builder *b, int32_t slot, int64_t row) {
+static void local_entries(builder *b, int32_t index, int64_t row) {
   hcp__piece pieces[2];
-  int64_t rows = rows_of(b, slot, b->j);
-  int32_t n = pieces_of(b, slot, b->j, pieces);
-  if (n > 0 && b->mask.right == 0 && b->mask.left >= length_of(b, slot) - 1)
+  int64_t rows = rows_of(b, index, b->j);
+  int32_t n = pieces_of(b, index, b->j, pieces);
+  if (n > 0 && b->mask.right == 0 && b->mask.left >= length_of(b, index) - 1)
     append_entry(b, &(block){row, rows, row, rows, -rows, 0}); /* whatever lies between pieces */
   else
     append_entries(b, row, pieces, n, row, pieces, n, &(ranges){{{0, rows}}, 1});
@@ -381,7 +381,7 @@ static void p2p_stages(builder *b) {
 /* ---- all_gather: just the rows that are seen, some sequences a stage ---- */
 
 /* Rows for every peer, in the order in which it reads them. */
-static int64_t gather_sends(builder *b, slots of) {
+static int64_t gather_sends(builder *b, sequences of) {
   int64_t sent = 0;
   for (int32_t k = 0; k < b->degree; k++) {
     int64_t first = sent, row = b->base[b->j];
@@ -402,7 +402,7 @@ static int64_t gather_sends(builder *b, slots of) {
   return sent;
 }
 
-static int64_t gather_receives(builder *b, slots of) {
+static int64_t gather_receives(builder *b, sequences of) {
   int64_t received = 0;
   for (int32_t k = 0; k < b->degree; k++) {
     int64_t rows = k == b->j ? 0 : all_rows_seen(b, of, k, b->j);
@@ -416,7 +416,7 @@ static int64_t gather_receives(builder *b, slots of) {
 /* Gradients of all stages go home together. */
 static void gather_homes(builder *b) {
   for (int32_t k = 0; k < b->degree; k++) {
-    int64_t rows = k == b->j ? 0 : all_rows_seen(b, all_slots(b), k, b->j);
+    int64_t rows = k == b->j ? 0 : all_rows_seen(b, all_sequences(b), k, b->j);
     b->home[k] = b->home_sent;
     append_peer(b, HCP_SCHEDULE_HOME_SENDS, k, b->home_sent, rows);
     b->home_sent += rows;
@@ -442,10 +442,10 @@ static void place_keys(builder *b, int32_t owner, int64_t key_row, int64_t rows,
 
 /* Tokens that belong to others, in token order: their owners send each its own
  * in that order too. Returns the key row behind them. */
-static int64_t gather_tokens(builder *b, int32_t slot, range tokens, int64_t key_row,
+static int64_t gather_tokens(builder *b, int32_t index, range tokens, int64_t key_row,
                              int64_t first_entry) {
   int32_t degree = b->degree;
-  int64_t length = length_of(b, slot);
+  int64_t length = length_of(b, index);
   for (int32_t chunk = 0; chunk < 2 * degree; chunk++) {
     int32_t owner = chunk < degree ? chunk : 2 * degree - 1 - chunk;
     int64_t begin = most(tokens.begin, hcp__chunk_start(length, degree, chunk));
@@ -459,9 +459,9 @@ static int64_t gather_tokens(builder *b, int32_t slot, range tokens, int64_t key
   return key_row;
 }
 
-/* Goes on to the sequence behind slot. */
-static void pass_sequence(builder *b, int32_t slot) {
-  for (int32_t k = 0; k < b->degree; k++) b->base[k] += rows_of(b, slot, k);
+/* Goes on to the sequence behind index. */
+static void pass_sequence(builder *b, int32_t index) {
+  for (int32_t k = 0; k < b->degree; k++) b->base[k] += rows_of(b, index, k);
 }
 
 /* What lies between and around a rank's own pieces. */
@@ -478,10 +478,10 @@ static int32_t gaps_of(int64_t length, const hcp__piece *pieces, int32_t n,
 }
 
 /* Entries and keys of one sequence. Returns the key row behind them. */
-static int64_t gather_sequence(builder *b, int32_t slot, int64_t query_row, int64_t key_row) {
+static int64_t gather_sequence(builder *b, int32_t index, int64_t query_row, int64_t key_row) {
   hcp__piece queries[2], gaps[PIECES_MAX];
-  int32_t query_pieces = pieces_of(b, slot, b->j, queries);
-  int32_t gap_count = gaps_of(length_of(b, slot), queries, query_pieces, gaps);
+  int32_t query_pieces = pieces_of(b, index, b->j, queries);
+  int32_t gap_count = gaps_of(length_of(b, index), queries, query_pieces, gaps);
   int64_t first_entry = hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES), row = 0;
   ranges seen = rows_seen(b, queries, query_pieces, gaps, gap_count);
   append_entries(b, query_row, queries, query_pieces, key_row, gaps, gap_count, &seen);
@@ -490,14 +490,14 @@ static int64_t gather_sequence(builder *b, int32_t slot, int64_t query_row, int6
       range tokens = {most(seen.range[i].begin, row), least(seen.range[i].end, row + gaps[g].rows)};
       tokens.begin += gaps[g].start - row;
       tokens.end += gaps[g].start - row;
-      key_row = gather_tokens(b, slot, tokens, key_row, first_entry);
+      key_row = gather_tokens(b, index, tokens, key_row, first_entry);
     }
     row += gaps[g].rows;
   }
   return key_row;
 }
 
-static void gather_entries(builder *b, slots of) {
+static void gather_entries(builder *b, sequences of) {
   int64_t key_row = 0;
   for (int32_t s = of.begin; s < of.end; s++) {
     key_row = gather_sequence(b, s, b->base[b->j], key_row);
@@ -505,7 +505,7 @@ static void gather_entries(builder *b, slots of) {
   }
 }
 
-static void gather_stage(builder *b, slots of) {
+static void gather_stage(builder *b, sequences of) {
   int64_t sent = gather_sends(b, of), received = gather_receives(b, of);
   gather_entries(b, of);
   end_stage(b, sent, received, received);
@@ -513,13 +513,13 @@ static void gather_stage(builder *b, slots of) {
 
 /* Most rows of a sequence that the ranks of the group fetch: alike on all of them,
  * as their stages must be. */
-static int64_t fetched_most(const builder *b, int32_t slot) {
-  return least(length_of(b, slot), 2 * (b->mask.left + b->mask.right));
+static int64_t fetched_most(const builder *b, int32_t index) {
+  return least(length_of(b, index), 2 * (b->mask.left + b->mask.right));
 }
 
 static void all_gather_stages(builder *b) {
   int64_t left = 0, rows = 0;
-  slots of = {0, 0};
+  sequences of = {0, 0};
   gather_homes(b);
   for (int32_t s = 0; s < b->group->sequences; s++) left += fetched_most(b, s);
   int64_t stages = most(1, least(left / b->stage_rows, HCP_SCHEDULE_GATHERS_MAX));
@@ -565,8 +565,8 @@ static int64_t trade_rows(builder *b, int32_t m, int64_t row, int64_t rows) {
 
 /* The place's rows of a sequence, from row on: those of neighbour after neighbour
  * from its early chunk on, then back again. Returns the row behind them. */
-static int64_t trade_sequence(builder *b, int32_t slot, int64_t row) {
-  int64_t length = length_of(b, slot);
+static int64_t trade_sequence(builder *b, int32_t index, int64_t row) {
+  int64_t length = length_of(b, index);
   for (int32_t i = 0; i < 2 * b->inner; i++) {
     int32_t m = i < b->inner ? i : 2 * b->inner - 1 - i, ranks = b->group->degree;
     int32_t chunk = b->j * b->inner + m;

@@ -1,4 +1,4 @@
-/* table.c - sections of records that become one block. */
+/* table.c - sections of records, built one record at a time, that become one table. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -135,7 +135,7 @@ void hcp__align_runs(hcp__lists *lists, int32_t section) {
   free(raw.words);
 }
 
-/* ---- the block ---- */
+/* ---- the table ---- */
 
 hcp_status hcp__table_create(const hcp__lists *lists, int32_t n, hcp_table **table,
                              hcp_error *err) {

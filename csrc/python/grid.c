@@ -1,4 +1,4 @@
-/* grid.c - Grid: which ranks form tp, pp, cp, dp, ... for a layout of the job. */
+/* grid.c - Grid: which ranks form tp, pp, cp, dp, ... for a job layout. */
 #include <string.h>
 
 #include "glue.h"

@@ -88,7 +88,7 @@ static PyObject *get_spans(PyObject *self, void *unused) {
   if (spans == NULL) return NULL;
   for (Py_ssize_t i = 0; i < layout->span_count; i++) {
     const hcp_span *span = &layout->spans[i];
-    PyObject *item = Py_BuildValue("(iLL)", (int)layout->sequences[span->slot],
+    PyObject *item = Py_BuildValue("(iLL)", (int)layout->sequences[span->index],
                                    (long long)span->start, (long long)span->rows);
     if (item == NULL || PyTuple_SetItem(spans, i, item) < 0) {
       Py_DECREF(spans);

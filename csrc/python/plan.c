@@ -102,7 +102,7 @@ static PyObject *pipeline_time(PyObject *module, PyObject *args, PyObject *kwarg
                                    &virtual_stages, &group) ||
       hcp_py_int32(stages, "stages", &pipeline.stages) < 0 ||
       hcp_py_int32(virtual_stages, "virtual_stages", &pipeline.virtual_stages) < 0 ||
-      hcp_py_int32(group, "group", &pipeline.group) < 0 ||
+      hcp_py_int32(group, "group", &pipeline.micro_batch_group) < 0 ||
       hcp_py_int64s(list, "times", &times, &n) < 0)
     return NULL;
   hcp_status status = hcp_pipeline_time(&pipeline, times, (int32_t)n, &makespan, &err);

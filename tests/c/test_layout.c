@@ -9,13 +9,13 @@ static void mark(const hcp_plan *plan, const hcp_layout *layout, char *seen, int
   for (int32_t s = 0; s < layout->span_count; s++) {
     hcp_span span = layout->spans[s];
     CHECK(span.rows >= 1);
-    CHECK(row >= layout->cu_seqlens[span.slot]);
-    CHECK(row + span.rows <= layout->cu_seqlens[span.slot + 1]);
+    CHECK(row >= layout->cu_seqlens[span.index]);
+    CHECK(row + span.rows <= layout->cu_seqlens[span.index + 1]);
     for (int64_t i = 0; i < span.rows; i++) {
       CHECK_INT(layout->positions[row++], span.start + i);
-      seen[layout->sequences[span.slot] * width + span.start + i]++;
+      seen[layout->sequences[span.index] * width + span.start + i]++;
     }
-    CHECK_INT(layout->lengths[span.slot], plan->lengths[layout->sequences[span.slot]]);
+    CHECK_INT(layout->lengths[span.index], plan->lengths[layout->sequences[span.index]]);
   }
   CHECK_INT(row, layout->rows - layout->padding);
   CHECK_INT(layout->cu_seqlens[layout->sequence_count], row);

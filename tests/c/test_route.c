@@ -82,7 +82,7 @@ static int64_t check_layouts(const hcp_plan *plan, int32_t rank, int32_t first, 
     for (int32_t s = 0; s < layout->span_count; s++)
       for (int64_t t = 0; t < layout->spans[s].rows; t++)
         CHECK_INT(d.output[rank][row++],
-                  row_name(layout->sequences[layout->spans[s].slot], layout->spans[s].start + t));
+                  row_name(layout->sequences[layout->spans[s].index], layout->spans[s].start + t));
     hcp_layout_destroy(layout);
   }
   return row;
@@ -145,8 +145,8 @@ static int64_t fill_layout(const hcp_layout *layout, int64_t *rows, int64_t shif
     for (int64_t t = 0; t < layout->spans[s].rows + more; t++) {
       hcp_span span = layout->spans[s];
       int64_t token = span.start + t - shift;
-      int inside = token >= 0 && token < layout->lengths[span.slot];
-      rows[row++] = inside ? row_name(layout->sequences[span.slot], token) : 0;
+      int inside = token >= 0 && token < layout->lengths[span.index];
+      rows[row++] = inside ? row_name(layout->sequences[span.index], token) : 0;
     }
   return row;
 }

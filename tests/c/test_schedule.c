@@ -48,7 +48,7 @@ static void open_rank(const hcp_plan *plan, int32_t m, int32_t rank, hcp_comm_ty
   for (int32_t s = 0; s < r->layout->span_count; s++)
     for (int64_t t = 0; t < r->layout->spans[s].rows; t++)
       r->own[row++] =
-          token(r->layout->sequences[r->layout->spans[s].slot], r->layout->spans[s].start + t);
+          token(r->layout->sequences[r->layout->spans[s].index], r->layout->spans[s].start + t);
   CHECK_INT(section(r->schedule, HCP_SCHEDULE_SIZES)[0], row);
 }
 

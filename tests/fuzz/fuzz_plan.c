@@ -52,7 +52,7 @@ static void take_pipeline(bytes *b, hcp_limits *limits) {
   if (take(b, 0, 2) > 0) return;
   pipeline->stages = (int32_t)take(b, 0, 8);
   pipeline->virtual_stages = (int32_t)maybe(b, 3);
-  pipeline->group = take(b, 0, 3) || pipeline->virtual_stages < 2
+  pipeline->micro_batch_group = take(b, 0, 3) || pipeline->virtual_stages < 2
                         ? 0
                         : pipeline->stages + (int32_t)take(b, -1, 3);
 }

@@ -9,7 +9,7 @@
  * knapsack; X is refuted when it does not fit in N X, launches included. */
 #include <stdlib.h>
 
-#include "../internal.h"
+#include "plan.h"
 
 /* Making a kind big instead of small saves this much rank-time a rank. */
 typedef struct offer {

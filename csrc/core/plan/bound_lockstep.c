@@ -17,12 +17,12 @@
  * costs more still: see idle_beside(). */
 #include <stdlib.h>
 
-#include "../internal.h"
+#include "plan.h"
 
 enum {
   LEVELS = 24,   /* intervals of heights, */
   STEP = 8,      /* each this part lower than the one before */
-  RUNS = 24,     /* of micro-batches that are looked at as one */
+  BUNDLES = 24,     /* of micro-batches that are looked at as one */
   SINGLE = 16,   /* of them, those of one micro-batch */
   SPLITS = 16,   /* of the interval that decides */
   NARROW = 8,    /* log2 of what is narrow, as a part of the height */
@@ -53,11 +53,11 @@ typedef struct lockstep {
   dense *least;     /* kinds: at least degrees */
   int64_t *area;    /* kinds: of all up to this one, at least degrees */
   level now;
-  int32_t run_count;
-  int64_t runs[RUNS]; /* micro-batches in each, tallest first */
+  int32_t bundle_count;
+  int64_t bundles[BUNDLES]; /* micro-batches in each, tallest first */
   int32_t level_count;
   int64_t bottoms[LEVELS], tops[LEVELS];
-  int64_t left[RUNS][LEVELS]; /* -1: what must be before does not fit there */
+  int64_t left[BUNDLES][LEVELS]; /* -1: what must be before does not fit there */
 } lockstep;
 
 static int64_t saturated(hcp__wide value) { return value < MOST ? (int64_t)value : MOST; }
@@ -209,7 +209,7 @@ static int64_t idle_beside(const lockstep *l, const hcp__kind *kind, int64_t hei
 static int64_t tallest(lockstep *l, int64_t bottom, int64_t top, int64_t below) {
   const hcp__problem *p = l->p;
   int64_t idle = 0,
-          sum = saturated((hcp__wide)bottom + (hcp__wide)l->runs[0] * p->cost->launch + below);
+          sum = saturated((hcp__wide)bottom + (hcp__wide)l->bundles[0] * p->cost->launch + below);
   look_at(l, top);
   if (l->now.must_rows > 0) return MOST;
   for (int32_t k = 0; k < p->kind_count && k < LOOKED_AT; k++) {
@@ -223,11 +223,11 @@ static int64_t tallest(lockstep *l, int64_t bottom, int64_t top, int64_t below) 
 
 /* ---- all of them ---- */
 
-static void make_runs(lockstep *l) {
+static void make_bundles(lockstep *l) {
   int64_t left = waves_needed(l->p);
-  for (l->run_count = 0; left > 0; left -= l->runs[l->run_count++]) {
-    int32_t open = RUNS - l->run_count;
-    l->runs[l->run_count] = l->run_count < SINGLE ? 1 : (left + open - 1) / open;
+  for (l->bundle_count = 0; left > 0; left -= l->bundles[l->bundle_count++]) {
+    int32_t open = BUNDLES - l->bundle_count;
+    l->bundles[l->bundle_count] = l->bundle_count < SINGLE ? 1 : (left + open - 1) / open;
   }
 }
 
@@ -246,23 +246,23 @@ static void make_left(lockstep *l) {
   for (int32_t g = 0; g < l->level_count; g++) {
     hcp__wide rows = 0;
     look_at(l, l->tops[g]);
-    for (int32_t i = 0; i < l->run_count; i++) {
+    for (int32_t i = 0; i < l->bundle_count; i++) {
       l->left[i][g] = left_by(l, saturated(rows));
-      rows += (hcp__wide)l->runs[i] * l->p->capacity * l->p->limits->ranks;
+      rows += (hcp__wide)l->bundles[i] * l->p->capacity * l->p->limits->ranks;
     }
   }
 }
 
 /* sums[g], the least s(i + 1, H') for H' in the level or below, becomes s(i, H) for H
- * in the level, and then the least of it and those below. The others of a run are
+ * in the level, and then the least of it and those below. The others of a bundle are
  * as high as the first of the next one, at least. */
-static void add_run(const lockstep *l, int32_t i, int64_t launches, int64_t *sums) {
-  int64_t least = MOST, own = saturated((hcp__wide)l->runs[i] * l->p->cost->launch);
+static void add_bundle(const lockstep *l, int32_t i, int64_t launches, int64_t *sums) {
+  int64_t least = MOST, own = saturated((hcp__wide)l->bundles[i] * l->p->cost->launch);
   for (int32_t g = l->level_count - 1; g >= 0; g--) {
     int64_t high = saturated((hcp__wide)l->bottoms[g] + own + sums[g]);
     int64_t wide = saturated((hcp__wide)(l->left[i][g] / l->p->limits->ranks) + launches);
     int64_t sum = l->left[i][g] < 0 ? MOST : wide > high ? wide : high;
-    if (i > 0) sum = saturated(sum + (hcp__wide)l->bottoms[g] * (l->runs[i - 1] - 1));
+    if (i > 0) sum = saturated(sum + (hcp__wide)l->bottoms[g] * (l->bundles[i - 1] - 1));
     if (sum < least) least = sum;
     sums[g] = least;
   }
@@ -300,12 +300,12 @@ static int64_t split(lockstep *l, const int64_t *below) {
 static int64_t lockstep_bound(lockstep *l) {
   int64_t below[LEVELS] = {0}, launches = 0;
   make_least(l);
-  make_runs(l);
+  make_bundles(l);
   make_levels(l);
   make_left(l);
-  for (int32_t i = l->run_count - 1; i > 0; i--) {
-    launches = saturated(launches + (hcp__wide)l->runs[i] * l->p->cost->launch);
-    add_run(l, i, launches, below);
+  for (int32_t i = l->bundle_count - 1; i > 0; i--) {
+    launches = saturated(launches + (hcp__wide)l->bundles[i] * l->p->cost->launch);
+    add_bundle(l, i, launches, below);
   }
   return split(l, below);
 }

@@ -41,7 +41,7 @@
  * This is for stages of one chunk; interleaved, only the ramp counts. */
 #include <stdlib.h>
 
-#include "../internal.h"
+#include "plan.h"
 
 /* Micro-batches of one rank that are looked at, and the unit of a reach. */
 enum { COUNTS = 2048, ONE = 1 << 20 };

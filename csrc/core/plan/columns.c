@@ -15,7 +15,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../internal.h"
+#include "plan.h"
 
 enum {
   LEVELS = 1 << 16, /* of the target, where sequences are poured */

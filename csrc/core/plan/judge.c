@@ -1,7 +1,7 @@
 /* judge.c - how good an attempt is: its makespan, by which the search keeps the best. */
 #include <stdlib.h>
 
-#include "../internal.h"
+#include "plan.h"
 
 typedef hcp__search search;
 

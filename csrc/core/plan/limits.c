@@ -1,6 +1,6 @@
 /* limits.c - what a plan must keep beyond degrees and rows: bytes, bounds of
  * single sequences, ranks of different speed, pipelines. */
-#include "../internal.h"
+#include "plan.h"
 
 enum { STAGES_MAX = 4096, GROUP_MAX = STAGES_MAX, SLOWNESS_MAX = 1 << 26 };
 
@@ -38,12 +38,12 @@ hcp_status hcp__pipeline_check(const hcp_pipeline *pipeline, hcp_error *err) {
                      "virtual_stages is %d, expected 0 or 1, or up to %d in a pipeline of 2 stages "
                      "or more",
                      chunks, STAGES_MAX);
-  if (pipeline->group != 0 &&
-      (chunks < 2 || pipeline->group < stages || pipeline->group > GROUP_MAX))
+  if (pipeline->micro_batch_group != 0 && (chunks < 2 || pipeline->micro_batch_group < stages ||
+                                           pipeline->micro_batch_group > GROUP_MAX))
     return hcp__fail(err, HCP_INVALID,
                      "micro_batch_group is %d, expected pipeline_stages (%d) to %d of a pipeline "
                      "with virtual_stages > 1, or 0",
-                     pipeline->group, stages, GROUP_MAX);
+                     pipeline->micro_batch_group, stages, GROUP_MAX);
   return HCP_OK;
 }
 

@@ -8,7 +8,7 @@
  * fit, and otherwise to the rank that is free soonest. */
 #include <stdlib.h>
 
-#include "../internal.h"
+#include "plan.h"
 
 /* Blocks of a rank that a further sequence may join, latest first; and the most
  * ranks of a pod, within which one wide group is placed. */
@@ -139,7 +139,7 @@ static int add_gap(list *l, int32_t rank, int32_t width, int64_t from, int64_t r
   return 1;
 }
 
-/* What an interval leaves free before start: one gap per run of equal loads. */
+/* What an interval leaves free before start: one gap for neighbours of equal load. */
 static int add_gaps(list *l, int32_t first, int32_t degree, int64_t start) {
   for (int32_t r = first, next; r < first + degree; r = next) {
     for (next = r + 1; next < first + degree && l->loads[next] == l->loads[r];) next++;

@@ -2,7 +2,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../internal.h"
+#include "plan.h"
 
 hcp_status hcp__draft_init_for(hcp__draft *draft, const hcp__problem *p, hcp_error *err) {
   return hcp__draft_init(draft, p->n + hcp__multiple(&p->limits->pipeline), err);
@@ -11,15 +11,15 @@ hcp_status hcp__draft_init_for(hcp__draft *draft, const hcp__problem *p, hcp_err
 /* ---- emitting ---- */
 
 /* Groups of a draft and the micro-batch that each belongs to. */
-typedef struct parts {
+typedef struct grouping {
   const hcp__draft *from;
   int32_t *batch_of; /* groups */
   int32_t count;     /* micro-batches, those without groups included */
-} parts;
+} grouping;
 
 /* Where the groups of each place begin: a counting sort. places: of each
  * micro-batch, NULL: as they are numbered. */
-static void count_groups(const parts *x, const int32_t *places, hcp__draft *to) {
+static void count_groups(const grouping *x, const int32_t *places, hcp__draft *to) {
   for (int32_t m = 0; m < x->count; m++) to->micro_batches[m] = (hcp_micro_batch){0, 0};
   for (int32_t g = 0; g < x->from->group_count; g++)
     to->micro_batches[places == NULL ? x->batch_of[g] : places[x->batch_of[g]]].groups++;
@@ -29,7 +29,7 @@ static void count_groups(const parts *x, const int32_t *places, hcp__draft *to) 
 }
 
 /* The groups in that order, and their sequences in the order of the groups. */
-static void emit(const parts *x, const int32_t *places, hcp__draft *to) {
+static void emit(const grouping *x, const int32_t *places, hcp__draft *to) {
   int32_t sequence = 0;
   count_groups(x, places, to);
   for (int32_t g = 0; g < x->from->group_count; g++) {
@@ -51,7 +51,7 @@ static void emit(const parts *x, const int32_t *places, hcp__draft *to) {
 }
 
 /* room: for groups that splitting may add. */
-static hcp_status parts_init(parts *x, const hcp__draft *from, int32_t room, hcp_error *err) {
+static hcp_status grouping_init(grouping *x, const hcp__draft *from, int32_t room, hcp_error *err) {
   x->from = from;
   x->count = from->micro_batch_count;
   x->batch_of = calloc((size_t)from->group_count + (size_t)room + 1, sizeof *x->batch_of);
@@ -66,7 +66,7 @@ static hcp_status parts_init(parts *x, const hcp__draft *from, int32_t room, hcp
 /* ---- the multiple ---- */
 
 /* The shortest group of a micro-batch that has others, -1: none. */
-static int32_t cheapest_group(const hcp__draft *draft, const hcp__problem *p, const parts *x,
+static int32_t cheapest_group(const hcp__draft *draft, const hcp__problem *p, const grouping *x,
                               const int32_t *left) {
   int32_t best = -1;
   int64_t least = INT64_MAX;
@@ -96,8 +96,8 @@ hcp_status hcp__draft_round_up(hcp__draft *from, const hcp__problem *p, hcp__dra
                                hcp_error *err) {
   int32_t multiple = hcp__multiple(&p->limits->pipeline), count = from->micro_batch_count;
   int32_t missing = (multiple - count % multiple) % multiple;
-  parts x;
-  hcp_status status = parts_init(&x, from, missing, err);
+  grouping x;
+  hcp_status status = grouping_init(&x, from, missing, err);
   if (status != HCP_OK) return status;
   int32_t *left = calloc((size_t)count + (size_t)missing + 1, sizeof *left);
   if (left == NULL) {
@@ -136,7 +136,7 @@ typedef struct ordering {
 
 static hcp_status judge(ordering *o, hcp_error *err) {
   int64_t makespan;
-  hcp_status status = hcp__pipeline_run(o->draft, o->p, o->times, o->latest, &makespan, err);
+  hcp_status status = hcp__pipeline_simulate(o->draft, o->p, o->times, o->latest, &makespan, err);
   o->budget -= o->passes;
   if (status != HCP_OK || makespan >= o->makespan) return status;
   o->makespan = makespan;
@@ -235,8 +235,8 @@ static hcp_status search_order(ordering *o, hcp_error *err) {
 }
 
 static hcp_status emit_order(const ordering *o, hcp__draft *to, hcp_error *err) {
-  parts x;
-  hcp_status status = parts_init(&x, o->draft, 0, err);
+  grouping x;
+  hcp_status status = grouping_init(&x, o->draft, 0, err);
   if (status != HCP_OK) return status;
   for (int32_t m = 0; m < x.count; m++) o->latest[o->order[m]] = m; /* its place */
   emit(&x, o->latest, to);

@@ -8,7 +8,7 @@
  * and the plan that the search found beside them is kept when it is better. */
 #include <stdlib.h>
 
-#include "../internal.h"
+#include "plan.h"
 
 enum {
   ONE = 1024,         /* of a full height */
@@ -210,7 +210,7 @@ static int64_t longest_of(const hcp__problem *p) {
   return longest;
 }
 
-static hcp_status run(search *s, hcp_error *err) {
+static hcp_status try_all(search *s, hcp_error *err) {
   s->longest = longest_of(s->p);
   hcp_status status = keep(s, PASSES, err); /* what the search found */
   if (status == HCP_OK && s->waves != NULL) status = try_shapes(s, err);
@@ -246,7 +246,7 @@ hcp_status hcp__plan_pipeline(const hcp__problem *p, int32_t effort, hcp__draft 
   *draft = (hcp__draft){0}; /* becomes the best */
   hcp_status status = hcp__draft_init_for(draft, p, err);
   if (status == HCP_OK) status = search_init(&s, err);
-  if (status == HCP_OK) status = run(&s, err);
+  if (status == HCP_OK) status = try_all(&s, err);
   search_release(&s);
   return status;
 }

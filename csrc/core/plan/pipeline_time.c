@@ -8,21 +8,21 @@
  * the link before it is done and the ranks have ended their pass before. */
 #include <stdlib.h>
 
-#include "../internal.h"
+#include "plan.h"
 
 /* A backward takes so many times its forward, and both together so many. */
 enum { BACKWARD = 2, WHOLE = 1 + BACKWARD };
 
 int32_t hcp__multiple(const hcp_pipeline *pipeline) {
   if (pipeline->virtual_stages < 2) return 1;
-  return pipeline->group > 0 ? pipeline->group : pipeline->stages;
+  return pipeline->micro_batch_group > 0 ? pipeline->micro_batch_group : pipeline->stages;
 }
 
 /* ---- the lists ---- */
 
 typedef struct shape {
-  int32_t stages, chunks, group;
-  int64_t count; /* micro-batches, a multiple of group */
+  int32_t stages, chunks, micro_batch_group;
+  int64_t count; /* micro-batches, a multiple of micro_batch_group */
 } shape;
 
 static shape shape_of(const hcp_pipeline *pipeline, int64_t count) {
@@ -35,19 +35,19 @@ typedef struct pass {
   int32_t micro_batch, chunk, backward;
 } pass;
 
-/* The i-th forward of a stage, or its i-th backward: group micro-batches over a
- * chunk, then the same over the next one. */
+/* The i-th forward of a stage, or its i-th backward: a group of micro-batches over
+ * a chunk, then the same ones over the next chunk. */
 static pass pass_of(const shape *s, int64_t i, int32_t backward) {
-  int64_t turn = (int64_t)s->group * s->chunks, within = i % turn;
-  int32_t chunk = (int32_t)(within / s->group);
-  return (pass){(int32_t)(i / turn * s->group + within % s->group),
+  int64_t turn = (int64_t)s->micro_batch_group * s->chunks, within = i % turn;
+  int32_t chunk = (int32_t)(within / s->micro_batch_group);
+  return (pass){(int32_t)(i / turn * s->micro_batch_group + within % s->micro_batch_group),
                 backward ? s->chunks - 1 - chunk : chunk, backward};
 }
 
 /* Forward passes of a stage before its first backward. */
 static int64_t warmup(const shape *s, int32_t stage) {
   int64_t all = s->count * s->chunks, ahead = s->stages - 1 - stage;
-  if (s->chunks > 1) ahead = 2 * ahead + (int64_t)(s->chunks - 1) * s->group;
+  if (s->chunks > 1) ahead = 2 * ahead + (int64_t)(s->chunks - 1) * s->micro_batch_group;
   return ahead < all ? ahead : all;
 }
 
@@ -60,9 +60,9 @@ static pass next_pass(const shape *s, int32_t stage, int64_t i) {
                               : pass_of(s, (i - first) / 2, 1);
 }
 
-/* ---- the run ---- */
+/* ---- the simulation ---- */
 
-/* Groups of lanes: ranks, or one lane where all ranks wait for each other. */
+/* What is simulated. A lane is a rank, or all ranks where they wait for each other. */
 typedef struct lanes {
   int32_t count;
   const hcp_micro_batch *micro_batches;
@@ -72,14 +72,14 @@ typedef struct lanes {
   const int64_t *times; /* of groups */
 } lanes;
 
-typedef struct run {
+typedef struct simulation {
   const shape *s;
   const lanes *l;
   int64_t *available; /* stages * lanes */
   int64_t *arrived;   /* groups: when their latest pass ended */
   int32_t *links;     /* 2 * micro-batches: links passed forward, and backward */
   int64_t *next;      /* stages: passes that each has run */
-} run;
+} simulation;
 
 static const hcp_micro_batch *batch_at(const lanes *l, int32_t place) {
   static const hcp_micro_batch empty = {0, 0};
@@ -87,13 +87,13 @@ static const hcp_micro_batch *batch_at(const lanes *l, int32_t place) {
   return &l->micro_batches[l->order == NULL ? place : l->order[place]];
 }
 
-static int is_ready(const run *r, int32_t stage, pass p) {
+static int is_ready(const simulation *r, int32_t stage, pass p) {
   int32_t links = r->s->stages * r->s->chunks, link = p.chunk * r->s->stages + stage;
   const int32_t *passed = &r->links[2 * (int64_t)p.micro_batch];
   return p.backward ? passed[0] == links && passed[1] == links - 1 - link : passed[0] == link;
 }
 
-static int64_t group_pass(const run *r, int32_t stage, const hcp_group *group, int32_t g,
+static int64_t group_pass(const simulation *r, int32_t stage, const hcp_group *group, int32_t g,
                           int64_t time) {
   int64_t *available = &r->available[(int64_t)stage * r->l->count + group->first_rank];
   int64_t start = r->arrived[g];
@@ -105,7 +105,7 @@ static int64_t group_pass(const run *r, int32_t stage, const hcp_group *group, i
 }
 
 /* Runs what the stage can run now; returns how many passes. */
-static int64_t advance(const run *r, int32_t stage, int64_t *last) {
+static int64_t advance(const simulation *r, int32_t stage, int64_t *last) {
   int64_t all = 2 * r->s->count * r->s->chunks, begun = r->next[stage];
   for (; r->next[stage] < all; r->next[stage]++) {
     pass p = next_pass(r->s, stage, r->next[stage]);
@@ -123,7 +123,7 @@ static int64_t advance(const run *r, int32_t stage, int64_t *last) {
 
 /* Every stage's list waits for others' earlier passes only, so some stage can
  * always go on. */
-static int64_t run_all(const run *r) {
+static int64_t run_stages(const simulation *r) {
   int64_t last = 0, moved = 1;
   while (moved > 0) {
     moved = 0;
@@ -142,7 +142,7 @@ static hcp_status simulate(const hcp_pipeline *pipeline, const lanes *l, int32_t
     if (__builtin_add_overflow(sum, l->times[g], &sum)) sum = INT64_MAX;
   if (sum > INT64_MAX / 2 / parts / s.stages)
     return hcp__fail(err, HCP_OVERFLOW, "the cost of all micro-batches exceeds 63 bits");
-  run r = {.s = &s, .l = l};
+  simulation r = {.s = &s, .l = l};
   size_t stages = (size_t)s.stages, lane_count = stages * (size_t)l->count;
   r.available = calloc(lane_count + (size_t)group_count + stages, sizeof *r.available);
   r.links = calloc(2 * (size_t)s.count + 1, sizeof *r.links);
@@ -152,7 +152,7 @@ static hcp_status simulate(const hcp_pipeline *pipeline, const lanes *l, int32_t
   } else {
     r.arrived = r.available + lane_count;
     r.next = r.arrived + group_count;
-    int64_t last = run_all(&r);
+    int64_t last = run_stages(&r);
     *makespan = last / parts + (last % parts != 0);
   }
   free(r.links);
@@ -227,8 +227,9 @@ hcp_status hcp__pipeline_times(const hcp__draft *draft, const hcp__problem *p, i
   return HCP_OK;
 }
 
-hcp_status hcp__pipeline_run(const hcp__draft *draft, const hcp__problem *p, const int64_t *times,
-                             const int32_t *order, int64_t *makespan, hcp_error *err) {
+hcp_status hcp__pipeline_simulate(const hcp__draft *draft, const hcp__problem *p,
+                                  const int64_t *times, const int32_t *order, int64_t *makespan,
+                                  hcp_error *err) {
   const hcp_pipeline *pipeline = &p->limits->pipeline;
   if (p->limits->sync == HCP_SYNC_MICRO_BATCH)
     return simulate_times(pipeline, times, draft->micro_batch_count, order, makespan, err);
@@ -244,7 +245,7 @@ hcp_status hcp__pipeline_makespan(const hcp__draft *draft, const hcp__problem *p
   if (times == NULL)
     return hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d groups", draft->group_count);
   hcp_status status = hcp__pipeline_times(draft, p, times, err);
-  if (status == HCP_OK) status = hcp__pipeline_run(draft, p, times, NULL, makespan, err);
+  if (status == HCP_OK) status = hcp__pipeline_simulate(draft, p, times, NULL, makespan, err);
   free(times);
   return status;
 }

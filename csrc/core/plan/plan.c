@@ -2,7 +2,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../internal.h"
+#include "plan.h"
 
 /* ---- checks ---- */
 
@@ -237,11 +237,11 @@ static void copy(const void *to, const void *from, size_t n, size_t size) {
   if (n > 0) memcpy((void *)(uintptr_t)to, from, n * size);
 }
 
-/* A table in a block of times_bytes. */
-static const hcp_times *copy_times(void *block, const hcp_times *times) {
+/* A copy of the cost table, in memory of times_bytes. */
+static const hcp_times *copy_times(void *memory, const hcp_times *times) {
   if (times == NULL) return NULL;
   size_t rows = (size_t)times->length_count, columns = (size_t)times->degree_count;
-  hcp_times *made = block;
+  hcp_times *made = memory;
   *made = *times;
   made->lengths = (int64_t *)(made + 1);
   made->times = made->lengths + rows;
@@ -275,19 +275,19 @@ static size_t lists_bytes(const hcp_limits *limits, int32_t n) {
   return bytes;
 }
 
-/* The plan and its arrays are one block, widest elements first; the table of
- * its cost, when there is one, comes before the narrow ones. */
+/* The plan and its arrays are one allocation, widest elements first; its cost table,
+ * when there is one, comes before the narrow ones. */
 static hcp_plan *allocate(const hcp__problem *p, const hcp__draft *draft) {
   size_t n = (size_t)p->n, batches = (size_t)draft->micro_batch_count;
-  size_t groups = (size_t)draft->group_count, table = (times_bytes(p->cost->times) + 7) / 8 * 8;
-  size_t bytes = sizeof(hcp_plan) + n * (sizeof(int64_t) + sizeof(int32_t)) + table +
+  size_t groups = (size_t)draft->group_count, times = (times_bytes(p->cost->times) + 7) / 8 * 8;
+  size_t bytes = sizeof(hcp_plan) + n * (sizeof(int64_t) + sizeof(int32_t)) + times +
                  batches * sizeof(hcp_micro_batch) + groups * sizeof(hcp_group) +
                  lists_bytes(p->limits, p->n);
   hcp_plan *plan = malloc(bytes);
   if (plan == NULL) return NULL;
   memset(plan, 0, sizeof *plan);
   int64_t *lengths = (int64_t *)(plan + 1);
-  hcp_group *group = (hcp_group *)((char *)(lengths + n) + table);
+  hcp_group *group = (hcp_group *)((char *)(lengths + n) + times);
   hcp_micro_batch *batch = (hcp_micro_batch *)(group + groups);
   plan->limits = *p->limits;
   plan->cost = *p->cost;

@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../internal.h"
+#include "plan.h"
 
 /* Above DENSE ranks, degrees are tried in steps of at most 1/STEPS of
  * themselves. Below bound / NEGLIGIBLE a sequence is never made faster. */
@@ -90,16 +90,16 @@ static int by_bounds(const void *left, const void *right) {
 /* Among equal lengths, those of equal bounds side by side. */
 static hcp_status sort_bounds(hcp__problem *p, hcp_error *err) {
   if (p->limits->min_degrees == NULL && p->limits->max_degrees == NULL) return HCP_OK;
-  bounded *run = malloc(((size_t)p->n + 1) * sizeof *run);
-  if (run == NULL) return hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d sequences", p->n);
+  bounded *equal = malloc(((size_t)p->n + 1) * sizeof *equal);
+  if (equal == NULL) return hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d sequences", p->n);
   for (int32_t i = 0, end; i < p->n; i = end) {
     int64_t length = p->lengths[p->order[i]];
     for (end = i; end < p->n && p->lengths[p->order[end]] == length; end++)
-      run[end - i] = (bounded){bounds_of(p->limits, p->order[end]), p->order[end]};
-    qsort(run, (size_t)(end - i), sizeof *run, by_bounds);
-    for (int32_t k = i; k < end; k++) p->order[k] = run[k - i].sequence;
+      equal[end - i] = (bounded){bounds_of(p->limits, p->order[end]), p->order[end]};
+    qsort(equal, (size_t)(end - i), sizeof *equal, by_bounds);
+    for (int32_t k = i; k < end; k++) p->order[k] = equal[k - i].sequence;
   }
-  free(run);
+  free(equal);
   return HCP_OK;
 }
 
@@ -150,7 +150,7 @@ static int append(hcp__problem *p, const hcp__option *option) {
   return 1;
 }
 
-/* The least rank-time in the table from a degree on. */
+/* The least area in the cost table from a degree on. */
 static int64_t tabulated_floor(const hcp__problem *p, int64_t length, int32_t least) {
   const hcp_times *times = p->cost->times;
   const int64_t *row = times->times + (int64_t)hcp__times_row(times, length) * times->degree_count;
@@ -265,7 +265,7 @@ static hcp_status infeasible(const hcp__problem *p, const hcp__kind *kind, hcp_e
 }
 
 /* What a sequence needs whatever a plan adds: one rank's time, or the least
- * rank-time in the table. */
+ * area in the cost table. */
 static int64_t work_of(const hcp__problem *p, int64_t length) {
   const hcp_times *times = p->cost->times;
   if (times == NULL) return hcp__area_floor(p->cost, length, 1, p->limits->ranks_per_node);

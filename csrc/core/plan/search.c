@@ -4,7 +4,7 @@
  * count of micro-batches and the least height that holds all for waves. */
 #include <stdlib.h>
 
-#include "../internal.h"
+#include "plan.h"
 
 enum {
   TARGET_UNIT = 64,   /* of the bound */
@@ -167,7 +167,7 @@ static hcp_status try_columns(search *s, hcp_error *err) {
 
 /* ---- both ---- */
 
-static hcp_status run(search *s, hcp_error *err) {
+static hcp_status try_all(search *s, hcp_error *err) {
   if (s->p->limits->sync == HCP_SYNC_MICRO_BATCH) {
     hcp_status status = try_list(s, s->p->bound, 0, 0, err); /* always ends with a plan */
     return status == HCP_OK && !is_done(s) ? hcp__search_waves(s, err) : status;
@@ -192,7 +192,7 @@ hcp_status hcp__plan_search(const hcp__problem *p, int32_t effort, hcp__draft *d
   hcp_status status = hcp__blocks_init(&s.blocks, p->n, err);
   if (status != HCP_OK) return status;
   status = hcp__draft_init(&s.draft, p->n, err);
-  if (status == HCP_OK) status = run(&s, err);
+  if (status == HCP_OK) status = try_all(&s, err);
   hcp__draft_release(&s.draft);
   hcp__blocks_release(&s.blocks);
   return status;

@@ -8,7 +8,7 @@
  * (Burke, Kendall and Whitwell, doi 10.1287/opre.1040.0109). */
 #include <stdlib.h>
 
-#include "../internal.h"
+#include "plan.h"
 
 typedef struct skyline {
   const hcp__problem *p;

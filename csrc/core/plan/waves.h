@@ -3,7 +3,7 @@
 #ifndef HCP_CORE_WAVES_H
 #define HCP_CORE_WAVES_H
 
-#include "../internal.h"
+#include "plan.h"
 
 /* A rank that no wide group has taken. */
 typedef struct hcp__bin {

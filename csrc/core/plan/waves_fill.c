@@ -15,7 +15,8 @@ enum { BEST_FIT = 1024 };
 
 static int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* What a sequence of the dust's mean length takes on degree ranks, < 1: unknown to the table. */
+/* What a sequence of the dust's mean length takes on degree ranks, < 1: unknown to the cost table.
+ */
 static int64_t dust_time(const hcp__waves *w, int32_t degree) {
   int64_t *time = &w->dust_times[degree];
   if (*time == 0) {

@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../internal.h"
+#include "plan.h"
 
 enum {
   TARGET_UNIT = 64, /* of the bound */

@@ -2,7 +2,7 @@
  * onto the ranks left over, then stand side by side. */
 #include <stdlib.h>
 
-#include "../internal.h"
+#include "plan.h"
 
 /* Sequences that widening may price again for one micro-batch. */
 enum { WIDEN = 4096 };

@@ -7,7 +7,7 @@
  * that counts, too; what raises both together is taken back. */
 #include <stdlib.h>
 
-#include "../internal.h"
+#include "plan.h"
 
 /* Times of all sequences at all degrees up to which there are steps; groups and
  * sequences that these look at, for each sequence and for so many more; how much more a

@@ -163,7 +163,7 @@ const char *hcp_sync_name(hcp_sync sync);
   X(int32_t, in virtual_stages, virtual_stages)                                     \
   /* micro-batches in a row of one chunk, stages to 4096; 0: stages. Interleaved */ \
   /* micro-batches come in multiples of it */                                       \
-  X(int32_t, in group, micro_batch_group)
+  X(int32_t, in micro_batch_group, micro_batch_group)
 
 #define HCP_MEMORY_LIMITS(X, in)                                 \
   /* what one row leaves for the backward */                     \
@@ -298,9 +298,9 @@ void hcp_plan_destroy(hcp_plan *plan);
 
 /* ---- 4. Layout ---------------------------------------------------------- */
 
-/* A run of consecutive tokens of one sequence on one rank. */
+/* Consecutive tokens of one sequence on one rank. */
 typedef struct hcp_span {
-  int32_t slot;  /* which of the group's sequences */
+  int32_t index; /* of the sequence, among the group's */
   int64_t start; /* first token, in the sequence */
   int64_t rows;  /* >= 1 */
 } hcp_span;

@@ -1,0 +1,370 @@
+/* plan.h - the planner: what its files share, idea by idea.
+ *
+ *   plan.c      checks a request, asks for a plan, and makes the value that callers get
+ *   problem.c   lays the request out: kinds of sequences, and options for each
+ *   bound*.c    finds a time that no plan beats
+ *   search.c    makes attempts, of which judge.c keeps the best
+ *   list.c, columns.c, skyline.c   attempts where ranks meet at the end of the step
+ *   waves*.c    attempts in micro-batches of a height, for ranks in lockstep and others
+ *   pipeline*.c split, order and time the micro-batches of a pipeline
+ *
+ * Words:
+ *
+ *   area       Ranks times time: what a group of so many ranks takes for so long.
+ *   attempt    Blocks, and the draft made of them: one way to plan the request.
+ *   bin        A rank of a wave that no wide group has taken.
+ *   block      A group while it is being filled.
+ *   bound      A time that no plan beats.
+ *   box        The room of a wave: all ranks, for the time that is the wave's height.
+ *   budget     How much an attempt may still try, counted in work and never in time.
+ *   capacity   The rows that one rank may hold.
+ *   column     Neighbouring ranks on which groups are stacked without gaps, up to a target.
+ *   draft      The micro-batches and groups of an attempt, not yet a plan.
+ *   dust       The many short sequences at the end of the order, counted as tokens and
+ *              poured like a fluid while only heights are looked for.
+ *   floor      A time, or an area, that no degree of a range beats.
+ *   gap        A time in which neighbouring ranks are free before a wide group begins.
+ *   height     The time that a wave gives to its groups, without launch.
+ *   kind       The sequences of one length and one pair of degree bounds.
+ *   launch     The price of one micro-batch on one rank, whatever it holds.
+ *   list       Sequences placed one after the other, widest first, where ranks are free
+ *              soonest.
+ *   load       What a sequence takes of its fullest rank's capacity: rows, or bytes as rows.
+ *   lockstep   All ranks wait for each other after every micro-batch (HCP_SYNC_MICRO_BATCH).
+ *   makespan   The time at which the last rank ends.
+ *   option     A degree worth a thought for a kind, with its rows and its time.
+ *   pass       One micro-batch, forward or backward, over one chunk of a pipeline's layers.
+ *   pod        Up to 256 neighbouring ranks, within which one wide group is placed.
+ *   polish     To improve micro-batches of few sequences by small steps.
+ *   ramp       The time in which a pipeline fills or empties, and stages wait.
+ *   region     Neighbouring ranks that are free from one time on.
+ *   shelf      A wave as high as the longest sequence left needs, filled before the next opens.
+ *   skyline    The times from which the ranks are free, side by side; its lowest part is a
+ *              valley.
+ *   target     The time by which an attempt hopes to end.
+ *   top        The end of a wave's slowest group.
+ *   wave       A micro-batch while it is being filled.
+ */
+#ifndef HCP_CORE_PLAN_H
+#define HCP_CORE_PLAN_H
+
+#include "../internal.h"
+
+/* ---- Limits: what a plan must keep (limits.c) ---- */
+
+/* ceil(a * b / c) for a, b >= 0 and c > 0: exact below 2^62, beyond it either
+ * exact or INT64_MAX. */
+int64_t hcp__scaled(int64_t a, int64_t b, int64_t c);
+
+hcp_status hcp__pipeline_check(const hcp_pipeline *pipeline, hcp_error *err);
+/* Checks what hcp_limits has beyond degrees and rows, for n sequences. */
+hcp_status hcp__limits_check(const hcp_limits *limits, int32_t n, hcp_error *err);
+
+/* Rows that one rank may hold when they are padded to whole alignments. */
+int64_t hcp__capacity(const hcp_limits *limits);
+
+/* Whether plans under these limits may use the degree at all. */
+int32_t hcp__degree_allowed(const hcp_limits *limits, const hcp_cost *cost, int32_t degree);
+
+/* Whether a group of that degree may begin at that rank. */
+int32_t hcp__place_allowed(const hcp_limits *limits, int32_t first_rank, int32_t degree);
+
+/* Whether the sequence's own bounds allow the degree. */
+int32_t hcp__sequence_allows(const hcp_limits *limits, int32_t sequence, int32_t degree);
+
+/* Bytes of a sequence on the fullest of degree ranks. */
+int64_t hcp__bytes(const hcp_memory *memory, int64_t length, int32_t degree);
+/* Bytes that sequences may take together; 0: any. */
+int64_t hcp__bytes_limit(const hcp_limits *limits);
+
+/* The largest slowness of ranks [first_rank, first_rank + degree). */
+int32_t hcp__slowness(const hcp_limits *limits, int32_t first_rank, int32_t degree);
+/* time on ranks of that slowness. */
+static inline int64_t hcp__slowed(int64_t time, int32_t slowness) {
+  return slowness == HCP_FULL_SPEED ? time : hcp__scaled(time, slowness, HCP_FULL_SPEED);
+}
+/* What all ranks together compute in time, in time of the fastest. */
+int64_t hcp__rank_time(const hcp_limits *limits, int64_t time);
+
+/* ---- The problem: kinds and options (problem.c) ---- */
+
+/* One way to compute a sequence. Options of a length ascend in degree and fall
+ * in time. The floors hold for all degrees from least_degree on, also those
+ * between two options that were not looked at. */
+typedef struct hcp__option {
+  int32_t degree;
+  int32_t least_degree;
+  int64_t rows; /* of the fullest rank: its hcp__load */
+  int64_t time;
+  int64_t time_floor;
+  int64_t area_floor;
+} hcp__option;
+
+/* Sequences of one length and one pair of bounds. */
+typedef struct hcp__kind {
+  int64_t length;
+  int32_t first, count;           /* of problem.order   */
+  int32_t first_option, options;  /* of problem.options */
+  int32_t pruned;                 /* faster ones were not worth keeping */
+} hcp__kind;
+
+/* A request, checked and laid out for the planner: longest sequences first. */
+typedef struct hcp__problem {
+  const int64_t *lengths;
+  int32_t n;
+  const hcp_limits *limits;
+  const hcp_cost *cost;
+  int64_t capacity;
+  int32_t *order;   /* n: sequences, longest first, then by index */
+  int32_t *kind_of; /* n: of order's members                      */
+  hcp__kind *kinds;
+  int32_t kind_count;
+  hcp__option *options;
+  int32_t option_count, option_capacity;
+  int64_t tokens;
+  int64_t work;  /* area of all sequences, each on one rank                 */
+  int64_t least; /* the same, each at the least of its allowed degrees      */
+  int64_t bound; /* 0 until hcp__bound                                      */
+} hcp__problem;
+
+hcp_status hcp__problem_init(hcp__problem *problem, const int64_t *lengths, int32_t n,
+                             const hcp_limits *limits, const hcp_cost *cost, hcp_error *err);
+void hcp__problem_release(hcp__problem *problem);
+
+/* Whether groups may stand anywhere and start when they like. */
+static inline int hcp__is_free(const hcp__problem *p) {
+  return p->limits->sync == HCP_SYNC_STEP && !p->limits->pow2 && p->limits->ranks_per_node == 0;
+}
+
+/* Whether the sequences are so few that more may be tried. */
+#define HCP__FEW 256
+static inline int hcp__is_few(const hcp__problem *p) { return p->n <= HCP__FEW; }
+
+/* The fewest micro-batches of all ranks that hold all rows; far more than there can be where they
+ * are too many to count. */
+static inline int32_t hcp__least_count(const hcp__problem *p) {
+  int64_t rows = p->capacity * p->limits->ranks, count = p->tokens / rows + (p->tokens % rows != 0);
+  return count < INT32_MAX / 8 ? (int32_t)count : INT32_MAX / 8;
+}
+
+/* What a sequence takes of the capacity of its fullest rank: rows, or more where
+ * bytes are scarcer, so that loads within the capacity keep both limits. Above
+ * the capacity where the sequence must not have that degree. */
+#define HCP__NO_LOAD (INT64_MAX / 8)
+int64_t hcp__load(const hcp__problem *problem, int32_t sequence, int32_t degree);
+
+/* The option of the least degree that ends within target, else the fastest. */
+static inline const hcp__option *hcp__allot(const hcp__problem *p, const hcp__kind *kind,
+                                            int64_t target) {
+  const hcp__option *options = &p->options[kind->first_option];
+  int32_t low = 0, high = kind->options - 1; /* the first fast enough is in between */
+  if (options[0].time <= target) return options;
+  while (low < high) {
+    int32_t middle = low + (high - low) / 2;
+    if (options[middle].time <= target)
+      high = middle;
+    else
+      low = middle + 1;
+  }
+  return &options[low];
+}
+
+/* The option before which no degree ends within time, NULL: none does. The area floor of
+ * the option holds for every degree that does. */
+const hcp__option *hcp__first_within(const hcp__problem *problem, const hcp__kind *kind,
+                                     int64_t time);
+
+/* ---- Bounds (bound.c, bound_lockstep.c, bound_pipeline.c) ---- */
+
+/* Fills problem->bound with a time that no plan beats. */
+hcp_status hcp__bound(hcp__problem *problem, hcp_error *err);
+
+/* Raises problem->bound for ranks that wait for each other after every micro-batch. */
+hcp_status hcp__lockstep_bound(hcp__problem *problem, hcp_error *err);
+
+/* Raises problem->bound, a bound of every stage, to one of the pipeline. */
+hcp_status hcp__pipeline_bound(hcp__problem *problem, hcp_error *err);
+
+/* ---- Blocks and drafts (blocks.c) ---- */
+
+/* A group being filled. Its sequences are a list in hcp__blocks.next. */
+typedef struct hcp__block {
+  int64_t start;
+  int64_t end;
+  int64_t rows; /* on the fullest rank, at most */
+  int32_t first_rank;
+  int32_t degree;
+  int32_t first, last; /* sequences */
+  int32_t sequences;
+  int32_t micro_batch;
+  int32_t slowness; /* of the ranks, where they are known */
+} hcp__block;
+
+typedef struct hcp__blocks {
+  int32_t count;
+  hcp__block *block; /* n */
+  int32_t *next;     /* n: the next sequence of the same block, -1: none */
+  const hcp_limits *placed_on; /* when blocks are opened on the ranks they keep, else NULL */
+} hcp__blocks;
+
+hcp_status hcp__blocks_init(hcp__blocks *blocks, int32_t n, hcp_error *err);
+void hcp__blocks_release(hcp__blocks *blocks);
+/* Opens a block without sequences and returns its number. */
+int32_t hcp__block_open(hcp__blocks *blocks, int32_t first_rank, int32_t degree, int64_t start,
+                        int64_t launch);
+void hcp__block_add(hcp__blocks *blocks, int32_t block, int32_t sequence, int64_t rows,
+                    int64_t time);
+
+/* Groups as an attempt found them, not yet a plan. */
+typedef struct hcp__draft {
+  int32_t micro_batch_count;
+  hcp_micro_batch *micro_batches;
+  int32_t group_count;
+  hcp_group *groups;
+  int32_t *sequences;
+} hcp__draft;
+
+hcp_status hcp__draft_init(hcp__draft *draft, int32_t n, hcp_error *err);
+void hcp__draft_release(hcp__draft *draft);
+
+/* Makes a draft of blocks in an order that every rank can follow: by start, each in the
+ * first micro-batch in which all its ranks are free. */
+hcp_status hcp__draft_by_start(hcp__draft *draft, const hcp__blocks *blocks, int32_t ranks,
+                               hcp_error *err);
+/* Makes a draft of blocks by the micro-batches that they name. */
+hcp_status hcp__draft_by_micro_batch(hcp__draft *draft, const hcp__blocks *blocks, hcp_error *err);
+
+/* What each rank of a group computes in it, its launch included; at most INT64_MAX / 2. */
+int64_t hcp__group_time(const hcp__draft *draft, const hcp__problem *problem,
+                        const hcp_group *group);
+
+/* ---- The search (search.c, judge.c) ---- */
+
+/* Makes *draft the best plan found for the problem, one stage of a pipeline. */
+hcp_status hcp__plan_search(const hcp__problem *problem, int32_t effort, hcp__draft *draft,
+                            hcp_error *err);
+
+/* Attempts, of which the best is kept. */
+typedef struct hcp__search {
+  const hcp__problem *p;
+  int32_t effort;
+  hcp__blocks blocks; /* of the latest attempt */
+  hcp__draft draft;   /* the same              */
+  hcp__draft *best;
+  int64_t makespan;   /* of the best           */
+} hcp__search;
+
+/* The time at which the last rank ends when every group starts as soon as its
+ * ranks are free, or as soon as all ranks are, under HCP_SYNC_MICRO_BATCH; in a
+ * pipeline, when the last stage does. */
+hcp_status hcp__makespan(const hcp__draft *draft, const hcp__problem *problem, int64_t *makespan,
+                         hcp_error *err);
+
+/* Keeps the draft if it is better than the best. */
+hcp_status hcp__search_judge(hcp__search *search, hcp_error *err);
+/* Judges the blocks, which name their micro-batches: gives them ranks first. */
+hcp_status hcp__search_judge_waves(hcp__search *search, hcp_error *err);
+
+/* ---- Attempts for ranks that meet at the end of the step (list.c, columns.c, skyline.c) ---- */
+
+/* Takes the degrees that end within target; nested rounds them up to powers of two. limit
+ * packs single ranks one after the other up to that time; 0 balances them. The widest
+ * may be stacked already, one a block, by hcp__plan_columns for launch and target. */
+hcp_status hcp__plan_list(const hcp__problem *problem, int64_t target, int32_t nested,
+                          int64_t limit, int32_t stacked, hcp__blocks *blocks, hcp_error *err);
+
+/* Sequences that may stand in columns. */
+enum { HCP_COLUMNS_MAX = 256 };
+
+/* One group for each sequence whose degree is at least least; all end within target.
+ * *found is 0 when that was not found before the budget, which falls with the work, was
+ * spent. Rounds try different ways. On equal ranks, without pow2 and nodes. */
+hcp_status hcp__plan_columns(const hcp__problem *problem, int64_t target, int32_t round,
+                             int32_t least, int64_t *budget, hcp__blocks *blocks, int32_t *found,
+                             hcp_error *err);
+
+/* One group for each sequence; all end within target where that is found. widen gives a
+ * group all ranks of its valley where no other sequence left fits beside it. Without pow2
+ * and nodes. */
+hcp_status hcp__plan_skyline(const hcp__problem *problem, int64_t target, int32_t widen,
+                             hcp__blocks *blocks, hcp_error *err);
+
+/* ---- Attempts in waves (waves.c, waves_fill.c, waves_shelf.c) ---- */
+
+/* Boxes of all ranks and a height, launch aside. count is at most most. */
+typedef struct hcp__waves hcp__waves;
+hcp_status hcp__waves_create(const hcp__problem *problem, int32_t most, hcp__waves **waves,
+                             hcp_error *err);
+void hcp__waves_destroy(hcp__waves *waves);
+/* Whether boxes of these heights hold all sequences, with dust poured; needed become
+ * the heights that this takes. Single ranks are filled wave after wave, so that long
+ * sequences meet. */
+int32_t hcp__waves_hold(hcp__waves *waves, int32_t count, const int64_t *heights, int64_t *needed);
+/* As hcp__waves_hold, with boxes that open as sequences need them, up to target high or
+ * as one sequence needs. Returns their count, 0: more than most. */
+int32_t hcp__waves_open(hcp__waves *waves, int64_t target, int64_t *heights, int64_t *needed);
+/* Places every sequence in blocks without ranks; single ranks evenly. 0: they do not fit. */
+int32_t hcp__waves_fill(hcp__waves *waves, int32_t count, const int64_t *heights,
+                        hcp__blocks *blocks);
+/* Places every sequence, where hcp__waves_hold said so: boxes of those heights for long
+ * ones, needed for dust. What fits in none raises the box that has to rise least.
+ * 0: not even that helps. */
+int32_t hcp__waves_rise(hcp__waves *waves, int32_t count, const int64_t *heights,
+                        const int64_t *needed, hcp__blocks *blocks);
+/* Places every sequence at its least degree, in as few boxes as rows need. */
+#define HCP__NO_TARGET (INT64_MAX / 4)
+int32_t hcp__waves_by_memory(hcp__waves *waves, hcp__blocks *blocks);
+/* Places every sequence at the largest degree, in as few boxes. */
+int32_t hcp__waves_widest(hcp__waves *waves, hcp__blocks *blocks);
+/* Places every sequence shelf after shelf. */
+int32_t hcp__waves_shelve(hcp__waves *waves, hcp__blocks *blocks);
+
+/* ---- Ranks and heights of waves (waves_place.c, waves_lockstep.c, waves_polish.c) ---- */
+
+/* Finds ranks for blocks that name their micro-batches; *placed is 0 when they do not
+ * fit beside each other. Ranks left over widen the slowest ones. */
+hcp_status hcp__place_waves(const hcp__problem *problem, hcp__blocks *blocks, int32_t *placed,
+                            hcp_error *err);
+
+/* Looks for heights whose sum is least, fills waves of them, and judges what comes out. */
+hcp_status hcp__search_waves(hcp__search *search, hcp_error *err);
+
+/* Looks for micro-batches a little lower than the best, of few sequences that may have
+ * any ranks. */
+hcp_status hcp__polish(hcp__search *search, int32_t effort, hcp_error *err);
+
+/* ---- Pipelines (pipeline_time.c, pipeline_order.c, pipeline_search.c) ---- */
+
+/* Micro-batches of an interleaved pipeline come in multiples of this, else 1. */
+int32_t hcp__multiple(const hcp_pipeline *pipeline);
+
+/* What the groups take, or under HCP_SYNC_MICRO_BATCH the micro-batches: times
+ * has room for either. */
+hcp_status hcp__pipeline_times(const hcp__draft *draft, const hcp__problem *problem, int64_t *times,
+                               hcp_error *err);
+/* The makespan for those times, with the micro-batches in an order. */
+hcp_status hcp__pipeline_simulate(const hcp__draft *draft, const hcp__problem *problem,
+                                  const int64_t *times, const int32_t *order, int64_t *makespan,
+                                  hcp_error *err);
+/* hcp__makespan of a pipeline. A count of micro-batches that the pipeline does
+ * not take is rounded up by empty ones. */
+hcp_status hcp__pipeline_makespan(const hcp__draft *draft, const hcp__problem *problem,
+                                  int64_t *makespan, hcp_error *err);
+
+/* A draft with room for empty micro-batches. */
+hcp_status hcp__draft_init_for(hcp__draft *draft, const hcp__problem *problem, hcp_error *err);
+/* Splits micro-batches, at the least cost, until their count is the multiple that
+ * the pipeline asks for; empty ones follow where nothing can be split. *to has
+ * room for them and is made anew; *from loses its order. */
+hcp_status hcp__draft_round_up(hcp__draft *from, const hcp__problem *problem, hcp__draft *to,
+                               hcp_error *err);
+/* Makes *to of *from with its micro-batches in another order, small ones at both ends,
+ * improved by swaps that take at most budget passes of simulation. */
+hcp_status hcp__draft_order(const hcp__draft *from, const hcp__problem *problem, int64_t budget,
+                            hcp__draft *to, int64_t *makespan, hcp_error *err);
+
+/* Makes *draft, a plan, the best found for the problem's pipeline. */
+hcp_status hcp__plan_pipeline(const hcp__problem *problem, int32_t effort, hcp__draft *draft,
+                              hcp_error *err);
+
+#endif
