@@ -43,7 +43,7 @@ from torch import Tensor
 import hcp
 from hcp.attention import comm_types as comm
 from hcp.attention.head_exchange import key_heads, split
-from hcp.attention.kernels import Call, Choice, kernel_for
+from hcp.attention.kernels import Choice, Launch, kernel_for
 from hcp.exchange.tables import Schedule, schedule_words
 from hcp.planning.cost import PRICES
 
@@ -158,7 +158,7 @@ def by_hcp(
 
 
 def kernel_alone(schedule: Schedule, rank: int, sizes: Sizes) -> Contestant:
-    """The calls of a schedule, with this rank's share of the heads, on buffers that are there."""
+    """A schedule's launches, with this rank's share of the heads, on buffers that are there."""
     kernel = kernel_for(sizes.device, sizes.dtype, Choice())
     heads, kv_heads = sizes.heads, sizes.kv_heads
     if schedule.trade is not None:
@@ -173,18 +173,18 @@ def kernel_alone(schedule: Schedule, rank: int, sizes: Sizes) -> Contestant:
 
     query, grad = (buffer(schedule.query_rows, heads) for _ in range(2))
     scale = sizes.head_dim**-0.5
-    work: list[tuple[Call, Tensor]] = []
+    work: list[tuple[Launch, Tensor]] = []
     for stage in schedule.stages if heads else []:
         stage_keys = buffer(stage.key_rows, kv_heads)
-        work += [(call, stage_keys[call.keys]) for call in kernel.calls(stage.entries)]
+        work += [(launch, stage_keys[launch.keys]) for launch in kernel.launches(stage.entries)]
 
     def forward() -> list[tuple[Tensor, Tensor]]:
-        return [kernel.forward(call, query[call.queries], k, k, scale) for call, k in work]
+        return [kernel.forward(launch, query[launch.queries], k, k, scale) for launch, k in work]
 
     def backward(results: list[tuple[Tensor, Tensor]]) -> None:
-        for (call, k), (out, lse) in zip(work, results, strict=True):
-            rows = call.queries
-            kernel.backward(call, grad[rows], None, query[rows], k, k, out, lse, scale)
+        for (launch, k), (out, lse) in zip(work, results, strict=True):
+            rows = launch.queries
+            kernel.backward(launch, grad[rows], None, query[rows], k, k, out, lse, scale)
 
     return Contestant(forward, backward)
 

@@ -50,8 +50,8 @@ from timing import (
 from torch import Tensor
 
 import hcp
-from hcp.attention.kernel_calls import calls_of
-from hcp.attention.kernels import Call, Choice, kernel_for
+from hcp.attention.kernel_calls import launches_of
+from hcp.attention.kernels import Choice, Launch, kernel_for
 from hcp.exchange.tables import Entry, schedule_of
 from hcp.step.handler import ContextParallelHandler
 
@@ -349,16 +349,16 @@ class Alone:
         for length in lengths:
             entries.append(Entry(row, length, row, length, 1 - length, 0))
             row += length
-        self.calls = self.kernel.calls(entries)
+        self.launches = self.kernel.launches(entries)
 
     def run(self, backward: bool) -> None:
-        for call in self.calls:
-            q, k = call.queries, call.keys
+        for launch in self.launches:
+            q, k = launch.queries, launch.keys
             rows = self.query[q], self.key[k], self.value[k]
-            out, lse = self.kernel.forward(call, *rows, HEAD_DIM**-0.5)
+            out, lse = self.kernel.forward(launch, *rows, HEAD_DIM**-0.5)
             if backward:
                 tensors = (*rows, out, lse)
-                self.kernel.backward(call, self.grad[q], None, *tensors, HEAD_DIM**-0.5)
+                self.kernel.backward(launch, self.grad[q], None, *tensors, HEAD_DIM**-0.5)
 
 
 class OwnCalls:
@@ -372,27 +372,29 @@ class OwnCalls:
                 steps_of(comm_type), -1, 0, (layer.query.shape[1], layer.key.shape[1])
             )
         )
-        self.calls: list[tuple[Call, Tensor, Tensor]] = []
+        self.launches: list[tuple[Launch, Tensor, Tensor]] = []
         with torch.no_grad():
             key, value = layer.key.detach(), layer.value.detach()
-            for stage, calls in zip(
-                schedule.stages, calls_of(schedule, self.kernel).stages, strict=True
+            for stage, launches in zip(
+                schedule.stages, launches_of(schedule, self.kernel).stages, strict=True
             ):
                 if stage.first_entry > 0:
                     key, value = (
                         torch.randn(stage.key_rows, *x.shape[1:], dtype=x.dtype, device=x.device)
                         for x in (key, value)
                     )
-                self.calls += [(call, key[call.keys], value[call.keys]) for call in calls]
+                self.launches += [
+                    (launch, key[launch.keys], value[launch.keys]) for launch in launches
+                ]
 
     def run(self, backward: bool) -> None:
         query, grad = self.layer.query.detach(), self.layer.grad
-        for call, key, value in self.calls:
-            rows = query[call.queries]
-            out, lse = self.kernel.forward(call, rows, key, value, HEAD_DIM**-0.5)
+        for launch, key, value in self.launches:
+            rows = query[launch.queries]
+            out, lse = self.kernel.forward(launch, rows, key, value, HEAD_DIM**-0.5)
             if backward:
                 tensors = (rows, key, value, out, lse)
-                self.kernel.backward(call, grad[call.queries], None, *tensors, HEAD_DIM**-0.5)
+                self.kernel.backward(launch, grad[launch.queries], None, *tensors, HEAD_DIM**-0.5)
 
 
 def run_alone(layers: list[OwnCalls], backward: bool) -> None:

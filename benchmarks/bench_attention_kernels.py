@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hcp.attention.kernels import Call, Kernel
+from hcp.attention.kernels import Kernel, Launch
 from hcp.attention.kernels.cudnn import Cudnn
 from hcp.attention.kernels.fastest import MEASURED, Faster, installed, nearest
 from hcp.attention.kernels.flash_attn_torch import Flash2
@@ -51,24 +51,24 @@ def main() -> None:
 
 
 class Pack(NamedTuple):
-    """One kernel's calls over the pack's rows."""
+    """One kernel's launches over the pack's rows."""
 
     kernel: Kernel
-    calls: Sequence[Call]
+    launches: Sequence[Launch]
     rows: tuple[Tensor, Tensor, Tensor]
     grad: Tensor
     known: list[tuple[Tensor, Tensor]]
-    """Output and log-sum-exp of each call, for the backward."""
+    """Output and log-sum-exp of each launch, for the backward."""
 
     def forward(self) -> list[tuple[Tensor, Tensor]]:
-        return [self.kernel.forward(call, *self._of(call), SCALE) for call in self.calls]
+        return [self.kernel.forward(launch, *self._of(launch), SCALE) for launch in self.launches]
 
     def backward(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         return [
             self.kernel.backward(
-                call, self.grad[call.queries], None, *self._of(call), *known, SCALE
+                launch, self.grad[launch.queries], None, *self._of(launch), *known, SCALE
             )
-            for call, known in zip(self.calls, self.known, strict=True)
+            for launch, known in zip(self.launches, self.known, strict=True)
         ]
 
     def results(self) -> list[Tensor]:
@@ -76,9 +76,9 @@ class Pack(NamedTuple):
         outs = torch.cat([out for out, _ in self.known])
         return [outs, *(torch.cat(parts) for parts in zip(*self.backward(), strict=True))]
 
-    def _of(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    def _of(self, launch: Launch) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value = self.rows
-        return query[call.queries], key[call.keys], value[call.keys]
+        return query[launch.queries], key[launch.keys], value[launch.keys]
 
 
 def print_pack(lengths: tuple[int, ...], heads: int, key_heads: int) -> None:
@@ -91,7 +91,7 @@ def print_pack(lengths: tuple[int, ...], heads: int, key_heads: int) -> None:
     )
 
     def pack(kernel: Kernel) -> Pack:
-        return Pack(kernel, kernel.calls(entries), (query, key, value), grad, [])
+        return Pack(kernel, kernel.launches(entries), (query, key, value), grad, [])
 
     flash2 = pack(Flash2())
     expected = flash2.results()
@@ -117,7 +117,7 @@ def flash4_columns(make: Callable[[Kernel], Pack], flash2: Pack, expected: list[
     flash4 = make(kernel)
     compared(flash4, expected)
     query, _, value = flash4.rows
-    like = nearest(flash4.calls[0], query, value)
+    like = nearest(flash4.launches[0], query, value)
     chosen = [
         "4" if Faster(kernel, flash2.kernel)._chosen(gain, query, value) is kernel else "2"
         for gain in (like.forward, like.backward)

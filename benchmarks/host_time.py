@@ -30,7 +30,7 @@ from torch import Tensor
 
 import hcp
 from hcp.attention import kernels
-from hcp.attention.kernels import Call, in_packs
+from hcp.attention.kernels import Launch, in_packs
 from hcp.exchange.agreement import Refusal, Stamp
 from hcp.exchange.peer import PeerShared, Slots, memory_bytes
 from hcp.exchange.tables import Move
@@ -119,33 +119,33 @@ class ReadAtOnce(AtOnce):
 
 
 class Prepared:
-    """A kernel whose results were made at its first call."""
+    """A kernel whose results were made at its first launch."""
 
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-    calls = staticmethod(in_packs)
+    launches = staticmethod(in_packs)
 
     def __init__(self) -> None:
         self.given = Ways({}, {})
-        """Of each call, the arguments that it came with first."""
-        self._forward: dict[Call, tuple[Tensor, Tensor]] = {}
-        self._backward: dict[Call, tuple[Tensor, Tensor, Tensor]] = {}
+        """Of each launch, the arguments that it came with first."""
+        self._forward: dict[Launch, tuple[Tensor, Tensor]] = {}
+        self._backward: dict[Launch, tuple[Tensor, Tensor, Tensor]] = {}
 
     def capped(self, softcap: float) -> None:
         return None
 
     def forward(
-        self, call: Call, query: Tensor, key: Tensor, value: Tensor, scale: float
+        self, launch: Launch, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        if call not in self._forward:
-            self.given.forward[call] = call, query, key, value, scale
+        if launch not in self._forward:
+            self.given.forward[launch] = launch, query, key, value, scale
             out = query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
-            self._forward[call] = out, out.new_zeros(out.shape[:2], dtype=torch.float32)
-        out, lse = self._forward[call]
-        return out.detach(), lse.detach()  # of this call alone, as autograd wants a result
+            self._forward[launch] = out, out.new_zeros(out.shape[:2], dtype=torch.float32)
+        out, lse = self._forward[launch]
+        return out.detach(), lse.detach()  # of this launch alone, as autograd wants a result
 
     def backward(
         self,
-        call: Call,
+        launch: Launch,
         grad_out: Tensor,
         grad_lse: Tensor | None,
         query: Tensor,
@@ -155,15 +155,15 @@ class Prepared:
         lse: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if call not in self._backward:
+        if launch not in self._backward:
             rows = query, key, value, out, lse
-            self.given.backward[call] = call, grad_out, grad_lse, *rows, scale
-            self._backward[call] = (
+            self.given.backward[launch] = launch, grad_out, grad_lse, *rows, scale
+            self._backward[launch] = (
                 torch.zeros_like(query),
                 torch.zeros_like(key, memory_format=torch.contiguous_format),
                 torch.zeros_like(value, memory_format=torch.contiguous_format),
             )
-        return self._backward[call]
+        return self._backward[launch]
 
 
 class Empty(torch.autograd.Function):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import hcp
 from hcp import ops
-from hcp.attention.kernels import Call, Choice, Kernel, kernel_for
+from hcp.attention.kernels import Choice, Kernel, Launch, kernel_for
 from hcp.exchange.tables import Entry
 
 
@@ -36,7 +36,7 @@ class Part(NamedTuple):
 
     queries: Tensor | None
     keys: Tensor | None
-    calls: list[Call]
+    launches: list[Launch]
 
 
 class Ring:
@@ -64,9 +64,9 @@ class Ring:
         halves = [(s // 2, n // 2) for s, n in whole]
         square = [Entry(s, n, s, n, 1 - n, 0) for s, n in whole]
         self._parts = {
-            "own": Part(None, None, self.kernel.calls(square)),
-            "earlier": Part(None, first, self.kernel.calls([*map(_block, whole, halves)])),
-            "later": Part(second, None, self.kernel.calls([*map(_block, halves, whole)])),
+            "own": Part(None, None, self.kernel.launches(square)),
+            "earlier": Part(None, first, self.kernel.launches([*map(_block, whole, halves)])),
+            "later": Part(second, None, self.kernel.launches([*map(_block, halves, whole)])),
         }
         self.runs = self._runs(whole)
 
@@ -171,8 +171,10 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     query, key, value = _taken(part, query, key, value)
     results = [
-        ring.kernel.forward(call, query[call.queries], key[call.keys], value[call.keys], scale)
-        for call in part.calls
+        ring.kernel.forward(
+            launch, query[launch.queries], key[launch.keys], value[launch.keys], scale
+        )
+        for launch in part.launches
     ]
     outs, lses = zip(*results, strict=True)
     return (outs[0], lses[0]) if len(results) == 1 else (torch.cat(outs), torch.cat(lses))
@@ -194,10 +196,10 @@ def _backward(
         grad_out, out, lse = (x[part.queries] for x in (grad_out, out, lse))
     query, key, value = _taken(part, query, key, value)
     results = []
-    for call in part.calls:
-        q, k = call.queries, call.keys
+    for launch in part.launches:
+        q, k = launch.queries, launch.keys
         tensors = (query[q], key[k], value[k], out[q], lse[q])
-        results.append(ring.kernel.backward(call, grad_out[q], None, *tensors, scale))
+        results.append(ring.kernel.backward(launch, grad_out[q], None, *tensors, scale))
     queries, keys, values = zip(*results, strict=True)
     if len(results) == 1:
         return keys[0], values[0], queries[0]

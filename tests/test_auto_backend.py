@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hcp
-from hcp.attention.kernels import Call, Choice, families, kernel_for
+from hcp.attention.kernels import Choice, Launch, families, kernel_for
 from hcp.attention.kernels import fastest as auto_backend
 from hcp.attention.kernels.fastest import MEASURED, Faster, nearest
 from hcp.attention.kernels.flash_attn_torch import Flash2
@@ -24,12 +24,12 @@ from hcp.exchange.tables import Entry
 def test_the_pairs_of_a_band_are_counted(rows: int, keys: int, low: int, high: int) -> None:
     low, high = min(low, high), max(low, high)
     seen = sum(low <= k - q <= high for q in range(rows) for k in range(keys))
-    assert Call([Entry(3, rows, 4, keys, low, high)]).pairs == seen
+    assert Launch([Entry(3, rows, 4, keys, low, high)]).pairs == seen
 
 
-def causal(*lengths: int) -> Call:
+def causal(*lengths: int) -> Launch:
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    return Call(
+    return Launch(
         [Entry(start, n, start, n, -n, 0) for start, n in zip(starts, lengths, strict=True)]
     )
 
@@ -66,14 +66,14 @@ class Named(Formula):
 
 
 @pytest.mark.parametrize(
-    ("call", "size", "expected"),
+    ("launch", "size", "expected"),
     [
         (causal(16384), 128, ["flash4 forward", "flash4 backward"]),
         (causal(*[1024] * 8), 128, ["flash4 forward", "flash4 backward"]),
         (causal(*[128] * 512), 128, ["flash2 forward", "flash2 backward"]),
         (causal(2048), 128, ["flash4 forward", "flash4 backward"]),
         (
-            Call([Entry(0, 8192, 0, 65536, -8192, 65536)]),
+            Launch([Entry(0, 8192, 0, 65536, -8192, 65536)]),
             128,
             ["flash4 forward", "flash4 backward"],
         ),
@@ -81,13 +81,13 @@ class Named(Formula):
     ],
 )
 def test_each_direction_of_a_call_goes_where_it_was_faster(
-    call: Call, size: int, expected: list[str]
+    launch: Launch, size: int, expected: list[str]
 ) -> None:
     asked: list[str] = []
     kernel = Faster(Named("flash4", asked), Named("flash2", asked))
     x = rows(size=size)
-    kernel.forward(call, x, x, x, 1.0)
-    kernel.backward(call, x, None, x, x, x, x, x, 1.0)
+    kernel.forward(launch, x, x, x, 1.0)
+    kernel.backward(launch, x, None, x, x, x, x, x, 1.0)
     assert asked == expected
 
 

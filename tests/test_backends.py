@@ -20,7 +20,7 @@ from torch import Tensor
 
 import hcp
 from hcp.attention import kernels
-from hcp.attention.kernels import Call, KernelFamily
+from hcp.attention.kernels import KernelFamily, Launch
 from hcp.exchange.tables import Entry
 from hcp.step import backends
 
@@ -120,14 +120,14 @@ def test_cudnn_is_refused_where_it_has_no_kernel() -> None:
     rows = torch.randn(8, 2, 16, dtype=torch.bfloat16)
     lse = torch.zeros(8, 2)
 
-    def refused(call: Call, value: torch.Tensor, message: str) -> None:
+    def refused(launch: Launch, value: torch.Tensor, message: str) -> None:
         with pytest.raises(ValueError, match=message):
-            Cudnn().forward(call, rows[: call.entries[0].query_rows], rows, value, 0.25)
+            Cudnn().forward(launch, rows[: launch.entries[0].query_rows], rows, value, 0.25)
 
-    square = Call([Entry(0, 8, 0, 8, -7, 0)])
+    square = Launch([Entry(0, 8, 0, 8, -7, 0)])
     refused(square, rows[..., :8], "head sizes are 16 and 8, expected one multiple of 8")
-    refused(Call([Entry(0, 4, 0, 8, -7, 4)]), rows, "4 queries and 8 keys has the window")
-    refused(Call([Entry(0, 8, 0, 8, -2, 0)]), rows, r"has the window \(2, 0\), expected a causal")
+    refused(Launch([Entry(0, 4, 0, 8, -7, 4)]), rows, "4 queries and 8 keys has the window")
+    refused(Launch([Entry(0, 8, 0, 8, -2, 0)]), rows, r"has the window \(2, 0\), expected a causal")
     with pytest.raises(ValueError, match="log-sum-exp has a gradient"):
         Cudnn().backward(square, rows, lse, rows, rows, rows, rows, lse, 0.25)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 import hcp
 from hcp import ops
 from hcp.attention import kernels
-from hcp.attention.kernels import Call, Kernel, KernelFamily, each_alone
+from hcp.attention.kernels import Kernel, KernelFamily, Launch, each_alone
 from hcp.attention.kernels.cpu import CpuFlash
 from hcp.attention.kernels.cudnn import Cudnn
 from hcp.attention.kernels.flash_attn_torch import Flash2
@@ -172,7 +172,7 @@ def flash4(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
 
 def flash2(lse: float) -> Kernel:
     class Written(Flash2):
-        def run(self, call: Call, rows: Any, scale: float) -> tuple[Tensor, Tensor]:
+        def run(self, launch: Launch, rows: Any, scale: float) -> tuple[Tensor, Tensor]:
             return written(lse)
 
     return Written()
@@ -198,8 +198,8 @@ def test_a_row_that_a_library_calls_empty_is_nan(
         "cuDNN": lambda: cudnn(NAN, monkeypatch),
         "cuDNN, -inf": lambda: cudnn(-INF, monkeypatch),
     }[library]()
-    (call,) = each_alone([SQUARE])
-    out, lse = kernel.forward(call, *(torch.ones(ROWS) for _ in range(3)), 1.0)
+    (launch,) = each_alone([SQUARE])
+    out, lse = kernel.forward(launch, *(torch.ones(ROWS) for _ in range(3)), 1.0)
     expected = torch.ones(3, 2)
     expected[1, 0] = NAN
     assert torch.equal(lse.isnan(), expected.isnan()), lse
@@ -213,9 +213,9 @@ def test_a_row_that_a_library_calls_empty_is_nan(
 @pytest.mark.parametrize("dtype", CpuFlash.dtypes, ids=str)
 def test_zeros_are_no_sign_of_nan(dtype: torch.dtype, keys: int) -> None:
     """The kernel of PyTorch writes 0 and a log-sum-exp of 0 for NaN; here they are right."""
-    (call,) = each_alone([Entry(0, 1, 0, keys, 0, keys - 1)])
+    (launch,) = each_alone([Entry(0, 1, 0, keys, 0, keys - 1)])
     zeros = torch.zeros(1, 2, 8, dtype=dtype), torch.zeros(keys, 2, 8, dtype=dtype)
-    out, lse = CpuFlash().forward(call, zeros[0], zeros[1], zeros[1], 1.0)
+    out, lse = CpuFlash().forward(launch, zeros[0], zeros[1], zeros[1], 1.0)
     assert not out.any()
     assert torch.allclose(lse, torch.full_like(lse, math.log(keys)), atol=1e-4)
 

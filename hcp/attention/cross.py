@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hcp import ops
 from hcp.attention.checks import check
-from hcp.attention.kernels import Call, Choice, Kernel, kernel_for, scores_of_sinks, wide
+from hcp.attention.kernels import Choice, Kernel, Launch, kernel_for, scores_of_sinks, wide
 from hcp.exchange.agreement import Kind, Stamp, agree_once, rows_like
 from hcp.exchange.layout import Layout
 from hcp.exchange.move import copy_rows
@@ -169,7 +169,7 @@ class KeyRoute:
                 place += len(seen)
 
     def blocks_of(self, kernel: Kernel) -> Blocks:
-        """The calls of a kernel; made once for all layers."""
+        """The launches of a kernel; made once for all layers."""
         if kernel not in self.blocks:
             self.blocks[kernel] = _blocks(
                 kernel, list(self._entries()), self._queries.rows, self.output_rows
@@ -212,10 +212,10 @@ def _check_sequences(queries: Layout, keys: Layout) -> None:
 
 
 class Blocks(NamedTuple):
-    """A kernel's calls, and runs that say where their rows belong: (row, rows, call, row of the
-    call)."""
+    """A kernel's launches, and runs that say where their rows belong: (row, rows, launch, row of
+    the launch)."""
 
-    calls: list[Call]
+    launches: list[Launch]
     query_runs: Tensor
     key_runs: Tensor
     query_rows: int
@@ -223,11 +223,11 @@ class Blocks(NamedTuple):
 
 
 def _blocks(kernel: Kernel, entries: Sequence[Entry], query_rows: int, key_rows: int) -> Blocks:
-    calls = kernel.calls(entries) if entries else []
-    places = [(entry, i, call) for i, call in enumerate(calls) for entry in call.entries]
+    launches = kernel.launches(entries) if entries else []
+    places = [(entry, i, launch) for i, launch in enumerate(launches) for entry in launch.entries]
     by_query = [(e.query_row, e.query_rows, i, e.query_row - c.queries.start) for e, i, c in places]
     by_key = [(e.key_row, e.key_rows, i, e.key_row - c.keys.start) for e, i, c in places]
-    return Blocks(calls, _runs(by_query), _runs(by_key), query_rows, key_rows)
+    return Blocks(launches, _runs(by_query), _runs(by_key), query_rows, key_rows)
 
 
 def _runs(records: Sequence[tuple[int, int, int, int]]) -> Tensor:
@@ -257,8 +257,10 @@ class _Attend(torch.autograd.Function):
         ctx.kernel, ctx.blocks, ctx.scale = kernel, blocks, scale
         ctx.set_materialize_grads(False)
         parts = [
-            kernel.forward(call, query[call.queries], key[call.keys], value[call.keys], scale)
-            for call in blocks.calls
+            kernel.forward(
+                launch, query[launch.queries], key[launch.keys], value[launch.keys], scale
+            )
+            for launch in blocks.launches
         ]
         if parts:
             outs, lses = ([part[i] for part in parts] for i in range(2))
@@ -276,22 +278,22 @@ class _Attend(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         blocks: Blocks = ctx.blocks
-        if not blocks.calls:
+        if not blocks.launches:
             return *(torch.zeros_like(x) for x in (query, key, value)), None, None, None
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out.contiguous()
         parts = [
             ctx.kernel.backward(
-                call,
-                grad_out[call.queries],
-                None if grad_lse is None else grad_lse[call.queries],
-                query[call.queries],
-                key[call.keys],
-                value[call.keys],
-                out[call.queries],
-                lse[call.queries],
+                launch,
+                grad_out[launch.queries],
+                None if grad_lse is None else grad_lse[launch.queries],
+                query[launch.queries],
+                key[launch.keys],
+                value[launch.keys],
+                out[launch.queries],
+                lse[launch.queries],
                 ctx.scale,
             )
-            for call in blocks.calls
+            for launch in blocks.launches
         ]
         placed = (
             (query, blocks.query_runs, blocks.query_rows),

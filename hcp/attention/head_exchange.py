@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hcp import ops
-from hcp.attention.kernels import Call, Kernel, wide
+from hcp.attention.kernels import Kernel, Launch, wide
 from hcp.exchange.agreement import BACKWARD, Stamp
 from hcp.exchange.tables import Move, Schedule, Trade
 from hcp.exchange.transport import Transport
@@ -302,7 +302,7 @@ class _Repeated:
     def __init__(self, kernel: Kernel, key_of: list[int], count: int) -> None:
         self._kernel, self._key_of, self._count = kernel, key_of, count
         self._index = torch.tensor(key_of, device="cpu")
-        self.calls = kernel.calls
+        self.launches = kernel.launches
         self.dtypes = kernel.dtypes
 
     def capped(self, softcap: float) -> Kernel | None:
@@ -310,14 +310,14 @@ class _Repeated:
         return None if kernel is None else _Repeated(kernel, self._key_of, self._count)
 
     def forward(
-        self, call: Call, query: Tensor, key: Tensor, value: Tensor, scale: float
+        self, launch: Launch, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         keys, values = self._repeat(key), self._repeat(value)
-        return self._kernel.forward(call, query, keys, values, scale)
+        return self._kernel.forward(launch, query, keys, values, scale)
 
     def backward(
         self,
-        call: Call,
+        launch: Launch,
         grad_out: Tensor,
         grad_lse: Tensor | None,
         query: Tensor,
@@ -329,7 +329,7 @@ class _Repeated:
     ) -> tuple[Tensor, Tensor, Tensor]:
         keys, values = self._repeat(key), self._repeat(value)
         grad_query, grad_keys, grad_values = self._kernel.backward(
-            call, grad_out, grad_lse, query, keys, values, out, lse, scale
+            launch, grad_out, grad_lse, query, keys, values, out, lse, scale
         )
         return grad_query, self._collapse(grad_keys), self._collapse(grad_values)
 

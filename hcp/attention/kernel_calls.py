@@ -1,4 +1,4 @@
-"""A schedule in terms of a kernel's calls instead of its entries, made once for all layers."""
+"""A schedule in terms of a kernel's launches instead of its entries, made once for all layers."""
 
 from __future__ import annotations
 
@@ -8,58 +8,58 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from hcp.attention.kernels import Call, Kernel
+from hcp.attention.kernels import Kernel, Launch
 from hcp.exchange.tables import Entry, Move, Read, Schedule
 
 
-class Calls(NamedTuple):
-    """The calls of each stage, and the tables of rows that they take and give."""
+class Launches(NamedTuple):
+    """The launches of each stage, and the tables of rows that they take and give."""
 
-    stages: list[list[Call]]
+    stages: list[list[Launch]]
     number: int
-    """Of the calls of all stages."""
+    """Of the launches of all stages."""
     query_cuts: Tensor | None
-    """int64 (calls of all stages, 2) of (row, rows): their queries. None: all of them."""
+    """int64 (launches of all stages, 2) of (row, rows): their queries. None: all of them."""
     key_cuts: list[Tensor | None]
     """Their keys, by stage. None, for keys that lie here: all of them."""
     output_runs: Tensor
     sunk_runs: Tensor
-    """The same, with the sinks as one more part behind the calls."""
+    """The same, with the sinks as one more part behind the launches."""
     home_runs: Tensor
     local_runs: Tensor
-    one_call: bool
-    """Whether a single call computes all rows on keys that lie here: nothing is merged or
+    one_launch: bool
+    """Whether a single launch computes all rows on keys that lie here: nothing is merged or
     summed."""
 
 
-def calls_of(schedule: Schedule, kernel: Kernel) -> Calls:
+def launches_of(schedule: Schedule, kernel: Kernel) -> Launches:
     """Made once for a schedule and kernel."""
     made = schedule.calls.get(kernel)
     if made is None:
-        made = schedule.calls[kernel] = _make_calls(schedule, kernel)
-    return cast(Calls, made)
+        made = schedule.calls[kernel] = _make_launches(schedule, kernel)
+    return cast(Launches, made)
 
 
-def _make_calls(schedule: Schedule, kernel: Kernel) -> Calls:
-    stages = [kernel.calls(stage.entries) for stage in schedule.stages]
-    # Of each entry: its call, and where its queries and its keys start there.
+def _make_launches(schedule: Schedule, kernel: Kernel) -> Launches:
+    stages = [kernel.launches(stage.entries) for stage in schedule.stages]
+    # Of each entry: its launch, and where its queries and its keys start there.
     places: list[tuple[int, int, int]] = []
     number = 0
-    for stage, calls in zip(schedule.stages, stages, strict=True):
+    for stage, launches in zip(schedule.stages, stages, strict=True):
         found: dict[Entry, tuple[int, int, int]] = {}
-        for call in calls:
-            for entry in call.entries:
-                query, key = entry.query_row - call.queries.start, entry.key_row - call.keys.start
-                found[entry] = (number, query, key)
+        for launch in launches:
+            for entry in launch.entries:
+                query = entry.query_row - launch.queries.start
+                found[entry] = (number, query, entry.key_row - launch.keys.start)
             number += 1
         places += [found[entry] for entry in stage.entries]
-    # What comes home is one more part behind the entries, and behind the calls, of stage 0.
+    # What comes home is one more part behind the entries, and behind the launches, of stage 0.
     local = [*places[: len(schedule.stages[0].entries)], (len(stages[0]), 0, 0)]
     output_runs = _renumber(schedule.output_runs, places, 1)
     rows = schedule.query_rows
-    queries = _cuts([call.queries for calls in stages for call in calls])
-    own, *others = [_cuts([call.keys for call in calls]) for calls in stages]
-    return Calls(
+    queries = _cuts([launch.queries for launches in stages for launch in launches])
+    own, *others = [_cuts([launch.keys for launch in launches]) for launches in stages]
+    return Launches(
         stages,
         number,
         _unless_all(queries, rows),
@@ -88,7 +88,7 @@ def _covers(runs: Tensor, rows: int) -> bool:
 
 
 def _renumber(runs: Tensor, places: list[tuple[int, int, int]], offset: int) -> Tensor:
-    """Runs over entries as runs over calls: the part, and where it starts in there."""
+    """Runs over entries as runs over launches: the part, and where it starts in there."""
     if len(runs) == 0:
         return runs
     table = torch.tensor(places, device="cpu")[runs[:, 2]]
@@ -119,10 +119,10 @@ class Home(NamedTuple):
     readers: list[int]
     """Those that staged rows are for, ascending."""
     read: Read
-    """Of this rank's calls of stage 0, then of the ranks that staged rows for it."""
+    """Of this rank's launches of stage 0, then of the ranks that staged rows for it."""
 
 
-def home_of(schedule: Schedule, calls: Calls, rank: int) -> Home:
+def home_of(schedule: Schedule, launches: Launches, rank: int) -> Home:
     def start(stager: int, owner: int) -> int:
         return sum(n for peer, n in schedule.blocks.items() if peer < owner and peer != stager)
 
@@ -133,7 +133,7 @@ def home_of(schedule: Schedule, calls: Calls, rank: int) -> Home:
         return move, rows - firsts[move] + torch.tensor(starts, device="cpu")[move]
 
     sends = sorted(schedule.home_sends, key=lambda move: move.row)
-    staged = calls.home_runs
+    staged = launches.home_runs
     if sends:
         _, rows = shifted(
             staged[:, 0].contiguous(), sends, [start(rank, move.peer) for move in sends]
@@ -141,8 +141,8 @@ def home_of(schedule: Schedule, calls: Calls, rank: int) -> Home:
         staged = torch.cat([rows.unsqueeze(1), staged[:, 1:]], 1)
         staged = staged[rows.sort(stable=True).indices]
     receives = sorted(schedule.home_receives, key=lambda move: move.row)
-    local = len(calls.stages[0])
-    runs = calls.local_runs.clone()
+    local = len(launches.stages[0])
+    runs = launches.local_runs.clone()
     home = runs[:, 2] == local
     if receives:
         starts = [start(move.peer, rank) for move in receives]

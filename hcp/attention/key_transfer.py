@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hcp import ops
-from hcp.attention.kernel_calls import Calls, home_of
+from hcp.attention.kernel_calls import Launches, home_of
 from hcp.exchange.agreement import Stamp
 from hcp.exchange.tables import Schedule
 from hcp.exchange.transport import Share, Shared, SharingTransport, Transport, shares
@@ -38,31 +38,32 @@ class Journey(Protocol):
     def keys(
         self, key: Tensor, value: Tensor, sent: Tensor | None, stamp: Stamp
     ) -> Iterator[list[Tensor]]:
-        """Keys and values of each call, stage by stage, while those of the next stage are on their
-        way. ``sent``: what the first exchange sends, where it is packed already."""
+        """Keys and values of each launch, stage by stage, while those of the next stage are on
+        their way. ``sent``: what the first exchange sends, where it is packed already."""
 
     def home(
         self, grads: list[Tensor], turn: Turn | None, stamp: Stamp
     ) -> Callable[[], list[Tensor]]:
-        """Bring partial gradients of keys and values, call by call, to their owners; what waits for
-        those of this rank, summed and turned back: (T, G, D), (T, G, E), not contiguous."""
+        """Bring partial gradients of keys and values, launch by launch, to their owners; what
+        waits for those of this rank, summed and turned back: (T, G, D), (T, G, E), not
+        contiguous."""
 
 
 def journey_of(
     schedule: Schedule,
-    calls: Calls,
+    launches: Launches,
     transport: Transport,
     sizes: tuple[int, int, int],
     dtype: torch.dtype,
 ) -> Journey:
     """``sizes``: G, D, E."""
     if shares(transport) and len(schedule.stages) > 1:
-        return _Read(schedule, calls, transport, sizes, dtype)
-    return _Sent(schedule, calls, transport, sizes)
+        return _Read(schedule, launches, transport, sizes, dtype)
+    return _Sent(schedule, launches, transport, sizes)
 
 
 def cut(tensors: list[Tensor], cuts: Tensor | None, count: int) -> list[Tensor]:
-    """Rows of all tensors for each of ``count`` calls, one call behind the other."""
+    """Rows of all tensors for each of ``count`` launches, one after the other."""
     if cuts is None:
         return tensors * count
     views: list[Tensor] = torch.ops.hcp.cut.default(tensors, cuts)
@@ -101,20 +102,20 @@ class _Sent:
     def __init__(
         self,
         schedule: Schedule,
-        calls: Calls,
+        launches: Launches,
         transport: Transport,
         sizes: tuple[int, int, int],
     ) -> None:
-        self._schedule, self._calls, self._transport = schedule, calls, transport
+        self._schedule, self._launches, self._transport = schedule, launches, transport
         self._sizes = sizes
 
     def keys(
         self, key: Tensor, value: Tensor, sent: Tensor | None, stamp: Stamp
     ) -> Iterator[list[Tensor]]:
-        stages, calls, own = self._schedule.stages, self._calls, [key, value]
-        current = cut(own, calls.key_cuts[0], len(calls.stages[0]))
+        stages, launches, own = self._schedule.stages, self._launches, [key, value]
+        current = cut(own, launches.key_cuts[0], len(launches.stages[0]))
         before: Tensor | None = None
-        for stage, cuts in zip(stages[1:], calls.key_cuts[1:], strict=True):
+        for stage, cuts in zip(stages[1:], launches.key_cuts[1:], strict=True):
             if sent is None and stage.packs:
                 sent, received = torch.ops.hcp.pack_to_send.default(
                     own, stage.pack, stage.sent_rows, stage.received_rows
@@ -140,12 +141,12 @@ class _Sent:
     def home(
         self, grads: list[Tensor], turn: Turn | None, stamp: Stamp
     ) -> Callable[[], list[Tensor]]:
-        schedule, calls = self._schedule, self._calls
-        rows, own = schedule.query_rows, grads[: 2 * len(calls.stages[0])]
+        schedule, launches = self._schedule, self._launches
+        rows, own = schedule.query_rows, grads[: 2 * len(launches.stages[0])]
         if len(schedule.stages) == 1:
-            return lambda: summed(own, None, calls.local_runs, rows, 2, turn)
+            return lambda: summed(own, None, launches.local_runs, rows, 2, turn)
         sent, home = torch.ops.hcp.reduce_to_send.default(
-            grads, calls.home_runs, 2, schedule.home_sent_rows, schedule.home_received_rows
+            grads, launches.home_runs, 2, schedule.home_sent_rows, schedule.home_received_rows
         )
         pending = self._transport.start(
             sent, schedule.home_sends, home, schedule.home_receives, stamp=stamp
@@ -153,7 +154,7 @@ class _Sent:
 
         def sums() -> list[Tensor]:
             pending.wait()
-            return summed(own, home, calls.local_runs, rows, 2, turn)
+            return summed(own, home, launches.local_runs, rows, 2, turn)
 
         return sums
 
@@ -165,12 +166,12 @@ class _Read:
     def __init__(
         self,
         schedule: Schedule,
-        calls: Calls,
+        launches: Launches,
         transport: SharingTransport,
         sizes: tuple[int, int, int],
         dtype: torch.dtype,
     ) -> None:
-        self._schedule, self._calls, self._sizes = schedule, calls, sizes
+        self._schedule, self._launches, self._sizes = schedule, launches, sizes
         self._transport, self._dtype = transport, dtype
         groups, head_dim, value_dim = sizes
         self._widths = groups * head_dim, groups * value_dim
@@ -182,7 +183,7 @@ class _Read:
 
     @cached_property
     def _grads(self) -> Shared:
-        home = home_of(self._schedule, self._calls, self._transport.rank)
+        home = home_of(self._schedule, self._launches, self._transport.rank)
         like = self._widths, self._dtype
         return self._transport.share(
             Share(home.staged_rows, *like, home.staged_runs, home.readers, [home.read])
@@ -191,9 +192,9 @@ class _Read:
     def keys(
         self, key: Tensor, value: Tensor, sent: Tensor | None, stamp: Stamp
     ) -> Iterator[list[Tensor]]:
-        schedule, calls, own = self._schedule, self._calls, [key, value]
+        schedule, launches, own = self._schedule, self._launches, [key, value]
         staged = self._keys.stage(next(schedule.exchanges), own, stamp)
-        current = cut(own, calls.key_cuts[0], len(calls.stages[0]))
+        current = cut(own, launches.key_cuts[0], len(launches.stages[0]))
         for number in range(1, len(schedule.stages)):
             if schedule.reads[number] is None:
                 yield current
@@ -201,7 +202,7 @@ class _Read:
                 continue
             reading = staged.read(number)
             yield current
-            current = self._columns(reading.wait(), calls.key_cuts[number])
+            current = self._columns(reading.wait(), launches.key_cuts[number])
         yield current
 
     def _columns(self, rows: Tensor, cuts: Tensor | None) -> list[Tensor]:
@@ -213,7 +214,7 @@ class _Read:
     def home(
         self, grads: list[Tensor], turn: Turn | None, stamp: Stamp
     ) -> Callable[[], list[Tensor]]:
-        own = grads[: 2 * len(self._calls.stages[0])]
+        own = grads[: 2 * len(self._launches.stages[0])]
         staged = self._grads.stage(next(self._schedule.exchanges), grads, stamp, own)
         reading = staged.read(0)
 

@@ -7,7 +7,7 @@ merged output and log-sum-exp, brings partial gradients of keys and values to th
 them once.
 
 T rows on this rank, H query heads, G key-value heads, D head size, E head size of values, N rows of
-a call.
+a launch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from hcp import ops
 from hcp.attention.checks import check
 from hcp.attention.head_exchange import HeadExchange
-from hcp.attention.kernel_calls import Calls, calls_of
+from hcp.attention.kernel_calls import Launches, launches_of
 from hcp.attention.kernels import Choice, Kernel, kernel_for, scores_of_sinks, wide
 from hcp.attention.key_transfer import Journey, Turn, cut, journey_of, summed, turned_back
 from hcp.exchange.agreement import (
@@ -41,7 +41,7 @@ class Run(NamedTuple):
 
     schedule: Schedule
     kernel: Kernel
-    calls: Calls
+    launches: Launches
     journey: Journey
     scale: float
     kind: Kind
@@ -112,17 +112,17 @@ def _make_run(
     if number and not signalled:
         agree_once(transport, schedule, Stamp(kind, number, layer=layer))
     kernel = kernel_for(query.device, query.dtype, choice)
-    calls, groups, heads = (
-        calls_of(schedule, kernel),
+    launches, groups, heads = (
+        launches_of(schedule, kernel),
         key.shape[1],
         _heads_of(schedule, transport, query.shape[1], key.shape[1]),
     )
     if heads is not None:
         kernel, groups = heads.kernel(kernel), heads.key_count
     sizes = groups, key.shape[2], value.shape[2]
-    journey = journey_of(schedule, calls, transport, sizes, key.dtype)
+    journey = journey_of(schedule, launches, transport, sizes, key.dtype)
     packs = heads is None and len(schedule.stages) > 1 and not shares(transport)
-    return Run(schedule, kernel, calls, journey, scale, kind, heads, packs)
+    return Run(schedule, kernel, launches, journey, scale, kind, heads, packs)
 
 
 def _heads_of(
@@ -176,22 +176,22 @@ def _forward_rows(
     sent: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Queries against keys as they arrive, merged."""
-    kernel, calls, scale = run.kernel, run.calls, run.scale
-    queries = iter(cut([query], calls.query_cuts, calls.number))
+    kernel, launches, scale = run.kernel, run.launches, run.scale
+    queries = iter(cut([query], launches.query_cuts, launches.number))
     outs, lses = [], []
     arriving = run.journey.keys(key, value, sent, stamp)
-    for stage, keys in zip(calls.stages, arriving, strict=True):
-        for i, call in enumerate(stage):
-            out, lse = kernel.forward(call, next(queries), keys[2 * i], keys[2 * i + 1], scale)
+    for stage, keys in zip(launches.stages, arriving, strict=True):
+        for i, launch in enumerate(stage):
+            out, lse = kernel.forward(launch, next(queries), keys[2 * i], keys[2 * i + 1], scale)
             outs.append(out)
             lses.append(lse)
     if not outs:  # no rows: a query sees at least its own key
         return empty_result(query, value)
     if sinks is not None:
-        return _merge_with_sinks(outs, lses, calls.sunk_runs, sinks, run.schedule.query_rows)
-    if calls.one_call:
+        return _merge_with_sinks(outs, lses, launches.sunk_runs, sinks, run.schedule.query_rows)
+    if launches.one_launch:
         return outs[0], lses[0]
-    return ops.merge(outs, lses, calls.output_runs, run.schedule.query_rows)
+    return ops.merge(outs, lses, launches.output_runs, run.schedule.query_rows)
 
 
 def _merge_with_sinks(
@@ -260,26 +260,28 @@ def _backward_rows(
 
     ``by_query``: grad_out, query, out, lse and, where there is one, grad_lse.
     """
-    kernel, calls, scale = run.kernel, run.calls, run.scale
-    rows = iter(cut(by_query, calls.query_cuts, calls.number))
+    kernel, launches, scale = run.kernel, run.launches, run.scale
+    rows = iter(cut(by_query, launches.query_cuts, launches.number))
     grad_queries: list[Tensor] = []
     grads: list[Tensor] = []
     arriving = run.journey.keys(key, value, None, stamp)
-    for stage, keys in zip(calls.stages, arriving, strict=True):
-        for i, call in enumerate(stage):
+    for stage, keys in zip(launches.stages, arriving, strict=True):
+        for i, launch in enumerate(stage):
             grad_out, query, out, lse = next(rows), next(rows), next(rows), next(rows)
             grad_lse = next(rows) if len(by_query) == 5 else None
             given = grad_out, grad_lse, query, keys[2 * i], keys[2 * i + 1], out, lse, scale
-            grad_query, *others = kernel.backward(call, *given)
+            grad_query, *others = kernel.backward(launch, *given)
             grad_queries.append(grad_query)
             grads += others
     if not grads:
         return torch.zeros_like(by_query[1]), torch.zeros_like(key), torch.zeros_like(value)
-    if calls.one_call:
+    if launches.one_launch:
         return turned_back(grad_queries[0], turn), turned_back(grads[0], turn), grads[1]
     home = run.journey.home(grads, turn, stamp)
     # Meanwhile:
-    (grad_query,) = summed(grad_queries, None, calls.output_runs, run.schedule.query_rows, 1, turn)
+    (grad_query,) = summed(
+        grad_queries, None, launches.output_runs, run.schedule.query_rows, 1, turn
+    )
     grad_key, grad_value = home()
     return grad_query, grad_key, grad_value
 

@@ -18,7 +18,7 @@ from test_rope import error as rope_error
 from torch import Tensor
 
 import hcp
-from hcp.attention.kernels import Call, Kernel, in_packs
+from hcp.attention.kernels import Kernel, Launch, in_packs
 from hcp.attention.kernels.formula import Formula
 from hcp.exchange.tables import Entry
 from hcp.step.dispatch import Groups
@@ -265,33 +265,37 @@ def test_formula_and_merge_lose_no_nan_in_float64() -> None:
 # ---- packs of FlashAttention-4 -------------------------------------------------------------------
 
 
-def packed(high: list[int]) -> Call:
+def packed(high: list[int]) -> Launch:
     """Entries with gaps before and between them, in queries, in keys and in both."""
     places = ((5, 130, 0, 200), (135, 64, 210, 64), (230, 2, 274, 300), (232, 300, 600, 300))
     return in_packs([Entry(*place, -place[1], h) for place, h in zip(places, high, strict=True)])[0]
 
 
 def results(
-    kernel: Kernel, call: Call, rows: list[Tensor], grads: list[Tensor], scale: float = 0.125
+    kernel: Kernel, launch: Launch, rows: list[Tensor], grads: list[Tensor], scale: float = 0.125
 ) -> tuple[Tensor, ...]:
-    """Output, log-sum-exp and gradients of a call, on keys that somebody poisoned in the gaps."""
+    """Output, log-sum-exp and gradients of a launch, on keys that somebody poisoned in the gaps."""
     query, key, value = rows
-    out, lse = kernel.forward(call, query, key, value, scale)
-    return out, lse, *kernel.backward(call, grads[0], grads[1], query, key, value, out, lse, scale)
+    out, lse = kernel.forward(launch, query, key, value, scale)
+    return (
+        out,
+        lse,
+        *kernel.backward(launch, grads[0], grads[1], query, key, value, out, lse, scale),
+    )
 
 
 def exact(
-    softcap: float, call: Call, rows: list[Tensor], grads: list[Tensor]
+    softcap: float, launch: Launch, rows: list[Tensor], grads: list[Tensor]
 ) -> tuple[Tensor, ...]:
     """The same of every entry by itself, by the formula in float64."""
-    q0, k0 = call.queries.start, call.keys.start
+    q0, k0 = launch.queries.start, launch.keys.start
     whole = [rows[0].new_zeros(x.shape, dtype=torch.float64) for x in (*rows, grads[0], grads[1])]
     dquery, dkey, dvalue, out, lse = whole
-    for e in call.entries:
+    for e in launch.entries:
         q = slice(e.query_row - q0, e.query_row - q0 + e.query_rows)
         k = slice(e.key_row - k0, e.key_row - k0 + e.key_rows)
         own = [x.double() for x in (rows[0][q], rows[1][k], rows[2][k])]
-        parts = results(Formula(softcap), Call([e]), own, [g[q].double() for g in grads])
+        parts = results(Formula(softcap), Launch([e]), own, [g[q].double() for g in grads])
         for target, at, part in zip(
             (out, lse, dquery, dkey, dvalue), (q, q, q, k, k), parts, strict=True
         ):
@@ -305,8 +309,8 @@ def exact(
 def test_flash_attention_4_leaves_the_gaps_of_a_pack_out(mask: str, softcap: float) -> None:
     from hcp.attention.kernels.flash_attn_4 import Flash4
 
-    call = packed([70, 0, 298, 0] if mask == "causal" else [199, 63, 299, 299])
-    assert len(call.entries) == 4
+    launch = packed([70, 0, 298, 0] if mask == "causal" else [199, 63, 299, 299])
+    assert len(launch.entries) == 4
     torch.manual_seed(0)
     queries, keys = 527, 900
 
@@ -316,13 +320,13 @@ def test_flash_attention_4_leaves_the_gaps_of_a_pack_out(mask: str, softcap: flo
     rows = [draw(queries, 8, 64), draw(keys, 2, 64), draw(keys, 2, 64)]
     grads = [draw(queries, 8, 64), draw(queries, 8).float()]
     inside = torch.zeros(queries, dtype=torch.bool, device="cuda")
-    for e in call.entries:
+    for e in launch.entries:
         inside[e.query_row - 5 : e.query_row - 5 + e.query_rows] = True
-    computed = results(Flash4(softcap), call, rows, grads)
+    computed = results(Flash4(softcap), launch, rows, grads)
     for name, got, want in zip(
         ("out", "lse", "dquery", "dkey", "dvalue"),
         computed,
-        exact(softcap, call, rows, grads),
+        exact(softcap, launch, rows, grads),
         strict=True,
     ):
         got, want = (x[inside] if len(x) == queries else x for x in (got.double(), want))

@@ -1,7 +1,7 @@
 """Library kernels of attention behind one interface.
 
-A schedule has entries, each a dense block of queries and keys. A kernel computes calls: one entry
-at a time, or as many as it can take in one launch. Every kernel gives (n, H, E) outputs and their
+A schedule has entries, each a dense block of queries and keys. A kernel computes one entry in a
+launch, or as many as it can take. Every kernel gives (n, H, E) outputs and their
 log-sum-exp (n, H), natural log, float32 (float64 for float64), and takes the merged output and
 log-sum-exp in the backward.
 
@@ -9,7 +9,7 @@ Every query of an entry sees a key of it: what sees none is in no entry. A row w
 finite sum (NaN, or all of them infinite) must therefore have NaN for a log-sum-exp: the merge
 leaves out what has -inf, as if it had seen nothing, and lets +inf outweigh all others.
 
-n rows of a call, H query heads, G key-value heads, D head size, E head size of values.
+n rows of a launch, H query heads, G key-value heads, D head size, E head size of values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 from hcp.exchange.tables import Entry
 
 
-class Call:
+class Launch:
     """Entries that one launch computes. Their queries, and their keys, ascend without overlap."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
@@ -100,18 +100,18 @@ class Kernel(Protocol):
     def capped(self, softcap: float) -> Kernel | None:
         """The kernel with scores s as softcap * tanh(s / softcap); None where it has none such."""
 
-    def calls(self, entries: Sequence[Entry]) -> list[Call]:
-        """The entries of one stage as calls, in any order."""
+    def launches(self, entries: Sequence[Entry]) -> list[Launch]:
+        """The entries of one stage as launches, in any order."""
 
     def forward(
-        self, call: Call, query: Tensor, key: Tensor, value: Tensor, scale: float
+        self, launch: Launch, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of the call's queries, the latter finite or NaN: see
+        """Output and log-sum-exp of the launch's queries, the latter finite or NaN: see
         ``nan_for_infinity``."""
 
     def backward(
         self,
-        call: Call,
+        launch: Launch,
         grad_out: Tensor,
         grad_lse: Tensor | None,
         query: Tensor,
@@ -121,29 +121,29 @@ class Kernel(Protocol):
         lse: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """This call's share of the gradients of its queries, keys and values, shaped as they are.
+        """This launch's share of the gradients of its queries, keys and values, shaped as they are.
 
         A gradient of the log-sum-exp adds to that of each score, times the score's weight. None: 0.
         """
 
 
-def each_alone(entries: Sequence[Entry]) -> list[Call]:
-    """One call an entry."""
-    return [Call([entry]) for entry in entries]
+def each_alone(entries: Sequence[Entry]) -> list[Launch]:
+    """One launch an entry."""
+    return [Launch([entry]) for entry in entries]
 
 
-def in_packs(entries: Sequence[Entry]) -> list[Call]:
-    """As few calls as the order of the entries allows."""
+def in_packs(entries: Sequence[Entry]) -> list[Launch]:
+    """As few launches as the order of the entries allows."""
     packs: list[list[Entry]] = []
-    made: list[Call] = []
+    made: list[Launch] = []
     for entry in entries:
-        fitting = next((i for i, call in enumerate(made) if call.accepts(entry)), None)
+        fitting = next((i for i, launch in enumerate(made) if launch.accepts(entry)), None)
         if fitting is None:
             packs.append([entry])
-            made.append(Call(packs[-1]))
+            made.append(Launch(packs[-1]))
         else:
             packs[fitting].append(entry)
-            made[fitting] = Call(packs[fitting])
+            made[fitting] = Launch(packs[fitting])
     return made
 
 

@@ -1,4 +1,4 @@
-"""PyTorch's flash attention for the CPU: one entry a call, a band of keys in tiles."""
+"""PyTorch's flash attention for the CPU: one entry a launch, a band of keys in tiles."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hcp.attention.kernels import Call, each_alone
+from hcp.attention.kernels import Launch, each_alone
 from hcp.attention.kernels.shapes import (
     backward_columns,
     batched,
@@ -22,23 +22,24 @@ from hcp.exchange.tables import Entry
 
 
 class CpuFlash:
-    """PyTorch's flash attention for the CPU, one entry a call. No entry is empty: the kernel would
-    end the process. It takes a band as a mask, so a band goes through it in tiles along itself."""
+    """PyTorch's flash attention for the CPU, one entry per launch. No entry is empty: the kernel
+    would end the process. It takes a band as a mask, so a band goes through it in tiles along
+    itself."""
 
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-    calls = staticmethod(each_alone)
+    launches = staticmethod(each_alone)
 
     def capped(self, softcap: float) -> None:
         return None
 
     def forward(
-        self, call: Call, query: Tensor, key: Tensor, value: Tensor, scale: float
+        self, launch: Launch, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         size = head_size(query, value)
         query, key, wide_value = (widened(x, size) for x in (query, key, value))
         parts = []
-        for tile in _tiles(call.entries[0]):
+        for tile in _tiles(launch.entries[0]):
             rows = [query[tile.queries], key[tile.keys], wide_value[tile.keys]]
             parts.append(_cpu_flash(rows, tile, scale))
         out = _end_to_end([out for out, _ in parts])[..., : value.shape[2]]
@@ -46,7 +47,7 @@ class CpuFlash:
 
     def backward(
         self,
-        call: Call,
+        launch: Launch,
         grad_out: Tensor,
         grad_lse: Tensor | None,
         query: Tensor,
@@ -59,7 +60,7 @@ class CpuFlash:
         grad_out, wide_query, wide_key, wide_value, out = backward_columns(
             grad_out, grad_lse, query, key, value, out
         )
-        tiles = _tiles(call.entries[0])
+        tiles = _tiles(launch.entries[0])
         grads = []
         for tile in tiles:
             q, k = tile.queries, tile.keys

@@ -13,27 +13,27 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hcp.attention.kernels import Call, Kernel, each_alone, nan_for_infinity
+from hcp.attention.kernels import Kernel, Launch, each_alone, nan_for_infinity
 from hcp.attention.kernels.shapes import batched, unbatched
 from hcp.exchange.tables import Entry
 
 
 class Cudnn:
-    """One entry a call. Its packed kernels are no use: slow, and their backward ended in an illegal
-    memory access (torch 2.11, cuDNN 9.19)."""
+    """One entry a launch. Its packed kernels are no use: slow, and their backward ended in an
+    illegal memory access (torch 2.11, cuDNN 9.19)."""
 
     dtypes = (torch.bfloat16, torch.float16)
 
-    calls = staticmethod(each_alone)
+    launches = staticmethod(each_alone)
 
     def capped(self, softcap: float) -> None:
         return None
 
     def forward(
-        self, call: Call, query: Tensor, key: Tensor, value: Tensor, scale: float
+        self, launch: Launch, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        causal = _is_causal(call.entries[0], query, value)
-        if _is_single(call):
+        causal = _is_causal(launch.entries[0], query, value)
+        if _is_single(launch):
             query, key, value = map(_and_nothing, (query, key, value))
             out, lse = self.forward(_TWO, query, key, value, scale)
             return out[:1], lse[:1]
@@ -44,7 +44,7 @@ class Cudnn:
 
     def backward(
         self,
-        call: Call,
+        launch: Launch,
         grad_out: Tensor,
         grad_lse: Tensor | None,
         query: Tensor,
@@ -54,13 +54,13 @@ class Cudnn:
         lse: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        causal = _is_causal(call.entries[0], query, value)
+        causal = _is_causal(launch.entries[0], query, value)
         if grad_lse is not None:
             raise ValueError(
                 "the log-sum-exp has a gradient, for which the backend 'cudnn' has no kernel: use "
                 "'torch'"
             )
-        if _is_single(call):
+        if _is_single(launch):
             query, key, value = map(_and_nothing, (query, key, value))
             grad_out, out, lse = map(_and_nothing, (grad_out, out, lse))
             pairs = self.backward(_TWO, grad_out, None, query, key, value, out, lse, scale)
@@ -91,8 +91,8 @@ class Cudnn:
 (_TWO,) = each_alone([Entry(0, 2, 0, 2, -1, 0)])
 
 
-def _is_single(call: Call) -> bool:
-    return call.entries[0].query_rows == call.entries[0].key_rows == 1
+def _is_single(launch: Launch) -> bool:
+    return launch.entries[0].query_rows == launch.entries[0].key_rows == 1
 
 
 def _and_nothing(rows: Tensor) -> Tensor:

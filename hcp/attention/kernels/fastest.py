@@ -1,7 +1,7 @@
-"""The faster of two kernels for every call, by what was measured.
+"""The faster of two kernels for every launch, by what was measured.
 
-A rank decides from its own calls: nothing that is exchanged depends on the kernel, and each takes
-the other's log-sum-exp, so that forward and backward may differ.
+A rank decides from its own launches: nothing that is exchanged depends on the kernel, and each
+takes the other's log-sum-exp, so that forward and backward may differ.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from hcp.attention.kernels import Call, Kernel, in_packs, kernels_of
+from hcp.attention.kernels import Kernel, Launch, in_packs, kernels_of
 from hcp.errors import HcpError
 
 
@@ -46,8 +46,8 @@ MEASURED = (
 
 
 def _place(pairs: int, queries: int, columns: int) -> tuple[float, float]:
-    """Of a call among others: doublings of its work (pairs of a query and a key that it sees, times
-    the heads' columns of keys and values), and of the keys that a query sees on average."""
+    """Of a launch among others: doublings of its work (pairs of a query and a key that it sees,
+    times the heads' columns of keys and values), and of the keys that a query sees on average."""
     return math.log2(pairs * columns), math.log2(pairs / queries)
 
 
@@ -59,11 +59,11 @@ def _place_of(measured: Measured) -> tuple[float, float]:
 _PLACES = {measured: _place_of(measured) for measured in MEASURED}
 
 
-def nearest(call: Call, query: Tensor, value: Tensor) -> Measured:
-    """The measured pack that is most like the call."""
+def nearest(launch: Launch, query: Tensor, value: Tensor) -> Measured:
+    """The measured pack that is most like the launch."""
     columns = query.shape[1] * (query.shape[2] + value.shape[2])
-    queries = sum(entry.query_rows for entry in call.entries)
-    place = _place(max(call.pairs, 1), queries, columns)
+    queries = sum(entry.query_rows for entry in launch.entries)
+    place = _place(max(launch.pairs, 1), queries, columns)
     return min(MEASURED, key=lambda measured: math.dist(place, _PLACES[measured]))
 
 
@@ -75,27 +75,27 @@ class _Flash4(Kernel, Protocol):
 
 @dataclass(frozen=True)
 class Faster:
-    """FlashAttention-4 or -2, each call by the measured pack that is most like it."""
+    """FlashAttention-4 or -2, each launch by the measured pack that is most like it."""
 
     flash4: _Flash4
     flash2: Kernel
 
     dtypes = (torch.bfloat16, torch.float16)
 
-    calls = staticmethod(in_packs)
+    launches = staticmethod(in_packs)
 
     def capped(self, softcap: float) -> Kernel | None:
         return self.flash4.capped(softcap)
 
     def forward(
-        self, call: Call, query: Tensor, key: Tensor, value: Tensor, scale: float
+        self, launch: Launch, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        gain = nearest(call, query, value).forward
-        return self._chosen(gain, query, value).forward(call, query, key, value, scale)
+        gain = nearest(launch, query, value).forward
+        return self._chosen(gain, query, value).forward(launch, query, key, value, scale)
 
     def backward(
         self,
-        call: Call,
+        launch: Launch,
         grad_out: Tensor,
         grad_lse: Tensor | None,
         query: Tensor,
@@ -105,9 +105,9 @@ class Faster:
         lse: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        gain = nearest(call, query, value).backward
+        gain = nearest(launch, query, value).backward
         return self._chosen(gain, query, value).backward(
-            call, grad_out, grad_lse, query, key, value, out, lse, scale
+            launch, grad_out, grad_lse, query, key, value, out, lse, scale
         )
 
     def _chosen(self, gain: float, query: Tensor, value: Tensor) -> Kernel:

@@ -12,7 +12,7 @@ import torch
 from flash_attn import flash_attn_interface  # type: ignore[import-not-found]
 from torch import Tensor
 
-from hcp.attention.kernels import Call, Kernel
+from hcp.attention.kernels import Kernel, Launch
 from hcp.attention.kernels.flash_attn_torch import Flash2
 
 
@@ -25,11 +25,11 @@ class FlashAttn(Flash2):
     def capped(self, softcap: float) -> FlashAttn:
         return FlashAttn(softcap)
 
-    def run(self, call: Call, rows: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
-        left, right = call.window
+    def run(self, launch: Launch, rows: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
+        left, right = launch.window
         out, lse, *_ = flash_attn_interface._flash_attn_varlen_forward(
             *rows,
-            *self.pack(call, rows[0]),
+            *self.pack(launch, rows[0]),
             dropout_p=0.0,
             softmax_scale=scale,
             causal=False,
@@ -40,16 +40,16 @@ class FlashAttn(Flash2):
         return out, lse
 
     def run_backward(
-        self, call: Call, grad_out: Tensor, rows: Sequence[Tensor], lse: Tensor, scale: float
+        self, launch: Launch, grad_out: Tensor, rows: Sequence[Tensor], lse: Tensor, scale: float
     ) -> Sequence[Tensor]:
         grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in rows[:3]]
-        left, right = call.window
+        left, right = launch.window
         flash_attn_interface._flash_attn_varlen_backward(
             grad_out,
             *rows,
             lse,
             *grads,
-            *self.pack(call, grad_out),
+            *self.pack(launch, grad_out),
             dropout_p=0.0,
             softmax_scale=scale,
             causal=False,

@@ -15,7 +15,7 @@ import torch
 from flash_attn.cute import interface  # type: ignore[import-not-found]
 from torch import Tensor
 
-from hcp.attention.kernels import Call, Kernel, in_packs, nan_for_infinity
+from hcp.attention.kernels import Kernel, Launch, in_packs, nan_for_infinity
 
 # A process in which several threads called it at once ended in a segmentation fault.
 _ONE_AT_A_TIME = threading.Lock()
@@ -33,7 +33,7 @@ class Flash4:
 
     dtypes = (torch.bfloat16, torch.float16)
 
-    calls = staticmethod(in_packs)
+    launches = staticmethod(in_packs)
 
     @staticmethod
     def takes(query: Tensor, value: Tensor) -> bool:
@@ -44,7 +44,7 @@ class Flash4:
         return Flash4(softcap)
 
     def forward(
-        self, call: Call, query: Tensor, key: Tensor, value: Tensor, scale: float
+        self, launch: Launch, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         _check_sizes(query, value)
         # More than these two come back in some versions.
@@ -56,13 +56,13 @@ class Flash4:
                 softmax_scale=scale,
                 softcap=self.softcap,
                 return_lse=True,
-                **_pack(call, query.device),
+                **_pack(launch, query.device),
             )
         return out, nan_for_infinity(lse).transpose(0, 1)
 
     def backward(
         self,
-        call: Call,
+        launch: Launch,
         grad_out: Tensor,
         grad_lse: Tensor | None,
         query: Tensor,
@@ -84,7 +84,7 @@ class Flash4:
                 softmax_scale=scale,
                 softcap=self.softcap,
                 dlse=None if grad_lse is None else _heads_first(grad_lse.float()),
-                **_pack(call, query.device),
+                **_pack(launch, query.device),
             )
         return grad_query, grad_key, grad_value
 
@@ -102,15 +102,15 @@ def _heads_first(rows: Tensor) -> Tensor:
     return rows.transpose(0, 1).contiguous()
 
 
-def _pack(call: Call, device: torch.device) -> dict[str, Any]:
-    """What both directions are told of the call."""
-    cu_seqlens_q, cu_seqlens_k = call.bounds(device)
-    left, right = (None if limit < 0 else limit for limit in call.window)
+def _pack(launch: Launch, device: torch.device) -> dict[str, Any]:
+    """What both directions are told of the launch."""
+    cu_seqlens_q, cu_seqlens_k = launch.bounds(device)
+    left, right = (None if limit < 0 else limit for limit in launch.window)
     return {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
-        "max_seqlen_q": max(queries for queries, _ in call.sizes()),
-        "max_seqlen_k": max(keys for _, keys in call.sizes()),
+        "max_seqlen_q": max(queries for queries, _ in launch.sizes()),
+        "max_seqlen_k": max(keys for _, keys in launch.sizes()),
         "window_size_left": left,
         "window_size_right": right,
     }

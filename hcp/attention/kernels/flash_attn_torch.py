@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hcp.attention.kernels import Call, Kernel, cpu, formula, in_packs, nan_for_infinity
+from hcp.attention.kernels import Kernel, Launch, cpu, formula, in_packs, nan_for_infinity
 from hcp.attention.kernels.shapes import backward_columns, head_size, narrowed, widened
 
 
@@ -20,26 +20,26 @@ class Flash2:
     def capped(self, softcap: float) -> Kernel | None:
         return None
 
-    calls = staticmethod(in_packs)
+    launches = staticmethod(in_packs)
 
     def forward(
-        self, call: Call, query: Tensor, key: Tensor, value: Tensor, scale: float
+        self, launch: Launch, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         size = head_size(query, value)
-        out, lse = self.run(call, [widened(x, size) for x in (query, key, value)], scale)
+        out, lse = self.run(launch, [widened(x, size) for x in (query, key, value)], scale)
         # Gaps of the pack, which have no keys and which no run names, become NaN with the rest.
         return out[..., : value.shape[2]], nan_for_infinity(lse).transpose(0, 1)
 
-    def run(self, call: Call, rows: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
+    def run(self, launch: Launch, rows: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp (H, n) for queries, keys and values of one head size."""
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *rows, *self.pack(call, rows[0]), 0.0, False, False, scale=scale, **_window_of(call)
+            *rows, *self.pack(launch, rows[0]), 0.0, False, False, scale=scale, **_window_of(launch)
         )
         return out, lse
 
     def backward(
         self,
-        call: Call,
+        launch: Launch,
         grad_out: Tensor,
         grad_lse: Tensor | None,
         query: Tensor,
@@ -51,11 +51,11 @@ class Flash2:
     ) -> tuple[Tensor, Tensor, Tensor]:
         grad_out, *rows = backward_columns(grad_out, grad_lse, query, key, value, out)
         heads_first = lse.transpose(0, 1).contiguous()
-        grads = self.run_backward(call, grad_out.contiguous(), rows, heads_first, scale)
+        grads = self.run_backward(launch, grad_out.contiguous(), rows, heads_first, scale)
         return narrowed(grads, query, value)
 
     def run_backward(
-        self, call: Call, grad_out: Tensor, rows: Sequence[Tensor], lse: Tensor, scale: float
+        self, launch: Launch, grad_out: Tensor, rows: Sequence[Tensor], lse: Tensor, scale: float
     ) -> Sequence[Tensor]:
         """Gradients of queries, keys and values, for rows of these and of the output, of one head
         size, and the log-sum-exp (H, n)."""
@@ -64,30 +64,30 @@ class Flash2:
             grad_out,
             *rows,
             lse,
-            *self.pack(call, grad_out),
+            *self.pack(launch, grad_out),
             0.0,
             False,
             no_dropout,
             no_dropout,
             scale=scale,
-            **_window_of(call),
+            **_window_of(launch),
         )
         return grads
 
     @staticmethod
-    def pack(call: Call, query: Tensor) -> tuple[Tensor, Tensor, int, int]:
+    def pack(launch: Launch, query: Tensor) -> tuple[Tensor, Tensor, int, int]:
         """cu_seqlens of queries and keys, and the longest of each."""
-        longest_query, longest_key = call.longest
-        left, right = call.window
+        longest_query, longest_key = launch.longest
+        left, right = launch.window
         if left >= 0 or right > 0:
             # It takes the longest keys for a bound that nothing passes, though with more queries
             # than keys the first queries would pass it: the longest keys must look longer.
             longest_key = max(longest_key, longest_query, right + 1)
-        return *call.bounds(query.device), longest_query, longest_key
+        return *launch.bounds(query.device), longest_query, longest_key
 
 
-def _window_of(call: Call) -> dict[str, int]:
-    left, right = call.window
+def _window_of(launch: Launch) -> dict[str, int]:
+    left, right = launch.window
     return {"window_size_left": left, "window_size_right": right}
 
 

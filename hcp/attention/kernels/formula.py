@@ -7,27 +7,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hcp.attention.kernels import Call, each_alone, nan_for_infinity
+from hcp.attention.kernels import Launch, each_alone, nan_for_infinity
 
 
 @dataclass(frozen=True)
 class Formula:
-    """Attention as its formula, one entry a call: for types that FlashAttention does not have, and
-    for soft-capping."""
+    """Attention as its formula, one entry per launch: for types that FlashAttention does not have,
+    and for soft-capping."""
 
     softcap: float = 0.0
 
     dtypes = (torch.float64, torch.float32)
 
-    calls = staticmethod(each_alone)
+    launches = staticmethod(each_alone)
 
     def capped(self, softcap: float) -> Formula:
         return Formula(softcap)
 
     def forward(
-        self, call: Call, query: Tensor, key: Tensor, value: Tensor, scale: float
+        self, launch: Launch, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        scores = _masked(call, self._scores(query, key, scale))
+        scores = _masked(launch, self._scores(query, key, scale))
         lse = scores.logsumexp(-1)
         weights = (scores - lse.unsqueeze(-1)).exp()
         out = weights @ _per_query_head(value, query)
@@ -35,7 +35,7 @@ class Formula:
 
     def backward(
         self,
-        call: Call,
+        launch: Launch,
         grad_out: Tensor,
         grad_lse: Tensor | None,
         query: Tensor,
@@ -46,7 +46,7 @@ class Formula:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         scores = self._scores(query, key, scale)
-        weights = (_masked(call, scores) - lse.transpose(0, 1).unsqueeze(-1)).exp()
+        weights = (_masked(launch, scores) - lse.transpose(0, 1).unsqueeze(-1)).exp()
         grad = grad_out.transpose(0, 1)
         delta = (grad_out * out).sum(-1)
         if grad_lse is not None:
@@ -70,9 +70,9 @@ class Formula:
         return self.softcap * (scores / self.softcap).tanh() if self.softcap else scores
 
 
-def _masked(call: Call, scores: Tensor) -> Tensor:
+def _masked(launch: Launch, scores: Tensor) -> Tensor:
     """-inf where a key is hidden."""
-    (entry,) = call.entries
+    (entry,) = launch.entries
     if entry.window == (-1, -1):
         return scores
     keys = torch.arange(entry.key_rows, device=scores.device)
