@@ -52,7 +52,7 @@ from torch import Tensor
 import hcp
 from hcp.attention.kernel_calls import launches_of
 from hcp.attention.kernels import Choice, Launch, kernel_for
-from hcp.exchange.tables import Entry, schedule_of
+from hcp.exchange.tables import Entry, Schedule
 from hcp.step.handler import ContextParallelHandler
 
 HEAD_DIM = 128
@@ -367,7 +367,7 @@ class OwnCalls:
     def __init__(self, layer: Layer, comm_type: str, choice: Choice) -> None:
         self.layer = layer
         self.kernel = kernel_for(layer.query.device, layer.query.dtype, choice)
-        schedule = schedule_of(
+        schedule = Schedule(
             layer.cp._words_of(
                 steps_of(comm_type), -1, 0, (layer.query.shape[1], layer.key.shape[1])
             )
@@ -403,7 +403,7 @@ def run_alone(layers: list[OwnCalls], backward: bool) -> None:
 
 
 def bytes_received(layer: Layer, comm_type: str, kv_heads: int) -> int:
-    schedule = schedule_of(
+    schedule = Schedule(
         layer.cp._words_of(steps_of(comm_type), -1, 0, (layer.query.shape[1], layer.key.shape[1]))
     )
     rows = sum(move.rows for move in schedule.receives)

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from ranks import RankError, run_ranks, try_ranks
 
 import hcp
-from hcp.attention import key_transfer as journey
+from hcp.attention import key_transfer
 from hcp.attention import layer as attend
 
 TYPES = hcp.COMM_TYPES
@@ -344,8 +344,8 @@ def test_one_merge_rounds_less_than_a_chain(
     case = Case((700, 90), degree, min_degree=degree, comm_type=comm_type, dtype=dtype)
     case = replace(case, sizes=(2, degree // 2), head_dim=32, causal=False)
     merged = hcp.loopback(degree, lambda groups: attention_errors(groups, case, mean=True))
-    monkeypatch.setattr(hcp.ops, "merge", chained_merge)
-    for module in (attend, journey):
+    monkeypatch.setattr(attend, "merged", chained_merge)
+    for module in (attend, key_transfer):
         monkeypatch.setattr(module, "summed", chained_sums)
     chained = hcp.loopback(degree, lambda groups: attention_errors(groups, case, mean=True))
     worst = [map(max, zip(*errors, strict=True)) for errors in (merged, chained)]

@@ -203,7 +203,7 @@ def test_a_batch_enters_without_a_copy(qkv_format: str, sequences: int) -> None:
         (cp,) = handlers(groups, [8] * sequences)
         shape = (8, 1) if qkv_format == "sbhd" else (sequences, 8)
         x = torch.randn(*shape, 2, 4)
-        assert formats.to_rows(cp, x, qkv_format).data_ptr() == x.data_ptr()
+        assert formats.to_rows(cp.layout, x, qkv_format).data_ptr() == x.data_ptr()
 
     hcp.loopback(1, check)
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from hcp import ops
-from hcp.attention.key_transfer import NO_TURN, Turn, cut, summed, turned_back
+from hcp.attention.key_transfer import cut, rotated_back, summed
+from hcp.attention.rotary import NO_ROTATION, Rotary
 
 layer = torch.ops.hcp
 
@@ -81,17 +82,17 @@ def test_rows_of_another_width_than_their_heads_are_refused():
 RUNS = ((0, 2, 0, 1), (0, 2, 1, 0), (2, 3, 2, 2), (2, 3, 0, 3))
 
 
-@pytest.mark.parametrize("turns", [False, True], ids=["as they are", "turned back"])
+@pytest.mark.parametrize("rotates", [False, True], ids=["as they are", "rotated back"])
 @pytest.mark.parametrize("lie", [apart, Tensor.clone], ids=["apart", "dense"])
-def test_gradients_are_summed_with_those_that_came_home(lie, turns):
+def test_gradients_are_summed_with_those_that_came_home(lie, rotates):
     grads = [lie(rows(6, 2, size, seed=size + i)) for i in range(2) for size in (4, 3)]
     home, angles = rows(5, 14, seed=9), rows(5, 4, seed=10)
-    turn = Turn(angles.cos(), angles.sin(), True) if turns else None
+    rotary = Rotary(angles.cos(), angles.sin(), True) if rotates else None
     runs = table(*RUNS)
     parts = [*(grad.flatten(1) for grad in grads), *home.split([8, 6], 1)]
     keys, values = ops.reduce(parts, runs, 5, 2).split([8, 6], 1)
-    wanted = turned_back(keys.reshape(5, 2, 4), turn), values.reshape(5, 2, 3)
-    sums = summed(grads, home, runs, 5, 2, turn)
+    wanted = rotated_back(keys.reshape(5, 2, 4), rotary), values.reshape(5, 2, 3)
+    sums = summed(grads, home, runs, 5, 2, rotary)
     for actual, expected in zip(sums, wanted, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-13, atol=1e-13)
     sent, received = layer.reduce_to_send(grads, table(RUNS[0], RUNS[1]), 2, 2, 3)
@@ -103,7 +104,7 @@ def test_gradients_that_came_home_in_another_width_are_refused():
     with pytest.raises(RuntimeError, match=r"home has shape \(5, 13\), expected \(any, 14\)"):
         summed([rows(6, 2, 4), rows(6, 2, 3)], rows(5, 13), table((0, 1, 0, 0)), 1, 2, None)
     with pytest.raises(RuntimeError, match=r"columns is 3, expected from 1 to the 2 tensors"):
-        layer.sum_gradients([rows(6, 2), rows(6, 2)], None, table((0, 1, 0, 0)), 1, 3, *NO_TURN)
+        layer.sum_gradients([rows(6, 2), rows(6, 2)], None, table((0, 1, 0, 0)), 1, 3, *NO_ROTATION)
 
 
 PIECES = 8

@@ -1,10 +1,54 @@
-"""Queries, keys and values as kernels of attention compute them right: in the dtype that autocast
-asks for, and with heads that fit, which kernels do not check. G key-value heads."""
+"""Checks of what a call of attention is given, and autocast.
+
+G key-value heads.
+"""
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+from hcp._validate import is_finite, plain
+
+
+def window_of(given: tuple[int, int], causal: bool, name: str = "window_size") -> tuple[int, int]:
+    """(left, right) under a mask. Raises ValueError for what is no window."""
+    try:
+        left, right = given
+        left, right = plain(left), plain(right)
+        if type(left) is int and type(right) is int and left >= -1 and right >= -1:
+            return left, 0 if causal else right
+    except (TypeError, ValueError):
+        pass
+    raise ValueError(f"{name} is {given!r}, expected (left, right) in tokens, -1: no limit")
+
+
+def scale_of(query: Tensor, given: float | None) -> float:
+    """The softmax scale that is given, or 1 / sqrt(head size)."""
+    if given is not None:
+        if not torch.compiler.is_compiling() and not is_finite(given):
+            raise ValueError(f"softmax_scale is {given!r}, expected a finite number")
+        return given
+    if query.dim() == 0 or query.shape[-1] == 0:
+        raise ValueError(f"query has shape {tuple(query.shape)}, expected a head size >= 1")
+    scale: float = query.shape[-1] ** -0.5
+    return scale
+
+
+def check_options(softcap: float, dropout_p: float) -> None:
+    """Raise ValueError for a cap that is none, and for dropout."""
+    known = torch.compiler.is_compiling() or is_finite(softcap)
+    if not (known and 0.0 <= softcap < math.inf):
+        raise ValueError(
+            f"softcap is {softcap!r}, expected a finite number >= 0.0, where 0.0 caps nothing"
+        )
+    if dropout_p != 0.0:
+        raise ValueError(
+            f"dropout_p is {dropout_p}, expected 0.0: no kernel gives the same dropout under every "
+            "layout; drop out after the attention instead"
+        )
 
 
 def check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -20,19 +64,13 @@ def check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise ValueError(f"query has {heads} heads, expected a multiple of the {groups} of key")
 
 
-def autocast_to(device: torch.device) -> torch.dtype | None:
-    """The dtype that torch.autocast asks for on a device; None outside of it."""
-    if not torch.is_autocast_enabled(device.type):
-        return None
-    return torch.get_autocast_dtype(device.type)
-
-
 def as_autocast(x: Tensor) -> Tensor:
-    """As PyTorch's scaled_dot_product_attention takes its arguments under torch.autocast: floats
-    but float64 in autocast's dtype."""
-    dtype = autocast_to(x.device)
-    casts = dtype is not None and x.is_floating_point() and x.dtype != torch.float64
-    return x.to(dtype) if casts else x
+    """Cast as PyTorch's scaled_dot_product_attention casts its arguments under torch.autocast:
+    floats, except float64, to autocast's dtype."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return x
+    casts = x.is_floating_point() and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(x.device.type)) if casts else x
 
 
 def check(

@@ -1,9 +1,9 @@
-"""A schedule in terms of a kernel's launches instead of its entries, made once for all layers."""
+"""A schedule's entries as launches of a kernel, and its tables in terms of these launches."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,18 +13,18 @@ from hcp.exchange.tables import Entry, Move, Read, Schedule
 
 
 class Launches(NamedTuple):
-    """The launches of each stage, and the tables of rows that they take and give."""
+    """Launches of each stage, and the tables of rows that they take and give."""
 
     stages: list[list[Launch]]
     number: int
-    """Of the launches of all stages."""
+    """How many there are in all stages."""
     query_cuts: Tensor | None
     """int64 (launches of all stages, 2) of (row, rows): their queries. None: all of them."""
     key_cuts: list[Tensor | None]
     """Their keys, by stage. None, for keys that lie here: all of them."""
     output_runs: Tensor
     sunk_runs: Tensor
-    """The same, with the sinks as one more part behind the launches."""
+    """``output_runs`` with the sinks as one more part, after the launches."""
     home_runs: Tensor
     local_runs: Tensor
     one_launch: bool
@@ -33,14 +33,7 @@ class Launches(NamedTuple):
 
 
 def launches_of(schedule: Schedule, kernel: Kernel) -> Launches:
-    """Made once for a schedule and kernel."""
-    made = schedule.calls.get(kernel)
-    if made is None:
-        made = schedule.calls[kernel] = _make_launches(schedule, kernel)
-    return cast(Launches, made)
-
-
-def _make_launches(schedule: Schedule, kernel: Kernel) -> Launches:
+    """Make a schedule's launches of a kernel."""
     stages = [kernel.launches(stage.entries) for stage in schedule.stages]
     # Of each entry: its launch, and where its queries and its keys start there.
     places: list[tuple[int, int, int]] = []
@@ -53,7 +46,7 @@ def _make_launches(schedule: Schedule, kernel: Kernel) -> Launches:
                 found[entry] = (number, query, entry.key_row - launch.keys.start)
             number += 1
         places += [found[entry] for entry in stage.entries]
-    # What comes home is one more part behind the entries, and behind the launches, of stage 0.
+    # Returned gradients are one more part, after the entries and the launches of stage 0.
     local = [*places[: len(schedule.stages[0].entries)], (len(stages[0]), 0, 0)]
     output_runs = _renumber(schedule.output_runs, places, 1)
     rows = schedule.query_rows
@@ -107,22 +100,23 @@ def _with_sinks(runs: Tensor, part: int, rows: int) -> Tensor:
     return both[both[:, 0].sort(stable=True).indices]
 
 
-# ---- gradients in their owners' reach ------------------------------------------------------------
+# ---- gradients that their owners read ------------------------------------------------------------
 
 
-class Home(NamedTuple):
-    """Partial gradients where their owners read them. Each rank stages, for each of the others, as
-    many rows as that owner has."""
+class GradientReturn(NamedTuple):
+    """Partial gradients, staged where their owners read them. Each rank stages, for each of the
+    others, as many rows as that owner has."""
 
     staged_rows: int
     staged_runs: Tensor
     readers: list[int]
-    """Those that staged rows are for, ascending."""
+    """Owners that staged rows are for, ascending."""
     read: Read
-    """Of this rank's launches of stage 0, then of the ranks that staged rows for it."""
+    """What this rank reads. Its parts: this rank's launches of stage 0, then the ranks that staged
+    rows for it."""
 
 
-def home_of(schedule: Schedule, launches: Launches, rank: int) -> Home:
+def gradient_return_of(schedule: Schedule, launches: Launches, rank: int) -> GradientReturn:
     def start(stager: int, owner: int) -> int:
         return sum(n for peer, n in schedule.blocks.items() if peer < owner and peer != stager)
 
@@ -149,7 +143,7 @@ def home_of(schedule: Schedule, launches: Launches, rank: int) -> Home:
         move, rows = shifted(runs[home, 3], receives, starts)
         runs[home, 2], runs[home, 3] = local + move, rows
     total = sum(schedule.blocks.values())
-    return Home(
+    return GradientReturn(
         total - schedule.query_rows,
         staged,
         sorted(move.peer for move in sends),

@@ -1,5 +1,6 @@
-"""Keys and values on their way to the ranks that attend to them, and partial gradients on their way
-home: sent by their owners, or read from where these staged them.
+"""Transfer of keys and values to the ranks that attend to them, and of partial gradients back.
+
+Owners send rows, or stage them where others read them.
 
 N rows, G key-value heads, D head size, E head size of values.
 """
@@ -8,62 +9,53 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from hcp import ops
-from hcp.attention.kernel_calls import Launches, home_of
+from hcp.attention.kernel_calls import Launches, gradient_return_of
+from hcp.attention.rotary import NO_ROTATION, Rotary
 from hcp.exchange.agreement import Stamp
 from hcp.exchange.tables import Schedule
 from hcp.exchange.transport import Share, Shared, SharingTransport, Transport, shares
 
 
-class Turn(NamedTuple):
-    """The rotary embedding of this rank's queries and keys, as `ops.rotate` takes it."""
-
-    cos: Tensor
-    sin: Tensor
-    interleaved: bool
-
-
-NO_TURN = None, None, False
-"""As operators take it."""
-
-
-class Journey(Protocol):
+class KeyTransfer(Protocol):
     """How keys travel in the layers of one kind."""
 
     def keys(
         self, key: Tensor, value: Tensor, sent: Tensor | None, stamp: Stamp
     ) -> Iterator[list[Tensor]]:
-        """Keys and values of each launch, stage by stage, while those of the next stage are on
-        their way. ``sent``: what the first exchange sends, where it is packed already."""
+        """Yield keys and values of each launch, stage by stage, while those of the next stage
+        arrive. ``sent``: what the first exchange sends, where it is packed already."""
 
-    def home(
-        self, grads: list[Tensor], turn: Turn | None, stamp: Stamp
+    def return_gradients(
+        self, grads: list[Tensor], rotary: Rotary | None, stamp: Stamp
     ) -> Callable[[], list[Tensor]]:
-        """Bring partial gradients of keys and values, launch by launch, to their owners; what
-        waits for those of this rank, summed and turned back: (T, G, D), (T, G, E), not
-        contiguous."""
+        """Begin to bring partial gradients of keys and values, launch by launch, to their owners.
+
+        Returns a function that waits for the gradients of this rank's own, summed and rotated
+        back: (T, G, D), (T, G, E), not contiguous.
+        """
 
 
-def journey_of(
+def transfer_of(
     schedule: Schedule,
     launches: Launches,
     transport: Transport,
     sizes: tuple[int, int, int],
     dtype: torch.dtype,
-) -> Journey:
-    """``sizes``: G, D, E."""
+    exchanges: Iterator[int],
+) -> KeyTransfer:
+    """``sizes``: G, D, E. ``exchanges``: numbers of exchanges through shared memory."""
     if shares(transport) and len(schedule.stages) > 1:
-        return _Read(schedule, launches, transport, sizes, dtype)
-    return _Sent(schedule, launches, transport, sizes)
+        return ReadKeys(schedule, launches, transport, sizes, dtype, exchanges)
+    return SentKeys(schedule, launches, transport, sizes)
 
 
 def cut(tensors: list[Tensor], cuts: Tensor | None, count: int) -> list[Tensor]:
-    """Rows of all tensors for each of ``count`` launches, one after the other."""
+    """Cut the rows of all tensors for each of ``count`` launches, one launch after the other."""
     if cuts is None:
         return tensors * count
     views: list[Tensor] = torch.ops.hcp.cut.default(tensors, cuts)
@@ -76,28 +68,26 @@ def summed(
     runs: Tensor,
     rows: int,
     columns: int,
-    turn: Turn | None,
+    rotary: Rotary | None,
 ) -> list[Tensor]:
-    """Partial gradients (N, heads, size) summed, those of the first column turned back; ``home``
-    is one more part, its columns side by side."""
+    """Sum partial gradients (N, heads, size); those of the first column are rotated back.
+    ``home``: one more part, its columns side by side."""
     sums: list[Tensor] = torch.ops.hcp.sum_gradients.default(
-        grads, home, runs, rows, columns, *(turn or NO_TURN)
+        grads, home, runs, rows, columns, *(rotary or NO_ROTATION)
     )
     return sums
 
 
-def turned_back(grad: Tensor, turn: Turn | None) -> Tensor:
-    """A gradient (T, heads, D) that nothing sums."""
-    if turn is None:
-        return grad
-    return ops.rotate(grad, turn.cos, turn.sin, interleaved=turn.interleaved, inverse=True)
+def rotated_back(grad: Tensor, rotary: Rotary | None) -> Tensor:
+    """Rotate back a gradient (T, heads, D) of which there is one part only."""
+    return grad if rotary is None else rotary.rotate_back(grad)
 
 
 _AS_THEY_ARE = torch.empty(0, 2, dtype=torch.int64, device="cpu")
 
 
-class _Sent:
-    """Peers send rows of keys beside values, and rows of their gradients."""
+class SentKeys:
+    """A transfer in which ranks send rows: keys and values side by side, then their gradients."""
 
     def __init__(
         self,
@@ -138,13 +128,13 @@ class _Sent:
             before, sent = received, None
         yield current
 
-    def home(
-        self, grads: list[Tensor], turn: Turn | None, stamp: Stamp
+    def return_gradients(
+        self, grads: list[Tensor], rotary: Rotary | None, stamp: Stamp
     ) -> Callable[[], list[Tensor]]:
         schedule, launches = self._schedule, self._launches
         rows, own = schedule.query_rows, grads[: 2 * len(launches.stages[0])]
         if len(schedule.stages) == 1:
-            return lambda: summed(own, None, launches.local_runs, rows, 2, turn)
+            return lambda: summed(own, None, launches.local_runs, rows, 2, rotary)
         sent, home = torch.ops.hcp.reduce_to_send.default(
             grads, launches.home_runs, 2, schedule.home_sent_rows, schedule.home_received_rows
         )
@@ -154,14 +144,14 @@ class _Sent:
 
         def sums() -> list[Tensor]:
             pending.wait()
-            return summed(own, home, launches.local_runs, rows, 2, turn)
+            return summed(own, home, launches.local_runs, rows, 2, rotary)
 
         return sums
 
 
-class _Read:
-    """Ranks read rows of keys beside values where their owners staged them, and each owner reads
-    and sums the gradients that the others staged for it."""
+class ReadKeys:
+    """A transfer in which ranks read rows: keys and values where their owners staged them, then
+    each owner the gradients that the others staged for it, which it sums."""
 
     def __init__(
         self,
@@ -170,9 +160,10 @@ class _Read:
         transport: SharingTransport,
         sizes: tuple[int, int, int],
         dtype: torch.dtype,
+        exchanges: Iterator[int],
     ) -> None:
         self._schedule, self._launches, self._sizes = schedule, launches, sizes
-        self._transport, self._dtype = transport, dtype
+        self._transport, self._dtype, self._exchanges = transport, dtype, exchanges
         groups, head_dim, value_dim = sizes
         self._widths = groups * head_dim, groups * value_dim
         rows, readers = schedule.query_rows, schedule.readers
@@ -183,7 +174,7 @@ class _Read:
 
     @cached_property
     def _grads(self) -> Shared:
-        home = home_of(self._schedule, self._launches, self._transport.rank)
+        home = gradient_return_of(self._schedule, self._launches, self._transport.rank)
         like = self._widths, self._dtype
         return self._transport.share(
             Share(home.staged_rows, *like, home.staged_runs, home.readers, [home.read])
@@ -193,7 +184,7 @@ class _Read:
         self, key: Tensor, value: Tensor, sent: Tensor | None, stamp: Stamp
     ) -> Iterator[list[Tensor]]:
         schedule, launches, own = self._schedule, self._launches, [key, value]
-        staged = self._keys.stage(next(schedule.exchanges), own, stamp)
+        staged = self._keys.stage(next(self._exchanges), own, stamp)
         current = cut(own, launches.key_cuts[0], len(launches.stages[0]))
         for number in range(1, len(schedule.stages)):
             if schedule.reads[number] is None:
@@ -211,16 +202,16 @@ class _Read:
         )
         return views
 
-    def home(
-        self, grads: list[Tensor], turn: Turn | None, stamp: Stamp
+    def return_gradients(
+        self, grads: list[Tensor], rotary: Rotary | None, stamp: Stamp
     ) -> Callable[[], list[Tensor]]:
         own = grads[: 2 * len(self._launches.stages[0])]
-        staged = self._grads.stage(next(self._schedule.exchanges), grads, stamp, own)
+        staged = self._grads.stage(next(self._exchanges), grads, stamp, own)
         reading = staged.read(0)
 
         def sums() -> list[Tensor]:
-            # The kernel that reads and sums does not turn.
+            # The kernel that reads and sums does not rotate.
             grad_key, grad_value = self._columns(reading.wait(), self._whole)
-            return [turned_back(grad_key, turn), grad_value]
+            return [rotated_back(grad_key, rotary), grad_value]
 
         return sums

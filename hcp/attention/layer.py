@@ -1,10 +1,11 @@
-"""Attention over local and arriving keys, forward and backward.
+"""Attention of a layer over local and arriving keys, forward and backward.
 
 The schedule (see ``hcp.exchange.tables``) says everything: which keys arrive when, and which dense
-blocks of queries and keys are computed, by library kernels (``hcp.attention.kernels``). The partial
-outputs are merged once by log-sum-exp. The backward fetches the keys again, gives the kernel the
-merged output and log-sum-exp, brings partial gradients of keys and values to their owners, and sums
-them once.
+blocks of queries and keys library kernels (``hcp.attention.kernels``) compute. Partial outputs are
+merged once by log-sum-exp. The backward fetches the keys again, gives the kernel the merged output
+and log-sum-exp, brings partial gradients of keys and values to their owners, and sums them once.
+
+Compilers see one operator instead: ``hcp.attention.operator``.
 
 T rows on this rank, H query heads, G key-value heads, D head size, E head size of values, N rows of
 a launch.
@@ -12,126 +13,143 @@ a launch.
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hcp import ops
-from hcp.attention.checks import check
 from hcp.attention.head_exchange import HeadExchange
-from hcp.attention.kernel_calls import Launches, launches_of
-from hcp.attention.kernels import Choice, Kernel, kernel_for, scores_of_sinks, wide
-from hcp.attention.key_transfer import Journey, Turn, cut, journey_of, summed, turned_back
-from hcp.exchange.agreement import (
-    BACKWARD,
-    BACKWARD_WITH_LSE,
-    Kind,
-    LayerName,
-    Stamp,
-    agree_once,
-    rows_like,
-)
-from hcp.exchange.tables import Schedule
-from hcp.exchange.transport import Transport, shares, transport_of
+from hcp.attention.kernels import Choice, scores_of_sinks, wide
+from hcp.attention.key_transfer import cut, rotated_back, summed
+from hcp.attention.prepared import Prepared, Run, make_run
+from hcp.attention.rotary import NO_ROTATION, Rotary
+from hcp.exchange.agreement import BACKWARD, BACKWARD_WITH_LSE, LayerName, Stamp
 
 
-class Run(NamedTuple):
-    """How attention of one kind is computed under a schedule; made at the first of its calls."""
+class Layer(NamedTuple):
+    """How a layer attends, in what compilers know: see ``operator``."""
 
-    schedule: Schedule
-    kernel: Kernel
-    launches: Launches
-    journey: Journey
+    words: Tensor
+    """Its schedule."""
     scale: float
-    kind: Kind
-    heads: HeadExchange | None
-    """None where rows stay: nobody to trade with."""
-    packs: bool
-    """Whether what the first exchange sends can be packed while keys are turned."""
+    choice: Choice
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    layer: Layer,
+    prepared: Prepared,
+    rotary: Rotary | None,
+    number: int,
+    name: LayerName,
+) -> tuple[Tensor, Tensor]:
+    """Attend from this rank's rows to the whole sequences: (T, H, D), (T, G, D), (T, G, E) to
+    (T, H, E), under the schedule of the layer; and its log-sum-exp (T, H), sinks included.
+
+    With ``rotary``, queries and keys are rotated first, in fewer passes: keys on their way into
+    what is sent, and summed gradients are rotated back before they are rounded.
+
+    ``prepared``: of the layer's words. ``number``: of the call in its handler. ``name``: what its
+    caller names the layer by.
+
+    Differentiable once, see :meth:`hcp.ContextParallelHandler.attention`.
+    """
+    # What is no tensor in one argument: autograd looks at each.
+    how = layer, prepared, rotary, number, name
+    out, lse = _Attention.apply(query, key, value, sinks, how)  # type: ignore[no-untyped-call]
+    return out, lse
+
+
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+
+
+def is_watched(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether a compiler, a mode or a kind of tensor is there that must see an operator."""
+    return (
+        type(query) not in _PLAIN
+        or type(key) not in _PLAIN
+        or type(value) not in _PLAIN
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch.compiler.is_compiling()
+    )
+
+
+class _Attention(torch.autograd.Function):
+    """The operator without its dispatch, which would take longer than all else in here."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        how: tuple[Layer, Prepared, Rotary | None, int, LayerName],
+    ) -> tuple[Tensor, Tensor]:
+        layer, prepared, rotary, number, name = how
+        given = query, key, value, sinks
+        with torch._C._AutoDispatchBelowAutograd():
+            run = run_of(prepared, *given, layer, rotary, number, name)
+            out, lse, query, key = forward(run, *given, rotary, number, name)
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
+        ctx.run, ctx.how = run, how
+        ctx.set_materialize_grads(False)  # most calls do not use the log-sum-exp
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+        query, key, value, sinks, out, lse = ctx.saved_tensors
+        layer, _, rotary, number, name = ctx.how
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        given = grad_out, grad_lse, query, key, value, sinks, out, lse
+        if torch.is_grad_enabled() or is_watched(query, key, value):  # no second derivative
+            numbered = torch.tensor([number], device="cpu")
+            *grads, grad_sinks = torch.ops.hcp.attention_backward(
+                *given, layer.words, numbered, *options_of(layer, rotary), name_of(name)
+            )
+            return *grads, None if sinks is None else grad_sinks, None
+        with torch._C._AutoDispatchBelowAutograd():
+            return *backward(ctx.run, *given, rotary, number, name), None
+
+
+def options_of(layer: Layer, rotary: Rotary | None) -> tuple[Any, ...]:
+    """Scale, rotation and kernel, as operators take them."""
+    return layer.scale, *(rotary or NO_ROTATION), *layer.choice
+
+
+def name_of(name: LayerName) -> str:
+    """A layer's name, as operators take it."""
+    return "" if name is None else str(name)
 
 
 def run_of(
-    schedule: Schedule,
+    prepared: Prepared,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     sinks: Tensor | None,
-    scale: float,
-    choice: Choice,
-    turned: bool,
+    layer: Layer,
+    rotary: Rotary | None,
     number: int = 0,
-    layer: LayerName = None,
+    name: LayerName = None,
 ) -> Run:
     """The run of a call, which is checked when its like is first seen: here, and with the peers
     unless it is a backward's, which has no ``number``."""
+    scale, choice, rotated = layer.scale, layer.choice, rotary is not None
     like = (
         *(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype),
-        *(query.device, key.device, value.device, scale, choice, turned),
+        *(query.device, key.device, value.device, scale, choice, rotated),
         None if sinks is None else (sinks.shape, sinks.dtype, sinks.device),
     )
-    run = schedule.runs.get(like)
+    run = prepared.runs.get(like)
     if run is None:
-        given = query, key, value, sinks, scale, choice, turned
-        run = schedule.runs[like] = _make_run(schedule, *given, number, layer)
-    return cast(Run, run)
-
-
-def _make_run(
-    schedule: Schedule,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    choice: Choice,
-    turned: bool,
-    number: int,
-    layer: LayerName,
-) -> Run:
-    transport = transport_of(schedule.transport_key)
-    check(query, key, value, sinks, schedule.rows, transport.device)
-    kind = Kind(
-        "attention",
-        schedule.origin,
-        query=rows_like(query),
-        key=rows_like(key),
-        value=rows_like(value),
-        causal=schedule.window[1] == 0,
-        window_size=schedule.window,
-        softmax_scale=scale,
-        softcap=choice.softcap,
-        sinks=sinks is not None,
-        rotary_pos_emb=turned,
-        comm_type=schedule.comm_type,
-        neighbours=schedule.inner,
-    )
-    kind.callers = schedule.callers
-    # Signals between GPUs carry the stamp themselves.
-    signalled = shares(transport) and schedule.trade is None
-    if number and not signalled:
-        agree_once(transport, schedule, Stamp(kind, number, layer=layer))
-    kernel = kernel_for(query.device, query.dtype, choice)
-    launches, groups, heads = (
-        launches_of(schedule, kernel),
-        key.shape[1],
-        _heads_of(schedule, transport, query.shape[1], key.shape[1]),
-    )
-    if heads is not None:
-        kernel, groups = heads.kernel(kernel), heads.key_count
-    sizes = groups, key.shape[2], value.shape[2]
-    journey = journey_of(schedule, launches, transport, sizes, key.dtype)
-    packs = heads is None and len(schedule.stages) > 1 and not shares(transport)
-    return Run(schedule, kernel, launches, journey, scale, kind, heads, packs)
-
-
-def _heads_of(
-    schedule: Schedule, transport: Transport, queries: int, keys: int
-) -> HeadExchange | None:
-    trade = schedule.trade
-    if trade is None or len(trade.receives) == 1:
-        return None
-    return HeadExchange(transport, trade, queries, keys)
+        given = query, key, value, sinks, scale, choice, rotated
+        run = prepared.runs[like] = make_run(prepared, *given, number, name)
+    return run
 
 
 # ---- forward -------------------------------------------------------------------------------------
@@ -143,22 +161,22 @@ def forward(
     key: Tensor,
     value: Tensor,
     sinks: Tensor | None,
-    turn: Turn | None,
+    rotary: Rotary | None,
     number: int,
-    layer: LayerName,
+    name: LayerName,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output, log-sum-exp, and the queries and keys that attention saw: turned."""
-    stamp = Stamp(run.kind, number, layer=layer)
+    """Output, log-sum-exp, and the queries and keys that attention saw: rotated."""
+    stamp = Stamp(run.kind, number, layer=name)
     sent: Tensor | None = None
-    if turn is not None:
-        cos, sin, interleaved = turn
-        query = ops.rotate(query, cos, sin, interleaved=interleaved)
+    if rotary is not None:
+        query = rotary.rotate(query)
         if run.packs:
             stage = run.schedule.stages[1]
-            given = [value.flatten(1)], stage.pack, stage.sent_rows
-            key, sent = ops.rotate_pack(key, cos, sin, *given, interleaved=interleaved)
+            key, sent = torch.ops.hcp.rotate_pack.default(
+                key, *rotary, [value.flatten(1)], stage.pack, stage.sent_rows
+            )
         else:
-            key = ops.rotate(key, cos, sin, interleaved=interleaved)
+            key = rotary.rotate(key)
     if run.heads is None:
         out, lse = _forward_rows(run, stamp, query, key, value, sinks, sent)
     else:
@@ -175,11 +193,11 @@ def _forward_rows(
     sinks: Tensor | None,
     sent: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Queries against keys as they arrive, merged."""
+    """Attend to keys as they arrive, and merge."""
     kernel, launches, scale = run.kernel, run.launches, run.scale
     queries = iter(cut([query], launches.query_cuts, launches.number))
     outs, lses = [], []
-    arriving = run.journey.keys(key, value, sent, stamp)
+    arriving = run.transfer.keys(key, value, sent, stamp)
     for stage, keys in zip(launches.stages, arriving, strict=True):
         for i, launch in enumerate(stage):
             out, lse = kernel.forward(launch, next(queries), keys[2 * i], keys[2 * i + 1], scale)
@@ -188,20 +206,28 @@ def _forward_rows(
     if not outs:  # no rows: a query sees at least its own key
         return empty_result(query, value)
     if sinks is not None:
-        return _merge_with_sinks(outs, lses, launches.sunk_runs, sinks, run.schedule.query_rows)
+        return _merged_with_sinks(outs, lses, launches.sunk_runs, sinks, run.schedule.query_rows)
     if launches.one_launch:
         return outs[0], lses[0]
-    return ops.merge(outs, lses, launches.output_runs, run.schedule.query_rows)
+    return merged(outs, lses, launches.output_runs, run.schedule.query_rows)
 
 
-def _merge_with_sinks(
+def merged(
+    outs: list[Tensor], lses: list[Tensor], runs: Tensor, rows: int
+) -> tuple[Tensor, Tensor]:
+    """Merge partial outputs by log-sum-exp: see `ops.merge`."""
+    out, lse = torch.ops.hcp.merge.default(outs, lses, runs, rows)
+    return out, lse
+
+
+def _merged_with_sinks(
     outs: list[Tensor], lses: list[Tensor], runs: Tensor, sinks: Tensor, rows: int
 ) -> tuple[Tensor, Tensor]:
-    """A sink is a key that every query of its head sees, whose value is 0."""
+    """Merge, where a sink is a key that every query of its head sees and whose value is 0."""
     _, query_heads, head_size = outs[0].shape
     sink_out = outs[0].new_zeros(head_size).expand(rows, query_heads, -1)
     sink_lse = scores_of_sinks(sinks, lses[0].dtype).expand(rows, -1)
-    return ops.merge([*outs, sink_out], [*lses, sink_lse], runs, rows)
+    return merged([*outs, sink_out], [*lses, sink_lse], runs, rows)
 
 
 def empty_result(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -223,9 +249,9 @@ def backward(
     sinks: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    turn: Turn | None,
+    rotary: Rotary | None,
     number: int,
-    layer: LayerName,
+    name: LayerName,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """For queries and keys that attention saw, the gradients of those that were given, and of the
     sinks."""
@@ -233,16 +259,16 @@ def backward(
         grad_out = grad_out.contiguous()
     # What travels depends on it.
     passed = BACKWARD if grad_lse is None else BACKWARD_WITH_LSE
-    stamp = Stamp(run.kind, number, passed, layer)
+    stamp = Stamp(run.kind, number, passed, name)
     by_query = (
         [grad_out, query, out, lse] if grad_lse is None else [grad_out, query, out, lse, grad_lse]
     )
     if run.heads is None:
-        grads = _backward_rows(run, stamp, by_query, key, value, turn)
+        grads = _backward_rows(run, stamp, by_query, key, value, rotary)
     else:
         given = stamp, by_query, key, value
         grad_query, grad_key, grad_value = _backward_heads(run, run.heads, *given)
-        grads = turned_back(grad_query, turn), turned_back(grad_key, turn), grad_value
+        grads = rotated_back(grad_query, rotary), rotated_back(grad_key, rotary), grad_value
     if sinks is None:
         return *grads, None
     return *grads, _sinks_backward(grad_out, grad_lse, sinks, out, lse)
@@ -254,9 +280,9 @@ def _backward_rows(
     by_query: list[Tensor],
     key: Tensor,
     value: Tensor,
-    turn: Turn | None,
+    rotary: Rotary | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values, those of others' keys sent home.
+    """Gradients of queries, keys and values, those of others' keys returned to their owners.
 
     ``by_query``: grad_out, query, out, lse and, where there is one, grad_lse.
     """
@@ -264,7 +290,7 @@ def _backward_rows(
     rows = iter(cut(by_query, launches.query_cuts, launches.number))
     grad_queries: list[Tensor] = []
     grads: list[Tensor] = []
-    arriving = run.journey.keys(key, value, None, stamp)
+    arriving = run.transfer.keys(key, value, None, stamp)
     for stage, keys in zip(launches.stages, arriving, strict=True):
         for i, launch in enumerate(stage):
             grad_out, query, out, lse = next(rows), next(rows), next(rows), next(rows)
@@ -276,13 +302,12 @@ def _backward_rows(
     if not grads:
         return torch.zeros_like(by_query[1]), torch.zeros_like(key), torch.zeros_like(value)
     if launches.one_launch:
-        return turned_back(grad_queries[0], turn), turned_back(grads[0], turn), grads[1]
-    home = run.journey.home(grads, turn, stamp)
+        return rotated_back(grad_queries[0], rotary), rotated_back(grads[0], rotary), grads[1]
+    returned = run.transfer.return_gradients(grads, rotary, stamp)
     # Meanwhile:
-    (grad_query,) = summed(
-        grad_queries, None, launches.output_runs, run.schedule.query_rows, 1, turn
-    )
-    grad_key, grad_value = home()
+    runs, count = launches.output_runs, run.schedule.query_rows
+    (grad_query,) = summed(grad_queries, None, runs, count, 1, rotary)
+    grad_key, grad_value = returned()
     return grad_query, grad_key, grad_value
 
 

@@ -1,41 +1,32 @@
-"""Attention of a layer, differentiable, for compilers as well as without them.
+"""Attention of a layer as operators of PyTorch, for compilers and whoever else watches operators.
 
-What it computes is in ``hcp.attention.layer``, how keys and gradients travel in
-``hcp.attention.key_transfer``.
+They compute what ``hcp.attention.layer`` does. All that they depend on is in tensors, numbers and
+names.
 
 T rows on this rank, H query heads, G key-value heads, D head size, E head size of values.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hcp.attention.kernels import Choice, families
-from hcp.attention.key_transfer import NO_TURN, Turn
-from hcp.attention.layer import backward, empty_result, forward, run_of
+from hcp.attention.layer import (
+    Layer,
+    backward,
+    empty_result,
+    forward,
+    name_of,
+    options_of,
+    run_of,
+)
+from hcp.attention.prepared import prepared_of
+from hcp.attention.rotary import Rotary
 from hcp.exchange.agreement import LayerName
-from hcp.exchange.tables import Schedule, kernel_of, schedule_of
 from hcp.ops import register_shapes
-
-
-class Layer(NamedTuple):
-    """How a layer attends: its schedule, as a tensor for compiled models and as it was read."""
-
-    words: Tensor
-    schedule: Schedule
-    choice: Choice
-
-    @classmethod
-    def of(cls, words: Tensor) -> Layer:
-        _expect_words(words)
-        family, softcap = kernel_of(words)
-        named = families()
-        if not 0 <= family < len(named):
-            raise ValueError(f"words names kernel {family}, expected 0 to {len(named) - 1}")
-        return cls(words, schedule_of(words), Choice(named[family], softcap))
 
 
 def attention(
@@ -44,119 +35,14 @@ def attention(
     value: Tensor,
     sinks: Tensor | None,
     layer: Layer,
-    scale: float,
-    turn: Turn | None,
-    number: int,
-    name: LayerName = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention of this rank's rows over the whole sequences: (T, H, D), (T, G, D), (T, G, E) to
-    (T, H, E), under the schedule of the layer; and its log-sum-exp (T, H), sinks included.
-
-    With ``turn``, of queries and keys that `ops.rotate` turns, in fewer passes: keys are turned on
-    their way into what is sent, and summed gradients are turned back before they are rounded.
-
-    ``number``: of the call in its handler. ``name``: what its caller names the layer by.
-
-    Differentiable once, see :meth:`hcp.ContextParallelHandler.attention`.
-    """
-    if _watched(query, key, value):
-        words = layer.words
-        return operator(query, key, value, sinks, words, scale, turn, number=number, name=name)
-    # What is no tensor in one argument: autograd looks at each.
-    how = layer, scale, turn, number, name
-    out, lse = _Attention.apply(query, key, value, sinks, how)  # type: ignore[no-untyped-call]
-    return out, lse
-
-
-def operator(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    words: Tensor,
-    scale: float,
-    turn: Turn | None = None,
-    *,
+    rotary: Rotary | None,
     number: int = 0,
     name: LayerName = None,
 ) -> tuple[Tensor, Tensor]:
-    """As ``attention``, for compilers: all that it depends on is in tensors and numbers. A call
-    without a number gets the handler's next when it is run."""
-    given = query, key, value, sinks, words, scale
-    out, lse, *_ = torch.ops.hcp.attention(*given, *(turn or NO_TURN), number, _said(name))
+    """As ``layer.attention``. A call without a number gets the handler's next when it is run."""
+    given = query, key, value, sinks, layer.words, *options_of(layer, rotary)
+    out, lse, *_ = torch.ops.hcp.attention(*given, number, name_of(name))
     return out, lse
-
-
-def _said(name: LayerName) -> str:
-    """As operators take it."""
-    return "" if name is None else str(name)
-
-
-_PLAIN = frozenset((Tensor, torch.nn.Parameter))
-
-
-def _watched(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether a compiler, a mode or a kind of tensor is there that must see an operator."""
-    return (
-        type(query) not in _PLAIN
-        or type(key) not in _PLAIN
-        or type(value) not in _PLAIN
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch.compiler.is_compiling()
-    )
-
-
-class _Attention(torch.autograd.Function):
-    """The operator without its dispatch, which would take longer than all else in here."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        how: tuple[Layer, float, Turn | None, int, LayerName],
-    ) -> tuple[Tensor, Tensor]:
-        layer, scale, turn, number, name = how
-        call = number, name
-        given = query, key, value, sinks
-        with torch._C._AutoDispatchBelowAutograd():
-            run = run_of(layer.schedule, *given, scale, layer.choice, turn is not None, *call)
-            out, lse, query, key = forward(run, *given, turn, *call)
-        ctx.save_for_backward(query, key, value, sinks, out, lse)
-        ctx.given = run, layer.words, scale, turn, call
-        ctx.set_materialize_grads(False)  # most calls do not use the log-sum-exp
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-        query, key, value, sinks, out, lse = ctx.saved_tensors
-        run, words, scale, turn, call = ctx.given
-        if grad_out is None:
-            grad_out = torch.zeros_like(out)
-        given = grad_out, grad_lse, query, key, value, sinks, out, lse
-        if torch.is_grad_enabled() or _watched(query, key, value):  # no second derivative
-            number, name = torch.tensor([call[0]], device="cpu"), call[1]
-            *grads, grad_sinks = torch.ops.hcp.attention_backward(
-                *given, words, number, scale, *(turn or NO_TURN), _said(name)
-            )
-            return *grads, None if sinks is None else grad_sinks, None
-        with torch._C._AutoDispatchBelowAutograd():
-            return *backward(run, *given, turn, *call), None
-
-
-# ---- operators -----------------------------------------------------------------------------------
-
-
-def _expect_words(words: Tensor) -> None:
-    if words.dtype != torch.int64 or words.dim() != 1 or words.device.type != "cpu":
-        raise ValueError(
-            f"words is {words.dtype} of shape {tuple(words.shape)} on {words.device}, expected the "
-            "int64 (words,) of a schedule, on cpu"
-        )
-    if len(words) < 2:
-        raise ValueError(f"words has {len(words)} items, expected those of a schedule")
 
 
 def _expect_tensors(**given: Tensor | None) -> None:
@@ -182,13 +68,19 @@ def _expect_like(
         )
 
 
-def _turn_of(cos: Tensor | None, sin: Tensor | None, interleaved: bool) -> Turn | None:
+def _layer_of(words: Tensor, scale: float, family: str, softcap: float) -> Layer:
+    if family not in families():
+        raise ValueError(f"family is {family!r}, expected one of {sorted(families())}")
+    return Layer(words, scale, Choice(family, softcap))
+
+
+def _rotary_of(cos: Tensor | None, sin: Tensor | None, interleaved: bool) -> Rotary | None:
     if cos is None and sin is None:
         return None
     if cos is None or sin is None:
         missing, given = ("cos", "sin") if cos is None else ("sin", "cos")
         raise ValueError(f"{missing} is None, expected a tensor as {given} is, or None for both")
-    return Turn(cos, sin, interleaved)
+    return Rotary(cos, sin, interleaved)
 
 
 def _attention(
@@ -201,25 +93,24 @@ def _attention(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     interleaved: bool = False,
+    family: str = "torch",
+    softcap: float = 0.0,
     number: int = 0,
     name: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Output, log-sum-exp, queries and keys turned (nothing, where they are not), and the number
+    """Output, log-sum-exp, queries and keys rotated (nothing, where they are not), and the number
     of the call."""
     _expect_tensors(query=query, key=key, value=value, words=words)
-    layer, turn, given = (
-        Layer.of(words),
-        _turn_of(cos, sin, interleaved),
-        (query, key, value, sinks),
-    )
-    call = number or next(layer.schedule.numbers), name or None
-    run = run_of(layer.schedule, *given, scale, layer.choice, turn is not None, *call)
-    out, lse, turned_query, turned_key = forward(run, *given, turn, *call)
-    if turn is None:  # an operator must not give back what it was given
-        turned_query, turned_key = query.new_empty(0), key.new_empty(0)
+    layer, rotary = _layer_of(words, scale, family, softcap), _rotary_of(cos, sin, interleaved)
+    prepared, given = prepared_of(words), (query, key, value, sinks)
+    call = number or next(prepared.numbers), name or None
+    run = run_of(prepared, *given, layer, rotary, *call)
+    out, lse, rotated_query, rotated_key = forward(run, *given, rotary, *call)
+    if rotary is None:  # an operator must not give back what it was given
+        rotated_query, rotated_key = query.new_empty(0), key.new_empty(0)
     # A compiler takes the fake's strides for true; kernels have their own.
     numbered = torch.tensor([call[0]], device="cpu")
-    return out.contiguous(), lse.contiguous(), turned_query, turned_key, numbered
+    return out.contiguous(), lse.contiguous(), rotated_query, rotated_key, numbered
 
 
 def _attention_fake(
@@ -231,11 +122,11 @@ def _attention_fake(
     scale: float,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
-    *call: Any,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     shapes = [0 if cos is None else rows.shape for rows in (query, key)]
-    turned = query.new_empty(shapes[0]), key.new_empty(shapes[1])
-    return *empty_result(query, value), *turned, torch.empty(1, dtype=torch.int64, device="cpu")
+    rotated = query.new_empty(shapes[0]), key.new_empty(shapes[1])
+    return *empty_result(query, value), *rotated, torch.empty(1, dtype=torch.int64, device="cpu")
 
 
 def _attention_backward(
@@ -253,9 +144,11 @@ def _attention_backward(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     interleaved: bool = False,
+    family: str = "torch",
+    softcap: float = 0.0,
     name: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """For turned queries and keys, the gradients of those that were given."""
+    """For rotated queries and keys, the gradients of those that were given."""
     _expect_tensors(
         grad_out=grad_out,
         query=query,
@@ -265,16 +158,16 @@ def _attention_backward(
         lse=lse,
         words=words,
     )
-    layer, turn = Layer.of(words), _turn_of(cos, sin, interleaved)
+    layer, rotary = _layer_of(words, scale, family, softcap), _rotary_of(cos, sin, interleaved)
     given = query, key, value, sinks
-    run = run_of(layer.schedule, *given, scale, layer.choice, turn is not None)
+    run = run_of(prepared_of(words), *given, layer, rotary)
     rows, heads, _ = query.shape
     for what, result in (("out", out), ("grad_out", grad_out)):
         _expect_like(what, result, query, (rows, heads, value.shape[2]), (query.dtype,))
     for what, sums in (("lse", lse), ("grad_lse", grad_lse)):
         _expect_like(what, sums, query, (rows, heads), (torch.float32, torch.float64))
     call = int(number), name or None
-    *grads, grad_sinks = backward(run, grad_out, grad_lse, *given, out, lse, turn, *call)
+    *grads, grad_sinks = backward(run, grad_out, grad_lse, *given, out, lse, rotary, *call)
     # A compiler was told of strides: see _attention_backward_fake.
     grad_query, grad_key, grad_value = (grad.contiguous() for grad in grads)
     if grad_sinks is None:  # an operator gives a tensor
@@ -301,12 +194,13 @@ def _attention_backward_fake(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, value, sinks, words, ctx.scale, cos, sin, ctx.interleaved, _, ctx.name = inputs
-    out, lse, turned_query, turned_key, number = output
+    query, key, value, sinks, words, ctx.scale, cos, sin, *options, _, name = inputs
+    ctx.options = *options, name  # interleaved, family, softcap
+    out, lse, rotated_query, rotated_key, number = output
     if cos is not None:
-        query, key = turned_query, turned_key
+        query, key = rotated_query, rotated_key
     ctx.save_for_backward(query, key, value, sinks, out, lse, words, number, cos, sin)
-    ctx.mark_non_differentiable(turned_query, turned_key, number)
+    ctx.mark_non_differentiable(rotated_query, rotated_key, number)
     ctx.set_materialize_grads(False)  # most calls do not use the log-sum-exp
 
 
@@ -317,10 +211,8 @@ def _backward(
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     given = grad_out, grad_lse, query, key, value, sinks, out, lse, words, number, ctx.scale
-    *grads, grad_sinks = torch.ops.hcp.attention_backward(
-        *given, cos, sin, ctx.interleaved, ctx.name
-    )
-    return *grads, None if sinks is None else grad_sinks, *[None] * 7
+    *grads, grad_sinks = torch.ops.hcp.attention_backward(*given, cos, sin, *ctx.options)
+    return *grads, None if sinks is None else grad_sinks, *[None] * 9
 
 
 def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -335,7 +227,10 @@ def _refuse_second_derivative(ctx: Any, *grads: Any) -> tuple[Any, ...]:
 
 # Registered by hand: torch.library.custom_op would import the compiler at the first eager call.
 _ROWS = "Tensor query, Tensor key, Tensor value, Tensor? sinks"
-_OPTIONS = "float scale, Tensor? cos=None, Tensor? sin=None, bool interleaved=False"
+_OPTIONS = (
+    "float scale, Tensor? cos=None, Tensor? sin=None, bool interleaved=False, "
+    'str family="torch", float softcap=0.0'
+)
 _SAVED = f"Tensor grad_out, Tensor? grad_lse, {_ROWS}, Tensor out, Tensor lse, Tensor words"
 _RESULTS = "Tensor, Tensor, Tensor, Tensor"
 for _name, _schema, _run, _shapes, _gradient, _keep in (

@@ -1,23 +1,20 @@
-"""How a batch of rows lies: THD, packed, is hcp's own; SBHD and BSHD are batches of equal lengths.
+"""Formats of a batch of rows: THD, packed, is hcp's own; SBHD and BSHD hold equal lengths.
 
 T rows on this rank, S rows of one sequence, B sequences.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from hcp.step.handler import ContextParallelHandler
+from hcp.exchange.layout import Layout
 
 QKV_FORMATS = ("thd", "sbhd", "bshd")
 """As Transformer Engine calls them."""
 
 
-def to_rows(cp: ContextParallelHandler, x: Tensor, qkv_format: str) -> Tensor:
-    """This rank's rows, (T, ...), of a batch (S, B, ...) or (B, S, ...); THD rows as they are.
+def to_rows(layout: Layout, x: Tensor, qkv_format: str) -> Tensor:
+    """Take this rank's rows, (T, ...), of a batch (S, B, ...) or (B, S, ...); THD rows as they are.
 
     A view, but for SBHD with several sequences, whose rows lie interleaved.
     """
@@ -28,19 +25,20 @@ def to_rows(cp: ContextParallelHandler, x: Tensor, qkv_format: str) -> Tensor:
     if x.dim() != 4:
         raise ValueError(f"shape is {tuple(x.shape)}, expected {qkv_format}: 4 dimensions")
     by_sequence = x.transpose(0, 1) if qkv_format == "sbhd" else x
-    lengths = cp.layout.lengths
+    lengths = layout.lengths
     batch, rows = by_sequence.shape[:2]
-    if batch * rows != cp.rows or (cp.degree and (batch != len(lengths) or len(set(lengths)) > 1)):
+    uneven = batch != len(lengths) or len(set(lengths)) > 1
+    if batch * rows != layout.rows or (layout.degree and uneven):
         raise ValueError(
             f"the {qkv_format} batch has {batch} sequences of {rows} rows each on this rank, "
-            f"expected {cp.rows} rows of {len(lengths)} sequences of one length, not {lengths}; "
-            "lengths that differ are packed: qkv_format='thd'"
+            f"expected {layout.rows} rows of {len(lengths)} sequences of one length, "
+            f"not {lengths}; lengths that differ are packed: qkv_format='thd'"
         )
     return by_sequence.flatten(0, 1)
 
 
 def from_rows(rows: Tensor, batch: int, qkv_format: str) -> Tensor:
-    """The way back: (T, ...) as a view of ``batch`` sequences."""
+    """Undo ``to_rows``: (T, ...) as a view of ``batch`` sequences."""
     if qkv_format == "thd":
         return rows
     count = rows.shape[0] // batch if batch else 0

@@ -12,8 +12,63 @@ import torch
 from torch import Tensor
 
 from hcp import ops
-from hcp.attention.functorch import is_transformed
 from hcp.attention.kernels import wide
+from hcp.exchange.agreement import is_transformed
+
+
+class Rotary(NamedTuple):
+    """The rotary embedding of this rank's rows, made once for all layers: see
+    :meth:`hcp.ContextParallelHandler.rotary`."""
+
+    cos: Tensor
+    """(T, R), mscale included."""
+    sin: Tensor
+    interleaved: bool
+
+    def check(self, t: Tensor, name: str = "t") -> None:
+        """Raise ValueError unless t (T, heads, D) has these rows and heads large enough."""
+        rows, rotated = self.cos.shape
+        if not torch.compiler.is_compiling() and t.shape[:1] != (rows,):
+            raise ValueError(
+                f"{name} has shape {tuple(t.shape)}, expected {rows} rows: those that freqs turns"
+            )
+        if rotated % 2 or rotated > t.shape[-1]:
+            raise ValueError(
+                f"freqs has {rotated} angles, expected an even number up to the head size "
+                f"{t.shape[-1]}: one for each element that is rotated"
+            )
+
+    def fits(self, t: Tensor) -> bool:
+        """Whether a kernel rotates t (T, heads, D) by this: not where angles are learned, whose
+        gradient it does not give, under transforms of torch.func, or for other types."""
+        learned = torch.is_grad_enabled() and self.cos.requires_grad
+        return t.dtype in ops.FLOATS and t.dim() == 3 and not learned and not is_transformed(t)
+
+    def for_kernels(self, dtype: torch.dtype) -> Rotary:
+        """The same for rows of a dtype, its cosine and sine as kernels take them."""
+        cos, sin = (table.to(wide(dtype)).contiguous() for table in (self.cos, self.sin))
+        return Rotary(cos, sin, self.interleaved)
+
+    def rotate(self, t: Tensor) -> Tensor:
+        """Rotate rows (T, heads, D) that fit, in one pass. This is as ``for_kernels`` gives it."""
+        rotated: Tensor = torch.ops.hcp.rotate.default(t, *self, False)
+        return rotated
+
+    def rotate_back(self, grad: Tensor) -> Tensor:
+        """Gradients of what was rotated, from gradients (T, heads, D) of what ``rotate`` gave."""
+        rotated: Tensor = torch.ops.hcp.rotate.default(grad, *self, True)
+        return rotated
+
+
+NO_ROTATION = None, None, False
+"""A rotary embedding that is not there, as operators take it."""
+
+
+def rotary_of(angles: Tensor, *, interleaved: bool, mscale: float) -> Rotary:
+    """The rotary embedding of angles (T, R): one for each element that is rotated, in a head's
+    order."""
+    cos, sin = (mscale * f(angles) for f in (torch.cos, torch.sin))
+    return Rotary(cos, sin, interleaved)
 
 
 def angles_of(freqs: Tensor, positions: Tensor, axes: Sequence[int] | None) -> Tensor:
@@ -45,32 +100,6 @@ def angles_of(freqs: Tensor, positions: Tensor, axes: Sequence[int] | None) -> T
     return table[positions[:, both], columns]
 
 
-class Rotary(NamedTuple):
-    """The angles of this rank's rows, made once for all layers: see
-    :meth:`hcp.ContextParallelHandler.rotary`."""
-
-    cos: Tensor
-    """(T, R), mscale included."""
-    sin: Tensor
-    interleaved: bool
-
-    def tables(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin as the kernels take them for rows of a dtype."""
-        return self.cos.to(wide(dtype)).contiguous(), self.sin.to(wide(dtype)).contiguous()
-
-    def fits(self, t: Tensor) -> bool:
-        """Whether a kernel turns t (T, heads, D) by this: not where angles are learned, whose
-        gradient it does not give, under transforms of torch.func, or for other types."""
-        learned = torch.is_grad_enabled() and self.cos.requires_grad
-        return t.dtype in ops.FLOATS and t.dim() == 3 and not learned and not is_transformed(t)
-
-
-def rotary_of(angles: Tensor, *, interleaved: bool, mscale: float) -> Rotary:
-    """Of angles (T, R): for each element that is rotated, in a head's order."""
-    cos, sin = (mscale * f(angles) for f in (torch.cos, torch.sin))
-    return Rotary(cos, sin, interleaved)
-
-
 def as_configured(
     t: Tensor, freqs: Tensor | Rotary, config: Any, interleaved: bool
 ) -> tuple[Tensor, bool]:
@@ -83,49 +112,35 @@ def as_configured(
             f"interleaved is {given} and config.rotary_interleaved {said}, expected the same"
         )
     if getattr(config, "multi_latent_attention", False):
-        rotated = (freqs.cos if isinstance(freqs, Rotary) else freqs).shape[-1]
-        turned, passed = t[..., :rotated], t[..., rotated:]
-        t = torch.cat((turned[..., ::2], turned[..., 1::2], passed), dim=-1)
+        count = (freqs.cos if isinstance(freqs, Rotary) else freqs).shape[-1]
+        rotated, passed = t[..., :count], t[..., count:]
+        t = torch.cat((rotated[..., ::2], rotated[..., 1::2], passed), dim=-1)
     return t, said and not isinstance(freqs, Rotary)
 
 
-def check(t: Tensor, rotary: Rotary, name: str = "t") -> None:
-    rows, rotated = rotary.cos.shape
-    if not torch.compiler.is_compiling() and t.shape[:1] != (rows,):
-        raise ValueError(
-            f"{name} has shape {tuple(t.shape)}, expected {rows} rows: those that freqs turns"
-        )
-    if rotated % 2 or rotated > t.shape[-1]:
-        raise ValueError(
-            f"freqs has {rotated} angles, expected an even number up to the head size "
-            f"{t.shape[-1]}: one for each element that is rotated"
-        )
-
-
 def rotate(t: Tensor, rotary: Rotary) -> Tensor:
-    """t (T, heads, D) with the first R elements of each head rotated; in float32 or wider, and
-    back.
+    """Rotate the first R elements of each head of t (T, heads, D), in float32 or wider.
 
-    Pairs are (i, i + R / 2), or (2 i, 2 i + 1) when interleaved.
+    Pairs are (i, i + R / 2), or (2 i, 2 i + 1) when interleaved. Returns t's dtype.
     """
-    check(t, rotary)
+    rotary.check(t)
     if not t.is_floating_point():
         raise ValueError(f"t is {t.dtype}, expected floats")
     if not rotary.fits(t):
         return rotate_by_torch(t, rotary)
     dense = t if t.stride(-1) == 1 else t.contiguous()
-    return ops.rotate(dense, *rotary.tables(t.dtype), interleaved=rotary.interleaved)
+    return rotary.for_kernels(t.dtype).rotate(dense)
 
 
 def rotate_by_torch(t: Tensor, rotary: Rotary) -> Tensor:
-    """The same in PyTorch's operators, a pass of memory each: what the kernel is checked against,
-    and what stands in for it, see :meth:`Rotary.fits`."""
+    """``rotate`` in PyTorch's operators, a pass of memory each: the reference of the kernel, and
+    its stand-in where :meth:`Rotary.fits` is false."""
     cos, sin = rotary.cos.unsqueeze(1), rotary.sin.unsqueeze(1)
-    rotated = cos.shape[-1]
+    count = cos.shape[-1]
     promoted = t.to(torch.promote_types(t.dtype, cos.dtype))
-    turned, passed = promoted[..., :rotated], promoted[..., rotated:]
-    turned = turned * cos + _quarter_turn(turned, rotary.interleaved) * sin
-    return torch.cat((turned, passed), dim=-1).to(t.dtype)
+    rotated, passed = promoted[..., :count], promoted[..., count:]
+    rotated = rotated * cos + _quarter_turn(rotated, rotary.interleaved) * sin
+    return torch.cat((rotated, passed), dim=-1).to(t.dtype)
 
 
 def _quarter_turn(x: Tensor, interleaved: bool) -> Tensor:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -196,19 +195,9 @@ class Schedule(_Table):
         self.blocks: dict[int, int] = dict(self.section("BLOCKS").tolist())
         """Local rows of each rank of the group."""
         self.stages = self._stages()
-        self.exchanges = itertools.count()
-        """Numbers the exchanges of a group through shared memory, alike on all its ranks."""
         self.trade = self._trade()
         """None where rows stay."""
-        self.calls: dict[object, object] = {}
-        """The entries as calls of each kernel that has computed them."""
-        self.agreed: set[int] = set()
-        """See ``agreement.Moves``."""
         self.origin, self.callers = _tail_of(words)
-        self.numbers: Iterator[int] = itertools.count(1)
-        """Numbers of its calls: of all calls of a handler, which gives it its own."""
-        self.runs: dict[tuple[object, ...], object] = {}
-        """How calls of each kind that was checked are computed: see ``hcp.attention.layer``."""
 
     def _expect_sections(self) -> None:
         """Raise ValueError unless the sections lie inside the words, the sizes among them."""
@@ -271,7 +260,7 @@ class Schedule(_Table):
     @property
     def transport_key(self) -> int:
         """Which transport the schedule runs on: see ``exchange.transport_of``."""
-        return int(self.words[1]) & _TRANSPORT_MASK
+        return int(self.words[1])
 
     def _trade(self) -> Trade | None:
         receives = self.moves("TRADES")
@@ -348,44 +337,11 @@ def schedule_words(
     return rows_may_vary(words)
 
 
-_TRANSPORT_BITS = 32
-_TRANSPORT_MASK = (1 << _TRANSPORT_BITS) - 1
-
-
-def with_kernel(words: Tensor, family: int, softcap: float) -> Tensor:
-    """The same schedule for a layer that wants another kernel: word 1 names their family too, and
-    one more word behind the others the cap."""
-    cap = torch.tensor([softcap], dtype=torch.float64, device="cpu").view(torch.int64)
-    chosen = torch.cat([words, cap])
-    chosen[1] += (family + 1) << _TRANSPORT_BITS
-    return chosen
-
-
-def kernel_of(words: Tensor) -> tuple[int, float]:
-    """What kernel a layer wants: number of the family and cap."""
-    named = int(words[1]) >> _TRANSPORT_BITS
-    return (named - 1, float(words[-1:].view(torch.float64))) if named else (0, 0.0)
-
-
 def _tail_of(words: Tensor) -> tuple[Origin, tuple[int, ...]]:
     """Origin and callers."""
-    end = len(words) - (int(words[1]) >> _TRANSPORT_BITS > 0)
-    first = end - len(Origin._fields) - 1
-    count, checksum, step, micro_batch = words[first:end].tolist()
+    first = len(words) - len(Origin._fields) - 1
+    count, checksum, step, micro_batch = words[first:].tolist()
     if not 0 <= count <= first:
         raise ValueError(f"words names {count} callers in {len(words)} items, expected a schedule")
     callers = tuple(words[first - count : first].tolist())
     return Origin(checksum % 2**64, step, micro_batch), callers
-
-
-_schedules: weakref.WeakValueDictionary[int, Schedule] = weakref.WeakValueDictionary()
-
-
-def schedule_of(words: Tensor) -> Schedule:
-    """The schedule that a tensor of words holds: read once for as long as somebody keeps it, as a
-    handler does, and again in a backward that outlives its handler. The words say everything."""
-    serial = int(words[0])
-    schedule = _schedules.get(serial)
-    if schedule is None:
-        schedule = _schedules[serial] = Schedule(words)
-    return schedule

@@ -98,7 +98,7 @@ def core_attn(
     batch = query.shape[1] if query.dim() == 4 else 0
     if attn_mod is None or isinstance(attn_mod, CoreAttention):
         with cp._checking("core_attn"):
-            rows = [formats.to_rows(cp, x, qkv_format) for x in (query, key, value)]
+            rows = [formats.to_rows(cp.layout, x, qkv_format) for x in (query, key, value)]
             options = _own(attn_mod, given, qkv_format, comm_type)
         out: Tensor = cp.attention(*rows, **options)
         return formats.from_rows(out, batch, qkv_format).flatten(-2)
@@ -234,7 +234,7 @@ def _whole(
     with cp._checking("core_attn"):
         check_heads(query, key, value)
         batch = query.shape[1] if qkv_format == "sbhd" else 1
-        query, key, value = (formats.to_rows(cp, x, qkv_format) for x in (query, key, value))
+        query, key, value = (formats.to_rows(cp.layout, x, qkv_format) for x in (query, key, value))
         heads = query.shape[1]
         if heads < cp.degree:
             raise ValueError(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hcp import ops
 from hcp._validate import expect_items, expect_sizes, plain
+from hcp.attention.checks import window_of
 from hcp.attention.comm_types import check_comm_types, check_prices, only_degree
 from hcp.errors import HcpError
 from hcp.exchange.agreement import Kind, Stamp
@@ -22,7 +23,7 @@ from hcp.exchange.layout import rows_may_vary
 from hcp.exchange.tables import Route
 from hcp.exchange.transport import Transport, rows_of
 from hcp.planning.plan import Plan
-from hcp.step.handler import ContextParallelHandler, window_of
+from hcp.step.handler import ContextParallelHandler
 
 Sample = Mapping[str, Tensor]
 """Tensors of one sequence, (tokens, ...) each, by name."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,16 +16,15 @@ from torch import Tensor
 
 from hcp import ops
 from hcp._this_process import OfThisProcess
-from hcp._validate import expect_size, is_finite, plain
+from hcp._validate import expect_size, plain
 from hcp.attention import comm_types as comm
-from hcp.attention import cross, kernels
+from hcp.attention import cross, kernels, operator
 from hcp.attention import head_exchange as heads
-from hcp.attention import operator as attention
+from hcp.attention import layer as attention
 from hcp.attention import qkv_format as formats
 from hcp.attention import rotary as rope
-from hcp.attention.checks import as_autocast, autocast_to
-from hcp.attention.functorch import refuse_transforms
-from hcp.attention.key_transfer import Turn
+from hcp.attention.checks import as_autocast, check_options, scale_of, window_of
+from hcp.attention.prepared import Prepared, prepared_of
 from hcp.exchange.agreement import (
     Kind,
     LayerName,
@@ -34,6 +32,7 @@ from hcp.exchange.agreement import (
     Refusal,
     Stamp,
     agree_once,
+    refuse_transforms,
     rows_like,
 )
 from hcp.exchange.layout import Layout, halo_rows, rows_may_vary
@@ -41,10 +40,7 @@ from hcp.exchange.move import AllPairs, copy_rows_of, move_rows, sum_by_sequence
 from hcp.exchange.tables import (
     Origin,
     Route,
-    Schedule,
-    schedule_of,
     schedule_words,
-    with_kernel,
 )
 from hcp.exchange.transport import Transport
 from hcp.megatron_style import core_attention as core_attn
@@ -133,13 +129,13 @@ class ContextParallelHandler(OfThisProcess):
         comm.check_prices(self._comm_types, plan.cost)
         self._schedules: dict[tuple[object, ...], Tensor] = {}
         self._choices: dict[tuple[object, ...], comm.CommChoice] = {}
-        self._read: list[Schedule] = []  # once, and kept for all layers
+        self._prepared: list[Prepared] = []  # kept for all layers
         for name in self._comm_types:
             for counts in heads if name in comm.CHOSEN else [(1, 1)]:
                 for window in (_CAUSAL, _FULL, *window_sizes):
                     for causal in (False, True):
                         self._prepare(name, *window_of(window, causal), counts)
-        self._layers: dict[tuple[object, ...], attention.Layer] = {}
+        self._layers: dict[tuple[object, ...], tuple[attention.Layer, Prepared]] = {}
         self._routes: dict[object, Route] = {}
         group = range(layout.first_rank, layout.first_rank + layout.degree)
         self._key_routes: dict[tuple[object, ...], cross.KeyRoute] = {}
@@ -212,9 +208,9 @@ class ContextParallelHandler(OfThisProcess):
             step=self._origin.step,
             callers=self._callers,
         )
-        schedule = schedule_of(words)
-        schedule.numbers = self._group_numbers
-        self._read.append(schedule)
+        prepared = prepared_of(words)
+        prepared.numbers = self._group_numbers
+        self._prepared.append(prepared)
         return words
 
     # ---- calls ----
@@ -260,22 +256,25 @@ class ContextParallelHandler(OfThisProcess):
         return kind
 
     def _layer(
-        self, comm_type: str, left: int, right: int, counts: tuple[int, int], softcap: float
-    ) -> attention.Layer:
-        key = comm_type, left, right, counts, softcap
-        layer = self._layers.get(key)
-        if layer is None:
-            layer = self._layers[key] = attention.Layer.of(self._words_of(*key))
-        return layer
-
-    def _words_of(
         self,
-        comm_type: str,
-        left: int,
-        right: int,
-        counts: tuple[int, int],
-        softcap: float = 0.0,
-    ) -> Tensor:
+        query: Tensor,
+        key: Tensor,
+        comm_type: str | None,
+        causal: bool,
+        window_size: tuple[int, int],
+        softmax_scale: float | None,
+        softcap: float,
+        dropout_p: float,
+    ) -> attention.Layer:
+        """How a layer attends that is called with these options, which are checked."""
+        check_options(softcap, dropout_p)
+        left, right = window_of(window_size, causal)
+        scale = scale_of(query, softmax_scale)
+        counts = _head_count(query), _head_count(key)
+        words = self._words_of(comm_type or self._comm_type, left, right, counts)
+        return attention.Layer(words, scale, kernels.Choice(self.kernel_family, softcap))
+
+    def _words_of(self, comm_type: str, left: int, right: int, counts: tuple[int, int]) -> Tensor:
         """The schedule of a layer, as a compiler sees it."""
         if comm_type not in self._comm_types:
             raise ValueError(
@@ -289,11 +288,7 @@ class ContextParallelHandler(OfThisProcess):
                 "expected what was prepared: name the window in window_sizes= and, under "
                 f"{' or '.join(comm.CHOSEN)}, the heads in heads= of hcp.dispatch"
             )
-        if words is None:
-            words = self._prepare(comm_type, left, right, counts)
-        if (self.kernel_family, softcap) == kernels.Choice():
-            return words
-        return with_kernel(words, kernels.families().index(self.kernel_family), softcap)
+        return self._prepare(comm_type, left, right, counts) if words is None else words
 
     @property
     def comm_choices(self) -> tuple[comm.CommChoice, ...]:
@@ -406,27 +401,29 @@ class ContextParallelHandler(OfThisProcess):
             layer = _call_site()
         try:
             refuse_transforms("attention", query, key, value)
-            _check_options(softcap, dropout_p)
             batch = query.shape[qkv_format == "sbhd"]
             if qkv_format != "thd":
                 query, key, value = (
-                    formats.to_rows(self, x, qkv_format) for x in (query, key, value)
+                    formats.to_rows(self.layout, x, qkv_format) for x in (query, key, value)
                 )
-            window = window_of(window_size, causal)
-            counts = _head_count(query), _head_count(key)
-            scale = _scale_of(query, softmax_scale)
-            asked = comm_type or self._comm_type, *window, counts
-            turn: Turn | None = None
+            if type(window_size) is not tuple:  # a list, say, which is no key
+                window_size = window_of(window_size, False)
+            options = comm_type, causal, window_size, softmax_scale, softcap, dropout_p
+            asked = *options, query.shape[1:], key.shape[1:]
+            known = self._layers.get(asked) if number else None
+            how = known[0] if known else self._layer(query, key, *options)
+            rotary: rope.Rotary | None = None
             if rotary_pos_emb is not None:
                 dense = _dense_heads(query), _dense_heads(key)
-                query, key, turn = self._turned(*dense, rotary_pos_emb)
+                query, key, rotary = self._rotated(*dense, rotary_pos_emb)
             query, key, value = _as_kernels_take(query, key, value)
-            if number == 0:
-                words = self._words_of(*asked, softcap)
-                out, lse = attention.operator(query, key, value, sinks, words, scale, turn)
+            given = query, key, value, sinks, how
+            if number == 0 or attention.is_watched(query, key, value):
+                out, lse = operator.attention(*given, rotary, number, layer)
             else:
-                how = self._layer(*asked, softcap), scale, turn, number, layer
-                out, lse = attention.attention(query, key, value, sinks, *how)
+                if known is None:
+                    known = self._layers[asked] = how, prepared_of(how.words)
+                out, lse = attention.attention(*given, known[1], rotary, number, layer)
         except Exception as error:
             if number:
                 self._refuse("attention", number, error)
@@ -435,17 +432,17 @@ class ContextParallelHandler(OfThisProcess):
             out, lse = (formats.from_rows(x, batch, qkv_format) for x in (out, lse))
         return (out, lse) if return_lse else out
 
-    def _turned(
+    def _rotated(
         self, query: Tensor, key: Tensor, given: Tensor | rope.Rotary
-    ) -> tuple[Tensor, Tensor, Turn | None]:
-        """Queries and keys, and what attention is to turn them by: nothing, where its kernels do
-        not take them and they are turned here."""
+    ) -> tuple[Tensor, Tensor, rope.Rotary | None]:
+        """Queries and keys, and what attention is to rotate them by: nothing, where its kernels do
+        not take them and they are rotated here."""
         rotary = given if isinstance(given, rope.Rotary) else self.rotary(given)
-        rope.check(query, rotary, "query")
-        # What autocast narrows is turned first, as it would be outside of attention.
+        rotary.check(query, "query")
+        # What autocast narrows is rotated first, as it would be outside of attention.
         stays = as_autocast(query) is query and as_autocast(key) is key
         if stays and rotary.fits(query) and rotary.fits(key):
-            return query, key, Turn(*rotary.tables(query.dtype), rotary.interleaved)
+            return query, key, rotary.for_kernels(query.dtype)
         return rope.rotate(query, rotary), rope.rotate(key, rotary), None
 
     def core_attn(
@@ -556,7 +553,7 @@ class ContextParallelHandler(OfThisProcess):
 
         def attend(number: int) -> tuple[Tensor, Tensor]:
             refuse_transforms("cross_attention", query, key, value)
-            _check_options(softcap, 0.0)
+            check_options(softcap, 0.0)
             if query.shape[0] != self.rows:
                 raise ValueError(f"query has {query.shape[0]} rows, expected {self.rows}")
             window = window_of(window_size, causal)
@@ -568,7 +565,7 @@ class ContextParallelHandler(OfThisProcess):
                 self._key_routes[place],
                 *_as_kernels_take(query, key, value),
                 sinks,
-                _scale_of(query, softmax_scale),
+                scale_of(query, softmax_scale),
                 kernels.Choice(self.kernel_family, softcap),
                 (self._origin, keys._origin),
                 number,
@@ -820,11 +817,11 @@ class ContextParallelHandler(OfThisProcess):
         refuse_transforms(operation, x)
         if self.degree == 0:
             return x
-        schedule = schedule_of(self._prepare(comm.A2A, *_FULL, (1, 1)))
+        prepared = prepared_of(self._prepare(comm.A2A, *_FULL, (1, 1)))
         like = x.new_empty(0, count, *x.shape[2:])
         stamp = Stamp(self._kind(operation, like, x.dtype), number)
-        agree_once(self._transport, schedule, stamp)
-        given = self._transport, schedule, x, count
+        agree_once(self._transport, prepared, stamp)
+        given = self._transport, prepared.schedule, x, count
         return heads.exchange_heads(*given, to_heads=to_heads, stamp=stamp)
 
     def _dispatch_route(self, *, reverse: bool) -> Route:
@@ -960,29 +957,6 @@ def _whole_cu_seqlens(layout: Layout) -> Tensor:
     return lengths.cumsum(0).int()
 
 
-def window_of(given: tuple[int, int], causal: bool, name: str = "window_size") -> tuple[int, int]:
-    """(left, right) under a mask."""
-    try:
-        left, right = given
-        left, right = plain(left), plain(right)
-        if type(left) is int and type(right) is int and left >= -1 and right >= -1:
-            return left, 0 if causal else right
-    except (TypeError, ValueError):
-        pass
-    raise ValueError(f"{name} is {given!r}, expected (left, right) in tokens, -1: no limit")
-
-
-def _scale_of(query: Tensor, given: float | None) -> float:
-    if given is not None:
-        if not torch.compiler.is_compiling() and not is_finite(given):
-            raise ValueError(f"softmax_scale is {given!r}, expected a finite number")
-        return given
-    if query.dim() == 0 or query.shape[-1] == 0:
-        raise ValueError(f"query has shape {tuple(query.shape)}, expected a head size >= 1")
-    scale: float = query.shape[-1] ** -0.5
-    return scale
-
-
 def _head_count(rows: Tensor) -> int:
     """0 for what has none, which is refused later."""
     return rows.shape[1] if rows.dim() > 1 else 0
@@ -993,21 +967,8 @@ def _key_of(comm_type: str, left: int, right: int, counts: tuple[int, int]) -> t
     return (comm_type, left, right, *(counts if comm_type in comm.CHOSEN else ()))
 
 
-def _check_options(softcap: float, dropout_p: float) -> None:
-    known = torch.compiler.is_compiling() or is_finite(softcap)
-    if not (known and 0.0 <= softcap < math.inf):
-        raise ValueError(
-            f"softcap is {softcap!r}, expected a finite number >= 0.0, where 0.0 caps nothing"
-        )
-    if dropout_p != 0.0:
-        raise ValueError(
-            f"dropout_p is {dropout_p}, expected 0.0: no kernel gives the same dropout under every "
-            "layout; drop out after the attention instead"
-        )
-
-
 def _as_kernels_take(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    if autocast_to(query.device) is not None:
+    if torch.is_autocast_enabled(query.device.type):
         query, key, value = as_autocast(query), as_autocast(key), as_autocast(value)
     return _dense_heads(query), _dense_heads(key), _dense_heads(value)
 

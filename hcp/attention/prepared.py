@@ -1,0 +1,154 @@
+"""Preparations of attention under a schedule: made at the first call of a kind, then kept for all
+layers and both passes."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hcp.attention.checks import check
+from hcp.attention.head_exchange import HeadExchange
+from hcp.attention.kernel_calls import Launches, launches_of
+from hcp.attention.kernels import Choice, Kernel, kernel_for
+from hcp.attention.key_transfer import KeyTransfer, transfer_of
+from hcp.exchange.agreement import Kind, LayerName, Stamp, agree_once, rows_like
+from hcp.exchange.tables import Move, Schedule
+from hcp.exchange.transport import Transport, shares, transport_of
+
+
+class Run(NamedTuple):
+    """How calls of one kind are computed under a schedule."""
+
+    schedule: Schedule
+    kernel: Kernel
+    launches: Launches
+    transfer: KeyTransfer
+    scale: float
+    kind: Kind
+    heads: HeadExchange | None
+    """None where rows stay: there is nobody to exchange heads with."""
+    packs: bool
+    """Whether what the first exchange sends can be packed while keys are rotated."""
+
+
+class Prepared:
+    """A schedule, and all that attention has made for it."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.runs: dict[tuple[object, ...], Run] = {}
+        """By everything that distinguishes one kind of call from another."""
+        self.agreed: set[int] = set()
+        """See ``agreement.Moves``."""
+        self.numbers: Iterator[int] = itertools.count(1)
+        """Numbers of its calls. A handler numbers the calls of all its schedules together."""
+        self.exchanges = itertools.count()
+        """Numbers of a group's exchanges through shared memory, alike on all its ranks."""
+        self._launches: dict[Kernel, Launches] = {}
+
+    @property
+    def sends(self) -> list[Move]:
+        return self.schedule.sends
+
+    @property
+    def receives(self) -> list[Move]:
+        return self.schedule.receives
+
+    def launches_of(self, kernel: Kernel) -> Launches:
+        """The schedule's launches of a kernel."""
+        launches = self._launches.get(kernel)
+        if launches is None:
+            launches = self._launches[kernel] = launches_of(self.schedule, kernel)
+        return launches
+
+
+_prepared: weakref.WeakValueDictionary[int, Prepared] = weakref.WeakValueDictionary()
+
+
+def prepared_of(words: Tensor) -> Prepared:
+    """What is prepared for a schedule, which its words name. Lives as long as somebody keeps it, as
+    a handler does, and is made again in a backward that outlives its handler. The words say
+    everything.
+
+    Raises ValueError for words that are no schedule.
+    """
+    _expect_words(words)
+    serial = int(words[0])
+    prepared = _prepared.get(serial)
+    if prepared is None:
+        prepared = _prepared[serial] = Prepared(Schedule(words))
+    return prepared
+
+
+def _expect_words(words: Tensor) -> None:
+    if words.dtype != torch.int64 or words.dim() != 1 or words.device.type != "cpu":
+        raise ValueError(
+            f"words is {words.dtype} of shape {tuple(words.shape)} on {words.device}, expected the "
+            "int64 (words,) of a schedule, on cpu"
+        )
+    if len(words) < 2:
+        raise ValueError(f"words has {len(words)} items, expected those of a schedule")
+
+
+def make_run(
+    prepared: Prepared,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    choice: Choice,
+    rotated: bool,
+    number: int,
+    name: LayerName,
+) -> Run:
+    """Check the first call of a kind and prepare for all calls like it.
+
+    The call is compared with the peers too, unless it is a backward's, which has no ``number``.
+    """
+    schedule = prepared.schedule
+    transport = transport_of(schedule.transport_key)
+    check(query, key, value, sinks, schedule.rows, transport.device)
+    kind = Kind(
+        "attention",
+        schedule.origin,
+        query=rows_like(query),
+        key=rows_like(key),
+        value=rows_like(value),
+        causal=schedule.window[1] == 0,
+        window_size=schedule.window,
+        softmax_scale=scale,
+        softcap=choice.softcap,
+        sinks=sinks is not None,
+        rotary_pos_emb=rotated,
+        comm_type=schedule.comm_type,
+        neighbours=schedule.inner,
+    )
+    kind.callers = schedule.callers
+    # Signals between GPUs carry the stamp themselves.
+    signalled = shares(transport) and schedule.trade is None
+    if number and not signalled:
+        agree_once(transport, prepared, Stamp(kind, number, layer=name))
+    kernel = kernel_for(query.device, query.dtype, choice)
+    launches = prepared.launches_of(kernel)
+    heads, groups = _heads_of(schedule, transport, query.shape[1], key.shape[1]), key.shape[1]
+    if heads is not None:
+        kernel, groups = heads.kernel(kernel), heads.key_count
+    sizes = groups, key.shape[2], value.shape[2]
+    transfer = transfer_of(schedule, launches, transport, sizes, key.dtype, prepared.exchanges)
+    packs = heads is None and len(schedule.stages) > 1 and not shares(transport)
+    return Run(schedule, kernel, launches, transfer, scale, kind, heads, packs)
+
+
+def _heads_of(
+    schedule: Schedule, transport: Transport, queries: int, keys: int
+) -> HeadExchange | None:
+    trade = schedule.trade
+    if trade is None or len(trade.receives) == 1:
+        return None
+    return HeadExchange(transport, trade, queries, keys)
