@@ -195,6 +195,8 @@ class Schedule(_Table):
         self.blocks: dict[int, int] = dict(self.section("BLOCKS").tolist())
         """Local rows of each rank of the group."""
         self.stages = self._stages()
+        self.query_rows = self.stages[0].key_rows
+        """Rows that the entries' queries count in: the local rows, or what a trade gave."""
         self.trade = self._trade()
         """None where rows stay."""
         self.origin, self.callers = _tail_of(words)
@@ -208,7 +210,7 @@ class Schedule(_Table):
                 heads[::2], heads[1::2], self.SECTIONS, strict=True
             )
         )
-        if not sound or not len(self.section("SIZES")):
+        if not sound or not len(self.section("SIZES")) or not len(self.section("STAGES")):
             raise ValueError(f"words has {count} items that are no schedule")
 
     @cached_property
@@ -251,11 +253,6 @@ class Schedule(_Table):
     def receives(self) -> list[Move]:
         traded = self.trade.receives if self.trade else []
         return [*traded, *(move for stage in self.stages for move in stage.receives)]
-
-    @property
-    def query_rows(self) -> int:
-        """Rows that the entries' queries count in: the local rows, or what a trade gave."""
-        return self.stages[0].key_rows
 
     @property
     def transport_key(self) -> int:

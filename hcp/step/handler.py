@@ -440,8 +440,10 @@ class ContextParallelHandler(OfThisProcess):
         rotary = given if isinstance(given, rope.Rotary) else self.rotary(given)
         rotary.check(query, "query")
         # What autocast narrows is rotated first, as it would be outside of attention.
-        stays = as_autocast(query) is query and as_autocast(key) is key
-        if stays and rotary.fits(query) and rotary.fits(key):
+        casts = torch.is_autocast_enabled(query.device.type) and (
+            as_autocast(query) is not query or as_autocast(key) is not key
+        )
+        if not casts and rotary.fits(query) and rotary.fits(key):
             return query, key, rotary.for_kernels(query.dtype)
         return rope.rotate(query, rotary), rope.rotate(key, rotary), None
 

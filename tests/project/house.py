@@ -3,6 +3,7 @@
     python tests/project/house.py            # rooms, floor by floor
     python tests/project/house.py --arrows   # also every arrow with the import that makes it
     python tests/project/house.py --root OTHER_TREE
+    python tests/project/house.py --layer    # the files that one attention layer runs through
 
 A room is a folder of ``hcp``, or a module that lies in ``hcp`` itself. An arrow is an import from
 one room into another, wherever it stands: at the top of a file, inside a function, or for types
@@ -13,10 +14,14 @@ from __future__ import annotations
 
 import argparse
 import ast
+import multiprocessing
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from types import FrameType
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -116,11 +121,76 @@ def uses_of(arrows: Arrows) -> dict[str, set[str]]:
     return uses
 
 
+# ---- one layer -----------------------------------------------------------------------------------
+
+
+def files_of_a_layer(*, rotates: bool = False, root: Path = ROOT) -> set[str]:
+    """Files of hcp in which one attention layer executes Python code, forward and backward.
+
+    The layer is warm: calls like it were made before. It is a causal ``cp.attention`` over float32
+    rows on the CPU, of one sequence on two processes that exchange keys under "p2p" by
+    torch.distributed's gloo. ``rotates``: with a rotary embedding, made once for all layers.
+    """
+    sys.path.insert(0, str(root))
+    try:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool,
+        ):
+            ranks = [pool.submit(_run_layer, rank, folder, rotates) for rank in range(2)]
+            return {str(Path(file).relative_to(root)) for r in ranks for file in r.result()}
+    finally:
+        sys.path.remove(str(root))
+
+
+def _run_layer(rank: int, folder: str, rotates: bool) -> set[str]:
+    """One rank's part: the files that it runs through, all those of hcp."""
+    import torch
+    import torch.distributed as dist
+
+    import hcp
+
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+    groups = hcp.build_process_groups(tp=1, cp=1, dp=2, pp=1)
+    plan = hcp.plan([64], ranks=2, max_tokens_per_rank=32, min_degree=2)
+    samples = [{"tokens": torch.arange(64)}] if rank == 0 else []
+    ((cp, _),) = hcp.dispatch(plan, samples, [0], groups)
+    rotary = cp.rotary(torch.randn(64, 8)) if rotates else None
+    rows = [torch.randn(cp.rows, 2, 8, requires_grad=True) for _ in range(3)]
+    files: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            files.add(frame.f_code.co_filename)
+
+    def layer() -> None:
+        out = cp.attention(*rows, rotary_pos_emb=rotary)
+        out.backward(torch.ones_like(out))
+
+    layer()
+    sys.setprofile(note)
+    layer()
+    sys.setprofile(None)
+    dist.barrier()
+    dist.destroy_process_group()
+    return {file for file in files if file.startswith(str(Path(hcp.__file__).parent))}
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=_KeepLines)
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree to look at")
     parser.add_argument("--arrows", action="store_true", help="print every arrow and its imports")
+    parser.add_argument("--layer", action="store_true", help="run one layer and print its files")
     args = parser.parse_args()
+    if args.layer:
+        for rotates in (False, True):
+            files = files_of_a_layer(rotates=rotates, root=args.root.resolve())
+            print(f"{len(files)} files, with{'' if rotates else 'out'} rotary embedding:")
+            print("".join(f"    {file}\n" for file in sorted(files)), end="")
+        return 0
     rooms, arrows = arrows_of(args.root.resolve())
     uses = uses_of(arrows)
     cycles, floors = cycles_of(rooms, uses), floors_of(rooms, uses)

@@ -39,7 +39,7 @@ class CpuFlash:
         size = head_size(query, value)
         query, key, wide_value = (widened(x, size) for x in (query, key, value))
         parts = []
-        for tile in _tiles(launch.entries[0]):
+        for tile in _tiles(launch):
             rows = [query[tile.queries], key[tile.keys], wide_value[tile.keys]]
             parts.append(_cpu_flash(rows, tile, scale))
         out = _end_to_end([out for out, _ in parts])[..., : value.shape[2]]
@@ -60,7 +60,7 @@ class CpuFlash:
         grad_out, wide_query, wide_key, wide_value, out = backward_columns(
             grad_out, grad_lse, query, key, value, out
         )
-        tiles = _tiles(launch.entries[0])
+        tiles = _tiles(launch)
         grads = []
         for tile in tiles:
             q, k = tile.queries, tile.keys
@@ -131,13 +131,14 @@ class _Tile(NamedTuple):
 _TILE_ROWS = 64, 1024
 
 
-def _tiles(entry: Entry) -> list[_Tile]:
+def _tiles(launch: Launch) -> list[_Tile]:
     """The whole entry when the kernel knows its mask, else tiles about as high as the band is wide:
     lower ones would be many, higher ones mostly masked."""
+    (entry,) = launch.entries
     rows, keys = entry.query_rows, entry.key_rows
-    full = entry.window == (-1, -1)
+    full = launch.window == (-1, -1)
     # Its causal mask is aligned top left, ours bottom right: the same in a square.
-    causal = entry.window == (-1, 0) and rows == keys
+    causal = launch.window == (-1, 0) and rows == keys
     if full or causal:
         return [_Tile(slice(0, rows), slice(0, keys), entry.low, entry.high, causal, full)]
     least, most = _TILE_ROWS

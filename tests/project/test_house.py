@@ -1,0 +1,22 @@
+"""How far a reader has to go: files of one layer."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from house import files_of_a_layer
+
+
+@pytest.mark.parametrize(
+    ("rotates", "most"), [(False, 6), (True, 7)], ids=["plain", "with a rotary embedding"]
+)
+def test_a_warm_layer_runs_through_few_files(rotates: bool, most: int) -> None:
+    """A causal layer on the CPU, forward and backward, of two gloo ranks under "p2p"."""
+    files = files_of_a_layer(rotates=rotates)
+    assert "hcp/attention/layer.py" in files
+    assert len(files) <= most, sorted(files)
