@@ -1,9 +1,9 @@
-"""How keys and values travel: what a layer asks for, and what its group of ranks then does.
+"""Comm types: how keys and values travel. A layer asks for one, and each group of ranks uses one.
 
-"p2p", "all_gather" and "a2a" are done as asked, at any degree. "a2a+p2p" asks for a number of
-neighbours that trade rows for heads, of which each group does as many as it can. "auto" takes what
-the plan's prices say is fastest. All is decided from the plan, the mask and the numbers of heads,
-in exact fractions: every rank of a group decides alike.
+"p2p", "all_gather" and "a2a" are used as asked, at any degree. "a2a+p2p" asks for a number of
+neighbours that exchange rows for heads; each group uses as many as it can. "auto" takes the type
+that is fastest by the plan's prices. The plan, the mask and the numbers of heads decide, in exact
+fractions, so that every rank of a group decides alike.
 
 H query heads, G key-value heads, d ranks of a group, m neighbours, n = d / m places.
 """
@@ -26,28 +26,28 @@ from hcp.planning.plan import Plan
 P2P, ALL_GATHER, A2A, A2A_P2P = _core.COMM_TYPES
 AUTO = "auto"
 COMM_TYPES: tuple[str, ...] = (*_core.COMM_TYPES, AUTO)
-"""What a layer may ask for: see docs/guides/choosing-comm-type.md."""
+"""The types that a layer may ask for: see docs/guides/choosing-comm-type.md."""
 
 CHOSEN = (A2A_P2P, AUTO)
-"""Those of which a group chooses how."""
+"""The types under which each group chooses what it uses."""
 
 
 class CommChoice(NamedTuple):
-    """What a layer asked for, and what its group of ranks does."""
+    """The comm type that a layer asked for, and the one that its group of ranks uses."""
 
     asked: str
     used: str
     """"p2p", "all_gather", "a2a" or "a2a+p2p"."""
     inner: int
-    """Neighbours that trade rows for heads: 1 under "p2p" and "all_gather", all under "a2a"."""
+    """Neighbours that exchange rows for heads: 1 under "p2p" and "all_gather", all under "a2a"."""
     why: str
 
 
 def check_comm_types(
     comm_types: Sequence[str], sizes: Sequence[int], degree: int | None, where: str = "comm_types"
 ) -> None:
-    """Raise ValueError unless the types are known and the sizes of the levels of "a2a+p2p" are
-    there and fit. ``degree``: the one of a plan that has one only, None under dynamic degrees."""
+    """Raise ValueError unless the types are known, and the sizes of the levels of "a2a+p2p" are
+    given and fit. ``degree``: the only degree of a plan, None under dynamic degrees."""
     expect_items(where, comm_types, f"one or more of {COMM_TYPES}")
     if not comm_types:
         raise ValueError(f"{where} is {comm_types!r}, expected one or more of {COMM_TYPES}")
@@ -77,7 +77,7 @@ def check_comm_types(
 
 
 def check_prices(comm_types: Sequence[str], cost: CostModel) -> None:
-    """Raise ValueError where "auto" would have no prices to go by."""
+    """Raise ValueError if "auto" is asked for and has no prices to go by."""
     if AUTO in comm_types and not cost.has_prices:
         raise ValueError(
             f"comm_type is {AUTO!r}, but the plan's cost is a table of whole times, which do not "
@@ -101,7 +101,7 @@ def only_degree(plan: Plan) -> int | None:
 
 
 def inner_sizes(plan: Plan, layout: Layout, query_heads: int) -> list[int]:
-    """The numbers of neighbours that may trade rows for heads in this rank's group, ascending:
+    """The numbers of neighbours that may exchange rows for heads in this rank's group, ascending:
     divisors of its degree, each with at least one head for every neighbour, and all of them in one
     node (``ranks_per_node`` of the plan)."""
     degree, node = layout.degree, plan.core.ranks_per_node
@@ -126,9 +126,9 @@ def choose(
     heads: tuple[int, int],
     packed: bool,
 ) -> CommChoice:
-    """What this rank's group does. ``window``: FlashAttention's, (-1, 0) being causal; ``heads``:
-    those of queries and of keys; ``packed``: whether one call of the kernel computes all sequences
-    of a stage, as on GPUs."""
+    """Choose what this rank's group uses. ``window``: FlashAttention's, (-1, 0) being causal.
+    ``heads``: the numbers of query and of key-value heads. ``packed``: whether one call of the
+    kernel computes all sequences of a stage, as on GPUs."""
     if comm_type not in CHOSEN:
         inner = layout.degree if comm_type == A2A else 1
         return CommChoice(comm_type, comm_type, inner, "as asked")
@@ -160,7 +160,7 @@ def _name_of(inner: int, degree: int) -> str:
 # ---- auto ----------------------------------------------------------------------------------------
 
 _LAUNCHES = 16
-"""Of a decoder layer, about: what the price ``launch`` pays."""
+"""Kernel launches of a decoder layer, about. The price ``launch`` pays for all of them."""
 
 
 def _fastest(
@@ -174,7 +174,7 @@ def _fastest(
     for m in sorted({*inner, layout.degree} - {1}, reverse=True):
         # Where neighbours stand in one node, so do the ranks that trade.
         near = _Prices.of(plan.cost, False, heads) if m in inner else prices
-        times[_name_of(m, layout.degree), m] = group.ring(prices, m) + group.trade(near, m)
+        times[_name_of(m, layout.degree), m] = group.ring(prices, m) + group.head_exchange(near, m)
     (used, m), _ = min(times.items(), key=lambda item: item[1])
     listed = ", ".join(
         f"{name} {inner}: {math.ceil(time)}" if name == A2A_P2P else f"{name}: {math.ceil(time)}"
@@ -184,22 +184,22 @@ def _fastest(
 
 
 class _Prices(NamedTuple):
-    """Of one token, near or far. One of the two prices says what the other must be, where only one
-    is given: they are bytes of the same links."""
+    """Prices of one token, inside a node or between nodes. If only one of the two is given, the
+    other follows from it: both are bytes of the same links."""
 
     keys: Fraction
-    """Keys and values of all heads received."""
+    """Receiving keys and values of all heads."""
     element: Fraction
-    """One head's query and output, or key and value: D + E elements."""
+    """Exchanging one head's query and output, or key and value: D + E elements."""
 
     @classmethod
     def of(cls, cost: CostModel, far: bool, heads: tuple[int, int]) -> _Prices:
         keys = max(cost.exchange, cost.exchange_far) if far else cost.exchange
-        trade = max(cost.all_to_all, cost.all_to_all_far) if far else cost.all_to_all
+        heads_moved = max(cost.all_to_all, cost.all_to_all_far) if far else cost.all_to_all
         query_heads, kv_heads = heads
-        by_trade = Fraction(trade, query_heads + kv_heads)
+        by_heads = Fraction(heads_moved, query_heads + kv_heads)
         by_keys = Fraction(keys, kv_heads)
-        return cls(Fraction(keys) if keys else by_trade * kv_heads, by_trade or by_keys)
+        return cls(Fraction(keys) if keys else by_heads * kv_heads, by_heads or by_keys)
 
 
 class _Group(NamedTuple):
@@ -214,25 +214,25 @@ class _Group(NamedTuple):
     packed: bool
 
     def fixed(self, exchanges: int, stages: int) -> Fraction:
-        """What exchanges take, and the kernel's calls in stages behind the local one, however
-        little they hold.
+        """The size-independent cost of the exchanges, and of the kernel's calls in the stages after
+        the local one.
 
-        A ring's stage is one exchange and, for one sequence, one call: half a ``step`` each. Where
-        nobody measured a step, they are two of about sixteen launches of a layer.
+        A ring's stage is one exchange and, for one sequence, one call: each costs half a ``step``.
+        If nobody measured a step, each costs one of about sixteen launches of a layer.
         """
         calls = stages if self.packed else stages * len(self.lengths)
         step = self.cost.step or Fraction(self.cost.launch, _LAUNCHES // 2)
         return Fraction(exchanges + calls) * step / 2
 
     def attention(self, inner: int) -> Fraction:
-        """Of the busiest of ``inner`` neighbours, whose heads may not divide evenly."""
+        """Attention of the busiest of ``inner`` neighbours. Heads may not divide evenly."""
         pairs = sum(_pairs(self._tiled(length, inner), self.window) for length in self.lengths)
         most = -(-self.query_heads // inner)
         share = Fraction(inner * most, self.query_heads)
         return Fraction(self.cost.pair * pairs, self.degree) * share
 
     def ring(self, prices: _Prices, inner: int) -> Fraction:
-        """Attention, and what it does not hide of the blocks that come around n places."""
+        """Attention in a ring of n places, and the part of the exchanges that it does not hide."""
         attention, places = self.attention(inner), self.degree // inner
         share = Fraction(max(map(len, self._keys(inner))), self.kv_heads)
         rows = Fraction(sum(self.lengths)) * Fraction(places - 1, places)
@@ -241,7 +241,8 @@ class _Group(NamedTuple):
         return attention + moved + self.fixed(places - 1, places - 1)
 
     def gather(self, prices: _Prices) -> Fraction:
-        """Attention, and what its local part does not hide of the rows that are seen."""
+        """Attention under "all_gather", and the part of the exchanges that its local stage does not
+        hide."""
         attention = self.attention(1)
         rows = sum(self._seen(length) for length in self.lengths)
         hidden = attention / self.degree if self.cost.overlap else Fraction(0)
@@ -250,15 +251,15 @@ class _Group(NamedTuple):
         # A sequence meets its keys in one of the stages.
         return attention + exposed + self.fixed(stages, stages if self.packed else 1)
 
-    def trade(self, prices: _Prices, inner: int) -> Fraction:
-        """A rank's rows to heads and back: all but its own share."""
+    def head_exchange(self, prices: _Prices, inner: int) -> Fraction:
+        """Exchanging a rank's rows for heads and back, without the rank's own share."""
         rows = Fraction(sum(self.lengths), self.degree)
         copies = sum(map(len, self._keys(inner)))
         moved = prices.element * (self.query_heads + copies) * rows * Fraction(inner - 1, inner)
         return moved + self.fixed(2, 0)
 
     def _seen(self, length: int) -> Fraction:
-        """Rows that the busiest rank receives: both its chunks see what its window reaches."""
+        """Rows that the busiest rank receives: those in the windows of its two chunks."""
         others = length - Fraction(length, self.degree)
         left, right = self.window
         if left < 0 or right < 0:
@@ -272,13 +273,13 @@ class _Group(NamedTuple):
         return [range(share.start, share.stop) for share in shares]
 
     def _tiled(self, length: int, inner: int) -> int:
-        """Tokens with every chunk rounded up to whole tiles."""
+        """A sequence's tokens when every chunk is rounded up to whole tiles."""
         chunk = 2 * (self.degree // inner) * max(1, self.cost.tile)
         return length if self.cost.tile <= 1 else -(-length // chunk) * chunk
 
 
 def _pairs(length: int, window: tuple[int, int]) -> int:
-    """Query-key pairs that a window leaves: each query's own, and those on its two sides."""
+    """Pairs of a query and a key that it sees: its own key, and those on its two sides."""
     return length + sum(_one_side(length, limit) for limit in window)
 
 

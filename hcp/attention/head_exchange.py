@@ -296,8 +296,8 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Repeated:
-    """A kernel for query heads that do not divide evenly over their key-value heads: each gets one
-    of its own."""
+    """A kernel for query heads that do not divide evenly over their key-value heads: each query
+    head gets a copy of its key-value head."""
 
     def __init__(self, kernel: Kernel, key_of: list[int], count: int) -> None:
         self._kernel, self._key_of, self._count = kernel, key_of, count
@@ -334,7 +334,7 @@ class _Repeated:
         return grad_query, self._collapse(grad_keys), self._collapse(grad_values)
 
     def _index_on(self, device: torch.device) -> Tensor:
-        """Kept there for the next layer: the host waits for the copy."""
+        """The index on a device. It stays there for the next layer: the host waits for the copy."""
         if self._index.device != device:
             self._index = self._index.to(device)
         return self._index
@@ -343,7 +343,7 @@ class _Repeated:
         return rows.index_select(1, self._index_on(rows.device))
 
     def _collapse(self, grad: Tensor) -> Tensor:
-        """The adjoint of the repetition, summed in float32 (float64 for float64)."""
+        """The adjoint of the repetition: the sum, in float32 (float64 for float64)."""
         wider = wide(grad.dtype)
         total = grad.new_zeros(grad.shape[0], self._count, grad.shape[2], dtype=wider)
         return total.index_add_(1, self._index_on(grad.device), grad.to(wider)).to(grad.dtype)

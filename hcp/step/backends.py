@@ -1,5 +1,7 @@
-"""Which class of handler computes attention: PyTorch's kernels, another library's, or a third
-party's own.
+"""Backends: whose code computes attention. PyTorch, another library, or a third party.
+
+A library's kernels are a row of ``hcp.attention.kernels.FAMILIES``, and the handler is hcp's. A
+backend that exchanges keys itself has a handler class of its own.
 
     cls = hcp.get_cp_handler_cls(backend="torch", cp_comm_type="all_gather")
     for cp, local in hcp.dispatch(plan, samples, sources, groups, handler_cls=cls):
@@ -47,16 +49,18 @@ BACKENDS: dict[str, KernelFamily | HandlerBackend] = {
 
 
 def register_backend(name: str, load: Callable[[], HandlerClass]) -> None:
-    """Make ``get_cp_handler_cls(backend=name)`` give what ``load()`` returns.
+    """Make ``get_cp_handler_cls(backend=name)`` return the class that ``load()`` returns.
 
-    ``load`` is called when somebody asks for the backend, so that its library need not be there
-    before; what it raises as ImportError is reported as the backend that cannot be had.
+    ``load`` is called when somebody asks for the backend, so its library need not be there before.
+    An ImportError in it becomes the HcpError of a backend that cannot be imported.
 
     The class derives from :class:`hcp.ContextParallelHandler` and has an ``attention`` of its own,
-    with the arguments and results described there, exact forward and backward, for the rows
-    and groups that ``self.layout`` names; arguments that it cannot do it refuses with ValueError.
-    All else (dispatch, combine, rolling, rotary embedding, the loss) it inherits. Raises ValueError
-    for a name that is taken, or has a "." or ":".
+    with the arguments and results described there: exact forward and backward, for the rows and
+    groups that ``self.layout`` names. It refuses arguments that it does not support with
+    ValueError. It inherits everything else (dispatch, combine, rolling, rotary embedding, the
+    loss).
+
+    Raises ValueError for a name that is taken, or has a "." or ":".
     """
     if name in BACKENDS:
         raise ValueError(f"backend {name!r} is there already, expected a new name")
@@ -72,16 +76,22 @@ def get_cp_handler_cls(
 ) -> HandlerClass:
     """The class of handlers that :func:`hcp.dispatch` makes (``handler_cls=``).
 
-    ``backend``: "torch", PyTorch's kernels; "cudnn", cuDNN's for one sequence at a time, on CUDA,
-    where its lengths come again and again; "flash_attn", the package of this name, on CUDA;
-    "flash_attn_4", the package flash-attn-4, on Hopper or later; "auto", for every call the faster
-    of the first and of "flash_attn_4" where that is there and measured, else the first;
-    "transformer_engine", its DotProductAttention, which exchanges keys itself; or a name given to
-    :func:`hcp.register_backend`. ``cp_comm_type``: how keys and values travel unless dispatch is
-    told otherwise, one value or one per layer, as Megatron has it; the first is the default.
+    ``backend`` is one of
 
-    The same arguments give the same class, also where it is unpickled. Raises ValueError for an
-    unknown backend or type, and HcpError when the backend's library cannot be imported.
+    - "torch": PyTorch's kernels.
+    - "cudnn": cuDNN's, for one sequence at a time, on CUDA; it pays if the same lengths come again.
+    - "flash_attn": the package of this name, on CUDA.
+    - "flash_attn_4": the package flash-attn-4, on Hopper or later.
+    - "auto": for every call the faster of "torch" and "flash_attn_4"; "torch" where the latter is
+      not installed or was not measured.
+    - "transformer_engine": its DotProductAttention, which exchanges keys itself.
+    - a name given to :func:`hcp.register_backend`.
+
+    ``cp_comm_type``: how keys and values travel unless dispatch is told otherwise: one value or one
+    per layer, as in Megatron. The first is the default.
+
+    The same arguments give the same class, also in a process that unpickles it. Raises ValueError
+    for an unknown backend or type, and HcpError if the backend's library cannot be imported.
     """
     if not isinstance(cp_comm_type, str):
         expect_items("cp_comm_type", cp_comm_type, "comm types, or one")
@@ -122,7 +132,7 @@ def _loaded(backend: str) -> tuple[HandlerClass, str]:
 
 
 def __getattr__(name: str) -> HandlerClass:
-    """The classes made above, where pickle looks for them: in this module, by their names."""
+    """Give pickle the classes that ``_made`` makes: it looks for them here, by their names."""
     backend, made, comm_types = name.partition(":")
     if not made:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

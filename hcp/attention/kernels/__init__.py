@@ -1,13 +1,13 @@
-"""Library kernels of attention behind one interface.
+"""Attention kernels of libraries under one interface. ``kernel_for`` finds the one for a layer.
 
 A schedule has entries, each a dense block of queries and keys. A kernel computes one entry in a
-launch, or as many as it can take. Every kernel gives (n, H, E) outputs and their
-log-sum-exp (n, H), natural log, float32 (float64 for float64), and takes the merged output and
-log-sum-exp in the backward.
+launch, or as many as it can take. Every kernel gives outputs (n, H, E) and their
+log-sum-exp (n, H), natural log, float32 (float64 for float64). Its backward takes the merged output
+and log-sum-exp.
 
-Every query of an entry sees a key of it: what sees none is in no entry. A row whose scores have no
-finite sum (NaN, or all of them infinite) must therefore have NaN for a log-sum-exp: the merge
-leaves out what has -inf, as if it had seen nothing, and lets +inf outweigh all others.
+Every query of an entry sees some key of the entry. So a row whose scores have no finite sum (NaN,
+or all of them infinite) must have NaN as its log-sum-exp: the merge would leave out a row with
+-inf, as if it had seen nothing, and +inf would outweigh all others.
 
 n rows of a launch, H query heads, G key-value heads, D head size, E head size of values.
 """
@@ -46,8 +46,8 @@ class Launch:
         )
 
     def sizes(self) -> list[tuple[int, int]]:
-        """(queries, keys) of every sequence of a packed launch: the entries, and what lies between
-        them, as queries without keys and keys without queries."""
+        """(queries, keys) of every sequence of a packed launch: the entries, and the gaps between
+        them as queries without keys and keys without queries."""
         sizes = []
         query, key = self.queries.start, self.keys.start
         for entry in self.entries:
@@ -65,14 +65,14 @@ class Launch:
 
     @cached_property
     def pairs(self) -> int:
-        """Of a query and a key that it sees."""
+        """Pairs of a query and a key that it sees."""
         return sum(
             _pairs_below(entry, entry.high + 1) - _pairs_below(entry, entry.low)
             for entry in self.entries
         )
 
     def bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cu_seqlens of queries and of keys, int32, on the device; kept for the next layer."""
+        """cu_seqlens of queries and of keys, int32, on the device. Kept for the next layer."""
         if self._bounds is None:
             sizes = torch.tensor([(0, 0), *self.sizes()], dtype=torch.int32, device="cpu")
             queries, keys = sizes.cumsum(0, dtype=torch.int32).t().contiguous().to(device)
@@ -84,7 +84,7 @@ def _pairs_below(entry: Entry, ahead: int) -> int:
     """Pairs whose key is less than ``ahead`` rows ahead of its query."""
 
     def first(queries: int) -> int:
-        """Of as many queries, the first of which has one key, each other one more than the last."""
+        """Pairs of the first queries: the first has one key, each next one has one key more."""
         rising = max(0, min(queries, entry.key_rows))
         return rising * (rising + 1) // 2 + max(0, queries - rising) * entry.key_rows
 
@@ -92,13 +92,13 @@ def _pairs_below(entry: Entry, ahead: int) -> int:
 
 
 class Kernel(Protocol):
-    """What attention needs of a kernel. Rows may have any stride, the elements of a head none."""
+    """Computes calls. Rows may have any stride; the elements of a head are adjacent."""
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]: ...
 
     def capped(self, softcap: float) -> Kernel | None:
-        """The kernel with scores s as softcap * tanh(s / softcap); None where it has none such."""
+        """The kernel with scores s as softcap * tanh(s / softcap). None: the library has none."""
 
     def launches(self, entries: Sequence[Entry]) -> list[Launch]:
         """The entries of one stage as launches, in any order."""
@@ -106,7 +106,7 @@ class Kernel(Protocol):
     def forward(
         self, launch: Launch, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of the launch's queries, the latter finite or NaN: see
+        """Output and log-sum-exp of the launch's queries. The log-sum-exp is finite or NaN: see
         ``nan_for_infinity``."""
 
     def backward(
@@ -121,9 +121,10 @@ class Kernel(Protocol):
         lse: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """This launch's share of the gradients of its queries, keys and values, shaped as they are.
+        """This launch's share of the gradients of its queries, keys and values, in their shapes.
 
-        A gradient of the log-sum-exp adds to that of each score, times the score's weight. None: 0.
+        The gradient of the log-sum-exp, times a score's weight, adds to that score's gradient.
+        None: 0.
         """
 
 
@@ -148,21 +149,21 @@ def in_packs(entries: Sequence[Entry]) -> list[Launch]:
 
 
 def nan_for_infinity(lse: Tensor) -> Tensor:
-    """A kernel's log-sum-exp with NaN for infinity, in place, in one launch.
+    """Replace infinity by NaN in a kernel's log-sum-exp, in place, in one launch.
 
-    Libraries write infinity where the sum over a row's scores is NaN, as they do where it is 0:
+    Libraries write infinity if the sum over a row's scores is NaN, as they do if it is 0:
     FlashAttention-2 +inf, FlashAttention-4 -inf.
     """
     return torch.nan_to_num_(lse, math.nan, math.nan, math.nan)
 
 
 def scores_of_sinks(sinks: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sinks as log-sum-exps of their own: NaN for +inf, which a softmax makes NaN too."""
+    """Sinks as log-sum-exps of their own. +inf becomes NaN, as in a softmax."""
     return torch.nan_to_num(sinks.to(dtype), math.nan, math.nan, -math.inf)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What a kernel sums in, and the type of its log-sum-exp."""
+    """The dtype that a kernel sums in, and that of its log-sum-exp."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -1,4 +1,7 @@
-"""PyTorch's flash attention for the CPU: one entry a launch, a band of keys in tiles."""
+"""PyTorch's flash attention for the CPU.
+
+n rows of a launch, H query heads.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,10 @@ from hcp.exchange.tables import Entry
 
 
 class CpuFlash:
-    """PyTorch's flash attention for the CPU, one entry per launch. No entry is empty: the kernel
-    would end the process. It takes a band as a mask, so a band goes through it in tiles along
-    itself."""
+    """Computes one entry a launch. No entry is empty: the kernel would end the process.
+
+    The kernel knows no band but as a mask over all keys, so a band is cut into tiles along it.
+    """
 
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -83,7 +87,7 @@ class CpuFlash:
 
 
 def _cpu_flash(rows: Sequence[Tensor], tile: _Tile, scale: float) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of queries, keys and values, NaN where a score was not finite."""
+    """Output and log-sum-exp of queries, keys and values. NaN if a score was not finite."""
     out, lse = _run_cpu_flash(rows, tile, scale)
     broken = ~lse.isfinite()
     if bool((zero := lse == 0).any()):
@@ -106,7 +110,7 @@ def _run_cpu_flash(rows: Sequence[Tensor], tile: _Tile, scale: float) -> tuple[T
 
 
 class _Tile(NamedTuple):
-    """Consecutive queries of an entry, and the keys that they see; low and high as in an entry."""
+    """Consecutive queries of an entry, and the keys that they see. low, high: as in an entry."""
 
     queries: slice
     keys: slice
@@ -116,7 +120,7 @@ class _Tile(NamedTuple):
     full: bool
 
     def mask(self, like: Tensor) -> Tensor | None:
-        """What is added to the scores, (queries, keys), in the dtype of ``like``."""
+        """The mask to add to the scores, (queries, keys), in the dtype of ``like``."""
         if self.causal or self.full:
             return None
         queries = torch.arange(self.queries.stop - self.queries.start, device="cpu")
@@ -132,8 +136,8 @@ _TILE_ROWS = 64, 1024
 
 
 def _tiles(launch: Launch) -> list[_Tile]:
-    """The whole entry when the kernel knows its mask, else tiles about as high as the band is wide:
-    lower ones would be many, higher ones mostly masked."""
+    """The whole entry if the kernel knows its mask, else tiles about as high as the band is wide.
+    Lower tiles would be many, higher ones mostly masked."""
     (entry,) = launch.entries
     rows, keys = entry.query_rows, entry.key_rows
     full = launch.window == (-1, -1)
@@ -155,6 +159,7 @@ def _tile(entry: Entry, begin: int, end: int) -> _Tile:
 
 
 def _end_to_end(parts: Sequence[Tensor]) -> Tensor:
+    """The rows of all parts, without a copy if there is one part."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 

@@ -1,9 +1,8 @@
 """cuDNN's attention, as PyTorch has it, under hcp's schedules: dense blocks of one sequence.
 
-A block is a causal square or has no mask, so this is for whole sequences (degree 1, ``a2a``) and
-for ``p2p``, not for ``all_gather``, whose blocks end at the diagonal. cuDNN builds a plan for each
-pair of lengths when it first meets them: it pays where lengths come again, not where every
-sequence has its own.
+A block is a causal square or has no mask. So this serves whole sequences (degree 1, ``a2a``) and
+``p2p``, but not ``all_gather``, whose blocks end at the diagonal. cuDNN builds a plan for each pair
+of lengths when it first meets them: it pays if the same lengths come again.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from hcp.exchange.tables import Entry
 
 
 class Cudnn:
-    """One entry a launch. Its packed kernels are no use: slow, and their backward ended in an
-    illegal memory access (torch 2.11, cuDNN 9.19)."""
+    """Computes one entry a launch. cuDNN's packed kernels are no use: they are slow, and their
+    backward ended in an illegal memory access (torch 2.11, cuDNN 9.19)."""
 
     dtypes = (torch.bfloat16, torch.float16)
 
@@ -100,14 +99,14 @@ def _and_nothing(rows: Tensor) -> Tensor:
 
 
 def _statistics(lse: Tensor) -> Tensor:
-    """(n, H) as (1, H, n, 1), with the strides of such a tensor also where n or H is 1, in which
-    PyTorch sees no difference and cuDNN does."""
+    """(n, H) as (1, H, n, 1), with the strides of such a tensor even if n or H is 1. There PyTorch
+    sees no difference, but cuDNN does."""
     rows, heads = lse.shape
     return lse.new_empty(1, heads, rows, 1).copy_(lse.t().view(1, heads, rows, 1))
 
 
 def _is_causal(entry: Entry, query: Tensor, value: Tensor) -> bool:
-    """Of a block that cuDNN has a kernel for. ValueError: it has none."""
+    """Whether a block is causal. Raises ValueError if cuDNN has no kernel for the block."""
     sizes = query.shape[2], value.shape[2]
     if sizes[0] != sizes[1] or sizes[0] % 8 or sizes[0] > 128:
         raise ValueError(

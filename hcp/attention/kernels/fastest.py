@@ -1,7 +1,7 @@
-"""The faster of two kernels for every launch, by what was measured.
+"""The family "auto": for every launch the faster of two kernels, by measurements.
 
-A rank decides from its own launches: nothing that is exchanged depends on the kernel, and each
-takes the other's log-sum-exp, so that forward and backward may differ.
+A rank decides from its own launches, because nothing that is exchanged depends on the kernel. Each
+kernel takes the other's log-sum-exp, so forward and backward may use different ones.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ MEASURED = (
 
 
 def _place(pairs: int, queries: int, columns: int) -> tuple[float, float]:
-    """Of a launch among others: doublings of its work (pairs of a query and a key that it sees,
-    times the heads' columns of keys and values), and of the keys that a query sees on average."""
+    """The place of a launch among others, both numbers in doublings: its work (pairs of a query and
+    a key that it sees, times the heads' columns of keys and values), and the keys that a query sees
+    on average."""
     return math.log2(pairs * columns), math.log2(pairs / queries)
 
 
@@ -68,14 +69,14 @@ def nearest(launch: Launch, query: Tensor, value: Tensor) -> Measured:
 
 
 class _Flash4(Kernel, Protocol):
-    """What is needed of a class whose library may not be there."""
+    """FlashAttention-4's kernel, whose library may be missing."""
 
     def takes(self, query: Tensor, value: Tensor) -> bool: ...
 
 
 @dataclass(frozen=True)
 class Faster:
-    """FlashAttention-4 or -2, each launch by the measured pack that is most like it."""
+    """Computes each launch by FlashAttention-4 or -2, as the measured pack most like it says."""
 
     flash4: _Flash4
     flash2: Kernel
@@ -115,7 +116,7 @@ class Faster:
 
 
 def installed() -> str | None:
-    """The version of flash-attn-4, which is not imported for that."""
+    """The version of flash-attn-4, found without importing it."""
     try:
         return importlib.metadata.version("flash-attn-4")
     except importlib.metadata.PackageNotFoundError:

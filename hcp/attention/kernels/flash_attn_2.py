@@ -1,6 +1,6 @@
-"""Kernels of the package flash_attn (FlashAttention-2, 2.7 or later) under hcp's schedules.
+"""The package flash_attn (FlashAttention-2, 2.7 or later) under hcp's schedules.
 
-Not run on a GPU yet: its tests put the formula behind the package's two functions.
+It was not run on a GPU yet: the tests replace the package's two functions by the formula.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hcp.attention.kernels.flash_attn_torch import Flash2
 
 @dataclass(frozen=True)
 class FlashAttn(Flash2):
-    """Whole packs in one launch, with soft-capping."""
+    """Computes whole packs in one launch, with soft-capping."""
 
     softcap: float = 0.0
 

@@ -1,7 +1,7 @@
-"""Kernels of the package flash-attn-4 (FlashAttention-4, 4.0.0b36) under hcp's schedules.
+"""The package flash-attn-4 (FlashAttention-4, 4.0.0b36) under hcp's schedules.
 
-The package compiles a kernel when its dtype, head sizes and kind of mask are first used, for
-seconds; other lengths and other numbers of sequences use the same one.
+The package takes seconds to compile a kernel at the first use of a dtype, head sizes and kind of
+mask. Other lengths and other numbers of sequences use the same kernel.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _ONE_AT_A_TIME = threading.Lock()
 
 @dataclass(frozen=True)
 class Flash4:
-    """Whole packs in one launch, with values of their own head size and soft-capping.
+    """Computes whole packs in one launch, with values of their own head size and soft-capping.
 
-    Its log-sum-exp is -inf where scores are NaN, as in rows without keys: these are the gaps of a
-    pack, which no run of the merge names.
+    The library's log-sum-exp is -inf if scores are NaN, as it is in rows without keys. Such rows
+    are the gaps of a pack, which no run of the merge names.
     """
 
     softcap: float = 0.0
@@ -103,7 +103,7 @@ def _heads_first(rows: Tensor) -> Tensor:
 
 
 def _pack(launch: Launch, device: torch.device) -> dict[str, Any]:
-    """What both directions are told of the launch."""
+    """The arguments that describe a launch, for forward and backward."""
     cu_seqlens_q, cu_seqlens_k = launch.bounds(device)
     left, right = (None if limit < 0 else limit for limit in launch.window)
     return {

@@ -13,7 +13,7 @@ from hcp.attention.kernels.shapes import backward_columns, head_size, narrowed, 
 
 
 class Flash2:
-    """PyTorch's FlashAttention-2 on CUDA, whole packs in one launch."""
+    """Computes whole packs in one launch, by PyTorch's FlashAttention-2 on CUDA."""
 
     dtypes = (torch.bfloat16, torch.float16)
 
@@ -31,7 +31,7 @@ class Flash2:
         return out[..., : value.shape[2]], nan_for_infinity(lse).transpose(0, 1)
 
     def run(self, launch: Launch, rows: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp (H, n) for queries, keys and values of one head size."""
+        """Output and log-sum-exp (H, n) of queries, keys and values of one head size."""
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             *rows, *self.pack(launch, rows[0]), 0.0, False, False, scale=scale, **_window_of(launch)
         )
@@ -57,8 +57,8 @@ class Flash2:
     def run_backward(
         self, launch: Launch, grad_out: Tensor, rows: Sequence[Tensor], lse: Tensor, scale: float
     ) -> Sequence[Tensor]:
-        """Gradients of queries, keys and values, for rows of these and of the output, of one head
-        size, and the log-sum-exp (H, n)."""
+        """Gradients of queries, keys and values. ``rows``: these and the output, of one head size.
+        ``lse``: (H, n)."""
         no_dropout = torch.empty(2, dtype=torch.uint64, device=lse.device)
         grads: Sequence[Tensor] = torch.ops.aten._flash_attention_backward(
             grad_out,

@@ -1,4 +1,7 @@
-"""Attention as its formula: slow, for what the libraries' kernels do not compute."""
+"""The formula of attention, slow and obvious. It serves where no library has a kernel.
+
+n rows of a call, H query heads, G key-value heads, D head size.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,7 @@ from hcp.attention.kernels import Launch, each_alone, nan_for_infinity
 
 @dataclass(frozen=True)
 class Formula:
-    """Attention as its formula, one entry per launch: for types that FlashAttention does not have,
-    and for soft-capping."""
+    """Computes one entry a launch: dtypes that FlashAttention does not have, and soft-capping."""
 
     softcap: float = 0.0
 
@@ -65,13 +67,13 @@ class Formula:
         )
 
     def _scores(self, query: Tensor, key: Tensor, scale: float) -> Tensor:
-        """(H, queries, keys), capped."""
+        """Capped scores, (H, queries, keys)."""
         scores = query.transpose(0, 1) @ _per_query_head(key, query).transpose(1, 2) * scale
         return self.softcap * (scores / self.softcap).tanh() if self.softcap else scores
 
 
 def _masked(launch: Launch, scores: Tensor) -> Tensor:
-    """-inf where a key is hidden."""
+    """Scores with -inf for the keys that are hidden."""
     (entry,) = launch.entries
     if entry.window == (-1, -1):
         return scores

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def head_size(query: Tensor, value: Tensor, extra: int = 0) -> int:
-    """The head size that holds both, and `extra` columns more, rounded up where it is not D = E."""
+    """The head size that holds both and ``extra`` columns, rounded up unless it is D = E."""
     size = max(query.shape[2], value.shape[2])
     if query.shape[2] == value.shape[2] and extra == 0:
         return size
@@ -22,6 +22,7 @@ def head_size(query: Tensor, value: Tensor, extra: int = 0) -> int:
 
 
 def widened(rows: Tensor, size: int) -> Tensor:
+    """Rows with columns of zeros up to a head size."""
     return (
         rows if rows.shape[2] == size else torch.nn.functional.pad(rows, (0, size - rows.shape[2]))
     )
@@ -33,12 +34,12 @@ _LSE_COLUMNS = 3
 def _with_grad_lse(
     grad_out: Tensor, grad_lse: Tensor, out: Tensor, size: int
 ) -> tuple[Tensor, Tensor]:
-    """Output and its gradient, (n, H, size), such that the kernel, which subtracts
-    sum(grad_out * out) from the gradient of every score, subtracts grad_lse less: in columns where
-    the values are 0, a gradient of 1 and an output of -grad_lse.
+    """The output's gradient and the output, (n, H, size), with grad_lse in added columns.
 
-    Three columns hold it as a sum, each what the others leave in the dtype, so that nothing is lost
-    in bfloat16.
+    A kernel subtracts sum(grad_out * out) from the gradient of every score. A gradient of 1 and an
+    output of -grad_lse, in columns where the values are 0, make it subtract grad_lse less. Three
+    columns hold -grad_lse as a sum: each holds what the ones before it lose in the dtype, so that
+    nothing is lost in bfloat16.
     """
     first = size - _LSE_COLUMNS
     grad_out, out = widened(grad_out, size).clone(), widened(out, size).clone()
@@ -58,7 +59,7 @@ def backward_columns(
     value: Tensor,
     out: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """grad_out, query, key, value, out of one head size, for a backward."""
+    """grad_out, query, key, value and out in one head size, for a backward."""
     size = head_size(query, value, 0 if grad_lse is None else _LSE_COLUMNS)
     if grad_lse is not None:
         grad_out, out = _with_grad_lse(grad_out, grad_lse, out, size)
@@ -71,14 +72,17 @@ def backward_columns(
 def narrowed(
     grads: Sequence[Tensor], query: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values in the head sizes that were given."""
     grad_query, grad_key, grad_value = grads
     head_dim = query.shape[2]
     return grad_query[..., :head_dim], grad_key[..., :head_dim], grad_value[..., : value.shape[2]]
 
 
 def batched(rows: Tensor) -> Tensor:
+    """(n, H, D) as (1, H, n, D)."""
     return rows.unsqueeze(0).transpose(1, 2)
 
 
 def unbatched(batch: Tensor) -> Tensor:
+    """(1, H, n, D) as (n, H, D)."""
     return batch.squeeze(0).transpose(0, 1)

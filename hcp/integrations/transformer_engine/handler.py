@@ -1,6 +1,7 @@
 """Attention by Transformer Engine's DotProductAttention, which exchanges keys and values itself.
 
-Not run with Transformer Engine yet: its tests put a module of the same arguments in its place.
+It was not run with Transformer Engine yet: the tests put a module of the same arguments in its
+place.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ except ImportError as error:
 class Handler(ContextParallelHandler):
     """A handler whose attention is Transformer Engine's.
 
-    It exchanges rows over a process group of the plan's ranks, given as ``cp_group=`` where the
-    degree is more than 1, and wants lengths divisible by 2 * degree. Which comm type does what is
-    Transformer Engine's own matter, and so are its errors.
+    Transformer Engine exchanges rows over a process group of the plan's ranks, which ``cp_group=``
+    gives if the degree is more than 1. It needs lengths divisible by 2 * degree. The meaning of the
+    comm types and the errors are Transformer Engine's own.
     """
 
     def attention(  # type: ignore[override]
@@ -51,9 +52,9 @@ class Handler(ContextParallelHandler):
         layer: LayerName = None,
         cp_group: Any = None,
     ) -> Tensor:
-        """As :meth:`hcp.ContextParallelHandler.attention`, without sinks, soft-capping, dropout and
-        log-sum-exp, which are refused. ``layer`` is not compared: Transformer Engine exchanges rows
-        itself."""
+        """Like :meth:`hcp.ContextParallelHandler.attention`, but refuses sinks, soft-capping,
+        dropout and log-sum-exp. Ranks do not compare ``layer``, since Transformer Engine exchanges
+        rows itself."""
         for name, given, none in (
             ("sinks", sinks, None),
             ("softcap", softcap, 0.0),
@@ -105,7 +106,7 @@ class _Adapted:
         **_: Any,
     ) -> Tensor:
         params = packed_seq_params
-        _left, _right = self._window_size
+        left, right = self._window_size
         out: Tensor = self._module(
             query,
             key,
@@ -118,9 +119,7 @@ class _Adapted:
             max_seqlen_q=params.max_seqlen_q,
             max_seqlen_kv=params.max_seqlen_kv,
             attn_mask_type=attn_mask_type,
-            window_size=(self._window_size[0], 0)
-            if "causal" in attn_mask_type
-            else self._window_size,
+            window_size=(left, 0 if "causal" in attn_mask_type else right),
         )
         return out
 
@@ -129,8 +128,8 @@ class _Adapted:
 def _module(
     heads: int, groups: int, size: int, value_size: int, softmax_scale: float | None
 ) -> torch.nn.Module:
-    """One module for all layers of a shape: it has no parameters, and its group is lent per
-    call."""
+    """One module for all layers of a shape. It has no parameters, and each call lends it a
+    group."""
     module: torch.nn.Module = DotProductAttention(
         heads,
         size if size == value_size else (size, value_size),
