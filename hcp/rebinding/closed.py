@@ -1,4 +1,4 @@
-"""What the walk does not go into: what torch, the standard library and packages that shard own."""
+"""The objects that the walk does not go into: they belong to torch, Python or what shards."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def derivation(name: str) -> tuple[str, str] | None:
 
 
 def derived_value(groups: ProcessGroups, role: str, kind: str) -> Any:
-    """What a layout gives for a role. Ranks are a list."""
+    """The size, rank, ranks (a list) or flag of a role in a layout."""
     if kind == SIZE:
         return groups.size(role)
     if kind == RANK:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 Exclude = Sequence[Any]
-"""What stays as it is: paths ("vision_model", "model.layers[0]", "*.vision"), objects, classes."""
+"""Paths ("vision_model", "model.layers[0]", "*.vision"), objects and classes that stay."""
 
 
 def listed(exclude: Exclude) -> tuple[Any, ...]:
@@ -36,7 +36,7 @@ class Excluded:
                 self._ids[id(item)] = item
         self._items = list(exclude)
         self.paths: list[str] = []
-        """Where `matches` has said yes."""
+        """Paths at which `matches` has said yes."""
 
     def __bool__(self) -> bool:
         return bool(self._items)

@@ -36,7 +36,7 @@ _METHODS = {
 
 @dataclass(frozen=True, slots=True)
 class PackageRules:
-    """What hcp knows of a package. Its module of rules has one, named ``RULES``."""
+    """All that hcp knows of a package. Its module of rules has one, named ``RULES``."""
 
     classes: Mapping[str, Rule] = field(default_factory=dict)
     """Rules by "module.Name" of a class."""

@@ -38,21 +38,23 @@ def eval_cp_context(
 ) -> AbstractContextManager[ProcessGroups]:
     """A context inside which `model` uses `eval_pgs` wherever it uses `train_pgs`.
 
-    `model` is a module, or any object or list of them (the chunks of a virtual pipeline). The
-    context gives `eval_pgs`. Every rank enters; on entry the ranks of dp_cp compare what they are
-    about to swap. All slots are swapped or none. On any exit, exceptions and Ctrl-C included, each
-    slot gets back what it held. Entering it again inside swaps nothing; entering another one from a
-    layout that the model does not have just then is an error, and so is entering any in a second
-    thread, since the thread that is inside would take the layout away.
+    `model` is a module, or any object or list of them (the chunks of a virtual pipeline). The value
+    of the context is `eval_pgs`. Every rank enters. On entry the ranks of dp_cp compare what they
+    are about to swap, and all slots are swapped or none. On any exit, exceptions and Ctrl-C
+    included, each slot gets back what it held.
+
+    Entering the context again inside swaps nothing. It is an error to enter one from a layout that
+    the model does not have at that moment. It is also an error to enter one in a second thread: the
+    thread that is inside would take the layout away.
 
     `exclude`: paths ("vision_model", "*.vision"), objects or classes that stay as they are, with
-    everything that is reached through them alone. `strict`: refuse to enter when `audit` finds a
+    everything that is reached through them alone. `strict`: refuse to enter if `audit` finds a
     place that looks dependent on the layout and that nothing covers.
 
-    Raises ValueError when the model holds nothing of `train_pgs` to swap (with the arguments in the
-    wrong order, for instance), when it has another layout, and when a twin is missing or ambiguous;
-    HcpError on the other ranks when one refuses, on all when they found different slots, and in a
-    second thread.
+    Raises ValueError if the model holds nothing of `train_pgs` to swap (the arguments may be in the
+    wrong order), if it has another layout, and if a twin is missing or ambiguous. Raises HcpError
+    on the other ranks if one refuses, on all ranks if they found different slots, and in a second
+    thread.
     """
     _check_collections(train_pgs, eval_pgs)
     return _EvalContext(model, train_pgs, eval_pgs, exclude, strict)
@@ -69,12 +71,13 @@ def rebind(
 ) -> Rebound:
     """Switch a model at once, from one layout to another or by any mapping of groups to groups.
 
-    `rebind(model, train_pgs, other_pgs)` is what `eval_cp_context` does on entry. With a mapping
-    `{group: twin}` only what holds those objects is swapped, nothing derived from them; `agree` is
-    the transport (`pgs.transport`) whose ranks compare their slots first, all of which then call.
+    `rebind(model, train_pgs, other_pgs)` does what `eval_cp_context` does on entry. With a mapping
+    `{group: twin}` only the places that hold those objects are swapped, nothing derived from them.
+    `agree` is then the transport (`pgs.transport`) whose ranks compare their slots first: all of
+    them call.
 
-    What comes back undoes the switch, by `restore()`, at the end of a `with` block, and when it is
-    dropped; `keep()` makes it last, between two phases of a job.
+    The result undoes the switch by `restore()`, at the end of a `with` block, and when it is
+    dropped. `keep()` makes the switch last, between two phases of a job.
     """
     if isinstance(old, ProcessGroups):
         if new is None:
@@ -94,10 +97,10 @@ def find_slots(
 ) -> list[Slot]:
     """The slots that `eval_cp_context` would swap, in its order. No communication.
 
-    Looks into modules, objects' __dict__ and __slots__, dictionaries, lists, tuples, sets,
-    partials, closures and the class attributes of what it meets; never into tensors, Python
+    The walk goes into modules, objects' __dict__ and __slots__, dictionaries, lists, tuples, sets,
+    partials, closures and the class attributes of what it meets. It never goes into tensors, Python
     modules, process groups, collections, or what torch and the standard library keep for
-    themselves (of a DDP, FSDP or compiled wrapper just the module inside).
+    themselves: of a DDP, FSDP or compiled wrapper it visits only the module inside.
     """
     _check_collections(train_pgs, eval_pgs)
     return walk_for(Request(model, train_pgs, eval_pgs, listed(exclude), False, None)).slots
@@ -105,13 +108,13 @@ def find_slots(
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What a switch would do, and what it would leave; `print(audit)` lists it."""
+    """The slots of a switch, and the places that it would leave. `print(audit)` lists them."""
 
     slots: list[Slot]
     uncovered: list[Finding]
     """Places that look dependent on the layout and that nothing covers."""
     elsewhere: list[Finding]
-    """What holds a training group, in the whole process, and is not reached from the model."""
+    """Holders of a training group, in the whole process, that the model does not reach."""
     excluded: list[str]
     """Paths at which `exclude` kept the walk out."""
     shared: list[str]

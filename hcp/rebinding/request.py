@@ -15,7 +15,7 @@ from hcp.rebinding.walk import Walk
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is to be swapped for what, where."""
+    """The groups to swap, for which others, and in which model."""
 
     model: object
     old: Any
@@ -25,7 +25,7 @@ class Request:
     exclude: tuple[Any, ...]
     strict: bool
     transport: Transport | None
-    """Of the ranks that compare their slots first; None if nobody does."""
+    """The transport of the ranks that compare their slots first; None if nobody does."""
 
     def twins(self) -> Twins:
         """The twin of each object that the request is about."""

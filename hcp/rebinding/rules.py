@@ -24,7 +24,7 @@ Arguments = Callable[[Any, ProcessGroups], tuple[Any, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What an object of a class holds in a layout. `register_rebind` explains the fields."""
+    """A rule for objects of a class. `register_rebind` explains the fields."""
 
     attributes: Attributes | None = None
     rebuild: bool = False
@@ -81,7 +81,8 @@ def registered(cls: type | str) -> list[Rule]:
 def attributes_of(
     rule: Rule, obj: Any, train: ProcessGroups, target: ProcessGroups
 ) -> dict[str, Any]:
-    """What an object is to hold in the target layout; empty if it has not the training layout."""
+    """The attributes that an object is to hold in the target layout; empty if it has another layout
+    than training's."""
     if rule.rebuild:
         if not any(value is train.cp for value in vars(obj).values()):
             return {}

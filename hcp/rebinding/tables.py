@@ -43,7 +43,7 @@ class Table:
             raise ValueError(_not_covered(findings))
 
     def text(self) -> str:
-        """One line for each slot: what the ranks compare."""
+        """The text that the ranks compare: one line for each slot."""
         # Sorted: Megatron-Core fills its collection of groups from a Python set, hence in another
         # order in each process.
         lines = sorted(f"{slot.path} ({slot.role})" for slot in self.slots)
@@ -116,7 +116,7 @@ class ModelTables:
 
 
 class DepthOnly:
-    """What a model that is switched already gets instead of a table: one more context is open."""
+    """Stands for a table where the model is switched already: it counts one more open context."""
 
     def __init__(self, request: Request, tables: ModelTables) -> None:
         mark = tables.depth_mark()
@@ -125,7 +125,7 @@ class DepthOnly:
         self.digest = hashlib.sha256(self.text().encode()).digest()
 
     def text(self) -> str:
-        """What the ranks compare."""
+        """The text that the ranks compare."""
         return f"already inside\n{self.request.layouts()}"
 
 

@@ -16,7 +16,7 @@ class Twins:
 
     def __init__(self, train: ProcessGroups, evaluation: ProcessGroups) -> None:
         self.layouts: tuple[ProcessGroups, ProcessGroups] | None = (train, evaluation)
-        """Those of training and of evaluation; None for twins of a mapping."""
+        """(training, evaluation); None for the twins of a mapping."""
         self.kept: dict[Any, Any] = {}
         self._by_id: dict[int, dict[str, Any]] = {}
         self.differing = [
@@ -27,7 +27,7 @@ class Twins:
         """Roles whose groups change."""
         self._add_all(train, evaluation)
         self.eval_only = _only_in(evaluation, train)
-        """What only the eval layout has, by identity."""
+        """Groups and collections that only the eval layout has, by identity."""
         self.closed = _closed_sources(train, evaluation)
         """Collections that the walk does not go into, by identity."""
         self.known = {id(group) for group in derived.free_groups(train.source)}
@@ -107,7 +107,7 @@ class Twins:
 
 
 def _only_in(evaluation: ProcessGroups, train: ProcessGroups) -> set[int]:
-    """What the eval layout has and the training layout has not, by identity."""
+    """Groups and collections that the training layout does not have, by identity."""
     originals = {id(getattr(train, role)) for role in train.roles}
     groups = {id(getattr(evaluation, role)) for role in evaluation.roles} - originals
     return groups if evaluation is train else groups | {id(evaluation)}

@@ -65,12 +65,12 @@ class Walk:
 
         # For the search outside the model.
         self.kept: list[Any] = []
-        """All that was looked into, but tuples and frozen sets."""
+        """Every object that was visited, but tuples and frozen sets."""
         self.tuples: list[Any] = []
         self.paths: dict[int, str] = {}
-        """Where each of `kept` was met first, by identity."""
+        """The path at which each of `kept` was met first, by identity."""
         self.left_out: list[Any] = []
-        """What `exclude` kept the walk out of."""
+        """Values that `exclude` kept the walk out of."""
         self.weak_seen: set[int] = set()
         """Weak references to a group that the walk has met, by identity."""
         self.keyed: set[int] = set()
@@ -140,7 +140,7 @@ class Walk:
         if self._is_excluded(value, path):
             return
         if kind == "class" and named and is_dataclass_field(owner, key) and self.twins.derived(key):
-            return  # a dataclass's default, which nobody reads behind its instances
+            return  # a dataclass's default: its instances hide it
         role, new = (named and self._derived(key, value, path)) or self._replace(value, path, key)
         if not role:
             return
@@ -154,6 +154,13 @@ class Walk:
             return False
         self.left_out.append(value)
         return True
+
+    def _find(self, path: str, reason: str) -> None:
+        self.findings.append(Finding(path, reason))
+
+    def _doubt(self, path: str, reason: str | None) -> None:
+        if reason is not None:
+            self._find(path, reason)
 
     # ---- groups ----
 
@@ -321,13 +328,6 @@ class Walk:
         self.groups_found += 1
         return f"{role} name", twin.group_name
 
-    def _find(self, path: str, reason: str) -> None:
-        self.findings.append(Finding(path, reason))
-
-    def _doubt(self, path: str, reason: str | None) -> None:
-        if reason is not None:
-            self._find(path, reason)
-
     def _rotary_cache(self, holder: Any, path: str) -> None:
         """Add slots that empty a rotary cache, which was made for the training layout's rows."""
         if isinstance(holder, type) or not self.twins.differing:
@@ -360,7 +360,7 @@ class Walk:
     # ---- rules ----
 
     def _rules(self, holder: Any, path: str) -> Iterator[Slot]:
-        """Adds the slots of the rules for an object, and gives those that call a method."""
+        """Add the slots of the rules for an object, and yield those that call a method."""
         if isinstance(holder, type) or self.twins.layouts is None or not self.twins.ranks:
             return
         train, target = self.twins.layouts
@@ -426,7 +426,7 @@ def _rules_for(base: type) -> Iterator[Rule]:
 def _ask(
     rule: Rule, holder: Any, path: str, train: ProcessGroups, target: ProcessGroups
 ) -> tuple[dict[str, Any], tuple[Any, ...] | None]:
-    """What a rule says of an object: attributes to change, and arguments of its method or None."""
+    """Ask a rule about an object: attributes to change, and arguments of its method or None."""
     where = f"{path} ({type(holder).__name__})"
     reason = rule.refuse(holder, target) if rule.refuse else None
     if reason:

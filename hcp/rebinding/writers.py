@@ -1,4 +1,4 @@
-"""How the value of a place is written and put back.
+"""Writers: how the value of a place is written and put back.
 
 Most places are an item or an attribute, which C writes itself (``csrc/python/slots.h``). The
 classes here are for the others: each has one attribute ``value``, and setting it writes the place.
@@ -17,20 +17,20 @@ class Slot:
     """One place of a model that holds a training group, or something that depends on one."""
 
     path: str
-    """Where it is, seen from the model: "model.layers[3].attention.cp_group"."""
+    """The way from the model to it: "model.layers[3].attention.cp_group"."""
 
     role: str
-    """What it holds: a role such as "cp", "collection", or several for a tuple of groups; "cp size"
-    for what was derived from one; "cache"; "rule" for what a class's rule says."""
+    """The role of its value: "cp", "collection", several for a tuple of groups; "cp size" for a
+    derived value; "cache"; "rule" for what a class's rule says."""
 
     kind: str
-    """How it is written: "item" is owner[key]; "member" an attribute of __slots__."""
+    """The way to write it: "item" is owner[key]; "member" an attribute of __slots__."""
 
     owner: Any = field(repr=False)
     key: Any
 
     value: Any = field(repr=False)
-    """What it holds inside the context."""
+    """The value that it holds inside the context."""
 
 
 def writer_of(kind: str, owner: Any, key: Any) -> tuple[str, Any, Any]:
