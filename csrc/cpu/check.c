@@ -1,4 +1,4 @@
-/* check.c - tables proved against the sizes of the tensors they index. */
+/* check.c - segments and runs proved against the sizes of the tensors they index. */
 #include <inttypes.h>
 
 #include "hcp/fail.h"

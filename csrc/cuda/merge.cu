@@ -58,36 +58,36 @@ __device__ inline bool absent(W lse) {
 }
 
 template <class T>
-__device__ inline typename element<T>::wide part_lse(const run_table &table, const merged &m,
+__device__ inline typename element<T>::wide part_lse(const carried_runs &carried, const merged &m,
                                                      int run, int r, int64_t row, int64_t head) {
   using W = typename element<T>::wide;
-  const hcp_part &part = m.part[table.part[r]];
-  int64_t part_row = table.part_row[r] + row - table.row[run];
+  const hcp_part &part = m.part[carried.part[r]];
+  int64_t part_row = carried.part_row[r] + row - carried.row[run];
   return ((const W *)part.lse)[part_row * part.lse_row_stride + head * part.lse_head_stride];
 }
 
 template <class T>
-__device__ inline const T *part_out(const run_table &table, const merged &m, int run, int r,
+__device__ inline const T *part_out(const carried_runs &carried, const merged &m, int run, int r,
                                     int64_t row, int64_t head) {
-  const hcp_part &part = m.part[table.part[r]];
-  int64_t part_row = table.part_row[r] + row - table.row[run];
+  const hcp_part &part = m.part[carried.part[r]];
+  int64_t part_row = carried.part_row[r] + row - carried.row[run];
   return (const T *)part.out + part_row * part.out_row_stride + head * part.out_head_stride;
 }
 
 template <class T>
-__device__ inline total<T> total_of(const run_table &table, const merged &m, int run, int64_t row,
-                                    int64_t head) {
+__device__ inline total<T> total_of(const carried_runs &carried, const merged &m, int run,
+                                    int64_t row, int64_t head) {
   using W = typename element<T>::wide;
   total<T> t = {-(W)INFINITY, 0};
-  int begin = table.record[run], end = table.record[run + 1];
+  int begin = carried.record[run], end = carried.record[run + 1];
   for (int r = begin; r < end; ++r) {
-    W lse = part_lse<T>(table, m, run, r, row, head);
+    W lse = part_lse<T>(carried, m, run, r, row, head);
     if (!(lse <= t.largest)) t.largest = lse; /* takes NaN too */
     if (t.largest != t.largest) return {t.largest, t.largest};
   }
   if (t.largest == -(W)INFINITY) return t;
   for (int r = begin; r < end; ++r)
-    t.shares += share(part_lse<T>(table, m, run, r, row, head), t.largest);
+    t.shares += share(part_lse<T>(carried, m, run, r, row, head), t.largest);
   return t;
 }
 
@@ -156,15 +156,15 @@ struct merged_vector {
 
 /* Addresses of a row's parts, worked out once for all threads of the block. */
 template <class T>
-__device__ inline int find_parts(const run_table &table, const merged &m, int64_t row,
+__device__ inline int find_parts(const carried_runs &carried, const merged &m, int64_t row,
                                  part_row<T> *parts) {
-  int run = table.find(row), begin = table.record[run], n = table.record[run + 1] - begin;
+  int run = carried.find(row), begin = carried.record[run], n = carried.record[run + 1] - begin;
   __syncthreads(); /* nobody reads those of the row before */
   for (int k = (int)threadIdx.x; k < n; k += (int)blockDim.x) {
-    const hcp_part &part = m.part[table.part[begin + k]];
-    parts[k] = {part_out<T>(table, m, run, begin + k, row, 0),
+    const hcp_part &part = m.part[carried.part[begin + k]];
+    parts[k] = {part_out<T>(carried, m, run, begin + k, row, 0),
                 (const typename element<T>::wide *)part.lse +
-                    (table.part_row[begin + k] + row - table.row[run]) * part.lse_row_stride,
+                    (carried.part_row[begin + k] + row - carried.row[run]) * part.lse_row_stride,
                 part.out_head_stride, part.lse_head_stride};
   }
   __syncthreads();
@@ -174,15 +174,15 @@ __device__ inline int find_parts(const run_table &table, const merged &m, int64_
 /* A block takes a row at a time, a thread one vector of one head. */
 template <class T, int N>
 __global__ void __launch_bounds__(HCP_THREADS)
-    merge_rows(const __grid_constant__ run_table table, const __grid_constant__ merged m, T *out,
-               typename element<T>::wide *lse) {
+    merge_rows(const __grid_constant__ carried_runs carried, const __grid_constant__ merged m,
+               T *out, typename element<T>::wide *lse) {
   using W = typename element<T>::wide;
-  __shared__ part_row<T> parts[run_table::RECORDS];
+  __shared__ part_row<T> parts[carried_runs::RECORDS];
   unsigned vectors = (unsigned)(m.head_dim / N), threads = vectors > 0 ? vectors : 1;
   unsigned items = (unsigned)m.heads * threads;
-  for (int64_t r = blockIdx.x; r < table.rows(); r += gridDim.x) {
-    int64_t row = table.first_row() + r;
-    int n = find_parts(table, m, row, parts);
+  for (int64_t r = blockIdx.x; r < carried.rows(); r += gridDim.x) {
+    int64_t row = carried.first_row() + r;
+    int n = find_parts(carried, m, row, parts);
     for (unsigned item = threadIdx.x; item < items; item += blockDim.x) {
       unsigned head = item / threads, at = item % threads;
       merged_vector<T, N> sum;
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(HCP_THREADS)
         sum.add_parts(parts, first, n, head, at);
       total<T> t = {sum.largest, sum.shares};
       /* A head without elements still has a log-sum-exp. */
-      if (vectors == 0) t = total_of<T>(table, m, table.find(row), row, head);
+      if (vectors == 0) t = total_of<T>(carried, m, carried.find(row), row, head);
       bool none = t.largest == -(W)INFINITY, odd = t.largest != t.largest;
       if (at == 0)
         lse[row * m.heads + head] = none || odd ? t.largest : t.largest + logarithm(t.shares);
@@ -247,21 +247,22 @@ struct head_lanes {
  * at once. */
 template <class T, int N>
 __global__ void __launch_bounds__(HCP_THREADS, 3)
-    merge_rows_backward(const __grid_constant__ run_table table, const __grid_constant__ merged m,
+    merge_rows_backward(const __grid_constant__ carried_runs carried,
+                        const __grid_constant__ merged m,
                         const __grid_constant__ merged_gradients g, int lane_bits) {
   using W = typename element<T>::wide;
   using V = packed<T, N>;
-  __shared__ part_row<T> parts[run_table::RECORDS];
-  __shared__ part_gradients<T> grads[run_table::RECORDS];
+  __shared__ part_row<T> parts[carried_runs::RECORDS];
+  __shared__ part_gradients<T> grads[carried_runs::RECORDS];
   const head_lanes lanes(lane_bits);
   int64_t vectors = m.head_dim / N;
-  for (int64_t r = blockIdx.x; r < table.rows(); r += gridDim.x) {
-    int64_t row = table.first_row() + r;
-    int n = find_parts(table, m, row, parts), run = table.find(row);
+  for (int64_t r = blockIdx.x; r < carried.rows(); r += gridDim.x) {
+    int64_t row = carried.first_row() + r;
+    int n = find_parts(carried, m, row, parts), run = carried.find(row);
     for (int k = (int)threadIdx.x; k < n; k += (int)blockDim.x) {
-      int record = table.record[run] + k;
-      int64_t place = (table.part_row[record] + row - table.row[run]) * m.heads;
-      const hcp_grad_part &part = g.part[table.part[record]];
+      int record = carried.record[run] + k;
+      int64_t place = (carried.part_row[record] + row - carried.row[run]) * m.heads;
+      const hcp_grad_part &part = g.part[carried.part[record]];
       grads[k] = {(T *)part.out + place * m.head_dim, (W *)part.lse + place};
     }
     __syncthreads();
@@ -279,7 +280,7 @@ __global__ void __launch_bounds__(HCP_THREADS, 3)
       W common = (g.grad_lse == NULL ? W(0) : ((const W *)g.grad_lse)[place]) - lanes.total(along);
       /* Only a row whose lse is +inf needs its parts counted: they share alike. */
       total<T> t = {lse, 1};
-      if (lse == (W)INFINITY) t = total_of<T>(table, m, run, row, head);
+      if (lse == (W)INFINITY) t = total_of<T>(carried, m, run, row, head);
       for (int first = 0; first < n; first += IN_FLIGHT) {
         W weight[IN_FLIGHT], sum[IN_FLIGHT] = {};
         /* A part past the last is the last one again: loads without a branch between them. */
@@ -353,16 +354,16 @@ static hcp_status merge_all(const hcp_part *parts, const hcp_run *runs, int64_t 
   int more;
   while ((more = launches.advance()) > 0) {
     for (int32_t p = 0; p < launches.parts; ++p) m.part[p] = parts[launches.part_of[p]];
-    int64_t launch_rows = launches.table.row[launches.table.n] - launches.table.row[0];
+    int64_t launch_rows = launches.carried.row[launches.carried.n] - launches.carried.row[0];
     bool wide = vectors_fit<T>(m, launches.parts, out);
     int64_t items = heads * (head_dim / (wide ? N : 1) + (head_dim == 0));
     unsigned threads = (unsigned)(items < HCP_THREADS ? (items + 31) / 32 * 32 : HCP_THREADS);
     unsigned blocks = hcp_cuda_blocks(launch_rows * HCP_THREADS);
     if (items == 0) continue;
     if (wide)
-      merge_rows<T, N><<<blocks, threads, 0, stream>>>(launches.table, m, (T *)out, (W *)lse);
+      merge_rows<T, N><<<blocks, threads, 0, stream>>>(launches.carried, m, (T *)out, (W *)lse);
     else
-      merge_rows<T, 1><<<blocks, threads, 0, stream>>>(launches.table, m, (T *)out, (W *)lse);
+      merge_rows<T, 1><<<blocks, threads, 0, stream>>>(launches.carried, m, (T *)out, (W *)lse);
     hcp_status status = hcp_cuda_launched("merge", err);
     if (status != HCP_OK) return status;
   }
@@ -394,7 +395,7 @@ static hcp_status merge_all_backward(const hcp_part *parts, const hcp_run *runs,
       m.part[p] = parts[launches.part_of[p]];
       g->part[p] = grad_parts[launches.part_of[p]];
     }
-    int64_t launch_rows = launches.table.row[launches.table.n] - launches.table.row[0];
+    int64_t launch_rows = launches.carried.row[launches.carried.n] - launches.carried.row[0];
     bool wide =
         vectors_fit<T>(m, launches.parts, g->out) && vectors_fit<T>(*g, launches.parts, head_dim);
     int64_t vectors = head_dim / (wide ? N : 1);
@@ -405,7 +406,7 @@ static hcp_status merge_all_backward(const hcp_part *parts, const hcp_run *runs,
     unsigned blocks = hcp_cuda_blocks(launch_rows * HCP_THREADS);
     if (items == 0) continue;
     auto kernel = wide ? merge_rows_backward<T, N> : merge_rows_backward<T, 1>;
-    kernel<<<blocks, threads, 0, stream>>>(launches.table, m, *g, lane_bits);
+    kernel<<<blocks, threads, 0, stream>>>(launches.carried, m, *g, lane_bits);
     hcp_status status = hcp_cuda_launched("merge_backward", err);
     if (status != HCP_OK) return status;
   }

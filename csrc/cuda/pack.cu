@@ -16,7 +16,7 @@ struct copied_column {
 /* Rows are counted from the launch's first, in 32 bits, so that parameters of
  * 32,764 bytes, all that a launch may carry, take as many segments as they can. */
 template <int SEGMENTS>
-struct copy_table {
+struct carried_segments {
   enum : int32_t { ZEROS = INT32_MIN };
   int64_t first_target, first_source;
   copied_column columns[HCP_CUDA_COLUMNS_MAX];
@@ -80,23 +80,23 @@ struct cast {
 
 template <class Move, int SEGMENTS>
 __global__ void __launch_bounds__(HCP_THREADS)
-    move_rows(const __grid_constant__ copy_table<SEGMENTS> table) {
+    move_rows(const __grid_constant__ carried_segments<SEGMENTS> carried) {
   using V = typename Move::source;
   using W = typename Move::target;
-  const copied_column &column = table.columns[blockIdx.y];
-  int lanes = 1 << table.lane_bits, lane = (int)threadIdx.x & (lanes - 1);
-  int rows_at_once = HCP_THREADS >> table.lane_bits;
+  const copied_column &column = carried.columns[blockIdx.y];
+  int lanes = 1 << carried.lane_bits, lane = (int)threadIdx.x & (lanes - 1);
+  int rows_at_once = HCP_THREADS >> carried.lane_bits;
   int64_t step = (int64_t)gridDim.x * rows_at_once;
-  int64_t row = (int64_t)blockIdx.x * rows_at_once + (threadIdx.x >> table.lane_bits);
-  for (; row < table.target_row[table.n]; row += step) {
-    int s = hcp_place_of_row_32(table.target_row, table.n, (int32_t)row);
-    bool zeros = table.source_row[s] == table.ZEROS;
+  int64_t row = (int64_t)blockIdx.x * rows_at_once + (threadIdx.x >> carried.lane_bits);
+  for (; row < carried.target_row[carried.n]; row += step) {
+    int s = hcp_place_of_row_32(carried.target_row, carried.n, (int32_t)row);
+    bool zeros = carried.source_row[s] == carried.ZEROS;
     int64_t source_row =
-        zeros ? 0 : table.first_source + table.source_row[s] + row - table.target_row[s];
+        zeros ? 0 : carried.first_source + carried.source_row[s] + row - carried.target_row[s];
     const V *source =
         reinterpret_cast<const V *>(column.source + source_row * column.source_stride);
     W *target =
-        reinterpret_cast<W *>(column.target + (table.first_target + row) * column.target_stride);
+        reinterpret_cast<W *>(column.target + (carried.first_target + row) * column.target_stride);
     for (int64_t i = lane; i < column.vectors; i += IN_FLIGHT * lanes) {
       V value[IN_FLIGHT] = {};
 #pragma unroll
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(HCP_THREADS)
 /* A kernel, and the bytes of a vector that it reads. */
 template <int SEGMENTS>
 struct mover {
-  void (*kernel)(const copy_table<SEGMENTS>);
+  void (*kernel)(const carried_segments<SEGMENTS>);
   int64_t vector_bytes;
 };
 
@@ -139,8 +139,8 @@ static mover<SEGMENTS> copy_of(const moved_columns &columns) {
   }
 }
 
-/* Vectors where every address and row of the columns allows them, else elements: those with
- * the long table alone, since who moves elements waits for them and not for the launch. */
+/* Vectors where every address and row of the columns allows them, else elements: those where
+ * a launch carries many alone, since who moves elements waits for them and not for the launch. */
 template <int SEGMENTS, class From, class To>
 static mover<SEGMENTS> cast_of(const moved_columns &columns) {
   constexpr int N = 16 / (int)(sizeof(From) > sizeof(To) ? sizeof(From) : sizeof(To));
@@ -164,7 +164,7 @@ static mover<SEGMENTS> cast_from(hcp_dtype to, const moved_columns &columns) {
   return found;
 }
 
-/* cast is NULL where bytes are copied. Without a kernel where this table has none. */
+/* cast is NULL where bytes are copied. Without a kernel where such launches have none. */
 template <int SEGMENTS>
 static mover<SEGMENTS> mover_of(const hcp_cast *cast, const moved_columns &columns) {
   if (cast == NULL) return copy_of<SEGMENTS>(columns);
@@ -174,37 +174,36 @@ static mover<SEGMENTS> mover_of(const hcp_cast *cast, const moved_columns &colum
 }
 
 template <int SEGMENTS>
-static hcp_status launch(const mover<SEGMENTS> &mover, copy_table<SEGMENTS> *table,
+static hcp_status launch(const mover<SEGMENTS> &mover, carried_segments<SEGMENTS> *carried,
                          const moved_columns &columns, cudaStream_t stream, hcp_error *err) {
-  int64_t most = 0, rows = table->target_row[table->n];
+  int64_t most = 0, rows = carried->target_row[carried->n];
   for (int32_t c = 0; c < columns.n; ++c) {
-    table->columns[c].vectors = columns.source_bytes[c] / mover.vector_bytes;
-    if (table->columns[c].vectors > most) most = table->columns[c].vectors;
+    carried->columns[c].vectors = columns.source_bytes[c] / mover.vector_bytes;
+    if (carried->columns[c].vectors > most) most = carried->columns[c].vectors;
   }
   if (rows * most == 0) return HCP_OK;
-  table->lane_bits = hcp_cuda_lane_bits(most);
-  dim3 grid(hcp_cuda_blocks(rows << table->lane_bits), (unsigned)columns.n);
-  mover.kernel<<<grid, HCP_THREADS, 0, stream>>>(*table);
+  carried->lane_bits = hcp_cuda_lane_bits(most);
+  dim3 grid(hcp_cuda_blocks(rows << carried->lane_bits), (unsigned)columns.n);
+  mover.kernel<<<grid, HCP_THREADS, 0, stream>>>(*carried);
   return hcp_cuda_launched("pack", err);
 }
 
-/* Launches that carry all segments, in tables of a few or of many: a short table
- * is a cheaper launch. */
+/* Launches that carry all segments, few or many each: one that carries few is cheaper. */
 template <int SEGMENTS>
 static hcp_status move_by(const mover<SEGMENTS> &mover, const moved_columns &columns,
                           const hcp_segment *segments, int64_t n_segments, cudaStream_t stream,
                           hcp_error *err) {
-  copy_table<SEGMENTS> table;
-  for (int32_t c = 0; c < columns.n; ++c) table.columns[c] = columns.column[c];
-  table.first_target = 0;
+  carried_segments<SEGMENTS> carried;
+  for (int32_t c = 0; c < columns.n; ++c) carried.columns[c] = columns.column[c];
+  carried.first_target = 0;
   for (int64_t s = 0, done = 0; s < n_segments;) {
-    table.n = table.target_row[0] = 0;
-    table.first_source = segments[s].row + done;
-    for (; s < n_segments && table.add(segments[s], &done);)
+    carried.n = carried.target_row[0] = 0;
+    carried.first_source = segments[s].row + done;
+    for (; s < n_segments && carried.add(segments[s], &done);)
       if (done == segments[s].rows) ++s, done = 0;
-    hcp_status status = launch(mover, &table, columns, stream, err);
+    hcp_status status = launch(mover, &carried, columns, stream, err);
     if (status != HCP_OK) return status;
-    table.first_target += table.target_row[table.n];
+    carried.first_target += carried.target_row[carried.n];
   }
   return HCP_OK;
 }

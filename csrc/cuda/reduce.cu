@@ -1,7 +1,7 @@
 /* reduce.cu - partial rows summed, each read once, rounded once, to their dtype or another.
  *
  * A few threads, a warp for long rows, sum one row of one column in registers, over
- * the records of the row's run, in the order of the table. Each thread has several
+ * the records of the row's run, in their order. Each thread has several
  * loads under way: rows may lie behind a link. */
 #include "runs.cuh"
 #include "signal.cuh"
@@ -17,10 +17,10 @@ struct summed_columns {
 
 /* Where a record's row of a column lies. */
 template <class V>
-static __device__ const V *source_of(const run_table &table, const summed_columns &columns,
+static __device__ const V *source_of(const carried_runs &carried, const summed_columns &columns,
                                      int record, int run, int64_t row, int column) {
-  int part = table.part[record] * columns.n + column;
-  int64_t part_row = table.part_row[record] + row - table.row[run];
+  int part = carried.part[record] * columns.n + column;
+  int64_t part_row = carried.part_row[record] + row - carried.row[run];
   return reinterpret_cast<const V *>(columns.part[part] + part_row * columns.part_stride[part]);
 }
 
@@ -37,20 +37,21 @@ static __device__ void read_vectors(V (&value)[IN_FLIGHT], const V *source, int6
  * their way. value, which is read into, is zeros, and sum itself where nothing is cast. */
 template <class From, class To, int N>
 static __device__ void sum_vectors(packed<From, N> (&value)[IN_FLIGHT],
-                                   packed<To, N> (&sum)[IN_FLIGHT], const run_table &table,
+                                   packed<To, N> (&sum)[IN_FLIGHT], const carried_runs &carried,
                                    const summed_columns &columns, int run, int64_t row, int column,
                                    int64_t at, int lanes) {
   using V = packed<From, N>;
-  int first = table.record[run], end = table.record[run + 1];
+  int first = carried.record[run], end = carried.record[run + 1];
   int64_t vectors = columns.vectors[column];
   if (first == end) return;
-  read_vectors(value, source_of<V>(table, columns, first, run, row, column), at, lanes, vectors);
+  read_vectors(value, source_of<V>(carried, columns, first, run, row, column), at, lanes, vectors);
   if (same<From, To> && first + 1 == end) return;
   between<From, To> total[IN_FLIGHT][N], more[N];
   V next[IN_FLIGHT] = {};
   for (int r = first; r < end; ++r) {
     if (r + 1 < end)
-      read_vectors(next, source_of<V>(table, columns, r + 1, run, row, column), at, lanes, vectors);
+      read_vectors(next, source_of<V>(carried, columns, r + 1, run, row, column), at, lanes,
+                   vectors);
 #pragma unroll
     for (int k = 0; k < IN_FLIGHT; ++k) {
       value[k].widen(more);
@@ -73,7 +74,7 @@ constexpr int least_blocks() {
 
 /* Rows [low, high) of the block's column, those of `blocks` blocks in turns. */
 template <class From, class To, int N>
-static __device__ void sum_between(const run_table &table, const summed_columns &columns,
+static __device__ void sum_between(const carried_runs &carried, const summed_columns &columns,
                                    int64_t low, int64_t high, int block, int blocks) {
   using V = packed<From, N>;
   using W = packed<To, N>;
@@ -82,15 +83,15 @@ static __device__ void sum_between(const run_table &table, const summed_columns 
   int64_t vectors = columns.vectors[column], step = (int64_t)blocks * at_once;
   int64_t row = low + (int64_t)block * at_once + (threadIdx.x >> columns.lane_bits);
   for (; row < high; row += step) {
-    int run = table.find(row);
+    int run = carried.find(row);
     W *out = reinterpret_cast<W *>(columns.out[column] + row * columns.out_stride);
     for (int64_t at = lane; at < vectors; at += IN_FLIGHT * lanes) {
       W sum[IN_FLIGHT] = {};
       if constexpr (same<From, To>) {
-        sum_vectors(sum, sum, table, columns, run, row, column, at, lanes);
+        sum_vectors(sum, sum, carried, columns, run, row, column, at, lanes);
       } else {
         V value[IN_FLIGHT] = {};
-        sum_vectors(value, sum, table, columns, run, row, column, at, lanes);
+        sum_vectors(value, sum, carried, columns, run, row, column, at, lanes);
       }
 #pragma unroll
       for (int k = 0; k < IN_FLIGHT; ++k)
@@ -101,10 +102,10 @@ static __device__ void sum_between(const run_table &table, const summed_columns 
 
 template <class From, class To, int N>
 __global__ void __launch_bounds__(HCP_THREADS, (least_blocks<From, To>()))
-    sum_rows(const __grid_constant__ run_table table,
+    sum_rows(const __grid_constant__ carried_runs carried,
              const __grid_constant__ summed_columns columns) {
-  int64_t first = table.first_row();
-  sum_between<From, To, N>(table, columns, first, first + table.rows(), (int)blockIdx.x,
+  int64_t first = carried.first_row();
+  sum_between<From, To, N>(carried, columns, first, first + carried.rows(), (int)blockIdx.x,
                            (int)gridDim.x);
 }
 
@@ -112,28 +113,28 @@ __global__ void __launch_bounds__(HCP_THREADS, (least_blocks<From, To>()))
 
 /* Rows go by pieces, so many at once. */
 struct staging {
-  signal_table staged;
+  carried_signals staged;
   uint32_t *progress;
   int32_t pieces_at_once;
 };
 
 template <class T, int N>
 __global__ void __launch_bounds__(HCP_THREADS)
-    stage_rows(const __grid_constant__ run_table table,
+    stage_rows(const __grid_constant__ carried_runs carried,
                const __grid_constant__ summed_columns columns,
                const __grid_constant__ staging stage) {
-  int64_t rows = table.rows();
+  int64_t rows = carried.rows();
   for (int32_t piece = 0; piece < HCP_PIECES; piece += stage.pieces_at_once) {
     int32_t next = piece + stage.pieces_at_once;
-    sum_between<T, T, N>(table, columns, hcp_piece_start(rows, piece), hcp_piece_start(rows, next),
-                         (int)blockIdx.x, (int)gridDim.x);
+    sum_between<T, T, N>(carried, columns, hcp_piece_start(rows, piece),
+                         hcp_piece_start(rows, next), (int)blockIdx.x, (int)gridDim.x);
     if (comes_last(&stage.progress[piece])) set_words(stage.staged, piece, next);
   }
 }
 
 struct reading {
-  awaited_table staged;
-  signal_table read;
+  carried_awaited staged;
+  carried_signals read;
   uint32_t *progress;
   int32_t pieces_at_once;
   int16_t signal[HCP_CUDA_PARTS_MAX]; /* of the launch's parts, -1: nobody stages it */
@@ -141,12 +142,12 @@ struct reading {
 };
 
 /* Until the pieces are there of which a run reads between two of its rows. */
-static __device__ void wait_for_run(const run_table &table, const reading &read, int run,
+static __device__ void wait_for_run(const carried_runs &carried, const reading &read, int run,
                                     int64_t low, int64_t high) {
-  for (int r = table.record[run]; r < table.record[run + 1]; ++r) {
-    int part = table.part[r];
+  for (int r = carried.record[run]; r < carried.record[run + 1]; ++r) {
+    int part = carried.part[r];
     if (read.signal[part] < 0) continue;
-    int64_t from = table.part_row[r] - table.row[run];
+    int64_t from = carried.part_row[r] - carried.row[run];
     int32_t last = hcp_piece_of_row(read.rows[part], from + high - 1);
     for (int32_t piece = hcp_piece_of_row(read.rows[part], from + low); piece <= last; ++piece)
       wait_for(read.staged, read.signal[part], piece);
@@ -154,12 +155,12 @@ static __device__ void wait_for_run(const run_table &table, const reading &read,
 }
 
 /* Until the pieces are there of which rows [low, high) are read. */
-static __device__ void wait_for_rows(const run_table &table, const reading &read, int64_t low,
+static __device__ void wait_for_rows(const carried_runs &carried, const reading &read, int64_t low,
                                      int64_t high) {
-  for (int run = table.find(low) + (int)threadIdx.x; run < table.n; run += HCP_THREADS) {
-    int64_t from = table.row[run] > low ? table.row[run] : low;
-    int64_t to = table.row[run + 1] < high ? table.row[run + 1] : high;
-    if (from < to) wait_for_run(table, read, run, from, to);
+  for (int run = carried.find(low) + (int)threadIdx.x; run < carried.n; run += HCP_THREADS) {
+    int64_t from = carried.row[run] > low ? carried.row[run] : low;
+    int64_t to = carried.row[run + 1] < high ? carried.row[run + 1] : high;
+    if (from < to) wait_for_run(carried, read, run, from, to);
   }
   __syncthreads();
 }
@@ -168,16 +169,16 @@ static __device__ void wait_for_rows(const run_table &table, const reading &read
  * from different peers at any time, and all ranks' together from all. */
 template <class T, int N>
 __global__ void __launch_bounds__(HCP_THREADS, 1) /* else some spill */
-    read_rows(const __grid_constant__ run_table table,
+    read_rows(const __grid_constant__ carried_runs carried,
               const __grid_constant__ summed_columns columns,
               const __grid_constant__ reading read) {
   for (int32_t piece = 0; piece < HCP_PIECES; piece += read.pieces_at_once) {
-    int64_t first = hcp_piece_start(table.rows(), piece);
-    int64_t rows = hcp_piece_start(table.rows(), piece + read.pieces_at_once) - first;
+    int64_t first = hcp_piece_start(carried.rows(), piece);
+    int64_t rows = hcp_piece_start(carried.rows(), piece + read.pieces_at_once) - first;
     int64_t low = first + rows * blockIdx.x / gridDim.x;
     int64_t high = first + rows * (blockIdx.x + 1) / gridDim.x;
-    wait_for_rows(table, read, low, high);
-    sum_between<T, T, N>(table, columns, low, high, 0, 1);
+    wait_for_rows(carried, read, low, high);
+    sum_between<T, T, N>(carried, columns, low, high, 0, 1);
   }
   if (comes_last(read.progress)) set_words(read.read, 0, 1);
 }
@@ -188,7 +189,7 @@ __global__ void __launch_bounds__(HCP_THREADS, 1) /* else some spill */
  * bytes, or the 4 elements whose sums in float64 leave registers for another block; a wider
  * result takes several. */
 struct summer {
-  using kernel = void (*)(const run_table, const summed_columns);
+  using kernel = void (*)(const carried_runs, const summed_columns);
   kernel of_vectors, of_elements;
   int64_t vector_bytes, out_vector_bytes; /* of the result 16 at most: what aligns it */
   int64_t element_bytes, out_element_bytes;
@@ -217,8 +218,8 @@ static summer summer_of(hcp_cast cast) {
 
 /* The kernels between GPUs of a dtype. */
 struct linker {
-  void (*stage)(const run_table, const summed_columns, const staging);
-  void (*read)(const run_table, const summed_columns, const reading);
+  void (*stage)(const carried_runs, const summed_columns, const staging);
+  void (*read)(const carried_runs, const summed_columns, const reading);
 };
 
 template <class T>
@@ -278,7 +279,7 @@ static int32_t pieces_at_once(int64_t bytes) {
   return pieces;
 }
 
-static hcp_status launch_staging(const linker &by, const run_table &table,
+static hcp_status launch_staging(const linker &by, const carried_runs &carried,
                                  const summed_columns &columns, dim3 grid, int64_t bytes,
                                  const linked &peers, cudaStream_t stream, hcp_error *err) {
   staging stage;
@@ -289,7 +290,7 @@ static hcp_status launch_staging(const linker &by, const run_table &table,
   /* All at once: one that had to wait for room would delay the first piece. */
   if (stage.pieces_at_once < HCP_PIECES)
     grid.x = shared_out(hcp_cuda_resident(STAGING_BLOCKS), grid);
-  by.stage<<<grid, HCP_THREADS, 0, stream>>>(table, columns, stage);
+  by.stage<<<grid, HCP_THREADS, 0, stream>>>(carried, columns, stage);
   return hcp_cuda_launched("stage", err);
 }
 
@@ -303,7 +304,7 @@ static hcp_status launch_reading(const linker &by, const run_launches &launches,
   read.progress = peers.progress;
   /* Of several peers all pieces at once: the first rows may all be one peer's, and every
    * rank would read from that one. */
-  read.pieces_at_once = read.staged.table.n == 1 ? pieces_at_once(bytes) : HCP_PIECES;
+  read.pieces_at_once = read.staged.signals.n == 1 ? pieces_at_once(bytes) : HCP_PIECES;
   for (int32_t p = 0; p < launches.parts; ++p) {
     int32_t part = launches.part_of[p];
     read.signal[p] = (int16_t)(part < peers.first_staged ? -1 : part - peers.first_staged);
@@ -311,7 +312,7 @@ static hcp_status launch_reading(const linker &by, const run_launches &launches,
   }
   unsigned most = hcp_cuda_resident(1);
   grid.x = shared_out(most < READING_BLOCKS ? most : READING_BLOCKS, grid);
-  by.read<<<grid, HCP_THREADS, 0, stream>>>(launches.table, columns, read);
+  by.read<<<grid, HCP_THREADS, 0, stream>>>(launches.carried, columns, read);
   return hcp_cuda_launched("read", err);
 }
 
@@ -324,7 +325,8 @@ static hcp_status launch(const summer &by, hcp_dtype dtype, const run_launches &
   for (int32_t c = 0; c < columns->n; ++c)
     wide = wide && row_bytes[c] % by.vector_bytes == 0 &&
            aligned(columns->out[c], columns->out_stride, by.out_vector_bytes);
-  int64_t most = 0, bytes = 0, rows = launches.table.row[launches.table.n] - launches.table.row[0];
+  int64_t most = 0, bytes = 0,
+          rows = launches.carried.row[launches.carried.n] - launches.carried.row[0];
   for (int32_t c = 0; c < columns->n; ++c) {
     columns->vectors[c] = row_bytes[c] / (wide ? by.vector_bytes : by.element_bytes);
     if (columns->vectors[c] > most) most = columns->vectors[c];
@@ -334,12 +336,12 @@ static hcp_status launch(const summer &by, hcp_dtype dtype, const run_launches &
   columns->lane_bits = hcp_cuda_lane_bits(most);
   dim3 grid(hcp_cuda_blocks(rows << columns->lane_bits), (unsigned)columns->n);
   if (peers != NULL && peers->stages)
-    return launch_staging(linker_of(dtype, wide), launches.table, *columns, grid, bytes, *peers,
+    return launch_staging(linker_of(dtype, wide), launches.carried, *columns, grid, bytes, *peers,
                           stream, err);
   if (peers != NULL)
     return launch_reading(linker_of(dtype, wide), launches, *columns, grid, bytes, *peers, stream,
                           err);
-  (wide ? by.of_vectors : by.of_elements)<<<grid, HCP_THREADS, 0, stream>>>(launches.table,
+  (wide ? by.of_vectors : by.of_elements)<<<grid, HCP_THREADS, 0, stream>>>(launches.carried,
                                                                             *columns);
   return hcp_cuda_launched("reduce", err);
 }

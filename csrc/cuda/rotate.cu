@@ -1,10 +1,10 @@
 /* rotate.cu - rows of heads turned (RoPE): alone, with copies for those who read
  * them, or on the way out of a sum.
  *
- * A thread has one slot of a row's heads: two vectors, the first and the second
+ * A thread has one cell of a row's heads: two vectors, the first and the second
  * elements of its pairs, or, interleaved, two vectors side by side. What does not
  * turn follows as vectors side by side, too. All heads of a row turn alike: a
- * thread keeps the cosines and sines of its slot and takes several heads at once,
+ * thread keeps the cosines and sines of its cell and takes several heads at once,
  * whose loads are under way together. */
 #include "runs.cuh"
 
@@ -17,38 +17,38 @@ struct turned_rows {
   int64_t head_stride;                     /* elements, of the parts */
   char *out, *wire;                        /* wire: NULL where a sum is turned */
   int64_t out_stride, wire_stride;         /* bytes */
-  int32_t heads, slots, turning_slots;     /* slots of a head */
+  int32_t heads, cells, turning_cells;     /* cells of a head */
   hcp_rotation rotation;
 };
 
-/* Elements of a head where the two vectors of a slot start. Of an odd rest there is
+/* Elements of a head where the two vectors of a cell start. Of an odd rest there is
  * only the first, which is then read twice: loads without branches are under way
  * together. */
-struct slot_place {
+struct cell_place {
   int64_t x, y;
 };
 
 template <bool INTERLEAVED>
-static __device__ slot_place place_of(const turned_rows &rows, int32_t slot, int n) {
+static __device__ cell_place place_of(const turned_rows &rows, int32_t cell, int n) {
   const hcp_rotation &r = rows.rotation;
-  if (slot >= rows.turning_slots) {
-    int64_t x = 2 * r.pairs + (int64_t)(slot - rows.turning_slots) * 2 * n;
+  if (cell >= rows.turning_cells) {
+    int64_t x = 2 * r.pairs + (int64_t)(cell - rows.turning_cells) * 2 * n;
     return {x, x + n < r.head_dim ? x + n : x};
   }
-  int64_t x = hcp_pair_first((int64_t)slot * n, INTERLEAVED);
+  int64_t x = hcp_pair_first((int64_t)cell * n, INTERLEAVED);
   return {x, INTERLEAVED ? x + n : hcp_pair_second(x, r.pairs, 0)};
 }
 
-/* Both vectors of a slot. */
+/* Both vectors of a cell. */
 template <class T, int N>
-struct slot_vectors {
+struct cell_vectors {
   packed<T, N> x, y;
 
-  __device__ void read(const T *head, slot_place place) {
+  __device__ void read(const T *head, cell_place place) {
     x = *reinterpret_cast<const packed<T, N> *>(head + place.x);
     y = *reinterpret_cast<const packed<T, N> *>(head + place.y);
   }
-  __device__ void write(T *head, slot_place place) const {
+  __device__ void write(T *head, cell_place place) const {
     *reinterpret_cast<packed<T, N> *>(head + place.x) = x;
     if (place.y != place.x) *reinterpret_cast<packed<T, N> *>(head + place.y) = y;
   }
@@ -62,7 +62,7 @@ struct slot_vectors {
   }
 };
 
-/* A slot's elements, or their angles, pair by pair: all first ones, then all second
+/* A cell's elements, or their angles, pair by pair: all first ones, then all second
  * ones, whichever way they lie. Indices that the compiler knows keep them in
  * registers. */
 template <class W, int N, bool INTERLEAVED>
@@ -89,17 +89,17 @@ static __device__ void turn(double *x, double *y, double cos_x, double sin_x, do
   hcp_turn_float64(x, y, cos_x, sin_x, cos_y, sin_y, 0);
 }
 
-/* The cosines and sines of a slot, pair by pair; none where it does not turn. */
+/* The cosines and sines of a cell, pair by pair; none where it does not turn. */
 template <class W, int N, bool INTERLEAVED>
-struct slot_angles {
+struct cell_angles {
   W cos[2 * N], sin[2 * N];
   bool turns;
 
-  __device__ slot_angles(const turned_rows &rows, int64_t row, int32_t slot, slot_place place)
-      : turns(slot < rows.turning_slots) {
+  __device__ cell_angles(const turned_rows &rows, int64_t row, int32_t cell, cell_place place)
+      : turns(cell < rows.turning_cells) {
     if (!turns) return;
     const hcp_rotation &r = rows.rotation;
-    slot_vectors<W, N> c, s;
+    cell_vectors<W, N> c, s;
     c.read((const W *)r.cos + row * 2 * r.pairs, place);
     s.read((const W *)r.sin + row * 2 * r.pairs, place);
     W given[2 * N];
@@ -127,20 +127,20 @@ struct slot_angles {
   }
 };
 
-/* A slot of COUNT heads, every blockDim.y-th from `first` on. */
+/* A cell of COUNT heads, every blockDim.y-th from `first` on. */
 template <class T, int N, int COUNT>
-struct slot_heads {
-  slot_vectors<T, N> vectors[COUNT];
+struct cell_heads {
+  cell_vectors<T, N> vectors[COUNT];
 
   /* The last head stands for those beyond it. */
-  __device__ void read(const T *row, int32_t first, const turned_rows &rows, slot_place place) {
+  __device__ void read(const T *row, int32_t first, const turned_rows &rows, cell_place place) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
       int32_t head = min(first + i * (int32_t)blockDim.y, rows.heads - 1);
       vectors[i].read(row + head * rows.head_stride, place);
     }
   }
-  __device__ void write(T *row, int32_t first, const turned_rows &rows, slot_place place) const {
+  __device__ void write(T *row, int32_t first, const turned_rows &rows, cell_place place) const {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
       int32_t head = first + i * (int32_t)blockDim.y;
@@ -150,25 +150,25 @@ struct slot_heads {
 };
 
 template <class T>
-static __device__ const T *part_row_of(const run_table &table, const turned_rows &rows, int64_t row,
-                                       int run, int record) {
-  int part = table.part[record];
-  int64_t part_row = table.part_row[record] + row - table.row[run];
+static __device__ const T *part_row_of(const carried_runs &carried, const turned_rows &rows,
+                                       int64_t row, int run, int record) {
+  int part = carried.part[record];
+  int64_t part_row = carried.part_row[record] + row - carried.row[run];
   return (const T *)(rows.part[part] + part_row * rows.part_stride[part]);
 }
 
-/* One slot of all heads of a row, read, turned, and written to the result and to the
+/* One cell of all heads of a row, read, turned, and written to the result and to the
  * wire. The first heads are on their way before the angles are waited for. */
 template <class T, int N, bool INTERLEAVED>
-static __device__ void turn_slot(const run_table &table, const turned_rows &rows, int64_t row,
-                                 int run, int32_t slot) {
+static __device__ void turn_cell(const carried_runs &carried, const turned_rows &rows, int64_t row,
+                                 int run, int32_t cell) {
   using W = typename element<T>::wide;
-  slot_place place = place_of<INTERLEAVED>(rows, slot, N);
+  cell_place place = place_of<INTERLEAVED>(rows, cell, N);
   const T *source = (const T *)(rows.part[0] + row * rows.part_stride[0]);
   int32_t first = (int32_t)threadIdx.y;
-  slot_heads<T, N, HEADS> heads;
+  cell_heads<T, N, HEADS> heads;
   heads.read(source, first, rows, place);
-  const slot_angles<W, N, INTERLEAVED> angles(rows, row, slot, place);
+  const cell_angles<W, N, INTERLEAVED> angles(rows, row, cell, place);
   for (int32_t head = first; head < rows.heads; head += HEADS * (int32_t)blockDim.y) {
     if (head != first) heads.read(source, head, rows, place);
 #pragma unroll
@@ -179,8 +179,8 @@ static __device__ void turn_slot(const run_table &table, const turned_rows &rows
       heads.vectors[i].round(at);
     }
     heads.write((T *)(rows.out + row * rows.out_stride), head, rows, place);
-    for (int r = table.record[run]; r < table.record[run + 1]; ++r) {
-      int64_t wire_row = table.part_row[r] + row - table.row[run];
+    for (int r = carried.record[run]; r < carried.record[run + 1]; ++r) {
+      int64_t wire_row = carried.part_row[r] + row - carried.row[run];
       heads.write((T *)(rows.wire + wire_row * rows.wire_stride), head, rows, place);
     }
   }
@@ -189,19 +189,19 @@ static __device__ void turn_slot(const run_table &table, const turned_rows &rows
 /* The same of heads that are summed over their parts first, the next of which is on
  * its way. A row without parts is 0, not what 0 turns to: -0. */
 template <class T, int N, bool INTERLEAVED>
-static __device__ void sum_slot(const run_table &table, const turned_rows &rows, int64_t row,
-                                int run, int32_t slot) {
+static __device__ void sum_cell(const carried_runs &carried, const turned_rows &rows, int64_t row,
+                                int run, int32_t cell) {
   using W = typename element<T>::wide;
-  slot_place place = place_of<INTERLEAVED>(rows, slot, N);
-  int begin = table.record[run], end = table.record[run + 1];
+  cell_place place = place_of<INTERLEAVED>(rows, cell, N);
+  int begin = carried.record[run], end = carried.record[run + 1];
   int32_t first = (int32_t)threadIdx.y, step = SUMMED_HEADS * (int32_t)blockDim.y;
-  slot_heads<T, N, SUMMED_HEADS> heads = {}, next = {};
-  auto read = [&](slot_heads<T, N, SUMMED_HEADS> &to, int32_t head, int record) {
-    if (record < end) to.read(part_row_of<T>(table, rows, row, run, record), head, rows, place);
+  cell_heads<T, N, SUMMED_HEADS> heads = {}, next = {};
+  auto read = [&](cell_heads<T, N, SUMMED_HEADS> &to, int32_t head, int record) {
+    if (record < end) to.read(part_row_of<T>(carried, rows, row, run, record), head, rows, place);
   };
   read(heads, first, begin);
   read(next, first, begin + 1);
-  const slot_angles<W, N, INTERLEAVED> angles(rows, row, slot, place);
+  const cell_angles<W, N, INTERLEAVED> angles(rows, row, cell, place);
   for (int32_t head = first; head < rows.heads; head += step) {
     W total[SUMMED_HEADS][2 * N], at[2 * N];
     if (head != first) {
@@ -230,24 +230,25 @@ static __device__ void sum_slot(const run_table &table, const turned_rows &rows,
   }
 }
 
-/* A block is slots x heads x rows. */
+/* A block is cells x heads x rows. */
 template <class T, int N, bool SUM, bool INTERLEAVED>
 __global__ void __launch_bounds__(HCP_THREADS, 2)
-    turn_rows(const __grid_constant__ run_table table, const __grid_constant__ turned_rows rows) {
-  int64_t end = table.first_row() + table.rows(), step = (int64_t)gridDim.x * blockDim.z;
-  int64_t row = table.first_row() + (int64_t)blockIdx.x * blockDim.z + threadIdx.z;
+    turn_rows(const __grid_constant__ carried_runs carried,
+              const __grid_constant__ turned_rows rows) {
+  int64_t end = carried.first_row() + carried.rows(), step = (int64_t)gridDim.x * blockDim.z;
+  int64_t row = carried.first_row() + (int64_t)blockIdx.x * blockDim.z + threadIdx.z;
   for (; row < end; row += step) {
-    int run = table.find(row);
-    for (int32_t slot = (int32_t)threadIdx.x; slot < rows.slots; slot += (int32_t)blockDim.x) {
+    int run = carried.find(row);
+    for (int32_t cell = (int32_t)threadIdx.x; cell < rows.cells; cell += (int32_t)blockDim.x) {
       if constexpr (SUM)
-        sum_slot<T, N, INTERLEAVED>(table, rows, row, run, slot);
+        sum_cell<T, N, INTERLEAVED>(carried, rows, row, run, cell);
       else
-        turn_slot<T, N, INTERLEAVED>(table, rows, row, run, slot);
+        turn_cell<T, N, INTERLEAVED>(carried, rows, row, run, cell);
     }
   }
 }
 
-/* Whether every vector of N elements is aligned, and every slot whole. */
+/* Whether every vector of N elements is aligned, and every cell whole. */
 template <class T, int N>
 static bool fits(const turned_rows &rows, int parts) {
   const hcp_rotation &r = rows.rotation;
@@ -264,19 +265,19 @@ static bool fits(const turned_rows &rows, int parts) {
 }
 
 template <class T, int N, bool SUM>
-static void launch(const run_table &table, turned_rows *rows, cudaStream_t stream) {
+static void launch(const carried_runs &carried, turned_rows *rows, cudaStream_t stream) {
   const hcp_rotation &r = rows->rotation;
-  rows->turning_slots = (int32_t)((r.pairs + N - 1) / N);
-  rows->slots = rows->turning_slots + (int32_t)((r.head_dim - 2 * r.pairs + 2 * N - 1) / (2 * N));
+  rows->turning_cells = (int32_t)((r.pairs + N - 1) / N);
+  rows->cells = rows->turning_cells + (int32_t)((r.head_dim - 2 * r.pairs + 2 * N - 1) / (2 * N));
   int32_t count = SUM ? SUMMED_HEADS : HEADS, groups = (rows->heads + count - 1) / count;
   dim3 block;
-  block.x = (unsigned)(rows->slots < HCP_THREADS ? rows->slots : HCP_THREADS);
+  block.x = (unsigned)(rows->cells < HCP_THREADS ? rows->cells : HCP_THREADS);
   block.y = HCP_THREADS / block.x < (unsigned)groups ? HCP_THREADS / block.x : (unsigned)groups;
   block.z = HCP_THREADS / (block.x * block.y);
   if (block.z > 64) block.z = 64; /* CUDA allows no more */
-  int64_t items = (table.row[table.n] - table.row[0]) * HCP_THREADS / block.z;
+  int64_t items = (carried.row[carried.n] - carried.row[0]) * HCP_THREADS / block.z;
   auto kernel = r.interleaved ? turn_rows<T, N, SUM, true> : turn_rows<T, N, SUM, false>;
-  kernel<<<hcp_cuda_blocks(items), block, 0, stream>>>(table, *rows);
+  kernel<<<hcp_cuda_blocks(items), block, 0, stream>>>(carried, *rows);
 }
 
 template <class T, bool SUM>
@@ -284,9 +285,9 @@ static hcp_status launch_any(const run_launches &launches, turned_rows *rows, in
                              cudaStream_t stream, hcp_error *err) {
   constexpr int N = vector_elements<T>();
   if (fits<T, N>(*rows, parts))
-    launch<T, N, SUM>(launches.table, rows, stream);
+    launch<T, N, SUM>(launches.carried, rows, stream);
   else
-    launch<T, 1, SUM>(launches.table, rows, stream);
+    launch<T, 1, SUM>(launches.carried, rows, stream);
   return hcp_cuda_launched("rotate", err);
 }
 

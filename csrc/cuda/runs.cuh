@@ -1,4 +1,4 @@
-/* runs.cuh - a run table as a launch carries it: by value, in pieces. */
+/* runs.cuh - runs as a launch carries them: by value, as many as fit. */
 #ifndef HCP_CUDA_RUNS_CUH
 #define HCP_CUDA_RUNS_CUH
 
@@ -6,9 +6,9 @@
 #include "hcp/index.h"
 
 /* What one launch carries. A kernel's parameters are read through the constant
- * cache, and copied when it is queued: no table has to be allocated, uploaded
+ * cache, and copied when it is queued: nothing has to be allocated, uploaded
  * or kept. All of it stays well below the 32,764 bytes that parameters may have. */
-struct run_table {
+struct carried_runs {
   enum { RUNS = 384, RECORDS = HCP_CUDA_RECORDS_MAX };
   int64_t row[RUNS + 1];      /* first row of each run, in the result; then the end */
   int32_t record[RUNS + 1];   /* first record of each run                          */
@@ -23,7 +23,7 @@ struct run_table {
   __device__ int find(int64_t result_row) const { return hcp_place_of_row(row, n, result_row); }
 };
 
-/* Cuts a run table into launches. Rows between runs become runs without
+/* Cuts runs into launches. Rows between runs become runs without
  * records, where fill is asked for. The numbers of parts are replaced by their
  * places in the launch, whose order is in part_of. */
 struct run_launches {
@@ -32,7 +32,7 @@ struct run_launches {
   bool fill;
   int64_t next = 0; /* record */
   int64_t row = 0;  /* result rows handed out */
-  run_table table;
+  carried_runs carried;
   int32_t part_of[HCP_CUDA_PARTS_MAX];
   int32_t parts = 0;
 
@@ -49,52 +49,52 @@ struct run_launches {
 
   void add_gap(int64_t end) {
     if (end > row) {
-      table.row[table.n] = row;
-      table.record[table.n + 1] = table.record[table.n];
-      ++table.n;
+      carried.row[carried.n] = row;
+      carried.record[carried.n + 1] = carried.record[carried.n];
+      ++carried.n;
     }
     row = end;
-    table.row[table.n] = row;
+    carried.row[carried.n] = row;
   }
 
   /* False, and nothing changed but unused places, when the launch is full. */
   bool add_run(int64_t first, int64_t end) {
-    int32_t at = table.record[table.n];
-    if (table.n == run_table::RUNS || at + (end - first) > run_table::RECORDS) return false;
+    int32_t at = carried.record[carried.n];
+    if (carried.n == carried_runs::RUNS || at + (end - first) > carried_runs::RECORDS) return false;
     for (int64_t r = first; r < end; ++r) {
       int32_t place = place_of(runs[r].part);
       if (place < 0) return false;
-      table.part[at + (r - first)] = (uint8_t)place;
-      table.part_row[at + (r - first)] = runs[r].part_row;
+      carried.part[at + (r - first)] = (uint8_t)place;
+      carried.part_row[at + (r - first)] = runs[r].part_row;
     }
-    table.row[table.n] = runs[first].row;
-    table.record[++table.n] = at + (int32_t)(end - first);
-    table.row[table.n] = runs[first].row + runs[first].rows;
+    carried.row[carried.n] = runs[first].row;
+    carried.record[++carried.n] = at + (int32_t)(end - first);
+    carried.row[carried.n] = runs[first].row + runs[first].rows;
     return true;
   }
 
   /* Fills the next launch. 1: launch it; 0: there is none; -1: a row has too
    * many parts or records for any launch. */
   int advance() {
-    table.n = 0;
-    table.record[0] = 0;
+    carried.n = 0;
+    carried.record[0] = 0;
     parts = 0;
     while (next < n_runs) {
       bool gap = runs[next].row > row;
       if (gap && fill) {
-        if (table.n == run_table::RUNS) return 1;
+        if (carried.n == carried_runs::RUNS) return 1;
         add_gap(runs[next].row);
       } else if (gap) {
-        if (table.n > 0) return 1; /* a launch's rows follow each other */
+        if (carried.n > 0) return 1; /* a launch's rows follow each other */
         row = runs[next].row;
       }
       int64_t end = hcp_run_end(runs, n_runs, next);
-      if (!add_run(next, end)) return table.n > 0 ? 1 : -1;
-      row = table.row[table.n];
+      if (!add_run(next, end)) return carried.n > 0 ? 1 : -1;
+      row = carried.row[carried.n];
       next = end;
     }
-    if (fill && row < rows && table.n < run_table::RUNS) add_gap(rows);
-    return table.n > 0;
+    if (fill && row < rows && carried.n < carried_runs::RUNS) add_gap(rows);
+    return carried.n > 0;
   }
 
   /* Whether nothing is left for another launch. */

@@ -6,31 +6,32 @@
 #include "hcp/index.h"
 
 /* Signals as a launch carries them. */
-struct signal_table {
-  hcp_signal signals[HCP_CUDA_SIGNALS_MAX];
+struct carried_signals {
+  hcp_signal signal[HCP_CUDA_SIGNALS_MAX];
   int32_t n;
 };
 
-/* The same with what to do when they do not come. */
-struct awaited_table {
-  signal_table table;
+/* Signals that are waited for, as a launch carries them. */
+struct carried_awaited {
+  carried_signals signals;
   int64_t timeout_ns;
   hcp_signal_failure *failure;
 };
 
-static inline hcp_status fill(signal_table *table, hcp_signals signals, hcp_error *err) {
+static inline hcp_status fill(carried_signals *carried, hcp_signals signals, hcp_error *err) {
   if (signals.n > HCP_CUDA_SIGNALS_MAX)
     return hcp__fail(err, HCP_INVALID, "%lld signals, expected <= %d", (long long)signals.n,
                      HCP_CUDA_SIGNALS_MAX);
-  for (int64_t i = 0; i < signals.n; ++i) table->signals[i] = signals.data[i];
-  table->n = (int32_t)signals.n;
+  for (int64_t i = 0; i < signals.n; ++i) carried->signal[i] = signals.data[i];
+  carried->n = (int32_t)signals.n;
   return HCP_OK;
 }
 
-static inline hcp_status fill(awaited_table *table, const hcp_awaited &awaited, hcp_error *err) {
-  table->timeout_ns = awaited.timeout_ns;
-  table->failure = awaited.failure;
-  return fill(&table->table, awaited.signals, err);
+static inline hcp_status fill(carried_awaited *carried, const hcp_awaited &awaited,
+                              hcp_error *err) {
+  carried->timeout_ns = awaited.timeout_ns;
+  carried->failure = awaited.failure;
+  return fill(&carried->signals, awaited.signals, err);
 }
 
 static __device__ inline uint64_t acquired(const uint64_t *word) {
@@ -69,8 +70,9 @@ static __device__ inline void report(hcp_signal_failure *failure, int64_t kind,
 }
 
 /* Spins on this device's own memory, never over the link. */
-static __device__ inline void wait_for(const awaited_table &awaited, int32_t number, int32_t word) {
-  const hcp_signal &signal = awaited.table.signals[number];
+static __device__ inline void wait_for(const carried_awaited &awaited, int32_t number,
+                                       int32_t word) {
+  const hcp_signal &signal = awaited.signals.signal[number];
   int64_t start = nanoseconds();
   uint64_t found = acquired(signal.word + word);
   while (found >> 32 < signal.value >> 32) {
@@ -81,9 +83,9 @@ static __device__ inline void wait_for(const awaited_table &awaited, int32_t num
 }
 
 /* Words [from, to) of every signal, by all threads of a block. */
-static __device__ inline void set_words(const signal_table &table, int32_t from, int32_t to) {
-  for (int i = (int)threadIdx.x; i < table.n * (to - from); i += (int)blockDim.x) {
-    const hcp_signal &signal = table.signals[i / (to - from)];
+static __device__ inline void set_words(const carried_signals &carried, int32_t from, int32_t to) {
+  for (int i = (int)threadIdx.x; i < carried.n * (to - from); i += (int)blockDim.x) {
+    const hcp_signal &signal = carried.signal[i / (to - from)];
     release(signal.word + from + i % (to - from), signal.value);
   }
 }

@@ -54,15 +54,15 @@ static PyObject *wrap(PyObject *module, hcp_plan *plan) {
 
 static PyObject *plan_create(PyObject *module, PyObject *args, PyObject *kwargs) {
   static char *keywords[] = {REQUEST_KEYWORDS, "effort", NULL};
-  PyObject *lengths, *limits, *lists, *prices, *table, *effort_object;
+  PyObject *lengths, *limits, *lists, *prices, *cost_table, *effort_object;
   int32_t effort;
   request r;
   hcp_plan *plan = NULL;
   hcp_error err;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, REQUEST_FORMAT "O:create_plan", keywords, &lengths,
-                                   &limits, &lists, &prices, &table, &effort_object) ||
+                                   &limits, &lists, &prices, &cost_table, &effort_object) ||
       hcp_py_int32(effort_object, "effort", &effort) < 0 ||
-      hcp_py_request_fill(&r, lengths, limits, lists, prices, table) < 0)
+      hcp_py_request_fill(&r, lengths, limits, lists, prices, cost_table) < 0)
     return NULL;
   hcp_status status;
   Py_BEGIN_ALLOW_THREADS;
@@ -74,14 +74,14 @@ static PyObject *plan_create(PyObject *module, PyObject *args, PyObject *kwargs)
 
 static PyObject *plan_bound(PyObject *module, PyObject *args, PyObject *kwargs) {
   static char *keywords[] = {REQUEST_KEYWORDS, NULL};
-  PyObject *lengths, *limits, *lists, *prices, *table;
+  PyObject *lengths, *limits, *lists, *prices, *cost_table;
   request r;
   int64_t bound = 0, work = 0;
   hcp_error err;
   (void)module;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, REQUEST_FORMAT ":plan_bound", keywords, &lengths,
-                                   &limits, &lists, &prices, &table) ||
-      hcp_py_request_fill(&r, lengths, limits, lists, prices, table) < 0)
+                                   &limits, &lists, &prices, &cost_table) ||
+      hcp_py_request_fill(&r, lengths, limits, lists, prices, cost_table) < 0)
     return NULL;
   hcp_status status =
       hcp_plan_bound(r.lengths, (int32_t)r.n, &r.limits, &r.cost, &bound, &work, &err);
@@ -112,20 +112,21 @@ static PyObject *pipeline_time(PyObject *module, PyObject *args, PyObject *kwarg
 
 static PyObject *cost_time(PyObject *module, PyObject *args, PyObject *kwargs) {
   static char *keywords[] = {"prices", "table", "length", "degree", "ranks_per_node", NULL};
-  PyObject *prices, *table, *length_object, *degree_object, *node_object;
+  PyObject *prices, *cost_table, *length_object, *degree_object, *node_object;
   int64_t length;
   int32_t degree, node;
   request r = {0};
   int64_t time = 0;
   hcp_error err;
   (void)module;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOO:cost_time", keywords, &prices, &table,
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOO:cost_time", keywords, &prices, &cost_table,
                                    &length_object, &degree_object, &node_object) ||
       hcp_py_int64(length_object, "length", &length) < 0 ||
       hcp_py_int32(degree_object, "degree", &degree) < 0 ||
       hcp_py_int32(node_object, "ranks_per_node", &node) < 0)
     return NULL;
-  int filled = hcp_py_fill_prices(&r.cost, prices) == 0 && hcp_py_fill_table(&r, table) == 0;
+  int filled =
+      hcp_py_fill_prices(&r.cost, prices) == 0 && hcp_py_fill_cost_table(&r, cost_table) == 0;
   hcp_status status =
       filled ? hcp_cost_time(&r.cost, length, degree, node, &time, &err) : HCP_CALLBACK;
   hcp_py_request_release(&r);
@@ -181,16 +182,17 @@ static int counts_fit(const int32_t *values, Py_ssize_t n, Py_ssize_t stride, Py
 
 static PyObject *plan_create_from(PyObject *module, PyObject *args, PyObject *kwargs) {
   static char *keywords[] = {REQUEST_KEYWORDS, "micro_batches", "groups", "sequences", NULL};
-  PyObject *lengths, *limits, *lists, *prices, *table, *batch_list, *group_list, *sequence_list;
+  PyObject *lengths, *limits, *lists, *prices, *cost_table, *batch_list, *group_list,
+      *sequence_list;
   request r;
   hcp_error err;
   int32_t *batches = NULL, *groups = NULL, *sequences = NULL;
   Py_ssize_t batch_count, group_words, sequence_count;
   hcp_plan *plan = NULL;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, REQUEST_FORMAT "OOO:create_plan_from", keywords,
-                                   &lengths, &limits, &lists, &prices, &table, &batch_list,
+                                   &lengths, &limits, &lists, &prices, &cost_table, &batch_list,
                                    &group_list, &sequence_list) ||
-      hcp_py_request_fill(&r, lengths, limits, lists, prices, table) < 0)
+      hcp_py_request_fill(&r, lengths, limits, lists, prices, cost_table) < 0)
     return NULL;
   if (hcp_py_int32s(batch_list, "micro_batches", &batches, &batch_count) < 0) goto fail_batches;
   if (hcp_py_int32s(group_list, "groups", &groups, &group_words) < 0) goto fail_groups;
@@ -286,8 +288,8 @@ static PyObject *export_list(PyObject *self, const int32_t *values, Py_ssize_t n
 HCP_LIMIT_LISTS(GETTER)
 #undef GETTER
 
-/* Lengths, degrees and times of the cost's table, None without one. */
-static PyObject *get_table(PyObject *self, void *unused) {
+/* Lengths, degrees and times of the cost table, None without one. */
+static PyObject *get_cost_table(PyObject *self, void *unused) {
   (void)unused;
   const hcp_times *times = plan_of(self)->cost.times;
   if (times == NULL) return Py_NewRef(Py_None);
@@ -332,7 +334,8 @@ static PyGetSetDef plan_getset[] = {
     {"prices", get_prices, NULL, "The cost's integers, in the order of PRICES.", NULL},
     {"checksum", get_checksum, NULL, "64 bits over everything that the plan says.", NULL},
     {"lengths", get_lengths, NULL, "int64: tokens of each sequence.", NULL},
-    {"table", get_table, NULL, "(lengths, degrees, times) of the cost's table, or None.", NULL},
+    {"table", get_cost_table, NULL, "(lengths, degrees, times) of the cost's table, or None.",
+     NULL},
     {"micro_batches", get_micro_batches, NULL, "int32 rows of (first_group, groups).", NULL},
     {"groups", get_groups, NULL, "int32 rows of (first_rank, degree, first_sequence, sequences).",
      NULL},

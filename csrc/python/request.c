@@ -87,14 +87,16 @@ int hcp_py_fill_prices(hcp_cost *cost, PyObject *tuple) {
   return 0;
 }
 
-/* table is None, or lengths, degrees and times, row after row. */
-int hcp_py_fill_table(request *r, PyObject *table) {
+/* cost_table is None, or lengths, degrees and times, row after row. */
+int hcp_py_fill_cost_table(request *r, PyObject *cost_table) {
   Py_ssize_t rows, columns;
-  if (table == Py_None) return 0;
-  if (!is_tuple(table, 3, "cost.table", "lengths, degrees, times") ||
-      hcp_py_int64s(PyTuple_GetItem(table, 0), "table.lengths", &r->table_lengths, &rows) < 0 ||
-      hcp_py_int32s(PyTuple_GetItem(table, 1), "table.degrees", &r->table_degrees, &columns) < 0 ||
-      integers(PyTuple_GetItem(table, 2), "table.times", rows * columns, &r->table_times) < 0)
+  if (cost_table == Py_None) return 0;
+  if (!is_tuple(cost_table, 3, "cost.table", "lengths, degrees, times") ||
+      hcp_py_int64s(PyTuple_GetItem(cost_table, 0), "table.lengths", &r->table_lengths, &rows) <
+          0 ||
+      hcp_py_int32s(PyTuple_GetItem(cost_table, 1), "table.degrees", &r->table_degrees, &columns) <
+          0 ||
+      integers(PyTuple_GetItem(cost_table, 2), "table.times", rows * columns, &r->table_times) < 0)
     return -1;
   r->times = (hcp_times){(int32_t)rows, (int32_t)columns, r->table_lengths, r->table_degrees,
                          r->table_times};
@@ -103,11 +105,11 @@ int hcp_py_fill_table(request *r, PyObject *table) {
 }
 
 int hcp_py_request_fill(request *r, PyObject *lengths, PyObject *limits, PyObject *lists,
-                        PyObject *prices, PyObject *table) {
+                        PyObject *prices, PyObject *cost_table) {
   memset(r, 0, sizeof *r);
   if (hcp_py_int64s(lengths, "lengths", &r->lengths, &r->n) == 0 &&
       fill_limits(&r->limits, limits) == 0 && fill_lists(r, lists) == 0 &&
-      hcp_py_fill_prices(&r->cost, prices) == 0 && hcp_py_fill_table(r, table) == 0)
+      hcp_py_fill_prices(&r->cost, prices) == 0 && hcp_py_fill_cost_table(r, cost_table) == 0)
     return 0;
   hcp_py_request_release(r);
   return -1;

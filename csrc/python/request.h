@@ -32,11 +32,11 @@ enum {
 
 /* Fills *r, or leaves nothing to release and an exception. */
 int hcp_py_request_fill(request *r, PyObject *lengths, PyObject *limits, PyObject *lists,
-                        PyObject *prices, PyObject *table);
+                        PyObject *prices, PyObject *cost_table);
 void hcp_py_request_release(request *r);
 
 /* The cost's parts alone; the caller releases the request. */
 int hcp_py_fill_prices(hcp_cost *cost, PyObject *tuple);
-int hcp_py_fill_table(request *r, PyObject *table);
+int hcp_py_fill_cost_table(request *r, PyObject *cost_table);
 
 #endif

@@ -16,7 +16,7 @@ static Sizes cuts_of(const std::vector<hcp_run> &runs) {
   return cuts;
 }
 
-// Runs in any order, which may overlap, as the table that hcp_check_runs wants:
+// Runs in any order, which may overlap, as hcp_check_runs wants them:
 // cut wherever any of them begins or ends, two pieces name the same rows or none
 // in common. Pieces of the same rows stay in the order of the runs, so that sums
 // have one order.

@@ -1,4 +1,4 @@
-// adjoint.h - tables of the backward direction.
+// adjoint.h - segments and runs of the backward direction.
 #pragma once
 
 #include <vector>

@@ -345,13 +345,13 @@ hcp_rotation rotation_of(const Tensor &cos, const Tensor &sin, hcp_dtype dtype, 
   int64_t turned = cos.size(1);
   if (turned % 2 != 0 || turned > head_dim)
     refuse("cos has ", turned, " columns, expected an even number up to the head size ", head_dim);
-  const Tensor *tables[] = {&cos, &sin};
+  const Tensor *both[] = {&cos, &sin};
   for (int i = 0; i < 2; ++i) {
     const char *name = i == 0 ? "cos" : "sin";
-    expect_sizes(name, *tables[i], {rows, turned});
-    expect_dtype(name, *tables[i], lse_dtype(dtype));
-    expect_same_device(name, *tables[i], "the rows", like);
-    expect_contiguous(name, *tables[i]);
+    expect_sizes(name, *both[i], {rows, turned});
+    expect_dtype(name, *both[i], lse_dtype(dtype));
+    expect_same_device(name, *both[i], "the rows", like);
+    expect_contiguous(name, *both[i]);
   }
   return {cos.const_data_ptr(), sin.const_data_ptr(), head_dim, turned / 2, interleaved, inverse};
 }

@@ -63,11 +63,11 @@ template <class Device>
 Tensor pack(Tensors sources, Tensor segments, int64_t rows, Dtype dtype = {}) {
   std::vector<hcp_column> columns = columns_of("sources", sources);
   std::optional<hcp_cast> cast = cast_of("sources[0]", sources[0], dtype);
-  Segments table = segments_of(segments, sources[0].size(0), rows);
+  Segments records = segments_of(segments, sources[0].size(0), rows);
   Tensor out = fresh(sources[0], {rows, width_of(sources)}, cast);
   hcp_column target = output_of("out", out);
   Device device(sources[0]);
-  device.pack(borrowed(cast), columns.data(), count(columns), table.data, table.n, target);
+  device.pack(borrowed(cast), columns.data(), count(columns), records.data, records.n, target);
   return out;
 }
 
@@ -75,7 +75,7 @@ template <class Device>
 Tensors unpack(Tensor source, Tensor segments, Sizes widths, int64_t rows, Dtype dtype = {}) {
   split_column("source", source, widths);
   std::optional<hcp_cast> cast = cast_of("source", source, dtype);
-  Segments table = segments_of(segments, source.size(0), rows);
+  Segments records = segments_of(segments, source.size(0), rows);
   Tensors outs;
   for (int64_t width : widths) outs.push_back(fresh(source, {rows, width}, cast));
   if (outs.empty()) return outs;
@@ -83,7 +83,7 @@ Tensors unpack(Tensor source, Tensor segments, Sizes widths, int64_t rows, Dtype
   for (const Tensor &out : outs) columns.push_back(output_of("out", out));
   hcp_column from = column_of("source", source);
   Device device(source);
-  device.unpack(borrowed(cast), from, table.data, table.n, columns.data(), count(columns));
+  device.unpack(borrowed(cast), from, records.data, records.n, columns.data(), count(columns));
   return outs;
 }
 
@@ -97,11 +97,11 @@ Tensors sum_columns(const Tensor &grad, const Sizes &widths, const std::vector<h
                     int64_t rows, const Dtype &to) {
   hcp_dtype dtype = dtype_of("grad", grad);
   std::optional<hcp_cast> cast = cast_of("grad", grad, to);
-  Runs table = borrowed(runs);
+  Runs records = borrowed(runs);
   Tensors outs;
   for (const hcp_column &column : split_column("grad", grad, widths)) {
     outs.push_back(fresh(grad, {rows, widths[outs.size()]}, cast));
-    Device(grad).reduce(dtype, borrowed(cast), &column, 1, table.data, table.n, rows,
+    Device(grad).reduce(dtype, borrowed(cast), &column, 1, records.data, records.n, rows,
                         output_of("grad_source", outs.back()));
   }
   return outs;
@@ -111,8 +111,8 @@ template <class Device>
 Tensors pack_backward(Tensor grad, Tensor segments, Sizes widths, int64_t rows, Dtype dtype) {
   expect_dim("grad", grad, 2);
   expect_at_least("rows", rows, 0);
-  Segments table = segments_of(segments, rows, grad.size(0));
-  return sum_columns<Device>(grad, widths, adjoint_of(table), rows, dtype);
+  Segments records = segments_of(segments, rows, grad.size(0));
+  return sum_columns<Device>(grad, widths, adjoint_of(records), rows, dtype);
 }
 
 template <class Device>
@@ -122,10 +122,10 @@ Tensor unpack_backward(Tensors grads, Tensor segments, int64_t rows, Dtype to) {
   std::optional<hcp_cast> cast = cast_of("grads[0]", grads[0], to);
   expect_at_least("rows", rows, 0);
   std::vector<hcp_run> runs = adjoint_of(segments_of(segments, rows, grads[0].size(0)));
-  Runs table = borrowed(runs);
+  Runs records = borrowed(runs);
   Tensor out = fresh(grads[0], {rows, width_of(grads)}, cast);
-  Device(grads[0]).reduce(dtype, borrowed(cast), columns.data(), count(columns), table.data,
-                          table.n, rows, output_of("grad_source", out));
+  Device(grads[0]).reduce(dtype, borrowed(cast), columns.data(), count(columns), records.data,
+                          records.n, rows, output_of("grad_source", out));
   return out;
 }
 
@@ -165,10 +165,10 @@ Tensors reduce_backward(Tensor grad, Tensor runs, Sizes part_rows, Sizes widths,
   expect_dim("grad", grad, 2);
   for (size_t p = 0; p < part_rows.size(); ++p)
     expect_at_least(element("part_rows", p), part_rows[p], 0);
-  Runs table = runs_of(runs, part_rows, grad.size(0));
+  Runs records = runs_of(runs, part_rows, grad.size(0));
   Tensors grads;
   for (size_t p = 0; p < part_rows.size(); ++p) {
-    std::vector<hcp_run> adjoint = adjoint_of(table, static_cast<int64_t>(p));
+    std::vector<hcp_run> adjoint = adjoint_of(records, static_cast<int64_t>(p));
     for (Tensor &column : sum_columns<Device>(grad, widths, adjoint, part_rows[p], dtype))
       grads.push_back(std::move(column));
   }
@@ -183,7 +183,7 @@ Tensor reduce_rotated(Tensors parts, Tensor runs, int64_t rows, int64_t columns,
                       bool inverse) {
   expect_at_least("rows", rows, 0);
   Summands summands = summands_of(parts, columns);
-  Runs table = runs_of(runs, summands.rows, rows);
+  Runs records = runs_of(runs, summands.rows, rows);
   if (rotated < 0 || rotated > columns)
     refuse("rotated is ", rotated, ", expected from 0 to columns = ", columns);
   hcp_rotation rotation =
@@ -194,7 +194,7 @@ Tensor reduce_rotated(Tensors parts, Tensor runs, int64_t rows, int64_t columns,
              " columns, expected a multiple of head_dim = ", head_dim);
   Tensor out = fresh(parts[0], {rows, summands.width});
   Device(parts[0]).reduce_rotated(summands.dtype, summands.columns.data(), summands.n_columns,
-                                  table.data, table.n, rows, &rotation,
+                                  records.data, records.n, rows, &rotation,
                                   static_cast<int32_t>(rotated), output_of("out", out));
   return out;
 }
@@ -228,10 +228,10 @@ std::tuple<Tensor, Tensor> rotate_pack(Tensor t, Tensor cos, Tensor sin, bool in
   expect_sizes("beside[0]", beside[0], {t.size(0), -1});
   expect_same_dtype("beside[0]", beside[0], "t", t);
   expect_same_device("beside[0]", beside[0], "t", t);
-  Segments table = segments_of(segments, t.size(0), rows);
-  for (int64_t s = 0; s < table.n; ++s)
-    if (table.data[s].row < 0)
-      refuse("segments[", s, "].row is ", table.data[s].row, ", expected >= 0");
+  Segments records = segments_of(segments, t.size(0), rows);
+  for (int64_t s = 0; s < records.n; ++s)
+    if (records.data[s].row < 0)
+      refuse("segments[", s, "].row is ", records.data[s].row, ", expected >= 0");
   int64_t width = times(t.size(1), t.size(2));
   Tensor wire = fresh(t, {rows, added(width, width_of(beside))});
   hcp_column whole = output_of("wire", wire), first = whole, rest = whole;
@@ -239,8 +239,8 @@ std::tuple<Tensor, Tensor> rotate_pack(Tensor t, Tensor cos, Tensor sin, bool in
   first.row_bytes = bytes;
   rest.data = static_cast<char *>(whole.data) + bytes;
   rest.row_bytes -= bytes;
-  Tensor out = rotated<Device>(t, cos, sin, interleaved, false, adjoint_of(table), first);
-  Device(t).pack(nullptr, columns.data(), count(columns), table.data, table.n, rest);
+  Tensor out = rotated<Device>(t, cos, sin, interleaved, false, adjoint_of(records), first);
+  Device(t).pack(nullptr, columns.data(), count(columns), records.data, records.n, rest);
   return {out, wire};
 }
 
@@ -249,10 +249,10 @@ std::tuple<Tensor, Tensor> rotate_pack(Tensor t, Tensor cos, Tensor sin, bool in
 template <class Device>
 std::tuple<Tensor, Tensor> merge(Tensors outs, Tensors lses, Tensor runs, int64_t rows) {
   Parts parts = parts_of(outs, lses);
-  Runs table = runs_of(runs, parts.rows, rows);
+  Runs records = runs_of(runs, parts.rows, rows);
   Tensor out = fresh(outs[0], {rows, parts.heads, parts.head_dim});
   Tensor lse = fresh(lses[0], {rows, parts.heads});
-  Device(outs[0]).merge(parts.dtype, parts.parts.data(), table.data, table.n, rows, parts.heads,
+  Device(outs[0]).merge(parts.dtype, parts.parts.data(), records.data, records.n, rows, parts.heads,
                         parts.head_dim, out.mutable_data_ptr(), lse.mutable_data_ptr());
   return {out, lse};
 }
@@ -293,8 +293,8 @@ std::tuple<Tensors, Tensors> merge_backward(Tensors outs, Tensors lses, Tensor r
   expect_like("grad_out", grad_out, "outs[0]", outs[0], out_sizes);
   expect_like("lse", lse, "lses[0]", lses[0], lse_sizes);
   expect_like("grad_lse", grad_lse, "lses[0]", lses[0], lse_sizes);
-  Runs table = runs_of(runs, parts.rows, out.size(0));
-  Coverage coverage = expect_no_repeats(table, parts.rows);
+  Runs records = runs_of(runs, parts.rows, out.size(0));
+  Coverage coverage = expect_no_repeats(records, parts.rows);
   Tensors grad_outs, grad_lses;
   std::vector<hcp_grad_part> grads;
   for (size_t p = 0; p < outs.size(); ++p) {
@@ -302,10 +302,10 @@ std::tuple<Tensors, Tensors> merge_backward(Tensors outs, Tensors lses, Tensor r
     grad_lses.push_back(new_gradient(lses[p], coverage.complete[p]));
     grads.push_back({grad_outs[p].mutable_data_ptr(), grad_lses[p].mutable_data_ptr()});
   }
-  Device(outs[0]).merge_backward(parts.dtype, parts.parts.data(), table.data, table.n, parts.heads,
-                                 parts.head_dim, out.const_data_ptr(), lse.const_data_ptr(),
-                                 grad_out.const_data_ptr(), grad_lse.const_data_ptr(),
-                                 grads.data());
+  Device(outs[0]).merge_backward(parts.dtype, parts.parts.data(), records.data, records.n,
+                                 parts.heads, parts.head_dim, out.const_data_ptr(),
+                                 lse.const_data_ptr(), grad_out.const_data_ptr(),
+                                 grad_lse.const_data_ptr(), grads.data());
   return {grad_outs, grad_lses};
 }
 

@@ -85,10 +85,10 @@ static std::vector<hcp_transfer> transfers_of(const char *name, const Tensor &bu
   if (column.row_stride_bytes != column.row_bytes && buffer.size(0) > 1)
     refuse(name, " has rows ", column.row_stride_bytes, " bytes apart, expected ", column.row_bytes,
            ": end to end");
-  Moves table = moves_of(moves, buffer.size(0));
+  Moves records = moves_of(moves, buffer.size(0));
   std::vector<hcp_transfer> transfers;
-  for (int64_t i = 0; i < table.n; ++i) {
-    const Move &move = table.data[i];
+  for (int64_t i = 0; i < records.n; ++i) {
+    const Move &move = records.data[i];
     transfers.push_back({static_cast<int32_t>(move.peer),
                          static_cast<char *>(column.data) + move.row * column.row_bytes,
                          static_cast<size_t>(move.rows * column.row_bytes)});

@@ -70,8 +70,8 @@ inline uint32_t *progress_of(const Tensor &progress, const Tensor &like) {
 
 template <class Device>
 void signal_set(Tensor memory, Tensor signals) {
-  Signals table = signals_of(signals);
-  Device(memory).signal_set(hcp_signals{table.data, table.n}, 1);
+  Signals records = signals_of(signals);
+  Device(memory).signal_set(hcp_signals{records.data, records.n}, 1);
 }
 
 // What the operators of one exchange have in common.

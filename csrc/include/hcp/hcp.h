@@ -7,10 +7,10 @@
  *   2. cost               what one sequence costs at a degree
  *   3. plan               who computes what, with how many ranks
  *   4. layout             what one rank holds in one micro-batch
- *   5. route              rows to where they are computed, and back
+ *   5. route              moves rows to where they are computed, and back
  *   6. schedule           the steps of one attention layer on one rank
  *   7. grid               which ranks form tp, pp, cp, dp, ...
- *   8. rebind             swap the groups that a model holds, all or none
+ *   8. rebind             swaps the process groups that a model holds, all or none
  *
  * The core is C11 and libc: it knows no tensor, no language, no device and no
  * communicator, keeps no globals, starts no threads and does no I/O. Every
@@ -59,7 +59,7 @@ const char *hcp_status_text(hcp_status status);
 
 /* ---- 2. Cost ------------------------------------------------------------ */
 
-/* Times that somebody measured or computed, tabulated: row after row, one row
+/* A cost table: times that somebody measured or computed, row after row, one row
  * per length. A plan under it uses these degrees and no others. */
 typedef struct hcp_times {
   int32_t length_count;
@@ -71,7 +71,7 @@ typedef struct hcp_times {
 
 /* Integer prices, in one unit of the caller's choice (picoseconds, say). Only
  * integers decide a plan: ranks that round differently would hold different
- * plans and hang in the next exchange. What is 0 costs nothing.
+ * plans and hang in the next exchange. A price of 0 costs nothing.
  *
  * A group that spans nodes (degree > hcp_limits.ranks_per_node) pays the far
  * prices, which are at least the near ones. */
@@ -87,7 +87,7 @@ typedef struct hcp_cost {
   int64_t window;         /* keys that a query sees at most; 0: all before it */
   int64_t tile;           /* rows that a chunk is rounded up to; 0: none */
   int64_t overlap;        /* 1: exchange hides behind attention, as in a ring */
-  const hcp_times *times; /* NULL, or what replaces all of this but launch */
+  const hcp_times *times; /* NULL, or a cost table, which replaces all but launch */
 } hcp_cost;
 
 /* The names of the prices, in the order of the fields. */
@@ -124,8 +124,8 @@ hcp_status hcp_cost_time(const hcp_cost *cost, int64_t length, int32_t degree,
   X(STEP, "step")    \
   X(MICRO_BATCH, "micro_batch")
 
-/* When ranks wait for each other, beside the ranks of their own group: at the
- * end of the step (DDP), or after every micro-batch (FSDP, experts, pipelines). */
+/* When ranks wait for ranks outside their own group: at the end of the step
+ * (DDP), or after every micro-batch (FSDP, experts, pipelines). */
 typedef enum hcp_sync {
 #define HCP_SYNC_ENUM(name, text) HCP_SYNC_##name,
   HCP_SYNCS(HCP_SYNC_ENUM)
@@ -136,10 +136,10 @@ typedef enum hcp_sync {
 /* Never NULL for a valid one; NULL otherwise. */
 const char *hcp_sync_name(hcp_sync sync);
 
-/* Every number among a plan's limits, once: X(type, field, name), where name is
- * what errors and hcp.plan call it, and "in" comes before each field. The structs
- * below, a plan's checksum and the glue to Python follow from these lists, all in
- * this order. What is 0 beyond the fourth asks for nothing. */
+/* Every number among a plan's limits, once: X(type, field, name). name is the word
+ * that errors and hcp.plan use; "in" comes before each field. The structs below, a
+ * plan's checksum and the glue to Python follow from these lists, all in this order.
+ * From the fifth on, 0 asks for nothing. */
 #define HCP_DOMAIN_LIMITS(X, in)                                 \
   /* the domain: ranks 0 .. ranks - 1 */                         \
   X(int32_t, in ranks, ranks)                                    \
@@ -159,16 +159,16 @@ const char *hcp_sync_name(hcp_sync sync);
 
 #define HCP_PIPELINE_LIMITS(X, in)                                                  \
   X(int32_t, in stages, pipeline_stages)                                            \
-  /* layers of a stage in so many chunks: more than 1 is interleaved */             \
+  /* chunks of layers that a stage has: more than 1 is interleaved */               \
   X(int32_t, in virtual_stages, virtual_stages)                                     \
   /* micro-batches in a row of one chunk, stages to 4096; 0: stages. Interleaved */ \
   /* micro-batches come in multiples of it */                                       \
   X(int32_t, in micro_batch_group, micro_batch_group)
 
 #define HCP_MEMORY_LIMITS(X, in)                                 \
-  /* what one row leaves for the backward */                     \
+  /* bytes that one row keeps for the backward */                \
   X(int64_t, in activation, memory.activation)                   \
-  /* one row's logits */                                         \
+  /* bytes of one row's logits */                                \
   X(int64_t, in logit, memory.logit)                             \
   /* keys and values of one token, while a layer has them all */ \
   X(int64_t, in gathered, memory.gathered)                       \
@@ -179,8 +179,8 @@ const char *hcp_sync_name(hcp_sync sync);
 #define HCP_LIMITS(X) \
   HCP_DOMAIN_LIMITS(X, ) HCP_PIPELINE_LIMITS(X, pipeline.) HCP_MEMORY_LIMITS(X, memory.)
 
-/* The lists among the limits: X(name, count), where count needs limits and n, the
- * sequences. */
+/* The lists among the limits: X(name, count). count is an expression of limits and
+ * of n, the number of sequences. */
 #define HCP_LIMIT_LISTS(X)                                                         \
   /* of each sequence, in addition to min_degree; NULL: no more bounds */          \
   X(min_degrees, n)                                                                \
@@ -196,8 +196,8 @@ const char *hcp_sync_name(hcp_sync sync);
 #define HCP_LIMIT_FIELD(type, field, name) type field;
 #define HCP_LIMIT_LIST_FIELD(name, count) const int32_t *name;
 
-/* Stages that pass every micro-batch on, forward and then backward, each with
- * ranks of its own that all follow one plan. Zeros: no pipeline. */
+/* Pipeline stages: each has ranks of its own, all follow one plan, and every
+ * micro-batch passes through them forward and then backward. Zeros: no pipeline. */
 typedef struct hcp_pipeline {
   HCP_PIPELINE_LIMITS(HCP_LIMIT_FIELD, )
 } hcp_pipeline;
@@ -260,11 +260,11 @@ typedef struct hcp_plan {
  * [floor(k * length / (2 * degree)), floor((k + 1) * length / (2 * degree))). */
 int64_t hcp_rows_max(int64_t length, int32_t degree);
 
-/* What n micro-batches of these times take in the pipeline: one forward, one
- * backward (1F1B), interleaved where virtual_stages is more than 1, in the order
- * given. times[i] is what one stage computes for micro-batch i, a third of it
- * forward; passing on is free. Rounded up. HCP_INVALID when n is not a multiple
- * of the group of an interleaved pipeline. */
+/* Simulate n micro-batches in a pipeline, in the order given: one forward, one
+ * backward (1F1B), interleaved where virtual_stages is more than 1. times[i] is the
+ * time of one stage for micro-batch i, a third of it forward; passing on is free.
+ * *makespan is rounded up. HCP_INVALID when n is not a multiple of the
+ * micro_batch_group of an interleaved pipeline. */
 hcp_status hcp_pipeline_time(const hcp_pipeline *pipeline, const int64_t *times, int32_t n,
                              int64_t *makespan, hcp_error *err);
 
@@ -278,11 +278,11 @@ hcp_status hcp_pipeline_time(const hcp_pipeline *pipeline, const int64_t *times,
 hcp_status hcp_plan_create(const int64_t *lengths, int32_t n, const hcp_limits *limits,
                            const hcp_cost *cost, int32_t effort, hcp_plan **plan, hcp_error *err);
 
-/* A time that no plan beats, and the least rank-time that the sequences need. */
+/* Find a time that no plan beats, and the least rank-time that the sequences need. */
 hcp_status hcp_plan_bound(const int64_t *lengths, int32_t n, const hcp_limits *limits,
                           const hcp_cost *cost, int64_t *bound, int64_t *work, hcp_error *err);
 
-/* A plan from groups that somebody else chose, checked against every rule that
+/* Make a plan of groups that somebody else chose, checked against every rule that
  * hcp_plan_create keeps: each sequence once, intervals inside the domain,
  * disjoint and ascending in a micro-batch, no group without a sequence, degrees,
  * rows and bytes within the limits. A micro-batch has groups, except that an
@@ -307,7 +307,7 @@ typedef struct hcp_span {
 
 /* What rank holds in a micro-batch: the rows of span 0, span 1, ... end to end.
  * The spans of one sequence follow each other in token order, so the local rows
- * of a sequence, though not consecutive tokens, are in causal order. Behind them
+ * of a sequence, though not consecutive tokens, are in causal order. After them
  * come the rows that hcp_limits.alignment asks for: they belong to no sequence,
  * hold zeros when they arrive, see each other only, and never travel. A rank that
  * no group contains has degree 0 and nothing else. */
@@ -334,11 +334,13 @@ void hcp_layout_destroy(hcp_layout *layout);
 
 /* ---- Tables ------------------------------------------------------------- */
 
-/* Sections of integers in one block, so that a table travels as one tensor.
+/* A route or a schedule: sections of records of integers in one array, so that it
+ * travels as one tensor. Elsewhere in this header, a table of costs is a cost table.
  *
- * words[0] and words[1] are the caller's own (zero at first). Section s of the
- * S that its kind lists takes words[2 + 2 * s] and words[3 + 2 * s]: its first
- * word and its number of records. The caller owns the table. */
+ * words[0] and words[1] are the caller's own (zero at first). words[2 + 2 * s] and
+ * words[3 + 2 * s] are the first word and the number of records of section s, one of
+ * those that HCP_ROUTE_SECTIONS or HCP_SCHEDULE_SECTIONS lists. The caller owns the
+ * table. */
 typedef struct hcp_table {
   int64_t *words;
   int64_t word_count;
@@ -371,7 +373,7 @@ enum {
       HCP_ROUTE_SECTION_COUNT
 };
 
-/* Rows of micro-batches [first, first + count) from the ranks that loaded them
+/* Route rows of micro-batches [first, first + count) from the ranks that loaded them
  * to the ranks that compute them. sources[i] is the rank that loaded sequence
  * i. The source holds whole sequences end to end, those that rank loaded and
  * that these micro-batches use, by ascending index; the output is the rank's
@@ -381,16 +383,17 @@ hcp_status hcp_route_dispatch(const hcp_plan *plan, const int32_t *sources, int3
                               int32_t first, int32_t count, int32_t reverse, hcp_table **route,
                               hcp_error *err);
 
-/* Rows within a group shifted along their sequences: the output row at token t
+/* Route rows within a group, shifted along their sequences: the output row at token t
  * is the source row at token t - shift of the same sequence, or zeros where the
  * sequence has no such token, and in padding. */
 hcp_status hcp_route_roll(const hcp_plan *plan, int32_t micro_batch, int32_t rank, int64_t shift,
                           hcp_table **route, hcp_error *err);
 
-/* Every span of the rank (see hcp_layout) behind the `before` tokens that come
- * before it in its sequence, end to end; rows of zeros where the sequence has
- * begun later. So the output has `before` rows more for each span. HCP_INVALID, on
- * every rank alike, for a `before` that could make those of some rank 2^31 or more. */
+/* Route to each span of the rank (see hcp_layout) the `before` tokens that precede it in
+ * its sequence: they come before the span's own rows, and are rows of zeros where the
+ * sequence has not begun. So the output has `before` rows more for each span.
+ * HCP_INVALID, on every rank alike, for a `before` with which some rank could have 2^31
+ * rows or more. */
 hcp_status hcp_route_halo(const hcp_plan *plan, int32_t micro_batch, int32_t rank, int64_t before,
                           hcp_table **route, hcp_error *err);
 
@@ -412,21 +415,21 @@ typedef enum hcp_comm_type {
 /* Never NULL for a valid type; NULL otherwise. */
 const char *hcp_comm_type_name(hcp_comm_type type);
 
-/* Which keys of its sequence a query sees, as FlashAttention has it: query i
+/* Which keys of its sequence a query sees, as in FlashAttention: query i
  * sees key j when i - left <= j <= i + right. Negative: no limit on that side.
  * Causal is right = 0. */
 typedef struct hcp_mask {
   int64_t left, right;
 } hcp_mask;
 
-/* Stage 0 attends local rows to local rows; padding is one more sequence there,
- * which no other rank sees. Each further stage receives key and
- * value rows and attends local queries to them. An entry is one block: query
- * rows against key rows through a band, so that query q of the entry sees its
- * key k when low <= k - q <= high. Every query sees a key and every key is seen;
+/* The stages of a schedule are steps of attention, and no stages of a pipeline. Stage 0
+ * attends local rows to local rows; padding is one more sequence there, which no other
+ * rank sees. Each further stage receives key and value rows and attends local queries to
+ * them. An entry is query rows against key rows through a band: query q of the entry sees
+ * its key k when low <= k - q <= high. Every query sees a key and every key is seen;
  * low >= 1 - query_rows and high <= key_rows - 1, with equality where the band
- * does not cut. Its partial output covers its query rows; a run lists, for rows
- * of a result, the parts that are merged or summed there.
+ * does not cut. The partial output of an entry covers its query rows. A run lists, for
+ * rows of a result, the parts that are merged or summed there.
  *
  *   SIZES          rows, home_sent_rows, home_received_rows, comm_type, inner,
  *                  left, right
@@ -451,21 +454,21 @@ typedef struct hcp_mask {
  *                  owner, for ranks that read each other's memory: what PACK,
  *                  SENDS, RECEIVES and ARRANGE come to
  *   BLOCKS         (peer, rows): the ranks that keys come from, this one among
- *                  them, and their local rows
+ *                  them, with the number of their local rows
  *
  * Runs ascend by row; records with the same row and rows are one run, and
  * different runs do not overlap.
  *
- * A2A and A2A_P2P trade rows for heads before stage 0 and back behind the last
- * one: neighbours of the group give each other their rows of some heads each, so
- * that each has, of its heads, the rows of all of them, and behind those the
- * padding of each. Rows then are these in every section but SIZES and TRADES, and
- * peers are the ranks of the other neighbourhoods that have the same heads. Under
- * A2A all ranks of the group are neighbours: the rows are whole sequences, and
- * there is one stage.
+ * A2A and A2A_P2P trade rows for heads before stage 0, and back after the last
+ * stage: each neighbour gives the others its rows of the heads that they take. It
+ * then has all neighbours' rows of its own heads, and after those the padding of
+ * each. Every section but SIZES and TRADES counts these rows, and peers are the
+ * ranks of the other neighbourhoods that have the same heads. Under A2A all ranks of
+ * the group are neighbours: the rows are whole sequences, and there is one stage.
  *
- *   TRADES         (peer, row, rows): from each of the neighbours, in order, this
- *                  rank among them; rows may be 0. To each goes what this rank has
+ *   TRADES         (peer, row, rows): the rows that come from each of the neighbours,
+ *                  in order, this rank among them; rows may be 0. Each of them gets
+ *                  this rank's rows
  *   GATHER         (row, rows) of the traded rows in token order
  *   SCATTER        (row, rows) of the gathered rows as they were traded: the way
  *                  back
@@ -499,10 +502,10 @@ enum {
 /* Most stages in which ALL_GATHER fetches keys. */
 enum { HCP_SCHEDULE_GATHERS_MAX = 4 };
 
-/* P2P passes whole blocks around the ring of the group; ALL_GATHER fetches just
- * the rows that this rank's queries see; A2A trades rows for heads among all
- * ranks, A2A_P2P among inner neighbours each, which then form a ring with the
- * others. inner divides the group's degree (HCP_INVALID else) and counts for
+/* Make the schedule of a rank. P2P passes all local rows of each rank around the ring of
+ * the group; ALL_GATHER fetches just the rows that this rank's queries see; A2A trades rows
+ * for heads among all ranks, A2A_P2P among `inner` neighbours each, which then form a ring
+ * with the others. inner divides the group's degree (HCP_INVALID else) and counts for
  * A2A_P2P only. *mask is read only.
  *
  * ALL_GATHER fetches the keys of some sequences in each stage, so that the next
@@ -544,25 +547,24 @@ hcp_status hcp_grid_init(const int32_t sizes[HCP_DIMENSION_COUNT], const char *o
 /* The name of a dimension. Never NULL for a valid one; NULL otherwise. */
 const char *hcp_dimension_name(hcp_dimension dimension);
 
-/* Groups of a role: the role is dimension names joined by '_' in any order,
- * such as "dp_cp". Ranks of a group differ in these dimensions only and ascend.
+/* List the process groups of a role: the role is dimension names joined by '_' in any
+ * order, such as "dp_cp". Ranks of a group differ in these dimensions only and ascend.
  * group_count groups of group_size ranks fill ranks_out, grid->ranks in all,
  * group after group, groups ascending by their first rank. */
 hcp_status hcp_grid_groups(const hcp_grid *grid, const char *role, int32_t *ranks_out,
                            int32_t *group_count, int32_t *group_size, hcp_error *err);
 
-/* Whether two grids of the same ranks form the same groups in a role: then every
- * rank also keeps its place in its group. */
+/* Tell whether two grids of the same ranks form the same process groups in a role: then
+ * every rank also keeps its place in its group. */
 hcp_status hcp_grid_shares(const hcp_grid *a, const hcp_grid *b, const char *role, int32_t *same,
                            hcp_error *err);
 
 /* ---- 8. Rebind ---------------------------------------------------------- */
 
-/* Reads or writes slot i through the caller's own means. Return 0 for success;
- * anything else stops the switch and is undone. get hands over one reference,
- * which release ends; a NULL value is a slot that holds nothing. set borrows
- * value and keeps a reference of its own; when it fails, the slot must hold what
- * it held before the call. */
+/* How the caller reads and writes slot i, a place in a model that holds a process group.
+ * Callbacks return 0 for success; anything else stops the switch and is undone. get hands over one
+ * reference, which release ends; a NULL value is a slot that holds nothing. set borrows value and
+ * keeps a reference of its own; when it fails, the slot must hold what it held before the call. */
 typedef struct hcp_slots {
   int32_t (*get)(void *context, int32_t i, void **value);
   int32_t (*set)(void *context, int32_t i, void *value);

@@ -1,4 +1,4 @@
-/* index.h - index arithmetic that every kernel shares.
+/* index.h - index arithmetic that all row kernels share.
  *
  * Compiled by C, C++ and CUDA compilers alike, so that what the CPU tests
  * prove of it holds for the GPU.
@@ -22,7 +22,7 @@ HCP_INLINE int64_t hcp_dtype_bytes(hcp_dtype dtype) {
   return bytes[dtype];
 }
 
-/* Bytes of what a cast makes of so many. */
+/* Bytes that so many bytes become by a cast. */
 HCP_INLINE int64_t hcp_cast_bytes(hcp_cast cast, int64_t bytes) {
   return bytes / hcp_dtype_bytes(cast.from) * hcp_dtype_bytes(cast.to);
 }
@@ -39,8 +39,8 @@ HCP_INLINE int64_t hcp_run_part_row(const hcp_run *record, int64_t row) {
   return record->part_row + (row - record->row);
 }
 
-/* The last of n >= 1 ascending first rows that is at or before row, or else the first:
- * which run, or segment, a row belongs to. Tables of 32 bits are twice as long. */
+/* The run, or segment, that a row belongs to: the last of n >= 1 ascending first rows that
+ * is at or before row, or else the first. Rows of 32 bits take half the room. */
 #define HCP_PLACE_OF_ROW(name, integer)                                                       \
   HCP_INLINE int32_t hcp_place_of_##name(const integer *first_rows, int32_t n, integer row) { \
     int32_t low = 0, high = n - 1;                                                            \
@@ -57,7 +57,7 @@ HCP_PLACE_OF_ROW(row, int64_t)
 HCP_PLACE_OF_ROW(row_32, int32_t)
 #undef HCP_PLACE_OF_ROW
 
-/* Where piece i of rows begins, and the piece of a row: see hcp_signal. */
+/* The row at which piece i begins, and the piece of a row: see hcp_signal. */
 HCP_INLINE int64_t hcp_piece_start(int64_t rows, int32_t i) { return rows * i / HCP_PIECES; }
 
 HCP_INLINE int32_t hcp_piece_of_row(int64_t rows, int64_t row) {

@@ -1,12 +1,13 @@
-/* kernels.h - rows gathered, merged, summed and turned: the kernels as C functions.
+/* kernels.h - hcp's row kernels as C functions: rows gathered, merged, summed and turned.
  *
  * Tensors are rows: row i of a tensor starts at data + i * row_stride, and its
- * elements follow each other. Strides are in elements. Tables are those of
- * hcp.h: records of 64-bit integers. Nothing is allocated, nothing is kept, and
- * every result is the same whatever the number of threads.
+ * elements follow each other. Strides are in elements. Segments and runs, which say
+ * which rows, are records of 64-bit integers, as sections of an hcp_table hold them.
+ * Nothing is allocated, nothing is kept, and every result is the same whatever the
+ * number of threads.
  *
- * The functions trust their tables: hcp_check_* proves a table against the
- * sizes of the tensors first, and belongs to the caller's glue.
+ * The functions trust segments and runs: hcp_check_* proves them against the sizes of
+ * the tensors first, and belongs to the caller's glue.
  */
 #ifndef HCP_KERNELS_H
 #define HCP_KERNELS_H
@@ -30,26 +31,26 @@ typedef enum hcp_dtype {
 #undef HCP_DTYPE_ENUM
 } hcp_dtype;
 
-/* Elements read as `from` and written as `to`, another one: rounded to nearest, ties
- * to even, beyond the largest number to infinity, NaN to some NaN. On the way they are
- * float32, or float64 where either side is; from there to 16 bits by way of float32,
- * as in PyTorch. */
+/* Elements are read as `from` and written as `to`, another dtype. They are rounded to
+ * nearest, ties to even; beyond the largest number they become infinity, and NaN becomes
+ * some NaN. On the way they are float32, or float64 where either side is; float64 gets to
+ * 16 bits through float32, as in PyTorch. */
 typedef struct hcp_cast {
   hcp_dtype from, to;
 } hcp_cast;
 
-/* (row, rows) of a gather; row -1 stands for rows of zeros. */
+/* Rows that a gather takes from its source; row -1 stands for rows of zeros. */
 typedef struct hcp_segment {
   int64_t row, rows;
 } hcp_segment;
 
-/* (row, rows, part, part_row): rows of the result that part contributes to.
- * Runs ascend by row; records with equal row and rows are one run. */
+/* Rows of a result, and the rows of a part that contribute to them. Records ascend by
+ * row; those with equal row and rows are one run. */
 typedef struct hcp_run {
   int64_t row, rows, part, part_row;
 } hcp_run;
 
-/* One tensor of bytes: the gathers move any element type. */
+/* One tensor, counted in bytes: gathers move any element type. */
 typedef struct hcp_column {
   void *data;
   int64_t row_stride_bytes;
@@ -65,31 +66,31 @@ typedef struct hcp_part {
   int64_t lse_row_stride, lse_head_stride;
 } hcp_part;
 
-/* Rotary embedding (RoPE): of each head's head_dim elements the first 2 * pairs
- * turn, elements (p, p + pairs) by each other, or (2 p, 2 p + 1) where
- * interleaved; the rest pass. cos and sin have a row for each row of the result
- * and a number for each element that turns, in a head's order: contiguous,
- * double for FLOAT64, float for the rest. The index arithmetic and the turn of
- * one pair are in index.h. inverse: the transpose, which is the gradient. */
+/* Rotary embedding (RoPE). Of each head's head_dim elements the first 2 * pairs are
+ * turned in pairs: elements (p, p + pairs), or (2 p, 2 p + 1) where interleaved. The rest
+ * pass unchanged. cos and sin have a row for each row of the result and a number for each
+ * element that is turned, in a head's order: contiguous, double for FLOAT64, float for the
+ * rest. The index arithmetic and the turn of one pair are in index.h. inverse turns by the
+ * transpose, which is the gradient. */
 typedef struct hcp_rotation {
   const void *cos, *sin;
   int64_t head_dim, pairs;
   int32_t interleaved, inverse;
 } hcp_rotation;
 
-/* rows x heads x head_dim, the elements of a head side by side. */
+/* A tensor of rows x heads x head_dim, the elements of a head side by side. */
 typedef struct hcp_heads {
   const void *data;
   int64_t row_stride, head_stride; /* in elements */
 } hcp_heads;
 
-/* Every segment lies inside rows or is zeros, and all together are out_rows
- * long. A segment may have no rows; the same rows may be named again. */
+/* Check that every segment lies inside rows or is zeros, and that all together are
+ * out_rows long. A segment may have no rows; the same rows may be named again. */
 hcp_status hcp_check_segments(const hcp_segment *segments, int64_t n, int64_t rows,
                               int64_t out_rows, hcp_error *err);
 
-/* Runs have rows, ascend, do not overlap, lie inside out_rows, and each of
- * their parts lies inside part_rows[part]. The same rows of a part may be named
+/* Check that runs have rows, ascend, do not overlap and lie inside out_rows, and that
+ * each of their parts lies inside part_rows[part]. The same rows of a part may be named
  * again, though not for hcp_*_merge_backward. */
 hcp_status hcp_check_runs(const hcp_run *runs, int64_t n, const int64_t *part_rows, int64_t parts,
                           int64_t out_rows, hcp_error *err);
@@ -102,8 +103,8 @@ hcp_status hcp_check_runs(const hcp_run *runs, int64_t n, const int64_t *part_ro
 void hcp_cpu_pack(const hcp_cast *cast, const hcp_column *sources, int32_t n_sources,
                   const hcp_segment *segments, int64_t n_segments, hcp_column out);
 
-/* Split the columns of one tensor into several, whose rows are gathered by the segments.
- * cast is as in pack. */
+/* Gather rows of one tensor and split its columns into several: the inverse of pack's
+ * columns side by side. cast is as in pack. */
 void hcp_cpu_unpack(const hcp_cast *cast, hcp_column source, const hcp_segment *segments,
                     int64_t n_segments, const hcp_column *outs, int32_t n_outs);
 
@@ -120,7 +121,7 @@ void hcp_cpu_unpack(const hcp_cast *cast, hcp_column source, const hcp_segment *
 void hcp_cpu_merge(hcp_dtype dtype, const hcp_part *parts, const hcp_run *runs, int64_t n_runs,
                    int64_t rows, int64_t heads, int64_t head_dim, void *out, void *lse);
 
-/* Gradients of merge, of which out and lse are the results:
+/* Compute the gradients of merge, of which out and lse are the results:
  *
  *   w_p = exp(lse_p - lse),  grad_out_p = w_p * grad_out
  *   grad_lse_p = w_p * (grad_out . out_p - grad_out . out + grad_lse)
@@ -140,8 +141,8 @@ void hcp_cpu_merge_backward(hcp_dtype dtype, const hcp_part *parts, const hcp_ru
 
 /* Sum partial rows once, in float32 (float64 for FLOAT64). A part is n_columns
  * tensors: parts[p * n_columns + c] is column c of part p, and the columns
- * stand side by side in out. Records are summed in the order of the table; a
- * run of one record is copied. Rows that no run names become 0.
+ * stand side by side in out. Records of a run are summed in their order; a run of
+ * one record is copied. Rows that no run names become 0.
  *
  * The parts are of dtype. cast is NULL where out is, too. Otherwise cast->from is
  * dtype and cast->to is that of out: elements are summed in the dtype in which a cast
@@ -158,7 +159,7 @@ void hcp_cpu_reduce_rotated(hcp_dtype dtype, const hcp_column *parts, int32_t n_
                             const hcp_rotation *rotation, int32_t rotated, hcp_column out);
 
 /* Turn rows of heads, in float32 (float64 for FLOAT64), and copy them to wherever
- * they are sent from: row `row` of out also to row part_row of wire, for every
+ * they are sent from: row `row` of out goes to row part_row of wire, too, for every
  * record that names it (part is not looked at). out and wire are rows x
  * (heads * head_dim); wire may be anything when there are no runs. Rows of wire
  * that no run names are not written. */
@@ -171,8 +172,9 @@ void hcp_cpu_rotate(hcp_dtype dtype, hcp_heads source, const hcp_rotation *rotat
  * The same results from memory of the current device: bit for bit for pack,
  * unpack and reduce (of NaN, some NaN), up to rounding for merge and its gradients. Work is queued
  * on a stream (a cudaStream_t) and the call returns: nothing is allocated, nothing is waited for,
- * so that a CUDA graph can capture it. Tables lie in host memory and travel with the launch; they
- * may be freed when the call returns. Large tables and many columns take several launches.
+ * so that a CUDA graph can capture it. Segments, runs, columns and parts lie in host memory and
+ * travel with the launch; they may be freed when the call returns. Many of them take several
+ * launches.
  *
  * HCP_DEVICE carries the text of a CUDA error. HCP_INVALID: a row of more parts
  * or more records than a launch can carry. */
@@ -230,8 +232,8 @@ typedef struct hcp_signal {
 
 #define HCP_CUDA_SIGNALS_MAX 128
 
-/* What a waiting kernel found wrong first, in host memory that the device reaches:
- * 0 until then. */
+/* The first thing that a waiting kernel found wrong, in host memory that the device
+ * reaches. kind is 0 until then. */
 typedef struct hcp_signal_failure {
   int64_t kind; /* 1: late, 2: another call than the one expected, -1: being written */
   int64_t peer;
@@ -260,16 +262,16 @@ hcp_status hcp_cuda_signal_set(hcp_signals signals, int32_t words, void *stream,
  * share: how many blocks have ended, or have ended a piece. */
 #define HCP_CUDA_PROGRESS_WORDS HCP_PIECES
 
-/* As hcp_cuda_reduce without a cast, into memory that peers read: when `free` has come, in its
- * first word, and with all of `staged` set, piece by piece. */
+/* Reduce as hcp_cuda_reduce does without a cast, into memory that peers read. Waits for
+ * the first word of `free` before it writes, and sets all of `staged`, piece by piece. */
 hcp_status hcp_cuda_stage(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
                           const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
                           hcp_awaited free, hcp_signals staged, uint32_t *progress, void *stream,
                           hcp_error *err);
 
-/* As hcp_cuda_reduce without a cast, whose parts from number first_staged on are what peers stage,
- * signal i of `staged` being of part first_staged + i, of part_rows rows; then sets
- * the first word of `read`. Waits for no piece behind those that it reads. Long runs
+/* Reduce as hcp_cuda_reduce does without a cast, with parts that peers stage: signal i of
+ * `staged` is of part first_staged + i, which has part_rows[first_staged + i] rows. Then
+ * set the first word of `read`. Waits for no piece after those that it reads. Long runs
  * are copied, from signal `next`'s peer on; the rest is read in few blocks: as many as
  * keep a link busy, which read from all peers at any time. */
 hcp_status hcp_cuda_read(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
@@ -278,8 +280,8 @@ hcp_status hcp_cuda_read(hcp_dtype dtype, const hcp_column *parts, int32_t n_col
                          const int64_t *part_rows, hcp_signals read, uint32_t *progress,
                          void *stream, hcp_error *err);
 
-/* How a host's thread and the device tell each other of exchanges that others carry, in
- * host memory that the device reaches. */
+/* Words by which a thread of the host and the device tell each other of exchanges that
+ * others carry, in host memory that the device reaches. */
 typedef struct hcp_watch {
   uint64_t ended;   /* the number of the last exchange that has */
   uint64_t aborted; /* set by the host before it ends what hangs, without its rows */
@@ -289,14 +291,15 @@ typedef struct hcp_watch {
 /* Write a word of the device: the stamp that this rank sends with its rows. */
 hcp_status hcp_cuda_stamp_set(uint64_t *word, uint64_t stamp, void *stream, hcp_error *err);
 
-/* After an exchange on its stream: compares the stamps that came with its rows, each with
- * its value, then sets `ended` to the exchange's number, unless that is 0. When a stamp
- * differs, `other` says so and the kernel traps; once `aborted` is set it traps, as where
- * a signal does not come. A graph may capture it. */
+/* Compare the stamps that came with an exchange's rows, each with its value, after the
+ * exchange on its stream; then set `ended` to the exchange's number, unless that is 0.
+ * When a stamp differs, `other` says so and the kernel traps. Once `aborted` is set, it
+ * traps too, as it does where a signal does not come. A graph may capture it. */
 hcp_status hcp_cuda_exchange_end(hcp_watch *watch, uint64_t number, hcp_signals stamps,
                                  void *stream, hcp_error *err);
 
-/* What a stream does from now on follows what another has been given so far. */
+/* Make what a stream is given from now on follow what another, `ahead`, has been given so
+ * far. */
 hcp_status hcp_cuda_follow(void *stream, void *ahead, hcp_error *err);
 
 #ifdef __cplusplus

@@ -1,7 +1,7 @@
-/* nccl.h - rows exchanged on a communicator that somebody else made.
+/* nccl.h - exchange of rows on a communicator that somebody else made.
  *
- * NCCL is found in the process at run time, where torch has loaded it: hcp links
- * to none, and a machine without NCCL is told so at the first call. */
+ * NCCL is found in the process at run time, where torch has loaded it: hcp links to
+ * none. Where there is none, the first call says so. */
 #ifndef HCP_NCCL_H
 #define HCP_NCCL_H
 
@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-/* Bytes that go to, or come from, a rank of the communicator. */
+/* Bytes that go to a rank of the communicator, or come from it. */
 typedef struct hcp_transfer {
   int32_t peer;
   void *data;
