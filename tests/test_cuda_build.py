@@ -25,16 +25,16 @@ def test_no_kernel_warns_or_spills(source: Path, target: str) -> None:
 
 
 SAID = """ptxas info    : 0 bytes gmem
-ptxas info    : Compiling entry function '_Z9turn_rowsIfLi4ELb1EEv9run_table11turned_rows' for 'sm_90'
-ptxas info    : Function properties for _Z9turn_rowsIfLi4ELb1EEv9run_table11turned_rows
+ptxas info    : Compiling entry function '_Z9turn_rowsIfLi4ELb1EEv12carried_runs11turned_rows' for 'sm_90'
+ptxas info    : Function properties for _Z9turn_rowsIfLi4ELb1EEv12carried_runs11turned_rows
     32 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
 ptxas info    : Used 128 registers, used 1 barriers, 16384 bytes smem, 32 bytes cumulative stack size
-ptxas info    : Compiling entry function '_Z9turn_rowsIdLi1ELb1EEv9run_table11turned_rows' for 'sm_90'
-ptxas info    : Function properties for _Z9turn_rowsIdLi1ELb1EEv9run_table11turned_rows
+ptxas info    : Compiling entry function '_Z9turn_rowsIdLi1ELb1EEv12carried_runs11turned_rows' for 'sm_90'
+ptxas info    : Function properties for _Z9turn_rowsIdLi1ELb1EEv12carried_runs11turned_rows
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 40 registers, used 0 barriers
-ptxas info    : Compiling entry function '_Z11set_signals12signal_tablei' for 'sm_90'
-ptxas info    : Function properties for _Z11set_signals12signal_tablei
+ptxas info    : Compiling entry function '_Z11set_signals15carried_signalsi' for 'sm_90'
+ptxas info    : Function properties for _Z11set_signals15carried_signalsi
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 8 registers, used 0 barriers
 """  # noqa: E501

@@ -18,7 +18,7 @@ __global__ void end_exchange(hcp_watch *watch, uint64_t number,
                              const __grid_constant__ carried_signals stamps) {
   if (acquired(&watch->aborted) != 0) __trap();
   for (int32_t i = 0; i < stamps.n; ++i) {
-    const hcp_signal &stamp = stamps.signals[i];
+    const hcp_signal &stamp = stamps.signal[i];
     if (*stamp.word != stamp.value) report(&watch->other, 2, stamp, *stamp.word);
   }
   if (number != 0) release(&watch->ended, number);

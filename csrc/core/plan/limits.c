@@ -1,5 +1,5 @@
-/* limits.c - what a plan must keep beyond degrees and rows: bytes, bounds of
- * single sequences, ranks of different speed, pipelines. */
+/* limits.c - what a plan must keep: rows, degrees and places, bytes, bounds of single
+ * sequences, ranks of different speed, pipelines. */
 #include "plan.h"
 
 enum { STAGES_MAX = 4096, GROUP_MAX = STAGES_MAX, SLOWNESS_MAX = 1 << 26 };
