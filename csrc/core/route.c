@@ -3,7 +3,7 @@
 
 #include "internal.h"
 
-/* Scratch lists behind the sections: moves of (here, wire, rows), where here is
+/* Scratch lists after the sections: moves of (here, wire, rows), where here is
  * a row of the source (LOADS) or of the output (STORES). */
 enum { LOADS = HCP_ROUTE_SECTION_COUNT, STORES, LIST_COUNT };
 _Static_assert(LIST_COUNT <= HCP__LISTS_MAX, "a table has room for every list");

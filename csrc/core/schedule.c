@@ -8,13 +8,13 @@
  *
  * Ranks that trade rows for heads first hold, together and each of its heads,
  * chunks that lie side by side: m neighbours of d ranks have just what one of
- * d / m ranks has. So everything behind the trade is written for the places of a
+ * d / m ranks has. So everything after the trade is written for the places of a
  * smaller group, and a lane of ranks, one of each place, shares its heads. */
 #include <stdlib.h>
 
 #include "internal.h"
 
-/* A scratch list behind the sections: (wire row, row, rows) of what is traded. */
+/* A scratch list after the sections: (wire row, row, rows) of what is traded. */
 enum { TRADED = HCP_SCHEDULE_SECTION_COUNT, LIST_COUNT };
 _Static_assert(LIST_COUNT <= HCP__LISTS_MAX, "a table has room for every list");
 
@@ -318,7 +318,7 @@ static void local_stage(builder *b) {
 
 /* ---- gradients on their way home ---- */
 
-/* What comes home is one more part behind the entries of stage 0. */
+/* What comes home is one more part after the entries of stage 0. */
 static void append_homecoming(builder *b, int64_t local_entry_count) {
   for (int32_t k = 0; k < b->degree; k++) {
     int64_t row = 0, first = b->home_received;
@@ -441,7 +441,7 @@ static void place_keys(builder *b, int32_t owner, int64_t key_row, int64_t rows,
 }
 
 /* Tokens that belong to others, in token order: their owners send each its own
- * in that order too. Returns the key row behind them. */
+ * in that order too. Returns the key row after them. */
 static int64_t gather_tokens(builder *b, int32_t index, range tokens, int64_t key_row,
                              int64_t first_entry) {
   int32_t degree = b->degree;
@@ -459,7 +459,7 @@ static int64_t gather_tokens(builder *b, int32_t index, range tokens, int64_t ke
   return key_row;
 }
 
-/* Goes on to the sequence behind index. */
+/* Goes on to the sequence after index. */
 static void pass_sequence(builder *b, int32_t index) {
   for (int32_t k = 0; k < b->degree; k++) b->base[k] += rows_of(b, index, k);
 }
@@ -477,7 +477,7 @@ static int32_t gaps_of(int64_t length, const hcp__piece *pieces, int32_t n,
   return found;
 }
 
-/* Entries and keys of one sequence. Returns the key row behind them. */
+/* Entries and keys of one sequence. Returns the key row after them. */
 static int64_t gather_sequence(builder *b, int32_t index, int64_t query_row, int64_t key_row) {
   hcp__piece queries[2], gaps[PIECES_MAX];
   int32_t query_pieces = pieces_of(b, index, b->j, queries);
@@ -554,7 +554,7 @@ static void trade_peers(builder *b) {
   }
 }
 
-/* The place's next rows are the next ones of neighbour m. Returns the row behind them. */
+/* The place's next rows are the next ones of neighbour m. Returns the row after them. */
 static int64_t trade_rows(builder *b, int32_t m, int64_t row, int64_t rows) {
   if (rows == 0) return row;
   hcp__append(&b->lists, TRADED, (const int64_t[]){b->wire[m], row, rows});
@@ -564,7 +564,7 @@ static int64_t trade_rows(builder *b, int32_t m, int64_t row, int64_t rows) {
 }
 
 /* The place's rows of a sequence, from row on: those of neighbour after neighbour
- * from its early chunk on, then back again. Returns the row behind them. */
+ * from its early chunk on, then back again. Returns the row after them. */
 static int64_t trade_sequence(builder *b, int32_t index, int64_t row) {
   int64_t length = length_of(b, index);
   for (int32_t i = 0; i < 2 * b->inner; i++) {
@@ -635,12 +635,12 @@ static hcp_status build(builder *b, hcp_comm_type comm_type, hcp_table **schedul
   return hcp__table_create(&b->lists, HCP_SCHEDULE_SECTION_COUNT, schedule, err);
 }
 
-/* A limit behind the end of every sequence is none. */
+/* A limit past the end of every sequence is none. */
 static int64_t limit_of(int64_t tokens) {
   return tokens < 0 ? HCP__LENGTH_MAX : least(tokens, HCP__LENGTH_MAX);
 }
 
-/* Who trades with whom, and this rank's place behind the trade. */
+/* Who trades with whom, and this rank's place after the trade. */
 static hcp_status place(builder *b, int32_t rank, hcp_comm_type comm_type, int32_t inner,
                         hcp_error *err) {
   int32_t ranks = b->group == NULL ? 1 : b->group->degree;

@@ -101,7 +101,7 @@ static int64_t *cuts_of(const hcp__list *list, int64_t *n) {
   return cuts;
 }
 
-/* The first cut behind row. There is one: every record ends at a cut. */
+/* The first cut after row. There is one: every record ends at a cut. */
 static int64_t cut_after(const int64_t *cuts, int64_t n, int64_t row) {
   int64_t low = 0, high = n - 1;
   while (low < high) {

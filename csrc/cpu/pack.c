@@ -25,7 +25,7 @@ static void gather(const hcp_cast *cast, hcp_column target, hcp_column source,
   }
 }
 
-/* Bytes of a row behind the cast, and before it. */
+/* Bytes of a row after the cast, and before it. */
 static int64_t target_bytes(const hcp_cast *cast, int64_t bytes) {
   return cast != NULL ? hcp_cast_bytes(*cast, bytes) : bytes;
 }

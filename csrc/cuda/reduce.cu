@@ -255,7 +255,7 @@ struct linked {
   int32_t told_words() const { return stages ? HCP_PIECES : 1; }
 };
 
-/* Launched beside the rows: both by one launch, where that takes all rows. */
+/* Launches of their own, except where one launch takes all rows: it waits and tells, too. */
 static hcp_status wait_before(const linked *peers, bool whole, cudaStream_t stream,
                               hcp_error *err) {
   if (peers == NULL || (whole && !peers->stages)) return HCP_OK;

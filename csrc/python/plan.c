@@ -457,7 +457,7 @@ static PyMethodDef plan_methods[] = {
     {"route_roll", (PyCFunction)(void (*)(void))plan_route_roll, METH_VARARGS | METH_KEYWORDS,
      "Rows of a micro-batch shifted along their sequences."},
     {"route_halo", (PyCFunction)(void (*)(void))plan_route_halo, METH_VARARGS | METH_KEYWORDS,
-     "Each span of a micro-batch behind the rows that come before it in its sequence."},
+     "Each span of a micro-batch, after the rows that come before it in its sequence."},
     {NULL, NULL, 0, NULL}};
 
 static PyType_Slot plan_slots[] = {{Py_tp_dealloc, HCP_PY_SLOT(plan_dealloc)},

@@ -1,4 +1,4 @@
-// layer.h - the operators of one attention layer beside its attention calls.
+// layer.h - the operators of one attention layer, except its attention calls.
 //
 // The host's time counts here: each does at once what several of the public operators and views
 // would, and takes rows (N, ...) as they come. hcp/attention/key_transfer.py calls them, nobody

@@ -1,4 +1,4 @@
-// shared.h - the operators on rows in memory that ranks share, and the signals beside them.
+// shared.h - the operators on rows in memory that ranks share, and their signals.
 #pragma once
 
 #include "layer.h"

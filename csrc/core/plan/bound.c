@@ -102,7 +102,7 @@ static int64_t lightest(const hcp__problem *p) {
 }
 
 /* What a rank of so many launches can do at most, when a token counts as worth
- * times its least work, beside the work itself. */
+ * times its least work, in addition to the work itself. */
 static hcp__wide most_of(const hcp__problem *p, int64_t guess, int64_t rate, int64_t worth,
                          int64_t launches) {
   hcp__wide time = guess - (hcp__wide)launches * p->cost->launch;
@@ -112,7 +112,7 @@ static hcp__wide most_of(const hcp__problem *p, int64_t guess, int64_t rate, int
 
 /* Launches are whole: a rank that pays few holds few tokens, one that pays many
  * has little time. Either may be enough, so three counts are looked at: one, and
- * both beside that at which rows and time run out together. */
+ * both next to that at which rows and time run out together. */
 static int launches_refute(const hcp__problem *p, int64_t guess, int64_t rate) {
   static const int64_t worths[] = {1, 2, 4, 16};
   /* Division of 128 bits would call for more than libc. */

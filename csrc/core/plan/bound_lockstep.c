@@ -75,7 +75,7 @@ static int64_t rate_of(int64_t area, int64_t length) {
 }
 
 /* Rates become at least those after them, so that what some rows hold at these rates
- * is never less than what they can; then sums. after: the rate behind the last. */
+ * is never less than what they can; then sums. after: the rate that follows the last. */
 static void sum_up(dense *kinds, int32_t count, int64_t after) {
   for (int32_t k = count - 1; k >= 0; k--) {
     if (kinds[k].rate < after) kinds[k].rate = after;

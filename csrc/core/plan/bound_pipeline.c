@@ -23,7 +23,7 @@
  * T / reach(M); and some rank has at least its share of all work, so that T is
  * that and M launches. The M that gives the least is a bound.
  *
- * One of them that takes t, with P before it and S behind, makes that
+ * One of them that takes t, with P before it and S after it, makes that
  *
  *   T + max(0, (p - 1) / 3 t - 2 / 3 P) + max(0, 2 (p - 1) / 3 t - 1 / 3 S),
  *

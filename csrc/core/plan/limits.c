@@ -26,7 +26,56 @@ int64_t hcp__scaled(int64_t a, int64_t b, int64_t c) {
   return scaled_slowly((uint64_t)a, (uint64_t)b, (uint64_t)c);
 }
 
+const char *hcp_sync_name(hcp_sync sync) {
+  static const char *const names[] = {
+#define HCP_SYNC_NAME(name, text) text,
+      HCP_SYNCS(HCP_SYNC_NAME)
+#undef HCP_SYNC_NAME
+  };
+  return sync < HCP_SYNC_COUNT ? names[sync] : NULL;
+}
+
 /* ---- checks ---- */
+
+static hcp_status check_ranks_and_rows(const hcp_limits *limits, hcp_error *err) {
+  if (limits->ranks < 1)
+    return hcp__fail(err, HCP_INVALID, "ranks is %d, expected >= 1", limits->ranks);
+  if (limits->ranks > HCP__RANKS_MAX)
+    return hcp__fail(err, HCP_INVALID, "ranks is %d, expected <= %d", limits->ranks,
+                     HCP__RANKS_MAX);
+  if (limits->min_degree < 1 || limits->min_degree > limits->ranks)
+    return hcp__fail(err, HCP_INVALID, "min_degree is %d, expected 1 to ranks (%d)",
+                     limits->min_degree, limits->ranks);
+  if (limits->max_degree < limits->min_degree || limits->max_degree > limits->ranks)
+    return hcp__fail(err, HCP_INVALID, "max_degree is %d, expected min_degree (%d) to ranks (%d)",
+                     limits->max_degree, limits->min_degree, limits->ranks);
+  /* Local row counts travel as 32-bit cu_seqlens. */
+  if (limits->max_tokens_per_rank < 1 || limits->max_tokens_per_rank > INT32_MAX)
+    return hcp__fail(err, HCP_INVALID, "max_tokens_per_rank is %lld, expected 1 to 2^31 - 1",
+                     (long long)limits->max_tokens_per_rank);
+  return HCP_OK;
+}
+
+static hcp_status check_placing(const hcp_limits *limits, hcp_error *err) {
+  int32_t node = limits->ranks_per_node;
+  if (limits->alignment < 0 || limits->alignment > limits->max_tokens_per_rank)
+    return hcp__fail(err, HCP_INVALID,
+                     "alignment is %d, expected 0 (none) to max_tokens_per_rank (%lld)",
+                     limits->alignment, (long long)limits->max_tokens_per_rank);
+  if (node < 0) return hcp__fail(err, HCP_INVALID, "ranks_per_node is %d, expected >= 0", node);
+  if (limits->pow2 && node > 0 && (node & (node - 1)) != 0)
+    return hcp__fail(err, HCP_INVALID,
+                     "ranks_per_node is %d, expected a power of two as degrees are", node);
+  if (hcp_sync_name(limits->sync) == NULL)
+    return hcp__fail(err, HCP_INVALID, "sync is %d, expected 0 to %d", (int)limits->sync,
+                     HCP_SYNC_COUNT - 1);
+  return HCP_OK;
+}
+
+hcp_status hcp__domain_check(const hcp_limits *limits, hcp_error *err) {
+  hcp_status status = check_ranks_and_rows(limits, err);
+  return status == HCP_OK ? check_placing(limits, err) : status;
+}
 
 hcp_status hcp__pipeline_check(const hcp_pipeline *pipeline, hcp_error *err) {
   int32_t stages = pipeline->stages, chunks = pipeline->virtual_stages;

@@ -126,7 +126,7 @@ typedef struct ordering {
   const hcp__draft *draft;
   const hcp__problem *p;
   int64_t *times;  /* as hcp__pipeline_times gives them */
-  int32_t count;   /* micro-batches that have groups: empty ones stay behind them */
+  int32_t count;   /* micro-batches that have groups: empty ones stay after them */
   int32_t *order;  /* places to micro-batches */
   int32_t *latest; /* tried */
   int64_t makespan;
@@ -167,7 +167,7 @@ static int64_t slowest_of(const ordering *o, int32_t m) {
 /* Shortest first, each to the end whose ramp it makes less long: what
  * bound_pipeline.c calls front and back. */
 static hcp_status start_with_ramps(ordering *o, hcp_error *err) {
-  int64_t stages = o->p->limits->pipeline.stages, before = 0, behind = 0;
+  int64_t stages = o->p->limits->pipeline.stages, before = 0, after = 0;
   int32_t first = 0, last = o->count - 1;
   height *heights = malloc(((size_t)o->count + 1) * sizeof *heights);
   if (heights == NULL)
@@ -176,12 +176,12 @@ static hcp_status start_with_ramps(ordering *o, hcp_error *err) {
   qsort(heights, (size_t)o->count, sizeof *heights, by_time);
   for (int32_t i = 0; i < o->count; i++) {
     int64_t time = heights[i].time / 4 / stages; /* so that nothing overflows */
-    if ((stages - 1) * time - 2 * before <= 2 * (stages - 1) * time - behind) {
+    if ((stages - 1) * time - 2 * before <= 2 * (stages - 1) * time - after) {
       o->latest[first++] = heights[i].micro_batch;
       before += time;
     } else {
       o->latest[last--] = heights[i].micro_batch;
-      behind += time;
+      after += time;
     }
   }
   free(heights);

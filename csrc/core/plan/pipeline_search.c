@@ -5,7 +5,7 @@
  * larger than those before it, or stages wait for it (bound_pipeline.c). So
  * shapes, that is counts of micro-batches and ramps, are first simulated as if
  * work could be cut at will; waves of the most promising ones are then planned,
- * and the plan that the search found beside them is kept when it is better. */
+ * and the plan that the search found without them is kept when it is better. */
 #include <stdlib.h>
 
 #include "plan.h"

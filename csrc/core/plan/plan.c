@@ -6,41 +6,6 @@
 
 /* ---- checks ---- */
 
-static hcp_status check_limits(const hcp_limits *limits, hcp_error *err) {
-  if (limits->ranks < 1)
-    return hcp__fail(err, HCP_INVALID, "ranks is %d, expected >= 1", limits->ranks);
-  if (limits->ranks > HCP__RANKS_MAX)
-    return hcp__fail(err, HCP_INVALID, "ranks is %d, expected <= %d", limits->ranks,
-                     HCP__RANKS_MAX);
-  if (limits->min_degree < 1 || limits->min_degree > limits->ranks)
-    return hcp__fail(err, HCP_INVALID, "min_degree is %d, expected 1 to ranks (%d)",
-                     limits->min_degree, limits->ranks);
-  if (limits->max_degree < limits->min_degree || limits->max_degree > limits->ranks)
-    return hcp__fail(err, HCP_INVALID, "max_degree is %d, expected min_degree (%d) to ranks (%d)",
-                     limits->max_degree, limits->min_degree, limits->ranks);
-  /* Local row counts travel as 32-bit cu_seqlens. */
-  if (limits->max_tokens_per_rank < 1 || limits->max_tokens_per_rank > INT32_MAX)
-    return hcp__fail(err, HCP_INVALID, "max_tokens_per_rank is %lld, expected 1 to 2^31 - 1",
-                     (long long)limits->max_tokens_per_rank);
-  return HCP_OK;
-}
-
-static hcp_status check_extras(const hcp_limits *limits, hcp_error *err) {
-  int32_t node = limits->ranks_per_node;
-  if (limits->alignment < 0 || limits->alignment > limits->max_tokens_per_rank)
-    return hcp__fail(err, HCP_INVALID,
-                     "alignment is %d, expected 0 (none) to max_tokens_per_rank (%lld)",
-                     limits->alignment, (long long)limits->max_tokens_per_rank);
-  if (node < 0) return hcp__fail(err, HCP_INVALID, "ranks_per_node is %d, expected >= 0", node);
-  if (limits->pow2 && node > 0 && (node & (node - 1)) != 0)
-    return hcp__fail(err, HCP_INVALID,
-                     "ranks_per_node is %d, expected a power of two as degrees are", node);
-  if (hcp_sync_name(limits->sync) == NULL)
-    return hcp__fail(err, HCP_INVALID, "sync is %d, expected 0 to %d", (int)limits->sync,
-                     HCP_SYNC_COUNT - 1);
-  return HCP_OK;
-}
-
 static hcp_status check_lengths(const int64_t *lengths, int32_t n, hcp_error *err) {
   for (int32_t i = 0; i < n; i++)
     if (lengths[i] < 1 || lengths[i] > HCP__LENGTH_MAX)
@@ -200,7 +165,7 @@ static size_t bytes_if(const int32_t *values, int32_t n) {
   return values == NULL ? 0 : (size_t)n * sizeof *values;
 }
 
-/* What the limits have beside numbers. */
+/* The lists among the limits. */
 static uint64_t mix_lists(uint64_t sum, const hcp_limits *limits, int32_t n) {
 #define MIX(name, count) sum = mix(sum, limits->name, bytes_if(limits->name, count));
   HCP_LIMIT_LISTS(MIX)
@@ -252,7 +217,7 @@ static const hcp_times *copy_times(void *memory, const hcp_times *times) {
   return made;
 }
 
-/* A list of the limits at *at, which moves behind it; NULL stays NULL. */
+/* A list of the limits at *at, which moves past it; NULL stays NULL. */
 static const int32_t *copy_list(int32_t **at, const int32_t *values, int32_t n) {
   if (values == NULL) return NULL;
   int32_t *made = *at;
@@ -328,8 +293,7 @@ static hcp_status create(const hcp__draft *draft, const hcp__problem *p, hcp_pla
 static hcp_status prepare(const int64_t *lengths, int32_t n, const hcp_limits *limits,
                           const hcp_cost *cost, hcp__problem *problem, hcp_error *err) {
   if (n < 0) return hcp__fail(err, HCP_INVALID, "n is %d, expected >= 0", n);
-  hcp_status status = check_limits(limits, err);
-  if (status == HCP_OK) status = check_extras(limits, err);
+  hcp_status status = hcp__domain_check(limits, err);
   if (status == HCP_OK) status = hcp__cost_check(cost, err);
   if (status == HCP_OK) status = hcp__limits_check(limits, n, err);
   if (status == HCP_OK) status = check_lengths(lengths, n, err);
@@ -393,15 +357,6 @@ hcp_status hcp_plan_create_from(const int64_t *lengths, int32_t n, const hcp_lim
 fail_seen:
   hcp__problem_release(&problem);
   return status;
-}
-
-const char *hcp_sync_name(hcp_sync sync) {
-  static const char *const names[] = {
-#define HCP_SYNC_NAME(name, text) text,
-      HCP_SYNCS(HCP_SYNC_NAME)
-#undef HCP_SYNC_NAME
-  };
-  return sync < HCP_SYNC_COUNT ? names[sync] : NULL;
 }
 
 void hcp_plan_destroy(hcp_plan *plan) { free(plan); }

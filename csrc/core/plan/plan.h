@@ -56,8 +56,10 @@
  * exact or INT64_MAX. */
 int64_t hcp__scaled(int64_t a, int64_t b, int64_t c);
 
+/* Check the limits of the domain, those of a pipeline, and then all that are left, for n
+ * sequences: hcp__limits_check includes hcp__pipeline_check. */
+hcp_status hcp__domain_check(const hcp_limits *limits, hcp_error *err);
 hcp_status hcp__pipeline_check(const hcp_pipeline *pipeline, hcp_error *err);
-/* Checks what hcp_limits has beyond degrees and rows, for n sequences. */
 hcp_status hcp__limits_check(const hcp_limits *limits, int32_t n, hcp_error *err);
 
 /* Rows that one rank may hold when they are padded to whole alignments. */
