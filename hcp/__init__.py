@@ -4,6 +4,7 @@ lengths -> plan -> layout -> dispatch -> attention -> combine -> loss
 groups  -> rebind -> evaluate -> restore
 """
 
+from hcp._version import __version__ as __version__
 from hcp.attention.comm_types import COMM_TYPES, CommChoice
 from hcp.attention.rotary import Rotary
 from hcp.errors import HcpError
@@ -80,5 +81,3 @@ __all__ = [
     "register_derived",
     "register_rebind",
 ]
-
-__version__ = "0.1.0"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ranks import RankError, run_ranks, try_ranks
 
 import hcp
-from hcp.step.handler import _whole_cu_seqlens
+from hcp.exchange.layout import whole_cu_seqlens
 
 
 def all_handlers(groups: Any, lengths: Any, capacity: int = 24, **plan: Any) -> list[Any]:
@@ -549,7 +549,7 @@ def test_more_tokens_in_a_group_than_int32_boundaries_can_name_are_refused(over:
     ((group,),) = plan.micro_batches
     assert len(group.sequences) == 2
     if over == 0:
-        assert _whole_cu_seqlens(hcp.Layout(plan, 0, 3)).tolist() == [0, 2**30, 2**31 - 1]
+        assert whole_cu_seqlens(hcp.Layout(plan, 0, 3)).tolist() == [0, 2**30, 2**31 - 1]
         return
     transport = SimpleNamespace(rank=3, device=torch.device("cpu"))
     with pytest.raises(ValueError, match=r"rank 3 has 2,147,483,648 tokens, expected <= 2,147,4"):

@@ -13,7 +13,8 @@ import hcp
 ROOT = Path(__file__).resolve().parents[1]
 # A source distribution holds the tests without the workflows.
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT, SETUPTOOLS = PYPROJECT["project"], PYPROJECT["tool"]["setuptools"]
 MAKEFILE = (ROOT / "Makefile").read_text()
 
 
@@ -67,10 +68,15 @@ def test_the_matrix_starts_at_the_oldest_versions_and_ends_at_the_default_torch(
     assert set(re.findall(r"torch==(\d[\d.]*)", text)) <= {torch[0], torch[-1]}
 
 
-def test_every_version_of_hcp_is_the_same() -> None:
+def test_pyproject_reads_the_version_where_hcp_has_it() -> None:
+    assert "version" in PROJECT["dynamic"]
+    assert SETUPTOOLS["dynamic"]["version"] == {"attr": "hcp._version.__version__"}
+
+
+def test_the_citation_has_the_version_of_hcp() -> None:
     path = ROOT / "CITATION.cff"
     if not path.exists():
         pytest.skip("no CITATION.cff here")
     cited = re.search(r"^version: (\S+)$", path.read_text(), re.MULTILINE)
     assert cited
-    assert cited[1] == PROJECT["version"] == hcp.__version__
+    assert cited[1] == hcp.__version__

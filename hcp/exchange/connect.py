@@ -8,7 +8,6 @@ import itertools
 import json
 import logging
 import platform
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hcp import _core
+from hcp._version import __version__
 from hcp.errors import HcpError
 from hcp.exchange.nccl import NcclTransport
 from hcp.exchange.peer import BUFFER_BYTES, PeerTransport
@@ -103,8 +103,7 @@ def _build() -> dict[str, str]:
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
-    version = sys.modules["hcp"].__version__
-    return {"version": version, "core": _core.CORE_HASH, "Python": digest.hexdigest()[:16]}
+    return {"version": __version__, "core": _core.CORE_HASH, "Python": digest.hexdigest()[:16]}
 
 
 def _boot() -> str:

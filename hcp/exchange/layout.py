@@ -83,3 +83,41 @@ def halo_rows(layout: Layout, before: int) -> Tensor:
     )
     halos = before * torch.tensor([*range(1, spans + 1), spans], device="cpu")
     return torch.arange(layout.rows, device="cpu") + halos.repeat_interleave(sizes)
+
+
+def ranks_with_rows(layout: Layout) -> list[int]:
+    """The ranks of the group that have rows."""
+    group = range(layout.first_rank, layout.first_rank + layout.degree)
+    return [rank for rank in group if Layout(layout.plan, layout.micro_batch, rank).rows]
+
+
+# ---- whole sequences -----------------------------------------------------------------------------
+#
+# The group's sequences, whole and end to end, then the padding of each of its ranks.
+
+
+def whole_cu_seqlens(layout: Layout) -> Tensor:
+    """int32, as attention kernels take it: tokens of each sequence, then of each rank's padding,
+    summed."""
+    padding = [rows for rows in layout.paddings if rows > 0]
+    lengths = torch.tensor([0, *layout.lengths, *padding], dtype=torch.int64, device="cpu")
+    total, most = int(lengths.sum()), torch.iinfo(torch.int32).max
+    if total > most:
+        raise ValueError(
+            f"micro-batch {layout.micro_batch}: the group of rank {layout.rank} has {total:,} "
+            f"tokens, expected <= {most:,}, what int32 boundaries of sequences can name: lower "
+            "max_tokens_per_rank or the degree"
+        )
+    return lengths.cumsum(0).int()
+
+
+def rows_in_whole(layout: Layout) -> Tensor:
+    """int64 (T,): where each of this rank's rows lies in the whole sequences."""
+    lengths = layout.cu_seqlens.diff()
+    starts = whole_cu_seqlens(layout)[: len(lengths)].repeat_interleave(lengths)
+    rows = starts + layout.positions[: len(starts)]
+    if not layout.padding:
+        return rows
+    place = layout.rank - layout.first_rank
+    first = sum(layout.lengths) + sum(layout.paddings[:place])
+    return torch.cat((rows, torch.arange(first, first + layout.padding, device="cpu")))

@@ -30,6 +30,24 @@ def move_rows(
     return _as_given(rows, x, dtype)
 
 
+def check_rows(
+    x: Tensor, rows: int, device: torch.device, dtype: torch.dtype | None = None
+) -> None:
+    """Raise ValueError unless x (rows, ...) can be moved, and cast to ``dtype`` on the way."""
+    if x.dim() == 0 or x.shape[0] != rows:
+        raise ValueError(f"x has shape {tuple(x.shape)}, expected {rows} rows")
+    if x.device.type != device.type:
+        raise ValueError(f"x is on {x.device}, expected {device}")
+    if dtype in (None, x.dtype):
+        return
+    for what, given in (("x", x.dtype), ("dtype", dtype)):
+        if given not in ops.FLOATS:
+            raise ValueError(
+                f"{what} is {given}, expected one of {ops.FLOATS} where {x.dtype} is cast "
+                f"to {dtype} on the way: use .to() instead of dtype="
+            )
+
+
 class _MoveRows(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""The place of a Megatron-style layer's core attention: whatever stands there, under any degree.
+"""A Megatron-style layer's core attention, whichever module it is, under any degree.
 
 T rows on this rank, S tokens of its group's sequences, end to end, H query heads, G key-value
 heads, D head size, E head size of values.
@@ -9,21 +9,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hcp.attention import qkv_format as formats
 from hcp.attention.checks import check_heads
+from hcp.exchange.calls import Calls
+from hcp.megatron_style.handler import Handler
 from hcp.megatron_style.packed import check_group, packed_seq_params, whole_params
-
-if TYPE_CHECKING:
-    from hcp.step.handler import ContextParallelHandler
 
 
 class CoreAttention(torch.nn.Module):
-    """hcp's own attention as a module, called as Megatron calls its core attention.
+    """hcp's own attention as a module, which is called as Megatron calls its core attention.
 
     The options are those of :meth:`hcp.ContextParallelHandler.attention`. ``sinks``: a parameter
     of one logit per head.
@@ -63,7 +62,7 @@ class CoreAttention(torch.nn.Module):
 
         Shapes, arguments and errors: :meth:`hcp.ContextParallelHandler.core_attn`.
         """
-        cp: ContextParallelHandler | None = getattr(packed_seq_params, "cp_handler", None)
+        cp: Handler | None = getattr(packed_seq_params, "cp_handler", None)
         if cp is None:
             raise ValueError(
                 f"packed_seq_params is {type(packed_seq_params).__name__} without a handler, "
@@ -81,7 +80,8 @@ class CoreAttention(torch.nn.Module):
 
 
 def core_attn(
-    cp: ContextParallelHandler,
+    cp: Handler,
+    calls: Calls,
     attn_mod: Any,
     query: Tensor,
     key: Tensor,
@@ -93,20 +93,21 @@ def core_attn(
     comm_type: str | None,
     default_comm_type: str,
 ) -> Tensor:
-    """See :meth:`hcp.ContextParallelHandler.core_attn`. ``given``: what a module gets as it is."""
+    """See :meth:`hcp.ContextParallelHandler.core_attn`. ``given``: arguments that a module gets
+    unchanged."""
     qkv_format = "sbhd" if query.dim() == 4 else "thd"
     batch = query.shape[1] if query.dim() == 4 else 0
     if attn_mod is None or isinstance(attn_mod, CoreAttention):
-        with cp._checking("core_attn"):
+        with calls.checking("core_attn"):
             rows = [formats.to_rows(cp.layout, x, qkv_format) for x in (query, key, value)]
             options = _own(attn_mod, given, qkv_format, comm_type)
         out: Tensor = cp.attention(*rows, **options)
         return formats.from_rows(out, batch, qkv_format).flatten(-2)
     if not hasattr(attn_mod, "set_context_parallel_group"):
-        return _whole(cp, attn_mod, query, key, value, given, qkv_format, packed_class)
-    with _lent(cp, attn_mod, cp_group, comm_type or default_comm_type):
+        return _whole(cp, calls, attn_mod, query, key, value, given, qkv_format, packed_class)
+    with _lent(cp, calls, attn_mod, cp_group, comm_type or default_comm_type):
         if cp.degree == 0:
-            return _whole(cp, attn_mod, query, key, value, given, qkv_format, packed_class)
+            return _whole(cp, calls, attn_mod, query, key, value, given, qkv_format, packed_class)
         if qkv_format == "thd":
             given["packed_seq_params"] = packed_seq_params(cp, packed_class, cp_group)
         given_out: Tensor = attn_mod(query, key, value, **given)
@@ -122,7 +123,7 @@ def _own(
     qkv_format: str,
     comm_type: str | None,
 ) -> dict[str, Any]:
-    """The options of its attention."""
+    """The options of hcp's own attention."""
     options = attn_mod or CoreAttention()
     if given["attention_bias"] is not None:
         raise ValueError("attention_bias is given, expected None: hcp's attention adds none")
@@ -150,8 +151,8 @@ _CAUSAL = {"causal": True, "padding_causal": True, "no_mask": False, "padding": 
 
 
 def _is_causal(attn_mask_type: Any, default: bool, qkv_format: str) -> bool:
-    """What Megatron's AttnMaskType, or its name, says. The sequences' ends are the plan's, so that
-    a mask itself is not read."""
+    """Read Megatron's AttnMaskType, or its name. No mask is read: the plan knows the sequences'
+    ends."""
     if attn_mask_type is None:
         return default
     name = getattr(attn_mask_type, "name", attn_mask_type)
@@ -171,12 +172,12 @@ _LENT = ("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type")
 
 @contextmanager
 def _lent(
-    cp: ContextParallelHandler, attn_mod: Any, cp_group: Any, comm_type: str
+    cp: Handler, calls: Calls, attn_mod: Any, cp_group: Any, comm_type: str
 ) -> Iterator[None]:
-    """The plan's group on a module for one call, as Transformer Engine's are told of theirs; what
-    it held before comes back, whatever happens."""
+    """Set the plan's group on a module for one call, as Transformer Engine's modules are told of
+    theirs. The module gets back what it held before, whatever happens."""
     if cp.degree > 1:
-        with cp._checking("core_attn"):
+        with calls.checking("core_attn"):
             _check_lent(cp, cp_group)
         to_lend: tuple[Any, ...] = (cp_group, cp.global_ranks, _stream(cp, attn_mod), comm_type)
     else:
@@ -189,7 +190,7 @@ def _lent(
         attn_mod.set_context_parallel_group(*before)
 
 
-def _check_lent(cp: ContextParallelHandler, cp_group: Any) -> None:
+def _check_lent(cp: Handler, cp_group: Any) -> None:
     if cp_group is None:
         raise ValueError(
             f"cp_group is None, expected the process group of the {cp.degree} ranks from "
@@ -206,7 +207,7 @@ def _check_lent(cp: ContextParallelHandler, cp_group: Any) -> None:
         )
 
 
-def _stream(cp: ContextParallelHandler, attn_mod: Any) -> Any:
+def _stream(cp: Handler, attn_mod: Any) -> Any:
     if cp.device.type != "cuda":
         return None
     own = getattr(attn_mod, "cp_stream", None)
@@ -222,7 +223,8 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
 
 
 def _whole(
-    cp: ContextParallelHandler,
+    cp: Handler,
+    calls: Calls,
     attn_mod: Any,
     query: Tensor,
     key: Tensor,
@@ -231,7 +233,7 @@ def _whole(
     qkv_format: str,
     packed_class: Any,
 ) -> Tensor:
-    with cp._checking("core_attn"):
+    with calls.checking("core_attn"):
         check_heads(query, key, value)
         batch = query.shape[1] if qkv_format == "sbhd" else 1
         query, key, value = (formats.to_rows(cp.layout, x, qkv_format) for x in (query, key, value))
@@ -264,7 +266,7 @@ def _whole(
     return formats.from_rows(out, batch, qkv_format).flatten(-2)
 
 
-def _share(cp: ContextParallelHandler, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+def _share(cp: Handler, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
     """Queries, keys and values of whole sequences and this rank's heads, in one exchange.
 
     Heads travel in units of equal shape: one for each rank where the query heads are divisible,

@@ -9,18 +9,17 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from hcp.step.handler import ContextParallelHandler
+from hcp.megatron_style.handler import Handler
 
 
 @dataclass
 class PackedSeqParams:
-    """What Megatron-Core's class of this name says of a packed micro-batch, by the same names."""
+    """A packed micro-batch, described by the field names of Megatron-Core's class of this name."""
 
     qkv_format: str = "thd"
     """How rows lie: "thd", packed."""
@@ -57,23 +56,24 @@ class PackedSeqParams:
     pad_between_seqs: bool = False
     """Whether rows of padding lie between sequences: never."""
 
-    cp_handler: ContextParallelHandler | None = None
-    """The handler itself: what layers of a Megatron-style model receive it by."""
+    cp_handler: Handler | None = None
+    """The handler, a :class:`hcp.ContextParallelHandler`: layers of a Megatron-style model receive
+    it here."""
 
 
-def packed_seq_params(cp: ContextParallelHandler, cls: Any, cp_group: Any) -> Any:
+def packed_seq_params(cp: Handler, cls: Any, cp_group: Any) -> Any:
     """See :meth:`hcp.ContextParallelHandler.packed_seq_params`."""
     if cp_group is not None:
         check_group(cp, cp_group)
     return _params(cp, cls, max(cp.degree, 1), cp_group, cp)
 
 
-def whole_params(cp: ContextParallelHandler, cls: Any) -> Any:
-    """The same sequences for a layer that sees them whole, and knows of no context parallelism."""
+def whole_params(cp: Handler, cls: Any) -> Any:
+    """Describe the same sequences to a layer that sees them whole, without context parallelism."""
     return _params(cp, cls, 1, None, None)
 
 
-def _params(cp: ContextParallelHandler, cls: Any, cp_size: int, cp_group: Any, handler: Any) -> Any:
+def _params(cp: Handler, cls: Any, cp_size: int, cp_group: Any, handler: Any) -> Any:
     bounds, longest = cp.whole_cu_seqlens, max(cp.max_seqlen, *cp.layout.paddings, 0)
     said = PackedSeqParams(
         "thd", bounds, bounds, bounds, bounds, longest, longest, cp_size, cp_group
@@ -89,7 +89,7 @@ def _params(cp: ContextParallelHandler, cls: Any, cp_size: int, cp_group: Any, h
     return params
 
 
-def check_group(cp: ContextParallelHandler, cp_group: Any) -> None:
+def check_group(cp: Handler, cp_group: Any) -> None:
     """Raise ValueError unless a process group, or one per level, innermost first, is of as many
     ranks as compute this rank's sequences, and this rank has its place there."""
     levels = cp_group if isinstance(cp_group, (list, tuple)) else [cp_group]
@@ -111,10 +111,8 @@ def check_group(cp: ContextParallelHandler, cp_group: Any) -> None:
 _OF_ALL_RANKS = ("cu_seqlens", "max_seqlen")
 
 
-def get_batch_on_this_cp_rank(
-    batch: Mapping[str, Any], cp_handler: ContextParallelHandler
-) -> dict[str, Any]:
-    """This rank's rows of a batch that every rank of the group has whole; nothing travels.
+def get_batch_on_this_cp_rank(batch: Mapping[str, Any], cp_handler: Handler) -> dict[str, Any]:
+    """Take this rank's rows of a batch that every rank of the group has whole. Nothing travels.
 
     Megatron's function of this name, for any degree and any lengths. ``batch``: tensors by name,
     the whole sequences of the micro-batch in the order of ``cp_handler.layout.sequences``: packed,
@@ -140,9 +138,11 @@ def get_thd_batch_on_this_cp_rank(
     cp_size: int | None = None,
     cp_rank: int | None = None,
     *,
-    cp_handler: ContextParallelHandler,
+    cp_handler: Handler,
 ) -> tuple[dict[str, Any], PackedSeqParams]:
-    """This rank's rows of a packed batch, and its parameters: Megatron's function of this name.
+    """Take this rank's rows of a packed batch, and its parameters.
+
+    Megatron has a function of this name.
 
     ``batch``: as in :func:`get_batch_on_this_cp_rank`. The handler knows the rest; what is given
     all the same has to agree with it: ``cu_seqlens`` and ``cu_seqlens_padded`` with its lengths
@@ -170,7 +170,7 @@ def _expect(name: str, given: Any, own: Any) -> None:
         raise ValueError(f"{name} {given}, expected {own}, as cp_handler has it")
 
 
-def _on_this_rank(name: str, value: Any, cp: ContextParallelHandler) -> Any:
+def _on_this_rank(name: str, value: Any, cp: Handler) -> Any:
     if not isinstance(value, Tensor) or value.dim() == 0 or name.startswith(_OF_ALL_RANKS):
         return value
     sequences, tokens = len(cp.layout.lengths), sum(cp.layout.lengths)
@@ -200,8 +200,8 @@ def _on_this_rank(name: str, value: Any, cp: ContextParallelHandler) -> Any:
     return _rows_of(value, cp)
 
 
-def _rows_of(value: Tensor, cp: ContextParallelHandler) -> Tensor:
-    """value (S, ...) of the whole sequences to this rank's (T, ...), zeros in padding."""
+def _rows_of(value: Tensor, cp: Handler) -> Tensor:
+    """Take this rank's rows (T, ...) of the whole sequences (S, ...), with zeros in padding."""
     rows, real = cp.rows_in_whole.to(value.device), cp.rows - cp.layout.padding
     own = value[rows[:real]]
     if real == cp.rows:
@@ -209,7 +209,7 @@ def _rows_of(value: Tensor, cp: ContextParallelHandler) -> Tensor:
     return torch.cat((own, own.new_zeros(cp.rows - real, *own.shape[1:])))
 
 
-def _mask_of_this_rank(mask: Tensor, cp: ContextParallelHandler) -> Tensor:
+def _mask_of_this_rank(mask: Tensor, cp: Handler) -> Tensor:
     lengths, queries = cp.layout.lengths, mask.shape[2] if mask.dim() == 4 else -1
     if cp.degree == 0 and queries >= 0:
         return mask[:, :, :0]

@@ -24,6 +24,7 @@ from hcp.exchange.tables import Route
 from hcp.exchange.transport import Transport, rows_of
 from hcp.planning.plan import Plan
 from hcp.step.handler import ContextParallelHandler
+from hcp.step.loss import LossTokens
 
 Sample = Mapping[str, Tensor]
 """Tensors of one sequence, (tokens, ...) each, by name."""
@@ -343,6 +344,7 @@ def dispatch(
     sizes = hierarchical_context_parallel_sizes
     comm_types = handler_cls.comm_types if comm_types is None else comm_types
     handlers: list[ContextParallelHandler] = []
+    loss_tokens = LossTokens()
     step = next(transport.steps)
 
     def prepare() -> bytes:
@@ -358,6 +360,7 @@ def dispatch(
                 window_sizes=window_sizes,
                 heads=heads,
                 sources=sources,
+                loss_tokens=loss_tokens,
                 step=step,
                 stamp_call_sites=stamp_call_sites,
             )
@@ -365,9 +368,7 @@ def dispatch(
         )
         return message
 
-    announcements = [
-        json.loads(message) for message in _share(transport, prepare, "hcp.step.dispatch")
-    ]
+    announcements = [json.loads(message) for message in _share(transport, prepare, "hcp.dispatch")]
     same = "give every rank the same lengths, limits, cost and sources"
     again = "call hcp.dispatch as often on every rank"
     _require_same(announcements, "step", transport.rank, again)
@@ -380,11 +381,9 @@ def dispatch(
         announcements, "fields", transport.rank, "load the same fields on every rank"
     )
     counts = [a["loss_tokens"] for a in announcements if a["loss_tokens"] is not None]
-    loss_tokens = float(sum(counts)) if counts else None
+    loss_tokens.set(float(sum(counts)) if counts else None)
     fields = [_Field(*field) for field in described or []]
-    for cp in handlers:
-        cp._tell_loss_tokens(loss_tokens)
-    stamp = Stamp(Kind("hcp.step.dispatch", plan=f"{plan.checksum:016x}", step=step))
+    stamp = Stamp(Kind("hcp.dispatch", plan=f"{plan.checksum:016x}", step=step))
     values = _move(plan, samples, sources, transport, fields, stamp)
     ends = list(itertools.accumulate((cp.rows for cp in handlers), initial=0))
     batches = [
@@ -394,7 +393,7 @@ def dispatch(
         )
         for start, end in itertools.pairwise(ends)
     ]
-    return Step(plan, list(zip(handlers, batches, strict=True)), loss_tokens)
+    return Step(plan, list(zip(handlers, batches, strict=True)), loss_tokens.count)
 
 
 def _move(

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
-from types import FrameType
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from hcp import ops
 from hcp._this_process import OfThisProcess
-from hcp._validate import expect_size, plain
+from hcp._validate import plain
 from hcp.attention import comm_types as comm
 from hcp.attention import cross, kernels, operator
 from hcp.attention import head_exchange as heads
@@ -25,18 +19,25 @@ from hcp.attention import qkv_format as formats
 from hcp.attention import rotary as rope
 from hcp.attention.checks import as_autocast, check_options, scale_of, window_of
 from hcp.attention.prepared import Prepared, prepared_of
-from hcp.exchange.agreement import (
-    Kind,
-    LayerName,
-    Moves,
-    Refusal,
-    Stamp,
-    agree_once,
-    refuse_transforms,
-    rows_like,
+from hcp.exchange.agreement import LayerName, Moves, Stamp, refuse_transforms
+from hcp.exchange.calls import Calls, call_site
+from hcp.exchange.layout import (
+    Layout,
+    halo_rows,
+    ranks_with_rows,
+    rows_in_whole,
+    rows_may_vary,
+    whole_cu_seqlens,
 )
-from hcp.exchange.layout import Layout, halo_rows, rows_may_vary
-from hcp.exchange.move import AllPairs, copy_rows_of, move_rows, sum_by_sequence, sum_over
+from hcp.exchange.move import (
+    AllPairs,
+    check_rows,
+    copy_rows_of,
+    move_rows,
+    sum_by_sequence,
+    sum_over,
+)
+from hcp.exchange.routes import Routes
 from hcp.exchange.tables import (
     Origin,
     Route,
@@ -46,9 +47,7 @@ from hcp.exchange.transport import Transport
 from hcp.megatron_style import core_attention as core_attn
 from hcp.megatron_style import packed
 from hcp.planning.plan import Plan
-from hcp.step import loss
-
-_T = TypeVar("_T")
+from hcp.step.loss import GRAD_REDUCE, LossTokens, check_losses, masked_sum, mean_loss
 
 
 class ContextParallelHandler(OfThisProcess):
@@ -81,7 +80,7 @@ class ContextParallelHandler(OfThisProcess):
         window_sizes: Sequence[tuple[int, int]] = (),
         heads: Sequence[tuple[int, int]] = (),
         sources: Sequence[int] | None = None,
-        loss_tokens: float | None = None,
+        loss_tokens: float | LossTokens | None = None,
         step: int = 0,
         stamp_call_sites: bool = False,
     ) -> None:
@@ -91,8 +90,8 @@ class ContextParallelHandler(OfThisProcess):
         ``window_sizes``: sliding windows that compiled layers will name, and ``heads``: (query
         heads, key-value heads) of compiled layers under "a2a+p2p" or "auto"; others are prepared
         when they are first used. ``sources``: the rank that loaded each sequence, for dispatch and
-        combine. ``loss_tokens``: of the whole batch, for the loss; hcp.dispatch tells it
-        afterwards. ``step``: the number of the step, the same on all ranks, which compare it in
+        combine. ``loss_tokens``: of the whole batch, for the loss. Handlers of one batch may share
+        LossTokens. ``step``: the number of the step, the same on all ranks, which compare it in
         every exchange. ``stamp_call_sites``: also compare where in the trainer's source each call
         is made, for finding ranks that make calls of one kind in different orders."""
         layout = Layout(plan, micro_batch, transport.rank)
@@ -101,9 +100,9 @@ class ContextParallelHandler(OfThisProcess):
         self.micro_batch = micro_batch
         self._origin = Origin(plan.checksum, step, micro_batch)
         self._stamp_call_sites = stamp_call_sites
-        self._kinds: dict[tuple[object, ...], Kind] = {}
-        # Of the calls that the group makes, and of those that the whole domain makes.
-        self._group_numbers, self._domain_numbers = itertools.count(1), itertools.count(1)
+        group = range(layout.first_rank, layout.first_rank + layout.degree)
+        self._calls = Calls(transport, self._origin, group)
+        self._group_numbers = self._calls.numbers
         self.rows = layout.rows
         """Rows of this rank, T. May be 0."""
         self.degree = layout.degree
@@ -112,14 +111,15 @@ class ContextParallelHandler(OfThisProcess):
         """int32 (sequences + 1,): local rows of each sequence, summed."""
         self.position_ids = rows_may_vary(layout.positions.to(transport.device, non_blocking=True))
         """int64 (T,): each row's place in its sequence; 0 in padding."""
-        self.whole_cu_seqlens = _whole_cu_seqlens(layout).to(transport.device)
+        self.whole_cu_seqlens = whole_cu_seqlens(layout).to(transport.device)
         """int32 (sequences + 1,): tokens of each sequence, summed: the rows of sequence_to_head.
         Under ``alignment``, each rank's padding follows, as sequences of their own."""
         self.max_seqlen = max(layout.lengths, default=0)
         """Tokens of the longest sequence, 0 on a rank without rows."""
-        self._tell_loss_tokens(loss_tokens)
+        if not isinstance(loss_tokens, LossTokens):
+            loss_tokens = LossTokens(loss_tokens)
+        self._loss_tokens = loss_tokens
         self._transport = transport
-        self._sources = sources
         comm_types = self.comm_types if comm_types is None else comm_types
         sizes = hierarchical_context_parallel_sizes
         comm.check_comm_types(comm_types, sizes, comm.only_degree(plan))
@@ -136,18 +136,14 @@ class ContextParallelHandler(OfThisProcess):
                     for causal in (False, True):
                         self._prepare(name, *window_of(window, causal), counts)
         self._layers: dict[tuple[object, ...], tuple[attention.Layer, Prepared]] = {}
-        self._routes: dict[object, Route] = {}
-        group = range(layout.first_rank, layout.first_rank + layout.degree)
+        self._routes = Routes(layout, sources)
         self._key_routes: dict[tuple[object, ...], cross.KeyRoute] = {}
         self._pairs = AllPairs(group, transport.rank)
 
-    def _tell_loss_tokens(self, loss_tokens: float | None) -> None:
-        """For hcp.dispatch, which makes handlers before ranks tell each other their counts."""
-        self.loss_tokens = loss_tokens
+    @property
+    def loss_tokens(self) -> float | None:
         """Loss tokens of the whole batch, None if nobody counted them."""
-        self._loss_tokens = (
-            None if loss_tokens is None else torch.tensor(loss_tokens, dtype=_F64, device="cpu")
-        )
+        return self._loss_tokens.count
 
     @property
     def device(self) -> torch.device:
@@ -167,23 +163,15 @@ class ContextParallelHandler(OfThisProcess):
 
     @cached_property
     def _callers(self) -> list[int]:
-        """The ranks of the group that have rows; of up to two, none, who meet in any exchange."""
-        first = self.layout.first_rank
-        group = range(first, first + self.degree) if self.degree > 2 else range(0)
-        return [r for r in group if Layout(self.plan, self.micro_batch, r).rows]
+        """The ranks that compare the group's calls: those with rows. None of two, who meet in any
+        exchange."""
+        return ranks_with_rows(self.layout) if self.degree > 2 else []
 
     @cached_property
     def rows_in_whole(self) -> Tensor:
         """int64 (T,): each row's place in what ``sequence_to_head`` gives: the whole sequences, end
         to end, then each rank's padding."""
-        layout, lengths = self.layout, self.cu_seqlens.diff()
-        starts = self.whole_cu_seqlens[: len(lengths)].repeat_interleave(lengths)
-        rows = starts + self.position_ids[: len(starts)]
-        if not layout.padding:
-            return rows
-        first = sum(layout.lengths) + sum(layout.paddings[: self.place])
-        padding = torch.arange(first, first + layout.padding, device=rows.device)
-        return torch.cat((rows, padding))
+        return rows_in_whole(self.layout).to(self.device)
 
     def _prepare(self, comm_type: str, left: int, right: int, counts: tuple[int, int]) -> Tensor:
         """The schedule for what the group makes of a comm type. ``counts``: query and key-value
@@ -212,48 +200,6 @@ class ContextParallelHandler(OfThisProcess):
         prepared.numbers = self._group_numbers
         self._prepared.append(prepared)
         return words
-
-    # ---- calls ----
-
-    def _call(self, operation: str, work: Callable[[int], _T], *, everywhere: bool = False) -> _T:
-        """Work with the number of a call, which the group makes or (``everywhere``) the domain.
-        When it fails, those that wait for this rank are told."""
-        number = next(self._domain_numbers if everywhere else self._group_numbers)
-        try:
-            return work(number)
-        except Exception as error:
-            self._refuse(operation, number, error, everywhere)
-            raise
-
-    def _refuse(
-        self, operation: str, number: int, error: Exception, everywhere: bool = False
-    ) -> None:
-        first = 0 if everywhere else self.layout.first_rank
-        count = self._transport.size if everywhere else self.degree
-        peers = [p for p in range(first, first + count) if p != self._transport.rank]
-        if peers:
-            call = *self._origin, everywhere, number
-            reason = f"{operation}: {type(error).__name__}: {error}"
-            self._transport.refuse(Refusal(call, reason), peers)
-
-    @contextmanager
-    def _checking(self, operation: str) -> Iterator[None]:
-        """Around what may refuse a call before the call that would take its number."""
-        try:
-            yield
-        except Exception as error:
-            self._refuse(operation, next(self._group_numbers), error)
-            raise
-
-    def _kind(self, operation: str, x: Tensor, dtype: torch.dtype, **options: int) -> Kind:
-        """Of calls with rows like those of x. Made once."""
-        key = operation, x.dtype, x.shape[1:], dtype, *options.values()
-        kind = self._kinds.get(key)
-        if kind is None:
-            to = str(dtype).removeprefix("torch.")
-            given = {"x": rows_like(x), "dtype": to, **options}
-            kind = self._kinds[key] = Kind(operation, self._origin, **given)
-        return kind
 
     def _layer(
         self,
@@ -398,7 +344,7 @@ class ContextParallelHandler(OfThisProcess):
         # true where another thread compiles.
         number = 0 if torch.compiler.is_dynamo_compiling() else next(self._group_numbers)
         if layer is None and self._stamp_call_sites and number:
-            layer = _call_site()
+            layer = call_site()
         try:
             refuse_transforms("attention", query, key, value)
             batch = query.shape[qkv_format == "sbhd"]
@@ -426,7 +372,7 @@ class ContextParallelHandler(OfThisProcess):
                 out, lse = attention.attention(*given, known[1], rotary, number, layer)
         except Exception as error:
             if number:
-                self._refuse("attention", number, error)
+                self._calls.refuse("attention", number, error)
             raise
         if qkv_format != "thd":
             out, lse = (formats.from_rows(x, batch, qkv_format) for x in (out, lse))
@@ -493,6 +439,7 @@ class ContextParallelHandler(OfThisProcess):
         own = packed.PackedSeqParams
         return core_attn.core_attn(
             self,
+            self._calls,
             attn_mod,
             query,
             key,
@@ -573,7 +520,7 @@ class ContextParallelHandler(OfThisProcess):
                 number,
             )
 
-        out, lse = self._call("cross_attention", attend, everywhere=True)
+        out, lse = self._calls.make("cross_attention", attend, everywhere=True)
         return (out, lse) if return_lse else out
 
     # ---- rotary embedding ----
@@ -671,21 +618,24 @@ class ContextParallelHandler(OfThisProcess):
         it is not x's own.
         """
 
-        def carried(number: int) -> Tensor:
-            there, back = (self._dispatch_route(reverse=reverse) for reverse in (False, True))
-            return self._travel("dispatch", number, x, there, back, there, dtype=dtype)
-
-        return self._call("dispatch", carried, everywhere=True)
+        return self._dispatched("dispatch", x, dtype, reverse=False)
 
     def combine(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         """The way back: (T, ...) to (S, ...), so that combine(dispatch(x)) is x. ``dtype``: as in
         ``dispatch``."""
 
-        def carried(number: int) -> Tensor:
-            there, back = (self._dispatch_route(reverse=reverse) for reverse in (True, False))
-            return self._travel("combine", number, x, there, back, there, dtype=dtype)
+        return self._dispatched("combine", x, dtype, reverse=True)
 
-        return self._call("combine", carried, everywhere=True)
+    def _dispatched(
+        self, operation: str, x: Tensor, dtype: torch.dtype | None, *, reverse: bool
+    ) -> Tensor:
+        def moved(number: int) -> Tensor:
+            route = self._routes.dispatch(reverse=reverse)
+            back = self._routes.dispatch(reverse=not reverse)
+            stamp = self._agree(operation, number, x, route, route, dtype)
+            return move_rows(self._transport, x, route, back, stamp, dtype)
+
+        return self._calls.make(operation, moved, everywhere=True)
 
     def roll_tensor(self, x: Tensor, shifts: int = -1, dims: int = 0) -> Tensor:
         """Shift rows along their sequences, across the borders of ranks: shape to shape.
@@ -699,11 +649,12 @@ class ContextParallelHandler(OfThisProcess):
             shift = plain(shifts)
             if type(shift) is not int:
                 raise ValueError(f"shifts is {shift!r}, expected an integer")
-            route, back = self._roll_route(shift), self._roll_route(-shift)
-            given = x.movedim(dims, 0), route, back, self._pairs, {"shifts": shift}
-            return self._travel("roll_tensor", number, *given).movedim(0, dims)
+            route, back = self._routes.roll(shift), self._routes.roll(-shift)
+            rows = x.movedim(dims, 0)
+            stamp = self._agree("roll_tensor", number, rows, route, self._pairs, shifts=shift)
+            return move_rows(self._transport, rows, route, back, stamp).movedim(0, dims)
 
-        return self._call("roll_tensor", rolled)
+        return self._calls.make("roll_tensor", rolled)
 
     def halo(self, x: Tensor, before: int) -> Tensor:
         """Each span of rows behind the ``before`` rows that come before it in its sequence, from
@@ -714,27 +665,33 @@ class ContextParallelHandler(OfThisProcess):
         ``halo_rows(before)[r] - before``. Every rank of the group calls it.
         """
 
-        def carried(number: int) -> Tensor:
-            route = self._halo_route(before)
-            options = {"before": plain(before)}
-            stamp = self._agree("halo", number, x, route, self._pairs, options)
+        def copied(number: int) -> Tensor:
+            route = self._routes.halo(before)
+            stamp = self._agree("halo", number, x, route, self._pairs, before=plain(before))
             return copy_rows_of(self._transport, route, x, stamp)
 
-        return self._call("halo", carried)
+        return self._calls.make("halo", copied)
 
     def halo_rows(self, before: int) -> Tensor:
         """int64 (T,): where this rank's rows lie in what ``halo`` gives."""
-        self._halo_route(before)
+        self._routes.halo(before)  # refuses a wrong number of rows
         return halo_rows(self.layout, before).to(self._transport.device)
 
-    def _halo_route(self, before: int) -> Route:
-        before = expect_size("before", before, least=0)
-        key = "halo", before
-        if key not in self._routes:
-            self._routes[key] = Route.halo(
-                self.plan, self.micro_batch, self._transport.rank, before
-            )
-        return self._routes[key]
+    def _agree(
+        self,
+        operation: str,
+        number: int,
+        x: Tensor,
+        route: Route,
+        callers: Moves,
+        dtype: torch.dtype | None = None,
+        **options: int,
+    ) -> Stamp:
+        """Check the rows of a call, and compare it with the ranks that make the same."""
+        check_rows(x, route.source_rows, self._transport.device, dtype)
+        refuse_transforms(operation, x)
+        stamp = self._calls.stamp(operation, number, x, dtype or x.dtype, **options)
+        return self._calls.agree(callers, stamp)
 
     # ---- sums ----
 
@@ -753,7 +710,7 @@ class ContextParallelHandler(OfThisProcess):
             refuse_transforms("sum_over_group", x)
             return self._sum("sum_over_group", x, number)
 
-        return self._call("sum_over_group", summed)
+        return self._calls.make("sum_over_group", summed)
 
     def sum_by_sequence(self, x: Tensor) -> Tensor:
         """Sums of rows over each whole sequence, on every rank of its group: (T, ...), floats, to
@@ -769,10 +726,10 @@ class ContextParallelHandler(OfThisProcess):
             own = x[: self.rows - self.layout.padding]
             return self._sum("sum_by_sequence", sum_by_sequence(own, self.cu_seqlens), number)
 
-        return self._call("sum_by_sequence", summed)
+        return self._calls.make("sum_by_sequence", summed)
 
     def _sum(self, operation: str, x: Tensor, number: int) -> Tensor:
-        stamp = Stamp(self._kind(operation, x.unsqueeze(0), x.dtype), number)
+        stamp = self._calls.stamp(operation, number, x.unsqueeze(0), x.dtype)
         return sum_over(self._transport, self._pairs, x, stamp)
 
     # ---- whole sequences ----
@@ -798,7 +755,7 @@ class ContextParallelHandler(OfThisProcess):
                 raise ValueError(f"x has shape {tuple(x.shape)}, expected {expected}")
             return self._exchange_heads(x, x.shape[1], number, to_heads=True)
 
-        return self._call("sequence_to_head", traded)
+        return self._calls.make("sequence_to_head", traded)
 
     def head_to_sequence(self, x: Tensor, count: int) -> Tensor:
         """The way back: (S, h, ...), of ``count`` heads in all, to (T, H, ...)."""
@@ -810,7 +767,7 @@ class ContextParallelHandler(OfThisProcess):
                 raise ValueError(f"x has shape {tuple(x.shape)}, expected ({rows}, {mine}, ...)")
             return self._exchange_heads(x, count, number, to_heads=False)
 
-        return self._call("head_to_sequence", traded)
+        return self._calls.make("head_to_sequence", traded)
 
     def _exchange_heads(self, x: Tensor, count: int, number: int, *, to_heads: bool) -> Tensor:
         if x.device.type != self._transport.device.type:
@@ -821,68 +778,9 @@ class ContextParallelHandler(OfThisProcess):
             return x
         prepared = prepared_of(self._prepare(comm.A2A, *_FULL, (1, 1)))
         like = x.new_empty(0, count, *x.shape[2:])
-        stamp = Stamp(self._kind(operation, like, x.dtype), number)
-        agree_once(self._transport, prepared, stamp)
+        stamp = self._calls.agree(prepared, self._calls.stamp(operation, number, like, x.dtype))
         given = self._transport, prepared.schedule, x, count
         return heads.exchange_heads(*given, to_heads=to_heads, stamp=stamp)
-
-    def _dispatch_route(self, *, reverse: bool) -> Route:
-        if self._sources is None:
-            raise ValueError("the handler has no sources, expected them: who loaded which sequence")
-        key = "combine" if reverse else "dispatch"
-        if key not in self._routes:
-            self._routes[key] = Route.dispatch(
-                self.plan, self._sources, self._transport.rank, self.micro_batch, 1, reverse=reverse
-            )
-        return self._routes[key]
-
-    def _roll_route(self, shift: int) -> Route:
-        if shift not in self._routes:
-            self._routes[shift] = Route.roll(
-                self.plan, self.micro_batch, self._transport.rank, shift
-            )
-        return self._routes[shift]
-
-    def _travel(
-        self,
-        name: str,
-        number: int,
-        x: Tensor,
-        route: Route,
-        back: Route,
-        callers: Moves,
-        options: dict[str, int] | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        stamp = self._agree(name, number, x, route, callers, options, dtype)
-        return move_rows(self._transport, x, route, back, stamp, dtype)
-
-    def _agree(
-        self,
-        name: str,
-        number: int,
-        x: Tensor,
-        route: Route,
-        callers: Moves,
-        options: dict[str, int] | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Stamp:
-        """The stamp of a call. ``callers``: between those who make the same."""
-        if x.dim() == 0 or x.shape[0] != route.source_rows:
-            raise ValueError(f"x has shape {tuple(x.shape)}, expected {route.source_rows} rows")
-        if x.device.type != self._transport.device.type:
-            raise ValueError(f"x is on {x.device}, expected {self._transport.device}")
-        refuse_transforms(name, x)
-        if dtype not in (None, x.dtype):
-            for what, given in (("x", x.dtype), ("dtype", dtype)):
-                if given not in ops.FLOATS:
-                    raise ValueError(
-                        f"{what} is {given}, expected one of {ops.FLOATS} where {x.dtype} is cast "
-                        f"to {dtype} on the way: use .to() instead of dtype="
-                    )
-        stamp = Stamp(self._kind(name, x, dtype or x.dtype, **(options or {})), number)
-        agree_once(self._transport, callers, stamp)
-        return stamp
 
     # ---- loss ----
 
@@ -894,31 +792,17 @@ class ContextParallelHandler(OfThisProcess):
         plan. ``grad_reduce="mean"`` is for trainers that average gradients over the domain (DDP,
         FSDP): it multiplies by the domain's size.
         """
-        if grad_reduce not in loss.GRAD_REDUCE:
-            raise ValueError(f"grad_reduce is {grad_reduce!r}, expected one of {loss.GRAD_REDUCE}")
-        self._check_losses(losses, loss_mask)
-        if self._loss_tokens is None:
-            raise ValueError(
-                "the batch's loss tokens are not known, expected samples with a 'loss_mask' in "
-                "hcp.dispatch, or use loss_sum"
-            )
+        if grad_reduce not in GRAD_REDUCE:
+            raise ValueError(f"grad_reduce is {grad_reduce!r}, expected one of {GRAD_REDUCE}")
+        check_losses(losses, loss_mask, self.rows)
         scale = float(self._transport.size) if grad_reduce == "mean" else 1.0
-        return loss.mean_loss(losses, loss_mask, self._loss_tokens, scale)
+        return mean_loss(losses, loss_mask, self._loss_tokens.known(), scale)
 
     def loss_sum(self, losses: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
         """(sum of losses, number of loss tokens) of this rank's rows, float64, for those who divide
         themselves."""
-        self._check_losses(losses, loss_mask)
-        return loss.masked_sum(losses.to(_F64), loss_mask), loss_mask.sum(dtype=_F64)
-
-    def _check_losses(self, losses: Tensor, loss_mask: Tensor) -> None:
-        if losses.dim() != 1 or losses.shape != loss_mask.shape:
-            raise ValueError(
-                f"losses has shape {tuple(losses.shape)} and loss_mask {tuple(loss_mask.shape)}, "
-                "expected both (rows,)"
-            )
-        if not torch.compiler.is_compiling() and losses.shape[0] != self.rows:
-            raise ValueError(f"losses has {losses.shape[0]} rows, expected {self.rows}")
+        check_losses(losses, loss_mask, self.rows)
+        return masked_sum(losses.to(_F64), loss_mask), loss_mask.sum(dtype=_F64)
 
     def __repr__(self) -> str:
         return (
@@ -930,33 +814,7 @@ class ContextParallelHandler(OfThisProcess):
 _F64 = torch.float64
 
 
-def _call_site() -> str:
-    """The nearest callers outside hcp, innermost first, by file and line."""
-    frame: FrameType | None = sys._getframe()
-    found: list[str] = []
-    while frame is not None and len(found) < 3:
-        if frame.f_globals.get("__name__", "").partition(".")[0] != "hcp":
-            found.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
-        frame = frame.f_back
-    return " < ".join(found)
-
-
 _CAUSAL, _FULL = (-1, 0), (-1, -1)
-
-
-def _whole_cu_seqlens(layout: Layout) -> Tensor:
-    """int32, as attention kernels take it: tokens of each sequence, then of each rank's padding,
-    summed."""
-    padding = [rows for rows in layout.paddings if rows > 0]
-    lengths = torch.tensor([0, *layout.lengths, *padding], dtype=torch.int64, device="cpu")
-    total, most = int(lengths.sum()), torch.iinfo(torch.int32).max
-    if total > most:
-        raise ValueError(
-            f"micro-batch {layout.micro_batch}: the group of rank {layout.rank} has {total:,} "
-            f"tokens, expected <= {most:,}, what int32 boundaries of sequences can name: lower "
-            "max_tokens_per_rank or the degree"
-        )
-    return lengths.cumsum(0).int()
 
 
 def _head_count(rows: Tensor) -> int:

@@ -12,6 +12,43 @@ from torch import Tensor
 GRAD_REDUCE = ("sum", "mean")
 
 
+class LossTokens:
+    """The number of loss tokens of a batch, which all handlers of the batch share.
+
+    ``hcp.dispatch`` makes the handlers first. The number is known when all ranks have told theirs.
+    """
+
+    def __init__(self, count: float | None = None) -> None:
+        self.set(count)
+
+    def set(self, count: float | None) -> None:
+        """``count``: None if nobody counted them."""
+        self.count = count
+        self._tensor = (
+            None if count is None else torch.tensor(count, dtype=torch.float64, device="cpu")
+        )
+
+    def known(self) -> Tensor:
+        """The number as a float64 scalar on the CPU. ValueError if nobody counted them."""
+        if self._tensor is None:
+            raise ValueError(
+                "the batch's loss tokens are not known, expected samples with a 'loss_mask' in "
+                "hcp.dispatch, or use loss_sum"
+            )
+        return self._tensor
+
+
+def check_losses(losses: Tensor, loss_mask: Tensor, rows: int) -> None:
+    """Raise ValueError unless both are (rows,)."""
+    if losses.dim() != 1 or losses.shape != loss_mask.shape:
+        raise ValueError(
+            f"losses has shape {tuple(losses.shape)} and loss_mask {tuple(loss_mask.shape)}, "
+            "expected both (rows,)"
+        )
+    if not torch.compiler.is_compiling() and losses.shape[0] != rows:
+        raise ValueError(f"losses has {losses.shape[0]} rows, expected {rows}")
+
+
 def mean_loss(losses: Tensor, loss_mask: Tensor, loss_tokens: Tensor, scale: float) -> Tensor:
     """scale * sum(losses * loss_mask) / loss_tokens over this rank's rows: a scalar, float32 or
     wider.

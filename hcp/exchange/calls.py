@@ -1,0 +1,90 @@
+"""The calls of a handler: their numbers and kinds, and the refusal of one that fails."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from hcp.exchange.agreement import Kind, Moves, Refusal, Stamp, agree_once, rows_like
+from hcp.exchange.tables import Origin
+from hcp.exchange.transport import Transport
+
+_T = TypeVar("_T")
+
+
+class Calls:
+    """Numbers the calls that a group makes, and those that the whole domain makes."""
+
+    def __init__(self, transport: Transport, origin: Origin, group: range) -> None:
+        """``group``: the ranks that compute this rank's sequences."""
+        self._transport, self._origin, self._group = transport, origin, group
+        self.numbers: Iterator[int] = itertools.count(1)
+        """Numbers of the group's calls."""
+        self._domain_numbers: Iterator[int] = itertools.count(1)
+        self._kinds: dict[tuple[object, ...], Kind] = {}
+
+    def make(self, operation: str, work: Callable[[int], _T], *, everywhere: bool = False) -> _T:
+        """Do the work of a call, given its number. The group makes the call or (``everywhere``) the
+        domain. If it fails, the ranks that wait for this one are told."""
+        number = next(self._domain_numbers if everywhere else self.numbers)
+        try:
+            return work(number)
+        except Exception as error:
+            self.refuse(operation, number, error, everywhere)
+            raise
+
+    def refuse(
+        self, operation: str, number: int, error: Exception, everywhere: bool = False
+    ) -> None:
+        """Tell the other ranks of a call why this one does not make it."""
+        ranks = range(self._transport.size) if everywhere else self._group
+        peers = [rank for rank in ranks if rank != self._transport.rank]
+        if peers:
+            call = *self._origin, everywhere, number
+            reason = f"{operation}: {type(error).__name__}: {error}"
+            self._transport.refuse(Refusal(call, reason), peers)
+
+    @contextmanager
+    def checking(self, operation: str) -> Iterator[None]:
+        """Refuse the group's next call when a check before it raises."""
+        try:
+            yield
+        except Exception as error:
+            self.refuse(operation, next(self.numbers), error)
+            raise
+
+    def stamp(
+        self, operation: str, number: int, x: Tensor, dtype: torch.dtype, **options: int
+    ) -> Stamp:
+        """The stamp of a call with rows like those of x, of which there is one kind."""
+        key = operation, x.dtype, x.shape[1:], dtype, *options.values()
+        kind = self._kinds.get(key)
+        if kind is None:
+            to = str(dtype).removeprefix("torch.")
+            given = {"x": rows_like(x), "dtype": to, **options}
+            kind = self._kinds[key] = Kind(operation, self._origin, **given)
+        return Stamp(kind, number)
+
+    def agree(self, moves: Moves, stamp: Stamp) -> Stamp:
+        """Compare the first call of a kind with the peers of these moves, and return its stamp."""
+        agree_once(self._transport, moves, stamp)
+        return stamp
+
+
+def call_site() -> str:
+    """The nearest callers outside hcp, innermost first, by file and line."""
+    frame: FrameType | None = sys._getframe()
+    found: list[str] = []
+    while frame is not None and len(found) < 3:
+        if frame.f_globals.get("__name__", "").partition(".")[0] != "hcp":
+            found.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+        frame = frame.f_back
+    return " < ".join(found)
