@@ -1,4 +1,4 @@
-"""Objects that hold connections of the process that made them."""
+"""A base class for objects that hold connections of the process that made them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any, Self
 
 
 class OfThisProcess:
-    """A copy shares what the object holds, also a deep one; another process cannot have it."""
+    """Copies, deep ones too, share what the object holds. Pickling raises NotImplementedError."""
 
     _ELSEWHERE: str
-    """What to send to another process instead."""
+    """The advice of the error: what to send to another process instead."""
 
     def __copy__(self) -> Self:
         made = object.__new__(type(self))

@@ -1,4 +1,4 @@
-"""Arguments as they have to be: errors that say the value, what was expected, and where."""
+"""Checks of arguments. Errors give the value, what was expected, and where."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 
 def plain(value: Any) -> Any:
-    """What is an integer by itself, as NumPy's and torch's are, as an int; all else as it is, bools
-    and arrays of one integer too."""
+    """Convert integer scalars, NumPy's and torch's too, to int. Everything else is returned
+    unchanged: also bools and arrays of one integer."""
     if type(value) is int or isinstance(value, bool) or getattr(value, "ndim", False):
         return value
     try:
@@ -20,7 +20,7 @@ def plain(value: Any) -> Any:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether it is a number at all, and neither infinite nor NaN."""
+    """Whether a value is a number, and neither infinite nor NaN."""
     try:
         return math.isfinite(value)
     except (TypeError, ValueError, OverflowError):
@@ -28,13 +28,14 @@ def is_finite(value: Any) -> bool:
 
 
 def expect_items(name: str, values: Any, what: str) -> None:
-    """Refuse what is no sequence, and text, whose items are letters."""
+    """Raise ValueError unless the values are a sequence. Text is refused, too: its items are
+    letters."""
     if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__getitem__"):
         raise ValueError(f"{name} is {values!r:.60}, expected a sequence of {what}")
 
 
 def expect_size(name: str, value: object, other: str = "", least: int = 1) -> int:
-    """The value as an int."""
+    """Return the value as an int. ValueError unless it is one, and at least ``least``."""
     size = plain(value)
     if type(size) is not int or size < least:
         raise ValueError(f"{name} is {value!r}, expected an integer >= {least} {other}".rstrip())
@@ -42,7 +43,7 @@ def expect_size(name: str, value: object, other: str = "", least: int = 1) -> in
 
 
 def expect_sizes(name: str, values: Sequence[Any], least: int = 1) -> tuple[int, ...]:
-    """The same of each item."""
+    """Return each item as an int: see ``expect_size``."""
     expect_items(name, values, "integers")
     if all(type(value) is int and value >= least for value in values):
         return tuple(values)
@@ -50,12 +51,14 @@ def expect_sizes(name: str, values: Sequence[Any], least: int = 1) -> tuple[int,
 
 
 def expect_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise ValueError unless the value is one of the choices."""
     if value not in choices:
         raise ValueError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
 
 
 def expect_names(place: str, data: Any, names: Iterable[str], optional: Iterable[str] = ()) -> None:
-    """Refuse what a later version may have meant, as well as what is missing."""
+    """Raise ValueError unless data is an object with all of ``names``, and no others but
+    ``optional``: a later version may have meant something by them."""
     if not isinstance(data, Mapping):
         raise ValueError(f"{place or 'the data'} is {data!r:.60}, expected an object")
     required = tuple(names)

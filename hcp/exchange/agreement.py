@@ -1,4 +1,4 @@
-"""Which call a rank is in: what ranks compare before they use each other's rows.
+"""Agreement: ranks compare which call they are in before they use each other's rows.
 
 Every exchange carries a stamp. It names the kind of call (the plan, step and micro-batch that it
 belongs to, its operation, dtypes, heads, sizes and options), the number of the call in its handler,
@@ -23,7 +23,7 @@ from hcp.errors import HcpError
 from hcp.exchange.tables import Move, Origin
 
 LayerName = int | str | None
-"""What a caller names its layer by."""
+"""A caller's name for its layer."""
 
 FORWARD, BACKWARD, BACKWARD_WITH_LSE = range(3)
 """The passes of a call. Under the last, gradients of the log-sum-exp travel too."""
@@ -37,12 +37,12 @@ _NUMBER_FACTOR, _LAYER_FACTOR = 0x1E3779B1, 0x05EBCA6B
 
 
 class Kind:
-    """What calls of one kind have in common on all ranks. Made once, for all such calls."""
+    """A kind of call: what such calls have in common on all ranks. Made once for all of them."""
 
     __slots__ = ("base", "callers", "digest", "fields")
 
     def __init__(self, operation: str, origin: Origin | None = None, **options: Any) -> None:
-        """``options``: what JSON can say; None is left out."""
+        """``options``: values that JSON can hold. None is left out."""
         named: dict[str, Any] = {"operation": operation}
         if origin is not None:
             named["plan"] = f"{origin.plan:016x}"
@@ -54,8 +54,9 @@ class Kind:
         self.digest = int.from_bytes(digest, "little")
         self.base = self.digest & _TAG_MASK
         self.callers: tuple[int, ...] = ()
-        """Ranks that make these calls and compare them, where more than those that exchange rows:
-        in a ring, a rank waits for neighbours, which may wait for one that is in another call."""
+        """Ranks that make these calls and compare them, where they are more than those that
+        exchange rows. In a ring, a rank waits for neighbours, which may wait for one that is in
+        another call."""
 
 
 class Stamp:
@@ -72,35 +73,35 @@ class Stamp:
         if self.layer is not None:
             mixed += (zlib.crc32(self.layer.encode()) + 1) * _LAYER_FACTOR
         self.tag = _FIRST_TAG + (mixed & _TAG_MASK)
-        """Of messages and signals: rows of different stamps never meet."""
+        """The tag of messages and signals. Rows of different stamps never meet."""
 
     @property
     def identity(self) -> tuple[int, int, int, str | None]:
-        """Alike for the same call and pass alone."""
+        """Equal for the same call and pass, and for no others."""
         return self.kind.digest, self.number, self.passed, self.layer
 
     def in_pass(self, passed: int) -> Stamp:
-        """The same call in another pass."""
+        """Stamp the same call in another pass."""
         return Stamp(self.kind, self.number, passed, self.layer)
 
     @property
     def fields(self) -> dict[str, Any]:
-        """In words: names and values that JSON can say."""
+        """The stamp in words: names, and values that JSON can hold."""
         named = {"layer": self.layer} if self.layer is not None else {}
         numbered = {"call": self.number} if self.number else {}
         return {**self.kind.fields, **numbered, "pass": _PASSES[self.passed], **named}
 
 
 class Refusal(NamedTuple):
-    """A call that one rank cannot make: it tells those that wait for it."""
+    """A call that one rank cannot make. It tells the ranks that wait for it."""
 
     call: tuple[Any, ...]
-    """What names the call on all ranks: its origin, who calls, and its number."""
+    """The call's name on all ranks: its origin, who calls, and its number."""
     reason: str
 
 
 def rows_like(x: Tensor) -> str:
-    """dtype and row shape, as kinds name them: "float32 (4, 8)"."""
+    """Name the dtype and row shape of x, as kinds do: "float32 (4, 8)"."""
     return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape[1:])}"
 
 
@@ -108,7 +109,7 @@ def rows_like(x: Tensor) -> str:
 
 
 def differing(rank: int, own: Mapping[str, Any], peer: int, theirs: Mapping[str, Any]) -> HcpError:
-    """The error of a rank in a call, whose peer is in another one."""
+    """Make the error of a rank whose peer is in another call."""
     return HcpError(
         f"rank {rank}: rank {peer} is in another call: {_difference(own, peer, theirs)}; "
         "every rank of a group must make the same calls in one order, with the same dtypes, heads, "
@@ -117,7 +118,7 @@ def differing(rank: int, own: Mapping[str, Any], peer: int, theirs: Mapping[str,
 
 
 def unknown(rank: int, own: Mapping[str, Any], peer: int) -> HcpError:
-    """The same, where nobody says which call the peer is in."""
+    """Make the error of a rank whose peer is in another call, which no rank names."""
     return HcpError(
         f"rank {rank}: rank {peer} is in another call than this rank, which is in {name(own)}: "
         f"{json.dumps(dict(own))}; every rank of a group must make the same calls in one order, "
@@ -126,14 +127,14 @@ def unknown(rank: int, own: Mapping[str, Any], peer: int) -> HcpError:
 
 
 def refused(rank: int, own: Mapping[str, Any], peer: int, reason: str) -> HcpError:
-    """The error of a rank whose peer has refused the call."""
+    """Make the error of a rank whose peer has refused the call."""
     return HcpError(
         f"rank {rank}: rank {peer} has refused {name(own)}, and waits no more: {reason}"
     )
 
 
 def name(fields: Mapping[str, Any]) -> str:
-    """A call in a few words."""
+    """Name a call in a few words."""
     words = str(fields.get("operation"))
     if "call" in fields:
         words += f", call {fields['call']}"
@@ -143,7 +144,8 @@ def name(fields: Mapping[str, Any]) -> str:
 
 
 def _difference(own: Mapping[str, Any], peer: int, theirs: Mapping[str, Any]) -> str:
-    """Of calls of different operations, whose options say nothing, only the names."""
+    """Say in what two calls differ. Of different operations, only the names: their options say
+    nothing."""
     if own.get("operation") != theirs.get("operation"):
         return f"{name(own)} here, {name(theirs)} on rank {peer}"
     names = [n for n in dict.fromkeys([*own, *theirs]) if own.get(n) != theirs.get(n)]
@@ -152,8 +154,11 @@ def _difference(own: Mapping[str, Any], peer: int, theirs: Mapping[str, Any]) ->
 
 
 class Recent:
-    """The stamps that a rank has used last, by tag: what a device has found instead of the stamp
-    that it waited for is most often one of them, or near one."""
+    """The stamps that a rank used last, by tag.
+
+    A device that waited for one stamp and found another has most often found one of these, or one
+    near them.
+    """
 
     _MOST, _NEAR = 1024, 64
 
@@ -168,12 +173,12 @@ class Recent:
         self._stamps[stamp.tag] = stamp
 
     def of(self, tag: int) -> dict[str, Any] | None:
-        """The call with a tag, in words."""
+        """Find the call with a tag, in words."""
         stamp = self._stamps.get(tag)
         return None if stamp is None else stamp.fields
 
     def differing(self, peer: int, expected: int, found: int) -> HcpError:
-        """The error of a rank whose device waited for one tag and found another."""
+        """Make the error of a rank whose device waited for one tag and found another."""
         own, theirs = self.of(expected), self._find(found)
         if own is None:
             return HcpError(
@@ -204,12 +209,12 @@ class Recent:
 
 
 def label(what: str, payload: bytes) -> bytes:
-    """A rank's part of a gathering, which says what it is."""
+    """Add to a rank's part of a gathering what the gathering is for."""
     return what.encode() + b"\0" + payload
 
 
 def unlabel(rank: int, what: str, parts: Sequence[bytes]) -> list[bytes]:
-    """Every rank's payload; HcpError where one is in another gathering."""
+    """Take every rank's payload. HcpError where a rank is in another gathering."""
     wanted = what.encode()
     payloads = []
     for peer, part in enumerate(parts):
@@ -228,10 +233,10 @@ def unlabel(rank: int, what: str, parts: Sequence[bytes]) -> list[bytes]:
 
 
 class Moves(Protocol):
-    """A route or a schedule: who sends rows to whom."""
+    """A route or a schedule: which ranks send rows to which."""
 
     agreed: set[int]
-    """Digests of the kinds of calls that the ranks have found equal."""
+    """Digests of the kinds of calls that these ranks have found equal."""
 
     @property
     def sends(self) -> list[Move]: ...
@@ -247,7 +252,7 @@ class _Agrees(Protocol):
 
 
 def agree_once(transport: _Agrees, moves: Moves, stamp: Stamp) -> None:
-    """Compare a call with the peers, both ways, when it is the first of its kind.
+    """Compare a call with the peers, in both directions, when it is the first of its kind.
 
     A receive buffer of the wrong size would abort the process, or be filled in part: peers whose
     calls differ are refused before any row is on its way. Raises HcpError.
@@ -258,7 +263,7 @@ def agree_once(transport: _Agrees, moves: Moves, stamp: Stamp) -> None:
 
 
 def peers_of(rank: int, moves: Iterable[Move]) -> list[int]:
-    """The other ranks of some moves, ascending."""
+    """List the other ranks of some moves, ascending."""
     return sorted({move.peer for move in moves} - {rank})
 
 
@@ -268,19 +273,20 @@ HEADER_BYTES = 1024
 
 
 def header_of(stamp: Stamp) -> Tensor:
-    """What goes ahead of the rows of a call: alike on all of its ranks."""
+    """Make the header that precedes the rows of a call. It is the same on all of the call's
+    ranks."""
     return _as_header({"fields": stamp.fields, "digest": stamp.kind.digest, "tag": stamp.tag})
 
 
 def header_of_refusal(refusal: Refusal) -> Tensor:
-    """What goes there when no rows will."""
+    """Make the header that is sent when no rows will follow."""
     reason = refusal.reason.encode("ascii", "replace").decode()[: HEADER_BYTES // 3]
     reason = "".join(letter if letter.isprintable() else " " for letter in reason)
     return _as_header({"call": list(refusal.call), "refused": reason})
 
 
 def read_header(header: Tensor) -> dict[str, Any]:
-    """What somebody's header says."""
+    """Read a rank's header."""
     read: dict[str, Any] = json.loads(bytes(header.tolist()).rstrip(b"\0"))
     return read
 

@@ -1,4 +1,4 @@
-"""Which transport carries a domain's rows."""
+"""Choose the transport that carries a domain's rows, and connect it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def connect(
     timeout: timedelta | None = None,
     peer_buffer_bytes: int = BUFFER_BYTES,
 ) -> TorchTransport:
-    """The transport over hcp's own group. Every rank of the group calls it.
+    """Connect the transport over hcp's own group. Every rank of the group calls it.
 
     NCCL connects a group at its first use, which all of its ranks must take part in; later on,
     ranks that exchange nothing call nothing. Raises ValueError when a named transport cannot work
@@ -83,7 +83,7 @@ def connect(
 
 
 def _view(plain: TorchTransport, transport: str) -> dict[str, Any]:
-    """What the other ranks must know of this one."""
+    """Describe this rank to the others."""
     on_gpu = plain.device.type == "cuda"
     return {
         "build": _build(),
@@ -98,7 +98,7 @@ def _view(plain: TorchTransport, transport: str) -> dict[str, Any]:
 
 @functools.cache
 def _build() -> dict[str, str]:
-    """Which hcp this is: ranks with others would plan and call differently."""
+    """Identify this hcp. Ranks with another one would plan and call differently."""
     package = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
@@ -123,7 +123,7 @@ def _uuid(device: torch.device | int) -> str:
 
 
 def _reached(device: torch.device) -> list[str]:
-    """The other GPUs that this process sees and whose memory its own reaches."""
+    """List the other GPUs that this process sees and whose memory its own GPU reaches."""
     return [
         _uuid(i)
         for i in range(torch.cuda.device_count())
@@ -132,7 +132,7 @@ def _reached(device: torch.device) -> list[str]:
 
 
 def _obstacle(transport: str, views: list[dict[str, Any]]) -> str | None:
-    """Why these ranks cannot use it."""
+    """Say why these ranks cannot use a transport. None: they can."""
     if transport == "torch":
         return None
     for rank, view in enumerate(views):
@@ -165,7 +165,7 @@ def _obstacle(transport: str, views: list[dict[str, Any]]) -> str | None:
 
 
 def _reasons(picked: str, obstacles: dict[str, str | None]) -> str:
-    """Why it is the one, and those before it are not."""
+    """Say why a transport is picked, and those before it are not."""
     if picked == "peer":
         return "all their GPUs reach each other's memory"
     others = ("peer", "nccl") if picked == "torch" else ("peer",)

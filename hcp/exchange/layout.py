@@ -36,7 +36,7 @@ class Layout:
         self.rows: int = core.rows
         """Rows of this rank, padding included."""
         self.padding: int = core.padding
-        """How many of them, the last ones, ``alignment`` adds. They belong to no sequence."""
+        """Number of rows at the end that ``alignment`` adds. They belong to no sequence."""
         self.paddings: tuple[int, ...] = tuple(core.paddings)
         """The padding of each rank of the group."""
         self.sequences: tuple[int, ...] = tuple(core.sequences)

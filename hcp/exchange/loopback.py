@@ -1,6 +1,7 @@
-"""All ranks of a domain in one process: the same plans, tables and buffers, copies for the wire.
+"""A domain whose ranks are threads of one process.
 
-For trying a plan alone, and for testing many of them quickly.
+Plans, tables and buffers are the same as over a network; rows travel as copies. It is for trying a
+plan alone, and for testing many of them quickly.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Result = TypeVar("Result")
 
 
 class _World:
-    """What the ranks share. Messages between two ranks arrive in the order in which they left."""
+    """The state that the ranks share. Messages between two ranks arrive in the order of sending."""
 
     def __init__(self, size: int, timeout: float, device: torch.device) -> None:
         self.size = size
@@ -38,7 +39,7 @@ class _World:
         self.failed: int | None = None
 
     def wait_for(self, ready: Callable[[], bool], rank: int, what: str) -> None:
-        """Wait, holding ``changed``, for a rank that fails to end the others at once."""
+        """Wait, holding ``changed``, until ``ready()``. A rank that fails ends the wait at once."""
         done = self.changed.wait_for(lambda: ready() or self.failed is not None, self.timeout)
         if ready():
             return
@@ -61,7 +62,7 @@ class LoopbackTransport:
         self.steps: Iterator[int] = itertools.count(1)
         self._refused: set[tuple[Any, ...]] = set()
         self.bytes_sent = 0
-        """What went to other ranks so far."""
+        """Bytes sent to other ranks so far."""
         self.bytes_received = 0
 
     def start(
@@ -152,7 +153,7 @@ class _LoopbackPending:
 
 
 class SharingLoopbackTransport(LoopbackTransport):
-    """One whose ranks also read rows from each other's memory, as GPUs linked by NVLink do."""
+    """A transport whose ranks also read rows from each other's memory, as over NVLink."""
 
     def share(self, share: Share) -> _LoopbackShared:
         return _LoopbackShared(self, share)
@@ -232,7 +233,7 @@ class LoopbackGroups:
 
 
 def _full_name(device: torch.device) -> torch.device:
-    """cuda as cuda:0, as tensors name it."""
+    """Name a device as tensors do: cuda as cuda:0."""
     return torch.empty(0, device=device).device
 
 

@@ -220,7 +220,7 @@ class _Exchange(NamedTuple):
 
 
 class _Watched(Protocol):
-    """What a watch needs of a transport."""
+    """The part of a transport that a watch needs."""
 
     @property
     def is_open(self) -> bool: ...
@@ -232,8 +232,11 @@ class _Watched(Protocol):
 
 class _Watch:
     """Waits for exchanges without a call to CUDA, which a capture on another thread would not
-    survive: the device writes the number of the last exchange that ended into host memory, and
-    reads there whether what ended was aborted."""
+    survive.
+
+    The device writes the number of the last exchange that ended into host memory, and reads there
+    whether that exchange was aborted.
+    """
 
     _PERIOD = 0.5
 
@@ -250,12 +253,12 @@ class _Watch:
         threading.Thread(target=self._run, name="hcp-nccl-watch", daemon=True).start()
 
     def begin(self) -> int:
-        """The number of the next exchange."""
+        """Number the next exchange."""
         self._number += 1
         return self._number
 
     def add(self, peers: frozenset[int]) -> None:
-        """Watch what has just been queued."""
+        """Watch the exchange that was queued last."""
         deadline = time.monotonic() + self._timeout
         self._pending.append(_Exchange(self._number, deadline, peers))
 
@@ -264,7 +267,7 @@ class _Watch:
         return tuple(self._words[2:])
 
     def stop_device(self) -> None:
-        """From now on the end of an exchange stops the device, whose rows may be missing."""
+        """Let the end of an exchange stop the device from now on: its rows may be missing."""
         self._words[1] = 1
 
     def _run(self) -> None:

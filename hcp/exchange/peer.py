@@ -154,8 +154,8 @@ class Slots:
         widths: tuple[int, ...],
         dtype: torch.dtype,
     ) -> list[Tensor]:
-        """What ranks have staged, (rank, its rows) each, (rows, sum of widths), where it lies, as
-        columns side by side; made once for all layers."""
+        """View the rows that ranks have staged, where they lie, as columns side by side. Made once
+        for all layers. ``parts``: (rank, its rows) each."""
         key = (parts, slot, widths, dtype)
         columns = self._columns.get(key)
         if columns is None:
@@ -414,12 +414,12 @@ def _words_bytes(size: int) -> int:
 
 
 def memory_bytes(size: int, buffer_bytes: int) -> int:
-    """What each of ``size`` ranks needs in all."""
+    """The memory that each of ``size`` ranks needs in all."""
     return _words_bytes(size) + _SLOTS * _slot_bytes(buffer_bytes)
 
 
 def _symmetric(size: int, device: torch.device, group: dist.ProcessGroup) -> tuple[Tensor, Any]:
-    """Zeroed bytes that every rank of the group has mapped, and where they lie."""
+    """Allocate zeroed bytes that every rank of the group maps: the tensor, and its handle."""
     from torch.distributed import _symmetric_memory as symmetric
 
     memory = symmetric.empty(size, dtype=torch.uint8, device=device)

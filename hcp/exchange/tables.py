@@ -23,7 +23,7 @@ _serials = itertools.count(1)
 
 
 class Move(NamedTuple):
-    """Rows of a buffer that travel to, or come from, a rank of the domain."""
+    """Rows of a buffer that are sent to, or received from, a rank of the domain."""
 
     peer: int
     row: int
@@ -31,12 +31,12 @@ class Move(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """The micro-batch that a call belongs to, alike on all ranks."""
+    """The micro-batch that a call belongs to, the same on all ranks."""
 
     plan: int
     """The plan's checksum."""
     step: int
-    """Of the steps that a domain has dispatched; 0 for a handler of nobody's step."""
+    """The step's number among those that the domain has dispatched. 0 for a handler of no step."""
     micro_batch: int
 
 
@@ -62,7 +62,7 @@ class _Table:
 
 
 class Route(_Table):
-    """How rows get from a source to an output: packed, sent, received, arranged."""
+    """The way of rows from a source to an output: packed, sent, received, arranged."""
 
     SECTIONS = _core.ROUTE_SECTIONS
 
@@ -92,7 +92,7 @@ class Route(_Table):
 
     @classmethod
     def halo(cls, plan: Plan, micro_batch: int, rank: int, before: int) -> Route:
-        """Each span behind the ``before`` rows that come before it in its sequence."""
+        """Each span, preceded by the ``before`` rows that come before it in its sequence."""
         return cls(plan.core.route_halo(micro_batch, rank, before))
 
 
@@ -144,25 +144,25 @@ class Read(NamedTuple):
     runs: Tensor
     """(row, rows, part, part_row): rows that are read <- rows of those owners."""
     rows: int
-    """How many are read."""
+    """Number of rows that are read."""
     done: list[int]
     """Those that no later read of the exchange reads."""
 
 
 class Trade(NamedTuple):
-    """Rows for heads between neighbours, before the first stage and, the other way, behind the
+    """Rows exchanged for heads between neighbours, before the first stage, and back after the
     last."""
 
     receives: list[Move]
-    """From each of the neighbours, in order, this rank among them."""
+    """The rows from each of the neighbours, in order, this rank among them."""
     sends: list[Move]
-    """To each of them: all that this rank has."""
+    """The rows to each of the neighbours: all that this rank has."""
     gather: Tensor
     """Traded rows in token order."""
     scatter: Tensor
     """Gathered rows as they were traded."""
     rows: int
-    """Of all neighbours."""
+    """Rows of all neighbours."""
     dealt: list[Move]
     """``sends``, where what each of them gets lies end to end; those with rows."""
     arriving: list[Move]
@@ -170,7 +170,7 @@ class Trade(NamedTuple):
 
 
 _NO_LIMIT = 2**40
-"""Of a window, in a table."""
+"""The number for no limit of a window, in a table."""
 
 
 class Schedule(_Table):

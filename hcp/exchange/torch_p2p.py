@@ -90,7 +90,7 @@ class TorchTransport:
         return _Headers(self, stamp, peers) if peers else None
 
     def _callers(self, stamp: Stamp) -> list[Move]:
-        """Of a call of which this rank is one, as peers to compare it with, whatever they send."""
+        """The callers as peers to compare the call with, whether or not rows are sent."""
         callers = stamp.kind.callers if self.device.type == "cpu" else ()
         return [_to(peer) for peer in callers] if self.rank in callers else []
 
@@ -106,7 +106,7 @@ class TorchTransport:
                 headers.wait()
 
     def meet_to_agree(self, stamp: Stamp, peers: Sequence[int]) -> list[int]:
-        """The peers whose stamps are to be compared; the rows that follow need none."""
+        """Find the peers whose stamps are to be compared. The rows that follow need no stamp."""
         moves = [_to(peer) for peer in peers]
         self.stamps.meet(stamp, moves, moves)
         return self.stamps.meet_both_ways(stamp, moves)
@@ -132,8 +132,8 @@ class TorchTransport:
             self.leave((header, _start(sends)))
 
     def leave(self, messages: object) -> None:
-        """Keep what a failed call has under way: a message that is dropped before its peer asks for
-        it never arrives, and the peer would wait instead of reading why."""
+        """Keep the messages that a failed call has under way. A message that is dropped before its
+        peer asks for it never arrives, and the peer would wait instead of reading why."""
         _left.setdefault(self.group, []).append(messages)
 
     def all_gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
@@ -159,11 +159,11 @@ _CPU = torch.device("cpu")
 _HEADER_TAG = 1
 
 _left: weakref.WeakKeyDictionary[dist.ProcessGroup, list[object]] = weakref.WeakKeyDictionary()
-"""By group, since a rank may drop its transport before it ends."""
+"""Messages of failed calls, by group: a rank may drop its transport before it ends."""
 
 
 def _to(peer: int) -> Move:
-    """No rows."""
+    """A move of no rows."""
     return Move(peer, 0, 0)
 
 
@@ -172,7 +172,7 @@ def _start(operations: list[dist.P2POp]) -> list[dist.Work]:
 
 
 class Board:
-    """What ranks say in words where their devices have stopped: in the job's store, by rank."""
+    """Messages of ranks whose devices have stopped, in the job's store, by rank."""
 
     _PATIENCE = 2.0
 
@@ -188,7 +188,7 @@ class Board:
             self._store.set(str(self._rank), words)
 
     def read(self, rank: int, patience: float = 0.0) -> str | None:
-        """What a rank says, if it does before some seconds are over."""
+        """Read a rank's message. None where there is none within ``patience`` seconds."""
         deadline = time.monotonic() + patience
         with suppress(RuntimeError, ValueError):
             while not self._store.check([str(rank)]):
@@ -199,13 +199,13 @@ class Board:
         return None
 
     def said(self, ranks: Sequence[int]) -> str:
-        """The end of a message: what these ranks have said so far."""
+        """Make the end of an error's text: the messages of these ranks so far."""
         words = ((rank, self.read(rank)) for rank in ranks)
         return "".join(f"; rank {rank} says: {said}" for rank, said in words if said)
 
     def differing(self, recent: Recent, peer: int, expected: int, found: int) -> HcpError:
-        """The error of a rank whose device waited for one tag and found another. The peer's device
-        has stopped too, as a rule, and its host says why."""
+        """Make the error of a rank whose device waited for one tag and found another. The peer's
+        device has usually stopped too, and its host says why."""
         own = recent.of(expected)
         if own is not None:
             self.write(json.dumps(own))
@@ -218,8 +218,10 @@ class Board:
 
 
 class Stamps:
-    """The stamp that each peer was last sent, and last came with: a pass's first rows to a peer
-    carry it, and its later ones, of the same stamp, need not."""
+    """The stamps that each peer was last sent, and last sent itself.
+
+    The first rows of a pass to a peer carry the stamp. Later rows of the same stamp need not.
+    """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -232,13 +234,14 @@ class Stamps:
     def meet(
         self, stamp: Stamp, sends: Sequence[Move], receives: Sequence[Move]
     ) -> tuple[list[int], list[int]]:
-        """The peers that are to be sent the stamp, and those that it is to come from."""
+        """Find the peers that are to be sent the stamp, and those that it is to come from."""
         return self._new(self._sent, stamp.tag, sends), self._new(
             self._received, stamp.tag, receives
         )
 
     def meet_both_ways(self, stamp: Stamp, moves: Sequence[Move]) -> list[int]:
-        """The peers that send and receive it, whoever has rows for whom: all who differ hear it."""
+        """Find the peers to exchange the stamp with in both directions, whichever way rows go.
+        Every rank that differs gets an error."""
         # By object, which each pass has anew: a backward that one rank runs twice differs too.
         new = []
         for peer, _, _ in moves:
@@ -257,7 +260,7 @@ class Stamps:
 
 
 class _Headers:
-    """Stamps in words, ahead of rows; read on the host."""
+    """Stamps in words, sent ahead of rows and read on the host."""
 
     def __init__(self, transport: TorchTransport, stamp: Stamp, peers: Sequence[int]) -> None:
         self._transport, self._stamp, self.peers = transport, stamp, peers
@@ -292,7 +295,7 @@ class _Headers:
 
 
 class _DeviceHeaders:
-    """Tags of stamps with the rows, compared on the device, whose host does not wait."""
+    """Tags of stamps, sent with the rows and compared on the device. The host does not wait."""
 
     def __init__(
         self, transport: TorchTransport, stamp: Stamp, to: Sequence[int], back: Sequence[int]
@@ -344,8 +347,8 @@ class _TorchPending:
 
 
 class _named:
-    """Gives a failure of torch.distributed the ranks that it happened between, and keeps what is
-    under way after any failure."""
+    """Adds to a failure of torch.distributed the ranks between which it happened, and keeps the
+    messages under way after any failure."""
 
     def __init__(
         self, transport: TorchTransport, peers: Sequence[int], messages: object = None

@@ -26,7 +26,7 @@ class Pending(Protocol):
 
 
 class Transport(Protocol):
-    """What carries rows between the ranks of one domain."""
+    """The carrier of rows between the ranks of one domain."""
 
     rank: int
     size: int
@@ -34,9 +34,9 @@ class Transport(Protocol):
     global_ranks: Sequence[int]
     """The job's number of each rank of the domain."""
     key: int
-    """Its number in this process: tables name their transport by it."""
+    """The transport's number in this process, by which tables name it."""
     steps: Iterator[int]
-    """Numbers of the steps that are dispatched through it, alike on all ranks."""
+    """Numbers of the steps that are dispatched through it, the same on all ranks."""
 
     def start(
         self,
@@ -69,46 +69,46 @@ class Transport(Protocol):
 
 
 class Reading(Protocol):
-    """Rows on their way to this rank."""
+    """A read of rows that is under way."""
 
     def wait(self) -> Tensor:
-        """The rows, which may be read from now on."""
+        """Return the rows, which may be read from now on."""
 
 
 class Share(NamedTuple):
     """A kind of exchange in which ranks read rows from each other's memory."""
 
     rows: int
-    """That this rank stages."""
+    """Number of rows that this rank stages."""
     widths: tuple[int, ...]
-    """Of the columns of a row, side by side."""
+    """Widths of the columns of a row, side by side."""
     dtype: torch.dtype
     runs: Tensor
-    """How staged rows are summed from this rank's parts: see `ops.reduce`."""
+    """The sums that make staged rows of this rank's parts: see `ops.reduce`."""
     readers: Sequence[int]
     """Ranks that read what this rank stages, ascending."""
     reads: Sequence[Read | None]
-    """What this rank reads, in order; the parts of their runs are this rank's own, then the
+    """The reads of this rank, in order. The parts of their runs are this rank's own, then the
     owners."""
 
 
 class Staged(Protocol):
-    """One exchange under way, this rank's rows being in the readers' reach."""
+    """An exchange under way, whose readers may read this rank's rows."""
 
     def read(self, number: int) -> Reading:
-        """Begin to read (rows, width), summed as in `ops.reduce`: the reads of the kind, in order.
-        The first has begun with the staging."""
+        """Begin the read of a number, in order: (rows, width), summed as in `ops.reduce`. The first
+        has begun with the staging."""
 
 
 class Shared(Protocol):
-    """A kind of exchange, made ready."""
+    """A kind of exchange that is made ready."""
 
     def stage(
         self, exchange: int, parts: Sequence[Tensor], stamp: Stamp, own: Sequence[Tensor] = ()
     ) -> Staged:
-        """Stage this rank's rows, from parts (N, ...) as columns, and let the readers come.
+        """Stage this rank's rows, from parts (N, ...) as columns, and let the readers read them.
 
-        ``exchange``: its number, alike on all ranks of the group. ``stamp``: the call.
+        ``exchange``: its number, the same on all ranks of the group. ``stamp``: the call.
         ``own``: this rank's parts of the first read, (N, ...), as columns.
         """
 
@@ -117,7 +117,7 @@ class SharingTransport(Transport, Protocol):
     """A transport whose ranks also read rows from each other's memory."""
 
     def share(self, share: Share) -> Shared:
-        """Make ready for exchanges of a kind: once for all layers."""
+        """Make a kind of exchange ready, once for all layers."""
 
 
 def shares(transport: Transport) -> TypeGuard[SharingTransport]:
@@ -130,14 +130,14 @@ _keys = itertools.count(1)
 
 
 def register(transport: Transport) -> int:
-    """A new key for a transport, which lives as long as somebody holds it."""
+    """Give a transport a new key. It lives as long as something holds it."""
     key = next(_keys)
     _transports[key] = transport
     return key
 
 
 def transport_of(key: int) -> Transport:
-    """The transport behind a key that a table names."""
+    """Find the transport of a key that a table names."""
     transport = _transports.get(key)
     if transport is None:
         raise HcpError(

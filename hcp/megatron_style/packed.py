@@ -1,4 +1,4 @@
-"""A packed micro-batch in Megatron's terms: ``PackedSeqParams``, and a batch cut for this rank.
+"""A packed micro-batch in Megatron's terms: ``PackedSeqParams``, and this rank's part of a batch.
 
 T rows on this rank, S tokens of its group's sequences, end to end.
 """
@@ -22,7 +22,7 @@ class PackedSeqParams:
     """A packed micro-batch, described by the field names of Megatron-Core's class of this name."""
 
     qkv_format: str = "thd"
-    """How rows lie: "thd", packed."""
+    """Format of the rows: "thd", packed."""
 
     cu_seqlens_q: Tensor | None = None
     """int32 (sequences + 1,): tokens of whole sequences, summed. Megatron counts whole sequences
@@ -30,19 +30,19 @@ class PackedSeqParams:
     sequence of its own."""
 
     cu_seqlens_kv: Tensor | None = None
-    """The same tensor."""
+    """The tensor ``cu_seqlens_q``."""
 
     cu_seqlens_q_padded: Tensor | None = None
-    """The same tensor: no sequence is padded, and Transformer Engine sees by this that none is."""
+    """The tensor ``cu_seqlens_q``, by which Transformer Engine sees that no sequence is padded."""
 
     cu_seqlens_kv_padded: Tensor | None = None
-    """The same tensor."""
+    """The tensor ``cu_seqlens_q``."""
 
     max_seqlen_q: int = 0
-    """Tokens of the longest of them, padding included."""
+    """Tokens of the longest sequence, padding included."""
 
     max_seqlen_kv: int = 0
-    """The same number."""
+    """Equal to ``max_seqlen_q``."""
 
     local_cp_size: int = 1
     """Ranks that compute these sequences; 1 on a rank without rows."""

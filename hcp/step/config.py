@@ -130,8 +130,9 @@ class Config:
         return left, right
 
     def dispatch_options(self, degree: int | None = None) -> dict[str, Any]:
-        """What :func:`hcp.dispatch` is told of the layers. ``degree``: of a layout with one degree
-        that is not training's, as evaluation may use: the levels of "a2a+p2p" are fitted to it."""
+        """The options of :func:`hcp.dispatch` that describe the layers. ``degree``: the one degree
+        of a job layout that is not training's, as evaluation may use. The levels of "a2a+p2p" are
+        fitted to it."""
         return {
             "comm_types": self.comm_types,
             "hierarchical_context_parallel_sizes": self._levels(degree),
@@ -139,8 +140,7 @@ class Config:
         }
 
     def for_evaluation(self, degree: int, longest: int) -> Config:
-        """These options under a layout with one degree for all sequences, of up to ``longest``
-        tokens."""
+        """Change these options to one degree for all sequences, of up to ``longest`` tokens."""
         return replace(
             self,
             sequence_packing_scheduler="static_cp",
@@ -150,19 +150,19 @@ class Config:
         )
 
     def rows_in_evaluation(self, degree: int, longest: int) -> int:
-        """Rows that a rank may hold there: without a backward, whatever its share of the longest
-        sequence is."""
+        """Rows that a rank may hold in evaluation: its share of the longest sequence, however
+        large, since there is no backward."""
         return max(self.max_seqlen_per_dp_cp_rank, rows_up_to(longest, degree))
 
     def _levels(self, degree: int | None) -> tuple[int, ...]:
-        """Of "a2a+p2p", fitted to a degree; None: as training has them."""
+        """The levels of "a2a+p2p", fitted to a degree. None: those of training."""
         sizes = self.hierarchical_context_parallel_sizes
         return fitted_sizes(sizes, degree) if sizes and degree is not None else sizes
 
     def validate(
         self, *, ranks: int, num_layers: int | None = None, longest: int | None = None
     ) -> None:
-        """Refuse what cannot work on this many ranks, before anything starts.
+        """Raise ValueError for options that cannot work on this many ranks, before anything starts.
 
         longest is the longest sequence in tokens, num_layers the model's; leave out what is not
         known.
@@ -219,7 +219,7 @@ class Config:
     ) -> Plan:
         """The plan of one global batch. Every rank that passes the same values gets the same plan.
 
-        ``limits``: what the trainer's layout asks beside these options, by :func:`hcp.plan`'s
+        ``limits``: what the job layout needs in addition to these options, by :func:`hcp.plan`'s
         names: ``alignment``, ``pipeline_stages``, ``memory``, ...; a ``sync`` among them takes the
         place of the option, of which "auto" is "step" here. Raises ValueError where a layer's comm
         type is "auto" and ``cost`` has no prices for it.
@@ -293,7 +293,7 @@ def _expect_window(name: str, value: object) -> None:
 
 
 def _window_from(text: str) -> tuple[int, int]:
-    """LEFT,RIGHT or full."""
+    """Read LEFT,RIGHT or full."""
     if text == "full":
         return NO_WINDOW
     try:
@@ -362,7 +362,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=_window_from,
         nargs="+",
         metavar="LEFT,RIGHT",
-        help="tokens that a query sees before and behind its own, or full, one value or one per"
+        help="tokens that a query sees before and after its own, or full, one value or one per"
         " layer (default: full)",
     )
     add(

@@ -1,4 +1,4 @@
-"""A step: lengths are gathered, and all rows move, once, to where they are computed."""
+"""A step: gather lengths, then move all rows, once, to where they are computed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Sample = Mapping[str, Tensor]
 
 
 class Groups(Protocol):
-    """What dispatch needs of process groups: how the domain exchanges rows."""
+    """The part of process groups that dispatch needs: how the domain exchanges rows."""
 
     @property
     def transport(self) -> Transport: ...
@@ -74,8 +74,8 @@ class LocalBatch:
 
 
 def _share(transport: Transport, prepare: Callable[[], bytes], what: str) -> list[bytes]:
-    """What ``prepare`` gave on every rank. When it raised anywhere, every rank raises: nobody waits
-    for a rank that has given up."""
+    """Gather what ``prepare`` returns on every rank. If it raises on one, every rank raises: none
+    waits for a rank that has given up."""
     failure: Exception | None = None
     try:
         message = b"+" + prepare()
@@ -95,8 +95,9 @@ def _share(transport: Transport, prepare: Callable[[], bytes], what: str) -> lis
 def gather_lengths(
     samples: Iterable[Sample], groups: Groups
 ) -> tuple[list[int], list[int], list[Sample]]:
-    """Lengths of the whole global batch, the rank that loaded each sequence, and this rank's
-    samples as a list.
+    """Gather the lengths of the whole global batch.
+
+    Returns them, the rank that loaded each sequence, and this rank's samples as a list.
 
     ``samples``: this rank's share of the batch, possibly empty, possibly a generator that still has
     to load it: a loader that raises here becomes an error on every rank. Sequences are numbered by
@@ -140,7 +141,7 @@ def _length(sample: Sample, i: int) -> int:
 
 
 class _Field:
-    """One tensor of every sample."""
+    """A field of the samples: one tensor of each."""
 
     def __init__(self, name: str, dtype: str, shape: list[int]) -> None:
         self.name, self.dtype, self.shape = name, getattr(torch, dtype), tuple(shape)
@@ -150,7 +151,7 @@ class _Field:
         self.row_bytes = elements * self.dtype.itemsize
 
     def to_rows(self, samples: Sequence[Sample], device: torch.device) -> Tensor:
-        """(rows of all samples, row_bytes) of uint8."""
+        """Join all samples' rows as bytes: (rows, row_bytes) of uint8."""
         if not samples:
             return torch.empty(0, self.row_bytes, dtype=torch.uint8, device=device)
         rows = torch.cat([sample[self.name] for sample in samples]).to(device)
@@ -163,7 +164,7 @@ class _Field:
 
 
 def _describe(samples: Sequence[Sample]) -> list[list[Any]]:
-    """(name, dtype, shape of a row) of each field, or ValueError where samples differ."""
+    """Describe each field: (name, dtype, shape of a row). ValueError where samples differ."""
     first: list[list[Any]] = []
     for i, sample in enumerate(samples):
         for name, value in sample.items():
@@ -212,7 +213,7 @@ def _check_samples(
 
 
 def _loss_tokens(samples: Sequence[Sample], loss_mask: str) -> float | None:
-    """Of this rank's samples; None where they have no mask."""
+    """Count the loss tokens of this rank's samples. None where they have no mask."""
     if not samples or loss_mask not in samples[0]:
         return None
     counts = [float(sample[loss_mask].sum(dtype=torch.float64)) for sample in samples]
@@ -264,7 +265,8 @@ def _announce(
 
 
 def _require_same(announcements: Sequence[dict[str, Any]], key: str, rank: int, hint: str) -> Any:
-    """The value that all ranks with one announce."""
+    """Return the value that ranks announce. HcpError where two differ; None where no rank has
+    one."""
     values = {r: a[key] for r, a in enumerate(announcements) if a[key] is not None}
     if not values:
         return None
@@ -404,7 +406,8 @@ def _move(
     fields: Sequence[_Field],
     stamp: Stamp,
 ) -> dict[str, Tensor]:
-    """Every field's rows on this rank, micro-batch after micro-batch: one exchange for all."""
+    """Move all rows in one exchange: this rank's rows of each field, micro-batch after
+    micro-batch."""
     if not fields:
         return {}
     route = Route.dispatch(plan, sources, transport.rank, 0, len(plan.micro_batches), reverse=False)

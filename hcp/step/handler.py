@@ -51,7 +51,7 @@ from hcp.step.loss import GRAD_REDUCE, LossTokens, check_losses, masked_sum, mea
 
 
 class ContextParallelHandler(OfThisProcess):
-    """Everything that a layer needs of context parallelism, for one rank and micro-batch.
+    """The context parallelism that layers use, for one rank and micro-batch.
 
     Made by :func:`hcp.dispatch`, unchanged from then on, and passed to layers explicitly: the
     backward of one micro-batch may run while a later one is in its forward. T below is ``rows``.
@@ -147,7 +147,7 @@ class ContextParallelHandler(OfThisProcess):
 
     @property
     def device(self) -> torch.device:
-        """Where the domain's rows lie."""
+        """The device of the domain's rows."""
         return self._transport.device
 
     @property
@@ -302,13 +302,13 @@ class ContextParallelHandler(OfThisProcess):
         rotary_pos_emb: Tensor | rope.Rotary | None = None,
         layer: LayerName = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attention of this rank's rows over their whole sequences, forward and backward.
+        """Compute attention of this rank's rows over their whole sequences, with gradients.
 
         query (T, H, D), key (T, G, D) and value (T, G, E) with H a multiple of G; float64, float32,
         bfloat16 or float16; returns (T, H, E). ``softmax_scale``: default 1 / sqrt(D).
 
         ``window_size``: (left, right), FlashAttention's sliding window: the token at i sees those
-        from i - left to i + right, -1 being no limit; with ``causal``, none behind i.
+        from i - left to i + right, -1 being no limit; with ``causal``, none after i.
 
         ``sinks`` (H,): a learned logit of each head, one more score in every row's softmax, with no
         value. Its gradient is this rank's share: sum over the domain, as for any parameter.
@@ -407,7 +407,7 @@ class ContextParallelHandler(OfThisProcess):
         cp_group: Any = None,
         comm_type: str | None = None,
     ) -> Tensor:
-        """A Megatron-style layer's core attention under this micro-batch's degree.
+        """Compute a Megatron-style layer's core attention under this micro-batch's degree.
 
         query, key, value: (T, heads, size), or (rows, sequences, heads, size) where all sequences
         have one length. Returns (T, H * E), or (rows, sequences, H * E). ``attn_mod`` is one of
@@ -452,15 +452,15 @@ class ContextParallelHandler(OfThisProcess):
         )
 
     def at_least_one_row(self, x: Tensor, value: float = 0) -> Tensor:
-        """x (T, ...), or one row of ``value`` where this rank has none: for models that cannot
-        compute 0 rows. ``y[:cp.rows]`` is without it."""
+        """Return x (T, ...), or one row of ``value`` where this rank has none: for models that
+        cannot compute 0 rows. ``y[:cp.rows]`` drops that row again."""
         if len(x) != self.rows:
             raise ValueError(f"x has {len(x)} rows, expected {self.rows}")
         return x.new_full((1, *x.shape[1:]), value) if self.rows == 0 else x
 
     def packed_seq_params(self, cls: Any = packed.PackedSeqParams, *, cp_group: Any = None) -> Any:
-        """This micro-batch as Megatron's PackedSeqParams: whole sequences' ``cu_seqlens``, degree
-        and, if given, their process group.
+        """Describe this micro-batch as Megatron's PackedSeqParams: ``cu_seqlens`` of whole
+        sequences, the degree and, if given, the process group of their ranks.
 
         ``cls``: Megatron-Core's own class, of any release, or hcp's of the same names. The result
         holds the handler, as ``cp_handler``. Raises ValueError for a group of other ranks.
@@ -481,8 +481,8 @@ class ContextParallelHandler(OfThisProcess):
         softcap: float = 0.0,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attention of this rank's rows to the keys of their sequences, which have a layout of
-        their own: an encoder's, say.
+        """Compute attention of this rank's rows to keys of the same sequences that have a layout of
+        their own: an encoder's, for example.
 
         ``keys``: the handler of the keys' micro-batch, of a plan of the same ranks in which
         sequence i has the keys of sequence i here; other lengths, degrees and ranks of it do not
@@ -494,8 +494,8 @@ class ContextParallelHandler(OfThisProcess):
         keys, query i stands at key i + M - N, so that the last query sees the last key. A query
         that sees no key gives 0, and -inf as its log-sum-exp.
 
-        Every rank of the domain calls it with the same options. Each rank holds the keys that its
-        queries see meanwhile. Not for compiled layers.
+        Every rank of the domain calls it with the same options. During the call, each rank
+        holds the keys that its queries see. Not for compiled layers.
 
         Raises ValueError when the keys of a sequence are not there.
         """
@@ -526,12 +526,12 @@ class ContextParallelHandler(OfThisProcess):
     # ---- rotary embedding ----
 
     def get_rotary_seq_len(self) -> int:
-        """How many positions a table of rotary frequencies must have: the longest sequence's
-        tokens, 0 on a rank without rows."""
+        """Positions that a table of rotary frequencies must have: tokens of the longest sequence, 0
+        on a rank without rows."""
         return self.max_seqlen
 
     def get_emb_on_this_cp_rank(self, emb: Tensor) -> Tensor:
-        """Rows of a table of positions, (positions, ...), for this rank's rows: (T, ...)."""
+        """Take the rows of a table (positions, ...) at this rank's positions: (T, ...)."""
         self._check_positions("emb", emb)
         return emb[self.position_ids]
 
@@ -608,7 +608,7 @@ class ContextParallelHandler(OfThisProcess):
     # ---- rows between ranks ----
 
     def dispatch(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-        """Rows from the ranks that loaded them to the ranks that compute them, with gradients.
+        """Move rows from the ranks that loaded them to the ranks that compute them, with gradients.
 
         x (S, ...): the sequences of this micro-batch that this rank loaded, whole, end to end by
         ascending index. Returns (T, ...). Every rank of the domain calls it.
@@ -617,13 +617,11 @@ class ContextParallelHandler(OfThisProcess):
         it; rows travel in the smaller dtype of the two. float64, float32, bfloat16 or float16 where
         it is not x's own.
         """
-
         return self._dispatched("dispatch", x, dtype, reverse=False)
 
     def combine(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-        """The way back: (T, ...) to (S, ...), so that combine(dispatch(x)) is x. ``dtype``: as in
-        ``dispatch``."""
-
+        """Undo ``dispatch``: (T, ...) to (S, ...), so that combine(dispatch(x)) is x.
+        ``dtype``: as in ``dispatch``."""
         return self._dispatched("combine", x, dtype, reverse=True)
 
     def _dispatched(
@@ -657,8 +655,8 @@ class ContextParallelHandler(OfThisProcess):
         return self._calls.make("roll_tensor", rolled)
 
     def halo(self, x: Tensor, before: int) -> Tensor:
-        """Each span of rows behind the ``before`` rows that come before it in its sequence, from
-        the ranks that hold them: (T, ...) to (T + before * spans, ...), with gradients.
+        """Put the ``before`` rows that precede each span in its sequence before it, from the ranks
+        that hold them: (T, ...) to (T + before * spans, ...), with gradients.
 
         Rows of zeros where the sequence has begun later. A causal convolution of ``before + 1``
         taps over the result, without padding, gives row r's output at
@@ -696,7 +694,7 @@ class ContextParallelHandler(OfThisProcess):
     # ---- sums ----
 
     def sum_over_group(self, x: Tensor) -> Tensor:
-        """The sum of x over the ranks that compute these sequences, the same bits on each.
+        """Sum x over the ranks that compute these sequences: the same bits on each.
 
         For statistics of losses and auxiliary losses (tokens of each expert, a sequence's loss);
         x of any shape, the same on these ranks, floats or int64 (other integers would wrap). With
@@ -713,9 +711,11 @@ class ContextParallelHandler(OfThisProcess):
         return self._calls.make("sum_over_group", summed)
 
     def sum_by_sequence(self, x: Tensor) -> Tensor:
-        """Sums of rows over each whole sequence, on every rank of its group: (T, ...), floats, to
-        (sequences, ...), in the order of ``layout.sequences``; with gradients, as above. Padding
-        counts for nothing."""
+        """Sum rows over each whole sequence, on every rank of its group, with gradients.
+
+        x (T, ...), floats. Returns (sequences, ...), in the order of ``layout.sequences``. Padding
+        does not count. Every rank of the group calls it.
+        """
 
         def summed(number: int) -> Tensor:
             if x.dim() == 0 or x.shape[0] != self.rows:
@@ -735,15 +735,15 @@ class ContextParallelHandler(OfThisProcess):
     # ---- whole sequences ----
 
     def head_slice(self, count: int) -> slice:
-        """Which of ``count`` heads this rank has in sequence_to_head: consecutive ones, as even as
-        they go, perhaps none; all of them on a rank without rows."""
+        """The heads, of ``count``, that this rank has in sequence_to_head: consecutive ones, split
+        as evenly as possible, perhaps none. All of them on a rank without rows."""
         if self.degree == 0:
             return slice(0, count)
         return heads.split(count, self.degree)[self.place]
 
     def sequence_to_head(self, x: Tensor) -> Tensor:
-        """Rows of some tokens as whole sequences of some heads, for layers that scan sequences
-        (Mamba, gated delta nets, convolutions); with gradients.
+        """Exchange rows of some tokens for whole sequences of some heads, with gradients. Layers
+        that scan sequences need it: Mamba, gated delta nets, convolutions.
 
         x (T, H, ...). Returns (S, h, ...): all tokens of the group's sequences in order, end to end
         (``whole_cu_seqlens``), and the heads ``head_slice(H)``. Every rank of the group calls it.
@@ -758,7 +758,7 @@ class ContextParallelHandler(OfThisProcess):
         return self._calls.make("sequence_to_head", traded)
 
     def head_to_sequence(self, x: Tensor, count: int) -> Tensor:
-        """The way back: (S, h, ...), of ``count`` heads in all, to (T, H, ...)."""
+        """Undo ``sequence_to_head``: (S, h, ...), of ``count`` heads in all, to (T, H, ...)."""
 
         def traded(number: int) -> Tensor:
             own = self.head_slice(count)
@@ -785,7 +785,7 @@ class ContextParallelHandler(OfThisProcess):
     # ---- loss ----
 
     def loss(self, losses: Tensor, loss_mask: Tensor, *, grad_reduce: str = "sum") -> Tensor:
-        """This micro-batch's share of the mean loss over the whole batch.
+        """Compute this micro-batch's share of the mean loss over the whole batch.
 
         losses, loss_mask (T,). The gradients of all shares, summed over the domain and the
         micro-batches, are those of sum(losses * loss_mask) / loss_tokens of the batch, whatever the
@@ -799,8 +799,8 @@ class ContextParallelHandler(OfThisProcess):
         return mean_loss(losses, loss_mask, self._loss_tokens.known(), scale)
 
     def loss_sum(self, losses: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """(sum of losses, number of loss tokens) of this rank's rows, float64, for those who divide
-        themselves."""
+        """Compute (sum of losses, number of loss tokens) of this rank's rows, float64, for trainers
+        that divide themselves."""
         check_losses(losses, loss_mask, self.rows)
         return masked_sum(losses.to(_F64), loss_mask), loss_mask.sum(dtype=_F64)
 
