@@ -19,7 +19,8 @@ from hcp import ops
 from hcp.errors import HcpError
 from hcp.exchange.agreement import Refusal, Stamp, differing, label, refused, unlabel
 from hcp.exchange.tables import Move
-from hcp.exchange.transport import Pending, Share, copy_to_self, register, rows_of
+from hcp.exchange.torch_p2p import copy_to_self
+from hcp.exchange.transport import Pending, Share, register, rows_of
 
 Result = TypeVar("Result")
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from hcp.errors import HcpError
 from hcp.exchange.agreement import Kind, Recent, Stamp, header_of
 from hcp.exchange.tables import Move
-from hcp.exchange.torch_p2p import TorchTransport
-from hcp.exchange.transport import Pending, copy_to_self, rows_of
+from hcp.exchange.torch_p2p import TorchTransport, copy_to_self
+from hcp.exchange.transport import Pending, rows_of
 
 _log = logging.getLogger("hcp")
 

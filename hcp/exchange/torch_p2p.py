@@ -29,7 +29,7 @@ from hcp.exchange.agreement import (
     unlabel,
 )
 from hcp.exchange.tables import Move
-from hcp.exchange.transport import Pending, copy_to_self, register
+from hcp.exchange.transport import Pending, register
 
 
 class TorchTransport:
@@ -366,3 +366,15 @@ class _named:
                 f"rank {self._transport.rank}: the exchange with ranks {list(self._peers)} failed; "
                 f"one of them has ended or is late, and its own message says why: {error}"
             ) from error
+
+
+def copy_to_self(
+    rank: int, sent: Tensor, sends: Sequence[Move], received: Tensor, receives: Sequence[Move]
+) -> None:
+    """Copy the rows that a rank sends to itself."""
+    for move in sends:
+        if move.peer == rank:
+            target = next(own for own in receives if own.peer == rank)
+            received[target.row : target.row + target.rows].copy_(
+                sent[move.row : move.row + move.rows]
+            )

@@ -147,18 +147,6 @@ def transport_of(key: int) -> Transport:
     return transport
 
 
-def copy_to_self(
-    rank: int, sent: Tensor, sends: Sequence[Move], received: Tensor, receives: Sequence[Move]
-) -> None:
-    """Copy the rows that a rank sends to itself."""
-    for move in sends:
-        if move.peer == rank:
-            target = next(own for own in receives if own.peer == rank)
-            received[target.row : target.row + target.rows].copy_(
-                sent[move.row : move.row + move.rows]
-            )
-
-
 def rows_of(x: Tensor) -> Tensor:
     """View (rows, ...) as (rows, width), the elements of a row side by side."""
     rows = x.unsqueeze(1) if x.dim() == 1 else x.flatten(1)
