@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from hcp import ops
-from hcp.attention.kernels import wide
 from hcp.exchange.agreement import is_transformed
 
 
@@ -46,7 +45,8 @@ class Rotary(NamedTuple):
 
     def for_kernels(self, dtype: torch.dtype) -> Rotary:
         """The same for rows of a dtype, its cosine and sine as kernels take them."""
-        cos, sin = (table.to(wide(dtype)).contiguous() for table in (self.cos, self.sin))
+        wide = torch.promote_types(dtype, torch.float32)
+        cos, sin = (table.to(wide).contiguous() for table in (self.cos, self.sin))
         return Rotary(cos, sin, self.interleaved)
 
     def rotate(self, t: Tensor) -> Tensor:
