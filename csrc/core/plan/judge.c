@@ -90,12 +90,11 @@ static void turn(search *s) {
 }
 
 hcp_status hcp__search_judge_waves(search *s, hcp_error *err) {
-  int32_t placed;
+  int32_t placed, ways = hcp__is_free(s->p) && hcp__is_few(s->p) ? 2 : 1;
   hcp_status status = hcp__place_waves(s->p, &s->blocks, &placed, err);
   if (status != HCP_OK || !placed) return status;
-  for (int32_t turned = 0; turned <= (hcp__is_free(s->p) && hcp__is_few(s->p)) && status == HCP_OK;
-       turned++) {
-    if (turned) turn(s);
+  for (int32_t way = 0; way < ways && status == HCP_OK; way++) {
+    if (way > 0) turn(s);
     status = hcp__draft_by_micro_batch(&s->draft, &s->blocks, err);
     if (status == HCP_OK) status = hcp__search_judge(s, err);
   }

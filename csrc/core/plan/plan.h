@@ -10,7 +10,7 @@
  *
  * Words:
  *
- *   area       Ranks times time: what a group of so many ranks takes for so long.
+ *   area       Rank-time: the ranks of a group times its time.
  *   attempt    Blocks, and the draft made of them: one way to plan the request.
  *   bin        A rank of a wave that no wide group has taken.
  *   block      A group while it is being filled.

@@ -139,7 +139,7 @@ static void make_kinds(hcp__problem *p) {
 /* ---- options ---- */
 
 static int append(hcp__problem *p, const hcp__option *option) {
-  if (p->option_count == p->option_capacity) {
+  if (p->options == NULL || p->option_count == p->option_capacity) {
     int32_t capacity = 2 * p->option_capacity + 64;
     hcp__option *grown = realloc(p->options, (size_t)capacity * sizeof *grown);
     if (grown == NULL) return 0;

@@ -131,8 +131,7 @@ static int may_cut(const search *s) {
 
 /* The least degree that stands in columns: of many sequences, those of the longest.
  * They are fewer than columns take, and than many sequences are. */
-_Static_assert((int)WIDEST < HCP__FEW && HCP__FEW <= (int)HCP_COLUMNS_MAX,
-               "what stands in columns");
+_Static_assert(WIDEST < HCP__FEW && HCP__FEW <= HCP_COLUMNS_MAX, "what stands in columns");
 static int32_t least_cut(const hcp__problem *p) {
   if (hcp__is_few(p)) return 1;
   return hcp__allot(p, &p->kinds[p->kind_of[WIDEST]], p->bound)->degree + 1;
