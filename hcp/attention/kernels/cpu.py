@@ -15,10 +15,8 @@ from torch import Tensor
 from hcp.attention.kernels import Launch, each_alone
 from hcp.attention.kernels.shapes import (
     backward_columns,
-    batched,
     head_size,
     narrowed,
-    unbatched,
     widened,
 )
 from hcp.exchange.tables import Entry
@@ -40,13 +38,15 @@ class CpuFlash:
     def forward(
         self, launch: Launch, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        size = head_size(query, value)
-        query, key, wide_value = (widened(x, size) for x in (query, key, value))
+        width = value.shape[2]
+        if query.shape[2] != width:
+            size = head_size(query, value)
+            query, key, value = (widened(x, size) for x in (query, key, value))
         parts = []
         for tile in _tiles(launch):
-            rows = [query[tile.queries], key[tile.keys], wide_value[tile.keys]]
+            rows = [query[tile.queries], key[tile.keys], value[tile.keys]]
             parts.append(_cpu_flash(rows, tile, scale))
-        out = _end_to_end([out for out, _ in parts])[..., : value.shape[2]]
+        out = _end_to_end([out for out, _ in parts])[..., :width]
         return out, _end_to_end([lse for _, lse in parts])
 
     def backward(
@@ -61,29 +61,42 @@ class CpuFlash:
         lse: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        grad_out, wide_query, wide_key, wide_value, out = backward_columns(
-            grad_out, grad_lse, query, key, value, out
-        )
+        if grad_lse is not None or query.shape[2] != value.shape[2]:
+            wide = backward_columns(grad_out, grad_lse, query, key, value, out)
+            return narrowed(self._grads(launch, *wide, lse, scale), query, value)
+        return self._grads(launch, grad_out, query, key, value, out, lse, scale)
+
+    def _grads(
+        self,
+        launch: Launch,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of queries, keys and values, all of one head size."""
         tiles = _tiles(launch)
         grads = []
         for tile in tiles:
             q, k = tile.queries, tile.keys
-            rows = [grad_out[q], wide_query[q], wide_key[k], wide_value[k], out[q]]
+            rows = [grad_out[q], query[q], key[k], value[k], out[q]]
             tile_grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *map(batched, rows),
+                *_batched(rows),
                 lse[q].transpose(0, 1).unsqueeze(0),
                 0.0,
                 tile.causal,
                 attn_mask=tile.mask(query),
                 scale=scale,
             )
-            grads.append([unbatched(grad) for grad in tile_grads])
-        summed = (
+            grads.append([grad.squeeze(0).transpose(0, 1) for grad in tile_grads])
+        return (
             _end_to_end([grad[0] for grad in grads]),
-            _summed(tiles, [grad[1] for grad in grads], wide_key),
-            _summed(tiles, [grad[2] for grad in grads], wide_value),
+            _summed(tiles, [grad[1] for grad in grads], key),
+            _summed(tiles, [grad[2] for grad in grads], value),
         )
-        return narrowed(summed, query, value)
 
 
 def _cpu_flash(rows: Sequence[Tensor], tile: _Tile, scale: float) -> tuple[Tensor, Tensor]:
@@ -104,9 +117,14 @@ def _cpu_flash(rows: Sequence[Tensor], tile: _Tile, scale: float) -> tuple[Tenso
 
 def _run_cpu_flash(rows: Sequence[Tensor], tile: _Tile, scale: float) -> tuple[Tensor, Tensor]:
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *map(batched, rows), 0.0, tile.causal, attn_mask=tile.mask(rows[0]), scale=scale
+        *_batched(rows), 0.0, tile.causal, attn_mask=tile.mask(rows[0]), scale=scale
     )
-    return unbatched(out), lse.squeeze(0).transpose(0, 1)
+    return out.squeeze(0).transpose(0, 1), lse.squeeze(0).transpose(0, 1)
+
+
+def _batched(rows: Sequence[Tensor]) -> list[Tensor]:
+    """(n, H, D) each as (1, H, n, D)."""
+    return [x.unsqueeze(0).transpose(1, 2) for x in rows]
 
 
 class _Tile(NamedTuple):
