@@ -1,8 +1,11 @@
-"""What all tests share: one thread, and random inputs that can be drawn again."""
+"""Settings of all tests: one thread, a compile cache of their own, random inputs that can be drawn
+again."""
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import tempfile
 from collections import defaultdict
 
@@ -14,11 +17,11 @@ from hypothesis import settings
 # have one order.
 torch.set_num_threads(1)
 
-# Inductor's cache knows neither the shapes nor the schemas of operators: graphs that another hcp
-# compiled would be taken for this one's. All workers and ranks of a run share one.
-if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-    _CACHE = tempfile.TemporaryDirectory(prefix="hcp-inductor-")
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = _CACHE.name
+# Inductor's cache is a folder of this process. It knows neither the shapes nor the schemas of
+# operators: graphs that another hcp compiled would be taken for this one's. Without workers, no thread of theirs is there to be forked.
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="hcp-inductor-")
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
 # A failure prints the line that repeats it. With CI set, every run draws the same inputs.
 settings.register_profile("here", deadline=None, print_blob=True)

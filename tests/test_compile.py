@@ -1,4 +1,9 @@
-"""A compiled model takes any plan without being compiled again."""
+"""A compiled model takes any plan without being compiled again.
+
+Graphs are counted under "aot_eager", which traces forward and backward as inductor does and then
+runs the operators: it needs no C++ compiler. Two tests compile with inductor: the one of a layer
+here, and the one of every operator in test_ops.py.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +39,10 @@ class Layer(torch.nn.Module):
 
 
 def losses_and_graphs(groups: Any, plans: int) -> list[int]:
-    """Graphs compiled after each plan; every output equals the eager one."""
+    """Graphs compiled after each plan; every gradient equals the eager one."""
     torch.manual_seed(0)
     layer = Layer()
-    compiled = torch.compile(layer, fullgraph=True)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     counters.clear()
     graphs = []
     for seed in range(plans):
@@ -70,6 +75,26 @@ def test_twenty_plans_need_no_compilation_after_the_first_two() -> None:
     (graphs,) = hcp.loopback(1, lambda groups: losses_and_graphs(groups, 20), timeout=300)
     assert graphs[1] <= 2
     assert graphs[1:] == [graphs[1]] * 19
+
+
+def test_a_layer_that_inductor_compiled_gives_the_eager_gradients() -> None:
+    """As small as it goes: inductor starts a C++ compiler for forward and for backward."""
+
+    def check(groups: Any) -> None:
+        plan = hcp.plan([9, 4], ranks=1, max_tokens_per_rank=16)
+        cp = hcp.ContextParallelHandler(plan, 0, groups.transport)
+
+        def layer(x: torch.Tensor) -> torch.Tensor:
+            return cp.attention(x.sin(), x, x * 2).square().sum()
+
+        grads = []
+        for function in (layer, torch.compile(layer, fullgraph=True)):
+            x = torch.linspace(-1, 1, 13 * 2 * 8).view(13, 2, 8).requires_grad_()
+            grads += torch.autograd.grad(function(x), x)
+        torch.testing.assert_close(*grads)
+
+    torch.compiler.reset()
+    hcp.loopback(1, check, timeout=300)
 
 
 class Seen(TorchDispatchMode):
