@@ -1,13 +1,15 @@
-"""A pool of gloo ranks that lives for many cases.
+"""A pool of gloo ranks that lives for many cases, and processes that run one program.
 
     results = run_ranks(4, case, argument)     # case(rank, size, argument) on 4 processes
     outcomes = try_ranks(4, case, argument)    # the same; a rank that failed gives a RankError
+    done = run_module("hcp", "demo", ranks=2, folder=path)   # python -m hcp demo, as torchrun would
+    done = run_alone(function, argument, folder=path)        # a call in a process of its own
 
 `case` is a function at the top of a module: it travels by name. Each case gets a fresh default
 group, so nothing that a case leaves behind (groups, half-done exchanges) reaches the next.
-Processes are forked from a server that has imported torch and never used it, because a fork of a
-process whose torch has started threads may hang: the first pool takes as long as `import torch`,
-each further one a tenth of a second, each case a few milliseconds.
+All processes are forked from a server that has imported what most of them need (`PRELOADED`) and
+never used it, because a fork of a process whose torch has started threads may hang: the first pool
+takes as long as `import torch`, each further one a tenth of a second, each case a few milliseconds.
 
 What a rank raises comes back with its traceback; the others have `GRACE` seconds to come to an end
 by themselves. Ranks that are not done within the timeout, or outlive the grace, are killed, and the
@@ -23,6 +25,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import runpy
 import shutil
 import signal
 import sys
@@ -31,7 +34,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,9 @@ GRACE = 30.0
 
 MAX_POOLS = 4
 """Pools kept; the one unused for longest goes first."""
+
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "hypothesis", "pytest", "hcp"]
+"""Modules that the server imports; torch imports torch._dynamo at an optimizer's first step."""
 
 _context = multiprocessing.get_context("forkserver")
 _pools: dict[int, _Pool] = {}
@@ -134,24 +140,51 @@ def _close_all() -> None:
         _discard(size)
 
 
+def _start_process(name: str, target: Callable[..., None], *args: Any, daemon: bool = True) -> Any:
+    """Fork a process that makes the call under this process's environment."""
+    _start_server()
+    process = _context.Process(
+        target=_call_under, args=(dict(os.environ), target, args), name=name, daemon=daemon
+    )
+    process.start()
+    return process
+
+
+def _call_under(
+    environment: dict[str, str], target: Callable[..., None], args: tuple[Any, ...]
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    target(*args)
+
+
+def _start_server() -> None:
+    """Start it unless it runs. It finds modules where this process does, and starts no thread."""
+    kept = dict(os.environ)
+    os.environ.update(PYTHONPATH=os.pathsep.join(sys.path), PYTHONSAFEPATH="1", OMP_NUM_THREADS="1")
+    try:
+        _context.set_forkserver_preload(PRELOADED)
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)
+
+
 class _Pool:
-    """`size` processes, a pipe to each, and a folder for rendezvous files and stacks."""
+    """`size` processes, a pipe to each, the store where they meet, and a folder for stacks."""
 
     def __init__(self, size: int) -> None:
-        _context.set_forkserver_preload(["torch", "torch.distributed", "pytest"])
+        # Not a file, which ranks that wait would read a hundred times a second.
+        self.store = _new_store()
         self.folder = Path(tempfile.mkdtemp(prefix="hcp-ranks-"))
         self.processes: list[Any] = []
         self.pipes: list[connection.Connection] = []
         self.cases = 0
         for rank in range(size):
             ours, theirs = _context.Pipe()
-            process = _context.Process(
-                target=_serve,
-                args=(theirs, rank, size, self.folder),
-                name=f"rank {rank} of {size}",
-                daemon=True,
+            process = _start_process(
+                f"rank {rank} of {size}", _serve, theirs, rank, size, self.store.port, self.folder
             )
-            process.start()
             theirs.close()
             self.processes.append(process)
             self.pipes.append(ours)
@@ -234,9 +267,17 @@ class _Pool:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _serve(pipe: connection.Connection, rank: int, size: int, folder: Path) -> None:
+def _new_store() -> Any:
+    """A store that this process serves, at a port that is free."""
+    import torch.distributed as dist
+
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def _serve(pipe: connection.Connection, rank: int, size: int, port: int, folder: Path) -> None:
     """The life of one rank: a case, an answer, the next case."""
     import torch
+    import torch.distributed as dist
 
     # faulthandler writes to it until the process ends.
     stacks = (folder / f"stacks-{rank}").open("w")
@@ -248,24 +289,25 @@ def _serve(pipe: connection.Connection, rank: int, size: int, folder: Path) -> N
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
+    store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
     while True:
         try:
             number, case = pipe.recv()
         except (EOFError, OSError):
             return
-        pipe.send(_answer(rank, size, folder / f"case-{number}", case))
+        pipe.send(_answer(rank, size, dist.PrefixStore(f"case-{number}", store), case))
 
 
-def _answer(rank: int, size: int, rendezvous: Path, case: _Case) -> tuple[bool, Any]:
+def _answer(rank: int, size: int, store: Any, case: _Case) -> tuple[bool, Any]:
     """(False, pickled result), or (True, (kind, message, traceback))."""
     try:
         sys.path[:] = case.path
-        return False, pickle.dumps(_run_case(rank, size, rendezvous, case))
+        return False, pickle.dumps(_run_case(rank, size, store, case))
     except BaseException as error:
         return True, (type(error).__name__, str(error), traceback.format_exc())
 
 
-def _run_case(rank: int, size: int, rendezvous: Path, case: _Case) -> Any:
+def _run_case(rank: int, size: int, store: Any, case: _Case) -> Any:
     import torch.distributed as dist
 
     function, args = pickle.loads(case.call)
@@ -279,9 +321,112 @@ def _run_case(rank: int, size: int, rendezvous: Path, case: _Case) -> Any:
         gc.freeze()
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(str(rendezvous), size),
+        store=store,
         rank=rank,
         world_size=size,
         timeout=datetime.timedelta(seconds=case.group_timeout),
     )
     return function(rank, size, *args)
+
+
+# ---- programs ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a program ended: the exit code of the first rank that failed, and what all printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run_module(
+    module: str, *argv: str, folder: Path, ranks: int | None = None, timeout: float = 250
+) -> Finished:
+    """Run `python -m module argv` in a folder, on ranks under a launcher's environment if asked."""
+    if ranks is None:
+        return _finish([({}, _run_module, (module, argv))], folder, timeout)
+    store = _new_store()
+    launched = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        "OMP_NUM_THREADS": "1",
+    }
+    calls = [
+        ({**launched, "RANK": str(rank), "LOCAL_RANK": str(rank)}, _run_module, (module, argv))
+        for rank in range(ranks)
+    ]
+    return _finish(calls, folder, timeout)
+
+
+def run_alone(
+    function: Callable[..., None], *args: Any, folder: Path, timeout: float = 250
+) -> Finished:
+    """Call a function of a module's top in a process of its own."""
+    return _finish([({}, function, args)], folder, timeout)
+
+
+def _finish(
+    calls: list[tuple[dict[str, str], Callable[..., None], tuple[Any, ...]]],
+    folder: Path,
+    timeout: float,
+) -> Finished:
+    """Make each call in a process of its own. Once one fails, the others have a few seconds."""
+    with tempfile.TemporaryDirectory(prefix="hcp-program-") as printed:
+        outputs = [Path(printed, name) for name in ("out", "err")]
+        processes = [
+            _start_process("program", _call_printing, *call, folder, outputs, daemon=False)
+            for call in calls
+        ]
+        try:
+            codes = _exit_codes(processes, time.monotonic() + timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join(5)
+        return Finished(next(filter(None, codes), 0), *(path.read_text() for path in outputs))
+
+
+def _exit_codes(processes: list[Any], deadline: float) -> list[int | None]:
+    """Exit codes in the order in which processes ended; None for those that had to be ended."""
+    codes: list[int | None] = []
+    running = list(processes)
+    while running:
+        left = max(0.0, deadline - time.monotonic())
+        if not connection.wait([process.sentinel for process in running], left):
+            break
+        for process in [p for p in running if not p.is_alive()]:
+            running.remove(process)
+            codes.append(process.exitcode)
+            if process.exitcode:
+                deadline = min(deadline, time.monotonic() + 5)
+    if running and not any(codes):
+        raise AssertionError(f"{len(running)} of {len(processes)} processes are not done in time")
+    return codes + [None] * len(running)
+
+
+def _call_printing(
+    environment: dict[str, str],
+    function: Callable[..., None],
+    args: tuple[Any, ...],
+    folder: Path,
+    outputs: list[Path],
+) -> None:
+    os.environ.update(environment)
+    os.chdir(folder)
+    for stream, output in zip((sys.stdout, sys.stderr), outputs, strict=True):
+        file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, stream.fileno())
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    function(*args)
+
+
+def _run_module(module: str, argv: tuple[str, ...]) -> None:
+    sys.argv = [module, *argv]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

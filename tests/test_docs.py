@@ -16,7 +16,6 @@ where they are absent:
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 import shlex
 import subprocess
@@ -27,7 +26,8 @@ from pathlib import Path
 
 import pytest
 import readme_example
-from ranks import run_ranks
+from doc_blocks import run_blocks, run_on_rank
+from ranks import Finished, run_alone, run_module, run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [path for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))] if path.exists()]
@@ -55,20 +55,6 @@ SMALL = {
     "hcp.integrations.megatron": [*FEW, "--hidden-size", "32", "--num-layers", "1"],
     "hcp.integrations.transformers": [*FEW, "--models", "llama"],
 }
-SECONDS = 250
-
-RUN_BLOCKS = """
-import json, sys
-page, blocks = json.load(sys.stdin)
-namespace = {"__name__": "__main__", "__file__": page}
-for line, code in blocks:
-    # Keeps the line numbers of the page, so that a traceback points into it.
-    exec(compile("\\n" * (line - 1) + code, page, "exec"), namespace)
-# As a trainer does at its end: threads of groups that are left may abort the exit.
-dist = sys.modules.get("torch.distributed")
-if dist is not None and dist.is_initialized():
-    dist.destroy_process_group()
-"""
 
 
 @dataclass(frozen=True)
@@ -113,7 +99,7 @@ BASH_BLOCKS = [block for block in BLOCKS if block.language == "bash" and block.r
 @pytest.mark.parametrize("page", PYTHON_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_blocks_of_a_page_run_in_order(page: Path, tmp_path: Path) -> None:
     skip_without_needs(page)
-    run([sys.executable, "-c", RUN_BLOCKS], tmp_path, json.dumps([str(page), python_of(page)]))
+    succeed(run_alone(run_blocks, str(page), python_of(page), folder=tmp_path))
 
 
 def python_of(page: Path) -> list[tuple[int, str]]:
@@ -130,16 +116,10 @@ def python_of(page: Path) -> list[tuple[int, str]]:
 RANK_PAGES = [page for page in PYTHON_PAGES if "# under torchrun:" in page.read_text()]
 
 
-def run_page(rank: int, size: int, page: str, blocks: list[tuple[int, str]]) -> None:
-    namespace = {"__name__": "__main__", "__file__": page}
-    for line, code in blocks:
-        exec(compile("\n" * (line - 1) + code, page, "exec"), namespace)
-
-
 @pytest.mark.parametrize("page", RANK_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_that_says_so_runs_on_several_ranks(page: Path) -> None:
     skip_without_needs(page)
-    run_ranks(2, run_page, str(page), python_of(page))
+    run_ranks(2, run_on_rank, str(page), python_of(page))
 
 
 def skip_without_needs(page: Path) -> None:
@@ -148,18 +128,8 @@ def skip_without_needs(page: Path) -> None:
             pytest.skip(f"{page.name} needs {name}: make test, make test-trainers")
 
 
-def run(command: list[str], folder: Path, text: str = "") -> None:
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        input=text,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=SECONDS,
-    )
-    shown = shlex.join(command) if len(command) < 20 else command[0]
-    assert done.returncode == 0, f"exit status {done.returncode} of {shown}\n{done.stdout}"
+def succeed(done: Finished) -> None:
+    assert done.code == 0, f"exit status {done.code}\n{done.out}\n{done.err}"
 
 
 # ---- Bash ----------------------------------------------------------------------------------------
@@ -225,15 +195,17 @@ def check_program(arguments: list[str]) -> None:
         assert not unknown, f"{arguments[0]} --help does not know {sorted(unknown)}"
 
 
+def run_small(module: str, given: list[str], small: list[str], folder: Path) -> None:
+    """A program of several ranks runs as on those that a launcher started."""
+    succeed(run_module(module, *given, *small, folder=folder, ranks=2 if small else None))
+
+
 def check_python(arguments: list[str], folder: Path) -> None:
     match arguments:
         case ["-m", "hcp", *rest]:
-            run(
-                [sys.executable, "-m", "hcp", *rest, *SMALL.get(rest[0] if rest else "", [])],
-                folder,
-            )
+            run_small("hcp", rest, SMALL.get(rest[0] if rest else "", []), folder)
         case ["-m", program, *rest] if program.startswith("hcp.integrations."):
-            run([sys.executable, "-m", program, *rest, *SMALL[program]], folder)
+            run_small(program, rest, SMALL[program], folder)
         case ["-m", "pip", "install", *rest]:
             check_install(rest)
         case ["-m", "venv", *_]:
@@ -242,7 +214,7 @@ def check_python(arguments: list[str], folder: Path) -> None:
             paths = [word.partition("::")[0] for word in rest if word.startswith("tests/")]
             assert [path for path in paths if not (ROOT / path).exists()] == []
         case ["-c", code]:
-            run([sys.executable, "-c", code], folder)
+            succeed(run_alone(exec, code, folder=folder))
         case [program, *_] if program.endswith(".py"):
             check_program(arguments)
         case _:

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import subprocess
-import sys
 
 import pytest
+from ranks import run_module
 
 import hcp
 from hcp.demo import launch
 
-# The demo: tests/test_demo.py.
-PROGRAMS = {
-    "hcp.integrations.megatron": ["-m", "hcp.integrations.megatron"],
-    "hcp.integrations.transformers": ["-m", "hcp.integrations.transformers"],
-}
 NEEDS = {"hcp.integrations.megatron": "megatron", "hcp.integrations.transformers": "transformers"}
+"""Programs, and the package that each needs. The demo: tests/test_demo.py."""
 
 
 def program(run):
@@ -69,20 +64,15 @@ def test_what_a_rank_could_not_say_is_said_under_the_programs_name(code, exit_co
     assert capsys.readouterr().err == said
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", NEEDS)
 def test_text_that_cannot_be_read_is_one_line_of_the_program_that_was_called(name, tmp_path):
     if importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"{NEEDS[name]} is not installed")
     path = tmp_path / "lines.jsonl"
     path.write_text('{"text": "fine"}\n{"text": 7}\n')
-    done = subprocess.run(
-        [sys.executable, *PROGRAMS[name], "--ranks", "2", "--data", str(path)],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
-    assert done.returncode == launch.USER_ERROR, done.stderr
-    lines = [line for line in done.stderr.splitlines() if "error" in line or "rank" in line]
+    done = run_module(name, "--ranks", "2", "--data", str(path), ranks=2, folder=tmp_path)
+    assert done.code == launch.USER_ERROR, done.err
+    lines = [line for line in done.err.splitlines() if "error" in line or "rank" in line]
     # A rank that waited for rank 0 to say it may say it, too, on a busy machine.
     lines = [line for line in lines if not line.startswith(f"{name}: error: rank 1: ")]
     assert lines == [f'{name}: error: {path}:2: field "text" is int, expected a string']
