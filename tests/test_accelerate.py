@@ -9,8 +9,8 @@ from argparse import Namespace
 
 import pytest
 import torch
-from finetuning import TRAINING, VALIDATION, Model, as_torchrun, documents, fsdp_on_cpus
-from ranks import run_ranks
+from support.finetuning import TRAINING, VALIDATION, Model, as_torchrun, documents, fsdp_on_cpus
+from support.ranks import run_ranks
 
 import hcp
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RankError, run_ranks, try_ranks
+from support.ranks import RankError, run_ranks, try_ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 

@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from cases import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.cases import (
     RESULTS,
     Case,
     GlooGroups,
@@ -20,9 +22,7 @@ from cases import (
     loopback_rms,
     staged_by,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from ranks import RankError, run_ranks, try_ranks
+from support.ranks import RankError, run_ranks, try_ranks
 
 import hcp
 from hcp.attention import key_transfer

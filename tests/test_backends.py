@@ -12,10 +12,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import test_core_attn
 import torch
-from ranks import run_ranks
-from test_features import check_softcap, scores_of
+from support import core_attention
+from support.cases import GlooGroups
+from support.features import check_softcap, scores_of
+from support.ranks import run_ranks
 from torch import Tensor
 
 import hcp
@@ -168,7 +169,7 @@ class Whole(hcp.ContextParallelHandler):
         if set(options) - {"comm_type"}:
             raise ValueError(f"options are {sorted(options)}, expected none")
         return self.core_attn(
-            attn_mod=test_core_attn.WholeAttention(),
+            attn_mod=core_attention.WholeAttention(),
             query=query,
             key=key,
             value=value,
@@ -331,7 +332,7 @@ def test_flash_attn_is_refused_without_cuda(flash_attn: Any) -> None:
 # ---- transformer_engine: a module of the same arguments ------------------------------------------
 
 
-class FakeDotProductAttention(test_core_attn.RingLike):
+class FakeDotProductAttention(core_attention.RingLike):
     def __init__(self, heads: int, size: Any, **options: Any) -> None:
         super().__init__()
         assert options["qkv_format"] == "thd"
@@ -362,12 +363,12 @@ def with_transformer_engine() -> Any:
 
 def run_transformer_engine(rank: int, size: int) -> float:
     cls = with_transformer_engine()
-    case = test_core_attn.Case((48, 24, 6), 3, capacity=24)
-    groups = test_core_attn.GlooGroups()
+    case = core_attention.Case((48, 24, 6), 3, capacity=24)
+    groups = GlooGroups()
     worst = 0.0
-    for plain in test_core_attn.handlers(groups, case):
+    for plain in core_attention.handlers(groups, case):
         cp = cls(plain.plan, plain.micro_batch, groups.transport)
-        group = test_core_attn.made_group(cp)
+        group = core_attention.made_group(cp)
         outs = []
         for handler, options in ((plain, {}), (cp, {"cp_group": group})):
             torch.manual_seed(rank)

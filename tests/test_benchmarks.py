@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 import hcp
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-import trainer
-from ranks import run_ranks
+from support import trainer
+from support.ranks import run_ranks
 
 import hcp
 from hcp.integrations.megatron import EvalContextParallel

@@ -12,8 +12,8 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import planning
 import pytest
+from support import planning
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("core", "cpu", "nccl")

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import GlooGroups, sequences_of
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import run_ranks
+from support.cases import GlooGroups, sequences_of
+from support.ranks import run_ranks
 
 import hcp
 

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, GlooGroups, attention_errors, loopback_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import run_ranks
-from test_attention import dispatched
+from support.cases import Case, GlooGroups, attention_errors, dispatched, loopback_error
+from support.ranks import run_ranks
 
 import hcp
 from hcp.attention import comm_types as comm

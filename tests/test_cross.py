@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from cases import GlooGroups
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import run_ranks
-from test_features import drawn, rows_here
+from support.cases import GlooGroups
+from support.features import drawn, rows_here
+from support.ranks import run_ranks
 from torch import Tensor
 
 import hcp

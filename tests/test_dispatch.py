@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import GlooGroups, sequences_of
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import RankError, run_ranks, try_ranks
+from support.cases import GlooGroups, sequences_of
+from support.ranks import RankError, run_ranks, try_ranks
 
 import hcp
 

@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import readme_example
-from doc_blocks import run_blocks, run_on_rank
-from ranks import Finished, run_alone, run_module, run_ranks
+from support import readme_example
+from support.doc_blocks import run_blocks, run_on_rank
+from support.ranks import Finished, run_alone, run_module, run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [path for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))] if path.exists()]

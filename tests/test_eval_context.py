@@ -8,8 +8,8 @@ import resource
 import pytest
 import torch
 import torch.distributed as dist
-import trainer
-from ranks import RankError, run_ranks, try_ranks
+from support import trainer
+from support.ranks import RankError, run_ranks, try_ranks
 from torch import nn
 
 import hcp

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import example, given
 from hypothesis import strategies as st
-from ranks import run_ranks
+from support.ranks import run_ranks
 from torch.utils.data import IterableDataset
 
 import hcp

@@ -9,93 +9,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.features import TYPES, check_softcap, drawn, handlers, rows_here
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import hcp
 from hcp.attention import qkv_format as formats
 
-TYPES = ("p2p", "all_gather", "a2a")
-
-
-def drawn(lengths: Any, *shape: int, seed: int = 0, dtype: Any = torch.float64) -> list[Tensor]:
-    """One tensor for each sequence, the same on every rank."""
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randn(n, *shape, generator=generator, dtype=torch.float64).to(dtype) for n in lengths
-    ]
-
-
-def handlers(
-    groups: Any, lengths: Any, cls: Any = hcp.ContextParallelHandler, **options: Any
-) -> list[hcp.ContextParallelHandler]:
-    plan_options = {"max_tokens_per_rank": 4096, **options}
-    plan = hcp.plan(lengths, ranks=groups.transport.size, **plan_options)
-    return [
-        cls(plan, m, groups.transport, comm_types=TYPES) for m in range(len(plan.micro_batches))
-    ]
-
-
-def rows_here(cp: hcp.ContextParallelHandler, wholes: list[Tensor]) -> Tensor:
-    parts = [wholes[s][start : start + rows] for s, start, rows in cp.layout.spans]
-    return torch.cat([wholes[0][:0], *parts])
-
-
-def scores_of(q: Tensor, k: Tensor, scale: float, softcap: float, hidden: Tensor) -> Tensor:
-    """(H, queries, keys)."""
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-    if softcap:
-        scores = softcap * (scores / softcap).tanh()
-    return scores.masked_fill(hidden, -math.inf)
-
-
-def whole_attention(
-    q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int], softcap: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    tokens = len(q)
-    left, right = (n if n >= 0 else tokens for n in window)
-    ahead = torch.arange(tokens) - torch.arange(tokens)[:, None]
-    scores = scores_of(q, k, q.shape[2] ** -0.5, softcap, (ahead < -left) | (ahead > right))
-    v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v), scores.logsumexp(-1).t()
-
-
 # ---- soft-capping --------------------------------------------------------------------------------
-
-
-def check_softcap(
-    groups: Any, cls: Any, lengths: Any, comm_type: str, window: tuple[int, int], degree: int
-) -> float:
-    """The largest error of output, log-sum-exp and gradients."""
-    inputs = [drawn(lengths, h, 8, seed=h + i) for i, h in enumerate((4, 2, 2, 4))]
-    grad_lse = drawn(lengths, 4, seed=9)
-    answers: list[list[Tensor]] = []
-    for s in range(len(lengths)):
-        leaves = [3 * x[s].clone() for x in inputs[:3]]  # scores well beyond the cap
-        leaves = [x.requires_grad_() for x in leaves]
-        out, lse = whole_attention(*leaves, window, 2.0)
-        torch.autograd.backward((out, lse), (inputs[3][s], grad_lse[s]))
-        answers.append([out.detach(), lse.detach(), *(x.grad for x in leaves)])
-    worst = 0.0
-    for cp in handlers(groups, lengths, cls, min_degree=degree):
-        leaves = [3 * rows_here(cp, x) for x in inputs[:3]]
-        leaves = [x.requires_grad_() for x in leaves]
-        out, lse = cp.attention(
-            *leaves,
-            causal=window[1] == 0,
-            window_size=window,
-            softcap=2.0,
-            return_lse=True,
-            comm_type=comm_type,
-        )
-        torch.autograd.backward((out, lse), (rows_here(cp, inputs[3]), rows_here(cp, grad_lse)))
-        results = [out.detach(), lse.detach(), *(x.grad for x in leaves)]
-        for n, result in enumerate(results):
-            want = rows_here(cp, [answer[n] for answer in answers])
-            if want.numel():
-                worst = max(worst, float((result - want).abs().max()))
-    return worst
 
 
 @given(

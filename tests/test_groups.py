@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import run_ranks, try_ranks
-from test_rebind_coverage import TEAttention
+from support.ranks import run_ranks, try_ranks
+from support.te_attention import TEAttention
 from torch.distributed.device_mesh import init_device_mesh
 
 import hcp

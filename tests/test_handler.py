@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import GlooGroups
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import RankError, run_ranks, try_ranks
+from support.cases import GlooGroups
+from support.ranks import RankError, run_ranks, try_ranks
 
 import hcp
 from hcp.exchange.layout import whole_cu_seqlens

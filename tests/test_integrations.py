@@ -11,8 +11,8 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-import trainer
-from ranks import run_ranks
+from support import trainer
+from support.ranks import run_ranks
 
 import hcp
 from hcp.integrations import versions

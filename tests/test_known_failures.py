@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, gloo_errors, loopback_error
-from ranks import run_ranks
-from test_features import drawn, handlers, rows_here
+from support.cases import Case, gloo_errors, loopback_error
+from support.features import drawn, handlers, rows_here
+from support.ranks import run_ranks
 from torch import Tensor
 
 import hcp

@@ -6,7 +6,7 @@ import argparse
 import importlib.util
 
 import pytest
-from ranks import run_module
+from support.ranks import run_module
 
 import hcp
 from hcp.demo import launch

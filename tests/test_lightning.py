@@ -7,8 +7,8 @@ import warnings
 
 import pytest
 import torch
-from finetuning import TRAINING, VALIDATION, Model, as_torchrun, documents
-from ranks import run_ranks
+from support.finetuning import TRAINING, VALIDATION, Model, as_torchrun, documents
+from support.ranks import run_ranks
 
 import hcp
 

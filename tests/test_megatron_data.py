@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 import hcp
 from hcp.integrations.megatron import add_megatron_arguments, config_from_args, versions

@@ -10,8 +10,8 @@ import importlib.util
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import run_ranks
-from test_megatron import YARN, mamba_hybrid
+from support.megatron_models import YARN, mamba_hybrid
+from support.ranks import run_ranks
 
 import hcp
 
@@ -219,7 +219,7 @@ def compare(rank, size, name, ranks, room, alignment, way=None):
     from hcp.integrations.megatron import megatron_on_cpu
 
     if "hybrid" in name:
-        from megatron_scan import stand_in_for_kernels
+        from support.megatron_scan import stand_in_for_kernels
 
         stand_in_for_kernels()
     with megatron_on_cpu():

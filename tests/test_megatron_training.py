@@ -9,8 +9,8 @@ import importlib.util
 
 import pytest
 import torch
-from megatron_cases import Case, lengths_of, train, train_alone
-from ranks import run_ranks
+from support.megatron_cases import Case, lengths_of, train, train_alone
+from support.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.skipif(

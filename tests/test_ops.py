@@ -12,12 +12,11 @@ from itertools import permutations
 from math import inf, log, nan
 from pathlib import Path
 
-import planning
 import pytest
-import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import planning, reference
 from torch import Tensor
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -1502,7 +1501,7 @@ def test_compiled_casts_and_their_gradients_equal_eager_ones(device):
 @pytest.mark.timeout(900)
 def test_junk_in_any_argument_of_any_operator_ends_in_an_error_and_never_the_process() -> None:
     """Each call's name is printed before it: the last line is the call that died, or hung."""
-    script = Path(__file__).with_name("junk.py")
+    script = Path(__file__).parent / "support" / "junk.py"
     command = [sys.executable, "-X", "faulthandler", str(script), "0", str(10**9)]
     command.append(str(planning.seed()))
     try:

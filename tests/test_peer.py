@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, dispatched, loopback_error, staged_by
+from support.cases import Case, dispatched, loopback_error, staged_by
 
 import hcp
 from hcp.exchange.loopback import LoopbackTransport

@@ -4,7 +4,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankError, RanksFailed, run_ranks, try_ranks
+from support.ranks import RankError, RanksFailed, run_ranks, try_ranks
 
 
 def sum_of_ranks(rank, size, factor):

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import run_ranks
+from support.ranks import run_ranks
 from torch import nn
 
 import hcp

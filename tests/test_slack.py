@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_planner import optimum, tiny
+from support.optimum import optimum, tiny
 
 import hcp
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 if importlib.util.find_spec("torchtitan") is None:
     pytest.skip("torchtitan is not installed: make test-trainers", allow_module_level=True)
 
-import titan
+from support import titan
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.validate import Validator
@@ -204,7 +204,7 @@ def test_a_checkpoint_goes_on_where_it_was(tmp_path):
 
 
 def test_torchtitans_own_command_line_trains(tmp_path):
-    job = Path(__file__).with_name("titan_job.py")
+    job = Path(__file__).parent / "support" / "titan_job.py"
     flags = "--module titan_job --config small --training.steps 3 --metrics.log_freq 1"
     planner = "--context_parallel.max_seqlen_per_dp_cp_rank 40"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from finetuning import TRAINING, VALIDATION, as_torchrun, documents, fsdp_on_cpus
-from ranks import run_ranks, try_ranks
+from support.finetuning import TRAINING, VALIDATION, as_torchrun, documents, fsdp_on_cpus
+from support.ranks import run_ranks, try_ranks
 
 import hcp
 
@@ -476,8 +476,8 @@ def verdict(model):
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_every_architecture_is_right_or_refused_before_training():
-    import architectures
     import transformers
+    from support import architectures
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     transformers.logging.set_verbosity_error()

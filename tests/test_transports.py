@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RankError, run_ranks, try_ranks
+from support.ranks import RankError, run_ranks, try_ranks
 
 import hcp
 from hcp.exchange import connect as transports

@@ -17,7 +17,7 @@ os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # or cuBLAS may add up in ano
 
 import torch
 import torch.distributed as dist
-import trainer
+from support import trainer
 
 from hcp.planning.limits import divisors
 

@@ -116,7 +116,7 @@ def start(
 def evaluate_until_one_dies(args: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
-    import trainer
+    from support import trainer
 
     import hcp
 

@@ -1,7 +1,7 @@
 """A rank that stays away from an exchange over NCCL ends the other before rows that have not come
 are used, on two GPUs.
 
-    python tests/cuda/check_late.py
+    PYTHONPATH=tests python tests/cuda/check_late.py
 
 Two ranks attend to one sequence; at the second time the last one stays away from all of it, or from
 the backward. The other has to end with hcp's error, which names it, and must not read a result.
@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
+
+from support.launched import join, run_as_ranks
 
 RANKS = 2
 READ, RAISED = 77, 78
@@ -41,64 +40,28 @@ def main() -> int:
         return attend(args)
     wrong = 0
     for away in ("forward", "backward"):
-        code, seconds, said = outcome(args.device, away)
-        ok = code not in (None, 0, READ) and SAID in said
+        flags = "--device", args.device, "--away", away
+        end = run_as_ranks(__file__, RANKS, *flags, patience=PATIENCE, wait_for=1)
+        (code,) = end.codes
+        ok = code not in (None, 0, READ) and SAID in end.said
         wrong += not ok
         how = {None: "hung", READ: "read a result"}.get(
-            code, f"ended with {code} after {seconds:.0f} s, {SAID!r} {'' if ok else 'not '}said"
+            code,
+            f"ended with {code} after {end.seconds:.0f} s, {SAID!r} {'' if ok else 'not '}said",
         )
         print(f"{'ok ' if ok else 'BAD'} rank 1 stayed away from {away}, rank 0 {how}", flush=True)
         if not ok:
-            print(said[-4000:], flush=True)
+            print(end.said[-4000:], flush=True)
     return wrong > 0
-
-
-def outcome(device: str, away: str) -> tuple[int | None, float, str]:
-    """Rank 0's exit code, None where it had to be ended, when, and what it said."""
-    with tempfile.TemporaryDirectory() as folder:
-        said, started = Path(folder, "said"), time.monotonic()
-        with said.open("w") as log:
-            outputs = log.fileno(), subprocess.DEVNULL
-            first, last = (
-                subprocess.Popen(
-                    [
-                        *(sys.executable, __file__, "--device", device, "--away", away),
-                        *("--rank", str(rank), "--store", str(Path(folder, "store"))),
-                    ],
-                    stdout=output,
-                    stderr=output,
-                    env={**os.environ, "LOCAL_RANK": str(rank), "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"},
-                )
-                for rank, output in enumerate(outputs)
-            )
-            try:
-                code = first.wait(PATIENCE)
-            except subprocess.TimeoutExpired:
-                code = None
-            for process in (first, last):
-                process.kill()
-                process.wait()
-        return code, time.monotonic() - started, said.read_text()
 
 
 def attend(args: argparse.Namespace) -> int:
     import torch
-    import torch.distributed as dist
 
     import hcp
     from hcp.exchange.nccl import NcclTransport
 
-    own = None
-    if args.device == "cuda":
-        own = torch.device("cuda", args.rank)
-        torch.cuda.set_device(own)
-    dist.init_process_group(
-        "nccl" if args.device == "cuda" else "gloo",
-        store=dist.FileStore(args.store, RANKS),
-        rank=args.rank,
-        world_size=RANKS,
-        device_id=own,
-    )
+    join(args.rank, RANKS, args.device, args.store)
     groups = hcp.build_process_groups(
         transport="nccl" if args.device == "cuda" else "torch", timeout=timedelta(seconds=TIMEOUT)
     )

@@ -13,7 +13,7 @@ from itertools import product
 
 import torch
 import torch.distributed as dist
-from cases import Case, attention_errors
+from support.cases import Case, attention_errors
 
 import hcp
 from hcp.exchange.agreement import Kind, Stamp

@@ -1,6 +1,6 @@
 """Ranks whose calls differ hear it before they use each other's rows, on two GPUs.
 
-    python tests/cuda/check_stamps.py
+    PYTHONPATH=tests python tests/cuda/check_stamps.py
 
 Two ranks attend to the micro-batches of a step, over each transport; then one of them takes two
 micro-batches in another order, or attends with another scale. Neither may read a result, and one
@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
-import tempfile
-import time
 import traceback
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
+
+from support.launched import join, run_as_ranks
 
 RANKS = 2
 READ, RAISED = 77, 78
@@ -46,71 +44,31 @@ def main() -> int:
     wrong = 0
     for transport in ("torch", "nccl", "peer") if args.device == "cuda" else ("torch",):
         for what, words in SAID.items():
-            codes, seconds, said = outcome(args.device, transport, what)
+            flags = "--device", args.device, "--what", what, "--transport", transport
+            end = run_as_ranks(__file__, RANKS, *flags, patience=PATIENCE)
             # Devices of torch.distributed stop without a word.
-            named = words in said or (transport == "torch" and args.device == "cuda")
-            ok = named and not {None, 0, READ} & set(codes)
+            named = words in end.said or (transport == "torch" and args.device == "cuda")
+            ok = named and not {None, 0, READ} & set(end.codes)
             wrong += not ok
             print(
-                f"{'ok ' if ok else 'BAD'} {transport:5} {what}: ranks ended with {codes} after "
-                f"{seconds:.0f} s, {words!r} {'' if words in said else 'not '}said",
+                f"{'ok ' if ok else 'BAD'} {transport:5} {what}: ranks ended with {end.codes} "
+                f"after {end.seconds:.0f} s, {words!r} {'' if words in end.said else 'not '}said",
                 flush=True,
             )
-            for line in said.splitlines():
+            for line in end.said.splitlines():
                 if "is in another call" in line:
                     print("     ", line[:200], flush=True)
             if not ok:
-                print(said[-3000:], flush=True)
+                print(end.said[-3000:], flush=True)
     return wrong > 0
-
-
-def outcome(device: str, transport: str, what: str) -> tuple[list[int | None], float, str]:
-    """The ranks' exit codes, None where one had to be ended, when, and what they said."""
-    with tempfile.TemporaryDirectory() as folder:
-        said, started = Path(folder, "said"), time.monotonic()
-        with said.open("w") as log:
-            processes = [
-                subprocess.Popen(
-                    [
-                        *(sys.executable, __file__, "--device", device, "--what", what),
-                        *("--rank", str(rank), "--transport", transport),
-                        *("--store", str(Path(folder, "store"))),
-                    ],
-                    stdout=log.fileno(),
-                    stderr=log.fileno(),
-                    env={**os.environ, "LOCAL_RANK": str(rank), "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"},
-                )
-                for rank in range(RANKS)
-            ]
-            codes: list[int | None] = []
-            for process in processes:
-                try:
-                    codes.append(process.wait(max(1.0, started + PATIENCE - time.monotonic())))
-                except subprocess.TimeoutExpired:
-                    codes.append(None)
-            for process in processes:
-                process.kill()
-                process.wait()
-        return codes, time.monotonic() - started, said.read_text()
 
 
 def attend(args: argparse.Namespace) -> int:
     import torch
-    import torch.distributed as dist
 
     import hcp
 
-    own = None
-    if args.device == "cuda":
-        own = torch.device("cuda", args.rank)
-        torch.cuda.set_device(own)
-    dist.init_process_group(
-        "nccl" if args.device == "cuda" else "gloo",
-        store=dist.FileStore(args.store, RANKS),
-        rank=args.rank,
-        world_size=RANKS,
-        device_id=own,
-    )
+    join(args.rank, RANKS, args.device, args.store)
     groups = hcp.build_process_groups(transport=args.transport, timeout=timedelta(seconds=TIMEOUT))
     lengths = [1000] * 3
     plan = hcp.plan(lengths, ranks=RANKS, max_tokens_per_rank=500, min_degree=RANKS)

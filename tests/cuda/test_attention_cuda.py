@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, loopback_error, loopback_rms
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_autocast import DTYPES, across, compare, module, own
-from test_not_finite import expect_nothing_lost
-from test_rope import error as rope_error
+from support.autocast import DTYPES, across, compare, module, own
+from support.cases import Case, loopback_error, loopback_rms
+from support.not_finite import expect_nothing_lost
+from support.rotary import error as rope_error
 from torch import Tensor
 
 import hcp

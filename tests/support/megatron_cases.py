@@ -84,7 +84,7 @@ def _on_cpu(case: Case, body: Callable[[], Outcome]) -> Outcome:
     from hcp.integrations.megatron import megatron_on_cpu
 
     if case.builder == "hybrid":
-        from megatron_scan import stand_in_for_kernels
+        from support.megatron_scan import stand_in_for_kernels
 
         stand_in_for_kernels()
     with megatron_on_cpu():
@@ -315,9 +315,8 @@ def cutter(name: str, parameter: Any, args: Any) -> Any:
 
 def build_hybrid(job: Any, config: Any, vp_stage: int | None) -> torch.nn.Module:
     """Mamba, attention, Mamba, MLP."""
-    from test_megatron import mamba_hybrid
-
     from hcp.integrations.megatron import hcp_layer_spec
+    from support.megatron_models import mamba_hybrid
 
     return mamba_hybrid(job.collection, None, config=config, wrap=hcp_layer_spec)
 
@@ -356,7 +355,7 @@ def build_own(job: Any, config: Any, vp_stage: int | None) -> torch.nn.Module:
 
 
 def build_own_hybrid(job: Any, config: Any, vp_stage: int | None) -> torch.nn.Module:
-    from test_megatron import mamba_hybrid
+    from support.megatron_models import mamba_hybrid
 
     return mamba_hybrid(job.collection, None, config=config)
 

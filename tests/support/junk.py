@@ -1,6 +1,6 @@
 """Calls every operator of torch.ops.hcp with junk: run by test_ops.py, in a process of its own.
 
-    python tests/junk.py FIRST LAST SEED
+    python tests/support/junk.py FIRST LAST SEED
 
 Each argument of a good call becomes each kind of junk that its type allows; then several arguments
 at once, drawn by the seed. A call ends or raises one of ALLOWED. Its name is printed first, so that

@@ -1,0 +1,74 @@
+"""Ranks of a check that may hang or die: processes that run the check's file again as one rank."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the ranks that were waited for ended."""
+
+    codes: list[int | None]
+    """Exit codes; None for a rank that had to be ended."""
+    seconds: float
+    said: str
+    """What these ranks printed."""
+
+
+def run_as_ranks(
+    file: str, ranks: int, *arguments: str, patience: float, wait_for: int | None = None
+) -> Outcome:
+    """Run `python FILE ARGUMENTS --rank R --store PATH` for each rank, and end all of them.
+
+    ``wait_for``: of the first ranks, so many are waited for (default: all).
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        said, started = Path(folder, "said"), time.monotonic()
+        with said.open("w") as log:
+            processes = [
+                subprocess.Popen(
+                    [
+                        *(sys.executable, file, *arguments),
+                        *("--rank", str(rank), "--store", str(Path(folder, "store"))),
+                    ],
+                    stdout=log if rank < (wait_for or ranks) else subprocess.DEVNULL,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, "LOCAL_RANK": str(rank), "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"},
+                )
+                for rank in range(ranks)
+            ]
+            codes: list[int | None] = []
+            for process in processes[:wait_for]:
+                try:
+                    codes.append(process.wait(max(1.0, started + patience - time.monotonic())))
+                except subprocess.TimeoutExpired:
+                    codes.append(None)
+            for process in processes:
+                process.kill()
+                process.wait()
+        return Outcome(codes, time.monotonic() - started, said.read_text())
+
+
+def join(rank: int, ranks: int, device: str, store: str) -> None:
+    """Make the default group: of NCCL on a GPU of this rank's own, or of Gloo."""
+    import torch
+    import torch.distributed as dist
+
+    own = None
+    if device == "cuda":
+        own = torch.device("cuda", rank)
+        torch.cuda.set_device(own)
+    dist.init_process_group(
+        "nccl" if own else "gloo",
+        store=dist.FileStore(store, ranks),
+        rank=rank,
+        world_size=ranks,
+        device_id=own,
+    )
