@@ -18,7 +18,8 @@ from hypothesis import settings
 torch.set_num_threads(1)
 
 # Inductor's cache is a folder of this process. It knows neither the shapes nor the schemas of
-# operators: graphs that another hcp compiled would be taken for this one's. Without workers, no thread of theirs is there to be forked.
+# operators: graphs that another hcp compiled would be taken for this one's. Without workers, no
+# thread of theirs is there to be forked.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="hcp-inductor-")
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
