@@ -408,7 +408,8 @@ done:
  * are done. */
 static int32_t pack_singles(list *l, const task *tasks, int32_t i, int64_t limit) {
   for (; i < l->p->n; i++) {
-    int32_t sequence = l->p->order[tasks[i].place];
+    /* sort_tasks has filled all n: the analyzer loses sight of n on the way. */
+    int32_t sequence = l->p->order[tasks[i].place]; /* NOLINT(clang-analyzer-core.*) */
     if (fill_gap(l, sequence, tasks[i].option)) continue;
     if (!place_packed(l, sequence, tasks[i].option, limit)) break;
   }
@@ -439,8 +440,7 @@ static hcp_status place_all(list *l, const task *tasks, int64_t limit, hcp_error
   heapify(l);
   if (limit > 0) i = pack_singles(l, tasks, i, limit);
   for (; i < n; i++) {
-    /* sort_tasks has filled all n: the analyzer loses sight of n on the way. */
-    int32_t sequence = l->p->order[tasks[i].place]; /* NOLINT(clang-analyzer-core.*) */
+    int32_t sequence = l->p->order[tasks[i].place]; /* NOLINT(clang-analyzer-core.*): as above */
     if (!fill_gap(l, sequence, tasks[i].option)) place_single(l, sequence, tasks[i].option);
   }
   return HCP_OK;
