@@ -352,7 +352,7 @@ class ContextParallelHandler(OfThisProcess):
                 query, key, value = (
                     formats.to_rows(self.layout, x, qkv_format) for x in (query, key, value)
                 )
-            if type(window_size) is not tuple:  # a list, say, which is no key
+            if type(window_size) is not tuple or {*map(type, window_size)} != {int}:  # it is a key
                 window_size = window_of(window_size, False)
             options = comm_type, causal, window_size, softmax_scale, softcap, dropout_p
             asked = *options, query.shape[1:], key.shape[1:]

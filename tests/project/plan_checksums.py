@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from random import Random
 
-import planning
+from support import planning
 
 import hcp
 
