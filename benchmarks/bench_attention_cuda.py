@@ -368,7 +368,7 @@ class OwnCalls:
         self.layer = layer
         self.kernel = kernel_for(layer.query.device, layer.query.dtype, choice)
         schedule = Schedule(
-            layer.cp._words_of(
+            layer.cp._schedules.words_of(
                 steps_of(comm_type), -1, 0, (layer.query.shape[1], layer.key.shape[1])
             )
         )
@@ -404,7 +404,9 @@ def run_alone(layers: list[OwnCalls], backward: bool) -> None:
 
 def bytes_received(layer: Layer, comm_type: str, kv_heads: int) -> int:
     schedule = Schedule(
-        layer.cp._words_of(steps_of(comm_type), -1, 0, (layer.query.shape[1], layer.key.shape[1]))
+        layer.cp._schedules.words_of(
+            steps_of(comm_type), -1, 0, (layer.query.shape[1], layer.key.shape[1])
+        )
     )
     rows = sum(move.rows for move in schedule.receives)
     return rows * 2 * kv_heads * HEAD_DIM * 2

@@ -142,17 +142,21 @@ def test_the_operator_passes_opcheck() -> None:
         inputs = [torch.randn(13, h, 8, requires_grad=True) for h in (4, 2, 2)]
         numbered = {"number": 1}  # else each run of the operator is another call
         torch.library.opcheck(
-            torch.ops.hcp.attention, (*inputs, None, cp._schedules["p2p", -1, 0], 0.3), numbered
+            torch.ops.hcp.attention,
+            (*inputs, None, cp._schedules.words_of("p2p", -1, 0, (1, 1)), 0.3),
+            numbered,
         )
         sinks = torch.randn(4, requires_grad=True)
         torch.library.opcheck(
-            torch.ops.hcp.attention, (*inputs, sinks, cp._schedules["p2p", -1, 0], 0.3), numbered
+            torch.ops.hcp.attention,
+            (*inputs, sinks, cp._schedules.words_of("p2p", -1, 0, (1, 1)), 0.3),
+            numbered,
         )
 
         turn = torch.rand(13, 6), torch.rand(13, 6), True
         torch.library.opcheck(
             torch.ops.hcp.attention,
-            (*inputs, sinks, cp._schedules["p2p", -1, 0], 0.3, *turn),
+            (*inputs, sinks, cp._schedules.words_of("p2p", -1, 0, (1, 1)), 0.3, *turn),
             numbered,
         )
 

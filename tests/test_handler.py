@@ -696,7 +696,7 @@ def test_groups_that_are_gone_are_named() -> None:
         return cp
 
     (cp,) = hcp.loopback(1, use_after)
-    transport_words = cp._schedules["p2p", -1, 0].clone()
+    transport_words = cp._schedules.words_of("p2p", -1, 0, (1, 1)).clone()
     transport_words[0] = -1  # a serial that was never read
     transport_words[1] = 10**9
     with pytest.raises(hcp.HcpError, match="process groups of this handler are gone"):

@@ -19,12 +19,12 @@ from hcp.attention import qkv_format as formats
 from hcp.attention import rotary as rope
 from hcp.attention.checks import as_autocast, check_options, scale_of, window_of
 from hcp.attention.prepared import Prepared, prepared_of
+from hcp.attention.schedules import Schedules
 from hcp.exchange.agreement import LayerName, Moves, Stamp, refuse_transforms
 from hcp.exchange.calls import Calls, call_site
 from hcp.exchange.layout import (
     Layout,
     halo_rows,
-    ranks_with_rows,
     rows_in_whole,
     rows_may_vary,
     whole_cu_seqlens,
@@ -41,7 +41,6 @@ from hcp.exchange.routes import Routes
 from hcp.exchange.tables import (
     Origin,
     Route,
-    schedule_words,
 )
 from hcp.exchange.transport import Transport
 from hcp.megatron_style import core_attention as core_attn
@@ -120,21 +119,15 @@ class ContextParallelHandler(OfThisProcess):
             loss_tokens = LossTokens(loss_tokens)
         self._loss_tokens = loss_tokens
         self._transport = transport
-        comm_types = self.comm_types if comm_types is None else comm_types
-        sizes = hierarchical_context_parallel_sizes
-        comm.check_comm_types(comm_types, sizes, comm.only_degree(plan))
-        self._comm_type = comm_types[0]
-        self._comm_types = tuple(dict.fromkeys(comm_types))
-        self._sizes = tuple(sizes)
-        comm.check_prices(self._comm_types, plan.cost)
-        self._schedules: dict[tuple[object, ...], Tensor] = {}
-        self._choices: dict[tuple[object, ...], comm.CommChoice] = {}
-        self._prepared: list[Prepared] = []  # kept for all layers
-        for name in self._comm_types:
-            for counts in heads if name in comm.CHOSEN else [(1, 1)]:
-                for window in (_CAUSAL, _FULL, *window_sizes):
-                    for causal in (False, True):
-                        self._prepare(name, *window_of(window, causal), counts)
+        self._schedules = Schedules(
+            layout,
+            transport,
+            self.comm_types if comm_types is None else comm_types,
+            hierarchical_context_parallel_sizes,
+            step=step,
+            numbers=self._group_numbers,
+        )
+        self._schedules.prepare_all(window_sizes, heads)
         self._layers: dict[tuple[object, ...], tuple[attention.Layer, Prepared]] = {}
         self._routes = Routes(layout, sources)
         self._key_routes: dict[tuple[object, ...], cross.KeyRoute] = {}
@@ -162,44 +155,10 @@ class ContextParallelHandler(OfThisProcess):
         return list(self._transport.global_ranks[first : first + self.degree])
 
     @cached_property
-    def _callers(self) -> list[int]:
-        """The ranks that compare the group's calls: those with rows. None of two, who meet in any
-        exchange."""
-        return ranks_with_rows(self.layout) if self.degree > 2 else []
-
-    @cached_property
     def rows_in_whole(self) -> Tensor:
         """int64 (T,): each row's place in what ``sequence_to_head`` gives: the whole sequences, end
         to end, then each rank's padding."""
         return rows_in_whole(self.layout).to(self.device)
-
-    def _prepare(self, comm_type: str, left: int, right: int, counts: tuple[int, int]) -> Tensor:
-        """The schedule for what the group makes of a comm type. ``counts``: query and key-value
-        heads."""
-        key = _key_of(comm_type, left, right, counts)
-        if key not in self._schedules:
-            given = self.plan, self.layout, comm_type, self._sizes, (left, right), counts
-            packed = self.device.type == "cuda"
-            choice = self._choices[key] = comm.choose(*given, packed)
-            self._schedules[key] = self._schedule(choice.used, choice.inner, left, right)
-        return self._schedules[key]
-
-    def _schedule(self, comm_type: str, inner: int, left: int, right: int) -> Tensor:
-        words = schedule_words(
-            self.plan,
-            self.micro_batch,
-            self._transport.rank,
-            comm_type,
-            inner=inner,
-            window_size=(left, right),
-            transport_key=self._transport.key,
-            step=self._origin.step,
-            callers=self._callers,
-        )
-        prepared = prepared_of(words)
-        prepared.numbers = self._group_numbers
-        self._prepared.append(prepared)
-        return words
 
     def _layer(
         self,
@@ -217,30 +176,14 @@ class ContextParallelHandler(OfThisProcess):
         left, right = window_of(window_size, causal)
         scale = scale_of(query, softmax_scale)
         counts = _head_count(query), _head_count(key)
-        words = self._words_of(comm_type or self._comm_type, left, right, counts)
+        words = self._schedules.words_of(comm_type or self._schedules.default, left, right, counts)
         return attention.Layer(words, scale, kernels.Choice(self.kernel_family, softcap))
-
-    def _words_of(self, comm_type: str, left: int, right: int, counts: tuple[int, int]) -> Tensor:
-        """The schedule of a layer, as a compiler sees it."""
-        if comm_type not in self._comm_types:
-            raise ValueError(
-                f"comm_type is {comm_type!r}, expected one of {sorted(self._comm_types)}: "
-                "name every type in comm_types= of hcp.dispatch"
-            )
-        words = self._schedules.get(_key_of(comm_type, left, right, counts))
-        if words is None and torch.compiler.is_compiling():
-            raise ValueError(
-                f"window_size is {(left, right)} and the heads are {counts} in a compiled layer, "
-                "expected what was prepared: name the window in window_sizes= and, under "
-                f"{' or '.join(comm.CHOSEN)}, the heads in heads= of hcp.dispatch"
-            )
-        return self._prepare(comm_type, left, right, counts) if words is None else words
 
     @property
     def comm_choices(self) -> tuple[comm.CommChoice, ...]:
         """What this rank's group does for each comm type, mask and number of heads that layers have
         used so far or that were prepared, each with the reason."""
-        return tuple(dict.fromkeys(self._choices.values()))
+        return self._schedules.choices
 
     # ---- attention ----
 
@@ -448,7 +391,7 @@ class ContextParallelHandler(OfThisProcess):
             packed_class=own if packed_seq_params is None else type(packed_seq_params),
             cp_group=cp_group,
             comm_type=comm_type,
-            default_comm_type=self._comm_type,
+            default_comm_type=self._schedules.default,
         )
 
     def at_least_one_row(self, x: Tensor, value: float = 0) -> Tensor:
@@ -776,7 +719,7 @@ class ContextParallelHandler(OfThisProcess):
         refuse_transforms(operation, x)
         if self.degree == 0:
             return x
-        prepared = prepared_of(self._prepare(comm.A2A, *_FULL, (1, 1)))
+        prepared = self._schedules.of_heads()
         like = x.new_empty(0, count, *x.shape[2:])
         stamp = self._calls.agree(prepared, self._calls.stamp(operation, number, like, x.dtype))
         given = self._transport, prepared.schedule, x, count
@@ -814,17 +757,9 @@ class ContextParallelHandler(OfThisProcess):
 _F64 = torch.float64
 
 
-_CAUSAL, _FULL = (-1, 0), (-1, -1)
-
-
 def _head_count(rows: Tensor) -> int:
     """0 for what has none, which is refused later."""
     return rows.shape[1] if rows.dim() > 1 else 0
-
-
-def _key_of(comm_type: str, left: int, right: int, counts: tuple[int, int]) -> tuple[object, ...]:
-    """What a layer's schedule depends on, beside the plan."""
-    return (comm_type, left, right, *(counts if comm_type in comm.CHOSEN else ()))
 
 
 def _as_kernels_take(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,115 @@
+"""The schedules of a micro-batch on one rank, for each comm type, mask and number of heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from hcp.attention import comm_types as comm
+from hcp.attention.checks import window_of
+from hcp.attention.prepared import Prepared, prepared_of
+from hcp.exchange.layout import Layout, ranks_with_rows
+from hcp.exchange.tables import schedule_words
+from hcp.exchange.transport import Transport
+
+_CAUSAL, _FULL = (-1, 0), (-1, -1)
+
+
+class Schedules:
+    """Prepares each schedule once, and keeps it for all layers."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        transport: Transport,
+        comm_types: Sequence[str],
+        sizes: Sequence[int],
+        *,
+        step: int,
+        numbers: Iterator[int],
+    ) -> None:
+        """``sizes``: of the levels of "a2a+p2p". ``numbers``: of the group's calls."""
+        plan = layout.plan
+        comm.check_comm_types(comm_types, sizes, comm.only_degree(plan))
+        comm.check_prices(comm_types, plan.cost)
+        self.default = comm_types[0]
+        """The comm type of a layer that names none."""
+        self._comm_types = tuple(dict.fromkeys(comm_types))
+        self._layout, self._transport, self._sizes = layout, transport, tuple(sizes)
+        self._step, self._numbers = step, numbers
+        # The ranks of a group compare its calls. Two ranks meet in any exchange.
+        self._callers = ranks_with_rows(layout) if layout.degree > 2 else []
+        self._words: dict[tuple[object, ...], Tensor] = {}
+        self._choices: dict[tuple[object, ...], comm.CommChoice] = {}
+        self._prepared: list[Prepared] = []
+
+    def prepare_all(
+        self, window_sizes: Sequence[tuple[int, int]], heads: Sequence[tuple[int, int]]
+    ) -> None:
+        """Prepare for layers with and without a causal mask, under each of the windows and, where
+        the comm type depends on them, numbers of (query, key-value) heads."""
+        for name in self._comm_types:
+            for counts in heads if name in comm.CHOSEN else [(1, 1)]:
+                for window in (_CAUSAL, _FULL, *window_sizes):
+                    for causal in (False, True):
+                        self._prepare(name, *window_of(window, causal), counts)
+
+    def words_of(self, comm_type: str, left: int, right: int, counts: tuple[int, int]) -> Tensor:
+        """The schedule of a layer, as a compiler sees it. ``counts``: query and key-value heads."""
+        if comm_type not in self._comm_types:
+            raise ValueError(
+                f"comm_type is {comm_type!r}, expected one of {sorted(self._comm_types)}: "
+                "name every type in comm_types= of hcp.dispatch"
+            )
+        words = self._words.get(_key_of(comm_type, left, right, counts))
+        if words is None and torch.compiler.is_compiling():
+            raise ValueError(
+                f"window_size is {(left, right)} and the heads are {counts} in a compiled layer, "
+                "expected what was prepared: name the window in window_sizes= and, under "
+                f"{' or '.join(comm.CHOSEN)}, the heads in heads= of hcp.dispatch"
+            )
+        return self._prepare(comm_type, left, right, counts) if words is None else words
+
+    def of_heads(self) -> Prepared:
+        """The schedule that exchanges all rows for heads, whichever comm types layers name."""
+        return prepared_of(self._prepare(comm.A2A, *_FULL, (1, 1)))
+
+    @property
+    def choices(self) -> tuple[comm.CommChoice, ...]:
+        """What the group does for each comm type, mask and number of heads so far."""
+        return tuple(dict.fromkeys(self._choices.values()))
+
+    def _prepare(self, comm_type: str, left: int, right: int, counts: tuple[int, int]) -> Tensor:
+        key = _key_of(comm_type, left, right, counts)
+        if key not in self._words:
+            layout = self._layout
+            given = layout.plan, layout, comm_type, self._sizes, (left, right), counts
+            packed = self._transport.device.type == "cuda"
+            choice = self._choices[key] = comm.choose(*given, packed)
+            self._words[key] = self._schedule(choice.used, choice.inner, left, right)
+        return self._words[key]
+
+    def _schedule(self, comm_type: str, inner: int, left: int, right: int) -> Tensor:
+        layout = self._layout
+        words = schedule_words(
+            layout.plan,
+            layout.micro_batch,
+            layout.rank,
+            comm_type,
+            inner=inner,
+            window_size=(left, right),
+            transport_key=self._transport.key,
+            step=self._step,
+            callers=self._callers,
+        )
+        prepared = prepared_of(words)
+        prepared.numbers = self._numbers
+        self._prepared.append(prepared)
+        return words
+
+
+def _key_of(comm_type: str, left: int, right: int, counts: tuple[int, int]) -> tuple[object, ...]:
+    """The key of a layer's schedule among those of a plan."""
+    return (comm_type, left, right, *(counts if comm_type in comm.CHOSEN else ()))
