@@ -46,8 +46,9 @@ setup: $(READY)
 demo: $(READY)
 	$(PY) -m hcp demo $(ARGS)
 
+# Tests of one xdist_group share ranks or a reference, and run in one process.
 test: $(READY)
-	$(PY) -m pytest -n $(WORKERS) $(ARGS)
+	$(PY) -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 # hcp as pip builds it where gcc is not, in a folder that Python looks into before the tree.
 CLANG_TESTS = tests/test_plan.py tests/test_planner.py tests/test_pipeline.py tests/test_ops.py

@@ -7,10 +7,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.ranks import run_module
 
 import hcp
 from hcp.demo import data
@@ -18,6 +20,8 @@ from hcp.demo.arguments import parse_args
 from hcp.demo.model import GPTModel
 from hcp.demo.report import Evaluation, Run, StepRecord, loss_difference, table
 from hcp.step.config import Config
+
+pytestmark = pytest.mark.xdist_group("demo")  # `exact` once
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = (
@@ -45,6 +49,12 @@ def command(*argv, module="hcp"):
 
 def demo(*argv):
     return command("demo", *argv)
+
+
+def demo_on(ranks, *argv, folder):
+    """The same on ranks that somebody else has started."""
+    done = run_module("hcp", "demo", "--ranks", str(ranks), *argv, ranks=ranks, folder=folder)
+    return SimpleNamespace(returncode=done.code, stdout=done.out, stderr=done.err)
 
 
 @pytest.fixture(scope="module")
@@ -113,10 +123,12 @@ def test_it_says_where_its_results_are_and_nothing_that_alarms(exact):
 
 
 def test_ddp_on_another_number_of_ranks_makes_the_same_updates(exact, texts, tmp_path):
-    result = demo(
-        *["--ranks", "3", "--ddp", "--data", texts, "--run-dir", str(tmp_path), *TINY],
+    result = demo_on(
+        3,
+        *["--ddp", "--data", texts, "--run-dir", str(tmp_path), *TINY],
         *["--cp-comm-type", "auto", "a2a+p2p", "--hierarchical-context-parallel-sizes", "3", "2"],
         *["--eval-interval", "2", "--eval-context-parallel-size", "auto"],
+        folder=tmp_path,
     )
     summary, lines = run_of(result, tmp_path)
     for scheduler, run in summary["runs"].items():
@@ -131,10 +143,12 @@ def test_ddp_on_another_number_of_ranks_makes_the_same_updates(exact, texts, tmp
 
 
 def test_one_rank_in_bfloat16_without_comparison(texts, tmp_path):
-    result = demo(
-        *["--ranks", "1", "--data", texts, "--run-dir", str(tmp_path / "a" / "b"), *TINY],
+    result = demo_on(
+        1,
+        *["--data", texts, "--run-dir", str(tmp_path / "a" / "b"), *TINY],
         *["--max-seqlen-per-dp-cp-rank", "300", "--dtype", "bfloat16", "--no-compare"],
         *["--untie-embeddings-and-output-weights", "--eval-documents", "5", "--eval-iters", "1"],
+        folder=tmp_path,
     )
     summary, _ = run_of(result, tmp_path / "a" / "b")
     assert list(summary["runs"]) == ["dynamic_cp"]

@@ -19,6 +19,7 @@ pytestmark = [
         reason="Megatron-Core is not installed: python -m pip install megatron-core==0.16.1",
     ),
     pytest.mark.filterwarnings("ignore"),
+    pytest.mark.xdist_group("megatron"),  # each reference once, each pool once
 ]
 
 TWENTY = (*lengths_of(19), (9,))
