@@ -11,7 +11,7 @@ ARGS    ?=
 EXTRAS  ?= demo,test
 
 # Trainers whose tests make test leaves out. Each is an extra of pyproject.toml, gets an environment
-# .venv-NAME of its own, and runs tests/test_NAME.py and the documents of that name.
+# .venv-NAME of its own, and runs tests/integrations/test_NAME.py and the documents of that name.
 TRAINERS ?= lightning torchtitan
 
 VENV := $(or $(VIRTUAL_ENV),.venv)
@@ -51,7 +51,7 @@ test: $(READY)
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 # hcp as pip builds it where gcc is not, in a folder that Python looks into before the tree.
-CLANG_TESTS = tests/test_plan.py tests/test_planner.py tests/test_pipeline.py tests/test_ops.py
+CLANG_TESTS = tests/planning/test_plan.py tests/planning/test_planner.py tests/planning/test_pipeline.py tests/exchange/test_ops.py
 test-clang: $(READY)
 	@command -v clang++ >/dev/null || { echo "clang is not on PATH: install it first" >&2; exit 1; }
 	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && echo "Building hcp with clang" && \
@@ -67,7 +67,7 @@ test-trainers: $(TRAINERS:%=test-trainer-%)
 
 test-trainer-%: FORCE
 	$(MAKE) test VIRTUAL_ENV=$(CURDIR)/.venv-$* EXTRAS=$(EXTRAS),$* \
-	  ARGS="tests/test_$*.py tests/test_docs.py -k $* $(ARGS)"
+	  ARGS="tests/integrations/test_$*.py tests/project/test_docs.py -k $* $(ARGS)"
 
 # Its own requirements would replace torch: it is installed beside it, not as an extra.
 test-trainer-torchtitan: TITAN = $(CURDIR)/.venv-torchtitan
@@ -75,7 +75,7 @@ test-trainer-torchtitan: FORCE
 	$(MAKE) setup VIRTUAL_ENV=$(TITAN)
 	$(TITAN)/bin/python -m pip install --quiet torchtitan==0.3.0
 	$(TITAN)/bin/python -m pip install --quiet --no-deps triton==3.7.1
-	PYTHONPATH=$(CURDIR)/tests $(TITAN)/bin/python -m pytest tests/test_torchtitan.py tests/test_docs.py -k torchtitan $(ARGS)
+	PYTHONPATH=$(CURDIR)/tests $(TITAN)/bin/python -m pytest tests/integrations/test_torchtitan.py tests/project/test_docs.py -k torchtitan $(ARGS)
 
 # ---- Setup --------------------------------------------------------------------------------------
 

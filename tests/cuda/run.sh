@@ -4,4 +4,4 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export PYTHONPATH="$PWD:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}"
 python3 -m pytest -q -p no:cacheprovider -o addopts= -m "not long" \
-  tests/cuda tests/test_ops.py "$@"
+  tests/cuda tests/exchange/test_ops.py "$@"

@@ -8,5 +8,5 @@ for tool in memcheck racecheck; do
   # and one that stops the device.
   look=(compute-sanitizer --tool "$tool" --error-exitcode 1 python3 -m pytest -q -p no:cacheprovider -o addopts=)
   "${look[@]}" -k "not while_they_are_staged and not aborted" tests/cuda/test_kernels_cuda.py "$@"
-  "${look[@]}" -k "merge and cuda" tests/test_ops.py "$@"
+  "${look[@]}" -k "merge and cuda" tests/exchange/test_ops.py "$@"
 done

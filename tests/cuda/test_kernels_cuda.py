@@ -1,5 +1,5 @@
 """What only a GPU shows of the kernels: CUDA graphs, tables of many launches, reads of few blocks.
-Their results: tests/test_ops.py."""
+Their results: tests/exchange/test_ops.py."""
 
 from __future__ import annotations
 

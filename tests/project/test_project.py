@@ -10,7 +10,7 @@ import pytest
 
 import hcp
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 # A source distribution holds the tests without the workflows.
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CORE_LIBRARY = ROOT / "hcp" / "_core.abi3.so"
 OPS_LIBRARY = ROOT / "hcp" / "_ops.abi3.so"
 

@@ -29,7 +29,7 @@ from support import readme_example
 from support.doc_blocks import run_blocks, run_on_rank
 from support.ranks import Finished, run_alone, run_module, run_ranks
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = [path for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))] if path.exists()]
 
 LINKING = [
@@ -236,7 +236,7 @@ def check_command(command: list[str], folder: Path) -> None:
         case _:
             raise AssertionError(
                 f"{shlex.join(command)!r} is neither run nor checked here: teach "
-                "tests/test_docs.py, or put <!-- no-run: reason --> above the block"
+                "tests/project/test_docs.py, or put <!-- no-run: reason --> above the block"
             )
 
 

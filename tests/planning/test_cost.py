@@ -87,7 +87,7 @@ def test_a_saved_model_is_loaded_as_it_was(name: str, tmp_path: Path) -> None:
 
 
 def test_the_measured_preset_is_what_was_measured() -> None:
-    results = Path(__file__).parents[1] / "benchmarks" / "results"
+    results = Path(__file__).parents[2] / "benchmarks" / "results"
     measured = hcp.CostModel.load(results / "calibrate_h200x4_2026-11-22.json")
     assert hcp.CostModel.preset("gpt-1b-h200") == measured
 

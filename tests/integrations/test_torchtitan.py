@@ -204,7 +204,7 @@ def test_a_checkpoint_goes_on_where_it_was(tmp_path):
 
 
 def test_torchtitans_own_command_line_trains(tmp_path):
-    job = Path(__file__).parent / "support" / "titan_job.py"
+    job = Path(__file__).parents[1] / "support" / "titan_job.py"
     flags = "--module titan_job --config small --training.steps 3 --metrics.log_freq 1"
     planner = "--context_parallel.max_seqlen_per_dp_cp_rank 40"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

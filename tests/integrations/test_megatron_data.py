@@ -1,6 +1,6 @@
 """Samples to planned micro-batches in Megatron's form, options, and what is refused.
 
-With the real Megatron-Core. Which are refused: tests/test_integrations.py.
+With the real Megatron-Core. Which are refused: tests/integrations/test_integrations.py.
 """
 
 import argparse

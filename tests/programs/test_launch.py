@@ -12,7 +12,7 @@ import hcp
 from hcp.demo import launch
 
 NEEDS = {"hcp.integrations.megatron": "megatron", "hcp.integrations.transformers": "transformers"}
-"""Programs, and the package that each needs. The demo: tests/test_demo.py."""
+"""Programs, and the package that each needs. The demo: tests/programs/test_demo.py."""
 
 
 def program(run):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from support import planning
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("core", "cpu", "nccl")
 SOURCES = sorted(path for folder in FOLDERS for path in ROOT.glob(f"csrc/{folder}/**/*.c"))
 CORE = sorted(ROOT.glob("csrc/core/**/*.c"))

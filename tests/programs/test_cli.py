@@ -25,7 +25,7 @@ from hcp.exchange.connect import TRANSPORTS
 from hcp.planning.timeline import chrome_trace, timeline
 from hcp.step import backends
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LIMITS = ["--ranks", "8", "--max-tokens-per-rank", "1024"]
 Capture = pytest.CaptureFixture[str]
 

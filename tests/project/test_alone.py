@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-PROJECT = Path(__file__).parents[1]
+PROJECT = Path(__file__).parents[2]
 
 WITHOUT_NUMPY = """
 import sys

@@ -153,7 +153,7 @@ SMALL += ["--num-attention-heads", "2", "--max-tokens-per-rank", "256", "--repea
 
 
 def calibrate(*argv: str) -> subprocess.CompletedProcess[str]:
-    root = str(Path(__file__).resolve().parents[1])
+    root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, "-m", "hcp", "calibrate", *SMALL, *argv],

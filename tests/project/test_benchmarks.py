@@ -21,7 +21,7 @@ from support.ranks import run_ranks
 
 import hcp
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 GPU_ONLY = {"bench_attention_kernels"}
 RUNS = {
     "bench_attention": (

@@ -23,7 +23,7 @@ from hcp.step.config import Config
 
 pytestmark = pytest.mark.xdist_group("demo")  # `exact` once
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TINY = (
     *("--num-layers", "2", "--hidden-size", "32", "--ffn-hidden-size", "64"),
     *("--max-length", "200", "--max-seqlen-per-dp-cp-rank", "80"),

@@ -16,7 +16,7 @@ import hcp
 
 np = pytest.importorskip("numpy")
 pytest.importorskip("ortools")
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import slack  # noqa: E402
 
