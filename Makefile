@@ -131,7 +131,8 @@ check: $(TOOLS)
 	$(PY) -m mypy
 	$(PY) -m mypy.stubtest hcp._core
 	$(VENV)/bin/clang-format --dry-run --Werror $(FORMATTED)
-	$(VENV)/bin/clang-tidy --quiet --warnings-as-errors='*' --checks='$(TIDY_CHECKS)' $(C_FILES) -- $(CLANG_FLAGS)
+	printf '%s\n' $(C_FILES) | xargs -P $(WORKERS) -I FILE $(VENV)/bin/clang-tidy --quiet \
+	  --warnings-as-errors='*' --checks='$(TIDY_CHECKS)' FILE -- $(CLANG_FLAGS)
 	$(VENV)/bin/cppcheck --quiet --std=c11 --language=c --error-exitcode=1 --inline-suppr \
 	  --enable=warning,performance,portability --suppress=missingIncludeSystem -Icsrc/include csrc/core csrc/cpu csrc/nccl
 
