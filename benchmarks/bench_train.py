@@ -50,10 +50,10 @@ import hcp
 from hcp.cli.calibrate import Cell
 from hcp.cli.fit import Point, fit
 from hcp.cli.measure import step_of
-from hcp.demo.data import VOCABULARY_SIZE
 from hcp.demo.model import Attention, GPTModel, RotaryEmbedding
 from hcp.demo.training import Gradients, Trainer
 from hcp.planning.cost import PRICES
+from hcp.programs.data import VOCABULARY_SIZE
 from hcp.step.config import Config
 
 FULL = {

@@ -26,8 +26,8 @@ from bench_plan import COSTS, machine
 from ortools.sat.python import cp_model
 
 import hcp
-from hcp.cli.families import CHATQA2, WIKIPEDIA, K, log_uniform
 from hcp.planning.report import rows_held
+from hcp.programs.families import CHATQA2, WIKIPEDIA, K, log_uniform
 
 RESOLUTION = 200_000
 

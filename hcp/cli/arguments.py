@@ -7,9 +7,9 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from hcp.cli.families import FAMILIES, describe
 from hcp.planning.cost import PRESETS, CostModel
 from hcp.planning.limits import CHOICES, INTEGERS, Limits
+from hcp.programs.families import FAMILIES, describe
 from hcp.step.config import flag
 
 LIMITS = tuple(field for field in fields(Limits) if field.name in {**INTEGERS, **CHOICES})

@@ -54,7 +54,7 @@ SIZES = (
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The options, checked. ValueError says which do not go together."""
-    from hcp.demo.arguments import DTYPES, add_model_arguments, check_model, number_of_ranks
+    from hcp.programs.arguments import DTYPES, add_model_arguments, check_model, number_of_ranks
 
     parser = new_parser("calibrate", __doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON to write")
@@ -345,7 +345,7 @@ def run_rank(args: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from hcp.cli.measure import device_name, measure
-    from hcp.demo.ranks import initialize_distributed
+    from hcp.programs.ranks import initialize_distributed
 
     device = initialize_distributed(args)
     try:
@@ -361,7 +361,7 @@ def run_rank(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """As one rank when a launcher started us, else by starting all ranks."""
     from hcp import HcpError
-    from hcp.demo.launch import fail, start_ranks
+    from hcp.programs.launch import fail, start_ranks
 
     argv = list(sys.argv[1:] if argv is None else argv)
     rank = int(os.environ.get("RANK", 0))

@@ -18,7 +18,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hcp.cli.arguments import new_parser
-from hcp.integrations.versions import installed
+from hcp.programs.versions import installed
 
 if TYPE_CHECKING:
     from hcp.attention.kernels import Kernel

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 import hcp
-from hcp.demo.data import VOCABULARY_SIZE
 from hcp.demo.training import Trainer, build_model, forward_step
 from hcp.planning.limits import rows_up_to
+from hcp.programs.data import VOCABULARY_SIZE
 
 if TYPE_CHECKING:
     from hcp.cli.calibrate import Cell

@@ -20,9 +20,9 @@ from hcp.cli.arguments import (
     limits_of,
     new_parser,
 )
-from hcp.cli.draw import draw_plans
 from hcp.planning.plan import Plan, plan
 from hcp.planning.timeline import chrome_trace
+from hcp.programs.draw import draw_plans
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:

@@ -37,10 +37,10 @@ from hcp.cli.arguments import (
     limits_of,
     new_parser,
 )
-from hcp.cli.draw import draw_plans
 from hcp.planning.cost import PRICES, TIMES, CostModel
 from hcp.planning.limits import LIMITS, slowness_of
 from hcp.planning.plan import Plan, plan
+from hcp.programs.draw import draw_plans
 from hcp.step.config import Config
 
 SIZES = (

@@ -12,7 +12,7 @@ import argparse
 import importlib.util
 from collections.abc import Sequence
 
-from hcp.demo.launch import Program
+from hcp.programs.launch import Program
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hcp
-from hcp.demo.data import VOCABULARY_SIZE
+from hcp.programs.data import VOCABULARY_SIZE
 
 
 class RotaryEmbedding(nn.Module):

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from hcp.cli.draw import pyplot
 from hcp.planning.timeline import timeline
+from hcp.programs.draw import pyplot
+from hcp.programs.records import NAMES, Evaluation, RunRecord, StepRecord, loss_difference
 
 if TYPE_CHECKING:
     import hcp
 
-NAMES = {"static_cp": "static CP", "dynamic_cp": "dynamic CP"}
 COLOURS = {"static_cp": "tab:blue", "dynamic_cp": "tab:orange"}
 EVALUATION_TOLERANCES = {"float64": 1e-6, "float32": 1e-6, "bfloat16": 1e-3}
 """Two layouts round differently; in bfloat16 that shows."""
@@ -32,72 +32,33 @@ EVALUATION_TOLERANCES = {"float64": 1e-6, "float32": 1e-6, "bfloat16": 1e-3}
 # ---- What was measured ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class StepRecord:
+@dataclass(frozen=True, kw_only=True)
+class DemoStep(StepRecord):
+    """A step, and what its plan promised."""
+
     iteration: int
     """Counted from 1."""
-    loss: float
-    """Mean over the batch's loss tokens, before the update."""
-    grad_norm: float
-    sequences: int
-    tokens: int
-    loss_tokens: int
     padding_rows: int
     """Rows that the ranks computed beyond the batch's tokens."""
-    micro_batches: int
     work: int
     """Rank-time of the batch without context parallelism, in the cost model's unit."""
     bound: int
     """No plan is faster, whatever its degrees."""
     makespan: int
     """The busiest rank's time in the plan."""
-    efficiency: float
-    """work / (ranks x makespan)"""
-    seconds: float
-    """From loading the batch to the updated weights."""
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    cp: int
-    dp: int
-    loss: float
-    documents: int
-    tokens: int
 
 
 @dataclass
-class Run:
-    scheduler: str
-    ranks: int
-    steps: list[StepRecord] = field(default_factory=list)
+class Run(RunRecord[DemoStep]):
+    ranks: int = 1
     first_plan: hcp.Plan | None = None
     evaluations: list[tuple[Evaluation, Evaluation]] = field(default_factory=list)
     """Under the training layout, and under the eval layout."""
 
     @property
-    def timed_steps(self) -> list[StepRecord]:
-        """Without the first, which pays for everything that happens once, if there is another."""
-        return self.steps[1:] or self.steps
-
-    @property
-    def tokens_per_second(self) -> float:
-        return sum(step.tokens for step in self.timed_steps) / sum(
-            step.seconds for step in self.timed_steps
-        )
-
-    @property
     def efficiency(self) -> float:
         span = sum(step.makespan for step in self.steps)
         return sum(step.work for step in self.steps) / (self.ranks * span) if span else 1.0
-
-    @property
-    def micro_batches(self) -> float:
-        return sum(step.micro_batches for step in self.steps) / len(self.steps)
 
     @property
     def padding_rows(self) -> int:
@@ -121,12 +82,6 @@ class Run:
     def evaluation_difference(self) -> float:
         """Between the two layouts, at its largest."""
         return max(abs(trained.loss - other.loss) for trained, other in self.evaluations)
-
-
-def loss_difference(runs: Sequence[Run]) -> float:
-    """Between the curves of the first and the last run, at its largest."""
-    pairs = zip(runs[0].steps, runs[-1].steps, strict=True)
-    return max(abs(a.loss - b.loss) for a, b in pairs)
 
 
 # ---- Reporter ------------------------------------------------------------------------------------

@@ -23,11 +23,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hcp
 from hcp.attention.comm_types import fitted_sizes
-from hcp.demo.data import Corpus, Document, batch_indices, load, load_corpus, sample
 from hcp.demo.model import GPTModel
-from hcp.demo.ranks import initialize_distributed, on_every_rank, same_on_every_rank
-from hcp.demo.report import Evaluation, Reporter, Run, StepRecord
+from hcp.demo.report import DemoStep, Reporter, Run
 from hcp.planning.limits import rows_up_to
+from hcp.programs.data import Corpus, Document, batch_indices, load, load_corpus, sample
+from hcp.programs.ranks import initialize_distributed, on_every_rank, same_on_every_rank
+from hcp.programs.records import Evaluation
 from hcp.step.config import Config
 
 # ---- One step ------------------------------------------------------------------------------------
@@ -275,12 +276,12 @@ def record(
     step: hcp.Step,
     update: Update,
     seconds: float,
-) -> StepRecord:
+) -> DemoStep:
     tokens = sum(plan.lengths)
     # Both schedulers are measured against the bound that holds when degrees are free.
     free = replace(trainer.config, sequence_packing_scheduler="dynamic_cp")
     bound = free.plan(plan.lengths, plan.ranks, trainer.cost).bound
-    return StepRecord(
+    return DemoStep(
         iteration=iteration + 1,
         loss=update.loss,
         grad_norm=update.grad_norm,
@@ -329,7 +330,7 @@ def run_demo(args: argparse.Namespace, device: torch.device) -> None:
     static = replace(args.config, **static_options(args.config, degree))
     dynamic = replace(args.config, sequence_packing_scheduler="dynamic_cp")
     configs = [static, dynamic] if args.compare else [static if is_static(args.config) else dynamic]
-    runs = [Run(config.sequence_packing_scheduler, args.ranks) for config in configs]
+    runs = [Run(config.sequence_packing_scheduler, ranks=args.ranks) for config in configs]
     trainings = [
         train(Trainer(args, config, cost, groups, device), corpus, eval_groups, reporter, run)
         for config, run in zip(configs, runs, strict=True)

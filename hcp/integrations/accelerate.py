@@ -31,8 +31,8 @@ from hcp.integrations.loader import (
     eval_groups,
     eval_layout,
 )
-from hcp.integrations.versions import require
 from hcp.planning.cost import CostModel
+from hcp.programs.versions import require
 from hcp.step.config import Config
 from hcp.step.dispatch import LocalBatch, Step
 from hcp.step.handler import ContextParallelHandler

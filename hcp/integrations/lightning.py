@@ -25,7 +25,7 @@ from hcp.integrations.loader import (
     eval_groups,
     eval_layout,
 )
-from hcp.integrations.versions import require
+from hcp.programs.versions import require
 from hcp.step.dispatch import Step
 
 require("lightning", "2.6", "2.6")

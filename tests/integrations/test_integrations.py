@@ -17,7 +17,7 @@ from support.ranks import run_ranks
 import hcp
 from hcp.integrations import versions
 from hcp.integrations.megatron import wrap_evaluate
-from hcp.integrations.versions import require, require_one_of
+from hcp.programs.versions import require, require_one_of
 
 
 def evaluate_as_megatron_lm_does(rank, size):

@@ -18,8 +18,8 @@ from support import planning
 from support.optimum import chosen, costs, optimum, slow_time, tiny
 
 import hcp
-from hcp.cli.families import FAMILIES
 from hcp.planning.cost import PRESETS
+from hcp.programs.families import FAMILIES
 
 # ---- cost ----------------------------------------------------------------------------------------
 

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 import hcp
 from hcp.__main__ import main
 from hcp.cli import doctor
-from hcp.cli.families import FAMILIES
 from hcp.exchange.connect import TRANSPORTS
 from hcp.planning.timeline import chrome_trace, timeline
+from hcp.programs.families import FAMILIES
 from hcp.step import backends
 
 ROOT = Path(__file__).resolve().parents[2]

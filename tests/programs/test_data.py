@@ -1,4 +1,4 @@
-"""hcp.demo.data: text to documents, nothing lost, every batch a pure function of seed and
+"""hcp.programs.data: text to documents, nothing lost, every batch a pure function of seed and
 iteration."""
 
 import json
@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hcp.demo import data
+from hcp.programs import data
 
 CPU = torch.device("cpu")
 

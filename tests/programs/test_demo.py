@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from support.ranks import run_module
 
 import hcp
-from hcp.demo import data
 from hcp.demo.arguments import parse_args
 from hcp.demo.model import GPTModel
-from hcp.demo.report import Evaluation, Run, StepRecord, loss_difference, table
+from hcp.demo.report import DemoStep, Run, table
+from hcp.programs import data
+from hcp.programs.records import Evaluation, loss_difference
 from hcp.step.config import Config
 
 pytestmark = pytest.mark.xdist_group("demo")  # `exact` once
@@ -199,7 +200,9 @@ def test_torchrun_starts_it_too_and_a_global_batch_may_be_smaller_than_the_ranks
 def test_options_that_cannot_work_are_refused_before_anything_starts(
     argv, message, monkeypatch, capsys
 ):
-    monkeypatch.setattr("hcp.demo.launch.start_ranks", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr(
+        "hcp.programs.launch.start_ranks", lambda *_: pytest.fail("ranks were started")
+    )
     from hcp.demo import main
 
     assert main(argv) == 2
@@ -272,9 +275,23 @@ def loss_and_gradients(args, config, documents, ranks):
 
 def test_the_table_says_when_layouts_disagree():
     def run(scheduler, loss):
-        step = StepRecord(1, loss, 1.0, 7, 100, 93, 0, 2, 80, 20, 25, 0.8, 0.5)
+        step = DemoStep(
+            iteration=1,
+            loss=loss,
+            grad_norm=1.0,
+            sequences=7,
+            tokens=100,
+            loss_tokens=93,
+            padding_rows=0,
+            micro_batches=2,
+            work=80,
+            bound=20,
+            makespan=25,
+            efficiency=0.8,
+            seconds=0.5,
+        )
         evaluations = [(Evaluation(4, 1, 3.0, 37, 999), Evaluation(1, 4, 3.1, 37, 999))]
-        return Run(scheduler, 4, [step], None, evaluations)
+        return Run(scheduler, [step], 4, None, evaluations)
 
     runs = [run("static_cp", 2.0), run("dynamic_cp", 2.5)]
     assert loss_difference(runs) == 0.5

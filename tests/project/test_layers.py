@@ -361,10 +361,15 @@ def test_a_trainers_package_in_code_or_in_a_text_would_be_found() -> None:
     assert trainers_named('"""torchtitan"""\nfrom hcp.megatron_style import packed\n') == set()
 
 
-def test_integrations_do_not_import_the_demo_but_for_their_programs() -> None:
-    files = sorted((ROOT / "hcp" / "integrations").rglob("*.py"))
-    paths = [path for path in files if path.parent.name != "program"]
-    assert importers({"hcp.demo"}, paths) == {}
+def test_the_programs_kit_imports_no_program_and_no_integration() -> None:
+    paths = sorted((ROOT / "hcp" / "programs").rglob("*.py"))
+    assert paths
+    assert importers({"hcp.demo", "hcp.cli", "hcp.integrations", *TRAINERS}, paths) == {}
+
+
+def test_integrations_do_not_import_the_demo_or_a_command() -> None:
+    paths = sorted((ROOT / "hcp" / "integrations").rglob("*.py"))
+    assert importers({"hcp.demo", "hcp.cli"}, paths) == {}
 
 
 def test_the_demo_imports_no_trainer() -> None:

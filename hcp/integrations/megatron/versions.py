@@ -7,7 +7,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from hcp.integrations.versions import require_one_of
+from hcp.programs.versions import require_one_of
 
 TESTED = ("0.16.1", "0.19.2")
 

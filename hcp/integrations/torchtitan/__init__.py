@@ -11,7 +11,7 @@ documents of a step are planned over these ranks, and each micro-batch's handler
 in the place of attention masks. Importing this package imports torchtitan.
 """
 
-from hcp.integrations.versions import installed, require_one_of
+from hcp.programs.versions import installed, require_one_of
 
 TESTED = ("0.3.0",)
 """Versions of torchtitan that this has been tested with; others are refused."""

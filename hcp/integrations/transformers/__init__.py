@@ -6,7 +6,7 @@ logits = model(**model_inputs(cp, local)).logits   # a micro-batch of hcp.dispat
 trainer = Trainer(model, args, train_dataset=dataset, cp=hcp.Config(max_seqlen_per_dp_cp_rank=4096))
 """
 
-from hcp.integrations.versions import require
+from hcp.programs.versions import require
 
 require("transformers", "5.17", "5.23")
 require("accelerate", "1.15", "1.15")  # of its Trainer

@@ -11,8 +11,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from hcp.demo.launch import Program
 from hcp.integrations.megatron.versions import require_megatron
+from hcp.programs.launch import Program
 
 
 def main(argv: Sequence[str] | None = None) -> int:

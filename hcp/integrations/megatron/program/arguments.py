@@ -6,7 +6,10 @@ import argparse
 from collections.abc import Sequence
 
 from hcp._validate import expect_size
-from hcp.demo.arguments import (
+from hcp.integrations.megatron.arguments import add_megatron_arguments, config_from_args
+from hcp.integrations.megatron.checks import check_gloo
+from hcp.planning.limits import rows_up_to
+from hcp.programs.arguments import (
     HelpFormatter,
     add_data_arguments,
     add_model_arguments,
@@ -15,10 +18,7 @@ from hcp.demo.arguments import (
     default_rank_tokens,
     number_of_ranks,
 )
-from hcp.demo.ranks import runs_on_cpus
-from hcp.integrations.megatron.arguments import add_megatron_arguments, config_from_args
-from hcp.integrations.megatron.checks import check_gloo
-from hcp.planning.limits import rows_up_to
+from hcp.programs.ranks import runs_on_cpus
 from hcp.step.config import Config
 
 DESCRIPTION = """\

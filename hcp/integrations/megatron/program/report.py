@@ -1,4 +1,4 @@
-"""What a run says at its end."""
+"""The table that a run prints at its end."""
 
 from __future__ import annotations
 
@@ -9,59 +9,24 @@ from dataclasses import dataclass, field
 import torch
 
 from hcp.integrations.megatron.versions import require_megatron
-
-NAMES = {"static_cp": "static CP", "dynamic_cp": "dynamic CP"}
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    loss: float
-    """Mean over the batch's loss tokens, before the update."""
-    grad_norm: float
-    sequences: int
-    tokens: int
-    loss_tokens: int
-    micro_batches: int
-    efficiency: float
-    """work / (ranks x makespan) of the plan"""
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    cp: int
-    dp: int
-    loss: float
-    documents: int
-    tokens: int
-    """Loss tokens."""
+from hcp.programs.records import NAMES, Evaluation, RunRecord, StepRecord, loss_difference
 
 
 @dataclass
-class Run:
-    scheduler: str
-    steps: list[StepRecord] = field(default_factory=list)
+class Run(RunRecord[StepRecord]):
     evaluations: list[Evaluation] = field(default_factory=list)
     """Under the training layout, and under the eval layout."""
 
     @property
-    def timed(self) -> list[StepRecord]:
-        """Without the first step, which pays for what happens once, if there is another."""
-        return self.steps[1:] or self.steps
-
-    @property
-    def tokens_per_second(self) -> float:
-        return sum(s.tokens for s in self.timed) / sum(s.seconds for s in self.timed)
-
-    def mean(self, name: str) -> float:
-        return sum(getattr(s, name) for s in self.steps) / len(self.steps)
+    def efficiency(self) -> float:
+        return sum(step.efficiency for step in self.steps) / len(self.steps)
 
     def line(self) -> str:
         step = self.steps[-1]
         return (
             f"{NAMES[self.scheduler]} step {len(self.steps)}: loss {step.loss:.6f}, norm "
             f"{step.grad_norm:.4f}, {step.micro_batches} micro-batches, "
-            f"{step.tokens / step.seconds:,.0f} tokens/s"
+            f"{step.tokens_per_second:,.0f} tokens/s"
         )
 
 
@@ -84,18 +49,17 @@ def report(
         "loss, first step": [f"{run.steps[0].loss:.4f}" for run in runs],
         "loss, last step": [f"{run.steps[-1].loss:.4f}" for run in runs],
         "tokens/s": [f"{run.tokens_per_second:,.0f}" for run in runs],
-        "plan efficiency": [f"{run.mean('efficiency'):.2f}" for run in runs],
-        "micro-batches in a step": [f"{run.mean('micro_batches'):.1f}" for run in runs],
+        "plan efficiency": [f"{run.efficiency:.2f}" for run in runs],
+        "micro-batches in a step": [f"{run.micro_batches:.1f}" for run in runs],
         "evaluation, training layout": [f"{run.evaluations[0].loss:.6f}" for run in runs],
         "evaluation, eval layout": [f"{run.evaluations[1].loss:.6f}" for run in runs],
     }
     lines += [f"{label:28}" + "".join(f"{v:>14}" for v in values) for label, values in rows.items()]
     if len(runs) == 2:
         static, dynamic = runs
-        apart = max(abs(a.loss - b.loss) for a, b in zip(static.steps, dynamic.steps, strict=True))
         ratio = dynamic.tokens_per_second / static.tokens_per_second
         lines += ["", f"dynamic / static tokens per second: {ratio:.2f}"]
-        lines += [f"largest difference of losses: {apart:.1e}"]
+        lines += [f"largest difference of losses: {loss_difference(runs):.1e}"]
     first = runs[0].evaluations
     lines += [
         f"evaluated {e.documents} documents, {e.tokens:,} loss tokens, under cp {e.cp} x dp {e.dp}"

@@ -40,7 +40,9 @@ from megatron.core.transformer.transformer_block import (
 from torch import Tensor
 
 import hcp
-from hcp.demo.data import (
+from hcp.integrations import megatron as hcp_megatron
+from hcp.integrations.megatron.program.report import Run, report
+from hcp.programs.data import (
     VOCABULARY_SIZE,
     Corpus,
     Document,
@@ -48,9 +50,8 @@ from hcp.demo.data import (
     load,
     load_corpus,
 )
-from hcp.demo.ranks import initialize_distributed, on_every_rank, same_on_every_rank
-from hcp.integrations import megatron as hcp_megatron
-from hcp.integrations.megatron.program.report import Evaluation, Run, StepRecord, report
+from hcp.programs.ranks import initialize_distributed, on_every_rank, same_on_every_rank
+from hcp.programs.records import Evaluation, StepRecord
 from hcp.step.config import NO_WINDOW, Config
 
 

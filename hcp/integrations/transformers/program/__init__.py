@@ -18,12 +18,19 @@ from torch import Tensor
 
 import hcp
 from hcp._validate import expect_size
-from hcp.demo.arguments import HelpFormatter, add_data_arguments, check_data, number_of_ranks
-from hcp.demo.data import END_OF_DOCUMENT, VOCABULARY_SIZE, Corpus, Document, load_corpus, sample
-from hcp.demo.launch import Program
-from hcp.demo.ranks import initialize_distributed, on_every_rank, same_on_every_rank
 from hcp.integrations.loader import check_model_config
 from hcp.planning.limits import rows_up_to
+from hcp.programs.arguments import HelpFormatter, add_data_arguments, check_data, number_of_ranks
+from hcp.programs.data import (
+    END_OF_DOCUMENT,
+    VOCABULARY_SIZE,
+    Corpus,
+    Document,
+    load_corpus,
+    sample,
+)
+from hcp.programs.launch import Program
+from hcp.programs.ranks import initialize_distributed, on_every_rank, same_on_every_rank
 
 MODELS = ("llama", "qwen3")
 

@@ -11,8 +11,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from hcp.demo.launch import InputError
 from hcp.exchange.gather import all_gather_object
+from hcp.programs.launch import InputError
 
 T = TypeVar("T")
 
