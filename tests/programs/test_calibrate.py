@@ -23,7 +23,7 @@ from hcp.cli import calibrate as calibration
 from hcp.cli.calibrate import conclude, flat_rows, held_out, main, parse_arguments
 from hcp.cli.calibrate import grid as cells_of
 from hcp.cli.fit import Fit, Point, fit, non_negative_least_squares
-from hcp.demo import launch
+from hcp.programs import launch
 
 PRICES = {"pair": 2e-10, "token": 3e-7, "exchange": 4e-7, "launch": 5e-3, "step": 1e-4}
 
