@@ -1,4 +1,4 @@
-"""Rows gathered, merged, summed and turned: the operators `torch.ops.hcp.*`, with gradients.
+"""The operators `torch.ops.hcp.*`, with gradients: they gather, merge, sum and rotate rows.
 
 Tables are int64 tensors of shape (records, words) on the CPU, whatever the device of the rows, and
 are proved against the rows' sizes before any row is touched. A wrong argument raises RuntimeError

@@ -1,4 +1,4 @@
-"""What of hcp works on this machine, and why the rest does not.
+"""Show what of hcp works on this machine, and why the rest does not.
 
 Versions, devices and links are read, never set up: no process group is made, and no CUDA context
 without --probe, so that a busy GPU is not touched.

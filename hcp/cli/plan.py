@@ -1,4 +1,4 @@
-"""What a plan for these lengths looks like, and how good it is, by a cost model."""
+"""Show a plan for some lengths, and how good it is by a cost model."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a run leaves behind: metrics.jsonl, summary.json, loss.png, plan.png and a table. Only rank
-0 writes."""
+"""Write a run's metrics.jsonl, summary.json, loss.png, plan.png and table. Only rank 0 writes."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What knows trainers. Each is imported only when what needs it is used."""
+"""The code that knows trainers. Each package is imported only when it is used."""

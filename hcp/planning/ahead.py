@@ -1,4 +1,4 @@
-"""The next global batch is planned while the current one trains."""
+"""Plan the next global batch while the current one trains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is this plan right? Code of its own, slow and plain: it shares nothing with the planner."""
+"""Prove a plan with slow and plain code that shares nothing with the planner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one sequence costs at a degree: integers, so that every rank decides alike."""
+"""The cost of one sequence at a degree: integers, so that every rank decides alike."""
 
 from __future__ import annotations
 

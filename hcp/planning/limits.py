@@ -1,4 +1,4 @@
-"""What a plan must keep: degrees, rows, bytes, and the speeds of its ranks as integers."""
+"""The limits of a plan: degrees, rows, bytes, and the speeds of its ranks as integers."""
 
 from __future__ import annotations
 

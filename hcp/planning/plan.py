@@ -1,4 +1,4 @@
-"""Who computes what, with how many ranks."""
+"""Plans: which ranks compute which sequences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How good a plan is, and what each rank does in it."""
+"""Report how good a plan is, and what each rank does in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan looks like in time, by its cost model, and the same as a Chrome trace."""
+"""A plan's timeline by its cost model, and the same as a Chrome trace."""
 
 from __future__ import annotations
 

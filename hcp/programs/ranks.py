@@ -1,4 +1,4 @@
-"""What the ranks of a program do together beside training."""
+"""Steps that the ranks of a program take together, in addition to training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which versions of a trainer an integration was tested with; others are refused by name."""
+"""Require the versions of a trainer that were tested; refuse others by name."""
 
 from __future__ import annotations
 

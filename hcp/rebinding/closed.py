@@ -1,4 +1,4 @@
-"""The objects that the walk does not go into: they belong to torch, Python or what shards."""
+"""The objects that the walk does not enter: those of torch, Python, and packages that shard."""
 
 from __future__ import annotations
 

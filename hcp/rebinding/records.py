@@ -1,4 +1,4 @@
-"""Whether a model is still as the walk saw it: asked at every switch, answered by C."""
+"""Check whether a model is still as the walk saw it: asked at every switch, answered by C."""
 
 from __future__ import annotations
 

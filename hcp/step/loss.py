@@ -1,4 +1,4 @@
-"""One mean that does not depend on the plan.
+"""The loss: one mean that does not depend on the plan.
 
 A batch's loss is the mean over all its loss tokens, wherever they were computed. Their number is
 summed over the whole batch before the first backward, so that every micro-batch knows its weight.

@@ -1,4 +1,4 @@
-"""Megatron-Bridge: a callback under whose hands evaluation and test run in another layout.
+"""Megatron-Bridge: a callback that runs evaluation and test under another layout.
 
     pretrain(config, forward_step, callbacks=[EvalContextParallel()])
 

@@ -1,4 +1,4 @@
-"""What a config asks for that would make a loss, or the end of a run, depend on the plan."""
+"""Refuse options of a config that make a loss, or the end of a run, depend on the plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a layer gets the handler of its micro-batch: with Megatron's PackedSeqParams.
+"""Pass the handler of a micro-batch to its layers, with Megatron's PackedSeqParams.
 
 `packed_seq_params(cp)` makes one that holds the handler. One that Megatron made itself, with its
 cp_group or local_cp_size, gets a handler when the first layer asks.

@@ -1,4 +1,4 @@
-"""Which releases of Megatron-Core this was tested with; others are refused."""
+"""The releases of Megatron-Core that were tested. Others are refused."""
 
 from __future__ import annotations
 

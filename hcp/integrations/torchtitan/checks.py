@@ -1,4 +1,4 @@
-"""What of a configuration of torchtitan's has not been tested with hcp, or cannot work."""
+"""Refuse options of a torchtitan configuration that were not tested with hcp, or cannot work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares what a model computes by itself with what it computes by way of hcp, before training.
+"""Compare a model's own results with its results under hcp, before training.
 
 A list of models' names would be out of date with each release of Transformers. n: tokens of the
 document that is compared.

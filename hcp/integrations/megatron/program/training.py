@@ -1,4 +1,4 @@
-"""What changes in a Megatron-Core training script when context parallelism is dynamic.
+"""A Megatron-Core training script whose context parallelism is dynamic.
 
 Four places: the layer specification (build_model), two options of the config
 (transformer_config), the data (train), and the layout of an evaluation (evaluate). All else is as
