@@ -26,7 +26,7 @@ from hcp.attention.comm_types import fitted_sizes
 from hcp.demo.model import GPTModel
 from hcp.demo.report import DemoStep, Reporter, Run
 from hcp.planning.limits import rows_up_to
-from hcp.programs.data import Corpus, Document, batch_indices, load, load_corpus, sample
+from hcp.programs.data import Corpus, Document, batch_indices, load, read_corpus, sample
 from hcp.programs.ranks import initialize_distributed, on_every_rank, same_on_every_rank
 from hcp.programs.records import Evaluation
 from hcp.step.config import Config
@@ -352,16 +352,6 @@ def cost_model(args: argparse.Namespace, device: torch.device) -> hcp.CostModel:
         num_query_groups=args.num_query_groups,
         bytes_per_element={"float64": 8, "float32": 4, "bfloat16": 2}[args.dtype],
         **machine,
-    )
-
-
-def read_corpus(args: argparse.Namespace) -> Corpus:
-    return load_corpus(
-        args.data,
-        max_length=args.max_length,
-        eval_documents=args.eval_documents,
-        seed=args.seed,
-        separator=args.document_separator,
     )
 
 

@@ -7,6 +7,7 @@ of (seed, iteration), so every rank knows it alone and loads its share only.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -125,6 +126,17 @@ def load_corpus(
     parts = [split_text(text, max_length) for text in texts.texts]
     training, validation = hold_out(parts, eval_documents, seed)
     return Corpus(texts, training, validation)
+
+
+def read_corpus(args: argparse.Namespace) -> Corpus:
+    """Load the corpus that the options of `add_data_arguments` and --seed ask for."""
+    return load_corpus(
+        args.data,
+        max_length=args.max_length,
+        eval_documents=args.eval_documents,
+        seed=args.seed,
+        separator=args.document_separator,
+    )
 
 
 # ---- Reading -------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ from hcp.programs.data import (
     Document,
     batch_indices,
     load,
-    load_corpus,
+    read_corpus,
 )
 from hcp.programs.ranks import initialize_distributed, on_every_rank, same_on_every_rank
 from hcp.programs.records import Evaluation, StepRecord
@@ -407,16 +407,6 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
         parameters = sum(p.numel() for chunk in models[0] for p in chunk.parameters())
         print(report(args, device, corpus.describe(), parameters, runs), flush=True)
     eval_groups.close()
-
-
-def read_corpus(args: argparse.Namespace) -> Corpus:
-    return load_corpus(
-        args.data,
-        max_length=args.max_length,
-        eval_documents=args.eval_documents,
-        seed=args.seed,
-        separator=args.document_separator,
-    )
 
 
 def start_job(args: argparse.Namespace, device: torch.device) -> Job:

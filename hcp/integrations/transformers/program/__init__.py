@@ -26,7 +26,7 @@ from hcp.programs.data import (
     VOCABULARY_SIZE,
     Corpus,
     Document,
-    load_corpus,
+    read_corpus,
     sample,
 )
 from hcp.programs.launch import Program
@@ -169,16 +169,6 @@ def finetune(
     trainer.cp_eval_groups = trainer.cp_groups
     evaluations.append(trainer.evaluate()["eval_loss"])
     return {"losses": losses, "evaluations": evaluations}
-
-
-def read_corpus(args: argparse.Namespace) -> Corpus:
-    return load_corpus(
-        args.data,
-        max_length=args.max_length,
-        eval_documents=args.eval_documents,
-        seed=args.seed,
-        separator=args.document_separator,
-    )
 
 
 def run_rank(args: argparse.Namespace) -> None:
