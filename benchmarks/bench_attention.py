@@ -37,7 +37,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from host_time import print_host_times
+from common.host_time import print_host_times
+from common.machine import hardware
 from torch import Tensor
 
 import hcp
@@ -447,7 +448,7 @@ def main() -> None:
     peer = Peer(TorchRing(), {d: dist.new_group(list(range(d))) for d in degrees})
     if dist.get_rank() == 0:
         print(
-            f"{ranks} ranks on {hardware(device)}, torch {torch.__version__}, "
+            f"{ranks} ranks on {hardware(args.device)}, torch {torch.__version__}, "
             f"Python {platform.python_version()}; {args.dtype}, {args.heads} query heads, "
             f"{args.kv_heads} key-value heads of {args.head_dim}, "
             f"{args.take} of {args.rounds} rounds\n"
@@ -469,12 +470,6 @@ def main() -> None:
                 print(f"\nPyTorch's ring was not run at degree {degree}: {reason}.\n")
     groups.close()
     dist.destroy_process_group()
-
-
-def hardware(device: torch.device) -> str:
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name())
-    return f"{os.cpu_count()} cores ({platform.machine()})"
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ Two yardsticks for each pack, both measured in the run:
 Shares are yardstick / time: 1 is the limit. A time is that of the slowest rank, the median over
 rounds of several layers one after the other, as in a model; in each round a pack takes turns with
 its bound. Every contestant's output is compared with the float32 formula on one sequence before it
-is timed. `ring` is per-document splitting as in benchmarks/ring.py, its sequences padded for it, on
-torch's point-to-point calls. What others ship (benchmarks/shipped.py) runs where it is there and
+is timed. `ring` is per-document splitting as in benchmarks/peers/ring.py, its sequences padded for it, on
+torch's point-to-point calls. What others ship (benchmarks/peers/shipped.py) runs where it is there and
 takes the pack, on its own kernels. `--backend` names the kernels of all else, yardsticks included.
 "cudnn" has none for `all_gather`, so that `p2p` stands there. P1, P2 and P4 are the first sequences
 of a batch of these families, up to 16,384 tokens a rank twice over. With --device cpu, all of it
@@ -31,12 +31,10 @@ from datetime import timedelta
 from functools import partial
 from random import Random
 
-import shipped
 import torch
 import torch.distributed as dist
-from families import BY_NAME
-from ring import OnRing, padded
-from timing import (
+from common.families import BY_NAME
+from common.timing import (
     Step,
     by_turns,
     device_name,
@@ -47,6 +45,8 @@ from timing import (
     timed,
     world,
 )
+from peers import shipped
+from peers.ring import OnRing, padded
 from torch import Tensor
 
 import hcp

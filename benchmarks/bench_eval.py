@@ -32,6 +32,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from common.machine import hardware
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
@@ -297,12 +298,9 @@ def main() -> None:
 def report(
     args: argparse.Namespace, times: dict[int, Times], choice: hcp.EvalChoice, pp: int
 ) -> None:
-    where = f"{os.cpu_count()} cores ({platform.machine()})"
-    if args.device == "cuda":
-        where = torch.cuda.get_device_name()
     predicts = args.device == "cuda" or dist.get_world_size() <= (os.cpu_count() or 1)
     print(
-        f"\n{dist.get_world_size()} ranks on {where}, pp {pp}, {args.samples} samples of "
+        f"\n{dist.get_world_size()} ranks on {hardware(args.device)}, pp {pp}, {args.samples} samples of "
         f"{args.length} tokens, {args.layers} layers of {args.hidden}, python "
         f"{platform.python_version()}, torch {torch.__version__}\n"
     )

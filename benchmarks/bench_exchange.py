@@ -34,7 +34,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from timing import by_turns, device_name, end_ranks, queued, start_ranks, timed, world
+from common.timing import by_turns, device_name, end_ranks, queued, start_ranks, timed, world
 from torch import Tensor
 
 import hcp

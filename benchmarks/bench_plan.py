@@ -15,7 +15,7 @@ Columns:
   peers           median ratio; "worse": seeds on which the best of them beats hcp. They know no
                   speeds and no pipelines, by which they are judged all the same
 
-Every plan passes hcp.check_plan first. Peers are restated in benchmarks/peers.py and were made for
+Every plan passes hcp.check_plan first. Peers are restated in benchmarks/peers/planners.py and were made for
 other costs; slow ones run only where they end in time. Makespans are by the cost model: nothing but
 planning was timed.
 """
@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -33,8 +32,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import families
-import peers
+from common import families
+from common.machine import planner_line
+from peers import planners
 
 import hcp
 
@@ -56,10 +56,6 @@ COSTS: dict[str, tuple[hcp.CostModel, dict[str, Any]]] = {
     "flexsp-30b": (hcp.CostModel.preset("flexsp-30b"), {"ranks_per_node": NODE}),
     "hydraulis-7b-tp4": (hcp.CostModel.preset("hydraulis-7b-tp4"), {}),
 }
-
-
-def machine() -> str:
-    return f"hcp {hcp.__version__}, Python {platform.python_version()}, {platform.machine()}"
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -168,8 +164,8 @@ class Row:
 
     def _add_peers(self, plan: hcp.Plan, lengths: list[int]) -> None:
         spans = {}
-        for name in peers.PEERS:
-            span = peers.judged(name, lengths, self.case.request)
+        for name in planners.PEERS:
+            span = planners.judged(name, lengths, self.case.request)
             if span is not None:
                 spans[name] = span
                 self.peers.setdefault(name, []).append(span / plan.bound)
@@ -191,7 +187,7 @@ class Row:
             yield f"{statistics.median(self.groups):.0f}"
             yield f"{statistics.median(self.bytes):,.0f}"
         if with_peers:
-            for name in peers.PEERS:
+            for name in planners.PEERS:
                 found = self.peers.get(name)
                 yield f"{statistics.median(found):.3f}" if found else "-"
             yield str(self.worse) if self.peers else "-"
@@ -213,7 +209,7 @@ def crossings(plan: hcp.Plan) -> int:
 
 
 def bench(cases: Iterator[Case], seeds: int, with_peers: bool) -> None:
-    head = HEAD + ([*peers.PEERS, "worse"] if with_peers else [])
+    head = HEAD + ([*planners.PEERS, "worse"] if with_peers else [])
     print("| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|")
     for case in cases:
         row = Row(case)
@@ -289,7 +285,7 @@ def main() -> None:
     parser.add_argument("--variants", action="store_true", help="instead of the families")
     parser.add_argument("--growth", type=Path, metavar="PNG", help="instead of the families")
     args = parser.parse_args()
-    print(f"{machine()}\n")
+    print(f"{planner_line()}\n")
     if args.growth:
         for sync in args.syncs.split(","):
             growth(args.growth.with_stem(f"{args.growth.stem}_{sync}"), sync)

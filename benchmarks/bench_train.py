@@ -5,14 +5,14 @@
 
     dynamic       hcp.plan: each sequence its own degree
     static        hcp.plan at one degree, the smallest that holds the longest sequence of the run
-    wave greedy   Megatron's dynamic scheduler, restated in benchmarks/peers.py
+    wave greedy   Megatron's dynamic scheduler, restated in benchmarks/peers/planners.py
     ring          what users run today, restated: that degree, sequences packed in the order in
                   which they come, each padded and split over the ranks, ring attention as in
-                  benchmarks/ring.py over torch's point-to-point calls
+                  benchmarks/peers/ring.py over torch's point-to-point calls
 
 All but `ring`'s attention runs on hcp's engine. A step is forward, backward and one
 sum of all gradients; an optimizer's work is the same for all, and left out, as is the planning and
-the dispatch of rows, which a loader does ahead. Families are those of benchmarks/families.py, with
+the dispatch of rows, which a loader does ahead. Families are those of benchmarks/common/families.py, with
 sequences up to --tokens a batch, each cut to what all ranks hold.
 
 Losses and gradients of each contestant are compared with those of `dynamic`, on every batch: a
@@ -40,10 +40,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from families import BY_NAME, Family
-from peers import next_fit_at, plan_of, static_degree, wave_greedy
-from ring import OnRing, padded
-from timing import by_turns, device_name, end_ranks, slowest, start_ranks, timed
+from common.families import BY_NAME, Family
+from common.timing import by_turns, device_name, end_ranks, slowest, start_ranks, timed
+from peers.planners import next_fit_at, plan_of, static_degree, wave_greedy
+from peers.ring import OnRing, padded
 from torch import Tensor, nn
 
 import hcp

@@ -6,7 +6,7 @@ from pathlib import Path
 from random import Random
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from families import BY_NAME
+from common.families import BY_NAME
 
 from hcp.programs.data import read_standard_library
 

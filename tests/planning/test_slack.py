@@ -1,4 +1,4 @@
-"""The sharper bound of benchmarks/slack.py against all plans of tiny batches."""
+"""The sharper bound of benchmarks/studies/slack.py against all plans of tiny batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ np = pytest.importorskip("numpy")
 pytest.importorskip("ortools")
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-import slack  # noqa: E402
+from studies import slack  # noqa: E402
 
 
 def planned(case: dict[str, Any], **more: Any) -> hcp.Plan:

@@ -42,9 +42,12 @@ RUNS = {
     "bench_plan": (1, "--families P2,X4 --costs default --seeds 1 --peers"),
     "bench_rebind": (1, "--modules 10 --rounds 1"),
     "bench_train": (2, "--device cpu --families P1 --batches 1 --tokens 512 --num-layers 1"),
-    "exact": (1, "--ranks 2 --sequences 3 --families P1 --costs default --seeds 1 --workers 1"),
+    "studies/exact": (
+        1,
+        "--ranks 2 --sequences 3 --families P1 --costs default --seeds 1 --workers 1",
+    ),
 }
-NEEDS = {"exact": "ortools"}
+NEEDS = {"studies/exact": "ortools"}
 
 
 def run_benchmark(rank: int, size: int, name: str, arguments: list[str]) -> str:
@@ -95,7 +98,7 @@ def test_a_small_run_passes_its_checks_and_prints_its_table(run: str) -> None:
 
 
 def test_every_benchmark_runs_here_or_needs_a_gpu() -> None:
-    programs = {path.stem for path in BENCHMARKS.glob("bench_*.py")} | {"exact"}
+    programs = {path.stem for path in BENCHMARKS.glob("bench_*.py")} | {"studies/exact"}
     assert {run.split()[0] for run in RUNS} == programs - GPU_ONLY
 
 

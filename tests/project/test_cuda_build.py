@@ -10,7 +10,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-import resources
+from studies import resources
 
 
 @pytest.mark.long

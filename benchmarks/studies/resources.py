@@ -1,6 +1,6 @@
 """What each CUDA kernel takes of a multiprocessor: registers, spills, stack and shared memory.
 
-    python benchmarks/resources.py > benchmarks/results/resources_DATE.md
+    python benchmarks/studies/resources.py > benchmarks/results/resources_DATE.md
 
 Compiles every csrc/**/*.cu for every target with the build's flags. Needs nvcc and c++filt, no GPU.
 """
@@ -18,7 +18,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(ROOT.glob("csrc/**/*.cu"))
 TARGETS = ("80", "90", "100")
 COMMAND = "nvcc -std=c++17 -O3 -DNDEBUG -Icsrc/include --resource-usage -cubin"
@@ -128,7 +128,7 @@ def main() -> None:
 
 {datetime.now(UTC):%Y-%m-%d}, nvcc {version.stdout.splitlines()[-2].split("release ")[1]}.
 
-    python benchmarks/resources.py
+    python benchmarks/studies/resources.py
 
 runs `{COMMAND}`
 on each file for each target, and reads what ptxas says. Variants differ in types and in elements of

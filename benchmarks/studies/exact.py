@@ -2,7 +2,7 @@
 the bound, and how much the planner leaves.
 
     python -m pip install ortools
-    python benchmarks/exact.py [--ranks 8] [--sequences 12] [--seeds 5] [--seconds 20]
+    python benchmarks/studies/exact.py [--ranks 8] [--sequences 12] [--seeds 5] [--seconds 20]
 
 The model has all that hcp.plan decides: which sequences share a group, each group's degree, its
 ranks, and its place in time, under the same memory and the same cost. Times are divided and rounded
@@ -15,15 +15,20 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from random import Random
 from typing import Any
 
-import families
-from bench_plan import COSTS, machine
 from ortools.sat.python import cp_model
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from bench_plan import COSTS
+from common import families
+from common.machine import planner_line
 
 import hcp
 from hcp.planning.report import rows_held
@@ -218,7 +223,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20, help="of solving, for each instance")
     parser.add_argument("--workers", type=int, default=4)
     args = parser.parse_args()
-    print(f"{machine()}, OR-tools {cp_model_version()}")
+    print(f"{planner_line()}, OR-tools {cp_model_version()}")
     print(f"N = {args.ranks}, C = {args.capacity}, {args.seconds:g} s each\n")
     print(
         "| family | cost | sync | K | plan / bound p50 | max | plan / optimum p50 | max "

@@ -2,7 +2,7 @@
 makespan / hcp.lower_bound is slack of the bound.
 
     python -m pip install ortools
-    python benchmarks/slack.py [--families P3,X2] [--seeds 5] [--rounds 120] [--ranks 0]
+    python benchmarks/studies/slack.py [--families P3,X2] [--seeds 5] [--rounds 120] [--ranks 0]
 
 Give every sequence j a price p_j >= 0, whatever it is. Let V(h) be at least what a micro-batch of
 height h or less can be worth: the most that prices of sequences in it sum to. A plan whose
@@ -39,16 +39,20 @@ from __future__ import annotations
 import argparse
 import heapq
 import itertools
+import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import Any
 
-import families
 import numpy as np
-from bench_plan import machine
 from numpy.typing import NDArray
 from ortools.linear_solver import pywraplp
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from common import families
+from common.machine import planner_line
 
 import hcp
 from hcp.planning.report import rows_held
@@ -389,7 +393,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=16, help="of prices, four times")
     args = parser.parse_args()
-    print(f"{machine()}\n")
+    print(f"{planner_line()}\n")
     print(
         "| case | seed | N | K | plan / hcp.lower_bound | sharper / hcp.lower_bound "
         "| plan / sharper | CPU s |\n" + "|---" * 8 + "|"

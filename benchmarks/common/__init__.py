@@ -1,0 +1,1 @@
+"""Parts that benchmarks share: batches, clocks, flags, and what they ran on."""

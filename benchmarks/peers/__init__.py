@@ -1,0 +1,1 @@
+"""Planners and attention that hcp is compared with, restated here or shipped by others."""

@@ -1,0 +1,1 @@
+"""Programs that study the planner and the kernels without timing them."""
