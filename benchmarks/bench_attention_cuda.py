@@ -11,9 +11,10 @@ Two yardsticks for each pack, both measured in the run:
 Shares are yardstick / time: 1 is the limit. A time is that of the slowest rank, the median over
 rounds of several layers one after the other, as in a model; in each round a pack takes turns with
 its bound. Every contestant's output is compared with the float32 formula on one sequence before it
-is timed. `ring` is per-document splitting as in benchmarks/peers/ring.py, its sequences padded for it, on
-torch's point-to-point calls. What others ship (benchmarks/peers/shipped.py) runs where it is there and
-takes the pack, on its own kernels. `--backend` names the kernels of all else, yardsticks included.
+is timed. `ring` is per-document splitting as in benchmarks/peers/ring.py, its sequences padded for
+it, on torch's point-to-point calls. What others ship (benchmarks/peers/shipped.py) runs where it is
+there and takes the pack, on its own kernels. `--backend` names the kernels of all else, yardsticks
+included.
 "cudnn" has none for `all_gather`, so that `p2p` stands there. P1, P2 and P4 are the first sequences
 of a batch of these families, up to 16,384 tokens a rank twice over. With --device cpu, all of it
 over Gloo, for --transports torch; bench_attention.py has every comm type and degree, on CPUs too.

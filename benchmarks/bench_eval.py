@@ -300,8 +300,8 @@ def report(
 ) -> None:
     predicts = args.device == "cuda" or dist.get_world_size() <= (os.cpu_count() or 1)
     print(
-        f"\n{dist.get_world_size()} ranks on {hardware(args.device)}, pp {pp}, {args.samples} samples of "
-        f"{args.length} tokens, {args.layers} layers of {args.hidden}, python "
+        f"\n{dist.get_world_size()} ranks on {hardware(args.device)}, pp {pp}, {args.samples} "
+        f"samples of {args.length} tokens, {args.layers} layers of {args.hidden}, python "
         f"{platform.python_version()}, torch {torch.__version__}\n"
     )
     print(

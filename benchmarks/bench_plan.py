@@ -15,9 +15,9 @@ Columns:
   peers           median ratio; "worse": seeds on which the best of them beats hcp. They know no
                   speeds and no pipelines, by which they are judged all the same
 
-Every plan passes hcp.check_plan first. Peers are restated in benchmarks/peers/planners.py and were made for
-other costs; slow ones run only where they end in time. Makespans are by the cost model: nothing but
-planning was timed.
+Every plan passes hcp.check_plan first. Peers are re-implemented in benchmarks/peers/planners.py and
+were made for other costs; slow ones run only where they end in time. Makespans are by the cost
+model: nothing but planning was timed.
 """
 
 from __future__ import annotations

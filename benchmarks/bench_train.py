@@ -12,8 +12,9 @@
 
 All but `ring`'s attention runs on hcp's engine. A step is forward, backward and one
 sum of all gradients; an optimizer's work is the same for all, and left out, as is the planning and
-the dispatch of rows, which a loader does ahead. Families are those of benchmarks/common/families.py, with
-sequences up to --tokens a batch, each cut to what all ranks hold.
+the dispatch of rows, which a loader does ahead. Families are those of
+benchmarks/common/families.py, with sequences up to --tokens a batch, each cut to what all ranks
+hold.
 
 Losses and gradients of each contestant are compared with those of `dynamic`, on every batch: a
 loss that is off by more than rounding, or gradients of the attention's weights that point

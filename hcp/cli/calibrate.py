@@ -102,7 +102,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--accept-errors",
         action="store_true",
         help="write prices that make attention free, or that miss held-out points by far, all the "
-        f"same (refused: a median above {MEDIAN_MAX:.0%}, a 95th percentile above {P95_MAX:.0%})",
+        f"same (refused: a median above {MEDIAN_MAX:.0%}%, a 95th percentile above {P95_MAX:.0%}%)",
     )
     add_model_arguments(parser)
     parser.add_argument(

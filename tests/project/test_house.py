@@ -9,7 +9,17 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from house import files_of_a_layer
+from house import ROOT, arrows_of, cycles_of, files_of_a_layer, uses_of
+
+
+def test_no_folders_use_each_other_in_a_circle() -> None:
+    rooms, arrows = arrows_of(ROOT)
+    assert cycles_of(rooms, uses_of(arrows)) == []
+
+
+def test_a_circle_over_three_rooms_would_be_found() -> None:
+    uses = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}
+    assert cycles_of("abcd", uses) == [["a", "b", "c"]]
 
 
 @pytest.mark.parametrize(
