@@ -41,6 +41,9 @@ from typing import Any
 GRACE = 30.0
 """Seconds that the other ranks have after the first one failed."""
 
+IDLE = 0.5
+"""Seconds after a case in which the next one finds its groups still there."""
+
 MAX_POOLS = 4
 """Pools kept; the one unused for longest goes first."""
 
@@ -292,10 +295,25 @@ def _serve(pipe: connection.Connection, rank: int, size: int, port: int, folder:
     store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
     while True:
         try:
+            # Not at once: by then every rank has left the case, and closed connections disturb
+            # nobody.
+            if not pipe.poll(IDLE):
+                _leave_groups()
             number, case = pipe.recv()
         except (EOFError, OSError):
             return
         pipe.send(_answer(rank, size, dist.PrefixStore(f"case-{number}", store), case))
+
+
+def _leave_groups() -> None:
+    """End the groups of the case before, whose threads wake hundreds of times a second."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        # Groups in reference cycles keep their threads, and frozen ones would keep them for good.
+        gc.unfreeze()
+        gc.collect()
 
 
 def _answer(rank: int, size: int, store: Any, case: _Case) -> tuple[bool, Any]:
@@ -311,12 +329,7 @@ def _run_case(rank: int, size: int, store: Any, case: _Case) -> Any:
     import torch.distributed as dist
 
     function, args = pickle.loads(case.call)
-    # Not at the end of the case before: by now every rank has left it, and closed connections
-    # disturb nobody.
-    if dist.is_initialized():
-        dist.destroy_process_group()
-        # Groups in reference cycles keep threads that wake a hundred times a second.
-        gc.collect()
+    _leave_groups()
     # What is there is modules: frozen, they cost no collection and no search of hcp.audit anything.
     gc.freeze()
     dist.init_process_group(
