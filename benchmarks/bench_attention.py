@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from common.flags import end_after, parser_of
 from common.host_time import print_host_times
 from common.machine import hardware
 from torch import Tensor
@@ -399,9 +400,18 @@ class Peer(NamedTuple):
     """The first d ranks."""
 
 
+COLUMNS = (
+    "degree",
+    "type",
+    *("outside, fwd", "outside, f+b"),
+    *("of ideal, fwd", "of ideal, f+b"),
+    *("vs torch, fwd", "vs torch, f+b"),
+    "spread",
+)
+
+
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser = parser_of(__doc__, device="cpu", rounds=None, rounds_help="(9; with --host 100)")
     parser.add_argument("--tokens", type=int, help="of a pack (default: 4096; CUDA: 65536)")
     parser.add_argument("--heads", type=int, help="(default: 8; CUDA: 32)")
     parser.add_argument("--kv-heads", type=int, help="(default: 4; CUDA: 8)")
@@ -409,7 +419,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16", "float16"))
     parser.add_argument("--types", nargs="+", choices=hcp.COMM_TYPES, default=hcp.COMM_TYPES)
     parser.add_argument("--degrees", nargs="+", type=int, help="(default: all)")
-    parser.add_argument("--rounds", type=int, help="(default: 9; with --host 100)")
     parser.add_argument(
         "--host", action="store_true", help="print the host's time of a layer alone"
     )
@@ -430,10 +439,11 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    end_after(args.deadline)
     device = torch.device(args.device)
     if args.host:
         torch.set_num_threads(1)
-        print_host_times(device, args.degrees or (1, 2, 4, 8), args.types, args.rounds)
+        print_host_times(device, args.degrees or (1, 2, 4, 8), args.types, args.rounds, args.json)
         return
     if args.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -457,14 +467,14 @@ def main() -> None:
         data = Data(lengths, sizes)
         wanted = data.answers()
         if dist.get_rank() == 0:
-            print(
-                f"\n### {name}\n\n| degree | type | outside, fwd | f+b | of ideal, fwd | f+b "
-                "| vs torch, fwd | f+b | spread |\n|---|---|---|---|---|---|---|---|---|"
-            )
+            print(f"\n### {name}\n\n| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
         for degree in degrees:
             for cells in contest(data, wanted, degree, args, groups, peer):
                 if dist.get_rank() == 0:
                     print(f"| {degree} | {' | '.join(cells)} |", flush=True)
+                    args.json.add(
+                        {"pack": name, **dict(zip(COLUMNS, (degree, *cells), strict=True))}
+                    )
             reason = peer.ring.why_not(data, degree)
             if dist.get_rank() == 0 and reason and degree > 1:
                 print(f"\nPyTorch's ring was not run at degree {degree}: {reason}.\n")

@@ -35,6 +35,7 @@ from random import Random
 import torch
 import torch.distributed as dist
 from common.families import BY_NAME
+from common.flags import parser_of
 from common.timing import (
     Step,
     by_turns,
@@ -64,7 +65,7 @@ PACKS = {
     "64 x 1024": [1024] * 64,
 }
 FAMILIES = ("P1", "P2", "P4")
-LAYERS, ROUNDS = 4, 5
+LAYERS = 4
 TIMEOUT = timedelta(seconds=60)
 CAPACITY = 16384
 
@@ -84,7 +85,7 @@ class Layer:
 def main() -> int:
     args = arguments()
     device = start_ranks(args.device, args.deadline, TIMEOUT)
-    rate = copy_rate(device)
+    rate = copy_rate(device, args.rounds)
     if dist.get_rank() == 0:
         name = device_name(device)
         print(f"{dist.get_world_size()} x {name}, torch {torch.__version__}, hcp {hcp.__version__}")
@@ -128,17 +129,20 @@ HEADER = (
     f"{'host us f':>9} {'b':>5}"
 )
 
+COLUMNS = (
+    *("transport", "pack", "plan", "comm type", "ms f", "ms f+b", "ideal f", "ideal f+b"),
+    *("bound f", "bound f+b", "host us f", "host us b"),
+)
+
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser = parser_of(__doc__, device="cuda", rounds=5, deadline=590)
     parser.add_argument("--heads", type=int, nargs=2, default=[32, 8], metavar=("QUERY", "KEY"))
     parser.add_argument("--backend", default="torch", help="kernels, as of get_cp_handler_cls")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--shrink", type=int, default=1, help="divide all lengths by this")
     parser.add_argument("--transports", nargs="+", default=["peer", "nccl", "torch"])
     names = [*PACKS, *FAMILIES]
     parser.add_argument("--packs", nargs="+", choices=names, default=names, metavar="PACK")
-    parser.add_argument("--deadline", type=float, default=590, help="seconds, then it ends (590)")
     return parser.parse_args()
 
 
@@ -162,7 +166,10 @@ def choice_of(backend: str) -> Choice:
 def ideal_of(args: argparse.Namespace, lengths: list[int], device: torch.device) -> list[float]:
     whole = Alone(lengths, args.heads, device, choice_of(args.backend))
     times = times_of(
-        {"forward": lambda: whole.run(False), "both": lambda: whole.run(True)}, device, calls=1
+        {"forward": lambda: whole.run(False), "both": lambda: whole.run(True)},
+        device,
+        args.rounds,
+        calls=1,
     )
     return [seconds / dist.get_world_size() for seconds in times]
 
@@ -217,13 +224,18 @@ def compare(
             "both alone": lambda: run_alone(own, True),
         },
         device,
+        args.rounds,
     )
     received = sum(bytes_received(layer, comm_type, args.heads[1]) for layer in layers)
     moved = slowest(received, device) / rate
     bounds = [max(alone, moved), max(alone_both, 3 * moved)]
-    host = host_times(layers, device)
+    host = host_times(layers, device, args.rounds)
     if groups.transport.rank == 0:
-        shares = [f"{a / b:5.2f}" for a, b in zip((*ideal, *bounds), times * 2, strict=True)]
+        ratios = [a / b for a, b in zip((*ideal, *bounds), times * 2, strict=True)]
+        shares = [f"{ratio:5.2f}" for ratio in ratios]
+        names = (groups.transport.name, pack, plan_name, comm_type)
+        numbers = (*(x * 1e3 for x in times), *ratios, *(x * 1e6 for x in host))
+        args.json.add(dict(zip(COLUMNS, (*names, *numbers), strict=True)))
         print(
             f"{groups.transport.name:9} {pack:14} {plan_name:9} {comm_type:16} "
             f"{times[0] * 1e3:7.2f} {times[1] * 1e3:7.2f} {shares[0]:>8} {shares[1]} "
@@ -413,7 +425,7 @@ def bytes_received(layer: Layer, comm_type: str, kv_heads: int) -> int:
     return rows * 2 * kv_heads * HEAD_DIM * 2
 
 
-def copy_rate(device: torch.device) -> float:
+def copy_rate(device: torch.device, rounds: int) -> float:
     """Bytes per second that each GPU copies from the next one's memory, all at once; a CPU from its
     own."""
     size = 2**22 if device.type == "cpu" else 2**27
@@ -427,21 +439,23 @@ def copy_rate(device: torch.device) -> float:
         peer = (dist.get_rank() + 1) % dist.get_world_size()
         source = handle.get_buffer(peer, (size,), torch.uint8)
     target = torch.empty_like(source, device=device)
-    return size / times_of({"copy": lambda: target.copy_(source)}, device)[0]
+    return size / times_of({"copy": lambda: target.copy_(source)}, device, rounds)[0]
 
 
 # ---- times ---------------------------------------------------------------------------------------
 
 
-def times_of(steps: dict[str, Step], device: torch.device, calls: int = LAYERS) -> list[float]:
+def times_of(
+    steps: dict[str, Step], device: torch.device, rounds: int, calls: int = LAYERS
+) -> list[float]:
     """Seconds of one of several calls of each."""
     clock = partial(timed, device=device, calls=calls)
-    return list(by_turns(steps, device, clock, ROUNDS).values())
+    return list(by_turns(steps, device, clock, rounds).values())
 
 
-def host_times(layers: list[Layer], device: torch.device) -> list[float]:
+def host_times(layers: list[Layer], device: torch.device, rounds: int) -> list[float]:
     """Seconds that the host needs to queue one layer, forward and backward."""
-    taken = [host_time(layer, device) for _ in range(ROUNDS) for layer in layers]
+    taken = [host_time(layer, device) for _ in range(rounds) for layer in layers]
     return [slowest(statistics.median(times), device) for times in zip(*taken, strict=True)]
 
 

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from common.flags import end_after, parser_of
 from torch import Tensor
 
 from hcp.attention.kernels import Kernel, Launch
@@ -40,14 +41,16 @@ TOLERANCE = 0.05
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser = parser_of(__doc__, devices=("cuda",), device="cuda", rounds=ROUNDS)
     parser.add_argument("--heads", type=int, nargs=2, default=[32, 8], metavar=("QUERY", "KEY"))
-    heads = parser.parse_args().heads
+    args = parser.parse_args()
+    end_after(args.deadline)
+    heads = args.heads
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, heads {heads} of 128, bf16")
     print(f"{'':24}{'cuDNN':>6}{'':16}{'FA4':>6}")
     print(f"{'pack':24}{'fwd':>6}{'bwd':>6}{'first, ms':>10}{'fwd':>6}{'bwd':>6}  auto picks, as")
     for lengths in [*(m.lengths for m in MEASURED), *BETWEEN]:
-        print_pack(lengths, *heads)
+        print_pack(lengths, args)
 
 
 class Pack(NamedTuple):
@@ -81,7 +84,8 @@ class Pack(NamedTuple):
         return query[launch.queries], key[launch.keys], value[launch.keys]
 
 
-def print_pack(lengths: tuple[int, ...], heads: int, key_heads: int) -> None:
+def print_pack(lengths: tuple[int, ...], args: argparse.Namespace) -> None:
+    heads, key_heads = args.heads
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     entries = [Entry(at, n, at, n, 1 - n, 0) for at, n in zip(starts, lengths, strict=True)]
     rows = sum(lengths)
@@ -97,20 +101,28 @@ def print_pack(lengths: tuple[int, ...], heads: int, key_heads: int) -> None:
     expected = flash2.results()
     same = len(set(lengths)) == 1
     line = f"{len(lengths)} x {lengths[0]}" if same else f"{lengths[0]} ... {lengths[-1]}"
+    row: dict[str, object] = {"pack": line}
     line = f"{line:24}"
     if len(lengths) <= MOST_CALLS:
         cudnn = pack(Cudnn())
         first = 1e3 * compared(cudnn, expected)
-        line += f"{ratio(flash2.forward, cudnn.forward):6.2f}"
-        line += f"{ratio(flash2.backward, cudnn.backward):6.2f}{first:10.0f}"
+        gains = ratios(flash2, cudnn, args.rounds)
+        line += f"{gains[0]:6.2f}{gains[1]:6.2f}{first:10.0f}"
+        row |= {"cuDNN fwd": gains[0], "cuDNN bwd": gains[1], "first, ms": first}
     else:
         line += f"{'-':>6}{'-':>6}{'-':>10}"
     if installed() is not None:
-        line += flash4_columns(pack, flash2, expected)
+        gains, picked = against_flash4(pack, flash2, expected, args.rounds)
+        line += f"{gains[0]:6.2f}{gains[1]:6.2f}  {picked}"
+        row |= {"FA4 fwd": gains[0], "FA4 bwd": gains[1], "auto picks, as": picked}
     print(line, flush=True)
+    args.json.add(row)
 
 
-def flash4_columns(make: Callable[[Kernel], Pack], flash2: Pack, expected: list[Tensor]) -> str:
+def against_flash4(
+    make: Callable[[Kernel], Pack], flash2: Pack, expected: list[Tensor], rounds: int
+) -> tuple[tuple[float, float], str]:
+    """Ratios forward and backward, and what `auto` picks."""
     from hcp.attention.kernels.flash_attn_4 import Flash4
 
     kernel = Flash4()
@@ -122,9 +134,8 @@ def flash4_columns(make: Callable[[Kernel], Pack], flash2: Pack, expected: list[
         "4" if Faster(kernel, flash2.kernel)._chosen(gain, query, value) is kernel else "2"
         for gain in (like.forward, like.backward)
     ]
-    ratios = ratio(flash2.forward, flash4.forward), ratio(flash2.backward, flash4.backward)
     first = f"{len(like.lengths)} of {like.lengths[0]} first"
-    return f"{ratios[0]:6.2f}{ratios[1]:6.2f}  {'/'.join(chosen)}, {first}"
+    return ratios(flash2, flash4, rounds), f"{'/'.join(chosen)}, {first}"
 
 
 def compared(pack: Pack, expected: list[Tensor]) -> float:
@@ -145,10 +156,18 @@ def compared(pack: Pack, expected: list[Tensor]) -> float:
     return seconds
 
 
-def ratio(first: Callable[[], object], second: Callable[[], object]) -> float:
+def ratios(first: Pack, second: Pack, rounds: int) -> tuple[float, float]:
+    """The first's time over the second's, forward and backward."""
+    return (
+        ratio(first.forward, second.forward, rounds),
+        ratio(first.backward, second.backward, rounds),
+    )
+
+
+def ratio(first: Callable[[], object], second: Callable[[], object], rounds: int) -> float:
     """Of medians of rounds that take turns."""
     times: list[list[float]] = [[], []]
-    for _ in range(ROUNDS + 1):
+    for _ in range(rounds + 1):
         for step, taken in zip((first, second), times, strict=True):
             torch.cuda.synchronize()
             start = time.perf_counter()

@@ -32,6 +32,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from common.flags import end_after, parser_of
 from common.machine import hardware
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
@@ -235,15 +236,13 @@ def predict(
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser = parser_of(__doc__, devices=("auto", "cpu", "cuda"), device="auto", rounds=5)
     parser.add_argument("--pp", type=int, nargs="+", default=[1], help="pipelines, one after other")
     parser.add_argument("--samples", type=int)
     parser.add_argument("--length", type=int, help="tokens of each sample")
     parser.add_argument("--hidden", type=int)
     parser.add_argument("--heads", type=int)
     parser.add_argument("--layers", type=int, help="of the whole model")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tolerance", type=float, help="of means: 1e-6, or 1e-3 in bfloat16")
     args = parser.parse_args()
     gpus, wanted = torch.cuda.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -271,6 +270,7 @@ def start(args: argparse.Namespace) -> torch.device:
 
 def main() -> None:
     args = parse_args()
+    end_after(args.deadline)
     device = start(args)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     generator = torch.Generator().manual_seed(1)
@@ -314,6 +314,22 @@ def report(
     for c in choice.candidates:
         seconds = times[c.cp].evaluation
         predicted = f"{c.time / 1e6:.1f}", f"{c.time / base.time:.2f}"
+        row: dict[str, object] = {
+            "pp": pp,
+            "cp": c.cp,
+            "micro-batches": c.micro_batches,
+            "fillers": c.fillers,
+        }
+        row |= {
+            "ms": 1e3 * medians[c.cp],
+            "ms min": 1e3 * min(seconds),
+            "ms max": 1e3 * max(seconds),
+        }
+        row |= {"measured": medians[c.cp] / medians[1]}
+        row |= {"switch ms": 1e3 * statistics.median(times[c.cp].switch)}
+        if predicts:
+            row |= {"predicted ms": c.time / 1e6, "predicted": c.time / base.time}
+        args.json.add(row)
         ms, ratio = predicted if predicts else ("-", "-")
         print(
             f"| {pp} | {c.cp} | {c.micro_batches} | {c.fillers} | {1e3 * medians[c.cp]:.1f} "

@@ -34,6 +34,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from common.flags import parser_of
 from common.timing import by_turns, device_name, end_ranks, queued, start_ranks, timed, world
 from torch import Tensor
 
@@ -51,7 +52,7 @@ DTYPE = torch.bfloat16
 ROW_BYTES = WIDTH * DTYPE.itemsize
 PIECES = 32
 """Of each rank's rows in a gather: two of each of 16 sequences."""
-CALLS, ROUNDS = 8, 5
+CALLS = 8
 TIMEOUT = timedelta(seconds=30)
 TRANSPORTS = {"cuda": ("peer", "nccl", "torch"), "cpu": ("torch",)}
 
@@ -99,16 +100,14 @@ def main() -> int:
         print(f"{'pattern':7} {'KiB':>9} {'GB/s':>6}{titles} {'peer : torch':>13}", flush=True)
     for make in (ring, gather):
         for size in sizes(args.most_mib):
-            compare(make(size // ROW_BYTES), transports, copies)
+            compare(args, make(size // ROW_BYTES), transports, copies)
     end_ranks()
     return 0
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser = parser_of(__doc__, device="cuda", rounds=5, deadline=150)
     parser.add_argument("--most-mib", type=int, default=128, help="received by each rank (128)")
-    parser.add_argument("--deadline", type=float, default=150.0, help="seconds of the run (150)")
     args = parser.parse_args()
     if args.most_mib < 1:
         parser.error(f"--most-mib is {args.most_mib}, expected >= 1")
@@ -143,7 +142,12 @@ def gather(rows: int) -> Pattern:
 # ---- contestants ---------------------------------------------------------------------------------
 
 
-def compare(pattern: Pattern, transports: dict[str, TorchTransport], copies: Copies) -> None:
+def compare(
+    args: argparse.Namespace,
+    pattern: Pattern,
+    transports: dict[str, TorchTransport],
+    copies: Copies,
+) -> None:
     """Check, time, check and print."""
     own = rows_of(dist.get_rank(), pattern.own_rows, copies.device)
     steps: dict[str, Callable[[], Tensor]] = {"copy": copies.step(pattern.rows)}
@@ -155,9 +159,9 @@ def compare(pattern: Pattern, transports: dict[str, TorchTransport], copies: Cop
     expected = expected_rows(pattern, copies.device)
     check(pattern, steps, transports, expected)
     times = by_turns(
-        steps, copies.device, partial(timed, device=copies.device, calls=CALLS), ROUNDS
+        steps, copies.device, partial(timed, device=copies.device, calls=CALLS), args.rounds
     )
-    host = by_turns(steps, copies.device, partial(queued, device=copies.device), ROUNDS)
+    host = by_turns(steps, copies.device, partial(queued, device=copies.device), args.rounds)
     check(pattern, steps, transports, expected)
     if dist.get_rank() == 0:
         size = pattern.rows * ROW_BYTES
@@ -167,6 +171,11 @@ def compare(pattern: Pattern, transports: dict[str, TorchTransport], copies: Cop
         faster = f"{times['torch'] / times['peer']:12.2f}x" if "peer" in times else f"{'-':>13}"
         rate = size / times["copy"] / 1e9
         print(f"{pattern.name:7} {size / 2**10:9.0f} {rate:6.0f}{shares} {faster}", flush=True)
+        row = {"pattern": pattern.name, "KiB": size / 2**10, "copy GB/s": rate}
+        for name in transports:
+            row |= {f"{name} share": times["copy"] / times[name]}
+            row |= {f"{name} host us": host[name] * 1e6}
+        args.json.add(row)
 
 
 class Copies:

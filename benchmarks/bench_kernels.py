@@ -21,7 +21,6 @@ PyTorch's operators, a pass of memory each, before the pack or behind the sum.
 
 from __future__ import annotations
 
-import argparse
 import platform
 import statistics
 import time
@@ -30,6 +29,7 @@ from itertools import permutations
 from typing import NamedTuple
 
 import torch
+from common.flags import end_after, parser_of
 from torch import Tensor
 
 from hcp import ops
@@ -381,12 +381,11 @@ def machine() -> str:
 
 def main() -> None:
     global DEVICE
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = parser_of(__doc__, device=DEVICE.type, rounds=30)
     parser.add_argument("--rows", type=int, default=32_768, help="rows of each result")
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default=DEVICE.type)
     parser.add_argument("--only", nargs="+", choices=tuple(CONTESTS), default=tuple(CONTESTS))
     args = parser.parse_args()
+    end_after(args.deadline)
     DEVICE = torch.device(args.device)
     copied = 2**30 if DEVICE.type == "cuda" else 2**26
     source, target = torch.ones(2, copied, dtype=torch.uint8, device=DEVICE)
@@ -407,6 +406,11 @@ def main() -> None:
             f"{contest.name:34} {contest.bytes_moved / 1e9:6.2f} {rate / 1e9:7.1f} "
             f"{rate / (2 * copied / copy):8.2f}  {versus}"
         )
+        row = {"kernel": contest.name, "GB": contest.bytes_moved / 1e9, "GB/s": rate / 1e9}
+        row |= {"of copy": rate / (2 * copied / copy)}
+        for name, other in zip(contest.peers, others, strict=True):
+            row[f"vs {name}"] = other / own
+        args.json.add(row)
 
 
 if __name__ == "__main__":

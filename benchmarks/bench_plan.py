@@ -7,7 +7,7 @@
 Columns:
   p50, p95, max   makespan / hcp.lower_bound under the same limits and cost, which holds for the
                   peers, too; over the seeds
-  ms p50, p99     CPU milliseconds of hcp.plan on one core, the least of three, tables included
+  ms p50, p99     CPU milliseconds of hcp.plan on one core, the least of --rounds, tables included
   refused         batches for which there was no plan
   groups          distinct rank intervals that the plans of all seeds use, the median of a plan
   GB nodes        keys and values that enter a node of 8 ranks from others in a step, by 4 KiB a
@@ -33,6 +33,7 @@ from random import Random
 from typing import Any
 
 from common import families
+from common.flags import end_after, parser_of
 from common.machine import planner_line
 from peers import planners
 
@@ -63,9 +64,9 @@ def percentile(values: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def timed(lengths: list[int], repeats: int = 3, **request: Any) -> tuple[hcp.Plan, float]:
+def timed(lengths: list[int], rounds: int, **request: Any) -> tuple[hcp.Plan, float]:
     best = math.inf
-    for _ in range(repeats):
+    for _ in range(rounds):
         begun = time.process_time()
         plan = hcp.plan(lengths, **request)
         best = min(best, time.process_time() - begun)
@@ -145,10 +146,10 @@ class Row:
     refused: int = 0
     worse: int = 0
 
-    def add(self, lengths: list[int], with_peers: bool) -> None:
+    def add(self, lengths: list[int], rounds: int, with_peers: bool) -> None:
         self.sizes.append(len(lengths))
         try:
-            plan, took = timed(lengths, **self.case.request)
+            plan, took = timed(lengths, rounds, **self.case.request)
         except ValueError:
             self.refused += 1
             return
@@ -208,14 +209,16 @@ def crossings(plan: hcp.Plan) -> int:
     )
 
 
-def bench(cases: Iterator[Case], seeds: int, with_peers: bool) -> None:
-    head = HEAD + ([*planners.PEERS, "worse"] if with_peers else [])
+def bench(cases: Iterator[Case], args: argparse.Namespace) -> None:
+    head = HEAD + ([*planners.PEERS, "worse"] if args.peers else [])
     print("| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|")
     for case in cases:
         row = Row(case)
-        for seed in range(seeds_of(case, seeds)):
-            row.add(case.draw(Random(seed)), with_peers)
-        print("| " + " | ".join(row.cells(with_peers)) + " |", flush=True)
+        for seed in range(seeds_of(case, args.seeds)):
+            row.add(case.draw(Random(seed)), args.rounds, args.peers)
+        cells = list(row.cells(args.peers))
+        print("| " + " | ".join(cells) + " |", flush=True)
+        args.json.add(dict(zip(head, cells, strict=True)))
 
 
 def seeds_of(case: Case, seeds: int) -> int:
@@ -229,7 +232,7 @@ def seeds_of(case: Case, seeds: int) -> int:
 # ---- Growth --------------------------------------------------------------------------------------
 
 
-def growth(path: Path, sync: str) -> None:
+def growth(args: argparse.Namespace, path: Path, sync: str) -> None:
     """Milliseconds over K at N = 64, and over N at K = 8 N, beside K log K + N log N."""
     import matplotlib
 
@@ -243,7 +246,7 @@ def growth(path: Path, sync: str) -> None:
     }
     print("\n| N | K | sync | ratio | ms | ms / (K log K + N log N), us |\n" + "|---" * 6 + "|")
     for ax, (label, points) in zip(axes, sweeps.items(), strict=True):
-        times = [grown(ranks, count, sync) for ranks, count in points]
+        times = [grown(args, ranks, count, sync) for ranks, count in points]
         x = [count if label[0] == "K" else ranks for ranks, count in points]
         middle = len(points) // 2
         scale = times[middle] / terms(*points[middle])
@@ -258,22 +261,28 @@ def terms(ranks: int, count: int) -> float:
     return count * math.log2(count) + ranks * math.log2(ranks)
 
 
-def grown(ranks: int, count: int, sync: str) -> float:
+def grown(args: argparse.Namespace, ranks: int, count: int, sync: str) -> float:
     random, most = Random(1), ranks * 8190
     lengths = [min(most, families.GITHUB(random)) for _ in range(count)]
-    plan, took = timed(lengths, ranks=ranks, max_tokens_per_rank=8192, sync=sync)
+    plan, took = timed(lengths, args.rounds, ranks=ranks, max_tokens_per_rank=8192, sync=sync)
     share = took * 1e3 / terms(ranks, count)
     print(
         f"| {ranks} | {count} | {sync} | {plan.makespan / plan.bound:.4f} | {took:.2f} "
         f"| {share:.4f} |",
         flush=True,
     )
+    row = {"N": ranks, "K": count, "sync": sync, "ratio": plan.makespan / plan.bound}
+    args.json.add(row | {"ms": took, "us / (K log K + N log N)": share})
     return took
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = parser_of(
+        __doc__,
+        devices=("cpu",),
+        device="cpu",
+        rounds=3,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--families", default=",".join(families.BY_NAME))
     parser.add_argument("--costs", default="default,flexsp-7b")
@@ -285,12 +294,13 @@ def main() -> None:
     parser.add_argument("--variants", action="store_true", help="instead of the families")
     parser.add_argument("--growth", type=Path, metavar="PNG", help="instead of the families")
     args = parser.parse_args()
+    end_after(args.deadline)
     print(f"{planner_line()}\n")
     if args.growth:
         for sync in args.syncs.split(","):
-            growth(args.growth.with_stem(f"{args.growth.stem}_{sync}"), sync)
+            growth(args, args.growth.with_stem(f"{args.growth.stem}_{sync}"), sync)
     else:
-        bench(variants() if args.variants else family_cases(args), args.seeds, args.peers)
+        bench(variants() if args.variants else family_cases(args), args)
 
 
 if __name__ == "__main__":

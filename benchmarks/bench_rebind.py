@@ -20,12 +20,10 @@ of the lower half). walk/swap and setattr/swap are ratios of medians.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import platform
 import statistics
-import subprocess
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -34,6 +32,8 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from common.flags import end_after, parser_of
+from common.machine import commit
 from torch import nn
 
 import hcp
@@ -91,7 +91,9 @@ def timed(function: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def measure(modules: int, rounds: int, train: hcp.ProcessGroups, other: hcp.ProcessGroups) -> str:
+def measure(
+    modules: int, rounds: int, train: hcp.ProcessGroups, other: hcp.ProcessGroups
+) -> list[str]:
     model = build(modules, train)
     leaves = [module for module in model.modules() if isinstance(module, Leaf)]
     request = Request(model, train, other, (), False, train.transport)
@@ -152,7 +154,7 @@ def measure(modules: int, rounds: int, train: hcp.ProcessGroups, other: hcp.Proc
     cells += [f"{1e3 * median[name]:.3f} ({spread(times[name]):.2f})" for name in CONTESTANTS]
     cells += [f"{median['walk'] / median['swap']:.0f}", f"{median['setattr'] / median['swap']:.1f}"]
     cells += [f"{table_bytes / (4 * modules):.0f}"]
-    return "| " + " | ".join(cells) + " |"
+    return cells
 
 
 CONTESTANTS = ("table", "check", "strict", "entry", "swap", "back", "walk", "setattr", "dict")
@@ -165,25 +167,24 @@ def spread(values: list[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__, devices=("cpu",), device="cpu", rounds=9)
     parser.add_argument("--modules", type=int, nargs="+", default=[100, 1_000, 10_000, 100_000])
-    parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
+    end_after(args.deadline)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     train, other = hcp.build_process_groups(), hcp.build_process_groups()
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     print(
         f"python {platform.python_version()}, torch {torch.__version__}, hcp {hcp.__version__} "
-        f"({commit}), {platform.machine()}, {os.cpu_count()} cores; milliseconds, median (spread)"
+        f"({commit()}), {platform.machine()}, {os.cpu_count()} cores; milliseconds, median (spread)"
         f" of {args.rounds}\n"
     )
     heads = ("modules", "slots", *CONTESTANTS, "walk/swap", "setattr/swap", "table bytes/slot")
     print("| " + " | ".join(heads) + " |\n|" + "---|" * len(heads))
     for modules in args.modules:
-        print(measure(modules, args.rounds, train, other), flush=True)
+        cells = measure(modules, args.rounds, train, other)
+        print("| " + " | ".join(cells) + " |", flush=True)
+        args.json.add(dict(zip(heads, cells, strict=True)))
     dist.destroy_process_group()
 
 

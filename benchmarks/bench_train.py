@@ -42,6 +42,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from common.families import BY_NAME, Family
+from common.flags import parser_of
 from common.timing import by_turns, device_name, end_ranks, slowest, start_ranks, timed
 from peers.planners import next_fit_at, plan_of, static_degree, wave_greedy
 from peers.ring import OnRing, padded
@@ -125,16 +126,13 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser = parser_of(__doc__, device="cuda", rounds=1, deadline=150)
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=["P1", "P2"])
     parser.add_argument("--batches", type=int, default=2, help="global batches of a family (2)")
-    parser.add_argument("--rounds", type=int, default=1, help="timed steps of each (1)")
     parser.add_argument("--cp-comm-type", default="all_gather", help="but ring's (all_gather)")
     parser.add_argument("--cost", metavar="FILE", help="prices of this model (fitted in the run)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=75, help="start no family later (75)")
-    parser.add_argument("--deadline", type=float, default=150, help="end in any case (150)")
     for name, size in FULL.items():
         says = f"({size}; {TINY[name]} on the CPU)"
         parser.add_argument("--" + name.replace("_", "-"), type=int, help=says)
@@ -285,7 +283,7 @@ def compare(job: Job, family: Family, cost: hcp.CostModel) -> None:
     tokens = sum(map(sum, batches))
     sizes = f"{len(batches)} batches, {sum(map(len, batches))} sequences, {tokens} tokens"
     tell(f"\n{family.name}  {family.says}: {sizes}; {capacity} rows a rank, static degree {degree}")
-    print_table(totals, tokens, reduce, cost)
+    print_table(job, family, totals, tokens, reduce, cost)
 
 
 def draw(job: Job, family: Family, capacity: int) -> Iterator[list[int]]:
@@ -396,7 +394,14 @@ def print_head(job: Job, cost: hcp.CostModel, seconds: float) -> None:
     )
 
 
-def print_table(totals: dict[str, Totals], tokens: int, reduce: float, cost: hcp.CostModel) -> None:
+def print_table(
+    job: Job,
+    family: Family,
+    totals: dict[str, Totals],
+    tokens: int,
+    reduce: float,
+    cost: hcp.CostModel,
+) -> None:
     tell(
         f"{'':12} {'micro-batches':>13} {'tokens/s':>9} {'/ dynamic':>10} {'predicted':>10} "
         f"{'s/predicted':>12} {'gradients off':>14}"
@@ -416,6 +421,12 @@ def print_table(totals: dict[str, Totals], tokens: int, reduce: float, cost: hcp
             )
             + f" {total.distance:14.1e}"
         )
+        row = {"family": family.name, "plan": name, "micro-batches": total.micro_batches}
+        row |= {"tokens/s": tokens / total.seconds, "/ dynamic": total.seconds / dynamic.seconds}
+        if known:
+            row |= {"predicted": ratio, "s/predicted": total.seconds / predicted[name]}
+        if dist.get_rank() == 0:
+            job.args.json.add(row | {"gradients off": total.distance})
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 import hcp
+from common.flags import JsonFile
 from hcp.attention import kernels
 from hcp.attention.kernels import Launch, in_packs
 from hcp.exchange.agreement import Refusal, Stamp
@@ -256,9 +257,9 @@ class Handler(hcp.ContextParallelHandler):
 
 
 def print_host_times(
-    device: torch.device, degrees: Sequence[int], types: Sequence[str], rounds: int
+    device: torch.device, degrees: Sequence[int], types: Sequence[str], rounds: int, json: JsonFile
 ) -> None:
-    """The table, in Markdown."""
+    """Print the table in Markdown, and add its rows to the file."""
     if device.type == "cuda":  # as tensors name it
         device = torch.device("cuda", torch.cuda.current_device())
     kernel = Prepared()
@@ -287,3 +288,6 @@ def print_host_times(
         beyond = [whole - part for whole, part in zip(own, calls, strict=True)]
         cells = [f"{x:.0f} ({x / y:.1f})" for x, y in zip(beyond, empty, strict=True)]
         print(f"| {' | '.join(map(str, (*name, *cells)))} |")
+        ratios = [x / y for x, y in zip(beyond, empty, strict=True)]
+        titles = ("degree", "type", "rows", "fwd, us", "bwd, us", "fwd ratio", "bwd ratio")
+        json.add(dict(zip(titles, (*name, *beyond, *ratios), strict=True)))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
 
 import hcp
 
@@ -20,3 +23,38 @@ def hardware(device: str) -> str:
 
         return str(torch.cuda.get_device_name())
     return f"{os.cpu_count()} cores ({platform.machine()})"
+
+
+def machine() -> dict[str, object]:
+    """What a file of results says of the machine."""
+    found: dict[str, object] = {
+        "architecture": platform.machine(),
+        "cores": os.cpu_count(),
+        "ranks": int(os.environ.get("WORLD_SIZE", "1")),
+    }
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, of hcp with its commit, and of the packages that are installed."""
+    found = {"python": platform.python_version(), "hcp": hcp.__version__, "commit": commit()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+PACKAGES = ("torch", "flash-attn", "flash-attn-4", "nvidia-cudnn-cu13", "ring-flash-attn")
+
+
+def commit() -> str:
+    """The commit that is checked out, "" outside of a repository."""
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip()

@@ -12,6 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from common.flags import end_after
+
 Step = Callable[[], object]
 
 
@@ -21,7 +23,7 @@ def start_ranks(device: str, deadline: float, timeout: timedelta) -> torch.devic
     The process ends, with the stack of each thread, when it lives longer than ``deadline`` seconds;
     torchrun then ends the others.
     """
-    faulthandler.dump_traceback_later(deadline, exit=True)
+    end_after(deadline)
     if device == "cpu":
         dist.init_process_group("gloo", timeout=timeout)
         return torch.device("cpu")

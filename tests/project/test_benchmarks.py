@@ -8,7 +8,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import io
+import json
 import os
+import re
 import runpy
 import shlex
 import sys
@@ -87,14 +89,37 @@ def launched(rank: int, size: int) -> dist.TCPStore | None:
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_a_small_run_passes_its_checks_and_prints_its_table(run: str) -> None:
+def test_a_small_run_passes_its_checks_and_prints_its_table(run: str, tmp_path: Path) -> None:
     name = run.split()[0]
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"needs {NEEDS[name]}")
     size, arguments = RUNS[run]
-    first, *others = run_ranks(size, run_benchmark, name, shlex.split(arguments))
+    file = tmp_path / "rows.json"
+    flags = ["--json", str(file)] if name.startswith("bench_") else []
+    first, *others = run_ranks(size, run_benchmark, name, [*shlex.split(arguments), *flags])
     assert len(first.splitlines()) >= 3, first
     assert others == [""] * (size - 1)
+    if flags:
+        written = json.loads(file.read_text())
+        assert written.keys() == {"benchmark", "arguments", "machine", "versions", "rows"}
+        assert written["benchmark"] == name
+        assert written["versions"]["hcp"] == hcp.__version__
+        assert written["rows"]
+        assert all(len(row) > 2 for row in written["rows"])
+
+
+@pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("bench_*.py")), ids=lambda path: path.stem)
+def test_every_benchmark_has_the_same_flags(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(sys, "argv", [path.name, "--help"])
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(path), run_name="__main__")
+    assert end.value.code in (None, 0)
+    words = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+    assert {"--device", "--rounds", "--deadline", "--json"} <= words
 
 
 def test_every_benchmark_runs_here_or_needs_a_gpu() -> None:

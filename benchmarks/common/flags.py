@@ -1,0 +1,86 @@
+"""Flags that every benchmark has, and the file of results that `--json` writes."""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from common.machine import machine, versions
+
+
+class JsonFile:
+    """The rows of a benchmark's table with machine and versions.
+
+    The file is written anew with each row: a run that ends early leaves the rows before its end.
+    """
+
+    def __init__(self, path: str | None = None) -> None:
+        self.path = path
+        self._rows: list[dict[str, object]] = []
+
+    def add(self, row: Mapping[str, object]) -> None:
+        """Keep a row, by the rank that prints it. Cells that hold a number become one."""
+        if self.path is None:
+            return
+        self._rows.append({name: _number(cell) for name, cell in row.items()})
+        content = {
+            "benchmark": Path(sys.argv[0]).stem,
+            "arguments": sys.argv[1:],
+            "machine": machine(),
+            "versions": versions(),
+            "rows": self._rows,
+        }
+        Path(self.path).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _number(cell: object) -> object:
+    if not isinstance(cell, str):
+        return cell
+    for kind in (int, float):
+        try:
+            return kind(cell.strip().replace(",", ""))
+        except ValueError:
+            continue
+    return cell.strip()
+
+
+def parser_of(
+    doc: str | None,
+    *,
+    devices: Sequence[str] = ("cpu", "cuda"),
+    device: str,
+    rounds: int | None,
+    rounds_help: str = "(%(default)s)",
+    deadline: float | None = None,
+    formatter_class: type[argparse.HelpFormatter] = argparse.HelpFormatter,
+) -> argparse.ArgumentParser:
+    """A parser with the flags that every benchmark has. A deadline of None: no end."""
+    text = doc or ""
+    whole = formatter_class is argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        description=text if whole else text.partition("\n")[0], formatter_class=formatter_class
+    )
+    parser.add_argument("--device", choices=devices, default=device, help=f"({device})")
+    parser.add_argument("--rounds", type=int, default=rounds, help=f"timed rounds {rounds_help}")
+    ends = "never" if deadline is None else f"{deadline:g}"
+    parser.add_argument(
+        "--deadline", type=float, default=deadline, help=f"end after these seconds ({ends})"
+    )
+    parser.add_argument(
+        "--json",
+        type=JsonFile,
+        default=JsonFile(),
+        metavar="FILE",
+        help="write the table's rows, the machine and the versions",
+    )
+    return parser
+
+
+def end_after(deadline: float | None) -> None:
+    """End the process, with the stack of each thread, when it lives longer than these seconds."""
+    if deadline is not None:
+        faulthandler.dump_traceback_later(deadline, exit=True)
