@@ -44,7 +44,7 @@ GRACE = 30.0
 IDLE = 0.5
 """Seconds after a case in which the next one finds its groups still there."""
 
-MAX_POOLS = 4
+MAX_POOLS = 3
 """Pools kept; the one unused for longest goes first."""
 
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "hypothesis", "pytest", "hcp"]
@@ -309,7 +309,10 @@ def _leave_groups() -> None:
     """End the groups of the case before, whose threads wake hundreds of times a second."""
     import torch.distributed as dist
 
+    megatron = sys.modules.get("megatron.core.parallel_state")
     if dist.is_initialized():
+        if megatron is not None:  # its globals hold groups
+            megatron.destroy_model_parallel()
         dist.destroy_process_group()
         # Groups in reference cycles keep their threads, and frozen ones would keep them for good.
         gc.unfreeze()
