@@ -184,6 +184,10 @@ class Schedule(_Table):
         sizes = self.section("SIZES").tolist()[0]
         self.rows, self.home_sent_rows, self.home_received_rows, *kind = sizes
         comm_type, self.inner, *window = kind
+        if not 0 <= comm_type < len(_core.COMM_TYPES):
+            raise ValueError(
+                f"words names comm type {comm_type}, expected 0 to {len(_core.COMM_TYPES) - 1}"
+            )
         self.comm_type = _core.COMM_TYPES[comm_type]
         self.window = tuple(-1 if size == _NO_LIMIT else size for size in window)
         """(left, right), as FlashAttention has it."""

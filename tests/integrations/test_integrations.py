@@ -15,8 +15,8 @@ from support import trainer
 from support.ranks import run_ranks
 
 import hcp
-from hcp.integrations import versions
 from hcp.integrations.megatron import wrap_evaluate
+from hcp.programs import versions
 from hcp.programs.versions import require, require_one_of
 
 
