@@ -26,6 +26,7 @@ from hcp.attention.comm_types import fitted_sizes
 from hcp.demo.model import GPTModel
 from hcp.demo.report import DemoStep, Reporter, Run
 from hcp.planning.limits import rows_up_to
+from hcp.programs.arguments import cost_model
 from hcp.programs.data import Corpus, Document, batch_indices, load, read_corpus, sample
 from hcp.programs.ranks import initialize_distributed, on_every_rank, same_on_every_rank
 from hcp.programs.records import Evaluation
@@ -321,7 +322,8 @@ def run_demo(args: argparse.Namespace, device: torch.device) -> None:
 
     degree = args.config.static_degree(corpus.longest, args.ranks)
     groups = hcp.build_process_groups(tp=1, cp=degree, dp=args.ranks // degree, pp=1)
-    cost = cost_model(args, device)
+    bytes_per_element = {"float64": 8, "float32": 4, "bfloat16": 2}[args.dtype]
+    cost = cost_model(args, device, bytes_per_element)
     eval_size, why = choose_eval_size(args, corpus, degree, cost)
     eval_groups = groups.with_context_parallel(eval_size)
     parameters = sum(p.numel() for p in GPTModel(args, groups).parameters())
@@ -340,19 +342,6 @@ def run_demo(args: argparse.Namespace, device: torch.device) -> None:
     reporter.finish(runs)
     eval_groups.close()
     groups.close()
-
-
-def cost_model(args: argparse.Namespace, device: torch.device) -> hcp.CostModel:
-    """What work costs beside exchange: a CPU core computes less per byte that it can send."""
-    machine = {"flops_per_byte": 200, "launch_flops": 20_000_000} if device.type == "cpu" else {}
-    return hcp.CostModel.for_transformer(
-        hidden_size=args.hidden_size,
-        ffn_hidden_size=args.ffn_hidden_size,
-        num_attention_heads=args.num_attention_heads,
-        num_query_groups=args.num_query_groups,
-        bytes_per_element={"float64": 8, "float32": 4, "bfloat16": 2}[args.dtype],
-        **machine,
-    )
 
 
 def static_options(config: Config, degree: int) -> dict[str, object]:

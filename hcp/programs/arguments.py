@@ -6,6 +6,9 @@ import argparse
 import os
 from pathlib import Path
 
+import torch
+
+from hcp.planning.cost import CostModel
 from hcp.planning.limits import rows_up_to
 
 DTYPES = ("float32", "float64", "bfloat16")
@@ -98,3 +101,16 @@ def check_model(args: argparse.Namespace) -> None:
             f"num_attention_heads ({heads}) % num_query_groups ({groups}) == {heads % groups},"
             " expected 0"
         )
+
+
+def cost_model(args: argparse.Namespace, device: torch.device, bytes_per_element: int) -> CostModel:
+    """The costs of a model of these sizes. A CPU core computes less per byte that it can send."""
+    machine = {"flops_per_byte": 200, "launch_flops": 20_000_000} if device.type == "cpu" else {}
+    return CostModel.for_transformer(
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=args.ffn_hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups,
+        bytes_per_element=bytes_per_element,
+        **machine,
+    )

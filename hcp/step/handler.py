@@ -101,7 +101,6 @@ class ContextParallelHandler(OfThisProcess):
         self._stamp_call_sites = stamp_call_sites
         group = range(layout.first_rank, layout.first_rank + layout.degree)
         self._calls = Calls(transport, self._origin, group)
-        self._group_numbers = self._calls.numbers
         self.rows = layout.rows
         """Rows of this rank, T. May be 0."""
         self.degree = layout.degree
@@ -125,7 +124,7 @@ class ContextParallelHandler(OfThisProcess):
             self.comm_types if comm_types is None else comm_types,
             hierarchical_context_parallel_sizes,
             step=step,
-            numbers=self._group_numbers,
+            numbers=self._calls.numbers,
         )
         self._schedules.prepare_all(window_sizes, heads)
         self._layers: dict[tuple[object, ...], tuple[attention.Layer, Prepared]] = {}
@@ -285,7 +284,7 @@ class ContextParallelHandler(OfThisProcess):
         """
         # A compiled layer's call gets its number when it is run. Not is_compiling(), which is also
         # true where another thread compiles.
-        number = 0 if torch.compiler.is_dynamo_compiling() else next(self._group_numbers)
+        number = 0 if torch.compiler.is_dynamo_compiling() else next(self._calls.numbers)
         if layer is None and self._stamp_call_sites and number:
             layer = call_site()
         try:

@@ -42,6 +42,7 @@ from torch import Tensor
 import hcp
 from hcp.integrations import megatron as hcp_megatron
 from hcp.integrations.megatron.program.report import Run, report
+from hcp.programs.arguments import cost_model
 from hcp.programs.data import (
     VOCABULARY_SIZE,
     Corpus,
@@ -422,7 +423,8 @@ def start_job(args: argparse.Namespace, device: torch.device) -> Job:
     torch.manual_seed(args.seed)
     collection = ProcessGroupCollection.use_mpu_process_groups()
     groups = hcp.ProcessGroups.from_existing(collection)
-    return Job(args, device, collection, groups, cost_model(args, device))
+    cost = cost_model(args, device, bytes_per_element=2 if args.bf16 else 4)
+    return Job(args, device, collection, groups, cost)
 
 
 def configs(args: argparse.Namespace, corpus: Corpus) -> list[Config]:
@@ -453,16 +455,3 @@ def same_weights(models: list[list[DistributedDataParallel]]) -> None:
         for chunk, first in zip(model, models[0], strict=True):
             for own, given in zip(chunk.parameters(), first.parameters(), strict=True):
                 own.data.copy_(given.data)
-
-
-def cost_model(args: argparse.Namespace, device: torch.device) -> hcp.CostModel:
-    """What work costs beside exchange: a CPU core computes less per byte that it can send."""
-    machine = {"flops_per_byte": 200, "launch_flops": 20_000_000} if device.type == "cpu" else {}
-    return hcp.CostModel.for_transformer(
-        hidden_size=args.hidden_size,
-        ffn_hidden_size=args.ffn_hidden_size,
-        num_attention_heads=args.num_attention_heads,
-        num_query_groups=args.num_query_groups,
-        bytes_per_element=2 if args.bf16 else 4,
-        **machine,
-    )
