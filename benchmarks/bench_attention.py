@@ -1,486 +1,421 @@
-"""Attention of one layer by each comm type.
+"""One attention layer of every comm type and transport, against its own kernels and its bytes.
 
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 benchmarks/bench_attention.py
+    torchrun --nproc-per-node 8 benchmarks/bench_attention.py [--heads 32 8] [--backend auto]
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/bench_attention.py --device cpu
 
-Packs of --tokens tokens are computed causally by the first d ranks, for every degree d up to the
-number of ranks, forward and backward. Every rank checks its rows of the output and of all gradients
-against PyTorch's attention over the whole sequences before anything is timed. Contestants then take
-turns in one run: each time is the slowest rank's, and the median of --rounds counts, or, with
---take min for a machine that others use as well, the fastest. Columns:
+A pack of sequences is computed causally, forward and backward, by a plan of each fixed CP degree of
+--degrees and by hcp's own plan ("dynamic"). Two yardsticks are measured in the same run:
 
-    type        the comm type; in brackets what a group made of it (cp.comm_choices). a2a+p2p where
-                both levels can work
-    outside     1 - the kernel's time / ours: what exchange, packing, merging and Python take. The
-                kernel's time is that of the same calls of the same kernel, by the same ranks at
-                once, on buffers that are there
-    of ideal    (one rank's kernel time for the whole pack, alone on the machine / d) / ours. With
-                more ranks than cores (GPUs: never) 1 is out of reach
-    vs torch    PyTorch's own ring attention's time / ours: _templated_ring_attention with the
-                operator of this device; - where it cannot run: see the last lines
-    spread      (slowest - fastest round) / median, forward and backward
+    ideal   one rank computes the whole pack, alone, in one call where the kernel takes packs; its
+            time / ranks
+    bound   on the busiest rank, the larger of two times: its kernel calls alone, on keys that are
+            there; and the bytes that it receives, at the rate of a plain copy from a peer's memory
 
-fwd is the forward, f+b both.
+A share is yardstick / time: 1 is the limit. With more ranks than cores, as on many a CPU, no share
+of the ideal reaches 1. A time is the slowest rank's, of several layers one after the other as in a
+model; of --rounds, in which all contestants of a pack take turns, the median counts, or, with
+--take min on a machine that others use as well, the fastest. "host us" is the host's time to queue
+one layer on a GPU. Every contestant's output and gradients are compared with one rank's before it
+is timed.
 
---host prints another table, in one process without torchrun: see host_time.py.
+Contestants are named by their comm type, and in brackets by what a group made of it. The others:
+
+    ring    ring attention with per-document splitting, on torch's point-to-point calls: see
+            benchmarks/peers/ring.py. Its sequences are padded for it
+    shipped what others ship (benchmarks/peers/shipped.py), where it is installed and takes the pack
+
+--backend names the kernels of all, yardsticks included; "cudnn" has none for `all_gather`. The
+packs P1, P2 and P4 are the first sequences of a batch of these families, half of --tokens for each
+rank. --host prints another table, in one process without torchrun: see common/host_time.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import platform
+import itertools
 import statistics
-import time
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from random import Random
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from common.families import BY_NAME
 from common.flags import end_after, parser_of
 from common.host_time import print_host_times
+from common.layers import (
+    Attention,
+    Layer,
+    OwnCalls,
+    Sizes,
+    Whole,
+    bytes_received,
+    layer_of,
+    run_of,
+)
 from common.machine import hardware
+from common.timing import (
+    Step,
+    by_turns,
+    copy_rate,
+    end_ranks,
+    queued,
+    slowest,
+    start_ranks,
+    timed,
+)
+from peers import shipped
+from peers.ring import OnRing, padded
 from torch import Tensor
 
 import hcp
-from hcp.attention import comm_types as comm
-from hcp.attention.head_exchange import key_heads, split
-from hcp.attention.kernels import Choice, Launch, kernel_for
-from hcp.exchange.tables import Schedule, schedule_words
-from hcp.planning.cost import PRICES
+from hcp.attention.comm_types import A2A_P2P, AUTO, P2P
+from hcp.attention.kernels import Choice
+from hcp.step.handler import ContextParallelHandler
 
-# B sequences, T rows on this rank, H query heads, G key-value heads, D head size
-
-CAUSAL = (-1, 0)
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 1e-1, torch.float16: 2e-2}
-
-
-class Sizes(NamedTuple):
-    heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
+FAMILIES = ("P1", "P2", "P4")
+CALLS = 4
+TIMEOUT = timedelta(seconds=60)
+TAKE: dict[str, Callable[[list[float]], float]] = {"median": statistics.median, "min": min}
+DEFAULTS = {
+    "tokens": (4096, 65_536),
+    "heads": ([8, 4], [32, 8]),
+    "head_dim": (64, 128),
+    "dtype": ("float32", "bfloat16"),
+    "transports": (["torch"], ["peer", "nccl", "torch"]),
+}
+"""On a CPU, on GPUs."""
 
 
-class Contestant(NamedTuple):
-    """Something to time on the ranks of a group. ``forward`` gives what ``backward`` takes."""
+def arguments() -> argparse.Namespace:
+    parser = parser_of(
+        __doc__, device="cuda", rounds=None, rounds_help="(5; with --host 100)", deadline=590
+    )
+    parser.add_argument("--tokens", type=int, help="of a pack (CPU: 4096, CUDA: 65536)")
+    parser.add_argument(
+        "--heads",
+        type=int,
+        nargs=2,
+        metavar=("QUERY", "KEY"),
+        help="(CPU: 8 4, CUDA: 32 8)",
+    )
+    parser.add_argument("--head-dim", type=int, help="(CPU: 64, CUDA: 128)")
+    parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16", "float16"))
+    parser.add_argument("--backend", default="torch", help="kernels, as of get_cp_handler_cls")
+    parser.add_argument("--types", nargs="+", choices=hcp.COMM_TYPES, default=hcp.COMM_TYPES)
+    parser.add_argument("--degrees", nargs="+", type=int, help="(that of all ranks)")
+    parser.add_argument("--transports", nargs="+", help="(CPU: torch, CUDA: peer nccl torch)")
+    names = [*PACKS, *FAMILIES]
+    parser.add_argument("--packs", nargs="+", choices=names, default=names, metavar="PACK")
+    parser.add_argument("--take", choices=TAKE, default="median", help="of the rounds")
+    parser.add_argument(
+        "--host", action="store_true", help="print the host's time of a layer alone"
+    )
+    args = parser.parse_args()
+    args.rounds = args.rounds or (100 if args.host else 5)
+    for name, choices in DEFAULTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, choices[args.device == "cuda"])
+    return args
 
-    forward: Callable[[], Any]
-    backward: Callable[[Any], Any]
 
-
-def packs(tokens: int) -> dict[str, list[int]]:
-    """One sequence, halves of halves, and equal ones of two sizes."""
-    halves = [tokens >> i for i in range(1, 10)]
-    return {
-        f"1 x {tokens}": [tokens],
-        f"8 x {tokens // 8}": [tokens // 8] * 8,
-        f"{halves[0]}, {halves[1]}, ... {halves[-1]}": [*halves, halves[-1]],
-        f"64 x {tokens // 64}": [tokens // 64] * 64,
+def main() -> int:
+    args = arguments()
+    if args.host:
+        end_after(args.deadline)
+        torch.set_num_threads(1)
+        device = torch.device(args.device)
+        print_host_times(device, args.degrees or (1, 2, 4, 8), args.types, args.rounds, args.json)
+        return 0
+    device = start_ranks(args.device, args.deadline, TIMEOUT)
+    ranks = dist.get_world_size()
+    args.degrees = args.degrees or [ranks]
+    heads, kv_heads = args.heads
+    sizes = Sizes(heads, kv_heads, args.head_dim, getattr(torch, args.dtype), device)
+    rate = copy_rate(device, args.rounds)
+    domains = {
+        name: hcp.build_process_groups(transport=name, timeout=TIMEOUT) for name in args.transports
     }
+    bench = Bench(args, sizes, domains, rate)
+    packs = {name: lengths_of(name, args.tokens) for name in args.packs}
+    if dist.get_rank() == 0:
+        print_head(bench, packs)
+    for name, lengths in packs.items():
+        bench.compare(name, bench.contestants(lengths))
+    for peer in shipped.MODULES:  # last, since what others ship may end all
+        for name, lengths in packs.items():
+            bench.compare_shipped(name, lengths, peer)
+    for groups in domains.values():
+        groups.close()
+    end_ranks()
+    return 0
 
 
-# ---- data ----------------------------------------------------------------------------------------
+# ---- packs ---------------------------------------------------------------------------------------
+
+PACKS: dict[str, Callable[[int], list[int]]] = {
+    "one": lambda tokens: [tokens],
+    "eight": lambda tokens: [tokens // 8] * 8,
+    "halves": lambda tokens: [*(tokens >> i for i in range(1, 10)), tokens >> 9],
+    "many": lambda tokens: [tokens // 64] * 64,
+}
 
 
-class Data:
-    """Queries, keys, values and a gradient of whole sequences, the same on every rank, with the
-    answers: output and three gradients."""
-
-    def __init__(self, lengths: list[int], sizes: Sizes) -> None:
-        generator = torch.Generator().manual_seed(1)
-        counts = (sizes.heads, sizes.kv_heads, sizes.kv_heads, sizes.heads)
-        self.lengths, self.sizes = lengths, sizes
-        self.whole = [
-            torch.randn(sum(lengths), count, sizes.head_dim, generator=generator).to(
-                sizes.device, sizes.dtype
-            )
-            for count in counts
-        ]
-
-    def answers(self) -> list[Tensor]:
-        parts = []
-        for sequence in zip(*(x.split(self.lengths) for x in self.whole), strict=True):
-            q, k, v = (x.clone().requires_grad_() for x in sequence[:3])
-            q_, k_, v_ = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-            out = F.scaled_dot_product_attention(q_, k_, v_, is_causal=True, enable_gqa=True)
-            out = out.squeeze(0).transpose(0, 1)
-            out.backward(sequence[3])
-            parts.append((out.detach(), q.grad, k.grad, v.grad))
-        return [torch.cat(part) for part in zip(*parts, strict=True)]
-
-    def local(self, layout: hcp.Layout, x: Tensor) -> Tensor:
-        """This rank's rows."""
-        starts = torch.tensor([0, *self.lengths]).cumsum(0)[:-1]
-        counts = layout.cu_seqlens.diff()
-        rows = layout.positions + starts.repeat_interleave(counts)
-        return x[rows.to(x.device)]
+def lengths_of(pack: str, tokens: int) -> list[int]:
+    return PACKS[pack](tokens) if pack in PACKS else drawn(pack, tokens)
 
 
-def check(name: str, found: list[Tensor], wanted: list[Tensor], dtype: torch.dtype) -> None:
-    for part, one, other in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
-        error = float((one - other).abs().max()) if one.numel() else 0.0
-        assert error <= TOLERANCE[dtype], f"{name}: error of {part} is {error:.1e}"
+def drawn(family: str, tokens: int) -> list[int]:
+    """Sequences of a family, none longer than all ranks hold at a quarter of the tokens each."""
+    ranks, capacity = dist.get_world_size(), tokens // 4
+    scale = max(1, 65_536 // tokens)
+    drawn = (max(1, length // scale) for length in BY_NAME[family].draw(Random(1)))
+    lengths = [min(length, ranks * capacity) for length in drawn]
+    sums = itertools.accumulate(lengths)
+    return lengths[: max(1, sum(total <= 2 * ranks * capacity for total in sums))]
+
+
+def brief(lengths: Sequence[int]) -> str:
+    same = len(set(lengths)) == 1
+    return f"{len(lengths)} x {lengths[0]}" if same else f"{len(lengths)}, {max(lengths)} at most"
 
 
 # ---- contestants ---------------------------------------------------------------------------------
 
 
-def one_group(lengths: list[int], degree: int, ranks: int, cost: hcp.CostModel) -> hcp.Plan:
-    group = {"first_rank": 0, "degree": degree, "sequences": list(range(len(lengths)))}
-    return hcp.Plan.from_dict(
-        {
-            "ranks": ranks,
-            "max_tokens_per_rank": sum(lengths),
-            "lengths": lengths,
-            "cost": {name: getattr(cost, name) for name in PRICES},
-            "micro_batches": [{"groups": [group]}],
-        }
-    )
+class Contestant(NamedTuple):
+    """The layers of a plan's micro-batches, with their yardsticks."""
+
+    transport: str
+    plan: str
+    name: str
+    whole: Whole
+    layers: list[Layer]
+    calls: list[OwnCalls]
+    received: tuple[int, int]
+    """Bytes that this rank receives, forward and in both passes."""
 
 
-def by_hcp(
-    cp: hcp.ContextParallelHandler, data: Data, wanted: list[Tensor], comm_type: str
-) -> Contestant:
-    *inputs, grad = (data.local(cp.layout, x) for x in data.whole)
-    leaves = [x.requires_grad_() for x in inputs]
+class Bench:
+    """What all packs are measured with."""
 
-    def forward() -> Tensor:
-        out: Tensor = cp.attention(*leaves, comm_type=comm_type)
-        return out
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        sizes: Sizes,
+        domains: dict[str, hcp.ProcessGroups],
+        rate: float,
+    ) -> None:
+        self.args, self.sizes, self.domains, self.rate = args, sizes, domains, rate
+        self.ranks = dist.get_world_size()
+        self.handler = hcp.get_cp_handler_cls(args.backend)
+        self.cost = hcp.CostModel.for_transformer(
+            hidden_size=sizes.heads * sizes.head_dim,
+            ffn_hidden_size=4 * sizes.heads * sizes.head_dim,
+            num_attention_heads=sizes.heads,
+            num_query_groups=sizes.kv_heads,
+            bytes_per_element=sizes.dtype.itemsize,
+            # A CPU core computes less per byte that it can send.
+            **({"flops_per_byte": 200} if sizes.device.type == "cpu" else {}),
+        )
 
-    def backward(out: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(out, leaves, grad)
+    def contestants(self, lengths: list[int]) -> Iterator[Contestant]:
+        whole = self._whole(lengths)
+        for name, groups in self.domains.items():
+            for degree in self.args.degrees:
+                plan = self._plan(lengths, degree)
+                for comm_type in filter(partial(takes, degree), self.args.types):
+                    levels = levels_of(degree) if comm_type == A2A_P2P else ()
+                    yield self._contestant(groups, whole, plan, comm_type, degree, levels)
+            comm_type = AUTO if AUTO in self.args.types else self.args.types[0]
+            yield self._contestant(groups, whole, self._plan(lengths), comm_type)
+            if name == "torch":
+                cut = [padded(n, self.ranks) for n in lengths]
+                yield self._peer(whole if cut == lengths else self._whole(cut), "ring")
 
-    out = forward()
-    local = [data.local(cp.layout, x) for x in wanted]
-    check(f"{comm_type} on {cp.degree}", [out.detach(), *backward(out)], local, data.sizes.dtype)
-    return Contestant(forward, backward)
+    def compare(self, pack: str, given: Iterable[Contestant]) -> None:
+        """Let contestants take turns, and print a row of each."""
+        contestants = list(given)
+        wholes = {id(one.whole): one.whole for one in contestants}
+        steps: dict[str, Step] = {}
+        for key, whole in wholes.items():
+            steps[f"{key} f"] = whole.forward if dist.get_rank() == 0 else nothing
+            steps[f"{key} f+b"] = whole.both if dist.get_rank() == 0 else nothing
+        for i, one in enumerate(contestants):
+            for what, work in (("layers", one.layers), ("calls", one.calls)):
+                steps[f"{i} {what} f"] = partial(each, [step.forward for step in work])
+                steps[f"{i} {what} f+b"] = partial(each, [step.both for step in work])
+        device = self.sizes.device
+        clock = partial(timed, device=device, calls=CALLS)
+        times = by_turns(steps, device, clock, self.args.rounds, take=TAKE[self.args.take])
+        for i, one in enumerate(contestants):
+            moved = [slowest(count, device) / self.rate for count in one.received]
+            taken, alone, ideal = (
+                [times[f"{key} {part}"] for part in ("f", "f+b")]
+                for key in (f"{i} layers", f"{i} calls", id(one.whole))
+            )
+            shares = [t / self.ranks / own for t, own in zip(ideal, taken, strict=True)]
+            shares += [
+                max(calls, copies) / own
+                for calls, copies, own in zip(alone, moved, taken, strict=True)
+            ]
+            self._print(pack, one, taken, shares, host_times(one.layers, device, self.args.rounds))
 
+    def compare_shipped(self, pack: str, lengths: list[int], peer: str) -> None:
+        """Compare what others ship. Print why, where it does not run, on all ranks alike."""
+        groups, device = self.domains.get("torch"), self.sizes.device
+        cut = [padded(n, self.ranks) for n in lengths]
+        if groups is None or not shipped.takes(peer, cut, device):
+            return
+        try:
+            with shipped.running(peer, cut[0], self.ranks, device):
+                self.compare(pack, [self._peer(self._whole(cut), peer)])
+        except Exception as error:
+            if dist.get_rank() == 0:
+                print(f"{peer}: {pack}: {type(error).__name__}: {str(error).splitlines()[:1]}")
 
-def kernel_alone(schedule: Schedule, rank: int, sizes: Sizes) -> Contestant:
-    """A schedule's launches, with this rank's share of the heads, on buffers that are there."""
-    kernel = kernel_for(sizes.device, sizes.dtype, Choice())
-    heads, kv_heads = sizes.heads, sizes.kv_heads
-    if schedule.trade is not None:
-        members = [move.peer for move in schedule.trade.receives]
-        own = split(heads, len(members))[members.index(rank)]
-        keys = key_heads(own, heads // kv_heads)
-        heads, kv_heads = own.stop - own.start, keys.stop - keys.start
+    def _whole(self, lengths: Sequence[int]) -> Whole:
+        return Whole(lengths, self.sizes, Choice(self.handler.kernel_family))
 
-    def buffer(rows: int, count: int) -> Tensor:
-        shape = rows, count, sizes.head_dim
-        return torch.randn(*shape, dtype=torch.float32, device=sizes.device).to(sizes.dtype)
+    def _plan(self, lengths: Sequence[int], degree: int | None = None) -> hcp.Plan:
+        least = -(-max(lengths) // (degree or self.ranks)) + 2
+        return hcp.plan(
+            lengths,
+            ranks=self.ranks,
+            max_tokens_per_rank=max(self.args.tokens // 4, least),
+            min_degree=degree or 1,
+            max_degree=degree,
+            cost=self.cost,
+        )
 
-    query, grad = (buffer(schedule.query_rows, heads) for _ in range(2))
-    scale = sizes.head_dim**-0.5
-    work: list[tuple[Launch, Tensor]] = []
-    for stage in schedule.stages if heads else []:
-        stage_keys = buffer(stage.key_rows, kv_heads)
-        work += [(launch, stage_keys[launch.keys]) for launch in kernel.launches(stage.entries)]
-
-    def forward() -> list[tuple[Tensor, Tensor]]:
-        return [kernel.forward(launch, query[launch.queries], k, k, scale) for launch, k in work]
-
-    def backward(results: list[tuple[Tensor, Tensor]]) -> None:
-        for (launch, k), (out, lse) in zip(work, results, strict=True):
-            rows = launch.queries
-            kernel.backward(launch, grad[rows], None, query[rows], k, k, out, lse, scale)
-
-    return Contestant(forward, backward)
-
-
-class TorchRing:
-    """PyTorch's ring attention: equal sequences, divisible by 2 d."""
-
-    name = "torch"
-
-    def __init__(self) -> None:
-        from torch.distributed.tensor.experimental._context_parallel import _attention
-
-        self.ring = _attention
-        self.ring._cp_options.enable_load_balance = True
-        # float64 would fall to float32's rounding otherwise.
-        self.ring._cp_options.convert_to_f32 = False
-
-    def why_not(self, data: Data, degree: int) -> str:
-        if data.sizes.device.type != "cpu":
-            return "the operator for this device is not wired"
-        if len(set(data.lengths)) > 1 or data.lengths[0] % (2 * degree):
-            return "its sequences must be equally long, and divisible by 2 d"
-        return "" if degree > 1 else "degree 1"
-
-    def contestant(
-        self, group: dist.ProcessGroup, layout: hcp.Layout, data: Data, wanted: list[Tensor]
+    def _contestant(
+        self,
+        groups: hcp.ProcessGroups,
+        whole: Whole,
+        plan: hcp.Plan,
+        comm_type: str,
+        degree: int | None = None,
+        levels: Sequence[int] = (),
+        attention_of: Callable[[ContextParallelHandler], Attention] | None = None,
+        name: str | None = None,
     ) -> Contestant:
-        def batched(x: Tensor) -> Tensor:
-            """(B, H, T / B, D)"""
-            return data.local(layout, x).unflatten(0, (len(data.lengths), -1)).transpose(1, 2)
-
-        query, key, value, grad = (batched(x).contiguous() for x in data.whole)
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-
-        def forward() -> tuple[Tensor, Tensor]:
-            out, lse, *_ = self.ring._templated_ring_attention(
-                group, 2, flash, query, key, value, is_causal=True
+        """A contestant, whose layers have been checked. ``attention_of``: in place of hcp's."""
+        layers, runs = [], []
+        for m in range(len(plan.micro_batches)):
+            cp = self.handler(
+                plan,
+                m,
+                groups.transport,
+                comm_types=[comm_type],
+                hierarchical_context_parallel_sizes=levels,
             )
-            return out, lse
+            what = f"{name or comm_type} on {groups.transport.name}"
+            own = layer_of(what, whole, cp, cp.attention)
+            runs.append(run_of(cp, comm_type, self.sizes))
+            layers.append(layer_of(what, whole, cp, attention_of(cp)) if attention_of else own)
+        used = runs[0].schedule.comm_type
+        received = [bytes_received(run, self.sizes) for run in runs]
+        return Contestant(
+            groups.transport.name,
+            f"degree {degree}" if degree else "dynamic",
+            name or (comm_type if comm_type == used else f"{comm_type} ({used})"),
+            whole,
+            layers,
+            [OwnCalls(run, self.sizes) for run in runs],
+            (sum(forward for forward, _ in received), sum(both for _, both in received)),
+        )
 
-        def gradients(*, grad_out: Tensor, is_causal: bool, **given: Tensor) -> tuple[Tensor, ...]:
-            names = ("query", "key", "value", "out", "logsumexp")
-            found: tuple[Tensor, ...] = (
-                torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                    grad_out, *(given[name] for name in names), 0.0, is_causal
-                )
-            )
-            return found
+    def _peer(self, whole: Whole, name: str) -> Contestant:
+        """Attention of others, whose sequences fill their chunks, with hcp's ring as the bound."""
+        plan = self._plan(whole.lengths, self.ranks)
 
-        def backward(result: tuple[Tensor, Tensor]) -> list[Tensor]:
-            found = self.ring._templated_ring_attention_backward(
-                group, 2, gradients, grad, "grad_out", query, key, value, *result, is_causal=True
-            )
-            return list(found[:3])
+        def attention_of(cp: ContextParallelHandler) -> Attention:
+            if name == "ring":
+                return OnRing(cp, self.sizes.dtype, self.handler.kernel_family).attention
+            return shipped.attention_of(name, cp, self.args.backend)
 
-        result = forward()
-        found = [x.transpose(1, 2).flatten(0, 1) for x in (result[0], *backward(result))]
-        check("torch", found, [data.local(layout, x) for x in wanted], data.sizes.dtype)
-        return Contestant(forward, backward)
+        given = self.domains["torch"], whole, plan, P2P, self.ranks
+        return self._contestant(*given, attention_of=attention_of, name=name)
 
-
-# ---- timing --------------------------------------------------------------------------------------
-
-
-class Times(NamedTuple):
-    forward: list[float]
-    both: list[float]
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def timed(contestant: Contestant | None, device: torch.device) -> tuple[float, float]:
-    """Seconds of the forward and of both, on the slowest rank. None: not this rank's."""
-    dist.barrier()
-    seconds = torch.zeros(2, dtype=torch.float64, device=device)
-    if contestant is not None:
-        wait(device)
-        start = time.perf_counter()
-        result = contestant.forward()
-        wait(device)
-        seconds[0] = time.perf_counter() - start
-        contestant.backward(result)
-        wait(device)
-        seconds[1] = time.perf_counter() - start
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    forward, both = seconds.tolist()
-    return forward, both
+    def _print(
+        self,
+        pack: str,
+        one: Contestant,
+        taken: Sequence[float],
+        shares: Sequence[float],
+        host: Sequence[float],
+    ) -> None:
+        if dist.get_rank() > 0:
+            return
+        names = pack, one.transport, one.plan, one.name
+        numbers = *(t * 1e3 for t in taken), *shares, *(t * 1e6 for t in host)
+        self.args.json.add(dict(zip(COLUMNS, (*names, *numbers), strict=False)))
+        cells = *(f"{t * 1e3:.2f}" for t in taken), *(f"{share:.2f}" for share in shares)
+        cells += tuple(f"{t * 1e6:.0f}" for t in host) or ("-", "-")
+        print(f"| {' | '.join((*names, *cells))} |", flush=True)
 
 
-def compete(
-    contestants: dict[str, Contestant | None], rounds: int, device: torch.device
-) -> dict[str, Times]:
-    """``rounds`` turns of each, after one that does not count."""
-    times = {name: Times([], []) for name in contestants}
-    for turn in range(rounds + 1):
-        for name, contestant in contestants.items():
-            forward, both = timed(contestant, device)
-            if turn:
-                times[name].forward.append(forward)
-                times[name].both.append(both)
-    return times
+def takes(degree: int, comm_type: str) -> bool:
+    """Whether both levels of "a2a+p2p" have something to do."""
+    return comm_type != A2A_P2P or min(levels_of(degree)) > 1
 
 
-# ---- a degree of a pack --------------------------------------------------------------------------
-
-
-def sizes_of_levels(degree: int) -> tuple[int, int]:
-    """An inner level as near to the square root as a divisor is, so that both levels work."""
+def levels_of(degree: int) -> tuple[int, int]:
+    """An inner level as near to the square root as a divisor is."""
     inner = max(m for m in range(1, degree + 1) if degree % m == 0 and m * m <= degree)
     return inner, degree // inner
 
 
-def contest(
-    data: Data,
-    wanted: list[Tensor],
-    degree: int,
-    args: argparse.Namespace,
-    groups: hcp.ProcessGroups,
-    peer: Peer,
-) -> Iterator[list[str]]:
-    """Rows of the table."""
-    sizes, rank = data.sizes, dist.get_rank()
-    plan = one_group(data.lengths, degree, dist.get_world_size(), cost_of(sizes))
-    levels = sizes_of_levels(degree)
-    cp = hcp.ContextParallelHandler(
-        plan,
-        0,
-        groups.transport,
-        comm_types=args.types,
-        hierarchical_context_parallel_sizes=levels if comm.A2A_P2P in args.types else (),
-    )
-    mine = rank < degree
-    contestants: dict[str, Contestant | None] = {
-        "one rank": kernel_alone(schedule(data, 1, 0, comm.P2P, 1), 0, sizes) if rank == 0 else None
-    }
-    used = {}
-    for name in args.types:
-        # Rank 0 is in every group, and all ranks of a group choose alike.
-        counts, packed = (sizes.heads, sizes.kv_heads), sizes.device.type == "cuda"
-        layout = hcp.Layout(plan, 0, 0)
-        choice = comm.choose(plan, layout, name, levels, CAUSAL, counts, packed)
-        if name == comm.A2A_P2P and choice.used != name:
-            continue
-        used[name] = choice
-        contestants[name] = by_hcp(cp, data, wanted, name) if mine else None
-        kernel = schedule(data, degree, rank, choice.used, choice.inner) if mine else None
-        contestants[f"kernel {name}"] = kernel_alone(kernel, rank, sizes) if kernel else None
-    reason = peer.ring.why_not(data, degree)
-    if not reason:
-        group = peer.groups[degree]
-        contestants["torch"] = (
-            peer.ring.contestant(group, cp.layout, data, wanted) if mine else None
-        )
-    times = compete(contestants, args.rounds, sizes.device)
-    for name, choice in used.items():
-        yield row(name, choice, times, degree, args.take)
+def nothing() -> None:
+    """What other ranks do while one works alone."""
 
 
-def schedule(data: Data, degree: int, rank: int, used: str, inner: int) -> Schedule:
-    plan = one_group(data.lengths, degree, degree, hcp.CostModel())
-    words = schedule_words(plan, 0, rank, used, inner=inner, window_size=CAUSAL, transport_key=0)
-    return Schedule(words)
+def each(steps: Sequence[Callable[[], object]]) -> None:
+    for step in steps:
+        step()
 
 
-def cost_of(sizes: Sizes) -> hcp.CostModel:
-    """Prices for "auto": a CPU core computes less per byte that it can send."""
-    return hcp.CostModel.for_transformer(
-        hidden_size=sizes.heads * sizes.head_dim,
-        ffn_hidden_size=4 * sizes.heads * sizes.head_dim,
-        num_attention_heads=sizes.heads,
-        num_query_groups=sizes.kv_heads,
-        bytes_per_element=sizes.dtype.itemsize,
-        flops_per_byte=200 if sizes.device.type == "cpu" else 8_000,
-    )
+def host_times(layers: list[Layer], device: torch.device, rounds: int) -> list[float]:
+    """Seconds that the host needs to queue one layer, forward and backward; on a CPU, nothing."""
+    if device.type == "cpu":
+        return []
+    taken = [host_time(layer, device) for _ in range(rounds) for layer in layers]
+    return [slowest(statistics.median(times), device) for times in zip(*taken, strict=True)]
 
 
-TAKE: dict[str, Callable[[list[float]], float]] = {"median": statistics.median, "min": min}
+def host_time(layer: Layer, device: torch.device) -> tuple[float, float]:
+    out: list[Tensor] = []
+    forward = queued(lambda: out.append(layer.attention(*layer.inputs)), device)
+    backward = queued(lambda: torch.autograd.grad(out, layer.inputs, [layer.grad]), device)
+    return forward, backward
 
 
-def row(
-    name: str, choice: hcp.CommChoice, times: dict[str, Times], degree: int, take: str
-) -> list[str]:
-    own, kernel, alone = times[name], times[f"kernel {name}"], times["one rank"]
-
-    def both(other: Times, scale: float = 1.0) -> list[float]:
-        forward = scale * TAKE[take](other.forward) / TAKE[take](own.forward)
-        return [forward, scale * TAKE[take](other.both) / TAKE[take](own.both)]
-
-    outside = [1 - share for share in both(kernel)]
-    peer = [f"{r:.2f}" for r in both(times["torch"])] if "torch" in times else ["-", "-"]
-    spread = (max(own.both) - min(own.both)) / statistics.median(own.both)
-    made = f"{choice.used} {choice.inner}" if choice.used == comm.A2A_P2P else choice.used
-    return [
-        name if made == name else f"{name} ({made})",
-        *(f"{share:.2f}" for share in outside),
-        *(f"{share:.2f}" for share in both(alone, 1 / degree)),
-        *peer,
-        f"{spread:.2f}",
-    ]
-
-
-# ---- the run -------------------------------------------------------------------------------------
-
-
-class Peer(NamedTuple):
-    ring: TorchRing
-    groups: dict[int, dist.ProcessGroup]
-    """The first d ranks."""
-
+# ---- the table -----------------------------------------------------------------------------------
 
 COLUMNS = (
-    "degree",
-    "type",
-    *("outside, fwd", "outside, f+b"),
-    *("of ideal, fwd", "of ideal, f+b"),
-    *("vs torch, fwd", "vs torch, f+b"),
-    "spread",
+    *("pack", "transport", "plan", "comm type", "ms f", "ms f+b", "of ideal f", "of ideal f+b"),
+    *("of bound f", "of bound f+b", "host us f", "host us b"),
 )
 
 
-def parse_args() -> argparse.Namespace:
-    parser = parser_of(__doc__, device="cpu", rounds=None, rounds_help="(9; with --host 100)")
-    parser.add_argument("--tokens", type=int, help="of a pack (default: 4096; CUDA: 65536)")
-    parser.add_argument("--heads", type=int, help="(default: 8; CUDA: 32)")
-    parser.add_argument("--kv-heads", type=int, help="(default: 4; CUDA: 8)")
-    parser.add_argument("--head-dim", type=int, help="(default: 64; CUDA: 128)")
-    parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16", "float16"))
-    parser.add_argument("--types", nargs="+", choices=hcp.COMM_TYPES, default=hcp.COMM_TYPES)
-    parser.add_argument("--degrees", nargs="+", type=int, help="(default: all)")
-    parser.add_argument(
-        "--host", action="store_true", help="print the host's time of a layer alone"
+def print_head(bench: Bench, packs: dict[str, list[int]]) -> None:
+    args = bench.args
+    print(
+        f"{bench.ranks} ranks on {hardware(args.device)}, torch {torch.__version__}, hcp "
+        f"{hcp.__version__}; heads {args.heads[0]}:{args.heads[1]} of {args.head_dim}, "
+        f"{args.dtype}, causal, backend {args.backend}; {args.take} of {args.rounds} rounds; "
+        f"{'copy' if args.device == 'cpu' else 'peer copy'} {bench.rate / 1e9:.3g} GB/s"
     )
-    parser.add_argument("--take", choices=TAKE, default="median", help="of the rounds")
-    args = parser.parse_args()
-    args.rounds = args.rounds or (100 if args.host else 9)
-    for name, cpu, cuda in (
-        ("tokens", 4096, 65_536),
-        ("heads", 8, 32),
-        ("kv_heads", 4, 8),
-        ("head_dim", 64, 128),
-        ("dtype", "float32", "bfloat16"),
-    ):
-        if getattr(args, name) is None:
-            setattr(args, name, cpu if args.device == "cpu" else cuda)
-    return args
-
-
-def main() -> None:
-    args = parse_args()
-    end_after(args.deadline)
-    device = torch.device(args.device)
-    if args.host:
-        torch.set_num_threads(1)
-        print_host_times(device, args.degrees or (1, 2, 4, 8), args.types, args.rounds, args.json)
-        return
-    if args.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    torch.set_num_threads(1)
-    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
-    ranks = dist.get_world_size()
-    sizes = Sizes(args.heads, args.kv_heads, args.head_dim, getattr(torch, args.dtype), device)
-    groups = hcp.build_process_groups(cp=ranks)
-    groups.warm_up()
-    degrees = [d for d in args.degrees or range(1, ranks + 1) if d <= ranks]
-    peer = Peer(TorchRing(), {d: dist.new_group(list(range(d))) for d in degrees})
-    if dist.get_rank() == 0:
-        print(
-            f"{ranks} ranks on {hardware(args.device)}, torch {torch.__version__}, "
-            f"Python {platform.python_version()}; {args.dtype}, {args.heads} query heads, "
-            f"{args.kv_heads} key-value heads of {args.head_dim}, "
-            f"{args.take} of {args.rounds} rounds\n"
-        )
-    for name, lengths in packs(args.tokens).items():
-        data = Data(lengths, sizes)
-        wanted = data.answers()
-        if dist.get_rank() == 0:
-            print(f"\n### {name}\n\n| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
-        for degree in degrees:
-            for cells in contest(data, wanted, degree, args, groups, peer):
-                if dist.get_rank() == 0:
-                    print(f"| {degree} | {' | '.join(cells)} |", flush=True)
-                    args.json.add(
-                        {"pack": name, **dict(zip(COLUMNS, (degree, *cells), strict=True))}
-                    )
-            reason = peer.ring.why_not(data, degree)
-            if dist.get_rank() == 0 and reason and degree > 1:
-                print(f"\nPyTorch's ring was not run at degree {degree}: {reason}.\n")
-    groups.close()
-    dist.destroy_process_group()
+    for name, lengths in packs.items():
+        print(f"{name}: {brief(lengths)}")
+    for peer in shipped.MODULES:
+        if obstacle := shipped.obstacle(peer, bench.sizes.device):
+            print(f"without {peer}: {obstacle}")
+    print(f"\n| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,7 +1,7 @@
 """Host time of an attention layer beyond its attention calls: what Python, the dispatcher and hcp's
 tables take around the work that they queue. No rank and no GPU beside this one is needed.
 
-    python benchmarks/bench_attention.py --host
+    python benchmarks/bench_attention.py --host --device cpu
 
 One process plays a rank in the middle of d. Its transport carries nothing and returns at once, its
 kernel gives results that are there, and no tensor is large enough to be felt: what is left of a

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,25 @@ def start_ranks(device: str, deadline: float, timeout: timedelta) -> torch.devic
     own = torch.device("cuda", torch.cuda.current_device())
     dist.init_process_group("nccl", device_id=own, timeout=timeout)
     return own
+
+
+def copy_rate(device: torch.device, rounds: int) -> float:
+    """Bytes per second that each GPU copies from the next one's memory, all at once; a CPU from its
+    own."""
+    if device.type == "cpu":
+        source = torch.empty(2**22, dtype=torch.uint8)
+    else:
+        from torch.distributed import _symmetric_memory as symmetric
+
+        size = 2**27
+        memory = symmetric.empty(size, dtype=torch.uint8, device=device)
+        handle = symmetric.rendezvous(memory, world())
+        peer = (dist.get_rank() + 1) % dist.get_world_size()
+        source = handle.get_buffer(peer, (size,), torch.uint8)
+    target = torch.empty_like(source, device=device)
+    clock = partial(timed, device=device, calls=4)
+    times = by_turns({"copy": lambda: target.copy_(source)}, device, clock, rounds)
+    return source.numel() / times["copy"]
 
 
 def end_ranks() -> None:
@@ -97,13 +117,14 @@ def by_turns(
     rounds: int,
     *,
     warm: bool = False,
+    take: Callable[[list[float]], float] = statistics.median,
 ) -> dict[str, float]:
-    """Each step's time by a clock on the slowest rank, the median of rounds through all steps.
-    ``warm``: each has run before."""
+    """Each step's time by a clock on the slowest rank, the median of rounds through all steps, or
+    what else ``take`` makes of them. ``warm``: each has run before."""
     for step in () if warm else steps.values():
         step()
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
             times[name].append(slowest(clock(step), device))
-    return {name: statistics.median(taken) for name, taken in times.items()}
+    return {name: take(taken) for name, taken in times.items()}

@@ -1,9 +1,11 @@
 """Attention that others ship, on a rank's rows of hcp's zigzag layout, which is theirs too.
 
 `context_parallel`: PyTorch's prototype (torch.distributed.tensor.experimental) with its own load
-balancing, for one causal sequence. It has no grouped heads: keys are repeated for every query head,
-within its time. `ring_flash_attn`: zigzag_ring_flash_attn_varlen_func of the package of this name
-(https://github.com/zhuzilin/ring-flash-attention), for sequences that fill their chunks.
+balancing, for one causal sequence on GPUs. It has no grouped heads: keys are repeated for every
+query head, within its time. `templated_ring`: the ring under that prototype, for equal sequences on
+CPUs, whose operator the prototype does not know. `ring_flash_attn`:
+zigzag_ring_flash_attn_varlen_func of the package of this name
+(https://github.com/zhuzilin/ring-flash-attention), for sequences that fill their chunks on GPUs.
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
@@ -22,22 +26,30 @@ import hcp
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 MODULES = {
+    "templated_ring": "torch.distributed.tensor.experimental._context_parallel._attention",
     "context_parallel": "torch.distributed.tensor.experimental",
     "ring_flash_attn": "ring_flash_attn",
 }
 
 
-def obstacle(name: str) -> str | None:
+def obstacle(name: str, device: torch.device) -> str | None:
     """Why it cannot be had here."""
+    wanted = "cpu" if name == "templated_ring" else "cuda"
+    if device.type != wanted:
+        return f"for {wanted} alone"
     try:
-        getattr(importlib.import_module(MODULES[name]), name, None)
+        importlib.import_module(MODULES[name])
     except ImportError as error:
         return str(error)
     return None
 
 
-def takes(name: str, lengths: Sequence[int]) -> bool:
-    return name != "context_parallel" or len(lengths) == 1
+def takes(name: str, lengths: Sequence[int], device: torch.device) -> bool:
+    if obstacle(name, device) is not None:
+        return False
+    if name == "templated_ring":
+        return len(set(lengths)) == 1
+    return name == "ring_flash_attn" or len(lengths) == 1
 
 
 @contextmanager
@@ -55,6 +67,8 @@ def running(name: str, length: int, ranks: int, device: torch.device) -> Iterato
 
 
 def attention_of(name: str, cp: hcp.ContextParallelHandler, backend: str) -> Attention:
+    if name == "templated_ring":
+        return _of_templated_ring(len(cp.layout.lengths))
     return _of_torch(backend) if name == "context_parallel" else _of_ring_flash_attn(cp)
 
 
@@ -83,3 +97,51 @@ def _of_ring_flash_attn(cp: hcp.ContextParallelHandler) -> Attention:
         return out
 
     return attention
+
+
+def _of_templated_ring(sequences: int) -> Attention:
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        # (T, H, D) to (B, H, T / B, D)
+        rows = (x.unflatten(0, (sequences, -1)).transpose(1, 2) for x in (query, key, value))
+        out: Tensor = _TemplatedRing.apply(*rows)
+        return out.transpose(1, 2).flatten(0, 1)
+
+    return attention
+
+
+class _TemplatedRing(torch.autograd.Function):
+    """PyTorch's ring over all ranks, with the operator of CPUs."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        ring = importlib.import_module(MODULES["templated_ring"])
+        ring._cp_options.enable_load_balance = True
+        # float64 would fall to float32's rounding otherwise.
+        ring._cp_options.convert_to_f32 = False
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        out, lse, *_ = ring._templated_ring_attention(
+            dist.group.WORLD, 2, flash, query, key, value, is_causal=True
+        )
+        ctx.save_for_backward(query, key, value, out, lse)
+        result: Tensor = out
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        ring = importlib.import_module(MODULES["templated_ring"])
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+        def gradients(*, grad_out: Tensor, is_causal: bool, **given: Tensor) -> tuple[Tensor, ...]:
+            names = ("query", "key", "value", "out", "logsumexp")
+            found: tuple[Tensor, ...] = flash(
+                grad_out, *(given[name] for name in names), 0.0, is_causal
+            )
+            return found
+
+        found = ring._templated_ring_attention_backward(
+            *(dist.group.WORLD, 2, gradients, grad.contiguous(), "grad_out"),
+            *ctx.saved_tensors,
+            is_causal=True,
+        )
+        return tuple(found[:3])

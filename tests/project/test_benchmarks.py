@@ -5,7 +5,6 @@ Those that need GPUs are type-checked by `make check`.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import io
 import json
@@ -28,13 +27,14 @@ GPU_ONLY = {"bench_attention_kernels"}
 RUNS = {
     "bench_attention": (
         2,
-        "--tokens 1024 --heads 2 --kv-heads 1 --head-dim 8 --degrees 2 --rounds 1",
+        "--device cpu --tokens 512 --heads 2 1 --head-dim 8 --rounds 1 --packs one halves P4",
     ),
-    "bench_attention --host": (1, "--host --degrees 2 --types p2p --rounds 2"),
-    "bench_attention_cuda": (
-        2,
-        "--device cpu --heads 2 1 --transports torch --shrink 256 --packs '1 x 65536'",
+    "bench_attention --degrees": (
+        4,
+        "--device cpu --tokens 256 --heads 4 2 --head-dim 8 --rounds 1 --packs one --dtype bfloat16"
+        " --degrees 2 4 --take min",
     ),
+    "bench_attention --host": (1, "--host --device cpu --degrees 2 --types p2p --rounds 2"),
     "bench_eval": (
         2,
         "--device cpu --pp 1 2 --samples 2 --length 16 --hidden 8 --heads 2 --layers 2 --rounds 1",
@@ -125,26 +125,6 @@ def test_every_benchmark_has_the_same_flags(
 def test_every_benchmark_runs_here_or_needs_a_gpu() -> None:
     programs = {path.stem for path in BENCHMARKS.glob("bench_*.py")} | {"studies/exact"}
     assert {run.split()[0] for run in RUNS} == programs - GPU_ONLY
-
-
-# ---- process groups ------------------------------------------------------------------------------
-
-
-def test_every_rank_makes_every_subgroup_of_a_plan_in_one_order(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    bench = importlib.import_module("bench_attention_cuda")
-    plan = hcp.plan([4000, 2000, 900, 100], ranks=8, max_tokens_per_rank=1000)
-    made: list[list[int]] = []
-    monkeypatch.setattr(bench, "_groups", {})
-    monkeypatch.setattr(bench.dist, "get_world_size", lambda: 8)
-    monkeypatch.setattr(bench.dist, "new_group", lambda ranks, timeout: made.append(ranks))
-    bench.make_subgroups(plan)
-    bench.make_subgroups(plan)
-    wanted = [list(range(g.first_rank, g.first_rank + g.degree)) for g in plan.micro_batches[0]]
-    assert made == [ranks for ranks in wanted if 1 < len(ranks) < 8]
-    assert len(made) > 1, "the plan mixes degrees"
 
 
 def test_no_group_is_made_by_some_ranks_alone() -> None:

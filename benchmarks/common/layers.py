@@ -1,0 +1,233 @@
+"""A pack of sequences, its attention layers on the ranks, and the yardsticks for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import hcp
+from hcp.attention.kernels import Choice, Launch, kernel_for
+from hcp.attention.prepared import Run, prepared_of
+from hcp.exchange.tables import Entry
+from hcp.step.handler import ContextParallelHandler
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.01}
+"""The largest error of a tensor, over its largest element."""
+CHECKED_ROWS = 64
+"""Rows of the first sequence that the whole pack's output is checked by."""
+
+
+class Sizes(NamedTuple):
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def randn(self, rows: int, heads: int, generator: torch.Generator | None = None) -> Tensor:
+        return torch.randn(
+            *(rows, heads, self.head_dim),
+            dtype=self.dtype,
+            device=self.device,
+            generator=generator,
+        )
+
+
+class Whole:
+    """A pack of whole sequences on one rank: all contestants' inputs, and what they must give.
+
+    Every rank draws the same inputs. One rank's kernel computes them, in one launch where the
+    kernel takes packs; its output is checked by the float32 formula (float64 for float64).
+    """
+
+    def __init__(self, lengths: Sequence[int], sizes: Sizes, choice: Choice) -> None:
+        self.lengths, self.sizes = list(lengths), sizes
+        generator = torch.Generator(sizes.device).manual_seed(1)
+        counts = sizes.heads, sizes.kv_heads, sizes.kv_heads, sizes.heads
+        self.inputs = [sizes.randn(sum(lengths), count, generator) for count in counts]
+        self._kernel = kernel_for(sizes.device, sizes.dtype, choice)
+        starts = self.starts().tolist()
+        entries = [Entry(at, n, at, n, 1 - n, 0) for at, n in zip(starts, lengths, strict=True)]
+        self._launches = self._kernel.launches(entries)
+        self.wanted = self._results()
+        """Output, and the gradients of queries, keys and values."""
+        self.largest = [float(x.abs().max()) for x in self.wanted]
+        self._check_formula()
+
+    def starts(self) -> Tensor:
+        return torch.tensor([0, *self.lengths]).cumsum(0)[:-1]
+
+    def forward(self) -> None:
+        for launch in self._launches:
+            self._forward(launch)
+
+    def both(self) -> None:
+        for launch in self._launches:
+            self._backward(launch, *self._forward(launch))
+
+    def local(self, layout: hcp.Layout, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """A rank's rows of each."""
+        starts = self.starts()[list(layout.sequences)].repeat_interleave(layout.cu_seqlens.diff())
+        rows = (starts + layout.positions).to(self.sizes.device)
+        return [x[rows] for x in tensors]
+
+    def _forward(self, launch: Launch) -> tuple[Tensor, Tensor]:
+        query, key, value, _ = self.inputs
+        q, k = launch.queries, launch.keys
+        scale = self.sizes.head_dim**-0.5
+        return self._kernel.forward(launch, query[q], key[k], value[k], scale)
+
+    def _backward(self, launch: Launch, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+        query, key, value, grad = self.inputs
+        q, k = launch.queries, launch.keys
+        rows = query[q], key[k], value[k], out, lse
+        return self._kernel.backward(launch, grad[q], None, *rows, self.sizes.head_dim**-0.5)
+
+    def _results(self) -> list[Tensor]:
+        query, key, value, _ = self.inputs
+        results = [torch.empty_like(x) for x in (query, query, key, value)]
+        for launch in self._launches:
+            out, lse = self._forward(launch)
+            rows = launch.queries, launch.queries, launch.keys, launch.keys
+            parts = out, *self._backward(launch, out, lse)
+            for result, where, part in zip(results, rows, parts, strict=True):
+                result[where] = part
+        return results
+
+    def _check_formula(self) -> None:
+        length = self.lengths[0]
+        rows = slice(max(0, length - CHECKED_ROWS), length)
+        wide = torch.float64 if self.sizes.dtype == torch.float64 else torch.float32
+        query, key, value = (
+            x[where].to(wide)
+            for x, where in zip(self.inputs, (rows, slice(length), slice(length)), strict=False)
+        )
+        groups = self.sizes.heads // self.sizes.kv_heads
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(self.sizes.head_dim)
+        places = torch.arange(length, device=query.device)
+        weights = scores.masked_fill(places > places[rows].unsqueeze(1), -torch.inf).softmax(-1)
+        expected = torch.einsum("hqk,khd->qhd", weights, value)
+        found, largest = [self.wanted[0][rows]], [float(expected.abs().max())]
+        check("one rank's kernel", ["output"], found, [expected], largest, self.sizes.dtype)
+
+
+def check(
+    what: str,
+    names: Sequence[str],
+    found: Sequence[Tensor],
+    wanted: Sequence[Tensor],
+    largest: Sequence[float],
+    dtype: torch.dtype,
+) -> None:
+    """End the run unless each tensor is the wanted one, to rounding. ``largest``: the largest
+    element of each on all ranks."""
+    for name, one, other, most in zip(names, found, wanted, largest, strict=True):
+        error = float((one - other).abs().max()) / most if other.numel() else 0.0
+        if not error <= TOLERANCE[dtype]:
+            raise SystemExit(
+                f"rank {dist.get_rank()}: {what}: the {name} is off by {error:.2g} of its largest, "
+                f"expected <= {TOLERANCE[dtype]}"
+            )
+
+
+@dataclass
+class Layer:
+    """One micro-batch of a plan on this rank, with its rows of the inputs."""
+
+    cp: ContextParallelHandler
+    attention: Attention
+    inputs: list[Tensor]
+    grad: Tensor
+
+    def forward(self) -> Tensor:
+        with torch.no_grad():
+            return self.attention(*self.inputs)
+
+    def both(self) -> tuple[Tensor, ...]:
+        """The output and the gradients of queries, keys and values."""
+        out = self.attention(*self.inputs)
+        return out.detach(), *torch.autograd.grad(out, self.inputs, self.grad)
+
+
+def layer_of(what: str, whole: Whole, cp: ContextParallelHandler, attention: Attention) -> Layer:
+    """A layer whose output and gradients have been checked."""
+    *inputs, grad = whole.local(cp.layout, whole.inputs)
+    layer = Layer(cp, attention, [x.requires_grad_() for x in inputs], grad)
+    names = ("output", "queries' gradient", "keys' gradient", "values' gradient")
+    found, wanted = layer.both(), whole.local(cp.layout, whole.wanted)
+    check(what, names, found, wanted, whole.largest, whole.sizes.dtype)
+    return layer
+
+
+# ---- yardsticks ----------------------------------------------------------------------------------
+
+
+class OwnCalls:
+    """A rank's kernel calls of one layer, alone, on buffers that are there."""
+
+    def __init__(self, run: Run, sizes: Sizes) -> None:
+        heads, kv_heads = heads_of(run, sizes)
+        self._kernel, self._scale = run.kernel, run.scale
+        self._query, self._grad = (sizes.randn(run.schedule.query_rows, heads) for _ in range(2))
+        self._calls: list[tuple[Launch, Tensor, Tensor]] = []
+        stages = zip(run.schedule.stages, run.launches.stages, strict=True)
+        for stage, launches in stages if heads else ():
+            key, value = (sizes.randn(stage.key_rows, kv_heads) for _ in range(2))
+            self._calls += [(launch, key[launch.keys], value[launch.keys]) for launch in launches]
+
+    def forward(self) -> None:
+        for call in self._calls:
+            self._forward(*call)
+
+    def both(self) -> None:
+        for launch, key, value in self._calls:
+            out, lse = self._forward(launch, key, value)
+            rows = self._query[launch.queries], key, value, out, lse
+            self._kernel.backward(launch, self._grad[launch.queries], None, *rows, self._scale)
+
+    def _forward(self, launch: Launch, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return self._kernel.forward(launch, self._query[launch.queries], key, value, self._scale)
+
+
+def run_of(cp: ContextParallelHandler, comm_type: str, sizes: Sizes) -> Run:
+    """How a causal layer that has run was computed."""
+    words = cp._schedules.words_of(comm_type, -1, 0, (sizes.heads, sizes.kv_heads))
+    (run,) = prepared_of(words).runs.values()
+    return run
+
+
+def heads_of(run: Run, sizes: Sizes) -> tuple[int, int]:
+    """The query and key-value heads that this rank computes."""
+    if run.heads is None:
+        return sizes.heads, sizes.kv_heads
+    own = run.heads.own
+    return own.stop - own.start, run.heads.key_count
+
+
+def bytes_received(run: Run, sizes: Sizes) -> tuple[int, int]:
+    """Bytes that this rank receives in a layer's forward, and in both passes.
+
+    Keys and values arrive once forward and once backward, and gradients come back for them. Where
+    rows are exchanged for heads, so are the output's and, backward, the three gradients'.
+    """
+    schedule = run.schedule
+    heads, kv_heads = heads_of(run, sizes)
+    keys = sum(move.rows for stage in schedule.stages for move in stage.receives) * 2 * kv_heads
+    elements = keys, 3 * keys
+    if schedule.trade is not None:
+        others = schedule.trade.rows - schedule.rows
+        lost, kv_lost = sizes.heads - heads, max(0, sizes.kv_heads - kv_heads)
+        forward = others * (heads + 2 * kv_heads) + schedule.rows * lost
+        back = others * heads + schedule.rows * (lost + 2 * kv_lost)
+        elements = elements[0] + forward, elements[1] + forward + back
+    size = sizes.head_dim * sizes.dtype.itemsize
+    return elements[0] * size, elements[1] * size
