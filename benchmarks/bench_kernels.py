@@ -151,49 +151,6 @@ def merge_contest(rows: int) -> Contest:
     )
 
 
-def weigh(
-    outs: list[Tensor], lses: list[Tensor], out: Tensor, lse: Tensor, grad: Tensor, grad_lse: Tensor
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients of the parts of a merge, operator by operator."""
-    weights = [torch.exp(part - lse) for part in lses]
-    grads = [(weight.unsqueeze(-1) * grad).to(grad.dtype) for weight in weights]
-    along = [(grad * (part - out)).sum(-1, dtype=lse.dtype) for part in outs]
-    pairs = zip(weights, along, strict=True)
-    return grads, [weight * (grad_lse + change) for weight, change in pairs]
-
-
-def merge_backward_contest(rows: int) -> Contest:
-    runs = torch.tensor([(0, rows, part, 0) for part in range(PARTS)])
-    ours, peers = [], []
-    for _ in range(COPIES):
-        outs = [randn(rows, HEADS, HEAD_DIM) for _ in range(PARTS)]
-        lses = [randn(rows, HEADS, dtype=torch.float32) for _ in range(PARTS)]
-        merged = ops.merge(outs, lses, runs, rows)
-        grads = randn(rows, HEADS, HEAD_DIM), randn(rows, HEADS, dtype=torch.float32)
-        given = outs, lses, *merged, *grads
-        ours.append(
-            lambda o=outs, e=lses, m=merged, g=grads: torch.ops.hcp.merge_backward(
-                o, e, runs, *m, *g
-            )
-        )
-        peers.append(lambda given=given: weigh(*given))
-    few = slice(1024)  # in float64 eight times the bytes
-    outs_few, lses_few = ([x[few].double() for x in parts] for parts in (outs, lses))
-    exact = weigh(outs_few, lses_few, *(x[few].double() for x in (*merged, *grads)))
-    errors = [
-        max(
-            float((x[few] - y).abs().max())
-            for own, true in zip(found, exact, strict=True)
-            for x, y in zip(own, true, strict=True)
-        )
-        for found in (ours[-1](), peers[-1]())
-    ]
-    print(f"merge backward: largest error {errors[0]:.1e}, operator by operator {errors[1]:.1e}")
-    assert errors[0] <= 2 * errors[1]
-    moved = size_of(*outs, *lses, *merged, *grads) + size_of(*outs, *lses)
-    return Contest(f"merge of {PARTS}, backward", moved, ours, {"operators": peers})
-
-
 # ---- reduce --------------------------------------------------------------------------------------
 
 
@@ -359,7 +316,7 @@ def medians(contestants: Sequence[Calls], rounds: int) -> list[float]:
 
 CONTESTS: dict[str, Callable[[int], list[Contest]]] = {
     "pack": lambda rows: [pack_contest(rows, run) for run in (16, 256, 4096) if rows % run == 0],
-    "merge": lambda rows: [merge_contest(rows), merge_backward_contest(rows)],
+    "merge": lambda rows: [merge_contest(rows)],
     "reduce": lambda rows: [reduce_contest(rows)],
     "cast": lambda rows: [
         *(cast_contest(rows, *way) for way in permutations((torch.bfloat16, torch.float32))),

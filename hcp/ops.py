@@ -103,11 +103,10 @@ def merge(
         nothing was attended, and the output is not looked at. +inf outweighs all finite ones;
         several share equally.
     runs: (records, 4) of (row, rows, part, part_row). Runs ascend by row without overlap; records
-        of the same row and rows are one run. For a gradient, no row of a part is merged twice.
+        of the same row and rows are one run.
     rows: R. Rows that no run names give out 0 and lse -inf.
 
-    Returns out (R, H, D) and lse (R, H). Both have gradients, to outs and lses; there is no second
-    derivative.
+    Returns out (R, H, D) and lse (R, H). They have no gradient.
     """
     out, lse = torch.ops.hcp.merge.default(list(outs), list(lses), runs, rows)
     return out, lse
@@ -287,20 +286,6 @@ def _merge_fake(
     return outs[0].new_empty(rows, heads, head_dim), lses[0].new_empty(rows, heads)
 
 
-def _merge_backward_fake(
-    outs: list[Tensor],
-    lses: list[Tensor],
-    runs: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor,
-) -> tuple[list[Tensor], list[Tensor]]:
-    return [part.new_empty(part.shape) for part in outs], [
-        part.new_empty(part.shape) for part in lses
-    ]
-
-
 def _reduce_fake(
     parts: list[Tensor],
     runs: Tensor,
@@ -458,23 +443,10 @@ def _reduce_backward_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     return grad, None, None, None
 
 
-def _merge_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    outs, lses, runs, _ = inputs
-    ctx.parts = len(outs)
-    ctx.save_for_backward(runs, *output, *outs, *lses)
-
-
-def _merge_backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
-    runs, out, lse, *parts = ctx.saved_tensors
-    outs, lses = parts[: ctx.parts], parts[ctx.parts :]
-    grads = (grad_out.contiguous(), grad_lse.contiguous())
-    grad_outs, grad_lses = torch.ops.hcp.merge_backward(outs, lses, runs, out, lse, *grads)
-    return grad_outs, grad_lses, None, None
-
-
-def _merge_backward_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+def _merge_backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     raise NotImplementedError(
-        "hcp.ops.merge was differentiated twice, expected once: it has no second derivative"
+        "hcp.ops.merge was differentiated, expected not: it has no gradient. Attention over parts "
+        "needs none of it, since its backward takes the merged output and log-sum-exp"
     )
 
 
@@ -545,8 +517,7 @@ _OPERATORS = (
     ("pack_backward", _pack_backward_fake, _pack_backward_backward, _pack_backward_context),
     ("unpack", _unpack_fake, _unpack_backward, _unpack_context),
     ("unpack_backward", _unpack_backward_fake, _unpack_backward_backward, _unpack_backward_context),
-    ("merge", _merge_fake, _merge_backward, _merge_context),
-    ("merge_backward", _merge_backward_fake, _merge_backward_backward, _nothing_to_keep),
+    ("merge", _merge_fake, _merge_backward, _nothing_to_keep),
     ("reduce", _reduce_fake, _reduce_backward, _reduce_context),
     ("reduce_backward", _reduce_backward_fake, _reduce_backward_backward, _reduce_backward_context),
     ("reduce_rotated", _reduce_rotated_fake, _reduce_rotated_backward, _reduce_rotated_context),

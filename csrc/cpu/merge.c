@@ -1,4 +1,4 @@
-/* merge.c - partial attention outputs merged by log-sum-exp, and the gradients. */
+/* merge.c - partial attention outputs merged by log-sum-exp. */
 #include <stdbool.h>
 
 #include "dtype.h"
@@ -11,12 +11,6 @@ typedef struct merge {
   int64_t n_records;
   int64_t heads, head_dim;
 } merge;
-
-typedef struct merge_gradients {
-  const void *out, *lse, *grad_out;
-  const void *grad_lse; /* may be NULL */
-  const hcp_grad_part *parts;
-} merge_gradients;
 
 #define DTYPE float64
 #include "merge_rows.h"
@@ -37,10 +31,6 @@ static void merge_run(hcp_dtype dtype, const merge *m, int64_t row, int64_t rows
   DISPATCH(dtype, merge_run, m, row, rows, out, lse)
 }
 
-static void merge_run_backward(hcp_dtype dtype, const merge *m, const merge_gradients *g) {
-  DISPATCH(dtype, merge_run_backward, m, g)
-}
-
 void hcp_cpu_merge(hcp_dtype dtype, const hcp_part *parts, const hcp_run *runs, int64_t n_runs,
                    int64_t rows, int64_t heads, int64_t head_dim, void *out, void *lse) {
   merge m = {parts, NULL, 0, heads, head_dim};
@@ -57,17 +47,4 @@ void hcp_cpu_merge(hcp_dtype dtype, const hcp_part *parts, const hcp_run *runs, 
   }
   m.n_records = 0;
   merge_run(dtype, &m, row, rows - row, out, lse);
-}
-
-void hcp_cpu_merge_backward(hcp_dtype dtype, const hcp_part *parts, const hcp_run *runs,
-                            int64_t n_runs, int64_t heads, int64_t head_dim, const void *out,
-                            const void *lse, const void *grad_out, const void *grad_lse,
-                            const hcp_grad_part *grad_parts) {
-  merge_gradients g = {out, lse, grad_out, grad_lse, grad_parts};
-  if (heads == 0) return;
-  for (int64_t first = 0, end; first < n_runs; first = end) {
-    end = hcp_run_end(runs, n_runs, first);
-    merge m = {parts, &runs[first], end - first, heads, head_dim};
-    merge_run_backward(dtype, &m, &g);
-  }
 }

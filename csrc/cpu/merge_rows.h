@@ -1,6 +1,5 @@
 /* merge_rows.h - the rows of one run, for one DTYPE: included once for each. */
 #define TOTAL OF(total)
-#define UPSTREAM OF(upstream)
 
 static WIDE OF(part_lse)(const merge *m, int64_t record, int64_t row, int64_t head) {
   const hcp_run *run = &m->records[record];
@@ -83,79 +82,4 @@ static void OF(merge_run)(const merge *m, int64_t row, int64_t rows, void *out, 
     OF(merge_row)(m, i, (STORAGE *)out + i * m->heads * m->head_dim, (WIDE *)lse + i * m->heads);
 }
 
-/* In LANES independent sums: one sum alone is a chain that cannot vectorise. */
-static WIDE OF(dot)(const STORAGE *restrict a, const STORAGE *restrict b, int64_t n) {
-  enum { LANES = 16 };
-  WIDE lanes[LANES] = {0}, sum = 0;
-  int64_t i = 0;
-  for (; i + LANES <= n; i += LANES)
-    for (int lane = 0; lane < LANES; ++lane)
-      lanes[lane] += OF(load)(a[i + lane]) * OF(load)(b[i + lane]);
-  for (; i < n; ++i) lanes[i % LANES] += OF(load)(a[i]) * OF(load)(b[i]);
-  for (int lane = 0; lane < LANES; ++lane) sum += lanes[lane];
-  return sum;
-}
-
-static void OF(scale)(STORAGE *restrict out, WIDE weight, const STORAGE *restrict values,
-                      int64_t n) {
-  for (int64_t i = 0; i < n; ++i) out[i] = OF(store)(weight * OF(load)(values[i]));
-}
-
-/* One row and head of the result: what its partial results have in common. */
-typedef struct UPSTREAM {
-  const STORAGE *grad_out;
-  WIDE grad_lse; /* less grad_out . out: the share that the weights' sum takes */
-} UPSTREAM;
-
-static UPSTREAM OF(upstream_at)(const merge *m, const merge_gradients *g, int64_t row,
-                                int64_t head) {
-  int64_t i = row * m->heads + head;
-  const STORAGE *grad_out = (const STORAGE *)g->grad_out + i * m->head_dim;
-  const STORAGE *out = (const STORAGE *)g->out + i * m->head_dim;
-  WIDE grad_lse = g->grad_lse == NULL ? 0 : ((const WIDE *)g->grad_lse)[i];
-  return (UPSTREAM){grad_out, grad_lse - OF(dot)(grad_out, out, m->head_dim)};
-}
-
-/* With w = exp(lse_p - lse):
- *   grad out_p = w * grad_out
- *   grad lse_p = w * (grad_out . out_p - grad_out . out + grad_lse) */
-static void OF(part_backward)(const merge *m, const merge_gradients *g, UPSTREAM upstream,
-                              TOTAL total, int64_t record, int64_t row, int64_t head) {
-  const hcp_run *run = &m->records[record];
-  const hcp_grad_part *grad_part = &g->parts[run->part];
-  int64_t i = hcp_run_part_row(run, row) * m->heads + head;
-  STORAGE *grad_out = (STORAGE *)grad_part->out + i * m->head_dim;
-  WIDE *grad_lse = (WIDE *)grad_part->lse + i;
-  WIDE lse = OF(part_lse)(m, record, row, head), weight = OF(weight)(total, lse);
-  *grad_lse = 0;
-  if (OF(absent)(lse)) {
-    for (int64_t d = 0; d < m->head_dim; ++d) grad_out[d] = 0;
-    return;
-  }
-  const STORAGE *out = OF(part_out)(m, record, row, head);
-  *grad_lse = weight * (OF(dot)(upstream.grad_out, out, m->head_dim) + upstream.grad_lse);
-  OF(scale)(grad_out, weight, upstream.grad_out, m->head_dim);
-}
-
-/* Only a row whose lse is +inf needs its parts counted: they share alike. */
-static TOTAL OF(merged_total)(const merge *m, const merge_gradients *g, int64_t row, int64_t head) {
-  WIDE lse = ((const WIDE *)g->lse)[row * m->heads + head];
-  return lse == (WIDE)INFINITY ? OF(merge_total)(m, row, head) : (TOTAL){lse, 1};
-}
-
-static void OF(merge_row_backward)(const merge *m, const merge_gradients *g, int64_t row) {
-  for (int64_t head = 0; head < m->heads; ++head) {
-    TOTAL total = OF(merged_total)(m, g, row, head);
-    UPSTREAM upstream = OF(upstream_at)(m, g, row, head);
-    for (int64_t r = 0; r < m->n_records; ++r)
-      OF(part_backward)(m, g, upstream, total, r, row, head);
-  }
-}
-
-static void OF(merge_run_backward)(const merge *m, const merge_gradients *g) {
-  int64_t begin = m->records->row, end = begin + m->records->rows;
-  for (int64_t row = begin; row < end; ++row) OF(merge_row_backward)(m, g, row);
-}
-
 #undef TOTAL
-#undef UPSTREAM

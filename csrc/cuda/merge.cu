@@ -1,10 +1,8 @@
-/* merge.cu - partial attention outputs merged by log-sum-exp, and the gradients.
+/* merge.cu - partial attention outputs merged by log-sum-exp.
  *
- * Forward: a thread merges one vector of one row and head in registers, several
+ * A thread merges one vector of one row and head in registers, several
  * parts under way at once. Every thread of a head reads the few log-sum-exps of its
- * parts, from the cache.
- * Backward: as many threads of a warp as a head has vectors take it, since two dot
- * products over the head are needed. */
+ * parts, from the cache. */
 #include <math.h>
 
 #include "runs.cuh"
@@ -89,13 +87,6 @@ __device__ inline total<T> total_of(const carried_runs &carried, const merged &m
   for (int r = begin; r < end; ++r)
     t.shares += share(part_lse<T>(carried, m, run, r, row, head), t.largest);
   return t;
-}
-
-/* Negative: the part is absent. */
-template <class T>
-__device__ inline typename element<T>::wide weight_of(total<T> t, typename element<T>::wide lse) {
-  using W = typename element<T>::wide;
-  return absent(lse) ? W(-1) : share(lse, t.largest) / t.shares;
 }
 
 /* Where one part has the row that a block is at. */
@@ -204,121 +195,6 @@ __global__ void __launch_bounds__(HCP_THREADS)
   }
 }
 
-/* ---- backward ---- */
-
-struct merged_gradients {
-  const void *out, *lse, *grad_out;
-  const void *grad_lse; /* may be NULL */
-  hcp_grad_part part[HCP_CUDA_PARTS_MAX];
-};
-
-/* Where the gradients of one part go, of the row that a block is at. */
-template <class T>
-struct part_gradients {
-  T *out;
-  typename element<T>::wide *lse;
-};
-
-template <class W, int N>
-__device__ inline W dot(const W (&a)[N], const W (&b)[N]) {
-  W sum = 0;
-#pragma unroll
-  for (int e = 0; e < N; ++e) sum += a[e] * b[e];
-  return sum;
-}
-
-/* The threads of a head. */
-struct head_lanes {
-  int lane, count;
-  unsigned mask;
-
-  __device__ explicit head_lanes(int bits) : count(1 << bits) {
-    lane = (int)threadIdx.x & (count - 1);
-    mask = (count == 32 ? ~0u : (1u << count) - 1) << (threadIdx.x % 32 - lane);
-  }
-  template <class W>
-  __device__ W total(W sum) const {
-    for (int offset = count / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(mask, sum, offset);
-    return sum;
-  }
-};
-
-/* A block takes a row at a time, some threads of a warp one head, several parts under way
- * at once. */
-template <class T, int N>
-__global__ void __launch_bounds__(HCP_THREADS, 3)
-    merge_rows_backward(const __grid_constant__ carried_runs carried,
-                        const __grid_constant__ merged m,
-                        const __grid_constant__ merged_gradients g, int lane_bits) {
-  using W = typename element<T>::wide;
-  using V = packed<T, N>;
-  __shared__ part_row<T> parts[carried_runs::RECORDS];
-  __shared__ part_gradients<T> grads[carried_runs::RECORDS];
-  const head_lanes lanes(lane_bits);
-  int64_t vectors = m.head_dim / N;
-  for (int64_t r = blockIdx.x; r < carried.rows(); r += gridDim.x) {
-    int64_t row = carried.first_row() + r;
-    int n = find_parts(carried, m, row, parts), run = carried.find(row);
-    for (int k = (int)threadIdx.x; k < n; k += (int)blockDim.x) {
-      int record = carried.record[run] + k;
-      int64_t place = (carried.part_row[record] + row - carried.row[run]) * m.heads;
-      const hcp_grad_part &part = g.part[carried.part[record]];
-      grads[k] = {(T *)part.out + place * m.head_dim, (W *)part.lse + place};
-    }
-    __syncthreads();
-    for (int64_t head = threadIdx.x >> lane_bits; head < m.heads; head += blockDim.x >> lane_bits) {
-      int64_t place = row * m.heads + head;
-      const V *grad_out = reinterpret_cast<const V *>((const T *)g.grad_out + place * m.head_dim);
-      const V *out = reinterpret_cast<const V *>((const T *)g.out + place * m.head_dim);
-      W lse = ((const W *)g.lse)[place], along = 0;
-      for (int64_t at = lanes.lane; at < vectors; at += lanes.count) {
-        W own[N], merged[N];
-        grad_out[at].widen(own);
-        out[at].widen(merged);
-        along += dot(own, merged);
-      }
-      W common = (g.grad_lse == NULL ? W(0) : ((const W *)g.grad_lse)[place]) - lanes.total(along);
-      /* Only a row whose lse is +inf needs its parts counted: they share alike. */
-      total<T> t = {lse, 1};
-      if (lse == (W)INFINITY) t = total_of<T>(carried, m, run, row, head);
-      for (int first = 0; first < n; first += IN_FLIGHT) {
-        W weight[IN_FLIGHT], sum[IN_FLIGHT] = {};
-        /* A part past the last is the last one again: loads without a branch between them. */
-        const V *value[IN_FLIGHT];
-#pragma unroll
-        for (int k = 0; k < IN_FLIGHT; ++k) {
-          const part_row<T> &part = parts[first + k < n ? first + k : n - 1];
-          weight[k] = weight_of<T>(t, part.lse[head * part.lse_head_stride]);
-          value[k] = reinterpret_cast<const V *>(part.out + head * part.out_head_stride);
-        }
-        for (int64_t at = lanes.lane; at < vectors; at += lanes.count) {
-          V of[IN_FLIGHT], grad;
-#pragma unroll
-          for (int k = 0; k < IN_FLIGHT; ++k) of[k] = value[k][at];
-          W own[N], other[N];
-          grad_out[at].widen(own);
-#pragma unroll
-          for (int k = 0; k < IN_FLIGHT; ++k) {
-            of[k].widen(other);
-            sum[k] += dot(own, other);
-#pragma unroll
-            for (int e = 0; e < N; ++e) other[e] = weight[k] < W(0) ? W(0) : weight[k] * own[e];
-            grad.round(other);
-            if (first + k < n)
-              reinterpret_cast<V *>(grads[first + k].out + head * m.head_dim)[at] = grad;
-          }
-        }
-#pragma unroll
-        for (int k = 0; k < IN_FLIGHT; ++k) {
-          W change = lanes.total(sum[k]) + common;
-          if (first + k < n && lanes.lane == 0)
-            grads[first + k].lse[head] = weight[k] < W(0) ? W(0) : weight[k] * change;
-        }
-      }
-    }
-  }
-}
-
 /* ---- launches ---- */
 
 template <class T>
@@ -329,15 +205,6 @@ static bool vectors_fit(const merged &m, int32_t parts, const void *out) {
     fit =
         fit && aligned(m.part[p].out,
                        (m.part[p].out_row_stride | m.part[p].out_head_stride) * element_bytes, 16);
-  return fit;
-}
-
-/* The same of what a gradient reads and writes besides. */
-template <class T>
-static bool vectors_fit(const merged_gradients &g, int32_t parts, int64_t head_dim) {
-  int64_t row = head_dim * (int64_t)sizeof(T);
-  bool fit = aligned(g.grad_out, row, 16);
-  for (int32_t p = 0; p < parts; ++p) fit = fit && aligned(g.part[p].out, row, 16);
   return fit;
 }
 
@@ -376,54 +243,5 @@ hcp_status hcp_cuda_merge(hcp_dtype dtype, const hcp_part *parts, const hcp_run 
   hcp_status status = HCP_OK;
   HCP_CUDA_DISPATCH(dtype, status = merge_all<T>(parts, runs, n_runs, rows, heads, head_dim, out,
                                                  lse, (cudaStream_t)stream, err))
-  return status;
-}
-
-template <class T>
-static hcp_status merge_all_backward(const hcp_part *parts, const hcp_run *runs, int64_t n_runs,
-                                     int64_t heads, int64_t head_dim, merged_gradients *g,
-                                     const hcp_grad_part *grad_parts, cudaStream_t stream,
-                                     hcp_error *err) {
-  constexpr int N = vector_elements<T>();
-  run_launches launches(runs, n_runs, 0, false);
-  merged m;
-  m.heads = heads;
-  m.head_dim = head_dim;
-  int more;
-  while ((more = launches.advance()) > 0) {
-    for (int32_t p = 0; p < launches.parts; ++p) {
-      m.part[p] = parts[launches.part_of[p]];
-      g->part[p] = grad_parts[launches.part_of[p]];
-    }
-    int64_t launch_rows = launches.carried.row[launches.carried.n] - launches.carried.row[0];
-    bool wide =
-        vectors_fit<T>(m, launches.parts, g->out) && vectors_fit<T>(*g, launches.parts, head_dim);
-    int64_t vectors = head_dim / (wide ? N : 1);
-    int lane_bits = 0;
-    while (lane_bits < 5 && (int64_t)1 << lane_bits < vectors) ++lane_bits;
-    int64_t items = heads << lane_bits;
-    unsigned threads = (unsigned)(items < HCP_THREADS ? (items + 31) / 32 * 32 : HCP_THREADS);
-    unsigned blocks = hcp_cuda_blocks(launch_rows * HCP_THREADS);
-    if (items == 0) continue;
-    auto kernel = wide ? merge_rows_backward<T, N> : merge_rows_backward<T, 1>;
-    kernel<<<blocks, threads, 0, stream>>>(launches.carried, m, *g, lane_bits);
-    hcp_status status = hcp_cuda_launched("merge_backward", err);
-    if (status != HCP_OK) return status;
-  }
-  return more < 0 ? row_too_long(launches, err) : HCP_OK;
-}
-
-hcp_status hcp_cuda_merge_backward(hcp_dtype dtype, const hcp_part *parts, const hcp_run *runs,
-                                   int64_t n_runs, int64_t heads, int64_t head_dim, const void *out,
-                                   const void *lse, const void *grad_out, const void *grad_lse,
-                                   const hcp_grad_part *grad_parts, void *stream, hcp_error *err) {
-  hcp_status status = HCP_OK;
-  merged_gradients g;
-  g.out = out;
-  g.lse = lse;
-  g.grad_out = grad_out;
-  g.grad_lse = grad_lse;
-  HCP_CUDA_DISPATCH(dtype, status = merge_all_backward<T>(parts, runs, n_runs, heads, head_dim, &g,
-                                                          grad_parts, (cudaStream_t)stream, err))
   return status;
 }

@@ -55,24 +55,4 @@ std::vector<hcp_run> adjoint_of(Runs runs, int64_t part) {
   return ordered(adjoint);
 }
 
-static bool part_order(const hcp_run *a, const hcp_run *b) {
-  return a->part != b->part ? a->part < b->part : a->part_row < b->part_row;
-}
-
-Coverage coverage_of(Runs runs, const Sizes &part_rows) {
-  std::vector<const hcp_run *> records;
-  for (int64_t r = 0; r < runs.n; ++r) records.push_back(&runs.data[r]);
-  std::sort(records.begin(), records.end(), part_order);
-  Sizes covered(part_rows.size(), 0);
-  Coverage coverage = {nullptr, std::vector<bool>(part_rows.size())};
-  for (size_t r = 0; r < records.size(); ++r) {
-    const hcp_run *run = records[r], *before = r ? records[r - 1] : nullptr;
-    if (before && before->part == run->part && run->part_row < before->part_row + before->rows)
-      coverage.repeated = run;
-    covered[static_cast<size_t>(run->part)] += run->rows;
-  }
-  for (size_t p = 0; p < part_rows.size(); ++p) coverage.complete[p] = covered[p] == part_rows[p];
-  return coverage;
-}
-
 }  // namespace hcp

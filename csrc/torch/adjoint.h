@@ -15,11 +15,4 @@ std::vector<hcp_run> adjoint_of(Segments segments);
 // from the result (part 0) to the rows of that part.
 std::vector<hcp_run> adjoint_of(Runs runs, int64_t part);
 
-// Whether some row of a part is named twice, and whether every one is named.
-struct Coverage {
-  const hcp_run *repeated; // a record whose part rows an earlier one names; NULL: none
-  std::vector<bool> complete; // by part
-};
-Coverage coverage_of(Runs runs, const Sizes &part_rows);
-
 }  // namespace hcp

@@ -257,58 +257,6 @@ std::tuple<Tensor, Tensor> merge(Tensors outs, Tensors lses, Tensor runs, int64_
   return {out, lse};
 }
 
-inline void expect_like(const char *name, const Tensor &tensor, const char *like_name,
-                        const Tensor &like, const Sizes &sizes) {
-  expect_sizes(name, tensor, sizes);
-  expect_same_dtype(name, tensor, like_name, like);
-  expect_same_device(name, tensor, like_name, like);
-  expect_contiguous(name, tensor);
-}
-
-// Each row of a part has one place for its gradient, written once.
-inline Coverage expect_no_repeats(Runs runs, const Sizes &part_rows) {
-  Coverage coverage = coverage_of(runs, part_rows);
-  const hcp_run *run = coverage.repeated;
-  if (run)
-    refuse("runs[", run - runs.data, "] takes ", run->rows, " rows from row ", run->part_row,
-           " of part ", run->part, ", expected rows that no other run takes: merge has no ",
-           "gradient for a row merged twice");
-  return coverage;
-}
-
-// Kernels leave alone what no run names: only then is it worth clearing.
-inline Tensor new_gradient(const Tensor &like, bool complete) {
-  Sizes sizes(like.sizes().begin(), like.sizes().end());
-  return complete ? fresh(like, sizes) : new_zeros(like, sizes);
-}
-
-template <class Device>
-std::tuple<Tensors, Tensors> merge_backward(Tensors outs, Tensors lses, Tensor runs, Tensor out,
-                                            Tensor lse, Tensor grad_out, Tensor grad_lse) {
-  Parts parts = parts_of(outs, lses);
-  expect_dim("out", out, 3);
-  Sizes out_sizes = {out.size(0), parts.heads, parts.head_dim};
-  Sizes lse_sizes = {out.size(0), parts.heads};
-  expect_like("out", out, "outs[0]", outs[0], out_sizes);
-  expect_like("grad_out", grad_out, "outs[0]", outs[0], out_sizes);
-  expect_like("lse", lse, "lses[0]", lses[0], lse_sizes);
-  expect_like("grad_lse", grad_lse, "lses[0]", lses[0], lse_sizes);
-  Runs records = runs_of(runs, parts.rows, out.size(0));
-  Coverage coverage = expect_no_repeats(records, parts.rows);
-  Tensors grad_outs, grad_lses;
-  std::vector<hcp_grad_part> grads;
-  for (size_t p = 0; p < outs.size(); ++p) {
-    grad_outs.push_back(new_gradient(outs[p], coverage.complete[p]));
-    grad_lses.push_back(new_gradient(lses[p], coverage.complete[p]));
-    grads.push_back({grad_outs[p].mutable_data_ptr(), grad_lses[p].mutable_data_ptr()});
-  }
-  Device(outs[0]).merge_backward(parts.dtype, parts.parts.data(), records.data, records.n,
-                                 parts.heads, parts.head_dim, out.const_data_ptr(),
-                                 lse.const_data_ptr(), grad_out.const_data_ptr(),
-                                 grad_lse.const_data_ptr(), grads.data());
-  return {grad_outs, grad_lses};
-}
-
 template <class Device>
 void implement(torch::stable::detail::StableLibrary &m) {
   m.impl("pack", TORCH_BOX(&pack<Device>));
@@ -316,7 +264,6 @@ void implement(torch::stable::detail::StableLibrary &m) {
   m.impl("unpack", TORCH_BOX(&unpack<Device>));
   m.impl("unpack_backward", TORCH_BOX(&unpack_backward<Device>));
   m.impl("merge", TORCH_BOX(&merge<Device>));
-  m.impl("merge_backward", TORCH_BOX(&merge_backward<Device>));
   m.impl("reduce", TORCH_BOX(&reduce<Device>));
   m.impl("reduce_backward", TORCH_BOX(&reduce_backward<Device>));
   m.impl("reduce_rotated", TORCH_BOX(&reduce_rotated<Device>));

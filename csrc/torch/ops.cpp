@@ -47,7 +47,6 @@ struct Cpu {
   KERNEL(pack)
   KERNEL(unpack)
   KERNEL(merge)
-  KERNEL(merge_backward)
   KERNEL(reduce)
   KERNEL(reduce_rotated)
   KERNEL(rotate)
@@ -86,9 +85,6 @@ STABLE_TORCH_LIBRARY(hcp, m) {
       "unpack_backward(Tensor[] grads, Tensor segments, SymInt rows, *, ScalarType? dtype=None) "
       "-> Tensor");
   m.def("merge(Tensor[] outs, Tensor[] lses, Tensor runs, SymInt rows) -> (Tensor, Tensor)");
-  m.def(
-      "merge_backward(Tensor[] outs, Tensor[] lses, Tensor runs, Tensor out, Tensor lse, "
-      "Tensor grad_out, Tensor grad_lse) -> (Tensor[], Tensor[])");
   m.def(
       "reduce(Tensor[] parts, Tensor runs, SymInt rows, int columns, *, ScalarType? dtype=None) "
       "-> Tensor");

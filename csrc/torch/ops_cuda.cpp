@@ -49,7 +49,6 @@ struct Cuda {
   KERNEL(pack)
   KERNEL(unpack)
   KERNEL(merge)
-  KERNEL(merge_backward)
   KERNEL(reduce)
   KERNEL(stage)
   KERNEL(read)

@@ -389,69 +389,6 @@ static void test_merge_of_nothing(void) {
   CHECK_NEAR(lse, -INFINITY, 0);
 }
 
-/* sum of grad_out * out + grad_lse * lse of one merge in double */
-static double objective(double out[3][2], const double lse[3], const double grad_out[2],
-                        double grad_lse) {
-  hcp_part parts[3];
-  double merged[2], merged_lse;
-  for (int p = 0; p < 3; ++p) parts[p] = (hcp_part){out[p], 2, 2, &lse[p], 1, 1};
-  hcp_cpu_merge(HCP_FLOAT64, parts, three_parts, 3, 1, 1, 2, merged, &merged_lse);
-  return grad_out[0] * merged[0] + grad_out[1] * merged[1] + grad_lse * merged_lse;
-}
-
-/* The slope of the objective in *value. */
-static double slope(double *value, double out[3][2], const double lse[3], const double grad_out[2],
-                    double grad_lse) {
-  double saved = *value, step = 1e-6;
-  *value = saved + step;
-  double above = objective(out, lse, grad_out, grad_lse);
-  *value = saved - step;
-  double below = objective(out, lse, grad_out, grad_lse);
-  *value = saved;
-  return (above - below) / (2 * step);
-}
-
-static void expect_gradients(double grad_lse, int with_grad_lse) {
-  double out[3][2] = {{0.3, -1.2}, {2.0, 0.7}, {-0.4, 0.9}}, lse[3] = {0.1, -0.8, 1.1};
-  double grad_out[2] = {0.6, -1.7}, merged[2], merged_lse, grads[3][2], grad_lses[3];
-  hcp_part parts[3];
-  hcp_grad_part grad_parts[3];
-  for (int p = 0; p < 3; ++p) {
-    parts[p] = (hcp_part){out[p], 2, 2, &lse[p], 1, 1};
-    grad_parts[p] = (hcp_grad_part){grads[p], &grad_lses[p]};
-  }
-  hcp_cpu_merge(HCP_FLOAT64, parts, three_parts, 3, 1, 1, 2, merged, &merged_lse);
-  hcp_cpu_merge_backward(HCP_FLOAT64, parts, three_parts, 3, 1, 2, merged, &merged_lse, grad_out,
-                         with_grad_lse ? &grad_lse : NULL, grad_parts);
-  for (int p = 0; p < 3; ++p) {
-    for (int d = 0; d < 2; ++d)
-      CHECK_NEAR(grads[p][d], slope(&out[p][d], out, lse, grad_out, grad_lse), 1e-8);
-    CHECK_NEAR(grad_lses[p], slope(&lse[p], out, lse, grad_out, grad_lse), 1e-8);
-  }
-}
-
-static void test_merge_backward_equals_finite_differences(void) {
-  expect_gradients(0.9, 1);
-  expect_gradients(0, 0);
-}
-
-static void test_merge_backward_of_a_part_that_took_no_part(void) {
-  scalars values = {{{NAN, NAN}, {2, 0}, {4, 0}}, {-INFINITY, INFINITY, INFINITY}};
-  hcp_part parts[3];
-  float out[2], lse, grad_out[2] = {1, 1}, grads[3][2], grad_lses[3];
-  hcp_grad_part grad_parts[3];
-  parts_of(&values, parts);
-  for (int p = 0; p < 3; ++p) grad_parts[p] = (hcp_grad_part){grads[p], &grad_lses[p]};
-  hcp_cpu_merge(HCP_FLOAT32, parts, three_parts, 3, 1, 1, 2, out, &lse);
-  hcp_cpu_merge_backward(HCP_FLOAT32, parts, three_parts, 3, 1, 2, out, &lse, grad_out, NULL,
-                         grad_parts);
-  CHECK_NEAR(grads[0][0], 0, 0);
-  CHECK_NEAR(grad_lses[0], 0, 0);
-  CHECK_NEAR(grads[1][0], 0.5, 0);
-  CHECK_NEAR(grad_lses[1], -0.5, 0);
-  CHECK_NEAR(grad_lses[2], 0.5, 0);
-}
-
 /* ---- rotary embedding ---- */
 
 enum { HEADS = 2, HEAD_DIM = 7, TURNED = 6, TURNED_ROWS = 3 };
@@ -578,8 +515,6 @@ int main(void) {
   test_merge_fills_rows_that_no_run_names();
   test_merge_of_strided_heads();
   test_merge_of_nothing();
-  test_merge_backward_equals_finite_differences();
-  test_merge_backward_of_a_part_that_took_no_part();
   test_rows_turn_as_the_formula_says();
   test_pairs_cover_a_head_once();
   return check_report("test_kernels");

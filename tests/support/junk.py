@@ -61,10 +61,6 @@ def good(words: Tensor) -> dict[str, tuple[Any, ...]]:
         "unpack": (x, segments, [1, 2], 3),
         "unpack_backward": ([grad], segments, 4),
         "merge": (outs, lses, runs, 4),
-        "merge_backward": (
-            *(outs, lses, runs, torch.randn(4, 2, 4), torch.randn(4, 2)),
-            *(torch.randn(4, 2, 4), torch.randn(4, 2)),
-        ),
         "reduce": ([x], runs, 4, 1),
         "reduce_backward": (torch.randn(4, 3), runs, [4], [3]),
         "reduce_rotated": ([torch.randn(4, 8)], runs, 3, 1, cos, sin, 4, 1, False, True),

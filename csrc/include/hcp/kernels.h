@@ -91,7 +91,7 @@ hcp_status hcp_check_segments(const hcp_segment *segments, int64_t n, int64_t ro
 
 /* Check that runs have rows, ascend, do not overlap and lie inside out_rows, and that
  * each of their parts lies inside part_rows[part]. The same rows of a part may be named
- * again, though not for hcp_*_merge_backward. */
+ * again. */
 hcp_status hcp_check_runs(const hcp_run *runs, int64_t n, const int64_t *part_rows, int64_t parts,
                           int64_t out_rows, hcp_error *err);
 
@@ -120,24 +120,6 @@ void hcp_cpu_unpack(const hcp_cast *cast, hcp_column source, const hcp_segment *
  * so does an output that holds NaN or infinity, however little its part weighs. */
 void hcp_cpu_merge(hcp_dtype dtype, const hcp_part *parts, const hcp_run *runs, int64_t n_runs,
                    int64_t rows, int64_t heads, int64_t head_dim, void *out, void *lse);
-
-/* Compute the gradients of merge, of which out and lse are the results:
- *
- *   w_p = exp(lse_p - lse),  grad_out_p = w_p * grad_out
- *   grad_lse_p = w_p * (grad_out . out_p - grad_out . out + grad_lse)
- *
- * A part that took no part has gradient 0. out, lse, grad_out and grad_lse are
- * contiguous as in merge; grad_lse may be NULL. No row of a part may be named
- * twice, and rows of a part that no run names are not written. */
-typedef struct hcp_grad_part {
-  void *out; /* contiguous rows x heads x head_dim */
-  void *lse; /* contiguous rows x heads */
-} hcp_grad_part;
-
-void hcp_cpu_merge_backward(hcp_dtype dtype, const hcp_part *parts, const hcp_run *runs,
-                            int64_t n_runs, int64_t heads, int64_t head_dim, const void *out,
-                            const void *lse, const void *grad_out, const void *grad_lse,
-                            const hcp_grad_part *grad_parts);
 
 /* Sum partial rows once, in float32 (float64 for FLOAT64). A part is n_columns
  * tensors: parts[p * n_columns + c] is column c of part p, and the columns
@@ -170,7 +152,7 @@ void hcp_cpu_rotate(hcp_dtype dtype, hcp_heads source, const hcp_rotation *rotat
 /* ---- On a GPU -----------------------------------------------------------
  *
  * The same results from memory of the current device: bit for bit for pack,
- * unpack and reduce (of NaN, some NaN), up to rounding for merge and its gradients. Work is queued
+ * unpack and reduce (of NaN, some NaN), up to rounding for merge. Work is queued
  * on a stream (a cudaStream_t) and the call returns: nothing is allocated, nothing is waited for,
  * so that a CUDA graph can capture it. Segments, runs, columns and parts lie in host memory and
  * travel with the launch; they may be freed when the call returns. Many of them take several
@@ -196,11 +178,6 @@ hcp_status hcp_cuda_unpack(const hcp_cast *cast, hcp_column source, const hcp_se
 hcp_status hcp_cuda_merge(hcp_dtype dtype, const hcp_part *parts, const hcp_run *runs,
                           int64_t n_runs, int64_t rows, int64_t heads, int64_t head_dim, void *out,
                           void *lse, void *stream, hcp_error *err);
-
-hcp_status hcp_cuda_merge_backward(hcp_dtype dtype, const hcp_part *parts, const hcp_run *runs,
-                                   int64_t n_runs, int64_t heads, int64_t head_dim, const void *out,
-                                   const void *lse, const void *grad_out, const void *grad_lse,
-                                   const hcp_grad_part *grad_parts, void *stream, hcp_error *err);
 
 hcp_status hcp_cuda_reduce(hcp_dtype dtype, const hcp_cast *cast, const hcp_column *parts,
                            int32_t n_columns, const hcp_run *runs, int64_t n_runs, int64_t rows,
