@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def bytes_of(tensor: Tensor) -> bytes:
-    """The bytes of the elements, end to end, whatever their dtype."""
+    """The elements' bytes, end to end, for any dtype."""
     flat = tensor.detach().cpu().contiguous()
     return ctypes.string_at(flat.data_ptr(), flat.nbytes) if flat.numel() else b""
 

@@ -1,7 +1,7 @@
 """The operators `torch.ops.hcp.*`, with gradients: they gather, merge, sum and rotate rows.
 
-Tables are int64 tensors of shape (records, words) on the CPU, whatever the device of the rows, and
-are proved against the rows' sizes before any row is touched. A wrong argument raises RuntimeError
+Tables are int64 tensors of shape (records, words) on the CPU, for rows on any device, and
+are checked against the rows' sizes before any row is touched. A wrong argument raises RuntimeError
 with its name, value and expectation.
 
 The operators of this module pass `torch.library.opcheck` and work inside
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""What is summed, merged, rotated and cast."""
+"""The dtypes that are summed, merged, rotated and cast."""
 
 _LIBRARY = Path(__file__).with_name("_ops.abi3.so")
 
@@ -164,7 +164,7 @@ def rotate_pack(
     *,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Rows turned as in `rotate`, and packed as in `pack`, in one pass over t.
+    """Rotate rows as `rotate` does and pack them as `pack` does, in one pass over t.
 
     beside: (N, C_i) each, packed unturned behind the turned columns.
     segments, rows: as in `pack`, without rows of zeros.

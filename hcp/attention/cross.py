@@ -110,7 +110,7 @@ class KeyRoute:
                 (sum(map(len, self._seen(rank, s))) for s in queries.sequences), initial=0
             )
         )
-        """Where the keys of each sequence begin on this rank, and where they all end."""
+        """The first key row of each sequence on this rank, then the number of all key rows."""
         self.source_rows, self.output_rows = keys.rows, self.key_starts[-1]
         starts = dict(zip(queries.sequences, self.key_starts, strict=False))
         self.sends: list[Move] = []

@@ -58,7 +58,7 @@ class HeadExchange:
         """This rank's query heads."""
         own_keys = self._keys[self._place]
         self._query_count, self.key_count = _count(self.own), _count(own_keys)
-        """How many key-value heads this rank has."""
+        """The number of this rank's key-value heads."""
         self._key_of = [i // per_key - own_keys.start for i in range(self.own.start, self.own.stop)]
 
     def kernel(self, kernel: Kernel) -> Kernel:
@@ -223,7 +223,7 @@ def _unit(columns: Sequence[Tensor]) -> torch.dtype:
 
 
 def _size(column: Tensor, unit: torch.dtype) -> int:
-    """How many elements of a unit a head has."""
+    """The number of elements of a unit that a head has."""
     return column.shape[2:].numel() * column.element_size() // unit.itemsize
 
 

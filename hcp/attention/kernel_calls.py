@@ -17,7 +17,7 @@ class Launches(NamedTuple):
 
     stages: list[list[Launch]]
     number: int
-    """How many there are in all stages."""
+    """The number of launches in all stages."""
     query_cuts: Tensor | None
     """int64 (launches of all stages, 2) of (row, rows): their queries. None: all of them."""
     key_cuts: list[Tensor | None]
@@ -112,8 +112,8 @@ class GradientReturn(NamedTuple):
     readers: list[int]
     """Owners that staged rows are for, ascending."""
     read: Read
-    """What this rank reads. Its parts: this rank's launches of stage 0, then the ranks that staged
-    rows for it."""
+    """The rows that this rank reads. Its parts: this rank's launches of stage 0, then the ranks
+    that staged rows for it."""
 
 
 def gradient_return_of(schedule: Schedule, launches: Launches, rank: int) -> GradientReturn:

@@ -22,7 +22,7 @@ from hcp.exchange.transport import Share, Shared, SharingTransport, Transport, s
 
 
 class KeyTransfer(Protocol):
-    """How keys travel in the layers of one kind."""
+    """Moves keys to their readers, and their gradients back, in the layers of one kind."""
 
     def keys(
         self, key: Tensor, value: Tensor, sent: Tensor | None, stamp: Stamp
@@ -79,7 +79,7 @@ def summed(
 
 
 def rotated_back(grad: Tensor, rotary: Rotary | None) -> Tensor:
-    """Rotate back a gradient (T, heads, D) of which there is one part only."""
+    """Rotate back a gradient (T, heads, D) that has a single part."""
     return grad if rotary is None else rotary.rotate_back(grad)
 
 

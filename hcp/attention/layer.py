@@ -27,7 +27,7 @@ from hcp.exchange.agreement import BACKWARD, BACKWARD_WITH_LSE, LayerName, Stamp
 
 
 class Layer(NamedTuple):
-    """How a layer attends, in what compilers know: see ``operator``."""
+    """A layer's options, in types that compilers know: see ``operator``."""
 
     words: Tensor
     """Its schedule."""
@@ -253,8 +253,8 @@ def backward(
     number: int,
     name: LayerName,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """For queries and keys that attention saw, the gradients of those that were given, and of the
-    sinks."""
+    """The gradients of the queries, keys and values that were given, before any rotation, and of
+    the sinks."""
     if grad_out.stride(-1) != 1:  # kernels ignore it, and a gradient may come expanded from a sum
         grad_out = grad_out.contiguous()
     # What travels depends on it.

@@ -39,7 +39,7 @@ def attention(
     number: int = 0,
     name: LayerName = None,
 ) -> tuple[Tensor, Tensor]:
-    """As ``layer.attention``. A call without a number gets the handler's next when it is run."""
+    """Compute ``layer.attention``. Without a number, a call gets the handler's next when it runs."""
     given = query, key, value, sinks, layer.words, *options_of(layer, rotary)
     out, lse, *_ = torch.ops.hcp.attention(*given, number, name_of(name))
     return out, lse
@@ -148,7 +148,7 @@ def _attention_backward(
     softcap: float = 0.0,
     name: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """For rotated queries and keys, the gradients of those that were given."""
+    """The gradients of the queries and keys that were given, before any rotation."""
     _expect_tensors(
         grad_out=grad_out,
         query=query,

@@ -22,7 +22,7 @@ from hcp.exchange.transport import Transport, shares, transport_of
 
 
 class Run(NamedTuple):
-    """How calls of one kind are computed under a schedule."""
+    """The preparation of one kind of calls under a schedule."""
 
     schedule: Schedule
     kernel: Kernel
@@ -42,7 +42,7 @@ class Prepared:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.runs: dict[tuple[object, ...], Run] = {}
-        """By everything that distinguishes one kind of call from another."""
+        """The key is everything that distinguishes one kind of call from another."""
         self.agreed: set[int] = set()
         """See ``agreement.Moves``."""
         self.numbers: Iterator[int] = itertools.count(1)
@@ -71,9 +71,10 @@ _prepared: weakref.WeakValueDictionary[int, Prepared] = weakref.WeakValueDiction
 
 
 def prepared_of(words: Tensor) -> Prepared:
-    """What is prepared for a schedule, which its words name. Lives as long as somebody keeps it, as
-    a handler does, and is made again in a backward that outlives its handler. The words say
-    everything.
+    """The preparations for the schedule in these words.
+
+    They live as long as somebody keeps them, as a handler does. A backward that outlives its
+    handler makes them again from the words, which say everything.
 
     Raises ValueError for words that are no schedule.
     """

@@ -10,7 +10,7 @@ from torch import Tensor
 from hcp.exchange.layout import Layout
 
 QKV_FORMATS = ("thd", "sbhd", "bshd")
-"""As Transformer Engine calls them."""
+"""Transformer Engine's names."""
 
 
 def to_rows(layout: Layout, x: Tensor, qkv_format: str) -> Tensor:

@@ -44,7 +44,7 @@ class Rotary(NamedTuple):
         return t.dtype in ops.FLOATS and t.dim() == 3 and not learned and not is_transformed(t)
 
     def for_kernels(self, dtype: torch.dtype) -> Rotary:
-        """The same for rows of a dtype, its cosine and sine as kernels take them."""
+        """The same rotation with the tables that kernels take for rows of a dtype."""
         wide = torch.promote_types(dtype, torch.float32)
         cos, sin = (table.to(wide).contiguous() for table in (self.cos, self.sin))
         return Rotary(cos, sin, self.interleaved)

@@ -78,7 +78,7 @@ class Schedules:
 
     @property
     def choices(self) -> tuple[comm.CommChoice, ...]:
-        """What the group does for each comm type, mask and number of heads so far."""
+        """The group's choice for each comm type, mask and number of heads so far."""
         return tuple(dict.fromkeys(self._choices.values()))
 
     def _prepare(self, comm_type: str, left: int, right: int, counts: tuple[int, int]) -> Tensor:

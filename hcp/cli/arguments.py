@@ -29,7 +29,7 @@ SHOWN: dict[str, tuple[str | None, str | None]] = {
         "their count is a multiple of this where stages have chunks (the stages)",
     ),
 }
-"""What --help says of an option: its value, and what it is."""
+"""The value and the help text of each option."""
 
 
 def new_parser(command: str, says: str, epilog: str = "") -> argparse.ArgumentParser:
@@ -65,7 +65,7 @@ def add_drawing(parser: argparse.ArgumentParser, sequences: int) -> None:
 
 
 def add_limits(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """What a plan must keep, by the names of hcp.plan's arguments."""
+    """Add the limits of a plan, by the names of hcp.plan's arguments."""
     group = parser.add_argument_group("limits")
     for field in LIMITS:
         metavar, says = SHOWN.get(field.name, (None, None))

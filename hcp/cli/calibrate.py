@@ -148,7 +148,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Cell:
-    """What every group of a measured micro-batch computes."""
+    """A micro-batch to measure: each of its groups computes the same lengths at one degree."""
 
     lengths: tuple[int, ...]
     degree: int
@@ -168,8 +168,9 @@ def grid(ranks: int, least: int, most: int) -> list[Cell]:
 
 
 def flat_rows(points: Sequence[Point]) -> int:
-    """The most rows of a rank that take three quarters of the time of twice as many, or more: up to
-    there a micro-batch takes the host's time, whatever it holds. 0: none."""
+    """The most rows of a rank that take at least three quarters of the time of twice as many.
+
+    Up to there a micro-batch takes the host's time, independent of its rows. 0: none."""
     times: dict[tuple[int, int], dict[int, float]] = {}
     for p in points:
         rows = sum(p.lengths) // p.degree
@@ -241,7 +242,7 @@ def driver() -> str | None:
 def provenance(
     args: argparse.Namespace, device: str, errors: dict[str, Any], points: Sequence[Point]
 ) -> dict[str, Any]:
-    """Where the prices come from, with every measurement."""
+    """The origin of the prices, with every measurement."""
     import torch
 
     import hcp
@@ -359,7 +360,7 @@ def run_rank(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """As one rank when a launcher started us, else by starting all ranks."""
+    """Run as one rank if a launcher started this process; else start all ranks."""
     from hcp import HcpError
     from hcp.programs.launch import fail, start_ranks
 

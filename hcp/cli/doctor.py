@@ -49,7 +49,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def attempt(part: str, name: str, work: Callable[[], str]) -> Finding:
-    """What work says when it works, and why it does not when it raises."""
+    """A finding: the text that work returns, or the error that it raises."""
     try:
         return Finding(part, name, work(), True)
     except Exception as error:
@@ -169,7 +169,7 @@ NOT_BUILT = "not built in: nvcc was missing when hcp was built"
 
 
 def operators() -> list[str]:
-    """What the compiled library has: all of ``torch.ops.hcp`` but attention, which is in Python."""
+    """The compiled operators: all of ``torch.ops.hcp`` but attention, which is in Python."""
     import torch
 
     import hcp.ops  # noqa: F401  (registers them)
@@ -218,7 +218,7 @@ TORCH_KERNELS = {
     "Flash2": ("FlashAttention-2 of torch", "_flash_attention_forward"),
     "Formula": ("the plain formula", None),
 }
-"""What they are called, and PyTorch's operator."""
+"""The name of each kernel, and PyTorch's operator."""
 
 
 def of_torch(part: str, kernel: Kernel) -> Finding:

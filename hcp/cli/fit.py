@@ -19,7 +19,8 @@ from torch import Tensor
 from hcp.planning.cost import CostModel
 
 LEAST_SHARE = 0.01
-"""Of the largest micro-batch's time, what its rows must take for prices to mean anything."""
+"""The least share of the largest micro-batch's time that its rows must take. Below it, prices
+mean nothing."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Fit:
     prices: dict[str, float]
     """Seconds, by the names of CostModel's fields."""
     overlap: int
-    """1: the exchange hides behind attention."""
+    """1: the exchange overlaps with attention."""
 
     @property
     def cost(self) -> CostModel:
@@ -64,7 +65,7 @@ EXCHANGES = {
     "a2a": ("all_to_all",),
     "a2a+p2p": ("exchange", "all_to_all"),
 }
-"""What is paid beside computation, by comm type."""
+"""The prices of exchange, by comm type."""
 
 
 def fit(points: Sequence[Point], comm_type: str = "p2p") -> Fit:
@@ -88,7 +89,7 @@ def fit(points: Sequence[Point], comm_type: str = "p2p") -> Fit:
 
 
 def _share_of_rows(point: Point, prices: dict[str, float]) -> float:
-    """Of a point's time, what its rows and their attention take."""
+    """The share of a point's time that its rows and their attention take."""
     amounts = _amounts(point, ())
     return sum(prices[name] * amounts[name] for name in ("pair", "token")) / point.seconds
 
@@ -99,7 +100,7 @@ def _fit_additive(points: Sequence[Point], exchanges: Sequence[str]) -> Fit:
 
 
 def _amounts(point: Point, exchanges: Sequence[str]) -> dict[str, float]:
-    """How much of each price a point pays."""
+    """The amount of each price that a point pays."""
     d, lengths = point.degree, point.lengths
     amounts = {
         "pair": sum(n * (n + 1) / 2 for n in lengths) / d,
@@ -114,8 +115,10 @@ def _amounts(point: Point, exchanges: Sequence[str]) -> dict[str, float]:
 
 
 def _fit_overlapped(points: Sequence[Point], start: Fit) -> Fit:
-    """As :meth:`hcp.CostModel.time` with overlap: of each sequence's exchange, what attention does
-    not hide counts. Which sequences show theirs depends on the prices: both are found by turns."""
+    """Fit the prices of :meth:`hcp.CostModel.time` with overlap.
+
+    Only the part of a sequence's exchange that its attention does not hide counts. Which sequences
+    have such a part depends on the prices, so both are found in turns."""
     found = [Fit(start.prices, overlap=1)]
     for _ in range(20):
         rows = [_exposed_amounts(point, found[-1].prices) for point in points]

@@ -60,8 +60,8 @@ SIZES = (
 )
 RATES = ("tflops", "attention_tflops", "gbps", "far_gbps")
 FORWARD_AND_BACKWARD = 3.0
-"""Of a matrix product, and of keys and values: fetched again in the backward, which also sends
-their gradients home."""
+"""Work of both passes over that of the forward, for a matrix product, and for keys and values:
+the backward fetches them again and sends their gradients to their owners."""
 ATTENTION_FORWARD_AND_BACKWARD = 3.5
 """The backward computes the scores again."""
 
@@ -145,7 +145,7 @@ def exchange_bytes(args: argparse.Namespace) -> float:
 
 
 def of_stage(cost: CostModel, stages: int) -> CostModel:
-    """What one of equal stages takes of the whole model's cost."""
+    """The cost model of one of equal pipeline stages."""
     if stages == 1:
         return cost
     if cost.table is not None:
@@ -241,13 +241,13 @@ class Result:
     """Over static CP."""
     idle_share: float
     bubble: float
-    """Of the time, what filling and emptying the pipeline adds."""
+    """The share of the time that filling and emptying the pipeline adds."""
     micro_batches: float
-    """In a step, on average."""
+    """The average number in a step."""
     gigabytes: float
     """Keys and values that ranks receive from others in a step, and their gradients."""
     far_gigabytes: float
-    """Of these, what enters a node from others; 0 without --ranks-per-node."""
+    """The part of these that enters a node from others; 0 without --ranks-per-node."""
     of_bound: float
     """Makespans over the lower bound of each batch under hcp's limits, the median."""
     planning_ms: float | None

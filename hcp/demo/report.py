@@ -42,7 +42,7 @@ class DemoStep(StepRecord):
     work: int
     """Rank-time of the batch without context parallelism, in the cost model's unit."""
     bound: int
-    """No plan is faster, whatever its degrees."""
+    """A lower bound for every plan, of any degrees."""
     makespan: int
     """The busiest rank's time in the plan."""
 

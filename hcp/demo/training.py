@@ -37,7 +37,7 @@ from hcp.step.config import Config
 
 @dataclass(frozen=True)
 class Trainer:
-    """What the functions below share, as Megatron's share get_args()."""
+    """State that the functions below share, as Megatron's functions share get_args()."""
 
     args: argparse.Namespace
     config: Config
@@ -202,7 +202,7 @@ class Samples:
 def evaluation_plan(
     trainer: Trainer, groups: hcp.ProcessGroups, documents: Sequence[Document]
 ) -> hcp.EvalPlan:
-    """Static CP of the layout's own size. Without a backward, a rank holds whatever that takes."""
+    """A plan of static CP of the layout's own size. There is no backward, so no limit of rows."""
     lengths, degree = [document.length for document in documents], groups.size("cp")
     limit = trainer.config.max_seqlen_per_dp_cp_rank
     return hcp.EvalPlan(
@@ -231,7 +231,7 @@ def evaluate_both_layouts(
 def train(
     trainer: Trainer, corpus: Corpus, eval_groups: hcp.ProcessGroups, reporter: Reporter, run: Run
 ) -> Iterator[None]:
-    """Train from the seed's weights on the seed's batches, whatever the scheduler.
+    """Train from the seed's weights on the seed's batches, which no scheduler changes.
 
     Gives way after every step: runs that are compared take turns, so that what else the machine
     does slows none of them alone.

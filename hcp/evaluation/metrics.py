@@ -1,4 +1,4 @@
-"""Metrics of an evaluation, the same whatever the layout."""
+"""Metrics of an evaluation, the same under every layout."""
 
 from __future__ import annotations
 

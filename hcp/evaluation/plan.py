@@ -1,4 +1,4 @@
-"""Evaluate each sample exactly once, whatever the layout.
+"""Evaluate each sample exactly once, under any layout.
 
 plan = hcp.EvalPlan(len(dataset), eval_pgs, micro_batch_size=2)
 metrics = hcp.Metrics(eval_pgs)
@@ -135,7 +135,7 @@ class EvalPlan:
         self._next = 0
         self._seen = Seen()
         self._unweighted = Seen()
-        """Samples of batches of which samples and no weights were read."""
+        """Samples of batches whose weights nobody read."""
         self._skipped = 0
         self._finished = False
 

@@ -64,7 +64,7 @@ class Calls:
     def stamp(
         self, operation: str, number: int, x: Tensor, dtype: torch.dtype, **options: int
     ) -> Stamp:
-        """The stamp of a call with rows like those of x, of which there is one kind."""
+        """The stamp of a call whose rows are like those of x."""
         key = operation, x.dtype, x.shape[1:], dtype, *options.values()
         kind = self._kinds.get(key)
         if kind is None:

@@ -87,7 +87,8 @@ def _carry(
 
 
 class Path(Protocol):
-    """How rows get from sources to an output: see :class:`hcp.exchange.tables.Route`."""
+    """The tables of rows on their way from sources to an output: see
+    :class:`hcp.exchange.tables.Route`."""
 
     pack: Tensor
     sends: list[Move]

@@ -219,7 +219,7 @@ class Schedule(_Table):
 
     @cached_property
     def reads(self) -> list[Read | None]:
-        """What each stage reads from the memory of the keys' owners; None: nothing."""
+        """The rows that each stage reads from the memory of the keys' owners; None: nothing."""
         owners = [sorted(set(stage.pulls[:, 2].tolist())) for stage in self.stages]
         reads: list[Read | None] = []
         for i, (stage, own) in enumerate(zip(self.stages, owners, strict=True)):

@@ -44,8 +44,8 @@ COMM_TYPES = {"allgather": "all_gather", "alltoall": "p2p"}
 
 
 class ContextParallel:
-    """What a loop needs beside an `accelerate.Accelerator`: groups, loaders, and which micro-batch
-    reduces gradients.
+    """Context parallelism for a loop with an `accelerate.Accelerator`: groups, loaders, and the
+    choice of the micro-batch that reduces gradients.
 
     The gradients of a step are averaged over ranks once, in its last micro-batch, by the DDP or
     FSDP that `accelerator.prepare` has put around the model: compute losses with
@@ -141,7 +141,7 @@ def with_barrier_of(accelerator: Any, config: Config) -> Config:
 
 
 def check_accelerator(accelerator: Any) -> None:
-    """Raise ValueError for what an Accelerator would do to sequences or gradients beside hcp."""
+    """Raise ValueError if the Accelerator would also cut sequences or scale gradients."""
     parallelism = accelerator.parallelism_config
     for name in ("cp_size", "sp_size", "tp_size"):
         size = 1 if parallelism is None else getattr(parallelism, name)

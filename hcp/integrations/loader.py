@@ -148,7 +148,7 @@ def packed_documents(
 # ---- where ranks wait for each other -------------------------------------------------------------
 
 _EXPERT_RANKS = ("ep_size", "expert_parallel_size", "expert_model_parallel_size")
-"""How modules and their configurations call the number of ranks that experts are spread over."""
+"""Names that modules and their configurations give to the number of ranks of experts."""
 
 
 class Barrier:
@@ -349,7 +349,7 @@ class DynamicCPDataLoader:
             yield step
 
     def state_dict(self) -> dict[str, int]:
-        """Where the next batch is: the same batches follow, on any number of ranks."""
+        """The place of the next batch. The same batches follow on any number of ranks."""
         batches = self.batch_sampler
         return {
             "epoch": batches.epoch,
@@ -480,7 +480,7 @@ class EvalDataLoader:
         return self.config.static_degree(max(lengths), self.groups.size("dp_cp"))
 
     def _lengths(self) -> list[int]:
-        """Of all samples: each rank reads its share, once more than to evaluate it."""
+        """The lengths of all samples. Each rank reads its share, in addition to evaluating it."""
         rank, ranks = self.groups.rank("dp_cp"), self.groups.size("dp_cp")
         count = len(self.dataset)
         _check_same_data(

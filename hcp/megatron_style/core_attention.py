@@ -174,8 +174,9 @@ _LENT = ("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type")
 def _lent(
     cp: Handler, calls: Calls, attn_mod: Any, cp_group: Any, comm_type: str
 ) -> Iterator[None]:
-    """Set the plan's group on a module for one call, as Transformer Engine's modules are told of
-    theirs. The module gets back what it held before, whatever happens."""
+    """Set the plan's group on a module for one call, by Transformer Engine's own method.
+
+    The module gets its old values back in any case."""
     if cp.degree > 1:
         with calls.checking("core_attn"):
             _check_lent(cp, cp_group)

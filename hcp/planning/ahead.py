@@ -47,7 +47,7 @@ class PlanAhead(Generic[Batch, Planned]):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hcp-plan-ahead")
         self._waiting: list[tuple[Batch, Future[Planned]]] = []
         self._failed: BaseException | None = None
-        """What ended the batches, to be raised behind those that wait."""
+        """The error that ended the batches. It is raised after those that wait."""
         self._ended = False
 
     def __iter__(self) -> Iterator[tuple[Batch, Planned]]:

@@ -37,7 +37,7 @@ Batches = list[list[dict[str, Any]]]
 
 
 def _check_data(data: Mapping[str, Any]) -> None:
-    """That there is a plan to look at: entries of the right names, types and numbers."""
+    """Check that the entries have the right names, types and numbers."""
     try:
         expect_data(data)
     except ValueError as error:
@@ -84,7 +84,7 @@ def _check_sequences(count: int, batches: Batches) -> None:
 
 
 def _spans(length: int, degree: int, j: int) -> list[tuple[int, int]]:
-    """What rank j of a group holds of a sequence: chunks j and 2 d - 1 - j."""
+    """The spans of a sequence on rank j of a group: chunks j and 2 d - 1 - j."""
     return [
         (k * length // (2 * degree), (k + 1) * length // (2 * degree))
         for k in (j, 2 * degree - 1 - j)

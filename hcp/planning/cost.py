@@ -40,7 +40,7 @@ class CostModel:
     ``(pair * L * (L + 1) / 2 + token * L) / d + exchange * (L - L / d)``, and every micro-batch on
     a rank ``launch`` more. The defaults are those of a 7B decoder (hidden size 4096: a token
     through the linear layers costs as much as 12,288 pairs, the 24,576 s + s^2 that RL trainers
-    balance by) with 4 KiB of keys and values a token and layer over 50 GB/s beside 400 TFLOP/s.
+    balance by) with 4 KiB of keys and values a token and layer over 50 GB/s, at 400 TFLOP/s.
     """
 
     pair: int = 2
@@ -50,7 +50,7 @@ class CostModel:
     exchange: int = 4_096
     """One token's keys and values received by one rank."""
     launch: int = 1_048_576
-    """One micro-batch on one rank, whatever it holds."""
+    """The fixed cost of one micro-batch on one rank."""
     exchange_far: int = 0
     """``exchange`` in a group that spans nodes, where that is more."""
     all_to_all: int = 0
@@ -64,7 +64,7 @@ class CostModel:
     tile: int = 0
     """Rows that each of a sequence's 2 d chunks is rounded up to; 0: none."""
     overlap: int = 0
-    """1: the exchange hides behind attention, as in a ring."""
+    """1: the exchange overlaps with attention, as in a ring."""
     table: Table | None = None
     """Replaces every price but ``launch`` in a plan; the comm type "auto" goes by the prices."""
     function: Callable[[int, int], float] | None = None
@@ -181,8 +181,8 @@ class CostModel:
         return cls(**prices, window=window, tile=tile, overlap=overlap, unit=unit)
 
     def save(self, path: str | os.PathLike[str], provenance: Mapping[str, Any]) -> None:
-        """Write the integers as JSON, for :meth:`load`. ``provenance``: whatever says where they
-        come from, as JSON values. A cost function must be ``tabulated`` first."""
+        """Write the integers as JSON, for :meth:`load`. ``provenance``: their origin, as JSON
+        values. A cost function must be ``tabulated`` first."""
         if self.function is not None:
             raise ValueError("the cost model is a function: save what tabulated(...) gives")
         table = None if self.table is None else self.table._asdict()
@@ -197,7 +197,7 @@ class CostModel:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CostModel:
-        """What :meth:`save` or ``python -m hcp calibrate`` wrote: the same integers on every rank.
+        """Read a file of :meth:`save` or ``python -m hcp calibrate``: equal integers on every rank.
 
         Raises ValueError that names the file and the entry that is not as expected.
         """

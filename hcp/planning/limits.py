@@ -16,7 +16,7 @@ DEGREES = ("any", "pow2")
 
 @dataclass(frozen=True, slots=True)
 class MemoryModel:
-    """Bytes that a micro-batch takes on one rank, beside what the rank always holds::
+    """Bytes that a micro-batch takes on one rank, in addition to what the rank always holds::
 
         (rows + alignment - 1) * (activation + logit) + gathered * tokens
 
@@ -26,7 +26,7 @@ class MemoryModel:
     """
 
     activation: int = 0
-    """What one row leaves for the backward, in all layers of the rank."""
+    """Bytes that one row keeps for the backward, in all layers of the rank."""
     logit: int = 0
     """One row's logits and their gradient."""
     gathered: int = 0
@@ -41,14 +41,15 @@ class MemoryModel:
             object.__setattr__(self, name, value)
 
     def bytes(self, rows: int, tokens: int, degree: int) -> int:
-        """Of a rank with so many rows of sequences of so many tokens."""
+        """Bytes on a rank with so many rows of sequences of so many tokens."""
         return rows * (self.activation + self.logit) + (degree > 1) * tokens * self.gathered
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a plan must keep, by the names of :func:`hcp.plan`'s arguments. All that knows a limit
-    by its name takes it from here: the request to the core, plain data, the command line."""
+    """The limits of a plan, by the names of :func:`hcp.plan`'s arguments.
+
+    The request to the core, plain data and the command line take the names from here."""
 
     ranks: int
     """Size of the domain."""
@@ -79,7 +80,7 @@ class Limits:
     max_degrees: Sequence[int] | None = None
     """Most ranks of each sequence."""
     speeds: Sequence[float] | None = None
-    """Of each rank, in any unit."""
+    """The speed of each rank, in any unit."""
     slowness: Sequence[int] | None = None
     """``speeds`` as the core's integers; ``speeds`` replaces it."""
 

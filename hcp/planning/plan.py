@@ -42,13 +42,13 @@ class Group(NamedTuple):
 class Plan:
     """An immutable plan, the same on every rank that was given the same input.
 
-    Made by :func:`plan` or :meth:`from_dict`. ``core`` is the value of the C core behind it.
+    Made by :func:`plan` or :meth:`from_dict`. ``core`` is the C core's value.
     """
 
     def __init__(self, core: _core.Plan) -> None:
         self.core = core
         self.planning_seconds: float | None = None
-        """What :func:`plan` took; None for a plan that came from data."""
+        """Seconds that :func:`plan` took; None for a plan that came from data."""
 
     @property
     def ranks(self) -> int:
@@ -125,15 +125,16 @@ class Plan:
 
     @cached_property
     def speeds(self) -> tuple[float, ...]:
-        """Of each rank, beside the fastest."""
+        """The speed of each rank, relative to the fastest."""
         slowness = self.core.slowness
         if slowness is None:
             return (1.0,) * self.ranks
         return tuple(_core.FULL_SPEED / slow for slow in slowness)
 
     def group_times(self, group: Group) -> tuple[int, ...]:
-        """When each sequence of a group has ended, from its start, in one stage: launch and the
-        slowest rank's speed included."""
+        """The time at which each sequence of a group ends, counted from the group's start.
+
+        It is that of one stage, and includes launch and the slowest rank's speed."""
         node, slowness = self.core.ranks_per_node, self.core.slowness
         times = [self.cost.time(self.lengths[s], group.degree, node) for s in group.sequences]
         ends = tuple(itertools.accumulate(times, initial=self.cost.launch))[1:]
@@ -143,11 +144,11 @@ class Plan:
         return tuple(-(-end * slowest // _core.FULL_SPEED) for end in ends)
 
     def group_time(self, group: Group) -> int:
-        """What each rank of a group computes in it, in one stage."""
+        """The time of each rank of a group, in one stage."""
         return self.group_times(group)[-1]
 
     def report(self) -> Report:
-        """How good the plan is, and what each rank does in it."""
+        """Judge the plan: its times, its balance, and each rank's work."""
         from hcp.planning.report import report
 
         return report(self)

@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Report:
-    """What a plan comes to. Times are in the cost model's unit."""
+    """The times, balance and traffic of a plan. Times are in the cost model's unit."""
 
     makespan: int
-    """When the last rank ends, of the last stage in a pipeline."""
+    """The time at which the last rank ends, in a pipeline that of the last stage."""
     bound: int
     """No plan under the same limits and cost is faster."""
     ratio: float
     """makespan / bound: 1 is optimal."""
     idle_share: float
-    """Of all ranks' time until the makespan, what they spend waiting."""
+    """The share of all ranks' time until the makespan that they spend waiting."""
     pipeline_stages: int
     bubble: float
-    """Of the makespan, what filling and emptying the pipeline adds to the time of one stage."""
+    """The share of the makespan that filling and emptying the pipeline adds to one stage's time."""
     micro_batches: int
     groups: int
     rank_tokens: tuple[int, ...]
@@ -39,7 +39,7 @@ class Report:
     node_crossings: int
     """Tokens times nodes whose keys and values enter a node from outside."""
     node_bytes: int
-    """The same in bytes, in one layer's forward, by the plan's ``memory.gathered``."""
+    """These in bytes, in one layer's forward, by the plan's ``memory.gathered``."""
     planning_seconds: float | None
     """None for a plan that came from data."""
 
@@ -58,7 +58,7 @@ class Report:
 
 
 def report(plan: Plan) -> Report:
-    """As :meth:`Plan.report`."""
+    """Make :meth:`Plan.report`."""
     node, alignment = plan.core.ranks_per_node, max(1, plan.core.alignment)
     rows, needed = [0] * plan.ranks, [0] * plan.ranks
     busy = peak = padding = crossings = groups = 0

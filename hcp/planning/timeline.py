@@ -26,9 +26,11 @@ class Box:
 
 
 def timeline(plan: Plan) -> list[Box]:
-    """Every group of a plan: it starts when all of its ranks are free, or, under
-    ``sync="micro_batch"``, when all ranks of the domain are. The last end is ``plan.makespan``,
-    save in a pipeline, of which this is one stage that never waits for its neighbours."""
+    """The time span of every group of a plan.
+
+    A group starts when all of its ranks are free or, under ``sync="micro_batch"``, when all ranks
+    of the domain are. The last end is ``plan.makespan``, except in a pipeline: there this is one
+    stage that never waits for its neighbours."""
     free = [0] * plan.ranks
     boxes = []
     for m, groups in enumerate(plan.micro_batches):
@@ -49,7 +51,7 @@ def chrome_trace(plan: Plan, unit: float | None = None) -> dict[str, Any]:
     """The timeline in Chrome's trace format, for Perfetto or chrome://tracing: a row per rank, a
     group with its sequences inside.
 
-    ``unit``: seconds of one integer of the cost model. The trace then lies beside a measured one,
+    ``unit``: seconds of one integer of the cost model. The trace then lines up with a measured one,
     such as torch.profiler's, in the same microseconds. None: the makespan fills one second.
     """
     scale = 1e6 * unit if unit else 1e6 / max(1, plan.makespan)

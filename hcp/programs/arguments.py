@@ -59,7 +59,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def number_of_ranks(asked: int | None) -> int:
-    """What torchrun started, else what was asked for, else 4."""
+    """The number that torchrun started, else the one that was asked for, else 4."""
     if "WORLD_SIZE" not in os.environ:
         return 4 if asked is None else asked
     started = int(os.environ["WORLD_SIZE"])

@@ -46,7 +46,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Texts:
-    """What was read."""
+    """Texts that were read, with their origin."""
 
     origin: str
     texts: list[bytes]
@@ -74,7 +74,7 @@ class Corpus:
         return digest.hexdigest()
 
     def describe(self) -> str:
-        """What was read, in two or three lines."""
+        """Describe the corpus in two or three lines."""
         lengths = [document.length for document in self.training + self.validation]
         split = len(lengths) - len(self.texts.texts)
         percentiles = ", ".join(

@@ -23,19 +23,19 @@ from hcp.errors import HcpError
 
 USER_ERROR = 2
 GRACE_SECONDS = 2.0
-"""For rank 0 to say what is wrong. The launcher ends all ranks when the first one exits."""
+"""Time for rank 0 to say what is wrong. The launcher ends all ranks when the first one exits."""
 
 
 class InputError(ValueError):
-    """What the user gave cannot be used: the message is all that there is to say."""
+    """An error of the user's input: its message is all that is printed."""
 
 
 @dataclass(frozen=True)
 class Program:
     name: str
-    """With which its errors begin."""
+    """The first word of its errors."""
     module: str
-    """For ``python -m``."""
+    """The module that ``python -m`` runs."""
     check: Callable[[], object]
     """Raises ImportError or ValueError where a package is missing."""
     parse_args: Callable[[Sequence[str]], argparse.Namespace]
@@ -44,7 +44,8 @@ class Program:
     """One rank of a job that a launcher started. Raises InputError and HcpError."""
 
     def main(self, argv: Sequence[str] | None = None) -> int:
-        """As one rank when a launcher started us, else by starting all ranks. The exit code."""
+        """Run as one rank if a launcher started this process; else start all ranks. Return the exit
+        code."""
         argv = list(sys.argv[1:] if argv is None else argv)
         rank = int(os.environ.get("RANK", 0))
         try:

@@ -44,7 +44,7 @@ def runs_on_cpus(device: str, ranks: int) -> bool:
 
 
 def on_every_rank(work: Callable[[], T]) -> T:
-    """What work returns. Where it fails on one rank, every rank fails with that rank's words."""
+    """Return work's result. If it fails on one rank, every rank fails with that rank's words."""
     result, problem = None, None
     try:
         result = work()

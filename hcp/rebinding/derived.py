@@ -184,7 +184,7 @@ def in_form_of(value: Any, new: Any) -> Any:
 
 
 def scalar(value: Any) -> int | float | bool | None:
-    """The number that a place holds, in whatever form; None where there is none to be read."""
+    """The number that a place holds, in any form; None if there is none to read."""
     if type(value) in _TENSORS:
         value = value.item() if value.numel() == 1 and not value.is_meta else None
     elif is_numpy(value):

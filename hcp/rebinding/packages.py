@@ -31,7 +31,7 @@ _METHODS = {
     "_setup_variant_attrs": _MEGATRON,
     "set_context_parallel_group": _TRANSFORMER_ENGINE,
 }
-"""The module of rules for classes that have a method, whatever package they are of."""
+"""The module of rules for classes that have a method, in any package."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class PackageRules:
     """Rules by "module.Name" of a class."""
 
     shapes: tuple[tuple[Callable[[Any], bool], Rule], ...] = ()
-    """(test, rule): the rule is for every object that passes the test, whatever its class."""
+    """(test, rule): the rule is for every object of any class that passes the test."""
 
     sharders: tuple[str, ...] = ()
     """Beginnings of the names of modules that shard and reduce over groups of their own."""
@@ -56,7 +56,7 @@ class PackageRules:
 
 
 _loaded: dict[str, PackageRules] = {}
-"""By module of rules."""
+"""The rules that are loaded, by their module."""
 
 
 def load_imported() -> None:

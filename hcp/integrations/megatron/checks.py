@@ -13,10 +13,11 @@ _log = logging.getLogger("hcp")
 
 
 def check_experts(config: Any, groups: Any = None) -> None:
-    """Refuse experts whose outputs depend on which rows are on a rank, or whose exchanges need as
-    many rows on every rank; warn of losses that are means over a micro-batch.
+    """Refuse experts that do not fit a dynamic plan, and warn of losses that depend on it.
 
-    `groups`: Megatron's collection, of which the backend is asked.
+    Refused: experts whose outputs depend on the other rows of their rank, and exchanges that need
+    equally many rows on every rank. Warned of: losses that are means over a micro-batch.
+    `groups`: Megatron's collection, whose backend is checked.
     """
     if not _of(config, "num_moe_experts"):
         return

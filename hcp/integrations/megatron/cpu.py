@@ -51,7 +51,7 @@ _ENGINE = "_engine_run_backward"
 
 
 def _engine() -> Callable[..., Any]:
-    """By which torch.autograd's functions start a backward."""
+    """The function by which torch.autograd starts a backward."""
     run: Callable[..., Any] = getattr(torch.autograd, _ENGINE)
     return run
 
@@ -63,7 +63,7 @@ def _is_cuda(device: object) -> bool:
 
 
 class _NoStream:
-    """In the place of a CUDA stream: on the CPU all work is done in order."""
+    """Stands in for a CUDA stream: on a CPU all work is done in order."""
 
     def wait_stream(self, other: object) -> None:
         pass

@@ -41,15 +41,15 @@ class MicroBatches:
         ]
 
     def __len__(self) -> int:
-        """For `num_microbatches`: the same on every rank."""
+        """The value for `num_microbatches`, the same on every rank."""
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Batch]:
         return iter(self._batches)
 
     def data_iterator(self, chunks: int | None = None) -> Any:
-        """For `data_iterator`: one, or a list of one for each of a rank's `chunks` of the model
-        (virtual pipeline stages)."""
+        """The value for `data_iterator`: an iterator, or a list with one for each of a rank's
+        `chunks` of the model (virtual pipeline stages)."""
         if chunks is None:
             return iter(self._batches)
         return [iter(self._batches) for _ in range(chunks)]
@@ -171,7 +171,7 @@ def sequences_of(sample: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
 
 
 def _bounds(sample: Mapping[str, Any], rows: Mapping[str, Tensor]) -> Iterator[tuple[int, int]]:
-    """Where each sequence of a sample starts and stops; the rest is padding."""
+    """The start and the end of each sequence of a sample. The rest is padding."""
     length = len(rows["tokens"])
     bounds, end = sample.get("cu_seqlens"), sample.get("original_seq_len")
     if bounds is None:

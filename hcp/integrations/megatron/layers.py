@@ -28,7 +28,7 @@ _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
 class CoreAttention(MegatronModule):
-    """In the place of Megatron's core attention: packed sequences under any degree.
+    """Replaces Megatron's core attention: packed sequences under any degree.
 
     Takes from the config: windows and the layers that have them, the kind of softmax (learnable
     sinks have the name that Megatron gives them), the scale. Refuses dropout and biases, and
@@ -111,7 +111,7 @@ class CoreAttention(MegatronModule):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> Any:
-        """As Megatron's own core attention: the sinks, by head."""
+        """The sinks, sharded by head as in Megatron's own core attention."""
         own = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(
             own,
@@ -132,7 +132,7 @@ def _comm_type(config: Any, layer_number: int) -> str | None:
 
 
 def _refuse(config: Any, dropout: float, attention_type: str) -> None:
-    """What hcp's attention does not compute, by the name of its option."""
+    """Refuse, by its option's name, what hcp's attention does not compute."""
     options = {
         "attention_dropout": (dropout, 0.0),
         "apply_rope_fusion": (config.apply_rope_fusion, False),
@@ -164,7 +164,7 @@ class _OneRank:
 
 
 def twin(module: Any, **changes: Any) -> Any:
-    """The same module, parameters and all, with other attributes, for one call.
+    """A copy of a module for one call: its own parameters, with other attributes.
 
     Nothing is written to the module itself: the backward of another micro-batch may need it.
     """

@@ -19,11 +19,13 @@ from hcp.integrations.megatron.packed import handler_of, with_padding
 
 
 class HeadShare:
-    """In the place of Megatron's MambaContextParallel, for one micro-batch: which heads this rank
-    scans, their weights, and the way there and back. Any degree up to the number of heads."""
+    """Replaces Megatron's MambaContextParallel for one micro-batch.
+
+    It says which heads this rank scans, gives their weights, and moves rows there and back. It
+    takes any degree up to the number of heads."""
 
     def __init__(self, whole: Any, cp: hcp.ContextParallelHandler) -> None:
-        """`whole`: Megatron's object, of which sizes and weights are taken."""
+        """`whole`: Megatron's object, whose sizes and weights are used."""
         self._whole, self._cp = whole, cp
         self.cp_size, self.cp_rank = 1, 0  # what remains is local
         heads, groups = whole.nheads_local_tp, whole.ngroups_local_tp

@@ -18,8 +18,8 @@ def roll_tensor(
     cp_group: Any = None,
     packed_seq_params: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """In the place of Megatron's function of this name: (1, T) shifted along the sequences of the
-    micro-batch, and a count.
+    """Replaces Megatron's function of this name: shift (1, T) along the sequences of the
+    micro-batch, and count.
 
     Megatron's count is the sum of what came out. Release 0.19 scales the losses of a prediction
     layer by the tokens of this rank's micro-batch before and after, which depends on the plan; so

@@ -57,7 +57,7 @@ def handler_of(packed_seq_params: Any, cp_group: dist.ProcessGroup) -> hcp.Conte
 
 
 def with_padding(rows: Tensor, count: int) -> Tensor:
-    """(T, ...) with zeros behind, so that there are `count` rows."""
+    """Append zeros to (T, ...), up to `count` rows."""
     if rows.shape[0] == count:
         return rows
     return torch.cat([rows, rows.new_zeros(count - rows.shape[0], *rows.shape[1:])])

@@ -27,7 +27,7 @@ class CPGroupPool:
         self._domains: list[list[int]] = []
 
     def __len__(self) -> int:
-        """How many intervals there are groups of."""
+        """The number of intervals that have groups."""
         return len(self._groups)
 
     def of_step(self, step: hcp.Step, groups: hcp.ProcessGroups) -> list[dist.ProcessGroup | None]:

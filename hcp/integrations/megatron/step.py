@@ -25,7 +25,7 @@ def forward_step(
     *,
     losses: Losses | None = None,
 ) -> tuple[Tensor, partial[Any]]:
-    """For `forward_step_func` of Megatron's schedules: (output, loss function).
+    """The function for `forward_step_func` of Megatron's schedules: (output, loss function).
 
     `data_iterator`: from `MicroBatches.data_iterator`. The loss function gives (sum, tokens,
     {"lm loss": [sum, tokens]}), which Megatron divides by the tokens of the whole batch once, in

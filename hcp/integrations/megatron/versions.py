@@ -22,8 +22,9 @@ def require_megatron() -> str:
 
 
 def _version() -> str | None:
-    """Megatron-LM runs from a checkout, of which pip knows nothing, and importing it takes long: so
-    by the file in which a release says it."""
+    """The release that Megatron's own file names; None: no file.
+
+    pip knows nothing of a checkout of Megatron-LM, and importing it takes long."""
     package = find_spec("megatron")
     for folder in (package and package.submodule_search_locations) or ():
         file = Path(folder, "core", "package_info.py")

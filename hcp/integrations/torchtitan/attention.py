@@ -23,7 +23,7 @@ from torchtitan.protocols.module import Module
 import hcp
 
 _numbers = itertools.count()
-"""Of the layers of this process, as they are built."""
+"""Numbers for the layers of this process, in the order in which they are built."""
 
 
 class PackedAttention(Module):
@@ -93,7 +93,7 @@ class PackedContextParallel(ModelConfigConverter):
         self.config = config
 
     def convert(self, model_config: Module.Config) -> Module.Config:
-        """The same configuration with other inner attention."""
+        """The same configuration with hcp's inner attention."""
         name = type(model_config).__qualname__
         if not isinstance(model_config, Decoder.Config):
             raise ValueError(f"the model's configuration is {name}, expected that of a Decoder")

@@ -16,7 +16,7 @@ import hcp
 from hcp.integrations.loader import DynamicCPCollator, packed_documents
 
 Batch = tuple[dict[str, Tensor], Tensor]
-"""What torchtitan's loaders give: {"input", "positions"} and labels, each (B, seq_len)."""
+"""A batch of torchtitan's loaders: {"input", "positions"} and labels, each (B, seq_len)."""
 
 
 def dispatch(batch: Batch | None, config: hcp.Config, groups: hcp.ProcessGroups) -> hcp.Step:

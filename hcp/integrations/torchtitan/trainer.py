@@ -90,6 +90,6 @@ class ContextParallelTrainer(Trainer):
         return loss
 
     def close(self) -> None:
-        """As torchtitan, and without hcp's groups."""
+        """Close torchtitan's trainer, then hcp's groups."""
         super().close()
         self.groups.close()

@@ -27,7 +27,7 @@ LAYERS = {"full_attention", "sliding_attention"}
 """Kinds of layers, as configurations list them, whose rows meet in attention only."""
 
 LAYER_DROPS = ("layerdrop", "decoder_layerdrop")
-"""How configurations call the probability that a layer is left out in training."""
+"""Names that configurations give to the probability that a layer is left out in training."""
 
 # Their frequencies depend on the longest sequence that happens to be on this rank.
 VARYING_ROTARY = {"dynamic", "longrope"}
@@ -119,7 +119,7 @@ def _check_config(config: Any) -> None:
 
 
 def _rotary_types(parameters: Any) -> list[str]:
-    """Of all layers: some models have parameters for each kind of layer."""
+    """The parameters of all layers: some models have some for each kind of layer."""
     if not isinstance(parameters, dict):
         return []
     nested = [kind for value in parameters.values() for kind in _rotary_types(value)]
@@ -131,7 +131,7 @@ def _rotary_types(parameters: Any) -> list[str]:
 
 
 class Window(NamedTuple):
-    """In place of a mask: how far back a row sees."""
+    """Replaces a mask by the distance that a row sees back."""
 
     size: int | None
     """Rows, the row itself included; None: all of them."""
@@ -151,7 +151,7 @@ def window_of(
     config: Any = None,
     **keywords: Any,
 ) -> Window:
-    """What of a mask the layout does not say already; refuse what hcp does not compute.
+    """The part of a mask that the layout does not say. Refuse what hcp does not compute.
 
     Some models give their window to the mask only, and not to the attention function."""
     if attention_mask is not None:

@@ -25,7 +25,7 @@ from hcp.step.dispatch import dispatch
 _log = logging.getLogger("hcp")
 
 _TOKENS, _OTHERS = 4, 7
-"""Of the document that is compared, and of two others that are packed before and after it."""
+"""Tokens of the compared document, and of two others that are packed before and after it."""
 
 # Relative to the logits. Kernels round differently, and in 16 bits an expert may change with it.
 _ROUNDING, _ROUNDING_OF_16_BITS = 1e-2, 0.2
@@ -111,7 +111,7 @@ def _implementations(model: nn.Module) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout and gradients; each module is in training again that was."""
+    """Turn off dropout and gradients. Afterwards, modules that were in training are so again."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -182,7 +182,7 @@ def _own(model: nn.Module, document: Tensor, **more: Tensor) -> Any:
 
 
 def _first_position(model: nn.Module, document: Tensor, own: Tensor) -> int:
-    """Where the model's own positions start, beyond those that it gets from hcp."""
+    """The first of the model's own positions, beyond those that it gets from hcp."""
     padding = model.config.get_text_config().pad_token_id  # type: ignore[operator, union-attr]
     fed = any(
         isinstance(hook, Positions)

@@ -42,7 +42,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     Each of its batches is a global batch, `per_device_train_batch_size` samples for each rank,
     which is planned, dispatched and computed in as many micro-batches as the plan has, with one
     update.
-    The loss is the mean over the tokens of the whole batch, whatever the plan. Evaluation counts
+    The loss is the mean over the tokens of the whole batch, under any plan. Evaluation counts
     each sample once, under the layout `cp.eval_context_parallel_size` if that is given.
     """
 
@@ -117,7 +117,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return total
 
     def floating_point_ops(self, inputs: Step) -> int:
-        """As Transformers counts: six for each parameter and token of this rank."""
+        """Six for each parameter and token of this rank, as Transformers counts."""
         return 6 * sum(cp.rows for cp, _ in inputs) * int(self.model.num_parameters())
 
     # ---- evaluation ----
@@ -215,7 +215,7 @@ def _check(trainer: Trainer) -> None:
 
 
 def _compute_dtype(args: Any, model: nn.Module) -> torch.dtype:
-    """Of attention: autocast's, or the weights' own."""
+    """The dtype of attention: autocast's, or the weights' own."""
     if args.bf16:
         return torch.bfloat16
     return torch.float16 if args.fp16 else next(model.parameters()).dtype

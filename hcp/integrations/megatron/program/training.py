@@ -58,14 +58,14 @@ from hcp.step.config import NO_WINDOW, Config
 
 @dataclass(frozen=True)
 class Job:
-    """What the functions below share."""
+    """State that the functions below share."""
 
     args: argparse.Namespace
     device: torch.device
     collection: ProcessGroupCollection
     """Megatron's own groups."""
     groups: hcp.ProcessGroups
-    """The same, as hcp takes them."""
+    """hcp's view of these groups."""
     cost: hcp.CostModel
     forward_step: Callable[..., Any] = hcp_megatron.forward_step
 
@@ -246,7 +246,7 @@ def run_schedule(
 
 
 def on_all_stages(job: Job, values: tuple[float, int]) -> list[float]:
-    """What the last pipeline stage knows, on every stage."""
+    """Broadcast the last pipeline stage's values to every stage."""
     numbers = torch.tensor(values, dtype=torch.float64, device=job.device)
     group = job.groups.pp
     dist.broadcast(numbers, dist.get_process_group_ranks(group)[-1], group=group)
@@ -292,7 +292,7 @@ def plan_steps(
     batches: Iterable[Iterable[dict[str, Tensor]]],
     groups: hcp.ProcessGroups,
 ) -> Iterator[Any]:
-    """What this job's schedule and tensor parallelism ask of micro-batches."""
+    """Plan batches as this job's schedule and tensor parallelism require."""
     args = job.args
     return hcp_megatron.plan_batches(
         batches,
@@ -313,8 +313,9 @@ def synchronize(job: Job) -> None:
 
 
 def batches(job: Job, corpus: Corpus) -> Iterator[Iterator[dict[str, Tensor]]]:
-    """What this rank loads of each global batch: its share of the domain's, and no other rank's
-    but that of its tensor- and pipeline-parallel peers."""
+    """The samples that this rank loads of each global batch: its share of the domain's.
+
+    Only its tensor- and pipeline-parallel peers load the same."""
     args, groups = job.args, job.groups
     for iteration in range(args.train_iters):
         indices = batch_indices(
@@ -428,8 +429,9 @@ def start_job(args: argparse.Namespace, device: torch.device) -> Job:
 
 
 def configs(args: argparse.Namespace, corpus: Corpus) -> list[Config]:
-    """Of the runs that take turns: static CP with the least degree that holds the longest document,
-    and dynamic CP; or the one that was asked for."""
+    """The configurations to run: the one that was asked for or, to compare, two that take turns.
+
+    These are static CP with the least degree that holds the longest document, and dynamic CP."""
     degree = args.config.static_degree(corpus.longest, args.domain, args.alignment)
     static = static_config(args.config, degree)
     dynamic = replace(args.config, sequence_packing_scheduler="dynamic_cp")
@@ -439,7 +441,7 @@ def configs(args: argparse.Namespace, corpus: Corpus) -> list[Config]:
 
 
 def static_config(config: Config, degree: int) -> Config:
-    """The same options with one degree for all, levels of a2a+p2p fitted to it."""
+    """The same options with one degree for all, and levels of a2a+p2p that fit it."""
     levels = config.dispatch_options(degree)["hierarchical_context_parallel_sizes"]
     return replace(
         config,
