@@ -39,7 +39,7 @@ def attention(
     number: int = 0,
     name: LayerName = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``layer.attention``. Without a number, a call gets the handler's next when it runs."""
+    """Compute ``layer.attention``. Without a number, a call gets the next of its handler."""
     given = query, key, value, sinks, layer.words, *options_of(layer, rotary)
     out, lse, *_ = torch.ops.hcp.attention(*given, number, name_of(name))
     return out, lse

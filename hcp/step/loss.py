@@ -53,8 +53,8 @@ def mean_loss(losses: Tensor, loss_mask: Tensor, loss_tokens: Tensor, scale: flo
     """scale * sum(losses * loss_mask) / loss_tokens over this rank's rows: a scalar, float32 or
     wider.
 
-    A batch without loss tokens has loss 0. Rows that the mask leaves out do not count, even if their
-    loss is NaN.
+    A batch without loss tokens has loss 0. Rows that the mask leaves out do not count, even
+    if their loss is NaN.
     """
     total = masked_sum(losses, loss_mask)
     return total * (scale / loss_tokens.where(loss_tokens > 0, 1.0)).to(total.dtype)
