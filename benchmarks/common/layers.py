@@ -223,8 +223,8 @@ def bytes_received(run: Run, sizes: Sizes) -> tuple[int, int]:
     heads, kv_heads = heads_of(run, sizes)
     keys = sum(move.rows for stage in schedule.stages for move in stage.receives) * 2 * kv_heads
     elements = keys, 3 * keys
-    if schedule.trade is not None:
-        others = schedule.trade.rows - schedule.rows
+    if schedule.head_moves is not None:
+        others = schedule.head_moves.rows - schedule.rows
         lost, kv_lost = sizes.heads - heads, max(0, sizes.kv_heads - kv_heads)
         forward = others * (heads + 2 * kv_heads) + schedule.rows * lost
         back = others * heads + schedule.rows * (lost + 2 * kv_lost)

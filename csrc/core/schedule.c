@@ -6,16 +6,16 @@
  * joins: local queries against local keys are one causal square, and of another
  * rank's rows a query piece sees a prefix.
  *
- * Ranks that trade rows for heads first hold, together and each of its heads,
+ * Ranks that exchange rows for heads first hold, together and each of its heads,
  * chunks that lie side by side: m neighbours of d ranks have just what one of
- * d / m ranks has. So everything after the trade is written for the places of a
+ * d / m ranks has. So everything after the exchange is written for the places of a
  * smaller group, and a lane of ranks, one of each place, shares its heads. */
 #include <stdlib.h>
 
 #include "internal.h"
 
-/* A scratch list after the sections: (wire row, row, rows) of what is traded. */
-enum { TRADED = HCP_SCHEDULE_SECTION_COUNT, LIST_COUNT };
+/* A scratch list after the sections: (wire row, row, rows) of the rows that came. */
+enum { HEAD_ROWS = HCP_SCHEDULE_SECTION_COUNT, LIST_COUNT };
 _Static_assert(LIST_COUNT <= HCP__LISTS_MAX, "a table has room for every list");
 
 static const int32_t widths[LIST_COUNT] = {
@@ -27,7 +27,7 @@ static const int32_t widths[LIST_COUNT] = {
 typedef struct builder {
   const hcp_plan *plan;
   const hcp_group *group;
-  int32_t inner;  /* neighbours that trade rows for heads, 1: none      */
+  int32_t inner;  /* neighbours that exchange heads, 1: none            */
   int32_t degree; /* places of the group: its ranks / inner             */
   int32_t j;      /* this rank's place                                  */
   int32_t lane;   /* and its own among the neighbours that have it      */
@@ -534,30 +534,30 @@ static void all_gather_stages(builder *b) {
   }
 }
 
-/* ---- heads for sequence: the trade before all of this ---- */
+/* ---- rows for heads: the exchange before stage 0 ---- */
 
-/* Rows that the k-th rank of the group has before the trade. */
+/* Rows that the k-th rank of the group has before the exchange. */
 static int64_t rank_rows(const builder *b, int32_t k) {
   return hcp__rank_rows(b->plan, b->group, k) + hcp__padding(b->plan, b->group, k);
 }
 
 /* Rows that each neighbour gives; b->wire[m] is where those of neighbour m start. */
-static void trade_peers(builder *b) {
+static void head_receives(builder *b) {
   int32_t first = b->j * b->inner;
   int64_t given = 0;
   for (int32_t m = 0; m < b->inner; m++) {
     int64_t rows = rank_rows(b, first + m);
     b->wire[m] = given;
-    hcp__append(&b->lists, HCP_SCHEDULE_TRADES,
+    hcp__append(&b->lists, HCP_SCHEDULE_HEAD_RECEIVES,
                 (const int64_t[]){b->group->first_rank + first + m, given, rows});
     given += rows;
   }
 }
 
 /* The place's next rows are the next ones of neighbour m. Returns the row after them. */
-static int64_t trade_rows(builder *b, int32_t m, int64_t row, int64_t rows) {
+static int64_t exchange_rows(builder *b, int32_t m, int64_t row, int64_t rows) {
   if (rows == 0) return row;
-  hcp__append(&b->lists, TRADED, (const int64_t[]){b->wire[m], row, rows});
+  hcp__append(&b->lists, HEAD_ROWS, (const int64_t[]){b->wire[m], row, rows});
   hcp__append_rows(&b->lists, HCP_SCHEDULE_GATHER, b->wire[m], rows);
   b->wire[m] += rows;
   return row + rows;
@@ -565,35 +565,35 @@ static int64_t trade_rows(builder *b, int32_t m, int64_t row, int64_t rows) {
 
 /* The place's rows of a sequence, from row on: those of neighbour after neighbour
  * from its early chunk on, then back again. Returns the row after them. */
-static int64_t trade_sequence(builder *b, int32_t index, int64_t row) {
+static int64_t exchange_sequence(builder *b, int32_t index, int64_t row) {
   int64_t length = length_of(b, index);
   for (int32_t i = 0; i < 2 * b->inner; i++) {
     int32_t m = i < b->inner ? i : 2 * b->inner - 1 - i, ranks = b->group->degree;
     int32_t chunk = b->j * b->inner + m;
     if (i >= b->inner) chunk = 2 * ranks - 1 - chunk;
-    row = trade_rows(
+    row = exchange_rows(
         b, m, row,
         hcp__chunk_start(length, ranks, chunk + 1) - hcp__chunk_start(length, ranks, chunk));
   }
   return row;
 }
 
-static void trade(builder *b) {
+static void exchange_heads(builder *b) {
   int64_t row = 0;
-  trade_peers(b);
-  for (int32_t s = 0; s < b->group->sequences; s++) row = trade_sequence(b, s, row);
-  for (int32_t m = 0; m < b->inner; m++) row = trade_rows(b, m, row, padding_of(b, b->j, m));
-  hcp__sort_by(&b->lists, TRADED, 0);
-  for (int64_t i = 0; i < hcp__records(&b->lists, TRADED); i++) {
-    const int64_t *traded = hcp__record(&b->lists, TRADED, i);
-    hcp__append_rows(&b->lists, HCP_SCHEDULE_SCATTER, traded[1], traded[2]);
+  head_receives(b);
+  for (int32_t s = 0; s < b->group->sequences; s++) row = exchange_sequence(b, s, row);
+  for (int32_t m = 0; m < b->inner; m++) row = exchange_rows(b, m, row, padding_of(b, b->j, m));
+  hcp__sort_by(&b->lists, HEAD_ROWS, 0);
+  for (int64_t i = 0; i < hcp__records(&b->lists, HEAD_ROWS); i++) {
+    const int64_t *record = hcp__record(&b->lists, HEAD_ROWS, i);
+    hcp__append_rows(&b->lists, HCP_SCHEDULE_SCATTER, record[1], record[2]);
   }
 }
 
 /* ---- the table ---- */
 
 static void stages(builder *b, hcp_comm_type comm_type) {
-  if (comm_type == HCP_COMM_A2A || comm_type == HCP_COMM_A2A_P2P) trade(b);
+  if (comm_type == HCP_COMM_A2A || comm_type == HCP_COMM_A2A_P2P) exchange_heads(b);
   local_stage(b);
   int64_t local_entry_count = hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES);
   if (b->degree > 1 && comm_type == HCP_COMM_ALL_GATHER)
@@ -611,7 +611,8 @@ static hcp_status group_stages(builder *b, hcp_comm_type comm_type, hcp_error *e
   b->home = b->base + b->group->degree;
   stages(b, comm_type);
   for (int32_t k = 0; k < b->degree; k++)
-    hcp__append(&b->lists, HCP_SCHEDULE_BLOCKS, (const int64_t[]){peer_of(b, k), place_rows(b, k)});
+    hcp__append(&b->lists, HCP_SCHEDULE_KEY_OWNERS,
+                (const int64_t[]){peer_of(b, k), place_rows(b, k)});
   free(places);
   return HCP_OK;
 }
@@ -640,7 +641,7 @@ static int64_t limit_of(int64_t tokens) {
   return tokens < 0 ? HCP__LENGTH_MAX : least(tokens, HCP__LENGTH_MAX);
 }
 
-/* Who trades with whom, and this rank's place after the trade. */
+/* Who exchanges heads with whom, and this rank's place after it. */
 static hcp_status place(builder *b, int32_t rank, hcp_comm_type comm_type, int32_t inner,
                         hcp_error *err) {
   int32_t ranks = b->group == NULL ? 1 : b->group->degree;

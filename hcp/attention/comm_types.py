@@ -172,7 +172,7 @@ def _fastest(
     times = {(ALL_GATHER, 1): group.gather(prices), (P2P, 1): group.ring(prices, 1)}
     inner = inner_sizes(plan, layout, heads[0])
     for m in sorted({*inner, layout.degree} - {1}, reverse=True):
-        # Where neighbours stand in one node, so do the ranks that trade.
+        # Where neighbours stand in one node, so do the ranks that exchange heads.
         near = _Prices.of(plan.cost, False, heads) if m in inner else prices
         times[_name_of(m, layout.degree), m] = group.ring(prices, m) + group.head_exchange(near, m)
     (used, m), _ = min(times.items(), key=lambda item: item[1])

@@ -22,7 +22,7 @@ from torch import Tensor
 from hcp import ops
 from hcp.attention.kernels import Kernel, Launch, wide
 from hcp.exchange.agreement import BACKWARD, Stamp
-from hcp.exchange.tables import Move, Schedule, Trade
+from hcp.exchange.tables import HeadMoves, Move, Schedule
 from hcp.exchange.transport import Transport
 
 
@@ -45,10 +45,10 @@ class HeadExchange:
     A key-value head is on every rank whose query heads attend to it.
     """
 
-    def __init__(self, transport: Transport, trade: Trade, queries: int, keys: int) -> None:
+    def __init__(self, transport: Transport, moves: HeadMoves, queries: int, keys: int) -> None:
         """``queries``, ``keys``: the numbers of all heads."""
-        self._transport, self._trade = transport, trade
-        neighbours = [move.peer for move in trade.receives]  # in order, this rank among them
+        self._transport, self._moves = transport, moves
+        neighbours = [move.peer for move in moves.receives]  # in order, this rank among them
         per_key = queries // max(1, keys)
         self._even = keys > 0 and all(x % len(neighbours) == 0 for x in (queries, keys))
         self._queries = split(queries, len(neighbours))
@@ -80,20 +80,20 @@ class HeadExchange:
             part.shape[1] * count // max(1, column.shape[1])
             for part, column, count in zip(flat, columns, counts, strict=True)
         ]
-        width, rows = sum(widths), self._trade.rows
+        width, rows = sum(widths), self._moves.rows
         if self._even:
             sent = _equal_blocks(flat, len(self._queries))
             received = sent.new_empty(rows, width)
-            sends, receives = self._trade.dealt, self._trade.arriving
+            sends, receives = self._moves.even_sends, self._moves.even_receives
         else:
             shares = self._shares(by_query, by_key, unit)
             sent = _blocks(flat, shares)
             received = sent.new_empty(rows * width)
-            lengths = [self._trade.sends[0].rows * sum(map(_count, share)) for share in shares]
-            sends = _end_to_end(self._trade.sends, lengths)
-            receives = _scaled(self._trade.receives, width)
+            lengths = [self._moves.sends[0].rows * sum(map(_count, share)) for share in shares]
+            sends = _end_to_end(self._moves.sends, lengths)
+            receives = _scaled(self._moves.receives, width)
         self._transport.start(sent, sends, received, receives, stamp=stamp).wait()
-        parts = ops.unpack(received.view(rows, width), self._trade.gather, widths, rows)
+        parts = ops.unpack(received.view(rows, width), self._moves.gather, widths, rows)
         return [_as_given(*part) for part in zip(parts, columns, counts, strict=True)]
 
     def to_rows(
@@ -106,7 +106,7 @@ class HeadExchange:
         columns = [*by_query, *by_key]
         unit = _unit(columns)
         flat = [_dense(_elements(column.flatten(1), unit)) for column in columns]
-        sent = ops.pack(flat, self._trade.scatter, self._trade.rows)
+        sent = ops.pack(flat, self._moves.scatter, self._moves.rows)
         if self._even:
             blocks = self._equal_blocks_back(sent, stamp)
             count = blocks.shape[1]
@@ -143,9 +143,9 @@ class HeadExchange:
 
     def _equal_blocks_back(self, sent: Tensor, stamp: Stamp) -> Tensor:
         """This rank's rows from all neighbours: (T, neighbours, elements)."""
-        count, rows = len(self._queries), self._trade.sends[0].rows
+        count, rows = len(self._queries), self._moves.sends[0].rows
         received = sent.new_empty(count * rows, sent.shape[1])
-        sends, receives = self._trade.arriving, self._trade.dealt
+        sends, receives = self._moves.even_receives, self._moves.even_sends
         self._transport.start(sent, sends, received, receives, stamp=stamp).wait()
         return received.view(count, rows, sent.shape[1]).transpose(0, 1)
 
@@ -153,12 +153,12 @@ class HeadExchange:
         self, sent: Tensor, shares: Sequence[Sequence[slice]], stamp: Stamp
     ) -> list[Sequence[Tensor]]:
         """This rank's rows from each neighbour, (T, elements) of each tensor."""
-        rows = self._trade.sends[0].rows
+        rows = self._moves.sends[0].rows
         widths = [[_count(part) for part in share] for share in shares]
         lengths = [rows * sum(own) for own in widths]
         received = sent.new_empty(sum(lengths))
-        sends = _scaled(self._trade.receives, sent.shape[1])
-        receives = _end_to_end(self._trade.sends, lengths)
+        sends = _scaled(self._moves.receives, sent.shape[1])
+        receives = _end_to_end(self._moves.sends, lengths)
         self._transport.start(sent.flatten(), sends, received, receives, stamp=stamp).wait()
         blocks = received.split_with_sizes(lengths)
         return [
@@ -278,8 +278,8 @@ class _Exchange(torch.autograd.Function):
         stamp: Stamp,
     ) -> Tensor:
         ctx.given = transport, schedule, count, not to_heads, stamp.in_pass(BACKWARD)
-        assert schedule.trade is not None
-        exchange = HeadExchange(transport, schedule.trade, count, count)
+        assert schedule.head_moves is not None
+        exchange = HeadExchange(transport, schedule.head_moves, count, count)
         if to_heads:
             (out,) = exchange.to_heads([x], [], stamp)
         else:

@@ -118,7 +118,7 @@ class GradientReturn(NamedTuple):
 
 def gradient_return_of(schedule: Schedule, launches: Launches, rank: int) -> GradientReturn:
     def start(stager: int, owner: int) -> int:
-        return sum(n for peer, n in schedule.blocks.items() if peer < owner and peer != stager)
+        return sum(n for peer, n in schedule.key_owners.items() if peer < owner and peer != stager)
 
     def shifted(rows: Tensor, moves: list[Move], starts: list[int]) -> tuple[Tensor, Tensor]:
         """The move that each row belongs to, and the row counted from that move's start."""
@@ -142,13 +142,13 @@ def gradient_return_of(schedule: Schedule, launches: Launches, rank: int) -> Gra
         starts = [start(move.peer, rank) for move in receives]
         move, rows = shifted(runs[home, 3], receives, starts)
         runs[home, 2], runs[home, 3] = local + move, rows
-    total = sum(schedule.blocks.values())
+    total = sum(schedule.key_owners.values())
     return GradientReturn(
         total - schedule.query_rows,
         staged,
         sorted(move.peer for move in sends),
         Read(
-            [(move.peer, total - schedule.blocks[move.peer]) for move in receives],
+            [(move.peer, total - schedule.key_owners[move.peer]) for move in receives],
             runs,
             schedule.query_rows,
             [move.peer for move in receives],

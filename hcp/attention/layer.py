@@ -322,9 +322,9 @@ def _sinks_backward(
     return -(weights * delta).sum(0).to(sinks.dtype)
 
 
-# ---- heads for sequence --------------------------------------------------------------------------
+# ---- rows for heads ------------------------------------------------------------------------------
 #
-# Neighbours trade their rows for heads, and each computes its own heads of all their rows.
+# Neighbours exchange their rows for heads, and each computes its own heads of all their rows.
 
 
 def _forward_heads(

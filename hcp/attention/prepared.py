@@ -132,7 +132,7 @@ def make_run(
     )
     kind.callers = schedule.callers
     # Signals between GPUs carry the stamp themselves.
-    signalled = shares(transport) and schedule.trade is None
+    signalled = shares(transport) and schedule.head_moves is None
     if number and not signalled:
         agree_once(transport, prepared, Stamp(kind, number, layer=name))
     kernel = kernel_for(query.device, query.dtype, choice)
@@ -149,7 +149,7 @@ def make_run(
 def _heads_of(
     schedule: Schedule, transport: Transport, queries: int, keys: int
 ) -> HeadExchange | None:
-    trade = schedule.trade
-    if trade is None or len(trade.receives) == 1:
+    moves = schedule.head_moves
+    if moves is None or len(moves.receives) == 1:
         return None
-    return HeadExchange(transport, trade, queries, keys)
+    return HeadExchange(transport, moves, queries, keys)

@@ -149,8 +149,8 @@ class Read(NamedTuple):
     """Those that no later read of the exchange reads."""
 
 
-class Trade(NamedTuple):
-    """Rows exchanged for heads between neighbours, before the first stage, and back after the
+class HeadMoves(NamedTuple):
+    """The all-to-all between neighbours, rows for heads, before the first stage; and back after the
     last."""
 
     receives: list[Move]
@@ -158,15 +158,15 @@ class Trade(NamedTuple):
     sends: list[Move]
     """The rows to each of the neighbours: all that this rank has."""
     gather: Tensor
-    """Traded rows in token order."""
+    """Received rows in token order."""
     scatter: Tensor
-    """Gathered rows as they were traded."""
+    """Gathered rows as they were received."""
     rows: int
     """Rows of all neighbours."""
-    dealt: list[Move]
-    """``sends``, where what each of them gets lies end to end; those with rows."""
-    arriving: list[Move]
-    """Those of ``receives`` with rows."""
+    even_sends: list[Move]
+    """``sends`` with rows, where the neighbours' blocks are of one width and lie end to end."""
+    even_receives: list[Move]
+    """``receives`` with rows."""
 
 
 _NO_LIMIT = 2**40
@@ -196,12 +196,12 @@ class Schedule(_Table):
         self.local_runs = self.section("LOCAL_RUNS")
         self.home_sends = self.moves("HOME_SENDS")
         self.home_receives = self.moves("HOME_RECEIVES")
-        self.blocks: dict[int, int] = dict(self.section("BLOCKS").tolist())
-        """Local rows of each rank of the group."""
+        self.key_owners: dict[int, int] = dict(self.section("KEY_OWNERS").tolist())
+        """Local rows of each rank that keys come from, this one among them."""
         self.stages = self._stages()
         self.query_rows = self.stages[0].key_rows
-        """Rows that the entries' queries count in: the local rows, or what a trade gave."""
-        self.trade = self._trade()
+        """Rows that the entries' queries count in: the local rows, or those of all neighbours."""
+        self.head_moves = self._head_moves()
         """None where rows stay."""
         self.origin, self.callers = _tail_of(words)
 
@@ -232,7 +232,7 @@ class Schedule(_Table):
             torch.tensor(owners, device="cpu"), stage.pulls[:, 2].contiguous()
         )
         return Read(
-            [(peer, self.blocks[peer]) for peer in owners],
+            [(peer, self.key_owners[peer]) for peer in owners],
             torch.stack([*stage.pulls.t()[:2], parts, stage.pulls[:, 3]], 1),
             stage.key_rows,
             [peer for peer in owners if peer not in later],
@@ -250,24 +250,24 @@ class Schedule(_Table):
 
     @property
     def sends(self) -> list[Move]:
-        traded = self.trade.sends if self.trade else []
-        return [*traded, *(move for stage in self.stages for move in stage.sends)]
+        heads = self.head_moves.sends if self.head_moves else []
+        return [*heads, *(move for stage in self.stages for move in stage.sends)]
 
     @property
     def receives(self) -> list[Move]:
-        traded = self.trade.receives if self.trade else []
-        return [*traded, *(move for stage in self.stages for move in stage.receives)]
+        heads = self.head_moves.receives if self.head_moves else []
+        return [*heads, *(move for stage in self.stages for move in stage.receives)]
 
     @property
     def transport_key(self) -> int:
         """Which transport the schedule runs on: see ``exchange.transport_of``."""
         return int(self.words[1])
 
-    def _trade(self) -> Trade | None:
-        receives = self.moves("TRADES")
+    def _head_moves(self) -> HeadMoves | None:
+        receives = self.moves("HEAD_RECEIVES")
         if not receives:
             return None
-        return Trade(
+        return HeadMoves(
             receives,
             [Move(peer, 0, self.rows) for peer, _, _ in receives],
             self.section("GATHER"),
@@ -326,7 +326,7 @@ def schedule_words(
 ) -> Tensor:
     """The schedule as one tensor, int64 (words,), which names itself (word 0, a serial number), the
     transport it runs on (word 1), its callers and its origin (the last words). ``inner``: how many
-    neighbours trade rows for heads, a divisor of the degree, for "a2a+p2p". ``window_size``:
+    neighbours exchange rows for heads, a divisor of the degree, for "a2a+p2p". ``window_size``:
     FlashAttention's; (-1, 0) is causal. ``step``: see ``Origin``. ``callers``: the ranks that make
     its calls, where they are to compare them beyond those that exchange rows."""
     table = plan.core.schedule(micro_batch, rank, comm_type, inner, *window_size, STAGE_ROWS)

@@ -67,7 +67,8 @@ class Config:
 
     ranks_per_node: int | None = None
     """Ranks whose links are fast. A degree up to it stays inside a node, a larger one takes whole
-    nodes, and neighbours that trade heads under "a2a+p2p" share one. None: all links are equal."""
+    nodes, and neighbours that exchange heads under "a2a+p2p" share one. None: all links are
+    equal."""
 
     sync: str = "auto"
     """When ranks wait for each other, for `hcp.plan`: at the end of a "step" (DDP), or in every

@@ -691,25 +691,25 @@ class ContextParallelHandler(OfThisProcess):
         (``whole_cu_seqlens``), and the heads ``head_slice(H)``. Every rank of the group calls it.
         """
 
-        def traded(number: int) -> Tensor:
+        def exchanged(number: int) -> Tensor:
             if x.dim() < 2 or x.shape[0] != self.rows:
                 expected = f"({self.rows}, heads, ...)"
                 raise ValueError(f"x has shape {tuple(x.shape)}, expected {expected}")
             return self._exchange_heads(x, x.shape[1], number, to_heads=True)
 
-        return self._calls.make("sequence_to_head", traded)
+        return self._calls.make("sequence_to_head", exchanged)
 
     def head_to_sequence(self, x: Tensor, count: int) -> Tensor:
         """Undo ``sequence_to_head``: (S, h, ...), of ``count`` heads in all, to (T, H, ...)."""
 
-        def traded(number: int) -> Tensor:
+        def exchanged(number: int) -> Tensor:
             own = self.head_slice(count)
             rows, mine = int(self.whole_cu_seqlens[-1]), own.stop - own.start
             if x.dim() < 2 or tuple(x.shape[:2]) != (rows, mine):
                 raise ValueError(f"x has shape {tuple(x.shape)}, expected ({rows}, {mine}, ...)")
             return self._exchange_heads(x, count, number, to_heads=False)
 
-        return self._calls.make("head_to_sequence", traded)
+        return self._calls.make("head_to_sequence", exchanged)
 
     def _exchange_heads(self, x: Tensor, count: int, number: int, *, to_heads: bool) -> Tensor:
         if x.device.type != self._transport.device.type:

@@ -550,17 +550,17 @@ def test_a2a_sends_each_row_but_for_the_own_heads(degree: int) -> None:
 
 
 @pytest.mark.parametrize(("inner", "outer"), [(2, 2), (2, 3), (4, 2), (2, 4), (1, 4), (4, 1)])
-def test_a_hierarchy_trades_within_and_passes_blocks_between(inner: int, outer: int) -> None:
+def test_a_hierarchy_exchanges_heads_within_and_passes_keys_between(inner: int, outer: int) -> None:
     case = one_sequence(inner * outer, "a2a+p2p", heads=8, kv_heads=4, sizes=(inner, outer))
     query, keys = row_bytes(case)
     length, lse = case.lengths[0], 8 * case.heads
-    traded, ring = Fraction(length * (inner - 1), inner), (outer - 1) * length
+    exchanged, ring = Fraction(length * (inner - 1), inner), (outer - 1) * length
     assert wire(case)[:2] == (
-        traded * (2 * query + keys + lse) + ring * keys,
-        traded * (4 * query + 2 * keys + lse) + (ring + ring * 3 // 4) * keys,
+        exchanged * (2 * query + keys + lse) + ring * keys,
+        exchanged * (4 * query + 2 * keys + lse) + (ring + ring * 3 // 4) * keys,
     )
     # A rank's: its rows of heads, and of its share of the heads the blocks of other places.
-    received = (2 * query + keys + lse) * traded + ring * keys
+    received = (2 * query + keys + lse) * exchanged + ring * keys
     assert wire(case).busiest == received / case.ranks
 
 

@@ -100,7 +100,7 @@ def test_neighbours_stand_in_one_node(node: int, inner: int) -> None:
     assert chosen(plan_of(12, node=node)).inner == inner
 
 
-def test_several_inner_levels_are_one_trade() -> None:
+def test_several_inner_levels_are_one_exchange() -> None:
     assert chosen(plan_of(8, 1), sizes=(2, 2, 2))[1:3] == ("a2a+p2p", 4)
 
 
@@ -220,7 +220,7 @@ def test_auto_overlaps_the_ring_where_attention_hides_it() -> None:
     assert "a2a+p2p 2: " in choice.why
 
 
-def test_auto_trades_heads_where_keys_are_as_many_as_queries() -> None:
+def test_auto_exchanges_heads_where_keys_are_as_many_as_queries() -> None:
     # 3/4 of four rows of a quarter of the tokens, against 3/4 of all rows of keys and values.
     cost = hcp.CostModel(pair=1, token=0, exchange=1000, launch=0)
     assert chosen(plan_of(4, cost=cost), "auto", heads=(8, 8)).used == "a2a"
@@ -233,7 +233,7 @@ def test_auto_gathers_under_a_narrow_window() -> None:
     assert choice.used == "all_gather"
 
 
-def test_auto_keeps_the_trade_within_nodes_when_links_between_them_are_slow() -> None:
+def test_auto_exchanges_heads_within_nodes_when_links_between_them_are_slow() -> None:
     cost = hcp.CostModel(pair=1, token=0, exchange=10, exchange_far=10_000, launch=0)
     near = chosen(plan_of(8, cost=cost, node=8), "auto", heads=(8, 8))
     far = chosen(plan_of(8, cost=cost, node=4), "auto", heads=(8, 8))
@@ -345,7 +345,7 @@ def test_auto_takes_heads_for_short_sequences_and_keys_for_long_ones() -> None:
 def test_auto_reads_either_price_of_the_same_links(priced: dict[str, int]) -> None:
     cost = hcp.CostModel(pair=0, token=1, launch=0, step=7, **{"exchange": 0, **priced})
     # 64 tokens on 4 ranks, 4 query and 2 key-value heads: 400 a token's keys and values, 200 for
-    # D + E elements. The trade of 4 has a copy of each key-value head, that of 2 none.
+    # D + E elements. The exchange of 4 has a copy of each key-value head, that of 2 none.
     times = {
         "all_gather": 400 * 48 + 7,
         "p2p": 400 * 48 + 3 * 7,
@@ -420,6 +420,6 @@ def test_auto_is_exact_on_gloo_ranks_which_pick_the_same() -> None:
     assert len({tuple(sorted(choices)) for _, choices in results}) == 1
 
 
-def test_several_trades_compose_with_a_ring() -> None:
+def test_several_inner_levels_compose_with_a_ring() -> None:
     case = Case((61, 16, 3), 8, min_degree=8, comm_type="a2a+p2p", sizes=(2, 2, 2), heads=8)
     assert loopback_error(replace(case, kv_heads=2, window=(20, 0), sinks=True, lse=True)) <= 1e-10

@@ -11,7 +11,7 @@ typedef struct rank_state {
   hcp_layout *layout;
   hcp_table *schedule;
   int32_t own[ROWS];            /* token numbers of the layout's rows */
-  int32_t local[ROWS];          /* of the rows behind the trade       */
+  int32_t local[ROWS];          /* of the rows after heads came       */
   int64_t rows;                 /* of these                           */
   int32_t keys[ROWS];           /* of the stage's keys, in key order  */
   int32_t wire[ROWS], received[ROWS];
@@ -62,7 +62,7 @@ static int64_t gather(const rank_state *r, int32_t s, int64_t begin, int64_t end
   return filled;
 }
 
-/* ---- heads for sequence ---- */
+/* ---- rows for heads ---- */
 
 /* Sequence after sequence, each in token order. */
 static void check_order(const rank_state *r) {
@@ -74,33 +74,33 @@ static void check_order(const rank_state *r) {
   }
 }
 
-static void trade(rank_state *r) {
+static void exchange_heads(rank_state *r) {
   static int32_t back[ROWS];
-  int64_t peers = records(r->schedule, HCP_SCHEDULE_TRADES), traded = 0;
+  int64_t peers = records(r->schedule, HCP_SCHEDULE_HEAD_RECEIVES), received = 0;
   for (int64_t i = 0; i < peers; i++) {
-    const int64_t *move = section(r->schedule, HCP_SCHEDULE_TRADES) + 3 * i;
-    CHECK_INT(move[1], traded);
+    const int64_t *move = section(r->schedule, HCP_SCHEDULE_HEAD_RECEIVES) + 3 * i;
+    CHECK_INT(move[1], received);
     CHECK_INT(move[2], ranks[move[0]].layout->rows);
-    memcpy(r->wire + traded, ranks[move[0]].own, (size_t)move[2] * sizeof *r->wire);
-    traded += move[2];
+    memcpy(r->wire + received, ranks[move[0]].own, (size_t)move[2] * sizeof *r->wire);
+    received += move[2];
   }
   r->rows = gather(r, HCP_SCHEDULE_GATHER, 0, records(r->schedule, HCP_SCHEDULE_GATHER), r->wire,
                    r->local);
-  CHECK_INT(r->rows, traded);
+  CHECK_INT(r->rows, received);
   CHECK_INT(gather(r, HCP_SCHEDULE_SCATTER, 0, records(r->schedule, HCP_SCHEDULE_SCATTER), r->local,
                    back),
-            traded);
-  CHECK(memcmp(back, r->wire, (size_t)traded * sizeof *back) == 0);
+            received);
+  CHECK(memcmp(back, r->wire, (size_t)received * sizeof *back) == 0);
   check_order(r);
 }
 
-static void trade_all(hcp_comm_type type) {
+static void exchange_all_heads(hcp_comm_type type) {
   for (int32_t k = 0; k < rank_count; k++) {
     rank_state *r = &ranks[k];
     if (type == HCP_COMM_A2A || type == HCP_COMM_A2A_P2P) {
-      trade(r);
+      exchange_heads(r);
     } else {
-      CHECK_INT(records(r->schedule, HCP_SCHEDULE_TRADES), 0);
+      CHECK_INT(records(r->schedule, HCP_SCHEDULE_HEAD_RECEIVES), 0);
       memcpy(r->local, r->own, sizeof r->local);
       r->rows = r->layout->rows;
     }
@@ -111,7 +111,7 @@ static void trade_all(hcp_comm_type type) {
 
 /* How many ranks compute each query, each with other heads. */
 static int64_t shares_of(const rank_state *r) {
-  int64_t neighbours = records(r->schedule, HCP_SCHEDULE_TRADES);
+  int64_t neighbours = records(r->schedule, HCP_SCHEDULE_HEAD_RECEIVES);
   return neighbours > 0 ? neighbours : 1;
 }
 
@@ -160,7 +160,7 @@ static void arrange_keys(int32_t first, int32_t end_rank, int64_t stage) {
   }
 }
 
-/* The keys as they came are the rows that PULLS names, in their owners' memory. */
+/* The keys as they received are the rows that PULLS names, in their owners' memory. */
 static void check_pulls(const rank_state *r, int64_t stage) {
   int64_t pulled = 0;
   for (int64_t i = begin_of(r, stage, 5); i < stage_of(r, stage)[5]; i++) {
@@ -172,15 +172,15 @@ static void check_pulls(const rank_state *r, int64_t stage) {
   CHECK_INT(pulled, stage_of(r, stage)[8]);
 }
 
-/* Ranks that have the same heads, and their rows behind the trade. */
-static void check_blocks(const rank_state *r, int32_t rank) {
-  int64_t trades = records(r->schedule, HCP_SCHEDULE_TRADES), inner = trades > 0 ? trades : 1;
+/* Ranks that have the same heads, and their rows after the exchange. */
+static void check_key_owners(const rank_state *r, int32_t rank) {
+  int64_t inner = shares_of(r);
   int64_t first = r->layout->first_rank + (rank - r->layout->first_rank) % inner;
-  CHECK_INT(records(r->schedule, HCP_SCHEDULE_BLOCKS) * inner, r->layout->degree);
-  for (int64_t k = 0; k < records(r->schedule, HCP_SCHEDULE_BLOCKS); k++) {
-    const int64_t *block = section(r->schedule, HCP_SCHEDULE_BLOCKS) + 2 * k;
-    CHECK_INT(block[0], first + k * inner);
-    CHECK_INT(block[1], ranks[block[0]].rows);
+  CHECK_INT(records(r->schedule, HCP_SCHEDULE_KEY_OWNERS) * inner, r->layout->degree);
+  for (int64_t k = 0; k < records(r->schedule, HCP_SCHEDULE_KEY_OWNERS); k++) {
+    const int64_t *owner = section(r->schedule, HCP_SCHEDULE_KEY_OWNERS) + 2 * k;
+    CHECK_INT(owner[0], first + k * inner);
+    CHECK_INT(owner[1], ranks[owner[0]].rows);
   }
 }
 
@@ -362,8 +362,8 @@ static void run(const hcp_plan *plan, int32_t m, hcp_comm_type type, int32_t wis
   memset(met, 0, sizeof met);
   rank_count = plan->limits.ranks;
   for (int32_t k = 0; k < rank_count; k++) open_rank(plan, m, k, type, wish, mask);
-  trade_all(type);
-  for (int32_t k = 0; k < rank_count; k++) check_blocks(&ranks[k], k);
+  exchange_all_heads(type);
+  for (int32_t k = 0; k < rank_count; k++) check_key_owners(&ranks[k], k);
   meet_all();
   check_meetings(mask);
   for (int32_t k = 0; k < rank_count && type == HCP_COMM_ALL_GATHER; k++) {
@@ -402,7 +402,7 @@ static void every_query_meets_every_key_it_sees_once(void) {
 }
 
 /* Neighbours of a group hold together what one rank of a smaller group does. */
-static void behind_the_trade_stands_a_smaller_group(void) {
+static void neighbours_hold_what_a_rank_of_a_smaller_group_does(void) {
   for (int32_t i = 0; i < 40; i++) {
     int32_t inner = draw(1, 3), degree = draw(1, 4), sequences = draw(1, 4);
     int64_t lengths[4];
@@ -521,7 +521,7 @@ static void bad_requests_are_refused(void) {
 
 int main(void) {
   every_query_meets_every_key_it_sees_once();
-  behind_the_trade_stands_a_smaller_group();
+  neighbours_hold_what_a_rank_of_a_smaller_group_does();
   keys_come_in_stages_of_whole_sequences();
   stages_share_no_segment();
   bad_requests_are_refused();

@@ -245,7 +245,7 @@ def test_a_model_computes_what_megatrons_own_does_under_any_plan(name):
     run_ranks(1, compare, name, 3, 26, 1, timeout=110)
 
 
-def test_layers_trade_heads_among_neighbours_and_pass_keys_around_a_ring():
+def test_layers_exchange_heads_among_neighbours_and_pass_keys_around_a_ring():
     given = "levels and whatever is fastest", 4, 18, 1, ("a2a+p2p", "a2a+p2p")
     run_ranks(1, compare, *given, timeout=110)
 

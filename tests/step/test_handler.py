@@ -508,7 +508,9 @@ def test_a_sum_has_the_same_bits_on_every_rank() -> None:
 # ---- whole sequences -----------------------------------------------------------------------------
 
 
-def check_trade(groups: Any, lengths: Any, heads: int, min_degree: int, dtype: torch.dtype) -> None:
+def check_head_exchange(
+    groups: Any, lengths: Any, heads: int, min_degree: int, dtype: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(5)
     whole = [torch.randn(n, heads, 3, generator=generator).to(dtype) for n in lengths]
     for cp in all_handlers(groups, lengths, min_degree=min_degree):
@@ -538,7 +540,7 @@ def test_rows_become_whole_sequences_of_some_heads_and_come_back(
 ) -> None:
     min_degree = data.draw(st.integers(1, ranks))
     lengths = [min(length, 20 * ranks) for length in lengths]
-    hcp.loopback(ranks, lambda g: check_trade(g, lengths, heads, min_degree, dtype))
+    hcp.loopback(ranks, lambda g: check_head_exchange(g, lengths, heads, min_degree, dtype))
 
 
 @pytest.mark.parametrize("over", [0, 1])
@@ -593,12 +595,12 @@ def test_padding_travels_as_sequences_of_its_own(
     hcp.loopback(ranks, check)
 
 
-def gloo_trade(rank: int, size: int) -> None:
-    check_trade(GlooGroups(), [40, 7, 2, 1], 5, 2, torch.float32)
+def gloo_head_exchange(rank: int, size: int) -> None:
+    check_head_exchange(GlooGroups(), [40, 7, 2, 1], 5, 2, torch.float32)
 
 
 def test_whole_sequences_work_on_gloo_ranks() -> None:
-    run_ranks(3, gloo_trade)
+    run_ranks(3, gloo_head_exchange)
 
 
 def test_a_scan_over_whole_sequences_equals_one_rank() -> None:

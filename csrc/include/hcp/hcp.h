@@ -453,25 +453,24 @@ typedef struct hcp_mask {
  *   PULLS          (row, rows, peer, peer_row): key rows <- local rows of their
  *                  owner, for ranks that read each other's memory: what PACK,
  *                  SENDS, RECEIVES and ARRANGE come to
- *   BLOCKS         (peer, rows): the ranks that keys come from, this one among
+ *   KEY_OWNERS     (peer, rows): the ranks that keys come from, this one among
  *                  them, with the number of their local rows
  *
  * Runs ascend by row; records with the same row and rows are one run, and
  * different runs do not overlap.
  *
- * A2A and A2A_P2P trade rows for heads before stage 0, and back after the last
+ * A2A and A2A_P2P exchange rows for heads before stage 0, and back after the last
  * stage: each neighbour gives the others its rows of the heads that they take. It
  * then has all neighbours' rows of its own heads, and after those the padding of
- * each. Every section but SIZES and TRADES counts these rows, and peers are the
+ * each. Every section but SIZES and HEAD_RECEIVES counts these rows, and peers are the
  * ranks of the other neighbourhoods that have the same heads. Under A2A all ranks of
  * the group are neighbours: the rows are whole sequences, and there is one stage.
  *
- *   TRADES         (peer, row, rows): the rows that come from each of the neighbours,
+ *   HEAD_RECEIVES  (peer, row, rows): the rows that come from each of the neighbours,
  *                  in order, this rank among them; rows may be 0. Each of them gets
  *                  this rank's rows
- *   GATHER         (row, rows) of the traded rows in token order
- *   SCATTER        (row, rows) of the gathered rows as they were traded: the way
- *                  back
+ *   GATHER         (row, rows) of the rows that came, in token order
+ *   SCATTER        (row, rows) of the gathered rows as they came: the way back
  */
 #define HCP_SCHEDULE_SECTIONS(X) \
   X(SIZES, 7)                    \
@@ -487,8 +486,8 @@ typedef struct hcp_mask {
   X(HOME_RECEIVES, 3)            \
   X(LOCAL_RUNS, 4)               \
   X(PULLS, 4)                    \
-  X(BLOCKS, 2)                   \
-  X(TRADES, 3)                   \
+  X(KEY_OWNERS, 2)               \
+  X(HEAD_RECEIVES, 3)            \
   X(GATHER, 2)                   \
   X(SCATTER, 2)
 
@@ -503,8 +502,8 @@ enum {
 enum { HCP_SCHEDULE_GATHERS_MAX = 4 };
 
 /* Make the schedule of a rank. P2P passes all local rows of each rank around the ring of
- * the group; ALL_GATHER fetches just the rows that this rank's queries see; A2A trades rows
- * for heads among all ranks, A2A_P2P among `inner` neighbours each, which then form a ring
+ * the group; ALL_GATHER fetches just the rows that this rank's queries see; A2A exchanges
+ * rows for heads among all ranks, A2A_P2P among `inner` neighbours each, which then form a ring
  * with the others. inner divides the group's degree (HCP_INVALID else) and counts for
  * A2A_P2P only. *mask is read only.
  *

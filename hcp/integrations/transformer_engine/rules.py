@@ -52,7 +52,7 @@ def _heads_that_do_not_divide(attention: Any, pgs: ProcessGroups) -> str | None:
         heads = getattr(attention, name, 0)
         if heads // tp % inner:
             return (
-                f"it trades rows for heads among {inner} ranks ({comm_type}), and has {name} "
+                f"it exchanges rows for heads among {inner} ranks ({comm_type}), and has {name} "
                 f"{heads} over tp = {tp}, expected a multiple of {inner} on each"
             )
     return None
