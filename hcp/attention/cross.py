@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from hcp import ops
-from hcp.attention.checks import check
+from hcp.attention.checks import check, check_options, scale_of, window_of
 from hcp.attention.kernels import Choice, Kernel, Launch, kernel_for, scores_of_sinks, wide
-from hcp.exchange.agreement import Kind, Stamp, agree_once, rows_like
+from hcp.attention.layer import as_kernels_take
+from hcp.exchange.agreement import Kind, Stamp, agree_once, refuse_transforms, rows_like
+from hcp.exchange.calls import Calls
 from hcp.exchange.layout import Layout
 from hcp.exchange.move import copy_rows
 from hcp.exchange.tables import Entry, Move, Origin
@@ -310,7 +312,59 @@ class _Attend(torch.autograd.Function):
 # ---- the call ------------------------------------------------------------------------------------
 
 
-def cross_attention(
+class CrossAttention:
+    """Makes the calls of cross-attention of a handler. Each route is made once, for all layers."""
+
+    def __init__(
+        self, layout: Layout, transport: Transport, calls: Calls, origin: Origin, kernel_family: str
+    ) -> None:
+        """``layout``, ``origin``: of the queries. ``kernel_family``: whose kernels compute it."""
+        self._layout, self._transport, self._calls = layout, transport, calls
+        self._origin, self._kernel_family = origin, kernel_family
+        self._routes: dict[tuple[object, ...], KeyRoute] = {}
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        keys: tuple[Layout, Origin],
+        *,
+        causal: bool,
+        window_size: tuple[int, int],
+        softmax_scale: float | None,
+        softcap: float,
+    ) -> tuple[Tensor, Tensor]:
+        """See :meth:`hcp.ContextParallelHandler.cross_attention`."""
+
+        def attended(number: int) -> tuple[Tensor, Tensor]:
+            refuse_transforms("cross_attention", query, key, value)
+            check_options(softcap, 0.0)
+            if query.shape[0] != self._layout.rows:
+                raise ValueError(f"query has {query.shape[0]} rows, expected {self._layout.rows}")
+            layout, origin = keys
+            return _cross_attention(
+                self._transport,
+                self._route(layout, window_of(window_size, causal)),
+                *as_kernels_take(query, key, value),
+                sinks,
+                scale_of(query, softmax_scale),
+                Choice(self._kernel_family, softcap),
+                (self._origin, origin),
+                number,
+            )
+
+        return self._calls.make("cross_attention", attended, everywhere=True)
+
+    def _route(self, keys: Layout, window: tuple[int, int]) -> KeyRoute:
+        place = keys.plan.checksum, keys.micro_batch, window
+        if place not in self._routes:
+            self._routes[place] = KeyRoute(self._layout, keys, window)
+        return self._routes[place]
+
+
+def _cross_attention(
     transport: Transport,
     route: KeyRoute,
     query: Tensor,
@@ -322,7 +376,6 @@ def cross_attention(
     origins: tuple[Origin, Origin],
     number: int,
 ) -> tuple[Tensor, Tensor]:
-    """See :meth:`hcp.ContextParallelHandler.cross_attention`."""
     check(query[:0], key[:0], value[:0], sinks, 0, transport.device)
     for name, x, rows in (("key", key, route.source_rows), ("value", value, route.source_rows)):
         if x.shape[0] != rows:

@@ -14,15 +14,14 @@ heads, G key-value heads, h of either on this rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hcp import ops
 from hcp.attention.kernels import Kernel, Launch, wide
-from hcp.exchange.agreement import BACKWARD, Stamp
-from hcp.exchange.tables import HeadMoves, Move, Schedule
+from hcp.exchange.agreement import Stamp
+from hcp.exchange.tables import HeadMoves, Move
 from hcp.exchange.transport import Transport
 
 
@@ -252,44 +251,6 @@ def _as_given(elements: Tensor, like: Tensor, heads: int) -> Tensor:
 def _dense(rows: Tensor) -> Tensor:
     """Rows as packing takes them. A kernel may give a log-sum-exp by heads."""
     return rows if rows.stride(1) == 1 else rows.contiguous()
-
-
-# ---- any layer -----------------------------------------------------------------------------------
-
-
-def exchange_heads(
-    transport: Transport, schedule: Schedule, x: Tensor, count: int, *, to_heads: bool, stamp: Stamp
-) -> Tensor:
-    """(T, count, ...) to (S, h, ...), or back, under the schedule of a group's "a2a"; with
-    gradients."""
-    out: Tensor = _Exchange.apply(x, transport, schedule, count, to_heads, stamp)  # type: ignore[no-untyped-call]
-    return out
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        transport: Transport,
-        schedule: Schedule,
-        count: int,
-        to_heads: bool,
-        stamp: Stamp,
-    ) -> Tensor:
-        ctx.given = transport, schedule, count, not to_heads, stamp.in_pass(BACKWARD)
-        assert schedule.head_moves is not None
-        exchange = HeadExchange(transport, schedule.head_moves, count, count)
-        if to_heads:
-            (out,) = exchange.to_heads([x], [], stamp)
-        else:
-            (out,) = exchange.to_rows([x], [], 0, stamp)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        back = _Exchange.apply(grad, *ctx.given)  # type: ignore[no-untyped-call]
-        return back, None, None, None, None, None
 
 
 # ---- kernels -------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hcp.attention.checks import as_autocast
 from hcp.attention.head_exchange import HeadExchange
 from hcp.attention.kernels import Choice, scores_of_sinks, wide
 from hcp.attention.key_transfer import cut, rotated_back, summed
@@ -61,6 +62,19 @@ def attention(
     how = layer, prepared, rotary, number, name
     out, lse = _Attention.apply(query, key, value, sinks, how)  # type: ignore[no-untyped-call]
     return out, lse
+
+
+def as_kernels_take(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as autocast and kernels want them."""
+    if torch.is_autocast_enabled(query.device.type):
+        query, key, value = as_autocast(query), as_autocast(key), as_autocast(value)
+    return dense_heads(query), dense_heads(key), dense_heads(value)
+
+
+def dense_heads(rows: Tensor) -> Tensor:
+    """Rows whose heads lie dense: kernels take any stride of rows and heads, but read the elements
+    of a head side by side."""
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hcp import ops
+from hcp.attention.checks import as_autocast
 from hcp.exchange.agreement import is_transformed
 
 
@@ -69,6 +70,16 @@ def rotary_of(angles: Tensor, *, interleaved: bool, mscale: float) -> Rotary:
     order."""
     cos, sin = (mscale * f(angles) for f in (torch.cos, torch.sin))
     return Rotary(cos, sin, interleaved)
+
+
+def check_positions(name: str, table: Tensor, least: int) -> None:
+    """Raise ValueError unless a table (positions, ...) has as many positions as the longest
+    sequence has tokens."""
+    positions = table.shape[0] if table.dim() else 0
+    if not torch.compiler.is_compiling() and positions < least:
+        raise ValueError(
+            f"{name} has {positions} positions, expected >= {least} (get_rotary_seq_len())"
+        )
 
 
 def angles_of(freqs: Tensor, positions: Tensor, axes: Sequence[int] | None) -> Tensor:
@@ -130,6 +141,21 @@ def rotate(t: Tensor, rotary: Rotary) -> Tensor:
         return rotate_by_torch(t, rotary)
     dense = t if t.stride(-1) == 1 else t.contiguous()
     return rotary.for_kernels(t.dtype).rotate(dense)
+
+
+def for_attention(
+    query: Tensor, key: Tensor, rotary: Rotary
+) -> tuple[Tensor, Tensor, Rotary | None]:
+    """Queries and keys, and what attention is to rotate them by: None where its kernels do not take
+    them, which are then rotated here."""
+    rotary.check(query, "query")
+    # What autocast narrows is rotated first, as it would be outside of attention.
+    casts = torch.is_autocast_enabled(query.device.type) and (
+        as_autocast(query) is not query or as_autocast(key) is not key
+    )
+    if not casts and rotary.fits(query) and rotary.fits(key):
+        return query, key, rotary.for_kernels(query.dtype)
+    return rotate(query, rotary), rotate(key, rotary), None
 
 
 def rotate_by_torch(t: Tensor, rotary: Rotary) -> Tensor:

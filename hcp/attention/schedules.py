@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from hcp.attention import comm_types as comm
-from hcp.attention.checks import window_of
+from hcp.attention.checks import check_options, scale_of, window_of
+from hcp.attention.kernels import Choice
+from hcp.attention.layer import Layer
 from hcp.attention.prepared import Prepared, prepared_of
 from hcp.exchange.layout import Layout, ranks_with_rows
 from hcp.exchange.tables import schedule_words
@@ -27,10 +29,12 @@ class Schedules:
         comm_types: Sequence[str],
         sizes: Sequence[int],
         *,
+        kernel_family: str,
         step: int,
         numbers: Iterator[int],
     ) -> None:
-        """``sizes``: of the levels of "a2a+p2p". ``numbers``: of the group's calls."""
+        """``sizes``: of the levels of "a2a+p2p". ``kernel_family``: whose kernels compute
+        attention. ``numbers``: of the group's calls."""
         plan = layout.plan
         comm.check_comm_types(comm_types, sizes, comm.only_degree(plan))
         comm.check_prices(comm_types, plan.cost)
@@ -38,7 +42,7 @@ class Schedules:
         """The comm type of a layer that names none."""
         self._comm_types = tuple(dict.fromkeys(comm_types))
         self._layout, self._transport, self._sizes = layout, transport, tuple(sizes)
-        self._step, self._numbers = step, numbers
+        self._kernel_family, self._step, self._numbers = kernel_family, step, numbers
         # The ranks of a group compare its calls. Two ranks meet in any exchange.
         self._callers = ranks_with_rows(layout) if layout.degree > 2 else []
         self._words: dict[tuple[object, ...], Tensor] = {}
@@ -55,6 +59,25 @@ class Schedules:
                 for window in (_CAUSAL, _FULL, *window_sizes):
                     for causal in (False, True):
                         self._prepare(name, *window_of(window, causal), counts)
+
+    def layer_of(
+        self,
+        query: Tensor,
+        key: Tensor,
+        comm_type: str | None,
+        causal: bool,
+        window_size: tuple[int, int],
+        softmax_scale: float | None,
+        softcap: float,
+        dropout_p: float,
+    ) -> Layer:
+        """How a layer attends that is called with these options, which are checked."""
+        check_options(softcap, dropout_p)
+        left, right = window_of(window_size, causal)
+        scale = scale_of(query, softmax_scale)
+        counts = _head_count(query), _head_count(key)
+        words = self.words_of(comm_type or self.default, left, right, counts)
+        return Layer(words, scale, Choice(self._kernel_family, softcap))
 
     def words_of(self, comm_type: str, left: int, right: int, counts: tuple[int, int]) -> Tensor:
         """The schedule of a layer, as a compiler sees it. ``counts``: query and key-value heads."""
@@ -108,6 +131,11 @@ class Schedules:
         prepared.numbers = self._numbers
         self._prepared.append(prepared)
         return words
+
+
+def _head_count(rows: Tensor) -> int:
+    """0 for what has none, which is refused later."""
+    return rows.shape[1] if rows.dim() > 1 else 0
 
 
 def _key_of(comm_type: str, left: int, right: int, counts: tuple[int, int]) -> tuple[object, ...]:

@@ -24,8 +24,9 @@ class Calls:
     """Numbers the calls that a group makes, and those that the whole domain makes."""
 
     def __init__(self, transport: Transport, origin: Origin, group: range) -> None:
-        """``group``: the ranks that compute this rank's sequences."""
-        self._transport, self._origin, self._group = transport, origin, group
+        self._transport, self._origin = transport, origin
+        self.group = group
+        """The ranks that compute this rank's sequences."""
         self.numbers: Iterator[int] = itertools.count(1)
         """Numbers of the group's calls."""
         self._domain_numbers: Iterator[int] = itertools.count(1)
@@ -45,7 +46,7 @@ class Calls:
         self, operation: str, number: int, error: Exception, everywhere: bool = False
     ) -> None:
         """Tell the other ranks of a call why this one does not make it."""
-        ranks = range(self._transport.size) if everywhere else self._group
+        ranks = range(self._transport.size) if everywhere else self.group
         peers = [rank for rank in ranks if rank != self._transport.rank]
         if peers:
             call = *self._origin, everywhere, number

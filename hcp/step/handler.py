@@ -10,38 +10,22 @@ import torch
 from torch import Tensor
 
 from hcp._this_process import OfThisProcess
-from hcp._validate import plain
 from hcp.attention import comm_types as comm
-from hcp.attention import cross, kernels, operator
-from hcp.attention import head_exchange as heads
 from hcp.attention import layer as attention
+from hcp.attention import operator
 from hcp.attention import qkv_format as formats
 from hcp.attention import rotary as rope
-from hcp.attention.checks import as_autocast, check_options, scale_of, window_of
+from hcp.attention.checks import window_of
+from hcp.attention.cross import CrossAttention
 from hcp.attention.prepared import Prepared, prepared_of
 from hcp.attention.schedules import Schedules
-from hcp.exchange.agreement import LayerName, Moves, Stamp, refuse_transforms
+from hcp.attention.whole_sequences import WholeSequences
+from hcp.exchange.agreement import LayerName, refuse_transforms
 from hcp.exchange.calls import Calls, call_site
-from hcp.exchange.layout import (
-    Layout,
-    halo_rows,
-    rows_in_whole,
-    rows_may_vary,
-    whole_cu_seqlens,
-)
-from hcp.exchange.move import (
-    AllPairs,
-    check_rows,
-    copy_rows_of,
-    move_rows,
-    sum_by_sequence,
-    sum_over,
-)
+from hcp.exchange.layout import Layout, halo_rows, rows_in_whole, rows_may_vary, whole_cu_seqlens
 from hcp.exchange.routes import Routes
-from hcp.exchange.tables import (
-    Origin,
-    Route,
-)
+from hcp.exchange.row_calls import RowCalls
+from hcp.exchange.tables import Origin
 from hcp.exchange.transport import Transport
 from hcp.megatron_style import core_attention as core_attn
 from hcp.megatron_style import packed
@@ -100,7 +84,7 @@ class ContextParallelHandler(OfThisProcess):
         self._origin = Origin(plan.checksum, step, micro_batch)
         self._stamp_call_sites = stamp_call_sites
         group = range(layout.first_rank, layout.first_rank + layout.degree)
-        self._calls = Calls(transport, self._origin, group)
+        self._calls = calls = Calls(transport, self._origin, group)
         self.rows = layout.rows
         """Rows of this rank, T. May be 0."""
         self.degree = layout.degree
@@ -109,7 +93,8 @@ class ContextParallelHandler(OfThisProcess):
         """int32 (sequences + 1,): local rows of each sequence, summed."""
         self.position_ids = rows_may_vary(layout.positions.to(transport.device, non_blocking=True))
         """int64 (T,): each row's place in its sequence; 0 in padding."""
-        self.whole_cu_seqlens = whole_cu_seqlens(layout).to(transport.device)
+        whole = whole_cu_seqlens(layout)
+        self.whole_cu_seqlens = whole.to(transport.device)
         """int32 (sequences + 1,): tokens of each sequence, summed: the rows of sequence_to_head.
         Under ``alignment``, each rank's padding follows, as sequences of their own."""
         self.max_seqlen = max(layout.lengths, default=0)
@@ -123,14 +108,16 @@ class ContextParallelHandler(OfThisProcess):
             transport,
             self.comm_types if comm_types is None else comm_types,
             hierarchical_context_parallel_sizes,
+            kernel_family=self.kernel_family,
             step=step,
-            numbers=self._calls.numbers,
+            numbers=calls.numbers,
         )
         self._schedules.prepare_all(window_sizes, heads)
         self._layers: dict[tuple[object, ...], tuple[attention.Layer, Prepared]] = {}
+        self._cross = CrossAttention(layout, transport, calls, self._origin, self.kernel_family)
         self._routes = Routes(layout, sources)
-        self._key_routes: dict[tuple[object, ...], cross.KeyRoute] = {}
-        self._pairs = AllPairs(group, transport.rank)
+        self._rows = RowCalls(layout, transport, calls, self._routes)
+        self._whole = WholeSequences(layout, transport, calls, self._schedules, int(whole[-1]))
 
     @property
     def loss_tokens(self) -> float | None:
@@ -158,25 +145,6 @@ class ContextParallelHandler(OfThisProcess):
         """int64 (T,): each row's place in what ``sequence_to_head`` gives: the whole sequences, end
         to end, then each rank's padding."""
         return rows_in_whole(self.layout).to(self.device)
-
-    def _layer(
-        self,
-        query: Tensor,
-        key: Tensor,
-        comm_type: str | None,
-        causal: bool,
-        window_size: tuple[int, int],
-        softmax_scale: float | None,
-        softcap: float,
-        dropout_p: float,
-    ) -> attention.Layer:
-        """How a layer attends that is called with these options, which are checked."""
-        check_options(softcap, dropout_p)
-        left, right = window_of(window_size, causal)
-        scale = scale_of(query, softmax_scale)
-        counts = _head_count(query), _head_count(key)
-        words = self._schedules.words_of(comm_type or self._schedules.default, left, right, counts)
-        return attention.Layer(words, scale, kernels.Choice(self.kernel_family, softcap))
 
     @property
     def comm_choices(self) -> tuple[comm.CommChoice, ...]:
@@ -299,12 +267,14 @@ class ContextParallelHandler(OfThisProcess):
             options = comm_type, causal, window_size, softmax_scale, softcap, dropout_p
             asked = *options, query.shape[1:], key.shape[1:]
             known = self._layers.get(asked) if number else None
-            how = known[0] if known else self._layer(query, key, *options)
+            how = known[0] if known else self._schedules.layer_of(query, key, *options)
             rotary: rope.Rotary | None = None
             if rotary_pos_emb is not None:
-                dense = _dense_heads(query), _dense_heads(key)
-                query, key, rotary = self._rotated(*dense, rotary_pos_emb)
-            query, key, value = _as_kernels_take(query, key, value)
+                if not isinstance(rotary_pos_emb, rope.Rotary):
+                    rotary_pos_emb = self.rotary(rotary_pos_emb)
+                dense = attention.dense_heads(query), attention.dense_heads(key)
+                query, key, rotary = rope.for_attention(*dense, rotary_pos_emb)
+            query, key, value = attention.as_kernels_take(query, key, value)
             given = query, key, value, sinks, how
             if number == 0 or attention.is_watched(query, key, value):
                 out, lse = operator.attention(*given, rotary, number, layer)
@@ -319,21 +289,6 @@ class ContextParallelHandler(OfThisProcess):
         if qkv_format != "thd":
             out, lse = (formats.from_rows(x, batch, qkv_format) for x in (out, lse))
         return (out, lse) if return_lse else out
-
-    def _rotated(
-        self, query: Tensor, key: Tensor, given: Tensor | rope.Rotary
-    ) -> tuple[Tensor, Tensor, rope.Rotary | None]:
-        """Queries and keys, and what attention is to rotate them by: nothing, where its kernels do
-        not take them and they are rotated here."""
-        rotary = given if isinstance(given, rope.Rotary) else self.rotary(given)
-        rotary.check(query, "query")
-        # What autocast narrows is rotated first, as it would be outside of attention.
-        casts = torch.is_autocast_enabled(query.device.type) and (
-            as_autocast(query) is not query or as_autocast(key) is not key
-        )
-        if not casts and rotary.fits(query) and rotary.fits(key):
-            return query, key, rotary.for_kernels(query.dtype)
-        return rope.rotate(query, rotary), rope.rotate(key, rotary), None
 
     def core_attn(
         self,
@@ -441,28 +396,17 @@ class ContextParallelHandler(OfThisProcess):
 
         Raises ValueError when the keys of a sequence are not there.
         """
-
-        def attend(number: int) -> tuple[Tensor, Tensor]:
-            refuse_transforms("cross_attention", query, key, value)
-            check_options(softcap, 0.0)
-            if query.shape[0] != self.rows:
-                raise ValueError(f"query has {query.shape[0]} rows, expected {self.rows}")
-            window = window_of(window_size, causal)
-            place = keys.plan.checksum, keys.micro_batch, window
-            if place not in self._key_routes:
-                self._key_routes[place] = cross.KeyRoute(self.layout, keys.layout, window)
-            return cross.cross_attention(
-                self._transport,
-                self._key_routes[place],
-                *_as_kernels_take(query, key, value),
-                sinks,
-                scale_of(query, softmax_scale),
-                kernels.Choice(self.kernel_family, softcap),
-                (self._origin, keys._origin),
-                number,
-            )
-
-        out, lse = self._calls.make("cross_attention", attend, everywhere=True)
+        out, lse = self._cross.attend(
+            query,
+            key,
+            value,
+            sinks,
+            (keys.layout, keys._origin),
+            causal=causal,
+            window_size=window_size,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+        )
         return (out, lse) if return_lse else out
 
     # ---- rotary embedding ----
@@ -474,7 +418,7 @@ class ContextParallelHandler(OfThisProcess):
 
     def get_emb_on_this_cp_rank(self, emb: Tensor) -> Tensor:
         """Take the rows of a table (positions, ...) at this rank's positions: (T, ...)."""
-        self._check_positions("emb", emb)
+        rope.check_positions("emb", emb, self.max_seqlen)
         return emb[self.position_ids]
 
     def rotary(
@@ -501,7 +445,7 @@ class ContextParallelHandler(OfThisProcess):
         R / 2 frequencies follows. Dispatch them as a field of the samples.
         """
         if positions is None:
-            self._check_positions("freqs", freqs)
+            rope.check_positions("freqs", freqs, self.max_seqlen)
             positions = self.position_ids
         elif positions.shape[0] != self.rows:
             raise ValueError(
@@ -539,14 +483,6 @@ class ContextParallelHandler(OfThisProcess):
             raise ValueError("options are given beside a Rotary, expected them of cp.rotary(...)")
         return rope.rotate(t, freqs)
 
-    def _check_positions(self, name: str, table: Tensor) -> None:
-        positions = table.shape[0] if table.dim() else 0
-        if not torch.compiler.is_compiling() and positions < self.max_seqlen:
-            raise ValueError(
-                f"{name} has {positions} positions, expected >= {self.max_seqlen} "
-                "(get_rotary_seq_len())"
-            )
-
     # ---- rows between ranks ----
 
     def dispatch(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -559,23 +495,12 @@ class ContextParallelHandler(OfThisProcess):
         it; rows travel in the smaller dtype of the two. float64, float32, bfloat16 or float16 where
         it is not x's own.
         """
-        return self._dispatched("dispatch", x, dtype, reverse=False)
+        return self._rows.dispatch(x, dtype)
 
     def combine(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         """Undo ``dispatch``: (T, ...) to (S, ...), so that combine(dispatch(x)) is x.
         ``dtype``: as in ``dispatch``."""
-        return self._dispatched("combine", x, dtype, reverse=True)
-
-    def _dispatched(
-        self, operation: str, x: Tensor, dtype: torch.dtype | None, *, reverse: bool
-    ) -> Tensor:
-        def moved(number: int) -> Tensor:
-            route = self._routes.dispatch(reverse=reverse)
-            back = self._routes.dispatch(reverse=not reverse)
-            stamp = self._agree(operation, number, x, route, route, dtype)
-            return move_rows(self._transport, x, route, back, stamp, dtype)
-
-        return self._calls.make(operation, moved, everywhere=True)
+        return self._rows.combine(x, dtype)
 
     def roll_tensor(self, x: Tensor, shifts: int = -1, dims: int = 0) -> Tensor:
         """Shift rows along their sequences, across the borders of ranks: shape to shape.
@@ -584,17 +509,7 @@ class ContextParallelHandler(OfThisProcess):
         every row its successor's value, as labels want. ``dims``: the dimension that holds the T
         rows, such as -1 of Megatron's labels (1, T). Every rank of the group calls it.
         """
-
-        def rolled(number: int) -> Tensor:
-            shift = plain(shifts)
-            if type(shift) is not int:
-                raise ValueError(f"shifts is {shift!r}, expected an integer")
-            route, back = self._routes.roll(shift), self._routes.roll(-shift)
-            rows = x.movedim(dims, 0)
-            stamp = self._agree("roll_tensor", number, rows, route, self._pairs, shifts=shift)
-            return move_rows(self._transport, rows, route, back, stamp).movedim(0, dims)
-
-        return self._calls.make("roll_tensor", rolled)
+        return self._rows.roll(x, shifts, dims)
 
     def halo(self, x: Tensor, before: int) -> Tensor:
         """Put the ``before`` rows that precede each span in its sequence before it, from the ranks
@@ -604,34 +519,12 @@ class ContextParallelHandler(OfThisProcess):
         taps over the result, without padding, gives row r's output at
         ``halo_rows(before)[r] - before``. Every rank of the group calls it.
         """
-
-        def copied(number: int) -> Tensor:
-            route = self._routes.halo(before)
-            stamp = self._agree("halo", number, x, route, self._pairs, before=plain(before))
-            return copy_rows_of(self._transport, route, x, stamp)
-
-        return self._calls.make("halo", copied)
+        return self._rows.halo(x, before)
 
     def halo_rows(self, before: int) -> Tensor:
         """int64 (T,): where this rank's rows lie in what ``halo`` gives."""
         self._routes.halo(before)  # refuses a wrong number of rows
         return halo_rows(self.layout, before).to(self._transport.device)
-
-    def _agree(
-        self,
-        operation: str,
-        number: int,
-        x: Tensor,
-        route: Route,
-        callers: Moves,
-        dtype: torch.dtype | None = None,
-        **options: int,
-    ) -> Stamp:
-        """Check the rows of a call, and compare it with the ranks that make the same."""
-        check_rows(x, route.source_rows, self._transport.device, dtype)
-        refuse_transforms(operation, x)
-        stamp = self._calls.stamp(operation, number, x, dtype or x.dtype, **options)
-        return self._calls.agree(callers, stamp)
 
     # ---- sums ----
 
@@ -643,14 +536,7 @@ class ContextParallelHandler(OfThisProcess):
         gradients: what the ranks make of the sum adds up, as for torch.distributed.nn's all_reduce.
         Every rank of the group calls it.
         """
-
-        def summed(number: int) -> Tensor:
-            if not x.is_floating_point() and x.dtype != torch.int64:
-                raise ValueError(f"x is {x.dtype}, expected floats or int64: x.to(torch.int64)")
-            refuse_transforms("sum_over_group", x)
-            return self._sum("sum_over_group", x, number)
-
-        return self._calls.make("sum_over_group", summed)
+        return self._rows.sum_over_group(x)
 
     def sum_by_sequence(self, x: Tensor) -> Tensor:
         """Sum rows over each whole sequence, on every rank of its group, with gradients.
@@ -658,30 +544,14 @@ class ContextParallelHandler(OfThisProcess):
         x (T, ...), floats. Returns (sequences, ...), in the order of ``layout.sequences``. Padding
         does not count. Every rank of the group calls it.
         """
-
-        def summed(number: int) -> Tensor:
-            if x.dim() == 0 or x.shape[0] != self.rows:
-                raise ValueError(f"x has shape {tuple(x.shape)}, expected {self.rows} rows")
-            if not x.is_floating_point():
-                raise ValueError(f"x is {x.dtype}, expected floats: counts as float64 stay exact")
-            refuse_transforms("sum_by_sequence", x)
-            own = x[: self.rows - self.layout.padding]
-            return self._sum("sum_by_sequence", sum_by_sequence(own, self.cu_seqlens), number)
-
-        return self._calls.make("sum_by_sequence", summed)
-
-    def _sum(self, operation: str, x: Tensor, number: int) -> Tensor:
-        stamp = self._calls.stamp(operation, number, x.unsqueeze(0), x.dtype)
-        return sum_over(self._transport, self._pairs, x, stamp)
+        return self._rows.sum_by_sequence(x, self.cu_seqlens)
 
     # ---- whole sequences ----
 
     def head_slice(self, count: int) -> slice:
         """The heads, of ``count``, that this rank has in sequence_to_head: consecutive ones, split
         as evenly as possible, perhaps none. All of them on a rank without rows."""
-        if self.degree == 0:
-            return slice(0, count)
-        return heads.split(count, self.degree)[self.place]
+        return self._whole.head_slice(count)
 
     def sequence_to_head(self, x: Tensor) -> Tensor:
         """Exchange rows of some tokens for whole sequences of some heads, with gradients. Layers
@@ -690,39 +560,11 @@ class ContextParallelHandler(OfThisProcess):
         x (T, H, ...). Returns (S, h, ...): all tokens of the group's sequences in order, end to end
         (``whole_cu_seqlens``), and the heads ``head_slice(H)``. Every rank of the group calls it.
         """
-
-        def exchanged(number: int) -> Tensor:
-            if x.dim() < 2 or x.shape[0] != self.rows:
-                expected = f"({self.rows}, heads, ...)"
-                raise ValueError(f"x has shape {tuple(x.shape)}, expected {expected}")
-            return self._exchange_heads(x, x.shape[1], number, to_heads=True)
-
-        return self._calls.make("sequence_to_head", exchanged)
+        return self._whole.to_heads(x)
 
     def head_to_sequence(self, x: Tensor, count: int) -> Tensor:
         """Undo ``sequence_to_head``: (S, h, ...), of ``count`` heads in all, to (T, H, ...)."""
-
-        def exchanged(number: int) -> Tensor:
-            own = self.head_slice(count)
-            rows, mine = int(self.whole_cu_seqlens[-1]), own.stop - own.start
-            if x.dim() < 2 or tuple(x.shape[:2]) != (rows, mine):
-                raise ValueError(f"x has shape {tuple(x.shape)}, expected ({rows}, {mine}, ...)")
-            return self._exchange_heads(x, count, number, to_heads=False)
-
-        return self._calls.make("head_to_sequence", exchanged)
-
-    def _exchange_heads(self, x: Tensor, count: int, number: int, *, to_heads: bool) -> Tensor:
-        if x.device.type != self._transport.device.type:
-            raise ValueError(f"x is on {x.device}, expected {self._transport.device}")
-        operation = "sequence_to_head" if to_heads else "head_to_sequence"
-        refuse_transforms(operation, x)
-        if self.degree == 0:
-            return x
-        prepared = self._schedules.of_heads()
-        like = x.new_empty(0, count, *x.shape[2:])
-        stamp = self._calls.agree(prepared, self._calls.stamp(operation, number, like, x.dtype))
-        given = self._transport, prepared.schedule, x, count
-        return heads.exchange_heads(*given, to_heads=to_heads, stamp=stamp)
+        return self._whole.to_rows(x, count)
 
     # ---- loss ----
 
@@ -754,19 +596,3 @@ class ContextParallelHandler(OfThisProcess):
 
 
 _F64 = torch.float64
-
-
-def _head_count(rows: Tensor) -> int:
-    """0 for what has none, which is refused later."""
-    return rows.shape[1] if rows.dim() > 1 else 0
-
-
-def _as_kernels_take(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    if torch.is_autocast_enabled(query.device.type):
-        query, key, value = as_autocast(query), as_autocast(key), as_autocast(value)
-    return _dense_heads(query), _dense_heads(key), _dense_heads(value)
-
-
-def _dense_heads(rows: Tensor) -> Tensor:
-    # Kernels take any stride of rows and heads, but read the elements of a head side by side.
-    return rows if rows.stride(-1) == 1 else rows.contiguous()

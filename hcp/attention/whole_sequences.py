@@ -1,0 +1,103 @@
+"""Rows of some tokens exchanged for whole sequences of some heads, and back, with gradients: for
+layers that scan sequences.
+
+T rows on this rank, S rows of its group, H heads, h heads of this rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hcp.attention.head_exchange import HeadExchange, split
+from hcp.attention.schedules import Schedules
+from hcp.exchange.agreement import BACKWARD, Stamp, refuse_transforms
+from hcp.exchange.calls import Calls
+from hcp.exchange.layout import Layout
+from hcp.exchange.tables import Schedule
+from hcp.exchange.transport import Transport
+
+
+class WholeSequences:
+    """Makes the calls of a handler that exchange rows for heads, or heads for rows."""
+
+    def __init__(
+        self, layout: Layout, transport: Transport, calls: Calls, schedules: Schedules, rows: int
+    ) -> None:
+        """``rows``: S."""
+        self._layout, self._transport = layout, transport
+        self._calls, self._schedules, self._rows = calls, schedules, rows
+
+    def head_slice(self, count: int) -> slice:
+        """The heads, of ``count``, that this rank computes."""
+        layout = self._layout
+        if layout.degree == 0:
+            return slice(0, count)
+        return split(count, layout.degree)[self._transport.rank - layout.first_rank]
+
+    def to_heads(self, x: Tensor) -> Tensor:
+        """(T, H, ...) to (S, h, ...)."""
+
+        def exchanged(number: int) -> Tensor:
+            rows = self._layout.rows
+            if x.dim() < 2 or x.shape[0] != rows:
+                raise ValueError(f"x has shape {tuple(x.shape)}, expected ({rows}, heads, ...)")
+            return self._exchange(x, x.shape[1], number, to_heads=True)
+
+        return self._calls.make("sequence_to_head", exchanged)
+
+    def to_rows(self, x: Tensor, count: int) -> Tensor:
+        """(S, h, ...), of ``count`` heads in all, to (T, H, ...)."""
+
+        def exchanged(number: int) -> Tensor:
+            own = self.head_slice(count)
+            rows, mine = self._rows, own.stop - own.start
+            if x.dim() < 2 or tuple(x.shape[:2]) != (rows, mine):
+                raise ValueError(f"x has shape {tuple(x.shape)}, expected ({rows}, {mine}, ...)")
+            return self._exchange(x, count, number, to_heads=False)
+
+        return self._calls.make("head_to_sequence", exchanged)
+
+    def _exchange(self, x: Tensor, count: int, number: int, *, to_heads: bool) -> Tensor:
+        if x.device.type != self._transport.device.type:
+            raise ValueError(f"x is on {x.device}, expected {self._transport.device}")
+        operation = "sequence_to_head" if to_heads else "head_to_sequence"
+        refuse_transforms(operation, x)
+        if self._layout.degree == 0:
+            return x
+        prepared = self._schedules.of_heads()
+        like = x.new_empty(0, count, *x.shape[2:])
+        stamp = self._calls.agree(prepared, self._calls.stamp(operation, number, like, x.dtype))
+        given = self._transport, prepared.schedule, count, to_heads, stamp
+        out: Tensor = _Exchange.apply(x, *given)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _Exchange(torch.autograd.Function):
+    """(T, count, ...) to (S, h, ...), or back, under the schedule of a group's "a2a"."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        transport: Transport,
+        schedule: Schedule,
+        count: int,
+        to_heads: bool,
+        stamp: Stamp,
+    ) -> Tensor:
+        ctx.given = transport, schedule, count, not to_heads, stamp.in_pass(BACKWARD)
+        assert schedule.head_moves is not None
+        exchange = HeadExchange(transport, schedule.head_moves, count, count)
+        if to_heads:
+            (out,) = exchange.to_heads([x], [], stamp)
+        else:
+            (out,) = exchange.to_rows([x], [], 0, stamp)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        back = _Exchange.apply(grad, *ctx.given)  # type: ignore[no-untyped-call]
+        return back, None, None, None, None, None

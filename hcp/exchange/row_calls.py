@@ -1,0 +1,124 @@
+"""The calls of a handler that move rows between ranks, and those that sum over ranks.
+
+T rows on this rank, S rows of the sequences that it loaded.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hcp._validate import plain
+from hcp.exchange.agreement import Moves, Stamp, refuse_transforms
+from hcp.exchange.calls import Calls
+from hcp.exchange.layout import Layout
+from hcp.exchange.move import (
+    AllPairs,
+    check_rows,
+    copy_rows_of,
+    move_rows,
+    sum_by_sequence,
+    sum_over,
+)
+from hcp.exchange.routes import Routes
+from hcp.exchange.tables import Route
+from hcp.exchange.transport import Transport
+
+
+class RowCalls:
+    """Makes these calls: rows are checked, and compared with those of the ranks that make the same
+    call. :class:`hcp.ContextParallelHandler` has a method for each, which says what it does."""
+
+    def __init__(self, layout: Layout, transport: Transport, calls: Calls, routes: Routes) -> None:
+        self._layout, self._transport = layout, transport
+        self._calls, self._routes = calls, routes
+        self._pairs = AllPairs(calls.group, transport.rank)
+
+    def dispatch(self, x: Tensor, dtype: torch.dtype | None) -> Tensor:
+        """(S, ...) to (T, ...)."""
+        return self._dispatched("dispatch", x, dtype, reverse=False)
+
+    def combine(self, x: Tensor, dtype: torch.dtype | None) -> Tensor:
+        """(T, ...) to (S, ...)."""
+        return self._dispatched("combine", x, dtype, reverse=True)
+
+    def _dispatched(
+        self, operation: str, x: Tensor, dtype: torch.dtype | None, *, reverse: bool
+    ) -> Tensor:
+        def moved(number: int) -> Tensor:
+            route = self._routes.dispatch(reverse=reverse)
+            back = self._routes.dispatch(reverse=not reverse)
+            stamp = self._agree(operation, number, x, route, route, dtype)
+            return move_rows(self._transport, x, route, back, stamp, dtype)
+
+        return self._calls.make(operation, moved, everywhere=True)
+
+    def roll(self, x: Tensor, shifts: int, dims: int) -> Tensor:
+        """Shift rows along their sequences. ``dims``: the dimension that holds the T rows."""
+
+        def rolled(number: int) -> Tensor:
+            shift = plain(shifts)
+            if type(shift) is not int:
+                raise ValueError(f"shifts is {shift!r}, expected an integer")
+            route, back = self._routes.roll(shift), self._routes.roll(-shift)
+            rows = x.movedim(dims, 0)
+            stamp = self._agree("roll_tensor", number, rows, route, self._pairs, shifts=shift)
+            return move_rows(self._transport, rows, route, back, stamp).movedim(0, dims)
+
+        return self._calls.make("roll_tensor", rolled)
+
+    def halo(self, x: Tensor, before: int) -> Tensor:
+        """(T, ...) to (T + before * spans, ...)."""
+
+        def copied(number: int) -> Tensor:
+            route = self._routes.halo(before)
+            stamp = self._agree("halo", number, x, route, self._pairs, before=plain(before))
+            return copy_rows_of(self._transport, route, x, stamp)
+
+        return self._calls.make("halo", copied)
+
+    def _agree(
+        self,
+        operation: str,
+        number: int,
+        x: Tensor,
+        route: Route,
+        callers: Moves,
+        dtype: torch.dtype | None = None,
+        **options: int,
+    ) -> Stamp:
+        """Check the rows of a call, and compare it with the ranks that make the same."""
+        check_rows(x, route.source_rows, self._transport.device, dtype)
+        refuse_transforms(operation, x)
+        stamp = self._calls.stamp(operation, number, x, dtype or x.dtype, **options)
+        return self._calls.agree(callers, stamp)
+
+    def sum_over_group(self, x: Tensor) -> Tensor:
+        """Sum x over the ranks that compute these sequences."""
+
+        def summed(number: int) -> Tensor:
+            if not x.is_floating_point() and x.dtype != torch.int64:
+                raise ValueError(f"x is {x.dtype}, expected floats or int64: x.to(torch.int64)")
+            refuse_transforms("sum_over_group", x)
+            return self._sum("sum_over_group", x, number)
+
+        return self._calls.make("sum_over_group", summed)
+
+    def sum_by_sequence(self, x: Tensor, bounds: Tensor) -> Tensor:
+        """(T, ...) to (sequences, ...). ``bounds``: local rows of each sequence, summed."""
+
+        def summed(number: int) -> Tensor:
+            rows = self._layout.rows
+            if x.dim() == 0 or x.shape[0] != rows:
+                raise ValueError(f"x has shape {tuple(x.shape)}, expected {rows} rows")
+            if not x.is_floating_point():
+                raise ValueError(f"x is {x.dtype}, expected floats: counts as float64 stay exact")
+            refuse_transforms("sum_by_sequence", x)
+            own = x[: rows - self._layout.padding]
+            return self._sum("sum_by_sequence", sum_by_sequence(own, bounds), number)
+
+        return self._calls.make("sum_by_sequence", summed)
+
+    def _sum(self, operation: str, x: Tensor, number: int) -> Tensor:
+        stamp = self._calls.stamp(operation, number, x.unsqueeze(0), x.dtype)
+        return sum_over(self._transport, self._pairs, x, stamp)
