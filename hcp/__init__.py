@@ -14,7 +14,7 @@ from hcp.evaluation.plan import EvalBatch, EvalPlan
 from hcp.exchange.layout import Layout, Span
 from hcp.exchange.loopback import loopback
 from hcp.groups.build import build_process_groups
-from hcp.groups.groups import ProcessGroups
+from hcp.groups.process_groups import ProcessGroups
 from hcp.megatron_style.core_attention import CoreAttention
 from hcp.megatron_style.packed import (
     PackedSeqParams,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hcp.errors import HcpError
 from hcp.exchange.gather import all_gather_object
-from hcp.groups.groups import ProcessGroups
+from hcp.groups.process_groups import ProcessGroups
 
 
 @dataclass(frozen=True, slots=True)

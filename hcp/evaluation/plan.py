@@ -25,7 +25,7 @@ from hcp._validate import expect_names, expect_size, plain
 from hcp.errors import HcpError
 from hcp.evaluation.loading import Load, loader_of, sample_at
 from hcp.evaluation.seen import Seen
-from hcp.groups.groups import ProcessGroups
+from hcp.groups.process_groups import ProcessGroups
 from hcp.planning.cost import CostModel
 from hcp.planning.plan import Plan, plan
 from hcp.step.dispatch import Step, dispatch, gather_lengths

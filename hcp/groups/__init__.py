@@ -1,4 +1,4 @@
 """Build the process groups of a job.
 
-The doors are ``build.build_process_groups`` and ``groups.ProcessGroups``.
+The doors are ``build.build_process_groups`` and ``process_groups.ProcessGroups``.
 """

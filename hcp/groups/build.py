@@ -21,7 +21,7 @@ from hcp.exchange.peer import BUFFER_BYTES
 from hcp.groups.agree import agree_on_layout, tell_others_of_errors
 from hcp.groups.create import Creator, require_initialised, timeout_of
 from hcp.groups.grids import ROLES, check_levels, data_parallel_size
-from hcp.groups.groups import CREATED, ProcessGroups
+from hcp.groups.process_groups import CREATED, ProcessGroups
 
 
 def build_process_groups(

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from hcp.groups.groups import ProcessGroups
+from hcp.groups.process_groups import ProcessGroups
 from hcp.integrations.experts import warn_of_experts
 from hcp.integrations.loader import (
     DynamicCPDataLoader,

@@ -23,7 +23,7 @@ from hcp._validate import expect_names, expect_size
 from hcp.errors import HcpError
 from hcp.evaluation.plan import EvalPlan
 from hcp.groups.build import build_process_groups
-from hcp.groups.groups import ProcessGroups
+from hcp.groups.process_groups import ProcessGroups
 from hcp.planning.cost import CostModel
 from hcp.rebinding.exclude import Exclude
 from hcp.rebinding.rebind import eval_cp_context

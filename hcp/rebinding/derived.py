@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from hcp.groups.grids import ROLES
-from hcp.groups.groups import ProcessGroups
+from hcp.groups.process_groups import ProcessGroups
 
 SIZE, RANK, RANKS, FLAG = "size", "rank", "ranks", "flag"
 KINDS = (SIZE, RANK, RANKS, FLAG)

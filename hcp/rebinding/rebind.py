@@ -19,7 +19,7 @@ from typing import Any
 from hcp._core import Rebinding
 from hcp.errors import HcpError
 from hcp.exchange.transport import Transport
-from hcp.groups.groups import ProcessGroups
+from hcp.groups.process_groups import ProcessGroups
 from hcp.rebinding.exclude import Exclude, listed
 from hcp.rebinding.findings import Finding
 from hcp.rebinding.holders import find_elsewhere

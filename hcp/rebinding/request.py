@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hcp.exchange.transport import Transport
-from hcp.groups.groups import ProcessGroups
+from hcp.groups.process_groups import ProcessGroups
 from hcp.rebinding import packages
 from hcp.rebinding.twins import Twins
 from hcp.rebinding.walk import Walk

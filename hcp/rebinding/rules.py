@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hcp.groups.groups import ProcessGroups
+from hcp.groups.process_groups import ProcessGroups
 
 Attributes = Callable[[Any, ProcessGroups], Mapping[str, Any]]
 Arguments = Callable[[Any, ProcessGroups], tuple[Any, ...]]

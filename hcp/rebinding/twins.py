@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hcp.groups.groups import ProcessGroups
+from hcp.groups.process_groups import ProcessGroups
 from hcp.rebinding import derived
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from hcp.groups.groups import ProcessGroups
+from hcp.groups.process_groups import ProcessGroups
 from hcp.rebinding import derived, packages
 from hcp.rebinding.closed import LRU_CACHE, OWN_TENSORS, is_closed_package, is_open
 from hcp.rebinding.exclude import Exclude, Excluded

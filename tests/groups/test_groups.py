@@ -21,7 +21,7 @@ import hcp
 from hcp._core import Grid
 from hcp.groups.build import build_process_groups
 from hcp.groups.grids import ROLES
-from hcp.groups.groups import ProcessGroups
+from hcp.groups.process_groups import ProcessGroups
 
 DIMENSIONS = ("tp", "cp", "dp", "pp")
 ORDERS = ["-".join(names) for names in itertools.permutations(DIMENSIONS)]

@@ -24,7 +24,7 @@ import hcp
 from hcp import _core
 from hcp._core import Rebinding, SlotTable, Structure
 from hcp.groups.build import build_process_groups
-from hcp.groups.groups import ProcessGroups
+from hcp.groups.process_groups import ProcessGroups
 from hcp.rebinding.rebind import eval_cp_context, find_slots
 
 # ---- the undo log, without torch -----------------------------------------------------------------

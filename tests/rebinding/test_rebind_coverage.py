@@ -27,7 +27,7 @@ from torch import nn
 
 import hcp
 from hcp.groups.build import build_process_groups
-from hcp.groups.groups import ProcessGroups
+from hcp.groups.process_groups import ProcessGroups
 from hcp.rebinding import rules
 from hcp.rebinding.places import places
 

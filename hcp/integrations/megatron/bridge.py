@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hcp.groups.groups import ProcessGroups
+from hcp.groups.process_groups import ProcessGroups
 from hcp.rebinding.exclude import Exclude
 from hcp.rebinding.rebind import Rebound, rebind
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from hcp.groups.groups import ProcessGroups
+from hcp.groups.process_groups import ProcessGroups
 from hcp.rebinding.exclude import Exclude
 from hcp.rebinding.rebind import eval_cp_context
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hcp.groups.groups import ProcessGroups
+from hcp.groups.process_groups import ProcessGroups
 from hcp.rebinding.derived import Names
 from hcp.rebinding.packages import PackageRules
 from hcp.rebinding.rules import Rule

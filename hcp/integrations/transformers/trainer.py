@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.trainer_utils import EvalLoopOutput
 
 from hcp.evaluation.metrics import Metrics
-from hcp.groups.groups import ProcessGroups
+from hcp.groups.process_groups import ProcessGroups
 from hcp.integrations.accelerate import check_accelerator, with_barrier_of
 from hcp.integrations.loader import (
     DynamicCPDataLoader,
