@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 import transformers
@@ -61,7 +62,7 @@ PER_LAYER = {
     "layer_types": BOTH,
     "num_kv_shared_layers": 0,
 }
-MORE = {
+MORE: dict[str, dict[str, Any]] = {
     "axk1": LATENT,
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
@@ -112,11 +113,11 @@ def build(kind: str) -> torch.nn.Module | None:
     return model
 
 
-def made(config):
+def made(config: Any) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 
 
-def small(cls):
+def small(cls: Any) -> dict[str, Any]:
     """Options of a configuration and of its parts that it has, and that are not None by default."""
     names = set(inspect.signature(cls.__init__).parameters)
     try:
@@ -124,7 +125,7 @@ def small(cls):
         names |= set(default.to_dict())
     except Exception:  # one that needs options
         default = None
-    options = {name: value for name, value in SMALL.items() if name in names}
+    options: dict[str, Any] = {name: value for name, value in SMALL.items() if name in names}
     for name in list(options):
         none = getattr(default, name, 0) is None
         if none and name != "num_key_value_heads" and not name.endswith("token_id"):

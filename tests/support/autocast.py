@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import hcp
-from support.cases import NAMES, sequences_of
+from support.cases import NAMES, grad_of, sequences_of
 
 HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 
@@ -83,15 +83,17 @@ def compare(groups: Any, call: Call, dtypes: tuple[torch.dtype, ...], comm_type:
     with torch.autocast(device.type, HALF):
         out = call(cp, *leaves)
         order = sequences_of(plan, 0) if rank == 0 else []
-        wanted = [sdpa(*whole[s].values()) for s in sorted(order)]
+        parts = [whole[s] for s in sorted(order)]
+        wanted = [sdpa(x["query"], x["key"], x["value"]) for x in parts]
     assert out.dtype == (DOUBLE if DOUBLE in dtypes else HALF)
     out.sum().backward()
     back = cp.combine(out.detach())
-    grads = [cp.combine(x.grad) for x in leaves]
-    assert [x.grad.dtype for x in leaves] == list(dtypes)
+    given_back = [grad_of(x) for x in leaves]
+    grads = [cp.combine(x) for x in given_back]
+    assert [x.dtype for x in given_back] == list(dtypes)
     if rank == 0:
         assert wanted[0].dtype == out.dtype
         torch.cat(wanted).sum().backward()
         assert (back - torch.cat(wanted)).abs().max() < 0.02
         for name, grad in zip(NAMES, grads, strict=False):
-            assert (grad - torch.cat([sample[name].grad for sample in whole])).abs().max() < 0.1
+            assert (grad - torch.cat([grad_of(sample[name]) for sample in whole])).abs().max() < 0.1

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import hcp
+from support.cases import grad_of
 
 TYPES = ("p2p", "all_gather", "a2a")
 
@@ -66,9 +67,10 @@ def check_softcap(
     for s in range(len(lengths)):
         leaves = [3 * x[s].clone() for x in inputs[:3]]  # scores well beyond the cap
         leaves = [x.requires_grad_() for x in leaves]
-        out, lse = whole_attention(*leaves, window, 2.0)
+        q, k, v = leaves
+        out, lse = whole_attention(q, k, v, window, 2.0)
         torch.autograd.backward((out, lse), (inputs[3][s], grad_lse[s]))
-        answers.append([out.detach(), lse.detach(), *(x.grad for x in leaves)])
+        answers.append([out.detach(), lse.detach(), *map(grad_of, leaves)])
     worst = 0.0
     for cp in handlers(groups, lengths, cls, min_degree=degree):
         leaves = [3 * rows_here(cp, x) for x in inputs[:3]]
@@ -82,7 +84,7 @@ def check_softcap(
             comm_type=comm_type,
         )
         torch.autograd.backward((out, lse), (rows_here(cp, inputs[3]), rows_here(cp, grad_lse)))
-        results = [out.detach(), lse.detach(), *(x.grad for x in leaves)]
+        results = [out.detach(), lse.detach(), *map(grad_of, leaves)]
         for n, result in enumerate(results):
             want = rows_here(cp, [answer[n] for answer in answers])
             if want.numel():

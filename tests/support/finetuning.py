@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
+
+import hcp
 
 # In batches of eight: two whole ones, one of a single sample. The longest is longer than a rank
 # holds.
@@ -13,13 +18,13 @@ TRAINING = (13, 1, 40, 7, 30, 3, 9, 100, 2, 5, 6, 4, 11, 1, 64, 8, 17)
 VALIDATION = (50, 3, 1, 22, 9, 14, 2)
 
 
-def documents(lengths, seed=0):
+def documents(lengths: Sequence[int], seed: int = 0) -> list[dict[str, Tensor]]:
     """Random tokens, 3 to 63."""
     generator = torch.Generator().manual_seed(seed)
     return [{"input_ids": torch.randint(3, 64, (n,), generator=generator)} for n in lengths]
 
 
-def as_torchrun(size):
+def as_torchrun(size: int) -> None:
     """The environment that a launcher leaves, and none of the state that Accelerate keeps from
     case to case."""
     os.environ.update(
@@ -37,7 +42,7 @@ def as_torchrun(size):
 
 
 @contextlib.contextmanager
-def fsdp_on_cpus():
+def fsdp_on_cpus() -> Iterator[None]:
     """Inside, Accelerate takes the ranks for GPUs as far as FSDP goes, which it leaves out on CPUs.
     All that it then does is its own, over Gloo. PartialState must be there."""
     from accelerate.state import PartialState
@@ -56,14 +61,14 @@ def fsdp_on_cpus():
 class Model(torch.nn.Module):
     """One layer of attention, in float64."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.embedding = torch.nn.Embedding(64, 32)
         self.qkv = torch.nn.Linear(32, 96)
         self.double()
 
-    def forward(self, cp, local):
+    def forward(self, cp: hcp.ContextParallelHandler, local: Any) -> Tensor:
         """The loss of each row."""
         rows = self.qkv(self.embedding(local.input_ids))
         q, k, v = rows.view(len(rows), 3, 4, 8).unbind(1)

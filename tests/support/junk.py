@@ -12,6 +12,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 import hcp
+from hcp.exchange.tables import schedule_words
 
 ALLOWED = (ValueError, RuntimeError, NotImplementedError, TypeError)
 """TypeError is for what the schema does not take."""
@@ -163,18 +165,18 @@ def calls(random: Random, words: Tensor) -> Iterator[tuple[str, Callable[[], obj
         for i, values in enumerate(junk):
             for j, value in enumerate(values):
                 given = (*arguments[:i], value, *arguments[i + 1 :])
-                yield f"{name}, {schema[i].name} {j}", lambda o=operator, a=given: o(*a)
+                yield f"{name}, {schema[i].name} {j}", partial(operator, *given)
         for j in range(DRAWN):
             given = tuple(
                 random.choice(values) if random.random() < 0.3 else value
                 for values, value in zip(junk, arguments, strict=True)
             )
-            yield f"{name}, drawn {j}", lambda o=operator, a=given: o(*a)
+            yield f"{name}, drawn {j}", partial(operator, *given)
         for dtype in (torch.int8, torch.complex64, torch.quint8):
             if operator._schema.arguments[-1].name == "dtype":
                 yield (
                     f"{name}, dtype {dtype}",
-                    lambda o=operator, a=arguments, d=dtype: o(*a, dtype=d),
+                    partial(operator, *arguments, dtype=dtype),
                 )
 
 
@@ -191,9 +193,7 @@ def main(first: int, last: int, seed: int) -> None:
 def call_all(first: int, last: int, seed: int, groups: Any) -> None:
     plan = hcp.plan([5], ranks=1, max_tokens_per_rank=8)
     key = groups.transport.key
-    words = hcp.exchange.tables.schedule_words(
-        plan, 0, 0, "p2p", window_size=(-1, 0), transport_key=key
-    )
+    words = schedule_words(plan, 0, 0, "p2p", window_size=(-1, 0), transport_key=key)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (most, most))

@@ -133,7 +133,7 @@ EVALUATED = (30, 1, 77, 5, 12, 40, 8)
 """Bytes of the documents of an evaluation, without the end of each."""
 
 
-def evaluate_both_layouts(job, model, outcome) -> None:
+def evaluate_both_layouts(job: Any, model: list[Any], outcome: Outcome) -> None:
     from hcp.integrations.megatron.program import training
     from hcp.programs.data import Document
 
@@ -157,7 +157,14 @@ def small_arguments(case: Case) -> Any:
     return parse(rows_up_to(LONGEST, parse(LONGEST).domain) + 8)
 
 
-def gradients_of_first_step(job, model, step, args, expected, outcome) -> None:
+def gradients_of_first_step(
+    job: Any,
+    model: list[Any],
+    step: Any,
+    args: Any,
+    expected: dict[str, torch.Tensor],
+    outcome: Outcome,
+) -> None:
     from hcp.integrations.megatron.program import training
 
     if args.use_distributed_optimizer:
@@ -196,7 +203,9 @@ def _train_alone(case: Case) -> Outcome:
     return outcome
 
 
-def run_alone(model, documents, losses, forward_only=False) -> tuple[float, int]:
+def run_alone(
+    model: list[Any], documents: list[torch.Tensor], losses: Any, forward_only: bool = False
+) -> tuple[float, int]:
     """(mean, tokens) of Megatron's schedule over the documents, one in a micro-batch."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -213,7 +222,9 @@ def run_alone(model, documents, losses, forward_only=False) -> tuple[float, int]
     return total / tokens, int(tokens)
 
 
-def step_alone(data_iterator, model, *, losses):
+def step_alone(
+    data_iterator: Iterator[torch.Tensor], model: Any, *, losses: Any
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
     """Every token predicts the next one; the last has none."""
     tokens = next(data_iterator)[None]
     labels, mask = tokens.roll(-1), torch.ones(tokens.shape)
@@ -223,7 +234,7 @@ def step_alone(data_iterator, model, *, losses):
     out = model(tokens, positions, None, labels=None if losses else labels, **mtp)
     out = losses(out, labels) if losses else out
 
-    def sums(out):
+    def sums(out: torch.Tensor) -> Any:
         total, count = (out * mask).sum(), mask.sum()
         return total, count.int(), {"lm loss": torch.stack([total.detach(), count])}
 
@@ -267,7 +278,7 @@ def parameters_of(model: Sequence[Any], args: Any) -> Iterator[tuple[str, Any, A
         for path, parameter in chunk.named_parameters():
             name = re.sub(r"\bmodule\.", "", path)
             if found := re.match(r"(.*?\blayers\.)(\d+)(.*)", name):
-                layer = modules[path[: path.index(found[3])]] if found[3] else None
+                layer: Any = modules[path[: path.index(found[3])]] if found[3] else None
                 if not name.startswith("mtp."):
                     name = f"{found[1]}{layer.layer_number - 1}{found[3]}"
             if found := re.match(r"(.*local_experts\.)(\d+)(.*)", name):

@@ -1,6 +1,10 @@
 """Small models of Megatron-Core: options, and a hybrid with Mamba layers."""
 
+from __future__ import annotations
+
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -16,7 +20,7 @@ YARN = dict(
 """Options of a config, which Megatron reads with `yarn_` before their names."""
 
 
-def config_of(num_layers=2, **options):
+def config_of(num_layers: int = 2, **options: Any) -> Any:
     from megatron.core.transformer import TransformerConfig
 
     return TransformerConfig(
@@ -34,7 +38,12 @@ def config_of(num_layers=2, **options):
     )
 
 
-def mamba_hybrid(collection, core_attention, config=None, wrap=lambda spec: spec):
+def mamba_hybrid(
+    collection: Any,
+    core_attention: Any,
+    config: Any = None,
+    wrap: Callable[[Any], Any] = lambda spec: spec,
+) -> Any:
     """Mamba, attention, Mamba, MLP, by Megatron's local layers instead of Transformer Engine's."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -60,7 +69,7 @@ def mamba_hybrid(collection, core_attention, config=None, wrap=lambda spec: spec
     # Taken from Transformer Engine, whatever the specification says.
     bases = {base.__module__ for base in mamba_block.MambaStack.__mro__}
     for home in (name for name in bases if "core" in name):  # another one since 0.19
-        sys.modules[home].TENorm = lambda config, hidden_size, eps: torch.nn.LayerNorm(
+        vars(sys.modules[home])["TENorm"] = lambda config, hidden_size, eps: torch.nn.LayerNorm(
             hidden_size, eps
         )
     layers = mamba_block.MambaStackSubmodules(

@@ -5,45 +5,57 @@ state-space recurrence written as one masked square for each sequence (https://a
 section 6): slow, plain, and differentiable.
 """
 
+from __future__ import annotations
+
 import importlib.machinery
 import importlib.util
 import itertools
 import sys
 import types
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 
 class GatedNorm(torch.nn.Module):
     """In the place of mamba_ssm's, which needs Triton."""
 
-    def __init__(self, size, eps, group_size, norm_before_gate, device, dtype):
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        group_size: int,
+        norm_before_gate: bool,
+        device: Any,
+        dtype: torch.dtype,
+    ) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(size, dtype=dtype))
         self.eps, self.group_size = eps, group_size
 
-    def forward(self, x, z=None):
+    def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
         grouped = x.unflatten(-1, (-1, self.group_size))
         scale = (grouped.square().mean(-1, keepdim=True) + self.eps).rsqrt()
         return (grouped * scale).flatten(-2) * self.weight
 
 
 def slow_scan(
-    zxbcdt,
-    conv1d_weight,
-    conv1d_bias,
-    dt_bias,
-    A,
-    D,
-    chunk_size,
-    activation,
-    headdim,
-    ngroups,
-    seq_idx,
-    norm_before_gate=True,
-    **options,
-):
+    zxbcdt: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor,
+    dt_bias: Tensor,
+    A: Tensor,
+    D: Tensor,
+    chunk_size: int,
+    activation: str,
+    headdim: int,
+    ngroups: int,
+    seq_idx: Tensor | None,
+    norm_before_gate: bool = True,
+    **options: Any,
+) -> Tensor:
     """(1, S, z | x | B | C | dt) to (1, S, heads * headdim), each sequence of seq_idx by itself,
     all as one where it is None."""
     edges = zxbcdt.new_zeros(0) if seq_idx is None else seq_idx[0].diff().nonzero()[:, 0] + 1
@@ -55,7 +67,16 @@ def slow_scan(
     return torch.cat(parts)[None]
 
 
-def scan_one(rows, weight, bias, dt_bias, A, D, size, groups):
+def scan_one(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    dt_bias: Tensor,
+    A: Tensor,
+    D: Tensor,
+    size: int,
+    groups: int,
+) -> Tensor:
     heads = len(dt_bias)
     inner = heads * size
     state = (weight.shape[0] - inner) // (2 * groups)
@@ -76,10 +97,10 @@ def scan_one(rows, weight, bias, dt_bias, A, D, size, groups):
     return (y.flatten(1) * F.silu(z)).to(rows.dtype)
 
 
-def stand_in_for_kernels():
+def stand_in_for_kernels() -> None:
     """Megatron's mixer, imported after this, builds and trains on a CPU."""
 
-    def module(name, **contents):
+    def module(name: str, **contents: Any) -> None:
         made = types.ModuleType(name)
         made.__spec__ = importlib.machinery.ModuleSpec(name, None)
         vars(made).update(contents)
@@ -105,7 +126,7 @@ def stand_in_for_kernels():
     mamba_mixer._check_mamba_sequence_packing_support = lambda **options: (True, None)
 
 
-def rearrange(x, pattern, **sizes):
+def rearrange(x: Tensor, pattern: str, **sizes: int) -> Tensor:
     """The patterns of einops that the mixer's training path uses."""
     if pattern in ("l b d -> b l d", "b l d -> l b d"):
         return x.transpose(0, 1)

@@ -52,7 +52,8 @@ def results(groups: Groups, case: Case, samples: list[dict[str, Tensor]]) -> dic
 def wanted(case: Case, sample: dict[str, Tensor]) -> dict[str, Tensor]:
     window = case.window[0], 0 if case.causal else case.window[1]
     leaves = [sample[name].double().requires_grad_() for name in NAMES[:3]]
-    out = alone(*leaves, window)
+    query, key, value = leaves
+    out = alone(query, key, value, window)
     grads = torch.autograd.grad(out, leaves, sample["grad"].double())
     return dict(zip(NAMES, (out.detach(), *grads), strict=True))
 

@@ -111,8 +111,8 @@ def _cost(r: Random, lengths: list[int], ranks: int) -> hcp.CostModel:
 
 
 def _table(r: Random, lengths: list[int], ranks: int) -> hcp.CostModel:
-    rows = sorted(set(lengths))
-    degrees = sorted({1, *(r.randint(1, ranks) for _ in range(6))})
+    rows = tuple(sorted(set(lengths)))
+    degrees = tuple(sorted({1, *(r.randint(1, ranks) for _ in range(6))}))
     most = 2 ** r.choice([10, 30, 42])
     times = tuple(r.randint(1, most) for _ in range(len(rows) * len(degrees)))
     return hcp.CostModel(
@@ -166,7 +166,8 @@ def _junk(r: Random, request: Request) -> None:
     elif name == "memory":
         request["memory"] = hcp.MemoryModel(activation=abs(value), limit=r.choice([1, abs(value)]))
     elif name == "cost":
-        request["cost"] = hcp.CostModel(**{r.choice(["pair", "token", "launch"]): abs(value)})
+        price: dict[str, Any] = {r.choice(["pair", "token", "launch"]): abs(value)}
+        request["cost"] = hcp.CostModel(**price)
     elif request["lengths"]:
         values = list(request.get(name) or [1] * len(request["lengths"]))
         values[r.randrange(len(values))] = value
@@ -362,7 +363,7 @@ class Timed(NamedTuple):
 
 def judge(request: Request, plan: hcp.Plan) -> None:
     """Every rule that a plan keeps, and the times that it claims."""
-    lengths, seen = request["lengths"], []
+    lengths, seen = request["lengths"], list[int]()
     assert list(plan.lengths) == list(lengths)
     for groups in plan.micro_batches:
         free = 0

@@ -5,12 +5,15 @@ Import this before torchtitan.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch._utils
 import torch.distributed
+from torch import Tensor
 
 CPU = SimpleNamespace(
     set_device=lambda device: None,
@@ -24,10 +27,10 @@ CPU = SimpleNamespace(
     synchronize=lambda: None,
 )
 if not hasattr(torch.distributed, "set_timeout"):  # torchtitan asks for a torch after 2.13
-    torch.distributed.set_timeout = lambda timeout, group: None
+    vars(torch.distributed)["set_timeout"] = lambda timeout, group: None
 torch._utils._get_available_device_type = lambda: "cpu"
-_module_of = torch._utils._get_device_module
-torch._utils._get_device_module = lambda name: CPU if name == "cpu" else _module_of(name)
+_module_of: Any = torch._utils._get_device_module
+vars(torch._utils)["_get_device_module"] = lambda name: CPU if name == "cpu" else _module_of(name)
 
 import torchtitan.tools.utils  # noqa: E402
 
@@ -60,16 +63,16 @@ class Tokenizer(BaseTokenizer):
     class Config(BaseTokenizer.Config):
         pass
 
-    def __init__(self, config, **kwargs):
+    def __init__(self, config: Any, **kwargs: Any) -> None:
         super().__init__()
 
-    def encode(self, *args, **kwargs):
+    def encode(self, *args: Any, **kwargs: Any) -> list[int]:
         return []
 
-    def decode(self, *args, **kwargs):
+    def decode(self, *args: Any, **kwargs: Any) -> str:
         return ""
 
-    def get_vocab_size(self):
+    def get_vocab_size(self) -> int:
         return VOCABULARY
 
 
@@ -85,12 +88,20 @@ class Loader(BaseDataLoader):
         """Tokens of a document, cut where the row ends."""
 
     def __init__(
-        self, config, *, dp_world_size, dp_rank, seq_len, local_batch_size, tokenizer=None, **kwargs
-    ):
+        self,
+        config: Any,
+        *,
+        dp_world_size: int,
+        dp_rank: int,
+        seq_len: int,
+        local_batch_size: int,
+        tokenizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
         self.config, self.seq_len, self.size = config, seq_len, local_batch_size
         self.first, self.stride, self.loaded = dp_rank, dp_world_size, 0
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         """Rank r of n has rows r, r + n, ...; the last batch may be smaller."""
         own = range(self.first, self.config.rows, self.stride)
         for start in range(self.loaded, len(own), self.size):
@@ -99,7 +110,7 @@ class Loader(BaseDataLoader):
             tokens, positions, labels = (torch.stack(column) for column in zip(*rows, strict=True))
             yield {"input": tokens, "positions": positions}, labels
 
-    def row(self, i):
+    def row(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
         generator = torch.Generator().manual_seed(i)
         tokens = torch.randint(VOCABULARY, (self.seq_len + 1,), generator=generator)
         labels, positions = tokens[1:].clone(), torch.zeros(self.seq_len, dtype=torch.int64)
@@ -113,17 +124,19 @@ class Loader(BaseDataLoader):
             start = end
         return tokens[:-1], positions, labels
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, Any]:
         return {"loaded": self.loaded}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loaded = state["loaded"]
 
 
 MODELS = {"llama3": llama3.model_registry, "qwen3": qwen3.model_registry}
 
 
-def spec_of(family="llama3", flavor="debugmodel", backend="varlen", layers=2):
+def spec_of(
+    family: str = "llama3", flavor: str = "debugmodel", backend: str = "varlen", layers: int = 2
+) -> Any:
     spec = MODELS[family](flavor, attn_backend=backend, converters=[PackedContextParallel.Config()])
     del spec.model.layers[layers:]
     return spec
@@ -136,7 +149,7 @@ class CpuTrainer(ContextParallelTrainer):
     class Config(ContextParallelTrainer.Config):
         pass
 
-    def __init__(self, config):
+    def __init__(self, config: Any) -> None:
         super().__init__(config)
         for module in self.model_parts[0].modules():
             if isinstance(module, FSDPModule):
@@ -144,19 +157,19 @@ class CpuTrainer(ContextParallelTrainer):
 
 
 def config_of(
-    context_parallel,
+    context_parallel: hcp.Config,
     *,
-    spec=None,
-    steps=20,
-    local_batch_size=1,
-    global_batch_size=4,
-    seq_len=64,
-    loader=None,
-    validation_rows=0,
-    parallelism=None,
-    training=None,
-    **options,
-):
+    spec: Any = None,
+    steps: int = 20,
+    local_batch_size: int = 1,
+    global_batch_size: int = 4,
+    seq_len: int = 64,
+    loader: Any = None,
+    validation_rows: int = 0,
+    parallelism: dict[str, Any] | None = None,
+    training: dict[str, Any] | None = None,
+    **options: Any,
+) -> Any:
     """A small job. `validation_rows`: of the validation set, after steps 1, 10, 20 ..."""
     return CpuTrainer.Config(
         **{
@@ -196,15 +209,17 @@ def config_of(
 class Run:
     """A job, and what it logged."""
 
-    def __init__(self, config):
+    def __init__(self, config: Any) -> None:
         self.trainer = config.build()
         self._same_weights()
-        self.losses, self.norms, self.validations = [], [], []
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.validations: list[float] = []
         processor = self.trainer.metrics_processor
         processor.log = self._log
         processor.log_validation = lambda loss, step, **_: self.validations.append(loss)
 
-    def _same_weights(self):
+    def _same_weights(self) -> None:
         """On any number of ranks: random numbers of DTensors on CPUs are not."""
         generator = torch.Generator().manual_seed(7)
         with torch.no_grad():
@@ -215,15 +230,22 @@ class Run:
                     whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
                 parameter.copy_(whole)
 
-    def _log(self, step, avg_loss, max_loss, grad_norm, extra_metrics=None):
+    def _log(
+        self,
+        step: int,
+        avg_loss: float,
+        max_loss: float,
+        grad_norm: float,
+        extra_metrics: Any = None,
+    ) -> None:
         self.losses.append(avg_loss)
         self.norms.append(grad_norm)
 
-    def train(self):
+    def train(self) -> Run:
         self.trainer.train()
         return self
 
-    def first_gradients(self):
+    def first_gradients(self) -> dict[str, Any]:
         """Whole gradients of the first step, before they are clipped, by name."""
         trainer = self.trainer
         inputs, labels = next(trainer.batch_generator(trainer.dataloader))
@@ -235,9 +257,9 @@ class Run:
             for name, p in trainer.model_parts[0].named_parameters()
         }
 
-    def close(self):
+    def close(self) -> None:
         self.trainer.close()
 
 
-def options(limit, scheduler="dynamic_cp", **others):
+def options(limit: int, scheduler: str = "dynamic_cp", **others: Any) -> hcp.Config:
     return hcp.Config(limit, sequence_packing_scheduler=scheduler, **others)

@@ -5,14 +5,18 @@
 On GPUs it is `torchrun -m torchtitan.train --module titan_job ...`.
 """
 
-import titan
+from __future__ import annotations
+
+from typing import Any
+
+import titan  # type: ignore[import-not-found]  # it lies beside this script
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.train import main
 
 import hcp
 
 
-def small():
+def small() -> Any:
     return titan.config_of(
         hcp.Config(max_seqlen_per_dp_cp_rank=256),
         steps=20,

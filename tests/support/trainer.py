@@ -7,15 +7,21 @@ built: what hcp.eval_cp_context is for. Every rank holds the rows that its cp_ra
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import hcp
+from hcp.evaluation.metrics import Metric
 
 VOCABULARY, HIDDEN, HEADS = 11, 8, 4
+
+Sample = dict[str, Tensor]
+"""Tokens, and a mask of their loss."""
 
 
 @dataclass
@@ -42,16 +48,16 @@ class _Sum(torch.autograd.Function):
     """Sum over a group forward, nothing backward; or the other way round."""
 
     @staticmethod
-    def forward(ctx, x, group, forward):
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, forward: bool) -> Tensor:
         ctx.group, ctx.backward_too = group, not forward
         return _summed(x, group) if forward else x.clone()
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return (_summed(grad, ctx.group) if ctx.backward_too else grad), None, None
 
 
-def _summed(x, group):
+def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     x = x.contiguous().clone()
     dist.all_reduce(x, group=group)
     return x
@@ -61,7 +67,7 @@ class _Gather(torch.autograd.Function):
     """Rows of all ranks of a group, however many each has."""
 
     @staticmethod
-    def forward(ctx, x, group):
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         counts = torch.zeros(group.size(), dtype=torch.int64)
         counts[group.rank()] = len(x)
         ctx.counts = _summed(counts, group).tolist()
@@ -72,7 +78,7 @@ class _Gather(torch.autograd.Function):
         return _summed(whole, group)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         start = sum(ctx.counts[: ctx.group.rank()])
         return _summed(grad, ctx.group)[start : start + ctx.counts[ctx.group.rank()]], None
 
@@ -81,7 +87,7 @@ class _Gather(torch.autograd.Function):
 
 
 class Attention(nn.Module):
-    def __init__(self, pgs, dtype):
+    def __init__(self, pgs: hcp.ProcessGroups, dtype: torch.dtype) -> None:
         super().__init__()
         self.cp_group, self.tp_group = pgs.cp, pgs.tp
         self.heads = HEADS // pgs.size("tp")
@@ -89,7 +95,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(HIDDEN, 3 * width, bias=False, dtype=dtype)
         self.proj = nn.Linear(width, HIDDEN, bias=False, dtype=dtype)
 
-    def forward(self, x, rows):
+    def forward(self, x: Tensor, rows: Rows) -> Tensor:
         qkv = self.qkv(_Sum.apply(x, self.tp_group, False))
         q, k, v = qkv.view(len(x), 3, self.heads, -1).unbind(1)
         k, v = _Gather.apply(k, self.cp_group), _Gather.apply(v, self.cp_group)
@@ -98,13 +104,16 @@ class Attention(nn.Module):
         seen = (rows.sequence[:, None] == sequence) & (rows.position[:, None] >= position)
         scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
         out = torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -1e9).softmax(-1), v)
-        return x + _Sum.apply(self.proj(out.flatten(1)), self.tp_group, True)
+        whole: Tensor = _Sum.apply(self.proj(out.flatten(1)), self.tp_group, True)
+        return x + whole
 
 
 class Stage(nn.Module):
     """The layers of one pipeline stage."""
 
-    def __init__(self, pgs, config, dtype=torch.float64):
+    def __init__(
+        self, pgs: hcp.ProcessGroups, config: Config, dtype: torch.dtype = torch.float64
+    ) -> None:
         super().__init__()
         self.config = config
         self.pg_collection = pgs
@@ -119,7 +128,7 @@ class Stage(nn.Module):
         self.embedding = nn.Embedding(VOCABULARY, HIDDEN, dtype=dtype) if self.first else None
         self.head = nn.Linear(HIDDEN, VOCABULARY, dtype=dtype) if self.last else None
 
-    def rows(self, samples, weights):
+    def rows(self, samples: Sequence[Sample], weights: Sequence[float] | Tensor) -> Rows:
         """This rank's part of some packed sequences, by what the model remembers."""
         parts = []
         for i, (sample, weight) in enumerate(zip(samples, weights, strict=True)):
@@ -131,17 +140,19 @@ class Stage(nn.Module):
             )
         return Rows(*(torch.cat(field) for field in zip(*parts, strict=True)))
 
-    def forward(self, x, rows):
-        if self.first:
+    def forward(self, x: Tensor | None, rows: Rows) -> Tensor:
+        """``x``: None on the first stage."""
+        if self.embedding is not None:
             x = self.embedding(rows.tokens)
+        assert x is not None
         for layer in self.layers:
             x = layer(x, rows)
-        if not self.last:
+        if self.head is None:
             return x
         return nn.functional.cross_entropy(self.head(x), rows.labels, reduction="none")
 
 
-def samples_of(n, seed=5):
+def samples_of(n: int, seed: int = 5) -> list[Sample]:
     """Sequences of any length; some masks leave the first part, and some the whole, without
     loss."""
     generator = torch.Generator().manual_seed(seed)
@@ -158,11 +169,11 @@ def samples_of(n, seed=5):
 # ---- steps ---------------------------------------------------------------------------------------
 
 
-def _neighbour(pgs, step):
+def _neighbour(pgs: hcp.ProcessGroups, step: int) -> int:
     return pgs.ranks("pp")[pgs.rank("pp") + step]
 
 
-def forward_step(model, rows):
+def forward_step(model: Stage, rows: Rows) -> tuple[Tensor | None, Tensor]:
     """The losses of the last stage, and what the others sent on."""
     pgs = model.pg_collection
     x = None
@@ -177,7 +188,7 @@ def forward_step(model, rows):
     return x, out
 
 
-def train_step(model, optimizer, samples):
+def train_step(model: Stage, optimizer: torch.optim.Optimizer, samples: Sequence[Sample]) -> None:
     """One update on this data-parallel rank's share."""
     pgs = model.pg_collection
     own = samples[pgs.rank("dp") :: pgs.size("dp")]
@@ -189,16 +200,18 @@ def train_step(model, optimizer, samples):
         grad = torch.empty_like(out)
         dist.recv(grad, _neighbour(pgs, 1), group=pgs.pp)
         out.backward(grad)
-    if not model.first:
+    if x is not None:
+        assert x.grad is not None
         dist.send(x.grad, _neighbour(pgs, -1), group=pgs.pp)
     for parameter in model.parameters():
+        assert parameter.grad is not None
         dist.all_reduce(parameter.grad, group=pgs.dp_cp)
     optimizer.step()
     optimizer.zero_grad()
 
 
 @torch.no_grad()
-def evaluate(model, samples, micro_batch_size):
+def evaluate(model: Stage, samples: Sequence[Sample], micro_batch_size: int) -> Metric:
     """The mean loss of the samples, each once, under the layout that the model holds just now."""
     pgs = model.pg_collection
     plan, metrics = (
@@ -214,12 +227,14 @@ def evaluate(model, samples, micro_batch_size):
     return metrics.reduce()["loss"]
 
 
-def build(pgs, dtype=torch.float64):
+def build(
+    pgs: hcp.ProcessGroups, dtype: torch.dtype = torch.float64
+) -> tuple[Stage, torch.optim.Optimizer]:
     model = Stage(pgs, Config(pgs.size("cp")), dtype)
     return model, torch.optim.Adam(model.parameters(), lr=1e-2)
 
 
-def fingerprint(model, optimizer):
+def fingerprint(model: Stage, optimizer: torch.optim.Optimizer) -> str:
     """All bits of weights and optimizer state."""
     digest = hashlib.sha256()
     state = [*model.state_dict().values()]
@@ -233,10 +248,12 @@ def fingerprint(model, optimizer):
 # ---- parity --------------------------------------------------------------------------------------
 
 
-def compare_layouts(rank, size, sizes, tp, pp, *dtypes):
+def compare_layouts(
+    rank: int, size: int, sizes: Sequence[int], tp: int, pp: int, *dtypes: str
+) -> dict[str, dict[tuple[int, int, int], float]]:
     """For each dtype and all pairs of CP sizes: how far losses inside and outside are apart, while
     training goes on as if nothing happened."""
-    losses = {dtype: {} for dtype in dtypes}
+    losses: dict[str, dict[tuple[int, int, int], float]] = {dtype: {} for dtype in dtypes}
     for train_cp in sizes:
         train = hcp.build_process_groups(tp=tp, cp=train_cp, pp=pp)
         pairs = [[build(train, getattr(torch, dtype)) for _ in range(2)] for dtype in dtypes]
@@ -250,7 +267,13 @@ def compare_layouts(rank, size, sizes, tp, pp, *dtypes):
     return losses
 
 
-def compare_layout(train, evaluation, pair, eval_cp, step):
+def compare_layout(
+    train: hcp.ProcessGroups,
+    evaluation: hcp.ProcessGroups,
+    pair: Sequence[tuple[Stage, torch.optim.Optimizer]],
+    eval_cp: int,
+    step: int,
+) -> dict[int, float]:
     """The same of one switch, by number of samples packed."""
     data, training = samples_of(7), samples_of(12, seed=9)
     (model, optimizer), (twin, twin_optimizer) = pair
