@@ -37,6 +37,15 @@ class JsonFile:
         Path(self.path).write_text(json.dumps(content, indent=1) + "\n")
 
 
+def _device(name: str) -> str:
+    if name == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise argparse.ArgumentTypeError("cuda, but no GPU is here: give --device cpu")
+    return name
+
+
 def _number(cell: object) -> object:
     if not isinstance(cell, str):
         return cell
@@ -64,7 +73,9 @@ def parser_of(
     parser = argparse.ArgumentParser(
         description=text if whole else text.partition("\n")[0], formatter_class=formatter_class
     )
-    parser.add_argument("--device", choices=devices, default=device, help=f"({device})")
+    parser.add_argument(
+        "--device", type=_device, choices=devices, default=device, help=f"({device})"
+    )
     parser.add_argument("--rounds", type=int, default=rounds, help=f"timed rounds {rounds_help}")
     ends = "never" if deadline is None else f"{deadline:g}"
     parser.add_argument(

@@ -2,7 +2,7 @@
 makespan / hcp.lower_bound is slack of the bound.
 
     python -m pip install ortools
-    python benchmarks/studies/slack.py [--families P3,X2] [--seeds 5] [--rounds 120] [--ranks 0]
+    python benchmarks/studies/slack.py [--families P3,X2] [--seeds 5] [--rounds 120]
 
 Give every sequence j a price p_j >= 0, whatever it is. Let V(h) be at least what a micro-batch of
 height h or less can be worth: the most that prices of sequences in it sum to. A plan whose
