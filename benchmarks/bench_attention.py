@@ -200,7 +200,7 @@ class Contestant(NamedTuple):
 
 
 class Bench:
-    """What all packs are measured with."""
+    """State that the measurements of all packs share."""
 
     def __init__(
         self,
@@ -370,7 +370,7 @@ def levels_of(degree: int) -> tuple[int, int]:
 
 
 def nothing() -> None:
-    """What other ranks do while one works alone."""
+    """Do nothing, while one rank works alone."""
 
 
 def each(steps: Sequence[Callable[[], object]]) -> None:

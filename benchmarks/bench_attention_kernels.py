@@ -34,7 +34,7 @@ from hcp.exchange.tables import Entry
 
 BETWEEN = [(2048,), (4096,), (4096,) * 2, (2048,) * 4, (2048,) * 16, (512,) * 128, (256,) * 256]
 MOST_CALLS = 64
-"""Of cuDNN for one pack: more are the host's time."""
+"""The most calls of cuDNN for one pack. More would measure the host."""
 REPEATS, ROUNDS = 3, 3
 SCALE = 128**-0.5
 TOLERANCE = 0.05
@@ -165,7 +165,7 @@ def ratios(first: Pack, second: Pack, rounds: int) -> tuple[float, float]:
 
 
 def ratio(first: Callable[[], object], second: Callable[[], object], rounds: int) -> float:
-    """Of medians of rounds that take turns."""
+    """The ratio of medians of rounds that take turns."""
     times: list[list[float]] = [[], []]
     for _ in range(rounds + 1):
         for step, taken in zip((first, second), times, strict=True):

@@ -1,4 +1,4 @@
-"""The same samples under each layout.
+"""Evaluate the same samples under each layout.
 
     torchrun --nproc-per-node 8 benchmarks/bench_eval.py --pp 1 2 4
 
@@ -95,7 +95,7 @@ class Stage(nn.Module):
         super().__init__()
         self.pg_collection = pgs
         self.sent: tuple[dist.Work | None, Tensor] | None = None
-        """What is on its way to the next stage: dropped, it would never arrive."""
+        """The send that is on its way to the next stage. If nobody kept it, it would not arrive."""
         torch.manual_seed(1 + pgs.rank("pp"))
         self.layers = nn.ModuleList(
             Layer(pgs, args.hidden, args.heads) for _ in range(args.layers // pgs.size("pp"))
@@ -166,7 +166,7 @@ def synchronize(device: torch.device) -> None:
 
 @dataclass
 class Times:
-    """Of one layout, in seconds."""
+    """The times of one layout, in seconds."""
 
     evaluation: list[float] = field(default_factory=list)
     switch: list[float] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The transports' exchanges, against a plain copy of the same bytes from a peer's memory.
+"""Compare the transports' exchanges with a plain copy of the same bytes from a peer's memory.
 
     torchrun --nproc-per-node 8 benchmarks/bench_exchange.py
     torchrun --nproc-per-node 2 benchmarks/bench_exchange.py --device cpu --most-mib 1
@@ -51,7 +51,7 @@ WIDTH = 2048
 DTYPE = torch.bfloat16
 ROW_BYTES = WIDTH * DTYPE.itemsize
 PIECES = 32
-"""Of each rank's rows in a gather: two of each of 16 sequences."""
+"""Pieces of each rank's rows in a gather: two of each of 16 sequences."""
 CALLS = 8
 TIMEOUT = timedelta(seconds=30)
 TRANSPORTS = {"cuda": ("peer", "nccl", "torch"), "cpu": ("torch",)}
@@ -59,7 +59,7 @@ TRANSPORTS = {"cuda": ("peer", "nccl", "torch"), "cpu": ("torch",)}
 
 @dataclass(frozen=True)
 class Pattern:
-    """What one rank sends and receives."""
+    """The rows that one rank sends and receives."""
 
     name: str
     own_rows: int

@@ -1,4 +1,4 @@
-"""Kernels against the memory they move: pack, merge, reduce, casts and rotations, on one device.
+"""Compare kernels with the memory they move: pack, merge, reduce, cast and rotate on one device.
 
     python benchmarks/bench_kernels.py
     OMP_NUM_THREADS=1 python benchmarks/bench_kernels.py --device cpu --rows 16384 --only rotate

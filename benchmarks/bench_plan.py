@@ -1,4 +1,4 @@
-"""How far plans are from a bound that no plan beats, how long planning takes, and how peers do.
+"""Compare plans with a bound that no plan beats and with peers' plans, and time planning.
 
     python benchmarks/bench_plan.py [--families P1,X1] [--seeds 100] [--peers]
     python benchmarks/bench_plan.py --variants [--peers]     one thing at a time around a base case
@@ -233,7 +233,7 @@ def seeds_of(case: Case, seeds: int) -> int:
 
 
 def growth(args: argparse.Namespace, path: Path, sync: str) -> None:
-    """Milliseconds over K at N = 64, and over N at K = 8 N, beside K log K + N log N."""
+    """Milliseconds over K at N = 64, and over N at K = 8 N, next to K log K + N log N."""
     import matplotlib
 
     matplotlib.use("Agg")

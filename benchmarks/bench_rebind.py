@@ -1,4 +1,4 @@
-"""How long a switch takes: python benchmarks/bench_rebind.py [--modules 100 1000 10000 100000]
+"""Time a switch of process groups: python benchmarks/bench_rebind.py [--modules 100 1000 10000]
 
 A model of N modules holds four of the training layout's groups in each (cp_group, tp_cp_group,
 tp_dp_cp_group, dp_cp_group; all four have another group in the eval layout, so 4 N slots change).
@@ -50,7 +50,7 @@ NAMES = {
 
 
 class Leaf(nn.Module):
-    """As much as a small layer has, and four groups."""
+    """A module with as many attributes as a small layer, and four groups."""
 
     def __init__(self, pgs: hcp.ProcessGroups) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def build(modules: int, pgs: hcp.ProcessGroups) -> nn.Module:
 
 
 def walk_every_module(model: nn.Module, target: hcp.ProcessGroups) -> None:
-    """What the peer does for each switch, restated."""
+    """The peer's work for each switch, restated."""
     for module in model.modules():
         if hasattr(module, "pg_collection"):
             module.pg_collection = target  # type: ignore[assignment]

@@ -77,17 +77,17 @@ TINY = {
     "tokens": 4096,
 }
 TOLERANCES = {torch.bfloat16: (2**-8, 0.2), torch.float32: (1e-5, 1e-3)}
-"""Of a loss and of gradients, relative."""
+"""Relative tolerances of a loss and of gradients."""
 TIMEOUT = timedelta(seconds=60)
 ROUNDS = 2
-"""Of the calibration."""
+"""Rounds of the calibration."""
 Batches = Iterable[tuple[Any, Any]]
-"""Of each micro-batch a handler, or what stands in for one, and its local rows."""
+"""A handler, or its stand-in, and the local rows of each micro-batch."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What all functions share."""
+    """State that all functions share."""
 
     args: argparse.Namespace
     device: torch.device
@@ -154,7 +154,7 @@ FAMILIES = ("P1", "P2", "P3", "P4")
 
 
 class WideRotary(RotaryEmbedding):
-    """Angles in float32, whatever the weights are: bfloat16 does not count to 1000."""
+    """Angles in float32 for weights of any dtype: bfloat16 does not count to 1000."""
 
     def forward(self, positions: int, like: Tensor) -> Tensor:
         return super().forward(positions, like.new_empty(0, dtype=torch.float32))
@@ -248,7 +248,7 @@ class Contestant:
 
 @dataclass
 class Totals:
-    """Of one contestant, over batches."""
+    """The times of one contestant, over batches."""
 
     seconds: float = 0.0
     makespan: int = 0
@@ -339,7 +339,7 @@ def sample(length: int, rows: int, seed: int, device: torch.device) -> dict[str,
 
 
 def distances_of(job: Job, family: Family, steps: dict[str, Batches]) -> dict[str, float]:
-    """How far each one's gradients of the attention's weights are from those of the first,
+    """The distance of each one's gradients of the attention's weights from those of the first,
     relative; its loss must be the first's, too. The first run of each step, not timed."""
     dtype = next(job.model.parameters()).dtype
     most_loss, most_distance = TOLERANCES[dtype]

@@ -33,7 +33,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "here")
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """What tests have recorded as "ratios": the largest of each test, and with -v of each case."""
+    """Print the "ratios" of tests: the largest of each test, and with -v of each case."""
     largest: dict[str, dict[str, float]] = defaultdict(dict)
     for outcome in ("passed", "failed"):
         for report in terminalreporter.stats.get(outcome, []):

@@ -33,7 +33,7 @@ from common.flags import JsonFile
 from hcp.attention import kernels
 from hcp.attention.kernels import Launch, in_packs
 from hcp.exchange.agreement import Refusal, Stamp
-from hcp.exchange.peer import PeerShared, Slots, memory_bytes
+from hcp.exchange.peer import PeerMemory, PeerShared, memory_bytes
 from hcp.exchange.tables import Move
 from hcp.exchange.torch_p2p import Stamps
 from hcp.exchange.transport import Pending, Share, register
@@ -82,12 +82,12 @@ class _Ended:
         pass
 
 
-class _Own(Slots):
-    """Slots whose peers' words are this rank's own: it hears what it says."""
+class _Own(PeerMemory):
+    """PeerMemory whose peers' words are this rank's own: it hears what it says."""
 
-    def _word(self, owner: int, writer: int, kind: int, slot: int) -> int:
+    def _word(self, owner: int, writer: int, kind: int, half: int) -> int:
         peer = owner + writer - self.rank
-        return super()._word(self.rank, peer, kind, slot)
+        return super()._word(self.rank, peer, kind, half)
 
 
 class ReadAtOnce(AtOnce):
@@ -104,7 +104,7 @@ class ReadAtOnce(AtOnce):
         failure = torch.zeros(4, dtype=torch.int64)
         cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device, priority=-1) if cuda else None
-        self._slots = _Own(
+        self._peers_memory = _Own(
             rank,
             [memory.data_ptr()] * size,
             view,
@@ -116,7 +116,7 @@ class ReadAtOnce(AtOnce):
         )
 
     def share(self, share: Share) -> PeerShared:
-        return PeerShared(self._slots, share)
+        return PeerShared(self._peers_memory, share)
 
 
 class Prepared:
@@ -127,7 +127,7 @@ class Prepared:
 
     def __init__(self) -> None:
         self.given = Ways({}, {})
-        """Of each launch, the arguments that it came with first."""
+        """The arguments that each launch first came with."""
         self._forward: dict[Launch, tuple[Tensor, Tensor]] = {}
         self._backward: dict[Launch, tuple[Tensor, Tensor, Tensor]] = {}
 
@@ -168,7 +168,7 @@ class Prepared:
 
 
 class Empty(torch.autograd.Function):
-    """What no layer can do without."""
+    """The yardstick: work that no layer can do without."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, result: Tensor) -> Tensor:

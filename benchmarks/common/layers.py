@@ -199,7 +199,7 @@ class OwnCalls:
 
 
 def run_of(cp: ContextParallelHandler, comm_type: str, sizes: Sizes) -> Run:
-    """How a causal layer that has run was computed."""
+    """The preparation of a causal layer that has run."""
     words = cp._schedules.words_of(comm_type, -1, 0, (sizes.heads, sizes.kv_heads))
     (run,) = prepared_of(words).runs.values()
     return run

@@ -26,7 +26,7 @@ def hardware(device: str) -> str:
 
 
 def machine() -> dict[str, object]:
-    """What a file of results says of the machine."""
+    """The machine, for a file of results."""
     found: dict[str, object] = {
         "architecture": platform.machine(),
         "cores": os.cpu_count(),

@@ -1,4 +1,4 @@
-"""Ring attention with per-document splitting, as frameworks run it today, restated in own words.
+"""Ring attention with per-document splitting, as frameworks run it today, re-implemented here.
 
 Each of N ranks holds chunks r and 2N - 1 - r of the 2N equal chunks of every sequence, whose length
 is padded to that. Keys and values travel once around the ring by torch's point-to-point calls,
@@ -31,8 +31,7 @@ def padded(length: int, degree: int) -> int:
 
 
 class Part(NamedTuple):
-    """What one step computes: rows of queries against rows of the keys that lie there, None for
-    all."""
+    """One step's work: rows of queries against rows of the keys that lie there; None: all rows."""
 
     queries: Tensor | None
     keys: Tensor | None
@@ -71,7 +70,7 @@ class Ring:
         self.runs = self._runs(whole)
 
     def sources(self) -> Iterator[int]:
-        """Whose keys lie here, step by step."""
+        """The ranks whose keys lie here, step by step."""
         return ((self.place - step) % self.size for step in range(self.size))
 
     def part(self, source: int) -> Part:

@@ -54,7 +54,7 @@ def takes(name: str, lengths: Sequence[int], device: torch.device) -> bool:
 
 @contextmanager
 def running(name: str, length: int, ranks: int, device: torch.device) -> Iterator[None]:
-    """What `context_parallel` wants around its attention, and the sequence's length."""
+    """The context that `context_parallel` needs around attention of a sequence of this length."""
     if name != "context_parallel":
         yield
         return

@@ -39,7 +39,7 @@ RESOLUTION = 200_000
 
 @dataclass(frozen=True)
 class Solved:
-    """In the cost model's unit."""
+    """A solved instance. Times are in the cost model's unit."""
 
     best: int
     """Makespan of the best plan known, the planner's own included."""

@@ -1,4 +1,4 @@
-"""What each CUDA kernel takes of a multiprocessor: registers, spills, stack and shared memory.
+"""Print each CUDA kernel's registers, spills, stack and shared memory.
 
     python benchmarks/studies/resources.py > benchmarks/results/resources_DATE.md
 
@@ -28,7 +28,7 @@ class Kernel(NamedTuple):
     name: str
     """Mangled."""
     registers: int
-    """Of a thread."""
+    """Registers of a thread."""
     spilled: int
     """Bytes of a thread, stored and loaded."""
     stack: int

@@ -63,7 +63,7 @@ Floats = NDArray[np.float64]
 NEVER = 1 << 60
 """The time of a sequence at a degree that does not hold it."""
 WHOLE = 1 << 40
-"""What all prices sum to, about."""
+"""The approximate sum of all prices."""
 NARROW = 2048
 """An interval of heights is narrow at this part of its height."""
 KNOTS = 32
@@ -78,7 +78,7 @@ TURNS = 4
 PARTS = 4
 """Heights that a round looks at: one in so many."""
 PULL = 0.3
-"""Of a round's prices in their mean."""
+"""The weight of a round's prices in their mean."""
 
 
 class Batch:
@@ -116,7 +116,8 @@ class Batch:
 
 @dataclass(frozen=True)
 class Room:
-    """What leaders of each degree leave in a micro-batch of some height; [leader, degree]."""
+    """The time and rows that leaders of each degree leave in a micro-batch of some height; [leader,
+    degree]."""
 
     left: Integers
     """Time; less than 0 where the leader does not fit."""
@@ -164,7 +165,7 @@ class Worth:
         self.sums = np.concatenate([[0], np.cumsum(prices)])
 
     def values(self, room: Room) -> Integers:
-        """Of groups, -1 where there is none; [leader, degree]."""
+        """The values of groups, -1 if there is none; [leader, degree]."""
         rates = np.take_along_axis(self.by_time.first, room.limit, axis=0)
         timed = self.by_time.worth(rates, np.maximum(room.left, 0))
         rowed = self.by_row.worth(self.by_row.first[room.limit], self.batch.rows_left)
@@ -209,7 +210,7 @@ class Worth:
         return better
 
     def enough(self, wanted: NDArray[np.bool_], values: Integers) -> Integers:
-        """Of leaders with the degree d alone, the best N / d."""
+        """The best N / d leaders of degree d alone."""
         alone, degree = wanted.sum(axis=1) == 1, wanted.argmax(axis=1)
         chosen = [np.flatnonzero(wanted.any(axis=1) & ~alone)]
         for d in np.unique(degree[alone]):
@@ -219,7 +220,7 @@ class Worth:
         return np.concatenate(chosen)
 
     def tables(self, leaders: dict[int, Choices]) -> list[Integers]:
-        """What so many ranks are worth at most, by the first leaders, for each number of them."""
+        """The most that each number of ranks is worth, for each number of first leaders."""
         tables = [np.zeros(self.ranks + 1, dtype=np.int64)]
         for choices in leaders.values():
             table = tables[-1].copy()
@@ -233,8 +234,9 @@ class Worth:
         return max(floor, int(self.tables(self.leaders(room, floor))[-1][-1]))
 
     def best(self, room: Room, floor: int) -> Floats:
-        """How often each sequence is in what is worth V(h); in nothing where that is not above the
-        floor."""
+        """The number of times that each sequence is in the set of value V(h).
+
+        The set is empty if that value is not above the floor."""
         leaders, ranks, held = self.leaders(room, floor), self.ranks, np.zeros(len(self.prices))
         tables = self.tables(leaders)
         for i, (j, choices) in reversed(list(enumerate(leaders.items()))):
@@ -269,7 +271,7 @@ class Worth:
 
 
 def proven(batch: Batch, prices: Integers, enough: int) -> tuple[int, list[int]]:
-    """A time that no plan beats, whatever the prices are, and heights that decide it. More than
+    """A time that no plan beats, under any prices, and the heights that decide it. More than
     enough is not looked for."""
     worth, whole = Worth(batch, prices), int(prices.sum())
     least, top = batch.launch + int(batch.times.min()), 2 * batch.plan.bound
@@ -339,7 +341,7 @@ class Prices:
             row.SetCoefficient(factor, float(weight))
 
     def solve(self) -> Floats:
-        """In parts of the plan's bound."""
+        """Prices that solve the linear program, in parts of the plan's bound."""
         if self.lp.Solve() != pywraplp.Solver.OPTIMAL:
             raise AssertionError("GLOP found no prices")
         return np.array(self.basis @ [factor.solution_value() for factor in self.factors])
@@ -350,7 +352,7 @@ def rounded(prices: Floats) -> Integers:
 
 
 def heights(batch: Batch) -> list[int]:
-    """Of single sequences at all degrees, thinned out."""
+    """Heights of single sequences at all degrees, thinned out."""
     chosen = [0]
     for time_ in np.unique(batch.times[batch.times < NEVER]):
         if time_ + batch.launch > chosen[-1] + chosen[-1] // THIN:

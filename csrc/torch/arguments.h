@@ -50,7 +50,7 @@ struct Records {
 using Segments = Records<hcp_segment>;
 using Runs = Records<hcp_run>;
 using Signals = Records<hcp_signal>;
-// A signal of the exchanges with a peer through a slot, and where these are counted.
+// A signal of the exchanges with a peer through a half, and where these are counted.
 struct Place {
   uint64_t *word;
   int64_t count, peer;

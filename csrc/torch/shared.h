@@ -14,7 +14,7 @@ inline hcp_signal_failure *failure_of(const Tensor &failure, const Tensor &like)
   return static_cast<hcp_signal_failure *>(failure.mutable_data_ptr());
 }
 
-// Exchanges counted by peer and slot, in the host's memory.
+// Exchanges counted by peer and half, in the host's memory.
 struct Counts {
   int64_t *data;
   int64_t n;

@@ -22,7 +22,7 @@ from hcp.exchange.agreement import Recent, Stamp
 from hcp.exchange.torch_p2p import Board, TorchTransport
 from hcp.exchange.transport import Share
 
-_SLOTS = 2
+_HALVES = 2
 """Exchanges that may be under way at once: the next is staged while the last is read."""
 _PAGE = 4096
 _PIECES = 8
@@ -52,7 +52,7 @@ class PeerTransport(TorchTransport):
         super().__init__(group)
         self.stream = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
         self._memory, handle = _symmetric(memory_bytes(self.size, buffer_bytes), self.device, group)
-        self._slots = Slots(
+        self._peers_memory = PeerMemory(
             self.rank,
             list(handle.buffer_ptrs),
             handle.get_buffer,
@@ -67,19 +67,19 @@ class PeerTransport(TorchTransport):
     def check(self) -> None:
         """Raise HcpError when a rank was late, or called differently, in an exchange that has
         failed on the device since."""
-        self._slots.check()
+        self._peers_memory.check()
 
     def share(self, share: Share) -> PeerShared:
         """See :class:`hcp.exchange.transport.SharingTransport`."""
-        return PeerShared(self._slots, share)
+        return PeerShared(self._peers_memory, share)
 
 
-class Slots:
+class PeerMemory:
     """One rank's end of memory that ranks have mapped: what is staged where, and the signals.
 
-    A rank's memory begins with the words that its peers write, as many for each signal as a slot
-    has pieces: for each slot, what each peer has staged for it, then what each peer has read from
-    it. The slots follow.
+    A rank's memory begins with the words that its peers write, as many for each signal as a half
+    has pieces: for each half, what each peer has staged for it, then what each peer has read from
+    it. The halves follow.
     """
 
     _MOST = 4096
@@ -103,13 +103,13 @@ class Slots:
         what has stopped their devices."""
         self.rank, self._bases, self._view, self._stream = rank, bases, view, stream
         self._timeout_ns = int(timeout * 1e9)
-        self._slot_bytes = _slot_bytes(buffer_bytes)
+        self._half_bytes = _half_bytes(buffer_bytes)
         self._failure = failure
         self._failed = (ctypes.c_int64 * 4).from_address(failure.data_ptr())
-        # Blocks that have ended, of launches that stage into a slot, and last of those that read.
-        self.progress = torch.zeros(_SLOTS + 1, _PIECES, dtype=torch.int32, device=device).unbind()
-        # Exchanges with each peer through each slot: staged for it, then read from it.
-        self._counts = torch.zeros(2 * _SLOTS * len(bases), dtype=torch.int64, device="cpu")
+        # Blocks that have ended, of launches that stage into a half, and last of those that read.
+        self.progress = torch.zeros(_HALVES + 1, _PIECES, dtype=torch.int32, device=device).unbind()
+        # Exchanges with each peer through each half: staged for it, then read from it.
+        self._counts = torch.zeros(2 * _HALVES * len(bases), dtype=torch.int64, device="cpu")
         self._columns: dict[tuple[object, ...], list[Tensor]] = {}
         self._signals: dict[tuple[object, ...], Tensor] = {}
         self._recent, self._board = Recent(rank), board
@@ -150,13 +150,13 @@ class Slots:
     def columns(
         self,
         parts: tuple[tuple[int, int], ...],
-        slot: int,
+        half: int,
         widths: tuple[int, ...],
         dtype: torch.dtype,
     ) -> list[Tensor]:
         """View the rows that ranks have staged, where they lie, as columns side by side. Made once
         for all layers. ``parts``: (rank, its rows) each."""
-        key = (parts, slot, widths, dtype)
+        key = (parts, half, widths, dtype)
         columns = self._columns.get(key)
         if columns is None:
             if len(self._columns) == self._MOST:  # of micro-batches that are over
@@ -164,47 +164,47 @@ class Slots:
             columns = self._columns[key] = [
                 column
                 for rank, rows in parts
-                for column in self._rows(rank, slot, rows, sum(widths), dtype).split_with_sizes(
+                for column in self._rows(rank, half, rows, sum(widths), dtype).split_with_sizes(
                     list(widths), 1
                 )
             ]
         return columns
 
-    def _rows(self, rank: int, slot: int, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    def _rows(self, rank: int, half: int, rows: int, width: int, dtype: torch.dtype) -> Tensor:
         used = rows * width * dtype.itemsize
-        if used > self._slot_bytes:
+        if used > self._half_bytes:
             raise ValueError(
                 f"an exchange stages {used} bytes ({rows} rows of {width} {dtype}), expected "
-                f"<= {self._slot_bytes}: build the process groups with "
-                f"peer_buffer_bytes={_SLOTS * used} or more"
+                f"<= {self._half_bytes}: build the process groups with "
+                f"peer_buffer_bytes={_HALVES * used} or more"
             )
-        start = (_words_bytes(len(self._bases)) + slot * self._slot_bytes) // dtype.itemsize
+        start = (_words_bytes(len(self._bases)) + half * self._half_bytes) // dtype.itemsize
         return self._view(rank, (rows, width), dtype, start)
 
     # ---- signals ----
 
-    def read_by(self, slot: int) -> Tensor:
-        """Signals of everybody who has been a reader of this slot: it has been read."""
+    def read_by(self, half: int) -> Tensor:
+        """Signals of everybody who has been a reader of this half: it has been read."""
         everyone = tuple(range(len(self._bases)))
-        return self._signals_of(_READ, slot, everyone, _STAGED, to=False)
+        return self._signals_of(_READ, half, everyone, _STAGED, to=False)
 
-    def staged_for(self, slot: int, readers: tuple[int, ...]) -> Tensor:
-        """Signals to the readers that the slot is filled once more."""
-        return self._signals_of(_STAGED, slot, readers, _STAGED, to=True)
+    def staged_for(self, half: int, readers: tuple[int, ...]) -> Tensor:
+        """Signals to the readers that the half is filled once more."""
+        return self._signals_of(_STAGED, half, readers, _STAGED, to=True)
 
-    def staged_by(self, slot: int, owners: tuple[int, ...], met: frozenset[int]) -> Tensor:
-        """Signals of these ranks that they have filled their slots: once more, or as the exchange
+    def staged_by(self, half: int, owners: tuple[int, ...], met: frozenset[int]) -> Tensor:
+        """Signals of these ranks that they have filled their halves: once more, or as the exchange
         has counted already for those that it has ``met``."""
-        return self._signals_of(_STAGED, slot, owners, _READ, to=False, met=met)
+        return self._signals_of(_STAGED, half, owners, _READ, to=False, met=met)
 
-    def read_of(self, slot: int, owners: tuple[int, ...]) -> Tensor:
-        """Signals to these ranks that their slots have been read."""
-        return self._signals_of(_READ, slot, owners, _READ, to=True)
+    def read_of(self, half: int, owners: tuple[int, ...]) -> Tensor:
+        """Signals to these ranks that their halves have been read."""
+        return self._signals_of(_READ, half, owners, _READ, to=True)
 
     def _signals_of(
         self,
         kind: int,
-        slot: int,
+        half: int,
         peers: tuple[int, ...],
         count: int,
         *,
@@ -213,15 +213,15 @@ class Slots:
     ) -> Tensor:
         """int64 (peers, 4) of (word, place of its count, peer, whether it is met first), of signals
         to these peers or from them; the operators count."""
-        key = (kind, slot, peers, to, met)
+        key = (kind, half, peers, to, met)
         signals = self._signals.get(key)
         if signals is None:
             if len(self._signals) == self._MOST:
                 self._signals.clear()
             records = [
                 (
-                    self._word(*((peer, self.rank) if to else (self.rank, peer)), kind, slot),
-                    self._place(count, slot, peer),
+                    self._word(*((peer, self.rank) if to else (self.rank, peer)), kind, half),
+                    self._place(count, half, peer),
                     peer,
                     int(peer not in met),
                 )
@@ -231,12 +231,12 @@ class Slots:
             self._signals[key] = signals
         return signals
 
-    def _word(self, owner: int, writer: int, kind: int, slot: int) -> int:
+    def _word(self, owner: int, writer: int, kind: int, half: int) -> int:
         """Address of the first word of a signal."""
-        return int(self._bases[owner]) + _signal_bytes(self._place(kind, slot, writer))
+        return int(self._bases[owner]) + _signal_bytes(self._place(kind, half, writer))
 
-    def _place(self, kind: int, slot: int, peer: int) -> int:
-        return (kind * _SLOTS + slot) * len(self._bases) + peer
+    def _place(self, kind: int, half: int, peer: int) -> int:
+        return (kind * _HALVES + half) * len(self._bases) + peer
 
     # ---- work ----
 
@@ -256,7 +256,7 @@ class Slots:
 
 
 class _Reading(NamedTuple):
-    """A read of a kind of exchange through one slot."""
+    """A read of a kind of exchange through one half."""
 
     columns: list[Tensor]
     runs: Tensor
@@ -267,8 +267,8 @@ class _Reading(NamedTuple):
     done: Tensor
 
 
-class _Slot(NamedTuple):
-    """A kind of exchange through one slot."""
+class _Half(NamedTuple):
+    """A kind of exchange through one half."""
 
     out: Tensor
     free: Tensor
@@ -282,29 +282,29 @@ class _Slot(NamedTuple):
 class PeerShared:
     """See :class:`hcp.exchange.transport.Shared`."""
 
-    def __init__(self, slots: Slots, share: Share) -> None:
-        self._slots, self._share = slots, share
-        self._made: list[_Slot | None] = [None] * _SLOTS
+    def __init__(self, memory: PeerMemory, share: Share) -> None:
+        self._peers_memory, self._share = memory, share
+        self._made: list[_Half | None] = [None] * _HALVES
 
     def stage(
         self, exchange: int, parts: Sequence[Tensor], stamp: Stamp, own: Sequence[Tensor] = ()
     ) -> PeerStaged:
-        slots, share, slot = self._slots, self._share, exchange % _SLOTS
-        slots.begin(stamp)
-        made = self._made[slot]
+        memory, share, half = self._peers_memory, self._share, exchange % _HALVES
+        memory.begin(stamp)
+        made = self._made[half]
         if made is None:
-            made = self._made[slot] = self._make(slot)
-        staged = PeerStaged(slots, made, len(share.widths), stamp.tag)
+            made = self._made[half] = self._make(half)
+        staged = PeerStaged(memory, made, len(share.widths), stamp.tag)
         if share.readers:
             staged.stage(parts, share.runs, own)
         else:
             staged.begin(own)
         return staged
 
-    def _make(self, slot: int) -> _Slot:
-        slots, share = self._slots, self._share
+    def _make(self, half: int) -> _Half:
+        memory, share = self._peers_memory, self._share
         whole = (sum(share.widths),)
-        (out,) = slots.columns(((slots.rank, share.rows),), slot, whole, share.dtype)
+        (out,) = memory.columns(((memory.rank, share.rows),), half, whole, share.dtype)
         met: set[int] = set()
         reads: list[_Reading | None] = []
         for read in share.reads:
@@ -312,44 +312,44 @@ class PeerShared:
                 reads.append(None)
                 continue
             owners = tuple(peer for peer, _ in read.owners)
-            columns = slots.columns(tuple(read.owners), slot, share.widths, share.dtype)
-            staged = slots.staged_by(slot, owners, frozenset(met.intersection(owners)))
+            columns = memory.columns(tuple(read.owners), half, share.widths, share.dtype)
+            staged = memory.staged_by(half, owners, frozenset(met.intersection(owners)))
             met.update(owners)
-            after = sum(peer < slots.rank for peer in owners)
-            signals = staged, slots.read_of(slot, tuple(read.done))
+            after = sum(peer < memory.rank for peer in owners)
+            signals = staged, memory.read_of(half, tuple(read.done))
             reads.append(_Reading(columns, read.runs, read.rows, after, *signals))
-        staged = slots.staged_for(slot, tuple(share.readers))
+        staged = memory.staged_for(half, tuple(share.readers))
         first = next((i for i, read in enumerate(reads) if read is not None), None)
-        return _Slot(out, slots.read_by(slot), staged, slots.progress[slot], reads, first)
+        return _Half(out, memory.read_by(half), staged, memory.progress[half], reads, first)
 
 
 class PeerStaged:
     """See :class:`hcp.exchange.transport.Staged`."""
 
-    def __init__(self, slots: Slots, made: _Slot, columns: int, tag: int) -> None:
-        self._slots, self._made, self._columns, self._tag = slots, made, columns, tag
+    def __init__(self, memory: PeerMemory, made: _Half, columns: int, tag: int) -> None:
+        self._peers_memory, self._made, self._columns, self._tag = memory, made, columns, tag
         self._begun: PeerReading | None = None
 
     def stage(self, parts: Sequence[Tensor], runs: Tensor, own: Sequence[Tensor]) -> None:
         """Stage, and begin the first read, which follows what the current stream did before."""
-        slots, made = self._slots, self._made
+        memory, made = self._peers_memory, self._made
         signals = made.free, made.staged, made.progress
         if made.first is None:
             operator = torch.ops.hcp.stage.default
             given = made.out, parts, runs, self._columns, *signals
-            slots.queue(operator, *given, tag=self._tag, reads=False)
+            memory.queue(operator, *given, tag=self._tag, reads=False)
             return
         read, read_parts = self._read(made.first, own)
-        rows = slots.queue(
+        rows = memory.queue(
             torch.ops.hcp.stage_and_read.default,
             *(made.out, parts, runs, *signals),
             *(read_parts, read.runs, read.rows, read.next),
-            *(read.staged, read.done, slots.progress[_SLOTS]),
+            *(read.staged, read.done, memory.progress[_HALVES]),
             self._columns,
             tag=self._tag,
             reads=True,
         )
-        self._begun = PeerReading(slots, rows, read_parts)
+        self._begun = PeerReading(memory, rows, read_parts)
 
     def begin(self, own: Sequence[Tensor]) -> None:
         """Begin the first read, of one who stages nothing."""
@@ -364,16 +364,16 @@ class PeerStaged:
         return begun
 
     def _queue(self, number: int, own: Sequence[Tensor]) -> PeerReading:
-        slots = self._slots
+        memory = self._peers_memory
         read, parts = self._read(number, own)
-        rows = slots.queue(
+        rows = memory.queue(
             torch.ops.hcp.read.default,
             *(parts, read.runs, read.rows, self._columns, read.next),
-            *(read.staged, read.done, slots.progress[_SLOTS]),
+            *(read.staged, read.done, memory.progress[_HALVES]),
             tag=self._tag,
             reads=True,
         )
-        return PeerReading(slots, rows, parts)
+        return PeerReading(memory, rows, parts)
 
     def _read(self, number: int, own: Sequence[Tensor]) -> tuple[_Reading, list[Tensor]]:
         """The read, and its parts."""
@@ -386,23 +386,23 @@ class PeerStaged:
 class PeerReading:
     """See :class:`hcp.exchange.transport.Reading`."""
 
-    def __init__(self, slots: Slots, rows: Tensor, parts: Sequence[Tensor]) -> None:
-        self._slots, self._rows = slots, rows
+    def __init__(self, memory: PeerMemory, rows: Tensor, parts: Sequence[Tensor]) -> None:
+        self._peers_memory, self._rows = memory, rows
         self._parts = parts  # alive until the current stream has waited for them to be read
         self._joined = False
 
     def wait(self) -> Tensor:
-        self._slots.join(self._rows)
+        self._peers_memory.join(self._rows)
         self._joined = True
         return self._rows
 
     def __del__(self) -> None:
         if not self._joined:  # an error came between: their memory is not free before that
-            self._slots.join(self._rows)
+            self._peers_memory.join(self._rows)
 
 
-def _slot_bytes(buffer_bytes: int) -> int:
-    return buffer_bytes // _SLOTS // _PAGE * _PAGE
+def _half_bytes(buffer_bytes: int) -> int:
+    return buffer_bytes // _HALVES // _PAGE * _PAGE
 
 
 def _signal_bytes(signals: int) -> int:
@@ -410,12 +410,12 @@ def _signal_bytes(signals: int) -> int:
 
 
 def _words_bytes(size: int) -> int:
-    return -(-_signal_bytes(2 * _SLOTS * size) // _PAGE) * _PAGE
+    return -(-_signal_bytes(2 * _HALVES * size) // _PAGE) * _PAGE
 
 
 def memory_bytes(size: int, buffer_bytes: int) -> int:
     """The memory that each of ``size`` ranks needs in all."""
-    return _words_bytes(size) + _SLOTS * _slot_bytes(buffer_bytes)
+    return _words_bytes(size) + _HALVES * _half_bytes(buffer_bytes)
 
 
 def _symmetric(size: int, device: torch.device, group: dist.ProcessGroup) -> tuple[Tensor, Any]:

@@ -491,7 +491,7 @@ def one_sequence(degree: int, comm_type: str, **options: object) -> Case:
 
 
 def row_bytes(case: Case) -> tuple[int, int]:
-    """Of a query (as wide as an output), and of a key and value; float64, D = E."""
+    """Bytes of a query (as wide as an output), and of a key and value; float64, D = E."""
     return 8 * case.heads * case.head_dim, 8 * case.kv_heads * 2 * case.head_dim
 
 

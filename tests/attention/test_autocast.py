@@ -29,7 +29,7 @@ def test_attention_under_autocast_is_that_of_pytorch(
 
 
 def test_what_autocast_narrows_is_rotated_before() -> None:
-    """As a layer does that rotates by itself: in float32, rounded once."""
+    """Rotate as a layer does by itself: in float32, rounded once."""
 
     def check(groups: Any) -> None:
         plan = hcp.plan([13], ranks=2, max_tokens_per_rank=32, min_degree=2)

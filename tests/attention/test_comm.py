@@ -1,4 +1,4 @@
-"""What a group of ranks does for the comm type that a layer asks for, and why."""
+"""The comm type that a group of ranks uses for the one that a layer asks for, and the reason."""
 
 from __future__ import annotations
 
@@ -310,8 +310,8 @@ def test_prices_beside_a_function_have_a_unit_and_no_times(prices: hcp.CostModel
 
 
 def test_auto_counts_exchanges_and_calls() -> None:
-    """Of short sequences that is most of what a type takes: per step of the ring an exchange, and
-    on the CPU a call for each sequence."""
+    """With short sequences most of a type's time is fixed: an exchange per step of the ring and, on
+    the CPU, a call for each sequence."""
     cost = hcp.CostModel(pair=0, token=1, exchange=0, launch=0, step=20)
 
     def times(sequences: int, packed: bool, cost: hcp.CostModel = cost) -> dict[str, int]:

@@ -78,7 +78,7 @@ def test_twenty_plans_need_no_compilation_after_the_first_two() -> None:
 
 
 def test_a_layer_that_inductor_compiled_gives_the_eager_gradients() -> None:
-    """As small as it goes: inductor starts a C++ compiler for forward and for backward."""
+    """The smallest case: inductor starts a C++ compiler for forward and for backward."""
 
     def check(groups: Any) -> None:
         plan = hcp.plan([9, 4], ranks=1, max_tokens_per_rank=16)
@@ -165,7 +165,7 @@ def test_the_operator_passes_opcheck() -> None:
 
 @pytest.mark.parametrize(("softcap", "value_dim"), [(5.0, 8), (0.0, 6)])
 def test_results_have_the_strides_that_a_compiler_is_told(softcap: float, value_dim: int) -> None:
-    """Of one sequence on one rank, whose results are one call's, which has its own strides."""
+    """Results of one sequence on one rank: those of one call, with strides of its own."""
 
     def check(groups: Any) -> None:
         plan = hcp.plan([9], ranks=1, max_tokens_per_rank=16)

@@ -1,4 +1,4 @@
-"""What attention can do beside masks and sinks, under any degree, against one rank."""
+"""Attention's options other than masks and sinks, under any degree, against one rank."""
 
 from __future__ import annotations
 

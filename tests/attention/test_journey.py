@@ -1,4 +1,4 @@
-"""The operators that a layer queues beside its attention calls, against what they stand for."""
+"""The operators that a layer queues around its attention calls, against their definitions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rows(count: int, *shape: int, seed: int = 0) -> Tensor:
 
 
 def apart(x: Tensor) -> Tensor:
-    """The same values, heads lying as kernels for the CPU give them: outside of the rows."""
+    """The same values in the strides of CPU kernels: heads outside, rows inside."""
     return x.transpose(0, 1).contiguous().transpose(0, 1)
 
 

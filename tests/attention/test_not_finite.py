@@ -88,7 +88,7 @@ ROWS = 3, 2, 8
 
 
 def written(lse: float) -> tuple[Tensor, Tensor]:
-    """Output (n, H, D) and log-sum-exp (H, n), of which row 1 of head 0 is NaN."""
+    """Output (n, H, D) and log-sum-exp (H, n). Row 1 of head 0 is NaN."""
     out, sums = torch.ones(ROWS), torch.ones(2, 3)
     out[1, 0], sums[0, 1] = NAN, lse
     return out, sums

@@ -87,7 +87,7 @@ def passes_of(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[
 def test_a_ring_turns_keys_while_it_packs_and_gradients_while_it_sums(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What is not done: a pass of rotation over keys, and two over gradients."""
+    """The passes that are saved: one of rotation over keys, and two over gradients."""
 
     def call() -> None:
         def step(groups: Any) -> None:

@@ -23,7 +23,8 @@ from pathlib import Path
 
 KILLED = 77
 FAILED = (1, -signal.SIGABRT)
-"""How a rank ends by an error; the second where torch's own threads meet the stopped device too."""
+"""Exit codes of a rank that ends by an error; the second if torch's own threads also meet the
+stopped device."""
 TIMEOUT = 8
 """Seconds of every group."""
 START, PATIENCE = 60, TIMEOUT + 12
@@ -47,7 +48,7 @@ def main() -> int:
 
 
 def check(args: argparse.Namespace, transport: str, victim: int) -> int:
-    """How many ranks end in another way than they should."""
+    """The number of ranks that end in another way than they should."""
     print(f"{transport}: rank {victim} dies", flush=True)
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:

@@ -35,7 +35,7 @@ def main() -> int:
 
 
 def check(transport: str) -> int:
-    """How many cases are wrong."""
+    """The number of wrong cases."""
     groups = hcp.build_process_groups(transport=transport)
     ranks = groups.size("dp_cp")
     wrong = 0
@@ -64,9 +64,10 @@ def check(transport: str) -> int:
 
 
 def check_long(*transports: str) -> int:
-    """How many results of long sequences differ between transports, bit for bit: 64 MiB of keys and
-    values a rank, which `peer` reads piece by piece and in copies. Attention adds in one order
-    meanwhile."""
+    """The number of results of long sequences that differ between transports in any bit.
+
+    A rank has 64 MiB of keys and values, which `peer` reads piece by piece and in copies.
+    Attention adds in one order meanwhile."""
     torch.use_deterministic_algorithms(True)
     found: dict[str, list[torch.Tensor]] = {}
     for transport in transports:
@@ -86,7 +87,7 @@ def check_long(*transports: str) -> int:
                 for heads in (8, 8, 8, 8)
             )
             leaves = [x.requires_grad_() for x in (query, key, value)]
-            for _ in range(3):  # through both slots
+            for _ in range(3):  # through both halves
                 out = cp.attention(*leaves)
                 results += [out.detach(), *torch.autograd.grad(out, leaves, grad)]
         torch.cuda.synchronize()
@@ -126,7 +127,7 @@ def check_graph() -> int:
 
 
 def check_layers_in_graphs() -> int:
-    """How many layers by NCCL, captured forward and backward, differ from those without a graph."""
+    """The number of layers by NCCL whose captured passes differ from those without a graph."""
     torch.use_deterministic_algorithms(True)
     groups = hcp.build_process_groups(transport="nccl")
     wrong = 0
@@ -185,7 +186,7 @@ def fill(tensors: list[torch.Tensor], rows: list[torch.Tensor]) -> None:
 
 
 def largest(error: float) -> float:
-    """Of all ranks."""
+    """The largest error of all ranks."""
     worst = torch.tensor(error, device="cuda", dtype=torch.float64)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     return worst.item()

@@ -43,13 +43,13 @@ Record = Callable[[str, object], None]
 ONE_CALL = {"out": 1.2, "dquery": 1.2, "dkey": 1.2, "dvalue": 1.2}
 IN_PARTS = {True: {**ONE_CALL, "dkey": 1.25, "dvalue": 1.25},
             False: {"out": 1.25, "dquery": 1.3, "dkey": 1.2, "dvalue": 1.25}}  # fmt: skip
-"""By whether the mask is causal."""
+"""The key is whether the mask is causal."""
 SHORT = {"out": "out", "dquery": "dq", "dkey": "dk", "dvalue": "dv"}
 
 
 def expect_rounding_of_one_call(case: Case, record: Record) -> None:
-    """Root-mean-square errors beside float64, over all rows of all ranks: how many times as large
-    as those of one call of FlashAttention-2 over all of them.
+    """Expect root-mean-square errors against float64, over all rows of all ranks, to be at most so
+    many times those of one call of FlashAttention-2 over all of them.
 
     Rows that one call computes anyway ("a2a") hold 1.2. Of others, a kernel gives each part in
     bfloat16, and the sum, in float32, is rounded once more. Where a row has parts of like weight
@@ -160,7 +160,7 @@ def test_attention_with_rotary_pos_emb_equals_rotating_first(
 def test_masks_of_cross_attention_by_flash_attention_equal_the_formula(
     lengths: tuple[int, int], options: dict[str, Any]
 ) -> None:
-    """bfloat16 by FlashAttention-2 beside float64 by the formula, forward and backward."""
+    """Compare bfloat16 by FlashAttention-2 with float64 by the formula, forward and backward."""
 
     def difference(groups: Groups) -> float:
         sides = [hcp.plan([n], ranks=2, max_tokens_per_rank=512, min_degree=2) for n in lengths]
@@ -287,7 +287,7 @@ def results(
 def exact(
     softcap: float, launch: Launch, rows: list[Tensor], grads: list[Tensor]
 ) -> tuple[Tensor, ...]:
-    """The same of every entry by itself, by the formula in float64."""
+    """The results of every entry alone, by the formula in float64."""
     q0, k0 = launch.queries.start, launch.keys.start
     whole = [rows[0].new_zeros(x.shape, dtype=torch.float64) for x in (*rows, grads[0], grads[1])]
     dquery, dkey, dvalue, out, lse = whole

@@ -1,4 +1,4 @@
-"""What only a GPU shows of the kernels: CUDA graphs, tables of many launches, reads of few blocks.
+"""Kernels on a GPU: CUDA graphs, tables of many launches, reads of few blocks.
 Their results: tests/exchange/test_ops.py."""
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ PIECES = 8
 
 @pytest.mark.parametrize("rows", [6000, 6101, 16384])
 def test_long_runs_that_are_copied_are_the_rows_of_a_sum(rows: int) -> None:
-    """Of 8 KiB a row: in one copy, and in two."""
+    """Rows of 8 KiB, in one copy and in two."""
     words = torch.zeros(3, PIECES, dtype=torch.int64, device="cuda")
     staged = [torch.randn(rows, 4096, device="cuda").bfloat16() for _ in range(2)]
     split = [part for one in staged for part in one.split([1024, 3072], 1)]

@@ -67,7 +67,7 @@ def test_what_hides_behind_attention_is_no_exchange():
 
 @pytest.mark.parametrize("limit", [None, 1000])
 def test_groups_that_span_nodes_pay_the_far_prices(limit):
-    """Of 12 ranks, 4 to a node: a group of 2 is in one, of 3 may be cut by an edge, 4 fill one."""
+    """12 ranks, 4 a node: a group of 2 lies in one, one of 3 may span two, one of 4 fills one."""
     prices = CostModel(pair=0, token=1000, exchange=4, exchange_far=400, launch=0)
     options = {"train_cp": 1, "cost": prices, "max_tokens_per_rank": limit, "ranks_per_node": 4}
     choice = choose_eval_context_parallel(12, 1200, ranks=12, **options, global_batch_size=12)
@@ -124,7 +124,7 @@ def test_it_never_picks_what_it_predicts_slower_than_training(lengths, ranks, st
 
 
 class Groups:
-    """As much of process groups as a plan of an evaluation reads."""
+    """The part of process groups that a plan of an evaluation reads."""
 
     def __init__(self, ranks):
         self.ranks = ranks

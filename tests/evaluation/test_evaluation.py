@@ -1,4 +1,4 @@
-"""evaluate: each sample exactly once whatever divides what; one number whatever the layout."""
+"""Evaluation: each sample exactly once for any sizes; one number under every layout."""
 
 import copy
 import math
@@ -125,7 +125,7 @@ def test_a_dataset_without_an_entry_says_so_itself():
 
 
 class Offsets:
-    """Samples behind offsets that lead too far: an IndexError of its own."""
+    """Samples found by offsets that lead too far: an IndexError of the dataset's own."""
 
     def __init__(self, length):
         self.offsets, self.rows, self.length = [0, 9, 1, 2], "abc", length
@@ -440,7 +440,7 @@ class Noise:
 
 
 def load_other_data(rank, size):
-    """What is said where ranks have other datasets, seeds or places in them."""
+    """The error when ranks have different datasets, seeds or places in them."""
     groups, config = hcp.build_process_groups(), hcp.Config(64)
     documents = [{"input_ids": [i, i]} for i in range(8)]
     sharded, uneven = documents[rank::size], documents[: 8 - rank]

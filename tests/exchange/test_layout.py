@@ -1,4 +1,4 @@
-"""What a rank holds: zigzag chunks of any length, by the definition."""
+"""The rows of a rank: zigzag chunks of any length, by the definition."""
 
 from __future__ import annotations
 

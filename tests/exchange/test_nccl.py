@@ -26,7 +26,7 @@ from hcp.exchange.tables import Move
 from hcp.exchange.torch_p2p import Board, Stamps
 
 TO_OTHERS = [Move(1, 0, 1), Move(0, 1, 1), Move(3, 2, 2)]
-"""Of rank 1, which sends a row to itself."""
+"""The moves of rank 1, which sends a row to itself."""
 STAMP = Stamp(Kind("a call"), 3)
 
 

@@ -334,7 +334,7 @@ def sum_dtype(*dtypes: torch.dtype) -> torch.dtype:
 
 
 def expect_bits(actual: Tensor, expected: Tensor) -> None:
-    """The same but for the bits of NaN; zeros have a sign."""
+    """Compare all bits but those of NaN. Zeros have a sign."""
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
     nans = expected.isnan()
@@ -348,7 +348,7 @@ def expect_bits(actual: Tensor, expected: Tensor) -> None:
 
 
 def gathered(source: Tensor, records: list[tuple[int, int]]) -> Tensor:
-    """By index_select, which knows no rows of zeros: they are the last one here."""
+    """Gather by index_select. It knows no rows of zeros, so they are the last one here."""
     rows = torch.cat([source, source.new_zeros(1, source.shape[1])])
     index = [len(source) if row < 0 else row + i for row, n in records for i in range(n)]
     return rows.index_select(0, torch.tensor(index, dtype=torch.int64, device=source.device))
@@ -427,7 +427,7 @@ def test_the_sources_own_dtype_is_no_cast(device, dtype):
 
 
 def summed(parts: list[Tensor], records: list[tuple[int, ...]], rows: int, to: torch.dtype):
-    """In the order of the records, and rounded once."""
+    """The sum in the order of the records, rounded once."""
     wide = sum_dtype(parts[0].dtype, to)
     out = torch.zeros(rows, parts[0].shape[1], dtype=wide, device=parts[0].device)
     begun: set[int] = set()
@@ -544,7 +544,7 @@ def test_no_derivative_of_a_cast_needs_a_pass_to_cast(device, name):
 
 
 def test_the_gradient_of_a_cast_is_rounded_once(device):
-    """As in bfloat16 256 + 1 is 256, and 1 + 2**-8 is 1."""
+    """In bfloat16 256 + 1 is 256, and 1 + 2**-8 is 1: rounding twice would show."""
     for dtype, to, values in (
         (torch.float32, torch.bfloat16, [256.0] + [1.0] * 8),
         (torch.bfloat16, torch.float32, [1.0] + [2.0**-8] * 8),
@@ -565,7 +565,7 @@ def test_the_gradient_of_a_cast_is_rounded_once(device):
 
 
 def tables(rows: int, turned: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
-    """Of one angle for each element: general, so that the transpose is not the way back."""
+    """Tables of one angle for each element: the transpose is not the way back."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     angle = random(rows, turned, seed=7, device=device)
     return angle.cos().to(wide), angle.sin().to(wide)

@@ -1,6 +1,6 @@
 """The tables, counts and signals of ``hcp.exchange.peer`` where ranks share one process's memory.
 
-Slots and staged exchanges are those of the transport between GPUs; here the words and rows lie in
+Halves and staged exchanges are those of the transport between GPUs; here the words and rows lie in
 CPU memory, and a thread waits where a stream would.
 """
 
@@ -19,7 +19,7 @@ from support.cases import Case, dispatched, loopback_error, staged_by
 
 import hcp
 from hcp.exchange.loopback import LoopbackTransport
-from hcp.exchange.peer import PeerShared, Slots, memory_bytes
+from hcp.exchange.peer import PeerMemory, PeerShared, memory_bytes
 from hcp.exchange.torch_p2p import Board
 from hcp.exchange.transport import Share
 
@@ -28,7 +28,7 @@ creation = threading.Lock()
 
 
 class MappedTransport(LoopbackTransport):
-    """One whose ranks read each other's memory as GPUs do, through slots and signals."""
+    """One whose ranks read each other's memory as GPUs do, through halves and signals."""
 
     buffer_bytes = 2**20
     timeout = 60.0
@@ -45,7 +45,7 @@ class MappedTransport(LoopbackTransport):
         def view(rank: int, shape: tuple[int, int], dtype: torch.dtype, start: int) -> torch.Tensor:
             return memories[rank].view(dtype)[start : start + shape[0] * shape[1]].view(shape)
 
-        self._slots = Slots(
+        self._peers_memory = PeerMemory(
             rank,
             [memory.data_ptr() for memory in memories],
             view,
@@ -58,7 +58,7 @@ class MappedTransport(LoopbackTransport):
         )
 
     def share(self, share: Share) -> PeerShared:
-        return PeerShared(self._slots, share)
+        return PeerShared(self._peers_memory, share)
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +77,7 @@ def test_attention_over_slots_equals_one_rank(comm_type: str, stage_rows: int) -
 
 
 def layers(groups: Any, case: Case, count: int) -> list[torch.Tensor]:
-    """Outputs and gradients of layers one behind another, in every micro-batch."""
+    """Outputs and gradients of consecutive layers, in every micro-batch."""
     results = []
     for cp, local in dispatched(groups, case):
         query, key, value = (
@@ -125,7 +125,7 @@ def test_a_rank_that_does_not_come_is_named(mapped: type, monkeypatch: pytest.Mo
 def test_a_rank_that_calls_differently_is_named(
     mapped: type, monkeypatch: pytest.MonkeyPatch, says: bool
 ) -> None:
-    """In words, where the ranks have a board to say them."""
+    """The error in words, if the ranks have a board to say them."""
     board = SimpleNamespace(group_name="words")
     store = torch.distributed.HashStore()
     monkeypatch.setattr(Board, "_store", store)
@@ -163,13 +163,13 @@ def test_an_exchange_that_does_not_fit_is_refused_with_what_would_do(
 def test_what_was_kept_of_micro_batches_that_are_over_is_dropped(
     mapped: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Slots, "_MOST", 3)
+    monkeypatch.setattr(PeerMemory, "_MOST", 3)
     case = Case((57, 9, 130, 40, 22, 31), 3, capacity=70, min_degree=2, comm_type="all_gather")
 
     def kept(groups: Any) -> int:
         layers(groups, case, 2)
-        slots = groups.transport._slots
-        return max(len(slots._columns), len(slots._signals))
+        memory = groups.transport._peers_memory
+        return max(len(memory._columns), len(memory._signals))
 
     assert max(hcp.loopback(3, kept, sharing=True)) <= 3
     assert loopback_error(replace(case, sharing=True)) <= 1e-10

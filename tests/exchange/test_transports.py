@@ -50,7 +50,7 @@ def test_ranks_that_name_different_transports_are_told() -> None:
 
 
 def views(**changes: list) -> list[dict]:
-    """Of two ranks, each with a GPU of its own that reaches the other's."""
+    """Facts of two ranks, each with a GPU of its own that reaches the other's."""
     own = [
         {"gpu": gpu, "index": index, "host": "h", "kernels": True, "reaches": [other]}
         for index, (gpu, other) in enumerate(("ab", "ba"))

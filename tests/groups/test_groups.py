@@ -222,7 +222,7 @@ def test_an_impossible_layout_is_refused_with_the_equation(arguments, message):
 
 
 def ask(what, wrong):
-    """For a layout; for one that cannot be."""
+    """Ask for a layout, or for one that cannot be."""
     if what == "build":
         build_process_groups(tp=3 if wrong else 2)
     elif what == "transport":
@@ -346,7 +346,7 @@ def test_an_impossible_other_layout_is_refused_with_the_reason(arguments, cp, me
 
 
 class Collection:
-    """As Megatron's: a declared field that is not set reads as None."""
+    """A class like Megatron's: a declared field that is not set reads as None."""
 
     def __init__(self, **groups):
         self.__dict__.update(groups)

@@ -200,7 +200,7 @@ def refuse(rank, size):
 
 
 class Experts(torch.nn.Linear):
-    """That say how many tokens one takes, and how many ranks they are spread over."""
+    """Experts that say how many tokens one takes, and over how many ranks they are spread."""
 
     def __init__(self, **says):
         super().__init__(1, 1)

@@ -17,7 +17,7 @@ from hcp.integrations.megatron import EvalContextParallel
 
 
 class Bridge:
-    """What a training run of Bridge does with a model, groups and callbacks."""
+    """A training run of Bridge: its model, groups and callbacks."""
 
     def __init__(self, callback, samples, *, train_cp=1, eval_cp=None, batch=4, micro_batch=1):
         dist = SimpleNamespace(eval_context_parallel_size=eval_cp)
@@ -97,11 +97,11 @@ class Bridge:
 # ---- data and counting ---------------------------------------------------------------------------
 
 SAMPLES = 11
-"""Of a validation set whose last batch of four is uneven."""
+"""Samples of a validation set whose last batch of four is uneven."""
 
 
 def evaluate_under(rank, size, eval_cp, options, event="eval"):
-    """Of a model after a training step: what its evaluation says."""
+    """The evaluation of a model after a training step."""
     callback = None if eval_cp is None else EvalContextParallel()
     bridge = Bridge(callback, trainer.samples_of(SAMPLES), eval_cp=eval_cp, **options).set_up()
     bridge.fire("on_train_start")

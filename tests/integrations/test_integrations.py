@@ -69,7 +69,7 @@ INTEGRATIONS = {
     "torchtitan": ("import hcp.integrations.torchtitan", "0.2.2"),
     "transformers": ("import hcp.integrations.transformers", "4.57.1"),
 }
-"""How each is entered, and a version that it refuses."""
+"""The entry of each integration, and a version that it refuses."""
 
 EXPECTED = {
     "accelerate": 'expected 1.15, which hcp was tested with: pip install "accelerate>=1.15,<1.16"',
@@ -96,8 +96,9 @@ FOLDERS = {"megatron-core": "megatron"}
 
 
 def enter_without(packages, entered, folder):
-    """What integrations say in a process in which all that is installed is, but these packages:
-    (name of the error, its text, whether it is the only one). `folder`: whatever else is there."""
+    """The errors of integrations in a process that lacks these installed packages.
+
+    Returns (name of the error, its text, whether it is the only one). `folder`: has more packages."""
     hidden = {FOLDERS.get(p, p) for p in packages}
     for path in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
         for entry in Path(path).iterdir():

@@ -52,7 +52,7 @@ def make_watch():
     from lightning import Callback
 
     class Watch(Callback):
-        """What was logged, and the gradients of the first step."""
+        """The logged values, and the gradients of the first step."""
 
         def __init__(self):
             self.losses, self.evaluations, self.gradient, self.saved = [], [], None, []

@@ -94,7 +94,7 @@ def start():
 
 
 def moe_gpt(train, core_attention=GatheredAttention):
-    """With Megatron's own core attention where it is None."""
+    """Build with this core attention, Megatron's own if it is None."""
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_local_spec,
         get_gpt_mtp_block_spec,
@@ -125,7 +125,7 @@ def moe_gpt(train, core_attention=GatheredAttention):
 
 
 def mean_loss(model, groups, tokens):
-    """The mean over the tokens of one sequence, of which this rank computes its zigzag rows."""
+    """The mean over the tokens of one sequence. This rank computes its zigzag rows."""
     cp = groups.cp
     rows = zigzag(tokens.shape[1] - 1, cp.rank(), cp.size())
     with torch.no_grad():
@@ -280,8 +280,10 @@ def test_parallel_states_globals_are_a_part_of_every_model_of_their_groups():
 
 
 class MegatronLM:
-    """What Megatron-LM's evaluation does with its global state: batches are cut by the groups in
-    parallel_state, micro-batches counted by the arguments, and the schedule is given neither."""
+    """Megatron-LM's evaluation with its global state.
+
+    It cuts batches by the groups in parallel_state and counts micro-batches by the arguments. The
+    schedule is given neither."""
 
     def __init__(self, collection, samples):
         self.args = Namespace(

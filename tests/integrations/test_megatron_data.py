@@ -341,7 +341,7 @@ def test_tensor_parallel_peers_with_other_samples_are_an_error_on_both():
 
 
 def attend_alone(query, key, value):
-    """Of one sequence (T, heads, size), by PyTorch."""
+    """Attention of one sequence (T, heads, size), by PyTorch."""
     q, k, v = (x.transpose(0, 1) for x in (query, key, value))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1)
 

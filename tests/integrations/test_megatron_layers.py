@@ -39,7 +39,7 @@ POSITIONS = {
     "rotary embedding scaled as Llama 3's": dict(rope_scaling=True, rotary_base=100),
     "learned positions": dict(position_embedding_type="learned_absolute"),
 }
-"""Of the model, where they are not `position_embedding_type="rope"`."""
+"""The model's position embeddings, if not `position_embedding_type="rope"`."""
 OPTIONS = hcp.Config(
     sum(LENGTHS), cp_comm_type=hcp.COMM_TYPES, hierarchical_context_parallel_sizes=(2, 2)
 )
@@ -208,7 +208,7 @@ def computed(model, ranks, lengths, room, alignment=1):
 
 
 def whole_sequences(cp, out, sources, rank):
-    """What this rank loaded of the micro-batch, back from where it was computed."""
+    """The rows of the micro-batch that this rank loaded, after they were computed elsewhere."""
     groups = cp.plan.micro_batches[cp.micro_batch]
     own = sorted(i for group in groups for i in group.sequences if sources[i] == rank)
     rows = cp.combine(out).split([cp.plan.lengths[i] for i in own])

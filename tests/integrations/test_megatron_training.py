@@ -1,4 +1,4 @@
-"""Training with the real Megatron-Core: what hcp computes, whatever the plan and the layout.
+"""Training with the real Megatron-Core: equal results under every plan and layout.
 
 Of every model, Megatron's own on one rank, without hcp, one document at a time, is the reference:
 20 steps of Adam, losses and the gradients of the first step.

@@ -128,7 +128,7 @@ def gradients(model):
 
 
 def spread(model, dataset, logits, plan):
-    """The same on ranks that are threads: the largest difference of logits, summed gradients."""
+    """Run on ranks that are threads: the largest difference of logits, and summed gradients."""
     from hcp.integrations.transformers import causal_lm_loss, causal_lm_sample, model_inputs
 
     ranks = plan.ranks
@@ -303,7 +303,7 @@ def test_a_model_that_needs_more_than_attention_gives_is_refused(kind, changes, 
 
 
 def refused_by_a_forward(model, message):
-    """By register_hcp_attention, before anything was trained, leaving the model as it was."""
+    """Refused by register_hcp_attention before training. The model stays as it was."""
     from hcp.integrations.transformers import register_hcp_attention
 
     model.train()
@@ -779,7 +779,7 @@ def test_tokens_that_are_no_integers_are_refused():
 
 @pytest.mark.parametrize("name", ["completion_mask", "assistant_masks"])
 def test_masks_say_which_tokens_are_learned(name):
-    """As TRL does: a label is the token itself where the mask is 1."""
+    """Labels as TRL makes them: the token itself if the mask is 1."""
     from hcp.integrations.transformers import causal_lm_sample
 
     item = {"input_ids": [5, 6, 7, 8], name: [0, 0, 1, 1], "position_ids": [0, 1, 2, 3]}

@@ -1,4 +1,4 @@
-"""A Megatron-style layer's core attention, whatever stands there, equals one rank's."""
+"""Any core attention in a Megatron-style layer equals one rank's."""
 
 from __future__ import annotations
 

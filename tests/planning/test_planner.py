@@ -111,7 +111,7 @@ def test_every_plan_passes_the_independent_check(request: dict[str, Any]) -> Non
 
 
 def judged(seed: str) -> str:
-    """What came of a drawn request: "plan", or the kind of refusal that it deserved."""
+    """The outcome of a drawn request: "plan", or the kind of refusal that it deserved."""
     request = planning.draw(Random(seed))
     fault = planning.fault(request)
     try:
@@ -254,7 +254,7 @@ def test_the_bound_knows_that_short_sequences_beside_giants_leave_ranks_idle() -
 
 @pytest.mark.parametrize("seed", [1, 2, 4, 6])
 def test_sequences_change_places_between_micro_batches(seed: int) -> None:
-    """What greedy filling leaves is 1.067 to 1.075 of the bound."""
+    """Greedy filling alone ends at 1.067 to 1.075 of the bound."""
     lengths = spread(200, 4096, 32768, seed)
     plan = hcp.plan(lengths, ranks=32, max_tokens_per_rank=13312, sync="micro_batch")
     hcp.check_plan(plan, lengths)

@@ -29,7 +29,7 @@ PRICES = {"pair": 2e-10, "token": 3e-7, "exchange": 4e-7, "launch": 5e-3, "step"
 
 
 def grid(truth: Fit, noise: float = 0.0, node: int = 100) -> list[Point]:
-    """What the grid would have measured under these prices."""
+    """The times that the grid would have measured under these prices."""
     draw = random.Random(7)
     points = []
     for degree, rows, parts in itertools.product((1, 2, 3, 4, 8), (256, 1024, 4096), (1, 4, 16)):

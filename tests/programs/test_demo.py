@@ -53,7 +53,7 @@ def demo(*argv):
 
 
 def demo_on(ranks, *argv, folder):
-    """The same on ranks that somebody else has started."""
+    """Run the demo on ranks that another launcher has started."""
     done = run_module("hcp", "demo", "--ranks", str(ranks), *argv, ranks=ranks, folder=folder)
     return SimpleNamespace(returncode=done.code, stdout=done.out, stderr=done.err)
 

@@ -53,7 +53,7 @@ NEEDS = {"studies/exact": "ortools"}
 
 
 def run_benchmark(rank: int, size: int, name: str, arguments: list[str]) -> str:
-    """What a rank prints of what a launcher starts."""
+    """The output of one rank of a program that a launcher starts."""
     store = launched(rank, size)
     printed = io.StringIO()
     given, sys.argv = sys.argv, [name, *arguments]

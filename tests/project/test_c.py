@@ -47,7 +47,7 @@ def succeed(command: list[str]) -> str:
 
 @functools.cache
 def why_not(compiler: str) -> str | None:
-    """What a compiler lacks for these tests. gcc has to be there, as for an installation."""
+    """The part that a compiler lacks for these tests. gcc has to be there, as to install hcp."""
     if compiler == "gcc":
         return None
     if shutil.which(compiler) is None:

@@ -1,4 +1,4 @@
-"""What nvcc says of the kernels, on any machine that has it."""
+"""nvcc's report on the kernels, on any machine that has it."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ SMALL = {
 class Block:
     page: Path
     line: int
-    """Of the first line of code."""
+    """The number of the first line of code."""
     language: str
     code: str
     reason: str | None

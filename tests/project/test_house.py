@@ -1,4 +1,4 @@
-"""How far a reader has to go: files of one layer."""
+"""The number of files that a reader of one layer opens."""
 
 from __future__ import annotations
 

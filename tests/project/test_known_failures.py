@@ -1,4 +1,4 @@
-"""What went wrong in other implementations of context parallelism, by the names of reports."""
+"""Faults of other implementations of context parallelism, named after their reports."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_boundaries_are_not_cut_like_rows() -> None:
 
 
 def communicates(groups: Any) -> float:
-    """How far this rank's rows are from those computed over its own rows only."""
+    """The distance of this rank's rows from those computed over its own rows only."""
     (cp,) = handlers(groups, [32], min_degree=4)
     x = rows_here(cp, drawn([32], 2, 4))
     q, k, v = (y.transpose(0, 1) for y in (x, x, x))

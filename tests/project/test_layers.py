@@ -67,7 +67,7 @@ def files(folder: str) -> list[Path]:
 
 
 def includes(path: Path) -> list[str]:
-    """Headers that a file includes; those found beside it are named from csrc on."""
+    """Headers that a file includes. Those of its own folder are named from csrc on."""
     names = re.findall(r'^\s*#\s*include\s*([<"][^>"]+)[>"]', path.read_text(), re.MULTILINE)
     return [inside(path, name) for name in names]
 
@@ -167,7 +167,7 @@ def mutable(path: Path, folder: Path) -> list[str]:
 
 
 def borrowed(folder: str, objects: Path) -> set[str]:
-    """What the files of a folder take from outside it."""
+    """The names that the files of a folder take from outside it."""
     tables = [symbols(compiled(path, objects)) for path in files(folder) if path.suffix == ".c"]
     defined = {name for table in tables for kind, name in table if kind in "TRV"}
     return {name for table in tables for kind, name in table if kind in "Uw"} - defined

@@ -495,7 +495,7 @@ SLOTS_OF_MODEL = {
 
 
 def contents(model):
-    """What every slot holds, read without the walk."""
+    """The value of every slot, read without the walk."""
     return [
         *(layer.cp_group for layer in (*model.layers, model.named["b"])),
         *(layer.tp_group for layer in (*model.layers, model.named["b"])),
@@ -851,7 +851,7 @@ def test_a_thread_sees_all_slots_that_are_plain_change_at_once(layouts):
 
 
 class Turnstile(dict):
-    """Where a value is written, another thread gets its turn, before and after."""
+    """Another thread gets its turn before and after each write of a value."""
 
     reader = None
 

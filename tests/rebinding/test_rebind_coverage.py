@@ -83,7 +83,7 @@ def layouts(built, monkeypatch):
 
 
 class Model(nn.Module):
-    """Holds the collection, so that whatever a row adds is beside a group."""
+    """Holds the collection, so that a row adds its values next to a group."""
 
     def __init__(self, groups, **attributes):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What layers ask of the handler beside attention: rotary embedding, rolling, the loss."""
+"""The handler's other parts for layers: rotary embedding, rolling, the loss."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_given_positions_take_the_place_of_those_in_the_sequence() -> None:
 
 
 def test_each_frequency_follows_its_own_axis_in_multimodal_rope() -> None:
-    """As Qwen2-VL has it: sections of the frequencies follow time, height and width."""
+    """Angles as in Qwen2-VL: sections of the frequencies follow time, height and width."""
     axes = [0, 0, 1, 1, 1, 2]
 
     def check(groups: Any) -> None:
@@ -277,7 +277,7 @@ def check_halo(groups: Any, lengths: Any, before: int, min_degree: int, dtype: t
 
 
 def all_starts(cp: hcp.ContextParallelHandler) -> dict[int, list[int]]:
-    """Where the spans of each sequence begin, on all ranks."""
+    """The starts of the spans of each sequence, on all ranks."""
     starts: dict[int, list[int]] = {}
     for rank in range(cp.layout.first_rank, cp.layout.first_rank + cp.degree):
         for s, start, _ in hcp.Layout(cp.plan, cp.micro_batch, rank).spans:
@@ -604,7 +604,7 @@ def test_whole_sequences_work_on_gloo_ranks() -> None:
 
 
 def test_a_scan_over_whole_sequences_equals_one_rank() -> None:
-    """A recurrent layer: the gradient at a token depends on all tokens behind it."""
+    """A recurrent layer: the gradient at a token depends on all later tokens."""
     x = torch.randn(31, 5, 2, dtype=torch.float64)
     whole = x.clone().requires_grad_()
     whole.cumsum(0).square().sum().backward()

@@ -61,7 +61,7 @@ class Hybrid(torch.nn.Module):
 
 
 class Plain(Hybrid):
-    """Without hcp: x (T, WIDTH) is one whole sequence."""
+    """Compute without hcp: x (T, WIDTH) is one whole sequence."""
 
     def attend(self, x: Tensor, cp: None, layer: int) -> Tensor:  # type: ignore[override]
         query, key, value = self.layers[layer](x).view(-1, 3, HEADS, SIZE).unbind(1)

@@ -1,4 +1,4 @@
-"""One mean over the batch, whatever the plan."""
+"""One mean over the batch, under every plan."""
 
 from __future__ import annotations
 

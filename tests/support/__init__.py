@@ -1,1 +1,1 @@
-"""What tests share: ranks, references, small models. No test imports another test."""
+"""Code that tests share: ranks, references, small models. No test imports another test."""

@@ -84,7 +84,7 @@ MORE: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "youtu": LATENT,
 }
-"""What some need besides."""
+"""Further options that some need."""
 
 LARGEST = 60e6
 """Parameters; what stays larger in spite of small options is left out."""

@@ -50,11 +50,11 @@ class Case:
     seed: int = 0
     alignment: int = 1
     sizes: tuple[int, ...] | None = None
-    """Of the levels of "a2a+p2p"; None: an inner level as large as it may be below the degree."""
+    """Sizes of the levels of "a2a+p2p"; None: the largest inner level below the degree."""
 
     @property
     def comm(self) -> dict[str, Any]:
-        """What hcp.dispatch is told of it."""
+        """The options for hcp.dispatch."""
         if self.comm_type != "a2a+p2p":
             return {"comm_types": (self.comm_type,)}
         return {"comm_types": (self.comm_type,), "hierarchical_context_parallel_sizes": self.levels}
@@ -145,7 +145,7 @@ def grad_of(x: Tensor) -> Tensor:
 
 
 def expected(case: Case) -> tuple[list[tuple[Tensor, ...]], Tensor | None]:
-    """Results of every sequence and the gradient of the sinks, in float64 whatever the dtype."""
+    """Results of every sequence and the gradient of the sinks, in float64 for any dtype."""
     answers = []
     sinks = sinks_of(case)
     sinks = sinks if sinks is None else sinks.requires_grad_()

@@ -1,4 +1,4 @@
-"""What the tests of Transformers, Accelerate and Lightning share."""
+"""Code that the tests of Transformers, Accelerate and Lightning share."""
 
 from __future__ import annotations
 

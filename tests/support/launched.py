@@ -13,13 +13,13 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the ranks that were waited for ended."""
+    """The end of the ranks that were waited for."""
 
     codes: list[int | None]
     """Exit codes; None for a rank that had to be ended."""
     seconds: float
     said: str
-    """What these ranks printed."""
+    """The output of these ranks."""
 
 
 def run_as_ranks(

@@ -27,13 +27,13 @@ from hcp.planning.limits import rows_up_to
 @dataclass(frozen=True)
 class Case:
     flags: tuple[str, ...] = ()
-    """Of the program."""
+    """Options of the program."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Of TransformerConfig."""
+    """Options of TransformerConfig."""
     builder: str | None = None
-    """In `BUILDERS`: another model than the program's."""
+    """A name in `BUILDERS`: another model than the program's."""
     lengths: tuple[tuple[int, ...], ...] = ()
-    """Of the documents of each step."""
+    """Lengths of the documents of each step."""
 
     def but(self, *flags: str) -> Case:
         return Case((*self.flags, *flags), self.options, self.builder, self.lengths)
@@ -45,15 +45,15 @@ class Outcome:
     tokens: list[int]
     micro_batches: list[int]
     degrees: list[int]
-    """Of every group of every plan."""
+    """The degree of every group of every plan."""
     gradients: dict[str, torch.Tensor]
-    """Of the first step, by global name; one rank's only."""
+    """Gradients of the first step, by global name; one rank's only."""
     differences: dict[str, float]
-    """From the gradients that were given, relative to their norm."""
+    """Distances from the given gradients, relative to their norm."""
     evaluations: list[Any]
-    """Under the training layout, and under one with all ranks of the domain in one CP group."""
+    """Metrics under the training layout, and with all ranks of the domain in one CP group."""
     uncovered: list[str]
-    """What `hcp.audit` finds and `hcp.eval_cp_context` would leave."""
+    """Places that `hcp.audit` finds and `hcp.eval_cp_context` would leave."""
 
 
 LONGEST = 160
@@ -376,7 +376,7 @@ def build_own_in_float64(job: Any, config: Any, vp_stage: int | None) -> torch.n
 
 
 def float64_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """In the place of Megatron's cross-entropy, which casts to float32."""
+    """Replaces Megatron's cross-entropy, which casts to float32."""
     assert logits.dtype == torch.float64
     return F.cross_entropy(logits[0], labels[0], reduction="none")[None]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 class GatedNorm(torch.nn.Module):
-    """In the place of mamba_ssm's, which needs Triton."""
+    """Replaces mamba_ssm's, which needs Triton."""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ def alone(query: Tensor, key: Tensor, value: Tensor, window: tuple[int, int]) ->
 
 
 def poisoned(case: Case, name: str, value: float, rows: slice) -> list[dict[str, Tensor]]:
-    """Sequences of which the first has ``value`` in some rows of a query, key or value."""
+    """Sequences; the first has ``value`` in some rows of a query, key or value."""
     samples = whole_sequences(case)
     samples[0][name][rows] = value
     return samples

@@ -270,7 +270,7 @@ def _capacity(request: Request) -> int:
 
 
 def _bytes_left(request: Request, memory: hcp.MemoryModel) -> int:
-    """Of the limit, beside the rows that alignment may add."""
+    """The limit's bytes without those of rows that alignment may add."""
     padding = max(1, request["alignment"]) - 1
     return memory.limit - padding * (memory.activation + memory.logit)
 
@@ -301,7 +301,7 @@ def _holds(request: Request, i: int, length: int, degree: int) -> bool:
 
 
 def time_of(request: Request, length: int, degree: int) -> int:
-    """Of one sequence, without launch: the formula of the header, or the table."""
+    """The time of one sequence without launch: the formula of the header, or the table."""
     cost: hcp.CostModel = request["cost"]
     if cost.table is not None:
         row, column = cost.table.lengths.index(length), cost.table.degrees.index(degree)
@@ -450,7 +450,7 @@ def slowness_of(request: Request) -> list[int]:
 
 
 class Pass(NamedTuple):
-    """Of one micro-batch through one chunk of one stage."""
+    """The time of one micro-batch through one chunk of one stage."""
 
     forward: bool
     batch: int
@@ -458,7 +458,7 @@ class Pass(NamedTuple):
 
 
 def _passes(stage: int, stages: int, chunks: int, group: int, n: int) -> list[Pass]:
-    """In the order of a stage: some forwards ahead, then one forward and one backward each."""
+    """The work of a stage in order: some forwards ahead, then one forward and one backward each."""
     turns = [range(first, min(n, first + group)) for first in range(0, n, group)]
     forward = [Pass(True, m, c) for turn in turns for c in range(chunks) for m in turn]
     backward = [Pass(False, m, chunks - 1 - c) for _, m, c in forward]

@@ -56,13 +56,13 @@ _pools: dict[int, _Pool] = {}
 
 @dataclass(frozen=True)
 class RankError:
-    """How one rank failed. `kind` is the exception's class name, or "exited" or "timeout"."""
+    """The failure of one rank. `kind` is the exception's class name, or "exited" or "timeout"."""
 
     rank: int
     kind: str
     message: str
     traceback: str
-    """Of the exception, or the stacks of all threads of a rank that had to be ended."""
+    """The exception's, or the stacks of all threads of a rank that had to be ended."""
 
     def __str__(self) -> str:
         return f"rank {self.rank}: {self.kind}: {self.message}\n{self.traceback}".rstrip()
@@ -70,7 +70,7 @@ class RankError:
 
 @dataclass(frozen=True)
 class _Case:
-    """What travels to every rank. The call is pickled apart: it is read once `path` is set."""
+    """The message to every rank. The call is pickled apart: it is read once `path` is set."""
 
     path: list[str]
     call: bytes
@@ -112,7 +112,7 @@ def try_ranks(
     timeout: float = 150,
     group_timeout: float | None = None,
 ) -> list[Any]:
-    """As `run_ranks`, but failures are returned, each a `RankError` in its rank's place."""
+    """Run like `run_ranks`, but return failures, each a `RankError` in its rank's place."""
     case = _Case(list(sys.path), pickle.dumps((function, args)), group_timeout or timeout)
     results = _pool(size).run(case, timeout)
     if any(isinstance(result, RankError) for result in results):
@@ -350,7 +350,7 @@ def _run_case(rank: int, size: int, store: Any, case: _Case) -> Any:
 
 @dataclass(frozen=True)
 class Finished:
-    """How a program ended: the exit code of the first rank that failed, and what all printed."""
+    """The end of a program: the exit code of the first rank that failed, and all output."""
 
     code: int
     out: str

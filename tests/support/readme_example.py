@@ -1,4 +1,4 @@
-"""What README.md's example takes as given, and what it must have done: run before and after it."""
+"""The names that README.md's example takes as given, and checks of what it has done."""
 
 BEFORE = """
 import torch

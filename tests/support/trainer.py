@@ -251,8 +251,9 @@ def fingerprint(model: Stage, optimizer: torch.optim.Optimizer) -> str:
 def compare_layouts(
     rank: int, size: int, sizes: Sequence[int], tp: int, pp: int, *dtypes: str
 ) -> dict[str, dict[tuple[int, int, int], float]]:
-    """For each dtype and all pairs of CP sizes: how far losses inside and outside are apart, while
-    training goes on as if nothing happened."""
+    """The distance of losses inside and outside, for each dtype and all pairs of CP sizes.
+
+    Training goes on as if nothing happened."""
     losses: dict[str, dict[tuple[int, int, int], float]] = {dtype: {} for dtype in dtypes}
     for train_cp in sizes:
         train = hcp.build_process_groups(tp=tp, cp=train_cp, pp=pp)
@@ -274,7 +275,7 @@ def compare_layout(
     eval_cp: int,
     step: int,
 ) -> dict[int, float]:
-    """The same of one switch, by number of samples packed."""
+    """The distances of one switch, by number of samples packed."""
     data, training = samples_of(7), samples_of(12, seed=9)
     (model, optimizer), (twin, twin_optimizer) = pair
     train_step(model, optimizer, training)
