@@ -71,7 +71,7 @@ class Schedules:
         softcap: float,
         dropout_p: float,
     ) -> Layer:
-        """How a layer attends that is called with these options, which are checked."""
+        """The layer for a call with these options, which are checked."""
         check_options(softcap, dropout_p)
         left, right = window_of(window_size, causal)
         scale = scale_of(query, softmax_scale)

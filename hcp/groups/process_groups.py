@@ -20,7 +20,7 @@ from hcp.groups.create import Creator, require_initialised, timeout_of
 from hcp.groups.grids import ROLES, check_levels, fit_grid, grid_of_mesh, resized
 
 CREATED, SHARED, GIVEN = "created", "shared", "given"
-"""Where a collection has a group from: see ``ProcessGroups.report``."""
+"""The origins of a collection's group: see ``ProcessGroups.report``."""
 
 
 class ProcessGroups(OfThisProcess):
@@ -190,7 +190,7 @@ class ProcessGroups(OfThisProcess):
         return self._grid
 
     def size(self, role: str) -> int:
-        """How many ranks this rank's group of a role has."""
+        """The number of ranks in this rank's group of a role."""
         return dist.get_world_size(self._group(role))
 
     def rank(self, role: str) -> int:

@@ -48,7 +48,7 @@ class ContextParallelHandler(OfThisProcess):
     )
 
     kernel_family = "torch"
-    """Whose kernels compute attention: see :func:`hcp.get_cp_handler_cls`."""
+    """The backend whose kernels compute attention: see :func:`hcp.get_cp_handler_cls`."""
     comm_types: tuple[str, ...] = ("p2p",)
     """The comm types of a handler that is not told others."""
 
@@ -148,8 +148,8 @@ class ContextParallelHandler(OfThisProcess):
 
     @property
     def comm_choices(self) -> tuple[comm.CommChoice, ...]:
-        """What this rank's group does for each comm type, mask and number of heads that layers have
-        used so far or that were prepared, each with the reason."""
+        """The comm type that this rank's group uses for each comm type, mask and number of heads that
+        layers have named so far or that were prepared, each with the reason."""
         return self._schedules.choices
 
     # ---- attention ----

@@ -134,7 +134,7 @@ def each_alone(entries: Sequence[Entry]) -> list[Launch]:
 
 
 def in_packs(entries: Sequence[Entry]) -> list[Launch]:
-    """As few launches as the order of the entries allows."""
+    """Make as few launches as the order of the entries allows."""
     packs: list[list[Entry]] = []
     made: list[Launch] = []
     for entry in entries:
