@@ -98,7 +98,7 @@ FOLDERS = {"megatron-core": "megatron"}
 def enter_without(packages, entered, folder):
     """The errors of integrations in a process that lacks these installed packages.
 
-    Returns (name of the error, its text, whether it is the only one). `folder`: has others."""
+    Returns (name of the error, its text, whether it is the only one). `folder`: others."""
     hidden = {FOLDERS.get(p, p) for p in packages}
     for path in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
         for entry in Path(path).iterdir():
