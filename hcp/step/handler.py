@@ -148,7 +148,7 @@ class ContextParallelHandler(OfThisProcess):
 
     @property
     def comm_choices(self) -> tuple[comm.CommChoice, ...]:
-        """The comm type that this rank's group uses for each comm type, mask and number of heads that
+        """The comm type that this rank's group uses for each one, mask and number of heads that
         layers have named so far or that were prepared, each with the reason."""
         return self._schedules.choices
 
