@@ -273,7 +273,22 @@ class BuildLibraries(build_ext):
             )
 
 
+def project_urls() -> dict[str, str]:
+    """Addresses of the repository whose workflow builds hcp. Elsewhere none is known."""
+    server, repository = os.environ.get("GITHUB_SERVER_URL"), os.environ.get("GITHUB_REPOSITORY")
+    if not server or not repository:
+        return {}
+    home = f"{server}/{repository}"
+    return {
+        "Homepage": home,
+        "Documentation": f"{home}/tree/main/docs",
+        "Changelog": f"{home}/blob/main/CHANGELOG.md",
+        "Issues": f"{home}/issues",
+    }
+
+
 setup(
+    project_urls=project_urls(),
     ext_modules=LIBRARIES,
     cmdclass={
         "build": BuildInTemporaryFolder,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -71,6 +74,25 @@ def test_the_matrix_starts_at_the_oldest_versions_and_ends_at_the_default_torch(
 def test_pyproject_reads_the_version_where_hcp_has_it() -> None:
     assert "version" in PROJECT["dynamic"]
     assert SETUPTOOLS["dynamic"]["version"] == {"attr": "hcp._version.__version__"}
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_build_of_a_workflow_names_its_repository(known: bool, tmp_path: Path) -> None:
+    named = {"GITHUB_SERVER_URL": "https://example.org", "GITHUB_REPOSITORY": "team/hcp"}
+    environment = {name: value for name, value in os.environ.items() if name not in named}
+    subprocess.run(
+        [sys.executable, "setup.py", "--quiet", "dist_info", "--output-dir", str(tmp_path)],
+        cwd=ROOT,
+        env=environment | (named if known else {}),
+        check=True,
+        capture_output=True,
+    )
+    (metadata,) = tmp_path.glob("*.dist-info/METADATA")
+    found = re.findall(r"^Project-URL: (\w+), (\S+)$", metadata.read_text(), re.MULTILINE)
+    assert dict(found).keys() == (
+        {"Homepage", "Documentation", "Changelog", "Issues"} if known else set()
+    )
+    assert all(url.startswith("https://example.org/team/hcp") for _, url in found)
 
 
 def test_the_citation_has_the_version_of_hcp() -> None:
