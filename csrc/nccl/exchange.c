@@ -2,7 +2,7 @@
  *
  * NCCL's functions are declared by hcp/nccl.h, so that hcp builds where NCCL's
  * own header is not. */
-#define _POSIX_C_SOURCE 199309L
+#define _POSIX_C_SOURCE 199309L /* NOLINT(bugprone-reserved-identifier): POSIX's own name */
 #include <dlfcn.h>
 #include <stdio.h>
 #include <time.h>
