@@ -1,7 +1,7 @@
 """Training with the real Megatron-Core: equal results under every plan and layout.
 
-Of every model, Megatron's own on one rank, without hcp, one document at a time, is the reference:
-20 steps of Adam, losses and the gradients of the first step.
+The reference of every model is Megatron's own on one rank, without hcp, one document at a time. The
+losses of steps of Adam are compared, and the gradients of the first step.
 """
 
 import functools
@@ -22,8 +22,8 @@ pytestmark = [
     pytest.mark.xdist_group("megatron"),  # each reference once, each pool once
 ]
 
-TWENTY = (*lengths_of(19), (9,))
-"""Steps; the last batch is a single sample."""
+EIGHT, TWENTY = ((*lengths_of(steps - 1), (9,)) for steps in (8, 20))
+"""Lengths of the steps. The last batch is a single sample."""
 
 
 @functools.cache
@@ -54,24 +54,24 @@ def agree(name, ranks, *flags, losses=1e-4, gradients=1e-5, moves=True):
 
 
 CASES = {
-    "gpt": Case(lengths=TWENTY),
+    "gpt": Case(lengths=EIGHT),
     "hybrid": Case(
         ("--num-layers", "4", "--lr", "3e-4"),
         dict(mamba_state_dim=6, mamba_head_dim=16, mamba_num_groups=2),
         builder="hybrid",
-        lengths=TWENTY,
+        lengths=EIGHT,
     ),
-    "deep gpt": Case(("--num-layers", "4"), lengths=TWENTY),
+    "deep gpt": Case(("--num-layers", "4"), lengths=EIGHT),
     "qwen3 moe": Case(
         ("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "16"),
         dict(qk_layernorm=True, kv_channels=16),
-        lengths=TWENTY,
+        lengths=EIGHT,
     ),
     "recomputed gpt": Case(
         options=dict(
             recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
         ),
-        lengths=TWENTY,
+        lengths=EIGHT,
     ),
     "float64 gpt": Case(
         ("--clip-grad", "0"),
@@ -79,7 +79,7 @@ CASES = {
         builder="float64",
         lengths=TWENTY,
     ),
-    "mtp": Case(("--mtp-num-layers", "1"), lengths=TWENTY),
+    "mtp": Case(("--mtp-num-layers", "1"), lengths=EIGHT),
 }
 
 
