@@ -97,7 +97,7 @@ def add_cost(parser: argparse._ActionsContainer) -> None:
 
 
 def cost_model(text: str) -> CostModel:
-    """A published model by its name, or one from a file."""
+    """Return the cost model of a file, or a published one by its name. For argparse."""
     if text in PRESETS:
         return PRESETS[text]
     if not Path(text).is_file():
@@ -119,7 +119,7 @@ def draw_lengths(family: str, sequences: int, seed: int, max_length: int | None)
 
 
 def in_words(seconds: float) -> str:
-    """A time with a unit that suits it."""
+    """Format a time, given in seconds, with a unit that suits it."""
     for scale, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if seconds >= scale:
             return f"{seconds / scale:.3g} {name}"

@@ -1,11 +1,11 @@
 """Measure what micro-batches cost on this machine, and write a cost model for hcp.plan.
 
 A GPT of the given sizes runs forward and backward through hcp's own dispatch and attention, over a
-grid of lengths, packs and degrees. Computation, attention and exchange are so measured where they
-happen, beside each other: bandwidths and rates taken apart predict a step less well.
+grid of lengths, packs and degrees. Computation, attention and exchange are measured together, as
+they run in training: bandwidths and rates measured one by one predict a step less well.
 
     python -m hcp calibrate --ranks 4 --out cost.json            starts 4 ranks on this machine
-    torchrun --nproc-per-node 8 -m hcp.cli.calibrate --out ...   the same, under your own launcher
+    torchrun --nproc-per-node 8 -m hcp.cli.calibrate --out ...   runs under your own launcher
     python -m hcp plan --cost cost.json ...
 """
 
@@ -37,9 +37,10 @@ if TYPE_CHECKING:
     from hcp.cli.fit import Fit, Point
 
 HELD_OUT = 4
-"""Every so many points are kept from the fit, to say how well it predicts."""
+"""One point in so many is held out of the fit, to say how well the fit predicts."""
 MEDIAN_MAX, P95_MAX = 0.3, 1.0
-"""Held-out errors above which prices are refused: plans by them would balance something else."""
+"""The largest median and 95th percentile of held-out errors. Prices with larger ones are refused:
+plans by them would balance something else."""
 SIZES = (
     "ranks",
     "max_tokens_per_rank",
@@ -53,7 +54,7 @@ SIZES = (
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """The options, checked. ValueError says which do not go together."""
+    """Parse and check the options. Raises ValueError for options that do not go together."""
     from hcp.programs.arguments import DTYPES, add_model_arguments, check_model, number_of_ranks
 
     parser = new_parser("calibrate", __doc__)
@@ -155,8 +156,11 @@ class Cell:
 
 
 def grid(ranks: int, least: int, most: int) -> list[Cell]:
-    """Degrees to 8, then powers of two and all ranks; rows of a rank from the most down to the
-    least by halves; as one sequence, as 4 and as 16."""
+    """Return the micro-batches to measure: one for each degree, number of rows and pack.
+
+    The degrees are 1 to 8, then powers of two and all ranks. The rows of a rank are `most`, halved
+    until the next would be below `least`. A pack has 1, 4 or 16 sequences of equal length.
+    """
     degrees = [d for d in range(1, ranks + 1) if d <= 8 or d == ranks or d & (d - 1) == 0]
     halves = [most >> k for k in range(most.bit_length()) if most >> k >= least]
     return [
@@ -168,9 +172,11 @@ def grid(ranks: int, least: int, most: int) -> list[Cell]:
 
 
 def flat_rows(points: Sequence[Point]) -> int:
-    """The most rows of a rank that take at least three quarters of the time of twice as many.
+    """Return the most rows of a rank that take at least three quarters of the time of twice as
+    many; 0 if no number does.
 
-    Up to there a micro-batch takes the host's time, independent of its rows. 0: none."""
+    Up to that number a micro-batch takes the host's time, independent of its rows.
+    """
     times: dict[tuple[int, int], dict[int, float]] = {}
     for p in points:
         rows = sum(p.lengths) // p.degree
@@ -183,7 +189,7 @@ def flat_rows(points: Sequence[Point]) -> int:
 
 
 def held_out(count: int, seed: int) -> set[int]:
-    """Points that the fit does not see."""
+    """Draw the points that the fit does not see."""
     return set(Random(seed).sample(range(count), count // HELD_OUT))
 
 
@@ -201,7 +207,7 @@ def errors_in_words(found: Fit, points: Sequence[Point]) -> dict[str, Any]:
 
 
 def doubts(found: Fit, errors: dict[str, Any], points: Sequence[Point]) -> list[str]:
-    """Why nobody should plan by these prices, in words; empty: nothing speaks against them."""
+    """List the reasons against planning by these prices, in words; empty if there are none."""
     said = []
     if found.prices["pair"] == 0:
         longest = max(max(p.lengths) for p in points)
@@ -220,7 +226,7 @@ def doubts(found: Fit, errors: dict[str, Any], points: Sequence[Point]) -> list[
 
 
 def expect_no_doubts(said: Sequence[str], accepted: bool) -> None:
-    """Raise ValueError for prices that nobody should plan by, or say so where they are accepted."""
+    """Raise ValueError if there are doubts; if they are accepted, print them instead."""
     if said and not accepted:
         raise ValueError(
             f"{'; '.join(said)}. No file was written: measure more rows (--max-tokens-per-rank), a "
@@ -232,7 +238,7 @@ def expect_no_doubts(said: Sequence[str], accepted: bool) -> None:
 
 
 def driver() -> str | None:
-    """Version of NVIDIA's, where there is one."""
+    """Return the version of NVIDIA's driver, or None without one."""
     try:
         return nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").split()[0]
     except (OSError, subprocess.SubprocessError, IndexError):
@@ -242,7 +248,7 @@ def driver() -> str | None:
 def provenance(
     args: argparse.Namespace, device: str, errors: dict[str, Any], points: Sequence[Point]
 ) -> dict[str, Any]:
-    """The origin of the prices, with every measurement."""
+    """Return the origin of the prices, with every measurement, as JSON values."""
     import torch
 
     import hcp
@@ -317,7 +323,7 @@ MEANINGS = {
 def conclude(
     args: argparse.Namespace, cells: Sequence[Cell], seconds: Sequence[float], device: str
 ) -> None:
-    """Fit, write and report, on rank 0."""
+    """Fit the prices, write them to the file and print a report, on rank 0."""
     from hcp.cli.fit import Point, fit
 
     local = int(os.environ.get("LOCAL_WORLD_SIZE", args.ranks))

@@ -1,4 +1,4 @@
-"""Show what of hcp works on this machine, and why the rest does not.
+"""Show which parts of hcp work on this machine, and why the others do not.
 
 Versions, devices and links are read, never set up: no process group is made, and no CUDA context
 without --probe, so that a busy GPU is not touched.
@@ -36,7 +36,7 @@ class Finding(NamedTuple):
     name: str
     says: str
     usable: bool | None = None
-    """None: a fact, neither good nor bad."""
+    """None for a fact that is neither good nor bad."""
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -49,7 +49,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def attempt(part: str, name: str, work: Callable[[], str]) -> Finding:
-    """A finding: the text that work returns, or the error that it raises."""
+    """Return a finding with the text that `work` returns, or the error that it raises."""
     try:
         return Finding(part, name, work(), True)
     except Exception as error:
@@ -107,7 +107,7 @@ def devices() -> Iterator[Finding]:
 
 
 def visible(part: str, gpus: int) -> Iterator[Finding]:
-    """Whether torch can use the GPUs that the driver has."""
+    """Find whether torch can use the GPUs that the driver has."""
     import torch
 
     if torch.version.cuda is None:
@@ -121,7 +121,10 @@ def visible(part: str, gpus: int) -> Iterator[Finding]:
 
 
 def nvidia_smi(*arguments: str) -> str:
-    """Its output. It asks the driver, and makes no CUDA context."""
+    """Return the output of nvidia-smi, which asks the driver and makes no CUDA context.
+
+    Raises OSError if it is missing or fails, subprocess.TimeoutExpired after a minute.
+    """
     path = shutil.which("nvidia-smi")
     if path is None:
         raise OSError("nvidia-smi is not on the PATH, no NVIDIA driver is installed here")
@@ -152,7 +155,7 @@ LINKS = {"NV": "NVLink", "SY": "across sockets", "NO": "across NUMA nodes of a s
 
 
 def link_pairs(matrix: str) -> dict[str, list[tuple[int, int]]]:
-    """Kind of link -> pairs of GPUs, from the table of ``nvidia-smi topo -m``."""
+    """Return the pairs of GPUs for each kind of link, from the table of ``nvidia-smi topo -m``."""
     rows = [line.split() for line in matrix.splitlines()]
     gpus = [row for row in rows if len(row) > 1 and row[0].startswith("GPU") and "X" in row]
     pairs: dict[str, list[tuple[int, int]]] = {}
@@ -198,7 +201,7 @@ def of_kernel(name: str, device: str, lacks: str | None) -> Finding:
 
 
 def attention() -> Iterator[Finding]:
-    """PyTorch's kernels, those of the backend torch, and then every other backend."""
+    """Find PyTorch's kernels, which the backend torch calls, and then every other backend."""
     import torch
 
     from hcp.attention.kernels import kernels_of
@@ -241,7 +244,7 @@ def of_torch(part: str, kernel: Kernel) -> Finding:
 
 
 def of_backend(part: str, name: str) -> Finding:
-    """Its library is looked up, not imported."""
+    """Find whether a backend can be used. Its library is looked up, not imported."""
     from hcp.step.backends import BACKENDS
 
     backend = BACKENDS[name]
@@ -268,7 +271,10 @@ def choice_of_auto(part: str) -> str:
 
 
 def lacks_gpu(capability: tuple[int, int] = (0, 0)) -> str | None:
-    """Why no GPU here serves, as far as the driver says; None: one does."""
+    """Return the reason why no GPU here has a compute capability, or a higher one.
+
+    None if a GPU has it, and if the driver does not tell.
+    """
     import torch
 
     if torch.version.cuda is None:
@@ -317,7 +323,7 @@ def transports() -> Iterator[Finding]:
 
 
 def _between_gpus(over_nccl: Finding, gpus: int) -> Iterator[Finding]:
-    """The transports that hcp brings along, which build on NCCL's process group."""
+    """Find hcp's own transports, which build on NCCL's process group."""
     from hcp.exchange.connect import TRANSPORTS, has_kernels
 
     for name in TRANSPORTS:
@@ -340,7 +346,10 @@ def _between_gpus(over_nccl: Finding, gpus: int) -> Iterator[Finding]:
 
 
 def trial(device: str, dtype: str) -> str:
-    """A sequence attended by 3 ranks of loopback against the same on one rank."""
+    """Compare attention on 3 ranks of loopback with one rank. Return the difference, in words.
+
+    Raises ArithmeticError if they differ by more than rounding.
+    """
     worst = max(_difference(device, dtype, length) for length in (7, 100))
     if not worst <= PROBE_ERROR[dtype]:
         raise ArithmeticError(
@@ -373,7 +382,7 @@ def _difference(device: str, dtype: str, length: int) -> float:
 
 
 def trials(probe: bool) -> Iterator[Finding]:
-    """Plan, dispatch, kernels, attention and combine together."""
+    """Run plan, dispatch, attention and combine together, on the CPU and, to probe, on GPUs."""
     import torch
 
     part = "trial"
@@ -406,7 +415,7 @@ MARKS = {True: "ok", False: "no", None: "  "}
 
 
 def main(argv: Sequence[str]) -> int:
-    """0 where hcp works on the CPU of this machine, and, with --probe, on each of its GPUs."""
+    """Print the findings. Return 0 if hcp works on the CPU and, with --probe, on every GPU."""
     args = parse_arguments(argv)
     findings = list(examine(args.probe))
     if args.json:

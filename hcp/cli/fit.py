@@ -1,7 +1,7 @@
-"""Prices of a cost model from measured micro-batches: non-negative least squares.
+"""Fit the prices of a cost model to measured micro-batches, by non-negative least squares.
 
 A measured time is taken as a sum of amounts times prices, with the amounts of the formula in
-docs/concepts/plan.md. Prices below zero mean nothing and would break the planner, so none may be.
+docs/concepts/plan.md. No price may be negative: it would mean nothing and break the planner.
 """
 
 # P points, F prices.
@@ -25,7 +25,7 @@ mean nothing."""
 
 @dataclass(frozen=True)
 class Point:
-    """One group's micro-batch, and what it took."""
+    """One group's micro-batch and its measured time."""
 
     lengths: tuple[int, ...]
     degree: int
@@ -37,7 +37,7 @@ class Point:
 @dataclass(frozen=True)
 class Fit:
     prices: dict[str, float]
-    """Seconds, by the names of CostModel's fields."""
+    """Seconds per unit of each amount, by the names of CostModel's fields."""
     overlap: int
     """1: the exchange overlaps with attention."""
 
@@ -47,7 +47,7 @@ class Fit:
         return CostModel.from_seconds(**seconds, overlap=self.overlap)
 
     def predict(self, point: Point) -> float:
-        """Seconds, by the integers that a plan will see."""
+        """Return the seconds of a point by the integers that a plan will see."""
         cost = self.cost
         assert cost.unit is not None
         node = point.degree - 1 if point.far else 0
@@ -55,7 +55,7 @@ class Fit:
         return (cost.launch + sum(times)) * cost.unit
 
     def errors(self, points: Sequence[Point]) -> list[float]:
-        """|predicted / measured - 1| of each point, ascending."""
+        """Return |predicted / measured - 1| of each point, ascending."""
         return sorted(abs(self.predict(p) / p.seconds - 1) for p in points)
 
 
@@ -69,10 +69,10 @@ EXCHANGES = {
 
 
 def fit(points: Sequence[Point], comm_type: str = "p2p") -> Fit:
-    """The prices with the least sum of squared relative errors, with and without overlap of a
-    ring's exchange, whichever fits better.
+    """Find the prices with the least sum of squared relative errors.
 
-    Raises ValueError if the times do not grow with the rows: no plan could be made of them.
+    A ring's exchange may overlap with attention: the better of both fits is returned. Raises
+    ValueError if the times do not grow with the rows: no plan could be made of them.
     """
     exchanges = EXCHANGES[comm_type]
     candidates = [_fit_additive(points, exchanges)]
@@ -117,8 +117,8 @@ def _amounts(point: Point, exchanges: Sequence[str]) -> dict[str, float]:
 def _fit_overlapped(points: Sequence[Point], start: Fit) -> Fit:
     """Fit the prices of :meth:`hcp.CostModel.time` with overlap.
 
-    Only the part of a sequence's exchange that its attention does not hide counts. Which sequences
-    have such a part depends on the prices, so both are found in turns."""
+    Only the part of a sequence's exchange that its attention does not hide counts. The prices
+    decide which sequences have such a part, so both are found in turns."""
     found = [Fit(start.prices, overlap=1)]
     for _ in range(20):
         rows = [_exposed_amounts(point, found[-1].prices) for point in points]
@@ -158,10 +158,10 @@ def _solve(rows: Sequence[dict[str, float]], points: Sequence[Point]) -> dict[st
 
 
 def non_negative_least_squares(matrix: Tensor, target: Tensor) -> Tensor:
-    """x >= 0 (F,) with the least |matrix x - target|, for matrix (P, F) of a few columns.
+    """Find x >= 0, (F,), with the least |matrix x - target|, for matrix (P, F) and target (P,).
 
-    Exact: the solution is the unconstrained one over the columns where it is not 0, so every choice
-    of columns is tried, and the best one without a negative price kept.
+    Exact, for a few columns: over the columns where x is not 0 it is the unconstrained solution. So
+    every choice of columns is tried, and the best solution without a negative entry is kept.
     """
     scale = matrix.abs().amax(0).clamp_min(torch.finfo(matrix.dtype).tiny)
     scaled = matrix / scale

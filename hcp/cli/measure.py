@@ -1,4 +1,4 @@
-"""Seconds of a model's micro-batches, measured on all ranks at once."""
+"""Measure the seconds of a model's micro-batches, on all ranks at once."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 def measure(args: argparse.Namespace, cells: Sequence[Cell], device: torch.device) -> list[float]:
-    """Seconds of each cell: the slowest rank's of its groups, the median of the repeats.
+    """Return the seconds of each cell: those of its slowest rank, the median of the repeats.
 
-    Every round goes through all cells, so that what else the machine does hits all of them alike;
-    a first round warms up.
+    Every round measures all cells, so that other work of the machine slows all of them alike. A
+    first round warms up. Ranks that are left over (see `step_of`) do not count.
     """
     groups = hcp.build_process_groups(tp=1, cp=1, dp=args.ranks, pp=1)
     try:
@@ -51,8 +51,11 @@ def measure(args: argparse.Namespace, cells: Sequence[Cell], device: torch.devic
 
 
 def step_of(trainer: Trainer, cell: Cell) -> hcp.Step:
-    """One micro-batch in which as many groups as fit compute the cell, and ranks that are left over
-    as many rows each: nobody lends an idle core, or an idle link, to those that are timed."""
+    """Return a step of one micro-batch, in which as many groups as fit compute the cell.
+
+    Ranks that are left over compute as many rows each. So no core and no link is idle, from which
+    the timed ranks would gain.
+    """
     groups, ranks = trainer.groups, trainer.groups.size("dp_cp")
     lengths: list[int] = []
     sources: list[int] = []
@@ -87,7 +90,7 @@ def sample(length: int, device: torch.device) -> dict[str, Tensor]:
 
 
 def timed(trainer: Trainer, model: nn.Module, step: hcp.Step, bar: Any) -> float:
-    """Seconds of forward and backward on this rank, from a common start."""
+    """Return the seconds of forward and backward on this rank, from a common start."""
     ((cp, local),) = step
     dist.barrier(trainer.groups.dp_cp)
     synchronize(trainer.device)

@@ -1,16 +1,16 @@
 """Replay global batches through static CP, packing only, and hcp, for a cluster and a model.
 
-Everything but the planning time is SIMULATED by the cost model: nothing is measured, and what the
-model leaves out (the optimizer, gradient reduction, loading, other ranks' jitter) costs nothing.
+Everything but the planning time is SIMULATED by the cost model, not measured. The model leaves out
+the optimizer, gradient reduction, loading and other ranks' jitter: they cost nothing here.
 
   static CP      one degree for all, the least divisor of the ranks that holds the longest sequence;
                  one sequence per group and micro-batch, in the order of arrival
   packing only   the same degree; hcp packs and places
   hcp            hcp chooses degrees, too
 
-With --pipeline-stages, each of --ranks ranks, a step is an exact 1F1B simulation of equal stages,
-interleaved where --virtual-stages cuts each into chunks; static CP then has smaller micro-batches
-where their count would not be a multiple of the group.
+With --pipeline-stages, each on its own --ranks ranks, a step is an exact simulation of 1F1B with
+equal stages. --virtual-stages cuts each stage into chunks and interleaves the pipeline; static CP
+then has smaller micro-batches if their count would not be a multiple of the group.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ SIZES = (
 )
 RATES = ("tflops", "attention_tflops", "gbps", "far_gbps")
 FORWARD_AND_BACKWARD = 3.0
-"""Work of both passes over that of the forward, for a matrix product, and for keys and values:
-the backward fetches them again and sends their gradients to their owners."""
+"""The work of forward and backward over that of the forward. It holds for a matrix product, and for
+the exchange: the backward fetches keys and values again and sends their gradients to the owners."""
 ATTENTION_FORWARD_AND_BACKWARD = 3.5
 """The backward computes the scores again."""
 
@@ -137,7 +137,8 @@ def check(args: argparse.Namespace) -> None:
 
 
 def exchange_bytes(args: argparse.Namespace) -> float:
-    """Keys and values of one token, received by one rank, of all layers, forward and backward."""
+    """Return the bytes that a rank receives for one token of others: keys and values of all layers,
+    forward and backward."""
     head = args.hidden_size // args.num_attention_heads
     width: int = 2 * args.num_query_groups * head * args.bytes_per_element
     layers: int = args.num_layers
@@ -145,7 +146,7 @@ def exchange_bytes(args: argparse.Namespace) -> float:
 
 
 def of_stage(cost: CostModel, stages: int) -> CostModel:
-    """The cost model of one of equal pipeline stages."""
+    """Return the cost model of one stage, of a pipeline of equal stages."""
     if stages == 1:
         return cost
     if cost.table is not None:
@@ -154,7 +155,7 @@ def of_stage(cost: CostModel, stages: int) -> CostModel:
 
 
 def cluster_cost(args: argparse.Namespace) -> CostModel:
-    """Floating-point operations and bytes of a whole step, over the rates of the flags."""
+    """Return the cost model of a whole step, by the sizes and rates of the flags."""
     head = args.hidden_size // args.num_attention_heads
     width = args.hidden_size + args.num_query_groups * head
     layer = 2 * args.hidden_size * width + 3 * args.hidden_size * args.ffn_hidden_size
@@ -190,7 +191,7 @@ def static_degree(longest: int, limits: Mapping[str, Any]) -> int:
 
 
 def one_by_one(lengths: Sequence[int], degree: int, limits: Mapping[str, Any], cost: Any) -> Plan:
-    """Static CP without packing: lanes of ranks take the sequences in turn."""
+    """Return the plan of static CP without packing: groups take the sequences in turn."""
     lanes = limits["ranks"] // degree
     multiple = 1
     if limits["virtual_stages"] > 1:
@@ -234,28 +235,28 @@ def contestants(
 
 @dataclass(frozen=True)
 class Result:
-    """One contestant over all batches; simulated, but for planning_ms."""
+    """One contestant's results over all batches. All but planning_ms is simulated."""
 
     tokens_per_second: float
     speedup: float
-    """Over static CP."""
+    """Tokens per second over those of static CP."""
     idle_share: float
     bubble: float
     """The share of the time that filling and emptying the pipeline adds."""
     micro_batches: float
-    """The average number in a step."""
+    """The mean number of micro-batches in a step."""
     gigabytes: float
-    """Keys and values that ranks receive from others in a step, and their gradients."""
+    """GB of keys, values and their gradients that ranks receive from others in a step."""
     far_gigabytes: float
-    """The part of these that enters a node from others; 0 without --ranks-per-node."""
+    """The part of `gigabytes` that enters a node from others; 0 without --ranks-per-node."""
     of_bound: float
-    """Makespans over the lower bound of each batch under hcp's limits, the median."""
+    """The median over batches of the makespan over the lower bound under hcp's limits."""
     planning_ms: float | None
-    """Median; None where there is nothing to plan."""
+    """The median over batches; None for a contestant that plans nothing."""
 
 
 def received_tokens(made: Plan) -> int:
-    """Keys and values that ranks receive from others, summed over ranks."""
+    """Count the tokens whose keys and values ranks receive from others, summed over ranks."""
     return sum(
         group.degree * (made.lengths[s] - made.lengths[s] // group.degree)
         for groups in made.micro_batches
@@ -320,7 +321,7 @@ def row(name: str, r: Result) -> str:
 
 
 def simulate(args: argparse.Namespace) -> tuple[dict[str, Result], list[dict[str, Plan]], str]:
-    """Results by contestant, the plans of each batch, and what it all stands for, in words."""
+    """Return the results by contestant, the plans of each batch, and the setting in words."""
     check(args)
     cost = of_stage(args.cost or cluster_cost(args), args.pipeline_stages)
     assert cost.unit is not None

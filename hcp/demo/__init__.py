@@ -1,7 +1,7 @@
 """A Megatron-style training script with dynamic context parallelism on real text.
 
     python -m hcp demo --ranks 4                  starts 4 ranks on this machine
-    torchrun --nproc-per-node 4 -m hcp.demo       the same, under a launcher of your own
+    torchrun --nproc-per-node 4 -m hcp.demo       runs under a launcher of your own
 
 Read training.py first: it is the script that your own would look like.
 """
@@ -16,7 +16,7 @@ from hcp.programs.launch import Program
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo: as one rank when a launcher started us, else by starting all ranks. Returns the
+    """Run the demo as one rank if a launcher started this process; else start all ranks. Return the
     exit code."""
     return Program("hcp demo", "hcp.demo", check_packages, parse_args, run).main(argv)
 

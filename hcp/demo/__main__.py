@@ -1,4 +1,4 @@
-"""One rank under torchrun: ``torchrun -m hcp.demo ...``; else all of them."""
+"""Run one rank of the demo if torchrun started it (``torchrun -m hcp.demo``), else start all."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""The demo's command line: Megatron's flag names where Megatron has one."""
+"""The demo's command line, with Megatron's names for the flags that Megatron has."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options, checked. ValueError says which do not go together."""
+    """Parse and check the options. Raises ValueError for options that do not go together."""
     args = build_parser().parse_args(argv)
     args.ranks = number_of_ranks(args.ranks)
     check_numbers(args)

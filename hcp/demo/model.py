@@ -1,7 +1,8 @@
 """A decoder-only GPT whose layers receive the context-parallel handler and never a group.
 
-The model sees the rows of one rank in one micro-batch: parts of sequences, packed end to end, zero
-rows at times. Only attention and the rotary embedding know that there is more, and ask the handler.
+The model sees the rows of one rank in one micro-batch: parts of sequences, packed end to end, or no
+rows at all. Only attention and the rotary embedding need other rows or positions; both ask the
+handler.
 """
 
 # T rows on this rank, H query heads, G key and value heads D head size, V vocabulary.
@@ -19,7 +20,8 @@ from hcp.programs.data import VOCABULARY_SIZE
 
 
 class RotaryEmbedding(nn.Module):
-    """Angles (positions, D). The handler knows how many, and which row is at which position."""
+    """The rotary angles, (positions, D). The handler knows the number of positions, and the
+    position of each row."""
 
     def __init__(self, head_size: int, base: float = 10_000.0) -> None:
         super().__init__()
@@ -65,7 +67,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU."""
+    """A feed-forward layer with SwiGLU."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
@@ -93,7 +95,8 @@ class TransformerLayer(nn.Module):
 
 
 class GPTModel(nn.Module):
-    """Holds the layout of the job in pg_collection, as Megatron's do: eval_cp_context swaps it."""
+    """A GPT that holds the job layout in pg_collection, as Megatron's models do. eval_cp_context
+    swaps it."""
 
     def __init__(self, args: argparse.Namespace, pg_collection: hcp.ProcessGroups) -> None:
         super().__init__()
@@ -110,14 +113,14 @@ class GPTModel(nn.Module):
             self.output_layer.weight = self.word_embeddings.weight
 
     def initialize(self, std: float, num_layers: int) -> None:
-        """Normal weights, smaller where a layer adds to the residual stream."""
+        """Draw normal weights, smaller where a layer adds to the residual stream."""
         for name, weight in self.named_parameters():
             adds = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
             if weight.dim() == 2:
                 nn.init.normal_(weight, std=std / (2 * num_layers) ** 0.5 if adds else std)
 
     def forward(self, tokens: Tensor, cp: hcp.ContextParallelHandler) -> Tensor:
-        """(T,) tokens to (T, V) logits."""
+        """Return the logits (T, V) of tokens (T,)."""
         x = self.word_embeddings(tokens)
         rotary = cp.rotary(self.rotary_pos_emb(cp.get_rotary_seq_len(), like=x))
         for layer in self.layers:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 COLOURS = {"static_cp": "tab:blue", "dynamic_cp": "tab:orange"}
 EVALUATION_TOLERANCES = {"float64": 1e-6, "float32": 1e-6, "bfloat16": 1e-3}
-"""Two layouts round differently; in bfloat16 that shows."""
+"""The largest difference between the losses of two layouts that is rounding, by dtype."""
 
 
 # ---- What was measured ---------------------------------------------------------------------------
@@ -33,7 +33,7 @@ EVALUATION_TOLERANCES = {"float64": 1e-6, "float32": 1e-6, "bfloat16": 1e-3}
 
 @dataclass(frozen=True, kw_only=True)
 class DemoStep(StepRecord):
-    """A step, and what its plan promised."""
+    """A training step with the numbers of its plan."""
 
     iteration: int
     """Counted from 1."""
@@ -52,7 +52,7 @@ class Run(RunRecord[DemoStep]):
     ranks: int = 1
     first_plan: hcp.Plan | None = None
     evaluations: list[tuple[Evaluation, Evaluation]] = field(default_factory=list)
-    """Under the training layout, and under the eval layout."""
+    """Pairs of evaluations: under the training layout, and under the eval layout."""
 
     @property
     def efficiency(self) -> float:
@@ -79,7 +79,7 @@ class Run(RunRecord[DemoStep]):
 
     @property
     def evaluation_difference(self) -> float:
-        """Between the two layouts, at its largest."""
+        """The largest difference of losses between the two layouts."""
         return max(abs(trained.loss - other.loss) for trained, other in self.evaluations)
 
 
@@ -87,7 +87,7 @@ class Run(RunRecord[DemoStep]):
 
 
 class Reporter:
-    """Writes while a run is under way and when it ends. On other ranks than 0 it does nothing."""
+    """Writes the report during a run and at its end. On other ranks than 0 it does nothing."""
 
     def __init__(self, args: argparse.Namespace, rank: int) -> None:
         self.args = args
@@ -185,7 +185,7 @@ class Reporter:
 
 
 def make_folder(asked: str | None) -> Path:
-    """The folder asked for, or a new one under runs/ named for the time."""
+    """Make the folder that was asked for, or a new one under runs/ named after the time."""
     if asked is not None:
         folder = Path(asked)
         folder.mkdir(parents=True, exist_ok=True)
@@ -205,7 +205,7 @@ def make_folder(asked: str | None) -> Path:
 
 
 def table(runs: Sequence[Run], tolerance: float) -> str:
-    """The comparison, a column for each run and one for what it says."""
+    """Return the comparison as a table: a column for each run, and one for remarks."""
     rows = [("", [NAMES[run.scheduler] for run in runs], ""), *table_rows(runs, tolerance)]
     label_width = max(len(label) for label, _, _ in rows)
     value_width = max(len(value) for _, values, _ in rows for value in values)
@@ -249,7 +249,7 @@ def table_rows(runs: Sequence[Run], tolerance: float) -> Iterator[tuple[str, lis
 
 
 def draw_losses(runs: Sequence[Run], path: Path) -> None:
-    """Both curves, which lie on each other, and below them by how much they do not."""
+    """Draw the losses of all runs, and below them the difference of the first two."""
     plt = pyplot()
     figure, axes = plt.subplots(
         len(runs), 1, sharex=True, squeeze=False, figsize=(7, 2.5 + 1.5 * len(runs)),
@@ -282,8 +282,8 @@ def draw_losses(runs: Sequence[Run], path: Path) -> None:
 
 
 def draw_plans(runs: Sequence[Run], path: Path) -> None:
-    """The first global batch as each run planned it: a row per rank, a colour per sequence, the
-    degree written in."""
+    """Draw the first global batch as each run planned it: a row per rank, a colour per sequence,
+    and each group's degree."""
     plt = pyplot()
     ranks = runs[0].ranks
     figure, axes = plt.subplots(

@@ -1,8 +1,9 @@
-"""The training script: what changes in a Megatron-style script when context parallelism is dynamic.
+"""A Megatron-style training script with dynamic context parallelism.
 
-Per step: get_batch plans the global batch and sends its rows to where they are computed; train_step
-runs the micro-batches, each with its own handler; gradients are summed once. Per evaluation:
-hcp.eval_cp_context lays the same ranks out differently; evaluate reads the layout from the model.
+In each step get_batch plans the global batch and sends its rows to where they are computed.
+train_step runs the micro-batches, each with its own handler. Gradients are summed once. For an
+evaluation hcp.eval_cp_context lays the same ranks out differently, and evaluate reads the layout
+from the model.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def get_batch(
 def forward_step(
     trainer: Trainer, model: nn.Module, cp: hcp.ContextParallelHandler, local: hcp.LocalBatch
 ) -> Tensor:
-    """The loss of each row of this rank, possibly of none."""
+    """Return the loss of each row of this rank, (T,). T may be 0."""
     half = trainer.args.dtype == "bfloat16"
     with torch.autocast(trainer.device.type, torch.bfloat16, enabled=half):
         logits = model(local.tokens, cp)
@@ -76,7 +77,7 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     step: hcp.Step,
 ) -> Update:
-    """The micro-batches of a step, then one update of the weights."""
+    """Run the micro-batches of a step, then update the weights once."""
     gradients.zero()
     loss_sum, rows = torch.zeros(2, dtype=torch.float64, device=trainer.device)
     for i, (cp, local) in enumerate(step):
@@ -97,10 +98,10 @@ def train_step(
 
 class Update(NamedTuple):
     loss: float
-    """The batch's mean."""
+    """The mean over the batch."""
     grad_norm: float
     rows: int
-    """Computed by all ranks together."""
+    """Rows that all ranks computed together."""
 
 
 class Gradients:
@@ -127,7 +128,7 @@ class Gradients:
 
 
 class DDPGradients:
-    """DistributedDataParallel reduces during the last backward, and averages: hence "mean"."""
+    """Gradients that DistributedDataParallel averages in the last backward: hence "mean"."""
 
     grad_reduce = "mean"
 
@@ -149,7 +150,7 @@ class DDPGradients:
 
 @torch.no_grad()
 def evaluate(trainer: Trainer, model: GPTModel, documents: Sequence[Document]) -> Evaluation:
-    """The mean loss of the documents, each exactly once, under the layout that the model holds."""
+    """Return the mean loss of the documents, each once, under the layout that the model holds."""
     groups = model.pg_collection
     wanted = evaluated(trainer.args, documents)
     plan = evaluation_plan(trainer, groups, wanted)
@@ -183,7 +184,7 @@ def evaluate(trainer: Trainer, model: GPTModel, documents: Sequence[Document]) -
 
 
 def evaluated(args: argparse.Namespace, documents: Sequence[Document]) -> list[Document]:
-    """All, or as many as --eval-iters asks for."""
+    """Return the documents to evaluate: all, or as many as --eval-iters asks for."""
     if args.eval_iters is None:
         return list(documents)
     return list(documents[: args.eval_iters * args.global_batch_size])
@@ -202,7 +203,7 @@ class Samples:
 def evaluation_plan(
     trainer: Trainer, groups: hcp.ProcessGroups, documents: Sequence[Document]
 ) -> hcp.EvalPlan:
-    """A plan of static CP of the layout's own size. There is no backward, so no limit of rows."""
+    """Plan static CP of the layout's own size. There is no backward, so rows have no limit."""
     lengths, degree = [document.length for document in documents], groups.size("cp")
     limit = trainer.config.max_seqlen_per_dp_cp_rank
     return hcp.EvalPlan(
@@ -233,8 +234,8 @@ def train(
 ) -> Iterator[None]:
     """Train from the seed's weights on the seed's batches, which no scheduler changes.
 
-    Gives way after every step: runs that are compared take turns, so that what else the machine
-    does slows none of them alone.
+    Yields after every step: compared runs take turns, so that other work of the machine slows all
+    of them alike.
     """
     args, config = trainer.args, trainer.config
     model = build_model(trainer)
@@ -306,7 +307,7 @@ def build_model(trainer: Trainer) -> GPTModel:
 
 
 def pretrain(args: argparse.Namespace) -> None:
-    """The whole demo, on one rank of a job that a launcher started."""
+    """Run the whole demo, on one rank of a job that a launcher started."""
     device = initialize_distributed(args)
     try:
         run_demo(args, device)
@@ -345,7 +346,8 @@ def run_demo(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def static_options(config: Config, degree: int) -> dict[str, object]:
-    """One degree for all; where it is not the one that was asked for, levels that fit."""
+    """Return the options for one degree for all sequences, with levels of hierarchical CP that fit
+    it."""
     options: dict[str, object] = {
         "sequence_packing_scheduler": "static_cp",
         "context_parallel_size": degree,
@@ -363,7 +365,7 @@ def is_static(config: Config) -> bool:
 def choose_eval_size(
     args: argparse.Namespace, corpus: Corpus, degree: int, cost: hcp.CostModel
 ) -> tuple[int, str]:
-    """The context-parallel size to evaluate with, and why."""
+    """Return the context-parallel size to evaluate with, and the reason."""
     size = args.config.eval_context_parallel_size
     if size == "auto":
         lengths = [document.length for document in evaluated(args, corpus.validation)]

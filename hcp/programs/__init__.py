@@ -1,5 +1,5 @@
-"""Share what the demo, the commands and the trainers' programs have in common.
+"""Code that the demo, the commands and the trainers' programs share.
 
-The doors are ``launch.Program``, which starts ranks and ends them in one line when something is
-wrong, ``ranks.initialize_distributed`` and ``data.read_corpus``.
+The doors are ``launch.Program``, which starts ranks and prints an error in one line,
+``ranks.initialize_distributed`` and ``data.read_corpus``.
 """

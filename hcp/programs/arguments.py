@@ -1,4 +1,4 @@
-"""The options that the programs share, under Megatron's names where Megatron has one."""
+"""The options that the programs share, with Megatron's names for the flags that Megatron has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES = ("float32", "float64", "bfloat16")
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults that say something."""
+    """Shows every default but None, and those that the help text already names."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default is None or "default" in (action.help or ""):
@@ -59,7 +59,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def number_of_ranks(asked: int | None) -> int:
-    """The number that torchrun started, else the one that was asked for, else 4."""
+    """Return the number of ranks: torchrun's, else the one that was asked for, else 4.
+
+    Raises ValueError if torchrun started another number than the one asked for.
+    """
     if "WORLD_SIZE" not in os.environ:
         return 4 if asked is None else asked
     started = int(os.environ["WORLD_SIZE"])
@@ -69,8 +72,11 @@ def number_of_ranks(asked: int | None) -> int:
 
 
 def default_rank_tokens(max_length: int, ranks: int) -> int:
-    """A quarter of the longest document, so that it needs context parallelism, or as much as these
-    ranks make of it."""
+    """Return the default of a rank's rows, at least 256.
+
+    It is a quarter of the longest document, which then needs context parallelism, or more if there
+    are fewer than 4 ranks to share it.
+    """
     return max(rows_up_to(max_length, 4), rows_up_to(max_length, ranks), 256)
 
 
@@ -104,7 +110,8 @@ def check_model(args: argparse.Namespace) -> None:
 
 
 def cost_model(args: argparse.Namespace, device: torch.device, bytes_per_element: int) -> CostModel:
-    """The costs of a model of these sizes. A CPU core computes less per byte that it can send."""
+    """Return the costs of a model of these sizes. A CPU core computes less than a GPU in the time
+    in which it sends a byte."""
     machine = {"flops_per_byte": 200, "launch_flops": 20_000_000} if device.type == "cpu" else {}
     return CostModel.for_transformer(
         hidden_size=args.hidden_size,

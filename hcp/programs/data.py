@@ -1,8 +1,8 @@
-"""Real text as packed sequences: documents, their tokens, and which of them make a global batch.
+"""Real text as packed sequences: documents, their tokens, and the global batches they make.
 
 A token is a byte; one more token ends a document. A document longer than the limit is split, never
-dropped. Nothing is padded. Which documents make the global batch of an iteration is a pure function
-of (seed, iteration), so every rank knows it alone and loads its share only.
+dropped. Nothing is padded. The documents of a global batch are a pure function of (seed,
+iteration): each rank computes them without asking others, and loads its share only.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Corpus:
 
     @property
     def digest(self) -> str:
-        """Equal where the documents are."""
+        """A hash of all documents, in hexadecimal."""
         digest = hashlib.sha256()
         for document in self.training + self.validation:
             digest.update(document.length.to_bytes(8, "little") + document.text)
@@ -101,10 +101,10 @@ def load_corpus(
     seed: int,
     separator: str | None = None,
 ) -> Corpus:
-    """Read the texts at path (None: the Python standard library), split the long ones, hold some
-    out to evaluate.
+    """Read the texts at path, split the long ones, and hold some out to evaluate.
 
-    ValueError says what is wrong with the input, with file and line where there is one.
+    None stands for the Python standard library. Raises ValueError for input that cannot be used,
+    with file and line where there is one.
     """
     if max_length < 2:
         raise ValueError(
@@ -143,15 +143,14 @@ def read_corpus(args: argparse.Namespace) -> Corpus:
 
 
 def read_standard_library() -> Texts:
-    """The sources of the Python that runs this, without its tests and without what was installed
-    into it."""
+    """Read the sources of the running Python, without its tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     texts = read_folder(root, "*.py", NOT_OURS)
     return Texts("Python standard library", texts.texts, texts.files, texts.skipped)
 
 
 def read_texts(path: Path) -> Texts:
-    """A folder of text files, one text file, or a .jsonl file whose records have a field "text"."""
+    """Read a folder of text files, a text file, or a .jsonl file whose records have "text"."""
     if path.is_dir():
         return read_folder(path, "*", set())
     if path.suffix == ".jsonl":
@@ -163,8 +162,8 @@ def read_texts(path: Path) -> Texts:
 
 
 def read_folder(root: Path, pattern: str, without: set[str]) -> Texts:
-    """All text files under root, by path. What is hidden, empty, not text or not readable is
-    counted, not read."""
+    """Read all text files under root, by path. Files that are hidden, empty, not text or not
+    readable are counted, not read."""
     texts: list[bytes] = []
     skipped: Counter[str] = Counter()
     files = 0
@@ -226,8 +225,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def separate(texts: Texts, separator: bytes) -> Texts:
-    """Each text cut at the separator; cuts with nothing but white space between them leave no
-    text."""
+    """Cut each text at the separator. Parts of nothing but white space are dropped."""
     cut = [part.strip(b"\r\n") for text in texts.texts for part in text.split(separator)]
     return Texts(texts.origin, [part for part in cut if part.strip()], texts.files, texts.skipped)
 
@@ -236,7 +234,7 @@ def separate(texts: Texts, separator: bytes) -> Texts:
 
 
 def split_text(text: bytes, max_length: int) -> list[Document]:
-    """The text and its end in documents of at most max_length tokens each."""
+    """Split a text and its end token into documents of at most max_length tokens each."""
     length = len(text) + 1
     return [
         Document(text[start : start + max_length], ends=start + max_length >= length)
@@ -247,8 +245,8 @@ def split_text(text: bytes, max_length: int) -> list[Document]:
 def hold_out(
     parts: Sequence[list[Document]], count: int, seed: int
 ) -> tuple[list[Document], list[Document]]:
-    """(training, validation): exactly count documents are held out, by whole texts as long as those
-    fit."""
+    """Return (training, validation). Exactly `count` documents are held out: whole texts, as long
+    as they fit. Raises ValueError if none is left to train on."""
     total = sum(len(part) for part in parts)
     if total <= count:
         raise ValueError(
@@ -270,7 +268,7 @@ def hold_out(
 
 
 def length_percentiles(lengths: Iterable[int]) -> dict[int, int]:
-    """The length that so many percent of the documents do not exceed."""
+    """Map percentages to the length that so many percent of the documents do not exceed."""
     ascending = sorted(lengths)
     return {
         p: ascending[max(0, -(-len(ascending) * p // 100) - 1)]
@@ -282,8 +280,10 @@ def length_percentiles(lengths: Iterable[int]) -> dict[int, int]:
 
 
 def batch_indices(documents: int, *, seed: int, iteration: int, batch_size: int) -> list[int]:
-    """Which documents make the global batch of an iteration: each once per pass, in a new order
-    each pass."""
+    """Return the indices of the documents in an iteration's global batch.
+
+    Every pass through the data takes each document once, in an order of its own.
+    """
     positions = range(iteration * batch_size, (iteration + 1) * batch_size)
     return [permutation(documents, seed, p // documents)[p % documents] for p in positions]
 
@@ -297,14 +297,16 @@ def permutation(n: int, seed: int, round_: int) -> list[int]:
 def load(
     documents: Sequence[Document], indices: Sequence[int], device: torch.device
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """The samples at these indices, one at a time."""
+    """Yield the samples at these indices."""
     for i in indices:
         yield sample(documents[i], device)
 
 
 def sample(document: Document, device: torch.device) -> dict[str, torch.Tensor]:
-    """Tokens, the tokens that follow them, and where that counts: not at the last one, which
-    nothing follows."""
+    """Return a document's tokens, labels and loss mask, (tokens,) each.
+
+    A label is the token that follows. Nothing follows the last one, whose mask is 0.
+    """
     tokens = torch.frombuffer(bytearray(document.text + b"\0"), dtype=torch.uint8)[
         : document.length
     ].long()

@@ -1,4 +1,4 @@
-"""Timelines of plans as pictures, by matplotlib."""
+"""Draw timelines of plans with matplotlib."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hcp.planning.timeline import timeline
 
 
 def pyplot() -> Any:
-    """matplotlib, without a display. Raises ValueError where it is not installed."""
+    """Return matplotlib.pyplot, without a display. Raises ValueError if it is not installed."""
     try:
         import matplotlib
     except ImportError as error:
@@ -23,9 +23,11 @@ def pyplot() -> Any:
 
 
 def draw_plans(plans: Mapping[str, Plan], path: Path, title: str) -> None:
-    """Plans below each other on one axis of time: a row per rank, a colour per sequence, gaps where
-    ranks launch or wait; of a pipeline, one stage that never waits for its neighbours. Dotted: a
-    time that no plan within the same limits beats."""
+    """Draw plans below each other on one axis of time: a row per rank, a colour per sequence.
+
+    In gaps ranks launch or wait. Of a pipeline one stage is drawn, without waiting for neighbours.
+    A dotted line is the lower bound: no plan within the same limits ends earlier.
+    """
     plt = pyplot()
     figure, axes = plt.subplots(
         len(plans), 1, sharex=True, squeeze=False, layout="constrained",

@@ -1,7 +1,7 @@
 """Families of sequence lengths, drawn with seeds from published tables.
 
-The tables are histograms that papers print; inside a bin lengths are log-uniform, since nothing
-more is published. Each family draws the length of one sequence, in tokens, from a random.Random.
+The tables are histograms from papers. Inside a bin lengths are log-uniform, since nothing more is
+published. Each family draws the length of one sequence, in tokens, from a random.Random.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 Draw = Callable[[Random], int]
 Bin = tuple[int, int, float]
-"""Least and most tokens, share of the samples."""
+"""(least tokens, most tokens, share of the samples)."""
 
 K = 1024
 
@@ -38,12 +38,15 @@ def sampler(bins: list[Bin]) -> Draw:
 
 
 def octaves(first: int, shares: list[float]) -> list[Bin]:
-    """Bins that end at first, 2 first, 4 first, ... and span one octave each."""
+    """Return bins of one octave each, which end at `first`, 2 `first`, 4 `first`, ..."""
     return [(first * 2**i // 2 + 1, first * 2**i, share) for i, share in enumerate(shares)]
 
 
 def by_tokens(first: int, tokens: list[float], most: int) -> Draw:
-    """Octaves from their shares of the tokens: samples are tokens / length. None above most."""
+    """Return a family by the share of the tokens in each octave. No length exceeds `most`.
+
+    An octave's share of the samples is that of the tokens over the length.
+    """
     bins = octaves(first, [share / 2**i for i, share in enumerate(tokens)])
     return sampler([(low, min(high, most), share) for low, high, share in bins if low < most])
 
@@ -94,5 +97,5 @@ FAMILIES: dict[str, Family] = {
 
 
 def describe() -> str:
-    """One line a family, for --help."""
+    """Describe each family in a line, for --help."""
     return "\n".join(f"  {name:11}{family.says}" for name, family in FAMILIES.items())

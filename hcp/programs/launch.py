@@ -3,7 +3,7 @@
     PROGRAM = Program("hcp demo", "hcp.demo", check=..., parse_args=..., run=...)
     sys.exit(PROGRAM.main(sys.argv[1:]))
 
-What is wrong is one line that begins with the program's name, whichever rank found it.
+An error is one line that begins with the program's name, on any rank.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ GRACE_SECONDS = 2.0
 
 
 class InputError(ValueError):
-    """An error of the user's input: its message is all that is printed."""
+    """An error in the user's input. Only its message is printed."""
 
 
 @dataclass(frozen=True)
 class Program:
     name: str
-    """The first word of its errors."""
+    """The name with which its errors begin."""
     module: str
     """The module that ``python -m`` runs."""
     check: Callable[[], object]
-    """Raises ImportError or ValueError where a package is missing."""
+    """Raises ImportError or ValueError if a package is missing."""
     parse_args: Callable[[Sequence[str]], argparse.Namespace]
     """Raises ValueError for options that do not go together. The result has `ranks`."""
     run: Callable[[argparse.Namespace], None]
-    """One rank of a job that a launcher started. Raises InputError and HcpError."""
+    """Runs one rank of a job that a launcher started. Raises InputError and HcpError."""
 
     def main(self, argv: Sequence[str] | None = None) -> int:
         """Run as one rank if a launcher started this process; else start all ranks. Return the exit
@@ -63,7 +63,7 @@ class Program:
 
 
 def start_ranks(ranks: int, command: Sequence[str], program: str) -> int:
-    """Run a command on so many ranks of this machine. The exit code for theirs."""
+    """Run a command on so many ranks of this machine. Return the program's exit code."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
@@ -88,7 +88,7 @@ def start_ranks(ranks: int, command: Sequence[str], program: str) -> int:
 
 
 def report_failure(rank: int, code: int, program: str) -> int:
-    """The exit code for that of a rank, and a line on what the rank could not say itself."""
+    """Print how a rank ended, unless it has said so itself. Return the program's exit code."""
     if code == USER_ERROR:
         return code
     if code > 0:
@@ -105,7 +105,7 @@ def parse_on_rank(
     argv: Sequence[str],
     parse_args: Callable[[Sequence[str]], argparse.Namespace],
 ) -> argparse.Namespace:
-    """The options. argparse ends the process for those that it does not know: rank 0 speaks."""
+    """Parse the options. Where argparse ends the process with a message, only rank 0 prints it."""
     if rank == 0:
         return parse_args(argv)
     try:
@@ -117,7 +117,7 @@ def parse_on_rank(
 
 
 def fail(error: Exception, rank: int, program: str) -> int:
-    """One line, from rank 0 if it failed too."""
+    """Print an error as one line, rank 0's if that failed too. Return the exit code."""
     if rank > 0:
         time.sleep(GRACE_SECONDS)
     place = f"rank {rank}: " if rank > 0 else ""

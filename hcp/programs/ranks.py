@@ -18,9 +18,12 @@ T = TypeVar("T")
 
 
 def initialize_distributed(args: argparse.Namespace) -> torch.device:
-    """Gloo on the CPU, NCCL where every rank of this machine has a GPU.
+    """Initialise torch.distributed and return this rank's device.
 
-    `args.device` is "auto", "cpu" or "cuda"."""
+    NCCL connects the ranks if each rank of this machine has a GPU, else Gloo on the CPU.
+    `args.device` is "auto", "cpu" or "cuda". Raises InputError if it is "cuda" and GPUs are too
+    few.
+    """
     local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     gpus = torch.cuda.device_count() if args.device != "cpu" else 0
     if args.device == "cuda" and gpus < local_ranks:
@@ -37,14 +40,16 @@ def initialize_distributed(args: argparse.Namespace) -> torch.device:
 
 
 def runs_on_cpus(device: str, ranks: int) -> bool:
-    """Whether a job of so many ranks, on this machine unless a launcher says otherwise, is going to
-    run over Gloo: see initialize_distributed."""
+    """Whether `initialize_distributed` is going to choose the CPU and Gloo.
+
+    `ranks`: those on this machine, unless a launcher has set their number.
+    """
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     return device == "cpu" or torch.cuda.device_count() < local_ranks
 
 
 def on_every_rank(work: Callable[[], T]) -> T:
-    """Return work's result. If it fails on one rank, every rank fails with that rank's words."""
+    """Return the result of `work`. If it fails on one rank, all raise InputError with its text."""
     result, problem = None, None
     try:
         result = work()
@@ -59,7 +64,7 @@ def on_every_rank(work: Callable[[], T]) -> T:
 
 
 def same_on_every_rank(what: str, value: object) -> None:
-    """Raises InputError on all ranks where one has another value."""
+    """Raise InputError on all ranks unless all have the same value."""
     values = all_gather_object(value)
     other = [rank for rank, theirs in enumerate(values) if theirs != values[0]]
     if other:

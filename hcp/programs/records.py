@@ -1,4 +1,4 @@
-"""The records of a training run that a program compares: steps, evaluations, and means of both."""
+"""The records of training runs that a program compares: steps, evaluations and their means."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class StepRecord:
     loss_tokens: int
     micro_batches: int
     efficiency: float
-    """work / (ranks x makespan) of the plan"""
+    """work / (ranks x makespan) of the plan."""
     seconds: float
     """From loading the batch to the updated weights."""
 
@@ -54,7 +54,7 @@ class RunRecord(Generic[Step]):
 
     @property
     def timed_steps(self) -> list[Step]:
-        """All steps but the first, which pays for what happens once, if there is another."""
+        """All steps but the first, which is slower than later ones. A single step is kept."""
         return self.steps[1:] or self.steps
 
     @property

@@ -10,7 +10,7 @@ from importlib import metadata
 def require(package: str, first: str, last: str) -> None:
     """Raise ImportError unless `package` is installed, in a version from `first` to `last`.
 
-    Both are "major.minor", both were tested with, and any patch release of theirs is taken.
+    Both are "major.minor" and were tested. Any patch release of them is accepted.
     """
     version = installed(package)
     if version is None or not _minor(first) <= _minor(version) <= _minor(last):
@@ -20,9 +20,10 @@ def require(package: str, first: str, last: str) -> None:
 
 
 def require_one_of(package: str, version: str | None, tested: Sequence[str]) -> str:
-    """The `version` of a package that was found, None being none, as one of those `tested`.
+    """Return the `version` of a package, as one of those `tested`.
 
-    Raises ImportError for any other, which says to install the first of them.
+    Raises ImportError for any other, and for None (not installed). The error says to install the
+    first one tested.
     """
     public = version and version.partition("+")[0]  # of 0.3.0+cu130
     if public not in tested:
@@ -31,7 +32,7 @@ def require_one_of(package: str, version: str | None, tested: Sequence[str]) -> 
 
 
 def installed(package: str) -> str | None:
-    """The version of a package that pip has installed, or None."""
+    """Return the version of a package that pip has installed, or None."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
