@@ -1,1 +1,1 @@
-"""The code that knows trainers. Each package is imported only when it is used."""
+"""Code that knows trainers. Each trainer's package is imported only when it is used."""

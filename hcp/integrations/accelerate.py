@@ -40,7 +40,7 @@ from hcp.step.handler import ContextParallelHandler
 require("accelerate", "1.15", "1.15")
 
 COMM_TYPES = {"allgather": "all_gather", "alltoall": "p2p"}
-"""Accelerate's names of how keys travel; its "alltoall" passes them around a ring."""
+"""hcp's comm types by Accelerate's names; its "alltoall" passes keys around a ring."""
 
 
 class ContextParallel:
@@ -61,8 +61,8 @@ class ContextParallel:
         cost: CostModel | None = None,
         to_sample: ToSample = causal_lm_sample,
     ) -> None:
-        """`groups`: by default, all ranks of the job are one domain. Raises ValueError for what
-        Accelerate would do beside hcp: its own CP, tensor parallelism, gradient accumulation."""
+        """`groups`: by default, all ranks of the job are one domain. Raises ValueError if
+        Accelerate would also use its own CP, tensor parallelism or gradient accumulation."""
         check_accelerator(accelerator)
         self.accelerator, self.config = accelerator, with_barrier_of(accelerator, config)
         self.groups = domain(groups, accelerator.num_processes)
@@ -73,10 +73,10 @@ class ContextParallel:
     def train_loader(
         self, dataset: Any, *, global_batch_size: int, **options: Any
     ) -> DynamicCPDataLoader:
-        """Steps of planned micro-batches; `options` are those of `DynamicCPDataLoader`.
+        """Return a loader of steps of planned micro-batches.
 
-        `accelerator.prepare` leaves it as it is, and `accelerator.register_for_checkpointing` saves
-        where it is.
+        `options` are those of `DynamicCPDataLoader`. `accelerator.prepare` leaves the loader as it
+        is, and `accelerator.register_for_checkpointing` saves its position.
         """
         return DynamicCPDataLoader(
             dataset,
@@ -91,7 +91,7 @@ class ContextParallel:
     def micro_batches(
         self, model: nn.Module, step: Step
     ) -> Iterator[tuple[ContextParallelHandler, LocalBatch]]:
-        """The micro-batches of a step, gradients staying on their rank in all but the last."""
+        """Yield the micro-batches of a step. Gradients are reduced in the last one only."""
         if not self._warned:
             self._warned = True
             warn_of_experts(model)
@@ -101,7 +101,8 @@ class ContextParallel:
                 yield micro_batch
 
     def eval_loader(self, dataset: Any, *, global_batch_size: int) -> EvalDataLoader:
-        """Micro-batches of an evaluation in the eval layout, each sample once."""
+        """Return a loader of the micro-batches of an evaluation in the eval layout, which has each
+        sample once."""
         return EvalDataLoader(
             dataset,
             self.config,
@@ -112,15 +113,16 @@ class ContextParallel:
         )
 
     def eval_layout(self, model: nn.Module) -> contextlib.AbstractContextManager[ProcessGroups]:
-        """A context in which groups that the model holds are those of the eval layout; gives them,
-        for `hcp.Metrics`."""
+        """Return a context inside which the model holds the groups of the eval layout. Its value is
+        these groups, for `hcp.Metrics`."""
         return eval_layout(model, self.groups, self.eval_groups)
 
 
 def config_of(parallelism: Any, *, max_seqlen_per_dp_cp_rank: int, **options: Any) -> Config:
-    """An `accelerate.ParallelismConfig` that asks for CP, as hcp has it: one degree for all.
+    """Convert an `accelerate.ParallelismConfig` that asks for CP: one degree for all sequences.
 
-    Make the Accelerator without it: hcp then does what it asked Accelerate to do.
+    `options` are further fields of `hcp.Config`. Make the Accelerator without the
+    ParallelismConfig: hcp does what it asks of Accelerate.
     """
     strategy = (
         "allgather" if parallelism.cp_handler is None else parallelism.cp_handler.cp_comm_strategy
@@ -134,8 +136,8 @@ def config_of(parallelism: Any, *, max_seqlen_per_dp_cp_rank: int, **options: An
 
 
 def with_barrier_of(accelerator: Any, config: Config) -> Config:
-    """A configuration whose `sync` is no longer "auto" where the Accelerator will shard parameters
-    over ranks."""
+    """Return the configuration. Its `sync` is no longer "auto" if the Accelerator is going to shard
+    parameters over ranks."""
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     return replace(config, sync=config.sync_where(waiting=True)) if kind == "FSDP" else config
 

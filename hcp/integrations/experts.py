@@ -1,4 +1,4 @@
-"""Experts whose results depend on which rows a rank happens to hold, as far as a model says so."""
+"""Find experts whose results depend on the rows that a rank holds, as far as a model says so."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _LOSS = re.compile(
 
 
 def warn_of_experts(model: nn.Module) -> None:
-    """Log what of a model's experts depends on the plan: tokens that are dropped, and losses that
-    are no mean over tokens."""
+    """Warn of experts that depend on the plan: of tokens that are dropped, and of losses that are
+    no mean over tokens."""
     for place, reason in dict(_dependent(model)).items():
         _log.warning("hcp: %s, so results depend on the plan: %s", place, reason)
 
 
 def capacities(holder: object) -> Iterator[tuple[str, float]]:
-    """Limits of the tokens that an expert takes, among the attributes of a module or of its
-    configuration; none where it says that it does not drop."""
+    """Yield the limits of tokens that an expert takes, as (name, value), among the attributes of a
+    module or of its configuration. There are none if it says that it drops no token."""
     if getattr(holder, "drop_tokens", True) is False:
         return
     for name, value in getattr(holder, "__dict__", {}).items():
@@ -44,8 +44,8 @@ def _dependent(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _losses(holder: object) -> Iterator[tuple[str, Any]]:
-    """Coefficients of losses that are computed. Transformers' configurations have some that are not
-    used unless they ask for the router's logits."""
+    """Yield the coefficients of losses that are computed. Transformers' configurations have some
+    that are not used unless they ask for the router's logits."""
     asked = getattr(holder, "output_router_logits", None)
     if asked:
         yield "output_router_logits", asked

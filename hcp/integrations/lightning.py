@@ -1,10 +1,10 @@
-"""Lightning: a strategy that trains on planned micro-batches, a callback that evaluates by plan.
+"""Lightning: a strategy that trains on planned micro-batches, and a callback for evaluation.
 
 callback = EvalContextParallel(groups, evaluation)
 trainer = Trainer(strategy=ContextParallelStrategy(), callbacks=[callback])
 
-The module's `training_step((cp, local), batch_idx)` gives a micro-batch's share of the loss, its
-`validation_step((cp, local), batch_idx)` the loss of each row.
+The module's `training_step((cp, local), batch_idx)` returns a micro-batch's share of the loss, a
+scalar. Its `validation_step((cp, local), batch_idx)` returns the loss of each row, (T,).
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ __all__ = [
 
 
 class ContextParallelStrategy(DDPStrategy):  # type: ignore[misc]
-    """DDP whose batches are steps of a `DynamicCPDataLoader`: the module's `training_step` is
-    called for each micro-batch, and the optimizer once.
+    """DDP whose batches are steps of a `DynamicCPDataLoader`: it calls the module's `training_step`
+    for each micro-batch, and the optimizer once.
 
     Gradients are averaged over ranks in the last micro-batch: compute losses with
-    `cp.loss(..., grad_reduce="mean")`. Logs the mean loss of the whole batch as `name`; what
-    `training_step` logs itself would be the value of one micro-batch.
+    `cp.loss(..., grad_reduce="mean")`. The strategy logs the mean loss of the whole batch. A value
+    that `training_step` logs itself is that of one micro-batch.
     """
 
     def __init__(self, *positional: Any, name: str = "train_loss", **keywords: Any) -> None:
-        """`name`: under which the loss is logged. The rest is that of Lightning's `DDPStrategy`."""
+        """`name`: that of the logged loss. Other options are those of Lightning's `DDPStrategy`."""
         super().__init__(*positional, **keywords)
         self.name = name
         self._rest: list[Any] = []
@@ -62,15 +62,15 @@ class ContextParallelStrategy(DDPStrategy):  # type: ignore[misc]
         self._warned = False
 
     def training_step(self, batch: Step, *others: Any) -> Tensor:
-        """The first micro-batch forward. The others follow in `backward`: Lightning clears
-        gradients between the two."""
+        """Run the first micro-batch's forward. The others follow in `backward`, since Lightning
+        clears gradients between the two."""
         self._check(batch)
         first, *self._rest = batch
         self._others = others
         return self._forward(first)
 
     def backward(self, closure_loss: Tensor, *positional: Any, **keywords: Any) -> Tensor:
-        """The first micro-batch backward, the others forward and backward."""
+        """Run the first micro-batch's backward, then the others forward and backward."""
         total = closure_loss.detach()
         super().backward(closure_loss, *positional, **keywords)
         while self._rest:
@@ -81,7 +81,7 @@ class ContextParallelStrategy(DDPStrategy):  # type: ignore[misc]
         return closure_loss
 
     def _forward(self, micro_batch: Any) -> Tensor:
-        """One micro-batch; DDP reduces in the backward of a forward that was not under no_sync."""
+        """Run a micro-batch's forward. DDP reduces in the backward unless this is under no_sync."""
         with self.model.no_sync() if self._rest else contextlib.nullcontext():
             loss = super().training_step(micro_batch, *self._others)
         if not isinstance(loss, Tensor):
@@ -120,9 +120,10 @@ class ContextParallelStrategy(DDPStrategy):  # type: ignore[misc]
 
 
 class EvalContextParallel(Callback):  # type: ignore[misc]
-    """Validation and test run in the eval layout, and log one mean over the tokens of all samples.
+    """A callback that runs validation and test in the eval layout, and logs one mean over the
+    tokens of all samples.
 
-    The loaders are `EvalDataLoader`s with the eval groups; `validation_step` and `test_step` give
+    The loaders are `EvalDataLoader`s with the eval groups. `validation_step` and `test_step` return
     the loss of each row, (T,).
     """
 
@@ -178,5 +179,5 @@ class EvalContextParallel(Callback):  # type: ignore[misc]
     on_test_end = on_validation_end
 
     def restore(self) -> None:
-        """Give the model the training layout back, if it is in the other one."""
+        """Restore the model's training layout, if it is in the other one."""
         self._layout.close()

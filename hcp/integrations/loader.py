@@ -1,7 +1,7 @@
-"""Loaders that plan: datasets of tokens in, micro-batches that were planned and dispatched out.
+"""Loaders that turn a dataset of tokens into micro-batches, which are planned and dispatched.
 
-They know torch's datasets and no trainer; those of Transformers, Accelerate and Lightning all take
-them.
+They know torch's datasets and no trainer. The trainers of Transformers, Accelerate and Lightning
+all accept them.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from hcp.step.config import NO_WINDOW, Config
 from hcp.step.dispatch import Step, dispatch, gather_lengths
 
 IGNORED = -100
-"""A label that does not count, as torch.nn.functional.cross_entropy and Transformers have it."""
+"""The label that does not count, for torch.nn.functional.cross_entropy and for Transformers."""
 
 ToSample = Callable[[Any], Mapping[str, Tensor]]
 
 
 def causal_lm_sample(item: Mapping[str, Any]) -> dict[str, Tensor]:
-    """One sequence of a dataset as a sample: `input_ids`, the token after each as `labels`, and
+    """Make a sample of one sequence of a dataset: `input_ids`, `labels` (the token after each) and
     `loss_mask`, (tokens,) each.
 
-    `item` has `input_ids`, a list or a tensor (tokens,); perhaps `labels` of the same length, not
-    shifted, -100 where a token does not count (default: all count), and `completion_mask` or
-    `assistant_masks`, 0 where one does not. `attention_mask`, `position_ids`, `seq_lengths` and
-    `token_type_ids` may say what holds anyway: one document, without padding. Raises ValueError for
-    anything else: for no token at all, for padding and for packed documents, which hcp packs
-    itself, and for other entries.
+    `item` has `input_ids`, a list or a tensor (tokens,). It may have `labels` of the same length,
+    not shifted, -100 where a token does not count (default: all count). It may have
+    `completion_mask` or `assistant_masks`, 0 where a token does not count. `attention_mask`,
+    `position_ids`, `seq_lengths` and `token_type_ids` are accepted if they describe one document
+    without padding. Raises ValueError for anything else: an empty sequence, padding, packed
+    documents (hcp packs them itself), and other entries.
     """
     if not isinstance(item, Mapping) or "input_ids" not in item:
         names = sorted(item) if isinstance(item, Mapping) else type(item).__name__
@@ -78,7 +78,7 @@ _UNPACKED = (
 
 
 def _check_columns(given: Mapping[str, Any], tokens: int) -> None:
-    """Refuse what a sample says beyond one document without padding, by name."""
+    """Refuse, by name, columns that do not describe one document without padding."""
     known = {"input_ids", "labels", *MASKS, *_PLAIN}
     if others := sorted(set(map(str, given)) - known):
         raise ValueError(
@@ -105,7 +105,7 @@ _PLAIN: dict[str, tuple[Callable[[int], list[int]], str]] = {
     "seq_lengths": (lambda tokens: [tokens], f"their number: {_UNPACKED}"),
     "token_type_ids": (lambda tokens: [0] * tokens, "all 0: hcp does not hand segments on"),
 }
-"""Columns that may only say what holds of one document without padding."""
+"""Columns that must have the values of one document without padding."""
 
 
 def _short(values: list[Any]) -> str:
@@ -129,9 +129,10 @@ def _integers(name: str, given: Any) -> Tensor:
 def packed_documents(
     fields: Mapping[str, Tensor], positions: Tensor
 ) -> Iterator[dict[str, Tensor]]:
-    """Rows that other code has packed, fields and positions (T, ...), as the documents they hold.
+    """Split rows that other code has packed into their documents.
 
-    A document starts where `positions` is 0. Raises ValueError for positions that do not count up.
+    `fields`: tensors (T, ...) by name. `positions` (T,): a document starts where they are 0. Raises
+    ValueError for positions that do not count up.
     """
     starts = (positions == 0).nonzero().flatten().tolist()
     if len(positions) and starts[:1] != [0]:
@@ -152,21 +153,25 @@ _EXPERT_RANKS = ("ep_size", "expert_parallel_size", "expert_model_parallel_size"
 
 
 class Barrier:
-    """The option `sync` of a configuration, with "auto" as a model says."""
+    """The option `sync` of a configuration; a model decides what "auto" means."""
 
     def __init__(self, config: Config, model: nn.Module | None) -> None:
         self._config, self._model = config, model
 
     @cached_property
     def sync(self) -> str:
-        """Asked for with the first batch: by then the model is sharded."""
+        """The value "step" or "micro_batch". It is read with the first batch, when the model is
+        sharded already."""
         waiting = self._model is not None and waits_in_layers(self._model)
         return self._config.sync_where(waiting=waiting)
 
 
 def waits_in_layers(model: nn.Module) -> bool:
-    """Whether ranks wait for each other in the layers of a model, not only where gradients meet:
-    with parameters sharded by FSDP or DeepSpeed's ZeRO-3, and with experts over several ranks."""
+    """Whether ranks wait for each other in the layers of a model, not only to reduce gradients.
+
+    They do if parameters are sharded by FSDP or DeepSpeed's ZeRO-3, or experts lie on several
+    ranks.
+    """
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     if any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules()):
@@ -187,10 +192,10 @@ def _spreads_experts(module: nn.Module) -> bool:
 
 
 class GlobalBatches:
-    """This rank's share of each global batch, as lists of indices; the last batch may be small and
+    """This rank's share of each global batch, as lists of indices. The last batch may be small, and
     a share empty.
 
-    Which samples make a batch depends on the seed and the epoch only, not on the ranks.
+    The samples of a batch depend on the seed and the epoch only, not on the ranks.
     """
 
     def __init__(
@@ -219,7 +224,7 @@ class GlobalBatches:
 
 
 class DynamicCPCollator:
-    """This rank's share of a global batch, as items of a dataset, becomes a planned `hcp.Step`.
+    """Turns this rank's share of a global batch, items of a dataset, into a planned `hcp.Step`.
 
     Every rank of the domain calls it for every batch, in the main process.
     """
@@ -234,14 +239,15 @@ class DynamicCPCollator:
         window_sizes: Sequence[tuple[int, int]] = (),
         model: nn.Module | None = None,
     ) -> None:
-        """`model`: is looked at when the first batch is planned, where `config.sync` is "auto"."""
+        """`model`: decides `config.sync` if that is "auto", when the first batch is planned."""
         self.config, self.groups, self.cost = config, groups, cost
         self.to_sample, self.window_sizes = to_sample, tuple(window_sizes)
         self._barrier = Barrier(config, model)
         config.validate(ranks=groups.size("dp_cp"))
 
     def __call__(self, items: Any) -> Step:
-        """`items` may be a generator: what it raises becomes an error on every rank."""
+        """Plan and dispatch. `items` may be a generator: an exception of it is raised on every
+        rank."""
         samples = (self.to_sample(item) for item in items)
         lengths, sources, own = gather_lengths(samples, self.groups)
         ranks = self.groups.size("dp_cp")
@@ -266,8 +272,9 @@ class DynamicCPDataLoader:
                 ...
 
     Each rank of the domain loads its share of each batch. The batches do not depend on the number
-    of ranks. It is no torch DataLoader, so a trainer leaves it as it is; it has what trainers look
-    for: `dataset`, `sampler`, `batch_sampler`, `collate_fn`, `set_epoch`, a length, `state_dict`.
+    of ranks. The loader is no torch DataLoader, so a trainer leaves it as it is. It has the
+    attributes that trainers look for: `dataset`, `sampler`, `batch_sampler`, `collate_fn`,
+    `set_epoch`, a length, `state_dict`.
     """
 
     prefetch_factor = (
@@ -293,8 +300,8 @@ class DynamicCPDataLoader:
         """`dataset`: map-style, items for `to_sample`. `global_batch_size`: samples of all ranks
         together. `drop_last`: leave out the last batch of an epoch if it is smaller.
         `load_workers`: processes that read the dataset. `window_sizes`: see `hcp.dispatch`.
-        `model`: the one that trains on the batches, so that `config.sync` "auto" knows whether its
-        ranks wait for each other in every layer; trainers of hcp's know by themselves."""
+        `model`: the one that trains on the batches. With `config.sync` "auto", it decides whether
+        ranks wait for each other in every layer. hcp's own trainers set it themselves."""
         _check_dataset(dataset)
         expect_size("global_batch_size", global_batch_size)
         self.dataset = dataset
@@ -323,7 +330,7 @@ class DynamicCPDataLoader:
         self._start = self._next = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Another order of the samples."""
+        """Go on with the order of the samples in another epoch."""
         self.batch_sampler.set_epoch(epoch)
 
     def __len__(self) -> int:
@@ -349,7 +356,7 @@ class DynamicCPDataLoader:
             yield step
 
     def state_dict(self) -> dict[str, int]:
-        """The place of the next batch. The same batches follow on any number of ranks."""
+        """Return the position of the next batch. It holds for any number of ranks."""
         batches = self.batch_sampler
         return {
             "epoch": batches.epoch,
@@ -374,12 +381,12 @@ class DynamicCPDataLoader:
 
 
 def _next_of(items: Iterator[list[Any]]) -> Iterator[Any]:
-    """The next share, loaded when it is asked for."""
+    """Yield the items of the next share, which is loaded when the first one is taken."""
     yield from next(items)
 
 
 _FIRST_TWICE = [0, 0]
-"""The sample of a dataset that all ranks compare, and once more, to know whether it is random."""
+"""The first sample of a dataset, twice: ranks compare it, unless two readings of it differ."""
 
 
 def _check_same_data(
@@ -387,8 +394,8 @@ def _check_same_data(
     made_for: Mapping[str, int],
     first_twice: Callable[[], Sequence[Mapping[str, Tensor]]],
 ) -> None:
-    """Raise HcpError on all ranks unless they share out the same batches of the same dataset: a
-    rank that has another seed, or a shard, would leave samples out and repeat others."""
+    """Raise HcpError on all ranks unless all have the same dataset and batches. A rank with another
+    seed, or with a shard only, would leave samples out and repeat others."""
     try:
         once, again = map(digest_of, first_twice())
         first = once.hex() if once == again else ""
@@ -472,7 +479,8 @@ class EvalDataLoader:
         )
 
     def _degree(self, lengths: Sequence[int]) -> int | None:
-        """The layout's, where there is an eval layout; else as training has it. None: dynamic."""
+        """Return the degree for all samples: the eval layout's if there is one, else training's.
+        None stands for dynamic degrees."""
         if self.config.eval_context_parallel_size:
             return self.groups.size("cp")
         if self.config.sequence_packing_scheduler == "dynamic_cp":
@@ -513,8 +521,11 @@ def _tokens(sample: Mapping[str, Tensor]) -> int:
 
 
 def domain(groups: ProcessGroups | None, ranks: int) -> ProcessGroups:
-    """The groups given, or those of one domain of all ranks; `ranks`: those over which the trainer
-    averages gradients, as losses with grad_reduce="mean" take it."""
+    """Return the given groups, or those of one domain of all ranks.
+
+    `ranks`: the number of ranks over which the trainer averages gradients. Raises ValueError if it
+    is not the domain's: a loss with grad_reduce="mean" relies on that.
+    """
     made = groups or build_process_groups()
     if made.size("dp_cp") != ranks:
         raise ValueError(
@@ -533,7 +544,8 @@ class _Held:
 
 
 def eval_groups(groups: ProcessGroups, config: Config) -> ProcessGroups:
-    """The layout of evaluation: `config.eval_context_parallel_size`, or that of training."""
+    """Return the groups for evaluation: those with CP size `config.eval_context_parallel_size`, by
+    default the training groups."""
     size = config.eval_context_parallel_size
     if size is None or size == groups.size("cp"):
         return groups
@@ -544,7 +556,7 @@ def eval_groups(groups: ProcessGroups, config: Config) -> ProcessGroups:
 
 
 def check_eval_size(config: Config) -> None:
-    """Raise ValueError for a layout that nobody has chosen."""
+    """Raise ValueError for the eval CP size "auto", which nobody has replaced by a number."""
     if config.eval_context_parallel_size == "auto":
         raise ValueError(
             "eval_context_parallel_size is 'auto', expected a number: ask "
@@ -553,8 +565,8 @@ def check_eval_size(config: Config) -> None:
 
 
 def check_model_config(config: Config) -> None:
-    """Raise ValueError for options of layers that a model with layers of its own does not follow,
-    and for an eval layout that nobody has chosen."""
+    """Raise ValueError for options that only Megatron-style layers follow, and for the eval CP size
+    "auto", which nobody has replaced by a number."""
     if len(config.comm_types) > 1:
         raise ValueError(
             f"cp_comm_type lists {list(config.comm_types)}, expected one for all layers: the "
@@ -571,7 +583,8 @@ def check_model_config(config: Config) -> None:
 def eval_layout(
     model: object, groups: ProcessGroups, evaluation: ProcessGroups, *, exclude: Exclude = ()
 ) -> contextlib.AbstractContextManager[ProcessGroups]:
-    """`hcp.eval_cp_context`, also for a model that holds no groups, and for one layout twice."""
+    """Like `hcp.eval_cp_context`, but also for a model that holds no groups and for equal
+    layouts."""
     if evaluation is groups:
         return contextlib.nullcontext(groups)
     return eval_cp_context([model, _Held(groups)], groups, evaluation, exclude=exclude)

@@ -7,8 +7,8 @@
         forward_backward(forward_step_func=hcp_megatron.forward_step,    # loss
                          data_iterator=step.data_iterator(), num_microbatches=len(step), ...)
 
-Evaluation under another layout needs no Megatron-Core to be there: `wrap_evaluate`,
-`EvalContextParallel`. All else imports it when it is first used. Guide: docs/guides/megatron.md.
+`wrap_evaluate` and `EvalContextParallel`, for evaluation under another layout, do not need
+Megatron-Core. All else imports it at its first use. Guide: docs/guides/megatron.md.
 """
 
 from __future__ import annotations

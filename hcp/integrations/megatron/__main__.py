@@ -1,4 +1,4 @@
-"""One rank under torchrun: ``torchrun -m hcp.integrations.megatron ...``; else all of them."""
+"""Run one rank if torchrun started it (``torchrun -m hcp.integrations.megatron``), else all."""
 
 import os
 import sys

@@ -13,9 +13,9 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
 
     `--dynamic-context-parallel`, `--sequence-packing-scheduler`, `--max-seqlen-per-dp-cp-rank`,
     `--min-dynamic-context-parallel-size`, `--context-parallel-size`, `--cp-comm-type` (once, or per
-    layer), `--hierarchical-context-parallel-sizes`, `--eval-context-parallel-size`. An option that
-    the parser already has, as Megatron's has most of them, stays Megatron's own. For
-    `extra_args_provider` of Megatron-LM's `pretrain`.
+    layer), `--hierarchical-context-parallel-sizes`, `--eval-context-parallel-size`. Megatron's
+    parser has most of them; these stay its own. Pass this function as `extra_args_provider` of
+    Megatron-LM's `pretrain`.
     """
     add_arguments(parser)
     group = parser.add_argument_group("dynamic context parallelism")
@@ -38,7 +38,7 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
 
 
 def config_from_args(args: argparse.Namespace) -> Config:
-    """hcp's options out of Megatron's global arguments.
+    """Read hcp's options from Megatron's global arguments.
 
     `--dynamic-context-parallel` asks for the scheduler dynamic_cp. Without it, and without
     `--sequence-packing-scheduler`, the degree is `--context-parallel-size` for all.

@@ -2,7 +2,7 @@
 
     pretrain(config, forward_step, callbacks=[EvalContextParallel()])
 
-Takes Bridge's objects by their names and imports nothing of it.
+The callback reads attributes of Bridge's objects and imports nothing of Bridge.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from hcp.rebinding.rebind import Rebound, rebind
 class EvalContextParallel:
     """A callback with Megatron-Bridge's event names: evaluation and test run under `eval_pgs`.
 
-    Without groups, the layout is Bridge's own option `config.dist.eval_context_parallel_size`, and
-    the groups are made of the model's when the loaders are about to be built.
+    Without groups, Bridge's own option `config.dist.eval_context_parallel_size` gives the layout,
+    and the groups are made from the model's just before the loaders are built.
 
-    Bridge leaves out its end events on a time limit and on exceptions, so the layout is also
-    restored at the next event of training.
+    On a time limit and on exceptions, Bridge does not send its end events. The layout is therefore
+    also restored at the next event of training.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class EvalContextParallel:
 
     @property
     def inside(self) -> bool:
-        """Whether the model is in the eval layout just now."""
+        """Whether the model is in the eval layout."""
         return self._rebound is not None
 
     def on_data_init_start(self, context: Any) -> None:
-        """Validation and test loaders shard by the data-parallel group that they find here.
+        """Set the data-parallel group by which the validation and test loaders shard.
 
-        Raises ValueError where Bridge, which rounds the number of micro-batches down, would leave
-        samples of each batch out.
+        Raises ValueError if Bridge, which rounds the number of micro-batches down, would leave out
+        samples of each batch.
         """
         if self._pgs is None:
             self._pgs = _groups_of(context)
@@ -73,20 +73,20 @@ class EvalContextParallel:
     on_train_step_start = on_train_end = on_checkpoint_save = on_eval_end
 
     def on_train_start(self, context: Any) -> None:
-        """Nothing, like the events of single steps."""
+        """Do nothing, as for the events of single steps."""
 
     on_train_step_end = on_eval_step_start = on_eval_step_end = on_train_start
     on_test_step_start = on_test_step_end = on_train_start
 
     def restore(self) -> None:
-        """Give the model the training layout back, if it is in the other one."""
+        """Restore the model's training layout, if it is in the other one."""
         rebound, self._rebound = self._rebound, None
         if rebound is not None:
             rebound.restore()
 
 
 def _groups_of(context: Any) -> tuple[ProcessGroups, ProcessGroups]:
-    """The layouts that the configuration asks for. Every rank calls it."""
+    """Return the training and eval groups that the configuration asks for. Every rank calls it."""
     size = getattr(context.state.cfg.dist, "eval_context_parallel_size", None)
     if size is None:
         raise ValueError(
@@ -107,7 +107,7 @@ def _groups_of(context: Any) -> tuple[ProcessGroups, ProcessGroups]:
 
 
 def _check_batches(context: Any, evaluation: ProcessGroups) -> None:
-    """Bridge checks this for its own option only, and not for groups that it is given."""
+    """Check that batches divide, as Bridge does for its own option but not for given groups."""
     validation = getattr(getattr(context.state, "cfg", None), "validation", None)
     batch = getattr(validation, "eval_global_batch_size", None)
     micro_batch = getattr(validation, "eval_micro_batch_size", None)

@@ -15,9 +15,9 @@ _log = logging.getLogger("hcp")
 def check_experts(config: Any, groups: Any = None) -> None:
     """Refuse experts that do not fit a dynamic plan, and warn of losses that depend on it.
 
-    Refused: experts whose outputs depend on the other rows of their rank, and exchanges that need
-    equally many rows on every rank. Warned of: losses that are means over a micro-batch.
-    `groups`: Megatron's collection, whose backend is checked.
+    Raises ValueError for experts whose outputs depend on the other rows of their rank, and for
+    exchanges that need equally many rows on every rank. Warns of losses that are means over a
+    micro-batch. `groups`: Megatron's collection, whose backend is checked.
     """
     if not _of(config, "num_moe_experts"):
         return
@@ -41,7 +41,8 @@ def check_experts(config: Any, groups: Any = None) -> None:
 
 
 def check_gloo(expert_tensor_size: int, expert_ranks: int) -> None:
-    """Over Gloo, which fails or hangs where ranks gather different numbers of rows."""
+    """Refuse expert layouts in which ranks gather different numbers of rows: Gloo fails or
+    hangs."""
     if expert_tensor_size > 1 and expert_ranks > 1:
         raise ValueError(
             f"expert_tensor_parallel_size is {expert_tensor_size} with expert_model_parallel_size "
@@ -55,7 +56,7 @@ _EXPERT_RANKS = "expert_model_parallel_size"
 
 
 def _refused(config: Any) -> Iterator[tuple[str, Any, str]]:
-    """(option, its value, why not) of what changes the outputs of experts from plan to plan."""
+    """Yield (option, value, reason) of options by which the plan changes the experts' outputs."""
     for name in ("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor"):
         if getattr(config, name, None) is not None:
             yield (

@@ -1,4 +1,4 @@
-"""Megatron-Core on a machine without a GPU: it names the device "cuda" in many places."""
+"""Run Megatron-Core, which names the device "cuda" in many places, on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _CPU = torch.device("cpu")
 
 
 class _Devices(TorchFunctionMode):
-    """Every tensor that is asked for on a GPU, or in memory that is pinned for one, is made on the
-    CPU, in plain memory."""
+    """A mode in which tensors for a GPU, or in pinned memory, are made in plain memory of the
+    CPU."""
 
     def __torch_function__(
         self,
@@ -37,8 +37,8 @@ class _Devices(TorchFunctionMode):
         return func(*args, **options)
 
     def during(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function with this mode on: a mode is off in what `backward` calls, and layers that
-        are recomputed there ask for devices again."""
+        """Return a function that runs with this mode on. `backward` calls functions with modes off,
+        and layers that are recomputed there ask for devices again."""
 
         def called(*args: Any, **options: Any) -> Any:
             with self:
@@ -51,7 +51,7 @@ _ENGINE = "_engine_run_backward"
 
 
 def _engine() -> Callable[..., Any]:
-    """The function by which torch.autograd starts a backward."""
+    """Return the function by which torch.autograd starts a backward."""
     run: Callable[..., Any] = getattr(torch.autograd, _ENGINE)
     return run
 
@@ -71,7 +71,7 @@ class _NoStream:
     wait_event = wait_stream
 
     def record_event(self) -> _NoStream:
-        """The event, which is there already."""
+        """Return the event: this object."""
         return self
 
     def synchronize(self) -> None:
@@ -79,18 +79,19 @@ class _NoStream:
 
 
 def _to_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Megatron's leaves what is on the CPU a tensor, which an exchange does not take for sizes."""
+    """Convert a tensor to NumPy if asked to. Megatron's function leaves a tensor of the CPU as it
+    is, which an exchange does not accept as sizes."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 @contextmanager
 def megatron_on_cpu() -> Iterator[None]:
-    """A context inside which Megatron-Core builds, trains and evaluates models on the CPU.
+    """Return a context inside which Megatron-Core builds, trains and evaluates models on the CPU.
 
-    Inside, "cuda" means the CPU for every tensor that is made in this thread, pinned memory is
-    plain memory, and the calls of `torch.cuda` by which Megatron-Core asks for a device, waits or
-    counts memory do nothing. All is put back on the way out. For tests and for trying things out;
-    Gloo carries the collectives.
+    Inside, "cuda" means the CPU for every tensor that is made in this thread, and pinned memory is
+    plain memory. The calls of `torch.cuda` by which Megatron-Core asks for a device, waits or
+    counts memory do nothing. All of this is undone on exit. Gloo carries the collectives. This is
+    for tests and for trying things out.
     """
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import multi_latent_attention

@@ -1,7 +1,7 @@
-"""Variable-length samples as planned micro-batches, on every tensor- and pipeline-parallel rank.
+"""Turn samples into planned micro-batches, on every tensor- and pipeline-parallel rank.
 
 Every rank loads its share of a global batch, and the ranks of each dp_cp group exchange the rows
-among themselves; tensor- and pipeline-parallel peers load the same share, so nothing is broadcast.
+among themselves. Tensor- and pipeline-parallel peers load the same share, so nothing is broadcast.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Batch = dict[str, Any]
 
 
 class MicroBatches:
-    """One step: what Megatron's schedules want of it."""
+    """One step, with the arguments that Megatron's schedules take."""
 
     def __init__(
         self,
@@ -61,9 +61,10 @@ def _batch_of(
     has_rows: bool,
     cp_group: dist.ProcessGroup | None,
 ) -> Batch:
-    """tokens, labels, loss_mask (1, rows) where this stage needs them, else None.
+    """Return the batch of a micro-batch. tokens, labels and loss_mask are (1, rows), or None in a
+    stage that does not need them.
 
-    A rank that computes nothing gets padding: Megatron's layers cannot reshape no rows.
+    A rank without rows gets padding: Megatron's layers cannot reshape zero rows.
     """
     rows = cp.rows or cp.plan.core.alignment
     fields = {name: with_padding(local[name], rows)[None] if has_rows else None for name in _FIELDS}
@@ -93,26 +94,26 @@ def plan_batches(
 ) -> Iterator[MicroBatches]:
     """Plan each global batch and bring its rows to where they are computed.
 
-    `batches`: of each step, the samples that this rank loads, as many as it likes. A sample is a
-    dictionary with "tokens" (length,), and, unless they follow from those, "labels" and
-    "loss_mask", 0 or 1; Megatron's own, with a batch dimension of 1, with `original_seq_len` or
-    with packed `cu_seqlens`, are taken as the sequences they hold. `samples_of`: which ranks load
-    different ones, all of "dp_cp", or those of "dp", where CP siblings load the same, as Megatron's
-    samplers have it. `cost`: of one pipeline stage.
+    `batches`: for each step, the samples that this rank loads, any number. A sample is a dictionary
+    with "tokens" (length,). "labels" and "loss_mask", 0 or 1, are (length,), and made from the
+    tokens if they are missing. Megatron's own samples, with a batch dimension of 1, with
+    `original_seq_len` or with packed `cu_seqlens`, are split into their sequences.
+    `samples_of`: the ranks that load different samples: all of "dp_cp", or those of "dp", if CP
+    siblings load the same, as Megatron's samplers do. `cost`: that of one pipeline stage.
 
-    `alignment`: of what every rank's rows are a multiple, for `sequence_parallel` the
-    tensor-parallel size; a rank's rows, padding included, stay within the config's limit.
-    `virtual_stages`: Megatron's `virtual_pipeline_model_parallel_size`; the number of micro-batches
-    is then a multiple of `micro_batch_group`, its `microbatch_group_size_per_vp_stage` (default:
-    the pipeline stages). `sync`: when the ranks of a domain wait for each other: "step", or
-    "micro_batch" (default: `config.sync`, of which "auto" is "micro_batch" with experts over
-    several ranks; say it with FSDP). `cp_groups`: gives each
-    micro-batch's PackedSeqParams a process group of its ranks, for layers of your own that insist
-    on one.
+    `alignment`: the rows of every rank are a multiple of it; for `sequence_parallel` it is the
+    tensor-parallel size. A rank's rows, padding included, stay within the config's limit.
+    `virtual_stages`: Megatron's `virtual_pipeline_model_parallel_size`. The number of micro-batches
+    is then a multiple of `micro_batch_group`, Megatron's `microbatch_group_size_per_vp_stage`
+    (default: the pipeline stages). `sync`: the ranks of a domain wait for each other once per
+    "step" or after every "micro_batch". The default is `config.sync`, whose "auto" is "micro_batch"
+    if experts lie on several ranks; give "micro_batch" with FSDP. `cp_groups`: gives each
+    micro-batch's PackedSeqParams a process group of its ranks, for layers of your own that need
+    one.
 
-    Ends when no rank has samples left; a rank that has none in a step takes part in it. Every rank
-    of the job iterates. Raises on all ranks when one fails to load, and when tensor- or
-    pipeline-parallel peers loaded other samples.
+    Iteration ends when no rank has samples left. A rank that has none in a step still takes part in
+    it. Every rank of the job iterates. Raises on all ranks if one fails to load, and if tensor- or
+    pipeline-parallel peers loaded different samples.
     """
     if samples_of not in ("dp_cp", "dp"):
         raise ValueError(f"samples_of is {samples_of!r}, expected 'dp_cp' or 'dp'")
@@ -160,7 +161,7 @@ def _own_share(
 
 
 def sequences_of(sample: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
-    """The sequences of a sample, each with tokens, labels and loss_mask, (length,)."""
+    """Yield the sequences of a sample, each with tokens, labels and loss_mask, (length,)."""
     if "tokens" not in sample:
         raise ValueError(f"a sample has {sorted(sample)}, expected 'tokens' among them")
     rows = {name: _flat(name, sample[name]) for name in _FIELDS if sample.get(name) is not None}
@@ -171,7 +172,7 @@ def sequences_of(sample: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
 
 
 def _bounds(sample: Mapping[str, Any], rows: Mapping[str, Tensor]) -> Iterator[tuple[int, int]]:
-    """The start and the end of each sequence of a sample. The rest is padding."""
+    """Yield the start and the end of each sequence of a sample. The other rows are padding."""
     length = len(rows["tokens"])
     bounds, end = sample.get("cu_seqlens"), sample.get("original_seq_len")
     if bounds is None:
@@ -196,8 +197,8 @@ def _bounds(sample: Mapping[str, Any], rows: Mapping[str, Tensor]) -> Iterator[t
 
 
 def _check_document(sample: Mapping[str, Any], start: int, stop: int) -> None:
-    """Refuse what a sample says of its rows beyond one causal document: documents in it that
-    `reset_position_ids` and `reset_attention_mask` tell apart, for instance."""
+    """Refuse rows that are not one causal document, such as several documents that
+    `reset_position_ids` and `reset_attention_mask` tell apart."""
     positions, mask = sample.get("position_ids"), sample.get("attention_mask")
     if positions is not None:
         own = torch.as_tensor(positions).flatten()[start:stop]
@@ -221,7 +222,7 @@ _DOCUMENTS = (
 
 
 def _is_causal(mask: Tensor, start: int, stop: int) -> bool:
-    """Whether a mask, (..., tokens, tokens), hides from each row the later ones and no other."""
+    """Whether a mask (..., tokens, tokens) hides from each row the later rows and no others."""
     own = mask.reshape(-1, *mask.shape[-2:])[:, start:stop, start:stop].bool()
     return torch.equal(own, torch.ones_like(own).triu(1))
 
@@ -260,7 +261,7 @@ def _complete(rows: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _agree(plan: hcp.Plan, step: int, groups: hcp.ProcessGroups) -> None:
-    """Tensor- and pipeline-parallel peers made the same plan, or all of them say which did not."""
+    """Raise on all tensor- and pipeline-parallel peers unless they made the same plan."""
     if "mp" not in groups.roles or groups.size("mp") == 1:
         return
     own = torch.tensor([plan.checksum % 2**62, step], device=groups.transport.device)

@@ -1,4 +1,4 @@
-"""Megatron-LM: its own evaluation loop under another layout.
+"""Run Megatron-LM's own evaluation loop under another layout.
 
 evaluate = hcp.integrations.megatron.wrap_evaluate(evaluate, train_pgs, eval_pgs, get_args())
 """
@@ -29,16 +29,17 @@ def wrap_evaluate(
     exclude: Exclude = (),
     strict: bool = False,
 ) -> Callable[..., T]:
-    """A Megatron-LM style `evaluate(forward_step_func, data_iterator, model, ...)` that runs under
+    """Make a Megatron-LM style `evaluate(forward_step_func, data_iterator, model, ...)` run under
     `eval_pgs`.
 
-    Inside, the model, the other objects that `evaluate` is called with (its config, collection of
-    groups and communicator) and the globals of Megatron's `parallel_state` are those of the eval
-    layout. `args`: the trainer's global arguments, whose `data_parallel_size` and
-    `context_parallel_size` are as well, so that micro-batches are counted right. Everything is
-    undone however `evaluate` ends. The data iterator must shard by `eval_pgs.rank("dp")`.
+    The result is a function with the arguments of `evaluate`. Inside it, the model, the other
+    arguments of `evaluate` (config, collection of groups, communicator) and the globals of
+    Megatron's `parallel_state` hold the eval layout. `args`: the trainer's global arguments. Their
+    `data_parallel_size` and `context_parallel_size` change too, so that micro-batches are counted
+    right. Everything is undone however `evaluate` ends. The data iterator must shard by
+    `eval_pgs.rank("dp")`.
 
-    Raises ValueError where `parallel_state` holds other groups than `train_pgs`.
+    Raises ValueError if `parallel_state` holds other groups than `train_pgs`.
     """
     signature = inspect.signature(evaluate)
     if "model" not in signature.parameters:
@@ -69,12 +70,13 @@ def wrap_evaluate(
 
 
 def _has_attributes(value: object) -> bool:
-    """Whether an argument may hold groups or their sizes: not None, a number or a function."""
+    """Whether an argument may hold groups or sizes: None, numbers and functions cannot."""
     return hasattr(value, "__dict__") and not callable(value)
 
 
 def _check_globals(train_pgs: ProcessGroups) -> None:
-    """Megatron-LM's own code reads its groups in the globals of parallel_state."""
+    """Refuse globals of parallel_state, where Megatron-LM's code reads its groups, that hold
+    another layout than `train_pgs`."""
     parallel_state = sys.modules.get("megatron.core.parallel_state")
     group = getattr(parallel_state, "_CONTEXT_PARALLEL_GROUP", None)
     if group is not None and group is not train_pgs.cp and _is_registered(group):
@@ -87,7 +89,7 @@ def _check_globals(train_pgs: ProcessGroups) -> None:
 
 
 def _is_registered(group: Any) -> bool:
-    """Whether torch.distributed knows it: what was destroyed is of no layout."""
+    """Whether torch.distributed knows a group. A destroyed one belongs to no layout."""
     try:
         return bool(dist.get_process_group_ranks(group))
     except (KeyError, ValueError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Megatron's attention layers, whose core attention is hcp's and whose positions are the plan's.
+"""Megatron's attention layers with hcp's core attention and the plan's positions.
 
 T rows on this rank, H query heads, G key-value heads, D head size.
 """
@@ -30,9 +30,9 @@ _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 class CoreAttention(MegatronModule):
     """Replaces Megatron's core attention: packed sequences under any degree.
 
-    Takes from the config: windows and the layers that have them, the kind of softmax (learnable
-    sinks have the name that Megatron gives them), the scale. Refuses dropout and biases, and
-    experts whose outputs depend on the plan.
+    The config gives windows and the layers that have them, the kind of softmax and the scale.
+    Learnable sinks are a parameter with Megatron's name. Refuses dropout and biases, and experts
+    whose outputs depend on the plan.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class CoreAttention(MegatronModule):
         packed_seq_params: Any = None,
         **options: Any,
     ) -> Tensor:
-        """query (T, H, D), key and value (T, G, D or other): (T, H * value's size)."""
+        """Return (T, H * E) for query (T, H, D), key (T, G, D) and value (T, G, E)."""
         if attention_bias is not None:
             raise ValueError("attention_bias is a tensor, expected None: hcp adds none to scores")
         cp = handler_of(packed_seq_params, self.pg_collection.cp)
@@ -111,7 +111,7 @@ class CoreAttention(MegatronModule):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> Any:
-        """The sinks, sharded by head as in Megatron's own core attention."""
+        """Return the sinks, sharded by head as in Megatron's own core attention."""
         own = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(
             own,
@@ -124,7 +124,7 @@ class CoreAttention(MegatronModule):
 
 
 def _comm_type(config: Any, layer_number: int) -> str | None:
-    """The layer's own of the config's one or many. None: the handler's first."""
+    """Return the comm type of a layer, of the config's one or many. None: the handler's first."""
     given = config.cp_comm_type
     if not isinstance(given, (list, tuple)):
         return given
@@ -154,7 +154,8 @@ def _refuse(config: Any, dropout: float, attention_type: str) -> None:
 
 
 class _OneRank:
-    """A CP group for code of Megatron's that cuts positions by its group: here they are cut."""
+    """A CP group of one rank, for Megatron's code that cuts positions by its group: they are cut
+    already."""
 
     def size(self) -> int:
         return 1
@@ -164,9 +165,9 @@ class _OneRank:
 
 
 def twin(module: Any, **changes: Any) -> Any:
-    """A copy of a module for one call: its own parameters, with other attributes.
+    """Copy a module for one call: with its own parameters, and with other attributes.
 
-    Nothing is written to the module itself: the backward of another micro-batch may need it.
+    The module itself does not change: the backward of another micro-batch may need it.
     """
     made = object.__new__(type(module))
     made.__dict__.update(module.__dict__)
@@ -176,7 +177,8 @@ def twin(module: Any, **changes: Any) -> Any:
 
 
 class _RowsOf:
-    """A rotary module that gives the angles of this rank's rows instead of the whole table's."""
+    """A rotary module that returns the angles of this rank's rows, not those of the whole
+    table."""
 
     def __init__(self, rotary: Any, cp: hcp.ContextParallelHandler, rows: int) -> None:
         self._rotary, self._cp, self._rows = rotary, cp, rows
@@ -195,9 +197,9 @@ class _RowsOf:
 
 
 def _as_one_run(params: Any, cp: hcp.ContextParallelHandler, count: int) -> Any:
-    """The params under which Megatron's own rotary embedding takes row i's angles from row i of
-    the table: one sequence of all rows on one rank. Their bounds stay on the CPU, where Megatron
-    reads them without waiting for the GPU."""
+    """Return params of one sequence of all rows on one rank. Under them Megatron's own rotary
+    embedding takes row i's angles from row i of the table. Their bounds stay on the CPU, where
+    Megatron reads them without waiting for the GPU."""
     bounds = torch.tensor([0, count], dtype=torch.int32)
     rows = dataclasses.replace(
         params,
@@ -214,7 +216,7 @@ def _as_one_run(params: Any, cp: hcp.ContextParallelHandler, count: int) -> Any:
 
 
 class _Positioned:
-    """Mixed into a class of Megatron's self-attention."""
+    """A mixin for Megatron's self-attention: its rows have the positions of the plan."""
 
     def forward(  # type: ignore[no-untyped-def]
         self,
@@ -250,5 +252,5 @@ class _Positioned:
 
 @cache
 def positioned(attention: type) -> type:
-    """A class of self-attention whose rows have the positions that the plan gives them."""
+    """Derive a class of self-attention whose rows have the positions of the plan."""
     return type(f"Hcp{attention.__name__}", (_Positioned, attention), {"__module__": __name__})

@@ -1,4 +1,4 @@
-"""Mamba mixers: inside, each rank scans whole sequences of some heads.
+"""Mamba mixers, in which each rank scans whole sequences of some heads.
 
 T rows on this rank, S tokens of its group's sequences, H heads and G groups of this tensor-parallel
 rank, P head size, N state size.
@@ -42,7 +42,7 @@ class HeadShare:
         self.d_inner_local_tpcp = self.nheads_local_tpcp * self.headdim
 
     def pre_conv_ssm(self, zxbcdt: Tensor, packed_seq_params: Any = None) -> Tensor:
-        """(T, 1, z | x | B | C | dt) of all heads to (S, 1, ...) of this rank's."""
+        """Exchange (T, 1, z | x | B | C | dt) of all heads for (S, 1, ...) of this rank's heads."""
         whole, heads = self._whole, self._whole.nheads_local_tp
         inner, state = whole.d_inner_local_tp, whole.ngroups_local_tp * whole.d_state
         z, x, b, c, dt = zxbcdt[: self._cp.rows, 0].split(
@@ -58,18 +58,18 @@ class HeadShare:
         return torch.cat([part.flatten(1) for part in (z, x, b, c, dt)], 1)[:, None]
 
     def post_conv_ssm(self, y: Tensor, packed_seq_params: Any = None) -> Tensor:
-        """(S, 1, this rank's heads) to (T, 1, all heads)."""
+        """Exchange (S, 1, P * heads of this rank) for (T, 1, P * H)."""
         rows = y[:, 0].unflatten(1, (self.nheads_local_tpcp, self.headdim))
         out = self._cp.head_to_sequence(rows, self._whole.nheads_local_tp).flatten(1)
         return with_padding(out, packed_seq_params.rows)[:, None]
 
     def _spread(self, part: Tensor) -> Tensor:
-        """(T, G * N) as (T, units, N): a group's rows once for each unit of its heads."""
+        """Expand (T, G * N) to (T, units, N): a group's rows once for each unit of its heads."""
         groups = self._whole.ngroups_local_tp
         return part.unflatten(1, (groups, -1)).repeat_interleave(self._units // groups, 1)
 
     def _channels(self, weight: Tensor) -> Tensor:
-        """Channels x | B | C of the convolution that belong to this rank's heads."""
+        """Take the channels x | B | C of the convolution that belong to this rank's heads."""
         whole = self._whole
         inner, state = whole.d_inner_local_tp, whole.ngroups_local_tp * whole.d_state
         x, b, c = weight.split([inner, state, state])
@@ -104,21 +104,21 @@ class HeadShare:
 
 
 def convolution_of(whole: Any) -> tuple[Tensor, Tensor]:
-    """Weight and bias. Release 0.16 keeps the convolution, 0.19 its two parameters."""
+    """Return the weight and the bias. Release 0.16 keeps the convolution, 0.19 its parameters."""
     if hasattr(whole, "conv1d_cp1"):
         return whole.conv1d_cp1.weight, whole.conv1d_cp1.bias
     return whole.conv1d_weight_cp1, whole.conv1d_bias_cp1
 
 
 def _units(heads: int, groups: int, degree: int) -> int:
-    """Into how many equal parts heads are cut so that none spans two groups or two ranks."""
+    """Return the number of equal parts of the heads, none of which spans two groups or ranks."""
     even = math.lcm(groups, degree)
     return even if heads % degree == 0 and heads % even == 0 else heads
 
 
 @cache
 def sharing_heads(mixer: type) -> type:
-    """A class of Mamba mixers that follows the degree of each micro-batch."""
+    """Derive a class of Mamba mixers that follow the degree of each micro-batch."""
 
     class Mixer(mixer):  # type: ignore[misc, valid-type]
         def forward(  # type: ignore[no-untyped-def]
@@ -133,7 +133,7 @@ def sharing_heads(mixer: type) -> type:
             )
 
         def _no_rows(self, hidden_states: Tensor) -> Any:
-            """Nothing to scan, and still every weight takes part: DDP waits for its gradient."""
+            """Compute without a scan. Every weight takes part, since DDP waits for gradients."""
             projected, _ = self.in_proj(hidden_states)
             y = projected[..., : self.d_inner_local_tp]
             whole = self.cp

@@ -18,13 +18,13 @@ def roll_tensor(
     cp_group: Any = None,
     packed_seq_params: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """Replaces Megatron's function of this name: shift (1, T) along the sequences of the
-    micro-batch, and count.
+    """Shift (1, T) along the sequences of the micro-batch, and count. Replaces Megatron's function
+    of this name.
 
-    Megatron's count is the sum of what came out. Release 0.19 scales the losses of a prediction
-    layer by the tokens of this rank's micro-batch before and after, which depends on the plan; so
-    the count is that before the first shift, and a token of each layer weighs what one of the main
-    loss does, as in release 0.16.
+    Megatron's count is the sum of the result. Release 0.19 scales the losses of a prediction layer
+    by the ratio of this rank's tokens before and after the shift, which depends on the plan. So
+    this function returns the count before the first shift. A token of each layer then has the
+    weight of one of the main loss, as in release 0.16.
     """
     if tensor.dim() != 2 or tensor.shape[0] != 1 or dims not in (-1, 1):
         raise ValueError(
@@ -39,8 +39,8 @@ def roll_tensor(
 
 
 def _with_our_roll(function: Any) -> Any:
-    """A copy of a function of Megatron's in which the name `roll_tensor` means ours. Megatron's own
-    stays as it is."""
+    """Copy a function of Megatron's so that its global `roll_tensor` is hcp's. Megatron's own stays
+    as it is."""
     names = {**function.__globals__, "roll_tensor": roll_tensor}
     if "process_mtp_loss" in function.__code__.co_names:
         names["process_mtp_loss"] = _with_our_roll(names["process_mtp_loss"])
@@ -53,14 +53,17 @@ def _with_our_roll(function: Any) -> Any:
 
 @cache
 def rolling(layer: type) -> type:
-    """A class of MTP layers that rolls tokens and positions along the plan's sequences."""
+    """Derive a class of MTP layers that roll tokens and positions along the plan's sequences."""
     own = {"_get_embeddings": _with_our_roll(layer._get_embeddings), "__module__": __name__}  # type: ignore[attr-defined]
     return type(f"Hcp{layer.__name__}", (layer,), own)
 
 
 @cache
 def hcp_model_class(model: type) -> type:
-    """A model class, GPTModel or one like it, whose MTP losses take labels along the plan's
-    sequences. Needed only with `mtp_num_layers`; `forward_step` refuses such a model without."""
+    """Derive a class of GPTModel, or of one like it, whose MTP losses take labels along the plan's
+    sequences.
+
+    Only a model with `mtp_num_layers` needs it; `forward_step` refuses one that lacks it.
+    """
     own = {"_postprocess": _with_our_roll(model._postprocess), "__module__": __name__}  # type: ignore[attr-defined]
     return type(f"Hcp{model.__name__}", (model,), {**own, "rolls_along_sequences": True})

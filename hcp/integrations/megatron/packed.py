@@ -1,7 +1,7 @@
 """Pass the handler of a micro-batch to its layers, with Megatron's PackedSeqParams.
 
-`packed_seq_params(cp)` makes one that holds the handler. One that Megatron made itself, with its
-cp_group or local_cp_size, gets a handler when the first layer asks.
+`packed_seq_params(cp)` makes PackedSeqParams that hold the handler. Those that Megatron made
+itself, with its cp_group or local_cp_size, get a handler when the first layer asks for one.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def packed_seq_params(
     *,
     rows: int | None = None,
 ) -> Any:
-    """The micro-batch of a handler as Megatron's PackedSeqParams, which layers of `hcp_layer_spec`
-    take the handler from.
+    """Describe a handler's micro-batch by Megatron's PackedSeqParams, from which the layers of
+    `hcp_layer_spec` take the handler.
 
-    `cp_group`: of the ranks that compute these sequences, for other layers that want one. `rows`:
-    those of the model's input on this rank (default: `cp.rows`), more than `cp.rows` where a rank
-    without any computes padding.
+    `cp_group`: the group of the ranks that compute these sequences, for other layers that need one.
+    `rows`: those of the model's input on this rank (default: `cp.rows`). They are more than
+    `cp.rows` if a rank without rows computes padding.
     """
     params = cp.packed_seq_params(PackedSeqParams, cp_group=cp_group)
     params.rows = cp.rows if rows is None else rows
@@ -40,9 +40,9 @@ def packed_seq_params(
 
 
 def handler_of(packed_seq_params: Any, cp_group: dist.ProcessGroup) -> hcp.ContextParallelHandler:
-    """The handler that PackedSeqParams hold, made from Megatron's own fields if there is none.
+    """Return the handler that PackedSeqParams hold, or make one from Megatron's own fields.
 
-    `cp_group`: the model's, which holds where the params name neither a group nor a size of 1.
+    `cp_group`: the model's, which is used if the params have neither a group nor a size of 1.
     """
     if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
         raise ValueError(
@@ -64,7 +64,8 @@ def with_padding(rows: Tensor, count: int) -> Tensor:
 
 
 def _made_of(params: Any, cp_group: dist.ProcessGroup) -> hcp.ContextParallelHandler:
-    """Megatron cuts every sequence, padding included, in 2 x size chunks: hcp's own cut."""
+    """Make the handler for Megatron's cut: 2 x size chunks of every sequence, padding included. It
+    is also hcp's cut."""
     group = cp_group if params.cp_group is None else params.cp_group
     alone = params.cp_group is None and params.local_cp_size == 1
     size = 1 if alone else group.size()
@@ -104,7 +105,7 @@ _over: weakref.WeakKeyDictionary[dist.ProcessGroup, TorchTransport] = weakref.We
 
 
 def _transport_over(group: dist.ProcessGroup) -> TorchTransport:
-    """Exchanges on Megatron's own group, which layers use in the same order on all of its ranks."""
+    """Return a transport on Megatron's own group, whose ranks all use it in the same order."""
     if group not in _over:
         _over[group] = TorchTransport(group)
     return _over[group]

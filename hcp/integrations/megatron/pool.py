@@ -1,6 +1,6 @@
-"""Process groups of the ranks that compute a micro-batch together, for code that insists on one.
+"""Process groups of the ranks that compute a micro-batch together, for code that needs one.
 
-Layers of `hcp_layer_spec` take the handler and need none.
+Layers of `hcp_layer_spec` take the handler and need no group.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import hcp
 from hcp.exchange.gather import all_gather_object
 
 Interval = tuple[int, int]
-"""First rank in the domain, and how many."""
+"""(first rank in the domain, number of ranks)."""
 
 
 class CPGroupPool:
-    """One group for each interval of ranks that some plan has used, made when it is first used and
-    kept: `plan_batches(..., cp_groups=CPGroupPool())` puts it into `PackedSeqParams.cp_group`.
+    """One process group for each interval of ranks that a plan has used. It is made at the first
+    use, and kept.
 
-    A communicator costs memory on GPUs, so there are at most `limit` intervals.
+    `plan_batches(..., cp_groups=CPGroupPool())` puts the groups into `PackedSeqParams.cp_group`. A
+    communicator costs memory on GPUs, so there are at most `limit` intervals.
     """
 
     def __init__(self, limit: int = 32) -> None:
@@ -31,10 +32,10 @@ class CPGroupPool:
         return len(self._groups)
 
     def of_step(self, step: hcp.Step, groups: hcp.ProcessGroups) -> list[dist.ProcessGroup | None]:
-        """This rank's group in each micro-batch, None where it has no rows.
+        """Return this rank's group in each micro-batch, None where it has no rows.
 
         Every rank of the job calls it for every step, and all domains have the same plan. Raises
-        HcpError on all ranks when the plans so far have more than `limit` intervals.
+        HcpError on all ranks if the plans so far have more than `limit` intervals.
         """
         plan = step.plan
         used = [(g.first_rank, g.degree) for batch in plan.micro_batches for g in batch]
@@ -51,7 +52,8 @@ class CPGroupPool:
         ]
 
     def _new(self, first: int, degree: int, groups: hcp.ProcessGroups) -> dist.ProcessGroup | None:
-        """torch.distributed numbers groups as they are created, so every rank makes all of them."""
+        """Create a group in every domain, and return this rank's, if any. Every rank creates all of
+        them, since torch.distributed numbers groups by their order of creation."""
         if not self._domains:
             domains = all_gather_object(groups.ranks("dp_cp"))
             self._domains = sorted({tuple(domain): domain for domain in domains}.values())

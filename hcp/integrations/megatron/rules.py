@@ -27,8 +27,8 @@ def _local_attention_only(attention: Any, pgs: ProcessGroups) -> str | None:
 
 
 def _is_delta_net(holder: Any) -> bool:
-    """Whether a module has the method of gated delta nets (KDA among them) and a cp_size. Versions
-    of Megatron-Core keep the classes in different places."""
+    """Whether a module is a gated delta net, by its method and its cp_size. KDA is one. Versions of
+    Megatron-Core keep the classes in different places."""
     return (
         isinstance(holder, torch.nn.Module)
         and hasattr(holder, _DELTA_METHOD)
@@ -37,7 +37,7 @@ def _is_delta_net(holder: Any) -> bool:
 
 
 def _delta_attributes(module: Any, pgs: ProcessGroups) -> dict[str, Any]:
-    """The numbers that the module's own method derives from a CP size, derived on a copy."""
+    """Derive the numbers that depend on the CP size, by the module's own method on a copy."""
     copy = object.__new__(type(module))
     vars(copy).update(vars(module), cp_size=pgs.size("cp"))
     getattr(copy, _DELTA_METHOD)()
@@ -50,7 +50,7 @@ def _delta_attributes(module: Any, pgs: ProcessGroups) -> dict[str, Any]:
 
 
 def _delta_heads(module: Any, pgs: ProcessGroups) -> str | None:
-    """Refuse what the constructor refuses."""
+    """Refuse numbers of heads that the constructor refuses."""
     cp, tp = pgs.size("cp"), getattr(module, "tp_size", 1)
     for name in ("num_key_heads", "num_value_heads"):
         heads = getattr(module, name, 0)
@@ -60,7 +60,7 @@ def _delta_heads(module: Any, pgs: ProcessGroups) -> str | None:
 
 
 def _without_context_parallelism(module: Any, pgs: ProcessGroups) -> str | None:
-    """Refuse the gated delta net of Megatron-Core 0.16.1: no constructor or configuration does."""
+    """Refuse the gated delta net of Megatron-Core 0.16.1, which does not refuse CP itself."""
     if pgs.size("cp") == 1 or hasattr(module, _DELTA_METHOD) or hasattr(module, "cp_size"):
         return None
     return (
@@ -73,7 +73,7 @@ def _without_context_parallelism(module: Any, pgs: ProcessGroups) -> str | None:
 
 
 def _mamba_heads(context: Any, pgs: ProcessGroups) -> str | None:
-    """Refuse what the constructor asserts."""
+    """Refuse numbers of heads and groups that fail the constructor's assertions."""
     cp, tp = pgs.size("cp"), pgs.size("tp") if "tp" in pgs.roles else 1
     heads = getattr(context, "nheads_local_tp", 0)
     groups = getattr(context, "ngroups_local_tp", 1)

@@ -1,4 +1,4 @@
-"""A layer specification of Megatron's with hcp in the places that see several tokens at once."""
+"""Put hcp into a layer specification of Megatron's, wherever a module sees several tokens."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ _MIXES_TOKENS = ("GatedDeltaNet", "CrossAttention", "DSAttention", "AbsorbedMLA"
 
 
 def hcp_layer_spec(spec: Any) -> Any:
-    """A copy of a specification whose layers follow the degree of each micro-batch.
+    """Copy a specification so that its layers follow the degree of each micro-batch.
 
-    `spec`: of a GPT layer or block, a hybrid (Mamba) stack, or an MTP block, local or Transformer
-    Engine's; anything made of Megatron's ModuleSpecs, dataclasses of submodules and lists. Every
-    self-attention, grouped or latent, gets hcp's core attention; Mamba mixers and MTP layers see
-    the sequences of the micro-batch. Linear layers, norms, MLPs and experts stay.
+    `spec`: that of a GPT layer or block, a hybrid (Mamba) stack, or an MTP block, local or
+    Transformer Engine's. It may be anything made of Megatron's ModuleSpecs, dataclasses of
+    submodules and lists. Every self-attention, grouped or latent, gets hcp's core attention. Mamba
+    mixers and MTP layers see the sequences of the micro-batch. Linear layers, norms, MLPs and
+    experts stay.
 
-    Raises ValueError for a layer that mixes tokens and that hcp has no counterpart of, by its path,
+    Raises ValueError for a layer that mixes tokens and has no counterpart in hcp, with its path,
     and for a specification without any layer that hcp replaces.
     """
     if isinstance(spec, type):
@@ -47,7 +48,7 @@ def hcp_layer_spec(spec: Any) -> Any:
 
 
 def _module_specs(node: Any, path: str) -> Iterator[tuple[Any, str]]:
-    """Every ModuleSpec below a node, and where it is."""
+    """Yield every ModuleSpec below a node, and its path."""
     if isinstance(node, ModuleSpec):
         yield node, path
         yield from _module_specs(node.submodules, f"{path}.submodules")

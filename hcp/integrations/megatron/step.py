@@ -1,4 +1,4 @@
-"""One micro-batch for Megatron's schedules, and a loss that does not depend on the plan."""
+"""The forward step for Megatron's schedules, and a loss that does not depend on the plan."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ def forward_step(
     *,
     losses: Losses | None = None,
 ) -> tuple[Tensor, partial[Any]]:
-    """The function for `forward_step_func` of Megatron's schedules: (output, loss function).
+    """Compute a micro-batch: the function for `forward_step_func` of Megatron's schedules.
 
-    `data_iterator`: from `MicroBatches.data_iterator`. The loss function gives (sum, tokens,
-    {"lm loss": [sum, tokens]}), which Megatron divides by the tokens of the whole batch once, in
-    `finalize_model_grads`: so with `calculate_per_token_loss`. `losses`: of one's own, by
-    `functools.partial(forward_step, losses=...)`; the model's is the cross-entropy in float32.
+    Returns the model's output and a loss function. `data_iterator`: from
+    `MicroBatches.data_iterator`. The loss function returns (sum, tokens, {"lm loss": [sum,
+    tokens]}). Megatron divides by the tokens of the whole batch once, in `finalize_model_grads`:
+    set `calculate_per_token_loss`. `losses`: a function of your own for the losses, given by
+    `functools.partial(forward_step, losses=...)` (default: the model's cross-entropy in float32).
     """
     if return_schedule_plan:
         raise ValueError(
@@ -60,7 +61,7 @@ def forward_step(
 
 
 def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Losses (1, T) of this rank's rows: their sum where the mask is 1, and how many they are."""
+    """Sum losses (1, T) of this rank's rows where the mask is 1, and count them."""
     total, tokens = masked_sum(losses, loss_mask), loss_mask.sum().to(torch.int)
     report = torch.stack([total.detach(), tokens.to(total.dtype)])
     return total, tokens, {"lm loss": report}
@@ -97,7 +98,8 @@ def _of(config: Any, name: str) -> int:
 def mean_loss(
     reports: Iterable[Mapping[str, Tensor]], dp_cp_group: dist.ProcessGroup, device: Any
 ) -> tuple[float, int]:
-    """(mean, tokens) of what a schedule returned for all micro-batches, over all ranks.
+    """Return (mean, tokens) over all ranks of the reports that a schedule returned for all
+    micro-batches.
 
     Every rank of the last pipeline stage calls it. Sums are added in float64.
     """

@@ -1,4 +1,4 @@
-"""The releases of Megatron-Core that were tested. Others are refused."""
+"""Require a release of Megatron-Core that was tested; refuse others."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ TESTED = ("0.16.1", "0.19.2")
 
 @cache
 def require_megatron() -> str:
-    """The version of the Megatron-Core that is, or would be, imported.
+    """Return the version of the Megatron-Core that is, or would be, imported.
 
-    Raises ImportError when there is none, or one that hcp was not tested with.
+    Raises ImportError if there is none, or one that hcp was not tested with.
     """
     return require_one_of("megatron-core", _version(), TESTED)
 
 
 def _version() -> str | None:
-    """The release that Megatron's own file names; None: no file.
+    """Read the release from Megatron's own file; None without that file.
 
-    pip knows nothing of a checkout of Megatron-LM, and importing it takes long."""
+    pip does not know a checkout of Megatron-LM, and importing it takes long."""
     package = find_spec("megatron")
     for folder in (package and package.submodule_search_locations) or ():
         file = Path(folder, "core", "package_info.py")

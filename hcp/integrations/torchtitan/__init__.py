@@ -7,8 +7,8 @@
     config.build().train()
 
 torchtitan loads, shards parameters over all ranks, clips, steps and logs as always. In between, the
-documents of a step are planned over these ranks, and each micro-batch's handler reaches attention
-in the place of attention masks. Importing this package imports torchtitan.
+documents of a step are planned over these ranks. Attention receives each micro-batch's handler as
+`attention_masks`. Importing this package imports torchtitan.
 """
 
 from hcp.programs.versions import installed, require_one_of

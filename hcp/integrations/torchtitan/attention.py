@@ -27,17 +27,17 @@ _numbers = itertools.count()
 
 
 class PackedAttention(Module):
-    """Attention of one rank's rows over whole documents, wherever their other rows are.
+    """Attention of one rank's rows over whole documents, whose other rows may be on other ranks.
 
-    Takes the place of `VarlenAttention` and `FlexAttention`. `attention_masks` is the micro-batch's
-    `hcp.ContextParallelHandler`, as `ContextParallelTrainer` gives it to the model.
+    It replaces `VarlenAttention` and `FlexAttention`. `attention_masks` is the micro-batch's
+    `hcp.ContextParallelHandler`, which `ContextParallelTrainer` gives to the model.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
         window_size: tuple[int, int] = (-1, 0)
-        """(left, right), tokens seen before and after a query, -1 being no limit, as for
-        `VarlenAttention`."""
+        """(left, right): the tokens that a query sees before and after itself, as for
+        `VarlenAttention`. -1 is no limit."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -55,9 +55,9 @@ class PackedAttention(Module):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """q (1, T, N, H), k and v (1, T, G, H) with N a multiple of G; returns (1, T, N, H).
+        """Return (1, T, N, H) for q (1, T, N, H), k and v (1, T, G, H), N a multiple of G.
 
-        The row of a rank without any attends to nothing and gets 0.
+        A rank without rows passes one that stands in. It attends to nothing, and its output is 0.
         """
         if not isinstance(attention_masks, hcp.ContextParallelHandler):
             raise ValueError(
@@ -78,11 +78,11 @@ class PackedAttention(Module):
 
 
 class PackedContextParallel(ModelConfigConverter):
-    """Puts `PackedAttention` into a model's configuration: one of `converters=` of torchtitan's
-    `model_registry`.
+    """A converter, for `converters=` of torchtitan's `model_registry`, that puts `PackedAttention`
+    into a model's configuration.
 
-    Raises ValueError for models whose attention does more than grouped-query attention that is
-    causal, or a sliding window, within each document.
+    Raises ValueError for a model whose attention is not grouped-query attention within each
+    document, causal or with a sliding window.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -93,7 +93,7 @@ class PackedContextParallel(ModelConfigConverter):
         self.config = config
 
     def convert(self, model_config: Module.Config) -> Module.Config:
-        """The same configuration with hcp's inner attention."""
+        """Return the configuration with hcp's inner attention."""
         name = type(model_config).__qualname__
         if not isinstance(model_config, Decoder.Config):
             raise ValueError(f"the model's configuration is {name}, expected that of a Decoder")

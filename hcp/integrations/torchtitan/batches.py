@@ -1,4 +1,4 @@
-"""Batches of torchtitan's loaders as documents, and planned rows as arguments of its models.
+"""Split batches of torchtitan's loaders into documents, and turn planned rows into model inputs.
 
 B rows of the loader, T tokens on this rank.
 """
@@ -20,16 +20,16 @@ Batch = tuple[dict[str, Tensor], Tensor]
 
 
 def dispatch(batch: Batch | None, config: hcp.Config, groups: hcp.ProcessGroups) -> hcp.Step:
-    """The documents of this rank's batch, None being none, planned together with the other ranks'.
+    """Plan and dispatch the documents of all ranks' batches. None: this rank has no batch.
 
-    Every rank calls it. The plan has no lengths where no rank has a document.
+    Every rank calls it. The plan has no lengths if no rank has a document.
     """
     documents = () if batch is None else documents_of(*batch)
     return DynamicCPCollator(config, groups, to_sample=_sample)(documents)
 
 
 def documents_of(inputs: dict[str, Tensor], labels: Tensor) -> Iterator[dict[str, Tensor]]:
-    """The documents packed into the rows of a batch."""
+    """Yield the documents that are packed into the rows of a batch."""
     if set(inputs) != {"input", "positions"}:
         raise ValueError(f"the loader gives {sorted(inputs)}, expected input and positions")
     rows = zip(inputs["input"], labels, inputs["positions"], strict=True)
@@ -42,7 +42,7 @@ def _sample(document: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def joined(batches: Sequence[Batch]) -> Batch:
-    """Batches of one step as one; of none, one without rows."""
+    """Join the batches of a step. Without any, return a batch without rows."""
     if not batches:
         empty = torch.empty(0, 0, dtype=torch.int64)
         return {"input": empty, "positions": empty}, empty
@@ -53,9 +53,9 @@ def joined(batches: Sequence[Batch]) -> Batch:
 def model_inputs(
     cp: hcp.ContextParallelHandler, local: hcp.LocalBatch
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """tokens (1, T), labels (1, T), and the model's keyword arguments.
+    """Return tokens (1, T), labels (1, T), and the model's keyword arguments.
 
-    torchtitan's layers cannot take 0 rows: a rank without any gets one, without a label.
+    torchtitan's layers cannot take 0 rows: a rank without rows gets one, which has no label.
     """
     tokens, positions = (cp.at_least_one_row(x) for x in (local.tokens, cp.position_ids))
     labels = cp.at_least_one_row(local.labels, IGNORE_INDEX)

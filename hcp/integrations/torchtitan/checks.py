@@ -26,7 +26,7 @@ EXPECTED: tuple[tuple[str, object, str], ...] = (
     ("parallelism.expert_parallel_degree", 1, _UNTESTED),
     ("training.disable_cuda_graphs", True, "rows differ from step to step"),
 )
-"""Options, what each has to be, and why."""
+"""(option, the value it must have, the reason)."""
 
 
 def check_supported(config: Any) -> None:

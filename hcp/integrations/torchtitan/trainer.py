@@ -23,14 +23,14 @@ class ContextParallelTrainer(Trainer):
     """torchtitan's trainer, whose steps are planned.
 
     To torchtitan all ranks are data parallel: each loads documents of its own and holds its shard
-    of the parameters. Which ranks compute a document is the plan's matter.
+    of the parameters. The plan decides which ranks compute a document.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
         context_parallel: hcp.Config
-        """The planner's options, static or dynamic degrees among them. `parallelism.
-        context_parallel_degree` stays 1."""
+        """The planner's options, such as static or dynamic degrees.
+        `parallelism.context_parallel_degree` stays 1."""
 
     def __init__(self, config: Config) -> None:
         check_supported(config)
@@ -45,7 +45,7 @@ class ContextParallelTrainer(Trainer):
             self.validator.use(self.groups, self.planner)
 
     def init_distributed(self) -> ParallelDims:
-        """torchtitan's meshes, and hcp's groups of the same ranks."""
+        """Make torchtitan's meshes, and hcp's groups of the same ranks."""
         parallel_dims = super().init_distributed()
         planner, longest = self.config.context_parallel, self.config.training.seq_len
         planner.validate(ranks=parallel_dims.world_size, longest=longest)
@@ -55,8 +55,8 @@ class ContextParallelTrainer(Trainer):
         return parallel_dims
 
     def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
-        """All batches of a step as one; fewer, or none, once the loader has run out: the step goes
-        on with what the other ranks have."""
+        """Yield all batches of a step as one. After the end of the loader it has fewer batches, or
+        none: the step goes on with those of the other ranks."""
         batches = super().batch_generator(data_iterable)
         exhausted = False
         while True:
@@ -75,9 +75,9 @@ class ContextParallelTrainer(Trainer):
         labels: Tensor,
         global_valid_tokens: Tensor,
     ) -> Tensor:
-        """All micro-batches of a step. Returns this rank's part of the mean loss.
+        """Run all micro-batches of a step. Return this rank's part of the mean loss, a scalar.
 
-        Raises torchtitan's DataloaderExhaustedError on all ranks when none has a document.
+        Raises torchtitan's DataloaderExhaustedError on all ranks if none has a document.
         """
         loss = torch.zeros((), device=self.device)
         step = dispatch((input_dict, labels), self.planner, self.groups)

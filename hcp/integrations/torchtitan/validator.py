@@ -20,8 +20,8 @@ class ContextParallelValidator(Validator):
     """torchtitan's validator under the eval layout: every document has the CP degree
     `context_parallel.eval_context_parallel_size`, by default that of training (1 if dynamic).
 
-    Every layout evaluates the same documents, each once: loaders are those of training. `steps=-1`
-    ends when all ranks' loaders have; nobody waits for a shorter one.
+    Loaders shard as in training, so every layout evaluates the same documents, each once.
+    `steps=-1` ends when the loaders of all ranks have ended; none waits for a shorter one.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -29,13 +29,13 @@ class ContextParallelValidator(Validator):
         pass
 
     def use(self, groups: hcp.ProcessGroups, config: hcp.Config) -> None:
-        """Called by the trainer, with the training layout and the planner's options."""
+        """Take the training layout and the planner's options. The trainer calls it."""
         self.train_groups, self.eval_groups = groups, eval_groups(groups, config)
         self.planner = config.for_evaluation(self.eval_groups.size("cp"), self.seq_len)
 
     @torch.no_grad()
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
-        """The mean loss of the validation set, logged by torchtitan."""
+        """Compute the mean loss of the validation set, and log it by torchtitan."""
         (model,) = model_parts
         model.eval()
         with eval_layout(model, self.train_groups, self.eval_groups) as groups:
@@ -44,7 +44,7 @@ class ContextParallelValidator(Validator):
         self.metrics_processor.log_validation(loss=loss, step=step)
 
     def mean_loss(self, model: nn.Module, groups: hcp.ProcessGroups) -> float:
-        """Under the layout of `groups`."""
+        """Return the mean loss of the validation set under the layout of `groups`."""
         metrics, loaded = hcp.Metrics(groups), 0
         for batch in self._batches():
             micro_batches = dispatch(batch, self.planner, groups)
@@ -68,7 +68,7 @@ class ContextParallelValidator(Validator):
         return totals["loss"].mean
 
     def _batches(self) -> Iterator[Batch | None]:
-        """This rank's; None once its loader has ended."""
+        """Yield this rank's batches, then None after the end of its loader."""
         loader = self.dl_config.build(
             dp_world_size=self.dp_world_size,
             dp_rank=self.dp_rank,

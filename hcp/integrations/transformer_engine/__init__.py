@@ -1,1 +1,1 @@
-"""Transformer Engine: ``handler.Handler`` is the backend "transformer_engine"."""
+"""The backend "transformer_engine" (``handler.Handler``), and rules for rebinding."""

@@ -1,7 +1,7 @@
 """Attention by Transformer Engine's DotProductAttention, which exchanges keys and values itself.
 
-It was not run with Transformer Engine yet: the tests put a module of the same arguments in its
-place.
+It was not run with Transformer Engine yet: the tests replace it by a module with the same
+arguments.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ except ImportError as error:
 class Handler(ContextParallelHandler):
     """A handler whose attention is Transformer Engine's.
 
-    Transformer Engine exchanges rows over a process group of the plan's ranks, which ``cp_group=``
-    gives if the degree is more than 1. It needs lengths divisible by 2 * degree. The meaning of the
-    comm types and the errors are Transformer Engine's own.
+    Transformer Engine exchanges rows over a process group of the plan's ranks: give it as
+    ``cp_group=`` if the degree is more than 1. Lengths must be divisible by 2 * degree. The meaning
+    of the comm types and the errors are Transformer Engine's own.
     """
 
     def attention(  # type: ignore[override]
@@ -87,7 +87,7 @@ class Handler(ContextParallelHandler):
 
 
 class _Adapted:
-    """Transformer Engine's module, called as a Megatron-style layer calls its core attention."""
+    """Adapts Transformer Engine's module to the call of a Megatron-style core attention."""
 
     def __init__(self, module: Any, window_size: tuple[int, int]) -> None:
         self._module, self._window_size = module, window_size
@@ -128,7 +128,7 @@ class _Adapted:
 def _module(
     heads: int, groups: int, size: int, value_size: int, softmax_scale: float | None
 ) -> torch.nn.Module:
-    """One module for all layers of a shape. It has no parameters, and each call lends it a
+    """Return the module for all layers of a shape. It has no parameters, and each call sets its
     group."""
     module: torch.nn.Module = DotProductAttention(
         heads,

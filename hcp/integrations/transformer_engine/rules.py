@@ -23,7 +23,7 @@ def _is_attention(holder: Any) -> bool:
 
 
 def _arguments(attention: Any, pgs: ProcessGroups) -> tuple[Any, ...]:
-    """cp_group, cp_global_ranks, cp_stream, cp_comm_type of the method."""
+    """Return the method's arguments: cp_group, cp_global_ranks, cp_stream, cp_comm_type."""
     comm_type = _comm_type_of(attention)
     group: Any = pgs.cp
     if comm_type == "a2a+p2p":
@@ -41,7 +41,7 @@ def _arguments(attention: Any, pgs: ProcessGroups) -> tuple[Any, ...]:
 
 
 def _heads_that_do_not_divide(attention: Any, pgs: ProcessGroups) -> str | None:
-    """Refuse what Transformer Engine asserts only when it computes attention."""
+    """Refuse numbers of heads that Transformer Engine refuses only when it computes attention."""
     comm_type = _comm_type_of(attention)
     if pgs.size("cp") == 1 or comm_type not in ("a2a", "a2a+p2p"):
         return None
@@ -59,7 +59,7 @@ def _heads_that_do_not_divide(attention: Any, pgs: ProcessGroups) -> str | None:
 
 
 def _comm_type_of(attention: Any) -> str:
-    """The communication type of one attention layer.
+    """Return the comm type of one attention layer.
 
     Megatron tells Transformer Engine the configured type only if it builds with CP > 1. A layer
     that was built without CP has Transformer Engine's default, whatever the configuration says.

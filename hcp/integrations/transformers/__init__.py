@@ -1,4 +1,4 @@
-"""Transformers: hcp's attention in its decoder models, dynamic context parallelism in its Trainer.
+"""Transformers: hcp's attention in decoder models, dynamic context parallelism in the Trainer.
 
 register_hcp_attention(model)                      # in any loop of your own
 logits = model(**model_inputs(cp, local)).logits   # a micro-batch of hcp.dispatch

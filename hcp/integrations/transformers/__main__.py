@@ -1,4 +1,4 @@
-"""``python -m hcp.integrations.transformers --ranks 4``: see the program."""
+"""Run the program: ``python -m hcp.integrations.transformers --ranks 4``."""
 
 import os
 import sys

@@ -24,7 +24,7 @@ ATTENTION = "hcp"
 REFUSED = ("position_bias", "indices", "block_indices", "cache")
 
 LAYERS = {"full_attention", "sliding_attention"}
-"""Kinds of layers, as configurations list them, whose rows meet in attention only."""
+"""Kinds of layers, by their names in configurations, in which only attention mixes rows."""
 
 LAYER_DROPS = ("layerdrop", "decoder_layerdrop")
 """Names that configurations give to the probability that a layer is left out in training."""
@@ -36,14 +36,14 @@ VARYING_ROTARY = {"dynamic", "longrope"}
 def register_hcp_attention(model: nn.Module | None = None) -> None:
     """Make "hcp" an attention implementation of Transformers; with a model, set it there.
 
-    Takes any causal language model that calls its attention through Transformers'
+    `model`: any causal language model that calls its attention through Transformers'
     `AttentionInterface`. Afterwards `model.set_attn_implementation` switches that model to any
-    other name, and back to "hcp". It takes the handler of the micro-batch as
+    other name, and back to "hcp". The model takes the handler of the micro-batch as
     `model(..., cp=cp)`: see `model_inputs`.
 
     Three forwards of a few tokens compare the model's own logits with those of packed documents.
-    Raises ValueError for a model that is no causal language model, or whose layers need more of
-    other rows than attention gives. Where parameters are sharded, every rank calls it.
+    Raises ValueError for a model that is no causal language model, or whose layers mix rows outside
+    of attention. If parameters are sharded, every rank calls it.
     """
     AttentionInterface.register(ATTENTION, hcp_attention)
     AttentionMaskInterface.register(ATTENTION, window_of)
@@ -72,8 +72,8 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_softcap(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ValueError for a model whose scores are capped (Gemma 2) where PyTorch has no kernel
-    that does so in this type."""
+    """Raise ValueError for a model with soft-capped scores (Gemma 2) if PyTorch has no kernel for
+    them in this dtype."""
     config: Any = model.config
     for part in (config, *_parts(config)):
         if softcap := getattr(part, "attn_logit_softcapping", None):
@@ -119,7 +119,8 @@ def _check_config(config: Any) -> None:
 
 
 def _rotary_types(parameters: Any) -> list[str]:
-    """The parameters of all layers: some models have some for each kind of layer."""
+    """Return the types of rotary embedding of all layers. Some models have one for each kind of
+    layer."""
     if not isinstance(parameters, dict):
         return []
     nested = [kind for value in parameters.values() for kind in _rotary_types(value)]
@@ -131,10 +132,10 @@ def _rotary_types(parameters: Any) -> list[str]:
 
 
 class Window(NamedTuple):
-    """Replaces a mask by the distance that a row sees back."""
+    """Replaces a mask by the number of rows that a row sees back."""
 
     size: int | None
-    """Rows, the row itself included; None: all of them."""
+    """The number of rows, the row itself included; None: all of them."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -151,7 +152,7 @@ def window_of(
     config: Any = None,
     **keywords: Any,
 ) -> Window:
-    """The part of a mask that the layout does not say. Refuse what hcp does not compute.
+    """Return the window, the part of a mask that the layout does not say. Raises for other masks.
 
     Some models give their window to the mask only, and not to the attention function."""
     if attention_mask is not None:
@@ -187,7 +188,7 @@ def hcp_attention(
     cp: ContextParallelHandler | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """query (1, H, T, D), key (1, G, T, D), value (1, G, T, E) to (1, T, H, E).
+    """Return (1, T, H, E) for query (1, H, T, D), key (1, G, T, D) and value (1, G, T, E).
 
     A rank without rows has one row that stands in: see `model_inputs`.
     """
@@ -225,7 +226,7 @@ def hcp_attention(
 
 
 def _layer_of(module: torch.nn.Module) -> int | None:
-    """None in a compiled model, which would be compiled anew for each number."""
+    """Return a layer's number. None in a compiled model, which would be compiled anew for each."""
     return None if torch.compiler.is_dynamo_compiling() else getattr(module, "layer_idx", None)
 
 

@@ -1,4 +1,4 @@
-"""A micro-batch into a model, and its loss."""
+"""Pass a micro-batch to a model, and compute its loss."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _log = logging.getLogger("hcp")
 
 
 def model_inputs(cp: ContextParallelHandler, local: LocalBatch) -> dict[str, Any]:
-    """Arguments of a model with hcp attention: `model(**model_inputs(cp, local))`.
+    """Return the arguments of a model with hcp attention: `model(**model_inputs(cp, local))`.
 
-    `local.input_ids` (T,). Models of Transformers cannot compute zero rows; a rank without rows
+    `local.input_ids`: (T,). Models of Transformers cannot compute zero rows, so a rank without rows
     gets one that stands in. No other row sees it, and `causal_lm_losses` leaves it out.
     """
     return {
@@ -32,7 +32,7 @@ def model_inputs(cp: ContextParallelHandler, local: LocalBatch) -> dict[str, Any
 
 
 def causal_lm_losses(model: nn.Module, cp: ContextParallelHandler, local: LocalBatch) -> Tensor:
-    """The cross entropy of each row of this rank, (T,), float32 or wider."""
+    """Return the cross-entropy of each row of this rank, (T,), float32 or wider."""
     if isinstance(model, FSDPModule) and cp.plan.sync == "step" and cp.plan.ranks > 1:
         _warn_of_the_barrier()
     logits = model(**model_inputs(cp, local)).logits[0, : cp.rows]
@@ -42,7 +42,7 @@ def causal_lm_losses(model: nn.Module, cp: ContextParallelHandler, local: LocalB
 
 @cache
 def _warn_of_the_barrier() -> None:
-    """Once: the plan is right, and slower than it could be."""
+    """Warn once that the plan is right but slower than it could be."""
     _log.warning(
         "hcp: the plan lets ranks wait at the end of a step only, and the model's are to wait in "
         "every layer, as FSDP shards its parameters: give model= to the loader, or say "
@@ -53,8 +53,9 @@ def _warn_of_the_barrier() -> None:
 def causal_lm_loss(
     model: nn.Module, cp: ContextParallelHandler, local: LocalBatch, *, grad_reduce: str = "mean"
 ) -> Tensor:
-    """This micro-batch's share of the mean loss over the whole batch, a scalar to go backward from.
+    """Return this micro-batch's share of the mean loss over the whole batch, a scalar to call
+    `backward` on.
 
-    `grad_reduce`: "mean" where gradients are averaged over the ranks, as DDP and FSDP do.
+    `grad_reduce`: "mean" if gradients are averaged over the ranks, as DDP and FSDP do.
     """
     return cp.loss(causal_lm_losses(model, cp, local), local.loss_mask, grad_reduce=grad_reduce)

@@ -1,7 +1,8 @@
 """Compare a model's own results with its results under hcp, before training.
 
-A list of models' names would be out of date with each release of Transformers. n: tokens of the
-document that is compared.
+A list of models' names would be out of date with each release of Transformers.
+
+n tokens of the document that is compared.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ class NoHandlerError(ValueError):
 
 
 class Positions:
-    """A pre-hook of a model whose positions start at `first`: adds it to those that hcp feeds.
+    """A pre-hook of a model whose positions start at `first`: it adds `first` to hcp's positions.
 
-    Such models (RoBERTa) count the tokens that are not padding, so a token that is would shift
-    the others: it is refused.
+    Such models (RoBERTa) count the tokens that are not padding. A padding token would shift the
+    others, so it is refused.
     """
 
     def __init__(self, first: int) -> None:
@@ -67,11 +68,11 @@ class Positions:
 
 
 def probe(model: nn.Module, attention: str) -> None:
-    """Raise ValueError unless a model is a causal language model whose logits of packed documents,
-    under the attention implementation `attention`, are its own of each document alone.
+    """Set the attention implementation `attention` in a model, if it passes a test.
 
-    Leaves that attention set; a model that is refused keeps the one that it had. Costs three
-    forwards of up to 15 tokens. Of a model whose parameters are sharded, every rank calls it.
+    Raises ValueError unless the model is a causal language model whose logits of packed documents
+    equal its own of each document alone. A model that is refused keeps its attention. The test
+    costs three forwards of up to 15 tokens. If parameters are sharded, every rank calls it.
     """
     before, shift = _implementations(model), None
     try:
@@ -98,7 +99,7 @@ def _mark(model: nn.Module, checked: bool) -> None:
 
 
 def was_probed(module: nn.Module) -> bool:
-    """Whether the model of an attention layer has been compared."""
+    """Whether the model of an attention layer has passed the probe."""
     return getattr(module, _CHECKED, False)
 
 
@@ -111,7 +112,7 @@ def _implementations(model: nn.Module) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Turn off dropout and gradients. Afterwards, modules that were in training are so again."""
+    """Turn off dropout and gradients. On exit, restore the training mode of every module."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -126,7 +127,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _documents(model: nn.Module) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """One that is compared, and two others, of tokens that mean nothing in particular."""
+    """Return a document to compare and two others, of arbitrary tokens."""
     weight = model.get_input_embeddings().weight  # type: ignore[operator]
     if weight.is_meta:
         raise ValueError(
@@ -143,7 +144,7 @@ def _documents(model: nn.Module) -> tuple[Tensor, tuple[Tensor, Tensor]]:
 
 
 def _special(options: Mapping[str, Any]) -> Iterator[int]:
-    """Ids of tokens that a configuration names, nested ones too."""
+    """Yield the ids of special tokens that a configuration names, also in nested ones."""
     for name, value in options.items():
         if isinstance(value, Mapping):
             yield from _special(value)
@@ -156,7 +157,7 @@ def _special(options: Mapping[str, Any]) -> Iterator[int]:
 
 
 def _own_logits(model: nn.Module, document: Tensor) -> Tensor:
-    """(n, vocabulary)"""
+    """Return the model's own logits, (n, vocabulary)."""
     logits = getattr(_own(model, document), "logits", None)
     shape = tuple(logits.shape) if isinstance(logits, Tensor) else None
     if shape is None or shape[:2] != (1, len(document)) or shape[2] <= int(document.max()):
@@ -182,7 +183,7 @@ def _own(model: nn.Module, document: Tensor, **more: Tensor) -> Any:
 
 
 def _first_position(model: nn.Module, document: Tensor, own: Tensor) -> int:
-    """The first of the model's own positions, beyond those that it gets from hcp."""
+    """Find the number that hcp has to add to its positions to give the model's own."""
     padding = model.config.get_text_config().pad_token_id  # type: ignore[operator, union-attr]
     fed = any(
         isinstance(hook, Positions)
@@ -203,7 +204,7 @@ def _first_position(model: nn.Module, document: Tensor, own: Tensor) -> int:
 
 
 def _check_loss(model: nn.Module, output: Any, document: Tensor) -> None:
-    """The mean cross entropy of the next tokens, which hcp computes, and nothing else."""
+    """Refuse a model whose loss is not the mean cross-entropy of the next tokens."""
     loss = getattr(output, "loss", None)
     expected = F.cross_entropy(output.logits[0, :-1].float(), document[1:])
     if not isinstance(loss, Tensor) or loss.dim():
@@ -224,7 +225,8 @@ def _check_loss(model: nn.Module, output: Any, document: Tensor) -> None:
 def _compare(
     model: nn.Module, document: Tensor, others: tuple[Tensor, Tensor], own: Tensor
 ) -> None:
-    """Twice in one pack, after other documents: the same both times, and what the model gives."""
+    """Compare the logits of a document that is packed twice, after others, with each other and with
+    the model's own. Raises ValueError if they differ."""
     name, tokens = type(model).__name__, len(document)
     first, second = _packed_logits(model, document, others)
     limit = _tolerance(model, own)
@@ -274,7 +276,7 @@ def _packed_logits(
 
 
 def _apart(found: Tensor, expected: Tensor) -> float:
-    """The norm of the difference, relative; 0 where nothing can be said."""
+    """Return the relative norm of the difference; 0, with a warning, if values are not finite."""
     if found.shape != expected.shape:
         return float("inf")
     found, expected = found.double(), expected.double()

@@ -39,11 +39,10 @@ from hcp.step.dispatch import Step
 class Trainer(transformers.Trainer):  # type: ignore[misc]
     """`transformers.Trainer` for causal language models whose sequences are spread over ranks.
 
-    Each of its batches is a global batch, `per_device_train_batch_size` samples for each rank,
-    which is planned, dispatched and computed in as many micro-batches as the plan has, with one
-    update.
-    The loss is the mean over the tokens of the whole batch, under any plan. Evaluation counts
-    each sample once, under the layout `cp.eval_context_parallel_size` if that is given.
+    Each of its batches is a global batch, `per_device_train_batch_size` samples for each rank. It
+    is planned, dispatched, and computed in the micro-batches of the plan, with one update. The loss
+    is the mean over the tokens of the whole batch, under any plan. Evaluation counts each sample
+    once, under the layout `cp.eval_context_parallel_size` if that is given.
     """
 
     def __init__(
@@ -57,11 +56,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         **keywords: Any,
     ) -> None:
         """`cp`: limits and options, see `hcp.Config`. `dynamic_cp=False`: one degree for all.
-        `groups`: by default, all ranks of the job are one domain. `to_sample`: an item of the
-        dataset as a sample, instead of a collator. The rest is that of `transformers.Trainer`.
+        `groups`: by default, all ranks of the job are one domain. `to_sample`: makes a sample of an
+        item of the dataset, in place of a collator. Other arguments are those of
+        `transformers.Trainer`.
 
         Sets the model's attention to "hcp". Raises ValueError for options of Transformers' that
-        would not be right, or not do anything, where sequences are spread over ranks."""
+        would be wrong, or have no effect, if sequences are spread over ranks."""
         collator = keywords.get("data_collator", positional[2] if len(positional) > 2 else None)
         if collator is not None:
             raise ValueError(
@@ -102,7 +102,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def training_step(
         self, model: nn.Module, inputs: Step, num_items_in_batch: object = None
     ) -> Tensor:
-        """Forward and backward of all micro-batches of a step; gradients meet in the last one."""
+        """Run forward and backward of all micro-batches of a step. Gradients are reduced in the
+        last one."""
         model.train()
         if hasattr(self.optimizer, "train"):  # schedule-free optimizers
             self.optimizer.train()
@@ -117,7 +118,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return total
 
     def floating_point_ops(self, inputs: Step) -> int:
-        """Six for each parameter and token of this rank, as Transformers counts."""
+        """Return six operations for each parameter and token of this rank, as Transformers
+        counts."""
         return 6 * sum(cp.rows for cp, _ in inputs) * int(self.model.num_parameters())
 
     # ---- evaluation ----
@@ -147,7 +149,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """The mean loss over the tokens of all samples, the same under every layout."""
+        """Return the mean loss over the tokens of all samples, equal under every layout."""
         model = self.model
         model.eval()
         if hasattr(self.optimizer, "eval"):
@@ -167,7 +169,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         )
 
     def predict(self, *positional: Any, **keywords: Any) -> Any:
-        """Refused: the logits of a sequence are spread over ranks."""
+        """Raise ValueError: the logits of a sequence are spread over ranks."""
         raise ValueError(
             "predict gathers the logits of whole sequences, which are spread over ranks: "
             "evaluate() gives the loss; for predictions, model.set_attn_implementation('sdpa') and "
@@ -176,7 +178,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
 
 def _check(trainer: Trainer) -> None:
-    """Refuse what would be wrong, or without effect, where sequences are spread over ranks."""
+    """Refuse options that would be wrong, or have no effect, if sequences are spread over ranks."""
     args = trainer.args
     _expect(
         args,
@@ -215,7 +217,7 @@ def _check(trainer: Trainer) -> None:
 
 
 def _compute_dtype(args: Any, model: nn.Module) -> torch.dtype:
-    """The dtype of attention: autocast's, or the weights' own."""
+    """Return the dtype of attention: autocast's, or the weights' own."""
     if args.bf16:
         return torch.bfloat16
     return torch.float16 if args.fp16 else next(model.parameters()).dtype

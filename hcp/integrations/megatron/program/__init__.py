@@ -16,7 +16,8 @@ from hcp.programs.launch import Program
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run as one rank when a launcher started us, else start all ranks. Returns the exit code."""
+    """Run as one rank if a launcher started this process; else start all ranks. Return the exit
+    code."""
     name = "hcp.integrations.megatron"
     return Program(name, name, require_megatron, parse_args, run).main(argv)
 

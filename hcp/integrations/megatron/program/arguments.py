@@ -1,4 +1,4 @@
-"""The program's command line: Megatron's flag names where Megatron has one."""
+"""The program's command line, with Megatron's names for the flags that Megatron has."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options, checked. ValueError says which do not go together."""
+    """Parse and check the options. Raises ValueError for options that do not go together."""
     args = build_parser().parse_args(argv)
     args.ranks = number_of_ranks(args.ranks)
     check_data(args)
@@ -124,8 +124,8 @@ OPTIONAL_SIZES = (
 
 
 def check_layout(args: argparse.Namespace) -> None:
-    """Refuse what Megatron would refuse on every rank, and set `args.domain`: the ranks over which
-    sequences are spread."""
+    """Refuse sizes that Megatron would refuse on every rank. Set `args.domain`: the number of ranks
+    over which sequences are spread."""
     if args.expert_tensor_parallel_size is None:
         args.expert_tensor_parallel_size = args.tensor_model_parallel_size
     for name in SIZES:
@@ -189,7 +189,7 @@ def check_experts(args: argparse.Namespace) -> None:
 
 
 def check_config(config: Config) -> None:
-    """Refuse what this program's model would not follow."""
+    """Refuse options that this program's model would not follow."""
     if config.window_size and not isinstance(config.window_size[0], int):
         raise ValueError(
             f"window_size lists {list(config.window_size)}, expected one for all layers, as "

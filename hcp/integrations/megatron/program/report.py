@@ -15,7 +15,7 @@ from hcp.programs.records import NAMES, Evaluation, RunRecord, StepRecord, loss_
 @dataclass
 class Run(RunRecord[StepRecord]):
     evaluations: list[Evaluation] = field(default_factory=list)
-    """Under the training layout, and under the eval layout."""
+    """Two evaluations: under the training layout, and under the eval layout."""
 
     @property
     def efficiency(self) -> float:
@@ -33,7 +33,7 @@ class Run(RunRecord[StepRecord]):
 def report(
     args: argparse.Namespace, device: torch.device, data: str, parameters: int, runs: Sequence[Run]
 ) -> str:
-    """The table, a column for each run."""
+    """Return the table, with a column for each run."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     lines = [
         "",

@@ -1,8 +1,8 @@
-"""A Megatron-Core training script whose context parallelism is dynamic.
+"""A Megatron-Core training script with dynamic context parallelism.
 
-Four places: the layer specification (build_model), two options of the config
-(transformer_config), the data (train), and the layout of an evaluation (evaluate). All else is as
-in any script: Megatron's schedules, its DistributedDataParallel, finalize_model_grads, optimizer.
+It differs from other scripts in four places: the layer specification (build_model), two options of
+the config (transformer_config), the data (train), and the layout of an evaluation (evaluate). The
+schedules, DistributedDataParallel, finalize_model_grads and the optimizer are Megatron's, as usual.
 """
 
 from __future__ import annotations
@@ -127,9 +127,10 @@ def build_model(
     config: TransformerConfig,
     build: Callable[[Job, TransformerConfig, int | None], torch.nn.Module] | None = None,
 ) -> list[DistributedDataParallel]:
-    """The chunks of this rank's pipeline stage, each with its gradients in Megatron's buffers.
+    """Build the chunks of this rank's pipeline stage, each with its gradients in Megatron's
+    buffers.
 
-    `build` makes one of them, the GPT of the options unless given."""
+    `build` makes one chunk (default: of the GPT of the options)."""
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.params_dtype != torch.float64,
         use_distributed_optimizer=job.args.use_distributed_optimizer,
@@ -175,8 +176,9 @@ def build_chunk(job: Job, config: TransformerConfig, vp_stage: int | None) -> to
 
 
 class SharedNorm(torch.nn.Module):
-    """A norm of rows that tensor-parallel ranks share, which Megatron leaves to Transformer Engine
-    and Apex: the ranks' gradients of its weight are summed."""
+    """A norm under sequence parallelism: the gradients of its weight are summed over the
+    tensor-parallel ranks, which share the rows. Megatron leaves it to Transformer Engine and
+    Apex."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -189,7 +191,7 @@ class SharedNorm(torch.nn.Module):
 
 
 def with_shared_norms(layer: Any, config: TransformerConfig, vp_stage: int | None) -> Any:
-    """The specification of this stage's block, of a layer's."""
+    """Return the specification of this stage's block, made from that of a layer."""
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SharedNorm
     if config.qk_layernorm:
         attention = layer.submodules.self_attention.submodules
@@ -218,7 +220,7 @@ def build_optimizer(job: Job, model: list[DistributedDataParallel]) -> Any:
 def train_step(
     job: Job, model: list[DistributedDataParallel], optimizer: Any, step: Any
 ) -> tuple[float, int, float]:
-    """(loss, its tokens, gradient norm) of one update, on every rank."""
+    """Update the weights once. Return (loss, its tokens, gradient norm), equal on every rank."""
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
@@ -231,7 +233,7 @@ def train_step(
 def run_schedule(
     job: Job, model: list[DistributedDataParallel], step: Any, *, forward_only: bool
 ) -> list[dict[str, Tensor]]:
-    """Megatron's schedule for this layout over the micro-batches of a plan."""
+    """Run Megatron's schedule for this layout over the micro-batches of a plan."""
     schedule = get_forward_backward_func()
     chunks = len(model)
     return schedule(
@@ -260,7 +262,7 @@ def train(
     corpus: Corpus,
     run: Run,
 ) -> Iterator[None]:
-    """Train on the seed's batches, and give way after every step: runs that are compared take
+    """Train on the seed's batches, and yield after every step, so that compared runs take
     turns."""
     args, groups = job.args, job.groups
     optimizer = build_optimizer(job, model)
@@ -313,7 +315,7 @@ def synchronize(job: Job) -> None:
 
 
 def batches(job: Job, corpus: Corpus) -> Iterator[Iterator[dict[str, Tensor]]]:
-    """The samples that this rank loads of each global batch: its share of the domain's.
+    """Yield the samples that this rank loads of each global batch: its share in the domain.
 
     Only its tensor- and pipeline-parallel peers load the same."""
     args, groups = job.args, job.groups
@@ -337,7 +339,7 @@ def evaluate(
     documents: Sequence[Document],
     groups: hcp.ProcessGroups,
 ) -> Evaluation:
-    """The mean loss of the documents, each exactly once, under a layout."""
+    """Return the mean loss of the documents, each once, under a layout."""
     config = replace(
         static_config(job.args.config, groups.size("cp")),
         max_seqlen_per_dp_cp_rank=job.args.eval_tokens_per_rank,
@@ -360,7 +362,7 @@ def evaluate(
 def evaluation_batches(
     job: Job, documents: Sequence[Document], groups: hcp.ProcessGroups
 ) -> Iterator[Iterator[dict[str, Tensor]]]:
-    """This rank's share of each global batch, the last as small as it is."""
+    """Yield this rank's share of each global batch. The last batch may be smaller."""
     size = job.args.global_batch_size
     for start in range(0, len(documents), size):
         indices = range(start, min(start + size, len(documents)))
@@ -371,7 +373,7 @@ def evaluation_batches(
 
 
 def pretrain(args: argparse.Namespace) -> None:
-    """The whole program, on one rank of a job that a launcher started."""
+    """Run the whole program, on one rank of a job that a launcher started."""
     device = initialize_distributed(args)
     on_cpu = hcp_megatron.megatron_on_cpu if device.type == "cpu" else contextlib.nullcontext
     try:
@@ -412,7 +414,7 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def start_job(args: argparse.Namespace, device: torch.device) -> Job:
-    """Megatron's global state, and its groups as hcp takes them."""
+    """Initialise Megatron's global state, and take its groups."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
@@ -429,9 +431,10 @@ def start_job(args: argparse.Namespace, device: torch.device) -> Job:
 
 
 def configs(args: argparse.Namespace, corpus: Corpus) -> list[Config]:
-    """The configurations to run: the one that was asked for or, to compare, two that take turns.
+    """Return the configurations to run: the one that was asked for or, to compare, two that take
+    turns.
 
-    These are static CP with the least degree that holds the longest document, and dynamic CP."""
+    The two are static CP with the least degree that holds the longest document, and dynamic CP."""
     degree = args.config.static_degree(corpus.longest, args.domain, args.alignment)
     static = static_config(args.config, degree)
     dynamic = replace(args.config, sequence_packing_scheduler="dynamic_cp")
@@ -441,7 +444,7 @@ def configs(args: argparse.Namespace, corpus: Corpus) -> list[Config]:
 
 
 def static_config(config: Config, degree: int) -> Config:
-    """The same options with one degree for all, and levels of a2a+p2p that fit it."""
+    """Return the options for one degree for all sequences, with levels of a2a+p2p that fit it."""
     levels = config.dispatch_options(degree)["hierarchical_context_parallel_sizes"]
     return replace(
         config,
@@ -452,7 +455,7 @@ def static_config(config: Config, degree: int) -> Config:
 
 
 def same_weights(models: list[list[DistributedDataParallel]]) -> None:
-    """All models start from those of the first."""
+    """Copy the weights of the first model to the others."""
     for model in models[1:]:
         for chunk, first in zip(model, models[0], strict=True):
             for own, given in zip(chunk.parameters(), first.parameters(), strict=True):

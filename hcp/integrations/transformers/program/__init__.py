@@ -65,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
-    """The options, checked. ValueError says which do not go together."""
+    """Parse and check the options. Raises ValueError for options that do not go together."""
     args = build_parser().parse_args(argv)
     args.ranks = number_of_ranks(args.ranks)
     check_data(args)
@@ -204,6 +204,7 @@ def table(kind: str, static: dict[str, list[float]], dynamic: dict[str, list[flo
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run as one rank when a launcher started us, else start all ranks. Returns the exit code."""
+    """Run as one rank if a launcher started this process; else start all ranks. Return the exit
+    code."""
     name = "hcp.integrations.transformers"
     return Program(name, name, lambda: None, parse_args, run_rank).main(argv)
