@@ -1,4 +1,4 @@
-"""Evaluate under another layout than training's.
+"""Evaluation under another layout than that of training.
 
 The doors are ``plan.EvalPlan``, ``metrics.Metrics`` and ``choose.choose_eval_context_parallel``.
 """

@@ -1,4 +1,4 @@
-"""The context-parallel size that evaluates fastest, and why."""
+"""Choose the context-parallel size that evaluates fastest, and give the reason."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Candidate:
     rows: int
     """Most rows of one rank in one micro-batch."""
     refusal: str = ""
-    """Why it is not admissible, or nothing."""
+    """The reason why the size is not admissible, or ""."""
 
 
 @dataclass(frozen=True, slots=True)

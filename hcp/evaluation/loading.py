@@ -1,4 +1,4 @@
-"""Samples of a dataset by index, and a filler where the dataset has ended."""
+"""Load samples of a dataset by index, and a filler past the end of the dataset."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Load = Callable[[int], Any]
 
 
 class _Ended(Exception):
-    """The dataset has ended before a sample."""
+    """Raised for a sample past the end of a dataset."""
 
 
 def loader_of(dataset: Any, count: int) -> Load:
-    """A function that gives dataset[i]. It raises _Ended past the end."""
+    """Return a function that loads dataset[i]. It raises _Ended past the end."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         return _stream_loader(dataset)
 
@@ -35,7 +35,7 @@ def loader_of(dataset: Any, count: int) -> Load:
 
 
 def _has_ended(dataset: Any, index: int, count: int) -> bool:
-    """Whether an IndexError says that the dataset has ended, and not that something went wrong."""
+    """Whether an IndexError means the end of the dataset, and not a failure inside it."""
     try:
         return index >= len(dataset)
     except (TypeError, NotImplementedError):
@@ -48,7 +48,7 @@ def _has_ended(dataset: Any, index: int, count: int) -> bool:
 
 
 def _stream_loader(dataset: Any) -> Load:
-    """A function that gives the i-th item of an iterable, for ascending i."""
+    """Return a function that loads the i-th item of an iterable, for ascending i."""
     stream = iter(dataset)
     position = -1
     current: Any = None
@@ -69,9 +69,9 @@ def _stream_loader(dataset: Any) -> Load:
 
 
 def sample_at(load: Load, index: int, filler: list[Any]) -> tuple[Any, bool]:
-    """A sample, and whether it is the one that was asked for.
+    """Return a sample, and whether it is the one that was asked for.
 
-    `filler` holds the last sample that was loaded, if any: it stands in past the end.
+    `filler` holds the last sample that was loaded, if any. It is returned past the end.
     """
     try:
         sample = load(index)

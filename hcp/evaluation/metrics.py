@@ -18,25 +18,25 @@ from hcp.groups.process_groups import ProcessGroups
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A sum over all ranks, and what to divide it by."""
+    """A sum over all ranks, and the count to divide it by."""
 
     total: float
     count: float
 
     @property
     def mean(self) -> float:
-        """NaN where nothing was counted."""
+        """total / count; NaN if nothing was counted."""
         return self.total / self.count if self.count else math.nan
 
 
 class Metrics:
     """Sums and counts of named metrics of one evaluation, in float64. They are reduced over ranks
-    once, so that the layout does not show.
+    once, so that the result does not depend on the layout.
 
     Every token counts once: each rank adds the tokens that it computed, and each rank of a CP group
     its own part. Give each validation set a name of its own. Every rank adds the same names, with a
-    sum and a count of 0 where it has nothing of one: a name that one rank lacks is an error. In a
-    pipeline only the stage that computes losses adds.
+    sum and a count of 0 if it has no value. A name that one rank lacks is an error. In a pipeline
+    only the stage that computes losses adds.
     """
 
     def __init__(self, eval_pgs: ProcessGroups) -> None:
@@ -57,7 +57,7 @@ class Metrics:
         self.add_sum(name, masked.sum(), weights.sum())
 
     def add_sum(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
-        """Add what a loss function has summed already, such as Megatron's [sum, tokens]."""
+        """Add a sum and a count that a loss function has made, such as Megatron's [sum, tokens]."""
         pair = [
             torch.as_tensor(x, dtype=torch.float64).detach().reshape(()) for x in (total, count)
         ]
@@ -67,7 +67,7 @@ class Metrics:
             sums[:] = [torch.stack(sums).sum(0)]
 
     def reduce(self) -> dict[str, Metric]:
-        """The totals of all ranks. Every rank calls it, of every pipeline stage, and gets them.
+        """Return the totals of all ranks. Every rank of every pipeline stage calls it.
 
         Raises HcpError on all of them if a rank added something that is not finite, which the mean
         would hide, or if one lacks a name that another added.
@@ -107,7 +107,7 @@ class Metrics:
 
 
 def _problem_of(by_rank: Sequence[Mapping[str, Sequence[float]]]) -> str | None:
-    """Why totals of these sums, one mapping for each rank of dp_cp, would be wrong; or None."""
+    """Return the reason why totals would be wrong, or None. `by_rank`: sums of the dp_cp ranks."""
     for rank, sums in enumerate(by_rank):
         for name, pair in sums.items():
             if not all(map(math.isfinite, pair)):

@@ -44,7 +44,7 @@ class EvalBatch(_Batch):
     (samples,): 1 for a sample that counts, 0 for a filler), and `indices` of the dataset, fillers
     included.
 
-    It notes what was read of it: a batch whose weights nobody reads was not evaluated.
+    It records which of its items were read: a batch whose weights nobody reads was not evaluated.
     """
 
     read: set[str]
@@ -99,7 +99,7 @@ class EvalPlan:
         cost: CostModel | None = None,
         sync: str | None = None,
     ) -> None:
-        """`samples`: how many, or the length of each in tokens.
+        """`samples`: their number, or the length of each in tokens.
 
         Without lengths, `batches` gives them out by data parallelism. With lengths, `dispatch`
         spreads global batches of `global_batch_size` samples over dp_cp by the dynamic scheduler.
@@ -147,12 +147,12 @@ class EvalPlan:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of each rank, for a pipeline's schedule."""
+        """The number of micro-batches of each rank, for a pipeline's schedule."""
         stride = self.micro_batch_size * self.groups.size("dp")
         return -(-self.num_samples // stride)
 
     def indices(self, micro_batch: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Sample indices and weights of one micro-batch of this rank."""
+        """Return the sample indices and weights of one micro-batch of this rank."""
         if not 0 <= micro_batch < self.num_micro_batches:
             raise ValueError(
                 f"micro_batch is {micro_batch}, expected one of {self.num_micro_batches}"
@@ -166,7 +166,7 @@ class EvalPlan:
     def batches(
         self, dataset: Any, *, check_siblings: bool = True, device: torch.device | str = "cpu"
     ) -> Iterator[EvalBatch]:
-        """This rank's micro-batches. A plan that was resumed gives those that are left.
+        """Yield this rank's micro-batches. A plan that was resumed yields those that are left.
 
         `dataset`: map-style (`dataset[i]`), or any iterable that gives the same samples in the same
         order on every rank. If a dataset ends early, fillers follow, so that nobody waits for this
@@ -199,7 +199,7 @@ class EvalPlan:
     def _load(
         self, load: Load, indices: Sequence[int], filler: list[Any], tell: bool
     ) -> list[tuple[Any, bool]]:
-        """The samples, and whether each is the one that was asked for."""
+        """Return the samples, and whether each is the one that was asked for."""
         try:
             return [sample_at(load, i, filler) for i in indices]
         except Exception as error:
@@ -238,7 +238,7 @@ class EvalPlan:
     # ---- by the dynamic scheduler ----
 
     def plan(self, batch: int) -> Plan:
-        """The plan of one global batch. The samples have lengths."""
+        """Return the plan of one global batch. The samples must have lengths."""
         if self.lengths is None or self._max_tokens is None:
             raise ValueError("the plan was made without lengths, expected them: or use batches()")
         batches = -(-self.num_samples // self.global_batch_size)
@@ -256,8 +256,8 @@ class EvalPlan:
         )
 
     def dispatch(self, dataset: Any, **options: Any) -> Iterator[Step]:
-        """The global batches as steps of `hcp.dispatch`. One rank loads each sample, and its rows
-        are computed once. `dataset`: map-style, of dictionaries of tensors. `options` go to
+        """Yield the global batches as steps of `hcp.dispatch`. One rank loads each sample, and its
+        rows are computed once. `dataset`: map-style, of dictionaries of tensors. `options` go to
         `hcp.dispatch`."""
         if self.lengths is None:
             raise ValueError("the plan was made without lengths, expected them: or use batches()")
@@ -308,9 +308,9 @@ class EvalPlan:
 
         Every rank of dp_cp calls it. It raises HcpError on all of them unless each sample was
         evaluated exactly once, by all ranks of its CP group. A batch was evaluated if the loop has
-        read its weights and come back for more. A step of `dispatch` was evaluated if all of its
-        micro-batches were taken. A pipeline's stage that computes no losses need only read the
-        samples.
+        read its weights and has asked for the next batch. A step of `dispatch` was evaluated if all
+        of its micro-batches were taken. A pipeline's stage that computes no losses need only read
+        the samples.
         """
         groups = self.groups
         records = [
@@ -346,8 +346,8 @@ class EvalPlan:
         return self._seen.to_bytes() + self._unweighted.to_bytes()
 
     def state_dict(self) -> dict[str, Any]:
-        """The progress of this rank, for a job that stops in the middle and resumes in the same
-        layout."""
+        """Return the progress of this rank, for a job that stops in the middle and resumes in the
+        same layout."""
         return {
             "next": self._next,
             "seen": self._record().hex(),

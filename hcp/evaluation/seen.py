@@ -1,4 +1,4 @@
-"""The samples that were evaluated, in three numbers that ranks can add up."""
+"""The set of evaluated samples as three numbers that ranks can add up."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class Seen:
-    """A set of indices as three sums: no other choice that a mistake could make has the same."""
+    """A set of indices as three sums. No set that a mistake would produce has equal sums."""
 
     _MASK = (1 << 64) - 1
 
@@ -38,7 +38,7 @@ class Seen:
 
 
 def _mixed(i: int) -> int:
-    """64 bits that look random: the finalizer of splitmix64 (Steele, Lea, Flood 2014)."""
+    """Hash to 64 bits by the finalizer of splitmix64 (Steele, Lea, Flood 2014)."""
     x = (i + 1) * 0x9E3779B97F4A7C15 & Seen._MASK
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & Seen._MASK
     x = (x ^ x >> 27) * 0x94D049BB133111EB & Seen._MASK
