@@ -1,4 +1,4 @@
-"""A Megatron-style layer's core attention, whichever module it is, under any degree.
+"""Call any core attention module of a Megatron-style layer, under any degree.
 
 T rows on this rank, S tokens of its group's sequences, end to end, H query heads, G key-value
 heads, D head size, E head size of values.
@@ -123,7 +123,7 @@ def _own(
     qkv_format: str,
     comm_type: str | None,
 ) -> dict[str, Any]:
-    """The options of hcp's own attention."""
+    """Return the options of hcp's own attention."""
     options = attn_mod or CoreAttention()
     if given["attention_bias"] is not None:
         raise ValueError("attention_bias is given, expected None: hcp's attention adds none")
@@ -268,10 +268,10 @@ def _whole(
 
 
 def _share(cp: Handler, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-    """Queries, keys and values of whole sequences and this rank's heads, in one exchange.
+    """Return queries, keys and values of whole sequences and this rank's heads, by one exchange.
 
-    Heads travel in units of equal shape: one for each rank where the query heads are divisible,
-    else one for each query head. Key-value heads that several units attend to are repeated.
+    Heads are exchanged in units of equal shape: one for each rank if the query heads are divisible
+    by the ranks, else one for each query head. Key-value heads of several units are repeated.
     """
     heads, groups = query.shape[1], key.shape[1]
     ranks = max(cp.degree, 1)

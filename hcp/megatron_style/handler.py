@@ -1,4 +1,4 @@
-"""The part of a handler that Megatron's names need."""
+"""The parts of a handler that Megatron-style functions use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hcp.exchange.layout import Layout
 
 
 class Handler(Protocol):
-    """See :class:`hcp.ContextParallelHandler`, which is one."""
+    """The protocol of these parts. :class:`hcp.ContextParallelHandler` implements it."""
 
     layout: Layout
     rows: int

@@ -19,15 +19,15 @@ from hcp.megatron_style.handler import Handler
 
 @dataclass
 class PackedSeqParams:
-    """A packed micro-batch, described by the field names of Megatron-Core's class of this name."""
+    """A packed micro-batch, with the field names of Megatron-Core's class of this name."""
 
     qkv_format: str = "thd"
     """Format of the rows: "thd", packed."""
 
     cu_seqlens_q: Tensor | None = None
-    """int32 (sequences + 1,): tokens of whole sequences, summed. Megatron counts whole sequences
-    here under context parallelism too. Under ``alignment`` each rank's padding follows them, as a
-    sequence of its own."""
+    """int32 (sequences + 1,): cumulative lengths of whole sequences. Megatron counts whole
+    sequences here under context parallelism too. Under ``alignment`` each rank's padding follows
+    them, as a sequence of its own."""
 
     cu_seqlens_kv: Tensor | None = None
     """The tensor ``cu_seqlens_q``."""
@@ -54,7 +54,7 @@ class PackedSeqParams:
     """Tokens of all sequences."""
 
     pad_between_seqs: bool = False
-    """Whether rows of padding lie between sequences: never."""
+    """Whether rows of padding lie between sequences. They never do."""
 
     cp_handler: Handler | None = None
     """The handler, a :class:`hcp.ContextParallelHandler`: layers of a Megatron-style model receive
@@ -69,7 +69,7 @@ def packed_seq_params(cp: Handler, cls: Any, cp_group: Any) -> Any:
 
 
 def whole_params(cp: Handler, cls: Any) -> Any:
-    """Describe the same sequences to a layer that sees them whole, without context parallelism."""
+    """Describe the sequences to a layer that sees them whole, without context parallelism."""
     return _params(cp, cls, 1, None, None)
 
 
@@ -90,8 +90,11 @@ def _params(cp: Handler, cls: Any, cp_size: int, cp_group: Any, handler: Any) ->
 
 
 def check_group(cp: Handler, cp_group: Any) -> None:
-    """Raise ValueError unless a process group, or one per level, innermost first, is of as many
-    ranks as compute this rank's sequences, and this rank has its place there."""
+    """Raise ValueError for a process group of more or fewer ranks than compute this rank's
+    sequences, or in which this rank has another place.
+
+    ``cp_group``: one group, or one per level, the innermost first.
+    """
     levels = cp_group if isinstance(cp_group, (list, tuple)) else [cp_group]
     size, place = 1, 0
     for level in levels:
@@ -112,20 +115,21 @@ _OF_ALL_RANKS = ("cu_seqlens", "max_seqlen")
 
 
 def get_batch_on_this_cp_rank(batch: Mapping[str, Any], cp_handler: Handler) -> dict[str, Any]:
-    """Take this rank's rows of a batch that every rank of the group has whole. Nothing travels.
+    """Take this rank's rows of a batch that every rank of the group has whole. Ranks exchange
+    nothing.
 
-    Megatron's function of this name, for any degree and any lengths. ``batch``: tensors by name,
-    the whole sequences of the micro-batch in the order of ``cp_handler.layout.sequences``: packed,
-    (S, ...) or (1, S, ...), or, when all have one length n, (sequences, n, ...). Returns (T, ...),
-    (1, T, ...) or (sequences, T / sequences, ...); sequences of one token are packed, and a rank
-    without rows gets (0, ...) or (1, 0, ...). Rows of padding (``alignment``) are zeros. Of an
-    ``attention_mask`` (b, 1, q, k) the rows of this rank's queries remain: q is the tokens of all
-    sequences, or their one length. ``cu_seqlens*`` and ``max_seqlen*`` say what is true of whole
-    sequences, and stay; so does what is no tensor of tokens: None, numbers.
+    Megatron has a function of this name; this one works for any degree and any lengths. ``batch``:
+    tensors by name, the whole sequences of the micro-batch in the order of
+    ``cp_handler.layout.sequences``. They are packed, (S, ...) or (1, S, ...), or, if all have one
+    length n, (sequences, n, ...). Returns (T, ...), (1, T, ...) or (sequences, T / sequences, ...).
+    Sequences of one token are packed. A rank without rows gets (0, ...) or (1, 0, ...). Rows of
+    padding (``alignment``) are zeros. An ``attention_mask`` (b, 1, q, k) keeps the rows of this
+    rank's queries; q is the tokens of all sequences, or their one length. ``cu_seqlens*`` and
+    ``max_seqlen*`` describe whole sequences and stay as they are, as do None and numbers.
 
-    Where the batch lies on the ranks that loaded it, use :func:`hcp.dispatch` instead. Raises
-    ValueError for a tensor of other tokens than the layout's, and for a batch by sequences when
-    ranks have padding, which belongs to none of them.
+    If each sample is on the rank that loaded it, use :func:`hcp.dispatch` instead. Raises
+    ValueError for a tensor whose tokens are not the layout's, and for (sequences, n, ...) if ranks
+    have padding, which belongs to no sequence.
     """
     return {name: _on_this_rank(name, value, cp_handler) for name, value in batch.items()}
 
@@ -144,10 +148,10 @@ def get_thd_batch_on_this_cp_rank(
 
     Megatron has a function of this name.
 
-    ``batch``: as in :func:`get_batch_on_this_cp_rank`. The handler knows the rest; what is given
-    all the same has to agree with it: ``cu_seqlens`` and ``cu_seqlens_padded`` with its lengths
+    ``batch``: as in :func:`get_batch_on_this_cp_rank`. The handler knows the other values. Those
+    that are given must agree with it: ``cu_seqlens`` and ``cu_seqlens_padded`` with its lengths
     (hcp pads no sequence), ``max_seqlen`` with the longest, ``cp_size`` and ``cp_rank`` with its
-    degree and this rank's place. Raises ValueError where one does not.
+    degree and this rank's place. Raises ValueError for one that does not agree.
     """
     lengths = cp_handler.layout.lengths
     for name, bounds in (("cu_seqlens", cu_seqlens), ("cu_seqlens_padded", cu_seqlens_padded)):
