@@ -1,4 +1,4 @@
-"""Agreement of all ranks on a job layout, before any process group is created."""
+"""Compare the job layout on all ranks, before any process group is created."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hcp.exchange.gather import all_gather_object
 
 
 class _Refusal(str):
-    """The reason why a rank does not go on, sent in place of what the others wait for."""
+    """The reason why a rank refuses, sent in place of its view."""
 
 
 @contextmanager
 def tell_others_of_errors() -> Iterator[None]:
-    """Tell the other ranks, which wait for this one's view in `views_of_all`, what it refuses."""
+    """Send an error of this rank to the others, which wait for its view in `views_of_all`."""
     try:
         yield
     except Exception as error:
@@ -28,7 +28,7 @@ def tell_others_of_errors() -> Iterator[None]:
 
 
 def views_of_all(own: object) -> list[Any]:
-    """Gather every rank's view. ValueError where one of them refuses."""
+    """Gather the views of all ranks. Raises ValueError on all of them if one refuses."""
     views = all_gather_object(own)
     for rank, view in enumerate(views):
         if isinstance(view, _Refusal):

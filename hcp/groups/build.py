@@ -1,11 +1,11 @@
 """Build the process groups of a job layout.
 
-    train_pgs = hcp.build_process_groups(tp=2, pp=2)         # dp is what remains of the world
-    eval_pgs = train_pgs.with_context_parallel(2)            # creates what differs: cp, dp, tp_cp
+    train_pgs = hcp.build_process_groups(tp=2, pp=2)         # dp is the rest of the world
+    eval_pgs = train_pgs.with_context_parallel(2)            # creates only cp, dp and tp_cp
     train_pgs = hcp.ProcessGroups.from_existing(collection)  # the groups that a trainer has
 
-All of these are collective: every rank of the job calls them, in the same order, with the same
-arguments. Groups of one role are created in one order on all ranks.
+All of these are collective: every rank of the job calls them, in one order, with equal arguments.
+Groups of one role are created in one order on all ranks.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ def build_process_groups(
 ) -> ProcessGroups:
     """Create the process groups of a job layout. Every rank of the job passes the same sizes.
 
-    `dp` is, unless given, what remains of the parent. `order` names the dimensions, the one whose
-    neighbours have adjacent ranks first. `parent` is the whole job unless given; the layout's rank
-    i is its i-th lowest rank. Ranks may pass different parents, of one size, that share no rank:
-    each gets the layout within its own. `timeout` is that of the parent unless given.
+    `dp`: by default the parent's size over tp * cp * pp. `order` names the dimensions; neighbours
+    in the first one have adjacent ranks. `parent`: by default the whole job. The layout's rank i is
+    the parent's i-th lowest rank. Ranks may pass different parents, of one size, that share no
+    rank: each gets the layout within its own. `timeout`: by default that of the parent.
     `hierarchical`: sizes of the levels of hierarchical CP, the innermost first (Megatron's a2a
-    before its p2p), whose product is `cp`; their groups are `hierarchy`. `transport`: what carries
-    keys and values, one of TRANSPORTS in hcp.exchange.connect; the first rank of each dp_cp group
-    logs what "auto" picks, and why (logger "hcp", INFO). `peer_buffer_bytes`: what "peer" takes of
-    each GPU's memory, twice what one layer exchanges at most.
+    before its p2p). Their product is `cp`, their groups are `hierarchy`. `transport` carries keys
+    and values; it is one of TRANSPORTS in hcp.exchange.connect. The first rank of each dp_cp group
+    logs the choice of "auto" and its reason (logger "hcp", INFO). `peer_buffer_bytes`: the memory
+    of each GPU that "peer" takes, twice the bytes that one layer exchanges at most.
 
-    Raises HcpError when torch.distributed is not initialised, ValueError when the product is not
-    the parent's size or the ranks call with different values.
+    Raises HcpError if torch.distributed is not initialised. Raises ValueError if the product is not
+    the parent's size, or if ranks pass different values.
     """
     require_initialised("build_process_groups")
     with tell_others_of_errors():

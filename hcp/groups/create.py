@@ -1,4 +1,4 @@
-"""Creation of torch process groups, and their end."""
+"""Create and destroy torch process groups."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _T = TypeVar("_T")
 class Creator:
     """Creates groups with the same options, and destroys those that it has created.
 
-    torch.distributed numbers groups as they are created, on every rank of the job whether it is in
-    the group or not; so every rank goes through the groups of all parents in one order.
+    torch.distributed numbers groups as they are created, on every rank of the job, also outside of
+    the group. So every rank creates the groups of all parents in one order.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Creator:
         )
 
     def undo_unless(self, step: Callable[[], _T]) -> _T:
-        """Run a step; when it fails, destroy what was created before it."""
+        """Run a step. If it fails, destroy the groups that were created before it."""
         try:
             return step()
         except BaseException:
@@ -114,7 +114,7 @@ def require_initialised(what: str) -> None:
 
 
 def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
-    """Read a group's own timeout. None, torch's default, where this torch does not tell."""
+    """Read a group's own timeout. None, torch's default, if this torch does not tell it."""
     assert group is not None
     for device in ("cpu", "cuda"):
         try:

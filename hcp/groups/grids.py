@@ -46,8 +46,8 @@ def data_parallel_size(tp: int, cp: int, dp: int | None, pp: int, world: int) ->
 
 
 def resized(grid: Grid, size: int) -> Grid:
-    """Give the grid CP groups of another size. ValueError where a rank's weights would have to
-    move."""
+    """Give the grid CP groups of another size. Raises ValueError if weights would have to move to
+    another rank."""
     now = grid.sizes
     domain = now["dp"] * now["cp"]
     size = expect_size("context parallel size", size)
@@ -77,7 +77,7 @@ def check_levels(sizes: Sequence[int], cp: int) -> None:
 
 
 def groups_of_level(group: Sequence[int], size: int, inner: int) -> list[list[int]]:
-    """Split a CP group into parts of `size` ranks, whose neighbours are `inner` places apart."""
+    """Split a CP group into parts of `size` ranks that are `inner` places apart."""
     return [
         [group[first + k * inner + low] for k in range(size)]
         for first in range(0, len(group), size * inner)
@@ -86,7 +86,8 @@ def groups_of_level(group: Sequence[int], size: int, inner: int) -> list[list[in
 
 
 def fit_grid(groups: Mapping[str, dist.ProcessGroup], order: str) -> tuple[Any, ...] | None:
-    """Find the grid whose groups are these: (name, size) of each dimension. None without one."""
+    """Find the grid that has these groups: (name, size) of each dimension. None if there is
+    none."""
     dimensions = ("tp", "cp", "dp", "pp")
     if any(name not in groups for name in dimensions):
         return None
@@ -101,7 +102,7 @@ def fit_grid(groups: Mapping[str, dist.ProcessGroup], order: str) -> tuple[Any, 
 
 
 def grid_of_mesh(mesh: DeviceMesh, names: Mapping[str, str]) -> tuple[dict[str, str], Grid]:
-    """Read a mesh: its name of each dimension that it has, and its job layout."""
+    """Read a mesh: its name for each dimension that it has, and its job layout."""
     own = mesh.mesh_dim_names or ()
     dimensions = {
         role: names.get(role, role)

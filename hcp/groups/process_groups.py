@@ -28,8 +28,8 @@ class ProcessGroups(OfThisProcess):
 
     Each role that is present is an attribute that holds a ``torch.distributed.ProcessGroup``: `tp`,
     `pp`, `cp`, `dp`, `dp_cp`, `tp_cp`, `tp_dp_cp`, `mp` (tensor and pipeline ranks). Groups of
-    different roles are different objects even where their ranks are the same, so that a model's
-    slots can be told apart by what they hold. A role that is absent raises AttributeError.
+    different roles are different objects even if they have equal ranks, so that the group in a
+    model's slot tells its role. A role that is absent raises AttributeError.
 
     `transport` carries hcp's own exchanges, on a duplicate of the `dp_cp` group that nobody else
     uses. (Megatron's collection has a field `hcp` of its own: its *hierarchical* CP groups.)"""
@@ -56,7 +56,7 @@ class ProcessGroups(OfThisProcess):
         source: object = None,
         hierarchy: tuple[dist.ProcessGroup, ...] = (),
     ) -> None:
-        """Made by `build_process_groups`, `with_context_parallel` and `from_existing`."""
+        """For `build_process_groups`, `with_context_parallel` and `from_existing` only."""
         self._groups = dict(groups)
         self._origins = dict(origins)
         self._grid = grid
@@ -82,9 +82,9 @@ class ProcessGroups(OfThisProcess):
 
         `transport` and `peer_buffer_bytes`: see `build_process_groups`. hcp's own groups are
         returned as they are, and take no options.
-        `order` is how the trainer lays out its ranks: where the groups fit a grid of that order,
-        `grid` and `with_context_parallel` work. Raises ValueError for a missing `dp_cp` and for
-        anything that is not a process group of this rank.
+        `order`: the order of dimensions in which the trainer lays out its ranks. If the groups fit
+        a grid of that order, `grid` and `with_context_parallel` work. Raises ValueError for a
+        missing `dp_cp` and for anything that is not a process group of this rank.
         """
         if isinstance(collection, ProcessGroups):
             if (timeout, transport, peer_buffer_bytes) != (None, "auto", BUFFER_BYTES):
@@ -131,7 +131,7 @@ class ProcessGroups(OfThisProcess):
     ) -> ProcessGroups:
         """Take the job layout of a DeviceMesh, with the mesh's own groups for its dimensions.
 
-        `names` gives the mesh's name of a dimension where it is not tp, cp, dp or pp itself. hcp
+        `names`: the mesh's names of the dimensions that it does not call tp, cp, dp or pp. hcp
         creates the groups that span several dimensions. The mesh covers the whole job with its
         ranks in order, and every rank calls this. `transport` and `peer_buffer_bytes`: see
         `build_process_groups`.
@@ -173,13 +173,13 @@ class ProcessGroups(OfThisProcess):
 
     @property
     def hierarchy(self) -> tuple[dist.ProcessGroup, ...]:
-        """The hierarchical CP groups of this rank, one per level, the innermost first; often
-        none."""
+        """The hierarchical CP groups of this rank, one per level, the innermost first. Empty
+        without hierarchical CP."""
         return self._hierarchy
 
     @property
     def grid(self) -> Grid:
-        """The job layout as sizes and an order. HcpError when given groups fit none."""
+        """The job layout as sizes and an order. Raises HcpError if given groups fit none."""
         if self._grid is None:
             raise HcpError(
                 "the layout of these process groups is not known: they were taken from existing "
@@ -210,8 +210,8 @@ class ProcessGroups(OfThisProcess):
         is `size`; their groups are `hierarchy`.
 
         Creates the groups that differ (for the order tp-cp-dp-pp: cp, dp and tp_cp) and shares the
-        rest, `transport` included. Raises ValueError when dp * cp is not divisible by `size`, and
-        when a rank would change its place in tp or pp, since its weights would have to move.
+        others, and `transport`. Raises ValueError if dp * cp is not divisible by `size`, and if a
+        rank would change its place in tp or pp, since its weights would have to move.
         """
         with tell_others_of_errors():
             grid = resized(self.grid, size)
@@ -230,8 +230,8 @@ class ProcessGroups(OfThisProcess):
         return ProcessGroups(groups, origins, self.transport, grid, creator, None, levels)
 
     def warm_up(self) -> None:
-        """Sum a number over every group, so that ranks connect now and not in a timed or crowded
-        place. Every rank of the job calls it."""
+        """Sum a number over every group, so that ranks connect now and not in the first step that
+        is timed. Every rank of the job calls it."""
         device = self.transport.device
         for group in (*self._groups.values(), *self._hierarchy):
             dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -244,7 +244,8 @@ class ProcessGroups(OfThisProcess):
         }
 
     def close(self) -> None:
-        """Destroy the groups that this collection created, and no other. Twice does nothing.
+        """Destroy the groups that this collection created, and no others. A second call does
+        nothing.
 
         Every rank calls it, after the last use of the groups and of collections that share them.
         """
@@ -277,7 +278,7 @@ class ProcessGroups(OfThisProcess):
 
 
 def _find_groups(collection: object) -> dict[str, dist.ProcessGroup]:
-    """Find the groups of a collection, by role. Megatron's has None for a role that is not set."""
+    """Find the groups of a collection, by role. Megatron's has None for roles that are not set."""
     if isinstance(collection, Mapping):
         found = {role: collection.get(role) for role in ROLES}
     else:
