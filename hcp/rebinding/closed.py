@@ -41,7 +41,7 @@ _OPEN_STDLIB = (
     types.CellType,
 )
 OWN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-"""The plain classes of tensors. Others of torch's keep groups for what they shard."""
+"""The plain classes of tensors. torch's other classes keep the groups over which they shard."""
 LRU_CACHE = type(cache(lambda: None))
 """The class of functions that functools caches."""
 
@@ -62,7 +62,10 @@ def is_open(value: Any) -> bool:
 
 
 def is_kept_by_torch(holder: Any, module: str) -> bool:
-    """Whether an object belongs to torch or to a package that shards. `module`: of its class."""
+    """Whether an object belongs to torch or to a package that shards.
+
+    `module`: the name of its class's module.
+    """
     if issubclass(type(holder), torch.nn.Module):
         return is_wrapper(holder)
     return type(holder) not in OWN_TENSORS and (
@@ -74,8 +77,8 @@ def is_wrapper(module: torch.nn.Module) -> bool:
     """Whether a module is a DDP, FSDP or compiled wrapper, which has groups of its own to shard and
     reduce over.
 
-    `fully_shard` puts a class of torch's on top of the user's: that is no wrapper, since the user's
-    attributes are the module's.
+    `fully_shard` derives a class from the user's. That is no wrapper, since the user's attributes
+    are the module's.
     """
     classes = type(module).__mro__[: type(module).__mro__.index(torch.nn.Module)]
     if not classes:
@@ -89,8 +92,8 @@ def is_wrapper(module: torch.nn.Module) -> bool:
 
 @cache
 def is_closed_package(module: str) -> bool:
-    """Whether a module is of torch, NumPy, the standard library or a package that shards. A user's
-    module of such a name is not."""
+    """Whether a module belongs to torch, NumPy, the standard library or a package that shards. A
+    user's module of such a name does not."""
     name = module.partition(".")[0]
     if name in ("torch", "numpy") or packages.is_sharder(module):
         return True

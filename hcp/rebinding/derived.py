@@ -1,7 +1,7 @@
 """Values that trainers derive from a group and keep: sizes, ranks and flags by name, and caches.
 
-No identity leads to them. A place is a slot if its name is in DERIVED and it holds exactly what the
-training layout gives. Inside the context it holds what the eval layout gives.
+They cannot be found by identity. A place is a slot if its name is in DERIVED and it holds exactly
+the value of the training layout. Inside the context it holds the value of the eval layout.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ DERIVED: dict[str, tuple[str, str]] = {
     "tp_cp_size": ("tp_cp", SIZE),
     "tp_cp_rank": ("tp_cp", RANK),
 }
-"""Names, and the role and kind of what they hold. Leading underscores and capitals do not count."""
+"""(role, kind) of the values, by name. Leading underscores and capitals do not count."""
 
 CP_FREE = {
     "cp_comm_type",
@@ -64,7 +64,7 @@ CP_FREE = {
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Names that a package gives to what the layout does not change."""
+    """Names that a package gives to values that the layout does not change."""
 
     free: frozenset[str] = frozenset()
     """Attributes that look derived from a CP group and do not depend on the layout."""
@@ -73,7 +73,7 @@ class Names:
     """Fields of the package's collection whose groups are the same in every layout."""
 
     sized_once: frozenset[str] = frozenset()
-    """Flags of what was allocated once, for the rows of a rank of the training layout."""
+    """Flags of buffers that were allocated once, for the rows of a rank of the training layout."""
 
 
 _SIZED_ONCE: set[str] = set()
@@ -82,8 +82,8 @@ _FREE_GROUPS: set[str] = set()
 CACHE_TENSORS = ("cos_cached", "sin_cached", "cos_sin_cached", "freqs_cached", "emb_cached")
 CACHE_LENGTHS = ("max_seq_len_cached", "seq_len_cached")
 CACHE_TRAITS = ("offset_cached", "dtype_cached", "packed_seq_cached", "mscale_cached")
-"""A rotary cache: its tensors, the length that they are valid for, and what else they were made
-for."""
+"""Names in a rotary cache: its tensors, the length for which they are valid, and the other options
+that they were made with."""
 
 CACHES = frozenset((*CACHE_TENSORS, *CACHE_LENGTHS, *CACHE_TRAITS))
 
@@ -110,7 +110,7 @@ def register_derived(name: str, role: str = "cp", kind: str = SIZE) -> None:
     """Treat places called `name` as derived from the group of a role.
 
     `kind`: "size" or "rank" (an int), "ranks" (a list or tuple of global ranks), "flag" (a bool:
-    more than one rank). A place is swapped when it holds what the training layout gives.
+    more than one rank). A place is swapped if it holds the value of the training layout.
     """
     if kind not in KINDS:
         raise ValueError(f"kind is {kind!r}, expected one of {', '.join(KINDS)}")
@@ -123,7 +123,7 @@ def register_derived(name: str, role: str = "cp", kind: str = SIZE) -> None:
 
 
 def add_names(names: Names) -> None:
-    """Let the names of a package count from now on."""
+    """Add the names of a package."""
     CP_FREE.update(names.free)
     _FREE_GROUPS.update(names.free_groups)
     _SIZED_ONCE.update(names.sized_once)
@@ -131,18 +131,19 @@ def add_names(names: Names) -> None:
 
 
 def free_groups(source: object) -> Iterator[object]:
-    """The groups of a trainer's collection that are the same in every layout."""
+    """Yield the groups of a trainer's collection that are the same in every layout."""
     fields = source if isinstance(source, Mapping) else getattr(source, "__dict__", {})
     return (group for name, group in fields.items() if name in _FREE_GROUPS)
 
 
 def is_sized_once(name: str) -> bool:
-    """Whether a name is a flag of what was allocated once, for the rows of the training layout."""
+    """Whether a name is that of a flag of buffers that were allocated once, for the rows of the
+    training layout."""
     return name in _SIZED_ONCE
 
 
 def derivation(name: str) -> tuple[str, str] | None:
-    """(role, kind) of a name in the table. Globals are written in capitals."""
+    """Return (role, kind) of a name in the table, or None. Globals are written in capitals."""
     if name in DERIVED:
         return DERIVED[name]
     if name[:1] != "_" and not name.isupper():
@@ -152,7 +153,7 @@ def derivation(name: str) -> tuple[str, str] | None:
 
 
 def derived_value(groups: ProcessGroups, role: str, kind: str) -> Any:
-    """The size, rank, ranks (a list) or flag of a role in a layout."""
+    """Return the size, rank, ranks (a list) or flag of a role in a layout."""
     if kind == SIZE:
         return groups.size(role)
     if kind == RANK:
@@ -163,13 +164,13 @@ def derived_value(groups: ProcessGroups, role: str, kind: str) -> Any:
 
 
 def holds_derived(value: object, expected: object, kind: str) -> bool:
-    """Whether a place holds a derived value: by type as well, since True == 1."""
+    """Whether a place holds a derived value. Types must also match, since True == 1."""
     held = _ranks(value) if kind == RANKS else scalar(value)
     return type(held) is type(expected) and held == expected
 
 
 def in_form_of(value: Any, new: Any) -> Any:
-    """A derived value as the place had it: an int, a NumPy integer, a tensor, a tuple."""
+    """Convert a derived value to the type of the old one: int, NumPy integer, tensor or tuple."""
     options = {"dtype": value.dtype} if hasattr(value, "dtype") else {}
     if isinstance(value, torch.Tensor):
         options["device"] = value.device
@@ -184,7 +185,7 @@ def in_form_of(value: Any, new: Any) -> Any:
 
 
 def scalar(value: Any) -> int | float | bool | None:
-    """The number that a place holds, in any form; None if there is none to read."""
+    """Return the number that a place holds, in any form, or None if it holds none."""
     if type(value) in _TENSORS:
         value = value.item() if value.numel() == 1 and not value.is_meta else None
     elif is_numpy(value):
@@ -195,7 +196,7 @@ def scalar(value: Any) -> int | float | bool | None:
 
 
 def is_numpy(value: object) -> bool:
-    """Whether it is one of NumPy's numbers or arrays. NumPy is not imported for it."""
+    """Whether a value is a number or an array of NumPy, which is not imported for this."""
     return type(value).__module__ == "numpy" and hasattr(value, "dtype")
 
 
@@ -212,20 +213,20 @@ _TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 @cache
 def looks_dependent(name: str) -> bool:
-    """Whether a name says that what it holds depends on context parallelism."""
+    """Whether a name is one of values that depend on context parallelism."""
     bare = name.strip("_").lower()
     return bare not in CP_FREE and (bare in DERIVED or _LOOKS.search(bare) is not None)
 
 
 @cache
 def names_a_group(name: str) -> bool:
-    """Whether a place called so holds the name that torch gives a group: its `group_name`."""
+    """Whether a place of this name holds torch's `group_name` of a group."""
     return _GROUP_NAME.search(name.lower()) is not None
 
 
 @cache
 def role_of_name(name: str) -> str | None:
-    """The role that a slot's name says: cp for "cp", "cp_group" and "context_parallel_group"."""
+    """Return the role in a slot's name: cp for "cp", "cp_group" and "context_parallel_group"."""
     bare = name.strip("_").lower()
     bare = bare.removesuffix("name").rstrip("_") if names_a_group(name) else bare
     for ending in ("_process_group", "_groups", "_group", "_pg"):

@@ -1,4 +1,4 @@
-"""``exclude=``: what a walk leaves out."""
+"""The option ``exclude=``: the objects that a walk leaves out."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ Exclude = Sequence[Any]
 
 
 def listed(exclude: Exclude) -> tuple[Any, ...]:
-    """The items of `exclude`. A single path or class is refused: it is no sequence."""
+    """Return the items of `exclude`. Raises ValueError for a single path or class, which is no
+    sequence."""
     if isinstance(exclude, (str, type)):
         raise ValueError(f"exclude is {exclude!r}, expected a sequence: ({exclude!r},)")
     return tuple(exclude)
 
 
 class Excluded:
-    """Tells what `exclude` covers, and which of its items have covered nothing yet."""
+    """The objects that `exclude` covers, and its items that have covered nothing yet."""
 
     def __init__(self, exclude: Exclude) -> None:
         self._patterns: list[tuple[str, re.Pattern[str]]] = []
@@ -42,7 +43,7 @@ class Excluded:
         return bool(self._items)
 
     def matches(self, value: Any, path: str) -> bool:
-        """Whether a value at a path is left out; noted in `paths`."""
+        """Whether a value at a path is left out. If it is, `paths` records it."""
         covered = self.covers(value, path)
         if covered:
             self.paths.append(path)

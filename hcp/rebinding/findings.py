@@ -24,8 +24,8 @@ class Finding:
 
 
 def doubt_about_value(name: str, value: Any, twins: Twins) -> str | None:
-    """Why a number, a flag or None by this name looks dependent on the layout; None if it does
-    not."""
+    """Return the reason why a number, a flag or None of this name looks dependent on the layout, or
+    None if it does not."""
     if derived.looks_dependent(name):
         return _doubt_about_name(name, value, twins)
     if value is True and derived.is_sized_once(name):
@@ -65,7 +65,7 @@ def _doubt_about_size(twins: Twins) -> str | None:
 
 
 def doubt_about_group(group: dist.ProcessGroup, name: object, twins: Twins) -> str | None:
-    """Why a group of neither layout looks like one that changes; None if it does not."""
+    """Return the reason why a group of neither layout looks like one that changes, or None."""
     if not twins.ranks or id(group) in twins.known:
         return None
     if isinstance(name, str) and derived.role_of_name(name) in twins.differing:
@@ -86,7 +86,8 @@ def doubt_about_group(group: dist.ProcessGroup, name: object, twins: Twins) -> s
 
 
 def doubt_about_mesh(mesh: DeviceMesh, twins: Twins) -> str | None:
-    """Why a mesh would go on handing out groups of the training layout; None if it has none."""
+    """Return the reason why a mesh would still return groups of the training layout, or None if it
+    has none."""
     for name in mesh.mesh_dim_names or ():
         roles = twins.get(mesh.get_group(name)) or {}
         if any(role in twins.differing for role in roles):

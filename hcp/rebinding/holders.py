@@ -1,9 +1,9 @@
-"""Holders: what refers to a training group outside the model, found from the groups.
+"""Find the holders of training groups outside the model, starting from the groups.
 
-The walk knows the kinds of objects that it goes into. Others (a generator, a global variable, an
-object that the model does not lead to) may refer to a group as well, and every Python object says
-what it refers to. This search lists all that refer to a group, less what the walk has seen, what
-the caller excludes, and what torch and hcp keep for themselves.
+The walk knows the kinds of objects that it goes into. Other objects may also refer to a group: a
+generator, a global variable, an object that the model does not reach. The garbage collector knows
+the references of every object. This search lists all objects that refer to a group. It leaves out
+those that the walk has seen, that the caller excludes, and that torch and hcp keep for themselves.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _PLAIN = (
     *(types.CellType, types.MappingProxyType),
     *(weakref.ReferenceType, weakref.ProxyType, weakref.CallableProxyType),
 )
-"""Objects that say nothing by themselves; their holders do. Iterators are such objects, too, and so
-are modules and tensors, which may be of this model or of another one."""
+"""Classes of objects that are reported by their holders. Iterators are also such objects, and so
+are modules and tensors, which may belong to this model or to another one."""
 _OWN = ("hcp._core", "hcp.groups.", "hcp.rebinding.")
 """Beginnings of the names of modules in which hcp holds groups for itself."""
 _COUNTED_OTHERWISE = (set, functools.partial, type(functools.cache(len)))
 _LEVELS = 100
-"""Most plain objects inside each other through which a holder is looked for."""
+"""The largest number of nested plain objects through which a holder is searched for."""
 
 
 def find_elsewhere(walk: Walk) -> list[Finding]:
@@ -79,7 +79,7 @@ class _Search:
         return list(self._findings.values())
 
     def _plain(self, pairs: list[tuple[Any, Any]]) -> dict[int, Any]:
-        """Those of some holders that are plain. The others become findings, or are known."""
+        """Return the plain ones of some holders. Others become findings unless they are known."""
         plain = {}
         for holder, target in pairs:
             if id(holder) in self._known:
@@ -105,8 +105,8 @@ class _Search:
         return list(zip(flat[::2], flat[1::2], strict=True))
 
     def _first_pairs(self) -> Iterator[tuple[Any, Any]]:
-        """(holder, group) of all holders. NumPy's arrays, which do not say what they hold, are read
-        here."""
+        """Yield (holder, group) of all holders. The collector does not know the items of NumPy's
+        arrays: they are read here."""
         numpy = sys.modules.get("numpy")
         opaque = () if numpy is None else (numpy.ndarray,)
         flat = find_holders(self._objects, tuple(self._groups.values()), opaque)
@@ -162,7 +162,8 @@ class _Search:
 
 
 def _reached(walk: Walk) -> dict[int, Any]:
-    """Everything that a walk looked into, and its plain parts, by identity, each with its owner."""
+    """Return the owner of every object that a walk looked into, or of its plain parts, by
+    identity."""
     reached: dict[int, Any] = {}
     for holder in walk.kept:
         if not isinstance(holder, torch.nn.Module) or _is_plain(holder):
@@ -178,7 +179,7 @@ def _is_part(value: Any) -> bool:
 
 
 def _sources(walk: Walk) -> dict[int, Any]:
-    """The trainer's own collections, which stay: code that has one asks it for groups."""
+    """Return the trainer's own collections, which stay: code that has one asks it for groups."""
     if walk.twins.layouts is None:
         return {}
     sources = [pgs.source for pgs in walk.twins.layouts]
@@ -210,7 +211,7 @@ def _is_own(holder: Any) -> bool:
 
 
 def _module_of(holder: dict[Any, Any]) -> str | None:
-    """The name of the module whose globals a dictionary is."""
+    """Return the name of the module whose globals a dictionary is, or None."""
     name = holder.get("__name__")
     module = sys.modules.get(name) if isinstance(name, str) else None
     return name if module is not None and vars(module) is holder else None
@@ -231,7 +232,7 @@ def _text(holder: Any) -> str:
 
 
 def _path(chain: list[Any], start: str | None) -> str:
-    """A chain of holders as a path, from the outermost one to the group."""
+    """Write a chain of holders as a path, from the outermost one to the group."""
     path, at = start or _text(chain[0]), 0
     while at < len(chain) - 1:
         # A closure, a __dict__ or a module's _modules is left out: its owner says more.
@@ -243,7 +244,7 @@ def _path(chain: list[Any], start: str | None) -> str:
 
 
 def _place(holder: Any, inside: list[Any]) -> str | None:
-    """The place of the last of `inside` in a holder; None if it cannot be told."""
+    """Return the path of the last of `inside` in a holder, or None if there is none."""
     if isinstance(holder, tuple):
         held = ((item, f"[{i}]") for i, item in enumerate(holder))
     else:

@@ -36,7 +36,8 @@ _METHODS = {
 
 @dataclass(frozen=True, slots=True)
 class PackageRules:
-    """All that hcp knows of a package. Its module of rules has one, named ``RULES``."""
+    """The rules for one package. Its module of rules has an object of this class named
+    ``RULES``."""
 
     classes: Mapping[str, Rule] = field(default_factory=dict)
     """Rules by "module.Name" of a class."""
@@ -45,14 +46,15 @@ class PackageRules:
     """(test, rule): the rule is for every object of any class that passes the test."""
 
     sharders: tuple[str, ...] = ()
-    """Beginnings of the names of modules that shard and reduce over groups of their own."""
+    """Prefixes of the names of modules that shard and reduce over groups of their own."""
 
     modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Modules whose globals the package's code reads, each with the globals that stay as they are
-    in every layout. The others are a part of every model whose groups the module holds."""
+    in every layout. The walk of a model whose groups a module holds also visits its other
+    globals."""
 
     names: derived.Names = field(default_factory=derived.Names)
-    """Names of the package that say what does not depend on the layout, and what was sized once."""
+    """Names that the package gives to values that do not depend on the layout."""
 
 
 _loaded: dict[str, PackageRules] = {}
@@ -67,7 +69,7 @@ def load_imported() -> None:
 
 
 def rule_by_name(cls: type) -> Rule | None:
-    """The rule for a class itself, not for its bases. Loads what there is for the class."""
+    """Return the rule for a class itself, not for its bases. Loads the rules of its package."""
     _meet(cls.__module__)
     for method, module in _METHODS.items():
         if method in vars(cls):
@@ -77,7 +79,7 @@ def rule_by_name(cls: type) -> Rule | None:
 
 
 def rules_by_shape(holder: Any) -> Iterator[Rule]:
-    """The rules for an object by what it has."""
+    """Yield the rules whose test an object passes."""
     for package in _loaded.values():
         for fits, rule in package.shapes:
             if fits(holder):
@@ -92,7 +94,7 @@ def is_sharder(module: str) -> bool:
 
 
 def imported_globals() -> Iterator[tuple[str, dict[str, Any], tuple[str, ...]]]:
-    """(path, globals, names that stay) of each of the packages' `modules` that is imported."""
+    """Yield (path, globals, names that stay) of each imported one of the packages' `modules`."""
     for package in _loaded.values():
         for name, stay in package.modules.items():
             module = sys.modules.get(name)

@@ -1,4 +1,4 @@
-"""Places: where an object holds values, in an order that is the same on every rank."""
+"""List the places in which an object holds values, in an order that is equal on every rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ATOMS = frozenset(
     {str, int, float, bool, complex, bytes, type(None), torch.Tensor, torch.nn.Parameter}
     | {torch.dtype, torch.device, torch.Size, types.BuiltinFunctionType}
 )
-"""Classes of values that hold nothing which the walk looks for."""
+"""Classes of values that hold no group and nothing derived from one."""
 
 MODEL_TABLES = "_hcp_rebind"
 """The attribute in which a model keeps its ``tables.ModelTables``. It is no place of the model."""
@@ -34,7 +34,7 @@ _HOOKS = sorted(name for name in _MODULE_KEEPS if name.endswith("_hooks"))
 
 
 def places(holder: Any, path: str) -> Iterator[Place]:
-    """All places of one object, in a fixed order."""
+    """Yield all places of one object, in a fixed order."""
     if isinstance(holder, dict):
         for position, (key, value) in enumerate(list(holder.items())):
             yield "item", holder, key, value, f"{path}[{key_text(key, position)}]"
@@ -85,8 +85,8 @@ def _module_places(module: torch.nn.Module, path: str) -> Iterator[Place]:
 
 
 def _hooks(hooks: Any, path: str) -> Iterator[Place]:
-    """The hooks of a module or a tensor, but torch's own. Paths count them from 0: their keys count
-    the hooks of the whole process."""
+    """Yield the hooks of a module or a tensor, except torch's own. Paths number them from 0, since
+    their keys number the hooks of the whole process."""
     for position, (key, hook) in enumerate(list((hooks or {}).items())):
         function = hook.func if isinstance(hook, functools.partial) else hook
         if not is_closed_package(getattr(function, "__module__", None) or ""):
@@ -94,7 +94,7 @@ def _hooks(hooks: Any, path: str) -> Iterator[Place]:
 
 
 def tensor_hooks(tensor: torch.Tensor, path: str = "") -> Iterator[Place]:
-    """The hooks of one tensor."""
+    """Yield the hooks of one tensor."""
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         yield from _hooks(getattr(tensor, name, None), f"{path}.{name}")
 
@@ -117,7 +117,7 @@ def _attribute_places(holder: Any, path: str) -> Iterator[Place]:
 
 
 def member_names(cls: type) -> list[str]:
-    """The names in __slots__ of a class and its bases."""
+    """Return the names in __slots__ of a class and its bases."""
     return [
         name
         for base in reversed(cls.__mro__)
@@ -136,7 +136,7 @@ def _class_places(cls: type, path: str) -> Iterator[Place]:
 
 
 def _functions_of(value: Any) -> Iterator[Any]:
-    """The functions that a descriptor wraps, or the class attribute itself."""
+    """Yield the functions that a descriptor wraps, or the class attribute itself."""
     if isinstance(value, (staticmethod, classmethod)):
         yield value.__func__
     elif isinstance(value, property):
@@ -177,14 +177,14 @@ def _partial_places(holder: Any, path: str) -> Iterator[Place]:
 
 
 def _proxy_places(proxy: Any, path: str) -> Iterator[Place]:
-    """The mapping that a read-only view shows, unless a class owns it and so has its places."""
+    """Yield the mapping of a read-only view, unless it is that of a class, which has its places."""
     for mapping in gc.get_referents(proxy):
         if not (isinstance(mapping, dict) and "__module__" in mapping):
             yield "fixed", proxy, "mapping", mapping, path
 
 
 def _local_places(local: threading.local, path: str) -> Iterator[Place]:
-    """The values of all threads: the object keeps a dictionary for each thread."""
+    """Yield the dictionaries that a thread-local object keeps for all threads."""
     by_thread = [d for d in gc.get_referents(local) if type(d) is dict]
     for position, values in enumerate(v for d in by_thread for v in d.values()):
         if type(values) is dict:
@@ -202,7 +202,7 @@ def _exception_places(holder: Any, path: str) -> Iterator[Place]:
 
 
 def cache_places(holder: Any) -> dict[str, tuple[str, Any, Any]]:
-    """(kind, owner, value) of the places of one object whose names are those of rotary caches."""
+    """Return (kind, owner, value) of one object's places that have the names of rotary caches."""
     named: dict[str, tuple[str, Any, Any]] = {}
     for owner in namespaces(holder):
         if isinstance(owner, dict) and not derived.CACHES.isdisjoint(owner):
@@ -214,14 +214,15 @@ def cache_places(holder: Any) -> dict[str, tuple[str, Any, Any]]:
 
 
 def namespaces(holder: Any) -> tuple[Any, ...]:
-    """The dictionaries of an object's names, or None for one. New names go to the last."""
+    """Return the dictionaries of an object's attributes, None for a missing one. New attributes go
+    to the last."""
     if issubclass(type(holder), torch.nn.Module):
         return vars(holder), holder._buffers
     return (holder,) if isinstance(holder, dict) else (getattr(holder, "__dict__", None),)
 
 
 def item_names(value: object) -> tuple[str, ...]:
-    """The names of a named tuple's items; empty for any other object."""
+    """Return the names of a named tuple's items; empty for any other object."""
     fields = getattr(type(value), "_fields", ()) if isinstance(value, tuple) else ()
     return fields if isinstance(fields, tuple) and len(fields) == len(value) else ()  # type: ignore[arg-type]
 
@@ -239,7 +240,7 @@ def _child_text(name: str) -> str:
 
 
 def key_text(key: object, position: int) -> str:
-    """A key in a path. It is the same on every rank: no address of an object is in it."""
+    """Write a key for a path. The text is equal on every rank: it has no address of an object."""
     if isinstance(key, (str, int, bool)):
         return repr(key)
     return f"{type(key).__name__} {position}"

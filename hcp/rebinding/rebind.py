@@ -1,4 +1,4 @@
-"""Every place of a model that holds a training group holds its eval twin instead; undone exactly.
+"""Swap every training group of a model for its eval twin, and restore the model exactly.
 
     with hcp.eval_cp_context(model, train_pgs, eval_pgs):
         evaluate(model)
@@ -36,7 +36,7 @@ def eval_cp_context(
     exclude: Exclude = (),
     strict: bool = False,
 ) -> AbstractContextManager[ProcessGroups]:
-    """A context inside which `model` uses `eval_pgs` wherever it uses `train_pgs`.
+    """Return a context inside which `model` uses `eval_pgs` in place of `train_pgs`.
 
     `model` is a module, or any object or list of them (the chunks of a virtual pipeline). The value
     of the context is `eval_pgs`. Every rank enters. On entry the ranks of dp_cp compare what they
@@ -44,8 +44,8 @@ def eval_cp_context(
     included, each slot gets back what it held.
 
     Entering the context again inside swaps nothing. It is an error to enter one from a layout that
-    the model does not have at that moment. It is also an error to enter one in a second thread: the
-    thread that is inside would take the layout away.
+    the model does not have at that moment. It is also an error to enter one in a second thread,
+    since the first thread restores the training layout at its exit.
 
     `exclude`: paths ("vision_model", "*.vision"), objects or classes that stay as they are, with
     everything that is reached through them alone. `strict`: refuse to enter if `audit` finds a
@@ -95,12 +95,13 @@ def rebind(
 def find_slots(
     model: object, train_pgs: ProcessGroups, eval_pgs: ProcessGroups, *, exclude: Exclude = ()
 ) -> list[Slot]:
-    """The slots that `eval_cp_context` would swap, in its order. No communication.
+    """Return the slots that `eval_cp_context` would swap, in its order. Ranks do not communicate.
 
     The walk goes into modules, objects' __dict__ and __slots__, dictionaries, lists, tuples, sets,
-    partials, closures and the class attributes of what it meets. It never goes into tensors, Python
-    modules, process groups, collections, or what torch and the standard library keep for
-    themselves: of a DDP, FSDP or compiled wrapper it visits only the module inside.
+    partials, closures and the class attributes of the objects that it meets. It never goes into
+    tensors, Python modules, process groups, collections, or objects that torch and the standard
+    library keep for themselves. In a DDP, FSDP or compiled wrapper it visits only the module
+    inside.
     """
     _check_collections(train_pgs, eval_pgs)
     return walk_for(Request(model, train_pgs, eval_pgs, listed(exclude), False, None)).slots
@@ -108,7 +109,7 @@ def find_slots(
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """The slots of a switch, and the places that it would leave. `print(audit)` lists them."""
+    """The slots of a switch, and the places that it would miss. `print(audit)` lists them."""
 
     slots: list[Slot]
     uncovered: list[Finding]
@@ -134,9 +135,9 @@ class Audit:
 def audit(
     model: object, train_pgs: ProcessGroups, eval_pgs: ProcessGroups, *, exclude: Exclude = ()
 ) -> Audit:
-    """Everything that `eval_cp_context` would swap and everything suspicious that it would not.
+    """List all places that `eval_cp_context` would swap, and suspicious ones that it would not.
 
-    No communication, and nothing is swapped.
+    Ranks do not communicate, and nothing is swapped.
     """
     _check_collections(train_pgs, eval_pgs)
     walk = walk_for(Request(model, train_pgs, eval_pgs, listed(exclude), True, None))
@@ -197,8 +198,8 @@ _FOUND, _REFUSED = b"found", b"refused"
 
 
 def _agreed_table(request: Request) -> Table | DepthOnly:
-    """The table of a request, once all ranks of dp_cp have found the same slots. If they have not,
-    all of them raise."""
+    """Return the table of a request after all ranks of dp_cp have compared their slots. Raises
+    HcpError on all of them if the slots differ."""
     kept = tables_of(request.model)
     kept.check_thread()  # alone: the other thread may be in the middle of a collective
     if request.transport is None:

@@ -1,4 +1,4 @@
-"""Check whether a model is still as the walk saw it: asked at every switch, answered by C."""
+"""Check whether a model is still as the walk saw it. C code does this at every switch."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Records:
             self.others.append(holder)
 
     def take(self) -> Callable[[], bool]:
-        """Record what all of them hold now. The function that comes back says later whether they
-        still hold it."""
+        """Record the values that all noted objects hold. Return a function that tells whether they
+        still hold them."""
         names = [n for name in derived.DERIVED for n in (name, name.upper())]
         watched = frozenset(spelling for n in names for spelling in (n, f"_{n}"))
         structure = Structure(self.holders, watched, tuple(ATOMS))

@@ -15,7 +15,7 @@ from hcp.rebinding.walk import Walk
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The groups to swap, for which others, and in which model."""
+    """The model of a switch, the groups to swap, and their replacements."""
 
     model: object
     old: Any
@@ -32,7 +32,7 @@ class Request:
         return Twins.of_mapping(self.old) if self.new is None else Twins(self.old, self.new)
 
     def key(self) -> tuple[Any, ...]:
-        """Equal for requests of the same objects."""
+        """A key that is equal for requests of the same objects."""
         if self.new is None:
             old: Any = tuple((id(a), id(b)) for a, b in self.old.items())
         else:
@@ -51,7 +51,7 @@ class Request:
 
 
 def walk_for(request: Request, layout: ProcessGroups | None = None) -> Walk:
-    """A walk through the model of a request. `layout`: what the model was switched to last.
+    """Walk through the model of a request. `layout`: the one that the model was switched to last.
 
     Raises ValueError if there is nothing to swap, or if an item of `exclude` covers nothing.
     """
@@ -69,14 +69,14 @@ def walk_for(request: Request, layout: ProcessGroups | None = None) -> Walk:
 
 
 def same_layout(a: ProcessGroups, b: ProcessGroups) -> bool:
-    """Whether two layouts have the same roles and the same groups in them."""
+    """Whether two layouts have equal roles and the same groups in them."""
     return a is b or (
         a.roles == b.roles and all(getattr(a, role) is getattr(b, role) for role in a.roles)
     )
 
 
 def another_layout(layout: ProcessGroups, request: Request) -> str:
-    """The error's text for a model that is in another layout than the one to switch from."""
+    """Return the error text for a model that is not in the layout to switch from."""
     return (
         f"the model is in the layout {layout!r}, to which a context or a rebinding has switched "
         f"it, expected {request.old!r}, the one to switch from: leave that context first, or "

@@ -1,11 +1,11 @@
-"""Rules for classes whose state depends on the layout in a way that no identity and no name shows.
+"""Rules for classes whose state depends on the layout, which no identity and no name shows.
 
     hcp.register_rebind(Mixer, attributes=lambda mixer, pgs: {"share": mixer.n // pgs.size("cp")})
     hcp.register_rebind(Sharder, rebuild=True)
     hcp.register_rebind(Attention, method="set_context_parallel_group", arguments=...)
 
-A rule says what an object holds in a layout. The walk turns the answer into slots, so that what a
-rule changes is undone as everything else is. hcp's own rules for trainers' classes are in
+A rule gives the values that an object holds in a layout. The walk turns them into slots, so that
+changes by a rule are undone like all others. hcp's own rules for trainers' classes are in
 ``hcp/integrations``: see ``packages``.
 """
 
@@ -52,7 +52,7 @@ def register_rebind(
     """Add a rule for a class and its subclasses; `cls` may be its "module.Name", not imported.
 
     attributes(obj, pgs): values by attribute name that the object has in a layout. It is called for
-      both layouts. An object that does not hold what the training layout gives is left alone.
+      both layouts. An object that does not hold the training layout's values does not change.
     rebuild: take the attributes from a new object. The constructor is called with the attributes
       that have its parameters' names, groups replaced. For plain objects: its checks run again.
     caches: attributes that are None inside the context, or empty if they are dictionaries.
@@ -81,8 +81,8 @@ def registered(cls: type | str) -> list[Rule]:
 def attributes_of(
     rule: Rule, obj: Any, train: ProcessGroups, target: ProcessGroups
 ) -> dict[str, Any]:
-    """The attributes that an object is to hold in the target layout; empty if it has another layout
-    than training's."""
+    """Return the attributes that an object is to hold in the target layout; empty if it is not in
+    the training layout."""
     if rule.rebuild:
         if not any(value is train.cp for value in vars(obj).values()):
             return {}

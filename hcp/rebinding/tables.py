@@ -1,4 +1,5 @@
-"""Tables of slots: made once for a request, kept with the model, used at every switch."""
+"""Tables of slots. A table is made once for a request, kept with the model, and used at every
+switch."""
 
 from __future__ import annotations
 
@@ -116,7 +117,7 @@ class ModelTables:
 
 
 class DepthOnly:
-    """Stands for a table where the model is switched already: it counts one more open context."""
+    """Replaces a table if the model is switched already: it counts one more open context."""
 
     def __init__(self, request: Request, tables: ModelTables) -> None:
         mark = tables.depth_mark()
@@ -130,12 +131,12 @@ class DepthOnly:
 
 
 _loose: dict[int, tuple[object, ModelTables]] = {}
-"""Tables of models without a __dict__, such as dictionaries, while they are switched: by identity,
-with the model."""
+"""(model, tables) by the model's identity, for models without a __dict__, such as dictionaries,
+while they are switched."""
 
 
 def tables_of(model: object) -> ModelTables:
-    """The tables of a model. Its first object that has a __dict__ keeps them."""
+    """Return the tables of a model. Its first object that has a __dict__ keeps them."""
     parts = model[:1] if isinstance(model, (list, tuple)) else ()
     for owner in (model, *parts):
         attributes = getattr(owner, "__dict__", None)

@@ -1,4 +1,4 @@
-"""Twins: which object of one layout stands for which of another."""
+"""Twins: the counterparts in one layout of the objects of another."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Twins:
 
     @classmethod
     def of_mapping(cls, mapping: Mapping[Any, Any]) -> Twins:
-        """Twins of any objects. Nothing is derived from them, and they have no roles."""
+        """Make twins of any objects. They have no roles, and no values are derived from them."""
         self = cls.__new__(cls)
         self.layouts = None
         self._by_id = {id(old): {f"group {i}": new} for i, (old, new) in enumerate(mapping.items())}
@@ -64,11 +64,11 @@ class Twins:
         return self._names.get(name)
 
     def get(self, value: object) -> dict[str, Any] | None:
-        """The twins of an object of the training layout by role; None for any other object."""
+        """Return the twins of an object of the training layout by role; None for other objects."""
         return self._by_id.get(id(value))
 
     def choose(self, roles: Mapping[str, Any], name: object, path: str) -> tuple[str, Any]:
-        """The role and twin of a slot. Its name decides if it holds an object of several roles."""
+        """Return the role and twin of a slot. Its name decides between several roles."""
         role = derived.role_of_name(name) if isinstance(name, str) else None
         if role not in roles or role is None:
             twins = {id(twin) for twin in roles.values()}
@@ -83,7 +83,7 @@ class Twins:
         return role, roles[role]
 
     def derived(self, name: str) -> tuple[str, str, Any, Any] | None:
-        """(role, kind, training value, eval value) of a derived value's name; None for others."""
+        """Return (role, kind, training value, eval value) of a derived value's name, or None."""
         known = derived.derivation(name)
         if known is None:
             return None
@@ -107,15 +107,15 @@ class Twins:
 
 
 def _only_in(evaluation: ProcessGroups, train: ProcessGroups) -> set[int]:
-    """Groups and collections that the training layout does not have, by identity."""
+    """Return the identities of groups and collections that the training layout does not have."""
     originals = {id(getattr(train, role)) for role in train.roles}
     groups = {id(getattr(evaluation, role)) for role in evaluation.roles} - originals
     return groups if evaluation is train else groups | {id(evaluation)}
 
 
 def _closed_sources(train: ProcessGroups, evaluation: ProcessGroups) -> set[int]:
-    """The trainer's collections that have a twin, by identity. Where evaluation has none, nothing
-    could replace the training collection: its attributes are slots."""
+    """Return the identities of the trainer's collections that have a twin. If evaluation has none,
+    nothing can replace the training collection: its attributes are slots."""
     if evaluation.source is None:
         return set()
     return {id(source) for source in (train.source, evaluation.source) if source is not None}

@@ -1,4 +1,4 @@
-"""The walk: every place of a model that holds a training group, or something derived from one."""
+"""Walk through a model, and find the places of training groups and of values derived from them."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Walk:
 
     @classmethod
     def through(cls, holders: list[Any]) -> Walk:
-        """A walk that swaps nothing and shows what some objects reach."""
+        """Return a walk that swaps nothing, and has visited the objects that `holders` reach."""
         walk = cls(Twins.of_mapping({}))
         walk.run(holders)
         return walk
@@ -255,7 +255,7 @@ class Walk:
             self.slots.append(Slot(path, role, "attribute", SetContents(holder), "value", new))
 
     def _keys(self, holder: dict[Any, Any], path: str) -> None:
-        """Report groups that are keys. They stay: their values may be caches made for them."""
+        """Report groups that are keys. They stay, since their values may be caches for them."""
         for position, key in enumerate(holder):
             if type(key) not in ATOMS and self._is_of_training(key):
                 self.keyed.add(id(holder))
@@ -294,7 +294,7 @@ class Walk:
             self._todo.append((value, path))
 
     def _classes(self, cls: type) -> None:
-        """Visit the class attributes of what the model is made of."""
+        """Visit the class attributes of a class of the model's objects."""
         for base in cls.__mro__:
             if id(base) in self._seen:
                 continue
@@ -415,7 +415,7 @@ class Walk:
 
 
 def _rules_for(base: type) -> Iterator[Rule]:
-    """The rules for one class alone: of a user, of its package, and of a user by its name."""
+    """Yield the rules for one class alone: a user's, its package's, and a user's by its name."""
     own = packages.rule_by_name(base)
     yield from registered(base)
     if own is not None:
@@ -450,7 +450,7 @@ def _ask(
 
 
 def _is_of(holder: Any, train: ProcessGroups) -> bool:
-    """Whether the object uses the training layout: it holds its group, its levels, or none yet."""
+    """Whether an object is in the training layout: it has its CP group, its levels, or none yet."""
     group = getattr(holder, "cp_group", None)
     if isinstance(group, (list, tuple)):
         return list(map(id, group)) == list(map(id, train.hierarchy))

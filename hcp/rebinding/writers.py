@@ -1,4 +1,4 @@
-"""Writers: how the value of a place is written and put back.
+"""Write the value of a place, and restore it.
 
 Most places are an item or an attribute, which C writes itself (``csrc/python/slots.h``). The
 classes here are for the others: each has one attribute ``value``, and setting it writes the place.
@@ -17,11 +17,11 @@ class Slot:
     """One place of a model that holds a training group, or something that depends on one."""
 
     path: str
-    """The way from the model to it: "model.layers[3].attention.cp_group"."""
+    """The path from the model to it: "model.layers[3].attention.cp_group"."""
 
     role: str
     """The role of its value: "cp", "collection", several for a tuple of groups; "cp size" for a
-    derived value; "cache"; "rule" for what a class's rule says."""
+    derived value; "cache"; "rule" for a value of a class's rule."""
 
     kind: str
     """The way to write it: "item" is owner[key]; "member" an attribute of __slots__."""
@@ -34,14 +34,14 @@ class Slot:
 
 
 def writer_of(kind: str, owner: Any, key: Any) -> tuple[str, Any, Any]:
-    """(kind, owner, key) of a slot at a place of this kind."""
+    """Return (kind, owner, key) of a slot at a place of this kind."""
     if kind == "cell":
         return "attribute", owner, "cell_contents"
     return ("attribute", owner, key) if kind == "class" else (kind, owner, key)
 
 
 class SetContents:
-    """The contents of a set. They change in one call, and are read back as what was written."""
+    """The contents of a set. They change in one call, and reading returns what was written."""
 
     def __init__(self, owner: set[Any]) -> None:
         self.owner = owner
