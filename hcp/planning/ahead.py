@@ -14,7 +14,7 @@ Planned = TypeVar("Planned")
 
 
 class PlanAhead(Generic[Batch, Planned]):
-    """Iterates over (batch, planned), one batch ahead on a thread of its own.
+    """Iterates over (batch, planned), planning up to ``depth`` batches ahead on a thread.
 
     ::
 
@@ -25,11 +25,11 @@ class PlanAhead(Generic[Batch, Planned]):
             for lengths, plan in steps:
                 ...
 
-    ``prepare(batch)`` runs on the thread: planning there costs the trainer nothing, as the C core
-    releases the GIL. It may make layouts too (``hcp.Layout(plan, micro_batch, rank)``), but must
-    call no collective: those belong to the main thread. ``batches`` is read on the caller's thread,
-    in order, at most ``depth`` ahead. What prepare or ``batches`` raises is raised where its batch
-    would have come. After ``close`` there are no more.
+    ``prepare(batch)`` runs on the thread. Planning does not slow the trainer, as the C core
+    releases the GIL. ``prepare`` may also make layouts (``hcp.Layout(plan, micro_batch, rank)``),
+    but must call no collective: those belong to the main thread. ``batches`` is read on the
+    caller's thread, in order. An exception of ``prepare`` or ``batches`` is raised in place of its
+    batch. After ``close`` there are no more batches.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class PlanAhead(Generic[Batch, Planned]):
                 self._waiting.append((batch, self._thread.submit(self._prepare, batch)))
 
     def close(self) -> None:
-        """Ends the thread; batches that were planned ahead are dropped."""
+        """End the thread. Batches that were planned ahead are dropped."""
         self._ended = True
         self._waiting.clear()
         self._thread.shutdown(wait=True, cancel_futures=True)

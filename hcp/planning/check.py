@@ -1,4 +1,4 @@
-"""Prove a plan with slow and plain code that shares nothing with the planner."""
+"""Prove a plan by slow and simple code that shares nothing with the planner."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hcp.planning.plan import Plan, expect_data
 
 
 def check_plan(plan: Plan | Mapping[str, Any], lengths: Sequence[int] | None = None) -> None:
-    """Prove that a plan can be run, or raise HcpError that says what is wrong and where.
+    """Prove that a plan can be run, or raise HcpError with the fault and its place.
 
-    ``plan``: a plan or its plain data. ``lengths``: what it should be a plan of. Checked: every
-    token of every sequence is computed once; no rank ever holds more rows than it may, alignment
-    included, nor more bytes; each group is an allowed interval of ranks, of a degree that each of
-    its sequences allows; groups that run side by side share no rank; and a pipeline gets a count of
-    micro-batches that it takes.
+    ``plan``: a plan or its plain data. ``lengths``: those that it should be a plan of. Checked:
+    every token of every sequence is computed once. No rank ever holds more rows than it may,
+    alignment included, nor more bytes. Each group is an allowed interval of ranks, of a degree that
+    each of its sequences allows. Groups that run at the same time share no rank. A pipeline gets a
+    number of micro-batches that it can run.
     """
     data = plan.to_dict() if isinstance(plan, Plan) else plan
     _check_data(data)
@@ -84,7 +84,7 @@ def _check_sequences(count: int, batches: Batches) -> None:
 
 
 def _spans(length: int, degree: int, j: int) -> list[tuple[int, int]]:
-    """The spans of a sequence on rank j of a group: chunks j and 2 d - 1 - j."""
+    """Return the spans of a sequence on rank j of a group: chunks j and 2 d - 1 - j."""
     return [
         (k * length // (2 * degree), (k + 1) * length // (2 * degree))
         for k in (j, 2 * degree - 1 - j)

@@ -1,4 +1,4 @@
-"""The cost of one sequence at a degree: integers, so that every rank decides alike."""
+"""The cost of one sequence at a degree, in integers, so that all ranks decide alike."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ PRICES: tuple[str, ...] = _core.PRICES
 TIMES = tuple(name for name in PRICES if name not in ("window", "tile", "overlap"))
 """The prices that are times."""
 MOVING = ("exchange", "exchange_far", "all_to_all", "all_to_all_far", "step")
-"""The prices of rows of other ranks."""
+"""The prices of exchanging rows with other ranks."""
 
 
 class Table(NamedTuple):
-    """Times that somebody measured or computed, row after row: one row per length."""
+    """Measured or computed times of sequences, by length and degree."""
 
     lengths: tuple[int, ...]
     """Ascending."""
     degrees: tuple[int, ...]
     """Ascending. A plan under the table uses these degrees and no others."""
     times: tuple[int, ...]
-    """len(lengths) * len(degrees) integers >= 1."""
+    """len(lengths) * len(degrees) integers >= 1, row after row, one row per length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,11 @@ class CostModel:
     """Integer prices in one unit of your choice: only their ratios decide a plan.
 
     One sequence of L tokens on d ranks takes
-    ``(pair * L * (L + 1) / 2 + token * L) / d + exchange * (L - L / d)``, and every micro-batch on
-    a rank ``launch`` more. The defaults are those of a 7B decoder (hidden size 4096: a token
-    through the linear layers costs as much as 12,288 pairs, the 24,576 s + s^2 that RL trainers
-    balance by) with 4 KiB of keys and values a token and layer over 50 GB/s, at 400 TFLOP/s.
+    ``(pair * L * (L + 1) / 2 + token * L) / d + exchange * (L - L / d)``. Every micro-batch on a
+    rank takes ``launch`` in addition. The defaults are those of a 7B decoder at 400 TFLOP/s, with
+    4 KiB of keys and values per token and layer over 50 GB/s. Its hidden size is 4096: a token
+    through the linear layers costs as much as 12,288 pairs, the 24,576 s + s^2 by which RL trainers
+    balance.
     """
 
     pair: int = 2
@@ -52,25 +53,26 @@ class CostModel:
     launch: int = 1_048_576
     """The fixed cost of one micro-batch on one rank."""
     exchange_far: int = 0
-    """``exchange`` in a group that spans nodes, where that is more."""
+    """``exchange`` in a group that spans nodes, if that is more."""
     all_to_all: int = 0
-    """One token of a rank from sequence to heads and back: never hidden, falls with the degree."""
+    """One token's exchange of rows for heads and back. Attention never hides it. A rank's total
+    falls with the degree."""
     all_to_all_far: int = 0
-    """``all_to_all`` in a group that spans nodes, where that is more."""
+    """``all_to_all`` in a group that spans nodes, if that is more."""
     step: int = 0
     """One more rank in the group."""
     window: int = 0
-    """Keys that a query sees at most; 0: all before it."""
+    """The most keys that a query sees; 0: all before it."""
     tile: int = 0
     """Rows that each of a sequence's 2 d chunks is rounded up to; 0: none."""
     overlap: int = 0
     """1: the exchange overlaps with attention, as in a ring."""
     table: Table | None = None
-    """Replaces every price but ``launch`` in a plan; the comm type "auto" goes by the prices."""
+    """Replaces every price but ``launch`` in a plan. The comm type "auto" still uses the prices."""
     function: Callable[[int, int], float] | None = None
     """Becomes a table when a plan needs one: :meth:`from_function`."""
     unit: float | None = None
-    """Seconds of one integer, where that is known. Decides nothing but how to show a time."""
+    """The seconds of one unit, if they are known. They decide nothing but how times are shown."""
 
     def __post_init__(self) -> None:
         for name in PRICES:
@@ -85,17 +87,18 @@ class CostModel:
 
     @property
     def has_prices(self) -> bool:
-        """Whether it says what pairs or bytes cost: a table of times alone does not."""
+        """Whether the model has prices of pairs or bytes. A table of times alone has none."""
         alone = self.table is not None or self.function is not None
         return not alone or self.pair > 0 or self.exchange > 0 or self.all_to_all > 0
 
     @property
     def prices(self) -> tuple[int, ...]:
-        """The integers, in the core's order."""
+        """The prices as integers, in the core's order."""
         return tuple(getattr(self, name) for name in PRICES)
 
     def time(self, length: int, degree: int, ranks_per_node: int = 0) -> int:
-        """Time of one sequence of ``length`` tokens on ``degree`` ranks, without ``launch``."""
+        """Return the time of a sequence of ``length`` tokens on ``degree`` ranks, without
+        ``launch``."""
         if self.function is not None:
             return self._call(length, degree)
         return _core.cost_time(self.prices, self.table, length, degree, ranks_per_node)
@@ -109,14 +112,16 @@ class CostModel:
         unit: float = 1e-9,
         prices: CostModel | None = None,
     ) -> CostModel:
-        """Any ``f(length, degree) -> seconds``, called once per distinct length and degree that a
-        plan needs. ``launch``: seconds of one micro-batch on one rank (default: 0, or that of
-        ``prices``). Seconds become integers of ``unit`` seconds, rounded up; on several ranks share
-        ``tabulated`` from one of them, since floats may differ between machines.
+        """Make a model of any ``f(length, degree) -> seconds``.
 
-        ``prices``: a model of prices with a ``unit``, such as a calibrated one, which is then the
-        unit of all. Whole times do not say what a comm type takes: "auto" goes by these prices,
-        and is refused without. They decide nothing else.
+        It is called once per distinct length and degree that a plan needs. ``launch``: seconds of
+        one micro-batch on one rank (default: 0, or that of ``prices``). Seconds become integers of
+        ``unit`` seconds, rounded up. On several ranks, send one rank's ``tabulated`` to the others,
+        since floats may differ between machines.
+
+        ``prices``: a model of prices with a ``unit``, such as a calibrated one; its unit is then
+        that of all. The comm type "auto" chooses by these prices, and is refused without them,
+        since whole times do not contain the time of a comm type. They decide nothing else.
         """
         if launch is not None and not (math.isfinite(launch) and launch >= 0):
             raise ValueError(f"launch is {launch!r}, expected seconds >= 0")
@@ -134,7 +139,7 @@ class CostModel:
         return replace(prices, function=f, launch=fixed)
 
     def tabulated(self, lengths: Iterable[int], degrees: Iterable[int]) -> CostModel:
-        """The same cost as plain integers: a function becomes a table, anything else stays."""
+        """Return the model as plain integers: a function becomes a table, all else stays."""
         if self.function is None:
             return self
         rows, columns = tuple(sorted(set(lengths))), tuple(sorted(set(degrees)))
@@ -157,12 +162,12 @@ class CostModel:
     def from_seconds(
         cls, *, window: int = 0, tile: int = 0, overlap: int = 0, **seconds: float
     ) -> CostModel:
-        """Prices in seconds, as measured or computed; those that are left out are 0.
+        """Make a model of prices in seconds, measured or computed. Missing prices are 0.
 
         ``pair``, ``token``, ``exchange``, ``launch``, ``exchange_far``, ``all_to_all``,
         ``all_to_all_far`` and ``step`` become integers of one unit, a power of ten, in which
-        ``pair`` (``token`` where there is none) has four digits: right to 0.05%, and a thousand
-        sequences of a million tokens still sum within 63 bits.
+        ``pair`` (or ``token``, if ``pair`` is 0) has four digits. It is right to 0.05%, and a
+        thousand sequences of a million tokens still sum within 63 bits.
         """
         named = {"pair": 0.0, "token": 0.0, "exchange": 0.0, "launch": 0.0} | seconds
         unknown = sorted(named.keys() - set(TIMES))
@@ -219,11 +224,11 @@ class CostModel:
         flops_per_byte: int = 8_000,
         launch_flops: int = 10_000_000_000,
     ) -> CostModel:
-        """Prices in floating-point operations of one decoder layer's forward pass.
+        """Make a model of prices in floating-point operations of one decoder layer's forward pass.
 
-        ``flops_per_byte`` is the machine's compute rate over its exchange rate (400 TFLOP/s over
-        50 GB/s by default); ``launch_flops`` what it could compute in the time that a layer's
-        launches take. SwiGLU is assumed (three matrices in the feed-forward layer).
+        ``flops_per_byte``: the machine's compute rate over its exchange rate (default: 400 TFLOP/s
+        over 50 GB/s). ``launch_flops``: the operations that it could compute in the time of a
+        layer's launches. SwiGLU is assumed (three matrices in the feed-forward layer).
         """
         groups = num_query_groups or num_attention_heads
         sizes = {
@@ -251,14 +256,14 @@ class CostModel:
 
     @classmethod
     def preset(cls, name: str) -> CostModel:
-        """A published or measured cost model: one of :data:`PRESETS`."""
+        """Return a published or measured cost model: one of :data:`PRESETS`."""
         if name not in PRESETS:
             raise ValueError(f"preset is {name!r}, expected one of {', '.join(PRESETS)}")
         return PRESETS[name]
 
 
 FORMAT = "hcp cost model, version 1"
-"""First entry of a saved model."""
+"""The first entry of a saved model."""
 
 
 def _from_json(data: Any) -> CostModel:
@@ -287,7 +292,7 @@ def _table_from_json(table: Any) -> Table:
 
 
 def _checked(table: Table) -> Table:
-    """The table as ints, if it is one that a plan can use."""
+    """Return the table as ints. Raises ValueError for one that a plan cannot use."""
     if not isinstance(table, Table):
         raise ValueError(f"cost.table is {table!r:.60}, expected an hcp.planning.cost.Table")
     lengths, degrees, times = (
@@ -305,9 +310,9 @@ def _checked(table: Table) -> Table:
 
 
 def _flexsp(a1: float, a2: float, b1: float, layers: int, hidden: int) -> CostModel:
-    """FlexSP's a1 s^2 + a2 s + b1 in ms on A100-40G (arXiv 2412.01523, constants of its artifact),
-    and its all-to-all of 16 * layers * hidden bytes a token, at the rates that it measured with 4
-    ranks (104 GB/s) and with 32 (5.94 GB/s)."""
+    """Return FlexSP's model: a1 s^2 + a2 s + b1 in ms on A100-40G (arXiv 2412.01523, constants of
+    its artifact), and its all-to-all of 16 * layers * hidden bytes per token, at its measured rates
+    for 4 ranks (104 GB/s) and for 32 (5.94 GB/s)."""
     moved = 16 * layers * hidden
     return CostModel(
         pair=round(2 * a1 * 1e8),
@@ -321,8 +326,8 @@ def _flexsp(a1: float, a2: float, b1: float, layers: int, hidden: int) -> CostMo
 
 
 def _hydraulis(a: float, b: float, c: float) -> CostModel:
-    """Hydraulis' a s^2 + b s + c in ms (arXiv 2412.07894, 7B on A100), with a ring of 7B keys and
-    values (32 layers of 8 KiB a token, forward and backward) over 200 and 50 GB/s."""
+    """Return Hydraulis' model: a s^2 + b s + c in ms (arXiv 2412.07894, 7B on A100), with a ring of
+    7B keys and values (32 layers of 8 KiB per token, forward and backward) over 200 and 50 GB/s."""
     moved = 3 * 32 * 8192
     return CostModel(
         pair=round(2 * a * 1e8),

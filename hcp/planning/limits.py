@@ -20,9 +20,9 @@ class MemoryModel:
 
         (rows + alignment - 1) * (activation + logit) + gathered * tokens
 
-    where rows are those of the fullest rank of the group and tokens those of the group's sequences
-    when its degree is more than 1. In a pipeline a stage keeps up to ``pipeline_stages``
-    micro-batches at once: divide its memory by that.
+    ``rows`` are those of the fullest rank of the group. ``tokens`` are those of the group's
+    sequences if its degree is more than 1, else 0. In a pipeline a stage keeps up to
+    ``pipeline_stages`` micro-batches at once: divide its memory by that.
     """
 
     activation: int = 0
@@ -30,10 +30,10 @@ class MemoryModel:
     logit: int = 0
     """One row's logits and their gradient."""
     gathered: int = 0
-    """Keys and values of one token in one layer, while a rank has those of whole sequences: with
-    "all_gather"; 0 for rings, which never do."""
+    """Bytes of one token's keys and values in one layer, for "all_gather", in which a rank holds
+    those of whole sequences. 0 for rings, in which it never does."""
     limit: int = 0
-    """Most bytes of one rank in one micro-batch; 0: no limit."""
+    """The most bytes of one rank in one micro-batch; 0: no limit."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -41,7 +41,7 @@ class MemoryModel:
             object.__setattr__(self, name, value)
 
     def bytes(self, rows: int, tokens: int, degree: int) -> int:
-        """Bytes on a rank with so many rows of sequences of so many tokens."""
+        """Return the bytes on a rank with so many rows of sequences of so many tokens."""
         return rows * (self.activation + self.logit) + (degree > 1) * tokens * self.gathered
 
 
@@ -56,17 +56,17 @@ class Limits:
     max_tokens_per_rank: int
     """Rows that one rank may hold in one micro-batch, never exceeded."""
     min_degree: int = 1
-    """Fewest ranks of a group."""
+    """The fewest ranks of a group."""
     max_degree: int | None = None
-    """Most ranks of a group; None: all."""
+    """The most ranks of a group; None: all."""
     degrees: str = "any"
     """"any", or "pow2": powers of two, at multiples of themselves."""
     alignment: int = 1
     """A rank's rows are padded to a multiple of it."""
     ranks_per_node: int | None = None
-    """A degree up to it stays inside a node, a larger one takes whole nodes."""
+    """A group of up to so many ranks stays inside a node. A larger one takes whole nodes."""
     sync: str = "step"
-    """When ranks wait for each other: at the end of the "step", or after every "micro_batch"."""
+    """Ranks wait for each other at the end of the "step", or after every "micro_batch"."""
     pipeline_stages: int = 1
     """Stages of a 1F1B pipeline, each on its own ranks."""
     virtual_stages: int = 1
@@ -74,11 +74,11 @@ class Limits:
     micro_batch_group: int | None = None
     """Micro-batches of an interleaved pipeline come in multiples of it; None: its stages."""
     memory: MemoryModel | None = None
-    """Bytes that must suffice in addition to the rows."""
+    """The limit of bytes, in addition to that of rows."""
     min_degrees: Sequence[int] | None = None
-    """Fewest ranks of each sequence."""
+    """The fewest ranks of each sequence."""
     max_degrees: Sequence[int] | None = None
-    """Most ranks of each sequence."""
+    """The most ranks of each sequence."""
     speeds: Sequence[float] | None = None
     """The speed of each rank, in any unit."""
     slowness: Sequence[int] | None = None
@@ -92,7 +92,7 @@ class Limits:
 
     @classmethod
     def among(cls, values: Mapping[str, Any]) -> Self:
-        """The limits among named values; others are left out."""
+        """Make limits of the named values that are limits. Others are left out."""
         return cls(**{name: values[name] for name in LIMITS if name in values})
 
     @property
@@ -136,8 +136,11 @@ SIZES = tuple(name for name, default in INTEGERS.items() if default is not MISSI
 
 
 def slowness_of(speeds: Sequence[float]) -> list[int]:
-    """Speeds as the core's integers: how much longer each rank takes than the fastest. Where speeds
-    were measured, one rank makes these and sends them to the others, since floats may differ."""
+    """Convert speeds to the core's integers: the time of each rank over that of the fastest.
+
+    If speeds were measured, one rank converts them and sends the result to the others, since floats
+    may differ.
+    """
     expect_items("speeds", speeds, "numbers")
     for rank, speed in enumerate(speeds):
         if not (is_finite(speed) and speed > 0):
@@ -147,12 +150,12 @@ def slowness_of(speeds: Sequence[float]) -> list[int]:
 
 
 def divisors(n: int) -> list[int]:
-    """All of them, ascending."""
+    """Return all divisors of n, ascending."""
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def rows_up_to(longest: int, degree: int) -> int:
-    """Rows of the fullest rank, at most, when degree ranks share up to longest tokens zigzag.
+    """Return the most rows of a rank if ``degree`` ranks share up to ``longest`` tokens zigzag.
 
     A shorter sequence may need a row more than the longest: on 4 ranks 11 tokens put 4 on one of
     them, and 12 tokens 3 on each.

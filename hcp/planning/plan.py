@@ -40,9 +40,9 @@ class Group(NamedTuple):
 
 
 class Plan:
-    """An immutable plan, the same on every rank that was given the same input.
+    """An immutable plan. Equal input gives the same plan on every rank.
 
-    Made by :func:`plan` or :meth:`from_dict`. ``core`` is the C core's value.
+    It is made by :func:`plan` or :meth:`from_dict`. ``core`` is the C core's value.
     """
 
     def __init__(self, core: _core.Plan) -> None:
@@ -95,24 +95,25 @@ class Plan:
 
     @property
     def efficiency(self) -> float:
-        """work / (ranks * makespan): 1 where no rank ever waits or does extra work. Exchanges and
-        launches are extra work that no plan may be able to avoid: how near a plan is to the best
-        one, makespan / bound says."""
+        """work / (ranks * makespan): 1 if no rank ever waits or does extra work.
+
+        Exchanges and launches are extra work, which every plan may need. makespan / bound tells how
+        near a plan is to the best one."""
         return self.work / (self.ranks * self.makespan) if self.makespan else 1.0
 
     @property
     def checksum(self) -> int:
-        """64 bits over everything that the plan says."""
+        """A hash of the whole plan, 64 bits."""
         return self.core.checksum
 
     @property
     def sync(self) -> str:
-        """When ranks wait for each other: "step" or "micro_batch"."""
+        """The value "step" or "micro_batch": ranks wait for each other after each of these."""
         return SYNCS[self.core.sync]
 
     @cached_property
     def cost(self) -> CostModel:
-        """The integers that the plan was made for."""
+        """The cost model of the plan, as integers."""
         table = self.core.table
         rows = Table(*(tuple(view) for view in table)) if table else None
         prices: dict[str, Any] = dict(zip(_core.PRICES, self.core.prices, strict=True))
@@ -120,7 +121,7 @@ class Plan:
 
     @cached_property
     def memory(self) -> MemoryModel:
-        """The bytes that the plan counts with; all 0 where it was made without."""
+        """The memory model of the plan; all 0 if it was made without one."""
         return MemoryModel(*self.core.memory)
 
     @cached_property
@@ -154,8 +155,9 @@ class Plan:
         return report(self)
 
     def sample_id_groups(self) -> list[list[list[int]]]:
-        """The plan in the shape of Megatron's schedulers: for each micro-batch, for each rank of
-        the domain, the sequences that it computes; one of degree d stands in d ranks' lists."""
+        """Return the plan in the form of Megatron's schedulers: for each micro-batch, for each rank
+        of the domain, the sequences that it computes. One of degree d is in the lists of d
+        ranks."""
         batches = []
         for groups in self.micro_batches:
             ranks: list[list[int]] = [[] for _ in range(self.ranks)]
@@ -166,7 +168,7 @@ class Plan:
         return batches
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain data, enough to make it again with :meth:`from_dict`."""
+        """Return the plan as plain data, from which :meth:`from_dict` makes an equal plan."""
         cost: dict[str, Any] = dict(zip(_core.PRICES, self.core.prices, strict=True))
         if self.core.table is not None:
             cost["table"] = [list(view) for view in self.core.table]
@@ -195,11 +197,11 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Plan:
-        """A plan from groups that somebody chose, checked by the rules that every plan keeps.
+        """Make a plan of given groups, and check it by the rules of all plans.
 
-        ``lengths``, ``ranks``, ``max_tokens_per_rank`` and ``micro_batches`` are required; others
-        are those of :func:`plan`. Raises ValueError that names the group and the rule, or the entry
-        that is missing or unknown.
+        ``lengths``, ``ranks``, ``max_tokens_per_rank`` and ``micro_batches`` are required. Other
+        entries are those of :func:`plan`. Raises ValueError that names the group and the rule, or
+        the entry that is missing or unknown.
         """
         expect_data(data)
         places = [
@@ -258,8 +260,8 @@ REQUIRED = ("lengths", "ranks", "max_tokens_per_rank", "micro_batches")
 
 
 def expect_data(data: Any) -> None:
-    """Raise ValueError unless this is the plain data of a plan: whole, of the right types, and
-    nothing else. What rules the plan keeps is for others to see."""
+    """Raise ValueError unless this is the plain data of a plan: complete, of the right types, and
+    nothing else. The rules of plans are not checked here."""
     expect_names("", data, REQUIRED, (*LIMITS, "cost"))
     for name in ("ranks", "max_tokens_per_rank"):
         expect_size(name, data[name])
@@ -307,7 +309,7 @@ def _cost_of(data: Any) -> CostModel:
 def _request(
     lengths: Sequence[int] | Tensor, limits: Limits, cost: CostModel | None
 ) -> dict[str, Any]:
-    """The core's arguments. A cost function is tabulated here."""
+    """Return the core's arguments. A cost function is tabulated here."""
     lengths = lengths.tolist() if hasattr(lengths, "tolist") else lengths
     if cost is not None and not isinstance(cost, CostModel):
         raise ValueError(f"cost is {cost!r}, expected a CostModel: CostModel.preset(...), say")
@@ -329,7 +331,7 @@ def _request(
 
 
 def _table_degrees(least: int, most: int, pow2: bool) -> list[int]:
-    """Columns of a function's table: every degree to 64, then 16 an octave, and the last."""
+    """Return the degrees of a function's table: all up to 64, then 16 per octave, and the last."""
     chosen = {*range(least, min(most, 64) + 1), most}
     for octave in range(6, most.bit_length()):
         chosen.update(range(1 << octave, 2 << octave, 1 << octave >> 4))
@@ -365,20 +367,20 @@ def plan(
     ``max_tokens_per_rank``: rows that one rank may hold in one micro-batch, never exceeded.
     ``min_degree`` to ``max_degree`` (default: ``ranks``): allowed CP degrees, any integers; equal
     ones give static CP. ``degrees="pow2"`` allows powers of two only, at multiples of themselves.
-    ``alignment``: a rank's rows are padded to a multiple of it. ``ranks_per_node``: a
-    degree up to it stays inside a node, a larger one takes whole nodes. ``sync``: whether ranks
-    wait for each other at the end of the step ("step": DDP) or after every micro-batch
-    ("micro_batch": FSDP, experts). ``effort``: 1, or more for a longer search.
+    ``alignment``: a rank's rows are padded to a multiple of it. ``ranks_per_node``: a group of up
+    to so many ranks stays inside a node, a larger one takes whole nodes. ``sync``: ranks wait for
+    each other at the end of the step ("step": DDP) or after every micro-batch ("micro_batch": FSDP,
+    experts). ``effort``: 1, or more for a longer search.
 
-    ``pipeline_stages``: stages of a 1F1B pipeline, each on its own ``ranks``, all following this
-    plan; ``cost`` is what one stage takes. ``virtual_stages`` > 1 interleaves it; micro-batches
-    then come in multiples of ``micro_batch_group`` (default: ``pipeline_stages``; up to 4096).
-    ``memory``: bytes that must suffice beside the rows. ``min_degrees``, ``max_degrees``: bounds of
-    each sequence, beside those of all. ``speeds``: of each rank, in any unit; ``cost`` is the
-    fastest's.
+    ``pipeline_stages``: stages of a 1F1B pipeline, each on its own ``ranks``. All follow this plan,
+    and ``cost`` is that of one stage. ``virtual_stages`` > 1 interleaves the pipeline; the number
+    of micro-batches is then a multiple of ``micro_batch_group`` (default: ``pipeline_stages``; up
+    to 4096). ``memory``: a limit of bytes, in addition to that of rows. ``min_degrees``,
+    ``max_degrees``: degrees of each sequence, in addition to ``min_degree`` and ``max_degree``.
+    ``speeds``: the speed of each rank, in any unit; ``cost`` is that of the fastest.
 
-    Pure: the same arguments give the same plan, bit for bit, on every rank. Raises ValueError for
-    an argument out of its range, and for a sequence that no allowed degree can hold.
+    The function is pure: equal arguments give the same plan, bit for bit, on every rank. Raises
+    ValueError for an argument out of its range, and for a sequence that no allowed degree can hold.
     """
     limits = Limits.among(locals())
     begun = time.perf_counter()
@@ -396,7 +398,7 @@ def lower_bound(
     cost: CostModel | None = None,
     **limits: Any,
 ) -> int:
-    """A time that no plan for the same arguments beats, in the cost model's unit.
+    """Return a time that no plan for these arguments beats, in the cost model's unit.
 
     ``lengths``, ``ranks``, ``max_tokens_per_rank``, ``cost`` and ``limits`` are those of
     :func:`plan`, without ``effort``. Raises ValueError as it does, and for an unknown limit.

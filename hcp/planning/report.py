@@ -1,4 +1,4 @@
-"""Report how good a plan is, and what each rank does in it."""
+"""Report the times and the balance of a plan, and the work of each rank."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class Report:
     rank_tokens: tuple[int, ...]
     """Rows that each rank computes in the step, without padding."""
     rank_bytes: tuple[int, ...]
-    """Most bytes that each rank needs in a micro-batch, by the plan's ``memory``."""
+    """The most bytes that each rank needs in a micro-batch, by the plan's ``memory``."""
     peak_tokens: int
     """Rows of the fullest rank in one micro-batch, alignment included."""
     padding: int
     """Rows that ``alignment`` adds."""
     node_crossings: int
-    """Tokens times nodes whose keys and values enter a node from outside."""
+    """The sum over tokens of the nodes that their keys and values enter from outside."""
     node_bytes: int
-    """These in bytes, in one layer's forward, by the plan's ``memory.gathered``."""
+    """``node_crossings`` in bytes of one layer's forward, by the plan's ``memory.gathered``."""
     planning_seconds: float | None
     """None for a plan that came from data."""
 
@@ -58,7 +58,7 @@ class Report:
 
 
 def report(plan: Plan) -> Report:
-    """Make :meth:`Plan.report`."""
+    """Make the report that :meth:`Plan.report` returns."""
     node, alignment = plan.core.ranks_per_node, max(1, plan.core.alignment)
     rows, needed = [0] * plan.ranks, [0] * plan.ranks
     busy = peak = padding = crossings = groups = 0
@@ -98,7 +98,7 @@ def report(plan: Plan) -> Report:
 
 
 def rows_held(length: int, degree: int, j: int) -> int:
-    """Rows of rank j when degree ranks share length tokens zigzag."""
+    """Return the rows of rank j if ``degree`` ranks share ``length`` tokens zigzag."""
 
     def cut(k: int) -> int:
         return k * length // (2 * degree)

@@ -1,4 +1,4 @@
-"""A plan's timeline by its cost model, and the same as a Chrome trace."""
+"""A plan's timeline by its cost model, also as a Chrome trace."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class Box:
     sequences: tuple[int, ...]
     """Indices of the plan's lengths, in the order in which they run."""
     ends: tuple[int, ...]
-    """When each of them ends; the first starts after the group's launch."""
+    """The end of each sequence. The first starts after the group's launch."""
 
 
 def timeline(plan: Plan) -> list[Box]:
-    """The time span of every group of a plan.
+    """Return the time span of every group of a plan.
 
     A group starts when all of its ranks are free or, under ``sync="micro_batch"``, when all ranks
-    of the domain are. The last end is ``plan.makespan``, except in a pipeline: there this is one
-    stage that never waits for its neighbours."""
+    of the domain are free. The last end is ``plan.makespan``. For a pipeline, this is the timeline
+    of one stage that never waits for its neighbours."""
     free = [0] * plan.ranks
     boxes = []
     for m, groups in enumerate(plan.micro_batches):
@@ -48,11 +48,11 @@ def timeline(plan: Plan) -> list[Box]:
 
 
 def chrome_trace(plan: Plan, unit: float | None = None) -> dict[str, Any]:
-    """The timeline in Chrome's trace format, for Perfetto or chrome://tracing: a row per rank, a
-    group with its sequences inside.
+    """Return the timeline in Chrome's trace format, for Perfetto or chrome://tracing: a row per
+    rank, and groups that contain their sequences.
 
-    ``unit``: seconds of one integer of the cost model. The trace then lines up with a measured one,
-    such as torch.profiler's, in the same microseconds. None: the makespan fills one second.
+    ``unit``: seconds of one unit of the cost model. The trace then has the microseconds of a
+    measured one, such as torch.profiler's. None: the makespan is shown as one second.
     """
     scale = 1e6 * unit if unit else 1e6 / max(1, plan.makespan)
     staged = ", one stage" if plan.core.pipeline_stages > 1 else ""
