@@ -2,14 +2,14 @@
 
     python benchmarks/bench_attention_kernels.py [--heads 32 8]
 
-Times of FlashAttention-2 / those of the other, above 1 where the other is faster, of one pack after
-the other with the host's time in it. Results are compared with FlashAttention-2's first, to what
-bfloat16 rounds. Columns:
+A ratio is the time of FlashAttention-2 over that of the other kernel: above 1 the other is faster.
+Packs are timed one after the other, with the host's time. First, results are compared with those
+of FlashAttention-2, to the rounding of bfloat16. Columns:
 
     cuDNN     one call for each sequence; "first, ms": its first call with these lengths, forward
               and backward, in which it builds its plans
-    FA4       FlashAttention-4, one call for the pack, where flash-attn-4 is installed; and which of
-              the two the backend `auto` picks in each direction, by which measured pack
+    FA4       FlashAttention-4, one call for the pack, if flash-attn-4 is installed; then the kernel
+              that the backend `auto` picks in each direction, and the measured pack it goes by
 
 The packs are those of ``hcp.attention.kernels.fastest.MEASURED`` and others between them.
 """
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 class Pack(NamedTuple):
-    """One kernel's launches over the pack's rows."""
+    """The launches of one kernel over the pack's rows."""
 
     kernel: Kernel
     launches: Sequence[Launch]
@@ -122,7 +122,7 @@ def print_pack(lengths: tuple[int, ...], args: argparse.Namespace) -> None:
 def against_flash4(
     make: Callable[[Kernel], Pack], flash2: Pack, expected: list[Tensor], rounds: int
 ) -> tuple[tuple[float, float], str]:
-    """Ratios forward and backward, and what `auto` picks."""
+    """Return the ratios forward and backward, and the choice of `auto`."""
     from hcp.attention.kernels.flash_attn_4 import Flash4
 
     kernel = Flash4()
@@ -139,7 +139,7 @@ def against_flash4(
 
 
 def compared(pack: Pack, expected: list[Tensor]) -> float:
-    """Seconds of the first run, whose results must be the expected ones."""
+    """Check the results of the first run, and return its seconds."""
     torch.cuda.synchronize()
     begun = time.perf_counter()
     found = pack.results()
@@ -157,7 +157,7 @@ def compared(pack: Pack, expected: list[Tensor]) -> float:
 
 
 def ratios(first: Pack, second: Pack, rounds: int) -> tuple[float, float]:
-    """The first's time over the second's, forward and backward."""
+    """Return the first's time over the second's, forward and backward."""
     return (
         ratio(first.forward, second.forward, rounds),
         ratio(first.backward, second.backward, rounds),
@@ -165,7 +165,7 @@ def ratios(first: Pack, second: Pack, rounds: int) -> tuple[float, float]:
 
 
 def ratio(first: Callable[[], object], second: Callable[[], object], rounds: int) -> float:
-    """The ratio of medians of rounds that take turns."""
+    """Return the ratio of the medians. The two take turns in every round."""
     times: list[list[float]] = [[], []]
     for _ in range(rounds + 1):
         for step, taken in zip((first, second), times, strict=True):

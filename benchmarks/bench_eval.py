@@ -4,18 +4,18 @@
 
 A decoder's layers (attention with keys and values gathered over CP, a feed-forward layer), cut
 into --pp stages, evaluate --samples sequences of --length tokens under the training layout (cp 1)
-and inside hcp.eval_cp_context under every other CP size. Gloo on CPUs, NCCL on GPUs (--device); the
-sizes' defaults depend on it.
+and inside hcp.eval_cp_context under every other CP size. --device chooses Gloo on CPUs or NCCL on
+GPUs, and the default sizes.
 
-Equal work: hcp.EvalPlan.finish() counts that each sample was evaluated exactly once in every
-layout, and the means agree to --tolerance, or there is no figure. Layouts take turns; times are
-medians of --rounds, of the slowest rank, the switch included; "switch" is an empty context, in and
-out. "predicted" is hcp.choose_eval_context_parallel with what a stage's layers take in each layout,
-measured here on all ranks at once: it adds up micro-batches, fillers and bubbles.
+All layouts do equal work: hcp.EvalPlan.finish() checks that each sample was evaluated exactly once,
+and the means must agree to --tolerance, or the run ends without a figure. Layouts take turns. Times
+are those of the slowest rank with the switch, medians of --rounds. "switch" is an empty context, in
+and out. "predicted" is hcp.choose_eval_context_parallel with the time of a stage's layers in each
+layout, measured here on all ranks at once: it adds up micro-batches, fillers and bubbles.
 
-The prediction takes each rank to have a processor of its own. With more ranks than cores a rank
-that waits lends its core to the others, and neither bubbles nor fillers cost what they should: then
-nothing is predicted.
+The prediction assumes a processor for each rank. With more ranks than cores, a rank that waits
+frees its core for the others, so that bubbles and fillers cost less than predicted: then nothing is
+predicted.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Layer(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(x)))
 
     def gather(self, kv: Tensor) -> Tensor:
-        """Keys and values of the whole sequence, in its order: rank j has chunks j and 2 cp-1-j."""
+        """Gather all keys and values, in order: rank j has chunks j and 2 cp - 1 - j."""
         if self.cp_size == 1:
             return kv
         gathered = kv.new_empty(self.cp_size * len(kv), kv.shape[1])
@@ -71,7 +71,7 @@ class Layer(nn.Module):
         return torch.cat([h[0] for h in halves] + [h[1] for h in reversed(halves)])
 
     def attend(self, q: Tensor, kv: Tensor) -> Tensor:
-        """Each chunk of queries sees what stands before its end, and no more work is done."""
+        """Compute each chunk of queries against the keys before the chunk's end only."""
         q, k, v = (x.unflatten(1, (self.heads, -1)).transpose(0, 1) for x in (q, *kv.chunk(2, 1)))
         size = k.shape[1] // (2 * self.cp_size)
         outs = []
@@ -107,7 +107,8 @@ class Stage(nn.Module):
         return torch.cat([chunks[i] for i in chunks_of(pgs.rank("cp"), pgs.size("cp"))])
 
     def forward(self, sample: Tensor) -> Tensor | None:
-        """A value of each token in the last stage, after what came from the stage before."""
+        """Run one stage, and send its rows to the next. In the last stage, return one value for
+        each token."""
         pgs = self.pg_collection
         stage, stages = pgs.rank("pp"), pgs.size("pp")
         x = self.own_rows(sample)
@@ -148,7 +149,7 @@ def evaluate(model: Stage, dataset: list[Tensor]) -> float:
 
 
 def timed(function: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the slowest rank."""
+    """Return the seconds of the slowest rank."""
     dist.barrier()
     synchronize(device)
     start = time.perf_counter()
@@ -171,7 +172,7 @@ class Times:
     evaluation: list[float] = field(default_factory=list)
     switch: list[float] = field(default_factory=list)
     sample: list[float] = field(default_factory=list)
-    """One sample in one stage, without its neighbours."""
+    """The times of one sample in one stage, without its neighbours."""
 
 
 @torch.no_grad()
@@ -181,7 +182,7 @@ def measure(
     layouts: dict[int, hcp.ProcessGroups],
     dataset: list[Tensor],
 ) -> dict[int, Times]:
-    """Layouts in turns; the first turn is for warming up. Raises where they disagree."""
+    """Measure the layouts in turns. The first turn warms up. Raises if results disagree."""
     train, device = layouts[1], dataset[0].device
     times = {cp: Times() for cp in layouts}
     means: dict[int, float] = {}
@@ -216,7 +217,7 @@ def measure(
 def predict(
     args: argparse.Namespace, times: dict[int, Times], ranks: int, pp: int, device: str
 ) -> hcp.EvalChoice:
-    """The chooser's choice by what a sample takes in all stages, rank 0's times on all ranks."""
+    """Return the choice of hcp.choose_eval_context_parallel, by rank 0's times on all ranks."""
     stage = torch.tensor([statistics.median(t.sample) for t in times.values()], device=device)
     dist.broadcast(stage, 0)
     seconds = dict(zip(times, (stage * pp).tolist(), strict=True))

@@ -3,23 +3,26 @@
     torchrun --nproc-per-node 8 benchmarks/bench_exchange.py
     torchrun --nproc-per-node 2 benchmarks/bench_exchange.py --device cpu --most-mib 1
 
-Two patterns, in rows of 4 KiB (keys beside values of 8 heads of 128 in bfloat16):
+There are two patterns, in rows of 4 KiB (keys and values of 8 heads of 128 in bfloat16, side by
+side):
 
     ring     a rank receives all rows of the next one
     gather   a rank receives rows of all others, and lays them out as attention reads a pack of
              sequences: two pieces of each sequence from each rank
 
+and four contestants:
+
     copy     `copy_` from the next rank's memory, mapped by torch's symmetric memory, all ranks at
              once: nothing is staged, signalled, or laid out
     peer     PeerTransport's stage, write and read: rows are copied into symmetric memory first
     nccl     NcclTransport.start, and for the gather one more kernel that lays the rows out
-    torch    the same by torch's batch_isend_irecv
+    torch    torch's batch_isend_irecv, and for the gather the kernel that lays the rows out
 
 A share is the copy's time / the transport's: 1 is the limit. Bytes are those that each rank
-receives. A time is the slowest rank's, the median of rounds in which all take turns; "host us" is
-what one call keeps the host. What each receives is compared with what was sent, bit for bit, before
-and after it is timed. On CPU ranks there is neither peer memory nor NCCL: `torch` runs alone, and
-the copy is one within a rank.
+receives. A time is that of the slowest rank, the median of rounds in which all take turns. "host
+us" is the host's time for one call. Received rows are compared with sent ones, bit for bit, before
+and after the timing. CPU ranks have neither peer memory nor NCCL: `torch` runs alone, and the copy
+stays within a rank.
 """
 
 from __future__ import annotations
@@ -66,7 +69,7 @@ class Pattern:
     sources: list[int]
     readers: list[int]
     runs: Tensor
-    """(runs, 4) of (row, rows, source, its row): where received rows go."""
+    """(runs, 4) of (row, rows, source, the source's row): the places of received rows."""
 
     @property
     def rows(self) -> int:
@@ -126,7 +129,7 @@ def ring(rows: int) -> Pattern:
 
 
 def gather(rows: int) -> Pattern:
-    """Piece after piece, of each piece what every other rank has."""
+    """Receive rows of all other ranks, piece by piece, and within a piece rank by rank."""
     others = [peer for peer in range(dist.get_world_size()) if peer != dist.get_rank()]
     own_rows = max(1, rows // len(others))
     pieces = min(PIECES, own_rows)
@@ -148,7 +151,7 @@ def compare(
     transports: dict[str, TorchTransport],
     copies: Copies,
 ) -> None:
-    """Check, time, check and print."""
+    """Check the contestants, time them, check them again and print their rows."""
     own = rows_of(dist.get_rank(), pattern.own_rows, copies.device)
     steps: dict[str, Callable[[], Tensor]] = {"copy": copies.step(pattern.rows)}
     for name, transport in transports.items():

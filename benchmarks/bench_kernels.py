@@ -4,19 +4,20 @@
     OMP_NUM_THREADS=1 python benchmarks/bench_kernels.py --device cpu --rows 16384 --only rotate
 
 Each result is checked first. Contestants take turns in one run, over buffers that together are
-larger than the last cache, and are timed by CUDA events, or the host's clock; the median of the
-rounds counts. Columns:
+larger than the last cache. They are timed by CUDA events, or on the CPU by the host's clock. The
+median of the rounds counts. Columns:
 
-    bytes     what the result needs read and written once, GB
+    bytes     the least bytes to read and write for the result, GB
     GB/s      bytes / median time
     of copy   that rate over the rate of a plain copy of 1 GiB (CPU: 64 MiB), timed in the same
-              rounds: the bound, 1.00, is memory that does nothing else
+              rounds: the bound is 1.00, the full rate of the memory
     vs peer   the peer's median time over ours
 
-Peers: index_select and cat for pack, index_select and .to for a cast; for merge the chain of
-pairwise corrections that ring attention implementations launch, restated here, each step eager or
-compiled; for reduce a chain of additions in float32; for what rotates, the same in two passes, and
-PyTorch's operators, a pass of memory each, before the pack or behind the sum.
+The peers are index_select and cat for pack, and index_select and .to for a cast. For merge they
+are the chain of pairwise corrections that ring attention implementations launch, re-implemented
+here, each step eager or compiled. For reduce they are a chain of additions in float32. For kernels
+that rotate they are two passes of hcp's kernels, and PyTorch's operators, which each pass over the
+memory once, before the pack or after the sum.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 Calls = Sequence[Callable[[], object]]
-"""One contestant's, of each set of buffers."""
+"""The calls of one contestant, one for each set of buffers."""
 
 
 class Contest(NamedTuple):
@@ -68,7 +69,7 @@ def size_of(*tensors: Tensor) -> int:
 
 
 def pack_contest(rows: int, run: int) -> Contest:
-    """Keys and values of every other run of rows, side by side."""
+    """Pack keys and values of every other run of rows, side by side."""
     segments = torch.tensor([(row, run) for row in range(0, 2 * rows, 2 * run)])
     index = torch.cat([torch.arange(row, row + n) for row, n in segments.tolist()]).to(DEVICE)
     ours, peers = [], []
@@ -89,7 +90,7 @@ def pack_contest(rows: int, run: int) -> Contest:
 
 
 def cast_contest(rows: int, dtype: torch.dtype, to: torch.dtype) -> Contest:
-    """Every other 256 rows of one tensor, in another dtype."""
+    """Pack every other 256 rows of one tensor, in another dtype."""
     segments = torch.tensor([(row, 256) for row in range(0, 2 * rows, 512)])
     index = torch.cat([torch.arange(row, row + n) for row, n in segments.tolist()]).to(DEVICE)
     sets = [randn(2 * rows, 2 * KEY_HEADS * HEAD_DIM, dtype=dtype) for _ in range(COPIES)]
@@ -120,7 +121,7 @@ def chain(
     lse_step: Callable[[Tensor, Tensor], Tensor],
     out_step: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """One correction of the log-sum-exp a part, then one of the output a part, in bfloat16."""
+    """Correct the log-sum-exp once for each part, then the output once for each, in bfloat16."""
     lse = lses[0].clone()
     for step in lses[1:]:
         lse = lse_step(lse, step)
@@ -180,7 +181,7 @@ def reduce_contest(rows: int) -> Contest:
 
 
 def cast_sum_contest(rows: int, dtype: torch.dtype, to: torch.dtype) -> Contest:
-    """Sums of eight parts, in another dtype."""
+    """Sum eight parts, in another dtype."""
     runs = torch.tensor([(0, rows, part, 0) for part in range(PARTS)])
     ours, peers = [], []
     for _ in range(COPIES):
@@ -213,7 +214,7 @@ def rotary(rows: int) -> rope.Rotary:
 
 
 def rotate_contest(rows: int) -> Contest:
-    """Queries."""
+    """Rotate queries."""
     turn = rotary(rows)
     sets = [randn(rows, HEADS, HEAD_DIM) for _ in range(COPIES)]
     ours = [lambda t=t: ops.rotate(t, turn.cos, turn.sin) for t in sets]
@@ -224,7 +225,7 @@ def rotate_contest(rows: int) -> Contest:
 
 
 def rotated_pack_contest(rows: int) -> Contest:
-    """Keys rotated, and side by side with values on the wire, all rows as a ring sends them."""
+    """Rotate keys, and pack them side by side with values, all rows, as a ring sends them."""
     turn, segments = rotary(rows), torch.tensor([(0, rows)])
     ours, apart, torchs = [], [], []
     for _ in range(COPIES):
@@ -252,7 +253,7 @@ def rotated_pack_contest(rows: int) -> Contest:
 
 
 def rotated_sum_contest(rows: int) -> Contest:
-    """Gradients of keys in two parts, as on two ranks, summed and turned back."""
+    """Sum gradients of keys in two parts, as on two ranks, and rotate them back."""
     turn, runs = rotary(rows), torch.tensor([(0, rows, part, 0) for part in range(2)])
     back = rope.Rotary(turn.cos, -turn.sin, interleaved=False)
     ours, apart, torchs = [], [], []
@@ -290,7 +291,7 @@ def rotated_sum_contest(rows: int) -> Contest:
 
 
 def time_once(calls: Calls, turn: int) -> float:
-    """Seconds of one call, over the buffers whose turn it is."""
+    """Return the seconds of one call, over the buffers whose turn it is."""
     if DEVICE.type == "cpu":
         begun = time.perf_counter()
         calls[turn % len(calls)]()

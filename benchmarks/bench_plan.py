@@ -1,23 +1,23 @@
 """Compare plans with a bound that no plan beats and with peers' plans, and time planning.
 
     python benchmarks/bench_plan.py [--families P1,X1] [--seeds 100] [--peers]
-    python benchmarks/bench_plan.py --variants [--peers]     one thing at a time around a base case
+    python benchmarks/bench_plan.py --variants [--peers]     changes of a base case, one at a time
     python benchmarks/bench_plan.py --growth growth.png      time over K and over N
 
 Columns:
-  p50, p95, max   makespan / hcp.lower_bound under the same limits and cost, which holds for the
-                  peers, too; over the seeds
+  p50, p95, max   makespan / hcp.lower_bound under equal limits and cost, over the seeds; the bound
+                  also holds for the peers
   ms p50, p99     CPU milliseconds of hcp.plan on one core, the least of --rounds, tables included
   refused         batches for which there was no plan
   groups          distinct rank intervals that the plans of all seeds use, the median of a plan
-  GB nodes        keys and values that enter a node of 8 ranks from others in a step, by 4 KiB a
-                  token and layer, 32 layers, forward and backward three times
-  peers           median ratio; "worse": seeds on which the best of them beats hcp. They know no
-                  speeds and no pipelines, by which they are judged all the same
+  GB nodes        keys and values that enter a node of 8 ranks from others in a step: 4 KiB per
+                  token and layer, 32 layers, three times for forward and backward
+  peers           median ratio; "worse": seeds on which the best of them beats hcp. Peers ignore
+                  speeds and pipelines, but are judged by them
 
-Every plan passes hcp.check_plan first. Peers are re-implemented in benchmarks/peers/planners.py and
-were made for other costs; slow ones run only where they end in time. Makespans are by the cost
-model: nothing but planning was timed.
+Every plan passes hcp.check_plan first. Peers are re-implemented in benchmarks/peers/planners.py.
+They were made for other costs, and slow ones run only where they end in time. Makespans are by the
+cost model: nothing but planning was timed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from peers import planners
 import hcp
 
 TOKEN_SECONDS = 1.05e-4
-"""6 * 7e9 operations at 400 TFLOP/s: what the default cost's `token` stands for."""
+"""Seconds of the default cost's `token`: 6 * 7e9 operations at 400 TFLOP/s."""
 NODE = 8
 TOKEN_BYTES = 3 * 32 * 4096
 
@@ -105,13 +105,13 @@ def family_cases(args: argparse.Namespace) -> Iterator[Case]:
 
 
 def github(ranks: int, capacity: int = 8192) -> Callable[[Random], list[int]]:
-    """Eight a rank, cut to what all ranks hold."""
+    """Draw eight sequences per rank, each cut to the rows of all ranks."""
     most = ranks * (capacity - 2)
     return lambda random: [min(most, families.GITHUB(random)) for _ in range(8 * ranks)]
 
 
 def variants() -> Iterator[Case]:
-    """One thing at a time around 512 GitHub sequences on 64 ranks of 8192 tokens."""
+    """Yield changes, one at a time, of 512 GitHub sequences on 64 ranks of 8192 tokens."""
     base = {"ranks": 64, "max_tokens_per_rank": 8192, "cost": hcp.CostModel(), "sync": "step"}
     draw = github(64)
     yield Case("base", draw, base)
@@ -200,7 +200,7 @@ HEAD += ["refused", "groups", "GB nodes"]
 
 
 def crossings(plan: hcp.Plan) -> int:
-    """Tokens times the nodes of 8 ranks that their keys and values enter from outside."""
+    """Sum over tokens the nodes of 8 ranks that their keys and values enter from outside."""
     return sum(
         plan.lengths[s] * ((g.first_rank + g.degree - 1) // NODE - g.first_rank // NODE)
         for batch in plan.micro_batches
@@ -222,7 +222,7 @@ def bench(cases: Iterator[Case], args: argparse.Namespace) -> None:
 
 
 def seeds_of(case: Case, seeds: int) -> int:
-    """Fewer where checking a plan in Python takes long."""
+    """Return the number of seeds: fewer if checking a plan in Python takes long."""
     if not case.chance:
         return 1
     ranks = case.request["ranks"]
@@ -233,7 +233,7 @@ def seeds_of(case: Case, seeds: int) -> int:
 
 
 def growth(args: argparse.Namespace, path: Path, sync: str) -> None:
-    """Milliseconds over K at N = 64, and over N at K = 8 N, next to K log K + N log N."""
+    """Draw milliseconds over K at N = 64, and over N at K = 8 N, with K log K + N log N."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,18 +1,19 @@
 """Time a switch of process groups: python benchmarks/bench_rebind.py [--modules 100 1000 10000]
 
-A model of N modules holds four of the training layout's groups in each (cp_group, tp_cp_group,
-tp_dp_cp_group, dp_cp_group; all four have another group in the eval layout, so 4 N slots change).
-Every way of switching is checked in the same run: after it each slot holds the eval group, after
-the way back the training group.
+Each of a model's N modules holds four groups of the training layout (cp_group, tp_cp_group,
+tp_dp_cp_group, dp_cp_group). All four have another group in the eval layout, so 4 N slots change.
+Every way of switching is checked in the same run: each slot must hold the eval group after the
+switch, and the training group after the switch back.
 
   table    first entry: walk the model, build the table
-  check    does the structure still hold? (each entry)
-  strict   what strict=True adds to an entry: who else in the process holds a group
+  check    test whether the structure still holds (each entry)
+  strict   the time that strict=True adds: search the process for other holders of a group
   entry    check, agreement of ranks (here one rank), swap
-  swap     the loop in C over the table, one way; "back" the way out
-  walk     a restatement of the peer's walk: for every module ask for five names, set what is there
-  setattr  setattr(module, name, group) for the same slots in a plain Python loop
-  dict     vars(module)[name] read and written for the same slots in a plain Python loop
+  swap     the loop in C over the table; "back": the loop that restores
+  walk     a re-implementation of the peer's walk: look up five names in every module, set those
+           that exist
+  setattr  setattr(module, name, group) for these slots in a plain Python loop
+  dict     vars(module)[name] read and written for these slots in a plain Python loop
 
 Contestants take turns; medians of --rounds, with the spread (median of the upper half over median
 of the lower half). walk/swap and setattr/swap are ratios of medians.
@@ -60,7 +61,7 @@ class Leaf(nn.Module):
 
 
 def build(modules: int, pgs: hcp.ProcessGroups) -> nn.Module:
-    """A tree, 10 leaves to a block, as layers have."""
+    """Build a tree with 10 leaves per block, as layers have."""
     blocks = [
         nn.ModuleList(Leaf(pgs) for _ in range(min(10, modules - first)))
         for first in range(0, modules, 10)
@@ -69,7 +70,7 @@ def build(modules: int, pgs: hcp.ProcessGroups) -> nn.Module:
 
 
 def walk_every_module(model: nn.Module, target: hcp.ProcessGroups) -> None:
-    """The peer's work for each switch, restated."""
+    """Switch as the peer does, re-implemented."""
     for module in model.modules():
         if hasattr(module, "pg_collection"):
             module.pg_collection = target  # type: ignore[assignment]

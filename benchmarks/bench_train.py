@@ -1,27 +1,26 @@
-"""Training steps of one GPT under several plans of the same global batches.
+"""Time training steps of one GPT under several plans of the same global batches.
 
     torchrun --nproc-per-node 8 benchmarks/bench_train.py [--families P1 P2 P3 P4]
     torchrun --nproc-per-node 2 benchmarks/bench_train.py --device cpu
 
-    dynamic       hcp.plan: each sequence its own degree
+    dynamic       hcp.plan: each sequence has its own degree
     static        hcp.plan at one degree, the smallest that holds the longest sequence of the run
-    wave greedy   Megatron's dynamic scheduler, restated in benchmarks/peers/planners.py
-    ring          what users run today, restated: that degree, sequences packed in the order in
-                  which they come, each padded and split over the ranks, ring attention as in
+    wave greedy   Megatron's dynamic scheduler, re-implemented in benchmarks/peers/planners.py
+    ring          today's usual scheme, re-implemented: the degree of `static`, sequences packed in
+                  their order, each padded and split over the ranks, ring attention as in
                   benchmarks/peers/ring.py over torch's point-to-point calls
 
-All but `ring`'s attention runs on hcp's engine. A step is forward, backward and one
-sum of all gradients; an optimizer's work is the same for all, and left out, as is the planning and
-the dispatch of rows, which a loader does ahead. Families are those of
-benchmarks/common/families.py, with sequences up to --tokens a batch, each cut to what all ranks
-hold.
+All but `ring`'s attention runs on hcp's engine. A step is forward, backward and one sum of all
+gradients. The optimizer is left out, since its work is equal for all. So are planning and the
+dispatch of rows, which a loader does ahead. Families are those of benchmarks/common/families.py,
+with sequences up to --tokens per batch, each cut to the rows of all ranks.
 
-Losses and gradients of each contestant are compared with those of `dynamic`, on every batch: a
-loss that is off by more than rounding, or gradients of the attention's weights that point
-elsewhere, end the run. Columns: tokens per second; time / dynamic's, measured and as the plans'
-makespans say; measured / predicted time; the gradients' relative distance. The prices are fitted in
+Losses and gradients of each contestant are compared with those of `dynamic`, on every batch. The
+run ends if a loss is off by more than rounding, or if gradients of the attention's weights point in
+another direction. Columns: tokens per second; time / dynamic's, measured and by the plans'
+makespans; measured / predicted time; the gradients' relative distance. The prices are fitted in
 the run, to micro-batches of degrees 1 to all, unless --cost names a file of `python -m hcp
-calibrate` for this very model. A time is the slowest rank's, summed over batches.
+calibrate` for this model. A time is that of the slowest rank, summed over batches.
 """
 
 from __future__ import annotations
@@ -92,9 +91,9 @@ class Job:
     args: argparse.Namespace
     device: torch.device
     groups: hcp.ProcessGroups
-    """Rows travel as hcp chooses."""
+    """Groups whose transport hcp chooses."""
     pairs: hcp.ProcessGroups
-    """Rows travel by torch's point-to-point calls."""
+    """Groups that exchange rows by torch's point-to-point calls."""
     model: nn.Module
     gradients: Gradients
 
@@ -154,7 +153,7 @@ FAMILIES = ("P1", "P2", "P3", "P4")
 
 
 class WideRotary(RotaryEmbedding):
-    """Angles in float32 for weights of any dtype: bfloat16 does not count to 1000."""
+    """Rotary angles in float32, for weights of any dtype. bfloat16 is too coarse for positions."""
 
     def forward(self, positions: int, like: Tensor) -> Tensor:
         return super().forward(positions, like.new_empty(0, dtype=torch.float32))
@@ -163,8 +162,8 @@ class WideRotary(RotaryEmbedding):
 def build_model(
     args: argparse.Namespace, groups: hcp.ProcessGroups, device: torch.device
 ) -> nn.Module:
-    """The demo's GPT in bfloat16, with the same weights on all ranks; float32 on the CPU. Layers
-    use the comm type that a micro-batch's handler names first."""
+    """Build the demo's GPT in bfloat16 (on the CPU float32), with equal weights on all ranks.
+    Layers use the comm type that a micro-batch's handler names first."""
     torch.manual_seed(0)
     with torch.device(device):
         model = GPTModel(args, groups)
@@ -176,7 +175,7 @@ def build_model(
 
 
 def run_micro_batches(job: Job, step: Batches) -> Tensor:
-    """Forward and backward; this rank's share of the mean loss."""
+    """Run forward and backward. Return this rank's share of the mean loss."""
     total = torch.zeros((), dtype=torch.float64, device=job.device)
     for cp, local in step:
         logits = job.model(local.tokens, cp).float()
@@ -198,8 +197,8 @@ def run_step(job: Job, step: Batches) -> Tensor:
 
 
 def calibrated(job: Job) -> hcp.CostModel:
-    """Prices fitted on rank 0 to micro-batches of few and many rows, as one sequence and as
-    several, at degrees 1 to all."""
+    """Fit prices on rank 0, to micro-batches of few and many rows, of one and of several sequences,
+    at degrees 1 to all."""
     ranks, rows = job.ranks, job.args.max_tokens_per_rank
     degrees = [d for d in (1, 2, 4, 8, 16, 32) if d < ranks] + [ranks]
     cells = [
@@ -287,7 +286,7 @@ def compare(job: Job, family: Family, cost: hcp.CostModel) -> None:
 
 
 def draw(job: Job, family: Family, capacity: int) -> Iterator[list[int]]:
-    """Global batches: sequences of the family's draws, up to --tokens."""
+    """Draw global batches of a family: sequences up to --tokens each."""
     random = Random(job.args.seed)
     for _ in range(job.args.batches):
         lengths = [min(length, job.ranks * capacity) for length in family.draw(random)]
@@ -313,7 +312,7 @@ def plans(
 
 
 def dispatched(job: Job, contestant: Contestant, lengths: list[int], batch: int) -> Batches:
-    """The step of a contestant: sequence i has the same tokens for all, loaded by rank i mod N."""
+    """Return a contestant's step. Sequence i has equal tokens for all; rank i mod N loads it."""
     sources = [i % job.ranks for i in range(len(lengths))]
     mine = [
         sample(lengths[i], contestant.plan.lengths[i], batch * 2**20 + i, job.device)
@@ -329,7 +328,7 @@ def dispatched(job: Job, contestant: Contestant, lengths: list[int], batch: int)
 
 
 def sample(length: int, rows: int, seed: int, device: torch.device) -> dict[str, Tensor]:
-    """A walk through the vocabulary, whose next token is to be learned; more rows are padding."""
+    """Return a random walk through the vocabulary, padded to `rows`. Labels are the next tokens."""
     generator = torch.Generator().manual_seed(seed)
     moves = torch.randint(1, 9, (length + 1,), generator=generator)
     walk = (moves.cumsum(0) % VOCABULARY_SIZE).to(device)
@@ -339,8 +338,8 @@ def sample(length: int, rows: int, seed: int, device: torch.device) -> dict[str,
 
 
 def distances_of(job: Job, family: Family, steps: dict[str, Batches]) -> dict[str, float]:
-    """The distance of each one's gradients of the attention's weights from those of the first,
-    relative; its loss must be the first's, too. The first run of each step, not timed."""
+    """Return the relative distance of each contestant's gradients of the attention's weights from
+    those of the first. Losses must also agree. This first run of each step is not timed."""
     dtype = next(job.model.parameters()).dtype
     most_loss, most_distance = TOLERANCES[dtype]
     losses: dict[str, float] = {}

@@ -1,1 +1,1 @@
-"""Parts that benchmarks share: batches, clocks, flags, and what they ran on."""
+"""Code that benchmarks share: batches, clocks, flags, and a description of the machine."""

@@ -48,7 +48,7 @@ def tokens(draw: Callable[[Random], int], most: int) -> Callable[[Random], list[
 
 
 def just_above(capacity: int, n: int) -> Callable[[Random], list[int]]:
-    """2-22% above capacity * 2^k, in the proportions 8:4:2:1."""
+    """Draw lengths 2-22% above capacity * 2^k, for k = 0 to 3 in the proportions 8:4:2:1."""
 
     def draw(random: Random) -> list[int]:
         powers = random.choices([1, 2, 4, 8], [8, 4, 2, 1], k=n)

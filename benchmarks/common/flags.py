@@ -15,7 +15,7 @@ from common.machine import machine, versions
 class JsonFile:
     """The rows of a benchmark's table with machine and versions.
 
-    The file is written anew with each row: a run that ends early leaves the rows before its end.
+    The file is written again with each row: a run that ends early leaves the rows before its end.
     """
 
     def __init__(self, path: str | None = None) -> None:
@@ -23,7 +23,7 @@ class JsonFile:
         self._rows: list[dict[str, object]] = []
 
     def add(self, row: Mapping[str, object]) -> None:
-        """Keep a row, by the rank that prints it. Cells that hold a number become one."""
+        """Add a row, on the rank that prints it. Cells with the text of a number become numbers."""
         if self.path is None:
             return
         self._rows.append({name: _number(cell) for name, cell in row.items()})
@@ -67,7 +67,7 @@ def parser_of(
     deadline: float | None = None,
     formatter_class: type[argparse.HelpFormatter] = argparse.HelpFormatter,
 ) -> argparse.ArgumentParser:
-    """A parser with the flags that every benchmark has. A deadline of None: no end."""
+    """Make a parser with the flags that every benchmark has. A deadline of None: no end."""
     text = doc or ""
     whole = formatter_class is argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
@@ -92,6 +92,6 @@ def parser_of(
 
 
 def end_after(deadline: float | None) -> None:
-    """End the process, with the stack of each thread, when it lives longer than these seconds."""
+    """End the process, with the stack of each thread, if it lives longer than these seconds."""
     if deadline is not None:
         faulthandler.dump_traceback_later(deadline, exit=True)

@@ -1,19 +1,21 @@
-"""Host time of an attention layer beyond its attention calls: what Python, the dispatcher and hcp's
-tables take around the work that they queue. No rank and no GPU beside this one is needed.
+"""Measure the host's time of an attention layer without its attention calls.
+
+This is the time of Python, the dispatcher and hcp's tables around the work that they queue. It
+needs one process, and at most one GPU.
 
     python benchmarks/bench_attention.py --host --device cpu
 
-One process plays a rank in the middle of d. Its transport carries nothing and returns at once, its
-kernel gives results that are there, and no tensor is large enough to be felt: what is left of a
-layer is the host's. All contestants take turns in one run, and the fastest round counts: on the CPU
-by the clock of the thread, which others on the machine do not add to. Columns, in microseconds:
+The process acts as a rank in the middle of d ranks. Its transport exchanges nothing and returns at
+once, its kernel returns results that exist, and tensors are too small to take time. The rest of a
+layer's time is the host's. All contestants take turns in one run, and the fastest round counts. On
+the CPU the clock is that of the thread, which excludes other processes. Columns, in microseconds:
 
     rows      sent: an exchange is a list of sends and receives, as for the transports torch and
               nccl. read: rows are read from their owners' memory by the tables and signals of the
               transport peer, which on the CPU lie in this process's memory
-    fwd, bwd  a layer without its attention calls, which are timed alone and taken off; in brackets,
-              over the time of the yardstick: an autograd.Function with the same tensors that does
-              nothing
+    fwd, bwd  a layer without its attention calls, which are timed alone and subtracted; in
+              brackets, over the time of the yardstick: an autograd.Function with these tensors that
+              does nothing
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ FAMILY = "results that are there"
 
 
 class AtOnce:
-    """One rank's end of a domain in which nothing travels."""
+    """The transport of one rank, which exchanges nothing and returns at once."""
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
@@ -83,7 +85,7 @@ class _Ended:
 
 
 class _Own(PeerMemory):
-    """PeerMemory whose peers' words are this rank's own: it hears what it says."""
+    """PeerMemory in which the peers' signals are this rank's own."""
 
     def _word(self, owner: int, writer: int, kind: int, half: int) -> int:
         peer = owner + writer - self.rank
@@ -91,7 +93,7 @@ class _Own(PeerMemory):
 
 
 class ReadAtOnce(AtOnce):
-    """One that takes its own memory for everybody's."""
+    """A transport that reads its own memory in place of the peers'."""
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         super().__init__(rank, size, device)
@@ -120,7 +122,7 @@ class ReadAtOnce(AtOnce):
 
 
 class Prepared:
-    """A kernel whose results were made at its first launch."""
+    """A kernel that returns the results of its first launch."""
 
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     launches = staticmethod(in_packs)
@@ -168,7 +170,7 @@ class Prepared:
 
 
 class Empty(torch.autograd.Function):
-    """The yardstick: work that no layer can do without."""
+    """The yardstick: an autograd.Function that does nothing."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, result: Tensor) -> Tensor:
@@ -187,7 +189,7 @@ Step = Callable[[], object]
 
 
 class Ways(NamedTuple):
-    """Forward and backward of something; microseconds, once they are known."""
+    """A pair of values for forward and backward: functions, or their microseconds."""
 
     forward: Any
     backward: Any
@@ -212,7 +214,7 @@ def tensors(rows: int, device: torch.device) -> tuple[list[Tensor], Tensor]:
 def layer(
     comm_type: str, degree: int, device: torch.device, kind: type[AtOnce], kernel: Prepared
 ) -> tuple[Ways, Ways]:
-    """A layer, and its attention calls alone."""
+    """Return a layer, and its attention calls alone."""
     transport = kind(degree // 2, degree, device)
     tokens = ROWS * degree
     plan = hcp.plan([tokens], ranks=degree, max_tokens_per_rank=tokens, min_degree=degree)
@@ -238,7 +240,7 @@ def layer(
 
 
 def by_turns(steps: Sequence[Step], rounds: int) -> list[float]:
-    """Microseconds of a call of each, in the fastest of the rounds."""
+    """Return the microseconds of one call of each step, in its fastest round."""
     clock = time.perf_counter if torch.cuda.is_available() else time.thread_time
     best = [float("inf")] * len(steps)
     for _ in range(rounds):

@@ -20,9 +20,9 @@ from hcp.step.handler import ContextParallelHandler
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.01}
-"""The largest error of a tensor, over its largest element."""
+"""The largest allowed error of a tensor, over its largest element."""
 CHECKED_ROWS = 64
-"""Rows of the first sequence that the whole pack's output is checked by."""
+"""The number of the first sequence's rows by which the pack's output is checked."""
 
 
 class Sizes(NamedTuple):
@@ -42,10 +42,10 @@ class Sizes(NamedTuple):
 
 
 class Whole:
-    """A pack of whole sequences on one rank: all contestants' inputs, and what they must give.
+    """A pack of whole sequences on one rank: the inputs and expected results of all contestants.
 
-    Every rank draws the same inputs. One rank's kernel computes them, in one launch where the
-    kernel takes packs; its output is checked by the float32 formula (float64 for float64).
+    Every rank draws equal inputs. The kernel computes the pack on one rank, in one launch if it
+    takes packs. Its output is checked by the formula in float32 (for float64 in float64).
     """
 
     def __init__(self, lengths: Sequence[int], sizes: Sizes, choice: Choice) -> None:
@@ -74,7 +74,7 @@ class Whole:
             self._backward(launch, *self._forward(launch))
 
     def local(self, layout: hcp.Layout, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """A rank's rows of each."""
+        """Return a rank's rows of each tensor."""
         starts = self.starts()[list(layout.sequences)].repeat_interleave(layout.cu_seqlens.diff())
         rows = (starts + layout.positions).to(self.sizes.device)
         return [x[rows] for x in tensors]
@@ -128,7 +128,7 @@ def check(
     largest: Sequence[float],
     dtype: torch.dtype,
 ) -> None:
-    """End the run unless each tensor is the wanted one, to rounding. ``largest``: the largest
+    """End the run unless each tensor equals the wanted one, to rounding. ``largest``: the largest
     element of each on all ranks."""
     for name, one, other, most in zip(names, found, wanted, largest, strict=True):
         error = float((one - other).abs().max()) / most if other.numel() else 0.0
@@ -153,13 +153,13 @@ class Layer:
             return self.attention(*self.inputs)
 
     def both(self) -> tuple[Tensor, ...]:
-        """The output and the gradients of queries, keys and values."""
+        """Return the output and the gradients of queries, keys and values."""
         out = self.attention(*self.inputs)
         return out.detach(), *torch.autograd.grad(out, self.inputs, self.grad)
 
 
 def layer_of(what: str, whole: Whole, cp: ContextParallelHandler, attention: Attention) -> Layer:
-    """A layer whose output and gradients have been checked."""
+    """Return a layer after a check of its output and gradients."""
     *inputs, grad = whole.local(cp.layout, whole.inputs)
     layer = Layer(cp, attention, [x.requires_grad_() for x in inputs], grad)
     names = ("output", "queries' gradient", "keys' gradient", "values' gradient")
@@ -172,7 +172,7 @@ def layer_of(what: str, whole: Whole, cp: ContextParallelHandler, attention: Att
 
 
 class OwnCalls:
-    """A rank's kernel calls of one layer, alone, on buffers that are there."""
+    """A rank's kernel calls of one layer, alone, on buffers that exist."""
 
     def __init__(self, run: Run, sizes: Sizes) -> None:
         heads, kv_heads = heads_of(run, sizes)
@@ -199,14 +199,14 @@ class OwnCalls:
 
 
 def run_of(cp: ContextParallelHandler, comm_type: str, sizes: Sizes) -> Run:
-    """The preparation of a causal layer that has run."""
+    """Return the preparation of a causal layer that has run."""
     words = cp._schedules.words_of(comm_type, -1, 0, (sizes.heads, sizes.kv_heads))
     (run,) = prepared_of(words).runs.values()
     return run
 
 
 def heads_of(run: Run, sizes: Sizes) -> tuple[int, int]:
-    """The query and key-value heads that this rank computes."""
+    """Return the numbers of query and key-value heads that this rank computes."""
     if run.heads is None:
         return sizes.heads, sizes.kv_heads
     own = run.heads.own
@@ -214,10 +214,10 @@ def heads_of(run: Run, sizes: Sizes) -> tuple[int, int]:
 
 
 def bytes_received(run: Run, sizes: Sizes) -> tuple[int, int]:
-    """Bytes that this rank receives in a layer's forward, and in both passes.
+    """Return the bytes that this rank receives in a layer's forward, and in both passes.
 
-    Keys and values arrive once forward and once backward, and gradients come back for them. Where
-    rows are exchanged for heads, so are the output's and, backward, the three gradients'.
+    Keys and values arrive once forward and once backward, and their gradients once. If rows are
+    exchanged for heads, rows of the output and, backward, of the three gradients are exchanged too.
     """
     schedule = run.schedule
     heads, kv_heads = heads_of(run, sizes)

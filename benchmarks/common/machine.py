@@ -12,12 +12,12 @@ import hcp
 
 
 def planner_line() -> str:
-    """The line that heads results of the planner, for which torch does not count."""
+    """Return the first line of the planner's results. It leaves out torch."""
     return f"hcp {hcp.__version__}, Python {platform.python_version()}, {platform.machine()}"
 
 
 def hardware(device: str) -> str:
-    """The name of this process's GPU, or the number of the CPU's cores."""
+    """Return the name of this process's GPU, or the number of the CPU's cores."""
     if device == "cuda":
         import torch
 
@@ -26,7 +26,7 @@ def hardware(device: str) -> str:
 
 
 def machine() -> dict[str, object]:
-    """The machine, for a file of results."""
+    """Describe the machine, for a file of results."""
     found: dict[str, object] = {
         "architecture": platform.machine(),
         "cores": os.cpu_count(),
@@ -39,7 +39,7 @@ def machine() -> dict[str, object]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, of hcp with its commit, and of the packages that are installed."""
+    """Return the versions of Python, of hcp with its commit, and of installed packages."""
     found = {"python": platform.python_version(), "hcp": hcp.__version__, "commit": commit()}
     for package in PACKAGES:
         try:
@@ -53,7 +53,7 @@ PACKAGES = ("torch", "flash-attn", "flash-attn-4", "nvidia-cudnn-cu13", "ring-fl
 
 
 def commit() -> str:
-    """The commit that is checked out, "" outside of a repository."""
+    """Return the commit that is checked out, or "" outside of a repository."""
     done = subprocess.run(
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
     )

@@ -1,4 +1,4 @@
-"""Ranks that are timed together: their start, their end, their clocks."""
+"""Start, time and end ranks that run together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Step = Callable[[], object]
 def start_ranks(device: str, deadline: float, timeout: timedelta) -> torch.device:
     """Join torchrun's ranks: a GPU for each under NCCL, or the CPU under Gloo.
 
-    The process ends, with the stack of each thread, when it lives longer than ``deadline`` seconds;
+    The process ends, with the stack of each thread, if it lives longer than ``deadline`` seconds;
     torchrun then ends the others.
     """
     end_after(deadline)
@@ -35,8 +35,8 @@ def start_ranks(device: str, deadline: float, timeout: timedelta) -> torch.devic
 
 
 def copy_rate(device: torch.device, rounds: int) -> float:
-    """Bytes per second that each GPU copies from the next one's memory, all at once; a CPU from its
-    own."""
+    """Return the bytes per second that each GPU copies from the next one's memory, all at once. A
+    CPU copies from its own."""
     if device.type == "cpu":
         source = torch.empty(2**22, dtype=torch.uint8)
     else:
@@ -75,14 +75,15 @@ def device_name(device: torch.device) -> str:
 
 
 def slowest(seconds: float, device: torch.device) -> float:
-    """The largest of all ranks' values."""
+    """Return the largest of all ranks' values."""
     worst = torch.tensor(seconds, device=device, dtype=torch.float64)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     return worst.item()
 
 
 def timed(step: Step, device: torch.device, calls: int = 1) -> float:
-    """Seconds of one of several calls, from a common start to the end of the device's work."""
+    """Return the mean seconds of several calls, from a common start to the end of the device's
+    work."""
     synchronize(device)
     dist.barrier()
     synchronize(device)
@@ -101,7 +102,7 @@ def timed(step: Step, device: torch.device, calls: int = 1) -> float:
 
 
 def queued(step: Step, device: torch.device) -> float:
-    """Seconds that the host needs for one call."""
+    """Return the seconds that the host needs for one call."""
     synchronize(device)
     dist.barrier()
     synchronize(device)
@@ -119,8 +120,10 @@ def by_turns(
     warm: bool = False,
     take: Callable[[list[float]], float] = statistics.median,
 ) -> dict[str, float]:
-    """Each step's time by a clock on the slowest rank, the median of rounds through all steps, or
-    what else ``take`` makes of them. ``warm``: each has run before."""
+    """Return each step's time on the slowest rank, the median of rounds through all steps.
+
+    ``clock`` times one call. ``take`` replaces the median. ``warm``: all steps have run before.
+    """
     for step in () if warm else steps.values():
         step()
     times: dict[str, list[float]] = {name: [] for name in steps}

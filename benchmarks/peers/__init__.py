@@ -1,1 +1,1 @@
-"""Planners and attention that hcp is compared with, restated here or shipped by others."""
+"""Planners and attention that hcp is compared with, re-implemented here or shipped by others."""

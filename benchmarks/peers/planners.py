@@ -1,8 +1,8 @@
-"""Planners that others published or ship, restated in our own words and code.
+"""Planners that others published or ship, re-implemented in our own code.
 
 Each takes lengths, ranks N, capacity C and a cost model, and returns micro-batches of
 (first_rank, degree, sequences). They were made for other cost models, so a ratio here is a gap
-under this one, not a measured slowdown. Written for clarity: their times say nothing.
+under this one, not a measured slowdown. They are written for clarity: do not compare their speed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Planner = Callable[[list[int], int, int, hcp.CostModel], Batches]
 
 
 def rows(length: int, degree: int) -> int:
-    """At most what the fullest rank holds."""
+    """Return an upper bound of the fullest rank's rows."""
     return length if degree == 1 else -(-length // degree) + (length % (2 * degree) > 0)
 
 
@@ -33,7 +33,7 @@ def static_degree(lengths: list[int], ranks: int, capacity: int) -> int:
 
 
 def fixed_width(packs: list[list[int]], ranks: int, degree: int) -> Batches:
-    """Packs in order, N / d side by side."""
+    """Place packs in order, N / d of them in each micro-batch."""
     lanes = ranks // degree
     return [
         [(lane * degree, degree, pack) for lane, pack in enumerate(packs[i : i + lanes])]
@@ -42,13 +42,13 @@ def fixed_width(packs: list[list[int]], ranks: int, degree: int) -> Batches:
 
 
 def static_cp(lengths: list[int], ranks: int, capacity: int, cost: hcp.CostModel) -> Batches:
-    """One degree for all, one sequence a micro-batch: what runs without packing."""
+    """Plan static CP without packing: one degree for all, one sequence per group."""
     degree = static_degree(lengths, ranks, capacity)
     return fixed_width([[i] for i in range(len(lengths))], ranks, degree)
 
 
 def next_fit(lengths: list[int], ranks: int, capacity: int, cost: hcp.CostModel) -> Batches:
-    """Megatron's dp_balanced: one degree, sequences packed in the order in which they came."""
+    """Plan like Megatron's dp_balanced: one degree, sequences packed in their order."""
     return next_fit_at(static_degree(lengths, ranks, capacity), lengths, ranks, capacity)
 
 
@@ -65,8 +65,8 @@ def next_fit_at(degree: int, lengths: list[int], ranks: int, capacity: int) -> B
 
 
 def karmarkar_karp(lengths: list[int], ranks: int, capacity: int, cost: hcp.CostModel) -> Batches:
-    """One degree; sequences go to data-parallel lanes by largest differencing on their times, as
-    RL trainers do; each lane then packs its own, longest first."""
+    """Plan like RL trainers, at one degree. Sequences go to data-parallel ranks by largest
+    differencing on their times. Each of these then packs its own, longest first."""
     degree = static_degree(lengths, ranks, capacity)
     lanes = ranks // degree
     tie = itertools.count()
@@ -107,8 +107,10 @@ def power_at_least(length: int, capacity: int) -> int:
 
 
 def wave_greedy(lengths: list[int], ranks: int, capacity: int, cost: hcp.CostModel) -> Batches:
-    """Megatron's default_dynamic_cp: one wave at a time, powers of two, work s^2 / d, each sequence
-    to where the most loaded rank stays least loaded; empty ranks double the smallest groups."""
+    """Plan like Megatron's default_dynamic_cp: one wave at a time, powers of two, work s^2 / d.
+
+    Each sequence goes where the most loaded rank stays least loaded. Empty ranks double the
+    smallest groups."""
     left = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     waves: Batches = []
     while left:
@@ -166,8 +168,8 @@ def side_by_side(groups: list[tuple[int, list[int]]]) -> list[Group]:
 
 
 def best_fit_top_up(lengths: list[int], ranks: int, capacity: int, cost: hcp.CostModel) -> Batches:
-    """FCP (arXiv 2602.21788): best-fit decreasing into the memory that long sequences open, first
-    fit of those groups into waves, then each next rank to the slowest group."""
+    """Plan like FCP (arXiv 2602.21788): best-fit decreasing into the memory that long sequences
+    open, first fit of those groups into waves, then each next rank to the slowest group."""
     bins: list[tuple[int, int, list[int]]] = []  # degree, rows, members
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         best = None
@@ -219,12 +221,12 @@ PEERS: dict[str, Planner] = {
 }
 POWERS_ONLY = {"wave greedy"}
 MOST_RANKS = 256
-"""Beyond, some of them take many seconds a batch."""
+"""The most ranks for peers that take many seconds per batch beyond."""
 
 
 def judged(name: str, lengths: list[int], request: dict[str, Any]) -> int | None:
-    """The peer's makespan by hcp's own judge, None where it cannot plan these ranks or does not end
-    in time. ``request``: hcp.plan's arguments; of these it knows ranks, capacity and cost."""
+    """Return the makespan of a peer's plan by hcp's judge, or None if it cannot plan these ranks or
+    does not end in time. ``request``: hcp.plan's arguments; peers use ranks, capacity and cost."""
     ranks = request["ranks"]
     if ranks > MOST_RANKS or (name in POWERS_ONLY and ranks & (ranks - 1)):
         return None
@@ -233,7 +235,7 @@ def judged(name: str, lengths: list[int], request: dict[str, Any]) -> int | None
 
 
 def plan_of(batches: Batches, lengths: list[int], request: dict[str, Any]) -> hcp.Plan:
-    """Micro-batches as a plan. ``request``: hcp.plan's arguments."""
+    """Make a plan of micro-batches. ``request``: hcp.plan's arguments."""
     groups = [
         {"groups": [{"first_rank": f, "degree": d, "sequences": s} for f, d, s in batch]}
         for batch in batches

@@ -1,13 +1,15 @@
-"""Ring attention with per-document splitting, as frameworks run it today, re-implemented here.
+"""Ring attention with per-document splitting, today's usual scheme, re-implemented here.
 
-Each of N ranks holds chunks r and 2N - 1 - r of the 2N equal chunks of every sequence, whose length
-is padded to that. Keys and values travel once around the ring by torch's point-to-point calls,
-beside the kernel calls: step 0 is causal over the own rows; keys of an earlier rank take part with
-the first half of every sequence, and for those of a later one only the second halves of the queries
-do. In the backward the gradients of keys and values travel behind them, and one rank further.
+Rank r of N holds chunks r and 2N - 1 - r of the 2N equal chunks of every sequence. Lengths are
+padded to a multiple of 2N. Keys and values go once around the ring by torch's point-to-point calls,
+while kernels run. Step 0 is causal over the rank's own rows. With keys of an earlier rank, only the
+first half of every sequence's keys is used. With keys of a later rank, only the second half of its
+queries is used. In the backward the gradients of keys and values follow them around the ring, and
+go one rank further.
 
-Its kernel is hcp's, one launch a step, and so are the merge of partial outputs and the sum of
-gradients, one launch for all steps: that is kinder than the pairwise corrections of today's rings.
+The kernel is hcp's, with one launch per step. So are the merge of partial outputs and the sum of
+gradients, with one launch for all steps. This is faster than the pairwise corrections of today's
+rings.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ from hcp.exchange.tables import Entry
 
 
 def padded(length: int, degree: int) -> int:
-    """Tokens of a sequence with those that fill its chunks."""
+    """Return the tokens of a sequence, padded to full chunks."""
     return -(-length // (2 * degree)) * 2 * degree
 
 
 class Part(NamedTuple):
-    """One step's work: rows of queries against rows of the keys that lie there; None: all rows."""
+    """One step's work: rows of queries against rows of the received keys; None: all rows."""
 
     queries: Tensor | None
     keys: Tensor | None
@@ -39,7 +41,7 @@ class Part(NamedTuple):
 
 
 class Ring:
-    """The ranks of a micro-batch as a ring, and what each step computes."""
+    """The ranks of a micro-batch as a ring, and the work of each step."""
 
     def __init__(
         self, cp: hcp.ContextParallelHandler, dtype: torch.dtype, family: str = "torch"
@@ -70,7 +72,7 @@ class Ring:
         self.runs = self._runs(whole)
 
     def sources(self) -> Iterator[int]:
-        """The ranks whose keys lie here, step by step."""
+        """Yield the ranks whose keys are here, step by step."""
         return ((self.place - step) % self.size for step in range(self.size))
 
     def part(self, source: int) -> Part:
@@ -79,7 +81,7 @@ class Ring:
         return self._parts["earlier" if source < self.place else "later"]
 
     def pass_on(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Send to the next rank; waiting gives what came from the one before."""
+        """Send to the next rank. The returned function waits for the previous rank's tensor."""
         received = torch.empty_like(tensor)
         after = self.ranks[(self.place + 1) % self.size]
         before = self.ranks[(self.place - 1) % self.size]
@@ -94,7 +96,7 @@ class Ring:
         return wait
 
     def _runs(self, whole: list[tuple[int, int]]) -> Tensor:
-        """Records of merge and reduce: rows of queries and of every step's result for them."""
+        """Return the records of merge and reduce: rows of queries and of every step's results."""
         sources = list(self.sources())
         records = []
         for start, rows in whole:
@@ -110,7 +112,7 @@ class Ring:
 
 
 def _block(queries: tuple[int, int], keys: tuple[int, int]) -> Entry:
-    """All keys for all queries."""
+    """Return a block in which all queries see all keys."""
     return Entry(queries[0], queries[1], keys[0], keys[1], -queries[1], keys[1])
 
 
@@ -190,7 +192,7 @@ def _backward(
     lse: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of keys, values and queries."""
+    """Return the gradients of keys, values and queries."""
     if part.queries is not None:
         grad_out, out, lse = (x[part.queries] for x in (grad_out, out, lse))
     query, key, value = _taken(part, query, key, value)
@@ -234,7 +236,7 @@ class OnRing:
         rotary_pos_emb: hcp.Rotary | None = None,
         **options: object,
     ) -> Tensor:
-        """Causal; other options of a layer are for hcp's own."""
+        """Compute causal attention. The ring has none of the other options of hcp's layers."""
         if rotary_pos_emb is not None:
             query, key = (self._cp.apply_rotary_pos_emb(x, rotary_pos_emb) for x in (query, key))
         if self._ring is None:

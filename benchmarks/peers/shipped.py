@@ -1,9 +1,9 @@
-"""Attention that others ship, on a rank's rows of hcp's zigzag layout, which is theirs too.
+"""Attention that others ship, on a rank's rows of the zigzag layout, which hcp and they use.
 
 `context_parallel`: PyTorch's prototype (torch.distributed.tensor.experimental) with its own load
 balancing, for one causal sequence on GPUs. It has no grouped heads: keys are repeated for every
-query head, within its time. `templated_ring`: the ring under that prototype, for equal sequences on
-CPUs, whose operator the prototype does not know. `ring_flash_attn`:
+query head, and its time includes that. `templated_ring`: the ring inside that prototype, for equal
+sequences on CPUs, whose operator the prototype does not support. `ring_flash_attn`:
 zigzag_ring_flash_attn_varlen_func of the package of this name
 (https://github.com/zhuzilin/ring-flash-attention), for sequences that fill their chunks on GPUs.
 """
@@ -33,7 +33,7 @@ MODULES = {
 
 
 def obstacle(name: str, device: torch.device) -> str | None:
-    """Why it cannot be had here."""
+    """Return the reason why this attention cannot run here, or None."""
     wanted = "cpu" if name == "templated_ring" else "cuda"
     if device.type != wanted:
         return f"for {wanted} alone"
@@ -54,7 +54,7 @@ def takes(name: str, lengths: Sequence[int], device: torch.device) -> bool:
 
 @contextmanager
 def running(name: str, length: int, ranks: int, device: torch.device) -> Iterator[None]:
-    """The context that `context_parallel` needs around attention of a sequence of this length."""
+    """Return the context that `context_parallel` needs around attention of one sequence."""
     if name != "context_parallel":
         yield
         return

@@ -1,13 +1,14 @@
-"""The best plan of small instances, by OR-tools' CP-SAT: how much of makespan / bound is slack of
-the bound, and how much the planner leaves.
+"""Find the best plan of small instances by OR-tools' CP-SAT.
+
+It tells how much of makespan / bound is slack of the bound, and how much the planner loses.
 
     python -m pip install ortools
     python benchmarks/studies/exact.py [--ranks 8] [--sequences 12] [--seeds 5] [--seconds 20]
 
-The model has all that hcp.plan decides: which sequences share a group, each group's degree, its
-ranks, and its place in time, under the same memory and the same cost. Times are divided and rounded
-down until the bound is 200,000 units, so a proven optimum holds to (sequences + groups) / 200,000.
-Where the solver does not finish, its own lower bound stands in for the optimum.
+The model has all decisions of hcp.plan: the sequences of a group, its degree, its ranks, and its
+place in time, under equal memory and cost. Times are divided and rounded down until the bound is
+200,000 units, so a proven optimum holds to (sequences + groups) / 200,000. If the solver does not
+finish, its own lower bound replaces the optimum.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ class Solved:
     """A solved instance. Times are in the cost model's unit."""
 
     best: int
-    """Makespan of the best plan known, the planner's own included."""
+    """The makespan of the best known plan. The planner's own is one of them."""
     proven: int
-    """No plan is faster: equal to ``best``, but for rounding, where the solver finished."""
+    """A lower bound for all plans. If the solver finished, it equals ``best``, to rounding."""
     finished: bool
 
 
 class Model:
-    """Group i, for each i < K, is led by its lowest member i; it is empty where i is in another."""
+    """The model: group i < K is led by its lowest member i, and is empty if i is in another."""
 
     def __init__(self, plan: hcp.Plan) -> None:
         self.plan, self.lengths, self.ranks = plan, plan.lengths, plan.ranks
@@ -67,7 +68,7 @@ class Model:
         return time // self.quantum
 
     def _place_sequences(self) -> None:
-        """member[i, j, d]: sequence j is in group i, which has degree d."""
+        """Add the variables member[i, j, d]: sequence j is in group i, which has degree d."""
         count, most = len(self.lengths), self.plan.max_tokens_per_rank
         for j, length in enumerate(self.lengths):
             fitting = [
@@ -95,7 +96,7 @@ class Model:
                 self.cp.add(sum(terms) <= most)
 
     def leads(self, i: int) -> list[tuple[int, Any]]:
-        """(degree, whether group i has it)."""
+        """Return (degree, the variable that group i has it) for all degrees."""
         return [(d, self.member[i, i, d]) for d in self.degrees if (i, i, d) in self.member]
 
     def _height(self, i: int) -> Any:
@@ -108,7 +109,7 @@ class Model:
         )
 
     def add_step(self) -> None:
-        """Ranks meet at the end only: groups are rectangles of ranks and time."""
+        """Let ranks wait at the end only: groups are rectangles of ranks and time."""
         across, along, widths = [], [], []
         for i in range(len(self.lengths)):
             used = self.cp.new_bool_var(f"used {i}")
@@ -128,7 +129,7 @@ class Model:
         return self.cp.new_optional_interval_var(start, length, end, used, name)
 
     def add_micro_batches(self) -> None:
-        """All ranks meet after every micro-batch, which takes as long as its slowest group."""
+        """Let all ranks wait after every micro-batch, which takes the time of its slowest group."""
         count = len(self.lengths)
         tall = [self.cp.new_int_var(0, self.most, f"height {m}") for m in range(count)]
         wide: list[list[Any]] = [[] for _ in range(count)]
@@ -153,7 +154,7 @@ class Model:
         self.cp.add(sum(tall) <= self.makespan)
 
     def add_area(self) -> None:
-        """Implied, and quick to see: all rank-time lies within the makespan."""
+        """Add an implied constraint that helps the solver: all rank-time is within the makespan."""
         node = self.plan.core.ranks_per_node
         launch = self.scaled(self.cost.launch)
         area = sum(
@@ -186,7 +187,7 @@ def solve(plan: hcp.Plan, seconds: float, workers: int) -> Solved:
 
 
 def instances(ranks: int, capacity: int, count: int) -> dict[str, Callable[[Random], list[int]]]:
-    """The families, cut to what these ranks hold."""
+    """Return the families, cut to the rows of these ranks."""
     most = ranks * (capacity - 2)
 
     def cut(draw: Callable[[Random], int]) -> Callable[[Random], list[int]]:

@@ -2,7 +2,8 @@
 
     python benchmarks/studies/resources.py > benchmarks/results/resources_DATE.md
 
-Compiles every csrc/**/*.cu for every target with the build's flags. Needs nvcc and c++filt, no GPU.
+It compiles every csrc/**/*.cu for every target with the build's flags. It needs nvcc and c++filt,
+but no GPU.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ COMMAND = "nvcc -std=c++17 -O3 -DNDEBUG -Icsrc/include --resource-usage -cubin"
 
 class Kernel(NamedTuple):
     name: str
-    """Mangled."""
+    """The mangled name."""
     registers: int
-    """Registers of a thread."""
+    """Registers per thread."""
     spilled: int
-    """Bytes of a thread, stored and loaded."""
+    """Bytes per thread, stored and loaded."""
     stack: int
-    """Bytes of a thread."""
+    """Bytes per thread."""
     shared: int
-    """Bytes of a block."""
+    """Bytes per block."""
 
 
 def compiled(source: Path, target: str) -> tuple[list[Kernel], str]:
-    """The kernels of a file, and all that nvcc said. RuntimeError: it did not compile."""
+    """Return the kernels of a file, and nvcc's output. Raises RuntimeError if it fails."""
     done = subprocess.run(
         [*shlex.split(COMMAND), f"-arch=sm_{target}", str(source), "-o", os.devnull],
         cwd=ROOT,
@@ -53,7 +54,7 @@ def compiled(source: Path, target: str) -> tuple[list[Kernel], str]:
 
 
 def kernels_of(said: str) -> list[Kernel]:
-    """The kernels that ptxas names, each with all that follows up to the next."""
+    """Read the kernels in the output of ptxas, each with the lines up to the next."""
     _, *parts = re.split(r"Compiling entry function '(\w+)'", said)
     return [_kernel(name, text) for name, text in zip(parts[::2], parts[1::2], strict=True)]
 
@@ -71,7 +72,7 @@ def _kernel(name: str, said: str) -> Kernel:
 
 
 def families(names: Sequence[str]) -> list[str]:
-    """Kernels without their types and numbers: name<true> is another one than name<false>."""
+    """Return the names of kernels without types and numbers. name<true> and name<false> differ."""
     done = subprocess.run(
         ["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True
     )
@@ -89,7 +90,7 @@ def span(values: Sequence[int]) -> str:
 
 
 def table(found: Sequence[tuple[str, str, Kernel]]) -> list[str]:
-    """Rows of (file, target, kernel)."""
+    """Return the rows of the table, one for each (file, target, kernel)."""
     names = families([kernel.name for _, _, kernel in found])
     kernels: dict[tuple[str, str], dict[str, list[Kernel]]] = {}
     for name, (file, target, kernel) in zip(names, found, strict=True):

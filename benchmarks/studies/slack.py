@@ -1,37 +1,38 @@
-"""A sharper bound where ranks wait for each other after every micro-batch: how much of
-makespan / hcp.lower_bound is slack of the bound.
+"""Prove a sharper bound for plans whose ranks wait for each other after every micro-batch.
+
+It tells how much of makespan / hcp.lower_bound is slack of the bound. With the default values:
 
     python -m pip install ortools
-    python benchmarks/studies/slack.py [--families P3,X2] [--seeds 5] [--rounds 120]
+    python benchmarks/studies/slack.py --families P3,X2,P4,P2 --seeds 3 --rounds 16
 
-Give every sequence j a price p_j >= 0, whatever it is. Let V(h) be at least what a micro-batch of
-height h or less can be worth: the most that prices of sequences in it sum to. A plan whose
-micro-batches are h_1 .. h_M high holds every sequence once, so that
+The bound. Give every sequence j any price p_j >= 0. The worth of a micro-batch is the sum of the
+prices of its sequences. Let V(h) be at least the worth of every micro-batch of height h or less. A
+plan whose micro-batches are h_1 .. h_M high holds every sequence once, so that
 
     sum of p_j <= sum of V(h_m) = sum of h_m V(h_m) / h_m <= makespan * max over h of V(h) / h,
 
-and no plan is faster than sum of p_j / max V(h) / h. That is the dual of the linear program that
-chooses micro-batches out of all that there are, and its solution gives good prices. But whatever
-prices it gives, rounded as they may be, the bound follows from V alone, which is found here in
-integers, every division rounded to the safe side.
+and no plan is faster than sum of p_j / max V(h) / h. This is the dual of the linear program that
+chooses among all possible micro-batches, and its solution gives good prices. The bound holds for
+any prices, also rounded ones, since it follows from V alone. V is computed here in integers, with
+every division rounded to the safe side.
 
-V. A micro-batch is groups of d ranks, which sum to at most N. Let the longest sequence of a group
-lead it. No sequence leads twice, and the best leaders and degrees are a knapsack of N ranks: a
-small dynamic program. A leader j of degree d leaves h - launch - T(j, d) of time and d C - L_j of
-rows. What fills them is shorter than j and fits in both, so that it is worth at most the highest
-price per time of such a sequence times the time left, at most the highest price per row times the
-rows left, and at most all their prices. (What is relaxed: a sequence may fill several groups, and a
-group what it cannot in whole sequences.)
+V. A micro-batch consists of groups of d ranks, which sum to at most N. Let the longest sequence of
+a group lead it. No sequence leads twice, and the best leaders and degrees are a knapsack of N
+ranks: a small dynamic program. A leader j of degree d leaves h - launch - T(j, d) of time and
+d C - L_j of rows. The other sequences of the group are no longer than j and fit in both. Their
+worth is at most the highest price per time of such a sequence times the time left, at most the
+highest price per row times the rows left, and at most the sum of all their prices. Two rules are
+relaxed: a sequence may be in several groups, and a group may hold parts of sequences.
 
 V rises with h, so for all h from low to high, V(h) / h is at most V(high) / low. The interval with
-the highest such value is split until it is narrow. One micro-batch holds no more than all, so those
-above 2 * hcp.lower_bound need no V.
+the highest such value is split until it is narrow. No micro-batch is worth more than the sum of all
+prices, so heights above 2 * hcp.lower_bound need no V.
 
-Prices come from columns: solve the linear program over the micro-batches known so far, look for
-ones that are worth more than their height at a mean of its prices so far, add those, repeat.
+Prices come from column generation: solve the linear program over the known micro-batches, search
+for ones that are worth more than their height at a mean of its prices so far, add those, repeat.
 
-Limits of degrees, slow ranks and alignment are not looked at. They only make plans slower, so that
-the bound holds with them, too.
+Limits of degrees, slow ranks and alignment are ignored. They only make plans slower, so the bound
+also holds with them.
 """
 
 from __future__ import annotations
@@ -68,21 +69,21 @@ NARROW = 2048
 """An interval of heights is narrow at this part of its height."""
 KNOTS = 32
 THIN = 128
-"""Heights to begin with differ by more than this part."""
+"""The first heights differ by more than this part."""
 DECIDING = 60
-"""Heights that a bound adds to those, and"""
+"""The most heights that a bound adds to those."""
 APART = 512
-"""the part that they differ by, at least."""
+"""Added heights differ by at least this part."""
 TURNS = 4
-"""Times that prices are sought and proven."""
+"""The number of times that prices are searched for and proven."""
 PARTS = 4
-"""Heights that a round looks at: one in so many."""
+"""A round looks at one height in so many."""
 PULL = 0.3
 """The weight of a round's prices in their mean."""
 
 
 class Batch:
-    """The sequences of a plan, shortest first, and what they cost."""
+    """The sequences of a plan, shortest first, and their costs."""
 
     def __init__(self, plan: hcp.Plan) -> None:
         self.plan = plan
@@ -120,9 +121,9 @@ class Room:
     degree]."""
 
     left: Integers
-    """Time; less than 0 where the leader does not fit."""
+    """The time left; less than 0 if the leader does not fit."""
     limit: NDArray[np.int32]
-    """So many of the shortest sequences may be there."""
+    """The number of the shortest sequences that may be in the group."""
 
     @classmethod
     def of(cls, batch: Batch, height: int) -> Room:
@@ -136,11 +137,11 @@ class Room:
 
 
 Choices = list[tuple[int, int]]
-"""Degrees of a leader, and what its group is worth."""
+"""(degree, worth of the group) for one leader."""
 
 
 class Rates:
-    """The highest price per amount of the first i, in integers: rounded up."""
+    """The highest price per amount among the first i sequences, in integers, rounded up."""
 
     def __init__(self, prices: Integers, amounts: Integers, most: int) -> None:
         each = int((prices // amounts).max()) + 1
@@ -165,7 +166,7 @@ class Worth:
         self.sums = np.concatenate([[0], np.cumsum(prices)])
 
     def values(self, room: Room) -> Integers:
-        """The values of groups, -1 if there is none; [leader, degree]."""
+        """Return the worth of the best groups, -1 if there is none; [leader, degree]."""
         rates = np.take_along_axis(self.by_time.first, room.limit, axis=0)
         timed = self.by_time.worth(rates, np.maximum(room.left, 0))
         rowed = self.by_row.worth(self.by_row.first[room.limit], self.batch.rows_left)
@@ -173,11 +174,12 @@ class Worth:
         return np.where(room.left >= 0, self.prices[:, None] + fill, -1)
 
     def leaders(self, room: Room, floor: int) -> dict[int, Choices]:
-        """Those that matter where more than the floor can be reached.
+        """Return the leaders, with their choices, that may be in a set worth more than the floor.
 
-        For any price r of a rank, V <= N r + the sum over leaders of the most that a group of
-        theirs is worth above r times its degree, or 0. A choice that is worth less than that most
-        by more than this sum is above the floor is in nothing that is worth more than the floor."""
+        For any price r of a rank, V <= N r + the sum over leaders of their best gain: the most that
+        a group of theirs is worth above r times its degree, or 0. Let the gap be this sum minus the
+        floor. A choice whose gain is below the leader's best by more than the gap is in no set that
+        is worth more than the floor."""
         values = self.values(room)
         held = np.flatnonzero((values >= 0).any(axis=1))
         values = values[held]
@@ -198,9 +200,12 @@ class Worth:
         }
 
     def undominated(self, values: Integers) -> NDArray[np.bool_]:
-        """A micro-batch has at most N groups, so one of the N + 1 best leaders of one rank is
-        always left. A group of d ranks that is worth no more than one of less ranks by the same
-        leader, or none, and such a leader for each rank between, can be replaced by those."""
+        """Mark the choices that no other choice can replace.
+
+        A micro-batch has at most N groups, so one of the N + 1 best leaders of one rank is always
+        unused. A group of d ranks can be replaced by one of fewer ranks by its leader, or by none,
+        together with such an unused leader for each rank that this frees, if these are worth as
+        much."""
         single = np.sort(values[:, 0])
         spare = max(0, int(single[-self.ranks - 1])) if len(single) > self.ranks else 0
         gain = values - spare * self.batch.degrees
@@ -210,7 +215,7 @@ class Worth:
         return better
 
     def enough(self, wanted: NDArray[np.bool_], values: Integers) -> Integers:
-        """The best N / d leaders of degree d alone."""
+        """Keep only the best N / d of the leaders whose one choice is degree d."""
         alone, degree = wanted.sum(axis=1) == 1, wanted.argmax(axis=1)
         chosen = [np.flatnonzero(wanted.any(axis=1) & ~alone)]
         for d in np.unique(degree[alone]):
@@ -220,7 +225,7 @@ class Worth:
         return np.concatenate(chosen)
 
     def tables(self, leaders: dict[int, Choices]) -> list[Integers]:
-        """The most that each number of ranks is worth, for each number of first leaders."""
+        """Return the most that each number of ranks is worth, for each number of first leaders."""
         tables = [np.zeros(self.ranks + 1, dtype=np.int64)]
         for choices in leaders.values():
             table = tables[-1].copy()
@@ -230,13 +235,13 @@ class Worth:
         return tables
 
     def most(self, room: Room, floor: int) -> int:
-        """V(h), or the floor where that is more."""
+        """Return V(h), or the floor if that is more."""
         return max(floor, int(self.tables(self.leaders(room, floor))[-1][-1]))
 
     def best(self, room: Room, floor: int) -> Floats:
-        """The number of times that each sequence is in the set of value V(h).
+        """Return the number of times that each sequence is in the set of worth V(h).
 
-        The set is empty if that value is not above the floor."""
+        The set is empty if that worth is not above the floor."""
         leaders, ranks, held = self.leaders(room, floor), self.ranks, np.zeros(len(self.prices))
         tables = self.tables(leaders)
         for i, (j, choices) in reversed(list(enumerate(leaders.items()))):
@@ -271,8 +276,9 @@ class Worth:
 
 
 def proven(batch: Batch, prices: Integers, enough: int) -> tuple[int, list[int]]:
-    """A time that no plan beats, under any prices, and the heights that decide it. More than
-    enough is not looked for."""
+    """Return a time that no plan beats, by these prices, and the heights that decide it.
+
+    The search does not look for more than `enough`."""
     worth, whole = Worth(batch, prices), int(prices.sum())
     least, top = batch.launch + int(batch.times.min()), 2 * batch.plan.bound
     edges = [least]
@@ -297,7 +303,7 @@ def proven(batch: Batch, prices: Integers, enough: int) -> tuple[int, list[int]]
 
 
 def apart(heights: list[int]) -> list[int]:
-    """The first ones that differ by a part of APART from all before."""
+    """Return the first heights that differ by a part of APART from all before."""
     chosen: list[int] = []
     for height in heights:
         if len(chosen) < DECIDING and all(abs(height - h) > h // APART for h in chosen):
@@ -309,11 +315,12 @@ def apart(heights: list[int]) -> list[int]:
 
 
 class Prices:
-    """Linear programs over the micro-batches known so far: prices at which none is worth more than
-    its height, as large in sum as can be.
+    """Linear programs over the known micro-batches: the prices with the largest sum at which none
+    of these is worth more than its height.
 
-    A price is a sequence's least rank-time by a factor, which is linear between knots, at equal
-    shares of all rank-time: few unknowns, where sequences of nearly one length are many."""
+    A price is a sequence's least rank-time times a factor. The factor is linear between knots at
+    equal shares of all rank-time. So there are few unknowns for many sequences of similar length.
+    """
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
@@ -341,7 +348,7 @@ class Prices:
             row.SetCoefficient(factor, float(weight))
 
     def solve(self) -> Floats:
-        """Prices that solve the linear program, in parts of the plan's bound."""
+        """Return the prices that solve the linear program, in parts of the plan's bound."""
         if self.lp.Solve() != pywraplp.Solver.OPTIMAL:
             raise AssertionError("GLOP found no prices")
         return np.array(self.basis @ [factor.solution_value() for factor in self.factors])
@@ -352,7 +359,7 @@ def rounded(prices: Floats) -> Integers:
 
 
 def heights(batch: Batch) -> list[int]:
-    """Heights of single sequences at all degrees, thinned out."""
+    """Return the heights of single sequences at all degrees, thinned out."""
     chosen = [0]
     for time_ in np.unique(batch.times[batch.times < NEVER]):
         if time_ + batch.launch > chosen[-1] + chosen[-1] // THIN:
@@ -361,7 +368,7 @@ def heights(batch: Batch) -> list[int]:
 
 
 def sharper(plan: hcp.Plan, rounds: int) -> int:
-    """No plan under the plan's limits and cost is faster."""
+    """Return a time that no plan under the plan's limits and cost beats."""
     if plan.sync != "micro_batch" or plan.core.pipeline_stages > 1:
         raise ValueError(
             f"a plan of sync={plan.sync!r} and {plan.core.pipeline_stages} stages, "
