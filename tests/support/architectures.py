@@ -84,15 +84,15 @@ MORE: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "youtu": LATENT,
 }
-"""Further options that some need."""
+"""Further options that some configurations need."""
 
 LARGEST = 60e6
-"""Parameters; what stays larger in spite of small options is left out."""
+"""The most parameters of a model. Models that are larger in spite of small options are left out."""
 
 
 def build(kind: str) -> torch.nn.Module | None:
-    """A decoder of random weights; None for one that these options do not make small, or that the
-    environment cannot make."""
+    """Build a decoder with random weights. None if these options do not make it small, or if the
+    environment cannot build it."""
     cls = transformers.CONFIG_MAPPING[kind]
     try:
         config = cls(**small(cls) | MORE.get(kind, {}))
@@ -118,7 +118,8 @@ def made(config: Any) -> Any:
 
 
 def small(cls: Any) -> dict[str, Any]:
-    """Options of a configuration and of its parts that it has, and that are not None by default."""
+    """Return the small options that a configuration and its parts have, and that are not None by
+    default."""
     names = set(inspect.signature(cls.__init__).parameters)
     try:
         default = cls()

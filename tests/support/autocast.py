@@ -46,7 +46,7 @@ def across(cp: hcp.ContextParallelHandler, q: Tensor, k: Tensor, v: Tensor) -> T
 
 
 def module(cp: hcp.ContextParallelHandler, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A module that sees whole sequences, in the dtypes that were given."""
+    """Call cp.core_attn with a module that sees whole sequences and checks their dtypes."""
     given = q.dtype, k.dtype, v.dtype
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:

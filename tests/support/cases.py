@@ -1,6 +1,6 @@
-"""Attention under a plan, on any kind of domain, against one rank with whole sequences.
+"""Compare attention under a plan, on any kind of domain, with one rank and whole sequences.
 
-A case is data, so that the same one runs in loopback (hypothesis draws it) and on gloo ranks.
+A case is data, so that it runs in loopback (hypothesis draws it) and on gloo ranks.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Case:
     dtype: str = "float64"
     backend: str = "torch"
     sharing: bool = False
-    """Whether loopback's ranks read from each other's memory."""
+    """Whether the ranks of loopback read each other's memory."""
     stage_rows: int = tables.STAGE_ROWS
-    """Tokens whose keys come together under "all_gather"."""
+    """The number of tokens whose keys arrive in one stage under "all_gather"."""
     seed: int = 0
     alignment: int = 1
     sizes: tuple[int, ...] | None = None
@@ -54,7 +54,7 @@ class Case:
 
     @property
     def comm(self) -> dict[str, Any]:
-        """The options for hcp.dispatch."""
+        """Return the options for hcp.dispatch."""
         if self.comm_type != "a2a+p2p":
             return {"comm_types": (self.comm_type,)}
         return {"comm_types": (self.comm_type,), "hierarchical_context_parallel_sizes": self.levels}
@@ -82,7 +82,7 @@ RESULTS = ("out", "lse", "dquery", "dkey", "dvalue")
 
 
 def whole_sequences(case: Case) -> list[dict[str, Tensor]]:
-    """Inputs of every sequence, the same on every rank."""
+    """Draw the inputs of every sequence, equal on every rank."""
     generator = torch.Generator().manual_seed(case.seed)
     value_dim = case.value_dim or case.head_dim
     shapes = {
@@ -115,7 +115,7 @@ def whole_attention(
     causal: bool,
     window: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:
-    """One sequence on one rank: softmax(q k^T / sqrt(D)) v and the log-sum-exp, nothing clever."""
+    """Compute one sequence by the formula: softmax(q k^T / sqrt(D)) v, and the log-sum-exp."""
     groups = query.shape[1] // key.shape[1]
     q, k, v = (x.transpose(0, 1) for x in (query, key, value))
     k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
@@ -145,7 +145,7 @@ def grad_of(x: Tensor) -> Tensor:
 
 
 def expected(case: Case) -> tuple[list[tuple[Tensor, ...]], Tensor | None]:
-    """Results of every sequence and the gradient of the sinks, in float64 for any dtype."""
+    """Return the results of every sequence and the sinks' gradient, in float64 for any dtype."""
     answers = []
     sinks = sinks_of(case)
     sinks = sinks if sinks is None else sinks.requires_grad_()
@@ -160,8 +160,8 @@ def expected(case: Case) -> tuple[list[tuple[Tensor, ...]], Tensor | None]:
 def compared(
     groups: Groups, case: Case, plan: hcp.Plan | None = None
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Number of one of RESULTS, what was computed of the sequences that this rank loaded, and what
-    is expected, in float64, by micro-batch; then the same of the sinks' gradient."""
+    """Yield (index in RESULTS, found, expected) in float64 for the sequences that this rank loaded,
+    by micro-batch, then for the sinks' gradient."""
     plan = plan or case.plan()
     rank = groups.transport.rank
     sources = [(i * 7 + 3) % plan.ranks for i in range(len(case.lengths))]
@@ -198,8 +198,8 @@ def compared(
 def attention_errors(
     groups: Groups, case: Case, plan: hcp.Plan | None = None, *, mean: bool = False
 ) -> list[float]:
-    """Largest errors (or mean ones) of each of RESULTS over the sequences that this rank loaded,
-    and of the sinks' gradient."""
+    """Return the largest (or mean) error of each of RESULTS over the sequences that this rank
+    loaded, and of the sinks' gradient."""
     worst = [0.0] * (len(RESULTS) + case.sinks)
     for n, found, want in compared(groups, case, plan):
         if found.numel():
@@ -209,14 +209,14 @@ def attention_errors(
 
 
 def summed(groups: Groups, own: Tensor | None) -> Tensor:
-    """The sum over all ranks, as a trainer would reduce a gradient."""
+    """Return the sum over all ranks, as a trainer would reduce a gradient."""
     payload = pickle.dumps(own if own is None else own.cpu())
     shares = groups.transport.all_gather_bytes(payload, "test")
     return torch.stack([x for x in map(pickle.loads, shares) if x is not None]).sum(0)
 
 
 def dispatched(groups: Groups, case: Case) -> hcp.Step:
-    """The step of a case, all of whose sequences rank 0 has loaded."""
+    """Return the step of a case. Rank 0 loads all of its sequences."""
     plan, rank = case.plan(), groups.transport.rank
     sources = [0] * len(case.lengths)
     samples = whole_sequences(case) if rank == 0 else []
@@ -228,7 +228,7 @@ def sequences_of(plan: hcp.Plan, micro_batch: int) -> list[int]:
 
 
 def loopback_error(case: Case, plan: hcp.Plan | None = None, device: str = "cpu") -> float:
-    """The largest error of all ranks."""
+    """Return the largest error of all ranks."""
     with staged_by(case.stage_rows):
         results = hcp.loopback(
             case.ranks,
@@ -240,8 +240,8 @@ def loopback_error(case: Case, plan: hcp.Plan | None = None, device: str = "cpu"
 
 
 def loopback_rms(case: Case, device: str = "cpu") -> dict[str, float]:
-    """Root-mean-square error of each of RESULTS over all rows, in units of that of the answer, and
-    of the sinks' gradient."""
+    """Return the root-mean-square error of each of RESULTS over all rows, relative to that of the
+    answer, and of the sinks' gradient."""
     names = (*RESULTS, "dsinks")[: len(RESULTS) + case.sinks]
 
     def squares(groups: Groups) -> Tensor:
@@ -258,7 +258,7 @@ def loopback_rms(case: Case, device: str = "cpu") -> dict[str, float]:
 
 @contextmanager
 def staged_by(rows: int) -> Iterator[None]:
-    """Schedules with keys of that many tokens in a stage, on every rank of this process."""
+    """Set the tokens of a stage in schedules, on every rank of this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tables, "STAGE_ROWS", rows)
         yield
@@ -268,8 +268,8 @@ def staged_by(rows: int) -> Iterator[None]:
 
 
 class GlooGroups:
-    """The whole world as a domain. ``seconds``: how long an exchange waits; few where a test has it
-    wait to the end, many where a busy machine may be late."""
+    """The whole world as a domain. ``seconds``: the timeout of an exchange. It is short if a test
+    waits until it ends, and long if a busy machine may be late."""
 
     def __init__(self, seconds: float = 100) -> None:
         self.transport = TorchTransport(dist.new_group(timeout=timedelta(seconds=seconds)))

@@ -16,7 +16,7 @@ Sizes = tuple[int, int, int, int]  # query heads, key-value heads, D, E
 
 
 class WholeAttention(torch.nn.Module):
-    """Knows nothing of context parallelism; takes its number of heads from its arguments."""
+    """A module without context parallelism. It takes its number of heads from its arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,8 +49,8 @@ class WholeAttention(torch.nn.Module):
 
 
 class RingLike(torch.nn.Module):
-    """Does context parallelism itself, as Transformer Engine's: told its group, cuts sequences
-    evenly, and gathers keys and values over it."""
+    """A module with context parallelism of its own, like Transformer Engine's. It is given a group,
+    cuts sequences evenly, and gathers keys and values over the group."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def zigzag_rows(bounds: Tensor, place: int, size: int) -> Tensor:
 
 
 def gathered(x: Tensor, group: Any) -> list[Tensor]:
-    """Every rank's rows; the gradient is summed back to them."""
+    """Gather every rank's rows. The backward sums the gradients."""
     if group is None or group.size() == 1:
         return [x]
     return list(_Gather.apply(x, group))
@@ -129,7 +129,7 @@ class _Gather(torch.autograd.Function):
 
 
 def rows_of_attention(q: Tensor, k: Tensor, v: Tensor, tokens: Tensor) -> Tensor:
-    """Causal attention of the queries at some tokens of a sequence."""
+    """Compute causal attention of the queries at some tokens of a sequence."""
     repeat = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(repeat, 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[2] ** 0.5
@@ -164,7 +164,7 @@ def handlers(groups: Any, case: Case) -> list[hcp.ContextParallelHandler]:
 
 
 def made_group(cp: hcp.ContextParallelHandler) -> Any:
-    """One process group of each degree that the plan has: what a trainer creates beforehand."""
+    """Create a process group for each degree of the plan, as a trainer does beforehand."""
     mine = None
     for group in cp.plan.micro_batches[cp.micro_batch]:
         ranks = list(range(group.first_rank, group.first_rank + group.degree))

@@ -1,4 +1,4 @@
-"""Runs the python blocks of a page, in a process of its own or on a rank."""
+"""Run the python blocks of a page, in a process of its own or on a rank."""
 
 from __future__ import annotations
 

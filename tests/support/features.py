@@ -1,4 +1,4 @@
-"""Layers of drawn rows, and attention with capped scores, against whole sequences."""
+"""Compare layers of drawn rows, and attention with capped scores, with whole sequences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TYPES = ("p2p", "all_gather", "a2a")
 
 
 def drawn(lengths: Any, *shape: int, seed: int = 0, dtype: Any = torch.float64) -> list[Tensor]:
-    """One tensor for each sequence, the same on every rank."""
+    """Draw one tensor for each sequence, equal on every rank."""
     generator = torch.Generator().manual_seed(seed)
     return [
         torch.randn(n, *shape, generator=generator, dtype=torch.float64).to(dtype) for n in lengths
@@ -38,7 +38,7 @@ def rows_here(cp: hcp.ContextParallelHandler, wholes: list[Tensor]) -> Tensor:
 
 
 def scores_of(q: Tensor, k: Tensor, scale: float, softcap: float, hidden: Tensor) -> Tensor:
-    """(H, queries, keys)."""
+    """Return the scores, (H, queries, keys)."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     if softcap:
@@ -60,7 +60,7 @@ def whole_attention(
 def check_softcap(
     groups: Any, cls: Any, lengths: Any, comm_type: str, window: tuple[int, int], degree: int
 ) -> float:
-    """The largest error of output, log-sum-exp and gradients."""
+    """Return the largest error of output, log-sum-exp and gradients."""
     inputs = [drawn(lengths, h, 8, seed=h + i) for i, h in enumerate((4, 2, 2, 4))]
     grad_lse = drawn(lengths, 4, seed=9)
     answers: list[list[Tensor]] = []

@@ -19,14 +19,13 @@ VALIDATION = (50, 3, 1, 22, 9, 14, 2)
 
 
 def documents(lengths: Sequence[int], seed: int = 0) -> list[dict[str, Tensor]]:
-    """Random tokens, 3 to 63."""
+    """Draw documents of random tokens, 3 to 63."""
     generator = torch.Generator().manual_seed(seed)
     return [{"input_ids": torch.randint(3, 64, (n,), generator=generator)} for n in lengths]
 
 
 def as_torchrun(size: int) -> None:
-    """The environment that a launcher leaves, and none of the state that Accelerate keeps from
-    case to case."""
+    """Set a launcher's environment, and reset the state that Accelerate keeps between cases."""
     os.environ.update(
         LOCAL_WORLD_SIZE=str(size),
         NODE_RANK="0",
@@ -43,8 +42,8 @@ def as_torchrun(size: int) -> None:
 
 @contextlib.contextmanager
 def fsdp_on_cpus() -> Iterator[None]:
-    """Inside, Accelerate takes the ranks for GPUs as far as FSDP goes, which it leaves out on CPUs.
-    All that it then does is its own, over Gloo. PartialState must be there."""
+    """Return a context inside which Accelerate uses FSDP, which it leaves out on CPUs. All else is
+    Accelerate's own, over Gloo. PartialState must exist."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
@@ -69,7 +68,7 @@ class Model(torch.nn.Module):
         self.double()
 
     def forward(self, cp: hcp.ContextParallelHandler, local: Any) -> Tensor:
-        """The loss of each row."""
+        """Return the loss of each row, (T,)."""
         rows = self.qkv(self.embedding(local.input_ids))
         q, k, v = rows.view(len(rows), 3, 4, 8).unbind(1)
         logits = cp.attention(q, k, v).flatten(1) @ self.embedding.weight.T

@@ -1,10 +1,10 @@
-"""Calls every operator of torch.ops.hcp with junk: run by test_ops.py, in a process of its own.
+"""Call every operator of torch.ops.hcp with junk. test_ops.py runs this in a process of its own.
 
     python tests/support/junk.py FIRST LAST SEED
 
-Each argument of a good call becomes each kind of junk that its type allows; then several arguments
-at once, drawn by the seed. A call ends or raises one of ALLOWED. Its name is printed first, so that
-the last line says where a crash or a hang was.
+Each argument of a good call is replaced by each kind of junk that its type allows. Then several
+arguments are replaced at once, drawn by the seed. A call must end or raise one of ALLOWED. Its name
+is printed first, so that the last line tells the place of a crash or a hang.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import hcp
 from hcp.exchange.tables import schedule_words
 
 ALLOWED = (ValueError, RuntimeError, NotImplementedError, TypeError)
-"""TypeError is for what the schema does not take."""
+"""The errors that a call may raise. TypeError is for arguments that the schema does not accept."""
 MEMORY = 1 << 30
-"""Bytes that results may have: torch refuses larger ones."""
+"""The most bytes of results: torch refuses larger ones."""
 DRAWN = 20
-"""Calls with several kinds of junk at once, of each operator."""
+"""The number of calls of each operator with several kinds of junk at once."""
 
 ADDRESSES = ("signals", "free", "staged", "done", "read_staged", "read_done")
-"""Tables of addresses. A wrong one cannot be told from a right one, unless it is nowhere."""
+"""Tables of addresses. An operator cannot tell a wrong address from a right one, unless it is 0."""
 
 
 def records(*rows: tuple[int, ...], words: int = 4) -> Tensor:
@@ -47,7 +47,7 @@ NOBODY = records()
 
 
 def good(words: Tensor) -> dict[str, tuple[Any, ...]]:
-    """Positional arguments, in the order of the schemas."""
+    """Return the positional arguments of good calls, in the order of the schemas."""
     x, grad = torch.randn(4, 3), torch.randn(3, 3)
     outs, lses = [torch.randn(4, 2, 4)], [torch.randn(4, 2)]
     segments, runs = records((0, 2), (3, 1), words=2), records((0, 3, 0, 1))

@@ -1,4 +1,4 @@
-"""Ranks of a check that may hang or die: processes that run the check's file again as one rank."""
+"""Run a check's file again as ranks that may hang or die, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of the ranks that were waited for."""
+    """The exit codes and the output of the ranks that were waited for."""
 
     codes: list[int | None]
     """Exit codes; None for a rank that had to be ended."""
@@ -27,7 +27,7 @@ def run_as_ranks(
 ) -> Outcome:
     """Run `python FILE ARGUMENTS --rank R --store PATH` for each rank, and end all of them.
 
-    ``wait_for``: of the first ranks, so many are waited for (default: all).
+    ``wait_for``: the number of first ranks to wait for (default: all).
     """
     with tempfile.TemporaryDirectory() as folder:
         said, started = Path(folder, "said"), time.monotonic()
@@ -57,7 +57,7 @@ def run_as_ranks(
 
 
 def join(rank: int, ranks: int, device: str, store: str) -> None:
-    """Make the default group: of NCCL on a GPU of this rank's own, or of Gloo."""
+    """Make the default group: NCCL on a GPU of this rank's own, or Gloo."""
     import torch
     import torch.distributed as dist
 

@@ -1,9 +1,9 @@
 """Small trainings of the real Megatron-Core on gloo ranks, from weights that no layout changes.
 
-`train(rank, size, case, ...)` is what `ranks.run_ranks` calls. A case names the model's options;
-weights are drawn from a parameter's global name and cut for the rank, so that every layout of the
-same model starts from the same. `train_alone` is the reference: one rank, Megatron's own model,
-layers, schedule and data without hcp, one document in a micro-batch.
+`ranks.run_ranks` calls `train(rank, size, case, ...)`. A case names the model's options. Weights
+are drawn from a parameter's global name and cut for the rank, so that all layouts of a model start
+from equal weights. `train_alone` is the reference: one rank, Megatron's own model, layers, schedule
+and data without hcp, one document in a micro-batch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     """Options of TransformerConfig."""
     builder: str | None = None
-    """A name in `BUILDERS`: another model than the program's."""
+    """A name in `BUILDERS` of another model than the program's."""
     lengths: tuple[tuple[int, ...], ...] = ()
     """Lengths of the documents of each step."""
 
@@ -65,7 +65,7 @@ SMALL = (
 
 
 def lengths_of(steps: int) -> tuple[tuple[int, ...], ...]:
-    """Short ones, and in every other step one that a rank does not hold."""
+    """Draw short lengths, and in every other step one that a rank cannot hold."""
     generator = torch.Generator().manual_seed(7)
     batches = torch.randint(1, 40, (steps, 6), generator=generator).tolist()
     return tuple(tuple(b) if i % 2 else (*b, 100 + i) for i, b in enumerate(batches))
@@ -92,7 +92,7 @@ def _on_cpu(case: Case, body: Callable[[], Outcome]) -> Outcome:
 
 
 def _start(case: Case, builders: dict[str | None, Any]) -> tuple[Any, list[Any], Any]:
-    """The job, its model and optimizer."""
+    """Return the job, its model and optimizer."""
     from megatron.core import parallel_state
 
     from hcp.integrations.megatron.program import training
@@ -148,7 +148,7 @@ def evaluate_both_layouts(job: Any, model: list[Any], outcome: Outcome) -> None:
 
 
 def small_arguments(case: Case) -> Any:
-    """The options, with room on a rank for little more than its share of the longest document."""
+    """Return options by which a rank holds little more than its share of the longest document."""
     from hcp.integrations.megatron.program import arguments
 
     def parse(rows: int) -> Any:
@@ -206,7 +206,7 @@ def _train_alone(case: Case) -> Outcome:
 def run_alone(
     model: list[Any], documents: list[torch.Tensor], losses: Any, forward_only: bool = False
 ) -> tuple[float, int]:
-    """(mean, tokens) of Megatron's schedule over the documents, one in a micro-batch."""
+    """Run Megatron's schedule over the documents, one per micro-batch. Return (mean, tokens)."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     reports = get_forward_backward_func()(
@@ -225,7 +225,7 @@ def run_alone(
 def step_alone(
     data_iterator: Iterator[torch.Tensor], model: Any, *, losses: Any
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
-    """Every token predicts the next one; the last has none."""
+    """Compute one document. Every token but the last predicts the next one."""
     tokens = next(data_iterator)[None]
     labels, mask = tokens.roll(-1), torch.ones(tokens.shape)
     mask[0, -1] = 0.0
@@ -244,7 +244,7 @@ def step_alone(
 def share(
     lengths: Sequence[Sequence[int]], groups: hcp.ProcessGroups
 ) -> Iterator[list[dict[str, torch.Tensor]]]:
-    """This rank's documents of each step."""
+    """Yield this rank's documents of each step."""
     for i, batch in enumerate(lengths):
         documents = [document(i, j, n) for j, n in enumerate(batch)]
         yield [{"tokens": t} for t in documents[groups.rank("dp_cp") :: groups.size("dp_cp")]]
@@ -269,7 +269,7 @@ def draw_weights(model: Sequence[Any], args: Any) -> None:
 
 
 def parameters_of(model: Sequence[Any], args: Any) -> Iterator[tuple[str, Any, Any]]:
-    """(global name, parameter, function that cuts this rank's part out of the whole)."""
+    """Yield (global name, parameter, function that cuts this rank's part out of the whole)."""
     from megatron.core import parallel_state
 
     ep = parallel_state.get_expert_model_parallel_rank()
@@ -291,7 +291,7 @@ def parameters_of(model: Sequence[Any], args: Any) -> Iterator[tuple[str, Any, A
 
 
 def tensor_parallel(name: str, args: Any) -> tuple[int, int]:
-    """Ranks that share a parameter's layer, and which of them this is."""
+    """Return the number of ranks that share a parameter's layer, and this rank's place."""
     from megatron.core import parallel_state
 
     if "local_experts" in name:
@@ -325,7 +325,7 @@ def cutter(name: str, parameter: Any, args: Any) -> Any:
 
 
 def build_hybrid(job: Any, config: Any, vp_stage: int | None) -> torch.nn.Module:
-    """Mamba, attention, Mamba, MLP."""
+    """Build a model of Mamba, attention, Mamba, MLP."""
     from hcp.integrations.megatron import hcp_layer_spec
     from support.megatron_models import mamba_hybrid
 
@@ -339,7 +339,7 @@ def build_in_float64(job: Any, config: Any, vp_stage: int | None) -> torch.nn.Mo
 
 
 def build_own(job: Any, config: Any, vp_stage: int | None) -> torch.nn.Module:
-    """Megatron's GPT of the same options."""
+    """Build Megatron's GPT of the program's options."""
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_local_spec,
         get_gpt_mtp_block_spec,

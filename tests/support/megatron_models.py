@@ -17,7 +17,7 @@ YARN = dict(
     mscale_all_dim=0.0,
     correction_range_round_to_int=True,
 )
-"""Options of a config, which Megatron reads with `yarn_` before their names."""
+"""Options of a config. Megatron reads them with the prefix `yarn_`."""
 
 
 def config_of(num_layers: int = 2, **options: Any) -> Any:
@@ -44,7 +44,7 @@ def mamba_hybrid(
     config: Any = None,
     wrap: Callable[[Any], Any] = lambda spec: spec,
 ) -> Any:
-    """Mamba, attention, Mamba, MLP, by Megatron's local layers instead of Transformer Engine's."""
+    """Build Mamba, attention, Mamba, MLP of Megatron's local layers, not Transformer Engine's."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.mamba.mamba_model import MambaModel

@@ -1,8 +1,8 @@
 """A Mamba mixer of the real Megatron-Core without the kernels for GPUs that it imports.
 
-mamba_ssm and causal_conv1d cannot be installed on a CPU. What stands in for their scan here is the
-state-space recurrence written as one masked square for each sequence (https://arxiv.org/abs/2405.21060,
-section 6): slow, plain, and differentiable.
+mamba_ssm and causal_conv1d cannot be installed on a CPU. Their scan is replaced here by the
+state-space recurrence, written as one masked square matrix for each sequence
+(https://arxiv.org/abs/2405.21060, section 6). It is slow, simple and differentiable.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 class GatedNorm(torch.nn.Module):
-    """Replaces mamba_ssm's, which needs Triton."""
+    """Replaces the class of mamba_ssm, which needs Triton."""
 
     def __init__(
         self,
@@ -56,8 +56,9 @@ def slow_scan(
     norm_before_gate: bool = True,
     **options: Any,
 ) -> Tensor:
-    """(1, S, z | x | B | C | dt) to (1, S, heads * headdim), each sequence of seq_idx by itself,
-    all as one where it is None."""
+    """Scan (1, S, z | x | B | C | dt), and return (1, S, heads * headdim).
+
+    Each sequence of seq_idx is scanned by itself. If it is None, all rows are one sequence."""
     edges = zxbcdt.new_zeros(0) if seq_idx is None else seq_idx[0].diff().nonzero()[:, 0] + 1
     ends = [0, *edges.long().tolist(), zxbcdt.shape[1]]
     parts = [
@@ -98,7 +99,7 @@ def scan_one(
 
 
 def stand_in_for_kernels() -> None:
-    """Megatron's mixer, imported after this, builds and trains on a CPU."""
+    """Replace the kernels, so that Megatron's mixer, imported after this, trains on a CPU."""
 
     def module(name: str, **contents: Any) -> None:
         made = types.ModuleType(name)
@@ -127,7 +128,7 @@ def stand_in_for_kernels() -> None:
 
 
 def rearrange(x: Tensor, pattern: str, **sizes: int) -> Tensor:
-    """The patterns of einops that the mixer's training path uses."""
+    """Rearrange by those patterns of einops that the mixer uses in training."""
     if pattern in ("l b d -> b l d", "b l d -> l b d"):
         return x.transpose(0, 1)
     assert pattern == "d 1 w -> d w", pattern

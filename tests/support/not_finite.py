@@ -1,4 +1,4 @@
-"""Inputs that are not finite, and what has to come of them."""
+"""Inputs that are not finite, and a check of their results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAN, INF = math.nan, math.inf
 
 
 def alone(query: Tensor, key: Tensor, value: Tensor, window: tuple[int, int]) -> Tensor:
-    """One sequence, each query against the keys that it sees and no others."""
+    """Compute one sequence, each query against the keys that it sees and no others."""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     left, right = window
     outs = []
@@ -28,14 +28,14 @@ def alone(query: Tensor, key: Tensor, value: Tensor, window: tuple[int, int]) ->
 
 
 def poisoned(case: Case, name: str, value: float, rows: slice) -> list[dict[str, Tensor]]:
-    """Sequences; the first has ``value`` in some rows of a query, key or value."""
+    """Return sequences, the first of which has ``value`` in some rows of a query, key or value."""
     samples = whole_sequences(case)
     samples[0][name][rows] = value
     return samples
 
 
 def results(groups: Groups, case: Case, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Output and gradients of all sequences, on rank 0."""
+    """Return the output and gradients of all sequences, on rank 0."""
     rank, sources = groups.transport.rank, [0] * len(samples)
     cls = hcp.get_cp_handler_cls(case.backend)
     given = samples if rank == 0 else []
@@ -62,7 +62,10 @@ POISONS = list(itertools.product(NAMES[:3], (NAN, INF, -INF)))
 
 
 def expect_nothing_lost(case: Case, rows: slice, device: str = "cpu") -> None:
-    """``rows``: those of the first sequence that are poisoned."""
+    """Check that values that are not finite reach all results that they reach on one rank, and no
+    result of other sequences.
+
+    ``rows``: those of the first sequence that are not finite."""
     given = [poisoned(case, name, value, rows) for name, value in POISONS]
     found = hcp.loopback(
         case.ranks, lambda g: [results(g, case, samples) for samples in given], device=device

@@ -1,4 +1,4 @@
-"""The best of all plans of tiny requests, by trying each."""
+"""Find the best plan of a tiny request by trying all plans."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import hcp
 
 
 def slow_time(c: hcp.CostModel, length: int, degree: int, node: int = 0) -> int:
-    """The header's formula, term by term."""
+    """Compute the header's formula, term by term."""
     chunk = 2 * degree * c.tile
     rows = -(-length // chunk) * chunk if c.tile > 1 else length
     pairs = sum(min(i, c.window or i) for i in range(1, rows + 1))
@@ -50,18 +50,18 @@ def costs() -> st.SearchStrategy[hcp.CostModel]:
 
 
 Place = tuple[int, int, int]
-"""micro-batch, first rank, degree"""
+"""(micro-batch, first rank, degree)."""
 
 
 def fullest(length: int, degree: int) -> int:
-    """Rows of the fullest rank, chunk by chunk."""
+    """Return the rows of the fullest rank, chunk by chunk."""
     cuts = [k * length // (2 * degree) for k in range(2 * degree + 1)]
     chunks = [b - a for a, b in itertools.pairwise(cuts)]
     return max(chunks[j] + chunks[-1 - j] for j in range(degree))
 
 
 def all_plans(lengths: list[int], ranks: int, capacity: int) -> Iterator[dict[Place, list[int]]]:
-    """Every way to put sequences into groups, and groups into as many micro-batches."""
+    """Yield every way to put sequences into groups, and groups into micro-batches."""
     places = [
         (batch, first, degree)
         for batch in range(len(lengths))
@@ -114,7 +114,7 @@ def tiny(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def chosen(*places: tuple[int, int], **limits: Any) -> dict[str, Any]:
-    """A plan of one micro-batch, each of whose groups has one sequence."""
+    """Return a plan of one micro-batch. Each of its groups has one sequence."""
     groups = [
         {"first_rank": first, "degree": degree, "sequences": [s]}
         for s, (first, degree) in enumerate(places)

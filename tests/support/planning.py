@@ -1,7 +1,7 @@
-"""Requests for a plan with every option mixed, and a judge of what comes back.
+"""Draw requests for a plan with every option mixed, and judge the result.
 
 The judge is written from the documents of :func:`hcp.plan`. It uses nothing of the core: no time,
-no row count and no simulation, and not :func:`hcp.check_plan`, which lives in the library.
+no row count and no simulation, and not :func:`hcp.check_plan`, which belongs to the library.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Request = dict[str, Any]
 
 
 def seed() -> int:
-    """Another one every day: what one run does not draw, a later one does. A failure prints it, and
-    HCP_TEST_SEED repeats it."""
+    """Return the seed of the day, so that runs of other days draw other requests. A failure prints
+    it, and HCP_TEST_SEED repeats it."""
     chosen = os.environ.get("HCP_TEST_SEED")
     return int(chosen) if chosen else date.today().toordinal()
 
 
 def draw(r: Random) -> Request:
-    """Arguments of hcp.plan, right ones and wrong ones: more than half of them have a plan."""
+    """Draw arguments of hcp.plan, right and wrong ones. More than half of them have a plan."""
     ranks = r.choice([1, 2, 3, r.randint(1, 16), r.randint(1, 16), r.randint(1, 40)])
     least = 1 if r.random() < 0.8 else r.randint(1, ranks)
     most = ranks if r.random() < 0.7 else r.randint(least, ranks)
@@ -155,7 +155,7 @@ def _speeds(r: Random, request: Request) -> None:
 
 
 def _junk(r: Random, request: Request) -> None:
-    """One argument at an edge or beyond it."""
+    """Replace one argument by a value at an edge or beyond it."""
     near = [e + d for e in (0, 2**31, 2**32, 2**40, 2**62, 2**63, 2**64) for d in (-1, 0, 1)]
     value = r.choice([sign * x for x in near for sign in (1, -1)])
     names = ["ranks", "max_tokens_per_rank", "min_degree", "max_degree", "alignment"]
@@ -178,7 +178,7 @@ def _junk(r: Random, request: Request) -> None:
 
 
 def fault(request: Request) -> str | None:
-    """The argument that makes a request one without a plan; None: there is a plan.
+    """Return the argument for which a request has no plan, or None if it has one.
 
     Costs that are too large are no fault here: see :func:`may_overflow`.
     """
@@ -248,7 +248,7 @@ def _most(request: Request) -> int:
 
 
 def _allowed(request: Request) -> Any:
-    """Degrees that a plan may use."""
+    """Return the degrees that a plan may use."""
     node, cost = request["ranks_per_node"] or 0, request.get("cost")
     for d in range(max(1, request["min_degree"]), min(_most(request), request["ranks"]) + 1):
         if request["degrees"] == "pow2" and d.bit_count() != 1:
@@ -270,13 +270,13 @@ def _capacity(request: Request) -> int:
 
 
 def _bytes_left(request: Request, memory: hcp.MemoryModel) -> int:
-    """The limit's bytes without those of rows that alignment may add."""
+    """Return the limit's bytes without those of rows that alignment may add."""
     padding = max(1, request["alignment"]) - 1
     return memory.limit - padding * (memory.activation + memory.logit)
 
 
 def fullest(length: int, degree: int) -> int:
-    """Rows of the fullest rank under zigzag, chunk by chunk."""
+    """Return the rows of the fullest rank under zigzag, chunk by chunk."""
     cuts = [k * length // (2 * degree) for k in range(2 * degree + 1)]
     chunks = [b - a for a, b in itertools.pairwise(cuts)]
     return max(chunks[j] + chunks[-1 - j] for j in range(degree))
@@ -301,7 +301,7 @@ def _holds(request: Request, i: int, length: int, degree: int) -> bool:
 
 
 def time_of(request: Request, length: int, degree: int) -> int:
-    """The time of one sequence without launch: the formula of the header, or the table."""
+    """Return the time of a sequence without launch, by the header's formula or by the table."""
     cost: hcp.CostModel = request["cost"]
     if cost.table is not None:
         row, column = cost.table.lengths.index(length), cost.table.degrees.index(degree)
@@ -332,8 +332,8 @@ def _pairs(rows: int, window: int) -> int:
 
 
 def may_overflow(request: Request) -> bool:
-    """Whether costs are so large that a plan may be refused for them: 62 bits hold each of them
-    with every rank's share added up, and 63 bits the sum of all."""
+    """Whether costs are so large that a plan may be refused for them. Each of them must fit in 62
+    bits, summed over ranks, and the sum of all in 63 bits."""
     cost: hcp.CostModel = request["cost"]
     stages = max(1, request.get("pipeline_stages") or 1) * max(
         1, request.get("virtual_stages") or 1
@@ -362,7 +362,7 @@ class Timed(NamedTuple):
 
 
 def judge(request: Request, plan: hcp.Plan) -> None:
-    """Every rule that a plan keeps, and the times that it claims."""
+    """Check every rule of plans, and the times that this plan claims."""
     lengths, seen = request["lengths"], list[int]()
     assert list(plan.lengths) == list(lengths)
     for groups in plan.micro_batches:
@@ -417,7 +417,7 @@ def _multiple(request: Request) -> int:
 
 
 def makespan(request: Request, plan: hcp.Plan) -> int:
-    """When the last rank ends."""
+    """Return the time at which the last rank ends."""
     batches = [_timed(request, groups) for groups in plan.micro_batches]
     stages = max(1, request.get("pipeline_stages") or 1)
     chunks = max(1, request.get("virtual_stages") or 1)
@@ -458,7 +458,8 @@ class Pass(NamedTuple):
 
 
 def _passes(stage: int, stages: int, chunks: int, group: int, n: int) -> list[Pass]:
-    """The work of a stage in order: some forwards ahead, then one forward and one backward each."""
+    """Return the passes of a stage in order: some forwards ahead, then forward and backward in
+    turns."""
     turns = [range(first, min(n, first + group)) for first in range(0, n, group)]
     forward = [Pass(True, m, c) for turn in turns for c in range(chunks) for m in turn]
     backward = [Pass(False, m, chunks - 1 - c) for _, m, c in forward]
@@ -471,7 +472,8 @@ def _passes(stage: int, stages: int, chunks: int, group: int, n: int) -> list[Pa
 
 
 def _piped(batches: list[list[Timed]], ranks: int, stages: int, chunks: int, group: int) -> int:
-    """When the last pass ends, in whole times: each waits for its ranks and for the link before."""
+    """Return the integer time at which the last pass ends. A pass waits for its ranks, and for the
+    link before it."""
     ends: dict[tuple[int, Pass, int], int] = {}
     free = [[0] * ranks for _ in range(stages)]
     todo = [

@@ -1,18 +1,19 @@
 """A pool of gloo ranks that lives for many cases, and processes that run one program.
 
     results = run_ranks(4, case, argument)     # case(rank, size, argument) on 4 processes
-    outcomes = try_ranks(4, case, argument)    # the same; a rank that failed gives a RankError
+    outcomes = try_ranks(4, case, argument)    # returns a RankError for each rank that failed
     done = run_module("hcp", "demo", ranks=2, folder=path)   # python -m hcp demo, as torchrun would
     done = run_alone(function, argument, folder=path)        # a call in a process of its own
 
-`case` is a function at the top of a module: it travels by name. Each case gets a fresh default
-group, so nothing that a case leaves behind (groups, half-done exchanges) reaches the next.
-All processes are forked from a server that has imported what most of them need (`PRELOADED`) and
-never used it, because a fork of a process whose torch has started threads may hang: the first pool
-takes as long as `import torch`, each further one a tenth of a second, each case a few milliseconds.
+`case` is a function at the top of a module, since it is pickled by name. Each case gets a fresh
+default group, so that groups and unfinished exchanges of a case do not reach the next one. All
+processes are forked from a server that has imported the modules that most of them need
+(`PRELOADED`) and never used them, because a fork of a process whose torch has started threads may
+hang. The first pool takes as long as `import torch`, each further one a tenth of a second, each
+case a few milliseconds.
 
-What a rank raises comes back with its traceback; the others have `GRACE` seconds to come to an end
-by themselves. Ranks that are not done within the timeout, or outlive the grace, are killed, and the
+An exception of a rank is returned with its traceback. The others then have `GRACE` seconds to end
+by themselves. Ranks that are not done within the timeout, or after the grace, are killed, and the
 message shows their stacks. After any failure the next case forks a new pool.
 """
 
@@ -42,10 +43,10 @@ GRACE = 30.0
 """Seconds that the other ranks have after the first one failed."""
 
 IDLE = 0.5
-"""Seconds after a case in which the next one finds its groups still there."""
+"""Seconds for which the groups of a case are kept for the next one."""
 
 MAX_POOLS = 3
-"""Pools kept; the one unused for longest goes first."""
+"""The most pools that are kept. The one unused for longest is ended first."""
 
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "hypothesis", "pytest", "hcp"]
 """Modules that the server imports; torch imports torch._dynamo at an optimizer's first step."""
@@ -70,7 +71,7 @@ class RankError:
 
 @dataclass(frozen=True)
 class _Case:
-    """The message to every rank. The call is pickled apart: it is read once `path` is set."""
+    """The message to every rank. The call is pickled separately, to be read after `path` is set."""
 
     path: list[str]
     call: bytes
@@ -78,7 +79,7 @@ class _Case:
 
 
 class RanksFailed(AssertionError):
-    """At least one rank failed. `results` holds a RankError in the place of each that did."""
+    """Raised if a rank failed. `results` holds a RankError in the place of each failed rank."""
 
     def __init__(self, name: str, results: list[Any]) -> None:
         self.results = results
@@ -162,7 +163,7 @@ def _call_under(
 
 
 def _start_server() -> None:
-    """Start it unless it runs. It finds modules where this process does, and starts no thread."""
+    """Start the server unless it runs. It has this process's module path, and starts no thread."""
     kept = dict(os.environ)
     os.environ.update(PYTHONPATH=os.pathsep.join(sys.path), PYTHONSAFEPATH="1", OMP_NUM_THREADS="1")
     try:
@@ -174,7 +175,8 @@ def _start_server() -> None:
 
 
 class _Pool:
-    """`size` processes, a pipe to each, the store where they meet, and a folder for stacks."""
+    """`size` processes, a pipe to each, the store by which they connect, and a folder for
+    stacks."""
 
     def __init__(self, size: int) -> None:
         # Not a file, which ranks that wait would read a hundred times a second.
@@ -271,14 +273,14 @@ class _Pool:
 
 
 def _new_store() -> Any:
-    """A store that this process serves, at a port that is free."""
+    """Return a store that this process serves, at a free port."""
     import torch.distributed as dist
 
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def _serve(pipe: connection.Connection, rank: int, size: int, port: int, folder: Path) -> None:
-    """The life of one rank: a case, an answer, the next case."""
+    """Run one rank: read a case, send the answer, read the next case."""
     import torch
     import torch.distributed as dist
 
@@ -306,7 +308,7 @@ def _serve(pipe: connection.Connection, rank: int, size: int, port: int, folder:
 
 
 def _leave_groups() -> None:
-    """End the groups of the case before, whose threads wake hundreds of times a second."""
+    """Destroy the groups of the last case, whose threads wake hundreds of times a second."""
     import torch.distributed as dist
 
     megatron = sys.modules.get("megatron.core.parallel_state")
@@ -320,7 +322,7 @@ def _leave_groups() -> None:
 
 
 def _answer(rank: int, size: int, store: Any, case: _Case) -> tuple[bool, Any]:
-    """(False, pickled result), or (True, (kind, message, traceback))."""
+    """Run a case. Return (False, pickled result), or (True, (kind, message, traceback))."""
     try:
         sys.path[:] = case.path
         return False, pickle.dumps(_run_case(rank, size, store, case))
@@ -410,7 +412,7 @@ def _finish(
 
 
 def _exit_codes(processes: list[Any], deadline: float) -> list[int | None]:
-    """Exit codes in the order in which processes ended; None for those that had to be ended."""
+    """Return exit codes in the order in which processes ended; None for those that were killed."""
     codes: list[int | None] = []
     running = list(processes)
     while running:

@@ -1,4 +1,4 @@
-"""The names that README.md's example takes as given, and checks of what it has done."""
+"""The names that README.md's example takes as given, and checks of its result."""
 
 BEFORE = """
 import torch

@@ -1,7 +1,7 @@
-"""Slow, obvious answers of the kernels, one row at a time, in float64: the definitions of
-csrc/include/hcp/kernels.h written down.
+"""Slow, obvious versions of the kernels, one row at a time, in float64. They implement the
+definitions of csrc/include/hcp/kernels.h.
 
-They are differentiable, so PyTorch's own autograd says what the gradients are.
+They are differentiable, so PyTorch's own autograd gives the gradients.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Records = Sequence[Sequence[int]]
 
 
 def gather(source: Tensor, segments: Records) -> Tensor:
-    """Rows named by (row, rows), end to end; row -1 is rows of zeros."""
+    """Return the rows named by (row, rows), end to end. Row -1 stands for zeros."""
     pieces = [source[:0]]
     for row, rows in segments:
         pieces.append(
@@ -30,7 +30,7 @@ def pack(sources: Sequence[Tensor], segments: Records) -> Tensor:
 
 
 def contributors(row: int, runs: Records) -> list[tuple[int, int]]:
-    """(part, row of the part) for each record that names the row."""
+    """Return (part, row of the part) for each record that names the row."""
     return [
         (part, part_row + row - first)
         for first, rows, part, part_row in runs
@@ -50,7 +50,7 @@ def reduce(parts: Sequence[Tensor], runs: Records, rows: int) -> Tensor:
 def merge_head(
     outs: Sequence[Tensor], lses: Sequence[Tensor], head_dim: int
 ) -> tuple[Tensor, Tensor]:
-    """One row and head: outs are (D), lses scalars."""
+    """Merge one row and head. `outs` are (D,), `lses` scalars."""
     present = [
         (out.double(), lse.double()) for out, lse in zip(outs, lses, strict=True) if lse != -inf
     ]

@@ -1,4 +1,4 @@
-"""Attention that rotates, compared with rotating first."""
+"""Compare attention that rotates with rotating first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LENGTHS = (37, 5, 20, 1)
 
 
 def inputs(cp: hcp.ContextParallelHandler, size: int = 8) -> list[Tensor]:
-    """Queries, keys, values of another head size, and a gradient."""
+    """Draw queries, keys, values of another head size, and a gradient."""
     shapes = (4, size), (2, size), (2, 6), (4, 6)
     return [torch.randn(cp.rows, *s, dtype=torch.float64, device=cp.device) for s in shapes]
 
@@ -58,7 +58,8 @@ def error(
     options: Any,
     checkpointed: bool = True,
 ) -> float:
-    """Against PyTorch's own operators and attention without rotation, also under checkpointing."""
+    """Return the error against PyTorch's own operators and attention without rotation, also under
+    checkpointing."""
     worst = 0.0
     for cp in handlers(groups, comm_type):
         *leaves, grad = inputs(cp)

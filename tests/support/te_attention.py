@@ -1,4 +1,4 @@
-"""A module of Transformer Engine's shape."""
+"""A module with the attributes of Transformer Engine's attention."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from torch import nn
 
 
 class TEAttention(nn.Module):
-    """Transformer Engine's shape: built without CP it has no group, and its default type."""
+    """Like Transformer Engine's attention: built without CP, it has no group and the default
+    type."""
 
     def __init__(self, config: Any = None, layer_number: int = 1) -> None:
         super().__init__()

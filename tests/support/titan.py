@@ -1,4 +1,4 @@
-"""torchtitan on CPUs, for tests: it asks a device module for names and memory that torch.cpu lacks.
+"""Run torchtitan on CPUs, for tests. It asks a device module for functions that torch.cpu lacks.
 
 Import this before torchtitan.
 """
@@ -77,7 +77,7 @@ class Tokenizer(BaseTokenizer):
 
 
 class Loader(BaseDataLoader):
-    """Rows of packed documents of any length: row i is the same whoever loads it."""
+    """Rows of packed documents of any length. Row i is equal on all ranks."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
@@ -85,7 +85,7 @@ class Loader(BaseDataLoader):
         infinite: bool = False
         shortest: int = 1
         longest: int = 64
-        """Tokens of a document, cut where the row ends."""
+        """The most tokens of a document. The end of the row cuts the last one."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Loader(BaseDataLoader):
         self.first, self.stride, self.loaded = dp_rank, dp_world_size, 0
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        """Rank r of n has rows r, r + n, ...; the last batch may be smaller."""
+        """Yield rows r, r + n, ... on rank r of n. The last batch may be smaller."""
         own = range(self.first, self.config.rows, self.stride)
         for start in range(self.loaded, len(own), self.size):
             rows = [self.row(i) for i in own[start : start + self.size]]
@@ -143,7 +143,7 @@ def spec_of(
 
 
 class CpuTrainer(ContextParallelTrainer):
-    """Over Gloo, which has no sum that multiplies first, as FSDP2 asks for."""
+    """A trainer over Gloo, which lacks the sum with a factor that FSDP2 asks for."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ContextParallelTrainer.Config):
@@ -170,7 +170,7 @@ def config_of(
     training: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """A small job. `validation_rows`: of the validation set, after steps 1, 10, 20 ..."""
+    """Configure a small job. `validation_rows`: rows to validate with after steps 1, 10, 20 ..."""
     return CpuTrainer.Config(
         **{
             "model_spec": spec or spec_of(),
@@ -207,7 +207,7 @@ def config_of(
 
 
 class Run:
-    """A job, and what it logged."""
+    """A job, and the values that it logged."""
 
     def __init__(self, config: Any) -> None:
         self.trainer = config.build()
@@ -220,7 +220,7 @@ class Run:
         processor.log_validation = lambda loss, step, **_: self.validations.append(loss)
 
     def _same_weights(self) -> None:
-        """On any number of ranks: random numbers of DTensors on CPUs are not."""
+        """Draw weights that are equal on any number of ranks. On CPUs those of DTensors are not."""
         generator = torch.Generator().manual_seed(7)
         with torch.no_grad():
             for name, parameter in self.trainer.model_parts[0].named_parameters():
@@ -246,7 +246,7 @@ class Run:
         return self
 
     def first_gradients(self) -> dict[str, Any]:
-        """Whole gradients of the first step, before they are clipped, by name."""
+        """Return the whole gradients of the first step by name, before they are clipped."""
         trainer = self.trainer
         inputs, labels = next(trainer.batch_generator(trainer.dataloader))
         tokens = (labels != IGNORE).sum()

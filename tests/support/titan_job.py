@@ -1,4 +1,4 @@
-"""A job for torchtitan's own command line, here with what it lacks on CPUs:
+"""A job for torchtitan's own command line, with the functions that it lacks on CPUs.
 
     torchrun --nproc-per-node 2 titan_job.py --module titan_job --config small --training.steps 3
 

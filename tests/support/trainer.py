@@ -1,7 +1,7 @@
 """A small trainer with tensor, context, data and pipeline parallelism, as Megatron-style ones are.
 
-Layers keep the groups, and the sizes and ranks that they derived from them, from when they were
-built: what hcp.eval_cp_context is for. Every rank holds the rows that its cp_rank gives it.
+Layers keep the groups with which they were built, and the sizes and ranks that they derived from
+them. hcp.eval_cp_context exists for such layers. Every rank holds the rows of its cp_rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hcp.evaluation.metrics import Metric
 VOCABULARY, HIDDEN, HEADS = 11, 8, 4
 
 Sample = dict[str, Tensor]
-"""Tokens, and a mask of their loss."""
+"""The tokens of a sequence, and the mask of their losses."""
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Config:
 
 @dataclass
 class Rows:
-    """Packed rows of one rank: token, label, weight of the loss, sequence and place of each."""
+    """Packed rows of one rank: each one's token, label, weight of the loss, sequence and place."""
 
     tokens: Tensor
     labels: Tensor
@@ -45,7 +45,7 @@ class Rows:
 
 
 class _Sum(torch.autograd.Function):
-    """Sum over a group forward, nothing backward; or the other way round."""
+    """Sums over a group forward and does nothing backward, or the reverse."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, forward: bool) -> Tensor:
@@ -64,7 +64,7 @@ def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of all ranks of a group, however many each has."""
+    """Gathers the rows of all ranks of a group. Their numbers may differ."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -129,7 +129,7 @@ class Stage(nn.Module):
         self.head = nn.Linear(HIDDEN, VOCABULARY, dtype=dtype) if self.last else None
 
     def rows(self, samples: Sequence[Sample], weights: Sequence[float] | Tensor) -> Rows:
-        """This rank's part of some packed sequences, by what the model remembers."""
+        """Return this rank's part of packed sequences, by the sizes that the model keeps."""
         parts = []
         for i, (sample, weight) in enumerate(zip(samples, weights, strict=True)):
             n, size, rank = len(sample["tokens"]) - 1, self.cp_size, self.cp_rank
@@ -141,7 +141,7 @@ class Stage(nn.Module):
         return Rows(*(torch.cat(field) for field in zip(*parts, strict=True)))
 
     def forward(self, x: Tensor | None, rows: Rows) -> Tensor:
-        """``x``: None on the first stage."""
+        """Run the stage. ``x``: the rows of the stage before, None on the first stage."""
         if self.embedding is not None:
             x = self.embedding(rows.tokens)
         assert x is not None
@@ -153,8 +153,7 @@ class Stage(nn.Module):
 
 
 def samples_of(n: int, seed: int = 5) -> list[Sample]:
-    """Sequences of any length; some masks leave the first part, and some the whole, without
-    loss."""
+    """Draw sequences of any length. Some masks leave out the first part, and some the whole."""
     generator = torch.Generator().manual_seed(seed)
     samples = []
     for i in range(n):
@@ -174,7 +173,8 @@ def _neighbour(pgs: hcp.ProcessGroups, step: int) -> int:
 
 
 def forward_step(model: Stage, rows: Rows) -> tuple[Tensor | None, Tensor]:
-    """The losses of the last stage, and what the others sent on."""
+    """Run a stage. Return the rows that it received, None on the first stage, and its output: the
+    losses on the last stage, else the rows that it sent on."""
     pgs = model.pg_collection
     x = None
     if not model.first:
@@ -189,7 +189,7 @@ def forward_step(model: Stage, rows: Rows) -> tuple[Tensor | None, Tensor]:
 
 
 def train_step(model: Stage, optimizer: torch.optim.Optimizer, samples: Sequence[Sample]) -> None:
-    """One update on this data-parallel rank's share."""
+    """Update the weights once, on this data-parallel rank's share."""
     pgs = model.pg_collection
     own = samples[pgs.rank("dp") :: pgs.size("dp")]
     rows = model.rows(own, [1.0] * len(own))
@@ -212,7 +212,7 @@ def train_step(model: Stage, optimizer: torch.optim.Optimizer, samples: Sequence
 
 @torch.no_grad()
 def evaluate(model: Stage, samples: Sequence[Sample], micro_batch_size: int) -> Metric:
-    """The mean loss of the samples, each once, under the layout that the model holds just now."""
+    """Return the mean loss of the samples, each once, under the model's current layout."""
     pgs = model.pg_collection
     plan, metrics = (
         hcp.EvalPlan(len(samples), pgs, micro_batch_size=micro_batch_size),
@@ -235,7 +235,7 @@ def build(
 
 
 def fingerprint(model: Stage, optimizer: torch.optim.Optimizer) -> str:
-    """All bits of weights and optimizer state."""
+    """Return a hash of all bits of weights and optimizer state."""
     digest = hashlib.sha256()
     state = [*model.state_dict().values()]
     for entry in optimizer.state_dict()["state"].values():
@@ -251,9 +251,9 @@ def fingerprint(model: Stage, optimizer: torch.optim.Optimizer) -> str:
 def compare_layouts(
     rank: int, size: int, sizes: Sequence[int], tp: int, pp: int, *dtypes: str
 ) -> dict[str, dict[tuple[int, int, int], float]]:
-    """The distance of losses inside and outside, for each dtype and all pairs of CP sizes.
+    """Return the distance of losses inside and outside, for each dtype and all pairs of CP sizes.
 
-    Training goes on as if nothing happened."""
+    Training afterwards must be unchanged, bit for bit."""
     losses: dict[str, dict[tuple[int, int, int], float]] = {dtype: {} for dtype in dtypes}
     for train_cp in sizes:
         train = hcp.build_process_groups(tp=tp, cp=train_cp, pp=pp)
@@ -275,7 +275,7 @@ def compare_layout(
     eval_cp: int,
     step: int,
 ) -> dict[int, float]:
-    """The distances of one switch, by number of samples packed."""
+    """Return the distances of one switch, by number of packed samples."""
     data, training = samples_of(7), samples_of(12, seed=9)
     (model, optimizer), (twin, twin_optimizer) = pair
     train_step(model, optimizer, training)
