@@ -1,5 +1,4 @@
-"""Settings of all tests: one thread, a compile cache of their own, random inputs that can be drawn
-again."""
+"""Settings of all tests: one thread, a compile cache of their own, and repeatable random inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kernel the backend `auto` picks. The kernels themselves run on GPUs: tests/cuda."""
+"""The choice of the backend `auto`. The kernels themselves run on GPUs: tests/cuda."""
 
 from __future__ import annotations
 

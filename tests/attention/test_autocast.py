@@ -1,4 +1,4 @@
-"""Under torch.autocast attention takes and gives what PyTorch's own takes and gives."""
+"""Attention under torch.autocast has the dtypes and results of PyTorch's own."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A compiled model takes any plan without being compiled again.
+"""A compiled model runs any plan without a new compilation.
 
 Graphs are counted under "aot_eager", which traces forward and backward as inductor does and then
-runs the operators: it needs no C++ compiler. Two tests compile with inductor: the one of a layer
-here, and the one of every operator in test_ops.py.
+runs the operators: it needs no C++ compiler. Two tests compile with inductor: that of a layer here,
+and that of every operator in test_ops.py.
 """
 
 from __future__ import annotations

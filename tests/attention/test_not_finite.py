@@ -1,4 +1,4 @@
-"""NaN and infinity reach the same results as in attention of one rank over whole sequences, and no
+"""NaN and infinity reach the results that they reach on one rank with whole sequences, and no
 results of other sequences."""
 
 from __future__ import annotations

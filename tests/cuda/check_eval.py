@@ -2,9 +2,10 @@
 
     torchrun --nproc-per-node 4 tests/cuda/check_eval.py
 
-For all pairs of CP sizes, with tensor and pipeline parallelism: the same validation loss inside
-hcp.eval_cp_context and outside, and weights and optimizer states of a run that never switched, bit
-for bit. Exits with 1 where something is wrong. With --device cpu the same over Gloo.
+It compares two things for all pairs of CP sizes, with tensor and pipeline parallelism. Validation
+losses inside and outside of hcp.eval_cp_context must be equal. Weights and optimizer states must be
+those of a run that never switched, bit for bit. It exits with 1 on a fault. --device cpu runs it
+over Gloo.
 """
 
 from __future__ import annotations

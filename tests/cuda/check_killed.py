@@ -2,9 +2,9 @@
 
     python tests/cuda/check_killed.py --ranks 4
 
-Under each transport of GPUs, the first rank and the last. No launcher ends the others here: each
-notices by itself, in a layer whose keys do not come, within the groups' timeout. Exits with 1 where
-one goes on, hangs, or ends in another way. With --device cpu the same over Gloo.
+It kills the first rank and the last one, under each transport of GPUs. No launcher ends the others:
+each notices by itself within the groups' timeout, in a layer whose keys do not arrive. It exits
+with 1 if a rank goes on, hangs, or ends in another way. --device cpu runs it over Gloo.
 """
 
 from __future__ import annotations

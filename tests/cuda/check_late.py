@@ -3,9 +3,10 @@ are used, on two GPUs.
 
     PYTHONPATH=tests python tests/cuda/check_late.py
 
-Two ranks attend to one sequence; at the second time the last one stays away from all of it, or from
-the backward. The other has to end with hcp's error, which names it, and must not read a result.
-Exits with 1 where it reads one, hangs, or ends otherwise. With --device cpu the same over Gloo.
+Two ranks attend to one sequence, twice. The second time, the last rank stays away from the whole
+layer, or from its backward. The other has to end with hcp's error, which names that rank, and must
+not read a result. The check exits with 1 if it reads one, hangs, or ends otherwise. --device cpu
+runs it over Gloo.
 """
 
 from __future__ import annotations

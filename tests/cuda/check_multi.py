@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 tests/cuda/check_multi.py
 
-Exits with 1 where a result is wrong.
+It exits with 1 if a result is wrong.
 """
 
 from __future__ import annotations

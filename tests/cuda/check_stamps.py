@@ -1,11 +1,11 @@
-"""Ranks whose calls differ hear it before they use each other's rows, on two GPUs.
+"""Ranks whose calls differ get an error before they use each other's rows, on two GPUs.
 
     PYTHONPATH=tests python tests/cuda/check_stamps.py
 
-Two ranks attend to the micro-batches of a step, over each transport; then one of them takes two
-micro-batches in another order, or attends with another scale. Neither may read a result, and one
-at least has to say what differs. Exits with 1 where a rank reads a result, hangs, or nobody says
-it. With --device cpu the same over Gloo.
+Two ranks attend to the micro-batches of a step, over each transport. Then one of them takes two
+micro-batches in another order, or attends with another scale. Neither may read a result, and at
+least one error has to name the difference. The check exits with 1 if a rank reads a result or
+hangs, or if no error names it. --device cpu runs it over Gloo.
 """
 
 from __future__ import annotations

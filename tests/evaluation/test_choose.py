@@ -1,4 +1,4 @@
-"""evaluate: which context-parallel size, and why."""
+"""evaluate: the choice of the context-parallel size, and its reason."""
 
 import pytest
 import torch

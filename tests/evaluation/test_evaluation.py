@@ -1,4 +1,4 @@
-"""Evaluation: each sample exactly once for any sizes; one number under every layout."""
+"""Evaluation counts each sample once for any sizes, and gives one mean under every layout."""
 
 import copy
 import math

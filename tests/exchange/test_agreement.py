@@ -1,8 +1,7 @@
-"""Ranks whose calls differ, or come in different orders: an error in words on each, and no number
-that is made of other rows.
+"""Ranks whose calls differ, in kind or in order, all get an error and no result of other rows.
 
-The ranks are Gloo's. A call's rows are made of its layer and sequence, so that rows of another call
-would show in the result; sequences have one length, so that nothing else tells calls apart.
+The ranks use Gloo. A call's rows depend on its layer and sequence, so that rows of another call
+would show in the result. Sequences have one length, so that nothing else tells calls apart.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The transport over NCCL but for its device: what is queued, watched, kept and refused.
+"""The transport over NCCL without its device: the work that it queues, watches, keeps and refuses.
 
-The group is Gloo's, the operator and the backend are stand-ins.
+The group is Gloo's. The operator and the backend are replaced by fakes.
 """
 
 from __future__ import annotations

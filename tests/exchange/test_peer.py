@@ -1,7 +1,7 @@
-"""The tables, counts and signals of ``hcp.exchange.peer`` where ranks share one process's memory.
+"""The tables, counts and signals of ``hcp.exchange.peer``, with ranks that share one memory.
 
-Halves and staged exchanges are those of the transport between GPUs; here the words and rows lie in
-CPU memory, and a thread waits where a stream would.
+Halves and staged exchanges are those of the transport between GPUs. Here signals and rows lie in
+CPU memory, and a thread waits in place of a stream.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which transport carries a domain's rows, and what refuses one."""
+"""The choice of a domain's transport, and the reasons for which one is refused."""
 
 from __future__ import annotations
 

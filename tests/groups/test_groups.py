@@ -1,4 +1,4 @@
-"""groups: which ranks form tp, pp, cp, dp, ... for a layout of the job."""
+"""groups: the ranks that form tp, pp, cp, dp, ... for a job layout."""
 
 import copy
 import itertools

@@ -1,6 +1,7 @@
-"""The callback for Megatron-Bridge, against Bridge's interface: a stand-in with its event names and
-configuration, whose loaders share samples out and whose evaluation counts as Bridge's do. Bridge
-itself needs GPUs, or stubs for what it imports."""
+"""The callback for Megatron-Bridge, against Bridge's interface.
+
+A fake has Bridge's event names and configuration. Its loaders shard samples, and its evaluation
+counts them, as Bridge's do. Bridge itself needs GPUs, or stubs for its imports."""
 
 import functools
 import itertools

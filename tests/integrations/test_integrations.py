@@ -1,4 +1,5 @@
-"""Megatron-LM's own evaluation loop, by its shape, and which versions of trainers are taken."""
+"""A function with the signature of Megatron-LM's evaluation loop, and the accepted versions of
+trainers."""
 
 import importlib
 import json

@@ -1,9 +1,9 @@
 """rebind on models of the real Megatron-Core, when it is installed (megatron-core==0.16.1).
 
 On a CPU Megatron-Core has no context parallelism of its own, so its layers get a core attention
-that gathers keys and values, written here; all else is Megatron's: rotary embeddings and their
+that gathers keys and values, written here. All else is Megatron's: rotary embeddings and their
 caches, MoE router and dispatcher, MTP, the Mamba mixer's context object, configs, and
-ProcessGroupCollection. What a layout is compared with is Megatron's own attention on one rank.
+ProcessGroupCollection. The reference of every layout is Megatron's own attention on one rank.
 """
 
 import gc

@@ -1,6 +1,6 @@
-"""Samples to planned micro-batches in Megatron's form, options, and what is refused.
+"""Planned micro-batches in Megatron's form, options, and errors, with the real Megatron-Core.
 
-With the real Megatron-Core. Which are refused: tests/integrations/test_integrations.py.
+tests/integrations/test_integrations.py tests the versions that are refused.
 """
 
 import argparse

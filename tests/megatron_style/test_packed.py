@@ -1,4 +1,4 @@
-"""A packed micro-batch in Megatron's terms."""
+"""Packed micro-batches in Megatron's terms."""
 
 from __future__ import annotations
 

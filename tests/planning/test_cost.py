@@ -1,4 +1,4 @@
-"""Cost models: seconds to integers, files that hold them, and what is refused."""
+"""Cost models: the conversion of seconds to integers, files, and errors."""
 
 from __future__ import annotations
 

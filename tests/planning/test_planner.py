@@ -1,4 +1,4 @@
-"""The planner against slow references: costs, bounds, every option, and what surrounds a plan."""
+"""The planner against slow references: costs, bounds, every option, and functions around plans."""
 
 from __future__ import annotations
 

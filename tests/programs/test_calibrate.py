@@ -1,4 +1,4 @@
-"""Calibration: prices come back from times that they made, and from real ranks to a file."""
+"""Calibration finds the prices of computed times, and writes a file of prices on real ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands of python -m hcp: what they print, write and refuse."""
+"""The commands of python -m hcp: their output, files and errors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""hcp.programs.data: text to documents, nothing lost, every batch a pure function of seed and
-iteration."""
+"""hcp.programs.data: no text is lost, and a batch is a pure function of seed and iteration."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The demo from its command line: real ranks, real text, the files and the numbers it leaves."""
+"""The demo from its command line, on real ranks and text: its files and numbers."""
 
 import json
 import os

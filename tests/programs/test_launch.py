@@ -1,4 +1,4 @@
-"""Programs that start their own ranks: what is wrong is said once, under the program's own name."""
+"""Programs that start their own ranks print an error once, under the program's own name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draw the house: which room of hcp uses which, on how many floors, and where arrows form a cycle.
+"""Print which folder of hcp imports which, on how many floors, and where imports form a cycle.
 
     python tests/project/house.py            # rooms, floor by floor
     python tests/project/house.py --arrows   # also every arrow with the import that makes it

@@ -1,6 +1,6 @@
-"""Print what the planner answers to 300 random requests: one digest a request, and one of all.
+"""Print digests of the planner's answers to 300 random requests: one per request, and one of all.
 
-A change that must not alter plans prints the same in the tree before and in the tree after:
+A change that must not alter plans prints equal digests before and after:
 
     PYTHONPATH=.:tests python tests/project/plan_checksums.py
 

@@ -1,4 +1,4 @@
-"""torch is all that hcp needs: numpy may be absent, which torch does not require."""
+"""hcp needs torch only. numpy, which torch does not require, may be absent."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Every benchmark that runs on CPUs, as small as it goes: its checks hold, and it prints its table.
+"""Every benchmark that runs on CPUs, at its smallest: its checks pass, and it prints its table.
 
-Those that need GPUs are type-checked by `make check`.
+`make check` checks the types of those that need GPUs.
 """
 
 from __future__ import annotations

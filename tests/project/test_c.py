@@ -1,5 +1,5 @@
-"""The C tests: each tests/c/test_*.c, with all of hcp that is C, under the sanitizers of gcc and of
-clang; and the same plans from both, however they optimise."""
+"""The C tests: each tests/c/test_*.c, with all of hcp's C code, under the sanitizers of gcc and of
+clang. Both compilers give equal plans, however they optimise."""
 
 from __future__ import annotations
 

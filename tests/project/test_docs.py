@@ -1,4 +1,4 @@
-"""Every code block of README.md and docs/ is run, or says in words why not.
+"""Every code block of README.md and docs/ is run, or has a comment with the reason why not.
 
 The python blocks of a page run in order in one namespace, in a process of their own. Lines of bash
 blocks that install, or that run all tests, are checked against the Makefile and pyproject.toml;

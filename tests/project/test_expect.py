@@ -1,4 +1,4 @@
-"""Integers as arguments: NumPy's are taken everywhere, bools nowhere."""
+"""Arguments that are integers: NumPy's are accepted everywhere, bools nowhere."""
 
 from __future__ import annotations
 

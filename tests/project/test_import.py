@@ -1,4 +1,4 @@
-"""`import hcp` is quiet and brings nobody along."""
+"""`import hcp` prints nothing, starts nothing, and imports no package but torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layers: arrows point down only, as includes, imports and symbols of what was built show.
+"""The layers: includes, imports and symbols of the built libraries point down only.
 
 integrations, demo, cli
 hcp

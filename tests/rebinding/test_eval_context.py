@@ -1,4 +1,4 @@
-"""rebind and evaluate, on gloo ranks: the same loss, untouched training, and every way to fail."""
+"""rebind and evaluate, on gloo ranks: equal losses, unchanged training, and every way to fail."""
 
 import gc
 import itertools

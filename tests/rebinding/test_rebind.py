@@ -1,4 +1,4 @@
-"""rebind: every slot that holds a training group holds its eval twin, all or none, undone."""
+"""rebind: all slots of training groups hold their eval twins, or none do, and all are restored."""
 
 import functools
 import gc

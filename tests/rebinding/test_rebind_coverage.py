@@ -1,7 +1,7 @@
-"""rebind: everything that depends on the layout, in the shapes that real models have.
+"""rebind: all values that depend on the layout, in the forms that real models have.
 
-Each row: found, switched, restored. The models are written here;
-tests/integrations/test_megatron.py does the same with Megatron-Core's own.
+Each case is found, switched and restored. The models are written here;
+tests/integrations/test_megatron.py tests Megatron-Core's own.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Which class of handler computes attention."""
+"""The class of handler that computes attention, by backend."""
 
 from __future__ import annotations
 

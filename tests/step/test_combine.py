@@ -1,4 +1,4 @@
-"""Combine is dispatch's way back: row for row, bit for bit, and its adjoint."""
+"""Combine is the inverse of dispatch, row for row and bit for bit, and its adjoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows reach the ranks that compute them, once, or every rank hears why not."""
+"""Rows reach the ranks that compute them, once, or every rank raises the error."""
 
 from __future__ import annotations
 
