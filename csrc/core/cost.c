@@ -1,4 +1,4 @@
-/* cost.c - what one sequence costs at a degree. */
+/* cost.c - the cost of one sequence at a degree. */
 #include "internal.h"
 
 /* Costs stay below 2^62, so that two of them can be added without a check. */

@@ -1,4 +1,4 @@
-/* internal.h - what the core's files share. plan/plan.h has what only the planner's do. */
+/* internal.h - declarations for all files of the core. plan/plan.h has the planner's. */
 #ifndef HCP_CORE_INTERNAL_H
 #define HCP_CORE_INTERNAL_H
 

@@ -1,4 +1,4 @@
-/* layout.c - what one rank holds in one micro-batch. */
+/* layout.c - the rows that one rank holds in one micro-batch. */
 #include <stdlib.h>
 #include <string.h>
 

@@ -6,9 +6,9 @@
  * joins: local queries against local keys are one causal square, and of another
  * rank's rows a query piece sees a prefix.
  *
- * Ranks that exchange rows for heads first hold, together and each of its heads,
- * chunks that lie side by side: m neighbours of d ranks have just what one of
- * d / m ranks has. So everything after the exchange is written for the places of a
+ * Some ranks first exchange rows for heads. Then each holds, for its heads, the
+ * adjacent chunks of all of them: m neighbours of d ranks have the rows of one of
+ * d / m ranks. So everything after the exchange is written for the places of a
  * smaller group, and a lane of ranks, one of each place, shares its heads. */
 #include <stdlib.h>
 

@@ -1,4 +1,4 @@
-/* status.c - how every call reports. */
+/* status.c - the status and the message that every call returns. */
 #include <stdarg.h>
 #include <stdio.h>
 

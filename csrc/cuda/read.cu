@@ -1,5 +1,5 @@
-/* read.cu - staged rows of peers brought here: by the copy engine where they lie in few
- * long runs, and by a kernel otherwise.
+/* read.cu - staged rows read from peers: by the copy engine if they lie in few long
+ * runs, and by a kernel otherwise.
  *
  * The copy engine is faster than any kernel and takes no multiprocessor from attention,
  * but each of its copies costs the host a call and the link a pause. */

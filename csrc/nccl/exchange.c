@@ -1,7 +1,7 @@
 /* exchange.c - one group of sends and receives.
  *
- * NCCL's functions are declared by hcp/nccl.h, so that hcp builds where NCCL's
- * own header is not. */
+ * hcp/nccl.h declares NCCL's functions, so that hcp builds without NCCL's own
+ * header. */
 #define _POSIX_C_SOURCE 199309L /* NOLINT(bugprone-reserved-identifier): POSIX's own name */
 #include <dlfcn.h>
 #include <stdio.h>

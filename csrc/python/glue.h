@@ -1,4 +1,4 @@
-/* glue.h - what the files of hcp._core share. */
+/* glue.h - declarations that the files of hcp._core share. */
 #ifndef HCP_PYTHON_GLUE_H
 #define HCP_PYTHON_GLUE_H
 

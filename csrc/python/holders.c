@@ -1,8 +1,8 @@
-/* holders.c - find_holders: which of some objects refer to certain others.
+/* holders.c - find_holders: finds those of some objects that refer to certain others.
  *
- * gc.get_referrers answers by the collector's list, on which a dictionary or a
- * tuple of objects that cannot form cycles does not stand. A process group is
- * such an object. Here these are looked into through whatever holds them. */
+ * gc.get_referrers searches the collector's list. A dictionary or a tuple of
+ * objects that cannot form cycles, such as process groups, is not on it. Here
+ * these are searched, too, through the objects that hold them. */
 #include <stdlib.h>
 
 #include "glue.h"

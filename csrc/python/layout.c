@@ -1,4 +1,4 @@
-/* layout.c - Layout: what one rank holds in one micro-batch. */
+/* layout.c - Layout: the rows that one rank holds in one micro-batch. */
 #include "glue.h"
 
 typedef struct layout_object {

@@ -1,4 +1,4 @@
-/* request.h - what every call that plans is given. */
+/* request.h - the arguments of every call that plans. */
 #ifndef HCP_PYTHON_REQUEST_H
 #define HCP_PYTHON_REQUEST_H
 

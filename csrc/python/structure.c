@@ -1,8 +1,8 @@
-/* structure.c - Structure: whether objects still hold what they held when they were looked through.
+/* structure.c - Structure: tests whether objects still hold the values of the last walk.
  *
  * A walk over a model's objects is slow and this is fast: a pointer is compared
- * for each place. Values of atomic types (numbers, text, tensors) come and go
- * and do not matter, except those under a watched name. */
+ * for each place. Values of atomic types (numbers, text, tensors) may change,
+ * except those under a watched name. */
 #include "glue.h"
 
 /* What a place held: NULL for any atom. */

@@ -1,4 +1,4 @@
-// ops_cuda.cpp - the operators on GPUs. Compiled where nvcc is.
+// ops_cuda.cpp - the operators on GPUs. It is compiled if nvcc is installed.
 #include <dlfcn.h>
 #include <torch/csrc/stable/accelerator.h>
 

@@ -1,5 +1,5 @@
 /* columns.c - the few long sequences of a plan whose ranks meet at the end of the
- * step: columns that are filled up to the target, so that no gap comes to be.
+ * step: columns that are filled up to the target, so that no gap arises.
  *
  * All ranks are one region, free from 0 on. Widest first, sequences of one degree
  * are stacked in a region as wide as they are, or in one that is cut in two for

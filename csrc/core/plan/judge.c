@@ -1,4 +1,4 @@
-/* judge.c - how good an attempt is: its makespan, by which the search keeps the best. */
+/* judge.c - the makespan of an attempt, by which the search keeps the best one. */
 #include <stdlib.h>
 
 #include "plan.h"

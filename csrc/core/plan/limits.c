@@ -1,4 +1,4 @@
-/* limits.c - what a plan must keep: rows, degrees and places, bytes, bounds of single
+/* limits.c - the limits of a plan: rows, degrees and places, bytes, bounds of single
  * sequences, ranks of different speed, pipelines. */
 #include "plan.h"
 

@@ -1,4 +1,4 @@
-/* pipeline_time.c - what a plan takes in a pipeline: every pass of every micro-batch
+/* pipeline_time.c - the time of a plan in a pipeline: every pass of every micro-batch
  * over every stage, in the order in which each stage runs them.
  *
  * A pass is one micro-batch forward or backward over one chunk of layers, which

@@ -1,4 +1,4 @@
-/* plan.h - the planner: what its files share, idea by idea.
+/* plan.h - the planner: the declarations that its files share, idea by idea.
  *
  *   plan.c      checks a request, asks for a plan, and makes the value that callers get
  *   problem.c   lays the request out: kinds of sequences, and options for each

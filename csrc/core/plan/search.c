@@ -1,7 +1,7 @@
 /* search.c - several plans for one request, of which the best is kept.
  *
- * What is tried does not depend on time: a target around the bound for lists, a
- * count of micro-batches and the least height that holds all for waves. */
+ * The attempts do not depend on the clock. Lists try targets around the bound. Waves
+ * try counts of micro-batches, each with the least height that holds all. */
 #include <stdlib.h>
 
 #include "plan.h"

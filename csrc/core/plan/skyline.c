@@ -1,5 +1,5 @@
 /* skyline.c - plans of few long sequences whose ranks meet at the end of the
- * step: where nothing short can fill gaps, none may come to be.
+ * step. No short sequence can fill a gap there, so none may arise.
  *
  * The ranks that are free soonest form a valley. The longest sequence that fits
  * in it and ends within the target goes there, on as few ranks as that takes,

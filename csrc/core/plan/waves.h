@@ -1,5 +1,5 @@
-/* waves.h - micro-batches while they are filled: what waves.c, waves_fill.c and
- * waves_shelf.c share. */
+/* waves.h - micro-batches while they are filled: declarations for waves.c,
+ * waves_fill.c and waves_shelf.c. */
 #ifndef HCP_CORE_WAVES_H
 #define HCP_CORE_WAVES_H
 

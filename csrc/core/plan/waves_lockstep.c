@@ -1,4 +1,4 @@
-/* waves_lockstep.c - how high each micro-batch is to be.
+/* waves_lockstep.c - the heights of the micro-batches.
  *
  * The makespan is the sum of the heights, so a plan is as good as its heights
  * are. They start from boxes that open as needed, and from equal or falling ones

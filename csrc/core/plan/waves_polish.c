@@ -2,9 +2,9 @@
  *
  * A sequence joins another group or begins one, or two of nearly one length change
  * places. The ranks of their micro-batches are then divided anew: one after the other
- * goes from the group that is fastest without it to the slowest. A step that makes no
- * height lower pays later where it lowers what the groups compute, so that a little of
- * that counts, too; what raises both together is taken back. */
+ * goes from the group that is fastest without it to the slowest. A step that lowers
+ * the groups' work but no height may pay later, so a little of the work counts, too.
+ * A step that raises the sum of both is undone. */
 #include <stdlib.h>
 
 #include "plan.h"

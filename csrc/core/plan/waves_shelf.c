@@ -1,9 +1,9 @@
 /* waves_shelf.c - micro-batches filled one after the other, each as well as can be.
  *
  * A shelf is as high as the longest sequence left needs at one of its least
- * degrees. Which others stand beside it is a knapsack: sequences that need more
- * than half of the height, each with its ranks, and of all that fit on the ranks
- * those that are most work. Shorter ones then go beside and on top. */
+ * degrees. A knapsack chooses the others that run at the same time: of the sequences
+ * that need more than half of the height, those that fit on the ranks and are most
+ * work. Shorter ones then fill the ranks and the time that are left. */
 #include <stdlib.h>
 #include <string.h>
 

@@ -1,4 +1,4 @@
-/* fail.h - how the library's own files refuse. No part of what callers use. */
+/* fail.h - errors that the library's own files return. Callers do not use this. */
 #ifndef HCP_FAIL_H
 #define HCP_FAIL_H
 

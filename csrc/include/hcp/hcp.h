@@ -3,13 +3,13 @@
  * This header is the whole contract of the core, in the order in which a
  * training step meets it:
  *
- *   1. status and error   how every call reports
- *   2. cost               what one sequence costs at a degree
- *   3. plan               who computes what, with how many ranks
- *   4. layout             what one rank holds in one micro-batch
+ *   1. status and error   the result of every call
+ *   2. cost               the cost of one sequence at a degree
+ *   3. plan               the ranks that compute each sequence
+ *   4. layout             the rows that one rank holds in one micro-batch
  *   5. route              moves rows to where they are computed, and back
  *   6. schedule           the steps of one attention layer on one rank
- *   7. grid               which ranks form tp, pp, cp, dp, ...
+ *   7. grid               the ranks that form tp, pp, cp, dp, ...
  *   8. rebind             swaps the process groups that a model holds, all or none
  *
  * The core is C11 and libc: it knows no tensor, no language, no device and no

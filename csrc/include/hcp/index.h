@@ -1,7 +1,7 @@
 /* index.h - index arithmetic that all row kernels share.
  *
- * Compiled by C, C++ and CUDA compilers alike, so that what the CPU tests
- * prove of it holds for the GPU.
+ * C, C++ and CUDA compilers all compile it, so that the CPU tests also prove
+ * the code of the GPU.
  */
 #ifndef HCP_INDEX_H
 #define HCP_INDEX_H

@@ -1,9 +1,9 @@
 /* kernels.h - hcp's row kernels as C functions: rows gathered, merged, summed and turned.
  *
  * Tensors are rows: row i of a tensor starts at data + i * row_stride, and its
- * elements follow each other. Strides are in elements. Segments and runs, which say
- * which rows, are records of 64-bit integers, as sections of an hcp_table hold them.
- * Nothing is allocated, nothing is kept, and every result is the same whatever the
+ * elements follow each other. Strides are in elements. Segments and runs name rows.
+ * They are records of 64-bit integers, as in the sections of an hcp_table. The
+ * functions allocate nothing and keep nothing, and results do not depend on the
  * number of threads.
  *
  * The functions trust segments and runs: hcp_check_* proves them against the sizes of

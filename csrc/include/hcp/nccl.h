@@ -1,7 +1,7 @@
 /* nccl.h - exchange of rows on a communicator that somebody else made.
  *
- * NCCL is found in the process at run time, where torch has loaded it: hcp links to
- * none. Where there is none, the first call says so. */
+ * hcp does not link to NCCL. It finds the one that torch has loaded, at run time. If
+ * there is none, the first call returns an error. */
 #ifndef HCP_NCCL_H
 #define HCP_NCCL_H
 
