@@ -44,7 +44,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "plan": (plan, "plan lengths from a file or a family: report, table, timeline, trace"),
     "simulate": (simulate, "replay batches through static CP, packing only and hcp, by a model"),
     "calibrate": (calibrate, "measure micro-batches on this machine: a cost model for plan"),
-    "doctor": (doctor, "what of hcp works on this machine, and why the rest does not"),
+    "doctor": (doctor, "which parts of hcp work on this machine, and why the others do not"),
 }
 
 
