@@ -4,7 +4,8 @@
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/bench_attention.py --device cpu
 
 A pack of sequences is computed causally, forward and backward, by a plan of each fixed CP degree of
---degrees and by hcp's own plan ("dynamic"). Two yardsticks are measured in the same run:
+--degrees and by hcp's own plan ("dynamic"). These plans price attention alone, at the rates of the
+kernel and of copies that this run measures. Two yardsticks are also measured in the run:
 
     ideal   one rank computes the whole pack, alone, in one call where the kernel takes packs; its
             time / ranks
@@ -36,6 +37,7 @@ import itertools
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from random import Random
@@ -139,8 +141,8 @@ def main() -> int:
     domains = {
         name: hcp.build_process_groups(transport=name, timeout=TIMEOUT) for name in args.transports
     }
-    bench = Bench(args, sizes, domains, rate)
     packs = {name: lengths_of(name, args.tokens) for name in args.packs}
+    bench = Bench(args, sizes, domains, rate, next(iter(packs.values())))
     if dist.get_rank() == 0:
         print_head(bench, packs)
     for name, lengths in packs.items():
@@ -208,19 +210,21 @@ class Bench:
         sizes: Sizes,
         domains: dict[str, hcp.ProcessGroups],
         rate: float,
+        first: Sequence[int],
     ) -> None:
+        """``first``: the pack that measures how fast a rank computes, for the plans' prices."""
         self.args, self.sizes, self.domains, self.rate = args, sizes, domains, rate
         self.ranks = dist.get_world_size()
         self.handler = hcp.get_cp_handler_cls(args.backend)
-        self.cost = hcp.CostModel.for_transformer(
+        prices = hcp.CostModel.for_transformer(
             hidden_size=sizes.heads * sizes.head_dim,
             ffn_hidden_size=4 * sizes.heads * sizes.head_dim,
             num_attention_heads=sizes.heads,
             num_query_groups=sizes.kv_heads,
             bytes_per_element=sizes.dtype.itemsize,
-            # A CPU core computes less per byte that it can send.
-            **({"flops_per_byte": 200} if sizes.device.type == "cpu" else {}),
+            flops_per_byte=max(1, round(self._flops(first) / rate)),
         )
+        self.cost = replace(prices, token=0)  # nothing but attention is computed here
 
     def contestants(self, lengths: list[int]) -> Iterator[Contestant]:
         whole = self._whole(lengths)
@@ -276,6 +280,14 @@ class Bench:
         except Exception as error:
             if dist.get_rank() == 0:
                 print(f"{peer}: {pack}: {type(error).__name__}: {str(error).splitlines()[:1]}")
+
+    def _flops(self, lengths: Sequence[int]) -> float:
+        """Operations that one rank's kernel computes in a second, forward and backward."""
+        whole, device = self._whole(lengths), self.sizes.device
+        clock = partial(timed, device=device, calls=1)
+        seconds = by_turns({"both": whole.both}, device, clock, self.args.rounds)["both"]
+        pairs = sum(length * (length + 1) // 2 for length in lengths)
+        return 3.5 * 4 * pairs * self.sizes.heads * self.sizes.head_dim / seconds
 
     def _whole(self, lengths: Sequence[int]) -> Whole:
         return Whole(lengths, self.sizes, Choice(self.handler.kernel_family))
