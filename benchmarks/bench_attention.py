@@ -106,7 +106,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--head-dim", type=int, help="(CPU: 64, CUDA: 128)")
     parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16", "float16"))
-    parser.add_argument("--backend", default="torch", help="kernels, as of get_cp_handler_cls")
+    parser.add_argument("--backend", default="auto", help="kernels, as of get_cp_handler_cls")
     parser.add_argument("--types", nargs="+", choices=hcp.COMM_TYPES, default=hcp.COMM_TYPES)
     parser.add_argument("--degrees", nargs="+", type=int, help="(that of all ranks)")
     parser.add_argument("--transports", nargs="+", help="(CPU: torch, CUDA: peer nccl torch)")

@@ -2,16 +2,15 @@
 
     python benchmarks/bench_attention_kernels.py [--heads 32 8]
 
-A ratio is the time of FlashAttention-2 over that of the other kernel: above 1 the other is faster.
-Packs are timed one after the other, with the host's time. First, results are compared with those
-of FlashAttention-2, to the rounding of bfloat16. Columns:
+Every family of kernels that is installed and runs on this GPU. Times of FlashAttention-2 / those of
+the family, forward and backward, above 1 where the family is faster, of one pack after the other
+with the host's time in it. Results are compared with FlashAttention-2's first, to what bfloat16
+rounds. "first, ms": the first call with these lengths, forward and backward, in which a library
+compiles or plans. "-": a kernel that takes one sequence a call, for more than 64 of them. Last:
+which family the backend `auto` picks in each direction by its table, without a measurement.
 
-    cuDNN     one call for each sequence; "first, ms": its first call with these lengths, forward
-              and backward, in which it builds its plans
-    FA4       FlashAttention-4, one call for the pack, if flash-attn-4 is installed; then the kernel
-              that the backend `auto` picks in each direction, and the measured pack it goes by
-
-The packs are those of ``hcp.attention.kernels.fastest.MEASURED`` and others between them.
+The packs are those of ``hcp.attention.kernels.speeds.MEASURED``, which these ratios are for, those
+of ``trial.PACKS``, and others between them.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ import torch
 from common.flags import end_after, parser_of
 from torch import Tensor
 
-from hcp.attention.kernels import Kernel, Launch
-from hcp.attention.kernels.cudnn import Cudnn
-from hcp.attention.kernels.fastest import MEASURED, Faster, installed, nearest
+from hcp.attention.kernels import FAMILIES, Call, Kernel, Launch, fastest, kernels_of
 from hcp.attention.kernels.flash_attn_torch import Flash2
+from hcp.attention.kernels.speeds import MEASURED
+from hcp.attention.kernels.trial import PACKS
 from hcp.exchange.tables import Entry
 
 BETWEEN = [(2048,), (4096,), (4096,) * 2, (2048,) * 4, (2048,) * 16, (512,) * 128, (256,) * 256]
 MOST_CALLS = 64
-"""The most calls of cuDNN for one pack. More would measure the host."""
+"""Of a kernel that takes one sequence a call: more are the host's time."""
 REPEATS, ROUNDS = 3, 3
 SCALE = 128**-0.5
 TOLERANCE = 0.05
@@ -45,12 +44,29 @@ def main() -> None:
     parser.add_argument("--heads", type=int, nargs=2, default=[32, 8], metavar=("QUERY", "KEY"))
     args = parser.parse_args()
     end_after(args.deadline)
-    heads = args.heads
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, heads {heads} of 128, bf16")
-    print(f"{'':24}{'cuDNN':>6}{'':16}{'FA4':>6}")
-    print(f"{'pack':24}{'fwd':>6}{'bwd':>6}{'first, ms':>10}{'fwd':>6}{'bwd':>6}  auto picks, as")
-    for lengths in [*(m.lengths for m in MEASURED), *BETWEEN]:
-        print_pack(lengths, args)
+    gpu = torch.cuda.get_device_name()
+    print(f"{gpu}, torch {torch.__version__}, heads {args.heads} of 128, bf16")
+    kernels = found()
+    print(f"{'':24}" + "".join(f"{name:>24}" for name in kernels))
+    print(f"{'pack':24}" + f"{'fwd':>7}{'bwd':>7}{'first, ms':>10}" * len(kernels) + "  auto picks")
+    tables = (speed.lengths for of in MEASURED.values() for rows in of.values() for speed in rows)
+    for lengths in dict.fromkeys([*tables, *PACKS, *BETWEEN]):
+        print_pack(lengths, kernels, args)
+
+
+def found() -> dict[str, Kernel]:
+    """Each family's kernel, where it is installed and this GPU runs it."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    capability = torch.cuda.get_device_capability(device)
+    kernels = {}
+    for name, family in FAMILIES.items():
+        missing = family.package is not None and family.version is None
+        if name == "torch" or name in fastest.CHOOSING or missing:
+            continue
+        if capability >= family.capability:
+            kernels[name] = kernels_of(name, device)[0]
+            print(f"{name}: {family.package or 'of torch'} {family.version}")
+    return kernels
 
 
 class Pack(NamedTuple):
@@ -84,7 +100,9 @@ class Pack(NamedTuple):
         return query[launch.queries], key[launch.keys], value[launch.keys]
 
 
-def print_pack(lengths: tuple[int, ...], args: argparse.Namespace) -> None:
+def print_pack(
+    lengths: tuple[int, ...], kernels: dict[str, Kernel], args: argparse.Namespace
+) -> None:
     heads, key_heads = args.heads
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     entries = [Entry(at, n, at, n, 1 - n, 0) for at, n in zip(starts, lengths, strict=True)]
@@ -103,39 +121,27 @@ def print_pack(lengths: tuple[int, ...], args: argparse.Namespace) -> None:
     line = f"{len(lengths)} x {lengths[0]}" if same else f"{lengths[0]} ... {lengths[-1]}"
     row: dict[str, object] = {"pack": line}
     line = f"{line:24}"
-    if len(lengths) <= MOST_CALLS:
-        cudnn = pack(Cudnn())
-        first = 1e3 * compared(cudnn, expected)
-        gains = ratios(flash2, cudnn, args.rounds)
-        line += f"{gains[0]:6.2f}{gains[1]:6.2f}{first:10.0f}"
-        row |= {"cuDNN fwd": gains[0], "cuDNN bwd": gains[1], "first, ms": first}
-    else:
-        line += f"{'-':>6}{'-':>6}{'-':>10}"
-    if installed() is not None:
-        gains, picked = against_flash4(pack, flash2, expected, args.rounds)
-        line += f"{gains[0]:6.2f}{gains[1]:6.2f}  {picked}"
-        row |= {"FA4 fwd": gains[0], "FA4 bwd": gains[1], "auto picks, as": picked}
-    print(line, flush=True)
+    for name, kernel in kernels.items():
+        other = pack(kernel)
+        if len(other.launches) > MOST_CALLS:
+            line += f"{'-':>7}{'-':>7}{'-':>10}"
+            continue
+        first = 1e3 * compared(other, expected)
+        gains = ratios(flash2, other, args.rounds)
+        line += f"{gains[0]:7.2f}{gains[1]:7.2f}{first:10.0f}"
+        row |= {f"{name} fwd": gains[0], f"{name} bwd": gains[1], f"{name} first, ms": first}
+    row["auto picks"] = picked(flash2.launches[0], query, value)
+    print(f"{line}  {row['auto picks']}", flush=True)
     args.json.add(row)
 
 
-def against_flash4(
-    make: Callable[[Kernel], Pack], flash2: Pack, expected: list[Tensor], rounds: int
-) -> tuple[tuple[float, float], str]:
-    """Return the ratios forward and backward, and the choice of `auto`."""
-    from hcp.attention.kernels.flash_attn_4 import Flash4
-
-    kernel = Flash4()
-    flash4 = make(kernel)
-    compared(flash4, expected)
-    query, _, value = flash4.rows
-    like = nearest(flash4.launches[0], query, value)
-    chosen = [
-        "4" if Faster(kernel, flash2.kernel)._chosen(gain, query, value) is kernel else "2"
-        for gain in (like.forward, like.backward)
-    ]
-    first = f"{len(like.lengths)} of {like.lengths[0]} first"
-    return ratios(flash2, flash4, rounds), f"{'/'.join(chosen)}, {first}"
+def picked(launch: Launch, query: Tensor, value: Tensor) -> str:
+    """The families that `auto` picks forward and backward."""
+    kernel = fastest.for_device(query.device)[0]
+    if not isinstance(kernel, fastest.Fastest):
+        return "torch, torch"
+    calls = (Call(launch, query, value, backward, False) for backward in (False, True))
+    return ", ".join(kernel.choose(call).family for call in calls)
 
 
 def compared(pack: Pack, expected: list[Tensor]) -> float:

@@ -205,6 +205,7 @@ def attention() -> Iterator[Finding]:
     import torch
 
     from hcp.attention.kernels import kernels_of
+    from hcp.attention.kernels.fastest import CHOOSING
     from hcp.step.backends import BACKENDS
 
     part = "attention"
@@ -212,7 +213,9 @@ def attention() -> Iterator[Finding]:
     for kernel in dict.fromkeys(found):
         yield of_torch(part, kernel)
     for name in BACKENDS:
-        if name != "torch":
+        if name in CHOOSING:
+            yield from of_choosing(part, name)
+        elif name != "torch":
             yield of_backend(part, name)
 
 
@@ -249,8 +252,6 @@ def of_backend(part: str, name: str) -> Finding:
 
     backend = BACKENDS[name]
     version = installed(backend.package) if backend.package else None
-    if name == "auto":
-        return Finding(part, name, choice_of_auto(part), True)
     if backend.package and version is None:
         return Finding(part, name, f"the package {backend.package} is not installed", False)
     lacks = lacks_gpu(backend.capability) or (lacks_cudnn() if name == "cudnn" else None)
@@ -260,14 +261,35 @@ def of_backend(part: str, name: str) -> Finding:
     return Finding(part, name, says, True)
 
 
-def choice_of_auto(part: str) -> str:
-    from hcp.attention.kernels.fastest import MEASURED_CAPABILITY
+def of_choosing(part: str, name: str) -> Iterator[Finding]:
+    """What it chooses on each kind of GPU that is here, and what another package would bring."""
+    from hcp.attention.kernels.fastest import advice, dotted, explained, survey
+    from hcp.attention.kernels.speeds import MEASURED
 
-    other = of_backend(part, "flash_attn_4")
-    if not other.usable:
-        return f"what torch does, without flash_attn_4: {other.says}"
-    measured = ".".join(map(str, MEASURED_CAPABILITY))
-    return f"for every call torch or flash_attn_4, on compute capability {measured}; else torch"
+    lacks = lacks_gpu()
+    if lacks is not None:
+        yield Finding(part, name, f"what torch does: {lacks}", True)
+        return
+    try:
+        there_are = capabilities()
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        yield Finding(part, name, f"it goes by the GPU, which the driver does not name: {error}")
+        return
+    for capability in there_are:
+        found = survey(name, capability)
+        there = [each.family for each in found if each.lacks is None]
+        measured = MEASURED.get(capability, {})
+        yield Finding(part, name, explained(capability, found, measured), True)
+        if name == "auto":
+            for line in advice(capability, there):
+                yield Finding(part, f"auto on {dotted(capability)}", line)
+
+
+def capabilities() -> list[tuple[int, int]]:
+    """Compute capabilities of the GPUs that the driver has, each once."""
+    said = nvidia_smi("--query-gpu=compute_cap", "--format=csv,noheader").split()
+    numbers = (tuple(map(int, of.split("."))) for of in {*said})
+    return sorted((major, minor) for major, minor in numbers)
 
 
 def lacks_gpu(capability: tuple[int, int] = (0, 0)) -> str | None:
@@ -282,13 +304,13 @@ def lacks_gpu(capability: tuple[int, int] = (0, 0)) -> str | None:
     if torch.cuda.device_count() == 0:
         return "torch sees no GPU"
     try:
-        said = nvidia_smi("--query-gpu=compute_cap", "--format=csv,noheader").split()
-        if any(tuple(map(int, of.split("."))) >= capability for of in said):
-            return None
+        there = capabilities()
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
-    wanted = ".".join(map(str, capability))
-    return f"compute capability {' and '.join(sorted(set(said)))}, expected {wanted} or higher"
+    if any(of >= capability for of in there):
+        return None
+    said, wanted = " and ".join(f"{a}.{b}" for a, b in there), ".".join(map(str, capability))
+    return f"compute capability {said}, expected {wanted} or higher"
 
 
 def lacks_cudnn() -> str | None:

@@ -3,7 +3,7 @@
 A library's kernels are a row of ``hcp.attention.kernels.FAMILIES``, and the handler is hcp's. A
 backend that exchanges keys itself has a handler class of its own.
 
-    cls = hcp.get_cp_handler_cls(backend="torch", cp_comm_type="all_gather")
+    cls = hcp.get_cp_handler_cls(backend="auto", cp_comm_type="all_gather")
     for cp, local in hcp.dispatch(plan, samples, sources, groups, handler_cls=cls):
         ...
 """
@@ -72,18 +72,19 @@ def register_backend(name: str, load: Callable[[], HandlerClass]) -> None:
 
 
 def get_cp_handler_cls(
-    backend: str = "torch", cp_comm_type: str | Sequence[str] = "p2p"
+    backend: str = "auto", cp_comm_type: str | Sequence[str] = "p2p"
 ) -> HandlerClass:
     """The class of handlers that :func:`hcp.dispatch` makes (``handler_cls=``).
 
     ``backend`` is one of
 
-    - "torch": PyTorch's kernels.
+    - "auto": for every call the fastest kernel that is installed and takes the call; on CPUs what
+      "torch" is. Which one that is, measurements say; it is logged once.
+    - "flash": the same among FlashAttention 2 and 4.
+    - "torch": PyTorch's kernels: FlashAttention-2 on CUDA.
     - "cudnn": cuDNN's, for one sequence at a time, on CUDA; it pays if the same lengths come again.
     - "flash_attn": the package of this name, on CUDA.
     - "flash_attn_4": the package flash-attn-4, on Hopper or later.
-    - "auto": for every call the faster of "torch" and "flash_attn_4"; "torch" where the latter is
-      not installed or was not measured.
     - "transformer_engine": its DotProductAttention, which exchanges keys itself.
     - a name given to :func:`hcp.register_backend`.
 

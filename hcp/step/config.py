@@ -16,6 +16,7 @@ from hcp._validate import expect_choice, expect_size, plain
 from hcp.attention.comm_types import COMM_TYPES, check_comm_types, check_prices, fitted_sizes
 from hcp.planning.limits import SYNCS as PLAN_SYNCS
 from hcp.planning.limits import divisors, rows_up_to
+from hcp.step.backends import BACKENDS, get_cp_handler_cls
 
 if TYPE_CHECKING:
     from hcp.planning.cost import CostModel
@@ -70,6 +71,10 @@ class Config:
     nodes, and neighbours that exchange heads under "a2a+p2p" share one. None: all links are
     equal."""
 
+    attention_backend: str = "auto"
+    """Whose kernels compute attention: a backend of `hcp.get_cp_handler_cls`. "auto": for every
+    call the fastest kernel that is installed."""
+
     sync: str = "auto"
     """When ranks wait for each other, for `hcp.plan`: at the end of a "step" (DDP), or in every
     layer and so in each "micro_batch" (FSDP, DeepSpeed's ZeRO-3, experts over several ranks).
@@ -79,6 +84,7 @@ class Config:
         for name in ("cp_comm_type", "hierarchical_context_parallel_sizes", "window_size"):
             object.__setattr__(self, name, _as_tuples(getattr(self, name)))
         expect_choice("sync", self.sync, SYNCS)
+        expect_choice("attention_backend", self.attention_backend, tuple(BACKENDS))
         scheduler = self.sequence_packing_scheduler
         expect_choice("sequence_packing_scheduler", scheduler, (*SCHEDULERS, *MEGATRON_SCHEDULERS))
         scheduler = MEGATRON_SCHEDULERS.get(scheduler, scheduler)
@@ -133,11 +139,15 @@ class Config:
     def dispatch_options(self, degree: int | None = None) -> dict[str, Any]:
         """The options of :func:`hcp.dispatch` that describe the layers. ``degree``: the one degree
         of a job layout that is not training's, as evaluation may use. The levels of "a2a+p2p" are
-        fitted to it."""
+        fitted to it.
+
+        Raises HcpError if the library of ``attention_backend`` cannot be imported.
+        """
         return {
             "comm_types": self.comm_types,
             "hierarchical_context_parallel_sizes": self._levels(degree),
             "window_sizes": tuple(dict.fromkeys(self._layers("window_size"))),
+            "handler_cls": get_cp_handler_cls(self.attention_backend, self.comm_types),
         }
 
     def for_evaluation(self, degree: int, longest: int) -> Config:
@@ -371,6 +381,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=int,
         metavar="RANKS",
         help="ranks with fast links to each other, for plans and a2a+p2p (default: all)",
+    )
+    add(
+        "attention_backend",
+        metavar="NAME",
+        help=f"whose kernels compute attention, of {', '.join(BACKENDS)} (default: auto, for every"
+        " call the fastest kernel that is installed)",
     )
     add(
         "sync",

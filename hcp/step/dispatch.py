@@ -17,6 +17,7 @@ from hcp import ops
 from hcp._validate import expect_items, expect_sizes, plain
 from hcp.attention.checks import window_of
 from hcp.attention.comm_types import check_comm_types, check_prices, only_degree
+from hcp.attention.kernels import fastest
 from hcp.errors import HcpError
 from hcp.exchange.agreement import Kind, Stamp
 from hcp.exchange.layout import rows_may_vary
@@ -328,7 +329,8 @@ def dispatch(
     ``samples``: those that this rank loaded, in the order of their indices in ``plan.lengths``; the
     same fields, dtypes and row shapes everywhere. ``sources``: the rank that loaded each sequence.
     ``comm_types``: the ways in which layers will exchange keys and values, the default first;
-    None: those of ``handler_cls``, the class of the handlers (:func:`hcp.get_cp_handler_cls`).
+    None: those of ``handler_cls``, the class of the handlers, which also says whose kernels compute
+    attention (:func:`hcp.get_cp_handler_cls`; the default is "auto").
     ``hierarchical_context_parallel_sizes``: of the levels of "a2a+p2p", the inner all-to-all first
     and the ring last. When the plan has one degree only, their product is this degree; else a group
     of degree d has the largest inner level up to the one given that divides d, has a query head for
@@ -340,9 +342,12 @@ def dispatch(
     find those that call layers of one kind in different orders.
 
     Every rank of the domain calls it. Before any row moves, ranks compare their plans, sources and
-    fields; what differs or fails on one rank is an error on all of them.
+    fields; what differs or fails on one rank is an error on all of them. The first call on GPUs
+    also measures kernels that "auto" has no numbers of, in about a second.
     """
     transport = groups.transport
+    if _chooses_kernels(handler_cls):
+        fastest.agree(transport)
     sizes = hierarchical_context_parallel_sizes
     comm_types = handler_cls.comm_types if comm_types is None else comm_types
     handlers: list[ContextParallelHandler] = []
@@ -396,6 +401,11 @@ def dispatch(
         for start, end in itertools.pairwise(ends)
     ]
     return Step(plan, list(zip(handlers, batches, strict=True)), loss_tokens.count)
+
+
+def _chooses_kernels(handler_cls: type[ContextParallelHandler]) -> bool:
+    own = handler_cls.attention is ContextParallelHandler.attention
+    return own and handler_cls.kernel_family in fastest.CHOOSING
 
 
 def _move(

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import hcp
 from hcp.__main__ import main
+from hcp.attention.kernels import KernelFamily
 from hcp.cli import doctor
 from hcp.exchange.connect import TRANSPORTS
 from hcp.planning.timeline import chrome_trace, timeline
@@ -452,7 +453,6 @@ def test_doctor_says_whether_a_gpu_runs_the_kernels(
         ("flash_attn_4", None, False, "the package flash-attn-4 is not installed"),
         ("flash_attn_4", "4.0", False, "compute capability 8.0, expected 9.0 or higher"),
         ("transformer_engine", "2.9", True, "transformer-engine 2.9, not imported"),
-        ("auto", "4.0", True, "what torch does, without flash_attn_4: compute capability"),
     ],
 )
 def test_doctor_says_which_backends_a_gpu_has(
@@ -472,7 +472,54 @@ def test_doctor_says_which_backends_a_gpu_has(
     assert finding.usable is usable
     assert finding.says.startswith(says)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert doctor.of_backend("attention", name).usable is (name == "auto")
+    assert doctor.of_backend("attention", name).usable is False
+
+
+CHOICE = {
+    "8.0": [
+        "on compute capability 8.0: torch computes every call that it takes. Not used: flash_attn: "
+        "flash-attn is not installed; flash_attn_4: it needs compute capability 9.0"
+    ],
+    "9.0": [
+        "on compute capability 9.0: torch computes every call that it takes. Not used: flash_attn: "
+        "flash-attn is not installed; flash_attn_4: flash-attn-4 is not installed",
+        "flash-attn-4 would be faster in 14 of 16 measured cases (packs, forward and backward), up "
+        "to 2.2 times: pip install 'hcp[kernels]'",
+    ],
+    "9.0 9.0, flash-attn-4": [
+        "on compute capability 9.0: torch computes what is like 1 of 8 measured packs forward and "
+        "1 backward; flash_attn_4 (flash-attn-4 4.0) computes what is like 7 of 8 measured packs "
+        "forward and 7 backward. Not used: flash_attn: flash-attn is not installed",
+    ],
+    "10.0, flash-attn-4": [
+        "on compute capability 10.0: torch computes every call that it takes; flash_attn_4 "
+        "(flash-attn-4 4.0) is in no table of such a GPU, so that the first hcp.dispatch measures "
+        "it; until then it computes calls that no other takes. Not used: flash_attn: flash-attn is "
+        "not installed",
+    ],
+    "[N/A]": ["it goes by the GPU, which the driver does not name"],
+}
+
+
+@pytest.mark.parametrize("gpus", CHOICE)
+def test_doctor_says_what_auto_chooses_and_what_to_install(
+    gpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capabilities, _, package = gpus.partition(", ")
+    fake_nvidia_smi(tmp_path, monkeypatch, f"printf '%s\\n' {capabilities}")
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    version = property(lambda family: "4.0" if family.package == package else None)
+    monkeypatch.setattr(KernelFamily, "version", version)
+    found = list(doctor.of_choosing("attention", "auto"))
+    assert len(found) == len(CHOICE[gpus])
+    for finding, says in zip(found, CHOICE[gpus], strict=True):
+        assert finding.says.startswith(says)
+        assert finding.usable is not False
+    assert len(list(doctor.of_choosing("attention", "flash"))) == 1, "advice comes once"
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    (none,) = doctor.of_choosing("attention", "auto")
+    assert none.says == "what torch does: torch sees no GPU"
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,13 @@ from hcp.step import backends
 
 def test_the_same_arguments_give_the_same_class() -> None:
     assert hcp.get_cp_handler_cls() is hcp.ContextParallelHandler
+    assert hcp.ContextParallelHandler.kernel_family == "auto"
     cls = hcp.get_cp_handler_cls("torch", "a2a")
     assert cls is hcp.get_cp_handler_cls(backend="torch", cp_comm_type=["a2a", "a2a"])
+    assert cls.kernel_family == "torch"
     assert issubclass(cls, hcp.ContextParallelHandler)
     assert cls.comm_types == ("a2a",)
+    assert hcp.get_cp_handler_cls(cp_comm_type="a2a") is hcp.get_cp_handler_cls("auto", "a2a")
     per_layer = hcp.get_cp_handler_cls("torch", ["p2p", "a2a", "p2p"])
     assert per_layer.comm_types == ("p2p", "a2a")
 

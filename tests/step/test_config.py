@@ -30,9 +30,10 @@ def test_every_option_arrives():
         *["--sequence-packing-scheduler", "static_cp", "--max-seqlen-per-dp-cp-rank", "7"],
         *["--min-dynamic-context-parallel-size", "2", "--context-parallel-size", "4"],
         *["--cp-comm-type", "p2p", "all_gather", "--eval-context-parallel-size", "8"],
-        *["--sync", "micro_batch"],
+        *["--sync", "micro_batch", "--attention-backend", "torch"],
     )
-    expected = Config(7, "static_cp", 2, 4, ("p2p", "all_gather"), 8, sync="micro_batch")
+    other = {"sync": "micro_batch", "attention_backend": "torch"}
+    expected = Config(7, "static_cp", 2, 4, ("p2p", "all_gather"), 8, **other)
     assert config == expected
     assert config.comm_types == ("p2p", "all_gather")
 
@@ -106,6 +107,7 @@ def test_levels_and_windows_arrive():
         "comm_types": ("a2a+p2p", "auto"),
         "hierarchical_context_parallel_sizes": (2, 4),
         "window_sizes": ((-1, -1), (127, 0)),
+        "handler_cls": hcp.get_cp_handler_cls("auto", ("a2a+p2p", "auto")),
     }
     narrow = parsed("--max-seqlen-per-dp-cp-rank", "7", "--window-size", "64,0")
     assert narrow == Config(7, window_size=[64, 0])
@@ -191,6 +193,8 @@ def test_a_comm_type_for_each_layer():
         ({"window_size": (3, -2)}, r"window_size is \(3, -2\), expected \(left, right\) in tokens"),
         ({"window_size": [(3, 0), (1, 2, 3)]}, r"window_size\[1\] is \(1, 2, 3\), expected"),
         ({"window_size": 128}, "window_size is 128, expected"),
+        ({"attention_backend": "magi"}, "attention_backend is 'magi', expected one of auto, flash"),
+        ({"attention_backend": 4}, "attention_backend is 4, expected one of auto, flash, torch"),
         ({"cp_comm_type": "ring"}, "cp_comm_type is 'ring', expected one of p2p, all_gather, a2a"),
         ({"cp_comm_type": ["p2p", "ring"]}, r"cp_comm_type\[1\] is 'ring'"),
         ({"cp_comm_type": []}, "cp_comm_type is an empty list"),
@@ -277,6 +281,28 @@ def test_a_dynamic_plan_keeps_the_least_degree():
 def test_no_lengths_give_an_empty_plan():
     for scheduler in ("static_cp", "dynamic_cp"):
         assert Config(8, scheduler).plan([], ranks=4).micro_batches == ()
+
+
+def test_the_backend_of_attention_is_the_class_of_handlers():
+    assert Config(8).dispatch_options()["handler_cls"] is hcp.ContextParallelHandler
+    config = Config(8, attention_backend="torch", cp_comm_type=["a2a", "p2p", "a2a"])
+    for options in (config.dispatch_options(), config.for_evaluation(2, 9).dispatch_options(2)):
+        assert options["handler_cls"] is hcp.get_cp_handler_cls("torch", ["a2a", "p2p"])
+
+
+def test_a_backend_that_a_third_party_registers_is_an_option():
+    class Own(hcp.ContextParallelHandler):
+        pass
+
+    with pytest.raises(ValueError, match="attention_backend is 'own', expected one of auto"):
+        Config(8, attention_backend="own")
+    hcp.register_backend("own", lambda: Own)
+    try:
+        made = parsed("--max-seqlen-per-dp-cp-rank", "7", "--attention-backend", "own")
+        assert issubclass(made.dispatch_options()["handler_cls"], Own)
+    finally:
+        del hcp.step.backends.BACKENDS["own"]
+        hcp.step.backends._made.cache_clear()
 
 
 def test_config_is_public():

@@ -15,10 +15,11 @@ n rows of a launch, H query heads, G key-value heads, D head size, E head size o
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +36,8 @@ class Launch:
         self.window = first.window
         self.queries = slice(first.query_row, last.query_row + last.query_rows)
         self.keys = slice(first.key_row, last.key_row + last.key_rows)
+        self.chosen: dict[tuple[object, ...], Kernel] = {}
+        """Which kernel computes it, where a kernel chooses between others: see ``fastest``."""
         self._bounds: tuple[Tensor, Tensor] | None = None
 
     def accepts(self, entry: Entry) -> bool:
@@ -128,6 +131,25 @@ class Kernel(Protocol):
         """
 
 
+class Call(NamedTuple):
+    """A launch as a kernel is asked about it. Heads, sizes and dtype are those of the rows."""
+
+    launch: Launch
+    query: Tensor
+    value: Tensor
+    backward: bool
+    grad_lse: bool
+    """Whether the log-sum-exp has a gradient."""
+
+
+class PackedKernel(Kernel, Protocol):
+    """A kernel that computes a whole pack in one launch, so that "auto" can choose it."""
+
+    def takes(self, call: Call) -> bool:
+        """Whether the library has a kernel for the call. One that has not is called only where no
+        other has, and says why not."""
+
+
 def each_alone(entries: Sequence[Entry]) -> list[Launch]:
     """One launch an entry."""
     return [Launch([entry]) for entry in entries]
@@ -184,34 +206,51 @@ class KernelFamily(NamedTuple):
     """The least compute capability of a GPU that it runs on. (0, 0): it runs on any device."""
     reason: str = ""
     """Why it needs this capability, as part of the error."""
+    role: Literal["", "fastest", "last"] = ""
+    """What it is to "auto". "fastest": it computes the calls that it is the fastest for. "last": it
+    computes those that no other takes. "": nothing. The first kernel of a family with a role is a
+    ``PackedKernel``."""
+
+    @property
+    def version(self) -> str | None:
+        """The version of the package, which is not imported. None: it is not installed."""
+        try:
+            return importlib.metadata.version(self.package or "torch")
+        except importlib.metadata.PackageNotFoundError:
+            return None
 
 
-def _module(name: str) -> Callable[[], KernelsFor]:
-    """Load ``for_device`` of a module, which is imported only then."""
+def _module(name: str, function: str = "for_device") -> Callable[[], KernelsFor]:
+    """Load a function of a module, which is imported only then."""
 
     def load() -> KernelsFor:
-        for_device: KernelsFor = importlib.import_module(name).for_device
+        for_device: KernelsFor = getattr(importlib.import_module(name), function)
         return for_device
 
     return load
 
 
 FAMILIES: dict[str, KernelFamily] = {
-    "torch": KernelFamily(_module("hcp.attention.kernels.flash_attn_torch")),
     "auto": KernelFamily(_module("hcp.attention.kernels.fastest")),
+    "flash": KernelFamily(_module("hcp.attention.kernels.fastest", "flash_for_device")),
+    "torch": KernelFamily(_module("hcp.attention.kernels.flash_attn_torch"), role="fastest"),
     "cudnn": KernelFamily(_module("hcp.attention.kernels.cudnn"), None, (8, 0)),
-    "flash_attn": KernelFamily(_module("hcp.attention.kernels.flash_attn_2"), "flash-attn", (8, 0)),
+    # Its kernels are those of "torch", which lack only soft-capping.
+    "flash_attn": KernelFamily(
+        _module("hcp.attention.kernels.flash_attn_2"), "flash-attn", (8, 0), role="last"
+    ),
     "flash_attn_4": KernelFamily(
         _module("hcp.attention.kernels.flash_attn_4"),
         "flash-attn-4",
         (9, 0),
         ", since its backward has no kernel below",
+        role="fastest",
     ),
 }
 
 
 def families() -> list[str]:
-    """The names of all families. A layer's schedule names its own by the place in this list."""
+    """The names of all families."""
     return list(FAMILIES)
 
 
@@ -243,7 +282,7 @@ def _check_device(name: str, family: KernelFamily, device: torch.device) -> None
 class Choice(NamedTuple):
     """A layer's choice of a kernel. The device and the dtype decide the rest."""
 
-    family: str = "torch"
+    family: str = "auto"
     softcap: float = 0.0
 
 
@@ -268,6 +307,6 @@ def kernel_for(device: torch.device, dtype: torch.dtype, choice: Choice) -> Kern
             return capped
     raise ValueError(
         f"softcap is {softcap} for {dtype} on {device.type}, expected 0.0: PyTorch's "
-        "FlashAttention caps no scores; the formula does, for float32 and float64, and the "
-        "backends 'flash_attn' and 'flash_attn_4', for CUDA (hcp.get_cp_handler_cls)"
+        "FlashAttention caps no scores; the formula does, for float32 and float64, and on CUDA the "
+        "packages flash-attn-4 and flash-attn do, which the backend 'auto' uses once installed"
     )

@@ -15,7 +15,7 @@ import torch
 from flash_attn.cute import interface  # type: ignore[import-not-found]
 from torch import Tensor
 
-from hcp.attention.kernels import Kernel, Launch, in_packs, nan_for_infinity
+from hcp.attention.kernels import Call, Kernel, Launch, in_packs, nan_for_infinity
 
 # A process in which several threads called it at once ended in a segmentation fault.
 _ONE_AT_A_TIME = threading.Lock()
@@ -35,10 +35,8 @@ class Flash4:
 
     launches = staticmethod(in_packs)
 
-    @staticmethod
-    def takes(query: Tensor, value: Tensor) -> bool:
-        """Whether there is a kernel for these head sizes."""
-        return all(x.shape[2] % 8 == 0 and 8 <= x.shape[2] <= 256 for x in (query, value))
+    def takes(self, call: Call) -> bool:
+        return _has_sizes(call.query, call.value)
 
     def capped(self, softcap: float) -> Flash4:
         return Flash4(softcap)
@@ -89,8 +87,12 @@ class Flash4:
         return grad_query, grad_key, grad_value
 
 
+def _has_sizes(query: Tensor, value: Tensor) -> bool:
+    return all(x.shape[2] % 8 == 0 and 8 <= x.shape[2] <= 256 for x in (query, value))
+
+
 def _check_sizes(query: Tensor, value: Tensor) -> None:
-    if not Flash4.takes(query, value):
+    if not _has_sizes(query, value):
         raise ValueError(
             f"head sizes are {query.shape[2]} and {value.shape[2]}, expected multiples of 8 from 8 "
             "to 256 for FlashAttention-4: use the backend 'torch'"

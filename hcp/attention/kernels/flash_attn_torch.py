@@ -8,7 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hcp.attention.kernels import Kernel, Launch, cpu, formula, in_packs, nan_for_infinity
+from hcp.attention.kernels import (
+    Call,
+    Kernel,
+    Launch,
+    cpu,
+    formula,
+    in_packs,
+    nan_for_infinity,
+)
 from hcp.attention.kernels.shapes import backward_columns, head_size, narrowed, widened
 
 
@@ -21,6 +29,9 @@ class Flash2:
         return None
 
     launches = staticmethod(in_packs)
+
+    def takes(self, call: Call) -> bool:
+        return True
 
     def forward(
         self, launch: Launch, query: Tensor, key: Tensor, value: Tensor, scale: float

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from hcp.integrations.megatron.backends import BACKENDS, backend_of
 from hcp.step.config import MEGATRON_SCHEDULERS, Config, add_arguments
 
 
@@ -13,13 +14,20 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
 
     `--dynamic-context-parallel`, `--sequence-packing-scheduler`, `--max-seqlen-per-dp-cp-rank`,
     `--min-dynamic-context-parallel-size`, `--context-parallel-size`, `--cp-comm-type` (once, or per
-    layer), `--hierarchical-context-parallel-sizes`, `--eval-context-parallel-size`. Megatron's
-    parser has most of them; these stay its own. Pass this function as `extra_args_provider` of
-    Megatron-LM's `pretrain`.
+    layer), `--hierarchical-context-parallel-sizes`, `--eval-context-parallel-size`,
+    `--attention-backend`. Megatron's parser has most of them; these stay its own. Pass this
+    function as `extra_args_provider` of Megatron-LM's `pretrain`.
     """
-    add_arguments(parser)
     group = parser.add_argument_group("dynamic context parallelism")
     known = parser._option_string_actions
+    if "--attention-backend" not in known:
+        group.add_argument(
+            "--attention-backend",
+            metavar="NAME",
+            help="whose kernels compute attention: Megatron's names "
+            f"{', '.join(BACKENDS)}, or a backend of hcp's (default: auto)",
+        )
+    add_arguments(parser)
     if "--dynamic-context-parallel" not in known:
         group.add_argument(
             "--dynamic-context-parallel",
@@ -42,6 +50,7 @@ def config_from_args(args: argparse.Namespace) -> Config:
 
     `--dynamic-context-parallel` asks for the scheduler dynamic_cp. Without it, and without
     `--sequence-packing-scheduler`, the degree is `--context-parallel-size` for all.
+    `--attention-backend`, and `--flash-attention-version`, are translated: see `backends`.
     """
     values: dict[str, Any] = dict(vars(args))
     named = values.get("sequence_packing_scheduler")
@@ -55,4 +64,6 @@ def config_from_args(args: argparse.Namespace) -> Config:
             )
         scheduler = "dynamic_cp"
     values["sequence_packing_scheduler"] = scheduler or "static_cp"
+    version = values.get("flash_attention_version")
+    values["attention_backend"] = backend_of(values.get("attention_backend"), version)
     return Config.from_args(argparse.Namespace(**values))

@@ -21,6 +21,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 
 import hcp
+from hcp.integrations.megatron.backends import backend_of_config
 from hcp.integrations.megatron.checks import check_experts
 from hcp.integrations.megatron.packed import handler_of, with_padding
 
@@ -52,6 +53,7 @@ class CoreAttention(MegatronModule):
         self.pg_collection = pg_collection
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         _refuse(config, dropout, attention_type)
+        self._backend = backend_of_config(config)
         check_experts(config, pg_collection)
         windowed = is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
@@ -88,7 +90,8 @@ class CoreAttention(MegatronModule):
         """Return (T, H * E) for query (T, H, D), key (T, G, D) and value (T, G, E)."""
         if attention_bias is not None:
             raise ValueError("attention_bias is a tensor, expected None: hcp adds none to scores")
-        cp = handler_of(packed_seq_params, self.pg_collection.cp)
+        cp = handler_of(packed_seq_params, self.pg_collection.cp, self.config)
+        self._check_backend(cp)
         out: Tensor = cp.attention(
             *(x[: cp.rows] for x in (query, key, value)),
             causal=attn_mask_type is None or attn_mask_type in _CAUSAL,
@@ -99,6 +102,15 @@ class CoreAttention(MegatronModule):
             layer=self.layer_number,
         )
         return with_padding(out.flatten(1), query.shape[0])
+
+    def _check_backend(self, cp: hcp.ContextParallelHandler) -> None:
+        """Refuse a handler that was made for another backend than Megatron's config names."""
+        if self._backend not in ("auto", cp.kernel_family):
+            raise ValueError(
+                f"config.attention_backend asks for hcp's backend {self._backend!r}, but the "
+                f"handler of the micro-batch has {cp.kernel_family!r}: give hcp.Config("
+                f"attention_backend={self._backend!r}), or take hcp_megatron.config_from_args(args)"
+            )
 
     def _sinks(self, query: Tensor) -> Tensor | None:
         if self._off_by_one:
@@ -227,7 +239,8 @@ class _Positioned:
         packed_seq_params=None,
         **options,
     ):
-        cp = handler_of(packed_seq_params, self.pg_collection.cp)  # type: ignore[attr-defined]
+        group, config = self.pg_collection.cp, self.config  # type: ignore[attr-defined]
+        cp = handler_of(packed_seq_params, group, config)
         count = packed_seq_params.rows
         positions = _RowsOf(getattr(self, "rotary_pos_emb", None), cp, count)
         groups = copy.copy(self.pg_collection)  # type: ignore[attr-defined]

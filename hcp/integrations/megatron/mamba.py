@@ -124,7 +124,7 @@ def sharing_heads(mixer: type) -> type:
         def forward(  # type: ignore[no-untyped-def]
             self, hidden_states, inference_context=None, *, packed_seq_params=None, **options
         ):
-            cp = handler_of(packed_seq_params, self.pg_collection.cp)
+            cp = handler_of(packed_seq_params, self.pg_collection.cp, self.config)
             if cp.degree == 0:
                 return self._no_rows(hidden_states)
             own = twin(self, cp=HeadShare(self.cp, cp))

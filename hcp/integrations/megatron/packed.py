@@ -17,6 +17,7 @@ from torch import Tensor
 import hcp
 from hcp.exchange.loopback import one_rank
 from hcp.exchange.torch_p2p import TorchTransport
+from hcp.integrations.megatron.backends import backend_of_config
 
 
 def packed_seq_params(
@@ -39,10 +40,13 @@ def packed_seq_params(
     return params
 
 
-def handler_of(packed_seq_params: Any, cp_group: dist.ProcessGroup) -> hcp.ContextParallelHandler:
+def handler_of(
+    packed_seq_params: Any, cp_group: dist.ProcessGroup, config: Any = None
+) -> hcp.ContextParallelHandler:
     """Return the handler that PackedSeqParams hold, or make one from Megatron's own fields.
 
     `cp_group`: the model's, which is used if the params have neither a group nor a size of 1.
+    `config`: the model's, whose `attention_backend` a handler made here has.
     """
     if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
         raise ValueError(
@@ -50,7 +54,7 @@ def handler_of(packed_seq_params: Any, cp_group: dist.ProcessGroup) -> hcp.Conte
             "packed sequences; take the micro-batch's from plan_batches or packed_seq_params(cp)"
         )
     if getattr(packed_seq_params, "cp_handler", None) is None:
-        packed_seq_params.cp_handler = _made_of(packed_seq_params, cp_group)
+        packed_seq_params.cp_handler = _made_of(packed_seq_params, cp_group, config)
         packed_seq_params.rows = packed_seq_params.cp_handler.rows
     handler: hcp.ContextParallelHandler = packed_seq_params.cp_handler
     return handler
@@ -63,7 +67,7 @@ def with_padding(rows: Tensor, count: int) -> Tensor:
     return torch.cat([rows, rows.new_zeros(count - rows.shape[0], *rows.shape[1:])])
 
 
-def _made_of(params: Any, cp_group: dist.ProcessGroup) -> hcp.ContextParallelHandler:
+def _made_of(params: Any, cp_group: dist.ProcessGroup, config: Any) -> hcp.ContextParallelHandler:
     """Make the handler for Megatron's cut: 2 x size chunks of every sequence, padding included. It
     is also hcp's cut."""
     group = cp_group if params.cp_group is None else params.cp_group
@@ -94,7 +98,8 @@ def _made_of(params: Any, cp_group: dist.ProcessGroup) -> hcp.ContextParallelHan
     }
     plan = hcp.Plan.from_dict(data)
     transport = one_rank(bounds.device) if alone else _transport_over(group)
-    return hcp.ContextParallelHandler(plan, 0, transport, comm_types=_WITHOUT_CHOICE)
+    made = hcp.get_cp_handler_cls(backend_of_config(config))
+    return made(plan, 0, transport, comm_types=_WITHOUT_CHOICE)
 
 
 _WITHOUT_CHOICE = ("p2p", "all_gather", "a2a")

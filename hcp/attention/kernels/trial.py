@@ -1,0 +1,143 @@
+"""A short measurement of kernels on this GPU, against PyTorch's FlashAttention-2."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hcp.attention.kernels import Call, Launch, PackedKernel
+from hcp.attention.kernels.speeds import HEADS, KEY_HEADS, SIZE
+from hcp.exchange.tables import Entry
+
+PACKS = (
+    (8192,),
+    (4096, 2048, 1024, 512, 256, 128, 64, 64),
+    (1024,) * 8,
+    (512,) * 16,
+    (128,) * 64,
+)
+ROUNDS, REPEATS = 3, 2
+DTYPE = torch.bfloat16
+SCALE = SIZE**-0.5
+TOLERANCE = 0.05
+"""Most that a result may be off, as a share of the largest expected."""
+
+Seconds = list[tuple[float, float]]
+"""Forward and backward of each pack, host time included."""
+
+
+class Trial(NamedTuple):
+    seconds: dict[str, Seconds]
+    """Of each kernel that computes every pack, by name."""
+    failed: dict[str, str]
+    """Why the others do not."""
+
+
+def measure(base: PackedKernel, kernels: Mapping[str, PackedKernel], device: torch.device) -> Trial:
+    """Measure kernels beside a base, named "torch", whose results they must reproduce.
+
+    The random state of torch stays as it is.
+    """
+    running = dict(kernels)
+    trial = Trial({name: [] for name in ("torch", *running)}, {})
+    generator = torch.Generator(device).manual_seed(0)
+    for lengths in PACKS:
+        rows = _Rows.draw(lengths, generator)
+        packs = {"torch": _Pack(base, rows)}
+        expected = packs["torch"].results()
+        for name in [*running]:
+            try:
+                pack = _Pack(running[name], rows)
+                pack.check(expected)
+                packs[name] = pack
+            except Exception as error:  # whatever a library raises: others go on
+                trial.failed[name] = f"{type(error).__name__}: {error}"
+                del running[name], trial.seconds[name]
+        forwards = _taking_turns({name: pack.forward for name, pack in packs.items()}, device)
+        backwards = _taking_turns({name: pack.backward for name, pack in packs.items()}, device)
+        for name in packs:
+            trial.seconds[name].append((forwards[name], backwards[name]))
+    return trial
+
+
+class _Rows(NamedTuple):
+    launch: Launch
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    grad: Tensor
+
+    @classmethod
+    def draw(cls, lengths: tuple[int, ...], generator: torch.Generator) -> _Rows:
+        starts = [sum(lengths[:i]) for i in range(len(lengths))]
+        entries = [Entry(at, n, at, n, 1 - n, 0) for at, n in zip(starts, lengths, strict=True)]
+
+        def random(heads: int) -> Tensor:
+            shape, device = (sum(lengths), heads, SIZE), generator.device
+            return torch.randn(shape, generator=generator, device=device, dtype=DTYPE)
+
+        return cls(
+            Launch(entries), random(HEADS), random(KEY_HEADS), random(KEY_HEADS), random(HEADS)
+        )
+
+
+class _Pack:
+    """A kernel's calls over the rows of a pack."""
+
+    def __init__(self, kernel: PackedKernel, rows: _Rows) -> None:
+        self._kernel, self._rows = kernel, rows
+        for backward in (False, True):
+            if not kernel.takes(Call(rows.launch, rows.query, rows.value, backward, False)):
+                raise ValueError(f"it takes no causal pack of {DTYPE} with heads of {SIZE}")
+        self._out, self._lse = self.forward()
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        launch, query, key, value, _ = self._rows
+        return self._kernel.forward(launch, query, key, value, SCALE)
+
+    def backward(self) -> tuple[Tensor, Tensor, Tensor]:
+        launch, query, key, value, grad = self._rows
+        known = self._out, self._lse
+        return self._kernel.backward(launch, grad, None, query, key, value, *known, SCALE)
+
+    def results(self) -> list[Tensor]:
+        return [self._out, self._lse, *self.backward()]
+
+    def check(self, expected: list[Tensor]) -> None:
+        names = ("output", "log-sum-exp", "queries' gradient", "keys' gradient", "values' gradient")
+        for name, got, want in zip(names, self.results(), expected, strict=True):
+            error = float((got - want).abs().max() / want.abs().max())
+            if not error <= TOLERANCE:
+                raise ArithmeticError(
+                    f"the {name} is off by {error:.3f} of its largest, expected <= {TOLERANCE}"
+                )
+
+
+def _taking_turns(
+    steps: Mapping[str, Callable[[], object]], device: torch.device
+) -> dict[str, float]:
+    """Seconds of each step: the median of rounds in which they take turns. One more round warms
+    up."""
+    rounds = [
+        {name: _seconds(step, device) for name, step in steps.items()} for _ in range(ROUNDS + 1)
+    ]
+    return {name: statistics.median(taken[name] for taken in rounds[1:]) for name in steps}
+
+
+def _seconds(step: Callable[[], object], device: torch.device) -> float:
+    _finish(device)
+    begun = time.perf_counter()
+    for _ in range(REPEATS):
+        step()
+    _finish(device)
+    return (time.perf_counter() - begun) / REPEATS
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
