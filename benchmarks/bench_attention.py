@@ -1,6 +1,6 @@
 """One attention layer of every comm type and transport, against its own kernels and its bytes.
 
-    torchrun --nproc-per-node 8 benchmarks/bench_attention.py [--heads 32 8] [--backend auto]
+    torchrun --nproc-per-node 8 benchmarks/bench_attention.py [--heads 32 8] [--backend torch]
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/bench_attention.py --device cpu
 
 A pack of sequences is computed causally, forward and backward, by a plan of each fixed CP degree of

@@ -98,6 +98,12 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         metavar="RANKS",
         help="levels of a2a+p2p, the inner all-to-all first and the ring last",
     )
+    group.add_argument(
+        "--attention-backend",
+        default="auto",
+        metavar="NAME",
+        help="whose kernels compute attention: measure with the one that will train (auto)",
+    )
     group.add_argument("--seed", type=int, default=1234, help="of the held-out points (1234)")
     group.add_argument(
         "--accept-errors",
@@ -138,6 +144,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         args.max_tokens_per_rank,
         cp_comm_type=args.cp_comm_type,
         hierarchical_context_parallel_sizes=sizes,
+        attention_backend=args.attention_backend,
     )
     if not args.out.resolve().parent.is_dir():
         raise ValueError(f"--out {args.out}: no such folder")
@@ -253,7 +260,8 @@ def provenance(
 
     import hcp
 
-    model = (*SIZES[3:], "dtype", "untie_embeddings_and_output_weights", "cp_comm_type")
+    options = "dtype", "untie_embeddings_and_output_weights", "cp_comm_type", "attention_backend"
+    model = (*SIZES[3:], *options)
     levels = "hierarchical_context_parallel_sizes"
     return {
         "command": args.command,
