@@ -4,6 +4,8 @@ tests/integrations/test_integrations.py tests the versions that are refused.
 """
 
 import argparse
+import copy
+import enum
 import functools
 import importlib.util
 import logging
@@ -16,7 +18,12 @@ import torch.nn.functional as F
 from support.ranks import run_ranks
 
 import hcp
-from hcp.integrations.megatron import add_megatron_arguments, config_from_args, versions
+from hcp.integrations.megatron import (
+    add_megatron_arguments,
+    backends,
+    config_from_args,
+    versions,
+)
 from hcp.integrations.megatron.checks import check_experts
 from hcp.integrations.megatron.program import arguments
 
@@ -85,6 +92,77 @@ def test_megatrons_own_flags_are_used_where_it_has_them():
     args.dynamic_context_parallel, args.sequence_packing_scheduler = True, "dp_balanced"
     with pytest.raises(ValueError, match="dp_balanced contradict each other"):
         config_from_args(args)
+
+
+class AttnBackend(enum.Enum):
+    """As Megatron-Core's."""
+
+    flash = 1
+    fused = 2
+    unfused = 3
+    local = 4
+    auto = 5
+
+
+def megatrons_parser():
+    """With its own flags of attention."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument(
+        "--attention-backend",
+        type=AttnBackend.__getitem__,
+        choices=list(AttnBackend),
+        default=AttnBackend.auto,
+    )
+    parser.add_argument("--flash-attention-version", type=int, choices=(2, 3, 4))
+    return add_megatron_arguments(parser)
+
+
+def test_every_value_of_megatrons_has_a_backend_or_a_refusal():
+    assert {of.name for of in AttnBackend} == {*backends.BACKENDS} | {*backends.REFUSED}
+    assert {*backends.BACKENDS.values()} <= {*hcp.step.backends.BACKENDS}
+
+
+@needs_megatron
+def test_the_values_are_megatrons():
+    from megatron.core.transformer.enums import AttnBackend as OfMegatron
+
+    assert [(of.name, of.value) for of in OfMegatron] == [(of.name, of.value) for of in AttnBackend]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], "auto"),
+        (["--attention-backend", "auto"], "auto"),
+        (["--attention-backend", "flash"], "flash"),
+        (["--attention-backend", "fused"], "cudnn"),
+        (["--attention-backend", "flash", "--flash-attention-version", "4"], "flash_attn_4"),
+        (["--flash-attention-version", "2"], "torch"),
+        (["--attention-backend", "fused", "--flash-attention-version", "2"], "cudnn"),
+    ],
+)
+def test_megatrons_attention_backends_are_understood(flags, expected):
+    limit = ["--max-seqlen-per-dp-cp-rank", "160"]
+    args = megatrons_parser().parse_args([*flags, *limit])
+    assert config_from_args(args).attention_backend == expected
+    if "--flash-attention-version" not in flags:  # hcp's own flag takes the same names
+        own = arguments.parse_args([*flags, *limit, "--max-length", "160"])
+        assert own.config.attention_backend == expected
+
+
+@pytest.mark.parametrize("name", ["unfused", "local"])
+def test_attention_backends_of_megatrons_without_a_counterpart_are_refused(name):
+    flags = ["--attention-backend", name, "--max-seqlen-per-dp-cp-rank", "8"]
+    for parser in (megatrons_parser(), add_megatron_arguments(argparse.ArgumentParser())):
+        with pytest.raises(ValueError, match=f"attention_backend is '{name}', expected one of aut"):
+            config_from_args(parser.parse_args(flags))
+
+
+def test_a_backend_of_hcps_is_its_own_name_in_megatrons_program():
+    flags = ["--max-seqlen-per-dp-cp-rank", "160", "--max-length", "160", "--attention-backend"]
+    assert arguments.parse_args([*flags, "torch"]).config.attention_backend == "torch"
+    with pytest.raises(ValueError, match="attention_backend is 'magi', expected one of auto"):
+        arguments.parse_args([*flags, "magi"])
 
 
 @pytest.mark.parametrize(
@@ -360,6 +438,9 @@ def attend_with_megatrons_own_params(rank, size):
     drawn = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 12, 2, 4, generator=drawn, dtype=torch.float64)
     alone = handler_of(params(local_cp_size=1), groups.cp)
+    assert alone.kernel_family == "auto"
+    asked = SimpleNamespace(attention_backend=AttnBackend.flash)
+    assert handler_of(params(), groups.cp, asked).kernel_family == "flash"
     assert (alone.degree, alone.rows) == (1, 12)
     whole = torch.cat([attend_alone(*(x[a:b] for x in (q, k, v))) for a, b in ((0, 8), (8, 12))])
     assert float((alone.attention(q, k, v) - whole).abs().max()) < 1e-12
@@ -455,6 +536,21 @@ def refuse(rank, size):
                 model(**{option: value})
         with pytest.raises(ValueError, match=r"config.mrope_section is \[1, 1, 2\], expected None"):
             model(mrope_section=[1, 1, 2])
+        core = model().decoder.layers[0].self_attention.core_attention
+
+        def core_attention(backend):
+            config = copy.copy(core.config)
+            config.attention_backend = backend
+            return type(core)(config, 1, None, "self", pg_collection=core.pg_collection)
+
+        for backend in (AttnBackend.unfused, AttnBackend.local):
+            with pytest.raises(ValueError, match=f"attention_backend is '{backend.name}', expect"):
+                core_attention(backend)
+        flash = core_attention(AttnBackend.flash)
+        flash._check_backend(SimpleNamespace(kernel_family="flash"))
+        with pytest.raises(ValueError, match=r"'flash', but the handler .* has 'auto': give hcp.C"):
+            flash._check_backend(SimpleNamespace(kernel_family="auto"))
+        core._check_backend(SimpleNamespace(kernel_family="torch"))
         with pytest.raises(ValueError, match="calculate_per_token_loss is False, expected True"):
             hcp_megatron.forward_step(iter([]), model())
         grown = model(calculate_per_token_loss=True)

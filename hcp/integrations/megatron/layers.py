@@ -31,9 +31,9 @@ _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 class CoreAttention(MegatronModule):
     """Replaces Megatron's core attention: packed sequences under any degree.
 
-    The config gives windows and the layers that have them, the kind of softmax and the scale.
-    Learnable sinks are a parameter with Megatron's name. Refuses dropout and biases, and experts
-    whose outputs depend on the plan.
+    The config gives windows and the layers that have them, the kind of softmax, the scale and the
+    attention backend. Learnable sinks are a parameter with Megatron's name. Refuses dropout and
+    biases, and experts whose outputs depend on the plan.
     """
 
     def __init__(
