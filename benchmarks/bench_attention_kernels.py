@@ -27,6 +27,7 @@ from torch import Tensor
 
 from hcp.attention.kernels import FAMILIES, Call, Kernel, Launch, fastest, kernels_of
 from hcp.attention.kernels.flash_attn_torch import Flash2
+from hcp.attention.kernels.present import CHOOSING
 from hcp.attention.kernels.speeds import MEASURED
 from hcp.attention.kernels.trial import PACKS
 from hcp.exchange.tables import Entry
@@ -61,7 +62,7 @@ def found() -> dict[str, Kernel]:
     kernels = {}
     for name, family in FAMILIES.items():
         missing = family.package is not None and family.version is None
-        if name == "torch" or name in fastest.CHOOSING or missing:
+        if name == "torch" or name in CHOOSING or missing:
             continue
         if capability >= family.capability:
             kernels[name] = kernels_of(name, device)[0]

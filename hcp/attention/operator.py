@@ -93,7 +93,7 @@ def _attention(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     interleaved: bool = False,
-    family: str = "torch",
+    family: str = "auto",
     softcap: float = 0.0,
     number: int = 0,
     name: str = "",
@@ -144,7 +144,7 @@ def _attention_backward(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     interleaved: bool = False,
-    family: str = "torch",
+    family: str = "auto",
     softcap: float = 0.0,
     name: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

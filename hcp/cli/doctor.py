@@ -205,7 +205,7 @@ def attention() -> Iterator[Finding]:
     import torch
 
     from hcp.attention.kernels import kernels_of
-    from hcp.attention.kernels.fastest import CHOOSING
+    from hcp.attention.kernels.present import CHOOSING
     from hcp.step.backends import BACKENDS
 
     part = "attention"
@@ -263,7 +263,8 @@ def of_backend(part: str, name: str) -> Finding:
 
 def of_choosing(part: str, name: str) -> Iterator[Finding]:
     """What it chooses on each kind of GPU that is here, and what another package would bring."""
-    from hcp.attention.kernels.fastest import advice, dotted, explained, survey
+    from hcp.attention.kernels.explained import advice, explained
+    from hcp.attention.kernels.present import dotted, survey
     from hcp.attention.kernels.speeds import MEASURED
 
     lacks = lacks_gpu()

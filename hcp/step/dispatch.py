@@ -17,7 +17,7 @@ from hcp import ops
 from hcp._validate import expect_items, expect_sizes, plain
 from hcp.attention.checks import window_of
 from hcp.attention.comm_types import check_comm_types, check_prices, only_degree
-from hcp.attention.kernels import fastest
+from hcp.attention.kernels import agreed, present
 from hcp.errors import HcpError
 from hcp.exchange.agreement import Kind, Stamp
 from hcp.exchange.layout import rows_may_vary
@@ -343,11 +343,11 @@ def dispatch(
 
     Every rank of the domain calls it. Before any row moves, ranks compare their plans, sources and
     fields; what differs or fails on one rank is an error on all of them. The first call on GPUs
-    also measures kernels that "auto" has no numbers of, in about a second.
+    also measures kernels of which "auto" has no numbers, briefly.
     """
     transport = groups.transport
     if _chooses_kernels(handler_cls):
-        fastest.agree(transport)
+        agreed.agree(transport)
     sizes = hierarchical_context_parallel_sizes
     comm_types = handler_cls.comm_types if comm_types is None else comm_types
     handlers: list[ContextParallelHandler] = []
@@ -405,7 +405,7 @@ def dispatch(
 
 def _chooses_kernels(handler_cls: type[ContextParallelHandler]) -> bool:
     own = handler_cls.attention is ContextParallelHandler.attention
-    return own and handler_cls.kernel_family in fastest.CHOOSING
+    return own and handler_cls.kernel_family in present.CHOOSING
 
 
 def _move(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -24,10 +25,13 @@ from hcp.attention.kernels import (
     Choice,
     KernelFamily,
     Launch,
+    agreed,
+    explained,
     families,
     fastest,
     in_packs,
     kernel_for,
+    present,
     speeds,
     trial,
 )
@@ -214,6 +218,87 @@ def test_capped_scores_go_to_those_that_cap() -> None:
     assert of_two(caps=()).capped(30.0) is None
 
 
+class Failing(Packs):
+    error: Exception
+
+    def forward(self, *args: Any) -> Any:
+        super().forward(*args)
+        raise self.error
+
+    backward = forward
+
+
+def with_failing(error: Exception, asked: list[str]) -> Fastest:
+    failing = Failing("fast", asked)
+    vars(failing)["error"] = error
+    return Fastest(
+        [
+            Candidate("torch", Packs("torch", asked), ()),
+            Candidate("fast", failing, (Speed((64,), 2.0, 2.0),)),
+        ]
+    )
+
+
+def test_a_kernel_that_fails_at_a_call_is_left_out_of_its_kind_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    asked: list[str] = []
+    kernel = with_failing(RuntimeError("no plan"), asked)
+    x, wide = (torch.randn(8, 2, size, dtype=torch.float64) for size in (16, 24))
+    for launch in (causal(5, 3), causal(8)):
+        for _ in range(2):
+            kernel.forward(launch, x, x, x, 0.25)
+    assert asked == ["fast forward"] + ["torch forward"] * 4
+    (record,) = caplog.records
+    assert record.message == (
+        "the attention kernel 'fast' failed in the forward of float64 with head sizes 16 and 16, "
+        "and attention goes on without it for such calls: RuntimeError: no plan"
+    )
+    kernel.forward(causal(8), wide, wide, wide, 0.25)
+    assert asked[5:] == ["fast forward", "torch forward"]
+
+
+@pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError("full"), KeyboardInterrupt()])
+def test_what_is_not_the_kernels_fault_is_raised(error: Exception) -> None:
+    asked: list[str] = []
+    x = torch.randn(8, 2, 16, dtype=torch.float64)
+    with pytest.raises(type(error)):
+        with_failing(error, asked).forward(causal(8), x, x, x, 0.25)
+    assert asked == ["fast forward"]
+
+
+def test_an_error_of_the_last_kernel_is_raised() -> None:
+    kernel = with_failing(ValueError("head sizes"), [])
+    vars(kernel)["candidates"] = kernel.candidates[1:]
+    x = torch.randn(8, 2, 16, dtype=torch.float64)
+    with pytest.raises(ValueError, match="head sizes"):
+        kernel.forward(causal(8), x, x, x, 0.25)
+
+
+class Unordered(Packs):
+    """As FlashAttention-4, whose gradients of queries are summed in any order."""
+
+    def takes(self, call: Call) -> bool:
+        return not (call.backward and torch.are_deterministic_algorithms_enabled())
+
+
+def test_a_deterministic_backward_goes_to_a_kernel_that_has_one() -> None:
+    asked: list[str] = []
+    fast = Candidate("fast", Unordered("fast", asked), (Speed((64,), 2.0, 2.0),))
+    kernel = Fastest([Candidate("torch", Packs("torch", asked), ()), fast])
+    launch = causal(5, 3)
+    x = torch.randn(8, 2, 16, dtype=torch.float64)
+    for enabled in (False, True, False):
+        torch.use_deterministic_algorithms(enabled)
+        try:
+            out, lse = kernel.forward(launch, x, x, x, 0.25)
+            kernel.backward(launch, x, None, x, x, x, out, lse, 0.25)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    backwards = [each for each in asked if each.endswith("backward")]
+    assert backwards == ["fast backward", "torch backward", "fast backward"]
+
+
 def test_a_launch_remembers_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     kernel, other = of_two(asked), of_two(asked)
@@ -241,11 +326,14 @@ def test_a_launch_remembers_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- a machine with a GPU, by stand-ins ----------------------------------------------------------
 
 
+MEMORIES = (agreed, "_agreed"), (fastest, "_made"), (present, "_loaded")
+
+
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """No memory of other tests' kernels."""
-    for name in ("_agreed", "_made", "_loaded"):
-        monkeypatch.setattr(fastest, name, {})
+    for module, name in MEMORIES:
+        monkeypatch.setattr(module, name, {})
     monkeypatch.setattr(fastest, "_told", set())
     return monkeypatch
 
@@ -401,7 +489,7 @@ def test_results_are_those_of_torch_with_another_kernel_for_each_direction(
 def small_trial(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Packs that a CPU computes in no time."""
     packs = ((24,), (4,) * 6)
-    for module in (trial, fastest):
+    for module in (trial, agreed):
         monkeypatch.setattr(module, "PACKS", packs)
     for name, value in (("HEADS", 2), ("KEY_HEADS", 1), ("SIZE", 8)):
         monkeypatch.setattr(trial, name, value)
@@ -416,6 +504,15 @@ def test_a_trial_times_each_direction_of_each_pack(small_trial: pytest.MonkeyPat
     assert found.failed == {}
     assert {name: len(of) for name, of in found.seconds.items()} == {"torch": 2, "a": 2}
     assert all(0 < t < 10 for of in found.seconds.values() for pair in of for t in pair)
+
+
+def test_a_kernel_without_a_backward_is_measured_forward(small_trial: pytest.MonkeyPatch) -> None:
+    one_way = Packs("a", [], backward=True)
+    found = trial.measure(Packs("torch", []), {"a": one_way}, torch.device("cpu"))
+    assert found.failed == {}
+    assert [backward for _, backward in found.seconds["a"]] == [math.inf] * 2
+    views = [view("torch", "a", **found.seconds)] * 2
+    assert [speed.backward for speed in agreed.agreed_by(views)["a"]] == [0.0, 0.0]
 
 
 class Wrong(Packs):
@@ -445,9 +542,9 @@ def test_a_kernel_that_is_wrong_raises_or_refuses_is_left_out_of_a_trial(
     assert "takes no causal pack" in found.failed["refusing"]
 
 
-def view(*there: str, agreed: Any = None, **seconds: Any) -> fastest._View:
-    sent = fastest._View([8, 6], there, seconds, agreed)._asdict()
-    return fastest._View(**json.loads(json.dumps(sent)))
+def view(*there: str, before: Any = None, **seconds: Any) -> agreed._View:
+    sent = agreed._View([8, 6], there, seconds, before)._asdict()
+    return agreed._View(**json.loads(json.dumps(sent)))
 
 
 def test_the_slowest_rank_counts_and_every_rank_finds_the_same(
@@ -456,19 +553,19 @@ def test_the_slowest_rank_counts_and_every_rank_finds_the_same(
     one = view("torch", "a", "b", torch=[(4, 8), (1, 1)], a=[(1, 4), (2, 1)], b=[(1, 1), (1, 1)])
     two = view("torch", "a", torch=[(6, 4), (1, 1)], a=[(2, 2), (1, 1)])
     expected = {"torch": (), "a": (Speed((24,), 3.0, 2.0), Speed((4,) * 6, 0.5, 1.0))}
-    assert fastest.agreed_by([one, two]) == fastest.agreed_by([two, one]) == expected
+    assert agreed.agreed_by([one, two]) == agreed.agreed_by([two, one]) == expected
 
 
 def test_what_a_rank_agreed_on_before_holds(small_trial: pytest.MonkeyPatch) -> None:
-    before = {"torch": (), "a": (Speed((24,), 3.0, 2.0),), "b": ()}
+    before = {"torch": [], "a": [((24,), 3.0, 2.0)], "b": []}
     views = [view("torch", "a", torch=[(1, 1)] * 2, a=[(9, 9)] * 2), view("torch", "a", "b")]
-    views[1] = view("torch", "a", "b", agreed=before)
-    assert fastest.agreed_by(views) == {"torch": (), "a": (Speed((24,), 3.0, 2.0),)}
+    views[1] = view("torch", "a", "b", before=before)
+    assert agreed.agreed_by(views) == {"torch": (), "a": (Speed((24,), 3.0, 2.0),)}
 
 
 def test_without_times_of_every_rank_nothing_is_known(small_trial: pytest.MonkeyPatch) -> None:
     one = view("torch", "a", torch=[(1, 1)] * 2, a=[(1, 1)] * 2)
-    assert fastest.agreed_by([one, view("torch", "a")]) == {"torch": (), "a": ()}
+    assert agreed.agreed_by([one, view("torch", "a")]) == {"torch": (), "a": ()}
 
 
 def agree_over_gloo(rank: int, size: int) -> Any:
@@ -477,10 +574,9 @@ def agree_over_gloo(rank: int, size: int) -> Any:
     patch = pytest.MonkeyPatch()
     with patch.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 6))
-        patch.setattr(trial, "measure", None)
-        for name in ("_agreed", "_made", "_loaded"):
-            patch.setattr(fastest, name, {})
-        patch.setattr(fastest, "PACKS", ((24,), (4,) * 6))
+        for module, name in MEMORIES:
+            patch.setattr(module, name, {})
+        patch.setattr(agreed, "PACKS", ((24,), (4,) * 6))
         for name in ("a", "b", "c"):
             if name != "b" or rank == 0:
                 load = stand_in(name)
@@ -495,14 +591,14 @@ def agree_over_gloo(rank: int, size: int) -> Any:
             failed = {"c": "RuntimeError: none"} if rank == 1 else {}
             return trial.Trial({n: of for n, of in times.items() if n not in failed}, failed)
 
-        patch.setattr(fastest, "measure", measured)
-        patch.setattr(kernels, "kernels_of", gpu_kernels)
-        patch.setattr(fastest, "kernels_of", gpu_kernels)
+        patch.setattr(agreed, "measure", measured)
+        for module in (present, fastest):
+            patch.setattr(module, "kernels_of", gpu_kernels)
         groups = hcp.build_process_groups()
-        fastest.share(groups.transport, torch.device("cuda"))
-        fastest.share(groups.transport, torch.device("cuda"))
+        agreed.agree_for(groups.transport, torch.device("cuda"))
+        agreed.agree_for(groups.transport, torch.device("cuda"))
         kernel = fastest.for_device(torch.device("cuda"))[0]
-        found = fastest._agreed[8, 6]
+        found = agreed.agreed_on((8, 6))
         assert isinstance(kernel, Fastest)
         chosen = chosen_by(kernel, causal(24)), chosen_by(kernel, causal(*[4] * 6))
     return found, chosen, taken
@@ -532,7 +628,7 @@ def test_a_dispatch_on_cpus_measures_and_gathers_nothing(monkeypatch: pytest.Mon
     transport = hcp.exchange.loopback.LoopbackTransport
     gather = transport.all_gather_bytes
     monkeypatch.setattr(transport, "all_gather_bytes", gathered)
-    monkeypatch.setattr(fastest, "share", None)
+    monkeypatch.setattr(agreed, "agree_for", None)
 
     def step(groups: Any) -> None:
         plan = hcp.plan([5], ranks=1, max_tokens_per_rank=8)
@@ -551,7 +647,7 @@ def test_the_first_dispatch_of_a_domain_agrees_unless_attention_is_not_hcps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(fastest, "agree", lambda transport: asked.append("agree"))
+    monkeypatch.setattr(agreed, "agree", lambda transport: asked.append("agree"))
 
     def step(groups: Any) -> None:
         plan = hcp.plan([5], ranks=1, max_tokens_per_rank=8)
@@ -569,19 +665,19 @@ def test_the_first_dispatch_of_a_domain_agrees_unless_attention_is_not_hcps(
 
 def test_a_domain_agrees_once_and_a_loopback_never(monkeypatch: pytest.MonkeyPatch) -> None:
     shared: list[Any] = []
-    monkeypatch.setattr(fastest, "share", lambda transport, device: shared.append(transport))
+    monkeypatch.setattr(agreed, "agree_for", lambda transport, device: shared.append(transport))
 
     class OnGpus:
         device = CUDA
 
     transports = OnGpus(), OnGpus()
     for transport in (transports[0], *transports, *transports):
-        fastest.agree(transport)  # type: ignore[arg-type]
+        agreed.agree(transport)  # type: ignore[arg-type]
     assert shared == [*transports]
 
     def never(groups: Any) -> None:
         monkeypatch.setattr(groups.transport, "device", CUDA)
-        fastest.agree(groups.transport)
+        agreed.agree(groups.transport)
 
     hcp.loopback(1, never)
     assert len(shared) == 2
@@ -591,20 +687,22 @@ def test_a_domain_agrees_once_and_a_loopback_never(monkeypatch: pytest.MonkeyPat
 
 
 def test_advice_says_what_another_package_would_bring_where_that_was_measured() -> None:
-    (line,) = fastest.advice((9, 0), ["torch"])
-    assert line.startswith("flash-attn-4 would be faster in 14 of 16 measured cases")
-    assert "up to 2.2 times: pip install 'hcp[kernels]'" in line
-    assert fastest.advice((9, 0), ["torch", "flash_attn_4"]) == []
-    assert fastest.advice((8, 0), ["torch"]) == []
+    (line,) = explained.advice((9, 0), ["torch"])
+    assert line == (
+        "install flash-attn-4: flash_attn_4 was faster in 14 of 16 measured cases (packs, forward "
+        "and backward), up to 2.2 times as fast"
+    )
+    assert explained.advice((9, 0), ["torch", "flash_attn_4"]) == []
+    assert explained.advice((8, 0), ["torch"]) == []
 
 
 def test_advice_compares_with_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     twice = tuple(Speed(m.lengths, 2 * m.forward, 2 * m.backward) for m in FLASH_4)
     monkeypatch.setitem(MEASURED[9, 0], "flash_attn", twice)
-    assert fastest.advice((9, 0), ["torch", "flash_attn"]) == []
-    (line,) = fastest.advice((9, 0), ["torch", "flash_attn_4"])
-    assert line.startswith("flash-attn would be faster in 16 of 16 measured cases")
-    assert "up to 2.0 times" in line
+    assert explained.advice((9, 0), ["torch", "flash_attn"]) == []
+    (line,) = explained.advice((9, 0), ["torch", "flash_attn_4"])
+    assert line.startswith("install flash-attn: flash_attn was faster in 16 of 16 measured cases")
+    assert line.endswith("up to 2.0 times as fast")
 
 
 @pytest.fixture(autouse=True)

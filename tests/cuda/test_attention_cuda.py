@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from support.rotary import error as rope_error
 from torch import Tensor
 
 import hcp
-from hcp.attention.kernels import Kernel, Launch, in_packs
+from hcp.attention.kernels import Kernel, Launch, PackedKernel, in_packs, kernels_of, trial
 from hcp.attention.kernels.formula import Formula
 from hcp.exchange.tables import Entry
 from hcp.step.dispatch import Groups
@@ -225,6 +226,62 @@ def test_flash_attention_4_with_windows_and_sinks_rounds_as_one_call_does(
     case = replace(case, causal=False, sinks=True, lse=True, head_dim=64, value_dim=48)
     case = replace(case, dtype="bfloat16", backend="flash_attn_4")
     expect_rounding_of_one_call(case, record_property)
+
+
+@needs_flash_attn_4
+def test_a_trial_measures_flash_attention_4_and_finds_its_results_right(
+    record_property: Record,
+) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    base, other = (cast(PackedKernel, kernels_of(name, device)[0]) for name in TWO)
+    state = torch.cuda.get_rng_state()
+    trial.measure(base, {"flash_attn_4": other}, device)  # it compiles
+    begun = time.perf_counter()
+    found = trial.measure(base, {"flash_attn_4": other}, device)
+    record_property("seconds", time.perf_counter() - begun)
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    assert found.failed == {}
+    ratios = [
+        tuple(slow / fast for slow, fast in zip(*both, strict=True))
+        for both in zip(*(found.seconds[name] for name in TWO), strict=True)
+    ]
+    record_property("torch / flash_attn_4, forward and backward of each pack", ratios)
+    assert len(ratios) == len(trial.PACKS)
+
+
+TWO = "torch", "flash_attn_4"
+
+
+@needs_flash_attn_4
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+def test_auto_computes_capped_and_deterministic_calls(softcap: float) -> None:
+    plan = hcp.plan(LENGTHS, ranks=1, max_tokens_per_rank=512)
+
+    def attend(groups: Groups, dtype: torch.dtype) -> list[Tensor]:
+        cp = hcp.ContextParallelHandler(plan, 0, groups.transport)
+        generator = torch.Generator("cuda").manual_seed(0)
+        q, k, v, grad = (
+            torch.randn(cp.rows, n, 64, device="cuda", generator=generator).bfloat16().to(dtype)
+            for n in (8, 2, 2, 8)
+        )
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = cp.attention(*leaves, softcap=softcap)
+        return [out, *torch.autograd.grad(out, leaves, grad)]
+
+    def differences(groups: Groups) -> None:
+        exact = attend(groups, torch.float64)
+        for deterministic in (False, True) if softcap == 0.0 else (False,):
+            torch.use_deterministic_algorithms(deterministic)
+            try:
+                found = [attend(groups, torch.bfloat16) for _ in range(2)]
+            finally:
+                torch.use_deterministic_algorithms(False)
+            for got, want in zip(found[0], exact, strict=True):
+                assert float((got - want).abs().max()) <= 0.02 * max(1.0, float(want.abs().max()))
+            if deterministic:
+                assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+    hcp.loopback(1, differences, device="cuda")
 
 
 # ---- autocast ------------------------------------------------------------------------------------

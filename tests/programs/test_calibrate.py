@@ -189,6 +189,7 @@ def test_measured_times_become_a_file_that_plans(
     assert "held-out points: median" in capsys.readouterr().out
     provenance = json.loads(out.read_text())["provenance"]
     assert (provenance["ranks"], provenance["model"]["cp_comm_type"]) == (3, comm_type)
+    assert provenance["model"]["attention_backend"] == "auto"
     assert shlex.split(provenance["command"]) == ["python", "-m", "hcp", "calibrate", *argv]
     assert provenance["device"] == "a device"
     assert provenance["versions"] == {
@@ -278,6 +279,7 @@ def test_ranks_measure_every_cell(comm_type: str, tmp_path: Path) -> None:
         (["--repeats", "0"], "repeats is 0, expected an integer >= 1"),
         (["--out", "/none/such/cost.json"], "no such folder"),
         (["--cp-comm-type", "auto"], "cp_comm_type is 'auto', which goes by the prices"),
+        (["--attention-backend", "magi"], "attention_backend is 'magi', expected one of auto, fla"),
         (["--cp-comm-type", "a2a+p2p"], "hierarchical_context_parallel_sizes is missing"),
     ],
 )

@@ -19,7 +19,7 @@ import importlib.metadata
 import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -36,8 +36,8 @@ class Launch:
         self.window = first.window
         self.queries = slice(first.query_row, last.query_row + last.query_rows)
         self.keys = slice(first.key_row, last.key_row + last.key_rows)
-        self.chosen: dict[tuple[object, ...], Kernel] = {}
-        """Which kernel computes it, where a kernel chooses between others: see ``fastest``."""
+        self.chosen: dict[tuple[object, ...], Any] = {}
+        """What computes it, by call, where a kernel chooses between others: see ``fastest``."""
         self._bounds: tuple[Tensor, Tensor] | None = None
 
     def accepts(self, entry: Entry) -> bool:
@@ -206,10 +206,10 @@ class KernelFamily(NamedTuple):
     """The least compute capability of a GPU that it runs on. (0, 0): it runs on any device."""
     reason: str = ""
     """Why it needs this capability, as part of the error."""
-    role: Literal["", "fastest", "last"] = ""
-    """What it is to "auto". "fastest": it computes the calls that it is the fastest for. "last": it
-    computes those that no other takes. "": nothing. The first kernel of a family with a role is a
-    ``PackedKernel``."""
+    role: Literal["", "fastest", "spare"] = ""
+    """What it is to "auto". "fastest": it computes the calls that it is the fastest for. "spare":
+    it computes those that no other takes. "": nothing. The first kernel of a family with a role is
+    a ``PackedKernel``."""
 
     @property
     def version(self) -> str | None:
@@ -237,7 +237,7 @@ FAMILIES: dict[str, KernelFamily] = {
     "cudnn": KernelFamily(_module("hcp.attention.kernels.cudnn"), None, (8, 0)),
     # Its kernels are those of "torch", which lack only soft-capping.
     "flash_attn": KernelFamily(
-        _module("hcp.attention.kernels.flash_attn_2"), "flash-attn", (8, 0), role="last"
+        _module("hcp.attention.kernels.flash_attn_2"), "flash-attn", (8, 0), role="spare"
     ),
     "flash_attn_4": KernelFamily(
         _module("hcp.attention.kernels.flash_attn_4"),

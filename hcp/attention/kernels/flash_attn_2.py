@@ -60,7 +60,7 @@ class FlashAttn(Flash2):
             window_size_right=right,
             softcap=self.softcap,
             alibi_slopes=None,
-            deterministic=False,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return grads
 

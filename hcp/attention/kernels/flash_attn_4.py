@@ -36,6 +36,10 @@ class Flash4:
     launches = staticmethod(in_packs)
 
     def takes(self, call: Call) -> bool:
+        """Not a backward that must be deterministic: it would take memory for each pair of a
+        sequence and a tile of the longest."""
+        if call.backward and torch.are_deterministic_algorithms_enabled():
+            return False
         return _has_sizes(call.query, call.value)
 
     def capped(self, softcap: float) -> Flash4:

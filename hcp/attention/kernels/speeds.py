@@ -4,27 +4,48 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
 from hcp.attention.kernels import Call
 
+HEADS, KEY_HEADS, SIZE = 32, 8, 128
+"""Heads of all measured packs, and their size."""
 
-class Speed(NamedTuple):
+Place = tuple[float, float]
+"""Where a launch stands among others, both numbers in doublings: its work (pairs of a query and a
+key that it sees, times the heads' columns of keys and values), and the keys that a query sees on
+average."""
+
+
+def _place(pairs: int, queries: int, columns: int) -> Place:
+    return math.log2(pairs * columns), math.log2(pairs / queries)
+
+
+@dataclass(frozen=True)
+class Speed:
     """How many times as fast as PyTorch's FlashAttention-2 a kernel is on a causal pack."""
 
     lengths: tuple[int, ...]
     forward: float
     backward: float
 
+    @cached_property
+    def place(self) -> Place:
+        """The place of the pack."""
+        pairs = sum(length * (length + 1) // 2 for length in self.lengths)
+        return _place(pairs, sum(self.lengths), 2 * HEADS * SIZE)
+
     def gain(self, *, backward: bool) -> float:
         """The number of a direction."""
         return self.backward if backward else self.forward
 
 
-HEADS, KEY_HEADS, SIZE = 32, 8, 128
-"""Heads of all measured packs, and their size."""
+Capability = tuple[int, int]
+Speeds = dict[str, tuple[Speed, ...]]
+"""By family."""
 
-MEASURED: dict[tuple[int, int], dict[str, tuple[Speed, ...]]] = {
+MEASURED: dict[Capability, Speeds] = {
     # NVIDIA H200, torch 2.11.0 with CUDA 13.0, flash-attn-4 4.0.0b36: bfloat16, host time included;
     # both kernels in one run of benchmarks/bench_attention_kernels.py, 2026-11-21.
     (9, 0): {
@@ -42,21 +63,6 @@ MEASURED: dict[tuple[int, int], dict[str, tuple[Speed, ...]]] = {
 }
 """By compute capability and family. A family without a row is measured where it is first used."""
 
-Place = tuple[float, float]
-"""Where a launch stands among others, both numbers in doublings: its work (pairs of a query and a
-key that it sees, times the heads' columns of keys and values), and the keys that a query sees on
-average."""
-
-
-def _place(pairs: int, queries: int, columns: int) -> Place:
-    return math.log2(pairs * columns), math.log2(pairs / queries)
-
-
-def place_of_pack(lengths: Sequence[int]) -> Place:
-    """The place of a measured pack."""
-    pairs = sum(length * (length + 1) // 2 for length in lengths)
-    return _place(pairs, sum(lengths), 2 * HEADS * SIZE)
-
 
 def place_of_call(call: Call) -> Place:
     """The place of a launch."""
@@ -68,4 +74,11 @@ def place_of_call(call: Call) -> Place:
 
 def nearest(speeds: Sequence[Speed], place: Place) -> Speed:
     """The measured pack that is most like a place."""
-    return min(speeds, key=lambda speed: math.dist(place, place_of_pack(speed.lengths)))
+    return min(speeds, key=lambda speed: math.dist(place, speed.place))
+
+
+def gain_of(family: str, speeds: Sequence[Speed], place: Place, *, backward: bool) -> float:
+    """How many times as fast as "torch" a family is, as far as is known; 0: nothing is known."""
+    if family == "torch":
+        return 1.0
+    return nearest(speeds, place).gain(backward=backward) if speeds else 0.0
