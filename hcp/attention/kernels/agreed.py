@@ -77,11 +77,12 @@ def _view(capability: Capability, device: torch.device) -> dict[str, Any]:
     seconds: Mapping[str, Any] = {}
     if agreed is None:
         kernels, seconds = _measured(capability, kernels, device)
-    before = agreed and {
-        name: [(speed.lengths, speed.forward, speed.backward) for speed in rows]
-        for name, rows in agreed.items()
-    }
+    before = None if agreed is None else {name: _rows(speeds) for name, speeds in agreed.items()}
     return _View(list(capability), [*kernels], seconds, before)._asdict()
+
+
+def _rows(speeds: Sequence[Speed]) -> list[tuple[tuple[int, ...], float, float]]:
+    return [(speed.lengths, speed.forward, speed.backward) for speed in speeds]
 
 
 def _measured(
