@@ -269,7 +269,7 @@ def of_choosing(part: str, name: str) -> Iterator[Finding]:
 
     lacks = lacks_gpu()
     if lacks is not None:
-        yield Finding(part, name, f"what torch does: {lacks}", True)
+        yield of_choosing_without_gpu(part, name, lacks)
         return
     try:
         there_are = capabilities()
@@ -280,10 +280,18 @@ def of_choosing(part: str, name: str) -> Iterator[Finding]:
         found = survey(name, capability)
         there = [each.family for each in found if each.lacks is None]
         measured = MEASURED.get(capability, {})
-        yield Finding(part, name, explained(capability, found, measured), True)
+        yield Finding(part, name, explained(capability, found, measured), bool(there))
         if name == "auto":
             for line in advice(capability, there):
                 yield Finding(part, f"auto on {dotted(capability)}", line)
+
+
+def of_choosing_without_gpu(part: str, name: str, lacks: str) -> Finding:
+    from hcp.attention.kernels import FAMILIES
+
+    if FAMILIES[name].capability > (0, 0):
+        return Finding(part, name, lacks, False)
+    return Finding(part, name, f"what torch does: {lacks}", True)
 
 
 def capabilities() -> list[tuple[int, int]]:

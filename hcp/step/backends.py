@@ -81,6 +81,7 @@ def get_cp_handler_cls(
     - "auto": for every call the fastest kernel that is installed and takes the call; on CPUs what
       "torch" is. Which one that is, measurements say; it is logged once.
     - "flash": the same among FlashAttention 2 and 4.
+    - "fused": the same among cuDNN's kernels, on CUDA.
     - "torch": PyTorch's kernels: FlashAttention-2 on CUDA.
     - "cudnn": cuDNN's, for one sequence at a time, on CUDA; it pays if the same lengths come again.
     - "flash_attn": the package of this name, on CUDA.

@@ -414,6 +414,27 @@ def test_flash_chooses_among_flash_attention_only(hopper: pytest.MonkeyPatch) ->
     assert chosen_by(picked("flash"), causal(8192)) == ["flash_attn_4", "flash_attn_4"]
 
 
+def test_fused_chooses_among_cudnns_kernels_or_says_why_there_is_none(
+    hopper: pytest.MonkeyPatch,
+) -> None:
+    def add(name: str, package: str | None) -> None:
+        family = KernelFamily(lambda: lambda device: [Packs(name, [])], package, role="fastest")
+        hopper.setitem(kernels.FAMILIES, name, family)
+
+    add("cudnn", "no-such-package")
+    with pytest.raises(hcp.HcpError, match=r"'fused' has no kernel on .* 9.0: none is there\. Not"):
+        picked("fused")
+    add("cudnn", None)
+    add("te_fused", None)
+    hopper.setitem(MEASURED[9, 0], "te_fused", (Speed((8192,), 0.2, 0.1),))
+    hopper.setitem(MEASURED[9, 0], "cudnn", (Speed((8192,), 0.1, 0.2),))
+    assert chosen_by(picked("fused"), causal(8192)) == ["te_fused", "cudnn"]
+    with pytest.raises(ValueError, match=r"dtype is torch\.float32 on cuda, expected one of"):
+        kernel_for(CUDA, torch.float32, Choice("fused"))
+    with pytest.raises(ValueError, match="'fused' is asked for cpu, expected CUDA: use 'torch'"):
+        kernel_for(torch.device("cpu"), torch.bfloat16, Choice("fused"))
+
+
 def test_a_broken_package_is_warned_of_once_and_the_others_go_on(
     hopper: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

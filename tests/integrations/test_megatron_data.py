@@ -135,10 +135,10 @@ def test_the_values_are_megatrons():
         ([], "auto"),
         (["--attention-backend", "auto"], "auto"),
         (["--attention-backend", "flash"], "flash"),
-        (["--attention-backend", "fused"], "cudnn"),
+        (["--attention-backend", "fused"], "fused"),
         (["--attention-backend", "flash", "--flash-attention-version", "4"], "flash_attn_4"),
         (["--flash-attention-version", "2"], "torch"),
-        (["--attention-backend", "fused", "--flash-attention-version", "2"], "cudnn"),
+        (["--attention-backend", "fused", "--flash-attention-version", "2"], "fused"),
     ],
 )
 def test_megatrons_attention_backends_are_understood(flags, expected):

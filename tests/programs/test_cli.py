@@ -517,9 +517,13 @@ def test_doctor_says_what_auto_chooses_and_what_to_install(
         assert finding.says.startswith(says)
         assert finding.usable is not False
     assert len(list(doctor.of_choosing("attention", "flash"))) == 1, "advice comes once"
+    (fused,) = doctor.of_choosing("attention", "fused")
+    assert fused.usable is (None if gpus == "[N/A]" else False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     (none,) = doctor.of_choosing("attention", "auto")
-    assert none.says == "what torch does: torch sees no GPU"
+    assert none == ("attention", "auto", "what torch does: torch sees no GPU", True)
+    (none,) = doctor.of_choosing("attention", "fused")
+    assert none == ("attention", "fused", "torch sees no GPU", False)
 
 
 @pytest.mark.parametrize(

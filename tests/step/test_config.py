@@ -194,7 +194,7 @@ def test_a_comm_type_for_each_layer():
         ({"window_size": [(3, 0), (1, 2, 3)]}, r"window_size\[1\] is \(1, 2, 3\), expected"),
         ({"window_size": 128}, "window_size is 128, expected"),
         ({"attention_backend": "magi"}, "attention_backend is 'magi', expected one of auto, flash"),
-        ({"attention_backend": 4}, "attention_backend is 4, expected one of auto, flash, torch"),
+        ({"attention_backend": 4}, "attention_backend is 4, expected one of auto, flash, fused"),
         ({"cp_comm_type": "ring"}, "cp_comm_type is 'ring', expected one of p2p, all_gather, a2a"),
         ({"cp_comm_type": ["p2p", "ring"]}, r"cp_comm_type\[1\] is 'ring'"),
         ({"cp_comm_type": []}, "cp_comm_type is an empty list"),

@@ -233,6 +233,9 @@ def _module(name: str, function: str = "for_device") -> Callable[[], KernelsFor]
 FAMILIES: dict[str, KernelFamily] = {
     "auto": KernelFamily(_module("hcp.attention.kernels.fastest")),
     "flash": KernelFamily(_module("hcp.attention.kernels.fastest", "flash_for_device")),
+    "fused": KernelFamily(
+        _module("hcp.attention.kernels.fastest", "fused_for_device"), None, (8, 0)
+    ),
     "torch": KernelFamily(_module("hcp.attention.kernels.flash_attn_torch"), role="fastest"),
     "cudnn": KernelFamily(_module("hcp.attention.kernels.cudnn"), None, (8, 0)),
     # Its kernels are those of "torch", which lack only soft-capping.

@@ -15,7 +15,7 @@ def explained(capability: Capability, found: Sequence[Found], speeds: Speeds) ->
     shares = _shares([each.family for each in there], speeds)
     parts = [f"{each.shown} {shares[each.family]}" for each in there]
     lacking = [f"{each.family}: {each.lacks}" for each in found if each.lacks is not None]
-    text = f"on compute capability {dotted(capability)}: {'; '.join(parts)}"
+    text = f"on compute capability {dotted(capability)}: {'; '.join(parts) or 'none is there'}"
     return text + (f". Not used: {'; '.join(lacking)}" if lacking else "")
 
 

@@ -1,4 +1,4 @@
-"""The families "auto" and "flash": for every launch the fastest kernel that takes it.
+"""The families "auto", "flash" and "fused": for every launch the fastest kernel that takes it.
 
 Measurements say which one is fast: the table of ``speeds`` for a GPU that is in it, and those of
 ``trial`` for others, taken at the first dispatch (``agreed``). A rank decides from its own
@@ -21,6 +21,7 @@ from hcp.attention.kernels.agreed import agreed_on
 from hcp.attention.kernels.explained import explained
 from hcp.attention.kernels.present import present
 from hcp.attention.kernels.speeds import MEASURED, Place, Speed, Speeds, gain_of, place_of_call
+from hcp.errors import HcpError
 
 _log = logging.getLogger("hcp")
 
@@ -170,6 +171,11 @@ def flash_for_device(device: torch.device) -> Sequence[Kernel]:
     return _kernels("flash", device)
 
 
+def fused_for_device(device: torch.device) -> Sequence[Kernel]:
+    """The kernels of "fused": cuDNN's, by any package."""
+    return _kernels("fused", device)
+
+
 def _kernels(choosing: str, device: torch.device) -> Sequence[Kernel]:
     if device.type != "cuda":
         return kernels_of("torch", device)
@@ -192,11 +198,13 @@ def _make(choosing: str, device: torch.device, agreed: Speeds | None) -> Sequenc
             for each in found
         ]
     usable = [each.family for each in found if each.lacks is None]
+    if not usable:
+        raise HcpError(f"the backend {choosing!r} has no kernel {explained(capability, found, {})}")
     told = f"attention by {choosing!r} {explained(capability, found, speeds)}"
     if told not in _told:
         _told.add(told)
         _log.info(told)
-    known = kernels_of("torch", device)
+    known = kernels_of("torch", device) if "torch" in usable else ()
     if usable == ["torch"]:
         return known
     chosen = [Candidate(name, kernels[name], speeds.get(name, ())) for name in usable]

@@ -13,15 +13,20 @@ from hcp.attention.kernels.speeds import Capability
 
 _log = logging.getLogger("hcp")
 
-CHOOSING = ("auto", "flash")
-"""The families whose kernel chooses between those of other families."""
+CHOOSING: dict[str, tuple[str, ...] | None] = {
+    "auto": None,
+    "flash": ("torch", "flash_attn", "flash_attn_3", "flash_attn_4"),
+    "fused": ("te_fused", "cudnn"),
+}
+"""The families whose kernel chooses between those of others: between these, None being all."""
 
 
 def _among(choosing: str) -> list[str]:
     """The families that one of ``CHOOSING`` chooses between, "torch" first: it is the yardstick."""
-    names = [name for name, family in FAMILIES.items() if family.role]
-    if choosing == "flash":
-        names = [name for name in names if name == "torch" or name.startswith("flash_attn")]
+    some = CHOOSING[choosing]
+    names = [
+        name for name, family in FAMILIES.items() if family.role and (some is None or name in some)
+    ]
     return sorted(names, key=lambda name: name != "torch")
 
 

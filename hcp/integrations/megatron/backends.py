@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-BACKENDS = {"auto": "auto", "flash": "flash", "fused": "cudnn"}
+BACKENDS = {"auto": "auto", "flash": "flash", "fused": "fused"}
 """By the name of Megatron's value. Every backend of hcp's is also its own name."""
 
 FLASH_VERSIONS = {2: "torch", 3: "flash_attn_3", 4: "flash_attn_4"}
