@@ -248,13 +248,15 @@ def of_torch(part: str, kernel: Kernel) -> Finding:
 
 def of_backend(part: str, name: str) -> Finding:
     """Find whether a backend can be used. Its library is looked up, not imported."""
+    from hcp.attention.kernels import KernelFamily
     from hcp.step.backends import BACKENDS
 
     backend = BACKENDS[name]
     version = installed(backend.package) if backend.package else None
     if backend.package and version is None:
         return Finding(part, name, f"the package {backend.package} is not installed", False)
-    lacks = lacks_gpu(backend.capability) or (lacks_cudnn() if name == "cudnn" else None)
+    newest = backend.newest if isinstance(backend, KernelFamily) else None
+    lacks = lacks_gpu(backend.capability, newest)
     if lacks is not None:
         return Finding(part, name, lacks, False)
     says = f"{backend.package} {version}, not imported" if version else "of torch"
@@ -301,8 +303,8 @@ def capabilities() -> list[tuple[int, int]]:
     return sorted((major, minor) for major, minor in numbers)
 
 
-def lacks_gpu(capability: tuple[int, int] = (0, 0)) -> str | None:
-    """Return the reason why no GPU here has a compute capability, or a higher one.
+def lacks_gpu(capability: tuple[int, int] = (0, 0), newest: int | None = None) -> str | None:
+    """Return the reason why no GPU here has a compute capability, or a higher one up to the newest.
 
     None if a GPU has it, and if the driver does not tell.
     """
@@ -316,18 +318,11 @@ def lacks_gpu(capability: tuple[int, int] = (0, 0)) -> str | None:
         there = capabilities()
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
-    if any(of >= capability for of in there):
+    if any(of >= capability and (newest is None or of[0] <= newest) for of in there):
         return None
     said, wanted = " and ".join(f"{a}.{b}" for a, b in there), ".".join(map(str, capability))
-    return f"compute capability {said}, expected {wanted} or higher"
-
-
-def lacks_cudnn() -> str | None:
-    import torch
-
-    if torch.backends.cudnn.is_available():  # type: ignore[no-untyped-call]
-        return None
-    return f"torch {torch.__version__} was built without cuDNN"
+    highest = "higher" if newest is None else f"higher, up to {newest}.x"
+    return f"compute capability {said}, expected {wanted} or {highest}"
 
 
 def transports() -> Iterator[Finding]:

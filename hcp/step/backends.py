@@ -80,11 +80,12 @@ def get_cp_handler_cls(
 
     - "auto": for every call the fastest kernel that is installed and takes the call; on CPUs what
       "torch" is. Which one that is, measurements say; it is logged once.
-    - "flash": the same among FlashAttention 2 and 4.
+    - "flash": the same among FlashAttention 2, 3 and 4.
     - "fused": the same among cuDNN's kernels, on CUDA.
     - "torch": PyTorch's kernels: FlashAttention-2 on CUDA.
-    - "cudnn": cuDNN's, for one sequence at a time, on CUDA; it pays if the same lengths come again.
+    - "cudnn": cuDNN's packed attention by nvidia-cudnn-frontend, on Hopper and Blackwell.
     - "flash_attn": the package of this name, on CUDA.
+    - "flash_attn_3": the package flash-attn-3, on Hopper.
     - "flash_attn_4": the package flash-attn-4, on Hopper or later.
     - "transformer_engine": its DotProductAttention, which exchanges keys itself.
     - a name given to :func:`hcp.register_backend`.

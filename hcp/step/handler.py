@@ -230,8 +230,8 @@ class ContextParallelHandler(OfThisProcess):
         of the group calls it with the same arguments. Differentiable once.
 
         ``softcap``: scores s become softcap * tanh(s / softcap), where a kernel does so: the
-        formula for float32 and float64, or the packages flash-attn-4 and flash-attn. ``dropout_p``
-        other than 0 is refused: drop out after the attention.
+        formula for float32 and float64, or the packages flash-attn-4, flash-attn-3 and
+        flash-attn. ``dropout_p`` other than 0 is refused: drop out after the attention.
 
         ``qkv_format``: "sbhd" (rows, sequences, heads, size) or "bshd" (sequences, rows, ...) where
         all sequences have one length; the results come in it too. No copy, but for "sbhd" with

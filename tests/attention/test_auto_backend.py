@@ -387,7 +387,7 @@ def test_auto_uses_flash_attention_4_where_it_was_measured(hopper: pytest.Monkey
 def test_auto_is_torch_where_no_package_is(hopper: pytest.MonkeyPatch) -> None:
     hopper.setattr(KernelFamily, "version", property(lambda of: None))
     assert type(picked()) is Flash2
-    with pytest.raises(ValueError, match="packages flash-attn-4 and flash-attn do, which the back"):
+    with pytest.raises(ValueError, match="packages flash-attn-4, flash-attn-3 and flash-attn do"):
         picked(softcap=20.0)
 
 
@@ -458,7 +458,8 @@ def test_what_is_chosen_and_why_is_logged_once(
         "attention by 'auto' on compute capability 9.0: "
         "torch computes what is like 1 of 8 measured packs forward and 1 backward; "
         "flash_attn_4 (flash-attn-4 4.0.0b36) computes what is like 7 of 8 measured packs forward "
-        "and 7 backward. Not used: flash_attn: flash-attn is not installed"
+        "and 7 backward. Not used: cudnn: nvidia-cudnn-frontend is not installed; flash_attn: "
+        "flash-attn is not installed; flash_attn_3: flash-attn-3 is not installed"
     ]
 
 

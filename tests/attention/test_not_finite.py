@@ -7,12 +7,13 @@ import importlib
 import itertools
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from support import fake_cudnn
 from support.cases import NAMES, Case, dispatched, staged_by, whole_sequences
 from support.not_finite import INF, NAN, expect_nothing_lost, results
 from torch import Tensor
@@ -22,10 +23,8 @@ from hcp import ops
 from hcp.attention import kernels
 from hcp.attention.kernels import Kernel, KernelFamily, Launch, each_alone
 from hcp.attention.kernels.cpu import CpuFlash
-from hcp.attention.kernels.cudnn import Cudnn
 from hcp.attention.kernels.flash_attn_torch import Flash2
 from hcp.attention.kernels.formula import Formula
-from hcp.attention.kernels.shapes import batched
 from hcp.exchange.tables import Entry, Schedule, schedule_words
 from hcp.step.dispatch import Groups
 
@@ -116,25 +115,38 @@ def flash2(lse: float) -> Kernel:
     return Written()
 
 
-def cudnn(lse: float, monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    out, sums = written(lse)
-    found = batched(out), sums.view(1, 2, 3, 1)
-    name = "_scaled_dot_product_cudnn_attention"
-    monkeypatch.setattr(torch.ops.aten, name, lambda *rows, **options: found)
-    return Cudnn()
+@pytest.fixture
+def cudnn(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], Kernel]]:
+    """The adapter of cuDNN with the package replaced, by the log-sum-exp that is written."""
+    monkeypatch.setitem(sys.modules, "cudnn", fake_cudnn.module())
+    module = importlib.import_module("hcp.attention.kernels.cudnn")
+    monkeypatch.setattr(module, "_has_sizes", lambda *sizes: True)
+
+    def written_by(lse: float) -> Kernel:
+        def run(task: Any, rows: dict[str, Tensor]) -> None:
+            out, sums = written(lse)
+            rows["out"].copy_(out)
+            rows["lse"].copy_(sums.t())
+
+        monkeypatch.setattr(module, "_run", run)
+        kernel: Kernel = module.Cudnn()
+        return kernel
+
+    yield written_by
+    del sys.modules["hcp.attention.kernels.cudnn"], kernels.cudnn
 
 
 @pytest.mark.parametrize(
     "library", ["FlashAttention-2", "FlashAttention-4", "cuDNN", "cuDNN, -inf"]
 )
 def test_a_row_that_a_library_calls_empty_is_nan(
-    library: str, flash4: Kernel, monkeypatch: pytest.MonkeyPatch
+    library: str, flash4: Kernel, cudnn: Callable[[float], Kernel]
 ) -> None:
     kernel = {
         "FlashAttention-2": lambda: flash2(INF),
         "FlashAttention-4": lambda: flash4,
-        "cuDNN": lambda: cudnn(NAN, monkeypatch),
-        "cuDNN, -inf": lambda: cudnn(-INF, monkeypatch),
+        "cuDNN": lambda: cudnn(NAN),
+        "cuDNN, -inf": lambda: cudnn(-INF),
     }[library]()
     (launch,) = each_alone([SQUARE])
     out, lse = kernel.forward(launch, *(torch.ones(ROWS) for _ in range(3)), 1.0)

@@ -447,9 +447,11 @@ def test_doctor_says_whether_a_gpu_runs_the_kernels(
 @pytest.mark.parametrize(
     ("name", "version", "usable", "says"),
     [
-        ("cudnn", None, True, "of torch"),
+        ("cudnn", None, False, "the package nvidia-cudnn-frontend is not installed"),
+        ("cudnn", "1.32.0", False, "compute capability 8.0, expected 9.0 or higher, up to 10.x"),
         ("flash_attn", None, False, "the package flash-attn is not installed"),
         ("flash_attn", "2.8.3", True, "flash-attn 2.8.3, not imported"),
+        ("flash_attn_3", "3.0", False, "compute capability 8.0, expected 9.0 or higher, up to 9.x"),
         ("flash_attn_4", None, False, "the package flash-attn-4 is not installed"),
         ("flash_attn_4", "4.0", False, "compute capability 8.0, expected 9.0 or higher"),
         ("transformer_engine", "2.9", True, "transformer-engine 2.9, not imported"),
@@ -466,7 +468,6 @@ def test_doctor_says_which_backends_a_gpu_has(
     fake_nvidia_smi(tmp_path, monkeypatch, 'case "$1" in --query-gpu=compute_cap) echo 8.0 ;; esac')
     monkeypatch.setattr(doctor, "installed", lambda package: version)
     monkeypatch.setattr("torch.version.cuda", "13.0")
-    monkeypatch.setattr("torch.backends.cudnn.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     finding = doctor.of_backend("attention", name)
     assert finding.usable is usable
@@ -477,25 +478,29 @@ def test_doctor_says_which_backends_a_gpu_has(
 
 CHOICE = {
     "8.0": [
-        "on compute capability 8.0: torch computes every call that it takes. Not used: flash_attn: "
-        "flash-attn is not installed; flash_attn_4: it needs compute capability 9.0"
+        "on compute capability 8.0: torch computes every call that it takes. Not used: cudnn: it "
+        "needs compute capability 9.0; flash_attn: flash-attn is not installed; flash_attn_4: it "
+        "needs compute capability 9.0; flash_attn_3: it needs compute capability 9.0"
     ],
     "9.0": [
-        "on compute capability 9.0: torch computes every call that it takes. Not used: flash_attn: "
-        "flash-attn is not installed; flash_attn_4: flash-attn-4 is not installed",
+        "on compute capability 9.0: torch computes every call that it takes. Not used: cudnn: "
+        "nvidia-cudnn-frontend is not installed; flash_attn: flash-attn is not installed; "
+        "flash_attn_4: flash-attn-4 is not installed; flash_attn_3: flash-attn-3 is not installed",
         "install flash-attn-4: flash_attn_4 was faster in 14 of 16 measured cases (packs, forward "
         "and backward), up to 2.2 times as fast",
     ],
     "9.0 9.0, flash-attn-4": [
         "on compute capability 9.0: torch computes what is like 1 of 8 measured packs forward and "
         "1 backward; flash_attn_4 (flash-attn-4 4.0) computes what is like 7 of 8 measured packs "
-        "forward and 7 backward. Not used: flash_attn: flash-attn is not installed",
+        "forward and 7 backward. Not used: cudnn: nvidia-cudnn-frontend is not installed; "
+        "flash_attn: flash-attn is not installed; flash_attn_3: flash-attn-3 is not installed",
     ],
     "10.0, flash-attn-4": [
         "on compute capability 10.0: torch computes every call that it takes; flash_attn_4 "
         "(flash-attn-4 4.0) is in no table of such a GPU, so that the first hcp.dispatch measures "
-        "it; until then it computes calls that no other takes. Not used: flash_attn: flash-attn is "
-        "not installed",
+        "it; until then it computes calls that no other takes. Not used: cudnn: "
+        "nvidia-cudnn-frontend is not installed; flash_attn: flash-attn is not installed; "
+        "flash_attn_3: it has kernels up to compute capability 9.x",
     ],
     "[N/A]": ["it goes by the GPU, which the driver does not name"],
 }

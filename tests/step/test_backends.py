@@ -15,14 +15,14 @@ import pytest
 import torch
 from support import core_attention
 from support.cases import GlooGroups
-from support.features import check_softcap, scores_of
+from support.features import check_softcap
 from support.ranks import run_ranks
+from support.varlen import varlen_backward, varlen_forward
 from torch import Tensor
 
 import hcp
 from hcp.attention import kernels
-from hcp.attention.kernels import KernelFamily, Launch
-from hcp.exchange.tables import Entry
+from hcp.attention.kernels import KernelFamily
 from hcp.step import backends
 
 # ---- the factory ---------------------------------------------------------------------------------
@@ -97,7 +97,9 @@ def test_unknown_names_are_refused(options: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("backend", "library"),
     [
+        ("cudnn", "cudnn"),
         ("flash_attn", "flash_attn"),
+        ("flash_attn_3", "flash_attn_interface"),
         ("flash_attn_4", "flash_attn"),
         ("transformer_engine", "transformer_engine"),
     ],
@@ -107,43 +109,6 @@ def test_a_library_that_is_not_there_is_named(backend: str, library: str) -> Non
         pytest.skip(f"{library} is installed")
     with pytest.raises(hcp.HcpError, match=f"backend '{backend}' cannot be imported .*{library}"):
         hcp.get_cp_handler_cls(backend)
-
-
-def test_cudnn_is_refused_where_it_has_no_kernel() -> None:
-    from hcp.attention.kernels.cudnn import Cudnn
-
-    cls = hcp.get_cp_handler_cls("cudnn")
-    plan = hcp.plan([9], ranks=1, max_tokens_per_rank=16)
-
-    def on_the_cpu(groups: Any) -> None:
-        x = torch.randn(9, 2, 8)
-        with pytest.raises(ValueError, match="'cudnn' is asked for cpu, expected CUDA"):
-            cls(plan, 0, groups.transport).attention(x, x, x)
-
-    hcp.loopback(1, on_the_cpu)
-    rows = torch.randn(8, 2, 16, dtype=torch.bfloat16)
-    lse = torch.zeros(8, 2)
-
-    def refused(launch: Launch, value: torch.Tensor, message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            Cudnn().forward(launch, rows[: launch.entries[0].query_rows], rows, value, 0.25)
-
-    square = Launch([Entry(0, 8, 0, 8, -7, 0)])
-    refused(square, rows[..., :8], "head sizes are 16 and 8, expected one multiple of 8")
-    refused(Launch([Entry(0, 4, 0, 8, -7, 4)]), rows, "4 queries and 8 keys has the window")
-    refused(Launch([Entry(0, 8, 0, 8, -2, 0)]), rows, r"has the window \(2, 0\), expected a causal")
-    with pytest.raises(ValueError, match="log-sum-exp has a gradient"):
-        Cudnn().backward(square, rows, lse, rows, rows, rows, rows, lse, 0.25)
-
-
-@pytest.mark.parametrize(("rows", "heads"), [(1, 4), (7, 1), (1, 1), (5, 3)])
-def test_cudnn_gets_the_log_sum_exp_in_its_strides(rows: int, heads: int) -> None:
-    from hcp.attention.kernels.cudnn import _statistics
-
-    lse = torch.randn(heads, rows).t()
-    found = _statistics(lse)
-    assert found.stride() == (heads * rows, rows, 1, 1)
-    assert torch.equal(found[0, :, :, 0], lse.t())
 
 
 def test_dispatch_makes_handlers_of_the_class() -> None:
@@ -213,80 +178,6 @@ def test_a_third_party_registers_a_class_of_its_own() -> None:
 
 
 # ---- flash_attn: the package's two functions, by the formula -------------------------------------
-
-
-def sequences(cu_q: Tensor, cu_k: Tensor) -> Iterator[tuple[slice, slice]]:
-    bounds = zip(cu_q.tolist(), cu_q[1:].tolist(), cu_k.tolist(), cu_k[1:].tolist(), strict=False)
-    for q_start, q_end, k_start, k_end in bounds:
-        yield slice(q_start, q_end), slice(k_start, k_end)
-
-
-def scores_between(q: Tensor, k: Tensor, kw: Any) -> Tensor:
-    left, right = kw["window_size_left"], kw["window_size_right"]
-    ahead = torch.arange(len(k)) - torch.arange(len(q))[:, None] - (len(k) - len(q))
-    hidden = torch.zeros(len(q), len(k), dtype=torch.bool)
-    if left >= 0:
-        hidden |= ahead < -left
-    if right >= 0:
-        hidden |= ahead > right
-    return scores_of(q, k, kw["softmax_scale"], kw["softcap"], hidden)
-
-
-def varlen_forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, **kw: Any
-) -> tuple[Tensor, Tensor, None, None]:
-    assert (kw["dropout_p"], kw["causal"]) == (0.0, False)
-    out, lse = torch.full_like(q, torch.nan), q.new_full((q.shape[1], q.shape[0]), torch.nan)
-    for queries, keys in sequences(cu_q, cu_k):
-        if keys.start == keys.stop or queries.start == queries.stop:
-            continue  # rows that nobody reads
-        assert queries.stop - queries.start <= max_q
-        assert keys.stop - keys.start <= max_k
-        scores = scores_between(q[queries], k[keys], kw)
-        seen = scores.logsumexp(-1)
-        weights = (scores - seen.unsqueeze(-1)).exp().nan_to_num(0.0)
-        wide = v[keys].repeat_interleave(q.shape[1] // v.shape[1], 1)
-        out[queries] = torch.einsum("hqk,khd->qhd", weights, wide)
-        lse[:, queries] = seen.masked_fill(seen == -torch.inf, torch.inf)
-    return out, lse, None, None
-
-
-def varlen_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    **kw: Any,
-) -> None:
-    for grad in (dq, dk, dv):
-        grad.fill_(torch.nan)  # where there is nothing to compute
-    groups, per_group = k.shape[1], q.shape[1] // k.shape[1]
-    for queries, keys in sequences(cu_q, cu_k):
-        if keys.start == keys.stop or queries.start == queries.stop:
-            continue
-        scores = scores_between(q[queries], k[keys], kw)
-        weights = (scores - lse[:, queries].unsqueeze(-1)).exp()
-        wide = v[keys].repeat_interleave(per_group, 1)
-        delta = (dout[queries] * out[queries]).sum(-1).t().unsqueeze(-1)
-        dscores = weights * (torch.einsum("qhd,khd->hqk", dout[queries], wide) - delta)
-        if kw["softcap"]:
-            steep = 1 - (scores / kw["softcap"]).square()
-            dscores = dscores * steep.masked_fill(scores == -torch.inf, 0)
-        dscores = dscores * kw["softmax_scale"]
-        wide = k[keys].repeat_interleave(per_group, 1)
-        dq[queries] = torch.einsum("hqk,khd->qhd", dscores, wide)
-        for target, of in ((dk, (dscores, q[queries])), (dv, (weights, dout[queries]))):
-            dwide = torch.einsum("hqk,qhd->khd", *of)
-            target[keys] = dwide.unflatten(1, (groups, per_group)).sum(2)
 
 
 @pytest.fixture

@@ -67,6 +67,17 @@ class Launch:
         return max(queries for queries, _ in rows), max(keys for _, keys in rows)
 
     @cached_property
+    def queries_are_whole(self) -> bool:
+        """Whether every query of the launch belongs to an entry."""
+        rows = sum(entry.query_rows for entry in self.entries)
+        return rows == self.queries.stop - self.queries.start
+
+    @cached_property
+    def keys_are_whole(self) -> bool:
+        """Whether every key of the launch belongs to an entry."""
+        return sum(entry.key_rows for entry in self.entries) == self.keys.stop - self.keys.start
+
+    @cached_property
     def pairs(self) -> int:
         """Pairs of a query and a key that it sees."""
         return sum(
@@ -210,6 +221,8 @@ class KernelFamily(NamedTuple):
     """What it is to "auto". "fastest": it computes the calls that it is the fastest for. "spare":
     it computes those that no other takes. "": nothing. The first kernel of a family with a role is
     a ``PackedKernel``."""
+    newest: int | None = None
+    """The newest major compute capability that it has kernels for. None: for those to come too."""
 
     @property
     def version(self) -> str | None:
@@ -237,7 +250,14 @@ FAMILIES: dict[str, KernelFamily] = {
         _module("hcp.attention.kernels.fastest", "fused_for_device"), None, (8, 0)
     ),
     "torch": KernelFamily(_module("hcp.attention.kernels.flash_attn_torch"), role="fastest"),
-    "cudnn": KernelFamily(_module("hcp.attention.kernels.cudnn"), None, (8, 0)),
+    "cudnn": KernelFamily(
+        _module("hcp.attention.kernels.cudnn"),
+        "nvidia-cudnn-frontend",
+        (9, 0),
+        ", since its backward takes no packed log-sum-exp below",
+        role="fastest",
+        newest=10,
+    ),
     # Its kernels are those of "torch", which lack only soft-capping.
     "flash_attn": KernelFamily(
         _module("hcp.attention.kernels.flash_attn_2"), "flash-attn", (8, 0), role="spare"
@@ -248,6 +268,13 @@ FAMILIES: dict[str, KernelFamily] = {
         (9, 0),
         ", since its backward has no kernel below",
         role="fastest",
+    ),
+    "flash_attn_3": KernelFamily(
+        _module("hcp.attention.kernels.flash_attn_3"),
+        "flash-attn-3",
+        (9, 0),
+        role="fastest",
+        newest=9,
     ),
 }
 
@@ -280,6 +307,12 @@ def _check_device(name: str, family: KernelFamily, device: torch.device) -> None
             f"the backend {name!r} is asked for compute capability {found}, expected {least} or "
             f"higher{family.reason}: use 'torch' there"
         )
+    if family.newest is not None and capability[0] > family.newest:
+        found = ".".join(map(str, capability))
+        raise ValueError(
+            f"the backend {name!r} is asked for compute capability {found}, expected "
+            f"{family.newest}.x or lower, for which it has kernels: use 'torch' or 'flash_attn_4'"
+        )
 
 
 class Choice(NamedTuple):
@@ -311,5 +344,6 @@ def kernel_for(device: torch.device, dtype: torch.dtype, choice: Choice) -> Kern
     raise ValueError(
         f"softcap is {softcap} for {dtype} on {device.type}, expected 0.0: PyTorch's "
         "FlashAttention caps no scores; the formula does, for float32 and float64, and on CUDA the "
-        "packages flash-attn-4 and flash-attn do, which the backend 'auto' uses once installed"
+        "packages flash-attn-4, flash-attn-3 and flash-attn do, which the backend 'auto' uses once "
+        "installed"
     )

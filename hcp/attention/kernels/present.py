@@ -54,6 +54,8 @@ def _lacks(name: str, capability: Capability) -> str | None:
     family = FAMILIES[name]
     if capability < family.capability:
         return f"it needs compute capability {dotted(family.capability)}"
+    if family.newest is not None and capability[0] > family.newest:
+        return f"it has kernels up to compute capability {family.newest}.x"
     if family.package and family.version is None:
         return f"{family.package} is not installed"
     return None

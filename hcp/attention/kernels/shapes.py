@@ -1,4 +1,4 @@
-"""The shapes that libraries take: one head size for queries, keys and values; batches of one.
+"""The shapes that libraries take: one head size for queries, keys and values.
 
 FlashAttention wants one head size for queries, keys and values: columns of zeros make it so.
 
@@ -28,7 +28,7 @@ def widened(rows: Tensor, size: int) -> Tensor:
     )
 
 
-_LSE_COLUMNS = 3
+LSE_COLUMNS = 3
 
 
 def _with_grad_lse(
@@ -41,7 +41,7 @@ def _with_grad_lse(
     columns hold -grad_lse as a sum: each holds what the ones before it lose in the dtype, so that
     nothing is lost in bfloat16.
     """
-    first = size - _LSE_COLUMNS
+    first = size - LSE_COLUMNS
     grad_out, out = widened(grad_out, size).clone(), widened(out, size).clone()
     rest = -grad_lse
     grad_out[..., first:] = 1
@@ -60,7 +60,7 @@ def backward_columns(
     out: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """grad_out, query, key, value and out in one head size, for a backward."""
-    size = head_size(query, value, 0 if grad_lse is None else _LSE_COLUMNS)
+    size = head_size(query, value, 0 if grad_lse is None else LSE_COLUMNS)
     if grad_lse is not None:
         grad_out, out = _with_grad_lse(grad_out, grad_lse, out, size)
     grad_out, query, key, value, out = (
@@ -76,13 +76,3 @@ def narrowed(
     grad_query, grad_key, grad_value = grads
     head_dim = query.shape[2]
     return grad_query[..., :head_dim], grad_key[..., :head_dim], grad_value[..., : value.shape[2]]
-
-
-def batched(rows: Tensor) -> Tensor:
-    """(n, H, D) as (1, H, n, D)."""
-    return rows.unsqueeze(0).transpose(1, 2)
-
-
-def unbatched(batch: Tensor) -> Tensor:
-    """(1, H, n, D) as (n, H, D)."""
-    return batch.squeeze(0).transpose(0, 1)
