@@ -178,30 +178,51 @@ def test_masks_of_cross_attention_by_flash_attention_equal_the_formula(
     assert max(hcp.loopback(2, difference, device="cuda")) <= 0.06
 
 
-# ---- cuDNN ---------------------------------------------------------------------------------------
+# ---- kernels of packages -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("ranks", "comm_type"), [(1, "p2p"), (3, "p2p"), (3, "a2a")])
-def test_cudnn_rounds_as_flash_attention_2_does(
-    ranks: int, comm_type: str, causal: bool, record_property: Record
-) -> None:
-    case = Case(LENGTHS, ranks, min_degree=ranks, comm_type=comm_type, causal=causal)
-    case = replace(case, head_dim=64, dtype="bfloat16", backend="cudnn")
-    expect_rounding_of_one_call(case, record_property)
-
-
-# ---- FlashAttention-4 ----------------------------------------------------------------------------
-
-
-def has_flash_attn_4() -> bool:
+def has(module: str) -> bool:
     try:
-        return importlib.util.find_spec("flash_attn.cute") is not None
+        return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
         return False
 
 
-needs_flash_attn_4 = pytest.mark.skipif(not has_flash_attn_4(), reason="needs flash-attn-4")
+def is_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
+needs_flash_attn_4 = pytest.mark.skipif(not has("flash_attn.cute"), reason="needs flash-attn-4")
+needs_cudnn = pytest.mark.skipif(not has("cudnn"), reason="needs nvidia-cudnn-frontend")
+needs_flash_attn_3 = pytest.mark.skipif(
+    not (has("flash_attn_interface") and is_hopper()), reason="needs flash-attn-3 and Hopper"
+)
+CUDNN = pytest.param("cudnn", marks=needs_cudnn)
+FLASH_3 = pytest.param("flash_attn_3", marks=needs_flash_attn_3)
+FLASH_4 = pytest.param("flash_attn_4", marks=needs_flash_attn_4)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("comm_type", ["p2p", "all_gather", "a2a"])
+@pytest.mark.parametrize("degree", [1, 3])
+@pytest.mark.parametrize("backend", [CUDNN, FLASH_3])
+def test_a_package_rounds_as_flash_attention_2_does(
+    backend: str, degree: int, comm_type: str, causal: bool, record_property: Record
+) -> None:
+    case = Case(LENGTHS, degree, min_degree=degree, comm_type=comm_type, causal=causal)
+    case = replace(case, head_dim=64, dtype="bfloat16", backend=backend)
+    expect_rounding_of_one_call(case, record_property)
+
+
+@pytest.mark.parametrize("window", [(5, 2), (64, 0), (-1, 40)])
+@pytest.mark.parametrize("comm_type", ["p2p", "all_gather"])
+@pytest.mark.parametrize("backend", [CUDNN, FLASH_3])
+def test_a_package_with_windows_and_sinks_rounds_as_one_call_does(
+    backend: str, comm_type: str, window: tuple[int, int], record_property: Record
+) -> None:
+    case = Case(LENGTHS, 3, min_degree=3, comm_type=comm_type, window=window)
+    case = replace(case, causal=False, sinks=True, lse=True, head_dim=64, value_dim=48)
+    expect_rounding_of_one_call(replace(case, dtype="bfloat16", backend=backend), record_property)
 
 
 @needs_flash_attn_4
@@ -299,15 +320,10 @@ def test_attention_under_autocast_is_that_of_pytorch(
 
 
 @pytest.mark.parametrize("comm_type", ["p2p", "all_gather", "a2a"])
-@pytest.mark.parametrize(
-    "backend",
-    ["torch", "cudnn", pytest.param("flash_attn_4", marks=needs_flash_attn_4)],
-)
+@pytest.mark.parametrize("backend", ["torch", CUDNN, FLASH_3, FLASH_4])
 def test_what_is_not_finite_on_one_rank_is_not_finite_under_a_plan(
     backend: str, comm_type: str
 ) -> None:
-    if (backend, comm_type) == ("cudnn", "all_gather"):
-        pytest.skip("cuDNN has no kernel for its blocks")
     case = Case((300, 40), 3, min_degree=3, comm_type=comm_type, heads=6, kv_heads=3, head_dim=64)
     case = replace(case, dtype="bfloat16", backend=backend)
     for rows in (slice(None), slice(0, 1), slice(150, 151)):
@@ -319,7 +335,7 @@ def test_formula_and_merge_lose_no_nan_in_float64() -> None:
     expect_nothing_lost(case, slice(4, 5), "cuda")
 
 
-# ---- packs of FlashAttention-4 -------------------------------------------------------------------
+# ---- packs ---------------------------------------------------------------------------------------
 
 
 def packed(high: list[int]) -> Launch:
@@ -331,13 +347,15 @@ def packed(high: list[int]) -> Launch:
 def results(
     kernel: Kernel, launch: Launch, rows: list[Tensor], grads: list[Tensor], scale: float = 0.125
 ) -> tuple[Tensor, ...]:
-    """Output, log-sum-exp and gradients of a launch, on keys that somebody poisoned in the gaps."""
+    """Output, log-sum-exp and gradients of a launch, on keys that somebody poisoned in the gaps.
+    ``grads``: of the output and, perhaps, of the log-sum-exp."""
     query, key, value = rows
+    grad_lse = grads[1] if len(grads) > 1 else None
     out, lse = kernel.forward(launch, query, key, value, scale)
     return (
         out,
         lse,
-        *kernel.backward(launch, grads[0], grads[1], query, key, value, out, lse, scale),
+        *kernel.backward(launch, grads[0], grad_lse, query, key, value, out, lse, scale),
     )
 
 
@@ -346,7 +364,8 @@ def exact(
 ) -> tuple[Tensor, ...]:
     """The results of every entry alone, by the formula in float64."""
     q0, k0 = launch.queries.start, launch.keys.start
-    whole = [rows[0].new_zeros(x.shape, dtype=torch.float64) for x in (*rows, grads[0], grads[1])]
+    like = (*rows, grads[0], grads[0][..., 0])
+    whole = [rows[0].new_zeros(x.shape, dtype=torch.float64) for x in like]
     dquery, dkey, dvalue, out, lse = whole
     for e in launch.entries:
         q = slice(e.query_row - q0, e.query_row - q0 + e.query_rows)
@@ -388,3 +407,103 @@ def test_flash_attention_4_leaves_the_gaps_of_a_pack_out(mask: str, softcap: flo
     ):
         got, want = (x[inside] if len(x) == queries else x for x in (got.double(), want))
         assert float((got - want).abs().max()) <= 0.02 * max(1.0, float(want.abs().max())), name
+
+
+def entries_with_gaps(sizes: list[tuple[int, int]], window: tuple[int, int]) -> list[Entry]:
+    """Entries of so many queries and keys, with rows of none before each."""
+    entries, query, key = [], 7, 9
+    for i, (queries, keys) in enumerate(sizes):
+        query, key = query + 3 * (i % 2), key + 200 * (i % 3)
+        ahead = keys - queries
+        low = 1 - queries if window[0] < 0 else max(1 - queries, ahead - window[0])
+        high = keys - 1 if window[1] < 0 else min(keys - 1, ahead + window[1])
+        entries.append(Entry(query, queries, key, keys, low, high))
+        query, key = query + queries, key + keys
+    return entries
+
+
+def poison_memory() -> None:
+    """Have what is allocated next hold NaN."""
+    torch.cuda.empty_cache()
+    blocks = [torch.full((n,), torch.nan, device="cuda") for n in (1 << 27, *[1 << 22] * 32)]
+    blocks += [torch.full((1 << 10,), torch.nan, device="cuda") for _ in range(512)]
+    torch.cuda.synchronize()
+    del blocks
+
+
+PACKED = [(130, 200), (64, 64), (2, 300), (300, 300), (3, 3), (1, 1), (1, 7), (2, 2), (90, 70)]
+
+
+def expect_the_formula(
+    kernel: Kernel, launch: Launch, rows: list[Tensor], grads: list[Tensor]
+) -> None:
+    queries = len(rows[0])
+    inside = torch.zeros(queries, dtype=torch.bool, device="cuda")
+    for e in launch.entries:
+        first = e.query_row - launch.queries.start
+        inside[first : first + e.query_rows] = True
+    want = exact(0.0, launch, rows, grads)
+    poison_memory()
+    computed = results(kernel, launch, rows, grads)
+    for name, got, wanted in zip(
+        ("out", "lse", "dquery", "dkey", "dvalue"), computed, want, strict=True
+    ):
+        by_query = name in ("out", "lse", "dquery")
+        got, wanted = (x[inside] if by_query else x for x in (got.double(), wanted))
+        error = float((got - wanted).abs().max())
+        assert error <= 0.02 * max(1.0, float(wanted.abs().max())), (name, launch.window, error)
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (20, 0), (40, 25)])
+@pytest.mark.parametrize(
+    ("heads", "dtype", "size", "lse"),
+    [((32, 8), torch.bfloat16, 128, False), ((4, 4), torch.float16, 64, True)],
+    ids=["32:8 bfloat16", "4:4 float16"],
+)
+@pytest.mark.parametrize("backend", [CUDNN, FLASH_3, FLASH_4])
+def test_a_package_computes_packs_with_gaps(
+    backend: str,
+    heads: tuple[int, int],
+    dtype: torch.dtype,
+    size: int,
+    lse: bool,
+    window: tuple[int, int],
+) -> None:
+    """Also keys that no query of an entry sees, and memory that was not empty."""
+    kernel = kernels_of(backend, torch.device("cuda", torch.cuda.current_device()))[0]
+    # Under a causal mask a first query that sees a key has no more queries than keys beside it.
+    sizes = [(q, k) for q, k in PACKED if q <= k or window[1] > 0]
+    torch.manual_seed(0)
+    for launch in in_packs(entries_with_gaps(sizes, window)):
+        queries = launch.queries.stop - launch.queries.start
+        keys = launch.keys.stop - launch.keys.start
+
+        def draw(rows: int, heads: int) -> Tensor:
+            return torch.randn(rows, heads, size, device="cuda").to(dtype)
+
+        rows = [draw(queries, heads[0]), draw(keys, heads[1]), draw(keys, heads[1])]
+        grads = [draw(queries, heads[0])]
+        if lse:
+            grads.append(torch.randn(queries, heads[0], device="cuda"))
+        expect_the_formula(kernel, launch, rows, grads)
+
+
+@needs_cudnn
+def test_cudnn_computes_rows_of_a_projection_and_is_deterministic_if_told() -> None:
+    kernel = kernels_of("cudnn", torch.device("cuda", torch.cuda.current_device()))[0]
+    (launch,) = in_packs(entries_with_gaps([(64, 64), (300, 300)], (-1, 0)))
+    queries = launch.queries.stop - launch.queries.start
+    keys = launch.keys.stop - launch.keys.start
+    torch.manual_seed(0)
+    together = torch.randn(max(queries, keys), 48 * 64, device="cuda").bfloat16()
+    parts = [x.unflatten(1, (-1, 64)) for x in together.split([32 * 64, 8 * 64, 8 * 64], 1)]
+    rows = [parts[0][:queries], parts[1][:keys], parts[2][:keys]]
+    grad = torch.randn(queries, 32, 64, device="cuda").bfloat16()
+    expect_the_formula(kernel, launch, rows, [grad])
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = [results(kernel, launch, rows, [grad]) for _ in range(3)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for again in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0][2:], again[2:], strict=True))
