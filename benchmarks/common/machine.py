@@ -49,7 +49,15 @@ def versions() -> dict[str, str]:
     return found
 
 
-PACKAGES = ("torch", "flash-attn", "flash-attn-4", "nvidia-cudnn-cu13", "ring-flash-attn")
+PACKAGES = (
+    "torch",
+    "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
+    "nvidia-cudnn-cu13",
+    "nvidia-cudnn-frontend",
+    "ring-flash-attn",
+)
 
 
 def commit() -> str:
