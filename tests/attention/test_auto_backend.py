@@ -564,6 +564,33 @@ def test_a_kernel_that_is_wrong_raises_or_refuses_is_left_out_of_a_trial(
     assert "takes no causal pack" in found.failed["refusing"]
 
 
+class TopLeft(Packs):
+    """Takes a causal mask for one that begins at the first key: right for whole sequences."""
+
+    def forward(self, launch: Launch, *rows: Any) -> Any:
+        moved = [
+            entry._replace(high=0) if entry.window == (-1, 0) else entry for entry in launch.entries
+        ]
+        return super().forward(Launch(moved), *rows)
+
+
+def test_a_kernel_that_is_wrong_for_cut_sequences_alone_is_left_out(
+    small_trial: pytest.MonkeyPatch,
+) -> None:
+    others = {"wrong": TopLeft("wrong", []), "good": Packs("good", [])}
+    found = trial.measure(Packs("torch", []), others, torch.device("cpu"))
+    assert {*found.seconds} == {"torch", "good"}
+    assert "the output is off by" in found.failed["wrong"]
+
+
+def test_cut_packs_have_three_masks_and_gaps() -> None:
+    launches = trial.cut_launches()
+    assert [launch.window for launch in launches] == [(-1, 0), (-1, -1), (5, 0)]
+    for launch in launches:
+        assert len({entry.window for entry in launch.entries}) == 1
+        assert sum((0, keys)[queries == 0] for queries, keys in launch.sizes()) > 0
+
+
 def view(*there: str, before: Any = None, **seconds: Any) -> agreed._View:
     sent = agreed._View([8, 6], there, seconds, before)._asdict()
     return agreed._View(**json.loads(json.dumps(sent)))

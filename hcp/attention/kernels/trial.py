@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,6 +28,9 @@ SCALE = SIZE**-0.5
 TOLERANCE = 0.05
 """Most that a result may be off, as a share of the largest expected."""
 
+LENGTHS = 1000, 37, 301, 9
+"""Keys of the sequences of the packs that are only checked."""
+
 Seconds = list[tuple[float, float]]
 """Forward and backward of each pack, host time included; infinite where it takes no backward."""
 
@@ -40,31 +43,63 @@ class Trial(NamedTuple):
 
 
 def measure(base: PackedKernel, kernels: Mapping[str, PackedKernel], device: torch.device) -> Trial:
-    """Measure kernels beside a base, named "torch", whose results they must reproduce.
+    """Measure kernels and a base, named "torch", whose results they must reproduce.
 
-    The random state of torch stays as it is.
+    Blocks of cut sequences are checked first, and not measured. The random state of torch stays as
+    it is.
     """
     running = dict(kernels)
     trial = Trial({name: [] for name in ("torch", *running)}, {})
     generator = torch.Generator(device).manual_seed(0)
-    for lengths in PACKS:
-        rows = _Rows.draw(lengths, generator)
+
+    def reproducing(rows: _Rows, *, measured: bool) -> dict[str, _Pack]:
+        """Run all on a pack. A kernel that fails, or gives other results, has no further one."""
         packs = {"torch": _Pack(base, rows)}
         expected = packs["torch"].results()
         for name in [*running]:
             try:
                 pack = _Pack(running[name], rows)
+                if not pack.has_forward and measured:
+                    raise ValueError(f"it takes no causal pack of {DTYPE} with heads of {SIZE}")
                 pack.check(expected)
                 packs[name] = pack
-            except Exception as error:  # whatever a library raises: others go on
+            except Exception as error:  # any error of a library: others go on
                 trial.failed[name] = f"{type(error).__name__}: {error}"
                 del running[name], trial.seconds[name]
+        return packs
+
+    for launch in cut_launches():
+        reproducing(_Rows.draw(launch, generator), measured=False)
+    for lengths in PACKS:
+        packs = reproducing(_Rows.draw(whole_launch(lengths), generator), measured=True)
         forwards = _taking_turns({name: pack.forward for name, pack in packs.items()}, device)
         able = {name: pack.backward for name, pack in packs.items() if pack.has_backward}
         backwards = _taking_turns(able, device)
         for name in packs:
             trial.seconds[name].append((forwards[name], backwards.get(name, math.inf)))
     return trial
+
+
+def whole_launch(lengths: Sequence[int]) -> Launch:
+    """Whole causal sequences, end to end."""
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    return Launch([Entry(at, n, at, n, 1 - n, 0) for at, n in zip(starts, lengths, strict=True)])
+
+
+def cut_launches() -> list[Launch]:
+    """A part of the queries of each sequence on its first keys, with gaps after both: under a
+    causal mask, without one, and under a window."""
+    masks: list[list[Entry]] = [[], [], []]
+    query = key = 0
+    for length in LENGTHS:
+        queries, keys = length // 4, length - length // 8
+        last = keys - queries
+        for entries, low, high in zip(
+            masks, (1 - queries, -queries, last - 5), (last, keys, last), strict=True
+        ):
+            entries.append(Entry(query, queries, key, keys, low, high))
+        query, key = query + queries + 3, key + length
+    return [Launch(entries) for entries in masks]
 
 
 class _Rows(NamedTuple):
@@ -75,17 +110,13 @@ class _Rows(NamedTuple):
     grad: Tensor
 
     @classmethod
-    def draw(cls, lengths: tuple[int, ...], generator: torch.Generator) -> _Rows:
-        starts = [sum(lengths[:i]) for i in range(len(lengths))]
-        entries = [Entry(at, n, at, n, 1 - n, 0) for at, n in zip(starts, lengths, strict=True)]
-
-        def random(heads: int) -> Tensor:
-            shape, device = (sum(lengths), heads, SIZE), generator.device
+    def draw(cls, launch: Launch, generator: torch.Generator) -> _Rows:
+        def random(rows: slice, heads: int) -> Tensor:
+            shape, device = (rows.stop - rows.start, heads, SIZE), generator.device
             return torch.randn(shape, generator=generator, device=device, dtype=DTYPE)
 
-        return cls(
-            Launch(entries), random(HEADS), random(KEY_HEADS), random(KEY_HEADS), random(HEADS)
-        )
+        keys = random(launch.keys, KEY_HEADS), random(launch.keys, KEY_HEADS)
+        return cls(launch, random(launch.queries, HEADS), *keys, random(launch.queries, HEADS))
 
 
 class _Pack:
@@ -93,14 +124,12 @@ class _Pack:
 
     def __init__(self, kernel: PackedKernel, rows: _Rows) -> None:
         self._kernel, self._rows = kernel, rows
-        takes = [
+        self.has_forward, self.has_backward = (
             kernel.takes(Call(rows.launch, rows.query, rows.value, backward, False))
             for backward in (False, True)
-        ]
-        if not takes[False]:
-            raise ValueError(f"it takes no causal pack of {DTYPE} with heads of {SIZE}")
-        self.has_backward = takes[True]
-        self._out, self._lse = self.forward()
+        )
+        if self.has_forward:
+            self._out, self._lse = self.forward()
 
     def forward(self) -> tuple[Tensor, Tensor]:
         launch, query, key, value, _ = self._rows
@@ -112,7 +141,17 @@ class _Pack:
         return self._kernel.backward(launch, grad, None, query, key, value, *known, SCALE)
 
     def results(self) -> list[Tensor]:
-        return [self._out, self._lse, *(self.backward() if self.has_backward else ())]
+        """The rows of entries, of the output, its log-sum-exp and, if it has them, gradients."""
+        if not self.has_forward:
+            return []
+        entries = self._rows.launch.entries
+        queries = [slice(e.query_row, e.query_row + e.query_rows) for e in entries]
+        keys = [slice(e.key_row, e.key_row + e.key_rows) for e in entries]
+        results = [self._out, self._lse, *(self.backward() if self.has_backward else ())]
+        return [
+            torch.cat([result[rows] for rows in (keys if i > 2 else queries)])
+            for i, result in enumerate(results)
+        ]
 
     def check(self, expected: list[Tensor]) -> None:
         names = ("output", "log-sum-exp", "queries' gradient", "keys' gradient", "values' gradient")
