@@ -5,7 +5,9 @@ The ranks are threads of one process (hcp.loopback) that share one model, so not
 micro-batch can lie in the model itself.
 """
 
+import functools
 import importlib.util
+from unittest import mock
 
 import pytest
 import torch
@@ -93,7 +95,7 @@ def config_of(name, **options):
     return config
 
 
-def build_both(name, options):
+def build_both(name, options, fused_rope=True):
     """Megatron's own model, and the one with hcp's layers, with the same weights."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -106,7 +108,8 @@ def build_both(name, options):
     torch.manual_seed(1)
     collection = ProcessGroupCollection.use_mpu_process_groups()
     own = build(name, options, collection, lambda spec: spec).double()
-    model = build(name, options, collection, hcp_layer_spec).double()
+    by_hcp = functools.partial(hcp_layer_spec, fused_rope=fused_rope)
+    model = build(name, options, collection, by_hcp).double()
     with torch.no_grad():
         for parameter in own.parameters():
             parameter.mul_(3)  # so that scores are not all alike
@@ -170,7 +173,7 @@ def computed_alone(model, lengths):
     return logits, sums
 
 
-def computed(model, ranks, lengths, room, alignment=1):
+def computed(model, ranks, lengths, room, alignment=1, comm_types=None):
     """Logits of every sequence, the sum of all ranks' gradients, the degrees of groups, and how
     keys travelled."""
     from hcp.integrations.megatron import packed_seq_params
@@ -183,7 +186,8 @@ def computed(model, ranks, lengths, room, alignment=1):
         sources = [i % ranks for i in range(len(lengths))]
         plan = hcp.plan(lengths, ranks=ranks, max_tokens_per_rank=room, alignment=alignment)
         own = samples[rank::ranks]
-        step = hcp.dispatch(plan, own, sources, groups, **OPTIONS.dispatch_options())
+        options = {"comm_types": comm_types} if comm_types else OPTIONS.dispatch_options()
+        step = hcp.dispatch(plan, own, sources, groups, **options)
         sums, logits = [torch.zeros_like(p) for p in parameters], {}
         ways = set()
         for cp, local in step:
@@ -215,7 +219,7 @@ def whole_sequences(cp, out, sources, rank):
     return dict(zip(own, rows, strict=True))
 
 
-def compare(rank, size, name, ranks, room, alignment, way=None):
+def compare(rank, size, name, ranks, room, alignment, way=None, fused_rope=True):
     from hcp.integrations.megatron import megatron_on_cpu
 
     if "hybrid" in name:
@@ -223,21 +227,27 @@ def compare(rank, size, name, ranks, room, alignment, way=None):
 
         stand_in_for_kernels()
     with megatron_on_cpu():
-        own, model = build_both(name, MODELS[name])
-        expected, gradients = computed_alone(own, LENGTHS)
-        logits, summed, degrees, ways = computed(model, ranks, LENGTHS, room, alignment)
+        own, model = build_both(name, MODELS[name], fused_rope)
+        expected = computed_alone(own, LENGTHS)
+        *found, degrees, ways = computed(model, ranks, LENGTHS, room, alignment)
         assert max(degrees) > 1
         assert way is None or way in ways
-        assert sorted(logits) == sorted(expected) == list(range(len(LENGTHS)))
-        for i, rows in expected.items():
-            assert float((logits[i] - rows).abs().max()) < 1e-10, i
-        theirs = dict(zip([path for path, _ in own.named_parameters()], gradients, strict=True))
-        for grad, (path, _) in zip(summed, model.named_parameters(), strict=True):
-            scale = float(theirs[path].abs().max())
-            assert scale > 0, path
-            bound = 1e-6 if "hybrid" in name else 1e-10  # the mixer casts its own to float32
-            assert float((grad - theirs[path]).abs().max()) < bound * max(1.0, scale), path
-        assert any(float(rows.std()) > 0.1 for rows in expected.values())
+        bound = 1e-6 if "hybrid" in name else 1e-10  # the mixer casts its own to float32
+        check_equal(found, expected, own, model, bound)
+        assert any(float(rows.std()) > 0.1 for rows in expected[0].values())
+
+
+def check_equal(found, expected, own, model, bound):
+    """Logits of all documents to 1e-10, and gradients to a bound; of both models."""
+    (logits, summed), (theirs, gradients) = found, expected
+    assert sorted(logits) == sorted(theirs) == list(range(len(LENGTHS)))
+    for i, rows in theirs.items():
+        assert float((logits[i] - rows).abs().max()) < 1e-10, i
+    by_name = dict(zip([path for path, _ in own.named_parameters()], gradients, strict=True))
+    for grad, (path, _) in zip(summed, model.named_parameters(), strict=True):
+        scale = float(by_name[path].abs().max())
+        assert scale > 0, path
+        assert float((grad - by_name[path]).abs().max()) < bound * max(1.0, scale), path
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -253,3 +263,192 @@ def test_layers_exchange_heads_among_neighbours_and_pass_keys_around_a_ring():
 @pytest.mark.parametrize("name", ["grouped queries", "latent attention", "a Mamba hybrid"])
 def test_rows_that_alignment_adds_change_nothing(name):
     run_ranks(1, compare, name, 3, 26, 4, timeout=110)
+
+
+# ---- who rotates ---------------------------------------------------------------------------------
+
+ROTATED = [
+    "grouped queries",  # half of each head is rotated
+    "interleaved rotary embedding",
+    "YaRN",
+    "rotary embedding scaled as Llama 3's",
+    "latent attention",
+    "latent attention with YaRN",
+]
+DEGREES = {1: sum(LENGTHS), 2: 60, 4: 18}
+"""Ranks, and room on each for its share of the longest document."""
+
+
+def no_rotation(*args, **options):
+    raise AssertionError("Megatron rotates")
+
+
+def no_rotation_of_megatrons():
+    """Patches of its functions, those of all layers' modules."""
+    from megatron.core.transformer import attention, multi_latent_attention
+
+    return [
+        mock.patch.object(module, "apply_rotary_pos_emb", no_rotation)
+        for module in (attention, multi_latent_attention)
+    ]
+
+
+def rotate_in_attention(rank, size, name):
+    from hcp.integrations.megatron import megatron_on_cpu
+
+    with megatron_on_cpu():
+        own, model = build_both(name, MODELS[name])
+        model.config.apply_rope_fusion = True  # as with Transformer Engine, whose own is not asked
+        expected = computed_alone(own, LENGTHS)
+        for ranks, room in DEGREES.items():
+            for comm_type in ("p2p", "all_gather", "a2a"):
+                one, other = no_rotation_of_megatrons()
+                with one, other:
+                    *found, degrees, ways = computed(
+                        model, ranks, LENGTHS, room, comm_types=[comm_type]
+                    )
+                assert max(degrees) == ranks
+                assert ranks == 1 or ways == {(comm_type, comm_type)}
+                check_equal(found, expected, own, model, 1e-10)
+
+
+@pytest.mark.parametrize("name", ROTATED)
+def test_rotation_in_attention_is_megatrons_at_any_degree_and_comm_type(name):
+    run_ranks(1, rotate_in_attention, name, timeout=110)
+
+
+@pytest.mark.parametrize("name", ["YaRN", "latent attention with YaRN"])
+def test_megatron_rotates_where_it_is_told_to(name):
+    run_ranks(1, compare, name, 3, 26, 1, None, False, timeout=110)
+
+
+def tables_of_queries_and_keys(rank, size):
+    """Megatron's layers take one for each, and none for one of them."""
+    from hcp.integrations.megatron import megatron_on_cpu, packed_seq_params
+
+    with megatron_on_cpu():
+        models = [build_both("grouped queries", {}, fused)[1] for fused in (True, False)]
+        layers = [model.decoder.layers[0].self_attention for model in models]
+        first, second = (torch.randn(64, 1, 1, 8) for _ in range(2))
+        cases = [(first, second), (first, first), (None, second), (first, None), first, None]
+
+        def on_rank(groups):
+            plan = hcp.plan(LENGTHS, ranks=3, max_tokens_per_rank=26)
+            for i in range(len(plan.micro_batches)):
+                cp = hcp.ContextParallelHandler(plan, i, groups.transport)
+                params = packed_seq_params(cp, rows=cp.rows or 1)
+                generator = torch.Generator().manual_seed(groups.rank("dp_cp"))
+                hidden = torch.randn(params.rows, 1, 32, generator=generator, dtype=torch.float64)
+                for tables in cases:
+                    outs = [one_layer(layer, hidden, tables, params) for layer in layers]
+                    for pair in zip(*outs, strict=True):
+                        fused, unfused = (rows[: cp.rows] for rows in pair)
+                        torch.testing.assert_close(fused, unfused, rtol=0, atol=1e-10)
+
+        hcp.loopback(3, on_rank)
+
+
+def one_layer(layer, hidden, tables, params):
+    """The output of an attention layer, and the gradient of its input."""
+    hidden = hidden.clone().requires_grad_()
+    out, _ = layer(hidden, None, rotary_pos_emb=tables, packed_seq_params=params)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    (grad,) = torch.autograd.grad((out * weights).sum(), hidden)
+    return out.detach(), grad
+
+
+def test_queries_and_keys_may_have_tables_of_their_own():
+    run_ranks(1, tables_of_queries_and_keys, timeout=110)
+
+
+def make_rotations_once(rank, size):
+    """For all layers of a micro-batch, also where each has a rotary module of its own."""
+    from hcp.attention import rotary as rope
+    from hcp.integrations.megatron import megatron_on_cpu
+
+    for name, times in (("YaRN", 1), ("latent attention with YaRN", 1)):
+        with megatron_on_cpu(), mock.patch.object(rope, "rotary_of", wraps=rope.rotary_of) as made:
+            _, model = build_both(name, MODELS[name])
+            computed(model, 1, LENGTHS, sum(LENGTHS))
+            assert made.call_count == times, name
+
+
+def test_all_layers_of_a_micro_batch_share_one_rotation():
+    run_ranks(1, make_rotations_once, timeout=110)
+
+
+RECOMPUTED = {
+    "YaRN": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
+    "latent attention with YaRN": dict(
+        recompute_granularity="selective", recompute_modules=["mla_up_proj"]
+    ),
+    "interleaved rotary embedding": dict(
+        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+    ),
+}
+
+
+def recompute(rank, size, name, options):
+    from hcp.integrations.megatron import megatron_on_cpu
+
+    with megatron_on_cpu():
+        _, plain = build_both(name, MODELS[name])
+        _, model = build_both(name, {**MODELS[name], **options})
+        model.load_state_dict(plain.state_dict())
+        wanted, found = gradients_on_one_rank(plain), gradients_on_one_rank(model)
+        for path, grad in wanted.items():
+            assert float(grad.abs().max()) > 0, path
+            torch.testing.assert_close(found[path], grad, rtol=0, atol=1e-10)
+
+
+def gradients_on_one_rank(model):
+    from hcp.integrations.megatron import packed_seq_params
+
+    tokens, weights = documents(LENGTHS)
+
+    def on_rank(groups):
+        plan = hcp.plan(LENGTHS, ranks=1, max_tokens_per_rank=sum(LENGTHS))
+        cp = hcp.ContextParallelHandler(plan, 0, groups.transport)
+        order = cp.layout.sequences
+        rows, by = (torch.cat([each[i] for i in order]) for each in (tokens, weights))
+        params = packed_seq_params(cp)
+        out = model(rows[None], cp.position_ids[None], None, packed_seq_params=params)
+        (out[0] * by).sum().backward()
+
+    model.train()
+    hcp.loopback(1, on_rank)
+    return {path: parameter.grad for path, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_a_backward_that_repeats_its_forward_rotates_alike(name):
+    run_ranks(1, recompute, name, RECOMPUTED[name], timeout=110)
+
+
+def refuse_rotations(rank, size):
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+    from hcp.integrations.megatron import megatron_on_cpu
+    from hcp.integrations.megatron.layers import positioned
+
+    class Other(MLASelfAttention):
+        def get_query_key_value_tensors(self, *args, **options):
+            return super().get_query_key_value_tensors(*args, **options)
+
+    with megatron_on_cpu():
+        with pytest.raises(ValueError, match=r"config\.qk_head_dim is 7, expected an even number"):
+            build_both("latent attention", MODELS["latent attention"] | {"qk_head_dim": 7})
+        config = config_of("latent attention", **MODELS["latent attention"])
+        with pytest.raises(ValueError, match="Other has a get_query_key_value_tensors of its own"):
+            positioned(Other, True)(config)
+        config.apply_rope_fusion = True
+        with pytest.raises(ValueError, match="apply_rope_fusion is True with fused_rope=False"):
+            positioned(MLASelfAttention, False)(config)
+        with pytest.raises(
+            ValueError, match=r"config\.fused_single_qkv_rope is True, expected False"
+        ):
+            build_both("grouped queries", dict(fused_single_qkv_rope=True))
+
+
+def test_a_rotation_that_does_not_go_is_refused_by_name():
+    run_ranks(1, refuse_rotations, timeout=110)

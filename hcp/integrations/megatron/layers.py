@@ -24,6 +24,8 @@ import hcp
 from hcp.integrations.megatron.backends import backend_of_config
 from hcp.integrations.megatron.checks import check_experts
 from hcp.integrations.megatron.packed import handler_of, with_padding
+from hcp.integrations.megatron.rotary import Rotations, check_latent, latent_twin, rotations_of
+from hcp.integrations.megatron.twin import twin
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -92,16 +94,25 @@ class CoreAttention(MegatronModule):
             raise ValueError("attention_bias is a tensor, expected None: hcp adds none to scores")
         cp = handler_of(packed_seq_params, self.pg_collection.cp, self.config)
         self._check_backend(cp)
+        count = query.shape[0]
+        query, key, value = (x[: cp.rows] for x in (query, key, value))
+        rotations: Rotations | None = getattr(packed_seq_params, "rotations", None)
+        rotary = None
+        if rotations is not None:
+            query, key, rotary = rotations.apply(cp, query, key)
         out: Tensor = cp.attention(
-            *(x[: cp.rows] for x in (query, key, value)),
+            query,
+            key,
+            value,
             causal=attn_mask_type is None or attn_mask_type in _CAUSAL,
             window_size=self.window_size,
             softmax_scale=self.softmax_scale,
             sinks=self._sinks(query),
             comm_type=self.cp_comm_type,
+            rotary_pos_emb=rotary,
             layer=self.layer_number,
         )
-        return with_padding(out.flatten(1), query.shape[0])
+        return with_padding(out.flatten(1), count)
 
     def _check_backend(self, cp: hcp.ContextParallelHandler) -> None:
         """Refuse a handler that was made for another backend than Megatron's config names."""
@@ -147,7 +158,7 @@ def _refuse(config: Any, dropout: float, attention_type: str) -> None:
     """Refuse, by its option's name, what hcp's attention does not compute."""
     options = {
         "attention_dropout": (dropout, 0.0),
-        "apply_rope_fusion": (config.apply_rope_fusion, False),
+        "fused_single_qkv_rope": (config.fused_single_qkv_rope, False),
         "qk_clip": (getattr(config, "qk_clip", False), False),
         "log_max_attention_logit": (getattr(config, "log_max_attention_logit", False), False),
         "mrope_section": (getattr(config, "mrope_section", None), None),
@@ -174,18 +185,6 @@ class _OneRank:
 
     def rank(self) -> int:
         return 0
-
-
-def twin(module: Any, **changes: Any) -> Any:
-    """Copy a module for one call: with its own parameters, and with other attributes.
-
-    The module itself does not change: the backward of another micro-batch may need it.
-    """
-    made = object.__new__(type(module))
-    made.__dict__.update(module.__dict__)
-    made.__dict__["_modules"] = {k: v for k, v in module._modules.items() if k not in changes}
-    made.__dict__.update(changes)
-    return made
 
 
 class _RowsOf:
@@ -230,6 +229,19 @@ def _as_one_run(params: Any, cp: hcp.ContextParallelHandler, count: int) -> Any:
 class _Positioned:
     """A mixin for Megatron's self-attention: its rows have the positions of the plan."""
 
+    fused_rope: bool
+    """Whether hcp rotates queries and keys, and not Megatron."""
+
+    def __init__(self, config: Any, *args: Any, **options: Any) -> None:
+        if not self.fused_rope and config.apply_rope_fusion:
+            raise ValueError(
+                "config.apply_rope_fusion is True with fused_rope=False of hcp_layer_spec, "
+                "expected one of them: the fused rotation of packed rows under any degree is hcp's"
+            )
+        if self.fused_rope and isinstance(self, MLASelfAttention):
+            check_latent(type(self), config)
+        super().__init__(config, *args, **options)  # type: ignore[call-arg]
+
     def forward(  # type: ignore[no-untyped-def]
         self,
         hidden_states,
@@ -242,28 +254,39 @@ class _Positioned:
         group, config = self.pg_collection.cp, self.config  # type: ignore[attr-defined]
         cp = handler_of(packed_seq_params, group, config)
         count = packed_seq_params.rows
-        positions = _RowsOf(getattr(self, "rotary_pos_emb", None), cp, count)
+        params = _as_one_run(packed_seq_params, cp, count)
+        made = self._twin(cp, count)
+        if self.fused_rope and not isinstance(self, MLASelfAttention):
+            # Megatron is given no table, so it rotates nothing.
+            params.rotations = rotations_of(self, cp, rotary_pos_emb)
+        elif rotary_pos_emb is not None:
+            options["rotary_pos_emb"] = self._rows_of(rotary_pos_emb, cp, count)
+        return super(_Positioned, made).forward(  # type: ignore[misc]
+            hidden_states, attention_mask, *args, packed_seq_params=params, **options
+        )
+
+    def _twin(self, cp: hcp.ContextParallelHandler, count: int) -> Any:
+        """This layer for one call, on whose rank rows have their own positions."""
         groups = copy.copy(self.pg_collection)  # type: ignore[attr-defined]
         groups.cp = _OneRank()
-        changes: dict[str, Any] = {"pg_collection": groups}
-        if isinstance(self, MLASelfAttention):
-            changes["rotary_pos_emb"] = positions
-        elif isinstance(rotary_pos_emb, Tensor):
-            rotary_pos_emb = positions.rows(rotary_pos_emb)
-        elif rotary_pos_emb is not None:
-            rotary_pos_emb = tuple(positions.rows(each) for each in rotary_pos_emb)
-        if rotary_pos_emb is not None:
-            options["rotary_pos_emb"] = rotary_pos_emb
-        return super(_Positioned, twin(self, **changes)).forward(  # type: ignore[misc]
-            hidden_states,
-            attention_mask,
-            *args,
-            packed_seq_params=_as_one_run(packed_seq_params, cp, count),
-            **options,
-        )
+        if not isinstance(self, MLASelfAttention):
+            return twin(self, pg_collection=groups)
+        if self.fused_rope:
+            return latent_twin(self, cp, count, pg_collection=groups)
+        positions = _RowsOf(self.rotary_pos_emb, cp, count)
+        return twin(self, pg_collection=groups, rotary_pos_emb=positions)
+
+    def _rows_of(self, tables: Any, cp: hcp.ContextParallelHandler, count: int) -> Any:
+        """Angles of this rank's rows, out of one table of Megatron's or several."""
+        positions = _RowsOf(None, cp, count)
+        if isinstance(tables, Tensor):
+            return positions.rows(tables)
+        return tuple(None if each is None else positions.rows(each) for each in tables)
 
 
 @cache
-def positioned(attention: type) -> type:
-    """Derive a class of self-attention whose rows have the positions of the plan."""
-    return type(f"Hcp{attention.__name__}", (_Positioned, attention), {"__module__": __name__})
+def positioned(attention: type, fused_rope: bool) -> type:
+    """Derive a class of self-attention whose rows have the positions of the plan.
+    `fused_rope`: hcp rotates queries and keys, and not Megatron."""
+    members = {"__module__": __name__, "fused_rope": fused_rope}
+    return type(f"Hcp{attention.__name__}", (_Positioned, attention), members)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import hcp
-from hcp.integrations.megatron.layers import twin
 from hcp.integrations.megatron.packed import handler_of, with_padding
+from hcp.integrations.megatron.twin import twin
 
 
 class HeadShare:

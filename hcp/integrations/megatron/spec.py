@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
@@ -14,7 +14,7 @@ from hcp.integrations.megatron.mamba import sharing_heads
 from hcp.integrations.megatron.mtp import rolling
 
 # By name: importing a Mamba mixer takes Triton, which a GPT does without.
-_COUNTERPARTS = {
+_COUNTERPARTS: dict[str, Callable[..., type]] = {
     "SelfAttention": positioned,
     "MLASelfAttention": positioned,
     "MambaMixer": sharing_heads,
@@ -23,7 +23,7 @@ _COUNTERPARTS = {
 _MIXES_TOKENS = ("GatedDeltaNet", "CrossAttention", "DSAttention", "AbsorbedMLA", "GatedDelta")
 
 
-def hcp_layer_spec(spec: Any) -> Any:
+def hcp_layer_spec(spec: Any, *, fused_rope: bool = True) -> Any:
     """Copy a specification so that its layers follow the degree of each micro-batch.
 
     `spec`: that of a GPT layer or block, a hybrid (Mamba) stack, or an MTP block, local or
@@ -31,6 +31,9 @@ def hcp_layer_spec(spec: Any) -> Any:
     submodules and lists. Every self-attention, grouped or latent, gets hcp's core attention. Mamba
     mixers and MTP layers see the sequences of the micro-batch. Linear layers, norms, MLPs and
     experts stay.
+
+    `fused_rope`: hcp rotates queries and keys, in its attention, with `config.apply_rope_fusion`
+    and without. False: Megatron rotates them before, by its unfused code.
 
     Raises ValueError for a layer that mixes tokens and has no counterpart in hcp, with its path,
     and for a specification without any layer that hcp replaces.
@@ -40,7 +43,8 @@ def hcp_layer_spec(spec: Any) -> Any:
             f"spec is the class {spec.__name__}, expected a ModuleSpec or a dataclass of submodules"
         )
     made = copy.deepcopy(spec)
-    if not sum(_replace(node, path) for node, path in _module_specs(made, "spec")):
+    nodes = _module_specs(made, "spec")
+    if not sum(_replace(node, path, fused_rope) for node, path in nodes):
         raise ValueError(
             "the specification has no self-attention, Mamba mixer or MTP layer, expected one"
         )
@@ -60,7 +64,7 @@ def _module_specs(node: Any, path: str) -> Iterator[tuple[Any, str]]:
             yield from _module_specs(getattr(node, field.name), f"{path}.{field.name}")
 
 
-def _replace(node: Any, path: str) -> bool:
+def _replace(node: Any, path: str, fused_rope: bool) -> bool:
     module = get_module(node)
     if not isinstance(module, type):
         return False
@@ -69,7 +73,9 @@ def _replace(node: Any, path: str) -> bool:
     _check_known(module, path)
     for base in module.__mro__:
         if base.__name__ in _COUNTERPARTS and base.__module__.startswith("megatron.core."):
-            node.module = _COUNTERPARTS[base.__name__](module)
+            made = _COUNTERPARTS[base.__name__]
+            rotates = made is positioned
+            node.module = made(module, fused_rope) if rotates else made(module)
             if hasattr(node.submodules, "core_attention"):
                 node.submodules.core_attention = CoreAttention
             return True

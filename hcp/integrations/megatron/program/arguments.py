@@ -70,6 +70,12 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="train twice in turns, with static CP as well",
     )
+    group.add_argument(
+        "--no-rope-fusion",
+        action="store_false",
+        dest="apply_rope_fusion",
+        help="rotate queries and keys by Megatron's unfused code, not in hcp's attention",
+    )
     group.add_argument("--bf16", action="store_true", help="weights and activations in bfloat16")
     group.add_argument(
         "--use-distributed-optimizer", action="store_true", help="its state is sharded over dp x cp"

@@ -150,7 +150,8 @@ def build_chunk(job: Job, config: TransformerConfig, vp_stage: int | None) -> to
         normalization="RMSNorm",
     )
     spec = hcp_megatron.hcp_layer_spec(
-        with_shared_norms(layer, config, vp_stage) if config.sequence_parallel else layer
+        with_shared_norms(layer, config, vp_stage) if config.sequence_parallel else layer,
+        fused_rope=job.args.apply_rope_fusion,
     )
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
     model_class, mtp = GPTModel, None
