@@ -451,26 +451,199 @@ def test_what_is_no_model_of_transformers_is_refused():
         register_hcp_attention(torch.nn.Linear(2, 2))
 
 
+# ---- who rotates ---------------------------------------------------------------------------------
+
+FUSED = {
+    "llama": SMALL,
+    "qwen3": MODELS["qwen3"],
+    "mistral": MODELS["mistral"],
+    "gpt_oss": MODELS["gpt_oss"],  # tables of half the size
+    "cohere2": SMALL
+    | {"head_dim": 8, "sliding_window": 8},  # neighbouring pairs; not in all layers
+    "glm": SMALL | {"head_dim": 8, "partial_rotary_factor": 0.5},  # half of each head
+}
+"""Six forms of rotary embedding."""
+
+ROTATED_IN_FLOAT32 = {"cohere2"}
+"""By the function of the model, whatever it is given."""
+
+
+def rotating(model, fused_rope):
+    """A copy of a model under hcp's attention."""
+    from hcp.integrations.transformers import register_hcp_attention
+
+    made = copy.deepcopy(model)
+    register_hcp_attention(made, fused_rope=fused_rope)
+    return made
+
+
+def computed(model, plan, comm_type="p2p"):
+    """Logits of the rows of each rank, and the gradients of the mean loss, by name."""
+    from hcp.integrations.transformers import causal_lm_loss, causal_lm_sample, model_inputs
+
+    dataset = [causal_lm_sample(d) for d in documents(plan.lengths)]
+
+    def work(groups):
+        own_model, logits, rank = copy.deepcopy(model), {}, groups.transport.rank
+        sources = [i % plan.ranks for i in range(len(dataset))]
+        own = dataset[rank :: plan.ranks]
+        for cp, local in hcp.dispatch(plan, own, sources, groups, comm_types=[comm_type]):
+            with torch.no_grad():
+                found = own_model(**model_inputs(cp, local)).logits[0, : cp.rows]
+            logits[f"{rank}, {cp.micro_batch}"] = found
+            causal_lm_loss(own_model, cp, local, grad_reduce="sum").backward()
+        return logits, gradients(own_model)
+
+    results = hcp.loopback(plan.ranks, work)
+    summed = {name: sum(grads[name] for _, grads in results) for name in results[0][1]}
+    return {name: rows for logits, _ in results for name, rows in logits.items()}, summed
+
+
+def difference(found, expected):
+    """The largest, relative to the largest value."""
+    largest = max(float(x.abs().max()) for x in expected.values() if x.numel())
+    pairs = ((found[name], x) for name, x in expected.items() if x.numel())
+    return max(float((a - b).abs().max()) for a, b in pairs) / largest
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_rotation_in_attention_is_the_models_own_at_any_degree_and_comm_type(kind):
+    from hcp.integrations.transformers.rotary import is_fused
+
+    model = build(kind, **FUSED[kind]).double()
+    fused, unfused = (rotating(model, fused_rope) for fused_rope in (True, False))
+    assert (is_fused(fused), is_fused(unfused)) == (True, False)
+    bound = 1e-5 if kind in ROTATED_IN_FLOAT32 else 1e-10
+    for ranks in (1, 2, 4):
+        lengths = [21, 5, 12]
+        plan = hcp.plan(lengths, ranks=ranks, max_tokens_per_rank=40, min_degree=ranks)
+        for comm_type in ("p2p", "all_gather", "a2a"):
+            found, expected = (computed(m, plan, comm_type) for m in (fused, unfused))
+            assert difference(found[0], expected[0]) < bound, (ranks, comm_type)
+            assert difference(found[1], expected[1]) < bound, (ranks, comm_type)
+
+
+def test_a_model_that_changes_rotated_rows_rotates_itself(caplog):
+    from hcp.integrations.transformers.rotary import is_fused
+
+    caplog.set_level(logging.INFO, "hcp")
+    assert not is_fused(rotating(build("deepseek_v3"), True))
+    assert not is_fused(rotating(build("gpt2"), True))
+    assert [record.getMessage()[:46] for record in caplog.records] == [
+        "hcp: DeepseekV3ForCausalLM rotates queries and",
+        "hcp: GPT2LMHeadModel has no layers that could ",
+    ]
+
+
+def test_one_model_is_fused_and_another_of_its_kind_is_not():
+    """They share the function of their module."""
+    from hcp.integrations.transformers.rotary import is_fused, rotate_before
+
+    model, tokens = build("llama"), documents([12])[0]["input_ids"][None]
+    before = model(tokens, use_cache=False).logits
+    fused = rotating(model, True)
+    assert torch.equal(model(tokens, use_cache=False).logits, before)
+    fused.set_attn_implementation("eager")
+    assert torch.equal(fused(tokens, use_cache=False).logits, before)
+    fused.set_attn_implementation("hcp")
+    assert is_fused(copy.deepcopy(fused))
+    rotate_before(fused)
+    assert not is_fused(fused)
+
+
+def test_a_fused_model_that_was_pickled_is_fused(monkeypatch):
+    import pickle
+
+    from transformers.models.llama import modeling_llama
+
+    own = modeling_llama.apply_rotary_pos_emb
+    own = getattr(own, "__wrapped__", own)
+    fused = rotating(build("llama"), True)
+    plan = hcp.plan([9, 5], ranks=1, max_tokens_per_rank=20)
+    expected, _ = computed(fused, plan)
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", own)  # as in another process
+    found, _ = computed(pickle.loads(pickle.dumps(fused)), plan)
+    assert difference(found, expected) == 0
+
+
+def test_a_layer_that_changes_one_of_both_is_refused():
+    from hcp.integrations.rotary import Unrotated, take_rotary
+
+    rows, cp = torch.zeros(2, 1, 4), object()
+    handed = Unrotated(rows, lambda cp: None)
+    with pytest.raises(ValueError, match=r"query is Tensor and key Unrotated, expected both from"):
+        take_rotary(rows, handed, cp)
+    with pytest.raises(ValueError, match=r"query is Unrotated and key Unrotated, expected both"):
+        take_rotary(Unrotated(rows, lambda cp: None), handed, cp)
+
+
+def halves(q, k, cos, sin):
+    """Llama's."""
+
+    def rotated(x):
+        first, second = x.chunk(2, -1)
+        return x * cos.unsqueeze(1) + torch.cat((-second, first), -1) * sin.unsqueeze(1)
+
+    return rotated(q), rotated(k)
+
+
+def test_the_form_of_a_function_is_found_or_refused():
+    from hcp.integrations.transformers.rotary import FORMS, UnknownRotaryError, form_of
+
+    assert form_of(halves, 8, 8, 8) == FORMS[0]
+    wrong = {
+        "the other way round": lambda q, k, cos, sin: halves(q, k, cos, -sin),
+        "queries only": lambda q, k, cos, sin: (halves(q, k, cos, sin)[0], k),
+        "a factor": lambda q, k, cos, sin: tuple(1.001 * x for x in halves(q, k, cos, sin)),
+        "one result": lambda q, k, cos, sin: halves(q, k, cos, sin)[0],
+    }
+    for function in wrong.values():
+        with pytest.raises(UnknownRotaryError, match="in a form that hcp does not know"):
+            form_of(function, 8, 8, 8)
+    with pytest.raises(
+        UnknownRotaryError, match=r"does not rotate .* tables of 6 elements: Runtime"
+    ):
+        form_of(halves, 8, 8, 6)
+
+
 # ---- all architectures ---------------------------------------------------------------------------
 
 
 def verdict(model):
-    """ "equal", "refused" before training, or what is wrong."""
+    """("equal", "refused" before training, or what is wrong; whether hcp's attention rotates)."""
     from hcp.integrations.transformers import register_hcp_attention
+    from hcp.integrations.transformers.rotary import is_fused
 
-    dataset = documents((21, 5, 12))
+    dataset, unfused = documents((21, 5, 12)), copy.deepcopy(model)
     with torch.no_grad():
         logits = [model(d["input_ids"][None], use_cache=False).logits[0] for d in dataset]
     try:
         register_hcp_attention(model)
     except ValueError:
-        return "refused"
+        return "refused", False
+    fused = is_fused(model)
+    register_hcp_attention(unfused, fused_rope=False)
     for ranks in (1, 2):
         plan = hcp.plan([21, 5, 12], ranks=ranks, max_tokens_per_rank=40, min_degree=ranks)
-        difference, _ = spread(model, dataset, logits, plan)
-        if not difference < 3e-5 * max(x.abs().max() for x in logits):
-            return f"{difference} off on {ranks} ranks"
-    return "equal"
+        apart, found = spread(model, dataset, logits, plan)
+        if not apart < 3e-5 * max(x.abs().max() for x in logits):
+            return f"{apart} off on {ranks} ranks", fused
+        if fused:
+            _, expected = spread(unfused, dataset, logits, plan)
+            if not difference(found, expected) < 3e-5:
+                return f"gradients {difference(found, expected)} off on {ranks} ranks", fused
+    return "equal", fused
+
+
+GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "transformers.md"
+
+
+def fused_in_the_guide():
+    """The kinds of models that its table of rotary embedding names."""
+    text = GUIDE.read_text()
+    table = text[text.index("## Rotary embedding") :]
+    row = next(line for line in table.splitlines() if line.startswith("| in hcp's attention |"))
+    return sorted(row.split("|")[2].replace("`", "").replace(",", "").split())
 
 
 @pytest.mark.long
@@ -482,12 +655,17 @@ def test_every_architecture_is_right_or_refused_before_training():
 
     transformers.logging.set_verbosity_error()
     models = ((kind, architectures.build(kind)) for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    found = {kind: verdict(model) for kind, model in models if model is not None}
+    verdicts = {kind: verdict(model) for kind, model in models if model is not None}
+    found = {kind: v for kind, (v, _) in verdicts.items()}
     assert {kind: v for kind, v in found.items() if v not in ("equal", "refused")} == {}
     assert list(found.values()).count("equal") >= 100
     for kind in ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta",
                  "xlm-roberta-xl", "xmod"):  # fmt: skip
         assert found[kind] == "equal", kind
+    if metadata.version("transformers") == "5.23.0":
+        assert (
+            sorted(kind for kind, (_, fused) in verdicts.items() if fused) == fused_in_the_guide()
+        )
 
 
 # ---- the Trainer ---------------------------------------------------------------------------------

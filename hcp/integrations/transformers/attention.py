@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from hcp.attention.kernels import Choice, kernel_for
 from hcp.integrations.experts import capacities
+from hcp.integrations.rotary import Unrotated, take_rotary
 from hcp.integrations.transformers.probe import NoHandlerError, probe, was_probed
 from hcp.step.handler import ContextParallelHandler
 
@@ -33,7 +34,7 @@ LAYER_DROPS = ("layerdrop", "decoder_layerdrop")
 VARYING_ROTARY = {"dynamic", "longrope"}
 
 
-def register_hcp_attention(model: nn.Module | None = None) -> None:
+def register_hcp_attention(model: nn.Module | None = None, *, fused_rope: bool = True) -> None:
     """Make "hcp" an attention implementation of Transformers; with a model, set it there.
 
     `model`: any causal language model that calls its attention through Transformers'
@@ -41,15 +42,18 @@ def register_hcp_attention(model: nn.Module | None = None) -> None:
     other name, and back to "hcp". The model takes the handler of the micro-batch as
     `model(..., cp=cp)`: see `model_inputs`.
 
-    Three forwards of a few tokens compare the model's own logits with those of packed documents.
-    Raises ValueError for a model that is no causal language model, or whose layers mix rows outside
-    of attention. If parameters are sharded, every rank calls it.
+    `fused_rope`: hcp's attention rotates queries and keys of a model whose rotary embedding has a
+    known form, in fewer passes. Other models, and all models with False, rotate them before.
+
+    Three or four forwards of a few tokens compare the model's own logits with those of packed
+    documents. Raises ValueError for a model that is no causal language model, or whose layers mix
+    rows outside of attention. If parameters are sharded, every rank calls it.
     """
     AttentionInterface.register(ATTENTION, hcp_attention)
     AttentionMaskInterface.register(ATTENTION, window_of)
     if model is not None:
         check_model(model)
-        probe(model, ATTENTION)
+        probe(model, ATTENTION, fused_rope=fused_rope)
 
 
 def check_model(model: nn.Module) -> None:
@@ -174,8 +178,8 @@ def window_of(
 
 def hcp_attention(
     module: nn.Module,
-    query: Tensor,
-    key: Tensor,
+    query: Tensor | Unrotated,
+    key: Tensor | Unrotated,
     value: Tensor,
     attention_mask: Window | None,
     *,
@@ -203,6 +207,7 @@ def hcp_attention(
             f"{type(module).__name__} is of a model that hcp has not checked, expected "
             "register_hcp_attention(model), which sets the attention and compares what it computes"
         )
+    query, key, rotary = take_rotary(query, key, cp)
     _refuse(module, query, key, attention_mask, cp, options)
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise ValueError(
@@ -220,6 +225,7 @@ def hcp_attention(
         sinks=s_aux,
         softcap=softcap or 0.0,
         dropout_p=dropout,
+        rotary_pos_emb=rotary,
         layer=_layer_of(module),
     )
     return F.pad(out, (0, 0, 0, 0, 0, query.shape[2] - cp.rows)).unsqueeze(0), None

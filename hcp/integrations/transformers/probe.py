@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from hcp.exchange.loopback import loopback
 from hcp.integrations.transformers.model import model_inputs
+from hcp.integrations.transformers.rotary import hand_on, rotate_before
 from hcp.planning.plan import plan
 from hcp.step.dispatch import dispatch
 
@@ -67,12 +68,14 @@ class Positions:
         return positional, keywords | {"position_ids": positions + self.first}
 
 
-def probe(model: nn.Module, attention: str) -> None:
+def probe(model: nn.Module, attention: str, *, fused_rope: bool) -> None:
     """Set the attention implementation `attention` in a model, if it passes a test.
 
     Raises ValueError unless the model is a causal language model whose logits of packed documents
     equal its own of each document alone. A model that is refused keeps its attention. The test
-    costs three forwards of up to 15 tokens. If parameters are sharded, every rank calls it.
+    costs three forwards of up to 15 tokens. `fused_rope` costs one more, and lets attention rotate
+    the queries and keys of a model that computes the same then. If parameters are sharded, every
+    rank calls it.
     """
     before, shift = _implementations(model), None
     try:
@@ -83,10 +86,14 @@ def probe(model: nn.Module, attention: str) -> None:
             if (first := _first_position(model, document, own)) > 0:
                 shift = model.register_forward_pre_hook(Positions(first), with_kwargs=True)
             _mark(model, True)
+            rotate_before(model)
             model.set_attn_implementation(attention)  # type: ignore[operator]
-            _compare(model, document, others, own)
+            packed = _compare(model, document, others, own)
+            if fused_rope:
+                _fuse_rotary(model, attention, document, others, packed)
     except BaseException:
         _mark(model, False)
+        rotate_before(model)
         if shift is not None:
             shift.remove()
         model.set_attn_implementation(before)  # type: ignore[operator]
@@ -224,9 +231,9 @@ def _check_loss(model: nn.Module, output: Any, document: Tensor) -> None:
 
 def _compare(
     model: nn.Module, document: Tensor, others: tuple[Tensor, Tensor], own: Tensor
-) -> None:
+) -> Tensor:
     """Compare the logits of a document that is packed twice, after others, with each other and with
-    the model's own. Raises ValueError if they differ."""
+    the model's own. Returns them. Raises ValueError if they differ."""
     name, tokens = type(model).__name__, len(document)
     first, second = _packed_logits(model, document, others)
     limit = _tolerance(model, own)
@@ -240,6 +247,32 @@ def _compare(
             f"{name}'s logits of {tokens} packed tokens are {apart:.1%} off its own, expected at "
             f"most {limit:.0%}: it computes something that hcp does not know"
         )
+    return first
+
+
+def _fuse_rotary(
+    model: nn.Module,
+    attention: str,
+    document: Tensor,
+    others: tuple[Tensor, Tensor],
+    expected: Tensor,
+) -> None:
+    """Let attention rotate queries and keys, where the logits of a pack are `expected` then too."""
+    name = type(model).__name__
+    if not hand_on(model, attention):
+        _log.info("hcp: %s has no layers that could leave rotary embedding to attention", name)
+        return
+    try:
+        found, _ = _packed_logits(model, document, others)
+    except ValueError as error:
+        rotate_before(model)
+        _log.info("hcp: %s rotates queries and keys itself: %s", name, error)
+        return
+    if (apart := _apart(found, expected)) > _tolerance(model, expected):
+        rotate_before(model)
+        _log.info("hcp: %s rotates queries and keys itself: logits differ by %.1e", name, apart)
+        return
+    _log.info("hcp: %s leaves rotary embedding to hcp's attention", name)
 
 
 def _packed_logits(

@@ -53,12 +53,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         groups: ProcessGroups | None = None,
         cost: CostModel | None = None,
         to_sample: ToSample = causal_lm_sample,
+        fused_rope: bool = True,
         **keywords: Any,
     ) -> None:
         """`cp`: limits and options, see `hcp.Config`. `dynamic_cp=False`: one degree for all.
         `groups`: by default, all ranks of the job are one domain. `to_sample`: makes a sample of an
-        item of the dataset, in place of a collator. Other arguments are those of
-        `transformers.Trainer`.
+        item of the dataset, in place of a collator. `fused_rope`: see `register_hcp_attention`.
+        Other arguments are those of `transformers.Trainer`.
 
         Sets the model's attention to "hcp". Raises ValueError for options of Transformers' that
         would be wrong, or have no effect, if sequences are spread over ranks."""
@@ -74,7 +75,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         check_model(self.model)
         check_softcap(self.model, self.args.device, _compute_dtype(self.args, self.model))
         with self.accelerator.autocast():
-            register_hcp_attention(self.model)
+            register_hcp_attention(self.model, fused_rope=fused_rope)
         cp = with_barrier_of(self.accelerator, cp)
         self.cp_config = cp if dynamic_cp else replace(cp, sequence_packing_scheduler="static_cp")
         self.cp_groups = domain(groups, self.args.world_size)
