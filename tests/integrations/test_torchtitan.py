@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -20,15 +21,19 @@ from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.validate import Validator
 from torchtitan.config import CompileConfig
 from torchtitan.models.common.attention import ScaledDotProductAttention, VarlenAttention
+from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE
 from torchtitan.trainer import Trainer
 
 import hcp
+from hcp.attention.rotary import rotate_by_torch
+from hcp.integrations.rotary import take_rotary
 from hcp.integrations.torchtitan import (
     PackedAttention,
     PackedContextParallel,
     check_supported,
 )
 from hcp.integrations.torchtitan.batches import documents_of
+from hcp.integrations.torchtitan.rotary import handing_on
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -61,8 +66,10 @@ def runs(family, options, planners):
 def test_packed_logits_are_those_of_each_document_alone_under_torchtitans_own_attention(family):
     config = titan.spec_of(family).model
     packed = config.build()
+    own = titan.MODELS[family]("debugmodel", attn_backend="varlen").model.layers[0].attention.rope
     for layer in config.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
+        layer.attention.rope = own
     plain = config.build()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -113,6 +120,97 @@ def test_windows_are_those_of_torchtitans_varlen_attention(window):
         torch.testing.assert_close(got.transpose(1, 2), expected, rtol=1e-10, atol=1e-12)
 
     hcp.loopback(1, one)
+
+
+# ---- who rotates ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+def test_rotation_in_attention_is_torchtitans_at_any_degree_and_comm_type(family):
+    """To the rounding of float32, in which torchtitan rotates."""
+    specs = [titan.MODELS[family]("debugmodel", attn_backend="varlen") for _ in range(2)]
+    for spec, fused_rope in zip(specs, (True, False), strict=True):
+        del spec.model.layers[2:]
+        PackedContextParallel.Config(fused_rope=fused_rope).build().convert(spec.model)
+    fused, unfused = (spec.model.build() for spec in specs)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in fused.parameters():
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    unfused.load_state_dict(fused.state_dict())
+    assert not isinstance(
+        unfused.layers["0"].attention.rope, type(fused.layers["0"].attention.rope)
+    )
+    documents = [torch.arange(n) * 7 % titan.VOCABULARY for n in (30, 3, 17)]
+
+    def one(groups, ranks, comm_type):
+        own = [{"tokens": each} for each in documents[groups.rank("dp_cp") :: ranks]]
+        sources = [i % ranks for i in range(3)]
+        lengths = list(map(len, documents))
+        plan = hcp.plan(lengths, ranks=ranks, max_tokens_per_rank=50, min_degree=ranks)
+        for cp, local in hcp.dispatch(plan, own, sources, groups, comm_types=[comm_type]):
+            results = []
+            for model in (fused, unfused):
+                given = cp.position_ids[None]
+                out = model(local.tokens[None], positions=given, attention_masks=cp)
+                grads = torch.autograd.grad(out.square().mean(), list(model.parameters()))
+                results.append((out, *grads))
+            for found, expected in zip(*results, strict=True):
+                scale = float(expected.abs().max())
+                torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * scale)
+
+    for ranks in (1, 2, 4):
+        for comm_type in ("p2p", "all_gather", "a2a"):
+            hcp.loopback(ranks, lambda groups, n=ranks, c=comm_type: one(groups, n, c))
+
+
+@pytest.mark.parametrize("kind", [ComplexRoPE, CosSinRoPE])
+def test_both_of_torchtitans_tables_are_read_as_it_reads_them(kind):
+    """In float64, where torchtitan itself rotates in float32 only."""
+    config = kind.Config(dim=8, max_seq_len=64, scaling="yarn", rope_factor=4.0)
+    own, ours = config.build(), handing_on(config).build()
+    lengths = [30, 3, 17]
+
+    def one(groups):
+        plan = hcp.plan(lengths, ranks=2, max_tokens_per_rank=30)
+        for i in range(len(plan.micro_batches)):
+            cp = hcp.ContextParallelHandler(plan, i, groups.transport)
+            q, k = (torch.randn(1, cp.rows, heads, 8) for heads in (4, 2))
+            positions = cp.position_ids[None]
+            query, key = ours(q, k, positions)
+            assert query.rows is q
+            rows, key_rows, rotary = take_rotary(query, key, cp)
+            found = [cp.apply_rotary_pos_emb(x[0], rotary) for x in (rows, key_rows)]
+            for mine, theirs in zip(found, own(q, k, positions), strict=True):
+                torch.testing.assert_close(mine, theirs[0])
+            assert take_rotary(*ours(q, k, positions), cp)[2] is rotary
+            assert take_rotary(*handing_on(config).build()(q, k, positions), cp)[2] is rotary
+            wide = [x[0].double().requires_grad_() for x in (q, k, k)]
+            inside = cp.attention(*wide, rotary_pos_emb=rotary)
+            apart = [rotate_by_torch(x, rotary) for x in wide[:2]]
+            expected = cp.attention(*apart, wide[2])
+            torch.testing.assert_close(inside, expected, rtol=0, atol=1e-10)
+            for a, b in zip(*(torch.autograd.grad(x.square().sum(), wide, retain_graph=True)
+                              for x in (inside, expected)), strict=True):  # fmt: skip
+                torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+
+    hcp.loopback(2, one)
+
+
+def test_positions_are_those_of_the_trainer():
+    rope = handing_on(ComplexRoPE.Config(dim=8, max_seq_len=64)).build()
+    with pytest.raises(ValueError, match="positions is None, expected those of the micro-batch"):
+        rope(torch.zeros(1, 3, 2, 8), torch.zeros(1, 3, 2, 8))
+
+
+def test_a_rotary_embedding_of_another_class_stays():
+    class Other(ComplexRoPE):
+        @dataclass(kw_only=True, slots=True)
+        class Config(ComplexRoPE.Config):
+            pass
+
+    config = Other.Config(dim=8, max_seq_len=64)
+    assert handing_on(config) is config
 
 
 # ---- training ------------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ from torchtitan.protocols.model import ModelConfigConverter
 from torchtitan.protocols.module import Module
 
 import hcp
+from hcp.integrations.rotary import Unrotated, take_rotary
+from hcp.integrations.torchtitan.rotary import handing_on
 
 _numbers = itertools.count()
 """Numbers for the layers of this process, in the order in which they are built."""
@@ -47,8 +49,8 @@ class PackedAttention(Module):
 
     def forward(
         self,
-        q_BLNH: Tensor,
-        k_BLNH: Tensor,
+        q_BLNH: Tensor | Unrotated,
+        k_BLNH: Tensor | Unrotated,
         v_BLNH: Tensor,
         *,
         attention_masks: hcp.ContextParallelHandler,
@@ -57,6 +59,7 @@ class PackedAttention(Module):
     ) -> Tensor:
         """Return (1, T, N, H) for q (1, T, N, H), k and v (1, T, G, H), N a multiple of G.
 
+        q and k are rotated here if the layer's rotary embedding hands them on unrotated.
         A rank without rows passes one that stands in. It attends to nothing, and its output is 0.
         """
         if not isinstance(attention_masks, hcp.ContextParallelHandler):
@@ -66,15 +69,17 @@ class PackedAttention(Module):
                 "ContextParallelTrainer"
             )
         cp = attention_masks
+        q, k, rotary = take_rotary(q_BLNH, k_BLNH, cp)
         out = cp.attention(
-            *(x.squeeze(0)[: cp.rows] for x in (q_BLNH, k_BLNH, v_BLNH)),
+            *(x.squeeze(0)[: cp.rows] for x in (q, k, v_BLNH)),
             causal=self.window_size[1] == 0,
             window_size=self.window_size,
             softmax_scale=scale,
+            rotary_pos_emb=rotary,
             # A compiled model would be compiled anew for each number.
             layer=None if torch.compiler.is_dynamo_compiling() else self._number,
         )
-        return nn.functional.pad(out, (0, 0, 0, 0, 0, q_BLNH.shape[1] - cp.rows)).unsqueeze(0)
+        return nn.functional.pad(out, (0, 0, 0, 0, 0, v_BLNH.shape[1] - cp.rows)).unsqueeze(0)
 
 
 class PackedContextParallel(ModelConfigConverter):
@@ -87,7 +92,9 @@ class PackedContextParallel(ModelConfigConverter):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConfigConverter.Config):
-        pass
+        fused_rope: bool = True
+        """Rotate queries and keys in hcp's attention, where the rotary embedding is one of
+        torchtitan's two. False: before it, by torchtitan."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -104,6 +111,8 @@ class PackedContextParallel(ModelConfigConverter):
             )
         for fqn, attention, _, _ in model_config.traverse(BaseAttention.Config):
             attention.inner_attention = _packed(f"{name}.{fqn}", attention)
+            if self.config.fused_rope:
+                attention.rope = handing_on(attention.rope)
         return model_config
 
 
