@@ -27,7 +27,7 @@ Contestants are named by their comm type, and in brackets by what a group made o
 
 --backend names the kernels of all, yardsticks included; "cudnn" has none for `all_gather`. The
 packs P1, P2 and P4 are the first sequences of a batch of these families, half of --tokens for each
-rank. --host prints another table, in one process without torchrun: see common/host_time.py.
+rank. --host prints other tables, in one process without torchrun: see common/host_time.py.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ import torch
 import torch.distributed as dist
 from common.families import BY_NAME
 from common.flags import end_after, parser_of
-from common.host_time import print_host_times
+from common.host_time import print_call_times, print_host_times
 from common.layers import (
     Attention,
     Layer,
@@ -114,7 +114,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--packs", nargs="+", choices=names, default=names, metavar="PACK")
     parser.add_argument("--take", choices=TAKE, default="median", help="of the rounds")
     parser.add_argument(
-        "--host", action="store_true", help="print the host's time of a layer alone"
+        "--host", action="store_true", help="print the host's time of a layer and of a call alone"
     )
     args = parser.parse_args()
     args.rounds = args.rounds or (100 if args.host else 5)
@@ -131,6 +131,7 @@ def main() -> int:
         torch.set_num_threads(1)
         device = torch.device(args.device)
         print_host_times(device, args.degrees or (1, 2, 4, 8), args.types, args.rounds, args.json)
+        print_call_times(device, args.backend, getattr(torch, args.dtype), args.rounds, args.json)
         return 0
     device = start_ranks(args.device, args.deadline, TIMEOUT)
     ranks = dist.get_world_size()

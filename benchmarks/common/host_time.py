@@ -16,6 +16,9 @@ the CPU the clock is that of the thread, which excludes other processes. Columns
     fwd, bwd  a layer without its attention calls, which are timed alone and subtracted; in
               brackets, over the time of the yardstick: an autograd.Function with these tensors that
               does nothing
+
+A second table has the attention calls themselves, of the kernel that ``--backend`` names, on packs
+of few rows: on a GPU what the host takes to queue one, on the CPU with its work.
 """
 
 from __future__ import annotations
@@ -33,10 +36,10 @@ from torch import Tensor
 import hcp
 from common.flags import JsonFile
 from hcp.attention import kernels
-from hcp.attention.kernels import Launch, in_packs
+from hcp.attention.kernels import Choice, Kernel, Launch, in_packs, kernel_for
 from hcp.exchange.agreement import Refusal, Stamp
 from hcp.exchange.peer import PeerMemory, PeerShared, memory_bytes
-from hcp.exchange.tables import Move
+from hcp.exchange.tables import Entry, Move
 from hcp.exchange.torch_p2p import Stamps
 from hcp.exchange.transport import Pending, Share, register
 
@@ -293,3 +296,55 @@ def print_host_times(
         ratios = [x / y for x, y in zip(beyond, empty, strict=True)]
         titles = ("degree", "type", "rows", "fwd, us", "bwd, us", "fwd ratio", "bwd ratio")
         json.add(dict(zip(titles, (*name, *beyond, *ratios), strict=True)))
+
+
+# ---- attention calls -----------------------------------------------------------------------------
+
+PACKS = (64,), (8,) * 8, (2,) * 32
+CALL_HEADS, CALL_SIZE = (8, 2), 64
+
+
+def print_call_times(
+    device: torch.device, backend: str, dtype: torch.dtype, rounds: int, json: JsonFile
+) -> None:
+    """Print the table in Markdown, and add its rows to the file."""
+    kernel = kernel_for(device, dtype, Choice(backend))
+    gc.disable()
+    calls = [call_of(kernel, lengths, device, dtype) for lengths in PACKS]
+    times = by_turns([step for ways in calls for step in ways], rounds)
+    gc.enable()
+    print(
+        f"\n{backend!r} by itself: {dtype}, heads {CALL_HEADS[0]} and {CALL_HEADS[1]} of "
+        f"{CALL_SIZE}\n\n| pack | fwd, us | bwd, us |\n|---|---|---|"
+    )
+    for lengths, pair in zip(PACKS, zip(times[::2], times[1::2], strict=True), strict=True):
+        pack = f"{len(lengths)} x {lengths[0]}"
+        print(f"| {pack} | {pair[0]:.0f} | {pair[1]:.0f} |")
+        json.add({"pack": pack, "fwd, us": pair[0], "bwd, us": pair[1]})
+
+
+def call_of(
+    kernel: Kernel, lengths: Sequence[int], device: torch.device, dtype: torch.dtype
+) -> Ways:
+    """Causal attention over a pack, by as many calls as the kernel takes for it."""
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    entries = [Entry(at, n, at, n, 1 - n, 0) for at, n in zip(starts, lengths, strict=True)]
+    launches = kernel.launches(entries)
+    query, key, value, grad = (
+        torch.randn(sum(lengths), heads, CALL_SIZE, device=device, dtype=dtype)
+        for heads in (CALL_HEADS[0], CALL_HEADS[1], CALL_HEADS[1], CALL_HEADS[0])
+    )
+    scale = CALL_SIZE**-0.5
+    rows = [(x, (query[x.queries], key[x.keys], value[x.keys]), grad[x.queries]) for x in launches]
+
+    def forward() -> list[tuple[Tensor, Tensor]]:
+        return [kernel.forward(launch, *qkv, scale) for launch, qkv, _ in rows]
+
+    results = forward()
+
+    def backward() -> None:
+        for (launch, qkv, own), known in zip(rows, results, strict=True):
+            kernel.backward(launch, own, None, *qkv, *known, scale)
+
+    backward()
+    return Ways(forward, backward)
