@@ -38,6 +38,8 @@ class Launch:
         self.keys = slice(first.key_row, last.key_row + last.key_rows)
         self.chosen: dict[tuple[object, ...], Any] = {}
         """What computes it, by call, where a kernel chooses between others: see ``fastest``."""
+        self.kept: dict[str, Any] = {}
+        """What a kernel made of it for the calls of all layers, under the kernel's name."""
         self._bounds: tuple[Tensor, Tensor] | None = None
 
     def accepts(self, entry: Entry) -> bool:

@@ -6,19 +6,17 @@ mask. Other lengths and other numbers of sequences use the same kernel.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from flash_attn.cute import interface  # type: ignore[import-not-found]
 from torch import Tensor
 
 from hcp.attention.kernels import Call, Kernel, Launch, in_packs, nan_for_infinity
+from hcp.attention.kernels.flash_attn_4_compiled import Backward, Caller, Forward, Pack, aligned
 
-# A process in which several threads called it at once ended in a segmentation fault.
-_ONE_AT_A_TIME = threading.Lock()
+CALLER = Caller(interface)
 
 
 @dataclass(frozen=True)
@@ -49,17 +47,9 @@ class Flash4:
         self, launch: Launch, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         _check_sizes(query, value)
-        # More than these two come back in some versions.
-        with _ONE_AT_A_TIME:
-            out, lse, *_ = interface._flash_attn_fwd(
-                query,
-                key,
-                value,
-                softmax_scale=scale,
-                softcap=self.softcap,
-                return_lse=True,
-                **_pack(launch, query.device),
-            )
+        rows = aligned(query), aligned(key), aligned(value)
+        call = Forward(_pack(launch, query.device), *rows, scale, self.softcap)
+        out, lse = CALLER(call, query.device)
         return out, nan_for_infinity(lse).transpose(0, 1)
 
     def backward(
@@ -75,19 +65,19 @@ class Flash4:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         _check_sizes(query, value)
-        with _ONE_AT_A_TIME:
-            grad_query, grad_key, grad_value, *_ = interface._flash_attn_bwd(
-                query,
-                key,
-                value,
-                out,
-                grad_out,
-                _heads_first(lse),
-                softmax_scale=scale,
-                softcap=self.softcap,
-                dlse=None if grad_lse is None else _heads_first(grad_lse.float()),
-                **_pack(launch, query.device),
-            )
+        call = Backward(
+            _pack(launch, query.device),
+            aligned(query),
+            aligned(key),
+            aligned(value),
+            aligned(out),
+            aligned(grad_out),
+            _heads_first(lse),
+            None if grad_lse is None else _heads_first(grad_lse.float()),
+            scale,
+            self.softcap,
+        )
+        grad_query, grad_key, grad_value = CALLER(call, query.device)
         return grad_query, grad_key, grad_value
 
 
@@ -108,18 +98,21 @@ def _heads_first(rows: Tensor) -> Tensor:
     return rows.transpose(0, 1).contiguous()
 
 
-def _pack(launch: Launch, device: torch.device) -> dict[str, Any]:
-    """The arguments that describe a launch, for forward and backward."""
-    cu_seqlens_q, cu_seqlens_k = launch.bounds(device)
-    left, right = (None if limit < 0 else limit for limit in launch.window)
-    return {
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-        "max_seqlen_q": max(queries for queries, _ in launch.sizes()),
-        "max_seqlen_k": max(keys for _, keys in launch.sizes()),
-        "window_size_left": left,
-        "window_size_right": right,
-    }
+def _pack(launch: Launch, device: torch.device) -> Pack:
+    """The launch as the package takes it, made once for all layers."""
+    pack: Pack | None = launch.kept.get(__name__)
+    if pack is None:
+        sizes = launch.sizes()
+        left, right = (None if limit < 0 else limit for limit in launch.window)
+        longest = max(queries for queries, _ in sizes), max(keys for _, keys in sizes)
+        bounds_q, bounds_k = map(_at_16_bytes, launch.bounds(device))
+        pack = launch.kept[__name__] = Pack(bounds_q, bounds_k, *longest, left, right)
+    return pack
+
+
+def _at_16_bytes(bounds: Tensor) -> Tensor:
+    """Bounds as the package wants them: it would copy others in every call."""
+    return bounds if bounds.data_ptr() % 16 == 0 else bounds.clone()
 
 
 def for_device(device: torch.device) -> Sequence[Kernel]:
