@@ -87,6 +87,7 @@ def get_cp_handler_cls(
     - "flash_attn": the package of this name, on CUDA.
     - "flash_attn_3": the package flash-attn-3, on Hopper.
     - "flash_attn_4": the package flash-attn-4, on Hopper or later.
+    - "te_fused": Transformer Engine's fused attention, whose keys hcp moves, on Hopper or later.
     - "transformer_engine": its DotProductAttention, which exchanges keys itself.
     - a name given to :func:`hcp.register_backend`.
 

@@ -101,6 +101,7 @@ def test_unknown_names_are_refused(options: Any, message: str) -> None:
         ("flash_attn", "flash_attn"),
         ("flash_attn_3", "flash_attn_interface"),
         ("flash_attn_4", "flash_attn"),
+        ("te_fused", "transformer_engine"),
         ("transformer_engine", "transformer_engine"),
     ],
 )

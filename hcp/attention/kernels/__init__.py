@@ -278,6 +278,14 @@ FAMILIES: dict[str, KernelFamily] = {
         role="fastest",
         newest=9,
     ),
+    "te_fused": KernelFamily(
+        _module("hcp.attention.kernels.te_fused"),
+        "transformer-engine",
+        (9, 0),
+        ", since it computes no packs below",
+        role="fastest",
+        newest=11,
+    ),
 }
 
 

@@ -1,0 +1,285 @@
+"""Kernels of libraries that are called below their own Python, on one GPU: FlashAttention-4's
+compiled functions and Transformer Engine's fused attention."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support.cases import Case, loopback_rms
+from support.not_finite import expect_nothing_lost
+from support.packs import Block, Rows, drawn, errors, exact, packed, results
+from torch import Tensor
+
+from hcp.attention.kernels import Call, Kernel, Launch, kernels_of
+
+GPU = torch.device("cuda", 0)
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+
+def has(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+needs_flash_attn_4 = pytest.mark.skipif(
+    not has("flash_attn.cute"), reason="needs flash-attn-4 (the package flash_attn.cute)"
+)
+needs_transformer_engine = pytest.mark.skipif(
+    not has("transformer_engine"), reason="needs transformer_engine"
+)
+
+SHORT = [Block(1, 1), Block(2, 2), Block(3, 3), Block(60, 60)]
+GAPS = [Block(130, 200), Block(64, 64, (0, 10)), Block(2, 300, (31, 0)), Block(300, 300, (0, 26))]
+LONG = [Block(1000, 3000), Block(700, 700)]
+MANY = [Block(5, 9)] * 300
+PACKS: dict[str, Any] = {
+    "short": {"blocks": SHORT},
+    "gaps": {"blocks": GAPS},
+    "gaps, no mask": {"blocks": GAPS, "window": (-1, -1)},
+    "gaps, causal windows": {"blocks": GAPS, "window": (40, 0)},
+    "gaps, windows": {"blocks": GAPS, "window": (40, 7)},
+    "gaps, a limit to the left": {"blocks": GAPS, "window": (40, -1)},
+    "long": {"blocks": LONG, "sizes": (128, 128), "heads": (32, 8)},
+    "very many": {"blocks": MANY},
+    "one head of keys": {"blocks": GAPS, "heads": (8, 1)},
+    "heads for each other": {"blocks": GAPS, "heads": (4, 4)},
+    "short heads for each other": {"blocks": SHORT, "heads": (4, 4)},
+    "unequal sizes": {"blocks": GAPS, "sizes": (128, 64)},
+    "192 and 128": {"blocks": GAPS, "sizes": (192, 128)},
+    "256": {"blocks": GAPS, "sizes": (256, 256)},
+    "float16": {"blocks": GAPS, "dtype": torch.float16},
+    "gradient of the log-sum-exp": {"blocks": GAPS, "grad_lse": True},
+}
+
+
+def pack_of(options: dict[str, Any]) -> tuple[Launch, Rows]:
+    rest = {name: x for name, x in options.items() if name not in ("blocks", "window", "softcap")}
+    launch = packed(options["blocks"], options.get("window", (-1, 0)), start=(5, 3))
+    return launch, drawn(launch, device="cuda", **rest)
+
+
+def expect_exact(kernel: Kernel, launch: Launch, rows: Rows, softcap: float = 0.0) -> None:
+    worst = errors(launch, results(kernel, launch, rows), exact(launch, rows, softcap))
+    assert worst["lse"] <= 1e-4, worst
+    assert max(worst.values()) <= 0.02, worst
+
+
+def expect_equal(found: Tensor, wanted: Tensor, name: str) -> None:
+    """Bit for bit."""
+    same = (found == wanted) | (found.isnan() & wanted.isnan())
+    assert bool(same.all()), f"{name}: {int((~same).sum())} of {same.numel()} differ"
+
+
+# ---- FlashAttention-4 ----------------------------------------------------------------------------
+
+
+FLASH_4 = {**PACKS, "softcap": {"blocks": GAPS, "softcap": 20.0}}
+
+
+def by_package(adapter: Any) -> tuple[Any, Any]:
+    """The adapter's forward and backward through the package's own functions."""
+    from flash_attn.cute import interface  # type: ignore[import-not-found]
+
+    class ByPackage:
+        def __call__(self, call: Any, device: torch.device) -> Any:
+            return call.by_package(interface)
+
+    return adapter.CALLER, ByPackage()
+
+
+def twice(
+    adapter: Any, kernel: Any, launch: Launch, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Results by compiled functions, which a first call found, and by the package."""
+    direct, package = by_package(adapter)
+    results(kernel, launch, rows)
+    known = dict(direct._functions)
+    assert None not in known.values()
+    out, lse = kernel.forward(launch, *rows.qkv, 0.125)
+    given = rows.grad_out, rows.grad_lse, *rows.qkv, out, lse, 0.125
+    found = out, lse, *kernel.backward(launch, *given)
+    assert direct._functions == known
+    with monkeypatch.context() as patch:
+        patch.setattr(adapter, "CALLER", package)
+        wanted = *kernel.forward(launch, *rows.qkv, 0.125), *kernel.backward(launch, *given)
+    return found, wanted
+
+
+@needs_flash_attn_4
+@pytest.mark.parametrize("options", FLASH_4.values(), ids=FLASH_4)
+def test_flash_attention_4s_compiled_functions_give_what_the_package_gives(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hcp.attention.kernels import flash_attn_4 as adapter
+
+    if not adapter.CALLER.direct(GPU):
+        pytest.skip("another version of flash-attn-4, or another GPU, than it was written for")
+    launch, rows = pack_of(options)
+    softcap = options.get("softcap", 0.0)
+    kernel = adapter.Flash4(softcap)
+    found, wanted = twice(adapter, kernel, launch, rows, monkeypatch)
+    # What several blocks of threads add to differs from call to call: the gradient of a query with
+    # keys in several tiles, and gradients of keys that several query heads share.
+    alone = options.get("heads", (8, 2)) == (4, 4)
+    one_tile = max(block.keys for block in options["blocks"]) <= 64
+    fixed = {"out": True, "lse": True, "dquery": one_tile, "dkey": alone, "dvalue": alone}
+    for (name, is_fixed), a, b in zip(fixed.items(), found, wanted, strict=True):
+        if is_fixed:
+            expect_equal(a, b, name)
+        else:
+            a, b = (x.double().nan_to_num(0.0) for x in (a, b))  # NaN in gaps, if any
+            most = float((a - b).abs().max())
+            assert most <= 0.01 * max(1.0, float(b.abs().max())), (name, most)
+    worst = errors(launch, found, exact(launch, rows, softcap))
+    assert max(worst.values()) <= 0.02, worst
+
+
+@needs_flash_attn_4
+def test_flash_attention_4_takes_rows_of_any_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hcp.attention.kernels import flash_attn_4 as adapter
+
+    launch, rows = pack_of({"blocks": SHORT, "heads": (4, 4)})
+    kernel = adapter.Flash4()
+    expected = results(kernel, launch, rows)
+    query, key, value = torch.cat(rows.qkv, 1).split(4, 1)
+    strided = rows._replace(query=query, key=key, value=value)
+    for name, a, b in zip("olqkv", results(kernel, launch, strided), expected, strict=True):
+        expect_equal(a, b, name)
+    same = rows.grad_out[:1, :1].expand_as(rows.grad_out)
+    found, wanted = (
+        results(kernel, launch, rows._replace(grad_out=grad)) for grad in (same, same.contiguous())
+    )
+    for name, a, b in zip("olqkv", found, wanted, strict=True):
+        expect_equal(a, b, name)
+
+
+@needs_flash_attn_4
+def test_flash_attention_4_waits_for_what_is_queued_on_a_stream() -> None:
+    from hcp.attention.kernels import flash_attn_4 as adapter
+
+    launch, rows = pack_of({"blocks": SHORT, "heads": (4, 4)})
+    kernel = adapter.Flash4()
+    expected = results(kernel, launch, rows)
+    later = [torch.empty_like(x) for x in rows.qkv]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(10**8)
+        for target, x in zip(later, rows.qkv, strict=True):
+            target.copy_(x)
+        given = rows._replace(query=later[0], key=later[1], value=later[2])
+        found = results(kernel, launch, given)
+    torch.cuda.synchronize()
+    for name, a, b in zip("olqkv", found, expected, strict=True):
+        expect_equal(a, b, name)
+
+
+@needs_flash_attn_4
+def test_flash_attention_4_is_called_by_several_threads() -> None:
+    from hcp.attention.kernels import flash_attn_4 as adapter
+
+    failures: list[BaseException] = []
+
+    def work(options: dict[str, Any]) -> None:
+        try:
+            launch, rows = pack_of(options)
+            for _ in range(20):
+                expect_exact(adapter.Flash4(), launch, rows)
+        except BaseException as error:
+            failures.append(error)
+
+    given = [FLASH_4[name] for name in ("gaps", "gaps", "heads for each other", "float16")]
+    threads = [threading.Thread(target=work, args=(options,)) for options in given]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+
+
+# ---- Transformer Engine's fused attention --------------------------------------------------------
+
+
+def fused() -> Any:
+    (kernel,) = kernels_of("te_fused", GPU)
+    return kernel
+
+
+@needs_transformer_engine
+@pytest.mark.parametrize("options", PACKS.values(), ids=PACKS)
+def test_transformer_engines_fused_attention_is_the_formulas(options: dict[str, Any]) -> None:
+    kernel = fused()
+    launch, rows = pack_of(options)
+    with_grad = rows.grad_lse is not None
+    if not kernel.takes(Call(launch, rows.query, rows.value, True, with_grad)):
+        assert options.get("sizes") == (256, 256), "refused"
+        assert torch.cuda.get_device_capability() >= (10, 0)
+        pytest.skip("this GPU has no such sizes")
+    state = torch.cuda.get_rng_state()
+    expect_exact(kernel, launch, rows)
+    expect_exact(kernel, launch, rows)
+    assert torch.equal(torch.cuda.get_rng_state(), state), "it drew from the trainer's numbers"
+
+
+@needs_transformer_engine
+@pytest.mark.parametrize("seed", range(8))
+def test_transformer_engines_fused_attention_of_random_packs(seed: int) -> None:
+    """Packs of other lengths in one process: the library keeps its plans by rounded sizes."""
+    kernel = fused()
+    torch.manual_seed(seed)
+    lengths = torch.randint(1, 200, (int(torch.randint(1, 40, ())),)).tolist()
+    extra, gaps = (torch.randint(0, 30, (len(lengths),)).tolist() for _ in range(2))
+    blocks = [Block(n, n + m, (g, m)) for n, m, g in zip(lengths, extra, gaps, strict=True)]
+    window = [(-1, 0), (-1, -1), (17, 0), (9, 4)][seed % 4]
+    launch, rows = pack_of({"blocks": blocks, "window": window})
+    expect_exact(kernel, launch, rows)
+
+
+@needs_transformer_engine
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("comm_type", ["p2p", "all_gather", "a2a"])
+def test_layers_of_transformer_engines_fused_attention_round_as_others_do(
+    comm_type: str, causal: bool
+) -> None:
+    case = Case((1, 2, 13, 97, 3, 300, 1), 3, min_degree=3, comm_type=comm_type, causal=causal)
+    expect_like_torch(replace(case, head_dim=64, dtype="bfloat16"))
+
+
+@needs_transformer_engine
+@pytest.mark.parametrize("window", [(0, 0), (64, 0), (100, 100)])
+@pytest.mark.parametrize("comm_type", ["all_gather", "a2a"])
+def test_layers_with_windows_and_sinks_round_as_others_do(
+    comm_type: str, window: tuple[int, int]
+) -> None:
+    case = Case((1, 2, 13, 97, 3, 300, 1), 3, min_degree=3, comm_type=comm_type, window=window)
+    case = replace(case, causal=False, sinks=True, lse=True, head_dim=64, value_dim=48)
+    expect_like_torch(replace(case, dtype="bfloat16"))
+
+
+def expect_like_torch(case: Case) -> None:
+    """Root-mean-square errors beside float64, against those of FlashAttention-2."""
+    torchs = loopback_rms(case, device="cuda")
+    found = loopback_rms(replace(case, backend="te_fused"), device="cuda")
+    for name, error in found.items():
+        assert error <= 1.35 * torchs[name] + 1e-5, (name, found, torchs)
+
+
+@needs_transformer_engine
+@pytest.mark.parametrize("comm_type", ["p2p", "all_gather", "a2a"])
+def test_what_is_not_finite_on_one_rank_is_not_finite_under_transformer_engine(
+    comm_type: str,
+) -> None:
+    case = Case((300, 40), 3, min_degree=3, comm_type=comm_type, heads=6, kv_heads=3, head_dim=64)
+    case = replace(case, dtype="bfloat16", backend="te_fused")
+    for rows in (slice(None), slice(0, 1), slice(150, 151)):
+        expect_nothing_lost(case, rows, "cuda")
