@@ -459,7 +459,8 @@ def test_what_is_chosen_and_why_is_logged_once(
         "torch computes what is like 1 of 8 measured packs forward and 1 backward; "
         "flash_attn_4 (flash-attn-4 4.0.0b36) computes what is like 7 of 8 measured packs forward "
         "and 7 backward. Not used: cudnn: nvidia-cudnn-frontend is not installed; flash_attn: "
-        "flash-attn is not installed; flash_attn_3: flash-attn-3 is not installed"
+        "flash-attn is not installed; flash_attn_3: flash-attn-3 is not installed; "
+        "te_fused: transformer-engine is not installed"
     ]
 
 
