@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -32,6 +33,7 @@ from hcp.attention.kernels import (
     in_packs,
     kernel_for,
     present,
+    proof,
     speeds,
     trial,
 )
@@ -41,7 +43,17 @@ from hcp.attention.kernels.formula import Formula
 from hcp.attention.kernels.speeds import MEASURED, Speed, nearest, place_of_call
 from hcp.exchange.tables import Entry
 
-FLASH_4 = MEASURED[9, 0]["flash_attn_4"]
+FLASH_4 = (
+    Speed((65536,), 2.01, 1.84),
+    Speed((32768, 16384, 8192, 4096, 2048, 1024, 512, 256, 128, 128), 2.15, 1.97),
+    Speed((8192,), 2.21, 2.10),
+    Speed((4096, 2048, 1024, 512, 256, 128, 64, 64), 1.93, 2.02),
+    Speed((1024,) * 64, 1.61, 1.67),
+    Speed((1024,) * 8, 1.61, 1.57),
+    Speed((512,) * 16, 1.53, 1.35),
+    Speed((128,) * 512, 0.64, 0.97),
+)
+"""A table for tests."""
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(-12, 12), st.integers(-12, 12))
@@ -296,7 +308,8 @@ def test_a_deterministic_backward_goes_to_a_kernel_that_has_one() -> None:
         finally:
             torch.use_deterministic_algorithms(False)
     backwards = [each for each in asked if each.endswith("backward")]
-    assert backwards == ["fast backward", "torch backward", "fast backward"]
+    checks = ["fast backward"]
+    assert backwards == [*checks, "fast backward", "torch backward", "fast backward"]
 
 
 def test_a_launch_remembers_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,6 +336,109 @@ def test_a_launch_remembers_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(searches) == 5
 
 
+# ---- a check before results are used -------------------------------------------------------------
+
+
+class TopLeft(Packs):
+    """Takes a causal mask for one that begins at the first key: right for whole sequences."""
+
+    def forward(self, launch: Launch, *rows: Any) -> Any:
+        moved = [
+            entry._replace(high=0) if entry.window == (-1, 0) else entry for entry in launch.entries
+        ]
+        return super().forward(Launch(moved), *rows)
+
+
+class UnevenSizes(Packs):
+    """As FlashAttention-4's gradients were for some head sizes."""
+
+    def backward(self, launch: Launch, grad_out: Tensor, grad_lse: Any, *rest: Any) -> Any:
+        grads = super().backward(launch, grad_out, grad_lse, *rest)
+        if grad_out.shape[2] % 32:
+            grads[1].zero_()
+        return grads
+
+
+def checked(kernel: Packs) -> Fastest:
+    """It and another that is right."""
+    fast = Candidate("fast", kernel, (Speed((64,), 2.0, 2.0),))
+    return Fastest([Candidate("torch", Packs("torch", []), ()), fast])
+
+
+def expect_right(kernel: Fastest, launch: Launch, size: int) -> None:
+    """It gives what the formula does."""
+    query, key = torch.randn(8, 4, size).double(), torch.randn(8, 2, size).double()
+    right = Packs("formula", [])
+    out, lse = right.forward(launch, query, key, key, 0.25)
+    grads = right.backward(launch, query, None, query, key, key, out, lse, 0.25)
+    for _ in range(2):
+        found = kernel.forward(launch, query, key, key, 0.25)
+        found += kernel.backward(launch, query, None, query, key, key, out, lse, 0.25)
+        for got, want in zip(found, (out, lse, *grads), strict=True):
+            assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (2, 0), (3, 2)])
+def test_a_kernel_that_is_right_is_checked_once_for_a_kind(window: tuple[int, int]) -> None:
+    asked: list[str] = []
+    launch = proof.launch_of(window)
+    assert launch.window == window
+    launch = Launch([entry for entry in launch.entries if entry.window == window][:1])
+    kernel = checked(Packs("fast", asked))
+    x = torch.randn(launch.queries.stop, 4, 8).double()
+    key = torch.randn(launch.keys.stop, 2, 8).double()
+    for _ in range(3):
+        out, lse = kernel.forward(launch, x, key, key, 0.25)
+        kernel.backward(launch, x, lse, x, key, key, out, lse, 0.25)
+    checked_first = ["fast forward"] * 2 + ["fast backward"] * 2
+    assert asked == checked_first + ["fast forward", "fast backward"] * 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "size", "window", "message"),
+    [
+        (TopLeft, 16, (-1, 0), "forward of float64 with head sizes 16 and 16.*the output is off"),
+        (UnevenSizes, 40, (-1, -1), "backward of float64 with head sizes 40 and 40.*the keys'"),
+    ],
+)
+def test_a_kernel_that_is_wrong_for_some_calls_computes_none_of_them(
+    wrong: type[Packs], size: int, window: tuple[int, int], message: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    kernel = checked(wrong("fast", []))
+    high = 0 if window == (-1, 0) else 8
+    expect_right(kernel, Launch([Entry(0, 8, 0, 8, -8, high)]), size)
+    (record,) = caplog.records
+    assert re.search(message, record.message)
+    caplog.clear()
+    if wrong is UnevenSizes:
+        expect_right(kernel, Launch([Entry(0, 8, 0, 8, -8, high)]), 64)
+        assert not caplog.records
+
+
+def test_where_every_kernel_is_wrong_the_error_says_so() -> None:
+    kernel = Fastest([Candidate("fast", TopLeft("fast", []), ())])
+    x = torch.randn(8, 2, 16).double()
+    with pytest.raises(hcp.HcpError, match=r"the output is off by .*: use the backend 'torch'"):
+        kernel.forward(causal(8), x, x, x, 0.25)
+
+
+def test_in_a_graph_that_is_captured_only_checked_kernels_compute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    kernel, x = checked(Packs("fast", asked)), torch.randn(8, 2, 16).double()
+    with monkeypatch.context() as patch:
+        patch.setattr(fastest, "_is_captured", lambda call: True)
+        kernel.forward(causal(8), x, x, x, 0.25)
+        assert asked == []
+    kernel.forward(causal(8), x, x, x, 0.25)
+    with monkeypatch.context() as patch:
+        patch.setattr(fastest, "_is_captured", lambda call: True)
+        kernel.forward(causal(8), x, x, x, 0.25)
+    assert asked == ["fast forward"] * 3
+
+
 # ---- a machine with a GPU, by stand-ins ----------------------------------------------------------
 
 
@@ -344,6 +460,7 @@ def hopper(clean: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     versions = {"flash-attn-4": "4.0.0b36"}
     clean.setattr(KernelFamily, "version", property(lambda of: versions.get(of.package)))
     clean.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    clean.setitem(MEASURED, (9, 0), {"flash_attn_4": FLASH_4})
     module = SimpleNamespace(for_device=lambda device: [Packs("flash_attn_4", [])])
     clean.setitem(sys.modules, "hcp.attention.kernels.flash_attn_4", module)
     return clean
@@ -565,33 +682,6 @@ def test_a_kernel_that_is_wrong_raises_or_refuses_is_left_out_of_a_trial(
     assert "takes no causal pack" in found.failed["refusing"]
 
 
-class TopLeft(Packs):
-    """Takes a causal mask for one that begins at the first key: right for whole sequences."""
-
-    def forward(self, launch: Launch, *rows: Any) -> Any:
-        moved = [
-            entry._replace(high=0) if entry.window == (-1, 0) else entry for entry in launch.entries
-        ]
-        return super().forward(Launch(moved), *rows)
-
-
-def test_a_kernel_that_is_wrong_for_cut_sequences_alone_is_left_out(
-    small_trial: pytest.MonkeyPatch,
-) -> None:
-    others = {"wrong": TopLeft("wrong", []), "good": Packs("good", [])}
-    found = trial.measure(Packs("torch", []), others, torch.device("cpu"))
-    assert {*found.seconds} == {"torch", "good"}
-    assert "the output is off by" in found.failed["wrong"]
-
-
-def test_cut_packs_have_three_masks_and_gaps() -> None:
-    launches = trial.cut_launches()
-    assert [launch.window for launch in launches] == [(-1, 0), (-1, -1), (5, 0)]
-    for launch in launches:
-        assert len({entry.window for entry in launch.entries}) == 1
-        assert sum((0, keys)[queries == 0] for queries, keys in launch.sizes()) > 0
-
-
 def view(*there: str, before: Any = None, **seconds: Any) -> agreed._View:
     sent = agreed._View([8, 6], there, seconds, before)._asdict()
     return agreed._View(**json.loads(json.dumps(sent)))
@@ -736,7 +826,10 @@ def test_a_domain_agrees_once_and_a_loopback_never(monkeypatch: pytest.MonkeyPat
 # ---- advice --------------------------------------------------------------------------------------
 
 
-def test_advice_says_what_another_package_would_bring_where_that_was_measured() -> None:
+def test_advice_says_what_another_package_would_bring_where_that_was_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(MEASURED, (9, 0), {"flash_attn_4": FLASH_4})
     (line,) = explained.advice((9, 0), ["torch"])
     assert line == (
         "install flash-attn-4: flash_attn_4 was faster in 14 of 16 measured cases (packs, forward "
@@ -748,7 +841,8 @@ def test_advice_says_what_another_package_would_bring_where_that_was_measured() 
 
 def test_advice_compares_with_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     twice = tuple(Speed(m.lengths, 2 * m.forward, 2 * m.backward) for m in FLASH_4)
-    monkeypatch.setitem(MEASURED[9, 0], "flash_attn", twice)
+    table = {"flash_attn_4": FLASH_4, "flash_attn": twice}
+    monkeypatch.setitem(MEASURED, (9, 0), table)
     assert explained.advice((9, 0), ["torch", "flash_attn"]) == []
     (line,) = explained.advice((9, 0), ["torch", "flash_attn_4"])
     assert line.startswith("install flash-attn: flash_attn was faster in 16 of 16 measured cases")

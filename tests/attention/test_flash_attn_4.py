@@ -16,7 +16,7 @@ import torch
 from support.flash_attn_4 import stand_in
 from support.packs import Block, Rows, drawn, errors, exact, packed, results
 
-from hcp.attention.kernels import Launch
+from hcp.attention.kernels import Call, Launch
 
 Load = Callable[..., Any]
 
@@ -57,6 +57,8 @@ CASES: dict[str, Any] = {
     "causal window": {"window": (4, 0)},
     "one query head a key head": {"heads": (4, 4)},
     "unequal sizes": {"sizes": (64, 40)},
+    "unequal sizes, one query head a key head": {"sizes": (64, 40), "heads": (4, 4)},
+    "wider values": {"sizes": (40, 64)},
     "wide": {"sizes": (256, 256), "heads": (2, 1)},
     "very many": {"blocks": MANY},
     "one tile": {"blocks": ONE},
@@ -254,3 +256,29 @@ def test_threads_take_turns(load: Load) -> None:
         thread.join()
     assert not failures
     assert package.alone.entered > 0
+
+
+@pytest.mark.parametrize(
+    ("capability", "sizes", "taken"),
+    [
+        (9, (256, 64), True),
+        (9, (264, 64), False),
+        (9, (60, 60), False),
+        (10, (128, 64), True),
+        (10, (192, 128), True),
+        (10, (256, 256), True),
+        (10, (160, 160), False),
+        (10, (192, 192), False),
+    ],
+)
+def test_head_sizes_are_those_of_the_gpu(
+    load: Load, capability: int, sizes: tuple[int, int], taken: bool
+) -> None:
+    kernel = load(stand_in(), capability=capability).Flash4()
+    launch, rows, _ = case(ONE, sizes=sizes)
+    assert (
+        kernel.takes(Call(launch, rows.query, rows.value, backward=False, grad_lse=False)) == taken
+    )
+    if not taken:
+        with pytest.raises(ValueError, match=f"head sizes are {sizes[0]} and {sizes[1]}, expected"):
+            kernel.forward(launch, *rows.qkv, 1.0)

@@ -57,6 +57,7 @@ PACKS: dict[str, Any] = {
     "short heads for each other": {"blocks": SHORT, "heads": (4, 4)},
     "unequal sizes": {"blocks": GAPS, "sizes": (128, 64)},
     "192 and 128": {"blocks": GAPS, "sizes": (192, 128)},
+    "192 and 128, heads for each other": {"blocks": GAPS, "sizes": (192, 128), "heads": (4, 4)},
     "256": {"blocks": GAPS, "sizes": (256, 256)},
     "float16": {"blocks": GAPS, "dtype": torch.float16},
     "gradient of the log-sum-exp": {"blocks": GAPS, "grad_lse": True},
@@ -79,6 +80,30 @@ def expect_equal(found: Tensor, wanted: Tensor, name: str) -> None:
     """Bit for bit."""
     same = (found == wanted) | (found.isnan() & wanted.isnan())
     assert bool(same.all()), f"{name}: {int((~same).sum())} of {same.numel()} differ"
+
+
+# ---- all -----------------------------------------------------------------------------------------
+
+PACKAGES = [
+    "torch",
+    pytest.param("cudnn", marks=pytest.mark.skipif(not has("cudnn"), reason="needs cudnn")),
+    pytest.param("flash_attn_4", marks=needs_flash_attn_4),
+    pytest.param("te_fused", marks=needs_transformer_engine),
+]
+SIZES = [(8, 8), (40, 40), (80, 80), (112, 112), (160, 160), (224, 224), (64, 48), (40, 64)]
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (4, 4)], ids=["8:2", "4:4"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("name", PACKAGES)
+def test_head_sizes_that_a_kernel_takes_give_what_the_formula_gives(
+    name: str, sizes: tuple[int, int], heads: tuple[int, int]
+) -> None:
+    kernel: Any = kernels_of(name, GPU)[0]
+    launch, rows = pack_of({"blocks": GAPS, "sizes": sizes, "heads": heads})
+    if not all(kernel.takes(Call(launch, rows.query, rows.value, x, False)) for x in (False, True)):
+        pytest.skip("this library has no such size")
+    expect_exact(kernel, launch, rows)
 
 
 # ---- FlashAttention-4 ----------------------------------------------------------------------------

@@ -216,6 +216,7 @@ def stand_in(*, calls_of_one_more: bool = False) -> ModuleType:
         dq_accum = torch.empty(q.shape[1], rounded[0] * columns[0])
         dpsum, lse_log2 = torch.empty(q.shape[1], rounded[0]), torch.empty(q.shape[1], rounded[0])
         ratio = q.shape[1] // k.shape[1]
+        assert ratio == 1 or q.shape[2] == v.shape[2], "GQA backward requires one head size"
         if ratio > 1:
             dk_accum, dv_accum = (torch.zeros(k.shape[1], rounded[1] * x) for x in columns)
         blocks_q = cumsum(cu_seqlens=cu_seqlens_q, tile_size=ROWS_PER_TILE) if many else None

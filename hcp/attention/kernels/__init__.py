@@ -138,6 +138,7 @@ class Kernel(Protocol):
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """This launch's share of the gradients of its queries, keys and values, in their shapes.
+        Rows that no entry names may hold anything.
 
         The gradient of the log-sum-exp, times a score's weight, adds to that score's gradient.
         None: 0.

@@ -20,6 +20,7 @@ from hcp.attention.kernels import Call, Kernel, Launch, PackedKernel, in_packs, 
 from hcp.attention.kernels.agreed import agreed_on
 from hcp.attention.kernels.explained import explained
 from hcp.attention.kernels.present import present
+from hcp.attention.kernels.proof import fault
 from hcp.attention.kernels.speeds import MEASURED, Place, Speed, Speeds, gain_of, place_of_call
 from hcp.errors import HcpError
 
@@ -52,22 +53,30 @@ def _kind(call: Call) -> Kind:
     return call.backward, call.grad_lse, *sizes, call.launch.window
 
 
+def _is_captured(call: Call) -> bool:
+    """Whether a CUDA graph is being made of it."""
+    return call.query.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 class Fastest:
     """Computes each launch by the fastest candidate that takes it.
 
-    A launch remembers the choice, so that a layer's calls cost no search. A candidate that fails
-    is left out for calls of that kind, with a warning: the first one computes them.
+    A launch remembers the choice, so that a layer's calls cost no search. A library's kernel is
+    checked at the first call of a kind: see ``proof``. One that is wrong or fails is left out for
+    calls of that kind, with a warning: the others compute them.
     """
 
     dtypes = (torch.bfloat16, torch.float16)
 
     launches = staticmethod(in_packs)
 
-    def __init__(self, candidates: Sequence[Candidate]) -> None:
-        """The first one computes what none takes, and so says why not."""
+    def __init__(self, candidates: Sequence[Candidate], softcap: float = 0.0) -> None:
+        """The first one computes what none takes, and so says why not. ``softcap``: theirs."""
         self.candidates = candidates
+        self._softcap = softcap
         self._capped: dict[float, Fastest | None] = {}
         self._failed: set[tuple[str, Kind]] = set()
+        self._proven: set[tuple[str, Kind]] = set()
 
     def capped(self, softcap: float) -> Fastest | None:
         if softcap not in self._capped:
@@ -75,7 +84,7 @@ class Fastest:
             able = [
                 each._replace(kernel=cast(PackedKernel, kernel)) for each, kernel in found if kernel
             ]
-            self._capped[softcap] = Fastest(able) if able else None
+            self._capped[softcap] = Fastest(able, softcap) if able else None
         return self._capped[softcap]
 
     def forward(
@@ -117,21 +126,46 @@ class Fastest:
         chosen: Candidate | None = launch.chosen.get(like)
         if chosen is None:
             call = Call(launch, query, value, backward, grad_lse)
-            chosen = launch.chosen[like] = self.choose(call)
+            chosen = self.choose(call)
+            while not self._is_right(chosen, call):
+                chosen = self.choose(call)
+            launch.chosen[like] = chosen
         return chosen
 
     def choose(self, call: Call) -> Candidate:
-        """The fastest candidate that takes a call; of equals the first."""
+        """The fastest candidate that takes a call; of equals the first. In a CUDA graph that is
+        being captured, nothing can be checked: there, the fastest of those that were."""
         kind, place = _kind(call), place_of_call(call)
+        capturing = _is_captured(call)
         taking = [
             each
             for each in self.candidates
-            if (each.family, kind) not in self._failed and each.kernel.takes(call)
+            if (each.family, kind) not in self._failed
+            and each.kernel.takes(call)
+            and (not capturing or self._is_proven(each, kind))
         ]
         return max(
             taking or self.candidates[:1],
             key=lambda each: each.gain(place, backward=call.backward),
         )
+
+    def _is_proven(self, candidate: Candidate, kind: Kind) -> bool:
+        return candidate.family == "torch" or (candidate.family, kind) in self._proven
+
+    def _is_right(self, candidate: Candidate, call: Call) -> bool:
+        """Check the candidate, once for a kind. One that is wrong is given up."""
+        kind = _kind(call)
+        if self._is_proven(candidate, kind) or _is_captured(call):
+            return True
+        try:
+            wrong = fault(candidate.kernel, call, self._softcap)
+            if wrong is not None:
+                raise HcpError(f"{wrong}: use the backend 'torch' for such calls")
+        except Exception as error:
+            self._give_up(candidate, call, error)
+            return False
+        self._proven.add((candidate.family, kind))
+        return True
 
     def _give_up(self, failed: Candidate, call: Call, error: Exception) -> None:
         """Leave calls of this kind to the others from now on, and warn. Raises the error where

@@ -6,6 +6,7 @@ mask. Other lengths and other numbers of sequences use the same kernel.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,15 @@ from flash_attn.cute import interface  # type: ignore[import-not-found]
 from torch import Tensor
 
 from hcp.attention.kernels import Call, Kernel, Launch, in_packs, nan_for_infinity
-from hcp.attention.kernels.flash_attn_4_compiled import Backward, Caller, Forward, Pack, aligned
+from hcp.attention.kernels.flash_attn_4_compiled import (
+    CAPABILITY,
+    Backward,
+    Caller,
+    Forward,
+    Pack,
+    aligned,
+)
+from hcp.attention.kernels.shapes import narrowed, widened
 
 CALLER = Caller(interface)
 
@@ -67,29 +76,53 @@ class Flash4:
         _check_sizes(query, value)
         call = Backward(
             _pack(launch, query.device),
-            aligned(query),
-            aligned(key),
-            aligned(value),
-            aligned(out),
-            aligned(grad_out),
+            *_backward_rows(query, key, value, out, grad_out),
             _heads_first(lse),
             None if grad_lse is None else _heads_first(grad_lse.float()),
             scale,
             self.softcap,
         )
-        grad_query, grad_key, grad_value = CALLER(call, query.device)
-        return grad_query, grad_key, grad_value
+        return narrowed(CALLER(call, query.device), query, value)
+
+
+def _backward_rows(
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, grad_out: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The same rows in the head sizes of a backward.
+
+    The package's backward is right for multiples of 32 alone: for 8 and 16 more than such a one its
+    gradients are wrong, without an error. It also wants one size for all where several query heads
+    share a head of keys and values.
+    """
+    size, value_size = (-(-x.shape[2] // 32) * 32 for x in (query, value))
+    if query.shape[1] != key.shape[1]:
+        size = value_size = max(size, value_size)
+    query, key = (aligned(widened(x, size)) for x in (query, key))
+    value, out, grad_out = (aligned(widened(x, value_size)) for x in (value, out, grad_out))
+    return query, key, value, out, grad_out
 
 
 def _has_sizes(query: Tensor, value: Tensor) -> bool:
-    return all(x.shape[2] % 8 == 0 and 8 <= x.shape[2] <= 256 for x in (query, value))
+    sizes = query.shape[2], value.shape[2]
+    if sizes in _SIZES_EVERYWHERE:
+        return True
+    return all(size % 8 == 0 and 8 <= size <= _largest_size(query.device) for size in sizes)
+
+
+_SIZES_EVERYWHERE = {(192, 128), (256, 256)}
+
+
+@functools.cache
+def _largest_size(device: torch.device) -> int:
+    return 256 if torch.cuda.get_device_capability(device)[0] == CAPABILITY else 128
 
 
 def _check_sizes(query: Tensor, value: Tensor) -> None:
     if not _has_sizes(query, value):
         raise ValueError(
             f"head sizes are {query.shape[2]} and {value.shape[2]}, expected multiples of 8 from 8 "
-            "to 256 for FlashAttention-4: use the backend 'torch'"
+            f"to {_largest_size(query.device)}, or 192 and 128, or 256 and 256, for "
+            "FlashAttention-4 on this GPU: use the backend 'torch'"
         )
 
 

@@ -28,9 +28,6 @@ SCALE = SIZE**-0.5
 TOLERANCE = 0.05
 """Most that a result may be off, as a share of the largest expected."""
 
-LENGTHS = 1000, 37, 301, 9
-"""Keys of the sequences of the packs that are only checked."""
-
 Seconds = list[tuple[float, float]]
 """Forward and backward of each pack, host time included; infinite where it takes no backward."""
 
@@ -45,21 +42,20 @@ class Trial(NamedTuple):
 def measure(base: PackedKernel, kernels: Mapping[str, PackedKernel], device: torch.device) -> Trial:
     """Measure kernels and a base, named "torch", whose results they must reproduce.
 
-    Blocks of cut sequences are checked first, and not measured. The random state of torch stays as
-    it is.
+    The random state of torch stays as it is.
     """
     running = dict(kernels)
     trial = Trial({name: [] for name in ("torch", *running)}, {})
     generator = torch.Generator(device).manual_seed(0)
 
-    def reproducing(rows: _Rows, *, measured: bool) -> dict[str, _Pack]:
+    def reproducing(rows: _Rows) -> dict[str, _Pack]:
         """Run all on a pack. A kernel that fails, or gives other results, has no further one."""
         packs = {"torch": _Pack(base, rows)}
         expected = packs["torch"].results()
         for name in [*running]:
             try:
                 pack = _Pack(running[name], rows)
-                if not pack.has_forward and measured:
+                if not pack.has_forward:
                     raise ValueError(f"it takes no causal pack of {DTYPE} with heads of {SIZE}")
                 pack.check(expected)
                 packs[name] = pack
@@ -68,10 +64,8 @@ def measure(base: PackedKernel, kernels: Mapping[str, PackedKernel], device: tor
                 del running[name], trial.seconds[name]
         return packs
 
-    for launch in cut_launches():
-        reproducing(_Rows.draw(launch, generator), measured=False)
     for lengths in PACKS:
-        packs = reproducing(_Rows.draw(whole_launch(lengths), generator), measured=True)
+        packs = reproducing(_Rows.draw(whole_launch(lengths), generator))
         forwards = _taking_turns({name: pack.forward for name, pack in packs.items()}, device)
         able = {name: pack.backward for name, pack in packs.items() if pack.has_backward}
         backwards = _taking_turns(able, device)
@@ -84,22 +78,6 @@ def whole_launch(lengths: Sequence[int]) -> Launch:
     """Whole causal sequences, end to end."""
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     return Launch([Entry(at, n, at, n, 1 - n, 0) for at, n in zip(starts, lengths, strict=True)])
-
-
-def cut_launches() -> list[Launch]:
-    """A part of the queries of each sequence on its first keys, with gaps after both: under a
-    causal mask, without one, and under a window."""
-    masks: list[list[Entry]] = [[], [], []]
-    query = key = 0
-    for length in LENGTHS:
-        queries, keys = length // 4, length - length // 8
-        last = keys - queries
-        for entries, low, high in zip(
-            masks, (1 - queries, -queries, last - 5), (last, keys, last), strict=True
-        ):
-            entries.append(Entry(query, queries, key, keys, low, high))
-        query, key = query + queries + 3, key + length
-    return [Launch(entries) for entries in masks]
 
 
 class _Rows(NamedTuple):
@@ -141,17 +119,8 @@ class _Pack:
         return self._kernel.backward(launch, grad, None, query, key, value, *known, SCALE)
 
     def results(self) -> list[Tensor]:
-        """The rows of entries, of the output, its log-sum-exp and, if it has them, gradients."""
-        if not self.has_forward:
-            return []
-        entries = self._rows.launch.entries
-        queries = [slice(e.query_row, e.query_row + e.query_rows) for e in entries]
-        keys = [slice(e.key_row, e.key_row + e.key_rows) for e in entries]
-        results = [self._out, self._lse, *(self.backward() if self.has_backward else ())]
-        return [
-            torch.cat([result[rows] for rows in (keys if i > 2 else queries)])
-            for i, result in enumerate(results)
-        ]
+        """The output, its log-sum-exp and, if it has them, gradients."""
+        return [self._out, self._lse, *(self.backward() if self.has_backward else ())]
 
     def check(self, expected: list[Tensor]) -> None:
         names = ("output", "log-sum-exp", "queries' gradient", "keys' gradient", "values' gradient")
