@@ -378,7 +378,7 @@ def expect_right(kernel: Fastest, launch: Launch, size: int) -> None:
             assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (2, 0), (3, 2)])
+@pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (0, 0), (2, 0), (3, 2)])
 def test_a_kernel_that_is_right_is_checked_once_for_a_kind(window: tuple[int, int]) -> None:
     asked: list[str] = []
     launch = proof.launch_of(window)
