@@ -26,7 +26,6 @@ calibrate` for this model. A time is that of the slowest rank, summed over batch
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -34,12 +33,12 @@ from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from random import Random
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from common.batches import drawn, sample
 from common.families import BY_NAME, Family
 from common.flags import parser_of
 from common.timing import by_turns, device_name, end_ranks, slowest, start_ranks, timed
@@ -54,7 +53,6 @@ from hcp.cli.measure import step_of
 from hcp.demo.model import Attention, GPTModel, RotaryEmbedding
 from hcp.demo.training import Gradients, Trainer
 from hcp.planning.cost import PRICES
-from hcp.programs.data import VOCABULARY_SIZE
 from hcp.step.config import Config
 
 FULL = {
@@ -257,7 +255,16 @@ class Totals:
 
 def compare(job: Job, family: Family, cost: hcp.CostModel) -> None:
     capacity = min(family.capacity, job.args.max_tokens_per_rank) // 2 * 2
-    batches = list(draw(job, family, capacity))
+    batches = list(
+        drawn(
+            family,
+            ranks=job.ranks,
+            capacity=capacity,
+            tokens=job.args.tokens,
+            batches=job.args.batches,
+            seed=job.args.seed,
+        )
+    )
     longest = max(max(batch) for batch in batches)
     degree = static_degree([longest], job.ranks, capacity)
     totals: dict[str, Totals] = {}
@@ -283,16 +290,6 @@ def compare(job: Job, family: Family, cost: hcp.CostModel) -> None:
     sizes = f"{len(batches)} batches, {sum(map(len, batches))} sequences, {tokens} tokens"
     tell(f"\n{family.name}  {family.says}: {sizes}; {capacity} rows a rank, static degree {degree}")
     print_table(job, family, totals, tokens, reduce, cost)
-
-
-def draw(job: Job, family: Family, capacity: int) -> Iterator[list[int]]:
-    """Draw global batches of a family: sequences up to --tokens each."""
-    random = Random(job.args.seed)
-    for _ in range(job.args.batches):
-        lengths = [min(length, job.ranks * capacity) for length in family.draw(random)]
-        sums = itertools.accumulate(lengths)
-        kept = sum(total <= job.args.tokens for total in sums)
-        yield lengths[: max(1, kept)]
 
 
 def plans(
@@ -325,16 +322,6 @@ def dispatched(job: Job, contestant: Contestant, lengths: list[int], batch: int)
         return step
     dtype = next(job.model.parameters()).dtype
     return [(OnRing(cp, dtype), local) for cp, local in step]
-
-
-def sample(length: int, rows: int, seed: int, device: torch.device) -> dict[str, Tensor]:
-    """Return a random walk through the vocabulary, padded to `rows`. Labels are the next tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    moves = torch.randint(1, 9, (length + 1,), generator=generator)
-    walk = (moves.cumsum(0) % VOCABULARY_SIZE).to(device)
-    ones = torch.ones(length, device=device)
-    fields = {"tokens": walk[:-1], "labels": walk[1:], "loss_mask": ones}
-    return {name: F.pad(field, (0, rows - length)) for name, field in fields.items()}
 
 
 def distances_of(job: Job, family: Family, steps: dict[str, Batches]) -> dict[str, float]:

@@ -41,6 +41,7 @@ RUNS = {
     ),
     "bench_exchange": (2, "--device cpu --most-mib 1"),
     "bench_kernels": (1, "--device cpu --rows 256 --rounds 1 --only pack reduce rotate"),
+    "bench_megatron": (2, "--device cpu --families P1 --tokens 512 --rounds 1"),
     "bench_plan": (1, "--families P2,X4 --costs default --seeds 1 --peers"),
     "bench_rebind": (1, "--modules 10 --rounds 1"),
     "bench_train": (2, "--device cpu --families P1 --batches 1 --tokens 512 --num-layers 1"),
@@ -49,7 +50,7 @@ RUNS = {
         "--ranks 2 --sequences 3 --families P1 --costs default --seeds 1 --workers 1",
     ),
 }
-NEEDS = {"studies/exact": "ortools"}
+NEEDS = {"studies/exact": "ortools", "bench_megatron": "megatron.core"}
 
 
 def run_benchmark(rank: int, size: int, name: str, arguments: list[str]) -> str:

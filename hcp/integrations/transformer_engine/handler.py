@@ -18,7 +18,7 @@ from hcp.exchange.agreement import LayerName
 from hcp.step.handler import ContextParallelHandler
 
 try:
-    from transformer_engine.pytorch import DotProductAttention  # type: ignore[import-not-found]
+    from transformer_engine.pytorch import DotProductAttention
 except ImportError as error:
     raise ImportError(
         f"transformer_engine cannot be imported ({error}), expected Transformer Engine 2: "

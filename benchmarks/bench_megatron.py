@@ -1,0 +1,637 @@
+"""Megatron-Core's own context parallelism, by Transformer Engine, beside the same model with hcp.
+
+    torchrun --nproc-per-node 2 benchmarks/bench_megatron.py [--families P1 P2 P3 P4]
+    torchrun --nproc-per-node 2 benchmarks/bench_megatron.py --device cpu
+
+A GPT of Megatron-Core with Transformer Engine's layers and fused rotary embedding computes equal
+global batches with equal weights:
+
+    te p2p, te a2a  Megatron's CP over all ranks, sequences packed by next-fit in their order and
+                    padded to full chunks. "fused" is cuDNN's attention, "flash" FlashAttention
+    hcp             hcp_layer_spec and hcp.plan: each sequence has its own degree
+    wave greedy     Megatron's dynamic scheduler, re-implemented in benchmarks/peers/planners.py, on
+                    hcp's engine
+
+A step is forward, backward and one sum of all gradients, in turns. The optimizer is left out, since
+its work is equal for all. So are planning and the dispatch of rows, which a loader does ahead.
+Families are those of benchmarks/common/families.py, with sequences up to --tokens per batch, each
+cut to the rows of all ranks.
+
+Losses, and gradients of the attention's weights, of each contestant are compared with those of the
+first before anything is timed; a contestant that cannot compute is named and left out. Columns:
+micro-batches; tokens per second, and hcp's over those; the most memory that a step took, in torch's
+allocator and outside it, and hcp's over that; the gradients' relative distance. The line below a
+family compares hcp with the fastest of Transformer Engine, and says what hcp aims at on so many
+GPUs.
+
+Prices are fitted in the run, to micro-batches of degrees 1 to all, with the attention kernel in
+use, unless --cost names a file of `python -m hcp calibrate`. On CPUs, where Transformer Engine does
+not run, only hcp's plan and Megatron's scheduler are compared, with Megatron's local layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from common.batches import drawn, sample
+from common.families import BY_NAME, Family
+from common.flags import parser_of
+from common.timing import by_turns, device_name, end_ranks, slowest, start_ranks, timed
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
+from peers.planners import next_fit_at, plan_of, wave_greedy
+from peers.ring import padded
+from torch import Tensor, nn
+
+import hcp
+from hcp.cli.calibrate import Cell
+from hcp.cli.fit import Point, fit
+from hcp.cli.measure import step_of
+from hcp.demo.training import Gradients, Trainer
+from hcp.integrations import megatron as hcp_megatron
+from hcp.integrations.megatron.data import MicroBatches
+from hcp.integrations.megatron.versions import require_megatron
+from hcp.planning.cost import PRICES
+from hcp.step.config import Config
+
+FULL = {
+    "num_layers": 12,
+    "hidden_size": 2048,
+    "ffn_hidden_size": 7168,
+    "num_attention_heads": 16,
+    "num_query_groups": 8,
+    "vocab_size": 32_768,
+    "max_tokens_per_rank": 32_768,
+    "tokens": 262_144,
+}
+TINY = {
+    "num_layers": 1,
+    "hidden_size": 32,
+    "ffn_hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "vocab_size": 512,
+    "max_tokens_per_rank": 256,
+    "tokens": 1024,
+}
+FAMILIES = ("P1", "P2", "P3", "P4")
+TARGETS = {2: (1.15, 1.15), 4: (1.3, 1.15), 8: (1.6, 1.25)}
+"""Tokens per second over the best of Transformer Engine, by GPUs: on P1 and P2, on P3 and P4."""
+MEMORY_TARGET = 1.05
+TOLERANCES = {torch.bfloat16: (2**-8, 0.2), torch.float32: (1e-5, 1e-3)}
+"""Relative tolerances of a loss and of gradients."""
+TIMEOUT = timedelta(seconds=120)
+CALIBRATION_ROUNDS = 2
+Batch = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """State that all functions share."""
+
+    args: argparse.Namespace
+    device: torch.device
+    collection: ProcessGroupCollection
+    """Megatron's groups, of which `cp` has all ranks."""
+    groups: hcp.ProcessGroups
+    model: nn.Module
+    """The model with hcp's attention. Its weights and gradients are those of all contestants."""
+    gradients: Gradients
+    outside: dict[str, float]
+    """Memory of the GPU that each contestant took outside torch's allocator, in GiB."""
+
+    @property
+    def ranks(self) -> int:
+        return dist.get_world_size()
+
+
+def main() -> int:
+    begun = time.perf_counter()
+    args = arguments()
+    device = start_ranks(args.device, args.deadline, TIMEOUT)
+    on_cpu = hcp_megatron.megatron_on_cpu if device.type == "cpu" else contextlib.nullcontext
+    with on_cpu():
+        parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
+        tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
+        collection = ProcessGroupCollection.use_mpu_process_groups()
+        dist.all_reduce(torch.zeros(1, device=device), group=collection.dp_cp)
+        before = outside_torch(device)
+        with closing(hcp.ProcessGroups.from_existing(collection)) as groups:
+            outside = {"hcp": outside_torch(device) - before}
+            compare_all(args, device, collection, groups, outside, begun)
+        parallel_state.destroy_model_parallel()
+    end_ranks()
+    return 0
+
+
+def compare_all(
+    args: argparse.Namespace,
+    device: torch.device,
+    collection: ProcessGroupCollection,
+    groups: hcp.ProcessGroups,
+    outside: dict[str, float],
+    begun: float,
+) -> None:
+    torch.manual_seed(args.seed)
+    model = build_model(args, device, collection, with_hcp=True)
+    job = Job(args, device, collection, groups, model, Gradients(model, groups), outside)
+    others = list(transformer_engines(job)) if device.type == "cuda" else []
+    cost = hcp.CostModel.load(args.cost) if args.cost else calibrated(job)
+    print_head(job, cost, time.perf_counter() - begun)
+    for name in args.families:
+        if slowest(time.perf_counter() - begun, device) > args.seconds:
+            tell(f"{name}: left out, the run has taken more than --seconds {args.seconds:g}")
+            continue
+        compare(job, BY_NAME[name], cost, others)
+    tell(f"\n{time.perf_counter() - begun:.0f} s in all")
+
+
+def arguments() -> argparse.Namespace:
+    parser = parser_of(__doc__, device="cuda", rounds=2, deadline=580)
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--batches", type=int, default=1, help="global batches of a family (1)")
+    says = f"contestants of Transformer Engine ({', '.join(map(repr, ENGINES))})"
+    parser.add_argument("--te", nargs="*", default=[*ENGINES], choices=ENGINES, help=says)
+    parser.add_argument("--cp-comm-type", default="all_gather", help="of hcp (all_gather)")
+    parser.add_argument("--cost", metavar="FILE", help="prices of this model (fitted in the run)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=420, help="start no family later (420)")
+    for name, size in FULL.items():
+        says = f"({size}; {TINY[name]} on the CPU)"
+        parser.add_argument("--" + name.replace("_", "-"), type=int, help=says)
+    args = parser.parse_args()
+    for name, size in (FULL if args.device == "cuda" else TINY).items():
+        if getattr(args, name) is None:
+            setattr(args, name, size)
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}, expected >= 1")
+    args.config = Config(args.max_tokens_per_rank, cp_comm_type=args.cp_comm_type)
+    return args
+
+
+# ---- models --------------------------------------------------------------------------------------
+
+
+def build_model(
+    args: argparse.Namespace,
+    device: torch.device,
+    collection: ProcessGroupCollection,
+    *,
+    with_hcp: bool,
+    **options: Any,
+) -> nn.Module:
+    """Build Megatron's GPT in bfloat16 (on the CPU float32). `options`: of its config."""
+    on_gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    config = TransformerConfig(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=args.ffn_hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        bf16=on_gpu,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        use_cpu_initialization=not on_gpu,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=on_gpu,
+        bias_activation_fusion=on_gpu,
+        calculate_per_token_loss=True,
+        **options,
+    )
+    spec = get_gpt_layer_with_transformer_engine_spec() if on_gpu else local_spec()
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        os.environ.pop(name, None)  # of a model before; Megatron refuses them
+    model = GPTModel(
+        config,
+        hcp_megatron.hcp_layer_spec(spec) if with_hcp else spec,
+        args.vocab_size,
+        args.max_tokens_per_rank * dist.get_world_size(),
+        share_embeddings_and_output_weights=True,
+        position_embedding_type="rope",
+        pg_collection=collection,
+    )
+    return model.to(device)
+
+
+def local_spec() -> Any:
+    return get_gpt_layer_local_spec(normalization="RMSNorm")
+
+
+def share_weights(model: nn.Module, of: nn.Module) -> None:
+    """Give a model the parameters of another one, whose gradients they then have in common."""
+    theirs = dict(of.named_parameters())
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = theirs[f"{path}.{name}"]
+
+
+ENGINES = {
+    "te p2p fused": ("p2p", AttnBackend.fused),
+    "te a2a fused": ("a2a", AttnBackend.fused),
+    "te p2p flash": ("p2p", AttnBackend.flash),
+    "te a2a flash": ("a2a", AttnBackend.flash),
+}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A model whose attention, and CP, are Transformer Engine's."""
+
+    name: str
+    backend: AttnBackend
+    model: nn.Module
+
+    def select(self) -> None:
+        """Have Transformer Engine select its attention anew, by this model's variables."""
+        from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends
+
+        flash = self.backend == AttnBackend.flash
+        os.environ["NVTE_FLASH_ATTN"] = str(int(flash))
+        os.environ["NVTE_FUSED_ATTN"] = str(int(not flash))
+        os.environ["NVTE_UNFUSED_ATTN"] = "0"
+        _attention_backends["backend_selection_requires_update"] = True
+
+
+def transformer_engines(job: Job) -> Iterator[Engine]:
+    for name in job.args.te:
+        comm_type, backend = ENGINES[name]
+        model = build_model(
+            job.args,
+            job.device,
+            job.collection,
+            with_hcp=False,
+            context_parallel_size=job.ranks,
+            cp_comm_type=comm_type,
+            attention_backend=backend,
+        )
+        share_weights(model, job.model)
+        yield Engine(name, backend, model)
+
+
+# ---- steps ---------------------------------------------------------------------------------------
+
+
+def run_micro_batches(model: nn.Module, batches: Sequence[Batch], tokens: int) -> Tensor:
+    """Run forward and backward. Return this rank's share of the mean loss of `tokens`."""
+    total = torch.zeros((), dtype=torch.float64, device=batches[0]["tokens"].device)
+    for batch in batches:
+        losses = model(
+            batch["tokens"],
+            batch["position_ids"],
+            None,
+            labels=batch["labels"],
+            packed_seq_params=batch["packed_seq_params"],
+        )
+        loss = (losses.float() * batch["loss_mask"]).sum() / tokens
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def run_step(job: Job, model: nn.Module, batches: Sequence[Batch], tokens: int) -> Tensor:
+    job.gradients.zero()
+    share = run_micro_batches(model, batches, tokens)
+    job.gradients.reduce()
+    return share
+
+
+def engine_step(job: Job, engine: Engine, batches: Sequence[Batch], tokens: int) -> Tensor:
+    engine.select()
+    return run_step(job, engine.model, batches, tokens)
+
+
+def dispatched(job: Job, plan: hcp.Plan, lengths: Sequence[int], batch: int) -> list[Batch]:
+    """Return the micro-batches of a plan of hcp's engine. Rank i mod N loads sequence i."""
+    sources = [i % job.ranks for i in range(len(lengths))]
+    mine = [
+        sample(lengths[i], lengths[i], seed_of(batch, i), job.device)
+        for i in range(dist.get_rank(), len(lengths), job.ranks)
+    ]
+    options = job.args.config.dispatch_options()
+    return list(MicroBatches(hcp.dispatch(plan, mine, sources, job.groups, **options)))
+
+
+def seed_of(batch: int, sequence: int) -> int:
+    return batch * 2**20 + sequence
+
+
+def packed_in_order(job: Job, lengths: Sequence[int], batch: int) -> list[Batch]:
+    """Return Megatron's micro-batches: next-fit packs, cut in chunks over all ranks."""
+    split = [padded(length, job.ranks) for length in lengths]
+    packs = next_fit_at(job.ranks, split, job.ranks, job.args.max_tokens_per_rank)
+    return [
+        cut_pack(job, [(lengths[i], split[i], seed_of(batch, i)) for i in members])
+        for ((_, _, members),) in packs
+    ]
+
+
+def cut_pack(job: Job, members: Sequence[tuple[int, int, int]]) -> Batch:
+    """Cut each sequence (length, padded length, seed) into 2 N chunks, of which this rank has one
+    from the front and one from the back."""
+    rank, last = dist.get_rank(), 2 * job.ranks - 1
+    fields: dict[str, list[Tensor]] = {"tokens": [], "labels": [], "loss_mask": []}
+    for length, rows, seed in members:
+        whole = sample(length, rows, seed, job.device)
+        for name, parts in fields.items():
+            chunks = whole[name].chunk(last + 1)
+            parts += [chunks[rank], chunks[last - rank]]
+    bounds = list(itertools.accumulate((rows for _, rows, _ in members), initial=0))
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=job.device)
+    longest = max(rows for _, rows, _ in members)
+    batch: Batch = {name: torch.cat(parts)[None] for name, parts in fields.items()}
+    batch["position_ids"] = torch.zeros_like(batch["tokens"])
+    batch["packed_seq_params"] = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+    return batch
+
+
+# ---- prices --------------------------------------------------------------------------------------
+
+
+def calibrated(job: Job) -> hcp.CostModel:
+    """Fit prices on rank 0, to micro-batches of few and many rows, of one and of several sequences,
+    at degrees 1 to all."""
+    ranks, rows = job.ranks, job.args.max_tokens_per_rank
+    degrees = [d for d in (1, 2, 4, 8, 16, 32) if d < ranks] + [ranks]
+    cells = [
+        Cell((size * degree // parts,) * parts, degree)
+        for degree in degrees
+        for size, parts in ((rows, 1), (rows, 4), (rows, 32), (rows // 4, 1))
+        if ranks % degree == 0
+    ]
+    trainer = Trainer(job.args, job.args.config, hcp.CostModel(), job.groups, job.device)
+    steps = {str(i): list(MicroBatches(step_of(trainer, cell))) for i, cell in enumerate(cells)}
+    job.gradients.zero()
+    times = by_turns(
+        {name: partial(run_micro_batches, job.model, step, 1) for name, step in steps.items()},
+        job.device,
+        lambda run: timed(run, job.device),
+        CALIBRATION_ROUNDS,
+    )
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        points = [
+            Point(cell.lengths, cell.degree, False, times[str(i)]) for i, cell in enumerate(cells)
+        ]
+        result = fit(points, job.args.cp_comm_type)
+        errors = result.errors(points)
+        print(
+            f"prices from {len(points)} micro-batches, of which the fit is off by "
+            f"{errors[len(errors) // 2]:.1%} (median), {errors[-1]:.1%} (most)"
+        )
+        found = [result.cost]
+    dist.broadcast_object_list(found, src=0)
+    cost: hcp.CostModel = found[0]
+    return cost
+
+
+# ---- comparison ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Contestant:
+    micro_batches: int
+    step: Callable[[], Tensor]
+
+
+@dataclass
+class Totals:
+    """What one contestant took, over batches."""
+
+    seconds: float = 0.0
+    micro_batches: int = 0
+    memory: float = 0.0
+    """The most, in GiB."""
+    distance: float = 0.0
+
+
+def compare(job: Job, family: Family, cost: hcp.CostModel, engines: Sequence[Engine]) -> None:
+    args = job.args
+    batches = list(
+        drawn(
+            family,
+            ranks=job.ranks,
+            capacity=args.max_tokens_per_rank,
+            tokens=args.tokens,
+            batches=args.batches,
+            seed=args.seed,
+        )
+    )
+    totals: dict[str, Totals] = {}
+    for number, lengths in enumerate(batches):
+        contestants = dict(contestants_of(job, lengths, number, cost, engines))
+        checked = check(job, family, contestants)
+        times = by_turns(
+            {name: contestants[name].step for name in checked},
+            job.device,
+            lambda run: timed(run, job.device),
+            args.rounds,
+            warm=True,
+        )
+        for name, (distance, memory) in checked.items():
+            total = totals.setdefault(name, Totals())
+            total.seconds += times[name]
+            total.micro_batches += contestants[name].micro_batches
+            total.distance = max(total.distance, distance)
+            total.memory = max(total.memory, memory)
+    tokens = sum(map(sum, batches))
+    sizes = f"{sum(map(len, batches))} sequences, {tokens} tokens, longest {max(map(max, batches))}"
+    tell(f"\n{family.name}  {family.says}: {sizes}")
+    print_table(job, family, totals, tokens)
+
+
+def contestants_of(
+    job: Job, lengths: list[int], batch: int, cost: hcp.CostModel, engines: Sequence[Engine]
+) -> Iterator[tuple[str, Contestant]]:
+    tokens, capacity = sum(lengths), job.args.max_tokens_per_rank
+    request: dict[str, Any] = {
+        "ranks": job.ranks,
+        "max_tokens_per_rank": capacity,
+        "cost": cost,
+    }
+    plans = {"hcp": hcp.plan(lengths, **request)}
+    if job.ranks & (job.ranks - 1) == 0:
+        greedy = wave_greedy(lengths, job.ranks, capacity, cost)
+        plans["wave greedy"] = plan_of(greedy, lengths, request)
+    for name, plan in plans.items():
+        own = dispatched(job, plan, lengths, batch)
+        yield name, Contestant(len(own), partial(run_step, job, job.model, own, tokens))
+    if engines:
+        packs = packed_in_order(job, lengths, batch)
+        for engine in engines:
+            step = partial(engine_step, job, engine, packs, tokens)
+            yield engine.name, Contestant(len(packs), step)
+
+
+def check(
+    job: Job, family: Family, contestants: dict[str, Contestant]
+) -> dict[str, tuple[float, float]]:
+    """Run each contestant once. Return how far its gradients are from the first's, and its memory.
+
+    Ends the run if a loss or gradients are off by more than rounding.
+    """
+    dtype = next(job.model.parameters()).dtype
+    most_loss, most_distance = TOLERANCES[dtype]
+    found: dict[str, tuple[float, float]] = {}
+    first: tuple[float, Tensor] | None = None
+    for name, contestant in contestants.items():
+        try:
+            loss, memory = with_memory(job, name, contestant.step)
+        except Exception as error:  # whatever Transformer Engine refuses, on all ranks alike
+            if not name.startswith("te "):
+                raise
+            tell(f"{name}: left out, {type(error).__name__}: {str(error)[:300]}")
+            continue
+        dist.all_reduce(loss)
+        weights = attention_gradients(job.model)
+        first = (loss.item(), weights) if first is None else first
+        distance = float((weights - first[1]).norm() / first[1].norm())
+        if not abs(loss.item() / first[0] - 1) <= most_loss:
+            raise SystemExit(
+                f"{family.name}: the loss of {name} is {loss.item()}, expected {first[0]} within "
+                f"{most_loss:.1e}"
+            )
+        if not distance <= most_distance:
+            raise SystemExit(
+                f"{family.name}: gradients of {name} are off by {distance:.3f}, expected <= "
+                f"{most_distance}"
+            )
+        found[name] = distance, slowest(memory, job.device)
+    return found
+
+
+def with_memory(job: Job, name: str, step: Callable[[], Tensor]) -> tuple[Tensor, float]:
+    """Run a contestant's step. Return its loss and the most memory that it took, in GiB, with what
+    it took outside torch's allocator up to now: memory that peers read, NCCL's buffers."""
+    if job.device.type != "cuda":
+        return step(), 0.0
+    before = outside_torch(job.device)
+    torch.cuda.reset_peak_memory_stats()
+    loss = step()
+    torch.cuda.synchronize()
+    taken = outside_torch(job.device) - before
+    job.outside[name] = job.outside.get(name, 0.0) + taken
+    return loss, torch.cuda.max_memory_allocated() / 2**30 + job.outside[name]
+
+
+def outside_torch(device: torch.device) -> float:
+    """Memory of the GPU in use, but for torch's allocator, in GiB."""
+    if device.type != "cuda":
+        return 0.0
+    free, total = torch.cuda.mem_get_info(device)
+    return (total - free - torch.cuda.memory_reserved(device)) / 2**30
+
+
+def attention_gradients(model: nn.Module) -> Tensor:
+    grads = (p.grad for name, p in model.named_parameters() if name.endswith("linear_qkv.weight"))
+    return torch.cat([grad.float().flatten() for grad in grads if grad is not None])
+
+
+# ---- the report ----------------------------------------------------------------------------------
+
+
+def tell(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def print_head(job: Job, cost: hcp.CostModel, seconds: float) -> None:
+    prices = zip(PRICES, cost.prices, strict=True)
+    parameters = sum(p.numel() for p in job.model.parameters())
+    args = job.args
+    tell(
+        f"{job.ranks} x {device_name(job.device)}, torch {torch.__version__}, Megatron-Core "
+        f"{require_megatron()}, {engine_version()}, hcp {hcp.__version__}\n"
+        f"{parameters / 1e6:.1f} M parameters, {args.num_layers} layers of {args.hidden_size}, "
+        f"heads {args.num_attention_heads}:{args.num_query_groups}, at most "
+        f"{args.max_tokens_per_rank} rows a rank; {args.cp_comm_type} by "
+        f"{job.groups.transport.name}; ready after {seconds:.0f} s\n"
+        + "  ".join(f"{name} {price}" for name, price in prices if price),
+    )
+
+
+def engine_version() -> str:
+    try:
+        import transformer_engine
+    except ImportError:
+        return "no Transformer Engine"
+    return f"Transformer Engine {transformer_engine.__version__}"
+
+
+def print_table(job: Job, family: Family, totals: dict[str, Totals], tokens: int) -> None:
+    tell(
+        f"{'':14} {'micro-batches':>13} {'tokens/s':>10} {'hcp /':>7} {'GiB':>7} {'hcp /':>7} "
+        f"{'gradients off':>14}"
+    )
+    own = totals["hcp"]
+    for name, total in totals.items():
+        memory = own.memory / total.memory if total.memory else 0.0
+        tell(
+            f"{name:14} {total.micro_batches:13} {tokens / total.seconds:10.0f} "
+            f"{total.seconds / own.seconds:7.2f} {total.memory:7.1f} {memory:7.2f} "
+            f"{total.distance:14.1e}"
+        )
+        job.args.json.add(
+            {
+                "family": family.name,
+                "contestant": name,
+                "micro_batches": total.micro_batches,
+                "tokens_per_second": round(tokens / total.seconds),
+                "hcp_over_it": round(total.seconds / own.seconds, 3),
+                "memory_gib": round(total.memory, 2),
+                "gradients_off": total.distance,
+            }
+        ) if dist.get_rank() == 0 else None
+    rivals = {name: total for name, total in totals.items() if name.startswith("te ")}
+    if rivals:
+        print_verdict(job, family, own, rivals)
+
+
+def print_verdict(job: Job, family: Family, own: Totals, rivals: dict[str, Totals]) -> None:
+    best = min(rivals, key=lambda name: rivals[name].seconds)
+    ratio, memory = rivals[best].seconds / own.seconds, own.memory / rivals[best].memory
+    aims = TARGETS.get(job.ranks)
+    aim = "" if aims is None else f" (aim {aims[family.name in ('P3', 'P4')]:g})"
+    tell(
+        f"{family.name}: hcp / {best}: tokens per second {ratio:.2f}{aim}, memory {memory:.2f} "
+        f"(aim {MEMORY_TARGET:g} at most)"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
