@@ -18,9 +18,10 @@ Families are those of benchmarks/common/families.py, with sequences up to --toke
 cut to the rows of all ranks.
 
 Losses, and gradients of the attention's weights, of each contestant are compared with those of the
-first before anything is timed; a contestant that cannot compute is named and left out. Columns:
-micro-batches; tokens per second, and hcp's over those; the most memory that a step took, in torch's
-allocator and outside it, and hcp's over that; the gradients' relative distance. The line below a
+first before anything is timed; one of Transformer Engine's that cannot compute, or is wrong, is
+named and left out. Columns: micro-batches; tokens per second, and hcp's over those; the most memory
+that a step took, in torch's allocator and outside it, and hcp's over that; the gradients' relative
+distance. The line below a
 family compares hcp with the fastest of Transformer Engine, and says what hcp aims at on so many
 GPUs.
 
@@ -503,7 +504,8 @@ def check(
 ) -> dict[str, tuple[float, float]]:
     """Run each contestant once. Return how far its gradients are from the first's, and its memory.
 
-    Ends the run if a loss or gradients are off by more than rounding.
+    Where a loss or gradients are off by more than rounding, hcp's contestants end the run, and
+    Transformer Engine's are named and left out.
     """
     dtype = next(job.model.parameters()).dtype
     most_loss, most_distance = TOLERANCES[dtype]
@@ -521,16 +523,17 @@ def check(
         weights = attention_gradients(job.model)
         first = (loss.item(), weights) if first is None else first
         distance = float((weights - first[1]).norm() / first[1].norm())
-        if not abs(loss.item() / first[0] - 1) <= most_loss:
-            raise SystemExit(
+        loss_distance = abs(loss.item() / first[0] - 1)
+        if not (loss_distance <= most_loss and distance <= most_distance):
+            text = (
                 f"{family.name}: the loss of {name} is {loss.item()}, expected {first[0]} within "
-                f"{most_loss:.1e}"
-            )
-        if not distance <= most_distance:
-            raise SystemExit(
-                f"{family.name}: gradients of {name} are off by {distance:.3f}, expected <= "
+                f"{most_loss:.1e}; its gradients are off by {distance:.3f}, expected <= "
                 f"{most_distance}"
             )
+            if not name.startswith("te "):
+                raise SystemExit(text)
+            tell(f"{text}: left out")
+            continue
         found[name] = distance, slowest(memory, job.device)
     return found
 

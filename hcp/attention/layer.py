@@ -77,6 +77,14 @@ def dense_heads(rows: Tensor) -> Tensor:
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
+def without_others(rows: Tensor) -> Tensor:
+    """Rows that keep no memory of other tensors alive until the backward. A projection to queries,
+    keys and values at once gives three views of one memory, and those of queries and keys are not
+    needed any more once they are rotated."""
+    shared = rows.untyped_storage().nbytes() > 2 * rows.nbytes
+    return rows.clone(memory_format=torch.contiguous_format) if shared else rows
+
+
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
@@ -108,6 +116,8 @@ class _Attention(torch.autograd.Function):
         with torch._C._AutoDispatchBelowAutograd():
             run = run_of(prepared, *given, layer, rotary, number, name)
             out, lse, query, key = forward(run, *given, rotary, number, name)
+            if rotary is not None and any(ctx.needs_input_grad):
+                value = without_others(value)
         ctx.save_for_backward(query, key, value, sinks, out, lse)
         ctx.run, ctx.how = run, how
         ctx.set_materialize_grads(False)  # most calls do not use the log-sum-exp

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from support.cases import GlooGroups
 from support.ranks import run_ranks
 from support.rotary import error, handlers, inputs
+from torch import Tensor
 
 import hcp
 from hcp.attention import rotary as rope
@@ -65,6 +66,30 @@ def test_narrow_types_have_the_bits_of_rotating_first(dtype: torch.dtype) -> Non
             assert float((result - want).abs().max()) <= 8 * torch.finfo(dtype).eps * scale
 
     hcp.loopback(3, check)
+
+
+@pytest.mark.parametrize("comm_type", ["p2p", "a2a"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_backward_keeps_no_projection_of_queries_keys_and_values_alive(
+    ranks: int, comm_type: str
+) -> None:
+    def check(groups: Any) -> None:
+        cp = handlers(groups, comm_type)[0]
+        projected = torch.randn(cp.rows, 8, 8, requires_grad=True)
+        rows, kept = projected * 2, []  # not a leaf, which lives anyway
+
+        def keep(saved: Tensor) -> Tensor:
+            kept.append(saved.untyped_storage().nbytes() / max(1, saved.nbytes))
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+            out = cp.attention(*rows.split([4, 2, 2], dim=1), rotary_pos_emb=torch.randn(64, 8))
+        assert len(kept) >= 5
+        assert max(kept) <= 2
+        out.sum().backward()
+        assert projected.grad is not None
+
+    hcp.loopback(ranks, check)
 
 
 def passes_of(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
