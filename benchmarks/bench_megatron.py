@@ -21,9 +21,8 @@ Losses, and gradients of the attention's weights, of each contestant are compare
 first before anything is timed; one of Transformer Engine's that cannot compute, or is wrong, is
 named and left out. Columns: micro-batches; tokens per second, and hcp's over those; the most memory
 that a step took, in torch's allocator and outside it, and hcp's over that; the gradients' relative
-distance. The line below a
-family compares hcp with the fastest of Transformer Engine, and says what hcp aims at on so many
-GPUs.
+distance. The line below a family compares hcp with the fastest of Transformer Engine, and says what
+hcp aims at on so many GPUs.
 
 Prices are fitted in the run, to micro-batches of degrees 1 to all, with the attention kernel in
 use, unless --cost names a file of `python -m hcp calibrate`. On CPUs, where Transformer Engine does
