@@ -1,7 +1,7 @@
 """Attention by Transformer Engine's DotProductAttention, which exchanges keys and values itself.
 
-It was not run with Transformer Engine yet: the tests replace it by a module with the same
-arguments.
+`tests/cuda/check_transformer_engine.py` runs it with Transformer Engine. The other tests replace it
+by a module with the same arguments.
 """
 
 from __future__ import annotations
