@@ -378,6 +378,7 @@ def choose_eval_size(
             max_tokens_per_rank=args.config.max_seqlen_per_dp_cp_rank,
             global_batch_size=args.global_batch_size,
             ranks_per_node=args.config.ranks_per_node,
+            sync=args.config.sync_where(waiting=False),
         )
         return choice.cp, str(choice)
     # Without a wish, another than training's, where there is one: to show that it does not matter.

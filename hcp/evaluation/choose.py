@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hcp._validate import expect_size, plain
+from hcp._validate import expect_choice, expect_size, plain
 from hcp.planning.cost import MOVING, CostModel
-from hcp.planning.limits import divisors, rows_up_to
+from hcp.planning.limits import SYNCS, divisors, rows_up_to
 from hcp.planning.plan import Plan, plan
 
 
@@ -65,6 +65,7 @@ def choose_eval_context_parallel(
     max_tokens_per_rank: int | None = None,
     global_batch_size: int | None = None,
     ranks_per_node: int | None = None,
+    sync: str = "step",
     sizes: Sequence[int] | None = None,
 ) -> EvalChoice:
     """Choose the CP size with which `hcp.EvalPlan` is predicted to finish first.
@@ -74,11 +75,13 @@ def choose_eval_context_parallel(
     divisors of `ranks`; restrict them if heads must be divisible. `ranks_per_node`: a CP group that
     spans nodes pays the far prices of `cost`. Only integers decide, so every rank chooses the same,
     given the same `cost`. If `cost` is a function, give all ranks one rank's `cost.tabulated`.
+    `sync` is that of `hcp.plan` and `hcp.EvalPlan`: "micro_batch" where ranks wait for each other
+    in every layer, as under FSDP.
 
     Without `max_tokens_per_rank` the prediction is for `EvalPlan.batches`. With it, the prediction
     is for `EvalPlan.dispatch` with the CP size as `degree`: the sum of the makespans of the plans
-    of all global batches of `global_batch_size` samples. `max_tokens_per_rank` is raised for a
-    sample that needs more.
+    of all global batches of `global_batch_size` samples, under `sync`. `max_tokens_per_rank` is
+    raised for a sample that needs more.
 
     No size is chosen that is predicted slower than the training layout, unless that does not fit
     `memory`. Ties go to the training layout, then to the smaller size. Raises ValueError if nothing
@@ -92,6 +95,7 @@ def choose_eval_context_parallel(
     for name, size in given.items():
         if size is not None:
             expect_size(name, size)
+    expect_choice("sync", sync, SYNCS)
     ranks, train_cp = expect_size("ranks", ranks), expect_size("train_cp", train_cp)
     pipeline_stages = expect_size("pipeline_stages", pipeline_stages)
     micro_batch_size = expect_size("micro_batch_size", micro_batch_size)
@@ -111,7 +115,9 @@ def choose_eval_context_parallel(
     prices, node = cost or CostModel(), ranks_per_node or 0
     if max_tokens_per_rank is None:
         candidates = tuple(
-            _predict(tokens, ranks, node, cp, prices, pipeline_stages, memory, micro_batch_size)
+            _predict(
+                tokens, ranks, node, cp, prices, pipeline_stages, memory, micro_batch_size, sync
+            )
             for cp in considered
         )
     else:
@@ -122,7 +128,9 @@ def choose_eval_context_parallel(
             )
         batch = global_batch_size or max(1, len(tokens))
         candidates = tuple(
-            _predict_dispatch(tokens, ranks, node, cp, prices, memory, max_tokens_per_rank, batch)
+            _predict_dispatch(
+                tokens, ranks, node, cp, prices, memory, max_tokens_per_rank, batch, sync
+            )
             for cp in considered
         )
     fitting = [c for c in candidates if not c.refusal]
@@ -145,11 +153,12 @@ def _predict(
     stages: int,
     memory: int | None,
     micro_batch_size: int,
+    sync: str,
 ) -> Candidate:
     dp = ranks // cp
     stride = dp * micro_batch_size
     count = -(-len(tokens) // stride)
-    slowest = (0, 0, 0)
+    spent = []  # of each data-parallel rank in each micro-batch: (time, exchange)
     rows = 0
     for r in range(dp):
         # Nodes may cut a CP group that would fit into one. A group that is cut pays the far prices,
@@ -163,14 +172,22 @@ def _predict(
             ]
             for k in range(count)
         ]
-        times = [_time(batch, cp, cost, node_of_group) // stages for batch in batches]
-        # A pipeline of equal stages: the longest micro-batch is waited for on the way in and out.
-        bubble = (stages - 1) * max(times, default=0)
-        exchange = sum(_exchange(batch, cp, cost, node_of_group) for batch in batches) // stages
-        slowest = max(slowest, (sum(times) + bubble, bubble, exchange))
+        prices = cp, cost, node_of_group
+        spent.append([(_time(b, *prices) // stages, _exchange(b, *prices)) for b in batches])
         rows = max([rows, *(sum(rows_up_to(n, cp) for n in batch) for batch in batches)])
+    if sync == "micro_batch":  # all ranks wait for the slowest one
+        spent = [[max(of_ranks) for of_ranks in zip(*spent, strict=True)]]
+    slowest = max(_total(of_rank, stages) for of_rank in spent)
     fillers = count * stride - len(tokens)
     return Candidate(cp, count, fillers, *slowest, rows, _refusal(rows, memory))
+
+
+def _total(spent: Sequence[tuple[int, int]], stages: int) -> tuple[int, int, int]:
+    """Time, bubble and exchange of one rank's micro-batches."""
+    times = [time for time, _ in spent]
+    # A pipeline of equal stages: the longest micro-batch is waited for on the way in and out.
+    bubble = (stages - 1) * max(times, default=0)
+    return sum(times) + bubble, bubble, sum(exchange for _, exchange in spent) // stages
 
 
 def _predict_dispatch(
@@ -182,6 +199,7 @@ def _predict_dispatch(
     memory: int | None,
     max_tokens_per_rank: int,
     global_batch_size: int,
+    sync: str,
 ) -> Candidate:
     most = max(max_tokens_per_rank, rows_up_to(max(tokens, default=1), cp))
     if node and cp > node and cp % node:
@@ -198,6 +216,7 @@ def _predict_dispatch(
             max_degree=cp,
             ranks_per_node=node,
             cost=cost,
+            sync=sync,
         )
         for first in range(0, len(tokens), global_batch_size)
     ]

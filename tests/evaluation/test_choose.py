@@ -139,9 +139,10 @@ class Groups:
     st.sampled_from([1, 2, 4, 6]),
     st.integers(1, 2000),
     st.integers(1, 12),
+    st.sampled_from(["step", "micro_batch"]),
 )
 def test_with_a_limit_the_prediction_is_the_makespans_of_the_plans_that_dispatch_runs(
-    lengths, ranks, limit, batch
+    lengths, ranks, limit, batch, sync
 ):
     choice = choose_eval_context_parallel(
         len(lengths),
@@ -150,6 +151,7 @@ def test_with_a_limit_the_prediction_is_the_makespans_of_the_plans_that_dispatch
         train_cp=ranks,
         max_tokens_per_rank=limit,
         global_batch_size=batch,
+        sync=sync,
     )
     for candidate in choice.candidates:
         evaluation = EvalPlan(
@@ -158,6 +160,7 @@ def test_with_a_limit_the_prediction_is_the_makespans_of_the_plans_that_dispatch
             max_tokens_per_rank=max(limit, rows_up_to(max(lengths), candidate.cp)),
             global_batch_size=batch,
             degree=candidate.cp,
+            sync=sync,
         )
         plans = [evaluation.plan(k) for k in range(-(-len(lengths) // batch))]
         assert candidate.time == sum(p.makespan for p in plans)
@@ -169,9 +172,34 @@ def test_with_a_limit_the_prediction_is_the_makespans_of_the_plans_that_dispatch
     assert choice.cp == min(choice.candidates, key=lambda c: (c.time, c.cp != ranks, c.cp)).cp
 
 
+def test_ranks_that_wait_in_every_layer_take_the_time_of_the_slowest_in_each_micro_batch():
+    """Two ranks, one sample each: 3 and 1 tokens, then 1 and 3."""
+    cost = CostModel(pair=0, token=1000, exchange=0, launch=0)
+    by_sync = {
+        sync: choose_eval_context_parallel(
+            4, [3, 1, 1, 3], ranks=2, train_cp=1, cost=cost, sync=sync, sizes=[1]
+        )
+        for sync in ("step", "micro_batch")
+    }
+    assert times(by_sync["step"])[1] == 4000
+    assert times(by_sync["micro_batch"])[1] == 6000
+
+
+def test_the_choice_follows_where_ranks_wait():
+    """Unequal samples: cp 1 keeps ranks busy until the end of the step, and idle in every layer."""
+    lengths = [64, 4, 4, 64, 64, 4, 4, 64]
+    cost = CostModel(pair=0, token=1000, exchange=100, launch=0)
+    chosen = {
+        sync: choose_eval_context_parallel(8, lengths, ranks=2, train_cp=1, cost=cost, sync=sync).cp
+        for sync in ("step", "micro_batch")
+    }
+    assert chosen == {"step": 1, "micro_batch": 2}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"lengths": 4, "sync": "auto"}, "sync is 'auto', expected"),
         ({"lengths": [1, 2]}, "there are 2 lengths, expected num_samples = 3"),
         ({"lengths": 4, "train_cp": 3}, "train_cp is 3, expected a divisor of the 8 ranks"),
         ({"lengths": 4, "train_cp": 0}, "train_cp is 0, expected an integer >= 1"),
