@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -25,10 +26,13 @@ from hcp.evaluation.plan import EvalPlan
 from hcp.groups.build import build_process_groups
 from hcp.groups.process_groups import ProcessGroups
 from hcp.planning.cost import CostModel
+from hcp.planning.plan import Plan
 from hcp.rebinding.exclude import Exclude
 from hcp.rebinding.rebind import eval_cp_context
 from hcp.step.config import NO_WINDOW, Config
 from hcp.step.dispatch import Step, dispatch, gather_lengths
+
+_log = logging.getLogger("hcp")
 
 IGNORED = -100
 """The label that does not count, for torch.nn.functional.cross_entropy and for Transformers."""
@@ -181,6 +185,22 @@ def waits_in_layers(model: nn.Module) -> bool:
     return any(_spreads_experts(module) for module in model.modules())
 
 
+def warn_of_the_barrier(model: nn.Module, plan: Plan) -> None:
+    """Warn, once, of plans that are right but slower than they could be: those whose ranks do not
+    wait for each other in the layers, for a model whose ranks do."""
+    if plan.sync == "step" and plan.ranks > 1 and waits_in_layers(model):
+        _warn_of_the_barrier()
+
+
+@cache
+def _warn_of_the_barrier() -> None:
+    _log.warning(
+        "hcp: the plan lets ranks wait at the end of a step only, and the model's are to wait in "
+        "every layer, as its parameters are sharded or its experts lie on several ranks: give "
+        'model= to the loader, or say hcp.Config(sync="micro_batch")'
+    )
+
+
 def _spreads_experts(module: nn.Module) -> bool:
     config = getattr(module, "config", None)
     holders = (module, config, getattr(config, "distributed_config", None))
@@ -238,10 +258,13 @@ class DynamicCPCollator:
         to_sample: ToSample = causal_lm_sample,
         window_sizes: Sequence[tuple[int, int]] = (),
         model: nn.Module | None = None,
+        alignment: int = 1,
     ) -> None:
-        """`model`: decides `config.sync` if that is "auto", when the first batch is planned."""
+        """`model`: decides `config.sync` if that is "auto", when the first batch is planned.
+        `alignment`: the rows of every rank are a multiple of it."""
         self.config, self.groups, self.cost = config, groups, cost
         self.to_sample, self.window_sizes = to_sample, tuple(window_sizes)
+        self.alignment = alignment
         self._barrier = Barrier(config, model)
         config.validate(ranks=groups.size("dp_cp"))
 
@@ -251,7 +274,8 @@ class DynamicCPCollator:
         samples = (self.to_sample(item) for item in items)
         lengths, sources, own = gather_lengths(samples, self.groups)
         ranks = self.groups.size("dp_cp")
-        plan = self.config.plan(lengths, ranks, self.cost, sync=self._barrier.sync)
+        limits = {"sync": self._barrier.sync, "alignment": self.alignment}
+        plan = self.config.plan(lengths, ranks, self.cost, **limits)
         options = self.config.dispatch_options()
         return dispatch(
             plan,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from functools import cache
 from typing import Any
 
 import torch
@@ -11,10 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
+from hcp.integrations.loader import warn_of_the_barrier
 from hcp.step.dispatch import LocalBatch
 from hcp.step.handler import ContextParallelHandler
-
-_log = logging.getLogger("hcp")
 
 
 def model_inputs(cp: ContextParallelHandler, local: LocalBatch) -> dict[str, Any]:
@@ -33,21 +30,11 @@ def model_inputs(cp: ContextParallelHandler, local: LocalBatch) -> dict[str, Any
 
 def causal_lm_losses(model: nn.Module, cp: ContextParallelHandler, local: LocalBatch) -> Tensor:
     """Return the cross-entropy of each row of this rank, (T,), float32 or wider."""
-    if isinstance(model, FSDPModule) and cp.plan.sync == "step" and cp.plan.ranks > 1:
-        _warn_of_the_barrier()
+    if isinstance(model, FSDPModule):
+        warn_of_the_barrier(model, cp.plan)
     logits = model(**model_inputs(cp, local)).logits[0, : cp.rows]
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(wide, local.labels, reduction="none")
-
-
-@cache
-def _warn_of_the_barrier() -> None:
-    """Warn once that the plan is right but slower than it could be."""
-    _log.warning(
-        "hcp: the plan lets ranks wait at the end of a step only, and the model's are to wait in "
-        "every layer, as FSDP shards its parameters: give model= to the loader, or say "
-        'hcp.Config(sync="micro_batch")'
-    )
 
 
 def causal_lm_loss(
