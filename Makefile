@@ -12,7 +12,7 @@ EXTRAS  ?= demo,test
 
 # Trainers whose tests make test leaves out. Each is an extra of pyproject.toml, gets an environment
 # .venv-NAME of its own, and runs tests/integrations/test_NAME.py and the documents of that name.
-TRAINERS ?= lightning torchtitan
+TRAINERS ?= deepspeed lightning torchtitan
 
 VENV := $(or $(VIRTUAL_ENV),.venv)
 PY   := $(VENV)/bin/python

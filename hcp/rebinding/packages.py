@@ -17,10 +17,12 @@ from typing import Any
 from hcp.rebinding import derived
 from hcp.rebinding.rules import Rule
 
+_DEEPSPEED = "hcp.integrations.deepspeed.rules"
 _MEGATRON = "hcp.integrations.megatron.rules"
 _TRANSFORMER_ENGINE = "hcp.integrations.transformer_engine.rules"
 
 _PACKAGES = {
+    "deepspeed": _DEEPSPEED,
     "megatron": _MEGATRON,
     "megatron_fsdp": _MEGATRON,
     "transformer_engine": _TRANSFORMER_ENGINE,

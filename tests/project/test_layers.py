@@ -315,6 +315,7 @@ def test_the_library_imports_neither_demo_nor_command_nor_integration() -> None:
         "hcp/step/backends.py": {"hcp.integrations.transformer_engine.handler"},
         # Rules for a package's classes, imported when a model has one of them.
         "hcp/rebinding/packages.py": {
+            "hcp.integrations.deepspeed.rules",
             "hcp.integrations.megatron.rules",
             "hcp.integrations.transformer_engine.rules",
         },
