@@ -99,9 +99,9 @@ def test_a_prepared_loop_trains_as_on_one_rank(config, tmp_path):
     assert 0 in itertools.chain(*(rows for *_, rows in three)), "no rank was without rows"
 
 
-def train_sharded(rank, size, config):
+def train_sharded(rank, size, config, cp_size=1):
     """Losses of two epochs under Accelerate's FSDP2, and how many parameters a rank holds."""
-    from accelerate import Accelerator, PartialState
+    from accelerate import Accelerator, ParallelismConfig, PartialState
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     from hcp.integrations.accelerate import ContextParallel
@@ -110,8 +110,10 @@ def train_sharded(rank, size, config):
     PartialState(cpu=True)
     with fsdp_on_cpus():
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="NO_WRAP")
-        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+        parallelism = None if cp_size == 1 else ParallelismConfig(cp_size=cp_size)
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=parallelism)
         parallel = ContextParallel(accelerator, config)
+        assert parallel.groups.size("cp") == cp_size
         model = Model()
         optimizer = torch.optim.Adam(model.parameters(), 1e-2)
         model, optimizer = accelerator.prepare(model, optimizer)
@@ -122,6 +124,9 @@ def train_sharded(rank, size, config):
             loader.set_epoch(epoch)
             for step in loader:
                 assert step.plan.sync == "micro_batch"  # ranks wait in every layer
+                if parallel.config.sequence_packing_scheduler == "static_cp":
+                    groups = itertools.chain(*step.plan.micro_batches)
+                    assert {group.degree for group in groups} == {cp_size}
                 total = torch.zeros((), dtype=torch.float64)
                 for cp, local in parallel.micro_batches(model, step):
                     loss = cp.loss(model(cp, local), local.loss_mask, grad_reduce="mean")
@@ -131,6 +136,11 @@ def train_sharded(rank, size, config):
                 optimizer.zero_grad()
                 losses.append(accelerator.reduce(total, "mean").item())
         evaluation = evaluate(parallel, model)
+        if cp_size > 1:
+            cut = accelerator.maybe_context_parallel(buffers=[torch.zeros(2)])
+            with pytest.raises(ValueError, match="would cut sequences that hcp has cut"), cut:
+                pass
+            assert ContextParallel(accelerator, config).groups.size("cp") == cp_size
     return losses, evaluation.mean, held
 
 
@@ -144,6 +154,83 @@ def test_accelerates_fsdp2_shards_parameters_over_the_domain():
         assert mean == pytest.approx(alone[1], abs=1e-9)
     assert sum(held for *_, held in three) == alone[2]
     assert max(held for *_, held in three) < alone[2] / 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sequence_packing_scheduler": "static_cp"},
+        {"eval_context_parallel_size": 1},
+    ],
+    ids=["static", "dynamic"],
+)
+def test_a_parallelism_config_that_asks_for_cp_is_understood(options):
+    """Accelerate shards over all ranks of its mesh, and hcp spreads the sequences."""
+    alone = run_ranks(1, train_sharded, hcp.Config(max_seqlen_per_dp_cp_rank=128))[0]
+    config = hcp.Config(max_seqlen_per_dp_cp_rank=52, **options)
+    two = run_ranks(2, train_sharded, config, 2)
+    for losses, mean, _ in two:
+        assert losses == pytest.approx(alone[0], abs=1e-9)
+        assert mean == pytest.approx(alone[1], abs=1e-9)
+    assert sum(held for *_, held in two) == alone[2]
+
+
+def asking_for_cp(size, **says):
+    return Namespace(
+        **{
+            "parallelism_config": Namespace(cp_size=size, sp_size=1, tp_size=1),
+            "gradient_accumulation_steps": 1,
+            "distributed_type": "DistributedType.FSDP",
+            **says,
+        }
+    )
+
+
+def test_a_cp_size_that_contradicts_the_configuration_or_comes_too_late_is_refused():
+    from hcp.integrations.accelerate import check_accelerator, with_cp_size_of
+
+    config = hcp.Config(8, sequence_packing_scheduler="static_cp", context_parallel_size=4)
+    with pytest.raises(ValueError, match="context_parallel_size is 4, expected 2, the cp_size of"):
+        with_cp_size_of(asking_for_cp(2), config)
+    with pytest.raises(ValueError, match="has prepared a model for its own cp_size 2, expected a"):
+        with_cp_size_of(asking_for_cp(2, _cp_context=print), hcp.Config(8))
+    asking = asking_for_cp(2)
+    asking.parallelism_config.sp_size = 2
+    with pytest.raises(ValueError, match=r"parallelism_config\.sp_size is 2, expected 1"):
+        check_accelerator(asking, takes_cp=True)
+
+
+def warn_of_a_barrier(rank, size):
+    """What is logged of a loader that knows no model, for one that is sharded by hand."""
+    from accelerate import Accelerator
+    from torch.distributed.fsdp import fully_shard
+
+    import hcp.integrations.loader as ours
+    from hcp.integrations.accelerate import ContextParallel
+
+    as_torchrun(size)
+    ours._warn_of_the_barrier.cache_clear()  # of this process, which other tests use
+    parallel = ContextParallel(Accelerator(cpu=True), hcp.Config(max_seqlen_per_dp_cp_rank=64))
+    model, messages = fully_shard(Model()), []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("hcp").addHandler(handler)
+    for _ in range(2):
+        step = next(iter(parallel.train_loader(documents([5, 6]), global_batch_size=2)))
+        for _ in parallel.micro_batches(model, step):
+            pass
+    told = parallel.train_loader(documents([5, 6]), global_batch_size=2, model=model)
+    evaluated = parallel.eval_loader(documents([5, 6]), global_batch_size=2, model=model)
+    syncs = next(iter(told)).plan.sync, {cp.plan.sync for cp, _ in evaluated}
+    logging.getLogger("hcp").removeHandler(handler)
+    return messages, syncs
+
+
+def test_a_loader_that_is_not_told_of_sharded_parameters_is_warned_of_once():
+    for messages, syncs in run_ranks(2, warn_of_a_barrier):
+        (message,) = messages
+        assert "the plan lets ranks wait at the end of a step only" in message
+        assert syncs == ("micro_batch", {"micro_batch"})
 
 
 def ask_for_fsdp_on_a_cpu(rank, size):
@@ -195,7 +282,7 @@ def refuse(rank, size):
         gradient_accumulation_steps, distributed_type = 1, "DistributedType.DEEPSPEED"
         parallelism_config = None
 
-    with pytest.raises(ValueError, match="uses DeepSpeed, expected DDP or FSDP"):
+    with pytest.raises(ValueError, match="uses DeepSpeed, expected DDP or FSDP: for DeepSpeed"):
         check_accelerator(Other())
 
 
