@@ -1,4 +1,4 @@
-"""Lightning: a strategy that trains on planned micro-batches, and a callback for evaluation.
+"""Lightning: strategies that train on planned micro-batches, and a callback for evaluation.
 
 callback = EvalContextParallel(groups, evaluation)
 trainer = Trainer(strategy=ContextParallelStrategy(), callbacks=[callback])
@@ -10,9 +10,11 @@ scalar. Its `validation_step((cp, local), batch_idx)` returns the loss of each r
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from hcp.evaluation.metrics import Metrics
 from hcp.groups.process_groups import ProcessGroups
@@ -24,6 +26,7 @@ from hcp.integrations.loader import (
     causal_lm_sample,
     eval_groups,
     eval_layout,
+    warn_of_the_barrier,
 )
 from hcp.programs.versions import require
 from hcp.step.dispatch import Step
@@ -31,9 +34,10 @@ from hcp.step.dispatch import Step
 require("lightning", "2.6", "2.6")
 
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
-from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy  # noqa: E402
 
 __all__ = [
+    "ContextParallelFSDP2Strategy",
     "ContextParallelStrategy",
     "DynamicCPCollator",
     "DynamicCPDataLoader",
@@ -44,17 +48,14 @@ __all__ = [
 ]
 
 
-class ContextParallelStrategy(DDPStrategy):  # type: ignore[misc]
-    """DDP whose batches are steps of a `DynamicCPDataLoader`: it calls the module's `training_step`
-    for each micro-batch, and the optimizer once.
+class _PlannedSteps:
+    """Mixed into a strategy of Lightning's whose batches are steps of a `DynamicCPDataLoader`: it
+    calls the module's `training_step` for each micro-batch, and the optimizer once."""
 
-    Gradients are averaged over ranks in the last micro-batch: compute losses with
-    `cp.loss(..., grad_reduce="mean")`. The strategy logs the mean loss of the whole batch. A value
-    that `training_step` logs itself is that of one micro-batch.
-    """
+    model: Any
+    lightning_module: Any
 
     def __init__(self, *positional: Any, name: str = "train_loss", **keywords: Any) -> None:
-        """`name`: that of the logged loss. Other options are those of Lightning's `DDPStrategy`."""
         super().__init__(*positional, **keywords)
         self.name = name
         self._rest: list[Any] = []
@@ -72,18 +73,18 @@ class ContextParallelStrategy(DDPStrategy):  # type: ignore[misc]
     def backward(self, closure_loss: Tensor, *positional: Any, **keywords: Any) -> Tensor:
         """Run the first micro-batch's backward, then the others forward and backward."""
         total = closure_loss.detach()
-        super().backward(closure_loss, *positional, **keywords)
+        super().backward(closure_loss, *positional, **keywords)  # type: ignore[misc]
         while self._rest:
             loss = self._forward(self._rest.pop(0))
-            super().backward(loss, *positional, **keywords)
+            super().backward(loss, *positional, **keywords)  # type: ignore[misc]
             total = total + loss.detach()
         self.lightning_module.log(self.name, total, sync_dist=True, prog_bar=True, batch_size=1)
         return closure_loss
 
     def _forward(self, micro_batch: Any) -> Tensor:
-        """Run a micro-batch's forward. DDP reduces in the backward unless this is under no_sync."""
-        with self.model.no_sync() if self._rest else contextlib.nullcontext():
-            loss = super().training_step(micro_batch, *self._others)
+        """Run a micro-batch's forward. Gradients are reduced in the backward of the last one."""
+        with self._reducing(last=not self._rest):
+            loss = super().training_step(micro_batch, *self._others)  # type: ignore[misc]
         if not isinstance(loss, Tensor):
             raise ValueError(
                 f"training_step gave a {type(loss).__name__}, expected a tensor: "
@@ -91,21 +92,31 @@ class ContextParallelStrategy(DDPStrategy):  # type: ignore[misc]
             )
         return loss
 
+    def _reducing(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a forward whose backward reduces gradients if it is the last."""
+        raise NotImplementedError
+
+    @property
+    def _averaged_ranks(self) -> int:
+        """The ranks over which the strategy averages gradients."""
+        raise NotImplementedError
+
     def _check(self, batch: object) -> None:
         if not isinstance(batch, Step):
             raise ValueError(
                 f"a batch is a {type(batch).__name__}, expected an hcp.Step: "
                 "train on a DynamicCPDataLoader"
             )
-        if batch.plan.ranks != self.world_size:
+        if batch.plan.ranks != self._averaged_ranks:
             raise ValueError(
-                f"the plan is for {batch.plan.ranks} ranks, expected {self.world_size}: those over "
-                "which the strategy averages gradients"
+                f"the plan is for {batch.plan.ranks} ranks, expected {self._averaged_ranks}: those "
+                "over which the strategy averages gradients"
             )
         module = self.lightning_module
         if not self._warned:
             self._warned = True
             warn_of_experts(module)
+            warn_of_the_barrier(module, batch.plan)
         if not module.automatic_optimization:
             raise ValueError(
                 "automatic_optimization is False, expected True: a loop of your own needs no "
@@ -117,6 +128,65 @@ class ContextParallelStrategy(DDPStrategy):  # type: ignore[misc]
                 f"accumulate_grad_batches is {accumulated}, expected 1: the plan has the "
                 "micro-batches of a step; raise the global batch size instead"
             )
+
+
+class ContextParallelStrategy(_PlannedSteps, DDPStrategy):  # type: ignore[misc]
+    """DDP whose batches are steps of a `DynamicCPDataLoader`: it calls the module's `training_step`
+    for each micro-batch, and the optimizer once.
+
+    Gradients are averaged over ranks in the last micro-batch: compute losses with
+    `cp.loss(..., grad_reduce="mean")`. The strategy logs the mean loss of the whole batch. A value
+    that `training_step` logs itself is that of one micro-batch.
+    """
+
+    def __init__(self, *positional: Any, name: str = "train_loss", **keywords: Any) -> None:
+        """`name`: that of the logged loss. Other options are those of Lightning's `DDPStrategy`."""
+        super().__init__(*positional, name=name, **keywords)
+
+    def _reducing(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if last else self.model.no_sync()
+
+    @property
+    def _averaged_ranks(self) -> int:
+        return int(self.world_size)
+
+
+class ContextParallelFSDP2Strategy(_PlannedSteps, ModelParallelStrategy):  # type: ignore[misc]
+    """FSDP2 over all ranks, as Lightning's `ModelParallelStrategy`, with batches and losses as
+    under `ContextParallelStrategy`.
+
+    The module's `configure_model` calls `fully_shard` with `self.device_mesh["data_parallel"]`.
+    Ranks wait for each other in every layer: give `model=` to the loaders, so that plans take
+    this into account.
+    """
+
+    def __init__(self, *, name: str = "train_loss", **keywords: Any) -> None:
+        """`name`: that of the logged loss. Other options are those of Lightning's
+        `ModelParallelStrategy`, without the sizes: tensor parallelism was not tested."""
+        for size in ("data_parallel_size", "tensor_parallel_size"):
+            if size in keywords:
+                raise ValueError(
+                    f"{size} is {keywords[size]}, expected none: all ranks are one domain and "
+                    "shard the parameters; tensor parallelism was not tested"
+                )
+        super().__init__(name=name, tensor_parallel_size=1, **keywords)
+
+    def setup_environment(self) -> None:
+        """Make the process group, and a device mesh of all ranks."""
+        self._data_parallel_size = self.num_nodes * self.num_processes
+        super().setup_environment()
+
+    @contextlib.contextmanager
+    def _reducing(self, *, last: bool) -> Iterator[None]:
+        # Read in the backward, which follows before the next forward.
+        for module in self.lightning_module.modules():
+            if isinstance(module, FSDPModule):
+                module.set_requires_gradient_sync(last, recurse=False)
+        yield
+
+    @property
+    def _averaged_ranks(self) -> int:
+        return int(self.device_mesh["data_parallel"].size())
 
 
 class EvalContextParallel(Callback):  # type: ignore[misc]

@@ -75,11 +75,11 @@ def make_trainer(size, folder, callbacks, **options):
 
     from hcp.integrations.lightning import ContextParallelStrategy
 
+    options = {"strategy": ContextParallelStrategy(process_group_backend="gloo"), **options}
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     return Trainer(
         accelerator="cpu",
         devices=size,
-        strategy=ContextParallelStrategy(process_group_backend="gloo"),
         callbacks=callbacks,
         default_root_dir=str(folder),
         **quiet
@@ -88,12 +88,16 @@ def make_trainer(size, folder, callbacks, **options):
     )
 
 
-def make_loaders(groups, config):
+def make_loaders(groups, config, model=None):
     from hcp.integrations.loader import DynamicCPDataLoader, EvalDataLoader, eval_groups
 
     evaluation = eval_groups(groups, config)
-    training = DynamicCPDataLoader(documents(TRAINING), config, groups, global_batch_size=8)
-    validation = EvalDataLoader(documents(VALIDATION, 1), config, evaluation, global_batch_size=4)
+    training = DynamicCPDataLoader(
+        documents(TRAINING), config, groups, global_batch_size=8, model=model
+    )
+    validation = EvalDataLoader(
+        documents(VALIDATION, 1), config, evaluation, global_batch_size=4, model=model
+    )
     return training, validation, evaluation
 
 
@@ -132,6 +136,61 @@ def test_twenty_steps_are_those_of_one_rank(config, tmp_path):
         assert evaluations == pytest.approx(alone[2], abs=1e-6)  # Lightning logs float32
         assert tested == pytest.approx(alone[3], abs=1e-6)
     assert 0 in itertools.chain(*(result[-1] for result in three)), "no rank was without rows"
+
+
+def train_sharded(rank, size, folder, config):
+    """Losses and evaluations of six steps under FSDP2, and the parameters that this rank holds."""
+    from torch.distributed.fsdp import fully_shard
+
+    from hcp.integrations.lightning import ContextParallelFSDP2Strategy, EvalContextParallel
+
+    as_torchrun(size)
+    warnings.simplefilter("ignore")
+    groups = hcp.build_process_groups()
+    module, watch = make_module(), make_watch()
+
+    def configure_model(module):
+        if not hasattr(module, "sharded"):
+            module.sharded = fully_shard(module.model, mesh=module.device_mesh["data_parallel"])
+
+    def on_before_optimizer_step(trainer, module, optimizer):
+        if watch.gradient is None:
+            watch.gradient = module.model.qkv.weight.grad.full_tensor().clone()
+            watch.held = sum(p.to_local().numel() for p in module.parameters())
+
+    type(module).configure_model = configure_model
+    watch.on_before_optimizer_step = on_before_optimizer_step
+    training, validation, evaluation = make_loaders(groups, config, module)
+    trainer = make_trainer(
+        size,
+        folder,
+        [EvalContextParallel(groups, evaluation), watch],
+        strategy=ContextParallelFSDP2Strategy(process_group_backend="gloo"),
+        max_steps=6,
+    )
+    trainer.fit(module, training, validation)
+    assert {step.plan.sync for step in training} == {"micro_batch"}  # ranks wait in every layer
+    return watch.losses, watch.gradient, watch.evaluations, watch.held
+
+
+def test_fsdp2_trains_as_one_rank(tmp_path):
+    alone = on_ranks(1, train_sharded, tmp_path, hcp.Config(max_seqlen_per_dp_cp_rank=128))[0]
+    config = hcp.Config(max_seqlen_per_dp_cp_rank=50, eval_context_parallel_size=2)
+    two = on_ranks(2, train_sharded, tmp_path, config)
+    assert len(alone[0]) == 6
+    for losses, gradient, evaluations, _ in two:
+        assert losses == pytest.approx(alone[0], abs=1e-6)  # Lightning logs float32
+        assert (gradient - alone[1]).abs().max() < 1e-12
+        assert evaluations == pytest.approx(alone[2], abs=1e-6)
+    assert sum(held for *_, held in two) == alone[3]
+    assert max(held for *_, held in two) < 0.6 * alone[3]
+
+
+def test_sizes_that_were_not_tested_under_fsdp2_are_refused():
+    from hcp.integrations.lightning import ContextParallelFSDP2Strategy
+
+    with pytest.raises(ValueError, match="tensor_parallel_size is 2, expected none: all ranks"):
+        ContextParallelFSDP2Strategy(tensor_parallel_size=2)
 
 
 def resume(rank, size, folder):
