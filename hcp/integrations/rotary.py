@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
+from torch.utils._pytree import register_pytree_node
 
 from hcp.attention.rotary import Rotary
 from hcp.step.handler import ContextParallelHandler
@@ -30,6 +31,15 @@ class Unrotated:
     rows: Tensor
     rotary_of: RotaryOf
     """The same object for the queries and the keys of a call."""
+
+
+# Code that turns the arguments of a call into others of their kind, such as DTensor's local_map,
+# finds the rows.
+register_pytree_node(
+    Unrotated,
+    lambda unrotated: ([unrotated.rows], unrotated.rotary_of),
+    lambda rows, rotary_of: Unrotated(next(iter(rows)), rotary_of),
+)
 
 
 def take_rotary(

@@ -1,5 +1,6 @@
 """torchtitan, the real package on gloo ranks: dynamic, static and one-rank runs are one run."""
 
+import functools
 import importlib.util
 import os
 import re
@@ -20,8 +21,11 @@ from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.validate import Validator
 from torchtitan.config import CompileConfig
+from torchtitan.config.configs import DebugConfig
+from torchtitan.models import deepseek_v3
 from torchtitan.models.common.attention import ScaledDotProductAttention, VarlenAttention
 from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE
+from torchtitan.models.common.token_dispatcher import HybridEPTokenDispatcher
 from torchtitan.trainer import Trainer
 
 import hcp
@@ -337,6 +341,83 @@ def test_parameters_are_sharded_over_all_ranks_that_torchtitan_would_shard_over(
     assert max(own for _, own in results) < 1.1 * whole / over
 
 
+# ---- tensor and expert parallelism, experts, compiled models -------------------------------------
+
+
+def train_toy(rank, size, planner, family, options):
+    """Gradients and counts of experts of the first step; losses, validation losses and biases of
+    experts of two more."""
+    given = {"steps": 3, "validation_rows": 3, **options}
+    with titan.experts_in_float32():
+        run = titan.Run(titan.config_of(planner, spec=toy(family), **given))
+        gradients = run.first_gradients()
+        counts, waits = run.expert_counts(), run.trainer.planner.sync
+        run.train()
+        biases = run.expert_biases()
+        run.close()
+    return gradients, run.losses, run.validations, biases, counts, waits
+
+
+def toy(family):
+    name = family.removesuffix("_experts")
+    return titan.spec_of(name) if name == family else titan.experts_spec(name)
+
+
+@functools.cache
+def alone(family):
+    return on_ranks(1, train_toy, titan.options(256), family, {})[0]
+
+
+SHARED = [
+    pytest.param(4, "llama3", {"tensor_parallel_degree": 2}, id="tp"),
+    pytest.param(2, "deepseek_v3_experts", {}, id="moe"),
+    pytest.param(2, "deepseek_v3_experts", {"expert_parallel_degree": 2}, id="ep"),
+    pytest.param(
+        4,
+        "qwen3_experts",
+        {"tensor_parallel_degree": 2, "expert_parallel_degree": 4},
+        id="tp-ep",
+    ),
+]
+
+
+@pytest.mark.parametrize(("size", "family", "parallelism"), SHARED)
+def test_models_that_are_sharded_in_other_ways_train_as_on_one_rank(size, family, parallelism):
+    """Dynamic degrees, rows that stand in, and for TP rows that fill up to a multiple of it."""
+    gradients, losses, validations, biases, counts, _ = alone(family)
+    planner = titan.options(LIMIT, eval_context_parallel_size=2)
+    results = on_ranks(size, train_toy, planner, family, {"parallelism": parallelism})
+    for by_rank, expected in zip(zip(*(r[4] for r in results), strict=True), counts, strict=True):
+        assert torch.equal(sum(by_rank), expected)
+    for found in results:
+        assert found[0].keys() == gradients.keys()
+        for name, gradient in found[0].items():
+            scale = float(gradients[name].abs().max())
+            torch.testing.assert_close(
+                gradient,
+                gradients[name],
+                rtol=1e-4,
+                atol=4e-6 * scale,
+                msg=lambda m, n=name: n + m,
+            )
+        assert found[1] == pytest.approx(losses, abs=1e-4)
+        assert found[2] == pytest.approx(validations, abs=1e-4)
+        assert len(found[3]) == len(biases)
+        for bias, expected in zip(found[3], biases, strict=True):
+            assert torch.equal(bias, expected)
+            assert expected.any()
+        assert found[5] == "micro_batch"
+
+
+@pytest.mark.parametrize("family", ["llama3"])
+def test_a_compiled_model_trains_as_on_one_rank(family):
+    _, losses, validations, *_ = alone(family)
+    options = {"compile": CompileConfig(enable=True, backend="aot_eager")}
+    for found in on_ranks(2, train_toy, titan.options(LIMIT), family, options):
+        assert found[1] == pytest.approx(losses, abs=1e-4)
+        assert found[2] == pytest.approx(validations, abs=1e-4)
+
+
 # ---- validation ----------------------------------------------------------------------------------
 
 
@@ -395,10 +476,11 @@ def test_inputs_beside_tokens_and_positions_are_refused():
     ("options", "message"),
     [
         ({"parallelism": {"context_parallel_degree": 2}}, "context_parallel_degree is 2, expected"),
-        ({"parallelism": {"tensor_parallel_degree": 2}}, "tensor_parallel_degree is 2, expected 1"),
+        ({"parallelism": {"pipeline_parallel_degree": 2}}, "pipeline_parallel_degree is 2, expect"),
         ({"parallelism": {"spmd_backend": "spmd_types"}}, "spmd_backend is 'spmd_types', expected"),
+        ({"parallelism": {"tensor_parallel_degree": 64}}, "rank is 40, expected >= 64: every rank"),
+        ({"debug": DebugConfig(moe_force_load_balance=True)}, "force_load_balance is True, expect"),
         ({"training": {"disable_cuda_graphs": False}}, "disable_cuda_graphs is False, expected"),
-        ({"compile": CompileConfig(enable=True)}, "compile.components has 'model', expected"),
         (
             {"loss": ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config())},
             "loss is ChunkedLossWrapper.Config, expected",
@@ -431,20 +513,37 @@ def test_a_model_without_packed_attention_is_refused():
         check_supported(titan.config_of(titan.options(LIMIT), spec=plain))
 
 
-def test_experts_are_refused():
-    with pytest.raises(ValueError, match=r"layers.0.moe is set, expected dense layers"):
-        check_supported(
-            titan.config_of(titan.options(LIMIT), spec=titan.spec_of("qwen3", "debugmodel_moe"))
-        )
+def test_experts_whose_rows_lie_in_buffers_of_one_size_are_refused():
+    spec = titan.experts_spec("qwen3")
+    moe = spec.model.layers[1].moe
+    moe.routed_experts.token_dispatcher = HybridEPTokenDispatcher.Config(num_experts=4, top_k=2)
+    with pytest.raises(ValueError, match=r"dispatcher is HybridEPTokenDispatcher.Config, expected"):
+        check_supported(titan.config_of(titan.options(LIMIT), spec=spec))
+
+
+def test_multi_token_prediction_is_refused():
+    spec = deepseek_v3.model_registry("debugmodel", attn_backend="varlen")
+    PackedContextParallel.Config().build().convert(spec.model)
+    spec.model.mtp_layers = [spec.model.layers[-1]]
+    with pytest.raises(ValueError, match="mtp_layers has 1 layers, expected none: torchtitan roll"):
+        check_supported(titan.config_of(titan.options(LIMIT), spec=spec))
+
+
+def test_layers_without_attention_are_refused():
+    spec = titan.spec_of()
+    spec.model.layers[1].attention = None
+    with pytest.raises(ValueError, match=r"layers\.1\.attention\.inner_attention is NoneType"):
+        check_supported(titan.config_of(titan.options(LIMIT), spec=spec))
 
 
 def test_attention_of_other_kinds_is_refused():
-    from torchtitan.models import deepseek_v3, gpt_oss
+    from torchtitan.models import gpt_oss, kimi_k2_7
 
-    with pytest.raises(ValueError, match=r"expected GQAttention\.Config: other attention was not"):
-        deepseek_v3.model_registry("debugmodel", converters=[PackedContextParallel.Config()])
+    converters = [PackedContextParallel.Config()]
     with pytest.raises(ValueError, match="makes attention masks of its own"):
-        gpt_oss.model_registry("debugmodel", converters=[PackedContextParallel.Config()])
+        gpt_oss.model_registry("debugmodel", converters=converters)
+    with pytest.raises(ValueError, match="has a forward of its own, expected that of Decoder"):
+        kimi_k2_7.model_registry("debugmodel", converters=converters)
 
 
 @pytest.mark.parametrize("backend", ["varlen", "flex"])

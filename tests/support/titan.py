@@ -5,6 +5,8 @@ Import this before torchtitan.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -45,7 +47,9 @@ from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw  # noqa: E402
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.config import ParallelismConfig, TrainingConfig  # noqa: E402
-from torchtitan.models import llama3, qwen3  # noqa: E402
+from torchtitan.models import deepseek_v3, llama3, qwen3  # noqa: E402
+from torchtitan.models.common.moe import GroupedExperts  # noqa: E402
+from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE  # noqa: E402
 
 import hcp  # noqa: E402
 from hcp.integrations.torchtitan import (  # noqa: E402
@@ -140,6 +144,66 @@ def spec_of(
     spec = MODELS[family](flavor, attn_backend=backend, converters=[PackedContextParallel.Config()])
     del spec.model.layers[layers:]
     return spec
+
+
+def experts_spec(family: str) -> Any:
+    """A toy model of two layers with experts, of a family that has them: one of grouped-query
+    attention, and one of multi-head latent attention whose first layer is dense."""
+    options: dict[str, Any] = {
+        "n_layers": 2,
+        "dim": 256,
+        "n_heads": 4,
+        "num_experts": 4,
+        "moe_hidden_dim": 32,
+    }
+    options |= {"attn_backend": "varlen", "moe_comm_backend": "standard"}
+    if family == "qwen3":
+        spec = qwen3.model_registry("debugmodel_moe", attn_backend="varlen")
+        rope: Any = CosSinRoPE.Config(dim=16, max_seq_len=4096)
+        layers = qwen3._build_qwen3_moe_layers(
+            **options, n_kv_heads=2, head_dim=16, top_k=2, rope=rope
+        )
+    else:
+        spec = deepseek_v3.model_registry("debugmodel", attn_backend="varlen")
+        rope = ComplexRoPE.Config(dim=8, max_seq_len=4096, scaling="yarn", rope_factor=4.0)
+        layers = deepseek_v3._build_dsv3_layers(
+            **options,
+            n_dense_layers=1,
+            q_lora_rank=0,
+            kv_lora_rank=32,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            v_head_dim=20,
+            mscale=0.7,
+            dense_hidden_dim=64,
+            num_shared_experts=1,
+            router_top_k=2,
+            router_score_func="sigmoid",
+            non_blocking_capacity_factor=None,
+            rope=rope,
+        )
+    spec.model.layers[:] = layers
+    PackedContextParallel.Config().build().convert(spec.model)
+    return spec
+
+
+def _grouped_mm(self: Any, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
+    ends = [0, *offs.tolist()]
+    parts = [A[a:b] @ B_t[e] for e, (a, b) in enumerate(itertools.pairwise(ends))]
+    return torch.cat(parts)
+
+
+@contextlib.contextmanager
+def experts_in_float32() -> Iterator[None]:
+    """Return a context inside which experts compute in float32: torchtitan's compute in bfloat16,
+    whatever the parameters have, in which runs of other plans differ by rounding."""
+    narrow, own = torch.Tensor.bfloat16, GroupedExperts._grouped_mm
+    vars_of: Any = torch.Tensor, GroupedExperts
+    vars_of[0].bfloat16, vars_of[1]._grouped_mm = torch.Tensor.float, _grouped_mm
+    try:
+        yield
+    finally:
+        vars_of[0].bfloat16, vars_of[1]._grouped_mm = narrow, own
 
 
 class CpuTrainer(ContextParallelTrainer):
@@ -251,11 +315,25 @@ class Run:
         inputs, labels = next(trainer.batch_generator(trainer.dataloader))
         tokens = (labels != IGNORE).sum()
         torch.distributed.all_reduce(tokens)
+        tokens //= trainer.parallel_dims.tp  # whose ranks load the same
         trainer.forward_backward_step(input_dict=inputs, labels=labels, global_valid_tokens=tokens)
         return {
             name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
             for name, p in trainer.model_parts[0].named_parameters()
         }
+
+    def expert_biases(self) -> list[Tensor]:
+        """Return the biases by which torchtitan balances the experts of each layer."""
+        model = self.trainer.model_parts[0]
+        found = [b for name, b in model.named_buffers() if name.endswith("expert_bias_E")]
+        return [b.full_tensor() if isinstance(b, DTensor) else b.clone() for b in found]
+
+    def expert_counts(self) -> list[Tensor]:
+        """Return the tokens that this rank has given to each expert since the last update, by
+        layer."""
+        model = self.trainer.model_parts[0]
+        found = [b for name, b in model.named_buffers() if name.endswith("tokens_per_expert_E")]
+        return [(b.to_local() if isinstance(b, DTensor) else b).clone() for b in found]
 
     def close(self) -> None:
         self.trainer.close()

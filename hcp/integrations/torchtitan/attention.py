@@ -1,6 +1,6 @@
 """hcp's attention in torchtitan's models.
 
-T tokens on this rank, N query heads, G key-value heads, H head size.
+T tokens on this rank, N query heads, G key-value heads, H head size, V that of values.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from torchtitan.models.common.attention import (
     VarlenAttention,
 )
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.deepseek_v3.model import Attention as LatentAttention
+from torchtitan.models.deepseek_v3.mtp import MTPDecoder
 from torchtitan.protocols.model import ModelConfigConverter
 from torchtitan.protocols.module import Module
 
@@ -57,7 +59,8 @@ class PackedAttention(Module):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Return (1, T, N, H) for q (1, T, N, H), k and v (1, T, G, H), N a multiple of G.
+        """Return (1, T, N, V) for q (1, T, N, H), k (1, T, G, H) and v (1, T, G, V), N a multiple
+        of G. Under tensor parallelism these are the heads of this rank.
 
         q and k are rotated here if the layer's rotary embedding hands them on unrotated.
         A rank without rows passes one that stands in. It attends to nothing, and its output is 0.
@@ -86,15 +89,15 @@ class PackedContextParallel(ModelConfigConverter):
     """A converter, for `converters=` of torchtitan's `model_registry`, that puts `PackedAttention`
     into a model's configuration.
 
-    Raises ValueError for a model whose attention is not grouped-query attention within each
-    document, causal or with a sliding window.
+    Raises ValueError for a model whose attention is neither grouped-query nor multi-head latent
+    attention, within each document, causal or with a sliding window.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConfigConverter.Config):
         fused_rope: bool = True
         """Rotate queries and keys in hcp's attention, where the rotary embedding is one of
-        torchtitan's two. False: before it, by torchtitan."""
+        torchtitan's two and rotates whole heads. False: before it, by torchtitan."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -109,18 +112,23 @@ class PackedContextParallel(ModelConfigConverter):
                 f"{name}'s model makes attention masks of its own, expected those of Decoder: "
                 "causal within each document"
             )
+        if model_config._owner.forward not in (Decoder.forward, MTPDecoder.forward):
+            raise ValueError(
+                f"{name}'s model has a forward of its own, expected that of Decoder: what it does "
+                "with rows of some tokens was not tested"
+            )
         for fqn, attention, _, _ in model_config.traverse(BaseAttention.Config):
             attention.inner_attention = _packed(f"{name}.{fqn}", attention)
-            if self.config.fused_rope:
+            if self.config.fused_rope and type(attention) is GQAttention.Config:
                 attention.rope = handing_on(attention.rope)
         return model_config
 
 
 def _packed(place: str, attention: BaseAttention.Config) -> PackedAttention.Config:
-    if type(attention) is not GQAttention.Config:
+    if type(attention) not in (GQAttention.Config, LatentAttention.Config):
         raise ValueError(
-            f"{place} is {type(attention).__qualname__}, expected GQAttention.Config: "
-            "other attention was not tested"
+            f"{place} is {type(attention).__qualname__}, expected GQAttention.Config or that of "
+            "DeepSeek-V3: other attention was not tested"
         )
     inner = attention.inner_attention
     if isinstance(inner, VarlenAttention.Config):

@@ -19,13 +19,16 @@ Batch = tuple[dict[str, Tensor], Tensor]
 """A batch of torchtitan's loaders: {"input", "positions"} and labels, each (B, seq_len)."""
 
 
-def dispatch(batch: Batch | None, config: hcp.Config, groups: hcp.ProcessGroups) -> hcp.Step:
+def dispatch(
+    batch: Batch | None, config: hcp.Config, groups: hcp.ProcessGroups, *, alignment: int = 1
+) -> hcp.Step:
     """Plan and dispatch the documents of all ranks' batches. None: this rank has no batch.
 
-    Every rank calls it. The plan has no lengths if no rank has a document.
+    Every rank calls it. The plan has no lengths if no rank has a document. `alignment`: the rows of
+    every rank are a multiple of it.
     """
     documents = () if batch is None else documents_of(*batch)
-    return DynamicCPCollator(config, groups, to_sample=_sample)(documents)
+    return DynamicCPCollator(config, groups, to_sample=_sample, alignment=alignment)(documents)
 
 
 def documents_of(inputs: dict[str, Tensor], labels: Tensor) -> Iterator[dict[str, Tensor]]:
@@ -55,9 +58,22 @@ def model_inputs(
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Return tokens (1, T), labels (1, T), and the model's keyword arguments.
 
-    torchtitan's layers cannot take 0 rows: a rank without rows gets one, which has no label.
+    torchtitan's layers cannot take 0 rows: a rank without rows gets as many as the plan's alignment
+    asks for. They have no label, as those that the alignment adds.
     """
-    tokens, positions = (cp.at_least_one_row(x) for x in (local.tokens, cp.position_ids))
-    labels = cp.at_least_one_row(local.labels, IGNORE_INDEX)
-    extra = {"positions": positions.unsqueeze(0), "attention_masks": cp}
-    return tokens.unsqueeze(0), labels.unsqueeze(0), extra
+    labels = torch.where(local.loss_mask > 0, local.labels, IGNORE_INDEX)
+    tokens, positions = (_with_rows(cp, x, 0) for x in (local.tokens, cp.position_ids))
+    extra = {"positions": positions, "attention_masks": cp}
+    return tokens, _with_rows(cp, labels, IGNORE_INDEX), extra
+
+
+def _with_rows(cp: hcp.ContextParallelHandler, x: Tensor, value: int) -> Tensor:
+    """x (T,) as (1, T). Where T is 0, rows of `value` stand in."""
+    return (x if cp.rows else x.new_full((cp.plan.core.alignment,), value)).unsqueeze(0)
+
+
+def stand_in_rows(cp: hcp.ContextParallelHandler, rows: int) -> Tensor:
+    """float32 (rows,): 1 for a row that belongs to no document, of those that `model_inputs`
+    gives."""
+    own = cp.rows - cp.layout.padding
+    return (torch.arange(rows, device=cp.device) >= own).float()

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from torchtitan.components.loss import ChunkedLossWrapper
-from torchtitan.models.common.attention import BaseAttention
+from torchtitan.models.common.token_dispatcher import (
+    AllToAllTokenDispatcher,
+    LocalTokenDispatcher,
+)
 
 from hcp.integrations.loader import check_model_config
 from hcp.integrations.torchtitan.attention import PackedAttention
 from hcp.integrations.torchtitan.validator import ContextParallelValidator
-
-_UNTESTED = "not supported together with hcp in torchtitan"
 
 EXPECTED: tuple[tuple[str, object, str], ...] = (
     ("parallelism.spmd_backend", "partial_dtensor", "the others were not tested"),
@@ -21,10 +22,14 @@ EXPECTED: tuple[tuple[str, object, str], ...] = (
         "hcp spreads documents over the data-parallel ranks; for one degree for all give "
         "hcp.Config(sequence_packing_scheduler='static_cp', context_parallel_size=...)",
     ),
-    ("parallelism.tensor_parallel_degree", 1, _UNTESTED),
-    ("parallelism.pipeline_parallel_degree", 1, _UNTESTED),
-    ("parallelism.expert_parallel_degree", 1, _UNTESTED),
+    (
+        "parallelism.pipeline_parallel_degree",
+        1,
+        "a stage of torch.distributed.pipelining receives rows of one shape, and those of planned "
+        "micro-batches differ",
+    ),
     ("training.disable_cuda_graphs", True, "rows differ from step to step"),
+    ("debug.moe_force_load_balance", False, "it chooses experts by the place of a row"),
 )
 """(option, the value it must have, the reason)."""
 
@@ -38,9 +43,11 @@ def check_supported(config: Any) -> None:
         value = getattr(getattr(config, section), name)
         if value != expected:
             raise ValueError(f"{place} is {value!r}, expected {expected!r}: {reason}")
-    if config.compile.enable and "model" in config.compile.components:
+    alignment, planner = alignment_of(config.parallelism), config.context_parallel
+    if planner.max_seqlen_per_dp_cp_rank < alignment:
         raise ValueError(
-            "compile.components has 'model', expected compile without it: not tested with hcp"
+            f"max_seqlen_per_dp_cp_rank is {planner.max_seqlen_per_dp_cp_rank}, expected >= "
+            f"{alignment}: every rank's rows are a multiple of the tensor-parallel degree"
         )
     if isinstance(config.loss, ChunkedLossWrapper.Config):
         raise ValueError(
@@ -56,14 +63,36 @@ def check_supported(config: Any) -> None:
         )
 
 
+def alignment_of(parallelism: Any) -> int:
+    """Of what every rank's rows are a multiple: tensor-parallel ranks share the rows of a sequence
+    between them under sequence parallelism, and those of experts."""
+    shared = parallelism.enable_sequence_parallel or parallelism.expert_parallel_degree > 1
+    return int(parallelism.tensor_parallel_degree) if shared else 1
+
+
 def _check_model(model: Any) -> None:
-    for fqn, attention, _, _ in model.traverse(BaseAttention.Config):
-        if not isinstance(attention.inner_attention, PackedAttention.Config):
+    if getattr(model, "mtp_layers", None):
+        raise ValueError(
+            f"mtp_layers has {len(model.mtp_layers)} layers, expected none: torchtitan rolls "
+            "tokens along the rows of a rank, whose neighbours may be on other ranks"
+        )
+    for i, layer in enumerate(model.layers):
+        inner = getattr(getattr(layer, "attention", None), "inner_attention", None)
+        if not isinstance(inner, PackedAttention.Config):
             raise ValueError(
-                f"{fqn}.inner_attention is {type(attention.inner_attention).__qualname__}, "
+                f"layers.{i}.attention.inner_attention is {type(inner).__qualname__}, "
                 "expected PackedAttention.Config: give converters=[PackedContextParallel.Config()] "
                 "to model_registry"
             )
-    for i, layer in enumerate(model.layers):
         if getattr(layer, "moe", None) is not None:
-            raise ValueError(f"layers.{i}.moe is set, expected dense layers: experts not tested")
+            _check_experts(f"layers.{i}.moe", layer.moe)
+
+
+def _check_experts(place: str, moe: Any) -> None:
+    dispatcher = type(moe.routed_experts.token_dispatcher)
+    if dispatcher not in (LocalTokenDispatcher.Config, AllToAllTokenDispatcher.Config):
+        raise ValueError(
+            f"{place}.routed_experts.token_dispatcher is {dispatcher.__qualname__}, expected "
+            "AllToAllTokenDispatcher.Config (moe_comm_backend='standard'): the others hold buffers "
+            "for training.local_batch_size * seq_len rows, and were not tested"
+        )

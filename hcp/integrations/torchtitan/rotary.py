@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE, RoPE
 
 import hcp
@@ -37,10 +38,17 @@ class _HandingOn:
         return Unrotated(query, rotary_of), Unrotated(key, rotary_of)
 
     def _rotary_of(self, positions: Tensor, cp: hcp.ContextParallelHandler) -> Rotary:
+        if torch.compiler.is_dynamo_compiling():  # into each layer's own kernels
+            return self._made(positions[0, : cp.rows])
         # The modules of all layers have tables of their own, alike where the options are.
         options = tuple(getattr(self.config, name) for name in _OPTIONS)
-        key = type(self), self.cache.device, self.cache.dtype, options, place_of(positions)
+        key = type(self), self.table.device, self.table.dtype, options, place_of(positions)
         return once(cp, key, positions, lambda: self._made(positions[0, : cp.rows]))
+
+    @property
+    def table(self) -> Tensor:
+        """The cache, which tensor-parallel ranks replicate."""
+        return self.cache.to_local() if isinstance(self.cache, DTensor) else self.cache
 
     def _made(self, positions: Tensor) -> Rotary:
         return self._rotary(positions).for_kernels(torch.float32)
@@ -57,7 +65,7 @@ class HandingOnComplexRoPE(_HandingOn, ComplexRoPE):
         pass
 
     def _rotary(self, positions: Tensor) -> Rotary:
-        numbers = self.cache[positions].repeat_interleave(2, dim=1)  # (T, H / 2) to (T, H)
+        numbers = self.table[positions].repeat_interleave(2, dim=1)  # (T, H / 2) to (T, H)
         return Rotary(numbers.real, numbers.imag, True)
 
 
@@ -69,7 +77,7 @@ class HandingOnCosSinRoPE(_HandingOn, CosSinRoPE):
         pass
 
     def _rotary(self, positions: Tensor) -> Rotary:
-        cos, sin = self.cache[positions].chunk(2, dim=1)  # (T, 2 H)
+        cos, sin = self.table[positions].chunk(2, dim=1)  # (T, 2 H)
         return Rotary(cos, sin, False)
 
 

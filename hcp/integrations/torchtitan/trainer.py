@@ -15,16 +15,29 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.trainer import Trainer
 
 import hcp
-from hcp.integrations.torchtitan.batches import Batch, dispatch, joined, model_inputs
-from hcp.integrations.torchtitan.checks import check_supported
+from hcp.integrations.torchtitan.batches import (
+    Batch,
+    dispatch,
+    joined,
+    model_inputs,
+    stand_in_rows,
+)
+from hcp.integrations.torchtitan.checks import alignment_of, check_supported
+from hcp.integrations.torchtitan.experts import StandIns
 
 
 class ContextParallelTrainer(Trainer):
     """torchtitan's trainer, whose steps are planned.
 
-    To torchtitan all ranks are data parallel: each loads documents of its own and holds its shard
-    of the parameters. The plan decides which ranks compute a document.
+    To torchtitan there is no context parallelism: each data-parallel rank loads documents of its
+    own and holds its shard of the parameters. The plan decides which ranks compute a document.
+    Ranks of one tensor-parallel group have the same rows.
     """
+
+    planner: hcp.Config
+    groups: hcp.ProcessGroups
+    alignment: int
+    """Of what every rank's rows are a multiple."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
@@ -35,23 +48,33 @@ class ContextParallelTrainer(Trainer):
     def __init__(self, config: Config) -> None:
         check_supported(config)
         super().__init__(config)
-        # FSDP gathers the parameters of each layer: ranks wait for each other there.
-        sync = config.context_parallel.sync_where(waiting=self.parallel_dims.fsdp_enabled)
-        self.planner = replace(config.context_parallel, sync=sync)
+        # FSDP gathers the parameters of each layer, and experts over ranks exchange rows there.
+        dims = self.parallel_dims
+        sync = self.planner.sync_where(waiting=dims.fsdp_enabled or dims.ep_enabled)
+        self.planner = replace(self.planner, sync=sync)
         self.batches_per_step: int = self.gradient_accumulation_steps  # type: ignore[has-type]
         # The batches of a step are planned together: they come as one from batch_generator.
         self.gradient_accumulation_steps = 1
+        (model,) = self.model_parts
+        self.stand_ins = StandIns(model, self.groups.rank("tp"))
         if config.validator.enable:
-            self.validator.use(self.groups, self.planner)
+            self.validator.use(self.groups, self.planner, self.alignment)
 
     def init_distributed(self) -> ParallelDims:
         """Make torchtitan's meshes, and hcp's groups of the same ranks."""
         parallel_dims = super().init_distributed()
-        planner, longest = self.config.context_parallel, self.config.training.seq_len
-        planner.validate(ranks=parallel_dims.world_size, longest=longest)
-        static = planner.sequence_packing_scheduler == "static_cp"
-        degree = planner.static_degree(longest, parallel_dims.world_size) if static else 1
-        self.groups = hcp.build_process_groups(cp=degree)
+        tp, longest = parallel_dims.tp, self.config.training.seq_len
+        self.alignment = alignment_of(self.config.parallelism)
+        limit = self.config.context_parallel.max_seqlen_per_dp_cp_rank
+        self.planner = replace(
+            self.config.context_parallel,
+            max_seqlen_per_dp_cp_rank=limit // self.alignment * self.alignment,
+        )
+        ranks = parallel_dims.world_size // tp
+        self.planner.validate(ranks=ranks, longest=longest)
+        static = self.planner.sequence_packing_scheduler == "static_cp"
+        degree = self.planner.static_degree(longest, ranks, self.alignment) if static else 1
+        self.groups = hcp.build_process_groups(tp=tp, cp=degree)
         return parallel_dims
 
     def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
@@ -80,12 +103,14 @@ class ContextParallelTrainer(Trainer):
         Raises torchtitan's DataloaderExhaustedError on all ranks if none has a document.
         """
         loss = torch.zeros((), device=self.device)
-        step = dispatch((input_dict, labels), self.planner, self.groups)
+        batch = input_dict, labels
+        step = dispatch(batch, self.planner, self.groups, alignment=self.alignment)
         if not step.plan.lengths:
             raise DataloaderExhaustedError
         for cp, local in step:
-            self.ntokens_seen += cp.rows
+            self.ntokens_seen += cp.rows - cp.layout.padding
             tokens, targets, extra = model_inputs(cp, local)
+            self.stand_ins.rows = stand_in_rows(cp, tokens.shape[1])
             loss += self.fwd_bwd_fn(tokens, targets, global_valid_tokens, extra).detach()
         return loss
 

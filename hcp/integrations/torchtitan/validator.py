@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -28,10 +28,13 @@ class ContextParallelValidator(Validator):
     class Config(Validator.Config):
         pass
 
-    def use(self, groups: hcp.ProcessGroups, config: hcp.Config) -> None:
-        """Take the training layout and the planner's options. The trainer calls it."""
+    def use(self, groups: hcp.ProcessGroups, config: hcp.Config, alignment: int) -> None:
+        """Take the training layout, the planner's options, and of what every rank's rows are a
+        multiple. The trainer calls it."""
         self.train_groups, self.eval_groups = groups, eval_groups(groups, config)
-        self.planner = config.for_evaluation(self.eval_groups.size("cp"), self.seq_len)
+        planner = config.for_evaluation(self.eval_groups.size("cp"), self.seq_len)
+        rows = -(-planner.max_seqlen_per_dp_cp_rank // alignment) * alignment
+        self.planner, self.alignment = replace(planner, max_seqlen_per_dp_cp_rank=rows), alignment
 
     @torch.no_grad()
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
@@ -47,7 +50,7 @@ class ContextParallelValidator(Validator):
         """Return the mean loss of the validation set under the layout of `groups`."""
         metrics, loaded = hcp.Metrics(groups), 0
         for batch in self._batches():
-            micro_batches = dispatch(batch, self.planner, groups)
+            micro_batches = dispatch(batch, self.planner, groups, alignment=self.alignment)
             if not micro_batches.plan.lengths:
                 break
             loaded += sum(micro_batches.plan.lengths)
@@ -56,7 +59,7 @@ class ContextParallelValidator(Validator):
                 with self.validation_context():
                     loss, _ = self.loss_fn(model(tokens, **extra), labels)
                 metrics.add_sum("loss", loss, (labels != IGNORE_INDEX).sum())
-                metrics.add_sum("tokens", cp.rows, 0)
+                metrics.add_sum("tokens", cp.rows - cp.layout.padding, 0)
         totals = metrics.reduce()
         if not loaded:
             raise hcp.HcpError("the validation loaders gave no document, expected some")
