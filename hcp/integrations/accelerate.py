@@ -208,14 +208,19 @@ def check_accelerator(accelerator: Any, *, takes_cp: bool = False) -> None:
             "1: the plan has the micro-batches of a step; raise the global batch size instead"
         )
     kind = str(accelerator.distributed_type).rpartition(".")[2]
-    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and kind != "FSDP":
+    if _asks_for("FSDP") and kind != "FSDP":
         raise ValueError(
             f"the Accelerator asks for FSDP and uses {kind}, expected FSDP: Accelerate leaves it "
             "out on CPUs without a word. Leave it out of the options, or wrap the model with "
             "torch.distributed.fsdp.fully_shard"
         )
-    if kind == "DEEPSPEED":
+    if kind == "DEEPSPEED" or _asks_for("DEEPSPEED"):  # which Accelerate leaves out on CPUs, too
         raise ValueError(
             "the Accelerator uses DeepSpeed, expected DDP or FSDP: for DeepSpeed write the loop "
             "with its engine and hcp.integrations.deepspeed"
         )
+
+
+def _asks_for(plugin: str) -> bool:
+    """Whether a plugin, or the launcher, asks Accelerate for a way of sharding."""
+    return os.environ.get(f"ACCELERATE_USE_{plugin}", "false").lower() == "true"

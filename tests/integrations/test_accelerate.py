@@ -286,6 +286,14 @@ def refuse(rank, size):
         check_accelerator(Other())
 
 
+def test_deepspeed_that_accelerate_would_leave_out_is_refused(monkeypatch):
+    from hcp.integrations.accelerate import check_accelerator
+
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ValueError, match="uses DeepSpeed, expected DDP or FSDP: for DeepSpeed"):
+        check_accelerator(asking_for_cp(1, distributed_type="DistributedType.MULTI_CPU"))
+
+
 class Experts(torch.nn.Linear):
     """Experts that say how many tokens one takes, and over how many ranks they are spread."""
 
