@@ -12,7 +12,7 @@ EXTRAS  ?= demo,test
 
 # Trainers whose tests make test leaves out. Each is an extra of pyproject.toml, gets an environment
 # .venv-NAME of its own, and runs tests/integrations/test_NAME.py and the documents of that name.
-TRAINERS ?= deepspeed lightning torchtitan
+TRAINERS ?= deepspeed lightning torchtitan transformers
 
 VENV := $(or $(VIRTUAL_ENV),.venv)
 PY   := $(VENV)/bin/python
@@ -27,7 +27,7 @@ ifneq ($(shell cat $(READY) 2>/dev/null) $(words $(wildcard $(LIBRARIES))),$(CUR
 $(READY): FORCE
 endif
 
-.PHONY: help setup demo test test-clang test-long test-trainers check format clean FORCE
+.PHONY: help setup demo test test-clang test-long test-trainers sweep-transformers check format clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -36,6 +36,7 @@ help:
 	@echo "make test-clang  the planner's tests and the operators' with a hcp that clang built"
 	@echo "make test-long   the exhaustive tests"
 	@echo "make test-trainers  tests of trainers in environments of their own: $(TRAINERS)"
+	@echo "make sweep-transformers  the table of model types in docs/guides/transformers.md"
 	@echo "make check       compiler warnings, formatting, lints, types, stubs"
 	@echo "make format      write Python and C as make check wants them"
 	@echo "make setup       only install; TORCH='torch==2.12.0' for another torch than $(TORCH)"
@@ -68,6 +69,23 @@ test-trainers: $(TRAINERS:%=test-trainer-%)
 test-trainer-%: FORCE
 	$(MAKE) test VIRTUAL_ENV=$(CURDIR)/.venv-$* EXTRAS=$(EXTRAS),$* \
 	  ARGS="tests/integrations/test_$*.py tests/project/test_docs.py -k $* $(ARGS)"
+
+# TRL and what it needs, and every causal architecture of Transformers. EDGE=oldest takes the oldest
+# versions that pyproject.toml allows, whose table is not the guide's.
+EDGE ?= newest
+TRANSFORMERS = $(CURDIR)/.venv-transformers-$(EDGE)
+TRANSFORMERS_oldest = transformers==5.17.0 accelerate==1.15.0
+TRANSFORMERS_newest = transformers==5.23.0 accelerate==1.15.0
+SWEEP_oldest =
+SWEEP_newest = --check
+test-trainer-transformers: FORCE
+	$(MAKE) setup VIRTUAL_ENV=$(TRANSFORMERS) EXTRAS=$(EXTRAS),trl
+	$(TRANSFORMERS)/bin/python -m pip install --quiet $(TRANSFORMERS_$(EDGE))
+	PYTHONPATH=$(CURDIR)/tests $(TRANSFORMERS)/bin/python -m pytest tests/integrations/test_transformers.py tests/integrations/test_trl.py tests/project/test_docs.py -k "transformers or trl" $(ARGS)
+	PYTHONPATH=$(CURDIR)/tests $(TRANSFORMERS)/bin/python -m support.sweep $(SWEEP_$(EDGE))
+
+sweep-transformers: $(READY)
+	PYTHONPATH=$(CURDIR)/tests $(PY) -m support.sweep --write
 
 # Its own requirements would replace torch: it is installed beside it, not as an extra.
 test-trainer-torchtitan: TITAN = $(CURDIR)/.venv-torchtitan

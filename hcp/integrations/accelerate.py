@@ -27,7 +27,7 @@ from hcp.integrations.loader import (
     DynamicCPDataLoader,
     EvalDataLoader,
     ToSample,
-    causal_lm_sample,
+    causal_lm_samples,
     domain,
     eval_groups,
     eval_layout,
@@ -61,7 +61,7 @@ class ContextParallel:
         *,
         groups: ProcessGroups | None = None,
         cost: CostModel | None = None,
-        to_sample: ToSample = causal_lm_sample,
+        to_sample: ToSample = causal_lm_samples,
     ) -> None:
         """`groups`: by default, all ranks of the job are one domain, with the CP size of the
         Accelerator's ParallelismConfig. hcp does what that asks for: make this object before

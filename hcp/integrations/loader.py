@@ -30,14 +30,15 @@ from hcp.planning.plan import Plan
 from hcp.rebinding.exclude import Exclude
 from hcp.rebinding.rebind import eval_cp_context
 from hcp.step.config import NO_WINDOW, Config
-from hcp.step.dispatch import Step, dispatch, gather_lengths
+from hcp.step.dispatch import Sample, Step, dispatch, gather_lengths, share
 
 _log = logging.getLogger("hcp")
 
 IGNORED = -100
 """The label that does not count, for torch.nn.functional.cross_entropy and for Transformers."""
 
-ToSample = Callable[[Any], Mapping[str, Tensor]]
+ToSample = Callable[[Any], Sample | Sequence[Sample]]
+"""Makes the sample of an item of a dataset, or a list: the samples of the documents in the item."""
 
 
 def causal_lm_sample(item: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -72,12 +73,50 @@ def causal_lm_sample(item: Mapping[str, Any]) -> dict[str, Tensor]:
     return {"input_ids": tokens, "labels": labels, "loss_mask": (labels != IGNORED).float()}
 
 
+def causal_lm_samples(item: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+    """Make the samples of an item, each as `causal_lm_sample` does.
+
+    An item with several `seq_lengths`, as TRL packs rows, has a sample for each of its documents.
+    Raises ValueError if they do not sum to the tokens.
+    """
+    given = item.get("seq_lengths") if isinstance(item, Mapping) else None
+    lengths = [] if given is None else torch.as_tensor(given).flatten().tolist()
+    if len(lengths) < 2:
+        return [causal_lm_sample(item)]
+    tokens = len(item["input_ids"])
+    if min(lengths) < 1 or sum(lengths) != tokens:
+        raise ValueError(
+            f"seq_lengths is {_short(lengths)} in an item of {tokens} tokens, expected lengths "
+            ">= 1 of its documents, which sum to the tokens"
+        )
+    columns = {n: c for n, c in item.items() if n != "seq_lengths" and c is not None}
+    whole = {name for name, column in columns.items() if not _has_rows(column, tokens)}
+    ends = itertools.accumulate(lengths, initial=0)
+    return [
+        causal_lm_sample({n: c if n in whole else c[start:end] for n, c in columns.items()})
+        for start, end in itertools.pairwise(ends)
+    ]
+
+
+def _has_rows(column: Any, tokens: int) -> bool:
+    return hasattr(column, "__len__") and hasattr(column, "__getitem__") and len(column) == tokens
+
+
+def samples_of(to_sample: ToSample, item: Any) -> list[Sample]:
+    """Return the samples of an item as a list. Raises ValueError if there are none."""
+    made = to_sample(item)
+    samples = [made] if isinstance(made, Mapping) else list(made)
+    if not samples:
+        raise ValueError("to_sample gives no sample of an item, expected one or more")
+    return samples
+
+
 MASKS = ("completion_mask", "assistant_masks")
 """Columns that TRL and chat templates leave: 0 where a token is not learned."""
 
 _UNPACKED = (
-    "one document in a sample: hcp packs them itself (in TRL packing=False; "
-    "hcp.integrations.loader.packed_documents takes packed rows apart)"
+    "one document in a sample: hcp packs them itself (causal_lm_samples takes rows apart that say "
+    "their seq_lengths, as TRL packs them)"
 )
 
 
@@ -211,6 +250,10 @@ def _spreads_experts(module: nn.Module) -> bool:
 # ---- training ------------------------------------------------------------------------------------
 
 
+Order = Callable[[int], Sequence[int]]
+"""The indices of the samples in the order of an epoch, whose number is given."""
+
+
 class GlobalBatches:
     """This rank's share of each global batch, as lists of indices. The last batch may be small, and
     a share empty.
@@ -219,9 +262,18 @@ class GlobalBatches:
     """
 
     def __init__(
-        self, samples: int, batch_size: int, rank: int, ranks: int, *, shuffle: bool, seed: int
+        self,
+        samples: int,
+        batch_size: int,
+        rank: int,
+        ranks: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        order: Order | None = None,
     ) -> None:
         self.samples, self.batch_size = samples, batch_size
+        self.order = order
         self.rank, self.ranks = rank, ranks
         self.shuffle, self.seed, self.epoch = shuffle, seed, 0
 
@@ -237,6 +289,8 @@ class GlobalBatches:
             yield order[first : first + self.batch_size][self.rank :: self.ranks]
 
     def _order(self) -> list[int]:
+        if self.order is not None:
+            return list(self.order(self.epoch))
         if not self.shuffle:
             return list(range(self.samples))
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
@@ -255,7 +309,7 @@ class DynamicCPCollator:
         groups: ProcessGroups,
         *,
         cost: CostModel | None = None,
-        to_sample: ToSample = causal_lm_sample,
+        to_sample: ToSample = causal_lm_samples,
         window_sizes: Sequence[tuple[int, int]] = (),
         model: nn.Module | None = None,
         alignment: int = 1,
@@ -271,7 +325,7 @@ class DynamicCPCollator:
     def __call__(self, items: Any) -> Step:
         """Plan and dispatch. `items` may be a generator: an exception of it is raised on every
         rank."""
-        samples = (self.to_sample(item) for item in items)
+        samples = (sample for item in items for sample in samples_of(self.to_sample, item))
         lengths, sources, own = gather_lengths(samples, self.groups)
         ranks = self.groups.size("dp_cp")
         limits = {"sync": self._barrier.sync, "alignment": self.alignment}
@@ -317,13 +371,16 @@ class DynamicCPDataLoader:
         drop_last: bool = False,
         load_workers: int = 0,
         cost: CostModel | None = None,
-        to_sample: ToSample = causal_lm_sample,
+        to_sample: ToSample = causal_lm_samples,
         window_sizes: Sequence[tuple[int, int]] = (),
         model: nn.Module | None = None,
+        order: Order | None = None,
     ) -> None:
-        """`dataset`: map-style, items for `to_sample`. `global_batch_size`: samples of all ranks
-        together. `drop_last`: leave out the last batch of an epoch if it is smaller.
-        `load_workers`: processes that read the dataset. `window_sizes`: see `hcp.dispatch`.
+        """`dataset`: items for `to_sample`, map-style or a stream (an iterable without indices).
+        Every rank reads all of a stream, in its order, and keeps its share. `global_batch_size`:
+        items of all ranks together. `drop_last`: leave out the last batch of an epoch if it is
+        smaller. `load_workers`: processes that read the dataset. `order`: in place of `shuffle` and
+        `seed`, for a map-style dataset. `window_sizes`: see `hcp.dispatch`.
         `model`: the one that trains on the batches. With `config.sync` "auto", it decides whether
         ranks wait for each other in every layer. hcp's own trainers set it themselves."""
         _check_dataset(dataset)
@@ -338,17 +395,18 @@ class DynamicCPDataLoader:
             window_sizes=window_sizes,
             model=model,
         )
-        samples = len(dataset)
+        self._drop_last = drop_last
+        samples = 0 if is_stream(dataset) else len(dataset)
         if drop_last:
             samples -= samples % global_batch_size
-        if samples == 0:
+        if samples == 0 and not is_stream(dataset):
             raise ValueError(
                 f"the dataset has {len(dataset)} samples and no batch of {global_batch_size}, "
                 "expected at least one: lower global_batch_size, or leave drop_last out"
             )
         rank, ranks = groups.rank("dp_cp"), groups.size("dp_cp")
         self.batch_sampler = GlobalBatches(
-            samples, global_batch_size, rank, ranks, shuffle=shuffle, seed=seed
+            samples, global_batch_size, rank, ranks, shuffle=shuffle, seed=seed, order=order
         )
         self.sampler = self.batch_sampler  # where trainers look for set_epoch
         self._start = self._next = 0
@@ -356,12 +414,35 @@ class DynamicCPDataLoader:
     def set_epoch(self, epoch: int) -> None:
         """Go on with the order of the samples in another epoch."""
         self.batch_sampler.set_epoch(epoch)
+        if is_stream(self.dataset) and hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def skip(self, batches: int) -> None:
+        """Start the next iteration after this many batches."""
+        self._start = batches
 
     def __len__(self) -> int:
+        if is_stream(self.dataset):
+            raise TypeError(f"a stream has no length: the dataset is a {_name_of(self.dataset)}")
         return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[Step]:
         self._next, self._start = self._start, 0
+        return self._of_a_stream() if is_stream(self.dataset) else self._of_shares()
+
+    def _of_a_stream(self) -> Iterator[Step]:
+        batches = self.batch_sampler
+        read = stream_batches(
+            self.dataset, batches.batch_size, self.collate_fn.groups, self.load_workers
+        )
+        for batch in itertools.islice(read, self._next, None):
+            if self._drop_last and len(batch) < batches.batch_size:
+                return
+            step = self.collate_fn(batch[batches.rank :: batches.ranks])
+            self._next += 1
+            yield step
+
+    def _of_shares(self) -> Iterator[Step]:
         shares = list(self.batch_sampler)[self._next :]
         loader = DataLoader(
             self.dataset,
@@ -416,7 +497,7 @@ _FIRST_TWICE = [0, 0]
 def _check_same_data(
     groups: ProcessGroups,
     made_for: Mapping[str, int],
-    first_twice: Callable[[], Sequence[Mapping[str, Tensor]]],
+    first_twice: Callable[[], Sequence[object]],
 ) -> None:
     """Raise HcpError on all ranks unless all have the same dataset and batches. A rank with another
     seed, or with a shard only, would leave samples out and repeat others."""
@@ -440,13 +521,91 @@ def _check_same_data(
                 )
 
 
+# ---- streams -------------------------------------------------------------------------------------
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether a dataset can only be read in order: one of torch's or of `datasets`, or any iterable
+    without indices and a length."""
+    if isinstance(dataset, IterableDataset):
+        return True
+    indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    return hasattr(dataset, "__iter__") and not indexed
+
+
+def stream_batches(
+    dataset: Any, size: int, groups: ProcessGroups, workers: int = 0
+) -> Iterator[list[Any]]:
+    """Yield the global batches of a stream, `size` items each; the last may be smaller.
+
+    Every rank reads all items. Ranks compare each batch: HcpError on all of them if one has read
+    another first item or another number of items, or fails to read. `workers`: processes that read.
+    """
+    iterable = dataset if isinstance(dataset, IterableDataset) else _Iterated(dataset)
+    items = iter(DataLoader(iterable, batch_size=None, collate_fn=_unchanged, num_workers=workers))
+    for number in itertools.count():
+        batch: list[Any] = []
+        _agree_on_batch(groups, number, items, size, batch)
+        if not batch:
+            return
+        yield batch
+
+
+def _agree_on_batch(
+    groups: ProcessGroups, number: int, items: Iterator[Any], size: int, batch: list[Any]
+) -> None:
+    """Read a batch of a stream, and compare it with those of the other ranks."""
+
+    def read() -> bytes:
+        batch.extend(itertools.islice(items, size))
+        first = digest_of(batch[0]).hex() if batch else ""
+        return json.dumps([len(batch), first]).encode()
+
+    said = [json.loads(message) for message in share(groups.transport, read, "hcp: stream")]
+    for rank, (count, first) in enumerate(said):
+        if [count, first] != said[0]:
+            what = (
+                f"{count} items and rank 0 {said[0][0]}"
+                if count != said[0][0]
+                else "another first item than rank 0"
+            )
+            raise HcpError(
+                f"rank {dist.get_rank()}: in batch {number} of the stream rank {rank} of dp_cp has "
+                f"{what}, expected the same stream on every rank: do not shard it (such as by "
+                "split_dataset_by_node) and shuffle it by one seed; hcp gives each rank its share"
+            )
+
+
+class _Iterated(IterableDataset[Any]):
+    """Any iterable as torch's."""
+
+    def __init__(self, iterable: Any) -> None:
+        self.iterable = iterable
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.iterable)
+
+
+def _unchanged(item: Any) -> Any:
+    return item
+
+
+def _name_of(dataset: Any) -> str:
+    return type(dataset).__name__
+
+
 def _check_dataset(dataset: Any) -> None:
-    if isinstance(dataset, IterableDataset) or not (
-        hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    ):
+    if is_stream(dataset):
+        if isinstance(dataset, Iterator):
+            raise ValueError(
+                f"the dataset is a {_name_of(dataset)}, expected an iterable that starts anew in "
+                "each epoch, not an iterator, which is used up"
+            )
+        return
+    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise ValueError(
-            f"the dataset is a {type(dataset).__name__}, expected a map-style one with a length: "
-            "every rank must know which samples make a batch"
+            f"the dataset is a {_name_of(dataset)}, expected a map-style one with a length, or an "
+            "iterable: every rank must know which samples make a batch"
         )
 
 
@@ -468,25 +627,42 @@ class EvalDataLoader:
         *,
         global_batch_size: int,
         cost: CostModel | None = None,
-        to_sample: ToSample = causal_lm_sample,
+        to_sample: ToSample = causal_lm_samples,
         model: nn.Module | None = None,
     ) -> None:
         _check_dataset(dataset)
         expect_size("global_batch_size", global_batch_size)
         self._barrier = Barrier(config, model)
-        if len(dataset) == 0:
+        if not is_stream(dataset) and len(dataset) == 0:
             raise ValueError("the dataset has 0 samples, expected some to evaluate")
         self.dataset, self.config, self.groups = dataset, config, groups
         self.global_batch_size, self.cost, self.to_sample = global_batch_size, cost, to_sample
+        self.places = False
+        """Whether samples also get the fields `document`, their number in the evaluation, and
+        `own_labels`, the labels that are not shifted, (tokens,) each."""
+        self.num_samples = 0
+        """The number of samples so far in this evaluation."""
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        lengths = self._lengths()
+        self.num_samples = 0
+        if not is_stream(self.dataset):
+            yield from self._evaluate(self.dataset)
+            return
+        for batch in stream_batches(self.dataset, self.global_batch_size, self.groups):
+            yield from self._evaluate(batch)
+        if self.num_samples == 0:
+            raise ValueError("the dataset has 0 samples, expected some to evaluate")
+
+    def _evaluate(self, dataset: Any) -> Iterator[tuple[Any, Any]]:
+        """Evaluate a dataset whose length is known: all of it, or a batch of a stream."""
+        places, lengths = self._find(dataset)
         degree = self._degree(lengths)
         plan = self._plan(lengths, degree)
-        samples = _Samples(self.dataset, self.to_sample)
+        first = self.num_samples if self.places else None
+        samples = _Samples(dataset, self.to_sample, places, first)
         for step in plan.dispatch(samples, **self.config.dispatch_options(degree)):
             yield from step
-        plan.finish()
+        self.num_samples += plan.finish()
 
     def _plan(self, lengths: Sequence[int], degree: int | None) -> EvalPlan:
         widest = degree or self.groups.size("dp_cp")
@@ -511,33 +687,62 @@ class EvalDataLoader:
             return None
         return self.config.static_degree(max(lengths), self.groups.size("dp_cp"))
 
-    def _lengths(self) -> list[int]:
-        """The lengths of all samples. Each rank reads its share, in addition to evaluating it."""
+    def _find(self, dataset: Any) -> tuple[list[tuple[int, int]], list[int]]:
+        """Return where the samples are, as (item, number in the item), and their lengths. Each rank
+        reads its share of the items, in addition to evaluating it."""
         rank, ranks = self.groups.rank("dp_cp"), self.groups.size("dp_cp")
-        count = len(self.dataset)
+        count = len(dataset)
         _check_same_data(
             self.groups,
             {"samples": count, "batch_size": self.global_batch_size},
-            lambda: [self.to_sample(self.dataset[i]) for i in _FIRST_TWICE],
+            lambda: [self.to_sample(dataset[i]) for i in _FIRST_TWICE],
         )
-        own = (self.to_sample(self.dataset[i]) for i in range(rank, count, ranks))
-        widthless = ({"rows": next(iter(s.values())).new_empty(_tokens(s), 0)} for s in own)
-        by_rank, sources, _ = gather_lengths(widthless, self.groups)
-        shares = [
-            [n for n, s in zip(by_rank, sources, strict=True) if s == r] for r in range(ranks)
-        ]
-        rounds = itertools.zip_longest(*shares)
-        return [n for lengths in rounds for n in lengths if n is not None]
+        own: list[Sample] = []
+
+        def widthless() -> Iterator[Sample]:
+            for i in range(rank, count, ranks):
+                samples = samples_of(self.to_sample, dataset[i])
+                own.append({"rows": torch.empty(len(samples), 0)})
+                yield from ({"rows": torch.empty(_tokens(s), 0)} for s in samples)
+
+        lengths_of = _by_source(ranks, *gather_lengths(widthless(), self.groups)[:2])
+        counts_of = _by_source(ranks, *gather_lengths(own, self.groups)[:2])
+        places = [(i, k) for i in range(count) for k in range(next(counts_of[i % ranks]))]
+        return places, [next(lengths_of[i % ranks]) for i, _ in places]
+
+
+def _by_source(ranks: int, values: Sequence[int], sources: Sequence[int]) -> list[Iterator[int]]:
+    """Iterate over the values of each source."""
+    by_source: list[list[int]] = [[] for _ in range(ranks)]
+    for value, source in zip(values, sources, strict=True):
+        by_source[source].append(value)
+    return [iter(own) for own in by_source]
 
 
 class _Samples:
-    """A dataset of samples."""
+    """The samples of a dataset, by their number. With `first`, they say their number from there on,
+    and their labels as they were."""
 
-    def __init__(self, dataset: Any, to_sample: ToSample) -> None:
-        self.dataset, self.to_sample = dataset, to_sample
+    def __init__(
+        self,
+        dataset: Any,
+        to_sample: ToSample,
+        places: Sequence[tuple[int, int]],
+        first: int | None,
+    ) -> None:
+        self.dataset, self.to_sample, self.places, self.first = dataset, to_sample, places, first
 
-    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
-        return self.to_sample(self.dataset[index])
+    def __getitem__(self, index: int) -> Sample:
+        item, number = self.places[index]
+        sample = samples_of(self.to_sample, self.dataset[item])[number]
+        if self.first is None:
+            return sample
+        labels = sample["labels"]
+        return {
+            **sample,
+            "document": torch.full_like(labels, self.first + index),
+            "own_labels": torch.cat((labels.new_full((1,), IGNORED), labels[:-1])),
+        }
 
 
 def _tokens(sample: Mapping[str, Tensor]) -> int:

@@ -74,7 +74,7 @@ class LocalBatch:
 # ---- agreement: every rank says what it has, or why it cannot ------------------------------------
 
 
-def _share(transport: Transport, prepare: Callable[[], bytes], what: str) -> list[bytes]:
+def share(transport: Transport, prepare: Callable[[], bytes], what: str) -> list[bytes]:
     """Gather what ``prepare`` returns on every rank. If it raises on one, every rank raises: none
     waits for a rank that has given up."""
     failure: Exception | None = None
@@ -113,7 +113,7 @@ def gather_lengths(
 
     lengths: list[int] = []
     sources: list[int] = []
-    for rank, message in enumerate(_share(groups.transport, prepare, "hcp.gather_lengths")):
+    for rank, message in enumerate(share(groups.transport, prepare, "hcp.gather_lengths")):
         own = struct.unpack(f"<{len(message) // 8}q", message)
         lengths.extend(own)
         sources.extend([rank] * len(own))
@@ -375,7 +375,7 @@ def dispatch(
         )
         return message
 
-    announcements = [json.loads(message) for message in _share(transport, prepare, "hcp.dispatch")]
+    announcements = [json.loads(message) for message in share(transport, prepare, "hcp.dispatch")]
     same = "give every rank the same lengths, limits, cost and sources"
     again = "call hcp.dispatch as often on every rank"
     _require_same(announcements, "step", transport.rank, again)

@@ -23,6 +23,9 @@ import hcp
 
 pytest.importorskip("transformers", reason="pip install '.[transformers]'")
 
+from support import sweep
+from support.sweep import difference, gradients, spread, summed
+
 SMALL = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -120,42 +123,6 @@ def whole(model, dataset):
     return [x.detach() for x in logits], gradients(model)
 
 
-def gradients(model):
-    return {
-        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-        for name, p in model.named_parameters()
-    }
-
-
-def spread(model, dataset, logits, plan):
-    """Run on ranks that are threads: the largest difference of logits, and summed gradients."""
-    from hcp.integrations.transformers import causal_lm_loss, causal_lm_sample, model_inputs
-
-    ranks = plan.ranks
-
-    def work(groups):
-        own_model = copy.deepcopy(model)
-        rank = groups.transport.rank
-        sources = [i % ranks for i in range(len(dataset))]
-        own = [
-            causal_lm_sample(d) | {"expected": x}
-            for d, x, source in zip(dataset, logits, sources, strict=True)
-            if source == rank
-        ]
-        difference = 0.0
-        for cp, local in hcp.dispatch(plan, own, sources, groups):
-            with torch.no_grad():
-                found = own_model(**model_inputs(cp, local)).logits[0, : cp.rows]
-            if cp.rows:
-                difference = max(difference, (found - local.expected).abs().max().item())
-            causal_lm_loss(own_model, cp, local, grad_reduce="sum").backward()
-        return difference, gradients(own_model)
-
-    results = hcp.loopback(ranks, work)
-    summed = {name: sum(grads[name] for _, grads in results) for name in results[0][1]}
-    return max(difference for difference, _ in results), summed
-
-
 @pytest.mark.parametrize("kind", MODELS)
 def test_logits_and_gradients_are_those_of_whole_sequences(kind):
     from hcp.integrations.transformers import register_hcp_attention
@@ -196,13 +163,17 @@ def test_another_attention_can_be_set_again():
 
 
 def test_generate_is_refused_while_sharded_and_works_after():
-    from hcp.integrations.transformers import model_inputs, register_hcp_attention
+    from hcp.integrations.transformers import (
+        model_inputs,
+        own_attention,
+        register_hcp_attention,
+    )
 
     model = build("llama")
     tokens = documents([6])[0]["input_ids"]
     register_hcp_attention(model)
     with pytest.raises(
-        ValueError, match=r"generate .*call model.set_attn_implementation\('sdpa'\)"
+        ValueError, match=r"generate .*call it inside of hcp.*own_attention\(model\)"
     ):
         model.generate(tokens[None], max_new_tokens=2)
 
@@ -216,8 +187,9 @@ def test_generate_is_refused_while_sharded_and_works_after():
                 model(**inputs | {"input_ids": tokens[None, :5], "position_ids": None})
 
     hcp.loopback(1, sharded)
-    model.set_attn_implementation("sdpa")
-    assert model.generate(tokens[None], max_new_tokens=2).shape == (1, 8)
+    with own_attention(model) as whole:
+        assert whole.generate(tokens[None], max_new_tokens=2).shape == (1, 8)
+    assert model.config._attn_implementation == "hcp"
 
 
 def forward(model, **changes):
@@ -495,15 +467,8 @@ def computed(model, plan, comm_type="p2p"):
         return logits, gradients(own_model)
 
     results = hcp.loopback(plan.ranks, work)
-    summed = {name: sum(grads[name] for _, grads in results) for name in results[0][1]}
-    return {name: rows for logits, _ in results for name, rows in logits.items()}, summed
-
-
-def difference(found, expected):
-    """The largest, relative to the largest value."""
-    largest = max(float(x.abs().max()) for x in expected.values() if x.numel())
-    pairs = ((found[name], x) for name, x in expected.items() if x.numel())
-    return max(float((a - b).abs().max()) for a, b in pairs) / largest
+    logits = {name: rows for logits, _ in results for name, rows in logits.items()}
+    return logits, summed([grads for _, grads in results])
 
 
 @pytest.mark.parametrize("kind", FUSED)
@@ -609,63 +574,43 @@ def test_the_form_of_a_function_is_found_or_refused():
 # ---- all architectures ---------------------------------------------------------------------------
 
 
-def verdict(model):
-    """("equal", "refused" before training, or what is wrong; whether hcp's attention rotates)."""
-    from hcp.integrations.transformers import register_hcp_attention
-    from hcp.integrations.transformers.rotary import is_fused
-
-    dataset, unfused = documents((21, 5, 12)), copy.deepcopy(model)
-    with torch.no_grad():
-        logits = [model(d["input_ids"][None], use_cache=False).logits[0] for d in dataset]
-    try:
-        register_hcp_attention(model)
-    except ValueError:
-        return "refused", False
-    fused = is_fused(model)
-    register_hcp_attention(unfused, fused_rope=False)
-    for ranks in (1, 2):
-        plan = hcp.plan([21, 5, 12], ranks=ranks, max_tokens_per_rank=40, min_degree=ranks)
-        apart, found = spread(model, dataset, logits, plan)
-        if not apart < 3e-5 * max(x.abs().max() for x in logits):
-            return f"{apart} off on {ranks} ranks", fused
-        if fused:
-            _, expected = spread(unfused, dataset, logits, plan)
-            if not difference(found, expected) < 3e-5:
-                return f"gradients {difference(found, expected)} off on {ranks} ranks", fused
-    return "equal", fused
+SAMPLE = {
+    "xlm-roberta": sweep.EQUAL,  # its own positions start after the index of padding
+    "starcoder2": sweep.FUSED,
+    "granitemoehybrid": "have layers with a state that scans the sequence",
+    "mpt": "do not call attention through `AttentionInterface`",
+    "deepseek_v32": "have chunked, linear, sparse or convolution layers",
+    "doge": "make or read a mask of their own",
+    "nemotron": "do not hand `cp=` on to their layers",
+}
+"""Kinds of models, and what the sweep over all of them finds."""
 
 
-GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "transformers.md"
+@pytest.mark.parametrize("kind", SAMPLE)
+def test_an_architecture_is_right_or_refused_before_training(kind):
+    found = sweep.judged(kind)
+    assert (found.result, found.wrong) == (SAMPLE[kind], False), found.message
 
 
-def fused_in_the_guide():
-    """The kinds of models that its table of rotary embedding names."""
-    text = GUIDE.read_text()
-    table = text[text.index("## Rotary embedding") :]
-    row = next(line for line in table.splitlines() if line.startswith("| in hcp's attention |"))
-    return sorted(row.split("|")[2].replace("`", "").replace(",", "").split())
+def test_a_wrong_architecture_is_found(monkeypatch):
+    from hcp.integrations.transformers import probe
+
+    monkeypatch.setattr(probe, "_first_position", lambda model, document, own: 0)
+    monkeypatch.setattr(probe, "_compare", lambda *given: given[-1])
+    found = sweep.judged("roberta")
+    assert found.wrong
+    assert "off on 1 ranks" in found.result
 
 
-@pytest.mark.long
-@pytest.mark.timeout(1200)
-def test_every_architecture_is_right_or_refused_before_training():
-    import transformers
-    from support import architectures
+@pytest.mark.skipif(
+    metadata.version("transformers") != "5.23.0", reason="the guide's table is of 5.23.0"
+)
+def test_the_guide_has_a_verdict_of_each_architecture_once():
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    transformers.logging.set_verbosity_error()
-    models = ((kind, architectures.build(kind)) for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    verdicts = {kind: verdict(model) for kind, model in models if model is not None}
-    found = {kind: v for kind, (v, _) in verdicts.items()}
-    assert {kind: v for kind, v in found.items() if v not in ("equal", "refused")} == {}
-    assert list(found.values()).count("equal") >= 100
-    for kind in ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta",
-                 "xlm-roberta-xl", "xmod"):  # fmt: skip
-        assert found[kind] == "equal", kind
-    if metadata.version("transformers") == "5.23.0":
-        assert (
-            sorted(kind for kind, (_, fused) in verdicts.items() if fused) == fused_in_the_guide()
-        )
+    rows = [line.split("|")[-2] for line in sweep.in_the_guide().splitlines() if "| `" in line]
+    kinds = [kind.strip(" `") for row in rows for kind in row.split(",")]
+    assert sorted(kinds) == sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 # ---- the Trainer ---------------------------------------------------------------------------------
@@ -682,9 +627,12 @@ def make_trainer(
     evaluation=None,
     dynamic=True,
     prepare=lambda: None,
+    data=None,
+    options=None,
     **args,
 ):
-    """`prepare` is called between Transformers' arguments and its Trainer."""
+    """`prepare` is called between Transformers' arguments and its Trainer. `data`: of training.
+    `options`: of the Trainer."""
     import transformers
     from transformers import TrainingArguments
 
@@ -693,7 +641,7 @@ def make_trainer(
     model = build(kind)
     if kind == "gpt2":
         model = model.double()
-    options = {
+    chosen = {
         "output_dir": str(folder),
         "per_device_train_batch_size": 8 // size,
         "per_device_eval_batch_size": 4 // size,
@@ -707,15 +655,16 @@ def make_trainer(
         "eval_strategy": "steps",
         "eval_steps": 10,
     }
-    arguments = TrainingArguments(**options | args)
+    arguments = TrainingArguments(**chosen | args)
     prepare()
     trainer = Trainer(
         model,
         arguments,
-        train_dataset=documents(TRAINING),
+        train_dataset=documents(TRAINING) if data is None else data,
         eval_dataset=documents(VALIDATION, seed=1),
         cp=hcp.Config(max_seqlen_per_dp_cp_rank=limit, eval_context_parallel_size=evaluation),
         dynamic_cp=dynamic,
+        **options or {},
     )
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
@@ -854,8 +803,6 @@ def evaluate_alone(rank, size, folder):
     for evaluation in (None, 1, size):
         trainer = make_trainer(size, folder, evaluation=evaluation)
         found.append(trainer.evaluate()["eval_loss"])
-        with pytest.raises(ValueError, match="predict gathers the logits of whole sequences"):
-            trainer.predict(trainer.eval_dataset)
     sets = {"a": documents(VALIDATION, seed=1), "b": documents([4], seed=2)}
     both = trainer.evaluate(sets)
     assert both["eval_a_loss"] == pytest.approx(found[0], abs=1e-6)
@@ -878,7 +825,181 @@ def test_evaluation_without_training_gives_one_loss_under_every_layout(tmp_path)
     assert losses == pytest.approx([total / tokens] * len(losses), abs=1e-5)
 
 
+# ---- what people do with a Trainer ---------------------------------------------------------------
+
+
+def most_likely(logits, labels):
+    assert logits.shape[:2] == labels.shape
+    return logits.argmax(-1), logits.amax(-1)
+
+
+def accuracy(given):
+    """Of the next tokens."""
+    found, labels = given.predictions[0][:, :-1], given.label_ids[:, 1:]
+    return {"accuracy": float((found == labels)[labels != -100].mean())}
+
+
+def predict(rank, size, folder, evaluation):
+    as_torchrun(size)
+    options = {"compute_metrics": accuracy, "preprocess_logits_for_metrics": most_likely}
+    trainer = make_trainer(size, folder, evaluation=evaluation, options=options)
+    whole = make_trainer(size, folder, evaluation=evaluation).predict(trainer.eval_dataset)
+    return trainer.evaluate(), trainer.predict(trainer.eval_dataset), whole
+
+
+def test_predictions_are_those_of_whole_sequences_in_order(tmp_path):
+    model, dataset = build("llama"), documents(VALIDATION, seed=1)
+    logits = [model(d["input_ids"][None]).logits[0].detach() for d in dataset]
+    hits = torch.cat(
+        [x[:-1].argmax(-1) == d["input_ids"][1:] for x, d in zip(logits, dataset, strict=True)]
+    )
+    for metrics, (found, labels, _), whole in run_ranks(2, predict, tmp_path, 2):
+        assert metrics["eval_accuracy"] == pytest.approx(hits.double().mean().item())
+        assert whole.metrics["test_loss"] == pytest.approx(metrics["eval_loss"], abs=1e-6)
+        for i, (expected, sample) in enumerate(zip(logits, dataset, strict=True)):
+            n = len(expected)
+            assert found[0][i, :n].tolist() == expected.argmax(-1).tolist()
+            assert found[1][i, :n] == pytest.approx(expected.amax(-1).numpy(), abs=1e-4)
+            assert whole.predictions[i, :n] == pytest.approx(expected.numpy(), abs=1e-4)
+            assert labels[i].tolist() == [-100, *sample["input_ids"][1:].tolist()] + [-100] * (
+                labels.shape[1] - n
+            )
+            assert (whole.predictions[i, n:] == -100).all()
+
+
+def predict_badly(rank, size, folder):
+    as_torchrun(size)
+    options = {"preprocess_logits_for_metrics": lambda logits, labels: logits.mean(1)}
+    trainer = make_trainer(size, folder, options=options)
+    with pytest.raises(ValueError, match=r"gives \(1, 64\) for .* rows, expected tensors \(1, "):
+        trainer.predict(trainer.eval_dataset)
+
+
+def test_metrics_that_want_whole_sequences_are_refused(tmp_path):
+    run_ranks(1, predict_badly, tmp_path)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Documents without a length; other ones on rank `wrong`."""
+
+    def __init__(self, seeds=(0,), wrong=None):
+        self.seeds, self.wrong, self.epochs = seeds, wrong, []
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+    def __iter__(self):
+        shard = self.wrong == torch.distributed.get_rank() if self.wrong is not None else False
+        for seed in self.seeds:
+            yield from documents(TRAINING, seed)[3 if shard else 0 :]
+
+
+def train_on_a_stream(rank, size, folder):
+    """Losses of a stream and of the same documents in order; resumed; of evaluation."""
+    as_torchrun(size)
+    options = {"limit": 128, "max_steps": 4, "eval_strategy": "no", "max_grad_norm": 0.0}
+    saved = options | {"save_strategy": "steps", "save_steps": 2}
+    streamed = make_trainer(size, folder, data=Stream(), **saved)
+    straight = record(streamed)["logged"]
+    again = make_trainer(size, folder, data=Stream(), **options)
+    again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    resumed = [entry["loss"] for entry in again.state.log_history if "loss" in entry]
+    ordered = options | {"train_sampling_strategy": "sequential"}
+    expected = record(make_trainer(size, folder, **ordered))["logged"]
+    evaluated = [
+        again.evaluate(data)["eval_loss"]
+        for data in (again.eval_dataset, iter_of(again.eval_dataset))
+    ]
+    return straight, resumed, expected, evaluated, streamed.train_dataset.epochs
+
+
+def iter_of(dataset):
+    class Iterable:
+        def __iter__(self):
+            return iter(dataset)
+
+    return Iterable()
+
+
+def test_a_stream_trains_resumes_and_evaluates_as_a_dataset(tmp_path):
+    (alone,) = run_ranks(1, train_on_a_stream, tmp_path / "1")
+    for straight, resumed, expected, evaluated, epochs in run_ranks(
+        2, train_on_a_stream, tmp_path / "2"
+    ):
+        assert straight == pytest.approx(expected, abs=1e-6)
+        assert straight == pytest.approx(alone[0], abs=1e-4)
+        assert resumed == pytest.approx(straight, abs=1e-6)
+        assert evaluated == pytest.approx([alone[3][0]] * 2, abs=1e-5)
+        assert epochs == [0, 1]
+
+
+def train_on_other_streams(rank, size, folder):
+    as_torchrun(size)
+    make_trainer(size, folder, data=Stream(wrong=1), eval_strategy="no").train()
+
+
+def test_a_stream_that_is_another_on_a_rank_is_refused(tmp_path):
+    for found in try_ranks(2, train_on_other_streams, tmp_path):
+        assert found.kind == "HcpError"
+        assert "in batch 0 of the stream rank 1 of dp_cp has another first item" in found.message
+
+
+def test_an_iterator_is_refused():
+    from hcp.integrations.loader import _check_dataset
+
+    with pytest.raises(ValueError, match="is a list_iterator, expected an iterable that starts"):
+        _check_dataset(iter([1]))
+
+
+def group_by_length(rank, size, folder):
+    as_torchrun(size)
+    options = {"train_sampling_strategy": "group_by_length", "eval_strategy": "no"}
+    trainer = make_trainer(size, folder, limit=128, max_steps=3, **options)
+    order = list(trainer.get_train_dataloader().batch_sampler)
+    return order, record(trainer)["logged"]
+
+
+def test_samples_of_like_length_go_together(tmp_path):
+    (((batch, *_), alone),) = run_ranks(1, group_by_length, tmp_path)
+    first, second = run_ranks(2, group_by_length, tmp_path)
+    assert TRAINING[batch[0]] == max(TRAINING)  # Transformers' order: the longest first
+    assert batch == [i for pair in zip(first[0][0], second[0][0], strict=True) for i in pair]
+    mean = [(a + b) / 2 for a, b in zip(first[1], second[1], strict=True)]
+    assert mean == pytest.approx(alone, abs=1e-4)
+
+
+def generate_in_evaluation(rank, size, folder):
+    import transformers
+
+    from hcp.integrations.transformers import own_attention
+
+    as_torchrun(size)
+    texts = []
+
+    class Generate(transformers.TrainerCallback):
+        def on_evaluate(self, args, state, control, model, **keywords):
+            with own_attention(model) as whole:
+                made = whole.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False)
+            texts.append(made.tolist())
+
+    options = {"callbacks": [Generate()]}
+    trainer = make_trainer(size, folder, limit=128, max_steps=4, eval_steps=2, options=options)
+    losses = record(trainer)["logged"]
+    assert len(texts) == 2
+    return losses, texts
+
+
+def test_generating_in_evaluation_leaves_training_as_it_is(tmp_path):
+    (alone,) = run_ranks(1, generate_in_evaluation, tmp_path)
+    for losses, texts in run_ranks(2, generate_in_evaluation, tmp_path):
+        assert losses == pytest.approx(alone[0], abs=1e-4)
+        assert texts == alone[1]
+
+
 REFUSED_ARGUMENTS = [
+    ({"train_sampling_strategy": "batch_rebalance"}, "is 'batch_rebalance', expected 'random'"),
+    ({"batch_eval_metrics": True}, "batch_eval_metrics is True, expected False: a rank has rows"),
+    ({"include_for_metrics": ["inputs"]}, "include_for_metrics is .*, expected .*: hcp gathers"),
     ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps is 2, expected 1: the plan"),
     ({"label_smoothing_factor": 0.1}, "label_smoothing_factor is 0.1, expected 0"),
     ({"auto_find_batch_size": True}, "auto_find_batch_size is True, expected False"),
@@ -901,7 +1022,6 @@ def refuse_arguments(rank, size, folder):
     config = hcp.Config(max_seqlen_per_dp_cp_rank=8)
     for options, message in (
         ({"data_collator": list}, "data_collator is a type, expected None: samples are packed"),
-        ({"compute_metrics": len}, "compute_metrics was given, expected None: it wants"),
         ({"compute_loss_func": len}, "compute_loss_func was given, expected None"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -973,16 +1093,34 @@ def test_masks_say_which_tokens_are_learned(name):
     assert given["labels"].tolist() == [-100, -100, 9, -100]
 
 
+def test_a_packed_row_is_taken_apart():
+    from hcp.integrations.transformers import causal_lm_samples
+
+    item = {"input_ids": [5, 6, 7, 8, 9], "seq_lengths": [2, 3], "labels": [5, 6, -100, 8, 9]}
+    item["position_ids"] = [0, 1, 0, 1, 2]
+    first, second = causal_lm_samples(item)
+    assert (first["input_ids"].tolist(), first["labels"].tolist()) == ([5, 6], [6, -100])
+    assert (second["input_ids"].tolist(), second["labels"].tolist()) == ([7, 8, 9], [8, 9, -100])
+    (alone,) = causal_lm_samples({"input_ids": [5, 6], "seq_lengths": [2]})
+    assert alone["input_ids"].tolist() == [5, 6]
+    with pytest.raises(
+        ValueError, match=r"seq_lengths is \[2, 2\] in an item of 5 tokens, expected"
+    ):
+        causal_lm_samples({**item, "seq_lengths": [2, 2]})
+    with pytest.raises(ValueError, match="a sample has 'pixel_values', expected only"):
+        causal_lm_samples({**item, "pixel_values": 0.5})
+
+
 @pytest.mark.parametrize(
     ("column", "message"),
     [
         (
             {"position_ids": [0, 1, 0, 1]},
-            r"position_ids is \[0, 1, 0, 1\] .*expected 0, 1, 2.*pack",
+            r"position_ids is \[0, 1, 0, 1\] .*expected 0, 1, 2.*apart",
         ),
         (
             {"seq_lengths": [2, 2]},
-            r"seq_lengths is \[2, 2\] in a sample of 4 tokens, .*packing=False",
+            r"seq_lengths is \[2, 2\] in a sample of 4 tokens, .*TRL packs them",
         ),
         (
             {"token_type_ids": [0, 0, 1, 1]},

@@ -62,27 +62,39 @@ PER_LAYER = {
     "layer_types": BOTH,
     "num_kv_shared_layers": 0,
 }
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16}
 MORE: dict[str, dict[str, Any]] = {
     "axk1": LATENT,
+    "axk2": LATENT | {"qk_rope_head_dim": 4},
+    "bamba": MAMBA | {"attn_layer_indices": [1]},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "deepseek_v2": LATENT | EXPERTS,
     "deepseek_v3": LATENT,
+    "deepseek_v32": LATENT | {"index_head_dim": 16},
     "dots1": EXPERTS | {"n_shared_experts": 1, "layer_types": BOTH},
+    "dots3_note_text": LATENT,
     "gemma3n_text": PER_LAYER | {"laurel_rank": 4, "activation_sparsity_pattern": [0.0, 0.0]},
     "gemma4_text": PER_LAYER,
     "glm4_moe_lite": LATENT,
+    "glm_moe_dsa": LATENT | {"index_head_dim": 16},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
+    "granitemoehybrid": MAMBA | {"layer_types": ["mamba", "attention"]},
     "hunyuan_v1_dense": ROTARY,
     "hunyuan_v1_moe": ROTARY,
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "longcat_flash": LATENT,
+    "mamba2": {"num_heads": 4, "head_dim": 16},
     "minicpm3": LATENT,
     "ministral": ROTARY,
     "moshi": {"audio_vocab_size": 64},
+    "mpt": {"attn_config": {"attn_pdrop": 0}},
+    "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [16, 16]},
     "xmod": {"default_language": "en_XX"},
     "youtu": LATENT,
+    "zaya": {"num_experts_per_tok": 1},
 }
 """Further options that some configurations need."""
 
@@ -128,10 +140,18 @@ def small(cls: Any) -> dict[str, Any]:
         default = None
     options: dict[str, Any] = {name: value for name, value in SMALL.items() if name in names}
     for name in list(options):
-        none = getattr(default, name, 0) is None
+        none = _default(default, name) is None
         if none and name != "num_key_value_heads" and not name.endswith("token_id"):
             del options[name]
     for name, part in getattr(cls, "sub_configs", {}).items():
         if part is not transformers.AutoConfig:
             options[name] = small(part)
     return options
+
+
+def _default(config: Any, name: str) -> Any:
+    """Return an option's default value, 0 if there is none for all layers together."""
+    try:
+        return getattr(config, name, 0)
+    except Exception:  # Transformers' own, of options that each layer has
+        return 0

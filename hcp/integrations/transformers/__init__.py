@@ -17,10 +17,12 @@ from hcp.integrations.loader import (  # noqa: E402
     DynamicCPDataLoader,
     EvalDataLoader,
     causal_lm_sample,
+    causal_lm_samples,
 )
 from hcp.integrations.transformers.attention import (  # noqa: E402
     ATTENTION,
     check_model,
+    own_attention,
     register_hcp_attention,
 )
 from hcp.integrations.transformers.model import (  # noqa: E402
@@ -39,7 +41,9 @@ __all__ = [
     "causal_lm_loss",
     "causal_lm_losses",
     "causal_lm_sample",
+    "causal_lm_samples",
     "check_model",
     "model_inputs",
+    "own_attention",
     "register_hcp_attention",
 ]

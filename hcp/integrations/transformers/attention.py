@@ -5,17 +5,25 @@ T rows of this rank, H query heads, G key-value heads, D and E head sizes.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from hcp.attention.kernels import Choice, kernel_for
 from hcp.integrations.experts import capacities
 from hcp.integrations.rotary import Unrotated, take_rotary
-from hcp.integrations.transformers.probe import NoHandlerError, probe, was_probed
+from hcp.integrations.transformers.probe import (
+    NoHandlerError,
+    implementations,
+    probe,
+    was_probed,
+)
 from hcp.step.handler import ContextParallelHandler
 
 ATTENTION = "hcp"
@@ -56,20 +64,37 @@ def register_hcp_attention(model: nn.Module | None = None, *, fused_rope: bool =
         probe(model, ATTENTION, fused_rope=fused_rope)
 
 
+@contextlib.contextmanager
+def own_attention(model: Any, attention: str = "sdpa") -> Iterator[Any]:
+    """Give a model, which may be wrapped in DDP, one of Transformers' attentions inside a context,
+    and its former one after it. The value is the model without DDP.
+
+    `with own_attention(model) as whole: whole.generate(...)`: each rank then computes whole
+    sequences.
+    """
+    whole = model.module if isinstance(model, DistributedDataParallel) else model
+    before = implementations(whole)
+    whole.set_attn_implementation(attention)
+    try:
+        yield whole
+    finally:
+        whole.set_attn_implementation(before)
+
+
 def check_model(model: nn.Module) -> None:
     """Raise ValueError unless every layer of a model is right under context parallelism."""
     name, config = type(model).__name__, getattr(model, "config", None)
     if config is None or not hasattr(model, "set_attn_implementation"):
         raise ValueError(f"the model is a {name}, expected a PreTrainedModel of Transformers")
-    if not getattr(model, "_supports_attention_backend", False):
-        raise ValueError(
-            f"{name} does not call its attention through AttentionInterface, expected a model that "
-            "does: it has no place for another attention"
-        )
     if getattr(model, "_is_stateful", False):
         raise ValueError(
             f"{name} has layers with a state that scans the sequence, expected attention only: "
             "their state does not cross ranks"
+        )
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ValueError(
+            f"{name} does not call its attention through AttentionInterface, expected a model that "
+            "does: it has no place for another attention"
         )
     for part in (config, *_parts(config)):
         _check_config(part)
@@ -162,8 +187,8 @@ def window_of(
     if attention_mask is not None:
         raise ValueError(
             f"attention_mask has shape {tuple(attention_mask.shape)}, expected None: rows are "
-            "packed and none is padding. model.generate passes a mask: call "
-            "model.set_attn_implementation('sdpa') before it, and 'hcp' to train on"
+            "packed and none is padding. model.generate passes a mask: call it inside of "
+            "hcp.integrations.transformers.own_attention(model)"
         )
     if use_vmap:
         raise ValueError(
@@ -199,8 +224,8 @@ def hcp_attention(
     if cp is None:
         raise NoHandlerError(
             f"{type(module).__name__} was called without cp=, expected the handler of the "
-            "micro-batch: model(**model_inputs(cp, local)). model.generate has none: call "
-            "model.set_attn_implementation('sdpa') before it"
+            "micro-batch: model(**model_inputs(cp, local)). model.generate has none: call it "
+            "inside of hcp.integrations.transformers.own_attention(model)"
         )
     if not was_probed(module):
         raise ValueError(
@@ -260,7 +285,7 @@ def _refuse(
         raise ValueError(
             f"{name} was given {query.shape[0]} x {query.shape[2]} queries and {key.shape[2]} "
             f"keys, expected 1 x {rows} of each: the rows of this micro-batch on this rank, and no "
-            "cache (model_inputs says use_cache=False; model.generate needs 'sdpa')"
+            "cache (model_inputs says use_cache=False; model.generate needs own_attention(model))"
         )
 
 

@@ -28,13 +28,23 @@ def model_inputs(cp: ContextParallelHandler, local: LocalBatch) -> dict[str, Any
     }
 
 
-def causal_lm_losses(model: nn.Module, cp: ContextParallelHandler, local: LocalBatch) -> Tensor:
-    """Return the cross-entropy of each row of this rank, (T,), float32 or wider."""
+def causal_lm_logits(model: nn.Module, cp: ContextParallelHandler, local: LocalBatch) -> Tensor:
+    """Return the logits of each row of this rank, (T, vocabulary)."""
     if isinstance(model, FSDPModule):
         warn_of_the_barrier(model, cp.plan)
-    logits = model(**model_inputs(cp, local)).logits[0, : cp.rows]
+    logits: Tensor = model(**model_inputs(cp, local)).logits[0, : cp.rows]
+    return logits
+
+
+def causal_lm_losses(model: nn.Module, cp: ContextParallelHandler, local: LocalBatch) -> Tensor:
+    """Return the cross-entropy of each row of this rank, (T,), float32 or wider."""
+    return losses_of(causal_lm_logits(model, cp, local), local.labels)
+
+
+def losses_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross-entropy of each row, (T,), float32 or wider, of (T, vocabulary), (T,)."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide, local.labels, reduction="none")
+    return F.cross_entropy(wide, labels, reduction="none")
 
 
 def causal_lm_loss(

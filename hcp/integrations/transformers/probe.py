@@ -77,7 +77,7 @@ def probe(model: nn.Module, attention: str, *, fused_rope: bool) -> None:
     the queries and keys of a model that computes the same then. If parameters are sharded, every
     rank calls it.
     """
-    before, shift = _implementations(model), None
+    before, shift = implementations(model), None
     try:
         with _evaluating(model):
             model.set_attn_implementation("eager")  # type: ignore[operator]
@@ -110,7 +110,9 @@ def was_probed(module: nn.Module) -> bool:
     return getattr(module, _CHECKED, False)
 
 
-def _implementations(model: nn.Module) -> dict[str, str]:
+def implementations(model: nn.Module) -> dict[str, str]:
+    """Return the attention implementations of a model's parts, as set_attn_implementation takes
+    them."""
     config: Any = model.config
     parts = {name: getattr(config, name, None) for name in config.sub_configs}
     every = {"": config, **{name: part for name, part in parts.items() if part is not None}}

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.trainer_utils import EvalLoopOutput
+from transformers import trainer as theirs
+from transformers.trainer_pt_utils import get_length_grouped_indices
+from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
 
 from hcp.evaluation.metrics import Metrics
 from hcp.groups.process_groups import ProcessGroups
@@ -18,19 +20,22 @@ from hcp.integrations.accelerate import check_accelerator, with_barrier_of
 from hcp.integrations.loader import (
     DynamicCPDataLoader,
     EvalDataLoader,
+    Order,
     ToSample,
-    causal_lm_sample,
+    causal_lm_samples,
     check_model_config,
     domain,
     eval_groups,
     eval_layout,
+    is_stream,
 )
 from hcp.integrations.transformers.attention import (
     check_model,
     check_softcap,
     register_hcp_attention,
 )
-from hcp.integrations.transformers.model import causal_lm_loss, causal_lm_losses
+from hcp.integrations.transformers.model import causal_lm_logits, causal_lm_loss, losses_of
+from hcp.integrations.transformers.predictions import Predictions
 from hcp.planning.cost import CostModel
 from hcp.step.config import Config
 from hcp.step.dispatch import Step
@@ -52,7 +57,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         dynamic_cp: bool = True,
         groups: ProcessGroups | None = None,
         cost: CostModel | None = None,
-        to_sample: ToSample = causal_lm_sample,
+        to_sample: ToSample = causal_lm_samples,
         fused_rope: bool = True,
         **keywords: Any,
     ) -> None:
@@ -98,7 +103,34 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             cost=self.cp_cost,
             to_sample=self.to_sample,
             model=self.model,
+            shuffle=self.args.train_sampling_strategy == "random",
+            order=self._order(),
         )
+
+    def _order(self) -> Order | None:
+        """Return the order of the samples in each epoch if samples of like length go together."""
+        if self.args.train_sampling_strategy != "group_by_length" or is_stream(self.train_dataset):
+            return None
+        column = self.args.length_column_name
+        named = column in (getattr(self.train_dataset, "column_names", None) or ())
+        lengths = (
+            list(self.train_dataset[column])
+            if named
+            else [len(item["input_ids"]) for item in self.train_dataset]
+        )
+        batch = self.args.train_batch_size * self.args.world_size
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+
+        def order(epoch: int) -> list[int]:
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+            grouped: list[int] = get_length_grouped_indices(lengths, batch, generator=generator)
+            return grouped
+
+        return order
+
+    def train(self, *positional: Any, **keywords: Any) -> Any:
+        with _skipping():
+            return super().train(*positional, **keywords)
 
     def training_step(
         self, model: nn.Module, inputs: Step, num_items_in_batch: object = None
@@ -131,8 +163,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             raise ValueError("eval_dataset is missing, expected it to evaluate")
+        return self.get_test_dataloader(dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> EvalDataLoader:
         return EvalDataLoader(
-            dataset,
+            test_dataset,
             self.cp_config,
             self.cp_eval_groups,
             global_batch_size=self.args.eval_batch_size * self.args.world_size,
@@ -150,32 +185,57 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Return the mean loss over the tokens of all samples, equal under every layout."""
+        """Return the mean loss over the tokens of all samples, equal under every layout. If
+        predictions are asked for, every rank gets those of all samples."""
         model = self.model
         model.eval()
         if hasattr(self.optimizer, "eval"):
             self.optimizer.eval()
+        only = self.args.prediction_loss_only
+        dataloader.places = not (only if prediction_loss_only is None else prediction_loss_only)
+        predictions = Predictions(self.accelerator, self.preprocess_logits_for_metrics)
         with eval_layout(model, self.cp_groups, self.cp_eval_groups) as groups:
             metrics = Metrics(groups)
             for cp, local in dataloader:
                 with self.accelerator.autocast():
-                    losses = causal_lm_losses(model, cp, local)
+                    logits = causal_lm_logits(model, cp, local)
+                losses = losses_of(logits, local.labels)
                 metrics.add_sum("loss", *cp.loss_sum(losses, local.loss_mask))
-            loss = metrics.reduce()["loss"].mean
+                if dataloader.places:
+                    predictions.add(cp, local, logits)
+            found = {"loss": metrics.reduce()["loss"].mean}
+        count, given, labels = dataloader.num_samples, None, None
+        if dataloader.places:
+            given, labels = predictions.gather(count)
+        if self.compute_metrics is not None and dataloader.places:
+            more = self.compute_metrics(EvalPrediction(predictions=given, label_ids=labels))
+            found |= denumpify_detensorize(more)
+        prefixed = {
+            name if name.startswith(f"{metric_key_prefix}_") else f"{metric_key_prefix}_{name}": v
+            for name, v in found.items()
+        }
         return EvalLoopOutput(
-            predictions=None,
-            label_ids=None,
-            metrics={f"{metric_key_prefix}_loss": loss},
-            num_samples=len(dataloader.dataset),
+            predictions=given, label_ids=labels, metrics=prefixed, num_samples=count
         )
 
-    def predict(self, *positional: Any, **keywords: Any) -> Any:
-        """Raise ValueError: the logits of a sequence are spread over ranks."""
-        raise ValueError(
-            "predict gathers the logits of whole sequences, which are spread over ranks: "
-            "evaluate() gives the loss; for predictions, model.set_attn_implementation('sdpa') and "
-            "transformers.Trainer"
-        )
+
+@contextlib.contextmanager
+def _skipping() -> Iterator[None]:
+    """Inside this context, a resumed epoch starts with hcp's loader at its batch. Accelerate would
+    make a loader of torch's of it, and reads the start of a stream again."""
+    before = theirs.skip_first_batches
+
+    def skip(loader: Any, num_batches: int = 0) -> Any:
+        if not isinstance(loader, DynamicCPDataLoader):
+            return before(loader, num_batches)
+        loader.skip(num_batches)
+        return loader
+
+    theirs.skip_first_batches = skip
+    try:
+        yield
+    finally:
+        theirs.skip_first_batches = before
 
 
 def _check(trainer: Trainer) -> None:
@@ -188,7 +248,13 @@ def _check(trainer: Trainer) -> None:
         "the plan has the micro-batches of a step: raise per_device_train_batch_size instead",
     )
     _expect(args, "label_smoothing_factor", 0, "hcp computes the plain cross entropy")
-    _expect(args, "train_sampling_strategy", "random", "the plan sorts by length itself")
+    if args.train_sampling_strategy == "batch_rebalance":
+        raise ValueError(
+            "TrainingArguments.train_sampling_strategy is 'batch_rebalance', expected 'random', "
+            "'sequential' or 'group_by_length': the plan balances ranks itself"
+        )
+    _expect(args, "batch_eval_metrics", False, "a rank has rows of sequences in a micro-batch")
+    _expect(args, "include_for_metrics", [], "hcp gathers predictions and labels")
     _expect(
         args, "include_num_input_tokens_seen", "no", "a rank's share of a step has no input_ids"
     )
@@ -204,17 +270,24 @@ def _check(trainer: Trainer) -> None:
             f"this process has {args.n_gpu} GPUs, expected one: start one process for each, "
             "with torchrun --nproc-per-node"
         )
-    for name in ("model_init", "compute_loss_func", "compute_metrics"):
+    for name in ("model_init", "compute_loss_func"):
         if getattr(trainer, name) is not None:
             raise ValueError(f"{name} was given, expected None: {_INSTEAD[name]}")
     for name in ("compute_loss", "prediction_step"):
-        if getattr(type(trainer), name) is not getattr(transformers.Trainer, name):
+        expected = _after(type(trainer), name)
+        if getattr(type(trainer), name) is not getattr(expected, name):
             raise ValueError(
                 f"{type(trainer).__name__}.{name} is a method of its own, expected that of "
-                "transformers.Trainer: hcp's does not call it. For a loss of your own, override "
-                "training_step, or write a loop"
+                f"{expected.__module__.partition('.')[0]}.{expected.__name__}: hcp's does not call "
+                "it. For a loss of your own, override training_step, or write a loop"
             )
     check_accelerator(trainer.accelerator)
+
+
+def _after(cls: type, name: str) -> type:
+    """Return the class whose method hcp's Trainer stands for: the next one that has it."""
+    order = cls.__mro__
+    return next(c for c in order[order.index(Trainer) + 1 :] if name in vars(c))
 
 
 def _compute_dtype(args: Any, model: nn.Module) -> torch.dtype:
@@ -227,7 +300,6 @@ def _compute_dtype(args: Any, model: nn.Module) -> torch.dtype:
 _INSTEAD: Mapping[str, str] = {
     "model_init": "give the model, whose attention hcp sets",
     "compute_loss_func": "the loss is the mean over the whole batch, computed by hcp",
-    "compute_metrics": "it wants the logits of whole sequences, which are spread over ranks",
 }
 
 
