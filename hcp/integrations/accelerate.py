@@ -190,9 +190,11 @@ def _refuse_to_cut(**options: Any) -> None:
     )
 
 
-def check_accelerator(accelerator: Any, *, takes_cp: bool = False) -> None:
+def check_accelerator(
+    accelerator: Any, *, takes_cp: bool = False, accumulates: bool = False
+) -> None:
     """Raise ValueError if the Accelerator would also cut sequences or scale gradients. `takes_cp`:
-    its CP size is for hcp."""
+    its CP size is for hcp. `accumulates`: it may scale the gradients of several batches."""
     parallelism = accelerator.parallelism_config
     for name in ("cp_size", "sp_size", "tp_size"):
         size = 1 if parallelism is None else getattr(parallelism, name)
@@ -202,7 +204,7 @@ def check_accelerator(accelerator: Any, *, takes_cp: bool = False) -> None:
                 "Leave it out of the Accelerator; hcp.integrations.accelerate.config_of("
                 "parallelism_config, ...) says its cp_size to hcp"
             )
-    if accelerator.gradient_accumulation_steps != 1:
+    if accelerator.gradient_accumulation_steps != 1 and not accumulates:
         raise ValueError(
             f"gradient_accumulation_steps is {accelerator.gradient_accumulation_steps}, expected "
             "1: the plan has the micro-batches of a step; raise the global batch size instead"

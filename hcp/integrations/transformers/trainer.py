@@ -78,7 +78,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         super().__init__(*positional, **keywords)
         _check(self)
         check_model(self.model)
-        check_softcap(self.model, self.args.device, _compute_dtype(self.args, self.model))
+        check_softcap(self.model, self.args.device, compute_dtype(self.args, self.model))
         with self.accelerator.autocast():
             register_hcp_attention(self.model, fused_rope=fused_rope)
         cp = with_barrier_of(self.accelerator, cp)
@@ -290,7 +290,7 @@ def _after(cls: type, name: str) -> type:
     return next(c for c in order[order.index(Trainer) + 1 :] if name in vars(c))
 
 
-def _compute_dtype(args: Any, model: nn.Module) -> torch.dtype:
+def compute_dtype(args: Any, model: nn.Module) -> torch.dtype:
     """Return the dtype of attention: autocast's, or the weights' own."""
     if args.bf16:
         return torch.bfloat16

@@ -1,0 +1,180 @@
+"""Padded batches of TRL's trainers, computed by all ranks together.
+
+B sequences of this rank's batch, L their padded length, T rows of this rank, F fields.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl.trainer.utils import FusedCausalLMOutput
+
+from hcp.groups.process_groups import ProcessGroups
+from hcp.integrations.accelerate import check_accelerator
+from hcp.integrations.loader import IGNORED, check_model_config, domain
+from hcp.integrations.transformers.attention import (
+    check_softcap,
+    own_attention,
+    register_hcp_attention,
+)
+from hcp.integrations.transformers.model import model_inputs
+from hcp.integrations.transformers.trainer import compute_dtype
+from hcp.planning.cost import CostModel
+from hcp.step.config import Config
+from hcp.step.dispatch import Step, dispatch, gather_lengths
+
+_OF_THE_BATCH = {"input_ids", "attention_mask", "labels", "fused_lm_head", "use_cache"}
+_FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+class PaddedTrainer:
+    """What TRL's trainers of padded batches have in common under hcp; it comes before one of them
+    among the bases.
+
+    Their forwards, with and without gradients, compute what TRL's fused LM head says of each token.
+    hcp plans the sequences of all ranks' batches together, moves each to the ranks that compute
+    it, and brings the results back. All else (losses, metrics, loaders) is TRL's own.
+    """
+
+    def __init__(
+        self,
+        *positional: Any,
+        cp: Config,
+        groups: ProcessGroups | None = None,
+        cost: CostModel | None = None,
+        fused_rope: bool = True,
+        **keywords: Any,
+    ) -> None:
+        """`cp`: limits and options, see `hcp.Config`; a rank holds the rows of its share of a batch
+        for the backward pass. `groups`: by default, all ranks of the job are one domain.
+        `fused_rope`: see `register_hcp_attention`. Other arguments are TRL's.
+
+        Raises ValueError for options that would be wrong, or have no effect."""
+        check_model_config(cp)
+        super().__init__(*positional, **keywords)
+        trainer: Any = self
+        _check(trainer, cp)
+        made = domain(groups, trainer.args.world_size)
+        cp = replace(cp, sync=cp.sync_where(waiting=False))
+        for model in (trainer.model, getattr(trainer, "ref_model", None)):
+            if model is None:
+                continue
+            check_softcap(model, trainer.args.device, compute_dtype(trainer.args, model))
+            with trainer.accelerator.autocast():
+                register_hcp_attention(model, fused_rope=fused_rope)
+            spread_padded(model, cp, made, cost)
+
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Inside this context, each rank computes whole sequences with Transformers' attention."""
+        trainer: Any = self
+        with own_attention(trainer.model):
+            yield
+
+
+def _check(trainer: Any, cp: Config) -> None:
+    name, kind = type(trainer).__name__, str(trainer.accelerator.distributed_type)
+    check_accelerator(trainer.accelerator, accumulates=True)
+    if kind.endswith("FSDP"):
+        raise ValueError(
+            f"the Accelerator uses FSDP, expected DDP: {name} computes several micro-batches in "
+            "one forward, which was not tested with FSDP"
+        )
+    if cp.eval_context_parallel_size is not None:
+        raise ValueError(
+            f"eval_context_parallel_size is {cp.eval_context_parallel_size}, expected None: {name} "
+            "evaluates in batches that are planned as in training"
+        )
+
+
+def spread_padded(model: Any, cp: Config, groups: ProcessGroups, cost: CostModel | None) -> None:
+    """Let all ranks compute a model's padded batches together where TRL asks for its fused head.
+
+    Every rank of the domain calls the model equally often."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    fused = base.forward
+
+    @wraps(fused)
+    def forward(self: Any, *positional: Any, fused_lm_head: bool = False, **given: Any) -> Any:
+        if not fused_lm_head:
+            return fused(*positional, **given)
+        if positional:
+            given["input_ids"], *more = positional
+            if more:
+                raise ValueError("the model was called with several positional arguments")
+        return _computed(fused, given, cp, groups, cost)
+
+    base.forward = types.MethodType(forward, base)
+
+
+def _computed(
+    fused: Callable[..., Any],
+    given: Mapping[str, Any],
+    cp: Config,
+    groups: ProcessGroups,
+    cost: CostModel | None,
+) -> FusedCausalLMOutput:
+    others = [n for n, v in given.items() if n not in _OF_THE_BATCH and v not in (None, False)]
+    if others:
+        raise ValueError(
+            f"the model was called with {', '.join(sorted(others))}, expected a batch of text "
+            "without a router's loss (router_aux_loss_coef=0.0): hcp dispatches tokens only"
+        )
+    tokens, labels = given["input_ids"], given["labels"]
+    mask = given.get("attention_mask")
+    kept = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool()
+    samples = [_sample(*rows) for rows in zip(tokens, labels, kept, strict=True)]
+    lengths, sources, _ = gather_lengths(samples, groups)
+    plan = cp.plan(lengths, groups.size("dp_cp"), cost, sync=cp.sync)
+    step = dispatch(plan, samples, sources, groups, **cp.dispatch_options())
+    own = [i for i, source in enumerate(sources) if source == groups.rank("dp_cp")]
+    rows, names = _own_rows(fused, step, own)
+    return _padded(rows, names, kept, labels)
+
+
+def _sample(tokens: Tensor, labels: Tensor, kept: Tensor) -> dict[str, Tensor]:
+    """Return a sequence without its padding; each row's label is that of its successor."""
+    own = labels[kept]
+    after = torch.cat((own[1:], own.new_full((1,), IGNORED)))
+    return {"input_ids": tokens[kept], "labels": after}
+
+
+def _own_rows(
+    fused: Callable[..., Any], step: Step, own: Sequence[int]
+) -> tuple[list[Tensor], list[str]]:
+    """Return what the model says of the sequences of this rank, `own` in the plan, (tokens, F)
+    each, and the names of the fields."""
+    found: dict[int, Tensor] = {}
+    names: list[str] = []
+    for cp, local in step:
+        labels = cp.at_least_one_row(local.labels, IGNORED).unsqueeze(0)
+        said = fused(**model_inputs(cp, local), shift_labels=labels, fused_lm_head=True)
+        names = [name for name in _FIELDS if getattr(said, name) is not None]
+        fields = torch.stack([getattr(said, name)[0].float() for name in names], 1)
+        here = {i for group in step.plan.micro_batches[cp.micro_batch] for i in group.sequences}
+        mine = sorted(here.intersection(own))
+        combined = cp.combine(fields[: cp.rows])
+        rows = torch.split(combined, [step.plan.lengths[i] for i in mine])
+        found.update(zip(mine, rows, strict=True))
+    return [found[i] for i in own], names
+
+
+def _padded(
+    rows: list[Tensor], names: list[str], kept: Tensor, labels: Tensor
+) -> FusedCausalLMOutput:
+    """Return the fields (B, L - 1), as TRL's fused head does: of the token after each."""
+    full = torch.zeros(*kept.shape, len(names), device=kept.device, dtype=rows[0].dtype)
+    full = full.masked_scatter(kept.unsqueeze(-1), torch.cat(rows))
+    fields = dict(zip(names, full[:, :-1].unbind(-1), strict=True))
+    if "is_top1" in fields:
+        fields["is_top1"] = fields["is_top1"].bool()
+    mask = labels[:, 1:] != IGNORED
+    loss = -fields["log_probs"].sum() / mask.sum().clamp(min=1)
+    return FusedCausalLMOutput(loss=loss, label_mask=mask, **fields)

@@ -1,0 +1,48 @@
+"""TRL's supervised fine-tuning with dynamic context parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import trl
+from torch import Tensor
+
+from hcp.integrations.loader import causal_lm_samples
+from hcp.integrations.transformers.trainer import Trainer
+
+
+def prepared_samples(item: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+    """Make the samples of an item that TRL has prepared, by the columns that its collator reads."""
+    return causal_lm_samples({name: item[name] for name in _COLUMNS if name in item})
+
+
+_COLUMNS = ("input_ids", "labels", "seq_lengths")
+
+
+class SFTTrainer(Trainer, trl.SFTTrainer):  # type: ignore[misc]
+    """`trl.SFTTrainer`, which prepares the dataset, on hcp's `Trainer`, which plans and trains.
+
+    Takes the arguments of both. Rows that TRL has packed are taken apart into their documents, so
+    no token sees another document. Labels are those that TRL makes of completions or assistants'
+    turns. TRL's own metrics (entropy, token accuracy) are not logged.
+    """
+
+    def __init__(self, *positional: Any, **keywords: Any) -> None:
+        """See `hcp.integrations.transformers.Trainer` and `trl.SFTTrainer`. Raises ValueError for
+        options of TRL's that would have no effect."""
+        super().__init__(*positional, **{"to_sample": prepared_samples} | keywords)
+        if self.args.loss_type != "nll":
+            raise ValueError(
+                f"SFTConfig.loss_type is {self.args.loss_type!r}, expected 'nll': hcp computes the "
+                "plain cross entropy"
+            )
+        if self._is_vlm:
+            raise ValueError(
+                "the processing class is of a model with images, expected a tokenizer: hcp "
+                "dispatches tokens only"
+            )
+
+    def training_step(self, *positional: Any, **keywords: Any) -> Tensor:
+        with self.maybe_activation_offload_context:
+            return super().training_step(*positional, **keywords)

@@ -1,0 +1,235 @@
+"""TRL's trainers under hcp, beside TRL's own on one rank: the real package on gloo ranks."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from support.finetuning import as_torchrun
+from support.ranks import run_ranks
+
+import hcp
+
+pytest.importorskip("trl", reason="pip install '.[trl]'")
+
+WORDS = [f"w{i}" for i in range(60)]
+TRAINING = (13, 2, 40, 7, 30, 3, 9, 55)
+CONFIG = {"max_seqlen_per_dp_cp_rank": 64}
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def tokenizer():
+    """One token for each word."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "<bos>", "<eos>", "<unk>", *WORDS])}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def build():
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(7)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
+
+
+def text(length, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return " ".join(WORDS[i] for i in torch.randint(60, (length,), generator=generator))
+
+
+def pairs():
+    return [
+        {"prompt": text(1 + n // 3, n), "completion": " " + text(1 + n // 2, n + 100)}
+        for n in TRAINING
+    ]
+
+
+def preferences():
+    return [
+        {
+            "prompt": text(1 + n // 3, n),
+            "chosen": " " + text(1 + n // 2, n + 100),
+            "rejected": " " + text(2 + n // 4, n + 200),
+        }
+        for n in TRAINING
+    ]
+
+
+def lora():
+    from peft import LoraConfig
+
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")
+
+
+OPTIONS = {
+    "use_cpu": True,
+    "max_steps": 3,
+    "logging_steps": 1,
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.0,
+    "report_to": [],
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "bf16": False,
+}
+
+
+def losses_of(trainer):
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def made(kind, size, folder, data, hcps, options, model=None, **more):
+    """A trainer of TRL's, or hcp's of that name, with batches of 4 in all."""
+    import datasets
+    import trl
+
+    from hcp.integrations import trl as ours
+
+    as_torchrun(size)
+    datasets.disable_progress_bars()
+    config = getattr(trl, f"{kind}Config")
+    chosen = OPTIONS | {"per_device_train_batch_size": 4 // size} | options
+    return getattr(ours if hcps else trl, f"{kind}Trainer")(
+        model=model or build(),
+        args=config(output_dir=str(folder), **chosen),
+        train_dataset=datasets.Dataset.from_list(data),
+        processing_class=tokenizer(),
+        **({"cp": hcp.Config(**CONFIG)} if hcps else {}),
+        **more,
+    )
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """TRL's arguments warn of names that Transformers is to give up."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+
+
+# ---- supervised fine-tuning ----------------------------------------------------------------------
+
+IN_ORDER = {"train_sampling_strategy": "sequential", "max_length": 64}
+SFT = {
+    "completions": IN_ORDER,
+    "whole": IN_ORDER | {"completion_only_loss": False},
+    "packed": IN_ORDER | {"packing": True, "max_steps": 1},
+    "lora": IN_ORDER,
+}
+
+
+def fine_tune(rank, size, folder, case, hcps):
+    more = {"peft_config": lora()} if case == "lora" else {}
+    options = SFT[case] | {"eval_strategy": "no"}
+    trainer = made("SFT", size, folder, pairs(), hcps, options, eval_dataset=None, **more)
+    losses = losses_of(trainer)
+    names = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
+    weights = dict(trainer.model.named_parameters())
+    return losses, {name: weights[name].detach().clone() for name in names}
+
+
+@pytest.mark.parametrize("case", SFT)
+def test_supervised_fine_tuning_takes_trls_steps(case, tmp_path):
+    ((expected, weights),) = run_ranks(1, fine_tune, tmp_path / "1", case, False)
+    for losses, found in run_ranks(2, fine_tune, tmp_path / "2", case, True):
+        assert len(losses) == len(expected)
+        assert losses == pytest.approx(expected, abs=1e-4)
+        assert max(float((found[n] - w).abs().max()) for n, w in weights.items()) < 2e-3
+
+
+# ---- padded batches ------------------------------------------------------------------------------
+
+DPO = {
+    "sigmoid": {"precompute_ref_log_probs": False},
+    "ipo and sft": {"loss_type": ["ipo", "sft"], "ld_alpha": 0.5},
+    "accumulated": {"gradient_accumulation_steps": 2, "gradient_checkpointing": False},
+    "lora": {"gradient_checkpointing": False},
+}
+
+
+def prefer(rank, size, folder, case, hcps):
+    more = {"peft_config": lora()} if case == "lora" else {"ref_model": build()}
+    options = {"train_sampling_strategy": "sequential", "beta": 0.5} | DPO[case]
+    options["eval_strategy"] = "steps"
+    options |= {"eval_steps": 3, "per_device_eval_batch_size": 4 // size}
+    import datasets
+
+    held_out = datasets.Dataset.from_list(preferences()[4:])
+    trainer = made("DPO", size, folder, preferences(), hcps, options, eval_dataset=held_out, **more)
+    losses = losses_of(trainer)
+    history = trainer.state.log_history
+    for key in ("rewards/margins", "logps/chosen", "entropy", "eval_loss", "eval_logps/rejected"):
+        losses += [entry[key] for entry in history if key in entry]
+    return losses
+
+
+@pytest.mark.parametrize("case", DPO)
+def test_preference_optimization_takes_trls_steps(case, tmp_path):
+    theirs = run_ranks(2, prefer, tmp_path / "theirs", case, False)
+    ours = run_ranks(2, prefer, tmp_path / "ours", case, True)
+    assert len(theirs[0]) > 10
+    for expected, found in zip(theirs, ours, strict=True):
+        assert found == pytest.approx(expected, rel=1e-3, abs=1e-3)
+
+
+def reward(completions, **columns):
+    return [float(len(set(text.split()))) for text in completions]
+
+
+def optimize(rank, size, folder, saved, hcps):
+    """Losses, and each call's log-probabilities, with whether they train."""
+    options = {
+        "num_generations": 4,
+        "max_completion_length": 12,
+        "beta": 0.5,
+        "num_iterations": 2,  # asks for those of the old policy
+        "max_steps": 4,
+    }
+    prompts = [{"prompt": pair["prompt"]} for pair in pairs()]
+    model = build()
+    model.config._name_or_path = str(saved)  # where TRL loads the reference from
+    trainer = made("GRPO", size, folder, prompts, hcps, options, model=model, reward_funcs=reward)
+    seen = []
+    own = trainer._get_per_token_logps_and_entropies
+
+    def watched(*positional, **keywords):
+        found = own(*positional, **keywords)
+        seen.append((torch.is_grad_enabled(), found[0].detach().flatten().tolist()))
+        return found
+
+    trainer._get_per_token_logps_and_entropies = watched
+    return losses_of(trainer), seen
+
+
+def test_group_relative_policy_optimization_takes_trls_steps(tmp_path):
+    build().save_pretrained(saved := tmp_path / "reference")
+    theirs = run_ranks(2, optimize, tmp_path / "theirs", saved, False)
+    ours = run_ranks(2, optimize, tmp_path / "ours", saved, True)
+    for (expected, said), (losses, found) in zip(theirs, ours, strict=True):
+        assert losses == pytest.approx(expected, abs=1e-3)
+        assert {trains for trains, _ in said} == {True, False}
+        assert [trains for trains, _ in found] == [trains for trains, _ in said]
+        for (_, a), (_, b) in zip(found, said, strict=True):
+            assert a == pytest.approx(b, abs=1e-2)
