@@ -27,7 +27,7 @@ ifneq ($(shell cat $(READY) 2>/dev/null) $(words $(wildcard $(LIBRARIES))),$(CUR
 $(READY): FORCE
 endif
 
-.PHONY: help setup demo test test-clang test-long test-trainers sweep-transformers check format clean FORCE
+.PHONY: help setup demo test test-clang test-long test-trainers test-trainer-transformers sweep-transformers check format clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -81,7 +81,8 @@ SWEEP_newest = --check
 test-trainer-transformers: FORCE
 	$(MAKE) setup VIRTUAL_ENV=$(TRANSFORMERS) EXTRAS=$(EXTRAS),trl
 	$(TRANSFORMERS)/bin/python -m pip install --quiet $(TRANSFORMERS_$(EDGE))
-	PYTHONPATH=$(CURDIR)/tests $(TRANSFORMERS)/bin/python -m pytest tests/integrations/test_transformers.py tests/integrations/test_trl.py tests/project/test_docs.py -k "transformers or trl" $(ARGS)
+	PYTHONPATH=$(CURDIR)/tests $(TRANSFORMERS)/bin/python -m pytest -n $(WORKERS) --dist loadgroup \
+	  tests/integrations/test_transformers.py tests/integrations/test_trl.py tests/project/test_docs.py -k "transformers or trl" $(ARGS)
 	PYTHONPATH=$(CURDIR)/tests $(TRANSFORMERS)/bin/python -m support.sweep $(SWEEP_$(EDGE))
 
 sweep-transformers: $(READY)

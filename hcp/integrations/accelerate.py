@@ -39,7 +39,17 @@ from hcp.step.config import Config
 from hcp.step.dispatch import LocalBatch, Step
 from hcp.step.handler import ContextParallelHandler
 
-require("accelerate", "1.15", "1.15")
+require(
+    "accelerate",
+    "1.15",
+    "1.15",
+    seams=(
+        "accelerate:Accelerator.no_sync(model)",
+        "accelerate:Accelerator.prepare",
+        "accelerate:ParallelismConfig",
+    ),
+    check="Compare the losses of a few steps on one rank and on two.",
+)
 
 COMM_TYPES = {"allgather": "all_gather", "alltoall": "p2p"}
 """hcp's comm types by Accelerate's names; its "alltoall" passes keys around a ring."""

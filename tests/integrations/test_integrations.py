@@ -164,6 +164,28 @@ def test_versions_are_compared_by_their_numbers(monkeypatch):
         require("new", "2.6", "2.9")
 
 
+def test_a_later_version_is_warned_of_once_where_what_hcp_uses_is_there(monkeypatch, caplog):
+    monkeypatch.setattr(versions, "installed", {"json": "2.10.1"}.get)
+    there = ("json:loads(s)", "json:JSONDecoder.decode", "json.decoder:JSONDecodeError")
+    for _ in range(2):
+        require("json", "2.6", "2.9", seams=there, check="Compare losses.")
+    (warning,) = caplog.messages
+    assert warning.startswith("hcp: json 2.10.1 is newer than 2.9, the last version that hcp was")
+    assert warning.endswith("Compare losses.")
+    for gone in ("json:read", "json:loads(text)", "json.tool2:main"):
+        message = rf"json is 2.10.1, expected 2.6 to 2.9, .* no {re.escape(gone)}, which hcp uses"
+        with pytest.raises(ImportError, match=message):
+            require("json", "2.6", "2.9", seams=(*there, gone))
+    monkeypatch.setattr(versions, "installed", {"json": "2.5"}.get)
+    with pytest.raises(ImportError, match=r"json is 2.5, expected 2.6 to 2.9"):
+        require("json", "2.6", "2.9", seams=there)
+
+
+def test_what_hcp_uses_of_transformers_is_in_the_tested_versions():
+    ours = pytest.importorskip("hcp.integrations.transformers")
+    assert [seam for seam in ours.SEAMS if not versions._is_there(seam)] == []
+
+
 def test_a_local_build_of_a_tested_version_is_taken():
     assert require_one_of("trainer", "0.3.0+cu130", ["0.2.0", "0.3.0"]) == "0.3.0"
     with pytest.raises(ImportError, match=r"trainer is 0.3.1, .* pip install trainer==0.2.0"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
+from importlib import metadata
 
 import pytest
 import torch
@@ -95,12 +97,12 @@ OPTIONS = {
 }
 
 
-def losses_of(trainer):
-    trainer.train()
+def losses_of(trainer, **options):
+    trainer.train(**options)
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def made(kind, size, folder, data, hcps, options, model=None, **more):
+def made(kind, size, folder, data, hcps, options, model=None, streaming=False, **more):
     """A trainer of TRL's, or hcp's of that name, with batches of 4 in all."""
     import datasets
     import trl
@@ -109,15 +111,15 @@ def made(kind, size, folder, data, hcps, options, model=None, **more):
 
     as_torchrun(size)
     datasets.disable_progress_bars()
+    dataset = datasets.Dataset.from_list(data)
     config = getattr(trl, f"{kind}Config")
     chosen = OPTIONS | {"per_device_train_batch_size": 4 // size} | options
     return getattr(ours if hcps else trl, f"{kind}Trainer")(
         model=model or build(),
         args=config(output_dir=str(folder), **chosen),
-        train_dataset=datasets.Dataset.from_list(data),
+        train_dataset=dataset.to_iterable_dataset() if streaming else dataset,
         processing_class=tokenizer(),
-        **({"cp": hcp.Config(**CONFIG)} if hcps else {}),
-        **more,
+        **({"cp": hcp.Config(**CONFIG)} if hcps else {}) | more,
     )
 
 
@@ -157,6 +159,28 @@ def test_supervised_fine_tuning_takes_trls_steps(case, tmp_path):
         assert len(losses) == len(expected)
         assert losses == pytest.approx(expected, abs=1e-4)
         assert max(float((found[n] - w).abs().max()) for n, w in weights.items()) < 2e-3
+
+
+def go_on(rank, size, folder):
+    """A LoRA on a stream: four steps; and two more after a checkpoint of the second."""
+    options = IN_ORDER | {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    runs = []
+    for resumed in (None, str(folder / "checkpoint-2")):
+        trainer = made(
+            "SFT", size, folder, pairs(), True, options, peft_config=lora(), streaming=True
+        )
+        runs.append(losses_of(trainer, resume_from_checkpoint=resumed))
+    return runs
+
+
+@pytest.mark.skipif(
+    metadata.version("transformers").startswith("5.17."),
+    reason="Transformers 5.17 cannot load an optimizer's state onto several ranks of a CPU",
+)
+def test_a_checkpoint_of_a_lora_goes_on_in_a_stream(tmp_path):
+    for straight, resumed in run_ranks(2, go_on, tmp_path):
+        assert len(straight) == 4
+        assert resumed == pytest.approx(straight, abs=1e-6)
 
 
 # ---- padded batches ------------------------------------------------------------------------------
@@ -233,3 +257,32 @@ def test_group_relative_policy_optimization_takes_trls_steps(tmp_path):
         assert [trains for trains, _ in found] == [trains for trains, _ in said]
         for (_, a), (_, b) in zip(found, said, strict=True):
             assert a == pytest.approx(b, abs=1e-2)
+
+
+# ---- refused -------------------------------------------------------------------------------------
+
+
+def refuse(rank, size, folder):
+    import transformers
+
+    make = partial(made, size=size, folder=folder, hcps=True)
+    with pytest.raises(ValueError, match=r"SFTConfig\.loss_type is 'dft', expected 'nll'"):
+        make("SFT", data=pairs(), options={"loss_type": "dft"})
+    sizes = SMALL | {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    experts = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes))
+    with pytest.raises(ValueError, match=r"in TRL say router_aux_loss_coef=0\.0"):
+        make("SFT", data=pairs(), options={}, model=experts)
+    with pytest.raises(ValueError, match=r"router_aux_loss_coef is 0.001, expected 0\.0"):
+        make("DPO", data=preferences(), options={}, model=experts, ref_model=build())
+    config = hcp.Config(**CONFIG, eval_context_parallel_size=1)
+    with pytest.raises(ValueError, match="eval_context_parallel_size is 1, expected None: DPO"):
+        make("DPO", data=preferences(), options={}, ref_model=build(), cp=config)
+    model = build()
+    make("DPO", data=preferences(), options={}, model=model, ref_model=build())
+    tokens = torch.ones(1, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match="was called with pixel_values, expected a batch of text"):
+        model(input_ids=tokens, labels=tokens, fused_lm_head=True, pixel_values=tokens)
+
+
+def test_what_would_be_wrong_is_refused(tmp_path):
+    run_ranks(1, refuse, tmp_path)

@@ -8,8 +8,37 @@ trainer = Trainer(model, args, train_dataset=dataset, cp=hcp.Config(max_seqlen_p
 
 from hcp.programs.versions import require
 
-require("transformers", "5.17", "5.23")
-require("accelerate", "1.15", "1.15")  # of its Trainer
+SEAMS = (
+    "transformers:AttentionInterface.register",
+    "transformers:AttentionMaskInterface.register",
+    "transformers:PreTrainedModel.set_attn_implementation",
+    "transformers:Trainer.get_train_dataloader",
+    "transformers:Trainer.get_eval_dataloader(eval_dataset)",
+    "transformers:Trainer.get_test_dataloader(test_dataset)",
+    "transformers:Trainer.training_step(model, inputs, num_items_in_batch)",
+    "transformers:Trainer.compute_loss_context_manager",
+    "transformers:Trainer.evaluation_loop(dataloader, prediction_loss_only, metric_key_prefix)",
+    "transformers.trainer:skip_first_batches(dataloader, num_batches)",
+    "transformers.trainer_pt_utils:get_length_grouped_indices(lengths, batch_size, generator)",
+    "transformers.trainer_utils:EvalLoopOutput",
+)
+"""What hcp uses of Transformers."""
+
+require(
+    "transformers",
+    "5.17",
+    "5.23",
+    seams=SEAMS,
+    check="register_hcp_attention compares your model before training. To check the Trainer, "
+    "compare losses: python -m hcp.integrations.transformers --ranks 2",
+)
+require(
+    "accelerate",
+    "1.15",
+    "1.15",
+    seams=("accelerate:Accelerator.no_sync(model)", "accelerate:Accelerator.autocast"),
+    check="Compare losses: python -m hcp.integrations.transformers --ranks 2",
+)
 
 # What imports transformers comes after what refuses its absence.
 from hcp.integrations.loader import (  # noqa: E402

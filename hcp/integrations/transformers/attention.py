@@ -126,7 +126,7 @@ def _check_config(config: Any) -> None:
     if getattr(config, "output_router_logits", False):
         raise ValueError(
             f"{name}.output_router_logits is True, expected False: the router's loss is no mean "
-            "over tokens, so it would depend on the plan"
+            "over tokens, so it would depend on the plan (in TRL say router_aux_loss_coef=0.0)"
         )
     for attribute, value in capacities(config):
         raise ValueError(

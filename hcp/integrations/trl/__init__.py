@@ -6,7 +6,19 @@ trainer = SFTTrainer(model, SFTConfig(packing=True), train_dataset=dataset,
 
 from hcp.programs.versions import require
 
-require("trl", "1.16", "1.16")
+require(
+    "trl",
+    "1.16",
+    "1.16",
+    seams=(
+        "trl:SFTTrainer",
+        "trl:DPOTrainer",
+        "trl:GRPOTrainer._generate_single_turn",
+        "trl.trainer.utils:add_fused_lm_head",
+        "trl.trainer.utils:FusedCausalLMOutput(log_probs, label_mask)",
+    ),
+    check="Compare the losses of a few steps with those of TRL's own trainer.",
+)
 
 # What imports trl comes after what refuses its absence.
 from hcp.integrations.trl.dpo import DPOTrainer  # noqa: E402

@@ -87,6 +87,11 @@ def _check(trainer: Any, cp: Config) -> None:
             f"the Accelerator uses FSDP, expected DDP: {name} computes several micro-batches in "
             "one forward, which was not tested with FSDP"
         )
+    if trainer.aux_loss_enabled:
+        raise ValueError(
+            f"router_aux_loss_coef is {trainer.router_aux_loss_coef}, expected 0.0: the router's "
+            "loss is no mean over tokens, so it would depend on the plan"
+        )
     if cp.eval_context_parallel_size is not None:
         raise ValueError(
             f"eval_context_parallel_size is {cp.eval_context_parallel_size}, expected None: {name} "
@@ -121,7 +126,11 @@ def _computed(
     groups: ProcessGroups,
     cost: CostModel | None,
 ) -> FusedCausalLMOutput:
-    others = [n for n, v in given.items() if n not in _OF_THE_BATCH and v not in (None, False)]
+    others = [
+        name
+        for name, value in given.items()
+        if name not in _OF_THE_BATCH and value is not None and value is not False
+    ]
     if others:
         raise ValueError(
             f"the model was called with {', '.join(sorted(others))}, expected a batch of text "
