@@ -268,7 +268,9 @@ def refuse(rank, size):
     as_torchrun(size)
     accelerator = Accelerator(cpu=True)
     parallel = ContextParallel(accelerator, config)
-    with pytest.raises(ValueError, match=r"the dataset is a .*, expected a map-style one"):
+    with pytest.raises(
+        ValueError, match=r"the dataset is a .*, expected an iterable that starts anew"
+    ):
         parallel.train_loader(iter(documents(TRAINING)), global_batch_size=8)
     with pytest.raises(ValueError, match="no batch of 8, expected at least one: lower"):
         parallel.train_loader(documents([5]), global_batch_size=8, drop_last=True)
