@@ -103,6 +103,7 @@ def flash4(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
     for name, module in (("flash_attn", ModuleType("flash_attn")), ("flash_attn.cute", cute)):
         monkeypatch.setitem(sys.modules, name, module)
     module = importlib.import_module("hcp.attention.kernels.flash_attn_4")
+    monkeypatch.setattr(module, "_has_sizes", lambda *rows: True)
     yield module.Flash4()
     del sys.modules["hcp.attention.kernels.flash_attn_4"], hcp.attention.kernels.flash_attn_4
 
