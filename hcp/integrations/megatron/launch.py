@@ -1,0 +1,53 @@
+"""Run a script of Megatron-LM's with hcp in place, with the script's own flags.
+
+    torchrun --nproc-per-node 8 -m hcp.integrations.megatron.launch pretrain_gpt.py \\
+        --dynamic-context-parallel --max-seqlen-per-dp-cp-rank 8192 ...
+
+The script's folder is the first in which modules are looked for, as if Python ran it. Without a
+GPU, and with `--distributed-backend gloo`, the script runs on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the script that the first argument names, with the others as its command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hcp.integrations.megatron.launch",
+        description="Run a script of Megatron-LM's, such as pretrain_gpt.py, with hcp in place.",
+    )
+    parser.add_argument("script", help="the script's file, in a checkout of Megatron-LM")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help="the script's own flags")
+    args = parser.parse_args(argv)
+    if not Path(args.script).is_file():
+        parser.error(f"the script is {args.script}, expected a file")
+    sys.argv = [args.script, *args.flags]
+    sys.path.insert(0, str(Path(args.script).resolve().parent))
+    run(args.script)
+
+
+def run(script: str) -> None:
+    """Run a script's file as the main module, on the CPU if there is no GPU."""
+    import torch
+
+    from hcp.integrations.megatron.lm.seams import install
+
+    install()
+    on_cpu: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if not torch.cuda.is_available():
+        from hcp.integrations.megatron.lm.on_cpu import megatron_lm_on_cpu
+
+        on_cpu = megatron_lm_on_cpu()
+    with on_cpu:
+        runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Megatron-LM's command line: the flags that it lacks, and options that do not go with hcp."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+from hcp.integrations.megatron.arguments import add_megatron_arguments, config_from_args
+from hcp.step.config import MEGATRON_SCHEDULERS, SCHEDULERS
+
+_SCHEDULER = "--sequence-packing-scheduler"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add hcp's flags to Megatron-LM's parser, and hcp's schedulers to a flag that it has."""
+    own = parser._option_string_actions.get(_SCHEDULER)
+    if own is not None and own.choices is not None:
+        own.choices = tuple(dict.fromkeys((*own.choices, *SCHEDULERS, *MEGATRON_SCHEDULERS)))
+    return add_megatron_arguments(parser)
+
+
+def check_args(args: Any) -> None:
+    """Refuse what does not go with planned micro-batches, by the names of Megatron-LM's flags.
+
+    Sets `args.variable_seq_lengths` where pipeline stages send rows to each other, and
+    `args.hcp_config`. Raises ValueError on every rank, before any process group is made.
+    """
+    if not _of(args, "dynamic_context_parallel") and not _of(args, "sequence_packing_scheduler"):
+        raise ValueError(
+            f"neither --dynamic-context-parallel nor {_SCHEDULER} is given, expected one of them: "
+            "hcp plans every micro-batch; run the script without hcp for Megatron-LM's own"
+        )
+    for flag, why in _refused(args):
+        raise ValueError(f"{flag} does not go with hcp: {why}")
+    config = config_from_args(args)
+    if config.eval_context_parallel_size == "auto":
+        raise ValueError(
+            "--eval-context-parallel-size is auto, expected a number: ask "
+            "hcp.choose_eval_context_parallel with the lengths of the evaluation"
+        )
+    stages = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    config.validate(
+        ranks=args.world_size // stages, num_layers=args.num_layers, longest=args.seq_length
+    )
+    args.hcp_config = config
+    args.variable_seq_lengths = args.pipeline_model_parallel_size > 1
+
+
+def _refused(args: Any) -> Iterator[tuple[str, str]]:
+    """Yield (flag, reason) of options under which a run would end later, or differ silently."""
+    if not args.calculate_per_token_loss:
+        why = "a mean per micro-batch would depend on the plan"
+        yield "a run without --calculate-per-token-loss", why
+    shapes = "micro-batches have as many rows as the plan gives them"
+    losses = "hcp's forward step has the cross-entropy of the model alone"
+    fixed = {
+        "hybrid_context_parallel": "its loader plans too; give --dynamic-context-parallel",
+        "enable_cuda_graph": shapes,
+        "external_cuda_graph": shapes,
+        "use_megatron_fsdp": "it was not tested",
+        "use_torch_fsdp2": "it was not tested",
+        "perform_rl_step": "its samples do not come from the data iterator",
+        "logits_load_dir": losses,
+        "logits_save_dir": "rows of a rank are the plan's, not the sample's",
+        "modelopt_enabled": losses,
+        "check_for_spiky_loss": "it judges the loss of a micro-batch, which depends on the plan",
+        "fp8": "it was not tested",
+        "fp4": "it was not tested",
+        "overlap_moe_expert_parallel_comm": "hcp does not split a micro-batch",
+        "fim_data": "it was not tested",
+    }
+    for name, why in fixed.items():
+        if _of(args, name):
+            yield f"--{name.replace('_', '-')}", why
+    if _of(args, "cuda_graph_impl") not in (None, "none"):
+        yield f"--cuda-graph-impl {args.cuda_graph_impl}", shapes
+
+
+def _of(args: Any, name: str) -> Any:
+    return getattr(args, name, None) or None

@@ -1,0 +1,166 @@
+"""The schedule of Megatron-LM's train_step and evaluate, over the micro-batches of a plan."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hcp
+from hcp.integrations.megatron import data, step
+
+Sample = dict[str, Tensor]
+
+
+class PlannedSchedule:
+    """A function of Megatron's `get_forward_backward_func` that takes a global batch from the
+    loader, plans it, and runs the planned micro-batches.
+
+    It draws as many micro-batches of the loader as Megatron-LM would, so that samples, their order
+    and their counts in checkpoints are Megatron-LM's own.
+    """
+
+    def __init__(self, schedule: Callable[..., Any], args: Any) -> None:
+        self._schedule, self._args = schedule, args
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: int,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Run a step or an evaluation step. `forward_step_func`, the script's, is not called:
+        hcp's takes its place."""
+        if collect_non_loss_data:
+            raise ValueError(
+                "collect_non_loss_data is True, expected False: hcp's forward step gives losses"
+            )
+        chunks = model if isinstance(model, list) else [model]
+        drawn = samples_of(first_iterator(data_iterator), num_microbatches)
+        sequences = [_trimmed(each) for sample in drawn for each in data.sequences_of(sample)]
+        if not forward_only:
+            _count_work(sequences)
+        planned = plan_step(sequences, self._args, evaluation=forward_only)
+        return self._schedule(
+            forward_step_func=functools.partial(forward_step, args=self._args),
+            data_iterator=planned.data_iterator(len(chunks) if len(chunks) > 1 else None),
+            model=model,
+            num_microbatches=len(planned),
+            forward_only=forward_only,
+            **{**options, "micro_batch_size": 1},
+        )
+
+
+def first_iterator(data_iterator: Any) -> Iterator[Mapping[str, Any]]:
+    """Return the iterator of a rank's first chunk of the model. Each chunk has one, of the same
+    samples."""
+    if isinstance(data_iterator, list):
+        data_iterator = data_iterator[0]
+    if data_iterator is None:
+        raise hcp.HcpError(
+            "this rank has no data iterator, expected one on every rank: tensor- and "
+            "pipeline-parallel ranks load the samples that they plan; build the datasets with "
+            "BlendedMegatronDatasetBuilder, or on all ranks"
+        )
+    return data_iterator  # type: ignore[no-any-return]
+
+
+def samples_of(loader: Iterator[Mapping[str, Any]], micro_batches: int) -> Iterator[Sample]:
+    """Yield the samples of the loader's next micro-batches, each with a batch dimension of 1."""
+    for _ in range(micro_batches):
+        batch = {name: value for name, value in next(loader).items() if torch.is_tensor(value)}
+        for i in range(len(batch["tokens"])):
+            yield {name: value[i : i + 1] for name, value in batch.items()}
+
+
+def _trimmed(sequence: Sample) -> Sample:
+    """Leave out the rows after the last one that has a loss: no row before them sees them."""
+    learned = sequence["loss_mask"].nonzero()
+    end = int(learned[-1]) + 1 if len(learned) else 1
+    return {name: value[:end] for name, value in sequence.items()}
+
+
+def _count_work(sequences: list[Sample]) -> None:
+    """Give Megatron-LM the lengths for its count of operations, as get_batch would."""
+    from megatron.training import training
+
+    lengths = torch.tensor([0, *(len(each["tokens"]) for each in sequences)])
+    training.update_seqlen_stats_from_cu_seqlens(lengths.cumsum(0).to(_groups().transport.device))
+
+
+@functools.cache
+def _groups() -> hcp.ProcessGroups:
+    """hcp's view of Megatron-LM's groups, which it keeps in `parallel_state`."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    return hcp.ProcessGroups.from_existing(ProcessGroupCollection.use_mpu_process_groups())
+
+
+def plan_step(sequences: list[Sample], args: Any, *, evaluation: bool) -> data.MicroBatches:
+    """Plan the sequences that the data-parallel ranks loaded, and bring them to their ranks."""
+    groups, config = _groups(), args.hcp_config
+    if evaluation and config.eval_context_parallel_size is not None:
+        config = config.for_evaluation(config.eval_context_parallel_size, args.seq_length)
+    device = groups.transport.device
+    batch = [{name: value.to(device) for name, value in each.items()} for each in sequences]
+    planned = data.plan_batches(
+        [batch],
+        config,
+        groups,
+        cost=_cost(args, device.type),
+        samples_of="dp",
+        alignment=args.tensor_model_parallel_size if args.sequence_parallel else 1,
+        virtual_stages=args.virtual_pipeline_model_parallel_size or 1,
+        micro_batch_group=args.microbatch_group_size_per_vp_stage,
+    )
+    made = next(planned, None)
+    if made is None:
+        raise hcp.HcpError("the global batch has no sequence, expected one or more")
+    return made
+
+
+def _cost(args: Any, device: str) -> hcp.CostModel:
+    """Return the costs of one pipeline stage of the model."""
+    machine = {"flops_per_byte": 200, "launch_flops": 20_000_000} if device == "cpu" else {}
+    heads = args.num_attention_heads
+    return hcp.CostModel.for_transformer(
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=args.ffn_hidden_size,
+        num_attention_heads=heads,
+        num_query_groups=args.num_query_groups if args.group_query_attention else heads,
+        bytes_per_element=args.params_dtype.itemsize,
+        **machine,
+    )
+
+
+def forward_step(
+    data_iterator: Any, model: Any, return_schedule_plan: bool = False, *, args: Any
+) -> tuple[Tensor, Callable[..., Any]]:
+    """hcp's forward step, with Megatron-LM's check of each loss for numbers that are not finite."""
+    output, loss = step.forward_step(data_iterator, model, return_schedule_plan)
+    if not args.check_for_nan_in_loss_and_grad:
+        return output, loss
+    return output, functools.partial(_checked, loss)
+
+
+def _checked(loss_func: Callable[[Tensor], Any], losses: Tensor) -> Any:
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+    result = loss_func(losses)
+    for wrong, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+        get_rerun_state_machine().validate_result(
+            result=result[0],
+            rejection_func=wrong,
+            message=f"found {name} in local forward loss calculation",
+            tolerance=0.0,
+            fatal=True,
+        )
+    return result

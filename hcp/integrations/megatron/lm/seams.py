@@ -1,0 +1,165 @@
+"""Put hcp in place in Megatron-LM: each place is probed before any is changed.
+
+| place | in its place |
+|---|---|
+| `arguments.add_megatron_arguments` | the same, and hcp's flags |
+| `arguments.validate_args` | the same, and refusals |
+| `models.gpt.GPTModel`, `models.hybrid.HybridModel` | the same, of layers by hcp |
+| `BlendedMegatronDatasetBuilder` | the same, on every rank |
+| `training.get_forward_backward_func` | the schedule over planned micro-batches |
+| `training.evaluate` | the same, with one mean over all tokens |
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from hcp.integrations.megatron.versions import require_megatron
+
+_TRAINING = "megatron.training.training"
+_PLACES = (
+    ("megatron.training.arguments", "add_megatron_arguments", ("parser",)),
+    ("megatron.training.arguments", "validate_args", ("args",)),
+    ("megatron.training.models.gpt", "GPTModel", ("config", "transformer_layer_spec")),
+    ("megatron.training.models.hybrid", "HybridModel", ("config", "hybrid_stack_spec")),
+    (
+        "megatron.core.datasets.blended_megatron_dataset_builder",
+        "BlendedMegatronDatasetBuilder",
+        ("is_built_on_rank",),
+    ),
+    (_TRAINING, "get_forward_backward_func", ()),
+    (_TRAINING, "update_seqlen_stats_from_cu_seqlens", ("cu_seqlens",)),
+    (_TRAINING, "evaluate", ("forward_step_func", "data_iterator", "model")),
+    (_TRAINING, "get_args", ()),
+)
+_SPECS = ("transformer_layer_spec", "mtp_block_spec", "hybrid_stack_spec")
+
+
+@functools.cache
+def install() -> None:
+    """Put hcp in place in the Megatron-LM that this process imports. The second call does nothing.
+
+    Raises ImportError, and changes nothing, for a release that was not tested, or that lacks one of
+    the places.
+    """
+    version = require_megatron()
+    for module, name, parameters in _PLACES:
+        _probe(version, module, name, parameters)
+    arguments: Any = import_module("megatron.training.arguments")
+    training: Any = import_module(_TRAINING)
+    arguments.add_megatron_arguments = _with_flags(arguments.add_megatron_arguments)
+    arguments.validate_args = _with_refusals(arguments.validate_args)
+    for module, name in (("gpt", "GPTModel"), ("hybrid", "HybridModel")):
+        models = import_module(f"megatron.training.models.{module}")
+        setattr(models, name, _with_layers(getattr(models, name)))
+    _build_datasets_everywhere()
+    training.get_forward_backward_func = _planned(training)
+    training.evaluate = _by_tokens(training)
+
+
+def _probe(version: str, module: str, name: str, parameters: tuple[str, ...]) -> None:
+    """Check that a place is there and takes what hcp passes to it."""
+    try:
+        place = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"Megatron-LM {version} has no {module}.{name} ({error}), expected it: hcp was tested "
+            "with the scripts of Megatron-LM 0.19; older ones take hcp.integrations.megatron's "
+            "functions, see docs/guides/megatron.md"
+        ) from error
+    missing = [each for each in parameters if each not in inspect.signature(place).parameters]
+    if missing:
+        raise ImportError(
+            f"{module}.{name} of Megatron-LM {version} takes no {', '.join(missing)}, expected it "
+            "as in Megatron-LM 0.19"
+        )
+
+
+def _with_flags(add_arguments: Callable[..., Any]) -> Callable[..., Any]:
+    from hcp.integrations.megatron.lm.flags import add_flags
+
+    @functools.wraps(add_arguments)
+    def added(parser: Any) -> Any:
+        return add_flags(add_arguments(parser))
+
+    return added
+
+
+def _with_refusals(validate: Callable[..., Any]) -> Callable[..., Any]:
+    from hcp.integrations.megatron.lm.flags import check_args
+
+    @functools.wraps(validate)
+    def validated(args: Any, *others: Any, **options: Any) -> Any:
+        result = validate(args, *others, **options)
+        check_args(args)
+        return result
+
+    return validated
+
+
+def _with_layers(model: type) -> Any:
+    """Derive a class of models whose specifications become hcp's, and whose MTP losses follow the
+    plan. A HybridModel has no losses of its own; hcp's forward step refuses one with MTP."""
+    from hcp.integrations.megatron.mtp import hcp_model_class
+    from hcp.integrations.megatron.spec import hcp_layer_spec
+
+    signature = inspect.signature(model)
+    base = hcp_model_class(model) if hasattr(model, "_postprocess") else model
+
+    def __init__(self: Any, *given: Any, **options: Any) -> None:
+        bound = signature.bind(*given, **options)
+        for name in _SPECS:
+            if bound.arguments.get(name) is not None:
+                bound.arguments[name] = hcp_layer_spec(bound.arguments[name])
+        super(made, self).__init__(*bound.args, **bound.kwargs)
+
+    made: Any = type(model.__name__, (base,), {"__init__": __init__})
+    made.__module__ = __name__
+    return made
+
+
+def _build_datasets_everywhere() -> None:
+    """Build datasets on all tensor- and pipeline-parallel ranks: each plans its own samples."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
+
+    build = BlendedMegatronDatasetBuilder.__init__
+
+    @functools.wraps(build)
+    def __init__(self: Any, cls: Any, sizes: Any, is_built_on_rank: Any, config: Any) -> None:
+        build(self, cls, sizes, lambda: True, config)
+
+    BlendedMegatronDatasetBuilder.__init__ = __init__
+
+
+def _planned(training: Any) -> Callable[..., Any]:
+    from hcp.integrations.megatron.lm.schedule import PlannedSchedule
+
+    get = training.get_forward_backward_func
+
+    @functools.wraps(get)
+    def planned(*given: Any, **options: Any) -> PlannedSchedule:
+        return PlannedSchedule(get(*given, **options), training.get_args())
+
+    return planned
+
+
+def _by_tokens(training: Any) -> Callable[..., Any]:
+    """Evaluate with --sft as without: Megatron-LM's mean of means would depend on the plan."""
+    evaluate = training.evaluate
+
+    @functools.wraps(evaluate)
+    def evaluated(*given: Any, **options: Any) -> Any:
+        args = training.get_args()
+        sft, args.sft = args.sft, False
+        try:
+            return evaluate(*given, **options)
+        finally:
+            args.sft = sft
+
+    return evaluated
