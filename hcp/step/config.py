@@ -24,8 +24,12 @@ if TYPE_CHECKING:
 
 SCHEDULERS = ("dynamic_cp", "static_cp")
 SYNCS = ("auto", *PLAN_SYNCS)
-MEGATRON_SCHEDULERS = {"default_dynamic_cp": "dynamic_cp", "dp_balanced": "static_cp"}
-"""Megatron's names of schedulers, and what hcp calls the same."""
+MEGATRON_SCHEDULERS = {
+    "default_dynamic_cp": "dynamic_cp",
+    "dp_balanced": "static_cp",
+    "hcp": "dynamic_cp",
+}
+"""Names of schedulers in Megatron, and what hcp calls the same."""
 NO_WINDOW = (-1, -1)
 
 Value = TypeVar("Value")

@@ -23,8 +23,9 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def check_args(args: Any) -> None:
     """Refuse what does not go with planned micro-batches, by the names of Megatron-LM's flags.
 
-    Sets `args.variable_seq_lengths` where pipeline stages send rows to each other, and
-    `args.hcp_config`. Raises ValueError on every rank, before any process group is made.
+    Where pipeline stages send rows to each other, sets `args.variable_seq_lengths`, and for models
+    without experts the dispatcher that Megatron-Core requires with it. Raises ValueError on every
+    rank, before any process group is made.
     """
     if not _of(args, "dynamic_context_parallel") and not _of(args, "sequence_packing_scheduler"):
         raise ValueError(
@@ -43,8 +44,10 @@ def check_args(args: Any) -> None:
     config.validate(
         ranks=args.world_size // stages, num_layers=args.num_layers, longest=args.seq_length
     )
-    args.hcp_config = config
-    args.variable_seq_lengths = args.pipeline_model_parallel_size > 1
+    if args.pipeline_model_parallel_size > 1:
+        args.variable_seq_lengths = True
+        if not args.num_experts:
+            args.moe_token_dispatcher_type = "alltoall"
 
 
 def _refused(args: Any) -> Iterator[tuple[str, str]]:
@@ -73,6 +76,10 @@ def _refused(args: Any) -> Iterator[tuple[str, str]]:
     for name, why in fixed.items():
         if _of(args, name):
             yield f"--{name.replace('_', '-')}", why
+    spread = args.expert_model_parallel_size > 1 or args.pipeline_model_parallel_size > 1
+    if args.num_experts and spread and args.moe_token_dispatcher_type == "allgather":
+        why = "it takes as many rows from each rank; give --moe-token-dispatcher-type alltoall"
+        yield "--moe-token-dispatcher-type allgather", why
     if _of(args, "cuda_graph_impl") not in (None, "none"):
         yield f"--cuda-graph-impl {args.cuda_graph_impl}", shapes
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import hcp
 from hcp.integrations.megatron import data, step
+from hcp.integrations.megatron.arguments import config_from_args
 
 Sample = dict[str, Tensor]
 
@@ -25,6 +26,8 @@ class PlannedSchedule:
 
     def __init__(self, schedule: Callable[..., Any], args: Any) -> None:
         self._schedule, self._args = schedule, args
+        # Not kept in args, which Megatron-LM writes into checkpoints.
+        self._config = config_from_args(args)
 
     def __call__(
         self,
@@ -48,7 +51,7 @@ class PlannedSchedule:
         sequences = [_trimmed(each) for sample in drawn for each in data.sequences_of(sample)]
         if not forward_only:
             _count_work(sequences)
-        planned = plan_step(sequences, self._args, evaluation=forward_only)
+        planned = self._plan(sequences, evaluation=forward_only)
         return self._schedule(
             forward_step_func=functools.partial(forward_step, args=self._args),
             data_iterator=planned.data_iterator(len(chunks) if len(chunks) > 1 else None),
@@ -57,6 +60,25 @@ class PlannedSchedule:
             forward_only=forward_only,
             **{**options, "micro_batch_size": 1},
         )
+
+    def _plan(self, sequences: list[Sample], *, evaluation: bool) -> data.MicroBatches:
+        """Plan the sequences that the data-parallel ranks loaded, and bring them to their ranks."""
+        args, groups, config = self._args, _groups(), self._config
+        if evaluation and isinstance(config.eval_context_parallel_size, int):
+            config = config.for_evaluation(config.eval_context_parallel_size, args.seq_length)
+        device = groups.transport.device
+        batch = [{name: value.to(device) for name, value in each.items()} for each in sequences]
+        steps = data.plan_batches(
+            [batch],
+            config,
+            groups,
+            cost=_cost(args, device.type),
+            samples_of="dp",
+            alignment=args.tensor_model_parallel_size if args.sequence_parallel else 1,
+            virtual_stages=args.virtual_pipeline_model_parallel_size or 1,
+            micro_batch_group=args.microbatch_group_size_per_vp_stage,
+        )
+        return next(steps)
 
 
 def first_iterator(data_iterator: Any) -> Iterator[Mapping[str, Any]]:
@@ -102,29 +124,6 @@ def _groups() -> hcp.ProcessGroups:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     return hcp.ProcessGroups.from_existing(ProcessGroupCollection.use_mpu_process_groups())
-
-
-def plan_step(sequences: list[Sample], args: Any, *, evaluation: bool) -> data.MicroBatches:
-    """Plan the sequences that the data-parallel ranks loaded, and bring them to their ranks."""
-    groups, config = _groups(), args.hcp_config
-    if evaluation and config.eval_context_parallel_size is not None:
-        config = config.for_evaluation(config.eval_context_parallel_size, args.seq_length)
-    device = groups.transport.device
-    batch = [{name: value.to(device) for name, value in each.items()} for each in sequences]
-    planned = data.plan_batches(
-        [batch],
-        config,
-        groups,
-        cost=_cost(args, device.type),
-        samples_of="dp",
-        alignment=args.tensor_model_parallel_size if args.sequence_parallel else 1,
-        virtual_stages=args.virtual_pipeline_model_parallel_size or 1,
-        micro_batch_group=args.microbatch_group_size_per_vp_stage,
-    )
-    made = next(planned, None)
-    if made is None:
-        raise hcp.HcpError("the global batch has no sequence, expected one or more")
-    return made
 
 
 def _cost(args: Any, device: str) -> hcp.CostModel:

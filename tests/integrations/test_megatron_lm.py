@@ -1,0 +1,256 @@
+"""Megatron-LM's own `pretrain` and scripts by hcp's launcher: losses are Megatron-LM's own.
+
+The script is `support/megatron_lm_script.py`; with MEGATRON_LM, a folder with Megatron-LM's
+pretrain_gpt.py, that one runs too.
+"""
+
+import argparse
+import functools
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from hcp.integrations.megatron.lm import dev
+from hcp.integrations.megatron.lm import flags as lm_flags
+
+TRAINING = importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.training")
+needs_training = pytest.mark.skipif(
+    not TRAINING, reason="megatron.training is not installed: make test-trainer-megatron_lm"
+)
+CHECKOUT = os.environ.get("MEGATRON_LM")
+
+DYNAMIC = ("--dynamic-context-parallel", "--max-seqlen-per-dp-cp-rank", "20")
+STATIC = (
+    *("--sequence-packing-scheduler", "dp_balanced", "--context-parallel-size", "2"),
+    *("--max-seqlen-per-dp-cp-rank", "64"),
+)
+PRINTED = dict(rel=0, abs=2e-6)
+"""Megatron-LM prints seven digits."""
+
+
+@functools.cache
+def by_megatron(folder, *flags):
+    from support.megatron_lm import run
+
+    return run("alone", 1, *flags, folder=folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("megatron-lm")
+
+
+def agree(trained, expected, first=1):
+    assert trained.evaluations == pytest.approx(
+        expected.evaluations[-len(trained.evaluations) :], **PRINTED
+    )
+    losses = {i: loss for i, loss in expected.losses.items() if i >= first}
+    assert trained.losses == pytest.approx(losses, **PRINTED)
+
+
+@needs_training
+def test_dynamic_cp_by_flags_trains_and_evaluates_as_megatron_lm_does(folder):
+    from support.megatron_lm import run
+
+    expected = by_megatron(folder)
+    assert len(expected.losses) == 4 and len(expected.evaluations) == 4
+    assert expected.losses[4] < expected.losses[1] - 0.1
+    agree(run("launch", 2, *DYNAMIC, folder=folder), expected)
+
+
+@needs_training
+def test_a_checkpoint_of_static_cp_goes_on_under_dynamic_cp_and_another_eval_layout(folder):
+    from support.megatron_lm import run
+
+    expected = by_megatron(folder)
+    saved = run("launch", 2, *STATIC, "--save", "kept", "--save-interval", "2", folder=folder)
+    agree(saved, expected)
+    resumed = ("--load", "kept", "--ckpt-step", "2", "--eval-context-parallel-size", "2")
+    # Its first line reports iteration 3, its second the mean of both: Megatron-LM's log.
+    gone_on = run("launch", 2, *DYNAMIC, *resumed, folder=folder)
+    assert gone_on.losses[3] == pytest.approx(expected.losses[3], **PRINTED)
+    mean = (expected.losses[3] + expected.losses[4]) / 2
+    assert gone_on.losses[4] == pytest.approx(mean, **PRINTED)
+    assert gone_on.evaluations == pytest.approx(expected.evaluations[1:], **PRINTED)
+
+
+@needs_training
+def test_pipeline_stages_train_as_megatron_lm_does(folder):
+    from support.megatron_lm import run
+
+    stages = ("--pipeline-model-parallel-size", "2")
+    agree(
+        run("launch", 2, *DYNAMIC[:2], "32", *stages, folder=folder),
+        run("alone", 2, *stages, folder=folder),
+    )
+
+
+@needs_training
+@pytest.mark.skipif(CHECKOUT is None, reason="MEGATRON_LM names no checkout of Megatron-LM")
+def test_pretrain_gpt_trains_and_evaluates_under_the_launcher(folder):
+    from support.megatron_lm import run
+
+    script = str(Path(CHECKOUT, "pretrain_gpt.py"))
+    own = ("--split", "90,5,5", "--data-cache-path", "cache")
+    agree(
+        run("launch", 2, *DYNAMIC, *own, folder=folder, script=script),
+        run("alone", 1, *own, folder=folder, script=script),
+    )
+
+
+# ---- Flags ---------------------------------------------------------------------------------------
+
+
+def parsed(*flags):
+    """Megatron-LM's arguments, as far as hcp reads them."""
+    parser = argparse.ArgumentParser()
+    for name in ("tensor-model", "pipeline-model", "context", "expert-model"):
+        parser.add_argument(f"--{name}-parallel-size", type=int, default=1)
+    parser.add_argument("--seq-length", type=int, default=32)
+    parser.add_argument("--num-layers", type=int, default=2)
+    parser.add_argument("--num-experts", type=int)
+    parser.add_argument("--moe-token-dispatcher-type", default="allgather")
+    parser.add_argument("--cuda-graph-impl", default="none")
+    parser.add_argument("--max-seqlen-per-dp-cp-rank", type=int)
+    parser.add_argument("--sequence-packing-scheduler", choices=("dp_balanced",))
+    for name in ("hybrid-context-parallel", "use-megatron-fsdp", "check-for-spiky-loss"):
+        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--no-per-token", dest="calculate_per_token_loss", action="store_false")
+    parser.set_defaults(world_size=2, variable_seq_lengths=False)
+    return lm_flags.add_flags(parser).parse_args(flags)
+
+
+@pytest.mark.parametrize("name", ["default_dynamic_cp", "dp_balanced", "hcp"])
+def test_every_name_of_a_scheduler_is_taken(name):
+    args = parsed("--sequence-packing-scheduler", name, *DYNAMIC[1:2], "32")
+    lm_flags.check_args(args)
+    assert not args.variable_seq_lengths
+
+
+def test_pipeline_stages_send_as_many_rows_as_the_plan_has():
+    args = parsed(*DYNAMIC[:2], "32", "--pipeline-model-parallel-size", "2")
+    lm_flags.check_args(args)
+    assert (args.variable_seq_lengths, args.moe_token_dispatcher_type) == (True, "alltoall")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "neither --dynamic-context-parallel nor --sequence-packing-scheduler is given"),
+        (DYNAMIC[:1], "--max-seqlen-per-dp-cp-rank is missing"),
+        ((*DYNAMIC, "--no-per-token"), "--calculate-per-token-loss does not go with hcp"),
+        ((*DYNAMIC, "--hybrid-context-parallel"), "--hybrid-context-parallel does not go"),
+        ((*DYNAMIC, "--use-megatron-fsdp"), "--use-megatron-fsdp does not go"),
+        ((*DYNAMIC, "--check-for-spiky-loss"), "--check-for-spiky-loss does not go"),
+        ((*DYNAMIC, "--cuda-graph-impl", "local"), "--cuda-graph-impl local does not go"),
+        ((*DYNAMIC, "--eval-context-parallel-size", "auto"), "is auto, expected a number"),
+        ((*DYNAMIC, "--eval-context-parallel-size", "3"), r"% eval_context_parallel_size \(3\)"),
+        ((*DYNAMIC[:2], "8"), r"> max_seqlen_per_dp_cp_rank \(8\)"),
+        (
+            (*DYNAMIC, "--num-experts", "4", "--expert-model-parallel-size", "2"),
+            "give --moe-token-dispatcher-type alltoall",
+        ),
+    ],
+)
+def test_what_does_not_go_is_refused_before_groups_are_made(flags, message):
+    with pytest.raises(ValueError, match=message):
+        lm_flags.check_args(parsed(*flags))
+
+
+def test_the_launcher_says_what_it_expects(capsys):
+    from hcp.integrations.megatron.launch import main
+
+    with pytest.raises(SystemExit):
+        main(["no_such_script.py"])
+    assert "the script is no_such_script.py, expected a file" in capsys.readouterr().err
+
+
+# ---- Places and samples --------------------------------------------------------------------------
+
+
+@needs_training
+def test_samples_of_a_micro_batch_lose_the_rows_that_no_loss_sees():
+    from hcp.integrations.megatron import data
+    from hcp.integrations.megatron.lm import schedule
+
+    batch = {
+        "tokens": torch.arange(8).reshape(2, 4),
+        "labels": torch.arange(8).reshape(2, 4) + 1,
+        "loss_mask": torch.tensor([[1.0, 0, 1, 0], [0, 0, 0, 0]]),
+        "dataset_id": ["not", "rows"],
+    }
+    samples = list(schedule.samples_of(iter([batch]), 1))
+    kept = [schedule._trimmed(each) for sample in samples for each in data.sequences_of(sample)]
+    assert [each["tokens"].tolist() for each in kept] == [[0, 1, 2], [4]]
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "message"),
+    [
+        ("argparse", "no_such_function", "has no argparse.no_such_function"),
+        ("no_such_module", "evaluate", "has no no_such_module.evaluate"),
+        ("functools", "wraps", "takes no model"),
+    ],
+)
+def test_a_release_without_a_place_is_refused_by_name(module, name, message):
+    from hcp.integrations.megatron.lm import seams
+
+    with pytest.raises(ImportError, match=message):
+        seams._probe("0.99", module, name, ("model",))
+
+
+# ---- Branch dev ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_megatrons_dynamic_cp_gets_groups_that_it_has_and_work_for_every_rank(ranks):
+    generator = torch.Generator().manual_seed(3)
+    for case in range(40):
+        count = int(torch.randint(1, 30, (1,), generator=generator))
+        lengths = torch.randint(1, 100 * ranks, (count,), generator=generator).tolist()
+        samples = [(f"sample {i}", length) for i, length in enumerate(lengths)]
+        made = dev.sample_id_groups(samples, ranks, 100)
+        assert sorted(names_of(made)) == sorted(name for name, _ in samples), (case, lengths)
+        for batch in made:
+            assert len(batch) == ranks and all(batch), (case, lengths)
+            place = 0
+            for ids, degree in runs(batch):
+                assert degree & (degree - 1) == 0 and place % degree == 0, (case, lengths)
+                packed = sum(length for name, length in samples if name in ids)
+                assert packed <= 100 * degree + len(ids) * degree, (case, lengths)
+                place += degree
+
+
+def runs(batch):
+    """Each group of ranks: its ids, and how many ranks have them."""
+    found = []
+    for ids in batch:
+        if found and found[-1][0] == ids:
+            found[-1][1] += 1
+        else:
+            found.append([ids, 1])
+    return found
+
+
+def names_of(made):
+    return [name for batch in made for ids, _ in runs(batch) for name in ids]
+
+
+def test_interleaved_stages_get_a_multiple_of_their_group():
+    samples = [(i, length) for i, length in enumerate((90, 60, 50, 40, 30, 10))]
+    assert len(dev.sample_id_groups(samples, 2, 100, micro_batch_group=2)) % 2 == 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "limits", "message"),
+    [
+        (6, {}, "has 6 ranks, expected a power of two"),
+        (2, {"max_sequences": 1}, "expected at most 1"),
+    ],
+)
+def test_what_megatrons_groups_cannot_do_is_refused(ranks, limits, message):
+    with pytest.raises(ValueError, match=message):
+        dev.sample_id_groups([(i, 10) for i in range(9)], ranks, 100, **limits)
