@@ -12,7 +12,7 @@ EXTRAS  ?= demo,test
 
 # Trainers whose tests make test leaves out. Each is an extra of pyproject.toml, gets an environment
 # .venv-NAME of its own, and runs tests/integrations/test_NAME.py and the documents of that name.
-TRAINERS ?= deepspeed lightning torchtitan transformers
+TRAINERS ?= deepspeed lightning megatron_lm torchtitan transformers
 
 VENV := $(or $(VIRTUAL_ENV),.venv)
 PY   := $(VENV)/bin/python
@@ -95,6 +95,15 @@ test-trainer-torchtitan: FORCE
 	$(TITAN)/bin/python -m pip install --quiet torchtitan==0.3.0
 	$(TITAN)/bin/python -m pip install --quiet --no-deps triton==3.7.1
 	PYTHONPATH=$(CURDIR)/tests $(TITAN)/bin/python -m pytest tests/integrations/test_torchtitan.py tests/project/test_docs.py -k torchtitan $(ARGS)
+
+# The wheel of Megatron-LM's training code asks for Python 3.12, and for what a GPU needs.
+test-trainer-megatron_lm: LM = $(CURDIR)/.venv-megatron_lm
+test-trainer-megatron_lm: FORCE
+	$(MAKE) setup VIRTUAL_ENV=$(LM)
+	$(LM)/bin/python -m pip install --quiet einops omegaconf
+	$(LM)/bin/python -m pip install --quiet --no-deps triton==3.7.1
+	$(LM)/bin/python -m pip install --quiet --no-deps --ignore-requires-python megatron-core==0.19.2
+	PYTHONPATH=$(CURDIR)/tests $(LM)/bin/python -m pytest tests/integrations/test_megatron_lm.py $(ARGS)
 
 # ---- Setup --------------------------------------------------------------------------------------
 

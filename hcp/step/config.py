@@ -43,7 +43,7 @@ class Config:
 
     sequence_packing_scheduler: str = "dynamic_cp"
     """""dynamic_cp" chooses a degree for each group of sequences in each step; "static_cp" uses one
-    for all. Megatron's names, "default_dynamic_cp" and "dp_balanced", become these."""
+    for all. The names in Megatron, "default_dynamic_cp", "dp_balanced" and "hcp", become these."""
 
     min_dynamic_context_parallel_size: int = 1
     """Fewest ranks that "dynamic_cp" gives a sequence."""
@@ -331,7 +331,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "sequence_packing_scheduler",
         choices=(*SCHEDULERS, *MEGATRON_SCHEDULERS),
         help="a degree for each group of sequences, or one for all (default: dynamic_cp); the last"
-        " two are Megatron's names of the same",
+        " three are names of the same in Megatron",
     )
     add(
         "max_seqlen_per_dp_cp_rank",

@@ -56,7 +56,7 @@ def test_dynamic_cp_by_flags_trains_and_evaluates_as_megatron_lm_does(folder):
     from support.megatron_lm import run
 
     expected = by_megatron(folder)
-    assert len(expected.losses) == 4 and len(expected.evaluations) == 4
+    assert (len(expected.losses), len(expected.evaluations)) == (4, 4)
     assert expected.losses[4] < expected.losses[1] - 0.1
     agree(run("launch", 2, *DYNAMIC, folder=folder), expected)
 
@@ -215,10 +215,11 @@ def test_megatrons_dynamic_cp_gets_groups_that_it_has_and_work_for_every_rank(ra
         made = dev.sample_id_groups(samples, ranks, 100)
         assert sorted(names_of(made)) == sorted(name for name, _ in samples), (case, lengths)
         for batch in made:
-            assert len(batch) == ranks and all(batch), (case, lengths)
+            assert [bool(ids) for ids in batch] == [True] * ranks, (case, lengths)
             place = 0
             for ids, degree in runs(batch):
-                assert degree & (degree - 1) == 0 and place % degree == 0, (case, lengths)
+                assert degree in (1, 2, 4, 8), (case, lengths)
+                assert place % degree == 0, (case, lengths)
                 packed = sum(length for name, length in samples if name in ids)
                 assert packed <= 100 * degree + len(ids) * degree, (case, lengths)
                 place += degree

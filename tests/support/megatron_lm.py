@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import typing_extensions
+
 from support.ranks import run_module
 
 SCRIPT = str(Path(__file__).with_name("megatron_lm_script.py"))
