@@ -59,7 +59,7 @@ def run(how: str, ranks: int, *flags: str, folder: Path, script: str = SCRIPT) -
 def main() -> None:
     warnings.simplefilter("ignore")
     if not hasattr(typing, "override"):  # Python 3.11, for which the wheel was not made
-        typing.override = typing_extensions.override
+        vars(typing)["override"] = typing_extensions.override
     how, script, *flags = sys.argv[1:]
     if how == "launch":
         from hcp.integrations.megatron.launch import main as launch
