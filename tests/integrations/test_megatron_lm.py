@@ -88,16 +88,20 @@ def test_pipeline_stages_train_as_megatron_lm_does(folder):
     )
 
 
-@needs_training
-@pytest.mark.skipif(CHECKOUT is None, reason="MEGATRON_LM names no checkout of Megatron-LM")
+needs_checkout = pytest.mark.skipif(
+    not (TRAINING and CHECKOUT), reason="MEGATRON_LM names no checkout of Megatron-LM"
+)
+GPT_DATA = ("--split", "90,5,5", "--data-cache-path", "cache")
+
+
+@needs_checkout
 def test_pretrain_gpt_trains_and_evaluates_under_the_launcher(folder):
     from support.megatron_lm import run
 
     script = str(Path(CHECKOUT, "pretrain_gpt.py"))
-    own = ("--split", "90,5,5", "--data-cache-path", "cache")
     agree(
-        run("launch", 2, *DYNAMIC, *own, folder=folder, script=script),
-        run("alone", 1, *own, folder=folder, script=script),
+        run("launch", 2, *DYNAMIC, *GPT_DATA, folder=folder, script=script),
+        run("alone", 1, *GPT_DATA, folder=folder, script=script),
     )
 
 
@@ -185,6 +189,25 @@ def test_samples_of_a_micro_batch_lose_the_rows_that_no_loss_sees():
     samples = list(schedule.samples_of(iter([batch]), 1))
     kept = [schedule._trimmed(each) for sample in samples for each in data.sequences_of(sample)]
     assert [each["tokens"].tolist() for each in kept] == [[0, 1, 2], [4]]
+
+
+@needs_training
+def test_documents_in_a_sample_are_sequences_of_their_own():
+    """As --dataloader-inter-document-masking and --sft give them: bounds, filled up by the end."""
+    from hcp.integrations.megatron import data
+    from hcp.integrations.megatron.lm import schedule
+
+    batch = {
+        "tokens": torch.arange(6)[None],
+        "labels": torch.arange(6)[None] + 1,
+        "loss_mask": torch.ones(1, 6),
+        "position_ids": torch.tensor([[0, 1, 0, 1, 2, 3]]),
+        "cu_seqlens": torch.tensor([[0, 2, 6, 6, 6, 6, 6]]),
+        "max_seqlen": torch.tensor([4]),
+    }
+    (sample,) = schedule.samples_of(iter([batch]), 1)
+    found = [each["tokens"].tolist() for each in data.sequences_of(sample)]
+    assert found == [[0, 1], [2, 3, 4, 5]]
 
 
 @pytest.mark.parametrize(
