@@ -31,7 +31,23 @@ from hcp.integrations.loader import (
 from hcp.programs.versions import require
 from hcp.step.dispatch import Step
 
-require("lightning", "2.6", "2.6")
+SEAMS = (
+    "lightning.pytorch:Callback.on_validation_start(trainer, pl_module)",
+    "lightning.pytorch:Callback.on_validation_batch_end(outputs, batch, batch_idx)",
+    "lightning.pytorch:Callback.on_exception(exception)",
+    "lightning.pytorch:LightningModule.log",
+    "lightning.pytorch.strategies:DDPStrategy.training_step",
+    "lightning.pytorch.strategies:DDPStrategy.backward(closure_loss)",
+)
+"""What this derives from or overrides."""
+
+require(
+    "lightning",
+    "2.6",
+    "2.6",
+    seams=SEAMS,
+    check="python -m pytest tests/integrations/test_lightning.py",
+)
 
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy  # noqa: E402

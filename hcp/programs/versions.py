@@ -1,4 +1,11 @@
-"""Require the versions of a trainer that were tested; refuse others by name, or warn of them."""
+"""Require the versions of a trainer that were tested.
+
+Older ones are refused by name. A newer one is taken with a warning if what hcp calls of it (its
+seams) is there:
+
+    require("lightning", "2.6", "2.6", seams=["lightning.pytorch.strategies:DDPStrategy.setup"],
+            check="Compare losses.")
+"""
 
 from __future__ import annotations
 
@@ -9,7 +16,6 @@ import re
 from collections.abc import Sequence
 from functools import cache
 from importlib import metadata
-from typing import Any
 
 _log = logging.getLogger("hcp")
 
@@ -19,59 +25,39 @@ def require(
 ) -> None:
     """Raise ImportError unless `package` is installed, in a version from `first` to `last`.
 
-    Both are "major.minor" and were tested. Any patch release of them is accepted. With `seams`, a
-    later version is accepted where all of them are there, and warned of once.
-
-    `seams`: what hcp uses of the package, as "module:name.name", or "module:name(parameter, ...)"
-    for a function that must take these parameters. `check`: what the warning tells to do.
+    Both are "major.minor" and were tested. Any patch release of them is accepted. A newer version
+    is accepted with `seams`, see `accept_untested`.
     """
     version = installed(package)
-    if version is not None and _minor(first) <= _minor(version) <= _minor(last):
-        return
-    expected = first if first == last else f"{first} to {last}"
     wanted = f'"{package}>={first},<{_next_minor(last)}"'
-    if version is None or not seams or _minor(version) < _minor(first):
+    expected = first if first == last else f"{first} to {last}"
+    if version is not None and seams and _minor(version) > _minor(last):
+        accept_untested(package, version, expected, seams, check, wanted)
+    elif version is None or not _minor(first) <= _minor(version) <= _minor(last):
         raise _refused(package, version, expected, wanted)
-    missing = [seam for seam in seams if not _is_there(seam)]
-    if missing:
-        raise ImportError(
-            f"{package} is {version}, expected {expected}, which hcp was tested with: it has no "
-            f"{', '.join(missing)}, which hcp uses: pip install {wanted}"
-        )
-    _warn_of_a_later(package, version, last, check)
 
 
-@cache
-def _warn_of_a_later(package: str, version: str, last: str, check: str) -> None:
-    _log.warning(
-        "hcp: %s %s is newer than %s, the last version that hcp was tested with. What hcp uses of "
-        "it is there. %s",
-        *(package, version, last, check),
-    )
+def require_one_of(
+    package: str,
+    version: str | None,
+    tested: Sequence[str],
+    *,
+    seams: Sequence[str] = (),
+    check: str = "",
+) -> str:
+    """Return the `version` of a package, as one of those `tested`, in ascending order.
 
-
-def _is_there(seam: str) -> bool:
-    module, _, path = seam.partition(":")
-    name, _, parameters = path.rstrip(")").partition("(")
-    try:
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError):
-        return False
-    wanted = {parameter.strip() for parameter in parameters.split(",") if parameter.strip()}
-    return not wanted or wanted <= set(inspect.signature(found).parameters)
-
-
-def require_one_of(package: str, version: str | None, tested: Sequence[str]) -> str:
-    """Return the `version` of a package, as one of those `tested`.
-
-    Raises ImportError for any other, and for None (not installed). The error says to install the
-    first one tested.
+    Others that are newer than the first one tested are accepted with `seams`, see
+    `accept_untested`. Raises ImportError for the rest, and for None (not installed). The error says
+    to install the first one tested.
     """
     public = version and version.partition("+")[0]  # of 0.3.0+cu130
-    if public not in tested:
-        raise _refused(package, version, " or ".join(tested), f"{package}=={tested[0]}")
+    wanted, expected = f"{package}=={tested[0]}", " or ".join(tested)
+    if public in tested:
+        return str(public)
+    if not public or not seams or _numbers(public) <= _numbers(tested[0]):
+        raise _refused(package, version, expected, wanted)
+    accept_untested(package, public, expected, seams, check, wanted)
     return str(public)
 
 
@@ -81,6 +67,60 @@ def installed(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def accept_untested(
+    package: str, version: str, expected: str, seams: Sequence[str], check: str, wanted: str
+) -> None:
+    """Warn, once, of a version that hcp was not tested with. `expected` names those that it was.
+
+    `seams`: what hcp calls or overrides, each "module:name.name(argument, argument)"; the arguments
+    in parentheses are those that hcp passes by name. `check`: a sentence that says what to
+    check. `wanted`: what pip should install if a seam is missing, which raises
+    ImportError.
+    """
+    lost = [seam for seam in seams if not has_seam(seam)]
+    if lost:
+        raise ImportError(
+            f"{package} is {version}, expected {expected}, which hcp was tested with: it has no "
+            f"{', '.join(lost)}, which hcp uses: pip install {wanted}"
+        )
+    _warn_of(package, version, expected, check)
+
+
+def has_seam(seam: str) -> bool:
+    """Whether "module:name.name(argument, ...)" can be imported and takes these arguments."""
+    parts = re.fullmatch(r"([\w.]+):([\w.]+)(?:\(([\w, ]*)\))?", seam)
+    if parts is None:
+        raise ValueError(f"the seam is {seam!r}, expected 'module:name.name(argument, ...)'")
+    module, names, arguments = parts.groups()
+    try:
+        found = importlib.import_module(module)
+        for name in names.split("."):
+            found = getattr(found, name)
+    except (ImportError, AttributeError):
+        return False
+    return not arguments or _takes(found, arguments.replace(" ", "").split(","))
+
+
+def _takes(function: object, arguments: Sequence[str]) -> bool:
+    if not callable(function):
+        return False
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return True
+    return set(arguments) <= set(parameters)
+
+
+@cache
+def _warn_of(package: str, version: str, expected: str, check: str) -> None:
+    _log.warning(
+        "hcp: %s is %s, and hcp was tested with %s. What hcp uses of it is there. %s",
+        package,
+        version,
+        expected,
+        check,
+    )
 
 
 def _refused(package: str, version: str | None, expected: str, wanted: str) -> ImportError:
@@ -93,6 +133,11 @@ def _refused(package: str, version: str | None, expected: str, wanted: str) -> I
 def _minor(version: str) -> tuple[int, int]:
     numbers = re.match(r"(\d+)\.(\d+)", version)
     return (int(numbers[1]), int(numbers[2])) if numbers else (-1, -1)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    release = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(number) for number in release[0].split(".")) if release else (-1,)
 
 
 def _next_minor(version: str) -> str:

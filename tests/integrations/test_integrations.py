@@ -2,6 +2,7 @@
 trainers."""
 
 import importlib
+import importlib.util
 import json
 import os
 import re
@@ -65,7 +66,7 @@ def test_megatrons_plans_know_whether_experts_are_waited_for(ranks, spread):
 
 INTEGRATIONS = {
     "accelerate": ("import hcp.integrations.accelerate", "1.14.2"),
-    "lightning": ("import hcp.integrations.lightning", "3.0"),
+    "lightning": ("import hcp.integrations.lightning", "2.5.9"),
     "megatron-core": ("from hcp.integrations.megatron import hcp_layer_spec", "0.15.3"),
     "torchtitan": ("import hcp.integrations.torchtitan", "0.2.2"),
     "transformers": ("import hcp.integrations.transformers", "4.57.1"),
@@ -190,3 +191,37 @@ def test_a_local_build_of_a_tested_version_is_taken():
     assert require_one_of("trainer", "0.3.0+cu130", ["0.2.0", "0.3.0"]) == "0.3.0"
     with pytest.raises(ImportError, match=r"trainer is 0.3.1, .* pip install trainer==0.2.0"):
         require_one_of("trainer", "0.3.1", ["0.2.0", "0.3.0"])
+
+
+SEAM = "textwrap:TextWrapper.fill(text)"
+
+
+def test_a_version_that_was_not_tested_warns_once_if_what_hcp_calls_is_there(monkeypatch, caplog):
+    monkeypatch.setattr(versions, "installed", {"trainer": "2.7.0rc1"}.get)
+    for _ in range(2):
+        require("trainer", "2.5", "2.6", seams=[SEAM], check="make it")
+        assert require_one_of("other", "0.4.0", ["0.2.0", "0.3.0"], seams=[SEAM]) == "0.4.0"
+    first, second = [record.getMessage() for record in caplog.records]
+    assert first.startswith("hcp: trainer is 2.7.0rc1, and hcp was tested with 2.5 to 2.6. ")
+    assert first.endswith("see that this passes: make it")
+    assert "other is 0.4.0, and hcp was tested with 0.2.0 or 0.3.0" in second
+
+
+def test_a_version_that_was_not_tested_is_refused_by_what_it_lacks(monkeypatch):
+    monkeypatch.setattr(versions, "installed", {"trainer": "2.7"}.get)
+    lacking = ["textwrap:TextWrapper.fill(columns)", "textwrap:Wrapper", "textwarp:TextWrapper"]
+    said = re.escape(f'lacks {", ".join(lacking)}, which hcp calls: pip install "trainer>=2.6')
+    with pytest.raises(ImportError, match=said):
+        require("trainer", "2.6", "2.6", seams=[SEAM, *lacking])
+    with pytest.raises(ImportError, match=r"trainer is 0.1.9, expected 0.2.0"):
+        require_one_of("trainer", "0.1.9", ["0.2.0"], seams=[SEAM])
+
+
+@pytest.mark.parametrize("package", ["accelerate", "lightning", "megatron-core", "torchtitan"])
+def test_the_seams_of_a_trainer_are_in_the_version_that_was_tested(package):
+    """Else they would refuse every other version."""
+    name = {"megatron-core": "megatron.versions"}.get(package, package)
+    if importlib.util.find_spec(package.split("-")[0]) is None:
+        pytest.skip(f"{package} is not installed")
+    module = importlib.import_module(f"hcp.integrations.{name}")
+    assert [seam for seam in module.SEAMS if not versions.has_seam(seam)] == []

@@ -452,3 +452,48 @@ def refuse_rotations(rank, size):
 
 def test_a_rotation_that_does_not_go_is_refused_by_name():
     run_ranks(1, refuse_rotations, timeout=110)
+
+
+def roll_as_branch_dev_does(rank, size):
+    from hcp.integrations.megatron import packed_seq_params
+    from hcp.integrations.megatron.mtp import roll_tensor
+
+    groups = hcp.build_process_groups()
+    lengths = [5, 4]
+    plan = hcp.plan(lengths, size, sum(lengths), min_degrees=[size, size])
+    samples = [{"tokens": torch.arange(1, n + 1)} for n in lengths]
+    step = hcp.dispatch(plan, samples if rank == 0 else [], [0, 0], groups)
+    for cp, local in step:
+        tokens, mask = local.tokens[None], torch.ones(1, cp.rows)
+        for shift in (1, 2):
+            tokens, padding, mask = roll_tensor(
+                [tokens, torch.zeros(1, cp.rows, dtype=torch.bool), mask],
+                packed_seq_params=packed_seq_params(cp),
+                fill_values=[0, True, 0],
+                sequence_fields=["input_ids", "padding_mask", "loss_mask"],
+            )
+            left = torch.tensor([lengths[i] for i in cp.layout.sequences]).repeat_interleave(
+                cp.cu_seqlens.diff()
+            )
+            left = left - cp.position_ids[: cp.rows]  # tokens of the sequence from this one on
+            expected = torch.where(left > shift, local.tokens + shift, 0)
+            assert tokens.tolist() == [expected.tolist()]
+            assert padding.tolist() == [(left == 1).tolist()]
+            assert mask.tolist() == [(left > shift).float().tolist()]
+            assert float(mask.sum()) == cp.rows  # as many as before the first shift
+            assert type(mask * 2.0) is torch.Tensor
+
+
+def test_fields_roll_together_as_branch_dev_of_megatron_asks():
+    run_ranks(2, roll_as_branch_dev_does)
+
+
+def test_mamba_heads_keep_the_group_that_branch_dev_of_megatron_sets():
+    from hcp.integrations.megatron.mamba import HeadShare
+
+    whole = mock.Mock(nheads_local_tp=4, ngroups_local_tp=2, d_inner_local_tp=8, cp_group="own")
+    cp = mock.Mock(degree=2, head_slice=lambda count: slice(0, count // 2))
+    share = HeadShare(whole, cp)
+    assert (share.cp_group, share.nheads_local_tpcp) == ("own", 2)
+    share.set_context_parallel_group("of the micro-batch")
+    assert (share.cp_group, share.nheads_local_tpcp) == ("of the micro-batch", 2)

@@ -28,6 +28,8 @@ class HeadShare:
         """`whole`: Megatron's object, whose sizes and weights are used."""
         self._whole, self._cp = whole, cp
         self.cp_size, self.cp_rank = 1, 0  # what remains is local
+        # Branch dev of Megatron-LM compares it with that of packed_seq_params.
+        self.cp_group = getattr(whole, "cp_group", None)
         heads, groups = whole.nheads_local_tp, whole.ngroups_local_tp
         if cp.degree > heads:
             raise ValueError(
@@ -40,6 +42,11 @@ class HeadShare:
         self.nheads_local_tpcp = self._heads.stop - self._heads.start
         self.ngroups_local_tpcp = self._own_units.stop - self._own_units.start
         self.d_inner_local_tpcp = self.nheads_local_tpcp * self.headdim
+
+    def set_context_parallel_group(self, cp_group: Any) -> None:
+        """Keep the heads of this rank, which those of `packed_seq_params` say already. Branch dev
+        calls it before and after a scan."""
+        self.cp_group = cp_group
 
     def pre_conv_ssm(self, zxbcdt: Tensor, packed_seq_params: Any = None) -> Tensor:
         """Exchange (T, 1, z | x | B | C | dt) of all heads for (S, 1, ...) of this rank's heads."""

@@ -3,21 +3,41 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hcp.integrations.megatron.packed import handler_of, with_padding
 
 
+class _Counted(Tensor):
+    """A mask whose sum is the count before the first shift, see `roll_tensor`."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def sum(self, *positional: Any, **named: Any) -> Tensor:
+        if positional or named:
+            return super().sum(*positional, **named)
+        count: Tensor = self.count_before_shifts  # type: ignore[attr-defined]
+        return count
+
+
 def roll_tensor(
-    tensor: Tensor,
+    tensor: Tensor | list[Tensor],
     shifts: int = -1,
     dims: int = -1,
     cp_group: Any = None,
     packed_seq_params: Any = None,
-) -> tuple[Tensor, Tensor]:
+    return_sum: bool = True,
+    *,
+    fill_values: Sequence[float] | None = None,
+    roll_context: Any = None,
+    sequence_fields: Sequence[str] | None = None,
+    roll_depth: int = 0,
+) -> tuple[Tensor, Tensor | None] | list[Tensor]:
     """Shift (1, T) along the sequences of the micro-batch, and count. Replaces Megatron's function
     of this name.
 
@@ -25,17 +45,62 @@ def roll_tensor(
     by the ratio of this rank's tokens before and after the shift, which depends on the plan. So
     this function returns the count before the first shift. A token of each layer then has the
     weight of one of the main loss, as in release 0.16.
+
+    Megatron's branch dev passes a list of tensors, with the value that enters each at the ends, and
+    takes a list. It sums the loss mask itself, so the `sum()` of that mask is the count. What it
+    prepares for its own layout of the ranks (`roll_context`, `roll_depth`) has no use here.
     """
+    if isinstance(tensor, list):
+        fills = [0] * len(tensor) if fill_values is None else fill_values
+        fields = [""] * len(tensor) if sequence_fields is None else sequence_fields
+        return [
+            _field(one, shifts, dims, cp_group, packed_seq_params, fill, name)
+            for one, fill, name in zip(tensor, fills, fields, strict=True)
+        ]
+    rolled = _rolled(tensor, shifts, dims, cp_group, packed_seq_params, 0)
+    if not return_sum:
+        return rolled, None
+    count = _count(tensor)
+    rolled.count_before_shifts = count  # type: ignore[attr-defined]
+    return rolled, count
+
+
+def _field(
+    tensor: Tensor,
+    shifts: int,
+    dims: int,
+    cp_group: Any,
+    packed_seq_params: Any,
+    fill: float,
+    name: str,
+) -> Tensor:
+    rolled = _rolled(tensor, shifts, dims, cp_group, packed_seq_params, fill)
+    if name == "loss_mask":
+        count = _count(tensor)
+        rolled = rolled.as_subclass(_Counted)
+        rolled.count_before_shifts = count  # type: ignore[attr-defined]
+    return rolled
+
+
+def _count(tensor: Tensor) -> Tensor:
+    count: Tensor | None = getattr(tensor, "count_before_shifts", None)
+    return tensor.sum() if count is None else count
+
+
+def _rolled(
+    tensor: Tensor, shifts: int, dims: int, cp_group: Any, packed_seq_params: Any, fill: float
+) -> Tensor:
     if tensor.dim() != 2 or tensor.shape[0] != 1 or dims not in (-1, 1):
         raise ValueError(
             f"tensor has shape {tuple(tensor.shape)} and dims is {dims}, expected (1, T) and -1"
         )
     cp = handler_of(packed_seq_params, cp_group)
-    rolled = cp.roll_tensor(tensor[0, : cp.rows], shifts)
-    rolled = with_padding(rolled, tensor.shape[1])[None]
-    count: Tensor = getattr(tensor, "count_before_shifts", tensor.sum())
-    rolled.count_before_shifts = count  # type: ignore[attr-defined]
-    return rolled, count
+    own = tensor.as_subclass(Tensor)[0, : cp.rows]
+    rolled = with_padding(cp.roll_tensor(own, shifts), tensor.shape[1])
+    if fill:
+        inside = with_padding(cp.roll_tensor(torch.ones_like(own), shifts), tensor.shape[1])
+        rolled = torch.where(inside.bool(), rolled, torch.full_like(rolled, fill))
+    return rolled[None]
 
 
 def _with_our_roll(function: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Require a release of Megatron-Core that was tested; refuse others."""
+"""Require a release of Megatron-Core that was tested, or one that has what hcp calls."""
 
 from __future__ import annotations
 
@@ -10,15 +10,38 @@ from pathlib import Path
 from hcp.programs.versions import require_one_of
 
 TESTED = ("0.16.1", "0.19.2")
+"""The oldest release and the newest one that were tested."""
+
+SEAMS = (
+    "megatron.core.packed_seq_params:PackedSeqParams(qkv_format, cu_seqlens_q, cu_seqlens_kv)",
+    "megatron.core.packed_seq_params:PackedSeqParams(local_cp_size, cp_group)",
+    "megatron.core.utils:get_attr_wrapped_model",
+    "megatron.core.transformer.enums:AttnMaskType",
+    "megatron.core.transformer.module:MegatronModule",
+    "megatron.core.transformer.multi_latent_attention:MLASelfAttention",
+    "megatron.core.transformer.attention:SelfAttention.forward(rotary_pos_emb, packed_seq_params)",
+    "megatron.core.transformer.spec_utils:ModuleSpec(module, params, submodules)",
+    "megatron.core.transformer.spec_utils:get_module",
+    "megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.forward",
+    "megatron.core.models.gpt.gpt_model:GPTModel._postprocess",
+    "megatron.core.transformer.multi_token_prediction:"
+    "MultiTokenPredictionLayer._get_embeddings(packed_seq_params)",
+    "megatron.core.transformer.multi_token_prediction:"
+    "roll_tensor(shifts, dims, cp_group, packed_seq_params)",
+)
+"""What hcp calls, derives from or replaces; in a release that was not tested they must be there."""
+
+CHECK = "python -m pytest tests/integrations/test_megatron_layers.py"
 
 
 @cache
 def require_megatron() -> str:
     """Return the version of the Megatron-Core that is, or would be, imported.
 
-    Raises ImportError if there is none, or one that hcp was not tested with.
+    Raises ImportError if there is none, or an older one than hcp was tested with, or one that lacks
+    what hcp calls. Warns of any other that hcp was not tested with.
     """
-    return require_one_of("megatron-core", _version(), TESTED)
+    return require_one_of("megatron-core", _version(), TESTED, seams=SEAMS, check=CHECK)
 
 
 def _version() -> str | None:

@@ -14,9 +14,32 @@ documents of a step are planned over these ranks. Attention receives each micro-
 from hcp.programs.versions import installed, require_one_of
 
 TESTED = ("0.3.0",)
-"""Versions of torchtitan that this has been tested with; others are refused."""
+"""Versions of torchtitan that this has been tested with. Older ones are refused."""
 
-require_one_of("torchtitan", installed("torchtitan"), TESTED)
+SEAMS = (
+    "torchtitan.trainer:Trainer.init_distributed",
+    "torchtitan.trainer:Trainer.batch_generator(data_iterable)",
+    "torchtitan.trainer:Trainer.forward_backward_step(input_dict, labels, global_valid_tokens)",
+    "torchtitan.trainer:Trainer.close",
+    "torchtitan.components.validate:Validator.validate(model_parts, step)",
+    "torchtitan.components.loss:ChunkedLossWrapper",
+    "torchtitan.components.dataloader:DataloaderExhaustedError",
+    "torchtitan.models.common.attention:GQAttention",
+    "torchtitan.models.common.attention:VarlenAttention.forward",
+    "torchtitan.models.common.decoder:Decoder",
+    "torchtitan.models.common.rope:ComplexRoPE.Config",
+    "torchtitan.models.common.rope:CosSinRoPE.Config",
+    "torchtitan.protocols.model:ModelConfigConverter.convert(model_config)",
+)
+"""What this calls, derives from or overrides."""
+
+require_one_of(
+    "torchtitan",
+    installed("torchtitan"),
+    TESTED,
+    seams=SEAMS,
+    check="python -m pytest tests/integrations/test_torchtitan.py",
+)
 
 # What imports torchtitan comes after what refuses its absence.
 from hcp.integrations.torchtitan.attention import (  # noqa: E402
