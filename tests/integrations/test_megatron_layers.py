@@ -460,7 +460,7 @@ def roll_as_branch_dev_does(rank, size):
 
     groups = hcp.build_process_groups()
     lengths = [5, 4]
-    plan = hcp.plan(lengths, size, sum(lengths), min_degrees=[size, size])
+    plan = hcp.plan(lengths, ranks=size, max_tokens_per_rank=9, min_degrees=[size, size])
     samples = [{"tokens": torch.arange(1, n + 1)} for n in lengths]
     step = hcp.dispatch(plan, samples if rank == 0 else [], [0, 0], groups)
     for cp, local in step:

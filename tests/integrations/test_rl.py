@@ -1,0 +1,88 @@
+"""Plans of a driver, computed by workers: log-probabilities in the order of the samples, and losses
+of whole sequences."""
+
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.ranks import run_ranks
+
+import hcp
+from hcp.integrations.rl import plan_in_driver, planned_step, rows_of_samples, sequence_weights
+
+LENGTHS = [5, 17, 2, 9, 1]
+SOURCES = [0, 0, 0, 1, 1]
+CONFIG = hcp.Config(max_seqlen_per_dp_cp_rank=12)
+
+
+def samples():
+    made = torch.Generator().manual_seed(1)
+    masks = [torch.rand(n, generator=made) > 0.4 for n in LENGTHS]
+    masks[2][:] = False  # a sequence without loss tokens
+    return [
+        {
+            "tokens": torch.randint(16, (n,), generator=made),
+            "labels": torch.randint(16, (n,), generator=made),
+            "loss_mask": sequence_weights(mask),
+            "kept": mask,
+        }
+        for n, mask in zip(LENGTHS, masks, strict=True)
+    ]
+
+
+def weights():
+    return torch.linspace(-1, 1, 16 * 12, dtype=torch.float64).view(16, 12).sin().requires_grad_()
+
+
+def log_probs(table, tokens, labels, attend):
+    hidden = table[tokens].view(-1, 3, 2, 2)
+    hidden = attend(*hidden.unbind(1)).flatten(1)
+    return -F.cross_entropy(hidden @ table[:, :4].T, labels, reduction="none")
+
+
+def alone(q, k, v):
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1)
+
+
+def compute_what_the_driver_planned(rank, size, sent):
+    groups, table = hcp.build_process_groups(), weights()
+    sent = pickle.loads(sent)
+    own = [s for s, source in zip(samples(), SOURCES, strict=True) if source == rank]
+    step = planned_step(sent, own, groups, CONFIG)
+    assert max(cp.degree for cp, _ in step) == size
+
+    def of(cp, local):
+        return log_probs(table, local.tokens, local.labels, cp.attention)
+
+    with torch.no_grad():
+        found = rows_of_samples(step, sent, groups, of)
+    for sample, rows in zip(own, found, strict=True):
+        expected = log_probs(table, sample["tokens"], sample["labels"], alone)
+        torch.testing.assert_close(rows, expected, rtol=0, atol=1e-10)
+    loss = sum(cp.loss(-of(cp, local), local.loss_mask) for cp, local in step)
+    loss.backward()
+    return loss.detach(), table.grad
+
+
+def test_workers_compute_what_the_driver_planned_in_the_order_of_their_samples():
+    sent = pickle.dumps(plan_in_driver(LENGTHS, SOURCES, 2, CONFIG))
+    results = run_ranks(2, compute_what_the_driver_planned, sent)
+    table = weights()
+    means = [
+        -log_probs(table, s["tokens"], s["labels"], alone)[s["kept"]].mean()
+        for s in samples()
+        if s["kept"].any()
+    ]
+    loss = torch.stack(means).mean()
+    loss.backward()
+    for found, expected in zip(
+        map(sum, zip(*results, strict=True)), (loss, table.grad), strict=True
+    ):
+        torch.testing.assert_close(found, expected.detach(), rtol=0, atol=1e-10)
+
+
+def test_samples_that_are_not_listed_by_rank_are_refused():
+    with pytest.raises(ValueError, match=r"sources is \[1, 0\], expected ascending ranks"):
+        plan_in_driver([3, 4], [1, 0], 2, CONFIG)
