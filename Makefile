@@ -11,8 +11,8 @@ ARGS    ?=
 EXTRAS  ?= demo,test
 
 # Trainers whose tests make test leaves out. Each is an extra of pyproject.toml, gets an environment
-# .venv-NAME of its own, and runs tests/integrations/test_NAME.py and the documents of that name.
-TRAINERS ?= deepspeed lightning megatron_lm torchtitan transformers
+# .venv-NAME-EDGE of its own, and runs tests/integrations/test_NAME.py and the documents of that name.
+TRAINERS ?= deepspeed lightning megatron_lm torchtitan transformers verl
 
 VENV := $(or $(VIRTUAL_ENV),.venv)
 PY   := $(VENV)/bin/python
@@ -66,13 +66,18 @@ test-long: $(READY)
 
 test-trainers: $(TRAINERS:%=test-trainer-%)
 
+# EDGE=oldest tests the oldest version that pyproject.toml allows; pip takes the newest one.
+EDGE ?= newest
+OLDEST_accelerate = accelerate==1.15.0
+OLDEST_lightning = lightning==2.6.0
 test-trainer-%: FORCE
-	$(MAKE) test VIRTUAL_ENV=$(CURDIR)/.venv-$* EXTRAS=$(EXTRAS),$* \
+	$(MAKE) setup VIRTUAL_ENV=$(CURDIR)/.venv-$*-$(EDGE) EXTRAS=$(EXTRAS),$*
+	$(if $(filter oldest,$(EDGE)),$(CURDIR)/.venv-$*-$(EDGE)/bin/python -m pip install --quiet $(OLDEST_$*))
+	$(MAKE) test VIRTUAL_ENV=$(CURDIR)/.venv-$*-$(EDGE) EXTRAS=$(EXTRAS),$* \
 	  ARGS="tests/integrations/test_$*.py tests/project/test_docs.py -k $* $(ARGS)"
 
 # TRL and what it needs, and every causal architecture of Transformers. EDGE=oldest takes the oldest
 # versions that pyproject.toml allows, whose table is not the guide's.
-EDGE ?= newest
 TRANSFORMERS = $(CURDIR)/.venv-transformers-$(EDGE)
 TRANSFORMERS_oldest = transformers==5.17.0 accelerate==1.15.0
 TRANSFORMERS_newest = transformers==5.23.0 accelerate==1.15.0
@@ -104,6 +109,15 @@ test-trainer-megatron_lm: FORCE
 	$(LM)/bin/python -m pip install --quiet --no-deps triton==3.7.1
 	$(LM)/bin/python -m pip install --quiet --no-deps --ignore-requires-python megatron-core==0.19.2
 	PYTHONPATH=$(CURDIR)/tests $(LM)/bin/python -m pytest tests/integrations/test_megatron_lm.py $(ARGS)
+
+# Its own requirements would replace torch and numpy: what its single_controller imports is installed.
+VERL_NEEDS = 'tensordict<=0.10.0,!=0.9.0' 'ray>=2.41' codetiming dill hydra-core pyvers importlib_metadata cloudpickle orjson pandas
+test-trainer-verl: VERL = $(CURDIR)/.venv-verl
+test-trainer-verl: FORCE
+	$(MAKE) setup VIRTUAL_ENV=$(VERL)
+	$(VERL)/bin/python -m pip install --quiet --no-deps verl==0.9.1
+	$(VERL)/bin/python -m pip install --quiet $(VERL_NEEDS)
+	PYTHONPATH=$(CURDIR)/tests $(VERL)/bin/python -m pytest tests/integrations/test_rl.py tests/project/test_docs.py -k "rl.md or test_rl" $(ARGS)
 
 # ---- Setup --------------------------------------------------------------------------------------
 

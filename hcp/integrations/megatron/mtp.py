@@ -16,7 +16,7 @@ from hcp.integrations.megatron.packed import handler_of, with_padding
 class _Counted(Tensor):
     """A mask whose sum is the count before the first shift, see `roll_tensor`."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def sum(self, *positional: Any, **named: Any) -> Tensor:
         if positional or named:
