@@ -11,7 +11,8 @@ ARGS    ?=
 EXTRAS  ?= demo,test
 
 # Trainers whose tests make test leaves out. Each is an extra of pyproject.toml, gets an environment
-# .venv-NAME-EDGE of its own, and runs tests/integrations/test_NAME.py and the documents of that name.
+# .venv-NAME-EDGE of its own, and runs tests/integrations/test_NAME.py and the documents of that
+# name.
 TRAINERS ?= deepspeed lightning megatron_lm torchtitan transformers verl
 
 VENV := $(or $(VIRTUAL_ENV),.venv)
@@ -110,8 +111,10 @@ test-trainer-megatron_lm: FORCE
 	$(LM)/bin/python -m pip install --quiet --no-deps --ignore-requires-python megatron-core==0.19.2
 	PYTHONPATH=$(CURDIR)/tests $(LM)/bin/python -m pytest tests/integrations/test_megatron_lm.py $(ARGS)
 
-# Its own requirements would replace torch and numpy: what its single_controller imports is installed.
-VERL_NEEDS = 'tensordict<=0.10.0,!=0.9.0' 'ray>=2.41' codetiming dill hydra-core pyvers importlib_metadata cloudpickle orjson pandas
+# Its own requirements would replace torch and numpy. What its single_controller imports is
+# installed.
+VERL_NEEDS = 'tensordict<=0.10.0,!=0.9.0' 'ray>=2.41' codetiming dill hydra-core pyvers \
+  importlib_metadata cloudpickle orjson pandas
 test-trainer-verl: VERL = $(CURDIR)/.venv-verl
 test-trainer-verl: FORCE
 	$(MAKE) setup VIRTUAL_ENV=$(VERL)

@@ -20,16 +20,18 @@ from typing import Any
 
 from torch import nn
 
+from hcp.groups.build import build_process_groups
 from hcp.groups.process_groups import ProcessGroups
 from hcp.integrations.experts import warn_of_experts
 from hcp.integrations.loader import (
     DynamicCPDataLoader,
     EvalDataLoader,
     ToSample,
-    causal_lm_sample,
+    causal_lm_samples,
     domain,
     eval_groups,
     eval_layout,
+    warn_of_the_barrier,
 )
 from hcp.planning.cost import CostModel
 from hcp.programs.versions import require
@@ -77,12 +79,17 @@ class ContextParallel:
         *,
         groups: ProcessGroups | None = None,
         cost: CostModel | None = None,
-        to_sample: ToSample = causal_lm_sample,
+        to_sample: ToSample = causal_lm_samples,
     ) -> None:
-        """`groups`: by default, all ranks of the job are one domain. Raises ValueError if
-        Accelerate would also use its own CP, tensor parallelism or gradient accumulation."""
-        check_accelerator(accelerator)
+        """`groups`: by default, all ranks of the job are one domain, with the CP size of the
+        Accelerator's ParallelismConfig. hcp does what that asks for: make this object before
+        `accelerator.prepare`. Raises ValueError if Accelerate would also use tensor parallelism,
+        another sequence parallelism or gradient accumulation."""
+        check_accelerator(accelerator, takes_cp=True)
+        config = with_cp_size_of(accelerator, config)
         self.accelerator, self.config = accelerator, with_barrier_of(accelerator, config)
+        if groups is None:
+            groups = build_process_groups(cp=cp_size_of(accelerator))
         self.groups = domain(groups, accelerator.num_processes)
         self.eval_groups = eval_groups(self.groups, config)
         self.cost, self.to_sample = cost, to_sample
@@ -113,14 +120,17 @@ class ContextParallel:
         if not self._warned:
             self._warned = True
             warn_of_experts(model)
+            warn_of_the_barrier(model, step.plan)
         for i, micro_batch in enumerate(step):
             last = i + 1 == len(step)
             with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
                 yield micro_batch
 
-    def eval_loader(self, dataset: Any, *, global_batch_size: int) -> EvalDataLoader:
+    def eval_loader(
+        self, dataset: Any, *, global_batch_size: int, model: nn.Module | None = None
+    ) -> EvalDataLoader:
         """Return a loader of the micro-batches of an evaluation in the eval layout, which has each
-        sample once."""
+        sample once. `model`: see `DynamicCPDataLoader`."""
         return EvalDataLoader(
             dataset,
             self.config,
@@ -128,6 +138,7 @@ class ContextParallel:
             global_batch_size=global_batch_size,
             cost=self.cost,
             to_sample=self.to_sample,
+            model=model,
         )
 
     def eval_layout(self, model: nn.Module) -> contextlib.AbstractContextManager[ProcessGroups]:
@@ -139,8 +150,8 @@ class ContextParallel:
 def config_of(parallelism: Any, *, max_seqlen_per_dp_cp_rank: int, **options: Any) -> Config:
     """Convert an `accelerate.ParallelismConfig` that asks for CP: one degree for all sequences.
 
-    `options` are further fields of `hcp.Config`. Make the Accelerator without the
-    ParallelismConfig: hcp does what it asks of Accelerate.
+    `options` are further fields of `hcp.Config`. `ContextParallel` takes an Accelerator with the
+    ParallelismConfig; for `transformers.Trainer` make it without.
     """
     strategy = (
         "allgather" if parallelism.cp_handler is None else parallelism.cp_handler.cp_comm_strategy
@@ -160,28 +171,76 @@ def with_barrier_of(accelerator: Any, config: Config) -> Config:
     return replace(config, sync=config.sync_where(waiting=True)) if kind == "FSDP" else config
 
 
-def check_accelerator(accelerator: Any) -> None:
-    """Raise ValueError if the Accelerator would also cut sequences or scale gradients."""
+def cp_size_of(accelerator: Any) -> int:
+    """The CP size that the Accelerator's ParallelismConfig asks for, 1 without one."""
+    parallelism = accelerator.parallelism_config
+    return 1 if parallelism is None else int(parallelism.cp_size)
+
+
+def with_cp_size_of(accelerator: Any, config: Config) -> Config:
+    """Return the configuration. If the Accelerator asks for CP, "static_cp" has its degree, and
+    Accelerate's own CP does nothing. Under "dynamic_cp" plans choose degrees, whatever its size.
+    """
+    size = cp_size_of(accelerator)
+    if size == 1:
+        return config
+    if getattr(accelerator, "_cp_context", _refuse_to_cut) is not _refuse_to_cut:
+        raise ValueError(
+            f"the Accelerator has prepared a model for its own cp_size {size}, expected a "
+            "ContextParallel before: make it first, then call accelerator.prepare"
+        )
+    accelerator._prepare_cp = lambda *objects: objects
+    accelerator._cp_context = _refuse_to_cut
+    if config.sequence_packing_scheduler == "dynamic_cp":
+        return config
+    if config.context_parallel_size not in (None, size):
+        raise ValueError(
+            f"context_parallel_size is {config.context_parallel_size}, expected {size}, the "
+            "cp_size of the Accelerator's ParallelismConfig, or None"
+        )
+    return replace(config, context_parallel_size=size)
+
+
+def _refuse_to_cut(**options: Any) -> None:
+    raise ValueError(
+        "accelerator.maybe_context_parallel would cut sequences that hcp has cut, expected none: "
+        "leave it out, the micro-batches of hcp are this rank's rows"
+    )
+
+
+def check_accelerator(
+    accelerator: Any, *, takes_cp: bool = False, accumulates: bool = False
+) -> None:
+    """Raise ValueError if the Accelerator would also cut sequences or scale gradients. `takes_cp`:
+    its CP size is for hcp. `accumulates`: it may scale the gradients of several batches."""
     parallelism = accelerator.parallelism_config
     for name in ("cp_size", "sp_size", "tp_size"):
         size = 1 if parallelism is None else getattr(parallelism, name)
-        if size > 1:
+        if size > 1 and not (takes_cp and name == "cp_size"):
             raise ValueError(
                 f"parallelism_config.{name} is {size}, expected 1: hcp spreads the sequences. "
                 "Leave it out of the Accelerator; hcp.integrations.accelerate.config_of("
                 "parallelism_config, ...) says its cp_size to hcp"
             )
-    if accelerator.gradient_accumulation_steps != 1:
+    if accelerator.gradient_accumulation_steps != 1 and not accumulates:
         raise ValueError(
             f"gradient_accumulation_steps is {accelerator.gradient_accumulation_steps}, expected "
             "1: the plan has the micro-batches of a step; raise the global batch size instead"
         )
     kind = str(accelerator.distributed_type).rpartition(".")[2]
-    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and kind != "FSDP":
+    if _asks_for("FSDP") and kind != "FSDP":
         raise ValueError(
             f"the Accelerator asks for FSDP and uses {kind}, expected FSDP: Accelerate leaves it "
             "out on CPUs without a word. Leave it out of the options, or wrap the model with "
             "torch.distributed.fsdp.fully_shard"
         )
-    if kind == "DEEPSPEED":
-        raise ValueError("the Accelerator uses DeepSpeed, expected DDP or FSDP: it was not tested")
+    if kind == "DEEPSPEED" or _asks_for("DEEPSPEED"):  # which Accelerate leaves out on CPUs, too
+        raise ValueError(
+            "the Accelerator uses DeepSpeed, expected DDP or FSDP: for DeepSpeed write the loop "
+            "with its engine and hcp.integrations.deepspeed"
+        )
+
+
+def _asks_for(plugin: str) -> bool:
+    """Whether a plugin, or the launcher, asks Accelerate for a way of sharding."""
+    return os.environ.get(f"ACCELERATE_USE_{plugin}", "false").lower() == "true"

@@ -14,7 +14,6 @@ import inspect
 import logging
 import re
 from collections.abc import Sequence
-from functools import cache
 from importlib import metadata
 
 _log = logging.getLogger("hcp")
@@ -75,9 +74,8 @@ def accept_untested(
     """Warn, once, of a version that hcp was not tested with. `expected` names those that it was.
 
     `seams`: what hcp calls or overrides, each "module:name.name(argument, argument)"; the arguments
-    in parentheses are those that hcp passes by name. `check`: a sentence that says what to
-    check. `wanted`: what pip should install if a seam is missing, which raises
-    ImportError.
+    in parentheses are those that hcp passes by name. `check`: a sentence that says what to check.
+    `wanted`: what pip should install if a seam is missing, which raises ImportError.
     """
     lost = [seam for seam in seams if not has_seam(seam)]
     if lost:
@@ -112,14 +110,16 @@ def _takes(function: object, arguments: Sequence[str]) -> bool:
     return set(arguments) <= set(parameters)
 
 
-@cache
+_warned: set[str] = set()
+
+
 def _warn_of(package: str, version: str, expected: str, check: str) -> None:
+    if package in _warned:
+        return
+    _warned.add(package)
     _log.warning(
         "hcp: %s is %s, and hcp was tested with %s. What hcp uses of it is there. %s",
-        package,
-        version,
-        expected,
-        check,
+        *(package, version, expected, check),
     )
 
 
