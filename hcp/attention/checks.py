@@ -87,15 +87,7 @@ def check(
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)}, expected (rows, heads, head_dim)"
             )
-        if tensor.shape[0] != rows:
-            raise ValueError(
-                f"{name} has {tensor.shape[0]} rows, expected {rows}: "
-                "this rank's rows of the micro-batch"
-            )
-        if tensor.device != device:
-            raise ValueError(f"{name} is on {tensor.device}, expected {device}: the group's device")
-        if tensor.dtype != query.dtype:
-            raise ValueError(f"{name} has dtype {tensor.dtype}, expected {query.dtype} as query")
+        _check_rows(name, tensor, query, rows, device)
     if key.shape[2] != query.shape[2]:
         raise ValueError(
             f"key has head_dim {key.shape[2]}, expected {query.shape[2]}: that of query"
@@ -103,6 +95,39 @@ def check(
     check_heads(query, key, value)
     if sinks is not None:
         _check_sinks(sinks, query)
+
+
+def check_latent(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    rows: int,
+    device: torch.device,
+) -> None:
+    """Raise ValueError unless the tensors are this rank's: queries (rows, heads, head_dim), and
+    latent rows as keys (rows, 1, width) with values of no elements."""
+    if query.dim() != 3 or query.shape[1] < 1:
+        raise ValueError(f"query has shape {tuple(query.shape)}, expected (rows, heads, head_dim)")
+    if key.dim() != 3 or key.shape[2] < 1:
+        shape = key.shape[0], *key.shape[2:]
+        raise ValueError(f"key has shape {tuple(shape)}, expected latent rows (rows, width)")
+    for name, tensor in (("query", query), ("key", key)):
+        _check_rows(name, tensor, query, rows, device)
+    if sinks is not None:
+        _check_sinks(sinks, query)
+
+
+def _check_rows(name: str, tensor: Tensor, query: Tensor, rows: int, device: torch.device) -> None:
+    if tensor.shape[0] != rows:
+        raise ValueError(
+            f"{name} has {tensor.shape[0]} rows, expected {rows}: this rank's rows of the "
+            "micro-batch"
+        )
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, expected {device}: the group's device")
+    if tensor.dtype != query.dtype:
+        raise ValueError(f"{name} has dtype {tensor.dtype}, expected {query.dtype} as query")
 
 
 def _check_sinks(sinks: Tensor, query: Tensor) -> None:

@@ -31,6 +31,9 @@ COMM_TYPES: tuple[str, ...] = (*_core.COMM_TYPES, AUTO)
 CHOSEN = (A2A_P2P, AUTO)
 """The types under which each group chooses what it uses."""
 
+NO_HEADS = 0
+"""The number of key-value heads of latent rows."""
+
 
 class CommChoice(NamedTuple):
     """The comm type that a layer asked for, and the one that its group of ranks uses."""
@@ -73,6 +76,16 @@ def check_comm_types(
         raise ValueError(
             f"{name} is {list(sizes)}, whose product is {math.prod(sizes)}, expected {degree}: the "
             "degree of every group"
+        )
+
+
+def check_sends_rows(comm_type: str) -> None:
+    """Raise ValueError for a type that exchanges heads, asked for latent rows."""
+    if comm_type in (A2A, A2A_P2P):
+        raise ValueError(
+            f"comm_type is {comm_type!r} with expand=, expected {P2P!r}, {ALL_GATHER!r} or "
+            f"{AUTO!r}: it exchanges heads, which latent rows do not have yet. Name one of these, "
+            "or expand first: cp.attention(query, *expand(latent))"
         )
 
 
@@ -127,13 +140,16 @@ def choose(
     packed: bool,
 ) -> CommChoice:
     """Choose what this rank's group uses. ``window``: FlashAttention's, (-1, 0) being causal.
-    ``heads``: the numbers of query and of key-value heads. ``packed``: whether one call of the
-    kernel computes all sequences of a stage, as on GPUs."""
+    ``heads``: the numbers of query and of key-value heads (``NO_HEADS``: keys are latent rows).
+    ``packed``: whether one call of the kernel computes all sequences of a stage, as on GPUs."""
     if comm_type not in CHOSEN:
         inner = layout.degree if comm_type == A2A else 1
         return CommChoice(comm_type, comm_type, inner, "as asked")
     if layout.degree <= 1:
         return CommChoice(comm_type, P2P, 1, f"degree {layout.degree}: nothing travels")
+    if heads[1] == NO_HEADS and heads[0] > 0:
+        check_prices([AUTO], plan.cost)
+        return _fastest(plan, layout, window, (heads[0], 1), packed, rows_only=True)
     if heads[1] < 1 or heads[0] < 1 or heads[0] % heads[1] != 0:
         raise ValueError(
             f"query has {heads[0]} heads, expected a multiple of the {heads[1]} of key"
@@ -164,14 +180,21 @@ _LAUNCHES = 16
 
 
 def _fastest(
-    plan: Plan, layout: Layout, window: tuple[int, int], heads: tuple[int, int], packed: bool
+    plan: Plan,
+    layout: Layout,
+    window: tuple[int, int],
+    heads: tuple[int, int],
+    packed: bool,
+    rows_only: bool = False,
 ) -> CommChoice:
+    """``rows_only``: among the types that send rows, and exchange no heads."""
     prices = _Prices.of(plan.cost, layout.degree > plan.core.ranks_per_node > 0, heads)
     group = _Group(plan.cost, layout.degree, layout.lengths, window, *heads, packed)
     # In the order in which equal ones are preferred: all_gather sends least.
     times = {(ALL_GATHER, 1): group.gather(prices), (P2P, 1): group.ring(prices, 1)}
     inner = inner_sizes(plan, layout, heads[0])
-    for m in sorted({*inner, layout.degree} - {1}, reverse=True):
+    neighbours = set() if rows_only else {*inner, layout.degree} - {1}
+    for m in sorted(neighbours, reverse=True):
         # Where neighbours stand in one node, so do the ranks that exchange heads.
         near = _Prices.of(plan.cost, False, heads) if m in inner else prices
         times[_name_of(m, layout.degree), m] = group.ring(prices, m) + group.head_exchange(near, m)

@@ -160,19 +160,21 @@ def run_of(
     rotary: Rotary | None,
     number: int = 0,
     name: LayerName = None,
+    *,
+    latent: bool = False,
 ) -> Run:
     """The run of a call, which is checked when its like is first seen: here, and with the peers
-    unless it is a backward's, which has no ``number``."""
+    unless it is a backward's, which has no ``number``. ``latent``: see ``hcp.attention.latent``."""
     scale, choice, rotated = layer.scale, layer.choice, rotary is not None
     like = (
         *(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype),
-        *(query.device, key.device, value.device, scale, choice, rotated),
+        *(query.device, key.device, value.device, scale, choice, rotated, latent),
         None if sinks is None else (sinks.shape, sinks.dtype, sinks.device),
     )
     run = prepared.runs.get(like)
     if run is None:
         given = query, key, value, sinks, scale, choice, rotated
-        run = prepared.runs[like] = make_run(prepared, *given, number, name)
+        run = prepared.runs[like] = make_run(prepared, *given, number, name, latent)
     return run
 
 

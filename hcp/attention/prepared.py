@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hcp.attention.checks import check
+from hcp.attention.checks import check, check_latent
 from hcp.attention.head_exchange import HeadExchange
 from hcp.attention.kernel_calls import Launches, launches_of
 from hcp.attention.kernels import Choice, Kernel, kernel_for
@@ -107,14 +107,17 @@ def make_run(
     rotated: bool,
     number: int,
     name: LayerName,
+    latent: bool = False,
 ) -> Run:
-    """Check the first call of a kind and prepare for all calls like it.
+    """Check the first call of a kind and prepare for all calls like it. ``latent``: whether keys
+    are latent rows, see ``hcp.attention.latent``.
 
     The call is compared with the peers too, unless it is a backward's, which has no ``number``.
     """
     schedule = prepared.schedule
     transport = transport_of(schedule.transport_key)
-    check(query, key, value, sinks, schedule.rows, transport.device)
+    checked = check_latent if latent else check
+    checked(query, key, value, sinks, schedule.rows, transport.device)
     kind = Kind(
         "attention",
         schedule.origin,
@@ -127,6 +130,7 @@ def make_run(
         softcap=choice.softcap,
         sinks=sinks is not None,
         rotary_pos_emb=rotated,
+        latent=latent or None,
         comm_type=schedule.comm_type,
         neighbours=schedule.inner,
     )

@@ -70,13 +70,19 @@ class Schedules:
         softmax_scale: float | None,
         softcap: float,
         dropout_p: float,
+        latent: bool = False,
     ) -> Layer:
-        """The layer for a call with these options, which are checked."""
+        """The layer for a call with these options, which are checked. ``latent``: whether keys are
+        latent rows, which have no heads to exchange."""
         check_options(softcap, dropout_p)
         left, right = window_of(window_size, causal)
         scale = scale_of(query, softmax_scale)
         counts = _head_count(query), _head_count(key)
-        words = self.words_of(comm_type or self.default, left, right, counts)
+        asked = comm_type or self.default
+        if latent:
+            comm.check_sends_rows(asked)
+            counts = counts[0], comm.NO_HEADS
+        words = self.words_of(asked, left, right, counts)
         return Layer(words, scale, Choice(self._kernel_family, softcap))
 
     def words_of(self, comm_type: str, left: int, right: int, counts: tuple[int, int]) -> Tensor:

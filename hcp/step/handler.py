@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hcp._this_process import OfThisProcess
 from hcp.attention import comm_types as comm
+from hcp.attention import latent, operator
 from hcp.attention import layer as attention
-from hcp.attention import operator
 from hcp.attention import qkv_format as formats
 from hcp.attention import rotary as rope
 from hcp.attention.checks import window_of
@@ -159,7 +159,7 @@ class ContextParallelHandler(OfThisProcess):
         self,
         query: Tensor,
         key: Tensor,
-        value: Tensor,
+        value: Tensor | None = ...,
         *,
         causal: bool = ...,
         window_size: tuple[int, int] = ...,
@@ -172,6 +172,8 @@ class ContextParallelHandler(OfThisProcess):
         qkv_format: str = ...,
         rotary_pos_emb: Tensor | rope.Rotary | None = ...,
         layer: LayerName = ...,
+        expand: latent.Expand | None = ...,
+        parameters: Sequence[Tensor] | None = ...,
     ) -> Tensor: ...
 
     @overload
@@ -179,7 +181,7 @@ class ContextParallelHandler(OfThisProcess):
         self,
         query: Tensor,
         key: Tensor,
-        value: Tensor,
+        value: Tensor | None = ...,
         *,
         causal: bool = ...,
         window_size: tuple[int, int] = ...,
@@ -192,13 +194,15 @@ class ContextParallelHandler(OfThisProcess):
         qkv_format: str = ...,
         rotary_pos_emb: Tensor | rope.Rotary | None = ...,
         layer: LayerName = ...,
+        expand: latent.Expand | None = ...,
+        parameters: Sequence[Tensor] | None = ...,
     ) -> tuple[Tensor, Tensor]: ...
 
     def attention(
         self,
         query: Tensor,
         key: Tensor,
-        value: Tensor,
+        value: Tensor | None = None,
         *,
         causal: bool = True,
         window_size: tuple[int, int] = (-1, -1),
@@ -211,6 +215,8 @@ class ContextParallelHandler(OfThisProcess):
         qkv_format: str = "thd",
         rotary_pos_emb: Tensor | rope.Rotary | None = None,
         layer: LayerName = None,
+        expand: latent.Expand | None = None,
+        parameters: Sequence[Tensor] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute attention of this rank's rows over their whole sequences, with gradients.
 
@@ -247,6 +253,14 @@ class ContextParallelHandler(OfThisProcess):
         Under ``torch.autocast`` query, key and value are cast to its dtype first (float64 is not),
         as for PyTorch's scaled_dot_product_attention, after they are rotated.
 
+        ``expand``: keys travel compressed (multi-head latent attention). ``key`` is then latent
+        rows (T, W), ``value`` is left out, and ``expand(rows)`` gives the keys (n, G, D) and values
+        (n, G, E) of any latent rows (n, W), each from its own row alone. It is called for the rows
+        of each launch, and again in the backward. ``parameters``: the tensors with gradients that
+        it uses (default: those of ``expand``, where it is a module); their gradients are this
+        rank's share. Rotate queries and latent rows before, where they need it. Not under the comm
+        types that exchange heads, "a2a" and "a2a+p2p", nor in compiled layers.
+
         Raises ValueError for a wrong tensor, HcpError when ranks differ or a peer is gone,
         NotImplementedError under torch.func and for a second derivative.
         """
@@ -256,6 +270,11 @@ class ContextParallelHandler(OfThisProcess):
         if layer is None and self._stamp_call_sites and number:
             layer = call_site()
         try:
+            if expand is not None:
+                latent.check_options(value, rotary_pos_emb)
+                key, value = latent.as_key_and_value(key)
+            elif value is None or parameters is not None:
+                raise latent.without_expand(value)
             refuse_transforms("attention", query, key, value)
             batch = query.shape[qkv_format == "sbhd"]
             if qkv_format != "thd":
@@ -265,9 +284,13 @@ class ContextParallelHandler(OfThisProcess):
             if type(window_size) is not tuple or {*map(type, window_size)} != {int}:  # it is a key
                 window_size = window_of(window_size, False)
             options = comm_type, causal, window_size, softmax_scale, softcap, dropout_p
-            asked = *options, query.shape[1:], key.shape[1:]
+            asked = *options, query.shape[1:], key.shape[1:], expand is not None
             known = self._layers.get(asked) if number else None
-            how = known[0] if known else self._schedules.layer_of(query, key, *options)
+            how = (
+                known[0]
+                if known
+                else self._schedules.layer_of(query, key, *options, latent=expand is not None)
+            )
             rotary: rope.Rotary | None = None
             if rotary_pos_emb is not None:
                 if not isinstance(rotary_pos_emb, rope.Rotary):
@@ -276,12 +299,16 @@ class ContextParallelHandler(OfThisProcess):
                 query, key, rotary = rope.for_attention(*dense, rotary_pos_emb)
             query, key, value = attention.as_kernels_take(query, key, value)
             given = query, key, value, sinks, how
-            if number == 0 or attention.is_watched(query, key, value):
+            if expand is None and (number == 0 or attention.is_watched(query, key, value)):
                 out, lse = operator.attention(*given, rotary, number, layer)
             else:
                 if known is None:
                     known = self._layers[asked] = how, prepared_of(how.words)
-                out, lse = attention.attention(*given, known[1], rotary, number, layer)
+                if expand is None:
+                    out, lse = attention.attention(*given, known[1], rotary, number, layer)
+                else:
+                    own = latent.parameters_of(expand, parameters)
+                    out, lse = latent.attention(*given, known[1], expand, own, number, layer)
         except Exception as error:
             if number:
                 self._calls.refuse("attention", number, error)

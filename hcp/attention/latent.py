@@ -1,0 +1,322 @@
+"""Attention whose keys and values travel compressed, as rows of latents.
+
+Multi-head latent attention (MLA, https://arxiv.org/abs/2405.04434) computes the keys and values of
+all heads from one short row a token. That row travels here. A function of the caller expands rows
+to keys and values, for one launch of a kernel at a time, and once more in the backward.
+
+To the schedule and the transfer a latent row is a key of one head, with a value of no elements.
+
+T rows on this rank, W elements of a latent row, n rows of a launch, H query heads, G key-value
+heads, D head size, E head size of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from hcp.attention.kernels import Kernel, Launch
+from hcp.attention.layer import Layer, backward, forward, run_of
+from hcp.attention.prepared import Prepared, Run
+from hcp.exchange.agreement import LayerName
+
+Expand = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Latent rows (n, W) to keys (n, G, D) and values (n, G, E), each row from its own alone."""
+
+
+def as_key_and_value(latent: Tensor) -> tuple[Tensor, Tensor]:
+    """Latent rows (..., W) as a key of one head and a value of no elements: (..., 1, W) and
+    (..., 1, 0)."""
+    if latent.dim() < 2:
+        raise ValueError(f"key has shape {tuple(latent.shape)}, expected latent rows (rows, width)")
+    key = latent.unsqueeze(-2)
+    return key, key[..., :0]
+
+
+def check_options(value: Tensor | None, rotary_pos_emb: object) -> None:
+    """Raise an error for what ``expand`` does not go with."""
+    if value is not None:
+        raise ValueError(
+            "value is given with expand=, expected latent rows as key alone: expand gives the "
+            "values; torch.cat what is to travel"
+        )
+    if rotary_pos_emb is not None:
+        raise ValueError(
+            "rotary_pos_emb is given with expand=, expected None: keys are there only where they "
+            "were received; rotate queries, and the part of the latent rows that has positions, "
+            "before, by cp.apply_rotary_pos_emb"
+        )
+    if torch.compiler.is_dynamo_compiling():
+        raise NotImplementedError(
+            "expand is given in a compiled layer, expected none: an operator takes no function; "
+            "leave the call out by torch.compiler.disable, or expand first: "
+            "cp.attention(query, *expand(latent))"
+        )
+
+
+def without_expand(value: Tensor | None) -> ValueError:
+    """The error of a call that has arguments of ``expand``, and not ``expand`` itself."""
+    if value is None:
+        return ValueError("value is None, expected a tensor, or expand= with latent rows as key")
+    return ValueError("parameters is given without expand=, expected both or none")
+
+
+def parameters_of(expand: Expand, given: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
+    """The tensors with gradients that ``expand`` uses: those given, or a module's parameters."""
+    if given is None:
+        given = list(expand.parameters()) if isinstance(expand, nn.Module) else []
+    for i, parameter in enumerate(given):
+        if not isinstance(parameter, Tensor):
+            raise ValueError(
+                f"parameters[{i}] is {type(parameter).__name__}, expected the tensors that expand "
+                "uses"
+            )
+    return tuple(parameter for parameter in given if parameter.requires_grad)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    layer: Layer,
+    prepared: Prepared,
+    expand: Expand,
+    parameters: tuple[Tensor, ...],
+    number: int,
+    name: LayerName,
+) -> tuple[Tensor, Tensor]:
+    """Attend from this rank's rows to whole sequences: (T, H, D) and latent rows, as
+    ``as_key_and_value`` gives them, to (T, H, E); and its log-sum-exp (T, H).
+
+    Other arguments: as in :func:`hcp.attention.layer.attention`.
+    """
+    expansion = Expansion(expand, parameters, _autocast_of(query))
+    how = layer, prepared, expansion, number, name
+    out, lse = _LatentAttention.apply(query, key, value, sinks, how, *parameters)  # type: ignore[no-untyped-call]
+    return out, lse
+
+
+# ---- expansion -----------------------------------------------------------------------------------
+
+
+class _Autocast(NamedTuple):
+    """The state of autocast in the forward, which the backward runs in too."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+
+    def again(self) -> AbstractContextManager[Any]:
+        # A cast made without gradients must not be found by a forward outside.
+        options = {"dtype": self.dtype, "enabled": self.enabled, "cache_enabled": False}
+        return torch.autocast(self.device_type, **options)  # type: ignore[arg-type]
+
+
+def _autocast_of(x: Tensor) -> _Autocast:
+    kind = x.device.type
+    return _Autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+
+
+class Expansion(NamedTuple):
+    """A function that expands latent rows, and the tensors with gradients that it uses."""
+
+    function: Expand
+    parameters: tuple[Tensor, ...]
+    autocast: _Autocast
+
+    def of(self, rows: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys (n, G, D) and values (n, G, E) of rows (n, W), for queries (n, H, D)."""
+        with self.autocast.again():
+            expanded = self.function(rows)
+        return _expected(expanded, rows, query)
+
+    def differentiable(self, rows: Tensor, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows that take a gradient, and keys and values with a graph to these and to the
+        parameters."""
+        with torch.enable_grad():
+            leaf = rows.detach().requires_grad_()
+            key, value = self.of(leaf, query)
+        _expect_known(key, value, leaf, self.parameters)
+        return leaf, key, value
+
+
+def _expected(expanded: Any, rows: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values, if they have the shapes that the queries want. Raises ValueError."""
+    given = f"expand returned {_shown(expanded)} for rows of shape {tuple(rows.shape)}"
+    n, (heads, size) = rows.shape[0], query.shape[1:]
+    pair = isinstance(expanded, tuple) and len(expanded) == 2
+    if not pair or not all(isinstance(x, Tensor) and x.dim() == 3 for x in expanded):
+        raise ValueError(f"{given}, expected a key and a value, ({n}, heads, head_dim) each")
+    key, value = expanded
+    groups = key.shape[1]
+    fits = key.shape[0] == n and key.shape[2] == size and groups > 0 and heads % groups == 0
+    if not fits:
+        raise ValueError(
+            f"{given}, expected a key of shape ({n}, heads, {size}) whose heads divide the {heads} "
+            "of query"
+        )
+    if value.shape[:2] != key.shape[:2] or value.shape[2] < 1:
+        raise ValueError(
+            f"{given}, expected a value of shape ({n}, {groups}, head_dim), as many rows and heads "
+            "as its key has"
+        )
+    for name, x in (("key", key), ("value", value)):
+        if (x.dtype, x.device) != (query.dtype, query.device):
+            raise ValueError(
+                f"expand returned a {name} of {x.dtype} on {x.device}, expected {query.dtype} on "
+                f"{query.device}: those of query"
+            )
+    return key, value
+
+
+def _shown(expanded: Any) -> str:
+    """What a function returned, in words."""
+    if isinstance(expanded, Tensor):
+        return f"a tensor of shape {tuple(expanded.shape)}"
+    if isinstance(expanded, (tuple, list)):
+        return f"({', '.join(_shown(x) for x in expanded)})"
+    return type(expanded).__name__
+
+
+def _expect_known(key: Tensor, value: Tensor, rows: Tensor, parameters: Sequence[Tensor]) -> None:
+    """Raise ValueError if keys or values depend on a parameter that is not among those given, whose
+    gradient would be lost."""
+    known = {id(x) for x in (rows, *parameters)}
+    ends = {x.grad_fn for x in parameters if x.grad_fn is not None}
+    todo, seen = [x.grad_fn for x in (key, value)], set(ends)
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in known:
+            raise ValueError(
+                f"expand uses a parameter of shape {tuple(leaf.shape)} that is not among the "
+                f"{len(parameters)} of parameters=, expected all that it uses: its gradient would "
+                "be lost. Give parameters=[...], or expand as a torch.nn.Module of its own"
+            )
+        todo += [following for following, _ in node.next_functions]
+
+
+class _Expanding:
+    """A kernel that takes latent rows for keys, and gives their gradients."""
+
+    def __init__(self, kernel: Kernel, expansion: Expansion) -> None:
+        self._kernel, self._expansion = kernel, expansion
+        self.dtypes = kernel.dtypes
+        self.launches = kernel.launches
+        self.value_dim = 0
+        """E, once a launch was computed."""
+        self.sums: list[Tensor | None] = [None] * len(expansion.parameters)
+        """The parameters' gradients of all launches so far, in float32 or wider."""
+
+    def capped(self, softcap: float) -> None:
+        return None
+
+    def forward(
+        self, launch: Launch, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = self._expansion.of(key.squeeze(1), query)
+        self.value_dim = values.shape[2]
+        return self._kernel.forward(launch, query, keys, values, scale)
+
+    def backward(
+        self,
+        launch: Launch,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows, keys, values = self._expansion.differentiable(key.squeeze(1), query)
+        given = grad_out, grad_lse, query, keys.detach(), values.detach(), out, lse, scale
+        grad_query, grad_key, grad_value = self._kernel.backward(launch, *given)
+        grads = _of_entries(launch, grad_key), _of_entries(launch, grad_value)
+        taken = [
+            (x, grad) for x, grad in zip((keys, values), grads, strict=True) if x.requires_grad
+        ]
+        outputs, gradients = zip(*taken, strict=True) if taken else ((), ())
+        grad_rows: Tensor | None = None
+        if taken:
+            wanted = rows, *self._expansion.parameters
+            grad_rows, *own = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
+            self._add(own)
+        if grad_rows is None:
+            grad_rows = torch.zeros_like(rows)
+        return grad_query, grad_rows.unsqueeze(1), torch.zeros_like(value)
+
+    def _add(self, grads: Sequence[Tensor | None]) -> None:
+        for i, grad in enumerate(grads):
+            if grad is None:
+                continue
+            before, dtype = self.sums[i], torch.promote_types(grad.dtype, torch.float32)
+            self.sums[i] = grad.to(dtype) if before is None else before + grad
+
+
+def _of_entries(launch: Launch, grad: Tensor) -> Tensor:
+    """A gradient of the launch's keys. Rows of no entry, which may hold anything, become 0: they
+    would reach the parameters."""
+    if launch.keys_are_whole:
+        return grad
+    own = torch.zeros_like(grad)
+    for entry in launch.entries:
+        row = entry.key_row - launch.keys.start
+        own[row : row + entry.key_rows] = grad[row : row + entry.key_rows]
+    return own
+
+
+# ---- the call ------------------------------------------------------------------------------------
+
+
+class _LatentAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        how: tuple[Layer, Prepared, Expansion, int, LayerName],
+        *parameters: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        layer, prepared, expansion, number, name = how
+        given = query, key, value, sinks
+        run = run_of(prepared, *given, layer, None, number, name, latent=True)
+        kernel = _Expanding(run.kernel, expansion)
+        out, lse, *_ = forward(run._replace(kernel=kernel), *given, None, number, name)
+        if not kernel.value_dim:  # no rows, hence no launch
+            _, values = expansion.of(key.new_zeros(1, key.shape[2]), query)
+            out = out.new_empty(*out.shape[:2], values.shape[2])
+        ctx.save_for_backward(query, key, value, sinks, out, lse, *parameters)
+        ctx.run, ctx.how = run, how
+        ctx.set_materialize_grads(False)  # most calls do not use the log-sum-exp
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+        query, key, value, sinks, out, lse, *_ = ctx.saved_tensors
+        _, _, expansion, number, name = ctx.how
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        kernel = _Expanding(ctx.run.kernel, expansion)
+        run: Run = ctx.run._replace(kernel=kernel)
+        grads = backward(
+            run, grad_out, grad_lse, query, key, value, sinks, out, lse, None, number, name
+        )
+        own = [
+            torch.zeros_like(parameter) if total is None else total.to(parameter.dtype)
+            for parameter, total in zip(expansion.parameters, kernel.sums, strict=True)
+        ]
+        return *grads, None, *own
