@@ -79,9 +79,14 @@ def check_comm_types(
         )
 
 
+def exchanges_heads(comm_type: str) -> bool:
+    """Whether a type that is asked for exchanges heads. "auto" can do without."""
+    return comm_type in (A2A, A2A_P2P)
+
+
 def check_sends_rows(comm_type: str) -> None:
     """Raise ValueError for a type that exchanges heads, asked for latent rows."""
-    if comm_type in (A2A, A2A_P2P):
+    if exchanges_heads(comm_type):
         raise ValueError(
             f"comm_type is {comm_type!r} with expand=, expected {P2P!r}, {ALL_GATHER!r} or "
             f"{AUTO!r}: it exchanges heads, which latent rows do not have yet. Name one of these, "

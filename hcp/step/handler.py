@@ -152,6 +152,11 @@ class ContextParallelHandler(OfThisProcess):
         layers have named so far or that were prepared, each with the reason."""
         return self._schedules.choices
 
+    @property
+    def default_comm_type(self) -> str:
+        """The comm type of a layer that names none."""
+        return self._schedules.default
+
     # ---- attention ----
 
     @overload

@@ -265,6 +265,48 @@ def test_rows_that_alignment_adds_change_nothing(name):
     run_ranks(1, compare, name, 3, 26, 4, timeout=110)
 
 
+# ---- latent rows ---------------------------------------------------------------------------------
+
+LATENT = "latent attention"
+WIDTHS = {
+    "p2p": {True: 16 + 4, False: 4 * (12 + 12)},
+    "a2a": {True: 4 * (12 + 12), False: 4 * (12 + 12)},
+}
+"""Elements of a row by `send_latents`: latent and rotated, or four heads' keys and values."""
+
+
+def send_rows(rank, size):
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from hcp.integrations.megatron import hcp_layer_spec, megatron_on_cpu, packed_seq_params
+
+    def bytes_sent(groups):
+        plan = hcp.plan([40], ranks=2, max_tokens_per_rank=40, min_degree=2)
+        cp = hcp.ContextParallelHandler(plan, 0, groups.transport, comm_types=[comm_type])
+        tokens = torch.zeros(1, cp.rows, dtype=torch.int64)
+        with torch.no_grad():
+            model(tokens, cp.position_ids[None], None, packed_seq_params=packed_seq_params(cp))
+        return groups.transport.bytes_sent
+
+    with megatron_on_cpu():
+        build_both(LATENT, MODELS[LATENT])
+        collection = ProcessGroupCollection.use_mpu_process_groups()
+        for comm_type, widths in WIDTHS.items():
+            for send, width in widths.items():
+                wrap = functools.partial(hcp_layer_spec, send_latents=send)
+                model = build(LATENT, MODELS[LATENT], collection, wrap).double()
+                sent = hcp.loopback(2, bytes_sent)
+                keys = model.config.num_layers * 20 * width * 8
+                if comm_type == "p2p":
+                    assert sent == [keys, keys], (send, sent)
+                else:  # half of all heads, and queries and outputs and their log-sum-exps too
+                    assert min(sent) >= keys / 2
+
+
+def test_latent_rows_travel_in_place_of_keys_and_values():
+    run_ranks(1, send_rows, timeout=110)
+
+
 # ---- who rotates ---------------------------------------------------------------------------------
 
 ROTATED = [
@@ -381,6 +423,10 @@ RECOMPUTED = {
     "YaRN": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
     "latent attention with YaRN": dict(
         recompute_granularity="selective", recompute_modules=["mla_up_proj"]
+    ),
+    "latent attention": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
+    "latent attention without query compression": dict(
+        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
     ),
     "interleaved rotary embedding": dict(
         recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1

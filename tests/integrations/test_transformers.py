@@ -488,6 +488,80 @@ def test_rotation_in_attention_is_the_models_own_at_any_degree_and_comm_type(kin
             assert difference(found[1], expected[1]) < bound, (ranks, comm_type)
 
 
+# ---- latent rows ---------------------------------------------------------------------------------
+
+LATENT_MODELS = {"deepseek_v3": {}, "deepseek_v2": LATENT | EXPERTS, "youtu": LATENT}
+
+
+def sending(model, send_latents):
+    """A copy of a model under hcp's attention."""
+    from hcp.integrations.transformers import register_hcp_attention
+
+    made = copy.deepcopy(model)
+    register_hcp_attention(made, send_latents=send_latents)
+    return made
+
+
+def keys_sent(model, plan, comm_type, monkeypatch):
+    """Whether calls of attention got latent rows."""
+    latent, own = [], hcp.ContextParallelHandler.attention
+
+    def attention(*given, **options):
+        latent.append(options.get("expand") is not None)
+        return own(*given, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hcp.ContextParallelHandler, "attention", attention)
+        computed(model, plan, comm_type)
+    return set(latent)
+
+
+@pytest.mark.parametrize("kind", LATENT_MODELS)
+def test_latent_rows_travel_and_change_nothing(kind, monkeypatch):
+    model = build(kind, **LATENT_MODELS[kind]).double()
+    latent, expanded = (sending(model, send_latents) for send_latents in (True, False))
+    for ranks in (1, 2, 4):
+        plan = hcp.plan([21, 5, 12], ranks=ranks, max_tokens_per_rank=40, min_degree=ranks)
+        for comm_type in ("p2p", "all_gather", "a2a"):
+            found, expected = (computed(m, plan, comm_type) for m in (latent, expanded))
+            assert difference(found[0], expected[0]) < 1e-10, (ranks, comm_type)
+            assert difference(found[1], expected[1]) < 1e-10, (ranks, comm_type)
+    assert keys_sent(latent, plan, "p2p", monkeypatch) == {True}
+    assert keys_sent(latent, plan, "a2a", monkeypatch) == {False}
+    assert keys_sent(expanded, plan, "p2p", monkeypatch) == {False}
+
+
+def test_an_adapter_that_drops_elements_out_expands_before(monkeypatch):
+    model = sending(build("deepseek_v3"), True)
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        attention.kv_b_proj = torch.nn.Sequential(attention.kv_b_proj, torch.nn.Dropout(0.1))
+    plan = hcp.plan([9], ranks=2, max_tokens_per_rank=9, min_degree=2)
+    assert keys_sent(model.eval(), plan, "p2p", monkeypatch) == {True}
+    assert keys_sent(model.train(), plan, "p2p", monkeypatch) == {False}
+
+
+def test_a_layer_that_computes_with_keys_expands_them_itself(caplog, monkeypatch):
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+
+    own = DeepseekV3Attention.forward
+
+    def forward(self, *given, **options):
+        expand = self.expand_kv
+        self.expand_kv = lambda *rows: tuple(2 * x for x in expand(*rows))
+        try:
+            return own(self, *given, **options)
+        finally:
+            del self.expand_kv
+
+    caplog.set_level(logging.INFO, "hcp")
+    model = build("deepseek_v3")
+    monkeypatch.setattr(DeepseekV3Attention, "forward", forward)
+    plan = hcp.plan([9], ranks=2, max_tokens_per_rank=9, min_degree=2)
+    assert keys_sent(sending(model, True), plan, "p2p", monkeypatch) == {False}
+    assert "expands keys and values before they travel" in caplog.text
+
+
 def test_a_model_that_changes_rotated_rows_rotates_itself(caplog):
     from hcp.integrations.transformers.rotary import is_fused
 
@@ -496,6 +570,7 @@ def test_a_model_that_changes_rotated_rows_rotates_itself(caplog):
     assert not is_fused(rotating(build("gpt2"), True))
     assert [record.getMessage()[:46] for record in caplog.records] == [
         "hcp: DeepseekV3ForCausalLM rotates queries and",
+        "hcp: DeepseekV3ForCausalLM sends latent rows i",
         "hcp: GPT2LMHeadModel has no layers that could ",
     ]
 

@@ -23,6 +23,7 @@ from torch import Tensor
 import hcp
 from hcp.integrations.megatron.backends import backend_of_config
 from hcp.integrations.megatron.checks import check_experts
+from hcp.integrations.megatron.latent import Expansion, hand_on, sends_latents
 from hcp.integrations.megatron.packed import handler_of, with_padding
 from hcp.integrations.megatron.rotary import Rotations, check_latent, latent_twin, rotations_of
 from hcp.integrations.megatron.twin import twin
@@ -89,7 +90,8 @@ class CoreAttention(MegatronModule):
         packed_seq_params: Any = None,
         **options: Any,
     ) -> Tensor:
-        """Return (T, H * E) for query (T, H, D), key (T, G, D) and value (T, G, E)."""
+        """Return (T, H * E) for query (T, H, D), key (T, G, D) and value (T, G, E). With an
+        expansion in packed_seq_params, the key is latent rows (T, 1, W), and the value nothing."""
         if attention_bias is not None:
             raise ValueError("attention_bias is a tensor, expected None: hcp adds none to scores")
         cp = handler_of(packed_seq_params, self.pg_collection.cp, self.config)
@@ -97,13 +99,16 @@ class CoreAttention(MegatronModule):
         count = query.shape[0]
         query, key, value = (x[: cp.rows] for x in (query, key, value))
         rotations: Rotations | None = getattr(packed_seq_params, "rotations", None)
+        expansion: Expansion | None = getattr(packed_seq_params, "expansion", None)
         rotary = None
         if rotations is not None:
             query, key, rotary = rotations.apply(cp, query, key)
+        keys: dict[str, Any] = {"key": key, "value": value}
+        if expansion is not None:
+            keys = {"key": key.squeeze(1), "expand": expansion, "parameters": expansion.parameters}
         out: Tensor = cp.attention(
             query,
-            key,
-            value,
+            **keys,
             causal=attn_mask_type is None or attn_mask_type in _CAUSAL,
             window_size=self.window_size,
             softmax_scale=self.softmax_scale,
@@ -231,6 +236,8 @@ class _Positioned:
 
     fused_rope: bool
     """Whether hcp rotates queries and keys, and not Megatron."""
+    send_latents: bool
+    """Whether the rows of a latent attention travel before they are projected, where they can."""
 
     def __init__(self, config: Any, *args: Any, **options: Any) -> None:
         if not self.fused_rope and config.apply_rope_fusion:
@@ -256,6 +263,8 @@ class _Positioned:
         count = packed_seq_params.rows
         params = _as_one_run(packed_seq_params, cp, count)
         made = self._twin(cp, count)
+        if self._hands_on(cp):
+            params.expansion = hand_on(made)
         if self.fused_rope and not isinstance(self, MLASelfAttention):
             # Megatron is given no table, so it rotates nothing.
             params.rotations = rotations_of(self, cp, rotary_pos_emb)
@@ -264,6 +273,11 @@ class _Positioned:
         return super(_Positioned, made).forward(  # type: ignore[misc]
             hidden_states, attention_mask, *args, packed_seq_params=params, **options
         )
+
+    def _hands_on(self, cp: hcp.ContextParallelHandler) -> bool:
+        """Whether latent rows travel, and are projected where they are received."""
+        wanted = self.send_latents and self.fused_rope and isinstance(self, MLASelfAttention)
+        return wanted and sends_latents(self, cp)
 
     def _twin(self, cp: hcp.ContextParallelHandler, count: int) -> Any:
         """This layer for one call, on whose rank rows have their own positions."""
@@ -285,8 +299,13 @@ class _Positioned:
 
 
 @cache
-def positioned(attention: type, fused_rope: bool) -> type:
+def positioned(attention: type, fused_rope: bool, send_latents: bool = True) -> type:
     """Derive a class of self-attention whose rows have the positions of the plan.
-    `fused_rope`: hcp rotates queries and keys, and not Megatron."""
-    members = {"__module__": __name__, "fused_rope": fused_rope}
+    `fused_rope`: hcp rotates queries and keys, and not Megatron. `send_latents`: see
+    `hcp_layer_spec`."""
+    members = {
+        "__module__": __name__,
+        "fused_rope": fused_rope,
+        "send_latents": send_latents,
+    }
     return type(f"Hcp{attention.__name__}", (_Positioned, attention), members)

@@ -22,6 +22,7 @@ from torch import Tensor
 import hcp
 from hcp.attention import rotary as rope
 from hcp.attention.rotary import Rotary
+from hcp.integrations.megatron.latent import Unprojected
 from hcp.integrations.megatron.packed import with_padding
 from hcp.integrations.megatron.twin import twin
 from hcp.integrations.rotary import once, place_of
@@ -143,7 +144,7 @@ def _fused_functions(rotary: LatentRotary) -> dict[str, Callable[..., Any]]:
         return rope.rotate(query, rotary.query)
 
     def for_key_and_value(
-        key_value: Tensor,  # (T, H, N + size of a value)
+        key_value: Tensor | Unprojected,  # (T, H, N + size of a value)
         shared: Tensor,  # (T, 1, R)
         cos: None,
         sin: None,
@@ -152,8 +153,11 @@ def _fused_functions(rotary: LatentRotary) -> dict[str, Callable[..., Any]]:
         value: int,
         *more: Any,
     ) -> tuple[Tensor, Tensor]:
+        shared = rope.rotate(shared, rotary.key)
+        if isinstance(key_value, Unprojected):
+            return key_value.with_shared(shared, passed + rotated)
         own, values = key_value.split([passed, value], dim=-1)
-        shared = rope.rotate(shared, rotary.key).expand(-1, key_value.shape[1], -1)
+        shared = shared.expand(-1, key_value.shape[1], -1)
         return torch.cat([own, shared], dim=-1), values
 
     return {

@@ -23,7 +23,7 @@ _COUNTERPARTS: dict[str, Callable[..., type]] = {
 _MIXES_TOKENS = ("GatedDeltaNet", "CrossAttention", "DSAttention", "AbsorbedMLA", "GatedDelta")
 
 
-def hcp_layer_spec(spec: Any, *, fused_rope: bool = True) -> Any:
+def hcp_layer_spec(spec: Any, *, fused_rope: bool = True, send_latents: bool = True) -> Any:
     """Copy a specification so that its layers follow the degree of each micro-batch.
 
     `spec`: that of a GPT layer or block, a hybrid (Mamba) stack, or an MTP block, local or
@@ -35,6 +35,11 @@ def hcp_layer_spec(spec: Any, *, fused_rope: bool = True) -> Any:
     `fused_rope`: hcp rotates queries and keys, in its attention, with `config.apply_rope_fusion`
     and without. False: Megatron rotates them before, by its unfused code.
 
+    `send_latents`: keys and values of multi-latent attention travel compressed, and are projected
+    where they are received, if `fused_rope` is True and the comm type of the layer is "p2p",
+    "all_gather" or "auto". Keys and values travel with `sequence_parallel` over several ranks, FP8,
+    FP4 and `delay_wgrad_compute`.
+
     Raises ValueError for a layer that mixes tokens and has no counterpart in hcp, with its path,
     and for a specification without any layer that hcp replaces.
     """
@@ -44,7 +49,7 @@ def hcp_layer_spec(spec: Any, *, fused_rope: bool = True) -> Any:
         )
     made = copy.deepcopy(spec)
     nodes = _module_specs(made, "spec")
-    if not sum(_replace(node, path, fused_rope) for node, path in nodes):
+    if not sum(_replace(node, path, fused_rope, send_latents) for node, path in nodes):
         raise ValueError(
             "the specification has no self-attention, Mamba mixer or MTP layer, expected one"
         )
@@ -64,7 +69,7 @@ def _module_specs(node: Any, path: str) -> Iterator[tuple[Any, str]]:
             yield from _module_specs(getattr(node, field.name), f"{path}.{field.name}")
 
 
-def _replace(node: Any, path: str, fused_rope: bool) -> bool:
+def _replace(node: Any, path: str, fused_rope: bool, send_latents: bool) -> bool:
     module = get_module(node)
     if not isinstance(module, type):
         return False
@@ -75,7 +80,7 @@ def _replace(node: Any, path: str, fused_rope: bool) -> bool:
         if base.__name__ in _COUNTERPARTS and base.__module__.startswith("megatron.core."):
             made = _COUNTERPARTS[base.__name__]
             rotates = made is positioned
-            node.module = made(module, fused_rope) if rotates else made(module)
+            node.module = made(module, fused_rope, send_latents) if rotates else made(module)
             if hasattr(node.submodules, "core_attention"):
                 node.submodules.core_attention = CoreAttention
             return True

@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from hcp.attention.kernels import Choice, kernel_for
 from hcp.integrations.experts import capacities
 from hcp.integrations.rotary import Unrotated, take_rotary
+from hcp.integrations.transformers.latent import Unexpanded
 from hcp.integrations.transformers.probe import (
     NoHandlerError,
     implementations,
@@ -42,7 +43,9 @@ LAYER_DROPS = ("layerdrop", "decoder_layerdrop")
 VARYING_ROTARY = {"dynamic", "longrope"}
 
 
-def register_hcp_attention(model: nn.Module | None = None, *, fused_rope: bool = True) -> None:
+def register_hcp_attention(
+    model: nn.Module | None = None, *, fused_rope: bool = True, send_latents: bool = True
+) -> None:
     """Make "hcp" an attention implementation of Transformers; with a model, set it there.
 
     `model`: any causal language model that calls its attention through Transformers'
@@ -53,7 +56,11 @@ def register_hcp_attention(model: nn.Module | None = None, *, fused_rope: bool =
     `fused_rope`: hcp's attention rotates queries and keys of a model whose rotary embedding has a
     known form, in fewer passes. Other models, and all models with False, rotate them before.
 
-    Three or four forwards of a few tokens compare the model's own logits with those of packed
+    `send_latents`: the keys and values of latent attention (DeepSeek-V3) travel compressed, and are
+    expanded where they are received. With a comm type that exchanges heads, in compiled layers, and
+    where an adapter drops elements out, they travel expanded.
+
+    Three to five forwards of a few tokens compare the model's own logits with those of packed
     documents. Raises ValueError for a model that is no causal language model, or whose layers mix
     rows outside of attention. If parameters are sharded, every rank calls it.
     """
@@ -61,7 +68,7 @@ def register_hcp_attention(model: nn.Module | None = None, *, fused_rope: bool =
     AttentionMaskInterface.register(ATTENTION, window_of)
     if model is not None:
         check_model(model)
-        probe(model, ATTENTION, fused_rope=fused_rope)
+        probe(model, ATTENTION, fused_rope=fused_rope, latents=send_latents)
 
 
 @contextlib.contextmanager
@@ -204,8 +211,8 @@ def window_of(
 def hcp_attention(
     module: nn.Module,
     query: Tensor | Unrotated,
-    key: Tensor | Unrotated,
-    value: Tensor,
+    key: Tensor | Unrotated | Unexpanded,
+    value: Tensor | Unexpanded,
     attention_mask: Window | None,
     *,
     scaling: float | None = None,
@@ -217,7 +224,8 @@ def hcp_attention(
     cp: ContextParallelHandler | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Return (1, T, H, E) for query (1, H, T, D), key (1, G, T, D) and value (1, G, T, E).
+    """Return (1, T, H, E) for query (1, H, T, D), key (1, G, T, D) and value (1, G, T, E), or for
+    latent rows in the place of keys and values.
 
     A rank without rows has one row that stands in: see `model_inputs`.
     """
@@ -232,19 +240,20 @@ def hcp_attention(
             f"{type(module).__name__} is of a model that hcp has not checked, expected "
             "register_hcp_attention(model), which sets the attention and compares what it computes"
         )
-    query, key, rotary = take_rotary(query, key, cp)
-    _refuse(module, query, key, attention_mask, cp, options)
+    if isinstance(key, Unexpanded) and not key.can_travel(cp):
+        key, value = key.expanded()
+    latent = key if isinstance(key, Unexpanded) else None
+    query, rows, rotary = take_rotary(query, key.latent if isinstance(key, Unexpanded) else key, cp)
+    _refuse(module, query, rows, attention_mask, cp, options)
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise ValueError(
             f"{type(module).__name__} is not causal, expected a decoder: set is_causal to True"
         )
-    rows = slice(0, cp.rows)
     size = sliding_window if attention_mask is None else attention_mask.size
-    # Rotary embedding may widen queries and keys; values stay as they were.
+    keys = _keys(rows, value, cp.rows) if latent is None else latent.arguments(cp.rows)
     out = cp.attention(
-        query[0].transpose(0, 1)[rows].to(value.dtype),
-        key[0].transpose(0, 1)[rows].to(value.dtype),
-        value[0].transpose(0, 1)[rows],
+        query[0].transpose(0, 1)[: cp.rows].to(keys["key"].dtype),
+        **keys,
         window_size=(-1 if size is None else size - 1, 0),
         softmax_scale=scaling,
         sinks=s_aux,
@@ -254,6 +263,13 @@ def hcp_attention(
         layer=_layer_of(module),
     )
     return F.pad(out, (0, 0, 0, 0, 0, query.shape[2] - cp.rows)).unsqueeze(0), None
+
+
+def _keys(key: Tensor, value: Any, count: int) -> dict[str, Any]:
+    """The arguments of attention for the first rows of keys and values. Rotary embedding may widen
+    queries and keys; values stay as they were."""
+    rows = (x[0].transpose(0, 1)[:count].to(value.dtype) for x in (key, value))
+    return dict(zip(("key", "value"), rows, strict=True))
 
 
 def _layer_of(module: torch.nn.Module) -> int | None:

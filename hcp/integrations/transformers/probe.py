@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from hcp.exchange.loopback import loopback
+from hcp.integrations.transformers.latent import expand_before, send_latents
 from hcp.integrations.transformers.model import model_inputs
 from hcp.integrations.transformers.rotary import hand_on, rotate_before
 from hcp.planning.plan import plan
@@ -68,14 +69,14 @@ class Positions:
         return positional, keywords | {"position_ids": positions + self.first}
 
 
-def probe(model: nn.Module, attention: str, *, fused_rope: bool) -> None:
+def probe(model: nn.Module, attention: str, *, fused_rope: bool, latents: bool) -> None:
     """Set the attention implementation `attention` in a model, if it passes a test.
 
     Raises ValueError unless the model is a causal language model whose logits of packed documents
     equal its own of each document alone. A model that is refused keeps its attention. The test
     costs three forwards of up to 15 tokens. `fused_rope` costs one more, and lets attention rotate
-    the queries and keys of a model that computes the same then. If parameters are sharded, every
-    rank calls it.
+    the queries and keys of a model that computes the same then; likewise `latents`, which lets it
+    expand their latent rows. If parameters are sharded, every rank calls it.
     """
     before, shift = implementations(model), None
     try:
@@ -87,13 +88,17 @@ def probe(model: nn.Module, attention: str, *, fused_rope: bool) -> None:
                 shift = model.register_forward_pre_hook(Positions(first), with_kwargs=True)
             _mark(model, True)
             rotate_before(model)
+            expand_before(model)
             model.set_attn_implementation(attention)  # type: ignore[operator]
             packed = _compare(model, document, others, own)
             if fused_rope:
                 _fuse_rotary(model, attention, document, others, packed)
+            if latents:
+                _send_latents(model, attention, document, others, packed)
     except BaseException:
         _mark(model, False)
         rotate_before(model)
+        expand_before(model)
         if shift is not None:
             shift.remove()
         model.set_attn_implementation(before)  # type: ignore[operator]
@@ -275,6 +280,30 @@ def _fuse_rotary(
         _log.info("hcp: %s rotates queries and keys itself: logits differ by %.1e", name, apart)
         return
     _log.info("hcp: %s leaves rotary embedding to hcp's attention", name)
+
+
+def _send_latents(
+    model: nn.Module,
+    attention: str,
+    document: Tensor,
+    others: tuple[Tensor, Tensor],
+    expected: Tensor,
+) -> None:
+    """Let attention expand latent rows, where the logits of a pack are `expected` then too."""
+    name = type(model).__name__
+    if not send_latents(model, attention):
+        return
+    try:
+        found, _ = _packed_logits(model, document, others)
+    except ValueError as error:
+        expand_before(model)
+        _log.info("hcp: %s expands keys and values before they travel: %s", name, error)
+        return
+    if (apart := _apart(found, expected)) > _tolerance(model, expected):
+        expand_before(model)
+        _log.info("hcp: %s expands keys and values itself: logits differ by %.1e", name, apart)
+        return
+    _log.info("hcp: %s sends latent rows in place of keys and values", name)
 
 
 def _packed_logits(
