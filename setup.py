@@ -295,5 +295,9 @@ setup(
         "build_ext": BuildLibraries,
         "dist_info": CheckedMetadata,
     },
-    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+    options={
+        "bdist_wheel": {"py_limited_api": "cp311"},
+        # An editable install is a path that type checkers and editors follow, and no import hook.
+        "editable_wheel": {"mode": "compat"},
+    },
 )

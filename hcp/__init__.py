@@ -4,36 +4,46 @@ lengths -> plan -> layout -> dispatch -> attention -> combine -> loss
 groups  -> rebind -> evaluate -> restore
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from hcp._built import require_built
 from hcp._version import __version__ as __version__
-from hcp.attention.comm_types import COMM_TYPES, CommChoice
-from hcp.attention.rotary import Rotary
-from hcp.errors import HcpError
-from hcp.evaluation.choose import EvalChoice, choose_eval_context_parallel
-from hcp.evaluation.metrics import Metric, Metrics
-from hcp.evaluation.plan import EvalBatch, EvalPlan
-from hcp.exchange.layout import Layout, Span
-from hcp.exchange.loopback import loopback
-from hcp.groups.build import build_process_groups
-from hcp.groups.process_groups import ProcessGroups
-from hcp.megatron_style.core_attention import CoreAttention
-from hcp.megatron_style.packed import (
-    PackedSeqParams,
-    get_batch_on_this_cp_rank,
-    get_thd_batch_on_this_cp_rank,
-)
-from hcp.planning.ahead import PlanAhead
-from hcp.planning.check import check_plan
-from hcp.planning.cost import CostModel
-from hcp.planning.limits import MemoryModel
-from hcp.planning.plan import Group, Plan, lower_bound, plan
-from hcp.planning.report import Report
-from hcp.rebinding.derived import register_derived
-from hcp.rebinding.rebind import Audit, audit, eval_cp_context, find_slots, rebind
-from hcp.rebinding.rules import register_rebind
-from hcp.step.backends import get_cp_handler_cls, register_backend
-from hcp.step.config import Config, add_arguments
-from hcp.step.dispatch import LocalBatch, Step, dispatch, gather_lengths
-from hcp.step.handler import ContextParallelHandler
+
+require_built()
+
+if TYPE_CHECKING:
+    from hcp.attention.comm_types import COMM_TYPES, CommChoice
+    from hcp.attention.rotary import Rotary
+    from hcp.errors import HcpError
+    from hcp.evaluation.choose import EvalChoice, choose_eval_context_parallel
+    from hcp.evaluation.metrics import Metric, Metrics
+    from hcp.evaluation.plan import EvalBatch, EvalPlan
+    from hcp.exchange.layout import Layout, Span
+    from hcp.exchange.loopback import loopback
+    from hcp.groups.build import build_process_groups
+    from hcp.groups.process_groups import ProcessGroups
+    from hcp.megatron_style.core_attention import CoreAttention
+    from hcp.megatron_style.packed import (
+        PackedSeqParams,
+        get_batch_on_this_cp_rank,
+        get_thd_batch_on_this_cp_rank,
+    )
+    from hcp.planning.ahead import PlanAhead
+    from hcp.planning.check import check_plan
+    from hcp.planning.cost import CostModel
+    from hcp.planning.limits import MemoryModel
+    from hcp.planning.plan import Group, Plan, lower_bound, plan
+    from hcp.planning.report import Report
+    from hcp.rebinding.derived import register_derived
+    from hcp.rebinding.rebind import Audit, audit, eval_cp_context, find_slots, rebind
+    from hcp.rebinding.rules import register_rebind
+    from hcp.step.backends import get_cp_handler_cls, register_backend
+    from hcp.step.config import Config, add_arguments
+    from hcp.step.dispatch import LocalBatch, Step, dispatch, gather_lengths
+    from hcp.step.handler import ContextParallelHandler
 
 __all__ = [
     "COMM_TYPES",
@@ -81,3 +91,95 @@ __all__ = [
     "register_derived",
     "register_rebind",
 ]
+
+_HOMES = {
+    "attention.comm_types": (
+        "COMM_TYPES",
+        "CommChoice",
+    ),
+    "attention.rotary": ("Rotary",),
+    "errors": ("HcpError",),
+    "evaluation.choose": (
+        "EvalChoice",
+        "choose_eval_context_parallel",
+    ),
+    "evaluation.metrics": (
+        "Metric",
+        "Metrics",
+    ),
+    "evaluation.plan": (
+        "EvalBatch",
+        "EvalPlan",
+    ),
+    "exchange.layout": (
+        "Layout",
+        "Span",
+    ),
+    "exchange.loopback": ("loopback",),
+    "groups.build": ("build_process_groups",),
+    "groups.process_groups": ("ProcessGroups",),
+    "megatron_style.core_attention": ("CoreAttention",),
+    "megatron_style.packed": (
+        "PackedSeqParams",
+        "get_batch_on_this_cp_rank",
+        "get_thd_batch_on_this_cp_rank",
+    ),
+    "planning.ahead": ("PlanAhead",),
+    "planning.check": ("check_plan",),
+    "planning.cost": ("CostModel",),
+    "planning.limits": ("MemoryModel",),
+    "planning.plan": (
+        "Group",
+        "Plan",
+        "lower_bound",
+        "plan",
+    ),
+    "planning.report": ("Report",),
+    "rebinding.derived": ("register_derived",),
+    "rebinding.rebind": (
+        "Audit",
+        "audit",
+        "eval_cp_context",
+        "find_slots",
+        "rebind",
+    ),
+    "rebinding.rules": ("register_rebind",),
+    "step.backends": (
+        "get_cp_handler_cls",
+        "register_backend",
+    ),
+    "step.config": (
+        "Config",
+        "add_arguments",
+    ),
+    "step.dispatch": (
+        "LocalBatch",
+        "Step",
+        "dispatch",
+        "gather_lengths",
+    ),
+    "step.handler": ("ContextParallelHandler",),
+}
+"""Where the public names are. Their modules are imported at first use: most of them import torch,
+which takes seconds, and the planner needs none."""
+
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        module = import_module(f"{__name__}.{_HOME[name]}")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(
+            f"hcp.{name} needs torch, which is not installed: python -m pip install torch"
+        ) from None
+    globals()[name] = getattr(module, name)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

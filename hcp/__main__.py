@@ -48,10 +48,21 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
 }
 
 
+def run(command: str, argv: Sequence[str]) -> int:
+    try:
+        return COMMANDS[command][0](argv)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        advice = "torch is not installed: python -m pip install torch"
+        print(f"python -m hcp {command}: error: {advice}", file=sys.stderr)
+        return 2
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in COMMANDS:
-        return COMMANDS[argv[0]][0](argv[1:])
+        return run(argv[0], argv[1:])
     usage = "usage: python -m hcp COMMAND [--help] ...\n\n" + "".join(
         f"  {name:11}{text}\n" for name, (_, text) in COMMANDS.items()
     )

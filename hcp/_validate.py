@@ -68,3 +68,8 @@ def expect_names(place: str, data: Any, names: Iterable[str], optional: Iterable
             problem = "missing" if name not in data else "unknown"
             where = f"{place}.{name}" if place else name
             raise ValueError(f"{where} is {problem}, expected {', '.join(expected)}")
+
+
+def flag(name: str) -> str:
+    """Spell a name as the command line does."""
+    return "--" + name.replace("_", "-")

@@ -29,17 +29,7 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _LIBRARY = Path(__file__).with_name("_ops.abi3.so")
 
 
-def _load(library: Path) -> None:
-    if not library.exists():
-        raise ImportError(
-            f"{library} does not exist, expected the compiled operators of hcp: "
-            "run `pip install -e .` in its source tree, or `pip install .` and start Python in "
-            "another folder, where the tree does not hide what is installed"
-        )
-    torch.ops.load_library(library)  # type: ignore[no-untyped-call]
-
-
-_load(_LIBRARY)
+torch.ops.load_library(_LIBRARY)  # type: ignore[no-untyped-call]
 
 
 def pack(

@@ -7,10 +7,10 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
+from hcp._validate import flag
 from hcp.planning.cost import PRESETS, CostModel
 from hcp.planning.limits import CHOICES, INTEGERS, Limits
 from hcp.programs.families import FAMILIES, describe
-from hcp.step.config import flag
 
 LIMITS = tuple(field for field in fields(Limits) if field.name in {**INTEGERS, **CHOICES})
 """The limits that have an option: integers and choices."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import json
 import os
 import platform
@@ -59,20 +60,30 @@ def attempt(part: str, name: str, work: Callable[[], str]) -> Finding:
 # ---- Versions ------------------------------------------------------------------------------------
 
 
-def versions() -> Iterator[Finding]:
-    import torch
+NO_TORCH = "not installed, and only plans can be made without it: python -m pip install torch"
 
+
+def versions() -> Iterator[Finding]:
     import hcp
 
     part = "versions"
     yield Finding(part, "hcp", hcp.__version__)
     yield Finding(part, "Python", f"{platform.python_version()}, {platform.platform()}")
+    if not has_torch():
+        yield Finding(part, "torch", NO_TORCH, False)
+        return
+    import torch
+
     cuda = torch.version.cuda
     yield Finding(part, "torch", f"{torch.__version__}, CUDA {cuda or '-'}")
     for module in ("hcp._core", "hcp.ops"):
         yield attempt(part, module, lambda module=module: loaded(module))  # type: ignore[misc]
     for name, purpose in EXTRAS.items():
         yield extra(part, name, purpose)
+
+
+def has_torch() -> bool:
+    return importlib.util.find_spec("torch") is not None
 
 
 def loaded(module: str) -> str:
@@ -432,7 +443,10 @@ def trials(probe: bool) -> Iterator[Finding]:
 
 
 def examine(probe: bool) -> Iterator[Finding]:
-    for part in (versions, devices, links, kernels, attention, transports):
+    yield from versions()
+    if not has_torch():
+        return
+    for part in (devices, links, kernels, attention, transports):
         yield from part()
     yield from trials(probe)
 
@@ -451,4 +465,5 @@ def main(argv: Sequence[str]) -> int:
             print(part)
             for finding in members:
                 print(f"  {MARKS[finding.usable]}  {finding.name:26}  {finding.says}")
-    return int(any(f.part == "trial" and f.usable is False for f in findings))
+    needed = (f for f in findings if f.part == "trial" or f.says == NO_TORCH)
+    return int(any(finding.usable is False for finding in needed))

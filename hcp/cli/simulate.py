@@ -38,10 +38,9 @@ from hcp.cli.arguments import (
     new_parser,
 )
 from hcp.planning.cost import PRICES, TIMES, CostModel
-from hcp.planning.limits import LIMITS, slowness_of
+from hcp.planning.limits import LIMITS, even_degrees, least_degree, rows_up_to, slowness_of
 from hcp.planning.plan import Plan, plan
 from hcp.programs.draw import draw_plans
-from hcp.step.config import Config
 
 SIZES = (
     "ranks",
@@ -182,12 +181,16 @@ def draw_speeds(args: argparse.Namespace) -> list[float] | None:
 
 
 def static_degree(longest: int, limits: Mapping[str, Any]) -> int:
-    node, most = limits["ranks_per_node"], limits["max_tokens_per_rank"]
-    static = Config(most, "static_cp", ranks_per_node=node)
-    try:
-        return static.static_degree(longest, limits["ranks"], limits["alignment"])
-    except ValueError as error:
-        raise ValueError(f"{error} (--max-tokens-per-rank, --ranks, --max-length)") from None
+    ranks, most = limits["ranks"], limits["max_tokens_per_rank"]
+    even = even_degrees(ranks, limits["ranks_per_node"])
+    degree = least_degree(longest, even, most, limits["alignment"])
+    if degree is not None:
+        return degree
+    raise ValueError(
+        f"rows of {longest} tokens on a rank of {ranks} ({rows_up_to(longest, ranks)}) >"
+        f" max_tokens_per_rank ({most}): raise it (--max-tokens-per-rank), use more ranks"
+        " (--ranks), or shorten the sequences (--max-length)"
+    )
 
 
 def one_by_one(lengths: Sequence[int], degree: int, limits: Mapping[str, Any], cost: Any) -> Plan:

@@ -34,8 +34,9 @@ def run(args: argparse.Namespace) -> None:
 
 
 def check_packages() -> None:
-    missing = [name for name in ("matplotlib", "tqdm") if importlib.util.find_spec(name) is None]
+    needed = ("torch", "matplotlib", "tqdm")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(
-            f"the demo needs {' and '.join(missing)}: python -m pip install {' '.join(missing)}"
+            f"the demo needs {', '.join(missing)}: python -m pip install {' '.join(missing)}"
         )

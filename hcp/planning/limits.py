@@ -154,6 +154,19 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
+def even_degrees(ranks: int, ranks_per_node: int | None) -> list[int]:
+    """Return the divisors of the ranks that cut nodes evenly, or take whole ones, ascending."""
+    node = ranks_per_node or ranks
+    return [d for d in divisors(ranks) if node % d == 0 or d % node == 0]
+
+
+def least_degree(longest: int, degrees: Sequence[int], rows: int, alignment: int = 1) -> int | None:
+    """Return the first of some degrees whose ranks can hold every sequence of up to ``longest``
+    tokens in so many rows, of which each rank pads its own to the alignment. None: none can."""
+    most = rows // alignment * alignment
+    return next((d for d in degrees if rows_up_to(longest, d) <= most), None)
+
+
 def rows_up_to(longest: int, degree: int) -> int:
     """Return the most rows of a rank if ``degree`` ranks share up to ``longest`` tokens zigzag.
 

@@ -20,12 +20,19 @@ _log = logging.getLogger("hcp")
 
 
 def require(
-    package: str, first: str, last: str, *, seams: Sequence[str] = (), check: str = ""
+    package: str,
+    first: str,
+    last: str,
+    *,
+    seams: Sequence[str] = (),
+    check: str = "",
+    needed_by: str | None = None,
 ) -> None:
     """Raise ImportError unless `package` is installed, in a version from `first` to `last`.
 
     Both are "major.minor" and were tested. Any patch release of them is accepted. A newer version
-    is accepted with `seams`, see `accept_untested`.
+    is accepted with `seams`, see `accept_untested`. `needed_by`: the package of hcp that cannot be
+    imported without it; `python -m` then prints the error as one line.
     """
     version = installed(package)
     wanted = f'"{package}>={first},<{_next_minor(last)}"'
@@ -33,7 +40,7 @@ def require(
     if version is not None and seams and _minor(version) > _minor(last):
         accept_untested(package, version, expected, seams, check, wanted)
     elif version is None or not _minor(first) <= _minor(version) <= _minor(last):
-        raise _refused(package, version, expected, wanted)
+        raise _refused(package, version, expected, wanted, needed_by)
 
 
 def require_one_of(
@@ -43,19 +50,20 @@ def require_one_of(
     *,
     seams: Sequence[str] = (),
     check: str = "",
+    needed_by: str | None = None,
 ) -> str:
     """Return the `version` of a package, as one of those `tested`, in ascending order.
 
     Others that are newer than the first one tested are accepted with `seams`, see
     `accept_untested`. Raises ImportError for the rest, and for None (not installed). The error says
-    to install the first one tested.
+    to install the first one tested. `needed_by`: see `require`.
     """
     public = version and version.partition("+")[0]  # of 0.3.0+cu130
     wanted, expected = f"{package}=={tested[0]}", " or ".join(tested)
     if public in tested:
         return str(public)
     if not public or not seams or _numbers(public) <= _numbers(tested[0]):
-        raise _refused(package, version, expected, wanted)
+        raise _refused(package, version, expected, wanted, needed_by)
     accept_untested(package, public, expected, seams, check, wanted)
     return str(public)
 
@@ -123,10 +131,13 @@ def _warn_of(package: str, version: str, expected: str, check: str) -> None:
     )
 
 
-def _refused(package: str, version: str | None, expected: str, wanted: str) -> ImportError:
+def _refused(
+    package: str, version: str | None, expected: str, wanted: str, needed_by: str | None
+) -> ImportError:
     found = "is not installed" if version is None else f"is {version}"
     return ImportError(
-        f"{package} {found}, expected {expected}, which hcp was tested with: pip install {wanted}"
+        f"{package} {found}, expected {expected}, which hcp was tested with: pip install {wanted}",
+        name=needed_by,
     )
 
 

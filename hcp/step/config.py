@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hcp._validate import expect_choice, expect_size, plain
+from hcp._validate import expect_choice, expect_size, flag, plain
 from hcp.attention.comm_types import COMM_TYPES, check_comm_types, check_prices, fitted_sizes
 from hcp.planning.limits import SYNCS as PLAN_SYNCS
-from hcp.planning.limits import divisors, rows_up_to
+from hcp.planning.limits import divisors, even_degrees, least_degree, rows_up_to
 from hcp.step.backends import BACKENDS, get_cp_handler_cls
 
 if TYPE_CHECKING:
@@ -213,16 +213,16 @@ class Config:
         ranks that cuts nodes evenly, or takes whole ones. `alignment`: of what every rank's rows
         are a multiple, 0: of nothing."""
         ranks = expect_size("ranks", ranks)
-        size, node = self.context_parallel_size, self.ranks_per_node or ranks
-        even = [d for d in divisors(ranks) if node % d == 0 or d % node == 0]
-        return self._degree_of(longest, even if size is None else [size], alignment or 1)
+        size = self.context_parallel_size
+        degrees = even_degrees(ranks, self.ranks_per_node) if size is None else [size]
+        return self._degree_of(longest, degrees, alignment or 1)
 
     def _degree_of(self, longest: int, degrees: Sequence[int], alignment: int = 1) -> int:
         """The least of ascending degrees that holds every sequence of up to `longest` tokens."""
         limit = self.max_seqlen_per_dp_cp_rank
-        for degree in degrees:
-            if rows_up_to(longest, degree) <= limit // alignment * alignment:
-                return degree
+        degree = least_degree(longest, degrees, limit, alignment)
+        if degree is not None:
+            return degree
         raise ValueError(
             f"rows of {longest} tokens on a rank of {degrees[-1]}"
             f" ({rows_up_to(longest, degrees[-1])}) > max_seqlen_per_dp_cp_rank ({limit}):"
@@ -408,8 +408,3 @@ def _size_or_auto(text: str) -> int | str:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}, expected an integer >= 1 or auto") from None
-
-
-def flag(name: str) -> str:
-    """The command line's spelling of a field."""
-    return "--" + name.replace("_", "-")

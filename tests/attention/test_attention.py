@@ -25,6 +25,7 @@ from support.cases import (
 from support.ranks import RankError, run_ranks, try_ranks
 
 import hcp
+import hcp.exchange.tables
 from hcp.attention import key_transfer
 from hcp.attention import layer as attend
 

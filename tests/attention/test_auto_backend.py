@@ -19,6 +19,8 @@ from support.ranks import run_ranks
 from torch import Tensor
 
 import hcp
+import hcp.exchange.loopback
+import hcp.step.backends
 from hcp.attention import kernels
 from hcp.attention.kernels import (
     FAMILIES,

@@ -20,6 +20,7 @@ from support.cases import Case, loopback_error
 from torch import Tensor
 
 import hcp
+import hcp.step.backends
 from hcp.attention import kernels
 from hcp.attention.kernels import Call, KernelFamily, Launch, in_packs
 from hcp.attention.kernels.formula import Formula

@@ -16,6 +16,7 @@ from support.varlen import varlen_backward, varlen_forward
 from torch import Tensor
 
 import hcp
+import hcp.step.backends
 from hcp.attention import kernels
 from hcp.attention.kernels import Call, KernelFamily, Launch, wide
 from hcp.exchange.tables import Entry

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import hcp
+import hcp.exchange.connect
 from hcp.exchange.agreement import (
     FORWARD,
     Kind,

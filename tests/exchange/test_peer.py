@@ -18,6 +18,7 @@ import torch
 from support.cases import Case, dispatched, loopback_error, staged_by
 
 import hcp
+import hcp.exchange.tables
 from hcp.exchange.loopback import LoopbackTransport
 from hcp.exchange.peer import PeerMemory, PeerShared, memory_bytes
 from hcp.exchange.torch_p2p import Board

@@ -20,6 +20,9 @@ from support.megatron_scan import stand_in_for_kernels
 from support.ranks import run_ranks
 
 import hcp
+import hcp.rebinding.places
+import hcp.rebinding.twins
+import hcp.rebinding.walk
 from hcp.integrations.megatron import EvalContextParallel, wrap_evaluate
 
 pytestmark = [

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from support.ranks import run_ranks
 
 import hcp
+import hcp.step.backends
 from hcp.integrations.megatron import (
     add_megatron_arguments,
     backends,

@@ -310,8 +310,8 @@ def test_simulate_draws_the_first_batch(tmp_path: Path, capsys: Capture) -> None
         (["--num-attention-heads", "7"], "hidden_size (4096) % num_attention_heads (7) == 1"),
         (
             ["--max-tokens-per-rank", "100"],
-            "rows of 8192 tokens on a rank of 8 (1024) > max_seqlen_per_dp_cp_rank (100): raise "
-            "it, use more ranks, or shorten the sequences (--max-tokens-per-rank, --ranks, ",
+            "rows of 8192 tokens on a rank of 8 (1024) > max_tokens_per_rank (100): raise it "
+            "(--max-tokens-per-rank), use more ranks (--ranks), or shorten the sequences (--max-",
         ),
     ],
 )

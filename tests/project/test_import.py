@@ -1,4 +1,4 @@
-"""`import hcp` prints nothing, starts nothing, and imports no package but torch."""
+"""`import hcp` prints nothing, starts nothing, and imports no package. Its names import torch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+import hcp
+
 PROBE = """
 import json, sys
 import torch, torch.distributed
 before = set(sys.modules)
 import hcp
+names = [getattr(hcp, name) for name in hcp.__all__]
 print(json.dumps({
     "modules": sorted(set(sys.modules) - before),
     "process_group": torch.distributed.is_initialized(),
@@ -38,7 +43,7 @@ def probe(folder: Path) -> dict[str, object]:
 def test_import_prints_nothing(tmp_path: Path) -> None:
     # What torch says for itself, such as that numpy is missing, is not hcp's.
     alone = run("import torch, torch.distributed", tmp_path)
-    both = run("import torch, torch.distributed, hcp", tmp_path)
+    both = run("import torch, torch.distributed; from hcp import *", tmp_path)
     assert (both.stdout, both.stderr) == (alone.stdout, alone.stderr)
 
 
@@ -51,6 +56,15 @@ def test_import_starts_no_process_group_and_no_cuda_context(tmp_path: Path) -> N
     answer = probe(tmp_path)
     assert answer["process_group"] is False
     assert answer["cuda_context"] is False
+
+
+def test_every_public_name_is_found_and_no_other(tmp_path: Path) -> None:
+    code = (
+        "import hcp; print(set(hcp.__all__) == set(hcp._HOME), set(hcp.__all__) <= set(dir(hcp)))"
+    )
+    assert run(code, tmp_path).stdout.split() == ["True", "True"]
+    with pytest.raises(AttributeError, match="module 'hcp' has no attribute 'plam'"):
+        hcp.plam  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_import_brings_no_third_party_module_but_torch(tmp_path: Path) -> None:

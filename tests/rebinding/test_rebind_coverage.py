@@ -26,6 +26,8 @@ from support.te_attention import TEAttention
 from torch import nn
 
 import hcp
+import hcp.rebinding.derived
+import hcp.rebinding.walk
 from hcp.groups.build import build_process_groups
 from hcp.groups.process_groups import ProcessGroups
 from hcp.rebinding import rules

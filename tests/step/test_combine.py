@@ -12,6 +12,7 @@ from support.cases import GlooGroups, sequences_of
 from support.ranks import run_ranks
 
 import hcp
+import hcp.ops
 
 Draw = tuple[int, tuple[int, ...], tuple[int, ...]]
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hcp
+import hcp.step.backends
 from hcp.planning.limits import divisors, rows_up_to
 from hcp.step.config import Config, add_arguments
 

@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+NAME = "hcp.integrations.megatron.launch"
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the script that the first argument names, with the others as its command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m hcp.integrations.megatron.launch",
+        prog=f"python -m {NAME}",
         description="Run a script of Megatron-LM's, such as pretrain_gpt.py, with hcp in place.",
     )
     parser.add_argument("script", help="the script's file, in a checkout of Megatron-LM")
@@ -38,8 +41,12 @@ def run(script: str) -> None:
     import torch
 
     from hcp.integrations.megatron.lm.seams import install
+    from hcp.programs.launch import fail
 
-    install()
+    try:
+        install()
+    except ImportError as error:
+        sys.exit(fail(error, int(os.environ.get("RANK", 0)), NAME))
     on_cpu: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if not torch.cuda.is_available():
         from hcp.integrations.megatron.lm.on_cpu import megatron_lm_on_cpu

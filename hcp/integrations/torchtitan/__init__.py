@@ -39,6 +39,7 @@ require_one_of(
     TESTED,
     seams=SEAMS,
     check="Compare the losses of a few steps on one rank and on two.",
+    needed_by=__name__,
 )
 
 # What imports torchtitan comes after what refuses its absence.

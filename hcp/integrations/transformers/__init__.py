@@ -31,6 +31,7 @@ require(
     seams=SEAMS,
     check="register_hcp_attention compares your model before training. To check the Trainer, "
     "compare losses: python -m hcp.integrations.transformers --ranks 2",
+    needed_by=__name__,
 )
 require(
     "accelerate",
@@ -38,6 +39,7 @@ require(
     "1.15",
     seams=("accelerate:Accelerator.no_sync(model)", "accelerate:Accelerator.autocast"),
     check="Compare losses: python -m hcp.integrations.transformers --ranks 2",
+    needed_by=__name__,
 )
 
 # What imports transformers comes after what refuses its absence.

@@ -18,6 +18,7 @@ require(
         "trl.trainer.utils:FusedCausalLMOutput(log_probs, label_mask)",
     ),
     check="Compare the losses of a few steps with those of TRL's own trainer.",
+    needed_by=__name__,
 )
 
 # What imports trl comes after what refuses its absence.

@@ -1,0 +1,157 @@
+"""What a newcomer meets first: a source folder without a build, no torch, no trainer."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = ("__init__", "__main__", "_built", "_version")
+
+HIDDEN = """
+import os, sys
+from importlib import metadata
+from importlib.machinery import PathFinder
+
+hidden = set(os.environ["HIDDEN"].split())
+version = metadata.version
+
+def shown(name):
+    if name in hidden:
+        raise metadata.PackageNotFoundError(name)
+    return version(name)
+
+metadata.version = shown
+
+class Finder(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in hidden else super().find_spec(name, path, target)
+
+sys.meta_path[:] = [Finder if finder is PathFinder else finder for finder in sys.meta_path]
+"""
+"""A sitecustomize.py under which some packages are absent."""
+
+Done = subprocess.CompletedProcess[str]
+
+
+def run_without(packages: str, folder: Path, *arguments: str) -> Done:
+    """Run Python with hcp, where the packages are absent."""
+    (folder / "sitecustomize.py").write_text(HIDDEN)
+    paths = os.pathsep.join([str(folder), str(ROOT)])
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": paths, "HIDDEN": packages},
+        capture_output=True,
+        text=True,
+    )
+
+
+def only_line(done: Done) -> str:
+    """The one line that a failing command prints."""
+    assert (done.returncode != 0, done.stdout) == (True, ""), done
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+# ---- not built -----------------------------------------------------------------------------------
+
+
+def unbuilt(folder: Path, setup: bool) -> Path:
+    (folder / "hcp").mkdir()
+    for name in FILES:
+        shutil.copy(ROOT / "hcp" / f"{name}.py", folder / "hcp")
+    if setup:
+        (folder / "setup.py").touch()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("setup", "says"),
+    [
+        (True, "is the source of hcp without _core.abi3.so and _ops.abi3.so, expected a build: "),
+        (False, "lacks _core.abi3.so and _ops.abi3.so, expected the libraries of an installed hcp"),
+    ],
+)
+def test_a_folder_without_a_build_says_so_in_one_line(
+    setup: bool, says: str, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hcp", "doctor"],
+        cwd=unbuilt(tmp_path, setup),
+        capture_output=True,
+        text=True,
+    )
+    line = only_line(done)
+    assert says in line
+    assert ("pip install -e" in line) == setup
+
+
+# ---- no torch ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", ["--help", "plan --help", "simulate --help"])
+def test_help_needs_no_torch(arguments: str, tmp_path: Path) -> None:
+    done = run_without("torch", tmp_path, "-m", "hcp", *arguments.split())
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: python -m hcp")
+
+
+def test_a_plan_needs_no_torch(tmp_path: Path) -> None:
+    limits = ["--family=mock", "--sequences=8", "--ranks=4", "--max-tokens-per-rank=8192"]
+    for command in ("plan", "simulate"):
+        done = run_without("torch", tmp_path, "-m", "hcp", command, *limits)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_needs_torch_says_so_in_one_line(tmp_path: Path) -> None:
+    for command, says in {
+        "calibrate": "python -m hcp calibrate: error: torch is not installed: ",
+        "demo": "hcp demo: error: the demo needs torch",
+    }.items():
+        assert only_line(run_without("torch", tmp_path, "-m", "hcp", command)).startswith(says)
+    for module in ("megatron", "transformers"):
+        done = run_without("torch", tmp_path, "-m", f"hcp.integrations.{module}")
+        assert "hcp.integrations needs torch, which is not installed: " in only_line(done)
+
+
+def test_the_doctor_says_that_torch_is_missing(tmp_path: Path) -> None:
+    done = run_without("torch", tmp_path, "-m", "hcp", "doctor")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert re.search("no  torch +not installed, and only plans can be made without", done.stdout)
+
+
+def test_a_name_that_needs_torch_says_so(tmp_path: Path) -> None:
+    done = run_without("torch", tmp_path, "-c", "import hcp; hcp.dispatch")
+    assert done.stderr.splitlines()[-1] == (
+        "ImportError: hcp.dispatch needs torch, which is not installed: python -m pip install torch"
+    )
+
+
+# ---- no trainer ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "package"),
+    [
+        ("megatron", "megatron-core"),
+        ("megatron.launch script.py --flag", "megatron-core"),
+        ("transformers", "transformers"),
+        ("trl", "trl"),
+        ("torchtitan", "torchtitan"),
+    ],
+)
+def test_a_program_whose_trainer_is_absent_says_so_in_one_line(
+    module: str, package: str, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").touch()
+    absent = f"{package} megatron"
+    done = run_without(absent, tmp_path, "-m", *f"hcp.integrations.{module}".split())
+    assert re.search(rf"{package} is not installed, expected .*: pip install", only_line(done))
