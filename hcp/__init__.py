@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from hcp.planning.check import check_plan
     from hcp.planning.cost import CostModel
     from hcp.planning.limits import MemoryModel
+    from hcp.planning.mask import Mask
     from hcp.planning.plan import Group, Plan, lower_bound, plan
     from hcp.planning.report import Report
     from hcp.rebinding.derived import register_derived
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from hcp.rebinding.rules import register_rebind
     from hcp.step.backends import get_cp_handler_cls, register_backend
     from hcp.step.config import Config, add_arguments
-    from hcp.step.dispatch import LocalBatch, Step, dispatch, gather_lengths
+    from hcp.step.dispatch import LocalBatch, Step, dispatch, gather_lengths, gather_masks
     from hcp.step.handler import ContextParallelHandler
 
 __all__ = [
@@ -60,6 +61,7 @@ __all__ = [
     "HcpError",
     "Layout",
     "LocalBatch",
+    "Mask",
     "MemoryModel",
     "Metric",
     "Metrics",
@@ -80,6 +82,7 @@ __all__ = [
     "eval_cp_context",
     "find_slots",
     "gather_lengths",
+    "gather_masks",
     "get_batch_on_this_cp_rank",
     "get_cp_handler_cls",
     "get_thd_batch_on_this_cp_rank",
@@ -128,6 +131,7 @@ _HOMES = {
     "planning.check": ("check_plan",),
     "planning.cost": ("CostModel",),
     "planning.limits": ("MemoryModel",),
+    "planning.mask": ("Mask",),
     "planning.plan": (
         "Group",
         "Plan",
@@ -157,6 +161,7 @@ _HOMES = {
         "Step",
         "dispatch",
         "gather_lengths",
+        "gather_masks",
     ),
     "step.handler": ("ContextParallelHandler",),
 }

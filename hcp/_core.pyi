@@ -77,7 +77,9 @@ class Plan:
         left: int,
         right: int,
         stage_rows: int,
+        mask: int = -1,
     ) -> memoryview: ...
+    def set_masks(self, masks: Sequence[tuple[Sequence[int], Sequence[int]]], /) -> None: ...
     def route_dispatch(
         self, sources: Sequence[int], rank: int, first: int, count: int, reverse: bool
     ) -> memoryview: ...

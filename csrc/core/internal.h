@@ -50,6 +50,14 @@ int32_t hcp__pieces(int64_t length, int32_t degree, int32_t j, hcp__piece pieces
  * the sequence. */
 int64_t hcp__rows_before(int64_t length, int32_t degree, int32_t j, int64_t end);
 
+/* The pieces that place j of the group holds of its sequence `index`, in token order; *pieces
+ * is own where they are zigzag. Returns how many. */
+int32_t hcp__held(const hcp_plan *plan, const hcp_group *group, int32_t index, int32_t j,
+                  hcp__piece own[2], const hcp__piece **pieces);
+
+/* Most pieces that a place of the group holds of its sequence `index`. */
+int32_t hcp__held_most(const hcp_plan *plan, const hcp_group *group, int32_t index);
+
 /* The group of a micro-batch that contains rank, NULL when none does. */
 const hcp_group *hcp__group_of(const hcp_plan *plan, int32_t micro_batch, int32_t rank);
 
@@ -59,6 +67,42 @@ int64_t hcp__padding(const hcp_plan *plan, const hcp_group *group, int32_t j);
 
 hcp_status hcp__check_place(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
                             hcp_error *err);
+
+/* ---- Cuts of masked sequences (cut.c) ---- */
+
+/* Consecutive tokens, and the place of the group that holds them. */
+typedef struct hcp__chunk {
+  int64_t start, rows;
+  int32_t place;
+} hcp__chunk;
+
+/* Who holds which tokens of a sequence. Chunks ascend; neighbours have different places. */
+typedef struct hcp__cut {
+  int32_t count;
+  int32_t most;              /* pieces of a place                                      */
+  const hcp__chunk *chunks;  /* count                                                  */
+  const hcp__piece *pieces;  /* count: the chunks of place 0, then those of place 1 ... */
+  const int32_t *first;      /* degree + 1: where the pieces of each place begin       */
+} hcp__cut;
+
+/* A cut of chunks in token order, NULL: out of memory. Empty ones are left out, neighbours of
+ * one place joined. The caller frees it. */
+hcp__cut *hcp__cut_create(const hcp__chunk *chunks, int32_t count, int32_t degree);
+hcp__cut *hcp__cut_zigzag(int64_t length, int32_t degree);
+
+/* *cut is the cut that balances the work of a sequence under the plan's masks, NULL: zigzag.
+ * Every place has as many rows as under zigzag. Returns 0 when out of memory. */
+int hcp__cut_balanced(const hcp_plan *plan, int32_t sequence, int32_t degree, hcp__cut **cut);
+
+/* What masks add to a plan (mask.c), and how its checksum grows (plan/plan.c). */
+void hcp__masks_release(hcp_plan *plan);
+uint64_t hcp__mix(uint64_t sum, const void *data, size_t bytes);
+
+/* ---- The schedule under masks (masked.c) ---- */
+
+hcp_status hcp__masked_schedule(const hcp_plan *plan, const hcp_group *group, int32_t rank,
+                                hcp_comm_type comm_type, const hcp_mask *mask, int64_t stage_rows,
+                                hcp_table **schedule, hcp_error *err);
 
 /* ---- Tables of sections (table.c) ---- */
 

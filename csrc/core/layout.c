@@ -31,6 +31,24 @@ int32_t hcp__pieces(int64_t length, int32_t degree, int32_t j, hcp__piece pieces
   return n;
 }
 
+int32_t hcp__held(const hcp_plan *plan, const hcp_group *group, int32_t index, int32_t j,
+                  hcp__piece own[2], const hcp__piece **pieces) {
+  int32_t sequence = plan->sequences[group->first_sequence + index];
+  const hcp__cut *cut = plan->cuts == NULL ? NULL : plan->cuts[sequence];
+  if (cut == NULL) {
+    *pieces = own;
+    return hcp__pieces(plan->lengths[sequence], group->degree, j, own);
+  }
+  *pieces = cut->pieces + cut->first[j];
+  return cut->first[j + 1] - cut->first[j];
+}
+
+int32_t hcp__held_most(const hcp_plan *plan, const hcp_group *group, int32_t index) {
+  int32_t sequence = plan->sequences[group->first_sequence + index];
+  const hcp__cut *cut = plan->cuts == NULL ? NULL : plan->cuts[sequence];
+  return cut == NULL ? 2 : cut->most;
+}
+
 int64_t hcp__rows_before(int64_t length, int32_t degree, int32_t j, int64_t end) {
   hcp__piece pieces[2];
   int32_t n = hcp__pieces(length, degree, j, pieces);
@@ -99,9 +117,9 @@ static sizes measure(const hcp_plan *plan, const hcp_group *group, int32_t rank)
   size.degree = group->degree;
   size.rows = hcp__padding(plan, group, rank - group->first_rank);
   for (int32_t s = 0; s < group->sequences; s++) {
-    hcp__piece pieces[2];
-    int64_t length = plan->lengths[plan->sequences[group->first_sequence + s]];
-    int32_t n = hcp__pieces(length, group->degree, rank - group->first_rank, pieces);
+    hcp__piece own[2];
+    const hcp__piece *pieces;
+    int32_t n = hcp__held(plan, group, s, rank - group->first_rank, own, &pieces);
     size.spans += n;
     for (int32_t p = 0; p < n; p++) size.rows += pieces[p].rows;
   }
@@ -148,10 +166,11 @@ static void fill(const hcp_plan *plan, const hcp_group *group, hcp_layout *layou
   int32_t *sequences = (int32_t *)(uintptr_t)layout->sequences;
   cu_seqlens[0] = 0;
   for (int32_t s = 0; s < layout->sequence_count; s++) {
-    hcp__piece pieces[2];
+    hcp__piece own[2];
+    const hcp__piece *pieces;
     sequences[s] = plan->sequences[group->first_sequence + s];
     lengths[s] = plan->lengths[sequences[s]];
-    int32_t n = hcp__pieces(lengths[s], group->degree, layout->rank - group->first_rank, pieces);
+    int32_t n = hcp__held(plan, group, s, layout->rank - group->first_rank, own, &pieces);
     for (int32_t p = 0; p < n; p++) {
       spans[layout->span_count++] = (hcp_span){s, pieces[p].start, pieces[p].rows};
       for (int64_t i = 0; i < pieces[p].rows; i++) positions[layout->rows++] = pieces[p].start + i;

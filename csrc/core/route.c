@@ -77,19 +77,19 @@ typedef struct dispatch {
 /* Calls visit for every sequence of the chosen micro-batches, in their order. */
 static void each_sequence(const dispatch *d, hcp__lists *lists, totals *total,
                           void (*visit)(const dispatch *, hcp__lists *, totals *, const hcp_group *,
-                                        int32_t)) {
+                                        int32_t)) { /* the last is an index of the group's */
   for (int32_t m = d->first; m < d->first + d->count; m++) {
     const hcp_micro_batch *batch = &d->plan->micro_batches[m];
     for (int32_t g = batch->first_group; g < batch->first_group + batch->groups; g++) {
       const hcp_group *group = &d->plan->groups[g];
-      for (int32_t s = 0; s < group->sequences; s++)
-        visit(d, lists, total, group, d->plan->sequences[group->first_sequence + s]);
+      for (int32_t s = 0; s < group->sequences; s++) visit(d, lists, total, group, s);
     }
   }
 }
 
 static void count_sequence(const dispatch *d, hcp__lists *lists, totals *total,
-                           const hcp_group *group, int32_t sequence) {
+                           const hcp_group *group, int32_t index) {
+  int32_t sequence = d->plan->sequences[group->first_sequence + index];
   int64_t length = d->plan->lengths[sequence];
   int32_t source = d->sources[sequence], j = d->rank - group->first_rank;
   (void)lists;
@@ -103,17 +103,15 @@ static void count_sequence(const dispatch *d, hcp__lists *lists, totals *total,
     d->receives[source + 1] += hcp__rows_before(length, group->degree, j, length);
 }
 
-static int ends_group(const dispatch *d, const hcp_group *group, int32_t sequence) {
-  return d->plan->sequences[group->first_sequence + group->sequences - 1] == sequence;
-}
-
 static void place_sequence(const dispatch *d, hcp__lists *lists, totals *total,
-                           const hcp_group *group, int32_t sequence) {
+                           const hcp_group *group, int32_t index) {
+  int32_t sequence = d->plan->sequences[group->first_sequence + index];
   int64_t length = d->plan->lengths[sequence];
   int32_t source = d->sources[sequence], j = d->rank - group->first_rank;
-  hcp__piece pieces[2];
+  hcp__piece own[2];
+  const hcp__piece *pieces;
   for (int32_t k = 0; source == d->rank && k < group->degree; k++) {
-    int32_t n = hcp__pieces(length, group->degree, k, pieces);
+    int32_t n = hcp__held(d->plan, group, index, k, own, &pieces);
     int64_t *wire = &d->sends[group->first_rank + k];
     for (int32_t p = 0; p < n; p++) {
       append_move(lists, LOADS, d->rows[sequence] + pieces[p].start, *wire, pieces[p].rows);
@@ -127,7 +125,7 @@ static void place_sequence(const dispatch *d, hcp__lists *lists, totals *total,
   d->receives[source] += rows;
   total->received += rows;
   total->output += rows;
-  if (ends_group(d, group, sequence)) total->output += hcp__padding(d->plan, group, j);
+  if (index == group->sequences - 1) total->output += hcp__padding(d->plan, group, j);
 }
 
 static void prefix_sums(int64_t *starts, int32_t ranks) {
@@ -212,10 +210,10 @@ static void append_exchange(const roll *r, int32_t owner, int32_t reader, int lo
                             hcp__lists *lists, int64_t *wire) {
   int64_t owner_row = 0, reader_row = 0;
   for (int32_t s = 0; s < r->group->sequences; s++) {
-    int64_t length = r->plan->lengths[r->plan->sequences[r->group->first_sequence + s]];
-    hcp__piece owned[2], wanted[2];
-    int32_t n_owned = hcp__pieces(length, r->group->degree, owner, owned);
-    int32_t n_wanted = hcp__pieces(length, r->group->degree, reader, wanted);
+    hcp__piece own[2], theirs[2];
+    const hcp__piece *owned, *wanted;
+    int32_t n_owned = hcp__held(r->plan, r->group, s, owner, own, &owned);
+    int32_t n_wanted = hcp__held(r->plan, r->group, s, reader, theirs, &wanted);
     for (int32_t w = 0; w < n_wanted; w++) {
       int64_t from = wanted[w].start - r->shift, rows = wanted[w].rows + r->more, to = from + rows;
       int64_t at = owner_row;
@@ -239,8 +237,8 @@ static int64_t pieces_of(const roll *r, int32_t j) {
   int64_t pieces = 0;
   for (int32_t s = 0; s < r->group->sequences; s++) {
     hcp__piece own[2];
-    int64_t length = r->plan->lengths[r->plan->sequences[r->group->first_sequence + s]];
-    pieces += hcp__pieces(length, r->group->degree, j, own);
+    const hcp__piece *held;
+    pieces += hcp__held(r->plan, r->group, s, j, own, &held);
   }
   return pieces;
 }
@@ -286,12 +284,13 @@ hcp_status hcp_route_roll(const hcp_plan *plan, int32_t micro_batch, int32_t ran
 
 /* Rows before each span with which no rank of the group has 2^31 rows or more. */
 static int64_t most_before_in(const hcp_plan *plan, const hcp_group *group) {
-  int64_t rows = plan->limits.alignment;
+  int64_t rows = plan->limits.alignment, spans = 0;
   for (int32_t s = 0; s < group->sequences; s++) {
     int64_t length = plan->lengths[plan->sequences[group->first_sequence + s]];
     rows += hcp_rows_max(length, group->degree);
+    spans += hcp__held_most(plan, group, s);
   }
-  return rows < INT32_MAX ? (INT32_MAX - rows) / (2 * (int64_t)group->sequences) : 0;
+  return rows < INT32_MAX ? (INT32_MAX - rows) / spans : 0;
 }
 
 /* The same for all ranks of the micro-batch, so that none refuses alone. */

@@ -666,9 +666,13 @@ hcp_status hcp_schedule_create(const hcp_plan *plan, int32_t micro_batch, int32_
                      HCP_COMM_TYPE_COUNT - 1);
   if (stage_rows < 1)
     return hcp__fail(err, HCP_INVALID, "stage_rows is %lld, expected >= 1", (long long)stage_rows);
+  hcp_mask limits = {limit_of(mask->left), limit_of(mask->right), mask->index};
+  if (plan->mask_count > 0)
+    return hcp__masked_schedule(plan, hcp__group_of(plan, micro_batch, rank), rank, comm_type,
+                                &limits, stage_rows, schedule, err);
   builder b = {.plan = plan,
                .group = hcp__group_of(plan, micro_batch, rank),
-               .mask = {limit_of(mask->left), limit_of(mask->right)},
+               .mask = limits,
                .stage_rows = stage_rows};
   status = place(&b, rank, comm_type, inner, err);
   if (status != HCP_OK) return status;

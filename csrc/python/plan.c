@@ -134,6 +134,60 @@ static PyObject *cost_time(PyObject *module, PyObject *args, PyObject *kwargs) {
   return status == HCP_OK ? PyLong_FromLongLong(time) : hcp_py_raise(&err);
 }
 
+/* ---- masks ---- */
+
+/* firsts: where the slices of each of n sequences begin, and where the last ends. */
+static int ascends(const int64_t *firsts, Py_ssize_t n, int32_t sequences, Py_ssize_t slices) {
+  int fits = n == (Py_ssize_t)sequences + 1 && firsts[0] == 0 && firsts[n - 1] == slices;
+  for (Py_ssize_t i = 1; fits && i < n; i++) fits = firsts[i] >= firsts[i - 1];
+  if (!fits)
+    PyErr_Format(PyExc_ValueError, "a mask's firsts have %zd items, expected %d from 0 up to %zd",
+                 n, (int)sequences + 1, slices);
+  return fits;
+}
+
+/* A mask of a tuple (firsts, words of the slices): arrays that the caller frees. */
+static int fill_masks(hcp_masks *masks, PyObject *pair, int32_t sequences) {
+  int64_t *firsts, *words;
+  Py_ssize_t n, count;
+  if (!PyTuple_Check(pair) || PyTuple_Size(pair) != 2) {
+    PyErr_Format(PyExc_TypeError, "a mask is %R, expected a tuple of firsts and words", pair);
+    return -1;
+  }
+  if (hcp_py_int64s(PyTuple_GetItem(pair, 0), "firsts", &firsts, &n) < 0) return -1;
+  if (hcp_py_int64s(PyTuple_GetItem(pair, 1), "words", &words, &count) < 0) {
+    PyMem_Free(firsts);
+    return -1;
+  }
+  masks->first = firsts;
+  masks->slices = (const hcp_slice *)words;
+  return count % 6 == 0 && ascends(firsts, n, sequences, count / 6) ? 0 : -1;
+}
+
+static PyObject *plan_set_masks(PyObject *self, PyObject *list) {
+  hcp_plan *plan = ((plan_object *)self)->plan;
+  Py_ssize_t count = PySequence_Size(list);
+  hcp_status status = HCP_CALLBACK;
+  hcp_error err = {HCP_CALLBACK, ""};
+  if (count < 0) return NULL;
+  hcp_masks *masks = PyMem_Calloc((size_t)count + 1, sizeof *masks);
+  if (masks == NULL) return PyErr_NoMemory();
+  int filled = count <= INT32_MAX;
+  for (Py_ssize_t m = 0; filled && m < count; m++) {
+    PyObject *pair = PySequence_GetItem(list, m);
+    filled = pair != NULL && fill_masks(&masks[m], pair, plan->n) == 0;
+    Py_XDECREF(pair);
+  }
+  if (filled) status = hcp_plan_set_masks(plan, masks, (int32_t)count, &err);
+  for (Py_ssize_t m = 0; m < count; m++) {
+    PyMem_Free((void *)(uintptr_t)masks[m].first);
+    PyMem_Free((void *)(uintptr_t)masks[m].slices);
+  }
+  PyMem_Free(masks);
+  if (!filled) return NULL;
+  return status == HCP_OK ? Py_NewRef(Py_None) : hcp_py_raise(&err);
+}
+
 /* groups are records of (first_rank, degree, sequences), micro_batches how many
  * of them each micro-batch has. */
 static hcp_plan *plan_from(const request *r, const int32_t *batches, Py_ssize_t batch_count,
@@ -362,24 +416,25 @@ static int place_from(PyObject *const objects[2], int32_t *micro_batch, int32_t 
 }
 
 static PyObject *plan_schedule(PyObject *self, PyObject *args, PyObject *kwargs) {
-  static char *keywords[] = {"micro_batch", "rank",  "comm_type",  "inner",
-                             "left",        "right", "stage_rows", NULL};
-  PyObject *place[2], *inner_object, *sides[2], *stage_rows_object;
+  static char *keywords[] = {"micro_batch", "rank",       "comm_type", "inner", "left",
+                             "right",       "stage_rows", "mask",      NULL};
+  PyObject *place[2], *inner_object, *sides[2], *stage_rows_object, *index_object = NULL;
   int32_t micro_batch, rank, inner;
   int64_t stage_rows;
-  hcp_mask mask;
+  hcp_mask mask = {.index = -1};
   const char *name;
   hcp_comm_type comm_type;
   hcp_table *table;
   hcp_error err;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOsOOOO:schedule", keywords, &place[0], &place[1],
-                                   &name, &inner_object, &sides[0], &sides[1],
-                                   &stage_rows_object) ||
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOsOOOO|O:schedule", keywords, &place[0],
+                                   &place[1], &name, &inner_object, &sides[0], &sides[1],
+                                   &stage_rows_object, &index_object) ||
       place_from(place, &micro_batch, &rank) < 0 || comm_type_from(name, &comm_type) < 0 ||
       hcp_py_int32(inner_object, "inner", &inner) < 0 ||
       hcp_py_int64(sides[0], "left", &mask.left) < 0 ||
       hcp_py_int64(sides[1], "right", &mask.right) < 0 ||
-      hcp_py_int64(stage_rows_object, "stage_rows", &stage_rows) < 0)
+      hcp_py_int64(stage_rows_object, "stage_rows", &stage_rows) < 0 ||
+      (index_object != NULL && hcp_py_int32(index_object, "mask", &mask.index) < 0))
     return NULL;
   if (hcp_schedule_create(plan_of(self), micro_batch, rank, comm_type, inner, &mask, stage_rows,
                           &table, &err) != HCP_OK)
@@ -449,6 +504,8 @@ static PyObject *plan_route_halo(PyObject *self, PyObject *args, PyObject *kwarg
 }
 
 static PyMethodDef plan_methods[] = {
+    {"set_masks", (PyCFunction)plan_set_masks, METH_O,
+     "Give the plan masks, as the last step of its creation: (firsts, words of slices) of each."},
     {"schedule", (PyCFunction)(void (*)(void))plan_schedule, METH_VARARGS | METH_KEYWORDS,
      "The steps of one attention layer on one rank, as words of a table."},
     {"route_dispatch", (PyCFunction)(void (*)(void))plan_route_dispatch,

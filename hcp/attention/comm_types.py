@@ -105,6 +105,15 @@ def check_prices(comm_types: Sequence[str], cost: CostModel) -> None:
         )
 
 
+def check_masks(comm_types: Sequence[str], plan: Plan) -> None:
+    """Raise ValueError for a type that does not know masks, in a plan with masks."""
+    if plan.masks and A2A_P2P in comm_types:
+        raise ValueError(
+            f"comm_types has {A2A_P2P!r} in a plan with masks, expected {ALL_GATHER!r}, {P2P!r}, "
+            f"{A2A!r} or {AUTO!r}: a neighbourhood's rows are whole zigzag chunks"
+        )
+
+
 def fitted_sizes(sizes: Sequence[int], degree: int) -> tuple[int, int]:
     """Two levels for a fixed degree: the largest inner one up to that of ``sizes``."""
     wish = math.prod(sizes[:-1])
@@ -159,6 +168,8 @@ def choose(
         raise ValueError(
             f"query has {heads[0]} heads, expected a multiple of the {heads[1]} of key"
         )
+    if plan.masks:
+        return CommChoice(comm_type, ALL_GATHER, 1, "masks: just the rows that are seen, at once")
     if comm_type == A2A_P2P:
         return _hierarchical(plan, layout, math.prod(sizes[:-1]), heads[0])
     check_prices([AUTO], plan.cost)

@@ -126,6 +126,7 @@ def make_run(
         value=rows_like(value),
         causal=schedule.window[1] == 0,
         window_size=schedule.window,
+        mask=None if schedule.mask < 0 else schedule.mask,
         softmax_scale=scale,
         softcap=choice.softcap,
         sinks=sinks is not None,

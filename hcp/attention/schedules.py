@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,15 @@ from hcp.exchange.tables import schedule_words
 from hcp.exchange.transport import Transport
 
 _CAUSAL, _FULL = (-1, 0), (-1, -1)
+
+
+class Limits(NamedTuple):
+    """What a layer's queries see."""
+
+    left: int
+    right: int
+    mask: int
+    """Which of the plan's, -1 in a plan without."""
 
 
 class Schedules:
@@ -38,6 +48,7 @@ class Schedules:
         plan = layout.plan
         comm.check_comm_types(comm_types, sizes, comm.only_degree(plan))
         comm.check_prices(comm_types, plan.cost)
+        comm.check_masks(comm_types, plan)
         self.default = comm_types[0]
         """The comm type of a layer that names none."""
         self._comm_types = tuple(dict.fromkeys(comm_types))
@@ -58,7 +69,8 @@ class Schedules:
             for counts in heads if name in comm.CHOSEN else [(1, 1)]:
                 for window in (_CAUSAL, _FULL, *window_sizes):
                     for causal in (False, True):
-                        self._prepare(name, *window_of(window, causal), counts)
+                        for mask in self._layout.plan.masks or (None,):
+                            self._prepare(name, self._limits(window, causal, mask), counts)
 
     def layer_of(
         self,
@@ -70,57 +82,72 @@ class Schedules:
         softmax_scale: float | None,
         softcap: float,
         dropout_p: float,
+        mask: str | None,
         latent: bool = False,
     ) -> Layer:
         """The layer for a call with these options, which are checked. ``latent``: whether keys are
         latent rows, which have no heads to exchange."""
         check_options(softcap, dropout_p)
-        left, right = window_of(window_size, causal)
+        limits = self._limits(window_size, causal, mask)
         scale = scale_of(query, softmax_scale)
         counts = _head_count(query), _head_count(key)
         asked = comm_type or self.default
         if latent:
             comm.check_sends_rows(asked)
             counts = counts[0], comm.NO_HEADS
-        words = self.words_of(asked, left, right, counts)
+        words = self.words_of(asked, *limits[:2], counts, limits.mask)
         return Layer(words, scale, Choice(self._kernel_family, softcap))
 
-    def words_of(self, comm_type: str, left: int, right: int, counts: tuple[int, int]) -> Tensor:
-        """The schedule of a layer, as a compiler sees it. ``counts``: query and key-value heads."""
+    def _limits(self, window: tuple[int, int], causal: bool, mask: str | None) -> Limits:
+        """Under masks, whether a layer is causal is the mask's to say."""
+        names = tuple(self._layout.plan.masks)
+        if mask is not None and mask not in names:
+            raise ValueError(
+                f"mask is {mask!r}, expected one of {list(names)}: the names of masks= of hcp.plan"
+            )
+        left, right = window_of(window, causal and not names)
+        return Limits(left, right, (names.index(mask) if mask else 0) if names else -1)
+
+    def words_of(
+        self, comm_type: str, left: int, right: int, counts: tuple[int, int], mask: int = -1
+    ) -> Tensor:
+        """The schedule of a layer, as a compiler sees it. ``counts``: query and key-value heads.
+        ``mask``: which of the plan's."""
         if comm_type not in self._comm_types:
             raise ValueError(
                 f"comm_type is {comm_type!r}, expected one of {sorted(self._comm_types)}: "
                 "name every type in comm_types= of hcp.dispatch"
             )
-        words = self._words.get(_key_of(comm_type, left, right, counts))
+        limits = Limits(left, right, mask)
+        words = self._words.get(_key_of(comm_type, limits, counts))
         if words is None and torch.compiler.is_compiling():
             raise ValueError(
-                f"window_size is {(left, right)} and the heads are {counts} in a compiled layer, "
+                f"window_size is {limits[:2]} and the heads are {counts} in a compiled layer, "
                 "expected what was prepared: name the window in window_sizes= and, under "
                 f"{' or '.join(comm.CHOSEN)}, the heads in heads= of hcp.dispatch"
             )
-        return self._prepare(comm_type, left, right, counts) if words is None else words
+        return self._prepare(comm_type, limits, counts) if words is None else words
 
     def of_heads(self) -> Prepared:
         """The schedule that exchanges all rows for heads, whichever comm types layers name."""
-        return prepared_of(self._prepare(comm.A2A, *_FULL, (1, 1)))
+        return prepared_of(self._prepare(comm.A2A, self._limits(_FULL, False, None), (1, 1)))
 
     @property
     def choices(self) -> tuple[comm.CommChoice, ...]:
         """The group's choice for each comm type, mask and number of heads so far."""
         return tuple(dict.fromkeys(self._choices.values()))
 
-    def _prepare(self, comm_type: str, left: int, right: int, counts: tuple[int, int]) -> Tensor:
-        key = _key_of(comm_type, left, right, counts)
+    def _prepare(self, comm_type: str, limits: Limits, counts: tuple[int, int]) -> Tensor:
+        key = _key_of(comm_type, limits, counts)
         if key not in self._words:
             layout = self._layout
-            given = layout.plan, layout, comm_type, self._sizes, (left, right), counts
+            given = layout.plan, layout, comm_type, self._sizes, limits[:2], counts
             packed = self._transport.device.type == "cuda"
             choice = self._choices[key] = comm.choose(*given, packed)
-            self._words[key] = self._schedule(choice.used, choice.inner, left, right)
+            self._words[key] = self._schedule(choice.used, choice.inner, limits)
         return self._words[key]
 
-    def _schedule(self, comm_type: str, inner: int, left: int, right: int) -> Tensor:
+    def _schedule(self, comm_type: str, inner: int, limits: Limits) -> Tensor:
         layout = self._layout
         words = schedule_words(
             layout.plan,
@@ -128,10 +155,11 @@ class Schedules:
             layout.rank,
             comm_type,
             inner=inner,
-            window_size=(left, right),
+            window_size=limits[:2],
             transport_key=self._transport.key,
             step=self._step,
             callers=self._callers,
+            mask=limits.mask,
         )
         prepared = prepared_of(words)
         prepared.numbers = self._numbers
@@ -144,6 +172,6 @@ def _head_count(rows: Tensor) -> int:
     return rows.shape[1] if rows.dim() > 1 else 0
 
 
-def _key_of(comm_type: str, left: int, right: int, counts: tuple[int, int]) -> tuple[object, ...]:
+def _key_of(comm_type: str, limits: Limits, counts: tuple[int, int]) -> tuple[object, ...]:
     """The key of a layer's schedule among those of a plan."""
-    return (comm_type, left, right, *(counts if comm_type in comm.CHOSEN else ()))
+    return (comm_type, *limits, *(counts if comm_type in comm.CHOSEN else ()))

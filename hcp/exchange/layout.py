@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -83,6 +84,30 @@ def halo_rows(layout: Layout, before: int) -> Tensor:
     )
     halos = before * torch.tensor([*range(1, spans + 1), spans], device="cpu")
     return torch.arange(layout.rows, device="cpu") + halos.repeat_interleave(sizes)
+
+
+def positions_of(layout: Layout) -> Tensor:
+    """int64 (rows,): each row's position by the mask of its sequence; without one, its place."""
+    masks = next(iter(layout.plan.masks.values()), None)
+    if masks is None:
+        return layout.positions
+    positions = layout.positions.clone()
+    bounds = layout.cu_seqlens.tolist()
+    for sequence, (begin, end) in zip(layout.sequences, itertools.pairwise(bounds), strict=True):
+        runs = masks[sequence].runs
+        if runs is not None:
+            tokens, at = torch.tensor(runs, device="cpu").t().contiguous()
+            run = torch.searchsorted(tokens, positions[begin:end], right=True) - 1
+            positions[begin:end] += (at - tokens)[run]
+    return positions
+
+
+def position_count(layout: Layout) -> int:
+    """The number of positions that the group's sequences have at most."""
+    masks = next(iter(layout.plan.masks.values()), None)
+    if masks is None:
+        return max(layout.lengths, default=0)
+    return max((masks[sequence].end for sequence in layout.sequences), default=0)
 
 
 def ranks_with_rows(layout: Layout) -> list[int]:

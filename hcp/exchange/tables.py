@@ -203,7 +203,7 @@ class Schedule(_Table):
         """Rows that the entries' queries count in: the local rows, or those of all neighbours."""
         self.head_moves = self._head_moves()
         """None where rows stay."""
-        self.origin, self.callers = _tail_of(words)
+        self.origin, self.mask, self.callers = _tail_of(words)
 
     def _expect_sections(self) -> None:
         """Raise ValueError unless the sections lie inside the words, the sizes among them."""
@@ -323,26 +323,28 @@ def schedule_words(
     transport_key: int,
     step: int = 0,
     callers: Sequence[int] = (),
+    mask: int = -1,
 ) -> Tensor:
     """The schedule as one tensor, int64 (words,), which names itself (word 0, a serial number), the
-    transport it runs on (word 1), its callers and its origin (the last words). ``inner``: how many
+    transport it runs on (word 1), its callers, mask and origin (last). ``inner``: how many
     neighbours exchange rows for heads, a divisor of the degree, for "a2a+p2p". ``window_size``:
     FlashAttention's; (-1, 0) is causal. ``step``: see ``Origin``. ``callers``: the ranks that make
-    its calls, where they are to compare them beyond those that exchange rows."""
-    table = plan.core.schedule(micro_batch, rank, comm_type, inner, *window_size, STAGE_ROWS)
+    its calls, where they are to compare them beyond those that exchange rows. ``mask``: which of
+    the plan's, -1 in a plan without."""
+    table = plan.core.schedule(micro_batch, rank, comm_type, inner, *window_size, STAGE_ROWS, mask)
     origin = struct.unpack("<3q", struct.pack("<Q2q", plan.checksum, step, micro_batch))
-    tail = torch.tensor([*callers, len(callers), *origin], dtype=torch.int64, device="cpu")
+    tail = torch.tensor([*callers, len(callers), mask, *origin], dtype=torch.int64, device="cpu")
     words = torch.cat([tensor_of(table, torch.int64), tail])
     words[0] = next(_serials)
     words[1] = transport_key
     return rows_may_vary(words)
 
 
-def _tail_of(words: Tensor) -> tuple[Origin, tuple[int, ...]]:
-    """Origin and callers."""
-    first = len(words) - len(Origin._fields) - 1
-    count, checksum, step, micro_batch = words[first:].tolist()
+def _tail_of(words: Tensor) -> tuple[Origin, int, tuple[int, ...]]:
+    """Origin, mask and callers."""
+    first = len(words) - len(Origin._fields) - 2
+    count, mask, checksum, step, micro_batch = words[first:].tolist()
     if not 0 <= count <= first:
         raise ValueError(f"words names {count} callers in {len(words)} items, expected a schedule")
     callers = tuple(words[first - count : first].tolist())
-    return Origin(checksum % 2**64, step, micro_batch), callers
+    return Origin(checksum % 2**64, step, micro_batch), mask, callers

@@ -103,6 +103,8 @@ def core_attn(
             options = _own(attn_mod, given, qkv_format, comm_type)
         out: Tensor = cp.attention(*rows, **options)
         return formats.from_rows(out, batch, qkv_format).flatten(-2)
+    with calls.checking("core_attn"):
+        _expect_no_masks(cp, attn_mod)
     if not hasattr(attn_mod, "set_context_parallel_group"):
         return _whole(cp, calls, attn_mod, query, key, value, given, qkv_format, packed_class)
     with _lent(cp, calls, attn_mod, cp_group, comm_type or default_comm_type):
@@ -112,6 +114,14 @@ def core_attn(
             given["packed_seq_params"] = packed_seq_params(cp, packed_class, cp_group)
         given_out: Tensor = attn_mod(query, key, value, **given)
         return given_out.flatten(2 if qkv_format == "sbhd" else 1)
+
+
+def _expect_no_masks(cp: Handler, attn_mod: Any) -> None:
+    if cp.layout.plan.masks:
+        raise ValueError(
+            f"the plan has masks, which {type(attn_mod).__name__} does not take, expected "
+            "hcp.CoreAttention in its place"
+        )
 
 
 # ---- hcp's own -----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cached_property
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from hcp import _core
@@ -23,6 +24,7 @@ from hcp.planning.limits import (
     Limits,
     MemoryModel,
 )
+from hcp.planning.mask import Masks, MasksLike, masks_from, masks_of, packed, plain_masks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,8 +47,13 @@ class Plan:
     It is made by :func:`plan` or :meth:`from_dict`. ``core`` is the C core's value.
     """
 
-    def __init__(self, core: _core.Plan) -> None:
+    def __init__(self, core: _core.Plan, masks: Masks | None = None) -> None:
         self.core = core
+        self.masks: Masks = masks or {}
+        """The masks of all sequences, by name; the first is that of layers that name none. Empty:
+        each layer has its causal mask and window."""
+        if self.masks:
+            core.set_masks([packed(each) for each in self.masks.values()])
         self.planning_seconds: float | None = None
         """Seconds that :func:`plan` took; None for a plan that came from data."""
 
@@ -101,10 +108,29 @@ class Plan:
         near a plan is to the best one."""
         return self.work / (self.ranks * self.makespan) if self.makespan else 1.0
 
-    @property
+    @cached_property
     def checksum(self) -> int:
-        """A hash of the whole plan, 64 bits."""
-        return self.core.checksum
+        """A hash of the whole plan, masks included, 64 bits."""
+        if not self.masks:
+            return self.core.checksum
+        digest = blake2b(self.core.checksum.to_bytes(8, "little"), digest_size=8)
+        for name, masks in self.masks.items():
+            digest.update(f"{name} {len(masks)} ".encode())
+            digest.update(b"".join(mask.checksum.to_bytes(8, "little") for mask in masks))
+        return int.from_bytes(digest.digest(), "little")
+
+    def with_masks(self, masks: MasksLike) -> Plan:
+        """Return a plan of the same groups with these masks, as :func:`plan` takes them, in place
+        of its own. Its times stay those that it was planned by."""
+        data = {name: entry for name, entry in self.to_dict().items() if name != "masks"}
+        return Plan.from_dict(data)._masked(masks)
+
+    def _masked(self, masks: MasksLike | None) -> Plan:
+        if masks is None:
+            return self
+        made = Plan(self.core, masks_of(masks, self.lengths))
+        made.planning_seconds = self.planning_seconds
+        return made
 
     @property
     def sync(self) -> str:
@@ -193,6 +219,7 @@ class Plan:
                 }
                 for groups in self.micro_batches
             ],
+            **({"masks": plain_masks(self.masks)} if self.masks else {}),
         }
 
     @classmethod
@@ -229,7 +256,7 @@ class Plan:
             # The core counts groups through all micro-batches.
             said = re.sub(r"^groups\[(\d+)\](?! is )", lambda m: places[int(m[1])], str(error))
             raise ValueError(said) from None
-        return cls(core)
+        return cls(core)._masked(masks_from(data.get("masks")))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Plan.from_dict, (self.to_dict(),)
@@ -262,7 +289,7 @@ REQUIRED = ("lengths", "ranks", "max_tokens_per_rank", "micro_batches")
 def expect_data(data: Any) -> None:
     """Raise ValueError unless this is the plain data of a plan: complete, of the right types, and
     nothing else. The rules of plans are not checked here."""
-    expect_names("", data, REQUIRED, (*LIMITS, "cost"))
+    expect_names("", data, REQUIRED, (*LIMITS, "cost", "masks"))
     for name in ("ranks", "max_tokens_per_rank"):
         expect_size(name, data[name])
     for name in SIZES:
@@ -359,6 +386,7 @@ def plan(
     speeds: Sequence[float] | None = None,
     cost: CostModel | None = None,
     effort: int = 1,
+    masks: MasksLike | None = None,
 ) -> Plan:
     """Assign sequences to ranks: packing, CP degree and placement of each.
 
@@ -379,13 +407,16 @@ def plan(
     ``max_degrees``: degrees of each sequence, in addition to ``min_degree`` and ``max_degree``.
     ``speeds``: the speed of each rank, in any unit; ``cost`` is that of the fastest.
 
+    ``masks``: a :class:`Mask` of each sequence, None for a causal one; or several by name, for
+    layers of several kinds: the first is that of layers that name none. They travel with the plan.
+
     The function is pure: equal arguments give the same plan, bit for bit, on every rank. Raises
     ValueError for an argument out of its range, and for a sequence that no allowed degree can hold.
     """
     limits = Limits.among(locals())
     begun = time.perf_counter()
     request = _request(lengths, limits, cost)
-    made = Plan(_core.create_plan(**request, effort=effort))
+    made = Plan(_core.create_plan(**request, effort=effort))._masked(masks)
     made.planning_seconds = time.perf_counter() - begun
     return made
 

@@ -23,6 +23,7 @@ from hcp.exchange.agreement import Kind, Stamp
 from hcp.exchange.layout import rows_may_vary
 from hcp.exchange.tables import Route
 from hcp.exchange.transport import Transport, rows_of
+from hcp.planning.mask import Mask, MasksLike
 from hcp.planning.plan import Plan
 from hcp.step.handler import ContextParallelHandler
 from hcp.step.loss import LossTokens
@@ -118,6 +119,29 @@ def gather_lengths(
         lengths.extend(own)
         sources.extend([rank] * len(own))
     return lengths, sources, loaded
+
+
+def gather_masks(masks: Sequence[Mask | None], groups: Groups) -> list[Mask | None]:
+    """Gather the masks of the whole global batch, in the order of :func:`gather_lengths`.
+
+    ``masks``: of this rank's samples, None for a causal one. Every rank of the domain calls it.
+    """
+
+    def prepare() -> bytes:
+        for i, mask in enumerate(masks):
+            if mask is not None and not isinstance(mask, Mask):
+                raise ValueError(f"masks[{i}] is {mask!r:.60}, expected a Mask or None")
+        different = list(dict.fromkeys(mask for mask in masks if mask is not None))
+        index = {mask: i for i, mask in enumerate(different)}
+        own = [None if mask is None else index[mask] for mask in masks]
+        return json.dumps([[mask.to_dict() for mask in different], own]).encode()
+
+    gathered: list[Mask | None] = []
+    for message in share(groups.transport, prepare, "hcp.gather_masks"):
+        plain, own = json.loads(message)
+        different = [Mask.from_dict(each) for each in plain]
+        gathered += [None if i is None else different[i] for i in own]
+    return gathered
 
 
 def _length(sample: Sample, i: int) -> int:
@@ -323,6 +347,7 @@ def dispatch(
     loss_mask: str = "loss_mask",
     handler_cls: type[ContextParallelHandler] = ContextParallelHandler,
     stamp_call_sites: bool = False,
+    masks: MasksLike | None = None,
 ) -> Step:
     """Move all rows of a global batch, once, to where the plan computes them.
 
@@ -340,6 +365,8 @@ def dispatch(
     ``loss_mask``: the field whose sum over the whole batch is its number of loss tokens.
     ``stamp_call_sites``: ranks also compare where in the trainer's source they call attention, to
     find those that call layers of one kind in different orders.
+    ``masks``: of all sequences, as :func:`hcp.plan` takes them, in place of the plan's own; the
+    same on every rank (:func:`gather_masks`).
 
     Every rank of the domain calls it. Before any row moves, ranks compare their plans, sources and
     fields; what differs or fails on one rank is an error on all of them. The first call on GPUs
@@ -355,6 +382,8 @@ def dispatch(
     step = next(transport.steps)
 
     def prepare() -> bytes:
+        nonlocal plan
+        plan = plan if masks is None else plan.with_masks(masks)
         _check_layers(window_sizes, heads)
         message = _announce(plan, samples, sources, transport, comm_types, sizes, loss_mask, step)
         handlers.extend(

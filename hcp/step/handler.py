@@ -22,7 +22,15 @@ from hcp.attention.schedules import Schedules
 from hcp.attention.whole_sequences import WholeSequences
 from hcp.exchange.agreement import LayerName, refuse_transforms
 from hcp.exchange.calls import Calls, call_site
-from hcp.exchange.layout import Layout, halo_rows, rows_in_whole, rows_may_vary, whole_cu_seqlens
+from hcp.exchange.layout import (
+    Layout,
+    halo_rows,
+    position_count,
+    positions_of,
+    rows_in_whole,
+    rows_may_vary,
+    whole_cu_seqlens,
+)
 from hcp.exchange.routes import Routes
 from hcp.exchange.row_calls import RowCalls
 from hcp.exchange.tables import Origin
@@ -77,6 +85,11 @@ class ContextParallelHandler(OfThisProcess):
         LossTokens. ``step``: the number of the step, the same on all ranks, which compare it in
         every exchange. ``stamp_call_sites``: also compare where in the trainer's source each call
         is made, for finding ranks that make calls of one kind in different orders."""
+        if plan.masks and type(self).attention is not ContextParallelHandler.attention:
+            raise ValueError(
+                f"the plan has masks, which the attention of {type(self).__name__} does not take, "
+                "expected a backend whose keys hcp moves, such as 'auto' or 'torch'"
+            )
         layout = Layout(plan, micro_batch, transport.rank)
         self.plan = plan
         self.layout = layout
@@ -91,14 +104,17 @@ class ContextParallelHandler(OfThisProcess):
         """Ranks that compute these sequences; 0 where this rank has none."""
         self.cu_seqlens = layout.cu_seqlens.to(transport.device)
         """int32 (sequences + 1,): local rows of each sequence, summed."""
-        self.position_ids = rows_may_vary(layout.positions.to(transport.device, non_blocking=True))
-        """int64 (T,): each row's place in its sequence; 0 in padding."""
+        positions = positions_of(layout).to(transport.device, non_blocking=True)
+        self.position_ids = rows_may_vary(positions)
+        """int64 (T,): each row's position: its place in its sequence, or what the sequence's mask
+        says; 0 in padding."""
         whole = whole_cu_seqlens(layout)
         self.whole_cu_seqlens = whole.to(transport.device)
         """int32 (sequences + 1,): tokens of each sequence, summed: the rows of sequence_to_head.
         Under ``alignment``, each rank's padding follows, as sequences of their own."""
         self.max_seqlen = max(layout.lengths, default=0)
         """Tokens of the longest sequence, 0 on a rank without rows."""
+        self._position_count = position_count(layout)
         if not isinstance(loss_tokens, LossTokens):
             loss_tokens = LossTokens(loss_tokens)
         self._loss_tokens = loss_tokens
@@ -177,6 +193,7 @@ class ContextParallelHandler(OfThisProcess):
         qkv_format: str = ...,
         rotary_pos_emb: Tensor | rope.Rotary | None = ...,
         layer: LayerName = ...,
+        mask: str | None = ...,
         expand: latent.Expand | None = ...,
         parameters: Sequence[Tensor] | None = ...,
     ) -> Tensor: ...
@@ -199,6 +216,7 @@ class ContextParallelHandler(OfThisProcess):
         qkv_format: str = ...,
         rotary_pos_emb: Tensor | rope.Rotary | None = ...,
         layer: LayerName = ...,
+        mask: str | None = ...,
         expand: latent.Expand | None = ...,
         parameters: Sequence[Tensor] | None = ...,
     ) -> tuple[Tensor, Tensor]: ...
@@ -220,6 +238,7 @@ class ContextParallelHandler(OfThisProcess):
         qkv_format: str = "thd",
         rotary_pos_emb: Tensor | rope.Rotary | None = None,
         layer: LayerName = None,
+        mask: str | None = None,
         expand: latent.Expand | None = None,
         parameters: Sequence[Tensor] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -255,6 +274,9 @@ class ContextParallelHandler(OfThisProcess):
         ranks call in different orders are an error, as calls of different kinds are without it. A
         compiled layer's is not compared.
 
+        ``mask``: the name of one of the plan's masks (default: the first), in a plan that has some.
+        It says what tokens see, in place of ``causal``; ``window_size`` is a limit in addition.
+
         Under ``torch.autocast`` query, key and value are cast to its dtype first (float64 is not),
         as for PyTorch's scaled_dot_product_attention, after they are rotated.
 
@@ -288,7 +310,7 @@ class ContextParallelHandler(OfThisProcess):
                 )
             if type(window_size) is not tuple or {*map(type, window_size)} != {int}:  # it is a key
                 window_size = window_of(window_size, False)
-            options = comm_type, causal, window_size, softmax_scale, softcap, dropout_p
+            options = comm_type, causal, window_size, softmax_scale, softcap, dropout_p, mask
             asked = *options, query.shape[1:], key.shape[1:], expand is not None
             known = self._layers.get(asked) if number else None
             how = (
@@ -444,13 +466,13 @@ class ContextParallelHandler(OfThisProcess):
     # ---- rotary embedding ----
 
     def get_rotary_seq_len(self) -> int:
-        """Positions that a table of rotary frequencies must have: tokens of the longest sequence, 0
-        on a rank without rows."""
-        return self.max_seqlen
+        """Positions that a table of rotary frequencies must have: tokens of the longest sequence,
+        or what masks say; 0 on a rank without rows."""
+        return self._position_count
 
     def get_emb_on_this_cp_rank(self, emb: Tensor) -> Tensor:
         """Take the rows of a table (positions, ...) at this rank's positions: (T, ...)."""
-        rope.check_positions("emb", emb, self.max_seqlen)
+        rope.check_positions("emb", emb, self._position_count)
         return emb[self.position_ids]
 
     def rotary(
@@ -477,7 +499,7 @@ class ContextParallelHandler(OfThisProcess):
         R / 2 frequencies follows. Dispatch them as a field of the samples.
         """
         if positions is None:
-            rope.check_positions("freqs", freqs, self.max_seqlen)
+            rope.check_positions("freqs", freqs, self._position_count)
             positions = self.position_ids
         elif positions.shape[0] != self.rows:
             raise ValueError(

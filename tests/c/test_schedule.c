@@ -382,10 +382,10 @@ static void run(const hcp_plan *plan, int32_t m, hcp_comm_type type, int32_t wis
 
 /* Half of them have no window, and windows are of all sizes. */
 static hcp_mask draw_mask(void) {
-  if (draw(0, 1)) return (hcp_mask){-1, draw(-1, 0)};
+  if (draw(0, 1)) return (hcp_mask){-1, draw(-1, 0), 0};
   int32_t longest = draw(0, 1) ? 5 : 200;
   int32_t left = draw(-1, longest), right = draw(0, 1) ? 0 : draw(-1, longest);
-  return (hcp_mask){left, right};
+  return (hcp_mask){left, right, 0};
 }
 
 static void every_query_meets_every_key_it_sees_once(void) {
@@ -461,7 +461,7 @@ static void check_cut(const int64_t *lengths, int32_t n, hcp_mask mask, int64_t 
 }
 
 static void keys_come_in_stages_of_whole_sequences(void) {
-  const hcp_mask full = {-1, -1}, narrow = {1, 0};
+  const hcp_mask full = {-1, -1, 0}, narrow = {1, 0, 0};
   const int64_t equal[] = {8, 8, 8, 8, 8, 8, 8, 8}, falling[] = {32, 16, 8, 4};
   check_cut(equal, 8, full, 16, (const int64_t[]){32, 8, 8, 8, 8}, 5);
   check_cut(equal, 8, full, 1, (const int64_t[]){32, 8, 8, 8, 8}, 5);
@@ -480,7 +480,7 @@ static void stages_share_no_segment(void) {
   const hcp_limits limits = draw_limits(3, 3, 3, 512);
   const hcp_group group = {0, 3, 0, 4};
   const int32_t order[] = {0, 1, 2, 3};
-  const hcp_mask mask = {6, 0};
+  const hcp_mask mask = {6, 0, 0};
   hcp_plan *plan = NULL;
   CHECK_INT(hcp_plan_create_from(lengths, 4, &limits, &(hcp_cost){.pair = 1},
                                  &(hcp_micro_batch){0, 1}, 1, &group, 1, order, &plan, NULL),
@@ -493,7 +493,7 @@ static void stages_share_no_segment(void) {
 static void bad_requests_are_refused(void) {
   const int64_t length = 9;
   const hcp_limits limits = draw_limits(2, 2, 2, 8);
-  const hcp_mask causal = {-1, 0};
+  const hcp_mask causal = {-1, 0, 0};
   hcp_plan *plan = NULL;
   hcp_table *schedule = NULL;
   hcp_error err;

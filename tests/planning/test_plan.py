@@ -422,7 +422,7 @@ def test_limits_are_the_arguments_of_a_plan_and_what_the_core_takes() -> None:
     assert {name: asked[name] for name in own if name in asked} == {
         name: p for name, p in own.items() if name != "slowness"
     }
-    assert asked.keys() - own.keys() == {"lengths", "cost", "effort"}
+    assert asked.keys() - own.keys() == {"lengths", "cost", "effort", "masks"}
     limits = Limits(ranks=4, max_tokens_per_rank=9)
     assert len(limits.numbers()) == len(_core.LIMITS)
     assert len(limits.lists()) == len(_core.LIMIT_LISTS)

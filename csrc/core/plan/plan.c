@@ -147,7 +147,7 @@ static hcp_status check_draft(const hcp__draft *draft, const hcp__problem *p, ch
 
 /* ---- the value ---- */
 
-static uint64_t mix(uint64_t sum, const void *data, size_t bytes) {
+uint64_t hcp__mix(uint64_t sum, const void *data, size_t bytes) {
   const unsigned char *at = data;
   for (size_t i = 0; i < bytes; i++) sum = (sum ^ at[i]) * 0x100000001b3u; /* FNV-1a */
   return sum;
@@ -156,9 +156,9 @@ static uint64_t mix(uint64_t sum, const void *data, size_t bytes) {
 static uint64_t mix_times(uint64_t sum, const hcp_times *times) {
   if (times == NULL) return sum;
   size_t rows = (size_t)times->length_count, columns = (size_t)times->degree_count;
-  sum = mix(sum, times->lengths, rows * sizeof *times->lengths);
-  sum = mix(sum, times->degrees, columns * sizeof *times->degrees);
-  return mix(sum, times->times, rows * columns * sizeof *times->times);
+  sum = hcp__mix(sum, times->lengths, rows * sizeof *times->lengths);
+  sum = hcp__mix(sum, times->degrees, columns * sizeof *times->degrees);
+  return hcp__mix(sum, times->times, rows * columns * sizeof *times->times);
 }
 
 static size_t bytes_if(const int32_t *values, int32_t n) {
@@ -167,7 +167,7 @@ static size_t bytes_if(const int32_t *values, int32_t n) {
 
 /* The lists among the limits. */
 static uint64_t mix_lists(uint64_t sum, const hcp_limits *limits, int32_t n) {
-#define MIX(name, count) sum = mix(sum, limits->name, bytes_if(limits->name, count));
+#define MIX(name, count) sum = hcp__mix(sum, limits->name, bytes_if(limits->name, count));
   HCP_LIMIT_LISTS(MIX)
 #undef MIX
   return sum;
@@ -182,14 +182,14 @@ static uint64_t checksum(const hcp_plan *plan) {
 #undef NUMBER
 #undef IS_LIST
 #undef PRICE
-  uint64_t sum = mix(0xcbf29ce484222325u, head, sizeof head);
+  uint64_t sum = hcp__mix(0xcbf29ce484222325u, head, sizeof head);
   sum = mix_times(sum, plan->cost.times);
   sum = mix_lists(sum, &plan->limits, plan->n);
-  sum = mix(sum, plan->lengths, (size_t)plan->n * sizeof *plan->lengths);
-  sum =
-      mix(sum, plan->micro_batches, (size_t)plan->micro_batch_count * sizeof *plan->micro_batches);
-  sum = mix(sum, plan->groups, (size_t)plan->group_count * sizeof *plan->groups);
-  return mix(sum, plan->sequences, (size_t)plan->n * sizeof *plan->sequences);
+  sum = hcp__mix(sum, plan->lengths, (size_t)plan->n * sizeof *plan->lengths);
+  sum = hcp__mix(sum, plan->micro_batches,
+                 (size_t)plan->micro_batch_count * sizeof *plan->micro_batches);
+  sum = hcp__mix(sum, plan->groups, (size_t)plan->group_count * sizeof *plan->groups);
+  return hcp__mix(sum, plan->sequences, (size_t)plan->n * sizeof *plan->sequences);
 }
 
 static size_t times_bytes(const hcp_times *times) {
@@ -359,4 +359,7 @@ fail_seen:
   return status;
 }
 
-void hcp_plan_destroy(hcp_plan *plan) { free(plan); }
+void hcp_plan_destroy(hcp_plan *plan) {
+  if (plan != NULL) hcp__masks_release(plan);
+  free(plan);
+}

@@ -239,6 +239,22 @@ typedef struct hcp_micro_batch {
   int32_t groups;
 } hcp_micro_batch;
 
+/* Pairs of a query and a key of one sequence: those of queries [query_begin, query_end) and
+ * keys [key_begin, key_end) with low <= key - query <= high. */
+typedef struct hcp_slice {
+  int64_t query_begin, query_end;
+  int64_t key_begin, key_end;
+  int64_t low, high;
+} hcp_slice;
+
+/* A mask of each of n sequences. That of sequence i is the slices from first[i] up to
+ * first[i + 1]. They ascend by their first query and have no pair in common. A query that
+ * is in none sees nothing. */
+typedef struct hcp_masks {
+  const int64_t *first; /* n + 1 */
+  const hcp_slice *slices;
+} hcp_masks;
+
 typedef struct hcp_plan {
   hcp_limits limits;
   hcp_cost cost;
@@ -253,6 +269,9 @@ typedef struct hcp_plan {
   int64_t bound;                        /* no plan under this cost is faster */
   int64_t work;                         /* rank-time of all sequences at degree 1 */
   uint64_t checksum;                    /* of the request and of what was decided */
+  int32_t mask_count;                   /* 0: each layer's causal mask and window */
+  const hcp_masks *masks;               /* mask_count: for layers of several kinds */
+  const struct hcp__cut *const *cuts;   /* n, NULL without masks; NULL for zigzag */
 } hcp_plan;
 
 /* Rows of the fullest rank when degree ranks share length tokens zigzag.
@@ -293,6 +312,16 @@ hcp_status hcp_plan_create_from(const int64_t *lengths, int32_t n, const hcp_lim
                                 int32_t micro_batch_count, const hcp_group *groups,
                                 int32_t group_count, const int32_t *sequences, hcp_plan **plan,
                                 hcp_error *err);
+
+/* Give a plan masks, each of all its sequences, as the last step of its creation: nobody else
+ * has the plan yet, and it has none. Its checksum becomes one of them too. *masks is copied.
+ *
+ * Where zigzag would give the ranks of a group unequal numbers of pairs, under all masks
+ * together, the sequence gets a cut of its own, in which every rank has as many rows as under
+ * zigzag. HCP_INVALID for a slice outside its sequence, and for sequences of 2^28 tokens or
+ * more. mask_count is 1 to 64. After a failure the plan is as it was. */
+hcp_status hcp_plan_set_masks(hcp_plan *plan, const hcp_masks *masks, int32_t mask_count,
+                              hcp_error *err);
 
 void hcp_plan_destroy(hcp_plan *plan);
 
@@ -417,9 +446,11 @@ const char *hcp_comm_type_name(hcp_comm_type type);
 
 /* Which keys of its sequence a query sees, as in FlashAttention: query i
  * sees key j when i - left <= j <= i + right. Negative: no limit on that side.
- * Causal is right = 0. */
+ * Causal is right = 0. In a plan with masks, both are limits in addition to the
+ * mask with this index; elsewhere index is not read. */
 typedef struct hcp_mask {
   int64_t left, right;
+  int32_t index;
 } hcp_mask;
 
 /* The stages of a schedule are steps of attention, and no stages of a pipeline. Stage 0
@@ -511,7 +542,11 @@ enum { HCP_SCHEDULE_GATHERS_MAX = 4 };
  * ones come while these are computed. A stage has whole sequences, with
  * stage_rows tokens or more in all (of a sequence only as many as windows let
  * ranks fetch), stage_rows >= 1; with fewer than twice as many there is one stage.
- * All ranks of a group name the same stage_rows, and get as many stages. */
+ * All ranks of a group name the same stage_rows, and get as many stages.
+ *
+ * In a plan with masks, entries are the parts of slices that lie here; a query may have
+ * none. P2P sends to one rank a stage, and like ALL_GATHER just the rows that are seen
+ * there. HCP_INVALID for A2A_P2P. */
 hcp_status hcp_schedule_create(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
                                hcp_comm_type comm_type, int32_t inner, const hcp_mask *mask,
                                int64_t stage_rows, hcp_table **schedule, hcp_error *err);

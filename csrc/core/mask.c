@@ -1,0 +1,115 @@
+/* mask.c - what masks add to a plan: a copy of them, and the cuts that follow. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "internal.h"
+
+/* Sums over all masks of a sequence's pairs stay far below 2^63. */
+enum { MASKS_MAX = 64 };
+#define MASKED_LENGTH_MAX ((int64_t)1 << 28)
+
+static hcp_status check_slice(const hcp_slice *x, int64_t length, int32_t mask, int32_t sequence,
+                              hcp_error *err) {
+  if (x->query_begin >= 0 && x->query_begin < x->query_end && x->query_end <= length &&
+      x->key_begin >= 0 && x->key_begin < x->key_end && x->key_end <= length)
+    return HCP_OK;
+  return hcp__fail(err, HCP_INVALID,
+                   "masks[%d] has queries %lld to %lld and keys %lld to %lld of sequence %d, "
+                   "expected parts of its %lld tokens",
+                   mask, (long long)x->query_begin, (long long)x->query_end,
+                   (long long)x->key_begin, (long long)x->key_end, sequence, (long long)length);
+}
+
+static hcp_status check(const hcp_plan *plan, const hcp_masks *masks, int32_t count,
+                        hcp_error *err) {
+  if (count < 1 || count > MASKS_MAX)
+    return hcp__fail(err, HCP_INVALID, "mask_count is %d, expected 1 to %d", count, MASKS_MAX);
+  if (plan->mask_count > 0)
+    return hcp__fail(err, HCP_INVALID, "the plan has %d masks already, expected none",
+                     plan->mask_count);
+  for (int32_t i = 0; i < plan->n; i++)
+    if (plan->lengths[i] >= MASKED_LENGTH_MAX)
+      return hcp__fail(err, HCP_INVALID, "lengths[%d] is %lld, expected < 2^28 under masks", i,
+                       (long long)plan->lengths[i]);
+  for (int32_t m = 0; m < count; m++)
+    for (int32_t i = 0; i < plan->n; i++)
+      for (int64_t s = masks[m].first[i]; s < masks[m].first[i + 1]; s++) {
+        const hcp_slice *x = &masks[m].slices[s];
+        hcp_status status = check_slice(x, plan->lengths[i], m, i, err);
+        if (status != HCP_OK) return status;
+        if (s > masks[m].first[i] && x[-1].query_begin > x->query_begin)
+          return hcp__fail(err, HCP_INVALID,
+                           "masks[%d] has slices of sequence %d that do not ascend by their "
+                           "queries, expected that they do",
+                           m, i);
+      }
+  return HCP_OK;
+}
+
+/* One allocation: the masks, then the arrays of each. */
+static hcp_masks *copy_of(const hcp_masks *masks, int32_t count, int32_t n) {
+  size_t firsts = (size_t)n + 1, bytes = (size_t)count * sizeof *masks;
+  for (int32_t m = 0; m < count; m++)
+    bytes += firsts * sizeof(int64_t) + (size_t)masks[m].first[n] * sizeof(hcp_slice);
+  hcp_masks *made = malloc(bytes);
+  if (made == NULL) return NULL;
+  char *at = (char *)(made + count);
+  for (int32_t m = 0; m < count; m++) {
+    size_t slices = (size_t)masks[m].first[n];
+    memcpy(at, masks[m].first, firsts * sizeof(int64_t));
+    made[m].first = (int64_t *)(uintptr_t)at;
+    at += firsts * sizeof(int64_t);
+    if (slices > 0) memcpy(at, masks[m].slices, slices * sizeof(hcp_slice));
+    made[m].slices = (hcp_slice *)(uintptr_t)at;
+    at += slices * sizeof(hcp_slice);
+  }
+  return made;
+}
+
+static int make_cuts(const hcp_plan *plan, hcp__cut **cuts) {
+  for (int32_t g = 0; g < plan->group_count; g++) {
+    const hcp_group *group = &plan->groups[g];
+    for (int32_t s = 0; s < group->sequences && group->degree > 1; s++) {
+      int32_t sequence = plan->sequences[group->first_sequence + s];
+      if (!hcp__cut_balanced(plan, sequence, group->degree, &cuts[sequence])) return 0;
+    }
+  }
+  return 1;
+}
+
+static uint64_t checksum_with_masks(const hcp_plan *plan) {
+  const int64_t count = plan->mask_count;
+  uint64_t sum = hcp__mix(plan->checksum, &count, sizeof count);
+  for (int32_t m = 0; m < plan->mask_count; m++) {
+    const hcp_masks *masks = &plan->masks[m];
+    sum = hcp__mix(sum, masks->first, ((size_t)plan->n + 1) * sizeof *masks->first);
+    sum = hcp__mix(sum, masks->slices, (size_t)masks->first[plan->n] * sizeof *masks->slices);
+  }
+  return sum;
+}
+
+void hcp__masks_release(hcp_plan *plan) {
+  for (int32_t i = 0; plan->cuts != NULL && i < plan->n; i++)
+    free((void *)(uintptr_t)plan->cuts[i]);
+  free((void *)(uintptr_t)plan->cuts);
+  free((void *)(uintptr_t)plan->masks);
+  plan->cuts = NULL;
+  plan->masks = NULL;
+  plan->mask_count = 0;
+}
+
+hcp_status hcp_plan_set_masks(hcp_plan *plan, const hcp_masks *masks, int32_t mask_count,
+                              hcp_error *err) {
+  hcp_status status = check(plan, masks, mask_count, err);
+  if (status != HCP_OK) return status;
+  hcp__cut **cuts = calloc((size_t)plan->n + 1, sizeof *cuts);
+  plan->masks = copy_of(masks, mask_count, plan->n);
+  plan->cuts = (const hcp__cut *const *)cuts;
+  plan->mask_count = mask_count;
+  if (cuts == NULL || plan->masks == NULL || !make_cuts(plan, cuts)) {
+    hcp__masks_release(plan);
+    return hcp__fail(err, HCP_NO_MEMORY, "out of memory for the masks of a plan");
+  }
+  plan->checksum = checksum_with_masks(plan);
+  return HCP_OK;
+}

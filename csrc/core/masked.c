@@ -1,0 +1,658 @@
+/* masked.c - the steps of one attention layer on one rank, in a plan with masks.
+ *
+ * A place of the group holds pieces of each sequence (see hcp__cut). Its queries see, of
+ * every slice, keys that are consecutive tokens for each piece: its needs. Of these, other
+ * places send what they hold. A part of a slice, for a piece of queries and consecutive
+ * keys, is a block, whose band is that of the slice. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "internal.h"
+
+/* Scratch lists after the sections.
+ *   NEEDS   (first token, end): what a place sees of a sequence
+ *   SEEN    (token, rows, place, its row of the sequence): of a stage
+ *   KEYS    (token, rows, key row): the same as a stage's keys, joined */
+enum { NEEDS = HCP_SCHEDULE_SECTION_COUNT, SEEN, KEYS, LIST_COUNT };
+_Static_assert(LIST_COUNT <= HCP__LISTS_MAX, "a table has room for every list");
+
+static const int32_t widths[LIST_COUNT] = {
+#define WIDTH(name, width) width,
+    HCP_SCHEDULE_SECTIONS(WIDTH)
+#undef WIDTH
+        2,
+    4, 3};
+
+typedef struct builder {
+  const hcp_plan *plan;
+  const hcp_group *group;
+  const hcp_masks *masks;
+  int32_t ranks;  /* of the group */
+  int32_t degree; /* places: its ranks, or one under A2A */
+  int32_t j;      /* this rank's place */
+  hcp_mask limits;
+  int64_t stage_rows;
+  hcp__lists lists;
+  hcp__cut **cuts;   /* sequences of the group: who holds what */
+  int64_t *needs;    /* sequences * places + 1: the first of NEEDS of each */
+  int64_t *wire;     /* places: where the next row of each lies on the wire */
+  int64_t *base;     /* places: where the present sequence starts among each one's rows */
+  int64_t *home;     /* places: where the gradient of the next row of each travels */
+  int64_t home_sent, home_received;
+} builder;
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+static int32_t sequence_of(const builder *b, int32_t s) {
+  return b->plan->sequences[b->group->first_sequence + s];
+}
+
+static int64_t length_of(const builder *b, int32_t s) {
+  return b->plan->lengths[sequence_of(b, s)];
+}
+
+static int32_t pieces_of(const builder *b, int32_t s, int32_t k, const hcp__piece **pieces) {
+  *pieces = b->cuts[s]->pieces + b->cuts[s]->first[k];
+  return b->cuts[s]->first[k + 1] - b->cuts[s]->first[k];
+}
+
+/* Rows of place k that are tokens before end. */
+static int64_t rows_before(const builder *b, int32_t s, int32_t k, int64_t end) {
+  const hcp__piece *pieces;
+  int32_t n = pieces_of(b, s, k, &pieces);
+  int64_t rows = 0;
+  for (int32_t p = 0; p < n && pieces[p].start < end; p++)
+    rows += least(pieces[p].rows, end - pieces[p].start);
+  return rows;
+}
+
+static int64_t rows_of(const builder *b, int32_t s, int32_t k) {
+  return rows_before(b, s, k, length_of(b, s));
+}
+
+/* Slices of a sequence; slice_at gives each with the layer's limits. */
+static int64_t slice_count(const builder *b, int32_t s) {
+  int32_t sequence = sequence_of(b, s);
+  return b->masks->first[sequence + 1] - b->masks->first[sequence];
+}
+
+static hcp_slice slice_at(const builder *b, int32_t s, int64_t i) {
+  hcp_slice x = b->masks->slices[b->masks->first[sequence_of(b, s)] + i];
+  x.low = most(x.low, -b->limits.left);
+  x.high = least(x.high, b->limits.right);
+  return x;
+}
+
+/* ---- blocks ---- */
+
+/* What is left of a slice for queries and keys of two ranges: each query sees a key and each
+ * key is seen. 0: nothing. */
+static int narrow(hcp_slice *x, int64_t query_begin, int64_t query_end, int64_t key_begin,
+                  int64_t key_end) {
+  x->query_begin = most(x->query_begin, query_begin);
+  x->query_end = least(x->query_end, query_end);
+  x->key_begin = most(x->key_begin, key_begin);
+  x->key_end = least(x->key_end, key_end);
+  if (x->low > x->high) return 0;
+  x->query_begin = most(x->query_begin, x->key_begin - x->high);
+  x->query_end = least(x->query_end, x->key_end - x->low);
+  x->key_begin = most(x->key_begin, x->query_begin + x->low);
+  x->key_end = least(x->key_end, x->query_end + x->high);
+  return x->query_begin < x->query_end && x->key_begin < x->key_end;
+}
+
+/* Records of ENTRIES: (query_row, query_rows, key_row, key_rows, low, high). */
+static int is_full(const int64_t *x) { return x[4] <= 1 - x[1] && x[5] >= x[3] - 1; }
+
+/* Whether the entry goes on with the keys, or the queries, of the last one. */
+static int join(int64_t *last, const int64_t *next) {
+  if (!is_full(last) || !is_full(next)) return 0;
+  int keys = last[0] == next[0] && last[1] == next[1] && last[2] + last[3] == next[2];
+  int queries = last[2] == next[2] && last[3] == next[3] && last[0] + last[1] == next[0];
+  if (!keys && !queries) return 0;
+  if (keys)
+    last[3] += next[3];
+  else
+    last[1] += next[1];
+  last[4] = 1 - last[1];
+  last[5] = last[3] - 1;
+  return 1;
+}
+
+/* A block whose queries and keys begin at these rows; first: the first entry of its sequence. */
+static void append_entry(builder *b, const hcp_slice *x, int64_t query_row, int64_t key_row,
+                         int64_t first) {
+  int64_t queries = x->query_end - x->query_begin, keys = x->key_end - x->key_begin;
+  int64_t ahead = x->key_begin - x->query_begin, n = hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES);
+  const int64_t entry[] = {query_row,
+                           queries,
+                           key_row,
+                           keys,
+                           most(x->low - ahead, 1 - queries),
+                           least(x->high - ahead, keys - 1)};
+  int64_t *words = b->lists.list[HCP_SCHEDULE_ENTRIES].words;
+  if (n == first || !join(words + 6 * (n - 1), entry))
+    hcp__append(&b->lists, HCP_SCHEDULE_ENTRIES, entry);
+  for (n = hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES); n >= first + 2; n--) {
+    words = b->lists.list[HCP_SCHEDULE_ENTRIES].words;
+    if (!join(words + 6 * (n - 2), words + 6 * (n - 1))) return;
+    b->lists.list[HCP_SCHEDULE_ENTRIES].count -= 6;
+  }
+}
+
+/* Entries of this rank's pieces of a sequence, from query_row on, against KEYS. */
+static void append_entries(builder *b, int32_t s, int64_t query_row) {
+  const hcp__piece *pieces;
+  int32_t n = pieces_of(b, s, b->j, &pieces);
+  int64_t first = hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES);
+  for (int32_t p = 0; p < n; p++) {
+    int64_t start = pieces[p].start, end = start + pieces[p].rows;
+    for (int64_t i = 0; i < slice_count(b, s); i++) {
+      hcp_slice whole = slice_at(b, s, i);
+      if (whole.query_begin >= end) break; /* slices ascend by their queries */
+      if (whole.query_end <= start) continue;
+      for (int64_t k = 0; k < hcp__records(&b->lists, KEYS); k++) {
+        const int64_t *keys = hcp__record(&b->lists, KEYS, k);
+        hcp_slice x = whole;
+        if (narrow(&x, start, end, keys[0], keys[0] + keys[1]))
+          append_entry(b, &x, query_row + x.query_begin - start, keys[2] + x.key_begin - keys[0],
+                       first);
+      }
+    }
+    query_row += pieces[p].rows;
+  }
+}
+
+/* ---- stage 0: local rows ---- */
+
+/* Whether a slice's limits are none, or exact: then they are the same among the rows of a
+ * rank, whatever tokens lie between them. */
+static int keeps_its_band(const hcp_slice *x) {
+  return (x->low == 0 || x->low <= x->key_begin - x->query_end + 1) &&
+         (x->high == 0 || x->high >= x->key_end - x->query_begin - 1);
+}
+
+/* A slice among a rank's rows of the sequence, counted as tokens. */
+static hcp_slice among_rows(const builder *b, int32_t s, const hcp_slice *x) {
+  int64_t rows = rows_of(b, s, b->j);
+  return (hcp_slice){rows_before(b, s, b->j, x->query_begin),
+                     rows_before(b, s, b->j, x->query_end),
+                     rows_before(b, s, b->j, x->key_begin),
+                     rows_before(b, s, b->j, x->key_end),
+                     x->low == 0 ? 0 : -rows,
+                     x->high == 0 ? 0 : rows};
+}
+
+static void local_entries(builder *b, int32_t s, int64_t row) {
+  int64_t first = hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES), rows = rows_of(b, s, b->j);
+  int keep = 1;
+  for (int64_t i = 0; i < slice_count(b, s) && keep; i++) {
+    hcp_slice x = slice_at(b, s, i);
+    keep = keeps_its_band(&x);
+  }
+  b->lists.list[KEYS].count = 0;
+  if (!keep) {
+    const hcp__piece *pieces;
+    int32_t n = pieces_of(b, s, b->j, &pieces);
+    for (int32_t p = 0, at = 0; p < n; at += (int32_t)pieces[p++].rows)
+      hcp__append(&b->lists, KEYS, (const int64_t[]){pieces[p].start, pieces[p].rows, row + at});
+    append_entries(b, s, row);
+    return;
+  }
+  for (int64_t i = 0; i < slice_count(b, s); i++) {
+    hcp_slice x = slice_at(b, s, i);
+    x = among_rows(b, s, &x);
+    if (narrow(&x, 0, rows, 0, rows))
+      append_entry(b, &x, row + x.query_begin, row + x.key_begin, first);
+  }
+}
+
+static int64_t padding_of(const builder *b, int32_t rank) {
+  return hcp__padding(b->plan, b->group, rank);
+}
+
+/* Padding sees itself. Under A2A it is that of all ranks. */
+static int64_t padding_entries(builder *b, int64_t row) {
+  int32_t begin = b->degree == 1 ? 0 : b->j, end = b->degree == 1 ? b->ranks : b->j + 1;
+  for (int32_t m = begin; m < end; m++) {
+    int64_t rows = padding_of(b, m);
+    if (rows > 0)
+      hcp__append(&b->lists, HCP_SCHEDULE_ENTRIES,
+                  (const int64_t[]){row, rows, row, rows, 1 - rows, rows - 1});
+    row += rows;
+  }
+  return row;
+}
+
+static void end_stage(builder *b, int64_t sent, int64_t received) {
+  hcp__append(
+      &b->lists, HCP_SCHEDULE_STAGES,
+      (const int64_t[]){hcp__records(&b->lists, HCP_SCHEDULE_PACK),
+                        hcp__records(&b->lists, HCP_SCHEDULE_SENDS),
+                        hcp__records(&b->lists, HCP_SCHEDULE_RECEIVES),
+                        hcp__records(&b->lists, HCP_SCHEDULE_ARRANGE),
+                        hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES),
+                        hcp__records(&b->lists, HCP_SCHEDULE_PULLS), sent, received, received});
+}
+
+static void local_stage(builder *b) {
+  int64_t row = 0;
+  for (int32_t s = 0; s < b->group->sequences; s++) {
+    local_entries(b, s, row);
+    row += rows_of(b, s, b->j);
+  }
+  row = padding_entries(b, row);
+  for (int64_t e = 0; e < hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES); e++) {
+    const int64_t *made = hcp__record(&b->lists, HCP_SCHEDULE_ENTRIES, e);
+    hcp__append(&b->lists, HCP_SCHEDULE_LOCAL_RUNS, (const int64_t[]){made[2], made[3], e, 0});
+  }
+  end_stage(b, 0, 0);
+  b->lists.list[HCP_SCHEDULE_STAGES].words[8] = row;
+}
+
+/* ---- needs ---- */
+
+static int by_begin(const void *a, const void *b) {
+  int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
+  return (x > y) - (x < y);
+}
+
+/* Sorts and joins the ranges of NEEDS from `first` on. */
+static void join_needs(builder *b, int64_t first) {
+  hcp__list *list = &b->lists.list[NEEDS];
+  int64_t n = list->count / 2 - first, kept = 0;
+  int64_t *at = list->words + 2 * first;
+  if (n < 1) return;
+  qsort(at, (size_t)n, 2 * sizeof *at, by_begin);
+  for (int64_t i = 1; i < n; i++) {
+    if (at[2 * i] <= at[2 * kept + 1]) {
+      at[2 * kept + 1] = most(at[2 * kept + 1], at[2 * i + 1]);
+    } else {
+      kept++;
+      at[2 * kept] = at[2 * i];
+      at[2 * kept + 1] = at[2 * i + 1];
+    }
+  }
+  list->count = 2 * (first + kept + 1);
+}
+
+static void find_needs(builder *b, int32_t s, int32_t k) {
+  const hcp__piece *pieces;
+  int32_t n = pieces_of(b, s, k, &pieces);
+  int64_t first = hcp__records(&b->lists, NEEDS), length = length_of(b, s);
+  b->needs[s * b->degree + k] = first;
+  for (int32_t p = 0; p < n; p++)
+    for (int64_t i = 0; i < slice_count(b, s); i++) {
+      hcp_slice x = slice_at(b, s, i);
+      if (x.query_begin >= pieces[p].start + pieces[p].rows) break;
+      if (narrow(&x, pieces[p].start, pieces[p].start + pieces[p].rows, 0, length))
+        hcp__append(&b->lists, NEEDS, (const int64_t[]){x.key_begin, x.key_end});
+    }
+  if (!b->lists.failed) join_needs(b, first);
+}
+
+static void find_all_needs(builder *b) {
+  for (int32_t s = 0; s < b->group->sequences; s++)
+    for (int32_t k = 0; k < b->degree; k++) find_needs(b, s, k);
+  b->needs[b->group->sequences * b->degree] = hcp__records(&b->lists, NEEDS);
+}
+
+/* Appends to SEEN what `reader` sees of `owner`'s rows of a sequence. Returns the rows. */
+static int64_t append_seen(builder *b, int32_t s, int32_t owner, int32_t reader) {
+  const hcp__piece *pieces;
+  int32_t n = pieces_of(b, s, owner, &pieces), p = 0;
+  int64_t row = 0, rows = 0, *first = &b->needs[s * b->degree + reader];
+  for (int64_t i = first[0]; i < first[1] && !b->lists.failed; i++) {
+    const int64_t *need = hcp__record(&b->lists, NEEDS, i);
+    while (p < n && pieces[p].start + pieces[p].rows <= need[0]) row += pieces[p++].rows;
+    int64_t at = row;
+    for (int32_t q = p; q < n && pieces[q].start < need[1]; at += pieces[q++].rows) {
+      int64_t begin = most(need[0], pieces[q].start);
+      int64_t end = least(need[1], pieces[q].start + pieces[q].rows);
+      hcp__append(&b->lists, SEEN,
+                  (const int64_t[]){begin, end - begin, owner, at + begin - pieces[q].start});
+      rows += end - begin;
+    }
+  }
+  return rows;
+}
+
+static void clear_seen(builder *b) { b->lists.list[SEEN].count = 0; }
+
+static int64_t all_rows_seen(builder *b, int32_t begin, int32_t end, int32_t owner,
+                             int32_t reader) {
+  int64_t rows = 0;
+  for (int32_t s = begin; s < end; s++) {
+    clear_seen(b);
+    rows += append_seen(b, s, owner, reader);
+  }
+  return rows;
+}
+
+/* ---- gradients on their way home ---- */
+
+static int32_t peer_of(const builder *b, int32_t k) { return b->group->first_rank + k; }
+
+static void append_peer(builder *b, int32_t section, int32_t k, int64_t row, int64_t rows) {
+  if (rows > 0) hcp__append(&b->lists, section, (const int64_t[]){peer_of(b, k), row, rows});
+}
+
+/* Where the gradients of each owner's rows travel, in all stages together. */
+static void find_homes(builder *b) {
+  for (int32_t k = 0; k < b->degree; k++) {
+    int64_t rows = k == b->j ? 0 : all_rows_seen(b, 0, b->group->sequences, k, b->j);
+    b->home[k] = b->home_sent;
+    append_peer(b, HCP_SCHEDULE_HOME_SENDS, k, b->home_sent, rows);
+    b->home_sent += rows;
+  }
+}
+
+/* What comes home is one more part after the entries of stage 0. */
+static void append_homecoming(builder *b, int64_t local_entry_count) {
+  for (int32_t k = 0; k < b->degree; k++) {
+    int64_t row = 0, first = b->home_received;
+    if (k == b->j) continue;
+    for (int32_t s = 0; s < b->group->sequences; s++) {
+      clear_seen(b);
+      append_seen(b, s, b->j, k);
+      for (int64_t i = 0; i < hcp__records(&b->lists, SEEN); i++) {
+        const int64_t *seen = hcp__record(&b->lists, SEEN, i);
+        hcp__append(&b->lists, HCP_SCHEDULE_LOCAL_RUNS,
+                    (const int64_t[]){row + seen[3], seen[1], local_entry_count, b->home_received});
+        b->home_received += seen[1];
+      }
+      row += rows_of(b, s, b->j);
+    }
+    append_peer(b, HCP_SCHEDULE_HOME_RECEIVES, k, first, b->home_received - first);
+  }
+}
+
+/* ---- stages of rows that arrive ---- */
+
+/* Sequences [begin, end), and the places whose rows arrive: all others, or the one `step`
+ * places before this one, while the one as far after it reads here. */
+typedef struct stage {
+  int32_t begin, end, step; /* 0: all */
+} stage;
+
+static int is_owner(const builder *b, const stage *of, int32_t k) {
+  return k != b->j && (of->step == 0 || k == (b->j + b->degree - of->step) % b->degree);
+}
+
+static int is_reader(const builder *b, const stage *of, int32_t k) {
+  return k != b->j && (of->step == 0 || k == (b->j + of->step) % b->degree);
+}
+
+/* Rows for every reader, in the order in which it has them arranged by owner. */
+static int64_t append_sends(builder *b, const stage *of) {
+  int64_t sent = 0;
+  for (int32_t k = 0; k < b->degree; k++) {
+    int64_t first = sent, row = b->base[b->j];
+    if (!is_reader(b, of, k)) continue;
+    for (int32_t s = of->begin; s < of->end; s++) {
+      clear_seen(b);
+      sent += append_seen(b, s, b->j, k);
+      for (int64_t i = 0; i < hcp__records(&b->lists, SEEN); i++) {
+        const int64_t *seen = hcp__record(&b->lists, SEEN, i);
+        /* Peers may be given the same rows: never join their segments. */
+        hcp__append(&b->lists, HCP_SCHEDULE_PACK, (const int64_t[]){row + seen[3], seen[1]});
+      }
+      row += rows_of(b, s, b->j);
+    }
+    append_peer(b, HCP_SCHEDULE_SENDS, k, first, sent - first);
+  }
+  return sent;
+}
+
+static int64_t append_receives(builder *b, const stage *of) {
+  int64_t received = 0;
+  for (int32_t k = 0; k < b->degree; k++) {
+    int64_t rows = is_owner(b, of, k) ? all_rows_seen(b, of->begin, of->end, k, b->j) : 0;
+    b->wire[k] = received;
+    append_peer(b, HCP_SCHEDULE_RECEIVES, k, received, rows);
+    received += rows;
+  }
+  return received;
+}
+
+/* KEYS of a sequence: SEEN in token order, from key_row on. Returns the row after them. */
+static int64_t find_keys(builder *b, const stage *of, int32_t s, int64_t key_row) {
+  clear_seen(b);
+  for (int32_t k = 0; k < b->degree; k++)
+    if (is_owner(b, of, k)) append_seen(b, s, k, b->j);
+  hcp__sort_by(&b->lists, SEEN, 0);
+  b->lists.list[KEYS].count = 0;
+  for (int64_t i = 0; i < hcp__records(&b->lists, SEEN); i++) {
+    const int64_t *seen = hcp__record(&b->lists, SEEN, i);
+    int64_t n = hcp__records(&b->lists, KEYS), *words = b->lists.list[KEYS].words;
+    if (n > 0 && words[3 * n - 3] + words[3 * n - 2] == seen[0])
+      words[3 * n - 2] += seen[1];
+    else
+      hcp__append(&b->lists, KEYS, (const int64_t[]){seen[0], seen[1], key_row});
+    key_row += seen[1];
+  }
+  return key_row;
+}
+
+/* Gradients of the entries from `entry` on, of these key rows, go home from row `home` on. */
+static void append_homes(builder *b, int64_t entry, int64_t key_row, int64_t rows, int64_t home) {
+  for (; entry < hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES); entry++) {
+    const int64_t *made = hcp__record(&b->lists, HCP_SCHEDULE_ENTRIES, entry);
+    int64_t begin = most(key_row, made[2]), end = least(key_row + rows, made[2] + made[3]);
+    if (begin < end)
+      hcp__append(&b->lists, HCP_SCHEDULE_HOME_RUNS,
+                  (const int64_t[]){home + begin - key_row, end - begin, entry, begin - made[2]});
+  }
+}
+
+/* Entries of one sequence, and the way of its keys. Returns the key row after them. */
+static int64_t stage_sequence(builder *b, const stage *of, int32_t s, int64_t key_row) {
+  int64_t after = find_keys(b, of, s, key_row);
+  int64_t entry = hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES);
+  append_entries(b, s, b->base[b->j]);
+  for (int64_t i = 0; i < hcp__records(&b->lists, SEEN); i++) {
+    const int64_t *seen = hcp__record(&b->lists, SEEN, i);
+    int64_t rows = seen[1], owner = seen[2];
+    if (key_row == 0) /* never join what a stage before received */
+      hcp__append(&b->lists, HCP_SCHEDULE_ARRANGE, (const int64_t[]){b->wire[owner], rows});
+    else
+      hcp__append_rows(&b->lists, HCP_SCHEDULE_ARRANGE, b->wire[owner], rows);
+    hcp__append(
+        &b->lists, HCP_SCHEDULE_PULLS,
+        (const int64_t[]){key_row, rows, peer_of(b, (int32_t)owner), b->base[owner] + seen[3]});
+    append_homes(b, entry, key_row, rows, b->home[owner]);
+    b->wire[owner] += rows;
+    b->home[owner] += rows;
+    key_row += rows;
+  }
+  return after;
+}
+
+static void append_stage(builder *b, const stage *of) {
+  int64_t key_row = 0, sent = append_sends(b, of), received = append_receives(b, of);
+  for (int32_t s = of->begin; s < of->end; s++) {
+    key_row = stage_sequence(b, of, s, key_row);
+    for (int32_t k = 0; k < b->degree; k++) b->base[k] += rows_of(b, s, k);
+  }
+  end_stage(b, sent, received);
+}
+
+/* One owner a stage. */
+static void p2p_stages(builder *b) {
+  for (int32_t step = 1; step < b->degree; step++) {
+    for (int32_t k = 0; k < b->degree; k++) b->base[k] = 0;
+    append_stage(b, &(stage){0, b->group->sequences, step});
+  }
+}
+
+/* Some sequences a stage, so that the next ones come while these are computed; the lengths
+ * alone decide, alike on all ranks. */
+static void all_gather_stages(builder *b) {
+  int64_t left = 0, rows = 0;
+  stage of = {0, 0, 0};
+  for (int32_t s = 0; s < b->group->sequences; s++) left += length_of(b, s);
+  int64_t stages = most(1, least(left / b->stage_rows, HCP_SCHEDULE_GATHERS_MAX));
+  int64_t share = (left + stages - 1) / stages;
+  while (of.end < b->group->sequences) {
+    rows += length_of(b, of.end);
+    left -= length_of(b, of.end++);
+    if (of.end < b->group->sequences && (rows < share || left < b->stage_rows)) continue;
+    append_stage(b, &of);
+    of.begin = of.end;
+    rows = 0;
+  }
+}
+
+/* ---- a2a: rows for heads, before stage 0 ---- */
+
+static int64_t rank_rows(const builder *b, int32_t m) {
+  return hcp__rank_rows(b->plan, b->group, m) + padding_of(b, m);
+}
+
+/* The next row of the whole sequences is the next one of rank m. */
+static int64_t exchange_rows(builder *b, int64_t *wire, int32_t m, int64_t row, int64_t rows) {
+  if (rows == 0) return row;
+  hcp__append(&b->lists, SEEN, (const int64_t[]){wire[m], row, rows, 0});
+  hcp__append_rows(&b->lists, HCP_SCHEDULE_GATHER, wire[m], rows);
+  wire[m] += rows;
+  return row + rows;
+}
+
+/* `cuts`: who holds the sequences before the exchange. wire: room for every rank. */
+static void exchange_heads(builder *b, hcp__cut *const *cuts, int64_t *wire) {
+  int64_t given = 0, row = 0;
+  for (int32_t m = 0; m < b->ranks; m++) {
+    wire[m] = given;
+    hcp__append(&b->lists, HCP_SCHEDULE_HEAD_RECEIVES,
+                (const int64_t[]){b->group->first_rank + m, given, rank_rows(b, m)});
+    given += rank_rows(b, m);
+  }
+  for (int32_t s = 0; s < b->group->sequences; s++)
+    for (int32_t c = 0; c < cuts[s]->count; c++)
+      row = exchange_rows(b, wire, cuts[s]->chunks[c].place, row, cuts[s]->chunks[c].rows);
+  for (int32_t m = 0; m < b->ranks; m++) row = exchange_rows(b, wire, m, row, padding_of(b, m));
+  hcp__sort_by(&b->lists, SEEN, 0);
+  for (int64_t i = 0; i < hcp__records(&b->lists, SEEN); i++) {
+    const int64_t *record = hcp__record(&b->lists, SEEN, i);
+    hcp__append_rows(&b->lists, HCP_SCHEDULE_SCATTER, record[1], record[2]);
+  }
+}
+
+/* ---- the table ---- */
+
+static void append_stages(builder *b, hcp_comm_type comm_type) {
+  local_stage(b);
+  int64_t local_entry_count = hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES);
+  if (b->degree > 1) {
+    find_all_needs(b);
+    find_homes(b);
+    if (comm_type == HCP_COMM_ALL_GATHER)
+      all_gather_stages(b);
+    else
+      p2p_stages(b);
+    append_homecoming(b, local_entry_count);
+  }
+  for (int64_t e = 0; e < hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES); e++) {
+    const int64_t *made = hcp__record(&b->lists, HCP_SCHEDULE_ENTRIES, e);
+    hcp__append(&b->lists, HCP_SCHEDULE_OUTPUT_RUNS, (const int64_t[]){made[0], made[1], e, 0});
+  }
+  for (int32_t k = 0; k < b->degree; k++) {
+    int64_t rows = 0;
+    for (int32_t m = 0; m < b->ranks; m++) rows += b->degree == 1 || m == k ? rank_rows(b, m) : 0;
+    hcp__append(&b->lists, HCP_SCHEDULE_KEY_OWNERS, (const int64_t[]){peer_of(b, k), rows});
+  }
+}
+
+static void free_cuts(hcp__cut **cuts, int32_t n) {
+  for (int32_t s = 0; cuts != NULL && s < n; s++) free(cuts[s]);
+  free(cuts);
+}
+
+static hcp__cut *copy_cut(const hcp__cut *cut, int32_t degree) {
+  return hcp__cut_create(cut->chunks, cut->count, degree);
+}
+
+/* Who holds the group's sequences, on its ranks. */
+static hcp__cut **make_cuts(const builder *b, int32_t degree) {
+  hcp__cut **cuts = calloc((size_t)b->group->sequences + 1, sizeof *cuts);
+  for (int32_t s = 0; cuts != NULL && s < b->group->sequences; s++) {
+    const hcp__cut *own = b->plan->cuts[sequence_of(b, s)];
+    cuts[s] = own != NULL && degree > 1 ? copy_cut(own, degree)
+                                        : hcp__cut_zigzag(length_of(b, s), degree);
+    if (cuts[s] == NULL) {
+      free_cuts(cuts, s);
+      return NULL;
+    }
+  }
+  return cuts;
+}
+
+static hcp_status build_group(builder *b, hcp_comm_type comm_type, hcp_error *err) {
+  size_t places = (size_t)b->ranks, sequences = (size_t)b->group->sequences;
+  hcp__cut **cuts = make_cuts(b, b->ranks), **whole = NULL;
+  int64_t *room = calloc(3 * places + sequences * places + 1, sizeof *room);
+  hcp_status status = HCP_OK;
+  if (comm_type == HCP_COMM_A2A) whole = make_cuts(b, 1);
+  if (cuts == NULL || room == NULL || (comm_type == HCP_COMM_A2A && whole == NULL)) {
+    status = hcp__fail(err, HCP_NO_MEMORY, "out of memory for a schedule");
+  } else {
+    b->wire = room;
+    b->base = room + places;
+    b->home = b->base + places;
+    b->needs = b->home + places;
+    if (whole != NULL) exchange_heads(b, cuts, b->wire);
+    b->degree = whole != NULL ? 1 : b->ranks;
+    b->cuts = whole != NULL ? whole : cuts;
+    if (whole != NULL) b->j = 0;
+    append_stages(b, comm_type);
+  }
+  free(room);
+  free_cuts(whole, b->group->sequences);
+  free_cuts(cuts, b->group->sequences);
+  return status;
+}
+
+static hcp_status finish(builder *b, int64_t rows, hcp_comm_type comm_type, hcp_table **schedule,
+                         hcp_error *err) {
+  hcp__append(
+      &b->lists, HCP_SCHEDULE_SIZES,
+      (const int64_t[]){rows, b->home_sent, b->home_received, comm_type,
+                        comm_type == HCP_COMM_A2A ? b->ranks : 1, b->limits.left, b->limits.right});
+  hcp__align_runs(&b->lists, HCP_SCHEDULE_OUTPUT_RUNS);
+  hcp__align_runs(&b->lists, HCP_SCHEDULE_HOME_RUNS);
+  hcp__align_runs(&b->lists, HCP_SCHEDULE_LOCAL_RUNS);
+  return hcp__table_create(&b->lists, HCP_SCHEDULE_SECTION_COUNT, schedule, err);
+}
+
+hcp_status hcp__masked_schedule(const hcp_plan *plan, const hcp_group *group, int32_t rank,
+                                hcp_comm_type comm_type, const hcp_mask *mask, int64_t stage_rows,
+                                hcp_table **schedule, hcp_error *err) {
+  if (comm_type == HCP_COMM_A2A_P2P)
+    return hcp__fail(err, HCP_INVALID,
+                     "comm_type is '%s' in a plan with masks, expected '%s', '%s' or '%s'",
+                     hcp_comm_type_name(comm_type), hcp_comm_type_name(HCP_COMM_ALL_GATHER),
+                     hcp_comm_type_name(HCP_COMM_P2P), hcp_comm_type_name(HCP_COMM_A2A));
+  if (mask->index < 0 || mask->index >= plan->mask_count)
+    return hcp__fail(err, HCP_INVALID, "mask.index is %d, expected 0 to %d", mask->index,
+                     plan->mask_count - 1);
+  builder b = {.plan = plan,
+               .group = group,
+               .masks = &plan->masks[mask->index],
+               .ranks = group == NULL ? 1 : group->degree,
+               .limits = *mask,
+               .stage_rows = stage_rows};
+  int64_t rows = 0;
+  hcp_status status = HCP_OK;
+  hcp__lists_init(&b.lists, widths, LIST_COUNT);
+  if (group == NULL) {
+    end_stage(&b, 0, 0);
+  } else {
+    b.j = rank - group->first_rank;
+    rows = rank_rows(&b, b.j);
+    status = build_group(&b, comm_type, err);
+  }
+  if (status == HCP_OK) status = finish(&b, rows, comm_type, schedule, err);
+  hcp__lists_release(&b.lists);
+  return status;
+}

@@ -1,0 +1,243 @@
+"""Masks say what they are asked for, count their pairs, and refuse what is none."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from random import Random
+
+import pytest
+import torch
+from support import masks
+
+import hcp
+from hcp import Mask
+from hcp.planning.mask import KINDS, Slice
+
+LENGTHS = (1, 2, 3, 7, 20, 33)
+
+
+def dense(length: int, sees: Callable[[int, int], bool]) -> torch.Tensor:
+    return torch.tensor([[sees(q, k) for k in range(length)] for q in range(length)])
+
+
+def expect(mask: Mask, sees: Callable[[int, int], bool]) -> None:
+    expected = dense(mask.length, sees)
+    assert torch.equal(mask.dense(), expected), mask.slices
+    assert mask.pairs == int(expected.sum())
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+def test_plain_masks(n: int) -> None:
+    expect(Mask.full(n), lambda q, k: True)
+    expect(Mask.causal(n), lambda q, k: k <= q)
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("left", [-1, 0, 1, 3, 50])
+@pytest.mark.parametrize("right", [-1, 0, 2, 40])
+def test_a_window_sees_both_sides(n: int, left: int, right: int) -> None:
+    expect(
+        Mask.window(n, left, right),
+        lambda q, k: (left < 0 or k >= q - left) and (right < 0 or k <= q + right),
+    )
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+def test_chunks_and_streams(n: int) -> None:
+    for size in (1, 3, 100):
+        expect(Mask.chunked(n, size), lambda q, k, c=size: k <= q and k // c == q // c)
+        for left in (0, 2, 9):
+            expect(
+                Mask.streaming(n, size, left),
+                lambda q, k, c=size, w=left: k <= q and (k < c or k >= q - w),
+            )
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("left", [-1, 0, 1, 5, 30])
+def test_spans_see_themselves_whole(n: int, left: int) -> None:
+    for spans in ([], [(0, n)], [(0, 1), (n // 2, n)], [(n // 3, n // 3 + 1)]):
+        spans = [s for i, s in enumerate(spans) if i == 0 or s[0] >= spans[i - 1][1]]
+        expect(
+            Mask.bidirectional_spans(n, spans, left=left),
+            lambda q, k, s=spans: (
+                any(a <= q < b and a <= k < b for a, b in s)
+                or (k <= q and (left < 0 or k >= q - left))
+            ),
+        )
+    expect(Mask.prefix_lm(n, n // 2), lambda q, k: k <= q or (q < n // 2 and k < n // 2))
+
+
+def test_documents_see_themselves_and_restart() -> None:
+    mask = Mask.documents([2, Mask.full(3), 1])
+    bounds = [0, 0, 1, 1, 1, 2]
+    expect(mask, lambda q, k: bounds[q] == bounds[k] and (k <= q or bounds[q] == 1))
+    assert mask.positions == (0, 1, 0, 1, 2, 0)
+    assert Mask.documents([2, 4], restart=False).positions == tuple(range(6))
+
+
+def test_positions_that_restart_are_documents() -> None:
+    mask = Mask.from_positions(torch.tensor([0, 1, 2, 0, 5, 6]))
+    assert mask == Mask.from_positions([0, 1, 2, 0, 5, 6])
+    assert [part.queries for part in mask.slices] == [(0, 3), (3, 4), (4, 6)]
+    assert mask.positions == (0, 1, 2, 0, 5, 6)
+    assert Mask.from_positions([0, 1, 2]) == Mask.causal(3)
+
+
+def test_a_tree_shares_what_its_texts_begin_with() -> None:
+    """A prompt, two answers, a second turn after the first of them."""
+    mask = Mask.tree([3, 2, 2, 1], [-1, 0, 0, 1])
+    part = [0, 0, 0, 1, 1, 2, 2, 3]
+    before = {0: {0}, 1: {0, 1}, 2: {0, 2}, 3: {0, 1, 3}}
+    expect(mask, lambda q, k: k <= q and part[k] in before[part[q]])
+    assert mask.positions == (0, 1, 2, 3, 4, 3, 4, 5)
+    shared = Mask.shared_prefix(8, [2] * 16)
+    assert shared.pairs == 36 + 16 * (2 * 8 + 3)
+    assert shared.positions[-2:] == (8, 9)
+
+
+def test_random_slices_count_their_pairs_and_refuse_a_common_one() -> None:
+    r = Random(3)
+    refused = 0
+    for _ in range(300):
+        n = r.randint(1, 9)
+        parts = []
+        for _ in range(2):
+            (a, b), (c, d) = (sorted(r.sample(range(n + 1), 2)) for _ in range(2))
+            parts.append(Slice((a, b), (c, d), r.choice(KINDS)))
+        one, other = (Mask(n, [part]) for part in parts)
+        assert one.pairs == int(one.dense().sum()), parts
+        common = one.dense() & other.dense()
+        if common.any():
+            refused += 1
+            with pytest.raises(ValueError, match="in both, expected slices without a common pair"):
+                Mask(n, parts)
+        else:
+            assert Mask(n, parts).pairs == one.pairs + other.pairs
+    assert refused > 50
+
+
+@pytest.mark.parametrize("kind", masks.KINDS)
+def test_a_mask_is_plain_data_and_back(kind: str) -> None:
+    r = Random(kind)
+    for n in LENGTHS:
+        mask = masks.KINDS[kind](r, n) or Mask.causal(n)
+        for copy in (Mask.from_dict(mask.to_dict()), pickle.loads(pickle.dumps(mask))):
+            assert copy == mask
+            assert copy.checksum == mask.checksum
+            assert torch.equal(copy.dense(), mask.dense())
+
+
+def test_checksums_differ_by_slices_positions_and_length() -> None:
+    whole = [
+        Mask.causal(6),
+        Mask.full(6),
+        Mask.causal(7),
+        Mask.documents([3, 3]),
+        Mask.documents([3, 3], restart=False),
+        Mask.window(6, 2),
+    ]
+    assert len({mask.checksum for mask in whole}) == len(set(whole)) == len(whole)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Mask(0, []), "length is 0, expected an integer >= 1"),
+        (lambda: Mask(4, [((0, 5), (0, 4))]), r"slices\[0\].queries is \(0, 5\), expected"),
+        (lambda: Mask(4, [((0, 4), (3, 3))]), r"slices\[0\].keys is \(3, 3\), expected"),
+        (lambda: Mask(4, [((0, 4), (0, 4), "upper")]), r"slices\[0\].kind is 'upper'"),
+        (lambda: Mask(4, [((0, 4),)]), r"slices\[0\] is"),
+        (lambda: Mask(4, [], [(1, 0)]), r"positions\[0\] is \(1, 0\), expected"),
+        (lambda: Mask.tree([2, 2], [-1, 1]), r"parents\[1\] is 1, expected an earlier part"),
+        (lambda: Mask.bidirectional_spans(9, [(3, 5), (4, 6)]), r"spans\[1\] is \(4, 6\)"),
+        (lambda: Mask.documents([]), "parts is empty"),
+        (lambda: setattr(Mask.full(2), "length", 3), "immutable"),
+    ],
+)
+def test_what_is_no_mask_is_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises((ValueError, AttributeError), match=message):
+        make()
+
+
+# ---- plans ---------------------------------------------------------------------------------------
+
+REQUEST = {"ranks": 4, "max_tokens_per_rank": 64}
+
+
+def test_masks_travel_with_the_plan_and_are_part_of_its_checksum() -> None:
+    lengths = [50, 7, 90]
+    bare = hcp.plan(lengths, **REQUEST)
+    plan = hcp.plan(lengths, masks=[None, Mask.full(7), Mask.chunked(90, 16)], **REQUEST)
+    assert bare.masks == {}
+    assert plan.masks["mask"][0] == Mask.causal(50)
+    for copy in (hcp.Plan.from_dict(plan.to_dict()), pickle.loads(pickle.dumps(plan))):
+        assert copy == plan
+        assert copy.checksum == plan.checksum
+    masks_now = [plan.masks["mask"], [None] * 3, {"a": [None] * 3}, {"b": [None] * 3}]
+    others = [bare.with_masks(each).checksum for each in masks_now]
+    assert others[0] == plan.checksum
+    assert len({bare.checksum, *others}) == 5
+    hcp.check_plan(plan)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([None], r"masks has 1 items, expected 2"),
+        ([None, Mask.full(9)], r"masks\[1\] is of 9 tokens, expected 8"),
+        ([None, "full"], r"masks\[1\] is 'full', expected a Mask or None"),
+        ({}, "masks is empty"),
+        (
+            {"a": [None, None], "b": [None, Mask.documents([4, 4])]},
+            "of sequence 1 have different positions",
+        ),
+    ],
+)
+def test_masks_that_do_not_fit_the_lengths_are_refused(given: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hcp.plan([5, 8], masks=given, **REQUEST)  # type: ignore[arg-type]
+
+
+def held_pairs(plan: hcp.Plan) -> list[int]:
+    """Pairs of each rank."""
+    pairs = [0] * plan.ranks
+    for rank in range(plan.ranks):
+        for m in range(len(plan.micro_batches)):
+            layout = hcp.Layout(plan, m, rank)
+            for span in layout.spans:
+                seen = plan.masks["mask"][layout.sequences[span.sequence]].dense().sum(1)
+                pairs[rank] += int(seen[span.start : span.start + span.rows].sum())
+    return pairs
+
+
+@pytest.mark.parametrize("degree", [2, 3, 8])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Mask.prefix_lm(700, 500),
+        Mask.shared_prefix(300, [100] * 4),
+        Mask.documents([400, Mask.full(100), 200]),
+        Mask.bidirectional_spans(700, [(10, 200), (600, 650)]),
+    ],
+    ids=["prefix", "tree", "documents", "spans"],
+)
+def test_a_cut_balances_pairs_and_keeps_the_rows_of_zigzag(mask: Mask, degree: int) -> None:
+    request = {"ranks": degree, "max_tokens_per_rank": 700, "min_degree": degree}
+    plan, bare = hcp.plan([700], masks=[mask], **request), hcp.plan([700], **request)
+    assert [hcp.Layout(plan, 0, r).rows for r in range(degree)] == [
+        hcp.Layout(bare, 0, r).rows for r in range(degree)
+    ]
+    tokens = torch.cat([hcp.Layout(plan, 0, r).positions for r in range(degree)])
+    assert torch.equal(tokens.sort().values, torch.arange(700))
+    pairs = held_pairs(plan)
+    assert sum(pairs) == mask.pairs
+    assert max(pairs) <= 1.05 * mask.pairs / degree, pairs
+
+
+def test_a_causal_mask_keeps_zigzag() -> None:
+    request = {"ranks": 3, "max_tokens_per_rank": 300, "min_degree": 3}
+    plan, bare = hcp.plan([300], masks=[None], **request), hcp.plan([300], **request)
+    for rank in range(3):
+        assert hcp.Layout(plan, 0, rank).spans == hcp.Layout(bare, 0, rank).spans

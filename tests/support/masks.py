@@ -1,0 +1,55 @@
+"""Random masks, and attention by a dense mask on one rank."""
+
+from __future__ import annotations
+
+from random import Random
+
+import torch
+from torch import Tensor
+
+from hcp import Mask
+
+
+def _spans(r: Random, length: int) -> list[tuple[int, int]]:
+    edges = sorted(r.sample(range(length + 1), min(length + 1, 4) // 2 * 2))
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def _parts(r: Random, length: int) -> list[int]:
+    parts = []
+    while length:
+        parts.append(r.randint(1, length))
+        length -= parts[-1]
+    return parts
+
+
+KINDS = {
+    "causal": lambda r, n: None,
+    "full": lambda r, n: Mask.full(n),
+    "window": lambda r, n: Mask.window(n, r.choice([-1, 0, 2, 7]), r.choice([-1, 0, 1, 5])),
+    "prefix": lambda r, n: Mask.prefix_lm(n, r.randint(0, n)),
+    "spans": lambda r, n: Mask.bidirectional_spans(n, _spans(r, n), left=r.choice([-1, 0, 3, 10])),
+    "chunked": lambda r, n: Mask.chunked(n, r.randint(1, n)),
+    "streaming": lambda r, n: Mask.streaming(n, r.randint(0, 5), r.randint(0, 9)),
+    "documents": lambda r, n: Mask.documents(
+        [r.choice([size, Mask.full(size)]) for size in _parts(r, n)]
+    ),
+    "tree": lambda r, n: tree(r, _parts(r, n)),
+}
+"""Draws of a mask of n tokens, by the name of its constructor."""
+
+
+def tree(r: Random, sizes: list[int]) -> Mask:
+    return Mask.tree(sizes, [r.randint(-1, i - 1) for i in range(len(sizes))])
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Output (T, H, E) and log-sum-exp (T, H) of (T, H, D), (T, G, D), (T, G, E) under a dense mask
+    (T, T). A query that sees nothing gives 0 and -inf."""
+    per_key = query.shape[1] // key.shape[1]
+    keys, values = (x.repeat_interleave(per_key, 1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, keys) * query.shape[2] ** -0.5
+    scores = scores.masked_fill(~seen, -torch.inf)
+    some = seen.any(1)[:, None]
+    weights = torch.softmax(scores.masked_fill(~some, 0), -1) * some
+    return torch.einsum("hqk,khe->qhe", weights, values), scores.logsumexp(-1).t()
