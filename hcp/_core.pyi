@@ -68,6 +68,8 @@ class Plan:
     def groups(self) -> memoryview: ...
     @property
     def sequences(self) -> memoryview: ...
+    @property
+    def pairs(self) -> memoryview | None: ...
     def schedule(
         self,
         micro_batch: int,
@@ -172,6 +174,7 @@ def cost_time(
     length: int,
     degree: int,
     ranks_per_node: int,
+    pairs: int,
 ) -> int: ...
 def pipeline_time(times: Sequence[int], stages: int, virtual_stages: int, group: int) -> int: ...
 def plan_bound(
@@ -180,6 +183,7 @@ def plan_bound(
     lists: tuple[Sequence[int] | None, Sequence[int] | None, Sequence[int] | None],
     prices: tuple[int, ...],
     table: tuple[Sequence[int], Sequence[int], Sequence[int]] | None,
+    pairs: Sequence[int] | None,
 ) -> tuple[int, int]: ...
 def create_plan(
     lengths: Sequence[int],
@@ -187,6 +191,7 @@ def create_plan(
     lists: tuple[Sequence[int] | None, Sequence[int] | None, Sequence[int] | None],
     prices: tuple[int, ...],
     table: tuple[Sequence[int], Sequence[int], Sequence[int]] | None,
+    pairs: Sequence[int] | None,
     effort: int,
 ) -> Plan: ...
 def create_plan_from(
@@ -195,6 +200,7 @@ def create_plan_from(
     lists: tuple[Sequence[int] | None, Sequence[int] | None, Sequence[int] | None],
     prices: tuple[int, ...],
     table: tuple[Sequence[int], Sequence[int], Sequence[int]] | None,
+    pairs: Sequence[int] | None,
     micro_batches: Sequence[int],
     groups: Sequence[int],
     sequences: Sequence[int],

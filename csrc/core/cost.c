@@ -46,20 +46,26 @@ static int64_t step_time(const hcp_cost *cost, int64_t length, int64_t degree, l
   return moved + ceil_div(price.all_to_all * length, degree) + (degree - 1) * cost->step;
 }
 
-static int64_t priced(const hcp_cost *cost, int64_t length, int32_t degree,
+/* A sequence's own pairs, or those of so many rows under the window. */
+static int64_t attention_of(const hcp_cost *cost, hcp__size size, int64_t rows) {
+  return cost->pair * (size.pairs >= 0 ? size.pairs : pairs_of(rows, cost->window));
+}
+
+static int64_t priced(const hcp_cost *cost, hcp__size size, int32_t degree,
                       int32_t ranks_per_node) {
-  int64_t rows = tiled(cost, length, degree);
-  int64_t attention = cost->pair * pairs_of(rows, cost->window);
+  int64_t rows = tiled(cost, size.length, degree);
+  int64_t attention = attention_of(cost, size, rows);
+  links price = links_of(cost, degree, ranks_per_node);
   return ceil_div(attention + cost->token * rows, degree) +
-         step_time(cost, length, degree, links_of(cost, degree, ranks_per_node), attention);
+         step_time(cost, size.length, degree, price, attention);
 }
 
 /* Compute never takes less than spread over most ranks; the exchange of a range
  * of degrees never less than its least one needs (hidden by all attention). */
-int64_t hcp__time_floor(const hcp_cost *cost, int64_t length, int32_t least, int32_t most,
+int64_t hcp__time_floor(const hcp_cost *cost, hcp__size size, int32_t least, int32_t most,
                         int32_t ranks_per_node) {
-  int64_t rows = tiled(cost, length, 1), attention = cost->pair * pairs_of(rows, cost->window);
-  int64_t moved = 0;
+  int64_t length = size.length, rows = tiled(cost, length, 1);
+  int64_t attention = attention_of(cost, size, rows), moved = 0;
   if (cost->overlap == 0 && least > 1)
     moved = links_of(cost, least, ranks_per_node).exchange * (length - length / least);
   if (least > 1) moved += (least - 1) * cost->step;
@@ -69,9 +75,10 @@ int64_t hcp__time_floor(const hcp_cost *cost, int64_t length, int32_t least, int
 /* Rank-time at any degree >= least: compute is what one rank needs, since more
  * ranks only round up more, and every term of the exchange grows with degree
  * when it is summed over the ranks. */
-int64_t hcp__area_floor(const hcp_cost *cost, int64_t length, int32_t least,
+int64_t hcp__area_floor(const hcp_cost *cost, hcp__size size, int32_t least,
                         int32_t ranks_per_node) {
-  int64_t rows = tiled(cost, length, 1), attention = cost->pair * pairs_of(rows, cost->window);
+  int64_t length = size.length, rows = tiled(cost, length, 1);
+  int64_t attention = attention_of(cost, size, rows);
   int64_t area = attention + cost->token * rows;
   if (least == 1) return area;
   links price = links_of(cost, least, ranks_per_node);
@@ -82,19 +89,21 @@ int64_t hcp__area_floor(const hcp_cost *cost, int64_t length, int32_t least,
 }
 
 /* Whether everything above fits for degrees up to most. */
-static int fits(const hcp_cost *cost, int64_t length, int64_t most) {
-  int64_t rows, pairs, attention, tokens, exchange, heads, steps;
+static int fits(const hcp_cost *cost, hcp__size size, int64_t most) {
+  int64_t length = size.length, rows, pairs, own, attention, tokens, exchange, heads, steps;
   links price = far_links(cost);
   if (cost->tile > HCP__LENGTH_MAX || cost->window > HCP__LENGTH_MAX) return 0;
   if (__builtin_mul_overflow(2 * most, cost->tile, &rows) ||
       __builtin_add_overflow(rows, length, &rows) ||
       __builtin_mul_overflow(rows, rows + 1, &pairs) ||
       __builtin_mul_overflow(pairs / 2, cost->pair, &attention) ||
+      __builtin_mul_overflow(size.pairs < 0 ? 0 : size.pairs, cost->pair, &own) ||
       __builtin_mul_overflow(rows, cost->token, &tokens) ||
       __builtin_mul_overflow(length * most, price.exchange, &exchange) ||
       __builtin_mul_overflow(length, price.all_to_all, &heads) ||
       __builtin_mul_overflow(most * most, cost->step, &steps))
     return 0;
+  attention = larger(attention, own);
   return !__builtin_add_overflow(attention, tokens, &attention) &&
          !__builtin_add_overflow(attention, exchange, &attention) &&
          !__builtin_add_overflow(attention, heads, &attention) &&
@@ -102,10 +111,10 @@ static int fits(const hcp_cost *cost, int64_t length, int64_t most) {
          !__builtin_add_overflow(attention, cost->launch, &attention) && attention < COST_MAX;
 }
 
-hcp_status hcp__cost_fits(const hcp_cost *cost, int64_t length, int32_t most, hcp_error *err) {
-  if (cost->times != NULL || fits(cost, length, most)) return HCP_OK;
+hcp_status hcp__cost_fits(const hcp_cost *cost, hcp__size size, int32_t most, hcp_error *err) {
+  if (cost->times != NULL || fits(cost, size, most)) return HCP_OK;
   return hcp__fail(err, HCP_OVERFLOW, "the cost of a sequence of %lld tokens exceeds 62 bits",
-                   (long long)length);
+                   (long long)size.length);
 }
 
 /* ---- cost tables ---- */
@@ -141,9 +150,9 @@ static int64_t tabulated(const hcp_times *times, int64_t length, int32_t degree)
   return row < 0 || column < 0 ? 0 : times->times[(int64_t)row * times->degree_count + column];
 }
 
-int64_t hcp__cost(const hcp_cost *cost, int64_t length, int32_t degree, int32_t ranks_per_node) {
-  return cost->times != NULL ? tabulated(cost->times, length, degree)
-                             : priced(cost, length, degree, ranks_per_node);
+int64_t hcp__cost(const hcp_cost *cost, hcp__size size, int32_t degree, int32_t ranks_per_node) {
+  return cost->times != NULL ? tabulated(cost->times, size.length, degree)
+                             : priced(cost, size, degree, ranks_per_node);
 }
 
 static hcp_status check_times(const hcp_times *times, hcp_error *err) {
@@ -184,17 +193,18 @@ hcp_status hcp__cost_check(const hcp_cost *cost, hcp_error *err) {
   return HCP_OK;
 }
 
-hcp_status hcp_cost_time(const hcp_cost *cost, int64_t length, int32_t degree,
+hcp_status hcp_cost_time(const hcp_cost *cost, int64_t length, int64_t pairs, int32_t degree,
                          int32_t ranks_per_node, int64_t *time, hcp_error *err) {
+  hcp__size size = {length, pairs < 0 ? -1 : pairs};
   hcp_status status = hcp__cost_check(cost, err);
   if (status != HCP_OK) return status;
   if (length < 1 || length > HCP__LENGTH_MAX || degree < 1 || degree > HCP__RANKS_MAX)
     return hcp__fail(err, HCP_INVALID,
                      "length is %lld and degree %d, expected 1 to %lld and 1 to %d",
                      (long long)length, degree, (long long)HCP__LENGTH_MAX, HCP__RANKS_MAX);
-  status = hcp__cost_fits(cost, length, degree, err);
+  status = hcp__cost_fits(cost, size, degree, err);
   if (status != HCP_OK) return status;
-  int64_t result = hcp__cost(cost, length, degree, ranks_per_node);
+  int64_t result = hcp__cost(cost, size, degree, ranks_per_node);
   if (result < 1)
     return hcp__fail(err, HCP_INVALID,
                      "the cost table has no time for %lld tokens on %d ranks, expected one",

@@ -12,21 +12,39 @@
 /* For products of two of them. */
 __extension__ typedef __int128 hcp__wide;
 
+/* A checksum that has seen more data. */
+static inline uint64_t hcp__mix(uint64_t sum, const void *data, size_t bytes) {
+  const unsigned char *at = data;
+  for (size_t i = 0; i < bytes; i++) sum = (sum ^ at[i]) * 0x100000001b3u; /* FNV-1a */
+  return sum;
+}
+
 /* ---- What a sequence costs (cost.c) ---- */
+
+/* A sequence as its price sees it. */
+typedef struct hcp__size {
+  int64_t length;
+  int64_t pairs; /* -1: those of the cost's window */
+} hcp__size;
+
+static inline hcp__size hcp__size_of(const hcp_cost *cost, const int64_t *lengths,
+                                     int32_t sequence) {
+  return (hcp__size){lengths[sequence], cost->pairs == NULL ? -1 : cost->pairs[sequence]};
+}
 
 hcp_status hcp__cost_check(const hcp_cost *cost, hcp_error *err);
 
 /* Whether times of the sequence at degrees up to most, times these, fit. */
-hcp_status hcp__cost_fits(const hcp_cost *cost, int64_t length, int32_t most, hcp_error *err);
+hcp_status hcp__cost_fits(const hcp_cost *cost, hcp__size size, int32_t most, hcp_error *err);
 
 /* hcp_cost_time of what hcp__cost_fits: 0 where a cost table has no such time. */
-int64_t hcp__cost(const hcp_cost *cost, int64_t length, int32_t degree, int32_t ranks_per_node);
+int64_t hcp__cost(const hcp_cost *cost, hcp__size size, int32_t degree, int32_t ranks_per_node);
 
 /* For costs without a cost table: a time that no degree from least to most beats,
  * and an area (rank-time) that no degree from least on beats. */
-int64_t hcp__time_floor(const hcp_cost *cost, int64_t length, int32_t least, int32_t most,
+int64_t hcp__time_floor(const hcp_cost *cost, hcp__size size, int32_t least, int32_t most,
                         int32_t ranks_per_node);
-int64_t hcp__area_floor(const hcp_cost *cost, int64_t length, int32_t least,
+int64_t hcp__area_floor(const hcp_cost *cost, hcp__size size, int32_t least,
                         int32_t ranks_per_node);
 
 /* The row of a length in a cost table, -1: none. */
@@ -94,9 +112,8 @@ hcp__cut *hcp__cut_zigzag(int64_t length, int32_t degree);
  * Every place has as many rows as under zigzag. Returns 0 when out of memory. */
 int hcp__cut_balanced(const hcp_plan *plan, int32_t sequence, int32_t degree, hcp__cut **cut);
 
-/* What masks add to a plan (mask.c), and how its checksum grows (plan/plan.c). */
+/* What masks add to a plan (mask.c). */
 void hcp__masks_release(hcp_plan *plan);
-uint64_t hcp__mix(uint64_t sum, const void *data, size_t bytes);
 
 /* ---- The schedule under masks (masked.c) ---- */
 

@@ -628,11 +628,6 @@ static hcp_status finish(builder *b, int64_t rows, hcp_comm_type comm_type, hcp_
 hcp_status hcp__masked_schedule(const hcp_plan *plan, const hcp_group *group, int32_t rank,
                                 hcp_comm_type comm_type, const hcp_mask *mask, int64_t stage_rows,
                                 hcp_table **schedule, hcp_error *err) {
-  if (comm_type == HCP_COMM_A2A_P2P)
-    return hcp__fail(err, HCP_INVALID,
-                     "comm_type is '%s' in a plan with masks, expected '%s', '%s' or '%s'",
-                     hcp_comm_type_name(comm_type), hcp_comm_type_name(HCP_COMM_ALL_GATHER),
-                     hcp_comm_type_name(HCP_COMM_P2P), hcp_comm_type_name(HCP_COMM_A2A));
   if (mask->index < 0 || mask->index >= plan->mask_count)
     return hcp__fail(err, HCP_INVALID, "mask.index is %d, expected 0 to %d", mask->index,
                      plan->mask_count - 1);

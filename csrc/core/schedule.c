@@ -667,6 +667,11 @@ hcp_status hcp_schedule_create(const hcp_plan *plan, int32_t micro_batch, int32_
   if (stage_rows < 1)
     return hcp__fail(err, HCP_INVALID, "stage_rows is %lld, expected >= 1", (long long)stage_rows);
   hcp_mask limits = {limit_of(mask->left), limit_of(mask->right), mask->index};
+  if (plan->mask_count > 0 && comm_type == HCP_COMM_A2A_P2P)
+    return hcp__fail(err, HCP_INVALID,
+                     "comm_type is '%s' in a plan with masks, expected '%s', '%s' or '%s'",
+                     hcp_comm_type_name(comm_type), hcp_comm_type_name(HCP_COMM_ALL_GATHER),
+                     hcp_comm_type_name(HCP_COMM_P2P), hcp_comm_type_name(HCP_COMM_A2A));
   if (plan->mask_count > 0)
     return hcp__masked_schedule(plan, hcp__group_of(plan, micro_batch, rank), rank, comm_type,
                                 &limits, stage_rows, schedule, err);

@@ -54,15 +54,15 @@ static PyObject *wrap(PyObject *module, hcp_plan *plan) {
 
 static PyObject *plan_create(PyObject *module, PyObject *args, PyObject *kwargs) {
   static char *keywords[] = {REQUEST_KEYWORDS, "effort", NULL};
-  PyObject *lengths, *limits, *lists, *prices, *cost_table, *effort_object;
+  PyObject *lengths, *limits, *lists, *prices, *cost_table, *pairs, *effort_object;
   int32_t effort;
   request r;
   hcp_plan *plan = NULL;
   hcp_error err;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, REQUEST_FORMAT "O:create_plan", keywords, &lengths,
-                                   &limits, &lists, &prices, &cost_table, &effort_object) ||
+                                   &limits, &lists, &prices, &cost_table, &pairs, &effort_object) ||
       hcp_py_int32(effort_object, "effort", &effort) < 0 ||
-      hcp_py_request_fill(&r, lengths, limits, lists, prices, cost_table) < 0)
+      hcp_py_request_fill(&r, lengths, limits, lists, prices, cost_table, pairs) < 0)
     return NULL;
   hcp_status status;
   Py_BEGIN_ALLOW_THREADS;
@@ -74,14 +74,14 @@ static PyObject *plan_create(PyObject *module, PyObject *args, PyObject *kwargs)
 
 static PyObject *plan_bound(PyObject *module, PyObject *args, PyObject *kwargs) {
   static char *keywords[] = {REQUEST_KEYWORDS, NULL};
-  PyObject *lengths, *limits, *lists, *prices, *cost_table;
+  PyObject *lengths, *limits, *lists, *prices, *cost_table, *pairs;
   request r;
   int64_t bound = 0, work = 0;
   hcp_error err;
   (void)module;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, REQUEST_FORMAT ":plan_bound", keywords, &lengths,
-                                   &limits, &lists, &prices, &cost_table) ||
-      hcp_py_request_fill(&r, lengths, limits, lists, prices, cost_table) < 0)
+                                   &limits, &lists, &prices, &cost_table, &pairs) ||
+      hcp_py_request_fill(&r, lengths, limits, lists, prices, cost_table, pairs) < 0)
     return NULL;
   hcp_status status =
       hcp_plan_bound(r.lengths, (int32_t)r.n, &r.limits, &r.cost, &bound, &work, &err);
@@ -111,24 +111,26 @@ static PyObject *pipeline_time(PyObject *module, PyObject *args, PyObject *kwarg
 }
 
 static PyObject *cost_time(PyObject *module, PyObject *args, PyObject *kwargs) {
-  static char *keywords[] = {"prices", "table", "length", "degree", "ranks_per_node", NULL};
-  PyObject *prices, *cost_table, *length_object, *degree_object, *node_object;
-  int64_t length;
+  static char *keywords[] = {"prices",         "table", "length", "degree",
+                             "ranks_per_node", "pairs", NULL};
+  PyObject *prices, *cost_table, *length_object, *degree_object, *node_object, *pairs_object;
+  int64_t length, pairs;
   int32_t degree, node;
   request r = {0};
   int64_t time = 0;
   hcp_error err;
   (void)module;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOO:cost_time", keywords, &prices, &cost_table,
-                                   &length_object, &degree_object, &node_object) ||
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOOO:cost_time", keywords, &prices, &cost_table,
+                                   &length_object, &degree_object, &node_object, &pairs_object) ||
       hcp_py_int64(length_object, "length", &length) < 0 ||
       hcp_py_int32(degree_object, "degree", &degree) < 0 ||
-      hcp_py_int32(node_object, "ranks_per_node", &node) < 0)
+      hcp_py_int32(node_object, "ranks_per_node", &node) < 0 ||
+      hcp_py_int64(pairs_object, "pairs", &pairs) < 0)
     return NULL;
   int filled =
       hcp_py_fill_prices(&r.cost, prices) == 0 && hcp_py_fill_cost_table(&r, cost_table) == 0;
   hcp_status status =
-      filled ? hcp_cost_time(&r.cost, length, degree, node, &time, &err) : HCP_CALLBACK;
+      filled ? hcp_cost_time(&r.cost, length, pairs, degree, node, &time, &err) : HCP_CALLBACK;
   hcp_py_request_release(&r);
   if (!filled) return NULL;
   return status == HCP_OK ? PyLong_FromLongLong(time) : hcp_py_raise(&err);
@@ -236,7 +238,7 @@ static int counts_fit(const int32_t *values, Py_ssize_t n, Py_ssize_t stride, Py
 
 static PyObject *plan_create_from(PyObject *module, PyObject *args, PyObject *kwargs) {
   static char *keywords[] = {REQUEST_KEYWORDS, "micro_batches", "groups", "sequences", NULL};
-  PyObject *lengths, *limits, *lists, *prices, *cost_table, *batch_list, *group_list,
+  PyObject *lengths, *limits, *lists, *prices, *cost_table, *pairs, *batch_list, *group_list,
       *sequence_list;
   request r;
   hcp_error err;
@@ -244,9 +246,9 @@ static PyObject *plan_create_from(PyObject *module, PyObject *args, PyObject *kw
   Py_ssize_t batch_count, group_words, sequence_count;
   hcp_plan *plan = NULL;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, REQUEST_FORMAT "OOO:create_plan_from", keywords,
-                                   &lengths, &limits, &lists, &prices, &cost_table, &batch_list,
-                                   &group_list, &sequence_list) ||
-      hcp_py_request_fill(&r, lengths, limits, lists, prices, cost_table) < 0)
+                                   &lengths, &limits, &lists, &prices, &cost_table, &pairs,
+                                   &batch_list, &group_list, &sequence_list) ||
+      hcp_py_request_fill(&r, lengths, limits, lists, prices, cost_table, pairs) < 0)
     return NULL;
   if (hcp_py_int32s(batch_list, "micro_batches", &batches, &batch_count) < 0) goto fail_batches;
   if (hcp_py_int32s(group_list, "groups", &groups, &group_words) < 0) goto fail_groups;
@@ -328,6 +330,13 @@ static PyObject *get_lengths(PyObject *self, void *unused) {
   return export(self, plan_of(self)->lengths, plan_of(self)->n, 1, 'q');
 }
 
+/* None where the cost's window says them. */
+static PyObject *get_pairs(PyObject *self, void *unused) {
+  (void)unused;
+  const int64_t *pairs = plan_of(self)->cost.pairs;
+  return pairs == NULL ? Py_NewRef(Py_None) : export(self, pairs, plan_of(self)->n, 1, 'q');
+}
+
 static PyObject *export_list(PyObject *self, const int32_t *values, Py_ssize_t n) {
   return values == NULL ? Py_NewRef(Py_None) : export(self, values, n, 1, 'i');
 }
@@ -388,6 +397,7 @@ static PyGetSetDef plan_getset[] = {
     {"prices", get_prices, NULL, "The cost's integers, in the order of PRICES.", NULL},
     {"checksum", get_checksum, NULL, "64 bits over everything that the plan says.", NULL},
     {"lengths", get_lengths, NULL, "int64: tokens of each sequence.", NULL},
+    {"pairs", get_pairs, NULL, "int64: pairs of each sequence, or None.", NULL},
     {"table", get_cost_table, NULL, "(lengths, degrees, times) of the cost's table, or None.",
      NULL},
     {"micro_batches", get_micro_batches, NULL, "int32 rows of (first_group, groups).", NULL},

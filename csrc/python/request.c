@@ -9,6 +9,7 @@ void hcp_py_request_release(request *r) {
 #define FREE(name, count) PyMem_Free(r->name);
   HCP_LIMIT_LISTS(FREE)
 #undef FREE
+  PyMem_Free(r->pairs);
   PyMem_Free(r->table_degrees);
   PyMem_Free(r->table_times);
   PyMem_Free(r->table_lengths);
@@ -104,12 +105,21 @@ int hcp_py_fill_cost_table(request *r, PyObject *cost_table) {
   return 0;
 }
 
+/* None, or as many as lengths. */
+static int fill_pairs(request *r, PyObject *pairs) {
+  if (pairs == Py_None) return 0;
+  if (integers(pairs, "pairs", r->n, &r->pairs) < 0) return -1;
+  r->cost.pairs = r->pairs;
+  return 0;
+}
+
 int hcp_py_request_fill(request *r, PyObject *lengths, PyObject *limits, PyObject *lists,
-                        PyObject *prices, PyObject *cost_table) {
+                        PyObject *prices, PyObject *cost_table, PyObject *pairs) {
   memset(r, 0, sizeof *r);
   if (hcp_py_int64s(lengths, "lengths", &r->lengths, &r->n) == 0 &&
       fill_limits(&r->limits, limits) == 0 && fill_lists(r, lists) == 0 &&
-      hcp_py_fill_prices(&r->cost, prices) == 0 && hcp_py_fill_cost_table(r, cost_table) == 0)
+      hcp_py_fill_prices(&r->cost, prices) == 0 && hcp_py_fill_cost_table(r, cost_table) == 0 &&
+      fill_pairs(r, pairs) == 0)
     return 0;
   hcp_py_request_release(r);
   return -1;

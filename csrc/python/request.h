@@ -11,7 +11,7 @@ typedef struct request {
   hcp_times times;
   int64_t *lengths;
   Py_ssize_t n;
-  int64_t *table_lengths, *table_times;
+  int64_t *table_lengths, *table_times, *pairs;
   int32_t *table_degrees;
 #define LIST(name, count) int32_t *name;
   HCP_LIMIT_LISTS(LIST)
@@ -27,12 +27,12 @@ enum {
   LIMIT_LIST_COUNT = 0 HCP_LIMIT_LISTS(ONE_LIST)
 };
 
-#define REQUEST_KEYWORDS "lengths", "limits", "lists", "prices", "table"
-#define REQUEST_FORMAT "OOOOO"
+#define REQUEST_KEYWORDS "lengths", "limits", "lists", "prices", "table", "pairs"
+#define REQUEST_FORMAT "OOOOOO"
 
 /* Fills *r, or leaves nothing to release and an exception. */
 int hcp_py_request_fill(request *r, PyObject *lengths, PyObject *limits, PyObject *lists,
-                        PyObject *prices, PyObject *cost_table);
+                        PyObject *prices, PyObject *cost_table, PyObject *pairs);
 void hcp_py_request_release(request *r);
 
 /* The cost's parts alone; the caller releases the request. */

@@ -96,12 +96,15 @@ class CostModel:
         """The prices as integers, in the core's order."""
         return tuple(getattr(self, name) for name in PRICES)
 
-    def time(self, length: int, degree: int, ranks_per_node: int = 0) -> int:
+    def time(
+        self, length: int, degree: int, ranks_per_node: int = 0, pairs: int | None = None
+    ) -> int:
         """Return the time of a sequence of ``length`` tokens on ``degree`` ranks, without
-        ``launch``."""
+        ``launch``. ``pairs``: its own, in place of those of the window."""
         if self.function is not None:
             return self._call(length, degree)
-        return _core.cost_time(self.prices, self.table, length, degree, ranks_per_node)
+        own = -1 if pairs is None else pairs
+        return _core.cost_time(self.prices, self.table, length, degree, ranks_per_node, own)
 
     @classmethod
     def from_function(

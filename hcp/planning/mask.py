@@ -248,6 +248,16 @@ class Mask:
         """Pairs of a query and a key that it sees: what attention costs."""
         return sum(part.pairs for part in self.slices)
 
+    def pairs_of(self, first: int, end: int) -> int:
+        """The pairs of the queries from ``first`` up to ``end``."""
+        count = 0
+        for part in self.slices:
+            (low, high), own = part.band, (max(first, part.queries[0]), min(end, part.queries[1]))
+            if own[0] < own[1] and low <= high:
+                cut = Slice(own, part.keys)
+                count += _pairs_up_to(cut, high) - _pairs_up_to(cut, low - 1)
+        return count
+
     @cached_property
     def positions(self) -> tuple[int, ...]:
         """The position of each token, for a rotary embedding."""
@@ -502,6 +512,14 @@ def packed(masks: Sequence[Mask]) -> tuple[array[int], array[int]]:
     for mask in masks:
         words.extend(mask.words)
     return array("q", itertools.accumulate(counts, initial=0)), words
+
+
+def pairs_of(masks: Masks) -> list[int]:
+    """Pairs of each sequence, on average over the names, rounded up: layers of all kinds count
+    alike."""
+    return [
+        -(-sum(mask.pairs for mask in own) // len(own)) for own in zip(*masks.values(), strict=True)
+    ]
 
 
 def plain_masks(masks: Masks) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from hcp.planning.limits import (
     Limits,
     MemoryModel,
 )
-from hcp.planning.mask import Masks, MasksLike, masks_from, masks_of, packed, plain_masks
+from hcp.planning.mask import Masks, MasksLike, masks_from, masks_of, packed, pairs_of, plain_masks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -151,6 +151,13 @@ class Plan:
         return MemoryModel(*self.core.memory)
 
     @cached_property
+    def pairs(self) -> tuple[int, ...] | None:
+        """Pairs of a query and a key of each sequence, by which it was priced; None: those of the
+        cost model's window."""
+        pairs = self.core.pairs
+        return None if pairs is None else tuple(pairs)
+
+    @cached_property
     def speeds(self) -> tuple[float, ...]:
         """The speed of each rank, relative to the fastest."""
         slowness = self.core.slowness
@@ -163,7 +170,11 @@ class Plan:
 
         It is that of one stage, and includes launch and the slowest rank's speed."""
         node, slowness = self.core.ranks_per_node, self.core.slowness
-        times = [self.cost.time(self.lengths[s], group.degree, node) for s in group.sequences]
+        pairs = self.pairs
+        times = [
+            self.cost.time(self.lengths[s], group.degree, node, pairs[s] if pairs else None)
+            for s in group.sequences
+        ]
         ends = tuple(itertools.accumulate(times, initial=self.cost.launch))[1:]
         if slowness is None:
             return ends
@@ -219,6 +230,7 @@ class Plan:
                 }
                 for groups in self.micro_batches
             ],
+            **({"pairs": list(self.pairs)} if self.pairs is not None else {}),
             **({"masks": plain_masks(self.masks)} if self.masks else {}),
         }
 
@@ -240,7 +252,7 @@ class Plan:
         memory = data.get("memory")
         named = data if memory is None else {**data, "memory": MemoryModel(**memory)}
         cost = _cost_of(data.get("cost", {}))
-        request = _request(data["lengths"], Limits.among(named), cost)
+        request = _request(data["lengths"], Limits.among(named), cost, data.get("pairs"))
         try:
             core = _core.create_plan_from(
                 **request,
@@ -289,7 +301,7 @@ REQUIRED = ("lengths", "ranks", "max_tokens_per_rank", "micro_batches")
 def expect_data(data: Any) -> None:
     """Raise ValueError unless this is the plain data of a plan: complete, of the right types, and
     nothing else. The rules of plans are not checked here."""
-    expect_names("", data, REQUIRED, (*LIMITS, "cost", "masks"))
+    expect_names("", data, REQUIRED, (*LIMITS, "cost", "pairs", "masks"))
     for name in ("ranks", "max_tokens_per_rank"):
         expect_size(name, data[name])
     for name in SIZES:
@@ -303,6 +315,8 @@ def expect_data(data: Any) -> None:
     if data.get("cost") is not None:
         _cost_of(data["cost"])
     expect_sizes("lengths", data["lengths"])
+    if data.get("pairs") is not None:
+        expect_sizes("pairs", data["pairs"], least=0)
     for name in ("min_degrees", "max_degrees"):
         if data.get(name) is not None:
             degrees, count = expect_sizes(name, data[name]), len(data["lengths"])
@@ -334,10 +348,14 @@ def _cost_of(data: Any) -> CostModel:
 
 
 def _request(
-    lengths: Sequence[int] | Tensor, limits: Limits, cost: CostModel | None
+    lengths: Sequence[int] | Tensor,
+    limits: Limits,
+    cost: CostModel | None,
+    pairs: Sequence[int] | Tensor | None,
 ) -> dict[str, Any]:
     """Return the core's arguments. A cost function is tabulated here."""
     lengths = lengths.tolist() if hasattr(lengths, "tolist") else lengths
+    pairs = cast(Any, pairs).tolist() if hasattr(pairs, "tolist") else pairs
     if cost is not None and not isinstance(cost, CostModel):
         raise ValueError(f"cost is {cost!r}, expected a CostModel: CostModel.preset(...), say")
     cost = cost or CostModel()
@@ -354,6 +372,7 @@ def _request(
         "lists": limits.lists(),
         "prices": cost.prices,
         "table": cost.table,
+        "pairs": pairs,
     }
 
 
@@ -386,6 +405,7 @@ def plan(
     speeds: Sequence[float] | None = None,
     cost: CostModel | None = None,
     effort: int = 1,
+    pairs: Sequence[int] | Tensor | None = None,
     masks: MasksLike | None = None,
 ) -> Plan:
     """Assign sequences to ranks: packing, CP degree and placement of each.
@@ -409,14 +429,20 @@ def plan(
 
     ``masks``: a :class:`Mask` of each sequence, None for a causal one; or several by name, for
     layers of several kinds: the first is that of layers that name none. They travel with the plan.
+    ``pairs``: pairs of a query and a key of each sequence, which ``cost`` prices in place of those
+    of its window; by default those of the masks, on average over their names. A cost table or
+    function prices lengths: it takes neither pairs nor those of masks.
 
     The function is pure: equal arguments give the same plan, bit for bit, on every rank. Raises
     ValueError for an argument out of its range, and for a sequence that no allowed degree can hold.
     """
     limits = Limits.among(locals())
     begun = time.perf_counter()
-    request = _request(lengths, limits, cost)
-    made = Plan(_core.create_plan(**request, effort=effort))._masked(masks)
+    request = _request(lengths, limits, cost, pairs)
+    named = None if masks is None else masks_of(masks, expect_sizes("lengths", request["lengths"]))
+    if pairs is None and named is not None and request["table"] is None:
+        request["pairs"] = pairs_of(named)
+    made = Plan(_core.create_plan(**request, effort=effort))._masked(named)
     made.planning_seconds = time.perf_counter() - begun
     return made
 
@@ -427,14 +453,15 @@ def lower_bound(
     ranks: int,
     max_tokens_per_rank: int,
     cost: CostModel | None = None,
+    pairs: Sequence[int] | Tensor | None = None,
     **limits: Any,
 ) -> int:
     """Return a time that no plan for these arguments beats, in the cost model's unit.
 
-    ``lengths``, ``ranks``, ``max_tokens_per_rank``, ``cost`` and ``limits`` are those of
+    ``lengths``, ``ranks``, ``max_tokens_per_rank``, ``cost``, ``pairs`` and ``limits`` are those of
     :func:`plan`, without ``effort``. Raises ValueError as it does, and for an unknown limit.
     """
     expect_names("", limits, (), LIMITS)
     asked = Limits(ranks=ranks, max_tokens_per_rank=max_tokens_per_rank, **limits)
-    request = _request(lengths, asked, cost)
+    request = _request(lengths, asked, cost, pairs)
     return _core.plan_bound(**request)[0]

@@ -133,16 +133,16 @@ static void bad_requests_are_refused_with_their_values(void) {
 static void cost_follows_its_formula(void) {
   const hcp_cost cost = {.pair = 3, .token = 5, .exchange = 7, .launch = 11};
   int64_t time = 0;
-  CHECK_INT(hcp_cost_time(&cost, 10, 4, 0, &time, NULL), HCP_OK);
+  CHECK_INT(hcp_cost_time(&cost, 10, -1, 4, 0, &time, NULL), HCP_OK);
   CHECK_INT(time, (3 * 55 + 5 * 10 + 3) / 4 + 7 * (10 - 2));
-  CHECK_INT(hcp_cost_time(&cost, 0, 4, 0, &time, NULL), HCP_INVALID);
-  CHECK_INT(hcp_cost_time(&cost, 10, 0, 0, &time, NULL), HCP_INVALID);
+  CHECK_INT(hcp_cost_time(&cost, 0, -1, 4, 0, &time, NULL), HCP_INVALID);
+  CHECK_INT(hcp_cost_time(&cost, 10, -1, 0, 0, &time, NULL), HCP_INVALID);
 }
 
 static void refuse_cost(const hcp_cost *cost, const char *message) {
   int64_t untouched = -7;
   hcp_error err = {HCP_OK, ""};
-  CHECK_INT(hcp_cost_time(cost, 10, 2, 0, &untouched, &err), HCP_INVALID);
+  CHECK_INT(hcp_cost_time(cost, 10, -1, 2, 0, &untouched, &err), HCP_INVALID);
   CHECK_TEXT(err.message, message);
   CHECK_INT(untouched, -7);
 }

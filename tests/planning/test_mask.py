@@ -25,6 +25,8 @@ def expect(mask: Mask, sees: Callable[[int, int], bool]) -> None:
     expected = dense(mask.length, sees)
     assert torch.equal(mask.dense(), expected), mask.slices
     assert mask.pairs == int(expected.sum())
+    for first in range(0, mask.length, 5):
+        assert mask.pairs_of(first, first + 5) == int(expected[first : first + 5].sum())
 
 
 @pytest.mark.parametrize("n", LENGTHS)
@@ -176,9 +178,10 @@ def test_masks_travel_with_the_plan_and_are_part_of_its_checksum() -> None:
         assert copy == plan
         assert copy.checksum == plan.checksum
     masks_now = [plan.masks["mask"], [None] * 3, {"a": [None] * 3}, {"b": [None] * 3}]
-    others = [bare.with_masks(each).checksum for each in masks_now]
+    others = [plan.with_masks(each).checksum for each in masks_now]
     assert others[0] == plan.checksum
     assert len({bare.checksum, *others}) == 5
+    assert plan.pairs == (1275, 49, 3 * 136 + 2 * 136 + 55)
     hcp.check_plan(plan)
 
 
@@ -206,9 +209,8 @@ def held_pairs(plan: hcp.Plan) -> list[int]:
     for rank in range(plan.ranks):
         for m in range(len(plan.micro_batches)):
             layout = hcp.Layout(plan, m, rank)
-            for span in layout.spans:
-                seen = plan.masks["mask"][layout.sequences[span.sequence]].dense().sum(1)
-                pairs[rank] += int(seen[span.start : span.start + span.rows].sum())
+            for i, start, rows in layout.spans:
+                pairs[rank] += plan.masks["mask"][layout.sequences[i]].pairs_of(start, start + rows)
     return pairs
 
 
@@ -241,3 +243,66 @@ def test_a_causal_mask_keeps_zigzag() -> None:
     plan, bare = hcp.plan([300], masks=[None], **request), hcp.plan([300], **request)
     for rank in range(3):
         assert hcp.Layout(plan, 0, rank).spans == hcp.Layout(bare, 0, rank).spans
+
+
+def test_pairs_are_priced_in_place_of_the_window() -> None:
+    cost = hcp.CostModel(pair=7, token=2, exchange=1, launch=3)
+    lengths, pairs = [50, 50, 9], [100, 2500, 0]
+    plan = hcp.plan(lengths, pairs=pairs, cost=cost, ranks=1, max_tokens_per_rank=200)
+    assert plan.makespan == 7 * 2600 + 2 * 109 + 3
+    assert plan.pairs == (100, 2500, 0)
+    group = plan.micro_batches[0][0]
+    assert plan.group_time(group) == plan.makespan
+    assert plan.report().makespan == plan.makespan
+    (copy,) = {hcp.Plan.from_dict(plan.to_dict()), plan}
+    assert copy.pairs == plan.pairs
+    other = hcp.plan(lengths, pairs=[101, 2500, 0], cost=cost, ranks=1, max_tokens_per_rank=200)
+    assert other.checksum != plan.checksum
+    bound = hcp.lower_bound(lengths, pairs=pairs, cost=cost, ranks=1, max_tokens_per_rank=200)
+    assert bound == plan.bound
+
+
+def test_pairs_of_a_window_give_the_plan_of_the_window() -> None:
+    r = Random(5)
+    for ranks in (2, 5):
+        lengths = [r.randint(1, 300) for _ in range(40)]
+        request = {"ranks": ranks, "max_tokens_per_rank": 400}
+        base = {"pair": 7, "token": 2, "exchange": 1, "launch": 3}
+        windowed = hcp.plan(lengths, cost=hcp.CostModel(**base, window=20), **request)
+        pairs = [Mask.window(n, 19).pairs for n in lengths]
+        plan = hcp.plan(lengths, pairs=pairs, cost=hcp.CostModel(**base), **request)
+        assert plan.micro_batches == windowed.micro_batches
+        assert (plan.makespan, plan.bound) == (windowed.makespan, windowed.bound)
+
+
+@pytest.mark.parametrize("sync", ["step", "micro_batch"])
+def test_plans_by_pairs_stay_near_their_bound(sync: str) -> None:
+    """Sequences of equal lengths and very different masks."""
+    r = Random(sync)
+    lengths = [r.choice([1000, 2000, 4000]) for _ in range(60)]
+    masks_now = [
+        r.choice([None, Mask.full(n), Mask.documents([n // 4] * 4), Mask.window(n, 50)])
+        for n in lengths
+    ]
+    cost = hcp.CostModel(pair=100, token=1000, exchange=100, launch=1000)
+    request = {"ranks": 8, "max_tokens_per_rank": 4000, "sync": sync, "cost": cost}
+    plan = hcp.plan(lengths, masks=masks_now, **request)
+    hcp.check_plan(plan, lengths)
+    assert plan.makespan <= 1.1 * plan.bound
+
+
+@pytest.mark.parametrize(
+    ("request_now", "message"),
+    [
+        ({"pairs": [1]}, "pairs has 1 items, expected 2"),
+        ({"pairs": [26, 1]}, r"pairs\[0\] is 26, expected 0 to the square of 5"),
+        ({"pairs": [1, -1]}, r"pairs\[1\] is -1, expected 0 to the square of 8"),
+        (
+            {"pairs": [1, 1], "cost": hcp.CostModel.from_function(lambda n, d: n / d)},
+            "pairs are given with a cost table",
+        ),
+    ],
+)
+def test_pairs_that_cannot_be_are_refused(request_now: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hcp.plan([5, 8], **request_now, **REQUEST)  # type: ignore[arg-type]

@@ -328,9 +328,10 @@ CALLS: dict[str, Callable[[_core.Plan, Any], object]] = {
     "stages": lambda core, big: _core.pipeline_time([1], big, 1, 1),
     "virtual_stages": lambda core, big: _core.pipeline_time([1], 1, big, 1),
     "group": lambda core, big: _core.pipeline_time([1], 1, 1, big),
-    "length": lambda core, big: _core.cost_time(core.prices, None, big, 1, 0),
-    "degree": lambda core, big: _core.cost_time(core.prices, None, 1, big, 0),
-    "ranks_per_node": lambda core, big: _core.cost_time(core.prices, None, 1, 1, big),
+    "length": lambda core, big: _core.cost_time(core.prices, None, big, 1, 0, -1),
+    "degree": lambda core, big: _core.cost_time(core.prices, None, 1, big, 0, -1),
+    "pairs": lambda core, big: _core.cost_time(core.prices, None, 1, 1, 0, big),
+    "ranks_per_node": lambda core, big: _core.cost_time(core.prices, None, 1, 1, big, -1),
 }
 """Integers of the core's functions, by name."""
 
@@ -348,7 +349,7 @@ def test_an_integer_too_large_for_the_core_is_named_as_any_other(name: str) -> N
 def test_the_core_says_what_a_table_is(table: Any) -> None:
     message = rf"^cost.table is {re.escape(repr(table))}, expected a tuple of 3: lengths, degrees"
     with pytest.raises(TypeError, match=message):
-        _core.cost_time(hcp.CostModel().prices, table, 1, 1, 0)
+        _core.cost_time(hcp.CostModel().prices, table, 1, 1, 0, -1)
 
 
 def test_a_cost_function_is_asked_for_every_degree_to_64_then_for_16_an_octave() -> None:
@@ -422,7 +423,7 @@ def test_limits_are_the_arguments_of_a_plan_and_what_the_core_takes() -> None:
     assert {name: asked[name] for name in own if name in asked} == {
         name: p for name, p in own.items() if name != "slowness"
     }
-    assert asked.keys() - own.keys() == {"lengths", "cost", "effort", "masks"}
+    assert asked.keys() - own.keys() == {"lengths", "cost", "effort", "pairs", "masks"}
     limits = Limits(ranks=4, max_tokens_per_rank=9)
     assert len(limits.numbers()) == len(_core.LIMITS)
     assert len(limits.lists()) == len(_core.LIMIT_LISTS)

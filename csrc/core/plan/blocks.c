@@ -150,8 +150,8 @@ hcp_status hcp__draft_by_micro_batch(hcp__draft *draft, const hcp__blocks *block
 int64_t hcp__group_time(const hcp__draft *draft, const hcp__problem *p, const hcp_group *group) {
   int64_t time = p->cost->launch;
   for (int32_t s = 0; s < group->sequences; s++) {
-    int64_t length = p->lengths[draft->sequences[group->first_sequence + s]];
-    time += hcp__cost(p->cost, length, group->degree, p->limits->ranks_per_node);
+    int32_t sequence = draft->sequences[group->first_sequence + s];
+    time += hcp__cost(p->cost, hcp__size_at(p, sequence), group->degree, p->limits->ranks_per_node);
     if (time > INT64_MAX / 2) return INT64_MAX / 2;
   }
   time = hcp__slowed(time, hcp__slowness(p->limits, group->first_rank, group->degree));

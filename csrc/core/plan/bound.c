@@ -95,7 +95,7 @@ static int64_t lightest(const hcp__problem *p) {
   int64_t least = INT64_MAX;
   for (int32_t k = 0; k < p->kind_count; k++) {
     const hcp__kind *kind = &p->kinds[k];
-    int64_t rate = p->options[kind->first_option].area_floor / kind->length;
+    int64_t rate = p->options[kind->first_option].area_floor / kind->size.length;
     if (rate < least) least = rate;
   }
   return least;

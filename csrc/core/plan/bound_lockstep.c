@@ -97,7 +97,8 @@ static void make_least(lockstep *l) {
     const hcp__option *option = &p->options[kind->first_option];
     if (option->time_floor > slowest) slowest = option->time_floor;
     l->slowest[k] = slowest;
-    l->least[k] = (dense){rate_of(option->area_floor, kind->length), kind->length * kind->count, 0};
+    l->least[k] =
+        (dense){rate_of(option->area_floor, kind->size.length), kind->size.length * kind->count, 0};
   }
   sum_up(l->least, p->kind_count, 0);
   for (int32_t k = 0; k < p->kind_count; k++) {
@@ -129,9 +130,10 @@ static void look_at(lockstep *l, int64_t height) {
   for (int32_t k = 0; k < now->head; k++) {
     const hcp__kind *kind = &p->kinds[k];
     const hcp__option *option = hcp__first_within(p, kind, height);
-    int64_t rows = kind->length * kind->count;
-    now->kinds[k] = option == NULL ? (dense){0, 0, 0}
-                                   : (dense){rate_of(option->area_floor, kind->length), rows, 0};
+    int64_t rows = kind->size.length * kind->count;
+    now->kinds[k] = option == NULL
+                        ? (dense){0, 0, 0}
+                        : (dense){rate_of(option->area_floor, kind->size.length), rows, 0};
     if (option == NULL)
       now->must_rows += rows;
     else
@@ -196,7 +198,7 @@ static int64_t idle_beside(const lockstep *l, const hcp__kind *kind, int64_t hei
     hcp__wide room = (hcp__wide)others * o->time_floor;
     int64_t work = densest(l, rows);
     /* Without the sequence itself, when it is among the densest. */
-    int64_t without = densest(l, rows + kind->length) - own->area_floor;
+    int64_t without = densest(l, rows + kind->size.length) - own->area_floor;
     if (without < work) work = without;
     if (work > room) work = (int64_t)room;
     int64_t idle = saturated((hcp__wide)ranks * o->time_floor - own->area_floor - work);

@@ -14,6 +14,21 @@ static hcp_status check_lengths(const int64_t *lengths, int32_t n, hcp_error *er
   return HCP_OK;
 }
 
+/* A sequence has length^2 pairs at most. */
+static hcp_status check_pairs(const int64_t *lengths, int32_t n, const hcp_cost *cost,
+                              hcp_error *err) {
+  if (cost->pairs == NULL) return HCP_OK;
+  if (cost->times != NULL)
+    return hcp__fail(err, HCP_INVALID,
+                     "pairs are given with a cost table, expected prices: a table has whole times "
+                     "of lengths");
+  for (int32_t i = 0; i < n; i++)
+    if (cost->pairs[i] < 0 || cost->pairs[i] > (hcp__wide)lengths[i] * lengths[i])
+      return hcp__fail(err, HCP_INVALID, "pairs[%d] is %lld, expected 0 to the square of %lld", i,
+                       (long long)cost->pairs[i], (long long)lengths[i]);
+  return HCP_OK;
+}
+
 static hcp_status check_place(const hcp_group *group, int32_t g, const hcp__problem *p,
                               hcp_error *err) {
   const hcp_limits *limits = p->limits;
@@ -147,12 +162,6 @@ static hcp_status check_draft(const hcp__draft *draft, const hcp__problem *p, ch
 
 /* ---- the value ---- */
 
-uint64_t hcp__mix(uint64_t sum, const void *data, size_t bytes) {
-  const unsigned char *at = data;
-  for (size_t i = 0; i < bytes; i++) sum = (sum ^ at[i]) * 0x100000001b3u; /* FNV-1a */
-  return sum;
-}
-
 static uint64_t mix_times(uint64_t sum, const hcp_times *times) {
   if (times == NULL) return sum;
   size_t rows = (size_t)times->length_count, columns = (size_t)times->degree_count;
@@ -173,6 +182,10 @@ static uint64_t mix_lists(uint64_t sum, const hcp_limits *limits, int32_t n) {
   return sum;
 }
 
+static uint64_t mix_pairs(uint64_t sum, const int64_t *pairs, int32_t n) {
+  return pairs == NULL ? sum : hcp__mix(sum, pairs, (size_t)n * sizeof *pairs);
+}
+
 static uint64_t checksum(const hcp_plan *plan) {
 #define NUMBER(type, field, name) plan->limits.field,
 #define IS_LIST(name, count) plan->limits.name != NULL,
@@ -185,6 +198,7 @@ static uint64_t checksum(const hcp_plan *plan) {
   uint64_t sum = hcp__mix(0xcbf29ce484222325u, head, sizeof head);
   sum = mix_times(sum, plan->cost.times);
   sum = mix_lists(sum, &plan->limits, plan->n);
+  sum = mix_pairs(sum, plan->cost.pairs, plan->n);
   sum = hcp__mix(sum, plan->lengths, (size_t)plan->n * sizeof *plan->lengths);
   sum = hcp__mix(sum, plan->micro_batches,
                  (size_t)plan->micro_batch_count * sizeof *plan->micro_batches);
@@ -245,19 +259,24 @@ static size_t lists_bytes(const hcp_limits *limits, int32_t n) {
 static hcp_plan *allocate(const hcp__problem *p, const hcp__draft *draft) {
   size_t n = (size_t)p->n, batches = (size_t)draft->micro_batch_count;
   size_t groups = (size_t)draft->group_count, times = (times_bytes(p->cost->times) + 7) / 8 * 8;
-  size_t bytes = sizeof(hcp_plan) + n * (sizeof(int64_t) + sizeof(int32_t)) + times +
+  size_t pairs = p->cost->pairs == NULL ? 0 : n * sizeof *p->cost->pairs;
+  size_t bytes = sizeof(hcp_plan) + pairs + n * (sizeof(int64_t) + sizeof(int32_t)) + times +
                  batches * sizeof(hcp_micro_batch) + groups * sizeof(hcp_group) +
                  lists_bytes(p->limits, p->n);
   hcp_plan *plan = malloc(bytes);
   if (plan == NULL) return NULL;
   memset(plan, 0, sizeof *plan);
   int64_t *lengths = (int64_t *)(plan + 1);
-  hcp_group *group = (hcp_group *)((char *)(lengths + n) + times);
+  hcp_group *group = (hcp_group *)((char *)(lengths + n) + times + pairs);
   hcp_micro_batch *batch = (hcp_micro_batch *)(group + groups);
   plan->limits = *p->limits;
   plan->cost = *p->cost;
   plan->cost.times = copy_times(lengths + n, p->cost->times);
   plan->lengths = lengths;
+  if (pairs > 0) {
+    plan->cost.pairs = (int64_t *)(uintptr_t)((char *)(lengths + n) + times);
+    copy(plan->cost.pairs, p->cost->pairs, n, sizeof *p->cost->pairs);
+  }
   plan->groups = group;
   plan->micro_batches = batch;
   plan->sequences = (int32_t *)(batch + batches);
@@ -297,6 +316,7 @@ static hcp_status prepare(const int64_t *lengths, int32_t n, const hcp_limits *l
   if (status == HCP_OK) status = hcp__cost_check(cost, err);
   if (status == HCP_OK) status = hcp__limits_check(limits, n, err);
   if (status == HCP_OK) status = check_lengths(lengths, n, err);
+  if (status == HCP_OK) status = check_pairs(lengths, n, cost, err);
   if (status == HCP_OK) status = hcp__problem_init(problem, lengths, n, limits, cost, err);
   if (status != HCP_OK) return status;
   status = hcp__bound(problem, err);

@@ -25,7 +25,7 @@
  *   floor      A time, or an area, that no degree of a range beats.
  *   gap        A time in which neighbouring ranks are free before a wide group begins.
  *   height     The time that a wave gives to its groups, without launch.
- *   kind       The sequences of one length and one pair of degree bounds.
+ *   kind       The sequences of one length, one number of pairs and one pair of degree bounds.
  *   launch     The price of one micro-batch on one rank, whatever it holds.
  *   list       Sequences placed one after the other, widest first, where ranks are free
  *              soonest.
@@ -102,9 +102,9 @@ typedef struct hcp__option {
   int64_t area_floor;
 } hcp__option;
 
-/* Sequences of one length and one pair of bounds. */
+/* Sequences of one length, one number of pairs and one pair of bounds. */
 typedef struct hcp__kind {
-  int64_t length;
+  hcp__size size;
   int32_t first, count;           /* of problem.order   */
   int32_t first_option, options;  /* of problem.options */
   int32_t pruned;                 /* faster ones were not worth keeping */
@@ -128,6 +128,15 @@ typedef struct hcp__problem {
   int64_t least; /* the same, each at the least of its allowed degrees      */
   int64_t bound; /* 0 until hcp__bound                                      */
 } hcp__problem;
+
+static inline hcp__size hcp__size_at(const hcp__problem *p, int32_t sequence) {
+  return hcp__size_of(p->cost, p->lengths, sequence);
+}
+
+static inline int hcp__same_size(const hcp__problem *p, int32_t a, int32_t b) {
+  hcp__size x = hcp__size_at(p, a), y = hcp__size_at(p, b);
+  return x.length == y.length && x.pairs == y.pairs;
+}
 
 hcp_status hcp__problem_init(hcp__problem *problem, const int64_t *lengths, int32_t n,
                              const hcp_limits *limits, const hcp_cost *cost, hcp_error *err);

@@ -77,25 +77,28 @@ static int64_t bounds_of(const hcp_limits *limits, int32_t sequence) {
 }
 
 typedef struct bounded {
-  int64_t bounds;
+  int64_t pairs, bounds;
   int32_t sequence;
 } bounded;
 
 static int by_bounds(const void *left, const void *right) {
   const bounded *a = left, *b = right;
+  if (a->pairs != b->pairs) return a->pairs > b->pairs ? -1 : 1;
   if (a->bounds != b->bounds) return a->bounds < b->bounds ? -1 : 1;
   return (a->sequence > b->sequence) - (a->sequence < b->sequence);
 }
 
-/* Among equal lengths, those of equal bounds side by side. */
+/* Among equal lengths, those of equal pairs and bounds side by side, most pairs first. */
 static hcp_status sort_bounds(hcp__problem *p, hcp_error *err) {
-  if (p->limits->min_degrees == NULL && p->limits->max_degrees == NULL) return HCP_OK;
+  if (p->limits->min_degrees == NULL && p->limits->max_degrees == NULL && p->cost->pairs == NULL)
+    return HCP_OK;
   bounded *equal = malloc(((size_t)p->n + 1) * sizeof *equal);
   if (equal == NULL) return hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d sequences", p->n);
   for (int32_t i = 0, end; i < p->n; i = end) {
     int64_t length = p->lengths[p->order[i]];
     for (end = i; end < p->n && p->lengths[p->order[end]] == length; end++)
-      equal[end - i] = (bounded){bounds_of(p->limits, p->order[end]), p->order[end]};
+      equal[end - i] = (bounded){hcp__size_at(p, p->order[end]).pairs,
+                                 bounds_of(p->limits, p->order[end]), p->order[end]};
     qsort(equal, (size_t)(end - i), sizeof *equal, by_bounds);
     for (int32_t k = i; k < end; k++) p->order[k] = equal[k - i].sequence;
   }
@@ -127,10 +130,9 @@ static hcp_status sort_lengths(hcp__problem *p, hcp_error *err) {
 static void make_kinds(hcp__problem *p) {
   p->kind_count = 0;
   for (int32_t i = 0; i < p->n; i++) {
-    int64_t length = p->lengths[p->order[i]];
-    if (i == 0 || length != p->kinds[p->kind_count - 1].length ||
+    if (i == 0 || !hcp__same_size(p, p->order[i], p->order[i - 1]) ||
         bounds_of(p->limits, p->order[i]) != bounds_of(p->limits, p->order[i - 1]))
-      p->kinds[p->kind_count++] = (hcp__kind){.length = length, .first = i};
+      p->kinds[p->kind_count++] = (hcp__kind){.size = hcp__size_at(p, p->order[i]), .first = i};
     p->kinds[p->kind_count - 1].count++;
     p->kind_of[i] = p->kind_count - 1;
   }
@@ -162,15 +164,14 @@ static int64_t tabulated_floor(const hcp__problem *p, int64_t length, int32_t le
   return area;
 }
 
-static int64_t area_floor(const hcp__problem *p, int64_t length, int32_t least) {
-  return p->cost->times != NULL
-             ? tabulated_floor(p, length, least)
-             : hcp__area_floor(p->cost, length, least, p->limits->ranks_per_node);
+static int64_t area_floor(const hcp__problem *p, hcp__size size, int32_t least) {
+  return p->cost->times != NULL ? tabulated_floor(p, size.length, least)
+                                : hcp__area_floor(p->cost, size, least, p->limits->ranks_per_node);
 }
 
 /* Least degree that rounding lets hold a kind, 0: none. */
 static int32_t least_degree(const hcp__problem *p, const hcp__kind *kind) {
-  int64_t length = kind->length;
+  int64_t length = kind->size.length;
   int64_t degree = length / p->capacity + (length % p->capacity != 0);
   if (degree < p->limits->min_degree) degree = p->limits->min_degree;
   for (; degree <= p->limits->max_degree; degree++)
@@ -198,12 +199,12 @@ static int consider(hcp__problem *p, hcp__kind *kind, int32_t degree, int32_t ga
   int64_t rows = hcp__load(p, p->order[kind->first], degree);
   if (rows > p->capacity) return 1; /* rounding may overfill a degree that a smaller one does not */
   int32_t node = p->limits->ranks_per_node;
-  int64_t time = hcp__cost(p->cost, kind->length, degree, node);
+  int64_t time = hcp__cost(p->cost, kind->size, degree, node);
   const hcp__option *last = kind->options > 0 ? &p->options[p->option_count - 1] : NULL;
   if (time < 1 || (last != NULL && time >= last->time)) return 1;
   int32_t least = gap && last != NULL ? last->degree + 1 : degree;
-  hcp__option option = {degree, least, rows, time, time, area_floor(p, kind->length, least)};
-  if (gap) option.time_floor = hcp__time_floor(p->cost, kind->length, least, degree, node);
+  hcp__option option = {degree, least, rows, time, time, area_floor(p, kind->size, least)};
+  if (gap) option.time_floor = hcp__time_floor(p->cost, kind->size, least, degree, node);
   kind->options++;
   return append(p, &option);
 }
@@ -232,44 +233,46 @@ static hcp_status refused_beside_rows(const hcp__problem *p, const hcp__kind *ki
   int32_t sequence = p->order[kind->first], widest = 0;
   for (int32_t d = limits->min_degree; d <= limits->max_degree; d++)
     if (hcp__degree_allowed(limits, p->cost, d) && hcp__sequence_allows(limits, sequence, d) &&
-        hcp_rows_max(kind->length, d) <= p->capacity)
+        hcp_rows_max(kind->size.length, d) <= p->capacity)
       widest = d;
   if (widest == 0)
     return hcp__fail(err, HCP_INFEASIBLE,
                      "lengths[%d] is %lld: no degree that min_degrees[%d] and max_degrees[%d] "
                      "permit holds it, expected one; widen them",
-                     sequence, (long long)kind->length, sequence, sequence);
+                     sequence, (long long)kind->size.length, sequence, sequence);
   return hcp__fail(err, HCP_INFEASIBLE,
                    "lengths[%d] is %lld: the fullest of %d ranks would need %lld bytes, expected "
                    "<= %lld (memory.limit%s); raise either, or split the sequence",
-                   sequence, (long long)kind->length, widest,
-                   (long long)hcp__bytes(&limits->memory, kind->length, widest),
+                   sequence, (long long)kind->size.length, widest,
+                   (long long)hcp__bytes(&limits->memory, kind->size.length, widest),
                    (long long)hcp__bytes_limit(limits),
                    limits->alignment > 1 ? ", less what alignment may add" : "");
 }
 
 static hcp_status infeasible(const hcp__problem *p, const hcp__kind *kind, hcp_error *err) {
   const hcp_limits *limits = p->limits;
-  if (p->cost->times != NULL && hcp__times_row(p->cost->times, kind->length) < 0)
+  if (p->cost->times != NULL && hcp__times_row(p->cost->times, kind->size.length) < 0)
     return hcp__fail(err, HCP_INVALID, "lengths[%d] is %lld, which the cost table does not have",
-                     p->order[kind->first], (long long)kind->length);
+                     p->order[kind->first], (long long)kind->size.length);
   int32_t widest = last_allowed(limits, p->cost);
-  if (hcp_rows_max(kind->length, widest) <= p->capacity) return refused_beside_rows(p, kind, err);
+  if (hcp_rows_max(kind->size.length, widest) <= p->capacity)
+    return refused_beside_rows(p, kind, err);
   return hcp__fail(err, HCP_INFEASIBLE,
                    "lengths[%d] is %lld: the fullest of %d ranks (%s) would hold %lld rows, "
                    "expected <= %lld (max_tokens_per_rank%s); raise either, or split the sequence",
-                   p->order[kind->first], (long long)kind->length, widest,
+                   p->order[kind->first], (long long)kind->size.length, widest,
                    widest == limits->max_degree ? "max_degree" : "the widest degree allowed",
-                   (long long)hcp_rows_max(kind->length, widest), (long long)p->capacity,
+                   (long long)hcp_rows_max(kind->size.length, widest), (long long)p->capacity,
                    limits->alignment > 1 ? ", aligned" : "");
 }
 
 /* What a sequence needs whatever a plan adds: one rank's time, or the least
  * area in the cost table. */
-static int64_t work_of(const hcp__problem *p, int64_t length) {
+static int64_t work_of(const hcp__problem *p, hcp__size size) {
   const hcp_times *times = p->cost->times;
-  if (times == NULL) return hcp__area_floor(p->cost, length, 1, p->limits->ranks_per_node);
-  const int64_t *row = times->times + (int64_t)hcp__times_row(times, length) * times->degree_count;
+  if (times == NULL) return hcp__area_floor(p->cost, size, 1, p->limits->ranks_per_node);
+  const int64_t *row =
+      times->times + (int64_t)hcp__times_row(times, size.length) * times->degree_count;
   int64_t work = INT64_MAX;
   for (int32_t c = 0; c < times->degree_count; c++)
     if (row[c] * times->degrees[c] < work) work = row[c] * times->degrees[c];
@@ -280,18 +283,18 @@ static int64_t work_of(const hcp__problem *p, int64_t length) {
 static hcp_status make_options(hcp__problem *p, const menu *m, int32_t *least, hcp_error *err) {
   for (int32_t k = 0; k < p->kind_count; k++) {
     hcp__kind *kind = &p->kinds[k];
-    least[k] = p->cost->times != NULL && hcp__times_row(p->cost->times, kind->length) < 0
+    least[k] = p->cost->times != NULL && hcp__times_row(p->cost->times, kind->size.length) < 0
                    ? 0
                    : least_degree(p, kind);
     if (least[k] == 0) return infeasible(p, kind, err);
-    hcp_status status = hcp__cost_fits(p->cost, kind->length, p->limits->max_degree, err);
+    hcp_status status = hcp__cost_fits(p->cost, kind->size, p->limits->max_degree, err);
     if (status != HCP_OK) return status;
-    int64_t area = area_floor(p, kind->length, least[k]);
+    int64_t area = area_floor(p, kind->size, least[k]);
     if (__builtin_mul_overflow(area, kind->count, &area) ||
         __builtin_add_overflow(p->least, area, &p->least) || p->least > INT64_MAX / 4)
       return hcp__fail(err, HCP_OVERFLOW, "the cost of all sequences exceeds 63 bits");
-    p->work += work_of(p, kind->length) * kind->count; /* each at most its area */
-    p->tokens += kind->length * kind->count;
+    p->work += work_of(p, kind->size) * kind->count; /* each at most its area */
+    p->tokens += kind->size.length * kind->count;
   }
   int64_t enough = p->least / p->limits->ranks / NEGLIGIBLE;
   for (int32_t k = 0; k < p->kind_count; k++)

@@ -118,10 +118,10 @@ static int squeeze(hcp__waves *w, int32_t sequence, const hcp__kind *kind) {
   for (int32_t looked = 0; looked < LOOK_FAR && looked < count; looked++, w->cursor++) {
     if (w->cursor >= count) w->cursor = 0;
     int32_t degree = w->blocks->block[w->cursor].degree;
-    if (!may_hold(w, &w->blocks->block[w->cursor], kind->length)) continue;
+    if (!may_hold(w, &w->blocks->block[w->cursor], kind->size.length)) continue;
     int64_t rows = hcp__load(w->p, sequence, degree);
     if (!joins(w, w->cursor, rows, 1)) continue;
-    int64_t time = hcp__cost(w->p->cost, kind->length, degree, w->p->limits->ranks_per_node);
+    int64_t time = hcp__cost(w->p->cost, kind->size, degree, w->p->limits->ranks_per_node);
     if (time < 1 || !joins(w, w->cursor, rows, time)) continue;
     hcp__wave_add(w, w->cursor, sequence, rows, time);
     return 1;
@@ -141,8 +141,8 @@ static int32_t best_fit(const hcp__waves *w, int32_t sequence, int64_t *rows, in
     int64_t needed = hcp__load(w->p, sequence, block->degree);
     int64_t room = w->p->capacity - block->rows - needed;
     if (room < 0 || room >= left) continue;
-    int64_t taken =
-        hcp__cost(w->p->cost, w->p->lengths[sequence], block->degree, w->p->limits->ranks_per_node);
+    int64_t taken = hcp__cost(w->p->cost, hcp__size_at(w->p, sequence), block->degree,
+                              w->p->limits->ranks_per_node);
     if (taken < 1) continue;
     left = room;
     best = b;
@@ -283,10 +283,10 @@ static void rise_beside(hcp__waves *w, int32_t sequence, const hcp__kind *kind, 
   int32_t count = w->blocks->count;
   for (int32_t looked = 0; looked < LOOK_RISE && looked < count; looked++) {
     int32_t b = (w->cursor + looked) % count, degree = w->blocks->block[b].degree;
-    if (!may_hold(w, &w->blocks->block[b], kind->length)) continue;
+    if (!may_hold(w, &w->blocks->block[b], kind->size.length)) continue;
     int64_t rows = hcp__load(w->p, sequence, degree);
     if (growth_of(w, b, rows, 0) >= best->growth) continue;
-    int64_t time = hcp__cost(w->p->cost, kind->length, degree, w->p->limits->ranks_per_node);
+    int64_t time = hcp__cost(w->p->cost, kind->size, degree, w->p->limits->ranks_per_node);
     if (time < 1) continue;
     rise_by(best, (spot){growth_of(w, b, rows, time), rows, time, w->blocks->block[b].micro_batch,
                          b, degree});
@@ -448,6 +448,21 @@ void hcp__waves_open_as_needed(hcp__waves *w, int64_t target, hcp__blocks *block
 
 /* ---- room for them ---- */
 
+/* The mean sequence of the dust. */
+static hcp__size dust_size(const hcp__waves *w) {
+  const hcp__problem *p = w->p;
+  int64_t count = p->n - w->placed;
+  if (count < 1) return (hcp__size){1, -1};
+  hcp__size mean = {w->dust_rows / count, p->cost->pairs == NULL ? -1 : 0};
+  for (int32_t k = p->kind_count - 1; mean.pairs >= 0 && k >= 0; k--) {
+    const hcp__kind *kind = &p->kinds[k];
+    if (kind->first < w->placed) break;
+    mean.pairs += kind->size.pairs / count * kind->count;
+    mean.pairs += kind->size.pairs % count * kind->count / count;
+  }
+  return mean;
+}
+
 /* Sequences at the end of the order that are short beside a rank's rows, and so
  * many that no rank waits for one of them. */
 static void sweep_dust(hcp__waves *w) {
@@ -464,7 +479,7 @@ static void sweep_dust(hcp__waves *w) {
     time += option->time * kind->count;
   }
   w->dust_pace = w->dust_rows > 0 ? time / w->dust_rows + 1 : 1;
-  w->dust_length = w->placed < p->n ? w->dust_rows / (p->n - w->placed) : 1;
+  w->dust_size = dust_size(w);
 }
 
 static int allocate(hcp__waves *w) {

@@ -34,7 +34,8 @@ struct hcp__waves {
   int64_t lowest;                    /* height of the lowest */
   int64_t target;                    /* their height, when > 0 they open as needed */
   int32_t placed;                    /* sequences of problem.order; the rest is dust */
-  int64_t dust_rows, dust_length;    /* of it, and of one sequence of it */
+  int64_t dust_rows;                 /* of it */
+  hcp__size dust_size;               /* of one sequence of it */
   int64_t dust_pace;                 /* its time per row on one rank, rounded up */
   int64_t *dust_times;               /* ranks + 1: of such a sequence, 0: not asked yet */
 };

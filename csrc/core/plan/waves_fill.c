@@ -20,7 +20,7 @@ static int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t dust_time(const hcp__waves *w, int32_t degree) {
   int64_t *time = &w->dust_times[degree];
   if (*time == 0) {
-    *time = hcp__cost(w->p->cost, w->dust_length, degree, w->p->limits->ranks_per_node);
+    *time = hcp__cost(w->p->cost, w->dust_size, degree, w->p->limits->ranks_per_node);
     if (*time < 1) *time = -1;
   }
   return *time;
@@ -32,7 +32,7 @@ static int64_t room_beside(const hcp__waves *w, const hcp__block *block, int64_t
   if (left <= 0 || rows <= 0) return 0;
   if (block->degree == 1) return least_of(rows, left / w->dust_pace);
   int64_t time = dust_time(w, block->degree);
-  return time < 1 ? 0 : least_of(rows / w->dust_length, left / time) * w->dust_length;
+  return time < 1 ? 0 : least_of(rows / w->dust_size.length, left / time) * w->dust_size.length;
 }
 
 /* Tokens of dust that the wave holds within height. */
@@ -126,7 +126,7 @@ int32_t hcp__waves_widest(hcp__waves *w, hcp__blocks *blocks) {
   for (int32_t i = 0; i < p->n; i++) {
     int32_t s = p->order[i];
     int64_t rows = hcp__load(p, s, degree);
-    int64_t time = hcp__cost(p->cost, p->lengths[s], degree, p->limits->ranks_per_node);
+    int64_t time = hcp__cost(p->cost, hcp__size_at(p, s), degree, p->limits->ranks_per_node);
     int32_t b = rows > p->capacity || time < 1 ? -1 : widest_with_room(w, degree, rows);
     if (b < 0) return 0;
     hcp__wave_add(w, b, s, rows, time);

@@ -20,7 +20,7 @@ static int64_t time_at(const hcp__problem *p, const hcp__blocks *blocks, const h
   int64_t time = 0;
   for (int32_t s = block->first; s >= 0; s = blocks->next[s]) {
     if (hcp__load(p, s, degree) > p->capacity) return INT64_MAX;
-    int64_t one = hcp__cost(p->cost, p->lengths[s], degree, p->limits->ranks_per_node);
+    int64_t one = hcp__cost(p->cost, hcp__size_at(p, s), degree, p->limits->ranks_per_node);
     if (one < 1) return INT64_MAX;
     time += one;
   }

@@ -57,7 +57,7 @@ static need need_of(const polish *o, int32_t s, int32_t degree) {
   one->time = o->never;
   if (!hcp__degree_allowed(o->p->limits, o->p->cost, degree)) return *one;
   one->rows = hcp__load(o->p, s, degree);
-  int64_t time = hcp__cost(o->p->cost, o->p->lengths[s], degree, 0);
+  int64_t time = hcp__cost(o->p->cost, hcp__size_at(o->p, s), degree, 0);
   if (time > 0 && time < o->never && one->rows <= o->p->capacity) one->time = time;
   return *one;
 }
@@ -235,7 +235,7 @@ static void step_anywhere(polish *o) {
   if (g == o->in[s]) return;
   if (way == 0) g = empty_in(o, o->group[g].wave);
   if (way < 2 && g >= 0) step(o, s, g, -1);
-  if (way >= 2 && o->p->lengths[s] != o->p->lengths[t]) step(o, s, g, t);
+  if (way >= 2 && !hcp__same_size(o->p, s, t)) step(o, s, g, t);
 }
 
 /* ---- from a plan to a plan ---- */

@@ -88,6 +88,8 @@ typedef struct hcp_cost {
   int64_t tile;           /* rows that a chunk is rounded up to; 0: none */
   int64_t overlap;        /* 1: exchange hides behind attention, as in a ring */
   const hcp_times *times; /* NULL, or a cost table, which replaces all but launch */
+  const int64_t *pairs; /* NULL, or the pairs of each sequence, >= 0, in place of those of the */
+  /* window; no cost table then. Only in calls that take sequences */
 } hcp_cost;
 
 /* The names of the prices, in the order of the fields. */
@@ -114,8 +116,10 @@ typedef struct hcp_cost {
  * overlap only what attention does not hide of the exchange counts: beyond
  * ceil(attention / d) * (d - 1) / d.
  *
+ * pairs, where it is not negative, are the sequence's own, in place of the window's.
+ *
  * HCP_OVERFLOW when that does not fit in 62 bits. length >= 1, degree >= 1. */
-hcp_status hcp_cost_time(const hcp_cost *cost, int64_t length, int32_t degree,
+hcp_status hcp_cost_time(const hcp_cost *cost, int64_t length, int64_t pairs, int32_t degree,
                          int32_t ranks_per_node, int64_t *time, hcp_error *err);
 
 /* ---- 3. Plan ------------------------------------------------------------ */
@@ -258,20 +262,20 @@ typedef struct hcp_masks {
 typedef struct hcp_plan {
   hcp_limits limits;
   hcp_cost cost;
-  int32_t n;                            /* sequences planned */
-  const int64_t *lengths;               /* n */
+  int32_t n; /* sequences planned */
+  const int64_t *lengths; /* n */
   int32_t micro_batch_count;
   const hcp_micro_batch *micro_batches; /* in the order in which every rank runs them */
   int32_t group_count;
   const hcp_group *groups;
-  const int32_t *sequences;             /* n: the lengths' indices, group after group */
-  int64_t makespan;                     /* cost units: when the last rank ends */
-  int64_t bound;                        /* no plan under this cost is faster */
-  int64_t work;                         /* rank-time of all sequences at degree 1 */
-  uint64_t checksum;                    /* of the request and of what was decided */
-  int32_t mask_count;                   /* 0: each layer's causal mask and window */
-  const hcp_masks *masks;               /* mask_count: for layers of several kinds */
-  const struct hcp__cut *const *cuts;   /* n, NULL without masks; NULL for zigzag */
+  const int32_t *sequences; /* n: the lengths' indices, group after group */
+  int64_t makespan; /* cost units: when the last rank ends */
+  int64_t bound; /* no plan under this cost is faster */
+  int64_t work; /* rank-time of all sequences at degree 1 */
+  uint64_t checksum; /* of the request and of what was decided */
+  int32_t mask_count; /* 0: each layer's causal mask and window */
+  const hcp_masks *masks; /* mask_count: for layers of several kinds */
+  const struct hcp__cut *const *cuts; /* n, NULL without masks; NULL for zigzag */
 } hcp_plan;
 
 /* Rows of the fullest rank when degree ranks share length tokens zigzag.
@@ -331,7 +335,7 @@ void hcp_plan_destroy(hcp_plan *plan);
 typedef struct hcp_span {
   int32_t index; /* of the sequence, among the group's */
   int64_t start; /* first token, in the sequence */
-  int64_t rows;  /* >= 1 */
+  int64_t rows; /* >= 1 */
 } hcp_span;
 
 /* What rank holds in a micro-batch: the rows of span 0, span 1, ... end to end.
@@ -343,18 +347,18 @@ typedef struct hcp_span {
 typedef struct hcp_layout {
   int32_t rank;
   int32_t micro_batch;
-  int32_t first_rank;        /* of the group */
-  int32_t degree;            /* of the group, 0: no rows */
+  int32_t first_rank; /* of the group */
+  int32_t degree; /* of the group, 0: no rows */
   int32_t sequence_count;
-  const int32_t *sequences;  /* sequence_count: indices of the plan's lengths */
-  const int64_t *lengths;    /* sequence_count */
+  const int32_t *sequences; /* sequence_count: indices of the plan's lengths */
+  const int64_t *lengths; /* sequence_count */
   const int32_t *cu_seqlens; /* sequence_count + 1: local rows of each, summed */
   int32_t span_count;
   const hcp_span *spans;
-  int64_t rows;              /* padding included */
-  int64_t padding;           /* the last of them */
-  const int64_t *positions;  /* rows: each row's place in its sequence, 0: padding */
-  const int64_t *paddings;   /* degree: of each rank of the group */
+  int64_t rows; /* padding included */
+  int64_t padding; /* the last of them */
+  const int64_t *positions; /* rows: each row's place in its sequence, 0: padding */
+  const int64_t *paddings; /* degree: of each rank of the group */
 } hcp_layout;
 
 hcp_status hcp_layout_create(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
