@@ -172,7 +172,8 @@ def evaluate(trainer: Trainer, model: GPTModel, documents: Sequence[Document]) -
     if (seen, tokens) != expected:
         raise hcp.HcpError(
             f"evaluation computed {seen:.0f} documents and {tokens:.0f} tokens,"
-            f" expected {expected[0]} and {expected[1]}"
+            f" expected {expected[0]} and {expected[1]}",
+            code="samples-missed",
         )
     return Evaluation(
         cp=groups.size("cp"),

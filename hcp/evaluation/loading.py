@@ -83,7 +83,8 @@ def sample_at(load: Load, index: int, filler: list[Any]) -> tuple[Any, bool]:
             except _Ended:
                 raise HcpError(
                     f"rank {dist.get_rank()}: the dataset ended before sample {index}, and there "
-                    "is no sample that could stand in for it"
+                    "is no sample that could stand in for it",
+                    code="dataset-ended",
                 ) from error
         return filler[0], False
     filler[:] = [sample]

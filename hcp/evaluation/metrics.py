@@ -96,12 +96,13 @@ class Metrics:
             gathered = all_gather_object((totals, problem), groups.pp)
         for _, found in gathered:
             if found:
-                raise HcpError(f"rank {dist.get_rank()}: {found}")
+                raise HcpError(f"rank {dist.get_rank()}: {found}", code="metrics-differ")
         named = [stage for stage, _ in gathered if stage]
         if len(named) > 1:
             raise HcpError(
                 f"rank {dist.get_rank()}: {len(named)} pipeline stages added metrics, expected "
-                "only the one that computes losses"
+                "only the one that computes losses",
+                code="metrics-differ",
             )
         return named[0] if named else {}
 

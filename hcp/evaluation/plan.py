@@ -224,7 +224,8 @@ class EvalPlan:
             if other.startswith(_REFUSED):
                 raise HcpError(
                     f"rank {dist.get_rank()}: rank {rank} of dp_cp could not load its samples: "
-                    f"{other.removeprefix(_REFUSED).decode()}"
+                    f"{other.removeprefix(_REFUSED).decode()}",
+                    code="rank-failed",
                 )
         domain, own = groups.ranks("dp_cp"), digests[groups.transport.rank]
         for rank in groups.ranks("cp"):
@@ -232,7 +233,8 @@ class EvalPlan:
                 raise HcpError(
                     f"rank {dist.get_rank()}: ranks of one CP group loaded different bytes for the "
                     f"samples {list(indices)}: rank {rank} has others; expected each to load by "
-                    "its data-parallel rank in the eval layout, without randomness of its own"
+                    "its data-parallel rank in the eval layout, without randomness of its own",
+                    code="ranks-differ",
                 )
 
     # ---- by the dynamic scheduler ----
@@ -274,7 +276,8 @@ class EvalPlan:
                 at = next(k for k, n in enumerate(planned) if lengths[k : k + 1] != [n])
                 raise HcpError(
                     f"rank {dist.get_rank()}: sample {by_rank[at]} has "
-                    f"{lengths[at] if at < len(lengths) else 'no'} tokens, planned {planned[at]}"
+                    f"{lengths[at] if at < len(lengths) else 'no'} tokens, planned {planned[at]}",
+                    code="length-changed",
                 )
             sources = [(i - wanted.start) % ranks for i in wanted]
             step = _Taken(dispatch(made, samples, sources, self.groups, **options))
@@ -293,7 +296,9 @@ class EvalPlan:
         if self._finished:
             raise HcpError(
                 f"the plan has been finished, all {self.num_samples} samples are evaluated, "
-                "expected a plan with some left: make an EvalPlan, and Metrics, for each evaluation"
+                "expected a plan with some left: make an EvalPlan, and Metrics, for each "
+                "evaluation",
+                code="evaluation-finished",
             )
 
     # ---- the end, and a pause ----
@@ -339,7 +344,8 @@ class EvalPlan:
             f"rank {dist.get_rank()}: the evaluation observed {totals.count / copies:g} samples, "
             f"expected each of {self.num_samples} exactly once ({counts} of dp_cp, CP groups of "
             f"{groups.size('cp')}); a dataset that ends early or a loop that was left early does "
-            f"this{skipped}"
+            f"this{skipped}",
+            code="samples-missed",
         )
 
     def _record(self) -> bytes:

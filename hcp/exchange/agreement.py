@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from hcp.errors import HcpError
+from hcp.exchange.differences import in_words
 from hcp.exchange.tables import Move, Origin
 
 LayerName = int | str | None
@@ -111,9 +112,10 @@ def rows_like(x: Tensor) -> str:
 def differing(rank: int, own: Mapping[str, Any], peer: int, theirs: Mapping[str, Any]) -> HcpError:
     """Make the error of a rank whose peer is in another call."""
     return HcpError(
-        f"rank {rank}: rank {peer} is in another call: {_difference(own, peer, theirs)}; "
+        f"rank {rank}: rank {peer} is in another call: {_difference(rank, own, peer, theirs)}; "
         "every rank of a group must make the same calls in one order, with the same dtypes, heads, "
-        "sizes and options"
+        "sizes and options",
+        code="calls-differ",
     )
 
 
@@ -122,14 +124,16 @@ def unknown(rank: int, own: Mapping[str, Any], peer: int) -> HcpError:
     return HcpError(
         f"rank {rank}: rank {peer} is in another call than this rank, which is in {name(own)}: "
         f"{json.dumps(dict(own))}; every rank of a group must make the same calls in one order, "
-        "with the same dtypes, heads, sizes and options"
+        "with the same dtypes, heads, sizes and options",
+        code="calls-differ",
     )
 
 
 def refused(rank: int, own: Mapping[str, Any], peer: int, reason: str) -> HcpError:
     """Make the error of a rank whose peer has refused the call."""
     return HcpError(
-        f"rank {rank}: rank {peer} has refused {name(own)}, and waits no more: {reason}"
+        f"rank {rank}: rank {peer} has refused {name(own)}, and waits no more: {reason}",
+        code="call-refused",
     )
 
 
@@ -143,13 +147,15 @@ def name(fields: Mapping[str, Any]) -> str:
     return words
 
 
-def _difference(own: Mapping[str, Any], peer: int, theirs: Mapping[str, Any]) -> str:
+def _difference(rank: int, own: Mapping[str, Any], peer: int, theirs: Mapping[str, Any]) -> str:
     """Say in what two calls differ. Of different operations, only the names: their options say
     nothing."""
     if own.get("operation") != theirs.get("operation"):
         return f"{name(own)} here, {name(theirs)} on rank {peer}"
     names = [n for n in dict.fromkeys([*own, *theirs]) if own.get(n) != theirs.get(n)]
-    said = "; ".join(f"{n} is {own.get(n)} here, {theirs.get(n)} on rank {peer}" for n in names)
+    if "causal" in names and own["window_size"][0] == theirs["window_size"][0]:
+        names.remove("window_size")  # causal says it
+    said = "; ".join(in_words(n, {rank: own.get(n), peer: theirs.get(n)}) for n in names)
     return f"in {own.get('operation')}, {said}"
 
 
@@ -183,7 +189,8 @@ class Recent:
         if own is None:
             return HcpError(
                 f"rank {self._rank}: rank {peer} is in another call (signal {found:#x}, expected "
-                f"{expected:#x}); every rank of a group must make the same calls in one order"
+                f"{expected:#x}); every rank of a group must make the same calls in one order",
+                code="calls-differ",
             )
         if theirs is None:
             return unknown(self._rank, own, peer)
@@ -223,7 +230,8 @@ def unlabel(rank: int, what: str, parts: Sequence[bytes]) -> list[bytes]:
             raise HcpError(
                 f"rank {rank}: rank {peer} is in another call: {what} here, "
                 f"{theirs.decode(errors='replace')[:80]} on rank {peer}; every rank of a domain "
-                "must make the same calls in one order"
+                "must make the same calls in one order",
+                code="calls-differ",
             )
         payloads.append(payload)
     return payloads

@@ -55,7 +55,8 @@ def connect(
             if view["build"][what] != mine:
                 raise HcpError(
                     f"rank {plain.rank}: the {what} of hcp is {mine} here, {view['build'][what]} "
-                    f"on rank {rank}; install the same hcp on every rank"
+                    f"on rank {rank}; install the same hcp on every rank",
+                    code="builds-differ",
                 )
         if view["transport"] != transport:
             raise ValueError(

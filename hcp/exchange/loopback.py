@@ -45,8 +45,10 @@ class _World:
         if ready():
             return
         if done:
-            raise HcpError(f"rank {rank}: {what} failed, because rank {self.failed} did")
-        raise HcpError(f"rank {rank}: {what} did not end within {self.timeout} s")
+            raise HcpError(
+                f"rank {rank}: {what} failed, because rank {self.failed} did", code="rank-failed"
+            )
+        raise HcpError(f"rank {rank}: {what} did not end within {self.timeout} s", code="rank-late")
 
 
 class LoopbackTransport:
@@ -114,7 +116,8 @@ class LoopbackTransport:
         if (rows.shape, rows.dtype) != (target.shape, target.dtype):
             raise HcpError(
                 f"rank {self.rank}: rank {peer} sent {tuple(rows.shape)} of {rows.dtype}, "
-                f"expected {tuple(target.shape)} of {target.dtype}"
+                f"expected {tuple(target.shape)} of {target.dtype}",
+                code="calls-differ",
             )
         target.copy_(rows)
         self.bytes_received += rows.nbytes

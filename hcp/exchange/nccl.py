@@ -113,7 +113,8 @@ class NcclTransport(TorchTransport):
             raise HcpError(
                 f"rank {self.rank}: the exchange with ranks {sorted(to.peers | back.peers)} could "
                 f"not be queued: {error}; one of them may have ended, and its own message says "
-                "why; NCCL_DEBUG=WARN lets NCCL say more"
+                "why; NCCL_DEBUG=WARN lets NCCL say more",
+                code="rank-late",
             ) from error
         if watched:
             self._watch.add(to.peers | back.peers)
@@ -135,14 +136,15 @@ class NcclTransport(TorchTransport):
     def check(self) -> None:
         """Raise HcpError when an exchange has taken too long, or none may follow."""
         if self._failure is not None:
-            raise HcpError(self._failure)
+            raise HcpError(self._failure, code="rank-late")
         other = self.other()
         if other is not None:
             raise other
         if not self.is_open:
             raise HcpError(
                 f"rank {self.rank}: the process groups of this exchange have been closed, expected "
-                "them open: close them after the last backward"
+                "them open: close them after the last backward",
+                code="groups-closed",
             )
 
     @property

@@ -122,7 +122,8 @@ class PeerMemory:
             raise HcpError(
                 "a CUDA graph captures an exchange through peers' memory, whose signals count on: "
                 'build the process groups with transport="nccl" for layers in graphs, and run each '
-                "layer before it is captured"
+                "layer before it is captured",
+                code="cuda-graph",
             )
 
     def check(self) -> None:
@@ -132,7 +133,8 @@ class PeerMemory:
             raise HcpError(
                 f"rank {self.rank}: rank {peer} has not come to an exchange of keys and values "
                 f"within {self._timeout_ns / 1e9:g} s; it has ended or is late, and its own "
-                f"message says why{self._said(peer)}"
+                f"message says why{self._said(peer)}",
+                code="rank-late",
             )
         if kind == _OTHER:
             raise self._differing(peer, expected % 2**32, found % 2**32)

@@ -364,7 +364,8 @@ class _named:
         if isinstance(error, RuntimeError) and not isinstance(error, HcpError):
             raise HcpError(
                 f"rank {self._transport.rank}: the exchange with ranks {list(self._peers)} failed; "
-                f"one of them has ended or is late, and its own message says why: {error}"
+                f"one of them has ended or is late, and its own message says why: {error}",
+                code="rank-late",
             ) from error
 
 

@@ -142,7 +142,8 @@ def transport_of(key: int) -> Transport:
     if transport is None:
         raise HcpError(
             f"the process groups of this handler are gone (transport {key}): "
-            "keep them until the last backward"
+            "keep them until the last backward",
+            code="groups-closed",
         )
     return transport
 

@@ -109,7 +109,8 @@ def require_initialised(what: str) -> None:
     if not (dist.is_available() and dist.is_initialized()):
         raise HcpError(
             f"torch.distributed is not initialised, expected it to be before {what}: "
-            "call torch.distributed.init_process_group() first"
+            "call torch.distributed.init_process_group() first",
+            code="not-initialised",
         )
 
 

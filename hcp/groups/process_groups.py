@@ -185,7 +185,8 @@ class ProcessGroups(OfThisProcess):
                 "the layout of these process groups is not known: they were taken from existing "
                 "groups that do not fit a grid of tp, cp, dp and pp on all ranks; give the "
                 "trainer's rank order to ProcessGroups.from_existing(order=...), or use "
-                "build_process_groups"
+                "build_process_groups",
+                code="layout-unknown",
             )
         return self._grid
 

@@ -517,7 +517,8 @@ def _check_same_data(
                 raise HcpError(
                     f"rank {dist.get_rank()}: {name} is another on rank {rank}{shown[0]} of dp_cp "
                     f"than on rank {values[0][0]}{shown[1]}, expected the same on every rank: each "
-                    "is given the whole dataset and the same seed, and hcp gives it its share"
+                    "is given the whole dataset and the same seed, and hcp gives it its share",
+                    code="ranks-differ",
                 )
 
 
@@ -572,7 +573,8 @@ def _agree_on_batch(
             raise HcpError(
                 f"rank {dist.get_rank()}: in batch {number} of the stream rank {rank} of dp_cp has "
                 f"{what}, expected the same stream on every rank: do not shard it (such as by "
-                "split_dataset_by_node) and shuffle it by one seed; hcp gives each rank its share"
+                "split_dataset_by_node) and shuffle it by one seed; hcp gives each rank its share",
+                code="ranks-differ",
             )
 
 

@@ -22,7 +22,10 @@ def check_plan(plan: Plan | Mapping[str, Any], lengths: Sequence[int] | None = N
     _check_data(data)
     planned = list(data["lengths"])
     if lengths is not None and planned != list(lengths):
-        raise HcpError(f"the plan is for {len(planned)} lengths that differ from those given")
+        raise HcpError(
+            f"the plan is for {len(planned)} lengths that differ from those given",
+            code="plan-invalid",
+        )
     batches = [[dict(group) for group in batch["groups"]] for batch in data["micro_batches"]]
     _check_groups(data, batches)
     _check_sequences(len(planned), batches)
@@ -41,7 +44,7 @@ def _check_data(data: Mapping[str, Any]) -> None:
     try:
         expect_data(data)
     except ValueError as error:
-        raise HcpError(str(error)) from None
+        raise HcpError(str(error), code="plan-invalid") from None
 
 
 def _check_groups(data: Mapping[str, Any], batches: Batches) -> None:
@@ -49,16 +52,27 @@ def _check_groups(data: Mapping[str, Any], batches: Batches) -> None:
     node = data.get("ranks_per_node") or 0
     for place, first, degree in _places(batches):
         if not least <= degree <= most:
-            raise HcpError(f"{place} has degree {degree}, expected {least} to {most}")
+            raise HcpError(
+                f"{place} has degree {degree}, expected {least} to {most}", code="plan-invalid"
+            )
         if first + degree > data["ranks"]:
             last = first + degree - 1
-            raise HcpError(f"{place} reaches rank {last}, expected 0 to {data['ranks'] - 1}")
+            raise HcpError(
+                f"{place} reaches rank {last}, expected 0 to {data['ranks'] - 1}",
+                code="plan-invalid",
+            )
         if data.get("degrees") == "pow2" and (bin(degree).count("1") != 1 or first % degree):
-            raise HcpError(f"{place} has degree {degree} at rank {first}, expected a power of two")
+            raise HcpError(
+                f"{place} has degree {degree} at rank {first}, expected a power of two",
+                code="plan-invalid",
+            )
         nodes = {rank // node for rank in range(first, first + degree)} if node else {0}
         whole = node and degree % node == 0 and first % node == 0
         if len(nodes) > 1 and not whole:
-            raise HcpError(f"{place} spans nodes {sorted(nodes)} without taking whole ones")
+            raise HcpError(
+                f"{place} spans nodes {sorted(nodes)} without taking whole ones",
+                code="plan-invalid",
+            )
 
 
 def _places(batches: Batches) -> list[tuple[str, int, int]]:
@@ -75,12 +89,17 @@ def _check_sequences(count: int, batches: Batches) -> None:
         for g, group in enumerate(groups):
             for s in group["sequences"]:
                 if s not in computed:
-                    raise HcpError(f"micro_batches[{m}].groups[{g}] has sequence {s}, unknown")
+                    raise HcpError(
+                        f"micro_batches[{m}].groups[{g}] has sequence {s}, unknown",
+                        code="plan-invalid",
+                    )
                 computed[s] += 1
     wrong = {s: times for s, times in computed.items() if times != 1}
     if wrong:
         s, times = next(iter(wrong.items()))
-        raise HcpError(f"sequence {s} is computed {times} times, expected once")
+        raise HcpError(
+            f"sequence {s} is computed {times} times, expected once", code="plan-invalid"
+        )
 
 
 def _spans(length: int, degree: int, j: int) -> list[tuple[int, int]]:
@@ -106,7 +125,8 @@ def _check_memory(data: Mapping[str, Any], lengths: list[int], batches: Batches)
                     raise HcpError(
                         f"rank {group['first_rank'] + j} holds {padded} rows in "
                         f"micro_batches[{m}].groups[{g}], "
-                        f"expected <= {data['max_tokens_per_rank']}"
+                        f"expected <= {data['max_tokens_per_rank']}",
+                        code="plan-invalid",
                     )
 
 
@@ -127,7 +147,8 @@ def _check_bytes(data: Mapping[str, Any], lengths: list[int], batches: Batches) 
             if 0 < limit < needed:
                 raise HcpError(
                     f"micro_batches[{m}].groups[{g}] needs {needed} bytes on a rank, "
-                    f"expected <= {limit}"
+                    f"expected <= {limit}",
+                    code="plan-invalid",
                 )
 
 
@@ -140,7 +161,8 @@ def _check_bounds(data: Mapping[str, Any], batches: Batches) -> None:
                 if not low <= group["degree"] <= high:
                     raise HcpError(
                         f"micro_batches[{m}].groups[{g}] gives sequence {s} {group['degree']} "
-                        f"ranks, expected {low} to {high}"
+                        f"ranks, expected {low} to {high}",
+                        code="plan-invalid",
                     )
 
 
@@ -149,11 +171,15 @@ def _check_count(data: Mapping[str, Any], lengths: list[int], batches: Batches) 
     if (data.get("virtual_stages") or 1) > 1:
         multiple = data.get("micro_batch_group") or data.get("pipeline_stages") or 1
     if len(batches) % multiple:
-        raise HcpError(f"{len(batches)} micro-batches, expected a multiple of {multiple}")
+        raise HcpError(
+            f"{len(batches)} micro-batches, expected a multiple of {multiple}", code="plan-invalid"
+        )
     empty = [m for m, groups in enumerate(batches) if not groups]
     needed = range(max(len(lengths), len(batches) - multiple + 1), len(batches))
     if empty and not (set(empty) <= set(needed) and len(lengths) < len(batches)):
-        raise HcpError(f"micro_batches[{empty[0]}] has no groups, expected some")
+        raise HcpError(
+            f"micro_batches[{empty[0]}] has no groups, expected some", code="plan-invalid"
+        )
 
 
 def _check_apart(batches: Batches) -> None:
@@ -163,5 +189,8 @@ def _check_apart(batches: Batches) -> None:
             span = set(range(group["first_rank"], group["first_rank"] + group["degree"]))
             if used & span:
                 both = sorted(used & span)
-                raise HcpError(f"ranks {both} are in two groups at once, in micro_batches[{m}]")
+                raise HcpError(
+                    f"ranks {both} are in two groups at once, in micro_batches[{m}]",
+                    code="plan-invalid",
+                )
             used |= span

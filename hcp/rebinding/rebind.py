@@ -224,7 +224,7 @@ def _agreed_table(request: Request) -> Table | DepthOnly:
     ]
     if refusal is not None:
         raise refusal
-    raise HcpError(_disagreement(transport.rank, digests, texts))
+    raise HcpError(_disagreement(transport.rank, digests, texts), code="swap-refused")
 
 
 def _disagreement(rank: int, digests: Sequence[bytes], texts: Sequence[str]) -> str:

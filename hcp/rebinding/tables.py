@@ -89,7 +89,8 @@ class ModelTables:
             raise HcpError(
                 f"the model is inside a context that thread {state['thread']} has entered, and "
                 f"this is thread {threading.get_ident()}: when that one leaves, this one would go "
-                "on with the groups of training; enter once, around all threads that evaluate"
+                "on with the groups of training; enter once, around all threads that evaluate",
+                code="other-thread",
             )
 
     def check_layout(self, request: Request) -> None:

@@ -131,7 +131,8 @@ def _loaded(backend: str) -> tuple[HandlerClass, str]:
     except ImportError as error:
         raise HcpError(
             f"the backend {backend!r} cannot be imported ({error}): install its library, or use "
-            "the backend 'torch'"
+            "the backend 'torch'",
+            code="backend-missing",
         ) from error
 
 

@@ -20,6 +20,7 @@ from hcp.attention.comm_types import check_comm_types, check_prices, only_degree
 from hcp.attention.kernels import agreed, present
 from hcp.errors import HcpError
 from hcp.exchange.agreement import Kind, Stamp
+from hcp.exchange.differences import first_difference
 from hcp.exchange.layout import rows_may_vary
 from hcp.exchange.tables import Route
 from hcp.exchange.transport import Transport, rows_of
@@ -90,7 +91,7 @@ def share(transport: Transport, prepare: Callable[[], bytes], what: str) -> list
     failed = {rank: m[1:].decode() for rank, m in enumerate(messages) if m[:1] == b"-"}
     if failed:
         reasons = "; ".join(f"rank {rank} failed: {reason}" for rank, reason in failed.items())
-        raise HcpError(f"rank {transport.rank}: {reasons}")
+        raise HcpError(f"rank {transport.rank}: {reasons}", code="rank-failed")
     return [message[1:] for message in messages]
 
 
@@ -289,20 +290,32 @@ def _announce(
     return json.dumps(announcement).encode()
 
 
-def _require_same(announcements: Sequence[dict[str, Any]], key: str, rank: int, hint: str) -> Any:
-    """Return the value that ranks announce. HcpError where two differ; None where no rank has
-    one."""
+def _require_same(
+    announcements: Sequence[dict[str, Any]],
+    key: str,
+    transport: Transport,
+    hint: str,
+    whole: Callable[[], Any] | None = None,
+) -> Any:
+    """Return the value that ranks announce. HcpError where two differ; None where no rank has one.
+
+    ``whole``: what a rank announces a hash of. Ranks that differ gather it, to name the part that
+    does.
+    """
     values = {r: a[key] for r, a in enumerate(announcements) if a[key] is not None}
     if not values:
         return None
-    first = min(values)
-    for other, value in values.items():
-        if value != values[first]:
-            raise HcpError(
-                f"rank {rank}: ranks differ in {key}: rank {first} has {values[first]}, "
-                f"rank {other} {value}; {hint}"
-            )
-    return values[first]
+    first = values[min(values)]
+    if all(value == first for value in values.values()):
+        return first
+    if whole is not None:
+        own = json.dumps({key: whole()}).encode()
+        gathered = transport.all_gather_bytes(own, f"hcp.dispatch: {key}")
+        values = {r: json.loads(said)[key] for r, said in enumerate(gathered)}
+    raise HcpError(
+        f"rank {transport.rank}: {first_difference(key, values)}; {hint}",
+        code="ranks-differ",
+    )
 
 
 # ---- the step ------------------------------------------------------------------------------------
@@ -407,14 +420,14 @@ def dispatch(
     announcements = [json.loads(message) for message in share(transport, prepare, "hcp.dispatch")]
     same = "give every rank the same lengths, limits, cost and sources"
     again = "call hcp.dispatch as often on every rank"
-    _require_same(announcements, "step", transport.rank, again)
-    _require_same(announcements, "plan", transport.rank, same)
-    _require_same(announcements, "sources", transport.rank, same)
+    _require_same(announcements, "step", transport, again)
+    _require_same(announcements, "plan", transport, same, plan.to_dict)
+    _require_same(announcements, "sources", transport, same, lambda: list(map(int, sources)))
     for name in ("comm_types", "hierarchical_context_parallel_sizes"):
-        _require_same(announcements, name, transport.rank, "name the same, in one order")
-    _require_same(announcements, "loss_mask", transport.rank, "name the same field")
+        _require_same(announcements, name, transport, "name the same, in one order")
+    _require_same(announcements, "loss_mask", transport, "name the same field")
     described = _require_same(
-        announcements, "fields", transport.rank, "load the same fields on every rank"
+        announcements, "fields", transport, "load the same fields on every rank"
     )
     counts = [a["loss_tokens"] for a in announcements if a["loss_tokens"] is not None]
     loss_tokens.set(float(sum(counts)) if counts else None)

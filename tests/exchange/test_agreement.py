@@ -249,25 +249,25 @@ def cross_attends_with_fewer_heads(rank: int, size: int) -> None:
 
 # By the name of what ranks do: words that the error of a rank has.
 WORDS: dict[Callable[..., None], str] = {
-    micro_batches_in_another_order: r"micro-batch is [01] here, [01] on rank \d",
-    a_micro_batch_is_skipped: r"micro-batch is [01] here, [01] on rank \d",
-    a_layer_is_skipped: r"layer is [12] here, [12] on rank \d",
-    a_layer_is_skipped_without_a_name: r"micro-batch is [01] here, [01] on rank \d; call is [12]",
-    layers_in_another_order: r"layer is layers\.[01] here, layers\.[01] on rank \d",
-    backwards_in_another_order: r"in attention, call is [12] here, [12] on rank \d",
-    one_rank_recomputes: r"call is [23] here, [23] on rank \d; pass is (forward|backward) here",
-    steps_in_another_order: r"step is [12] here, [12] on rank \d",
-    handlers_of_other_plans: r"plan is \w{16} here, \w{16} on rank \d",
-    rolled_in_another_order: r"in roll_tensor, micro-batch is [01] here",
-    sums_in_another_order: r"in sum_over_group, micro-batch is [01] here",
-    heads_in_another_order: r"in sequence_to_head, micro-batch is [01] here",
-    halos_in_another_order: r"in halo, micro-batch is [01] here",
-    threads_in_another_order: r"micro-batch is [01] here, [01] on rank \d",
-    one_rank_runs_a_backward_twice: r"pass is (forward|backward) here, (forward|backward) on rank",
-    cross_attends_with_another_scale: r"softmax_scale is 0\.5 here, 0\.35",
-    cross_attends_with_another_cap: r"softcap is 5\.0 here, 0\.0 on rank 1",
-    cross_attends_with_sinks: r"sinks is True here, False on rank 1",
-    cross_attends_with_fewer_heads: r"query is float64 \(2, 8\) here, float64 \(4, 8\)",
+    micro_batches_in_another_order: r"micro-batch differs: [01] on rank \d, [01] on rank \d",
+    a_micro_batch_is_skipped: r"micro-batch differs: [01] on rank \d, [01] on rank \d",
+    a_layer_is_skipped: r"layer differs: [12] on rank \d, [12] on rank \d",
+    a_layer_is_skipped_without_a_name: r"micro-batch differs: .*; call differs",
+    layers_in_another_order: r"layer differs: layers\.[01] on rank \d, layers\.[01] on rank \d",
+    backwards_in_another_order: r"in attention, call differs: [12] on rank \d, [12] on rank \d",
+    one_rank_recomputes: r"call differs: [23] on rank \d, [23] on rank \d; pass differs",
+    steps_in_another_order: r"step differs: [12] on rank \d, [12] on rank \d",
+    handlers_of_other_plans: r"plan differs: \w{16} on rank \d, \w{16} on rank \d",
+    rolled_in_another_order: r"in roll_tensor, micro-batch differs: [01] on rank \d",
+    sums_in_another_order: r"in sum_over_group, micro-batch differs: [01] on rank \d",
+    heads_in_another_order: r"in sequence_to_head, micro-batch differs: [01] on rank \d",
+    halos_in_another_order: r"in halo, micro-batch differs: [01] on rank \d",
+    threads_in_another_order: r"micro-batch differs: [01] on rank \d, [01] on rank \d",
+    one_rank_runs_a_backward_twice: r"pass differs: (for|back)ward on rank \d, (for|back)ward on",
+    cross_attends_with_another_scale: r"softmax_scale differs: 0\.5 on rank \d, 0\.35",
+    cross_attends_with_another_cap: r"softcap differs: 5\.0 on rank \d, 0\.0 on rank 1",
+    cross_attends_with_sinks: r"sinks differs: True on rank \d, False on rank 1",
+    cross_attends_with_fewer_heads: r"query differs: float64 \(2, 8\) on rank \d, float64 \(4, 8\)",
 }
 
 
@@ -282,10 +282,14 @@ def test_ranks_hear_in_words_what_differs(differently: Callable[..., None]) -> N
 
 
 DIFFERING = {
-    "causal": ({"causal": True}, {"causal": False}, "causal is True here, False on rank 1"),
-    "window": ({"window_size": (3, 0)}, {"window_size": (4, 0)}, r"window_size is \[3, 0\] here"),
-    "scale": ({"softmax_scale": 0.5}, {}, r"softmax_scale is 0\.5 here, 0\.35"),
-    "comm type": ({"comm_type": "a2a"}, {}, "comm_type is a2a here, p2p on rank 1"),
+    "causal": ({"causal": True}, {"causal": False}, "causal differs: True on rank 0, False on"),
+    "window": (
+        {"window_size": (3, 0)},
+        {"window_size": (4, 0)},
+        r"window_size differs: \[3, 0\] on",
+    ),
+    "scale": ({"softmax_scale": 0.5}, {}, r"softmax_scale differs: 0\.5 on rank \d, 0\.35"),
+    "comm type": ({"comm_type": "a2a"}, {}, "comm_type differs: a2a on rank 0, p2p on rank 1"),
 }
 
 
@@ -342,7 +346,11 @@ def says_what_it_hears(rank: int, size: int) -> list[str]:
 
 def test_ranks_beyond_the_neighbours_in_a_ring_hear_it_from_the_rank_itself() -> None:
     for rank, heard in enumerate(run_ranks(4, says_what_it_hears, group_timeout=30)):
-        words = "rank 0 has refused attention", "softmax_scale is", "call is 1 here, 2 on rank 0"
+        words = (
+            "rank 0 has refused attention",
+            "softmax_scale differs",
+            "call differs: 2 on rank 0, 1 on",
+        )
         if rank:
             assert len(heard) == len(words)
             for said, wanted in zip(heard, words, strict=True):
@@ -493,7 +501,7 @@ def dispatches_once_more(rank: int, size: int) -> None:
 
 def test_ranks_that_dispatch_another_step_hear_it() -> None:
     for result in try_ranks(2, dispatches_once_more, group_timeout=20):
-        assert "ranks differ in step: rank 0 has 1, rank 1 2" in result.message
+        assert "step differs: 1 on rank 0, 2 on rank 1" in result.message
 
 
 def builds_with_another_hcp(rank: int, size: int, what: str) -> None:
@@ -535,9 +543,10 @@ def test_a_device_that_found_another_tag_says_which_call_it_was() -> None:
     kind = Kind("attention", Origin(7, 1, 0))
     recent.add(Stamp(kind, 7))
     error = recent.differing(3, Stamp(kind, 7).tag, Stamp(kind, 6).tag)
-    assert "rank 2: rank 3 is in another call: in attention, call is 7 here, 6 on rank 3" in str(
-        error
+    words = (
+        "rank 2: rank 3 is in another call: in attention, call differs: 7 on rank 2, 6 on rank 3"
     )
+    assert words in str(error)
     error = recent.differing(3, Stamp(kind, 7).tag, 12345)
     assert "rank 3 is in another call than this rank, which is in attention, call 7" in str(error)
 
@@ -577,4 +586,4 @@ def calls_at_other_lines(rank: int, size: int) -> None:
 
 def test_call_sites_are_compared_where_that_is_asked() -> None:
     for result in try_ranks(2, calls_at_other_lines, group_timeout=20):
-        assert re.search(r"layer is test_agreement\.py:\d+ < .* on rank \d", result.message)
+        assert re.search(r"layer differs: test_agreement\.py:\d+ < .* on rank \d", result.message)

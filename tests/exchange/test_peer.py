@@ -132,7 +132,9 @@ def test_a_rank_that_calls_differently_is_named(
     monkeypatch.setattr(Board, "_store", store)
     monkeypatch.setattr(mapped, "board", lambda rank: Board(board, rank) if says else None)
     words = (
-        r".*softmax_scale is \d.0 here, \d.0 on rank \d" if says else " than this rank, which is in"
+        r".*softmax_scale differs: \d.0 on rank \d, \d.0 on rank \d"
+        if says
+        else " than this rank, which is in"
     )
     with pytest.raises(hcp.HcpError, match=rf"rank \d: rank \d is in another call{words}"):
         attend(Case((40, 9), 2, min_degree=2), lambda rank: 1.0 + rank)
@@ -148,7 +150,7 @@ def test_a_rank_that_is_in_an_earlier_call_is_named_by_its_number(mapped: type) 
                 cp.attention(*given, softcap=-1)
         cp.attention(*given)
 
-    with pytest.raises(hcp.HcpError, match=r"call is [23] here, [23] on rank \d"):
+    with pytest.raises(hcp.HcpError, match=r"call differs: [23] on rank \d, [23] on rank \d"):
         hcp.loopback(2, check, sharing=True)
 
 

@@ -24,13 +24,13 @@ def program(run):
 
 def test_a_rank_that_cannot_go_on_says_why_under_the_programs_name(monkeypatch, capsys):
     def run(args):
-        raise hcp.HcpError("no rows")
+        raise hcp.HcpError("no rows", code="no-data")
 
     monkeypatch.setattr(launch.time, "sleep", lambda seconds: None)
     for rank, place in (("0", ""), ("1", "rank 1: ")):
         monkeypatch.setenv("RANK", rank)
         assert program(run).main([]) == launch.USER_ERROR
-        assert capsys.readouterr().err == f"a program: error: {place}no rows\n"
+        assert capsys.readouterr().err == f"a program: error: {place}no rows [HCP-no-data]\n"
 
 
 def test_without_a_launcher_the_module_is_started_on_so_many_ranks(monkeypatch):

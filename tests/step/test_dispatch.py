@@ -177,14 +177,21 @@ def test_ranks_with_different_plans_all_hear_it() -> None:
     for rank, result in enumerate(results):
         assert isinstance(result, RankError)
         assert result.kind == "HcpError"
-        assert f"rank {rank}: ranks differ in plan" in result.message
+        words = "plan.lengths[1] differs: 6 on rank 0, 7 on rank 1; "
+        assert f"rank {rank}: {words}" in result.message
         assert "give every rank the same lengths" in result.message
 
 
 CHANGES: dict[str, tuple[Any, str]] = {
-    "dtype": (lambda s: s | {"tokens": s["tokens"].int()}, "ranks differ in fields"),
-    "shape": (lambda s: s | {"tokens": s["tokens"].reshape(-1, 1)}, "ranks differ in fields"),
-    "name": (lambda s: {"ids": s["tokens"], "loss_mask": s["loss_mask"]}, "differ in fields"),
+    "dtype": (
+        lambda s: s | {"tokens": s["tokens"].int()},
+        "fields.tokens differs: ['int64', []] on",
+    ),
+    "shape": (lambda s: s | {"tokens": s["tokens"].reshape(-1, 1)}, "['int64', [1]] on rank 1"),
+    "name": (
+        lambda s: {"ids": s["tokens"], "loss_mask": s["loss_mask"]},
+        "fields.byte differs: ['uint8', [3, 1]] on rank 0, nothing on",
+    ),
     "length": (lambda s: {k: v[:-1] for k, v in s.items()}, "samples[0] has 4 tokens, expected 5"),
     "ragged": (lambda s: s | {"flag": s["flag"][:-1]}, "expected as many in each"),
     "empty": (lambda s: {}, "samples[0] is empty, expected names and tensors"),
@@ -293,7 +300,7 @@ def other_comm_types(rank: int, size: int) -> None:
 def test_ranks_with_different_comm_types_all_hear_it() -> None:
     for result in try_ranks(2, other_comm_types):
         assert isinstance(result, RankError)
-        assert "ranks differ in comm_types" in result.message
+        assert "comm_types[0] differs: " in result.message
 
 
 class Unusable(hcp.ContextParallelHandler):
@@ -306,7 +313,7 @@ OPTIONS: dict[str, tuple[Any, str]] = {
     "a window of text": ({"window_sizes": [(3, "a")]}, "rank 1 failed: "),
     "one number of heads": ({"comm_types": ("auto",), "heads": [4]}, "rank 1 failed: "),
     "a class": ({"handler_cls": Unusable}, "rank 1 failed: OSError: no such kernel"),
-    "another mask": ({"loss_mask": "flag"}, "ranks differ in loss_mask: rank 0 has loss_mask"),
+    "another mask": ({"loss_mask": "flag"}, "loss_mask differs: loss_mask on rank 0, flag on"),
 }
 
 

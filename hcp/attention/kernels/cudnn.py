@@ -372,7 +372,8 @@ class _Graph:
         except (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError) as error:
             raise HcpError(
                 f"cuDNN {cudnn.backend_version_string()} has no kernel for {shape}: use the "
-                f"backend 'torch' ({error})"
+                f"backend 'torch' ({error})",
+                code="kernel-missing",
             ) from error
         self.workspace: int = self._graph.get_workspace_size()
 

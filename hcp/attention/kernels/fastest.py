@@ -160,7 +160,9 @@ class Fastest:
         try:
             wrong = fault(candidate.kernel, call, self._softcap)
             if wrong is not None:
-                raise HcpError(f"{wrong}: use the backend 'torch' for such calls")
+                raise HcpError(
+                    f"{wrong}: use the backend 'torch' for such calls", code="kernel-wrong"
+                )
         except Exception as error:
             self._give_up(candidate, call, error)
             return False
@@ -233,7 +235,10 @@ def _make(choosing: str, device: torch.device, agreed: Speeds | None) -> Sequenc
         ]
     usable = [each.family for each in found if each.lacks is None]
     if not usable:
-        raise HcpError(f"the backend {choosing!r} has no kernel {explained(capability, found, {})}")
+        raise HcpError(
+            f"the backend {choosing!r} has no kernel {explained(capability, found, {})}",
+            code="kernel-missing",
+        )
     told = f"attention by {choosing!r} {explained(capability, found, speeds)}"
     if told not in _told:
         _told.add(told)

@@ -274,5 +274,6 @@ def _agree(plan: hcp.Plan, step: int, groups: hcp.ProcessGroups) -> None:
         raise hcp.HcpError(
             f"rank {dist.get_rank()}: the plans of step {step} differ between rank {ranks[0]} and "
             f"rank {other}, tensor- or pipeline-parallel peers; expected the same samples on both: "
-            "shard data by the rank in dp_cp (or dp) only"
+            "shard data by the rank in dp_cp (or dp) only",
+            code="ranks-differ",
         )

@@ -43,7 +43,8 @@ class CPGroupPool:
         if len(self._groups) + len(new) > self.limit:
             raise hcp.HcpError(
                 f"plans have {len(self._groups) + len(new)} intervals of ranks, expected <= "
-                f"{self.limit}, the pool's limit: raise it, or min_dynamic_context_parallel_size"
+                f"{self.limit}, the pool's limit: raise it, or min_dynamic_context_parallel_size",
+                code="pool-full",
             )
         for interval in new:
             self._groups[interval] = self._new(*interval, groups)

@@ -62,11 +62,14 @@ class ContextParallelValidator(Validator):
                 metrics.add_sum("tokens", cp.rows - cp.layout.padding, 0)
         totals = metrics.reduce()
         if not loaded:
-            raise hcp.HcpError("the validation loaders gave no document, expected some")
+            raise hcp.HcpError(
+                "the validation loaders gave no document, expected some", code="no-data"
+            )
         if totals["tokens"].total != loaded:
             raise hcp.HcpError(
                 f"validation computed {totals['tokens'].total:.0f} tokens, expected the {loaded} "
-                "that were loaded"
+                "that were loaded",
+                code="samples-missed",
             )
         return totals["loss"].mean
 

@@ -90,7 +90,8 @@ def first_iterator(data_iterator: Any) -> Iterator[Mapping[str, Any]]:
         raise hcp.HcpError(
             "this rank has no data iterator, expected one on every rank: tensor- and "
             "pipeline-parallel ranks load the samples that they plan; build the datasets with "
-            "BlendedMegatronDatasetBuilder, or on all ranks"
+            "BlendedMegatronDatasetBuilder, or on all ranks",
+            code="no-data",
         )
     return data_iterator  # type: ignore[no-any-return]
 

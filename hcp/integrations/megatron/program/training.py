@@ -356,7 +356,10 @@ def evaluate(
     loss, tokens = on_all_stages(job, hcp_megatron.mean_loss(reports, groups.dp_cp, job.device))
     expected = sum(document.length - 1 for document in documents)
     if tokens != expected:
-        raise hcp.HcpError(f"evaluation computed {tokens:.0f} loss tokens, expected {expected}")
+        raise hcp.HcpError(
+            f"evaluation computed {tokens:.0f} loss tokens, expected {expected}",
+            code="samples-missed",
+        )
     return Evaluation(groups.size("cp"), groups.size("dp"), loss, len(documents), int(tokens))
 
 
