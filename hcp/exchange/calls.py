@@ -63,7 +63,7 @@ class Calls:
             raise
 
     def stamp(
-        self, operation: str, number: int, x: Tensor, dtype: torch.dtype, **options: int
+        self, operation: str, number: int, x: Tensor, dtype: torch.dtype, **options: int | str
     ) -> Stamp:
         """The stamp of a call whose rows are like those of x."""
         key = operation, x.dtype, x.shape[1:], dtype, *options.values()

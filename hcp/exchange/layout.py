@@ -110,6 +110,12 @@ def position_count(layout: Layout) -> int:
     return max((masks[sequence].end for sequence in layout.sequences), default=0)
 
 
+def span_rows(layout: Layout) -> list[int]:
+    """Rows of each span; then of the padding, if there is any, which is a span too."""
+    rows = [span.rows for span in layout.spans]
+    return [*rows, layout.padding] if layout.padding else rows
+
+
 def ranks_with_rows(layout: Layout) -> list[int]:
     """The ranks of the group that have rows."""
     group = range(layout.first_rank, layout.first_rank + layout.degree)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hcp._validate import plain
-from hcp.exchange.agreement import Moves, Stamp, refuse_transforms
+from hcp.exchange.agreement import Moves, Stamp, refuse_transforms, rows_like
 from hcp.exchange.calls import Calls
-from hcp.exchange.layout import Layout
+from hcp.exchange.layout import Layout, span_rows
 from hcp.exchange.move import (
     AllPairs,
     check_rows,
@@ -21,6 +21,7 @@ from hcp.exchange.move import (
     sum_over,
 )
 from hcp.exchange.routes import Routes
+from hcp.exchange.states import Maps, StatePasses, pass_states
 from hcp.exchange.tables import Route
 from hcp.exchange.transport import Transport
 
@@ -33,6 +34,7 @@ class RowCalls:
         self._layout, self._transport = layout, transport
         self._calls, self._routes = calls, routes
         self._pairs = AllPairs(calls.group, transport.rank)
+        self._passes: StatePasses | None = None
 
     def dispatch(self, x: Tensor, dtype: torch.dtype | None) -> Tensor:
         """(S, ...) to (T, ...)."""
@@ -77,6 +79,52 @@ class RowCalls:
 
         return self._calls.make("halo", copied)
 
+    def pass_states(
+        self, states: Tensor, decay: Tensor | None, transition: Tensor | None
+    ) -> Tensor:
+        """(N, ...) to (N, ...), N spans."""
+
+        def passed(number: int) -> Tensor:
+            maps = self._maps(states, decay, transition)
+            refuse_transforms("pass_states", *maps[:2])
+            kind = "decay" if transition is None else "transition"
+            given = {kind: rows_like(maps.decay)}
+            stamp = self._calls.stamp("pass_states", number, maps.state, states.dtype, **given)
+            self._calls.agree(self._pairs, stamp)
+            if self._layout.degree <= 1:
+                return torch.zeros_like(states)
+            if self._passes is None:
+                self._passes = StatePasses(self._layout)
+            return pass_states(self._transport, self._passes, maps, stamp).to(states.dtype)
+
+        return self._calls.make("pass_states", passed)
+
+    def _maps(self, states: Tensor, decay: Tensor | None, transition: Tensor | None) -> Maps:
+        """Check states and what multiplies them. Both are computed in float32 or wider."""
+        spans = len(span_rows(self._layout))
+        if states.dim() < 2 or states.shape[0] != spans:
+            raise ValueError(
+                f"states has shape {tuple(states.shape)}, expected ({spans}, ...): a state for "
+                "each of cp.span_cu_seqlens's spans"
+            )
+        if (decay is None) == (transition is None):
+            given = "neither" if decay is None else "both"
+            raise ValueError(f"{given} of decay and transition given, expected one of them")
+        factor = (
+            _expect_decay(states, decay)
+            if transition is None
+            else (_expect_transition(states, transition))
+        )
+        for name, x in (("states", states), ("decay or transition", factor)):
+            if not (x.is_floating_point() or x.is_complex()):
+                raise ValueError(f"{name} is {x.dtype}, expected floats or complex numbers")
+            if x.device.type != self._transport.device.type:
+                raise ValueError(f"{name} is on {x.device}, expected {self._transport.device}")
+        wide = torch.promote_types(torch.promote_types(states.dtype, factor.dtype), torch.float32)
+        return Maps(
+            states.to(wide), factor.to(wide), torch.mul if transition is None else torch.matmul
+        )
+
     def _agree(
         self,
         operation: str,
@@ -85,7 +133,7 @@ class RowCalls:
         route: Route,
         callers: Moves,
         dtype: torch.dtype | None = None,
-        **options: int,
+        **options: int | str,
     ) -> Stamp:
         """Check the rows of a call, and compare it with the ranks that make the same."""
         check_rows(x, route.source_rows, self._transport.device, dtype)
@@ -122,3 +170,25 @@ class RowCalls:
     def _sum(self, operation: str, x: Tensor, number: int) -> Tensor:
         stamp = self._calls.stamp(operation, number, x.unsqueeze(0), x.dtype)
         return sum_over(self._transport, self._pairs, x, stamp)
+
+
+def _expect_decay(states: Tensor, decay: Tensor | None) -> Tensor:
+    assert decay is not None
+    fits = decay.dim() == states.dim() and decay.shape[0] == states.shape[0]
+    pairs = zip(decay.shape[1:], states.shape[1:], strict=False)
+    if not fits or any(own not in (1, size) for own, size in pairs):
+        raise ValueError(
+            f"decay has shape {tuple(decay.shape)}, expected that of states, "
+            f"{tuple(states.shape)}, or 1 in place of sizes after the first"
+        )
+    return decay
+
+
+def _expect_transition(states: Tensor, transition: Tensor) -> Tensor:
+    expected = *states.shape[:-1], states.shape[-2]
+    if states.dim() < 3 or tuple(transition.shape) != expected:
+        raise ValueError(
+            f"transition has shape {tuple(transition.shape)} for states {tuple(states.shape)}, "
+            "expected (spans, ..., K, K) for (spans, ..., K, V)"
+        )
+    return transition

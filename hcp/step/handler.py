@@ -29,6 +29,7 @@ from hcp.exchange.layout import (
     positions_of,
     rows_in_whole,
     rows_may_vary,
+    span_rows,
     whole_cu_seqlens,
 )
 from hcp.exchange.routes import Routes
@@ -161,6 +162,13 @@ class ContextParallelHandler(OfThisProcess):
         """int64 (T,): each row's place in what ``sequence_to_head`` gives: the whole sequences, end
         to end, then each rank's padding."""
         return rows_in_whole(self.layout).to(self.device)
+
+    @cached_property
+    def span_cu_seqlens(self) -> Tensor:
+        """int32 (N + 1,): rows of each of this rank's spans, summed. A span is a run of consecutive
+        tokens of one sequence, which has at most two on a rank; padding is one more."""
+        bounds = torch.tensor([0, *span_rows(self.layout)], dtype=torch.int64, device="cpu")
+        return bounds.cumsum(0).int().to(self.device)
 
     @property
     def comm_choices(self) -> tuple[comm.CommChoice, ...]:
@@ -579,6 +587,28 @@ class ContextParallelHandler(OfThisProcess):
         """int64 (T,): where this rank's rows lie in what ``halo`` gives."""
         self._routes.halo(before)  # refuses a wrong number of rows
         return halo_rows(self.layout, before).to(self._transport.device)
+
+    # ---- states ----
+
+    def pass_states(
+        self, states: Tensor, decay: Tensor | None = None, *, transition: Tensor | None = None
+    ) -> Tensor:
+        """Return the state that enters each span of this rank's rows, for layers with a recurrent
+        state, with gradients: zeros at the start of a sequence.
+
+        A layer computes each span (``span_cu_seqlens``) from zeros first. It gives the state at the
+        end of each, states (N, ...), and what a state that enters is multiplied by until then:
+
+        - ``decay``, of the shape of states or with 1 in place of sizes: element by element, as in
+          Mamba and gated linear attention.
+        - ``transition`` (N, ..., K, K) for states (N, ..., K, V): from the left, as in delta nets.
+
+        Computed in float32 or wider, and returned in the dtype of states. Ranks exchange states
+        only, however long their rows are: all at once, or in rounds that double the spans which a
+        state covers, whichever costs fewer bytes. Every rank of the group calls it, those without
+        rows too.
+        """
+        return self._rows.pass_states(states, decay, transition)
 
     # ---- sums ----
 

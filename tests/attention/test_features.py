@@ -197,6 +197,7 @@ CALLS: dict[str, Any] = {
     "attention": lambda cp, x: cp.attention(x, x, x),
     "roll_tensor": lambda cp, x: cp.roll_tensor(x),
     "halo": lambda cp, x: cp.halo(x, 2),
+    "pass_states": lambda cp, x: cp.pass_states(x[:1], x[:1]),
     "dispatch": lambda cp, x: cp.dispatch(x),
     "sequence_to_head": lambda cp, x: cp.sequence_to_head(x),
     "sum_over_group": lambda cp, x: cp.sum_over_group(x),

@@ -1,0 +1,235 @@
+"""States passed along sequences: recurrences under any plan equal those of whole sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.cases import GlooGroups
+from support.ranks import RankError, run_ranks, try_ranks
+from torch import Tensor
+
+import hcp
+from hcp.exchange import states as passing
+
+HEADS, KEYS, VALUES = 2, 3, 2
+WAYS = {"gathering": 1 << 40, "rounds": 0}
+"""A price of a round at which states travel that way."""
+
+
+# ---- plain recurrences ---------------------------------------------------------------------------
+#
+# h = apply(decay of a token, h) + input of a token, token by token.
+
+
+def mamba_2(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """One decay for each head."""
+    decay = torch.rand(rows, HEADS, 1, 1, generator=generator, dtype=torch.float64)
+    return decay, torch.randn(rows, HEADS, KEYS, VALUES, generator=generator).double()
+
+
+def gated_linear(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """One decay for each key (gated linear attention, KDA without its delta rule)."""
+    decay = torch.rand(rows, HEADS, KEYS, 1, generator=generator, dtype=torch.float64)
+    return decay, torch.randn(rows, HEADS, KEYS, VALUES, generator=generator).double()
+
+
+def gated_delta(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """g (I - b k k'), and b k v'."""
+    key = torch.randn(rows, HEADS, KEYS, generator=generator, dtype=torch.float64)
+    key = key / key.norm(dim=-1, keepdim=True)
+    value = torch.randn(rows, HEADS, VALUES, generator=generator, dtype=torch.float64)
+    gate, beta = torch.rand(2, rows, HEADS, 1, 1, generator=generator, dtype=torch.float64)
+    outer = key[..., :, None] * key[..., None, :]
+    transition = gate * (torch.eye(KEYS, dtype=torch.float64) - beta * outer)
+    return transition, beta * key[..., :, None] * value[..., None, :]
+
+
+RULES: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], Any, str]] = {
+    "Mamba-2": (mamba_2, torch.mul, "decay"),
+    "gated linear attention": (gated_linear, torch.mul, "decay"),
+    "gated delta rule": (gated_delta, torch.matmul, "transition"),
+}
+
+
+def scan(apply: Any, decays: Tensor, inputs: Tensor, state: Tensor) -> Tensor:
+    """The state after each token."""
+    states = []
+    for decay, given_state in zip(decays, inputs, strict=True):
+        state = apply(decay, state) + given_state
+        states.append(state)
+    return torch.stack(states) if states else inputs
+
+
+def product(apply: Any, decays: Tensor) -> Tensor:
+    total = decays[0]
+    for decay in decays[1:]:
+        total = apply(decay, total)
+    return total
+
+
+# ---- under a plan --------------------------------------------------------------------------------
+
+
+def handlers(groups: Any, lengths: Any, capacity: int, **plan: Any) -> list[Any]:
+    made = hcp.plan(lengths, ranks=groups.transport.size, max_tokens_per_rank=capacity, **plan)
+    return [
+        hcp.ContextParallelHandler(made, m, groups.transport, sources=[0] * len(lengths))
+        for m in range(len(made.micro_batches))
+    ]
+
+
+def by_spans(cp: Any, apply: Any, name: str, decays: Tensor, inputs: Tensor) -> Tensor:
+    """The state after each of this rank's tokens."""
+    sizes = cp.span_cu_seqlens.diff().tolist()
+    assert sum(sizes) == cp.rows
+    spans = list(zip(decays.split(sizes), inputs.split(sizes), strict=True)) if sizes else []
+    zero = inputs.new_zeros(inputs.shape[1:])
+    ends = [scan(apply, *span, zero)[-1] for span in spans]
+    totals = [product(apply, own) for own, _ in spans]
+    states = torch.stack(ends) if ends else inputs
+    entering = cp.pass_states(states, **{name: torch.stack(totals) if totals else decays})
+    assert entering.shape == states.shape
+    outs = [scan(apply, *span, state) for span, state in zip(spans, entering, strict=True)]
+    return torch.cat(outs) if outs else entering
+
+
+def check(groups: Any, rule: str, lengths: Any, capacity: int = 24, **plan: Any) -> None:
+    make, apply, name = RULES[rule]
+    generator = torch.Generator().manual_seed(3)
+    whole = [make(n, generator) for n in lengths]
+    weights = [torch.randn(x.shape, generator=generator).double() for _, x in whole]
+    for cp in handlers(groups, lengths, capacity, **plan):
+        tokens = [(s, t) for s, start, n in cp.layout.spans for t in range(start, start + n)]
+        padding = range(cp.layout.padding)
+
+        def rows(tensors: list[Tensor], tokens: Any = tokens, padding: Any = padding) -> Tensor:
+            own = [tensors[s][t] for s, t in tokens]
+            own += [torch.zeros_like(tensors[0][0]) for _ in padding]
+            return torch.stack(own) if own else tensors[0][:0]
+
+        decays = rows([d for d, _ in whole]).requires_grad_()
+        inputs = rows([x for _, x in whole]).requires_grad_()
+        found = by_spans(cp, apply, name, decays, inputs)
+        (found * rows(weights)).sum().backward()
+        expected = [expected_of(apply, *whole[s], weights[s]) for s in range(len(lengths))]
+        for mine, part in ((found, 0), (decays.grad, 1), (inputs.grad, 2)):
+            want = rows([e[part] for e in expected])
+            assert torch.allclose(mine, want, rtol=0, atol=1e-10), (part, mine - want)
+
+
+def expected_of(apply: Any, decays: Tensor, inputs: Tensor, weights: Tensor) -> list[Tensor]:
+    decays, inputs = (x.clone().requires_grad_() for x in (decays, inputs))
+    states = scan(apply, decays, inputs, inputs.new_zeros(inputs.shape[1:]))
+    return [states.detach(), *torch.autograd.grad((states * weights).sum(), (decays, inputs))]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("way", WAYS)
+@settings(max_examples=12)
+@given(st.integers(1, 8), st.lists(st.integers(1, 40), min_size=1, max_size=4), st.data())
+def test_recurrences_of_spans_equal_those_of_sequences(
+    way: str, rule: str, ranks: int, lengths: list[int], data: st.DataObject
+) -> None:
+    min_degree = data.draw(st.integers(1, ranks))
+    lengths = [min(n, 20 * ranks) for n in lengths]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(passing, "ROUND_BYTES", WAYS[way])
+        hcp.loopback(ranks, lambda g: check(g, rule, lengths, min_degree=min_degree))
+
+
+@pytest.mark.parametrize("degree", range(1, 9))
+@pytest.mark.parametrize("way", WAYS)
+def test_sequences_of_a_few_tokens_start_from_zeros(
+    monkeypatch: pytest.MonkeyPatch, way: str, degree: int
+) -> None:
+    monkeypatch.setattr(passing, "ROUND_BYTES", WAYS[way])
+    lengths = (1, 2, 3, 17, 1, 3, 2)
+    options = {"min_degree": degree, "capacity": 40}
+    hcp.loopback(degree, lambda g: check(g, "gated delta rule", lengths, **options))
+
+
+def test_padding_is_a_span_that_starts_from_zeros() -> None:
+    def padded(groups: Any) -> None:
+        check(groups, "Mamba-2", (17, 5), capacity=32, min_degree=3, alignment=8)
+
+    hcp.loopback(3, padded)
+
+
+def on_gloo(rank: int, size: int) -> None:
+    for price in WAYS.values():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(passing, "ROUND_BYTES", price)
+            for rule in RULES:
+                check(GlooGroups(), rule, (33, 2, 1, 9), min_degree=size)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_states_pass_on_gloo_ranks(ranks: int) -> None:
+    run_ranks(ranks, on_gloo)
+
+
+# ---- what travels --------------------------------------------------------------------------------
+
+
+def bytes_received(lengths: Any, ranks: int) -> list[int]:
+    def received(groups: Any) -> int:
+        (cp,) = handlers(groups, lengths, 4096, min_degree=ranks)
+        states = torch.zeros(len(cp.span_cu_seqlens) - 1, 2, 3)
+        cp.pass_states(states, states)
+        return int(groups.transport.bytes_received)
+
+    return hcp.loopback(ranks, received)
+
+
+def test_bytes_do_not_depend_on_the_length() -> None:
+    assert bytes_received([160], 8) == bytes_received([16_000], 8)
+    assert max(bytes_received([160], 8)) == 14 * 2 * 6 * 4 - 2 * 6 * 4
+
+
+@pytest.mark.parametrize(("degree", "by_rounds"), [(2, False), (4, False), (6, True), (8, True)])
+def test_rounds_are_taken_where_they_bring_fewer_bytes(degree: int, by_rounds: bool) -> None:
+    plan = hcp.plan([160], ranks=degree, max_tokens_per_rank=160, min_degree=degree)
+    passes = passing.StatePasses(hcp.Layout(plan, 0, 0))
+    assert passes.choose(1 << 30)[0] == by_rounds
+    assert not passes.choose(1 << 10)[0]
+
+
+# ---- refused -------------------------------------------------------------------------------------
+
+X = torch.zeros(1, 2, 3, 4)
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "spans": ({"states": X[:0], "decay": X}, r"states has shape \(0, 2, 3, 4\), expected \(1, "),
+    "neither": ({"states": X}, "neither of decay and transition given, expected one of them"),
+    "both": ({"states": X, "decay": X, "transition": X}, "both of decay and transition given"),
+    "decay": ({"states": X, "decay": X[:, :, :2]}, r"decay has shape \(1, 2, 2, 4\), expected th"),
+    "transition": ({"states": X, "transition": X}, r"expected \(spans, ..., K, K\) for \(spans, "),
+    "dtype": ({"states": X.long(), "decay": X}, "states is torch.int64, expected floats or comp"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_states_that_do_not_fit_are_refused(case: str) -> None:
+    given_args, message = REFUSED[case]
+
+    def call(groups: Any) -> None:
+        (cp,) = handlers(groups, [9], 16)
+        cp.pass_states(**given_args)
+
+    with pytest.raises(ValueError, match=message):
+        hcp.loopback(1, call)
+
+
+def other_shapes(rank: int, size: int) -> None:
+    (cp,) = handlers(GlooGroups(), [40], 24, min_degree=2)
+    states = torch.zeros(len(cp.span_cu_seqlens) - 1, 2, 3)
+    cp.pass_states(states, states[:, : 2 - rank])
+
+
+def test_ranks_whose_decays_differ_hear_it() -> None:
+    errors = try_ranks(2, other_shapes)
+    assert all(isinstance(e, RankError) and "in pass_states, decay is" in str(e) for e in errors)
