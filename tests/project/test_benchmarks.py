@@ -41,6 +41,10 @@ RUNS = {
     ),
     "bench_exchange": (2, "--device cpu --most-mib 1"),
     "bench_kernels": (1, "--device cpu --rows 256 --rounds 1 --only pack reduce rotate"),
+    "bench_latent": (
+        2,
+        "--device cpu --tokens 64 --heads 2 --latent 8 --shared 4 --head-dim 8 --rounds 1",
+    ),
     "bench_megatron": (2, "--device cpu --families P1 --tokens 512 --rounds 1"),
     "bench_plan": (1, "--families P2,X4 --costs default --seeds 1 --peers"),
     "bench_rebind": (1, "--modules 10 --rounds 1"),
