@@ -134,7 +134,7 @@ class Expansion(NamedTuple):
         """Keys (n, G, D) and values (n, G, E) of rows (n, W), for queries (n, H, D)."""
         with self.autocast.again():
             expanded = self.function(rows)
-        return _expected(expanded, rows, query)
+        return check_expanded(expanded, rows, query)
 
     def differentiable(self, rows: Tensor, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rows that take a gradient, and keys and values with a graph to these and to the
@@ -146,7 +146,7 @@ class Expansion(NamedTuple):
         return leaf, key, value
 
 
-def _expected(expanded: Any, rows: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
+def check_expanded(expanded: Any, rows: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values, if they have the shapes that the queries want. Raises ValueError."""
     given = f"expand returned {_shown(expanded)} for rows of shape {tuple(rows.shape)}"
     n, (heads, size) = rows.shape[0], query.shape[1:]

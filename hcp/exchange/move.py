@@ -107,8 +107,21 @@ def copy_rows(transport: Transport, path: Path, sources: Sequence[Tensor], stamp
     """
     wire = ops.pack(sources, path.pack, path.sent_rows)
     moves = path.sends, path.receives
-    received: Tensor = _Exchange.apply(wire, transport, *moves, path.received_rows, stamp)  # type: ignore[no-untyped-call]
+    received = exchange_rows(transport, wire, *moves, path.received_rows, stamp)
     return ops.pack([received], path.arrange, path.output_rows)
+
+
+def exchange_rows(
+    transport: Transport,
+    sent: Tensor,
+    sends: list[Move],
+    receives: list[Move],
+    rows: int,
+    stamp: Stamp,
+) -> Tensor:
+    """Exchange rows (N, width) that are packed: (rows, width), and gradients back the same way."""
+    received: Tensor = _Exchange.apply(sent, transport, sends, receives, rows, stamp)  # type: ignore[no-untyped-call]
+    return received
 
 
 def copy_rows_of(transport: Transport, path: Path, x: Tensor, stamp: Stamp) -> Tensor:

@@ -19,6 +19,7 @@ from hcp.attention.checks import window_of
 from hcp.attention.cross import CrossAttention
 from hcp.attention.prepared import Prepared, prepared_of
 from hcp.attention.schedules import Schedules
+from hcp.attention.sparse import SparseAttention
 from hcp.attention.whole_sequences import WholeSequences
 from hcp.exchange.agreement import LayerName, refuse_transforms
 from hcp.exchange.calls import Calls, call_site
@@ -132,6 +133,7 @@ class ContextParallelHandler(OfThisProcess):
         self._schedules.prepare_all(window_sizes, heads)
         self._layers: dict[tuple[object, ...], tuple[attention.Layer, Prepared]] = {}
         self._cross = CrossAttention(layout, transport, calls, self._origin, self.kernel_family)
+        self._sparse = SparseAttention(layout, transport, calls)
         self._routes = Routes(layout, sources)
         self._rows = RowCalls(layout, transport, calls, self._routes)
         self._whole = WholeSequences(layout, transport, calls, self._schedules, int(whole[-1]))
@@ -470,6 +472,53 @@ class ContextParallelHandler(OfThisProcess):
             softcap=softcap,
         )
         return (out, lse) if return_lse else out
+
+    # ---- sparse attention ----
+
+    def top_k_keys(
+        self, query: Tensor, key: Tensor, weights: Tensor, top_k: int, *, relu: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Choose, for each row, the keys of its sequence up to itself that an indexer scores
+        highest (DeepSeek sparse attention, https://arxiv.org/abs/2512.02556).
+
+        query (T, heads, size), key (T, size) and weights (T, heads) are the indexer's. The score of
+        key s for query t is the sum over its heads of weights[t, h] * relu(query[t, h] . key[s]);
+        without ``relu``, of the products themselves. Computed in float32 or wider.
+
+        Returns indices, int64 (T, top_k): places of keys in the row's sequence, ascending, -1 where
+        it has fewer; and their scores (T, top_k), -inf for none, with gradients, for the indexer's
+        own loss. Of equal scores the first keys are chosen.
+
+        Rows of ``key`` travel to the ranks whose rows may see them. Every rank of the group calls
+        it. Not for compiled layers.
+        """
+        return self._sparse.top_k(query, key, weights, top_k, relu)
+
+    def sparse_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor | None = None,
+        *,
+        indices: Tensor,
+        expand: latent.Expand | None = None,
+        softmax_scale: float | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute attention of each row to the keys that were chosen for it, with gradients.
+
+        query (T, H, D), key (T, G, D) and value (T, G, E), or latent rows (T, W) as ``key`` and
+        ``expand``, as in ``attention``; it may be any function here, and gets the rows that this
+        rank fetched. ``indices``: what ``top_k_keys`` gives, int64 (T, K), places of keys in the
+        row's sequence, none after the row itself, -1 for none; all heads attend to the same keys.
+
+        Returns the output (T, H, E), the log-sum-exp (T, H), and the softmax weights (T, K), means
+        over the heads, without a gradient: the target of the indexer's loss. A row without keys
+        gives 0, and -inf as its log-sum-exp.
+
+        Each rank fetches the rows that its own rows chose, each once. It computes the formula, a
+        few rows at a time. Every rank of the group calls it. Not for compiled layers.
+        """
+        return self._sparse.attend(query, key, value, indices, expand, softmax_scale)
 
     # ---- rotary embedding ----
 
