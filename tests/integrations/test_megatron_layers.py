@@ -7,6 +7,7 @@ micro-batch can lie in the model itself.
 
 import functools
 import importlib.util
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -129,7 +130,11 @@ def build(name, options, collection, wrap):
         multi_latent_attention=config.multi_latent_attention,
         normalization="RMSNorm",
     )
-    if "latent" in name:
+    if "sparse" in name:
+        from support.megatron_sparse import sparse_attention_spec
+
+        spec.submodules.self_attention = sparse_attention_spec(config)
+    elif "latent" in name:
         spec.submodules.self_attention.submodules.core_attention = of_any_size()
     return GPTModel(
         config,
@@ -305,6 +310,95 @@ def send_rows(rank, size):
 
 def test_latent_rows_travel_in_place_of_keys_and_values():
     run_ranks(1, send_rows, timeout=110)
+
+
+# ---- keys that an indexer chooses ----------------------------------------------------------------
+
+SPARSE = dict(
+    **MLA,
+    rope_type="rope",
+    transformer_impl="local",
+    experimental_attention_variant="dsa",
+    dsa_indexer_n_heads=3,
+    dsa_indexer_head_dim=8,
+    dsa_indexer_topk=5,
+    dsa_indexer_rotate_activation=False,  # its transform is a package for GPUs
+    dsa_indexer_loss_coeff=0.3,
+    dsa_indexer_use_sparse_loss=True,
+    calculate_per_token_loss=True,
+    qk_layernorm=True,
+)
+SPARSE_MODELS = {
+    "sparse latent attention": {},
+    "sparse latent attention with YaRN": dict(rope_type="yarn"),
+    "sparse latent attention without relu": dict(dsa_indexer_scoring_relu=False),
+}
+
+
+def has_sparse():
+    found = importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.core")
+    return bool(found and [*Path(found.origin).parent.glob("**/dsa_layout.py")])
+
+
+needs_sparse = pytest.mark.skipif(
+    not has_sparse(),
+    reason="Megatron-Core packs no DSA: python -m pip install megatron-core==0.19.2",
+)
+
+
+def compare_sparse(rank, size, name, ranks, room, alignment):
+    from hcp.integrations.megatron import megatron_on_cpu
+
+    with megatron_on_cpu():
+        own, model = build_both(name, SPARSE | SPARSE_MODELS[name])
+        own.train(), model.train()
+        # Megatron's own computes scores and losses in float32, whatever it is given, and chooses any
+        # keys of equal scores.
+        exactly = dict(float=torch.Tensor.double, topk=first_of_equals)
+        with mock.patch.multiple(torch.Tensor, **exactly):
+            expected = computed_alone(own, LENGTHS)
+        *found, degrees, _ = computed(model, ranks, LENGTHS, room, alignment)
+        assert max(degrees) > 1
+        check_equal(found, expected, own, model, 1e-10)
+
+
+def first_of_equals(scores, k, dim=-1):
+    found = scores.sort(dim=dim, descending=True, stable=True)
+    return found.values.narrow(dim, 0, k), found.indices.narrow(dim, 0, k)
+
+
+@needs_sparse
+@pytest.mark.parametrize("name", SPARSE_MODELS)
+def test_chosen_keys_are_megatrons_under_any_plan(name):
+    run_ranks(1, compare_sparse, name, 3, 26, 4, timeout=110)
+
+
+def refuse_sparse(rank, size):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from support.megatron_sparse import sparse_attention_spec
+
+    from hcp.integrations.megatron import hcp_layer_spec, megatron_on_cpu
+
+    name = "sparse latent attention"
+    with megatron_on_cpu():
+        for option, value in {
+            "dsa_indexer_use_sparse_loss": False,
+            "calculate_per_token_loss": False,
+            "dsa_indexer_topk_freq": 2,
+        }.items():
+            with pytest.raises(ValueError, match=rf"config\.{option} is {value}, expected "):
+                build_both(name, SPARSE | {option: value})
+        config = config_of(name, **SPARSE)
+        spec = get_gpt_layer_local_spec(multi_latent_attention=True, normalization="RMSNorm")
+        sparse = sparse_attention_spec(config).submodules.core_attention
+        spec.submodules.self_attention.submodules.core_attention = sparse
+        with pytest.raises(ValueError, match="MLASelfAttention with the core attention DSA"):
+            hcp_layer_spec(spec)
+
+
+@needs_sparse
+def test_what_sparse_attention_does_not_compute_is_refused_by_name():
+    run_ranks(1, refuse_sparse, timeout=110)
 
 
 # ---- who rotates ---------------------------------------------------------------------------------

@@ -181,7 +181,7 @@ def _refuse(config: Any, dropout: float, attention_type: str) -> None:
 # ---- positions -----------------------------------------------------------------------------------
 
 
-class _OneRank:
+class OneRank:
     """A CP group of one rank, for Megatron's code that cuts positions by its group: they are cut
     already."""
 
@@ -192,7 +192,7 @@ class _OneRank:
         return 0
 
 
-class _RowsOf:
+class RowsOf:
     """A rotary module that returns the angles of this rank's rows, not those of the whole
     table."""
 
@@ -265,7 +265,8 @@ class _Positioned:
         made = self._twin(cp, count)
         if self._hands_on(cp):
             params.expansion = hand_on(made)
-        if self.fused_rope and not isinstance(self, MLASelfAttention):
+        latent = isinstance(self, MLASelfAttention) or is_absorbed(type(self))
+        if self.fused_rope and not latent:
             # Megatron is given no table, so it rotates nothing.
             params.rotations = rotations_of(self, cp, rotary_pos_emb)
         elif rotary_pos_emb is not None:
@@ -282,20 +283,26 @@ class _Positioned:
     def _twin(self, cp: hcp.ContextParallelHandler, count: int) -> Any:
         """This layer for one call, on whose rank rows have their own positions."""
         groups = copy.copy(self.pg_collection)  # type: ignore[attr-defined]
-        groups.cp = _OneRank()
-        if not isinstance(self, MLASelfAttention):
+        groups.cp = OneRank()
+        absorbed = is_absorbed(type(self))
+        if not (absorbed or isinstance(self, MLASelfAttention)):
             return twin(self, pg_collection=groups)
-        if self.fused_rope:
+        if self.fused_rope and not absorbed:
             return latent_twin(self, cp, count, pg_collection=groups)
-        positions = _RowsOf(self.rotary_pos_emb, cp, count)
+        positions = RowsOf(self.rotary_pos_emb, cp, count)  # type: ignore[attr-defined]
         return twin(self, pg_collection=groups, rotary_pos_emb=positions)
 
     def _rows_of(self, tables: Any, cp: hcp.ContextParallelHandler, count: int) -> Any:
         """Angles of this rank's rows, out of one table of Megatron's or several."""
-        positions = _RowsOf(None, cp, count)
+        positions = RowsOf(None, cp, count)
         if isinstance(tables, Tensor):
             return positions.rows(tables)
         return tuple(None if each is None else positions.rows(each) for each in tables)
+
+
+def is_absorbed(attention: type) -> bool:
+    """Whether a layer is Megatron's latent attention over latent rows themselves, that of DSA."""
+    return any(base.__name__ == "AbsorbedMLASelfAttention" for base in attention.__mro__)
 
 
 @cache

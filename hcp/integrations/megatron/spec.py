@@ -9,18 +9,21 @@ from typing import Any
 
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 
-from hcp.integrations.megatron.layers import CoreAttention, positioned
+from hcp.integrations.megatron.layers import CoreAttention, is_absorbed, positioned
 from hcp.integrations.megatron.mamba import sharing_heads
 from hcp.integrations.megatron.mtp import rolling
+from hcp.integrations.megatron.sparse import choosing
 
 # By name: importing a Mamba mixer takes Triton, which a GPT does without.
 _COUNTERPARTS: dict[str, Callable[..., type]] = {
     "SelfAttention": positioned,
     "MLASelfAttention": positioned,
+    "AbsorbedMLASelfAttention": positioned,
+    "DSAttention": choosing,
     "MambaMixer": sharing_heads,
     "MultiTokenPredictionLayer": rolling,
 }
-_MIXES_TOKENS = ("GatedDeltaNet", "CrossAttention", "DSAttention", "AbsorbedMLA", "GatedDelta")
+_MIXES_TOKENS = ("GatedDeltaNet", "CrossAttention", "GatedDelta")
 
 
 def hcp_layer_spec(spec: Any, *, fused_rope: bool = True, send_latents: bool = True) -> Any:
@@ -82,9 +85,24 @@ def _replace(node: Any, path: str, fused_rope: bool, send_latents: bool) -> bool
             rotates = made is positioned
             node.module = made(module, fused_rope, send_latents) if rotates else made(module)
             if hasattr(node.submodules, "core_attention"):
-                node.submodules.core_attention = CoreAttention
+                _replace_core(node.submodules, module, path)
             return True
     return False
+
+
+def _replace_core(submodules: Any, attention: type, path: str) -> None:
+    """Put hcp's core attention into the submodules of a layer. DSA keeps its own, which follows."""
+    core = submodules.core_attention
+    chooses = core is not None and get_module(core).__name__ == "DSAttention"
+    if chooses != is_absorbed(attention):
+        raise ValueError(
+            f"{path} is {attention.__name__} with the core attention "
+            f"{get_module(core).__name__ if core else None}, expected DSAttention in "
+            "AbsorbedMLASelfAttention, and in no other layer: hcp attends to chosen keys by latent "
+            "rows"
+        )
+    if not chooses:
+        submodules.core_attention = CoreAttention
 
 
 def _check_known(module: type, path: str) -> None:
@@ -92,6 +110,6 @@ def _check_known(module: type, path: str) -> None:
     if mixing:
         raise ValueError(
             f"{path} is {mixing[0]}, which mixes tokens across the ranks of a sequence and has no "
-            "counterpart in hcp; expected SelfAttention, MLASelfAttention, MambaMixer or "
-            "MultiTokenPredictionLayer"
+            "counterpart in hcp; expected SelfAttention, MLASelfAttention, "
+            "AbsorbedMLASelfAttention, MambaMixer or MultiTokenPredictionLayer"
         )
