@@ -352,8 +352,8 @@ def compare_sparse(rank, size, name, ranks, room, alignment):
     with megatron_on_cpu():
         own, model = build_both(name, SPARSE | SPARSE_MODELS[name])
         own.train(), model.train()
-        # Megatron's own computes scores and losses in float32, whatever it is given, and chooses any
-        # keys of equal scores.
+        # Megatron's own computes scores and losses in float32, whatever it is given, and chooses
+        # any keys of equal scores.
         exactly = dict(float=torch.Tensor.double, topk=first_of_equals)
         with mock.patch.multiple(torch.Tensor, **exactly):
             expected = computed_alone(own, LENGTHS)

@@ -490,6 +490,17 @@ def test_rotation_in_attention_is_the_models_own_at_any_degree_and_comm_type(kin
 
 # ---- latent rows ---------------------------------------------------------------------------------
 
+
+def expands():
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+
+    return hasattr(DeepseekV3Attention, "expand_kv")
+
+
+needs_expand_kv = pytest.mark.skipif(
+    not expands(),
+    reason="this Transformers expands latent rows in the midst of its layers: install 5.23",
+)
 LATENT_MODELS = {"deepseek_v3": {}, "deepseek_v2": LATENT | EXPERTS, "youtu": LATENT}
 
 
@@ -516,6 +527,7 @@ def keys_sent(model, plan, comm_type, monkeypatch):
     return set(latent)
 
 
+@needs_expand_kv
 @pytest.mark.parametrize("kind", LATENT_MODELS)
 def test_latent_rows_travel_and_change_nothing(kind, monkeypatch):
     model = build(kind, **LATENT_MODELS[kind]).double()
@@ -531,6 +543,7 @@ def test_latent_rows_travel_and_change_nothing(kind, monkeypatch):
     assert keys_sent(expanded, plan, "p2p", monkeypatch) == {False}
 
 
+@needs_expand_kv
 def test_an_adapter_that_drops_elements_out_expands_before(monkeypatch):
     model = sending(build("deepseek_v3"), True)
     for layer in model.model.layers:
@@ -541,6 +554,7 @@ def test_an_adapter_that_drops_elements_out_expands_before(monkeypatch):
     assert keys_sent(model.train(), plan, "p2p", monkeypatch) == {False}
 
 
+@needs_expand_kv
 def test_a_layer_that_computes_with_keys_expands_them_itself(caplog, monkeypatch):
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
@@ -570,7 +584,7 @@ def test_a_model_that_changes_rotated_rows_rotates_itself(caplog):
     assert not is_fused(rotating(build("gpt2"), True))
     assert [record.getMessage()[:46] for record in caplog.records] == [
         "hcp: DeepseekV3ForCausalLM rotates queries and",
-        "hcp: DeepseekV3ForCausalLM sends latent rows i",
+        *(["hcp: DeepseekV3ForCausalLM sends latent rows i"] if expands() else []),
         "hcp: GPT2LMHeadModel has no layers that could ",
     ]
 
