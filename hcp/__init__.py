@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from hcp.step.backends import get_cp_handler_cls, register_backend
     from hcp.step.config import Config, add_arguments
     from hcp.step.dispatch import LocalBatch, Step, dispatch, gather_lengths, gather_masks
+    from hcp.step.fields import Payload
     from hcp.step.handler import ContextParallelHandler
 
 __all__ = [
@@ -66,6 +67,7 @@ __all__ = [
     "Metric",
     "Metrics",
     "PackedSeqParams",
+    "Payload",
     "Plan",
     "PlanAhead",
     "ProcessGroups",
@@ -163,6 +165,7 @@ _HOMES = {
         "gather_lengths",
         "gather_masks",
     ),
+    "step.fields": ("Payload",),
     "step.handler": ("ContextParallelHandler",),
 }
 """Where the public names are. Their modules are imported at first use: most of them import torch,

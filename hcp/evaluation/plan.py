@@ -29,6 +29,7 @@ from hcp.groups.process_groups import ProcessGroups
 from hcp.planning.cost import CostModel
 from hcp.planning.plan import Plan, plan
 from hcp.step.dispatch import Step, dispatch, gather_lengths
+from hcp.step.fields import Rules
 
 _REFUSED = b"refused: "
 
@@ -257,10 +258,12 @@ class EvalPlan:
             sync=self._sync,
         )
 
-    def dispatch(self, dataset: Any, **options: Any) -> Iterator[Step]:
+    def dispatch(
+        self, dataset: Any, *, fields: Rules | None = None, **options: Any
+    ) -> Iterator[Step]:
         """Yield the global batches as steps of `hcp.dispatch`. One rank loads each sample, and its
-        rows are computed once. `dataset`: map-style, of dictionaries of tensors. `options` go to
-        `hcp.dispatch`."""
+        rows are computed once. `dataset`: map-style, of dictionaries of tensors. `fields` and
+        `options` go to `hcp.dispatch`."""
         if self.lengths is None:
             raise ValueError("the plan was made without lengths, expected them: or use batches()")
         self._check_not_finished()
@@ -269,7 +272,9 @@ class EvalPlan:
             wanted = self._global_batch(self._next)
             own = wanted[rank::ranks]
             made = self.plan(self._next)
-            lengths, _, samples = gather_lengths((dataset[i] for i in own), self.groups)
+            lengths, _, samples = gather_lengths(
+                (dataset[i] for i in own), self.groups, fields=fields
+            )
             by_rank = [i for r in range(ranks) for i in wanted[r::ranks]]
             planned = [self.lengths[i] for i in by_rank]
             if lengths != planned:
@@ -280,7 +285,7 @@ class EvalPlan:
                     code="length-changed",
                 )
             sources = [(i - wanted.start) % ranks for i in wanted]
-            step = _Taken(dispatch(made, samples, sources, self.groups, **options))
+            step = _Taken(dispatch(made, samples, sources, self.groups, fields=fields, **options))
             yield step
             if step.taken == len(step):
                 self._seen.add(own)

@@ -5,6 +5,8 @@ T rows on this rank, S rows of the sequences that it loaded.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,7 @@ from hcp.exchange.move import (
     sum_by_sequence,
     sum_over,
 )
+from hcp.exchange.payloads import RowPath
 from hcp.exchange.routes import Routes
 from hcp.exchange.states import Maps, StatePasses, pass_states
 from hcp.exchange.tables import Route
@@ -124,6 +127,21 @@ class RowCalls:
         return Maps(
             states.to(wide), factor.to(wide), torch.mul if transition is None else torch.matmul
         )
+
+    def to_tokens(
+        self, x: Tensor, payload: str, path_of: Callable[[], tuple[RowPath, int]]
+    ) -> Tensor:
+        """(n, ...) to (m, ...): results of a payload's rows. ``path_of``: gives their path and
+        n."""
+
+        def copied(number: int) -> Tensor:
+            path, rows = path_of()
+            check_rows(x, rows, self._transport.device)
+            refuse_transforms("to_tokens", x)
+            stamp = self._calls.stamp("to_tokens", number, x, x.dtype, payload=payload)
+            return copy_rows_of(self._transport, path, x, self._calls.agree(self._pairs, stamp))
+
+        return self._calls.make("to_tokens", copied)
 
     def _agree(
         self,

@@ -30,7 +30,8 @@ from hcp.planning.plan import Plan
 from hcp.rebinding.exclude import Exclude
 from hcp.rebinding.rebind import eval_cp_context
 from hcp.step.config import NO_WINDOW, Config
-from hcp.step.dispatch import Sample, Step, dispatch, gather_lengths, share
+from hcp.step.dispatch import Step, dispatch, gather_lengths, share
+from hcp.step.fields import Sample
 
 _log = logging.getLogger("hcp")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import struct
@@ -13,24 +12,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hcp import ops
 from hcp._validate import expect_items, expect_sizes, plain
 from hcp.attention.checks import window_of
 from hcp.attention.comm_types import check_comm_types, check_prices, only_degree
 from hcp.attention.kernels import agreed, present
 from hcp.errors import HcpError
-from hcp.exchange.agreement import Kind, Stamp
 from hcp.exchange.differences import first_difference
-from hcp.exchange.layout import rows_may_vary
-from hcp.exchange.tables import Route
-from hcp.exchange.transport import Transport, rows_of
+from hcp.exchange.transport import Transport
 from hcp.planning.mask import Mask, MasksLike
 from hcp.planning.plan import Plan
+from hcp.step.fields import Field, Rules, Sample, check_rules, describe, length_of, said_of
 from hcp.step.handler import ContextParallelHandler
 from hcp.step.loss import LossTokens
-
-Sample = Mapping[str, Tensor]
-"""Tensors of one sequence, (tokens, ...) each, by name."""
+from hcp.step.payloads import Announced, Carrier, Splits
 
 
 class Groups(Protocol):
@@ -96,7 +90,7 @@ def share(transport: Transport, prepare: Callable[[], bytes], what: str) -> list
 
 
 def gather_lengths(
-    samples: Iterable[Sample], groups: Groups
+    samples: Iterable[Sample], groups: Groups, *, fields: Rules | None = None
 ) -> tuple[list[int], list[int], list[Sample]]:
     """Gather the lengths of the whole global batch.
 
@@ -104,13 +98,14 @@ def gather_lengths(
 
     ``samples``: this rank's share of the batch, possibly empty, possibly a generator that still has
     to load it: a loader that raises here becomes an error on every rank. Sequences are numbered by
-    rank, then in the order given. Every rank of the domain calls it.
+    rank, then in the order given. ``fields``: see :func:`hcp.dispatch`. Every rank of the domain
+    calls it.
     """
     loaded: list[Sample] = []
 
     def prepare() -> bytes:
         loaded.extend(samples)
-        lengths = [_length(sample, i) for i, sample in enumerate(loaded)]
+        lengths = [length_of(sample, i, fields or {}) for i, sample in enumerate(loaded)]
         return struct.pack(f"<{len(lengths)}q", *lengths)
 
     lengths: list[int] = []
@@ -145,73 +140,15 @@ def gather_masks(masks: Sequence[Mask | None], groups: Groups) -> list[Mask | No
     return gathered
 
 
-def _length(sample: Sample, i: int) -> int:
-    if not isinstance(sample, Mapping) or not sample:
-        given = type(sample).__name__ if sample or not isinstance(sample, Mapping) else "empty"
-        raise ValueError(f"samples[{i}] is {given}, expected names and tensors")
-    for name, value in sample.items():
-        if not isinstance(value, Tensor):
-            raise ValueError(
-                f"samples[{i}][{name!r}] is {type(value).__name__}, expected a tensor (tokens, ...)"
-            )
-    lengths = {name: value.shape[0] if value.dim() else 0 for name, value in sample.items()}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"samples[{i}] has fields of {lengths} tokens, expected as many in each")
-    length = next(iter(lengths.values()))
-    if length < 1:
-        raise ValueError(f"samples[{i}] has {length} tokens, expected >= 1")
-    return length
-
-
-# ---- fields: tensors of several types as rows of bytes -------------------------------------------
-
-
-class _Field:
-    """A field of the samples: one tensor of each."""
-
-    def __init__(self, name: str, dtype: str, shape: list[int]) -> None:
-        self.name, self.dtype, self.shape = name, getattr(torch, dtype), tuple(shape)
-        elements = 1
-        for size in self.shape:
-            elements *= size
-        self.row_bytes = elements * self.dtype.itemsize
-
-    def to_rows(self, samples: Sequence[Sample], device: torch.device) -> Tensor:
-        """Join all samples' rows as bytes: (rows, row_bytes) of uint8."""
-        if not samples:
-            return torch.empty(0, self.row_bytes, dtype=torch.uint8, device=device)
-        rows = torch.cat([sample[self.name] for sample in samples]).to(device)
-        return rows_of(rows).contiguous().view(torch.uint8)
-
-    def from_rows(self, rows: Tensor) -> Tensor:
-        if self.row_bytes == 0:
-            return rows.new_empty(rows.shape[0], *self.shape, dtype=self.dtype)
-        return rows.view(self.dtype).reshape(rows.shape[0], *self.shape)
-
-
-def _describe(samples: Sequence[Sample]) -> list[list[Any]]:
-    """Describe each field: (name, dtype, shape of a row). ValueError where samples differ."""
-    first: list[list[Any]] = []
-    for i, sample in enumerate(samples):
-        for name, value in sample.items():
-            if value.requires_grad:
-                raise ValueError(
-                    f"samples[{i}][{name!r}] requires gradients, expected data: hcp.dispatch gives "
-                    "none; carry it by cp.dispatch, which does, or detach it"
-                )
-        fields = [
-            [name, str(sample[name].dtype).removeprefix("torch."), list(sample[name].shape[1:])]
-            for name in sorted(sample)
-        ]
-        if i == 0:
-            first = fields
-        elif fields != first:
-            raise ValueError(f"samples[{i}] has fields {fields}, expected {first} as samples[0]")
-    return first
+# ---- what this rank has --------------------------------------------------------------------------
 
 
 def _check_samples(
-    plan: Plan, samples: Sequence[Sample], sources: Sequence[int], transport: Transport
+    plan: Plan,
+    samples: Sequence[Sample],
+    sources: Sequence[int],
+    transport: Transport,
+    rules: Rules,
 ) -> None:
     if plan.ranks != transport.size:
         raise ValueError(
@@ -230,7 +167,7 @@ def _check_samples(
             f"sources says that rank {transport.rank} loaded as many"
         )
     for i, (sequence, sample) in enumerate(zip(own, samples, strict=True)):
-        length = _length(sample, i)
+        length = length_of(sample, i, rules)
         if length != plan.lengths[sequence]:
             raise ValueError(
                 f"samples[{i}] has {length} tokens, expected {plan.lengths[sequence]}: "
@@ -273,21 +210,22 @@ def _announce(
     sizes: Sequence[int],
     loss_mask: str,
     step: int,
-) -> bytes:
+    rules: Rules,
+) -> dict[str, Any]:
     check_comm_types(comm_types, sizes, only_degree(plan))
     check_prices(comm_types, plan.cost)
-    _check_samples(plan, samples, sources, transport)
-    announcement = {
+    _check_samples(plan, samples, sources, transport, rules)
+    return {
         "step": step,
         "plan": f"{plan.checksum:016x}",
         "sources": zlib.crc32(struct.pack(f"<{len(sources)}q", *sources)),
         "comm_types": list(comm_types),
         "hierarchical_context_parallel_sizes": list(sizes),
-        "fields": _describe(samples) if samples else None,
+        "fields": describe(samples, rules) if samples else None,
+        "rules": {name: said_of(rule) for name, rule in sorted(rules.items())},
         "loss_mask": loss_mask,
         "loss_tokens": _loss_tokens(samples, loss_mask),
     }
-    return json.dumps(announcement).encode()
 
 
 def _require_same(
@@ -358,6 +296,7 @@ def dispatch(
     window_sizes: Sequence[tuple[int, int]] = (),
     heads: Sequence[tuple[int, int]] = (),
     loss_mask: str = "loss_mask",
+    fields: Rules | None = None,
     handler_cls: type[ContextParallelHandler] = ContextParallelHandler,
     stamp_call_sites: bool = False,
     masks: MasksLike | None = None,
@@ -365,7 +304,10 @@ def dispatch(
     """Move all rows of a global batch, once, to where the plan computes them.
 
     ``samples``: those that this rank loaded, in the order of their indices in ``plan.lengths``; the
-    same fields, dtypes and row shapes everywhere. ``sources``: the rank that loaded each sequence.
+    same fields, dtypes and row shapes everywhere. ``fields``: the rules of those that are not one
+    row per token, by name: "sequence" (one value, or tensor of a fixed shape, per sample, on every
+    rank of the sequence's group as (sequences, ...)) or an :class:`hcp.Payload`.
+    ``sources``: the rank that loaded each sequence.
     ``comm_types``: the ways in which layers will exchange keys and values, the default first;
     None: those of ``handler_cls``, the class of the handlers, which also says whose kernels compute
     attention (:func:`hcp.get_cp_handler_cls`; the default is "auto").
@@ -392,13 +334,19 @@ def dispatch(
     comm_types = handler_cls.comm_types if comm_types is None else comm_types
     handlers: list[ContextParallelHandler] = []
     loss_tokens = LossTokens()
+    splits: Splits = {}
+    announced: list[Announced] = []
     step = next(transport.steps)
 
     def prepare() -> bytes:
         nonlocal plan
         plan = plan if masks is None else plan.with_masks(masks)
         _check_layers(window_sizes, heads)
-        message = _announce(plan, samples, sources, transport, comm_types, sizes, loss_mask, step)
+        rules = check_rules(fields, loss_mask)
+        message = _announce(
+            plan, samples, sources, transport, comm_types, sizes, loss_mask, step, rules
+        )
+        announced.append(Announced(samples, rules, [length_of(s, 0, rules) for s in samples]))
         handlers.extend(
             handler_cls(
                 plan,
@@ -410,12 +358,13 @@ def dispatch(
                 heads=heads,
                 sources=sources,
                 loss_tokens=loss_tokens,
+                payloads=splits,
                 step=step,
                 stamp_call_sites=stamp_call_sites,
             )
             for micro_batch in range(len(plan.micro_batches))
         )
-        return message
+        return json.dumps(message | announced[0].message()).encode()
 
     announcements = [json.loads(message) for message in share(transport, prepare, "hcp.dispatch")]
     same = "give every rank the same lengths, limits, cost and sources"
@@ -426,21 +375,19 @@ def dispatch(
     for name in ("comm_types", "hierarchical_context_parallel_sizes"):
         _require_same(announcements, name, transport, "name the same, in one order")
     _require_same(announcements, "loss_mask", transport, "name the same field")
+    _require_same(announcements, "rules", transport, "give every rank the same fields=")
     described = _require_same(
         announcements, "fields", transport, "load the same fields on every rank"
     )
     counts = [a["loss_tokens"] for a in announcements if a["loss_tokens"] is not None]
     loss_tokens.set(float(sum(counts)) if counts else None)
-    fields = [_Field(*field) for field in described or []]
-    stamp = Stamp(Kind("hcp.dispatch", plan=f"{plan.checksum:016x}", step=step))
-    values = _move(plan, samples, sources, transport, fields, stamp)
-    ends = list(itertools.accumulate((cp.rows for cp in handlers), initial=0))
+    fields_here = [Field(*field) for field in described or []]
+    carrier = Carrier(plan, samples, sources, transport, step)
+    splits |= carrier.splits(fields or {}, announced[0], announcements)
+    values = carrier.rows(fields_here) | carrier.others(fields_here, splits)
     batches = [
-        # Copies, since a compiled model would tell views apart by where they start.
-        LocalBatch(
-            {name: rows_may_vary(value[start:end].clone()) for name, value in values.items()}
-        )
-        for start, end in itertools.pairwise(ends)
+        LocalBatch({field.name: values[field.name][i] for field in fields_here})
+        for i in range(len(handlers))
     ]
     return Step(plan, list(zip(handlers, batches, strict=True)), loss_tokens.count)
 
@@ -448,25 +395,3 @@ def dispatch(
 def _chooses_kernels(handler_cls: type[ContextParallelHandler]) -> bool:
     own = handler_cls.attention is ContextParallelHandler.attention
     return own and handler_cls.kernel_family in present.CHOOSING
-
-
-def _move(
-    plan: Plan,
-    samples: Sequence[Sample],
-    sources: Sequence[int],
-    transport: Transport,
-    fields: Sequence[_Field],
-    stamp: Stamp,
-) -> dict[str, Tensor]:
-    """Move all rows in one exchange: this rank's rows of each field, micro-batch after
-    micro-batch."""
-    if not fields:
-        return {}
-    route = Route.dispatch(plan, sources, transport.rank, 0, len(plan.micro_batches), reverse=False)
-    columns = [field.to_rows(samples, transport.device) for field in fields]
-    wire = ops.pack(columns, route.pack, route.sent_rows)
-    received = wire.new_empty(route.received_rows, wire.shape[1])
-    transport.start(wire, route.sends, received, route.receives, stamp=stamp).wait()
-    widths = [field.row_bytes for field in fields]
-    arranged = ops.unpack(received, route.arrange, widths, route.output_rows)
-    return {f.name: f.from_rows(rows) for f, rows in zip(fields, arranged, strict=True)}

@@ -41,6 +41,7 @@ from hcp.megatron_style import core_attention as core_attn
 from hcp.megatron_style import packed
 from hcp.planning.plan import Plan
 from hcp.step.loss import GRAD_REDUCE, LossTokens, check_losses, masked_sum, mean_loss
+from hcp.step.payloads import LocalPayload, Splits
 
 
 class ContextParallelHandler(OfThisProcess):
@@ -74,6 +75,7 @@ class ContextParallelHandler(OfThisProcess):
         heads: Sequence[tuple[int, int]] = (),
         sources: Sequence[int] | None = None,
         loss_tokens: float | LossTokens | None = None,
+        payloads: Splits | None = None,
         step: int = 0,
         stamp_call_sites: bool = False,
     ) -> None:
@@ -84,9 +86,10 @@ class ContextParallelHandler(OfThisProcess):
         heads, key-value heads) of compiled layers under "a2a+p2p" or "auto"; others are prepared
         when they are first used. ``sources``: the rank that loaded each sequence, for dispatch and
         combine. ``loss_tokens``: of the whole batch, for the loss. Handlers of one batch may share
-        LossTokens. ``step``: the number of the step, the same on all ranks, which compare it in
-        every exchange. ``stamp_call_sites``: also compare where in the trainer's source each call
-        is made, for finding ranks that make calls of one kind in different orders."""
+        LossTokens, and ``payloads``: how each payload is split. ``step``: the number of the step,
+        the same on all ranks, which compare it in every exchange. ``stamp_call_sites``: also
+        compare where in the trainer's source each call is made, for finding ranks that make calls
+        of one kind in different orders."""
         if plan.masks and type(self).attention is not ContextParallelHandler.attention:
             raise ValueError(
                 f"the plan has masks, which the attention of {type(self).__name__} does not take, "
@@ -136,12 +139,19 @@ class ContextParallelHandler(OfThisProcess):
         self._sparse = SparseAttention(layout, transport, calls)
         self._routes = Routes(layout, sources)
         self._rows = RowCalls(layout, transport, calls, self._routes)
+        self._splits = {} if payloads is None else payloads
         self._whole = WholeSequences(layout, transport, calls, self._schedules, int(whole[-1]))
 
     @property
     def loss_tokens(self) -> float | None:
         """Loss tokens of the whole batch, None if nobody counted them."""
         return self._loss_tokens.count
+
+    @cached_property
+    def payloads(self) -> dict[str, LocalPayload]:
+        """What this rank has of each payload of the samples, by name."""
+        given = self.layout, self._rows
+        return {name: LocalPayload(name, split, *given) for name, split in self._splits.items()}
 
     @property
     def device(self) -> torch.device:
@@ -678,6 +688,20 @@ class ContextParallelHandler(OfThisProcess):
         does not count. Every rank of the group calls it.
         """
         return self._rows.sum_by_sequence(x, self.cu_seqlens)
+
+    def repeat_by_sequence(self, x: Tensor) -> Tensor:
+        """Repeat a value of each sequence for its rows here: (sequences, ...), in the order of
+        ``layout.sequences``, to (T, ...), with gradients. Rows of padding are zeros.
+
+        Advantages per token, for example; nothing is exchanged. The gradient is that of this rank's
+        rows.
+        """
+        sequences = len(self.layout.sequences)
+        if x.dim() == 0 or x.shape[0] != sequences:
+            raise ValueError(f"x has shape {tuple(x.shape)}, expected {sequences} sequences")
+        rows = self.rows - self.layout.padding
+        repeated = x.repeat_interleave(self.cu_seqlens.diff(), dim=0, output_size=rows)
+        return torch.cat((repeated, x.new_zeros(self.layout.padding, *x.shape[1:])))
 
     # ---- whole sequences ----
 

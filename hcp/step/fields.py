@@ -1,0 +1,283 @@
+"""Fields of samples that are not one row per token: values of a sequence, and payloads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from hcp._validate import expect_choice
+from hcp.exchange.payloads import SPLITS, Takers
+from hcp.exchange.transport import rows_of
+
+Sample = Mapping[str, Tensor]
+"""Tensors of one sequence by name: (tokens, ...), but for the fields that rules name."""
+
+PER_SEQUENCE: Final = "sequence"
+"""The rule of a field that has one value, or one tensor of a fixed shape, per sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """The rule of a field whose number of rows is its own: pixel values, audio frames.
+
+    A sample without any has a tensor of 0 rows. The rows go to the ranks that compute the sequence,
+    and these split them.
+    """
+
+    split: str = "whole"
+    """"whole": every rank of the group gets all rows. "first": the group's first rank does. "even":
+    each rank gets about as many rows of the group's, as whole units. "tokens": each rank gets the
+    rows that its own tokens take."""
+    units: str | Callable[[Sample], Tensor] | None = None
+    """The units that "even" keeps whole, images or audio clips: a field with the rows of each, or a
+    function of a sample that returns them, (units,) integers. None: the sample's rows are one."""
+    tokens: str | Callable[[Sample], Tensor] | None = None
+    """Which token takes each row. A field (tokens,) of bools: the tokens that it marks take the
+    same number of rows each, in order. Or a function of a sample that returns the token of each
+    row, (rows,) integers that do not descend. "tokens" and ``to_tokens`` need it."""
+    per_unit_of: str | None = None
+    """A payload whose units have one row each of this field, as sizes of images. The row goes where
+    the unit goes."""
+
+    def __post_init__(self) -> None:
+        expect_choice("split", self.split, SPLITS)
+        if self.per_unit_of is not None and (self.split, self.units, self.tokens) != (
+            "whole",
+            None,
+            None,
+        ):
+            raise ValueError(
+                f"per_unit_of is {self.per_unit_of!r} beside other options, expected none: rows go "
+                "where the units go"
+            )
+        if self.split == "tokens" and self.tokens is None:
+            raise ValueError('split is "tokens" without tokens=, expected the tokens of the rows')
+        if self.split == "tokens" and self.units is not None:
+            raise ValueError(
+                'split is "tokens" and units= is given, expected one of them: tokens cut units'
+            )
+        if self.split == "even" and self.units is None:
+            raise ValueError('split is "even" without units=, expected the rows of each unit')
+
+
+Rules = Mapping[str, str | Payload]
+"""The rules of fields by name: PER_SEQUENCE, or a Payload. Other fields have a row per token."""
+
+
+def check_rules(fields: Rules | None, loss_mask: str) -> dict[str, str | Payload]:
+    """Return the rules. ValueError where one is no rule, or names a field that has none."""
+    rules = dict(fields or {})
+    for name, rule in rules.items():
+        if rule != PER_SEQUENCE and not isinstance(rule, Payload):
+            raise ValueError(
+                f"fields[{name!r}] is {rule!r}, expected {PER_SEQUENCE!r} or an hcp.Payload: a "
+                "field with one row per token needs no rule"
+            )
+        parent = rule.per_unit_of if isinstance(rule, Payload) else None
+        if parent is not None:
+            above = rules.get(parent)
+            if not isinstance(above, Payload) or above.per_unit_of or above.split == "tokens":
+                raise ValueError(
+                    f"fields[{name!r}].per_unit_of is {parent!r}, expected a payload in fields "
+                    'that is split by "whole", "first" or "even"'
+                )
+    if loss_mask in rules:
+        raise ValueError(
+            f"fields[{loss_mask!r}] is given, expected none: the loss mask has one row per token"
+        )
+    return rules
+
+
+# ---- what the samples have -----------------------------------------------------------------------
+
+
+def length_of(sample: Sample, i: int, rules: Rules) -> int:
+    """Return the number of tokens of ``samples[i]``. ValueError where its fields differ in it."""
+    if not isinstance(sample, Mapping) or not sample:
+        given = type(sample).__name__ if sample or not isinstance(sample, Mapping) else "empty"
+        raise ValueError(f"samples[{i}] is {given}, expected names and tensors")
+    for name, value in sample.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"samples[{i}][{name!r}] is {type(value).__name__}, expected a tensor (tokens, ...)"
+            )
+    for name in rules:
+        if name not in sample:
+            raise ValueError(
+                f"samples[{i}] has no field {name!r}, expected one as fields= has a rule for it"
+            )
+    lengths = {
+        name: value.shape[0] if value.dim() else 0
+        for name, value in sample.items()
+        if name not in rules
+    }
+    if len(set(lengths.values())) > 1:
+        raise ValueError(
+            f"samples[{i}] has fields of {lengths} tokens, expected as many in each: name a field "
+            "of another number of rows in fields="
+        )
+    if not lengths:
+        raise ValueError(f"samples[{i}] has no field with a row per token, expected one")
+    length = next(iter(lengths.values()))
+    if length < 1:
+        raise ValueError(f"samples[{i}] has {length} tokens, expected >= 1")
+    return length
+
+
+def describe(samples: Sequence[Sample], rules: Rules) -> list[list[Any]]:
+    """Describe each field: (name, dtype, shape of a row, rule). ValueError where samples differ."""
+    first: list[list[Any]] = []
+    for i, sample in enumerate(samples):
+        for name, value in sample.items():
+            if value.requires_grad:
+                raise ValueError(
+                    f"samples[{i}][{name!r}] requires gradients, expected data: hcp.dispatch gives "
+                    "none; carry it by cp.dispatch, which does, or detach it"
+                )
+        fields = [_described(name, sample[name], rules.get(name), i) for name in sorted(sample)]
+        if i == 0:
+            first = fields
+        elif fields != first:
+            raise ValueError(f"samples[{i}] has fields {fields}, expected {first} as samples[0]")
+    return first
+
+
+def _described(name: str, value: Tensor, rule: str | Payload | None, i: int) -> list[Any]:
+    dtype = str(value.dtype).removeprefix("torch.")
+    if rule == PER_SEQUENCE:
+        return [name, dtype, list(value.shape), rule]
+    if value.dim() == 0:
+        raise ValueError(f"samples[{i}][{name!r}] has no dimension, expected a payload (rows, ...)")
+    return [name, dtype, list(value.shape[1:]), None if rule is None else said_of(rule)]
+
+
+def said_of(rule: str | Payload) -> Any:
+    """Return a rule in words that JSON can hold."""
+    if not isinstance(rule, Payload):
+        return rule
+    names = [
+        getattr(x, "__qualname__", type(x).__name__) if callable(x) else x
+        for x in (rule.units, rule.tokens)
+    ]
+    return [rule.split, *names, rule.per_unit_of]
+
+
+# ---- payloads ------------------------------------------------------------------------------------
+
+
+def units_of(sample: Sample, i: int, name: str, rule: Payload) -> list[int]:
+    """Return the rows of each unit of a payload. ValueError unless they are all its rows."""
+    place, rows = f"samples[{i}][{name!r}]", sample[name].shape[0]
+    if rule.units is None:
+        return [rows] if rows else []
+    given = _field_or_result(sample, rule.units, f"fields[{name!r}].units")
+    if given.dim() != 1 or given.is_floating_point() or given.dtype == torch.bool:
+        raise ValueError(
+            f"the units of {place} are {tuple(given.shape)} of {given.dtype}, expected (units,) "
+            "integers"
+        )
+    units: list[int] = given.tolist()
+    if sum(units) != rows or min(units, default=1) < 1:
+        raise ValueError(
+            f"{place} has {rows} rows and units of {units[:20]}, expected units of at least one "
+            f"row that sum to {rows}"
+        )
+    return units
+
+
+def runs_of(sample: Sample, i: int, name: str, rule: Payload, length: int) -> Tensor:
+    """Return the tokens that take a payload's rows, as `Takers` has them: int64 (runs, 3) on the
+    CPU."""
+    assert rule.tokens is not None
+    place, rows = f"samples[{i}][{name!r}]", sample[name].shape[0]
+    given = _field_or_result(sample, rule.tokens, f"fields[{name!r}].tokens").cpu()
+    if given.dtype == torch.bool and given.shape == (length,):
+        tokens = given.nonzero()[:, 0]
+        each, over = divmod(rows, len(tokens)) if len(tokens) else (0, rows)
+        if over or (len(tokens) and not each):
+            raise ValueError(
+                f"{place} has {rows} rows and {len(tokens)} tokens that take them, expected as "
+                "many for each token, at least one"
+            )
+        counts = torch.full_like(tokens, each)
+    else:
+        tokens, counts = _counted(given, place, rows, length)
+    return _as_runs(tokens, counts)
+
+
+def _counted(given: Tensor, place: str, rows: int, length: int) -> tuple[Tensor, Tensor]:
+    if given.shape != (rows,) or given.is_floating_point() or given.dtype == torch.bool:
+        raise ValueError(
+            f"the tokens of {place} are {tuple(given.shape)} of {given.dtype}, expected bools "
+            f"({length},), or the token of each row: integers ({rows},)"
+        )
+    given = given.long()
+    if rows and (bool((given.diff() < 0).any()) or given[0] < 0 or given[-1] >= length):
+        raise ValueError(
+            f"the tokens of {place} descend or lie outside of the sequence, expected 0 to "
+            f"{length - 1}, none before the one of the row before"
+        )
+    tokens, counts = torch.unique_consecutive(given, return_counts=True)
+    return tokens, counts
+
+
+def _as_runs(tokens: Tensor, counts: Tensor) -> Tensor:
+    if len(tokens) == 0:
+        return torch.empty(0, 3, dtype=torch.int64)
+    breaks = (tokens.diff() != 1) | (counts.diff() != 0)
+    starts = torch.cat((torch.zeros(1, dtype=torch.int64), breaks.nonzero()[:, 0] + 1))
+    sizes = torch.cat((starts, torch.tensor([len(tokens)]))).diff()
+    return torch.stack((tokens[starts], sizes, counts[starts]), 1)
+
+
+def check_units(runs: Tensor, units: Sequence[int], place: str) -> None:
+    """Raise ValueError where a token takes rows of two units."""
+    takers, end = Takers(runs.tolist()), 0
+    for rows in units:
+        end += rows
+        try:
+            takers.before_row(end)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
+
+
+def _field_or_result(sample: Sample, given: str | Callable[[Sample], Tensor], place: str) -> Tensor:
+    if callable(given):
+        result = given(sample)
+        if not isinstance(result, Tensor):
+            raise ValueError(f"{place} returned {type(result).__name__}, expected a tensor")
+        return result
+    if given not in sample:
+        raise ValueError(f"{place} is {given!r}, expected one of {sorted(sample)} or a function")
+    return sample[given]
+
+
+# ---- fields as rows of bytes ---------------------------------------------------------------------
+
+
+class Field:
+    """A field of the samples: one tensor of each."""
+
+    def __init__(self, name: str, dtype: str, shape: Sequence[int], rule: object = None) -> None:
+        self.name, self.dtype, self.shape = name, getattr(torch, dtype), tuple(shape)
+        self.per_sequence, self.per_token = rule == PER_SEQUENCE, rule is None
+        self.row_bytes = math.prod(self.shape) * self.dtype.itemsize
+
+    def to_rows(self, samples: Sequence[Sample], device: torch.device) -> Tensor:
+        """Join all samples' rows as bytes: (rows, row_bytes) of uint8."""
+        if not samples:
+            return torch.empty(0, self.row_bytes, dtype=torch.uint8, device=device)
+        values = [sample[self.name] for sample in samples]
+        joined = torch.stack(values) if self.per_sequence else torch.cat(values)
+        return rows_of(joined.to(device)).contiguous().view(torch.uint8)
+
+    def from_rows(self, rows: Tensor) -> Tensor:
+        """Undo ``to_rows``, for as many rows as there are: (rows, ...)."""
+        if self.row_bytes == 0:
+            return rows.new_empty(rows.shape[0], *self.shape, dtype=self.dtype)
+        return rows.view(self.dtype).reshape(rows.shape[0], *self.shape)

@@ -1,0 +1,255 @@
+"""Payloads of a step: announced, moved to the ranks of their sequences, and used there."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hcp import ops
+from hcp.exchange.agreement import Kind, Stamp
+from hcp.exchange.layout import Layout, rows_may_vary
+from hcp.exchange.move import Path
+from hcp.exchange.payloads import Piece, RowPath, Split, Takers
+from hcp.exchange.row_calls import RowCalls
+from hcp.exchange.tables import Route
+from hcp.exchange.transport import Transport
+from hcp.planning.plan import Group, Plan
+from hcp.step.fields import (
+    PER_SEQUENCE,
+    Field,
+    Payload,
+    Rules,
+    Sample,
+    check_units,
+    runs_of,
+    units_of,
+)
+
+Fields = dict[str, list[Tensor]]
+"""Of each field, by name, this rank's rows in each micro-batch."""
+
+Splits = dict[str, Split]
+"""How each payload of a step is split. Handlers hold it before `hcp.dispatch` fills it."""
+
+
+class LocalPayload:
+    """What one rank has of a payload in a micro-batch: ``cp.payloads[name]``. The rows themselves
+    are ``local[name]``."""
+
+    def __init__(self, name: str, split: Split, layout: Layout, calls: RowCalls) -> None:
+        self._name, self._split, self._layout, self._calls = name, split, layout, calls
+        self._group = Group(layout.first_rank, layout.degree, layout.sequences)
+
+    @property
+    def split(self) -> str:
+        """The rule by which the group's ranks split the payload."""
+        return self._split.rule
+
+    @cached_property
+    def _pieces(self) -> list[Piece]:
+        if not self._layout.degree:
+            return []
+        return self._split.pieces(self._layout.micro_batch, self._group, self._layout.rank)
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """int32 (sequences + 1,), on the CPU: this rank's rows of each sequence, summed."""
+        rows = dict.fromkeys(self._layout.sequences, 0)
+        for sequence, _, count in self._pieces:
+            rows[sequence] += count
+        return _summed(list(rows.values()))
+
+    @cached_property
+    def cu_units(self) -> Tensor:
+        """int32 (units + 1,), on the CPU: rows of each unit that this rank has, summed: the bounds
+        for an encoder that attends within units. ValueError where "tokens" cut units."""
+        if self.split == "tokens":
+            raise ValueError(
+                f'payload {self._name!r} is split by "tokens", which cuts units, expected "whole", '
+                '"first" or "even"'
+            )
+        rows = []
+        for sequence, first, count in self._pieces:
+            rows += self._split.units_within(sequence, first, count)
+        return _summed(rows)
+
+    def to_tokens(self, x: Tensor) -> Tensor:
+        """Move results of this rank's rows to the ranks whose tokens take them, with gradients.
+
+        x (n, ...): one row of each token whose rows this rank has, in order. Returns (m, ...): one
+        of each of this rank's own tokens that take rows, in order; ``masked_scatter`` puts them
+        into embeddings. Every rank of the group calls it.
+        """
+        return self._calls.to_tokens(x, self._name, self._path_to_tokens)
+
+    @cached_property
+    def _path(self) -> tuple[RowPath, int]:
+        return self._split.to_tokens(self._layout), self._split.takers_held(self._layout)
+
+    def _path_to_tokens(self) -> tuple[RowPath, int]:
+        if not self._split.has_takers:
+            raise ValueError(
+                f"fields[{self._name!r}] has no tokens=, expected the tokens that take its rows"
+            )
+        return self._path
+
+
+def _summed(rows: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(rows)], dtype=torch.int32, device="cpu")
+
+
+# ---- what this rank announces --------------------------------------------------------------------
+
+
+class Announced:
+    """The payloads of this rank's samples, and what it tells the other ranks of them."""
+
+    def __init__(self, samples: Sequence[Sample], rules: Rules, lengths: Sequence[int]) -> None:
+        """``lengths``: the tokens of each sample. ValueError for a payload that breaks its rule."""
+        self.units: dict[str, list[list[int]]] = {}
+        """Of each payload: for each sample, the rows of its units."""
+        self.runs: dict[str, list[Tensor]] = {}
+        """Of each payload whose rows tokens take: for each sample, these tokens."""
+        payloads = {n: r for n, r in rules.items() if isinstance(r, Payload) and not r.per_unit_of}
+        for name, rule in payloads.items():
+            self.units[name] = [units_of(s, i, name, rule) for i, s in enumerate(samples)]
+            if rule.tokens is not None:
+                self.runs[name] = [
+                    runs_of(sample, i, name, rule, length)
+                    for i, (sample, length) in enumerate(zip(samples, lengths, strict=True))
+                ]
+                for i, (runs, units) in enumerate(
+                    zip(self.runs[name], self.units[name], strict=True)
+                ):
+                    check_units(runs, units, f"samples[{i}][{name!r}]")
+        self._check_rows_of_units(samples, rules)
+
+    def _check_rows_of_units(self, samples: Sequence[Sample], rules: Rules) -> None:
+        for name, rule in rules.items():
+            if not isinstance(rule, Payload) or rule.per_unit_of is None:
+                continue
+            for i, sample in enumerate(samples):
+                units = len(self.units[rule.per_unit_of][i])
+                if sample[name].shape[0] != units:
+                    raise ValueError(
+                        f"samples[{i}][{name!r}] has {sample[name].shape[0]} rows, expected "
+                        f"{units}: one per unit of {rule.per_unit_of!r}"
+                    )
+
+    def message(self) -> dict[str, Any]:
+        """What JSON can hold of it."""
+        runs = {name: [len(table) for table in tables] for name, tables in self.runs.items()}
+        return {"units": self.units, "runs": runs}
+
+
+# ---- the exchanges -------------------------------------------------------------------------------
+
+
+class Carrier:
+    """Moves the fields of a step from the ranks that loaded the samples to those of the plan."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        samples: Sequence[Sample],
+        sources: Sequence[int],
+        transport: Transport,
+        step: int,
+    ) -> None:
+        self._plan, self._samples, self._sources = plan, samples, sources
+        self._transport, self._step = transport, step
+        self._own = [i for i, source in enumerate(sources) if source == transport.rank]
+
+    def splits(
+        self, rules: Rules, announced: Announced, messages: Sequence[Mapping[str, Any]]
+    ) -> Splits:
+        """Return how each payload is split. ``messages``: what each rank has announced."""
+        splits: Splits = {}
+        for name, rule in rules.items():
+            if isinstance(rule, Payload) and rule.per_unit_of is None:
+                units = self._by_sequence([said["units"].get(name, []) for said in messages])
+                counts = [said["runs"].get(name, []) for said in messages]
+                takers = None
+                if rule.tokens is not None:
+                    takers = self._takers(
+                        name, self._by_sequence(counts), announced.runs.get(name, [])
+                    )
+                splits[name] = Split(self._plan, rule.split, units, takers)
+        for name, rule in rules.items():
+            if isinstance(rule, Payload) and rule.per_unit_of is not None:
+                splits[name] = splits[rule.per_unit_of].of_units()
+        return splits
+
+    def _by_sequence(self, by_rank: Sequence[Sequence[Any]]) -> list[Any]:
+        each = [iter(values) for values in by_rank]
+        return [next(each[source]) for source in self._sources]
+
+    def _takers(self, name: str, counts: Sequence[int], own: Sequence[Tensor]) -> dict[int, Takers]:
+        """Bring the tables of tokens to the ranks of their sequences."""
+        split = Split(self._plan, "whole", [[count] for count in counts])
+        table = torch.cat([*own, torch.empty(0, 3, dtype=torch.int64)])
+        path = split.from_sources(self._sources, self._transport.rank)
+        what = f"tokens of {name}"
+        (got,) = self._exchange(path, [table.to(self._transport.device)], what)
+        takers = {i: Takers(runs.tolist()) for i, runs in zip(self._own, own, strict=True)}
+        at, rows = 0, got.tolist()
+        for sequence, _, count in split.pieces_of_rank(self._transport.rank):
+            takers[sequence] = Takers(rows[at : at + count])
+            at += count
+        return takers
+
+    def rows(self, fields: Sequence[Field]) -> Fields:
+        """Return the fields with one row per token."""
+        per_token = [field for field in fields if field.per_token]
+        if not per_token:
+            return {}
+        plan, rank = self._plan, self._transport.rank
+        count = len(plan.micro_batches)
+        route = Route.dispatch(plan, self._sources, rank, 0, count, reverse=False)
+        sizes = [Layout(plan, i, rank).rows for i in range(count)]
+        return self._carry(per_token, route, sizes, None)
+
+    def others(self, fields: Sequence[Field], splits: Splits) -> Fields:
+        """Return the fields of sequences, and the payloads."""
+        values: Fields = {}
+        per_sequence = [field for field in fields if field.per_sequence]
+        if per_sequence:
+            one = Split(self._plan, "whole", [[1]] * len(self._plan.lengths))
+            values |= self._split(per_sequence, one, PER_SEQUENCE)
+        for field in fields:
+            if field.name in splits:
+                values |= self._split([field], splits[field.name], f"payload {field.name}")
+        return values
+
+    def _split(self, fields: Sequence[Field], split: Split, what: str) -> Fields:
+        path = split.from_sources(self._sources, self._transport.rank)
+        sizes = split.rows_of_micro_batches(self._transport.rank)
+        return self._carry(fields, path, sizes, what)
+
+    def _carry(
+        self, fields: Sequence[Field], path: Path, sizes: list[int], what: str | None
+    ) -> Fields:
+        """Move fields in one exchange. ``sizes``: the rows of each micro-batch here."""
+        columns = [field.to_rows(self._samples, self._transport.device) for field in fields]
+        moved = self._exchange(path, columns, what)
+        return {
+            # Copies, since a compiled model would tell views apart by where they start.
+            field.name: [
+                rows_may_vary(part.clone()) for part in torch.split(field.from_rows(rows), sizes)
+            ]
+            for field, rows in zip(fields, moved, strict=True)
+        }
+
+    def _exchange(self, path: Path, columns: Sequence[Tensor], what: str | None) -> list[Tensor]:
+        wire = ops.pack(columns, path.pack, path.sent_rows)
+        received = wire.new_empty(path.received_rows, wire.shape[1])
+        checksum = f"{self._plan.checksum:016x}"
+        stamp = Stamp(Kind("hcp.dispatch", plan=checksum, step=self._step, what=what))
+        self._transport.start(wire, path.sends, received, path.receives, stamp=stamp).wait()
+        widths = [column.shape[1] for column in columns]
+        return ops.unpack(received, path.arrange, widths, path.output_rows)

@@ -1,0 +1,294 @@
+"""Fields that are not one row per token: values of sequences, payloads and their results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.cases import GlooGroups
+from support.ranks import RankError, run_ranks, try_ranks
+from torch import Tensor
+
+import hcp
+
+FIELDS: dict[str, str | hcp.Payload] = {
+    "advantage": "sequence",
+    "shape": "sequence",
+    "whole": hcp.Payload(),
+    "first": hcp.Payload("first", tokens="marked"),
+    "pixels": hcp.Payload("even", units="grid", tokens="marked"),
+    "grid": hcp.Payload(per_unit_of="pixels"),
+    "frames": hcp.Payload("tokens", tokens=lambda sample: sample["taker"].long()),
+    "taker": hcp.Payload("whole"),
+}
+
+
+def sample(sequence: int, length: int) -> dict[str, Tensor]:
+    """A sequence with images of 2, 4 and 6 rows, 2 for each image token, and frames of any
+    tokens."""
+    draw = torch.Generator().manual_seed(31 * sequence + length)
+    marked = torch.rand(length, generator=draw) < 0.4
+    tokens = int(marked.sum())
+    grid = [2 * min(1 + i % 3, tokens - i) for i in range(0, tokens, 3)]
+    grid += [2] * (tokens - sum(grid) // 2)
+    taker = torch.randint(length, (int(torch.randint(9, (), generator=draw)),), generator=draw)
+    rows = 1000 * sequence + torch.arange(2 * tokens)
+    return {
+        "row": 1000 * sequence + torch.arange(length),
+        "marked": marked,
+        "advantage": torch.tensor(sequence + 0.5, dtype=torch.float64),
+        "shape": torch.tensor([[sequence, length]]),
+        "whole": torch.full((sequence % 3, 2), sequence).to(torch.bfloat16),
+        "first": rows[:tokens],
+        "pixels": torch.stack((rows, -rows), 1),
+        "grid": torch.tensor(grid, dtype=torch.int64),
+        "frames": (1000 * sequence + torch.arange(len(taker))).int(),
+        "taker": taker.sort().values,
+    }
+
+
+def spans_of(cp: hcp.ContextParallelHandler) -> list[tuple[int, int]]:
+    """(sequence, token) of each local row."""
+    return [(s, token) for s, start, n in cp.layout.spans for token in range(start, start + n)]
+
+
+def check_values(cp: hcp.ContextParallelHandler, local: hcp.LocalBatch, whole: Any) -> None:
+    """What every rank has of each field, against the samples themselves."""
+    held = [whole[s] for s in cp.layout.sequences]
+    assert local.advantage.tolist() == [s["advantage"].item() for s in held]
+    assert local.shape.tolist() == [s["shape"].tolist() for s in held]
+    assert local.whole.tolist() == [row for s in held for row in s["whole"].tolist()]
+    assert cp.payloads["whole"].cu_seqlens.diff().tolist() == [len(s["whole"]) for s in held]
+    first = held if cp.place == 0 else []
+    assert local.first.tolist() == [row for s in first for row in s["first"].tolist()]
+    own = spans_of(cp)
+    frames = [
+        int(row)
+        for s, token in own
+        for row in whole[s]["frames"][whole[s]["taker"] == token].tolist()
+    ]
+    assert local.frames.tolist() == frames
+    each = cp.repeat_by_sequence(local.advantage)
+    assert each.tolist() == [s + 0.5 for s, _ in own] + [0.0] * cp.layout.padding
+
+
+def check_results(cp: hcp.ContextParallelHandler, local: hcp.LocalBatch, whole: Any) -> None:
+    """Results of payloads reach the tokens that take their rows, and gradients come back."""
+    wanted = [
+        (s, int(whole[s]["marked"][:token].sum()))
+        for s, token in spans_of(cp)
+        if whole[s]["marked"][token]
+    ]
+    pairs = local.pixels[:, 0].double().view(-1, 2).requires_grad_()
+    mine = cp.payloads["pixels"].to_tokens(pairs.sum(1))
+    assert mine.tolist() == [4000.0 / 2 * s + 4 * i + 1 for s, i in wanted]
+    (mine * 3).sum().backward()
+    assert pairs.grad is not None
+    assert bool((pairs.grad == 3).all())
+    alone = cp.payloads["first"].to_tokens(local.first)
+    assert alone.tolist() == [1000 * s + i for s, i in wanted]
+    assert alone.dtype == local.first.dtype
+
+
+def check_step(groups: Any, lengths: Any, sources: Any, **limits: Any) -> list[Any]:
+    rank = groups.transport.rank
+    plan = hcp.plan(lengths, ranks=groups.transport.size, max_tokens_per_rank=24, **limits)
+    whole = [sample(i, n) for i, n in enumerate(lengths)]
+    own = [whole[i] for i, source in enumerate(sources) if source == rank]
+    units = []
+    for cp, local in hcp.dispatch(plan, own, sources, groups, fields=FIELDS):
+        check_values(cp, local, whole)
+        check_results(cp, local, whole)
+        bounds = cp.payloads["pixels"].cu_units
+        assert bounds.diff().tolist() == local.grid.tolist()
+        assert int(bounds[-1]) == len(local.pixels)
+        units.append((cp.layout.first_rank, local.pixels[:, 0].tolist(), local.grid.tolist()))
+    return units
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_every_field_arrives_by_its_rule(data: st.DataObject) -> None:
+    ranks = data.draw(st.integers(1, 5))
+    lengths = data.draw(st.lists(st.integers(1, 20 * ranks), max_size=6))
+    sources = [data.draw(st.integers(0, ranks - 1)) for _ in lengths]
+    limits = {"alignment": data.draw(st.sampled_from([1, 4]))}
+    found = hcp.loopback(ranks, lambda g: check_step(g, lengths, sources, **limits))
+    whole = [sample(i, n) for i, n in enumerate(lengths)]
+    rows = sorted(row for rank in found for _, some, _ in rank for row in some)
+    assert rows == sorted(row for s in whole for row in s["pixels"][:, 0].tolist())
+
+
+def gloo_step(rank: int, size: int) -> int:
+    found = check_step(GlooGroups(), [40, 7, 1, 19, 64], [0, 2, 2, 1, 1], min_degree=2)
+    return sum(len(rows) for _, rows, _ in found)
+
+
+def test_gloo_ranks_get_their_fields() -> None:
+    rows = run_ranks(3, gloo_step)
+    assert sum(rows) == sum(len(sample(i, n)["pixels"]) for i, n in enumerate([40, 7, 1, 19, 64]))
+
+
+def test_even_units_are_spread_by_rows() -> None:
+    """Sixteen images of one size, in two sequences that four ranks compute: four images each."""
+    units = [4] * 8
+    samples = [
+        {"x": torch.zeros(40), "image": torch.full((32,), i), "rows": torch.tensor(units)}
+        for i in range(2)
+    ]
+    fields = {"image": hcp.Payload("even", units="rows"), "rows": hcp.Payload(per_unit_of="image")}
+
+    def images(groups: Any) -> list[int]:
+        plan = hcp.plan([40, 40], ranks=4, max_tokens_per_rank=20)
+        own = samples if groups.transport.rank == 3 else []
+        ((_, local),) = hcp.dispatch(plan, own, [3, 3], groups, fields=fields)
+        return [len(local.rows), *local.image.unique().tolist()]
+
+    assert hcp.loopback(4, images) == [[4, 0], [4, 0], [4, 1], [4, 1]]
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def of_three(**fields: Any) -> dict[str, Tensor]:
+    """A sequence of five tokens, of which three are marked, and a field of three rows."""
+    marked = torch.tensor([0, 1, 1, 0, 1], dtype=torch.bool)
+    return {"x": torch.zeros(5), "marked": marked, "image": torch.zeros(3, 2), **fields}
+
+
+def tokens_of(*tokens: int) -> hcp.Payload:
+    return hcp.Payload(tokens=lambda sample: torch.tensor(tokens))
+
+
+WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "no rule": (of_three(), {}, r"name a field of another number of rows in fields="),
+    "an unknown rule": (of_three(), {"image": "whole"}, r"fields\['image'\] is 'whole', expected"),
+    "a rule of no field": (
+        of_three(),
+        {"image": hcp.Payload(), "sound": hcp.Payload()},
+        r"samples\[0\] has no field 'sound', expected one as fields= has a rule for it",
+    ),
+    "the loss mask": (
+        of_three(loss_mask=torch.tensor(1.0)),
+        {"image": hcp.Payload(), "loss_mask": "sequence"},
+        r"fields\['loss_mask'\] is given, expected none",
+    ),
+    "no parent": (
+        of_three(),
+        {"image": hcp.Payload(per_unit_of="sound")},
+        r"per_unit_of is 'sound', expected a payload in fields",
+    ),
+    "a scalar": (
+        of_three(image=torch.tensor(1.0)),
+        {"image": hcp.Payload()},
+        r"samples\[0\]\['image'\] has no dimension, expected a payload \(rows, ...\)",
+    ),
+    "an unknown mask": (
+        of_three(),
+        {"image": hcp.Payload(tokens="mask")},
+        r"fields\['image'\].tokens is 'mask', expected one of .* or a function",
+    ),
+    "too many rows": (
+        of_three(image=torch.zeros(4, 2)),
+        {"image": hcp.Payload(tokens="marked")},
+        r"\['image'\] has 4 rows and 3 tokens that take them, expected as many for each",
+    ),
+    "no row for a token": (
+        of_three(image=torch.zeros(0, 2)),
+        {"image": hcp.Payload(tokens="marked")},
+        r"has 0 rows and 3 tokens that take them",
+    ),
+    "tokens that descend": (of_three(), {"image": tokens_of(1, 3, 2)}, "descend or lie outside"),
+    "a token outside": (of_three(), {"image": tokens_of(1, 3, 5)}, r"expected 0 to 4"),
+    "too few tokens": (of_three(), {"image": tokens_of(1, 3)}, r"expected bools \(5,\), or"),
+    "units of other rows": (
+        of_three(sizes=torch.tensor([1, 1])),
+        {"image": hcp.Payload("even", units="sizes"), "sizes": hcp.Payload(per_unit_of="image")},
+        r"has 3 rows and units of \[1, 1\], expected units of at least one row that sum to 3",
+    ),
+    "units of no integers": (
+        of_three(),
+        {"image": hcp.Payload("even", units="x")},
+        r"the units of samples\[0\]\['image'\] are \(5,\) of torch.float32, expected \(units,\)",
+    ),
+    "a token in two units": (
+        of_three(image=torch.zeros(6, 2)),
+        {"image": hcp.Payload("even", units=lambda s: torch.tensor([3, 3]), tokens="marked")},
+        r"samples\[0\]\['image'\]: token 2 takes rows before and after row 3, where a unit ends",
+    ),
+    "rows of units": (
+        of_three(sizes=torch.tensor([1, 1])),
+        {"image": hcp.Payload(), "sizes": hcp.Payload(per_unit_of="image")},
+        r"samples\[0\]\['sizes'\] has 2 rows, expected 1: one per unit of 'image'",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_fields_that_break_their_rule_are_refused(what: str) -> None:
+    given, fields, message = WRONG[what]
+
+    def call(groups: Any) -> None:
+        hcp.gather_lengths([given], groups, fields=fields)
+        plan = hcp.plan([5], ranks=1, max_tokens_per_rank=8)
+        hcp.dispatch(plan, [given], [0], groups, fields=fields)
+
+    with pytest.raises(ValueError, match=message):
+        hcp.loopback(1, call)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"split": "zigzag"}, "split is 'zigzag', expected one of whole, first, even, tokens"),
+        ({"split": "tokens"}, 'split is "tokens" without tokens='),
+        ({"split": "tokens", "tokens": "x", "units": "y"}, "tokens cut units"),
+        ({"split": "even"}, 'split is "even" without units='),
+        ({"per_unit_of": "x", "tokens": "y"}, "per_unit_of is 'x' beside other options"),
+    ],
+)
+def test_rules_that_contradict_themselves_are_refused(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hcp.Payload(**options)
+
+
+def rules_of_their_own(rank: int, size: int) -> None:
+    plan = hcp.plan([5], ranks=size, max_tokens_per_rank=8)
+    fields = {"image": hcp.Payload("first" if rank else "whole")}
+    hcp.dispatch(plan, [] if rank else [of_three()], [0], GlooGroups(), fields=fields)
+
+
+def test_ranks_with_different_rules_all_hear_it() -> None:
+    for result in try_ranks(2, rules_of_their_own):
+        assert isinstance(result, RankError)
+        assert "ranks differ in rules" in result.message
+        assert "give every rank the same fields=" in result.message
+
+
+def too_few_results(rank: int, size: int) -> None:
+    plan = hcp.plan([5], ranks=size, max_tokens_per_rank=3)
+    fields = {"image": hcp.Payload("first", tokens="marked")}
+    own = [] if rank else [of_three()]
+    ((cp, local),) = hcp.dispatch(plan, own, [0], GlooGroups(), fields=fields)
+    cp.payloads["image"].to_tokens(local.image[: 2 - rank])
+
+
+def test_too_few_results_are_an_error_on_every_rank() -> None:
+    results = try_ranks(2, too_few_results)
+    assert [result.kind for result in results] == ["ValueError", "HcpError"]
+    assert "x has shape (2, 2), expected 3 rows" in results[0].message
+    assert "rank 0 has refused to_tokens" in results[1].message
+
+
+def test_results_of_a_payload_without_tokens_are_refused() -> None:
+    def call(groups: Any) -> None:
+        plan = hcp.plan([5], ranks=1, max_tokens_per_rank=8)
+        fields = {"image": hcp.Payload()}
+        ((cp, local),) = hcp.dispatch(plan, [of_three()], [0], groups, fields=fields)
+        cp.payloads["image"].to_tokens(local.image)
+
+    with pytest.raises(ValueError, match=r"fields\['image'\] has no tokens=, expected the tokens"):
+        hcp.loopback(1, call)
