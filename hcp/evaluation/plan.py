@@ -391,7 +391,7 @@ class _Taken(Step):
 
     def __init__(self, step: Step) -> None:
         self._pairs = list(step)
-        super().__init__(step.plan, self._pairs, step.loss_tokens)
+        super().__init__(step.plan, self._pairs, step.loss_tokens, step.sources, step.rank)
         self.taken = 0
 
     def __iter__(self) -> Iterator[Any]:

@@ -58,6 +58,20 @@ class RowCalls:
 
         return self._calls.make(operation, moved, everywhere=True)
 
+    def combine_by_sequence(self, x: Tensor) -> Tensor:
+        """(sequences, ...) to (those loaded here, ...)."""
+
+        def combined(number: int) -> Tensor:
+            path, sequences = self._routes.by_sequence(), len(self._layout.sequences)
+            if x.dim() == 0 or x.shape[0] != sequences:
+                raise ValueError(f"x has shape {tuple(x.shape)}, expected {sequences} sequences")
+            check_rows(x, sequences, self._transport.device)
+            refuse_transforms("combine_by_sequence", x)
+            stamp = self._calls.stamp("combine_by_sequence", number, x, x.dtype)
+            return copy_rows_of(self._transport, path, x, self._calls.agree(path, stamp))
+
+        return self._calls.make("combine_by_sequence", combined, everywhere=True)
+
     def roll(self, x: Tensor, shifts: int, dims: int) -> Tensor:
         """Shift rows along their sequences. ``dims``: the dimension that holds the T rows."""
 

@@ -2,14 +2,12 @@
 
 sent = plan_in_driver(lengths, sources, ranks, config)       # plain data, in the driver
 step = planned_step(sent, samples, groups, config)           # in every worker
-log_probs = rows_of_samples(step, sent, groups, log_probs_of)  # of its own samples, in order
-
-T rows of this rank in a micro-batch.
+log_probs = step.combine(log_probs_of(cp, local) for cp, local in step)  # of its own samples
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,11 +17,8 @@ from hcp.groups.process_groups import ProcessGroups
 from hcp.planning.cost import CostModel
 from hcp.planning.plan import Plan
 from hcp.step.config import Config
-from hcp.step.dispatch import LocalBatch, Sample, Step, dispatch
-from hcp.step.handler import ContextParallelHandler
-
-Compute = Callable[[ContextParallelHandler, LocalBatch], Tensor]
-"""Returns (T, ...) for the rows of a micro-batch."""
+from hcp.step.dispatch import Step, dispatch
+from hcp.step.fields import Sample
 
 
 def plan_in_driver(
@@ -64,25 +59,6 @@ def planned_step(
     """
     plan = Plan.from_dict(sent["plan"])
     return dispatch(plan, samples, sent["sources"], groups, **config.dispatch_options(), **options)
-
-
-def rows_of_samples(
-    step: Step, sent: dict[str, Any], groups: ProcessGroups, compute: Compute
-) -> list[Tensor]:
-    """Compute rows under the plan and return those of this worker's samples, in their order.
-
-    `compute` gives (T, ...) for each micro-batch, such as log-probabilities. Returns (tokens, ...)
-    for each sample. Gradients pass through; call it under `torch.no_grad()` for a forward pass
-    only. Every rank of the domain calls it.
-    """
-    rank, sources, lengths = groups.rank("dp_cp"), sent["sources"], step.plan.lengths
-    found: dict[int, Tensor] = {}
-    for cp, local in step:
-        here = {i for group in step.plan.micro_batches[cp.micro_batch] for i in group.sequences}
-        mine = sorted(i for i in here if sources[i] == rank)
-        rows = torch.split(cp.combine(compute(cp, local)), [lengths[i] for i in mine])
-        found.update(zip(mine, rows, strict=True))
-    return [found[i] for i in sorted(found)]
 
 
 def sequence_weights(loss_mask: Tensor) -> Tensor:

@@ -272,17 +272,87 @@ class Step:
         plan: Plan,
         micro_batches: list[tuple[ContextParallelHandler, LocalBatch]],
         loss_tokens: float | None,
+        sources: Sequence[int],
+        rank: int,
     ) -> None:
         self.plan = plan
         self.loss_tokens = loss_tokens
         """Loss tokens of the whole batch: the sum of every sample's loss mask."""
         self._micro_batches = micro_batches
+        self.sources, self.rank = tuple(sources), rank
+        self.own_sequences = tuple(i for i, source in enumerate(sources) if source == rank)
+        """The sequences that this rank loaded, as indices of ``plan.lengths``, ascending."""
 
     def __len__(self) -> int:
         return len(self._micro_batches)
 
     def __iter__(self) -> Iterator[tuple[ContextParallelHandler, LocalBatch]]:
         return iter(self._micro_batches)
+
+    def combine(self, results: Iterable[Tensor]) -> list[Tensor]:
+        """Bring results of tokens, such as log-probabilities, back to the samples.
+
+        ``results``: of each micro-batch, in order, (T, ...). Returns those of this rank's samples,
+        (tokens, ...) each, in the order in which they were given to :func:`hcp.dispatch`. Gradients
+        pass through where every rank has samples. Every rank of the domain calls it.
+        """
+
+        def cut(rows: Tensor, loaded: list[int]) -> Sequence[Tensor]:
+            return torch.split(rows, [self.plan.lengths[sequence] for sequence in loaded])
+
+        return self._brought_back(results, lambda cp, x: cp.combine(x), cut)
+
+    def combine_by_sequence(self, results: Iterable[Tensor]) -> list[Tensor]:
+        """Bring results of sequences, such as rewards, back to the samples.
+
+        ``results``: of each micro-batch, in order, (sequences, ...), as ``cp.sum_by_sequence`` has
+        them; those of each group's first rank are taken. Returns one of each of this rank's
+        samples, in their order. Gradients and callers: as for ``combine``.
+        """
+
+        def cut(values: Tensor, _: list[int]) -> Sequence[Tensor]:
+            return values.unbind()
+
+        return self._brought_back(results, lambda cp, x: cp.combine_by_sequence(x), cut)
+
+    def _brought_back(
+        self,
+        results: Iterable[Tensor],
+        combine: Callable[[ContextParallelHandler, Tensor], Tensor],
+        cut: Callable[[Tensor, list[int]], Sequence[Tensor]],
+    ) -> list[Tensor]:
+        """Combine each micro-batch, and ``cut`` what comes back into the sequences that this rank
+        loaded."""
+        each = self._checked(results)
+        found: dict[int, Tensor] = {}
+        idle = []
+        for (cp, _), groups, x in zip(
+            self._micro_batches, self.plan.micro_batches, each, strict=True
+        ):
+            here = {sequence for group in groups for sequence in group.sequences}
+            loaded = [sequence for sequence in self.own_sequences if sequence in here]
+            back = combine(cp, x)
+            found.update(zip(loaded, cut(back, loaded), strict=True))
+            if not loaded and back.requires_grad:
+                idle.append(back.sum())
+        if idle:  # other ranks' backwards wait for this one's
+            first = self.own_sequences[0]
+            found[first] = found[first] + sum(idle)
+        return [found[sequence] for sequence in self.own_sequences]
+
+    def _checked(self, results: Iterable[Tensor]) -> list[Tensor]:
+        each = list(results)
+        if len(each) != len(self):
+            raise ValueError(
+                f"results has {len(each)} items, expected {len(self)}: one of each micro-batch"
+            )
+        without = sorted(set(range(self.plan.ranks)) - set(self.sources))
+        if without and any(x.requires_grad for x in each):
+            raise ValueError(
+                f"results have gradients, and ranks {without} loaded no samples, expected some on "
+                "every rank: all take part in the backward; or call it under torch.no_grad()"
+            )
+        return each
 
 
 def dispatch(
@@ -389,7 +459,9 @@ def dispatch(
         LocalBatch({field.name: values[field.name][i] for field in fields_here})
         for i in range(len(handlers))
     ]
-    return Step(plan, list(zip(handlers, batches, strict=True)), loss_tokens.count)
+    return Step(
+        plan, list(zip(handlers, batches, strict=True)), loss_tokens.count, sources, transport.rank
+    )
 
 
 def _chooses_kernels(handler_cls: type[ContextParallelHandler]) -> bool:

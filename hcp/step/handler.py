@@ -623,6 +623,15 @@ class ContextParallelHandler(OfThisProcess):
         ``dtype``: as in ``dispatch``."""
         return self._rows.combine(x, dtype)
 
+    def combine_by_sequence(self, x: Tensor) -> Tensor:
+        """Bring a value of each sequence back to the rank that loaded it, with gradients.
+
+        x (sequences, ...), in the order of ``layout.sequences``; that of the group's first rank is
+        taken. Returns (n, ...): of the sequences of this micro-batch that this rank loaded, by
+        ascending index. Every rank of the domain calls it.
+        """
+        return self._rows.combine_by_sequence(x)
+
     def roll_tensor(self, x: Tensor, shifts: int = -1, dims: int = 0) -> Tensor:
         """Shift rows along their sequences, across the borders of ranks: shape to shape.
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from support.ranks import run_ranks
 
 import hcp
-from hcp.integrations.rl import plan_in_driver, planned_step, rows_of_samples, sequence_weights
+from hcp.integrations.rl import plan_in_driver, planned_step, sequence_weights
 
 LENGTHS = [5, 17, 2, 9, 1]
 SOURCES = [0, 0, 0, 1, 1]
@@ -57,7 +57,7 @@ def compute_what_the_driver_planned(rank, size, sent):
         return log_probs(table, local.tokens, local.labels, cp.attention)
 
     with torch.no_grad():
-        found = rows_of_samples(step, sent, groups, of)
+        found = step.combine(of(cp, local) for cp, local in step)
     for sample, rows in zip(own, found, strict=True):
         expected = log_probs(table, sample["tokens"], sample["labels"], alone)
         torch.testing.assert_close(rows, expected, rtol=0, atol=1e-10)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import GlooGroups, sequences_of
 from support.ranks import run_ranks
@@ -214,3 +214,75 @@ def test_one_merge_is_never_less_exact_than_a_chain_of_bfloat16_adds(parts: int)
     once, chained = ((x.double() - exact).square().mean().sqrt() for x in (merged, chain))
     print(f"{parts} parts: error {once:.2e} merged once, {chained:.2e} in a chain")
     assert once <= chained
+
+
+# ---- results of a step ---------------------------------------------------------------------------
+
+
+def check_results_of_a_step(groups: Any, lengths: Any, sources: Any) -> None:
+    rank = groups.transport.rank
+    plan = hcp.plan(lengths, ranks=groups.transport.size, max_tokens_per_rank=24)
+    own = [i for i, source in enumerate(sources) if source == rank]
+    samples = [{"row": 1000.0 * i + torch.arange(lengths[i])} for i in own]
+    step = hcp.dispatch(plan, samples, sources, groups)
+    factor = torch.ones((), requires_grad=True)
+    rows = step.combine(local.row * factor for _, local in step)
+    assert [x.tolist() for x in rows] == [s["row"].tolist() for s in samples]
+    sums = step.combine_by_sequence([cp.sum_by_sequence(local.row * factor) for cp, local in step])
+    assert [x.item() for x in sums] == [s["row"].sum().item() for s in samples]
+    torch.cat([*rows, *(x[None] for x in sums)]).sum().backward()
+    assert factor.grad is not None
+
+
+@settings(max_examples=40)
+@given(domains())
+def test_results_of_a_step_come_back_in_the_order_of_the_samples(domain: Draw) -> None:
+    ranks, lengths, sources = domain
+    lengths, sources = (*lengths, *[1] * ranks), (*sources, *range(ranks))
+    hcp.loopback(ranks, lambda g: check_results_of_a_step(g, lengths, sources))
+
+
+def gloo_results_of_a_step(rank: int, size: int) -> None:
+    check_results_of_a_step(GlooGroups(), [50, 3, 1, 30], [2, 0, 2, 1])
+
+
+def test_gloo_ranks_get_the_results_of_their_samples() -> None:
+    run_ranks(3, gloo_results_of_a_step)
+
+
+def test_gradients_of_results_by_sequence_come_from_the_rank_that_loaded_them() -> None:
+    """Rank 1 loaded the sequence, so its 5 counts; rank 0 holds the value of the group."""
+
+    def gradient(groups: Any) -> Any:
+        plan = hcp.plan([40], ranks=2, max_tokens_per_rank=20)
+        cp = hcp.ContextParallelHandler(plan, 0, groups.transport, sources=[1])
+        x = torch.full((1, 2), 3.0 + groups.transport.rank, requires_grad=True)
+        back = cp.combine_by_sequence(x)
+        (back.sum() * (5.0 + groups.transport.rank)).backward()
+        assert x.grad is not None
+        return back.tolist(), x.grad.tolist()
+
+    assert hcp.loopback(2, gradient) == [([], [[6.0, 6.0]]), ([[3.0, 3.0]], [[0.0, 0.0]])]
+
+
+def test_results_of_too_few_micro_batches_are_refused() -> None:
+    def call(groups: Any) -> None:
+        plan = hcp.plan([5], ranks=1, max_tokens_per_rank=8)
+        step = hcp.dispatch(plan, [{"row": torch.arange(5)}], [0], groups)
+        step.combine([])
+
+    with pytest.raises(ValueError, match="results has 0 items, expected 1: one of each micro"):
+        hcp.loopback(1, call)
+
+
+def test_gradients_of_results_are_refused_where_a_rank_has_no_samples() -> None:
+    def call(groups: Any, grads: bool) -> None:
+        plan = hcp.plan([5], ranks=2, max_tokens_per_rank=8)
+        samples = [{"row": torch.ones(5)}] if groups.transport.rank == 1 else []
+        step = hcp.dispatch(plan, samples, [1], groups)
+        factor = torch.ones((), requires_grad=grads)
+        assert len(step.combine(local.row * factor for _, local in step)) == len(samples)
+
+    hcp.loopback(2, lambda groups: call(groups, False))
+    with pytest.raises(ValueError, match=r"ranks \[0\] loaded no samples, expected some on every"):
+        hcp.loopback(2, lambda groups: call(groups, True))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import wraps
 from typing import Any
@@ -143,8 +143,7 @@ def _computed(
     lengths, sources, _ = gather_lengths(samples, groups)
     plan = cp.plan(lengths, groups.size("dp_cp"), cost, sync=cp.sync)
     step = dispatch(plan, samples, sources, groups, **cp.dispatch_options())
-    own = [i for i, source in enumerate(sources) if source == groups.rank("dp_cp")]
-    rows, names = _own_rows(fused, step, own)
+    rows, names = _own_rows(fused, step)
     return _padded(rows, names, kept, labels)
 
 
@@ -155,24 +154,18 @@ def _sample(tokens: Tensor, labels: Tensor, kept: Tensor) -> dict[str, Tensor]:
     return {"input_ids": tokens[kept], "labels": after}
 
 
-def _own_rows(
-    fused: Callable[..., Any], step: Step, own: Sequence[int]
-) -> tuple[list[Tensor], list[str]]:
-    """Return what the model says of the sequences of this rank, `own` in the plan, (tokens, F)
-    each, and the names of the fields."""
-    found: dict[int, Tensor] = {}
+def _own_rows(fused: Callable[..., Any], step: Step) -> tuple[list[Tensor], list[str]]:
+    """Return what the model says of the sequences of this rank, (tokens, F) each, and the names of
+    the fields."""
     names: list[str] = []
+    results: list[Tensor] = []
     for cp, local in step:
         labels = cp.at_least_one_row(local.labels, IGNORED).unsqueeze(0)
         said = fused(**model_inputs(cp, local), shift_labels=labels, fused_lm_head=True)
         names = [name for name in _FIELDS if getattr(said, name) is not None]
         fields = torch.stack([getattr(said, name)[0].float() for name in names], 1)
-        here = {i for group in step.plan.micro_batches[cp.micro_batch] for i in group.sequences}
-        mine = sorted(here.intersection(own))
-        combined = cp.combine(fields[: cp.rows])
-        rows = torch.split(combined, [step.plan.lengths[i] for i in mine])
-        found.update(zip(mine, rows, strict=True))
-    return [found[i] for i in own], names
+        results.append(fields[: cp.rows])
+    return step.combine(results), names
 
 
 def _padded(
