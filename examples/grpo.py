@@ -1,0 +1,260 @@
+"""GRPO on a toy task under dynamic context parallelism: one file to copy from.
+
+    torchrun --nproc-per-node 2 examples/grpo.py        # CPU ranks, or a GPU for each rank
+    python examples/grpo.py                             # one rank
+
+A policy learns to repeat the last token of its prompt. In each step every rank samples several
+answers to its own prompts (https://arxiv.org/abs/2402.03300). The log-probabilities of the old
+policy and of the reference are computed under a plan, forward only, and come back in the order of
+the samples. Then the samples travel again, each with one advantage. The loss is the mean over all
+answer tokens of the batch, so neither the plan nor the number of ranks changes it.
+
+T rows of this rank, S sequences, V tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hcp
+
+VOCABULARY, END = 8, 0
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Causal attention of q, k, v, (tokens, heads, size) each."""
+
+
+# ---- the policy ----------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).unbind(1)
+        x = x + self.out(attend(q, k, v).flatten(1))
+        return x + self.mlp(self.norms[1](x))
+
+
+class Policy(nn.Module):
+    """A decoder of packed tokens. It gets its attention as a function, and knows no ranks."""
+
+    def __init__(
+        self, width: int = 32, heads: int = 2, layers: int = 2, longest: int = 512
+    ) -> None:
+        super().__init__()
+        self.embedding, self.positions = (
+            nn.Embedding(VOCABULARY, width),
+            nn.Embedding(longest, width),
+        )
+        self.layers = nn.ModuleList(Layer(width, heads) for _ in range(layers))
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Return the log-probabilities of each next token, (T, V)."""
+        x = self.embedding(tokens) + self.positions(positions)
+        for layer in self.layers:
+            x = layer(x, attend)
+        return F.log_softmax(self.head(x), -1)
+
+
+def attend_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of one sequence that this rank has whole."""
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1)
+
+
+# ---- answers and rewards: each rank for its own prompts ------------------------------------------
+
+
+def prompts_of(step: int, args: argparse.Namespace) -> list[Tensor]:
+    """The prompts of a step, of many lengths, the same on every rank."""
+    draw = torch.Generator().manual_seed(args.seed + step)
+    lengths = torch.randint(2, args.longest_prompt + 1, (args.prompts,), generator=draw).tolist()
+    return [torch.randint(1, VOCABULARY, (n,), generator=draw) for n in lengths]
+
+
+@torch.no_grad()
+def answer(policy: Policy, prompt: Tensor, most: int, draw: torch.Generator) -> Tensor:
+    """Sample at most so many tokens. A trainer has an inference engine for that."""
+    tokens = prompt
+    for _ in range(most):
+        places = torch.arange(len(tokens), device=tokens.device)
+        probabilities = policy(tokens, places, attend_alone)[-1].exp().cpu()
+        token = torch.multinomial(probabilities, 1, generator=draw).to(tokens.device)
+        tokens = torch.cat((tokens, token))
+        if int(token) == END:
+            break
+    return tokens[len(prompt) :]
+
+
+def rollout(
+    policy: Policy, prompts: Sequence[tuple[int, Tensor]], args: argparse.Namespace
+) -> tuple[list[dict[str, Tensor]], list[float]]:
+    """Answer prompts, given with their seeds. Return a sample of each answer, packed with its
+    prompt, and the rewards."""
+    samples: list[dict[str, Tensor]] = []
+    rewards: list[float] = []
+    for seed, prompt in prompts:
+        draw = torch.Generator().manual_seed(seed)
+        answers = [answer(policy, prompt, args.answer, draw) for _ in range(args.answers)]
+        scores = torch.stack([(a == prompt[-1]).double().mean() for a in answers])
+        advantages = (scores - scores.mean()) / (scores.std() + 1e-4)
+        for tokens, advantage in zip(
+            answers, advantages.to(torch.get_default_dtype()), strict=True
+        ):
+            samples.append(packed(prompt, tokens) | {"advantage": advantage})
+        rewards += scores.tolist()
+    return samples, rewards
+
+
+def packed(prompt: Tensor, tokens: Tensor) -> dict[str, Tensor]:
+    """A sample of a prompt and its answer. Row i predicts token i + 1; those of the answer have a
+    loss."""
+    whole = torch.cat((prompt, tokens))
+    places = torch.arange(len(whole), device=whole.device)
+    predicts = (places >= len(prompt) - 1) & (places < len(whole) - 1)
+    return {
+        "tokens": whole,
+        "labels": torch.cat((whole[1:], whole.new_zeros(1))),
+        "loss_mask": predicts.to(torch.get_default_dtype()),
+    }
+
+
+# ---- the update: all ranks together --------------------------------------------------------------
+
+
+def planned(
+    samples: Sequence[dict[str, Tensor]], groups: Any, args: argparse.Namespace
+) -> hcp.Step:
+    """Plan the samples of all ranks, and bring each to the ranks that compute it."""
+    fields = {"advantage": "sequence"}
+    lengths, sources, own = hcp.gather_lengths(samples, groups, fields=fields)
+    ranks = groups.size("dp_cp")
+    plan = hcp.plan(lengths, ranks=ranks, max_tokens_per_rank=args.max_tokens_per_rank)
+    return hcp.dispatch(plan, own, sources, groups, fields=fields)
+
+
+def log_probs(policy: Policy, cp: hcp.ContextParallelHandler, local: hcp.LocalBatch) -> Tensor:
+    """The log-probability of each row's label, (T,)."""
+    every = policy(local.tokens, cp.position_ids, cp.attention)
+    return every.gather(1, local.labels[:, None])[:, 0]
+
+
+def losses_of(
+    new: Tensor, cp: hcp.ContextParallelHandler, local: hcp.LocalBatch, args: argparse.Namespace
+) -> Tensor:
+    """GRPO's loss of each row, (T,): a clipped ratio times the sequence's advantage, and the
+    distance from the reference."""
+    change = new - local.old
+    if args.ratio == "sequence":  # one ratio of each sequence (https://arxiv.org/abs/2507.18071)
+        sums = cp.sum_by_sequence(torch.stack((change * local.loss_mask, local.loss_mask), 1))
+        change = cp.repeat_by_sequence(sums[:, 0] / sums[:, 1])
+    advantage = cp.repeat_by_sequence(local.advantage)
+    ratio = change.exp()
+    clipped = ratio.clamp(1 - args.clip, 1 + args.clip)
+    gain = torch.minimum(ratio * advantage, clipped * advantage)
+    apart = local.reference - new
+    return args.beta * (apart.exp() - apart - 1) - gain
+
+
+def update(
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    samples: Sequence[dict[str, Tensor]],
+    groups: Any,
+    args: argparse.Namespace,
+) -> float:
+    """Train on the samples once. Return the loss, the same on every rank."""
+    optimizer.zero_grad()
+    total = torch.zeros((), dtype=torch.float64, device=groups.transport.device)
+    for cp, local in planned(samples, groups, args):
+        losses = losses_of(log_probs(policy, cp, local), cp, local, args)
+        loss = cp.loss(losses, local.loss_mask)
+        loss.backward()
+        total += loss.detach()
+    for parameter in policy.parameters():
+        dist.all_reduce(parameter.grad, group=groups.dp_cp)
+    dist.all_reduce(total, group=groups.dp_cp)
+    optimizer.step()
+    return float(total)
+
+
+def train(args: argparse.Namespace) -> list[tuple[float, float]]:
+    """Train as one rank of the job. Return the mean reward and the last loss of each step."""
+    groups = hcp.build_process_groups()
+    device, rank, ranks = groups.transport.device, groups.rank("dp_cp"), groups.size("dp_cp")
+    torch.manual_seed(args.seed)
+    policy = Policy(longest=args.longest_prompt + args.answer).to(device)
+    reference = copy.deepcopy(policy)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=0.0)
+    done = []
+    for step in range(args.steps):
+        prompts = [(1000 * step + i, p.to(device)) for i, p in enumerate(prompts_of(step, args))]
+        # The order of all samples, by rank and then as given, is that of the prompts on any number
+        # of ranks.
+        share = range(rank * len(prompts) // ranks, (rank + 1) * len(prompts) // ranks)
+        samples, rewards = rollout(policy, [prompts[i] for i in share], args)
+        with torch.no_grad():
+            forward = planned(samples, groups, args)
+            for name, model in (("old", policy), ("reference", reference)):
+                found = forward.combine(log_probs(model, cp, local) for cp, local in forward)
+                for sample, rows in zip(samples, found, strict=True):
+                    sample[name] = rows
+        for _ in range(args.updates):
+            loss = update(policy, optimizer, samples, groups, args)
+        sums = torch.tensor([sum(rewards), len(rewards)], dtype=torch.float64, device=device)
+        dist.all_reduce(sums, group=groups.dp_cp)
+        done.append((float(sums[0] / sums[1]), loss))
+        if rank == 0:
+            degrees = {group.degree for batch in forward.plan.micro_batches for group in batch}
+            print(f"step {step:3}  reward {done[-1][0]:.3f}  loss {loss:+.6f}  degrees {degrees}")
+    return done
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="GRPO on a toy task under dynamic CP")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--prompts", type=int, default=8, help="of a step, over all ranks")
+    parser.add_argument("--answers", type=int, default=8, help="to each prompt")
+    parser.add_argument("--answer", type=int, default=6, help="most tokens of an answer")
+    parser.add_argument("--longest-prompt", type=int, default=56)
+    parser.add_argument("--max-tokens-per-rank", type=int, default=64)
+    parser.add_argument("--updates", type=int, default=2, help="of each batch of answers")
+    parser.add_argument("--ratio", choices=("token", "sequence"), default="token")
+    parser.add_argument("--clip", type=float, default=0.2)
+    parser.add_argument("--beta", type=float, default=0.01, help="weight of the reference")
+    parser.add_argument("--lr", type=float, default=1e-2)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    if "RANK" not in os.environ:  # not under torchrun: one rank
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29531"}
+    on_gpus = torch.cuda.is_available()
+    if on_gpus:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if on_gpus else "gloo")
+    train(parse_args())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""The GRPO example trains alike on one rank and on several."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import run_ranks
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "grpo.py"
+SMALL = [
+    *("--steps", "2", "--prompts", "4", "--answers", "3", "--answer", "4"),
+    *("--longest-prompt", "30", "--max-tokens-per-rank"),
+]
+
+
+def grpo() -> Any:
+    spec = importlib.util.spec_from_file_location("grpo", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def train(rank: int, size: int, options: list[str]) -> list[tuple[float, float]]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        module = grpo()
+        done: list[tuple[float, float]] = module.train(module.parse_args([*SMALL, *options]))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return done
+
+
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+def test_rewards_and_losses_do_not_depend_on_the_ranks(ratio: str) -> None:
+    (alone,) = run_ranks(1, train, ["34", "--ratio", ratio])
+    for together in run_ranks(2, train, ["20", "--ratio", ratio]):  # degrees 1 and 2
+        for expected, found in zip(alone, together, strict=True):
+            assert found == pytest.approx(expected, abs=1e-10)
+    assert all(loss != 0 for _, loss in alone)
