@@ -87,8 +87,10 @@ class Takers:
     """The tokens of one sequence that take rows of its payload, in order."""
 
     def __init__(self, runs: Sequence[Sequence[int]]) -> None:
-        """``runs``: (first token, tokens, rows of each) of tokens that follow each other."""
-        self._runs = [tuple(run) for run in runs]
+        """``runs``: (first token, tokens, rows of each) of tokens that follow each other. Where
+        several tokens take one row, the last number of all runs is minus their number."""
+        self.tokens_of_row = -runs[0][2] if runs and runs[0][2] < 0 else 1
+        self._runs = [(first, tokens, max(each, 1)) for first, tokens, each in runs]
         self._tokens = [first for first, _, _ in self._runs]
         self._takers = [0, *itertools.accumulate(tokens for _, tokens, _ in self._runs)]
         self._rows = [0, *itertools.accumulate(tokens * each for _, tokens, each in self._runs)]
@@ -107,7 +109,8 @@ class Takers:
         return self._takers[run] + min(token - first, tokens)
 
     def first_row(self, taker: int) -> int:
-        """The first row that the taker of a number takes; all rows for the number of takers."""
+        """The first row that the taker of a number takes; all rows for the number of takers. Each
+        row is counted as often as tokens take it."""
         run = bisect_right(self._takers, taker) - 1
         if run == len(self._runs):
             return self._rows[-1]
@@ -115,6 +118,7 @@ class Takers:
 
     def before_row(self, row: int) -> int:
         """How many takers take rows before a row. ValueError if one takes rows on both sides."""
+        row *= self.tokens_of_row
         run = bisect_right(self._rows, row) - 1
         if run == len(self._runs):
             return self._takers[-1]
@@ -151,15 +155,19 @@ class Split:
         self,
         plan: Plan,
         rule: str,
-        units: Sequence[Sequence[int]],
+        units: Sequence[Sequence[int] | int],
         takers: Mapping[int, Takers] | None = None,
     ) -> None:
-        """``rule``: one of SPLITS. ``units``: the rows of each unit, of all sequences of the plan.
+        """``rule``: one of SPLITS. ``units``: of all sequences of the plan, the rows of each unit,
+        or the number of rows where each is a unit.
         ``takers``: of the sequences that this rank loaded or computes, where tokens take rows."""
         self.plan, self.rule, self.units = plan, rule, units
         self.has_takers = takers is not None
         self.takers: Mapping[int, Takers] = takers or {}
-        self._ends = [[0, *itertools.accumulate(rows)] for rows in units]
+        self._ends: list[Sequence[int]] = [
+            range(rows + 1) if isinstance(rows, int) else [0, *itertools.accumulate(rows)]
+            for rows in units
+        ]
         self._counts_units = False
 
     def of_units(self) -> Split:
@@ -170,7 +178,8 @@ class Split:
 
     def rows(self, sequence: int) -> int:
         """Rows of a sequence."""
-        return len(self.units[sequence]) if self._counts_units else self._ends[sequence][-1]
+        ends = self._ends[sequence]
+        return len(ends) - 1 if self._counts_units else ends[-1]
 
     def units_within(self, sequence: int, row: int, rows: int) -> list[int]:
         """The rows of each unit that lies in some rows of a sequence."""
@@ -178,7 +187,7 @@ class Split:
             return [1] * rows
         ends = self._ends[sequence]
         first, end = bisect_left(ends, row), bisect_left(ends, row + rows)
-        return list(self.units[sequence][first:end])
+        return [b - a for a, b in itertools.pairwise(ends[first : end + 1])]
 
     def pieces_of_rank(self, rank: int) -> list[Piece]:
         """The rows that a rank has of all micro-batches, in order."""
@@ -208,7 +217,7 @@ class Split:
         for number, sequence in enumerate(group.sequences):
             if of is not None and sequence not in of:
                 continue
-            first, end = chosen[number] if chosen else (0, len(self.units[sequence]))
+            first, end = chosen[number] if chosen else (0, len(self._ends[sequence]) - 1)
             if not self._counts_units:
                 first, end = self._ends[sequence][first], self._ends[sequence][end]
             pieces.append(Piece(sequence, first, end - first))
@@ -221,11 +230,16 @@ class Split:
         chosen, before = [], 0
         for sequence in group.sequences:
             ends = self._ends[sequence]
-            places = [
-                min((2 * before + a + b) * group.degree // max(2 * total, 1), group.degree - 1)
-                for a, b in itertools.pairwise(ends)
-            ]
-            chosen.append((bisect_left(places, place), bisect_right(places, place)))
+
+            def twice_middle(unit: int, ends: Sequence[int] = ends, before: int = before) -> int:
+                return (2 * before + ends[unit] + ends[unit + 1]) * group.degree
+
+            units = range(len(ends) - 1)
+            first, end = (
+                bisect_left(units, 2 * total * border, key=twice_middle)
+                for border in (place, place + 1)
+            )
+            chosen.append((first, end))
             before += ends[-1]
         return chosen
 

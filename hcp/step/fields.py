@@ -35,11 +35,12 @@ class Payload:
     rows that its own tokens take."""
     units: str | Callable[[Sample], Tensor] | None = None
     """The units that "even" keeps whole, images or audio clips: a field with the rows of each, or a
-    function of a sample that returns them, (units,) integers. None: the sample's rows are one."""
+    function of a sample that returns them, (units,) integers. None: every row is one."""
     tokens: str | Callable[[Sample], Tensor] | None = None
     """Which token takes each row. A field (tokens,) of bools: the tokens that it marks take the
-    same number of rows each, in order. Or a function of a sample that returns the token of each
-    row, (rows,) integers that do not descend. "tokens" and ``to_tokens`` need it."""
+    same number of rows each, in order, or as many tokens take each row. Or a function of a sample
+    that returns the token of each row, (rows,) integers that do not descend. "tokens" and
+    ``to_tokens`` need it."""
     per_unit_of: str | None = None
     """A payload whose units have one row each of this field, as sizes of images. The row goes where
     the unit goes."""
@@ -61,8 +62,6 @@ class Payload:
             raise ValueError(
                 'split is "tokens" and units= is given, expected one of them: tokens cut units'
             )
-        if self.split == "even" and self.units is None:
-            raise ValueError('split is "even" without units=, expected the rows of each unit')
 
 
 Rules = Mapping[str, str | Payload]
@@ -170,11 +169,12 @@ def said_of(rule: str | Payload) -> Any:
 # ---- payloads ------------------------------------------------------------------------------------
 
 
-def units_of(sample: Sample, i: int, name: str, rule: Payload) -> list[int]:
-    """Return the rows of each unit of a payload. ValueError unless they are all its rows."""
+def units_of(sample: Sample, i: int, name: str, rule: Payload) -> list[int] | int:
+    """Return the rows of each unit of a payload, or its rows where each is a unit. ValueError
+    unless the units are all rows."""
     place, rows = f"samples[{i}][{name!r}]", sample[name].shape[0]
     if rule.units is None:
-        return [rows] if rows else []
+        return rows
     given = _field_or_result(sample, rule.units, f"fields[{name!r}].units")
     if given.dim() != 1 or given.is_floating_point() or given.dtype == torch.bool:
         raise ValueError(
@@ -198,16 +198,29 @@ def runs_of(sample: Sample, i: int, name: str, rule: Payload, length: int) -> Te
     given = _field_or_result(sample, rule.tokens, f"fields[{name!r}].tokens").cpu()
     if given.dtype == torch.bool and given.shape == (length,):
         tokens = given.nonzero()[:, 0]
-        each, over = divmod(rows, len(tokens)) if len(tokens) else (0, rows)
-        if over or (len(tokens) and not each):
-            raise ValueError(
-                f"{place} has {rows} rows and {len(tokens)} tokens that take them, expected as "
-                "many for each token, at least one"
-            )
-        counts = torch.full_like(tokens, each)
+        counts = torch.full_like(tokens, _each(rows, len(tokens), place, rule))
     else:
         tokens, counts = _counted(given, place, rows, length)
     return _as_runs(tokens, counts)
+
+
+def _each(rows: int, tokens: int, place: str, rule: Payload) -> int:
+    """Return the rows that each token takes, or minus the tokens that take each row."""
+    if rows == tokens == 0:
+        return 1
+    if rows and rows < tokens and tokens % rows == 0:
+        if rule.split == "tokens":
+            raise ValueError(
+                f"{place} has {rows} rows and {tokens} tokens that take them, expected at least "
+                'one row for each token under "tokens": use "even", "whole" or "first"'
+            )
+        return -(tokens // rows)
+    if rows == 0 or tokens == 0 or rows % tokens:
+        raise ValueError(
+            f"{place} has {rows} rows and {tokens} tokens that take them, expected as many rows "
+            "for each token, or as many tokens for each row"
+        )
+    return rows // tokens
 
 
 def _counted(given: Tensor, place: str, rows: int, length: int) -> tuple[Tensor, Tensor]:
@@ -235,10 +248,10 @@ def _as_runs(tokens: Tensor, counts: Tensor) -> Tensor:
     return torch.stack((tokens[starts], sizes, counts[starts]), 1)
 
 
-def check_units(runs: Tensor, units: Sequence[int], place: str) -> None:
+def check_units(runs: Tensor, units: Sequence[int] | int, place: str) -> None:
     """Raise ValueError where a token takes rows of two units."""
     takers, end = Takers(runs.tolist()), 0
-    for rows in units:
+    for rows in () if isinstance(units, int) else units:
         end += rows
         try:
             takers.before_row(end)

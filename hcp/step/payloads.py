@@ -111,8 +111,8 @@ class Announced:
 
     def __init__(self, samples: Sequence[Sample], rules: Rules, lengths: Sequence[int]) -> None:
         """``lengths``: the tokens of each sample. ValueError for a payload that breaks its rule."""
-        self.units: dict[str, list[list[int]]] = {}
-        """Of each payload: for each sample, the rows of its units."""
+        self.units: dict[str, list[list[int] | int]] = {}
+        """Of each payload: for each sample, the rows of its units, or of all where each is one."""
         self.runs: dict[str, list[Tensor]] = {}
         """Of each payload whose rows tokens take: for each sample, these tokens."""
         payloads = {n: r for n, r in rules.items() if isinstance(r, Payload) and not r.per_unit_of}
@@ -134,7 +134,8 @@ class Announced:
             if not isinstance(rule, Payload) or rule.per_unit_of is None:
                 continue
             for i, sample in enumerate(samples):
-                units = len(self.units[rule.per_unit_of][i])
+                given = self.units[rule.per_unit_of][i]
+                units = given if isinstance(given, int) else len(given)
                 if sample[name].shape[0] != units:
                     raise ValueError(
                         f"samples[{i}][{name!r}] has {sample[name].shape[0]} rows, expected "
@@ -191,7 +192,7 @@ class Carrier:
 
     def _takers(self, name: str, counts: Sequence[int], own: Sequence[Tensor]) -> dict[int, Takers]:
         """Bring the tables of tokens to the ranks of their sequences."""
-        split = Split(self._plan, "whole", [[count] for count in counts])
+        split = Split(self._plan, "whole", counts)
         table = torch.cat([*own, torch.empty(0, 3, dtype=torch.int64)])
         path = split.from_sources(self._sources, self._transport.rank)
         what = f"tokens of {name}"
@@ -219,7 +220,7 @@ class Carrier:
         values: Fields = {}
         per_sequence = [field for field in fields if field.per_sequence]
         if per_sequence:
-            one = Split(self._plan, "whole", [[1]] * len(self._plan.lengths))
+            one = Split(self._plan, "whole", [1] * len(self._plan.lengths))
             values |= self._split(per_sequence, one, PER_SEQUENCE)
         for field in fields:
             if field.name in splits:

@@ -23,6 +23,7 @@ FIELDS: dict[str, str | hcp.Payload] = {
     "grid": hcp.Payload(per_unit_of="pixels"),
     "frames": hcp.Payload("tokens", tokens=lambda sample: sample["taker"].long()),
     "taker": hcp.Payload("whole"),
+    "clips": hcp.Payload("even", tokens="in_clip"),
 }
 
 
@@ -36,9 +37,12 @@ def sample(sequence: int, length: int) -> dict[str, Tensor]:
     grid += [2] * (tokens - sum(grid) // 2)
     taker = torch.randint(length, (int(torch.randint(9, (), generator=draw)),), generator=draw)
     rows = 1000 * sequence + torch.arange(2 * tokens)
+    in_clip = torch.arange(length) < length // 4 * 3  # 3 tokens for each clip
     return {
         "row": 1000 * sequence + torch.arange(length),
         "marked": marked,
+        "in_clip": in_clip,
+        "clips": 1000 * sequence + torch.arange(length // 4),
         "advantage": torch.tensor(sequence + 0.5, dtype=torch.float64),
         "shape": torch.tensor([[sequence, length]]),
         "whole": torch.full((sequence % 3, 2), sequence).to(torch.bfloat16),
@@ -88,6 +92,10 @@ def check_results(cp: hcp.ContextParallelHandler, local: hcp.LocalBatch, whole: 
     (mine * 3).sum().backward()
     assert pairs.grad is not None
     assert bool((pairs.grad == 3).all())
+    clips = cp.payloads["clips"].to_tokens(local.clips.repeat_interleave(3))
+    assert clips.tolist() == [
+        1000 * s + token // 3 for s, token in spans_of(cp) if whole[s]["in_clip"][token]
+    ]
     alone = cp.payloads["first"].to_tokens(local.first)
     assert alone.tolist() == [1000 * s + i for s, i in wanted]
     assert alone.dtype == local.first.dtype
@@ -194,12 +202,17 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "too many rows": (
         of_three(image=torch.zeros(4, 2)),
         {"image": hcp.Payload(tokens="marked")},
-        r"\['image'\] has 4 rows and 3 tokens that take them, expected as many for each",
+        r"\['image'\] has 4 rows and 3 tokens that take them, expected as many rows for each",
     ),
     "no row for a token": (
         of_three(image=torch.zeros(0, 2)),
         {"image": hcp.Payload(tokens="marked")},
         r"has 0 rows and 3 tokens that take them",
+    ),
+    "a row of several tokens": (
+        of_three(image=torch.zeros(1, 2)),
+        {"image": hcp.Payload("tokens", tokens="marked")},
+        r"has 1 rows and 3 tokens .* expected at least one row for each token under \"tokens\"",
     ),
     "tokens that descend": (of_three(), {"image": tokens_of(1, 3, 2)}, "descend or lie outside"),
     "a token outside": (of_three(), {"image": tokens_of(1, 3, 5)}, r"expected 0 to 4"),
@@ -222,7 +235,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "rows of units": (
         of_three(sizes=torch.tensor([1, 1])),
         {"image": hcp.Payload(), "sizes": hcp.Payload(per_unit_of="image")},
-        r"samples\[0\]\['sizes'\] has 2 rows, expected 1: one per unit of 'image'",
+        r"samples\[0\]\['sizes'\] has 2 rows, expected 3: one per unit of 'image'",
     ),
 }
 
@@ -246,7 +259,6 @@ def test_fields_that_break_their_rule_are_refused(what: str) -> None:
         ({"split": "zigzag"}, "split is 'zigzag', expected one of whole, first, even, tokens"),
         ({"split": "tokens"}, 'split is "tokens" without tokens='),
         ({"split": "tokens", "tokens": "x", "units": "y"}, "tokens cut units"),
-        ({"split": "even"}, 'split is "even" without units='),
         ({"per_unit_of": "x", "tokens": "y"}, "per_unit_of is 'x' beside other options"),
     ],
 )
