@@ -6,10 +6,13 @@
 A policy learns to repeat the last token of its prompt. In each step every rank samples several
 answers to its own prompts (https://arxiv.org/abs/2402.03300). The log-probabilities of the old
 policy and of the reference are computed under a plan, forward only, and come back in the order of
-the samples. Then the samples travel again, each with one advantage. The loss is the mean over all
-answer tokens of the batch, so neither the plan nor the number of ranks changes it.
+the samples. Then the samples travel again, with the advantages of their answers. The loss is the
+mean over all answer tokens of the batch, so neither the plan nor the number of ranks changes it.
 
-T rows of this rank, S sequences, V tokens of the vocabulary.
+A prompt is computed once for all its answers, under a mask, or packed with each of them
+(--packing each). The loss is the same.
+
+T rows of this rank, S sequences, A answers in a sequence, V tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import argparse
 import copy
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +33,13 @@ import hcp
 VOCABULARY, END = 8, 0
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Causal attention of q, k, v, (tokens, heads, size) each."""
+
+
+class Sample(NamedTuple):
+    """A sequence: a prompt, and one answer to it or several."""
+
+    fields: dict[str, Tensor]
+    mask: hcp.Mask
 
 
 # ---- the policy ----------------------------------------------------------------------------------
@@ -105,49 +115,59 @@ def answer(policy: Policy, prompt: Tensor, most: int, draw: torch.Generator) -> 
 
 def rollout(
     policy: Policy, prompts: Sequence[tuple[int, Tensor]], args: argparse.Namespace
-) -> tuple[list[dict[str, Tensor]], list[float]]:
-    """Answer prompts, given with their seeds. Return a sample of each answer, packed with its
-    prompt, and the rewards."""
-    samples: list[dict[str, Tensor]] = []
+) -> tuple[list[Sample], list[float]]:
+    """Answer prompts, given with their seeds. Return the samples and the rewards."""
+    samples: list[Sample] = []
     rewards: list[float] = []
     for seed, prompt in prompts:
         draw = torch.Generator().manual_seed(seed)
         answers = [answer(policy, prompt, args.answer, draw) for _ in range(args.answers)]
         scores = torch.stack([(a == prompt[-1]).double().mean() for a in answers])
         advantages = (scores - scores.mean()) / (scores.std() + 1e-4)
-        for tokens, advantage in zip(
-            answers, advantages.to(torch.get_default_dtype()), strict=True
-        ):
-            samples.append(packed(prompt, tokens) | {"advantage": advantage})
+        together = args.answers if args.packing == "shared" else 1
+        for i in range(0, args.answers, together):
+            some = slice(i, i + together)
+            samples.append(sample_of(prompt, answers[some], advantages[some]))
         rewards += scores.tolist()
     return samples, rewards
 
 
-def packed(prompt: Tensor, tokens: Tensor) -> dict[str, Tensor]:
-    """A sample of a prompt and its answer. Row i predicts token i + 1; those of the answer have a
-    loss."""
-    whole = torch.cat((prompt, tokens))
-    places = torch.arange(len(whole), device=whole.device)
-    predicts = (places >= len(prompt) - 1) & (places < len(whole) - 1)
-    return {
-        "tokens": whole,
-        "labels": torch.cat((whole[1:], whole.new_zeros(1))),
-        "loss_mask": predicts.to(torch.get_default_dtype()),
+def sample_of(prompt: Tensor, answers: Sequence[Tensor], advantages: Tensor) -> Sample:
+    """Pack answers after their prompt, which they share.
+
+    Each answer begins with the prompt's last token, whose row predicts the answer's first one, so
+    that every row has one label. The rows of an answer but the last have a loss.
+    """
+    last = prompt[-1:]
+    parts = [prompt[:-1], *(torch.cat((last, tokens)) for tokens in answers)]
+    labels = [torch.zeros_like(prompt[:-1]), *(F.pad(tokens, (0, 1)) for tokens in answers)]
+    number = [torch.full_like(part, max(i - 1, 0)) for i, part in enumerate(parts)]
+    predicts = [
+        torch.arange(len(part), device=part.device) < (len(part) - 1 if i else 0)
+        for i, part in enumerate(parts)
+    ]
+    fields = {
+        "tokens": torch.cat(parts),
+        "labels": torch.cat(labels),
+        "number": torch.cat(number),
+        "loss_mask": torch.cat(predicts).to(torch.get_default_dtype()),
+        "advantages": advantages.to(prompt.device, torch.get_default_dtype()),
     }
+    return Sample(fields, hcp.Mask.shared_prefix(len(prompt) - 1, [len(p) for p in parts[1:]]))
 
 
 # ---- the update: all ranks together --------------------------------------------------------------
 
 
-def planned(
-    samples: Sequence[dict[str, Tensor]], groups: Any, args: argparse.Namespace
-) -> hcp.Step:
+def planned(samples: Sequence[Sample], groups: Any, args: argparse.Namespace) -> hcp.Step:
     """Plan the samples of all ranks, and bring each to the ranks that compute it."""
-    fields = {"advantage": "sequence"}
-    lengths, sources, own = hcp.gather_lengths(samples, groups, fields=fields)
-    ranks = groups.size("dp_cp")
-    plan = hcp.plan(lengths, ranks=ranks, max_tokens_per_rank=args.max_tokens_per_rank)
-    return hcp.dispatch(plan, own, sources, groups, fields=fields)
+    rules = {"advantages": "sequence"}
+    given = [sample.fields for sample in samples]
+    lengths, sources, own = hcp.gather_lengths(given, groups, fields=rules)
+    masks = hcp.gather_masks([sample.mask for sample in samples], groups)
+    ranks, most = groups.size("dp_cp"), args.max_tokens_per_rank
+    plan = hcp.plan(lengths, masks=masks, ranks=ranks, max_tokens_per_rank=most)
+    return hcp.dispatch(plan, own, sources, groups, fields=rules)
 
 
 def log_probs(policy: Policy, cp: hcp.ContextParallelHandler, local: hcp.LocalBatch) -> Tensor:
@@ -156,16 +176,23 @@ def log_probs(policy: Policy, cp: hcp.ContextParallelHandler, local: hcp.LocalBa
     return every.gather(1, local.labels[:, None])[:, 0]
 
 
+def of_answers(x: Tensor, cp: hcp.ContextParallelHandler, local: hcp.LocalBatch) -> Tensor:
+    """Give every row the value of its answer: (S, A) to (T,)."""
+    return cp.repeat_by_sequence(x).gather(1, local.number[:, None])[:, 0]
+
+
 def losses_of(
     new: Tensor, cp: hcp.ContextParallelHandler, local: hcp.LocalBatch, args: argparse.Namespace
 ) -> Tensor:
-    """GRPO's loss of each row, (T,): a clipped ratio times the sequence's advantage, and the
-    distance from the reference."""
+    """GRPO's loss of each row, (T,): a clipped ratio times the answer's advantage, and the distance
+    from the reference."""
     change = new - local.old
-    if args.ratio == "sequence":  # one ratio of each sequence (https://arxiv.org/abs/2507.18071)
-        sums = cp.sum_by_sequence(torch.stack((change * local.loss_mask, local.loss_mask), 1))
-        change = cp.repeat_by_sequence(sums[:, 0] / sums[:, 1])
-    advantage = cp.repeat_by_sequence(local.advantage)
+    if args.ratio == "sequence":  # one ratio of each answer (https://arxiv.org/abs/2507.18071)
+        own = F.one_hot(local.number, local.advantages.shape[1])  # (T, A)
+        rows = torch.stack((change * local.loss_mask, local.loss_mask), 1)
+        sums = cp.sum_by_sequence(own[:, None] * rows[:, :, None])  # (S, 2, A)
+        change = of_answers(sums[:, 0] / sums[:, 1], cp, local)
+    advantage = of_answers(local.advantages, cp, local)
     ratio = change.exp()
     clipped = ratio.clamp(1 - args.clip, 1 + args.clip)
     gain = torch.minimum(ratio * advantage, clipped * advantage)
@@ -176,7 +203,7 @@ def losses_of(
 def update(
     policy: Policy,
     optimizer: torch.optim.Optimizer,
-    samples: Sequence[dict[str, Tensor]],
+    samples: Sequence[Sample],
     groups: Any,
     args: argparse.Namespace,
 ) -> float:
@@ -215,7 +242,7 @@ def train(args: argparse.Namespace) -> list[tuple[float, float]]:
             for name, model in (("old", policy), ("reference", reference)):
                 found = forward.combine(log_probs(model, cp, local) for cp, local in forward)
                 for sample, rows in zip(samples, found, strict=True):
-                    sample[name] = rows
+                    sample.fields[name] = rows
         for _ in range(args.updates):
             loss = update(policy, optimizer, samples, groups, args)
         sums = torch.tensor([sum(rewards), len(rewards)], dtype=torch.float64, device=device)
@@ -234,8 +261,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--answers", type=int, default=8, help="to each prompt")
     parser.add_argument("--answer", type=int, default=6, help="most tokens of an answer")
     parser.add_argument("--longest-prompt", type=int, default=56)
-    parser.add_argument("--max-tokens-per-rank", type=int, default=64)
+    parser.add_argument("--max-tokens-per-rank", type=int, default=128)
     parser.add_argument("--updates", type=int, default=2, help="of each batch of answers")
+    parser.add_argument("--packing", choices=("shared", "each"), default="shared")
     parser.add_argument("--ratio", choices=("token", "sequence"), default="token")
     parser.add_argument("--clip", type=float, default=0.2)
     parser.add_argument("--beta", type=float, default=0.01, help="weight of the reference")

@@ -101,8 +101,12 @@ def check_results(cp: hcp.ContextParallelHandler, local: hcp.LocalBatch, whole: 
     assert alone.dtype == local.first.dtype
 
 
-def check_step(groups: Any, lengths: Any, sources: Any, **limits: Any) -> list[Any]:
+def check_step(
+    groups: Any, lengths: Any, sources: Any, *, masked: bool = False, **limits: Any
+) -> list[Any]:
     rank = groups.transport.rank
+    masks = [hcp.Mask.full(n) if i % 2 else hcp.Mask.chunked(n, 3) for i, n in enumerate(lengths)]
+    limits |= {"masks": masks} if masked else {}
     plan = hcp.plan(lengths, ranks=groups.transport.size, max_tokens_per_rank=24, **limits)
     whole = [sample(i, n) for i, n in enumerate(lengths)]
     own = [whole[i] for i, source in enumerate(sources) if source == rank]
@@ -123,7 +127,7 @@ def test_every_field_arrives_by_its_rule(data: st.DataObject) -> None:
     ranks = data.draw(st.integers(1, 5))
     lengths = data.draw(st.lists(st.integers(1, 20 * ranks), max_size=6))
     sources = [data.draw(st.integers(0, ranks - 1)) for _ in lengths]
-    limits = {"alignment": data.draw(st.sampled_from([1, 4]))}
+    limits = {"alignment": data.draw(st.sampled_from([1, 4])), "masked": data.draw(st.booleans())}
     found = hcp.loopback(ranks, lambda g: check_step(g, lengths, sources, **limits))
     whole = [sample(i, n) for i, n in enumerate(lengths)]
     rows = sorted(row for rank in found for _, some, _ in rank for row in some)
