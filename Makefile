@@ -88,7 +88,7 @@ test-trainer-transformers: FORCE
 	$(MAKE) setup VIRTUAL_ENV=$(TRANSFORMERS) EXTRAS=$(EXTRAS),trl
 	$(TRANSFORMERS)/bin/python -m pip install --quiet $(TRANSFORMERS_$(EDGE))
 	PYTHONPATH=$(CURDIR)/tests $(TRANSFORMERS)/bin/python -m pytest -n $(WORKERS) --dist loadgroup \
-	  tests/integrations/test_transformers.py tests/integrations/test_trl.py tests/project/test_docs.py -k "transformers or trl" $(ARGS)
+	  tests/integrations/test_transformers.py tests/integrations/test_transformers_images.py tests/integrations/test_trl.py tests/project/test_docs.py -k "transformers or trl" $(ARGS)
 	PYTHONPATH=$(CURDIR)/tests $(TRANSFORMERS)/bin/python -m support.sweep $(SWEEP_$(EDGE))
 
 sweep-transformers: $(READY)

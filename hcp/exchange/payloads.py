@@ -108,6 +108,16 @@ class Takers:
         first, tokens, _ = self._runs[run]
         return self._takers[run] + min(token - first, tokens)
 
+    def tokens_within(self, start: int, end: int) -> list[int]:
+        """The tokens from ``start`` up to ``end`` that take rows."""
+        run = max(bisect_right(self._tokens, start) - 1, 0)
+        found: list[int] = []
+        for first, tokens, _ in self._runs[run:]:
+            if first >= end:
+                break
+            found += range(max(first, start), min(first + tokens, end))
+        return found
+
     def first_row(self, taker: int) -> int:
         """The first row that the taker of a number takes; all rows for the number of takers. Each
         row is counted as often as tokens take it."""
@@ -310,6 +320,16 @@ class Split:
             for _, rows in _common(run, held[peer])
         ]
         return RowPath(sends, receives)
+
+    def token_rows(self, layout: Layout) -> list[int]:
+        """Where a rank's tokens that take rows lie among its own rows."""
+        found: list[int] = []
+        offset = 0
+        for sequence, start, rows in layout.spans:
+            tokens = self.takers[sequence].tokens_within(start, start + rows)
+            found += [offset + token - start for token in tokens]
+            offset += rows
+        return found
 
     def takers_held(self, layout: Layout) -> int:
         """How many takers' rows a rank has."""

@@ -39,6 +39,11 @@ class RowCalls:
         self._pairs = AllPairs(calls.group, transport.rank)
         self._passes: StatePasses | None = None
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the domain's rows."""
+        return self._transport.device
+
     def dispatch(self, x: Tensor, dtype: torch.dtype | None) -> Tensor:
         """(S, ...) to (T, ...)."""
         return self._dispatched("dispatch", x, dtype, reverse=False)

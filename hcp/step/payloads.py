@@ -78,12 +78,21 @@ class LocalPayload:
             rows += self._split.units_within(sequence, first, count)
         return _summed(rows)
 
+    @cached_property
+    def token_rows(self) -> Tensor:
+        """int64 (m,): which of this rank's rows are tokens that take rows of the payload, in
+        order."""
+        self._check_takers()
+        rows = self._split.token_rows(self._layout)
+        return torch.tensor(rows, dtype=torch.int64, device="cpu").to(self._calls.device)
+
     def to_tokens(self, x: Tensor) -> Tensor:
         """Move results of this rank's rows to the ranks whose tokens take them, with gradients.
 
         x (n, ...): one row of each token whose rows this rank has, in order. Returns (m, ...): one
-        of each of this rank's own tokens that take rows, in order; ``masked_scatter`` puts them
-        into embeddings. Every rank of the group calls it.
+        of each of this rank's own tokens that take rows, in order:
+        ``embeddings.index_copy(0, token_rows, ...)`` puts them in place. Every rank of the group
+        calls it.
         """
         return self._calls.to_tokens(x, self._name, self._path_to_tokens)
 
@@ -92,11 +101,14 @@ class LocalPayload:
         return self._split.to_tokens(self._layout), self._split.takers_held(self._layout)
 
     def _path_to_tokens(self) -> tuple[RowPath, int]:
+        self._check_takers()
+        return self._path
+
+    def _check_takers(self) -> None:
         if not self._split.has_takers:
             raise ValueError(
                 f"fields[{self._name!r}] has no tokens=, expected the tokens that take its rows"
             )
-        return self._path
 
 
 def _summed(rows: Sequence[int]) -> Tensor:

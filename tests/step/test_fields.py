@@ -86,6 +86,8 @@ def check_results(cp: hcp.ContextParallelHandler, local: hcp.LocalBatch, whole: 
         for s, token in spans_of(cp)
         if whole[s]["marked"][token]
     ]
+    taking = [i for i, (s, token) in enumerate(spans_of(cp)) if whole[s]["marked"][token]]
+    assert cp.payloads["pixels"].token_rows.tolist() == taking
     pairs = local.pixels[:, 0].double().view(-1, 2).requires_grad_()
     mine = cp.payloads["pixels"].to_tokens(pairs.sum(1))
     assert mine.tolist() == [4000.0 / 2 * s + 4 * i + 1 for s, i in wanted]

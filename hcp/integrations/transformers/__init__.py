@@ -56,6 +56,10 @@ from hcp.integrations.transformers.attention import (  # noqa: E402
     own_attention,
     register_hcp_attention,
 )
+from hcp.integrations.transformers.images import (  # noqa: E402
+    image_inputs,
+    register_for_images,
+)
 from hcp.integrations.transformers.model import (  # noqa: E402
     causal_lm_loss,
     causal_lm_losses,
@@ -74,7 +78,9 @@ __all__ = [
     "causal_lm_sample",
     "causal_lm_samples",
     "check_model",
+    "image_inputs",
     "model_inputs",
     "own_attention",
+    "register_for_images",
     "register_hcp_attention",
 ]
