@@ -42,6 +42,10 @@ MODELS = {
     "internvl": ("internvl_vision", "qwen2", [4, 4], {"image_token_id": IMAGE}),
     "aya_vision": ("siglip_vision_model", "cohere", 4, {"image_token_index": IMAGE}),
 }
+REFUSED = {
+    "gemma3": ("siglip_vision_model", "gemma3_text", 4, {"mm_tokens_per_image": 4}),
+    "qwen2_vl": (None, "qwen2_vl_text", 4, {"image_token_id": IMAGE}),
+}
 RULES = {"pixel_values": hcp.Payload("even", tokens="is_image")}
 
 
@@ -49,10 +53,13 @@ def build(kind):
     import transformers
 
     transformers.logging.set_verbosity_error()
-    vision, text, patch, options = MODELS[kind]
+    vision, text, patch, options = (MODELS | REFUSED)[kind]
     size = [16, 16] if isinstance(patch, list) else 16
+    seen = VISION | {"model_type": vision, "patch_size": patch, "image_size": size}
+    if vision is None:  # Qwen's names
+        seen = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 4}
     config = transformers.CONFIG_MAPPING[kind](
-        vision_config=VISION | {"model_type": vision, "patch_size": patch, "image_size": size},
+        vision_config=seen,
         text_config=TEXT | {"model_type": text},
         **options,
     )
@@ -130,7 +137,7 @@ def test_losses_and_gradients_are_those_of_the_models_own_forward(kind):
     assert sum(images for _, _, images in found) == 7  # each is encoded once
 
 
-def test_a_text_model_and_rows_that_are_no_images_are_told_what_to_use():
+def test_models_and_rows_that_would_be_wrong_are_refused():
     import transformers
 
     from hcp.integrations.transformers import image_inputs, register_for_images
@@ -138,8 +145,19 @@ def test_a_text_model_and_rows_that_are_no_images_are_told_what_to_use():
     text = transformers.AutoModelForCausalLM.from_config(
         transformers.CONFIG_MAPPING["llama"](**TEXT)
     )
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM has no vision_config.*register_hcp"):
+    with pytest.raises(
+        ValueError, match=r"LlamaForCausalLM has no vision_config.*text use register_hcp"
+    ):
         register_for_images(text)
+    for kind, said in (
+        (
+            "gemma3",
+            "Gemma3ForConditionalGeneration takes token_type_ids, expected a model of causal",
+        ),
+        ("qwen2_vl", "gives image tokens positions of several axes"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            register_for_images(build(kind))
     model = build("llava")
     register_for_images(model)
     flat = [s | {"pixel_values": torch.zeros(4 * len(s["pixel_values"]), 3)} for s in samples()]

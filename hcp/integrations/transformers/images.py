@@ -5,6 +5,7 @@ T rows of this rank, N image tokens whose images this rank has, M image tokens a
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -25,14 +26,24 @@ def register_for_images(model: Any) -> None:
     keeps its own: an image is encoded whole.
 
     See `register_hcp_attention`, which compares the model with hcp's attention on text. Raises
-    ValueError for a model without a `vision_config`.
+    ValueError for a model without images, or whose image tokens are no rows like those of text.
     """
-    config = getattr(model, "config", None)
-    vision = getattr(config, "vision_config", None)
-    if vision is None:
+    name = type(model).__name__
+    vision = getattr(getattr(model, "config", None), "vision_config", None)
+    if vision is None or not hasattr(model, "get_image_features"):
         raise ValueError(
-            f"{type(model).__name__} has no vision_config, expected a vision-language model: use "
-            "register_hcp_attention(model)"
+            f"{name} has no vision_config or no get_image_features, expected a model whose images "
+            "take the place of tokens: for text use register_hcp_attention(model)"
+        )
+    if "token_type_ids" in inspect.signature(model.forward).parameters:
+        raise ValueError(
+            f"{name} takes token_type_ids, expected a model of causal attention: tokens of an "
+            "image see each other both ways, which its attention under hcp does not compute"
+        )
+    if hasattr(model.base_model, "get_rope_index"):
+        raise ValueError(
+            f"{name} gives image tokens positions of several axes (get_rope_index), expected a "
+            "model whose positions are places in the sequence"
         )
     before = vision._attn_implementation
     register_hcp_attention(model)
