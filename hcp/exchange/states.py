@@ -1,4 +1,4 @@
-"""States passed along sequences whose spans lie on several ranks, for recurrent layers.
+"""States passed along sequences of several ranks, for layers with a recurrent state.
 
 A span maps the state that enters it, h, to decay * h + state: decay and state are its own. Maps of
 consecutive spans make one of the same kind, so that ranks exchange maps of spans, and none waits

@@ -23,7 +23,7 @@ import hcp
 
 pytest.importorskip("transformers", reason="pip install '.[transformers]'")
 
-from support import sweep
+from support import architectures, sweep
 from support.sweep import difference, gradients, spread, summed
 
 SMALL = {
@@ -133,6 +133,32 @@ def test_logits_and_gradients_are_those_of_whole_sequences(kind):
     register_hcp_attention(model)
     difference, found = spread(model, dataset, logits, chosen_plan())
     assert difference < 2e-5 * max(x.abs().max() for x in logits)
+    scale = max(grad.abs().max() for grad in expected.values())
+    for name, grad in expected.items():
+        assert (found[name] - grad).abs().max() < 1e-4 * scale, name
+
+
+RECURRENT = ("falcon_h1", "kimi_linear", "lfm2", "mamba2", "nemotron_h", "qwen3_next", "zamba2")
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_recurrent_layers_pass_states_and_start_anew_in_each_document(kind):
+    from hcp.integrations.transformers import register_hcp_attention
+
+    lengths = (3, 33, 1, 2, 21)
+    model, dataset = architectures.build(kind), documents(lengths)
+    logits, expected = whole(model, dataset)
+    model.zero_grad()
+    register_hcp_attention(model)
+    groups = [[(0, 3, [1, 0])], [(1, 2, [4, 2, 3])]]
+    batches = [
+        {"groups": [{"first_rank": f, "degree": d, "sequences": s} for f, d, s in batch]}
+        for batch in groups
+    ]
+    limits = {"ranks": 3, "max_tokens_per_rank": 20, "lengths": list(lengths)}
+    plan = hcp.Plan.from_dict(limits | {"micro_batches": batches})
+    difference, found = spread(model, dataset, logits, plan)
+    assert difference < 3e-5 * max(x.abs().max() for x in logits)
     scale = max(grad.abs().max() for grad in expected.values())
     for name, grad in expected.items():
         assert (found[name] - grad).abs().max() < 1e-4 * scale, name
@@ -666,7 +692,8 @@ def test_the_form_of_a_function_is_found_or_refused():
 SAMPLE = {
     "xlm-roberta": sweep.EQUAL,  # its own positions start after the index of padding
     "starcoder2": sweep.FUSED,
-    "granitemoehybrid": "have layers with a state that scans the sequence",
+    "granitemoehybrid": sweep.FUSED,
+    "jamba": "have layers with a state that scans the sequence",
     "mpt": "do not call attention through `AttentionInterface`",
     "deepseek_v32": "have chunked, linear, sparse or convolution layers",
     "doge": "make or read a mask of their own",

@@ -63,10 +63,19 @@ PER_LAYER = {
     "num_kv_shared_layers": 0,
 }
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+DELTA = LINEAR | {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 MORE: dict[str, dict[str, Any]] = {
     "axk1": LATENT,
     "axk2": LATENT | {"qk_rope_head_dim": 4},
+    "bailing_hybrid": LATENT | LINEAR,
     "bamba": MAMBA | {"attn_layer_indices": [1]},
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 64},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
@@ -84,6 +93,9 @@ MORE: dict[str, dict[str, Any]] = {
     "granitemoehybrid": MAMBA | {"layer_types": ["mamba", "attention"]},
     "hunyuan_v1_dense": ROTARY,
     "hunyuan_v1_moe": ROTARY,
+    "kimi_linear": LATENT | LINEAR,
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm3": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "longcat_flash": LATENT,
     "mamba2": {"num_heads": 4, "head_dim": 16},
@@ -91,9 +103,14 @@ MORE: dict[str, dict[str, Any]] = {
     "ministral": ROTARY,
     "moshi": {"audio_vocab_size": 64},
     "mpt": {"attn_config": {"attn_pdrop": 0}},
+    "olmo_hybrid": DELTA,
+    "qwen3_5_moe_text": DELTA,
+    "qwen3_5_text": DELTA,
+    "qwen3_next": DELTA,
     "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [16, 16]},
     "xmod": {"default_language": "en_XX"},
     "youtu": LATENT,
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "n_mamba_heads": 4},
     "zaya": {"num_experts_per_tok": 1},
 }
 """Further options that some configurations need."""
@@ -145,7 +162,7 @@ def small(cls: Any) -> dict[str, Any]:
             del options[name]
     for name, part in getattr(cls, "sub_configs", {}).items():
         if part is not transformers.AutoConfig:
-            options[name] = small(part)
+            options[name] = small(part) | MORE.get(part.model_type, {})
     return options
 
 

@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from hcp.attention.kernels import Choice, kernel_for
 from hcp.integrations.experts import capacities
 from hcp.integrations.rotary import Unrotated, take_rotary
+from hcp.integrations.transformers import recurrent
 from hcp.integrations.transformers.latent import Unexpanded
 from hcp.integrations.transformers.probe import (
     NoHandlerError,
@@ -68,6 +69,7 @@ def register_hcp_attention(
     AttentionMaskInterface.register(ATTENTION, window_of)
     if model is not None:
         check_model(model)
+        recurrent.hand_states_on(model)
         probe(model, ATTENTION, fused_rope=fused_rope, latents=send_latents)
 
 
@@ -93,12 +95,13 @@ def check_model(model: nn.Module) -> None:
     name, config = type(model).__name__, getattr(model, "config", None)
     if config is None or not hasattr(model, "set_attn_implementation"):
         raise ValueError(f"the model is a {name}, expected a PreTrainedModel of Transformers")
-    if getattr(model, "_is_stateful", False):
+    known = recurrent.is_recurrent(config)
+    if getattr(model, "_is_stateful", False) and not known:
         raise ValueError(
-            f"{name} has layers with a state that scans the sequence, expected attention only: "
-            "their state does not cross ranks"
+            f"{name} has layers with a state that scans the sequence, expected attention only, or "
+            f"one of {sorted(recurrent.MODEL_TYPES)}: the state of others does not cross ranks"
         )
-    if not getattr(model, "_supports_attention_backend", False):
+    if not (known or getattr(model, "_supports_attention_backend", False)):
         raise ValueError(
             f"{name} does not call its attention through AttentionInterface, expected a model that "
             "does: it has no place for another attention"
@@ -124,10 +127,11 @@ def _parts(config: Any) -> list[Any]:
 
 def _check_config(config: Any) -> None:
     name = type(config).__name__
-    others = set(getattr(config, "layer_types", None) or ()) - LAYERS
+    known = LAYERS | recurrent.LAYERS if recurrent.is_recurrent(config) else LAYERS
+    others = set(getattr(config, "layer_types", None) or ()) - known
     if others:
         raise ValueError(
-            f"{name}.layer_types has {sorted(others)}, expected only {sorted(LAYERS)}: the others "
+            f"{name}.layer_types has {sorted(others)}, expected only {sorted(known)}: the others "
             "need rows of other ranks outside of attention, or a mask that hcp does not compute"
         )
     if getattr(config, "output_router_logits", False):
