@@ -5,6 +5,7 @@ The ranks are threads of one process (hcp.loopback) that share one model, so not
 micro-batch can lie in the model itself.
 """
 
+import contextlib
 import functools
 import importlib.util
 from pathlib import Path
@@ -13,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from support.megatron_delta import with_delta_net
 from support.megatron_models import YARN, mamba_hybrid
 from support.ranks import run_ranks
 
@@ -68,6 +70,8 @@ MODELS = {
     "levels and whatever is fastest": dict(cp_comm_type=["a2a+p2p", "auto"]),
     "a Mamba hybrid": dict(mamba_num_groups=2),
     "a Mamba hybrid of one group": dict(mamba_num_groups=1),
+    "a gated delta net": dict(linear_num_key_heads=2, linear_num_value_heads=4),
+    "a gated delta net of one head": dict(linear_num_key_heads=1, linear_num_value_heads=1),
 }
 
 
@@ -89,6 +93,9 @@ def config_of(name, **options):
     )
     if "hybrid" in name:
         given |= dict(num_layers=4, mamba_state_dim=6, mamba_head_dim=16)
+    if "delta" in name:
+        sizes = dict(linear_conv_kernel_dim=4, linear_key_head_dim=6, linear_value_head_dim=8)
+        given |= sizes | dict(activation_func=F.silu, deterministic_mode=True)
     kind = MLATransformerConfig if "latent" in name else TransformerConfig
     config = kind(**{**given, **options})
     for option, value in YARN.items():  # read by these names; fields since 0.19
@@ -114,6 +121,9 @@ def build_both(name, options, fused_rope=True):
     with torch.no_grad():
         for parameter in own.parameters():
             parameter.mul_(3)  # so that scores are not all alike
+        for path, parameter in own.named_parameters():
+            if "delta" in name and path.endswith("A_log"):
+                parameter.fill_(-1)  # so that states last
     model.load_state_dict(own.state_dict())
     return own, model
 
@@ -136,6 +146,8 @@ def build(name, options, collection, wrap):
         spec.submodules.self_attention = sparse_attention_spec(config)
     elif "latent" in name:
         spec.submodules.self_attention.submodules.core_attention = of_any_size()
+    if "delta" in name:
+        spec = with_delta_net(spec)
     return GPTModel(
         config,
         wrap(spec),
@@ -231,7 +243,10 @@ def compare(rank, size, name, ranks, room, alignment, way=None, fused_rope=True)
         from support.megatron_scan import stand_in_for_kernels
 
         stand_in_for_kernels()
-    with megatron_on_cpu():
+    with megatron_on_cpu(), contextlib.ExitStack() as wide:
+        if "delta" in name:  # Megatron's own casts, one of them in a compiled function
+            wide.enter_context(torch.compiler.set_stance("force_eager"))
+            wide.enter_context(mock.patch.object(torch.Tensor, "float", torch.Tensor.double))
         own, model = build_both(name, MODELS[name], fused_rope)
         expected = computed_alone(own, LENGTHS)
         *found, degrees, ways = computed(model, ranks, LENGTHS, room, alignment)
@@ -265,7 +280,9 @@ def test_layers_exchange_heads_among_neighbours_and_pass_keys_around_a_ring():
     run_ranks(1, compare, *given, timeout=110)
 
 
-@pytest.mark.parametrize("name", ["grouped queries", "latent attention", "a Mamba hybrid"])
+@pytest.mark.parametrize(
+    "name", ["grouped queries", "latent attention", "a Mamba hybrid", "a gated delta net"]
+)
 def test_rows_that_alignment_adds_change_nothing(name):
     run_ranks(1, compare, name, 3, 26, 4, timeout=110)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 
+from hcp.integrations.megatron.delta import passing_states
 from hcp.integrations.megatron.layers import CoreAttention, is_absorbed, positioned
 from hcp.integrations.megatron.mamba import sharing_heads
 from hcp.integrations.megatron.mtp import rolling
@@ -20,10 +21,11 @@ _COUNTERPARTS: dict[str, Callable[..., type]] = {
     "MLASelfAttention": positioned,
     "AbsorbedMLASelfAttention": positioned,
     "DSAttention": choosing,
+    "GatedDeltaNet": passing_states,
     "MambaMixer": sharing_heads,
     "MultiTokenPredictionLayer": rolling,
 }
-_MIXES_TOKENS = ("GatedDeltaNet", "CrossAttention", "GatedDelta")
+_MIXES_TOKENS = ("CrossAttention", "GatedDelta")
 
 
 def hcp_layer_spec(spec: Any, *, fused_rope: bool = True, send_latents: bool = True) -> Any:
@@ -32,8 +34,8 @@ def hcp_layer_spec(spec: Any, *, fused_rope: bool = True, send_latents: bool = T
     `spec`: that of a GPT layer or block, a hybrid (Mamba) stack, or an MTP block, local or
     Transformer Engine's. It may be anything made of Megatron's ModuleSpecs, dataclasses of
     submodules and lists. Every self-attention, grouped or latent, gets hcp's core attention. Mamba
-    mixers and MTP layers see the sequences of the micro-batch. Linear layers, norms, MLPs and
-    experts stay.
+    mixers, gated delta nets and MTP layers see the sequences of the micro-batch. Linear layers,
+    norms, MLPs and experts stay.
 
     `fused_rope`: hcp rotates queries and keys, in its attention, with `config.apply_rope_fusion`
     and without. False: Megatron rotates them before, by its unfused code.
@@ -54,7 +56,8 @@ def hcp_layer_spec(spec: Any, *, fused_rope: bool = True, send_latents: bool = T
     nodes = _module_specs(made, "spec")
     if not sum(_replace(node, path, fused_rope, send_latents) for node, path in nodes):
         raise ValueError(
-            "the specification has no self-attention, Mamba mixer or MTP layer, expected one"
+            "the specification has no self-attention, Mamba mixer, gated delta net or MTP layer, "
+            "expected one"
         )
     return made
 
@@ -106,10 +109,11 @@ def _replace_core(submodules: Any, attention: type, path: str) -> None:
 
 
 def _check_known(module: type, path: str) -> None:
-    mixing = [base.__name__ for base in module.__mro__ if base.__name__.startswith(_MIXES_TOKENS)]
+    names = [base.__name__ for base in module.__mro__ if base.__name__ not in _COUNTERPARTS]
+    mixing = [name for name in names if name.startswith(_MIXES_TOKENS)]
     if mixing:
         raise ValueError(
             f"{path} is {mixing[0]}, which mixes tokens across the ranks of a sequence and has no "
             "counterpart in hcp; expected SelfAttention, MLASelfAttention, "
-            "AbsorbedMLASelfAttention, MambaMixer or MultiTokenPredictionLayer"
+            "AbsorbedMLASelfAttention, GatedDeltaNet, MambaMixer or MultiTokenPredictionLayer"
         )
