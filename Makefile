@@ -174,6 +174,7 @@ check: $(TOOLS)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(PY) -m mypy
+	$(VENV)/bin/pyright --pythonpath $(PY) tests/support/typed_user.py
 	$(PY) -m mypy.stubtest hcp._core
 	$(VENV)/bin/clang-format --dry-run --Werror $(FORMATTED)
 	printf '%s\n' $(C_FILES) | xargs -P $(WORKERS) -I FILE $(VENV)/bin/clang-tidy --quiet \

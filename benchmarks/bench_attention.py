@@ -74,6 +74,7 @@ from peers.ring import OnRing, padded
 from torch import Tensor
 
 import hcp
+from hcp._words import CommType
 from hcp.attention.comm_types import A2A_P2P, AUTO, P2P
 from hcp.attention.kernels import Choice
 from hcp.step.handler import ContextParallelHandler
@@ -309,7 +310,7 @@ class Bench:
         groups: hcp.ProcessGroups,
         whole: Whole,
         plan: hcp.Plan,
-        comm_type: str,
+        comm_type: CommType,
         degree: int | None = None,
         levels: Sequence[int] = (),
         attention_of: Callable[[ContextParallelHandler], Attention] | None = None,

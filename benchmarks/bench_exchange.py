@@ -34,6 +34,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,7 +58,7 @@ PIECES = 32
 """Pieces of each rank's rows in a gather: two of each of 16 sequences."""
 CALLS = 8
 TIMEOUT = timedelta(seconds=30)
-TRANSPORTS = {"cuda": ("peer", "nccl", "torch"), "cpu": ("torch",)}
+TRANSPORTS: dict[str, Any] = {"cuda": ("peer", "nccl", "torch"), "cpu": ("torch",)}
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ from common.timing import by_turns, end_ranks, slowest, start_ranks, timed
 from torch import Tensor, nn
 
 import hcp
+from hcp._words import CommType
 from hcp.attention.prepared import prepared_of
 from hcp.exchange.loopback import one_rank
 from hcp.step.handler import ContextParallelHandler
@@ -154,7 +155,9 @@ class Layer:
 class Contestant:
     """One layer's call on this rank."""
 
-    def __init__(self, name: str, comm_type: str, cp: ContextParallelHandler, layer: Layer) -> None:
+    def __init__(
+        self, name: str, comm_type: CommType, cp: ContextParallelHandler, layer: Layer
+    ) -> None:
         self.name, self.comm_type, self.cp, self.layer = name, comm_type, cp, layer
         query, rows, self.grad = layer.local(cp, layer.inputs)
         self.leaves = [query.requires_grad_(), rows.requires_grad_(), layer.up.weight]
@@ -208,7 +211,7 @@ def compare(
     whole: Sequence[Tensor],
     groups: hcp.ProcessGroups,
     transport: str,
-    comm_type: str,
+    comm_type: CommType,
 ) -> None:
     ranks = dist.get_world_size()
     plan = hcp.plan([args.tokens], ranks=ranks, max_tokens_per_rank=args.tokens, min_degree=ranks)

@@ -47,6 +47,7 @@ from peers.ring import OnRing, padded
 from torch import Tensor, nn
 
 import hcp
+from hcp._words import CommType
 from hcp.cli.calibrate import Cell
 from hcp.cli.fit import Point, fit
 from hcp.cli.measure import step_of
@@ -239,7 +240,7 @@ class Contestant:
     name: str
     plan: hcp.Plan
     groups: hcp.ProcessGroups
-    comm_type: str
+    comm_type: CommType
     on_ring: bool = False
 
 

@@ -1,12 +1,12 @@
 """The C core of hcp: plans, layouts, tables, grids, rebindings."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Self, final
+from typing import Any, Literal, Self, final
 
 from typing_extensions import disjoint_base
 
 CORE_HASH: str
-COMM_TYPES: tuple[str, ...]
+COMM_TYPES: tuple[Literal["p2p"], Literal["all_gather"], Literal["a2a"], Literal["a2a+p2p"]]
 ROUTE_SECTIONS: tuple[tuple[str, int], ...]
 SCHEDULE_SECTIONS: tuple[tuple[str, int], ...]
 PRICES: tuple[str, ...]

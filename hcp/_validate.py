@@ -5,7 +5,13 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
+
+
+class IntegerArray(Protocol):
+    """A tensor of torch's, or an array of NumPy's, of integers. The planner needs neither."""
+
+    def tolist(self) -> Any: ...
 
 
 def plain(value: Any) -> Any:

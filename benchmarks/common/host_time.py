@@ -215,7 +215,7 @@ def tensors(rows: int, device: torch.device) -> tuple[list[Tensor], Tensor]:
 
 
 def layer(
-    comm_type: str, degree: int, device: torch.device, kind: type[AtOnce], kernel: Prepared
+    comm_type: Any, degree: int, device: torch.device, kind: type[AtOnce], kernel: Prepared
 ) -> tuple[Ways, Ways]:
     """Return a layer, and its attention calls alone."""
     transport = kind(degree // 2, degree, device)

@@ -32,6 +32,7 @@ from common import families
 from common.machine import planner_line
 
 import hcp
+from hcp._words import Sync
 from hcp.planning.report import rows_held
 from hcp.programs.families import CHATQA2, WIKIPEDIA, K, log_uniform
 
@@ -246,7 +247,7 @@ def row(
     name: str,
     draw: Callable[[Random], list[int]],
     cost: str,
-    sync: str,
+    sync: Sync,
 ) -> None:
     of_bound, of_optimum, slack, proven = [], [], [], 0
     seeds = 1 if name == "X1" else args.seeds

@@ -13,10 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from hcp import _core
 from hcp._validate import expect_items, plain
+from hcp._words import CommType
 from hcp.attention.head_exchange import key_heads, split
 from hcp.exchange.layout import Layout
 from hcp.exchange.tables import STAGE_ROWS
@@ -24,8 +25,8 @@ from hcp.planning.cost import CostModel
 from hcp.planning.plan import Plan
 
 P2P, ALL_GATHER, A2A, A2A_P2P = _core.COMM_TYPES
-AUTO = "auto"
-COMM_TYPES: tuple[str, ...] = (*_core.COMM_TYPES, AUTO)
+AUTO: Literal["auto"] = "auto"
+COMM_TYPES: tuple[CommType, ...] = (*_core.COMM_TYPES, AUTO)
 """The types that a layer may ask for: see docs/guides/choosing-comm-type.md."""
 
 CHOSEN = (A2A_P2P, AUTO)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hcp
+from hcp._words import CommType
 from hcp.programs.data import VOCABULARY_SIZE
 
 
@@ -43,7 +44,7 @@ class Attention(nn.Module):
         self.groups = args.num_query_groups
         self.head_size = args.hidden_size // self.heads
         self.layer = layer
-        self.comm_type: str | None = args.config.comm_type(layer)
+        self.comm_type: CommType | None = args.config.comm_type(layer)
         self.window_size = args.config.window(layer)
         self.linear_qkv = nn.Linear(
             args.hidden_size, (self.heads + 2 * self.groups) * self.head_size, bias=False

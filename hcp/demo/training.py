@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hcp
+from hcp._words import GradReduce
 from hcp.attention.comm_types import fitted_sizes
 from hcp.demo.model import GPTModel
 from hcp.demo.report import DemoStep, Reporter, Run
@@ -107,7 +108,7 @@ class Update(NamedTuple):
 class Gradients:
     """All gradients in one buffer, summed over the domain after the last micro-batch."""
 
-    grad_reduce = "sum"
+    grad_reduce: GradReduce = "sum"
 
     def __init__(self, model: nn.Module, groups: hcp.ProcessGroups) -> None:
         self.group = groups.dp_cp
@@ -130,7 +131,7 @@ class Gradients:
 class DDPGradients:
     """Gradients that DistributedDataParallel averages in the last backward: hence "mean"."""
 
-    grad_reduce = "mean"
+    grad_reduce: GradReduce = "mean"
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self.model = model

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hcp._validate import expect_choice, expect_size, plain
+from hcp._words import Sync
 from hcp.planning.cost import MOVING, CostModel
 from hcp.planning.limits import SYNCS, divisors, rows_up_to
 from hcp.planning.plan import Plan, plan
@@ -65,7 +66,7 @@ def choose_eval_context_parallel(
     max_tokens_per_rank: int | None = None,
     global_batch_size: int | None = None,
     ranks_per_node: int | None = None,
-    sync: str = "step",
+    sync: Sync = "step",
     sizes: Sequence[int] | None = None,
 ) -> EvalChoice:
     """Choose the CP size with which `hcp.EvalPlan` is predicted to finish first.
@@ -153,7 +154,7 @@ def _predict(
     stages: int,
     memory: int | None,
     micro_batch_size: int,
-    sync: str,
+    sync: Sync,
 ) -> Candidate:
     dp = ranks // cp
     stride = dp * micro_batch_size
@@ -199,7 +200,7 @@ def _predict_dispatch(
     memory: int | None,
     max_tokens_per_rank: int,
     global_batch_size: int,
-    sync: str,
+    sync: Sync,
 ) -> Candidate:
     most = max(max_tokens_per_rank, rows_up_to(max(tokens, default=1), cp))
     if node and cp > node and cp % node:

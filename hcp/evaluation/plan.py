@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hcp._digest import digest_of
 from hcp._validate import expect_names, expect_size, plain
+from hcp._words import Sync
 from hcp.errors import HcpError
 from hcp.evaluation.loading import Load, loader_of, sample_at
 from hcp.evaluation.seen import Seen
@@ -98,7 +99,7 @@ class EvalPlan:
         min_degree: int | None = None,
         ranks_per_node: int | None = None,
         cost: CostModel | None = None,
-        sync: str | None = None,
+        sync: Sync | None = None,
     ) -> None:
         """`samples`: their number, or the length of each in tokens.
 

@@ -17,12 +17,13 @@ import torch.distributed as dist
 
 from hcp import _core
 from hcp._version import __version__
+from hcp._words import TransportName
 from hcp.errors import HcpError
 from hcp.exchange.nccl import NcclTransport
 from hcp.exchange.peer import BUFFER_BYTES, PeerTransport
 from hcp.exchange.torch_p2p import TorchTransport
 
-TRANSPORTS = ("auto", "torch", "nccl", "peer")
+TRANSPORTS: tuple[TransportName, ...] = ("auto", "torch", "nccl", "peer")
 """``torch``: grouped point-to-point calls of torch.distributed. ``nccl``: one NCCL group per
 exchange. ``peer``: keys and values are read from each other's memory. ``auto``: ``peer`` where all
 ranks' GPUs reach each other's memory, ``nccl`` on other GPUs, ``torch`` otherwise."""
@@ -32,7 +33,7 @@ _log = logging.getLogger("hcp")
 
 def connect(
     group: dist.ProcessGroup,
-    transport: str = "auto",
+    transport: TransportName = "auto",
     *,
     timeout: timedelta | None = None,
     peer_buffer_bytes: int = BUFFER_BYTES,
@@ -63,7 +64,7 @@ def connect(
                 f"transport is {transport!r}, but {view['transport']!r} on rank {rank}: "
                 "every rank names the same"
             )
-    obstacles = {name: _obstacle(name, views) for name in TRANSPORTS[1:]}
+    obstacles: dict[str, str | None] = {name: _obstacle(name, views) for name in TRANSPORTS[1:]}
     if transport == "auto":
         transport = next(name for name in ("peer", "nccl", "torch") if obstacles[name] is None)
         if plain.rank == 0:

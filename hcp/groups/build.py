@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from hcp._core import Grid
 from hcp._validate import expect_size
+from hcp._words import TransportName
 from hcp.exchange.peer import BUFFER_BYTES
 from hcp.groups.agree import agree_on_layout, tell_others_of_errors
 from hcp.groups.create import Creator, require_initialised, timeout_of
@@ -34,7 +35,7 @@ def build_process_groups(
     hierarchical: Sequence[int] = (),
     parent: dist.ProcessGroup | None = None,
     timeout: timedelta | None = None,
-    transport: str = "auto",
+    transport: TransportName = "auto",
     peer_buffer_bytes: int = BUFFER_BYTES,
 ) -> ProcessGroups:
     """Create the process groups of a job layout. Every rank of the job passes the same sizes.

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hcp._core import Grid
+from hcp._words import TransportName
 from hcp.errors import HcpError
 from hcp.exchange.connect import connect
 from hcp.exchange.torch_p2p import TorchTransport
@@ -80,7 +81,7 @@ class Creator:
         return group
 
     def connect(
-        self, duplicate: dist.ProcessGroup, transport: str, peer_buffer_bytes: int
+        self, duplicate: dist.ProcessGroup, transport: TransportName, peer_buffer_bytes: int
     ) -> TorchTransport:
         """Connect the transport over hcp's own group."""
         return self.undo_unless(

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hcp._core import Grid
 from hcp._this_process import OfThisProcess
 from hcp._validate import expect_size
+from hcp._words import TransportName
 from hcp.errors import HcpError
 from hcp.exchange.peer import BUFFER_BYTES
 from hcp.exchange.torch_p2p import TorchTransport
@@ -72,7 +73,7 @@ class ProcessGroups(OfThisProcess):
         *,
         order: str = "tp-cp-dp-pp",
         timeout: timedelta | None = None,
-        transport: str = "auto",
+        transport: TransportName = "auto",
         peer_buffer_bytes: int = BUFFER_BYTES,
     ) -> ProcessGroups:
         """Take the groups that a trainer already has, from a mapping or an object's attributes.
@@ -126,7 +127,7 @@ class ProcessGroups(OfThisProcess):
         *,
         names: Mapping[str, str] | None = None,
         timeout: timedelta | None = None,
-        transport: str = "auto",
+        transport: TransportName = "auto",
         peer_buffer_bytes: int = BUFFER_BYTES,
     ) -> ProcessGroups:
         """Take the job layout of a DeviceMesh, with the mesh's own groups for its dimensions.

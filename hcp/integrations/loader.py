@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hcp._digest import digest_of
 from hcp._validate import expect_names, expect_size
+from hcp._words import Sync
 from hcp.errors import HcpError
 from hcp.evaluation.plan import EvalPlan
 from hcp.groups.build import build_process_groups
@@ -203,7 +204,7 @@ class Barrier:
         self._config, self._model = config, model
 
     @cached_property
-    def sync(self) -> str:
+    def sync(self) -> Sync:
         """The value "step" or "micro_batch". It is read with the first batch, when the model is
         sharded already."""
         waiting = self._model is not None and waits_in_layers(self._model)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hcp._words import CommType
 from hcp.attention import qkv_format as formats
 from hcp.attention.checks import check_heads
 from hcp.exchange.calls import Calls
@@ -36,7 +37,7 @@ class CoreAttention(torch.nn.Module):
         softmax_scale: float | None = None,
         sinks: torch.nn.Parameter | None = None,
         softcap: float = 0.0,
-        comm_type: str | None = None,
+        comm_type: CommType | None = None,
     ) -> None:
         super().__init__()
         self.causal = causal

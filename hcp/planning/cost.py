@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from hcp import _core
 from hcp._validate import expect_names, expect_size, expect_sizes
+from hcp._words import Preset
 
 PRICES: tuple[str, ...] = _core.PRICES
 TIMES = tuple(name for name in PRICES if name not in ("window", "tile", "overlap"))
@@ -258,7 +259,7 @@ class CostModel:
         )
 
     @classmethod
-    def preset(cls, name: str) -> CostModel:
+    def preset(cls, name: Preset) -> CostModel:
         """Return a published or measured cost model: one of :data:`PRESETS`."""
         if name not in PRESETS:
             raise ValueError(f"preset is {name!r}, expected one of {', '.join(PRESETS)}")

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from hcp import _core
 from hcp._validate import expect_choice, expect_items, expect_size, is_finite
+from hcp._words import Degrees, Sync
 
 SYNCS: tuple[str, ...] = _core.SYNCS
 DEGREES = ("any", "pow2")
@@ -59,13 +60,13 @@ class Limits:
     """The fewest ranks of a group."""
     max_degree: int | None = None
     """The most ranks of a group; None: all."""
-    degrees: str = "any"
+    degrees: Degrees = "any"
     """"any", or "pow2": powers of two, at multiples of themselves."""
     alignment: int = 1
     """A rank's rows are padded to a multiple of it."""
     ranks_per_node: int | None = None
     """A group of up to so many ranks stays inside a node. A larger one takes whole nodes."""
-    sync: str = "step"
+    sync: Sync = "step"
     """Ranks wait for each other at the end of the "step", or after every "micro_batch"."""
     pipeline_stages: int = 1
     """Stages of a 1F1B pipeline, each on its own ranks."""

@@ -14,7 +14,14 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from hcp._validate import expect_choice, expect_items, expect_names, expect_size, expect_sizes
+from hcp._validate import (
+    IntegerArray,
+    expect_choice,
+    expect_items,
+    expect_names,
+    expect_size,
+    expect_sizes,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -192,7 +199,7 @@ class Mask:
         return cls(start, slices, runs if restart else None)
 
     @classmethod
-    def from_positions(cls, positions: Sequence[int] | Tensor) -> Self:
+    def from_positions(cls, positions: Sequence[int] | IntegerArray) -> Self:
         """Causal documents that begin where positions restart: where one is not its predecessor
         plus 1."""
         numbers = expect_sizes("positions", _listed(positions), least=0)
@@ -284,9 +291,9 @@ class Mask:
         return seen
 
     @cached_property
-    def words(self) -> array[int]:
+    def words(self) -> tuple[int, ...]:
         """The slices as the core takes them: two ranges and the band of each."""
-        return array("q", [n for part in self.slices for n in (*part[0], *part[1], *part.band)])
+        return tuple(n for part in self.slices for n in (*part[0], *part[1], *part.band))
 
     @cached_property
     def end(self) -> int:
@@ -300,8 +307,8 @@ class Mask:
         """A hash of the mask, 64 bits."""
         runs = self.runs or ()
         sizes = self.length, len(self.slices), len(runs), self.runs is None
-        numbers = array("q", [*sizes, *itertools.chain.from_iterable(runs)])
-        digest = blake2b(numbers.tobytes() + self.words.tobytes(), digest_size=8)
+        numbers = array("q", [*sizes, *itertools.chain.from_iterable(runs), *self.words])
+        digest = blake2b(numbers.tobytes(), digest_size=8)
         return int.from_bytes(digest.digest(), "little")
 
     def to_dict(self) -> dict[str, Any]:
@@ -457,7 +464,7 @@ def _runs_of(length: int, positions: Any) -> tuple[tuple[int, int], ...] | None:
 
 Masks = dict[str, tuple[Mask, ...]]
 """Masks of all sequences of a plan, by name, the default first."""
-MasksLike = Sequence["Mask | None"] | Mapping[str, Sequence["Mask | None"]]
+MasksLike = Sequence[Mask | None] | Mapping[str, Sequence[Mask | None]]
 """What users give: None is a causal mask, and masks without a name are all layers'."""
 
 UNNAMED = "mask"

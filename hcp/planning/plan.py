@@ -9,10 +9,18 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cached_property
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from hcp import _core
-from hcp._validate import expect_choice, expect_items, expect_names, expect_size, expect_sizes
+from hcp._validate import (
+    IntegerArray,
+    expect_choice,
+    expect_items,
+    expect_names,
+    expect_size,
+    expect_sizes,
+)
+from hcp._words import Degrees, Sync
 from hcp.planning.cost import CostModel, Table
 from hcp.planning.limits import (
     CHOICES,
@@ -25,11 +33,7 @@ from hcp.planning.limits import (
     MemoryModel,
 )
 from hcp.planning.mask import Masks, MasksLike, masks_from, masks_of, packed, pairs_of, plain_masks
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from hcp.planning.report import Report
+from hcp.planning.report import Report, report
 
 
 class Group(NamedTuple):
@@ -187,8 +191,6 @@ class Plan:
 
     def report(self) -> Report:
         """Judge the plan: its times, its balance, and each rank's work."""
-        from hcp.planning.report import report
-
         return report(self)
 
     def sample_id_groups(self) -> list[list[list[int]]]:
@@ -348,10 +350,10 @@ def _cost_of(data: Any) -> CostModel:
 
 
 def _request(
-    lengths: Sequence[int] | Tensor,
+    lengths: Sequence[int] | IntegerArray,
     limits: Limits,
     cost: CostModel | None,
-    pairs: Sequence[int] | Tensor | None,
+    pairs: Sequence[int] | IntegerArray | None,
 ) -> dict[str, Any]:
     """Return the core's arguments. A cost function is tabulated here."""
     lengths = lengths.tolist() if hasattr(lengths, "tolist") else lengths
@@ -386,16 +388,16 @@ def _table_degrees(least: int, most: int, pow2: bool) -> list[int]:
 
 
 def plan(
-    lengths: Sequence[int] | Tensor,
+    lengths: Sequence[int] | IntegerArray,
     *,
     ranks: int,
     max_tokens_per_rank: int,
     min_degree: int = 1,
     max_degree: int | None = None,
-    degrees: str = "any",
+    degrees: Degrees = "any",
     alignment: int = 1,
     ranks_per_node: int | None = None,
-    sync: str = "step",
+    sync: Sync = "step",
     pipeline_stages: int = 1,
     virtual_stages: int = 1,
     micro_batch_group: int | None = None,
@@ -405,7 +407,7 @@ def plan(
     speeds: Sequence[float] | None = None,
     cost: CostModel | None = None,
     effort: int = 1,
-    pairs: Sequence[int] | Tensor | None = None,
+    pairs: Sequence[int] | IntegerArray | None = None,
     masks: MasksLike | None = None,
 ) -> Plan:
     """Assign sequences to ranks: packing, CP degree and placement of each.
@@ -448,12 +450,12 @@ def plan(
 
 
 def lower_bound(
-    lengths: Sequence[int] | Tensor,
+    lengths: Sequence[int] | IntegerArray,
     *,
     ranks: int,
     max_tokens_per_rank: int,
     cost: CostModel | None = None,
-    pairs: Sequence[int] | Tensor | None = None,
+    pairs: Sequence[int] | IntegerArray | None = None,
     **limits: Any,
 ) -> int:
     """Return a time that no plan for these arguments beats, in the cost model's unit.

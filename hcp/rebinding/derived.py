@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from hcp._words import DerivedKind
 from hcp.groups.grids import ROLES
 from hcp.groups.process_groups import ProcessGroups
 
@@ -106,7 +107,7 @@ _ROLE_ALIASES = {
 }
 
 
-def register_derived(name: str, role: str = "cp", kind: str = SIZE) -> None:
+def register_derived(name: str, role: str = "cp", kind: DerivedKind = "size") -> None:
     """Treat places called `name` as derived from the group of a role.
 
     `kind`: "size" or "rank" (an int), "ranks" (a list or tuple of global ranks), "flag" (a bool:

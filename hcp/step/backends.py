@@ -13,9 +13,10 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hcp._validate import expect_items
+from hcp._words import CommType
 from hcp.attention.comm_types import COMM_TYPES
 from hcp.attention.kernels import FAMILIES, KernelFamily
 from hcp.errors import HcpError
@@ -72,7 +73,7 @@ def register_backend(name: str, load: Callable[[], HandlerClass]) -> None:
 
 
 def get_cp_handler_cls(
-    backend: str = "auto", cp_comm_type: str | Sequence[str] = "p2p"
+    backend: str = "auto", cp_comm_type: CommType | Sequence[CommType] = "p2p"
 ) -> HandlerClass:
     """The class of handlers that :func:`hcp.dispatch` makes (``handler_cls=``).
 
@@ -141,4 +142,5 @@ def __getattr__(name: str) -> HandlerClass:
     backend, made, comm_types = name.partition(":")
     if not made:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return get_cp_handler_cls(backend, comm_types.split(","))
+    types: Any = comm_types.split(",")
+    return get_cp_handler_cls(backend, types)

@@ -10,17 +10,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from hcp._validate import expect_choice, expect_size, flag, plain
+from hcp._words import CommType, Scheduler, Sync, SyncOption
 from hcp.attention.comm_types import COMM_TYPES, check_comm_types, check_prices, fitted_sizes
+from hcp.planning.cost import CostModel
 from hcp.planning.limits import SYNCS as PLAN_SYNCS
 from hcp.planning.limits import divisors, even_degrees, least_degree, rows_up_to
+from hcp.planning.plan import Plan, plan
 from hcp.step.backends import BACKENDS, get_cp_handler_cls
-
-if TYPE_CHECKING:
-    from hcp.planning.cost import CostModel
-    from hcp.planning.plan import Plan
 
 SCHEDULERS = ("dynamic_cp", "static_cp")
 SYNCS = ("auto", *PLAN_SYNCS)
@@ -37,11 +36,13 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Config:
+    """The options of a trainer, checked. Names are Megatron's, where Megatron has one."""
+
     max_seqlen_per_dp_cp_rank: int
     """Most tokens one rank holds in one micro-batch. Start at the longest sequence that trains
     without context parallelism."""
 
-    sequence_packing_scheduler: str = "dynamic_cp"
+    sequence_packing_scheduler: Scheduler = "dynamic_cp"
     """""dynamic_cp" chooses a degree for each group of sequences in each step; "static_cp" uses one
     for all. The names in Megatron, "default_dynamic_cp", "dp_balanced" and "hcp", become these."""
 
@@ -52,12 +53,12 @@ class Config:
     """Degree of "static_cp", a divisor of the ranks. None: the least one that holds the longest
     sequence planned."""
 
-    cp_comm_type: str | tuple[str, ...] = "p2p"
+    cp_comm_type: CommType | tuple[CommType, ...] = "p2p"
     """How keys and values travel: "p2p" (ring), "all_gather" (what is seen), "a2a" (heads for
     sequence), "a2a+p2p" (both, on levels) or "auto" (by the plan's prices). One for all layers, or
     one per layer."""
 
-    eval_context_parallel_size: int | str | None = None
+    eval_context_parallel_size: int | Literal["auto"] | None = None
     """Context-parallel size of the evaluation layout, a divisor of the ranks. "auto": the trainer
     asks `hcp.choose_eval_context_parallel`. None: the trainer's choice."""
 
@@ -79,7 +80,7 @@ class Config:
     """Whose kernels compute attention: a backend of `hcp.get_cp_handler_cls`. "auto": for every
     call the fastest kernel that is installed."""
 
-    sync: str = "auto"
+    sync: SyncOption = "auto"
     """When ranks wait for each other, for `hcp.plan`: at the end of a "step" (DDP), or in every
     layer and so in each "micro_batch" (FSDP, DeepSpeed's ZeRO-3, experts over several ranks).
     "auto": as the trainer's model does."""
@@ -89,7 +90,7 @@ class Config:
             object.__setattr__(self, name, _as_tuples(getattr(self, name)))
         expect_choice("sync", self.sync, SYNCS)
         expect_choice("attention_backend", self.attention_backend, tuple(BACKENDS))
-        scheduler = self.sequence_packing_scheduler
+        scheduler: str = self.sequence_packing_scheduler
         expect_choice("sequence_packing_scheduler", scheduler, (*SCHEDULERS, *MEGATRON_SCHEDULERS))
         scheduler = MEGATRON_SCHEDULERS.get(scheduler, scheduler)
         object.__setattr__(self, "sequence_packing_scheduler", scheduler)
@@ -127,13 +128,14 @@ class Config:
         return cls(**{name: value for name, value in values.items() if value is not None})
 
     @property
-    def comm_types(self) -> tuple[str, ...]:
+    def comm_types(self) -> tuple[CommType, ...]:
         """Every comm type that some layer uses, once: what hcp.dispatch prepares for."""
         return tuple(dict.fromkeys(self._layers("cp_comm_type")))
 
-    def comm_type(self, layer: int) -> str:
+    def comm_type(self, layer: int) -> CommType:
         """How keys and values travel in a layer, counted from 0."""
-        return str(self._of_layer("cp_comm_type", layer))
+        used: CommType = self._of_layer("cp_comm_type", layer)
+        return used
 
     def window(self, layer: int) -> tuple[int, int]:
         """The sliding window of a layer, counted from 0."""
@@ -239,8 +241,6 @@ class Config:
         place of the option, of which "auto" is "step" here. Raises ValueError where a layer's comm
         type is "auto" and ``cost`` has no prices for it.
         """
-        from hcp.planning.plan import plan
-
         self.validate(ranks=ranks)
         if cost is not None:
             check_prices(self.comm_types, cost)
@@ -261,7 +261,7 @@ class Config:
             **{"sync": self.sync_where(waiting=False), **limits},
         )
 
-    def sync_where(self, *, waiting: bool) -> str:
+    def sync_where(self, *, waiting: bool) -> Sync:
         """The option as :func:`hcp.plan` takes it. ``waiting``: whether ranks wait for each other
         in the layers of the model; decides where the option is "auto"."""
         if self.sync != "auto":

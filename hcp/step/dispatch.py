@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hcp._validate import expect_items, expect_sizes, plain
+from hcp._words import CommType
 from hcp.attention.checks import window_of
 from hcp.attention.comm_types import check_comm_types, check_prices, only_degree
 from hcp.attention.kernels import agreed, present
@@ -361,7 +362,7 @@ def dispatch(
     sources: Sequence[int],
     groups: Groups,
     *,
-    comm_types: Sequence[str] | None = None,
+    comm_types: Sequence[CommType] | None = None,
     hierarchical_context_parallel_sizes: Sequence[int] = (),
     window_sizes: Sequence[tuple[int, int]] = (),
     heads: Sequence[tuple[int, int]] = (),

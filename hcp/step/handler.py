@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hcp._this_process import OfThisProcess
+from hcp._words import CommType, GradReduce, QkvFormat
 from hcp.attention import comm_types as comm
 from hcp.attention import latent, operator
 from hcp.attention import layer as attention
@@ -60,7 +61,7 @@ class ContextParallelHandler(OfThisProcess):
 
     kernel_family = "auto"
     """The backend whose kernels compute attention: see :func:`hcp.get_cp_handler_cls`."""
-    comm_types: tuple[str, ...] = ("p2p",)
+    comm_types: tuple[CommType, ...] = ("p2p",)
     """The comm types of a handler that is not told others."""
 
     def __init__(
@@ -69,7 +70,7 @@ class ContextParallelHandler(OfThisProcess):
         micro_batch: int,
         transport: Transport,
         *,
-        comm_types: Sequence[str] | None = None,
+        comm_types: Sequence[CommType] | None = None,
         hierarchical_context_parallel_sizes: Sequence[int] = (),
         window_sizes: Sequence[tuple[int, int]] = (),
         heads: Sequence[tuple[int, int]] = (),
@@ -209,8 +210,8 @@ class ContextParallelHandler(OfThisProcess):
         softcap: float = ...,
         dropout_p: float = ...,
         return_lse: Literal[False] = ...,
-        comm_type: str | None = ...,
-        qkv_format: str = ...,
+        comm_type: CommType | None = ...,
+        qkv_format: QkvFormat = ...,
         rotary_pos_emb: Tensor | rope.Rotary | None = ...,
         layer: LayerName = ...,
         mask: str | None = ...,
@@ -232,8 +233,8 @@ class ContextParallelHandler(OfThisProcess):
         softcap: float = ...,
         dropout_p: float = ...,
         return_lse: Literal[True],
-        comm_type: str | None = ...,
-        qkv_format: str = ...,
+        comm_type: CommType | None = ...,
+        qkv_format: QkvFormat = ...,
         rotary_pos_emb: Tensor | rope.Rotary | None = ...,
         layer: LayerName = ...,
         mask: str | None = ...,
@@ -254,8 +255,8 @@ class ContextParallelHandler(OfThisProcess):
         softcap: float = 0.0,
         dropout_p: float = 0.0,
         return_lse: bool = False,
-        comm_type: str | None = None,
-        qkv_format: str = "thd",
+        comm_type: CommType | None = None,
+        qkv_format: QkvFormat = "thd",
         rotary_pos_emb: Tensor | rope.Rotary | None = None,
         layer: LayerName = None,
         mask: str | None = None,
@@ -376,7 +377,7 @@ class ContextParallelHandler(OfThisProcess):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
         cp_group: Any = None,
-        comm_type: str | None = None,
+        comm_type: CommType | None = None,
     ) -> Tensor:
         """Compute a Megatron-style layer's core attention under this micro-batch's degree.
 
@@ -734,7 +735,7 @@ class ContextParallelHandler(OfThisProcess):
 
     # ---- loss ----
 
-    def loss(self, losses: Tensor, loss_mask: Tensor, *, grad_reduce: str = "sum") -> Tensor:
+    def loss(self, losses: Tensor, loss_mask: Tensor, *, grad_reduce: GradReduce = "sum") -> Tensor:
         """Compute this micro-batch's share of the mean loss over the whole batch.
 
         losses, loss_mask (T,). The gradients of all shares, summed over the domain and the

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from support.cases import Case, attention_errors
 
 import hcp
+from hcp._words import CommType, TransportName
 from hcp.attention.kernels import FAMILIES
 from hcp.attention.kernels import agreed as agreement
 from hcp.attention.kernels.speeds import MEASURED
@@ -39,7 +40,7 @@ def main() -> int:
     return wrong > 0
 
 
-def check(transport: str) -> int:
+def check(transport: TransportName) -> int:
     """The number of wrong cases."""
     groups = hcp.build_process_groups(transport=transport)
     ranks = groups.size("dp_cp")
@@ -68,7 +69,7 @@ def check(transport: str) -> int:
     return wrong
 
 
-def check_long(*transports: str) -> int:
+def check_long(*transports: TransportName) -> int:
     """The number of results of long sequences that differ between transports in any bit.
 
     A rank has 64 MiB of keys and values, which `peer` reads piece by piece and in copies.
@@ -79,9 +80,8 @@ def check_long(*transports: str) -> int:
         groups = hcp.build_process_groups(transport=transport)
         ranks = groups.size("dp_cp")
         results = found[transport] = []
-        for comm_type, lengths in product(
-            ("p2p", "all_gather"), ((16384 * ranks,), (2048 * ranks,) * 8)
-        ):
+        types: tuple[CommType, ...] = ("p2p", "all_gather")
+        for comm_type, lengths in product(types, ((16384 * ranks,), (2048 * ranks,) * 8)):
             plan = hcp.plan(
                 lengths, ranks=ranks, max_tokens_per_rank=16384 + 2 * ranks, min_degree=ranks
             )
@@ -146,7 +146,7 @@ def check_layers_in_graphs() -> int:
     return wrong
 
 
-def differences_in_graph(groups: hcp.ProcessGroups, comm_type: str) -> int:
+def differences_in_graph(groups: hcp.ProcessGroups, comm_type: CommType) -> int:
     """Results of a layer that differ bit for bit, replayed with other rows and run in between."""
     ranks = groups.size("dp_cp")
     plan = hcp.plan(LENGTHS, ranks=ranks, max_tokens_per_rank=512, min_degree=ranks)

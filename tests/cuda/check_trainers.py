@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 import hcp
+from hcp._words import Scheduler
 
 RUNS = {"one rank": "dynamic_cp", "dynamic": "dynamic_cp", "static": "static_cp"}
 """Runs of a trainer, and their schedulers."""
@@ -274,7 +275,7 @@ TRAINERS: dict[str, Callable[[Work, hcp.Config, bool, Timed], None]] = {
 # ---- one run, as a rank --------------------------------------------------------------------------
 
 
-def run(trainer: str, scheduler: str, device: str, file: Path) -> None:
+def run(trainer: str, scheduler: Scheduler, device: str, file: Path) -> None:
     """Train as a rank of torchrun. Rank 0 writes losses and tokens per second into the file."""
     cuda, work, ranks = device == "cuda", WORK[device], int(os.environ["WORLD_SIZE"])
     if cuda:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import hcp
+from hcp._words import CommType
 from support.cases import NAMES, grad_of, sequences_of
 
 HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
@@ -70,7 +71,7 @@ def samples_of(dtypes: tuple[torch.dtype, ...]) -> list[dict[str, Tensor]]:
     ]
 
 
-def compare(groups: Any, call: Call, dtypes: tuple[torch.dtype, ...], comm_type: str) -> None:
+def compare(groups: Any, call: Call, dtypes: tuple[torch.dtype, ...], comm_type: CommType) -> None:
     device = groups.transport.device
     samples, rank = samples_of(dtypes), groups.transport.rank
     samples = [{name: x.to(device) for name, x in sample.items()} for sample in samples]

@@ -31,7 +31,7 @@ class Case:
     capacity: int = 4096
     min_degree: int = 1
     max_degree: int | None = None
-    comm_type: str = "p2p"
+    comm_type: Any = "p2p"
     causal: bool = True
     window: tuple[int, int] = (-1, -1)
     heads: int = 4

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import hcp
+from hcp._words import CommType
 from support.cases import grad_of
 
 TYPES = ("p2p", "all_gather", "a2a")
@@ -58,7 +59,7 @@ def whole_attention(
 
 
 def check_softcap(
-    groups: Any, cls: Any, lengths: Any, comm_type: str, window: tuple[int, int], degree: int
+    groups: Any, cls: Any, lengths: Any, comm_type: CommType, window: tuple[int, int], degree: int
 ) -> float:
     """Return the largest error of output, log-sum-exp and gradients."""
     inputs = [drawn(lengths, h, 8, seed=h + i) for i, h in enumerate((4, 2, 2, 4))]

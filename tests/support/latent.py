@@ -48,7 +48,7 @@ class LatentCase:
     lengths: tuple[int, ...]
     ranks: int
     min_degree: int = 1
-    comm_type: str = "p2p"
+    comm_type: Any = "p2p"
     causal: bool = True
     window: tuple[int, int] = (-1, -1)
     heads: int = 4

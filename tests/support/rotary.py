@@ -22,7 +22,7 @@ def inputs(cp: hcp.ContextParallelHandler, size: int = 8) -> list[Tensor]:
     return [torch.randn(cp.rows, *s, dtype=torch.float64, device=cp.device) for s in shapes]
 
 
-def handlers(groups: Any, comm_type: str) -> list[hcp.ContextParallelHandler]:
+def handlers(groups: Any, comm_type: Any) -> list[hcp.ContextParallelHandler]:
     size = groups.transport.size
     plan = hcp.plan(LENGTHS, ranks=size, max_tokens_per_rank=max(22, -(-63 // size)))
     levels = (2, 2) if comm_type == "a2a+p2p" else ()

@@ -52,6 +52,7 @@ from torchtitan.models.common.moe import GroupedExperts  # noqa: E402
 from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE  # noqa: E402
 
 import hcp  # noqa: E402
+from hcp._words import Scheduler  # noqa: E402
 from hcp.integrations.torchtitan import (  # noqa: E402
     ContextParallelTrainer,
     ContextParallelValidator,
@@ -339,5 +340,5 @@ class Run:
         self.trainer.close()
 
 
-def options(limit: int, scheduler: str = "dynamic_cp", **others: Any) -> hcp.Config:
+def options(limit: int, scheduler: Scheduler = "dynamic_cp", **others: Any) -> hcp.Config:
     return hcp.Config(limit, sequence_packing_scheduler=scheduler, **others)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hcp
+from hcp._words import Sync
 from hcp.integrations.megatron.packed import packed_seq_params, with_padding
 from hcp.integrations.megatron.pool import CPGroupPool
 
@@ -89,7 +90,7 @@ def plan_batches(
     alignment: int = 1,
     virtual_stages: int = 1,
     micro_batch_group: int | None = None,
-    sync: str | None = None,
+    sync: Sync | None = None,
     cp_groups: CPGroupPool | None = None,
 ) -> Iterator[MicroBatches]:
     """Plan each global batch and bring its rows to where they are computed.

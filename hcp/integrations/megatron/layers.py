@@ -21,6 +21,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 
 import hcp
+from hcp._words import CommType
 from hcp.integrations.megatron.backends import backend_of_config
 from hcp.integrations.megatron.checks import check_experts
 from hcp.integrations.megatron.latent import Expansion, hand_on, sends_latents
@@ -47,7 +48,7 @@ class CoreAttention(MegatronModule):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
+        cp_comm_type: CommType | None = None,
         pg_collection: Any = None,
         **options: Any,
     ) -> None:
@@ -151,7 +152,7 @@ class CoreAttention(MegatronModule):
         )
 
 
-def _comm_type(config: Any, layer_number: int) -> str | None:
+def _comm_type(config: Any, layer_number: int) -> CommType | None:
     """Return the comm type of a layer, of the config's one or many. None: the handler's first."""
     given = config.cp_comm_type
     if not isinstance(given, (list, tuple)):

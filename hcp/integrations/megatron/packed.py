@@ -15,6 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 import hcp
+from hcp._words import CommType
 from hcp.exchange.loopback import one_rank
 from hcp.exchange.torch_p2p import TorchTransport
 from hcp.integrations.megatron.backends import backend_of_config
@@ -102,7 +103,7 @@ def _made_of(params: Any, cp_group: dist.ProcessGroup, config: Any) -> hcp.Conte
     return made(plan, 0, transport, comm_types=_WITHOUT_CHOICE)
 
 
-_WITHOUT_CHOICE = ("p2p", "all_gather", "a2a")
+_WITHOUT_CHOICE: tuple[CommType, ...] = ("p2p", "all_gather", "a2a")
 """Comm types that need neither the sizes of levels nor prices, which Megatron's params lack."""
 
 

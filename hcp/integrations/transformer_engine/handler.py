@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hcp._words import CommType
 from hcp.attention.checks import as_autocast
 from hcp.attention.rotary import Rotary
 from hcp.exchange.agreement import LayerName
@@ -47,7 +48,7 @@ class Handler(ContextParallelHandler):
         softcap: float = 0.0,
         dropout_p: float = 0.0,
         return_lse: bool = False,
-        comm_type: str | None = None,
+        comm_type: CommType | None = None,
         rotary_pos_emb: Tensor | Rotary | None = None,
         layer: LayerName = None,
         cp_group: Any = None,

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
+from hcp._words import GradReduce
 from hcp.integrations.loader import warn_of_the_barrier
 from hcp.step.dispatch import LocalBatch
 from hcp.step.handler import ContextParallelHandler
@@ -48,7 +49,11 @@ def losses_of(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def causal_lm_loss(
-    model: nn.Module, cp: ContextParallelHandler, local: LocalBatch, *, grad_reduce: str = "mean"
+    model: nn.Module,
+    cp: ContextParallelHandler,
+    local: LocalBatch,
+    *,
+    grad_reduce: GradReduce = "mean",
 ) -> Tensor:
     """Return this micro-batch's share of the mean loss over the whole batch, a scalar to call
     `backward` on.

@@ -1,0 +1,42 @@
+"""The words that arguments take, as types: checkers and editors then know them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+CommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p", "auto"]
+"""How keys and values travel: ``hcp.COMM_TYPES``."""
+
+Degrees = Literal["any", "pow2"]
+"""Which degrees a plan may give."""
+
+DerivedKind = Literal["size", "rank", "ranks", "flag"]
+"""What a name that ``hcp.register_derived`` adds holds."""
+
+GradReduce = Literal["sum", "mean"]
+"""How a trainer reduces gradients."""
+
+Preset = Literal[
+    "flexsp-7b",
+    "flexsp-13b",
+    "flexsp-30b",
+    "hydraulis-7b-tp4",
+    "hydraulis-7b-tp8",
+    "gpt-1b-h200",
+]
+"""Cost models that come with hcp."""
+
+QkvFormat = Literal["thd", "sbhd", "bshd"]
+"""How queries, keys and values are laid out."""
+
+Scheduler = Literal["dynamic_cp", "static_cp", "default_dynamic_cp", "dp_balanced", "hcp"]
+"""Who chooses degrees. The last three are Megatron's names."""
+
+Sync = Literal["step", "micro_batch"]
+"""After what ranks wait for each other."""
+
+SyncOption = Literal["auto", "step", "micro_batch"]
+"""``Sync``, or what the trainer's model does."""
+
+TransportName = Literal["auto", "torch", "nccl", "peer"]
+"""What carries rows between ranks."""
