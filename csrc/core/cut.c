@@ -10,8 +10,9 @@
 
 #include "internal.h"
 
-/* A cut is good when no rank has more than 1 + 1 / GOOD of the mean work. */
-enum { GOOD = 50, FEWEST_CHUNKS = 4, MOST_CHUNKS = 32 };
+/* A cut is good when no rank has more than 1 + 1 / GOOD of the mean work. Chunks are of one
+ * rank, and of all together. */
+enum { GOOD = 50, FEWEST_CHUNKS = 4, MOST_CHUNKS = 256, CHUNKS_MAX = 4096 };
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -92,7 +93,7 @@ static int64_t pairs_before(const hcp_slice *x, int64_t end) {
 /* What is cut, and the room to do it in. */
 typedef struct problem {
   const hcp_plan *plan;
-  int32_t sequence, degree, count; /* of chunks */
+  int32_t sequence, degree, count, room; /* of chunks, and most of them */
   int64_t length, total;
   int64_t *loads;   /* count: pairs of each chunk */
   int64_t *sums;    /* degree: pairs of each place */
@@ -268,7 +269,7 @@ static int solve(problem *p, hcp__cut **cut) {
   zigzag_chunks(p);
   int64_t top = busiest(p);
   for (int32_t each = FEWEST_CHUNKS; each <= MOST_CHUNKS && !is_good(p, top); each *= 2) {
-    if (p->length / p->degree < each) break;
+    if (p->length / p->degree < each || each * p->degree > p->room) break;
     int64_t found = cut_into(p, each);
     if (found >= top) continue;
     free(*cut);
@@ -280,8 +281,10 @@ static int solve(problem *p, hcp__cut **cut) {
 }
 
 int hcp__cut_balanced(const hcp_plan *plan, int32_t sequence, int32_t degree, hcp__cut **cut) {
-  size_t places = (size_t)degree, chunks = MOST_CHUNKS * places;
-  problem p = {.plan = plan, .sequence = sequence, .degree = degree};
+  int32_t room = degree * MOST_CHUNKS < CHUNKS_MAX ? degree * MOST_CHUNKS : CHUNKS_MAX;
+  if (room < degree * FEWEST_CHUNKS) room = degree * FEWEST_CHUNKS;
+  size_t places = (size_t)degree, chunks = (size_t)room;
+  problem p = {.plan = plan, .sequence = sequence, .degree = degree, .room = room};
   p.length = plan->lengths[sequence];
   *cut = NULL;
   p.chunks = malloc(chunks * (sizeof *p.chunks + sizeof *p.loads + sizeof *p.order) +

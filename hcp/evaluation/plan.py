@@ -28,6 +28,7 @@ from hcp.evaluation.loading import Load, loader_of, sample_at
 from hcp.evaluation.seen import Seen
 from hcp.groups.process_groups import ProcessGroups
 from hcp.planning.cost import CostModel
+from hcp.planning.mask import MasksFor
 from hcp.planning.plan import Plan, plan
 from hcp.step.dispatch import Step, dispatch, gather_lengths
 from hcp.step.fields import Rules
@@ -100,6 +101,7 @@ class EvalPlan:
         ranks_per_node: int | None = None,
         cost: CostModel | None = None,
         sync: Sync | None = None,
+        masks: MasksFor | None = None,
     ) -> None:
         """`samples`: their number, or the length of each in tokens.
 
@@ -107,7 +109,9 @@ class EvalPlan:
         spreads global batches of `global_batch_size` samples over dp_cp by the dynamic scheduler.
         A rank then gets at most `max_tokens_per_rank` rows. `degree` is one CP degree for all
         samples. `min_degree`, `ranks_per_node`, `cost` and `sync` are those of `hcp.plan`.
+        `masks`: gives the masks of sequences of these lengths.
         """
+        self._masks = masks
         samples = plain(samples)
         self.lengths = None if isinstance(samples, int) else tuple(samples)
         count = samples if isinstance(samples, int) else len(samples)
@@ -248,8 +252,10 @@ class EvalPlan:
         batches = -(-self.num_samples // self.global_batch_size)
         if not 0 <= batch < batches:
             raise ValueError(f"batch is {batch}, expected one of {batches}")
+        lengths = [self.lengths[i] for i in self._global_batch(batch)]
         return plan(
-            [self.lengths[i] for i in self._global_batch(batch)],
+            lengths,
+            masks=self._masks(lengths) if self._masks else None,
             ranks=self.groups.size("dp_cp"),
             max_tokens_per_rank=self._max_tokens,
             min_degree=self._min_degree,

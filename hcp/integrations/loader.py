@@ -27,6 +27,7 @@ from hcp.evaluation.plan import EvalPlan
 from hcp.groups.build import build_process_groups
 from hcp.groups.process_groups import ProcessGroups
 from hcp.planning.cost import CostModel
+from hcp.planning.mask import MasksFor
 from hcp.planning.plan import Plan
 from hcp.rebinding.exclude import Exclude
 from hcp.rebinding.rebind import eval_cp_context
@@ -78,11 +79,11 @@ def causal_lm_sample(item: Mapping[str, Any]) -> dict[str, Tensor]:
 def causal_lm_samples(item: Mapping[str, Any]) -> list[dict[str, Tensor]]:
     """Make the samples of an item, each as `causal_lm_sample` does.
 
-    An item with several `seq_lengths`, as TRL packs rows, has a sample for each of its documents.
-    Raises ValueError if they do not sum to the tokens.
+    An item with several `seq_lengths`, as TRL packs rows, has a sample for each of its documents,
+    and so has one whose `position_ids` go back to 0. Raises ValueError if lengths do not sum to the
+    tokens.
     """
-    given = item.get("seq_lengths") if isinstance(item, Mapping) else None
-    lengths = [] if given is None else torch.as_tensor(given).flatten().tolist()
+    lengths = _document_lengths(item) if isinstance(item, Mapping) else []
     if len(lengths) < 2:
         return [causal_lm_sample(item)]
     tokens = len(item["input_ids"])
@@ -98,6 +99,19 @@ def causal_lm_samples(item: Mapping[str, Any]) -> list[dict[str, Tensor]]:
         causal_lm_sample({n: c if n in whole else c[start:end] for n, c in columns.items()})
         for start, end in itertools.pairwise(ends)
     ]
+
+
+def _document_lengths(item: Mapping[str, Any]) -> list[int]:
+    """Tokens of each document that the item says it has; empty where it says nothing."""
+    given, positions = item.get("seq_lengths"), item.get("position_ids")
+    if given is not None:
+        lengths: list[int] = torch.as_tensor(given).flatten().tolist()
+        return lengths
+    if positions is None:
+        return []
+    numbers = torch.as_tensor(positions).flatten()
+    starts = (numbers == 0).nonzero().flatten().tolist()
+    return [end - start for start, end in itertools.pairwise([0, *starts[1:], len(numbers)])]
 
 
 def _has_rows(column: Any, tokens: int) -> bool:
@@ -118,7 +132,7 @@ MASKS = ("completion_mask", "assistant_masks")
 
 _UNPACKED = (
     "one document in a sample: hcp packs them itself (causal_lm_samples takes rows apart that say "
-    "their seq_lengths, as TRL packs them)"
+    "their seq_lengths, or whose position_ids go back to 0)"
 )
 
 
@@ -315,9 +329,12 @@ class DynamicCPCollator:
         window_sizes: Sequence[tuple[int, int]] = (),
         model: nn.Module | None = None,
         alignment: int = 1,
+        masks: MasksFor | None = None,
     ) -> None:
         """`model`: decides `config.sync` if that is "auto", when the first batch is planned.
-        `alignment`: the rows of every rank are a multiple of it."""
+        `alignment`: the rows of every rank are a multiple of it. `masks`: gives the masks of
+        sequences of these lengths."""
+        self.masks = masks
         self.config, self.groups, self.cost = config, groups, cost
         self.to_sample, self.window_sizes = to_sample, tuple(window_sizes)
         self.alignment = alignment
@@ -330,7 +347,8 @@ class DynamicCPCollator:
         samples = (sample for item in items for sample in samples_of(self.to_sample, item))
         lengths, sources, own = gather_lengths(samples, self.groups)
         ranks = self.groups.size("dp_cp")
-        limits = {"sync": self._barrier.sync, "alignment": self.alignment}
+        limits: dict[str, Any] = {"sync": self._barrier.sync, "alignment": self.alignment}
+        limits["masks"] = self.masks(lengths) if self.masks else None
         plan = self.config.plan(lengths, ranks, self.cost, **limits)
         options = self.config.dispatch_options()
         return dispatch(
@@ -377,12 +395,14 @@ class DynamicCPDataLoader:
         window_sizes: Sequence[tuple[int, int]] = (),
         model: nn.Module | None = None,
         order: Order | None = None,
+        masks: MasksFor | None = None,
     ) -> None:
         """`dataset`: items for `to_sample`, map-style or a stream (an iterable without indices).
         Every rank reads all of a stream, in its order, and keeps its share. `global_batch_size`:
         items of all ranks together. `drop_last`: leave out the last batch of an epoch if it is
         smaller. `load_workers`: processes that read the dataset. `order`: in place of `shuffle` and
-        `seed`, for a map-style dataset. `window_sizes`: see `hcp.dispatch`.
+        `seed`, for a map-style dataset. `window_sizes`: see `hcp.dispatch`. `masks`: gives the
+        masks of sequences of these lengths.
         `model`: the one that trains on the batches. With `config.sync` "auto", it decides whether
         ranks wait for each other in every layer. hcp's own trainers set it themselves."""
         _check_dataset(dataset)
@@ -396,6 +416,7 @@ class DynamicCPDataLoader:
             to_sample=to_sample,
             window_sizes=window_sizes,
             model=model,
+            masks=masks,
         )
         self._drop_last = drop_last
         samples = 0 if is_stream(dataset) else len(dataset)
@@ -633,7 +654,10 @@ class EvalDataLoader:
         cost: CostModel | None = None,
         to_sample: ToSample = causal_lm_samples,
         model: nn.Module | None = None,
+        masks: MasksFor | None = None,
     ) -> None:
+        """`masks`: gives the masks of sequences of these lengths."""
+        self.masks = masks
         _check_dataset(dataset)
         expect_size("global_batch_size", global_batch_size)
         self._barrier = Barrier(config, model)
@@ -680,6 +704,7 @@ class EvalDataLoader:
             ranks_per_node=self.config.ranks_per_node,
             cost=self.cost,
             sync=self._barrier.sync,
+            masks=self.masks,
         )
 
     def _degree(self, lengths: Sequence[int]) -> int | None:

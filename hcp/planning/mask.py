@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -466,6 +466,9 @@ Masks = dict[str, tuple[Mask, ...]]
 """Masks of all sequences of a plan, by name, the default first."""
 MasksLike = Sequence[Mask | None] | Mapping[str, Sequence[Mask | None]]
 """What users give: None is a causal mask, and masks without a name are all layers'."""
+
+MasksFor = Callable[[Sequence[int]], MasksLike | None]
+"""Gives the masks of sequences of these lengths; None: they need none."""
 
 UNNAMED = "mask"
 """The name of masks that were given without one."""

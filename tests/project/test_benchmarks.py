@@ -46,8 +46,15 @@ RUNS = {
         "--device cpu --tokens 64 --heads 2 --latent 8 --shared 4 --head-dim 8 --rounds 1",
     ),
     "bench_megatron": (2, "--device cpu --families P1 --tokens 512 --rounds 1"),
+    "bench_masks": (1, "--ranks 2 --tokens 512 --chunk 128 --packs 1"),
+    "bench_masks --plans": (1, "--plans --ranks 4 --packs 1"),
     "bench_plan": (1, "--families P2,X4 --costs default --seeds 1 --peers"),
     "bench_rebind": (1, "--modules 10 --rounds 1"),
+    "bench_tree": (
+        2,
+        "--device cpu --prompt 40 --answers 3 --answer 9 --heads 4 2 --head-dim 8 --rounds 1"
+        " --dtype float32",
+    ),
     "bench_train": (2, "--device cpu --families P1 --batches 1 --tokens 512 --num-layers 1"),
     "studies/exact": (
         1,

@@ -39,7 +39,7 @@ TOLERANCE = 3e-5
 REASONS = {
     "layers with a state": "have layers with a state that scans the sequence",
     "through AttentionInterface": "do not call attention through `AttentionInterface`",
-    r"layer_types has \[": "have chunked, linear, sparse or convolution layers",
+    r"layer_types has \[": "have linear, sparse or convolution layers",
     "asks for (block_)?indices|asks for position_bias": "have sparse attention or position biases",
     "hand its keyword arguments on": "do not hand `cp=` on to their layers",
     "of its attention mask|mask of its own": "make or read a mask of their own",
@@ -68,7 +68,7 @@ class Verdict:
 
 def verdict(model: Any) -> Verdict:
     """Compare a model under hcp, at degrees 1 and 2, with itself."""
-    from hcp.integrations.transformers import register_hcp_attention
+    from hcp.integrations.transformers import masks_of, register_hcp_attention
     from hcp.integrations.transformers.rotary import is_fused
 
     dataset, unfused = documents(LENGTHS), copy.deepcopy(model)
@@ -81,7 +81,8 @@ def verdict(model: Any) -> Verdict:
     fused = is_fused(model)
     register_hcp_attention(unfused, fused_rope=False)
     for ranks in (1, 2):
-        plan = hcp.plan(LENGTHS, ranks=ranks, max_tokens_per_rank=40, min_degree=ranks)
+        masks = masks_of(model, LENGTHS)
+        plan = hcp.plan(LENGTHS, ranks=ranks, max_tokens_per_rank=40, min_degree=ranks, masks=masks)
         apart, found = spread(model, dataset, logits, plan)
         if not apart < TOLERANCE * float(max(x.abs().max() for x in logits)):
             return Verdict(f"logits are {apart} off on {ranks} ranks", wrong=True)

@@ -60,6 +60,7 @@ from hcp.integrations.transformers.images import (  # noqa: E402
     image_inputs,
     register_for_images,
 )
+from hcp.integrations.transformers.masks import masks_of  # noqa: E402
 from hcp.integrations.transformers.model import (  # noqa: E402
     causal_lm_loss,
     causal_lm_losses,
@@ -79,6 +80,7 @@ __all__ = [
     "causal_lm_samples",
     "check_model",
     "image_inputs",
+    "masks_of",
     "model_inputs",
     "own_attention",
     "register_for_images",

@@ -20,6 +20,7 @@ from hcp.integrations.experts import capacities
 from hcp.integrations.rotary import Unrotated, take_rotary
 from hcp.integrations.transformers import recurrent
 from hcp.integrations.transformers.latent import Unexpanded
+from hcp.integrations.transformers.masks import CHUNKED, FULL, LAYERS, SLIDING
 from hcp.integrations.transformers.probe import (
     NoHandlerError,
     implementations,
@@ -33,9 +34,6 @@ ATTENTION = "hcp"
 
 # What changes scores in a way that no kernel here computes, by the names that models pass it under.
 REFUSED = ("position_bias", "indices", "block_indices", "cache")
-
-LAYERS = {"full_attention", "sliding_attention"}
-"""Kinds of layers, by their names in configurations, in which only attention mixes rows."""
 
 LAYER_DROPS = ("layerdrop", "decoder_layerdrop")
 """Names that configurations give to the probability that a layer is left out in training."""
@@ -176,6 +174,10 @@ class Window(NamedTuple):
 
     size: int | None
     """The number of rows, the row itself included; None: all of them."""
+    chunk: int | None = None
+    """Rows of a chunk, in which attention stays; None: there are no chunks."""
+    overlaid: bool = False
+    """Whether the model overlays a mask of its own, which the plan has to have."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -201,15 +203,9 @@ def window_of(
             "packed and none is padding. model.generate passes a mask: call it inside of "
             "hcp.integrations.transformers.own_attention(model)"
         )
-    if use_vmap:
-        raise ValueError(
-            "the model overlays a mask of its own, expected a causal one: hcp does not compute it"
-        )
     if local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
-        raise ValueError(
-            f"the model attends in chunks of {local_size}, expected sliding windows or none"
-        )
-    return Window(local_size)
+        return Window(None, local_size, use_vmap)
+    return Window(local_size, None, use_vmap)
 
 
 def hcp_attention(
@@ -253,12 +249,16 @@ def hcp_attention(
         raise ValueError(
             f"{type(module).__name__} is not causal, expected a decoder: set is_causal to True"
         )
+    query = _with_temperature(module, query, cp)
     size = sliding_window if attention_mask is None else attention_mask.size
+    # The masks of a plan say what comes after a row.
+    right = -1 if cp.plan.masks else 0
     keys = _keys(rows, value, cp.rows) if latent is None else latent.arguments(cp.rows)
     out = cp.attention(
         query[0].transpose(0, 1)[: cp.rows].to(keys["key"].dtype),
         **keys,
-        window_size=(-1 if size is None else size - 1, 0),
+        window_size=(-1 if size is None else size - 1, right),
+        mask=_mask_of(module, attention_mask, size, cp),
         softmax_scale=scaling,
         sinks=s_aux,
         softcap=softcap or 0.0,
@@ -274,6 +274,44 @@ def _keys(key: Tensor, value: Any, count: int) -> dict[str, Any]:
     queries and keys; values stay as they were."""
     rows = (x[0].transpose(0, 1)[:count].to(value.dtype) for x in (key, value))
     return dict(zip(("key", "value"), rows, strict=True))
+
+
+def _with_temperature(module: nn.Module, query: Tensor, cp: ContextParallelHandler) -> Tensor:
+    """Scale queries by their positions where the model has scaled them by their rows: Llama 4's
+    layers without rotary embedding (https://arxiv.org/abs/2501.19399)."""
+    options: Any = module
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+        return query
+
+    def scales(positions: Tensor) -> Tensor:
+        steps = torch.floor((positions.float() + 1.0) / options.floor_scale)
+        scale: Tensor = torch.log1p(steps) * options.attn_scale + 1.0
+        return scale
+
+    positions = cp.at_least_one_row(cp.position_ids)
+    wanted, given = scales(positions), scales(torch.arange(len(positions), device=cp.device))
+    scaled: Tensor = query * (wanted.double() / given).unsqueeze(1)
+    return scaled.to(query.dtype)
+
+
+def _mask_of(
+    module: nn.Module, given: Window | None, size: int | None, cp: ContextParallelHandler
+) -> str | None:
+    """Return the name of the plan's mask for a layer, if the plan has one for its kind."""
+    kind = FULL if size is None else SLIDING
+    if given is not None and given.chunk is not None:
+        kind = CHUNKED
+        if kind not in cp.plan.masks:
+            raise ValueError(
+                f"{type(module).__name__} attends in chunks of {given.chunk}, expected a plan with "
+                f"masks named {CHUNKED!r}: hcp.plan(masks=masks_of(model, lengths))"
+            )
+    if given is not None and given.overlaid and not cp.plan.masks:
+        raise ValueError(
+            "the model overlays a mask of its own, expected a causal one, or a plan that has it: "
+            "hcp.plan(masks=)"
+        )
+    return kind if kind in cp.plan.masks else None
 
 
 def _layer_of(module: torch.nn.Module) -> int | None:

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from hcp.exchange.loopback import loopback
 from hcp.integrations.transformers.latent import expand_before, send_latents
+from hcp.integrations.transformers.masks import masks_of
 from hcp.integrations.transformers.model import model_inputs
 from hcp.integrations.transformers.rotary import hand_on, rotate_before
 from hcp.planning.plan import plan
@@ -311,7 +312,8 @@ def _packed_logits(
 ) -> tuple[Tensor, Tensor]:
     samples = [others[0], document, others[1], document]
     lengths = [len(sample) for sample in samples]
-    made = plan(lengths, ranks=1, max_tokens_per_rank=sum(lengths))
+    masks = masks_of(model, lengths)
+    made = plan(lengths, ranks=1, max_tokens_per_rank=sum(lengths), masks=masks)
     fields = [
         {"input_ids": sample, "copy": torch.full_like(sample, i)}
         for i, sample in enumerate(samples)

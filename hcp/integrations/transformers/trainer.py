@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from hcp.integrations.transformers.attention import (
     check_softcap,
     register_hcp_attention,
 )
+from hcp.integrations.transformers.masks import masks_of
 from hcp.integrations.transformers.model import causal_lm_logits, causal_lm_loss, losses_of
 from hcp.integrations.transformers.predictions import Predictions
 from hcp.planning.cost import CostModel
@@ -103,6 +105,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             cost=self.cp_cost,
             to_sample=self.to_sample,
             model=self.model,
+            masks=partial(masks_of, self.model),
             shuffle=self.args.train_sampling_strategy == "random",
             order=self._order(),
         )
@@ -174,6 +177,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             cost=self.cp_cost,
             to_sample=self.to_sample,
             model=self.model,
+            masks=partial(masks_of, self.model),
         )
 
     @torch.no_grad()

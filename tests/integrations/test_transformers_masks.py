@@ -1,0 +1,124 @@
+"""Models of Transformers whose layers need masks: under hcp they equal themselves on one rank."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import hcp
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from hcp.integrations.transformers import (
+    causal_lm_loss,
+    causal_lm_sample,
+    causal_lm_samples,
+    masks_of,
+    model_inputs,
+    register_hcp_attention,
+)
+
+LENGTHS = (21, 5, 40)
+
+
+def llama4() -> Any:
+    """Chunks of 7, and a layer whose queries are scaled by their positions."""
+    torch.manual_seed(0)
+    config = transformers.Llama4TextConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        intermediate_size_mlp=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=2,
+        attention_chunk_size=7,
+        no_rope_layers=[1, 1, 1, 0],
+        floor_scale=8,
+        attn_scale=0.9,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return transformers.Llama4ForCausalLM(config).double()
+
+
+def test_chunked_layers_of_llama_4_equal_themselves() -> None:
+    model = llama4()
+    texts = [torch.randint(3, 64, (n,)) for n in LENGTHS]
+    total = sum(n - 1 for n in LENGTHS)
+    for ids in texts:
+        loss = model(input_ids=ids[None], labels=ids[None], use_cache=False).loss
+        (loss * (len(ids) - 1) / total).backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    register_hcp_attention(model)
+
+    def work(groups: Any, plan: hcp.Plan) -> dict[str, torch.Tensor]:
+        own, rank = copy.deepcopy(model), groups.transport.rank
+        sources = [i % plan.ranks for i in range(len(texts))]
+        samples = [
+            causal_lm_sample({"input_ids": ids})
+            for ids, source in zip(texts, sources, strict=True)
+            if source == rank
+        ]
+        for cp, local in hcp.dispatch(plan, samples, sources, groups):
+            causal_lm_loss(own, cp, local, grad_reduce="sum").backward()
+        return {name: p.grad for name, p in own.named_parameters() if p.grad is not None}
+
+    for ranks in (1, 2, 3):
+        plan = hcp.plan(
+            LENGTHS,
+            ranks=ranks,
+            max_tokens_per_rank=80,
+            min_degree=ranks,
+            masks=masks_of(model, LENGTHS),
+        )
+        found = hcp.loopback(ranks, lambda groups, p=plan: work(groups, p))
+        for name, grad in expected.items():
+            summed = sum(each[name] for each in found)
+            # Llama 4 rotates in float32.
+            assert torch.allclose(summed, grad, atol=1e-6), (ranks, name)
+
+
+def test_chunked_layers_without_masks_are_refused() -> None:
+    model = llama4()
+    register_hcp_attention(model)
+    plan = hcp.plan([5], ranks=1, max_tokens_per_rank=8)
+
+    def work(groups: Any) -> None:
+        sample = causal_lm_sample({"input_ids": torch.arange(3, 8)})
+        ((cp, local),) = hcp.dispatch(plan, [sample], [0], groups)
+        model(**model_inputs(cp, local))
+
+    with pytest.raises(ValueError, match=r"in chunks of 7, expected a plan with masks named"):
+        hcp.loopback(1, work)
+
+
+def test_models_without_chunks_need_no_masks() -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    assert masks_of(transformers.LlamaForCausalLM(config), [3]) is None
+
+
+def test_positions_that_restart_are_documents() -> None:
+    item = {
+        "input_ids": [5, 6, 7, 8, 9, 10],
+        "position_ids": [0, 1, 2, 0, 0, 1],
+        "labels": [5, 6, 7, 8, 9, 10],
+    }
+    samples = causal_lm_samples(item)
+    assert [sample["input_ids"].tolist() for sample in samples] == [[5, 6, 7], [8], [9, 10]]
+    assert [sample["labels"].tolist() for sample in samples] == [[6, 7, -100], [-100], [10, -100]]
+    with pytest.raises(ValueError, match="position_ids is"):
+        causal_lm_samples({"input_ids": [5, 6, 7], "position_ids": [0, 2, 3]})
