@@ -13,7 +13,7 @@ EXTRAS  ?= demo,test
 # Trainers whose tests make test leaves out. Each is an extra of pyproject.toml, gets an environment
 # .venv-NAME-EDGE of its own, and runs tests/integrations/test_NAME.py and the documents of that
 # name.
-TRAINERS ?= deepspeed lightning megatron_lm torchtitan transformers verl
+TRAINERS ?= bridge deepspeed lightning megatron_lm torchtitan transformers verl
 
 VENV := $(or $(VIRTUAL_ENV),.venv)
 PY   := $(VENV)/bin/python
@@ -121,6 +121,18 @@ test-trainer-verl: FORCE
 	$(VERL)/bin/python -m pip install --quiet --no-deps verl==0.9.1
 	$(VERL)/bin/python -m pip install --quiet $(VERL_NEEDS)
 	PYTHONPATH=$(CURDIR)/tests $(VERL)/bin/python -m pytest tests/integrations/test_rl.py tests/project/test_docs.py -k "rl.md or test_rl" $(ARGS)
+
+# Its own requirements would replace torch, and Megatron-Core's wheel wants a later Python: both are
+# installed without what they require, which tests/support/bridge.py does without.
+test-trainer-bridge: BRIDGE = $(CURDIR)/.venv-bridge
+test-trainer-bridge: FORCE
+	$(MAKE) setup VIRTUAL_ENV=$(BRIDGE)
+	$(BRIDGE)/bin/python -m pip install --quiet 'transformers>=5.8,<=5.12.1' peft datasets omegaconf \
+	  'hydra-core<1.4' einops rich six regex tensorboard
+	$(BRIDGE)/bin/python -m pip install --quiet --no-deps --ignore-requires-python triton==3.7.1 \
+	  megatron-core==0.19.2 megatron-bridge==0.6.2
+	PYTHONPATH=$(CURDIR)/tests $(BRIDGE)/bin/python -m pytest tests/integrations/test_bridge_pretrain.py \
+	  tests/integrations/test_bridge.py $(ARGS)
 
 # ---- Setup --------------------------------------------------------------------------------------
 

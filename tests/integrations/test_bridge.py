@@ -41,7 +41,8 @@ class Bridge:
 
     def set_up(self):
         """Groups before loaders, which shard by the data-parallel group of evaluation."""
-        self.fire("on_data_init_start")
+        if self.callback is not None:
+            self.callback.set_up(self.state, self.train_pgs)
         evaluation = self.state._eval_pgs
         group = self.train_pgs.dp if evaluation is None else evaluation.dp
         self.iterator = self.loader(group.rank(), group.size())
@@ -189,7 +190,7 @@ def run_bridges_events(rank, size):
     model, _ = trainer.build(train)
     callback = EvalContextParallel(train, evaluation)
     context = SimpleNamespace(state=SimpleNamespace(), model=[model])
-    callback.on_data_init_start(context)
+    callback.set_up(context.state, train)
     assert context.state._eval_pgs is evaluation
     seen = []
     for end in ("eval_end", "test_end", "train_step_start", "checkpoint_save", "train_end"):
@@ -215,22 +216,19 @@ def bridge_from_its_configuration(rank, size):
     model, _ = trainer.build(train)
     dist = SimpleNamespace(eval_context_parallel_size=2)
     state = SimpleNamespace(cfg=SimpleNamespace(dist=dist))
-    context = SimpleNamespace(state=state, model=[SimpleNamespace(module=model)])
+    context = SimpleNamespace(state=state, model=[model])
     callback = EvalContextParallel()
-    with pytest.raises(ValueError, match="has no groups, expected on_data_init_start"):
+    with pytest.raises(ValueError, match="has no groups, expected Megatron-Bridge's pretrain"):
         callback.on_eval_start(context)
-    callback.on_data_init_start(context)
+    callback.set_up(state, train)
     assert (state._eval_pgs.size("cp"), state._eval_pgs.size("dp")) == (2, 1)
-    callback.on_eval_start(SimpleNamespace(state=state, model=[model]))
+    callback.on_eval_start(context)
     assert model.cp_size == 2
     callback.on_eval_end(context)
     assert model.cp_size == 1
     dist.eval_context_parallel_size = None
     with pytest.raises(ValueError, match="eval_context_parallel_size is None, expected the"):
-        EvalContextParallel().on_data_init_start(context)
-    dist.eval_context_parallel_size = 2
-    with pytest.raises(ValueError, match="has no pg_collection, expected the groups"):
-        EvalContextParallel().on_data_init_start(SimpleNamespace(state=state, model=[object()]))
+        EvalContextParallel().set_up(state, train)
     with pytest.raises(ValueError, match="go together"):
         EvalContextParallel(train)
 

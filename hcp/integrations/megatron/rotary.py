@@ -68,7 +68,7 @@ def rotations_of(
         )
     tables = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
     interleaved = config.rotary_interleaved
-    mscale = _yarn_get_concentration_factor_from_config(config)
+    mscale = _concentration_of(layer)
 
     def made(table: Tensor | None) -> Rotary | None:
         if table is None:
@@ -78,6 +78,13 @@ def rotations_of(
         return once(cp, key, table, lambda: cp.rotary(table, **options))
 
     return Rotations(*map(made, tables))
+
+
+def _concentration_of(layer: Any) -> float:
+    """YaRN's factor of a layer, which keeps it in newer releases. Megatron-Bridge's config has None
+    without YaRN, which Megatron's function refuses."""
+    kept = getattr(layer, "_yarn_concentration_factor", None)
+    return _yarn_get_concentration_factor_from_config(layer.config) if kept is None else kept
 
 
 # ---- latent attention ----------------------------------------------------------------------------

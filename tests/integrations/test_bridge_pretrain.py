@@ -1,0 +1,53 @@
+"""Megatron-Bridge's real `pretrain` on Gloo ranks, with hcp's callback and layers."""
+
+import functools
+
+import pytest
+
+from hcp.integrations.megatron import EvalContextParallel
+from hcp.programs.versions import installed
+
+pytestmark = pytest.mark.skipif(
+    installed("megatron-bridge") is None,
+    reason="megatron-bridge is not installed: make test-trainer-bridge",
+)
+
+EQUAL = dict(rel=0, abs=2e-6)
+"""Losses near 4.5 in float32, summed in another order."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("bridge")
+
+
+@functools.cache
+def by_one_rank(folder):
+    from support.bridge import run
+
+    return run(1, folder=folder)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("ranks", "train_cp", "eval_cp"), [(2, 2, 1), (4, 1, 2), (4, 2, 4)])
+def test_evaluation_and_test_sets_do_not_depend_on_the_eval_layout(
+    folder, ranks, train_cp, eval_cp
+):
+    from support.bridge import run
+
+    expected = by_one_rank(folder)
+    assert expected.steps[1] < expected.steps[0] - 0.1
+    assert len(expected.evaluations) == 4
+    file = folder / f"train-{train_cp}.yaml"
+    file.write_text(f"model:\n  context_parallel_size: {train_cp}\n")
+    found = run(ranks, str(file), f"dist.eval_context_parallel_size={eval_cp}", folder=folder)
+    assert found.steps == pytest.approx(expected.steps, **EQUAL)
+    assert found.evaluations == pytest.approx(expected.evaluations, **EQUAL)
+    assert found.layouts == [[eval_cp, ranks // eval_cp]] * 4
+    assert found.after == [train_cp] * 2
+    assert found.events == expected.events
+    assert found.seen == expected.seen
+
+
+def test_bridge_finds_no_event_that_its_num_epochs_refuses():
+    assert not hasattr(EvalContextParallel, "on_data_init_start")
