@@ -295,9 +295,9 @@ class _LatentAttention(torch.autograd.Function):
         run = run_of(prepared, *given, layer, None, number, name, latent=True)
         kernel = _Expanding(run.kernel, expansion)
         out, lse, *_ = forward(run._replace(kernel=kernel), *given, None, number, name)
-        if not kernel.value_dim:  # no rows, hence no launch
+        if not kernel.value_dim:  # no rows, or none that sees a key: no launch
             _, values = expansion.of(key.new_zeros(1, key.shape[2]), query)
-            out = out.new_empty(*out.shape[:2], values.shape[2])
+            out = out.new_zeros(*out.shape[:2], values.shape[2])
         ctx.save_for_backward(query, key, value, sinks, out, lse, *parameters)
         ctx.run, ctx.how = run, how
         ctx.set_materialize_grads(False)  # most calls do not use the log-sum-exp

@@ -229,8 +229,8 @@ def _forward_rows(
             out, lse = kernel.forward(launch, next(queries), keys[2 * i], keys[2 * i + 1], scale)
             outs.append(out)
             lses.append(lse)
-    if not outs:  # no rows: a query sees at least its own key
-        return empty_result(query, value)
+    if not outs:
+        return _nothing_seen(query, value, sinks)
     if sinks is not None:
         return _merged_with_sinks(outs, lses, launches.sunk_runs, sinks, run.schedule.query_rows)
     if launches.one_launch:
@@ -254,6 +254,15 @@ def _merged_with_sinks(
     sink_out = outs[0].new_zeros(head_size).expand(rows, query_heads, -1)
     sink_lse = scores_of_sinks(sinks, lses[0].dtype).expand(rows, -1)
     return merged([*outs, sink_out], [*lses, sink_lse], runs, rows)
+
+
+def _nothing_seen(query: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Output 0, and the log-sum-exp of nothing or of the sinks: of no rows, or of rows that a mask
+    hides every key from."""
+    out, lse = empty_result(query, value)
+    if sinks is None:
+        return out.zero_(), lse.fill_(-torch.inf)
+    return out.zero_(), lse.copy_(scores_of_sinks(sinks, lse.dtype))
 
 
 def empty_result(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

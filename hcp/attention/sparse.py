@@ -49,6 +49,7 @@ class SparseAttention:
     ) -> tuple[Tensor, Tensor]:
         def chosen(number: int) -> tuple[Tensor, Tensor]:
             refuse_transforms("top_k_keys", query, key, weights)
+            self._refuse_masks("top_k_keys")
             self._check_indexer(query, key, weights, top_k)
             stamp = self._stamp("top_k_keys", number, key, top_k=top_k, relu=int(relu))
             whole = copy_rows(self._transport, self._route, [key.contiguous()], stamp)
@@ -73,6 +74,7 @@ class SparseAttention:
         def attended(number: int) -> tuple[Tensor, Tensor, Tensor]:
             tensors = [query, key] if value is None else [query, key, value]
             refuse_transforms("sparse_attention", *tensors)
+            self._refuse_masks("sparse_attention")
             given = [as_autocast(x) for x in tensors]
             self._check_rows(given, places, expand)
             queries, *keys = given
@@ -95,6 +97,14 @@ class SparseAttention:
         return self._calls.make("sparse_attention", attended)
 
     # ---- checks ----
+
+    def _refuse_masks(self, name: str) -> None:
+        if self._layout.plan.masks:
+            raise ValueError(
+                f"cp.{name} is called in a plan with the masks {list(self._layout.plan.masks)}, "
+                "expected none: keys are chosen among all that come before a row in its sequence; "
+                "plan each document as a sequence of its own"
+            )
 
     def _check_indexer(self, query: Tensor, key: Tensor, weights: Tensor, top_k: int) -> None:
         rows, device = self._layout.rows, self._transport.device

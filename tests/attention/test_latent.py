@@ -112,6 +112,28 @@ def test_a_batch_of_equal_lengths_attends_as_its_rows_do(qkv_format: str) -> Non
     hcp.loopback(2, check)
 
 
+@pytest.mark.parametrize("comm_type", TYPES)
+def test_masks_hide_what_they_hide_of_expanded_keys(comm_type: str) -> None:
+    masks = [hcp.Mask.prefix_lm(30, 7), hcp.Mask.shared_prefix(9, [5, 6]), hcp.Mask(4, [])]
+
+    def check(groups: Any) -> None:
+        lengths = [mask.length for mask in masks]
+        plan = hcp.plan(lengths, masks=masks, ranks=3, max_tokens_per_rank=64, min_degree=3)
+        cp = hcp.ContextParallelHandler(plan, 0, groups.transport, comm_types=[comm_type])
+        (query, rows), up = drawn_rows(cp), Up(4)
+        leaves = query, rows, *up.parameters()
+        results = []
+        for keys, options in (((rows,), {"expand": up}), (up(rows), {})):
+            out, lse = cp.attention(query, *keys, return_lse=True, **options)
+            grads = torch.autograd.grad(out.square().sum(), leaves)
+            shared = [cp.sum_over_group(grad) for grad in grads[2:]]
+            results.append([out, lse.exp(), *grads[:2], *shared])
+        for found, want in zip(*results, strict=True):
+            assert torch.allclose(found, want, rtol=1e-11, atol=1e-11)
+
+    hcp.loopback(3, check)
+
+
 # ---- what travels, and what is kept --------------------------------------------------------------
 
 

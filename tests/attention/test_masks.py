@@ -283,3 +283,24 @@ def test_auto_gathers_under_masks() -> None:
         return cp.comm_choices[-1].used
 
     assert hcp.loopback(2, check) == ["all_gather"] * 2
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_rows_on_a_rank_that_see_nothing_at_all_give_0(sinks: bool) -> None:
+    def check(groups: Any) -> None:
+        plan = hcp.plan([4], masks=[Mask(4, [])], ranks=1, max_tokens_per_rank=4)
+        cp = hcp.ContextParallelHandler(plan, 0, groups.transport)
+        query = torch.randn(4, 2, 8, requires_grad=True)
+        sink = torch.tensor([0.5, -1.0], requires_grad=True) if sinks else None
+        out, lse = cp.attention(query, query, query, sinks=sink, return_lse=True)
+        assert not out.any()
+        if sink is None:
+            assert (lse == -torch.inf).all()
+            out.sum().backward()
+        else:
+            assert torch.equal(lse, sink.expand(4, 2))
+            lse.sum().backward()
+            assert torch.equal(sink.grad, torch.full((2,), 4.0))
+        assert not query.grad.any()
+
+    hcp.loopback(1, check)

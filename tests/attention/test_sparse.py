@@ -185,6 +185,20 @@ def test_what_does_not_fit_is_refused(options: Any, message: str) -> None:
         hcp.loopback(1, call)
 
 
+def test_masks_are_refused() -> None:
+    def call(groups: Any) -> None:
+        plan = hcp.plan([9], masks=[hcp.Mask.full(9)], ranks=1, max_tokens_per_rank=9)
+        cp = hcp.ContextParallelHandler(plan, 0, groups.transport)
+        with pytest.raises(
+            ValueError, match=r"cp\.sparse_attention is called in a plan with the m"
+        ):
+            cp.sparse_attention(*3 * [torch.zeros(9, 1, 4)], indices=torch.zeros(9, 1).long())
+        cp.top_k_keys(**tensors(cp), top_k=2)
+
+    with pytest.raises(ValueError, match=r"cp\.top_k_keys is called in a plan with the masks"):
+        hcp.loopback(1, call)
+
+
 def test_ranks_that_choose_different_numbers_of_keys_are_refused() -> None:
     def call(groups: Any) -> None:
         (cp,) = handlers(groups, [9], min_degree=2)
