@@ -235,3 +235,17 @@ def bridge_from_its_configuration(rank, size):
 
 def test_bridges_own_option_names_the_layout():
     run_ranks(2, bridge_from_its_configuration)
+
+
+def test_one_callback_of_hcp_takes_part_in_a_run():
+    from hcp.integrations.megatron.bridge.seams import _callback_of
+
+    def manager(*callbacks):
+        events = [each.on_eval_start for each in callbacks]
+        return SimpleNamespace(list_callbacks=lambda name: [print, *events])
+
+    callback = EvalContextParallel()
+    assert _callback_of(None) is None is _callback_of(manager())
+    assert _callback_of(manager(callback)) is callback
+    with pytest.raises(ValueError, match="callbacks has EvalContextParallel, EvalContextParallel"):
+        _callback_of(manager(callback, EvalContextParallel()))

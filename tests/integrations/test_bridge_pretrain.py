@@ -49,5 +49,36 @@ def test_evaluation_and_test_sets_do_not_depend_on_the_eval_layout(
     assert found.seen == expected.seen
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        (2, ()),
+        (4, ("dist.eval_context_parallel_size=4", "dist.use_decentralized_pg=true")),
+    ],
+)
+def test_dynamic_cp_has_the_losses_of_one_rank(folder, ranks, overrides):
+    from support.bridge import run
+
+    expected = by_one_rank(folder)
+    half = "model.max_seqlen_per_dp_cp_rank=8"
+    found = run(ranks, "dynamic", half, *overrides, folder=folder)
+    assert found.steps == pytest.approx(expected.steps, **EQUAL)
+    assert found.evaluations == pytest.approx(expected.evaluations, **EQUAL)
+    assert found.events == expected.events
+    assert found.seen == [], "the script's forward step was called"
+
+
+@pytest.mark.timeout(300)
+def test_options_that_do_not_go_with_dynamic_cp_are_refused(folder):
+    from support.bridge import run
+
+    with pytest.raises(AssertionError, match="model.calculate_per_token_loss=False does not go"):
+        run(1, "dynamic", "model.calculate_per_token_loss=false", folder=folder)
+
+
 def test_bridge_finds_no_event_that_its_num_epochs_refuses():
-    assert not hasattr(EvalContextParallel, "on_data_init_start")
+    from hcp.integrations.megatron import DynamicContextParallel
+
+    for callback in (EvalContextParallel, DynamicContextParallel):
+        assert not hasattr(callback, "on_data_init_start")

@@ -570,6 +570,12 @@ def refuse(rank, size):
     crossing.submodules.cross_attention = ModuleSpec(module=CrossAttention)
     with pytest.raises(ValueError, match=r"spec\.submodules\.cross_attention is CrossAttention,"):
         hcp_megatron.hcp_layer_spec(crossing)
+    derived = get_gpt_layer_local_spec()
+    inner = derived.submodules.self_attention.submodules
+    capped = type("Gemma2DotProductAttention", (), {"__module__": "megatron.bridge.models.gemma"})
+    inner.core_attention = capped
+    with pytest.raises(ValueError, match="core_attention is Megatron-Bridge's Gemma2DotProduct"):
+        hcp_megatron.hcp_layer_spec(derived)
     with pytest.raises(ValueError, match="has no self-attention, Mamba mixer or MTP layer"):
         hcp_megatron.hcp_layer_spec(get_gpt_layer_local_spec().submodules.mlp)
     with pytest.raises(ValueError, match="spec is the class GPTModel, expected a ModuleSpec"):

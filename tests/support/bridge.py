@@ -1,9 +1,10 @@
 """Megatron-Bridge's real `pretrain` on this rank, on a CPU: `python -m support.bridge OVERRIDES`.
 
 The configuration is that of a toy model. An override is Bridge's own, such as
-`train.train_iters=2`; one that ends in .yaml is a file for Bridge to merge. Two packages that need
+`train.train_iters=2`; one that ends in .yaml is a file for Bridge to merge. The word `dynamic` asks
+for dynamic CP. Two packages that need
 a GPU are imported by Bridge whether or not it uses them, and so are some services; empty modules
-take their places. Rank 0 prints what happened as one line of JSON, behind `REPORT`.
+take their places. Rank 0 prints what happened as one line of JSON, after `REPORT`.
 """
 
 from __future__ import annotations
@@ -171,12 +172,32 @@ _SHAPES = "get_tensor_shapes_adjust_fn_for_distillation"
 # ---- the run -------------------------------------------------------------------------------------
 
 
-def layers(config: Any) -> Any:
+def megatrons_layers(config: Any) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
+    return get_gpt_layer_local_spec(normalization="RMSNorm")
+
+
+def layers(config: Any) -> Any:
     from hcp.integrations.megatron import hcp_layer_spec
 
-    return hcp_layer_spec(get_gpt_layer_local_spec(normalization="RMSNorm"))
+    return hcp_layer_spec(megatrons_layers(config))
+
+
+@contextlib.contextmanager
+def samples_of_many_lengths() -> Iterator[None]:
+    """Return a context inside which samples have a loss up to a row of their own only."""
+    from megatron.core.datasets.gpt_dataset import GPTDataset
+
+    get = GPTDataset.__getitem__
+
+    def shorter(self: Any, index: int | None) -> dict[str, Any]:
+        sample = get(self, index)
+        length = 4 + int(sample["tokens"].sum()) % (ROWS - 3)
+        return {**sample, "loss_mask": sample["loss_mask"] * (torch.arange(ROWS) < length)}
+
+    with mock.patch.object(GPTDataset, "__getitem__", shorter):
+        yield
 
 
 def configuration() -> Any:
@@ -258,7 +279,7 @@ def forward_step(state: Any, data_iterator: Iterator[dict[str, Any]], model: Any
 
 
 def watcher(report: Trained) -> Any:
-    """A callback of Bridge's that notes what happens, behind those of the run."""
+    """A callback of Bridge's that notes what happens, after those of the run."""
     from megatron.bridge.training.callbacks import Callback
     from megatron.bridge.training.utils.pg_utils import get_pg_collection
 
@@ -293,17 +314,21 @@ def train(overrides: list[str]) -> Trained:
     from megatron.bridge.training.pretrain import pretrain
     from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
 
-    from hcp.integrations.megatron import EvalContextParallel
+    from hcp.integrations.megatron import DynamicContextParallel, EvalContextParallel
 
     files = [each for each in overrides if each.endswith(".yaml")]
-    given = [each for each in overrides if not each.endswith(".yaml")]
-    config = process_config_with_overrides(configuration(), *(files or [None]), given)
+    given = [each for each in overrides if "=" in each]
+    config = process_config_with_overrides(configuration(), files[0] if files else None, given)
     report = Trained(*([] for _ in range(6)))
     callbacks = [watcher(report)]
-    if config.dist.eval_context_parallel_size is not None:
+    if "dynamic" in overrides:
+        callbacks.insert(0, DynamicContextParallel())
+        config.model.transformer_layer_spec = megatrons_layers
+    elif config.dist.eval_context_parallel_size is not None:
         callbacks.insert(0, EvalContextParallel())
     dist.init_process_group("gloo")
-    pretrain(config, forward_step, callbacks=callbacks)
+    with samples_of_many_lengths():
+        pretrain(config, forward_step, callbacks=callbacks)
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, SEEN)
     report.seen.extend(sorted(itertools.chain(*every)))
@@ -314,7 +339,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     if not hasattr(typing, "override"):  # Python 3.11, for which the wheel was not made
-        typing.override = typing_extensions.override
+        vars(typing)["override"] = typing_extensions.override
     without_gpu_packages()
     with bridge_on_cpu():
         report = train(sys.argv[1:])

@@ -17,10 +17,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hcp.integrations.megatron.arguments import add_megatron_arguments, config_from_args
-from hcp.integrations.megatron.bridge import EvalContextParallel
+from hcp.integrations.megatron.bridge.evaluation import EvalContextParallel
 from hcp.integrations.megatron.evaluate import wrap_evaluate
 
 if TYPE_CHECKING:
+    from hcp.integrations.megatron.bridge.dynamic import DynamicContextParallel
     from hcp.integrations.megatron.cpu import megatron_on_cpu
     from hcp.integrations.megatron.data import MicroBatches, plan_batches
     from hcp.integrations.megatron.mtp import hcp_model_class
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "CPGroupPool": "pool",
+    "DynamicContextParallel": "bridge.dynamic",
     "MicroBatches": "data",
     "forward_step": "step",
     "handler_of": "packed",
@@ -44,6 +46,7 @@ _WHERE = {
 
 __all__ = [
     "CPGroupPool",
+    "DynamicContextParallel",
     "EvalContextParallel",
     "MicroBatches",
     "add_megatron_arguments",

@@ -84,6 +84,7 @@ def _replace(node: Any, path: str, fused_rope: bool, send_latents: bool) -> bool
     _check_known(module, path)
     for base in module.__mro__:
         if base.__name__ in _COUNTERPARTS and base.__module__.startswith("megatron.core."):
+            _check_not_bridges(module, path)
             made = _COUNTERPARTS[base.__name__]
             rotates = made is positioned
             node.module = made(module, fused_rope, send_latents) if rotates else made(module)
@@ -96,6 +97,8 @@ def _replace(node: Any, path: str, fused_rope: bool, send_latents: bool) -> bool
 def _replace_core(submodules: Any, attention: type, path: str) -> None:
     """Put hcp's core attention into the submodules of a layer. DSA keeps its own, which follows."""
     core = submodules.core_attention
+    if core is not None:
+        _check_not_bridges(get_module(core), f"{path}.submodules.core_attention")
     chooses = core is not None and get_module(core).__name__ == "DSAttention"
     if chooses != is_absorbed(attention):
         raise ValueError(
@@ -116,4 +119,13 @@ def _check_known(module: type, path: str) -> None:
             f"{path} is {mixing[0]}, which mixes tokens across the ranks of a sequence and has no "
             "counterpart in hcp; expected SelfAttention, MLASelfAttention, "
             "AbsorbedMLASelfAttention, GatedDeltaNet, MambaMixer or MultiTokenPredictionLayer"
+        )
+
+
+def _check_not_bridges(module: Any, path: str) -> None:
+    """Refuse attention that Megatron-Bridge derives: soft caps, windows or positions of its own."""
+    if module.__module__.startswith("megatron.bridge."):
+        raise ValueError(
+            f"{path} is Megatron-Bridge's {module.__name__}, expected attention of Megatron-Core's:"
+            " hcp's would leave out what this one adds"
         )

@@ -1,4 +1,7 @@
-"""The schedule of Megatron-LM's train_step and evaluate, over the micro-batches of a plan."""
+"""The schedule of train_step and evaluate, over the micro-batches of a plan.
+
+Megatron-LM and Megatron-Bridge have functions of these names.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,9 @@ class PlannedSchedule:
     and their counts in checkpoints are Megatron-LM's own.
     """
 
-    def __init__(self, schedule: Callable[..., Any], args: Any) -> None:
-        self._schedule, self._args = schedule, args
+    def __init__(self, schedule: Callable[..., Any], args: Any, groups: hcp.ProcessGroups) -> None:
+        """`args`: Megatron-LM's, or an object with their names. `groups`: those of training."""
+        self._schedule, self._args, self._groups = schedule, args, groups
         # Not kept in args, which Megatron-LM writes into checkpoints.
         self._config = config_from_args(args)
 
@@ -50,7 +54,7 @@ class PlannedSchedule:
         drawn = samples_of(first_iterator(data_iterator), num_microbatches)
         sequences = [_trimmed(each) for sample in drawn for each in data.sequences_of(sample)]
         if not forward_only:
-            _count_work(sequences)
+            self.count_work(sequences)
         planned = self._plan(sequences, evaluation=forward_only)
         return self._schedule(
             forward_step_func=functools.partial(forward_step, args=self._args),
@@ -61,9 +65,12 @@ class PlannedSchedule:
             **{**options, "micro_batch_size": 1},
         )
 
+    def count_work(self, sequences: list[Sample]) -> None:
+        """Tell the trainer the lengths of a step, if it counts operations by them."""
+
     def _plan(self, sequences: list[Sample], *, evaluation: bool) -> data.MicroBatches:
         """Plan the sequences that the data-parallel ranks loaded, and bring them to their ranks."""
-        args, groups, config = self._args, _groups(), self._config
+        args, groups, config = self._args, self._groups, self._config
         if evaluation and isinstance(config.eval_context_parallel_size, int):
             config = config.for_evaluation(config.eval_context_parallel_size, args.seq_length)
         device = groups.transport.device
@@ -79,6 +86,18 @@ class PlannedSchedule:
             micro_batch_group=args.microbatch_group_size_per_vp_stage,
         )
         return next(steps)
+
+
+class CountedSchedule(PlannedSchedule):
+    """A schedule that gives Megatron-LM the lengths for its count of operations, as get_batch
+    would."""
+
+    def count_work(self, sequences: list[Sample]) -> None:
+        from megatron.training import training
+
+        lengths = torch.tensor([0, *(len(each["tokens"]) for each in sequences)])
+        device = self._groups.transport.device
+        training.update_seqlen_stats_from_cu_seqlens(lengths.cumsum(0).to(device))
 
 
 def first_iterator(data_iterator: Any) -> Iterator[Mapping[str, Any]]:
@@ -111,16 +130,8 @@ def _trimmed(sequence: Sample) -> Sample:
     return {name: value[:end] for name, value in sequence.items()}
 
 
-def _count_work(sequences: list[Sample]) -> None:
-    """Give Megatron-LM the lengths for its count of operations, as get_batch would."""
-    from megatron.training import training
-
-    lengths = torch.tensor([0, *(len(each["tokens"]) for each in sequences)])
-    training.update_seqlen_stats_from_cu_seqlens(lengths.cumsum(0).to(_groups().transport.device))
-
-
 @functools.cache
-def _groups() -> hcp.ProcessGroups:
+def groups_of_parallel_state() -> hcp.ProcessGroups:
     """hcp's view of Megatron-LM's groups, which it keeps in `parallel_state`."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 

@@ -55,7 +55,7 @@ def install() -> None:
     arguments.validate_args = _with_refusals(arguments.validate_args)
     for module, name in (("gpt", "GPTModel"), ("hybrid", "HybridModel")):
         models = import_module(f"megatron.training.models.{module}")
-        setattr(models, name, _with_layers(getattr(models, name)))
+        setattr(models, name, with_layers(getattr(models, name)))
     _build_datasets_everywhere()
     training.get_forward_backward_func = _planned(training)
     training.evaluate = _by_tokens(training)
@@ -101,7 +101,7 @@ def _with_refusals(validate: Callable[..., Any]) -> Callable[..., Any]:
     return validated
 
 
-def _with_layers(model: type) -> Any:
+def with_layers(model: type) -> Any:
     """Derive a class of models whose specifications become hcp's, and whose MTP losses follow the
     plan. A HybridModel has no losses of its own; hcp's forward step refuses one with MTP."""
     from hcp.integrations.megatron.mtp import hcp_model_class
@@ -138,13 +138,14 @@ def _build_datasets_everywhere() -> None:
 
 
 def _planned(training: Any) -> Callable[..., Any]:
-    from hcp.integrations.megatron.lm.schedule import PlannedSchedule
+    from hcp.integrations.megatron.lm.schedule import CountedSchedule, groups_of_parallel_state
 
     get = training.get_forward_backward_func
 
     @functools.wraps(get)
-    def planned(*given: Any, **options: Any) -> PlannedSchedule:
-        return PlannedSchedule(get(*given, **options), training.get_args())
+    def planned(*given: Any, **options: Any) -> CountedSchedule:
+        args, groups = training.get_args(), groups_of_parallel_state()
+        return CountedSchedule(get(*given, **options), args, groups)
 
     return planned
 
