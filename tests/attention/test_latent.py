@@ -381,7 +381,7 @@ def test_ranks_whose_latent_rows_differ_are_refused() -> None:
         else:
             cp.attention(query, rows, expand=GOOD)
 
-    with pytest.raises(hcp.HcpError, match=r"is in another call: in attention, .*latent is"):
+    with pytest.raises(hcp.HcpError, match=r"is in another call: in attention, .*latent differs"):
         hcp.loopback(2, call)
 
 
@@ -392,7 +392,7 @@ def test_layers_in_another_order_are_refused() -> None:
         for layer in (1, 2) if groups.transport.rank else (2, 1):
             cp.attention(query, rows, expand=GOOD, layer=layer)
 
-    with pytest.raises(hcp.HcpError, match=r"is in another call: in attention, .*layer is"):
+    with pytest.raises(hcp.HcpError, match=r"is in another call: in attention, .*layer differs"):
         hcp.loopback(2, call)
 
 

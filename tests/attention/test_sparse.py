@@ -204,7 +204,7 @@ def test_ranks_that_choose_different_numbers_of_keys_are_refused() -> None:
         (cp,) = handlers(groups, [9], min_degree=2)
         cp.top_k_keys(**tensors(cp), top_k=2 + groups.transport.rank)
 
-    with pytest.raises(hcp.HcpError, match=r"is in another call: in top_k_keys, top_k is"):
+    with pytest.raises(hcp.HcpError, match=r"is in another call: in top_k_keys, top_k differs"):
         hcp.loopback(2, call)
 
 
