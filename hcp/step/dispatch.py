@@ -452,9 +452,12 @@ def dispatch(
     )
     counts = [a["loss_tokens"] for a in announcements if a["loss_tokens"] is not None]
     loss_tokens.set(float(sum(counts)) if counts else None)
-    fields_here = [Field(*field) for field in described or []]
+    rules = dict(fields or {})
+    fields_here = [
+        Field(name, dtype, shape, rules.get(name)) for name, dtype, shape in described or []
+    ]
     carrier = Carrier(plan, samples, sources, transport, step)
-    splits |= carrier.splits(fields or {}, announced[0], announcements)
+    splits |= carrier.splits(rules, announced[0], announcements)
     values = carrier.rows(fields_here) | carrier.others(fields_here, splits)
     batches = [
         LocalBatch({field.name: values[field.name][i] for field in fields_here})

@@ -129,7 +129,8 @@ def length_of(sample: Sample, i: int, rules: Rules) -> int:
 
 
 def describe(samples: Sequence[Sample], rules: Rules) -> list[list[Any]]:
-    """Describe each field: (name, dtype, shape of a row, rule). ValueError where samples differ."""
+    """Describe each field: (name, dtype, shape of a row, or of a sequence's value). ValueError
+    where samples differ."""
     first: list[list[Any]] = []
     for i, sample in enumerate(samples):
         for name, value in sample.items():
@@ -149,21 +150,22 @@ def describe(samples: Sequence[Sample], rules: Rules) -> list[list[Any]]:
 def _described(name: str, value: Tensor, rule: str | Payload | None, i: int) -> list[Any]:
     dtype = str(value.dtype).removeprefix("torch.")
     if rule == PER_SEQUENCE:
-        return [name, dtype, list(value.shape), rule]
+        return [name, dtype, list(value.shape)]
     if value.dim() == 0:
         raise ValueError(f"samples[{i}][{name!r}] has no dimension, expected a payload (rows, ...)")
-    return [name, dtype, list(value.shape[1:]), None if rule is None else said_of(rule)]
+    return [name, dtype, list(value.shape[1:])]
 
 
 def said_of(rule: str | Payload) -> Any:
     """Return a rule in words that JSON can hold."""
     if not isinstance(rule, Payload):
         return rule
-    names = [
+    units, tokens = (
         getattr(x, "__qualname__", type(x).__name__) if callable(x) else x
         for x in (rule.units, rule.tokens)
-    ]
-    return [rule.split, *names, rule.per_unit_of]
+    )
+    given = rule.per_unit_of
+    return {"split": rule.split, "units": units, "tokens": tokens, "per_unit_of": given}
 
 
 # ---- payloads ------------------------------------------------------------------------------------
