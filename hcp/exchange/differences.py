@@ -35,7 +35,10 @@ def first_difference(name: str, by_rank: Mapping[int, Any]) -> str:
             if _differ(list(parts.values())):
                 return first_difference(f"{prefix}{key}", parts)
     if all(_are_named(value) for value in values):
-        records = {rank: {each[0]: str(each[1:]) for each in v} for rank, v in by_rank.items()}
+        records = {
+            rank: {name: str([part for part in parts if part is not None]) for name, *parts in value}
+            for rank, value in by_rank.items()
+        }
         return first_difference(name, records)
     if all(isinstance(value, list) for value in values):
         sizes = {rank: len(value) for rank, value in by_rank.items()}
