@@ -35,10 +35,7 @@ def first_difference(name: str, by_rank: Mapping[int, Any]) -> str:
             if _differ(list(parts.values())):
                 return first_difference(f"{prefix}{key}", parts)
     if all(_are_named(value) for value in values):
-        records = {
-            rank: {name: str([part for part in parts if part is not None]) for name, *parts in value}
-            for rank, value in by_rank.items()
-        }
+        records = {rank: _by_name(value) for rank, value in by_rank.items()}
         return first_difference(name, records)
     if all(isinstance(value, list) for value in values):
         sizes = {rank: len(value) for rank, value in by_rank.items()}
@@ -48,6 +45,10 @@ def first_difference(name: str, by_rank: Mapping[int, Any]) -> str:
             if _differ([value[i] for value in values]):
                 return first_difference(f"{name}[{i}]", {r: v[i] for r, v in by_rank.items()})
     return in_words(name, by_rank)
+
+
+def _by_name(records: Sequence[Sequence[Any]]) -> dict[str, str]:
+    return {name: str([part for part in parts if part is not None]) for name, *parts in records}
 
 
 def _are_named(value: Any) -> bool:

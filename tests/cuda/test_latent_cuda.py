@@ -10,6 +10,7 @@ from support.features import drawn, rows_here
 from torch import Tensor
 
 import hcp
+from hcp._words import CommType
 
 pytestmark = [
     pytest.mark.cuda,
@@ -36,7 +37,7 @@ class Up(torch.nn.Module):
 
 
 def layer(
-    groups: Any, dtype: torch.dtype, comm_type: str, lengths: tuple[int, ...] = LENGTHS
+    groups: Any, dtype: torch.dtype, comm_type: CommType, lengths: tuple[int, ...] = LENGTHS
 ) -> tuple[Any, list[Tensor], Tensor]:
     plan = hcp.plan(lengths, ranks=4, max_tokens_per_rank=2000, min_degree=4)
     cp = hcp.ContextParallelHandler(plan, 0, groups.transport, comm_types=[comm_type])
@@ -57,7 +58,7 @@ def off(found: Tensor, want: Tensor) -> float:
 @pytest.mark.parametrize("comm_type", ["p2p", "all_gather"])
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 def test_latent_rows_are_expanded_where_they_are_received(
-    dtype: torch.dtype, comm_type: str, sharing: bool
+    dtype: torch.dtype, comm_type: CommType, sharing: bool
 ) -> None:
     def check(groups: Any) -> None:
         cp, (query, rows), grad = layer(groups, dtype, comm_type)
