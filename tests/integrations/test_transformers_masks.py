@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import hcp
+from hcp import Mask
 
 pytest.importorskip("transformers")
 
@@ -122,3 +123,107 @@ def test_positions_that_restart_are_documents() -> None:
     assert [sample["labels"].tolist() for sample in samples] == [[6, 7, -100], [-100], [10, -100]]
     with pytest.raises(ValueError, match="position_ids is"):
         causal_lm_samples({"input_ids": [5, 6, 7], "position_ids": [0, 2, 3]})
+
+
+# ---- images in a text ----------------------------------------------------------------------------
+
+IMAGE, TOKENS = 60, 4
+
+
+def gemma3() -> Any:
+    torch.manual_seed(0)
+    text = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "sliding_window": 6,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 16,
+        "patch_size": 4,
+        "vision_use_head": False,
+    }
+    config = transformers.Gemma3Config(
+        text_config=text,
+        vision_config=vision,
+        mm_tokens_per_image=TOKENS,
+        image_token_index=IMAGE,
+        boi_token_index=61,
+        eoi_token_index=62,
+    )
+    return transformers.Gemma3ForConditionalGeneration(config).double().eval()
+
+
+def with_images(tokens: int, starts: list[int]) -> dict[str, Any]:
+    ids = torch.randint(3, IMAGE, (tokens,))
+    spans = [(start, start + TOKENS) for start in starts]
+    for start, end in spans:
+        ids[start:end] = IMAGE
+    pixels = torch.randn(len(starts), 3, 16, 16, dtype=torch.float64)
+    return {"ids": ids, "spans": spans, "pixels": pixels}
+
+
+def embedded(model: Any, sample: dict[str, Any]) -> torch.Tensor:
+    """Embeddings of a sample's tokens, its images in their places."""
+    ids = sample["ids"]
+    rows = model.get_input_embeddings()(ids)
+    images = model.model.get_image_features(sample["pixels"]).pooler_output
+    return rows.masked_scatter((ids == IMAGE).unsqueeze(1).expand_as(rows), images.flatten(0, 1))
+
+
+def test_images_of_gemma_3_see_themselves_whole() -> None:
+    """Embeddings are computed where a sample was loaded, the language model where the plan says;
+    gradients reach the tower of images."""
+    model = gemma3()
+    samples = [with_images(30, [2, 11]), with_images(17, [5])]
+    own = []
+    for sample in samples:
+        ids = sample["ids"][None]
+        types = (ids == IMAGE).long()
+        options = {"token_type_ids": types, "pixel_values": sample["pixels"], "use_cache": False}
+        logits = model(input_ids=ids, **options).logits[0]
+        own.append(logits.detach())
+        logits.square().sum().backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    assert any("vision" in name for name in expected)
+    model.zero_grad()
+    register_hcp_attention(model)
+    lengths = [len(sample["ids"]) for sample in samples]
+    spans = [Mask.bidirectional_spans(len(s["ids"]), s["spans"]) for s in samples]
+    plan = hcp.plan(lengths, ranks=3, max_tokens_per_rank=60, min_degree=3, masks=spans)
+
+    def work(groups: Any) -> dict[str, torch.Tensor]:
+        mine, rank = copy.deepcopy(model), groups.transport.rank
+        loaded = [i for i in range(len(samples)) if i == rank]
+        fields = [{"expected": own[i]} for i in loaded]
+        for cp, local in hcp.dispatch(plan, fields, [0, 1], groups):
+            rows = [embedded(mine, samples[i]) for i in loaded]
+            empty = torch.zeros(0, 32, dtype=torch.float64, requires_grad=True)
+            inputs = cp.at_least_one_row(cp.dispatch(torch.cat([empty, *rows])))
+            hidden = mine.model.language_model(
+                inputs_embeds=inputs[None],
+                position_ids=cp.at_least_one_row(cp.position_ids)[None],
+                use_cache=False,
+                cp=cp,
+            ).last_hidden_state
+            logits = mine.lm_head(hidden[0, : cp.rows])
+            assert torch.allclose(logits, local.expected, atol=1e-10)
+            logits.square().sum().backward()
+        return {name: p.grad for name, p in mine.named_parameters() if p.grad is not None}
+
+    found = hcp.loopback(3, work)
+    for name, grad in expected.items():
+        summed = sum(each[name] for each in found if name in each)
+        # Transformers normalizes in float32 in places.
+        assert torch.allclose(summed, grad, rtol=1e-7, atol=1e-5), name

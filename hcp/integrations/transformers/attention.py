@@ -179,6 +179,11 @@ class Window(NamedTuple):
     overlaid: bool = False
     """Whether the model overlays a mask of its own, which the plan has to have."""
 
+    @property
+    def ndim(self) -> int:
+        """That of a mask which is made already: Transformers hands it on then."""
+        return 4
+
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"the model reads {name!r} of its attention mask, expected one that hands the mask on "
@@ -188,7 +193,7 @@ class Window(NamedTuple):
 
 def window_of(
     *positional: Any,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | Window | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
     config: Any = None,
@@ -197,6 +202,8 @@ def window_of(
     """Return the window, the part of a mask that the layout does not say. Raises for other masks.
 
     Some models give their window to the mask only, and not to the attention function."""
+    if isinstance(attention_mask, Window):  # a model with parts that make masks, too
+        return attention_mask
     if attention_mask is not None:
         raise ValueError(
             f"attention_mask has shape {tuple(attention_mask.shape)}, expected None: rows are "
@@ -283,10 +290,10 @@ def _with_temperature(module: nn.Module, query: Tensor, cp: ContextParallelHandl
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return query
 
+    floor_scale, attn_scale = float(options.floor_scale), float(options.attn_scale)
+
     def scales(positions: Tensor) -> Tensor:
-        steps = torch.floor((positions.float() + 1.0) / options.floor_scale)
-        scale: Tensor = torch.log1p(steps) * options.attn_scale + 1.0
-        return scale
+        return torch.log1p(((positions.float() + 1.0) / floor_scale).floor()) * attn_scale + 1.0
 
     positions = cp.at_least_one_row(cp.position_ids)
     wanted, given = scales(positions), scales(torch.arange(len(positions), device=cp.device))

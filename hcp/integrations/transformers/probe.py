@@ -90,7 +90,7 @@ def probe(model: nn.Module, attention: str, *, fused_rope: bool, latents: bool) 
             _mark(model, True)
             rotate_before(model)
             expand_before(model)
-            model.set_attn_implementation(attention)  # type: ignore[operator]
+            model.set_attn_implementation(_of_text(model, attention, before))  # type: ignore[operator]
             packed = _compare(model, document, others, own)
             if fused_rope:
                 _fuse_rotary(model, attention, document, others, packed)
@@ -104,6 +104,14 @@ def probe(model: nn.Module, attention: str, *, fused_rope: bool, latents: bool) 
             shift.remove()
         model.set_attn_implementation(before)  # type: ignore[operator]
         raise
+
+
+def _of_text(model: nn.Module, attention: str, before: dict[str, str]) -> dict[str, str]:
+    """Return the implementations of a model's parts with `attention` in those that compute text.
+    Towers of images or audio keep their own."""
+    config: Any = model.config
+    text = {"", *(n for n in before if n and getattr(config, n) is config.get_text_config())}
+    return {name: attention if name in text else own for name, own in before.items()}
 
 
 def _mark(model: nn.Module, checked: bool) -> None:
