@@ -113,8 +113,9 @@ class RowCalls:
             given = {kind: rows_like(maps.decay)}
             stamp = self._calls.stamp("pass_states", number, maps.state, states.dtype, **given)
             self._calls.agree(self._pairs, stamp)
-            if self._layout.degree <= 1:
-                return torch.zeros_like(states)
+            if self._layout.degree <= 1:  # zeros, of which backward asks for gradients all the same
+                touched = maps.state[:0].sum() + maps.decay[:0].sum()
+                return torch.zeros_like(states) + touched.to(states.dtype)
             if self._passes is None:
                 self._passes = StatePasses(self._layout)
             return pass_states(self._transport, self._passes, maps, stamp).to(states.dtype)
