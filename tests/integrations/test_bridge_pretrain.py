@@ -73,7 +73,7 @@ def test_dynamic_cp_has_the_losses_of_one_rank(folder, ranks, overrides):
 def test_options_that_do_not_go_with_dynamic_cp_are_refused(folder):
     from support.bridge import run
 
-    with pytest.raises(AssertionError, match="model.calculate_per_token_loss=False does not go"):
+    with pytest.raises(AssertionError, match=r"model\.calculate_per_token_loss=False does not go"):
         run(1, "dynamic", "model.calculate_per_token_loss=false", folder=folder)
 
 
