@@ -26,6 +26,9 @@ Preset = Literal[
 ]
 """Cost models that come with hcp."""
 
+PayloadSplit = Literal["whole", "first", "even", "tokens"]
+"""The rules by which ranks split a payload: see `hcp.Payload`."""
+
 QkvFormat = Literal["thd", "sbhd", "bshd"]
 """How queries, keys and values are laid out."""
 

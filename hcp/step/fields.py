@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hcp._validate import expect_choice
+from hcp._words import PayloadSplit
 from hcp.exchange.payloads import SPLITS, Takers
 from hcp.exchange.transport import rows_of
 
@@ -29,7 +30,7 @@ class Payload:
     and these split them.
     """
 
-    split: str = "whole"
+    split: PayloadSplit = "whole"
     """"whole": every rank of the group gets all rows. "first": the group's first rank does. "even":
     each rank gets about as many rows of the group's, as whole units. "tokens": each rank gets the
     rows that its own tokens take."""

@@ -14,6 +14,7 @@ import hcp
 from hcp import _words
 from hcp.attention.qkv_format import QKV_FORMATS
 from hcp.exchange.connect import TRANSPORTS
+from hcp.exchange.payloads import SPLITS
 from hcp.planning import cost, limits
 from hcp.rebinding.derived import KINDS
 from hcp.step import config
@@ -24,6 +25,7 @@ WORDS = {
     "Degrees": limits.DEGREES,
     "DerivedKind": KINDS,
     "GradReduce": GRAD_REDUCE,
+    "PayloadSplit": SPLITS,
     "Preset": tuple(cost.PRESETS),
     "QkvFormat": QKV_FORMATS,
     "Scheduler": (*config.SCHEDULERS, *config.MEGATRON_SCHEDULERS),
