@@ -54,7 +54,7 @@ def test_evaluation_and_test_sets_do_not_depend_on_the_eval_layout(
     ("ranks", "overrides"),
     [
         (2, ()),
-        (4, ("dist.eval_context_parallel_size=4", "dist.use_decentralized_pg=true")),
+        (4, ("dist.eval_context_parallel_size=4",)),
     ],
 )
 def test_dynamic_cp_has_the_losses_of_one_rank(folder, ranks, overrides):
