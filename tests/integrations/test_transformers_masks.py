@@ -19,8 +19,10 @@ from hcp.integrations.transformers import (
     causal_lm_loss,
     causal_lm_sample,
     causal_lm_samples,
+    image_inputs,
     masks_of,
     model_inputs,
+    register_for_images,
     register_hcp_attention,
 )
 
@@ -198,7 +200,7 @@ def test_images_of_gemma_3_see_themselves_whole() -> None:
     expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     assert any("vision" in name for name in expected)
     model.zero_grad()
-    register_hcp_attention(model)
+    register_for_images(model)
     lengths = [len(sample["ids"]) for sample in samples]
     spans = [Mask.bidirectional_spans(len(s["ids"]), s["spans"]) for s in samples]
     plan = hcp.plan(lengths, ranks=3, max_tokens_per_rank=60, min_degree=3, masks=spans)
@@ -227,3 +229,15 @@ def test_images_of_gemma_3_see_themselves_whole() -> None:
         summed = sum(each[name] for each in found if name in each)
         # Transformers normalizes in float32 in places.
         assert torch.allclose(summed, grad, rtol=1e-7, atol=1e-5), name
+
+
+def test_images_of_gemma_3_without_masks_are_refused() -> None:
+    model = gemma3()
+    plan = hcp.plan([5], ranks=1, max_tokens_per_rank=8)
+
+    def work(groups: Any) -> None:
+        ((cp, local),) = hcp.dispatch(plan, [{"input_ids": torch.arange(3, 8)}], [0], groups)
+        image_inputs(model, cp, local)
+
+    with pytest.raises(ValueError, match="expected a plan with masks that say so"):
+        hcp.loopback(1, work)

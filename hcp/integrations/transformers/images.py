@@ -35,11 +35,6 @@ def register_for_images(model: Any) -> None:
             f"{name} has no vision_config or no get_image_features, expected a model whose images "
             "take the place of tokens: for text use register_hcp_attention(model)"
         )
-    if "token_type_ids" in inspect.signature(model.forward).parameters:
-        raise ValueError(
-            f"{name} takes token_type_ids, expected a model of causal attention: tokens of an "
-            "image see each other both ways, which its attention under hcp does not compute"
-        )
     if hasattr(model.base_model, "get_rope_index"):
         raise ValueError(
             f"{name} gives image tokens positions of several axes (get_rope_index), expected a "
@@ -65,6 +60,12 @@ def image_inputs(
     without any encodes one of zeros and drops it, since data-parallel trainers wait for every rank.
     `encode`: what to call instead, also with 0 rows.
     """
+    if "token_type_ids" in inspect.signature(model.forward).parameters and not cp.plan.masks:
+        raise ValueError(
+            f"{type(model).__name__} takes token_type_ids: tokens of an image see each other both "
+            "ways, expected a plan with masks that say so: "
+            "hcp.plan(masks=[hcp.Mask.bidirectional_spans(length, spans), ...])"
+        )
     inputs = model_inputs(cp, local)
     embeddings = model.get_input_embeddings()(inputs.pop("input_ids"))[0]
     pixels = local[payload]
