@@ -281,7 +281,7 @@ static void find_needs(builder *b, int32_t s, int32_t k) {
   const hcp__piece *pieces;
   int32_t n = pieces_of(b, s, k, &pieces);
   int64_t first = hcp__records(&b->lists, NEEDS), length = length_of(b, s);
-  b->needs[s * b->degree + k] = first;
+  b->needs[(int64_t)s * b->degree + k] = first;
   for (int32_t p = 0; p < n; p++)
     for (int64_t i = 0; i < slice_count(b, s); i++) {
       hcp_slice x = slice_at(b, s, i);
@@ -295,14 +295,14 @@ static void find_needs(builder *b, int32_t s, int32_t k) {
 static void find_all_needs(builder *b) {
   for (int32_t s = 0; s < b->group->sequences; s++)
     for (int32_t k = 0; k < b->degree; k++) find_needs(b, s, k);
-  b->needs[b->group->sequences * b->degree] = hcp__records(&b->lists, NEEDS);
+  b->needs[(int64_t)b->group->sequences * b->degree] = hcp__records(&b->lists, NEEDS);
 }
 
 /* Appends to SEEN what `reader` sees of `owner`'s rows of a sequence. Returns the rows. */
 static int64_t append_seen(builder *b, int32_t s, int32_t owner, int32_t reader) {
   const hcp__piece *pieces;
   int32_t n = pieces_of(b, s, owner, &pieces), p = 0;
-  int64_t row = 0, rows = 0, *first = &b->needs[s * b->degree + reader];
+  int64_t row = 0, rows = 0, *first = &b->needs[(int64_t)s * b->degree + reader];
   for (int64_t i = first[0]; i < first[1] && !b->lists.failed; i++) {
     const int64_t *need = hcp__record(&b->lists, NEEDS, i);
     while (p < n && pieces[p].start + pieces[p].rows <= need[0]) row += pieces[p++].rows;
@@ -519,7 +519,8 @@ static int64_t exchange_rows(builder *b, int64_t *wire, int32_t m, int64_t row, 
   return row + rows;
 }
 
-/* `cuts`: who holds the sequences before the exchange. wire: room for every rank. */
+/* `cuts`: who holds the sequences before the exchange, NULL after the last. wire: room for every
+ * rank. */
 static void exchange_heads(builder *b, hcp__cut *const *cuts, int64_t *wire) {
   int64_t given = 0, row = 0;
   for (int32_t m = 0; m < b->ranks; m++) {
@@ -528,7 +529,7 @@ static void exchange_heads(builder *b, hcp__cut *const *cuts, int64_t *wire) {
                 (const int64_t[]){b->group->first_rank + m, given, rank_rows(b, m)});
     given += rank_rows(b, m);
   }
-  for (int32_t s = 0; s < b->group->sequences; s++)
+  for (int32_t s = 0; cuts[s] != NULL; s++)
     for (int32_t c = 0; c < cuts[s]->count; c++)
       row = exchange_rows(b, wire, cuts[s]->chunks[c].place, row, cuts[s]->chunks[c].rows);
   for (int32_t m = 0; m < b->ranks; m++) row = exchange_rows(b, wire, m, row, padding_of(b, m));
@@ -573,7 +574,7 @@ static hcp__cut *copy_cut(const hcp__cut *cut, int32_t degree) {
   return hcp__cut_create(cut->chunks, cut->count, degree);
 }
 
-/* Who holds the group's sequences, on its ranks. */
+/* Who holds the group's sequences, on its ranks; NULL after the last. */
 static hcp__cut **make_cuts(const builder *b, int32_t degree) {
   hcp__cut **cuts = calloc((size_t)b->group->sequences + 1, sizeof *cuts);
   for (int32_t s = 0; cuts != NULL && s < b->group->sequences; s++) {

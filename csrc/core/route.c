@@ -290,7 +290,7 @@ static int64_t most_before_in(const hcp_plan *plan, const hcp_group *group) {
     rows += hcp_rows_max(length, group->degree);
     spans += hcp__held_most(plan, group, s);
   }
-  return rows < INT32_MAX ? (INT32_MAX - rows) / spans : 0;
+  return rows < INT32_MAX && spans > 0 ? (INT32_MAX - rows) / spans : 0;
 }
 
 /* The same for all ranks of the micro-batch, so that none refuses alone. */
