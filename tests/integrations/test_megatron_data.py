@@ -576,7 +576,7 @@ def refuse(rank, size):
     inner.core_attention = capped
     with pytest.raises(ValueError, match="core_attention is Megatron-Bridge's Gemma2DotProduct"):
         hcp_megatron.hcp_layer_spec(derived)
-    with pytest.raises(ValueError, match="has no self-attention, Mamba mixer or MTP layer"):
+    with pytest.raises(ValueError, match="has no self-attention, Mamba mixer, gated delta"):
         hcp_megatron.hcp_layer_spec(get_gpt_layer_local_spec().submodules.mlp)
     with pytest.raises(ValueError, match="spec is the class GPTModel, expected a ModuleSpec"):
         hcp_megatron.hcp_layer_spec(GPTModel)

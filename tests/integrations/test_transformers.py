@@ -246,15 +246,6 @@ def test_what_attention_does_not_compute_is_refused_where_it_is_asked_for():
         forward(build("llama"), cp=None)
 
 
-def test_chunks_are_refused_where_a_mask_is_asked_for():
-    from argparse import Namespace
-
-    from hcp.integrations.transformers.attention import window_of
-
-    with pytest.raises(ValueError, match=r"attends in chunks of 4, expected sliding windows"):
-        window_of(local_size=4, config=Namespace(attention_chunk_size=4))
-
-
 def test_a_model_that_was_not_compared_is_refused_in_its_first_layer():
     from hcp.integrations.transformers import model_inputs, register_hcp_attention
 
@@ -694,7 +685,7 @@ SAMPLE = {
     "granitemoehybrid": sweep.FUSED,
     "jamba": "have layers with a state that scans the sequence",
     "mpt": "do not call attention through `AttentionInterface`",
-    "deepseek_v32": "have chunked, linear, sparse or convolution layers",
+    "deepseek_v32": "have linear, sparse or convolution layers",
     "doge": "make or read a mask of their own",
     "nemotron": "do not hand `cp=` on to their layers",
 }
@@ -1246,7 +1237,7 @@ def test_a_packed_row_is_taken_apart():
         ),
         (
             {"seq_lengths": [2, 2]},
-            r"seq_lengths is \[2, 2\] in a sample of 4 tokens, .*TRL packs them",
+            r"seq_lengths is \[2, 2\] in a sample of 4 tokens, .*hcp packs them itself",
         ),
         (
             {"token_type_ids": [0, 0, 1, 1]},

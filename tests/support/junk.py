@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import hcp
+import hcp.attention.operator
 from hcp.exchange.tables import schedule_words
 
 ALLOWED = (ValueError, RuntimeError, NotImplementedError, TypeError)
