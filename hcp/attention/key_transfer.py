@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+import hcp.ops  # noqa: F401  (loads torch.ops.hcp)
 from hcp.attention.kernel_calls import Launches, gradient_return_of
 from hcp.attention.rotary import NO_ROTATION, Rotary
 from hcp.exchange.agreement import Stamp

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import hcp.ops  # noqa: F401  (loads torch.ops.hcp)
 from hcp.attention.checks import as_autocast
 from hcp.attention.head_exchange import HeadExchange
 from hcp.attention.kernels import Choice, scores_of_sinks, wide

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import hcp.ops  # noqa: F401  (loads torch.ops.hcp)
 from hcp import _core
 from hcp._version import __version__
 from hcp._words import TransportName

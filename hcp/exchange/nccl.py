@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import hcp.ops  # noqa: F401  (loads torch.ops.hcp)
 from hcp.errors import HcpError
 from hcp.exchange.agreement import Kind, Recent, Stamp, header_of
 from hcp.exchange.tables import Move

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import hcp.ops  # noqa: F401  (loads torch.ops.hcp)
 from hcp.errors import HcpError
 from hcp.exchange.agreement import Recent, Stamp
 from hcp.exchange.torch_p2p import Board, TorchTransport

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,9 @@ from pathlib import Path
 import pytest
 
 import hcp
+
+CALLS = re.compile(r"torch\.ops\.hcp\.|\"hcp::")
+LOADS = re.compile(r"^ *(from hcp import ops|from hcp\.ops import|import hcp\.ops)\b", re.MULTILINE)
 
 PROBE = """
 import json, sys
@@ -82,3 +86,14 @@ def test_import_does_not_load_the_demo_or_an_integration(tmp_path: Path) -> None
     modules = probe(tmp_path)["modules"]
     assert isinstance(modules, list)
     assert [name for name in modules if name.startswith(("hcp.demo", "hcp.integrations"))] == []
+
+
+def test_a_module_that_calls_the_operators_loads_them() -> None:
+    # Names of hcp import at first use: another module may not have loaded the library before.
+    package = Path(hcp.__file__).parent
+    texts = {
+        path.relative_to(package).as_posix(): path.read_text() for path in package.rglob("*.py")
+    }
+    calling = {name for name, text in texts.items() if CALLS.search(text)}
+    assert "exchange/connect.py" in calling
+    assert {name for name in calling if not LOADS.search(texts[name])} == {"ops.py"}
