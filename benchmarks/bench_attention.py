@@ -27,7 +27,8 @@ Contestants are named by their comm type, and in brackets by what a group made o
 
 --backend names the kernels of all, yardsticks included; "cudnn" has none for `all_gather`. The
 packs P1, P2 and P4 are the first sequences of a batch of these families, half of --tokens for each
-rank. --host prints other tables, in one process without torchrun: see common/host_time.py.
+rank. --host and --alone print other tables, in one process without torchrun: see
+common/host_time.py and common/alone.py.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from common.alone import print_alone
 from common.families import BY_NAME
 from common.flags import end_after, parser_of
 from common.host_time import print_call_times, print_host_times
@@ -75,7 +77,7 @@ from torch import Tensor
 
 import hcp
 from hcp._words import CommType
-from hcp.attention.comm_types import A2A_P2P, AUTO, P2P
+from hcp.attention.comm_types import A2A_P2P, ALL_GATHER, AUTO, P2P
 from hcp.attention.kernels import Choice
 from hcp.step.handler import ContextParallelHandler
 
@@ -117,6 +119,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--host", action="store_true", help="print the host's time of a layer and of a call alone"
     )
+    parser.add_argument(
+        "--alone", action="store_true", help="print each rank's time without an exchange"
+    )
     args = parser.parse_args()
     args.rounds = args.rounds or (100 if args.host else 5)
     for name, choices in DEFAULTS.items():
@@ -134,17 +139,24 @@ def main() -> int:
         print_host_times(device, args.degrees or (1, 2, 4, 8), args.types, args.rounds, args.json)
         print_call_times(device, args.backend, getattr(torch, args.dtype), args.rounds, args.json)
         return 0
+    heads, kv_heads = args.heads
+    sizes = partial(Sizes, heads, kv_heads, args.head_dim, getattr(torch, args.dtype))
+    if args.alone:
+        end_after(args.deadline)
+        packs = {name: PACKS[name](args.tokens) for name in args.packs if name in PACKS}
+        types = [name for name in args.types if name in (P2P, ALL_GATHER)]
+        given = packs, args.degrees or [4], types, sizes(torch.device(args.device))
+        print_alone(*given, args.backend, args.rounds, args.json)
+        return 0
     device = start_ranks(args.device, args.deadline, TIMEOUT)
     ranks = dist.get_world_size()
     args.degrees = args.degrees or [ranks]
-    heads, kv_heads = args.heads
-    sizes = Sizes(heads, kv_heads, args.head_dim, getattr(torch, args.dtype), device)
     rate = copy_rate(device, args.rounds)
     domains = {
         name: hcp.build_process_groups(transport=name, timeout=TIMEOUT) for name in args.transports
     }
     packs = {name: lengths_of(name, args.tokens) for name in args.packs}
-    bench = Bench(args, sizes, domains, rate, next(iter(packs.values())))
+    bench = Bench(args, sizes(device), domains, rate, next(iter(packs.values())))
     if dist.get_rank() == 0:
         print_head(bench, packs)
     for name, lengths in packs.items():

@@ -4,9 +4,9 @@
 
 Each trainer trains a Llama of random weights with sharded parameters, in bfloat16 with the kernels
 that `auto` chooses: on one rank, then on all under dynamic CP, then on all under static CP. The
-losses of every step must agree. --device cpu runs toys in float32 over Gloo, with DDP where the
-trainer shards on GPUs only. The last line of each trainer is its row of the table; the exit code is
-1 if one failed.
+losses of every step must agree. More --ranks than GPUs share them, which says nothing about speed.
+--device cpu runs toys in float32 over Gloo, with DDP where the trainer shards on GPUs only. The
+last line of each trainer is its row of the table; the exit code is 1 if one failed.
 """
 
 from __future__ import annotations
@@ -311,7 +311,8 @@ def compare(trainer: str, ranks: int, device: str, limit_s: float, folder: Path)
         size = 1 if name == "one rank" else ranks
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(size), __file__, "--device", device),
+            *("--nproc-per-node", str(size), *_on_fewer_gpus(size, device)),
+            *(__file__, "--device", device),
             *("--as-rank", trainer, scheduler, str(file)),
         ]
         with file.with_suffix(".log").open("w") as log:
@@ -335,6 +336,12 @@ def compare(trainer: str, ranks: int, device: str, limit_s: float, folder: Path)
         flush=True,
     )
     return good
+
+
+def _on_fewer_gpus(ranks: int, device: str) -> list[str]:
+    """The program by which more ranks than GPUs share them, each as a host of its own to NCCL."""
+    shared = device == "cuda" and ranks > torch.cuda.device_count()
+    return [str(Path(__file__).with_name("as_nodes.py")), str(ranks)] if shared else []
 
 
 def ended(command: Sequence[str], log: Any, limit_s: float) -> int | None:

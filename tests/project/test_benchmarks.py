@@ -34,6 +34,11 @@ RUNS = {
         "--device cpu --tokens 256 --heads 4 2 --head-dim 8 --rounds 1 --packs one --dtype bfloat16"
         " --degrees 2 4 --take min",
     ),
+    "bench_attention --alone": (
+        1,
+        "--alone --device cpu --degrees 2 --tokens 512 --heads 2 1 --head-dim 8 --rounds 1"
+        " --packs halves",
+    ),
     "bench_attention --host": (1, "--host --device cpu --degrees 2 --types p2p --rounds 2"),
     "bench_eval": (
         2,
