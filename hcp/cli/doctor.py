@@ -68,6 +68,7 @@ def versions() -> Iterator[Finding]:
 
     part = "versions"
     yield Finding(part, "hcp", hcp.__version__)
+    yield from namesake(part)
     yield Finding(part, "Python", f"{platform.python_version()}, {platform.platform()}")
     if not has_torch():
         yield Finding(part, "torch", NO_TORCH, False)
@@ -80,6 +81,18 @@ def versions() -> Iterator[Finding]:
         yield attempt(part, module, lambda module=module: loaded(module))  # type: ignore[misc]
     for name, purpose in EXTRAS.items():
         yield extra(part, name, purpose)
+
+
+def namesake(part: str) -> Iterator[Finding]:
+    """Find the other project of the name hcp, whose package has the same import name."""
+    version = installed("hcp")
+    if version is not None:
+        says = (
+            f"{version} is installed too: another project, or hcp before 0.2. It and hcp-torch "
+            "overwrite each other's files. Uninstall both, then install hcp-torch: "
+            "python -m pip uninstall hcp hcp-torch"
+        )
+        yield Finding(part, "distribution hcp", says, False)
 
 
 def has_torch() -> bool:

@@ -334,6 +334,11 @@ def test_a_family_draws_the_same_lengths_from_the_same_seed(name: str) -> None:
     assert len(set(draws[0])) > 50
 
 
+def test_version(capsys: Capture) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"hcp {hcp.__version__}\n"
+
+
 # ---- doctor --------------------------------------------------------------------------------------
 
 
@@ -351,6 +356,18 @@ def test_doctor_says_what_works_here_and_why_the_rest_does_not(capsys: Capture) 
     ]
     assert all(line[2:4] in ("ok", "no", "  ") for line in out.splitlines() if line[0] == " ")
     assert f"torch                       {torch.__version__}" in out
+
+
+def test_doctor_names_another_project_that_overwrites_it(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "installed", lambda name: "0.1.3" if name == "hcp" else None)
+    (found,) = doctor.namesake("versions")
+    assert found.usable is False
+    assert "0.1.3" in found.says
+    assert "pip uninstall hcp hcp-torch" in found.says
+    monkeypatch.setattr(doctor, "installed", lambda name: None)
+    assert not list(doctor.namesake("versions"))
 
 
 def test_doctor_makes_no_cuda_context_and_no_process_group(capsys: Capture) -> None:

@@ -176,7 +176,7 @@ def check_make(arguments: list[str]) -> None:
 def check_install(arguments: list[str]) -> None:
     """pip install ...: extras of hcp that are named exist."""
     for word in arguments:
-        named = re.fullmatch(r"(?:\.|hcp)\[(.*)\]", word)
+        named = re.fullmatch(r"(?:\.|hcp-torch)\[(.*)\]", word)
         if named:
             wanted = {name.strip() for name in named[1].split(",")}
             assert wanted <= extras(), f"pyproject.toml has no extra {sorted(wanted - extras())}"
@@ -227,6 +227,8 @@ def check_command(command: list[str], folder: Path) -> None:
             check_make(rest)
         case ["pip" | "pip3", "install", *rest]:
             check_install(rest)
+        case ["pip", "uninstall", *names]:
+            assert set(names) <= {"hcp", "hcp-torch"}, names
         case ["python" | "python3" | ".venv/bin/python", *rest]:
             check_python(rest, folder)
         case ["source" | ".", path] if path.endswith("/bin/activate"):

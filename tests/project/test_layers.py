@@ -245,6 +245,17 @@ def test_ops_library_takes_only_the_stable_abi_and_the_c_and_cpp_runtimes() -> N
     assert entries(OPS_LIBRARY, "NEEDED") <= {"libtorch_cpu.so", *runtimes, *loaders}
 
 
+def test_ops_library_takes_only_what_the_libstdcpp_of_gcc_8_has() -> None:
+    # What is newer is in csrc/torch/older_runtime.cpp. glibc's part is auditwheel's, in `make wheel`.
+    names = subprocess.run(
+        ["objdump", "-T", str(OPS_LIBRARY)], capture_output=True, text=True, check=True
+    ).stdout
+    found = re.findall(r"\b(GLIBCXX_3\.4|CXXABI_1\.3)\.(\d+)", names)
+    latest = {name: max(int(n) for of, n in found if of == name) for name, _ in found}
+    assert latest.get("GLIBCXX_3.4", 0) <= 24
+    assert latest.get("CXXABI_1.3", 0) <= 11
+
+
 @pytest.mark.parametrize("library", [CORE_LIBRARY, OPS_LIBRARY], ids=lambda path: path.name)
 def test_a_library_names_no_path_of_the_machine_that_built_it(library: Path) -> None:
     assert entries(library, "RPATH") | entries(library, "RUNPATH") == set()

@@ -105,3 +105,62 @@ def test_the_citation_has_the_version_of_hcp() -> None:
     cited = re.search(r"^version: (\S+)$", path.read_text(), re.MULTILINE)
     assert cited
     assert cited[1] == hcp.__version__
+
+
+def test_extras_name_the_distribution_and_not_its_namesake() -> None:
+    extras = [line for extra in PROJECT["optional-dependencies"].values() for line in extra]
+    assert PROJECT["name"] == "hcp-torch"
+    assert any(line.startswith("hcp-torch[") for line in extras)
+    assert not any(re.match(r"hcp\b(?!-torch)", line) for line in extras)
+
+
+RELEASE = ROOT / ".github/release.py"
+
+
+@pytest.fixture
+def released(tmp_path: Path) -> Path:
+    """A repository of the files that a release writes."""
+    if not RELEASE.exists():
+        pytest.skip("no release.py here")
+    for name in (".github/release.py", "hcp/_version.py", "CITATION.cff", "CHANGELOG.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    git(tmp_path, "init", "--quiet")
+    git(tmp_path, "config", "user.name", "Tests")
+    git(tmp_path, "config", "user.email", "tests@localhost")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "--quiet", "--message", "before")
+    return tmp_path
+
+
+def git(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def release(folder: Path, *versions: str) -> str:
+    """What it says, with its exit code where that is not 0."""
+    command = [sys.executable, ".github/release.py", *versions]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    return f"{done.returncode or ''}{done.stdout}{done.stderr}"
+
+
+def test_a_release_is_one_version_in_all_files_and_a_tag(released: Path) -> None:
+    assert "v9.8.7" in release(released, "9.8.7")
+    assert git(released, "describe", "--exact-match").strip() == "v9.8.7"
+    assert '"9.8.7"' in (released / "hcp/_version.py").read_text()
+    assert "version: 9.8.7\n" in (released / "CITATION.cff").read_text()
+    changes = (released / "CHANGELOG.md").read_text()
+    assert re.search(r"## \[Unreleased\]\n\n## \[9\.8\.7\] - \d{4}-\d\d-\d\d\n", changes)
+    assert git(released, "status", "--porcelain") == ""
+    assert release(released, "9.8.7").startswith("1the tag v9.8.7 exists")
+    assert release(released, "9.8.8").startswith("1CHANGELOG.md has nothing")
+    assert git(released, "status", "--porcelain") == ""
+
+
+def test_a_release_of_an_uncommitted_tree_or_of_no_version_is_refused(released: Path) -> None:
+    assert release(released).startswith("1the arguments are []")
+    assert release(released, "v1").startswith("1the arguments are ['v1']")
+    (released / "CITATION.cff").write_text("")
+    assert release(released, "9.8.7").startswith("1the tree has changes")
