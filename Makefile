@@ -28,7 +28,7 @@ ifneq ($(shell cat $(READY) 2>/dev/null) $(words $(wildcard $(LIBRARIES))),$(CUR
 $(READY): FORCE
 endif
 
-.PHONY: help setup demo test test-clang test-long test-matrix test-trainers test-trainer-transformers sweep-transformers check format wheel sdist clean FORCE
+.PHONY: help setup demo test test-clang test-long test-matrix test-trainers test-trainer-transformers sweep-transformers check format docs wheel sdist clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -38,6 +38,7 @@ help:
 	@echo "make test-long   the exhaustive tests"
 	@echo "make test-trainers  tests of trainers in environments of their own: $(TRAINERS)"
 	@echo "make sweep-transformers  the table of model types in docs/guides/transformers.md"
+	@echo "make docs        the documentation as a site, in build/site"
 	@echo "make wheel       a wheel for other machines, in dist/; NVCC= for one without CUDA kernels"
 	@echo "make sdist       the source distribution, in dist/"
 	@echo "make test-matrix  install that wheel beside other versions of torch and Python, and try it"
@@ -136,6 +137,14 @@ test-trainer-bridge: FORCE
 	  megatron-core==0.19.2 megatron-bridge==0.6.2
 	PYTHONPATH=$(CURDIR)/tests $(BRIDGE)/bin/python -m pytest tests/integrations/test_bridge_pretrain.py \
 	  tests/integrations/test_bridge.py $(ARGS)
+
+# ---- Documentation ------------------------------------------------------------------------------
+
+# A link that leads nowhere, and a page that no other one leads to, are errors.
+docs: $(READY)
+	$(PY) -m pip install --quiet --editable '.[docs]'
+	$(PY) -m sphinx -E -W --keep-going --quiet -c docs -b html . build/site
+	@echo "build/site/index.html"
 
 # ---- Wheels -------------------------------------------------------------------------------------
 

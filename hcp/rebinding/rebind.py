@@ -47,8 +47,8 @@ def eval_cp_context(
     the model does not have at that moment. It is also an error to enter one in a second thread,
     since the first thread restores the training layout at its exit.
 
-    `exclude`: paths ("vision_model", "*.vision"), objects or classes that stay as they are, with
-    everything that is reached through them alone. `strict`: refuse to enter if `audit` finds a
+    `exclude`: paths (``"vision_model"``, ``"*.vision"``), objects or classes that stay as they are,
+    with everything that is reached through them alone. `strict`: refuse to enter if `audit` finds a
     place that looks dependent on the layout and that nothing covers.
 
     Raises ValueError if the model holds nothing of `train_pgs` to swap (the arguments may be in the

@@ -15,6 +15,7 @@ where they are absent:
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import shlex
@@ -359,3 +360,20 @@ def test_a_line_that_names_what_does_not_exist_fails(line: str, tmp_path: Path) 
     (command,) = commands_of(line)
     with pytest.raises(AssertionError):
         check_command(command, tmp_path)
+
+
+def test_every_page_has_a_place_in_the_site() -> None:
+    tree = ast.parse((ROOT / "docs/conf.py").read_text())
+    (found,) = (
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "CONTENTS"
+    )
+    patterns = [each for part in ast.literal_eval(found).values() for each in part]
+    pages = {
+        path.relative_to(ROOT / "docs").with_suffix("").as_posix()
+        for path in (ROOT / "docs").rglob("*.md")
+    }
+    lost = {page for page in pages - {"index"} if not any(map(Path(page).match, patterns))}
+    assert not lost, f"docs/conf.py has no place for {sorted(lost)} in CONTENTS"
+    assert all((ROOT / "docs" / f"{each}.md").exists() for each in patterns if "*" not in each)

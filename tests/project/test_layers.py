@@ -246,7 +246,7 @@ def test_ops_library_takes_only_the_stable_abi_and_the_c_and_cpp_runtimes() -> N
 
 
 def test_ops_library_takes_only_what_the_libstdcpp_of_gcc_8_has() -> None:
-    # What is newer is in csrc/torch/older_runtime.cpp. glibc's part is auditwheel's, in `make wheel`.
+    # What is newer is in csrc/torch/older_runtime.cpp. `make wheel` checks what it takes of glibc.
     names = subprocess.run(
         ["objdump", "-T", str(OPS_LIBRARY)], capture_output=True, text=True, check=True
     ).stdout
