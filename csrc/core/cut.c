@@ -1,10 +1,17 @@
 /* cut.c - which tokens of a masked sequence each rank of its group holds.
  *
  * Under a causal mask zigzag gives every rank equal work. Under others it may not. A
- * sequence is then cut into more chunks, dealt so that every rank has as many rows as
- * under zigzag, and about as many pairs of a query and a key: the heaviest chunk left
- * goes to the rank with the least work that has room, as in MagiAttention
- * (https://arxiv.org/abs/2505.13211); afterwards chunks are exchanged. */
+ * sequence is then cut into more chunks, so that every rank has as many rows as under
+ * zigzag, and about as many pairs of a query and a key. There are two ways; the one with
+ * fewer chunks is tried first.
+ *
+ * Phases: from token to token the keys that a query sees grow or shrink evenly, except at
+ * the edges of slices. Between two edges zigzag is even, so each such phase gets a zigzag of
+ * its own. This serves a mask of few slices, however few of its queries have the most pairs.
+ *
+ * Dealing: equal chunks, the heaviest left to the rank with the least work that has room, as
+ * in MagiAttention (https://arxiv.org/abs/2505.13211); afterwards chunks are exchanged. This
+ * serves a mask of many slices. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -264,20 +271,220 @@ static void zigzag_chunks(problem *p) {
   }
 }
 
+/* ---- phases ---- */
+
+/* Consecutive tokens of which each sees as many keys more than the one before it. */
+typedef struct phase {
+  int64_t start, rows;
+  int64_t pairs;
+  int32_t flat; /* all see equally many */
+} phase;
+
+typedef struct phases {
+  int32_t count;
+  int32_t each;    /* chunks of a place, 0: there are too many */
+  phase *list;     /* count                                                */
+  int32_t *order;  /* count: the most pairs of a token first               */
+  int64_t *rows;   /* count x degree: of each phase, those of each place   */
+  int64_t *spare;  /* degree: rows that a place can still take             */
+  int64_t *edges;  /* where phases begin                                   */
+} phases;
+
+static int ascending(const void *a, const void *b) {
+  int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
+  return (x > y) - (x < y);
+}
+
+/* Where the keys that queries of a slice see grow or shrink in another way: at both ends, and
+ * where a limit begins or ceases to hold. There the ways before and after meet, so that one at
+ * an end's own token divides nothing. */
+enum { EDGES = 6 };
+
+static int32_t add_edges(const hcp_slice *x, int64_t *edges) {
+  const int64_t meet[] = {x->key_begin - x->low, x->key_end - 1 - x->high,
+                          x->key_begin - x->high - 1, x->key_end - x->low};
+  int32_t count = 0;
+  edges[count++] = x->query_begin;
+  edges[count++] = x->query_end;
+  for (int32_t i = 0; i < EDGES - 2; i++)
+    if (meet[i] > x->query_begin && meet[i] < x->query_end - 1) edges[count++] = meet[i];
+  return count;
+}
+
+/* The edges of all slices, ascending, each once, and both ends of the sequence. */
+static int32_t find_edges(const problem *p, int64_t *edges) {
+  int32_t found = 0, count = 0;
+  edges[found++] = 0;
+  edges[found++] = p->length;
+  for (int32_t m = 0; m < p->plan->mask_count; m++) {
+    const hcp_masks *masks = &p->plan->masks[m];
+    for (int64_t i = masks->first[p->sequence]; i < masks->first[p->sequence + 1]; i++)
+      found += add_edges(&masks->slices[i], edges + found);
+  }
+  qsort(edges, (size_t)found, sizeof *edges, ascending);
+  for (int32_t i = 0; i < found; i++)
+    if (count == 0 || edges[i] != edges[count - 1]) edges[count++] = edges[i];
+  return count;
+}
+
+/* Pairs of each phase, and whether its first and last token have equally many. */
+static void measure_phases(problem *p, phases *f) {
+  p->count = 3 * f->count;
+  for (int32_t i = 0; i < f->count; i++) {
+    const phase *x = &f->list[i];
+    int64_t end = x->start + x->rows, last = most(x->start + 1, end - 1);
+    p->chunks[3 * i] = (hcp__chunk){x->start, 1, 0};
+    p->chunks[3 * i + 1] = (hcp__chunk){x->start + 1, last - x->start - 1, 0};
+    p->chunks[3 * i + 2] = (hcp__chunk){last, end - last, 0};
+  }
+  measure(p);
+  for (int32_t i = 0; i < f->count; i++) {
+    const int64_t *loads = p->loads + 3 * (ptrdiff_t)i;
+    f->list[i].pairs = loads[0] + loads[1] + loads[2];
+    f->list[i].flat = f->list[i].rows == 1 || loads[0] == loads[2];
+    f->each += f->list[i].flat ? 1 : 2;
+  }
+}
+
+/* Pairs of a token, in the mean: an integer, so that every rank cuts alike. */
+static int64_t density(const phase *x) { return x->pairs / x->rows; }
+
+static void sort_by_density(phases *f) {
+  for (int32_t i = 0; i < f->count; i++) {
+    int32_t at = i;
+    for (; at > 0 && density(&f->list[i]) > density(&f->list[f->order[at - 1]]); at--)
+      f->order[at] = f->order[at - 1];
+    f->order[at] = i;
+  }
+}
+
+static int64_t slices_of(const problem *p) {
+  int64_t count = 0;
+  for (int32_t m = 0; m < p->plan->mask_count; m++) {
+    const int64_t *first = p->plan->masks[m].first;
+    count += first[p->sequence + 1] - first[p->sequence];
+  }
+  return count;
+}
+
+/* Finds the phases, if their chunks are not too many. Returns 0 when out of memory. */
+static int find_phases(problem *p, phases *f) {
+  int64_t slices = slices_of(p);
+  memset(f, 0, sizeof *f);
+  if (slices > p->room) return 1;
+  f->edges = malloc((size_t)(EDGES * slices + 2) * sizeof *f->edges);
+  if (f->edges == NULL) return 0;
+  f->count = find_edges(p, f->edges) - 1;
+  if (f->count > p->room / (2 * p->degree)) return 1;
+  size_t count = (size_t)f->count, places = (size_t)p->degree;
+  f->list = malloc(count * (sizeof *f->list + sizeof *f->order + places * sizeof *f->rows) +
+                   places * sizeof *f->spare);
+  if (f->list == NULL) return 0;
+  f->rows = (int64_t *)(f->list + count);
+  f->spare = f->rows + count * places;
+  f->order = (int32_t *)(f->spare + places);
+  for (int32_t i = 0; i < f->count; i++)
+    f->list[i] = (phase){f->edges[i], f->edges[i + 1] - f->edges[i], 0, 0};
+  measure_phases(p, f);
+  sort_by_density(f);
+  return 1;
+}
+
+static void free_phases(phases *f) {
+  free(f->list);
+  free(f->edges);
+}
+
+static void take_rows(problem *p, phases *f, int32_t i, int32_t k, int64_t rows) {
+  f->rows[(ptrdiff_t)i * p->degree + k] += rows;
+  f->spare[k] -= rows;
+  p->sums[k] += density(&f->list[i]) * rows;
+}
+
+/* Shares a phase's rows between places: equally, and what is left over one by one to the place
+ * with the fewest pairs that has room. */
+static void share_phase(problem *p, phases *f, int32_t i) {
+  int64_t left = f->list[i].rows;
+  for (int32_t k = 0; k < p->degree; k++) {
+    int64_t rows = least(f->list[i].rows / p->degree, f->spare[k]);
+    take_rows(p, f, i, k, rows);
+    left -= rows;
+  }
+  for (; left > 0; left--) {
+    int32_t chosen = -1;
+    for (int32_t k = 0; k < p->degree; k++)
+      if (f->spare[k] > 0 && (chosen < 0 || p->sums[k] < p->sums[chosen])) chosen = k;
+    take_rows(p, f, i, chosen, 1);
+  }
+}
+
+/* One chunk of a phase for each place, up or down. */
+static void add_chunks(problem *p, const int64_t *rows, int32_t half, int32_t down) {
+  for (int32_t at = 0; at < p->degree; at++) {
+    int32_t k = down ? p->degree - 1 - at : at;
+    int64_t part = half < 0 ? rows[k] : (rows[k] + (half == (k & 1))) / 2;
+    hcp__chunk *before = p->count > 0 ? &p->chunks[p->count - 1] : NULL;
+    int64_t start = before == NULL ? 0 : before->start + before->rows;
+    p->chunks[p->count++] = (hcp__chunk){start, part, k};
+  }
+}
+
+/* Cuts each phase in a zigzag of its own: one chunk for each place where it is flat, and two
+ * otherwise. Every place gets its rows under zigzag. Returns the pairs of the busiest. */
+static int64_t cut_in_phases(problem *p, phases *f) {
+  memset(p->sums, 0, (size_t)p->degree * sizeof *p->sums);
+  memset(f->rows, 0, (size_t)f->count * (size_t)p->degree * sizeof *f->rows);
+  for (int32_t k = 0; k < p->degree; k++)
+    f->spare[k] = hcp__rows_before(p->length, p->degree, k, p->length);
+  for (int32_t i = 0; i < f->count; i++) share_phase(p, f, f->order[i]);
+  p->count = 0;
+  for (int32_t i = 0, down = 0; i < f->count; i++) {
+    const int64_t *rows = f->rows + (ptrdiff_t)i * p->degree;
+    if (f->list[i].flat) {
+      add_chunks(p, rows, -1, down);
+      down = !down;
+    } else {
+      add_chunks(p, rows, 0, down);
+      add_chunks(p, rows, 1, !down);
+    }
+  }
+  return busiest(p);
+}
+
+/* ---- the best of both ---- */
+
+/* Keeps the chunks as the best cut if they are. Returns 0 when out of memory. */
+static int keep_best(const problem *p, int64_t found, int64_t *top, hcp__cut **cut) {
+  if (found >= *top) return 1;
+  free(*cut);
+  *cut = hcp__cut_create(p->chunks, p->count, p->degree);
+  *top = found;
+  return *cut != NULL;
+}
+
 /* The best cut with as few chunks as are good; *cut stays NULL where that is zigzag. */
+static int try_cuts(problem *p, phases *f, int64_t top, hcp__cut **cut) {
+  int done = 1;
+  for (int32_t each = FEWEST_CHUNKS; done && each <= MOST_CHUNKS && !is_good(p, top); each *= 2) {
+    if (f->each > 0 && f->each <= each) {
+      done = keep_best(p, cut_in_phases(p, f), &top, cut);
+      f->each = 0;
+      if (!done || is_good(p, top)) break;
+    }
+    if (p->length / p->degree >= each && each * p->degree <= p->room)
+      done = keep_best(p, cut_into(p, each), &top, cut);
+  }
+  return done;
+}
+
 static int solve(problem *p, hcp__cut **cut) {
   zigzag_chunks(p);
   int64_t top = busiest(p);
-  for (int32_t each = FEWEST_CHUNKS; each <= MOST_CHUNKS && !is_good(p, top); each *= 2) {
-    if (p->length / p->degree < each || each * p->degree > p->room) break;
-    int64_t found = cut_into(p, each);
-    if (found >= top) continue;
-    free(*cut);
-    *cut = hcp__cut_create(p->chunks, p->count, p->degree);
-    if (*cut == NULL) return 0;
-    top = found;
-  }
-  return 1;
+  if (is_good(p, top)) return 1;
+  phases f;
+  int done = find_phases(p, &f) && try_cuts(p, &f, top, cut);
+  free_phases(&f);
+  return done;
 }
 
 int hcp__cut_balanced(const hcp_plan *plan, int32_t sequence, int32_t degree, hcp__cut **cut) {

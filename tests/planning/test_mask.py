@@ -222,8 +222,9 @@ def held_pairs(plan: hcp.Plan) -> list[int]:
         Mask.shared_prefix(300, [100] * 4),
         Mask.documents([400, Mask.full(100), 200]),
         Mask.bidirectional_spans(700, [(10, 200), (600, 650)]),
+        Mask(700, [((0, 700), (0, 2)), ((660, 700), (2, 700))]),
     ],
-    ids=["prefix", "tree", "documents", "spans"],
+    ids=["prefix", "tree", "documents", "spans", "few queries"],
 )
 def test_a_cut_balances_pairs_and_keeps_the_rows_of_zigzag(mask: Mask, degree: int) -> None:
     request = {"ranks": degree, "max_tokens_per_rank": 700, "min_degree": degree}
@@ -236,6 +237,26 @@ def test_a_cut_balances_pairs_and_keeps_the_rows_of_zigzag(mask: Mask, degree: i
     pairs = held_pairs(plan)
     assert sum(pairs) == mask.pairs
     assert max(pairs) <= 1.05 * mask.pairs / degree, pairs
+
+
+def test_few_queries_with_most_pairs_are_shared_in_few_pieces() -> None:
+    """A phase of every kind: none seen, a growing and a falling number of keys, all keys."""
+    mask = Mask(
+        5000,
+        [
+            ((0, 900), (0, 900), "inverse_causal"),
+            ((2000, 4900), (2000, 4900), "causal"),
+            ((4900, 5000), (0, 5000)),
+        ],
+    )
+    for degree in (2, 7, 16):
+        plan = hcp.plan(
+            [5000], ranks=degree, max_tokens_per_rank=5000, min_degree=degree, masks=[mask]
+        )
+        pairs = held_pairs(plan)
+        assert sum(pairs) == mask.pairs
+        assert max(pairs) <= 1.02 * mask.pairs / degree, (degree, pairs)
+        assert max(len(hcp.Layout(plan, 0, rank).spans) for rank in range(degree)) <= 6
 
 
 def test_a_causal_mask_keeps_zigzag() -> None:
