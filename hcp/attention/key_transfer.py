@@ -87,6 +87,16 @@ def rotated_back(grad: Tensor, rotary: Rotary | None) -> Tensor:
 _AS_THEY_ARE = torch.empty(0, 2, dtype=torch.int64, device="cpu")
 
 
+def columns_of(rows: Tensor, cuts: Tensor | None, sizes: tuple[int, int, int]) -> list[Tensor]:
+    """Views of rows of keys beside values, (n, G, D) and (n, G, E) of each cut."""
+    views: list[Tensor] = torch.ops.hcp.arrive.default(rows, _AS_THEY_ARE, 0, *sizes, cuts)
+    return views
+
+
+def whole_cut(rows: int) -> Tensor:
+    return torch.tensor([[0, rows]], device="cpu")
+
+
 class SentKeys:
     """A transfer in which ranks send rows: keys and values side by side, then their gradients."""
 
@@ -145,7 +155,10 @@ class SentKeys:
 
         def sums() -> list[Tensor]:
             pending.wait()
-            return summed(own, home, launches.local_runs, rows, 2, rotary)
+            if own:
+                return summed(own, home, launches.local_runs, rows, 2, rotary)
+            parts = columns_of(home, whole_cut(home.shape[0]), self._sizes)
+            return summed(parts, None, launches.local_runs, rows, 2, rotary)
 
         return sums
 
@@ -171,14 +184,25 @@ class ReadKeys:
         self._keys = transport.share(
             Share(rows, self._widths, dtype, schedule.whole_run, readers, schedule.reads)
         )
-        self._whole = torch.tensor([[0, rows]], device="cpu")
+        self._whole = whole_cut(rows)
+
+    @property
+    def _has_gradients(self) -> bool:
+        """Whether any query sees this rank's keys."""
+        return bool(self._launches.stages[0] or self._schedule.home_receives)
 
     @cached_property
     def _grads(self) -> Shared:
         home = gradient_return_of(self._schedule, self._launches, self._transport.rank)
         like = self._widths, self._dtype
         return self._transport.share(
-            Share(home.staged_rows, *like, home.staged_runs, home.readers, [home.read])
+            Share(
+                home.staged_rows,
+                *like,
+                home.staged_runs,
+                home.readers,
+                [home.read if self._has_gradients else None],
+            )
         )
 
     def keys(
@@ -194,25 +218,22 @@ class ReadKeys:
                 continue
             reading = staged.read(number)
             yield current
-            current = self._columns(reading.wait(), launches.key_cuts[number])
+            current = columns_of(reading.wait(), launches.key_cuts[number], self._sizes)
         yield current
-
-    def _columns(self, rows: Tensor, cuts: Tensor | None) -> list[Tensor]:
-        views: list[Tensor] = torch.ops.hcp.arrive.default(
-            rows, _AS_THEY_ARE, 0, *self._sizes, cuts
-        )
-        return views
 
     def return_gradients(
         self, grads: list[Tensor], rotary: Rotary | None, stamp: Stamp
     ) -> Callable[[], list[Tensor]]:
         own = grads[: 2 * len(self._launches.stages[0])]
         staged = self._grads.stage(next(self._exchanges), grads, stamp, own)
+        if not self._has_gradients:
+            rows = self._schedule.query_rows
+            return lambda: [grad.new_zeros(rows, *grad.shape[1:]) for grad in grads[:2]]
         reading = staged.read(0)
 
         def sums() -> list[Tensor]:
             # The kernel that reads and sums does not rotate.
-            grad_key, grad_value = self._columns(reading.wait(), self._whole)
+            grad_key, grad_value = columns_of(reading.wait(), self._whole, self._sizes)
             return [rotated_back(grad_key, rotary), grad_value]
 
         return sums

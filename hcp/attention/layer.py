@@ -335,14 +335,16 @@ def _backward_rows(
             grad_query, *others = kernel.backward(launch, *given)
             grad_queries.append(grad_query)
             grads += others
-    if not grads:
-        return torch.zeros_like(by_query[1]), torch.zeros_like(key), torch.zeros_like(value)
     if launches.one_launch:
         return rotated_back(grad_queries[0], rotary), rotated_back(grads[0], rotary), grads[1]
-    returned = run.transfer.return_gradients(grads, rotary, stamp)
+    if not grads and len(run.schedule.stages) == 1:
+        return torch.zeros_like(by_query[1]), torch.zeros_like(key), torch.zeros_like(value)
+    # Queries that see nothing give no gradients, but others may have some for this rank's keys.
+    returned = run.transfer.return_gradients(grads or [key[:0], value[:0]], rotary, stamp)
     # Meanwhile:
     runs, count = launches.output_runs, run.schedule.query_rows
-    (grad_query,) = summed(grad_queries, None, runs, count, 1, rotary)
+    given = grad_queries or [by_query[1][:0]]
+    (grad_query,) = summed(given, None, runs, count, 1, rotary)
     grad_key, grad_value = returned()
     return grad_query, grad_key, grad_value
 

@@ -147,6 +147,17 @@ def test_mixed_degrees_equal_one_rank(seed: int, sharing: bool) -> None:
     assert error_of(job) <= 1e-10, job
 
 
+@pytest.mark.parametrize("sharing", [False, True], ids=["sent", "read"])
+@pytest.mark.parametrize("comm_type", TYPES[:2])
+def test_a_rank_whose_queries_see_nothing_gets_the_gradients_of_its_keys(
+    comm_type: str, sharing: bool
+) -> None:
+    """Rank 0 sees a key of rank 1's, which sees nothing; rank 2 is seen by nobody."""
+    mask = Mask(6, [((0, 1), (1, 2)), ((5, 6), (1, 2))])
+    plan = planned([6], [mask], 3, min_degree=3)
+    assert error_of(Job(plan, comm_type, sharing=sharing)) <= 1e-10
+
+
 def test_cuts_of_their_own_equal_one_rank() -> None:
     """Long enough that zigzag gives way."""
     mask = Mask.documents([Mask.prefix_lm(150, 140), 60, Mask.full(40)])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from random import Random
 
 import torch
 from torch import Tensor
 
 from hcp import Mask
+from hcp.planning.mask import Slice
 
 
 def _spans(r: Random, length: int) -> list[tuple[int, int]]:
@@ -23,6 +25,16 @@ def _parts(r: Random, length: int) -> list[int]:
     return parts
 
 
+def _holes(r: Random, length: int) -> Mask:
+    """Rectangles of a grid, some of which are left out: queries that see nothing, keys that nobody
+    sees."""
+    kinds = ("full", "causal", "inverse_causal", "both")
+    bounds = [list(itertools.accumulate(_parts(r, length), initial=0)) for _ in range(2)]
+    grid = itertools.product(*map(itertools.pairwise, bounds))
+    parts = [(*cell, r.choice(kinds)) for cell in grid if r.random() < 0.4]
+    return Mask(length, [part for part in parts if Slice(*part).pairs])
+
+
 KINDS = {
     "causal": lambda r, n: None,
     "full": lambda r, n: Mask.full(n),
@@ -35,6 +47,9 @@ KINDS = {
         [r.choice([size, Mask.full(size)]) for size in _parts(r, n)]
     ),
     "tree": lambda r, n: tree(r, _parts(r, n)),
+    "holes": _holes,
+    "nothing": lambda r, n: Mask(n, []),
+    "next": lambda r, n: Mask(n, [((0, n // 2), (n - n // 2, n))] if n > 1 else []),
 }
 """Draws of a mask of n tokens, by the name of its constructor."""
 
