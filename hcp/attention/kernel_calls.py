@@ -28,7 +28,7 @@ class Launches(NamedTuple):
     home_runs: Tensor
     local_runs: Tensor
     one_launch: bool
-    """Whether a single launch computes all rows on keys that lie here: nothing is merged or
+    """Whether a single launch computes all rows on all keys, which lie here: nothing is merged or
     summed."""
 
 
@@ -49,7 +49,9 @@ def launches_of(schedule: Schedule, kernel: Kernel) -> Launches:
     # Returned gradients are one more part, after the entries and the launches of stage 0.
     local = [*places[: len(schedule.stages[0].entries)], (len(stages[0]), 0, 0)]
     output_runs = _renumber(schedule.output_runs, places, 1)
+    local_runs = _renumber(schedule.local_runs, local, 2)
     rows = schedule.query_rows
+    all_local = number == len(schedule.stages) == 1
     queries = _cuts([launch.queries for launches in stages for launch in launches])
     own, *others = [_cuts([launch.keys for launch in launches]) for launches in stages]
     return Launches(
@@ -60,8 +62,8 @@ def launches_of(schedule: Schedule, kernel: Kernel) -> Launches:
         output_runs,
         _with_sinks(output_runs, number, rows),
         _renumber(schedule.home_runs, places, 2),
-        _renumber(schedule.local_runs, local, 2),
-        number == len(schedule.stages) == 1 and _covers(output_runs, rows),
+        local_runs,
+        all_local and _covers(output_runs, rows) and _covers(local_runs, rows),
     )
 
 

@@ -343,8 +343,7 @@ def _backward_rows(
     returned = run.transfer.return_gradients(grads or [key[:0], value[:0]], rotary, stamp)
     # Meanwhile:
     runs, count = launches.output_runs, run.schedule.query_rows
-    given = grad_queries or [by_query[1][:0]]
-    (grad_query,) = summed(given, None, runs, count, 1, rotary)
+    (grad_query,) = summed(grad_queries or [by_query[1][:0]], None, runs, count, 1, rotary)
     grad_key, grad_value = returned()
     return grad_query, grad_key, grad_value
 

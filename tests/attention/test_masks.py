@@ -158,6 +158,15 @@ def test_a_rank_whose_queries_see_nothing_gets_the_gradients_of_its_keys(
     assert error_of(Job(plan, comm_type, sharing=sharing)) <= 1e-10
 
 
+@pytest.mark.parametrize("comm_type", TYPES)
+def test_keys_that_nobody_sees_have_gradients_of_zero(comm_type: str) -> None:
+    """All queries are in one launch, and half of the keys."""
+    given = [Mask(4, [((0, 4), (0, 2))]), Mask(4, [((0, 4), (2, 4))])]
+    for degree in (1, 2):
+        plan = planned([4, 4], given, 2, min_degree=degree)
+        assert error_of(Job(plan, comm_type)) <= 1e-10
+
+
 def test_cuts_of_their_own_equal_one_rank() -> None:
     """Long enough that zigzag gives way."""
     mask = Mask.documents([Mask.prefix_lm(150, 140), 60, Mask.full(40)])

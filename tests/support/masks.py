@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from random import Random
 
 import torch
@@ -29,13 +30,15 @@ def _holes(r: Random, length: int) -> Mask:
     """Rectangles of a grid, some of which are left out: queries that see nothing, keys that nobody
     sees."""
     kinds = ("full", "causal", "inverse_causal", "both")
-    bounds = [list(itertools.accumulate(_parts(r, length), initial=0)) for _ in range(2)]
-    grid = itertools.product(*map(itertools.pairwise, bounds))
-    parts = [(*cell, r.choice(kinds)) for cell in grid if r.random() < 0.4]
-    return Mask(length, [part for part in parts if Slice(*part).pairs])
+    queries, keys = (
+        list(itertools.pairwise(itertools.accumulate(_parts(r, length), initial=0)))
+        for _ in range(2)
+    )
+    grid = [Slice(q, k, r.choice(kinds)) for q in queries for k in keys if r.random() < 0.4]
+    return Mask(length, [part for part in grid if part.pairs])
 
 
-KINDS = {
+KINDS: dict[str, Callable[[Random, int], Mask | None]] = {
     "causal": lambda r, n: None,
     "full": lambda r, n: Mask.full(n),
     "window": lambda r, n: Mask.window(n, r.choice([-1, 0, 2, 7]), r.choice([-1, 0, 1, 5])),
@@ -44,7 +47,7 @@ KINDS = {
     "chunked": lambda r, n: Mask.chunked(n, r.randint(1, n)),
     "streaming": lambda r, n: Mask.streaming(n, r.randint(0, 5), r.randint(0, 9)),
     "documents": lambda r, n: Mask.documents(
-        [r.choice([size, Mask.full(size)]) for size in _parts(r, n)]
+        [size if r.random() < 0.5 else Mask.full(size) for size in _parts(r, n)]
     ),
     "tree": lambda r, n: tree(r, _parts(r, n)),
     "holes": _holes,
