@@ -685,7 +685,7 @@ SAMPLE = {
     "granitemoehybrid": sweep.FUSED,
     "jamba": "have layers with a state that scans the sequence",
     "mpt": "do not call attention through `AttentionInterface`",
-    "deepseek_v32": "have linear, sparse or convolution layers",
+    "axk2": "have linear, sparse or convolution layers",
     "doge": "make or read a mask of their own",
     "nemotron": "do not hand `cp=` on to their layers",
 }

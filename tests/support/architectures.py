@@ -54,6 +54,7 @@ SIZES = (
 SMALL = {name: value for value, names in SIZES for name in names.split()}
 BOTH = ["sliding_attention", "full_attention"]
 LATENT = {"num_key_value_heads": 4}
+CHOSEN = {"index_head_dim": 16, "index_topk": 6}
 ROTARY = {"head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
 PER_LAYER = {
@@ -82,13 +83,13 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": LATENT | EXPERTS,
     "deepseek_v3": LATENT,
-    "deepseek_v32": LATENT | {"index_head_dim": 16},
+    "deepseek_v32": LATENT | CHOSEN,
     "dots1": EXPERTS | {"n_shared_experts": 1, "layer_types": BOTH},
     "dots3_note_text": LATENT,
     "gemma3n_text": PER_LAYER | {"laurel_rank": 4, "activation_sparsity_pattern": [0.0, 0.0]},
     "gemma4_text": PER_LAYER,
     "glm4_moe_lite": LATENT,
-    "glm_moe_dsa": LATENT | {"index_head_dim": 16},
+    "glm_moe_dsa": LATENT | CHOSEN | {"indexer_types": ["full", "shared"]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     "granitemoehybrid": MAMBA | {"layer_types": ["mamba", "attention"]},
     "hunyuan_v1_dense": ROTARY,

@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from hcp.attention.kernels import Choice, kernel_for
 from hcp.integrations.experts import capacities
 from hcp.integrations.rotary import Unrotated, take_rotary
-from hcp.integrations.transformers import recurrent
+from hcp.integrations.transformers import indexer, recurrent
 from hcp.integrations.transformers.latent import Unexpanded
 from hcp.integrations.transformers.masks import CHUNKED, FULL, LAYERS, SLIDING
 from hcp.integrations.transformers.probe import (
@@ -68,6 +68,7 @@ def register_hcp_attention(
     if model is not None:
         check_model(model)
         recurrent.hand_states_on(model)
+        indexer.hand_choices_on(model)
         probe(model, ATTENTION, fused_rope=fused_rope, latents=send_latents)
 
 
@@ -126,6 +127,7 @@ def _parts(config: Any) -> list[Any]:
 def _check_config(config: Any) -> None:
     name = type(config).__name__
     known = LAYERS | recurrent.LAYERS if recurrent.is_recurrent(config) else LAYERS
+    known = known | {indexer.LAYER} if indexer.is_indexed(config) else known
     others = set(getattr(config, "layer_types", None) or ()) - known
     if others:
         raise ValueError(
@@ -183,6 +185,10 @@ class Window(NamedTuple):
     def ndim(self) -> int:
         """That of a mask which is made already: Transformers hands it on then."""
         return 4
+
+    def __getitem__(self, part: Any) -> Any:
+        """A layer that cuts its mask for an indexer hands on the same."""
+        return self if isinstance(part, tuple) else tuple.__getitem__(self, part)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -261,8 +267,15 @@ def hcp_attention(
     # The masks of a plan say what comes after a row.
     right = -1 if cp.plan.masks else 0
     keys = _keys(rows, value, cp.rows) if latent is None else latent.arguments(cp.rows)
+    queries = query[0].transpose(0, 1)[: cp.rows].to(keys["key"].dtype)
+    if isinstance(options.get("indices"), indexer.Choice):
+        _refuse_with_indices(module, size, softcap, s_aux, dropout, rotary)
+        indices = options["indices"].indices(cp)
+        keys.pop("parameters", None)  # autograd follows the function that expands
+        out, _, _ = cp.sparse_attention(queries, **keys, indices=indices, softmax_scale=scaling)
+        return _padded(out, query.shape[2])
     out = cp.attention(
-        query[0].transpose(0, 1)[: cp.rows].to(keys["key"].dtype),
+        queries,
         **keys,
         window_size=(-1 if size is None else size - 1, right),
         mask=_mask_of(module, attention_mask, size, cp),
@@ -273,7 +286,29 @@ def hcp_attention(
         rotary_pos_emb=rotary,
         layer=_layer_of(module),
     )
-    return F.pad(out, (0, 0, 0, 0, 0, query.shape[2] - cp.rows)).unsqueeze(0), None
+    return _padded(out, query.shape[2])
+
+
+def _padded(out: Tensor, rows: int) -> tuple[Tensor, None]:
+    """(1, rows, H, E) of (T, H, E): a row may stand in."""
+    return F.pad(out, (0, 0, 0, 0, 0, rows - out.shape[0])).unsqueeze(0), None
+
+
+def _refuse_with_indices(
+    module: nn.Module,
+    size: int | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+    dropout: float,
+    rotary: Any,
+) -> None:
+    asked = {"a sliding window": size, "soft-capping": softcap, "attention sinks": s_aux}
+    asked |= {"dropout": dropout or None, "unrotated queries": rotary}
+    if found := [name for name, value in asked.items() if value is not None]:
+        raise ValueError(
+            f"{type(module).__name__} asks for {found[0]} and for chosen keys, expected chosen "
+            "keys alone: cp.sparse_attention computes nothing else"
+        )
 
 
 def _keys(key: Tensor, value: Any, count: int) -> dict[str, Any]:
@@ -336,7 +371,7 @@ def _refuse(
 ) -> None:
     name = type(module).__name__
     for option in REFUSED:
-        if options.get(option) is not None:
+        if not isinstance(options.get(option), indexer.Choice | None):
             raise ValueError(
                 f"{name} asks for {option}={_shown(options[option])}, expected a model without: "
                 "none of the attention kernels in use computes it"

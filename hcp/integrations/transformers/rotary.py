@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from hcp.attention.rotary import Rotary, rotate_by_torch
 from hcp.integrations.rotary import Unrotated, once, place_of
+from hcp.integrations.transformers.indexer import is_indexer
 from hcp.step.handler import ContextParallelHandler
 
 FUNCTION = "apply_rotary_pos_emb"
@@ -250,6 +251,8 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
         forward = _forward(module)
         code, names = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
         if code is None or FUNCTION not in code.co_names or FUNCTION not in names:
+            continue
+        if is_indexer(module):  # it scores what it rotates
             continue
         if _TABLES in inspect.signature(forward).parameters and hasattr(module, "config"):
             yield module
