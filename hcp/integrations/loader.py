@@ -33,7 +33,7 @@ from hcp.rebinding.exclude import Exclude
 from hcp.rebinding.rebind import eval_cp_context
 from hcp.step.config import NO_WINDOW, Config
 from hcp.step.dispatch import Step, dispatch, gather_lengths, share
-from hcp.step.fields import Sample
+from hcp.step.fields import Rules, Sample
 
 _log = logging.getLogger("hcp")
 
@@ -330,11 +330,12 @@ class DynamicCPCollator:
         model: nn.Module | None = None,
         alignment: int = 1,
         masks: MasksFor | None = None,
+        fields: Rules | None = None,
     ) -> None:
         """`model`: decides `config.sync` if that is "auto", when the first batch is planned.
         `alignment`: the rows of every rank are a multiple of it. `masks`: gives the masks of
-        sequences of these lengths."""
-        self.masks = masks
+        sequences of these lengths. `fields`: see `hcp.dispatch`."""
+        self.masks, self.fields = masks, fields
         self.config, self.groups, self.cost = config, groups, cost
         self.to_sample, self.window_sizes = to_sample, tuple(window_sizes)
         self.alignment = alignment
@@ -345,7 +346,7 @@ class DynamicCPCollator:
         """Plan and dispatch. `items` may be a generator: an exception of it is raised on every
         rank."""
         samples = (sample for item in items for sample in samples_of(self.to_sample, item))
-        lengths, sources, own = gather_lengths(samples, self.groups)
+        lengths, sources, own = gather_lengths(samples, self.groups, fields=self.fields)
         ranks = self.groups.size("dp_cp")
         limits: dict[str, Any] = {"sync": self._barrier.sync, "alignment": self.alignment}
         limits["masks"] = self.masks(lengths) if self.masks else None
@@ -356,6 +357,7 @@ class DynamicCPCollator:
             own,
             sources,
             self.groups,
+            fields=self.fields,
             **{**options, "window_sizes": (*options["window_sizes"], *self.window_sizes)},
         )
 
@@ -396,13 +398,14 @@ class DynamicCPDataLoader:
         model: nn.Module | None = None,
         order: Order | None = None,
         masks: MasksFor | None = None,
+        fields: Rules | None = None,
     ) -> None:
         """`dataset`: items for `to_sample`, map-style or a stream (an iterable without indices).
         Every rank reads all of a stream, in its order, and keeps its share. `global_batch_size`:
         items of all ranks together. `drop_last`: leave out the last batch of an epoch if it is
         smaller. `load_workers`: processes that read the dataset. `order`: in place of `shuffle` and
-        `seed`, for a map-style dataset. `window_sizes`: see `hcp.dispatch`. `masks`: gives the
-        masks of sequences of these lengths.
+        `seed`, for a map-style dataset. `window_sizes`, `fields`: see `hcp.dispatch`. `masks`:
+        gives the masks of sequences of these lengths.
         `model`: the one that trains on the batches. With `config.sync` "auto", it decides whether
         ranks wait for each other in every layer. hcp's own trainers set it themselves."""
         _check_dataset(dataset)
@@ -417,6 +420,7 @@ class DynamicCPDataLoader:
             window_sizes=window_sizes,
             model=model,
             masks=masks,
+            fields=fields,
         )
         self._drop_last = drop_last
         samples = 0 if is_stream(dataset) else len(dataset)
@@ -655,9 +659,10 @@ class EvalDataLoader:
         to_sample: ToSample = causal_lm_samples,
         model: nn.Module | None = None,
         masks: MasksFor | None = None,
+        fields: Rules | None = None,
     ) -> None:
-        """`masks`: gives the masks of sequences of these lengths."""
-        self.masks = masks
+        """`masks`: gives the masks of sequences of these lengths. `fields`: see `hcp.dispatch`."""
+        self.masks, self.fields = masks, fields
         _check_dataset(dataset)
         expect_size("global_batch_size", global_batch_size)
         self._barrier = Barrier(config, model)
@@ -688,7 +693,8 @@ class EvalDataLoader:
         plan = self._plan(lengths, degree)
         first = self.num_samples if self.places else None
         samples = _Samples(dataset, self.to_sample, places, first)
-        for step in plan.dispatch(samples, **self.config.dispatch_options(degree)):
+        options = self.config.dispatch_options(degree)
+        for step in plan.dispatch(samples, fields=self.fields, **options):
             yield from step
         self.num_samples += plan.finish()
 

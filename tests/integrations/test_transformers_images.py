@@ -6,6 +6,8 @@ import copy
 
 import pytest
 import torch
+from support.finetuning import as_torchrun
+from support.ranks import run_ranks
 from torch.nn import functional as F
 
 import hcp
@@ -43,7 +45,19 @@ MODELS = {
     "aya_vision": ("siglip_vision_model", "cohere", 4, {"image_token_index": IMAGE}),
 }
 REFUSED = {
-    "qwen2_vl": (None, "qwen2_vl_text", 4, {"image_token_id": IMAGE}),
+    "paligemma": ("siglip_vision_model", "gemma", 8, {"image_token_index": IMAGE}),
+    "glm4v": (None, "glm4v_text", 4, {"image_token_id": IMAGE}),
+}
+QWEN = {"depth": 2, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "intermediate_size": 48}
+# What the vision parts of Qwen's models have besides, and the width of a patch's row.
+OF_AXES = {
+    "qwen2_vl": {"embed_dim": 16},
+    "qwen2_5_vl": {"out_hidden_size": 32, "window_size": 16, "fullatt_block_indexes": [1]},
+    "qwen3_vl": {
+        "out_hidden_size": 32,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0, 1],
+    },
 }
 RULES = {"pixel_values": hcp.Payload("even", tokens="is_image")}
 
@@ -101,6 +115,95 @@ def alone(model, dataset):
     return loss.item(), gradients(model)
 
 
+def build_of_axes(kind):
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    config = transformers.CONFIG_MAPPING[kind](
+        vision_config=QWEN | OF_AXES[kind],
+        text_config=TEXT | {"model_type": f"{kind}_text", "head_dim": 8, "rope_parameters": rope},
+        image_token_id=IMAGE,
+        vision_start_token_id=5,
+        video_token_id=6,
+    )
+    torch.manual_seed(7)
+    build = transformers.AutoModelForImageTextToText.from_config
+    return build(config, attn_implementation="eager").double().eval()
+
+
+def items_of_axes():
+    """What a processor makes of texts with images of several sizes; 4 patches are a token."""
+    draw, made = torch.Generator().manual_seed(3), []
+    for sizes in ([[1, 4, 6], [1, 2, 2]], [], [[1, 2, 8]]):
+        tokens = torch.randint(8, 64, (5,), generator=draw)
+        for _, height, width in sizes:
+            text = torch.randint(8, 64, (4,), generator=draw)
+            tokens = torch.cat((tokens, torch.full((height * width // 4,), IMAGE), text))
+        patches = sum(height * width for _, height, width in sizes)
+        pixels = torch.randn(patches, 3 * 2 * 16, generator=draw, dtype=torch.float64)
+        images = {"pixel_values": pixels, "image_grid_thw": torch.tensor(sizes)}
+        made.append(
+            {"input_ids": tokens, "mm_token_type_ids": (tokens == IMAGE).int()}
+            | (images if sizes else {})
+        )
+    return made
+
+
+def alone_of_axes(model, items):
+    losses = []
+    for item in items:
+        given = {name: value[None] for name, value in item.items() if "ids" in name}
+        images = {name: value for name, value in item.items() if name not in given}
+        logits = model(**given, **images, use_cache=False).logits[0, :-1]
+        losses.append(F.cross_entropy(logits, item["input_ids"][1:], reduction="none"))
+    loss = torch.cat(losses).mean()
+    loss.backward()
+    return loss.item(), gradients(model)
+
+
+def planned_of_axes(groups, model, items):
+    from hcp.integrations.transformers import (
+        causal_lm_loss,
+        image_fields,
+        image_inputs,
+        image_sample,
+    )
+
+    rank, ranks, model = groups.transport.rank, groups.transport.size, copy.deepcopy(model)
+    rules = image_fields(model)
+    loaded = [image_sample(model, item) for item in items[rank::ranks]]
+    for sample in loaded:
+        sample["pixel_values"] = sample["pixel_values"].double()
+    lengths, sources, own = hcp.gather_lengths(loaded, groups, fields=rules)
+    plan = hcp.plan(lengths, ranks=ranks, max_tokens_per_rank=42 // ranks)
+    total, encoded = 0.0, 0
+    for cp, local in hcp.dispatch(plan, own, sources, groups, fields=rules):
+        given = image_inputs(model, cp, local)
+        loss = causal_lm_loss(model, cp, local, grad_reduce="sum", inputs=given)
+        loss.backward()
+        total += loss.item()
+        encoded += len(local.image_grid_thw)
+    return total, gradients(model), encoded
+
+
+@pytest.mark.parametrize("kind", OF_AXES)
+def test_image_tokens_with_positions_of_three_axes(kind):
+    from hcp.integrations.transformers import register_for_images
+
+    model, items = build_of_axes(kind), items_of_axes()
+    loss, expected = alone_of_axes(model, items)
+    model.zero_grad()
+    register_for_images(model)
+    ((on_one, of_one, _),) = hcp.loopback(1, lambda groups: planned_of_axes(groups, model, items))
+    assert on_one == pytest.approx(loss, abs=1e-6)  # rotary embedding is float32 in the models
+    assert difference(of_one, expected) < 1e-5
+    found = hcp.loopback(3, lambda groups: planned_of_axes(groups, model, items))
+    assert sum(part for part, _, _ in found) == pytest.approx(on_one, abs=1e-7)
+    assert difference(summed([part for _, part, _ in found]), of_one) < 1e-6
+    assert sum(images for _, _, images in found) == 3  # each is encoded once
+
+
 def planned(groups, model, dataset):
     from hcp.integrations.transformers import image_inputs
 
@@ -149,7 +252,7 @@ def test_models_and_rows_that_would_be_wrong_are_refused():
     ):
         register_for_images(text)
     with pytest.raises(ValueError, match="gives image tokens positions of several axes"):
-        register_for_images(build("qwen2_vl"))
+        register_for_images(build("glm4v"))
     model = build("llava")
     register_for_images(model)
     flat = [s | {"pixel_values": torch.zeros(4 * len(s["pixel_values"]), 3)} for s in samples()]
@@ -161,3 +264,82 @@ def test_models_and_rows_that_would_be_wrong_are_refused():
 
     with pytest.raises(ValueError, match=r"'pixel_values' has rows of \(3,\), expected images"):
         hcp.loopback(1, work)
+
+
+# ---- the Trainer ---------------------------------------------------------------------------------
+
+
+def trained(rank, size, folder, kind):
+    """Losses of three steps, an evaluation, and the gradients of the first step."""
+    import transformers
+    from transformers import TrainingArguments
+
+    from hcp.integrations.transformers import Trainer
+
+    as_torchrun(size)
+    model = (build_of_axes(kind) if kind in OF_AXES else build(kind)).float()
+    items = items_of_axes() if kind in OF_AXES else samples()
+    kept = ("input_ids", "pixel_values", "image_grid_thw")
+    items = [{name: x for name, x in item.items() if name in kept} for item in items]
+    for item in items:
+        if "pixel_values" in item:
+            item["pixel_values"] = item["pixel_values"].float()
+    trainer = Trainer(
+        model,
+        TrainingArguments(
+            str(folder),
+            max_steps=3,
+            per_device_train_batch_size=4 // size,
+            per_device_eval_batch_size=4 // size,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            logging_steps=1,
+            max_grad_norm=0.0,
+        ),
+        train_dataset=items,
+        eval_dataset=items[:2],
+        cp=hcp.Config(max_seqlen_per_dp_cp_rank=64 // size),
+        images=True,
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    first = {}
+
+    class Watch(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model, **keywords):
+            first.update({} if first else gradients(model))
+
+    trainer.add_callback(Watch())
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, trainer.evaluate()["eval_loss"], first
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen3_vl"])
+def test_the_trainer_takes_the_steps_of_one_rank(kind, tmp_path):
+    ((losses, evaluation, first),) = run_ranks(1, trained, tmp_path, kind)
+    two = run_ranks(2, trained, tmp_path, kind)
+    for found, evaluated, grads in two:
+        assert found == pytest.approx(losses, abs=1e-4)
+        assert evaluated == pytest.approx(evaluation, abs=1e-4)
+        assert difference(grads, first) < 1e-4
+    assert losses[2] < losses[0]
+    vision = [name for name in first if "vis" in name]
+    assert any(first[name].abs().max() > 0 for name in vision)
+
+
+def test_the_trainer_refuses_images_that_it_would_get_wrong(tmp_path):
+    from transformers import TrainingArguments
+
+    from hcp.integrations.transformers import Trainer, image_sample
+
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    options = {"cp": hcp.Config(max_seqlen_per_dp_cp_rank=64), "images": True}
+    with pytest.raises(ValueError, match=r"PaliGemma\w* takes token_type_ids"):
+        Trainer(build("paligemma"), arguments, **options)
+    model, item = build_of_axes("qwen2_vl"), items_of_axes()[0]
+    with pytest.raises(ValueError, match=r"28 patches, 28 by its image_grid_thw, and 6 tokens"):
+        image_sample(model, item | {"input_ids": item["input_ids"][:-5]})
+    with pytest.raises(ValueError, match="a sample has 'pixel_values_videos'"):
+        image_sample(model, item | {"pixel_values_videos": torch.zeros(4, 96)})

@@ -56,6 +56,10 @@ from hcp.integrations.transformers.attention import (  # noqa: E402
     own_attention,
     register_hcp_attention,
 )
+from hcp.integrations.transformers.image_samples import (  # noqa: E402
+    image_fields,
+    image_sample,
+)
 from hcp.integrations.transformers.images import (  # noqa: E402
     image_inputs,
     register_for_images,
@@ -79,7 +83,9 @@ __all__ = [
     "causal_lm_sample",
     "causal_lm_samples",
     "check_model",
+    "image_fields",
     "image_inputs",
+    "image_sample",
     "masks_of",
     "model_inputs",
     "own_attention",

@@ -7,12 +7,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hcp.integrations.transformers.attention import ATTENTION, register_hcp_attention
+from hcp.integrations.transformers.image_samples import (
+    OF_AXES,
+    PIXELS,
+    POSITIONS,
+    SIZES,
+    has_axes,
+)
 from hcp.integrations.transformers.model import model_inputs
 from hcp.step.dispatch import LocalBatch
 from hcp.step.handler import ContextParallelHandler
@@ -21,7 +29,7 @@ Encode = Callable[[Tensor], Tensor]
 """Returns the embeddings (N, hidden) of the tokens of some images, given their pixel values."""
 
 
-def register_for_images(model: Any) -> None:
+def register_for_images(model: Any, *, fused_rope: bool = True) -> None:
     """Give hcp's attention to the language model of a vision-language model. Its vision encoder
     keeps its own: an image is encoded whole.
 
@@ -35,14 +43,28 @@ def register_for_images(model: Any) -> None:
             f"{name} has no vision_config or no get_image_features, expected a model whose images "
             "take the place of tokens: for text use register_hcp_attention(model)"
         )
-    if hasattr(model.base_model, "get_rope_index"):
+    if hasattr(model.base_model, "get_rope_index") and not has_axes(model):
         raise ValueError(
             f"{name} gives image tokens positions of several axes (get_rope_index), expected a "
-            "model whose positions are places in the sequence"
+            f"model whose positions are places in the sequence, or one of {sorted(OF_AXES)}"
+        )
+    if _adds_in_layers(model) and not _takes_encoded(model):
+        raise ValueError(
+            f"{name} adds images in its layers, expected a Transformers whose model takes "
+            "mm_encoder_outputs, such as 5.23: there they can be given encoded"
         )
     before = vision._attn_implementation
-    register_hcp_attention(model)
+    register_hcp_attention(model, fused_rope=fused_rope)
     model.set_attn_implementation({"vision_config": "sdpa" if before == ATTENTION else before})
+
+
+def _adds_in_layers(model: Any) -> bool:
+    """Whether layers of the language model add embeddings of images to their rows (Qwen3-VL)."""
+    return hasattr(model.config.vision_config, "deepstack_visual_indexes")
+
+
+def _takes_encoded(model: Any) -> bool:
+    return "mm_encoder_outputs" in inspect.signature(model.forward).parameters
 
 
 def image_inputs(
@@ -50,15 +72,15 @@ def image_inputs(
     cp: ContextParallelHandler,
     local: LocalBatch,
     *,
-    payload: str = "pixel_values",
+    payload: str = PIXELS,
     encode: Encode | None = None,
 ) -> dict[str, Any]:
     """Return the arguments of a vision-language model: `model(**image_inputs(model, cp, local))`.
 
     `payload`: the field with the pixel values, an `hcp.Payload` whose `tokens` are the image
-    tokens. By default they are images of one shape for the model's `get_image_features`; a rank
-    without any encodes one of zeros and drops it, since data-parallel trainers wait for every rank.
-    `encode`: what to call instead, also with 0 rows.
+    tokens. By default they are images of one shape for the model's `get_image_features`, or what
+    `image_sample` makes; a rank without any encodes one of zeros and drops it, since data-parallel
+    trainers wait for every rank. `encode`: what to call instead, also with 0 rows.
     """
     if "token_type_ids" in inspect.signature(model.forward).parameters and not cp.plan.masks:
         raise ValueError(
@@ -66,13 +88,44 @@ def image_inputs(
             "ways, expected a plan with masks that say so: "
             "hcp.plan(masks=[hcp.Mask.bidirectional_spans(length, spans), ...])"
         )
+    if has_axes(model) and POSITIONS not in local:
+        raise ValueError(
+            f"the samples have {sorted(local)}, expected {POSITIONS!r} too: "
+            f"{type(model).__name__} gives image tokens positions of several axes; make samples "
+            "by image_sample(model, item)"
+        )
+    if encode is not None:
+        found = [encode(local[payload])]
+    elif has_axes(model):
+        found = _features_of_patches(model, local[payload], local[SIZES])
+    else:
+        found = [_features(model, local[payload], payload)]
+    taken = cp.payloads[payload]
+    # What layers add travels beside what takes the place of the tokens.
+    own = torch.split(taken.to_tokens(torch.cat(found, -1)), [x.shape[-1] for x in found], -1)
     inputs = model_inputs(cp, local)
+    if has_axes(model):
+        axes = cp.at_least_one_row(local[POSITIONS]).T.unsqueeze(1)
+        inputs["position_ids"] = torch.cat([inputs["position_ids"].unsqueeze(0), axes])
+    if len(found) > 1:
+        layers = SimpleNamespace(pooler_output=own[:1], deepstack_features=[(x,) for x in own[1:]])
+        return {**inputs, "mm_encoder_outputs": {"image": layers}}
     embeddings = model.get_input_embeddings()(inputs.pop("input_ids"))[0]
-    pixels = local[payload]
-    encoded = _features(model, pixels, payload) if encode is None else encode(pixels)
-    own = cp.payloads[payload].to_tokens(encoded)
-    put = embeddings.index_copy(0, cp.payloads[payload].token_rows, own.to(embeddings.dtype))
+    put = embeddings.index_copy(0, taken.token_rows, own[0].to(embeddings.dtype))
     return {**inputs, "inputs_embeds": put.unsqueeze(0)}
+
+
+def _features_of_patches(model: Any, pixels: Tensor, sizes: Tensor) -> list[Tensor]:
+    """Embeddings of the tokens of images, and those that layers add, (N, hidden) each, of patches
+    and sizes (images, 3)."""
+    given, grid = pixels, sizes
+    if not len(pixels):
+        side = model.config.vision_config.spatial_merge_size
+        given, grid = pixels.new_zeros(side * side, pixels.shape[1]), sizes.new_ones(1, 3) * side
+        grid[:, 0] = 1
+    found = model.get_image_features(given, grid, return_dict=True)
+    parts = [found.pooler_output, *(getattr(found, "deepstack_features", None) or [])]
+    return [torch.cat(list(x)) if len(pixels) else torch.cat(list(x))[:0] for x in parts]
 
 
 def _features(model: Any, pixels: Tensor, payload: str) -> Tensor:

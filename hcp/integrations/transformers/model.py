@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,17 +30,30 @@ def model_inputs(cp: ContextParallelHandler, local: LocalBatch) -> dict[str, Any
     }
 
 
-def causal_lm_logits(model: nn.Module, cp: ContextParallelHandler, local: LocalBatch) -> Tensor:
-    """Return the logits of each row of this rank, (T, vocabulary)."""
+def causal_lm_logits(
+    model: nn.Module,
+    cp: ContextParallelHandler,
+    local: LocalBatch,
+    inputs: Mapping[str, Any] | None = None,
+) -> Tensor:
+    """Return the logits of each row of this rank, (T, vocabulary). `inputs`: the model's arguments,
+    by default `model_inputs`."""
     if isinstance(model, FSDPModule):
         warn_of_the_barrier(model, cp.plan)
-    logits: Tensor = model(**model_inputs(cp, local)).logits[0, : cp.rows]
+    given = model_inputs(cp, local) if inputs is None else inputs
+    logits: Tensor = model(**given).logits[0, : cp.rows]
     return logits
 
 
-def causal_lm_losses(model: nn.Module, cp: ContextParallelHandler, local: LocalBatch) -> Tensor:
-    """Return the cross-entropy of each row of this rank, (T,), float32 or wider."""
-    return losses_of(causal_lm_logits(model, cp, local), local.labels)
+def causal_lm_losses(
+    model: nn.Module,
+    cp: ContextParallelHandler,
+    local: LocalBatch,
+    inputs: Mapping[str, Any] | None = None,
+) -> Tensor:
+    """Return the cross-entropy of each row of this rank, (T,), float32 or wider. `inputs`: see
+    `causal_lm_logits`."""
+    return losses_of(causal_lm_logits(model, cp, local, inputs), local.labels)
 
 
 def losses_of(logits: Tensor, labels: Tensor) -> Tensor:
@@ -54,10 +68,13 @@ def causal_lm_loss(
     local: LocalBatch,
     *,
     grad_reduce: GradReduce = "mean",
+    inputs: Mapping[str, Any] | None = None,
 ) -> Tensor:
     """Return this micro-batch's share of the mean loss over the whole batch, a scalar to call
     `backward` on.
 
-    `grad_reduce`: "mean" if gradients are averaged over the ranks, as DDP and FSDP do.
+    `grad_reduce`: "mean" if gradients are averaged over the ranks, as DDP and FSDP do. `inputs`:
+    the model's arguments, by default `model_inputs`; `image_inputs` makes others.
     """
-    return cp.loss(causal_lm_losses(model, cp, local), local.loss_mask, grad_reduce=grad_reduce)
+    losses = causal_lm_losses(model, cp, local, inputs)
+    return cp.loss(losses, local.loss_mask, grad_reduce=grad_reduce)

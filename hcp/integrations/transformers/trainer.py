@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -35,12 +36,20 @@ from hcp.integrations.transformers.attention import (
     check_softcap,
     register_hcp_attention,
 )
+from hcp.integrations.transformers.image_samples import image_fields, image_sample
+from hcp.integrations.transformers.images import image_inputs, register_for_images
 from hcp.integrations.transformers.masks import masks_of
-from hcp.integrations.transformers.model import causal_lm_logits, causal_lm_loss, losses_of
+from hcp.integrations.transformers.model import (
+    causal_lm_logits,
+    causal_lm_loss,
+    losses_of,
+    model_inputs,
+)
 from hcp.integrations.transformers.predictions import Predictions
 from hcp.planning.cost import CostModel
 from hcp.step.config import Config
-from hcp.step.dispatch import Step
+from hcp.step.dispatch import LocalBatch, Step
+from hcp.step.handler import ContextParallelHandler
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
@@ -59,14 +68,16 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         dynamic_cp: bool = True,
         groups: ProcessGroups | None = None,
         cost: CostModel | None = None,
-        to_sample: ToSample = causal_lm_samples,
+        to_sample: ToSample | None = None,
+        images: bool = False,
         fused_rope: bool = True,
         **keywords: Any,
     ) -> None:
         """`cp`: limits and options, see `hcp.Config`. `dynamic_cp=False`: one degree for all.
         `groups`: by default, all ranks of the job are one domain. `to_sample`: makes a sample of an
-        item of the dataset, in place of a collator. `fused_rope`: see `register_hcp_attention`.
-        Other arguments are those of `transformers.Trainer`.
+        item of the dataset, in place of a collator. `images`: items have pixel values, as
+        `image_sample` takes them. `fused_rope`: see `register_hcp_attention`. Other arguments are
+        those of `transformers.Trainer`.
 
         Sets the model's attention to "hcp". Raises ValueError for options of Transformers' that
         would be wrong, or have no effect, if sequences are spread over ranks."""
@@ -81,13 +92,19 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         _check(self)
         check_model(self.model)
         check_softcap(self.model, self.args.device, compute_dtype(self.args, self.model))
+        register = register_for_images if images else register_hcp_attention
+        if images:
+            _check_images(self)
         with self.accelerator.autocast():
-            register_hcp_attention(self.model, fused_rope=fused_rope)
+            register(self.model, fused_rope=fused_rope)
         cp = with_barrier_of(self.accelerator, cp)
         self.cp_config = cp if dynamic_cp else replace(cp, sequence_packing_scheduler="static_cp")
         self.cp_groups = domain(groups, self.args.world_size)
         self.cp_eval_groups = eval_groups(self.cp_groups, cp)
-        self.cp_cost, self.to_sample = cost, to_sample
+        self.cp_cost, self.images = cost, images
+        self.fields = image_fields(self.model) if images else None
+        own = partial(image_sample, self.model) if images else causal_lm_samples
+        self.to_sample = to_sample or own
 
     # ---- training ----
 
@@ -106,6 +123,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             to_sample=self.to_sample,
             model=self.model,
             masks=partial(masks_of, self.model),
+            fields=self.fields,
             shuffle=self.args.train_sampling_strategy == "random",
             order=self._order(),
         )
@@ -148,10 +166,15 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             last = i + 1 == len(inputs)
             with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
                 with self.compute_loss_context_manager():
-                    loss = causal_lm_loss(model, cp, local, grad_reduce="mean")
+                    given = self._inputs(cp, local)
+                    loss = causal_lm_loss(model, cp, local, grad_reduce="mean", inputs=given)
                 self.accelerator.backward(loss)
             total = total + loss.detach()
         return total
+
+    def _inputs(self, cp: ContextParallelHandler, local: LocalBatch) -> dict[str, Any]:
+        """Return the model's arguments; images are encoded here, outside of the call."""
+        return image_inputs(self.model, cp, local) if self.images else model_inputs(cp, local)
 
     def floating_point_ops(self, inputs: Step) -> int:
         """Return six operations for each parameter and token of this rank, as Transformers
@@ -178,6 +201,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             to_sample=self.to_sample,
             model=self.model,
             masks=partial(masks_of, self.model),
+            fields=self.fields,
         )
 
     @torch.no_grad()
@@ -202,7 +226,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             metrics = Metrics(groups)
             for cp, local in dataloader:
                 with self.accelerator.autocast():
-                    logits = causal_lm_logits(model, cp, local)
+                    logits = causal_lm_logits(model, cp, local, self._inputs(cp, local))
                 losses = losses_of(logits, local.labels)
                 metrics.add_sum("loss", *cp.loss_sum(losses, local.loss_mask))
                 if dataloader.places:
@@ -286,6 +310,21 @@ def _check(trainer: Trainer) -> None:
                 "it. For a loss of your own, override training_step, or write a loop"
             )
     check_accelerator(trainer.accelerator)
+
+
+def _check_images(trainer: Trainer) -> None:
+    """Refuse what images would break, or what would leave them out."""
+    name = type(trainer.model).__name__
+    if trainer.args.fsdp:
+        raise ValueError(
+            f"images=True under TrainingArguments.fsdp, expected DDP: {name} encodes images before "
+            "its own call, in which FSDP gathers its parameters"
+        )
+    if "token_type_ids" in inspect.signature(trainer.model.forward).parameters:
+        raise ValueError(
+            f"{name} takes token_type_ids: tokens of an image see each other both ways, expected a "
+            "model whose images are causal; for others write a loop whose plan has their masks"
+        )
 
 
 def _after(cls: type, name: str) -> type:
