@@ -45,7 +45,12 @@ MODELS = {
     "aya_vision": ("siglip_vision_model", "cohere", 4, {"image_token_index": IMAGE}),
 }
 REFUSED = {
-    "paligemma": ("siglip_vision_model", "gemma", 8, {"image_token_index": IMAGE}),
+    "paligemma": (
+        "siglip_vision_model",
+        "gemma",
+        8,
+        {"image_token_index": IMAGE, "projection_dim": 32},
+    ),
     "glm4v": (None, "glm4v_text", 4, {"image_token_id": IMAGE}),
 }
 QWEN = {"depth": 2, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "intermediate_size": 48}
@@ -253,6 +258,10 @@ def test_models_and_rows_that_would_be_wrong_are_refused():
         register_for_images(text)
     with pytest.raises(ValueError, match="gives image tokens positions of several axes"):
         register_for_images(build("glm4v"))
+    second = build("paligemma")
+    second.config.text_config.sliding_window = 6
+    with pytest.raises(ValueError, match="sliding window, which its prefixes reach over"):
+        register_for_images(second)
     model = build("llava")
     register_for_images(model)
     flat = [s | {"pixel_values": torch.zeros(4 * len(s["pixel_values"]), 3)} for s in samples()]
@@ -264,6 +273,57 @@ def test_models_and_rows_that_would_be_wrong_are_refused():
 
     with pytest.raises(ValueError, match=r"'pixel_values' has rows of \(3,\), expected images"):
         hcp.loopback(1, work)
+
+
+# ---- prefixes ------------------------------------------------------------------------------------
+
+
+def test_prefixes_of_paligemma_see_themselves_whole():
+    from hcp.integrations.transformers import causal_lm_loss, image_inputs, register_for_images
+
+    model, prefixes = build("paligemma"), (9, 6, 4)
+    dataset = []
+    for prefix, sample in zip(prefixes, samples()[2:] + samples()[2:3], strict=False):
+        rest = sample["input_ids"][sample["input_ids"] != IMAGE]
+        tokens = torch.cat([torch.full((TOKENS,), IMAGE), rest])
+        place = torch.arange(len(tokens))
+        dataset.append(
+            {
+                "input_ids": tokens,
+                "labels": tokens.roll(-1),
+                "is_image": tokens == IMAGE,
+                "loss_mask": ((place >= prefix - 1) & (place < len(tokens) - 1)).double(),
+                "pixel_values": sample["pixel_values"][:1],
+            }
+        )
+    counted, loss = sum(float(x["loss_mask"].sum()) for x in dataset), 0.0
+    for prefix, sample in zip(prefixes, dataset, strict=False):
+        suffix = (torch.arange(len(sample["input_ids"])) >= prefix).long()[None]
+        given = {"pixel_values": sample["pixel_values"], "token_type_ids": suffix}
+        logits = model(sample["input_ids"][None], use_cache=False, **given).logits[0]
+        losses = F.cross_entropy(logits, sample["labels"], reduction="none")
+        loss = loss + (losses * sample["loss_mask"]).sum() / counted
+    loss.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    register_for_images(model)
+    lengths = [len(sample["input_ids"]) for sample in dataset]
+    masks = [hcp.Mask.prefix_lm(n, p) for n, p in zip(lengths, prefixes, strict=False)]
+
+    def work(groups, plan):
+        rank, own = groups.transport.rank, copy.deepcopy(model)
+        sources = [i % plan.ranks for i in range(len(dataset))]
+        for cp, local in hcp.dispatch(
+            plan, dataset[rank :: plan.ranks], sources, groups, fields=RULES
+        ):
+            given = image_inputs(own, cp, local)
+            causal_lm_loss(own, cp, local, grad_reduce="sum", inputs=given).backward()
+        return gradients(own)
+
+    for ranks in (1, 3):
+        plan = hcp.plan(lengths, ranks=ranks, max_tokens_per_rank=80, min_degree=ranks, masks=masks)
+        found = hcp.loopback(ranks, lambda groups, plan=plan: work(groups, plan))
+        assert difference(summed(found), expected) < 1e-6  # rotary embedding and norms are float32
 
 
 # ---- the Trainer ---------------------------------------------------------------------------------

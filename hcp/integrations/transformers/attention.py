@@ -258,7 +258,7 @@ def hcp_attention(
     latent = key if isinstance(key, Unexpanded) else None
     query, rows, rotary = take_rotary(query, key.latent if isinstance(key, Unexpanded) else key, cp)
     _refuse(module, query, rows, attention_mask, cp, options)
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+    if not (_is_causal(module) if is_causal is None else is_causal):
         raise ValueError(
             f"{type(module).__name__} is not causal, expected a decoder: set is_causal to True"
         )
@@ -287,6 +287,13 @@ def hcp_attention(
         layer=_layer_of(module),
     )
     return _padded(out, query.shape[2])
+
+
+def _is_causal(module: nn.Module) -> bool:
+    """Whether a layer's mask is causal, or that of the plan. PaliGemma's layers say that they are
+    not, for the sake of prefixes, which are in the plan; the model's own text is causal."""
+    of_prefixes = getattr(getattr(module, "config", None), "use_bidirectional_attention", False)
+    return getattr(module, "is_causal", True) or bool(of_prefixes)
 
 
 def _padded(out: Tensor, rows: int) -> tuple[Tensor, None]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hcp.integrations.transformers.attention import ATTENTION, register_hcp_attention
+from hcp.integrations.transformers.attention import ATTENTION, Window, register_hcp_attention
 from hcp.integrations.transformers.image_samples import (
     OF_AXES,
     PIXELS,
@@ -48,14 +48,35 @@ def register_for_images(model: Any, *, fused_rope: bool = True) -> None:
             f"{name} gives image tokens positions of several axes (get_rope_index), expected a "
             f"model whose positions are places in the sequence, or one of {sorted(OF_AXES)}"
         )
+    if model.config.model_type == "paligemma" and getattr(
+        model.config.text_config, "sliding_window", None
+    ):
+        raise ValueError(
+            f"{name} has layers with a sliding window, which its prefixes reach over, expected "
+            "full attention in all of them (PaliGemma 1): a layer's window limits a plan's masks"
+        )
     if _adds_in_layers(model) and not _takes_encoded(model):
         raise ValueError(
             f"{name} adds images in its layers, expected a Transformers whose model takes "
             "mm_encoder_outputs, such as 5.23: there they can be given encoded"
         )
     before = vision._attn_implementation
-    register_hcp_attention(model, fused_rope=fused_rope)
+    hook = model.base_model.language_model.register_forward_pre_hook(_mask_once, with_kwargs=True)
+    try:
+        register_hcp_attention(model, fused_rope=fused_rope)
+    except BaseException:
+        hook.remove()
+        raise
     model.set_attn_implementation({"vision_config": "sdpa" if before == ATTENTION else before})
+
+
+def _mask_once(
+    model: torch.nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Drop hcp's mask of a model whose language model makes it again (PaliGemma)."""
+    if not isinstance(keywords.get("attention_mask"), Window):
+        return None
+    return positional, keywords | {"attention_mask": None}
 
 
 def _adds_in_layers(model: Any) -> bool:
