@@ -45,6 +45,11 @@ RUNS = {
         "--device cpu --pp 1 2 --samples 2 --length 16 --hidden 8 --heads 2 --layers 2 --rounds 1",
     ),
     "bench_exchange": (2, "--device cpu --most-mib 1"),
+    "bench_fields": (
+        2,
+        "--device cpu --sequences 3 --tokens 40 --images 2 --image-tokens 4 --pixels 6 --hidden 8"
+        " --layers 2 --rounds 1",
+    ),
     "bench_kernels": (1, "--device cpu --rows 256 --rounds 1 --only pack reduce rotate"),
     "bench_latent": (
         2,
