@@ -24,6 +24,7 @@ are compared with one rank's.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from datetime import timedelta
 from functools import partial
@@ -110,7 +111,7 @@ class Batch:
         widths = [self.args.pixels, *[self.args.hidden] * self.args.layers]
         layers = [
             layer
-            for given, made in zip(widths[:-1], widths[1:], strict=True)
+            for given, made in itertools.pairwise(widths)
             for layer in (nn.Linear(given, made, bias=False), nn.Tanh())
         ]
         return nn.Sequential(*layers).to(self.device)
