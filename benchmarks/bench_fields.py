@@ -141,7 +141,8 @@ class Contestant:
         self.encoded, self.held_bytes = 0, 0
         every = self._gathered() if self.name == "gather" else None
         fields = {} if every else {"pixels": self._rule()}
-        batch, results = self.batch, []
+        batch = self.batch
+        results: list[tuple[Tensor, ...]] = []
         for cp, local in hcp.dispatch(
             batch.plan, self.samples, batch.sources, self.groups, fields=fields
         ):

@@ -70,6 +70,10 @@ from hcp.integrations.transformers.model import (  # noqa: E402
     causal_lm_losses,
     model_inputs,
 )
+from hcp.integrations.transformers.seq2seq import (  # noqa: E402
+    register_for_seq2seq,
+    seq2seq_inputs,
+)
 from hcp.integrations.transformers.trainer import Trainer  # noqa: E402
 
 __all__ = [
@@ -90,5 +94,7 @@ __all__ = [
     "model_inputs",
     "own_attention",
     "register_for_images",
+    "register_for_seq2seq",
     "register_hcp_attention",
+    "seq2seq_inputs",
 ]

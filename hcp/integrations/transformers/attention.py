@@ -19,6 +19,7 @@ from hcp.attention.kernels import Choice, kernel_for
 from hcp.integrations.experts import capacities
 from hcp.integrations.rotary import Unrotated, take_rotary
 from hcp.integrations.transformers import indexer, recurrent
+from hcp.integrations.transformers.encoder import EncoderMask, attend
 from hcp.integrations.transformers.latent import Unexpanded
 from hcp.integrations.transformers.masks import CHUNKED, FULL, LAYERS, SLIDING
 from hcp.integrations.transformers.probe import (
@@ -67,6 +68,11 @@ def register_hcp_attention(
     AttentionMaskInterface.register(ATTENTION, window_of)
     if model is not None:
         check_model(model)
+        if getattr(model.config, "is_encoder_decoder", False):
+            raise ValueError(
+                f"{type(model).__name__} has an encoder and a decoder, expected a decoder alone, "
+                "or T5Gemma by hcp.integrations.transformers.register_for_seq2seq(model)"
+            )
         recurrent.hand_states_on(model)
         indexer.hand_choices_on(model)
         probe(model, ATTENTION, fused_rope=fused_rope, latents=send_latents)
@@ -226,7 +232,7 @@ def hcp_attention(
     query: Tensor | Unrotated,
     key: Tensor | Unrotated | Unexpanded,
     value: Tensor | Unexpanded,
-    attention_mask: Window | None,
+    attention_mask: Window | EncoderMask | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -253,6 +259,13 @@ def hcp_attention(
             f"{type(module).__name__} is of a model that hcp has not checked, expected "
             "register_hcp_attention(model), which sets the attention and compares what it computes"
         )
+    if isinstance(attention_mask, EncoderMask):
+        rows: Any = query
+        if dropout:
+            raise ValueError(f"{type(module).__name__} has dropout {dropout}, expected 0")
+        more = {"softmax_scale": scaling, "softcap": softcap or 0.0}
+        out = attend(module, rows, key, value, attention_mask, cp, **more)  # type: ignore[arg-type]
+        return _padded(out, rows.shape[2])
     if isinstance(key, Unexpanded) and not key.can_travel(cp):
         key, value = key.expanded()
     latent = key if isinstance(key, Unexpanded) else None

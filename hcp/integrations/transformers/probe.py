@@ -81,13 +81,13 @@ def probe(model: nn.Module, attention: str, *, fused_rope: bool, latents: bool) 
     """
     before, shift = implementations(model), None
     try:
-        with _evaluating(model):
+        with evaluating(model):
             model.set_attn_implementation("eager")  # type: ignore[operator]
             document, others = _documents(model)
             own = _own_logits(model, document)
             if (first := _first_position(model, document, own)) > 0:
                 shift = model.register_forward_pre_hook(Positions(first), with_kwargs=True)
-            _mark(model, True)
+            mark(model, True)
             rotate_before(model)
             expand_before(model)
             model.set_attn_implementation(_of_text(model, attention, before))  # type: ignore[operator]
@@ -97,7 +97,7 @@ def probe(model: nn.Module, attention: str, *, fused_rope: bool, latents: bool) 
             if latents:
                 _send_latents(model, attention, document, others, packed)
     except BaseException:
-        _mark(model, False)
+        mark(model, False)
         rotate_before(model)
         expand_before(model)
         if shift is not None:
@@ -114,7 +114,7 @@ def _of_text(model: nn.Module, attention: str, before: dict[str, str]) -> dict[s
     return {name: attention if name in text else own for name, own in before.items()}
 
 
-def _mark(model: nn.Module, checked: bool) -> None:
+def mark(model: nn.Module, checked: bool) -> None:
     for module in model.modules():
         setattr(module, _CHECKED, checked)
 
@@ -134,7 +134,7 @@ def implementations(model: nn.Module) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Turn off dropout and gradients. On exit, restore the training mode of every module."""
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -218,7 +218,7 @@ def _first_position(model: nn.Module, document: Tensor, own: Tensor) -> int:
         given = _own(model, document, position_ids=counted + first, labels=document[None])
         if first == 0:
             _check_loss(model, given, document)
-        if _apart(given.logits[0], own) <= _tolerance(model, own):
+        if difference_of(given.logits[0], own) <= tolerance(model, own):
             return 0 if fed else first
     raise ValueError(
         f"{type(model).__name__} makes other positions than those it is given, expected 0, 1, 2, "
@@ -252,13 +252,13 @@ def _compare(
     the model's own. Returns them. Raises ValueError if they differ."""
     name, tokens = type(model).__name__, len(document)
     first, second = _packed_logits(model, document, others)
-    limit = _tolerance(model, own)
-    if (apart := _apart(first, second)) > limit / 10:
+    limit = tolerance(model, own)
+    if (apart := difference_of(first, second)) > limit / 10:
         raise ValueError(
             f"{name}'s logits of a document change by {apart:.1%} with the document before it in "
             "the pack, expected none: some layer other than attention mixes rows"
         )
-    if (apart := _apart(first, own)) > limit:
+    if (apart := difference_of(first, own)) > limit:
         raise ValueError(
             f"{name}'s logits of {tokens} packed tokens are {apart:.1%} off its own, expected at "
             f"most {limit:.0%}: it computes something that hcp does not know"
@@ -284,7 +284,7 @@ def _fuse_rotary(
         rotate_before(model)
         _log.info("hcp: %s rotates queries and keys itself: %s", name, error)
         return
-    if (apart := _apart(found, expected)) > _tolerance(model, expected):
+    if (apart := difference_of(found, expected)) > tolerance(model, expected):
         rotate_before(model)
         _log.info("hcp: %s rotates queries and keys itself: logits differ by %.1e", name, apart)
         return
@@ -308,7 +308,7 @@ def _send_latents(
         expand_before(model)
         _log.info("hcp: %s expands keys and values before they travel: %s", name, error)
         return
-    if (apart := _apart(found, expected)) > _tolerance(model, expected):
+    if (apart := difference_of(found, expected)) > tolerance(model, expected):
         expand_before(model)
         _log.info("hcp: %s expands keys and values itself: logits differ by %.1e", name, apart)
         return
@@ -349,7 +349,7 @@ def _packed_logits(
 # ---- how far apart -------------------------------------------------------------------------------
 
 
-def _apart(found: Tensor, expected: Tensor) -> float:
+def difference_of(found: Tensor, expected: Tensor) -> float:
     """Return the relative norm of the difference; 0, with a warning, if values are not finite."""
     if found.shape != expected.shape:
         return float("inf")
@@ -361,7 +361,7 @@ def _apart(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm()) / size if size else float(found.norm())
 
 
-def _tolerance(model: nn.Module, logits: Tensor) -> float:
+def tolerance(model: nn.Module, logits: Tensor) -> float:
     wide = {torch.float32, torch.float64}
     narrow = torch.is_autocast_enabled(logits.device.type) or not all(
         parameter.dtype in wide for parameter in model.parameters()
