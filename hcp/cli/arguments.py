@@ -54,6 +54,14 @@ def add_family(parser: argparse._ActionsContainer, **options: Any) -> None:
     )
 
 
+def add_field(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--field",
+        metavar="NAME",
+        help="of a record of JSON lines or Parquet: tokens, or their number",
+    )
+
+
 def add_drawing(parser: argparse.ArgumentParser, sequences: int) -> None:
     parser.add_argument(
         "--sequences", type=int, default=sequences, help=f"in a global batch ({sequences})"

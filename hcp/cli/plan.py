@@ -14,12 +14,14 @@ from hcp.cli.arguments import (
     add_cost,
     add_drawing,
     add_family,
+    add_field,
     add_limits,
     draw_lengths,
     in_words,
     limits_of,
     new_parser,
 )
+from hcp.cli.lengths import HELP, read_lengths
 from hcp.planning.plan import Plan, plan
 from hcp.planning.timeline import chrome_trace
 from hcp.programs.draw import draw_plans
@@ -32,9 +34,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "lengths",
         nargs="?",
         default="-",
-        help="a file of lengths, separated by spaces, commas or lines; - for standard input",
+        help=HELP,
     )
     add_family(source)
+    add_field(parser)
     add_drawing(parser, sequences=512)
     add_limits(parser)
     add_cost(parser)
@@ -44,18 +47,6 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     group.add_argument("--svg", type=Path, metavar="FILE", help="draw the timeline")
     group.add_argument("--png", type=Path, metavar="FILE", help="draw the timeline")
     return parser.parse_args(argv)
-
-
-def read_lengths(source: str) -> list[int]:
-    try:
-        text = sys.stdin.read() if source == "-" else Path(source).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{source}: {error}") from None
-    words = text.replace(",", " ").replace("[", " ").replace("]", " ").split()
-    for i, word in enumerate(words):
-        if not word.isdecimal():
-            raise ValueError(f"{source}: [{i}] is {word!r}, expected lengths in tokens")
-    return [int(word) for word in words]
 
 
 def table(made: Plan) -> Iterator[str]:
@@ -83,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
         if args.family:
             lengths = draw_lengths(args.family, args.sequences, args.seed, args.max_length)
         else:
-            lengths = read_lengths(args.lengths)
+            lengths = read_lengths(args.lengths, args.field)
             if args.max_length is not None:
                 lengths = [min(length, args.max_length) for length in lengths]
         made = plan(lengths, cost=args.cost, **limits_of(args))

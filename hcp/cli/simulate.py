@@ -31,12 +31,14 @@ from hcp.cli.arguments import (
     add_cost,
     add_drawing,
     add_family,
+    add_field,
     add_limits,
     draw_lengths,
     in_words,
     limits_of,
     new_parser,
 )
+from hcp.cli.lengths import HELP, read_lengths
 from hcp.planning.cost import PRICES, TIMES, CostModel
 from hcp.planning.limits import LIMITS, even_degrees, least_degree, rows_up_to, slowness_of
 from hcp.planning.plan import Plan, plan
@@ -67,7 +69,10 @@ ATTENTION_FORWARD_AND_BACKWARD = 3.5
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = new_parser("simulate", __doc__, FAMILIES_EPILOG)
-    add_family(parser, required=True)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--lengths", metavar="FILE", help=HELP)
+    add_family(source)
+    add_field(parser)
     add_drawing(parser, sequences=512)
     parser.add_argument("--batches", type=int, default=20, help="global batches (20)")
     limits = add_limits(parser)
@@ -294,9 +299,10 @@ def describe(args: argparse.Namespace, cost: CostModel, degree: int, tokens: int
     stages = f"{args.pipeline_stages} stages of " if args.pipeline_stages > 1 else ""
     if args.virtual_stages > 1:
         stages = f"{args.pipeline_stages} stages of {args.virtual_stages} chunks and "
+    of_what = Path(args.lengths).name if args.lengths else args.family
     speeds = f", speeds {args.speed_spread:.0%} apart" if args.speed_spread else ""
     yield (
-        f"SIMULATED: {args.batches} batches of {args.sequences} {args.family} sequences, "
+        f"SIMULATED: {args.batches} batches of {args.sequences} {of_what} sequences, "
         f"{tokens:,} tokens, on {stages}{args.ranks} ranks of {args.max_tokens_per_rank:,} tokens, "
         f"sync {args.sync}{speeds}; static degree {degree}"
     )
@@ -323,16 +329,34 @@ def row(name: str, r: Result) -> str:
     )
 
 
+def drawn_batches(args: argparse.Namespace) -> list[list[int]]:
+    return [
+        draw_lengths(args.family, args.sequences, args.seed + i, args.max_length)
+        for i in range(args.batches)
+    ]
+
+
+def own_batches(args: argparse.Namespace) -> list[list[int]]:
+    """Global batches of a file's lengths, in a drawn order, as a shuffling loader makes them."""
+    lengths = read_lengths(args.lengths, args.field)
+    if not lengths:
+        raise ValueError(f"{args.lengths} has no lengths, expected some")
+    if args.max_length is not None:
+        lengths = [min(length, args.max_length) for length in lengths]
+    Random(args.seed).shuffle(lengths)
+    args.sequences = min(args.sequences, len(lengths))
+    args.batches = min(args.batches, len(lengths) // args.sequences)
+    each = args.sequences
+    return [lengths[i * each : (i + 1) * each] for i in range(args.batches)]
+
+
 def simulate(args: argparse.Namespace) -> tuple[dict[str, Result], list[dict[str, Plan]], str]:
     """Return the results by contestant, the plans of each batch, and the setting in words."""
     check(args)
     cost = of_stage(args.cost or cluster_cost(args), args.pipeline_stages)
     assert cost.unit is not None
     limits = limits_of(args) | {"speeds": draw_speeds(args)}
-    batches = [
-        draw_lengths(args.family, args.sequences, args.seed + i, args.max_length)
-        for i in range(args.batches)
-    ]
+    batches = own_batches(args) if args.lengths else drawn_batches(args)
     degree = static_degree(max(map(max, batches)), limits)
     played = [contestants(lengths, degree, limits, cost) for lengths in batches]
     bounds = [plans["hcp"].bound for plans in played]

@@ -1,0 +1,119 @@
+"""Read lengths of sequences from the files that trainers have."""
+
+from __future__ import annotations
+
+import array
+import itertools
+import json
+import struct
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+FIELDS = ("length", "lengths", "num_tokens", "n_tokens", "input_ids", "tokens")
+"""Fields of a record that tell its length, in the order in which they are looked for: a number of
+tokens, or a list of them."""
+IDX_MAGIC = b"MMIDIDX\x00\x00"
+IDX_HEAD = struct.Struct("<9sQBQQ")
+
+HELP = (
+    "a file of lengths: numbers separated by spaces, commas or lines; JSON lines or Parquet with a "
+    "field of lengths or of tokens; Megatron's .idx, whose documents count; - for standard input"
+)
+
+
+def read_lengths(source: str, field: str | None = None) -> list[int]:
+    """Return the lengths that a file tells, in tokens.
+
+    ``field``: that of a record in JSON lines or Parquet; by default the first of FIELDS that it
+    has. Raises ValueError with the file and the place if it cannot be read so.
+    """
+    try:
+        if source.endswith(".idx"):
+            return of_megatron(Path(source).read_bytes(), source)
+        if source.endswith(".parquet"):
+            return of_parquet(source, field)
+        text = sys.stdin.read() if source == "-" else Path(source).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{source}: {error}") from None
+    if source.endswith(".jsonl") or text.lstrip().startswith("{"):
+        return of_json_lines(text, source, field)
+    return of_words(text, source)
+
+
+def of_words(text: str, source: str) -> list[int]:
+    words = text.replace(",", " ").replace("[", " ").replace("]", " ").split()
+    for i, word in enumerate(words):
+        if not word.isdecimal():
+            raise ValueError(f"{source}: [{i}] is {word!r}, expected lengths in tokens")
+    return [int(word) for word in words]
+
+
+def of_json_lines(text: str, source: str, field: str | None) -> list[int]:
+    lengths = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        place = f"{source}: line {number}"
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{place}: {error}") from None
+        value = record[chosen(record, field, place)] if isinstance(record, dict) else record
+        lengths.append(length_of(value, place))
+    return lengths
+
+
+def of_parquet(source: str, field: str | None) -> list[int]:
+    try:
+        from pyarrow import parquet
+    except ModuleNotFoundError:
+        advice = "python -m pip install pyarrow"
+        raise ValueError(f"{source}: Parquet needs pyarrow: {advice}") from None
+    file = parquet.ParquetFile(source)
+    name = chosen(dict.fromkeys(file.schema_arrow.names), field, source)
+    column = parquet.read_table(source, columns=[name]).column(name)
+    return [length_of(value, f"{source}: row {i}") for i, value in enumerate(column.to_pylist())]
+
+
+def of_megatron(data: bytes, source: str) -> list[int]:
+    """Return the lengths of the documents in an index of Megatron-Core's IndexedDataset."""
+    head = data[: IDX_HEAD.size]
+    if len(head) < IDX_HEAD.size or not head.startswith(IDX_MAGIC):
+        raise ValueError(f"{source} does not begin as an index of Megatron's IndexedDataset")
+    _, version, _, sequences, bounds = IDX_HEAD.unpack(head)
+    if version != 1:
+        raise ValueError(f"{source} has version {version}, expected 1")
+    of_bounds = IDX_HEAD.size + (4 + 8) * sequences
+    if len(data) < of_bounds + 8 * bounds:
+        expected = of_bounds + 8 * bounds
+        raise ValueError(f"{source} has {len(data)} bytes, expected at least {expected}")
+    own = array.array("i", data[IDX_HEAD.size : IDX_HEAD.size + 4 * sequences])
+    ends = array.array("q", data[of_bounds : of_bounds + 8 * bounds])
+    if sys.byteorder == "big":
+        own.byteswap()
+        ends.byteswap()
+    documents = (sum(own[a:b]) for a, b in itertools.pairwise(ends))
+    return [length for length in documents if length > 0]
+
+
+def chosen(record: dict[str, Any], field: str | None, place: str) -> str:
+    """Return the field that tells a record's length."""
+    names: Sequence[str] = FIELDS if field is None else (field,)
+    for name in names:
+        if name in record:
+            return name
+    expected = f"{field!r}" if field is not None else f"one of {', '.join(FIELDS)}, or --field NAME"
+    raise ValueError(f"{place} has the fields {', '.join(record)}, expected {expected}")
+
+
+def length_of(value: Any, place: str) -> int:
+    if isinstance(value, list):
+        value = len(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(
+            f"{place} is {str(value)[:40]!r}, expected a number of tokens >= 1 or a list of tokens "
+            "(text has no length before a tokenizer)"
+        )
+    return value
