@@ -1228,6 +1228,60 @@ def test_a_packed_row_is_taken_apart():
         causal_lm_samples({**item, "pixel_values": 0.5})
 
 
+class Streamed(torch.utils.data.IterableDataset):
+    def __init__(self, items):
+        self.items = items
+
+    def __iter__(self):
+        return iter(self.items)
+
+
+def restarting(rank, size, folder):
+    """Losses, evaluations and predictions of documents, and of rows that they were packed into."""
+    as_torchrun(size)
+    texts = [d["input_ids"].tolist() for d in documents([9, 4, 1, 12, 7, 3])]
+    rows = [
+        {
+            "input_ids": [token for text in texts[i : i + 3] for token in text],
+            "position_ids": [place for text in texts[i : i + 3] for place in range(len(text))],
+        }
+        for i in (0, 3)
+    ]
+    found = {}
+    for name, items in (
+        ("documents", [{"input_ids": text} for text in texts]),
+        ("rows", rows),
+        ("stream", Streamed(rows)),
+        ("grouped", rows),
+    ):
+        order = "group_by_length" if name == "grouped" else "sequential"
+        trainer = make_trainer(
+            size,
+            folder / name,
+            data=items,
+            max_steps=2,
+            per_device_train_batch_size=(6 if name == "documents" else 2) // size,
+            eval_strategy="no",
+            train_sampling_strategy=order,
+        )
+        losses = record(trainer)["logged"]
+        evaluated = trainer.evaluate(items)["eval_loss"]
+        predicted = trainer.predict(items).predictions
+        found[name] = losses, evaluated, predicted.shape, float(predicted[:, 0].sum())
+    return found
+
+
+def test_positions_that_restart_are_documents_in_every_path_of_the_trainer(tmp_path):
+    for found in run_ranks(2, restarting, tmp_path):
+        losses, evaluated, shape, first = found.pop("documents")
+        assert shape[:2] == (6, 12)
+        for name, of_rows in found.items():
+            assert of_rows[0] == pytest.approx(losses, abs=1e-5), name
+            assert of_rows[1] == pytest.approx(evaluated, abs=1e-5), name
+            assert of_rows[2] == shape, name
+            assert of_rows[3] == pytest.approx(first, abs=1e-2), name
+
+
 @pytest.mark.parametrize(
     ("column", "message"),
     [

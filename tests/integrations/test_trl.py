@@ -286,3 +286,12 @@ def refuse(rank, size, folder):
 
 def test_what_would_be_wrong_is_refused(tmp_path):
     run_ranks(1, refuse, tmp_path)
+
+
+def test_positions_that_restart_are_documents_where_trl_has_not_packed():
+    from hcp.integrations.trl.sft import prepared_samples
+
+    item = {"input_ids": [5, 6, 7, 8], "position_ids": [0, 1, 0, 1], "text": "removed"}
+    assert [s["input_ids"].tolist() for s in prepared_samples(item)] == [[5, 6], [7, 8]]
+    packed = item | {"seq_lengths": [3, 1]}
+    assert [len(s["input_ids"]) for s in prepared_samples(packed)] == [3, 1]

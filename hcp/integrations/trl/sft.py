@@ -13,8 +13,10 @@ from hcp.integrations.transformers.trainer import Trainer
 
 
 def prepared_samples(item: Mapping[str, Any]) -> list[dict[str, Tensor]]:
-    """Make the samples of an item that TRL has prepared, by the columns that its collator reads."""
-    return causal_lm_samples({name: item[name] for name in _COLUMNS if name in item})
+    """Make the samples of an item that TRL has prepared, by the columns that its collator reads;
+    where it has no `seq_lengths`, also by `position_ids` that go back to 0."""
+    named = _COLUMNS if item.get("seq_lengths") is not None else (*_COLUMNS, "position_ids")
+    return causal_lm_samples({name: item[name] for name in named if name in item})
 
 
 _COLUMNS = ("input_ids", "labels", "seq_lengths")
