@@ -65,7 +65,10 @@ class Calls:
     def stamp(
         self, operation: str, number: int, x: Tensor, dtype: torch.dtype, **options: int | str
     ) -> Stamp:
-        """The stamp of a call whose rows are like those of x."""
+        """The stamp of a call whose rows are like those of x. Ranks whose rows need gradients wait
+        for the others in the backward, so all of them must."""
+        if x.requires_grad and torch.is_grad_enabled():
+            options["gradients"] = "x.requires_grad"
         key = operation, x.dtype, x.shape[1:], dtype, *options.values()
         kind = self._kinds.get(key)
         if kind is None:

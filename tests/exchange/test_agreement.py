@@ -247,6 +247,14 @@ def cross_attends_with_fewer_heads(rank: int, size: int) -> None:
     cp.cross_attention(query[:, : GROUPS * (1 + rank)], key, value, cp)
 
 
+def one_rank_needs_no_gradients(rank: int, size: int) -> None:
+    """As one that loaded no samples, and makes its rows anew."""
+    (micro,) = step_of(size)
+    cp, _ = micro
+    x = torch.zeros(cp.rows, 2, requires_grad=rank == 0)
+    cp.combine(x).sum().backward()
+
+
 # By the name of what ranks do: words that the error of a rank has.
 WORDS: dict[Callable[..., None], str] = {
     micro_batches_in_another_order: r"micro-batch differs: [01] on rank \d, [01] on rank \d",
@@ -264,6 +272,7 @@ WORDS: dict[Callable[..., None], str] = {
     halos_in_another_order: r"in halo, micro-batch differs: [01] on rank \d",
     threads_in_another_order: r"micro-batch differs: [01] on rank \d, [01] on rank \d",
     one_rank_runs_a_backward_twice: r"pass differs: (for|back)ward on rank \d, (for|back)ward on",
+    one_rank_needs_no_gradients: r"gradients differs: x.requires_grad on rank 0, nothing on rank 1",
     cross_attends_with_another_scale: r"softmax_scale differs: 0\.5 on rank \d, 0\.35",
     cross_attends_with_another_cap: r"softcap differs: 5\.0 on rank \d, 0\.0 on rank 1",
     cross_attends_with_sinks: r"sinks differs: True on rank \d, False on rank 1",
