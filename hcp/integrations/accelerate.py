@@ -47,6 +47,8 @@ SEAMS = (
     "accelerate:Accelerator.distributed_type",
     "accelerate:Accelerator.parallelism_config",
     "accelerate:Accelerator.gradient_accumulation_steps",
+    "accelerate:Accelerator.prepare_scheduler",
+    "accelerate.scheduler:AcceleratedScheduler(scheduler, step_with_optimizer, split_batches)",
     "accelerate:ParallelismConfig(cp_size, tp_size, sp_size)",
 )
 """What this calls or reads."""
@@ -116,7 +118,12 @@ class ContextParallel:
     def micro_batches(
         self, model: nn.Module, step: Step
     ) -> Iterator[tuple[ContextParallelHandler, LocalBatch]]:
-        """Yield the micro-batches of a step. Gradients are reduced in the last one only."""
+        """Yield the micro-batches of a step. Gradients are reduced in the last one only.
+
+        Raises ValueError if Accelerate would scale gradients, or step a learning rate several times
+        in an update."""
+        _check_accumulation(self.accelerator)
+        _check_schedulers(self.accelerator)
         if not self._warned:
             self._warned = True
             warn_of_experts(model)
@@ -222,11 +229,8 @@ def check_accelerator(
                 "Leave it out of the Accelerator; hcp.integrations.accelerate.config_of("
                 "parallelism_config, ...) says its cp_size to hcp"
             )
-    if accelerator.gradient_accumulation_steps != 1 and not accumulates:
-        raise ValueError(
-            f"gradient_accumulation_steps is {accelerator.gradient_accumulation_steps}, expected "
-            "1: the plan has the micro-batches of a step; raise the global batch size instead"
-        )
+    if not accumulates:
+        _check_accumulation(accelerator)
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     if _asks_for("FSDP") and kind != "FSDP":
         raise ValueError(
@@ -239,6 +243,28 @@ def check_accelerator(
             "the Accelerator uses DeepSpeed, expected DDP or FSDP: for DeepSpeed write the loop "
             "with its engine and hcp.integrations.deepspeed"
         )
+
+
+def _check_accumulation(accelerator: Any) -> None:
+    if accelerator.gradient_accumulation_steps != 1:
+        raise ValueError(
+            f"gradient_accumulation_steps is {accelerator.gradient_accumulation_steps}, expected "
+            "1: the plan has the micro-batches of a step; raise the global batch size instead"
+        )
+
+
+def _check_schedulers(accelerator: Any) -> None:
+    """Refuse schedulers that step once for each rank. Accelerate counts batches of a rank, of which
+    as many as there are ranks make an update; those of hcp's loaders are global."""
+    for prepared in accelerator._schedulers:
+        once = prepared.split_batches or not prepared.step_with_optimizer
+        if accelerator.num_processes > 1 and not once:
+            raise ValueError(
+                f"a prepared {type(prepared.scheduler).__name__} steps {accelerator.num_processes} "
+                "times in each update, expected once: a batch of hcp's loader is that of all "
+                "ranks. Leave the scheduler out of accelerator.prepare, or make the Accelerator "
+                "with dataloader_config=DataLoaderConfiguration(split_batches=True)"
+            )
 
 
 def _asks_for(plugin: str) -> bool:

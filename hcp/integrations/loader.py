@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -423,7 +424,7 @@ class DynamicCPDataLoader:
             fields=fields,
         )
         self._drop_last = drop_last
-        samples = 0 if is_stream(dataset) else len(dataset)
+        self._length = samples = 0 if is_stream(dataset) else len(dataset)
         if drop_last:
             samples -= samples % global_batch_size
         if samples == 0 and not is_stream(dataset):
@@ -437,6 +438,7 @@ class DynamicCPDataLoader:
         )
         self.sampler = self.batch_sampler  # where trainers look for set_epoch
         self._start = self._next = 0
+        self._after: WeakKeyDictionary[Step, int] = WeakKeyDictionary()
 
     def set_epoch(self, epoch: int) -> None:
         """Go on with the order of the samples in another epoch."""
@@ -447,6 +449,11 @@ class DynamicCPDataLoader:
     def skip(self, batches: int) -> None:
         """Start the next iteration after this many batches."""
         self._start = batches
+
+    def reached(self, step: Step) -> None:
+        """Say that this step is in use, for a trainer that takes steps ahead of their use: its
+        `state_dict` goes on with the step that follows this one."""
+        self._next = self._after.get(step, self._next)
 
     def __len__(self) -> int:
         if is_stream(self.dataset):
@@ -462,11 +469,12 @@ class DynamicCPDataLoader:
         read = stream_batches(
             self.dataset, batches.batch_size, self.collate_fn.groups, self.load_workers
         )
-        for batch in itertools.islice(read, self._next, None):
+        start = self._next
+        for number, batch in enumerate(itertools.islice(read, start, None), start + 1):
             if self._drop_last and len(batch) < batches.batch_size:
                 return
             step = self.collate_fn(batch[batches.rank :: batches.ranks])
-            self._next += 1
+            self._after[step] = self._next = number
             yield step
 
     def _of_shares(self) -> Iterator[Step]:
@@ -478,17 +486,24 @@ class DynamicCPDataLoader:
             num_workers=self.load_workers,
         )
         items, to_sample = iter(loader), self.collate_fn.to_sample
-        made_for = {**self.state_dict(), "shuffle": self.batch_sampler.shuffle}
+        length = len(self.dataset)
+        made_for = {**self.state_dict(), "shuffle": self.batch_sampler.shuffle, "length": length}
         _check_same_data(
             self.collate_fn.groups, made_for, lambda: [to_sample(item) for item in next(items)]
         )
-        for _ in shares:
+        if length != self._length:
+            raise ValueError(
+                f"the dataset has {length} samples, expected {self._length}, as when the loader "
+                "was made: its batches would leave samples out. Make another loader"
+            )
+        for number, _ in enumerate(shares, self._next + 1):
             step = self.collate_fn(_next_of(items))
-            self._next += 1
+            self._after[step] = self._next = number
             yield step
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position of the next batch. It holds for any number of ranks."""
+        """Return the position of the next batch. It holds for any number of ranks. For steps that
+        were taken ahead see `reached`."""
         batches = self.batch_sampler
         return {
             "epoch": batches.epoch,

@@ -10,7 +10,7 @@ from argparse import Namespace
 import pytest
 import torch
 from support.finetuning import TRAINING, VALIDATION, Model, as_torchrun, documents, fsdp_on_cpus
-from support.ranks import run_ranks
+from support.ranks import run_ranks, try_ranks
 
 import hcp
 
@@ -275,6 +275,12 @@ def refuse(rank, size):
     with pytest.raises(ValueError, match="no batch of 8, expected at least one: lower"):
         parallel.train_loader(documents([5]), global_batch_size=8, drop_last=True)
     loader = parallel.train_loader(documents([5, 6, 7]), global_batch_size=2)
+    loader.dataset.append({"input_ids": torch.tensor([5])})
+    with pytest.raises(ValueError, match="the dataset has 4 samples, expected 3, as when the loa"):
+        next(iter(loader))
+    accelerator.gradient_accumulation_steps = 2
+    with pytest.raises(ValueError, match="gradient_accumulation_steps is 2, expected 1: the plan"):
+        next(parallel.micro_batches(None, None))
     with pytest.raises(ValueError, match="the state has seed 4, expected 0: make the loader"):
         loader.load_state_dict(loader.state_dict() | {"seed": 4})
     with pytest.raises(ValueError, match=r"state\.epoch is missing, expected epoch, next, seed"):
@@ -294,6 +300,39 @@ def test_deepspeed_that_accelerate_would_leave_out_is_refused(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with pytest.raises(ValueError, match="uses DeepSpeed, expected DDP or FSDP: for DeepSpeed"):
         check_accelerator(asking_for_cp(1, distributed_type="DistributedType.MULTI_CPU"))
+
+
+def schedule(rank, size, split_batches):
+    """The learning rates of four steps, under a schedule that Accelerate has prepared."""
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    from hcp.integrations.accelerate import ContextParallel
+
+    as_torchrun(size)
+    options = DataLoaderConfiguration(split_batches=split_batches)
+    accelerator = Accelerator(cpu=True, dataloader_config=options)
+    parallel = ContextParallel(accelerator, hcp.Config(max_seqlen_per_dp_cp_rank=64))
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda updates: 0.5**updates)
+    model, optimizer, rates = accelerator.prepare(model, optimizer, rates)
+    used = []
+    for step in parallel.train_loader(documents([5] * 4), global_batch_size=1):
+        for cp, local in parallel.micro_batches(model, step):
+            loss = cp.loss(model(cp, local), local.loss_mask, grad_reduce="mean")
+            accelerator.backward(loss)
+        used.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        rates.step()
+    return used
+
+
+def test_a_prepared_schedule_steps_once_in_an_update_or_is_refused():
+    for size, split_batches in ((1, False), (2, True)):
+        for rates in run_ranks(size, schedule, split_batches):
+            assert rates == [1.0, 0.5, 0.25, 0.125]
+    for error in try_ranks(2, schedule, False):
+        assert "a prepared LambdaLR steps 2 times in each update, expected once" in error.message
 
 
 class Experts(torch.nn.Linear):
