@@ -82,6 +82,9 @@ class _PlannedSteps:
         """Run the first micro-batch's forward. The others follow in `backward`, since Lightning
         clears gradients between the two."""
         self._check(batch)
+        loader = self.lightning_module.trainer.train_dataloader
+        if isinstance(loader, DynamicCPDataLoader):
+            loader.reached(batch)  # Lightning takes a step of a stream ahead
         first, *self._rest = batch
         self._others = others
         return self._forward(first)
@@ -91,7 +94,8 @@ class _PlannedSteps:
         total = closure_loss.detach()
         super().backward(closure_loss, *positional, **keywords)  # type: ignore[misc]
         while self._rest:
-            loss = self._forward(self._rest.pop(0))
+            with _logging_as_training_step(self.lightning_module):
+                loss = self._forward(self._rest.pop(0))
             super().backward(loss, *positional, **keywords)  # type: ignore[misc]
             total = total + loss.detach()
         self.lightning_module.log(self.name, total, sync_dist=True, prog_bar=True, batch_size=1)
@@ -144,6 +148,17 @@ class _PlannedSteps:
                 f"accumulate_grad_batches is {accumulated}, expected 1: the plan has the "
                 "micro-batches of a step; raise the global batch size instead"
             )
+
+
+@contextlib.contextmanager
+def _logging_as_training_step(module: Any) -> Iterator[None]:
+    """Inside this context, values that a module logs are those of its `training_step`. Lightning
+    would keep those of the hook it is in apart, and report them in later steps, too."""
+    before, module._current_fx_name = module._current_fx_name, "training_step"
+    try:
+        yield
+    finally:
+        module._current_fx_name = before
 
 
 class ContextParallelStrategy(_PlannedSteps, DDPStrategy):  # type: ignore[misc]
@@ -205,6 +220,20 @@ class ContextParallelFSDP2Strategy(_PlannedSteps, ModelParallelStrategy):  # typ
         return int(self.device_mesh["data_parallel"].size())
 
 
+def _check_limit(trainer: Trainer) -> None:
+    """Refuse to evaluate the first micro-batches only: which samples they have depends on the plan.
+    A run that only tries the code may."""
+    if trainer.sanity_checking or trainer.fast_dev_run:
+        return
+    name = "limit_test_batches" if trainer.testing else "limit_val_batches"
+    limit = getattr(trainer, name)
+    if limit != 1.0 or isinstance(limit, int):
+        raise ValueError(
+            f"{name} is {limit!r}, expected 1.0: batches are micro-batches, whose samples "
+            "depend on the plan. Give the EvalDataLoader a part of the dataset instead"
+        )
+
+
 class EvalContextParallel(Callback):  # type: ignore[misc]
     """A callback that runs validation and test in the eval layout, and logs one mean over the
     tokens of all samples.
@@ -221,6 +250,7 @@ class EvalContextParallel(Callback):  # type: ignore[misc]
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
         self.restore()
+        _check_limit(trainer)
         # Of the trainer, which a module knows, nothing is the model's.
         layout = eval_layout(module, self.groups, self.evaluation, exclude=(trainer,))
         self._metrics = Metrics(self._layout.enter_context(layout))

@@ -193,7 +193,12 @@ def test_sizes_that_were_not_tested_under_fsdp2_are_refused():
         ContextParallelFSDP2Strategy(tensor_parallel_size=2)
 
 
-def resume(rank, size, folder):
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(documents(TRAINING))
+
+
+def resume(rank, size, folder, stream):
     """Eight steps at once; from a checkpoint in the middle of an epoch, the last three."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -204,6 +209,8 @@ def resume(rank, size, folder):
     found = []
     for path in (None, str(folder / "at-5.ckpt")):
         training, _, _ = make_loaders(groups, config)
+        if stream:  # Lightning takes a step ahead, as it has no length
+            training.dataset = Stream()
         keep = ModelCheckpoint(
             folder, "at-{step}", auto_insert_metric_name=False, every_n_train_steps=5, save_top_k=-1
         )
@@ -215,10 +222,48 @@ def resume(rank, size, folder):
     return found
 
 
-def test_a_checkpoint_goes_on_in_the_middle_of_an_epoch(tmp_path):
-    for straight, resumed in on_ranks(2, resume, tmp_path):
+@pytest.mark.parametrize("stream", [False, True], ids=["dataset", "stream"])
+def test_a_checkpoint_goes_on_in_the_middle_of_an_epoch(stream, tmp_path):
+    for straight, resumed in on_ranks(2, resume, tmp_path, stream):
         assert len(straight) == 8
         assert resumed == straight[5:]
+
+
+def log(rank, size, folder):
+    """What a module's own log has after steps of several micro-batches and of one, and their mean;
+    beside what it gave."""
+    from lightning import Callback
+
+    as_torchrun(size)
+    warnings.simplefilter("ignore")
+    groups = hcp.build_process_groups()
+    config = hcp.Config(max_seqlen_per_dp_cp_rank=128)
+    training, _, _ = make_loaders(groups, config)
+    module, given, logged = make_module(), [], []
+    count = itertools.count()
+
+    def training_step(batch, batch_idx):
+        cp, local = batch
+        given.append(float(next(count)))
+        module.log("own", given[-1], on_step=True, on_epoch=True, batch_size=1)
+        return cp.loss(module.model(cp, local), local.loss_mask, grad_reduce="mean")
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            found = trainer.callback_metrics["own_step"].item()
+            logged.append((len(batch), found, given[-1]))
+
+    module.training_step = training_step
+    trainer = make_trainer(size, folder, [Watch()], max_steps=-1, max_epochs=1)
+    trainer.fit(module, training)
+    return logged, given, trainer.callback_metrics["own_epoch"].item()
+
+
+def test_what_a_module_logs_is_of_the_last_micro_batch_and_of_the_epoch(tmp_path):
+    ((logged, given, mean),) = on_ranks(1, log, tmp_path)
+    assert [count > 1 for count, *_ in logged][-2:] == [True, False]
+    assert all(found == last for _, found, last in logged)
+    assert mean == pytest.approx(sum(given) / len(given))
 
 
 def refuse(rank, size, folder):
@@ -245,6 +290,11 @@ def refuse(rank, size, folder):
     module.training_step = lambda batch, batch_idx: {"loss": torch.zeros(())}
     with pytest.raises(ValueError, match="training_step gave a dict, expected a tensor"):
         fit(module)
+    for name, run in (("val", "validate"), ("test", "test")):
+        partly = {f"limit_{name}_batches": 1}
+        trainer = make_trainer(size, folder, [EvalContextParallel(groups)], **partly)
+        with pytest.raises(ValueError, match=rf"limit_{name}_batches is 1, expected 1\.0"):
+            getattr(trainer, run)(make_module(), validation)
     module.validation_step = lambda batch, batch_idx: None
     with pytest.raises(ValueError, match="gave a NoneType, expected a tensor: the loss of each"):
         make_trainer(size, folder, [EvalContextParallel(groups)]).validate(module, validation)
