@@ -799,7 +799,7 @@ def record(trainer):
     trainer.train()
     history = trainer.state.log_history
     return {
-        "shares": losses,
+        "losses": losses,
         "logged": [entry["loss"] for entry in history if "loss" in entry],
         "first": first,
         "evaluations": [entry["eval_loss"] for entry in history if "eval_loss" in entry],
@@ -818,7 +818,7 @@ def train(rank, size, folder, kind, options):
 
 
 def mean_of(results, key):
-    """Over ranks, step by step: shares were scaled for an average."""
+    """Over ranks, step by step."""
     return torch.tensor([result[key] for result in results], dtype=torch.float64).mean(0)
 
 
@@ -849,11 +849,12 @@ def one_rank(tmp_path_factory):
 def test_steps_are_those_of_one_rank(kind, options, one_rank, tmp_path):
     alone, four = one_rank(kind), run_ranks(4, train, tmp_path, kind, options, timeout=120)
     tolerance = 1e-9 if kind == "gpt2" else 1e-4
-    losses, expected = mean_of(four, "shares"), mean_of(alone, "shares")
+    losses, expected = mean_of(four, "losses"), mean_of(alone, "losses")
     assert len(losses) == STEPS[kind]
+    assert all(result["losses"] == four[0]["losses"] for result in four), "of a rank's share"
     assert (losses - expected).abs().max() < tolerance
     assert expected[-1] < expected[0]
-    assert (mean_of(four, "logged") - mean_of(four, "shares")).abs().max() < 1e-5
+    assert (mean_of(four, "logged") - mean_of(four, "losses")).abs().max() < 1e-5
     scale = max(grad.abs().max() for grad in alone[0]["first"].values())
     for name, grad in alone[0]["first"].items():
         assert (four[0]["first"][name] - grad).abs().max() < 1e-2 * tolerance * scale, name
@@ -870,7 +871,7 @@ def test_under_autocast_a_rank_computes_what_one_rank_does(tmp_path):
     options = {"bf16": True, "max_steps": 3, "eval_steps": 3}
     (alone,) = run_ranks(1, train, tmp_path, "qwen3", options | {"limit": 128})
     four = run_ranks(4, train, tmp_path, "qwen3", options, timeout=120)
-    apart = mean_of(four, "shares") - mean_of([alone], "shares")
+    apart = mean_of(four, "losses") - mean_of([alone], "losses")
     assert 0 < apart.abs().max() < 2e-2  # bfloat16, not the types of the weights
     assert four[0]["evaluations"] == pytest.approx(alone["evaluations"], abs=2e-2)
 
@@ -1121,6 +1122,11 @@ REFUSED_ARGUMENTS = [
     ({"label_smoothing_factor": 0.1}, "label_smoothing_factor is 0.1, expected 0"),
     ({"auto_find_batch_size": True}, "auto_find_batch_size is True, expected False"),
     ({"include_num_input_tokens_seen": "all"}, "include_num_input_tokens_seen is 'all', expected"),
+    ({"eval_do_concat_batches": False}, "eval_do_concat_batches is False, expected True"),
+    ({"average_tokens_across_devices": False}, "across_devices is False, expected True: the loss"),
+    ({"accelerator_config": {"split_batches": True}}, "split_batches is True, expected False"),
+    ({"optim": "adalomo"}, "optim is 'adalomo', expected an optimizer that updates after the"),
+    ({"optim": "galore_adamw_layerwise"}, "optim is 'galore_adamw_layerwise', expected an"),
     ({"bf16_full_eval": True}, "bf16_full_eval is True, expected False"),
     ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha is 5.0, expected None: its noise shrinks"),
 ]

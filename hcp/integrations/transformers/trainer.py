@@ -157,7 +157,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self, model: nn.Module, inputs: Step, num_items_in_batch: object = None
     ) -> Tensor:
         """Run forward and backward of all micro-batches of a step. Gradients are reduced in the
-        last one."""
+        last one. Returns the mean loss of the whole batch: the Trainer adds up each rank's own
+        value where it does not gather them, such as for `train_loss`."""
         model.train()
         if hasattr(self.optimizer, "train"):  # schedule-free optimizers
             self.optimizer.train()
@@ -170,7 +171,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                     loss = causal_lm_loss(model, cp, local, grad_reduce="mean", inputs=given)
                 self.accelerator.backward(loss)
             total = total + loss.detach()
-        return total
+        mean: Tensor = self.accelerator.reduce(total, reduction="mean")
+        return mean
 
     def _inputs(self, cp: ContextParallelHandler, local: LocalBatch) -> dict[str, Any]:
         """Return the model's arguments; images are encoded here, outside of the call."""
@@ -276,12 +278,29 @@ def _check(trainer: Trainer) -> None:
         "the plan has the micro-batches of a step: raise per_device_train_batch_size instead",
     )
     _expect(args, "label_smoothing_factor", 0, "hcp computes the plain cross entropy")
+    _expect(
+        args,
+        "average_tokens_across_devices",
+        True,
+        "the loss is the mean over the tokens of all ranks",
+    )
+    if trainer.accelerator.split_batches:
+        raise ValueError(
+            "accelerator_config.split_batches is True, expected False: "
+            "per_device_train_batch_size times the ranks is the global batch"
+        )
+    if "lomo" in args.optim or args.optim.endswith("layerwise"):
+        raise ValueError(
+            f"TrainingArguments.optim is {str(args.optim.value)!r}, expected an optimizer that "
+            "updates after the backward: a step has several, and this one would update in each"
+        )
     if args.train_sampling_strategy == "batch_rebalance":
         raise ValueError(
             "TrainingArguments.train_sampling_strategy is 'batch_rebalance', expected 'random', "
             "'sequential' or 'group_by_length': the plan balances ranks itself"
         )
     _expect(args, "batch_eval_metrics", False, "a rank has rows of sequences in a micro-batch")
+    _expect(args, "eval_do_concat_batches", True, "hcp gathers the predictions of all samples")
     _expect(args, "include_for_metrics", [], "hcp gathers predictions and labels")
     _expect(
         args, "include_num_input_tokens_seen", "no", "a rank's share of a step has no input_ids"
