@@ -7,7 +7,8 @@
 # SECONDS_EACH (60) ends a run that hangs, SECONDS_ALL (400) leaves out what no time is left for.
 # The runs of most interest come first: tokens per second of dynamic against static CP, of a GPT of
 # 1 B parameters on the lengths of two families (benchmarks/common/families.py) in real text; then small
-# models in float32 under other layouts. Last a table, and exit code 1 where a run failed.
+# models in float32 under other layouts. check_trainers.py runs the other trainers, and peers without
+# hcp. Last a table, and exit code 1 where a run failed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit
 gpus=${1:-$(nvidia-smi -L | wc -l)}

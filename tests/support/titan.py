@@ -1,12 +1,13 @@
 """Run torchtitan on CPUs, for tests. It asks a device module for functions that torch.cpu lacks.
 
-Import this before torchtitan.
+Import this before torchtitan. TITAN_ON_GPU=1 in the environment leaves torchtitan its GPUs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -30,14 +31,16 @@ CPU = SimpleNamespace(
 )
 if not hasattr(torch.distributed, "set_timeout"):  # torchtitan asks for a torch after 2.13
     vars(torch.distributed)["set_timeout"] = lambda timeout, group: None
-torch._utils._get_available_device_type = lambda: "cpu"
 _module_of: Any = torch._utils._get_device_module
+ON_GPU = os.environ.get("TITAN_ON_GPU") == "1"
+if not ON_GPU:
+    torch._utils._get_available_device_type = lambda: "cpu"
 vars(torch._utils)["_get_device_module"] = lambda name: CPU if name == "cpu" else _module_of(name)
 
 import torchtitan.tools.utils  # noqa: E402
 
 torch._utils._get_device_module = _module_of
-assert torchtitan.tools.utils.device_type == "cpu", "torchtitan was imported before this module"
+assert ON_GPU or torchtitan.tools.utils.device_type == "cpu", "torchtitan was imported before this"
 
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torch.distributed.tensor import DTensor, distribute_tensor  # noqa: E402
