@@ -5,12 +5,13 @@ T rows on this rank, S rows of the sequences that it loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from hcp._validate import plain
+from hcp._validate import expect_items, plain
 from hcp.exchange.agreement import Moves, Stamp, refuse_transforms, rows_like
 from hcp.exchange.calls import Calls
 from hcp.exchange.layout import Layout, span_rows
@@ -24,7 +25,7 @@ from hcp.exchange.move import (
 )
 from hcp.exchange.payloads import RowPath
 from hcp.exchange.routes import Routes
-from hcp.exchange.states import Maps, StatePasses, pass_states
+from hcp.exchange.states import Maps, Parts, Rule, StatePasses, linear, pass_states
 from hcp.exchange.tables import Route
 from hcp.exchange.transport import Transport
 
@@ -37,7 +38,6 @@ class RowCalls:
         self._layout, self._transport = layout, transport
         self._calls, self._routes = calls, routes
         self._pairs = AllPairs(calls.group, transport.rank)
-        self._passes: StatePasses | None = None
 
     @property
     def device(self) -> torch.device:
@@ -107,22 +107,80 @@ class RowCalls:
         """(N, ...) to (N, ...), N spans."""
 
         def passed(number: int) -> Tensor:
-            maps = self._maps(states, decay, transition)
-            refuse_transforms("pass_states", *maps[:2])
+            maps = self._linear_maps(states, decay, transition)
             kind = "decay" if transition is None else "transition"
-            given = {kind: rows_like(maps.decay)}
-            stamp = self._calls.stamp("pass_states", number, maps.state, states.dtype, **given)
-            self._calls.agree(self._pairs, stamp)
-            if self._layout.degree <= 1:  # zeros, of which backward asks for gradients all the same
-                touched = maps.state[:0].sum() + maps.decay[:0].sum()
-                return torch.zeros_like(states) + touched.to(states.dtype)
-            if self._passes is None:
-                self._passes = StatePasses(self._layout)
-            return pass_states(self._transport, self._passes, maps, stamp).to(states.dtype)
+            given = {kind: rows_like(maps.parts[1])}
+            stamp = self._calls.stamp("pass_states", number, maps.parts[0], states.dtype, **given)
+            (entering,) = self._passed("pass_states", maps, stamp)
+            return entering.to(states.dtype)
 
         return self._calls.make("pass_states", passed)
 
-    def _maps(self, states: Tensor, decay: Tensor | None, transition: Tensor | None) -> Maps:
+    def pass_maps(
+        self,
+        maps: Sequence[Tensor],
+        combine: Callable[[Parts, Parts], Parts],
+        apply: Callable[[Parts, Parts], Parts],
+        initial: Sequence[Tensor],
+    ) -> Parts:
+        """N maps (N, ...) to N states."""
+
+        def passed(number: int) -> Parts:
+            parts, first = self._expect_maps(maps), _expect_initial(initial)
+            dtype = functools.reduce(torch.promote_types, [x.dtype for x in (*parts, *first)])
+            wide = torch.promote_types(dtype, torch.float32)
+            start = tuple(x.to(wide).unsqueeze(0) for x in first)
+
+            def started(given: Parts) -> Parts:
+                count = len(given[0])
+                found = apply(given, tuple(x.expand(count, *x.shape[1:]) for x in start))
+                return tuple(found)
+
+            rule = Rule(combine, apply, started, start)
+            made = Maps(tuple(x.to(wide) for x in parts), rule)
+            others = ", ".join(str(rows_like(part)) for part in (*made.parts[1:], *start))
+            stamp = self._calls.stamp("pass_maps", number, made.parts[0], wide, others=others)
+            return self._passed("pass_maps", made, stamp)
+
+        return self._calls.make("pass_maps", passed)
+
+    def state_cost(self, row_bytes: int) -> int:
+        """What passing maps of ``row_bytes`` costs, as ``StatePasses.choose`` counts."""
+        return self._passes.cost(row_bytes)
+
+    def _passed(self, operation: str, maps: Maps, stamp: Stamp) -> Parts:
+        refuse_transforms(operation, *maps.parts)
+        self._calls.agree(self._pairs, stamp)
+        if self._layout.degree <= 1:  # no map is used, of which backward asks for gradients
+            touched, spans = sum(x[:0].sum() for x in maps.parts), len(maps.parts[0])
+            return tuple(x.expand(spans, *x.shape[1:]) + touched for x in maps.rule.initial)
+        return pass_states(self._transport, self._passes, maps, stamp)
+
+    @functools.cached_property
+    def _passes(self) -> StatePasses:
+        return StatePasses(self._layout)
+
+    def _expect_maps(self, maps: Sequence[Tensor]) -> Parts:
+        expect_items("maps", maps, "tensors")
+        if not maps:
+            raise ValueError("maps is empty, expected one tensor or more")
+        spans = len(span_rows(self._layout))
+        for i, part in enumerate(maps):
+            if part.dim() < 1 or part.shape[0] != spans:
+                raise ValueError(
+                    f"maps[{i}] has shape {tuple(part.shape)}, expected ({spans}, ...): a part for "
+                    "each of cp.span_cu_seqlens's spans"
+                )
+            self._expect_floats(f"maps[{i}]", part)
+        return tuple(maps)
+
+    def _expect_floats(self, name: str, x: Tensor) -> None:
+        if not (x.is_floating_point() or x.is_complex()):
+            raise ValueError(f"{name} is {x.dtype}, expected floats or complex numbers")
+        if x.device.type != self._transport.device.type:
+            raise ValueError(f"{name} is on {x.device}, expected {self._transport.device}")
+
+    def _linear_maps(self, states: Tensor, decay: Tensor | None, transition: Tensor | None) -> Maps:
         """Check states and what multiplies them. Both are computed in float32 or wider."""
         spans = len(span_rows(self._layout))
         if states.dim() < 2 or states.shape[0] != spans:
@@ -139,14 +197,11 @@ class RowCalls:
             else (_expect_transition(states, transition))
         )
         for name, x in (("states", states), ("decay or transition", factor)):
-            if not (x.is_floating_point() or x.is_complex()):
-                raise ValueError(f"{name} is {x.dtype}, expected floats or complex numbers")
-            if x.device.type != self._transport.device.type:
-                raise ValueError(f"{name} is on {x.device}, expected {self._transport.device}")
+            self._expect_floats(name, x)
         wide = torch.promote_types(torch.promote_types(states.dtype, factor.dtype), torch.float32)
-        return Maps(
-            states.to(wide), factor.to(wide), torch.mul if transition is None else torch.matmul
-        )
+        zeros = torch.zeros(1, *states.shape[1:], dtype=wide, device=states.device)
+        rule = linear(torch.mul if transition is None else torch.matmul, zeros)
+        return Maps((states.to(wide), factor.to(wide)), rule)
 
     def to_tokens(
         self, x: Tensor, payload: str, path_of: Callable[[], tuple[RowPath, int]]
@@ -208,6 +263,16 @@ class RowCalls:
     def _sum(self, operation: str, x: Tensor, number: int) -> Tensor:
         stamp = self._calls.stamp(operation, number, x.unsqueeze(0), x.dtype)
         return sum_over(self._transport, self._pairs, x, stamp)
+
+
+def _expect_initial(initial: Sequence[Tensor]) -> Parts:
+    expect_items("initial", initial, "tensors")
+    for i, part in enumerate(initial):
+        if not (part.is_floating_point() or part.is_complex()):
+            raise ValueError(f"initial[{i}] is {part.dtype}, expected floats or complex numbers")
+    if not initial:
+        raise ValueError("initial is empty, expected a state: one tensor or more")
+    return tuple(initial)
 
 
 def _expect_decay(states: Tensor, decay: Tensor | None) -> Tensor:

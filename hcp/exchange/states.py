@@ -35,8 +35,8 @@ class Held(NamedTuple):
     """Its number on that rank."""
 
 
-Wanted = Sequence[Held | None]
-"""Spans whose maps a rank wants, in the order of its output. None: zeros."""
+Wanted = Sequence[Held]
+"""Spans whose maps a rank wants, in the order of its output."""
 
 
 # ---- who wants what ------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ class StatePasses:
         )
         self._spans = [_spans_of(self._sequences, place) for place in range(layout.degree)]
         gathered = [self._all_before(place) for place in range(layout.degree)]
-        rounds = [self._before_by(stride) for stride in self._strides()]
+        rounds = [self._before_by(i, stride) for i, stride in enumerate(self.strides)]
         self._ways = {False: [gathered], True: rounds}
         self._most_rows = {by_rounds: _most_rows(way) for by_rounds, way in self._ways.items()}
         self._paths: dict[bool, list[StatePath]] = {}
@@ -69,45 +69,12 @@ class StatePasses:
         return self._spans[self._place]
 
     @property
-    def spans_before(self) -> int:
-        """The most spans that come before one of this rank's."""
-        return max((order for _, order in self.spans), default=0)
+    def spans_before(self) -> dict[int, int]:
+        """How many spans come before this rank's last one, of each sequence, ascending."""
+        return _spans_before(self.spans)
 
-    def choose(self, row_bytes: int) -> tuple[bool, list[StatePath]]:
-        """Return whether rounds cost less than the gathering, and the paths of what costs less.
-
-        The cost: bytes that the busiest rank gets from others, and ROUND_BYTES for each round."""
-        costs = [
-            self._most_rows[by_rounds] * row_bytes + len(self._ways[by_rounds]) * ROUND_BYTES
-            for by_rounds in (False, True)
-        ]
-        by_rounds = costs[True] < costs[False]
-        if by_rounds not in self._paths:
-            self._paths[by_rounds] = [
-                StatePath(wanted, self._first_rank, self._place) for wanted in self._ways[by_rounds]
-            ]
-        return by_rounds, self._paths[by_rounds]
-
-    def _all_before(self, place: int) -> Wanted:
-        """The spans before a rank's last ones: by order, and of one order by sequence."""
-        last = dict(self._spans[place])  # orders ascend
-        return [
-            self._sequences[sequence][order] if order < end else None
-            for order in range(max(last.values(), default=0))
-            for sequence, end in sorted(last.items())
-        ]
-
-    def _before_by(self, stride: int) -> list[Wanted]:
-        """What each rank wants in a round: for each of its spans, the one ``stride`` before it."""
-        return [
-            [
-                self._sequences[sequence][order - stride] if order >= stride else None
-                for sequence, order in spans
-            ]
-            for spans in self._spans
-        ]
-
-    def _strides(self) -> list[int]:
+    @property
+    def strides(self) -> list[int]:
         """How far back each round looks. In the first, a span gets the map of the one before."""
         most = max((len(spans) - 1 for spans in self._sequences.values()), default=0)
         strides, covered = [1], 1
@@ -115,6 +82,65 @@ class StatePasses:
             strides.append(covered)
             covered *= 2
         return strides
+
+    def wanting(self, number: int) -> list[int]:
+        """This rank's spans that want a map in a round, by its number."""
+        least = _least_order(number, self.strides[number])
+        return [i for i, (_, order) in enumerate(self.spans) if order >= least]
+
+    def cost(self, row_bytes: int) -> int:
+        """Return the cost of what costs less."""
+        return min(self._costs(row_bytes))
+
+    def choose(self, row_bytes: int) -> tuple[bool, list[StatePath]]:
+        """Return whether rounds cost less than the gathering, and the paths of what costs less."""
+        costs = self._costs(row_bytes)
+        by_rounds = costs[True] < costs[False]
+        if by_rounds not in self._paths:
+            self._paths[by_rounds] = [
+                StatePath(wanted, self._first_rank, self._place) for wanted in self._ways[by_rounds]
+            ]
+        return by_rounds, self._paths[by_rounds]
+
+    def _costs(self, row_bytes: int) -> list[int]:
+        """Of the gathering and of rounds: bytes that the busiest rank gets from others, and
+        ROUND_BYTES for each round."""
+        return [
+            self._most_rows[by_rounds] * row_bytes + len(self._ways[by_rounds]) * ROUND_BYTES
+            for by_rounds in (False, True)
+        ]
+
+    def _all_before(self, place: int) -> Wanted:
+        """The spans before a rank's last ones: by order, and of one order by sequence."""
+        before = _spans_before(self._spans[place])
+        return [
+            self._sequences[sequence][order]
+            for order in range(max(before.values(), default=0))
+            for sequence, end in before.items()
+            if order < end
+        ]
+
+    def _before_by(self, number: int, stride: int) -> list[Wanted]:
+        """What each rank wants in a round: for each of its spans, the one ``stride`` before it."""
+        least = _least_order(number, stride)
+        return [
+            [
+                self._sequences[sequence][order - stride]
+                for sequence, order in spans
+                if order >= least
+            ]
+            for spans in self._spans
+        ]
+
+
+def _least_order(number: int, stride: int) -> int:
+    """The first span that wants a map in a round. A sequence's first has none of spans before it:
+    from the second round on, nobody wants it."""
+    return stride if number == 0 else stride + 1
+
+
+def _spans_before(spans: Sequence[tuple[int, int]]) -> dict[int, int]:
+    return dict(sorted(dict(spans).items()))  # orders ascend
 
 
 def _sequences(layouts: Sequence[Layout]) -> dict[int, list[Held]]:
@@ -147,7 +173,7 @@ def _most_rows(rounds: Sequence[Sequence[Wanted]]) -> int:
     by_rank = zip(*rounds, strict=True)
     return max(
         (
-            sum(len({h for h in wanted if h and h.place != place}) for wanted in of_rank)
+            sum(len({h for h in wanted if h.place != place}) for wanted in of_rank)
             for place, of_rank in enumerate(by_rank)
         ),
         default=0,
@@ -170,14 +196,14 @@ class StatePath:
         self.pack = _segments(held.span for rank in given for held in rank)
         self.sends = _moves(given, first_rank)
         self.receives = _moves(taken, first_rank)
-        self.arrange = _segments(-1 if held is None else arrived[held] for held in own)
+        self.arrange = _segments(arrived[held] for held in own)
         self.sent_rows, self.received_rows = len(self.pack), len(arrived)
         self.output_rows = len(own)
 
 
 def _of_rank(place: int, wanted: Wanted) -> list[Held]:
     """The wanted spans that a rank holds, each once."""
-    return sorted({held for held in wanted if held is not None and held.place == place})
+    return sorted({held for held in wanted if held.place == place})
 
 
 def _segments(rows: Iterable[int]) -> Tensor:
@@ -196,62 +222,139 @@ def _moves(of_ranks: Sequence[Sequence[Held]], first_rank: int) -> list[Move]:
 
 # ---- maps ----------------------------------------------------------------------------------------
 
+Parts = tuple[Tensor, ...]
+"""Maps of n spans, or n states: tensors (n, ...)."""
+
+
+class Rule(NamedTuple):
+    """What maps of spans do."""
+
+    combine: Callable[[Parts, Parts], Parts]
+    """Of maps and the maps that follow them: the maps of both. Associative."""
+    apply: Callable[[Parts, Parts], Parts]
+    """Of maps and states that enter: the states after."""
+    start: Callable[[Parts], Parts]
+    """Of maps: the states after them at the start of a sequence."""
+    initial: Parts
+    """One state, that of the start of a sequence: (1, ...)."""
+
+
+def linear(multiply: Callable[[Tensor, Tensor], Tensor], initial: Tensor) -> Rule:
+    """Make the rule of maps (state, decay), for a product of a decay and a state. ``initial``:
+    zeros, with which nothing is multiplied, since decays may be infinite."""
+
+    def after(maps: Parts, before: Tensor) -> Tensor:
+        state, decay = maps
+        return multiply(decay, before) + state
+
+    return Rule(
+        lambda earlier, later: (after(later, earlier[0]), multiply(later[1], earlier[1])),
+        lambda maps, states: (after(maps, states[0]),),
+        lambda maps: maps[:1],
+        (initial,),
+    )
+
 
 class Maps(NamedTuple):
-    """The map of each of some spans."""
+    """The map of each of some spans, as tensors of one dtype."""
 
-    state: Tensor
-    decay: Tensor
-    apply: Callable[[Tensor, Tensor], Tensor]
-    """The product of a decay and a state, or of a decay and the decay of earlier spans."""
-
-    def after(self, earlier: Maps) -> Maps:
-        """The maps of these spans together with earlier ones."""
-        state = self.apply(self.decay, earlier.state) + self.state
-        return Maps(state, self.apply(self.decay, earlier.decay), self.apply)
+    parts: Parts
+    rule: Rule
 
     def rows(self) -> Tensor:
-        return torch.cat([self.state.flatten(1), self.decay.flatten(1)], 1)
+        return torch.cat([part.flatten(1) for part in self.parts], 1)
 
-    def of_rows(self, rows: Tensor) -> Maps:
+    def of_rows(self, rows: Tensor) -> Parts:
         """Maps like these, of rows as ``rows`` gives them."""
-        count, sizes = len(rows), (self.state.shape[1:], self.decay.shape[1:])
-        state, decay = torch.split(rows, [math.prod(size) for size in sizes], 1)
-        return Maps(state.view(count, *sizes[0]), decay.view(count, *sizes[1]), self.apply)
+        sizes = [part.shape[1:] for part in self.parts]
+        parts = torch.split(rows, [math.prod(size) for size in sizes], 1)
+        return tuple(
+            part.reshape(len(rows), *size) for part, size in zip(parts, sizes, strict=True)
+        )
+
+    def combined(self, earlier: Parts, later: Parts) -> Tensor:
+        """The rows of two maps in one."""
+        both = Maps(tuple(self.rule.combine(earlier, later)), self.rule)
+        expected = [part.shape for part in later]
+        if [part.shape for part in both.parts] != expected:
+            raise ValueError(
+                f"combine gave tensors of shapes {[tuple(part.shape) for part in both.parts]}, "
+                f"expected {[tuple(shape) for shape in expected]}: maps like those given"
+            )
+        return both.rows()
 
 
-def pass_states(transport: Transport, passes: StatePasses, maps: Maps, stamp: Stamp) -> Tensor:
-    """Return the state that enters each of this rank's spans, like ``maps.state``."""
+def pass_states(transport: Transport, passes: StatePasses, maps: Maps, stamp: Stamp) -> Parts:
+    """Return the state that enters each of this rank's spans."""
     rows = maps.rows()
     by_rounds, paths = passes.choose(rows.shape[1] * rows.element_size())
     if by_rounds:
-        return _by_rounds(transport, paths, maps, stamp)
+        return _by_rounds(transport, paths, passes, maps, stamp)
     return _by_gathering(transport, paths[0], passes, maps, stamp)
 
 
 def _by_gathering(
     transport: Transport, path: StatePath, passes: StatePasses, maps: Maps, stamp: Stamp
-) -> Tensor:
+) -> Parts:
+    """Levels: states that enter spans of one order, of the sequences that reach so far."""
     arrived = copy_rows_of(transport, path, maps.rows(), stamp)
-    earlier = maps.of_rows(arrived)
-    sequences = sorted({sequence for sequence, _ in passes.spans})
-    count = len(sequences)
+    before = passes.spans_before
     # Of a rank that only sends, too, the result depends on what arrived: gradients come that way.
-    start = maps.state.new_zeros(count, *maps.state.shape[1:]) + arrived[:0].sum()
-    states = [start]
-    for order in range(passes.spans_before):
-        one = slice(order * count, (order + 1) * count)
-        states.append(maps.apply(earlier.decay[one], states[-1]) + earlier.state[one])
-    own = [order * count + sequences.index(sequence) for sequence, order in passes.spans]
-    return torch.cat(states)[torch.tensor(own, dtype=torch.int64, device=start.device)]
+    levels = [_initial(maps, len(before), arrived)]
+    numbers = {(sequence, 0): i for i, sequence in enumerate(before)}
+    reaching, row = list(before), 0
+    for order in range(max(before.values(), default=0)):
+        kept = [i for i, sequence in enumerate(reaching) if before[sequence] > order]
+        reaching = [reaching[i] for i in kept]
+        own = maps.of_rows(arrived[row : row + len(kept)])
+        row += len(kept)
+        index = _index(kept, arrived)
+        states = tuple(state[index] for state in levels[-1])
+        numbers |= {(each, order + 1): len(numbers) + i for i, each in enumerate(reaching)}
+        levels.append(_applied(maps.rule, own, states) if order else maps.rule.start(own))
+    wanted = _index([numbers[span] for span in passes.spans], arrived)
+    return tuple(torch.cat(states)[wanted] for states in zip(*levels, strict=True))
 
 
 def _by_rounds(
-    transport: Transport, paths: Sequence[StatePath], maps: Maps, stamp: Stamp
-) -> Tensor:
-    """Rows of zeros, where a sequence has begun later, map every state to zeros."""
-    before = maps.of_rows(copy_rows_of(transport, paths[0], maps.rows(), stamp))
-    for path in paths[1:]:
-        earlier = before.of_rows(copy_rows_of(transport, path, before.rows(), stamp))
-        before = before.after(earlier)
-    return before.state
+    transport: Transport,
+    paths: Sequence[StatePath],
+    passes: StatePasses,
+    maps: Maps,
+    stamp: Stamp,
+) -> Parts:
+    """``before``: rows of the map of the spans before each of this rank's, as far as is known."""
+    rows = maps.rows()
+    arrived = copy_rows_of(transport, paths[0], rows, stamp)
+    first = _index(passes.wanting(0), rows)
+    before = torch.zeros_like(rows).index_copy(0, first, arrived)
+    for number, path in enumerate(paths[1:], 1):
+        arrived = copy_rows_of(transport, path, before, stamp)
+        own = _index(passes.wanting(number), rows)
+        both = maps.combined(maps.of_rows(arrived), maps.of_rows(before[own]))
+        before = before.index_copy(0, own, both)
+    entering = maps.rule.start(maps.of_rows(before[first]))
+    starts = _initial(maps, len(rows), arrived)
+    return tuple(
+        start.index_copy(0, first, state) for start, state in zip(starts, entering, strict=True)
+    )
+
+
+def _initial(maps: Maps, count: int, arrived: Tensor) -> Parts:
+    """States of the starts of sequences, which depend on no row that arrived."""
+    touched = arrived[:0].sum()
+    return tuple(one.expand(count, *one.shape[1:]) + touched for one in maps.rule.initial)
+
+
+def _applied(rule: Rule, maps: Parts, states: Parts) -> Parts:
+    found = tuple(rule.apply(maps, states))
+    if [x.shape for x in found] != [x.shape for x in states]:
+        raise ValueError(
+            f"apply gave tensors of shapes {[tuple(x.shape) for x in found]}, expected "
+            f"{[tuple(x.shape) for x in states]}: states like those that it was given"
+        )
+    return found
+
+
+def _index(rows: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int64, device=like.device)

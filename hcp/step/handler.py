@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Literal, overload
 
@@ -678,6 +678,30 @@ class ContextParallelHandler(OfThisProcess):
         rows too.
         """
         return self._rows.pass_states(states, decay, transition)
+
+    def pass_maps(
+        self,
+        maps: Sequence[Tensor],
+        *,
+        combine: Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], tuple[Tensor, ...]],
+        apply: Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], tuple[Tensor, ...]],
+        initial: Sequence[Tensor],
+    ) -> tuple[Tensor, ...]:
+        """Return the state that enters each span, by a rule of the layer's own, with gradients.
+
+        ``maps``: tensors (N, ...), the map of each of this rank's N spans: how the state after a
+        span follows from the state before. Floats; computed in float32 or wider.
+        ``combine(earlier, later)``: of n maps and of the n maps of the spans that follow, the maps
+        of both together. It is associative.
+        ``apply(maps, states)``: the n states after n spans, from those before.
+        ``initial``: the state at the start of a sequence, as tensors without N. Its gradient is
+        this rank's share.
+
+        Both functions take and give tuples of tensors (n, ...), are differentiable, and may be
+        called with n = 0. They use PyTorch's operations on each of the n alone. Returns tensors
+        (N, ...), those of the state. Every rank of the group calls it, those without rows too.
+        """
+        return self._rows.pass_maps(maps, combine, apply, initial)
 
     # ---- sums ----
 
