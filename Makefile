@@ -21,6 +21,10 @@ PY   := $(VENV)/bin/python
 BUILT_FROM := setup.py pyproject.toml MANIFEST.in $(shell find csrc -type f -name '*.[ch]*')
 LIBRARIES  := hcp/_core.abi3.so hcp/_ops.abi3.so
 
+# Installs what an extra requires, without building hcp again.
+install_extra = $(PY) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(1)'], sep='\n')" | \
+  $(PY) -m pip install --quiet --requirement /dev/stdin
+
 # What is installed is noted in the environment itself, with the tree it was installed from.
 READY := $(VENV)/.hcp-ready
 TOOLS := $(VENV)/.hcp-tools
@@ -142,7 +146,7 @@ test-trainer-bridge: FORCE
 
 # A link that leads nowhere, and a page that no other one leads to, are errors.
 docs: $(READY)
-	$(PY) -m pip install --quiet --editable '.[docs]'
+	@$(call install_extra,docs)
 	$(PY) -m sphinx -E -W --keep-going --quiet -c docs -b html . build/site
 	@echo "build/site/index.html"
 
@@ -224,7 +228,7 @@ CLANG_FLAGS   = -std=c11 -Icsrc/include -isystem $(shell gcc -print-file-name=in
                 -isystem $(shell $(PY) -c 'import sysconfig; print(sysconfig.get_path("include"))')
 
 $(TOOLS): pyproject.toml $(READY)
-	@$(PY) -m pip install --quiet --editable '.[check]' && touch $@
+	@$(call install_extra,check) && touch $@
 
 format: $(TOOLS)
 	$(VENV)/bin/ruff format .
