@@ -401,7 +401,8 @@ def test_lengths_of_an_index_that_megatron_writes(tmp_path: Path) -> None:
 
 def test_lengths_of_a_column_of_parquet(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
-    table = pytest.importorskip("pyarrow").table({"text": ["a", "b"], "input_ids": [[1, 2, 3], [4]], "n": [7, 8]})
+    columns = {"text": ["a", "b"], "input_ids": [[1, 2, 3], [4]], "n": [7, 8]}
+    table = pytest.importorskip("pyarrow").table(columns)
     parquet.write_table(table, tmp_path / "data.parquet")
     assert read_lengths(str(tmp_path / "data.parquet")) == [3, 1]
     assert read_lengths(str(tmp_path / "data.parquet"), "n") == [7, 8]
