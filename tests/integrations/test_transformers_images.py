@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -192,7 +193,17 @@ def planned_of_axes(groups, model, items):
     return total, gradients(model), encoded
 
 
-@pytest.mark.parametrize("kind", OF_AXES)
+def known(kind):
+    """A kind that the installed Transformers may be too old for."""
+    import transformers
+
+    model = transformers.Qwen3VLForConditionalGeneration
+    old = "mm_encoder_outputs" not in inspect.signature(model.forward).parameters
+    why = "the model takes no encoded images in this Transformers"
+    return pytest.param(kind, marks=pytest.mark.skipif(old and kind == "qwen3_vl", reason=why))
+
+
+@pytest.mark.parametrize("kind", map(known, OF_AXES))
 def test_image_tokens_with_positions_of_three_axes(kind):
     from hcp.integrations.transformers import register_for_images
 
@@ -376,7 +387,7 @@ def trained(rank, size, folder, kind):
     return losses, trainer.evaluate()["eval_loss"], first
 
 
-@pytest.mark.parametrize("kind", ["llava", "qwen3_vl"])
+@pytest.mark.parametrize("kind", map(known, ["llava", "qwen3_vl"]))
 def test_the_trainer_takes_the_steps_of_one_rank(kind, tmp_path):
     ((losses, evaluation, first),) = run_ranks(1, trained, tmp_path, kind)
     two = run_ranks(2, trained, tmp_path, kind)

@@ -20,7 +20,11 @@ from hcp.integrations.transformers import (
     causal_lm_loss,
     register_for_seq2seq,
     register_hcp_attention,
+    seq2seq,
     seq2seq_inputs,
+)
+from hcp.integrations.transformers import (
+    encoder as encoders,
 )
 
 PART = {
@@ -48,7 +52,9 @@ def built() -> Any:
     config = transformers.T5GemmaConfig(
         encoder=PART, decoder=PART, dropout_rate=0.0, attention_dropout=0.0
     )
-    return transformers.T5GemmaForConditionalGeneration(config).double().eval()
+    model = transformers.T5GemmaForConditionalGeneration(config).double().eval()
+    model.set_attn_implementation("eager")  # "sdpa" leaves soft-capping out
+    return model
 
 
 def pairs() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -68,7 +74,8 @@ def test_pairs_equal_the_model_alone(degrees: tuple[int, int]) -> None:
     model, total = built(), sum(TARGETS)
     for source, labels in pairs():
         inputs = shifted(labels)
-        logits = model(input_ids=source[None], decoder_input_ids=inputs[None]).logits[0]
+        given = {"input_ids": source[None], "decoder_input_ids": inputs[None]}
+        logits = model(**given, use_cache=False).logits[0]
         (F.cross_entropy(logits, labels, reduction="sum") / total).backward()
     expected = gradients(model)
     model.zero_grad()
@@ -103,6 +110,17 @@ def test_pairs_equal_the_model_alone(degrees: tuple[int, int]) -> None:
 
     found = hcp.loopback(ranks, work)
     assert difference(summed(found), expected) < 1e-6  # norms and rotation are float32
+
+
+def test_windows_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(keys: Any, window: int = -1) -> encoders.EncoderMask:
+        return encoders.EncoderMask(keys, window - 1 if window > 0 else window)
+
+    monkeypatch.setattr(seq2seq, "EncoderMask", other)
+    model = built()
+    with pytest.raises(ValueError, match="it computes something that hcp does not know"):
+        register_for_seq2seq(model)
+    assert model.config.encoder.sliding_window == 4
 
 
 def test_other_models_are_refused() -> None:

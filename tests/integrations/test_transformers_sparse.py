@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from importlib import metadata
 from typing import Any
 
 import pytest
@@ -22,6 +23,10 @@ from hcp.integrations.transformers import (
 )
 
 LENGTHS = (21, 5, 40)
+pytestmark = pytest.mark.skipif(
+    tuple(map(int, metadata.version("transformers").split(".")[:2])) < (5, 23),
+    reason="its indexers compute otherwise",
+)
 
 
 def texts() -> list[torch.Tensor]:
