@@ -88,6 +88,31 @@ def test_pipeline_stages_train_as_megatron_lm_does(folder):
     )
 
 
+@needs_training
+def test_the_logged_loss_of_a_prediction_layer_is_the_mean_over_tokens_whatever_the_plan(folder):
+    """As Megatron-LM logs it of one micro-batch; of several it logs the mean of their means."""
+    from support.megatron_lm import run
+
+    once = ("--train-iters", "1", "--eval-iters", "0", "--mtp-num-layers", "1")
+    alone = run("alone", 1, *once, "--micro-batch-size", "4", folder=folder)
+    for ranks, limit in ((1, "32"), (1, "128"), (2, "20")):
+        planned = run("launch", ranks, *DYNAMIC[:2], limit, *once, folder=folder)
+        expected = pytest.approx(alone.others["mtp_1 loss"][0], **PRINTED)
+        assert planned.others["mtp_1 loss"] == [expected], (ranks, limit)
+
+
+@needs_training
+def test_logged_losses_of_experts_are_means_over_the_planned_micro_batches(folder):
+    """To the rows that each has: the loader gives 4 micro-batches, the plan of the second run 1."""
+    from support.megatron_lm import run
+
+    once = ("--train-iters", "1", "--eval-iters", "0")
+    experts = ("--num-experts", "4", "--moe-z-loss-coeff", "1e-3")
+    (expected,) = run("alone", 1, *once, *experts, folder=folder).others["z_loss"]
+    planned = run("launch", 1, *DYNAMIC[:2], "128", *once, *experts, folder=folder)
+    assert planned.others["z_loss"] == [pytest.approx(expected, rel=0.05)]
+
+
 needs_checkout = pytest.mark.skipif(
     not (TRAINING and CHECKOUT), reason="MEGATRON_LM names no checkout of Megatron-LM"
 )

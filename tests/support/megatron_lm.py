@@ -44,6 +44,11 @@ class Trained:
     """Of each iteration."""
     evaluations: list[float]
     """Of the validation set, as often as it was evaluated, and last of the test set."""
+    others: dict[str, list[float]]
+    """Further losses of each iteration, by their names in the log."""
+
+
+OTHERS = ("mtp_1 loss", "z_loss")
 
 
 def run(how: str, ranks: int, *flags: str, folder: Path, script: str = SCRIPT) -> Trained:
@@ -53,7 +58,10 @@ def run(how: str, ranks: int, *flags: str, folder: Path, script: str = SCRIPT) -
     assert done.code == 0, done.err[-4000:]
     steps = re.findall(r"iteration +(\d+)/.*?lm loss: ([\d.E+-]+)", done.out)
     evaluated = re.findall(r"validation loss at .*?value: ([\d.E+-]+)", done.out)
-    return Trained({int(i): float(loss) for i, loss in steps}, list(map(float, evaluated)))
+    others = {
+        name: list(map(float, re.findall(rf"\| {name}: ([\d.E+-]+)", done.out))) for name in OTHERS
+    }
+    return Trained({int(i): float(loss) for i, loss in steps}, list(map(float, evaluated)), others)
 
 
 def main() -> None:

@@ -51,7 +51,8 @@ def loss_func(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, T
 
 def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
     batch = next(data_iterator)
-    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    given = {name: batch[name] for name in ("labels", "loss_mask")}
+    losses = model(batch["tokens"], batch["position_ids"], None, **given)
     return losses, functools.partial(loss_func, batch["loss_mask"])
 
 

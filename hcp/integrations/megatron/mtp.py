@@ -103,12 +103,64 @@ def _rolled(
     return rolled[None]
 
 
+_COUNTS = "_compute_mtp_acceptance_counts"
+_SUMS = "hcp_sums"
+
+
+class _LoggedSums:
+    """Stands in for Megatron's MTPLossLoggingHelper where a model computes its losses, and keeps
+    sums over tokens beside its means over micro-batches."""
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+
+    def save_metrics_to_tracker(
+        self,
+        loss: Tensor,
+        correct: Tensor,
+        total: Tensor,
+        layer_number: int | None,
+        num_layers: int,
+        **groups: Any,
+    ) -> None:
+        self._own.save_metrics_to_tracker(loss, correct, total, layer_number, num_layers, **groups)
+        if layer_number is None:
+            return
+        sums = self._own.tracker.setdefault(_SUMS, loss.new_zeros(2, num_layers).detach())
+        sums[0, layer_number] += loss.detach() * _count(total).clamp(min=1)
+        sums[1, layer_number] += total.detach()
+
+
+def _with_count(counts: Any) -> Any:
+    """Return Megatron's count of predictions, which hands on the count that the mean of their
+    losses was divided by."""
+
+    def counted(logits: Tensor, labels: Tensor, loss_mask: Tensor, *others: Any) -> Any:
+        correct, total = counts(logits, labels, loss_mask, *others)
+        total.count_before_shifts = _count(loss_mask)
+        return correct, total
+
+    return counted
+
+
+def taken_sums() -> Tensor | None:
+    """Take the sums of losses and the tokens, (2, layers), of this rank's predictions since the
+    last call. None if it computed none."""
+    from megatron.core.transformer import multi_token_prediction
+
+    taken: Tensor | None = multi_token_prediction.MTPLossLoggingHelper.tracker.pop(_SUMS, None)
+    return taken
+
+
 def _with_our_roll(function: Any) -> Any:
     """Copy a function of Megatron's so that its global `roll_tensor` is hcp's. Megatron's own stays
     as it is."""
     names = {**function.__globals__, "roll_tensor": roll_tensor}
     if "process_mtp_loss" in function.__code__.co_names:
         names["process_mtp_loss"] = _with_our_roll(names["process_mtp_loss"])
+    if "save_metrics_to_tracker" in function.__code__.co_names:
+        names["MTPLossLoggingHelper"] = _LoggedSums(names["MTPLossLoggingHelper"])
+        names[_COUNTS] = _with_count(names[_COUNTS])
     made = types.FunctionType(
         function.__code__, names, function.__name__, function.__defaults__, function.__closure__
     )

@@ -15,6 +15,7 @@ from torch import Tensor
 import hcp
 from hcp.integrations.megatron import data, step
 from hcp.integrations.megatron.arguments import config_from_args
+from hcp.integrations.megatron.lm.logged import logged_losses
 
 Sample = dict[str, Tensor]
 
@@ -56,7 +57,8 @@ class PlannedSchedule:
         if not forward_only:
             self.count_work(sequences)
         planned = self._plan(sequences, evaluation=forward_only)
-        return self._schedule(
+        run = functools.partial(
+            self._schedule,
             forward_step_func=functools.partial(forward_step, args=self._args),
             data_iterator=planned.data_iterator(len(chunks) if len(chunks) > 1 else None),
             model=model,
@@ -64,6 +66,10 @@ class PlannedSchedule:
             forward_only=forward_only,
             **{**options, "micro_batch_size": 1},
         )
+        if forward_only:
+            return run()
+        with logged_losses(num_microbatches, len(planned), self._groups.dp_cp):
+            return run()
 
     def count_work(self, sequences: list[Sample]) -> None:
         """Tell the trainer the lengths of a step, if it counts operations by them."""
