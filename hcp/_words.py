@@ -32,6 +32,9 @@ PayloadSplit = Literal["whole", "first", "even", "tokens"]
 QkvFormat = Literal["thd", "sbhd", "bshd"]
 """How queries, keys and values are laid out."""
 
+ScanType = Literal["pass_states", "sequence_to_head", "auto"]
+"""How recurrent layers get past the borders of ranks: ``hcp.attention.scan_types``."""
+
 Scheduler = Literal["dynamic_cp", "static_cp", "default_dynamic_cp", "dp_balanced", "hcp"]
 """Who chooses degrees. The last three are Megatron's names."""
 

@@ -8,7 +8,9 @@ T rows, H heads, P and N sizes of Mamba's state, K and V of the delta rule's.
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hcp.attention.scan_types import SEQUENCE_TO_HEAD
 from hcp.exchange.layout import span_rows
 from hcp.step.handler import ContextParallelHandler
 
@@ -39,25 +42,39 @@ def scan_mamba(
     x: Tensor,
     logs: Tensor,
     reads: Tensor,
-    scan: Callable[[slice], tuple[Tensor, Tensor]],
+    scan: Callable[[list[slice]], tuple[Tensor, Tensor]],
 ) -> Tensor:
-    """Scan x (T, H, P) by Mamba-2, along its sequences.
+    """Scan x (T, H, P) by Mamba-2, along its sequences, and pass states.
 
     `logs`: (T, H), logarithms of the decays. `reads`: (T, H, N), what each row reads of the state.
-    `scan`: of a span of these rows, from zeros, gives (rows, H, P) and the state (H, P, N).
+    `scan`: of the spans of these rows, each from zeros, gives (T, H, P) and the states at their
+    ends (spans, H, P, N). It is not called without spans.
     """
-    spans = _spans(cp)
-    scans = [scan(span) for span in spans]
-    states = torch.stack([state for _, state in scans]) if scans else _no_states(x, reads)
+    spans = _slices(span_rows(cp.layout))
+    out, states = scan(spans) if spans else (x, _no_states(x, reads))
     decays = [logs[span].sum(0).exp()[:, None, None] for span in spans]
     entering = cp.pass_states(states, torch.stack(decays) if decays else states)
-    if not scans:
+    if not spans:
         return _touched(x, entering, logs)
     outs = []
-    for span, (out, _), state in zip(spans, scans, entering, strict=True):
+    for span, state in zip(spans, entering, strict=True):
         read = torch.einsum("thn,hpn->thp", reads[span], state.to(reads.dtype))
-        outs.append(out + (read * logs[span].cumsum(0).exp()[..., None]).to(out.dtype))
+        outs.append(out[span] + (read * logs[span].cumsum(0).exp()[..., None]).to(out.dtype))
     return torch.cat(outs)
+
+
+def mamba_states(x: Tensor, logs: Tensor, writes: Tensor, spans: list[slice]) -> Tensor:
+    """Compute the state at the end of each span of x (T, H, P), from zeros: (spans, H, P, N).
+
+    `writes`: (T, H, N), what each row adds to the state, by its step. For kernels that scan a pack
+    in one call, and give no states of it.
+    """
+    states = []
+    for span in spans:
+        later = logs[span].sum(0) - logs[span].cumsum(0)
+        scaled = writes[span] * later.exp()[..., None]
+        states.append(torch.einsum("thp,thn->hpn", x[span].to(scaled.dtype), scaled))
+    return torch.stack(states)
 
 
 def delta_rule(
@@ -72,40 +89,126 @@ def delta_rule(
     """Compute a gated delta rule along sequences: (T, H, V).
 
     `rule`: a function as `fla.ops.gated_delta_rule.chunk_gated_delta_rule`. `gates`: its `g` and
-    `beta`, (T, ...).
-
-    State and output are linear in the state that enters a span. So the rule runs once, on values
-    followed by K zeros, from zeros followed by the identity. What it makes of the identity is the
-    span's transition, and what its rows read from a state that enters.
+    `beta`, (T, H, ...). Passes states or exchanges rows for heads, as `cp.choose_scan` says.
     """
     (heads, width), keys = value.shape[1:], key.shape[2]
-    whole = cp.degree <= 1  # spans are sequences
+    wide = max(4, value.element_size())
+    rows = sum(math.prod(x.shape[1:]) * x.element_size() for x in gates.values())
+    choice = cp.choose_scan(
+        heads,
+        row_bytes=heads * (2 * keys + 2 * width) * value.element_size() + rows,
+        state_bytes=heads * keys * (keys + width) * wide,
+        exchanges=3,
+    )
+    given = rule, query, key, value, gates, options
+    if cp.degree <= 1:  # spans are sequences
+        return _delta_of(span_rows(cp.layout), *given)[0]
+    if choice.used == SEQUENCE_TO_HEAD:
+        return _delta_by_heads(cp, *given)
+    return _delta_by_states(cp, *given)
+
+
+Gates = dict[str, Tensor]
+Rule = Callable[..., tuple[Tensor, Any]]
+
+
+def _delta_by_states(
+    cp: ContextParallelHandler,
+    rule: Rule,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gates: Gates,
+    options: dict[str, Any],
+) -> Tensor:
+    """State and output are linear in the state that enters a span. So the rule runs once, on values
+    followed by K zeros, from zeros followed by the identity. What it makes of the identity is the
+    span's transition, and what its rows read from a state that enters."""
+    (heads, width), keys = value.shape[1:], key.shape[2]
     identity = torch.eye(keys, device=value.device).expand(1, heads, keys, keys)
-    start = {} if whole else {"initial_state": F.pad(identity, (width, 0))}
-    wide = value if whole else F.pad(value, (0, keys))
-    outs, ends, spans = [], [], _spans(cp)
-    for span in spans:
-        given = (x[span].unsqueeze(0) for x in (query, key, wide))
-        own = {name: gate[span].unsqueeze(0) for name, gate in gates.items()}
-        out, end = rule(*given, **own, **start, output_final_state=not whole, **options)
-        outs.append(out[0])
-        ends.append(end)
-    if whole:
-        return torch.cat(outs) if outs else _touched(value, query, key, *gates.values())
-    made = torch.cat(ends) if ends else _no_states(key.expand(-1, heads, -1), wide)
+    start, wide = F.pad(identity, (width, 0)), F.pad(value, (0, keys))
+    sizes = span_rows(cp.layout)
+    if sizes:
+        out, made = _delta_of(sizes, rule, query, key, wide, gates, options, start)
+    else:
+        out, made = wide, _no_states(key.expand(-1, heads, -1), wide)
     states, transitions = torch.split(made, [width, keys], -1)
     entering = cp.pass_states(states, transition=transitions)
-    if not outs:
+    if not sizes:
         return _touched(value, query, key, entering, *gates.values())
     added = [
-        torch.einsum("thk,hkv->thv", out[..., width:].to(state.dtype), state).to(out.dtype)
-        for out, state in zip(outs, entering, strict=True)
+        torch.einsum("thk,hkv->thv", out[span][..., width:].to(state.dtype), state)
+        for span, state in zip(_slices(sizes), entering, strict=True)
     ]
-    return torch.cat([out[..., :width] + more for out, more in zip(outs, added, strict=True)])
+    return out[..., :width] + torch.cat(added).to(out.dtype)
 
 
-def _spans(cp: ContextParallelHandler) -> list[slice]:
-    ends = torch.tensor([0, *span_rows(cp.layout)]).cumsum(0).tolist()
+def _delta_by_heads(
+    cp: ContextParallelHandler,
+    rule: Rule,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gates: Gates,
+    options: dict[str, Any],
+) -> Tensor:
+    """Each rank computes whole sequences of some value heads."""
+    heads, keys = value.shape[1], key.shape[2]
+    query, key = (x.repeat_interleave(heads // x.shape[1], 1) for x in (query, key))
+    mixed = cp.sequence_to_head(torch.cat([query, key, value], 2))
+    parts = [x if x.dim() == 3 else x.unsqueeze(2) for x in gates.values()]
+    own = cp.sequence_to_head(torch.cat(parts, 2)).split([x.shape[2] for x in parts], 2)
+    mine = {
+        name: x if gates[name].dim() == 3 else x.squeeze(2)
+        for name, x in zip(gates, own, strict=True)
+    }
+    query, key, value = mixed.split([keys, keys, mixed.shape[2] - 2 * keys], 2)
+    sizes = cp.whole_cu_seqlens.diff().tolist()
+    out, _ = _delta_of(sizes, rule, query, key, value, mine, options)
+    return cp.head_to_sequence(out, heads)
+
+
+def _delta_of(
+    sizes: list[int],
+    rule: Rule,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gates: Gates,
+    options: dict[str, Any],
+    start: Tensor | None = None,
+) -> tuple[Tensor, Any]:
+    """Output (T, H, V) of runs of rows, each from the state `start` (1, H, K, V), and the states at
+    their ends, if `start` is given. One call, where the rule takes the bounds of a pack."""
+    if not sizes:
+        return _touched(value, query, key, *gates.values()), None
+    if takes_packs(rule):
+        bounds = torch.tensor([0, *sizes]).cumsum(0).to(value.device)
+        options = {**options, "cu_seqlens": bounds}
+        start = None if start is None else start.expand(len(sizes), *start.shape[1:]).contiguous()
+        spans = [slice(None)]
+    else:
+        spans = _slices(sizes)
+    state = {} if start is None else {"initial_state": start, "output_final_state": True}
+    outs, ends = [], []
+    for span in spans:
+        given = (x[span].unsqueeze(0) for x in (query, key, value))
+        own = {name: gate[span].unsqueeze(0) for name, gate in gates.items()}
+        out, end = rule(*given, **own, **state, **options)
+        outs.append(out[0])
+        ends.append(end)
+    return torch.cat(outs), None if start is None else torch.cat(ends)
+
+
+def takes_packs(rule: Rule) -> bool:
+    """Whether a rule computes a pack in one call, given `cu_seqlens`: those of the package fla do.
+    Functions in PyTorch of the same names have the argument and refuse it."""
+    home: str = getattr(inspect.unwrap(rule), "__module__", None) or ""
+    return home.split(".")[0] == "fla"
+
+
+def _slices(sizes: list[int]) -> list[slice]:
+    ends = torch.tensor([0, *sizes], device="cpu").cumsum(0).tolist()
     return [slice(start, end) for start, end in itertools.pairwise(ends)]
 
 

@@ -13,8 +13,9 @@ from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal, TypeVar
 
 from hcp._validate import expect_choice, expect_size, flag, plain
-from hcp._words import CommType, Scheduler, Sync, SyncOption
+from hcp._words import CommType, ScanType, Scheduler, Sync, SyncOption
 from hcp.attention.comm_types import COMM_TYPES, check_comm_types, check_prices, fitted_sizes
+from hcp.attention.scan_types import SCAN_TYPES, check_scan_type
 from hcp.planning.cost import CostModel
 from hcp.planning.limits import SYNCS as PLAN_SYNCS
 from hcp.planning.limits import divisors, even_degrees, least_degree, rows_up_to
@@ -80,6 +81,10 @@ class Config:
     """Whose kernels compute attention: a backend of `hcp.get_cp_handler_cls`. "auto": for every
     call the fastest kernel that is installed."""
 
+    scan_type: ScanType = "auto"
+    """How recurrent layers get past the borders of ranks: "pass_states" (each rank scans its rows,
+    states travel), "sequence_to_head" (each scans some heads, rows travel) or "auto" (by bytes)."""
+
     sync: SyncOption = "auto"
     """When ranks wait for each other, for `hcp.plan`: at the end of a "step" (DDP), or in every
     layer and so in each "micro_batch" (FSDP, DeepSpeed's ZeRO-3, experts over several ranks).
@@ -89,6 +94,7 @@ class Config:
         for name in ("cp_comm_type", "hierarchical_context_parallel_sizes", "window_size"):
             object.__setattr__(self, name, _as_tuples(getattr(self, name)))
         expect_choice("sync", self.sync, SYNCS)
+        check_scan_type(self.scan_type)
         expect_choice("attention_backend", self.attention_backend, tuple(BACKENDS))
         scheduler: str = self.sequence_packing_scheduler
         expect_choice("sequence_packing_scheduler", scheduler, (*SCHEDULERS, *MEGATRON_SCHEDULERS))
@@ -154,6 +160,7 @@ class Config:
             "hierarchical_context_parallel_sizes": self._levels(degree),
             "window_sizes": tuple(dict.fromkeys(self._layers("window_size"))),
             "handler_cls": get_cp_handler_cls(self.attention_backend, self.comm_types),
+            "scan_type": self.scan_type,
         }
 
     def for_evaluation(self, degree: int, longest: int) -> Config:
@@ -391,6 +398,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="NAME",
         help=f"whose kernels compute attention, of {', '.join(BACKENDS)} (default: auto, for every"
         " call the fastest kernel that is installed)",
+    )
+    add(
+        "scan_type",
+        choices=SCAN_TYPES,
+        help="how recurrent layers get past the borders of ranks: states travel, or rows for heads"
+        " (default: auto, whichever costs fewer bytes)",
     )
     add(
         "sync",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hcp._validate import expect_items, expect_sizes, plain
-from hcp._words import CommType
+from hcp._words import CommType, ScanType
 from hcp.attention.checks import window_of
 from hcp.attention.comm_types import check_comm_types, check_prices, only_degree
 from hcp.attention.kernels import agreed, present
@@ -371,6 +371,7 @@ def dispatch(
     handler_cls: type[ContextParallelHandler] = ContextParallelHandler,
     stamp_call_sites: bool = False,
     masks: MasksLike | None = None,
+    scan_type: ScanType = "auto",
 ) -> Step:
     """Move all rows of a global batch, once, to where the plan computes them.
 
@@ -391,6 +392,8 @@ def dispatch(
     ``loss_mask``: the field whose sum over the whole batch is its number of loss tokens.
     ``stamp_call_sites``: ranks also compare where in the trainer's source they call attention, to
     find those that call layers of one kind in different orders.
+    ``scan_type``: how recurrent layers get past the borders of ranks: "pass_states",
+    "sequence_to_head", or "auto", whichever costs fewer bytes.
     ``masks``: of all sequences, as :func:`hcp.plan` takes them, in place of the plan's own; the
     same on every rank (:func:`gather_masks`).
 
@@ -416,7 +419,7 @@ def dispatch(
         rules = check_rules(fields, loss_mask)
         message = _announce(
             plan, samples, sources, transport, comm_types, sizes, loss_mask, step, rules
-        )
+        ) | {"scan_type": scan_type}
         announced.append(Announced(samples, rules, [length_of(s, 0, rules) for s in samples]))
         handlers.extend(
             handler_cls(
@@ -432,6 +435,7 @@ def dispatch(
                 payloads=splits,
                 step=step,
                 stamp_call_sites=stamp_call_sites,
+                scan_type=scan_type,
             )
             for micro_batch in range(len(plan.micro_batches))
         )
@@ -445,6 +449,7 @@ def dispatch(
     _require_same(announcements, "sources", transport, same, lambda: list(map(int, sources)))
     for name in ("comm_types", "hierarchical_context_parallel_sizes"):
         _require_same(announcements, name, transport, "name the same, in one order")
+    _require_same(announcements, "scan_type", transport, "name the same")
     _require_same(announcements, "loss_mask", transport, "name the same field")
     _require_same(announcements, "rules", transport, "give every rank the same fields=")
     described = _require_same(

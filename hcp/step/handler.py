@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from hcp._this_process import OfThisProcess
-from hcp._words import CommType, GradReduce, QkvFormat
+from hcp._words import CommType, GradReduce, QkvFormat, ScanType
 from hcp.attention import comm_types as comm
 from hcp.attention import latent, operator
 from hcp.attention import layer as attention
 from hcp.attention import qkv_format as formats
 from hcp.attention import rotary as rope
+from hcp.attention import scan_types as scans
 from hcp.attention.checks import window_of
 from hcp.attention.cross import CrossAttention
 from hcp.attention.prepared import Prepared, prepared_of
@@ -79,6 +80,7 @@ class ContextParallelHandler(OfThisProcess):
         payloads: Splits | None = None,
         step: int = 0,
         stamp_call_sites: bool = False,
+        scan_type: ScanType = "auto",
     ) -> None:
         """``comm_types``: those that layers will name, the first being the default; None: those of
         the class.
@@ -90,7 +92,9 @@ class ContextParallelHandler(OfThisProcess):
         LossTokens, and ``payloads``: how each payload is split. ``step``: the number of the step,
         the same on all ranks, which compare it in every exchange. ``stamp_call_sites``: also
         compare where in the trainer's source each call is made, for finding ranks that make calls
-        of one kind in different orders."""
+        of one kind in different orders. ``scan_type``: how recurrent layers get past the borders of
+        ranks: "pass_states", "sequence_to_head", or "auto", by bytes."""
+        scans.check_scan_type(scan_type)
         if plan.masks and type(self).attention is not ContextParallelHandler.attention:
             raise ValueError(
                 f"the plan has masks, which the attention of {type(self).__name__} does not take, "
@@ -102,6 +106,9 @@ class ContextParallelHandler(OfThisProcess):
         self.micro_batch = micro_batch
         self._origin = Origin(plan.checksum, step, micro_batch)
         self._stamp_call_sites = stamp_call_sites
+        self.scan_type: ScanType = scan_type
+        """How recurrent layers get past the borders of ranks, as it was asked for."""
+        self._scan_choices: dict[scans.ScanSizes, scans.ScanChoice] = {}
         group = range(layout.first_rank, layout.first_rank + layout.degree)
         self._calls = calls = Calls(transport, self._origin, group)
         self.rows = layout.rows
@@ -702,6 +709,31 @@ class ContextParallelHandler(OfThisProcess):
         (N, ...), those of the state. Every rank of the group calls it, those without rows too.
         """
         return self._rows.pass_maps(maps, combine, apply, initial)
+
+    def choose_scan(
+        self, heads: int, *, row_bytes: int, state_bytes: int, exchanges: int = 2
+    ) -> scans.ScanChoice:
+        """Choose how a recurrent layer gets past the borders of ranks, by ``scan_type``: ``used``
+        is "pass_states" or "sequence_to_head", the same on all ranks of the group.
+
+        "auto" takes what costs the busiest rank fewer bytes, where each round of messages costs as
+        much as 1 MiB, and passes states where ranks cannot share the heads evenly.
+        ``row_bytes``: of one row of all heads, to whole sequences and back. ``state_bytes``: of one
+        span's state and decay or transition, as ``pass_states`` exchanges them. ``exchanges``:
+        calls of ``sequence_to_head`` and ``head_to_sequence``. Nothing is exchanged here.
+
+        Raises ValueError where "sequence_to_head" is asked for and ranks outnumber the heads.
+        """
+        sizes = scans.ScanSizes(heads, row_bytes, state_bytes, exchanges)
+        if sizes not in self._scan_choices:
+            cost = self._rows.state_cost(state_bytes) if self.degree > 1 else 0
+            self._scan_choices[sizes] = scans.choose(self.layout, self.scan_type, sizes, cost)
+        return self._scan_choices[sizes]
+
+    @property
+    def scan_choices(self) -> tuple[scans.ScanChoice, ...]:
+        """What this rank's group uses for each recurrent layer's sizes so far, with the reason."""
+        return tuple(self._scan_choices.values())
 
     # ---- sums ----
 

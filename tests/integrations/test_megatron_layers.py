@@ -70,6 +70,7 @@ MODELS = {
     "levels and whatever is fastest": dict(cp_comm_type=["a2a+p2p", "auto"]),
     "a Mamba hybrid": dict(mamba_num_groups=2),
     "a Mamba hybrid of one group": dict(mamba_num_groups=1),
+    "a Mamba hybrid of few heads": dict(mamba_num_groups=1, mamba_head_dim=32),
     "a gated delta net": dict(linear_num_key_heads=2, linear_num_value_heads=4),
     "a gated delta net of one head": dict(linear_num_key_heads=1, linear_num_value_heads=1),
 }
@@ -190,7 +191,7 @@ def computed_alone(model, lengths):
     return logits, sums
 
 
-def computed(model, ranks, lengths, room, alignment=1, comm_types=None):
+def computed(model, ranks, lengths, room, alignment=1, comm_types=None, scan_type="auto"):
     """Logits of every sequence, the sum of all ranks' gradients, the degrees of groups, and how
     keys travelled."""
     from hcp.integrations.megatron import packed_seq_params
@@ -204,6 +205,7 @@ def computed(model, ranks, lengths, room, alignment=1, comm_types=None):
         plan = hcp.plan(lengths, ranks=ranks, max_tokens_per_rank=room, alignment=alignment)
         own = samples[rank::ranks]
         options = {"comm_types": comm_types} if comm_types else OPTIONS.dispatch_options()
+        options |= {"scan_type": scan_type}
         step = hcp.dispatch(plan, own, sources, groups, **options)
         sums, logits = [torch.zeros_like(p) for p in parameters], {}
         ways = set()
@@ -219,7 +221,7 @@ def computed(model, ranks, lengths, room, alignment=1, comm_types=None):
                 if grad is not None:
                     total += grad
             logits |= whole_sequences(cp, out.detach(), sources, rank)
-            ways |= {(choice.asked, choice.used) for choice in cp.comm_choices}
+            ways |= {(choice.asked, choice.used) for choice in (*cp.comm_choices, *cp.scan_choices)}
         return logits, sums, {g.degree for batch in plan.micro_batches for g in batch}, ways
 
     results = hcp.loopback(ranks, on_rank)
@@ -236,7 +238,7 @@ def whole_sequences(cp, out, sources, rank):
     return dict(zip(own, rows, strict=True))
 
 
-def compare(rank, size, name, ranks, room, alignment, way=None, fused_rope=True):
+def compare(rank, size, name, ranks, room, alignment, way=None, fused_rope=True, scan_type="auto"):
     from hcp.integrations.megatron import megatron_on_cpu
 
     if "hybrid" in name:
@@ -244,17 +246,21 @@ def compare(rank, size, name, ranks, room, alignment, way=None, fused_rope=True)
 
         stand_in_for_kernels()
     with megatron_on_cpu(), contextlib.ExitStack() as wide:
-        if "delta" in name:  # Megatron's own casts, one of them in a compiled function
+        if is_recurrent(name):  # Megatron's own casts, one of them in a compiled function
             wide.enter_context(torch.compiler.set_stance("force_eager"))
             wide.enter_context(mock.patch.object(torch.Tensor, "float", torch.Tensor.double))
         own, model = build_both(name, MODELS[name], fused_rope)
         expected = computed_alone(own, LENGTHS)
-        *found, degrees, ways = computed(model, ranks, LENGTHS, room, alignment)
+        given = ranks, LENGTHS, room, alignment
+        *found, degrees, ways = computed(model, *given, scan_type=scan_type)
         assert max(degrees) > 1
         assert way is None or way in ways
-        bound = 1e-6 if "hybrid" in name else 1e-10  # the mixer casts its own to float32
-        check_equal(found, expected, own, model, bound)
+        check_equal(found, expected, own, model, 1e-10)
         assert any(float(rows.std()) > 0.1 for rows in expected[0].values())
+
+
+def is_recurrent(name):
+    return "delta" in name or "hybrid" in name
 
 
 def check_equal(found, expected, own, model, bound):
@@ -273,6 +279,18 @@ def check_equal(found, expected, own, model, bound):
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_computes_what_megatrons_own_does_under_any_plan(name):
     run_ranks(1, compare, name, 3, 26, 1, timeout=110)
+
+
+@pytest.mark.parametrize("name", ["a Mamba hybrid", "a gated delta net"])
+@pytest.mark.parametrize("scan_type", ["pass_states", "sequence_to_head"])
+def test_recurrent_layers_pass_states_or_exchange_heads_as_asked(name, scan_type):
+    way = scan_type, scan_type
+    run_ranks(1, compare, name, 3, 26, 1, way, True, scan_type, timeout=110)
+
+
+@pytest.mark.parametrize("name", ["a Mamba hybrid of few heads", "a gated delta net of one head"])
+def test_recurrent_layers_pass_states_to_more_ranks_than_heads(name):
+    run_ranks(1, compare, name, 8, 9, 1, ("auto", "pass_states"), timeout=110)
 
 
 def test_layers_exchange_heads_among_neighbours_and_pass_keys_around_a_ring():

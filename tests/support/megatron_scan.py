@@ -68,6 +68,41 @@ def slow_scan(
     return torch.cat(parts)[None]
 
 
+def slow_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor,
+    dt_bias: Tensor,
+    dt_softplus: bool,
+    seq_idx: Tensor,
+) -> Tensor:
+    """Scan x (1, S, H, P), each sequence of seq_idx by itself, by steps (1, S, H) and groups (1, S,
+    G, N), and return its like."""
+    assert dt_softplus
+    steps = F.softplus(dt[0] + dt_bias)
+    sizes = seq_idx[0].unique_consecutive(return_counts=True)[1].tolist()
+    parts = zip(*(y.split(sizes) for y in (x[0], steps, B[0], C[0])), strict=True)
+    each = x.shape[2] // B.shape[2]
+    outs = [
+        attend(own, step, A, *(y.repeat_interleave(each, 1) for y in groups), D)
+        for own, step, *groups in parts
+    ]
+    return torch.cat(outs)[None].to(x.dtype)
+
+
+def attend(x: Tensor, step: Tensor, A: Tensor, b: Tensor, c: Tensor, D: Tensor) -> Tensor:
+    """One sequence as a masked square matrix."""
+    decay = (step * A).cumsum(0)  # (L, heads)
+    gap = decay[:, None] - decay[None]
+    seen = torch.ones(len(x), len(x)).tril()[..., None] > 0
+    mix = torch.einsum("thn,shn->tsh", c, b) * gap.masked_fill(~seen, -torch.inf).exp()
+    return torch.einsum("tsh,sh,shp->thp", mix, step.to(mix.dtype), x) + D[:, None] * x
+
+
 def scan_one(
     rows: Tensor,
     weight: Tensor,
@@ -89,12 +124,7 @@ def scan_one(
     b, c = (
         part.unflatten(1, (groups, state)).repeat_interleave(heads // groups, 1) for part in (b, c)
     )
-    step = F.softplus(dt + dt_bias)
-    decay = (step * A).cumsum(0)  # (L, heads)
-    gap = decay[:, None] - decay[None]
-    seen = torch.ones(len(rows), len(rows)).tril()[..., None] > 0
-    mix = torch.einsum("thn,shn->tsh", c, b) * gap.masked_fill(~seen, -torch.inf).exp()
-    y = torch.einsum("tsh,sh,shp->thp", mix, step.to(mix.dtype), x) + D[:, None] * x
+    y = attend(x, F.softplus(dt + dt_bias), A, b, c, D)
     return (y.flatten(1) * F.silu(z)).to(rows.dtype)
 
 
@@ -112,7 +142,9 @@ def stand_in_for_kernels() -> None:
     kernels = "mamba_ssm.ops.triton"
     module(f"{kernels}.selective_state_update", selective_state_update=None)
     module(f"{kernels}.layernorm_gated", RMSNorm=GatedNorm)
-    scans = dict(mamba_chunk_scan_combined=None, mamba_split_conv1d_scan_combined=slow_scan)
+    scans = dict(
+        mamba_chunk_scan_combined=slow_chunk_scan, mamba_split_conv1d_scan_combined=slow_scan
+    )
     module(f"{kernels}.ssd_combined", **scans)
     module("causal_conv1d.causal_conv1d_varlen", causal_conv1d_varlen_states=None)
     if importlib.util.find_spec("triton") is None:

@@ -1,4 +1,4 @@
-"""Gated delta nets, in which each rank computes its own rows, and states pass between ranks.
+"""Gated delta nets, which pass states between ranks, or exchange rows for heads.
 
 T rows on this rank, H value heads and G key heads of this tensor-parallel rank, K and V their
 sizes.
@@ -6,15 +6,14 @@ sizes.
 
 from __future__ import annotations
 
-import sys
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from hcp.integrations.megatron.packed import handler_of, with_padding
+from hcp.integrations.megatron.twin import named
 from hcp.integrations.recurrent import convolve, delta_rule
 
 
@@ -24,7 +23,7 @@ def passing_states(net: type) -> type:
 
     `net`: Megatron's GatedDeltaNet, or a class of one's own that is derived from it and has no
     other forward."""
-    l2norm = _named(net, "l2norm")
+    l2norm = named(net, "l2norm")
 
     class Net(net):  # type: ignore[misc, valid-type]
         def forward(  # type: ignore[no-untyped-def]
@@ -38,7 +37,7 @@ def passing_states(net: type) -> type:
             mixed = convolve(cp, mixed, self.conv_kernel_dim, self._convolved)
             decay = -self.A_log.exp() * F.softplus(alpha.float() + self.dt_bias)
             gates = {"g": decay, "beta": beta.sigmoid()}
-            rule = _named(net, _RULES[bool(self.config.deterministic_mode)])
+            rule = named(net, _RULES[bool(self.config.deterministic_mode)])
             query, key, value = self._heads(mixed)
             out = delta_rule(cp, rule, query, key, value, gates, use_qk_l2norm_in_kernel=False)
             normed = self._apply_gated_norm(out, gate.unflatten(1, (-1, self.value_head_dim)))
@@ -66,12 +65,6 @@ def passing_states(net: type) -> type:
 
     Net.__name__ = f"Hcp{net.__name__}"
     return Net
-
-
-def _named(net: type, name: str) -> Any:
-    """What a name stands for in Megatron's module of the class, or of a base of it."""
-    homes = [vars(sys.modules[base.__module__]) for base in net.__mro__]
-    return next(home[name] for home in homes if name in home)
 
 
 _RULES = {True: "torch_chunk_gated_delta_rule", False: "chunk_gated_delta_rule"}

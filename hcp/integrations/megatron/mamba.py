@@ -1,4 +1,5 @@
-"""Mamba mixers, in which each rank scans whole sequences of some heads.
+"""Mamba mixers, in which each rank scans its own rows and states pass between ranks, or each scans
+whole sequences of some heads.
 
 T rows on this rank, S tokens of its group's sequences, H heads and G groups of this tensor-parallel
 rank, P head size, N state size.
@@ -12,17 +13,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import hcp
+from hcp.attention.scan_types import PASS_STATES, ScanChoice
 from hcp.integrations.megatron.packed import handler_of, with_padding
-from hcp.integrations.megatron.twin import twin
+from hcp.integrations.megatron.twin import named, twin
+from hcp.integrations.recurrent import convolve, mamba_states, scan_mamba
 
 
 class HeadShare:
     """Replaces Megatron's MambaContextParallel for one micro-batch.
 
-    It says which heads this rank scans, gives their weights, and moves rows there and back. It
-    takes any degree up to the number of heads."""
+    It says which heads this rank scans, gives their weights, and moves rows there and back. The
+    number of heads is at least the degree."""
 
     def __init__(self, whole: Any, cp: hcp.ContextParallelHandler) -> None:
         """`whole`: Megatron's object, whose sizes and weights are used."""
@@ -31,11 +35,6 @@ class HeadShare:
         # Branch dev of Megatron-LM compares it with that of packed_seq_params.
         self.cp_group = getattr(whole, "cp_group", None)
         heads, groups = whole.nheads_local_tp, whole.ngroups_local_tp
-        if cp.degree > heads:
-            raise ValueError(
-                f"the micro-batch has degree {cp.degree} and the Mamba mixer {heads} heads on each "
-                f"tensor-parallel rank, expected a degree <= {heads}: plan with max_degree={heads}"
-            )
         self._units = _units(heads, groups, max(1, cp.degree))
         self._heads, self._own_units = cp.head_slice(heads), cp.head_slice(self._units)
         self.headdim = whole.d_inner_local_tp // heads
@@ -134,10 +133,73 @@ def sharing_heads(mixer: type) -> type:
             cp = handler_of(packed_seq_params, self.pg_collection.cp, self.config)
             if cp.degree == 0:
                 return self._no_rows(hidden_states)
+            if cp.degree > 1 and self._choice(cp, hidden_states).used == PASS_STATES:
+                return self._by_states(cp, hidden_states)
             own = twin(self, cp=HeadShare(self.cp, cp))
             return super(Mixer, own).forward(
                 hidden_states, inference_context, packed_seq_params=packed_seq_params, **options
             )
+
+        def _choice(self, cp: hcp.ContextParallelHandler, hidden_states: Tensor) -> ScanChoice:
+            whole, size = self.cp, hidden_states.element_size()
+            heads, inner = whole.nheads_local_tp, whole.d_inner_local_tp
+            units = _units(heads, whole.ngroups_local_tp, max(1, cp.degree))
+            return cp.choose_scan(
+                heads,
+                row_bytes=(3 * inner + heads + 2 * units * whole.d_state) * size,
+                state_bytes=(inner * whole.d_state + heads) * 4,
+                exchanges=3,
+            )
+
+        def _by_states(self, cp: hcp.ContextParallelHandler, hidden_states: Tensor) -> Any:
+            """Scan this rank's rows of all heads."""
+            whole, projected = self.cp, self.in_proj(hidden_states)[0]
+            heads, groups = whole.nheads_local_tp, whole.ngroups_local_tp
+            inner, state = whole.d_inner_local_tp, groups * whole.d_state
+            z, mixed, dt = projected[: cp.rows, 0].split([inner, inner + 2 * state, heads], 1)
+            mixed = convolve(cp, mixed, convolution_of(whole)[0].shape[-1], self._convolved)
+            x, b, c = mixed.split([inner, state, state], 1)
+            x, b, c = x.unflatten(1, (heads, -1)), *(y.unflatten(1, (groups, -1)) for y in (b, c))
+            out = self._scanned(cp, x, dt, b, c).flatten(1)
+            y = with_padding(out * F.silu(z), len(projected))[:, None]
+            y = y + (whole.D_cp1.sum() * 0).to(y.dtype)  # of a rank without rows, too
+            return self.out_proj(self.norm(y) if self.rmsnorm else y)
+
+        def _convolved(self, rows: Tensor) -> Tensor:
+            """Convolve (rows, channels) as if zeros came before the first."""
+            weight, bias = convolution_of(self.cp)
+            fused = named(mixer, "causal_conv1d_fn")
+            if fused is not None:
+                given = rows.t().unsqueeze(0)  # channels last
+                out = fused(given, weight[:, 0], bias, activation=self.activation)
+                convolved: Tensor = out[0].t()
+                return convolved
+            given = F.pad(rows.t(), (weight.shape[-1] - 1, 0)).unsqueeze(0)
+            convolved = F.conv1d(given, weight, bias, groups=len(weight))[0].t()
+            return self.act(convolved)
+
+        def _scanned(
+            self, cp: hcp.ContextParallelHandler, x: Tensor, dt: Tensor, b: Tensor, c: Tensor
+        ) -> Tensor:
+            """(T, H, P), by steps (T, H), and what rows write and read (T, G, N)."""
+            whole, each = self.cp, x.shape[1] // b.shape[1]
+            bias, rate = whole.dt_bias_cp1.float(), -whole.A_log_cp1.float().exp()
+            skip = whole.D_cp1.float()
+            if whole.D_has_hdim:
+                skip = skip.unflatten(0, (x.shape[1], -1))
+            steps = F.softplus(dt.float() + bias)
+            writes, reads = (y.float().repeat_interleave(each, 1) for y in (b, c))
+            kernel = named(mixer, "mamba_chunk_scan_combined")
+
+            def scan(spans: list[slice]) -> tuple[Tensor, Tensor]:
+                numbers = torch.arange(len(spans), device=x.device, dtype=torch.int32)
+                seq_idx = numbers.repeat_interleave(cp.span_cu_seqlens.diff())[None]
+                given = x[None], dt[None], rate, b[None], c[None], self.chunk_size
+                options = {"D": skip, "dt_bias": bias, "dt_softplus": True, "seq_idx": seq_idx}
+                out = kernel(*(y.contiguous() for y in given[:2]), *given[2:], **options)
+                return out[0], mamba_states(x, steps * rate, writes * steps[..., None], spans)
+
+            return scan_mamba(cp, x, steps * rate, reads, scan)
 
         def _no_rows(self, hidden_states: Tensor) -> Any:
             """Compute without a scan. Every weight takes part, since DDP waits for gradients."""

@@ -1,7 +1,8 @@
-"""A twin of a module: its parameters, with other attributes, for one call."""
+"""A twin of a module for one call, and what names stand for in the file of its class."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 
@@ -15,3 +16,9 @@ def twin(module: Any, **changes: Any) -> Any:
     made.__dict__["_modules"] = {k: v for k, v in module._modules.items() if k not in changes}
     made.__dict__.update(changes)
     return made
+
+
+def named(module: type, name: str) -> Any:
+    """What a name stands for in Megatron's file of a class, or of a base of it."""
+    homes = [vars(sys.modules[base.__module__]) for base in module.__mro__]
+    return next(home[name] for home in homes if name in home)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hcp.attention.scan_types import SEQUENCE_TO_HEAD
 from hcp.integrations.recurrent import convolve, delta_rule, scan_mamba
 from hcp.step.handler import ContextParallelHandler
 
@@ -159,18 +160,61 @@ def _scanned(
     _refuse_cache("Mamba's scan", initial_states, return_final_states)
     options |= {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
 
-    def scan(span: slice) -> tuple[Tensor, Tensor]:
-        x, steps, b, c = (each[:, span] for each in (hidden_states, dt, B, C))
-        out, state = function(x, steps, A, b, c, return_final_states=True, **options)
-        return out[0], state[0]
+    given = hidden_states, dt, B, C
+    rows, (heads, size), read = slice(0, cp.rows), hidden_states.shape[2:], B.shape[3]
+    choice = cp.choose_scan(
+        heads,
+        row_bytes=heads * (2 * size + 2 * read + 1) * hidden_states.element_size(),
+        state_bytes=heads * (size * read + 1) * 4,
+    )
+    if cp.degree > 1 and choice.used == SEQUENCE_TO_HEAD:
+        found = _scanned_by_heads(function, cp, [x[0, rows] for x in given], A, options)
+        return _standing_in(found, hidden_states.shape[1])
 
-    rows, heads = slice(0, cp.rows), hidden_states.shape[2]
+    def scan(spans: list[slice]) -> tuple[Tensor, Tensor]:
+        outs, states = zip(
+            *(
+                function(x, steps, A, b, c, return_final_states=True, **options)
+                for x, steps, b, c in ([each[:, span] for each in given] for span in spans)
+            ),
+            strict=True,
+        )
+        return torch.cat([out[0] for out in outs]), torch.cat(states)
+
     steps = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     steps = (F.softplus(steps) if dt_softplus else steps).clamp(*dt_limit)
     logs = A.float() * steps[0, rows].float()
     reads = C[0, rows].float().repeat_interleave(heads // C.shape[2], dim=1)
     found = scan_mamba(cp, hidden_states[0, rows], logs, reads, scan)
     return _standing_in(found, hidden_states.shape[1])
+
+
+def _scanned_by_heads(
+    function: Function,
+    cp: ContextParallelHandler,
+    given: list[Tensor],
+    A: Tensor,
+    options: dict[str, Any],
+) -> Tensor:
+    """Each rank scans whole sequences of some heads: (T, H, P), (T, H), and (T, groups, N) twice,
+    to (T, H, P). A group's rows travel once for each of its heads."""
+    x, dt, b, c = given
+    heads = x.shape[1]
+    b, c = (part.repeat_interleave(heads // part.shape[1], 1) for part in (b, c))
+    sizes = [x.shape[2], 1, b.shape[2], c.shape[2]]
+    mine = cp.sequence_to_head(torch.cat([x, dt[..., None], b, c], 2)).split(sizes, 2)
+    own = cp.head_slice(heads)
+    per_head = {
+        name: option[own] if name in ("D", "dt_bias") and option is not None else option
+        for name, option in options.items()
+    }
+    outs = []
+    for x, dt, b, c in zip(
+        *(part.split(cp.whole_cu_seqlens.diff().tolist()) for part in mine), strict=True
+    ):
+        out = function(x[None], dt[None, ..., 0], A[own], b[None], c[None], **per_head)
+        outs.append((out[0] if isinstance(out, tuple) else out)[0])
+    return cp.head_to_sequence(torch.cat(outs), heads)
 
 
 def _not_fused(function: Function, cp: ContextParallelHandler, *given: Any, **options: Any) -> None:

@@ -1,0 +1,84 @@
+"""Scan types: how a recurrent layer's sequences get past the borders of ranks.
+
+"pass_states": each rank scans its own rows, and states travel. "sequence_to_head": each rank scans
+whole sequences of some heads, and rows travel. "auto": what costs fewer bytes. The plan and the
+layer's sizes decide, in integers, so that every rank of a group decides alike.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal, NamedTuple
+
+from hcp._validate import expect_choice, expect_size
+from hcp._words import ScanType
+from hcp.exchange.layout import Layout
+from hcp.exchange.states import ROUND_BYTES
+
+PASS_STATES: Literal["pass_states"] = "pass_states"
+SEQUENCE_TO_HEAD: Literal["sequence_to_head"] = "sequence_to_head"
+AUTO: Literal["auto"] = "auto"
+SCAN_TYPES: tuple[ScanType, ...] = (PASS_STATES, SEQUENCE_TO_HEAD, AUTO)
+
+_log = logging.getLogger("hcp")
+
+
+class ScanSizes(NamedTuple):
+    """What a recurrent layer would exchange in its forward."""
+
+    heads: int
+    row_bytes: int
+    """Bytes of one row of all heads, to whole sequences and back."""
+    state_bytes: int
+    """Bytes of the map of one span of all heads: its state, and its decay or transition."""
+    exchanges: int = 2
+    """Calls of sequence_to_head and head_to_sequence."""
+
+
+class ScanChoice(NamedTuple):
+    """The scan type that was asked for, and the one that a group of ranks uses."""
+
+    asked: ScanType
+    used: ScanType
+    why: str
+
+
+def check_scan_type(scan_type: str) -> None:
+    expect_choice("scan_type", scan_type, SCAN_TYPES)
+
+
+def choose(layout: Layout, asked: ScanType, sizes: ScanSizes, state_cost: int) -> ScanChoice:
+    """Choose what this rank's group uses. ``state_cost``: of passing states, in bytes."""
+    heads, degree = expect_size("heads", sizes.heads), layout.degree
+    if asked == SEQUENCE_TO_HEAD and degree > heads:
+        raise ValueError(
+            f"scan_type is {asked!r}, the micro-batch has degree {degree} and the layer {heads} "
+            f"heads on each tensor-parallel rank, expected a degree <= {heads}: plan with "
+            f"max_degree={heads}, or scan_type={PASS_STATES!r}"
+        )
+    if asked != AUTO:
+        return ScanChoice(asked, asked, "as asked")
+    if degree <= 1:
+        return ScanChoice(asked, SEQUENCE_TO_HEAD, f"degree {degree}: nothing travels")
+    if heads % degree:
+        return _said(asked, PASS_STATES, f"{degree} ranks cannot share {heads} heads evenly")
+    moved = sum(layout.lengths) * (degree - 1) * sizes.row_bytes // degree**2
+    row_cost = moved + sizes.exchanges * ROUND_BYTES
+    used: ScanType = PASS_STATES if state_cost <= row_cost else SEQUENCE_TO_HEAD
+    costs = f"{PASS_STATES}: {state_cost}, {SEQUENCE_TO_HEAD}: {row_cost}"
+    return _said(asked, used, f"fewest bytes, {ROUND_BYTES} for each round, of {costs}")
+
+
+def _said(asked: ScanType, used: ScanType, why: str) -> ScanChoice:
+    _log_once(used, why)
+    return ScanChoice(asked, used, why)
+
+
+_logged: set[ScanType] = set()
+
+
+def _log_once(used: ScanType, why: str) -> None:
+    """Log the first choice of each type in a process."""
+    if used not in _logged:
+        _logged.add(used)
+        _log.info("scan_type 'auto' uses %s in a group: %s", used, why)
