@@ -109,7 +109,7 @@ _SUMS = "hcp_sums"
 
 class _LoggedSums:
     """Stands in for Megatron's MTPLossLoggingHelper where a model computes its losses, and keeps
-    sums over tokens beside its means over micro-batches."""
+    sums over tokens in addition to its means over micro-batches."""
 
     def __init__(self, own: Any) -> None:
         self._own = own

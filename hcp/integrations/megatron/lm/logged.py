@@ -1,4 +1,4 @@
-"""Losses that Megatron logs beside the main one: experts', indexers' and prediction layers'.
+"""Losses that Megatron logs in addition to the main one: experts', indexers' and prediction layers'.
 
 Megatron adds them up over micro-batches and divides by the number that its loader gives. A plan has
 another number.
@@ -21,7 +21,7 @@ from hcp.integrations.megatron.mtp import taken_sums
 def logged_losses(loaded: int, planned: int, group: dist.ProcessGroup) -> Iterator[None]:
     """Return a context for the schedule of a training step of so many planned micro-batches.
 
-    `loaded`: the number by which Megatron divides. `group`: all ranks of dp_cp. Behind it a loss of
+    `loaded`: the number by which Megatron divides. `group`: all ranks of dp_cp. After it a loss of
     experts or of an indexer is its mean over the planned micro-batches, and that of a prediction
     layer the mean over all tokens of the step, whatever the plan is.
     """
