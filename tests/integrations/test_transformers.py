@@ -141,6 +141,23 @@ def test_logits_and_gradients_are_those_of_whole_sequences(kind):
 RECURRENT = ("falcon_h1", "kimi_linear", "lfm2", "mamba2", "nemotron_h", "qwen3_next", "zamba2")
 
 
+@pytest.mark.parametrize("kind", ["kimi_linear", "qwen3_next", "zamba2"])
+def test_recurrent_layers_exchange_rows_for_heads(kind):
+    from hcp.integrations.transformers import register_hcp_attention
+
+    lengths = (3, 19, 1)
+    model, dataset = architectures.build(kind), documents(lengths)
+    logits, expected = whole(model, dataset)
+    model.zero_grad()
+    register_hcp_attention(model)
+    plan = hcp.plan(lengths, ranks=2, max_tokens_per_rank=20, min_degree=2)
+    difference, found = spread(model, dataset, logits, plan, "sequence_to_head")
+    assert difference < 3e-5 * max(x.abs().max() for x in logits)
+    scale = max(grad.abs().max() for grad in expected.values())
+    for name, grad in expected.items():
+        assert (found[name] - grad).abs().max() < 1e-4 * scale, name
+
+
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_recurrent_layers_pass_states_and_start_anew_in_each_document(kind):
     from hcp.integrations.transformers import register_hcp_attention

@@ -60,6 +60,10 @@ RUNS = {
     "bench_masks --plans": (1, "--plans --ranks 4 --packs 1"),
     "bench_plan": (1, "--families P2,X4 --costs default --seeds 1 --peers"),
     "bench_rebind": (1, "--modules 10 --rounds 1"),
+    "bench_states": (
+        2,
+        "--device cpu --lengths 40 3 --heads 2 --head-dim 4 --state-dim 4 --chunk 8 --rounds 1",
+    ),
     "bench_tree": (
         2,
         "--device cpu --prompt 40 --answers 3 --answer 9 --heads 4 2 --head-dim 8 --rounds 1"

@@ -109,6 +109,7 @@ def test_levels_and_windows_arrive():
         "hierarchical_context_parallel_sizes": (2, 4),
         "window_sizes": ((-1, -1), (127, 0)),
         "handler_cls": hcp.get_cp_handler_cls("auto", ("a2a+p2p", "auto")),
+        "scan_type": "auto",
     }
     narrow = parsed("--max-seqlen-per-dp-cp-rank", "7", "--window-size", "64,0")
     assert narrow == Config(7, window_size=[64, 0])

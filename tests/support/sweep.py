@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import hcp
+from hcp._words import ScanType
 from support import architectures
 from support.finetuning import documents
 
@@ -98,7 +99,11 @@ def refusal_of(message: str) -> str:
 
 
 def spread(
-    model: Any, dataset: Sequence[Mapping[str, Tensor]], logits: Sequence[Tensor], plan: hcp.Plan
+    model: Any,
+    dataset: Sequence[Mapping[str, Tensor]],
+    logits: Sequence[Tensor],
+    plan: hcp.Plan,
+    scan_type: ScanType = "auto",
 ) -> tuple[float, dict[str, Tensor]]:
     """Run a model on ranks that are threads. Returns the largest difference from `logits`, and the
     gradients of the mean loss, summed over ranks."""
@@ -116,7 +121,7 @@ def spread(
             if source == rank
         ]
         apart = 0.0
-        for cp, local in hcp.dispatch(plan, own, sources, groups):
+        for cp, local in hcp.dispatch(plan, own, sources, groups, scan_type=scan_type):
             with torch.no_grad():
                 found = own_model(**model_inputs(cp, local)).logits[0, : cp.rows]
             if cp.rows:

@@ -1,0 +1,138 @@
+"""Recurrent layers on GPUs: ranks that are threads of one GPU, kernels against the recurrence, and
+states over NCCL and peer memory where two GPUs are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.features import drawn, rows_here
+from support.ranks import run_ranks
+from torch import Tensor
+from torch.nn import functional as F
+
+import hcp
+from hcp._words import ScanType
+from hcp.integrations.recurrent import delta_rule
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+LENGTHS = (300, 1, 130, 2, 3, 70)
+HEADS, KEYS, VALUES = 4, 32, 64
+ROUNDING = {torch.float64: 1e-10, torch.bfloat16: 0.03}
+
+
+def slow_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """The gated delta rule token by token, in float32 or wider: (1, T, H, size)."""
+    wide = torch.promote_types(value.dtype, torch.float32)
+    query, key, new, g, beta = (x[0].to(wide) for x in (query, key, value, g, beta))
+    state = new.new_zeros(key.shape[1], key.shape[2], new.shape[2])
+    if initial_state is not None:
+        state = initial_state[0].to(wide)
+    outs = []
+    for t in range(len(key)):
+        state = state * g[t].exp()[:, None, None]
+        told = torch.einsum("hkv,hk->hv", state, key[t])
+        state = state + torch.einsum("hk,hv->hkv", key[t], beta[t, :, None] * (new[t] - told))
+        outs.append(torch.einsum("hkv,hk->hv", state, query[t]) * key.shape[2] ** -0.5)
+    return torch.stack(outs)[None].to(value.dtype), state[None] if output_final_state else None
+
+
+def inputs(cp: Any, dtype: torch.dtype) -> list[Tensor]:
+    """Queries, keys, values, gates, betas and the output's gradient, of a handler's rows."""
+    shapes = [(HEADS, KEYS), (HEADS, KEYS), (HEADS, VALUES), (HEADS,), (HEADS,), (HEADS, VALUES)]
+    query, key, value, g, beta, grad = (
+        rows_here(cp, drawn(LENGTHS, *shape, seed=i, dtype=torch.float64)).cuda()
+        for i, shape in enumerate(shapes)
+    )
+    wide = torch.promote_types(dtype, torch.float32)
+    given = F.normalize(query, dim=-1), F.normalize(key, dim=-1), value
+    gates = -g.sigmoid().to(wide) / 8, beta.sigmoid().to(wide)
+    return [*(x.to(dtype) for x in given), *gates, grad.to(dtype)]
+
+
+def computed(cp: Any, rule: Any, dtype: torch.dtype, **options: Any) -> list[Tensor]:
+    *leaves, grad = inputs(cp, dtype)
+    query, key, value, g, beta = (x.requires_grad_() for x in leaves)
+    out = delta_rule(cp, rule, query, key, value, {"g": g, "beta": beta}, **options)
+    grads = torch.autograd.grad(out, [query, key, value, g, beta], grad)
+    return [out.detach(), *grads]
+
+
+def on_one_rank(dtype: torch.dtype) -> list[list[Tensor]]:
+    """The recurrence of whole sequences: each result by sequence."""
+
+    def alone(groups: Any) -> list[list[Tensor]]:
+        plan = hcp.plan(LENGTHS, ranks=1, max_tokens_per_rank=1000)
+        cp = hcp.ContextParallelHandler(plan, 0, groups.transport)
+        sizes = cp.cu_seqlens.diff().tolist()
+        results = [x.split(sizes) for x in computed(cp, slow_rule, dtype)]
+        order = [list(cp.layout.sequences).index(i) for i in range(len(LENGTHS))]
+        return [[parts[i] for i in order] for parts in results]
+
+    return hcp.loopback(1, alone, device="cuda")[0]
+
+
+def handler(groups: Any, ranks: int, scan_type: ScanType) -> Any:
+    plan = hcp.plan(LENGTHS, ranks=ranks, max_tokens_per_rank=1000, min_degree=ranks)
+    return hcp.ContextParallelHandler(plan, 0, groups.transport, scan_type=scan_type)
+
+
+def check(cp: Any, found: list[Tensor], wanted: list[list[Tensor]], bound: float) -> None:
+    for mine, sequences in zip(found, wanted, strict=True):
+        theirs = rows_here(cp, sequences)
+        largest = max(float(x.abs().max()) for x in sequences)
+        assert float((mine - theirs).abs().max()) <= bound * largest
+
+
+@pytest.mark.parametrize("scan_type", ["pass_states", "sequence_to_head"])
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+def test_ranks_on_one_gpu_compute_the_recurrence(dtype: torch.dtype, scan_type: ScanType) -> None:
+    wanted = on_one_rank(dtype)
+
+    def work(groups: Any) -> None:
+        cp = handler(groups, 4, scan_type)
+        check(cp, computed(cp, slow_rule, dtype), wanted, ROUNDING[dtype])
+
+    hcp.loopback(4, work, device="cuda")
+
+
+@pytest.mark.parametrize("scan_type", ["pass_states", "sequence_to_head"])
+def test_the_kernel_of_fla_computes_the_recurrence(scan_type: ScanType) -> None:
+    rules = pytest.importorskip("fla.ops.gated_delta_rule")
+    wanted = on_one_rank(torch.bfloat16)
+
+    def work(groups: Any) -> None:
+        cp = handler(groups, 2, scan_type)
+        found = computed(cp, rules.chunk_gated_delta_rule, torch.bfloat16)
+        check(cp, found, wanted, ROUNDING[torch.bfloat16])
+
+    hcp.loopback(2, work, device="cuda")
+
+
+def over(rank: int, size: int, transport: str) -> None:
+    torch.cuda.set_device(rank)
+    groups = hcp.build_process_groups(transport=transport)
+    wanted = on_one_rank(torch.float64)
+    for scan_type in ("pass_states", "sequence_to_head"):
+        cp = handler(groups, size, scan_type)
+        check(cp, computed(cp, slow_rule, torch.float64), wanted, 1e-10)
+    groups.close()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("transport", ["nccl", "peer"])
+def test_states_travel_between_gpus(transport: str) -> None:
+    run_ranks(2, over, transport, timeout=110)
