@@ -111,11 +111,13 @@ def main() -> int:
 def scan(x: Tensor, logs: Tensor, b: Tensor, c: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
     """Scan one sequence x (T, H, P), from zeros: (T, H, P), and the state (H, P, N) at its end."""
     rows = len(x)
-    x, logs, b, c = (
-        F.pad(y.float() if y.dtype != torch.float64 else y, [0, 0] * (y.dim() - 1) + [0, -rows % chunk])
-        .unflatten(0, (-1, chunk))
-        for y in (x, logs, b, c)
-    )  # fmt: skip
+
+    def chunked(y: Tensor) -> Tensor:
+        wide = y if y.dtype == torch.float64 else y.float()
+        padded = F.pad(wide, [0, 0] * (y.dim() - 1) + [0, -rows % chunk])
+        return padded.unflatten(0, (-1, chunk))
+
+    x, logs, b, c = (chunked(y) for y in (x, logs, b, c))
     sums = logs.cumsum(1)
     total = sums[:, -1]
     gaps = (sums[:, :, None] - sums[:, None]).permute(0, 3, 1, 2)

@@ -487,7 +487,7 @@ class DynamicCPDataLoader:
         )
         items, to_sample = iter(loader), self.collate_fn.to_sample
         length = len(self.dataset)
-        made_for = {**self.state_dict(), "shuffle": self.batch_sampler.shuffle, "length": length}
+        made_for = {"length": length, **self.state_dict(), "shuffle": self.batch_sampler.shuffle}
         _check_same_data(
             self.collate_fn.groups, made_for, lambda: [to_sample(item) for item in next(items)]
         )

@@ -36,7 +36,8 @@ Capture = pytest.CaptureFixture[str]
 
 def test_help_lists_the_commands(capsys: Capture) -> None:
     assert main(["--help"]) == 0
-    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]]
+    _usage, commands = capsys.readouterr().out.split("\n\n")
+    listed = [line.split()[0] for line in commands.splitlines()]
     assert listed == ["demo", "plan", "simulate", "calibrate", "doctor"]
 
 

@@ -13,6 +13,7 @@ import pytest
 import hcp
 from hcp import _words
 from hcp.attention.qkv_format import QKV_FORMATS
+from hcp.attention.scan_types import SCAN_TYPES
 from hcp.exchange.connect import TRANSPORTS
 from hcp.exchange.payloads import SPLITS
 from hcp.planning import cost, limits
@@ -28,6 +29,7 @@ WORDS = {
     "PayloadSplit": SPLITS,
     "Preset": tuple(cost.PRESETS),
     "QkvFormat": QKV_FORMATS,
+    "ScanType": SCAN_TYPES,
     "Scheduler": (*config.SCHEDULERS, *config.MEGATRON_SCHEDULERS),
     "Sync": limits.SYNCS,
     "SyncOption": config.SYNCS,

@@ -1,4 +1,4 @@
-"""Losses that Megatron logs in addition to the main one: experts', indexers' and prediction layers'.
+"""Losses that Megatron logs apart from the main one: experts', indexers' and prediction layers'.
 
 Megatron adds them up over micro-batches and divides by the number that its loader gives. A plan has
 another number.
