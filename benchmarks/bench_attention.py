@@ -65,6 +65,7 @@ from common.timing import (
     Step,
     by_turns,
     copy_rate,
+    device_of,
     end_ranks,
     queued,
     slowest,
@@ -135,7 +136,7 @@ def main() -> int:
     if args.host:
         end_after(args.deadline)
         torch.set_num_threads(1)
-        device = torch.device(args.device)
+        device = device_of(args.device)
         print_host_times(device, args.degrees or (1, 2, 4, 8), args.types, args.rounds, args.json)
         print_call_times(device, args.backend, getattr(torch, args.dtype), args.rounds, args.json)
         return 0
@@ -145,7 +146,7 @@ def main() -> int:
         end_after(args.deadline)
         packs = {name: PACKS[name](args.tokens) for name in args.packs if name in PACKS}
         types = [name for name in args.types if name in (P2P, ALL_GATHER)]
-        given = packs, args.degrees or [4], types, sizes(torch.device(args.device))
+        given = packs, args.degrees or [4], types, sizes(device_of(args.device))
         print_alone(*given, args.backend, args.rounds, args.json)
         return 0
     device = start_ranks(args.device, args.deadline, TIMEOUT)

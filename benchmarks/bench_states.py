@@ -96,7 +96,7 @@ def main() -> int:
     contestants = {"whole": layer.whole, "pass_states": layer.by_states}
     if args.heads >= ranks:
         contestants["sequence_to_head"] = layer.by_heads
-    layer.check(contestants.keys())
+    layer.check([*contestants])
     both = {name: partial(layer.results, name) for name in contestants}
     times = by_turns(both, device, partial(timed, device=device), args.rounds)
     print_table(args, layer, {name: slowest(time, device) for name, time in times.items()})
@@ -160,7 +160,7 @@ class Layer:
 
     def by_states(self, x: Tensor, logs: Tensor, b: Tensor, c: Tensor) -> Tensor:
         def spans_of(spans: list[slice]) -> tuple[Tensor, Tensor]:
-            scans = [scan(*(y[span] for y in (x, logs, b, c)), self.args.chunk) for span in spans]
+            scans = [scan(x[span], logs[span], b[span], c[span], self.args.chunk) for span in spans]
             outs, states = zip(*scans, strict=True)
             return torch.cat(outs), torch.stack(states)
 
@@ -174,9 +174,12 @@ class Layer:
         out = self._sequences(self.cp.layout.lengths, x, rate[..., 0], b, c)
         return self.cp.head_to_sequence(out.to(self.dtype), self.args.heads)
 
-    def _sequences(self, lengths: Sequence[int], *given: Tensor) -> Tensor:
-        parts = zip(*(y.split(list(lengths)) for y in given), strict=True)
-        return torch.cat([scan(*part, self.args.chunk)[0] for part in parts])
+    def _sequences(
+        self, lengths: Sequence[int], x: Tensor, logs: Tensor, b: Tensor, c: Tensor
+    ) -> Tensor:
+        spans = zip(*(torch.split(y, list(lengths)) for y in (x, logs, b, c)), strict=True)
+        chunk = self.args.chunk
+        return torch.cat([scan(x, logs, b, c, chunk)[0] for x, logs, b, c in spans])
 
     def results(self, name: str) -> list[Tensor]:
         """Output and gradients, of this rank's rows; under "whole" of all."""

@@ -265,8 +265,6 @@ def print_host_times(
     device: torch.device, degrees: Sequence[int], types: Sequence[str], rounds: int, json: JsonFile
 ) -> None:
     """Print the table in Markdown, and add its rows to the file."""
-    if device.type == "cuda":  # as tensors name it
-        device = torch.device("cuda", torch.cuda.current_device())
     kernel = Prepared()
     kernels.FAMILIES[FAMILY] = kernels.KernelFamily(lambda: lambda device: [kernel])
     gc.disable()

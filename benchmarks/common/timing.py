@@ -70,6 +70,11 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def device_of(name: str) -> torch.device:
+    """Return the CPU, or this process's GPU as its tensors name it."""
+    return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+
+
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 

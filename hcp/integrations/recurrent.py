@@ -157,12 +157,13 @@ def _delta_by_heads(
     query, key = (x.repeat_interleave(heads // x.shape[1], 1) for x in (query, key))
     mixed = cp.sequence_to_head(torch.cat([query, key, value], 2))
     parts = [x if x.dim() == 3 else x.unsqueeze(2) for x in gates.values()]
-    own = cp.sequence_to_head(torch.cat(parts, 2)).split([x.shape[2] for x in parts], 2)
+    widths = [x.shape[2] for x in parts]
+    own = torch.split(cp.sequence_to_head(torch.cat(parts, 2)), widths, 2)
     mine = {
         name: x if gates[name].dim() == 3 else x.squeeze(2)
         for name, x in zip(gates, own, strict=True)
     }
-    query, key, value = mixed.split([keys, keys, mixed.shape[2] - 2 * keys], 2)
+    query, key, value = torch.split(mixed, [keys, keys, mixed.shape[2] - 2 * keys], 2)
     sizes = cp.whole_cu_seqlens.diff().tolist()
     out, _ = _delta_of(sizes, rule, query, key, value, mine, options)
     return cp.head_to_sequence(out, heads)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import hcp
-from hcp._words import ScanType
+from hcp._words import ScanType, TransportName
 from hcp.integrations.recurrent import delta_rule
 
 pytestmark = [
@@ -122,7 +122,7 @@ def test_the_kernel_of_fla_computes_the_recurrence(scan_type: ScanType) -> None:
     hcp.loopback(2, work, device="cuda")
 
 
-def over(rank: int, size: int, transport: str) -> None:
+def over(rank: int, size: int, transport: TransportName) -> None:
     torch.cuda.set_device(rank)
     groups = hcp.build_process_groups(transport=transport)
     wanted = on_one_rank(torch.float64)

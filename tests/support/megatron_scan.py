@@ -88,8 +88,8 @@ def slow_chunk_scan(
     parts = zip(*(y.split(sizes) for y in (x[0], steps, B[0], C[0])), strict=True)
     each = x.shape[2] // B.shape[2]
     outs = [
-        attend(own, step, A, *(y.repeat_interleave(each, 1) for y in groups), D)
-        for own, step, *groups in parts
+        attend(own, step, A, b.repeat_interleave(each, 1), c.repeat_interleave(each, 1), D)
+        for own, step, b, c in parts
     ]
     return torch.cat(outs)[None].to(x.dtype)
 

@@ -202,16 +202,14 @@ def _scanned_by_heads(
     heads = x.shape[1]
     b, c = (part.repeat_interleave(heads // part.shape[1], 1) for part in (b, c))
     sizes = [x.shape[2], 1, b.shape[2], c.shape[2]]
-    mine = cp.sequence_to_head(torch.cat([x, dt[..., None], b, c], 2)).split(sizes, 2)
+    mine = torch.split(cp.sequence_to_head(torch.cat([x, dt[..., None], b, c], 2)), sizes, 2)
     own = cp.head_slice(heads)
     per_head = {
         name: option[own] if name in ("D", "dt_bias") and option is not None else option
         for name, option in options.items()
     }
-    outs = []
-    for x, dt, b, c in zip(
-        *(part.split(cp.whole_cu_seqlens.diff().tolist()) for part in mine), strict=True
-    ):
+    outs, lengths = [], cp.whole_cu_seqlens.diff().tolist()
+    for x, dt, b, c in zip(*(torch.split(part, lengths) for part in mine), strict=True):
         out = function(x[None], dt[None, ..., 0], A[own], b[None], c[None], **per_head)
         outs.append((out[0] if isinstance(out, tuple) else out)[0])
     return cp.head_to_sequence(torch.cat(outs), heads)
