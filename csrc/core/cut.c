@@ -333,9 +333,10 @@ static void measure_phases(problem *p, phases *f) {
   for (int32_t i = 0; i < f->count; i++) {
     const phase *x = &f->list[i];
     int64_t end = x->start + x->rows, last = most(x->start + 1, end - 1);
-    p->chunks[3 * i] = (hcp__chunk){x->start, 1, 0};
-    p->chunks[3 * i + 1] = (hcp__chunk){x->start + 1, last - x->start - 1, 0};
-    p->chunks[3 * i + 2] = (hcp__chunk){last, end - last, 0};
+    hcp__chunk *cut = p->chunks + 3 * (ptrdiff_t)i;
+    cut[0] = (hcp__chunk){x->start, 1, 0};
+    cut[1] = (hcp__chunk){x->start + 1, last - x->start - 1, 0};
+    cut[2] = (hcp__chunk){last, end - last, 0};
   }
   measure(p);
   for (int32_t i = 0; i < f->count; i++) {
