@@ -1,12 +1,14 @@
 """Recurrent layers on GPUs: ranks that are threads of one GPU, kernels against the recurrence, and
-states over NCCL and peer memory where two GPUs are."""
+states over NCCL, and over peer memory where two GPUs are."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.features import drawn, rows_here
 from support.ranks import run_ranks
 from torch import Tensor
@@ -22,6 +24,7 @@ pytestmark = [
 ]
 
 LENGTHS = (300, 1, 130, 2, 3, 70)
+SCAN_TYPES: tuple[ScanType, ...] = ("pass_states", "sequence_to_head")
 HEADS, KEYS, VALUES = 4, 32, 64
 ROUNDING = {torch.float64: 1e-10, torch.bfloat16: 0.03}
 
@@ -97,7 +100,7 @@ def check(cp: Any, found: list[Tensor], wanted: list[list[Tensor]], bound: float
         assert float((mine - theirs).abs().max()) <= bound * largest
 
 
-@pytest.mark.parametrize("scan_type", ["pass_states", "sequence_to_head"])
+@pytest.mark.parametrize("scan_type", SCAN_TYPES)
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 def test_ranks_on_one_gpu_compute_the_recurrence(dtype: torch.dtype, scan_type: ScanType) -> None:
     wanted = on_one_rank(dtype)
@@ -109,30 +112,47 @@ def test_ranks_on_one_gpu_compute_the_recurrence(dtype: torch.dtype, scan_type: 
     hcp.loopback(4, work, device="cuda")
 
 
-@pytest.mark.parametrize("scan_type", ["pass_states", "sequence_to_head"])
-def test_the_kernel_of_fla_computes_the_recurrence(scan_type: ScanType) -> None:
-    rules = pytest.importorskip("fla.ops.gated_delta_rule")
+def join(rank: int, transport: TransportName) -> Any:
+    """Groups of ranks that NCCL takes for hosts of their own where they share a GPU."""
+    if torch.cuda.device_count() == 1:
+        os.environ.update(NCCL_HOSTID=f"host {rank}", NCCL_SOCKET_IFNAME="lo")
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    size, store = dist.get_world_size(), dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    own = dist.PrefixStore("of GPUs", store)
+    dist.init_process_group("nccl", store=own, rank=rank, world_size=size)
+    return hcp.build_process_groups(transport=transport)
+
+
+def compute_with_fla(rank: int, size: int) -> None:
+    """Each rank is a process: Triton's autotuner is not for several threads."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    groups = join(rank, "nccl")
     wanted = on_one_rank(torch.bfloat16)
-
-    def work(groups: Any) -> None:
-        cp = handler(groups, 2, scan_type)
-        found = computed(cp, rules.chunk_gated_delta_rule, torch.bfloat16)
+    for scan_type in SCAN_TYPES:
+        cp = handler(groups, size, scan_type)
+        found = computed(cp, chunk_gated_delta_rule, torch.bfloat16)
         check(cp, found, wanted, ROUNDING[torch.bfloat16])
+    groups.close()
 
-    hcp.loopback(2, work, device="cuda")
+
+def test_the_kernel_of_fla_computes_the_recurrence() -> None:
+    pytest.importorskip("fla.ops.gated_delta_rule")
+    run_ranks(2, compute_with_fla, timeout=110)
 
 
 def over(rank: int, size: int, transport: TransportName) -> None:
-    torch.cuda.set_device(rank)
-    groups = hcp.build_process_groups(transport=transport)
+    groups = join(rank, transport)
     wanted = on_one_rank(torch.float64)
-    for scan_type in ("pass_states", "sequence_to_head"):
+    for scan_type in SCAN_TYPES:
         cp = handler(groups, size, scan_type)
         check(cp, computed(cp, slow_rule, torch.float64), wanted, 1e-10)
     groups.close()
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("transport", ["nccl", "peer"])
 def test_states_travel_between_gpus(transport: str) -> None:
+    if transport == "peer" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
     run_ranks(2, over, transport, timeout=110)

@@ -153,6 +153,33 @@ def test_every_benchmark_runs_here_or_needs_a_gpu() -> None:
     assert {run.split()[0] for run in RUNS} == programs - GPU_ONLY
 
 
+@pytest.mark.parametrize("apart", [0.0, 1e-12, 1e-7])
+def test_curves_that_differ_are_told(
+    apart: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Jobs that have run are read: here, what they would have written."""
+    pytest.importorskip("matplotlib")
+    for name in ("static_cp-7", "static_cp-8", "dynamic_cp-7"):
+        loss = 1.0 + apart * (name == "dynamic_cp-7") + 0.1 * (name == "static_cp-8")
+        step = {"kind": "train", "iteration": 1, "loss": loss, "grad_norm": 2.0}
+        evaluation = {"kind": "evaluation", "iteration": 1, "loss": loss}
+        lines = [step, *({**evaluation, "layout": layout} for layout in ("training", "eval"))]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        (tmp_path / name / "summary.json").write_text("{}")
+    monkeypatch.setattr(
+        sys, "argv", ["convergence", "--folder", str(tmp_path), "--seed", "7", "--seeds", "2"]
+    )
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(BENCHMARKS / "studies/convergence.py"), run_name="__main__")
+    assert end.value.code == int(apart > 1e-9)
+    assert f"| loss, dynamic and static CP | {1.0 + apart - 1.0:.2e} |" in capsys.readouterr().out
+    assert (tmp_path / "curves.png").exists()
+
+
 def test_no_group_is_made_by_some_ranks_alone() -> None:
     """An NCCL group that was bound to its device would wait for the others."""
     files = [
