@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 from hcp._validate import flag
 from hcp.planning.cost import PRESETS, CostModel
+from hcp.planning.drawing import timeline_page, timeline_svg
 from hcp.planning.limits import CHOICES, INTEGERS, Limits
+from hcp.planning.plan import Plan
 from hcp.programs.families import FAMILIES, describe
 
 LIMITS = tuple(field for field in fields(Limits) if field.name in {**INTEGERS, **CHOICES})
@@ -116,6 +119,27 @@ def cost_model(text: str) -> CostModel:
         return CostModel.load(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def add_pictures(parser: argparse._ActionsContainer, what: str = "the timeline") -> None:
+    parser.add_argument("--svg", type=Path, metavar="FILE", help=f"draw {what}")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help=f"draw {what} in a page that needs no network"
+    )
+
+
+def write_pictures(
+    args: argparse.Namespace,
+    plans: Mapping[str, Plan],
+    title: str,
+    words: str,
+    unit: float | None,
+) -> None:
+    """Write the pictures that were asked for."""
+    if args.svg:
+        args.svg.write_text(timeline_svg(plans, unit=unit), encoding="utf-8")
+    if args.html:
+        args.html.write_text(timeline_page(plans, title, words, unit), encoding="utf-8")
 
 
 def draw_lengths(family: str, sequences: int, seed: int, max_length: int | None) -> list[int]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hcp.attention.kernels import Kernel
 
 EXTRAS = {
-    "matplotlib": "pictures of plan, simulate and demo",
+    "matplotlib": "the demo's picture of losses",
     "tqdm": "progress of calibrate and demo",
 }
 DTYPES = ("float64", "float32", "bfloat16", "float16")

@@ -16,15 +16,16 @@ from hcp.cli.arguments import (
     add_family,
     add_field,
     add_limits,
+    add_pictures,
     draw_lengths,
     in_words,
     limits_of,
     new_parser,
+    write_pictures,
 )
 from hcp.cli.lengths import HELP, read_lengths
 from hcp.planning.plan import Plan, plan
 from hcp.planning.timeline import chrome_trace
-from hcp.programs.draw import draw_plans
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -44,8 +45,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="the plan as data, and nothing else")
     group.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace")
-    group.add_argument("--svg", type=Path, metavar="FILE", help="draw the timeline")
-    group.add_argument("--png", type=Path, metavar="FILE", help="draw the timeline")
+    add_pictures(group)
     return parser.parse_args(argv)
 
 
@@ -81,8 +81,8 @@ def main(argv: Sequence[str]) -> int:
         unit = args.cost.unit if args.cost else None
         if args.trace:
             args.trace.write_text(json.dumps(chrome_trace(made, unit)))
-        for path in filter(None, (args.svg, args.png)):
-            draw_plans({"hcp": made}, path, f"{len(lengths)} sequences, {made.ranks} ranks")
+        title = f"A plan of {len(lengths):,} sequences for {made.ranks:,} ranks"
+        write_pictures(args, {"hcp": made}, title, str(made.report()), unit)
     except (ValueError, OverflowError, OSError) as error:
         print(f"no plan: {error}", file=sys.stderr)
         return 1

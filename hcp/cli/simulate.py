@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from hcp._validate import expect_size
 from hcp.cli.arguments import (
@@ -33,16 +33,17 @@ from hcp.cli.arguments import (
     add_family,
     add_field,
     add_limits,
+    add_pictures,
     draw_lengths,
     in_words,
     limits_of,
     new_parser,
+    write_pictures,
 )
 from hcp.cli.lengths import HELP, read_lengths
 from hcp.planning.cost import PRICES, TIMES, CostModel
 from hcp.planning.limits import LIMITS, even_degrees, least_degree, rows_up_to, slowness_of
 from hcp.planning.plan import Plan, plan
-from hcp.programs.draw import draw_plans
 
 SIZES = (
     "ranks",
@@ -94,8 +95,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add_model(parser)
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="the numbers as data, and nothing else")
-    group.add_argument("--svg", type=Path, metavar="FILE", help="draw the first batch")
-    group.add_argument("--png", type=Path, metavar="FILE", help="draw the first batch")
+    add_pictures(group, "the first batch")
     return parser.parse_args(argv)
 
 
@@ -350,8 +350,21 @@ def own_batches(args: argparse.Namespace) -> list[list[int]]:
     return [lengths[i * each : (i + 1) * each] for i in range(args.batches)]
 
 
-def simulate(args: argparse.Namespace) -> tuple[dict[str, Result], list[dict[str, Plan]], str]:
-    """Return the results by contestant, the plans of each batch, and the setting in words."""
+class Simulation(NamedTuple):
+    """What a run of the model gave."""
+
+    results: dict[str, Result]
+    """By contestant."""
+    plans: list[dict[str, Plan]]
+    """Of each batch, by contestant."""
+    words: str
+    """The setting."""
+    unit: float
+    """Seconds of one unit of the cost model."""
+
+
+def simulate(args: argparse.Namespace) -> Simulation:
+    """Plan all batches, and sum up."""
     check(args)
     cost = of_stage(args.cost or cluster_cost(args), args.pipeline_stages)
     assert cost.unit is not None
@@ -370,15 +383,14 @@ def simulate(args: argparse.Namespace) -> tuple[dict[str, Result], list[dict[str
         for name, r in results.items()
     }
     words = "\n".join(describe(args, cost, degree, sum(map(sum, batches))))
-    return results, played, words
+    return Simulation(results, played, words, cost.unit)
 
 
 def main(argv: Sequence[str]) -> int:
     args = parse_arguments(argv)
     try:
-        results, played, words = simulate(args)
-        for path in filter(None, (args.svg, args.png)):
-            draw_plans(played[0], path, "SIMULATED: " + words.split(": ", 1)[1].split("\n")[0])
+        results, plans, words, unit = simulate(args)
+        write_pictures(args, plans[0], "SIMULATED: the first batch", words, unit)
     except (ValueError, OverflowError, OSError) as error:
         print(f"no simulation: {error}", file=sys.stderr)
         return 1

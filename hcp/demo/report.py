@@ -1,4 +1,4 @@
-"""Write a run's metrics.jsonl, summary.json, loss.png, plan.png and table. Only rank 0 writes."""
+"""Write a run's metrics.jsonl, summary.json, loss.png, plan.svg and table. Only rank 0 writes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from hcp.planning.timeline import timeline
+from hcp.planning.drawing import timeline_svg
 from hcp.programs.draw import pyplot
 from hcp.programs.records import NAMES, Evaluation, RunRecord, StepRecord, loss_difference
 
@@ -179,9 +179,10 @@ class Reporter:
             json.dumps(summary, indent=2) + "\n", encoding="utf-8"
         )
         draw_losses(runs, self.folder / "loss.png")
-        draw_plans(runs, self.folder / "plan.png")
+        firsts = {NAMES[run.scheduler]: run.first_plan for run in runs if run.first_plan}
+        (self.folder / "plan.svg").write_text(timeline_svg(firsts), encoding="utf-8")
         print("\n" + table(runs, EVALUATION_TOLERANCES[self.args.dtype]))
-        print(f"\n{self.folder}: metrics.jsonl, summary.json, loss.png, plan.png", flush=True)
+        print(f"\n{self.folder}: metrics.jsonl, summary.json, loss.png, plan.svg", flush=True)
 
 
 def make_folder(asked: str | None) -> Path:
@@ -277,54 +278,5 @@ def draw_losses(runs: Sequence[Run], path: Path) -> None:
         axes[1, 0].set_ylabel("|difference|")
     axes[-1, 0].set_xlabel("step")
     axes[-1, 0].xaxis.get_major_locator().set_params(integer=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def draw_plans(runs: Sequence[Run], path: Path) -> None:
-    """Draw the first global batch as each run planned it: a row per rank, a colour per sequence,
-    and each group's degree."""
-    plt = pyplot()
-    ranks = runs[0].ranks
-    figure, axes = plt.subplots(
-        len(runs),
-        1,
-        sharex=True,
-        squeeze=False,
-        figsize=(10, len(runs) * (1.1 + 0.4 * ranks)),
-        layout="constrained",
-    )
-    plans = [run.first_plan for run in runs if run.first_plan is not None]
-    whole = max(plan.makespan for plan in plans) or 1
-    colours = [c for name in ("tab20", "tab20b", "tab20c") for c in plt.get_cmap(name).colors]
-    for ax, run, plan in zip(axes[:, 0], runs, plans, strict=True):
-        step = run.steps[0]
-        for box in timeline(plan):
-            middle = box.first_rank + box.degree / 2
-            starts = (box.start + plan.cost.launch, *box.ends[:-1])
-            for sequence, start, end in zip(box.sequences, starts, box.ends, strict=True):
-                left, width = 100 * start / whole, 100 * (end - start) / whole
-                ax.broken_barh(
-                    [(left, width)], (box.first_rank + 0.04, box.degree - 0.08),
-                    facecolor=colours[sequence % len(colours)], edgecolor="white", linewidth=0.5,
-                )  # fmt: skip
-                if width > 1.5:
-                    center = left + width / 2
-                    ax.text(center, middle, f"{box.degree}", ha="center", va="center", fontsize=8)
-        ax.axvline(100 * step.bound / whole, color="black", linestyle=":", linewidth=1)
-        ax.set_title(
-            f"{NAMES[run.scheduler]}: {len(plan.lengths)} sequences,"
-            f" {len(plan.micro_batches)} micro-batches, efficiency {step.efficiency:.2f}",
-            loc="left", fontsize=10,
-        )  # fmt: skip
-        ax.set_ylim(ranks, 0)
-        ax.set_yticks(
-            [rank + 0.5 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)]
-        )
-        ax.tick_params(axis="y", length=0)
-    axes[0, 0].set_xlim(0, 100)
-    axes[-1, 0].set_xlabel(
-        "time by the cost model, in % of the slower plan (dotted: no plan is faster)"
-    )
     figure.savefig(path, dpi=120)
     plt.close(figure)

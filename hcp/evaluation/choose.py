@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from hcp._html import table
 from hcp._validate import expect_choice, expect_size, plain
 from hcp._words import Sync
 from hcp.planning.cost import MOVING, CostModel
@@ -51,6 +52,11 @@ class EvalChoice:
                 f"{c.micro_batches} micro-batches, {c.fillers} fillers, {c.rows:,} rows{note}"
             )
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        names = [field.name for field in fields(Candidate)]
+        heads = [name.replace("_", " ") for name in names]
+        return table(self.why, heads, ([getattr(c, x) for x in names] for c in self.candidates))
 
 
 def choose_eval_context_parallel(

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hcp._core import Grid
+from hcp._html import table
 from hcp._this_process import OfThisProcess
 from hcp._validate import expect_size
 from hcp._words import TransportName
@@ -274,6 +275,10 @@ class ProcessGroups(OfThisProcess):
     def __repr__(self) -> str:
         sizes = ", ".join(f"{role}={self._sizes_text(role)}" for role in self._groups)
         return f"ProcessGroups({sizes})"
+
+    def _repr_html_(self) -> str:
+        rows = ((role, self._sizes_text(role), self._groups[role].rank()) for role in self._groups)
+        return table("ProcessGroups", ("role", "ranks", "this rank"), rows)
 
     def _sizes_text(self, role: str) -> str:
         return str(self._groups[role].size())

@@ -22,6 +22,7 @@ from hcp._validate import (
 )
 from hcp._words import Degrees, Sync
 from hcp.planning.cost import CostModel, Table
+from hcp.planning.drawing import timeline_svg
 from hcp.planning.limits import (
     CHOICES,
     DEGREES,
@@ -287,6 +288,10 @@ class Plan:
             f"micro_batches={len(self.micro_batches)}, efficiency={self.efficiency:.3f}, "
             f"makespan={self.makespan / self.bound if self.bound else 1.0:.3f} * bound)"
         )
+
+    def _repr_html_(self) -> str:
+        """The timeline, in a notebook."""
+        return timeline_svg({"plan": self})
 
 
 def _listed(view: memoryview | None) -> list[int] | None:

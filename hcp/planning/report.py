@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
+from hcp._html import table
 from hcp.planning.timeline import timeline
 
 if TYPE_CHECKING:
@@ -55,6 +56,17 @@ class Report:
             f"{f' and {peak_bytes:,} bytes' if peak_bytes else ''} on a rank, "
             f"{self.padding:,} of padding; {self.node_crossings:,} tokens into other nodes{took}"
         )
+
+    def _repr_html_(self) -> str:
+        rows = [(name.replace("_", " "), _shown(value)) for name, value in asdict(self).items()]
+        return table("report of a plan, in the cost model's unit", (), rows)
+
+
+def _shown(value: Any) -> object:
+    """A number, or the least and the most of several."""
+    if isinstance(value, tuple):
+        return f"{min(value, default=0):,} to {max(value, default=0):,}"
+    return "unknown" if value is None else value
 
 
 def report(plan: Plan) -> Report:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hcp._core import Rebinding
+from hcp._html import table
 from hcp.errors import HcpError
 from hcp.exchange.transport import Transport
 from hcp.groups.process_groups import ProcessGroups
@@ -130,6 +131,15 @@ class Audit:
         lines += [f"  {finding}" for finding in self.elsewhere]
         lines += [f"{len(self.excluded)} excluded"] + [f"  {path}" for path in self.excluded]
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        rows = [(slot.path, f"slot of {slot.role}") for slot in self.slots]
+        rows += [(each.path, f"not covered: {each.reason}") for each in self.uncovered]
+        rows += [(each.path, f"not reached: {each.reason}") for each in self.elsewhere]
+        rows += [(path, "excluded") for path in self.excluded]
+        uncovered = len(self.uncovered) + len(self.elsewhere)
+        title = f"{len(self.slots)} slots, {uncovered} places that no switch covers"
+        return table(title, ("place", "what it is"), rows)
 
 
 def audit(

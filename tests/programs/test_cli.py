@@ -25,6 +25,7 @@ from hcp.attention.kernels import KernelFamily
 from hcp.cli import doctor
 from hcp.cli.lengths import read_lengths
 from hcp.exchange.connect import TRANSPORTS
+from hcp.planning.drawing import timeline_svg
 from hcp.planning.timeline import chrome_trace, timeline
 from hcp.programs.families import FAMILIES
 from hcp.step import backends
@@ -140,18 +141,24 @@ def test_plan_takes_lengths_from_standard_input(
     assert "2 sequences, 3,010 tokens" in capsys.readouterr().out
 
 
+def check_page(page: str, title: str) -> None:
+    assert page.startswith("<!doctype html>")
+    assert f"<h1>{title}</h1>" in page
+    assert page.count("<svg") == 1
+
+
 def test_plan_gives_data_pictures_and_a_trace(tmp_path: Path, capsys: Capture) -> None:
-    trace, svg, png = (tmp_path / name for name in ("trace.json", "plan.svg", "plan.png"))
+    trace, svg, page = (tmp_path / name for name in ("trace.json", "plan.svg", "plan.html"))
     argv = ["--family", "mock", "--sequences", "40", "--max-length", "700", "--json"]
-    outputs = ["--trace", str(trace), "--svg", str(svg), "--png", str(png)]
+    outputs = ["--trace", str(trace), "--svg", str(svg), "--html", str(page)]
     assert main(["plan", *argv, *outputs, *LIMITS]) == 0
     plan = hcp.Plan.from_dict(json.loads(capsys.readouterr().out))
     hcp.check_plan(plan)
     assert len(plan.lengths) == 40
     assert max(plan.lengths) == 700
     assert json.loads(trace.read_text()) == chrome_trace(plan)
-    assert svg.read_text().startswith("<?xml")
-    assert png.read_bytes().startswith(b"\x89PNG")
+    assert svg.read_text() == timeline_svg({"hcp": plan})
+    check_page(page.read_text(), "A plan of 40 sequences for 8 ranks")
 
 
 def test_plan_takes_costs_by_name_and_from_a_file(tmp_path: Path, capsys: Capture) -> None:
@@ -292,10 +299,12 @@ def test_slower_ranks_give_fewer_tokens_and_hcp_knows_which(capsys: Capture) -> 
 
 
 def test_simulate_draws_the_first_batch(tmp_path: Path, capsys: Capture) -> None:
-    svg, png = tmp_path / "batch.svg", tmp_path / "batch.png"
-    simulated(capsys, "--svg", str(svg), "--png", str(png))
-    assert svg.read_text().startswith("<?xml")
-    assert png.read_bytes().startswith(b"\x89PNG")
+    svg, page = tmp_path / "batch.svg", tmp_path / "batch.html"
+    results = simulated(capsys, "--svg", str(svg), "--html", str(page))
+    for name in results:
+        assert f"{name}: " in svg.read_text()
+    assert " ms</text>" in svg.read_text()
+    check_page(page.read_text(), "SIMULATED: the first batch")
 
 
 @pytest.mark.parametrize(

@@ -73,9 +73,9 @@ def texts(tmp_path_factory):
 def run_of(result, folder):
     assert result.returncode == 0, result.stderr + result.stdout
     names = sorted(path.name for path in folder.iterdir())
-    assert names == ["loss.png", "metrics.jsonl", "plan.png", "summary.json"]
-    for picture in ("loss.png", "plan.png"):
-        assert (folder / picture).read_bytes().startswith(b"\x89PNG")
+    assert names == ["loss.png", "metrics.jsonl", "plan.svg", "summary.json"]
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "plan.svg").read_bytes().startswith(b"<svg ")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return json.loads((folder / "summary.json").read_text()), lines
 
@@ -118,7 +118,7 @@ def test_every_document_is_evaluated_once_in_both_layouts(exact):
 
 def test_it_says_where_its_results_are_and_nothing_that_alarms(exact):
     result, folder, _, _ = exact
-    assert f"{folder}: metrics.jsonl, summary.json, loss.png, plan.png" in result.stdout
+    assert f"{folder}: metrics.jsonl, summary.json, loss.png, plan.svg" in result.stdout
     for alarm in ("Traceback", "Warning", "OMP_NUM_THREADS"):
         assert alarm not in result.stderr
 

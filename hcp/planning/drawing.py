@@ -1,0 +1,204 @@
+"""Draw timelines of plans as SVG, alone or in a page of HTML that needs no network."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from html import escape
+from typing import TYPE_CHECKING, NamedTuple
+
+from hcp.planning.timeline import Box, timeline
+
+if TYPE_CHECKING:
+    from hcp.planning.plan import Plan
+
+LEFT, RIGHT = 58, 62
+"""Room for the names of ranks, and for their idle shares."""
+ROWS = 340
+"""The height of all ranks of a plan, unless there are very few or very many."""
+CHARACTER = 6.0
+"""The width of one at the size of labels."""
+COLOURS = ("#dbe9f6", "#a6cee3", "#8fd19e", "#fdd07a", "#f4935b", "#d1557a", "#8d59a8", "#4b4a8f")
+"""Of degrees 1, 2, 4 ..., and mixed for those between them."""
+DARK_FROM = 32
+"""The degree from which labels are white."""
+STYLE = (
+    "text{font:11px system-ui,sans-serif;fill:#222}.title{font-size:13px;font-weight:600}"
+    ".light{fill:#fff}.small{fill:#555}.box{stroke:#fff;stroke-width:.6}"
+    ".bound{stroke:#111;stroke-width:1.3;stroke-dasharray:2 3}"
+    ".idle{fill:#c9c9c9}.rows{fill:#f4f4f4}"
+)
+
+
+class _Scale(NamedTuple):
+    """From a plan's time and ranks to points of the picture."""
+
+    left: float
+    per_time: float
+    top: float
+    per_rank: float
+
+    def x(self, time: float) -> float:
+        return self.left + time * self.per_time
+
+    def y(self, rank: float) -> float:
+        return self.top + rank * self.per_rank
+
+
+def timeline_svg(plans: Mapping[str, Plan], *, unit: float | None = None, width: int = 960) -> str:
+    """Draw plans below each other on one axis of time, by their names.
+
+    A row is a rank, and a colour a CP degree. A box is a sequence: its label has the degree and the
+    tokens, and pointing at it tells its ranks. In gaps ranks launch or wait; grey bars at the right
+    are idle shares. A dotted line is the bound: no plan within the same limits ends earlier. Of a
+    pipeline one stage is drawn, without waiting for neighbours. ``unit``: seconds of one unit of
+    the cost model.
+    """
+    longest = max([1, *(plan.makespan for plan in plans.values())])
+    parts: list[str] = []
+    top = 8.0
+    for name, plan in plans.items():
+        per_rank = min(26.0, max(1.5, ROWS / max(1, plan.ranks)))
+        scale = _Scale(LEFT, (width - LEFT - RIGHT) / longest, top + 24, per_rank)
+        parts.append(_text(LEFT, top + 14, plan_title(name, plan), "title"))
+        parts += _panel(plan, scale, width)
+        top = scale.y(plan.ranks) + 14
+    parts += _axis(longest, unit, top, width)
+    parts += _legend(plans, top + 38)
+    height = top + 52
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:.0f}" '
+        f'width="{width}" height="{height:.0f}" role="img">'
+        f"<style>{STYLE}</style>"
+        f'<rect width="{width}" height="{height:.0f}" fill="#fff"/>{"".join(parts)}</svg>\n'
+    )
+
+
+def plan_title(name: str, plan: Plan) -> str:
+    """What came of a plan, in a line."""
+    report = plan.report()
+    tokens = sum(plan.lengths)
+    staged = f", one of {report.pipeline_stages} stages" if report.pipeline_stages > 1 else ""
+    return (
+        f"{name}: {len(plan.lengths):,} sequences, {tokens:,} tokens on {plan.ranks:,} ranks, "
+        f"{report.micro_batches} micro-batches{staged}; idle {report.idle_share:.0%}, "
+        f"{report.ratio:.2f} x the bound (dotted)"
+    )
+
+
+def timeline_page(
+    plans: Mapping[str, Plan], title: str, words: str = "", unit: float | None = None
+) -> str:
+    """Return a page of HTML with the timeline of plans, below a title and words."""
+    drawn = timeline_svg(plans, unit=unit, width=1080)
+    lines = "".join(f"<p>{escape(line)}</p>" for line in words.splitlines() if line)
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{escape(title)}</title><style>"
+        "body{font:15px/1.5 system-ui,sans-serif;margin:24px auto;max-width:1100px;padding:0 12px;"
+        "color:#222;background:#fff}h1{font-size:20px}figure{margin:0;overflow-x:auto}"
+        "svg{max-width:100%;height:auto;min-width:680px}rect.box:hover{stroke:#000}</style></head>"
+        f"<body><h1>{escape(title)}</h1>{lines}<figure>{drawn}</figure>"
+        "<p>A row is a rank. A colour is a CP degree, a box a sequence: point at it for its "
+        "length. Light grey is launching or waiting; the bars at the right are each rank's idle "
+        "share. The dotted line is a lower bound: no plan within the same limits ends earlier. "
+        "Times are those of the cost model, not measured.</p></body></html>\n"
+    )
+
+
+def _panel(plan: Plan, scale: _Scale, width: int) -> Iterator[str]:
+    boxes = timeline(plan)
+    end, bottom = scale.x(plan.makespan), scale.y(plan.ranks)
+    yield _rect(scale.left, scale.top, end - scale.left, bottom - scale.top, "rows")
+    for box in boxes:
+        yield from _sequences(plan, box, scale)
+    bound = scale.x(plan.bound)
+    yield (
+        f'<line class="bound" x1="{bound:.1f}" x2="{bound:.1f}" y1="{scale.top - 3:.1f}" '
+        f'y2="{bottom + 3:.1f}"><title>bound: no plan is faster</title></line>'
+    )
+    busy = [0] * plan.ranks
+    for box in boxes:
+        for rank in range(box.first_rank, box.first_rank + box.degree):
+            busy[rank] += box.end - box.start
+    every = max(1, -(-13 // scale.per_rank))  # names need 13 points each
+    for rank, time in enumerate(busy):
+        idle = 1 - time / plan.makespan if plan.makespan else 0.0
+        y, height = scale.y(rank), scale.per_rank
+        what = f"rank {rank}: idle {idle:.1%}"
+        yield _rect(width - RIGHT + 8, y + height * 0.15, 46 * idle, height * 0.7, "idle", what)
+        if rank % every == 0:
+            middle = y + min(height, 13) / 2 + 4
+            yield _text(scale.left - 6, middle, f"rank {rank}", "small", "end")
+            yield _text(width - RIGHT + 10, middle, f"{idle:.0%}", "small")
+
+
+def _sequences(plan: Plan, box: Box, scale: _Scale) -> Iterator[str]:
+    """The sequences of a group, one after the other, over its ranks."""
+    start = box.start + plan.cost.launch
+    y, height = scale.y(box.first_rank), box.degree * scale.per_rank
+    last = box.first_rank + box.degree - 1
+    ranks = f"rank {last}" if box.degree == 1 else f"ranks {box.first_rank} to {last}"
+    for s, end in zip(box.sequences, box.ends, strict=True):
+        x, wide = scale.x(start), (end - start) * scale.per_time
+        tokens = plan.lengths[s]
+        what = f"sequence {s}: {tokens:,} tokens, CP {box.degree}, {ranks}, micro-batch "
+        yield _rect(x, y, wide, height, "box", f"{what}{box.micro_batch}", box.degree)
+        for label in (f"{box.degree} | {tokens:,}", f"{box.degree}"):
+            if height >= 11 and wide >= CHARACTER * len(label) + 4:
+                style = "light" if box.degree >= DARK_FROM else ""
+                yield _text(x + wide / 2, y + height / 2 + 4, label, style, "middle")
+                break
+        start = end
+
+
+def _axis(longest: int, unit: float | None, top: float, width: int) -> Iterator[str]:
+    """Quarters of the longest makespan."""
+    for quarter in range(5):
+        share = quarter / 4
+        x = LEFT + share * (width - LEFT - RIGHT)
+        label = f"{share * longest * unit * 1e3:,.1f} ms" if unit else f"{share:.0%}"
+        anchor = "start" if quarter == 0 else "middle"
+        yield f'<path d="M{x:.1f} {top - 10:.1f}v5" stroke="#555"/>'
+        yield _text(x, top + 7, label, "small", anchor)
+    what = "time" if unit else "share of the longest plan's time"
+    yield _text(LEFT, top + 22, f"{what}, by the cost model: not measured", "small")
+
+
+def _legend(plans: Mapping[str, Plan], y: float) -> Iterator[str]:
+    degrees = sorted(
+        {g.degree for plan in plans.values() for groups in plan.micro_batches for g in groups}
+    )
+    x = float(LEFT)
+    for degree in degrees[:16]:
+        yield _rect(x, y - 9, 12, 11, "box", degree=degree)
+        yield _text(x + 16, y, f"CP {degree}", "small")
+        x += 34 + CHARACTER * len(f"CP {degree}")
+
+
+def colour_of(degree: int) -> str:
+    """The colour of a CP degree."""
+    place = min(math.log2(degree), len(COLOURS) - 1)
+    low = min(int(place), len(COLOURS) - 2)
+    first, second = (bytes.fromhex(COLOURS[i][1:]) for i in (low, low + 1))
+    mixed = (round(a + (b - a) * (place - low)) for a, b in zip(first, second, strict=True))
+    return "#" + bytes(mixed).hex()
+
+
+def _rect(
+    x: float, y: float, wide: float, high: float, style: str, what: str = "", degree: int = 0
+) -> str:
+    colour = f' fill="{colour_of(degree)}"' if degree else ""
+    tag = (
+        f'<rect class="{style}" x="{x:.1f}" y="{y:.1f}" width="{max(wide, 0):.2f}" '
+        f'height="{high:.1f}"{colour}'
+    )
+    return f"{tag}><title>{escape(what)}</title></rect>" if what else f"{tag}/>"
+
+
+def _text(x: float, y: float, text: str, style: str = "", anchor: str = "start") -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" class="{style}" text-anchor="{anchor}">'
+        f"{escape(text)}</text>"
+    )

@@ -1,0 +1,84 @@
+"""Pictures of plans: every sequence is a box at its place, and text is escaped."""
+
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hcp
+from hcp.planning.drawing import LEFT, RIGHT, colour_of, plan_title, timeline_page, timeline_svg
+from hcp.planning.timeline import timeline
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def boxes_of(drawn: str) -> list[tuple[str, float, float]]:
+    """What each box says, where it starts and how wide it is."""
+    found = ElementTree.fromstring(drawn).iter(f"{SVG}rect")
+    return [
+        (box.findtext(f"{SVG}title") or "", float(box.get("x", "")), float(box.get("width", "")))
+        for box in found
+        if box.get("class") == "box" and box.find(f"{SVG}title") is not None
+    ]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, 5000), max_size=30), st.sampled_from([1, 3, 8, 70]))
+def test_each_sequence_is_a_box_of_its_time(lengths: list[int], ranks: int) -> None:
+    plan = hcp.plan(lengths, ranks=ranks, max_tokens_per_rank=5000)
+    boxes = boxes_of(timeline_svg({"a": plan}))
+    expected = []
+    for box in timeline(plan):
+        starts = (box.start + plan.cost.launch, *box.ends[:-1])
+        for s, start, end in zip(box.sequences, starts, box.ends, strict=True):
+            expected.append((s, start, end - start, box.degree))
+    assert len(boxes) == len(expected) == len(lengths)
+    scale = (960 - LEFT - RIGHT) / max(1, plan.makespan)
+    for (says, x, wide), (s, start, took, degree) in zip(boxes, expected, strict=True):
+        assert says.startswith(f"sequence {s}: {lengths[s]:,} tokens, CP {degree}, rank")
+        assert x == pytest.approx(LEFT + start * scale, abs=0.06)
+        assert wide == pytest.approx(took * scale, abs=0.006)
+
+
+def test_plans_share_an_axis_and_the_unit_gives_it_seconds() -> None:
+    fast = hcp.plan([100] * 4, ranks=4, max_tokens_per_rank=1000)
+    slow = hcp.plan([100] * 4, ranks=4, max_tokens_per_rank=1000, min_degree=4)
+    drawn = timeline_svg({"slow <&>": slow, "fast": fast}, unit=1e-3)
+    ends = [x + wide for _, x, wide in boxes_of(drawn)]
+    assert max(ends[:4]) == pytest.approx(960 - RIGHT, abs=0.1)
+    assert max(ends[:4]) > max(ends[4:])
+    assert f"{slow.makespan:,.1f} ms" in drawn
+    assert "slow &lt;&amp;&gt;: 4 sequences, 400 tokens on 4 ranks" in drawn
+    assert f"{plan_title('fast', fast)}" in drawn
+    assert "1.00 x the bound" in plan_title("fast", fast)
+
+
+def test_a_page_needs_no_network() -> None:
+    plan = hcp.plan([100] * 4, ranks=4, max_tokens_per_rank=1000)
+    page = timeline_page({"a": plan}, "Title <b>", "one\ntwo & three")
+    assert page.startswith("<!doctype html>")
+    assert "<h1>Title &lt;b&gt;</h1><p>one</p><p>two &amp; three</p>" in page
+    assert re.findall(r"(?:src|href)=", page) == []
+    assert re.findall(r"https?://\S+", page) == ['http://www.w3.org/2000/svg"']
+
+
+def test_degrees_have_their_colours() -> None:
+    degrees = [*range(1, 130), 4096]
+    colours = {d: colour_of(d) for d in degrees}
+    assert len({colours[d] for d in (1, 2, 3, 4, 6, 8, 16, 32, 64, 128)}) == 10
+    assert colours[128] == colours[4096]
+    assert all(re.fullmatch("#[0-9a-f]{6}", colour) for colour in colours.values())
+
+
+def test_notebooks_show_plans_and_reports() -> None:
+    plan = hcp.plan([3000, 10], ranks=8, max_tokens_per_rank=1000)
+    assert plan._repr_html_() == timeline_svg({"plan": plan})
+    shown = plan.report()._repr_html_()
+    assert f"<td>{plan.makespan:,}</td>" in shown
+    assert '<td style="text-align:left">rank tokens</td>' in shown
+    choice = hcp.choose_eval_context_parallel(4, 100, ranks=4, train_cp=4)
+    assert choice._repr_html_().count("<tr>") == 1 + len(choice.candidates)
