@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         get_batch_on_this_cp_rank,
         get_thd_batch_on_this_cp_rank,
     )
-    from hcp.planning.ahead import PlanAhead
+    from hcp.planning.ahead import PlanAhead, PlanningTime
     from hcp.planning.check import check_plan
     from hcp.planning.cost import CostModel
     from hcp.planning.limits import MemoryModel
@@ -41,9 +41,17 @@ if TYPE_CHECKING:
     from hcp.rebinding.derived import register_derived
     from hcp.rebinding.rebind import Audit, audit, eval_cp_context, find_slots, rebind
     from hcp.rebinding.rules import register_rebind
+    from hcp.step.ahead import Read, planned_steps
     from hcp.step.backends import get_cp_handler_cls, register_backend
     from hcp.step.config import Config, add_arguments
-    from hcp.step.dispatch import LocalBatch, Step, dispatch, gather_lengths, gather_masks
+    from hcp.step.dispatch import (
+        LocalBatch,
+        Passage,
+        Step,
+        dispatch,
+        gather_lengths,
+        gather_masks,
+    )
     from hcp.step.fields import Payload
     from hcp.step.handler import ContextParallelHandler
 
@@ -67,10 +75,13 @@ __all__ = [
     "Metric",
     "Metrics",
     "PackedSeqParams",
+    "Passage",
     "Payload",
     "Plan",
     "PlanAhead",
+    "PlanningTime",
     "ProcessGroups",
+    "Read",
     "Report",
     "Rotary",
     "Span",
@@ -91,6 +102,7 @@ __all__ = [
     "loopback",
     "lower_bound",
     "plan",
+    "planned_steps",
     "rebind",
     "register_backend",
     "register_derived",
@@ -129,7 +141,10 @@ _HOMES = {
         "get_batch_on_this_cp_rank",
         "get_thd_batch_on_this_cp_rank",
     ),
-    "planning.ahead": ("PlanAhead",),
+    "planning.ahead": (
+        "PlanAhead",
+        "PlanningTime",
+    ),
     "planning.check": ("check_plan",),
     "planning.cost": ("CostModel",),
     "planning.limits": ("MemoryModel",),
@@ -150,6 +165,10 @@ _HOMES = {
         "rebind",
     ),
     "rebinding.rules": ("register_rebind",),
+    "step.ahead": (
+        "Read",
+        "planned_steps",
+    ),
     "step.backends": (
         "get_cp_handler_cls",
         "register_backend",
@@ -160,6 +179,7 @@ _HOMES = {
     ),
     "step.dispatch": (
         "LocalBatch",
+        "Passage",
         "Step",
         "dispatch",
         "gather_lengths",

@@ -18,7 +18,14 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from hcp.planning.drawing import timeline_svg
 from hcp.programs.draw import pyplot
-from hcp.programs.records import NAMES, Evaluation, RunRecord, StepRecord, loss_difference
+from hcp.programs.records import (
+    NAMES,
+    Evaluation,
+    RunRecord,
+    StepRecord,
+    loss_difference,
+    planning_text,
+)
 
 if TYPE_CHECKING:
     import hcp
@@ -70,6 +77,8 @@ class Run(RunRecord[DemoStep]):
             "tokens_per_second": self.tokens_per_second,
             "plan_efficiency": self.efficiency,
             "micro_batches_per_step": self.micro_batches,
+            "plan_seconds": self.planning.seconds,
+            "plan_waited": self.planning.waited,
             "padding_rows": self.padding_rows,
             "evaluations": [
                 [asdict(evaluation) for evaluation in both] for both in self.evaluations
@@ -227,6 +236,8 @@ def table_rows(runs: Sequence[Run], tolerance: float) -> Iterator[tuple[str, lis
     yield "tokens/s", [f"{run.tokens_per_second:,.0f}" for run in runs], ratio
     yield "plan efficiency", [f"{run.efficiency:.2f}" for run in runs], "work / (ranks x makespan)"
     yield "micro-batches in a step", [f"{run.micro_batches:.1f}" for run in runs], ""
+    planning = [planning_text(run.planning) for run in runs]
+    yield "planning a step, hidden", planning, "the share that no step waited for"
     yield "padding rows", [f"{run.padding_rows:,}" for run in runs], ""
     finals = [run.evaluations[-1] for run in runs]
     for i, layout in enumerate(("training", "eval")):

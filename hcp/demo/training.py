@@ -1,9 +1,9 @@
 """A Megatron-style training script with dynamic context parallelism.
 
-In each step get_batch plans the global batch and sends its rows to where they are computed.
-train_step runs the micro-batches, each with its own handler. Gradients are summed once. For an
-evaluation hcp.eval_cp_context lays the same ranks out differently, and evaluate reads the layout
-from the model.
+get_batches plans global batches and sends their rows to where they are computed, each while the one
+before it trains. train_step runs the micro-batches, each with its own handler. Gradients are summed
+once. For an evaluation hcp.eval_cp_context lays the same ranks out differently, and evaluate reads
+the layout from the model.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import argparse
 import contextlib
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -48,16 +48,31 @@ class Trainer:
     device: torch.device
 
 
-def get_batch(
-    trainer: Trainer, config: Config, documents: Sequence[Document], indices: Sequence[int]
-) -> tuple[hcp.Plan, hcp.Step]:
-    """Plan a global batch and send its rows to where they are computed. A rank loads its share."""
-    groups = trainer.groups
+def get_batches(
+    trainer: Trainer, config: Config, documents: Sequence[Document]
+) -> Generator[hcp.Step]:
+    """Yield the global batches of a training: each is planned, and its rows sent to where they are
+    computed, while the one before it trains. A rank loads its share."""
+    args, groups = trainer.args, trainer.groups
     ranks, rank = groups.size("dp_cp"), groups.rank("dp_cp")
-    loader = load(documents, indices[rank::ranks], trainer.device)
-    lengths, sources, samples = hcp.gather_lengths(loader, groups)
-    plan = config.plan(lengths, ranks, trainer.cost)
-    return plan, hcp.dispatch(plan, samples, sources, groups, **config.dispatch_options())
+
+    def shares() -> Iterator[hcp.Read[dict[str, Tensor]]]:
+        for iteration in range(args.train_iters):
+            batch = batch_indices(
+                len(documents),
+                seed=args.seed,
+                iteration=iteration,
+                batch_size=args.global_batch_size,
+            )
+            yield hcp.Read(load(documents, batch[rank::ranks], torch.device("cpu")))
+
+    def make(share: hcp.Read[dict[str, Tensor]], passage: hcp.Passage) -> hcp.Step:
+        lengths, sources, samples = hcp.gather_lengths(share, passage)
+        plan = config.plan(lengths, ranks, trainer.cost)
+        options = config.dispatch_options()
+        return hcp.dispatch(plan, samples, sources, groups, passage=passage, **options)
+
+    return hcp.planned_steps(shares(), make, groups, config)
 
 
 def forward_step(
@@ -250,19 +265,14 @@ def train(
     else:
         wrapped, gradients = model, Gradients(model, trainer.groups)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), foreach=True)
+    steps = get_batches(trainer, config, corpus.training)
     for iteration in range(args.train_iters):
         started = time.perf_counter()
-        indices = batch_indices(
-            len(corpus.training),
-            seed=args.seed,
-            iteration=iteration,
-            batch_size=args.global_batch_size,
-        )
-        plan, step = get_batch(trainer, config, corpus.training, indices)
+        step = next(steps)
         update = train_step(trainer, wrapped, gradients, optimizer, step)
         seconds = time.perf_counter() - started
-        run.steps.append(record(trainer, iteration, plan, step, update, seconds))
-        run.first_plan = run.first_plan or plan
+        run.steps.append(record(trainer, iteration, step, update, seconds))
+        run.first_plan = run.first_plan or step.plan
         reporter.step(run)
         last = iteration + 1 == args.train_iters
         if last or (args.eval_interval and (iteration + 1) % args.eval_interval == 0):
@@ -276,11 +286,11 @@ def train(
 def record(
     trainer: Trainer,
     iteration: int,
-    plan: hcp.Plan,
     step: hcp.Step,
     update: Update,
     seconds: float,
 ) -> DemoStep:
+    plan, planning = step.plan, step.planning
     tokens = sum(plan.lengths)
     # Both schedulers are measured against the bound that holds when degrees are free.
     free = replace(trainer.config, sequence_packing_scheduler="dynamic_cp")
@@ -299,6 +309,8 @@ def record(
         makespan=plan.makespan,
         efficiency=plan.efficiency,
         seconds=seconds,
+        plan_seconds=planning.seconds if planning else 0.0,
+        plan_waited=planning.waited if planning else 0.0,
     )
 
 

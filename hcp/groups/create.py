@@ -34,6 +34,8 @@ class Creator:
         self._backend = backend
         self._timeout = timeout
         self._created: list[dist.ProcessGroup] = []
+        self._members: dict[str, list[list[int]]] = {}
+        """The ranks of all groups that were created under a name."""
 
     def again(self) -> Creator:
         return Creator(self._parents, self._backend, self._timeout)
@@ -65,14 +67,22 @@ class Creator:
         return tuple(levels)
 
     def create(self, name: str, groups: Iterable[Iterable[int]]) -> dist.ProcessGroup:
-        own = [self.undo_unless(partial(self._new, name, list(ranks))) for ranks in groups]
+        members = self._members[name] = [list(ranks) for ranks in groups]
+        own = [
+            self.undo_unless(partial(self._new, name, ranks, self._backend)) for ranks in members
+        ]
         return next(group for group in own if group is not None)
 
-    def _new(self, name: str, ranks: list[int]) -> dist.ProcessGroup | None:
+    def duplicate(self, of: str, name: str, *, backend: str) -> dist.ProcessGroup:
+        """Create groups of the same ranks as those of another name, on a backend of their own."""
+        own = [self._new(name, ranks, backend) for ranks in self._members[of]]
+        return next(group for group in own if group is not None)
+
+    def _new(self, name: str, ranks: list[int], backend: str | None) -> dist.ProcessGroup | None:
         group: dist.ProcessGroup = dist.new_group(
             ranks,
             timeout=self._timeout,
-            backend=self._backend,
+            backend=backend,
             group_desc=f"hcp:{name}",
         )
         if dist.get_rank() not in ranks:

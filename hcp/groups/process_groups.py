@@ -20,6 +20,7 @@ from hcp.exchange.torch_p2p import TorchTransport
 from hcp.groups.agree import agree_on_layout, tell_others_of_errors, views_of_all
 from hcp.groups.create import Creator, require_initialised, timeout_of
 from hcp.groups.grids import ROLES, check_levels, fit_grid, grid_of_mesh, resized
+from hcp.groups.planning import Lane, Planning
 
 CREATED, SHARED, GIVEN = "created", "shared", "given"
 """The origins of a collection's group: see ``ProcessGroups.report``."""
@@ -57,6 +58,7 @@ class ProcessGroups(OfThisProcess):
         creator: Creator,
         source: object = None,
         hierarchy: tuple[dist.ProcessGroup, ...] = (),
+        planning: Planning | None = None,
     ) -> None:
         """For `build_process_groups`, `with_context_parallel` and `from_existing` only."""
         self._groups = dict(groups)
@@ -66,6 +68,7 @@ class ProcessGroups(OfThisProcess):
         self._source = source
         self._hierarchy = hierarchy
         self.transport = transport
+        self._planning = planning or Planning(creator)
 
     @classmethod
     def from_existing(
@@ -230,7 +233,16 @@ class ProcessGroups(OfThisProcess):
         origins["transport"] = SHARED
         levels = creator.create_levels(grid, hierarchical)
         origins |= {f"hcp[{i}]": CREATED for i in range(len(levels))}
-        return ProcessGroups(groups, origins, self.transport, grid, creator, None, levels)
+        return ProcessGroups(
+            groups, origins, self.transport, grid, creator, None, levels, self._planning
+        )
+
+    def planning_lane(self) -> Lane:
+        """The group and the thread for plans that are made ahead: Gloo, of the `dp_cp` ranks.
+
+        The first call creates them, for all layouts that share `transport`. Every rank of the job
+        makes it, at the same place among collectives."""
+        return self._planning.lane
 
     def warm_up(self) -> None:
         """Sum a number over every group, so that ranks connect now and not in the first step that
@@ -252,6 +264,8 @@ class ProcessGroups(OfThisProcess):
 
         Every rank calls it, after the last use of the groups and of collections that share them.
         """
+        if self._planning.creator is self._creator:
+            self._planning.close()
         self._creator.destroy()
 
     def _group(self, role: str) -> dist.ProcessGroup:

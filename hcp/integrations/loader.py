@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,6 +25,7 @@ from hcp._validate import expect_names, expect_size
 from hcp._words import Sync
 from hcp.errors import HcpError
 from hcp.evaluation.plan import EvalPlan
+from hcp.exchange.transport import Transport
 from hcp.groups.build import build_process_groups
 from hcp.groups.process_groups import ProcessGroups
 from hcp.planning.cost import CostModel
@@ -32,8 +33,16 @@ from hcp.planning.mask import MasksFor
 from hcp.planning.plan import Plan
 from hcp.rebinding.exclude import Exclude
 from hcp.rebinding.rebind import eval_cp_context
+from hcp.step.ahead import Read, planned_steps
 from hcp.step.config import NO_WINDOW, Config
-from hcp.step.dispatch import Step, dispatch, gather_lengths, share
+from hcp.step.dispatch import (
+    Passage,
+    Step,
+    agree_on_kernels,
+    dispatch,
+    gather_lengths,
+    share,
+)
 from hcp.step.fields import Rules, Sample
 
 _log = logging.getLogger("hcp")
@@ -346,8 +355,18 @@ class DynamicCPCollator:
     def __call__(self, items: Any) -> Step:
         """Plan and dispatch. `items` may be a generator: an exception of it is raised on every
         rank."""
-        samples = (sample for item in items for sample in samples_of(self.to_sample, item))
-        lengths, sources, own = gather_lengths(samples, self.groups, fields=self.fields)
+        agree_on_kernels(self.groups, self.config.dispatch_options()["handler_cls"])
+        step = self.step_of(self.samples_of(items), Passage.of(self.groups))
+        step.arrive()
+        return step
+
+    def samples_of(self, items: Iterable[Any]) -> Iterator[Sample]:
+        """Yield the samples of items, as they are read."""
+        return (sample for item in items for sample in samples_of(self.to_sample, item))
+
+    def step_of(self, samples: Iterable[Sample], passage: Passage) -> Step:
+        """Plan and dispatch this rank's samples of a batch, on any thread."""
+        lengths, sources, own = gather_lengths(samples, passage, fields=self.fields)
         ranks = self.groups.size("dp_cp")
         limits: dict[str, Any] = {"sync": self._barrier.sync, "alignment": self.alignment}
         limits["masks"] = self.masks(lengths) if self.masks else None
@@ -359,6 +378,7 @@ class DynamicCPCollator:
             sources,
             self.groups,
             fields=self.fields,
+            passage=passage,
             **{**options, "window_sizes": (*options["window_sizes"], *self.window_sizes)},
         )
 
@@ -462,22 +482,38 @@ class DynamicCPDataLoader:
 
     def __iter__(self) -> Iterator[Step]:
         self._next, self._start = self._start, 0
-        return self._of_a_stream() if is_stream(self.dataset) else self._of_shares()
-
-    def _of_a_stream(self) -> Iterator[Step]:
-        batches = self.batch_sampler
-        read = stream_batches(
-            self.dataset, batches.batch_size, self.collate_fn.groups, self.load_workers
+        collator = self.collate_fn
+        given = collator.groups, collator.config
+        steps = (
+            planned_steps(self._shares_of_a_stream(), self._step_of_a_stream, *given)
+            if is_stream(self.dataset)
+            else planned_steps(self._shares(), collator.step_of, *given)
         )
-        start = self._next
-        for number, batch in enumerate(itertools.islice(read, start, None), start + 1):
-            if self._drop_last and len(batch) < batches.batch_size:
-                return
-            step = self.collate_fn(batch[batches.rank :: batches.ranks])
-            self._after[step] = self._next = number
-            yield step
+        with contextlib.closing(steps):
+            for number, step in enumerate(steps, self._next + 1):
+                self._after[step] = self._next = number
+                yield step
 
-    def _of_shares(self) -> Iterator[Step]:
+    def _shares_of_a_stream(self) -> Iterator[tuple[int, Read[Any], Read[Sample]]]:
+        """Read the batches of a stream, from the next one on, and this rank's samples of each."""
+        batches, start = self.batch_sampler, self._next
+        read = read_stream(self.dataset, batches.batch_size, self.load_workers)
+        for number, batch in enumerate(read):
+            if number >= start or batch.is_last:
+                own = batch.items[batches.rank :: batches.ranks]
+                yield number, batch, Read(self.collate_fn.samples_of(own))
+
+    def _step_of_a_stream(
+        self, share: tuple[int, Read[Any], Read[Sample]], passage: Passage
+    ) -> Step | None:
+        number, batch, samples = share
+        items = agree_on_batch(passage.transport, number, batch)
+        if not items or (self._drop_last and len(items) < self.batch_sampler.batch_size):
+            return None
+        return self.collate_fn.step_of(samples, passage)
+
+    def _shares(self) -> Iterator[Read[Sample]]:
+        """Read this rank's share of each batch, in the order of the epoch."""
         shares = list(self.batch_sampler)[self._next :]
         loader = DataLoader(
             self.dataset,
@@ -496,10 +532,8 @@ class DynamicCPDataLoader:
                 f"the dataset has {length} samples, expected {self._length}, as when the loader "
                 "was made: its batches would leave samples out. Make another loader"
             )
-        for number, _ in enumerate(shares, self._next + 1):
-            step = self.collate_fn(_next_of(items))
-            self._after[step] = self._next = number
-            yield step
+        for _ in shares:
+            yield Read(self.collate_fn.samples_of(_next_of(items)))
 
     def state_dict(self) -> dict[str, int]:
         """Return the position of the next batch. It holds for any number of ranks. For steps that
@@ -581,30 +615,36 @@ def stream_batches(
 ) -> Iterator[list[Any]]:
     """Yield the global batches of a stream, `size` items each; the last may be smaller.
 
-    Every rank reads all items. Ranks compare each batch: HcpError on all of them if one has read
-    another first item or another number of items, or fails to read. `workers`: processes that read.
+    Every rank reads all items. Ranks compare each batch: see `agree_on_batch`. `workers`: processes
+    that read.
     """
+    for number, batch in enumerate(read_stream(dataset, size, workers)):
+        if items := agree_on_batch(groups.transport, number, batch):
+            yield items
+
+
+def read_stream(dataset: Any, size: int, workers: int = 0) -> Iterator[Read[Any]]:
+    """Read the global batches of a stream, `size` items each. The last one has none, or an
+    error."""
     iterable = dataset if isinstance(dataset, IterableDataset) else _Iterated(dataset)
     items = iter(DataLoader(iterable, batch_size=None, collate_fn=_unchanged, num_workers=workers))
-    for number in itertools.count():
-        batch: list[Any] = []
-        _agree_on_batch(groups, number, items, size, batch)
-        if not batch:
-            return
+    while True:
+        batch = Read(itertools.islice(items, size))
         yield batch
+        if batch.is_last:
+            return
 
 
-def _agree_on_batch(
-    groups: ProcessGroups, number: int, items: Iterator[Any], size: int, batch: list[Any]
-) -> None:
-    """Read a batch of a stream, and compare it with those of the other ranks."""
+def agree_on_batch(transport: Transport, number: int, batch: Read[Any]) -> list[Any]:
+    """Return the items of a batch of a stream. HcpError on all ranks if one has read another first
+    item or another number of items, or failed to read."""
 
     def read() -> bytes:
-        batch.extend(itertools.islice(items, size))
-        first = digest_of(batch[0]).hex() if batch else ""
-        return json.dumps([len(batch), first]).encode()
+        items = list(batch)
+        first = digest_of(items[0]).hex() if items else ""
+        return json.dumps([len(items), first]).encode()
 
-    said = [json.loads(message) for message in share(groups.transport, read, "hcp: stream")]
+    said = [json.loads(message) for message in share(transport, read, "hcp: stream")]
     for rank, (count, first) in enumerate(said):
         if [count, first] != said[0]:
             what = (
@@ -618,6 +658,7 @@ def _agree_on_batch(
                 "split_dataset_by_node) and shuffle it by one seed; hcp gives each rank its share",
                 code="ranks-differ",
             )
+    return batch.items
 
 
 class _Iterated(IterableDataset[Any]):

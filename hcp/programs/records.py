@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from hcp.planning.ahead import PlanningTime
+
 NAMES = {"static_cp": "static CP", "dynamic_cp": "dynamic CP"}
 """The schedulers as tables name them."""
 
@@ -25,6 +27,10 @@ class StepRecord:
     """work / (ranks x makespan) of the plan."""
     seconds: float
     """From loading the batch to the updated weights."""
+    plan_seconds: float
+    """Of planning and dispatching the batch, on this rank."""
+    plan_waited: float
+    """For how much of `plan_seconds` the step waited."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -63,9 +69,21 @@ class RunRecord(Generic[Step]):
         return sum(step.tokens for step in timed) / sum(step.seconds for step in timed)
 
     @property
+    def planning(self) -> PlanningTime:
+        """Mean seconds of planning and of waiting for it in a step."""
+        timed = self.timed_steps
+        sums = (sum(s.plan_seconds for s in timed), sum(s.plan_waited for s in timed))
+        return PlanningTime(*(each / len(timed) for each in sums))
+
+    @property
     def micro_batches(self) -> float:
         """Mean number of micro-batches in a step."""
         return sum(step.micro_batches for step in self.steps) / len(self.steps)
+
+
+def planning_text(time: PlanningTime) -> str:
+    """Return the time of planning as tables have it: milliseconds, and the hidden share."""
+    return f"{1e3 * time.seconds:.1f} ms, {time.hidden:.0%}"
 
 
 def loss_difference(runs: Sequence[RunRecord[Step]]) -> float:

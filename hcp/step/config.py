@@ -90,6 +90,10 @@ class Config:
     layer and so in each "micro_batch" (FSDP, DeepSpeed's ZeRO-3, experts over several ranks).
     "auto": as the trainer's model does."""
 
+    plan_ahead: int = 1
+    """Batches that loaders read, plan and dispatch while the one before them trains, on a thread
+    and a group of their own. 0: a batch is planned when the trainer asks for it."""
+
     def __post_init__(self) -> None:
         for name in ("cp_comm_type", "hierarchical_context_parallel_sizes", "window_size"):
             object.__setattr__(self, name, _as_tuples(getattr(self, name)))
@@ -102,6 +106,7 @@ class Config:
         object.__setattr__(self, "sequence_packing_scheduler", scheduler)
         for name in ("max_seqlen_per_dp_cp_rank", "min_dynamic_context_parallel_size"):
             object.__setattr__(self, name, expect_size(name, getattr(self, name)))
+        object.__setattr__(self, "plan_ahead", expect_size("plan_ahead", self.plan_ahead, least=0))
         for name in ("context_parallel_size", "ranks_per_node"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, expect_size(name, getattr(self, name)))
@@ -410,6 +415,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         choices=SYNCS,
         help="when ranks wait for each other: at the end of a step, or in each micro-batch, as"
         " under FSDP (default: auto, as the trainer's model does)",
+    )
+    add(
+        "plan_ahead",
+        type=int,
+        metavar="BATCHES",
+        help="batches that are planned while the one before them trains; 0: none (default: 1)",
     )
     return parser
 

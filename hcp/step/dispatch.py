@@ -7,7 +7,7 @@ import math
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,9 @@ from hcp.attention.comm_types import check_comm_types, check_prices, only_degree
 from hcp.attention.kernels import agreed, present
 from hcp.errors import HcpError
 from hcp.exchange.differences import first_difference
+from hcp.exchange.layout import rows_may_vary
 from hcp.exchange.transport import Transport
+from hcp.planning.ahead import PlanningTime
 from hcp.planning.mask import Mask, MasksLike
 from hcp.planning.plan import Plan
 from hcp.step.fields import Field, Rules, Sample, check_rules, describe, length_of, said_of
@@ -33,6 +35,20 @@ class Groups(Protocol):
 
     @property
     def transport(self) -> Transport: ...
+
+
+class Passage(NamedTuple):
+    """How the rows of a step get to where they are computed."""
+
+    transport: Transport
+    """What carries them. Its device is where they lie when they are there."""
+    number: int
+    """The number of the step among those of the domain, the same on all ranks."""
+
+    @classmethod
+    def of(cls, groups: Groups) -> Passage:
+        """The next step, over the transport of the layers."""
+        return cls(groups.transport, next(groups.transport.steps))
 
 
 class LocalBatch:
@@ -66,6 +82,14 @@ class LocalBatch:
 
     def __len__(self) -> int:
         return len(self._fields)
+
+    def _arrive(self, device: torch.device) -> None:
+        for name, rows in self._fields.items():
+            if rows.device != device:
+                self._fields[name] = rows_may_vary(rows.to(device, non_blocking=True))
+
+    def _pin(self) -> None:
+        self._fields = {name: rows.pin_memory() for name, rows in self._fields.items()}
 
 
 # ---- agreement: every rank says what it has, or why it cannot ------------------------------------
@@ -283,6 +307,22 @@ class Step:
         self.sources, self.rank = tuple(sources), rank
         self.own_sequences = tuple(i for i, source in enumerate(sources) if source == rank)
         """The sequences that this rank loaded, as indices of ``plan.lengths``, ascending."""
+        self.planning: PlanningTime | None = None
+        """How long its planning took, and for how much of it the trainer waited. None: it was not
+        measured."""
+
+    def arrive(self) -> None:
+        """Bring tables and rows to the device of the layers, where they are not there yet: for a
+        step that was prepared on another thread. The host does not wait for the copies."""
+        for cp, local in self._micro_batches:
+            cp.arrive()
+            local._arrive(cp.device)
+
+    def pin(self) -> None:
+        """Put tables and rows into memory from which GPUs copy while hosts go on."""
+        for cp, local in self._micro_batches:
+            cp.pin()
+            local._pin()
 
     def __len__(self) -> int:
         return len(self._micro_batches)
@@ -372,6 +412,7 @@ def dispatch(
     stamp_call_sites: bool = False,
     masks: MasksLike | None = None,
     scan_type: ScanType = "auto",
+    passage: Passage | None = None,
 ) -> Step:
     """Move all rows of a global batch, once, to where the plan computes them.
 
@@ -396,21 +437,23 @@ def dispatch(
     "sequence_to_head", or "auto", whichever costs fewer bytes.
     ``masks``: of all sequences, as :func:`hcp.plan` takes them, in place of the plan's own; the
     same on every rank (:func:`gather_masks`).
+    ``passage``: for a step that is prepared on another thread than layers run on; call
+    ``Step.arrive`` before its use.
 
     Every rank of the domain calls it. Before any row moves, ranks compare their plans, sources and
     fields; what differs or fails on one rank is an error on all of them. The first call on GPUs
     also measures kernels of which "auto" has no numbers, briefly.
     """
     transport = groups.transport
-    if _chooses_kernels(handler_cls):
-        agreed.agree(transport)
+    if passage is None:
+        agree_on_kernels(groups, handler_cls)
+    carrier, step = passage or Passage.of(groups)
     sizes = hierarchical_context_parallel_sizes
     comm_types = handler_cls.comm_types if comm_types is None else comm_types
     handlers: list[ContextParallelHandler] = []
     loss_tokens = LossTokens()
     splits: Splits = {}
     announced: list[Announced] = []
-    step = next(transport.steps)
 
     def prepare() -> bytes:
         nonlocal plan
@@ -436,24 +479,25 @@ def dispatch(
                 step=step,
                 stamp_call_sites=stamp_call_sites,
                 scan_type=scan_type,
+                arrives=passage is None,
             )
             for micro_batch in range(len(plan.micro_batches))
         )
         return json.dumps(message | announced[0].message()).encode()
 
-    announcements = [json.loads(message) for message in share(transport, prepare, "hcp.dispatch")]
+    announcements = [json.loads(message) for message in share(carrier, prepare, "hcp.dispatch")]
     same = "give every rank the same lengths, limits, cost and sources"
     again = "call hcp.dispatch as often on every rank"
-    _require_same(announcements, "step", transport, again)
-    _require_same(announcements, "plan", transport, same, plan.to_dict)
-    _require_same(announcements, "sources", transport, same, lambda: list(map(int, sources)))
+    _require_same(announcements, "step", carrier, again)
+    _require_same(announcements, "plan", carrier, same, plan.to_dict)
+    _require_same(announcements, "sources", carrier, same, lambda: list(map(int, sources)))
     for name in ("comm_types", "hierarchical_context_parallel_sizes"):
-        _require_same(announcements, name, transport, "name the same, in one order")
-    _require_same(announcements, "scan_type", transport, "name the same")
-    _require_same(announcements, "loss_mask", transport, "name the same field")
-    _require_same(announcements, "rules", transport, "give every rank the same fields=")
+        _require_same(announcements, name, carrier, "name the same, in one order")
+    _require_same(announcements, "scan_type", carrier, "name the same")
+    _require_same(announcements, "loss_mask", carrier, "name the same field")
+    _require_same(announcements, "rules", carrier, "give every rank the same fields=")
     described = _require_same(
-        announcements, "fields", transport, "load the same fields on every rank"
+        announcements, "fields", carrier, "load the same fields on every rank"
     )
     counts = [a["loss_tokens"] for a in announcements if a["loss_tokens"] is not None]
     loss_tokens.set(float(sum(counts)) if counts else None)
@@ -461,16 +505,22 @@ def dispatch(
     fields_here = [
         Field(name, dtype, shape, rules.get(name)) for name, dtype, shape in described or []
     ]
-    carrier = Carrier(plan, samples, sources, transport, step)
-    splits |= carrier.splits(rules, announced[0], announcements)
-    values = carrier.rows(fields_here) | carrier.others(fields_here, splits)
+    rows = Carrier(plan, samples, sources, carrier, step)
+    splits |= rows.splits(rules, announced[0], announcements)
+    values = rows.rows(fields_here) | rows.others(fields_here, splits)
     batches = [
         LocalBatch({field.name: values[field.name][i] for field in fields_here})
         for i in range(len(handlers))
     ]
-    return Step(
-        plan, list(zip(handlers, batches, strict=True)), loss_tokens.count, sources, transport.rank
-    )
+    micro_batches = list(zip(handlers, batches, strict=True))
+    return Step(plan, micro_batches, loss_tokens.count, sources, transport.rank)
+
+
+def agree_on_kernels(groups: Groups, handler_cls: type[ContextParallelHandler]) -> None:
+    """Agree on the speeds of kernels, where handlers of this class choose by them. Every rank of
+    the domain calls it, on the thread whose layers run."""
+    if _chooses_kernels(handler_cls):
+        agreed.agree(groups.transport)
 
 
 def _chooses_kernels(handler_cls: type[ContextParallelHandler]) -> bool:

@@ -81,6 +81,7 @@ class ContextParallelHandler(OfThisProcess):
         step: int = 0,
         stamp_call_sites: bool = False,
         scan_type: ScanType = "auto",
+        arrives: bool = True,
     ) -> None:
         """``comm_types``: those that layers will name, the first being the default; None: those of
         the class.
@@ -93,7 +94,8 @@ class ContextParallelHandler(OfThisProcess):
         the same on all ranks, which compare it in every exchange. ``stamp_call_sites``: also
         compare where in the trainer's source each call is made, for finding ranks that make calls
         of one kind in different orders. ``scan_type``: how recurrent layers get past the borders of
-        ranks: "pass_states", "sequence_to_head", or "auto", by bytes."""
+        ranks: "pass_states", "sequence_to_head", or "auto", by bytes. ``arrives``: False where
+        ``arrive`` is called later, on the thread whose layers run."""
         scans.check_scan_type(scan_type)
         if plan.masks and type(self).attention is not ContextParallelHandler.attention:
             raise ValueError(
@@ -115,14 +117,13 @@ class ContextParallelHandler(OfThisProcess):
         """Rows of this rank, T. May be 0."""
         self.degree = layout.degree
         """Ranks that compute these sequences; 0 where this rank has none."""
-        self.cu_seqlens = layout.cu_seqlens.to(transport.device)
+        self.cu_seqlens = layout.cu_seqlens
         """int32 (sequences + 1,): local rows of each sequence, summed."""
-        positions = positions_of(layout).to(transport.device, non_blocking=True)
-        self.position_ids = rows_may_vary(positions)
+        self.position_ids = positions_of(layout)
         """int64 (T,): each row's position: its place in its sequence, or what the sequence's mask
         says; 0 in padding."""
         whole = whole_cu_seqlens(layout)
-        self.whole_cu_seqlens = whole.to(transport.device)
+        self.whole_cu_seqlens = whole
         """int32 (sequences + 1,): tokens of each sequence, summed: the rows of sequence_to_head.
         Under ``alignment``, each rank's padding follows, as sequences of their own."""
         self.max_seqlen = max(layout.lengths, default=0)
@@ -149,6 +150,22 @@ class ContextParallelHandler(OfThisProcess):
         self._rows = RowCalls(layout, transport, calls, self._routes)
         self._splits = {} if payloads is None else payloads
         self._whole = WholeSequences(layout, transport, calls, self._schedules, int(whole[-1]))
+        if arrives:
+            self.arrive()
+
+    def arrive(self) -> None:
+        """Bring the tables of rows to the device of the domain. :class:`hcp.Step` calls it."""
+        self._replace_tables(lambda table: table.to(self.device, non_blocking=True))
+        self.position_ids = rows_may_vary(self.position_ids)
+
+    def pin(self) -> None:
+        """Put the tables of rows into memory from which GPUs copy while hosts go on."""
+        self._replace_tables(Tensor.pin_memory)
+
+    def _replace_tables(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.cu_seqlens = change(self.cu_seqlens)
+        self.position_ids = change(self.position_ids)
+        self.whole_cu_seqlens = change(self.whole_cu_seqlens)
 
     @property
     def loss_tokens(self) -> float | None:

@@ -290,6 +290,8 @@ def test_the_table_says_when_layouts_disagree():
             makespan=25,
             efficiency=0.8,
             seconds=0.5,
+            plan_seconds=0.02,
+            plan_waited=0.005,
         )
         evaluations = [(Evaluation(4, 1, 3.0, 37, 999), Evaluation(1, 4, 3.1, 37, 999))]
         return Run(scheduler, [step], 4, None, evaluations)

@@ -6,6 +6,7 @@ among themselves. Tensor- and pipeline-parallel peers load the same share, so no
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ class MicroBatches:
     ) -> None:
         """`has_rows`: whether this pipeline stage needs tokens and labels. `cp_groups`: for the
         PackedSeqParams of each micro-batch (default: they have none)."""
-        self.plan = step.plan
+        self.plan, self.planning = step.plan, step.planning
         self._batches = [
             _batch_of(cp, local, has_rows, group)
             for (cp, local), group in zip(step, cp_groups or [None] * len(step), strict=True)
@@ -112,6 +113,8 @@ def plan_batches(
     micro-batch's PackedSeqParams a process group of its ranks, for layers of your own that need
     one.
 
+    `config.plan_ahead` steps are planned while the one before them trains; `step.planning` says how
+    long that took. `batches` is read as far ahead, on the caller's thread.
     Iteration ends when no rank has samples left. A rank that has none in a step still takes part in
     it. Every rank of the job iterates. Raises on all ranks if one fails to load, and if tensor- or
     pipeline-parallel peers loaded different samples.
@@ -126,20 +129,25 @@ def plan_batches(
         "virtual_stages": virtual_stages,
         "micro_batch_group": micro_batch_group,
     }
-    source, step = iter(batches), 0
-    while True:
-        share = _own_share(next(source, ()), groups, samples_of)
-        lengths, sources, samples = hcp.gather_lengths(share, groups)
+    source = iter(batches)
+    shares = (hcp.Read(_own_share(next(source, ()), groups, samples_of)) for _ in itertools.count())
+
+    def make(share: hcp.Read[dict[str, Tensor]], passage: hcp.Passage) -> hcp.Step | None:
+        lengths, sources, samples = hcp.gather_lengths(share, passage)
         if not lengths:
-            return
+            return None
         plan = config.plan(lengths, groups.size("dp_cp"), cost, **limits)
-        _agree(plan, step, groups)
         if not has_rows:
             samples = [{"rows": torch.empty(len(sample["tokens"]), 0)} for sample in samples]
-        dispatched = hcp.dispatch(plan, samples, sources, groups, **config.dispatch_options())
-        taken = () if cp_groups is None else cp_groups.of_step(dispatched, groups)
-        yield MicroBatches(dispatched, has_rows=has_rows, cp_groups=taken)
-        step += 1
+        options = config.dispatch_options()
+        return hcp.dispatch(plan, samples, sources, groups, passage=passage, **options)
+
+    steps = hcp.planned_steps(shares, make, groups, config)
+    with contextlib.closing(steps):
+        for number, step in enumerate(steps):
+            _agree(step.plan, number, groups)
+            taken = () if cp_groups is None else cp_groups.of_step(step, groups)
+            yield MicroBatches(step, has_rows=has_rows, cp_groups=taken)
 
 
 def _spreads_experts(groups: hcp.ProcessGroups) -> bool:

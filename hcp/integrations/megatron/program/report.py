@@ -9,7 +9,14 @@ from dataclasses import dataclass, field
 import torch
 
 from hcp.integrations.megatron.versions import require_megatron
-from hcp.programs.records import NAMES, Evaluation, RunRecord, StepRecord, loss_difference
+from hcp.programs.records import (
+    NAMES,
+    Evaluation,
+    RunRecord,
+    StepRecord,
+    loss_difference,
+    planning_text,
+)
 
 
 @dataclass
@@ -51,6 +58,7 @@ def report(
         "tokens/s": [f"{run.tokens_per_second:,.0f}" for run in runs],
         "plan efficiency": [f"{run.efficiency:.2f}" for run in runs],
         "micro-batches in a step": [f"{run.micro_batches:.1f}" for run in runs],
+        "planning a step, hidden": [planning_text(run.planning) for run in runs],
         "evaluation, training layout": [f"{run.evaluations[0].loss:.6f}" for run in runs],
         "evaluation, eval layout": [f"{run.evaluations[1].loss:.6f}" for run in runs],
     }

@@ -284,6 +284,8 @@ def train(
                 micro_batches=len(step),
                 efficiency=step.plan.efficiency,
                 seconds=time.perf_counter() - started,
+                plan_seconds=step.planning.seconds,
+                plan_waited=step.planning.waited,
             )
         )
         yield

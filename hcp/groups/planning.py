@@ -1,0 +1,40 @@
+"""What plans that are made ahead need of a domain: a group and a thread that nobody else uses."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+from hcp.exchange.torch_p2p import TorchTransport
+from hcp.groups.create import Creator
+from hcp.planning.ahead import Worker
+
+
+class Lane(NamedTuple):
+    """A transport between the CPUs of a domain's ranks, and the one thread that uses it.
+
+    Calls run in the order in which they were given. Where every rank gives the same calls, their
+    exchanges meet, whatever other threads do on other groups at the time.
+    """
+
+    transport: TorchTransport
+    worker: Worker
+
+
+class Planning:
+    """Opens the lane of a domain when it is first asked for. All layouts of the domain share it."""
+
+    def __init__(self, creator: Creator) -> None:
+        self.creator = creator
+
+    @cached_property
+    def lane(self) -> Lane:
+        """Every rank of the job asks for it, at the same place among collectives."""
+        group = self.creator.duplicate("transport", "planning", backend="gloo")
+        return Lane(TorchTransport(group), Worker())
+
+    def close(self) -> None:
+        """Let the thread end what is under way, before its group is destroyed."""
+        if "lane" in self.__dict__:
+            self.lane.worker.settle()
+            self.lane.worker.end()

@@ -1,0 +1,114 @@
+"""Steps that are planned and dispatched while the one before them is computed."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Generic, TypeVar
+
+import torch
+
+from hcp.groups.process_groups import ProcessGroups
+from hcp.planning.ahead import PlanAhead, PlanningTime
+from hcp.step.config import Config
+from hcp.step.dispatch import Passage, Step, agree_on_kernels
+
+Item = TypeVar("Item")
+Share = TypeVar("Share")
+
+
+class Read(Generic[Item]):
+    """What a rank has read of a batch, and what kept it from reading more.
+
+    Iterates over the items, then raises the error: where ranks exchange what they have, so that
+    all of them learn of it at the step that it belongs to.
+    """
+
+    def __init__(self, items: Iterable[Item]) -> None:
+        self.items: list[Item] = []
+        self._error: Exception | None = None
+        try:
+            self.items.extend(items)
+        except Exception as error:
+            self._error = error
+
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing was read, or reading failed."""
+        return not self.items or self._error is not None
+
+    def __iter__(self) -> Iterator[Item]:
+        yield from self.items
+        if self._error is not None:
+            raise self._error
+
+
+def planned_steps(
+    shares: Iterable[Share],
+    make: Callable[[Share, Passage], Step | None],
+    groups: ProcessGroups,
+    config: Config,
+) -> Generator[Step]:
+    """Yield the steps that ``make`` plans and dispatches for this rank's shares of global batches.
+
+    ``shares`` is read on the caller's thread. ``make(share, passage)`` hands the passage to
+    ``hcp.dispatch`` and uses its transport for all other exchanges. None: there are no more steps.
+
+    ``config.plan_ahead`` steps are made on a thread and a group of their own, while the trainer
+    computes one before them. What ``make`` raises is raised at its own step, and no later step is
+    made. 0: a step is made when it is asked for.
+
+    Every rank of the domain iterates, and of the job when it takes the first step.
+    """
+    agree_on_kernels(groups, config.dispatch_options()["handler_cls"])
+    ahead = config.plan_ahead
+    made = (
+        _made_ahead(shares, make, groups, ahead) if ahead else _made_in_turn(shares, make, groups)
+    )
+    with contextlib.closing(made):
+        for step, seconds in made:
+            step.arrive()
+            step.planning = seconds
+            yield step
+
+
+def _made_in_turn(
+    shares: Iterable[Share], make: Callable[[Share, Passage], Step | None], groups: ProcessGroups
+) -> Generator[tuple[Step, PlanningTime]]:
+    for share in shares:
+        begun = time.perf_counter()
+        step = make(share, Passage.of(groups))
+        if step is None:
+            return
+        seconds = time.perf_counter() - begun
+        yield step, PlanningTime(seconds, seconds)
+
+
+def _made_ahead(
+    shares: Iterable[Share],
+    make: Callable[[Share, Passage], Step | None],
+    groups: ProcessGroups,
+    depth: int,
+) -> Generator[tuple[Step, PlanningTime]]:
+    lane = groups.planning_lane()
+    device = groups.transport.device
+    ended = False
+
+    def make_here(share: Share) -> Step | None:
+        nonlocal ended
+        if ended:  # on all ranks: they share what ends the steps
+            return None
+        ended = True
+        step = make(share, Passage.of(lane))
+        ended = step is None
+        if step is not None and device.type == "cuda":
+            with torch.cuda.device(device):
+                step.pin()
+        return step
+
+    with PlanAhead(shares, make_here, depth=depth, worker=lane.worker) as steps:
+        for _, step in steps:
+            if step is None:
+                return
+            yield step, steps.time
