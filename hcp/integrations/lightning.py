@@ -75,6 +75,7 @@ class _PlannedSteps:
         super().__init__(*positional, **keywords)
         self.name = name
         self._rest: list[Any] = []
+        self._planning: PlanningTime | None = None
         self._others: tuple[Any, ...] = ()
         self._warned = False
 
@@ -85,6 +86,7 @@ class _PlannedSteps:
         loader = self.lightning_module.trainer.train_dataloader
         if isinstance(loader, DynamicCPDataLoader):
             loader.reached(batch)  # Lightning takes a step of a stream ahead
+        self._planning = batch.planning
         first, *self._rest = batch
         self._others = others
         return self._forward(first)
@@ -99,6 +101,9 @@ class _PlannedSteps:
             super().backward(loss, *positional, **keywords)  # type: ignore[misc]
             total = total + loss.detach()
         self.lightning_module.log(self.name, total, sync_dist=True, prog_bar=True, batch_size=1)
+        if self._planning is not None:
+            times = {"plan_seconds": self._planning.seconds, "plan_waited": self._planning.waited}
+            self.lightning_module.log_dict(times, batch_size=1)
         return closure_loss
 
     def _forward(self, micro_batch: Any) -> Tensor:
