@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hcp._digest import bytes_of
 from hcp.errors import HcpError
 from hcp.exchange.agreement import (
     Recent,
@@ -151,7 +152,7 @@ class TorchTransport:
         parts = [torch.empty_like(own) for _ in range(self.size)]
         with _named(self, [r for r in range(self.size) if r != self.rank]):
             dist.all_gather(parts, own, group=self.group)
-        blocks = [bytes(part.cpu().tolist()) for part in parts]
+        blocks = [bytes_of(part) for part in parts]
         return [(int.from_bytes(b[: self._HEAD], "little"), b[self._HEAD :]) for b in blocks]
 
 

@@ -28,6 +28,7 @@ from hcp.integrations.loader import (
     eval_layout,
     warn_of_the_barrier,
 )
+from hcp.planning.ahead import PlanningTime
 from hcp.programs.versions import require
 from hcp.step.dispatch import Step
 

@@ -7,27 +7,29 @@ import math
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from hcp._digest import bytes_of
 from hcp._validate import expect_items, expect_sizes, plain
 from hcp._words import CommType, ScanType
 from hcp.attention.checks import window_of
 from hcp.attention.comm_types import check_comm_types, check_prices, only_degree
 from hcp.attention.kernels import agreed, present
 from hcp.errors import HcpError
-from hcp.exchange.differences import first_difference
 from hcp.exchange.layout import rows_may_vary
 from hcp.exchange.transport import Transport
 from hcp.planning.ahead import PlanningTime
 from hcp.planning.mask import Mask, MasksLike
 from hcp.planning.plan import Plan
+from hcp.step.announcements import Announcements, announcement
 from hcp.step.fields import Field, Rules, Sample, check_rules, describe, length_of, said_of
 from hcp.step.handler import ContextParallelHandler
 from hcp.step.loss import LossTokens
-from hcp.step.payloads import Announced, Carrier, Splits
+from hcp.step.payloads import Announced, Carrier, Sources, Splits
 
 
 class Groups(Protocol):
@@ -133,12 +135,12 @@ def gather_lengths(
         lengths = [length_of(sample, i, fields or {}) for i, sample in enumerate(loaded)]
         return struct.pack(f"<{len(lengths)}q", *lengths)
 
-    lengths: list[int] = []
+    messages = share(groups.transport, prepare, "hcp.gather_lengths")
+    joined = b"".join(messages)
+    lengths = list(struct.unpack(f"<{len(joined) // 8}q", joined))
     sources: list[int] = []
-    for rank, message in enumerate(share(groups.transport, prepare, "hcp.gather_lengths")):
-        own = struct.unpack(f"<{len(message) // 8}q", message)
-        lengths.extend(own)
-        sources.extend([rank] * len(own))
+    for rank, message in enumerate(messages):
+        sources += [rank] * (len(message) // 8)
     return lengths, sources, loaded
 
 
@@ -171,21 +173,11 @@ def gather_masks(masks: Sequence[Mask | None], groups: Groups) -> list[Mask | No
 def _check_samples(
     plan: Plan,
     samples: Sequence[Sample],
-    sources: Sequence[int],
+    sources: Sources,
     transport: Transport,
     rules: Rules,
 ) -> None:
-    if plan.ranks != transport.size:
-        raise ValueError(
-            f"the plan is for {plan.ranks} ranks, expected {transport.size}: the domain's"
-        )
-    expect_items("sources", sources, "ranks")
-    if len(sources) != len(plan.lengths):
-        raise ValueError(f"sources has {len(sources)} items, expected {len(plan.lengths)}")
-    for i, source in enumerate(sources):
-        if type(plain(source)) is not int or not 0 <= source < plan.ranks:
-            raise ValueError(f"sources[{i}] is {source!r}, expected 0 to {plan.ranks - 1}")
-    own = [i for i, source in enumerate(sources) if source == transport.rank]
+    own = sources.loaded_by(transport.rank)
     if len(own) != len(samples):
         raise ValueError(
             f"samples has {len(samples)} items, expected {len(own)}: "
@@ -198,6 +190,24 @@ def _check_samples(
                 f"samples[{i}] has {length} tokens, expected {plan.lengths[sequence]}: "
                 f"the length of sequence {sequence} in the plan"
             )
+
+
+def _checked_sources(sources: Sequence[int], plan: Plan, transport: Transport) -> Sources:
+    if plan.ranks != transport.size:
+        raise ValueError(
+            f"the plan is for {plan.ranks} ranks, expected {transport.size}: the domain's"
+        )
+    expect_items("sources", sources, "ranks")
+    if len(sources) != len(plan.lengths):
+        raise ValueError(f"sources has {len(sources)} items, expected {len(plan.lengths)}")
+    if {*map(type, sources)} <= {int}:  # all at once, for they may be many
+        checked = Sources(sources)
+        if not checked or (int(checked.table.min()) >= 0 and int(checked.table.max()) < plan.ranks):
+            return checked
+    for i, source in enumerate(sources):
+        if type(plain(source)) is not int or not 0 <= source < plan.ranks:
+            raise ValueError(f"sources[{i}] is {source!r}, expected 0 to {plan.ranks - 1}")
+    return Sources(map(int, sources))
 
 
 def _loss_tokens(samples: Sequence[Sample], loss_mask: str) -> float | None:
@@ -229,7 +239,7 @@ def _check_layers(
 def _announce(
     plan: Plan,
     samples: Sequence[Sample],
-    sources: Sequence[int],
+    sources: Sources,
     transport: Transport,
     comm_types: Sequence[str],
     sizes: Sequence[int],
@@ -243,42 +253,13 @@ def _announce(
     return {
         "step": step,
         "plan": f"{plan.checksum:016x}",
-        "sources": zlib.crc32(struct.pack(f"<{len(sources)}q", *sources)),
+        "sources": zlib.crc32(bytes_of(sources.table)),
         "comm_types": list(comm_types),
         "hierarchical_context_parallel_sizes": list(sizes),
         "fields": describe(samples, rules) if samples else None,
         "rules": {name: said_of(rule) for name, rule in sorted(rules.items())},
         "loss_mask": loss_mask,
-        "loss_tokens": _loss_tokens(samples, loss_mask),
     }
-
-
-def _require_same(
-    announcements: Sequence[dict[str, Any]],
-    key: str,
-    transport: Transport,
-    hint: str,
-    whole: Callable[[], Any] | None = None,
-) -> Any:
-    """Return the value that ranks announce. HcpError where two differ; None where no rank has one.
-
-    ``whole``: what a rank announces a hash of. Ranks that differ gather it, to name the part that
-    does.
-    """
-    values = {r: a[key] for r, a in enumerate(announcements) if a[key] is not None}
-    if not values:
-        return None
-    first = values[min(values)]
-    if all(value == first for value in values.values()):
-        return first
-    if whole is not None:
-        own = json.dumps({key: whole()}).encode()
-        gathered = transport.all_gather_bytes(own, f"hcp.dispatch: {key}")
-        values = {r: json.loads(said)[key] for r, said in enumerate(gathered)}
-    raise HcpError(
-        f"rank {transport.rank}: {first_difference(key, values)}; {hint}",
-        code="ranks-differ",
-    )
 
 
 # ---- the step ------------------------------------------------------------------------------------
@@ -297,19 +278,22 @@ class Step:
         plan: Plan,
         micro_batches: list[tuple[ContextParallelHandler, LocalBatch]],
         loss_tokens: float | None,
-        sources: Sequence[int],
+        sources: Sources,
         rank: int,
     ) -> None:
         self.plan = plan
         self.loss_tokens = loss_tokens
         """Loss tokens of the whole batch: the sum of every sample's loss mask."""
         self._micro_batches = micro_batches
-        self.sources, self.rank = tuple(sources), rank
-        self.own_sequences = tuple(i for i, source in enumerate(sources) if source == rank)
-        """The sequences that this rank loaded, as indices of ``plan.lengths``, ascending."""
+        self.sources, self.rank = sources, rank
         self.planning: PlanningTime | None = None
         """How long its planning took, and for how much of it the trainer waited. None: it was not
         measured."""
+
+    @cached_property
+    def own_sequences(self) -> tuple[int, ...]:
+        """The sequences that this rank loaded, as indices of ``plan.lengths``, ascending."""
+        return tuple(self.sources.loaded_by(self.rank))
 
     def arrive(self) -> None:
         """Bring tables and rows to the device of the layers, where they are not there yet: for a
@@ -454,14 +438,16 @@ def dispatch(
     loss_tokens = LossTokens()
     splits: Splits = {}
     announced: list[Announced] = []
+    loaded_by = Sources()
 
     def prepare() -> bytes:
-        nonlocal plan
+        nonlocal plan, loaded_by
         plan = plan if masks is None else plan.with_masks(masks)
+        loaded_by = _checked_sources(sources, plan, transport)
         _check_layers(window_sizes, heads)
         rules = check_rules(fields, loss_mask)
         message = _announce(
-            plan, samples, sources, transport, comm_types, sizes, loss_mask, step, rules
+            plan, samples, loaded_by, transport, comm_types, sizes, loss_mask, step, rules
         ) | {"scan_type": scan_type}
         announced.append(Announced(samples, rules, [length_of(s, 0, rules) for s in samples]))
         handlers.extend(
@@ -473,7 +459,7 @@ def dispatch(
                 hierarchical_context_parallel_sizes=sizes,
                 window_sizes=window_sizes,
                 heads=heads,
-                sources=sources,
+                sources=loaded_by,
                 loss_tokens=loss_tokens,
                 payloads=splits,
                 step=step,
@@ -483,37 +469,33 @@ def dispatch(
             )
             for micro_batch in range(len(plan.micro_batches))
         )
-        return json.dumps(message | announced[0].message()).encode()
+        return announcement(message | announced[0].message(), _loss_tokens(samples, loss_mask))
 
-    announcements = [json.loads(message) for message in share(carrier, prepare, "hcp.dispatch")]
+    said = Announcements(share(carrier, prepare, "hcp.dispatch"), carrier)
     same = "give every rank the same lengths, limits, cost and sources"
-    again = "call hcp.dispatch as often on every rank"
-    _require_same(announcements, "step", carrier, again)
-    _require_same(announcements, "plan", carrier, same, plan.to_dict)
-    _require_same(announcements, "sources", carrier, same, lambda: list(map(int, sources)))
+    said.same("step", "call hcp.dispatch as often on every rank")
+    said.same("plan", same, plan.to_dict)
+    said.same("sources", same, lambda: list(loaded_by))
     for name in ("comm_types", "hierarchical_context_parallel_sizes"):
-        _require_same(announcements, name, carrier, "name the same, in one order")
-    _require_same(announcements, "scan_type", carrier, "name the same")
-    _require_same(announcements, "loss_mask", carrier, "name the same field")
-    _require_same(announcements, "rules", carrier, "give every rank the same fields=")
-    described = _require_same(
-        announcements, "fields", carrier, "load the same fields on every rank"
-    )
-    counts = [a["loss_tokens"] for a in announcements if a["loss_tokens"] is not None]
-    loss_tokens.set(float(sum(counts)) if counts else None)
+        said.same(name, "name the same, in one order")
+    said.same("scan_type", "name the same")
+    said.same("loss_mask", "name the same field")
+    said.same("rules", "give every rank the same fields=")
+    described = said.same("fields", "load the same fields on every rank")
+    loss_tokens.set(said.loss_tokens)
     rules = dict(fields or {})
     fields_here = [
         Field(name, dtype, shape, rules.get(name)) for name, dtype, shape in described or []
     ]
-    rows = Carrier(plan, samples, sources, carrier, step)
-    splits |= rows.splits(rules, announced[0], announcements)
+    rows = Carrier(plan, samples, loaded_by, carrier, step)
+    splits |= rows.splits(rules, announced[0], said.by_rank)
     values = rows.rows(fields_here) | rows.others(fields_here, splits)
     batches = [
         LocalBatch({field.name: values[field.name][i] for field in fields_here})
         for i in range(len(handlers))
     ]
     micro_batches = list(zip(handlers, batches, strict=True))
-    return Step(plan, micro_batches, loss_tokens.count, sources, transport.rank)
+    return Step(plan, micro_batches, loss_tokens.count, loaded_by, transport.rank)
 
 
 def agree_on_kernels(groups: Groups, handler_cls: type[ContextParallelHandler]) -> None:

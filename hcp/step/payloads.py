@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -160,6 +161,22 @@ class Announced:
         return {"units": self.units, "runs": runs}
 
 
+class Sources(tuple[int, ...]):
+    """The rank that loaded each sequence. There may be a hundred thousand of them."""
+
+    @cached_property
+    def table(self) -> Tensor:
+        """The same, int64 (sequences,), on the CPU."""
+        if not self:
+            return torch.empty(0, dtype=torch.int64, device="cpu")
+        return torch.frombuffer(array("q", self), dtype=torch.int64)
+
+    def loaded_by(self, rank: int) -> list[int]:
+        """The sequences that a rank has loaded, ascending."""
+        own: list[int] = (self.table == rank).nonzero()[:, 0].tolist()
+        return own
+
+
 # ---- the exchanges -------------------------------------------------------------------------------
 
 
@@ -170,13 +187,12 @@ class Carrier:
         self,
         plan: Plan,
         samples: Sequence[Sample],
-        sources: Sequence[int],
+        sources: Sources,
         transport: Transport,
         step: int,
     ) -> None:
         self._plan, self._samples, self._sources = plan, samples, sources
         self._transport, self._step = transport, step
-        self._own = [i for i, source in enumerate(sources) if source == transport.rank]
 
     def splits(
         self, rules: Rules, announced: Announced, messages: Sequence[Mapping[str, Any]]
@@ -209,7 +225,10 @@ class Carrier:
         path = split.from_sources(self._sources, self._transport.rank)
         what = f"tokens of {name}"
         (got,) = self._exchange(path, [table.to(self._transport.device)], what)
-        takers = {i: Takers(runs.tolist()) for i, runs in zip(self._own, own, strict=True)}
+        takers = {
+            i: Takers(runs.tolist())
+            for i, runs in zip(self._sources.loaded_by(self._transport.rank), own, strict=True)
+        }
         at, rows = 0, got.tolist()
         for sequence, _, count in split.pieces_of_rank(self._transport.rank):
             takers[sequence] = Takers(rows[at : at + count])
