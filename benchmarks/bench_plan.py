@@ -8,6 +8,9 @@ Columns:
   p50, p95, max   makespan / hcp.lower_bound under equal limits and cost, over the seeds; the bound
                   also holds for the peers
   ms p50, p99     CPU milliseconds of hcp.plan on one core, the least of --rounds, tables included
+  ms tables       the same of hcp.dispatch on one rank, of eight sequences that it loaded: what all
+                  ranks say is compared, and this rank's tables of rows and layers are made; nothing
+                  is sent. Only with --variants
   refused         batches for which there was no plan
   groups          distinct rank intervals that the plans of all seeds use, the median of a plan
   GB nodes        keys and values that enter a node of 8 ranks from others in a step: 4 KiB per
@@ -23,6 +26,7 @@ cost model: nothing but planning was timed.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import statistics
 import time
@@ -32,6 +36,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import torch
 from common import families
 from common.flags import end_after, parser_of
 from common.machine import planner_line
@@ -71,6 +76,51 @@ def timed(lengths: list[int], rounds: int, **request: Any) -> tuple[hcp.Plan, fl
         plan = hcp.plan(lengths, **request)
         best = min(best, time.process_time() - begun)
     return plan, best * 1e3
+
+
+# ---- Tables ----
+
+
+class OneOfMany:
+    """The transport of one rank. All others say what it says, and rows stay where they are."""
+
+    device, key, global_ranks = torch.device("cpu"), 0, ()
+
+    def __init__(self, ranks: int) -> None:
+        self.size, self.rank, self.steps = ranks, ranks // 2, itertools.count(1)
+        self.seconds = 0.0
+        """Those that other ranks' parts took, and would not take on a rank."""
+
+    def all_gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
+        begun = time.process_time()
+        said = [bytes(bytearray(payload)) for _ in range(self.size)]
+        self.seconds += time.process_time() - begun
+        return said
+
+    def start(self, *moves: Any, **stamp: Any) -> OneOfMany:
+        return self
+
+    def wait(self) -> None:
+        pass
+
+
+class Domain:
+    def __init__(self, ranks: int) -> None:
+        self.transport = OneOfMany(ranks)
+
+
+def tables_ms(plan: hcp.Plan, rounds: int) -> float:
+    """CPU milliseconds of the tables of one rank."""
+    sources = [i % plan.ranks for i in range(len(plan.lengths))]
+    best = math.inf
+    for _ in range(rounds):
+        domain: Any = Domain(plan.ranks)
+        own = [n for n, at in zip(plan.lengths, sources, strict=True) if at == plan.ranks // 2]
+        samples = [{"tokens": torch.zeros(n, dtype=torch.int64)} for n in own]
+        begun = time.process_time()
+        hcp.dispatch(plan, samples, sources, domain)
+        best = min(best, time.process_time() - begun - domain.transport.seconds)
+    return best * 1e3
 
 
 # ---- Cases ---------------------------------------------------------------------------------------
@@ -140,13 +190,14 @@ class Row:
     sizes: list[int] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
+    tables: list[float] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)
     bytes: list[float] = field(default_factory=list)
     peers: dict[str, list[float]] = field(default_factory=dict)
     refused: int = 0
     worse: int = 0
 
-    def add(self, lengths: list[int], rounds: int, with_peers: bool) -> None:
+    def add(self, lengths: list[int], rounds: int, with_peers: bool, with_tables: bool) -> None:
         self.sizes.append(len(lengths))
         try:
             plan, took = timed(lengths, rounds, **self.case.request)
@@ -156,6 +207,8 @@ class Row:
         hcp.check_plan(plan, lengths)
         self.ratios.append(plan.makespan / plan.bound)
         self.times.append(took)
+        if with_tables:
+            self.tables.append(tables_ms(plan, rounds))
         used = {(g.first_rank, g.degree) for batch in plan.micro_batches for g in batch}
         self.groups.append(len(used))
         self.bytes.append(crossings(plan) * TOKEN_BYTES / 1e9)
@@ -177,13 +230,14 @@ class Row:
         yield from (case.name, case.cost, case.request["sync"], str(case.request["ranks"]))
         yield str(round(statistics.mean(self.sizes)))
         if not self.ratios:
-            yield from ["-"] * 5 + [str(self.refused), "-", "-"]
+            yield from ["-"] * 6 + [str(self.refused), "-", "-"]
         else:
             yield f"{statistics.median(self.ratios):.4f}"
             yield f"{percentile(self.ratios, 0.95):.4f}"
             yield f"{max(self.ratios):.4f}"
             yield f"{statistics.median(self.times):.2f}"
             yield f"{percentile(self.times, 0.99):.2f}"
+            yield f"{statistics.median(self.tables):.2f}" if self.tables else "-"
             yield str(self.refused)
             yield f"{statistics.median(self.groups):.0f}"
             yield f"{statistics.median(self.bytes):,.0f}"
@@ -195,7 +249,7 @@ class Row:
 
 
 BARE = {"ranks", "max_tokens_per_rank", "cost", "sync", "pipeline_stages", "speeds"}
-HEAD = ["case", "cost", "sync", "N", "K", "p50", "p95", "max", "ms p50", "ms p99"]
+HEAD = ["case", "cost", "sync", "N", "K", "p50", "p95", "max", "ms p50", "ms p99", "ms tables"]
 HEAD += ["refused", "groups", "GB nodes"]
 
 
@@ -215,7 +269,7 @@ def bench(cases: Iterator[Case], args: argparse.Namespace) -> None:
     for case in cases:
         row = Row(case)
         for seed in range(seeds_of(case, args.seeds)):
-            row.add(case.draw(Random(seed)), args.rounds, args.peers)
+            row.add(case.draw(Random(seed)), args.rounds, args.peers, args.variants)
         cells = list(row.cells(args.peers))
         print("| " + " | ".join(cells) + " |", flush=True)
         args.json.add(dict(zip(head, cells, strict=True)))

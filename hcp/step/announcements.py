@@ -9,6 +9,8 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from hcp.errors import HcpError
 from hcp.exchange.differences import first_difference
 from hcp.exchange.transport import Transport
@@ -33,8 +35,10 @@ class Announcements:
         self.by_rank: list[dict[str, Any]] = [parsed[text] for text in said]
         """What each rank says. Ranks that say the same share one dictionary."""
         self._different = list(parsed.values())
-        numbers = b"".join(message[-_NUMBER.size :] for message in messages)
-        counts = [x for (x,) in _NUMBER.iter_unpack(numbers) if not math.isnan(x)]
+        # Whole lists at a time: there may be many thousand ranks.
+        numbers = bytearray().join([message[-_NUMBER.size :] for message in messages])
+        table = torch.frombuffer(numbers, dtype=torch.float64)
+        counts = table[~table.isnan()].tolist()
         self.loss_tokens = float(sum(counts)) if counts else None
         """Of all ranks together. None: nobody counted them."""
 
