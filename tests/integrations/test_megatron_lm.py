@@ -202,8 +202,7 @@ def test_the_launcher_says_what_it_expects(capsys):
 
 @needs_training
 def test_samples_of_a_micro_batch_lose_the_rows_that_no_loss_sees():
-    from hcp.integrations.megatron import data
-    from hcp.integrations.megatron.lm import schedule
+    from hcp.integrations.megatron.lm import reading
 
     batch = {
         "tokens": torch.arange(8).reshape(2, 4),
@@ -211,16 +210,14 @@ def test_samples_of_a_micro_batch_lose_the_rows_that_no_loss_sees():
         "loss_mask": torch.tensor([[1.0, 0, 1, 0], [0, 0, 0, 0]]),
         "dataset_id": ["not", "rows"],
     }
-    samples = list(schedule.samples_of(iter([batch]), 1))
-    kept = [schedule._trimmed(each) for sample in samples for each in data.sequences_of(sample)]
+    kept = reading.drawn_now(iter([batch]), 1)
     assert [each["tokens"].tolist() for each in kept] == [[0, 1, 2], [4]]
 
 
 @needs_training
 def test_documents_in_a_sample_are_sequences_of_their_own():
     """As --dataloader-inter-document-masking and --sft give them: bounds, filled up by the end."""
-    from hcp.integrations.megatron import data
-    from hcp.integrations.megatron.lm import schedule
+    from hcp.integrations.megatron.lm import reading
 
     batch = {
         "tokens": torch.arange(6)[None],
@@ -230,9 +227,44 @@ def test_documents_in_a_sample_are_sequences_of_their_own():
         "cu_seqlens": torch.tensor([[0, 2, 6, 6, 6, 6, 6]]),
         "max_seqlen": torch.tensor([4]),
     }
-    (sample,) = schedule.samples_of(iter([batch]), 1)
-    found = [each["tokens"].tolist() for each in data.sequences_of(sample)]
+    found = [each["tokens"].tolist() for each in reading.sequences_of(batch)]
     assert found == [[0, 1], [2, 3, 4, 5]]
+
+
+@needs_training
+def test_steps_that_are_read_ahead_leave_megatrons_iterator_as_if_they_were_not():
+    """A step can be run again, and steps may change their size."""
+    from megatron.core.rerun_state_machine import RerunDataIterator, initialize_rerun_state_machine
+
+    from hcp.integrations.megatron.lm import reading
+
+    def batch(i):
+        row = torch.full((1, 2), i)
+        return {"tokens": row, "labels": row, "loss_mask": torch.ones(1, 2)}
+
+    initialize_rerun_state_machine(mode="validate_results")
+    iterator = RerunDataIterator(iter([batch(i) for i in range(9)]))
+    reader = reading.StepReader(iterator, 2)
+    ahead = iter(reader)
+
+    def first_tokens(sequences):
+        return [int(each["tokens"][0]) for each in sequences]
+
+    assert [first_tokens(next(ahead)) for _ in range(2)] == [[0, 1], [2, 3]]
+    iterator.advance()
+    assert first_tokens(reader.take()) == [0, 1]
+    assert not reading.is_replaying(iterator)
+    iterator.rewind()
+    assert reading.is_replaying(iterator)
+    assert first_tokens(reading.drawn_now(iterator, 2)) == [0, 1]
+    iterator.advance()
+    reader = reader.resized(3)
+    assert [first_tokens(step) for step, _ in zip(reader, range(2), strict=False)] == [
+        [2, 3, 4],
+        [5, 6, 7],
+    ]
+    assert first_tokens(reader.take()) == [2, 3, 4]
+    assert [int(each["tokens"][0, 0]) for each in iterator.saved_microbatches] == [2, 3, 4]
 
 
 @pytest.mark.parametrize(

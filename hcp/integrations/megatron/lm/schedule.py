@@ -6,7 +6,8 @@ Megatron-LM and Megatron-Bridge have functions of these names.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,8 +17,12 @@ import hcp
 from hcp.integrations.megatron import data, step
 from hcp.integrations.megatron.arguments import config_from_args
 from hcp.integrations.megatron.lm.logged import logged_losses
-
-Sample = dict[str, Tensor]
+from hcp.integrations.megatron.lm.reading import (
+    Sample,
+    StepReader,
+    drawn_now,
+    is_replaying,
+)
 
 
 class PlannedSchedule:
@@ -25,7 +30,8 @@ class PlannedSchedule:
     loader, plans it, and runs the planned micro-batches.
 
     It draws as many micro-batches of the loader as Megatron-LM would, so that samples, their order
-    and their counts in checkpoints are Megatron-LM's own.
+    and their counts in checkpoints are Megatron-LM's own. Those of the next training step are drawn
+    and planned while this one computes.
     """
 
     def __init__(self, schedule: Callable[..., Any], args: Any, groups: hcp.ProcessGroups) -> None:
@@ -33,6 +39,10 @@ class PlannedSchedule:
         self._schedule, self._args, self._groups = schedule, args, groups
         # Not kept in args, which Megatron-LM writes into checkpoints.
         self._config = config_from_args(args)
+        if getattr(args, "iterations_to_skip", None):  # Megatron draws their samples itself
+            self._config = replace(self._config, plan_ahead=0)
+        self._reader: StepReader | None = None
+        self._steps: Iterator[data.MicroBatches] = iter(())
 
     def __call__(
         self,
@@ -52,11 +62,14 @@ class PlannedSchedule:
                 "collect_non_loss_data is True, expected False: hcp's forward step gives losses"
             )
         chunks = model if isinstance(model, list) else [model]
-        drawn = samples_of(first_iterator(data_iterator), num_microbatches)
-        sequences = [_trimmed(each) for sample in drawn for each in data.sequences_of(sample)]
+        iterator = first_iterator(data_iterator)
+        if forward_only or not self._config.plan_ahead or is_replaying(iterator):
+            sequences = drawn_now(iterator, num_microbatches)
+            planned = next(self._plan([sequences], evaluation=forward_only))
+        else:
+            planned, sequences = self._planned_ahead(iterator, num_microbatches)
         if not forward_only:
             self.count_work(sequences)
-        planned = self._plan(sequences, evaluation=forward_only)
         run = functools.partial(
             self._schedule,
             forward_step_func=functools.partial(forward_step, args=self._args),
@@ -74,24 +87,40 @@ class PlannedSchedule:
     def count_work(self, sequences: list[Sample]) -> None:
         """Tell the trainer the lengths of a step, if it counts operations by them."""
 
-    def _plan(self, sequences: list[Sample], *, evaluation: bool) -> data.MicroBatches:
+    def _planned_ahead(
+        self, iterator: Iterator[Mapping[str, Any]], micro_batches: int
+    ) -> tuple[data.MicroBatches, list[Sample]]:
+        """Return the next step, which was planned while the one before it trained, and its
+        sequences."""
+        reader = self._reader
+        if reader is None or reader.iterator is not iterator:
+            reader = StepReader(iterator, micro_batches)
+        elif reader.micro_batches != micro_batches:  # Megatron ramps up its batches
+            reader = reader.resized(micro_batches)
+        if reader is not self._reader:
+            self._reader, self._steps = reader, self._plan(reader, evaluation=False)
+        planned = next(self._steps)
+        return planned, reader.take()
+
+    def _plan(
+        self, batches: Iterable[Iterable[Sample]], *, evaluation: bool
+    ) -> Iterator[data.MicroBatches]:
         """Plan the sequences that the data-parallel ranks loaded, and bring them to their ranks."""
         args, groups, config = self._args, self._groups, self._config
         if evaluation and isinstance(config.eval_context_parallel_size, int):
             config = config.for_evaluation(config.eval_context_parallel_size, args.seq_length)
-        device = groups.transport.device
-        batch = [{name: value.to(device) for name, value in each.items()} for each in sequences]
-        steps = data.plan_batches(
-            [batch],
+        if isinstance(batches, list):  # of one
+            config = replace(config, plan_ahead=0)
+        return data.plan_batches(
+            batches,
             config,
             groups,
-            cost=_cost(args, device.type),
+            cost=_cost(args, groups.transport.device.type),
             samples_of="dp",
             alignment=args.tensor_model_parallel_size if args.sequence_parallel else 1,
             virtual_stages=args.virtual_pipeline_model_parallel_size or 1,
             micro_batch_group=args.microbatch_group_size_per_vp_stage,
         )
-        return next(steps)
 
 
 class CountedSchedule(PlannedSchedule):
@@ -119,21 +148,6 @@ def first_iterator(data_iterator: Any) -> Iterator[Mapping[str, Any]]:
             code="no-data",
         )
     return data_iterator  # type: ignore[no-any-return]
-
-
-def samples_of(loader: Iterator[Mapping[str, Any]], micro_batches: int) -> Iterator[Sample]:
-    """Yield the samples of the loader's next micro-batches, each with a batch dimension of 1."""
-    for _ in range(micro_batches):
-        batch = {name: value for name, value in next(loader).items() if torch.is_tensor(value)}
-        for i in range(len(batch["tokens"])):
-            yield {name: value[i : i + 1] for name, value in batch.items()}
-
-
-def _trimmed(sequence: Sample) -> Sample:
-    """Leave out the rows after the last one that has a loss: no row before them sees them."""
-    learned = sequence["loss_mask"].nonzero()
-    end = int(learned[-1]) + 1 if len(learned) else 1
-    return {name: value[:end] for name, value in sequence.items()}
 
 
 @functools.cache

@@ -1,0 +1,105 @@
+"""The steps that Megatron's data iterator gives, of which some are read before their turn."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hcp.integrations.megatron import data
+
+Sample = dict[str, Tensor]
+
+
+class _Drawn(NamedTuple):
+    """What was drawn for a step."""
+
+    micro_batches: list[Mapping[str, Any]]
+    sequences: list[Sample]
+
+
+class StepReader:
+    """Reads the sequences of one step after the other. Megatron's iterator is left as if each were
+    read when `take` is called: it may replay the micro-batches of the step that was taken last."""
+
+    def __init__(self, iterator: Iterator[Mapping[str, Any]], micro_batches: int) -> None:
+        """`micro_batches`: of the loader, in a step."""
+        self.iterator, self.micro_batches = iterator, micro_batches
+        self._waiting: deque[_Drawn] = deque()
+        self._given_back: deque[Mapping[str, Any]] = deque()
+
+    def __iter__(self) -> Iterator[Iterator[Sample]]:
+        while True:
+            yield self._read()
+
+    def _read(self) -> Iterator[Sample]:
+        drawn = _Drawn([], [])
+        self._waiting.append(drawn)
+        for _ in range(self.micro_batches):
+            given_back = self._given_back
+            batch = given_back.popleft() if given_back else next(_source(self.iterator))
+            drawn.micro_batches.append(batch)
+            for sequence in sequences_of(batch):
+                drawn.sequences.append(sequence)
+                yield sequence
+
+    def take(self) -> list[Sample]:
+        """Return the sequences of the next step in turn."""
+        drawn = self._waiting.popleft()
+        if is_replayable(self.iterator) and _keeps():
+            self.iterator.saved_microbatches += map(copy.copy, drawn.micro_batches)  # type: ignore[attr-defined]
+        return drawn.sequences
+
+    def resized(self, micro_batches: int) -> StepReader:
+        """Return a reader of steps of another size. It begins with what was read and not taken."""
+        reader = StepReader(self.iterator, micro_batches)
+        for drawn in self._waiting:
+            reader._given_back += drawn.micro_batches
+        reader._given_back += self._given_back
+        return reader
+
+
+def drawn_now(iterator: Iterator[Mapping[str, Any]], micro_batches: int) -> list[Sample]:
+    """Return the sequences of the iterator's next micro-batches."""
+    return [each for _ in range(micro_batches) for each in sequences_of(next(iterator))]
+
+
+def sequences_of(batch: Mapping[str, Any]) -> Iterator[Sample]:
+    """Yield the sequences of a micro-batch of the loader, without rows that nothing learns from."""
+    columns = {name: value for name, value in batch.items() if torch.is_tensor(value)}
+    for i in range(len(columns["tokens"])):
+        sample = {name: value[i : i + 1] for name, value in columns.items()}
+        yield from map(_trimmed, data.sequences_of(sample))
+
+
+def _trimmed(sequence: Sample) -> Sample:
+    """Leave out the rows after the last one that has a loss: no row before them sees them."""
+    learned = sequence["loss_mask"].nonzero()
+    end = int(learned[-1]) + 1 if len(learned) else 1
+    return {name: value[:end] for name, value in sequence.items()}
+
+
+def is_replayable(iterator: Any) -> bool:
+    """Whether an iterator is Megatron's `RerunDataIterator`."""
+    return hasattr(iterator, "saved_microbatches")
+
+
+def is_replaying(iterator: Any) -> bool:
+    """Whether Megatron runs a step again, to see whether its result is the same."""
+    return is_replayable(iterator) and iterator.replaying
+
+
+def _source(iterator: Any) -> Iterator[Mapping[str, Any]]:
+    """What is read ahead is not to be replayed with the step before it."""
+    source: Iterator[Mapping[str, Any]] = iterator.iterable if is_replayable(iterator) else iterator
+    return source
+
+
+def _keeps() -> bool:
+    from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
+
+    return bool(get_rerun_state_machine().get_mode() != RerunMode.DISABLED)
