@@ -1,5 +1,7 @@
 """Megatron-Bridge's real `pretrain` on this rank, on a CPU: `python -m support.bridge OVERRIDES`.
 
+`python -m support.bridge FILE.py` runs a script of your own instead.
+
 The configuration is that of a toy model. An override is Bridge's own, such as
 `train.train_iters=2`; one that ends in .yaml is a file for Bridge to merge. The word `dynamic` asks
 for dynamic CP. Two packages that need
@@ -17,6 +19,7 @@ import importlib.util
 import itertools
 import json
 import logging
+import runpy
 import sys
 import types
 import typing
@@ -342,6 +345,9 @@ def main() -> None:
         vars(typing)["override"] = typing_extensions.override
     without_gpu_packages()
     with bridge_on_cpu():
+        if sys.argv[1:] and sys.argv[1].endswith(".py"):
+            runpy.run_path(sys.argv[1], run_name="__main__")
+            return
         report = train(sys.argv[1:])
         if dist.get_rank() == 0:
             print("REPORT" + json.dumps(vars(report)), flush=True)
