@@ -59,8 +59,10 @@ def timeline_svg(plans: Mapping[str, Plan], *, unit: float | None = None, width:
     top = 8.0
     for name, plan in plans.items():
         per_rank = min(26.0, max(1.5, ROWS / max(1, plan.ranks)))
-        scale = _Scale(LEFT, (width - LEFT - RIGHT) / longest, top + 24, per_rank)
-        parts.append(_text(LEFT, top + 14, plan_title(name, plan), "title"))
+        scale = _Scale(LEFT, (width - LEFT - RIGHT) / longest, top + 40, per_rank)
+        came, held = plan_words(plan)
+        parts.append(_text(LEFT, top + 14, f"{name}: {came}", "title"))
+        parts.append(_text(LEFT, top + 30, held, "small"))
         parts += _panel(plan, scale, width)
         top = scale.y(plan.ranks) + 14
     parts += _axis(longest, unit, top, width)
@@ -74,15 +76,15 @@ def timeline_svg(plans: Mapping[str, Plan], *, unit: float | None = None, width:
     )
 
 
-def plan_title(name: str, plan: Plan) -> str:
-    """What came of a plan, in a line."""
+def plan_words(plan: Plan) -> tuple[str, str]:
+    """What came of a plan, and what it holds: a line each."""
     report = plan.report()
     tokens = sum(plan.lengths)
     staged = f", one of {report.pipeline_stages} stages" if report.pipeline_stages > 1 else ""
     return (
-        f"{name}: {len(plan.lengths):,} sequences, {tokens:,} tokens on {plan.ranks:,} ranks, "
-        f"{report.micro_batches} micro-batches{staged}; idle {report.idle_share:.0%}, "
-        f"{report.ratio:.2f} x the bound (dotted)"
+        f"idle {report.idle_share:.0%}, {report.ratio:.2f} x the bound (dotted)",
+        f"{len(plan.lengths):,} sequences, {tokens:,} tokens on {plan.ranks:,} ranks, "
+        f"{report.micro_batches} micro-batches{staged}",
     )
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hcp
-from hcp.planning.drawing import LEFT, RIGHT, colour_of, plan_title, timeline_page, timeline_svg
+from hcp.planning.drawing import LEFT, RIGHT, colour_of, plan_words, timeline_page, timeline_svg
 from hcp.planning.timeline import timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -52,9 +52,10 @@ def test_plans_share_an_axis_and_the_unit_gives_it_seconds() -> None:
     assert max(ends[:4]) == pytest.approx(960 - RIGHT, abs=0.1)
     assert max(ends[:4]) > max(ends[4:])
     assert f"{slow.makespan:,.1f} ms" in drawn
-    assert "slow &lt;&amp;&gt;: 4 sequences, 400 tokens on 4 ranks" in drawn
-    assert f"{plan_title('fast', fast)}" in drawn
-    assert "1.00 x the bound" in plan_title("fast", fast)
+    assert "slow &lt;&amp;&gt;: idle " in drawn
+    assert "fast: idle 0%, 1.00 x the bound (dotted)" in drawn
+    assert plan_words(fast)[1] == "4 sequences, 400 tokens on 4 ranks, 1 micro-batches"
+    assert drawn.count(plan_words(fast)[1]) == 2
 
 
 def test_a_page_needs_no_network() -> None:

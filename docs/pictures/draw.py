@@ -1,0 +1,239 @@
+"""Draw the pictures of the documentation: python docs/pictures/draw.py
+
+They are 480 points wide, and a timeline 640, so that a phone shows their text large enough.
+tests/project/test_pictures.py holds that the files are what this program makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from html import escape
+from pathlib import Path
+from random import Random
+
+import hcp
+from hcp.planning.drawing import colour_of, timeline_svg
+
+HERE = Path(__file__).parent
+WIDTH = 480
+STYLE = (
+    "text{font:13px system-ui,sans-serif;fill:#222}.head{font-size:14px;font-weight:600}"
+    ".note{font-size:12px;fill:#555}.box{stroke:#555;fill:#f4f6f9}.cell{stroke:#fff}"
+    ".line{stroke:#555;fill:none;stroke-width:1.3}"
+)
+RANKS = ("#4f8fc0", "#e08b3a", "#5aa469", "#a2619e")
+"""The colours of ranks 0 to 3."""
+
+
+# ---- parts ---------------------------------------------------------------------------------------
+
+
+def picture(height: float, parts: Sequence[str], says: str) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" '
+        f'height="{height:g}" role="img" aria-label="{escape(says)}"><style>{STYLE}</style><defs>'
+        '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+        'orient="auto"><path d="M0 0L8 4L0 8z" fill="#555"/></marker></defs>'
+        f'<rect width="{WIDTH}" height="{height:g}" fill="#fff"/>{"".join(parts)}</svg>\n'
+    )
+
+
+def text(x: float, y: float, words: str, style: str = "", anchor: str = "start") -> str:
+    return (
+        f'<text x="{x:g}" y="{y:g}" class="{style}" text-anchor="{anchor}">{escape(words)}</text>'
+    )
+
+
+def arrow(x: float, y: float, to_x: float, to_y: float) -> str:
+    return f'<path class="line" d="M{x:g} {y:g}L{to_x:g} {to_y:g}" marker-end="url(#tip)"/>'
+
+
+def box(x: float, y: float, wide: float, high: float, lines: Sequence[str]) -> str:
+    """A box with lines of text, of which the first is its name."""
+    top = y + high / 2 - 8 * (len(lines) - 1) + 5
+    words = (
+        text(x + wide / 2, top + 16 * i, line, "note" if i else "head", "middle")
+        for i, line in enumerate(lines)
+    )
+    frame = f'<rect class="box" x="{x:g}" y="{y:g}" width="{wide:g}" height="{high:g}" rx="5"/>'
+    return frame + "".join(words)
+
+
+def cell(x: float, y: float, wide: float, high: float, colour: str, seen: bool = True) -> str:
+    shade = "" if seen else ' fill-opacity="0.12"'
+    place = f'x="{x:g}" y="{y:g}" width="{wide:g}" height="{high:g}"'
+    return f'<rect class="cell" {place} fill="{colour}"{shade}/>'
+
+
+# ---- pictures ------------------------------------------------------------------------------------
+
+
+def flows() -> str:
+    """The two flows: a training step, and an evaluation."""
+    steps = [
+        ("gather_lengths", "tokens of every rank's samples"),
+        ("plan", "groups of ranks with a CP degree"),
+        ("dispatch", "rows go where they are computed"),
+        ("attention", "each layer, keys and values travel"),
+        ("loss, backward", "the mean over the whole batch"),
+        ("sum gradients", "over all ranks, then the optimizer"),
+    ]
+    parts = [text(0, 16, "A training step", "head")]
+    for i, lines in enumerate(steps):
+        y = 26 + 58 * i
+        parts.append(box(0, y, 232, 44, lines))
+        if i:
+            parts.append(arrow(116, y - 14, 116, y - 1))
+    back = 26 + 58 * 5 + 22
+    parts.append(f'<path class="line" d="M232 {back}h10V48h-8" marker-end="url(#tip)"/>')
+    evaluation = [
+        ("train_pgs", "e.g. cp 1 x dp 4"),
+        ("eval_cp_context", "swaps every group, or none"),
+        ("eval_pgs", "e.g. cp 4 x dp 1"),
+        ("evaluate(model)", "same weights, same processes"),
+        ("on any exit", "puts each group back"),
+    ]
+    parts.append(text(262, 16, "An evaluation", "head"))
+    for i, lines in enumerate(evaluation):
+        y = 26 + 58 * i
+        parts.append(box(262, y, 214, 44, lines))
+        if i:
+            parts.append(arrow(369, y - 14, 369, y - 1))
+    return picture(366, parts, "The two flows of hcp")
+
+
+def zigzag() -> str:
+    """Who computes which pairs of a causal sequence on four ranks, by two cuts."""
+    parts = []
+    cuts = {
+        "In four parts": [0, 0, 1, 1, 2, 2, 3, 3],
+        "Zigzag": [0, 1, 2, 3, 3, 2, 1, 0],
+    }
+    side = 22
+    for n, (name, owners) in enumerate(cuts.items()):
+        left, top = 26 + 240 * n, 30
+        parts.append(text(left, 18, name, "head"))
+        for row, rank in enumerate(owners):
+            for column in range(8):
+                x, y = left + side * column, top + side * row
+                parts.append(cell(x, y, side, side, RANKS[rank], seen=column <= row))
+        pairs = [
+            sum(row + 0.5 for row, owner in enumerate(owners) if owner == rank) for rank in range(4)
+        ]
+        for rank, count in enumerate(pairs):
+            y = top + 8 * side + 24 + 22 * rank
+            parts.append(text(left, y + 12, f"rank {rank}", "note"))
+            parts.append(cell(left + 46, y, count * 9.5, 15, RANKS[rank]))
+    parts.append(
+        text(26, 222, "queries down, keys across; a pair is a key that a query sees", "note")
+    )
+    return picture(328, parts, "A causal sequence cut in parts, and zigzag")
+
+
+def comm_types() -> str:
+    """Which keys and values one rank of four has, by comm type."""
+    parts = [
+        text(0, 15, "Keys and values that rank 2 of 4 has: rows are the eight", "note"),
+        text(0, 31, "chunks of a sequence, columns heads, colours their ranks.", "note"),
+    ]
+    of = {rank: {(chunk, h) for chunk in (rank, 7 - rank) for h in range(4)} for rank in range(4)}
+    every = set().union(*of.values())
+    inside, outside = ({x for r in pair for x in of[r] if x[1] < 2} for pair in ((2, 3), (0, 1)))
+    stages = {
+        "p2p": ("a ring: one rank's after the other", [of[2], of[1], of[0], of[3]]),
+        "all_gather": (
+            "all rows that it sees, at once",
+            [of[2], {(chunk, h) for chunk, h in every if chunk < 6}],
+        ),
+        "a2a": (
+            "all rows of its heads, queries too",
+            [of[2], {(chunk, h) for chunk, h in every if h == 2}],
+        ),
+        "a2a+p2p": ("heads inside a node, a ring between nodes", [of[2], inside, outside]),
+    }
+    wide, high = 15, 9
+    for n, (name, (says, held)) in enumerate(stages.items()):
+        top = 46 + 112 * n
+        parts.append(text(0, top + 14, name, "head"))
+        for i, line in enumerate(split_words(says, 18)):
+            parts.append(text(0, top + 34 + 16 * i, line, "note"))
+        for i, cells in enumerate(held):
+            left = 132 + 90 * i
+            for chunk, head in sorted(every):
+                x, y, seen = left + wide * head, top + high * chunk, (chunk, head) in cells
+                parts.append(cell(x, y, wide, high, RANKS[min(chunk, 7 - chunk)], seen=seen))
+            label = "own" if i == 0 else f"stage {i}" if len(held) > 2 else "then"
+            parts.append(text(left + 2 * wide, top + 8 * high + 15, label, "note", "middle"))
+            if i:
+                parts.append(arrow(left - 26, top + 4 * high, left - 5, top + 4 * high))
+    return picture(46 + 112 * 4, parts, "What each comm type moves")
+
+
+def split_words(words: str, most: int) -> Iterator[str]:
+    """Lines of at most so many characters."""
+    line = ""
+    for word in words.split():
+        if line and len(line) + 1 + len(word) > most:
+            yield line
+            line = word
+        else:
+            line = f"{line} {word}".strip()
+    yield line
+
+
+def plan() -> str:
+    """A plan by hcp below static CP, of drawn lengths."""
+    random = Random(3)
+    lengths = [min(40_000, max(200, int(random.lognormvariate(7.6, 1.3)))) for _ in range(48)]
+    lengths[7] = 40_000
+    limits = {"ranks": 8, "max_tokens_per_rank": 10_000}
+    static = hcp.plan(lengths, **limits, min_degree=4, max_degree=4)
+    return timeline_svg({"static CP 4": static, "hcp": hcp.plan(lengths, **limits)}, width=640)
+
+
+def evaluation() -> str:
+    """The groups that a model of four ranks holds, outside and inside eval_cp_context."""
+    parts = []
+    layouts = {"training: cp 1 x dp 4": [0, 1, 2, 3], "evaluation: cp 4 x dp 1": [0, 0, 0, 0]}
+    for n, (name, groups) in enumerate(layouts.items()):
+        left = 250 * n
+        parts.append(text(left, 16, name, "head"))
+        for rank, group in enumerate(groups):
+            x, colour = left + 56 * rank, colour_of(4 if n else 1)
+            first = rank == 0 or groups[rank - 1] != group
+            wide = 56 * groups.count(group) - 8
+            if first:
+                parts.append(cell(x, 28, wide, 56, colour))
+            parts.append(text(x + 24, 50, f"rank {rank}", "note", "middle"))
+            if n == 0:
+                parts.append(text(x + 24, 68, "sample", "note", "middle"))
+        if n:
+            parts.append(text(left + 108, 68, "a part of each sample", "note", "middle"))
+    parts.append(arrow(228, 56, 246, 56))
+    places = [
+        ("layer.cp_group", "rank r alone", "ranks 0 to 3"),
+        ("layer.cp_size", "1", "4"),
+        ("attention.pg_collection.dp", "ranks 0 to 3", "rank r alone"),
+        ("parallel_state globals", "those of train_pgs", "those of eval_pgs"),
+        ("weights, optimizer, random state", "untouched", "untouched"),
+    ]
+    parts.append(text(0, 116, "what the model holds", "head"))
+    parts.append(text(224, 116, "outside", "head"))
+    parts.append(text(362, 116, "inside", "head"))
+    for i, (place, outside, inside) in enumerate(places):
+        y = 138 + 22 * i
+        parts += [text(0, y, place), text(224, y, outside, "note"), text(362, y, inside, "note")]
+    return picture(242, parts, "What eval_cp_context swaps")
+
+
+PICTURES: dict[str, Callable[[], str]] = {
+    "flows": flows,
+    "zigzag": zigzag,
+    "comm-types": comm_types,
+    "plan": plan,
+    "evaluation": evaluation,
+}
+
+if __name__ == "__main__":
+    for name, drawn in PICTURES.items():
+        (HERE / f"{name}.svg").write_text(drawn(), encoding="utf-8")
