@@ -206,6 +206,8 @@ def _bad_size(request: Request) -> str | None:
 
 def _bad_list(request: Request) -> str | None:
     ranks = request["ranks"]
+    if len(request.get("speeds") or range(ranks)) != ranks:
+        return "speeds"
     if not all(1 <= length <= LENGTH_MAX for length in request["lengths"]):
         return "lengths"
     for i in range(len(request["lengths"])):
