@@ -28,7 +28,14 @@ def dispatch(
     every rank are a multiple of it.
     """
     documents = () if batch is None else documents_of(*batch)
-    return DynamicCPCollator(config, groups, to_sample=_sample, alignment=alignment)(documents)
+    return collator_of(config, groups, alignment=alignment)(documents)
+
+
+def collator_of(
+    config: hcp.Config, groups: hcp.ProcessGroups, *, alignment: int = 1
+) -> DynamicCPCollator:
+    """Return what plans documents: see `documents_of`."""
+    return DynamicCPCollator(config, groups, to_sample=_sample, alignment=alignment)
 
 
 def documents_of(inputs: dict[str, Tensor], labels: Tensor) -> Iterator[dict[str, Tensor]]:

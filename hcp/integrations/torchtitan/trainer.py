@@ -5,25 +5,56 @@ B rows of the loader, T tokens on this rank.
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torchtitan.components.dataloader import DataloaderExhaustedError
+from torchtitan.components.checkpointer import DATALOADER
+from torchtitan.components.dataloader import BaseDataLoader, DataloaderExhaustedError
 from torchtitan.distributed import ParallelDims
 from torchtitan.trainer import Trainer
 
 import hcp
 from hcp.integrations.torchtitan.batches import (
     Batch,
-    dispatch,
+    collator_of,
+    documents_of,
     joined,
     model_inputs,
     stand_in_rows,
 )
 from hcp.integrations.torchtitan.checks import alignment_of, check_supported
 from hcp.integrations.torchtitan.experts import StandIns
+
+
+class _Read(NamedTuple):
+    """What a rank has read for a step."""
+
+    batch: Batch
+    tokens: int
+    """That torchtitan counts."""
+    position: dict[str, Any]
+    """The loader's state after it."""
+
+
+class TakenPosition:
+    """The state of a loader in checkpoints: after the step that was trained last, not after those
+    that were read ahead."""
+
+    def __init__(self, loader: BaseDataLoader) -> None:
+        self._loader = loader
+        self.taken: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._loader.state_dict() if self.taken is None else self.taken
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loader.load_state_dict(state)
+        self.taken = None
 
 
 class ContextParallelTrainer(Trainer):
@@ -38,6 +69,8 @@ class ContextParallelTrainer(Trainer):
     groups: hcp.ProcessGroups
     alignment: int
     """Of what every rank's rows are a multiple."""
+    step_in_use: hcp.Step
+    """The step of the batch that `batch_generator` gave last."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
@@ -55,6 +88,9 @@ class ContextParallelTrainer(Trainer):
         self.batches_per_step: int = self.gradient_accumulation_steps  # type: ignore[has-type]
         # The batches of a step are planned together: they come as one from batch_generator.
         self.gradient_accumulation_steps = 1
+        self.position = TakenPosition(self.dataloader)
+        if self.checkpointer.enable:
+            self.checkpointer.states[DATALOADER] = self.position
         (model,) = self.model_parts
         self.stand_ins = StandIns(model, self.groups.rank("tp"))
         if config.validator.enable:
@@ -79,17 +115,39 @@ class ContextParallelTrainer(Trainer):
 
     def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
         """Yield all batches of a step as one. After the end of the loader it has fewer batches, or
-        none: the step goes on with those of the other ranks."""
-        batches = super().batch_generator(data_iterable)
-        exhausted = False
+        none: the step goes on with those of the other ranks. The next step is read and planned
+        while this one trains."""
+        waiting: deque[_Read] = deque()
+        collator = collator_of(self.planner, self.groups, alignment=self.alignment)
+
+        def shares() -> Iterator[hcp.Read[dict[str, Tensor]]]:
+            for read in self._read(super_batches):
+                waiting.append(read)
+                yield hcp.Read(collator.samples_of(documents_of(*read.batch)))
+
+        super_batches = super().batch_generator(data_iterable)
+        steps = hcp.planned_steps(shares(), collator.step_of, self.groups, self.planner)
+        with contextlib.closing(steps):
+            for self.step_in_use in steps:
+                read = waiting.popleft()
+                self.position.taken = read.position
+                self.metrics_processor.ntokens_since_last_log += read.tokens
+                yield read.batch
+
+    def _read(self, batches: Iterator[Batch]) -> Iterator[_Read]:
+        """Read the batches of one step after the other."""
+        metrics, exhausted = self.metrics_processor, False
         while True:
             loaded: list[Batch] = []
+            counted = metrics.ntokens_since_last_log
             while not exhausted and len(loaded) < self.batches_per_step:
                 try:
                     loaded.append(next(batches))
                 except DataloaderExhaustedError:
                     exhausted = True
-            yield joined(loaded)
+            tokens = metrics.ntokens_since_last_log - counted
+            metrics.ntokens_since_last_log = counted  # they are counted when they train
+            yield _Read(joined(loaded), tokens, self.dataloader.state_dict())
 
     def forward_backward_step(
         self,
@@ -103,11 +161,9 @@ class ContextParallelTrainer(Trainer):
         Raises torchtitan's DataloaderExhaustedError on all ranks if none has a document.
         """
         loss = torch.zeros((), device=self.device)
-        batch = input_dict, labels
-        step = dispatch(batch, self.planner, self.groups, alignment=self.alignment)
-        if not step.plan.lengths:
+        if not self.step_in_use.plan.lengths:
             raise DataloaderExhaustedError
-        for cp, local in step:
+        for cp, local in self.step_in_use:
             self.ntokens_seen += cp.rows - cp.layout.padding
             tokens, targets, extra = model_inputs(cp, local)
             self.stand_ins.rows = stand_in_rows(cp, tokens.shape[1])
