@@ -20,6 +20,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
 include_patterns = [
     "docs/**.md",
     "benchmarks/**.md",
+    "examples/README.md",
     "tests/README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
@@ -43,7 +44,13 @@ html_show_sourcelink = False
 html_copy_source = False
 
 CONTENTS = {
-    "Start": ["quickstart", "guides/install", "guides/demo", "guides/troubleshooting"],
+    "Start": [
+        "quickstart",
+        "guides/install",
+        "guides/demo",
+        "../examples/README",
+        "guides/troubleshooting",
+    ],
     "Trainers": [
         "guides/megatron",
         "guides/megatron_lm",

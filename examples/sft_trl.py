@@ -55,7 +55,9 @@ def train(lora: bool, folder: str, steps: int = 6) -> list[float]:
         train_dataset=Dataset.from_list(conversations()),
         processing_class=toy_tokenizer(),
         peft_config=adapters,
-        cp=hcp.Config(max_seqlen_per_dp_cp_rank=2 + 256 // WORLD),  # tokens that a rank holds at once
+        cp=hcp.Config(
+            max_seqlen_per_dp_cp_rank=2 + 256 // WORLD
+        ),  # tokens that a rank holds at once
     )
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

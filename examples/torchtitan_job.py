@@ -158,7 +158,9 @@ class Documents(BaseDataLoader):
     def row(self, seed: int) -> tuple[Tensor, Tensor, Tensor]:
         """Documents until the row is full, whose last tokens have no label (-100)."""
         draw = torch.Generator().manual_seed(seed)
-        tokens, positions, labels = [], [], []
+        tokens: list[int] = []
+        positions: list[int] = []
+        labels: list[int] = []
         while len(tokens) < self.seq_len:
             length = int(torch.randint(1, self.seq_len + 1, (), generator=draw))
             length = min(length, self.seq_len - len(tokens))

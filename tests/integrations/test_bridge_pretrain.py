@@ -1,8 +1,11 @@
 """Megatron-Bridge's real `pretrain` on Gloo ranks, with hcp's callback and layers."""
 
 import functools
+import re
 
 import pytest
+from support.examples import EXAMPLES
+from support.ranks import run_module
 
 from hcp.integrations.megatron import EvalContextParallel
 from hcp.programs.versions import installed
@@ -82,3 +85,18 @@ def test_bridge_finds_no_event_that_its_num_epochs_refuses():
 
     for callback in (EvalContextParallel, DynamicContextParallel):
         assert not hasattr(callback, "on_data_init_start")
+
+
+@pytest.mark.timeout(300)
+def test_the_example_has_the_evaluations_of_one_rank(folder):
+    found = []
+    for ranks in (1, 2):
+        file = str(EXAMPLES / "bridge.py")
+        done = run_module("support.bridge", file, folder=folder, ranks=ranks)
+        assert done.code == 0, done.err[-4000:]
+        lines = re.findall(r"^evaluation under CP (\d): ([\d.]+), now CP (\d)$", done.out, re.M)
+        assert len(lines) == 3, done.out
+        assert {(cp, after) for cp, _, after in lines} == {(str(ranks), "1")}
+        found.append([float(loss) for _, loss, _ in lines])
+    assert found[0] == pytest.approx(found[1], **EQUAL)
+    assert found[0][1] < found[0][0]

@@ -9,6 +9,7 @@ import importlib.util
 
 import pytest
 import torch
+from support.examples import example
 from support.megatron_cases import Case, lengths_of, train, train_alone
 from support.ranks import run_ranks
 
@@ -171,3 +172,18 @@ def test_experts_over_two_ranks_under_tensor_parallelism_train_as_one_rank_does(
 @BOTH
 def test_multi_token_prediction_trains_as_one_rank_does(static):
     agree("mtp", 4, *scheduler(static, 4))
+
+
+def run_example(rank, size):
+    from hcp.integrations.megatron import megatron_on_cpu
+
+    with megatron_on_cpu():
+        return example("megatron_core").train(steps=2)
+
+
+def test_the_example_has_the_losses_of_one_rank_in_both_layouts():
+    ((losses, evaluations),) = run_ranks(1, run_example, timeout=280)
+    assert losses[1] < losses[0]
+    for found, evaluated in run_ranks(2, run_example, timeout=280):
+        assert found == pytest.approx(losses, abs=1e-4)
+        assert evaluated == pytest.approx(evaluations, abs=1e-4)

@@ -8,6 +8,7 @@ from importlib import metadata
 
 import pytest
 import torch
+from support.examples import example
 from support.finetuning import as_torchrun
 from support.ranks import run_ranks
 
@@ -295,3 +296,23 @@ def test_positions_that_restart_are_documents_where_trl_has_not_packed():
     assert [s["input_ids"].tolist() for s in prepared_samples(item)] == [[5, 6], [7, 8]]
     packed = item | {"seq_lengths": [3, 1]}
     assert [len(s["input_ids"]) for s in prepared_samples(packed)] == [3, 1]
+
+
+def run_example(rank, size, folder, lora):
+    import datasets
+    import transformers
+
+    as_torchrun(size)
+    datasets.disable_progress_bars()
+    transformers.logging.set_verbosity_error()
+    module = example("sft_trl")
+    assert size == module.WORLD
+    return module.train(lora, str(folder), steps=2)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
+def test_the_example_has_the_losses_of_one_rank(lora, tmp_path):
+    (alone,) = run_ranks(1, run_example, tmp_path, lora, timeout=280)
+    assert len(alone) == 2
+    for losses in run_ranks(2, run_example, tmp_path, lora, timeout=280)[:1]:
+        assert losses == pytest.approx(alone, abs=2e-3)  # logged with four digits

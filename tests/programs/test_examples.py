@@ -1,22 +1,29 @@
-"""The examples that need only PyTorch train alike on one rank and on several."""
+"""The examples that need no trainer's package. Those of trainers are tested with their trainer."""
 
 from __future__ import annotations
 
-import runpy
+import functools
+import importlib.util
+import json
+import os
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from support.ranks import run_ranks
+from support.examples import EXAMPLES, example
+from support.ranks import run_alone, run_ranks
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+# ---- training on ranks ----
 
 
 def train(rank: int, size: int, name: str) -> Any:
     torch.set_default_dtype(torch.float64)
     try:
-        return runpy.run_path(str(EXAMPLES / f"{name}.py"))["train"](steps=3)
+        return example(name).train(steps=3)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -40,3 +47,95 @@ def test_fsdp2_has_the_losses_of_one_rank() -> None:
     assert losses[2] < losses[0]
     for found in together:
         assert found == pytest.approx(losses, abs=1e-10)
+
+
+def run_short(name: str) -> None:
+    module = example(name)
+    module.train = functools.partial(module.train, steps=1)
+    module.main()
+
+
+def test_an_example_runs_without_a_launcher(tmp_path: Path) -> None:
+    done = run_alone(run_short, "plain", folder=tmp_path)
+    assert done.code == 0, done.err
+    assert "evaluation  CP 1: " in done.out
+
+
+# ---- two nodes ----
+
+
+def test_the_job_of_two_nodes_is_a_shell_script_whose_flags_exist() -> None:
+    from torch.distributed.run import get_args_parser
+
+    from hcp.demo.arguments import parse_args
+
+    script = EXAMPLES / "two_nodes.sbatch"
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    text = script.read_text().replace("\\\n", " ")
+    directives = re.findall(r"^#SBATCH --([a-z-]+)=\S+$", text, re.MULTILINE)
+    assert len(directives) == text.count("\n#SBATCH")
+    (line,) = re.findall(r"^srun torchrun (.*)$", text, re.MULTILINE)
+    values = {"SLURM_NNODES": "2", "GPUS": "8", "FIRST_NODE": "node-1", "SLURM_JOB_ID": "7"}
+    words = re.sub(r'"?\$(\w+)(:\d+)?"?', lambda m: values[m[1]] + (m[2] or ""), line).split()
+    launcher = get_args_parser().parse_args(words)
+    assert (launcher.nnodes, launcher.nproc_per_node) == ("2", "8")
+    assert launcher.rdzv_endpoint == "node-1:29500"
+    assert [launcher.module, launcher.training_script] == [True, "hcp"]
+    command, *flags = launcher.training_script_args
+    assert command == "demo"
+    with mock.patch.dict(os.environ, {"RANK": "0", "WORLD_SIZE": "16"}):
+        args = parse_args(flags)
+    assert (args.ranks, args.config.ranks_per_node) == (16, 8)
+
+
+# ---- the notebook ----
+
+NOTEBOOK = EXAMPLES / "what_would_it_bring.ipynb"
+
+
+def execute(path: str) -> None:
+    if importlib.util.find_spec("nbclient") is not None:
+        import nbformat
+        from nbclient import NotebookClient
+
+        NotebookClient(nbformat.read(path, as_version=4), timeout=200).execute()
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    namespace: dict[str, Any] = {}
+    for cell in json.loads(Path(path).read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), namespace)
+    check(namespace)
+
+
+def check(namespace: dict[str, Any]) -> None:
+    plans = namespace["plans"]
+    assert plans["dynamic"].makespan < plans["static"].makespan
+    assert len({g.degree for batch in plans["dynamic"].micro_batches for g in batch}) > 1
+    assert len({g.degree for batch in plans["static"].micro_batches for g in batch}) == 1
+    static, dynamic = namespace["static"], namespace["dynamic"]
+    assert static == pytest.approx(dynamic, abs=1e-5)
+    assert dynamic[-1] < dynamic[0]
+
+
+def test_the_notebook_runs_and_its_plans_give_one_loss(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pip install '.[demo]'")
+    done = run_alone(execute, str(NOTEBOOK), folder=tmp_path)
+    assert done.code == 0, done.err
+
+
+def test_the_notebook_is_kept_without_outputs() -> None:
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+
+
+# ---- the list ----
+
+
+def test_every_example_has_a_line_in_the_list() -> None:
+    listed = re.findall(r"^\| \[`([\w.]+)`\]\(\1\) \|", (EXAMPLES / "README.md").read_text(), re.M)
+    files = {path.name for path in EXAMPLES.iterdir() if path.is_file()} - {"README.md"}
+    assert sorted(listed) == sorted(files)

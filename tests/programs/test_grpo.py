@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
+from support.examples import example
 from support.ranks import run_ranks
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "grpo.py"
 SMALL = [
     *("--steps", "2", "--prompts", "4", "--answers", "3", "--answer", "4"),
     *("--longest-prompt", "30", "--max-tokens-per-rank"),
 ]
 
 
-def grpo() -> Any:
-    spec = importlib.util.spec_from_file_location("grpo", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def train(rank: int, size: int, options: list[str]) -> list[tuple[float, float]]:
     torch.set_default_dtype(torch.float64)
     try:
-        module = grpo()
+        module = example("grpo")
         done: list[tuple[float, float]] = module.train(module.parse_args([*SMALL, *options]))
     finally:
         torch.set_default_dtype(torch.float32)

@@ -1,4 +1,4 @@
-"""Every code block of README.md and docs/ is run, or has a comment with the reason why not.
+"""Every code block of README.md, docs/ and examples/README.md is run, or a comment says why not.
 
 The python blocks of a page run in order in one namespace, in a process of their own. Lines of bash
 blocks that install, or that run all tests, are checked against the Makefile and pyproject.toml;
@@ -31,7 +31,12 @@ from support.doc_blocks import run_blocks, run_on_rank
 from support.ranks import Finished, run_alone, run_module, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [path for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))] if path.exists()]
+FOUND = [
+    ROOT / "README.md",
+    *sorted(ROOT.glob("docs/**/*.md")),
+    ROOT / "examples" / "README.md",
+]
+PAGES = [path for path in FOUND if path.exists()]
 
 LINKING = [
     *ROOT.glob("*.md"),
@@ -285,7 +290,7 @@ def test_every_page_of_docs_is_reached_from_the_map() -> None:
 
 # ---- Names ---------------------------------------------------------------------------------------
 
-FOLDERS = ("hcp", "csrc", "tests", "benchmarks")
+FOLDERS = ("hcp", "csrc", "tests", "benchmarks", "examples")
 SOURCES = "\n".join(
     path.read_text()
     for folder in FOLDERS
