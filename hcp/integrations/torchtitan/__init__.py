@@ -24,6 +24,7 @@ SEAMS = (
     "torchtitan.components.validate:Validator.validate(model_parts, step)",
     "torchtitan.components.loss:ChunkedLossWrapper",
     "torchtitan.components.dataloader:DataloaderExhaustedError",
+    "torchtitan.components.checkpointer:DATALOADER",
     "torchtitan.models.common.attention:GQAttention",
     "torchtitan.models.common.attention:VarlenAttention.forward",
     "torchtitan.models.common.decoder:Decoder",
