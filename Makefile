@@ -32,7 +32,7 @@ ifneq ($(shell cat $(READY) 2>/dev/null) $(words $(wildcard $(LIBRARIES))),$(CUR
 $(READY): FORCE
 endif
 
-.PHONY: help setup demo test test-clang test-long test-matrix test-trainers test-trainer-transformers sweep-transformers check format docs wheel sdist clean FORCE
+.PHONY: help setup demo test test-clang test-long test-matrix test-trainers test-trainer-transformers sweep-transformers check format docs docs-links wheel sdist clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -43,6 +43,7 @@ help:
 	@echo "make test-trainers  tests of trainers in environments of their own: $(TRAINERS)"
 	@echo "make sweep-transformers  the table of model types in docs/guides/transformers.md"
 	@echo "make docs        the documentation as a site, in build/site"
+	@echo "make docs-links  whether addresses in the documentation still answer"
 	@echo "make wheel       a wheel for other machines, in dist/; NVCC= for one without CUDA kernels"
 	@echo "make sdist       the source distribution, in dist/"
 	@echo "make test-matrix  install that wheel beside other versions of torch and Python, and try it"
@@ -149,6 +150,11 @@ docs: $(READY)
 	@$(call install_extra,docs)
 	$(PY) -m sphinx -E -W --keep-going --quiet -c docs -b html . build/site
 	@echo "build/site/index.html"
+
+# Whether addresses outside still answer. It needs the network.
+docs-links: $(READY)
+	@$(call install_extra,docs)
+	$(PY) -m sphinx -E --keep-going --quiet -c docs -b linkcheck . build/links
 
 # ---- Wheels -------------------------------------------------------------------------------------
 
