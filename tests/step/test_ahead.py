@@ -185,7 +185,7 @@ def leave(rank: int, store: str) -> None:
     for _ in loader_of(groups, 2):
         break
     for number, _ in enumerate(loader_of(groups, 2)):
-        if number == 2 and rank == 1:
+        if number == 0 and rank == 1:  # the last batch is then not exchanged
             raise RuntimeError("the trainer failed")
 
 
