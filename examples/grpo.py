@@ -256,7 +256,7 @@ def train(args: argparse.Namespace) -> list[tuple[float, float]]:
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="GRPO on a toy task under dynamic CP")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--prompts", type=int, default=8, help="of a step, over all ranks")
     parser.add_argument("--answers", type=int, default=8, help="to each prompt")
     parser.add_argument("--answer", type=int, default=6, help="most tokens of an answer")
