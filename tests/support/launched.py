@@ -22,6 +22,10 @@ class Outcome:
     """The output of these ranks."""
 
 
+TESTS = Path(__file__).resolve().parents[1]
+PATHS = str(TESTS), str(TESTS.parent)
+
+
 def run_as_ranks(
     file: str, ranks: int, *arguments: str, patience: float, wait_for: int | None = None
 ) -> Outcome:
@@ -40,7 +44,12 @@ def run_as_ranks(
                     ],
                     stdout=log if rank < (wait_for or ranks) else subprocess.DEVNULL,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, "LOCAL_RANK": str(rank), "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"},
+                    env={
+                        **os.environ,
+                        "LOCAL_RANK": str(rank),
+                        "PYTHONPATH": os.pathsep.join([*PATHS, os.environ.get("PYTHONPATH", "")]),
+                        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+                    },
                 )
                 for rank in range(ranks)
             ]
