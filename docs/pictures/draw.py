@@ -1,6 +1,6 @@
 """Draw the pictures of the documentation: python docs/pictures/draw.py
 
-They are 480 points wide, and a timeline 640, so that a phone shows their text large enough.
+They are 480 points wide, so that a phone shows their text large enough.
 tests/project/test_pictures.py holds that the files are what this program makes.
 """
 
@@ -188,7 +188,7 @@ def plan() -> str:
     lengths[7] = 40_000
     limits = {"ranks": 8, "max_tokens_per_rank": 10_000}
     static = hcp.plan(lengths, **limits, min_degree=4, max_degree=4)
-    return timeline_svg({"static CP 4": static, "hcp": hcp.plan(lengths, **limits)}, width=640)
+    return timeline_svg({"static CP 4": static, "hcp": hcp.plan(lengths, **limits)}, width=WIDTH)
 
 
 def evaluation() -> str:

@@ -82,7 +82,7 @@ def plan_words(plan: Plan) -> tuple[str, str]:
     tokens = sum(plan.lengths)
     staged = f", one of {report.pipeline_stages} stages" if report.pipeline_stages > 1 else ""
     return (
-        f"idle {report.idle_share:.0%}, {report.ratio:.2f} x the bound (dotted)",
+        f"idle {report.idle_share:.0%}, {report.ratio:.2f} x its own bound (dotted)",
         f"{len(plan.lengths):,} sequences, {tokens:,} tokens on {plan.ranks:,} ranks, "
         f"{report.micro_batches} micro-batches{staged}",
     )

@@ -53,7 +53,7 @@ def test_plans_share_an_axis_and_the_unit_gives_it_seconds() -> None:
     assert max(ends[:4]) > max(ends[4:])
     assert f"{slow.makespan:,.1f} ms" in drawn
     assert "slow &lt;&amp;&gt;: idle " in drawn
-    assert "fast: idle 0%, 1.00 x the bound (dotted)" in drawn
+    assert "fast: idle 0%, 1.00 x its own bound (dotted)" in drawn
     assert plan_words(fast)[1] == "4 sequences, 400 tokens on 4 ranks, 1 micro-batches"
     assert drawn.count(plan_words(fast)[1]) == 2
 
