@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.features import drawn, rows_here
+from support.megatron_delta import slow_rule
 from support.ranks import run_ranks
 from torch import Tensor
 from torch.nn import functional as F
@@ -29,28 +30,14 @@ HEADS, KEYS, VALUES = 4, 32, 64
 ROUNDING = {torch.float64: 1e-10, torch.bfloat16: 0.03}
 
 
-def slow_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
+def wide_rule(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **state: Any
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule token by token, in float32 or wider: (1, T, H, size)."""
-    wide = torch.promote_types(value.dtype, torch.float32)
-    query, key, new, g, beta = (x[0].to(wide) for x in (query, key, value, g, beta))
-    state = new.new_zeros(key.shape[1], key.shape[2], new.shape[2])
-    if initial_state is not None:
-        state = initial_state[0].to(wide)
-    outs = []
-    for t in range(len(key)):
-        state = state * g[t].exp()[:, None, None]
-        told = torch.einsum("hkv,hk->hv", state, key[t])
-        state = state + torch.einsum("hk,hv->hkv", key[t], beta[t, :, None] * (new[t] - told))
-        outs.append(torch.einsum("hkv,hk->hv", state, query[t]) * key.shape[2] ** -0.5)
-    return torch.stack(outs)[None].to(value.dtype), state[None] if output_final_state else None
+    dtype, wide = value.dtype, torch.promote_types(value.dtype, torch.float32)
+    query, key, value, g, beta = (x.to(wide) for x in (query, key, value, g, beta))
+    out, end = slow_rule(query, key, value, g, beta, **state)
+    return out.to(dtype), end
 
 
 def inputs(cp: Any, dtype: torch.dtype) -> list[Tensor]:
@@ -81,7 +68,7 @@ def on_one_rank(dtype: torch.dtype) -> list[list[Tensor]]:
         plan = hcp.plan(LENGTHS, ranks=1, max_tokens_per_rank=1000)
         cp = hcp.ContextParallelHandler(plan, 0, groups.transport)
         sizes = cp.cu_seqlens.diff().tolist()
-        results = [x.split(sizes) for x in computed(cp, slow_rule, dtype)]
+        results = [x.split(sizes) for x in computed(cp, wide_rule, dtype)]
         order = [list(cp.layout.sequences).index(i) for i in range(len(LENGTHS))]
         return [[parts[i] for i in order] for parts in results]
 
@@ -107,7 +94,7 @@ def test_ranks_on_one_gpu_compute_the_recurrence(dtype: torch.dtype, scan_type: 
 
     def work(groups: Any) -> None:
         cp = handler(groups, 4, scan_type)
-        check(cp, computed(cp, slow_rule, dtype), wanted, ROUNDING[dtype])
+        check(cp, computed(cp, wide_rule, dtype), wanted, ROUNDING[dtype])
 
     hcp.loopback(4, work, device="cuda")
 
@@ -163,7 +150,7 @@ def over(rank: int, size: int, transport: TransportName) -> None:
     wanted = on_one_rank(torch.float64)
     for scan_type in SCAN_TYPES:
         cp = handler(groups, size, scan_type)
-        check(cp, computed(cp, slow_rule, torch.float64), wanted, 1e-10)
+        check(cp, computed(cp, wide_rule, torch.float64), wanted, 1e-10)
     groups.close()
 
 
