@@ -48,7 +48,7 @@ import torch
 import torch.distributed as dist
 from common.alone import print_alone
 from common.families import BY_NAME
-from common.flags import end_after, parser_of
+from common.flags import end_after, filled, parser_of
 from common.host_time import print_call_times, print_host_times
 from common.layers import (
     Attention,
@@ -125,10 +125,7 @@ def arguments() -> argparse.Namespace:
     )
     args = parser.parse_args()
     args.rounds = args.rounds or (100 if args.host else 5)
-    for name, choices in DEFAULTS.items():
-        if getattr(args, name) is None:
-            setattr(args, name, choices[args.device == "cuda"])
-    return args
+    return filled(args, DEFAULTS)
 
 
 def main() -> int:

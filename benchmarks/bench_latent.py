@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from common.flags import parser_of
+from common.flags import add_sizes, filled, parser_of
 from common.layers import check
 from common.machine import hardware
 from common.timing import by_turns, end_ranks, slowest, start_ranks, timed
@@ -66,23 +66,18 @@ MIB = 2**20
 
 def arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, device="cuda", rounds=5, deadline=590)
-    for name, what in (
-        ("tokens", "of the sequence"),
-        ("heads", "of queries, keys and values"),
-        ("latent", "elements of a latent row that are projected"),
-        ("shared", "elements of the rotated key"),
-        ("head-dim", "elements of a value, and of the projected part of a key"),
-    ):
-        cpu, cuda = DEFAULTS[name.replace("-", "_")]
-        parser.add_argument(f"--{name}", type=int, help=f"{what} (CPU: {cpu}, CUDA: {cuda})")
+    whats = {
+        "tokens": "of the sequence",
+        "heads": "of queries, keys and values",
+        "latent": "elements of a latent row that are projected",
+        "shared": "elements of the rotated key",
+        "head-dim": "elements of a value, and of the projected part of a key",
+    }
+    add_sizes(parser, whats, DEFAULTS)
     parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16"))
     parser.add_argument("--types", nargs="+", choices=TYPES, default=TYPES)
     parser.add_argument("--transports", nargs="+", help="(CPU: torch, CUDA: peer nccl torch)")
-    args = parser.parse_args()
-    for name, choices in DEFAULTS.items():
-        if getattr(args, name) is None:
-            setattr(args, name, choices[args.device == "cuda"])
-    return args
+    return filled(parser.parse_args(), DEFAULTS)
 
 
 def main() -> int:

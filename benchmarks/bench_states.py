@@ -34,7 +34,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from common.flags import parser_of
+from common.flags import add_sizes, filled, parser_of
 from common.layers import check
 from common.machine import hardware
 from common.timing import by_turns, end_ranks, slowest, start_ranks, timed
@@ -64,22 +64,17 @@ MIB = 2**20
 
 def arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, device="cuda", rounds=5, deadline=590)
-    for name, what in (
-        ("heads", "of the layer"),
-        ("head-dim", "elements of a head"),
-        ("state-dim", "elements of a state for each of a head's"),
-        ("chunk", "rows that one matrix product covers"),
-    ):
-        cpu, cuda = DEFAULTS[name.replace("-", "_")]
-        parser.add_argument(f"--{name}", type=int, help=f"{what} (CPU: {cpu}, CUDA: {cuda})")
+    whats = {
+        "heads": "of the layer",
+        "head-dim": "elements of a head",
+        "state-dim": "elements of a state for each of a head's",
+        "chunk": "rows that one matrix product covers",
+    }
+    add_sizes(parser, whats, DEFAULTS)
     parser.add_argument("--lengths", type=int, nargs="+", help="tokens of each sequence")
     parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16"))
     parser.add_argument("--transport", help="(CPU: torch, CUDA: auto)")
-    args = parser.parse_args()
-    for name, choices in DEFAULTS.items():
-        if getattr(args, name) is None:
-            setattr(args, name, choices[args.device == "cuda"])
-    return args
+    return filled(parser.parse_args(), DEFAULTS)
 
 
 def main() -> int:

@@ -8,8 +8,12 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from common.machine import machine, versions
+
+Defaults = Mapping[str, tuple[Any, Any]]
+"""By the argument's name: on a CPU, on GPUs."""
 
 
 class JsonFile:
@@ -95,3 +99,20 @@ def end_after(deadline: float | None) -> None:
     """End the process, with the stack of each thread, if it lives longer than these seconds."""
     if deadline is not None:
         faulthandler.dump_traceback_later(deadline, exit=True)
+
+
+def add_sizes(
+    parser: argparse.ArgumentParser, whats: Mapping[str, str], defaults: Defaults
+) -> None:
+    """Add a flag of a whole number for each size, by its name and what it is."""
+    for name, what in whats.items():
+        cpu, cuda = defaults[name.replace("-", "_")]
+        parser.add_argument(f"--{name}", type=int, help=f"{what} (CPU: {cpu}, CUDA: {cuda})")
+
+
+def filled(args: argparse.Namespace, defaults: Defaults) -> argparse.Namespace:
+    """Set what was not given to the default of the device."""
+    for name, choices in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, choices[args.device == "cuda"])
+    return args
