@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
-from hcp.planning.timeline import Box, timeline
+from hcp.planning.timeline import Box, spans, timeline
 
 if TYPE_CHECKING:
     from hcp.planning.plan import Plan
@@ -138,11 +138,10 @@ def _panel(plan: Plan, scale: _Scale, width: int) -> Iterator[str]:
 
 def _sequences(plan: Plan, box: Box, scale: _Scale) -> Iterator[str]:
     """The sequences of a group, one after the other, over its ranks."""
-    start = box.start + plan.cost.launch
     y, height = scale.y(box.first_rank), box.degree * scale.per_rank
     last = box.first_rank + box.degree - 1
     ranks = f"rank {last}" if box.degree == 1 else f"ranks {box.first_rank} to {last}"
-    for s, end in zip(box.sequences, box.ends, strict=True):
+    for s, start, end in spans(plan, box):
         x, wide = scale.x(start), (end - start) * scale.per_time
         tokens = plan.lengths[s]
         what = f"sequence {s}: {tokens:,} tokens, CP {box.degree}, {ranks}, micro-batch "
@@ -152,7 +151,6 @@ def _sequences(plan: Plan, box: Box, scale: _Scale) -> Iterator[str]:
                 style = "light" if box.degree >= DARK_FROM else ""
                 yield _text(x + wide / 2, y + height / 2 + 4, label, style, "middle")
                 break
-        start = end
 
 
 def _axis(longest: int, unit: float | None, top: float, width: int) -> Iterator[str]:

@@ -47,6 +47,14 @@ def timeline(plan: Plan) -> list[Box]:
     return boxes
 
 
+def spans(plan: Plan, box: Box) -> Iterator[tuple[int, int, int]]:
+    """Yield each sequence of a group with its start and its end."""
+    start = box.start + plan.cost.launch
+    for s, end in zip(box.sequences, box.ends, strict=True):
+        yield s, start, end
+        start = end
+
+
 def chrome_trace(plan: Plan, unit: float | None = None) -> dict[str, Any]:
     """Return the timeline in Chrome's trace format, for Perfetto or chrome://tracing: a row per
     rank, and groups that contain their sequences.
@@ -89,8 +97,7 @@ def _slices(plan: Plan, box: Box) -> Iterator[tuple[int, int, dict[str, Any]]]:
             "args": {"sequences": list(box.sequences), "tokens": tokens},
         },
     )
-    start = box.start + plan.cost.launch
-    for s, end in zip(box.sequences, box.ends, strict=True):
+    for s, start, end in spans(plan, box):
         yield (
             start,
             end,
@@ -100,4 +107,3 @@ def _slices(plan: Plan, box: Box) -> Iterator[tuple[int, int, dict[str, Any]]]:
                 "args": {"tokens": plan.lengths[s], "degree": box.degree},
             },
         )
-        start = end
