@@ -159,7 +159,10 @@ def build_and_use(rank, size, arguments):
         b"%d" % other for other in groups.ranks("dp_cp")
     ]
     assert groups.transport.group is not groups.dp_cp
-    return repr(groups)
+    shown = groups._repr_html_()
+    assert re.findall(r"<tr>.*?>(\w+)</td>.*?>(\d+)</td><td>(\d+)</td></tr>", shown) == [
+        (role, str(groups.size(role)), str(groups.rank(role))) for role in groups.roles
+    ]
 
 
 @pytest.mark.parametrize(

@@ -841,6 +841,9 @@ def test_audit_lists_slots_and_what_is_not_covered(layouts):
     assert [slot.path for slot in audit.slots] == ["model.pg_collection", "model.cp_size"]
     assert audit.excluded == ["model.vision_model"]
     assert "model.nheads_local_tpcp: is 2, by its name derived from a CP group" in str(audit)
+    shown = audit._repr_html_()
+    assert "2 slots, 4 places that no switch covers" in shown
+    assert shown.count("<tr>") == 1 + 2 + 4 + 1, "a row of heads, and one for each place"
     with (
         pytest.raises(ValueError, match=r"strict: 4 places(.|\n)*model\.size_of\.__self__: holds"),
         hcp.eval_cp_context(model, *layouts, exclude=["vision_model"], strict=True),
