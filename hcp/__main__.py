@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -59,6 +60,9 @@ def run(command: str, argv: Sequence[str]) -> int:
         advice = "torch is not installed: python -m pip install torch"
         print(f"python -m hcp {command}: error: {advice}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # of `python -m hcp plan ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:

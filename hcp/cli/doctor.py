@@ -121,7 +121,7 @@ def devices() -> Iterator[Finding]:
     try:
         lines = nvidia_smi(f"--query-gpu={fields}", "--format=csv,noheader").splitlines()
     except (OSError, subprocess.SubprocessError) as error:
-        yield Finding(part, "GPU", f"none: {error}", False)
+        yield Finding(part, "GPU", str(error), False)
         return
     for line in lines:
         index, *rest = (word.strip() for word in line.split(","))
@@ -465,6 +465,42 @@ def examine(probe: bool) -> Iterator[Finding]:
 
 
 MARKS = {True: "ok", False: "no", None: "  "}
+NAMED = 3
+"""How many kernels with the same finding are still named."""
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """Return in one line whether hcp works here, on which devices, and why not on others."""
+    import hcp
+
+    wrong = next((finding for finding in findings if is_needed(finding)), None)
+    if wrong is not None:
+        return f"hcp {hcp.__version__} does not work here. {wrong.name}: {wrong.says}"
+    gpus = [f for f in findings if f.part == "devices" and f.name != "CPU"]
+    lacking = next((gpu.says for gpu in gpus if not gpu.usable), None)
+    if lacking is not None:
+        return f"hcp {hcp.__version__} works here on CPUs. It uses no GPU: {lacking}"
+    *driven, seen = gpus
+    names = " and ".join(dict.fromkeys(gpu.says.split(",")[0] for gpu in driven))
+    tried = any(f.part == "trial" and f.name.startswith("GPU ") for f in findings)
+    where = "on CPUs and on each GPU" if tried else "on CPUs; --probe also tries each GPU"
+    return f"hcp {hcp.__version__} works here {where}. torch sees {seen.says} ({names})"
+
+
+def is_needed(finding: Finding) -> bool:
+    """Whether hcp does not work because of this finding."""
+    return finding.usable is False and (finding.part == "trial" or finding.says == NO_TORCH)
+
+
+def folded(kernels: Sequence[Finding]) -> Iterator[Finding]:
+    """Tell of the kernels of a device in one line, and in another of those with another finding."""
+    alike: dict[tuple[str, str, bool | None], list[str]] = {}
+    for finding in kernels:
+        name, device = finding.name.split(", ")
+        alike.setdefault((device, finding.says, finding.usable), []).append(name)
+    for (device, says, usable), names in sorted(alike.items(), key=lambda item: item[0][0]):
+        told = ", ".join(names) if len(names) <= NAMED else f"{len(names)} kernels"
+        yield Finding("kernels", device, f"{told}: {says}", usable)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -474,9 +510,9 @@ def main(argv: Sequence[str]) -> int:
     if args.json:
         print(json.dumps([finding._asdict() for finding in findings], indent=1))
     else:
+        print(summary(findings))
         for part, members in groupby(findings, key=lambda finding: finding.part):
             print(part)
-            for finding in members:
+            for finding in folded([*members]) if part == "kernels" else members:
                 print(f"  {MARKS[finding.usable]}  {finding.name:26}  {finding.says}")
-    needed = (f for f in findings if f.part == "trial" or f.says == NO_TORCH)
-    return int(any(finding.usable is False for finding in needed))
+    return int(any(map(is_needed, findings)))

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from hcp.cli.arguments import (
@@ -25,7 +25,7 @@ from hcp.cli.arguments import (
 )
 from hcp.cli.lengths import HELP, read_lengths
 from hcp.planning.plan import Plan, plan
-from hcp.planning.timeline import chrome_trace
+from hcp.planning.timeline import chrome_trace, idle_shares, timeline
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -49,23 +49,48 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def table(made: Plan) -> Iterator[str]:
-    yield "micro-batch  groups  sequences     tokens  degrees (groups)"
+def told(made: Plan, unit: float | None) -> Iterator[str]:
+    """Tell in lines when a plan ends, how near that is to the bound, and who waits.
+
+    Times are in seconds where the unit of the cost model is known, and in its units elsewhere.
+    """
+    lengths, found = made.lengths, made.report()
+
+    def time(value: int) -> str:
+        return in_words(value * unit) if unit else f"{value:.4g}"
+
+    yield f"{len(lengths)} sequences, {sum(lengths):,} tokens, longest {max(lengths, default=0):,}"
+    of = "predicted by the cost model" if unit else "in units of the cost model"
+    yield f"makespan {time(made.makespan)}, {of}"
+    yield f"that is {found.ratio:.4f} of the bound {time(made.bound)}: no plan is faster than that"
+    if found.pipeline_stages > 1:
+        yield f"{found.pipeline_stages} pipeline stages, bubble {found.bubble:.1%}"
+    idle = idle_shares(made, timeline(made))
+    most = max(range(made.ranks), key=lambda rank: idle[rank])
+    yield f"ranks wait {found.idle_share:.1%} of it, rank {most} the longest: {idle[most]:.1%}"
+    memory = max(found.rank_bytes, default=0)
+    held = f"{found.peak_tokens:,} rows{f' and {memory:,} bytes' if memory else ''}"
+    yield f"at most {held} on a rank, {found.padding:,} rows of padding"
+    if made.core.ranks_per_node:
+        yield f"{found.node_crossings:,} tokens into other nodes"
+    if found.planning_seconds is not None:
+        yield f"planned in {in_words(found.planning_seconds)}"
+    yield from table(made, time)
+
+
+def table(made: Plan, time: Callable[[int], str]) -> Iterator[str]:
+    """Tell of each micro-batch in a line. It takes as long as its slowest group."""
+    yield "micro-batch  groups  ranks  sequences     tokens         time  degrees (groups)"
     for m, groups in enumerate(made.micro_batches):
         degrees = Counter(group.degree for group in groups)
         shown = " ".join(f"{d}({n})" for d, n in sorted(degrees.items(), reverse=True))
         held = [s for group in groups for s in group.sequences]
         tokens = sum(made.lengths[s] for s in held)
-        yield f"{m:11}  {len(groups):6}  {len(held):9}  {tokens:9,}  {shown}"
-
-
-def print_report(made: Plan, unit: float | None) -> None:
-    lengths = made.lengths
-    print(f"{len(lengths)} sequences, {sum(lengths):,} tokens, longest {max(lengths, default=0):,}")
-    print(made.report())
-    if unit:
-        print(f"the makespan is {in_words(made.makespan * unit)} by the cost model")
-    print("\n".join(table(made)))
+        took = time(max((made.group_time(group) for group in groups), default=0))
+        ranks = sum(group.degree for group in groups)
+        yield (
+            f"{m:11}  {len(groups):6}  {ranks:5}  {len(held):9}  {tokens:9,}  {took:>11}  {shown}"
+        )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -89,5 +114,5 @@ def main(argv: Sequence[str]) -> int:
     if args.json:
         print(json.dumps(made.to_dict()))
     else:
-        print_report(made, unit)
+        print("\n".join(told(made, unit)))
     return 0

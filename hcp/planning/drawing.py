@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
-from hcp.planning.timeline import Box, spans, timeline
+from hcp.planning.timeline import Box, idle_shares, spans, timeline
 
 if TYPE_CHECKING:
     from hcp.planning.plan import Plan
@@ -120,13 +120,8 @@ def _panel(plan: Plan, scale: _Scale, width: int) -> Iterator[str]:
         f'<line class="bound" x1="{bound:.1f}" x2="{bound:.1f}" y1="{scale.top - 3:.1f}" '
         f'y2="{bottom + 3:.1f}"><title>bound: no plan is faster</title></line>'
     )
-    busy = [0] * plan.ranks
-    for box in boxes:
-        for rank in range(box.first_rank, box.first_rank + box.degree):
-            busy[rank] += box.end - box.start
     every = max(1, -(-13 // scale.per_rank))  # names need 13 points each
-    for rank, time in enumerate(busy):
-        idle = 1 - time / plan.makespan if plan.makespan else 0.0
+    for rank, idle in enumerate(idle_shares(plan, boxes)):
         y, height = scale.y(rank), scale.per_rank
         what = f"rank {rank}: idle {idle:.1%}"
         yield _rect(width - RIGHT + 8, y + height * 0.15, 46 * idle, height * 0.7, "idle", what)

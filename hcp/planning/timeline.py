@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,15 @@ def timeline(plan: Plan) -> list[Box]:
                 Box(m, group.first_rank, group.degree, start, ends[-1], group.sequences, ends)
             )
     return boxes
+
+
+def idle_shares(plan: Plan, boxes: Iterable[Box]) -> list[float]:
+    """Return the share of the makespan that each rank spends waiting. `boxes`: of `timeline`."""
+    busy = [0] * plan.ranks
+    for box in boxes:
+        for rank in range(box.first_rank, box.first_rank + box.degree):
+            busy[rank] += box.end - box.start
+    return [1 - time / plan.makespan if plan.makespan else 0.0 for time in busy]
 
 
 def spans(plan: Plan, box: Box) -> Iterator[tuple[int, int, int]]:

@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import struct
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -128,9 +129,31 @@ def test_plan_prints_a_report_and_its_micro_batches(tmp_path: Path, capsys: Capt
     (tmp_path / "lengths").write_text("3000, 10\n20 [900]")
     assert main(["plan", str(tmp_path / "lengths"), *LIMITS]) == 0
     out = capsys.readouterr().out
+    made = hcp.plan([3000, 10, 20, 900], ranks=8, max_tokens_per_rank=1024)
     assert "4 sequences, 3,930 tokens, longest 3,000" in out
-    assert "makespan" in out
-    assert "micro-batch  groups  sequences" in out
+    assert f"makespan {made.makespan:.4g}, in units of the cost model" in out
+    assert f"that is {made.report().ratio:.4f} of the bound {made.bound:.4g}" in out
+    assert f"ranks wait {made.report().idle_share:.1%} of it" in out
+    assert "micro-batch  groups  ranks  sequences" in out
+
+
+def test_plan_prints_seconds_where_the_unit_is_known(capsys: Capture) -> None:
+    assert main(["plan", "--family", "chatqa2", "--sequences", "9", *LIMITS, "--max-length", "999",
+                 "--cost", "gpt-1b-h200"]) == 0  # fmt: skip
+    assert re.search(r"makespan [\d.]+ ms, predicted by the cost model", capsys.readouterr().out)
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    words = [sys.executable, "-m", "hcp", "plan", "--family", "chatqa2", "--max-length", "999"]
+    with subprocess.Popen(
+        [*words, *LIMITS, "--sequences", "20000"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
 
 
 def test_plan_takes_lengths_from_standard_input(
@@ -446,13 +469,67 @@ def examined(capsys: Capture, *argv: str) -> dict[tuple[str, str], dict]:
 
 def test_doctor_says_what_works_here_and_why_the_rest_does_not(capsys: Capture) -> None:
     assert main(["doctor"]) == 0
-    out = capsys.readouterr().out
-    parts = [line for line in out.splitlines() if not line.startswith(" ")]
-    assert parts == [
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"hcp {hcp.__version__} works here on CPUs")
+    assert [line for line in lines if not line.startswith(" ")] == [
         *("versions", "devices", "links", "kernels", "attention", "transports", "trial")
     ]
-    assert all(line[2:4] in ("ok", "no", "  ") for line in out.splitlines() if line[0] == " ")
-    assert f"torch                       {torch.__version__}" in out
+    assert all(line[2:4] in ("ok", "no", "  ") for line in lines if line[0] == " ")
+    assert any(f"torch                       {torch.__version__}" in line for line in lines)
+    kernels = lines[lines.index("kernels") + 1 : lines.index("attention")]
+    assert len(kernels) <= 4, "as many lines as there are findings, and not as kernels"
+
+
+CPU = doctor.Finding("devices", "CPU", "x86_64, 2 cores for this process", True)
+DRIVEN = [
+    doctor.Finding("devices", f"GPU {i}", "NVIDIA H200, 143771 MiB, driver 580", True)
+    for i in range(2)
+]
+
+
+@pytest.mark.parametrize(
+    ("findings", "says"),
+    [
+        (
+            [CPU, doctor.Finding("devices", "GPU", "no driver is installed here", False)],
+            "works here on CPUs. It uses no GPU: no driver is installed here",
+        ),
+        (
+            [CPU, *DRIVEN, doctor.Finding("devices", "torch sees", "0 of 2 GPUs", False)],
+            "works here on CPUs. It uses no GPU: 0 of 2 GPUs",
+        ),
+        (
+            [CPU, *DRIVEN, doctor.Finding("devices", "torch sees", "2 of 2 GPUs", True)],
+            "works here on CPUs; --probe also tries each GPU. torch sees 2 of 2 GPUs (NVIDIA H200)",
+        ),
+        (
+            [
+                *(CPU, *DRIVEN, doctor.Finding("devices", "torch sees", "2 of 2 GPUs", True)),
+                doctor.Finding("trial", "GPU 0, float32", "3 ranks equal one", True),
+            ],
+            "works here on CPUs and on each GPU. torch sees 2 of 2 GPUs (NVIDIA H200)",
+        ),
+        (
+            [CPU, doctor.Finding("trial", "CPU, float64", "3 ranks differ from one", False)],
+            "does not work here. CPU, float64: 3 ranks differ from one",
+        ),
+        (
+            [doctor.Finding("versions", "torch", doctor.NO_TORCH, False)],
+            f"does not work here. torch: {doctor.NO_TORCH}",
+        ),
+    ],
+)
+def test_doctor_begins_with_one_line(findings: list[doctor.Finding], says: str) -> None:
+    assert doctor.summary(findings) == f"hcp {hcp.__version__} {says}"
+
+
+def test_doctor_names_the_kernels_that_differ_from_the_rest() -> None:
+    built = [doctor.Finding("kernels", f"{name}, CPU", "built in", True) for name in "abcd"]
+    lacking = doctor.Finding("kernels", "between, CPU", "there is none", None)
+    assert [*doctor.folded([*built, lacking])] == [
+        doctor.Finding("kernels", "CPU", "4 kernels: built in", True),
+        doctor.Finding("kernels", "CPU", "between: there is none", None),
+    ]
 
 
 def test_doctor_names_another_project_that_overwrites_it(
@@ -706,7 +783,7 @@ def test_doctor_says_why_the_driver_does_not_answer(
 ) -> None:
     fake_nvidia_smi(tmp_path, monkeypatch, "echo 'no devices were found'; exit 6")
     findings = examined(capsys)
-    says = "none: nvidia-smi failed with exit code 6: no devices were found"
+    says = "nvidia-smi failed with exit code 6: no devices were found"
     assert findings["devices", "GPU"] == {
         "part": "devices", "name": "GPU", "says": says, "usable": False
     }  # fmt: skip
