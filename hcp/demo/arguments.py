@@ -76,7 +76,16 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--global-batch-size", type=int, default=64, help="documents in a step")
     group.add_argument("--train-iters", type=int, default=16, help="steps")
-    group.add_argument("--lr", type=float, default=2e-3, help="learning rate")
+    group.add_argument("--lr", type=float, default=2e-3, help="learning rate, the highest")
+    group.add_argument(
+        "--lr-warmup-iters", type=int, default=0, help="steps in which the rate rises to --lr"
+    )
+    group.add_argument(
+        "--lr-decay-style",
+        choices=("constant", "cosine"),
+        default="constant",
+        help="of the rate after that; cosine: to 0 at the last step",
+    )
     group.add_argument("--clip-grad", type=float, default=1.0, help="largest gradient norm; 0: any")
     group.add_argument(
         "--seed", type=int, default=1234, help="of the weights and of the order of the documents"
@@ -120,5 +129,10 @@ def check_numbers(args: argparse.Namespace) -> None:
     for name in ("eval_interval", "eval_iters"):
         if getattr(args, name) is not None:
             expect_size(name, getattr(args, name))
+    if not 0 <= args.lr_warmup_iters < args.train_iters:
+        raise ValueError(
+            f"lr_warmup_iters is {args.lr_warmup_iters}, expected 0 to {args.train_iters - 1}: "
+            "fewer than train_iters"
+        )
     if not args.lr >= 0 or not args.clip_grad >= 0:
         raise ValueError(f"lr is {args.lr}, clip_grad is {args.clip_grad}, expected numbers >= 0")

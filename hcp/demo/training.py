@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import math
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -265,11 +266,13 @@ def train(
     else:
         wrapped, gradients = model, Gradients(model, trainer.groups)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), foreach=True)
+    schedule = learning_rates(args, optimizer)
     steps = get_batches(trainer, config, corpus.training)
     for iteration in range(args.train_iters):
         started = time.perf_counter()
         step = next(steps)
         update = train_step(trainer, wrapped, gradients, optimizer, step)
+        schedule.step()
         seconds = time.perf_counter() - started
         run.steps.append(record(trainer, iteration, step, update, seconds))
         run.first_plan = run.first_plan or step.plan
@@ -281,6 +284,21 @@ def train(
             )
             reporter.evaluation(run)
         yield
+
+
+def learning_rates(
+    args: argparse.Namespace, optimizer: torch.optim.Optimizer
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """Let the rate rise to --lr, and then stay there or fall along a cosine."""
+    rising, falls = args.lr_warmup_iters, args.lr_decay_style == "cosine"
+
+    def share(iteration: int) -> float:
+        if iteration < rising:
+            return (iteration + 1) / (rising + 1)
+        done = (iteration - rising) / (args.train_iters - rising)
+        return 0.5 * (1 + math.cos(math.pi * done)) if falls else 1.0
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, share)
 
 
 def record(

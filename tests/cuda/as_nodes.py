@@ -21,6 +21,7 @@ def main() -> None:
     hosts, program = int(sys.argv[1]), sys.argv[2]
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     os.environ["NCCL_HOSTID"] = f"host {rank * hosts // ranks}"
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks // hosts)
     os.environ["LOCAL_RANK"] = str(rank % torch.cuda.device_count())
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     sys.argv = sys.argv[2:]

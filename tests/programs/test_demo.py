@@ -18,6 +18,7 @@ import hcp
 from hcp.demo.arguments import parse_args
 from hcp.demo.model import GPTModel
 from hcp.demo.report import DemoStep, Run, table
+from hcp.demo.training import learning_rates
 from hcp.programs import data
 from hcp.programs.records import Evaluation, loss_difference
 from hcp.step.config import Config
@@ -196,6 +197,7 @@ def test_torchrun_starts_it_too_and_a_global_batch_may_be_smaller_than_the_ranks
         ),
         (["--cp-comm-type", "p2p", "p2p"], "cp_comm_type lists 2 values for 4 layers"),
         (["--lr", "nan"], "lr is nan"),
+        (["--lr-warmup-iters", "16"], "lr_warmup_iters is 16, expected 0 to 15"),
     ],
 )
 def test_options_that_cannot_work_are_refused_before_anything_starts(
@@ -301,3 +303,20 @@ def test_the_table_says_when_layouts_disagree():
     lines = table(runs, 1e-6).splitlines()
     assert "THE LAYOUTS DISAGREE" in lines[-1]
     assert any("largest difference 5.0e-01" in line for line in lines)
+
+
+def test_the_rate_rises_and_falls() -> None:
+    words = ["--train-iters", "8", "--lr", "4", "--lr-warmup-iters", "3"]
+    for style, expected in (
+        ("constant", [1, 2, 3, 4, 4, 4, 4, 4]),
+        ("cosine", [1, 2, 3, 4, 3.618, 2.618, 1.382, 0.382]),
+    ):
+        args = parse_args([*words, "--lr-decay-style", style])
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=args.lr)
+        schedule = learning_rates(args, optimizer)
+        rates = []
+        for _ in expected:
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule.step()
+        assert rates == pytest.approx(expected, abs=1e-3)

@@ -153,9 +153,14 @@ def test_every_benchmark_runs_here_or_needs_a_gpu() -> None:
     assert {run.split()[0] for run in RUNS} == programs - GPU_ONLY
 
 
-@pytest.mark.parametrize("apart", [0.0, 1e-12, 1e-7])
+@pytest.mark.parametrize(
+    ("seeds", "apart", "status"),
+    [(1, 0.0, 0), (1, 1e-12, 0), (1, 1e-7, 1), (2, 1e-7, 0), (2, 0.09, 0), (2, 0.11, 1)],
+)
 def test_curves_that_differ_are_told(
+    seeds: int,
     apart: float,
+    status: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -171,11 +176,13 @@ def test_curves_that_differ_are_told(
         (tmp_path / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
         (tmp_path / name / "summary.json").write_text("{}")
     monkeypatch.setattr(
-        sys, "argv", ["convergence", "--folder", str(tmp_path), "--seed", "7", "--seeds", "2"]
+        sys,
+        "argv",
+        ["convergence", "--folder", str(tmp_path), "--seed", "7", "--seeds", str(seeds)],
     )
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(BENCHMARKS / "studies/convergence.py"), run_name="__main__")
-    assert end.value.code == int(apart > 1e-9)
+    assert end.value.code == status
     assert f"| loss, dynamic and static CP | {1.0 + apart - 1.0:.2e} |" in capsys.readouterr().out
     assert (tmp_path / "curves.png").exists()
 
