@@ -290,12 +290,14 @@ def learning_rates(
     args: argparse.Namespace, optimizer: torch.optim.Optimizer
 ) -> torch.optim.lr_scheduler.LambdaLR:
     """Let the rate rise to --lr, and then stay there or fall along a cosine."""
-    rising, falls = args.lr_warmup_iters, args.lr_decay_style == "cosine"
+    rising: int = args.lr_warmup_iters
+    steps: int = args.train_iters
+    falls = args.lr_decay_style == "cosine"
 
     def share(iteration: int) -> float:
         if iteration < rising:
             return (iteration + 1) / (rising + 1)
-        done = (iteration - rising) / (args.train_iters - rising)
+        done = (iteration - rising) / (steps - rising)
         return 0.5 * (1 + math.cos(math.pi * done)) if falls else 1.0
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, share)
