@@ -449,7 +449,8 @@ def dispatch(
         message = _announce(
             plan, samples, loaded_by, transport, comm_types, sizes, loss_mask, step, rules
         ) | {"scan_type": scan_type}
-        announced.append(Announced(samples, rules, [length_of(s, 0, rules) for s in samples]))
+        lengths = [plan.lengths[i] for i in loaded_by.loaded_by(transport.rank)]
+        announced.append(Announced(samples, rules, lengths))
         handlers.extend(
             handler_cls(
                 plan,
