@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     )
     from hcp.step.fields import Payload
     from hcp.step.handler import ContextParallelHandler
+    from hcp.step.stats import StepStats
 
 __all__ = [
     "COMM_TYPES",
@@ -86,6 +87,7 @@ __all__ = [
     "Rotary",
     "Span",
     "Step",
+    "StepStats",
     "add_arguments",
     "audit",
     "build_process_groups",
@@ -187,6 +189,7 @@ _HOMES = {
     ),
     "step.fields": ("Payload",),
     "step.handler": ("ContextParallelHandler",),
+    "step.stats": ("StepStats",),
 }
 """Where the public names are. Their modules are imported at first use: most of them import torch,
 which takes seconds, and the planner needs none."""

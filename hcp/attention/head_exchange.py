@@ -56,8 +56,8 @@ class HeadExchange:
         self.own = self._queries[self._place]
         """This rank's query heads."""
         own_keys = self._keys[self._place]
-        self._query_count, self.key_count = _count(self.own), _count(own_keys)
-        """The number of this rank's key-value heads."""
+        self.query_count, self.key_count = _count(self.own), _count(own_keys)
+        """The numbers of this rank's query heads and key-value heads."""
         self._key_of = [i // per_key - own_keys.start for i in range(self.own.start, self.own.stop)]
 
     def kernel(self, kernel: Kernel) -> Kernel:
@@ -74,7 +74,7 @@ class HeadExchange:
         columns = [*by_query, *by_key]
         unit = _unit(columns)
         flat = [_elements(column.flatten(1), unit) for column in columns]
-        counts = [self._query_count] * len(by_query) + [self.key_count] * len(by_key)
+        counts = [self.query_count] * len(by_query) + [self.key_count] * len(by_key)
         widths = [
             part.shape[1] * count // max(1, column.shape[1])
             for part, column, count in zip(flat, columns, counts, strict=True)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 import hcp.ops  # noqa: F401  (loads torch.ops.hcp)
+from hcp._ranges import ranged
 from hcp.attention.checks import as_autocast
 from hcp.attention.head_exchange import HeadExchange
 from hcp.attention.kernels import Choice, scores_of_sinks, wide
@@ -182,6 +183,7 @@ def run_of(
 # ---- forward -------------------------------------------------------------------------------------
 
 
+@ranged("hcp.attention")
 def forward(
     run: Run,
     query: Tensor,
@@ -275,6 +277,7 @@ def empty_result(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 # ---- backward ------------------------------------------------------------------------------------
 
 
+@ranged("hcp.attention backward")
 def backward(
     run: Run,
     grad_out: Tensor,

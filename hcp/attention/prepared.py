@@ -49,6 +49,8 @@ class Prepared:
         """Numbers of its calls. A handler numbers the calls of all its schedules together."""
         self.exchanges = itertools.count()
         """Numbers of a group's exchanges through shared memory, alike on all its ranks."""
+        self.layer_bytes = 0
+        """Bytes that the forward of a layer receives: of the kind of calls with the most."""
         self._launches: dict[Kernel, Launches] = {}
 
     @property
@@ -147,8 +149,28 @@ def make_run(
         kernel, groups = heads.kernel(kernel), heads.key_count
     sizes = groups, key.shape[2], value.shape[2]
     transfer = transfer_of(schedule, launches, transport, sizes, key.dtype, prepared.exchanges)
+    received = _received_bytes(schedule, heads, query, key, value)
+    prepared.layer_bytes = max(prepared.layer_bytes, received)
     packs = heads is None and len(schedule.stages) > 1 and not shares(transport)
     return Run(schedule, kernel, launches, transfer, scale, kind, heads, packs)
+
+
+def _received_bytes(
+    schedule: Schedule, heads: HeadExchange | None, query: Tensor, key: Tensor, value: Tensor
+) -> int:
+    """Bytes that a rank receives in a layer's forward: keys and values of each stage. Of ranks that
+    exchange rows for heads: other ranks' rows of this rank's heads, and this rank's rows of outputs
+    and log-sum-exp of the other heads."""
+    item, queries, keys = query.element_size(), query.shape[1], key.shape[1]
+    own = (queries, keys) if heads is None else (heads.query_count, heads.key_count)
+    pair = item * own[1] * (key.shape[2] + value.shape[2])
+    received = pair * sum(move.rows for stage in schedule.stages for move in stage.receives)
+    if heads is not None and schedule.head_moves is not None:
+        others = schedule.head_moves.rows - schedule.rows
+        received += others * (pair + item * own[0] * query.shape[2])
+        output = item * value.shape[2] + max(item, 4)  # the log-sum-exp has 4 bytes at least
+        received += schedule.rows * (queries - own[0]) * output
+    return received
 
 
 def _heads_of(

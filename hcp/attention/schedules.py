@@ -60,6 +60,11 @@ class Schedules:
         self._choices: dict[tuple[object, ...], comm.CommChoice] = {}
         self._prepared: list[Prepared] = []
 
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes that the forward of a layer receives: of the kind of layer with the most so far."""
+        return max((prepared.layer_bytes for prepared in self._prepared), default=0)
+
     def prepare_all(
         self, window_sizes: Sequence[tuple[int, int]], heads: Sequence[tuple[int, int]]
     ) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hcp import ops
+from hcp._ranges import ranged
 from hcp.errors import HcpError
 from hcp.exchange.agreement import Refusal, Stamp, differing, label, refused, unlabel
 from hcp.exchange.tables import Move
@@ -68,6 +69,7 @@ class LoopbackTransport:
         """Bytes sent to other ranks so far."""
         self.bytes_received = 0
 
+    @ranged("hcp.exchange")
     def start(
         self,
         sent: Tensor,
@@ -167,6 +169,7 @@ class _LoopbackShared:
     def __init__(self, transport: SharingLoopbackTransport, share: Share) -> None:
         self._transport, self._share = transport, share
 
+    @ranged("hcp.exchange")
     def stage(
         self, exchange: int, parts: Sequence[Tensor], stamp: Stamp, own: Sequence[Tensor] = ()
     ) -> _LoopbackStaged:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hcp.ops  # noqa: F401  (loads torch.ops.hcp)
+from hcp._ranges import ranged
 from hcp.errors import HcpError
 from hcp.exchange.agreement import Kind, Recent, Stamp, header_of
 from hcp.exchange.tables import Move
@@ -54,6 +55,7 @@ class NcclTransport(TorchTransport):
         self._tables: dict[tuple[Move, ...], _Table] = {}
         self._connect()
 
+    @ranged("hcp.exchange")
     def start(
         self,
         sent: Tensor,

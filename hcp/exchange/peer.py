@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hcp.ops  # noqa: F401  (loads torch.ops.hcp)
+from hcp._ranges import ranged
 from hcp.errors import HcpError
 from hcp.exchange.agreement import Recent, Stamp
 from hcp.exchange.torch_p2p import Board, TorchTransport
@@ -289,6 +290,7 @@ class PeerShared:
         self._peers_memory, self._share = memory, share
         self._made: list[_Half | None] = [None] * _HALVES
 
+    @ranged("hcp.exchange")
     def stage(
         self, exchange: int, parts: Sequence[Tensor], stamp: Stamp, own: Sequence[Tensor] = ()
     ) -> PeerStaged:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hcp._digest import bytes_of
+from hcp._ranges import ranged
 from hcp.errors import HcpError
 from hcp.exchange.agreement import (
     Recent,
@@ -57,6 +58,7 @@ class TorchTransport:
         self.stamps = Stamps(self.rank)
         self.board = Board(group, self.rank)
 
+    @ranged("hcp.exchange")
     def start(
         self,
         sent: Tensor,

@@ -10,7 +10,7 @@ scalar. Its `validation_step((cp, local), batch_idx)` returns the loss of each r
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -28,9 +28,9 @@ from hcp.integrations.loader import (
     eval_layout,
     warn_of_the_barrier,
 )
-from hcp.planning.ahead import PlanningTime
 from hcp.programs.versions import require
 from hcp.step.dispatch import Step
+from hcp.step.stats import StepStats
 
 SEAMS = (
     "lightning.pytorch:Callback.on_validation_start(trainer, pl_module)",
@@ -76,7 +76,7 @@ class _PlannedSteps:
         super().__init__(*positional, **keywords)
         self.name = name
         self._rest: list[Any] = []
-        self._planning: PlanningTime | None = None
+        self._stats: Callable[[], StepStats] | None = None
         self._others: tuple[Any, ...] = ()
         self._warned = False
 
@@ -87,7 +87,7 @@ class _PlannedSteps:
         loader = self.lightning_module.trainer.train_dataloader
         if isinstance(loader, DynamicCPDataLoader):
             loader.reached(batch)  # Lightning takes a step of a stream ahead
-        self._planning = batch.planning
+        self._stats = batch.stats
         first, *self._rest = batch
         self._others = others
         return self._forward(first)
@@ -102,9 +102,8 @@ class _PlannedSteps:
             super().backward(loss, *positional, **keywords)  # type: ignore[misc]
             total = total + loss.detach()
         self.lightning_module.log(self.name, total, sync_dist=True, prog_bar=True, batch_size=1)
-        if self._planning is not None:
-            times = {"plan_seconds": self._planning.seconds, "plan_waited": self._planning.waited}
-            self.lightning_module.log_dict(times, batch_size=1)
+        if self._stats is not None:
+            self.lightning_module.log_dict(self._stats().metrics(), batch_size=1)
         return closure_loss
 
     def _forward(self, micro_batch: Any) -> Tensor:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Generic, TypeVar
 
 import torch
 
+from hcp._ranges import ranged
 from hcp.groups.process_groups import ProcessGroups
 from hcp.planning.ahead import PlanAhead, PlanningTime
 from hcp.step.config import Config
@@ -76,6 +78,7 @@ def planned_steps(
 def _made_in_turn(
     shares: Iterable[Share], make: Callable[[Share, Passage], Step | None], groups: ProcessGroups
 ) -> Generator[tuple[Step, PlanningTime]]:
+    make = ranged("hcp.plan")(make)
     for share in shares:
         begun = time.perf_counter()
         step = make(share, Passage.of(groups))
@@ -108,7 +111,9 @@ def _made_ahead(
         return step
 
     with PlanAhead(shares, make_here, depth=depth, worker=lane.worker) as steps:
-        for _, step in steps:
+        take = ranged("hcp.plan")(functools.partial(next, steps, None))  # waits for the plan
+        while (taken := take()) is not None:
+            _, step = taken
             if step is None:
                 return
             yield step, steps.time

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hcp._digest import bytes_of
+from hcp._ranges import ranged
 from hcp._validate import expect_items, expect_sizes, plain
 from hcp._words import CommType, ScanType
 from hcp.attention.checks import window_of
@@ -30,6 +31,7 @@ from hcp.step.fields import Field, Rules, Sample, check_rules, describe, length_
 from hcp.step.handler import ContextParallelHandler
 from hcp.step.loss import LossTokens
 from hcp.step.payloads import Announced, Carrier, Sources, Splits
+from hcp.step.stats import StepStats, stats_of
 
 
 class Groups(Protocol):
@@ -116,6 +118,7 @@ def share(transport: Transport, prepare: Callable[[], bytes], what: str) -> list
     return [message[1:] for message in messages]
 
 
+@ranged("hcp.gather_lengths")
 def gather_lengths(
     samples: Iterable[Sample], groups: Groups, *, fields: Rules | None = None
 ) -> tuple[list[int], list[int], list[Sample]]:
@@ -314,6 +317,12 @@ class Step:
     def __iter__(self) -> Iterator[tuple[ContextParallelHandler, LocalBatch]]:
         return iter(self._micro_batches)
 
+    def stats(self) -> StepStats:
+        """Return what the step did, in numbers for a logger: ``step.stats().metrics()``. Call it
+        after the step; before, ``layer_bytes`` is 0."""
+        layers = (cp.layer_bytes for cp, _ in self._micro_batches)
+        return stats_of(self.plan, layers, self.planning)
+
     def combine(self, results: Iterable[Tensor]) -> list[Tensor]:
         """Bring results of tokens, such as log-probabilities, back to the samples.
 
@@ -380,6 +389,7 @@ class Step:
         return each
 
 
+@ranged("hcp.dispatch")
 def dispatch(
     plan: Plan,
     samples: Sequence[Sample],

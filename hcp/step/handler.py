@@ -9,6 +9,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from hcp._ranges import ranged
 from hcp._this_process import OfThisProcess
 from hcp._words import CommType, GradReduce, QkvFormat, ScanType
 from hcp.attention import comm_types as comm
@@ -166,6 +167,12 @@ class ContextParallelHandler(OfThisProcess):
         self.cu_seqlens = change(self.cu_seqlens)
         self.position_ids = change(self.position_ids)
         self.whole_cu_seqlens = change(self.whole_cu_seqlens)
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes that this rank receives in the forward of one attention layer: of the kind of layer
+        with the most so far, 0 before the first."""
+        return self._schedules.layer_bytes
 
     @property
     def loss_tokens(self) -> float | None:
@@ -643,6 +650,7 @@ class ContextParallelHandler(OfThisProcess):
         """
         return self._rows.dispatch(x, dtype)
 
+    @ranged("hcp.combine")
     def combine(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         """Undo ``dispatch``: (T, ...) to (S, ...), so that combine(dispatch(x)) is x.
         ``dtype``: as in ``dispatch``."""

@@ -26,7 +26,10 @@ def test_a_circle_over_three_rooms_would_be_found() -> None:
     ("rotates", "most"), [(False, 6), (True, 7)], ids=["plain", "with a rotary embedding"]
 )
 def test_a_warm_layer_runs_through_few_files(rotates: bool, most: int) -> None:
-    """A causal layer on the CPU, forward and backward, of two gloo ranks under "p2p"."""
-    files = files_of_a_layer(rotates=rotates)
+    """A causal layer on the CPU, forward and backward, of two gloo ranks under "p2p".
+
+    The names for profilers are not counted: a reader of the layer can pass over them.
+    """
+    files = set(files_of_a_layer(rotates=rotates)) - {"hcp/_ranges.py"}
     assert "hcp/attention/layer.py" in files
     assert len(files) <= most, sorted(files)

@@ -37,6 +37,7 @@ class MicroBatches:
         """`has_rows`: whether this pipeline stage needs tokens and labels. `cp_groups`: for the
         PackedSeqParams of each micro-batch (default: they have none)."""
         self.plan, self.planning = step.plan, step.planning
+        self.stats = step.stats
         self._batches = [
             _batch_of(cp, local, has_rows, group)
             for (cp, local), group in zip(step, cp_groups or [None] * len(step), strict=True)

@@ -6,6 +6,7 @@ B rows of the loader, T tokens on this rank.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -94,6 +95,7 @@ class ContextParallelTrainer(Trainer):
             self.checkpointer.states[DATALOADER] = self.position
         (model,) = self.model_parts
         self.stand_ins = StandIns(model, self.groups.rank("tp"))
+        self._log_stats()
         if config.validator.enable:
             self.validator.use(self.groups, self.planner, self.alignment)
 
@@ -149,6 +151,18 @@ class ContextParallelTrainer(Trainer):
             tokens = metrics.ntokens_since_last_log - counted
             metrics.ntokens_since_last_log = counted  # they are counted when they train
             yield _Read(joined(loaded), tokens, self.dataloader.state_dict())
+
+    def _log_stats(self) -> None:
+        """Add the metrics of the step to those that torchtitan logs."""
+        processor = self.metrics_processor
+        log = processor.log
+
+        @functools.wraps(log)
+        def logged(*given: Any, extra_metrics: dict[str, Any] | None = None, **named: Any) -> None:
+            stats = self.step_in_use.stats().metrics()
+            log(*given, extra_metrics={**(extra_metrics or {}), **stats}, **named)
+
+        processor.log = logged
 
     def forward_backward_step(
         self,

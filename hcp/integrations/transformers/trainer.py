@@ -46,11 +46,11 @@ from hcp.integrations.transformers.model import (
     model_inputs,
 )
 from hcp.integrations.transformers.predictions import Predictions
-from hcp.planning.ahead import PlanningTime
 from hcp.planning.cost import CostModel
 from hcp.step.config import Config
 from hcp.step.dispatch import LocalBatch, Step
 from hcp.step.handler import ContextParallelHandler
+from hcp.step.stats import StepStats, mean_metrics
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
@@ -106,7 +106,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self.fields = image_fields(self.model) if images else None
         own = partial(image_sample, self.model) if images else causal_lm_samples
         self.to_sample = to_sample or own
-        self._planning: list[PlanningTime] = []
+        self._logged: list[StepStats] = []
 
     # ---- training ----
 
@@ -174,17 +174,15 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 self.accelerator.backward(loss)
             total = total + loss.detach()
         mean: Tensor = self.accelerator.reduce(total, reduction="mean")
-        if inputs.planning is not None:
-            self._planning.append(inputs.planning)
+        self._logged.append(inputs.stats())
         return mean
 
     def log(self, logs: dict[str, float], *others: Any, **keywords: Any) -> None:
-        """Log, with the loss, what planning took: `plan_seconds` and `plan_waited`, for how much of
-        it a step waited, are means over the steps since the last log, on this rank."""
-        if "loss" in logs and self._planning:
-            seconds, waited = (sum(each) / len(each) for each in zip(*self._planning, strict=True))
-            logs |= {"plan_seconds": round(seconds, 6), "plan_waited": round(waited, 6)}
-            self._planning.clear()
+        """Log, with the loss, the metrics of `hcp.StepStats`: means over the steps since the last
+        log, on this rank."""
+        if "loss" in logs and self._logged:
+            logs |= mean_metrics(self._logged)
+            self._logged.clear()
         super().log(logs, *others, **keywords)
 
     def _inputs(self, cp: ContextParallelHandler, local: LocalBatch) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from unittest import mock
 import hcp
 from hcp._validate import expect_choice
 from hcp.integrations.megatron.bridge.seams import BridgeCallback, check_batches, module_with
+from hcp.integrations.megatron.lm.logged import Writers
 from hcp.integrations.megatron.lm.schedule import PlannedSchedule
 from hcp.integrations.megatron.lm.seams import with_layers
 
@@ -41,6 +42,7 @@ class DynamicContextParallel(BridgeCallback):
             expect_choice("an option of DynamicContextParallel", name, OPTIONS)
         self._options = options
         self._args: Any = None
+        self._state: Any = None
         self._groups: hcp.ProcessGroups | None = None
         super().__init__()
 
@@ -51,7 +53,7 @@ class DynamicContextParallel(BridgeCallback):
         _check(state.cfg)
         check_batches(state, groups.size("dp"))
         self._args = _args_of(state.cfg, self._options)
-        self._groups = groups
+        self._groups, self._state = groups, state
         if state.cfg.model.pipeline_model_parallel_size > 1:
             state.cfg.model.variable_seq_lengths = True
 
@@ -68,11 +70,17 @@ class DynamicContextParallel(BridgeCallback):
                 stack.enter_context(mock.patch.object(module, "get_forward_backward_func", get))
             yield
 
+    def _writers(self) -> Writers:
+        state = self._state
+        step, interval = state.train_state.step + 1, state.cfg.logger.tensorboard_log_interval
+        return Writers(step, interval, state.tensorboard_logger, state.wandb_logger)
+
     def _planned(self, get: Callable[..., Any], kind: type) -> Callable[..., Any]:
         @functools.wraps(get)
         def planned(*given: Any, **named: Any) -> Callable[..., Any]:
             assert self._groups is not None  # Bridge calls set_up before it trains
-            schedule = PlannedSchedule(get(*given, **named), self._args, self._groups)
+            run = get(*given, **named)
+            schedule = PlannedSchedule(run, self._args, self._groups, self._writers)
 
             def over_plan(**call: Any) -> Any:
                 _check_model(call["model"], kind)

@@ -1,20 +1,48 @@
-"""Losses that Megatron logs apart from the main one: experts', indexers' and prediction layers'.
+"""What Megatron logs apart from the main loss: the metrics of hcp's steps, and the losses of
+experts, indexers and prediction layers.
 
-Megatron adds them up over micro-batches and divides by the number that its loader gives. A plan has
-another number.
+Megatron adds these losses up over micro-batches and divides by the number that its loader gives. A
+plan has another number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
 from hcp.integrations.megatron.mtp import taken_sums
+from hcp.step.stats import StepStats
+
+
+class Writers(NamedTuple):
+    """Where a trainer writes the metrics of a step, on this rank."""
+
+    step: int
+    """The number of the step, from 1 on."""
+    interval: int
+    """Every so many steps are written."""
+    tensorboard: Any
+    """A SummaryWriter, or None on a rank that has none."""
+    wandb: Any
+    """The module of a run, or None."""
+
+
+def write_metrics(stats: Callable[[], StepStats], writers: Writers) -> None:
+    """Write the metrics of a step, if it is one of those that are written."""
+    step, interval, tensorboard, wandb = writers
+    if step % interval or not (tensorboard or wandb):
+        return
+    metrics = stats().metrics()
+    if tensorboard:
+        for name, value in metrics.items():
+            tensorboard.add_scalar(name, value, step)
+    if wandb:
+        wandb.log(metrics, step)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch import Tensor
 import hcp
 from hcp.integrations.megatron import data, step
 from hcp.integrations.megatron.arguments import config_from_args
-from hcp.integrations.megatron.lm.logged import logged_losses
+from hcp.integrations.megatron.lm.logged import Writers, logged_losses, write_metrics
 from hcp.integrations.megatron.lm.reading import (
     Sample,
     StepReader,
@@ -34,9 +34,17 @@ class PlannedSchedule:
     and planned while this one computes.
     """
 
-    def __init__(self, schedule: Callable[..., Any], args: Any, groups: hcp.ProcessGroups) -> None:
-        """`args`: Megatron-LM's, or an object with their names. `groups`: those of training."""
+    def __init__(
+        self,
+        schedule: Callable[..., Any],
+        args: Any,
+        groups: hcp.ProcessGroups,
+        writers: Callable[[], Writers],
+    ) -> None:
+        """`args`: Megatron-LM's, or an object with their names. `groups`: those of training.
+        `writers`: where the metrics of the step that runs are written."""
         self._schedule, self._args, self._groups = schedule, args, groups
+        self._writers = writers
         # Not kept in args, which Megatron-LM writes into checkpoints.
         self._config = config_from_args(args)
         if getattr(args, "iterations_to_skip", None):  # Megatron draws their samples itself
@@ -82,7 +90,9 @@ class PlannedSchedule:
         if forward_only:
             return run()
         with logged_losses(num_microbatches, len(planned), self._groups.dp_cp):
-            return run()
+            losses = run()
+        write_metrics(planned.stats, self._writers())
+        return losses
 
     def count_work(self, sequences: list[Sample]) -> None:
         """Tell the trainer the lengths of a step, if it counts operations by them."""

@@ -35,6 +35,8 @@ _PLACES = (
     (_TRAINING, "update_seqlen_stats_from_cu_seqlens", ("cu_seqlens",)),
     (_TRAINING, "evaluate", ("forward_step_func", "data_iterator", "model")),
     (_TRAINING, "get_args", ()),
+    (_TRAINING, "get_tensorboard_writer", ()),
+    (_TRAINING, "get_wandb_writer", ()),
 )
 _SPECS = ("transformer_layer_spec", "mtp_block_spec", "hybrid_stack_spec")
 
@@ -138,6 +140,7 @@ def _build_datasets_everywhere() -> None:
 
 
 def _planned(training: Any) -> Callable[..., Any]:
+    from hcp.integrations.megatron.lm.logged import Writers
     from hcp.integrations.megatron.lm.schedule import CountedSchedule, groups_of_parallel_state
 
     get = training.get_forward_backward_func
@@ -145,7 +148,13 @@ def _planned(training: Any) -> Callable[..., Any]:
     @functools.wraps(get)
     def planned(*given: Any, **options: Any) -> CountedSchedule:
         args, groups = training.get_args(), groups_of_parallel_state()
-        return CountedSchedule(get(*given, **options), args, groups)
+        return CountedSchedule(get(*given, **options), args, groups, writers)
+
+    def writers() -> Writers:
+        args = training.get_args()
+        tensorboard, wandb = training.get_tensorboard_writer(), training.get_wandb_writer()
+        step, interval = args.curr_iteration + 1, args.tensorboard_log_interval
+        return Writers(step, interval, tensorboard, wandb)
 
     return planned
 
