@@ -161,8 +161,12 @@ def configuration(eval_cp: int) -> bridge.ConfigContainer:
 
 def main() -> list[tuple[int, float]]:
     if ON_GPUS:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if ON_GPUS else "gloo")
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if "RANK" in os.environ:  # under torchrun
+        dist.init_process_group("nccl" if ON_GPUS else "gloo")
+    else:
+        store = dist.HashStore()
+        dist.init_process_group("nccl" if ON_GPUS else "gloo", store=store, rank=0, world_size=1)
     evaluations = Evaluations()
     config = configuration(eval_cp=dist.get_world_size())
     # A callback after hcp's sees the eval layout in on_eval_start, and training's in on_eval_end.

@@ -122,11 +122,8 @@ def main() -> None:
     on_gpus = torch.cuda.is_available()
     if on_gpus:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    if "RANK" in os.environ:  # under torchrun
+    if "RANK" in os.environ:  # under torchrun; without it hcp makes a job of one rank
         dist.init_process_group("nccl" if on_gpus else "gloo")
-    else:
-        store = dist.HashStore()
-        dist.init_process_group("nccl" if on_gpus else "gloo", store=store, rank=0, world_size=1)
     train()
     dist.destroy_process_group()
 

@@ -273,13 +273,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    if "RANK" not in os.environ:  # not under torchrun: one rank
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29531"}
     on_gpus = torch.cuda.is_available()
     if on_gpus:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if on_gpus else "gloo")
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if "RANK" in os.environ:  # under torchrun; without it hcp makes a job of one rank
+        dist.init_process_group("nccl" if on_gpus else "gloo")
     train(parse_args())
     dist.destroy_process_group()
 

@@ -108,9 +108,6 @@ def conversations() -> list[dict[str, str]]:
 
 
 def main() -> None:
-    if "RANK" not in os.environ:  # not under torchrun: one rank
-        store = dist.HashStore()
-        dist.init_process_group("nccl" if ON_GPUS else "gloo", store=store, rank=0, world_size=1)
     with tempfile.TemporaryDirectory() as folder:
         train("--lora" in sys.argv[1:], folder)
     dist.destroy_process_group()

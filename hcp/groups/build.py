@@ -20,7 +20,8 @@ from hcp._validate import expect_size
 from hcp._words import TransportName
 from hcp.exchange.peer import BUFFER_BYTES
 from hcp.groups.agree import agree_on_layout, tell_others_of_errors
-from hcp.groups.create import Creator, require_initialised, timeout_of
+from hcp.groups.alone import initialize_alone
+from hcp.groups.create import Creator, timeout_of
 from hcp.groups.grids import ROLES, check_levels, data_parallel_size
 from hcp.groups.process_groups import CREATED, ProcessGroups
 
@@ -50,10 +51,12 @@ def build_process_groups(
     logs the choice of "auto" and its reason (logger "hcp", INFO). `peer_buffer_bytes`: the memory
     of each GPU that "peer" takes, twice the bytes that one layer exchanges at most.
 
-    Raises HcpError if torch.distributed is not initialised. Raises ValueError if the product is not
-    the parent's size, or if ranks pass different values.
+    A process that no launcher started (`python file.py`, a notebook) becomes a job of one rank if
+    torch.distributed is not initialised: NCCL if it has a GPU, else Gloo. Raises HcpError if a
+    launcher started several and torch.distributed is not initialised. Raises ValueError if the
+    product is not the parent's size, or if ranks pass different values.
     """
-    require_initialised("build_process_groups")
+    initialize_alone("build_process_groups")
     with tell_others_of_errors():
         if parent is not None and not isinstance(parent, dist.ProcessGroup):
             raise ValueError(f"parent is {parent!r}, expected a process group of this rank")

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from hcp._core import Grid
 from hcp._words import TransportName
-from hcp.errors import HcpError
 from hcp.exchange.connect import connect
 from hcp.exchange.torch_p2p import TorchTransport
+from hcp.groups.alone import not_initialised
 from hcp.groups.grids import ROLES, groups_of_level
 
 _T = TypeVar("_T")
@@ -118,11 +118,7 @@ class Creator:
 
 def require_initialised(what: str) -> None:
     if not (dist.is_available() and dist.is_initialized()):
-        raise HcpError(
-            f"torch.distributed is not initialised, expected it to be before {what}: "
-            "call torch.distributed.init_process_group() first",
-            code="not-initialised",
-        )
+        raise not_initialised(what)
 
 
 def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import nn
 
+from hcp.groups.alone import initialize_alone
 from hcp.groups.build import build_process_groups
 from hcp.groups.process_groups import ProcessGroups
 from hcp.integrations.experts import warn_of_experts
@@ -91,8 +92,9 @@ class ContextParallel:
         config = with_cp_size_of(accelerator, config)
         self.accelerator, self.config = accelerator, with_barrier_of(accelerator, config)
         if groups is None:
+            initialize_alone("ContextParallel", accelerator.device)
             groups = build_process_groups(cp=cp_size_of(accelerator))
-        self.groups = domain(groups, accelerator.num_processes)
+        self.groups = domain(groups, accelerator.num_processes, accelerator.device)
         self.eval_groups = eval_groups(self.groups, config)
         self.cost, self.to_sample = cost, to_sample
         self._warned = False

@@ -26,6 +26,7 @@ from hcp._words import Sync
 from hcp.errors import HcpError
 from hcp.evaluation.plan import EvalPlan
 from hcp.exchange.transport import Transport
+from hcp.groups.alone import initialize_alone
 from hcp.groups.build import build_process_groups
 from hcp.groups.process_groups import ProcessGroups
 from hcp.planning.cost import CostModel
@@ -840,12 +841,15 @@ def _tokens(sample: Mapping[str, Tensor]) -> int:
     return next(iter(sample.values())).shape[0]
 
 
-def domain(groups: ProcessGroups | None, ranks: int) -> ProcessGroups:
+def domain(groups: ProcessGroups | None, ranks: int, device: torch.device | str) -> ProcessGroups:
     """Return the given groups, or those of one domain of all ranks.
 
+    `device`: the trainer's, for a process that no launcher started: it becomes a job of one rank.
     `ranks`: the number of ranks over which the trainer averages gradients. Raises ValueError if it
     is not the domain's: a loss with grad_reduce="mean" relies on that.
     """
+    if groups is None:
+        initialize_alone("hcp's trainer", device)
     made = groups or build_process_groups()
     if made.size("dp_cp") != ranks:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import logging
 import math
 import pickle
 import re
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.ranks import run_ranks, try_ranks
+from support.ranks import run_alone, run_ranks, try_ranks
 from support.te_attention import TEAttention
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -287,9 +288,29 @@ def test_ranks_that_want_different_layouts_are_told_so():
     assert "on rank 0" in results[1]
 
 
-def test_without_torch_distributed_the_error_says_what_to_call():
-    with pytest.raises(hcp.HcpError, match=r"call torch\.distributed\.init_process_group"):
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_a_rank_of_several_without_torch_distributed_is_told_what_to_call(monkeypatch, name):
+    monkeypatch.setenv(name, "2")
+    with pytest.raises(
+        hcp.HcpError, match=rf"{name} is 2, .*call torch\.distributed\.init_process_group"
+    ):
         build_process_groups()
+
+
+def build_alone():
+    logging.basicConfig(level=logging.INFO)
+    first, second = build_process_groups(), build_process_groups(cp=1)
+    print(first.size("dp_cp"), second.size("cp"), dist.get_backend())
+
+
+def test_a_process_without_a_launcher_is_a_job_of_one_rank(tmp_path):
+    done = run_alone(build_alone, folder=tmp_path)
+    assert done.code == 0, done.err
+    assert done.out.split()[:2] == ["1", "1"]
+    assert done.err.count("hcp made a job of one rank") == 1
+
+
+def test_without_torch_distributed_a_trainers_groups_cannot_be_taken():
     with pytest.raises(hcp.HcpError, match=r"before ProcessGroups\.from_existing"):
         ProcessGroups.from_existing({})
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.finetuning import TRAINING, VALIDATION, as_torchrun, documents, fsdp_on_cpus
-from support.ranks import run_ranks, try_ranks
+from support.ranks import run_alone, run_ranks, try_ranks
 
 import hcp
 
@@ -1334,14 +1334,19 @@ def test_a_column_that_hcp_does_not_follow_is_refused_by_name(column, message):
         causal_lm_sample({"input_ids": [5, 6, 7, 8], **column})
 
 
-def test_without_a_job_the_error_says_how_to_start_one(tmp_path):
+def make_trainer_alone(folder):
     from transformers import TrainingArguments
 
     from hcp.integrations.transformers import Trainer
 
-    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
-    with pytest.raises(hcp.HcpError, match="init_process_group"):
-        Trainer(build("llama"), args, cp=hcp.Config(max_seqlen_per_dp_cp_rank=8))
+    args = TrainingArguments(output_dir=folder, use_cpu=True, report_to=[])
+    trainer = Trainer(build("llama"), args, cp=hcp.Config(max_seqlen_per_dp_cp_rank=8))
+    assert trainer.cp_groups.size("dp_cp") == 1
+
+
+def test_a_process_without_a_launcher_is_a_job_of_one_rank(tmp_path):
+    done = run_alone(make_trainer_alone, str(tmp_path), folder=tmp_path)
+    assert done.code == 0, done.err
 
 
 # ---- importing, and a rank that fails ------------------------------------------------------------

@@ -55,10 +55,11 @@ def run_short(name: str) -> None:
     module.main()
 
 
-def test_an_example_runs_without_a_launcher(tmp_path: Path) -> None:
-    done = run_alone(run_short, "plain", folder=tmp_path)
+@pytest.mark.parametrize("name", ["plain", "fsdp2"])
+def test_an_example_runs_without_a_launcher(name: str, tmp_path: Path) -> None:
+    done = run_alone(run_short, name, folder=tmp_path)
     assert done.code == 0, done.err
-    assert "evaluation  CP 1: " in done.out
+    assert "step   0  loss " in done.out
 
 
 # ---- two nodes ----

@@ -100,7 +100,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             register(self.model, fused_rope=fused_rope)
         cp = with_barrier_of(self.accelerator, cp)
         self.cp_config = cp if dynamic_cp else replace(cp, sequence_packing_scheduler="static_cp")
-        self.cp_groups = domain(groups, self.args.world_size)
+        self.cp_groups = domain(groups, self.args.world_size, self.args.device)
         self.cp_eval_groups = eval_groups(self.cp_groups, cp)
         self.cp_cost, self.images = cost, images
         self.fields = image_fields(self.model) if images else None

@@ -61,7 +61,7 @@ class PaddedTrainer:
         super().__init__(*positional, **keywords)
         trainer: Any = self
         _check(trainer, cp)
-        made = domain(groups, trainer.args.world_size)
+        made = domain(groups, trainer.args.world_size, trainer.args.device)
         cp = replace(cp, sync=cp.sync_where(waiting=False))
         for model in (trainer.model, getattr(trainer, "ref_model", None)):
             if model is None:
