@@ -8,6 +8,9 @@ the optimizer, gradient reduction, loading and other ranks' jitter: they cost no
   packing only   the same degree; hcp packs and places
   hcp            hcp chooses degrees, too
 
+With --host-ms every plan is replayed: hosts queue micro-batches ahead of their GPUs, rows of the
+own node and of others arrive over two links at once, behind attention over a rank's own rows.
+
 With --pipeline-stages, each on its own --ranks ranks, a step is an exact simulation of 1F1B with
 equal stages. --virtual-stages cuts each stage into chunks and interleaves the pipeline; static CP
 then has smaller micro-batches if their count would not be a multiple of the group.
@@ -42,8 +45,16 @@ from hcp.cli.arguments import (
 )
 from hcp.cli.lengths import HELP, read_lengths
 from hcp.planning.cost import PRICES, TIMES, CostModel
-from hcp.planning.limits import LIMITS, even_degrees, least_degree, rows_up_to, slowness_of
+from hcp.planning.limits import (
+    LIMITS,
+    MemoryModel,
+    even_degrees,
+    least_degree,
+    rows_up_to,
+    slowness_of,
+)
 from hcp.planning.plan import Plan, plan
+from hcp.planning.replay import Machine, replay
 
 SIZES = (
     "ranks",
@@ -90,8 +101,13 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     group.add_argument("--gbps", type=float, default=50, help="GB/s, keys and values (50)")
     group.add_argument("--far-gbps", type=float, help="the same between nodes (--gbps)")
     group.add_argument("--launch-ms", type=float, default=5, help="of a micro-batch (5)")
+    group.add_argument(
+        "--host-ms", type=float, help="of a host, to queue a micro-batch; replays the plans"
+    )
     group.add_argument("--overlap", action="store_true", help="exchange hides behind attention")
     add_cost(group)
+    group.add_argument("--memory-bytes", type=int, help="of a rank, for a micro-batch's rows")
+    group.add_argument("--activation-bytes", type=int, default=0, help="of one row (0)")
     add_model(parser)
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="the numbers as data, and nothing else")
@@ -126,6 +142,11 @@ def check(args: argparse.Namespace) -> None:
             f"num_layers ({args.num_layers}) % pipeline_stages ({args.pipeline_stages}){virtual}"
             f" == {args.num_layers % chunks}, expected 0"
         )
+    if args.host_ms is not None and not args.host_ms >= 0:
+        raise ValueError(f"host_ms is {args.host_ms}, expected >= 0")
+    if args.memory_bytes is not None:
+        expect_size("memory_bytes", args.memory_bytes)
+        expect_size("activation_bytes", args.activation_bytes)
     if not args.launch_ms >= 0:
         raise ValueError(f"launch_ms is {args.launch_ms}, expected >= 0")
     if args.hidden_size % args.num_attention_heads:
@@ -173,6 +194,21 @@ def cluster_cost(args: argparse.Namespace) -> CostModel:
         launch=args.launch_ms * 1e-3,
         overlap=int(args.overlap),
     )
+
+
+def memory_of(args: argparse.Namespace) -> MemoryModel | None:
+    if args.memory_bytes is None:
+        return None
+    return MemoryModel(activation=args.activation_bytes, limit=args.memory_bytes)
+
+
+def machine_of(args: argparse.Namespace, cost: CostModel) -> Machine | None:
+    """Return the machine on which plans are replayed, if they are."""
+    if args.host_ms is None:
+        return None
+    host = args.host_ms * 1e-3
+    nodes = args.ranks_per_node or 0
+    return Machine.of(cost, host=host, host_shared=host, ranks_per_node=nodes)
 
 
 # ---- The contestants -----------------------------------------------------------------------------
@@ -223,6 +259,8 @@ def one_by_one(lengths: Sequence[int], degree: int, limits: Mapping[str, Any], c
     ]
     prices = dict(zip(PRICES, cost.prices, strict=True))
     asked = {name: limits[name] for name in LIMITS if limits.get(name) is not None}
+    if limits["memory"] is not None:
+        asked["memory"] = asdict(limits["memory"])
     if limits["speeds"] is not None:
         asked["slowness"] = slowness_of(limits["speeds"])
     return Plan.from_dict(
@@ -273,12 +311,21 @@ def received_tokens(made: Plan) -> int:
     )
 
 
-def summarize(plans: Sequence[Plan], bounds: Sequence[int], bytes_: float, unit: float) -> Result:
+def summarize(
+    plans: Sequence[Plan],
+    bounds: Sequence[int],
+    bytes_: float,
+    unit: float,
+    machine: Machine | None,
+) -> Result:
     reports = [made.report() for made in plans]
     whole = sum(made.makespan for made in plans)
+    seconds = whole * unit
+    if machine is not None:
+        seconds = sum(replay(made, machine).seconds for made in plans)
     took = [made.planning_seconds for made in plans if made.planning_seconds is not None]
     return Result(
-        tokens_per_second=sum(sum(made.lengths) for made in plans) / (whole * unit),
+        tokens_per_second=sum(sum(made.lengths) for made in plans) / seconds,
         speedup=1.0,
         idle_share=sum(r.idle_share * r.makespan for r in reports) / whole,
         bubble=sum(r.bubble * r.makespan for r in reports) / whole,
@@ -310,7 +357,10 @@ def describe(args: argparse.Namespace, cost: CostModel, degree: int, tokens: int
     moved = cost.exchange + cost.all_to_all
     prices = {"pair": cost.pair, "token": cost.token, "exchange": moved, "launch": cost.launch}
     shown = ", ".join(f"{name} {in_words(p * cost.unit)}" for name, p in prices.items() if p)
-    yield f"by the cost model: {shown}; nothing here was measured but the planning time"
+    replayed = (
+        "" if args.host_ms is None else f"replayed, hosts {args.host_ms:g} ms a micro-batch; "
+    )
+    yield f"by the cost model: {shown}; {replayed}nothing here was measured but the planning time"
 
 
 HEAD = (
@@ -368,13 +418,16 @@ def simulate(args: argparse.Namespace) -> Simulation:
     check(args)
     cost = of_stage(args.cost or cluster_cost(args), args.pipeline_stages)
     assert cost.unit is not None
-    limits = limits_of(args) | {"speeds": draw_speeds(args)}
+    limits = limits_of(args) | {"speeds": draw_speeds(args), "memory": memory_of(args)}
+    machine = machine_of(args, cost)
     batches = own_batches(args) if args.lengths else drawn_batches(args)
     degree = static_degree(max(map(max, batches)), limits)
     played = [contestants(lengths, degree, limits, cost) for lengths in batches]
     bounds = [plans["hcp"].bound for plans in played]
     results = {
-        name: summarize([plans[name] for plans in played], bounds, exchange_bytes(args), cost.unit)
+        name: summarize(
+            [plans[name] for plans in played], bounds, exchange_bytes(args), cost.unit, machine
+        )
         for name in played[0]
     }
     first = next(iter(results.values())).tokens_per_second

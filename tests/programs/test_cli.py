@@ -321,6 +321,23 @@ def test_slower_ranks_give_fewer_tokens_and_hcp_knows_which(capsys: Capture) -> 
     assert spread["hcp"]["speedup"] > plain["hcp"]["speedup"]
 
 
+def test_a_slow_host_bounds_every_micro_batch(capsys: Capture) -> None:
+    """All prices are next to nothing, so that steps take what their hosts take."""
+    rates = ["--tflops", "1e5", "--attention-tflops", "1e5", "--gbps", "1e5", "--launch-ms", "0"]
+    argv = [*rates, "--max-length", "1024", "--host-ms", "1e4"]
+    static = simulated(capsys, *argv)["static CP"]
+    assert static["micro_batches"] == 8
+    faster = simulated(capsys, *argv[:-1], "0")["static CP"]
+    assert faster["tokens_per_second"] > 100 * static["tokens_per_second"]
+
+
+def test_plans_keep_to_the_memory_or_are_refused(capsys: Capture) -> None:
+    argv = [*SIMULATE, "--max-length", "1024", "--activation-bytes", "1000", "--memory-bytes"]
+    assert main([*argv, "1024000"]) == 0
+    assert main([*argv, "1023000"]) == 1
+    assert "1024000 bytes, expected <= 1023000 (memory.limit)" in capsys.readouterr().err
+
+
 def test_simulate_draws_the_first_batch(tmp_path: Path, capsys: Capture) -> None:
     svg, page = tmp_path / "batch.svg", tmp_path / "batch.html"
     results = simulated(capsys, "--svg", str(svg), "--html", str(page))
@@ -334,6 +351,8 @@ def test_simulate_draws_the_first_batch(tmp_path: Path, capsys: Capture) -> None
     ("argv", "message"),
     [
         (["--tflops", "0"], "tflops is 0.0, expected > 0"),
+        (["--host-ms", "-1"], "host_ms is -1.0, expected >= 0"),
+        (["--memory-bytes", "0"], "memory_bytes is 0, expected an integer >= 1"),
         (["--gbps", "nan"], "gbps is nan, expected > 0"),
         (["--speed-spread", "1"], "speed_spread is 1.0, expected 0 <= share < 1"),
         (["--pipeline-stages", "5"], "num_layers (32) % pipeline_stages (5) == 2, expected 0"),
