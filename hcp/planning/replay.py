@@ -44,8 +44,8 @@ class Machine:
     host_shared: float = 0.0
     """The host's time to queue a micro-batch of a group of several ranks."""
     overlap: int = 0
-    """0: rows arrive behind attention over the rank's own rows (all_gather). 1: behind all but the
-    last of as many stages as ranks (a ring)."""
+    """0: rows arrive behind attention over the rank's own rows, and nothing hides the third of them
+    that are gradients (all_gather). 1: all are hidden by attention but for a ring's last stage."""
     ranks_per_node: int = 0
     """Ranks of a node; 0: all ranks are in one."""
     memory: MemoryModel = field(default_factory=MemoryModel)
@@ -185,9 +185,16 @@ def _times(plan: Plan, machine: Machine, group: Group) -> tuple[float, float]:
         work += attention + machine.token * n / d
         if d > 1:
             work += machine.shared * n / d + machine.step * (d - 1)
-            hidden = attention - attention / d if machine.overlap else attention / d
-            waited += max(0.0, _arrival(machine, n, group) - hidden)
+            waited += _exposed(machine, _arrival(machine, n, group), attention, d)
     return work, waited
+
+
+def _exposed(machine: Machine, arrival: float, attention: float, d: int) -> float:
+    """Return the part of a sequence's exchange that attention does not hide."""
+    if machine.overlap:
+        return max(0.0, arrival - (attention - attention / d))
+    gradients = arrival / 3  # on their way back, after the last of the backward's attention
+    return max(0.0, arrival - gradients - attention / d) + gradients
 
 
 def _arrival(machine: Machine, tokens: int, group: Group) -> float:
