@@ -20,13 +20,14 @@ Columns: measured; simulated; simulated / measured. "off" marks a row that is of
 
 With --ranks, each family has as many sequences per rank as in benchmarks/common/families.py. ALL
 BUT THE PLANNING TIME IS SIMULATED. The machine is training's, in nodes of 8 ranks, with --far-gbps
-between nodes for each GPU: an assumption. Contestants: hcp.plan; "static", hcp's packing at the
-least degree that holds the longest sequence; "next-fit", the same degree with Megatron's packing in
-order; "waves", Megatron's dynamic scheduler. The last two are re-implemented in
-benchmarks/peers/planners.py. Columns: tokens per second and GPU; time / hcp's; the share of all
-ranks' time in which a GPU waits for others or its host ("idle"), and, of the rank that waits
-longest, in which rows are on their way and nothing hides them ("exposed"); the wall-clock
-milliseconds of hcp.plan, the least of three.
+between nodes for each GPU: an assumption. Every rank receives rows from where they lie or, with
+--once, a row enters a node once and goes on inside it. Contestants: hcp.plan; "static", hcp's
+packing at the least degree that holds the longest sequence (the first batch's is shown);
+"next-fit", that degree with Megatron's packing in order; "waves", Megatron's dynamic scheduler. The
+last two are re-implemented in benchmarks/peers/planners.py. Columns: tokens per second and GPU;
+time / hcp's; the share of all ranks' time in which a GPU waits for others or its host ("idle"),
+and, of the rank that waits longest, in which rows are on their way and nothing hides them
+("exposed"); the wall-clock milliseconds of hcp.plan, the least of three.
 """
 
 from __future__ import annotations
@@ -114,6 +115,20 @@ LAYERS_OF_ATTENTION = [
 def keys_and_values(layers: int, heads: int, head_dim: int, passes: int = 3) -> int:
     """Return the bytes of a token's keys and values in bfloat16, in all layers and passes."""
     return passes * layers * 2 * heads * head_dim * 2
+
+
+def check_pages() -> None:
+    """Raise ValueError for a figure above that does not stand on its page."""
+    figures = [(TRAINING, f"{rate:,}") for rates in TRAINED.values() for rate in rates.values()]
+    figures += [
+        (MEGATRON, f"{rate:,}") for rates in MEGATRON_STEPS.values() for rate in rates.values()
+    ]
+    figures += [(EVALUATION, f"| {stages} | {cp} | ") for stages, cp in EVALUATED]
+    figures += [(EVALUATION, f"| {ms} (") for ms in EVALUATED.values()]
+    figures += [(page, f" / {share:.2f} |") for page, _, _, share in LAYERS_OF_ATTENTION]
+    for page, figure in figures:
+        if figure not in (RESULTS / page).read_text():
+            raise ValueError(f"{figure!r} is not on {page}, expected it there")
 
 
 # ---- prices --------------------------------------------------------------------------------------
@@ -366,10 +381,12 @@ def plans_of(
     }, took
 
 
-def print_many(ranks: Sequence[int], families: Sequence[str], seeds: int, far: float) -> None:
+def print_many(
+    ranks: Sequence[int], families: Sequence[str], seeds: int, far: float, once: bool
+) -> None:
     machine = training_machine()
     far_price = keys_and_values(18, 8, 128) / (far * 1e9)
-    machine = replace(machine, far=far_price, ranks_per_node=8)
+    machine = replace(machine, far=far_price, ranks_per_node=8, once=once)
     cost = machine.prices()
     print(f"SIMULATED but for the planning time, {planner_line()}\n")
     print(
@@ -437,10 +454,12 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", default=["P1", "P2", "P3", "P4"])
     parser.add_argument("--seeds", type=int, default=3, help="global batches (3)")
     parser.add_argument("--far-gbps", type=float, default=50, help="GB/s of a GPU (50)")
+    parser.add_argument("--once", action="store_true", help="rows enter a node once")
     parser.add_argument("--eval", action="store_true")
     args = parser.parse_args()
+    check_pages()
     if args.ranks:
-        print_many(args.ranks, args.families, args.seeds, args.far_gbps)
+        print_many(args.ranks, args.families, args.seeds, args.far_gbps, args.once)
     elif args.eval:
         print_eval()
     else:

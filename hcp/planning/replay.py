@@ -48,10 +48,17 @@ class Machine:
     that are gradients (all_gather). 1: all are hidden by attention but for a ring's last stage."""
     ranks_per_node: int = 0
     """Ranks of a node; 0: all ranks are in one."""
+    once: bool = False
+    """Whether a row enters a node once, shared out over its ranks' links, and goes on inside it.
+    False: every rank of a group receives it from where it lies."""
     memory: MemoryModel = field(default_factory=MemoryModel)
     """Bytes of a micro-batch on a rank, and their limit."""
 
     def __post_init__(self) -> None:
+        if self.once and self.ranks_per_node < 1:
+            raise ValueError(
+                f"machine.ranks_per_node is {self.ranks_per_node}, expected >= 1 with once"
+            )
         for each in fields(self):
             value = getattr(self, each.name)
             if each.type == "float" and not (math.isfinite(value) and value >= 0):
@@ -87,7 +94,9 @@ class Machine:
             "token": self.token,
             "launch": self.launch,
             "exchange": self.near,
-            "exchange_far": max(self.near, self.far),
+            "exchange_far": max(
+                self.near, self.far / self.ranks_per_node if self.once else self.far
+            ),
             "all_to_all": self.shared,
             "step": self.step,
         }
@@ -209,4 +218,6 @@ def _arrival(machine: Machine, tokens: int, group: Group) -> float:
         min(last, (k + 1) * node) - max(group.first_rank, k * node)
         for k in range(group.first_rank // node, (last - 1) // node + 1)
     ]
+    if machine.once:
+        return max(max(machine.near * (d - 1), machine.far * (d - k) / k) * own for k in inside)
     return max(max(machine.near * (k - 1), machine.far * (d - k)) * own for k in inside)

@@ -59,6 +59,10 @@ def test_rows_of_other_nodes_come_over_their_own_link(
     assert slow_near.seconds == 48 * near
     assert slow_far.seconds == 48 * (degree - fewest(first, degree) if far else 0)
     assert both.seconds == max(slow_near.seconds, slow_far.seconds)
+    few = fewest(first, degree)
+    once = replay(plan, Machine(near=1e-3, far=1, ranks_per_node=8, once=True))
+    crossed = 48 * (degree - few) / few if far else 0
+    assert once.seconds == pytest.approx(max(crossed, 48e-3 * (degree - 1)))
 
 
 def fewest(first: int, degree: int) -> int:
@@ -127,6 +131,8 @@ def test_a_micro_batch_over_the_memory_is_refused_before_anything_is_replayed() 
 def test_what_a_machine_does_not_have_is_refused() -> None:
     with pytest.raises(ValueError, match=r"machine.near is -1, expected seconds >= 0"):
         Machine(near=-1)
+    with pytest.raises(ValueError, match="ranks_per_node is 0, expected >= 1 with once"):
+        Machine(once=True)
     with pytest.raises(ValueError, match="no unit"):
         Machine.of(hcp.CostModel())
     with pytest.raises(ValueError, match="has a all_to_all_far"):

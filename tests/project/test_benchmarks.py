@@ -70,6 +70,7 @@ RUNS = {
         " --dtype float32",
     ),
     "bench_train": (2, "--device cpu --families P1 --batches 1 --tokens 512 --num-layers 1"),
+    "studies/simulated": (1, "--eval"),
     "studies/exact": (
         1,
         "--ranks 2 --sequences 3 --families P1 --costs default --seeds 1 --workers 1",
@@ -149,7 +150,8 @@ def test_every_benchmark_has_the_same_flags(
 
 
 def test_every_benchmark_runs_here_or_needs_a_gpu() -> None:
-    programs = {path.stem for path in BENCHMARKS.glob("bench_*.py")} | {"studies/exact"}
+    studies = {"studies/exact", "studies/simulated"}
+    programs = {path.stem for path in BENCHMARKS.glob("bench_*.py")} | studies
     assert {run.split()[0] for run in RUNS} == programs - GPU_ONLY
 
 
