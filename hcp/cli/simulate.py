@@ -321,13 +321,16 @@ def summarize(
     reports = [made.report() for made in plans]
     whole = sum(made.makespan for made in plans)
     seconds = whole * unit
+    idle = sum(r.idle_share * r.makespan for r in reports) / whole
     if machine is not None:
-        seconds = sum(replay(made, machine).seconds for made in plans)
+        steps = [replay(made, machine) for made in plans]
+        seconds = sum(step.seconds for step in steps)
+        idle = sum(step.idle_share * step.seconds for step in steps) / seconds
     took = [made.planning_seconds for made in plans if made.planning_seconds is not None]
     return Result(
         tokens_per_second=sum(sum(made.lengths) for made in plans) / seconds,
         speedup=1.0,
-        idle_share=sum(r.idle_share * r.makespan for r in reports) / whole,
+        idle_share=idle,
         bubble=sum(r.bubble * r.makespan for r in reports) / whole,
         micro_batches=statistics.mean(r.micro_batches for r in reports),
         gigabytes=statistics.mean(map(received_tokens, plans)) * bytes_ / 1e9,

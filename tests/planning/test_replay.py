@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from random import Random
 from typing import Any
 
@@ -101,11 +101,12 @@ def test_hosts_queue_ahead_of_their_gpus() -> None:
     assert together.seconds == 40
 
 
-def test_a_group_waits_for_the_host_that_is_behind() -> None:
-    plan = plan_of([1, 1, 2], [(0, 1, [0])], [(0, 1, [1])], [(0, 2, [2])])
+@pytest.mark.parametrize("behind", [0, 1])
+def test_a_group_waits_for_the_host_that_is_behind(behind: int) -> None:
+    plan = plan_of([1, 1, 2], [(behind, 1, [0])], [(behind, 1, [1])], [(0, 2, [2])])
     found = replay(plan, Machine(token=1, host=30, host_shared=40))
     assert found.seconds == 30 + 30 + 40
-    assert found.host[1] == 39
+    assert found.host[1 - behind] == 39
 
 
 def test_micro_batches_in_lockstep_wait_for_the_slowest_rank() -> None:
@@ -152,6 +153,13 @@ def test_prices_of_a_machine_make_the_same_machine() -> None:
         for each in fields(Machine)
         if each.type == "float"
     )
+
+
+def test_rows_that_cross_once_have_a_lower_price_between_nodes() -> None:
+    machine = Machine(pair=1e-9, near=1e-6, far=4e-6, ranks_per_node=2)
+    each, once = machine.prices(), replace(machine, once=True).prices()
+    assert (each.exchange, each.exchange_far) == (10**6, 4 * 10**6)
+    assert (once.exchange, once.exchange_far) == (10**6, 2 * 10**6)
 
 
 def test_a_group_is_as_slow_as_its_slowest_rank() -> None:

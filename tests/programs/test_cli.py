@@ -329,6 +329,8 @@ def test_a_slow_host_bounds_every_micro_batch(capsys: Capture) -> None:
     assert static["micro_batches"] == 8
     faster = simulated(capsys, *argv[:-1], "0")["static CP"]
     assert faster["tokens_per_second"] > 100 * static["tokens_per_second"]
+    assert faster["idle_share"] < 1
+    assert static["idle_share"] > 0.99
 
 
 def test_plans_keep_to_the_memory_or_are_refused(capsys: Capture) -> None:
