@@ -65,13 +65,15 @@ static void cast_elements(hcp_cast cast, const sum *s, hcp_column out, int64_t r
   const tiles *from = &(wide ? in_double : in_float)[cast.from];
   const tiles *to = &(wide ? in_double : in_float)[cast.to];
   int64_t from_offset = first * hcp_dtype_bytes(cast.from);
+  char *target = row_at(out, row) + first * hcp_dtype_bytes(cast.to);
+  if (s->on) to->begin(&total, target, n);
   for (int64_t r = 0; r < s->n_records; ++r) {
     const hcp_run *record = &s->records[r];
     char *part_row = row_at(*sum_part(s, record), hcp_run_part_row(record, row));
     /* Not added to zero: a sum of negative zeros stays one. */
-    (r == 0 ? from->begin : from->add)(&total, part_row + from_offset, n);
+    (r == 0 && !s->on ? from->begin : from->add)(&total, part_row + from_offset, n);
   }
-  to->end(row_at(out, row) + first * hcp_dtype_bytes(cast.to), &total, n);
+  to->end(target, &total, n);
 }
 
 void hcp__cast_rows(hcp_cast cast, const sum *s, hcp_column out) {

@@ -6,6 +6,8 @@
 
 /* What the rows of one run need, whatever the dtype. */
 typedef struct merge {
+  const void *out, *lse; /* what was merged before, wide; NULL: nothing */
+  bool stays_wide;       /* the result */
   const hcp_part *parts;
   const hcp_run *records; /* one run */
   int64_t n_records;
@@ -31,11 +33,10 @@ static void merge_run(hcp_dtype dtype, const merge *m, int64_t row, int64_t rows
   DISPATCH(dtype, merge_run, m, row, rows, out, lse)
 }
 
-void hcp_cpu_merge(hcp_dtype dtype, const hcp_part *parts, const hcp_run *runs, int64_t n_runs,
-                   int64_t rows, int64_t heads, int64_t head_dim, void *out, void *lse) {
-  merge m = {parts, NULL, 0, heads, head_dim};
+static void merge_runs(hcp_dtype dtype, merge m, const hcp_run *runs, int64_t n_runs, int64_t rows,
+                       void *out, void *lse) {
   int64_t row = 0;
-  if (heads == 0) return; /* any number of rows may hold nothing */
+  if (m.heads == 0) return; /* any number of rows may hold nothing */
   for (int64_t first = 0, end; first < n_runs; first = end) {
     end = hcp_run_end(runs, n_runs, first);
     m.n_records = 0;
@@ -47,4 +48,24 @@ void hcp_cpu_merge(hcp_dtype dtype, const hcp_part *parts, const hcp_run *runs, 
   }
   m.n_records = 0;
   merge_run(dtype, &m, row, rows - row, out, lse);
+}
+
+void hcp_cpu_merge(hcp_dtype dtype, const hcp_part *parts, const hcp_run *runs, int64_t n_runs,
+                   int64_t rows, int64_t heads, int64_t head_dim, void *out, void *lse) {
+  merge m = {NULL, NULL, false, parts, NULL, 0, heads, head_dim};
+  merge_runs(dtype, m, runs, n_runs, rows, out, lse);
+}
+
+void hcp_cpu_merge_on(hcp_dtype dtype, const void *total_lse, const hcp_part *parts,
+                      const hcp_run *runs, int64_t n_runs, int64_t rows, int64_t heads,
+                      int64_t head_dim, void *total, void *lse) {
+  merge m = {total, total_lse, true, parts, NULL, 0, heads, head_dim};
+  merge_runs(dtype, m, runs, n_runs, rows, total, lse);
+}
+
+void hcp_cpu_merge_last(hcp_dtype dtype, const void *total, const void *total_lse,
+                        const hcp_part *parts, const hcp_run *runs, int64_t n_runs, int64_t rows,
+                        int64_t heads, int64_t head_dim, void *out, void *lse) {
+  merge m = {total, total_lse, false, parts, NULL, 0, heads, head_dim};
+  merge_runs(dtype, m, runs, n_runs, rows, out, lse);
 }

@@ -27,14 +27,21 @@ typedef struct TOTAL {
   WIDE shares;  /* summed */
 } TOTAL;
 
+static WIDE OF(earlier_lse)(const merge *m, int64_t row, int64_t head) {
+  return m->lse == NULL ? -(WIDE)INFINITY : ((const WIDE *)m->lse)[row * m->heads + head];
+}
+
 static TOTAL OF(merge_total)(const merge *m, int64_t row, int64_t head) {
-  TOTAL total = {-(WIDE)INFINITY, 0};
+  WIDE earlier = OF(earlier_lse)(m, row, head);
+  TOTAL total = {earlier, 0};
+  if (earlier != earlier) return (TOTAL){earlier, earlier};
   for (int64_t r = 0; r < m->n_records; ++r) {
     WIDE lse = OF(part_lse)(m, r, row, head);
     if (!(lse <= total.largest)) total.largest = lse; /* takes NaN too */
     if (total.largest != total.largest) return (TOTAL){total.largest, total.largest};
   }
   if (total.largest == -(WIDE)INFINITY) return total;
+  if (m->lse != NULL) total.shares = OF(share)(earlier, total.largest);
   for (int64_t r = 0; r < m->n_records; ++r)
     total.shares += OF(share)(OF(part_lse)(m, r, row, head), total.largest);
   return total;
@@ -55,31 +62,59 @@ static void OF(add_weighted)(WIDE *restrict sum, WIDE weight, const STORAGE *res
   for (int64_t i = 0; i < n; ++i) sum[i] += weight * OF(load)(values[i]);
 }
 
+static void OF(add_earlier)(WIDE *restrict sum, WIDE weight, const WIDE *restrict values,
+                            int64_t n) {
+  for (int64_t i = 0; i < n; ++i) sum[i] += weight * values[i];
+}
+
 /* Elements [first, first + n) of one row and head. */
 static void OF(merge_tile)(const merge *m, TOTAL total, int64_t row, int64_t head, int64_t first,
-                           int64_t n, STORAGE *restrict out) {
-  WIDE sum[TILE] = {0};
+                           int64_t n, WIDE *restrict sum) {
+  WIDE earlier = OF(earlier_lse)(m, row, head);
+  for (int64_t i = 0; i < n; ++i) sum[i] = 0;
+  if (!OF(absent)(earlier))
+    OF(add_earlier)(sum, OF(weight)(total, earlier),
+                    (const WIDE *)m->out + (row * m->heads + head) * m->head_dim + first, n);
   for (int64_t r = 0; r < m->n_records; ++r) {
     WIDE lse = OF(part_lse)(m, r, row, head);
     if (OF(absent)(lse)) continue;
     OF(add_weighted)(sum, OF(weight)(total, lse), OF(part_out)(m, r, row, head) + first, n);
   }
+}
+
+static void OF(round_tile)(STORAGE *restrict out, const WIDE *restrict sum, int64_t n) {
   for (int64_t i = 0; i < n; ++i) out[i] = OF(store)(sum[i]);
 }
 
-static void OF(merge_row)(const merge *m, int64_t row, STORAGE *out, WIDE *lse) {
+/* Elements of a row from number `first` on, of the dtype or wide. */
+static void OF(merge_store)(const merge *m, void *out, int64_t first, const WIDE *sum, int64_t n) {
+  if (m->stays_wide)
+    memcpy((WIDE *)out + first, sum, (size_t)n * sizeof(WIDE));
+  else
+    OF(round_tile)((STORAGE *)out + first, sum, n);
+}
+
+static void OF(merge_row)(const merge *m, int64_t row, void *out, WIDE *lse) {
+  WIDE sum[TILE];
   for (int64_t head = 0; head < m->heads; ++head) {
     TOTAL total = OF(merge_total)(m, row, head);
     lse[head] = total.shares == 0 ? total.largest : total.largest + OF(log)(total.shares);
-    for (int64_t first = 0; first < m->head_dim; first += TILE)
-      OF(merge_tile)(m, total, row, head, first, tile_length(m->head_dim, first),
-                     out + head * m->head_dim + first);
+    for (int64_t first = 0; first < m->head_dim; first += TILE) {
+      int64_t n = tile_length(m->head_dim, first);
+      OF(merge_tile)(m, total, row, head, first, n, sum);
+      OF(merge_store)(m, out, (row * m->heads + head) * m->head_dim + first, sum, n);
+    }
   }
 }
 
 static void OF(merge_run)(const merge *m, int64_t row, int64_t rows, void *out, void *lse) {
-  for (int64_t i = row; i < row + rows; ++i)
-    OF(merge_row)(m, i, (STORAGE *)out + i * m->heads * m->head_dim, (WIDE *)lse + i * m->heads);
+  if (m->n_records == 0 && m->stays_wide && m->lse != NULL) { /* they stay as they are */
+    int64_t first = row * m->heads;
+    memcpy((WIDE *)lse + first, (const WIDE *)m->lse + first,
+           (size_t)(rows * m->heads) * sizeof(WIDE));
+    return;
+  }
+  for (int64_t i = row; i < row + rows; ++i) OF(merge_row)(m, i, out, (WIDE *)lse + i * m->heads);
 }
 
 #undef TOTAL

@@ -6,7 +6,7 @@
 static void cast_rows(hcp_cast cast, hcp_column target, int64_t target_row, hcp_column source,
                       int64_t source_row, int64_t rows) {
   hcp_run run = {target_row, rows, 0, source_row};
-  hcp__cast_rows(cast, &(sum){&source, 1, &run, 1}, target);
+  hcp__cast_rows(cast, &(sum){&source, 1, &run, 1, 0}, target);
 }
 
 /* Rows named by the segments, one after the other; cast is NULL where both are row_bytes

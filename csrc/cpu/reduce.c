@@ -46,7 +46,7 @@ static void reduce_column(hcp_cast cast, const hcp_column *parts, int32_t n_colu
   for (int64_t first = 0, end; first < n_runs; first = end) {
     end = hcp_run_end(runs, n_runs, first);
     clear_rows(out, row, runs[first].row - row);
-    reduce_run(cast, &(sum){parts, n_columns, &runs[first], end - first}, rotation, out);
+    reduce_run(cast, &(sum){parts, n_columns, &runs[first], end - first, 0}, rotation, out);
     row = runs[first].row + runs[first].rows;
   }
   clear_rows(out, row, rows - row);
@@ -79,6 +79,15 @@ void hcp_cpu_reduce(hcp_dtype dtype, const hcp_cast *cast, const hcp_column *par
   reduce_columns(cast != NULL ? *cast : none, parts, n_columns, runs, n_runs, rows, NULL, 0, out);
 }
 
+void hcp_cpu_reduce_on(hcp_dtype dtype, const hcp_column *parts, const hcp_run *runs,
+                       int64_t n_runs, hcp_column total) {
+  hcp_cast wide = {dtype, dtype == HCP_FLOAT64 ? HCP_FLOAT64 : HCP_FLOAT32};
+  for (int64_t first = 0, end; first < n_runs; first = end) {
+    end = hcp_run_end(runs, n_runs, first);
+    hcp__cast_rows(wide, &(sum){parts, 1, &runs[first], end - first, 1}, total);
+  }
+}
+
 /* Rows that are turned before they are copied: few enough to be in the cache still,
  * enough that no copy waits for the stores of the row before it. */
 enum { ROWS_AT_ONCE = 16 };
@@ -96,7 +105,7 @@ void hcp_cpu_rotate(hcp_dtype dtype, hcp_heads source, const hcp_rotation *rotat
   hcp_column column = {(void *)(intptr_t)source.data, source.row_stride * hcp_dtype_bytes(dtype),
                        0};
   hcp_run whole = {0, rows, 0, 0};
-  sum one = {&column, 1, &whole, 1};
+  sum one = {&column, 1, &whole, 1, 0};
   int64_t row = 0;
   if (out.row_bytes == 0) return; /* any number of rows may hold nothing */
   for (int64_t first = 0, end; first < n_runs; first = end) {

@@ -10,6 +10,7 @@ typedef struct sum {
   int32_t n_columns;
   const hcp_run *records; /* one run */
   int64_t n_records;
+  int on; /* to what the result holds already; cast */
 } sum;
 
 static inline const hcp_column *sum_part(const sum *s, const hcp_run *record) {

@@ -10,6 +10,7 @@
 struct merged {
   hcp_part part[HCP_CUDA_PARTS_MAX];
   int64_t heads, head_dim;
+  const void *out, *lse; /* what was merged before, wide; NULL: nothing */
 };
 
 template <class T>
@@ -73,10 +74,19 @@ __device__ inline const T *part_out(const carried_runs &carried, const merged &m
 }
 
 template <class T>
+__device__ inline typename element<T>::wide earlier_lse(const merged &m, int64_t row,
+                                                        int64_t head) {
+  using W = typename element<T>::wide;
+  return m.lse == NULL ? -(W)INFINITY : ((const W *)m.lse)[row * m.heads + head];
+}
+
+template <class T>
 __device__ inline total<T> total_of(const carried_runs &carried, const merged &m, int run,
                                     int64_t row, int64_t head) {
   using W = typename element<T>::wide;
-  total<T> t = {-(W)INFINITY, 0};
+  W earlier = earlier_lse<T>(m, row, head);
+  total<T> t = {earlier, 0};
+  if (earlier != earlier) return {earlier, earlier};
   int begin = carried.record[run], end = carried.record[run + 1];
   for (int r = begin; r < end; ++r) {
     W lse = part_lse<T>(carried, m, run, r, row, head);
@@ -84,6 +94,7 @@ __device__ inline total<T> total_of(const carried_runs &carried, const merged &m
     if (t.largest != t.largest) return {t.largest, t.largest};
   }
   if (t.largest == -(W)INFINITY) return t;
+  t.shares = share(earlier, t.largest);
   for (int r = begin; r < end; ++r)
     t.shares += share(part_lse<T>(carried, m, run, r, row, head), t.largest);
   return t;
@@ -106,6 +117,16 @@ struct merged_vector {
   W sum[N] = {};
   W shares = 0;
   W largest = -(W)INFINITY; /* NaN once any part has it */
+
+  __device__ void begin(const merged &m, int64_t row, int64_t head, int64_t at) {
+    largest = earlier_lse<T>(m, row, head);
+    if (absent(largest)) return;
+    auto value = reinterpret_cast<const vector<W, N> *>((const W *)m.out +
+                                                        (row * m.heads + head) * m.head_dim)[at];
+    shares = 1;
+#pragma unroll
+    for (int e = 0; e < N; ++e) sum[e] = value.at[e];
+  }
 
   __device__ void raise(W to) {
     W scale = share(largest, to);
@@ -162,11 +183,12 @@ __device__ inline int find_parts(const carried_runs &carried, const merged &m, i
   return n;
 }
 
-/* A block takes a row at a time, a thread one vector of one head. */
-template <class T, int N>
+/* A block takes a row at a time, a thread one vector of one head. out is of type O: T, or wide
+ * where it is what was merged before. */
+template <class T, class O, int N>
 __global__ void __launch_bounds__(HCP_THREADS)
     merge_rows(const __grid_constant__ carried_runs carried, const __grid_constant__ merged m,
-               T *out, typename element<T>::wide *lse) {
+               O *out, typename element<T>::wide *lse) {
   using W = typename element<T>::wide;
   __shared__ part_row<T> parts[carried_runs::RECORDS];
   unsigned vectors = (unsigned)(m.head_dim / N), threads = vectors > 0 ? vectors : 1;
@@ -174,9 +196,15 @@ __global__ void __launch_bounds__(HCP_THREADS)
   for (int64_t r = blockIdx.x; r < carried.rows(); r += gridDim.x) {
     int64_t row = carried.first_row() + r;
     int n = find_parts(carried, m, row, parts);
+    if (n == 0 && out == m.out) { /* the row stays as it is */
+      for (unsigned head = threadIdx.x; head < m.heads; head += blockDim.x)
+        lse[row * m.heads + head] = earlier_lse<T>(m, row, head);
+      continue;
+    }
     for (unsigned item = threadIdx.x; item < items; item += blockDim.x) {
       unsigned head = item / threads, at = item % threads;
       merged_vector<T, N> sum;
+      if (vectors > 0) sum.begin(m, row, head, at);
       for (int first = 0; first < n && vectors > 0; first += IN_FLIGHT)
         sum.add_parts(parts, first, n, head, at);
       total<T> t = {sum.largest, sum.shares};
@@ -187,10 +215,10 @@ __global__ void __launch_bounds__(HCP_THREADS)
         lse[row * m.heads + head] = none || odd ? t.largest : t.largest + logarithm(t.shares);
       if (vectors == 0) continue;
       W scale = odd ? t.largest : none ? W(0) : W(1) / t.shares;
-      vector<T, N> result;
+      vector<O, N> result;
 #pragma unroll
-      for (int e = 0; e < N; ++e) result.at[e] = store<T>(sum.sum[e] * scale);
-      reinterpret_cast<vector<T, N> *>(out + (row * m.heads + head) * m.head_dim)[at] = result;
+      for (int e = 0; e < N; ++e) result.at[e] = store<O>(sum.sum[e] * scale);
+      reinterpret_cast<vector<O, N> *>(out + (row * m.heads + head) * m.head_dim)[at] = result;
     }
   }
 }
@@ -200,7 +228,7 @@ __global__ void __launch_bounds__(HCP_THREADS)
 template <class T>
 static bool vectors_fit(const merged &m, int32_t parts, const void *out) {
   int64_t element_bytes = sizeof(T), row = m.head_dim * element_bytes;
-  bool fit = aligned(out, row, 16);
+  bool fit = aligned(out, row, 16) && aligned(m.out, row, 16);
   for (int32_t p = 0; p < parts; ++p)
     fit =
         fit && aligned(m.part[p].out,
@@ -208,29 +236,40 @@ static bool vectors_fit(const merged &m, int32_t parts, const void *out) {
   return fit;
 }
 
-template <class T>
-static hcp_status merge_all(const hcp_part *parts, const hcp_run *runs, int64_t n_runs,
-                            int64_t rows, int64_t heads, int64_t head_dim, void *out, void *lse,
-                            cudaStream_t stream, hcp_error *err) {
+/* What every merge takes; earlier is NULL where nothing was merged before. */
+struct merge_call {
+  const hcp_part *parts;
+  const hcp_run *runs;
+  int64_t n_runs, rows, heads, head_dim;
+  const void *earlier, *earlier_lse;
+  cudaStream_t stream;
+};
+
+template <class T, class O>
+static hcp_status merge_all(const merge_call &call, void *out, void *lse, hcp_error *err) {
   using W = typename element<T>::wide;
   constexpr int N = vector_elements<T>();
-  run_launches launches(runs, n_runs, rows, true);
+  run_launches launches(call.runs, call.n_runs, call.rows, true);
   merged m;
-  m.heads = heads;
-  m.head_dim = head_dim;
+  m.heads = call.heads;
+  m.head_dim = call.head_dim;
+  m.out = call.earlier_lse == NULL ? NULL : call.earlier;
+  m.lse = call.earlier_lse;
   int more;
   while ((more = launches.advance()) > 0) {
-    for (int32_t p = 0; p < launches.parts; ++p) m.part[p] = parts[launches.part_of[p]];
+    for (int32_t p = 0; p < launches.parts; ++p) m.part[p] = call.parts[launches.part_of[p]];
     int64_t launch_rows = launches.carried.row[launches.carried.n] - launches.carried.row[0];
     bool wide = vectors_fit<T>(m, launches.parts, out);
-    int64_t items = heads * (head_dim / (wide ? N : 1) + (head_dim == 0));
+    int64_t items = m.heads * (m.head_dim / (wide ? N : 1) + (m.head_dim == 0));
     unsigned threads = (unsigned)(items < HCP_THREADS ? (items + 31) / 32 * 32 : HCP_THREADS);
     unsigned blocks = hcp_cuda_blocks(launch_rows * HCP_THREADS);
     if (items == 0) continue;
     if (wide)
-      merge_rows<T, N><<<blocks, threads, 0, stream>>>(launches.carried, m, (T *)out, (W *)lse);
+      merge_rows<T, O, N>
+          <<<blocks, threads, 0, call.stream>>>(launches.carried, m, (O *)out, (W *)lse);
     else
-      merge_rows<T, 1><<<blocks, threads, 0, stream>>>(launches.carried, m, (T *)out, (W *)lse);
+      merge_rows<T, O, 1>
+          <<<blocks, threads, 0, call.stream>>>(launches.carried, m, (O *)out, (W *)lse);
     hcp_status status = hcp_cuda_launched("merge", err);
     if (status != HCP_OK) return status;
   }
@@ -240,8 +279,29 @@ static hcp_status merge_all(const hcp_part *parts, const hcp_run *runs, int64_t 
 hcp_status hcp_cuda_merge(hcp_dtype dtype, const hcp_part *parts, const hcp_run *runs,
                           int64_t n_runs, int64_t rows, int64_t heads, int64_t head_dim, void *out,
                           void *lse, void *stream, hcp_error *err) {
+  return hcp_cuda_merge_last(dtype, NULL, NULL, parts, runs, n_runs, rows, heads, head_dim, out,
+                             lse, stream, err);
+}
+
+hcp_status hcp_cuda_merge_on(hcp_dtype dtype, const void *total_lse, const hcp_part *parts,
+                             const hcp_run *runs, int64_t n_runs, int64_t rows, int64_t heads,
+                             int64_t head_dim, void *total, void *lse, void *stream,
+                             hcp_error *err) {
+  merge_call call = {
+      parts, runs, n_runs, rows, heads, head_dim, total, total_lse, (cudaStream_t)stream};
   hcp_status status = HCP_OK;
-  HCP_CUDA_DISPATCH(dtype, status = merge_all<T>(parts, runs, n_runs, rows, heads, head_dim, out,
-                                                 lse, (cudaStream_t)stream, err))
+  HCP_CUDA_DISPATCH(dtype,
+                    status = (merge_all<T, typename element<T>::wide>(call, total, lse, err)))
+  return status;
+}
+
+hcp_status hcp_cuda_merge_last(hcp_dtype dtype, const void *total, const void *total_lse,
+                               const hcp_part *parts, const hcp_run *runs, int64_t n_runs,
+                               int64_t rows, int64_t heads, int64_t head_dim, void *out, void *lse,
+                               void *stream, hcp_error *err) {
+  merge_call call = {
+      parts, runs, n_runs, rows, heads, head_dim, total, total_lse, (cudaStream_t)stream};
+  hcp_status status = HCP_OK;
+  HCP_CUDA_DISPATCH(dtype, status = (merge_all<T, T>(call, out, lse, err)))
   return status;
 }

@@ -34,8 +34,9 @@ static __device__ void read_vectors(V (&value)[IN_FLIGHT], const V *source, int6
 }
 
 /* The vectors' sum over the records of a run; those of the next record are on
- * their way. value, which is read into, is zeros, and sum itself where nothing is cast. */
-template <class From, class To, int N>
+ * their way. value, which is read into, is zeros, and sum itself where nothing is cast. With on,
+ * sum is other memory than value, and the sum goes on from what it holds. */
+template <class From, class To, int N, bool on>
 static __device__ void sum_vectors(packed<From, N> (&value)[IN_FLIGHT],
                                    packed<To, N> (&sum)[IN_FLIGHT], const carried_runs &carried,
                                    const summed_columns &columns, int run, int64_t row, int column,
@@ -45,8 +46,11 @@ static __device__ void sum_vectors(packed<From, N> (&value)[IN_FLIGHT],
   int64_t vectors = columns.vectors[column];
   if (first == end) return;
   read_vectors(value, source_of<V>(carried, columns, first, run, row, column), at, lanes, vectors);
-  if (same<From, To> && first + 1 == end) return;
+  if (!on && same<From, To> && first + 1 == end) return;
   between<From, To> total[IN_FLIGHT][N], more[N];
+  if (on)
+#pragma unroll
+    for (int k = 0; k < IN_FLIGHT; ++k) sum[k].widen(total[k]);
   V next[IN_FLIGHT] = {};
   for (int r = first; r < end; ++r) {
     if (r + 1 < end)
@@ -57,7 +61,7 @@ static __device__ void sum_vectors(packed<From, N> (&value)[IN_FLIGHT],
       value[k].widen(more);
       /* The first is not added to zero: a sum of negative zeros stays one. */
 #pragma unroll
-      for (int e = 0; e < N; ++e) total[k][e] = r == first ? more[e] : total[k][e] + more[e];
+      for (int e = 0; e < N; ++e) total[k][e] = !on && r == first ? more[e] : total[k][e] + more[e];
       value[k] = next[k];
     }
   }
@@ -72,8 +76,9 @@ constexpr int least_blocks() {
   return same<From, To> ? 0 : 2;
 }
 
-/* Rows [low, high) of the block's column, those of `blocks` blocks in turns. */
-template <class From, class To, int N>
+/* Rows [low, high) of the block's column, those of `blocks` blocks in turns. With on, they are
+ * added to what lies there. */
+template <class From, class To, int N, bool on = false>
 static __device__ void sum_between(const carried_runs &carried, const summed_columns &columns,
                                    int64_t low, int64_t high, int block, int blocks) {
   using V = packed<From, N>;
@@ -84,14 +89,16 @@ static __device__ void sum_between(const carried_runs &carried, const summed_col
   int64_t row = low + (int64_t)block * at_once + (threadIdx.x >> columns.lane_bits);
   for (; row < high; row += step) {
     int run = carried.find(row);
+    if (on && carried.record[run] == carried.record[run + 1]) continue;
     W *out = reinterpret_cast<W *>(columns.out[column] + row * columns.out_stride);
     for (int64_t at = lane; at < vectors; at += IN_FLIGHT * lanes) {
       W sum[IN_FLIGHT] = {};
-      if constexpr (same<From, To>) {
-        sum_vectors(sum, sum, carried, columns, run, row, column, at, lanes);
+      if (on) read_vectors(sum, out, at, lanes, vectors);
+      if constexpr (same<From, To> && !on) {
+        sum_vectors<From, To, N, on>(sum, sum, carried, columns, run, row, column, at, lanes);
       } else {
         V value[IN_FLIGHT] = {};
-        sum_vectors(value, sum, carried, columns, run, row, column, at, lanes);
+        sum_vectors<From, To, N, on>(value, sum, carried, columns, run, row, column, at, lanes);
       }
 #pragma unroll
       for (int k = 0; k < IN_FLIGHT; ++k)
@@ -100,13 +107,13 @@ static __device__ void sum_between(const carried_runs &carried, const summed_col
   }
 }
 
-template <class From, class To, int N>
+template <class From, class To, int N, bool on>
 __global__ void __launch_bounds__(HCP_THREADS, (least_blocks<From, To>()))
     sum_rows(const __grid_constant__ carried_runs carried,
              const __grid_constant__ summed_columns columns) {
   int64_t first = carried.first_row();
-  sum_between<From, To, N>(carried, columns, first, first + carried.rows(), (int)blockIdx.x,
-                           (int)gridDim.x);
+  sum_between<From, To, N, on>(carried, columns, first, first + carried.rows(), (int)blockIdx.x,
+                               (int)gridDim.x);
 }
 
 /* ---- between GPUs ---- */
@@ -195,12 +202,16 @@ struct summer {
   int64_t element_bytes, out_element_bytes;
 };
 
-template <class From, class To>
+template <class From, class To, bool on = false>
 static summer summer_of() {
   constexpr int most = 32 / (int)sizeof(between<From, To>);
   constexpr int N = vector_elements<From>() < most ? vector_elements<From>() : most;
-  return {sum_rows<From, To, N>,     sum_rows<From, To, 1>, sizeof(From) * N,
-          vector_alignment<To, N>(), sizeof(From),          sizeof(To)};
+  return {sum_rows<From, To, N, on>,
+          sum_rows<From, To, 1, on>,
+          sizeof(From) * N,
+          vector_alignment<To, N>(),
+          sizeof(From),
+          sizeof(To)};
 }
 
 template <class From>
@@ -213,6 +224,13 @@ static summer summer_from(hcp_dtype to) {
 static summer summer_of(hcp_cast cast) {
   summer found = {};
   HCP_CUDA_DISPATCH(cast.from, found = summer_from<T>(cast.to))
+  return found;
+}
+
+/* The kernels that add a dtype to a total. */
+static summer adder_of(hcp_dtype dtype) {
+  summer found = {};
+  HCP_CUDA_DISPATCH(dtype, found = (summer_of<T, typename element<T>::wide, true>()))
   return found;
 }
 
@@ -347,11 +365,10 @@ static hcp_status launch(const summer &by, hcp_dtype dtype, const run_launches &
 }
 
 /* The columns from number `from` on, as many at once as a launch carries. */
-static hcp_status sum_columns(hcp_cast cast, const hcp_column *parts, int32_t from,
-                              int32_t n_columns, const hcp_run *runs, int64_t n_runs, int64_t rows,
-                              hcp_column out, const linked *peers, cudaStream_t stream,
-                              hcp_error *err) {
-  summer by = summer_of(cast);
+static hcp_status sum_columns(const summer &by, hcp_dtype dtype, const hcp_column *parts,
+                              int32_t from, int32_t n_columns, const hcp_run *runs, int64_t n_runs,
+                              int64_t rows, hcp_column out, const linked *peers,
+                              cudaStream_t stream, hcp_error *err) {
   run_launches launches(runs, n_runs, rows, true);
   int more = launches.advance();
   bool whole = more > 0 && launches.is_last() && out.row_bytes > 0 &&
@@ -378,8 +395,7 @@ static hcp_status sum_columns(hcp_cast cast, const hcp_column *parts, int32_t fr
           columns.part[p * columns.n + c] = (const char *)part.data;
           columns.part_stride[p * columns.n + c] = part.row_stride_bytes;
         }
-      status =
-          launch(by, cast.from, launches, &columns, row_bytes, whole ? peers : NULL, stream, err);
+      status = launch(by, dtype, launches, &columns, row_bytes, whole ? peers : NULL, stream, err);
     }
   }
   if (status == HCP_OK && more < 0) status = row_too_long(launches, err);
@@ -390,15 +406,23 @@ hcp_status hcp_cuda_reduce_from(hcp_dtype dtype, const hcp_column *parts, int32_
                                 int32_t n_columns, const hcp_run *runs, int64_t n_runs,
                                 int64_t rows, hcp_column out, cudaStream_t stream, hcp_error *err) {
   hcp_cast none = {dtype, dtype};
-  return sum_columns(none, parts, from, n_columns, runs, n_runs, rows, out, NULL, stream, err);
+  return sum_columns(summer_of(none), dtype, parts, from, n_columns, runs, n_runs, rows, out, NULL,
+                     stream, err);
 }
 
 hcp_status hcp_cuda_reduce(hcp_dtype dtype, const hcp_cast *cast, const hcp_column *parts,
                            int32_t n_columns, const hcp_run *runs, int64_t n_runs, int64_t rows,
                            hcp_column out, void *stream, hcp_error *err) {
   hcp_cast none = {dtype, dtype};
-  return sum_columns(cast != NULL ? *cast : none, parts, 0, n_columns, runs, n_runs, rows, out,
-                     NULL, (cudaStream_t)stream, err);
+  return sum_columns(summer_of(cast != NULL ? *cast : none), dtype, parts, 0, n_columns, runs,
+                     n_runs, rows, out, NULL, (cudaStream_t)stream, err);
+}
+
+hcp_status hcp_cuda_reduce_on(hcp_dtype dtype, const hcp_column *parts, const hcp_run *runs,
+                              int64_t n_runs, hcp_column total, void *stream, hcp_error *err) {
+  int64_t rows = n_runs > 0 ? runs[n_runs - 1].row + runs[n_runs - 1].rows : 0;
+  return sum_columns(adder_of(dtype), dtype, parts, 0, 1, runs, n_runs, rows, total, NULL,
+                     (cudaStream_t)stream, err);
 }
 
 hcp_status hcp_cuda_stage(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
@@ -406,8 +430,8 @@ hcp_status hcp_cuda_stage(hcp_dtype dtype, const hcp_column *parts, int32_t n_co
                           hcp_awaited free, hcp_signals staged, uint32_t *progress, void *stream,
                           hcp_error *err) {
   linked peers = {free, staged, progress, true, 0, NULL};
-  return sum_columns({dtype, dtype}, parts, 0, n_columns, runs, n_runs, rows, out, &peers,
-                     (cudaStream_t)stream, err);
+  return sum_columns(summer_of({dtype, dtype}), dtype, parts, 0, n_columns, runs, n_runs, rows, out,
+                     &peers, (cudaStream_t)stream, err);
 }
 
 hcp_status hcp_cuda_read_by_blocks(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
@@ -416,6 +440,6 @@ hcp_status hcp_cuda_read_by_blocks(hcp_dtype dtype, const hcp_column *parts, int
                                    const int64_t *part_rows, hcp_signals read, uint32_t *progress,
                                    void *stream, hcp_error *err) {
   linked peers = {staged, read, progress, false, first_staged, part_rows};
-  return sum_columns({dtype, dtype}, parts, 0, n_columns, runs, n_runs, rows, out, &peers,
-                     (cudaStream_t)stream, err);
+  return sum_columns(summer_of({dtype, dtype}), dtype, parts, 0, n_columns, runs, n_runs, rows, out,
+                     &peers, (cudaStream_t)stream, err);
 }

@@ -280,7 +280,7 @@ Moves moves_of(const Tensor &tensor, int64_t rows) {
   return moves;
 }
 
-static ScalarType lse_dtype(hcp_dtype dtype) {
+ScalarType wide_dtype(hcp_dtype dtype) {
   return dtype == HCP_FLOAT64 ? ScalarType::Double : ScalarType::Float;
 }
 
@@ -297,7 +297,7 @@ static void expect_part(const Parts &all, const Tensor &out, const Tensor &lse, 
   expect_same_device(out_name, out, "outs[0]", first);
   expect_dense_rows(out_name, out);
   expect_sizes(lse_name, lse, {out.size(0), all.heads});
-  expect_dtype(lse_name, lse, lse_dtype(all.dtype));
+  expect_dtype(lse_name, lse, wide_dtype(all.dtype));
   expect_same_device(lse_name, lse, "outs[0]", first);
 }
 
@@ -349,7 +349,7 @@ hcp_rotation rotation_of(const Tensor &cos, const Tensor &sin, hcp_dtype dtype, 
   for (int i = 0; i < 2; ++i) {
     const char *name = i == 0 ? "cos" : "sin";
     expect_sizes(name, *both[i], {rows, turned});
-    expect_dtype(name, *both[i], lse_dtype(dtype));
+    expect_dtype(name, *both[i], wide_dtype(dtype));
     expect_same_device(name, *both[i], "the rows", like);
     expect_contiguous(name, *both[i]);
   }

@@ -75,6 +75,8 @@ std::string shape_text(const Sizes &sizes);
 
 // Gradients, merges and sums need one of HCP_DTYPES.
 hcp_dtype dtype_of(const Name &name, const Tensor &tensor);
+// What sums of a dtype, and log-sum-exps, are in.
+torch::headeronly::ScalarType wide_dtype(hcp_dtype dtype);
 // Which cast makes the dtype of a tensor; nothing where it has it, whichever that is.
 std::optional<hcp_cast> cast_of(const Name &name, const Tensor &tensor, const Dtype &dtype);
 void expect_dtype(const Name &name, const Tensor &tensor, torch::headeronly::ScalarType dtype);

@@ -172,6 +172,79 @@ Tensors sum_gradients(Tensors parts, std::optional<Tensor> home, Tensor runs, in
   return columns_beside("out", out, Tensors(parts.begin(), parts.begin() + columns));
 }
 
+// ---- Totals ----------------------------------------------------------------
+//
+// What the launches of some stages gave goes into a total before those of further stages begin.
+
+// A total of parts of a dtype and with so many heads of so many elements.
+inline void expect_total(const Tensor &total, hcp_dtype dtype, const Tensor &first, int64_t heads,
+                         int64_t head_dim) {
+  expect_sizes("total", total, {-1, heads, head_dim});
+  expect_dtype("total", total, wide_dtype(dtype));
+  expect_same_device("total", total, "outs[0]", first);
+  expect_contiguous("total", total);
+}
+
+inline const void *total_lse_of(const Tensor &lse, hcp_dtype dtype, const Tensor &total) {
+  expect_sizes("total_lse", lse, {total.size(0), total.size(1)});
+  expect_dtype("total_lse", lse, wide_dtype(dtype));
+  expect_same_device("total_lse", lse, "total", total);
+  expect_contiguous("total_lse", lse);
+  return lse.const_data_ptr();
+}
+
+// Parts merged into a total, in its place; without total_lse it holds nothing yet. The log-sum-exp
+// of both.
+template <class Device>
+Tensor merge_on(Tensor total, std::optional<Tensor> total_lse, Tensors outs, Tensors lses,
+                Tensor runs) {
+  Parts parts = parts_of(outs, lses);
+  expect_total(total, parts.dtype, outs[0], parts.heads, parts.head_dim);
+  const void *before = total_lse ? total_lse_of(*total_lse, parts.dtype, total) : nullptr;
+  int64_t rows = total.size(0);
+  Runs records = runs_of(runs, parts.rows, rows);
+  Tensor lse = fresh(lses[0], {rows, parts.heads});
+  Device(outs[0]).merge_on(parts.dtype, before, parts.parts.data(), records.data, records.n, rows,
+                           parts.heads, parts.head_dim, total.mutable_data_ptr(),
+                           lse.mutable_data_ptr());
+  return lse;
+}
+
+// A total merged with the last parts, of their dtype; and its log-sum-exp.
+template <class Device>
+std::tuple<Tensor, Tensor> merge_last(Tensor total, Tensor total_lse, Tensors outs, Tensors lses,
+                                      Tensor runs) {
+  Parts parts = parts_of(outs, lses);
+  expect_total(total, parts.dtype, outs[0], parts.heads, parts.head_dim);
+  const void *before = total_lse_of(total_lse, parts.dtype, total);
+  int64_t rows = total.size(0);
+  Runs records = runs_of(runs, parts.rows, rows);
+  Tensor out = fresh(outs[0], {rows, parts.heads, parts.head_dim});
+  Tensor lse = fresh(lses[0], {rows, parts.heads});
+  Device(outs[0]).merge_last(parts.dtype, total.const_data_ptr(), before, parts.parts.data(),
+                             records.data, records.n, rows, parts.heads, parts.head_dim,
+                             out.mutable_data_ptr(), lse.mutable_data_ptr());
+  return {out, lse};
+}
+
+// Parts (N, heads, size) summed into a total, in its place; unless begun, it holds nothing yet.
+template <class Device>
+void sum_on(Tensor total, bool begun, Tensors parts, Tensor runs) {
+  Tensors given = flat("parts", parts);
+  Summands summands = summands_of(given, 1);
+  expect_dim("parts[0]", parts[0], 3);
+  expect_total(total, summands.dtype, parts[0], parts[0].size(1), parts[0].size(2));
+  Runs records = runs_of(runs, summands.rows, total.size(0));
+  hcp_column out = output_of("total", flat("total", 0, total));
+  if (begun) {
+    Device(total).reduce_on(summands.dtype, summands.columns.data(), records.data, records.n, out);
+    return;
+  }
+  hcp_cast cast = {summands.dtype, dtype_of("total", total)};
+  Device(total).reduce(summands.dtype, cast.to == cast.from ? nullptr : &cast,
+                       summands.columns.data(), 1, records.data, records.n, total.size(0), out);
+}
+
 template <class Device>
 void implement_layer(torch::stable::detail::StableLibrary &m) {
   m.impl("cut", TORCH_BOX(&cut));
@@ -179,6 +252,9 @@ void implement_layer(torch::stable::detail::StableLibrary &m) {
   m.impl("reduce_to_send", TORCH_BOX(&reduce_to_send<Device>));
   m.impl("arrive", TORCH_BOX(&arrive<Device>));
   m.impl("sum_gradients", TORCH_BOX(&sum_gradients<Device>));
+  m.impl("merge_on", TORCH_BOX(&merge_on<Device>));
+  m.impl("merge_last", TORCH_BOX(&merge_last<Device>));
+  m.impl("sum_on", TORCH_BOX(&sum_on<Device>));
 }
 
 }  // namespace hcp

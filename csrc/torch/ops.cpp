@@ -47,7 +47,10 @@ struct Cpu {
   KERNEL(pack)
   KERNEL(unpack)
   KERNEL(merge)
+  KERNEL(merge_on)
+  KERNEL(merge_last)
   KERNEL(reduce)
+  KERNEL(reduce_on)
   KERNEL(reduce_rotated)
   KERNEL(rotate)
 #undef KERNEL
@@ -111,6 +114,13 @@ STABLE_TORCH_LIBRARY(hcp, m) {
   m.def(
       "sum_gradients(Tensor[] parts, Tensor? home, Tensor runs, int rows, int columns, "
       "Tensor? cos, Tensor? sin, bool interleaved) -> Tensor[]");
+  m.def(
+      "merge_on(Tensor(a!) total, Tensor? total_lse, Tensor[] outs, Tensor[] lses, Tensor runs) "
+      "-> Tensor");
+  m.def(
+      "merge_last(Tensor total, Tensor total_lse, Tensor[] outs, Tensor[] lses, Tensor runs) "
+      "-> (Tensor, Tensor)");
+  m.def("sum_on(Tensor(a!) total, bool begun, Tensor[] parts, Tensor runs) -> ()");
   m.def("signal_set(Tensor(a!) memory, Tensor signals) -> ()");
   m.def(
       "stage(Tensor(a!) out, Tensor[] parts, Tensor runs, int columns, Tensor free, "

@@ -22,7 +22,11 @@ class Launches(NamedTuple):
     """int64 (launches of all stages, 2) of (row, rows): their queries. None: all of them."""
     key_cuts: list[Tensor | None]
     """Their keys, by stage. None, for keys that lie here: all of them."""
+    running_runs: list[Tensor | None]
+    """By stage: what its launches and those that wait gave goes into a total when it ends, by these
+    runs, whose parts are these launches. None: they wait."""
     output_runs: Tensor
+    """The same of the launches that no total has when the last stage ends."""
     sunk_runs: Tensor
     """``output_runs`` with the sinks as one more part, after the launches."""
     home_runs: Tensor
@@ -48,7 +52,9 @@ def launches_of(schedule: Schedule, kernel: Kernel) -> Launches:
         places += [found[entry] for entry in stage.entries]
     # Returned gradients are one more part, after the entries and the launches of stage 0.
     local = [*places[: len(schedule.stages[0].entries)], (len(stages[0]), 0, 0)]
-    output_runs = _renumber(schedule.output_runs, places, 1)
+    running_runs, output_runs, left = _running(
+        _renumber(schedule.output_runs, places, 1), [len(launches) for launches in stages]
+    )
     local_runs = _renumber(schedule.local_runs, local, 2)
     rows = schedule.query_rows
     all_local = number == len(schedule.stages) == 1
@@ -59,8 +65,9 @@ def launches_of(schedule: Schedule, kernel: Kernel) -> Launches:
         number,
         _unless_all(queries, rows),
         [_unless_all(own, rows), *others],
+        running_runs,
         output_runs,
-        _with_sinks(output_runs, number, rows),
+        _with_sinks(output_runs, left, rows),
         _renumber(schedule.home_runs, places, 2),
         local_runs,
         all_local and _covers(output_runs, rows) and _covers(local_runs, rows),
@@ -88,6 +95,32 @@ def _renumber(runs: Tensor, places: list[tuple[int, int, int]], offset: int) -> 
         return runs
     table = torch.tensor(places, device="cpu")[runs[:, 2]]
     return torch.stack([runs[:, 0], runs[:, 1], table[:, 0], runs[:, 3] + table[:, offset]], 1)
+
+
+_TOGETHER = 3
+_AT_MOST = 4
+"""Stages whose outputs go into a total together, and that need no total: their outputs have no more
+bytes than those of three and a total of twice the width."""
+
+
+def _running(runs: Tensor, numbers: list[int]) -> tuple[list[Tensor | None], Tensor, int]:
+    """The runs of the launches that go into a total after each stage, those of the launches that
+    are left after the last one, and how many these are. ``numbers``: of launches, by stage."""
+    busy = [stage for stage, number in enumerate(numbers) if number > 0]
+    ends = busy[_TOGETHER - 1 : -1 : _TOGETHER] if len(busy) > _AT_MOST else []
+    running: list[Tensor | None] = [None] * len(numbers)
+    first = 0
+    for stage in ends:
+        after = sum(numbers[: stage + 1])
+        running[stage] = _of_parts(runs, first, after)
+        first = after
+    return running, _of_parts(runs, first, sum(numbers)), sum(numbers) - first
+
+
+def _of_parts(runs: Tensor, first: int, after: int) -> Tensor:
+    """The records of parts [first, after), counted from the first of them."""
+    chosen = runs[(runs[:, 2] >= first) & (runs[:, 2] < after)]
+    return chosen - chosen.new_tensor([0, 0, first, 0])
 
 
 def _with_sinks(runs: Tensor, part: int, rows: int) -> Tensor:

@@ -29,12 +29,15 @@ class KeyTransfer(Protocol):
         self, key: Tensor, value: Tensor, sent: Tensor | None, stamp: Stamp
     ) -> Iterator[list[Tensor]]:
         """Yield keys and values of each launch, stage by stage, while those of the next stage
-        arrive. ``sent``: what the first exchange sends, where it is packed already."""
+        arrive. ``sent``: what the first exchange sends, where it is packed already.
+
+        Whoever has used a list clears it, so that its keys leave before more are asked for."""
 
     def return_gradients(
         self, grads: list[Tensor], rotary: Rotary | None, stamp: Stamp
     ) -> Callable[[], list[Tensor]]:
         """Begin to bring partial gradients of keys and values, launch by launch, to their owners.
+        Those of others' keys leave the list when they are sent or staged.
 
         Returns a function that waits for the gradients of this rank's own, summed and rotated
         back: (T, G, D), (T, G, E), not contiguous.
@@ -131,6 +134,7 @@ class SentKeys:
             )
             yield current
             pending.wait()
+            del pending  # and what was sent
             current = []
             if stage.entries:
                 current = torch.ops.hcp.arrive.default(
@@ -149,6 +153,7 @@ class SentKeys:
         sent, home = torch.ops.hcp.reduce_to_send.default(
             grads, launches.home_runs, 2, schedule.home_sent_rows, schedule.home_received_rows
         )
+        del grads[len(own) :]
         pending = self._transport.start(
             sent, schedule.home_sends, home, schedule.home_receives, stamp=stamp
         )
@@ -229,6 +234,7 @@ class ReadKeys:
         if not self._has_gradients:
             rows = self._schedule.query_rows
             return lambda: [grad.new_zeros(rows, *grad.shape[1:]) for grad in grads[:2]]
+        del grads[len(own) :]
         reading = staged.read(0)
 
         def sums() -> list[Tensor]:

@@ -2,8 +2,9 @@
 
 The schedule (see ``hcp.exchange.tables``) says everything: which keys arrive when, and which dense
 blocks of queries and keys library kernels (``hcp.attention.kernels``) compute. Partial outputs are
-merged once by log-sum-exp. The backward fetches the keys again, gives the kernel the merged output
-and log-sum-exp, brings partial gradients of keys and values to their owners, and sums them once.
+merged by log-sum-exp, those of many stages in turns: into a total in float32, while later stages
+run. The backward fetches the keys again, gives the kernel the merged output and log-sum-exp, brings
+partial gradients of keys and values to their owners, and sums them once.
 
 Compilers see one operator instead: ``hcp.attention.operator``.
 
@@ -13,6 +14,7 @@ a launch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +24,7 @@ import hcp.ops  # noqa: F401  (loads torch.ops.hcp)
 from hcp._ranges import ranged
 from hcp.attention.checks import as_autocast
 from hcp.attention.head_exchange import HeadExchange
-from hcp.attention.kernels import Choice, scores_of_sinks, wide
+from hcp.attention.kernels import Choice, Launch, scores_of_sinks, wide
 from hcp.attention.key_transfer import cut, rotated_back, summed
 from hcp.attention.prepared import Prepared, Run, make_run
 from hcp.attention.rotary import NO_ROTATION, Rotary
@@ -196,49 +198,90 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, log-sum-exp, and the queries and keys that attention saw: rotated."""
     stamp = Stamp(run.kind, number, layer=name)
-    sent: Tensor | None = None
     if rotary is not None:
         query = rotary.rotate(query)
-        if run.packs:
-            stage = run.schedule.stages[1]
-            key, sent = torch.ops.hcp.rotate_pack.default(
-                key, *rotary, [value.flatten(1)], stage.pack, stage.sent_rows
-            )
-        else:
-            key = rotary.rotate(key)
     if run.heads is None:
-        out, lse = _forward_rows(run, stamp, query, key, value, sinks, sent)
+        key, arriving = _sent_keys(run, stamp, key, value, rotary)
+        out, lse = _forward_rows(run, query, value, sinks, arriving)
     else:
+        if rotary is not None:
+            key = rotary.rotate(key)
         out, lse = _forward_heads(run, run.heads, stamp, query, key, value, sinks)
     return out, lse, query, key
 
 
+def _sent_keys(
+    run: Run, stamp: Stamp, key: Tensor, value: Tensor, rotary: Rotary | None
+) -> tuple[Tensor, Iterator[list[Tensor]]]:
+    """Keys, rotated, and those of each stage as they arrive."""
+    sent: Tensor | None = None
+    if rotary is not None and run.packs:
+        stage = run.schedule.stages[1]
+        key, sent = torch.ops.hcp.rotate_pack.default(
+            key, *rotary, [value.flatten(1)], stage.pack, stage.sent_rows
+        )
+    elif rotary is not None:
+        key = rotary.rotate(key)
+    return key, run.transfer.keys(key, value, sent, stamp)
+
+
 def _forward_rows(
     run: Run,
-    stamp: Stamp,
     query: Tensor,
-    key: Tensor,
     value: Tensor,
     sinks: Tensor | None,
-    sent: Tensor | None = None,
+    arriving: Iterator[list[Tensor]],
 ) -> tuple[Tensor, Tensor]:
     """Attend to keys as they arrive, and merge."""
-    kernel, launches, scale = run.kernel, run.launches, run.scale
+    launches, rows = run.launches, run.schedule.query_rows
     queries = iter(cut([query], launches.query_cuts, launches.number))
-    outs, lses = [], []
-    arriving = run.transfer.keys(key, value, sent, stamp)
-    for stage, keys in zip(launches.stages, arriving, strict=True):
-        for i, launch in enumerate(stage):
-            out, lse = kernel.forward(launch, next(queries), keys[2 * i], keys[2 * i + 1], scale)
-            outs.append(out)
-            lses.append(lse)
+    outs: list[Tensor] = []
+    lses: list[Tensor] = []
+    total: Tensor | None = None
+    total_lse: Tensor | None = None
+    stages = zip(launches.stages, launches.running_runs, arriving, strict=True)
+    for stage, runs, keys in stages:
+        _attend(run, stage, queries, keys, outs, lses)
+        if runs is not None:
+            if total is None:
+                total = new_total(outs[0], rows)
+            total_lse = torch.ops.hcp.merge_on.default(total, total_lse, outs, lses, runs)
+            outs.clear()
+            lses.clear()
     if not outs:
         return _nothing_seen(query, value, sinks)
-    if sinks is not None:
-        return _merged_with_sinks(outs, lses, launches.sunk_runs, sinks, run.schedule.query_rows)
-    if launches.one_launch:
+    if launches.one_launch and sinks is None:
         return outs[0], lses[0]
-    return merged(outs, lses, launches.output_runs, run.schedule.query_rows)
+    runs = launches.output_runs
+    if sinks is not None:
+        runs = launches.sunk_runs
+        _add_sinks(outs, lses, sinks, rows)
+    if total is None:
+        return merged(outs, lses, runs, rows)
+    out, lse = torch.ops.hcp.merge_last.default(total, total_lse, outs, lses, runs)
+    return out, lse
+
+
+def _attend(
+    run: Run,
+    stage: list[Launch],
+    queries: Iterator[Tensor],
+    keys: list[Tensor],
+    outs: list[Tensor],
+    lses: list[Tensor],
+) -> None:
+    """Add what a stage's launches give. Its keys leave with them."""
+    forward, scale = run.kernel.forward, run.scale
+    for i, launch in enumerate(stage):
+        out, lse = forward(launch, next(queries), keys[2 * i], keys[2 * i + 1], scale)
+        outs.append(out)
+        lses.append(lse)
+    keys.clear()
+
+
+def new_total(part: Tensor, rows: int) -> Tensor:
+    """Memory for the sum or merge of parts like this one, (rows, H, E), not yet computed."""
+    return part.new_empty(rows, *part.shape[1:], dtype=wide(part.dtype))
 
 
 def merged(
@@ -249,14 +292,11 @@ def merged(
     return out, lse
 
 
-def _merged_with_sinks(
-    outs: list[Tensor], lses: list[Tensor], runs: Tensor, sinks: Tensor, rows: int
-) -> tuple[Tensor, Tensor]:
-    """Merge, where a sink is a key that every query of its head sees and whose value is 0."""
+def _add_sinks(outs: list[Tensor], lses: list[Tensor], sinks: Tensor, rows: int) -> None:
+    """Add a part: a sink is a key that every query of its head sees and whose value is 0."""
     _, query_heads, head_size = outs[0].shape
-    sink_out = outs[0].new_zeros(head_size).expand(rows, query_heads, -1)
-    sink_lse = scores_of_sinks(sinks, lses[0].dtype).expand(rows, -1)
-    return merged([*outs, sink_out], [*lses, sink_lse], runs, rows)
+    outs.append(outs[0].new_zeros(head_size).expand(rows, query_heads, -1))
+    lses.append(scores_of_sinks(sinks, lses[0].dtype).expand(rows, -1))
 
 
 def _nothing_seen(query: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -325,19 +365,21 @@ def _backward_rows(
 
     ``by_query``: grad_out, query, out, lse and, where there is one, grad_lse.
     """
-    kernel, launches, scale = run.kernel, run.launches, run.scale
+    launches, count = run.launches, run.schedule.query_rows
     rows = iter(cut(by_query, launches.query_cuts, launches.number))
     grad_queries: list[Tensor] = []
     grads: list[Tensor] = []
+    total: Tensor | None = None
     arriving = run.transfer.keys(key, value, None, stamp)
-    for stage, keys in zip(launches.stages, arriving, strict=True):
-        for i, launch in enumerate(stage):
-            grad_out, query, out, lse = next(rows), next(rows), next(rows), next(rows)
-            grad_lse = next(rows) if len(by_query) == 5 else None
-            given = grad_out, grad_lse, query, keys[2 * i], keys[2 * i + 1], out, lse, scale
-            grad_query, *others = kernel.backward(launch, *given)
-            grad_queries.append(grad_query)
-            grads += others
+    stages = zip(launches.stages, launches.running_runs, arriving, strict=True)
+    for stage, runs, keys in stages:
+        _attend_back(run, stage, rows, len(by_query) == 5, keys, grad_queries, grads)
+        if runs is not None:
+            begun = total is not None
+            if total is None:
+                total = new_total(grad_queries[0], count)
+            torch.ops.hcp.sum_on.default(total, begun, grad_queries, runs)
+            grad_queries.clear()
     if launches.one_launch:
         return rotated_back(grad_queries[0], rotary), rotated_back(grads[0], rotary), grads[1]
     if not grads and len(run.schedule.stages) == 1:
@@ -345,10 +387,37 @@ def _backward_rows(
     # Queries that see nothing give no gradients, but others may have some for this rank's keys.
     returned = run.transfer.return_gradients(grads or [key[:0], value[:0]], rotary, stamp)
     # Meanwhile:
-    runs, count = launches.output_runs, run.schedule.query_rows
-    (grad_query,) = summed(grad_queries or [by_query[1][:0]], None, runs, count, 1, rotary)
+    if total is None:
+        parts = grad_queries or [by_query[1][:0]]
+        (grad_query,) = summed(parts, None, launches.output_runs, count, 1, rotary)
+    else:
+        torch.ops.hcp.sum_on.default(total, True, grad_queries, launches.output_runs)
+        grad_queries.clear()
+        grad_query = rotated_back(total, rotary).to(by_query[1].dtype)
     grad_key, grad_value = returned()
     return grad_query, grad_key, grad_value
+
+
+def _attend_back(
+    run: Run,
+    stage: list[Launch],
+    rows: Iterator[Tensor],
+    with_lse: bool,
+    keys: list[Tensor],
+    grad_queries: list[Tensor],
+    grads: list[Tensor],
+) -> None:
+    """Add the gradients of a stage's launches: of queries, of keys and values. Its keys leave with
+    them."""
+    backward, scale = run.kernel.backward, run.scale
+    for i, launch in enumerate(stage):
+        grad_out, query, out, lse = next(rows), next(rows), next(rows), next(rows)
+        grad_lse = next(rows) if with_lse else None
+        given = grad_out, grad_lse, query, keys[2 * i], keys[2 * i + 1], out, lse, scale
+        grad_query, *others = backward(launch, *given)
+        grad_queries.append(grad_query)
+        grads += others
+    keys.clear()
 
 
 def _sinks_backward(
@@ -379,7 +448,8 @@ def _forward_heads(
     whole_query, whole_key, whole_value = heads.to_heads([query], [key, value], stamp)
     if whole_query.shape[1] > 0:
         own_sinks = None if sinks is None else sinks[heads.own]
-        result = _forward_rows(run, stamp, whole_query, whole_key, whole_value, own_sinks)
+        arriving = run.transfer.keys(whole_key, whole_value, None, stamp)
+        result = _forward_rows(run, whole_query, whole_value, own_sinks, arriving)
     else:  # nor has any rank of the ring
         result = empty_result(whole_query, whole_value)
     out, lse = heads.to_rows([*result], [], 0, stamp)

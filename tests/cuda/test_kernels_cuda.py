@@ -48,6 +48,22 @@ def merged(tensors: list[Tensor]) -> tuple[Tensor, ...]:
     return ops.merge(tensors, [x.sum(-1) for x in tensors], runs, ROWS)
 
 
+def merged_in_turns(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    runs = torch.tensor([[0, ROWS // 2, 0, 0]])
+    total, lses = torch.empty_like(tensors[0]), [x.sum(-1) for x in tensors]
+    total_lse = torch.ops.hcp.merge_on(total, None, tensors[:1], lses[:1], runs)
+    total_lse = torch.ops.hcp.merge_on(total, total_lse, tensors[1:2], lses[1:2], runs)
+    return torch.ops.hcp.merge_last(total, total_lse, tensors[2:], lses[2:], runs)
+
+
+def summed_in_turns(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    runs = torch.tensor([[0, ROWS // 2, 0, 0]])
+    total = torch.empty_like(tensors[0])
+    for i, x in enumerate(tensors):
+        torch.ops.hcp.sum_on(total, i > 0, [x], runs)
+    return (total,)
+
+
 def summed(tensors: list[Tensor]) -> tuple[Tensor, ...]:
     runs = torch.tensor([[0, ROWS, part, 0] for part in range(len(tensors))])
     return (ops.reduce([x.flatten(1) for x in tensors], runs, ROWS),)
@@ -92,7 +108,9 @@ def test_vectors_and_single_elements_turn_to_the_bits_of_the_cpu(
             assert torch.equal(turn(moved, cos.cuda(), sin.cuda()).cpu(), turn(t, cos, sin))
 
 
-@pytest.mark.parametrize("call", [packed, cast, merged, summed, turned, turned_sum])
+@pytest.mark.parametrize(
+    "call", [packed, cast, merged, merged_in_turns, summed, summed_in_turns, turned, turned_sum]
+)
 def test_a_captured_kernel_computes_the_inputs_of_each_replay(
     call: Callable[[list[Tensor]], tuple[Tensor, ...]],
 ) -> None:

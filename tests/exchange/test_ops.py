@@ -798,6 +798,105 @@ def test_any_merge_equals_the_reference(device, run_table, heads, head_dim, hide
     expect_close(actual[1], expected[1])
 
 
+def in_turns(outs: list[Tensor], lses: list[Tensor], records, rows: int) -> tuple[Tensor, Tensor]:
+    """Merge one part after the other: the first into an empty total, and the last with the cast."""
+    layer, total_lse = torch.ops.hcp, None
+    _, heads, head_dim = outs[0].shape
+    total = outs[0].new_full((rows, heads, head_dim), nan, dtype=lses[0].dtype)
+    tables = [
+        table(*[(row, n, 0, first) for row, n, part, first in records if part == p])
+        for p in range(len(outs))
+    ]
+    for out, lse, runs in list(zip(outs, lses, tables, strict=True))[:-1]:
+        before = total.data_ptr()
+        total_lse = layer.merge_on(total, total_lse, [out], [lse], runs)
+        assert total.data_ptr() == before
+    if total_lse is None:
+        total_lse = lses[0].new_full((rows, heads), -inf)
+    return layer.merge_last(total, total_lse, outs[-1:], lses[-1:], tables[-1])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("head_dim", [0, 1, 8, 17, 128, 300])
+def test_a_merge_in_turns_equals_the_softmax_formula(device, dtype, head_dim):
+    outs, lses = random_parts([3, 3], 2, head_dim, seed=7, dtype=dtype, device=device)
+    out, lse = in_turns(outs, lses, RUNS, 8)
+    expected_out, expected_lse = reference_merge(outs, lses, RUNS, 8)
+    assert (out.dtype, lse.dtype) == (dtype, lse_dtype(dtype))
+    expect_close(out, expected_out)
+    expect_close(lse, expected_lse, dtype=lse.dtype)
+
+
+@settings(deadline=None)
+@given(run_tables(), st.integers(1, 2), st.integers(0, 20), st.booleans(), st.integers(0, 2**31))
+def test_any_merge_in_turns_equals_the_reference(device, run_table, heads, head_dim, hide, seed):
+    part_rows, records, rows = run_table
+    outs, lses = random_parts(part_rows, heads, head_dim, seed=seed + 100)
+    if hide:
+        lses = [lse.masked_fill(random(*lse.shape, seed=seed) > 0.5, -inf) for lse in lses]
+    moved = [[t.to(device) for t in tensors] for tensors in (outs, lses)]
+    expected = reference.merge(outs, lses, records, rows)
+    for actual, wanted in zip(in_turns(*moved, records, rows), expected, strict=True):
+        expect_close(actual, wanted)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ([(nan, -inf), (nan, -inf), (2.0, 1.0)], (2.0, 1.0)),
+        ([(2.0, 1.0), (inf, -inf), (nan, -inf)], (2.0, 1.0)),
+        ([(nan, -inf), (inf, -inf)], (0.0, -inf)),
+        ([(2.0, 5000.0), (4.0, 5000.0), (9.0, -inf)], (3.0, 5000 + log(2))),
+        ([(2.0, inf), (8.0, 1.0), (8.0, 1.0)], (2.0, inf)),
+        ([(2.0, nan), (4.0, 0.0)], (nan, nan)),
+        ([(2.0, 1.0), (4.0, nan), (2.0, 1.0)], (nan, nan)),
+        ([(nan, -5000.0), (4.0, 5000.0)], (nan, 5000.0)),
+    ],
+)
+def test_a_merge_in_turns_of_infinite_and_extreme_lse(device, dtype, parts, expected):
+    outs = [torch.full((1, 1, 1), out, dtype=dtype, device=device) for out, _ in parts]
+    lses = [torch.full((1, 1), lse, dtype=lse_dtype(dtype), device=device) for _, lse in parts]
+    out, lse = in_turns(outs, lses, [(0, 1, p, 0) for p in range(len(parts))], 1)
+    assert out.item() == pytest.approx(expected[0], rel=1e-6, nan_ok=True)
+    assert lse.item() == pytest.approx(expected[1], rel=1e-6, nan_ok=True)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("head_dim", [1, 8, 300])
+def test_a_sum_in_turns_is_that_at_once_and_stays_wide(device, dtype, head_dim):
+    parts, _ = random_parts([3, 3], 2, head_dim, seed=7, dtype=dtype, device=device)
+    wide = lse_dtype(dtype)
+    total = torch.full((8, 2, head_dim), nan, dtype=wide, device=device)
+    for i, part in enumerate(parts):
+        runs = table(*[(row, n, 0, first) for row, n, p, first in RUNS if p == i])
+        torch.ops.hcp.sum_on(total, i > 0, [part], runs)
+    at_once = ops.reduce([part.flatten(1) for part in parts], table(*RUNS), 8, dtype=wide)
+    torch.testing.assert_close(total.flatten(1), at_once)
+
+
+def test_wrong_totals_are_refused(device):
+    outs, lses = random_parts([4], 2, 3, seed=1, dtype=torch.bfloat16, device=device)
+    runs, layer = table((0, 4, 0, 0)), torch.ops.hcp
+    good = torch.zeros(4, 2, 3, device=device)
+    for total, message in [
+        (good[:, :1], r"total has shape \(4, 1, 3\), expected \(any, 2, 3\)"),
+        (good.bfloat16(), "total has dtype BFloat16, expected Float"),
+        (good.mT.contiguous().mT, "total has strides .*, expected contiguous"),
+        (good[:3], r"runs\[0\] is 4 rows from row 0, expected inside the result's 3 rows"),
+    ]:
+        with pytest.raises(RuntimeError, match=message):
+            layer.merge_on(total, None, outs, lses, runs)
+        with pytest.raises(RuntimeError, match=message):
+            layer.merge_last(
+                total, total.new_zeros(len(total), 2, dtype=torch.float32), outs, lses, runs
+            )
+        with pytest.raises(RuntimeError, match=message):
+            layer.sum_on(total, True, outs, runs)
+    with pytest.raises(RuntimeError, match=r"total_lse has shape \(4, 1\), expected \(4, 2\)"):
+        layer.merge_on(good, lses[0][:, :1], outs, lses, runs)
+
+
 def test_a_merge_has_no_gradient(device):
     outs, lses = random_parts([2], 1, 2, seed=0, device=device)
     out, _ = ops.merge([outs[0].requires_grad_()], lses, table((0, 2, 0, 0)), 2)

@@ -121,6 +121,19 @@ void hcp_cpu_unpack(const hcp_cast *cast, hcp_column source, const hcp_segment *
 void hcp_cpu_merge(hcp_dtype dtype, const hcp_part *parts, const hcp_run *runs, int64_t n_runs,
                    int64_t rows, int64_t heads, int64_t head_dim, void *out, void *lse);
 
+/* Merge further parts into a total: rows x heads x head_dim and contiguous, float32 (float64 for
+ * FLOAT64), as is its log-sum-exp total_lse, rows x heads. total is overwritten. lse, other memory
+ * than total_lse, becomes that of both. total_lse is NULL where total holds nothing yet. Rows that
+ * no run names stay as they are. Of lse +inf, those of one call share a row equally. */
+void hcp_cpu_merge_on(hcp_dtype dtype, const void *total_lse, const hcp_part *parts,
+                      const hcp_run *runs, int64_t n_runs, int64_t rows, int64_t heads,
+                      int64_t head_dim, void *total, void *lse);
+
+/* The same, and the result is rounded to dtype, into out. total stays as it is. */
+void hcp_cpu_merge_last(hcp_dtype dtype, const void *total, const void *total_lse,
+                        const hcp_part *parts, const hcp_run *runs, int64_t n_runs, int64_t rows,
+                        int64_t heads, int64_t head_dim, void *out, void *lse);
+
 /* Sum partial rows once, in float32 (float64 for FLOAT64). A part is n_columns
  * tensors: parts[p * n_columns + c] is column c of part p, and the columns
  * stand side by side in out. Records of a run are summed in their order; a run of
@@ -132,6 +145,11 @@ void hcp_cpu_merge(hcp_dtype dtype, const hcp_part *parts, const hcp_run *runs, 
 void hcp_cpu_reduce(hcp_dtype dtype, const hcp_cast *cast, const hcp_column *parts,
                     int32_t n_columns, const hcp_run *runs, int64_t n_runs, int64_t rows,
                     hcp_column out);
+
+/* Add parts of one column to a total of float32 (float64 for FLOAT64), record by record. Rows that
+ * no run names stay as they are. */
+void hcp_cpu_reduce_on(hcp_dtype dtype, const hcp_column *parts, const hcp_run *runs,
+                       int64_t n_runs, hcp_column total);
 
 /* As hcp_cpu_reduce without a cast, and the first `rotated` columns, of whole heads each, are
  * turned before they are rounded: a gradient of rotated rows is summed and turned back in one pass.
@@ -152,7 +170,7 @@ void hcp_cpu_rotate(hcp_dtype dtype, hcp_heads source, const hcp_rotation *rotat
 /* ---- On a GPU -----------------------------------------------------------
  *
  * The same results from memory of the current device: bit for bit for pack,
- * unpack and reduce (of NaN, some NaN), up to rounding for merge. Work is queued
+ * unpack and reduce (of NaN, some NaN), up to rounding for merges. Work is queued
  * on a stream (a cudaStream_t) and the call returns: nothing is allocated, nothing is waited for,
  * so that a CUDA graph can capture it. Segments, runs, columns and parts lie in host memory and
  * travel with the launch; they may be freed when the call returns. Many of them take several
@@ -178,6 +196,19 @@ hcp_status hcp_cuda_unpack(const hcp_cast *cast, hcp_column source, const hcp_se
 hcp_status hcp_cuda_merge(hcp_dtype dtype, const hcp_part *parts, const hcp_run *runs,
                           int64_t n_runs, int64_t rows, int64_t heads, int64_t head_dim, void *out,
                           void *lse, void *stream, hcp_error *err);
+
+hcp_status hcp_cuda_merge_on(hcp_dtype dtype, const void *total_lse, const hcp_part *parts,
+                             const hcp_run *runs, int64_t n_runs, int64_t rows, int64_t heads,
+                             int64_t head_dim, void *total, void *lse, void *stream,
+                             hcp_error *err);
+
+hcp_status hcp_cuda_merge_last(hcp_dtype dtype, const void *total, const void *total_lse,
+                               const hcp_part *parts, const hcp_run *runs, int64_t n_runs,
+                               int64_t rows, int64_t heads, int64_t head_dim, void *out, void *lse,
+                               void *stream, hcp_error *err);
+
+hcp_status hcp_cuda_reduce_on(hcp_dtype dtype, const hcp_column *parts, const hcp_run *runs,
+                              int64_t n_runs, hcp_column total, void *stream, hcp_error *err);
 
 hcp_status hcp_cuda_reduce(hcp_dtype dtype, const hcp_cast *cast, const hcp_column *parts,
                            int32_t n_columns, const hcp_run *runs, int64_t n_runs, int64_t rows,
