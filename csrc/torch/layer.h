@@ -115,13 +115,10 @@ std::tuple<Tensor, Tensor> pack_to_send(Tensors sources, Tensor segments, int64_
   return {sent, fresh(sent, {received_rows, sent.size(1)})};
 }
 
-// The same of sums.
+// Sums, packed to be sent.
 template <class Device>
-std::tuple<Tensor, Tensor> reduce_to_send(Tensors parts, Tensor runs, int64_t columns,
-                                          int64_t sent_rows, int64_t received_rows) {
-  expect_at_least("received_rows", received_rows, 0);
-  Tensor sent = reduce<Device>(flat("parts", parts), runs, sent_rows, columns);
-  return {sent, fresh(sent, {received_rows, sent.size(1)})};
+Tensor reduce_to_send(Tensors parts, Tensor runs, int64_t columns, int64_t sent_rows) {
+  return reduce<Device>(flat("parts", parts), runs, sent_rows, columns);
 }
 
 // Received rows of keys (heads, head_dim) beside values (heads, value_dim), arranged where there

@@ -105,9 +105,7 @@ STABLE_TORCH_LIBRARY(hcp, m) {
   m.def(
       "pack_to_send(Tensor[] sources, Tensor segments, int sent_rows, int received_rows) "
       "-> (Tensor, Tensor)");
-  m.def(
-      "reduce_to_send(Tensor[] parts, Tensor runs, int columns, int sent_rows, "
-      "int received_rows) -> (Tensor, Tensor)");
+  m.def("reduce_to_send(Tensor[] parts, Tensor runs, int columns, int sent_rows) -> Tensor");
   m.def(
       "arrive(Tensor(a) received, Tensor segments, int rows, int heads, int head_dim, "
       "int value_dim, Tensor cuts) -> Tensor(a)[]");

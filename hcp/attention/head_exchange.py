@@ -92,6 +92,7 @@ class HeadExchange:
             sends = _end_to_end(self._moves.sends, lengths)
             receives = _scaled(self._moves.receives, width)
         self._transport.start(sent, sends, received, receives, stamp=stamp).wait()
+        del sent
         parts = ops.unpack(received.view(rows, width), self._moves.gather, widths, rows)
         return [_as_given(*part) for part in zip(parts, columns, counts, strict=True)]
 

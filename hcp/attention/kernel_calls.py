@@ -98,7 +98,7 @@ def _renumber(runs: Tensor, places: list[tuple[int, int, int]], offset: int) -> 
 
 
 _TOGETHER = 3
-_AT_MOST = 4
+_AT_MOST = 5
 """Stages whose outputs go into a total together, and that need no total: their outputs have no more
 bytes than those of three and a total of twice the width."""
 

@@ -119,7 +119,8 @@ class SentKeys:
         stages, launches, own = self._schedule.stages, self._launches, [key, value]
         current = cut(own, launches.key_cuts[0], len(launches.stages[0]))
         before: Tensor | None = None
-        for stage, cuts in zip(stages[1:], launches.key_cuts[1:], strict=True):
+        passes_on = [not stage.packs for stage in stages[2:]] + [False]
+        for stage, cuts, passes in zip(stages[1:], launches.key_cuts[1:], passes_on, strict=False):
             if sent is None and stage.packs:
                 sent, received = torch.ops.hcp.pack_to_send.default(
                     own, stage.pack, stage.sent_rows, stage.received_rows
@@ -135,12 +136,15 @@ class SentKeys:
             yield current
             pending.wait()
             del pending  # and what was sent
+            sent = before = None
             current = []
             if stage.entries:
                 current = torch.ops.hcp.arrive.default(
                     received, stage.arrange, stage.key_rows, *self._sizes, cuts
                 )
-            before, sent = received, None
+            if passes:
+                before = received
+            del received  # unless they are passed on, or in use as they are
         yield current
 
     def return_gradients(
@@ -150,16 +154,19 @@ class SentKeys:
         rows, own = schedule.query_rows, grads[: 2 * len(launches.stages[0])]
         if len(schedule.stages) == 1:
             return lambda: summed(own, None, launches.local_runs, rows, 2, rotary)
-        sent, home = torch.ops.hcp.reduce_to_send.default(
-            grads, launches.home_runs, 2, schedule.home_sent_rows, schedule.home_received_rows
+        sent = torch.ops.hcp.reduce_to_send.default(
+            grads, launches.home_runs, 2, schedule.home_sent_rows
         )
         del grads[len(own) :]
+        home = sent.new_empty((schedule.home_received_rows, sent.shape[1]))
         pending = self._transport.start(
             sent, schedule.home_sends, home, schedule.home_receives, stamp=stamp
         )
 
         def sums() -> list[Tensor]:
+            nonlocal pending
             pending.wait()
+            del pending  # and what was sent
             if own:
                 return summed(own, home, launches.local_runs, rows, 2, rotary)
             parts = columns_of(home, whole_cut(home.shape[0]), self._sizes)

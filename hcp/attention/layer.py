@@ -390,10 +390,12 @@ def _backward_rows(
     if total is None:
         parts = grad_queries or [by_query[1][:0]]
         (grad_query,) = summed(parts, None, launches.output_runs, count, 1, rotary)
+        parts.clear()
     else:
         torch.ops.hcp.sum_on.default(total, True, grad_queries, launches.output_runs)
         grad_queries.clear()
         grad_query = rotated_back(total, rotary).to(by_query[1].dtype)
+        del total
     grad_key, grad_value = returned()
     return grad_query, grad_key, grad_value
 
@@ -445,24 +447,42 @@ def _forward_heads(
     value: Tensor,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    whole_query, whole_key, whole_value = heads.to_heads([query], [key, value], stamp)
-    if whole_query.shape[1] > 0:
-        own_sinks = None if sinks is None else sinks[heads.own]
-        arriving = run.transfer.keys(whole_key, whole_value, None, stamp)
-        result = _forward_rows(run, whole_query, whole_value, own_sinks, arriving)
-    else:  # nor has any rank of the ring
-        result = empty_result(whole_query, whole_value)
-    out, lse = heads.to_rows([*result], [], 0, stamp)
+    result = _own_heads(run, heads, stamp, query, key, value, sinks)
+    out, lse = heads.to_rows(result, [], 0, stamp)
     return out, lse
+
+
+def _own_heads(
+    run: Run,
+    heads: HeadExchange,
+    stamp: Stamp,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of this rank's heads. Their queries, keys and values leave with it."""
+    whole_query, whole_key, whole_value = heads.to_heads([query], [key, value], stamp)
+    if whole_query.shape[1] == 0:  # nor has any rank of the ring
+        return empty_result(whole_query, whole_value)
+    own_sinks = None if sinks is None else sinks[heads.own]
+    arriving = run.transfer.keys(whole_key, whole_value, None, stamp)
+    return _forward_rows(run, whole_query, whole_value, own_sinks, arriving)
 
 
 def _backward_heads(
     run: Run, heads: HeadExchange, stamp: Stamp, by_query: list[Tensor], key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    *wholes, whole_key, whole_value = heads.to_heads(by_query, [key, value], stamp)
-    grads = wholes[1], whole_key, whole_value  # without heads, hence empty
-    if wholes[1].shape[1] > 0:
-        grads = _backward_rows(run, stamp, wholes, whole_key, whole_value, None)
-    by_key = [*grads[1:]]
-    grad_query, grad_key, grad_value = heads.to_rows([grads[0]], by_key, key.shape[1], stamp)
+    own_query, *own_keys = _own_heads_back(run, heads, stamp, by_query, key, value)
+    grad_query, grad_key, grad_value = heads.to_rows([own_query], own_keys, key.shape[1], stamp)
     return grad_query, grad_key, grad_value
+
+
+def _own_heads_back(
+    run: Run, heads: HeadExchange, stamp: Stamp, by_query: list[Tensor], key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of this rank's heads. What they are of leaves with it."""
+    *wholes, whole_key, whole_value = heads.to_heads(by_query, [key, value], stamp)
+    if wholes[1].shape[1] == 0:
+        return wholes[1], whole_key, whole_value  # empty
+    return _backward_rows(run, stamp, wholes, whole_key, whole_value, None)

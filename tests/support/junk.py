@@ -71,7 +71,7 @@ def good(words: Tensor) -> dict[str, tuple[Any, ...]]:
         "rotate_pack": (heads, cos, sin, False, [grad], records((0, 3), words=2), 3),
         "cut": ([x, outs[0]], cuts),
         "pack_to_send": ([x, outs[0]], segments, 3, 2),
-        "reduce_to_send": ([x], runs, 1, 4, 2),
+        "reduce_to_send": ([x], runs, 1, 4),
         "arrive": (torch.randn(4, 20), segments, 3, 2, 6, 4, cuts),
         "sum_gradients": (
             [torch.randn(4, 2, 4)],

@@ -1,0 +1,66 @@
+"""The bytes of a layer are those that docs/internals/schedule.md gives."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.memory import Layer, allocated
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "internals" / "schedule.md"
+# comm type, degree, sizes of its levels
+RINGS = [("p2p", degree, ()) for degree in (1, 2, 3, 5, 6, 7, 8, 16)]
+GATHERS = [("all_gather", 3, ()), ("all_gather", 8, ())]
+HEADS = [("a2a", 2, ()), ("a2a", 8, ()), ("a2a+p2p", 8, (2, 4)), ("a2a+p2p", 14, (2, 7))]
+# query heads, key-value heads, head size, that of values
+SIZES = [
+    ((16, 16, 32, 32), torch.bfloat16),
+    ((32, 8, 16, 16), torch.bfloat16),
+    ((16, 8, 32, 16), torch.float32),
+]
+
+
+def formulas() -> Any:
+    """The function ``layer_bytes`` of the page."""
+    (code,) = re.findall(r"```python\n(def ring_forward.*?)```", PAGE.read_text(), re.S)
+    namespace: dict[str, Any] = {}
+    exec(compile(code, str(PAGE), "exec"), namespace)
+    return namespace["layer_bytes"]
+
+
+def measured(layer: Layer) -> tuple[int, int, int]:
+    """Forward, kept and backward of a layer that is not the first."""
+    layer.backward(layer.forward())
+    made: list[torch.Tensor] = []
+    forward = allocated(lambda: made.append(layer.forward()))
+    return forward.peak, forward.left, allocated(lambda: layer.backward(made.pop())).peak
+
+
+@pytest.mark.parametrize(("sizes", "dtype"), SIZES, ids=str)
+@pytest.mark.parametrize(("comm_type", "degree", "levels"), [*RINGS, *GATHERS, *HEADS])
+def test_a_layer_takes_the_bytes_of_the_formulas(
+    comm_type: str,
+    degree: int,
+    levels: tuple[int, ...],
+    sizes: tuple[int, int, int, int],
+    dtype: torch.dtype,
+) -> None:
+    heads, groups, size, value_size = sizes
+    rows, inner = 64, levels[0] if levels else 1
+    options: Any = {"levels": levels}
+    given = comm_type, degree, rows, (heads, groups), (size, value_size), dtype
+    wanted = formulas()(comm_type, rows, *sizes, dtype.itemsize, degree, inner)
+    found = measured(Layer(*given, **options))
+    assert found == pytest.approx(wanted, rel=0.02)
+    for rank in (0, degree - 1):
+        causal = measured(Layer(*given, **options, causal=True, rank=rank))
+        assert all(x <= 1.02 * most for x, most in zip(causal, wanted, strict=True)), rank
+
+
+def test_the_forward_of_a_ring_does_not_grow_with_its_degree() -> None:
+    sizes = (16, 8), (32, 32), torch.bfloat16
+    peaks = {measured(Layer("p2p", degree, 64, *sizes))[0] for degree in (8, 16, 31)}
+    assert len(peaks) == 1
