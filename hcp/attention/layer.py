@@ -185,7 +185,7 @@ def run_of(
 # ---- forward -------------------------------------------------------------------------------------
 
 
-@ranged("hcp.attention")
+@ranged("hcp: attention")
 def forward(
     run: Run,
     query: Tensor,
@@ -317,7 +317,7 @@ def empty_result(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 # ---- backward ------------------------------------------------------------------------------------
 
 
-@ranged("hcp.attention backward")
+@ranged("hcp: attention backward")
 def backward(
     run: Run,
     grad_out: Tensor,

@@ -69,7 +69,7 @@ class LoopbackTransport:
         """Bytes sent to other ranks so far."""
         self.bytes_received = 0
 
-    @ranged("hcp.exchange")
+    @ranged("hcp: exchange")
     def start(
         self,
         sent: Tensor,
@@ -169,7 +169,7 @@ class _LoopbackShared:
     def __init__(self, transport: SharingLoopbackTransport, share: Share) -> None:
         self._transport, self._share = transport, share
 
-    @ranged("hcp.exchange")
+    @ranged("hcp: exchange")
     def stage(
         self, exchange: int, parts: Sequence[Tensor], stamp: Stamp, own: Sequence[Tensor] = ()
     ) -> _LoopbackStaged:

@@ -55,7 +55,7 @@ class NcclTransport(TorchTransport):
         self._tables: dict[tuple[Move, ...], _Table] = {}
         self._connect()
 
-    @ranged("hcp.exchange")
+    @ranged("hcp: exchange")
     def start(
         self,
         sent: Tensor,

@@ -290,7 +290,7 @@ class PeerShared:
         self._peers_memory, self._share = memory, share
         self._made: list[_Half | None] = [None] * _HALVES
 
-    @ranged("hcp.exchange")
+    @ranged("hcp: exchange")
     def stage(
         self, exchange: int, parts: Sequence[Tensor], stamp: Stamp, own: Sequence[Tensor] = ()
     ) -> PeerStaged:

@@ -58,7 +58,7 @@ class TorchTransport:
         self.stamps = Stamps(self.rank)
         self.board = Board(group, self.rank)
 
-    @ranged("hcp.exchange")
+    @ranged("hcp: exchange")
     def start(
         self,
         sent: Tensor,

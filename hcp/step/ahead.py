@@ -78,7 +78,7 @@ def planned_steps(
 def _made_in_turn(
     shares: Iterable[Share], make: Callable[[Share, Passage], Step | None], groups: ProcessGroups
 ) -> Generator[tuple[Step, PlanningTime]]:
-    make = ranged("hcp.plan")(make)
+    make = ranged("hcp: plan")(make)
     for share in shares:
         begun = time.perf_counter()
         step = make(share, Passage.of(groups))
@@ -111,7 +111,7 @@ def _made_ahead(
         return step
 
     with PlanAhead(shares, make_here, depth=depth, worker=lane.worker) as steps:
-        take = ranged("hcp.plan")(functools.partial(next, steps, None))  # waits for the plan
+        take = ranged("hcp: plan")(functools.partial(next, steps, None))  # waits for the plan
         while (taken := take()) is not None:
             _, step = taken
             if step is None:

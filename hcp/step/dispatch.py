@@ -118,7 +118,7 @@ def share(transport: Transport, prepare: Callable[[], bytes], what: str) -> list
     return [message[1:] for message in messages]
 
 
-@ranged("hcp.gather_lengths")
+@ranged("hcp: gather_lengths")
 def gather_lengths(
     samples: Iterable[Sample], groups: Groups, *, fields: Rules | None = None
 ) -> tuple[list[int], list[int], list[Sample]]:
@@ -389,7 +389,7 @@ class Step:
         return each
 
 
-@ranged("hcp.dispatch")
+@ranged("hcp: dispatch")
 def dispatch(
     plan: Plan,
     samples: Sequence[Sample],

@@ -650,7 +650,7 @@ class ContextParallelHandler(OfThisProcess):
         """
         return self._rows.dispatch(x, dtype)
 
-    @ranged("hcp.combine")
+    @ranged("hcp: combine")
     def combine(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         """Undo ``dispatch``: (T, ...) to (S, ...), so that combine(dispatch(x)) is x.
         ``dtype``: as in ``dispatch``."""

@@ -12,13 +12,13 @@ from torch.profiler import ProfilerActivity, profile
 import hcp
 
 PARTS = {
-    "hcp.gather_lengths",
-    "hcp.plan",
-    "hcp.dispatch",
-    "hcp.attention",
-    "hcp.attention backward",
-    "hcp.exchange",
-    "hcp.combine",
+    "hcp: gather_lengths",
+    "hcp: plan",
+    "hcp: dispatch",
+    "hcp: attention",
+    "hcp: attention backward",
+    "hcp: exchange",
+    "hcp: combine",
 }
 
 
@@ -49,9 +49,9 @@ def run_step(groups: Any) -> Counter[str]:
 
 def test_a_trace_has_the_parts_of_a_step() -> None:
     seen = hcp.loopback(2, run_step)[0]
-    assert {name for name in seen if name.startswith("hcp.")} == PARTS
-    assert seen["hcp.attention"] == seen["hcp.attention backward"] == 2
-    assert seen["hcp.dispatch"] == 1
+    assert {name for name in seen if name.startswith("hcp: ")} == PARTS
+    assert seen["hcp: attention"] == seen["hcp: attention backward"] == 2
+    assert seen["hcp: dispatch"] == 1
 
 
 def test_nothing_is_named_without_a_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
