@@ -140,8 +140,7 @@ test-trainer-bridge: FORCE
 	  'hydra-core<1.4' einops rich six regex tensorboard
 	$(BRIDGE)/bin/python -m pip install --quiet --no-deps --ignore-requires-python triton==3.7.1 \
 	  megatron-core==0.19.2 megatron-bridge==0.6.2
-	PYTHONPATH=$(CURDIR)/tests $(BRIDGE)/bin/python -m pytest tests/integrations/test_bridge_pretrain.py \
-	  tests/integrations/test_bridge.py $(ARGS)
+	PYTHONPATH=$(CURDIR)/tests $(BRIDGE)/bin/python -m pytest tests/integrations/test_bridge_pretrain.py $(ARGS)
 
 # ---- Documentation ------------------------------------------------------------------------------
 

@@ -62,7 +62,7 @@ def require_one_of(
     wanted, expected = f"{package}=={tested[0]}", " or ".join(tested)
     if public in tested:
         return str(public)
-    if not public or not seams or _numbers(public) <= _numbers(tested[0]):
+    if not public or not seams or numbers(public) <= numbers(tested[0]):
         raise _refused(package, version, expected, wanted, needed_by)
     accept_untested(package, public, expected, seams, check, wanted)
     return str(public)
@@ -142,11 +142,12 @@ def _refused(
 
 
 def _minor(version: str) -> tuple[int, int]:
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    return (int(numbers[1]), int(numbers[2])) if numbers else (-1, -1)
+    release = re.match(r"(\d+)\.(\d+)", version)
+    return (int(release[1]), int(release[2])) if release else (-1, -1)
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def numbers(version: str) -> tuple[int, ...]:
+    """Return the numbers of a release, to compare versions: (0, 3, 0) of 0.3.0+cu130."""
     release = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(number) for number in release[0].split(".")) if release else (-1,)
 

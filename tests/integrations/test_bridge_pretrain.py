@@ -56,7 +56,7 @@ def test_evaluation_and_test_sets_do_not_depend_on_the_eval_layout(
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
     [
-        (2, ()),
+        (2, ("linear",)),
         (4, ("dist.eval_context_parallel_size=4",)),
     ],
 )

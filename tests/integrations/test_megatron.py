@@ -419,6 +419,40 @@ def test_attention_without_context_parallelism_is_refused_by_name():
         )
 
 
+def build_with_linear_cross_entropy(rank, size):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from hcp.integrations.megatron import use_linear_cross_entropy
+
+    start()
+    collection, spec = collection_of(hcp.build_process_groups()), get_gpt_layer_local_spec()
+    model = GPTModel(config_of(), spec, 64, 64, pg_collection=collection).eval()
+    tokens = torch.arange(12)[None]
+    given = (tokens, tokens, None)
+    logits, losses = model(*given), model(*given, labels=tokens)
+    for name, value in (("tensor_model_parallel_size", 2), ("mtp_num_layers", 1)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(model.config, name, value)
+            with pytest.raises(ValueError, match=f"{name} is {value}, expected"):
+                use_linear_cross_entropy(model)
+    use_linear_cross_entropy(model)
+    assert torch.equal(model(*given), logits)
+    assert (model(*given, labels=tokens) - losses).abs().max() < 1e-6
+    assert model.output_layer.handed_on is None
+    forward = model.output_layer.forward
+    model.output_layer.forward = lambda *a, **k: (forward(*a, **k)[0] * 2, None)
+    with pytest.raises(ValueError, match="GPTModel changes its logits"):
+        model(*given, labels=tokens)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.nn, "LinearCrossEntropyOptions"), reason="torch has it from 2.13 on"
+)
+def test_a_linear_cross_entropy_gives_megatrons_losses_and_leaves_its_logits_alone():
+    run_ranks(1, on_cpu, build_with_linear_cross_entropy, timeout=110)
+
+
 def switch_mamba(rank, size):
     from megatron.core.ssm import mamba_context_parallel
 

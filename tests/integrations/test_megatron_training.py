@@ -23,6 +23,9 @@ pytestmark = [
     pytest.mark.xdist_group("megatron"),  # each reference once, each pool once
 ]
 
+needs_linear_cross_entropy = pytest.mark.skipif(
+    not hasattr(torch.nn, "LinearCrossEntropyOptions"), reason="torch has it from 2.13 on"
+)
 EIGHT, TWENTY = ((*lengths_of(steps - 1), (9,)) for steps in (8, 20))
 """Lengths of the steps. The last batch is a single sample."""
 
@@ -102,6 +105,11 @@ def test_dynamic_cp_on_four_ranks_trains_as_one_rank_does():
 )
 def test_with_a_loss_of_ones_own_in_float64_training_agrees_to_1e_9(flags):
     agree("float64 gpt", 4, *flags, losses=1e-9, gradients=1e-11)
+
+
+@needs_linear_cross_entropy
+def test_losses_without_logits_train_as_one_rank_does():
+    agree("gpt", 3, "--linear-cross-entropy")
 
 
 def test_static_cp_trains_as_one_rank_does():

@@ -70,6 +70,10 @@ MODELS = {
 }
 LENGTHS = (1, 33, 21, 33, 1)
 
+needs_linear_cross_entropy = pytest.mark.skipif(
+    not hasattr(torch.nn, "LinearCrossEntropyOptions"), reason="torch has it from 2.13 on"
+)
+
 
 def chosen_plan():
     """On 3 ranks: all degrees, and a rank without rows."""
@@ -739,6 +743,7 @@ def test_the_guide_has_a_verdict_of_each_architecture_once():
 # ---- the Trainer ---------------------------------------------------------------------------------
 
 LIMIT = 30
+LINEAR = {"linear_cross_entropy": True}
 
 
 def make_trainer(
@@ -860,6 +865,10 @@ def one_rank(tmp_path_factory):
         ("qwen2", {}),
         ("gpt2", {"evaluation": 4}),
         ("gpt2", {"dynamic": False}),
+        pytest.param(
+            *("gpt2", {"evaluation": 2, "options": LINEAR}),
+            marks=needs_linear_cross_entropy,
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value)) or "dynamic",
 )
@@ -1377,6 +1386,86 @@ def test_a_bad_sample_on_one_rank_is_an_error_on_all(tmp_path):
     assert first.kind == "HcpError"
     assert "rank 1 failed: ValueError: a sample has ['text'], expected 'input_ids'" in first.message
     assert second.kind == "ValueError"
+
+
+# ---- the loss without logits ---------------------------------------------------------------------
+
+
+def loss_of(model, tokens, linear):
+    """The loss of one document on one rank."""
+    from hcp.integrations.transformers import causal_lm_loss, causal_lm_sample
+
+    def work(groups):
+        (sample,) = documents([tokens])
+        plan = hcp.plan([tokens], ranks=1, max_tokens_per_rank=tokens)
+        ((cp, local),) = hcp.dispatch(plan, [causal_lm_sample(sample)], [0], groups)
+        return causal_lm_loss(model, cp, local, linear_cross_entropy=linear)
+
+    return hcp.loopback(1, work)[0]
+
+
+@needs_linear_cross_entropy
+def test_logits_of_all_rows_are_never_in_memory():
+    from support.memory import allocated
+
+    from hcp.integrations.transformers import register_hcp_attention
+
+    model, rows = build("llama", vocab_size=8192), 256
+    register_hcp_attention(model)
+    model.zero_grad()
+    logits = rows * 8192 * 4
+    peaks = {
+        linear: allocated(lambda linear=linear: loss_of(model, rows, linear).backward()).peak
+        for linear in (False, True)
+    }
+    assert peaks[False] > 2 * logits > 4 * peaks[True]
+
+
+@needs_linear_cross_entropy
+def test_under_autocast_it_is_the_loss_of_the_logits_in_float32():
+    from hcp.integrations.transformers import register_hcp_attention
+
+    model = build("llama")
+    register_hcp_attention(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = [loss_of(model, 40, linear) for linear in (False, True)]
+    assert [loss.dtype for loss in losses] == [torch.float32] * 2
+    assert (losses[0] - losses[1]).abs() < 1e-2
+
+
+@pytest.mark.parametrize("kind", ["cohere2", "gemma2", "granite"])
+@needs_linear_cross_entropy
+def test_logits_that_a_model_changes_are_refused(kind):
+    from hcp.integrations.transformers import register_hcp_attention
+
+    changes = {"granite": {"logits_scaling": 2.0}}.get(kind, {})
+    model = build(kind, **changes)
+    register_hcp_attention(model)
+    with pytest.raises(ValueError, match="ForCausalLM changes what its head returns"):
+        loss_of(model, 9, True)
+    assert loss_of(model, 9, False) > 0  # the head is its own again
+
+
+def test_a_head_that_is_not_linear_is_refused():
+    from hcp.integrations.transformers import register_hcp_attention
+
+    class Tuned(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    model = build("llama")
+    register_hcp_attention(model)
+    model.lm_head = Tuned(32, 64)
+    with pytest.raises(ValueError, match=r"head of LlamaForCausalLM is Tuned, expected torch.nn"):
+        loss_of(model, 9, True)
+
+
+def test_no_library_for_it_is_an_error(monkeypatch):
+    from hcp.integrations.linear_cross_entropy import _library
+
+    monkeypatch.delattr(torch.nn, "LinearCrossEntropyOptions", raising=False)
+    with pytest.raises(ImportError, match=r"torch is .*, expected torch 2.13 or newer"):
+        _library.__wrapped__("cpu")
 
 
 # ---- FSDP2 ---------------------------------------------------------------------------------------

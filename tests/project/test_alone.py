@@ -119,7 +119,7 @@ def built_wheel(folder: Path) -> Path:
         env={**os.environ, "NVCC": ""},
         check=True,
     )
-    (wheel,) = folder.glob("hcp-*.whl")
+    (wheel,) = folder.glob("hcp_torch-*.whl")
     return wheel
 
 

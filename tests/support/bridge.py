@@ -22,7 +22,6 @@ import logging
 import runpy
 import sys
 import types
-import typing
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,8 +32,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import typing_extensions
 
+from support.older_python import complete_typing
 from support.ranks import run_module
 
 ROWS = 16
@@ -325,7 +324,8 @@ def train(overrides: list[str]) -> Trained:
     report = Trained(*([] for _ in range(6)))
     callbacks = [watcher(report)]
     if "dynamic" in overrides:
-        callbacks.insert(0, DynamicContextParallel())
+        linear = "linear" in overrides
+        callbacks.insert(0, DynamicContextParallel(linear_cross_entropy=linear))
         config.model.transformer_layer_spec = megatrons_layers
     elif config.dist.eval_context_parallel_size is not None:
         callbacks.insert(0, EvalContextParallel())
@@ -341,8 +341,7 @@ def train(overrides: list[str]) -> Trained:
 def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    if not hasattr(typing, "override"):  # Python 3.11, for which the wheel was not made
-        vars(typing)["override"] = typing_extensions.override
+    complete_typing()
     without_gpu_packages()
     with bridge_on_cpu():
         if sys.argv[1:] and sys.argv[1].endswith(".py"):

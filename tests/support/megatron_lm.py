@@ -8,13 +8,11 @@ from __future__ import annotations
 import re
 import runpy
 import sys
-import typing
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-import typing_extensions
-
+from support.older_python import complete_typing
 from support.ranks import run_module
 
 SCRIPT = str(Path(__file__).with_name("megatron_lm_script.py"))
@@ -66,8 +64,7 @@ def run(how: str, ranks: int, *flags: str, folder: Path, script: str = SCRIPT) -
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    if not hasattr(typing, "override"):  # Python 3.11, for which the wheel was not made
-        vars(typing)["override"] = typing_extensions.override
+    complete_typing()
     how, script, *flags = sys.argv[1:]
     if how == "launch":
         from hcp.integrations.megatron.launch import main as launch

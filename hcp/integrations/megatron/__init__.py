@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hcp.integrations.megatron.bridge.dynamic import DynamicContextParallel
     from hcp.integrations.megatron.cpu import megatron_on_cpu
     from hcp.integrations.megatron.data import MicroBatches, plan_batches
+    from hcp.integrations.megatron.linear_loss import use_linear_cross_entropy
     from hcp.integrations.megatron.mtp import hcp_model_class
     from hcp.integrations.megatron.packed import handler_of, packed_seq_params
     from hcp.integrations.megatron.pool import CPGroupPool
@@ -42,6 +43,7 @@ _WHERE = {
     "megatron_on_cpu": "cpu",
     "packed_seq_params": "packed",
     "plan_batches": "data",
+    "use_linear_cross_entropy": "linear_loss",
 }
 
 __all__ = [
@@ -59,6 +61,7 @@ __all__ = [
     "megatron_on_cpu",
     "packed_seq_params",
     "plan_batches",
+    "use_linear_cross_entropy",
     "wrap_evaluate",
 ]
 

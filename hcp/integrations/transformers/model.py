@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from hcp._words import GradReduce
+from hcp.integrations.linear_cross_entropy import linear_cross_entropy as losses_of_hidden
 from hcp.integrations.loader import warn_of_the_barrier
 from hcp.step.dispatch import LocalBatch
 from hcp.step.handler import ContextParallelHandler
@@ -50,16 +52,68 @@ def causal_lm_losses(
     cp: ContextParallelHandler,
     local: LocalBatch,
     inputs: Mapping[str, Any] | None = None,
+    *,
+    linear_cross_entropy: bool = False,
 ) -> Tensor:
     """Return the cross-entropy of each row of this rank, (T,), float32 or wider. `inputs`: see
-    `causal_lm_logits`."""
-    return losses_of(causal_lm_logits(model, cp, local, inputs), local.labels)
+    `causal_lm_logits`.
+
+    `linear_cross_entropy`: compute it of the head's inputs, in chunks, so that the logits of all
+    rows are never in memory. Raises ImportError without a library that does, and ValueError for a
+    model whose head is no `torch.nn.Linear`, or that changes what its head returns.
+    """
+    if not linear_cross_entropy:
+        return losses_of(causal_lm_logits(model, cp, local, inputs), local.labels)
+    with _losses_for_logits(model, cp.at_least_one_row(local.labels)):
+        return causal_lm_logits(model, cp, local, inputs).squeeze(-1)
 
 
 def losses_of(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the cross-entropy of each row, (T,), float32 or wider, of (T, vocabulary), (T,)."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(wide, labels, reduction="none")
+
+
+def linear_head(model: nn.Module) -> nn.Linear:
+    """Return the layer that makes a model's logits. Raises ValueError unless it is a plain one."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        raise ValueError(
+            f"the head of {type(model).__name__} is {type(head).__name__}, expected "
+            "torch.nn.Linear: linear_cross_entropy=True multiplies by its weight"
+        )
+    return head
+
+
+@contextlib.contextmanager
+def _losses_for_logits(model: nn.Module, labels: Tensor) -> Iterator[None]:
+    """Inside this context, a model's logits are its rows' losses, (1, T, 1). `labels`: (T,).
+
+    The head computes them itself: its weight is whole while it is called, also under FSDP.
+    """
+    while isinstance(getattr(model, "module", None), nn.Module):  # of DDP, of an engine
+        model = model.module  # type: ignore[assignment]
+    head, losses = linear_head(model), labels.new_empty(0)
+
+    def forward(hidden: Tensor) -> Tensor:
+        nonlocal losses
+        losses = losses_of_hidden(hidden[0], head.weight, labels, head.bias)[None, :, None]
+        return losses
+
+    def check(model: nn.Module, given: object, output: Any) -> None:
+        if output.logits is not losses:
+            raise ValueError(
+                f"{type(model).__name__} changes what its head returns, such as by a scale or a "
+                "cap of logits, expected a model that does not: linear_cross_entropy=False"
+            )
+
+    hook = model.register_forward_hook(check, prepend=True)
+    head.forward = forward  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        del head.forward
+        hook.remove()
 
 
 def causal_lm_loss(
@@ -69,12 +123,14 @@ def causal_lm_loss(
     *,
     grad_reduce: GradReduce = "mean",
     inputs: Mapping[str, Any] | None = None,
+    linear_cross_entropy: bool = False,
 ) -> Tensor:
     """Return this micro-batch's share of the mean loss over the whole batch, a scalar to call
     `backward` on.
 
     `grad_reduce`: "mean" if gradients are averaged over the ranks, as DDP and FSDP do. `inputs`:
     the model's arguments, by default `model_inputs`; `image_inputs` makes others.
+    `linear_cross_entropy`: see `causal_lm_losses`.
     """
-    losses = causal_lm_losses(model, cp, local, inputs)
+    losses = causal_lm_losses(model, cp, local, inputs, linear_cross_entropy=linear_cross_entropy)
     return cp.loss(losses, local.loss_mask, grad_reduce=grad_reduce)

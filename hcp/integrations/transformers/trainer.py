@@ -19,6 +19,7 @@ from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify
 from hcp.evaluation.metrics import Metrics
 from hcp.groups.process_groups import ProcessGroups
 from hcp.integrations.accelerate import check_accelerator, with_barrier_of
+from hcp.integrations.linear_cross_entropy import check_linear_cross_entropy
 from hcp.integrations.loader import (
     DynamicCPDataLoader,
     EvalDataLoader,
@@ -42,6 +43,8 @@ from hcp.integrations.transformers.masks import masks_of
 from hcp.integrations.transformers.model import (
     causal_lm_logits,
     causal_lm_loss,
+    causal_lm_losses,
+    linear_head,
     losses_of,
     model_inputs,
 )
@@ -72,13 +75,16 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         to_sample: ToSample | None = None,
         images: bool = False,
         fused_rope: bool = True,
+        linear_cross_entropy: bool = False,
         **keywords: Any,
     ) -> None:
         """`cp`: limits and options, see `hcp.Config`. `dynamic_cp=False`: one degree for all.
         `groups`: by default, all ranks of the job are one domain. `to_sample`: makes a sample of an
         item of the dataset, in place of a collator. `images`: items have pixel values, as
-        `image_sample` takes them. `fused_rope`: see `register_hcp_attention`. Other arguments are
-        those of `transformers.Trainer`.
+        `image_sample` takes them. `fused_rope`: see `register_hcp_attention`.
+        `linear_cross_entropy`: compute losses without the logits of all rows in memory, where no
+        predictions are asked for, see `causal_lm_losses`. Other arguments are those of
+        `transformers.Trainer`.
 
         Sets the model's attention to "hcp". Raises ValueError for options of Transformers' that
         would be wrong, or have no effect, if sequences are spread over ranks."""
@@ -103,6 +109,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self.cp_groups = domain(groups, self.args.world_size, self.args.device)
         self.cp_eval_groups = eval_groups(self.cp_groups, cp)
         self.cp_cost, self.images = cost, images
+        self.linear_cross_entropy = linear_cross_entropy
+        if linear_cross_entropy:
+            linear_head(self.model)
+            check_linear_cross_entropy(self.args.device)
         self.fields = image_fields(self.model) if images else None
         own = partial(image_sample, self.model) if images else causal_lm_samples
         self.to_sample = to_sample or own
@@ -170,7 +180,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
                 with self.compute_loss_context_manager():
                     given = self._inputs(cp, local)
-                    loss = causal_lm_loss(model, cp, local, grad_reduce="mean", inputs=given)
+                    loss = causal_lm_loss(
+                        *(model, cp, local),
+                        grad_reduce="mean",
+                        inputs=given,
+                        linear_cross_entropy=self.linear_cross_entropy,
+                    )
                 self.accelerator.backward(loss)
             total = total + loss.detach()
         mean: Tensor = self.accelerator.reduce(total, reduction="mean")
@@ -239,11 +254,17 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             metrics = Metrics(groups)
             for cp, local in dataloader:
                 with self.accelerator.autocast():
-                    logits = causal_lm_logits(model, cp, local, self._inputs(cp, local))
-                losses = losses_of(logits, local.labels)
+                    inputs = self._inputs(cp, local)
+                    if dataloader.places:
+                        logits = causal_lm_logits(model, cp, local, inputs)
+                        losses = losses_of(logits, local.labels)
+                        predictions.add(cp, local, logits)
+                    else:
+                        linear = self.linear_cross_entropy
+                        losses = causal_lm_losses(
+                            model, cp, local, inputs, linear_cross_entropy=linear
+                        )
                 metrics.add_sum("loss", *cp.loss_sum(losses, local.loss_mask))
-                if dataloader.places:
-                    predictions.add(cp, local, logits)
             found = {"loss": metrics.reduce()["loss"].mean}
         count, given, labels = dataloader.num_samples, None, None
         if dataloader.places:

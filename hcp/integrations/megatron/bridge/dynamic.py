@@ -33,14 +33,15 @@ class DynamicContextParallel(BridgeCallback):
 
     `options`: those of `hcp.Config` that Bridge's configuration lacks (`OPTIONS`). The others are
     Bridge's own: `model.max_seqlen_per_dp_cp_rank`, which is required, `model.cp_comm_type` and
-    `dist.eval_context_parallel_size`. The model gets layers by hcp. hcp's forward step takes the
+    `dist.eval_context_parallel_size`. `linear_cross_entropy`: see `use_linear_cross_entropy`. The
+    model gets layers by hcp. hcp's forward step takes the
     place of the one that `pretrain` is given.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, linear_cross_entropy: bool = False, **options: Any) -> None:
         for name in options:
             expect_choice("an option of DynamicContextParallel", name, OPTIONS)
-        self._options = options
+        self._options, self._linear_cross_entropy = options, linear_cross_entropy
         self._args: Any = None
         self._state: Any = None
         self._groups: hcp.ProcessGroups | None = None
@@ -61,7 +62,7 @@ class DynamicContextParallel(BridgeCallback):
     def in_place(self) -> Iterator[None]:
         """Return a context inside which Bridge trains and evaluates over planned micro-batches."""
         provider: Any = import_module("megatron.bridge.models.gpt_provider")
-        model = with_layers(provider.MCoreGPTModel)
+        model = with_layers(provider.MCoreGPTModel, lambda: self._linear_cross_entropy)
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(provider, "MCoreGPTModel", model))
             for name in ("train", "eval"):

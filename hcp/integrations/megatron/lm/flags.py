@@ -17,7 +17,12 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     own = parser._option_string_actions.get(_SCHEDULER)
     if own is not None and own.choices is not None:
         own.choices = tuple(dict.fromkeys((*own.choices, *SCHEDULERS, *MEGATRON_SCHEDULERS)))
-    return add_megatron_arguments(parser)
+    add_megatron_arguments(parser).add_argument(
+        "--linear-cross-entropy",
+        action="store_true",
+        help="compute losses in chunks, without the logits of all rows in memory",
+    )
+    return parser
 
 
 def check_args(args: Any) -> None:

@@ -57,7 +57,7 @@ def install() -> None:
     arguments.validate_args = _with_refusals(arguments.validate_args)
     for module, name in (("gpt", "GPTModel"), ("hybrid", "HybridModel")):
         models = import_module(f"megatron.training.models.{module}")
-        setattr(models, name, with_layers(getattr(models, name)))
+        setattr(models, name, with_layers(getattr(models, name), _asks_for_linear_cross_entropy))
     _build_datasets_everywhere()
     training.get_forward_backward_func = _planned(training)
     training.evaluate = _by_tokens(training)
@@ -103,9 +103,17 @@ def _with_refusals(validate: Callable[..., Any]) -> Callable[..., Any]:
     return validated
 
 
-def with_layers(model: type) -> Any:
+def _asks_for_linear_cross_entropy() -> bool:
+    training: Any = import_module(_TRAINING)
+    return bool(training.get_args().linear_cross_entropy)
+
+
+def with_layers(model: type, linear_cross_entropy: Callable[[], bool]) -> Any:
     """Derive a class of models whose specifications become hcp's, and whose MTP losses follow the
-    plan. A HybridModel has no losses of its own; hcp's forward step refuses one with MTP."""
+    plan. A HybridModel has no losses of its own; hcp's forward step refuses one with MTP.
+
+    `linear_cross_entropy` is asked when a model is built: see `use_linear_cross_entropy`."""
+    from hcp.integrations.megatron.linear_loss import use_linear_cross_entropy
     from hcp.integrations.megatron.mtp import hcp_model_class
     from hcp.integrations.megatron.spec import hcp_layer_spec
 
@@ -118,6 +126,8 @@ def with_layers(model: type) -> Any:
             if bound.arguments.get(name) is not None:
                 bound.arguments[name] = hcp_layer_spec(bound.arguments[name])
         super(made, self).__init__(*bound.args, **bound.kwargs)
+        if linear_cross_entropy():
+            use_linear_cross_entropy(self)
 
     made: Any = type(model.__name__, (base,), {"__init__": __init__})
     made.__module__ = __name__

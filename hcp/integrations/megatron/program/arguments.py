@@ -76,6 +76,11 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
         dest="apply_rope_fusion",
         help="rotate queries and keys by Megatron's unfused code, not in hcp's attention",
     )
+    group.add_argument(
+        "--linear-cross-entropy",
+        action="store_true",
+        help="compute losses in chunks, without the logits of all rows in memory",
+    )
     group.add_argument("--bf16", action="store_true", help="weights and activations in bfloat16")
     group.add_argument(
         "--use-distributed-optimizer", action="store_true", help="its state is sharded over dp x cp"

@@ -172,6 +172,8 @@ def build_chunk(job: Job, config: TransformerConfig, vp_stage: int | None) -> to
         vp_stage=vp_stage,
         pg_collection=job.collection,
     )
+    if job.args.linear_cross_entropy:
+        hcp_megatron.use_linear_cross_entropy(model)
     model.to(job.device)
     return Float16Module(config, model) if config.bf16 else model
 
