@@ -205,6 +205,23 @@ def test_few_long_sequences_leave_hardly_a_gap(seed: int) -> None:
     assert plan.makespan <= 1.013 * plan.bound
 
 
+@pytest.mark.parametrize(("sync", "ratio"), [("step", 1.056), ("micro_batch", 1.07)])
+@pytest.mark.parametrize("seed", range(3))
+def test_few_long_sequences_leave_hardly_a_gap_in_nodes(sync: str, ratio: float, seed: int) -> None:
+    """Without columns and small steps in nodes, at least 1.074 and 1.099."""
+    lengths = spread(128, 8192, 65536, seed)
+    plan = hcp.plan(
+        lengths,
+        ranks=32,
+        max_tokens_per_rank=8192,
+        ranks_per_node=8,
+        sync=sync,
+        cost=hcp.CostModel.preset("flexsp-7b"),
+    )
+    hcp.check_plan(plan, lengths)
+    assert plan.makespan <= ratio * plan.bound
+
+
 def test_columns_of_few_degrees_are_filled_by_lesser_ones() -> None:
     """Just above 1, 2, 4 and 8 times the rows of a rank: few sums, each column needs others."""
     random = Random(0)

@@ -152,6 +152,18 @@ static void start(columns *c) {
   c->region_count = 1;
 }
 
+/* Groups of that degree stay within a node, unless they are whole nodes: then so are all
+ * regions that were cut before, but for a last one that has what nodes leave. */
+static void keep_to_nodes(columns *c, int32_t degree) {
+  int32_t node = hcp__node_ranks(c->p->limits);
+  for (int32_t i = 0; degree <= node && i < c->region_count; i++) {
+    region *r = &c->regions[i];
+    if (r->width <= node) continue;
+    c->regions[c->region_count++] = (region){r->first + node, r->width - node, r->level, r->floor};
+    r->width = node;
+  }
+}
+
 /* ---- pouring ---- */
 
 /* What is left when the region is filled with as much as it holds. */
@@ -172,6 +184,7 @@ static int32_t pours(columns *c) {
   start(c);
   for (int32_t i = 0; i < c->class_count; i++) {
     const width_class *k = &c->classes[i];
+    keep_to_nodes(c, k->degree);
     for (int32_t left = k->level; left > 0;) {
       region *r = choose(c, k->degree, left, k->least < left ? k->least : left);
       if (r == NULL) return 0;
@@ -331,6 +344,7 @@ static int32_t stack_all(columns *c) {
   for (int32_t i = 0; i < c->n; i++) c->items[i].taken = 0;
   for (int32_t i = 0; i < c->class_count; i++) {
     const width_class *k = &c->classes[i];
+    keep_to_nodes(c, k->degree);
     for (int32_t todo = k->count, stacked; todo > 0; todo -= stacked) {
       int32_t least, left = left_of(c, k, &least);
       region *r = choose(c, k->degree, left, least);

@@ -90,7 +90,8 @@ static void turn(search *s) {
 }
 
 hcp_status hcp__search_judge_waves(search *s, hcp_error *err) {
-  int32_t placed, ways = hcp__is_free(s->p) && hcp__is_few(s->p) ? 2 : 1;
+  int32_t even = s->p->limits->ranks % hcp__node_ranks(s->p->limits) == 0; /* nodes stay nodes */
+  int32_t placed, ways = even && hcp__is_free(s->p) && hcp__is_few(s->p) ? 2 : 1;
   hcp_status status = hcp__place_waves(s->p, &s->blocks, &placed, err);
   if (status != HCP_OK || !placed) return status;
   for (int32_t way = 0; way < ways && status == HCP_OK; way++) {

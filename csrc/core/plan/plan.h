@@ -142,9 +142,15 @@ hcp_status hcp__problem_init(hcp__problem *problem, const int64_t *lengths, int3
                              const hcp_limits *limits, const hcp_cost *cost, hcp_error *err);
 void hcp__problem_release(hcp__problem *problem);
 
-/* Whether groups may stand anywhere and start when they like. */
+/* Whether groups have any degrees and start when they like. */
 static inline int hcp__is_free(const hcp__problem *p) {
-  return p->limits->sync == HCP_SYNC_STEP && !p->limits->pow2 && p->limits->ranks_per_node == 0;
+  return p->limits->sync == HCP_SYNC_STEP && !p->limits->pow2;
+}
+
+/* Ranks of a node; all, where there are no nodes. */
+static inline int32_t hcp__node_ranks(const hcp_limits *limits) {
+  int32_t node = limits->ranks_per_node;
+  return node > 0 && node < limits->ranks ? node : limits->ranks;
 }
 
 /* Whether the sequences are so few that more may be tried. */
@@ -289,14 +295,14 @@ enum { HCP_COLUMNS_MAX = 256 };
 
 /* One group for each sequence whose degree is at least least; all end within target.
  * *found is 0 when that was not found before the budget, which falls with the work, was
- * spent. Rounds try different ways. On equal ranks, without pow2 and nodes. */
+ * spent. Rounds try different ways. On equal ranks, without pow2. */
 hcp_status hcp__plan_columns(const hcp__problem *problem, int64_t target, int32_t round,
                              int32_t least, int64_t *budget, hcp__blocks *blocks, int32_t *found,
                              hcp_error *err);
 
 /* One group for each sequence; all end within target where that is found. widen gives a
- * group all ranks of its valley where no other sequence left fits beside it. Without pow2
- * and nodes. */
+ * group all ranks of its valley where no other sequence left fits beside it. Without
+ * pow2. */
 hcp_status hcp__plan_skyline(const hcp__problem *problem, int64_t target, int32_t widen,
                              hcp__blocks *blocks, hcp_error *err);
 
@@ -332,6 +338,9 @@ int32_t hcp__waves_shelve(hcp__waves *waves, hcp__blocks *blocks);
 
 /* ---- Ranks and heights of waves (waves_place.c, waves_lockstep.c, waves_polish.c) ---- */
 
+/* Whether groups stand beside each other, so many of each degree up to ranks, the
+ * narrow ones each in the fullest node that still holds it. room is scratch for ranks + 1. */
+int32_t hcp__stand_together(const hcp_limits *limits, const int32_t *counts, int32_t *room);
 /* Finds ranks for blocks that name their micro-batches; *placed is 0 when they do not
  * fit beside each other. Ranks left over widen the slowest ones. */
 hcp_status hcp__place_waves(const hcp__problem *problem, hcp__blocks *blocks, int32_t *placed,

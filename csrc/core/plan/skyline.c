@@ -26,13 +26,26 @@ typedef struct valley {
   int64_t left, right; /* tops of the walls, INT64_MAX: none */
 } valley;
 
+/* Ranks of one node, or whole nodes: there a group may stand at either wall. */
 static valley find_valley(const skyline *s) {
-  int32_t ranks = s->p->limits->ranks, first = 0, end;
+  int32_t ranks = s->p->limits->ranks, node = hcp__node_ranks(s->p->limits), first = 0, end;
   for (int32_t r = 1; r < ranks; r++)
     if (s->loads[r] < s->loads[first]) first = r;
   for (end = first + 1; end < ranks && s->loads[end] == s->loads[first];) end++;
-  return (valley){first, end - first, s->loads[first], first > 0 ? s->loads[first - 1] : INT64_MAX,
-                  end < ranks ? s->loads[end] : INT64_MAX};
+  if (first % node + end - first > node)
+    end = first % node > 0 ? first - first % node + node : end - end % node;
+  return (valley){first, end - first, s->loads[first],
+                  first % node > 0 ? s->loads[first - 1] : INT64_MAX,
+                  end % node > 0 && end < ranks ? s->loads[end] : INT64_MAX};
+}
+
+/* To what the valley may rise: its lower wall, or else what other nodes have above it;
+ * INT64_MAX: nothing. */
+static int64_t above(const skyline *s, const valley *v) {
+  int64_t top = v->left < v->right ? v->left : v->right;
+  for (int32_t r = 0; r < s->p->limits->ranks && v->left == v->right; r++)
+    if (s->loads[r] > v->floor && s->loads[r] < top) top = s->loads[r];
+  return top;
 }
 
 static const hcp__kind *kind_at(const skyline *s, int32_t place) {
@@ -97,7 +110,7 @@ static void put(skyline *s, const valley *v, int32_t place, const hcp__option *o
 }
 
 static void give_up(skyline *s, const valley *v) {
-  int64_t top = v->left < v->right ? v->left : v->right;
+  int64_t top = above(s, v);
   for (int32_t r = v->first; r < v->first + v->width; r++) s->loads[r] = top;
 }
 
@@ -106,14 +119,14 @@ static void place_all(skyline *s) {
     const hcp__option *option = NULL;
     valley v = find_valley(s);
     int32_t place = longest_in_time(s, &v, &option);
-    int walled = v.width < s->p->limits->ranks;
+    int walled = above(s, &v) < INT64_MAX;
     if (place < 0 && walled && v.floor < s->target - s->target / 64) {
       give_up(s, &v);
       continue;
     }
     if (place < 0) place = soonest(s, &v, &option);
     if (place < 0)
-      give_up(s, &v); /* narrower than all that is left, so it has a wall */
+      give_up(s, &v); /* narrower than all that is left, so others are higher */
     else
       put(s, &v, place, option);
   }

@@ -6,14 +6,15 @@
  * the groups' work but no height may pay later, so a little of the work counts, too.
  * A step that raises the sum of both is undone. */
 #include <stdlib.h>
+#include <string.h>
 
 #include "plan.h"
 
 /* Times of all sequences at all degrees up to which there are steps; groups and
- * sequences that these look at, for each sequence and for so many more; how much more a
- * height counts than what is computed; and the share of the sequences among which two
- * change places. */
-enum { TIMES = 1 << 17, LOOKS = 1280, MORE = 128, HEIGHT = 31, NEAR = 32 };
+ * sequences that these look at, for each sequence and for so many more, on one node and on
+ * several, where plans begin worse; how much more a height counts than what is computed;
+ * and the share of the sequences among which two change places. */
+enum { TIMES = 1 << 17, LOOKS = 2048, NODE_LOOKS = 4096, MORE = 128, HEIGHT = 31, NEAR = 32 };
 
 typedef struct need {
   int64_t time, rows; /* time 0: not asked yet */
@@ -46,7 +47,9 @@ typedef struct polish {
   group *group; /* n + waves */
   int32_t *next, *in; /* n: the next sequence of the same group, and that group */
   undo *log;    /* of the latest step */
-  int32_t logged;
+  int32_t logged, log_size;
+  int32_t *below;         /* ranks + 1: the next allowed degree, 0: none */
+  int32_t *counts, *room; /* ranks + 1: groups of each degree in a wave, and scratch */
 } polish;
 
 /* ---- groups ---- */
@@ -57,7 +60,7 @@ static need need_of(const polish *o, int32_t s, int32_t degree) {
   one->time = o->never;
   if (!hcp__degree_allowed(o->p->limits, o->p->cost, degree)) return *one;
   one->rows = hcp__load(o->p, s, degree);
-  int64_t time = hcp__cost(o->p->cost, hcp__size_at(o->p, s), degree, 0);
+  int64_t time = hcp__cost(o->p->cost, hcp__size_at(o->p, s), degree, o->p->limits->ranks_per_node);
   if (time > 0 && time < o->never && one->rows <= o->p->capacity) one->time = time;
   return *one;
 }
@@ -80,7 +83,7 @@ static void resize(polish *o, int32_t g, int32_t degree, int64_t time) {
   group *one = &o->group[g];
   one->degree = degree;
   one->time = time;
-  one->less = one->first < 0 ? o->never : time_at(o, g, degree - 1);
+  one->less = one->first < 0 ? o->never : time_at(o, g, o->below[degree]);
 }
 
 static void note(polish *o, int32_t g) { o->log[o->logged++] = (undo){g, o->group[g]}; }
@@ -89,27 +92,36 @@ static void note(polish *o, int32_t g) { o->log[o->logged++] = (undo){g, o->grou
 
 typedef struct look {
   int32_t used, slowest, cheapest; /* groups: the slowest, and that which is fastest on less */
-  int64_t area;
 } look;
 
 static look look_at(polish *o, int32_t w) {
-  look l = {0, -1, -1, 0};
+  look l = {0, -1, -1};
+  o->wave[w].area = 0;
   for (int32_t g = o->wave[w].first; g >= 0; g = o->group[g].next) {
     const group *one = &o->group[g];
     o->looks--;
     if (one->first < 0) continue;
     l.used += one->degree;
-    l.area += one->time * one->degree;
+    o->wave[w].area += one->time * one->degree;
     if (l.slowest < 0 || one->time > o->group[l.slowest].time) l.slowest = g;
     if (l.cheapest < 0 || one->less < o->group[l.cheapest].less) l.cheapest = g;
   }
   return l;
 }
 
-/* The slowest group gets up to so many ranks more. */
-static int widen(polish *o, int32_t g, int32_t left) {
+/* Whether the groups of the wave, on used ranks, fit beside each other. */
+static int stand(polish *o, int32_t w, int32_t used) {
+  if (used > o->ranks || hcp__node_ranks(o->p->limits) == o->ranks) return used <= o->ranks;
+  memset(o->counts, 0, ((size_t)o->ranks + 1) * sizeof *o->counts);
+  for (int32_t g = o->wave[w].first; g >= 0; g = o->group[g].next)
+    if (o->group[g].first >= 0) o->counts[o->group[g].degree]++;
+  return hcp__stand_together(o->p->limits, o->counts, o->room);
+}
+
+/* The group gets the next degree on which it is faster. */
+static int widen(polish *o, int32_t g) {
   group *one = &o->group[g];
-  for (int32_t degree = one->degree + 1; degree <= one->degree + left; degree++) {
+  for (int32_t degree = one->degree + 1; degree <= o->ranks; degree++) {
     int64_t time = time_at(o, g, degree);
     if (time >= one->time) continue;
     note(o, g);
@@ -119,33 +131,45 @@ static int widen(polish *o, int32_t g, int32_t left) {
   return 0;
 }
 
-static void narrow(polish *o, int32_t g) {
-  note(o, g);
-  resize(o, g, o->group[g].degree - 1, o->group[g].less);
+/* The group that loses least gives up ranks, until all fit; 0: none is within time
+ * without them. */
+static int make_room(polish *o, int32_t w, int64_t time, look *l) {
+  for (*l = look_at(o, w); !stand(o, w, l->used); *l = look_at(o, w)) {
+    group *one = &o->group[l->cheapest];
+    if (one->less >= time || o->logged == o->log_size) return 0;
+    note(o, l->cheapest);
+    resize(o, l->cheapest, o->below[one->degree], one->less);
+  }
+  return 1;
 }
 
-/* For fixed groups whose times fall with the degree, no division of the ranks is better.
- * 0: they do not fit beside each other. */
-static int divide(polish *o, int32_t w) {
-  for (int32_t turn = 0; turn < 2 * o->ranks; turn++) {
-    look l = look_at(o, w);
-    int64_t height = l.slowest < 0 ? 0 : o->group[l.slowest].time;
-    o->wave[w].height = l.slowest < 0 ? 0 : height + o->p->cost->launch;
-    o->wave[w].area = l.area;
-    if (l.slowest < 0) return 1;
-    if (height >= o->never) return 0;
-    if (l.used < o->ranks) {
-      if (!widen(o, l.slowest, o->ranks - l.used)) return 1;
-    } else if (l.used > o->ranks) {
-      if (o->group[l.cheapest].less >= o->never) return 0;
-      narrow(o, l.cheapest);
-    } else {
-      if (o->group[l.cheapest].less >= height) return 1;
-      if (l.cheapest != l.slowest && !widen(o, l.slowest, 1)) return 1;
-      narrow(o, l.cheapest);
-    }
+static void revert(polish *o, int32_t logged) {
+  while (o->logged > logged) {
+    const undo *last = &o->log[--o->logged];
+    int32_t first = o->group[last->at].first;
+    o->group[last->at] = last->was;
+    o->group[last->at].first = first;
   }
-  return 0;
+}
+
+/* The slowest group gets ranks, also of groups that stay faster without them. For fixed
+ * groups whose times fall with the degree, no division of one node is better. 0: the
+ * groups do not fit beside each other. */
+static int divide(polish *o, int32_t w) {
+  look l;
+  if (!make_room(o, w, o->never, &l)) return 0;
+  for (int32_t logged = o->logged; l.slowest >= 0; logged = o->logged) {
+    int64_t height = o->group[l.slowest].time;
+    if ((l.used < o->ranks || o->group[l.cheapest].less < height) && o->logged < o->log_size &&
+        widen(o, l.slowest) && make_room(o, w, height, &l))
+      continue;
+    revert(o, logged);
+    l = look_at(o, w);
+    o->wave[w].height = height + o->p->cost->launch;
+    return height < o->never;
+  }
+  o->wave[w].height = 0;
+  return 1;
 }
 
 /* ---- steps ---- */
@@ -178,15 +202,6 @@ static int64_t value(const polish *o, int32_t w) {
   return HEIGHT * o->wave[w].height + o->wave[w].area / o->ranks;
 }
 
-static void revert(polish *o) {
-  while (o->logged > 0) {
-    const undo *last = &o->log[--o->logged];
-    int32_t first = o->group[last->at].first;
-    o->group[last->at] = last->was;
-    o->group[last->at].first = first;
-  }
-}
-
 /* s goes to group g, t, unless -1, from there to where s was. */
 static void step(polish *o, int32_t s, int32_t g, int32_t t) {
   int32_t from = o->in[s], a = o->group[from].wave, b = o->group[g].wave;
@@ -208,7 +223,7 @@ static void step(polish *o, int32_t s, int32_t g, int32_t t) {
   if (t >= 0) leave(o, t);
   enter(o, from, s);
   if (t >= 0) enter(o, g, t);
-  revert(o);
+  revert(o, 0);
   o->wave[a] = was_a;
   o->wave[b] = was_b;
 }
@@ -277,13 +292,14 @@ static void unload(const polish *o, hcp__blocks *blocks) {
 static int may_polish(const hcp__search *s) {
   const hcp_limits *limits = s->p->limits;
   return limits->sync == HCP_SYNC_MICRO_BATCH && limits->pipeline.stages < 2 && !limits->pow2 &&
-         limits->ranks_per_node == 0 && limits->slowness == NULL && hcp__is_few(s->p) &&
+         limits->slowness == NULL && hcp__is_few(s->p) &&
          (int64_t)s->p->n * limits->ranks <= TIMES &&
          s->makespan - s->p->bound > s->p->bound >> 9 &&
          s->makespan < INT64_MAX / 256 / limits->ranks;
 }
 
 static void release(polish *o) {
+  free(o->below);
   free(o->log);
   free(o->in);
   free(o->next);
@@ -299,7 +315,14 @@ static int allocate(polish *o) {
   o->group = calloc(n + waves, sizeof *o->group);
   o->next = calloc(n, sizeof *o->next);
   o->in = calloc(n, sizeof *o->in);
-  o->log = malloc((8 * ranks + 2) * sizeof *o->log);
+  o->log_size = 8 * o->ranks + 2;
+  o->log = malloc((size_t)o->log_size * sizeof *o->log);
+  o->below = calloc(3 * (ranks + 1), sizeof *o->below);
+  if (o->below == NULL) return 0;
+  o->counts = o->below + ranks + 1;
+  o->room = o->counts + ranks + 1;
+  for (int32_t d = 1; d < o->ranks; d++)
+    o->below[d + 1] = hcp__degree_allowed(o->p->limits, o->p->cost, d) ? d : o->below[d];
   return o->needs != NULL && o->wave != NULL && o->group != NULL && o->next != NULL &&
          o->in != NULL && o->log != NULL;
 }
@@ -308,7 +331,8 @@ hcp_status hcp__polish(hcp__search *s, int32_t effort, hcp_error *err) {
   polish o = {.p = s->p, .ranks = s->p->limits->ranks, .waves = s->best->micro_batch_count};
   if (!may_polish(s)) return HCP_OK;
   o.never = s->makespan + 1;
-  o.looks = (int64_t)LOOKS * (s->p->n + MORE) * effort;
+  int32_t looks = hcp__node_ranks(s->p->limits) < o.ranks ? NODE_LOOKS : LOOKS;
+  o.looks = (int64_t)looks * (s->p->n + MORE) * effort;
   o.chance = (uint32_t)effort;
   hcp_status status = HCP_OK;
   if (!allocate(&o)) {
