@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         gather_masks,
     )
     from hcp.step.fields import Payload
+    from hcp.step.graph_handler import GraphHandler
     from hcp.step.handler import ContextParallelHandler
     from hcp.step.stats import StepStats
 
@@ -67,6 +68,7 @@ __all__ = [
     "EvalBatch",
     "EvalChoice",
     "EvalPlan",
+    "GraphHandler",
     "Group",
     "HcpError",
     "Layout",
@@ -188,6 +190,7 @@ _HOMES = {
         "gather_masks",
     ),
     "step.fields": ("Payload",),
+    "step.graph_handler": ("GraphHandler",),
     "step.handler": ("ContextParallelHandler",),
     "step.stats": ("StepStats",),
 }

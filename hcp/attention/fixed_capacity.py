@@ -1,0 +1,382 @@
+"""Attention over tables of fixed sizes on the device, so that a CUDA graph serves many plans.
+
+A schedule's tables lie in host memory and travel with each launch, which a graph would keep. Here
+everything that depends on the plan is read from device memory when the kernels run: where sequences
+begin, and which of the gathered keys each span of tokens sees. Every rank of a block gathers the
+keys and values of all ranks of it, C rows each, whatever the plan.
+
+C rows of a rank, d ranks of a block, S spans, K rows of arranged keys, H query heads, G key-value
+heads, D head size, E head size of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hcp.attention.kernels import Choice, Kernel, Launch, kernel_for, wide
+from hcp.exchange.agreement import BACKWARD, Kind, Stamp, agree_once, rows_like
+from hcp.exchange.layout import Layout
+from hcp.exchange.tables import Entry, Move
+from hcp.exchange.transport import Transport
+from hcp.planning.plan import Plan
+
+
+class Capacity(NamedTuple):
+    """What tables have room for."""
+
+    rows: int
+    """Rows of a rank, C."""
+    sequences: int
+    """Sequences that a rank has rows of."""
+    max_seqlen: int
+    """Tokens of the longest sequence."""
+    ranks: int
+    """Ranks of a block, d. A sequence is computed within one."""
+
+    @property
+    def spans(self) -> int:
+        """S: a rank has one span of a sequence that it computes alone, at most two of others."""
+        return self.sequences if self.ranks == 1 else 2 * self.sequences
+
+    @property
+    def keys(self) -> int:
+        """K: what the spans of any plan see under a causal mask. The last row belongs to no key.
+
+        Chunks j and 2d - 1 - j of a sequence of L tokens see L + L / 2d together.
+        """
+        if self.ranks == 1:
+            return self.rows
+        return self.ranks * self.rows + self.rows // 2 + 1
+
+    @property
+    def sizes(self) -> list[int]:
+        """Words of each table: positions, rows without a token, cu_seqlens of queries and of keys,
+        keys, and the two places of each gathered row among them."""
+        spans = self.spans + 1
+        own = [self.rows, self.rows, spans, spans]
+        return own if self.ranks == 1 else [*own, self.keys, 2 * self.ranks * self.rows]
+
+
+class FixedTables:
+    """Tables on a device, replaced for each micro-batch in the same memory."""
+
+    def __init__(self, capacity: Capacity, device: torch.device) -> None:
+        self.capacity = capacity
+        self._words = torch.zeros(sum(capacity.sizes), dtype=torch.int64, device=device)
+        parts = torch.split(self._words, capacity.sizes)
+        self.positions = parts[0]
+        """int64 (C,)"""
+        self.empty = torch.ones(capacity.rows, dtype=torch.bool, device=device)
+        """bool (C,): rows that hold no token."""
+        self._sources = parts[1:4]
+        # Each in memory of its own: FlashAttention-4 wants it at 16 bytes.
+        self.query_bounds, self.key_bounds = (
+            torch.zeros(capacity.spans + 1, dtype=torch.int32, device=device) for _ in range(2)
+        )
+        self.keys = parts[4] if capacity.ranks > 1 else None
+        """int64 (K,): the gathered row of each key."""
+        self.places = parts[5].view(2, -1) if capacity.ranks > 1 else None
+        """int64 (2, d C): where each gathered row lies among the keys; K - 1 if nowhere."""
+
+    def load(self, words: Tensor) -> None:
+        """Copy the tables of a micro-batch: one copy to the device and three launches."""
+        on_gpu = self._words.device.type == "cuda"
+        self._words.copy_(words.pin_memory() if on_gpu else words, non_blocking=on_gpu)
+        for table, source in zip(
+            (self.empty, self.query_bounds, self.key_bounds), self._sources, strict=True
+        ):
+            table.copy_(source)
+
+
+def words_of(capacity: Capacity, plan: Plan, micro_batch: int, rank: int) -> Tensor:
+    """Make the tables of a rank in one tensor on the host.
+
+    Raises ValueError for a micro-batch that any rank of the block has no room for, alike on all of
+    them.
+    """
+    first = rank - rank % capacity.ranks
+    layouts = [Layout(plan, micro_batch, first + i) for i in range(capacity.ranks)]
+    for layout in layouts:
+        _expect_room(capacity, layout, first)
+    own = layouts[rank - first]
+    positions, empty, *others = (
+        torch.zeros(size, dtype=torch.int64, device="cpu") for size in capacity.sizes
+    )
+    tokens = own.rows - own.padding
+    positions[:tokens] = own.positions[:tokens]
+    empty[tokens:] = 1
+    queries, keys = others[0], others[1]
+    rows = [span.rows for span in own.spans]
+    _sum_into(queries, rows)
+    if capacity.ranks == 1:
+        _sum_into(keys, rows)
+    else:
+        _sum_into(keys, [span.start + span.rows for span in own.spans])
+        _arrange(others[2], others[3].view(2, -1), capacity, layouts, own, first)
+    return torch.cat([positions, empty, queries, keys, *others[2:]])
+
+
+def _expect_room(capacity: Capacity, layout: Layout, first: int) -> None:
+    where = f"micro-batch {layout.micro_batch}, rank {layout.rank}"
+    if layout.plan.masks:
+        raise ValueError(f"{where}: the plan has masks, expected none for layers in CUDA graphs")
+    group = layout.first_rank, layout.first_rank + layout.degree
+    if layout.degree and (group[0] < first or group[1] > first + capacity.ranks):
+        raise ValueError(
+            f"{where}: its group is the ranks {group[0]} to {group[1] - 1}, expected ranks within "
+            f"{first} to {first + capacity.ranks - 1}, whose keys the graph gathers: make the "
+            "handler with more ranks, or the plan with a smaller max_degree and ranks_per_node="
+            f"{capacity.ranks}, max_degree={capacity.ranks}"
+        )
+    held = len({span.sequence for span in layout.spans})
+    for name, found, most in (
+        ("rows", layout.rows, capacity.rows),
+        ("sequences", held, capacity.sequences),
+        ("max_seqlen", max(layout.lengths, default=0), capacity.max_seqlen),
+    ):
+        if found > most:
+            raise ValueError(
+                f"{where}: {name} is {found}, expected <= {most}, the capacity of this "
+                "GraphHandler: capture a layer of a larger capacity, or run this micro-batch "
+                "without the graph"
+            )
+
+
+def _sum_into(bounds: Tensor, rows: Sequence[int]) -> None:
+    """Write summed rows; spans beyond them are empty, at the end."""
+    summed = torch.tensor([0, *rows], dtype=torch.int64, device="cpu").cumsum(0)
+    bounds[: len(summed)] = summed
+    bounds[len(summed) :] = summed[-1]
+
+
+def _arrange(
+    keys: Tensor, places: Tensor, capacity: Capacity, layouts: list[Layout], own: Layout, first: int
+) -> None:
+    """Write which gathered rows the spans see, and where each gathered row lies among these."""
+    places.fill_(capacity.keys - 1)
+    starts, total = {}, 0
+    for sequence, length in zip(own.sequences, own.lengths, strict=True):
+        starts[sequence] = total
+        total += length
+    gathered = torch.empty(total, dtype=torch.int64, device="cpu")
+    for rank in range(own.first_rank, own.first_rank + own.degree):
+        row = (rank - first) * capacity.rows
+        for sequence, start, rows in layouts[rank - first].spans:
+            begin = starts[sequence] + start
+            gathered[begin : begin + rows] = torch.arange(row, row + rows, device="cpu")
+            row += rows
+    at, seen = 0, set()
+    for sequence, start, rows in own.spans:
+        begin, count = starts[sequence], start + rows
+        chosen = gathered[begin : begin + count]
+        keys[at : at + count] = chosen
+        places[int(sequence in seen), chosen] = torch.arange(at, at + count, device="cpu")
+        seen.add(sequence)
+        at += count
+
+
+class FixedLaunch(Launch):
+    """One launch of all spans, whose bounds are on the device alone."""
+
+    def __init__(self, tables: FixedTables, window: tuple[int, int]) -> None:
+        capacity = tables.capacity
+        queries, keys = min(capacity.rows, capacity.max_seqlen), capacity.max_seqlen
+        super().__init__([Entry(0, queries, 0, keys, 1 - queries, keys - queries)])
+        self.window = window
+        self._bounds = tables.query_bounds, tables.key_bounds
+
+
+class Dense:
+    """The formula over tables on the device, for float32 and float64: it computes all pairs of the
+    capacity, and is meant for tests."""
+
+    dtypes = (torch.float64, torch.float32)
+
+    def forward(
+        self, launch: Launch, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        scores = self._scores(launch, query, key, scale)
+        lse = scores.logsumexp(-1)
+        out = self._weights(scores, lse) @ _for_heads(value, query)
+        return out.transpose(0, 1).contiguous(), lse.t()
+
+    def backward(
+        self,
+        launch: Launch,
+        grad_out: Tensor,
+        grad_lse: None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        scores = self._scores(launch, query, key, scale)
+        weights = self._weights(scores, lse.t())
+        grad = grad_out.transpose(0, 1)
+        delta = (grad * out.transpose(0, 1)).sum(-1, keepdim=True)
+        by_score = weights * (grad @ _for_heads(value, query).mT - delta) * scale
+        by_score = by_score.masked_fill(scores == -torch.inf, 0)
+        grad_query = by_score @ _for_heads(key, query)
+        grad_key = by_score.mT @ query.transpose(0, 1)
+        grad_value = (weights.mT @ grad).transpose(0, 1)
+        heads = key.shape[1], query.shape[1] // key.shape[1]
+        return (
+            grad_query.transpose(0, 1),
+            torch.unflatten(grad_key.transpose(0, 1), 1, heads).sum(2),
+            torch.unflatten(grad_value, 1, heads).sum(2),
+        )
+
+    @staticmethod
+    def _scores(launch: Launch, query: Tensor, key: Tensor, scale: float) -> Tensor:
+        """(H, C, K), -inf where a query does not see a key."""
+        bounds, key_bounds = launch.bounds(query.device)
+        rows, keys = (torch.arange(len(x), device=x.device) for x in (query, key))
+        span = torch.searchsorted(bounds[1:], rows, right=True)
+        key_span = torch.searchsorted(key_bounds[1:], keys, right=True)
+        last = len(bounds) - 2
+        clamped = span.clamp(max=last)
+        # The last query of a span sees its last key.
+        own = rows - bounds[clamped + 1] + key_bounds[clamped + 1]
+        behind = own[:, None] - keys
+        seen = (span[:, None] == key_span) & (span[:, None] <= last) & (behind >= 0)
+        if launch.window[0] >= 0:
+            seen &= behind <= launch.window[0]
+        scores = query.transpose(0, 1) @ _for_heads(key, query).mT * scale
+        return scores.masked_fill(~seen, -torch.inf)
+
+    @staticmethod
+    def _weights(scores: Tensor, lse: Tensor) -> Tensor:
+        return (scores - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp()
+
+
+def _for_heads(rows: Tensor, query: Tensor) -> Tensor:
+    """(n, G, D) as (H, n, D)."""
+    shared = query.shape[1] // rows.shape[1]
+    return rows.unsqueeze(2).expand(-1, -1, shared, -1).flatten(1, 2).transpose(0, 1)
+
+
+def fixed_kernel(device: torch.device, dtype: torch.dtype, family: str) -> Kernel | Dense:
+    """The kernel of a dtype whose sequences are data on the device.
+
+    Raises ValueError where there is none.
+    """
+    if dtype in Dense.dtypes:
+        return Dense()
+    if device.type != "cuda":
+        raise ValueError(
+            f"dtype is {dtype} on {device.type}, expected float32 or float64 there: attention of "
+            "fixed capacity computes other dtypes on CUDA"
+        )
+    return kernel_for(device, dtype, Choice(family))
+
+
+class FixedAttention:
+    """Attention of one kind of calls over fixed tables."""
+
+    def __init__(
+        self,
+        tables: FixedTables,
+        transport: Transport,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: tuple[int, int],
+        family: str,
+    ) -> None:
+        capacity = tables.capacity
+        self.tables, self.scale = tables, scale
+        self.launch = FixedLaunch(tables, window)
+        self.kernel = fixed_kernel(query.device, query.dtype, family)
+        self._transport = transport
+        first = transport.rank - transport.rank % capacity.ranks
+        block = range(first, first + capacity.ranks)
+        self._own = [Move(peer, 0, capacity.rows) for peer in block]
+        self._all = [Move(peer, i * capacity.rows, capacity.rows) for i, peer in enumerate(block)]
+        self.sends = self.receives = self._all
+        self.agreed: set[int] = set()
+        self.kind = Kind(
+            "attention of fixed capacity",
+            query=rows_like(query),
+            key=rows_like(key),
+            value=rows_like(value),
+            window_size=window,
+            softmax_scale=scale,
+            capacity=list(capacity),
+        )
+
+    def agree(self, number: int) -> None:
+        """Compare the first call with the block's other ranks."""
+        if self.tables.capacity.ranks > 1:
+            agree_once(self._transport, self, Stamp(self.kind, number))
+
+    def seen_keys(self, key: Tensor, value: Tensor, stamp: Stamp) -> tuple[Tensor, Tensor]:
+        """Keys (K, G, D) and values (K, G, E), span after span."""
+        tables = self.tables
+        if tables.keys is None:
+            return key, value
+        own = torch.cat([key.flatten(1), value.flatten(1)], 1)
+        arranged = self._exchange(own, self._own, stamp).index_select(0, tables.keys)
+        keys, values = torch.split(arranged, [key[0].numel(), value[0].numel()], 1)
+        return keys.reshape(-1, *key.shape[1:]), values.reshape(-1, *value.shape[1:])
+
+    def returned(self, grad_key: Tensor, grad_value: Tensor, stamp: Stamp) -> list[Tensor]:
+        """Gradients of the seen keys and values as those of this rank's rows, summed once over the
+        block. A rank's own sum of a row is rounded before it is sent."""
+        tables, rows = self.tables, self.tables.capacity.rows
+        if tables.places is None:
+            return [_cleared(grad, tables.empty) for grad in (grad_key, grad_value)]
+        grads = torch.cat([grad_key.flatten(1), grad_value.flatten(1)], 1)
+        grads[-1].zero_()  # where places point for rows that no span sees
+        summed_in = wide(grads.dtype)
+        first, second = (grads.index_select(0, places).to(summed_in) for places in tables.places)
+        received = self._exchange((first + second).to(grads.dtype), self._all, stamp)
+        summed = received.view(-1, rows, grads.shape[1]).sum(0, dtype=summed_in).to(grads.dtype)
+        parts = torch.split(summed, [grad_key[0].numel(), grad_value[0].numel()], 1)
+        shapes = grad_key.shape[1:], grad_value.shape[1:]
+        return [part.reshape(rows, *shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def _exchange(self, sent: Tensor, sends: list[Move], stamp: Stamp) -> Tensor:
+        capacity = self.tables.capacity
+        received = sent.new_empty(capacity.ranks * capacity.rows, sent.shape[1])
+        self._transport.start(sent, sends, received, self._all, stamp=stamp).wait()
+        return received
+
+
+def _cleared(rows: Tensor, empty: Tensor) -> Tensor:
+    """Rows with 0 where no token is, which kernels leave as memory was."""
+    return rows.masked_fill(empty[:, None, None], 0)
+
+
+class FixedCall(torch.autograd.Function):
+    """A call of a FixedAttention, with its number."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, of: FixedAttention, number: int
+    ) -> Tensor:
+        keys, values = of.seen_keys(key, value, Stamp(of.kind, number))
+        out, lse = of.kernel.forward(of.launch, query, keys, values, of.scale)
+        out = _cleared(out, of.tables.empty)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.of, ctx.number = of, number
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        of: FixedAttention = ctx.of
+        stamp = Stamp(of.kind, ctx.number, BACKWARD)
+        keys, values = of.seen_keys(key, value, stamp)
+        given = grad_out.contiguous(), None, query, keys, values, out, lse, of.scale
+        grad_query, grad_key, grad_value = of.kernel.backward(of.launch, *given)
+        own = of.returned(grad_key, grad_value, stamp)
+        return _cleared(grad_query, of.tables.empty), *own, None, None

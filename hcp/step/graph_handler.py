@@ -1,0 +1,143 @@
+"""A handler of fixed capacity, whose layers a CUDA graph captures once for many plans."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hcp.attention.checks import check, scale_of, window_of
+from hcp.attention.fixed_capacity import (
+    Capacity,
+    FixedAttention,
+    FixedCall,
+    FixedTables,
+    words_of,
+)
+from hcp.attention.layer import as_kernels_take
+from hcp.exchange.agreement import refuse_transforms
+from hcp.exchange.transport import shares
+from hcp.step.dispatch import Groups
+from hcp.step.handler import ContextParallelHandler
+
+
+class GraphHandler:
+    """What layers in a CUDA graph take in place of a micro-batch's handler.
+
+    Its tables lie in device memory of fixed size. ``load`` replaces them, and a graph that was
+    captured once computes the next micro-batch, of any plan that fits. C below is ``rows``.
+
+    Under ``ranks`` > 1, each rank gathers the keys and values of all ``ranks`` ranks of its block
+    (ranks 0 to ranks - 1 of the domain, and so on), C rows each, in every layer.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        *,
+        rows: int,
+        sequences: int,
+        max_seqlen: int | None = None,
+        ranks: int = 1,
+        backend: Literal["flash", "torch", "flash_attn", "flash_attn_3", "flash_attn_4"] = "flash",
+    ) -> None:
+        """``rows``: of a rank in every micro-batch, at most. ``sequences``: that a rank has tokens
+        of, at most. ``max_seqlen``: tokens of the longest, default rows * ranks. ``ranks``: of a
+        block of the domain, within which each sequence is computed. ``backend``: the FlashAttention
+        for bfloat16 and float16, "flash" being the fastest that is installed; float32 and float64
+        use the formula over all pairs of rows, for tests.
+
+        Raises ValueError for numbers below 1, ranks that do not divide the domain, and ranks > 1
+        under a transport whose exchanges no graph can capture ("peer").
+        """
+        longest = rows * ranks if max_seqlen is None else max_seqlen
+        capacity = Capacity(rows=rows, sequences=sequences, max_seqlen=longest, ranks=ranks)
+        for name, value in (("rows", rows), ("ranks", ranks), *capacity._asdict().items()):
+            if value < 1:
+                raise ValueError(f"{name} is {value}, expected >= 1")
+        self._transport = transport = groups.transport
+        if transport.size % ranks:
+            raise ValueError(
+                f"ranks is {ranks}, expected a divisor of the {transport.size} ranks of the domain"
+            )
+        if ranks > 1 and transport.device.type == "cuda" and shares(transport):
+            raise ValueError(
+                f"ranks is {ranks} under a transport through peers' memory, expected 1: its "
+                "signals are counted by the host, so that no graph can capture it; build the "
+                'process groups with transport="nccl"'
+            )
+        self.capacity = capacity
+        self.rows = rows
+        """Rows of every tensor, C."""
+        self._tables = FixedTables(capacity, transport.device)
+        self.position_ids = self._tables.positions
+        """int64 (C,), in fixed memory: each row's place in its sequence; 0 where no token is."""
+        self._backend = backend
+        self._numbers = itertools.count(1)
+        self._known: dict[tuple[object, ...], FixedAttention] = {}
+
+    def load(self, cp: ContextParallelHandler) -> None:
+        """Take the tables of a micro-batch: one copy to the device, in order on the current stream.
+
+        Every rank of a block loads the same micro-batch before it runs or replays a layer. A
+        backward uses the tables that are there when it runs: load after it, or have a handler for
+        each micro-batch under way.
+
+        Raises ValueError, alike on all ranks of a block, for a plan with masks or a micro-batch
+        that does not fit.
+        """
+        self._tables.load(words_of(self.capacity, cp.plan, cp.micro_batch, self._transport.rank))
+
+    def pad(self, x: Tensor) -> Tensor:
+        """Return x (T, ...) of a micro-batch as (C, ...), with zeros after its rows.
+
+        Raises ValueError for more than C rows.
+        """
+        if len(x) > self.rows:
+            raise ValueError(f"x has {len(x)} rows, expected <= {self.rows}")
+        return torch.cat([x, x.new_zeros(self.rows - len(x), *x.shape[1:])])
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        softmax_scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+    ) -> Tensor:
+        """Compute causal attention of this rank's rows over their whole sequences, with gradients.
+
+        query (C, H, D), key (C, G, D) and value (C, G, E), as for
+        :meth:`hcp.ContextParallelHandler.attention`; returns (C, H, E). Rows without a token must
+        be finite; their results and gradients are 0. ``window_size``: (left, right), the right one
+        -1 or 0. Run it once, forward and backward, before a capture. Differentiable once.
+
+        Raises ValueError for a wrong tensor, and HcpError where ranks differ at the first call.
+        """
+        refuse_transforms("attention", query, key, value)
+        query, key, value = as_kernels_take(query, key, value)
+        left, right = window_of(window_size, False)
+        if right > 0:
+            raise ValueError(f"window_size is {window_size}, expected (left, -1) or (left, 0)")
+        scale = scale_of(query, softmax_scale)
+        like = query.shape, key.shape, value.shape, query.dtype, left, scale
+        of, number = self._known.get(like), next(self._numbers)
+        if of is None:
+            check(query, key, value, None, self.rows, self._transport.device)
+            of = FixedAttention(
+                self._tables,
+                self._transport,
+                query,
+                key,
+                value,
+                scale=scale,
+                window=(left, 0),
+                family=self._backend,
+            )
+            of.agree(number)
+            self._known[like] = of
+        out: Tensor = FixedCall.apply(query, key, value, of, number)  # type: ignore[no-untyped-call]
+        return out
