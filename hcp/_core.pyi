@@ -184,6 +184,7 @@ def plan_bound(
     prices: tuple[int, ...],
     table: tuple[Sequence[int], Sequence[int], Sequence[int]] | None,
     pairs: Sequence[int] | None,
+    effort: int,
 ) -> tuple[int, int]: ...
 def create_plan(
     lengths: Sequence[int],

@@ -73,18 +73,20 @@ static PyObject *plan_create(PyObject *module, PyObject *args, PyObject *kwargs)
 }
 
 static PyObject *plan_bound(PyObject *module, PyObject *args, PyObject *kwargs) {
-  static char *keywords[] = {REQUEST_KEYWORDS, NULL};
-  PyObject *lengths, *limits, *lists, *prices, *cost_table, *pairs;
+  static char *keywords[] = {REQUEST_KEYWORDS, "effort", NULL};
+  PyObject *lengths, *limits, *lists, *prices, *cost_table, *pairs, *effort_object;
+  int32_t effort;
   request r;
   int64_t bound = 0, work = 0;
   hcp_error err;
   (void)module;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, REQUEST_FORMAT ":plan_bound", keywords, &lengths,
-                                   &limits, &lists, &prices, &cost_table, &pairs) ||
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, REQUEST_FORMAT "O:plan_bound", keywords, &lengths,
+                                   &limits, &lists, &prices, &cost_table, &pairs, &effort_object) ||
+      hcp_py_int32(effort_object, "effort", &effort) < 0 ||
       hcp_py_request_fill(&r, lengths, limits, lists, prices, cost_table, pairs) < 0)
     return NULL;
   hcp_status status =
-      hcp_plan_bound(r.lengths, (int32_t)r.n, &r.limits, &r.cost, &bound, &work, &err);
+      hcp_plan_bound(r.lengths, (int32_t)r.n, &r.limits, &r.cost, effort, &bound, &work, &err);
   hcp_py_request_release(&r);
   return status == HCP_OK ? Py_BuildValue("LL", (long long)bound, (long long)work)
                           : hcp_py_raise(&err);

@@ -44,6 +44,20 @@ static void every_drawn_plan_keeps_every_rule(void) {
   }
 }
 
+/* Also of requests with limits, pipelines and costs of any kind. */
+static void no_sharper_bound_is_above_a_drawn_plan(void) {
+  for (int32_t i = 0; i < 300; i++) {
+    hcp_plan *plan = draw_plan(13);
+    int64_t bound = 0, work = 0;
+    hcp_status status =
+        hcp_plan_bound(plan->lengths, plan->n, &plan->limits, &plan->cost, 2, &bound, &work, NULL);
+    CHECK_INT(status, HCP_OK);
+    CHECK(plan->bound <= bound && bound <= plan->makespan);
+    CHECK_INT(work, plan->work);
+    hcp_plan_destroy(plan);
+  }
+}
+
 static void a_costly_exchange_keeps_degrees_least(void) {
   const int64_t lengths[] = {1024, 1025, 4096, 1};
   const hcp_limits limits = draw_limits(8, 1, 8, 1024);
@@ -178,6 +192,7 @@ static void every_status_has_a_name_and_a_text(void) {
 int main(void) {
   rows_max_is_what_the_fullest_rank_holds();
   every_drawn_plan_keeps_every_rule();
+  no_sharper_bound_is_above_a_drawn_plan();
   a_costly_exchange_keeps_degrees_least();
   chunky_short_sequences_in_lockstep_end_near_the_bound();
   few_long_sequences_end_near_the_bound();

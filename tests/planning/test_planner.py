@@ -174,6 +174,7 @@ def test_the_best_of_all_plans_lies_between_the_bound_and_the_plan(
     request = {"max_tokens_per_rank": case.pop("capacity"), **case, "sync": sync}
     plan = hcp.plan(**request)
     assert hcp.lower_bound(**request) == plan.bound <= best <= plan.makespan
+    assert plan.bound <= hcp.lower_bound(**request, effort=2) <= best
 
 
 @settings(max_examples=60)
@@ -508,8 +509,29 @@ def test_plain_data_with_a_table_of_another_shape_is_no_plan(table: Any) -> None
 def test_the_bound_takes_the_limits_of_a_plan_and_no_others() -> None:
     request: dict[str, Any] = {"ranks": 4, "max_tokens_per_rank": 64, "sync": "micro_batch"}
     assert hcp.lower_bound([60, 9], **request) == hcp.plan([60, 9], **request).bound
-    with pytest.raises(ValueError, match=r"^effort is unknown, expected .*, min_degree"):
-        hcp.lower_bound([60, 9], **request, effort=1)
+    with pytest.raises(ValueError, match=r"^nodes is unknown, expected .*, min_degree"):
+        hcp.lower_bound([60, 9], **request, nodes=1)
+    with pytest.raises(ValueError, match=r"^effort is 0, expected 1 to 1000"):
+        hcp.lower_bound([60, 9], **request, effort=0)
+
+
+def test_more_effort_proves_that_ranks_are_idle_beside_unlike_sequences() -> None:
+    """1.1 to 8 times what a rank holds, no two alike: none fills the time of another."""
+    random = Random(1)
+    lengths = [round(1000 * 1.1 * 1.2 ** random.uniform(0, 11)) for _ in range(24)]
+    request: dict[str, Any] = {"ranks": 8, "max_tokens_per_rank": 1000, "sync": "micro_batch"}
+    plan = hcp.plan(lengths, **request)
+    assert 1.02 * plan.bound <= hcp.lower_bound(lengths, **request, effort=2) <= plan.makespan
+
+
+def test_a_long_sequence_costs_more_in_lockstep_than_its_share() -> None:
+    """The sharper bound of a batch of hundreds, too, and the same whenever it is asked for."""
+    lengths = spread(128, 8192, 65536, 0)
+    request: dict[str, Any] = {"ranks": 32, "max_tokens_per_rank": 8192, "sync": "micro_batch"}
+    bound = hcp.lower_bound(lengths, **request, effort=2)
+    plan = hcp.plan(lengths, **request)
+    assert 1.015 * plan.bound <= bound <= plan.makespan <= 1.04 * bound
+    assert hcp.lower_bound(lengths, **request, effort=2) == bound
 
 
 @pytest.mark.parametrize(

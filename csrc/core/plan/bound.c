@@ -146,7 +146,7 @@ static void raise_for_launches(hcp__problem *p) {
   p->bound = low + 1;
 }
 
-hcp_status hcp__bound(hcp__problem *p, hcp_error *err) {
+hcp_status hcp__bound(hcp__problem *p, int32_t effort, hcp_error *err) {
   p->bound = 0;
   if (p->n == 0) return HCP_OK;
   if (launch_area(p) > INT64_MAX / 4)
@@ -171,5 +171,7 @@ hcp_status hcp__bound(hcp__problem *p, hcp_error *err) {
   raise_for_launches(p);
   hcp_status status = HCP_OK;
   if (p->limits->sync == HCP_SYNC_MICRO_BATCH) status = hcp__lockstep_bound(p, err);
+  if (status == HCP_OK && p->limits->sync == HCP_SYNC_MICRO_BATCH && effort > 1)
+    status = hcp__priced_bound(p, effort, err);
   return status == HCP_OK ? hcp__pipeline_bound(p, err) : status;
 }

@@ -308,9 +308,15 @@ static hcp_status create(const hcp__draft *draft, const hcp__problem *p, hcp_pla
   return HCP_OK;
 }
 
+static hcp_status check_effort(int32_t effort, hcp_error *err) {
+  if (effort >= 1 && effort <= 1000) return HCP_OK;
+  return hcp__fail(err, HCP_INVALID, "effort is %d, expected 1 to 1000", effort);
+}
+
 /* What every call that takes a request begins with: its checks, the problem and its bound. */
 static hcp_status prepare(const int64_t *lengths, int32_t n, const hcp_limits *limits,
-                          const hcp_cost *cost, hcp__problem *problem, hcp_error *err) {
+                          const hcp_cost *cost, int32_t effort, hcp__problem *problem,
+                          hcp_error *err) {
   if (n < 0) return hcp__fail(err, HCP_INVALID, "n is %d, expected >= 0", n);
   hcp_status status = hcp__domain_check(limits, err);
   if (status == HCP_OK) status = hcp__cost_check(cost, err);
@@ -319,7 +325,10 @@ static hcp_status prepare(const int64_t *lengths, int32_t n, const hcp_limits *l
   if (status == HCP_OK) status = check_pairs(lengths, n, cost, err);
   if (status == HCP_OK) status = hcp__problem_init(problem, lengths, n, limits, cost, err);
   if (status != HCP_OK) return status;
-  status = hcp__bound(problem, err);
+  status = hcp__bound(problem, 1, err);
+  int64_t usual = problem->bound;
+  if (status == HCP_OK && effort > 1) status = hcp__bound(problem, effort, err);
+  if (problem->bound < usual) problem->bound = usual; /* those of pipelines are bisected */
   if (status != HCP_OK) hcp__problem_release(problem);
   return status;
 }
@@ -328,9 +337,8 @@ hcp_status hcp_plan_create(const int64_t *lengths, int32_t n, const hcp_limits *
                            const hcp_cost *cost, int32_t effort, hcp_plan **plan, hcp_error *err) {
   hcp__problem problem;
   hcp__draft draft;
-  if (effort < 1 || effort > 1000)
-    return hcp__fail(err, HCP_INVALID, "effort is %d, expected 1 to 1000", effort);
-  hcp_status status = prepare(lengths, n, limits, cost, &problem, err);
+  hcp_status status = check_effort(effort, err);
+  if (status == HCP_OK) status = prepare(lengths, n, limits, cost, 1, &problem, err);
   if (status != HCP_OK) return status;
   status = hcp__draft_init(&draft, n, err);
   if (status != HCP_OK) goto fail_draft;
@@ -345,9 +353,11 @@ fail_draft:
 }
 
 hcp_status hcp_plan_bound(const int64_t *lengths, int32_t n, const hcp_limits *limits,
-                          const hcp_cost *cost, int64_t *bound, int64_t *work, hcp_error *err) {
+                          const hcp_cost *cost, int32_t effort, int64_t *bound, int64_t *work,
+                          hcp_error *err) {
   hcp__problem problem;
-  hcp_status status = prepare(lengths, n, limits, cost, &problem, err);
+  hcp_status status = check_effort(effort, err);
+  if (status == HCP_OK) status = prepare(lengths, n, limits, cost, effort, &problem, err);
   if (status != HCP_OK) return status;
   *bound = problem.bound;
   *work = problem.work;
@@ -361,7 +371,7 @@ hcp_status hcp_plan_create_from(const int64_t *lengths, int32_t n, const hcp_lim
                                 int32_t group_count, const int32_t *sequences, hcp_plan **plan,
                                 hcp_error *err) {
   hcp__problem problem;
-  hcp_status status = prepare(lengths, n, limits, cost, &problem, err);
+  hcp_status status = prepare(lengths, n, limits, cost, 1, &problem, err);
   if (status != HCP_OK) return status;
   /* The draft is only read from here on. */
   hcp__draft draft = {micro_batch_count, (hcp_micro_batch *)(uintptr_t)micro_batches, group_count,

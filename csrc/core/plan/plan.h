@@ -191,13 +191,16 @@ static inline const hcp__option *hcp__allot(const hcp__problem *p, const hcp__ki
 const hcp__option *hcp__first_within(const hcp__problem *problem, const hcp__kind *kind,
                                      int64_t time);
 
-/* ---- Bounds (bound.c, bound_lockstep.c, bound_pipeline.c) ---- */
+/* ---- Bounds (bound.c, bound_lockstep.c, bound_priced.c, bound_pipeline.c) ---- */
 
-/* Fills problem->bound with a time that no plan beats. */
-hcp_status hcp__bound(hcp__problem *problem, hcp_error *err);
+/* Fills problem->bound with a time that no plan beats; effort above 1 looks for a sharper
+ * one. */
+hcp_status hcp__bound(hcp__problem *problem, int32_t effort, hcp_error *err);
 
 /* Raises problem->bound for ranks that wait for each other after every micro-batch. */
 hcp_status hcp__lockstep_bound(hcp__problem *problem, hcp_error *err);
+/* The same by prices of sequences, of effort 2 or more. */
+hcp_status hcp__priced_bound(hcp__problem *problem, int32_t effort, hcp_error *err);
 
 /* Raises problem->bound, a bound of every stage, to one of the pipeline. */
 hcp_status hcp__pipeline_bound(hcp__problem *problem, hcp_error *err);

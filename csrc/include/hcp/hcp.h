@@ -301,9 +301,12 @@ hcp_status hcp_pipeline_time(const hcp_pipeline *pipeline, const int64_t *times,
 hcp_status hcp_plan_create(const int64_t *lengths, int32_t n, const hcp_limits *limits,
                            const hcp_cost *cost, int32_t effort, hcp_plan **plan, hcp_error *err);
 
-/* Find a time that no plan beats, and the least rank-time that the sequences need. */
+/* Find a time that no plan beats, and the least rank-time that the sequences need. effort
+ * is 1 for the bound of plans; under HCP_SYNC_MICRO_BATCH more looks for a sharper one, in
+ * seconds. */
 hcp_status hcp_plan_bound(const int64_t *lengths, int32_t n, const hcp_limits *limits,
-                          const hcp_cost *cost, int64_t *bound, int64_t *work, hcp_error *err);
+                          const hcp_cost *cost, int32_t effort, int64_t *bound, int64_t *work,
+                          hcp_error *err);
 
 /* Make a plan of groups that somebody else chose, checked against every rule that
  * hcp_plan_create keeps: each sequence once, intervals inside the domain,
