@@ -1,6 +1,6 @@
 """Make a release: python .github/release.py 0.2.0
 
-It writes the version to hcp/_version.py and CITATION.cff, gives the unreleased section of
+It writes the version to hcp/_version.py, CITATION.cff and docs/card.yaml, gives the unreleased section of
 CHANGELOG.md that name and today's date, commits, and sets the tag v0.2.0. Nothing is pushed: the
 workflow of releases builds and publishes what is pushed as a tag.
 """
@@ -31,6 +31,7 @@ def main() -> None:
             "hcp/_version.py", r'__version__ = ".*"', f'__version__ = "{version}"'
         ),
         "CITATION.cff": replaced("CITATION.cff", r"(?m)^version: .*$", f"version: {version}"),
+        "docs/card.yaml": replaced("docs/card.yaml", r"(?m)^version: .*$", f"version: {version}"),
         "CHANGELOG.md": released(f"## [{version}] - {today}\n"),
     }
     for name, text in texts.items():
