@@ -1,8 +1,8 @@
 """Make a release: python .github/release.py 0.2.0
 
-It writes the version to hcp/_version.py, CITATION.cff and docs/card.yaml, gives the unreleased section of
-CHANGELOG.md that name and today's date, commits, and sets the tag v0.2.0. Nothing is pushed: the
-workflow of releases builds and publishes what is pushed as a tag.
+It writes the version to hcp/_version.py, CITATION.cff and docs/card.yaml, gives the unreleased
+section of CHANGELOG.md that name and today's date, commits, and sets the tag v0.2.0. Nothing is
+pushed: the workflow of releases builds and publishes what is pushed as a tag.
 """
 
 from __future__ import annotations

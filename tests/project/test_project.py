@@ -122,7 +122,8 @@ def released(tmp_path: Path) -> Path:
     """A repository of the files that a release writes."""
     if not RELEASE.exists():
         pytest.skip("no release.py here")
-    for name in (".github/release.py", "hcp/_version.py", "CITATION.cff", "CHANGELOG.md"):
+    files = "hcp/_version.py", "CITATION.cff", "docs/card.yaml", "CHANGELOG.md"
+    for name in (".github/release.py", *files):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text((ROOT / name).read_text())
     git(tmp_path, "init", "--quiet")
@@ -150,7 +151,8 @@ def test_a_release_is_one_version_in_all_files_and_a_tag(released: Path) -> None
     assert "v9.8.7" in release(released, "9.8.7")
     assert git(released, "describe", "--exact-match").strip() == "v9.8.7"
     assert '"9.8.7"' in (released / "hcp/_version.py").read_text()
-    assert "version: 9.8.7\n" in (released / "CITATION.cff").read_text()
+    for name in ("CITATION.cff", "docs/card.yaml"):
+        assert "version: 9.8.7\n" in (released / name).read_text()
     changes = (released / "CHANGELOG.md").read_text()
     assert re.search(r"## \[Unreleased\]\n\n## \[9\.8\.7\] - \d{4}-\d\d-\d\d\n", changes)
     assert git(released, "status", "--porcelain") == ""
