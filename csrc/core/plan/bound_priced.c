@@ -36,6 +36,7 @@ enum {
   ONE = 1 << 16,   /* a share of 1, and a price that is the rank-time */
   KNOTS = 33,      /* between them, the price of rank-time is linear */
   FINE = 64,       /* steps between two knots */
+  POSITIONS = (KNOTS - 1) * FINE,
   EDGES = 16,      /* heights are first looked at so far apart, in parts of a height, */
   HEIGHTS = 512,   /* so many at most, */
   SPLITS = 160,    /* and so many more where V / h decides, */
@@ -156,8 +157,8 @@ static void make_areas(priced *o) {
   memset(o->need, 0, sizeof o->need);
   for (int32_t k = 0; k < o->kinds; k++) {
     int64_t own = o->area[k] * kind_of(o, k)->count;
-    int64_t at = hcp__scaled(sum + own / 2, (KNOTS - 1) * FINE, all);
-    o->position[k] = (int32_t)(at < (KNOTS - 1) * FINE ? at : (KNOTS - 1) * FINE - 1);
+    int64_t at = hcp__scaled(sum + own / 2, POSITIONS, all);
+    o->position[k] = (int32_t)(at < POSITIONS ? at : POSITIONS - 1);
     o->area[k] <<= up;
     sum += own;
     own <<= up;
@@ -601,14 +602,15 @@ static int allocate(priced *o) {
 hcp_status hcp__priced_bound(hcp__problem *p, int32_t effort, hcp_error *err) {
   hcp_status status = HCP_OK;
   priced *o = calloc(1, sizeof *o);
-  if (o == NULL || (o->degrees = malloc((size_t)p->limits->ranks * sizeof *o->degrees)) == NULL)
-    goto no_memory;
+  if (o == NULL) goto no_memory;
+  o->degrees = malloc((size_t)p->limits->ranks * sizeof *o->degrees);
+  if (o->degrees == NULL) goto no_memory;
   for (int32_t d = 1; d <= p->limits->ranks; d++)
     if (hcp__degree_allowed(p->limits, p->cost, d)) o->degrees[o->degree_count++] = d;
   o->p = p;
   o->kinds = p->kind_count;
   int64_t rows = o->kinds > p->limits->ranks ? o->kinds : p->limits->ranks;
-  if (rows * o->degree_count > PAIRS) goto done;
+  if (o->degree_count == 0 || rows * o->degree_count > PAIRS) goto done;
   if (!allocate(o)) goto no_memory;
   o->scale = bits_of(p->bound) > TIME_BITS ? bits_of(p->bound) - TIME_BITS : 0;
   o->launch = p->cost->launch >> o->scale;

@@ -34,7 +34,7 @@ static int fill_nodes(int32_t degree, int32_t count, int32_t node, int32_t *room
 int32_t hcp__stand_together(const hcp_limits *limits, const int32_t *counts, int32_t *room) {
   int32_t node = hcp__node_ranks(limits), nodes = limits->ranks / node;
   int64_t whole = 0;
-  for (int32_t i = 2; i <= nodes; i++) whole += (int64_t)counts[i * node] * i;
+  for (int32_t i = 2; i <= nodes; i++) whole += (int64_t)counts[(ptrdiff_t)i * node] * i;
   if (whole > nodes) return 0;
   memset(room, 0, ((size_t)node + 1) * sizeof *room); /* nodes with so many ranks free */
   room[node] = nodes - (int32_t)whole;
