@@ -80,6 +80,7 @@ class Plan:
         right: int,
         stage_rows: int,
         mask: int = -1,
+        by_nodes: bool = False,
     ) -> memoryview: ...
     def set_masks(self, masks: Sequence[tuple[Sequence[int], Sequence[int]]], /) -> None: ...
     def route_dispatch(

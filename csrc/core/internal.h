@@ -83,6 +83,9 @@ const hcp_group *hcp__group_of(const hcp_plan *plan, int32_t micro_batch, int32_
 int64_t hcp__rank_rows(const hcp_plan *plan, const hcp_group *group, int32_t j);
 int64_t hcp__padding(const hcp_plan *plan, const hcp_group *group, int32_t j);
 
+/* Ranks of a node, for a group of several whole nodes whose ranks all have rows; else 0. */
+int32_t hcp__whole_nodes(const hcp_plan *plan, const hcp_group *group);
+
 hcp_status hcp__check_place(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
                             hcp_error *err);
 
@@ -119,7 +122,7 @@ void hcp__masks_release(hcp_plan *plan);
 
 hcp_status hcp__masked_schedule(const hcp_plan *plan, const hcp_group *group, int32_t rank,
                                 hcp_comm_type comm_type, const hcp_mask *mask, int64_t stage_rows,
-                                hcp_table **schedule, hcp_error *err);
+                                int32_t by_nodes, hcp_table **schedule, hcp_error *err);
 
 /* ---- Tables of sections (table.c) ---- */
 
@@ -132,7 +135,7 @@ typedef struct hcp__list {
 
 /* The sections of a table while it is built, followed by scratch lists. A
  * failed append is remembered, to be checked once at the end. */
-#define HCP__LISTS_MAX 20
+#define HCP__LISTS_MAX 28
 
 typedef struct hcp__lists {
   hcp__list list[HCP__LISTS_MAX];
@@ -142,6 +145,9 @@ typedef struct hcp__lists {
 void hcp__lists_init(hcp__lists *lists, const int32_t *widths, int32_t n);
 void hcp__lists_release(hcp__lists *lists);
 void hcp__append(hcp__lists *lists, int32_t section, const int64_t *record);
+/* Appends the record of a stage of a schedule, whose other records come before it. */
+void hcp__end_stage(hcp__lists *lists, int64_t sent, int64_t received, int64_t keys,
+                    int64_t relayed);
 /* Appends (row, rows), joined to the last record when it continues that. */
 void hcp__append_rows(hcp__lists *lists, int32_t section, int64_t row, int64_t rows);
 int64_t hcp__records(const hcp__lists *lists, int32_t section);

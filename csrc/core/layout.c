@@ -91,6 +91,16 @@ int64_t hcp__padding(const hcp_plan *plan, const hcp_group *group, int32_t j) {
   return over == 0 ? 0 : alignment - over;
 }
 
+int32_t hcp__whole_nodes(const hcp_plan *plan, const hcp_group *group) {
+  int32_t node = plan->limits.ranks_per_node;
+  if (node < 1 || node >= group->degree || group->first_rank % node != 0 ||
+      group->degree % node != 0)
+    return 0;
+  for (int32_t j = 0; j < group->degree; j++)
+    if (hcp__rank_rows(plan, group, j) == 0) return 0;
+  return node;
+}
+
 hcp_status hcp__check_place(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
                             hcp_error *err) {
   if (micro_batch < 0 || micro_batch >= plan->micro_batch_count)

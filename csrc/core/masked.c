@@ -30,15 +30,18 @@ typedef struct builder {
   int32_t ranks;  /* of the group */
   int32_t degree; /* places: its ranks, or one under A2A */
   int32_t j;      /* this rank's place */
+  int32_t seats;  /* places of a node; all, if borders do not count */
+  int32_t nodes;  /* of the group: degree / seats */
   hcp_mask limits;
   int64_t stage_rows;
   hcp__lists lists;
   hcp__cut **cuts;   /* sequences of the group: who holds what */
-  int64_t *needs;    /* sequences * places + 1: the first of NEEDS of each */
+  int64_t *needs;    /* sequences * readers + 1: the first of NEEDS of each */
   int64_t *wire;     /* places: where the next row of each lies on the wire */
   int64_t *base;     /* places: where the present sequence starts among each one's rows */
   int64_t *home;     /* places: where the gradient of the next row of each travels */
-  int64_t home_sent, home_received;
+  int64_t *relayed;  /* nodes: where what goes on to each starts */
+  int64_t home_sent, home_received, home_relayed;
 } builder;
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -225,17 +228,6 @@ static int64_t padding_entries(builder *b, int64_t row) {
   return row;
 }
 
-static void end_stage(builder *b, int64_t sent, int64_t received) {
-  hcp__append(
-      &b->lists, HCP_SCHEDULE_STAGES,
-      (const int64_t[]){hcp__records(&b->lists, HCP_SCHEDULE_PACK),
-                        hcp__records(&b->lists, HCP_SCHEDULE_SENDS),
-                        hcp__records(&b->lists, HCP_SCHEDULE_RECEIVES),
-                        hcp__records(&b->lists, HCP_SCHEDULE_ARRANGE),
-                        hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES),
-                        hcp__records(&b->lists, HCP_SCHEDULE_PULLS), sent, received, received});
-}
-
 static void local_stage(builder *b) {
   int64_t row = 0;
   for (int32_t s = 0; s < b->group->sequences; s++) {
@@ -247,8 +239,7 @@ static void local_stage(builder *b) {
     const int64_t *made = hcp__record(&b->lists, HCP_SCHEDULE_ENTRIES, e);
     hcp__append(&b->lists, HCP_SCHEDULE_LOCAL_RUNS, (const int64_t[]){made[2], made[3], e, 0});
   }
-  end_stage(b, 0, 0);
-  b->lists.list[HCP_SCHEDULE_STAGES].words[8] = row;
+  hcp__end_stage(&b->lists, 0, 0, row, 0);
 }
 
 /* ---- needs ---- */
@@ -277,11 +268,29 @@ static void join_needs(builder *b, int64_t first) {
   list->count = 2 * (first + kept + 1);
 }
 
-static void find_needs(builder *b, int32_t s, int32_t k) {
+/* ---- nodes ---- */
+
+static int32_t node_of(const builder *b, int32_t k) { return k / b->seats; }
+static int32_t seat_of(const builder *b, int32_t k) { return k % b->seats; }
+static int32_t place_at(const builder *b, int32_t node, int32_t seat) {
+  return node * b->seats + seat;
+}
+
+/* Whether rows of k come to this rank's node by this rank. */
+static int relays(const builder *b, int32_t k) {
+  return node_of(b, k) != node_of(b, b->j) && seat_of(b, k) == seat_of(b, b->j);
+}
+
+/* Who sees keys: each place and, of several nodes, each as a whole. */
+static int32_t readers_of(const builder *b) { return b->degree + (b->nodes > 1 ? b->nodes : 0); }
+static int32_t node_reader(const builder *b, int32_t node) { return b->degree + node; }
+static int32_t own_node(const builder *b) { return node_reader(b, node_of(b, b->j)); }
+
+/* Appends what place k sees of a sequence. */
+static void append_needs(builder *b, int32_t s, int32_t k) {
   const hcp__piece *pieces;
   int32_t n = pieces_of(b, s, k, &pieces);
-  int64_t first = hcp__records(&b->lists, NEEDS), length = length_of(b, s);
-  b->needs[(int64_t)s * b->degree + k] = first;
+  int64_t length = length_of(b, s);
   for (int32_t p = 0; p < n; p++)
     for (int64_t i = 0; i < slice_count(b, s); i++) {
       hcp_slice x = slice_at(b, s, i);
@@ -289,20 +298,33 @@ static void find_needs(builder *b, int32_t s, int32_t k) {
       if (narrow(&x, pieces[p].start, pieces[p].start + pieces[p].rows, 0, length))
         hcp__append(&b->lists, NEEDS, (const int64_t[]){x.key_begin, x.key_end});
     }
+}
+
+static void find_needs(builder *b, int32_t s, int32_t reader) {
+  int64_t first = hcp__records(&b->lists, NEEDS);
+  int32_t begin = reader, end = reader + 1;
+  if (reader >= b->degree) {
+    begin = place_at(b, reader - b->degree, 0);
+    end = begin + b->seats;
+  }
+  b->needs[(int64_t)s * readers_of(b) + reader] = first;
+  for (int32_t k = begin; k < end; k++) append_needs(b, s, k);
   if (!b->lists.failed) join_needs(b, first);
 }
 
 static void find_all_needs(builder *b) {
   for (int32_t s = 0; s < b->group->sequences; s++)
-    for (int32_t k = 0; k < b->degree; k++) find_needs(b, s, k);
-  b->needs[(int64_t)b->group->sequences * b->degree] = hcp__records(&b->lists, NEEDS);
+    for (int32_t k = 0; k < readers_of(b); k++) find_needs(b, s, k);
+  b->needs[(int64_t)b->group->sequences * readers_of(b)] = hcp__records(&b->lists, NEEDS);
 }
 
-/* Appends to SEEN what `reader` sees of `owner`'s rows of a sequence. Returns the rows. */
-static int64_t append_seen(builder *b, int32_t s, int32_t owner, int32_t reader) {
+/* Counts what `reader` sees of `owner`'s first rows of a sequence, which it appends to SEEN if
+ * it should. */
+static int64_t count_seen(builder *b, int32_t s, int32_t owner, int32_t reader, int64_t first_rows,
+                          int append) {
   const hcp__piece *pieces;
   int32_t n = pieces_of(b, s, owner, &pieces), p = 0;
-  int64_t row = 0, rows = 0, *first = &b->needs[(int64_t)s * b->degree + reader];
+  int64_t row = 0, rows = 0, *first = &b->needs[(int64_t)s * readers_of(b) + reader];
   for (int64_t i = first[0]; i < first[1] && !b->lists.failed; i++) {
     const int64_t *need = hcp__record(&b->lists, NEEDS, i);
     while (p < n && pieces[p].start + pieces[p].rows <= need[0]) row += pieces[p++].rows;
@@ -310,12 +332,26 @@ static int64_t append_seen(builder *b, int32_t s, int32_t owner, int32_t reader)
     for (int32_t q = p; q < n && pieces[q].start < need[1]; at += pieces[q++].rows) {
       int64_t begin = most(need[0], pieces[q].start);
       int64_t end = least(need[1], pieces[q].start + pieces[q].rows);
-      hcp__append(&b->lists, SEEN,
-                  (const int64_t[]){begin, end - begin, owner, at + begin - pieces[q].start});
-      rows += end - begin;
+      int64_t own = at + begin - pieces[q].start, seen = least(end - begin, first_rows - own);
+      if (seen <= 0) return rows;
+      if (append) hcp__append(&b->lists, SEEN, (const int64_t[]){begin, seen, owner, own});
+      rows += seen;
     }
   }
   return rows;
+}
+
+static int64_t append_seen(builder *b, int32_t s, int32_t owner, int32_t reader) {
+  return count_seen(b, s, owner, reader, length_of(b, s), 1);
+}
+
+static int64_t rows_seen(builder *b, int32_t s, int32_t owner, int32_t reader) {
+  return count_seen(b, s, owner, reader, length_of(b, s), 0);
+}
+
+/* Where a row of the owner lies among those that a reader sees. */
+static int64_t place_seen(builder *b, int32_t s, int32_t owner, int32_t reader, int64_t row) {
+  return count_seen(b, s, owner, reader, row, 0);
 }
 
 static void clear_seen(builder *b) { b->lists.list[SEEN].count = 0; }
@@ -323,10 +359,7 @@ static void clear_seen(builder *b) { b->lists.list[SEEN].count = 0; }
 static int64_t all_rows_seen(builder *b, int32_t begin, int32_t end, int32_t owner,
                              int32_t reader) {
   int64_t rows = 0;
-  for (int32_t s = begin; s < end; s++) {
-    clear_seen(b);
-    rows += append_seen(b, s, owner, reader);
-  }
+  for (int32_t s = begin; s < end; s++) rows += rows_seen(b, s, owner, reader);
   return rows;
 }
 
@@ -338,50 +371,122 @@ static void append_peer(builder *b, int32_t section, int32_t k, int64_t row, int
   if (rows > 0) hcp__append(&b->lists, section, (const int64_t[]){peer_of(b, k), row, rows});
 }
 
-/* Where the gradients of each owner's rows travel, in all stages together. */
+/* Where the gradients of each owner's rows lie in what is sent, those of all stages together:
+ * after each other those of one seat, which go to that seat of this node. */
 static void find_homes(builder *b) {
-  for (int32_t k = 0; k < b->degree; k++) {
-    int64_t rows = k == b->j ? 0 : all_rows_seen(b, 0, b->group->sequences, k, b->j);
-    b->home[k] = b->home_sent;
-    append_peer(b, HCP_SCHEDULE_HOME_SENDS, k, b->home_sent, rows);
-    b->home_sent += rows;
+  for (int32_t seat = 0; seat < b->seats; seat++) {
+    int64_t first = b->home_sent;
+    for (int32_t node = 0; node < b->nodes; node++) {
+      int32_t owner = place_at(b, node, seat);
+      b->home[owner] = b->home_sent;
+      if (owner != b->j) b->home_sent += all_rows_seen(b, 0, b->group->sequences, owner, b->j);
+    }
+    if (seat != seat_of(b, b->j))
+      append_peer(b, HCP_SCHEDULE_HOME_SENDS, place_at(b, node_of(b, b->j), seat), first,
+                  b->home_sent - first);
   }
 }
 
-/* What comes home is one more part after the entries of stage 0. */
-static void append_homecoming(builder *b, int64_t local_entry_count) {
-  for (int32_t k = 0; k < b->degree; k++) {
-    int64_t row = 0, first = b->home_received;
-    if (k == b->j) continue;
-    for (int32_t s = 0; s < b->group->sequences; s++) {
-      clear_seen(b);
-      append_seen(b, s, b->j, k);
-      for (int64_t i = 0; i < hcp__records(&b->lists, SEEN); i++) {
-        const int64_t *seen = hcp__record(&b->lists, SEEN, i);
-        hcp__append(&b->lists, HCP_SCHEDULE_LOCAL_RUNS,
-                    (const int64_t[]){row + seen[3], seen[1], local_entry_count, b->home_received});
-        b->home_received += seen[1];
-      }
-      row += rows_of(b, s, b->j);
+/* Local rows that a reader saw, as a part that came home. */
+static void append_parts(builder *b, int32_t reader, int64_t part) {
+  int64_t row = 0;
+  for (int32_t s = 0; s < b->group->sequences; s++) {
+    clear_seen(b);
+    append_seen(b, s, b->j, reader);
+    for (int64_t i = 0; i < hcp__records(&b->lists, SEEN); i++) {
+      const int64_t *seen = hcp__record(&b->lists, SEEN, i);
+      hcp__append(&b->lists, HCP_SCHEDULE_LOCAL_RUNS,
+                  (const int64_t[]){row + seen[3], seen[1], part, b->home_received});
+      b->home_received += seen[1];
     }
-    append_peer(b, HCP_SCHEDULE_HOME_RECEIVES, k, first, b->home_received - first);
+    row += rows_of(b, s, b->j);
+  }
+}
+
+/* What a reader in this node saw of one owner in another node, as a part of what goes on to that
+ * owner. Returns the row of the part after it. */
+static int64_t append_relayed_parts(builder *b, int32_t owner, int32_t reader, int64_t part,
+                                    int64_t from) {
+  int64_t to = b->relayed[node_of(b, owner)];
+  for (int32_t s = 0; s < b->group->sequences; s++) {
+    clear_seen(b);
+    append_seen(b, s, owner, reader);
+    for (int64_t i = 0; i < hcp__records(&b->lists, SEEN); i++) {
+      const int64_t *seen = hcp__record(&b->lists, SEEN, i);
+      hcp__append(&b->lists, HCP_SCHEDULE_HOME_RELAY_RUNS,
+                  (const int64_t[]){to + place_seen(b, s, owner, own_node(b), seen[3]), seen[1],
+                                    part, from});
+      from += seen[1];
+    }
+    to += rows_seen(b, s, owner, own_node(b));
+  }
+  return from;
+}
+
+/* What goes on to the owners in other nodes. */
+static void relay_homes(builder *b) {
+  for (int32_t node = 0; node < b->nodes; node++) {
+    int32_t owner = place_at(b, node, seat_of(b, b->j));
+    if (owner == b->j) continue;
+    int64_t rows = all_rows_seen(b, 0, b->group->sequences, owner, own_node(b));
+    b->relayed[node] = b->home_relayed;
+    append_peer(b, HCP_SCHEDULE_HOME_RELAY_SENDS, owner, b->home_relayed, rows);
+    b->home_relayed += rows;
+    append_relayed_parts(b, owner, b->j, HCP_RELAYED_SENT, b->home[owner]);
+  }
+}
+
+/* What comes home is one more part after the entries of stage 0: from the readers of this node,
+ * then summed from other nodes. */
+static void append_homecoming(builder *b, int64_t local_entry_count) {
+  int32_t own = node_of(b, b->j), own_seat = seat_of(b, b->j);
+  for (int32_t seat = 0; seat < b->seats; seat++) {
+    int32_t reader = place_at(b, own, seat);
+    int64_t first = b->home_received;
+    for (int32_t node = 0; node < b->nodes && seat != own_seat; node++)
+      if (node == own)
+        append_parts(b, reader, local_entry_count);
+      else
+        b->home_received = append_relayed_parts(b, place_at(b, node, own_seat), reader,
+                                                HCP_RELAYED_RECEIVED, b->home_received);
+    append_peer(b, HCP_SCHEDULE_HOME_RECEIVES, reader, first, b->home_received - first);
+  }
+  for (int32_t node = 0; node < b->nodes; node++) {
+    int64_t first = b->home_received;
+    if (node == own) continue;
+    append_parts(b, node_reader(b, node), local_entry_count);
+    append_peer(b, HCP_SCHEDULE_HOME_RELAY_RECEIVES, place_at(b, node, own_seat), first,
+                b->home_received - first);
   }
 }
 
 /* ---- stages of rows that arrive ---- */
 
-/* Sequences [begin, end), and the places whose rows arrive: all others, or the one `step`
- * places before this one, while the one as far after it reads here. */
+/* Sequences [begin, end), and the places whose rows arrive: all others, or those of one place, or
+ * of one node where borders count: so many before this rank's, while the one as far after it
+ * reads here. */
 typedef struct stage {
-  int32_t begin, end, step; /* 0: all */
+  int32_t begin, end, step; /* -1: all */
 } stage;
 
+static int is_ahead(const builder *b, const stage *of, int32_t from, int32_t to) {
+  int32_t units = b->nodes > 1 ? b->nodes : b->degree, each = b->nodes > 1 ? b->seats : 1;
+  return from != to && (of->step < 0 || to / each == (from / each + of->step) % units);
+}
+
 static int is_owner(const builder *b, const stage *of, int32_t k) {
-  return k != b->j && (of->step == 0 || k == (b->j + b->degree - of->step) % b->degree);
+  return is_ahead(b, of, k, b->j);
 }
 
 static int is_reader(const builder *b, const stage *of, int32_t k) {
-  return k != b->j && (of->step == 0 || k == (b->j + of->step) % b->degree);
+  return is_ahead(b, of, b->j, k);
+}
+
+/* As whom k gets rows from this rank, or this rank gets those of k: as itself inside a node, else
+ * for its node. -1: not from here. */
+static int32_t reader_for(const builder *b, int32_t k, int32_t reader) {
+  if (node_of(b, k) == node_of(b, b->j)) return reader;
+  return relays(b, k) ? node_reader(b, node_of(b, reader)) : -1;
 }
 
 /* Rows for every reader, in the order in which it has them arranged by owner. */
@@ -389,10 +494,11 @@ static int64_t append_sends(builder *b, const stage *of) {
   int64_t sent = 0;
   for (int32_t k = 0; k < b->degree; k++) {
     int64_t first = sent, row = b->base[b->j];
-    if (!is_reader(b, of, k)) continue;
+    int32_t reader = reader_for(b, k, k);
+    if (!is_reader(b, of, k) || reader < 0) continue;
     for (int32_t s = of->begin; s < of->end; s++) {
       clear_seen(b);
-      sent += append_seen(b, s, b->j, k);
+      sent += append_seen(b, s, b->j, reader);
       for (int64_t i = 0; i < hcp__records(&b->lists, SEEN); i++) {
         const int64_t *seen = hcp__record(&b->lists, SEEN, i);
         /* Peers may be given the same rows: never join their segments. */
@@ -408,12 +514,59 @@ static int64_t append_sends(builder *b, const stage *of) {
 static int64_t append_receives(builder *b, const stage *of) {
   int64_t received = 0;
   for (int32_t k = 0; k < b->degree; k++) {
-    int64_t rows = is_owner(b, of, k) ? all_rows_seen(b, of->begin, of->end, k, b->j) : 0;
+    int32_t reader = is_owner(b, of, k) ? reader_for(b, k, b->j) : -1;
+    int64_t rows = reader < 0 ? 0 : all_rows_seen(b, of->begin, of->end, k, reader);
     b->wire[k] = received;
     append_peer(b, HCP_SCHEDULE_RECEIVES, k, received, rows);
     received += rows;
   }
   return received;
+}
+
+/* What came from an owner in another node, for another reader of this node. Returns the row after
+ * what is sent to it. */
+static int64_t relay_to(builder *b, const stage *of, int32_t owner, int32_t reader, int64_t sent) {
+  int64_t row = b->wire[owner];
+  for (int32_t s = of->begin; s < of->end; s++) {
+    clear_seen(b);
+    sent += append_seen(b, s, owner, reader);
+    for (int64_t i = 0; i < hcp__records(&b->lists, SEEN); i++) {
+      const int64_t *seen = hcp__record(&b->lists, SEEN, i);
+      hcp__append(&b->lists, HCP_SCHEDULE_RELAY_PACK,
+                  (const int64_t[]){row + place_seen(b, s, owner, own_node(b), seen[3]), seen[1]});
+    }
+    row += rows_seen(b, s, owner, own_node(b));
+  }
+  return sent;
+}
+
+/* What goes on inside the node; *received counts what comes. Returns the rows that are sent. */
+static int64_t append_relays(builder *b, const stage *of, int64_t *received) {
+  int32_t own = node_of(b, b->j), own_seat = seat_of(b, b->j);
+  int64_t sent = 0;
+  for (int32_t seat = 0; seat < b->seats; seat++) {
+    int32_t k = place_at(b, own, seat);
+    int64_t first_sent = sent, first = *received;
+    for (int32_t node = 0; node < b->nodes && k != b->j; node++) {
+      int32_t owner = place_at(b, node, seat);
+      if (node == own || !is_owner(b, of, owner)) continue;
+      sent = relay_to(b, of, place_at(b, node, own_seat), k, sent);
+      b->wire[owner] = *received;
+      *received += all_rows_seen(b, of->begin, of->end, owner, b->j);
+    }
+    append_peer(b, HCP_SCHEDULE_RELAY_SENDS, k, first_sent, sent - first_sent);
+    append_peer(b, HCP_SCHEDULE_RELAY_RECEIVES, k, first, *received - first);
+  }
+  return sent;
+}
+
+/* Where the next rows of an owner lie on the wire, which start at `row` of a sequence: one after
+ * the other, but for those that this rank relays, which other readers see, too. */
+static int64_t next_on_wire(builder *b, int32_t s, int32_t owner, int64_t row, int64_t rows) {
+  int64_t wire = b->wire[owner];
+  if (relays(b, owner)) return wire + place_seen(b, s, owner, own_node(b), row);
+  b->wire[owner] += rows;
+  return wire;
 }
 
 /* KEYS of a sequence: SEEN in token order, from key_row on. Returns the row after them. */
@@ -454,15 +607,15 @@ static int64_t stage_sequence(builder *b, const stage *of, int32_t s, int64_t ke
   for (int64_t i = 0; i < hcp__records(&b->lists, SEEN); i++) {
     const int64_t *seen = hcp__record(&b->lists, SEEN, i);
     int64_t rows = seen[1], owner = seen[2];
+    int64_t wire = next_on_wire(b, s, (int32_t)owner, seen[3], rows);
     if (key_row == 0) /* never join what a stage before received */
-      hcp__append(&b->lists, HCP_SCHEDULE_ARRANGE, (const int64_t[]){b->wire[owner], rows});
+      hcp__append(&b->lists, HCP_SCHEDULE_ARRANGE, (const int64_t[]){wire, rows});
     else
-      hcp__append_rows(&b->lists, HCP_SCHEDULE_ARRANGE, b->wire[owner], rows);
+      hcp__append_rows(&b->lists, HCP_SCHEDULE_ARRANGE, wire, rows);
     hcp__append(
         &b->lists, HCP_SCHEDULE_PULLS,
         (const int64_t[]){key_row, rows, peer_of(b, (int32_t)owner), b->base[owner] + seen[3]});
     append_homes(b, entry, key_row, rows, b->home[owner]);
-    b->wire[owner] += rows;
     b->home[owner] += rows;
     key_row += rows;
   }
@@ -471,16 +624,22 @@ static int64_t stage_sequence(builder *b, const stage *of, int32_t s, int64_t ke
 
 static void append_stage(builder *b, const stage *of) {
   int64_t key_row = 0, sent = append_sends(b, of), received = append_receives(b, of);
+  int64_t relayed = append_relays(b, of, &received);
   for (int32_t s = of->begin; s < of->end; s++) {
     key_row = stage_sequence(b, of, s, key_row);
-    for (int32_t k = 0; k < b->degree; k++) b->base[k] += rows_of(b, s, k);
+    for (int32_t k = 0; k < b->degree; k++) {
+      b->base[k] += rows_of(b, s, k);
+      if (relays(b, k)) b->wire[k] += rows_seen(b, s, k, own_node(b));
+    }
   }
-  end_stage(b, sent, received);
+  hcp__end_stage(&b->lists, sent, received, key_row, relayed);
 }
 
-/* One owner a stage. */
+/* One owner a stage, or the owners of one node. */
 static void p2p_stages(builder *b) {
-  for (int32_t step = 1; step < b->degree; step++) {
+  int32_t first = b->nodes > 1 ? 0 : 1, end = b->nodes > 1 ? b->nodes : b->degree;
+  for (int32_t step = first; step < end; step++) {
+    if (step == 0 && b->seats == 1) continue; /* no others in its node */
     for (int32_t k = 0; k < b->degree; k++) b->base[k] = 0;
     append_stage(b, &(stage){0, b->group->sequences, step});
   }
@@ -490,7 +649,7 @@ static void p2p_stages(builder *b) {
  * alone decide, alike on all ranks. */
 static void all_gather_stages(builder *b) {
   int64_t left = 0, rows = 0;
-  stage of = {0, 0, 0};
+  stage of = {0, 0, -1};
   for (int32_t s = 0; s < b->group->sequences; s++) left += length_of(b, s);
   int64_t stages = most(1, least(left / b->stage_rows, HCP_SCHEDULE_GATHERS_MAX));
   int64_t share = (left + stages - 1) / stages;
@@ -548,6 +707,7 @@ static void append_stages(builder *b, hcp_comm_type comm_type) {
   if (b->degree > 1) {
     find_all_needs(b);
     find_homes(b);
+    relay_homes(b);
     if (comm_type == HCP_COMM_ALL_GATHER)
       all_gather_stages(b);
     else
@@ -589,10 +749,11 @@ static hcp__cut **make_cuts(const builder *b, int32_t degree) {
   return cuts;
 }
 
-static hcp_status build_group(builder *b, hcp_comm_type comm_type, hcp_error *err) {
+static hcp_status build_group(builder *b, hcp_comm_type comm_type, int32_t by_nodes,
+                              hcp_error *err) {
   size_t places = (size_t)b->ranks, sequences = (size_t)b->group->sequences;
   hcp__cut **cuts = make_cuts(b, b->ranks), **whole = NULL;
-  int64_t *room = calloc(3 * places + sequences * places + 1, sizeof *room);
+  int64_t *room = calloc(4 * places + 2 * sequences * places + 1, sizeof *room);
   hcp_status status = HCP_OK;
   if (comm_type == HCP_COMM_A2A) whole = make_cuts(b, 1);
   if (cuts == NULL || room == NULL || (comm_type == HCP_COMM_A2A && whole == NULL)) {
@@ -601,9 +762,13 @@ static hcp_status build_group(builder *b, hcp_comm_type comm_type, hcp_error *er
     b->wire = room;
     b->base = room + places;
     b->home = b->base + places;
-    b->needs = b->home + places;
+    b->relayed = b->home + places;
+    b->needs = b->relayed + places;
     if (whole != NULL) exchange_heads(b, cuts, b->wire);
     b->degree = whole != NULL ? 1 : b->ranks;
+    int32_t node = by_nodes && whole == NULL ? hcp__whole_nodes(b->plan, b->group) : 0;
+    b->seats = node > 0 ? node : b->degree;
+    b->nodes = b->degree / b->seats;
     b->cuts = whole != NULL ? whole : cuts;
     if (whole != NULL) b->j = 0;
     append_stages(b, comm_type);
@@ -618,17 +783,18 @@ static hcp_status finish(builder *b, int64_t rows, hcp_comm_type comm_type, hcp_
                          hcp_error *err) {
   hcp__append(
       &b->lists, HCP_SCHEDULE_SIZES,
-      (const int64_t[]){rows, b->home_sent, b->home_received, comm_type,
+      (const int64_t[]){rows, b->home_sent, b->home_received, b->home_relayed, comm_type,
                         comm_type == HCP_COMM_A2A ? b->ranks : 1, b->limits.left, b->limits.right});
   hcp__align_runs(&b->lists, HCP_SCHEDULE_OUTPUT_RUNS);
   hcp__align_runs(&b->lists, HCP_SCHEDULE_HOME_RUNS);
+  hcp__align_runs(&b->lists, HCP_SCHEDULE_HOME_RELAY_RUNS);
   hcp__align_runs(&b->lists, HCP_SCHEDULE_LOCAL_RUNS);
   return hcp__table_create(&b->lists, HCP_SCHEDULE_SECTION_COUNT, schedule, err);
 }
 
 hcp_status hcp__masked_schedule(const hcp_plan *plan, const hcp_group *group, int32_t rank,
                                 hcp_comm_type comm_type, const hcp_mask *mask, int64_t stage_rows,
-                                hcp_table **schedule, hcp_error *err) {
+                                int32_t by_nodes, hcp_table **schedule, hcp_error *err) {
   if (mask->index < 0 || mask->index >= plan->mask_count)
     return hcp__fail(err, HCP_INVALID, "mask.index is %d, expected 0 to %d", mask->index,
                      plan->mask_count - 1);
@@ -642,11 +808,11 @@ hcp_status hcp__masked_schedule(const hcp_plan *plan, const hcp_group *group, in
   hcp_status status = HCP_OK;
   hcp__lists_init(&b.lists, widths, LIST_COUNT);
   if (group == NULL) {
-    end_stage(&b, 0, 0);
+    hcp__end_stage(&b.lists, 0, 0, 0, 0);
   } else {
     b.j = rank - group->first_rank;
     rows = rank_rows(&b, b.j);
-    status = build_group(&b, comm_type, err);
+    status = build_group(&b, comm_type, by_nodes, err);
   }
   if (status == HCP_OK) status = finish(&b, rows, comm_type, schedule, err);
   hcp__lists_release(&b.lists);

@@ -9,7 +9,11 @@
  * Some ranks first exchange rows for heads. Then each holds, for its heads, the
  * adjacent chunks of all of them: m neighbours of d ranks have the rows of one of
  * d / m ranks. So everything after the exchange is written for the places of a
- * smaller group, and a lane of ranks, one of each place, shares its heads. */
+ * smaller group, and a lane of ranks, one of each place, shares its heads.
+ *
+ * A group may lie in several nodes. Then rows cross a border of nodes once, between the
+ * places of two nodes that have the same seat, and go on inside. A node's places hold what
+ * one place of a group of nodes would hold, so they see what that place would see. */
 #include <stdlib.h>
 
 #include "internal.h"
@@ -31,6 +35,8 @@ typedef struct builder {
   int32_t degree; /* places of the group: its ranks / inner             */
   int32_t j;      /* this rank's place                                  */
   int32_t lane;   /* and its own among the neighbours that have it      */
+  int32_t seats;  /* places of a node; all, if borders do not count     */
+  int32_t nodes;  /* of the group: degree / seats                       */
   hcp_mask mask;  /* no limit is HCP__LENGTH_MAX                        */
   int64_t stage_rows;
   hcp__lists lists;
@@ -38,6 +44,8 @@ typedef struct builder {
   int64_t *wire; /* where the next row of each rank lies on the wire          */
   int64_t *base; /* where the present sequence starts among each place's rows */
   int64_t *home; /* where the gradient of the next row of each place travels  */
+  int64_t *relayed;     /* where what goes on to each node starts */
+  int64_t home_relayed; /* rows so far */
 } builder;
 
 const char *hcp_comm_type_name(hcp_comm_type type) {
@@ -140,6 +148,25 @@ static ranges seen_by(const builder *b, int32_t index, int32_t owner, int32_t re
   return rows_seen(b, queries, query_pieces, keys, key_pieces);
 }
 
+/* Rows of `owner` that any query of a node sees. */
+static ranges seen_in(const builder *b, int32_t index, int32_t owner, int32_t node) {
+  hcp__piece queries[2], keys[2];
+  int32_t query_pieces = hcp__pieces(length_of(b, index), b->nodes, node, queries);
+  int32_t key_pieces = pieces_of(b, index, owner, keys);
+  return rows_seen(b, queries, query_pieces, keys, key_pieces);
+}
+
+static int32_t node_of(const builder *b, int32_t k) { return k / b->seats; }
+static int32_t seat_of(const builder *b, int32_t k) { return k % b->seats; }
+static int32_t place_at(const builder *b, int32_t node, int32_t seat) {
+  return node * b->seats + seat;
+}
+
+/* Whether rows of k come to this rank's node by this rank. */
+static int relays(const builder *b, int32_t k) {
+  return node_of(b, k) != node_of(b, b->j) && seat_of(b, k) == seat_of(b, b->j);
+}
+
 static int64_t rows_in(const ranges *list) {
   int64_t rows = 0;
   for (int32_t i = 0; i < list->n; i++) rows += list->range[i].end - list->range[i].begin;
@@ -154,6 +181,16 @@ static int64_t place_in(const ranges *list, int64_t row) {
   return place;
 }
 
+/* The row that lies at a place of the ranges laid end to end. */
+static int64_t row_at(const ranges *list, int64_t place) {
+  for (int32_t i = 0; i < list->n; i++) {
+    int64_t rows = list->range[i].end - list->range[i].begin;
+    if (place < rows) return list->range[i].begin + place;
+    place -= rows;
+  }
+  return -1;
+}
+
 /* Sequences of the group from index begin on, up to end. */
 typedef struct sequences {
   int32_t begin, end;
@@ -165,6 +202,15 @@ static int64_t all_rows_seen(const builder *b, sequences of, int32_t owner, int3
   int64_t rows = 0;
   for (int32_t s = of.begin; s < of.end; s++) {
     ranges seen = seen_by(b, s, owner, reader);
+    rows += rows_in(&seen);
+  }
+  return rows;
+}
+
+static int64_t all_rows_seen_in(const builder *b, sequences of, int32_t owner, int32_t node) {
+  int64_t rows = 0;
+  for (int32_t s = of.begin; s < of.end; s++) {
+    ranges seen = seen_in(b, s, owner, node);
     rows += rows_in(&seen);
   }
   return rows;
@@ -184,16 +230,6 @@ static void append_home_run(builder *b, int64_t row, int64_t rows, int64_t entry
                             int64_t part_row) {
   if (rows > 0)
     hcp__append(&b->lists, HCP_SCHEDULE_HOME_RUNS, (const int64_t[]){row, rows, entry, part_row});
-}
-
-static void end_stage(builder *b, int64_t sent, int64_t received, int64_t keys) {
-  hcp__append(&b->lists, HCP_SCHEDULE_STAGES,
-              (const int64_t[]){hcp__records(&b->lists, HCP_SCHEDULE_PACK),
-                                hcp__records(&b->lists, HCP_SCHEDULE_SENDS),
-                                hcp__records(&b->lists, HCP_SCHEDULE_RECEIVES),
-                                hcp__records(&b->lists, HCP_SCHEDULE_ARRANGE),
-                                hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES),
-                                hcp__records(&b->lists, HCP_SCHEDULE_PULLS), sent, received, keys});
 }
 
 static void append_pull(builder *b, int64_t row, int64_t rows, int32_t k, int64_t peer_row) {
@@ -313,88 +349,216 @@ static void local_stage(builder *b) {
     row += padding_of(b, b->j, m);
   }
   append_local_runs(b);
-  end_stage(b, 0, 0, row);
+  hcp__end_stage(&b->lists, 0, 0, row, 0);
 }
 
 /* ---- gradients on their way home ---- */
 
-/* What comes home is one more part after the entries of stage 0. */
-static void append_homecoming(builder *b, int64_t local_entry_count) {
-  for (int32_t k = 0; k < b->degree; k++) {
-    int64_t row = 0, first = b->home_received;
-    if (k == b->j) continue;
-    for (int32_t s = 0; s < b->group->sequences; s++) {
-      ranges seen = seen_by(b, s, b->j, k);
-      for (int32_t i = 0; i < seen.n; i++) {
-        int64_t rows = seen.range[i].end - seen.range[i].begin;
-        hcp__append(&b->lists, HCP_SCHEDULE_LOCAL_RUNS,
-                    (const int64_t[]){row + seen.range[i].begin, rows, local_entry_count,
-                                      b->home_received});
-        b->home_received += rows;
-      }
-      row += rows_of(b, s, b->j);
+/* Where the gradients of each owner's rows lie in what is sent, those of all stages together:
+ * after each other those of one seat, which go to that seat of this node. */
+static void find_homes(builder *b) {
+  for (int32_t seat = 0; seat < b->seats; seat++) {
+    int64_t first = b->home_sent;
+    for (int32_t node = 0; node < b->nodes; node++) {
+      int32_t owner = place_at(b, node, seat);
+      b->home[owner] = b->home_sent;
+      if (owner != b->j) b->home_sent += all_rows_seen(b, all_sequences(b), owner, b->j);
     }
-    append_peer(b, HCP_SCHEDULE_HOME_RECEIVES, k, first, b->home_received - first);
+    if (seat != seat_of(b, b->j))
+      append_peer(b, HCP_SCHEDULE_HOME_SENDS, place_at(b, node_of(b, b->j), seat), first,
+                  b->home_sent - first);
   }
 }
 
-/* ---- p2p: blocks around the ring ---- */
+/* Parts of local rows that came home together, from row `from` on: `seen` of a sequence that
+ * starts at row. Returns the row after them. */
+static int64_t append_parts(builder *b, int64_t row, const ranges *seen, int64_t part,
+                            int64_t from) {
+  for (int32_t i = 0; i < seen->n; i++) {
+    int64_t rows = seen->range[i].end - seen->range[i].begin;
+    hcp__append(&b->lists, HCP_SCHEDULE_LOCAL_RUNS,
+                (const int64_t[]){row + seen->range[i].begin, rows, part, from});
+    from += rows;
+  }
+  return from;
+}
 
-/* Queries against the block of `owner`, and the way home of its gradients. */
-static void ring_entries(builder *b, int32_t owner) {
-  int64_t query_row = 0, key_row = 0, home_first = b->home_sent;
+/* What a reader in this node saw of one owner in another node, as a part of what goes on to that
+ * owner from row `to` on. Returns the row of the part after it. */
+static int64_t append_relayed_parts(builder *b, int32_t owner, int32_t reader, int64_t to,
+                                    int64_t part, int64_t from) {
+  for (int32_t s = 0; s < b->group->sequences; s++) {
+    ranges own = seen_by(b, s, owner, reader), all = seen_in(b, s, owner, node_of(b, b->j));
+    for (int32_t i = 0; i < own.n; i++) {
+      int64_t rows = own.range[i].end - own.range[i].begin;
+      hcp__append(&b->lists, HCP_SCHEDULE_HOME_RELAY_RUNS,
+                  (const int64_t[]){to + place_in(&all, own.range[i].begin), rows, part, from});
+      from += rows;
+    }
+    to += rows_in(&all);
+  }
+  return from;
+}
+
+/* What comes from a reader of this node: parts of local rows, and of the rows of other nodes'
+ * places with this seat. */
+static void append_parts_of(builder *b, int32_t reader, int64_t local_entry_count) {
+  int64_t first = b->home_received;
+  for (int32_t node = 0; node < b->nodes; node++) {
+    int32_t owner = place_at(b, node, seat_of(b, b->j));
+    int64_t row = 0;
+    if (owner != b->j) {
+      b->home_received = append_relayed_parts(b, owner, reader, b->relayed[node],
+                                              HCP_RELAYED_RECEIVED, b->home_received);
+      continue;
+    }
+    for (int32_t s = 0; s < b->group->sequences; s++) {
+      ranges seen = seen_by(b, s, owner, reader);
+      b->home_received = append_parts(b, row, &seen, local_entry_count, b->home_received);
+      row += rows_of(b, s, owner);
+    }
+  }
+  append_peer(b, HCP_SCHEDULE_HOME_RECEIVES, reader, first, b->home_received - first);
+}
+
+/* What goes on to the owners in other nodes. */
+static void relay_homes(builder *b) {
+  for (int32_t node = 0; node < b->nodes; node++) {
+    int32_t owner = place_at(b, node, seat_of(b, b->j));
+    int64_t rows =
+        owner == b->j ? 0 : all_rows_seen_in(b, all_sequences(b), owner, node_of(b, b->j));
+    b->relayed[node] = b->home_relayed;
+    append_peer(b, HCP_SCHEDULE_HOME_RELAY_SENDS, owner, b->home_relayed, rows);
+    b->home_relayed += rows;
+    if (owner != b->j)
+      append_relayed_parts(b, owner, b->j, b->relayed[node], HCP_RELAYED_SENT, b->home[owner]);
+  }
+}
+
+/* What comes home is one more part after the entries of stage 0: from the readers of this node,
+ * then summed from other nodes. */
+static void append_homecoming(builder *b, int64_t local_entry_count) {
+  for (int32_t seat = 0; seat < b->seats; seat++)
+    if (seat != seat_of(b, b->j))
+      append_parts_of(b, place_at(b, node_of(b, b->j), seat), local_entry_count);
+  for (int32_t node = 0; node < b->nodes; node++) {
+    int64_t row = 0, first = b->home_received;
+    if (node == node_of(b, b->j)) continue;
+    for (int32_t s = 0; s < b->group->sequences; s++) {
+      ranges seen = seen_in(b, s, b->j, node);
+      b->home_received = append_parts(b, row, &seen, local_entry_count, b->home_received);
+      row += rows_of(b, s, b->j);
+    }
+    append_peer(b, HCP_SCHEDULE_HOME_RELAY_RECEIVES, place_at(b, node, seat_of(b, b->j)), first,
+                b->home_received - first);
+  }
+}
+
+/* ---- p2p: blocks around the ring of a node, one of each node after the other ---- */
+
+/* Queries against the rows of `owner` that this node sees, and the way home of their gradients.
+ * Returns the number of these rows. */
+static int64_t ring_entries(builder *b, int32_t owner) {
+  int64_t query_row = 0, key_row = 0, home = b->home[owner], owner_row = 0;
   for (int32_t s = 0; s < b->group->sequences; s++) {
     hcp__piece queries[2], keys[2];
     int32_t query_pieces = pieces_of(b, s, b->j, queries),
             key_pieces = pieces_of(b, s, owner, keys);
-    int64_t rows = rows_of(b, s, owner), entry = hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES);
-    ranges seen = seen_by(b, s, owner, b->j);
-    append_entries(b, query_row, queries, query_pieces, key_row, keys, key_pieces,
-                   &(ranges){{{0, rows}}, 1});
+    int64_t entry = hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES);
+    ranges seen = seen_by(b, s, owner, b->j), present = seen_in(b, s, owner, node_of(b, b->j));
+    append_entries(b, query_row, queries, query_pieces, key_row, keys, key_pieces, &present);
     for (; entry < hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES); entry++) {
       const int64_t *made = hcp__record(&b->lists, HCP_SCHEDULE_ENTRIES, entry);
-      append_home_run(b, b->home_sent + place_in(&seen, made[2] - key_row), made[3], entry, 0);
+      int64_t row = row_at(&present, made[2] - key_row);
+      append_home_run(b, home + place_in(&seen, row), made[3], entry, 0);
     }
-    b->home_sent += rows_in(&seen);
+    for (int32_t i = 0; i < present.n; i++) {
+      int64_t rows = present.range[i].end - present.range[i].begin;
+      append_pull(b, key_row, rows, owner, owner_row + present.range[i].begin);
+      key_row += rows;
+    }
+    home += rows_in(&seen);
     query_row += rows_of(b, s, b->j);
-    key_row += rows;
+    owner_row += rows_of(b, s, owner);
   }
-  append_peer(b, HCP_SCHEDULE_HOME_SENDS, owner, home_first, b->home_sent - home_first);
+  return key_row;
+}
+
+/* Local rows that a node sees. Returns their number. */
+static int64_t pack_for(builder *b, int32_t node) {
+  int64_t row = 0, sent = 0;
+  for (int32_t s = 0; s < b->group->sequences; s++) {
+    ranges seen = seen_in(b, s, b->j, node);
+    for (int32_t i = 0; i < seen.n; i++) {
+      int64_t rows = seen.range[i].end - seen.range[i].begin;
+      const int64_t record[] = {row + seen.range[i].begin, rows};
+      if (sent == 0) /* never join what a stage before sent */
+        hcp__append(&b->lists, HCP_SCHEDULE_PACK, record);
+      else
+        hcp__append_rows(&b->lists, HCP_SCHEDULE_PACK, record[0], record[1]);
+      sent += rows;
+    }
+    row += rows_of(b, s, b->j);
+  }
+  return sent;
+}
+
+/* Whose rows a rank has after so many steps. */
+static int32_t owner_after(const builder *b, int32_t step) {
+  int32_t node = (node_of(b, b->j) + b->nodes - step / b->seats) % b->nodes;
+  return place_at(b, node, (seat_of(b, b->j) + b->seats - step % b->seats) % b->seats);
+}
+
+/* To the next rank of the node's ring, or of one's own rows to the node whose turn it is. */
+static int32_t reader_at(const builder *b, int32_t step) {
+  int32_t node = node_of(b, b->j), seat = seat_of(b, b->j);
+  if (step % b->seats != 0) return place_at(b, node, (seat + 1) % b->seats);
+  return place_at(b, (node + step / b->seats) % b->nodes, seat);
 }
 
 static void p2p_stages(builder *b) {
-  int32_t degree = b->degree, next = (b->j + 1) % degree, previous = (b->j + degree - 1) % degree;
-  int64_t sent = block_rows(b, b->j);
-  for (int32_t step = 1; step < degree; step++) {
-    int32_t owner = (b->j + degree - step) % degree;
-    int64_t received = block_rows(b, owner);
-    if (step == 1) hcp__append_rows(&b->lists, HCP_SCHEDULE_PACK, 0, sent);
-    append_peer(b, HCP_SCHEDULE_SENDS, next, 0, sent);
-    append_peer(b, HCP_SCHEDULE_RECEIVES, previous, 0, received);
-    append_pull(b, 0, received, owner, 0);
-    ring_entries(b, owner);
-    end_stage(b, sent, received, received);
-    sent = received;
+  int32_t node = node_of(b, b->j);
+  int64_t before = 0;
+  for (int32_t step = 1; step < b->degree; step++) {
+    int32_t owner = owner_after(b, step), reader = reader_at(b, step),
+            enters = step % b->seats == 0;
+    int64_t sent = step == 1 || enters ? pack_for(b, node_of(b, reader)) : before;
+    int64_t received = ring_entries(b, owner);
+    append_peer(b, HCP_SCHEDULE_SENDS, reader, 0, sent);
+    append_peer(b, HCP_SCHEDULE_RECEIVES,
+                enters ? owner : place_at(b, node, (seat_of(b, b->j) + b->seats - 1) % b->seats), 0,
+                received);
+    hcp__end_stage(&b->lists, sent, received, received, 0);
+    before = received;
   }
 }
 
 /* ---- all_gather: just the rows that are seen, some sequences a stage ---- */
 
-/* Rows for every peer, in the order in which it reads them. */
+/* The next of the rows that are packed: those of a sequence that ranges name. Returns the row
+ * after them. */
+static int64_t pack_rows(builder *b, int32_t section, const ranges *seen, int64_t row,
+                         int64_t sent) {
+  for (int32_t i = 0; i < seen->n; i++) {
+    int64_t rows = seen->range[i].end - seen->range[i].begin;
+    /* Peers may be given the same rows: never join their segments. */
+    hcp__append(&b->lists, section, (const int64_t[]){row + seen->range[i].begin, rows});
+    sent += rows;
+  }
+  return sent;
+}
+
+/* Rows for every reader in this node, and for every other node, in the order in which they read
+ * them. */
 static int64_t gather_sends(builder *b, sequences of) {
   int64_t sent = 0;
   for (int32_t k = 0; k < b->degree; k++) {
     int64_t first = sent, row = b->base[b->j];
-    if (k == b->j) continue;
+    int inside = node_of(b, k) == node_of(b, b->j);
+    if (k == b->j || (!inside && !relays(b, k))) continue;
     for (int32_t s = of.begin; s < of.end; s++) {
-      ranges seen = seen_by(b, s, b->j, k);
-      for (int32_t i = 0; i < seen.n; i++) {
-        int64_t rows = seen.range[i].end - seen.range[i].begin;
-        /* Peers may be given the same rows: never join their segments. */
-        hcp__append(&b->lists, HCP_SCHEDULE_PACK,
-                    (const int64_t[]){row + seen.range[i].begin, rows});
-        sent += rows;
-      }
+      ranges seen = inside ? seen_by(b, s, b->j, k) : seen_in(b, s, b->j, node_of(b, k));
+      sent = pack_rows(b, HCP_SCHEDULE_PACK, &seen, row, sent);
       row += rows_of(b, s, b->j);
     }
     append_peer(b, HCP_SCHEDULE_SENDS, k, first, sent - first);
@@ -405,7 +569,10 @@ static int64_t gather_sends(builder *b, sequences of) {
 static int64_t gather_receives(builder *b, sequences of) {
   int64_t received = 0;
   for (int32_t k = 0; k < b->degree; k++) {
-    int64_t rows = k == b->j ? 0 : all_rows_seen(b, of, k, b->j);
+    int inside = k != b->j && node_of(b, k) == node_of(b, b->j);
+    int64_t rows = inside         ? all_rows_seen(b, of, k, b->j)
+                   : relays(b, k) ? all_rows_seen_in(b, of, k, node_of(b, b->j))
+                                  : 0;
     b->wire[k] = received;
     append_peer(b, HCP_SCHEDULE_RECEIVES, k, received, rows);
     received += rows;
@@ -413,31 +580,73 @@ static int64_t gather_receives(builder *b, sequences of) {
   return received;
 }
 
-/* Gradients of all stages go home together. */
-static void gather_homes(builder *b) {
-  for (int32_t k = 0; k < b->degree; k++) {
-    int64_t rows = k == b->j ? 0 : all_rows_seen(b, all_sequences(b), k, b->j);
-    b->home[k] = b->home_sent;
-    append_peer(b, HCP_SCHEDULE_HOME_SENDS, k, b->home_sent, rows);
-    b->home_sent += rows;
+/* What came from other nodes, for another reader of this node. Returns the row after what is sent
+ * to it. */
+static int64_t relay_to(builder *b, sequences of, int32_t reader, int64_t sent) {
+  for (int32_t node = 0; node < b->nodes; node++) {
+    int32_t owner = place_at(b, node, seat_of(b, b->j));
+    int64_t row = b->wire[owner];
+    if (owner == b->j) continue;
+    for (int32_t s = of.begin; s < of.end; s++) {
+      ranges all = seen_in(b, s, owner, node_of(b, b->j)), own = seen_by(b, s, owner, reader);
+      for (int32_t i = 0; i < own.n; i++) {
+        int64_t rows = own.range[i].end - own.range[i].begin;
+        hcp__append(&b->lists, HCP_SCHEDULE_RELAY_PACK,
+                    (const int64_t[]){row + place_in(&all, own.range[i].begin), rows});
+        sent += rows;
+      }
+      row += rows_in(&all);
+    }
   }
+  return sent;
+}
+
+/* What goes on inside the node; *received counts what comes. Returns the rows that are sent. */
+static int64_t gather_relays(builder *b, sequences of, int64_t *received) {
+  int64_t sent = 0;
+  for (int32_t seat = 0; seat < b->seats && b->nodes > 1; seat++) {
+    int32_t k = place_at(b, node_of(b, b->j), seat);
+    int64_t first_sent = sent, first = *received;
+    if (k == b->j) continue;
+    sent = relay_to(b, of, k, sent);
+    append_peer(b, HCP_SCHEDULE_RELAY_SENDS, k, first_sent, sent - first_sent);
+    for (int32_t node = 0; node < b->nodes; node++) {
+      int32_t owner = place_at(b, node, seat);
+      if (owner == k) continue;
+      b->wire[owner] = *received;
+      *received += all_rows_seen(b, of, owner, b->j);
+    }
+    append_peer(b, HCP_SCHEDULE_RELAY_RECEIVES, k, first, *received - first);
+  }
+  return sent;
 }
 
 /* The next rows of an owner in key order: where they lie on the wire, and which
  * entries from first_entry on see which of them. */
-static void place_keys(builder *b, int32_t owner, int64_t key_row, int64_t rows,
+static void place_keys(builder *b, int32_t owner, int64_t wire, int64_t key_row, int64_t rows,
                        int64_t first_entry) {
   if (key_row == 0) /* never join what a stage before received */
-    hcp__append(&b->lists, HCP_SCHEDULE_ARRANGE, (const int64_t[]){b->wire[owner], rows});
+    hcp__append(&b->lists, HCP_SCHEDULE_ARRANGE, (const int64_t[]){wire, rows});
   else
-    hcp__append_rows(&b->lists, HCP_SCHEDULE_ARRANGE, b->wire[owner], rows);
+    hcp__append_rows(&b->lists, HCP_SCHEDULE_ARRANGE, wire, rows);
   for (int64_t e = first_entry; e < hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES); e++) {
     const int64_t *entry = hcp__record(&b->lists, HCP_SCHEDULE_ENTRIES, e);
     int64_t begin = most(key_row, entry[2]), end = least(key_row + rows, entry[2] + entry[3]);
     append_home_run(b, b->home[owner] + begin - key_row, end - begin, e, begin - entry[2]);
   }
-  b->wire[owner] += rows;
   b->home[owner] += rows;
+}
+
+/* Where the next rows of an owner lie on the wire, which start at `row` of a sequence: one after
+ * the other, but for those that this rank relays, which other readers see, too. */
+static int64_t next_on_wire(builder *b, int32_t index, int32_t owner, int64_t row, int64_t rows) {
+  int64_t wire = b->wire[owner];
+  if (!relays(b, owner)) {
+    b->wire[owner] += rows;
+    return wire;
+  }
+  ranges all = seen_in(b, index, owner, node_of(b, b->j));
+  return wire + place_in(&all, row);
 }
 
 /* Tokens that belong to others, in token order: their owners send each its own
@@ -451,9 +660,10 @@ static int64_t gather_tokens(builder *b, int32_t index, range tokens, int64_t ke
     int64_t begin = most(tokens.begin, hcp__chunk_start(length, degree, chunk));
     int64_t end = least(tokens.end, hcp__chunk_start(length, degree, chunk + 1));
     if (end <= begin) continue;
-    place_keys(b, owner, key_row, end - begin, first_entry);
-    append_pull(b, key_row, end - begin, owner,
-                b->base[owner] + hcp__rows_before(length, degree, owner, begin));
+    int64_t row = hcp__rows_before(length, degree, owner, begin);
+    int64_t wire = next_on_wire(b, index, owner, row, end - begin);
+    place_keys(b, owner, wire, key_row, end - begin, first_entry);
+    append_pull(b, key_row, end - begin, owner, b->base[owner] + row);
     key_row += end - begin;
   }
   return key_row;
@@ -461,7 +671,12 @@ static int64_t gather_tokens(builder *b, int32_t index, range tokens, int64_t ke
 
 /* Goes on to the sequence after index. */
 static void pass_sequence(builder *b, int32_t index) {
-  for (int32_t k = 0; k < b->degree; k++) b->base[k] += rows_of(b, index, k);
+  for (int32_t k = 0; k < b->degree; k++) {
+    b->base[k] += rows_of(b, index, k);
+    if (!relays(b, k)) continue;
+    ranges all = seen_in(b, index, k, node_of(b, b->j));
+    b->wire[k] += rows_in(&all);
+  }
 }
 
 /* What lies between and around a rank's own pieces. */
@@ -497,18 +712,20 @@ static int64_t gather_sequence(builder *b, int32_t index, int64_t query_row, int
   return key_row;
 }
 
-static void gather_entries(builder *b, sequences of) {
+/* Returns the number of keys. */
+static int64_t gather_entries(builder *b, sequences of) {
   int64_t key_row = 0;
   for (int32_t s = of.begin; s < of.end; s++) {
     key_row = gather_sequence(b, s, b->base[b->j], key_row);
     pass_sequence(b, s);
   }
+  return key_row;
 }
 
 static void gather_stage(builder *b, sequences of) {
   int64_t sent = gather_sends(b, of), received = gather_receives(b, of);
-  gather_entries(b, of);
-  end_stage(b, sent, received, received);
+  int64_t relayed = gather_relays(b, of, &received), keys = gather_entries(b, of);
+  hcp__end_stage(&b->lists, sent, received, keys, relayed);
 }
 
 /* Most rows of a sequence that the ranks of the group fetch: alike on all of them,
@@ -520,7 +737,6 @@ static int64_t fetched_most(const builder *b, int32_t index) {
 static void all_gather_stages(builder *b) {
   int64_t left = 0, rows = 0;
   sequences of = {0, 0};
-  gather_homes(b);
   for (int32_t s = 0; s < b->group->sequences; s++) left += fetched_most(b, s);
   int64_t stages = most(1, least(left / b->stage_rows, HCP_SCHEDULE_GATHERS_MAX));
   int64_t share = (left + stages - 1) / stages;
@@ -596,19 +812,23 @@ static void stages(builder *b, hcp_comm_type comm_type) {
   if (comm_type == HCP_COMM_A2A || comm_type == HCP_COMM_A2A_P2P) exchange_heads(b);
   local_stage(b);
   int64_t local_entry_count = hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES);
-  if (b->degree > 1 && comm_type == HCP_COMM_ALL_GATHER)
+  if (b->degree == 1) return;
+  find_homes(b);
+  relay_homes(b);
+  if (comm_type == HCP_COMM_ALL_GATHER)
     all_gather_stages(b);
-  else if (b->degree > 1)
+  else
     p2p_stages(b);
   append_homecoming(b, local_entry_count);
 }
 
 static hcp_status group_stages(builder *b, hcp_comm_type comm_type, hcp_error *err) {
-  int64_t *places = calloc(3 * (size_t)b->group->degree, sizeof *places);
+  int64_t *places = calloc(4 * (size_t)b->group->degree, sizeof *places);
   if (places == NULL) return hcp__fail(err, HCP_NO_MEMORY, "out of memory for a schedule");
   b->wire = places;
   b->base = places + b->group->degree;
   b->home = b->base + b->group->degree;
+  b->relayed = b->home + b->group->degree;
   stages(b, comm_type);
   for (int32_t k = 0; k < b->degree; k++)
     hcp__append(&b->lists, HCP_SCHEDULE_KEY_OWNERS,
@@ -621,17 +841,18 @@ static hcp_status build(builder *b, hcp_comm_type comm_type, hcp_table **schedul
   int64_t rows = 0;
   hcp_status status = HCP_OK;
   if (b->group == NULL) { /* no rows: one stage of nothing */
-    end_stage(b, 0, 0, 0);
+    hcp__end_stage(&b->lists, 0, 0, 0, 0);
   } else {
     status = group_stages(b, comm_type, err);
     rows = rank_rows(b, b->j * b->inner + b->lane);
   }
   if (status != HCP_OK) return status;
   hcp__append(&b->lists, HCP_SCHEDULE_SIZES,
-              (const int64_t[]){rows, b->home_sent, b->home_received, comm_type, b->inner,
-                                b->mask.left, b->mask.right});
+              (const int64_t[]){rows, b->home_sent, b->home_received, b->home_relayed, comm_type,
+                                b->inner, b->mask.left, b->mask.right});
   hcp__align_runs(&b->lists, HCP_SCHEDULE_OUTPUT_RUNS);
   hcp__align_runs(&b->lists, HCP_SCHEDULE_HOME_RUNS);
+  hcp__align_runs(&b->lists, HCP_SCHEDULE_HOME_RELAY_RUNS);
   hcp__align_runs(&b->lists, HCP_SCHEDULE_LOCAL_RUNS);
   return hcp__table_create(&b->lists, HCP_SCHEDULE_SECTION_COUNT, schedule, err);
 }
@@ -643,22 +864,29 @@ static int64_t limit_of(int64_t tokens) {
 
 /* Who exchanges heads with whom, and this rank's place after it. */
 static hcp_status place(builder *b, int32_t rank, hcp_comm_type comm_type, int32_t inner,
-                        hcp_error *err) {
+                        int32_t by_nodes, hcp_error *err) {
   int32_t ranks = b->group == NULL ? 1 : b->group->degree;
   if (comm_type == HCP_COMM_A2A_P2P && (inner < 1 || (b->group != NULL && ranks % inner != 0)))
     return hcp__fail(err, HCP_INVALID, "inner is %d, expected a divisor of the group's degree, %d",
                      inner, ranks);
   b->inner = comm_type == HCP_COMM_A2A_P2P ? inner : comm_type == HCP_COMM_A2A ? ranks : 1;
-  b->degree = ranks / b->inner;
+  b->degree = b->seats = ranks / b->inner;
+  b->nodes = 1;
   if (b->group == NULL) return HCP_OK;
   b->j = (rank - b->group->first_rank) / b->inner;
   b->lane = (rank - b->group->first_rank) % b->inner;
+  if (!by_nodes) return HCP_OK;
+  int32_t node = hcp__whole_nodes(b->plan, b->group);
+  if (node == 0 || node % b->inner != 0) return HCP_OK;
+  b->seats = node / b->inner;
+  b->nodes = b->degree / b->seats;
   return HCP_OK;
 }
 
 hcp_status hcp_schedule_create(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
                                hcp_comm_type comm_type, int32_t inner, const hcp_mask *mask,
-                               int64_t stage_rows, hcp_table **schedule, hcp_error *err) {
+                               int64_t stage_rows, int32_t by_nodes, hcp_table **schedule,
+                               hcp_error *err) {
   hcp_status status = hcp__check_place(plan, micro_batch, rank, err);
   if (status != HCP_OK) return status;
   if (hcp_comm_type_name(comm_type) == NULL)
@@ -674,12 +902,12 @@ hcp_status hcp_schedule_create(const hcp_plan *plan, int32_t micro_batch, int32_
                      hcp_comm_type_name(HCP_COMM_P2P), hcp_comm_type_name(HCP_COMM_A2A));
   if (plan->mask_count > 0)
     return hcp__masked_schedule(plan, hcp__group_of(plan, micro_batch, rank), rank, comm_type,
-                                &limits, stage_rows, schedule, err);
+                                &limits, stage_rows, by_nodes, schedule, err);
   builder b = {.plan = plan,
                .group = hcp__group_of(plan, micro_batch, rank),
                .mask = limits,
                .stage_rows = stage_rows};
-  status = place(&b, rank, comm_type, inner, err);
+  status = place(&b, rank, comm_type, inner, by_nodes, err);
   if (status != HCP_OK) return status;
   hcp__lists_init(&b.lists, widths, LIST_COUNT);
   status = build(&b, comm_type, schedule, err);

@@ -135,6 +135,19 @@ void hcp__align_runs(hcp__lists *lists, int32_t section) {
   free(raw.words);
 }
 
+void hcp__end_stage(hcp__lists *lists, int64_t sent, int64_t received, int64_t keys,
+                    int64_t relayed) {
+  hcp__append(
+      lists, HCP_SCHEDULE_STAGES,
+      (const int64_t[]){
+          hcp__records(lists, HCP_SCHEDULE_PACK), hcp__records(lists, HCP_SCHEDULE_SENDS),
+          hcp__records(lists, HCP_SCHEDULE_RECEIVES), hcp__records(lists, HCP_SCHEDULE_ARRANGE),
+          hcp__records(lists, HCP_SCHEDULE_ENTRIES), hcp__records(lists, HCP_SCHEDULE_PULLS),
+          hcp__records(lists, HCP_SCHEDULE_RELAY_PACK),
+          hcp__records(lists, HCP_SCHEDULE_RELAY_SENDS),
+          hcp__records(lists, HCP_SCHEDULE_RELAY_RECEIVES), sent, received, keys, relayed});
+}
+
 /* ---- the table ---- */
 
 hcp_status hcp__table_create(const hcp__lists *lists, int32_t n, hcp_table **table,

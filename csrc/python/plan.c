@@ -428,9 +428,10 @@ static int place_from(PyObject *const objects[2], int32_t *micro_batch, int32_t 
 }
 
 static PyObject *plan_schedule(PyObject *self, PyObject *args, PyObject *kwargs) {
-  static char *keywords[] = {"micro_batch", "rank",       "comm_type", "inner", "left",
-                             "right",       "stage_rows", "mask",      NULL};
+  static char *keywords[] = {"micro_batch", "rank",       "comm_type", "inner",    "left",
+                             "right",       "stage_rows", "mask",      "by_nodes", NULL};
   PyObject *place[2], *inner_object, *sides[2], *stage_rows_object, *index_object = NULL;
+  int by_nodes = 0;
   int32_t micro_batch, rank, inner;
   int64_t stage_rows;
   hcp_mask mask = {.index = -1};
@@ -438,9 +439,9 @@ static PyObject *plan_schedule(PyObject *self, PyObject *args, PyObject *kwargs)
   hcp_comm_type comm_type;
   hcp_table *table;
   hcp_error err;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOsOOOO|O:schedule", keywords, &place[0],
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOsOOOO|Op:schedule", keywords, &place[0],
                                    &place[1], &name, &inner_object, &sides[0], &sides[1],
-                                   &stage_rows_object, &index_object) ||
+                                   &stage_rows_object, &index_object, &by_nodes) ||
       place_from(place, &micro_batch, &rank) < 0 || comm_type_from(name, &comm_type) < 0 ||
       hcp_py_int32(inner_object, "inner", &inner) < 0 ||
       hcp_py_int64(sides[0], "left", &mask.left) < 0 ||
@@ -449,7 +450,7 @@ static PyObject *plan_schedule(PyObject *self, PyObject *args, PyObject *kwargs)
       (index_object != NULL && hcp_py_int32(index_object, "mask", &mask.index) < 0))
     return NULL;
   if (hcp_schedule_create(plan_of(self), micro_batch, rank, comm_type, inner, &mask, stage_rows,
-                          &table, &err) != HCP_OK)
+                          by_nodes, &table, &err) != HCP_OK)
     return hcp_py_raise(&err);
   return hcp_py_table(module_of(self), table);
 }

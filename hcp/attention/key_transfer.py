@@ -18,8 +18,8 @@ import hcp.ops  # noqa: F401  (loads torch.ops.hcp)
 from hcp.attention.kernel_calls import Launches, gradient_return_of
 from hcp.attention.rotary import NO_ROTATION, Rotary
 from hcp.exchange.agreement import Stamp
-from hcp.exchange.tables import Schedule
-from hcp.exchange.transport import Share, Shared, SharingTransport, Transport, shares
+from hcp.exchange.tables import Relay, Schedule
+from hcp.exchange.transport import Pending, Share, Shared, SharingTransport, Transport, shares
 
 
 class KeyTransfer(Protocol):
@@ -135,6 +135,9 @@ class SentKeys:
             )
             yield current
             pending.wait()
+            if stage.relay is not None:
+                pending = self._relay(stage.relay, received, stamp)
+                pending.wait()
             del pending  # and what was sent
             sent = before = None
             current = []
@@ -146,6 +149,11 @@ class SentKeys:
                 before = received
             del received  # unless they are passed on, or in use as they are
         yield current
+
+    def _relay(self, relay: Relay, received: Tensor, stamp: Stamp) -> Pending:
+        """Pass on keys that came from another node."""
+        rows = torch.ops.hcp.pack.default([received], relay.table, relay.sent_rows)
+        return self._transport.start(rows, relay.sends, received, relay.receives, stamp=stamp)
 
     def return_gradients(
         self, grads: list[Tensor], rotary: Rotary | None, stamp: Stamp
@@ -164,15 +172,23 @@ class SentKeys:
         )
 
         def sums() -> list[Tensor]:
-            nonlocal pending
+            nonlocal pending, sent
             pending.wait()
-            del pending  # and what was sent
+            if schedule.home_relay is not None:
+                pending = self._relay_home(schedule.home_relay, home, sent, stamp)
+                pending.wait()
+            del pending, sent
             if own:
                 return summed(own, home, launches.local_runs, rows, 2, rotary)
             parts = columns_of(home, whole_cut(home.shape[0]), self._sizes)
             return summed(parts, None, launches.local_runs, rows, 2, rotary)
 
         return sums
+
+    def _relay_home(self, relay: Relay, home: Tensor, sent: Tensor, stamp: Stamp) -> Pending:
+        """Send to owners in other nodes what all ranks of this one have for them."""
+        sums = torch.ops.hcp.reduce_to_send.default([home, sent], relay.table, 1, relay.sent_rows)
+        return self._transport.start(sums, relay.sends, home, relay.receives, stamp=stamp)
 
 
 class ReadKeys:

@@ -164,7 +164,7 @@ def _received_bytes(
     item, queries, keys = query.element_size(), query.shape[1], key.shape[1]
     own = (queries, keys) if heads is None else (heads.query_count, heads.key_count)
     pair = item * own[1] * (key.shape[2] + value.shape[2])
-    received = pair * sum(move.rows for stage in schedule.stages for move in stage.receives)
+    received = pair * sum(move.rows for stage in schedule.stages for move in stage.receives_of_all)
     if heads is not None and schedule.head_moves is not None:
         others = schedule.head_moves.rows - schedule.rows
         received += others * (pair + item * own[0] * query.shape[2])

@@ -15,7 +15,7 @@ from hcp.attention.layer import Layer
 from hcp.attention.prepared import Prepared, prepared_of
 from hcp.exchange.layout import Layout, ranks_with_rows
 from hcp.exchange.tables import schedule_words
-from hcp.exchange.transport import Transport
+from hcp.exchange.transport import Transport, shares
 
 _CAUSAL, _FULL = (-1, 0), (-1, -1)
 
@@ -165,6 +165,7 @@ class Schedules:
             step=self._step,
             callers=self._callers,
             mask=limits.mask,
+            by_nodes=not shares(self._transport),  # who reads from memory needs no relays
         )
         prepared = prepared_of(words)
         prepared.numbers = self._numbers

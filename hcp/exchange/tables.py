@@ -116,6 +116,19 @@ class Entry(NamedTuple):
         return left, right
 
 
+class Relay(NamedTuple):
+    """Rows that go on, once those of an exchange have come: keys from another node to their readers
+    in this one, or summed gradients to their owners in other nodes."""
+
+    table: Tensor
+    """Of keys: (row, rows) of the received rows. Of gradients: runs, whose parts are the received
+    and the sent rows."""
+    sends: list[Move]
+    receives: list[Move]
+    """Into the received rows of that exchange."""
+    sent_rows: int
+
+
 class Stage(NamedTuple):
     """Keys that arrive together, and the entries that attend to them."""
 
@@ -134,6 +147,18 @@ class Stage(NamedTuple):
     sent_rows: int
     received_rows: int
     key_rows: int
+    relay: Relay | None
+    """None where no rows go on, or come, by another rank of the node."""
+
+    @property
+    def sends_of_all(self) -> list[Move]:
+        """What is sent, relayed rows too."""
+        return self.sends if self.relay is None else [*self.sends, *self.relay.sends]
+
+    @property
+    def receives_of_all(self) -> list[Move]:
+        """What is received, relayed rows too."""
+        return self.receives if self.relay is None else [*self.receives, *self.relay.receives]
 
 
 class Read(NamedTuple):
@@ -169,6 +194,10 @@ class HeadMoves(NamedTuple):
     """``receives`` with rows."""
 
 
+def _relay(table: Tensor, sends: list[Move], receives: list[Move], rows: int) -> Relay | None:
+    return Relay(table, sends, receives, rows) if sends or receives else None
+
+
 _NO_LIMIT = 2**40
 """The number for no limit of a window, in a table."""
 
@@ -182,7 +211,7 @@ class Schedule(_Table):
         super().__init__(words)
         self._expect_sections()
         sizes = self.section("SIZES").tolist()[0]
-        self.rows, self.home_sent_rows, self.home_received_rows, *kind = sizes
+        self.rows, self.home_sent_rows, self.home_received_rows, home_relayed_rows, *kind = sizes
         comm_type, self.inner, *window = kind
         if not 0 <= comm_type < len(_core.COMM_TYPES):
             raise ValueError(
@@ -196,6 +225,13 @@ class Schedule(_Table):
         self.local_runs = self.section("LOCAL_RUNS")
         self.home_sends = self.moves("HOME_SENDS")
         self.home_receives = self.moves("HOME_RECEIVES")
+        self.home_relay = _relay(
+            self.section("HOME_RELAY_RUNS"),
+            self.moves("HOME_RELAY_SENDS"),
+            self.moves("HOME_RELAY_RECEIVES"),
+            home_relayed_rows,
+        )
+        """None where no owner of keys is in another node, or the borders of nodes do not count."""
         self.key_owners: dict[int, int] = dict(self.section("KEY_OWNERS").tolist())
         """Local rows of each rank that keys come from, this one among them."""
         self.stages = self._stages()
@@ -251,12 +287,12 @@ class Schedule(_Table):
     @property
     def sends(self) -> list[Move]:
         heads = self.head_moves.sends if self.head_moves else []
-        return [*heads, *(move for stage in self.stages for move in stage.sends)]
+        return [*heads, *(move for stage in self.stages for move in stage.sends_of_all)]
 
     @property
     def receives(self) -> list[Move]:
         heads = self.head_moves.receives if self.head_moves else []
-        return [*heads, *(move for stage in self.stages for move in stage.receives)]
+        return [*heads, *(move for stage in self.stages for move in stage.receives_of_all)]
 
     @property
     def transport_key(self) -> int:
@@ -283,10 +319,11 @@ class Schedule(_Table):
         pack, arrange = self.section("PACK"), self.section("ARRANGE")
         sends, receives = self.moves("SENDS"), self.moves("RECEIVES")
         entries = [Entry(*record) for record in self.section("ENTRIES").tolist()]
-        pulls = self.section("PULLS")
+        pulls, relay_pack = self.section("PULLS"), self.section("RELAY_PACK")
+        relay_sends, relay_receives = self.moves("RELAY_SENDS"), self.moves("RELAY_RECEIVES")
         stages = []
-        begin = [0] * 6
-        for *end, sent_rows, received_rows, key_rows in self.section("STAGES").tolist():
+        begin = [0] * 9
+        for *end, sent_rows, received_rows, key_rows, relayed in self.section("STAGES").tolist():
             stages.append(
                 Stage(
                     pack=pack[begin[0] : end[0]],
@@ -301,6 +338,12 @@ class Schedule(_Table):
                     sent_rows=sent_rows,
                     received_rows=received_rows,
                     key_rows=key_rows,
+                    relay=_relay(
+                        relay_pack[begin[6] : end[6]],
+                        relay_sends[begin[7] : end[7]],
+                        relay_receives[begin[8] : end[8]],
+                        relayed,
+                    ),
                 )
             )
             begin = end
@@ -324,14 +367,17 @@ def schedule_words(
     step: int = 0,
     callers: Sequence[int] = (),
     mask: int = -1,
+    by_nodes: bool = False,
 ) -> Tensor:
     """The schedule as one tensor, int64 (words,), which names itself (word 0, a serial number), the
     transport it runs on (word 1), its callers, mask and origin (last). ``inner``: how many
     neighbours exchange rows for heads, a divisor of the degree, for "a2a+p2p". ``window_size``:
     FlashAttention's; (-1, 0) is causal. ``step``: see ``Origin``. ``callers``: the ranks that make
     its calls, where they are to compare them beyond those that exchange rows. ``mask``: which of
-    the plan's, -1 in a plan without."""
-    table = plan.core.schedule(micro_batch, rank, comm_type, inner, *window_size, STAGE_ROWS, mask)
+    the plan's, -1 in a plan without. ``by_nodes``: whether rows cross each border of the plan's
+    nodes once, and are relayed inside of them."""
+    limits = *window_size, STAGE_ROWS, mask
+    table = plan.core.schedule(micro_batch, rank, comm_type, inner, *limits, by_nodes)
     origin = struct.unpack("<3q", struct.pack("<Q2q", plan.checksum, step, micro_batch))
     tail = torch.tensor([*callers, len(callers), mask, *origin], dtype=torch.int64, device="cpu")
     words = torch.cat([tensor_of(table, torch.int64), tail])

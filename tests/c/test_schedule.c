@@ -19,17 +19,23 @@ typedef struct rank_state {
   int32_t part_tokens[PARTS][ROWS];
   int32_t home_sent[ROWS], home_received[ROWS]; /* summed meetings            */
   int32_t home_tokens[ROWS];
+  int32_t relayed[ROWS], relayed_tokens[ROWS]; /* what goes on to owners in other nodes */
 } rank_state;
+
+/* Columns of STAGES. */
+enum { PACK, SENDS, RECEIVES, ARRANGE, ENTRIES, PULLS, RELAY_PACK, RELAY_SENDS, RELAY_RECEIVES };
+enum { SENT_ROWS = RELAY_RECEIVES + 1, RECEIVED_ROWS, KEY_ROWS, RELAYED_ROWS, STAGE_WIDTH };
 
 static rank_state ranks[RANKS];
 static int32_t rank_count;
 static int64_t stage_rows;
+static int32_t by_nodes;
 static char met[TOKENS][512]; /* met[query token][key's place in its sequence] */
 
 static int32_t token(int32_t sequence, int64_t place) { return sequence * 512 + (int32_t)place; }
 
 static const int64_t *stage_of(const rank_state *r, int64_t stage) {
-  return section(r->schedule, HCP_SCHEDULE_STAGES) + 9 * stage;
+  return section(r->schedule, HCP_SCHEDULE_STAGES) + STAGE_WIDTH * stage;
 }
 
 static int64_t begin_of(const rank_state *r, int64_t stage, int32_t column) {
@@ -43,7 +49,8 @@ static void open_rank(const hcp_plan *plan, int32_t m, int32_t rank, hcp_comm_ty
   int32_t inner = wish;
   CHECK_INT(hcp_layout_create(plan, m, rank, &r->layout, NULL), HCP_OK);
   while (r->layout->degree % inner != 0) inner--;
-  CHECK_INT(hcp_schedule_create(plan, m, rank, type, inner, mask, stage_rows, &r->schedule, NULL),
+  CHECK_INT(hcp_schedule_create(plan, m, rank, type, inner, mask, stage_rows, by_nodes,
+                                &r->schedule, NULL),
             HCP_OK);
   for (int32_t s = 0; s < r->layout->span_count; s++)
     for (int64_t t = 0; t < r->layout->spans[s].rows; t++)
@@ -104,7 +111,7 @@ static void exchange_all_heads(hcp_comm_type type) {
       memcpy(r->local, r->own, sizeof r->local);
       r->rows = r->layout->rows;
     }
-    CHECK_INT(stage_of(r, 0)[8], r->rows);
+    CHECK_INT(stage_of(r, 0)[KEY_ROWS], r->rows);
     memcpy(r->keys, r->local, sizeof r->keys);
   }
 }
@@ -120,9 +127,10 @@ static int64_t shares_of(const rank_state *r) {
 static void fill_wires(int32_t first, int32_t end_rank, int64_t stage) {
   for (int32_t k = first; k < end_rank; k++) {
     rank_state *r = &ranks[k];
-    int64_t begin = begin_of(r, stage, 0), end = stage_of(r, stage)[0];
+    int64_t begin = begin_of(r, stage, PACK), end = stage_of(r, stage)[PACK];
     if (end > begin)
-      CHECK_INT(gather(r, HCP_SCHEDULE_PACK, begin, end, r->local, r->wire), stage_of(r, stage)[6]);
+      CHECK_INT(gather(r, HCP_SCHEDULE_PACK, begin, end, r->local, r->wire),
+                stage_of(r, stage)[SENT_ROWS]);
     else
       memcpy(r->wire, r->received, sizeof r->wire);
   }
@@ -135,26 +143,41 @@ static const int64_t *receive_from(const rank_state *r, int32_t s, int64_t begin
   return NULL;
 }
 
-static void send_keys(int32_t from, int64_t stage) {
+/* Rows of a stage from a rank to its peers, `rows` those that are packed. */
+static void send_rows(int32_t from, int64_t stage, int32_t sends, int32_t section_of_sends,
+                      const int32_t *rows) {
   const rank_state *r = &ranks[from];
-  for (int64_t i = begin_of(r, stage, 1); i < stage_of(r, stage)[1]; i++) {
-    const int64_t *move = section(r->schedule, HCP_SCHEDULE_SENDS) + 3 * i;
+  int32_t receives = sends + 1, section_of_receives = section_of_sends + 1;
+  for (int64_t i = begin_of(r, stage, sends); i < stage_of(r, stage)[sends]; i++) {
+    const int64_t *move = section(r->schedule, section_of_sends) + 3 * i;
     rank_state *to = &ranks[move[0]];
-    const int64_t *receive = receive_from(to, HCP_SCHEDULE_RECEIVES, begin_of(to, stage, 2),
-                                          stage_of(to, stage)[2], from);
+    const int64_t *receive = receive_from(to, section_of_receives, begin_of(to, stage, receives),
+                                          stage_of(to, stage)[receives], from);
     CHECK(receive != NULL && receive[2] == move[2]);
     if (receive != NULL)
-      memcpy(to->received + receive[1], r->wire + move[1], (size_t)move[2] * sizeof *r->wire);
+      memcpy(to->received + receive[1], rows + move[1], (size_t)move[2] * sizeof *rows);
   }
+}
+
+/* Rows that came over a border of nodes go on inside the node. */
+static void relay_keys(int32_t first, int32_t end_rank, int64_t stage) {
+  for (int32_t k = first; k < end_rank; k++) {
+    rank_state *r = &ranks[k];
+    CHECK_INT(gather(r, HCP_SCHEDULE_RELAY_PACK, begin_of(r, stage, RELAY_PACK),
+                     stage_of(r, stage)[RELAY_PACK], r->received, r->relayed),
+              stage_of(r, stage)[RELAYED_ROWS]);
+  }
+  for (int32_t k = first; k < end_rank; k++)
+    send_rows(k, stage, RELAY_SENDS, HCP_SCHEDULE_RELAY_SENDS, ranks[k].relayed);
 }
 
 static void arrange_keys(int32_t first, int32_t end_rank, int64_t stage) {
   for (int32_t k = first; k < end_rank; k++) {
     rank_state *r = &ranks[k];
-    int64_t begin = begin_of(r, stage, 3), end = stage_of(r, stage)[3];
+    int64_t begin = begin_of(r, stage, ARRANGE), end = stage_of(r, stage)[ARRANGE];
     if (end > begin)
       CHECK_INT(gather(r, HCP_SCHEDULE_ARRANGE, begin, end, r->received, r->keys),
-                stage_of(r, stage)[8]);
+                stage_of(r, stage)[KEY_ROWS]);
     else
       memcpy(r->keys, r->received, sizeof r->keys);
   }
@@ -163,13 +186,13 @@ static void arrange_keys(int32_t first, int32_t end_rank, int64_t stage) {
 /* The keys as they received are the rows that PULLS names, in their owners' memory. */
 static void check_pulls(const rank_state *r, int64_t stage) {
   int64_t pulled = 0;
-  for (int64_t i = begin_of(r, stage, 5); i < stage_of(r, stage)[5]; i++) {
+  for (int64_t i = begin_of(r, stage, PULLS); i < stage_of(r, stage)[PULLS]; i++) {
     const int64_t *pull = section(r->schedule, HCP_SCHEDULE_PULLS) + 4 * i;
     for (int64_t k = 0; k < pull[1]; k++)
       CHECK_INT(r->keys[pull[0] + k], ranks[pull[2]].local[pull[3] + k]);
     pulled += pull[1];
   }
-  CHECK_INT(pulled, stage_of(r, stage)[8]);
+  CHECK_INT(pulled, stage_of(r, stage)[KEY_ROWS]);
 }
 
 /* Ranks that have the same heads, and their rows after the exchange. */
@@ -207,16 +230,38 @@ static void meet(rank_state *r, int64_t e) {
   }
 }
 
+static int sees(const hcp_mask *mask, int64_t query, int64_t key) {
+  return (mask->left < 0 || key >= query - mask->left) &&
+         (mask->right < 0 || key <= query + mask->right);
+}
+
+/* No key of a stage that no query here sees. */
+static void check_fetched(const rank_state *r, int64_t stage, const hcp_mask *mask) {
+  for (int64_t k = 0; k < stage_of(r, stage)[KEY_ROWS]; k++) {
+    int seen = 0;
+    for (int64_t row = 0; row < r->rows; row++)
+      seen |= r->local[row] / 512 == r->keys[k] / 512 &&
+              sees(mask, r->local[row] % 512, r->keys[k] % 512);
+    CHECK(seen);
+  }
+}
+
 /* One stage of one group: its ranks have as many stages as each other. */
-static void run_stage(int32_t first, int32_t end_rank, int64_t stage) {
+static void run_stage(int32_t first, int32_t end_rank, int64_t stage, hcp_comm_type type,
+                      const hcp_mask *mask) {
   if (stage > 0) {
     fill_wires(first, end_rank, stage);
-    for (int32_t k = first; k < end_rank; k++) send_keys(k, stage);
+    for (int32_t k = first; k < end_rank; k++)
+      send_rows(k, stage, SENDS, HCP_SCHEDULE_SENDS, ranks[k].wire);
+    relay_keys(first, end_rank, stage);
     arrange_keys(first, end_rank, stage);
     for (int32_t k = first; k < end_rank; k++) check_pulls(&ranks[k], stage);
+    for (int32_t k = first; k < end_rank && type == HCP_COMM_ALL_GATHER; k++)
+      check_fetched(&ranks[k], stage, mask);
   }
   for (int32_t k = first; k < end_rank; k++)
-    for (int64_t e = begin_of(&ranks[k], stage, 4); e < stage_of(&ranks[k], stage)[4]; e++)
+    for (int64_t e = begin_of(&ranks[k], stage, ENTRIES); e < stage_of(&ranks[k], stage)[ENTRIES];
+         e++)
       meet(&ranks[k], e);
 }
 
@@ -245,24 +290,47 @@ static void pack_home(rank_state *r) {
   }
 }
 
-static void send_home(int32_t from) {
+/* Gradients, and the tokens that they are of, to the peers that `sends` names. */
+static void send_home(int32_t from, int32_t sends, const int32_t *sums, const int32_t *tokens) {
   const rank_state *r = &ranks[from];
-  for (int64_t i = 0; i < records(r->schedule, HCP_SCHEDULE_HOME_SENDS); i++) {
-    const int64_t *move = section(r->schedule, HCP_SCHEDULE_HOME_SENDS) + 3 * i;
+  for (int64_t i = 0; i < records(r->schedule, sends); i++) {
+    const int64_t *move = section(r->schedule, sends) + 3 * i;
     rank_state *to = &ranks[move[0]];
-    const int64_t *receive = receive_from(to, HCP_SCHEDULE_HOME_RECEIVES, 0,
-                                          records(to->schedule, HCP_SCHEDULE_HOME_RECEIVES), from);
+    const int64_t *receive = receive_from(to, sends + 1, 0, records(to->schedule, sends + 1), from);
     CHECK(receive != NULL && receive[2] == move[2]);
     for (int64_t k = 0; receive != NULL && k < move[2]; k++) {
-      to->home_received[receive[1] + k] = r->home_sent[move[1] + k];
-      to->received[receive[1] + k] = r->home_tokens[move[1] + k];
+      to->home_received[receive[1] + k] = sums[move[1] + k];
+      to->received[receive[1] + k] = tokens[move[1] + k];
     }
   }
 }
 
-static int sees(const hcp_mask *mask, int64_t query, int64_t key) {
-  return (mask->left < 0 || key >= query - mask->left) &&
-         (mask->right < 0 || key <= query + mask->right);
+/* Sums what goes on to owners in other nodes. */
+static void relay_home(rank_state *r) {
+  int64_t rows = section(r->schedule, HCP_SCHEDULE_SIZES)[3];
+  memset(r->relayed, 0, sizeof r->relayed);
+  memset(r->relayed_tokens, -1, sizeof r->relayed_tokens);
+  check_runs(r, HCP_SCHEDULE_HOME_RELAY_RUNS, rows);
+  for (int64_t i = 0; i < records(r->schedule, HCP_SCHEDULE_HOME_RELAY_RUNS); i++) {
+    const int64_t *run = section(r->schedule, HCP_SCHEDULE_HOME_RELAY_RUNS) + 4 * i;
+    int came = run[2] == HCP_RELAYED_RECEIVED;
+    for (int64_t k = 0; k < run[1]; k++) {
+      int32_t of = came ? r->received[run[3] + k] : r->home_tokens[run[3] + k];
+      CHECK(r->relayed_tokens[run[0] + k] < 0 || r->relayed_tokens[run[0] + k] == of);
+      r->relayed_tokens[run[0] + k] = of;
+      r->relayed[run[0] + k] += came ? r->home_received[run[3] + k] : r->home_sent[run[3] + k];
+    }
+  }
+  for (int64_t row = 0; row < rows; row++) CHECK(r->relayed_tokens[row] >= 0);
+}
+
+static void bring_home(void) {
+  for (int32_t k = 0; k < rank_count; k++) pack_home(&ranks[k]);
+  for (int32_t k = 0; k < rank_count; k++)
+    send_home(k, HCP_SCHEDULE_HOME_SENDS, ranks[k].home_sent, ranks[k].home_tokens);
+  for (int32_t k = 0; k < rank_count; k++) relay_home(&ranks[k]);
+  for (int32_t k = 0; k < rank_count; k++)
+    send_home(k, HCP_SCHEDULE_HOME_RELAY_SENDS, ranks[k].relayed, ranks[k].relayed_tokens);
 }
 
 static int64_t queries_that_see(const rank_state *r, int64_t row, const hcp_mask *mask) {
@@ -272,18 +340,6 @@ static int64_t queries_that_see(const rank_state *r, int64_t row, const hcp_mask
   for (int64_t query = 0; query < r->layout->lengths[slot]; query++)
     queries += sees(mask, query, r->local[row] % 512);
   return queries;
-}
-
-/* No row travels that nobody sees. */
-static void check_fetched(const rank_state *r, const hcp_mask *mask) {
-  for (int64_t stage = 1; stage < records(r->schedule, HCP_SCHEDULE_STAGES); stage++)
-    for (int64_t k = 0; k < stage_of(r, stage)[8]; k++) {
-      int seen = 0;
-      for (int64_t row = 0; row < r->rows; row++)
-        seen |= r->local[row] / 512 == r->keys[k] / 512 &&
-                sees(mask, r->local[row] % 512, r->keys[k] % 512);
-      CHECK(seen);
-    }
 }
 
 /* As many stages as the group's other ranks, and no row twice. */
@@ -296,13 +352,13 @@ static void check_stages(const rank_state *r) {
     CHECK(stages == 2 || (stages - 1) * stage_rows <= tokens);
     CHECK(stages <= 1 + r->layout->sequence_count);
   }
-  for (int64_t stage = 1; stage < stages; stage++) fetched += stage_of(r, stage)[8];
+  for (int64_t stage = 1; stage < stages; stage++) fetched += stage_of(r, stage)[KEY_ROWS];
   CHECK_INT(fetched, section(r->schedule, HCP_SCHEDULE_SIZES)[1]);
 }
 
 static void check_sums(rank_state *r, const hcp_mask *mask) {
   static int64_t sums[ROWS];
-  int64_t local_entries = records(r->schedule, HCP_SCHEDULE_STAGES) ? stage_of(r, 0)[4] : 0;
+  int64_t local_entries = records(r->schedule, HCP_SCHEDULE_STAGES) ? stage_of(r, 0)[ENTRIES] : 0;
   memset(sums, 0, sizeof sums);
   check_runs(r, HCP_SCHEDULE_LOCAL_RUNS, r->rows);
   for (int64_t i = 0; i < records(r->schedule, HCP_SCHEDULE_LOCAL_RUNS); i++) {
@@ -348,13 +404,52 @@ static void check_meetings(const hcp_mask *mask) {
     }
 }
 
-static void meet_all(void) {
+static void meet_all(hcp_comm_type type, const hcp_mask *mask) {
   for (int32_t first = 0, end; first < rank_count; first = end) {
     const rank_state *r = &ranks[first];
     end = first + (r->layout->degree > 0 ? r->layout->degree : 1);
     for (int64_t stage = 0; stage < records(r->schedule, HCP_SCHEDULE_STAGES); stage++)
-      run_stage(first, end, stage);
+      run_stage(first, end, stage, type, mask);
   }
+}
+
+/* Rows over borders: SENDS of all stages, and gradients. */
+static void count_crossings(const hcp_plan *plan, int64_t *keys, int64_t *gradients) {
+  int32_t node = plan->limits.ranks_per_node;
+  *keys = *gradients = 0;
+  for (int32_t k = 0; k < rank_count; k++) {
+    const int32_t sections[] = {HCP_SCHEDULE_SENDS, HCP_SCHEDULE_RELAY_SENDS,
+                                HCP_SCHEDULE_HOME_SENDS, HCP_SCHEDULE_HOME_RELAY_SENDS};
+    for (int32_t s = 0; s < 4; s++)
+      for (int64_t i = 0; i < records(ranks[k].schedule, sections[s]); i++) {
+        const int64_t *move = section(ranks[k].schedule, sections[s]) + 3 * i;
+        if (move[0] / node != k / node) *(s < 2 ? keys : gradients) += move[2];
+      }
+  }
+}
+
+/* Whether a query on a rank of the node sees the key. */
+static int node_sees(int32_t first, int32_t node, int32_t key, const hcp_mask *mask) {
+  for (int32_t k = first; k < first + node; k++)
+    for (int64_t row = 0; row < ranks[k].layout->rows; row++)
+      if (ranks[k].own[row] / 512 == key / 512 && sees(mask, ranks[k].own[row] % 512, key % 512))
+        return 1;
+  return 0;
+}
+
+/* A row that a node sees comes there once, whoever reads it there; where neighbours exchange heads,
+ * once for each share of them. */
+static void check_borders(const hcp_plan *plan, hcp_comm_type type, const hcp_mask *mask) {
+  int32_t node = plan->limits.ranks_per_node;
+  int64_t least = 0, keys, gradients, inner = shares_of(&ranks[0]);
+  for (int32_t k = 0; k < rank_count; k++)
+    for (int64_t row = 0; row < ranks[k].layout->rows; row++)
+      for (int32_t first = 0; first < rank_count; first += node)
+        if (first / node != k / node) least += node_sees(first, node, ranks[k].own[row], mask);
+  count_crossings(plan, &keys, &gradients);
+  if (type == HCP_COMM_A2A || node % inner != 0) return;
+  CHECK_INT(keys, least * inner);
+  CHECK_INT(gradients, least * inner);
 }
 
 static void run(const hcp_plan *plan, int32_t m, hcp_comm_type type, int32_t wish,
@@ -364,14 +459,11 @@ static void run(const hcp_plan *plan, int32_t m, hcp_comm_type type, int32_t wis
   for (int32_t k = 0; k < rank_count; k++) open_rank(plan, m, k, type, wish, mask);
   exchange_all_heads(type);
   for (int32_t k = 0; k < rank_count; k++) check_key_owners(&ranks[k], k);
-  meet_all();
+  meet_all(type, mask);
   check_meetings(mask);
-  for (int32_t k = 0; k < rank_count && type == HCP_COMM_ALL_GATHER; k++) {
-    check_fetched(&ranks[k], mask);
-    check_stages(&ranks[k]);
-  }
-  for (int32_t k = 0; k < rank_count; k++) pack_home(&ranks[k]);
-  for (int32_t k = 0; k < rank_count; k++) send_home(k);
+  for (int32_t k = 0; k < rank_count && type == HCP_COMM_ALL_GATHER; k++) check_stages(&ranks[k]);
+  bring_home();
+  if (plan->limits.ranks_per_node > 0) check_borders(plan, type, mask);
   for (int32_t k = 0; k < rank_count; k++) {
     check_outputs(&ranks[k]);
     check_sums(&ranks[k], mask);
@@ -401,6 +493,33 @@ static void every_query_meets_every_key_it_sees_once(void) {
   }
 }
 
+/* Groups of several whole nodes. */
+static void rows_cross_borders_once(void) {
+  const int32_t shapes[][2] = {{2, 2}, {2, 3}, {3, 2}, {1, 4}, {1, 2}, {2, 1}};
+  const int32_t order[] = {0, 1, 2, 3};
+  for (int32_t i = 0; i < 150; i++) {
+    const int32_t *shape = shapes[draw(0, 5)];
+    int32_t all = shape[0] * shape[1], sequences = draw(1, 4);
+    int64_t lengths[4];
+    for (int32_t s = 0; s < sequences; s++) lengths[s] = draw(s == 0 ? 2 * all : 1, 60);
+    hcp_limits limits = draw_limits(all, 1, all, 512);
+    limits.ranks_per_node = shape[0];
+    const hcp_group group = {0, all, 0, sequences};
+    hcp_plan *plan = NULL;
+    CHECK_INT(hcp_plan_create_from(lengths, sequences, &limits, &(hcp_cost){.pair = 1},
+                                   &(hcp_micro_batch){0, 1}, 1, &group, 1, order, &plan, NULL),
+              HCP_OK);
+    by_nodes = 1;
+    for (int32_t type = 0; type < HCP_COMM_TYPE_COUNT; type++) {
+      hcp_mask mask = draw_mask();
+      stage_rows = draw(0, 1) ? draw(1, 9) : draw(10, 300);
+      run(plan, 0, (hcp_comm_type)type, draw(1, RANKS), &mask);
+    }
+    by_nodes = 0;
+    hcp_plan_destroy(plan);
+  }
+}
+
 /* Neighbours of a group hold together what one rank of a smaller group does. */
 static void neighbours_hold_what_a_rank_of_a_smaller_group_does(void) {
   for (int32_t i = 0; i < 40; i++) {
@@ -420,7 +539,7 @@ static void neighbours_hold_what_a_rank_of_a_smaller_group_does(void) {
                 HCP_OK);
       for (int32_t k = 0; k < ranks_of; k++)
         CHECK_INT(hcp_schedule_create(plan, 0, k, which == 0 ? HCP_COMM_A2A_P2P : HCP_COMM_P2P,
-                                      inner, &mask, 1, &tables[which][k], NULL),
+                                      inner, &mask, 1, 0, &tables[which][k], NULL),
                   HCP_OK);
       hcp_plan_destroy(plan);
     }
@@ -450,12 +569,12 @@ static void check_cut(const int64_t *lengths, int32_t n, hcp_mask mask, int64_t 
   CHECK_INT(hcp_plan_create_from(lengths, n, &limits, &(hcp_cost){.pair = 1},
                                  &(hcp_micro_batch){0, 1}, 1, &group, 1, order, &plan, NULL),
             HCP_OK);
-  CHECK_INT(
-      hcp_schedule_create(plan, 0, 1, HCP_COMM_ALL_GATHER, 1, &mask, least_rows, &schedule, NULL),
-      HCP_OK);
+  CHECK_INT(hcp_schedule_create(plan, 0, 1, HCP_COMM_ALL_GATHER, 1, &mask, least_rows, 0, &schedule,
+                                NULL),
+            HCP_OK);
   CHECK_INT(records(schedule, HCP_SCHEDULE_STAGES), stages);
   for (int32_t i = 0; i < stages && i < records(schedule, HCP_SCHEDULE_STAGES); i++)
-    CHECK_INT(section(schedule, HCP_SCHEDULE_STAGES)[9 * i + 8], expected[i]);
+    CHECK_INT(section(schedule, HCP_SCHEDULE_STAGES)[STAGE_WIDTH * i + KEY_ROWS], expected[i]);
   hcp_table_destroy(schedule);
   hcp_plan_destroy(plan);
 }
@@ -500,17 +619,17 @@ static void bad_requests_are_refused(void) {
   CHECK_INT(
       hcp_plan_create(&length, 1, &limits, &(hcp_cost){.pair = 1, .token = 1}, 1, &plan, NULL),
       HCP_OK);
-  CHECK_INT(hcp_schedule_create(plan, 0, 0, HCP_COMM_TYPE_COUNT, 1, &causal, 1, &schedule, &err),
+  CHECK_INT(hcp_schedule_create(plan, 0, 0, HCP_COMM_TYPE_COUNT, 1, &causal, 1, 0, &schedule, &err),
             HCP_INVALID);
   CHECK_TEXT(err.message, "comm_type is 4, expected 0 to 3");
-  CHECK_INT(hcp_schedule_create(plan, 0, 0, HCP_COMM_A2A_P2P, 3, &causal, 1, &schedule, &err),
+  CHECK_INT(hcp_schedule_create(plan, 0, 0, HCP_COMM_A2A_P2P, 3, &causal, 1, 0, &schedule, &err),
             HCP_INVALID);
   CHECK_TEXT(err.message, "inner is 3, expected a divisor of the group's degree, 2");
-  CHECK_INT(hcp_schedule_create(plan, 0, 0, HCP_COMM_A2A_P2P, 0, &causal, 1, &schedule, &err),
+  CHECK_INT(hcp_schedule_create(plan, 0, 0, HCP_COMM_A2A_P2P, 0, &causal, 1, 0, &schedule, &err),
             HCP_INVALID);
-  CHECK_INT(hcp_schedule_create(plan, 1, 0, HCP_COMM_P2P, 1, &causal, 1, &schedule, &err),
+  CHECK_INT(hcp_schedule_create(plan, 1, 0, HCP_COMM_P2P, 1, &causal, 1, 0, &schedule, &err),
             HCP_INVALID);
-  CHECK_INT(hcp_schedule_create(plan, 0, 0, HCP_COMM_P2P, 1, &causal, 0, &schedule, &err),
+  CHECK_INT(hcp_schedule_create(plan, 0, 0, HCP_COMM_P2P, 1, &causal, 0, 0, &schedule, &err),
             HCP_INVALID);
   CHECK_TEXT(err.message, "stage_rows is 0, expected >= 1");
   CHECK(schedule == NULL);
@@ -521,6 +640,7 @@ static void bad_requests_are_refused(void) {
 
 int main(void) {
   every_query_meets_every_key_it_sees_once();
+  rows_cross_borders_once();
   neighbours_hold_what_a_rank_of_a_smaller_group_does();
   keys_come_in_stages_of_whole_sequences();
   stages_share_no_segment();

@@ -469,11 +469,11 @@ typedef struct hcp_mask {
  * does not cut. The partial output of an entry covers its query rows. A run lists, for
  * rows of a result, the parts that are merged or summed there.
  *
- *   SIZES          rows, home_sent_rows, home_received_rows, comm_type, inner,
- *                  left, right
+ *   SIZES          rows, home_sent_rows, home_received_rows, home_relayed_rows,
+ *                  comm_type, inner, left, right
  *   STAGES         ends of the stage's records in PACK, SENDS, RECEIVES,
- *                  ARRANGE, ENTRIES and PULLS, then its sent, received and key
- *                  rows
+ *                  ARRANGE, ENTRIES, PULLS, RELAY_PACK, RELAY_SENDS and
+ *                  RELAY_RECEIVES, then its sent, received, key and relayed rows
  *   PACK           (row, rows) of the local rows; a stage without any forwards
  *                  the keys and values of the stage before
  *   SENDS          (peer, row, rows)
@@ -497,6 +497,20 @@ typedef struct hcp_mask {
  * Runs ascend by row; records with the same row and rows are one run, and
  * different runs do not overlap.
  *
+ * By nodes, a row crosses a border of nodes once: from its owner to one rank of a node that
+ * has readers, which relays it to the readers when SENDS and RECEIVES are over. Partial
+ * gradients come back likewise: HOME_SENDS brings them to the rank that relays, which sums
+ * those of a row, and sends the sum to the owner when HOME_SENDS and HOME_RECEIVES are over.
+ *
+ *   RELAY_PACK           (row, rows) of the received rows
+ *   RELAY_SENDS          (peer, row, rows) of the packed rows
+ *   RELAY_RECEIVES       (peer, row, rows) into the received rows
+ *   HOME_RELAY_RUNS      (row, rows, part, part_row): rows that go on <- parts
+ *                        HCP_RELAYED_RECEIVED and HCP_RELAYED_SENT: what came home,
+ *                        and what was packed to be sent
+ *   HOME_RELAY_SENDS     (peer, row, rows) of the sums
+ *   HOME_RELAY_RECEIVES  (peer, row, rows) into what came home
+ *
  * A2A and A2A_P2P exchange rows for heads before stage 0, and back after the last
  * stage: each neighbour gives the others its rows of the heads that they take. It
  * then has all neighbours' rows of its own heads, and after those the padding of
@@ -511,8 +525,8 @@ typedef struct hcp_mask {
  *   SCATTER        (row, rows) of the gathered rows as they came: the way back
  */
 #define HCP_SCHEDULE_SECTIONS(X) \
-  X(SIZES, 7)                    \
-  X(STAGES, 9)                   \
+  X(SIZES, 8)                    \
+  X(STAGES, 13)                  \
   X(PACK, 2)                     \
   X(SENDS, 3)                    \
   X(RECEIVES, 3)                 \
@@ -527,7 +541,13 @@ typedef struct hcp_mask {
   X(KEY_OWNERS, 2)               \
   X(HEAD_RECEIVES, 3)            \
   X(GATHER, 2)                   \
-  X(SCATTER, 2)
+  X(SCATTER, 2)                  \
+  X(RELAY_PACK, 2)               \
+  X(RELAY_SENDS, 3)              \
+  X(RELAY_RECEIVES, 3)           \
+  X(HOME_RELAY_RUNS, 4)          \
+  X(HOME_RELAY_SENDS, 3)         \
+  X(HOME_RELAY_RECEIVES, 3)
 
 enum {
 #define HCP_SCHEDULE_ENUM(name, width) HCP_SCHEDULE_##name,
@@ -535,6 +555,9 @@ enum {
 #undef HCP_SCHEDULE_ENUM
       HCP_SCHEDULE_SECTION_COUNT
 };
+
+/* Parts of HOME_RELAY_RUNS. */
+enum { HCP_RELAYED_RECEIVED, HCP_RELAYED_SENT };
 
 /* Most stages in which ALL_GATHER fetches keys. */
 enum { HCP_SCHEDULE_GATHERS_MAX = 4 };
@@ -551,12 +574,17 @@ enum { HCP_SCHEDULE_GATHERS_MAX = 4 };
  * ranks fetch), stage_rows >= 1; with fewer than twice as many there is one stage.
  * All ranks of a group name the same stage_rows, and get as many stages.
  *
+ * by_nodes: whether the borders of the plan's nodes count, for groups of several whole nodes
+ * whose ranks all have rows. Then rows cross a border once. P2P passes blocks around a ring in each
+ * node; after each round, the node gets those of the next node, each rank another one.
+ *
  * In a plan with masks, entries are the parts of slices that lie here; a query may have
  * none. P2P sends to one rank a stage, and like ALL_GATHER just the rows that are seen
  * there. HCP_INVALID for A2A_P2P. */
 hcp_status hcp_schedule_create(const hcp_plan *plan, int32_t micro_batch, int32_t rank,
                                hcp_comm_type comm_type, int32_t inner, const hcp_mask *mask,
-                               int64_t stage_rows, hcp_table **schedule, hcp_error *err);
+                               int64_t stage_rows, int32_t by_nodes, hcp_table **schedule,
+                               hcp_error *err);
 
 /* ---- 7. Grid ------------------------------------------------------------ */
 
