@@ -134,6 +134,17 @@ def test_any_degree_equals_one_rank(degree: int, comm_type: str) -> None:
     assert error_of(Job(plan, comm_type, sinks=degree % 2 == 0)) <= 1e-10
 
 
+@pytest.mark.parametrize("comm_type", TYPES)
+@pytest.mark.parametrize(("node", "ranks"), [(2, 4), (2, 6), (3, 6), (1, 4), (4, 8)])
+def test_groups_of_nodes_equal_one_rank(node: int, ranks: int, comm_type: str) -> None:
+    r = Random(10 * node + ranks)
+    lengths = [2 * ranks, 97, 1, 61]
+    given = [masks.KINDS[r.choice(list(masks.KINDS))](r, n) for n in lengths]
+    plan = planned(lengths, given, ranks, min_degree=ranks, ranks_per_node=node)
+    assert error_of(Job(plan, comm_type)) <= 1e-10
+    assert error_of(Job(plan, comm_type, (7, 2), sinks=True)) <= 1e-10
+
+
 @pytest.mark.parametrize("sharing", [False, True], ids=["sent", "read"])
 @pytest.mark.parametrize("seed", range(8))
 def test_mixed_degrees_equal_one_rank(seed: int, sharing: bool) -> None:

@@ -49,6 +49,8 @@ class Case:
     """The number of tokens whose keys arrive in one stage under "all_gather"."""
     seed: int = 0
     alignment: int = 1
+    node: int | None = None
+    """Ranks of a node."""
     sizes: tuple[int, ...] | None = None
     """Sizes of the levels of "a2a+p2p"; None: the largest inner level below the degree."""
 
@@ -74,6 +76,7 @@ class Case:
             min_degree=self.min_degree,
             max_degree=self.max_degree,
             alignment=self.alignment,
+            ranks_per_node=self.node,
         )
 
 

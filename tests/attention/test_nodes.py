@@ -1,0 +1,176 @@
+"""Groups of several nodes: rows cross a border once, and results are those of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.cases import Case, GlooGroups, dispatched, gloo_errors, loopback_error, loopback_rms
+from support.ranks import run_ranks, try_ranks
+from torch import Tensor
+
+import hcp
+from hcp.exchange.tables import Move, Schedule, schedule_words
+
+TYPES = hcp.COMM_TYPES
+SENDING = ("p2p", "all_gather")
+SHAPES = [(2, 4), (2, 6), (3, 6), (1, 4), (4, 8)]
+"""Ranks of a node, and of all."""
+
+
+def case_of(node: int, ranks: int, **options: object) -> Case:
+    lengths = (2 * ranks, 97, 1, 2 * ranks - 1, 40)
+    return Case(lengths, ranks, min_degree=ranks, node=node, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("comm_type", TYPES)
+@pytest.mark.parametrize(("node", "ranks"), SHAPES)
+def test_groups_of_nodes_equal_one_rank(node: int, ranks: int, comm_type: str) -> None:
+    case = case_of(node, ranks, comm_type=comm_type)
+    assert loopback_error(case) <= 1e-10
+    assert loopback_error(replace(case, causal=False, value_dim=5)) <= 1e-10
+    assert loopback_error(replace(case, window=(9, 2), causal=False, sinks=True)) <= 1e-10
+    assert loopback_error(replace(case, stage_rows=30, lse=True, alignment=8)) <= 1e-10
+
+
+@pytest.mark.parametrize("comm_type", TYPES)
+def test_gloo_ranks_of_two_nodes_equal_one_rank(comm_type: str) -> None:
+    for changes in ({}, {"causal": False, "window": (20, 3)}, {"sinks": True, "lse": True}):
+        case = case_of(2, 4, comm_type=comm_type, **changes)
+        assert max(map(max, run_ranks(4, gloo_errors, case))) <= 1e-10
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("comm_type", SENDING)
+def test_narrow_types_round_once_more_at_a_border(comm_type: str, dtype: str) -> None:
+    case = Case((129, 40), 4, min_degree=4, comm_type=comm_type, dtype=dtype, head_dim=16)
+    alone = loopback_rms(replace(case, ranks=1, min_degree=1))
+    found = loopback_rms(replace(case, node=2))
+    for name, error in found.items():
+        assert error <= 1.4 * alone[name], (name, error / alone[name])
+
+
+# ---- what crosses --------------------------------------------------------------------------------
+
+
+def tables(plan: hcp.Plan, comm_type: str, *, by_nodes: bool, causal: bool) -> list[Schedule]:
+    window = (-1, 0 if causal else -1)
+    options = {"window_size": window, "transport_key": 0, "by_nodes": by_nodes}
+    return [
+        Schedule(schedule_words(plan, 0, rank, comm_type, **options))  # type: ignore[arg-type]
+        for rank in range(plan.ranks)
+    ]
+
+
+def crossing(plan: hcp.Plan, moves: Callable[[Schedule], list[Move]], found: list[Schedule]) -> int:
+    """Rows that leave their node."""
+    node = plan.core.ranks_per_node
+    return sum(
+        move.rows
+        for rank, table in enumerate(found)
+        for move in moves(table)
+        if move.peer // node != rank // node
+    )
+
+
+def sent_home(table: Schedule) -> list[Move]:
+    return [*table.home_sends, *(table.home_relay.sends if table.home_relay else [])]
+
+
+@pytest.mark.parametrize("comm_type", SENDING)
+@pytest.mark.parametrize(("node", "ranks"), SHAPES)
+def test_each_row_crosses_once_for_each_node_that_sees_it(
+    node: int, ranks: int, comm_type: str
+) -> None:
+    """Of a causal sequence, a node needs the first half of an earlier node's rows, and all of a
+    later one's: that one's first tokens come before its own last ones, and so do its last."""
+    tokens, nodes = 4 * ranks, ranks // node
+    limits = {"max_tokens_per_rank": tokens, "min_degree": ranks, "ranks_per_node": node}
+    plan = hcp.plan([tokens], ranks=ranks, **limits)  # type: ignore[arg-type]
+    whole = tokens * (nodes - 1)
+    for causal, expected in ((True, whole * 3 // 4), (False, whole)):
+        found = tables(plan, comm_type, by_nodes=True, causal=causal)
+        assert crossing(plan, lambda table: table.sends, found) == expected
+        assert crossing(plan, sent_home, found) == expected
+        before = tables(plan, comm_type, by_nodes=False, causal=causal)
+        assert crossing(plan, sent_home, before) == node * expected  # once for each reader
+
+
+@pytest.mark.parametrize("comm_type", SENDING)
+def test_a_layer_sends_what_its_tables_say(comm_type: str) -> None:
+    case = Case((64,), 4, min_degree=4, comm_type=comm_type, node=2)
+
+    def crossed(groups: Any) -> int:
+        transport, sent = groups.transport, []
+        start = transport.start
+
+        def counted(buffer: Tensor, sends: list[Move], *arguments: Any, **options: Any) -> Any:
+            sent.extend(move.rows for move in sends if move.peer // 2 != transport.rank // 2)
+            return start(buffer, sends, *arguments, **options)
+
+        cp, local = next(iter(dispatched(groups, case)))
+        inputs = [local[name].clone().requires_grad_() for name in ("query", "key", "value")]
+        transport.start = counted
+        cp.attention(*inputs).backward(local.grad)
+        return sum(sent)
+
+    forward = 64 * 3 // 4
+    assert sum(hcp.loopback(4, crossed)) == 3 * forward  # keys twice, and their gradients
+
+
+def test_all_ranks_of_a_node_bring_rows_over_its_border() -> None:
+    plan = hcp.plan([64], ranks=8, max_tokens_per_rank=64, min_degree=8, ranks_per_node=4)
+    for comm_type in SENDING:
+        for rank, table in enumerate(tables(plan, comm_type, by_nodes=True, causal=False)):
+            entering = [move for move in table.receives if move.peer // 4 != rank // 4]
+            assert entering == [Move((rank + 4) % 8, entering[0].row, 8)]
+
+
+def test_a_group_with_a_rank_without_rows_sends_to_each_reader() -> None:
+    plan = hcp.plan([5], ranks=4, max_tokens_per_rank=5, min_degree=4, ranks_per_node=2)
+    assert 0 in [table.rows for table in tables(plan, "p2p", by_nodes=False, causal=True)]
+    for comm_type in SENDING:
+        given = [
+            [
+                table.words.tolist()[2:]
+                for table in tables(plan, comm_type, by_nodes=by, causal=True)
+            ]
+            for by in (False, True)
+        ]
+        assert given[0] == given[1]
+
+
+# ---- ranks of the other node that fail -----------------------------------------------------------
+
+
+def dies_on_the_other_node(rank: int, size: int, comm_type: str) -> None:
+    case = case_of(2, size, comm_type=comm_type)
+    cp, local = next(iter(dispatched(GlooGroups(15), case)))
+    if rank == 3:
+        raise OSError("disk gone")
+    cp.attention(local.query, local.key, local.value)
+
+
+@pytest.mark.parametrize("comm_type", SENDING)
+def test_a_rank_that_fails_on_the_other_node_ends_the_others(comm_type: str) -> None:
+    results = try_ranks(4, dies_on_the_other_node, comm_type)
+    assert [result.kind for result in results] == [*["HcpError"] * 3, "OSError"]
+
+
+def differs_on_the_other_node(rank: int, size: int, comm_type: str) -> None:
+    cp, local = next(iter(dispatched(GlooGroups(15), case_of(2, size, comm_type=comm_type))))
+    cp.attention(local.query, local.key, local.value, softmax_scale=0.5 if rank == 3 else 0.25)
+
+
+@pytest.mark.parametrize("comm_type", SENDING)
+def test_a_rank_that_calls_differently_on_the_other_node_is_named(comm_type: str) -> None:
+    results = try_ranks(4, differs_on_the_other_node, comm_type)
+    assert all(result.kind == "HcpError" for result in results)
+    assert "softmax_scale differs" in results[0].message
+
+
+@pytest.mark.parametrize("comm_type", SENDING)
+def test_ranks_that_read_from_memory_read_from_owners(comm_type: str) -> None:
+    assert loopback_error(case_of(2, 4, comm_type=comm_type, sharing=True)) <= 1e-10
