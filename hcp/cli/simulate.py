@@ -208,7 +208,7 @@ def machine_of(args: argparse.Namespace, cost: CostModel) -> Machine | None:
         return None
     host = args.host_ms * 1e-3
     nodes = args.ranks_per_node or 0
-    return Machine.of(cost, host=host, host_shared=host, ranks_per_node=nodes)
+    return Machine.of(cost, host=host, host_shared=host, ranks_per_node=nodes, once=nodes > 0)
 
 
 # ---- The contestants -----------------------------------------------------------------------------
