@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from hcp.planning.ahead import PlanAhead, PlanningTime
     from hcp.planning.check import check_plan
     from hcp.planning.cost import CostModel
-    from hcp.planning.limits import MemoryModel
     from hcp.planning.mask import Mask
+    from hcp.planning.memory import MemoryModel
     from hcp.planning.plan import Group, Plan, lower_bound, plan
     from hcp.planning.report import Report
     from hcp.rebinding.derived import register_derived
@@ -151,7 +151,7 @@ _HOMES = {
     ),
     "planning.check": ("check_plan",),
     "planning.cost": ("CostModel",),
-    "planning.limits": ("MemoryModel",),
+    "planning.memory": ("MemoryModel",),
     "planning.mask": ("Mask",),
     "planning.plan": (
         "Group",

@@ -45,14 +45,8 @@ from hcp.cli.arguments import (
 )
 from hcp.cli.lengths import HELP, read_lengths
 from hcp.planning.cost import PRICES, TIMES, CostModel
-from hcp.planning.limits import (
-    LIMITS,
-    MemoryModel,
-    even_degrees,
-    least_degree,
-    rows_up_to,
-    slowness_of,
-)
+from hcp.planning.limits import LIMITS, even_degrees, least_degree, rows_up_to, slowness_of
+from hcp.planning.memory import MemoryModel
 from hcp.planning.plan import Plan, plan
 from hcp.planning.replay import Machine, replay
 

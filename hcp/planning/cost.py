@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from hcp import _core
 from hcp._validate import expect_names, expect_size, expect_sizes
 from hcp._words import Preset
+from hcp.planning import saved
 
 PRICES: tuple[str, ...] = _core.PRICES
 TIMES = tuple(name for name in PRICES if name not in ("window", "tile", "overlap"))
@@ -195,14 +194,12 @@ class CostModel:
         if self.function is not None:
             raise ValueError("the cost model is a function: save what tabulated(...) gives")
         table = None if self.table is None else self.table._asdict()
-        data = {
-            "format": FORMAT,
+        entries = {
             "unit_seconds": self.unit,
             "prices": dict(zip(PRICES, self.prices, strict=True)),
             "table": table,
-            "provenance": dict(provenance),
         }
-        Path(path).write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
+        saved.write(path, FORMAT, entries, provenance)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CostModel:
@@ -210,10 +207,7 @@ class CostModel:
 
         Raises ValueError that names the file and the entry that is not as expected.
         """
-        try:
-            return _from_json(json.loads(Path(path).read_text()))
-        except (ValueError, RecursionError) as error:  # JSONDecodeError, UnicodeDecodeError too
-            raise ValueError(f"{os.fspath(path)}: {error}") from None
+        return saved.read(path, FORMAT, ("unit_seconds", "prices", "table"), _from_entries)
 
     @classmethod
     def for_transformer(
@@ -270,14 +264,8 @@ FORMAT = "hcp cost model, version 1"
 """The first entry of a saved model."""
 
 
-def _from_json(data: Any) -> CostModel:
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        given = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise ValueError(f"format is {given!r}, expected {FORMAT!r}")
-    expect_names("", data, ("format", "unit_seconds", "prices", "table", "provenance"))
+def _from_entries(data: dict[str, Any]) -> CostModel:
     expect_names("prices", data["prices"], PRICES)
-    if not isinstance(data["provenance"], dict):
-        raise ValueError(f"provenance is {data['provenance']!r:.60}, expected an object")
     unit, table = data["unit_seconds"], data["table"]
     if unit is not None and type(unit) not in (int, float):
         raise ValueError(f"unit_seconds is {unit!r}, expected a number > 0 or null")

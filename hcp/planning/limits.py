@@ -8,42 +8,12 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, Self
 
 from hcp import _core
-from hcp._validate import expect_choice, expect_items, expect_size, is_finite
+from hcp._validate import expect_choice, expect_items, is_finite
 from hcp._words import Degrees, Sync
+from hcp.planning.memory import MemoryModel
 
 SYNCS: tuple[str, ...] = _core.SYNCS
 DEGREES = ("any", "pow2")
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryModel:
-    """Bytes that a micro-batch takes on one rank, in addition to what the rank always holds::
-
-        (rows + alignment - 1) * (activation + logit) + gathered * tokens
-
-    ``rows`` are those of the fullest rank of the group. ``tokens`` are those of the group's
-    sequences if its degree is more than 1, else 0. In a pipeline a stage keeps up to
-    ``pipeline_stages`` micro-batches at once: divide its memory by that.
-    """
-
-    activation: int = 0
-    """Bytes that one row keeps for the backward, in all layers of the rank."""
-    logit: int = 0
-    """One row's logits and their gradient."""
-    gathered: int = 0
-    """Bytes of one token's keys and values in one layer, for "all_gather", in which a rank holds
-    those of whole sequences. 0 for rings, in which it never does."""
-    limit: int = 0
-    """The most bytes of one rank in one micro-batch; 0: no limit."""
-
-    def __post_init__(self) -> None:
-        for name in self.__slots__:
-            value = expect_size(f"memory.{name}", getattr(self, name), "bytes", least=0)
-            object.__setattr__(self, name, value)
-
-    def bytes(self, rows: int, tokens: int, degree: int) -> int:
-        """Return the bytes on a rank with so many rows of sequences of so many tokens."""
-        return rows * (self.activation + self.logit) + (degree > 1) * tokens * self.gathered
 
 
 @dataclass(frozen=True, kw_only=True)

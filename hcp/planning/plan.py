@@ -31,9 +31,9 @@ from hcp.planning.limits import (
     SIZES,
     SYNCS,
     Limits,
-    MemoryModel,
 )
 from hcp.planning.mask import Masks, MasksLike, masks_from, masks_of, packed, pairs_of, plain_masks
+from hcp.planning.memory import MemoryModel
 from hcp.planning.report import Report, report
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 from hcp.planning.cost import CostModel
-from hcp.planning.limits import MemoryModel
+from hcp.planning.memory import MemoryModel
 from hcp.planning.plan import Group, Plan
 from hcp.planning.report import rows_held
 

@@ -13,7 +13,7 @@ import torch
 import hcp
 from hcp._validate import expect_size
 from hcp.planning.cost import Table
-from hcp.planning.limits import MemoryModel
+from hcp.planning.memory import MemoryModel
 
 
 def choose(**changes: Any) -> hcp.EvalChoice:
