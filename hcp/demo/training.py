@@ -28,7 +28,6 @@ from hcp._words import GradReduce
 from hcp.attention.comm_types import fitted_sizes
 from hcp.demo.model import GPTModel
 from hcp.demo.report import DemoStep, Reporter, Run
-from hcp.planning.limits import rows_up_to
 from hcp.programs.arguments import cost_model
 from hcp.programs.data import Corpus, Document, batch_indices, load, read_corpus, sample
 from hcp.programs.ranks import initialize_distributed, on_every_rank, same_on_every_rank
@@ -221,17 +220,19 @@ class Samples:
 def evaluation_plan(
     trainer: Trainer, groups: hcp.ProcessGroups, documents: Sequence[Document]
 ) -> hcp.EvalPlan:
-    """Plan static CP of the layout's own size. There is no backward, so rows have no limit."""
+    """Plan static CP of the layout's own size. There is no backward, so rows and bytes have no
+    limit where one document needs more."""
     lengths, degree = [document.length for document in documents], groups.size("cp")
-    limit = trainer.config.max_seqlen_per_dp_cp_rank
+    config = trainer.config
     return hcp.EvalPlan(
         lengths,
         groups,
-        max_tokens_per_rank=max(limit, rows_up_to(max(lengths), degree)),
+        max_tokens_per_rank=config.rows_in_evaluation(degree, max(lengths)),
         global_batch_size=trainer.args.global_batch_size,
         degree=degree,
-        ranks_per_node=trainer.config.ranks_per_node,
+        ranks_per_node=config.ranks_per_node,
         cost=trainer.cost,
+        memory=config.memory_in_evaluation(degree, max(lengths)),
     )
 
 
@@ -413,6 +414,7 @@ def choose_eval_size(
             global_batch_size=args.global_batch_size,
             ranks_per_node=args.config.ranks_per_node,
             sync=args.config.sync_where(waiting=False),
+            memory=args.config.memory_model,
         )
         return choice.cp, str(choice)
     # Without a wish, another than training's, where there is one: to show that it does not matter.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -10,7 +10,8 @@ from hcp._html import table
 from hcp._validate import expect_choice, expect_size, plain
 from hcp._words import Sync
 from hcp.planning.cost import MOVING, CostModel
-from hcp.planning.limits import SYNCS, divisors, rows_up_to
+from hcp.planning.limits import SYNCS, bytes_up_to, divisors, rows_up_to
+from hcp.planning.memory import MemoryModel, expect_limiting
 from hcp.planning.plan import Plan, plan
 
 
@@ -67,7 +68,7 @@ def choose_eval_context_parallel(
     train_cp: int,
     cost: CostModel | None = None,
     pipeline_stages: int = 1,
-    memory: int | None = None,
+    memory: int | MemoryModel | None = None,
     micro_batch_size: int = 1,
     max_tokens_per_rank: int | None = None,
     global_batch_size: int | None = None,
@@ -77,18 +78,19 @@ def choose_eval_context_parallel(
 ) -> EvalChoice:
     """Choose the CP size with which `hcp.EvalPlan` is predicted to finish first.
 
-    `lengths`: tokens of each sample, or of all. `ranks`: of the dp x cp domain. `memory`: most rows
-    (tokens) that one rank can hold in a micro-batch. `sizes`: those to consider, by default all
-    divisors of `ranks`; restrict them if heads must be divisible. `ranks_per_node`: a CP group that
-    spans nodes pays the far prices of `cost`. Only integers decide, so every rank chooses the same,
-    given the same `cost`. If `cost` is a function, give all ranks one rank's `cost.tabulated`.
+    `lengths`: tokens of each sample, or of all. `ranks`: of the dp x cp domain. `memory`: the most
+    that one rank can hold in a micro-batch, in rows (tokens), or in bytes by a model. `sizes`:
+    those to consider, by default all divisors of `ranks`; restrict them if heads must be divisible.
+    `ranks_per_node`: a CP group that spans nodes pays the far prices of `cost`. Only integers
+    decide, so every rank chooses the same, given the same `cost`. If `cost` is a function, give all
+    ranks one rank's `cost.tabulated`.
     `sync` is that of `hcp.plan` and `hcp.EvalPlan`: "micro_batch" where ranks wait for each other
     in every layer, as under FSDP.
 
     Without `max_tokens_per_rank` the prediction is for `EvalPlan.batches`. With it, the prediction
     is for `EvalPlan.dispatch` with the CP size as `degree`: the sum of the makespans of the plans
     of all global batches of `global_batch_size` samples, under `sync`. `max_tokens_per_rank` is
-    raised for a sample that needs more.
+    raised for a sample that needs more; these plans keep to the bytes of `memory` where they can.
 
     No size is chosen that is predicted slower than the training layout, unless that does not fit
     `memory`. Ties go to the training layout, then to the smaller size. Raises ValueError if nothing
@@ -97,11 +99,13 @@ def choose_eval_context_parallel(
     given = {
         "global_batch_size": global_batch_size,
         "max_tokens_per_rank": max_tokens_per_rank,
-        "memory": memory,
+        "memory": None if isinstance(memory, MemoryModel) else memory,
     }
     for name, size in given.items():
         if size is not None:
             expect_size(name, size)
+    if isinstance(memory, MemoryModel):
+        expect_limiting(memory)
     expect_choice("sync", sync, SYNCS)
     ranks, train_cp = expect_size("ranks", ranks), expect_size("train_cp", train_cp)
     pipeline_stages = expect_size("pipeline_stages", pipeline_stages)
@@ -158,7 +162,7 @@ def _predict(
     cp: int,
     cost: CostModel,
     stages: int,
-    memory: int | None,
+    memory: int | MemoryModel | None,
     micro_batch_size: int,
     sync: Sync,
 ) -> Candidate:
@@ -166,7 +170,7 @@ def _predict(
     stride = dp * micro_batch_size
     count = -(-len(tokens) // stride)
     spent = []  # of each data-parallel rank in each micro-batch: (time, exchange)
-    rows = 0
+    held = [(0, 0)]  # rows and bytes of each
     for r in range(dp):
         # Nodes may cut a CP group that would fit into one. A group that is cut pays the far prices,
         # as if each of its ranks were a node.
@@ -181,12 +185,15 @@ def _predict(
         ]
         prices = cp, cost, node_of_group
         spent.append([(_time(b, *prices) // stages, _exchange(b, *prices)) for b in batches])
-        rows = max([rows, *(sum(rows_up_to(n, cp) for n in batch) for batch in batches)])
+        for batch in batches:
+            rows = sum(rows_up_to(n, cp) for n in batch)
+            held.append((rows, _model_of(memory).bytes(rows, sum(batch), cp)))
     if sync == "micro_batch":  # all ranks wait for the slowest one
         spent = [[max(of_ranks) for of_ranks in zip(*spent, strict=True)]]
     slowest = max(_total(of_rank, stages) for of_rank in spent)
     fillers = count * stride - len(tokens)
-    return Candidate(cp, count, fillers, *slowest, rows, _refusal(rows, memory))
+    rows = max(rows for rows, _ in held)
+    return Candidate(cp, count, fillers, *slowest, rows, _refusal(held, memory))
 
 
 def _total(spent: Sequence[tuple[int, int]], stages: int) -> tuple[int, int, int]:
@@ -203,12 +210,14 @@ def _predict_dispatch(
     node: int,
     cp: int,
     cost: CostModel,
-    memory: int | None,
+    memory: int | MemoryModel | None,
     max_tokens_per_rank: int,
     global_batch_size: int,
     sync: Sync,
 ) -> Candidate:
-    most = max(max_tokens_per_rank, rows_up_to(max(tokens, default=1), cp))
+    longest, model = max(tokens, default=1), _model_of(memory)
+    most = max(max_tokens_per_rank, rows_up_to(longest, cp))
+    limit = max(model.limit, bytes_up_to(longest, cp, model))
     if node and cp > node and cp % node:
         return Candidate(
             *(cp, 0, 0, 0, 0, 0, 0),
@@ -224,10 +233,12 @@ def _predict_dispatch(
             ranks_per_node=node,
             cost=cost,
             sync=sync,
+            memory=replace(model, limit=limit),
         )
         for first in range(0, len(tokens), global_batch_size)
     ]
-    rows = max((p.report().peak_tokens for p in plans), default=0)
+    reports = [p.report() for p in plans]
+    held = [(report.peak_tokens, max(report.rank_bytes)) for report in reports]
     return Candidate(
         cp,
         micro_batches=sum(len(p.micro_batches) for p in plans),
@@ -235,8 +246,8 @@ def _predict_dispatch(
         time=sum(p.makespan for p in plans),
         bubble=0,
         exchange=sum(_plan_exchange(p, cost, node) for p in plans),
-        rows=rows,
-        refusal=_refusal(rows, memory),
+        rows=max((rows for rows, _ in held), default=0),
+        refusal=_refusal(held, memory),
     )
 
 
@@ -250,10 +261,19 @@ def _plan_exchange(made: Plan, cost: CostModel, node: int) -> int:
     return max(by_rank)
 
 
-def _refusal(rows: int, memory: int | None) -> str:
-    if memory is None or rows <= memory:
+def _model_of(memory: int | MemoryModel | None) -> MemoryModel:
+    """The model of bytes. Without one no row has bytes."""
+    return memory if isinstance(memory, MemoryModel) else MemoryModel()
+
+
+def _refusal(held: Iterable[tuple[int, int]], memory: int | MemoryModel | None) -> str:
+    """Say what is more than the memory, of the rows and bytes of micro-batches."""
+    in_bytes = isinstance(memory, MemoryModel)
+    limit = memory.limit if isinstance(memory, MemoryModel) else memory
+    most = max((each[in_bytes] for each in held), default=0)
+    if limit is None or most <= limit:
         return ""
-    return f"a rank would hold {rows:,} rows > memory ({memory:,})"
+    return f"a rank would hold {most:,} {'bytes' if in_bytes else 'rows'} > memory ({limit:,})"
 
 
 def _time(batch: Sequence[int], cp: int, cost: CostModel, node: int) -> int:

@@ -29,6 +29,7 @@ from hcp.evaluation.seen import Seen
 from hcp.groups.process_groups import ProcessGroups
 from hcp.planning.cost import CostModel
 from hcp.planning.mask import MasksFor
+from hcp.planning.memory import MemoryModel
 from hcp.planning.plan import Plan, plan
 from hcp.step.dispatch import Step, dispatch, gather_lengths
 from hcp.step.fields import Rules
@@ -102,14 +103,15 @@ class EvalPlan:
         cost: CostModel | None = None,
         sync: Sync | None = None,
         masks: MasksFor | None = None,
+        memory: MemoryModel | None = None,
     ) -> None:
         """`samples`: their number, or the length of each in tokens.
 
         Without lengths, `batches` gives them out by data parallelism. With lengths, `dispatch`
         spreads global batches of `global_batch_size` samples over dp_cp by the dynamic scheduler.
         A rank then gets at most `max_tokens_per_rank` rows. `degree` is one CP degree for all
-        samples. `min_degree`, `ranks_per_node`, `cost` and `sync` are those of `hcp.plan`.
-        `masks`: gives the masks of sequences of these lengths.
+        samples. `min_degree`, `ranks_per_node`, `cost`, `sync` and `memory` are those of
+        `hcp.plan`. `masks`: gives the masks of sequences of these lengths.
         """
         self._masks = masks
         samples = plain(samples)
@@ -130,7 +132,7 @@ class EvalPlan:
             if value is not None:
                 expect_size(name, value)
                 self._expect_lengths(name)
-        for name, given in (("cost", cost), ("sync", sync)):
+        for name, given in (("cost", cost), ("sync", sync), ("memory", memory)):
             if given is not None:
                 self._expect_lengths(name)
         self.groups = eval_pgs
@@ -138,6 +140,7 @@ class EvalPlan:
         self._max_tokens = max_tokens_per_rank
         self._min_degree, self._max_degree = degree or min_degree or 1, degree
         self._node, self._cost, self._sync = ranks_per_node, cost, sync or "step"
+        self._memory = memory
         self._next = 0
         self._seen = Seen()
         self._unweighted = Seen()
@@ -263,6 +266,7 @@ class EvalPlan:
             ranks_per_node=self._node,
             cost=self._cost,
             sync=self._sync,
+            memory=self._memory,
         )
 
     def dispatch(

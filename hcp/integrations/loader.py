@@ -768,6 +768,7 @@ class EvalDataLoader:
             cost=self.cost,
             sync=self._barrier.sync,
             masks=self.masks,
+            memory=self.config.memory_in_evaluation(widest, max(lengths)),
         )
 
     def _degree(self, lengths: Sequence[int]) -> int | None:

@@ -131,11 +131,29 @@ def even_degrees(ranks: int, ranks_per_node: int | None) -> list[int]:
     return [d for d in divisors(ranks) if node % d == 0 or d % node == 0]
 
 
-def least_degree(longest: int, degrees: Sequence[int], rows: int, alignment: int = 1) -> int | None:
+def least_degree(
+    longest: int,
+    degrees: Sequence[int],
+    rows: int,
+    alignment: int = 1,
+    memory: MemoryModel | None = None,
+) -> int | None:
     """Return the first of some degrees whose ranks can hold every sequence of up to ``longest``
-    tokens in so many rows, of which each rank pads its own to the alignment. None: none can."""
+    tokens in so many rows, of which each rank pads its own to the alignment, and in the bytes of
+    the memory. None: none can."""
     most = rows // alignment * alignment
-    return next((d for d in degrees if rows_up_to(longest, d) <= most), None)
+    for d in degrees:
+        if rows_up_to(longest, d) <= most and (
+            memory is None or bytes_up_to(longest, d, memory, alignment) <= memory.limit
+        ):
+            return d
+    return None
+
+
+def bytes_up_to(longest: int, degree: int, memory: MemoryModel, alignment: int = 1) -> int:
+    """Return the most bytes of a rank if ``degree`` ranks share up to ``longest`` tokens zigzag,
+    and each pads its rows to the alignment."""
+    return memory.bytes(rows_up_to(longest, degree) + alignment - 1, longest, degree)
 
 
 def rows_up_to(longest: int, degree: int) -> int:

@@ -8,9 +8,11 @@ plan = config.plan(lengths, ranks=groups.size("dp_cp"))
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any, Literal, TypeVar
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
 
 from hcp._validate import expect_choice, expect_size, flag, plain
 from hcp._words import CommType, ScanType, Scheduler, Sync, SyncOption
@@ -18,7 +20,8 @@ from hcp.attention.comm_types import COMM_TYPES, check_comm_types, check_prices,
 from hcp.attention.scan_types import SCAN_TYPES, check_scan_type
 from hcp.planning.cost import CostModel
 from hcp.planning.limits import SYNCS as PLAN_SYNCS
-from hcp.planning.limits import divisors, even_degrees, least_degree, rows_up_to
+from hcp.planning.limits import bytes_up_to, divisors, even_degrees, least_degree, rows_up_to
+from hcp.planning.memory import MemoryModel, expect_limiting
 from hcp.planning.plan import Plan, plan
 from hcp.step.backends import BACKENDS, get_cp_handler_cls
 
@@ -94,7 +97,12 @@ class Config:
     """Batches that loaders read, plan and dispatch while the one before them trains, on a thread
     and a group of their own. 0: a batch is planned when the trainer asks for it."""
 
+    memory: MemoryModel | str | Path | None = None
+    """The bytes of a micro-batch on one rank, to which every plan keeps in addition to the rows. A
+    path is that of a file of `python -m hcp calibrate --memory`, read here. None: rows alone."""
+
     def __post_init__(self) -> None:
+        object.__setattr__(self, "memory", _memory_of(self.memory))
         for name in ("cp_comm_type", "hierarchical_context_parallel_sizes", "window_size"):
             object.__setattr__(self, name, _as_tuples(getattr(self, name)))
         expect_choice("sync", self.sync, SYNCS)
@@ -168,20 +176,39 @@ class Config:
             "scan_type": self.scan_type,
         }
 
-    def for_evaluation(self, degree: int, longest: int) -> Config:
-        """Change these options to one degree for all sequences, of up to ``longest`` tokens."""
+    def for_evaluation(self, degree: int, longest: int, alignment: int = 1) -> Config:
+        """Change these options to one degree for all sequences, of up to ``longest`` tokens.
+        ``alignment``: of what every rank's rows are a multiple."""
         return replace(
             self,
             sequence_packing_scheduler="static_cp",
             context_parallel_size=degree,
             hierarchical_context_parallel_sizes=self._levels(degree),
-            max_seqlen_per_dp_cp_rank=self.rows_in_evaluation(degree, longest),
+            max_seqlen_per_dp_cp_rank=self.rows_in_evaluation(degree, longest, alignment),
+            memory=self.memory_in_evaluation(degree, longest, alignment),
         )
 
-    def rows_in_evaluation(self, degree: int, longest: int) -> int:
+    def rows_in_evaluation(self, degree: int, longest: int, alignment: int = 1) -> int:
         """Rows that a rank may hold in evaluation: its share of the longest sequence, however
         large, since there is no backward."""
-        return max(self.max_seqlen_per_dp_cp_rank, rows_up_to(longest, degree))
+        aligned = -(-rows_up_to(longest, degree) // alignment) * alignment
+        return max(self.max_seqlen_per_dp_cp_rank, aligned)
+
+    def memory_in_evaluation(
+        self, degree: int, longest: int, alignment: int = 1
+    ) -> MemoryModel | None:
+        """Bytes that a rank may hold in evaluation: those of the longest sequence by training's
+        measure, however many, since there is no backward."""
+        memory = self.memory_model
+        if memory is None:
+            return None
+        needed = bytes_up_to(longest, degree, memory, alignment)
+        return replace(memory, limit=max(memory.limit, needed))
+
+    @property
+    def memory_model(self) -> MemoryModel | None:
+        """``memory``, whose file was read."""
+        return cast(MemoryModel | None, self.memory)
 
     def _levels(self, degree: int | None) -> tuple[int, ...]:
         """The levels of "a2a+p2p", fitted to a degree. None: those of training."""
@@ -189,12 +216,17 @@ class Config:
         return fitted_sizes(sizes, degree) if sizes and degree is not None else sizes
 
     def validate(
-        self, *, ranks: int, num_layers: int | None = None, longest: int | None = None
+        self,
+        *,
+        ranks: int,
+        num_layers: int | None = None,
+        longest: int | None = None,
+        alignment: int = 1,
     ) -> None:
         """Raise ValueError for options that cannot work on this many ranks, before anything starts.
 
         longest is the longest sequence in tokens, num_layers the model's; leave out what is not
-        known.
+        known. alignment: of what every rank's rows are a multiple.
         """
         if self.min_dynamic_context_parallel_size > ranks:
             raise ValueError(
@@ -216,11 +248,12 @@ class Config:
                     f" expected 1 or {num_layers}"
                 )
         if longest is not None and self.sequence_packing_scheduler == "static_cp":
-            self._check_levels(self.static_degree(longest, ranks))
+            self._check_levels(self.static_degree(longest, ranks, alignment))
         elif longest is not None:
             node = self.ranks_per_node or ranks
             allowed = range(self.min_dynamic_context_parallel_size, ranks + 1)
-            self._degree_of(longest, [d for d in allowed if d <= node or d % node == 0] or [ranks])
+            degrees = [d for d in allowed if d <= node or d % node == 0] or [ranks]
+            self._degree_of(longest, degrees, alignment)
 
     def static_degree(self, longest: int, ranks: int, alignment: int = 0) -> int:
         """The degree of "static_cp" for sequences of at most `longest` tokens: a divisor of the
@@ -233,10 +266,13 @@ class Config:
 
     def _degree_of(self, longest: int, degrees: Sequence[int], alignment: int = 1) -> int:
         """The least of ascending degrees that holds every sequence of up to `longest` tokens."""
-        limit = self.max_seqlen_per_dp_cp_rank
-        degree = least_degree(longest, degrees, limit, alignment)
+        limit, memory = self.max_seqlen_per_dp_cp_rank, self.memory_model
+        degree = least_degree(longest, degrees, limit, alignment, memory)
         if degree is not None:
             return degree
+        holding = [d for d in degrees if least_degree(longest, [d], limit, alignment)]
+        if memory is not None and holding:
+            raise ValueError(_too_many_bytes(longest, holding, memory, alignment))
         raise ValueError(
             f"rows of {longest} tokens on a rank of {degrees[-1]}"
             f" ({rows_up_to(longest, degrees[-1])}) > max_seqlen_per_dp_cp_rank ({limit}):"
@@ -270,7 +306,7 @@ class Config:
             max_degree=most,
             ranks_per_node=self.ranks_per_node,
             cost=cost,
-            **{"sync": self.sync_where(waiting=False), **limits},
+            **{"sync": self.sync_where(waiting=False), "memory": self.memory_model, **limits},
         )
 
     def sync_where(self, *, waiting: bool) -> Sync:
@@ -300,6 +336,40 @@ class Config:
         if not 0 <= layer < len(values):
             raise ValueError(f"layer is {layer}, but {name} lists {len(values)} layers")
         return values[layer]
+
+
+def _memory_of(given: object) -> MemoryModel | None:
+    """Read the file, if one is given."""
+    if isinstance(given, str | os.PathLike):
+        try:
+            return MemoryModel.load(given)
+        except OSError as error:
+            raise ValueError(
+                f"memory is {os.fspath(given)!r}, expected a file of `python -m hcp calibrate "
+                f"--memory`: {error.strerror}"
+            ) from None
+    if given is None:
+        return None
+    if not isinstance(given, MemoryModel):
+        raise ValueError(f"memory is {given!r}, expected a MemoryModel, or a path of its file")
+    return expect_limiting(given)
+
+
+def _too_many_bytes(
+    longest: int, degrees: Sequence[int], memory: MemoryModel, alignment: int
+) -> str:
+    """Say what a sequence needs on the ranks that need least, and what would help."""
+    needed, degree = min((bytes_up_to(longest, d, memory, alignment), d) for d in degrees)
+    ways = ["use more ranks"]
+    if alignment > 1:
+        ways.append(f"a smaller alignment than {alignment}")
+    if memory.gathered:
+        ways.append("a comm type that holds fewer keys, such as a2a")
+    return (
+        f"a sequence of {longest} tokens takes {needed:,} bytes on each of {degree} ranks > "
+        f"memory.limit ({memory.limit:,}): {', '.join(ways)}, recompute activations in the "
+        "backward and calibrate again, or shorten the sequences"
+    )
 
 
 def _as_tuples(value: Any) -> Any:
@@ -421,6 +491,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=int,
         metavar="BATCHES",
         help="batches that are planned while the one before them trains; 0: none (default: 1)",
+    )
+    add(
+        "memory",
+        metavar="FILE",
+        help="bytes of a micro-batch, to which plans keep in addition to the rows: a file that"
+        " `python -m hcp calibrate --memory` wrote (default: rows alone)",
     )
     return parser
 

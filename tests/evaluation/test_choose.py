@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hcp import CostModel, EvalPlan
+from hcp import CostModel, EvalPlan, MemoryModel
 from hcp.evaluation.choose import choose_eval_context_parallel
 from hcp.planning.limits import divisors, rows_up_to
 
@@ -100,6 +100,27 @@ def test_memory_forces_a_larger_size_and_the_reason_says_so():
     assert "does not fit: a rank would hold 4,096 rows > memory (1,024)" in choice.why
     with pytest.raises(ValueError, match=r"no context-parallel size fits: cp 1: .*cp 8: a rank"):
         choose_eval_context_parallel(64, 4096, ranks=8, train_cp=1, memory=511)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_tokens_per_rank": 64}])
+def test_bytes_force_a_larger_size_too(options):
+    memory = MemoryModel(activation=8, logit=2, limit=10_240)
+    request = {"ranks": 8, "train_cp": 1, "cost": CostModel(exchange=10**6), **options}
+    choice = choose_eval_context_parallel(8, 4096, memory=memory, **request)
+    assert choice.cp == 4
+    assert "does not fit: a rank would hold 40,960 bytes > memory (10,240)" in choice.why
+    gathered = MemoryModel(activation=10, gathered=2, limit=10_240)
+    with pytest.raises(ValueError, match=r"no .* fits: .*cp 8: a rank would hold 13,312 bytes"):
+        choose_eval_context_parallel(8, 4096, memory=gathered, **request)
+
+
+def test_with_a_limit_plans_keep_to_the_bytes():
+    memory = MemoryModel(activation=10, limit=1000)
+    request = {"ranks": 2, "train_cp": 1, "max_tokens_per_rank": 400, "sizes": [1]}
+    (free,) = choose_eval_context_parallel(8, 100, **request).candidates
+    (tight,) = choose_eval_context_parallel(8, 100, memory=memory, **request).candidates
+    assert (free.micro_batches, free.rows) == (1, 400)
+    assert (tight.micro_batches, tight.rows) == (4, 100)
 
 
 @given(

@@ -91,6 +91,7 @@ def test_two_different_choices_of_samples_are_told_apart(a, b):
         ({"samples": 3, "global_batch_size": 2}, "global_batch_size is given without lengths"),
         ({"samples": 3, "degree": 2}, "degree is given without lengths, expected it together"),
         ({"samples": 3, "cost": hcp.CostModel()}, "cost is given without lengths"),
+        ({"samples": 3, "memory": hcp.MemoryModel()}, "memory is given without lengths"),
     ],
 )
 def test_a_bad_plan_is_refused(arguments, message):
@@ -417,7 +418,8 @@ def test_with_lengths_the_dynamic_scheduler_spreads_each_sample_once():
 
 def plan_as_training_does(rank, size):
     groups = hcp.build_process_groups()
-    config = hcp.Config(64, min_dynamic_context_parallel_size=2, ranks_per_node=2)
+    memory = hcp.MemoryModel(activation=10, limit=400)
+    config = hcp.Config(64, min_dynamic_context_parallel_size=2, ranks_per_node=2, memory=memory)
     samples = [{"tokens": torch.zeros(n)} for n in (5, 9, 17, 4)]
     loader = EvalDataLoader(samples, config, groups, global_batch_size=4, to_sample=lambda s: s)
     (cp,) = (cp for cp, _ in loader)

@@ -95,6 +95,14 @@ def test_megatrons_own_flags_are_used_where_it_has_them():
         config_from_args(args)
 
 
+def test_megatron_scripts_take_a_memory_model(tmp_path):
+    memory = hcp.MemoryModel(activation=10, limit=640)
+    memory.save(tmp_path / "memory.json", {})
+    parser = add_megatron_arguments(argparse.ArgumentParser())
+    argv = ["--max-seqlen-per-dp-cp-rank", "64", "--memory", str(tmp_path / "memory.json")]
+    assert config_from_args(parser.parse_args(argv)).memory == memory
+
+
 class AttnBackend(enum.Enum):
     """As Megatron-Core's."""
 

@@ -144,16 +144,22 @@ def test_ddp_on_another_number_of_ranks_makes_the_same_updates(exact, texts, tmp
     assert re.findall(r"^  cp (\d): time", result.stdout, re.MULTILINE) == ["1", "3"]
 
 
-def test_one_rank_in_bfloat16_without_comparison(texts, tmp_path):
+def test_one_rank_in_bfloat16_without_comparison_keeps_to_the_memory(texts, tmp_path):
+    memory = tmp_path / "memory.json"
+    hcp.MemoryModel(activation=10, limit=2500).save(memory, {})
     result = demo_on(
         1,
         *["--data", texts, "--run-dir", str(tmp_path / "a" / "b"), *TINY],
         *["--max-seqlen-per-dp-cp-rank", "300", "--dtype", "bfloat16", "--no-compare"],
         *["--untie-embeddings-and-output-weights", "--eval-documents", "5", "--eval-iters", "1"],
+        *["--memory", str(memory)],
         folder=tmp_path,
     )
-    summary, _ = run_of(result, tmp_path / "a" / "b")
+    summary, lines = run_of(result, tmp_path / "a" / "b")
     assert list(summary["runs"]) == ["dynamic_cp"]
+    steps = [line for line in lines if line["kind"] == "train"]
+    assert len(steps) == 3
+    assert all(step["micro_batches"] >= step["tokens"] / 250 for step in steps)
     assert summary["runs"]["dynamic_cp"]["evaluations"][0][0]["documents"] == 5
 
 
@@ -196,6 +202,7 @@ def test_torchrun_starts_it_too_and_a_global_batch_may_be_smaller_than_the_ranks
             "window_size lists 2 values for 4 layers, expected 1 or 4",
         ),
         (["--cp-comm-type", "p2p", "p2p"], "cp_comm_type lists 2 values for 4 layers"),
+        (["--memory", "no/such.json"], "memory is 'no/such.json', expected a file of `python -m"),
         (["--lr", "nan"], "lr is nan"),
         (["--lr-warmup-iters", "16"], "lr_warmup_iters is 16, expected 0 to 15"),
     ],
@@ -213,6 +220,23 @@ def test_options_that_cannot_work_are_refused_before_anything_starts(
     assert error.startswith("hcp demo: error: ")
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_a_longest_document_that_takes_too_many_bytes_is_refused_before_anything_starts(
+    monkeypatch, capsys, tmp_path
+):
+    monkeypatch.setattr(
+        "hcp.programs.launch.start_ranks", lambda *_: pytest.fail("ranks were started")
+    )
+    from hcp.demo import main
+
+    path = tmp_path / "memory.json"
+    hcp.MemoryModel(activation=10, limit=20_479).save(path, {})
+    assert main(["--memory", str(path)]) == 2
+    assert (
+        "a sequence of 8192 tokens takes 20,480 bytes on each of 4 ranks > memory.limit (20,479): "
+        "use more ranks" in capsys.readouterr().err
+    )
 
 
 def test_bad_input_is_one_line_from_one_rank(tmp_path):

@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import re
 
 import pytest
 from hypothesis import given
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 import hcp
 import hcp.step.backends
-from hcp.planning.limits import divisors, rows_up_to
+from hcp.planning.limits import bytes_up_to, divisors, rows_up_to
 from hcp.step.config import Config, add_arguments
 
 
@@ -353,3 +354,136 @@ def test_the_static_degree_keeps_to_nodes() -> None:
     assert [group.degree for group in groups] == [12]
     with pytest.raises(ValueError, match="rows of 600 tokens on a rank of 4"):
         Config(100, ranks_per_node=4).validate(ranks=6, longest=600)
+
+
+# ---- bytes ---------------------------------------------------------------------------------------
+
+TEN_A_ROW = hcp.MemoryModel(activation=8, logit=2, limit=60)
+
+
+def test_every_plan_keeps_to_the_memory():
+    lengths = [20, 6, 6, 5, 3, 1]
+    for scheduler in ("dynamic_cp", "static_cp"):
+        free, tight = (Config(20, scheduler, memory=m) for m in (None, TEN_A_ROW))
+        assert free.plan(lengths, ranks=4).memory == hcp.MemoryModel()
+        assert max(free.plan(lengths, ranks=4).report().rank_tokens) > 6
+        plan = tight.plan(lengths, ranks=4)
+        assert plan.memory == TEN_A_ROW
+        rows = [
+            hcp.Layout(plan, k, rank).rows
+            for k in range(len(plan.micro_batches))
+            for rank in range(4)
+        ]
+        assert 0 < max(rows) <= 6
+
+
+def test_memory_comes_from_a_file(tmp_path):
+    path = tmp_path / "memory.json"
+    TEN_A_ROW.save(path, {})
+    expected = Config(20, memory=TEN_A_ROW)
+    assert Config(20, memory=path) == Config(20, memory=str(path)) == expected
+    assert parsed("--max-seqlen-per-dp-cp-rank", "20", "--memory", str(path)) == expected
+    assert expected.memory_model == TEN_A_ROW
+    assert Config(20).memory_model is None
+
+
+@pytest.mark.parametrize(
+    ("memory", "message"),
+    [
+        ("no/such.json", "memory is 'no/such.json', expected a file of `python -m hcp calibrate"),
+        (60, "memory is 60, expected a MemoryModel, or a path of its file"),
+        (hcp.MemoryModel(activation=3), "memory.limit is 0, expected the bytes that"),
+        (hcp.MemoryModel(limit=3), "memory.activation and memory.logit are 0, expected one of"),
+    ],
+)
+def test_what_limits_no_bytes_is_refused(memory, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        Config(20, memory=memory)
+
+
+def test_a_wrong_file_is_refused_with_its_name(tmp_path):
+    (tmp_path / "memory.json").write_text("{}")
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / 'memory.json'}: format is None")):
+        Config(20, memory=tmp_path / "memory.json")
+
+
+ALL_GATHER = hcp.MemoryModel(activation=10, gathered=1, limit=60)
+
+
+@pytest.mark.parametrize(
+    ("options", "alignment", "message"),
+    [
+        (
+            {"memory": TEN_A_ROW},
+            1,
+            "a sequence of 40 tokens takes 100 bytes on each of 4 ranks > memory.limit (60): use "
+            "more ranks, recompute activations in the backward and calibrate again, or shorten",
+        ),
+        ({"memory": TEN_A_ROW}, 4, "takes 130 bytes on each of 4 ranks > memory.limit (60): use "
+         "more ranks, a smaller alignment than 4, recompute"),
+        ({"memory": ALL_GATHER}, 1, "takes 140 bytes on each of 4 ranks > memory.limit (60): use "
+         "more ranks, a comm type that holds fewer keys, such as a2a, recompute"),
+        ({"memory": TEN_A_ROW, "context_parallel_size": 2}, 1, "200 bytes on each of 2 ranks"),
+    ],
+)  # fmt: skip
+def test_a_run_whose_longest_sequence_takes_too_many_bytes_is_refused(options, alignment, message):
+    for scheduler in ("dynamic_cp", "static_cp"):
+        if scheduler == "dynamic_cp" and "context_parallel_size" in options:
+            continue
+        config = Config(40, scheduler, **options)
+        with pytest.raises(ValueError, match=re.escape(message)):
+            config.validate(ranks=4, longest=40, alignment=alignment)
+
+
+def test_rows_are_refused_before_bytes():
+    with pytest.raises(ValueError, match="rows of 40 tokens on a rank of 4"):
+        Config(8, memory=TEN_A_ROW).validate(ranks=4, longest=40)
+
+
+def test_a_plan_that_takes_too_many_bytes_is_refused_with_the_sequence():
+    config = Config(40, memory=ALL_GATHER)
+    message = (
+        "lengths[1] is 40: the fullest of 4 ranks would need 140 bytes, expected <= 30 "
+        "(memory.limit, less what alignment may add); use more ranks, a smaller alignment, a comm "
+        "type that holds fewer keys, recompute activations and calibrate again, or split"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        config.plan([3, 40], ranks=4, alignment=4)
+
+
+def test_a_refusal_names_the_degree_that_needs_least():
+    """Gathered keys may be more than the rows that more ranks save."""
+    memory = hcp.MemoryModel(activation=1, gathered=100, limit=39)
+    with pytest.raises(ValueError, match="the fullest of 1 ranks would need 40 bytes, expected"):
+        Config(40, memory=memory).plan([40], ranks=4)
+    with pytest.raises(ValueError, match="takes 40 bytes on each of 1 ranks"):
+        Config(40, memory=memory).validate(ranks=4, longest=40)
+
+
+def test_the_static_degree_leaves_room_in_memory():
+    config = Config(40, "static_cp", memory=TEN_A_ROW)
+    assert Config(40, "static_cp").static_degree(20, ranks=8) == 1
+    assert config.static_degree(20, ranks=8) == 4
+    assert config.static_degree(20, ranks=8, alignment=2) == 8  # 6 rows, and 1 of alignment
+
+
+@given(st.integers(1, 300), st.integers(1, 12), st.integers(1, 8), st.integers(0, 3))
+def test_bytes_up_to_hold_every_shorter_sequence(longest, degree, alignment, gathered):
+    memory = hcp.MemoryModel(activation=7, gathered=gathered, limit=1)
+    enough = bytes_up_to(longest, degree, memory, alignment)
+    limits = {"ranks": degree, "max_tokens_per_rank": 10**6, "min_degree": degree}
+    held = hcp.MemoryModel(activation=7, gathered=gathered, limit=enough)
+    for length in range(max(1, longest - 20), longest + 1):
+        hcp.plan([length], memory=held, alignment=alignment, **limits)
+
+
+def test_an_evaluation_keeps_to_the_memory_where_one_sequence_does():
+    config = Config(20, memory=TEN_A_ROW)
+    roomy = config.for_evaluation(4, 16, alignment=2)
+    assert roomy.memory == TEN_A_ROW
+    assert max(roomy.plan([16, 4, 4], 4, alignment=2).report().rank_bytes) <= 60
+    tight = config.for_evaluation(1, 33, alignment=2)
+    assert (tight.max_seqlen_per_dp_cp_rank, tight.memory_model.limit) == (34, 340)
+    plan = tight.plan([33, 33, 33], ranks=1, alignment=2)
+    assert len(plan.micro_batches) == 3
+    assert Config(20).memory_in_evaluation(1, 33) is None

@@ -182,6 +182,20 @@ def test_ranks_with_different_plans_all_hear_it() -> None:
         assert "give every rank the same lengths" in result.message
 
 
+def differing_memory(rank: int, size: int) -> None:
+    memory = hcp.MemoryModel(activation=10, limit=100 + rank)
+    plan = hcp.Config(8, memory=memory).plan([5, 6], ranks=size)
+    groups = GlooGroups()
+    hcp.dispatch(plan, [sample(rank, [5, 6][rank])], [0, 1], groups)
+
+
+def test_ranks_with_different_memory_models_all_hear_it() -> None:
+    for rank, result in enumerate(try_ranks(2, differing_memory)):
+        assert isinstance(result, RankError)
+        words = "plan.memory.limit differs: 100 on rank 0, 101 on rank 1; "
+        assert f"rank {rank}: {words}" in result.message
+
+
 CHANGES: dict[str, tuple[Any, str]] = {
     "dtype": (
         lambda s: s | {"tokens": s["tokens"].int()},

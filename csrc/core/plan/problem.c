@@ -230,23 +230,29 @@ static int add_options(hcp__problem *p, const menu *m, hcp__kind *kind, int32_t 
 static hcp_status refused_beside_rows(const hcp__problem *p, const hcp__kind *kind,
                                       hcp_error *err) {
   const hcp_limits *limits = p->limits;
-  int32_t sequence = p->order[kind->first], widest = 0;
-  for (int32_t d = limits->min_degree; d <= limits->max_degree; d++)
-    if (hcp__degree_allowed(limits, p->cost, d) && hcp__sequence_allows(limits, sequence, d) &&
-        hcp_rows_max(kind->size.length, d) <= p->capacity)
-      widest = d;
-  if (widest == 0)
+  int32_t sequence = p->order[kind->first], leanest = 0;
+  int64_t needed = INT64_MAX; /* bytes; more ranks need not take fewer, since they gather keys */
+  for (int32_t d = limits->min_degree; d <= limits->max_degree; d++) {
+    if (!hcp__degree_allowed(limits, p->cost, d) || !hcp__sequence_allows(limits, sequence, d) ||
+        hcp_rows_max(kind->size.length, d) > p->capacity)
+      continue;
+    int64_t bytes = hcp__bytes(&limits->memory, kind->size.length, d);
+    if (leanest == 0 || bytes < needed) leanest = d, needed = bytes;
+  }
+  if (leanest == 0)
     return hcp__fail(err, HCP_INFEASIBLE,
                      "lengths[%d] is %lld: no degree that min_degrees[%d] and max_degrees[%d] "
                      "permit holds it, expected one; widen them",
                      sequence, (long long)kind->size.length, sequence, sequence);
   return hcp__fail(err, HCP_INFEASIBLE,
                    "lengths[%d] is %lld: the fullest of %d ranks would need %lld bytes, expected "
-                   "<= %lld (memory.limit%s); raise either, or split the sequence",
-                   sequence, (long long)kind->size.length, widest,
-                   (long long)hcp__bytes(&limits->memory, kind->size.length, widest),
+                   "<= %lld (memory.limit%s); use more ranks%s%s, recompute activations and "
+                   "calibrate again, or split the sequence",
+                   sequence, (long long)kind->size.length, leanest, (long long)needed,
                    (long long)hcp__bytes_limit(limits),
-                   limits->alignment > 1 ? ", less what alignment may add" : "");
+                   limits->alignment > 1 ? ", less what alignment may add" : "",
+                   limits->alignment > 1 ? ", a smaller alignment" : "",
+                   limits->memory.gathered > 0 ? ", a comm type that holds fewer keys" : "");
 }
 
 static hcp_status infeasible(const hcp__problem *p, const hcp__kind *kind, hcp_error *err) {

@@ -15,8 +15,8 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
     `--dynamic-context-parallel`, `--sequence-packing-scheduler`, `--max-seqlen-per-dp-cp-rank`,
     `--min-dynamic-context-parallel-size`, `--context-parallel-size`, `--cp-comm-type` (once, or per
     layer), `--hierarchical-context-parallel-sizes`, `--eval-context-parallel-size`,
-    `--attention-backend`. Megatron's parser has most of them; these stay its own. Pass this
-    function as `extra_args_provider` of Megatron-LM's `pretrain`.
+    `--attention-backend`, `--memory`. Megatron's parser has most of them; these stay its own. Pass
+    this function as `extra_args_provider` of Megatron-LM's `pretrain`.
     """
     group = parser.add_argument_group("dynamic context parallelism")
     known = parser._option_string_actions

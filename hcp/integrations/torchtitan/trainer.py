@@ -110,7 +110,7 @@ class ContextParallelTrainer(Trainer):
             max_seqlen_per_dp_cp_rank=limit // self.alignment * self.alignment,
         )
         ranks = parallel_dims.world_size // tp
-        self.planner.validate(ranks=ranks, longest=longest)
+        self.planner.validate(ranks=ranks, longest=longest, alignment=self.alignment)
         static = self.planner.sequence_packing_scheduler == "static_cp"
         degree = self.planner.static_degree(longest, ranks, self.alignment) if static else 1
         self.groups = hcp.build_process_groups(tp=tp, cp=degree)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -32,9 +32,8 @@ class ContextParallelValidator(Validator):
         """Take the training layout, the planner's options, and of what every rank's rows are a
         multiple. The trainer calls it."""
         self.train_groups, self.eval_groups = groups, eval_groups(groups, config)
-        planner = config.for_evaluation(self.eval_groups.size("cp"), self.seq_len)
-        rows = -(-planner.max_seqlen_per_dp_cp_rank // alignment) * alignment
-        self.planner, self.alignment = replace(planner, max_seqlen_per_dp_cp_rank=rows), alignment
+        degree, self.alignment = self.eval_groups.size("cp"), alignment
+        self.planner = config.for_evaluation(degree, self.seq_len, alignment)
 
     @torch.no_grad()
     def validate(self, model_parts: list[nn.Module], step: int) -> None:

@@ -23,7 +23,7 @@ from hcp.integrations.megatron.lm.seams import with_layers
 
 OPTIONS = (
     *("sequence_packing_scheduler", "min_dynamic_context_parallel_size", "ranks_per_node"),
-    *("attention_backend", "sync", "plan_ahead"),
+    *("attention_backend", "sync", "plan_ahead", "memory"),
 )
 """Options of `hcp.Config` that Bridge's configuration has no place for."""
 

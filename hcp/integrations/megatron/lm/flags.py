@@ -47,7 +47,10 @@ def check_args(args: Any) -> None:
         )
     stages = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     config.validate(
-        ranks=args.world_size // stages, num_layers=args.num_layers, longest=args.seq_length
+        ranks=args.world_size // stages,
+        num_layers=args.num_layers,
+        longest=args.seq_length,
+        alignment=args.tensor_model_parallel_size if args.sequence_parallel else 1,
     )
     if args.pipeline_model_parallel_size > 1:
         args.variable_seq_lengths = True

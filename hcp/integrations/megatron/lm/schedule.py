@@ -117,8 +117,10 @@ class PlannedSchedule:
     ) -> Iterator[data.MicroBatches]:
         """Plan the sequences that the data-parallel ranks loaded, and bring them to their ranks."""
         args, groups, config = self._args, self._groups, self._config
+        alignment = args.tensor_model_parallel_size if args.sequence_parallel else 1
         if evaluation and isinstance(config.eval_context_parallel_size, int):
-            config = config.for_evaluation(config.eval_context_parallel_size, args.seq_length)
+            degree = config.eval_context_parallel_size
+            config = config.for_evaluation(degree, args.seq_length, alignment)
         if isinstance(batches, list):  # of one
             config = replace(config, plan_ahead=0)
         return data.plan_batches(
@@ -127,7 +129,7 @@ class PlannedSchedule:
             groups,
             cost=_cost(args, groups.transport.device.type),
             samples_of="dp",
-            alignment=args.tensor_model_parallel_size if args.sequence_parallel else 1,
+            alignment=alignment,
             virtual_stages=args.virtual_pipeline_model_parallel_size or 1,
             micro_batch_group=args.microbatch_group_size_per_vp_stage,
         )

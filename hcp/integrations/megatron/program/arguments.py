@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from hcp._validate import expect_size
 from hcp.integrations.megatron.arguments import add_megatron_arguments, config_from_args
 from hcp.integrations.megatron.checks import check_gloo
-from hcp.planning.limits import rows_up_to
 from hcp.programs.arguments import (
     HelpFormatter,
     add_data_arguments,
@@ -109,9 +108,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         args.dynamic_context_parallel = args.sequence_packing_scheduler is None
     args.config = config_from_args(args)
     check_config(args.config)
-    args.config.validate(ranks=args.domain, num_layers=args.num_layers, longest=args.max_length)
-    whole = aligned(rows_up_to(args.max_length, 1), args.alignment)
-    args.eval_tokens_per_rank = max(args.max_seqlen_per_dp_cp_rank, whole)
+    args.config.validate(
+        ranks=args.domain,
+        num_layers=args.num_layers,
+        longest=args.max_length,
+        alignment=args.alignment,
+    )
     return args
 
 

@@ -345,10 +345,8 @@ def evaluate(
     groups: hcp.ProcessGroups,
 ) -> Evaluation:
     """Return the mean loss of the documents, each once, under a layout."""
-    config = replace(
-        static_config(job.args.config, groups.size("cp")),
-        max_seqlen_per_dp_cp_rank=job.args.eval_tokens_per_rank,
-    )
+    args = job.args
+    config = args.config.for_evaluation(groups.size("cp"), args.max_length, args.alignment)
     reports: list[dict[str, Tensor]] = []
     for chunk in model:
         chunk.eval()
