@@ -53,7 +53,7 @@ def scan_mamba(
     spans = _slices(span_rows(cp.layout))
     out, states = scan(spans) if spans else (x, _no_states(x, reads))
     decays = [logs[span].sum(0).exp()[:, None, None] for span in spans]
-    entering = cp.pass_states(states, torch.stack(decays) if decays else states)
+    entering = cp.pass_states(states, torch.stack(decays) if decays else states[..., :1, :1])
     if not spans:
         return _touched(x, entering, logs)
     outs = []

@@ -50,7 +50,7 @@ def check_args(args: Any) -> None:
         ranks=args.world_size // stages,
         num_layers=args.num_layers,
         longest=args.seq_length,
-        alignment=args.tensor_model_parallel_size if args.sequence_parallel else 1,
+        alignment=args.tensor_model_parallel_size if _of(args, "sequence_parallel") else 1,
     )
     if args.pipeline_model_parallel_size > 1:
         args.variable_seq_lengths = True
