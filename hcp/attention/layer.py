@@ -198,6 +198,39 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, log-sum-exp, and the queries and keys that attention saw: rotated."""
     stamp = Stamp(run.kind, number, layer=name)
+    if run.parts:
+        if rotary is not None:
+            query, key = rotary.rotate(query), rotary.rotate(key)
+        return *_forward_in_parts(run, stamp, query, key, value, sinks), query, key
+    return _forward(run, stamp, query, key, value, sinks, rotary)
+
+
+def _forward_in_parts(
+    run: Run, stamp: Stamp, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of some heads after others, whose buffers leave with them."""
+    out = lse = query.new_empty(0)
+    for queries, keys, part in run.parts:
+        own = query[:, queries], key[:, keys], value[:, keys]
+        own_sinks = None if sinks is None else sinks[queries]
+        part_out, part_lse, *_ = _forward(part, stamp, *own, own_sinks, None)
+        if queries.start == 0:
+            heads = *query.shape[:2], value.shape[2]
+            out, lse = part_out.new_empty(heads), part_lse.new_empty(heads[:2])
+        out[:, queries], lse[:, queries] = part_out, part_lse
+        del part_out, part_lse
+    return out, lse
+
+
+def _forward(
+    run: Run,
+    stamp: Stamp,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    rotary: Rotary | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if rotary is not None:
         query = rotary.rotate(query)
     if run.heads is None:
@@ -339,18 +372,46 @@ def backward(
     # What travels depends on it.
     passed = BACKWARD if grad_lse is None else BACKWARD_WITH_LSE
     stamp = Stamp(run.kind, number, passed, name)
-    by_query = (
-        [grad_out, query, out, lse] if grad_lse is None else [grad_out, query, out, lse, grad_lse]
-    )
-    if run.heads is None:
-        grads = _backward_rows(run, stamp, by_query, key, value, rotary)
-    else:
-        given = stamp, by_query, key, value
-        grad_query, grad_key, grad_value = _backward_heads(run, run.heads, *given)
-        grads = rotated_back(grad_query, rotary), rotated_back(grad_key, rotary), grad_value
+    by_query = [grad_out, query, out, lse, *([] if grad_lse is None else [grad_lse])]
+    compute = _backward_in_parts if run.parts else _backward
+    grads = compute(run, stamp, by_query, key, value, rotary)
     if sinks is None:
         return *grads, None
     return *grads, _sinks_backward(grad_out, grad_lse, sinks, out, lse)
+
+
+def _backward_in_parts(
+    run: Run,
+    stamp: Stamp,
+    by_query: list[Tensor],
+    key: Tensor,
+    value: Tensor,
+    rotary: Rotary | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (by_query[1], key, value))
+    for queries, keys, part in run.parts:
+        own = [x[:, queries].contiguous() for x in by_query]
+        found = _backward(part, stamp, own, key[:, keys], value[:, keys], rotary)
+        grad_query[:, queries], grad_key[:, keys], grad_value[:, keys] = found
+        del own, found
+    return grad_query, grad_key, grad_value
+
+
+def _backward(
+    run: Run,
+    stamp: Stamp,
+    by_query: list[Tensor],
+    key: Tensor,
+    value: Tensor,
+    rotary: Rotary | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values, before any rotation. ``by_query``: grad_out, query,
+    out, lse and, where there is one, grad_lse."""
+    if run.heads is None:
+        return _backward_rows(run, stamp, by_query, key, value, rotary)
+    given = stamp, by_query, key, value
+    grad_query, grad_key, grad_value = _backward_heads(run, run.heads, *given)
+    return rotated_back(grad_query, rotary), rotated_back(grad_key, rotary), grad_value
 
 
 def _backward_rows(
@@ -361,10 +422,7 @@ def _backward_rows(
     value: Tensor,
     rotary: Rotary | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values, those of others' keys returned to their owners.
-
-    ``by_query``: grad_out, query, out, lse and, where there is one, grad_lse.
-    """
+    """Gradients of queries, keys and values, those of others' keys returned to their owners."""
     launches, count = run.launches, run.schedule.query_rows
     rows = iter(cut(by_query, launches.query_cuts, launches.number))
     grad_queries: list[Tensor] = []

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hcp.attention.checks import check, check_latent
-from hcp.attention.head_exchange import HeadExchange
+from hcp.attention.head_exchange import HeadExchange, split
 from hcp.attention.kernel_calls import Launches, launches_of
 from hcp.attention.kernels import Choice, Kernel, kernel_for
 from hcp.attention.key_transfer import KeyTransfer, transfer_of
@@ -34,6 +34,16 @@ class Run(NamedTuple):
     """None where rows stay: there is nobody to exchange heads with."""
     packs: bool
     """Whether what the first exchange sends can be packed while keys are rotated."""
+    parts: Sequence[Part]
+    """Chunks of heads, computed one after the other. None where all are computed at once."""
+
+
+class Part(NamedTuple):
+    """Some of the heads of a run."""
+
+    queries: slice
+    keys: slice
+    run: Run
 
 
 class Prepared:
@@ -136,12 +146,49 @@ def make_run(
         latent=latent or None,
         comm_type=schedule.comm_type,
         neighbours=schedule.inner,
+        head_chunks=schedule.head_chunks if schedule.head_chunks > 1 else None,
     )
     kind.callers = schedule.callers
     # Signals between GPUs carry the stamp themselves.
     signalled = shares(transport) and schedule.head_moves is None
     if number and not signalled:
         agree_once(transport, prepared, Stamp(kind, number, layer=name))
+    parts: list[Part] = []
+    if not latent:
+        runs: dict[int, Run] = {}  # chunks of as many heads are computed alike
+        for queries, keys in _chunks(schedule, query.shape[1], key.shape[1]):
+            own = query[:, queries], key[:, keys], value[:, keys]
+            width = own[1].shape[1]
+            if width not in runs:
+                runs[width] = _run_of(prepared, transport, kind, *own, scale, choice)
+            parts.append(Part(queries, keys, runs[width]))
+    return _run_of(prepared, transport, kind, query, key, value, scale, choice, parts)
+
+
+def _chunks(schedule: Schedule, query_heads: int, key_heads: int) -> list[tuple[slice, slice]]:
+    """Query heads and key-value heads of each chunk; nothing where all are computed at once."""
+    chunks = min(schedule.head_chunks, key_heads)
+    if chunks < 2:
+        return []
+    per_key = query_heads // key_heads
+    return [
+        (slice(keys.start * per_key, keys.stop * per_key), keys)
+        for keys in split(key_heads, chunks)
+    ]
+
+
+def _run_of(
+    prepared: Prepared,
+    transport: Transport,
+    kind: Kind,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    choice: Choice,
+    parts: Sequence[Part] = (),
+) -> Run:
+    schedule = prepared.schedule
     kernel = kernel_for(query.device, query.dtype, choice)
     launches = prepared.launches_of(kernel)
     heads, groups = _heads_of(schedule, transport, query.shape[1], key.shape[1]), key.shape[1]
@@ -152,7 +199,7 @@ def make_run(
     received = _received_bytes(schedule, heads, query, key, value)
     prepared.layer_bytes = max(prepared.layer_bytes, received)
     packs = heads is None and len(schedule.stages) > 1 and not shares(transport)
-    return Run(schedule, kernel, launches, transfer, scale, kind, heads, packs)
+    return Run(schedule, kernel, launches, transfer, scale, kind, heads, packs, parts)
 
 
 def _received_bytes(

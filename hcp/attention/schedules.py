@@ -16,6 +16,7 @@ from hcp.attention.prepared import Prepared, prepared_of
 from hcp.exchange.layout import Layout, ranks_with_rows
 from hcp.exchange.tables import schedule_words
 from hcp.exchange.transport import Transport, shares
+from hcp.planning.report import rows_held
 
 _CAUSAL, _FULL = (-1, 0), (-1, -1)
 
@@ -54,6 +55,8 @@ class Schedules:
         self._comm_types = tuple(dict.fromkeys(comm_types))
         self._layout, self._transport, self._sizes = layout, transport, tuple(sizes)
         self._kernel_family, self._step, self._numbers = kernel_family, step, numbers
+        self.head_chunks = _head_chunks(layout)
+        """Chunks in which layers compute their heads, one after the other."""
         # The ranks of a group compare its calls. Two ranks meet in any exchange.
         self._callers = ranks_with_rows(layout) if layout.degree > 2 else []
         self._words: dict[tuple[object, ...], Tensor] = {}
@@ -165,12 +168,25 @@ class Schedules:
             step=self._step,
             callers=self._callers,
             mask=limits.mask,
+            head_chunks=self.head_chunks,
             by_nodes=not shares(self._transport),  # who reads from memory needs no relays
         )
         prepared = prepared_of(words)
         prepared.numbers = self._numbers
         self._prepared.append(prepared)
         return words
+
+
+def _head_chunks(layout: Layout) -> int:
+    """As few as fit, by the plan's memory model: alike on all ranks of the group."""
+    memory, degree = layout.plan.memory, layout.degree
+    if memory.head_chunks == 1 or degree < 2:
+        return 1
+    rows = (
+        sum(rows_held(length, degree, j) for length in layout.lengths) + padding
+        for j, padding in enumerate(layout.paddings)
+    )
+    return memory.chunks_for(max(rows), sum(layout.lengths), degree)
 
 
 def _head_count(rows: Tensor) -> int:

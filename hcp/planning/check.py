@@ -143,7 +143,9 @@ def _check_bytes(data: Mapping[str, Any], lengths: list[int], batches: Batches) 
                 )
                 for n in tokens
             )
-            needed = rows * row + (sum(tokens) * memory.get("gathered", 0) if degree > 1 else 0)
+            buffers = sum(tokens) * memory.get("gathered", 0) + rows * memory.get("attention", 0)
+            chunks = memory.get("head_chunks", 1)
+            needed = rows * row + (-(-buffers // chunks) if degree > 1 else 0)
             if 0 < limit < needed:
                 raise HcpError(
                     f"micro_batches[{m}].groups[{g}] needs {needed} bytes on a rank, "

@@ -15,11 +15,12 @@ from hcp.planning import saved
 class MemoryModel:
     """Bytes that a micro-batch takes on one rank, in addition to what the rank always holds::
 
-        (rows + alignment - 1) * (activation + logit) + gathered * tokens
+        (rows + alignment - 1) * (activation + logit)
+        + (attention * rows + gathered * tokens) / head_chunks
 
-    ``rows`` are those of the fullest rank of the group. ``tokens`` are those of the group's
-    sequences if its degree is more than 1, else 0. In a pipeline a stage keeps up to
-    ``pipeline_stages`` micro-batches at once: divide its memory by that.
+    ``rows`` are those of the fullest rank of the group, and ``tokens`` those of its sequences. The
+    second line is 0 for a group of one rank. In a pipeline a stage keeps up to ``pipeline_stages``
+    micro-batches at once: divide its memory by that.
     """
 
     activation: int = 0
@@ -32,15 +33,37 @@ class MemoryModel:
     for "a2a"."""
     limit: int = 0
     """The most bytes of one rank in one micro-batch; 0: no limit."""
+    attention: int = 0
+    """Bytes of one row in attention's own buffers, in one layer of a group of several ranks: blocks
+    of a ring, rows exchanged for heads, partial outputs."""
+    head_chunks: int = 1
+    """The most chunks in which attention may compute its heads, one after the other: its buffers
+    then take a fraction of the bytes. A group takes as few as fit."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            value = expect_size(f"memory.{name}", getattr(self, name), "bytes", least=0)
+            unit, least = ("chunks", 1) if name == "head_chunks" else ("bytes", 0)
+            value = expect_size(f"memory.{name}", getattr(self, name), unit, least=least)
             object.__setattr__(self, name, value)
 
-    def bytes(self, rows: int, tokens: int, degree: int) -> int:
-        """Return the bytes on a rank with so many rows of sequences of so many tokens."""
-        return rows * (self.activation + self.logit) + (degree > 1) * tokens * self.gathered
+    def bytes(self, rows: int, tokens: int, degree: int, chunks: int | None = None) -> int:
+        """Return the bytes on a rank with so many rows of sequences of so many tokens.
+
+        ``chunks``: of heads; None: ``head_chunks``."""
+        buffers = (rows * self.attention + tokens * self.gathered) * (degree > 1)
+        own = rows * (self.activation + self.logit)
+        return own - (-buffers // (self.head_chunks if chunks is None else chunks))
+
+    def chunks_for(self, rows: int, tokens: int, degree: int) -> int:
+        """Return the fewest chunks of heads that fit; ``head_chunks`` if none do."""
+        if self.limit == 0:
+            return 1
+        fitting = (
+            chunks
+            for chunks in range(1, self.head_chunks)
+            if self.bytes(rows, tokens, degree, chunks) <= self.limit
+        )
+        return next(fitting, self.head_chunks)
 
     def save(self, path: str | os.PathLike[str], provenance: Mapping[str, Any]) -> None:
         """Write the integers as JSON, for :meth:`load`. ``provenance``: what they were measured on,

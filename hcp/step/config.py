@@ -365,6 +365,8 @@ def _too_many_bytes(
         ways.append(f"a smaller alignment than {alignment}")
     if memory.gathered:
         ways.append("a comm type that holds fewer keys, such as a2a")
+    if memory.gathered or memory.attention:
+        ways.append("more head_chunks")
     return (
         f"a sequence of {longest} tokens takes {needed:,} bytes on each of {degree} ranks > "
         f"memory.limit ({memory.limit:,}): {', '.join(ways)}, recompute activations in the "

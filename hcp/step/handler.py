@@ -175,6 +175,12 @@ class ContextParallelHandler(OfThisProcess):
         return self._schedules.layer_bytes
 
     @property
+    def head_chunks(self) -> int:
+        """Chunks in which layers of this micro-batch compute their heads, one after the other: as
+        few as the plan's memory model says that fit. A layer has at most its key-value heads."""
+        return self._schedules.head_chunks
+
+    @property
     def loss_tokens(self) -> float | None:
         """Loss tokens of the whole batch, None if nobody counted them."""
         return self._loss_tokens.count

@@ -64,3 +64,23 @@ def test_the_forward_of_a_ring_does_not_grow_with_its_degree() -> None:
     sizes = (16, 8), (32, 32), torch.bfloat16
     peaks = {measured(Layer("p2p", degree, 64, *sizes))[0] for degree in (8, 16, 31)}
     assert len(peaks) == 1
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+@pytest.mark.parametrize(
+    ("comm_type", "degree", "levels"),
+    [("p2p", 3, ()), ("p2p", 8, ()), ("all_gather", 8, ()), ("a2a", 2, ()), ("a2a+p2p", 8, (2, 4))],
+)
+def test_chunks_of_heads_take_a_fraction_of_the_buffers(
+    comm_type: str, degree: int, levels: tuple[int, ...], chunks: int
+) -> None:
+    sizes, rows, inner = (32, 8, 32, 16), 64, levels[0] if levels else 1
+    options: Any = {"levels": levels, "chunks": chunks}
+    given = comm_type, degree, rows, sizes[:2], sizes[2:], torch.bfloat16
+    layer = Layer(*given, **options)
+    assert layer.cp.head_chunks == chunks
+    wanted = formulas()(comm_type, rows, *sizes, 2, degree, inner, chunks)
+    found = measured(layer)
+    assert found == pytest.approx(wanted, rel=0.02)
+    at_once = measured(Layer(*given, levels=levels))
+    assert found[0] - found[1] == pytest.approx(at_once[0] / chunks, rel=0.02)

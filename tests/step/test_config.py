@@ -422,7 +422,7 @@ ALL_GATHER = hcp.MemoryModel(activation=10, gathered=1, limit=60)
         ({"memory": TEN_A_ROW}, 4, "takes 130 bytes on each of 4 ranks > memory.limit (60): use "
          "more ranks, a smaller alignment than 4, recompute"),
         ({"memory": ALL_GATHER}, 1, "takes 140 bytes on each of 4 ranks > memory.limit (60): use "
-         "more ranks, a comm type that holds fewer keys, such as a2a, recompute"),
+         "more ranks, a comm type that holds fewer keys, such as a2a, more head_chunks, recompute"),
         ({"memory": TEN_A_ROW, "context_parallel_size": 2}, 1, "200 bytes on each of 2 ranks"),
     ],
 )  # fmt: skip
@@ -445,7 +445,7 @@ def test_a_plan_that_takes_too_many_bytes_is_refused_with_the_sequence():
     message = (
         "lengths[1] is 40: the fullest of 4 ranks would need 140 bytes, expected <= 30 "
         "(memory.limit, less what alignment may add); use more ranks, a smaller alignment, a comm "
-        "type that holds fewer keys, recompute activations and calibrate again, or split"
+        "type that holds fewer keys, more head_chunks, recompute activations and calibrate again"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         config.plan([3, 40], ranks=4, alignment=4)

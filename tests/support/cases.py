@@ -9,7 +9,7 @@ import math
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -51,6 +51,8 @@ class Case:
     alignment: int = 1
     node: int | None = None
     """Ranks of a node."""
+    head_chunks: int = 1
+    """Chunks of heads in which the fullest rank must compute."""
     sizes: tuple[int, ...] | None = None
     """Sizes of the levels of "a2a+p2p"; None: the largest inner level below the degree."""
 
@@ -69,6 +71,13 @@ class Case:
         return inner, self.ranks // inner
 
     def plan(self) -> hcp.Plan:
+        if self.head_chunks == 1:
+            return self._planned(None)
+        buffers = hcp.MemoryModel(attention=self.head_chunks, head_chunks=self.head_chunks)
+        needed = max(self._planned(buffers).report().rank_bytes) + len(self.lengths)
+        return self._planned(replace(buffers, limit=needed))
+
+    def _planned(self, memory: hcp.MemoryModel | None) -> hcp.Plan:
         return hcp.plan(
             self.lengths,
             ranks=self.ranks,
@@ -77,6 +86,7 @@ class Case:
             max_degree=self.max_degree,
             alignment=self.alignment,
             ranks_per_node=self.node,
+            memory=memory,
         )
 
 

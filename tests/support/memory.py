@@ -121,10 +121,13 @@ class Layer:
         causal: bool = False,
         rank: int = 0,
         family: str = FAMILY,
+        chunks: int = 1,
     ) -> None:
         kernels.FAMILIES.setdefault(FAMILY, kernels.KernelFamily(lambda: lambda device: [Shapes()]))
         tokens = rows * degree
-        plan = hcp.plan([tokens], ranks=degree, max_tokens_per_rank=tokens, min_degree=degree)
+        limits = {"max_tokens_per_rank": tokens, "min_degree": degree}
+        memory = hcp.MemoryModel(attention=chunks, head_chunks=chunks, limit=rows)
+        plan = hcp.plan([tokens], ranks=degree, memory=memory, **limits)  # type: ignore[arg-type]
         options: Any = {"comm_types": [comm_type], "hierarchical_context_parallel_sizes": levels}
         handler = type("Handler", (hcp.ContextParallelHandler,), {"kernel_family": family})
         self.cp = handler(plan, 0, Alone(rank, degree, device), **options)

@@ -137,6 +137,8 @@ def _memory(r: Random, request: Request) -> None:
         activation=activation * large,
         logit=logit * large,
         gathered=r.choice([0, r.randint(0, 1000)]),
+        attention=r.choice([0, r.randint(0, 1000)]),
+        head_chunks=r.choice([1, 1, 2, 3, 8]),
         limit=min(2**50, limit),
     )
 
@@ -285,8 +287,9 @@ def fullest(length: int, degree: int) -> int:
 
 
 def _bytes(memory: hcp.MemoryModel, length: int, degree: int) -> int:
-    gathered = memory.gathered * length if degree > 1 else 0
-    return fullest(length, degree) * (memory.activation + memory.logit) + gathered
+    rows = fullest(length, degree)
+    buffers = memory.gathered * length + memory.attention * rows if degree > 1 else 0
+    return rows * (memory.activation + memory.logit) + -(-buffers // memory.head_chunks)
 
 
 def _holds(request: Request, i: int, length: int, degree: int) -> bool:

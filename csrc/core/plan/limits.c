@@ -194,10 +194,13 @@ int32_t hcp__sequence_allows(const hcp_limits *limits, int32_t sequence, int32_t
 /* ---- bytes ---- */
 
 int64_t hcp__bytes(const hcp_memory *memory, int64_t length, int32_t degree) {
-  int64_t rows = hcp_rows_max(length, degree), local, gathered;
+  int64_t rows = hcp_rows_max(length, degree), shared = degree > 1, local, gathered, own;
+  int64_t chunks = memory->head_chunks > 1 ? memory->head_chunks : 1;
   if (__builtin_mul_overflow(rows, memory->activation + memory->logit, &local) ||
-      __builtin_mul_overflow(degree > 1 ? length : 0, memory->gathered, &gathered) ||
-      __builtin_add_overflow(local, gathered, &local))
+      __builtin_mul_overflow(shared * length, memory->gathered, &gathered) ||
+      __builtin_mul_overflow(shared * rows, memory->attention, &own) ||
+      __builtin_add_overflow(gathered, own, &gathered) ||
+      __builtin_add_overflow(local, gathered / chunks + (gathered % chunks != 0), &local))
     return INT64_MAX;
   return local;
 }

@@ -226,6 +226,12 @@ static int add_options(hcp__problem *p, const menu *m, hcp__kind *kind, int32_t 
   return 1;
 }
 
+/* Ways to less memory of attention, to be named in an error. */
+static const char *smaller_buffers(const hcp_memory *memory) {
+  if (memory->gathered > 0) return ", a comm type that holds fewer keys, more head_chunks";
+  return memory->attention > 0 ? ", more head_chunks" : "";
+}
+
 /* Rows fit at some degree that everything else forbids. */
 static hcp_status refused_beside_rows(const hcp__problem *p, const hcp__kind *kind,
                                       hcp_error *err) {
@@ -252,7 +258,7 @@ static hcp_status refused_beside_rows(const hcp__problem *p, const hcp__kind *ki
                    (long long)hcp__bytes_limit(limits),
                    limits->alignment > 1 ? ", less what alignment may add" : "",
                    limits->alignment > 1 ? ", a smaller alignment" : "",
-                   limits->memory.gathered > 0 ? ", a comm type that holds fewer keys" : "");
+                   smaller_buffers(&limits->memory));
 }
 
 static hcp_status infeasible(const hcp__problem *p, const hcp__kind *kind, hcp_error *err) {

@@ -169,15 +169,19 @@ const char *hcp_sync_name(hcp_sync sync);
   /* micro-batches come in multiples of it */                                       \
   X(int32_t, in micro_batch_group, micro_batch_group)
 
-#define HCP_MEMORY_LIMITS(X, in)                                 \
-  /* bytes that one row keeps for the backward */                \
-  X(int64_t, in activation, memory.activation)                   \
-  /* bytes of one row's logits */                                \
-  X(int64_t, in logit, memory.logit)                             \
-  /* keys and values of one token, while a layer has them all */ \
-  X(int64_t, in gathered, memory.gathered)                       \
-  /* most bytes of one rank in one micro-batch; 0: no limit */   \
-  X(int64_t, in limit, memory.limit)
+#define HCP_MEMORY_LIMITS(X, in)                                       \
+  /* bytes that one row keeps for the backward */                      \
+  X(int64_t, in activation, memory.activation)                         \
+  /* bytes of one row's logits */                                      \
+  X(int64_t, in logit, memory.logit)                                   \
+  /* keys and values of one token, while a layer has them all */       \
+  X(int64_t, in gathered, memory.gathered)                             \
+  /* most bytes of one rank in one micro-batch; 0: no limit */         \
+  X(int64_t, in limit, memory.limit)                                   \
+  /* bytes of one row in attention's own buffers, where ranks share */ \
+  X(int64_t, in attention, memory.attention)                           \
+  /* most chunks of heads that attention is computed in; 0: one */     \
+  X(int64_t, in head_chunks, memory.head_chunks)
 
 /* All of them, each field from hcp_limits on. */
 #define HCP_LIMITS(X) \
@@ -209,10 +213,12 @@ typedef struct hcp_pipeline {
 /* Bytes that a micro-batch takes on a rank, in addition to what the rank always
  * holds:
  *
- *   (rows + alignment - 1) * (activation + logit) + gathered * tokens
+ *   (rows + alignment - 1) * (activation + logit)
+ *   + (attention * rows + gathered * tokens) / head_chunks
  *
- * where rows are those of the fullest rank, sequence by sequence, and tokens
- * are those of the group's sequences when its degree is more than 1. */
+ * where rows are those of the fullest rank, sequence by sequence, and tokens those of the
+ * group's sequences. The second line counts when its degree is more than 1, rounded up for
+ * each sequence. */
 typedef struct hcp_memory {
   HCP_MEMORY_LIMITS(HCP_LIMIT_FIELD, )
 } hcp_memory;
