@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from hcp.step.fields import Payload
     from hcp.step.graph_handler import GraphHandler
     from hcp.step.handler import ContextParallelHandler
+    from hcp.step.memory import fit_memory
     from hcp.step.stats import StepStats
 
 __all__ = [
@@ -98,6 +99,7 @@ __all__ = [
     "dispatch",
     "eval_cp_context",
     "find_slots",
+    "fit_memory",
     "gather_lengths",
     "gather_masks",
     "get_batch_on_this_cp_rank",
@@ -192,6 +194,7 @@ _HOMES = {
     "step.fields": ("Payload",),
     "step.graph_handler": ("GraphHandler",),
     "step.handler": ("ContextParallelHandler",),
+    "step.memory": ("fit_memory",),
     "step.stats": ("StepStats",),
 }
 """Where the public names are. Their modules are imported at first use: most of them import torch,

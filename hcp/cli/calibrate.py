@@ -1,4 +1,5 @@
-"""Measure what micro-batches cost on this machine, and write a cost model for hcp.plan.
+"""Measure what micro-batches cost on this machine, and write a cost model, or with --memory a
+memory model, for hcp.plan.
 
 A GPT of the given sizes runs forward and backward through hcp's own dispatch and attention, over a
 grid of lengths, packs and degrees. Computation, attention and exchange are measured together, as
@@ -7,6 +8,7 @@ they run in training: bandwidths and rates measured one by one predict a step le
     python -m hcp calibrate --ranks 4 --out cost.json            starts 4 ranks on this machine
     torchrun --nproc-per-node 8 -m hcp.cli.calibrate --out ...   runs under your own launcher
     python -m hcp plan --cost cost.json ...
+    python -m hcp calibrate --memory --out memory.json   bytes of micro-batches on GPUs
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 
 HELD_OUT = 4
 """One point in so many is held out of the fit, to say how well the fit predicts."""
+BYTES_MAX = 0.1
+"""The largest error of a fit of bytes, of which little is noise."""
 MEDIAN_MAX, P95_MAX = 0.3, 1.0
 """The largest median and 95th percentile of held-out errors. Prices with larger ones are refused:
 plans by them would balance something else."""
@@ -50,12 +54,16 @@ SIZES = (
     "ffn_hidden_size",
     "num_attention_heads",
     "num_query_groups",
+    "vocab_size",
 )
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse and check the options. Raises ValueError for options that do not go together."""
     from hcp.programs.arguments import DTYPES, add_model_arguments, check_model, number_of_ranks
+    from hcp.programs.data import VOCABULARY_SIZE
+    from hcp.programs.ranks import runs_on_cpus
+    from hcp.step.memory import expect_share
 
     parser = new_parser("calibrate", __doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON to write")
@@ -109,9 +117,30 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--accept-errors",
         action="store_true",
         help="write prices that make attention free, or that miss held-out points by far, all the "
-        f"same (refused: a median above {MEDIAN_MAX:.0%}%, a 95th percentile above {P95_MAX:.0%}%)",
+        f"same (refused: a median above {MEDIAN_MAX:.0%}%, a 95th percentile above "
+        f"{P95_MAX:.0%}%; of bytes, any above {BYTES_MAX:.0%}%)",
+    )
+    group = parser.add_argument_group("memory")
+    group.add_argument(
+        "--memory",
+        action="store_true",
+        help="measure bytes in place of seconds, on GPUs: a file for `--memory` of trainers",
+    )
+    group.add_argument(
+        "--memory-share",
+        type=float,
+        default=0.95,
+        metavar="SHARE",
+        help="of a GPU's memory that training may fill (0.95)",
     )
     add_model_arguments(parser)
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        default=VOCABULARY_SIZE,
+        metavar="TOKENS",
+        help=f"rows of the embedding and of the output layer ({VOCABULARY_SIZE})",
+    )
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
@@ -133,6 +162,16 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
             f"max_tokens_per_rank = {args.max_tokens_per_rank}"
         )
     check_model(args)
+    if args.vocab_size < VOCABULARY_SIZE:
+        raise ValueError(
+            f"vocab_size is {args.vocab_size}, expected >= {VOCABULARY_SIZE}: tokens of the data"
+        )
+    expect_share("memory_share", args.memory_share)
+    if args.memory and runs_on_cpus(args.device, args.ranks):
+        raise ValueError(
+            f"--memory reads what the allocator of a GPU counts, and {args.ranks} ranks run on the "
+            "CPU here: run it where each rank has a GPU, or lower --ranks"
+        )
     if args.cp_comm_type == "auto":
         raise ValueError(
             "cp_comm_type is 'auto', which goes by the prices that are measured here, expected "
@@ -168,14 +207,21 @@ def grid(ranks: int, least: int, most: int) -> list[Cell]:
     The degrees are 1 to 8, then powers of two and all ranks. The rows of a rank are `most`, halved
     until the next would be below `least`. A pack has 1, 4 or 16 sequences of equal length.
     """
-    degrees = [d for d in range(1, ranks + 1) if d <= 8 or d == ranks or d & (d - 1) == 0]
-    halves = [most >> k for k in range(most.bit_length()) if most >> k >= least]
     return [
         Cell((rows * degree // parts,) * parts, degree)
-        for degree in degrees
-        for rows in reversed(halves)
+        for degree in degrees_of(ranks)
+        for rows in rows_of(least, most)
         for parts in (1, 4, 16)
     ]
+
+
+def degrees_of(ranks: int) -> list[int]:
+    return [d for d in range(1, ranks + 1) if d <= 8 or d == ranks or d & (d - 1) == 0]
+
+
+def rows_of(least: int, most: int) -> list[int]:
+    """Return the numbers of rows to measure, ascending."""
+    return [most >> k for k in reversed(range(most.bit_length())) if most >> k >= least]
 
 
 def flat_rows(points: Sequence[Point]) -> int:
@@ -256,6 +302,17 @@ def provenance(
     args: argparse.Namespace, device: str, errors: dict[str, Any], points: Sequence[Point]
 ) -> dict[str, Any]:
     """Return the origin of the prices, with every measurement, as JSON values."""
+    return origin(args, device) | {
+        "repeats": args.repeats,
+        "seed": args.seed,
+        "errors": errors,
+        "columns": ["tokens of a sequence", "sequences", "degree", "seconds"],
+        "points": [[p.lengths[0], len(p.lengths), p.degree, p.seconds] for p in points],
+    }
+
+
+def origin(args: argparse.Namespace, device: str) -> dict[str, Any]:
+    """Return what was measured, where and when, as JSON values."""
     import torch
 
     import hcp
@@ -277,11 +334,6 @@ def provenance(
         },
         "model": {name: getattr(args, name) for name in (*model, levels)},
         "tokens per rank": [args.min_tokens_per_rank, args.max_tokens_per_rank],
-        "repeats": args.repeats,
-        "seed": args.seed,
-        "errors": errors,
-        "columns": ["tokens of a sequence", "sequences", "degree", "seconds"],
-        "points": [[p.lengths[0], len(p.lengths), p.degree, p.seconds] for p in points],
     }
 
 
@@ -364,6 +416,13 @@ def run_rank(args: argparse.Namespace) -> None:
 
     device = initialize_distributed(args)
     try:
+        if args.memory:
+            from hcp.cli.measure_memory import conclude_memory, measure_memory
+
+            measured = measure_memory(args, device)
+            if dist.get_rank() == 0:
+                conclude_memory(args, measured, device_name(device))
+            return
         cells = grid(args.ranks, args.min_tokens_per_rank, args.max_tokens_per_rank)
         seconds = measure(args, cells, device)
         if dist.get_rank() == 0:

@@ -33,7 +33,7 @@ def measure(args: argparse.Namespace, cells: Sequence[Cell], device: torch.devic
     groups = hcp.build_process_groups(tp=1, cp=1, dp=args.ranks, pp=1)
     try:
         trainer = Trainer(args, args.config, hcp.CostModel(), groups, device)
-        model = build_model(trainer)
+        model = build_model(trainer, args.vocab_size)
         steps = [step_of(trainer, cell) for cell in cells]
         rounds = []
         total, quiet = (args.repeats + 1) * len(cells), dist.get_rank() > 0

@@ -99,16 +99,21 @@ class GPTModel(nn.Module):
     """A GPT that holds the job layout in pg_collection, as Megatron's models do. eval_cp_context
     swaps it."""
 
-    def __init__(self, args: argparse.Namespace, pg_collection: hcp.ProcessGroups) -> None:
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        pg_collection: hcp.ProcessGroups,
+        vocabulary: int = VOCABULARY_SIZE,
+    ) -> None:
         super().__init__()
         self.pg_collection = pg_collection
-        self.word_embeddings = nn.Embedding(VOCABULARY_SIZE, args.hidden_size)
+        self.word_embeddings = nn.Embedding(vocabulary, args.hidden_size)
         self.rotary_pos_emb = RotaryEmbedding(args.hidden_size // args.num_attention_heads)
         self.layers = nn.ModuleList(
             TransformerLayer(args, layer) for layer in range(args.num_layers)
         )
         self.final_norm = nn.RMSNorm(args.hidden_size, eps=1e-5)
-        self.output_layer = nn.Linear(args.hidden_size, VOCABULARY_SIZE, bias=False)
+        self.output_layer = nn.Linear(args.hidden_size, vocabulary, bias=False)
         self.initialize(0.02, args.num_layers)
         if not args.untie_embeddings_and_output_weights:
             self.output_layer.weight = self.word_embeddings.weight
@@ -122,9 +127,14 @@ class GPTModel(nn.Module):
 
     def forward(self, tokens: Tensor, cp: hcp.ContextParallelHandler) -> Tensor:
         """Return the logits (T, V) of tokens (T,)."""
+        logits: Tensor = self.output_layer(self.hidden_states(tokens, cp))
+        return logits
+
+    def hidden_states(self, tokens: Tensor, cp: hcp.ContextParallelHandler) -> Tensor:
+        """Return what the layers make of tokens (T,), as (T, width)."""
         x = self.word_embeddings(tokens)
         rotary = cp.rotary(self.rotary_pos_emb(cp.get_rotary_seq_len(), like=x))
         for layer in self.layers:
             x = layer(x, cp, rotary)
-        logits: Tensor = self.output_layer(self.final_norm(x))
-        return logits
+        hidden: Tensor = self.final_norm(x)
+        return hidden

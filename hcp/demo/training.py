@@ -29,7 +29,15 @@ from hcp.attention.comm_types import fitted_sizes
 from hcp.demo.model import GPTModel
 from hcp.demo.report import DemoStep, Reporter, Run
 from hcp.programs.arguments import cost_model
-from hcp.programs.data import Corpus, Document, batch_indices, load, read_corpus, sample
+from hcp.programs.data import (
+    VOCABULARY_SIZE,
+    Corpus,
+    Document,
+    batch_indices,
+    load,
+    read_corpus,
+    sample,
+)
 from hcp.programs.ranks import initialize_distributed, on_every_rank, same_on_every_rank
 from hcp.programs.records import Evaluation
 from hcp.step.config import Config
@@ -79,11 +87,15 @@ def forward_step(
     trainer: Trainer, model: nn.Module, cp: hcp.ContextParallelHandler, local: hcp.LocalBatch
 ) -> Tensor:
     """Return the loss of each row of this rank, (T,). T may be 0."""
-    half = trainer.args.dtype == "bfloat16"
-    with torch.autocast(trainer.device.type, torch.bfloat16, enabled=half):
+    with autocast(trainer):
         logits = model(local.tokens, cp)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(logits, local.labels, reduction="none")
+
+
+def autocast(trainer: Trainer) -> torch.autocast:
+    half = trainer.args.dtype == "bfloat16"
+    return torch.autocast(trainer.device.type, torch.bfloat16, enabled=half)
 
 
 def train_step(
@@ -266,7 +278,7 @@ def train(
         gradients: Gradients | DDPGradients = DDPGradients(ddp)
     else:
         wrapped, gradients = model, Gradients(model, trainer.groups)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), foreach=True)
+    optimizer = build_optimizer(model, args.lr)
     schedule = learning_rates(args, optimizer)
     steps = get_batches(trainer, config, corpus.training)
     for iteration in range(args.train_iters):
@@ -285,6 +297,10 @@ def train(
             )
             reporter.evaluation(run)
         yield
+
+
+def build_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), foreach=True)
 
 
 def learning_rates(
@@ -335,9 +351,9 @@ def record(
     )
 
 
-def build_model(trainer: Trainer) -> GPTModel:
+def build_model(trainer: Trainer, vocabulary: int = VOCABULARY_SIZE) -> GPTModel:
     torch.manual_seed(trainer.args.seed)
-    model = GPTModel(trainer.args, trainer.groups).to(trainer.device)
+    model = GPTModel(trainer.args, trainer.groups, vocabulary).to(trainer.device)
     return model.double() if trainer.args.dtype == "float64" else model
 
 

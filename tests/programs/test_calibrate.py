@@ -17,12 +17,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.memory import allocated
+from support.ranks import run_ranks
 
 import hcp
 from hcp.cli import calibrate as calibration
 from hcp.cli.calibrate import conclude, flat_rows, held_out, main, parse_arguments
 from hcp.cli.calibrate import grid as cells_of
 from hcp.cli.fit import Fit, Point, fit, non_negative_least_squares
+from hcp.cli.measure_memory import MeasuredMemory, conclude_memory, measure_memory
+from hcp.planning.memory_fit import Peak, fit_peaks, fit_shared
 from hcp.programs import launch
 
 PRICES = {"pair": 2e-10, "token": 3e-7, "exchange": 4e-7, "launch": 5e-3, "step": 1e-4}
@@ -281,6 +285,9 @@ def test_ranks_measure_every_cell(comm_type: str, tmp_path: Path) -> None:
         (["--cp-comm-type", "auto"], "cp_comm_type is 'auto', which goes by the prices"),
         (["--attention-backend", "magi"], "attention_backend is 'magi', expected one of auto, fla"),
         (["--cp-comm-type", "a2a+p2p"], "hierarchical_context_parallel_sizes is missing"),
+        (["--vocab-size", "263"], "vocab_size is 263, expected >= 264: tokens of the data"),
+        (["--memory", "--memory-share", "0"], "memory_share is 0.0, expected a part of the memory"),
+        (["--memory", "--device", "cpu"], "--memory reads what the allocator of a GPU counts, and"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_ranks_start(
@@ -296,3 +303,89 @@ def test_what_cannot_be_measured_is_refused_before_ranks_start(
     said = capsys.readouterr().err
     assert said.startswith("hcp calibrate: error: ")
     assert message in said
+
+
+# ---- bytes ---------------------------------------------------------------------------------------
+
+MEASURED = ["--num-layers", "2", "--hidden-size", "32", "--ffn-hidden-size", "64"]
+MEASURED += ["--num-attention-heads", "4", "--num-query-groups", "2", "--max-tokens-per-rank"]
+MEASURED += ["256", "--min-tokens-per-rank", "32"]
+
+
+def measured_on_cpu(rank: int, size: int, *argv: str) -> MeasuredMemory:
+    """What calibrate --memory measures, by the CPU's allocator."""
+    args = parse_arguments([*MEASURED, "--ranks", str(size), "--out", "memory.json", *argv])
+    return measure_memory(args, torch.device("cpu"), allocated, room=2**27 + rank)
+
+
+@pytest.mark.parametrize("comm_type", ["all_gather", "p2p"])
+def test_ranks_measure_bytes(comm_type: str) -> None:
+    results = run_ranks(3, measured_on_cpu, "--cp-comm-type", comm_type)
+    assert results[0] == results[1] == results[2]
+    measured = results[0]
+    fit, model = measured.fit, measured.fit.model
+    assert [peak.rows for peak in fit.peaks] == [32, 64, 128, 256]
+    assert sorted(measured.by_degree) == [1, 2, 3]
+    assert measured.room == 2**27 == model.limit + fit.fixed
+    assert 0 <= fit.largest_error < 0.1
+    # docs/internals/schedule.md: keys and values as received and in order, or with their gradients
+    keys = 2 * 2 * 8 * 4  # of 2 heads of 8 elements of float32
+    assert (keys if comm_type == "all_gather" else 0) <= model.gathered <= 3 * keys
+
+
+def test_a_larger_vocabulary_takes_more_bytes_of_logits_and_no_more_activations() -> None:
+    small, large = (
+        run_ranks(1, measured_on_cpu, "--vocab-size", str(size))[0].fit.model for size in (300, 600)
+    )
+    assert small.gathered == large.gathered == 0
+    assert small.activation == pytest.approx(large.activation, rel=0.01)
+    # logits, their log-softmax, and their gradient, in float32
+    assert 2 * 4 * 300 <= large.logit - small.logit <= 4 * 4 * 300
+
+
+def test_the_model_of_bytes_holds_for_other_rows() -> None:
+    measured = run_ranks(1, measured_on_cpu)[0]
+    elsewhere = run_ranks(1, measured_on_cpu, "--max-tokens-per-rank", "400")[0]
+    for peak in elsewhere.fit.peaks:
+        assert -0.01 < measured.fit.error(peak) < 0.1
+
+
+def test_measured_bytes_become_a_file_that_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("hcp.programs.ranks.runs_on_cpus", lambda *_: False)
+    out = tmp_path / "memory.json"
+    argv = [*MEASURED, "--ranks", "2", "--out", str(out), "--memory", "--memory-share", "0.8"]
+    args = parse_arguments(argv)
+    peaks = [Peak(rows, 100 + 30 * rows, 20 * rows) for rows in (32, 64, 128, 256)]
+    by_degree = {1: [Peak(n, 5 * n) for n in (1, 2, 3)], 2: [Peak(n, 9 * n) for n in (1, 2, 3)]}
+    fit = fit_peaks(peaks, 9100, fit_shared(by_degree))
+    conclude_memory(args, MeasuredMemory(fit, by_degree, 9100), "a device")
+    model = hcp.MemoryModel(activation=20, logit=10, gathered=2, limit=9000)
+    assert hcp.MemoryModel.load(out) == model
+    said = capsys.readouterr().out
+    assert "2 ranks on a device, float32, p2p" in said
+    assert "9,000  bytes of a micro-batch: 80% of a GPU, less what is held" in said
+    assert "that is 300 rows of a rank at degree 1" in said
+    assert "largest error on 4 points of 32 to 256 rows: 0.00%" in said
+    provenance = json.loads(out.read_text())["provenance"]
+    assert shlex.split(provenance["command"]) == ["python", "-m", "hcp", "calibrate", *argv]
+    assert (provenance["device"], provenance["model"]["vocab_size"]) == ("a device", 264)
+    assert provenance["points"] == [[1, *peak] for peak in peaks]
+    assert provenance["points of attention alone"][3] == [2, 1, 9, 0]
+    assert provenance["bytes of any micro-batch"] == 100
+    config = hcp.Config(400, memory=out)
+    assert max(config.plan([500, 20, 150], ranks=2).report().rank_bytes) <= 9000
+
+
+def test_bytes_that_follow_no_line_are_refused_unless_accepted(tmp_path: Path) -> None:
+    out = tmp_path / "memory.json"
+    fit = fit_peaks([Peak(n, n * n) for n in (32, 64, 128, 256)], 10**9)
+    measured = MeasuredMemory(fit, {}, 10**9)
+    args = parse_arguments([*MEASURED, "--ranks", "1", "--out", str(out)])
+    with pytest.raises(ValueError, match="expected at most 10%: the bytes of a micro-batch do not"):
+        conclude_memory(args, measured, "a device")
+    assert not out.exists()
+    args.accept_errors = True
+    conclude_memory(args, measured, "a device")
+    assert hcp.MemoryModel.load(out) == fit.model
