@@ -133,6 +133,13 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         metavar="SHARE",
         help="of a GPU's memory that training may fill (0.95)",
     )
+    group.add_argument(
+        "--head-chunks",
+        type=int,
+        default=1,
+        metavar="CHUNKS",
+        help="most chunks of heads that plans may compute attention in (1)",
+    )
     add_model_arguments(parser)
     parser.add_argument(
         "--vocab-size",
@@ -167,6 +174,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
             f"vocab_size is {args.vocab_size}, expected >= {VOCABULARY_SIZE}: tokens of the data"
         )
     expect_share("memory_share", args.memory_share)
+    expect_size("head_chunks", args.head_chunks, "chunks")
     if args.memory and runs_on_cpus(args.device, args.ranks):
         raise ValueError(
             f"--memory reads what the allocator of a GPU counts, and {args.ranks} ranks run on the "

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -63,7 +63,8 @@ def measure_memory(
         left = torch.tensor(room_on_gpu(args.memory_share) if room is None else room).to(device)
         dist.all_reduce(left, dist.ReduceOp.MIN, group=groups.dp_cp)
         limit = int(left)
-        return MeasuredMemory(fit_peaks(peaks, limit, fit_shared(by_degree)), by_degree, limit)
+        shared = fit_shared(by_degree, args.head_chunks)
+        return MeasuredMemory(fit_peaks(peaks, limit, shared), by_degree, limit)
     finally:
         groups.close()
 
@@ -156,14 +157,17 @@ def told(args: argparse.Namespace, measured: MeasuredMemory, device: str) -> Ite
         "activation": "a row, kept by the layers for the backward",
         "logit": "a row, in addition to that at the peak",
         "gathered": f"a token of a group of 2 to {args.ranks} ranks",
+        "attention": f"a row of a group of 2 to {args.ranks} ranks",
         "limit": f"a micro-batch: {args.memory_share:.0%} of a GPU, less what is held",
     }
     yield f"{args.ranks} ranks on {device}, {args.dtype}, {args.cp_comm_type}"
-    for name, count in asdict(model).items():
-        yield f"  {name:11}{count:>16,}  bytes of {said[name]}"
+    for name, of in said.items():
+        yield f"  {name:11}{getattr(model, name):>16,}  bytes of {of}"
     yield f"  {'':11}{fit.fixed:>16,}  bytes of any micro-batch are off the limit"
     if args.ranks == 1:
-        yield "  gathered is 0, for plans of degree 1: larger degrees need more ranks here"
+        yield "  it is for plans of degree 1: larger degrees need more ranks here"
+    elif model.head_chunks > 1:
+        yield f"  gathered and attention are divided by up to {model.head_chunks} chunks of heads"
     rows = model.limit // (model.activation + model.logit)
     yield f"  that is {rows:,} rows of a rank at degree 1"
     yield (

@@ -26,12 +26,19 @@ class Peak(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """The bytes of attention that sequences over several ranks add, in terms of a model."""
+    """The buffers of attention over several ranks, in terms of a model."""
 
     gathered: int = 0
-    """Of each token of the group."""
-    row: int = 0
-    """Of each row of the rank, whatever the degree."""
+    """Bytes of each token of the group."""
+    attention: int = 0
+    """Bytes of each row of the rank, whatever the degree."""
+    head_chunks: int = 1
+    """The most chunks of heads."""
+
+    @property
+    def row(self) -> int:
+        """Bytes of one row alone, in as many chunks as may be."""
+        return -(-self.attention // self.head_chunks)
 
 
 @dataclass(frozen=True)
@@ -80,31 +87,31 @@ def fit_peaks(peaks: Sequence[Peak], limit: int, shared: Shared = ALONE) -> Memo
             "micro-batch of one row: use a GPU with more memory, or hold less"
         )
     model = MemoryModel(
-        activation=activation + shared.row,
+        activation=activation,
         logit=row - activation,
-        gathered=shared.gathered,
         limit=limit - fixed,
+        **shared._asdict(),
     )
     return MemoryFit(model, fixed, tuple(peaks))
 
 
-def fit_shared(by_degree: Mapping[int, Sequence[Peak]]) -> Shared:
+def fit_shared(by_degree: Mapping[int, Sequence[Peak]], head_chunks: int = 1) -> Shared:
     """Fit what attention takes more if its sequences are spread over several ranks.
 
-    ``by_degree``: the peaks of attention alone at degree 1, and at larger ones. No measured degree
-    takes more than the fit says.
+    ``by_degree``: the peaks of attention alone at degree 1, and at larger ones, all heads at once.
+    No measured degree takes more than the fit says. ``head_chunks``: for the model.
     """
     slopes = {d: _slope([(p.rows, p.bytes) for p in peaks]) for d, peaks in by_degree.items()}
     more = {d: max(Fraction(0), slopes[d] - slopes[1]) for d in slopes if d > 1}
     if not more:
-        return ALONE
+        return Shared(head_chunks=head_chunks)
     # A row of a rank comes with d tokens of its group.
     if len(more) == 1:
         ((degree, bytes_more),) = more.items()
-        return Shared(gathered=math.ceil(bytes_more / degree))
+        return Shared(math.ceil(bytes_more / degree), 0, head_chunks)
     gathered = math.ceil(max(Fraction(0), _slope(list(more.items()))))
     row = max(Fraction(0), *(bytes_more - gathered * d for d, bytes_more in more.items()))
-    return Shared(gathered, math.ceil(row))
+    return Shared(gathered, math.ceil(row), head_chunks)
 
 
 def expect_close(fit: MemoryFit, tolerance: float) -> None:

@@ -27,6 +27,8 @@ def fit_memory(
     limit: int | None = None,
     share: float = 0.95,
     gathered: int = 0,
+    attention: int = 0,
+    head_chunks: int = 1,
     tolerance: float = 0.1,
     allocated: Allocated | None = None,
 ) -> MemoryModel:
@@ -38,11 +40,12 @@ def fit_memory(
     gradients and its state belong to what the GPU holds anyway.
 
     ``forward(rows)``: runs the layers alone and returns their result; tells ``activation`` from
-    ``logit``, of which only the sum decides. ``gathered``: see :class:`hcp.MemoryModel`; 0 is for
-    plans of degree 1. ``limit``: the most bytes of a micro-batch; None: of what this GPU has for
-    torch a ``share``, less what is held. The rest is for fragments and for what is allocated later.
-    ``allocated``: in place of the allocator of the current GPU, runs a call and returns its bytes:
-    the most at once, and those that its result keeps.
+    ``logit``, of which only the sum decides. ``gathered``, ``attention``, ``head_chunks``: see
+    :class:`hcp.MemoryModel`; without them the model is for plans of degree 1. ``limit``: the most
+    bytes of a micro-batch; None: of what this GPU has for torch a ``share``, less what is held. The
+    rest is for fragments and for what is allocated later. ``allocated``: in place of the allocator
+    of the current GPU, runs a call and returns its bytes: the most at once, and those that its
+    result keeps.
 
     Raises ValueError where there is no GPU and ``allocated`` or ``limit`` is missing, if the peaks
     do not grow with the rows, or lie further than ``tolerance`` below the line.
@@ -54,7 +57,8 @@ def fit_memory(
             "limit= of your own"
         )
     peaks = measure_peaks(step, rows, forward, allocated or allocated_on_gpu)
-    found = fit_peaks(peaks, room_on_gpu(share) if limit is None else limit, Shared(gathered))
+    shared = Shared(gathered, attention, head_chunks)
+    found = fit_peaks(peaks, room_on_gpu(share) if limit is None else limit, shared)
     expect_close(found, tolerance)
     return found.model
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import hcp
 from hcp.planning.memory_fit import MemoryFit, Peak, Shared, expect_close, fit_peaks, fit_shared
 
 ROWS = st.lists(st.integers(1, 2**20), min_size=3, max_size=8, unique=True)
@@ -87,10 +88,10 @@ def test_bytes_that_do_not_grow_are_refused(peaks: list[Peak]) -> None:
 
 def test_a_limit_below_one_row_is_refused() -> None:
     peaks = [Peak(n, 100 + 10 * n) for n in (1, 2, 3)]
-    assert fit_peaks(peaks, 113, Shared(row=3)).model.limit == 13
+    assert fit_peaks(peaks, 113, Shared(attention=3)).model.limit == 13
     message = "limit is 112 bytes, expected at least the 113 of a micro-batch of one row"
     with pytest.raises(ValueError, match=re.escape(message)):
-        fit_peaks(peaks, 112, Shared(row=3))
+        fit_peaks(peaks, 112, Shared(attention=3))
 
 
 # ---- degrees -------------------------------------------------------------------------------------
@@ -127,10 +128,11 @@ def test_no_degree_takes_more_than_the_fit_says(more: dict[int, int], alone: int
         {d: [Peak(n, n * (alone + more.get(d, 0))) for n in (1, 2, 3)] for d in [1, *more]}
     )
     assert min(found) >= 0
-    assert all(found.row + found.gathered * d >= bytes_more for d, bytes_more in more.items())
+    assert all(found.attention + found.gathered * d >= bytes_more for d, bytes_more in more.items())
 
 
 def test_what_degrees_add_is_in_the_model() -> None:
     peaks = [Peak(n, 10 * n, 6 * n) for n in (1, 2, 3)]
-    fit: MemoryFit = fit_peaks(peaks, 1000, Shared(gathered=5, row=2))
-    assert (fit.model.activation, fit.model.logit, fit.model.gathered) == (8, 4, 5)
+    fit: MemoryFit = fit_peaks(peaks, 1000, Shared(5, 2, 4))
+    wanted = {"gathered": 5, "attention": 2, "head_chunks": 4}
+    assert fit.model == hcp.MemoryModel(activation=6, logit=4, limit=1000, **wanted)

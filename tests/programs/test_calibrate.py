@@ -356,16 +356,18 @@ def test_measured_bytes_become_a_file_that_plans(
     monkeypatch.setattr("hcp.programs.ranks.runs_on_cpus", lambda *_: False)
     out = tmp_path / "memory.json"
     argv = [*MEASURED, "--ranks", "2", "--out", str(out), "--memory", "--memory-share", "0.8"]
+    argv += ["--head-chunks", "2"]
     args = parse_arguments(argv)
     peaks = [Peak(rows, 100 + 30 * rows, 20 * rows) for rows in (32, 64, 128, 256)]
     by_degree = {1: [Peak(n, 5 * n) for n in (1, 2, 3)], 2: [Peak(n, 9 * n) for n in (1, 2, 3)]}
-    fit = fit_peaks(peaks, 9100, fit_shared(by_degree))
+    fit = fit_peaks(peaks, 9100, fit_shared(by_degree, args.head_chunks))
     conclude_memory(args, MeasuredMemory(fit, by_degree, 9100), "a device")
-    model = hcp.MemoryModel(activation=20, logit=10, gathered=2, limit=9000)
+    model = hcp.MemoryModel(activation=20, logit=10, gathered=2, limit=9000, head_chunks=2)
     assert hcp.MemoryModel.load(out) == model
     said = capsys.readouterr().out
     assert "2 ranks on a device, float32, p2p" in said
     assert "9,000  bytes of a micro-batch: 80% of a GPU, less what is held" in said
+    assert "gathered and attention are divided by up to 2 chunks of heads" in said
     assert "that is 300 rows of a rank at degree 1" in said
     assert "largest error on 4 points of 32 to 256 rows: 0.00%" in said
     provenance = json.loads(out.read_text())["provenance"]
