@@ -10,6 +10,7 @@ that fail."""
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 import shlex
 import subprocess
@@ -27,6 +28,8 @@ from hcp.demo.training import Trainer, forward_step
 from hcp.programs.ranks import initialize_distributed
 
 SHARE = 0.95
+# Packs differ in size: blocks of fixed sizes would leave gaps.
+ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 FLAGS = (
     "--ranks 1 --device cuda --dtype bfloat16 --num-layers 16 --hidden-size 2048 "
     "--ffn-hidden-size 8192 --num-attention-heads 16 --num-query-groups 8 --vocab-size 32000 "
@@ -37,10 +40,13 @@ FLAGS = (
 def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "memory.json"
+        os.environ |= ALLOCATOR
         argv = [*shlex.split(FLAGS), "--out", str(out)]
         subprocess.run([sys.executable, "-m", "hcp", "calibrate", *argv], check=True)
         memory = hcp.MemoryModel.load(out)
         args = parse_arguments(argv)
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    os.environ |= alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"}
     device = initialize_distributed(args)
     groups = hcp.build_process_groups(tp=1, cp=1, dp=1, pp=1)
     model = Model(Trainer(args, args.config, hcp.CostModel(), groups, device))

@@ -43,28 +43,32 @@ def peak_of(call: Callable[[], object]) -> tuple[int, int]:
 
 @pytest.mark.parametrize("family", [FAMILY, "torch"])
 @pytest.mark.parametrize(
-    ("comm_type", "degree", "levels"),
+    ("comm_type", "degree", "levels", "chunks"),
     [
-        ("p2p", 2, ()),
-        ("p2p", 8, ()),
-        ("p2p", 16, ()),
-        ("all_gather", 8, ()),
-        ("a2a", 8, ()),
-        ("a2a+p2p", 16, (2, 8)),
+        ("p2p", 2, (), 1),
+        ("p2p", 8, (), 1),
+        ("p2p", 16, (), 1),
+        ("p2p", 16, (), 4),
+        ("all_gather", 8, (), 1),
+        ("all_gather", 8, (), 8),
+        ("a2a", 8, (), 1),
+        ("a2a", 4, (), 2),
+        ("a2a+p2p", 16, (2, 8), 1),
+        ("a2a+p2p", 16, (2, 8), 4),
     ],
 )
 def test_a_layer_takes_the_bytes_of_the_formulas(
-    comm_type: str, degree: int, levels: tuple[int, ...], family: str
+    comm_type: str, degree: int, levels: tuple[int, ...], chunks: int, family: str
 ) -> None:
-    options: Any = {"device": "cuda:0", "levels": levels, "family": family}
+    options: Any = {"device": "cuda:0", "levels": levels, "family": family, "chunks": chunks}
     layer = Layer(comm_type, degree, ROWS, HEADS, SIZES, torch.bfloat16, **options)
     layer.backward(layer.forward())
     inner = levels[0] if levels else 1
-    wanted = formulas()(comm_type, ROWS, *HEADS, *SIZES, 2, degree, inner)
+    wanted = formulas()(comm_type, ROWS, *HEADS, *SIZES, 2, degree, inner, chunks)
     made: list[torch.Tensor] = []
     forward = peak_of(lambda: made.append(layer.forward()))
     backward, _ = peak_of(lambda: layer.backward(made.pop()))
-    print(f"{comm_type} on {degree}, {family}: {forward} {backward}, expected {wanted}")
+    print(f"{comm_type} on {degree}, {chunks}, {family}: {forward} {backward}, expected {wanted}")
     assert forward == pytest.approx(wanted[:2], rel=0.1)
     if family == FAMILY:  # others have a workspace
         assert backward == pytest.approx(wanted[2], rel=0.1)
