@@ -185,7 +185,8 @@ def evaluate(trainer: Trainer, model: GPTModel, documents: Sequence[Document]) -
     metrics = hcp.Metrics(groups)
     model.eval()
     options = trainer.config.dispatch_options(groups.size("cp"))
-    for step in plan.dispatch(Samples(wanted, trainer.device), **options):
+    ahead = trainer.config.plan_ahead
+    for step in plan.dispatch(Samples(wanted, trainer.device), plan_ahead=ahead, **options):
         for cp, local in step:
             losses = forward_step(trainer, model, cp, local)
             metrics.add_sum("loss", *cp.loss_sum(losses, local.loss_mask))

@@ -11,6 +11,7 @@ print(metrics.reduce()["lm loss"].mean)
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,8 +32,10 @@ from hcp.planning.cost import CostModel
 from hcp.planning.mask import MasksFor
 from hcp.planning.memory import MemoryModel
 from hcp.planning.plan import Plan, plan
-from hcp.step.dispatch import Step, dispatch, gather_lengths
+from hcp.step.ahead import Read, steps_of
+from hcp.step.dispatch import Passage, Step, agree_on_kernels, dispatch, gather_lengths
 from hcp.step.fields import Rules
+from hcp.step.handler import ContextParallelHandler
 
 _REFUSED = b"refused: "
 
@@ -270,39 +273,64 @@ class EvalPlan:
         )
 
     def dispatch(
-        self, dataset: Any, *, fields: Rules | None = None, **options: Any
+        self,
+        dataset: Any,
+        *,
+        fields: Rules | None = None,
+        plan_ahead: int = 1,
+        handler_cls: type[ContextParallelHandler] = ContextParallelHandler,
+        **options: Any,
     ) -> Iterator[Step]:
         """Yield the global batches as steps of `hcp.dispatch`. One rank loads each sample, and its
-        rows are computed once. `dataset`: map-style, of dictionaries of tensors. `fields` and
+        rows are computed once. `dataset`: map-style, of dictionaries of tensors. `plan_ahead`: how
+        many steps are planned and dispatched while one before them is computed; every rank of the
+        job then takes the first step, and with 0 every rank of dp_cp. `fields`, `handler_cls` and
         `options` go to `hcp.dispatch`."""
         if self.lengths is None:
             raise ValueError("the plan was made without lengths, expected them: or use batches()")
         self._check_not_finished()
-        ranks, rank = self.groups.size("dp_cp"), self.groups.rank("dp_cp")
-        while self._next * self.global_batch_size < self.num_samples:
-            wanted = self._global_batch(self._next)
-            own = wanted[rank::ranks]
-            made = self.plan(self._next)
-            lengths, _, samples = gather_lengths(
-                (dataset[i] for i in own), self.groups, fields=fields
+        expect_size("plan_ahead", plan_ahead, "steps", least=0)
+        agree_on_kernels(self.groups, handler_cls)
+        options |= {"fields": fields, "handler_cls": handler_cls}
+        batches = range(self._next, -(-self.num_samples // self.global_batch_size))
+        shares = ((k, Read(dataset[i] for i in self._own(k))) for k in batches)
+
+        def make(share: tuple[int, Read[Any]], passage: Passage) -> Step:
+            return self._step(*share, passage, options)
+
+        with contextlib.closing(steps_of(shares, make, self.groups, plan_ahead)) as steps:
+            for step in steps:
+                taken = _Taken(step)
+                yield taken
+                own = self._own(self._next)
+                if taken.taken == len(taken):
+                    self._seen.add(own)
+                else:
+                    self._skipped += len(own)
+                self._next += 1
+
+    def _step(
+        self, batch: int, read: Read[Any], passage: Passage, options: Mapping[str, Any]
+    ) -> Step:
+        """Plan and dispatch this rank's samples of a global batch, on any thread."""
+        assert self.lengths is not None
+        made, ranks, wanted = self.plan(batch), self.groups.size("dp_cp"), self._global_batch(batch)
+        lengths, _, samples = gather_lengths(read, passage, fields=options["fields"])
+        by_rank = [i for r in range(ranks) for i in wanted[r::ranks]]
+        planned = [self.lengths[i] for i in by_rank]
+        if lengths != planned:
+            at = next(k for k, n in enumerate(planned) if lengths[k : k + 1] != [n])
+            raise HcpError(
+                f"rank {dist.get_rank()}: sample {by_rank[at]} has "
+                f"{lengths[at] if at < len(lengths) else 'no'} tokens, planned {planned[at]}",
+                code="length-changed",
             )
-            by_rank = [i for r in range(ranks) for i in wanted[r::ranks]]
-            planned = [self.lengths[i] for i in by_rank]
-            if lengths != planned:
-                at = next(k for k, n in enumerate(planned) if lengths[k : k + 1] != [n])
-                raise HcpError(
-                    f"rank {dist.get_rank()}: sample {by_rank[at]} has "
-                    f"{lengths[at] if at < len(lengths) else 'no'} tokens, planned {planned[at]}",
-                    code="length-changed",
-                )
-            sources = [(i - wanted.start) % ranks for i in wanted]
-            step = _Taken(dispatch(made, samples, sources, self.groups, fields=fields, **options))
-            yield step
-            if step.taken == len(step):
-                self._seen.add(own)
-            else:
-                self._skipped += len(own)
-            self._next += 1
+        sources = [(i - wanted.start) % ranks for i in wanted]
+        return dispatch(made, samples, sources, self.groups, passage=passage, **options)
+
+    def _own(self, batch: int) -> range:
+        """The samples of a global batch that this rank loads."""
+        return self._global_batch(batch)[self.groups.rank("dp_cp") :: self.groups.size("dp_cp")]
 
     def _global_batch(self, batch: int) -> range:
         first = batch * self.global_batch_size
@@ -403,6 +431,7 @@ class _Taken(Step):
     def __init__(self, step: Step) -> None:
         self._pairs = list(step)
         super().__init__(step.plan, self._pairs, step.loss_tokens, step.sources, step.rank)
+        self.planning = step.planning
         self.taken = 0
 
     def __iter__(self) -> Iterator[Any]:

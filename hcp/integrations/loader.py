@@ -751,7 +751,8 @@ class EvalDataLoader:
         first = self.num_samples if self.places else None
         samples = _Samples(dataset, self.to_sample, places, first)
         options = self.config.dispatch_options(degree)
-        for step in plan.dispatch(samples, fields=self.fields, **options):
+        ahead = self.config.plan_ahead
+        for step in plan.dispatch(samples, fields=self.fields, plan_ahead=ahead, **options):
             yield from step
         self.num_samples += plan.finish()
 

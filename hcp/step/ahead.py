@@ -64,7 +64,16 @@ def planned_steps(
     Every rank of the domain iterates, and of the job when it takes the first step.
     """
     agree_on_kernels(groups, config.dispatch_options()["handler_cls"])
-    ahead = config.plan_ahead
+    yield from steps_of(shares, make, groups, config.plan_ahead)
+
+
+def steps_of(
+    shares: Iterable[Share],
+    make: Callable[[Share, Passage], Step | None],
+    groups: ProcessGroups,
+    ahead: int,
+) -> Generator[Step]:
+    """Yield the steps of ``planned_steps``, so many made ahead, whose kernels are agreed on."""
     made = (
         _made_ahead(shares, make, groups, ahead) if ahead else _made_in_turn(shares, make, groups)
     )

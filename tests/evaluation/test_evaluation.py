@@ -532,3 +532,78 @@ def test_a_loss_that_is_not_finite_or_has_another_name_is_an_error_on_every_rank
         assert names.startswith(
             f"rank {rank}: rank 0 of dp_cp added ['accuracy'] and rank 1 did not, expected the same"
         )
+
+
+# ---- ahead of the step ---------------------------------------------------------------------------
+
+
+class Read:
+    """A dataset of samples of 3 tokens that notes what was read, and fails at one."""
+
+    def __init__(self, broken=None):
+        self.indices, self.broken = [], broken
+
+    def __getitem__(self, index):
+        self.indices.append(index)
+        if index == self.broken:
+            raise OSError("disk is gone")
+        return {"tokens": torch.full((3,), index), "loss_mask": torch.ones(3)}
+
+
+def read_before_each_step(rank, size, ahead):
+    groups, data = hcp.build_process_groups(), Read()
+    plan = EvalPlan([3] * 8, groups, max_tokens_per_rank=16, global_batch_size=2)
+    read, seen = [], torch.zeros(8)
+    for step in plan.dispatch(data, plan_ahead=ahead):
+        read.append(len(data.indices))
+        assert 0 <= step.planning.waited <= step.planning.seconds or ahead
+        for _, local in step:
+            seen += torch.bincount(local.tokens, minlength=8)
+    dist.all_reduce(seen)
+    assert seen.tolist() == [3] * 8
+    assert plan.finish() == 8
+    return read
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_the_next_steps_are_read_and_planned_while_one_is_computed(ahead):
+    """Each of two ranks loads one sample of each of the four steps."""
+    expected = [min(4, 1 + step + ahead) for step in range(4)]
+    assert run_ranks(2, read_before_each_step, ahead) == [expected] * 2
+
+
+def error_of_a_sample(rank, size):
+    groups, data = hcp.build_process_groups(), Read(broken=5)
+    plan = EvalPlan([3] * 8, groups, max_tokens_per_rank=16, global_batch_size=2)
+    taken = 0
+    with pytest.raises(OSError if rank == 1 else hcp.HcpError, match="disk is gone"):
+        for step in plan.dispatch(data):
+            taken += len(list(step))
+    assert plan.observed == taken == 2
+    again = EvalPlan([3] * 2, groups, max_tokens_per_rank=16)  # the lane is as good as new
+    for step in again.dispatch(Read()):
+        assert len(list(step)) == 1
+    assert again.finish() == 2
+    return True
+
+
+def test_an_error_comes_with_its_own_step_on_all_ranks():
+    assert run_ranks(2, error_of_a_sample) == [True, True]
+
+
+def left_early(rank, size):
+    groups = hcp.build_process_groups()
+    plan = EvalPlan([3] * 8, groups, max_tokens_per_rank=16, global_batch_size=2)
+    steps = plan.dispatch(Read())
+    list(next(steps))
+    next(steps)
+    state = plan.state_dict()
+    steps.close()
+    resumed = EvalPlan([3] * 8, groups, max_tokens_per_rank=16, global_batch_size=2)
+    resumed.load_state_dict(state)
+    assert sum(len(list(step)) for step in resumed.dispatch(Read())) == 3
+    return resumed.finish()
+
+
+def test_an_evaluation_left_early_resumes_at_the_step_that_was_taken_last():
+    assert run_ranks(2, left_early) == [8, 8]

@@ -19,18 +19,6 @@ Batch = tuple[dict[str, Tensor], Tensor]
 """A batch of torchtitan's loaders: {"input", "positions"} and labels, each (B, seq_len)."""
 
 
-def dispatch(
-    batch: Batch | None, config: hcp.Config, groups: hcp.ProcessGroups, *, alignment: int = 1
-) -> hcp.Step:
-    """Plan and dispatch the documents of all ranks' batches. None: this rank has no batch.
-
-    Every rank calls it. The plan has no lengths if no rank has a document. `alignment`: the rows of
-    every rank are a multiple of it.
-    """
-    documents = () if batch is None else documents_of(*batch)
-    return collator_of(config, groups, alignment=alignment)(documents)
-
-
 def collator_of(
     config: hcp.Config, groups: hcp.ProcessGroups, *, alignment: int = 1
 ) -> DynamicCPCollator:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.validate import Validator
 
 import hcp
 from hcp.integrations.loader import eval_groups, eval_layout
-from hcp.integrations.torchtitan.batches import Batch, dispatch, model_inputs
+from hcp.integrations.torchtitan.batches import collator_of, documents_of, model_inputs
+from hcp.step.dispatch import Passage
+from hcp.step.fields import Sample
 
 
 class ContextParallelValidator(Validator):
@@ -48,12 +50,16 @@ class ContextParallelValidator(Validator):
     def mean_loss(self, model: nn.Module, groups: hcp.ProcessGroups) -> float:
         """Return the mean loss of the validation set under the layout of `groups`."""
         metrics, loaded = hcp.Metrics(groups), 0
-        for batch in self._batches():
-            micro_batches = dispatch(batch, self.planner, groups, alignment=self.alignment)
-            if not micro_batches.plan.lengths:
-                break
-            loaded += sum(micro_batches.plan.lengths)
-            for cp, local in micro_batches:
+        collator = collator_of(self.planner, groups, alignment=self.alignment)
+        shares = (hcp.Read(collator.samples_of(read)) for read in self._documents())
+
+        def make(share: hcp.Read[Sample], passage: Passage) -> hcp.Step | None:
+            step = collator.step_of(share, passage)
+            return step if step.plan.lengths else None  # no rank has any documents left
+
+        for step in hcp.planned_steps(shares, make, groups, self.planner):
+            loaded += sum(step.plan.lengths)
+            for cp, local in step:
                 tokens, labels, extra = model_inputs(cp, local)
                 with self.validation_context():
                     loss, _ = self.loss_fn(model(tokens, **extra), labels)
@@ -72,8 +78,8 @@ class ContextParallelValidator(Validator):
             )
         return totals["loss"].mean
 
-    def _batches(self) -> Iterator[Batch | None]:
-        """Yield this rank's batches, then None after the end of its loader."""
+    def _documents(self) -> Iterator[Iterable[dict[str, Tensor]]]:
+        """Yield the documents of this rank's batches, then none after the end of its loader."""
         loader = self.dl_config.build(
             dp_world_size=self.dp_world_size,
             dp_rank=self.dp_rank,
@@ -86,4 +92,4 @@ class ContextParallelValidator(Validator):
             batch = next(batches, None)
             if batch is not None:
                 self.metrics_processor.ntokens_since_last_log += batch[1].numel()
-            yield batch
+            yield () if batch is None else documents_of(*batch)
