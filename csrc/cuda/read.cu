@@ -41,8 +41,9 @@ struct reader {
   hcp_status wait_for_pieces(int64_t number, int32_t pieces, hcp_error *err) {
     if (there[number] >= pieces) return HCP_OK;
     hcp_awaited one = staged;
-    one.signals = {&staged.signals.data[number], 1};
-    hcp_status status = hcp_cuda_signal_wait(one, there[number], pieces, stream, err);
+    one.signals.data += number;
+    one.signals.n = 1;
+    hcp_status status = hcp_cuda_signal_wait(one, there[number], pieces, {}, stream, err);
     there[number] = pieces;
     return status;
   }
@@ -87,7 +88,7 @@ static hcp_status read_by_copies(const hcp_column *parts, int32_t n_columns, con
         status = from.read(runs[r], number, (const char *)parts[part * n_columns].data,
                            part_rows[part], out, err);
   }
-  return status == HCP_OK ? hcp_cuda_signal_set(read, 1, stream, err) : status;
+  return status == HCP_OK ? hcp_cuda_signal_tell(staged.signals, read, 1, stream, err) : status;
 }
 
 hcp_status hcp_cuda_read(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,

@@ -187,7 +187,9 @@ __global__ void __launch_bounds__(HCP_THREADS, 1) /* else some spill */
     wait_for_rows(carried, read, low, high);
     sum_between<T, T, N>(carried, columns, low, high, 0, 1);
   }
-  if (comes_last(read.progress)) set_words(read.read, 0, 1);
+  if (!comes_last(read.progress)) return;
+  count(read.staged.signals);
+  set_words(read.read, 0, 1);
 }
 
 /* ---- launches ---- */
@@ -271,18 +273,24 @@ struct linked {
   /* Words of what is awaited, and of what is told. */
   int32_t awaited_words() const { return stages ? 1 : HCP_PIECES; }
   int32_t told_words() const { return stages ? HCP_PIECES : 1; }
+
+  /* Who stages counts before it does, who reads after it has. */
+  hcp_signals counted_before() const { return stages ? told : hcp_signals{}; }
+  hcp_signals counted_after() const { return stages ? hcp_signals{} : awaited.signals; }
 };
 
 /* Launches of their own, except where one launch takes all rows: it waits and tells, too. */
 static hcp_status wait_before(const linked *peers, bool whole, cudaStream_t stream,
                               hcp_error *err) {
   if (peers == NULL || (whole && !peers->stages)) return HCP_OK;
-  return hcp_cuda_signal_wait(peers->awaited, 0, peers->awaited_words(), stream, err);
+  return hcp_cuda_signal_wait(peers->awaited, 0, peers->awaited_words(), peers->counted_before(),
+                              stream, err);
 }
 
 static hcp_status tell_after(const linked *peers, bool whole, cudaStream_t stream, hcp_error *err) {
   if (peers == NULL || whole) return HCP_OK;
-  return hcp_cuda_signal_set(peers->told, peers->told_words(), stream, err);
+  return hcp_cuda_signal_tell(peers->counted_after(), peers->told, peers->told_words(), stream,
+                              err);
 }
 
 /* Blocks of each column when there may be so many of all. */

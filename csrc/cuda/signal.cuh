@@ -3,11 +3,19 @@
 #define HCP_CUDA_SIGNAL_CUH
 
 #include "device.cuh"
-#include "hcp/index.h"
+#include "hcp/signal.h"
 
-/* Signals as a launch carries them. */
+/* A signal as a launch carries it. */
+struct carried_signal {
+  uint64_t *word;
+  int32_t count;
+  int16_t peer, more;
+};
+
 struct carried_signals {
-  hcp_signal signal[HCP_CUDA_SIGNALS_MAX];
+  carried_signal signal[HCP_CUDA_SIGNALS_MAX];
+  uint64_t *counts;
+  uint32_t tag;
   int32_t n;
 };
 
@@ -18,11 +26,18 @@ struct carried_awaited {
   hcp_signal_failure *failure;
 };
 
-static inline hcp_status fill(carried_signals *carried, hcp_signals signals, hcp_error *err) {
+static inline hcp_status fill(carried_signals *carried, const hcp_signals &signals,
+                              hcp_error *err) {
   if (signals.n > HCP_CUDA_SIGNALS_MAX)
     return hcp__fail(err, HCP_INVALID, "%lld signals, expected <= %d", (long long)signals.n,
                      HCP_CUDA_SIGNALS_MAX);
-  for (int64_t i = 0; i < signals.n; ++i) carried->signal[i] = signals.data[i];
+  for (int64_t i = 0; i < signals.n; ++i) {
+    const hcp_signal &signal = signals.data[i];
+    carried->signal[i] = {signal.word, (int32_t)signal.count, (int16_t)signal.peer,
+                          (int16_t)signal.more};
+  }
+  carried->counts = signals.counts;
+  carried->tag = signals.tag;
   carried->n = (int32_t)signals.n;
   return HCP_OK;
 }
@@ -52,16 +67,16 @@ static __device__ inline int64_t nanoseconds() {
 
 /* The first of several late peers is reported whole: its thread alone writes,
  * kind last, and no other traps before that. */
-static __device__ inline void report(hcp_signal_failure *failure, int64_t kind,
-                                     const hcp_signal &signal, uint64_t found) {
+static __device__ inline void report(hcp_signal_failure *failure, int64_t kind, int64_t peer,
+                                     uint64_t expected, uint64_t found) {
   unsigned long long *claim = (unsigned long long *)&failure->kind;
   if (atomicCAS(claim, 0ULL, ~0ULL) != 0) {
     while (*(volatile int64_t *)&failure->kind == -1) {
     }
     __trap();
   }
-  failure->peer = signal.peer;
-  failure->expected = signal.value;
+  failure->peer = peer;
+  failure->expected = expected;
   failure->found = found;
   __threadfence_system();
   failure->kind = kind;
@@ -72,21 +87,34 @@ static __device__ inline void report(hcp_signal_failure *failure, int64_t kind,
 /* Spins on this device's own memory, never over the link. */
 static __device__ inline void wait_for(const carried_awaited &awaited, int32_t number,
                                        int32_t word) {
-  const hcp_signal &signal = awaited.signals.signal[number];
+  const carried_signals &signals = awaited.signals;
+  const carried_signal &signal = signals.signal[number];
+  uint64_t expected =
+      hcp_signal_expected(signals.counts, signal.count, (uint64_t)signal.more, signals.tag);
   int64_t start = nanoseconds();
   uint64_t found = acquired(signal.word + word);
-  while (found >> 32 < signal.value >> 32) {
-    if (nanoseconds() - start > awaited.timeout_ns) report(awaited.failure, 1, signal, found);
+  while (hcp_signal_is_behind(found, expected)) {
+    if (nanoseconds() - start > awaited.timeout_ns)
+      report(awaited.failure, 1, signal.peer, expected, found);
     found = acquired(signal.word + word);
   }
-  if (found != signal.value) report(awaited.failure, 2, signal, found);
+  if (found != expected) report(awaited.failure, 2, signal.peer, expected, found);
+}
+
+/* One exchange more, by all threads of a block: nobody else looks at these counts meanwhile. */
+static __device__ inline void count(const carried_signals &carried) {
+  __syncthreads();
+  for (int i = (int)threadIdx.x; i < carried.n; i += (int)blockDim.x)
+    hcp_signal_count(carried.counts, carried.signal[i].count, (uint64_t)carried.signal[i].more);
+  __syncthreads();
 }
 
 /* Words [from, to) of every signal, by all threads of a block. */
 static __device__ inline void set_words(const carried_signals &carried, int32_t from, int32_t to) {
   for (int i = (int)threadIdx.x; i < carried.n * (to - from); i += (int)blockDim.x) {
-    const hcp_signal &signal = carried.signal[i / (to - from)];
-    release(signal.word + from + i % (to - from), signal.value);
+    const carried_signal &signal = carried.signal[i / (to - from)];
+    release(signal.word + from + i % (to - from),
+            hcp_signal_told(carried.counts, signal.count, carried.tag));
   }
 }
 
@@ -105,9 +133,13 @@ static __device__ inline bool comes_last(uint32_t *arrived) {
   return last;
 }
 
-/* Holds the stream until words [from, to) of every signal have its value. */
-hcp_status hcp_cuda_signal_wait(hcp_awaited awaited, int32_t from, int32_t to, cudaStream_t stream,
-                                hcp_error *err);
+/* Holds the stream until words [from, to) of every signal are as expected; then counts. */
+hcp_status hcp_cuda_signal_wait(hcp_awaited awaited, int32_t from, int32_t to, hcp_signals counted,
+                                cudaStream_t stream, hcp_error *err);
+
+/* Counts, then writes so many words of every signal. */
+hcp_status hcp_cuda_signal_tell(hcp_signals counted, hcp_signals signals, int32_t words,
+                                cudaStream_t stream, hcp_error *err);
 
 /* hcp_cuda_read by a kernel. */
 hcp_status hcp_cuda_read_by_blocks(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,

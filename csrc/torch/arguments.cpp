@@ -251,20 +251,15 @@ static void expect_word(const Name &name, const void *word) {
     refuse(name, " has a word at ", address, ", expected the address of 8 aligned bytes");
 }
 
-Signals signals_of(const Tensor &tensor) {
-  Signals signals = records_of<hcp_signal>("signals", tensor);
-  for (int64_t i = 0; i < signals.n; ++i) expect_word({"signals", i}, signals.data[i].word);
-  return signals;
-}
-
-Places places_of(const char *name, const Tensor &tensor, int64_t counts) {
-  Places places = records_of<Place>(name, tensor);
-  for (int64_t i = 0; i < places.n; ++i) {
-    expect_word({name, i}, places.data[i].word);
-    if (places.data[i].count < 0 || places.data[i].count >= counts)
-      refuse(name, "[", i, "] counts in place ", places.data[i].count, ", expected < ", counts);
+Signals signals_of(const char *name, const Tensor &tensor, int64_t counts) {
+  Signals signals = records_of<hcp_signal>(name, tensor);
+  for (int64_t i = 0; i < signals.n; ++i) {
+    const hcp_signal &signal = signals.data[i];
+    expect_word({name, i}, signal.word);
+    if (signal.count < 0 || signal.count >= counts)
+      refuse(name, "[", i, "] counts in place ", signal.count, ", expected < ", counts);
   }
-  return places;
+  return signals;
 }
 
 Cuts cuts_of(const Tensor &tensor) { return records_of<Cut>("cuts", tensor); }

@@ -50,13 +50,6 @@ struct Records {
 using Segments = Records<hcp_segment>;
 using Runs = Records<hcp_run>;
 using Signals = Records<hcp_signal>;
-// A signal of the exchanges with a peer through a half, and where these are counted.
-struct Place {
-  uint64_t *word;
-  int64_t count, peer;
-  int64_t first;  // 1: the exchange has not met this peer before
-};
-using Places = Records<Place>;
 // Rows of a buffer that a peer is sent, or sends.
 struct Move {
   int64_t peer, row, rows;
@@ -111,8 +104,7 @@ int64_t width_of(const Tensors &tensors);
 Segments segments_of(const Tensor &tensor, int64_t rows, int64_t out_rows);
 Runs runs_of(const Tensor &tensor, const Sizes &part_rows, int64_t out_rows);
 // Of so many counts.
-Places places_of(const char *name, const Tensor &tensor, int64_t counts);
-Signals signals_of(const Tensor &tensor);
+Signals signals_of(const char *name, const Tensor &tensor, int64_t counts);
 Moves moves_of(const Tensor &tensor, int64_t rows);
 Cuts cuts_of(const Tensor &tensor);
 

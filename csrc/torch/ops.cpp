@@ -2,29 +2,46 @@
 #include <chrono>
 #include <thread>
 
+#include "hcp/signal.h"
 #include "shared.h"
 
 namespace hcp {
 
-// Holds the thread until a word of memory that ranks of one process share counts as expected, as
+// Holds the thread until a word of memory that ranks of one process share is as expected, as
 // hcp_cuda_signal_wait holds a stream.
-static void wait_for(const hcp_signal &signal, int32_t word, const hcp_awaited &awaited) {
+static void wait_for(const hcp_awaited &awaited, const hcp_signal &signal, int32_t word) {
+  uint64_t expected = hcp_signal_expected(awaited.signals.counts, signal.count,
+                                          static_cast<uint64_t>(signal.more), awaited.signals.tag);
   auto end = std::chrono::steady_clock::now() + std::chrono::nanoseconds(awaited.timeout_ns);
   auto acquired = [&] { return __atomic_load_n(signal.word + word, __ATOMIC_ACQUIRE); };
   uint64_t found = acquired();
-  for (; found >> 32 < signal.value >> 32; found = acquired()) {
+  for (; hcp_signal_is_behind(found, expected); found = acquired()) {
     if (std::chrono::steady_clock::now() > end) break;
     std::this_thread::yield();
   }
-  if (found == signal.value) return;
-  bool late = found >> 32 < signal.value >> 32;
-  *awaited.failure = {late ? 1 : 2, signal.peer, signal.value, found};
-  refuse("the signal of rank ", signal.peer, " is ", found, ", expected ", signal.value);
+  if (found == expected) return;
+  *awaited.failure = {hcp_signal_is_behind(found, expected) ? 1 : 2, signal.peer, expected, found};
+  refuse("the signal of rank ", signal.peer, " is ", found, ", expected ", expected);
 }
 
 static void wait_for_all(const hcp_awaited &awaited, int32_t words) {
   for (int64_t i = 0; i < awaited.signals.n; ++i)
-    for (int32_t word = 0; word < words; ++word) wait_for(awaited.signals.data[i], word, awaited);
+    for (int32_t word = 0; word < words; ++word) wait_for(awaited, awaited.signals.data[i], word);
+}
+
+static void count_all(const hcp_signals &signals) {
+  for (int64_t i = 0; i < signals.n; ++i)
+    hcp_signal_count(signals.counts, signals.data[i].count,
+                     static_cast<uint64_t>(signals.data[i].more));
+}
+
+static void tell(const hcp_signals &signals, int32_t words) {
+  for (int64_t i = 0; i < signals.n; ++i) {
+    const hcp_signal &signal = signals.data[i];
+    uint64_t told = hcp_signal_told(signals.counts, signal.count, signals.tag);
+    for (int32_t word = 0; word < words; ++word)
+      __atomic_store_n(signal.word + word, told, __ATOMIC_RELEASE);
+  }
 }
 
 // The thread is its own stream.
@@ -34,9 +51,8 @@ struct Cpu {
   void join(int64_t) const {}
 
   void signal_set(hcp_signals signals, int32_t words) const {
-    for (int64_t i = 0; i < signals.n; ++i)
-      for (int32_t word = 0; word < words; ++word)
-        __atomic_store_n(signals.data[i].word + word, signals.data[i].value, __ATOMIC_RELEASE);
+    count_all(signals);
+    tell(signals, words);
   }
 
 #define KERNEL(name)                               \
@@ -59,8 +75,9 @@ struct Cpu {
              int64_t n_runs, int64_t rows, hcp_column out, const hcp_awaited &free,
              hcp_signals staged, uint32_t *) const {
     wait_for_all(free, 1);
+    count_all(staged);
     reduce(dtype, nullptr, parts, n_columns, runs, n_runs, rows, out);
-    signal_set(staged, HCP_PIECES);
+    tell(staged, HCP_PIECES);
   }
 
   void read(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns, const hcp_run *runs,
@@ -68,7 +85,8 @@ struct Cpu {
             int32_t, const int64_t *, hcp_signals done, uint32_t *) const {
     wait_for_all(staged, HCP_PIECES);
     reduce(dtype, nullptr, parts, n_columns, runs, n_runs, rows, out);
-    signal_set(done, 1);
+    count_all(staged.signals);
+    tell(done, 1);
   }
 };
 
@@ -119,7 +137,7 @@ STABLE_TORCH_LIBRARY(hcp, m) {
       "merge_last(Tensor total, Tensor total_lse, Tensor[] outs, Tensor[] lses, Tensor runs) "
       "-> (Tensor, Tensor)");
   m.def("sum_on(Tensor(a!) total, bool begun, Tensor[] parts, Tensor runs) -> ()");
-  m.def("signal_set(Tensor(a!) memory, Tensor signals) -> ()");
+  m.def("signal_set(Tensor(a!) memory, Tensor signals, Tensor(b!) counts, int tag) -> ()");
   m.def(
       "stage(Tensor(a!) out, Tensor[] parts, Tensor runs, int columns, Tensor free, "
       "Tensor staged, Tensor(b!) progress, Tensor(c!) counts, int tag, int timeout_ns, "

@@ -152,7 +152,7 @@ static void nccl_exchange(Tensor sent, Tensor sends, Tensor received, Tensor rec
   std::vector<hcp_transfer> in =
       transfers_of("received", received, output_of("received", received), receives);
   Stamps words(stamps, sent);
-  SignalList expected;
+  std::vector<hcp_stamp> expected;
   for (int64_t peer : stamped_from) {
     in.push_back({static_cast<int32_t>(peer), words.from(peer), sizeof(uint64_t)});
     expected.push_back({words.from(peer), static_cast<uint64_t>(stamp), peer});
@@ -166,7 +166,8 @@ static void nccl_exchange(Tensor sent, Tensor sends, Tensor received, Tensor rec
   device.nccl_exchange(&nccl(), reinterpret_cast<void *>(communicator), out.data(),
                        static_cast<int64_t>(out.size()), in.data(), static_cast<int64_t>(in.size()),
                        timeout_ns);
-  device.exchange_end(watched, static_cast<uint64_t>(number), borrowed(expected));
+  device.exchange_end(watched, static_cast<uint64_t>(number), expected.data(),
+                      static_cast<int64_t>(expected.size()));
 }
 
 }  // namespace hcp

@@ -14,49 +14,24 @@ inline hcp_signal_failure *failure_of(const Tensor &failure, const Tensor &like)
   return static_cast<hcp_signal_failure *>(failure.mutable_data_ptr());
 }
 
-// Exchanges counted by peer and half, in the host's memory.
+// Exchanges counted by peer and half, where the device counts them.
 struct Counts {
-  int64_t *data;
+  uint64_t *data;
   int64_t n;
 };
-inline Counts counts_of(const Tensor &counts) {
+inline Counts counts_of(const Tensor &counts, const Tensor &like) {
   expect_dtype("counts", counts, torch::headeronly::ScalarType::Long);
   expect_dim("counts", counts, 1);
   expect_contiguous("counts", counts);
-  if (!counts.is_cpu()) refuse("counts is not on the cpu, expected it there");
-  return {static_cast<int64_t *>(counts.mutable_data_ptr()), counts.size(0)};
+  expect_same_device("counts", counts, "the rows", like);
+  return {static_cast<uint64_t *>(counts.mutable_data_ptr()), counts.size(0)};
 }
 
-using SignalList = std::vector<hcp_signal>;
+// The tag of "they have been read".
+constexpr int64_t READ_TAG = 0;
 
-inline hcp_signal signal_at(const Place &place, int64_t count, int64_t tag) {
-  return {place.word, static_cast<uint64_t>(count << 32 | tag), place.peer};
-}
-
-// "The rows are there": one exchange more.
-inline SignalList filled(const Places &places, const Counts &counts, int64_t tag) {
-  SignalList signals;
-  for (int64_t i = 0; i < places.n; ++i) {
-    const Place &place = places.data[i];
-    counts.data[place.count] += place.first;
-    signals.push_back(signal_at(place, counts.data[place.count], tag));
-  }
-  return signals;
-}
-
-// "They have been read", as often as there were any.
-inline SignalList emptied(const Places &places, const Counts &counts) {
-  SignalList signals;
-  for (int64_t i = 0; i < places.n; ++i) {
-    const Place &place = places.data[i];
-    if (counts.data[place.count] > 0)
-      signals.push_back(signal_at(place, counts.data[place.count], 0));
-  }
-  return signals;
-}
-
-inline hcp_signals borrowed(const SignalList &signals) {
-  return {signals.data(), static_cast<int64_t>(signals.size())};
+inline hcp_signals counted(const Signals &signals, const Counts &counts, int64_t tag) {
+  return {signals.data, signals.n, counts.data, static_cast<uint32_t>(tag)};
 }
 
 // Words for launches that count their blocks.
@@ -69,9 +44,10 @@ inline uint32_t *progress_of(const Tensor &progress, const Tensor &like) {
 }
 
 template <class Device>
-void signal_set(Tensor memory, Tensor signals) {
-  Signals records = signals_of(signals);
-  Device(memory).signal_set(hcp_signals{records.data, records.n}, 1);
+void signal_set(Tensor memory, Tensor signals, Tensor counts, int64_t tag) {
+  Counts own = counts_of(counts, memory);
+  Signals records = signals_of("signals", signals, own.n);
+  Device(memory).signal_set(counted(records, own, tag), 1);
 }
 
 // What the operators of one exchange have in common.
@@ -80,12 +56,13 @@ struct Exchange {
   int64_t tag, timeout_ns;
   const Tensor &failure;
 
-  Exchange(const Tensor &counted, int64_t tag_of_all, int64_t timeout, const Tensor &report)
-      : counts(counts_of(counted)), tag(tag_of_all), timeout_ns(timeout), failure(report) {
+  Exchange(const Tensor &counted, const Tensor &like, int64_t tag_of_all, int64_t timeout,
+           const Tensor &report)
+      : counts(counts_of(counted, like)), tag(tag_of_all), timeout_ns(timeout), failure(report) {
     expect_at_least("timeout_ns", timeout, 0);
   }
-  hcp_awaited awaited(const SignalList &signals, const Tensor &like) const {
-    return {borrowed(signals), timeout_ns, failure_of(failure, like)};
+  hcp_awaited awaited(const Signals &signals, int64_t expected_tag, const Tensor &like) const {
+    return {counted(signals, counts, expected_tag), timeout_ns, failure_of(failure, like)};
   }
 };
 
@@ -95,15 +72,15 @@ struct Staging {
   Tensors given;
   Reduction sum;
   int64_t rows;
-  Places before, after;
+  Signals before, after;
   uint32_t *progress;
 
   Staging(const Tensor &out, const Tensors &parts, const Tensor &runs, int64_t columns,
           const Tensor &freed, const Tensor &staged, const Tensor &ended, const Exchange &exchange)
       : given(flat("parts", parts)),
         rows(out.dim() == 2 ? out.size(0) : 0),
-        before(places_of("free", freed, exchange.counts.n)),
-        after(places_of("staged", staged, exchange.counts.n)) {
+        before(signals_of("free", freed, exchange.counts.n)),
+        after(signals_of("staged", staged, exchange.counts.n)) {
     Summands summands = summands_of(given, columns);
     progress = progress_of(ended, given[0]);
     expect_dim("out", out, 2);
@@ -113,11 +90,10 @@ struct Staging {
 
   template <class Device>
   void queue(const Device &device, const Exchange &exchange) const {
-    SignalList expected = emptied(before, exchange.counts);
-    SignalList told = filled(after, exchange.counts, exchange.tag);
     device.stage(sum.summands.dtype, sum.summands.columns.data(), sum.summands.n_columns,
-                 sum.runs.data, sum.runs.n, rows, sum.out, exchange.awaited(expected, given[0]),
-                 borrowed(told), progress);
+                 sum.runs.data, sum.runs.n, rows, sum.out,
+                 exchange.awaited(before, READ_TAG, given[0]),
+                 counted(after, exchange.counts, exchange.tag), progress);
   }
 };
 
@@ -126,15 +102,15 @@ struct Reading {
   Tensors given;
   Tensor out;
   Reduction sum;
-  Places before, after;
+  Signals before, after;
   int64_t next, own;
   uint32_t *progress;
 
   Reading(const Tensors &parts, const Tensor &runs, int64_t rows, int64_t columns, int64_t first,
           const Tensor &staged, const Tensor &done, const Tensor &ended, const Exchange &exchange)
       : given(flat("parts", parts)),
-        before(places_of("staged", staged, exchange.counts.n)),
-        after(places_of("done", done, exchange.counts.n)),
+        before(signals_of("staged", staged, exchange.counts.n)),
+        after(signals_of("done", done, exchange.counts.n)),
         next(first) {
     expect_at_least("rows", rows, 0);
     expect_at_least("next", next, 0);
@@ -150,19 +126,18 @@ struct Reading {
 
   template <class Device>
   void queue(const Device &device, const Exchange &exchange) const {
-    SignalList expected = filled(before, exchange.counts, exchange.tag);
-    SignalList told = emptied(after, exchange.counts);
     device.read(sum.summands.dtype, sum.summands.columns.data(), sum.summands.n_columns,
                 sum.runs.data, sum.runs.n, out.size(0), sum.out,
-                exchange.awaited(expected, given[0]), static_cast<int32_t>(next),
-                static_cast<int32_t>(own), sum.summands.rows.data(), borrowed(told), progress);
+                exchange.awaited(before, exchange.tag, given[0]), static_cast<int32_t>(next),
+                static_cast<int32_t>(own), sum.summands.rows.data(),
+                counted(after, exchange.counts, READ_TAG), progress);
   }
 };
 
 template <class Device>
 void stage(Tensor out, Tensors parts, Tensor runs, int64_t columns, Tensor freed, Tensor staged,
            Tensor progress, Tensor counts, int64_t tag, int64_t timeout_ns, Tensor failure) {
-  Exchange exchange(counts, tag, timeout_ns, failure);
+  Exchange exchange(counts, out, tag, timeout_ns, failure);
   Staging staging(out, parts, runs, columns, freed, staged, progress, exchange);
   staging.queue(Device(out), exchange);
 }
@@ -172,7 +147,7 @@ template <class Device>
 Tensor read(Tensors parts, Tensor runs, int64_t rows, int64_t columns, int64_t next, Tensor staged,
             Tensor done, Tensor progress, Tensor counts, int64_t tag, int64_t timeout_ns,
             Tensor failure, int64_t stream) {
-  Exchange exchange(counts, tag, timeout_ns, failure);
+  Exchange exchange(counts, progress, tag, timeout_ns, failure);
   Reading reading(parts, runs, rows, columns, next, staged, done, progress, exchange);
   reading.queue(Device(reading.out, stream), exchange);
   return reading.out;
@@ -186,7 +161,7 @@ Tensor stage_and_read(Tensor out, Tensors parts, Tensor runs, Tensor freed, Tens
                       int64_t next, Tensor read_staged, Tensor read_done, Tensor read_progress,
                       int64_t columns, Tensor counts, int64_t tag, int64_t timeout_ns,
                       Tensor failure, int64_t stream) {
-  Exchange exchange(counts, tag, timeout_ns, failure);
+  Exchange exchange(counts, out, tag, timeout_ns, failure);
   Staging staging(out, parts, runs, columns, freed, staged, stage_progress, exchange);
   Reading reading(read_parts, read_runs, rows, columns, next, read_staged, read_done, read_progress,
                   exchange);

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hcp.attention.block_exchange import block_exchange
 from hcp.attention.kernels import Choice, Kernel, Launch, kernel_for, wide
 from hcp.exchange.agreement import BACKWARD, Kind, Stamp, agree_once, rows_like
 from hcp.exchange.layout import Layout
@@ -298,9 +299,10 @@ class FixedAttention:
         self._transport = transport
         first = transport.rank - transport.rank % capacity.ranks
         block = range(first, first + capacity.ranks)
-        self._own = [Move(peer, 0, capacity.rows) for peer in block]
-        self._all = [Move(peer, i * capacity.rows, capacity.rows) for i, peer in enumerate(block)]
-        self.sends = self.receives = self._all
+        width = key[0].numel() + value[0].numel()
+        if capacity.ranks > 1:
+            self._block = block_exchange(transport, block, capacity.rows, width, key.dtype)
+        self.sends = self.receives = [Move(peer, 0, capacity.rows) for peer in block]
         self.agreed: set[int] = set()
         self.kind = Kind(
             "attention of fixed capacity",
@@ -323,7 +325,7 @@ class FixedAttention:
         if tables.keys is None:
             return key, value
         own = torch.cat([key.flatten(1), value.flatten(1)], 1)
-        arranged = self._exchange(own, self._own, stamp).index_select(0, tables.keys)
+        arranged = self._block.gather(own, stamp).index_select(0, tables.keys)
         keys, values = torch.split(arranged, [key[0].numel(), value[0].numel()], 1)
         return keys.reshape(-1, *key.shape[1:]), values.reshape(-1, *value.shape[1:])
 
@@ -337,17 +339,10 @@ class FixedAttention:
         grads[-1].zero_()  # where places point for rows that no span sees
         summed_in = wide(grads.dtype)
         first, second = (grads.index_select(0, places).to(summed_in) for places in tables.places)
-        received = self._exchange((first + second).to(grads.dtype), self._all, stamp)
-        summed = received.view(-1, rows, grads.shape[1]).sum(0, dtype=summed_in).to(grads.dtype)
+        summed = self._block.sum((first + second).to(grads.dtype), stamp)
         parts = torch.split(summed, [grad_key[0].numel(), grad_value[0].numel()], 1)
         shapes = grad_key.shape[1:], grad_value.shape[1:]
         return [part.reshape(rows, *shape) for part, shape in zip(parts, shapes, strict=True)]
-
-    def _exchange(self, sent: Tensor, sends: list[Move], stamp: Stamp) -> Tensor:
-        capacity = self.tables.capacity
-        received = sent.new_empty(capacity.ranks * capacity.rows, sent.shape[1])
-        self._transport.start(sent, sends, received, self._all, stamp=stamp).wait()
-        return received
 
 
 def _cleared(rows: Tensor, empty: Tensor) -> Tensor:

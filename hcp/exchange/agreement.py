@@ -171,16 +171,25 @@ class Recent:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._stamps: dict[int, Stamp] = {}
+        self._kept: dict[int, Stamp] = {}
 
-    def add(self, stamp: Stamp) -> None:
+    def add(self, stamp: Stamp, *, kept: bool = False) -> None:
+        """``kept``: for good, of a call that a CUDA graph may replay at any time."""
+        if kept:
+            self._kept[stamp.tag] = stamp
+            return
         if len(self._stamps) >= self._MOST:
             for tag in list(self._stamps)[: self._MOST // 2]:
                 del self._stamps[tag]
         self._stamps[stamp.tag] = stamp
 
+    @property
+    def _known(self) -> dict[int, Stamp]:
+        return self._stamps | self._kept
+
     def of(self, tag: int) -> dict[str, Any] | None:
         """Find the call with a tag, in words."""
-        stamp = self._stamps.get(tag)
+        stamp = self._known.get(tag)
         return None if stamp is None else stamp.fields
 
     def differing(self, peer: int, expected: int, found: int) -> HcpError:
@@ -197,10 +206,11 @@ class Recent:
         return differing(self._rank, own, peer, theirs.fields)
 
     def _find(self, tag: int) -> Stamp | None:
-        if tag in self._stamps:
-            return self._stamps[tag]
-        kinds = {stamp.kind.digest: stamp for stamp in self._stamps.values()}
-        layers = dict.fromkeys(stamp.layer for stamp in self._stamps.values())
+        known = self._known
+        if tag in known:
+            return known[tag]
+        kinds = {stamp.kind.digest: stamp for stamp in known.values()}
+        layers = dict.fromkeys(stamp.layer for stamp in known.values())
         for stamp in kinds.values():
             first = max(1, stamp.number - self._NEAR)
             for number in range(first, stamp.number + self._NEAR):

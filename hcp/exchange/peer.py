@@ -20,9 +20,11 @@ from torch import Tensor
 import hcp.ops  # noqa: F401  (loads torch.ops.hcp)
 from hcp._ranges import ranged
 from hcp.errors import HcpError
+from hcp.exchange import agreement
 from hcp.exchange.agreement import Recent, Stamp
+from hcp.exchange.tables import Move
 from hcp.exchange.torch_p2p import Board, TorchTransport
-from hcp.exchange.transport import Share
+from hcp.exchange.transport import Pending, Share
 
 _HALVES = 2
 """Exchanges that may be under way at once: the next is staged while the last is read."""
@@ -65,6 +67,25 @@ class PeerTransport(TorchTransport):
             timeout=timeout,
             board=self.board,
         )
+
+    def start(
+        self,
+        sent: Tensor,
+        sends: Sequence[Move],
+        received: Tensor,
+        receives: Sequence[Move],
+        *,
+        stamp: Stamp,
+    ) -> Pending:
+        if torch.cuda.is_current_stream_capturing():
+            raise HcpError(
+                f"rank {self.rank}: a CUDA graph captures rows that ranks send each other "
+                f"({agreement.name(stamp.fields)}), expected keys and values that they read from "
+                'each other\'s memory (comm types "p2p" and "all_gather", and hcp.GraphHandler): '
+                'build the process groups with transport="nccl" for others',
+                code="cuda-graph",
+            )
+        return super().start(sent, sends, received, receives, stamp=stamp)
 
     def check(self) -> None:
         """Raise HcpError when a rank was late, or called differently, in an exchange that has
@@ -110,8 +131,9 @@ class PeerMemory:
         self._failed = (ctypes.c_int64 * 4).from_address(failure.data_ptr())
         # Blocks that have ended, of launches that stage into a half, and last of those that read.
         self.progress = torch.zeros(_HALVES + 1, _PIECES, dtype=torch.int32, device=device).unbind()
-        # Exchanges with each peer through each half: staged for it, then read from it.
-        self._counts = torch.zeros(2 * _HALVES * len(bases), dtype=torch.int64, device="cpu")
+        # Exchanges with each peer through each half: staged for it, then read from it. Kernels
+        # count, in the order in which they run: those that a graph replays count on.
+        self._counts = torch.zeros(2 * _HALVES * len(bases), dtype=torch.int64, device=device)
         self._columns: dict[tuple[object, ...], list[Tensor]] = {}
         self._signals: dict[tuple[object, ...], Tensor] = {}
         self._recent, self._board = Recent(rank), board
@@ -119,14 +141,12 @@ class PeerMemory:
     def begin(self, stamp: Stamp) -> None:
         """Raise HcpError when an exchange has failed, or none may begin."""
         self.check()
-        self._recent.add(stamp)
-        if self._stream and torch.cuda.is_current_stream_capturing():
-            raise HcpError(
-                "a CUDA graph captures an exchange through peers' memory, whose signals count on: "
-                'build the process groups with transport="nccl" for layers in graphs, and run each '
-                "layer before it is captured",
-                code="cuda-graph",
-            )
+        self._recent.add(stamp, kept=self.is_captured)
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether a CUDA graph captures what is queued now."""
+        return bool(self._stream) and torch.cuda.is_current_stream_capturing()
 
     def check(self) -> None:
         """Raise HcpError when an exchange has failed since."""
@@ -188,18 +208,19 @@ class PeerMemory:
     # ---- signals ----
 
     def read_by(self, half: int) -> Tensor:
-        """Signals of everybody who has been a reader of this half: it has been read."""
-        everyone = tuple(range(len(self._bases)))
+        """Signals of everybody who may have been a reader of this half: it has been read."""
+        everyone = tuple(peer for peer, base in enumerate(self._bases) if base)
         return self._signals_of(_READ, half, everyone, _STAGED, to=False)
 
     def staged_for(self, half: int, readers: tuple[int, ...]) -> Tensor:
         """Signals to the readers that the half is filled once more."""
-        return self._signals_of(_STAGED, half, readers, _STAGED, to=True)
+        return self._signals_of(_STAGED, half, readers, _STAGED, to=True, counts=True)
 
     def staged_by(self, half: int, owners: tuple[int, ...], met: frozenset[int]) -> Tensor:
         """Signals of these ranks that they have filled their halves: once more, or as the exchange
         has counted already for those that it has ``met``."""
-        return self._signals_of(_STAGED, half, owners, _READ, to=False, met=met)
+        given = _STAGED, half, owners, _READ
+        return self._signals_of(*given, to=False, counts=True, met=met)
 
     def read_of(self, half: int, owners: tuple[int, ...]) -> Tensor:
         """Signals to these ranks that their halves have been read."""
@@ -213,10 +234,11 @@ class PeerMemory:
         count: int,
         *,
         to: bool,
+        counts: bool = False,
         met: frozenset[int] = frozenset(),
     ) -> Tensor:
-        """int64 (peers, 4) of (word, place of its count, peer, whether it is met first), of signals
-        to these peers or from them; the operators count."""
+        """int64 (peers, 4) of hcp_signal: (word, place of its count, peer, whether it counts one
+        more), of signals to these peers or from them; the operators count."""
         key = (kind, half, peers, to, met)
         signals = self._signals.get(key)
         if signals is None:
@@ -227,7 +249,7 @@ class PeerMemory:
                     self._word(*((peer, self.rank) if to else (self.rank, peer)), kind, half),
                     self._place(count, half, peer),
                     peer,
-                    int(peer not in met),
+                    int(counts and peer not in met),
                 )
                 for peer in peers
             ]
@@ -336,13 +358,18 @@ class PeerStaged:
         self._begun: PeerReading | None = None
 
     def stage(self, parts: Sequence[Tensor], runs: Tensor, own: Sequence[Tensor]) -> None:
-        """Stage, and begin the first read, which follows what the current stream did before."""
+        """Stage, and begin the first read, which follows what the current stream did before.
+
+        In a CUDA graph it follows the staging, too. A graph may run its branches one after the
+        other, in any order: a rank that read first would wait for peers that wait for its rows.
+        """
         memory, made = self._peers_memory, self._made
         signals = made.free, made.staged, made.progress
-        if made.first is None:
+        if made.first is None or memory.is_captured:
             operator = torch.ops.hcp.stage.default
             given = made.out, parts, runs, self._columns, *signals
             memory.queue(operator, *given, tag=self._tag, reads=False)
+            self.begin(own)
             return
         read, read_parts = self._read(made.first, own)
         rows = memory.queue(
@@ -357,7 +384,7 @@ class PeerStaged:
         self._begun = PeerReading(memory, rows, read_parts)
 
     def begin(self, own: Sequence[Tensor]) -> None:
-        """Begin the first read, of one who stages nothing."""
+        """Begin the first read alone."""
         if self._made.first is not None:
             self._begun = self._queue(self._made.first, own)
 

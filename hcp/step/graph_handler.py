@@ -17,8 +17,8 @@ from hcp.attention.fixed_capacity import (
     words_of,
 )
 from hcp.attention.layer import as_kernels_take
+from hcp.errors import HcpError
 from hcp.exchange.agreement import refuse_transforms
-from hcp.exchange.transport import shares
 from hcp.step.dispatch import Groups
 from hcp.step.handler import ContextParallelHandler
 
@@ -49,8 +49,7 @@ class GraphHandler:
         for bfloat16 and float16, "flash" being the fastest that is installed; float32 and float64
         use the formula over all pairs of rows, for tests.
 
-        Raises ValueError for numbers below 1, ranks that do not divide the domain, and ranks > 1
-        under a transport whose exchanges no graph can capture ("peer").
+        Raises ValueError for numbers below 1, and for ranks that do not divide the domain.
         """
         longest = rows * ranks if max_seqlen is None else max_seqlen
         capacity = Capacity(rows=rows, sequences=sequences, max_seqlen=longest, ranks=ranks)
@@ -61,12 +60,6 @@ class GraphHandler:
         if transport.size % ranks:
             raise ValueError(
                 f"ranks is {ranks}, expected a divisor of the {transport.size} ranks of the domain"
-            )
-        if ranks > 1 and transport.device.type == "cuda" and shares(transport):
-            raise ValueError(
-                f"ranks is {ranks} under a transport through peers' memory, expected 1: its "
-                "signals are counted by the host, so that no graph can capture it; build the "
-                'process groups with transport="nccl"'
             )
         self.capacity = capacity
         self.rows = rows
@@ -115,7 +108,8 @@ class GraphHandler:
         be finite; their results and gradients are 0. ``window_size``: (left, right), the right one
         -1 or 0. Run it once, forward and backward, before a capture. Differentiable once.
 
-        Raises ValueError for a wrong tensor, and HcpError where ranks differ at the first call.
+        Raises ValueError for a wrong tensor, and HcpError where ranks differ at the first call, or
+        where that is in a capture.
         """
         refuse_transforms("attention", query, key, value)
         query, key, value = as_kernels_take(query, key, value)
@@ -126,6 +120,7 @@ class GraphHandler:
         like = query.shape, key.shape, value.shape, query.dtype, left, scale
         of, number = self._known.get(like), next(self._numbers)
         if of is None:
+            self._expect_no_capture()
             check(query, key, value, None, self.rows, self._transport.device)
             of = FixedAttention(
                 self._tables,
@@ -141,3 +136,13 @@ class GraphHandler:
             self._known[like] = of
         out: Tensor = FixedCall.apply(query, key, value, of, number)  # type: ignore[no-untyped-call]
         return out
+
+    def _expect_no_capture(self) -> None:
+        on_gpu = self._transport.device.type == "cuda"
+        if on_gpu and self.capacity.ranks > 1 and torch.cuda.is_current_stream_capturing():
+            raise HcpError(
+                f"rank {self._transport.rank}: a CUDA graph captures the first call of its kind, "
+                "in which ranks compare their arguments on the host: run the layer once, forward "
+                "and backward, before the capture",
+                code="cuda-graph",
+            )

@@ -59,8 +59,12 @@ def compared(groups: Any, ranks: int, plans: list[hcp.Plan], window: tuple[int, 
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (5, 0)])
-@pytest.mark.parametrize(("size", "ranks"), [(1, 1), (4, 1), (4, 2), (3, 3), (4, 4)])
-def test_one_handler_computes_every_plan_that_fits(size, ranks, window):
+@pytest.mark.parametrize(
+    ("size", "ranks", "sharing"),
+    [(1, 1, False), (4, 1, False), (4, 2, False), (3, 3, False), (4, 4, False)]
+    + [(4, 1, True), (4, 2, True), (3, 3, True)],
+)
+def test_one_handler_computes_every_plan_that_fits(size, ranks, sharing, window):
     plans = [
         hcp.plan(
             pack if ranks > 1 else [min(n, ROWS) for n in pack],
@@ -74,8 +78,25 @@ def test_one_handler_computes_every_plan_that_fits(size, ranks, window):
         for alignment in (1, ROWS)
         if ranks == 1 or max(pack) <= ranks * ROWS
     ]
-    errors = hcp.loopback(size, lambda groups: compared(groups, ranks, plans, window))
+    errors = hcp.loopback(
+        size, lambda groups: compared(groups, ranks, plans, window), sharing=sharing
+    )
     assert max(errors) <= 1e-12
+
+
+def test_rows_that_are_read_and_rows_that_are_sent_give_the_same_bits():
+    plan = hcp.plan(PACKS[0], ranks=3, max_tokens_per_rank=ROWS, min_degree=3)
+
+    def results(groups: Any) -> list[Tensor]:
+        fixed = hcp.GraphHandler(groups, rows=ROWS, sequences=8, ranks=3)
+        cp = hcp.ContextParallelHandler(plan, 0, groups.transport)
+        fixed.load(cp)
+        rows = [fixed.pad(x.float()) for x in drawn(cp.rows, groups.transport.rank)]
+        return passes(fixed.attention, rows)
+
+    sent, read = (hcp.loopback(3, results, sharing=sharing) for sharing in (False, True))
+    for one, other in zip(sent, read, strict=True):
+        assert all(map(torch.equal, one, other))
 
 
 def one_micro_batch(lengths: tuple[int, ...], ranks: int = 1, **options: Any) -> hcp.Plan:

@@ -196,7 +196,7 @@ def test_long_runs_that_are_copied_are_the_rows_of_a_sum(rows: int) -> None:
     staged = [torch.randn(rows, 4096, device="cuda").bfloat16() for _ in range(2)]
     split = [part for one in staged for part in one.split([1024, 3072], 1)]
     words[:2] = 1 << 32 | 5
-    counts, progress = torch.zeros(3).long(), torch.zeros(PIECES, device="cuda").int()
+    counts, progress = torch.zeros(3).long().cuda(), torch.zeros(PIECES, device="cuda").int()
     met = torch.tensor([(words[i].data_ptr(), i, i, 1) for i in range(2)])
     done = torch.tensor([(words[2].data_ptr(), 1, 0, 1)])
     half = rows // 2
@@ -221,7 +221,8 @@ def test_rows_are_read_while_they_are_staged(owners: int, long: bool, rows: int)
     ]
     staged = [torch.full_like(own, torch.nan) for own in rows_of]
     words = torch.zeros(owners + 1, PIECES, dtype=torch.int64, device="cuda")
-    counts, progress = torch.zeros(owners).long(), torch.zeros(PIECES, device="cuda").int()
+    counts, progress = torch.zeros(owners).long().cuda(), torch.zeros(PIECES, device="cuda").int()
+    theirs = torch.ones(1).long().cuda()
     met = torch.tensor([(words[i].data_ptr(), i, i, 1) for i in range(owners)])
     done = torch.tensor([(words[owners].data_ptr(), 0, 0, 1)])
     size = rows if long else 100
@@ -236,8 +237,8 @@ def test_rows_are_read_while_they_are_staged(owners: int, long: bool, rows: int)
         for own in range(owners):
             assert not words[owners].any()  # nothing is told before all has come
             staged[own][begin:end] = rows_of[own][begin:end]
-            signal = torch.tensor([(words[own, piece].data_ptr(), 1 << 32 | 5, own)])
-            torch.ops.hcp.signal_set(staged[own], signal)
+            signal = torch.tensor([(words[own, piece].data_ptr(), 0, own, 0)])
+            torch.ops.hcp.signal_set(staged[own], signal, theirs, 5)
 
     stage(0)  # loads the kernels: that waits for everything that runs
     words.zero_()
@@ -268,7 +269,7 @@ def test_rows_that_are_staged_and_read_are_those_of_a_sum(
         return words[number].data_ptr(), number, number, 1
 
     words = torch.zeros(4, PIECES, dtype=torch.int64, device="cuda")
-    counts, progress = torch.zeros(4).long(), torch.zeros(2, PIECES, device="cuda").int()
+    counts, progress = torch.zeros(4).long().cuda(), torch.zeros(2, PIECES, device="cuda").int()
     how = counts, 5, 10**9, torch.zeros(4).long().pin_memory()
     nobody, half = torch.empty(0, 4).long(), rows // 2
     # Two owners stage sums of two parts each; a reader adds what it has, rows the other way round.

@@ -229,13 +229,17 @@ hcp_status hcp_cuda_rotate(hcp_dtype dtype, hcp_heads source, const hcp_rotation
  * signals say when. A signal is HCP_PIECES words side by side in such memory, one
  * for each piece of the rows: its upper half counts, its lower half tells calls
  * apart. Piece i of R rows is rows [R i / HCP_PIECES, R (i + 1) / HCP_PIECES), so
- * that the first are read while the last are staged. */
+ * that the first are read while the last are staged.
+ *
+ * Each rank keeps its counts in its own device's memory, where kernels take and raise
+ * them: a launch that is replayed counts on by itself. signal.h has the arithmetic. */
 #define HCP_PIECES 8
 
 typedef struct hcp_signal {
   uint64_t *word; /* the first */
-  uint64_t value;
-  int64_t peer; /* for the report of a failure */
+  int64_t count;  /* its place among the counts */
+  int64_t peer;   /* for the report of a failure */
+  int64_t more;   /* 1: it counts this exchange; 0: that was counted before */
 } hcp_signal;
 
 #define HCP_CUDA_SIGNALS_MAX 128
@@ -248,13 +252,16 @@ typedef struct hcp_signal_failure {
   uint64_t expected, found;
 } hcp_signal_failure;
 
+/* Signals of one tag: they count in the launches' order, which is one on all streams. */
 typedef struct hcp_signals {
   const hcp_signal *data;
   int64_t n;
+  uint64_t *counts; /* memory of the device */
+  uint32_t tag;
 } hcp_signals;
 
 /* Signals that are waited for. When one has not come within timeout_ns, or counts as
- * far with another lower half, *failure says so and the kernel traps: later work of
+ * far with another tag, *failure says so and the kernel traps: later work of
  * this process on the device fails, instead of reading rows that are not there. */
 typedef struct hcp_awaited {
   hcp_signals signals;
@@ -262,8 +269,8 @@ typedef struct hcp_awaited {
   hcp_signal_failure *failure;
 } hcp_awaited;
 
-/* Write so many words of every signal, visible to all devices after whatever the
- * stream did before. */
+/* Count one more by each signal, and write its first words, visible to all devices after
+ * whatever the stream did before. */
 hcp_status hcp_cuda_signal_set(hcp_signals signals, int32_t words, void *stream, hcp_error *err);
 
 /* Zeroed words of the device that launches one after the other on one stream may
@@ -271,7 +278,8 @@ hcp_status hcp_cuda_signal_set(hcp_signals signals, int32_t words, void *stream,
 #define HCP_CUDA_PROGRESS_WORDS HCP_PIECES
 
 /* Reduce as hcp_cuda_reduce does without a cast, into memory that peers read. Waits for
- * the first word of `free` before it writes, and sets all of `staged`, piece by piece. */
+ * the first word of `free` before it writes, then counts by `staged`, and sets all words of
+ * it, piece by piece. */
 hcp_status hcp_cuda_stage(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
                           const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
                           hcp_awaited free, hcp_signals staged, uint32_t *progress, void *stream,
@@ -279,7 +287,7 @@ hcp_status hcp_cuda_stage(hcp_dtype dtype, const hcp_column *parts, int32_t n_co
 
 /* Reduce as hcp_cuda_reduce does without a cast, with parts that peers stage: signal i of
  * `staged` is of part first_staged + i, which has part_rows[first_staged + i] rows. Then
- * set the first word of `read`. Waits for no piece after those that it reads. Long runs
+ * count by `staged`, and set the first word of `read`. Waits for no piece after those that it reads. Long runs
  * are copied, from signal `next`'s peer on; the rest is read in few blocks: as many as
  * keep a link busy, which read from all peers at any time. */
 hcp_status hcp_cuda_read(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
@@ -296,15 +304,22 @@ typedef struct hcp_watch {
   hcp_signal_failure other; /* of kind 2: a peer whose stamp is not the one expected */
 } hcp_watch;
 
+/* A word of the device that came with a peer's rows, and the value expected there. */
+typedef struct hcp_stamp {
+  const uint64_t *word;
+  uint64_t value;
+  int64_t peer;
+} hcp_stamp;
+
 /* Write a word of the device: the stamp that this rank sends with its rows. */
 hcp_status hcp_cuda_stamp_set(uint64_t *word, uint64_t stamp, void *stream, hcp_error *err);
 
-/* Compare the stamps that came with an exchange's rows, each with its value, after the
+/* Compare n stamps that came with an exchange's rows, each with its value, after the
  * exchange on its stream; then set `ended` to the exchange's number, unless that is 0.
  * When a stamp differs, `other` says so and the kernel traps. Once `aborted` is set, it
  * traps too, as it does where a signal does not come. A graph may capture it. */
-hcp_status hcp_cuda_exchange_end(hcp_watch *watch, uint64_t number, hcp_signals stamps,
-                                 void *stream, hcp_error *err);
+hcp_status hcp_cuda_exchange_end(hcp_watch *watch, uint64_t number, const hcp_stamp *stamps,
+                                 int64_t n, void *stream, hcp_error *err);
 
 /* Make what a stream is given from now on follow what another, `ahead`, has been given so
  * far. */
