@@ -61,8 +61,10 @@ def compared(groups: Any, ranks: int, plans: list[hcp.Plan], window: tuple[int, 
 @pytest.mark.parametrize("window", [(-1, -1), (5, 0)])
 @pytest.mark.parametrize(
     ("size", "ranks", "sharing"),
-    [(1, 1, False), (4, 1, False), (4, 2, False), (3, 3, False), (4, 4, False)]
-    + [(4, 1, True), (4, 2, True), (3, 3, True)],
+    [
+        *((1, 1, False), (4, 1, False), (4, 2, False), (3, 3, False), (4, 4, False)),
+        *((4, 1, True), (4, 2, True), (3, 3, True)),
+    ],
 )
 def test_one_handler_computes_every_plan_that_fits(size, ranks, sharing, window):
     plans = [

@@ -12,6 +12,7 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Sequence
 from itertools import product
 
 import torch
@@ -40,7 +41,9 @@ def main() -> int:
     if {"peer", "nccl"} <= {*transports}:
         wrong += check_long("peer", "nccl")
     wrong += check_graph()
-    wrong += check_layers_in_graphs()
+    wrong += check_layers_in_graphs("nccl", ("p2p", "all_gather", "a2a"))
+    if "peer" in transports:
+        wrong += check_layers_in_graphs("peer", ("p2p", "all_gather"))
     wrong += check_choice()
     dist.destroy_process_group()
     return wrong > 0
@@ -137,29 +140,41 @@ def check_graph() -> int:
     return report(worst == 0, f"nccl  exchange in a CUDA graph: largest error {worst:.2e}")
 
 
-def check_layers_in_graphs() -> int:
-    """The number of layers by NCCL whose captured passes differ from those without a graph."""
+def check_layers_in_graphs(transport: TransportName, comm_types: Sequence[CommType]) -> int:
+    """The number of layers whose captured passes differ from those without a graph."""
     torch.use_deterministic_algorithms(True)
-    groups = hcp.build_process_groups(transport="nccl")
+    groups = hcp.build_process_groups(transport=transport)
     wrong = 0
-    for comm_type in ("p2p", "all_gather", "a2a"):
-        worst = largest(float(differences_in_graph(groups, comm_type)))
-        wrong += report(
-            worst == 0, f"nccl  {comm_type} in a CUDA graph: {worst:.0f} results differ"
-        )
+    for lengths, heads, head_dim in ((LENGTHS, (4, 2, 2, 4), 64), ((2**15,), (8, 8, 8, 8), 128)):
+        for comm_type in comm_types:
+            size = lengths, heads, head_dim
+            worst = largest(float(differences_in_graph(groups, comm_type, *size)))
+            wrong += report(
+                worst == 0,
+                f"{transport:5} {comm_type} of {sum(lengths)} tokens in a CUDA graph: "
+                f"{worst:.0f} results differ",
+            )
     groups.close()
     torch.use_deterministic_algorithms(False)
     return wrong
 
 
-def differences_in_graph(groups: hcp.ProcessGroups, comm_type: CommType) -> int:
-    """Results of a layer that differ bit for bit, replayed with other rows and run in between."""
+def differences_in_graph(
+    groups: hcp.ProcessGroups,
+    comm_type: CommType,
+    lengths: tuple[int, ...],
+    heads: tuple[int, ...],
+    head_dim: int,
+) -> int:
+    """Results of a layer that differ bit for bit, replayed with other rows and run in between.
+    Keys and values of 2**15 tokens are 128 MiB, which `peer` reads in copies."""
     ranks = groups.size("dp_cp")
-    plan = hcp.plan(LENGTHS, ranks=ranks, max_tokens_per_rank=512, min_degree=ranks)
+    most = -(-sum(lengths) // ranks) + 2 * len(lengths)
+    plan = hcp.plan(lengths, ranks=ranks, max_tokens_per_rank=most, min_degree=ranks)
     cp = hcp.ContextParallelHandler(plan, 0, groups.transport, comm_types=[comm_type])
     *leaves, grad = given = [
-        torch.empty(cp.rows, heads, 64, device="cuda", dtype=torch.bfloat16)
-        for heads in (4, 2, 2, 4)
+        torch.empty(cp.rows, number, head_dim, device="cuda", dtype=torch.bfloat16)
+        for number in heads
     ]
     drawn = [[torch.randn_like(x) for x in given] for _ in range(3)]
     for leaf in leaves:

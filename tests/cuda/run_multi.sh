@@ -23,8 +23,8 @@ part() { # NAME MOST_SECONDS COMMAND...
   table+=$'\n'$(printf '%-14s %4d %8d' "$name" "$code" $((SECONDS - begun)))
 }
 
-ranks() { # NAME MOST_SECONDS SCRIPT
-  part "$1" "$2" python3 -m torch.distributed.run --standalone --nproc-per-node "$gpus" "$3"
+ranks() { # NAME MOST_SECONDS SCRIPT OPTIONS...
+  part "$1" "$2" python3 -m torch.distributed.run --standalone --nproc-per-node "$gpus" "${@:3}"
 }
 
 demo() { # NAME OPTIONS...
@@ -32,6 +32,7 @@ demo() { # NAME OPTIONS...
 }
 
 ranks check_multi 120 tests/cuda/check_multi.py
+ranks check_graphs 90 tests/cuda/check_graphs.py --transport peer nccl
 part check_killed 150 python3 tests/cuda/check_killed.py --ranks "$gpus"
 part check_late 120 python3 tests/cuda/check_late.py
 part check_stamps 200 python3 tests/cuda/check_stamps.py
