@@ -287,9 +287,9 @@ hcp_status hcp_cuda_stage(hcp_dtype dtype, const hcp_column *parts, int32_t n_co
 
 /* Reduce as hcp_cuda_reduce does without a cast, with parts that peers stage: signal i of
  * `staged` is of part first_staged + i, which has part_rows[first_staged + i] rows. Then
- * count by `staged`, and set the first word of `read`. Waits for no piece after those that it reads. Long runs
- * are copied, from signal `next`'s peer on; the rest is read in few blocks: as many as
- * keep a link busy, which read from all peers at any time. */
+ * count by `staged`, and set the first word of `read`. Waits for no piece after those that it
+ * reads. Long runs are copied, from signal `next`'s peer on; the rest is read in few blocks: as
+ * many as keep a link busy, which read from all peers at any time. */
 hcp_status hcp_cuda_read(hcp_dtype dtype, const hcp_column *parts, int32_t n_columns,
                          const hcp_run *runs, int64_t n_runs, int64_t rows, hcp_column out,
                          hcp_awaited staged, int32_t next, int32_t first_staged,
