@@ -44,5 +44,5 @@ Sync = Literal["step", "micro_batch"]
 SyncOption = Literal["auto", "step", "micro_batch"]
 """``Sync``, or what the trainer's model does."""
 
-TransportName = Literal["auto", "torch", "nccl", "peer"]
+TransportName = Literal["auto", "torch", "nccl", "peer", "mixed"]
 """What carries rows between ranks."""

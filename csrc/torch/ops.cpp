@@ -148,6 +148,10 @@ STABLE_TORCH_LIBRARY(hcp, m) {
       "Tensor(a!) progress, Tensor(b!) counts, int tag, int timeout_ns, Tensor(c!) failure, "
       "int stream) -> Tensor");
   m.def(
+      "read_into(Tensor(a!) out, Tensor[] parts, Tensor runs, int columns, int next, Tensor staged, "
+      "Tensor done, Tensor(b!) progress, Tensor(c!) counts, int tag, int timeout_ns, "
+      "Tensor(d!) failure, int stream) -> ()");
+  m.def(
       "stage_and_read(Tensor(a!) out, Tensor[] parts, Tensor runs, Tensor free, Tensor staged, "
       "Tensor(b!) stage_progress, Tensor[] read_parts, Tensor read_runs, int rows, int next, "
       "Tensor read_staged, Tensor read_done, Tensor(c!) read_progress, int columns, "

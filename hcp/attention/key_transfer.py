@@ -53,7 +53,8 @@ def transfer_of(
     exchanges: Iterator[int],
 ) -> KeyTransfer:
     """``sizes``: G, D, E. ``exchanges``: numbers of exchanges through shared memory."""
-    if shares(transport) and len(schedule.stages) > 1:
+    if schedule.in_place and len(schedule.stages) > 1:
+        assert shares(transport)
         return ReadKeys(schedule, launches, transport, sizes, dtype, exchanges)
     return SentKeys(schedule, launches, transport, sizes)
 

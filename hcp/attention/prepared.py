@@ -18,7 +18,7 @@ from hcp.attention.kernels import Choice, Kernel, kernel_for
 from hcp.attention.key_transfer import KeyTransfer, transfer_of
 from hcp.exchange.agreement import Kind, LayerName, Stamp, agree_once, rows_like
 from hcp.exchange.tables import Move, Schedule
-from hcp.exchange.transport import Transport, shares, transport_of
+from hcp.exchange.transport import Transport, transport_of
 
 
 class Run(NamedTuple):
@@ -150,7 +150,7 @@ def make_run(
     )
     kind.callers = schedule.callers
     # Signals between GPUs carry the stamp themselves.
-    signalled = shares(transport) and schedule.head_moves is None
+    signalled = schedule.in_place and schedule.head_moves is None
     if number and not signalled:
         agree_once(transport, prepared, Stamp(kind, number, layer=name))
     parts: list[Part] = []
@@ -198,7 +198,7 @@ def _run_of(
     transfer = transfer_of(schedule, launches, transport, sizes, key.dtype, prepared.exchanges)
     received = _received_bytes(schedule, heads, query, key, value)
     prepared.layer_bytes = max(prepared.layer_bytes, received)
-    packs = heads is None and len(schedule.stages) > 1 and not shares(transport)
+    packs = heads is None and len(schedule.stages) > 1 and not schedule.in_place
     return Run(schedule, kernel, launches, transfer, scale, kind, heads, packs, parts)
 
 

@@ -15,7 +15,7 @@ from hcp.attention.layer import Layer
 from hcp.attention.prepared import Prepared, prepared_of
 from hcp.exchange.layout import Layout, ranks_with_rows
 from hcp.exchange.tables import schedule_words
-from hcp.exchange.transport import Transport, shares
+from hcp.exchange.transport import Transport, read_in_place
 from hcp.planning.report import rows_held
 
 _CAUSAL, _FULL = (-1, 0), (-1, -1)
@@ -157,6 +157,8 @@ class Schedules:
 
     def _schedule(self, comm_type: str, inner: int, limits: Limits) -> Tensor:
         layout = self._layout
+        group = range(layout.first_rank, layout.first_rank + layout.degree)
+        in_place = read_in_place(self._transport, group)
         words = schedule_words(
             layout.plan,
             layout.micro_batch,
@@ -169,7 +171,8 @@ class Schedules:
             callers=self._callers,
             mask=limits.mask,
             head_chunks=self.head_chunks,
-            by_nodes=not shares(self._transport),  # who reads from memory needs no relays
+            by_nodes=not in_place,  # who reads from memory needs no relays
+            in_place=in_place,
         )
         prepared = prepared_of(words)
         prepared.numbers = self._numbers

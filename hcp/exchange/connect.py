@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import logging
+import os
 import platform
 from datetime import timedelta
 from pathlib import Path
@@ -20,14 +21,20 @@ from hcp import _core
 from hcp._version import __version__
 from hcp._words import TransportName
 from hcp.errors import HcpError
+from hcp.exchange.mixed import MixedTransport
 from hcp.exchange.nccl import NcclTransport
 from hcp.exchange.peer import BUFFER_BYTES, PeerTransport
 from hcp.exchange.torch_p2p import TorchTransport
 
-TRANSPORTS: tuple[TransportName, ...] = ("auto", "torch", "nccl", "peer")
+TRANSPORTS: tuple[TransportName, ...] = ("auto", "torch", "nccl", "peer", "mixed")
 """``torch``: grouped point-to-point calls of torch.distributed. ``nccl``: one NCCL group per
-exchange. ``peer``: keys and values are read from each other's memory. ``auto``: ``peer`` where all
-ranks' GPUs reach each other's memory, ``nccl`` on other GPUs, ``torch`` otherwise."""
+exchange. ``peer``: keys and values are read from each other's memory. ``mixed``: rows are read from
+memory inside a host, and sent by NCCL between hosts. ``auto``: ``peer`` where all ranks' GPUs reach
+each other's memory, ``mixed`` where those of some host do, ``nccl`` on other GPUs, ``torch``
+otherwise."""
+
+_PREFERRED: tuple[TransportName, ...] = ("peer", "mixed", "nccl", "torch")
+"""The order in which ``auto`` tries them."""
 
 _log = logging.getLogger("hcp")
 
@@ -67,7 +74,7 @@ def connect(
             )
     obstacles: dict[str, str | None] = {name: _obstacle(name, views) for name in TRANSPORTS[1:]}
     if transport == "auto":
-        transport = next(name for name in ("peer", "nccl", "torch") if obstacles[name] is None)
+        transport = next(name for name in _PREFERRED if obstacles[name] is None)
         if plain.rank == 0:
             _log.info(
                 "ranks %s exchange rows by transport %r: %s",
@@ -80,6 +87,9 @@ def connect(
     seconds = {} if timeout is None else {"timeout": timeout.total_seconds()}
     if transport == "peer":
         return PeerTransport(group, buffer_bytes=peer_buffer_bytes, **seconds)
+    if transport == "mixed":
+        nodes = nodes_of(views)
+        return MixedTransport(group, nodes, buffer_bytes=peer_buffer_bytes, **seconds)
     if transport == "nccl":
         return NcclTransport(group, **seconds)
     return plain
@@ -93,7 +103,7 @@ def _view(plain: TorchTransport, transport: str) -> dict[str, Any]:
         "transport": transport,
         "gpu": _uuid(plain.device) if on_gpu else None,
         "index": plain.device.index,
-        "host": f"{platform.node()} {_boot()}",
+        "host": _host(),
         "kernels": on_gpu and has_kernels(),
         "reaches": _reached(plain.device) if on_gpu else [],
     }
@@ -107,6 +117,11 @@ def _build() -> dict[str, str]:
     for path in sorted(package.rglob("*.py")):
         digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
     return {"version": __version__, "core": _core.CORE_HASH, "Python": digest.hexdigest()[:16]}
+
+
+def _host() -> str:
+    """Name this host as NCCL does: a job may declare ranks of one machine to be on several."""
+    return os.environ.get("NCCL_HOSTID") or f"{platform.node()} {_boot()}"
 
 
 def _boot() -> str:
@@ -145,10 +160,41 @@ def _obstacle(transport: str, views: list[dict[str, Any]]) -> str | None:
             return f"hcp was built without its CUDA kernels on rank {rank}: nvcc was missing"
     if transport == "nccl":
         return None
+    hosts = _hosts(views)
+    if transport == "mixed" and len(hosts) > 1:
+        found = [_apart(host, views) for host in hosts if len(host) > 1]
+        if not found:
+            return "each of them is alone on its host"
+        return None if None in found else found[0]
+    if len(hosts) > 1:
+        return f"rank {hosts[1][0]} is on another host than rank 0"
+    apart = _apart(hosts[0], views)
+    if transport == "mixed" and apart is None:
+        return "all of them are on one host: name 'peer'"
+    return apart
+
+
+def _hosts(views: list[dict[str, Any]]) -> list[list[int]]:
+    """The ranks of each host, by the first of them."""
+    hosts: dict[str, list[int]] = {}
     for rank, view in enumerate(views):
-        if view["host"] != views[0]["host"]:
-            return f"rank {rank} is on another host than rank 0"
-    for (rank, view), (other, its) in itertools.combinations(enumerate(views), 2):
+        hosts.setdefault(view["host"], []).append(rank)
+    return list(hosts.values())
+
+
+def nodes_of(views: list[dict[str, Any]]) -> list[list[int]]:
+    """The ranks that read each other's memory: those of a host, or each by itself."""
+    return [
+        node
+        for host in _hosts(views)
+        for node in ([host] if _apart(host, views) is None else [[rank] for rank in host])
+    ]
+
+
+def _apart(ranks: list[int], views: list[dict[str, Any]]) -> str | None:
+    """Say why ranks of one host cannot read each other's memory. None: they can."""
+    for rank, other in itertools.combinations(ranks, 2):
+        view, its = views[rank], views[other]
         if view["gpu"] == its["gpu"]:
             return f"ranks {rank} and {other} share a GPU"
         if view["index"] == its["index"]:
@@ -158,8 +204,8 @@ def _obstacle(transport: str, views: list[dict[str, Any]]) -> str | None:
                 "of the host (CUDA_VISIBLE_DEVICES, SLURM's --gpus-per-task), and each choose its "
                 "own by torch.cuda.set_device"
             )
-    for (rank, view), (other, its) in itertools.permutations(enumerate(views), 2):
-        if its["gpu"] not in view["reaches"]:
+    for rank, other in itertools.permutations(ranks, 2):
+        if views[other]["gpu"] not in views[rank]["reaches"]:
             return (
                 f"the GPU of rank {rank} does not reach the memory of rank {other}'s, or its "
                 "process does not see that one"
@@ -171,6 +217,6 @@ def _reasons(picked: str, obstacles: dict[str, str | None]) -> str:
     """Say why a transport is picked, and those before it are not."""
     if picked == "peer":
         return "all their GPUs reach each other's memory"
-    others = ("peer", "nccl") if picked == "torch" else ("peer",)
-    found = dict.fromkeys(obstacles[name] for name in others)  # often the same for both
+    others = _PREFERRED[: _PREFERRED.index(picked)]
+    found = dict.fromkeys(obstacles[name] for name in others)  # often the same for all
     return f"not by {' or '.join(map(repr, others))}, since {'; '.join(map(str, found))}"

@@ -161,6 +161,10 @@ class _LoopbackPending:
 class SharingLoopbackTransport(LoopbackTransport):
     """A transport whose ranks also read rows from each other's memory, as over NVLink."""
 
+    def __init__(self, world: _World, rank: int) -> None:
+        super().__init__(world, rank)
+        self.node: Sequence[int] = range(self.size)
+
     def share(self, share: Share) -> _LoopbackShared:
         return _LoopbackShared(self, share)
 

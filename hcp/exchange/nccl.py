@@ -26,7 +26,7 @@ from hcp.errors import HcpError
 from hcp.exchange.agreement import Kind, Recent, Stamp, header_of
 from hcp.exchange.tables import Move
 from hcp.exchange.torch_p2p import TorchTransport, copy_to_self
-from hcp.exchange.transport import Pending, rows_of
+from hcp.exchange.transport import Pending, row_bytes_of, rows_of
 
 _log = logging.getLogger("hcp")
 
@@ -53,6 +53,8 @@ class NcclTransport(TorchTransport):
         self._recent = Recent(self.rank)
         self._stamps = torch.zeros(1 + self.size, dtype=torch.int64, device=self.device)
         self._tables: dict[tuple[Move, ...], _Table] = {}
+        self.bytes_sent = 0
+        """Bytes of rows sent to other ranks so far."""
         self._connect()
 
     @ranged("hcp: exchange")
@@ -121,6 +123,7 @@ class NcclTransport(TorchTransport):
             ) from error
         if watched:
             self._watch.add(to.peers | back.peers)
+        self.bytes_sent += to.rows * row_bytes_of(sent)
         return _NcclPending(self, sent, received)
 
     def _table(self, moves: Sequence[Move]) -> _Table:
@@ -133,7 +136,8 @@ class NcclTransport(TorchTransport):
                 self._tables.clear()
             others = [move for move in moves if move.peer != self.rank]
             words = torch.tensor(others, dtype=torch.int64, device="cpu").view(-1, 3)
-            table = self._tables[key] = _Table(words, frozenset(move.peer for move in others))
+            peers = frozenset(move.peer for move in others)
+            table = self._tables[key] = _Table(words, peers, sum(move.rows for move in others))
         return table
 
     def check(self) -> None:
@@ -177,7 +181,8 @@ class NcclTransport(TorchTransport):
         moves = [Move(peer, peer, 1) for peer in range(self.size)]
         sent = torch.zeros(self.size, 1, device=self.device)
         stamp = Stamp(Kind("connect"))
-        self.start(sent, moves, torch.empty_like(sent), moves, stamp=stamp).wait()
+        received = torch.empty_like(sent)
+        NcclTransport.start(self, sent, moves, received, moves, stamp=stamp).wait()
         torch.cuda.synchronize(self.device)
 
 
@@ -185,6 +190,7 @@ class _Table(NamedTuple):
     words: Tensor
     """int64 (moves, 3) of (peer, row, rows)."""
     peers: frozenset[int]
+    rows: int
 
 
 _TABLES = 4096

@@ -10,7 +10,7 @@ What is no layer's work (batches, agreement) travels by torch.distributed, see T
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from hcp.exchange.tables import Move
 from hcp.exchange.torch_p2p import Board, TorchTransport
 from hcp.exchange.transport import Pending, Share
 
-_HALVES = 2
+HALVES = 2
 """Exchanges that may be under way at once: the next is staged while the last is read."""
 _PAGE = 4096
 _PIECES = 8
@@ -54,18 +54,10 @@ class PeerTransport(TorchTransport):
         self, group: dist.ProcessGroup, *, buffer_bytes: int = BUFFER_BYTES, timeout: float = 600.0
     ) -> None:
         super().__init__(group)
+        self.node = range(self.size)
         self.stream = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
-        self._memory, handle = _symmetric(memory_bytes(self.size, buffer_bytes), self.device, group)
-        self._peers_memory = PeerMemory(
-            self.rank,
-            list(handle.buffer_ptrs),
-            handle.get_buffer,
-            torch.zeros(4, dtype=torch.int64, device="cpu").pin_memory(),
-            device=self.device,
-            stream=self.stream.cuda_stream,
-            buffer_bytes=buffer_bytes,
-            timeout=timeout,
-            board=self.board,
+        self._memory, self._peers_memory = symmetric_memory(
+            self, group, self.stream, buffer_bytes=buffer_bytes, timeout=timeout
         )
 
     def start(
@@ -97,6 +89,14 @@ class PeerTransport(TorchTransport):
         return PeerShared(self._peers_memory, share)
 
 
+Places = tuple[tuple[int, int], ...]
+"""(peer, half) each."""
+
+
+def placed(peers: Iterable[int], half: int) -> Places:
+    return tuple((peer, half) for peer in peers)
+
+
 class PeerMemory:
     """One rank's end of memory that ranks have mapped: what is staged where, and the signals.
 
@@ -126,14 +126,14 @@ class PeerMemory:
         what has stopped their devices."""
         self.rank, self._bases, self._view, self._stream = rank, bases, view, stream
         self._timeout_ns = int(timeout * 1e9)
-        self._half_bytes = _half_bytes(buffer_bytes)
+        self.half_bytes = _half_bytes(buffer_bytes)
         self._failure = failure
         self._failed = (ctypes.c_int64 * 4).from_address(failure.data_ptr())
         # Blocks that have ended, of launches that stage into a half, and last of those that read.
-        self.progress = torch.zeros(_HALVES + 1, _PIECES, dtype=torch.int32, device=device).unbind()
+        self.progress = torch.zeros(HALVES + 1, _PIECES, dtype=torch.int32, device=device).unbind()
         # Exchanges with each peer through each half: staged for it, then read from it. Kernels
         # count, in the order in which they run: those that a graph replays count on.
-        self._counts = torch.zeros(2 * _HALVES * len(bases), dtype=torch.int64, device=device)
+        self._counts = torch.zeros(2 * HALVES * len(bases), dtype=torch.int64, device=device)
         self._columns: dict[tuple[object, ...], list[Tensor]] = {}
         self._signals: dict[tuple[object, ...], Tensor] = {}
         self._recent, self._board = Recent(rank), board
@@ -196,50 +196,56 @@ class PeerMemory:
 
     def _rows(self, rank: int, half: int, rows: int, width: int, dtype: torch.dtype) -> Tensor:
         used = rows * width * dtype.itemsize
-        if used > self._half_bytes:
+        if used > self.half_bytes:
             raise ValueError(
                 f"an exchange stages {used} bytes ({rows} rows of {width} {dtype}), expected "
-                f"<= {self._half_bytes}: build the process groups with "
-                f"peer_buffer_bytes={_HALVES * used} or more"
+                f"<= {self.half_bytes}: build the process groups with "
+                f"peer_buffer_bytes={HALVES * used} or more"
             )
-        start = (_words_bytes(len(self._bases)) + half * self._half_bytes) // dtype.itemsize
-        return self._view(rank, (rows, width), dtype, start)
+        return self.rows_at(rank, half, 0, rows, width, dtype)
+
+    def rows_at(
+        self, rank: int, half: int, start: int, rows: int, width: int, dtype: torch.dtype
+    ) -> Tensor:
+        """View rows of a rank's half, from byte ``start`` on."""
+        begin = _words_bytes(len(self._bases)) + half * self.half_bytes + start
+        return self._view(rank, (rows, width), dtype, begin // dtype.itemsize)
 
     # ---- signals ----
 
-    def read_by(self, half: int) -> Tensor:
-        """Signals of everybody who may have been a reader of this half: it has been read."""
-        everyone = tuple(peer for peer, base in enumerate(self._bases) if base)
-        return self._signals_of(_READ, half, everyone, _STAGED, to=False)
+    def read_by(self, half: int, readers: tuple[int, ...] | None = None) -> Tensor:
+        """Signals of these, or of everybody who may have been a reader of this half: it has been
+        read."""
+        if readers is None:
+            readers = tuple(peer for peer, base in enumerate(self._bases) if base)
+        return self._signals_of(_READ, placed(readers, half), _STAGED, to=False)
 
     def staged_for(self, half: int, readers: tuple[int, ...]) -> Tensor:
         """Signals to the readers that the half is filled once more."""
-        return self._signals_of(_STAGED, half, readers, _STAGED, to=True, counts=True)
+        return self._signals_of(_STAGED, placed(readers, half), _STAGED, to=True, counts=True)
 
-    def staged_by(self, half: int, owners: tuple[int, ...], met: frozenset[int]) -> Tensor:
+    def staged_by(self, owners: Places, met: frozenset[int]) -> Tensor:
         """Signals of these ranks that they have filled their halves: once more, or as the exchange
         has counted already for those that it has ``met``."""
-        given = _STAGED, half, owners, _READ
-        return self._signals_of(*given, to=False, counts=True, met=met)
+        return self._signals_of(_STAGED, owners, _READ, to=False, counts=True, met=met)
 
-    def read_of(self, half: int, owners: tuple[int, ...]) -> Tensor:
+    def read_of(self, owners: Places) -> Tensor:
         """Signals to these ranks that their halves have been read."""
-        return self._signals_of(_READ, half, owners, _READ, to=True)
+        return self._signals_of(_READ, owners, _READ, to=True)
 
     def _signals_of(
         self,
         kind: int,
-        half: int,
-        peers: tuple[int, ...],
+        places: Places,
         count: int,
         *,
         to: bool,
         counts: bool = False,
         met: frozenset[int] = frozenset(),
     ) -> Tensor:
-        """int64 (peers, 4) of hcp_signal: (word, place of its count, peer, whether it counts one
+        """int64 (places, 4) of hcp_signal: (word, place of its count, peer, whether it counts one
         more), of signals to these peers or from them; the operators count."""
-        key = (kind, half, peers, to, met)
+        key = (kind, places, to, met)
         signals = self._signals.get(key)
         if signals is None:
             if len(self._signals) == self._MOST:
@@ -251,7 +257,7 @@ class PeerMemory:
                     peer,
                     int(counts and peer not in met),
                 )
-                for peer in peers
+                for peer, half in places
             ]
             signals = torch.tensor(records, dtype=torch.int64, device="cpu").view(-1, 4)
             self._signals[key] = signals
@@ -262,7 +268,7 @@ class PeerMemory:
         return int(self._bases[owner]) + _signal_bytes(self._place(kind, half, writer))
 
     def _place(self, kind: int, half: int, peer: int) -> int:
-        return (kind * _HALVES + half) * len(self._bases) + peer
+        return (kind * HALVES + half) * len(self._bases) + peer
 
     # ---- work ----
 
@@ -310,13 +316,13 @@ class PeerShared:
 
     def __init__(self, memory: PeerMemory, share: Share) -> None:
         self._peers_memory, self._share = memory, share
-        self._made: list[_Half | None] = [None] * _HALVES
+        self._made: list[_Half | None] = [None] * HALVES
 
     @ranged("hcp: exchange")
     def stage(
         self, exchange: int, parts: Sequence[Tensor], stamp: Stamp, own: Sequence[Tensor] = ()
     ) -> PeerStaged:
-        memory, share, half = self._peers_memory, self._share, exchange % _HALVES
+        memory, share, half = self._peers_memory, self._share, exchange % HALVES
         memory.begin(stamp)
         made = self._made[half]
         if made is None:
@@ -340,10 +346,11 @@ class PeerShared:
                 continue
             owners = tuple(peer for peer, _ in read.owners)
             columns = memory.columns(tuple(read.owners), half, share.widths, share.dtype)
-            staged = memory.staged_by(half, owners, frozenset(met.intersection(owners)))
+            known = frozenset(met.intersection(owners))
+            staged = memory.staged_by(placed(owners, half), known)
             met.update(owners)
             after = sum(peer < memory.rank for peer in owners)
-            signals = staged, memory.read_of(half, tuple(read.done))
+            signals = staged, memory.read_of(placed(read.done, half))
             reads.append(_Reading(columns, read.runs, read.rows, after, *signals))
         staged = memory.staged_for(half, tuple(share.readers))
         first = next((i for i, read in enumerate(reads) if read is not None), None)
@@ -376,7 +383,7 @@ class PeerStaged:
             torch.ops.hcp.stage_and_read.default,
             *(made.out, parts, runs, *signals),
             *(read_parts, read.runs, read.rows, read.next),
-            *(read.staged, read.done, memory.progress[_HALVES]),
+            *(read.staged, read.done, memory.progress[HALVES]),
             self._columns,
             tag=self._tag,
             reads=True,
@@ -401,7 +408,7 @@ class PeerStaged:
         rows = memory.queue(
             torch.ops.hcp.read.default,
             *(parts, read.runs, read.rows, self._columns, read.next),
-            *(read.staged, read.done, memory.progress[_HALVES]),
+            *(read.staged, read.done, memory.progress[HALVES]),
             tag=self._tag,
             reads=True,
         )
@@ -434,7 +441,7 @@ class PeerReading:
 
 
 def _half_bytes(buffer_bytes: int) -> int:
-    return buffer_bytes // _HALVES // _PAGE * _PAGE
+    return buffer_bytes // HALVES // _PAGE * _PAGE
 
 
 def _signal_bytes(signals: int) -> int:
@@ -442,12 +449,47 @@ def _signal_bytes(signals: int) -> int:
 
 
 def _words_bytes(size: int) -> int:
-    return -(-_signal_bytes(2 * _HALVES * size) // _PAGE) * _PAGE
+    return -(-_signal_bytes(2 * HALVES * size) // _PAGE) * _PAGE
 
 
 def memory_bytes(size: int, buffer_bytes: int) -> int:
     """The memory that each of ``size`` ranks needs in all."""
-    return _words_bytes(size) + _HALVES * _half_bytes(buffer_bytes)
+    return _words_bytes(size) + HALVES * _half_bytes(buffer_bytes)
+
+
+def symmetric_memory(
+    transport: TorchTransport,
+    group: dist.ProcessGroup,
+    stream: torch.cuda.Stream,
+    *,
+    buffer_bytes: int,
+    timeout: float,
+) -> tuple[Tensor, PeerMemory]:
+    """Allocate memory that the ranks of a group map: the tensor, which lives as long as it is used,
+    and this rank's end. ``group``: the transport's, or some ranks of it, which all call this.
+    Ranks are named as the transport does."""
+    tensor, handle = _symmetric(memory_bytes(transport.size, buffer_bytes), transport.device, group)
+    members = [transport.global_ranks.index(rank) for rank in dist.get_process_group_ranks(group)]
+    bases = [0] * transport.size
+    for rank, base in zip(members, handle.buffer_ptrs, strict=True):
+        bases[rank] = base
+
+    def view(rank: int, shape: tuple[int, int], dtype: torch.dtype, start: int) -> Tensor:
+        buffer: Tensor = handle.get_buffer(members.index(rank), shape, dtype, start)
+        return buffer
+
+    memory = PeerMemory(
+        transport.rank,
+        bases,
+        view,
+        torch.zeros(4, dtype=torch.int64, device="cpu").pin_memory(),
+        device=transport.device,
+        stream=stream.cuda_stream,
+        buffer_bytes=buffer_bytes,
+        timeout=timeout,
+        board=transport.board,
+    )
+    return tensor, memory
 
 
 def _symmetric(size: int, device: torch.device, group: dist.ProcessGroup) -> tuple[Tensor, Any]:

@@ -239,7 +239,7 @@ class Schedule(_Table):
         """Rows that the entries' queries count in: the local rows, or those of all neighbours."""
         self.head_moves = self._head_moves()
         """None where rows stay."""
-        self.origin, self.mask, self.callers, self.head_chunks = _tail_of(words)
+        self.origin, self.mask, self.callers, self.head_chunks, self.in_place = _tail_of(words)
 
     def _expect_sections(self) -> None:
         """Raise ValueError unless the sections lie inside the words, the sizes among them."""
@@ -368,6 +368,7 @@ def schedule_words(
     callers: Sequence[int] = (),
     mask: int = -1,
     by_nodes: bool = False,
+    in_place: bool = False,
     head_chunks: int = 1,
 ) -> Tensor:
     """The schedule as one tensor, int64 (words,), which names itself (word 0, a serial number), the
@@ -376,12 +377,12 @@ def schedule_words(
     FlashAttention's; (-1, 0) is causal. ``step``: see ``Origin``. ``callers``: the ranks that make
     its calls, where they are to compare them beyond those that exchange rows. ``mask``: which of
     the plan's, -1 in a plan without. ``by_nodes``: whether rows cross each border of the plan's
-    nodes once, and are relayed inside of them. ``head_chunks``: in which heads are computed, one
-    after the other."""
+    nodes once, and are relayed inside of them. ``in_place``: whether ranks read keys where their
+    owners hold them. ``head_chunks``: in which heads are computed, one after the other."""
     limits = *window_size, STAGE_ROWS, mask
     table = plan.core.schedule(micro_batch, rank, comm_type, inner, *limits, by_nodes)
     origin = struct.unpack("<3q", struct.pack("<Q2q", plan.checksum, step, micro_batch))
-    tail = *callers, len(callers), head_chunks, mask, *origin
+    tail = *callers, len(callers), int(in_place), head_chunks, mask, *origin
     ending = torch.tensor(tail, dtype=torch.int64, device="cpu")
     words = torch.cat([tensor_of(table, torch.int64), ending])
     words[0] = next(_serials)
@@ -389,11 +390,11 @@ def schedule_words(
     return rows_may_vary(words)
 
 
-def _tail_of(words: Tensor) -> tuple[Origin, int, tuple[int, ...], int]:
-    """Origin, mask, callers and the number of chunks of heads."""
-    first = len(words) - len(Origin._fields) - 3
-    count, chunks, mask, checksum, step, micro_batch = words[first:].tolist()
+def _tail_of(words: Tensor) -> tuple[Origin, int, tuple[int, ...], int, bool]:
+    """Origin, mask, callers, the number of chunks of heads, and whether keys are read in place."""
+    first = len(words) - len(Origin._fields) - 4
+    count, in_place, chunks, mask, checksum, step, micro_batch = words[first:].tolist()
     if not 0 <= count <= first:
         raise ValueError(f"words names {count} callers in {len(words)} items, expected a schedule")
     callers = tuple(words[first - count : first].tolist())
-    return Origin(checksum % 2**64, step, micro_batch), mask, callers, chunks
+    return Origin(checksum % 2**64, step, micro_batch), mask, callers, chunks, bool(in_place)

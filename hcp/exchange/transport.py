@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeGuard
 
 import torch
@@ -114,7 +114,10 @@ class Shared(Protocol):
 
 
 class SharingTransport(Transport, Protocol):
-    """A transport whose ranks also read rows from each other's memory."""
+    """A transport whose ranks, or those of a node, also read rows from each other's memory."""
+
+    node: Sequence[int]
+    """The ranks that read from each other's memory, this one among them."""
 
     def share(self, share: Share) -> Shared:
         """Make a kind of exchange ready, once for all layers."""
@@ -123,6 +126,11 @@ class SharingTransport(Transport, Protocol):
 def shares(transport: Transport) -> TypeGuard[SharingTransport]:
     """Whether ranks of this transport read from each other's memory."""
     return hasattr(transport, "share")
+
+
+def read_in_place(transport: Transport, ranks: Iterable[int]) -> bool:
+    """Whether all of these ranks read from each other's memory: the answer of each of them."""
+    return shares(transport) and set(ranks) <= set(transport.node)
 
 
 _transports: weakref.WeakValueDictionary[int, Transport] = weakref.WeakValueDictionary()
@@ -152,3 +160,8 @@ def rows_of(x: Tensor) -> Tensor:
     """View (rows, ...) as (rows, width), the elements of a row side by side."""
     rows = x.unsqueeze(1) if x.dim() == 1 else x.flatten(1)
     return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def row_bytes_of(x: Tensor) -> int:
+    """Bytes of a row of (rows, ...)."""
+    return x.shape[1:].numel() * x.itemsize

@@ -7,7 +7,6 @@ CPU memory, and a thread waits in place of a stream.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,50 +15,14 @@ from typing import Any
 import pytest
 import torch
 from support.cases import Case, dispatched, loopback_error, staged_by
+from support.mapped import MappedTransport
 
 import hcp
 import hcp.exchange.tables
-from hcp.exchange.loopback import LoopbackTransport
-from hcp.exchange.peer import PeerMemory, PeerShared, memory_bytes
+from hcp.exchange.peer import PeerMemory
 from hcp.exchange.torch_p2p import Board
-from hcp.exchange.transport import Share
 
 loopback_module = sys.modules["hcp.exchange.loopback"]
-creation = threading.Lock()
-
-
-class MappedTransport(LoopbackTransport):
-    """One whose ranks read each other's memory as GPUs do, through halves and signals."""
-
-    buffer_bytes = 2**20
-    timeout = 60.0
-    board = staticmethod(lambda rank: None)
-
-    def __init__(self, world: Any, rank: int) -> None:
-        super().__init__(world, rank)
-        with creation:
-            if not hasattr(world, "memories"):
-                size = memory_bytes(self.size, self.buffer_bytes)
-                world.memories = [torch.zeros(size, dtype=torch.uint8) for _ in range(self.size)]
-        memories = world.memories
-
-        def view(rank: int, shape: tuple[int, int], dtype: torch.dtype, start: int) -> torch.Tensor:
-            return memories[rank].view(dtype)[start : start + shape[0] * shape[1]].view(shape)
-
-        self._peers_memory = PeerMemory(
-            rank,
-            [memory.data_ptr() for memory in memories],
-            view,
-            torch.zeros(4, dtype=torch.int64),
-            device=torch.device("cpu"),
-            stream=0,
-            buffer_bytes=self.buffer_bytes,
-            timeout=self.timeout,
-            board=type(self).board(rank),
-        )
-
-    def share(self, share: Share) -> PeerShared:
-        return PeerShared(self._peers_memory, share)
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import platform
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from support.ranks import RankError, run_ranks, try_ranks
 
 import hcp
 from hcp.exchange import connect as transports
-from hcp.exchange.connect import _obstacle
+from hcp.exchange.connect import _obstacle, nodes_of
 
 
 def transport_of(rank: int, size: int, name: str) -> str:
@@ -28,7 +29,7 @@ def test_ranks_without_gpus_exchange_through_torch(name: str) -> None:
     assert run_ranks(2, transport_of, name) == ["torch", "torch"]
 
 
-@pytest.mark.parametrize("name", ["nccl", "peer"])
+@pytest.mark.parametrize("name", ["nccl", "peer", "mixed"])
 def test_a_transport_that_cannot_work_here_is_refused_by_name(name: str) -> None:
     outcomes = try_ranks(2, transport_of, name)
     expected = f"transport is {name!r}, but rank 0 has no GPU in this group"
@@ -37,7 +38,9 @@ def test_a_transport_that_cannot_work_here_is_refused_by_name(name: str) -> None
 
 def test_an_unknown_transport_is_refused() -> None:
     (outcome,) = try_ranks(1, transport_of, "smoke")
-    assert "transport is 'smoke', expected one of ('auto', 'torch', 'nccl', 'peer')" in str(outcome)
+    assert "transport is 'smoke', expected one of ('auto', 'torch', 'nccl', 'peer', " in str(
+        outcome
+    )
 
 
 def differing(rank: int, size: int) -> None:
@@ -61,6 +64,46 @@ def views(**changes: list) -> list[dict]:
     return own
 
 
+def of_hosts(hosts: str, apart: str = "") -> list[dict]:
+    """Facts of ranks of several hosts, whose GPUs reach each other but for the hosts of ``apart``.
+    The first GPU of each host has index 0."""
+    gpus = [f"{host}{hosts[:rank].count(host)}" for rank, host in enumerate(hosts)]
+    return [
+        {
+            "gpu": gpu,
+            "index": int(gpu[1]),
+            "host": gpu[0],
+            "kernels": True,
+            "reaches": [x for x in gpus if x[0] == gpu[0] not in apart and x != gpu],
+        }
+        for gpu in gpus
+    ]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "apart", "nodes"),
+    [
+        ("hhii", "", [[0, 1], [2, 3]]),
+        ("hihi", "", [[0, 2], [1, 3]]),
+        ("hhiij", "i", [[0, 1], [2], [3], [4]]),
+    ],
+)
+def test_nodes_are_ranks_that_reach_each_other(hosts: str, apart: str, nodes: list) -> None:
+    assert nodes_of(of_hosts(hosts, apart)) == nodes
+
+
+@pytest.mark.parametrize("given", [None, "", "rack 7"])
+def test_a_job_may_name_its_hosts_as_nccl_does(
+    monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
+    own = transports._host()
+    if given is not None:
+        monkeypatch.setenv("NCCL_HOSTID", given)
+    assert transports._host() == (given or own)
+    assert own.startswith(platform.node())
+
+
 @pytest.mark.parametrize(
     ("transport", "views", "reason"),
     [
@@ -75,6 +118,20 @@ def views(**changes: list) -> list[dict]:
         ("nccl", views(kernels=[True, False]), "without its CUDA kernels on rank 1"),
         ("nccl", views(gpu=[None, None]), "rank 0 has no GPU in this group"),
         ("torch", views(gpu=[None, None]), None),
+        ("mixed", views(), "all of them are on one host: name 'peer'"),
+        ("mixed", views(index=[0, 0]), "ranks 0 and 1 both have device index 0"),
+        ("mixed", views(host="hi"), "each of them is alone on its host"),
+        ("mixed", views(gpu=[None, None]), "rank 0 has no GPU in this group"),
+        ("mixed", of_hosts("hhii"), None),
+        ("mixed", of_hosts("hihi"), None),
+        ("mixed", of_hosts("hhi"), None),
+        ("peer", of_hosts("hhii"), "rank 2 is on another host than rank 0"),
+        (
+            "mixed",
+            of_hosts("hhii", apart="hi"),
+            "GPU of rank 0 does not reach the memory of rank 1",
+        ),
+        ("mixed", of_hosts("hhii", apart="h"), None),
     ],
 )
 def test_what_stands_in_the_way_is_said(transport: str, views: list, reason: str | None) -> None:
@@ -92,9 +149,9 @@ class Host:
         patch.setattr(torch.cuda, "get_device_properties", lambda device: gpu_at(gpus, device))
         patch.setattr(transports, "has_kernels", lambda: True)
         patch.setattr(transports, "TorchTransport", lambda group: self)
-        for name in ("nccl", "peer"):
+        for name in ("nccl", "peer", "mixed"):
             kind = f"{name.capitalize()}Transport"
-            patch.setattr(transports, kind, lambda group, name=name, **options: name)
+            patch.setattr(transports, kind, lambda group, *nodes, name=name, **options: name)
         self.rank, self.global_ranks, self.device = 0, [4, 5], torch.device("cuda", 0)
         self._other = other
 
@@ -117,6 +174,7 @@ NEIGHBOUR = {"gpu": "b", "index": 1, "reaches": ["a"]}
         ("ab", False, NEIGHBOUR, "nccl", "GPU of rank 0 does not reach the memory of rank 1's"),
         ("a", True, {"gpu": "b", "reaches": []}, "nccl", "ranks 0 and 1 both have device index 0"),
         ("a", True, NEIGHBOUR, "nccl", "or its process does not see that one"),
+        ("ab", True, {**NEIGHBOUR, "host": "i"}, "nccl", "rank 1 is on another host than rank 0"),
     ],
 )
 def test_gpus_are_read_from_where_each_process_reaches_the_other(
@@ -155,7 +213,7 @@ def logged(rank: int, size: int) -> list[str]:
 def test_the_first_rank_says_what_auto_picked() -> None:
     first, second = run_ranks(2, logged)
     assert first == [
-        "ranks [0, 1] exchange rows by transport 'torch': not by 'peer' or 'nccl', since rank 0 "
-        "has no GPU in this group: its backend is not NCCL"
+        "ranks [0, 1] exchange rows by transport 'torch': not by 'peer' or 'mixed' or 'nccl', "
+        "since rank 0 has no GPU in this group: its backend is not NCCL"
     ]
     assert second == []

@@ -83,6 +83,7 @@ def good(words: Tensor) -> dict[str, tuple[Any, ...]]:
         "signal_set": (x, NOBODY, COUNTS, 1),
         "stage": (torch.randn(4, 3), [x], runs, 1, NOBODY, NOBODY, PROGRESS, *told[1:]),
         "read": ([x], runs, 4, 1, 0, NOBODY, NOBODY, PROGRESS, *told[1:], 0),
+        "read_into": (torch.randn(4, 3), [x], runs, 1, 0, NOBODY, NOBODY, PROGRESS, *told[1:], 0),
         "stage_and_read": (
             *(torch.randn(4, 3), [x], runs, NOBODY, NOBODY, PROGRESS),
             *([x], runs, 4, 0, NOBODY, NOBODY, PROGRESS, 1, *told[1:], 0),
