@@ -19,11 +19,12 @@ struct Counts {
   uint64_t *data;
   int64_t n;
 };
-inline Counts counts_of(const Tensor &counts, const Tensor &like) {
+inline Counts counts_of(const Tensor &counts, const Name &like_name, const Tensor &like) {
+  if (!like.defined()) refuse(like_name, " is None, expected a tensor");
   expect_dtype("counts", counts, torch::headeronly::ScalarType::Long);
   expect_dim("counts", counts, 1);
   expect_contiguous("counts", counts);
-  expect_same_device("counts", counts, "the rows", like);
+  expect_same_device("counts", counts, like_name, like);
   return {static_cast<uint64_t *>(counts.mutable_data_ptr()), counts.size(0)};
 }
 
@@ -45,7 +46,7 @@ inline uint32_t *progress_of(const Tensor &progress, const Tensor &like) {
 
 template <class Device>
 void signal_set(Tensor memory, Tensor signals, Tensor counts, int64_t tag) {
-  Counts own = counts_of(counts, memory);
+  Counts own = counts_of(counts, "memory", memory);
   Signals records = signals_of("signals", signals, own.n);
   Device(memory).signal_set(counted(records, own, tag), 1);
 }
@@ -56,9 +57,12 @@ struct Exchange {
   int64_t tag, timeout_ns;
   const Tensor &failure;
 
-  Exchange(const Tensor &counted, const Tensor &like, int64_t tag_of_all, int64_t timeout,
+  Exchange(const Tensor &counted, const Tensor &progress, int64_t tag_of_all, int64_t timeout,
            const Tensor &report)
-      : counts(counts_of(counted, like)), tag(tag_of_all), timeout_ns(timeout), failure(report) {
+      : counts(counts_of(counted, "progress", progress)),
+        tag(tag_of_all),
+        timeout_ns(timeout),
+        failure(report) {
     expect_at_least("timeout_ns", timeout, 0);
   }
   hcp_awaited awaited(const Signals &signals, int64_t expected_tag, const Tensor &like) const {
@@ -144,7 +148,7 @@ struct Reading {
 template <class Device>
 void stage(Tensor out, Tensors parts, Tensor runs, int64_t columns, Tensor freed, Tensor staged,
            Tensor progress, Tensor counts, int64_t tag, int64_t timeout_ns, Tensor failure) {
-  Exchange exchange(counts, out, tag, timeout_ns, failure);
+  Exchange exchange(counts, progress, tag, timeout_ns, failure);
   Staging staging(out, parts, runs, columns, freed, staged, progress, exchange);
   staging.queue(Device(out), exchange);
 }
@@ -178,7 +182,7 @@ Tensor stage_and_read(Tensor out, Tensors parts, Tensor runs, Tensor freed, Tens
                       int64_t next, Tensor read_staged, Tensor read_done, Tensor read_progress,
                       int64_t columns, Tensor counts, int64_t tag, int64_t timeout_ns,
                       Tensor failure, int64_t stream) {
-  Exchange exchange(counts, out, tag, timeout_ns, failure);
+  Exchange exchange(counts, stage_progress, tag, timeout_ns, failure);
   Staging staging(out, parts, runs, columns, freed, staged, stage_progress, exchange);
   Reading reading({}, read_parts, read_runs, rows, columns, next, read_staged, read_done,
                   read_progress, exchange);

@@ -7,8 +7,10 @@ CPU memory, and a thread waits in place of a stream.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,8 +21,11 @@ from support.mapped import MappedTransport
 
 import hcp
 import hcp.exchange.tables
+from hcp.exchange.agreement import Kind, Recent, Stamp
 from hcp.exchange.peer import PeerMemory
+from hcp.exchange.tables import Read
 from hcp.exchange.torch_p2p import Board
+from hcp.exchange.transport import Share
 
 loopback_module = sys.modules["hcp.exchange.loopback"]
 
@@ -77,6 +82,72 @@ def attend(case: Case, scale: Callable[[int], float]) -> None:
                 cp.attention(*given, softmax_scale=scale(rank))
 
     hcp.loopback(2, layer, sharing=True)
+
+
+@pytest.mark.parametrize("captured", [[1], [0, 1, 0], [1, 1, 0]])
+def test_halves_and_stamps_that_a_graph_keeps_serve_any_number_of_exchanges(
+    captured: list[int],
+) -> None:
+    """As when it is replayed, other exchanges between: nothing but the counts differs."""
+    rows, width, ranks = 9, 3, 3
+    kind = Kind("check")
+
+    def work(groups: Any) -> None:
+        transport = groups.transport
+        others = [peer for peer in range(ranks) if peer != transport.rank]
+        whole = torch.tensor([[0, rows, 0, 0]])
+        runs = torch.tensor([[part * rows, rows, part, 0] for part in range(ranks)])
+        read = Read([(peer, rows) for peer in others], runs, ranks * rows, others)
+        shared = transport.share(Share(rows, (width,), torch.float64, whole, others, [read]))
+        pause, total = Random(transport.rank), 0
+        own = torch.empty(rows, width, dtype=torch.float64)
+
+        def exchange(number: int, stamp: Stamp) -> None:
+            nonlocal total
+            total += 1
+            own.fill_(10 * total + transport.rank)
+            time.sleep(pause.choice((0, 0, 0.002)))
+            found = shared.stage(number, [own], stamp, [own]).read(0).wait()[::rows, 0]
+            assert found.tolist() == [10 * total + peer for peer in (transport.rank, *others)]
+
+        for replay in range(40):
+            for place, half in enumerate(captured):
+                exchange(half, Stamp(kind, place))
+            if replay % 4 == 0:
+                exchange(replay // 4, Stamp(kind, 100 + replay))
+
+    hcp.loopback(ranks, work, sharing=True)
+
+
+def test_a_handler_of_fixed_capacity_reads_the_bits_that_it_is_sent() -> None:
+    def work(groups: Any) -> list[torch.Tensor]:
+        fixed, results = hcp.GraphHandler(groups, rows=64, sequences=8, ranks=3), []
+        for seed, lengths in enumerate([(57, 9, 61), (180,), (33, 33, 5, 1)]):
+            plan = hcp.plan(lengths, ranks=3, max_tokens_per_rank=64)
+            cp = hcp.ContextParallelHandler(plan, 0, groups.transport)
+            fixed.load(cp)
+            generator = torch.Generator().manual_seed(3 * seed + groups.transport.rank)
+            *given, grad = (
+                fixed.pad(torch.randn(cp.rows, heads, 8, generator=generator))
+                for heads in (4, 2, 2, 4)
+            )
+            leaves = [x.requires_grad_() for x in given]
+            out = fixed.attention(*leaves)
+            results += [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+        return results
+
+    sent, read = (hcp.loopback(3, work, sharing=sharing) for sharing in (False, True))
+    for one, other in zip(sent, read, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+def test_calls_of_captures_are_remembered_for_good() -> None:
+    recent, kind = Recent(0), Kind("check")
+    recent.add(Stamp(kind, 1), kept=True)
+    for number in range(2, 5000):
+        recent.add(Stamp(kind, number))
+    assert recent.of(Stamp(kind, 1).tag) == {"operation": "check", "call": 1, "pass": "forward"}
+    assert recent.of(Stamp(kind, 2).tag) is None
 
 
 def test_a_rank_that_does_not_come_is_named(mapped: type, monkeypatch: pytest.MonkeyPatch) -> None:
