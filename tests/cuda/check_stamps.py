@@ -3,9 +3,10 @@
     PYTHONPATH=tests python tests/cuda/check_stamps.py
 
 Two ranks attend to the micro-batches of a step, over each transport. Then one of them takes two
-micro-batches in another order, or attends with another scale. Neither may read a result, and at
-least one error has to name the difference. The check exits with 1 if a rank reads a result or
-hangs, or if no error names it. --device cpu runs it over Gloo.
+micro-batches in another order, or attends with another scale, or, through peers' memory, replays
+another CUDA graph. Neither may read a result, and at least one error has to name the difference.
+The check exits with 1 if a rank reads a result or hangs, or if no error names it. --device cpu runs
+it over Gloo.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import traceback
 from datetime import timedelta
 from typing import Any
 
-from support.launched import join, run_as_ranks
+from support.launched import end, join, run_as_ranks
 
 RANKS = 2
 READ, RAISED = 77, 78
@@ -28,6 +29,7 @@ PATIENCE = 90
 SAID = {
     "order": "micro-batch is",
     "scale": "softmax_scale is",
+    "replay": "call differs",
 }
 
 
@@ -40,26 +42,29 @@ def main() -> int:
     parser.add_argument("--store")
     args = parser.parse_args()
     if args.rank is not None:
-        return attend(args)
+        return replay(args) if args.what == "replay" else attend(args)
     wrong = 0
     for transport in ("torch", "nccl", "peer") if args.device == "cuda" else ("torch",):
         for what, words in SAID.items():
+            if what == "replay" and transport != "peer":
+                continue
             flags = "--device", args.device, "--what", what, "--transport", transport
-            end = run_as_ranks(__file__, RANKS, *flags, patience=PATIENCE)
+            outcome = run_as_ranks(__file__, RANKS, *flags, patience=PATIENCE)
             # Devices of torch.distributed stop without a word.
-            named = words in end.said or (transport == "torch" and args.device == "cuda")
-            ok = named and not {None, 0, READ} & set(end.codes)
+            named = words in outcome.said or (transport == "torch" and args.device == "cuda")
+            ok = named and not {None, 0, READ} & set(outcome.codes)
             wrong += not ok
             print(
-                f"{'ok ' if ok else 'BAD'} {transport:5} {what}: ranks ended with {end.codes} "
-                f"after {end.seconds:.0f} s, {words!r} {'' if words in end.said else 'not '}said",
+                f"{'ok ' if ok else 'BAD'} {transport:5} {what}: ranks ended with {outcome.codes} "
+                f"after {outcome.seconds:.0f} s, {words!r} "
+                f"{'' if words in outcome.said else 'not '}said",
                 flush=True,
             )
-            for line in end.said.splitlines():
+            for line in outcome.said.splitlines():
                 if "is in another call" in line:
                     print("     ", line[:200], flush=True)
             if not ok:
-                print(end.said[-3000:], flush=True)
+                print(outcome.said[-3000:], flush=True)
     return wrong > 0
 
 
@@ -95,13 +100,30 @@ def attend(args: argparse.Namespace) -> int:
         traceback.print_exc()
     else:
         os._exit(READ)
+    end(groups.transport, RAISED)
+
+
+def replay(args: argparse.Namespace) -> int:
+    import torch
+    from support.graphs import FixedLayer, plans_of_rows
+
+    import hcp
+
+    join(args.rank, RANKS, args.device, args.store)
+    groups = hcp.build_process_groups(transport=args.transport, timeout=timedelta(seconds=TIMEOUT))
+    fixed = hcp.GraphHandler(groups, rows=256, sequences=24, ranks=RANKS, backend="torch")
+    cp = hcp.ContextParallelHandler(plans_of_rows(RANKS, 256)[0], 0, groups.transport)
+    layers = [FixedLayer(fixed, 64, torch.bfloat16) for _ in range(2)]
+    for layer in layers:
+        layer.capture(cp)
+        print(float(layer.replay()[0].abs().max()), flush=True)
     try:
-        if hasattr(groups.transport, "check"):
-            groups.transport.check()
-    except hcp.HcpError:
+        print(float(layers[args.rank].replay()[0].abs().max()), flush=True)
+    except RuntimeError:
         traceback.print_exc()
-    sys.stderr.flush()
-    os._exit(RAISED)
+    else:
+        os._exit(READ)
+    end(groups.transport, RAISED)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,10 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NoReturn
 
 
 @dataclass(frozen=True)
@@ -81,3 +83,16 @@ def join(rank: int, ranks: int, device: str, store: str) -> None:
         world_size=ranks,
         device_id=own,
     )
+
+
+def end(transport: Any, code: int) -> NoReturn:
+    """End this rank with a code after its device has failed, and say why."""
+    from hcp import HcpError
+
+    try:
+        if hasattr(transport, "check"):
+            transport.check()
+    except HcpError:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(code)
