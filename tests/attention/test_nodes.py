@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
-from support.cases import Case, GlooGroups, dispatched, gloo_errors, loopback_error, loopback_rms
+from support.cases import (
+    Case,
+    GlooGroups,
+    attention_errors,
+    dispatched,
+    gloo_errors,
+    loopback_error,
+    loopback_rms,
+)
+from support.nodes import rows_needed_elsewhere
 from support.ranks import run_ranks, try_ranks
 from torch import Tensor
 
@@ -98,26 +108,102 @@ def test_each_row_crosses_once_for_each_node_that_sees_it(
         assert crossing(plan, sent_home, before) == node * expected  # once for each reader
 
 
-@pytest.mark.parametrize("comm_type", SENDING)
-def test_a_layer_sends_what_its_tables_say(comm_type: str) -> None:
-    case = Case((64,), 4, min_degree=4, comm_type=comm_type, node=2)
+def crossed(groups: Any, case: Case, node: int) -> list[int]:
+    """Bytes that this rank sends to other nodes: in forwards of a layer, and in its backwards."""
+    transport, sent = groups.transport, [0]
+    start = transport.start
 
-    def crossed(groups: Any) -> int:
-        transport, sent = groups.transport, []
-        start = transport.start
+    def counted(buffer: Tensor, sends: list[Move], *arguments: Any, **options: Any) -> Any:
+        row_bytes = buffer.shape[1:].numel() * buffer.itemsize
+        sent[-1] += row_bytes * sum(
+            move.rows for move in sends if move.peer // node != transport.rank // node
+        )
+        return start(buffer, sends, *arguments, **options)
 
-        def counted(buffer: Tensor, sends: list[Move], *arguments: Any, **options: Any) -> Any:
-            sent.extend(move.rows for move in sends if move.peer // 2 != transport.rank // 2)
-            return start(buffer, sends, *arguments, **options)
-
-        cp, local = next(iter(dispatched(groups, case)))
+    transport.start = counted
+    total = [0, 0]
+    for cp, local in list(dispatched(groups, case)):
         inputs = [local[name].clone().requires_grad_() for name in ("query", "key", "value")]
-        transport.start = counted
-        cp.attention(*inputs).backward(local.grad)
-        return sum(sent)
+        sent.append(0)
+        out = cp.attention(*inputs, causal=case.causal, window_size=case.window)
+        total[0] += sent[-1]
+        sent.append(0)
+        out.backward(local.grad)
+        total[1] += sent[-1]
+    return total
 
-    forward = 64 * 3 // 4
-    assert sum(hcp.loopback(4, crossed)) == 3 * forward  # keys twice, and their gradients
+
+PACKS = [(64,), (64, 1, 40, 97, 3, 12), (7, 7, 7, 5)]
+WINDOWS = [(-1, 0), (9, 0), (30, 4), (3, -1)]
+
+
+@pytest.mark.parametrize("comm_type", [*SENDING, "a2a+p2p"])
+@pytest.mark.parametrize(("node", "ranks"), [(2, 4), (2, 6), (3, 6)])
+def test_bytes_over_borders_are_those_of_rows_that_are_needed_there(
+    node: int, ranks: int, comm_type: str
+) -> None:
+    """Each row once for each node that sees it, forward and back, and once more in the backward."""
+    for lengths, window in product(PACKS, WINDOWS):
+        case = Case(
+            tuple(length + ranks for length in lengths),
+            ranks,
+            min_degree=ranks,
+            comm_type=comm_type,
+            causal=window[1] == 0,
+            window=window,
+            heads=6,
+            kv_heads=6,
+            node=node,
+            sizes=(node, ranks // node) if comm_type == "a2a+p2p" else None,
+        )
+        bound = rows_needed_elsewhere(case.plan(), node, window) * 6 * 16 * 8
+        found = hcp.loopback(ranks, lambda groups: crossed(groups, case, node))  # noqa: B023
+        forward, backward = (sum(each) for each in zip(*found, strict=True))
+        assert bound <= forward <= 1.05 * bound, (lengths, window, forward / max(1, bound))
+        assert 2 * bound <= backward <= 1.05 * 2 * bound, (lengths, window, backward, bound)
+
+
+@pytest.mark.parametrize("comm_type", [*SENDING, "a2a+p2p"])
+def test_plans_of_several_degrees_send_over_borders_what_is_needed_there(comm_type: str) -> None:
+    case = Case((200, 40, 97, 12, 60, 33), 8, capacity=64, kv_heads=4, node=2, comm_type=comm_type)
+    case = replace(case, sizes=(2, 2) if comm_type == "a2a+p2p" else None)
+    groups = [group for batch in case.plan().micro_batches for group in batch]
+    assert min(group.degree for group in groups) <= 2 < max(group.degree for group in groups)
+    bound = rows_needed_elsewhere(case.plan(), 2, (-1, 0)) * 4 * 16 * 8
+    found = hcp.loopback(8, lambda groups: crossed(groups, case, 2))
+    forward, backward = (sum(each) for each in zip(*found, strict=True))
+    assert 0 < bound <= forward <= 1.05 * bound, forward / bound
+    assert backward <= 1.05 * 2 * bound, backward / bound
+
+
+def test_heads_are_exchanged_inside_nodes() -> None:
+    """Of a2a+p2p, whose neighbours share a node: only rows of keys, and their gradients, leave."""
+    case = case_of(2, 4, comm_type="a2a+p2p", sizes=(2, 2))
+    plan = case.plan()
+    for rank in range(4):
+        words = schedule_words(
+            plan, 0, rank, "a2a+p2p", inner=2, window_size=(-1, 0), transport_key=0, by_nodes=True
+        )
+        moves = Schedule(words).head_moves
+        assert moves is not None
+        assert {move.peer // 2 for move in moves.sends} == {rank // 2}
+        assert {move.peer // 2 for move in moves.receives} == {rank // 2}
+
+
+def heads_over_gloo(rank: int, size: int, case: Case) -> tuple[float, int, int]:
+    """The largest error, and the bytes that leave the node in forwards and backwards."""
+    error = max(attention_errors(GlooGroups(), case))
+    forward, backward = crossed(GlooGroups(), case, 2)
+    return error, forward, backward
+
+
+def test_hierarchical_groups_over_gloo_send_between_nodes_what_is_needed_there() -> None:
+    case = case_of(2, 4, comm_type="a2a+p2p", sizes=(2, 2))
+    errors, forward, backward = zip(*run_ranks(4, heads_over_gloo, case), strict=True)
+    assert max(errors) <= 1e-10
+    bound = rows_needed_elsewhere(case.plan(), 2, (-1, 0)) * 2 * 16 * 8
+    assert sum(forward) == bound
+    assert sum(backward) == 2 * bound
 
 
 def test_all_ranks_of_a_node_bring_rows_over_its_border() -> None:

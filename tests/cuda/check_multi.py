@@ -2,8 +2,13 @@
 
     torchrun --nproc-per-node 2 tests/cuda/check_multi.py [--transports peer nccl]
 
-On one GPU, which ranks of several hosts share (tests/cuda/as_nodes.py), `--transports nccl`. It
-exits with 1 if a result is wrong.
+As ranks of several hosts, 4 of them on 2 GPUs: plans know the nodes, and rows cross their borders
+once. It also counts the bytes that do.
+
+    torchrun --nproc-per-node 4 tests/cuda/as_nodes.py 2 tests/cuda/check_multi.py --nodes 2
+
+On one GPU, which ranks of several hosts share, `--transports nccl`. It exits with 1 if a result is
+wrong.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from itertools import product
 import torch
 import torch.distributed as dist
 from support.cases import Case, attention_errors
+from support.nodes import rows_needed_elsewhere
 
 import hcp
 from hcp._words import CommType, TransportName
@@ -26,6 +32,7 @@ from hcp.attention.kernels import agreed as agreement
 from hcp.attention.kernels.speeds import MEASURED
 from hcp.exchange.agreement import Kind, Stamp
 from hcp.exchange.connect import TRANSPORTS
+from hcp.exchange.mixed import MixedTransport
 from hcp.exchange.tables import Move
 
 LENGTHS = (97, 40, 13, 2, 1, 7, 300)
@@ -33,10 +40,18 @@ LENGTHS = (97, 40, 13, 2, 1, 7, 300)
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=TRANSPORTS[1:])
-    transports: list[TransportName] = parser.parse_args().transports
+    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS)
+    parser.add_argument("--nodes", type=int, default=1, help="hosts that the ranks are on")
+    args = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    if args.nodes > 1:
+        wrong = check_nodes(
+            args.transports or ["nccl", "mixed"], dist.get_world_size() // args.nodes
+        )
+        dist.destroy_process_group()
+        return wrong > 0
+    transports: list[TransportName] = args.transports or ["torch", "nccl", "peer"]
     wrong = sum(check(transport) for transport in transports)
     if {"peer", "nccl"} <= {*transports}:
         wrong += check_long("peer", "nccl")
@@ -49,14 +64,73 @@ def main() -> int:
     return wrong > 0
 
 
-def check(transport: TransportName) -> int:
-    """The number of wrong cases."""
+def check_nodes(transports: Sequence[TransportName], node: int) -> int:
+    """The number of wrong cases of ranks on several hosts. ``node``: ranks of each."""
+    groups = hcp.build_process_groups()
+    wrong = report(
+        node == 1 or groups.transport.name == "mixed", f"auto chooses {groups.transport.name!r}"
+    )
+    groups.close()
+    wrong += sum(check(transport, node) for transport in transports)
+    if {"mixed", "nccl"} <= {*transports}:
+        wrong += check_long("mixed", "nccl", node=node)
+    if "mixed" in transports:
+        wrong += check_bytes(node)
+    return wrong
+
+
+def check_bytes(node: int) -> int:
+    """The number of packs of which more crosses the borders of nodes than rows that are needed
+    there, each once: what the part of `mixed` that sends by NCCL sends."""
+    groups = hcp.build_process_groups(transport="mixed")
+    transport, ranks = groups.transport, groups.size("dp_cp")
+    assert isinstance(transport, MixedTransport)
+    heads, head_dim = 4, 64
+    wrong = 0
+    types: tuple[CommType, ...] = ("p2p", "all_gather", "a2a+p2p")
+    windows = (-1, 0), (-1, -1), (100, 0)
+    for comm_type, lengths, window in product(types, ((4096,), (2048, 700, 331, 97)), windows):
+        plan = hcp.plan(
+            lengths, ranks=ranks, max_tokens_per_rank=4096, min_degree=ranks, ranks_per_node=node
+        )
+        sizes = (node, ranks // node) if comm_type == "a2a+p2p" else None
+        cp = hcp.ContextParallelHandler(
+            plan,
+            0,
+            transport,
+            comm_types=[comm_type],
+            hierarchical_context_parallel_sizes=sizes,
+        )
+        leaves = [
+            torch.randn(cp.rows, heads, head_dim, device="cuda").bfloat16().requires_grad_()
+            for _ in range(3)
+        ]
+        causal = window[1] == 0
+        for _ in range(2):  # at the first call, ranks also compare it
+            before = transport.bytes_sent
+            out = cp.attention(*leaves, causal=causal, window_size=window)
+            between = transport.bytes_sent
+            torch.autograd.grad(out, leaves, out.detach())
+            found = between - before, transport.bytes_sent - between
+        forward, backward = (total(bytes_sent) for bytes_sent in found)
+        bound = rows_needed_elsewhere(plan, node, window) * 2 * heads * head_dim * 2
+        wrong += report(
+            bound <= forward <= 1.05 * bound and backward <= 2 * 1.05 * bound,
+            f"mixed {comm_type:10} {len(lengths)} sequences, window {window!s:8}: "
+            f"{forward:.0f} bytes cross forward, {backward:.0f} backward: "
+            f"{forward / bound:.3f} and {backward / 2 / bound:.3f} of the bound",
+        )
+    groups.close()
+    return wrong
+
+
+def check(transport: TransportName, node: int | None = None) -> int:
+    """The number of wrong cases. ``node``: ranks of a host, where there are several."""
     groups = hcp.build_process_groups(transport=transport)
     ranks = groups.size("dp_cp")
     wrong = 0
-    for comm_type, causal, min_degree in product(
-        hcp.COMM_TYPES, (True, False), sorted({1, 2, ranks})
-    ):
+    degrees = sorted({1, 2, ranks} if node is None else {1, ranks})
+    for comm_type, causal, min_degree in product(hcp.COMM_TYPES, (True, False), degrees):
         for dtype, limit in (("float64", 1e-10), ("bfloat16", 0.1)):
             case = Case(
                 LENGTHS,
@@ -67,6 +141,7 @@ def check(transport: TransportName) -> int:
                 causal=causal,
                 head_dim=64,
                 dtype=dtype,
+                node=node,
             )
             worst = largest(max(attention_errors(groups, case)))
             wrong += report(
@@ -78,10 +153,11 @@ def check(transport: TransportName) -> int:
     return wrong
 
 
-def check_long(*transports: TransportName) -> int:
+def check_long(*transports: TransportName, node: int | None = None) -> int:
     """The number of results of long sequences that differ between transports in any bit.
 
-    A rank has 64 MiB of keys and values, which `peer` reads piece by piece and in copies.
+    A rank has 64 MiB of keys and values, which `peer` reads piece by piece and in copies, and
+    `mixed` sends through its slots.
     Attention adds in one order meanwhile."""
     torch.use_deterministic_algorithms(True)
     found: dict[str, list[torch.Tensor]] = {}
@@ -92,7 +168,11 @@ def check_long(*transports: TransportName) -> int:
         types: tuple[CommType, ...] = ("p2p", "all_gather")
         for comm_type, lengths in product(types, ((16384 * ranks,), (2048 * ranks,) * 8)):
             plan = hcp.plan(
-                lengths, ranks=ranks, max_tokens_per_rank=16384 + 2 * ranks, min_degree=ranks
+                lengths,
+                ranks=ranks,
+                max_tokens_per_rank=16384 + 2 * ranks,
+                min_degree=ranks,
+                ranks_per_node=node,
             )
             cp = hcp.ContextParallelHandler(plan, 0, groups.transport, comm_types=[comm_type])
             generator = torch.Generator("cuda").manual_seed(groups.rank("dp_cp"))
@@ -245,6 +325,13 @@ def largest(error: float) -> float:
     worst = torch.tensor(error, device="cuda", dtype=torch.float64)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     return worst.item()
+
+
+def total(number: int) -> float:
+    """The sum over all ranks."""
+    numbers = torch.tensor(number, device="cuda", dtype=torch.float64)
+    dist.all_reduce(numbers)
+    return numbers.item()
 
 
 def report(ok: bool, text: str) -> int:

@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# What ranks of two hosts prove, on the GPUs of one machine: 4 ranks on 2 GPUs, two a host, which NCCL
+# takes for two hosts. Builds nothing: needs hcp importable.
+#   tests/cuda/run_nodes.sh [RANKS]
+# Every part runs, whatever became of those before; a part that hangs is ended, and all of them
+# within 4 minutes. Last a table, and exit code 1 where a part failed.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit
+ranks=${1:-4} hosts=2
+export PYTHONPATH="$PWD:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=4
+failed=0 all=234 table=$(printf '%-14s %4s %8s' part exit seconds)
+
+part() { # NAME MOST_SECONDS COMMAND...
+  local name=$1 most=$2 left=$((all - SECONDS)) begun=$SECONDS code=0
+  shift 2
+  echo "== $name"
+  if ((left < 10)); then
+    code=124 # as where timeout ends it
+  else
+    timeout --kill-after=5 "$((left < most ? left : most))" "$@" || code=$?
+  fi
+  ((code == 0)) || failed=1
+  table+=$'\n'$(printf '%-14s %4d %8d' "$name" "$code" $((SECONDS - begun)))
+}
+
+as_nodes() { # NAME MOST_SECONDS SCRIPT OPTIONS...
+  part "$1" "$2" python3 -m torch.distributed.run --standalone --nproc-per-node "$ranks" \
+    tests/cuda/as_nodes.py "$hosts" "${@:3}"
+}
+
+fails() { # NAME MOST_SECONDS SCRIPT OPTIONS...
+  part "$1" "$2" python3 "$3" --ranks "$ranks" --hosts "$hosts" "${@:4}"
+}
+
+as_nodes check_multi 110 tests/cuda/check_multi.py --nodes "$hosts"
+fails late-mixed 60 tests/cuda/check_late.py --transports mixed
+fails killed-mixed 70 tests/cuda/check_killed.py --transports mixed
+fails killed-nccl 40 tests/cuda/check_killed.py --transports nccl --victims $((ranks - 1))
+echo "$table"
+exit "$failed"
