@@ -91,6 +91,8 @@ class MixedTransport(NcclTransport):
     """
 
     name = "mixed"
+    _near: NodeMemory | None = None
+    """None where a rank is alone in its node."""
 
     def __init__(
         self,
@@ -102,12 +104,14 @@ class MixedTransport(NcclTransport):
     ) -> None:
         super().__init__(group, timeout=timeout)
         self.node: Sequence[int] = next(node for node in nodes if self.rank in node)
-        self._near: NodeMemory | None = None
         if len(self.node) > 1:
             self._near = self._map(buffer_bytes, timeout)
 
     def _map(self, buffer_bytes: int, timeout: float) -> NodeMemory:
-        """Map the memory of the node's other ranks. Only these ranks call it."""
+        """Map the memory of the node's other ranks. Only these ranks call it.
+
+        Their group stays: torch names such a group by its ranks and those that there are, and a
+        later one of the same name would find the addresses of this one."""
         ranks = [self.global_ranks[rank] for rank in self.node]
         group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         streams = [
@@ -118,7 +122,6 @@ class MixedTransport(NcclTransport):
             symmetric_memory(self, group, stream, buffer_bytes=buffer_bytes, timeout=timeout)
             for stream in streams
         ]
-        dist.destroy_process_group(group)
         self._memory = [tensor for tensor, _ in mapped]  # alive as long as it is mapped
         (_, keys), (_, messages) = mapped
         return NodeMemory(self.node, keys, messages, streams[1])

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from support.cases import (
     Case,
     GlooGroups,
@@ -16,7 +23,9 @@ from support.cases import (
     gloo_errors,
     loopback_error,
     loopback_rms,
+    staged_by,
 )
+from support.mapped import MixedGloo
 from support.nodes import rows_needed_elsewhere
 from support.ranks import run_ranks, try_ranks
 from torch import Tensor
@@ -243,6 +252,61 @@ def dies_on_the_other_node(rank: int, size: int, comm_type: str) -> None:
 def test_a_rank_that_fails_on_the_other_node_ends_the_others(comm_type: str) -> None:
     results = try_ranks(4, dies_on_the_other_node, comm_type)
     assert [result.kind for result in results] == [*["HcpError"] * 3, "OSError"]
+
+
+def ends_on_the_other_node(
+    rank: int, size: int, transport: str, comm_type: str, folder: str, away: str
+) -> None:
+    """The last rank is killed, or late, in the second layer."""
+    mixed = transport == "mixed"
+    over = MixedGloo(folder, 2, SECONDS) if mixed else GlooGroups(SECONDS).transport
+    case = case_of(2, size, comm_type=comm_type)
+    cp = hcp.ContextParallelHandler(case.plan(), 0, over, comm_types=[comm_type])
+    query, key, value = torch.randn(3, cp.rows, 4, 8).unbind()
+    cp.attention(query, key, value)
+    if rank == size - 1:
+        if away == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(3 * SECONDS)
+        raise OSError("late")
+    cp.attention(query, key, value)
+
+
+SECONDS = 4
+"""The timeout of an exchange, in the tests that wait until it ends."""
+
+
+@pytest.mark.parametrize(
+    ("transport", "comm_type", "away"),
+    [
+        ("torch", "p2p", "killed"),
+        ("torch", "all_gather", "late"),
+        ("mixed", "p2p", "late"),
+        ("mixed", "all_gather", "killed"),
+    ],
+)
+def test_a_rank_of_the_other_node_that_is_killed_or_late_ends_all_others_in_words(
+    tmp_path: Path, transport: str, comm_type: str, away: str
+) -> None:
+    results = try_ranks(4, ends_on_the_other_node, transport, comm_type, str(tmp_path), away)
+    assert [result.kind for result in results[:3]] == ["HcpError"] * 3, results
+    said = [result.message for result in results[:3]]
+    assert all(re.search(r"rank \d: (the exchange with|rank \d has not come)", x) for x in said)
+    assert any(re.search(r"rank \d: .*\b3\b", x) for x in said), said
+
+
+def mixed_over_gloo(rank: int, size: int, case: Case, folder: str) -> list[float]:
+    transport = MixedGloo(folder, 2, 60)
+    with staged_by(case.stage_rows):
+        return attention_errors(SimpleNamespace(transport=transport), case)
+
+
+@pytest.mark.parametrize("comm_type", TYPES)
+def test_processes_that_read_inside_nodes_and_send_between_them_equal_one_rank(
+    tmp_path: Path, comm_type: str
+) -> None:
+    case = case_of(2, 4, comm_type=comm_type, stage_rows=30)
+    assert max(map(max, run_ranks(4, mixed_over_gloo, case, str(tmp_path)))) <= 1e-10
 
 
 def differs_on_the_other_node(rank: int, size: int, comm_type: str) -> None:

@@ -9,6 +9,7 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,10 @@ from support.mapped import MixedLoopback
 import hcp
 from hcp.exchange.agreement import Kind, Stamp
 from hcp.exchange.mailbox import rounds_of
+from hcp.exchange.mixed import MixedTransport
+from hcp.exchange.nccl import NcclTransport
 from hcp.exchange.tables import Move
+from hcp.exchange.transport import read_in_place
 
 loopback_module = sys.modules["hcp.exchange.loopback"]
 
@@ -235,3 +239,74 @@ def test_a_row_larger_than_a_slot_is_refused_with_what_would_do(mixed: Any) -> N
         hcp.loopback(3, exchange, sharing=True)
     mixed.buffer_bytes = int(str(error.value).split("peer_buffer_bytes=")[1].split()[0])
     hcp.loopback(3, exchange, sharing=True)
+
+
+# ---- the transport of GPUs -----------------------------------------------------------------------
+
+
+class Far:
+    """Stands for NCCL: it notes what it is given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.given: list[tuple[Any, ...]] = []
+
+        def init(transport: Any, group: Any, *, timeout: float) -> None:
+            transport.rank, transport.size, transport.global_ranks = 1, 4, [4, 5, 6, 7]
+            transport.check()  # as connecting does
+
+        def start(
+            transport: Any, sent: Any, sends: Any, received: Any, receives: Any, *, stamp: Any
+        ) -> Any:
+            self.given.append((sends, receives))
+            return SimpleNamespace(wait=lambda: self.given.append(("waited",)))
+
+        monkeypatch.setattr(NcclTransport, "__init__", init)
+        monkeypatch.setattr(NcclTransport, "start", start)
+        monkeypatch.setattr(NcclTransport, "check", lambda transport: None)
+
+
+class Near:
+    """Stands for a node's memory, of ranks 0 and 1."""
+
+    def __init__(self) -> None:
+        self.given: list[Any] = []
+
+    def start(self, far: Any, *given: Any) -> Any:
+        self.given.append(given)
+        return far(*given[:4], stamp=given[4])
+
+    def check(self) -> None:
+        raise hcp.HcpError("rank 0 has not come", code="rank-late")
+
+
+MOVES = [Move(0, 0, 1), Move(2, 1, 1)]
+
+
+def test_a_rank_alone_in_its_node_sends_all_by_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    far, rows, stamp = Far(monkeypatch), torch.zeros(2, 8), Stamp(Kind("a test"))
+    transport = MixedTransport(None, [[0], [1], [2, 3]], timeout=9.0)  # type: ignore[arg-type]
+    assert transport.node == [1]
+    assert not read_in_place(transport, [0, 1])
+    transport.start(rows, MOVES, rows, MOVES, stamp=stamp).wait()
+    transport.check()
+    assert far.given == [(MOVES, MOVES), ("waited",)]
+
+
+def test_a_rank_of_a_node_splits_exchanges_and_reports_what_fails_in_the_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    far, near, made = Far(monkeypatch), Near(), []
+    monkeypatch.setattr(
+        MixedTransport, "_map", lambda transport, *given: made.append(given) or near
+    )
+    rows, stamp = torch.zeros(2, 8), Stamp(Kind("a test"))
+    group: Any = None
+    transport = MixedTransport(group, [[0, 1], [2, 3]], buffer_bytes=7, timeout=9.0)
+    assert made == [(7, 9.0)]
+    assert read_in_place(transport, [0, 1])
+    assert not read_in_place(transport, [0, 1, 2])
+    transport.start(rows, MOVES, rows, MOVES, stamp=stamp).wait()
+    assert near.given == [(rows, MOVES, rows, MOVES, stamp)]
+    assert far.given == [(MOVES, MOVES), ("waited",)]
+    with pytest.raises(hcp.HcpError, match="rank 0 has not come"):
+        transport.check()

@@ -1,4 +1,4 @@
-"""Domains in a process whose ranks have mapped each other's memory, as GPUs of a node do.
+"""Domains whose ranks have mapped each other's memory, as GPUs of a node do.
 
 Halves, slots, counts and signals are those of the transports between GPUs. Here signals and rows
 lie in CPU memory, and a thread waits in place of a stream.
@@ -6,32 +6,35 @@ lie in CPU memory, and a thread waits in place of a stream.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hcp.exchange.loopback import LoopbackTransport
 from hcp.exchange.mixed import NodeMemory
 from hcp.exchange.peer import PeerMemory, PeerShared, memory_bytes
 from hcp.exchange.tables import Move
-from hcp.exchange.torch_p2p import Board
+from hcp.exchange.torch_p2p import Board, TorchTransport
 from hcp.exchange.transport import Pending, Share
 
 _creation = threading.Lock()
 
 
 def memory_of(
-    world: Any, name: str, rank: int, *, buffer_bytes: int, timeout: float, board: Board | None
+    memories: Sequence[torch.Tensor],
+    rank: int,
+    *,
+    buffer_bytes: int,
+    timeout: float,
+    board: Board | None,
 ) -> PeerMemory:
-    """One rank's end of memory of a name that all ranks of a loopback have mapped."""
-    with _creation:
-        if not hasattr(world, name):
-            size = memory_bytes(world.size, buffer_bytes)
-            made = [torch.zeros(size, dtype=torch.uint8) for _ in range(world.size)]
-            setattr(world, name, made)
-    memories = getattr(world, name)
+    """One rank's end of memory. ``memories``: that of each rank, as bytes."""
 
     def view(rank: int, shape: tuple[int, int], dtype: torch.dtype, start: int) -> torch.Tensor:
         return memories[rank].view(dtype)[start : start + shape[0] * shape[1]].view(shape)
@@ -62,9 +65,13 @@ class MappedTransport(LoopbackTransport):
         self._peers_memory = self._mapped("memories")
 
     def _mapped(self, name: str) -> PeerMemory:
+        with _creation:
+            if not hasattr(self._world, name):
+                size = memory_bytes(self.size, self.buffer_bytes)
+                made = [torch.zeros(size, dtype=torch.uint8) for _ in range(self.size)]
+                setattr(self._world, name, made)
         return memory_of(
-            self._world,
-            name,
+            getattr(self._world, name),
             self.rank,
             buffer_bytes=self.buffer_bytes,
             timeout=self.timeout,
@@ -100,3 +107,50 @@ class MixedLoopback(MappedTransport):
         if self.near is None:
             return super().start(sent, sends, received, receives, stamp=stamp)
         return self.near.start(super().start, sent, sends, received, receives, stamp)
+
+
+class MixedGloo(TorchTransport):
+    """One of several nodes of processes: it reads inside a node, and sends between nodes by Gloo.
+
+    ``folder``: the same on all ranks, where files of theirs are mapped.
+    """
+
+    BUFFER_BYTES = 2**18
+
+    def __init__(self, folder: str, node: int, timeout: float) -> None:
+        super().__init__(dist.new_group(timeout=timedelta(seconds=timeout)))
+        first = self.rank - self.rank % node
+        self.node = range(first, first + node)
+        keys, messages = (
+            memory_of(
+                [self._file(folder, name, rank) for rank in range(self.size)],
+                self.rank,
+                buffer_bytes=self.BUFFER_BYTES,
+                timeout=timeout,
+                board=self.board,
+            )
+            for name in ("keys", "messages")
+        )
+        self.near = NodeMemory(self.node, keys, messages)
+        self.all_gather_bytes(b"", "mapped")
+
+    def _file(self, folder: str, name: str, rank: int) -> torch.Tensor:
+        size = memory_bytes(self.size, self.BUFFER_BYTES)
+        path = Path(folder, f"{name} {rank}")
+        with path.open("ab") as file:  # whoever is first makes it
+            os.truncate(file.fileno(), size)
+        return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+
+    def start(
+        self,
+        sent: torch.Tensor,
+        sends: Sequence[Move],
+        received: torch.Tensor,
+        receives: Sequence[Move],
+        *,
+        stamp: Any,
+    ) -> Pending:
+        return self.near.start(super().start, sent, sends, received, receives, stamp)
+
+    def share(self, share: Share) -> PeerShared:
+        return self.near.share(share)
