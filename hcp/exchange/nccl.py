@@ -40,6 +40,8 @@ class NcclTransport(TorchTransport):
     """
 
     name = "nccl"
+    bytes_sent = 0
+    """Bytes of rows that NCCL has been given for other ranks so far."""
 
     def __init__(self, group: dist.ProcessGroup, *, timeout: float = 600.0) -> None:
         super().__init__(group)
@@ -53,8 +55,6 @@ class NcclTransport(TorchTransport):
         self._recent = Recent(self.rank)
         self._stamps = torch.zeros(1 + self.size, dtype=torch.int64, device=self.device)
         self._tables: dict[tuple[Move, ...], _Table] = {}
-        self.bytes_sent = 0
-        """Bytes of rows sent to other ranks so far."""
         self._connect()
 
     @ranged("hcp: exchange")
