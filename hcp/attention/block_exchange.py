@@ -15,7 +15,13 @@ from torch import Tensor
 from hcp import ops
 from hcp.exchange.agreement import Stamp
 from hcp.exchange.tables import Move, Read
-from hcp.exchange.transport import Share, SharingTransport, Transport, shares
+from hcp.exchange.transport import (
+    Share,
+    SharingTransport,
+    Transport,
+    read_in_place,
+    shares,
+)
 
 
 class BlockExchange(Protocol):
@@ -32,9 +38,18 @@ class BlockExchange(Protocol):
 def block_exchange(
     transport: Transport, block: range, rows: int, width: int, dtype: torch.dtype
 ) -> BlockExchange:
-    """Make the exchange of a block of ranks."""
-    if shares(transport):
+    """Make the exchange of a block of ranks. Raises ValueError where only some of them read each
+    other's memory."""
+    if read_in_place(transport, block):
+        assert shares(transport)
         return ReadBlock(transport, block, rows, width, dtype)
+    if shares(transport):
+        raise ValueError(
+            f"ranks {block[0]} to {block[-1]} are a block that spans nodes, and transport is "
+            f"{transport.name!r}, whose exchanges between nodes no graph captures: let ranks be "
+            f"at most the {len(transport.node)} of a node, or build the groups with "
+            'transport="nccl"'
+        )
     return SentBlock(transport, block, rows)
 
 

@@ -15,7 +15,13 @@ from torch import Tensor
 from hcp.exchange.agreement import Stamp
 from hcp.exchange.mailbox import Mailboxes, takes
 from hcp.exchange.nccl import NcclTransport
-from hcp.exchange.peer import BUFFER_BYTES, PeerMemory, PeerShared, symmetric_memory
+from hcp.exchange.peer import (
+    BUFFER_BYTES,
+    PeerMemory,
+    PeerShared,
+    refuse_in_graphs,
+    symmetric_memory,
+)
 from hcp.exchange.tables import Move
 from hcp.exchange.transport import Pending, Share
 
@@ -137,6 +143,7 @@ class MixedTransport(NcclTransport):
     ) -> Pending:
         if self._near is None:
             return super().start(sent, sends, received, receives, stamp=stamp)
+        refuse_in_graphs(self.rank, stamp)
         return self._near.start(super().start, sent, sends, received, receives, stamp)
 
     def share(self, share: Share) -> PeerShared:

@@ -41,6 +41,19 @@ _LATE, _OTHER = 1, 2
 BUFFER_BYTES = 2**30
 
 
+def refuse_in_graphs(rank: int, stamp: Stamp) -> None:
+    """Refuse rows that ranks send each other while a CUDA graph captures: their halves of memory
+    change from call to call."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise HcpError(
+            f"rank {rank}: a CUDA graph captures rows that ranks send each other "
+            f"({agreement.name(stamp.fields)}), expected keys and values that they read from "
+            'each other\'s memory (comm types "p2p" and "all_gather", and hcp.GraphHandler): '
+            'build the process groups with transport="nccl" for others',
+            code="cuda-graph",
+        )
+
+
 class PeerTransport(TorchTransport):
     """A transport whose ranks also read rows from each other's memory.
 
@@ -69,14 +82,7 @@ class PeerTransport(TorchTransport):
         *,
         stamp: Stamp,
     ) -> Pending:
-        if torch.cuda.is_current_stream_capturing():
-            raise HcpError(
-                f"rank {self.rank}: a CUDA graph captures rows that ranks send each other "
-                f"({agreement.name(stamp.fields)}), expected keys and values that they read from "
-                'each other\'s memory (comm types "p2p" and "all_gather", and hcp.GraphHandler): '
-                'build the process groups with transport="nccl" for others',
-                code="cuda-graph",
-            )
+        refuse_in_graphs(self.rank, stamp)
         return super().start(sent, sends, received, receives, stamp=stamp)
 
     def check(self) -> None:

@@ -49,7 +49,8 @@ def build_process_groups(
     before its p2p). Their product is `cp`, their groups are `hierarchy`. `transport` carries keys
     and values; it is one of TRANSPORTS in hcp.exchange.connect. The first rank of each dp_cp group
     logs the choice of "auto" and its reason (logger "hcp", INFO). `peer_buffer_bytes`: the memory
-    of each GPU that "peer" takes, twice the bytes that one layer exchanges at most.
+    of each GPU that "peer" takes, twice the bytes that one layer exchanges at most; "mixed" takes
+    it twice.
 
     A process that no launcher started (`python file.py`, a notebook) becomes a job of one rank if
     torch.distributed is not initialised: NCCL if it has a GPU, else Gloo. Raises HcpError if a

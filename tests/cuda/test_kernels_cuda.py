@@ -209,6 +209,30 @@ def test_long_runs_that_are_copied_are_the_rows_of_a_sum(rows: int) -> None:
     assert words[2].tolist() == [1 << 32] + [0] * (PIECES - 1)
 
 
+@pytest.mark.parametrize("width", [1, 3, 512])
+@pytest.mark.parametrize("rows", [1, 7, 5000])
+def test_words_are_read_into_rows_that_there_are_bit_by_bit(rows: int, width: int) -> None:
+    """Also those that are no numbers; and the rows around them stay."""
+    words = torch.zeros(2, PIECES, dtype=torch.int64, device="cuda")
+    words[0] = 1 << 32 | 5
+    bits = torch.randint(-(2**63), 2**63 - 1, (rows, width), device="cuda")
+    bits[0, 0] = torch.tensor(0xFFF0_0000_0000_0001 - 2**64)  # a signalling NaN
+    counts, progress = torch.zeros(2).long(), torch.zeros(PIECES, device="cuda").int()
+    met, done = (torch.tensor([(words[i].data_ptr(), i, 0, 1)]) for i in range(2))
+    out = torch.full((rows + 2, width), 7, device="cuda")
+    runs = torch.tensor([(0, rows, 0, 0)])
+    stream = torch.cuda.Stream().cuda_stream
+    torch.ops.hcp.read_into(
+        out[1:-1].view(torch.float64),
+        *([bits.view(torch.float64)], runs, 1, 0, met, done, progress, counts, 5, 10**9),
+        *(torch.zeros(4).long().pin_memory(), stream),
+    )
+    torch.ops.hcp.join(out, stream)
+    assert torch.equal(out[1:-1], bits)
+    assert torch.equal(out[:: rows + 1], torch.full((2, width), 7, device="cuda"))
+    assert words[1].tolist() == [1 << 32] + [0] * (PIECES - 1)
+
+
 @pytest.mark.parametrize("rows", [16384, 40000])  # by a kernel all pieces at once, or one by one
 @pytest.mark.parametrize("long", [False, True])  # by a kernel, or by the copy engine
 @pytest.mark.parametrize("owners", [1, 2])
