@@ -23,18 +23,23 @@ from hcp.exchange.transport import row_bytes_of, rows_of
 
 _TABLES = 4096
 _ALIGNMENT = 4096
-_WORD = torch.float64
-"""What all rows are copied as. A sum of one part keeps its bits, whatever they are."""
+_WORDS = torch.float64, torch.float32
+"""What rows are copied as. A sum of one part keeps their bits, whatever they are."""
 
 
 def takes(buffer: Tensor) -> bool:
     """Whether rows of a buffer can go through mailboxes: the same on both ranks of a message."""
-    return row_bytes_of(buffer) % _WORD.itemsize == 0 < row_bytes_of(buffer)
+    return row_bytes_of(buffer) > 0 and _word_of(buffer) is not None
+
+
+def _word_of(buffer: Tensor) -> torch.dtype | None:
+    return next((word for word in _WORDS if row_bytes_of(buffer) % word.itemsize == 0), None)
 
 
 def _words(rows: Tensor) -> Tensor:
     """The same bytes. A buffer that is not used may have rows of any size."""
-    return rows.view(_WORD) if takes(rows) else rows.new_empty(0, 0, dtype=_WORD)
+    word = _word_of(rows) if rows.shape[1] else None
+    return rows.new_empty(0, 0) if word is None else rows.view(word)
 
 
 class _Stage(NamedTuple):
@@ -91,9 +96,9 @@ class Mailboxes:
         """Begin to exchange rows with other ranks of the node: see ``Transport.start``."""
         self._memory.begin(stamp)
         source, target = _words(rows_of(sent)), _words(rows_of(received))
-        width = (source if sends else target).shape[1]
+        row_bytes = row_bytes_of(sent if sends else received)
         with self._on_stream():
-            for one in self._rounds_of(sends, receives, width * _WORD.itemsize):
+            for one in self._rounds_of(sends, receives, row_bytes):
                 for stage in one.stages:
                     self._stage(stage, source, stamp.tag)
                 halves = {

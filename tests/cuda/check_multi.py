@@ -93,7 +93,7 @@ def check_bytes(node: int) -> int:
         plan = hcp.plan(
             lengths, ranks=ranks, max_tokens_per_rank=4096, min_degree=ranks, ranks_per_node=node
         )
-        sizes = (node, ranks // node) if comm_type == "a2a+p2p" else None
+        sizes = (node, ranks // node) if comm_type == "a2a+p2p" else ()
         cp = hcp.ContextParallelHandler(
             plan,
             0,
