@@ -264,6 +264,20 @@ Signals signals_of(const char *name, const Tensor &tensor, int64_t counts) {
 
 Cuts cuts_of(const Tensor &tensor) { return records_of<Cut>("cuts", tensor); }
 
+Results results_of(const Tensor &tensor) {
+  Results results = records_of<Result>("results", tensor);
+  for (int64_t i = 0; i < results.n; ++i) {
+    const Result &result = results.data[i];
+    if (result.kind < Result::ROWS || result.kind > Result::ZEROS)
+      refuse("results[", i, "] is of kind ", result.kind, ", expected 0 (rows), 1 (float32) or ",
+             "2 (float32 zeros)");
+    if (result.rows < 0 || result.heads < 0 || result.size < 0)
+      refuse("results[", i, "] is ", result.rows, " x ", result.heads, " x ", result.size,
+             ", expected sizes >= 0");
+  }
+  return results;
+}
+
 Moves moves_of(const Tensor &tensor, int64_t rows) {
   Moves moves = records_of<Move>("moves", tensor);
   for (int64_t i = 0; i < moves.n; ++i) {

@@ -60,6 +60,13 @@ struct Cut {
   int64_t row, rows;
 };
 using Cuts = Records<Cut>;
+// What a library's call gives: rows x heads x size in the dtype of its rows, or rows x heads in
+// float32.
+struct Result {
+  enum Kind : int64_t { ROWS, FLOATS, ZEROS };
+  int64_t kind, rows, heads, size;
+};
+using Results = Records<Result>;
 
 // (2, 3), as messages say it.
 std::string shape_text(const Sizes &sizes);
@@ -107,6 +114,7 @@ Runs runs_of(const Tensor &tensor, const Sizes &part_rows, int64_t out_rows);
 Signals signals_of(const char *name, const Tensor &tensor, int64_t counts);
 Moves moves_of(const Tensor &tensor, int64_t rows);
 Cuts cuts_of(const Tensor &tensor);
+Results results_of(const Tensor &tensor);
 
 // Partial results of attention: parts[p] is outs[p] (rows x heads x head_dim)
 // with lses[p] (rows x heads).

@@ -2,6 +2,7 @@
 #include <chrono>
 #include <thread>
 
+#include "calls.h"
 #include "hcp/signal.h"
 #include "shared.h"
 
@@ -137,6 +138,7 @@ STABLE_TORCH_LIBRARY(hcp, m) {
       "merge_last(Tensor total, Tensor total_lse, Tensor[] outs, Tensor[] lses, Tensor runs) "
       "-> (Tensor, Tensor)");
   m.def("sum_on(Tensor(a!) total, bool begun, Tensor[] parts, Tensor runs) -> ()");
+  m.def("call_memory(Tensor(a)[] rows, Tensor(a)[] sums, Tensor results) -> Tensor(a)[]");
   m.def("signal_set(Tensor(a!) memory, Tensor signals, Tensor(b!) counts, int tag) -> ()");
   m.def(
       "stage(Tensor(a!) out, Tensor[] parts, Tensor runs, int columns, Tensor free, "
@@ -166,5 +168,6 @@ STABLE_TORCH_LIBRARY(hcp, m) {
 STABLE_TORCH_LIBRARY_IMPL(hcp, CPU, m) {
   hcp::implement<hcp::Cpu>(m);
   hcp::implement_layer<hcp::Cpu>(m);
+  hcp::implement_calls(m);
   hcp::implement_shared<hcp::Cpu>(m);
 }

@@ -2,6 +2,7 @@
 #include <dlfcn.h>
 #include <torch/csrc/stable/accelerator.h>
 
+#include "calls.h"
 #include "hcp/nccl.h"
 #include "shared.h"
 
@@ -175,6 +176,7 @@ static void nccl_exchange(Tensor sent, Tensor sends, Tensor received, Tensor rec
 STABLE_TORCH_LIBRARY_IMPL(hcp, CUDA, m) {
   hcp::implement<hcp::Cuda>(m);
   hcp::implement_layer<hcp::Cuda>(m);
+  hcp::implement_calls(m);
   hcp::implement_shared<hcp::Cuda>(m);
   m.impl("nccl_exchange", TORCH_BOX(&hcp::nccl_exchange));
 }

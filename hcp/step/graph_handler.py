@@ -49,8 +49,8 @@ class GraphHandler:
         for bfloat16 and float16, "flash" being the fastest that is installed; float32 and float64
         use the formula over all pairs of rows, for tests.
 
-        Raises ValueError for numbers below 1, and for ranks that do not divide the domain. The first
-        call raises it for a block that spans nodes under transport "mixed".
+        Raises ValueError for numbers below 1, and for ranks that do not divide the domain. The
+        first call raises it for a block that spans nodes under transport "mixed".
         """
         longest = rows * ranks if max_seqlen is None else max_seqlen
         capacity = Capacity(rows=rows, sequences=sequences, max_seqlen=longest, ranks=ranks)

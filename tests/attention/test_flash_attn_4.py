@@ -131,6 +131,24 @@ def test_a_launch_is_prepared_once(load: Load) -> None:
     assert again is pack
 
 
+def test_tiles_of_very_many_sequences_are_counted_once_for_all_layers(load: Load) -> None:
+    package = stand_in()
+    kernel = load(package).Flash4()
+    launch, rows, _ = case(MANY)
+    results(kernel, launch, rows)  # by the package
+    by_the_package = [*package.counted]
+    assert len(by_the_package) == 3  # of queries, forward and backward, and of keys
+    expected = results(kernel, launch, rows)
+    assert package.counted[3:] == by_the_package
+    for a, b in zip(results(kernel, launch, rows), expected, strict=True):
+        assert torch.equal(a, b) or torch.equal(a.isnan(), b.isnan())
+    assert package.counted[6:] == []
+    other, rows, _ = case([*MANY, *ONE])
+    worst = errors(other, results(kernel, other, rows), exact(other, rows))
+    assert max(worst.values()) <= 0.02, worst
+    assert package.counted[6:] == by_the_package
+
+
 def test_rows_of_any_strides_are_taken(load: Load) -> None:
     kernel = load(stand_in()).Flash4()
     launch, rows, _ = case(heads=(4, 4))
@@ -221,12 +239,13 @@ def test_tensors_in_other_places_are_not_called_directly(load: Load) -> None:
     adapter = load(package)
     compiled = sys.modules["hcp.attention.kernels.flash_attn_4_compiled"]
     launch, rows, _ = case()
-    steps = compiled.Backward.steps  # type: ignore[attr-defined]
+    run = compiled.Backwards.run  # type: ignore[attr-defined]
 
-    def swapped(self: Any, *given: Any) -> Any:
-        return steps(self._replace(out=self.grad_out, grad_out=self.out), *given)
+    def swapped(self: Any, functions: Any, blocks: Any, memory: list[torch.Tensor]) -> Any:
+        query, key, value, out, grad_out, *others = memory
+        return run(self, functions, blocks, [query, key, value, grad_out, out, *others])
 
-    compiled.Backward.steps = swapped  # type: ignore[attr-defined]
+    compiled.Backwards.run = swapped  # type: ignore[attr-defined]
     kernel = adapter.Flash4()
     for _ in range(2):
         worst = errors(launch, results(kernel, launch, rows), exact(launch, rows))

@@ -904,6 +904,90 @@ def test_a_merge_has_no_gradient(device):
         out.sum().backward()
 
 
+# ---- memory of a library's call ------------------------------------------------------------------
+
+
+def call_memory(rows: list[Tensor], sums: list[Tensor], *results: tuple[int, ...]) -> list[Tensor]:
+    return torch.ops.hcp.call_memory(rows, sums, table(*results))
+
+
+def test_aligned_rows_are_given_as_they_lie_and_without_a_gradient(device: str) -> None:
+    qkv = random(4, 3, 2, 8, seed=1, dtype=torch.bfloat16, device=device).requires_grad_()
+    with torch.no_grad():
+        given = [x.requires_grad_() for x in qkv.detach().unbind(1)]
+        rows = call_memory(given, [])
+    for row, own in zip(rows, given, strict=True):
+        assert row.data_ptr() == own.data_ptr()
+        assert row.stride() == own.stride()
+        assert not row.requires_grad
+        assert torch.equal(row, own)
+
+
+@pytest.mark.parametrize("way", ["address", "stride", "elements", "expanded"])
+def test_other_rows_are_copied(device: str, way: str) -> None:
+    wide = random(4, 3, 12, seed=1, dtype=torch.bfloat16, device=device)
+    rows = {
+        "address": wide[:, :, 1:9],
+        "stride": wide[:, :, :8],
+        "elements": wide[:, :, :8].transpose(0, 2).contiguous().transpose(0, 2),
+        "expanded": wide[:, :1, :8].contiguous().expand(4, 3, 8),
+    }[way]
+    (copy,) = call_memory([rows], [])
+    assert copy.data_ptr() != rows.data_ptr()
+    assert copy.data_ptr() % 16 == 0
+    assert copy.is_contiguous()
+    assert torch.equal(copy, rows)
+
+
+def test_sums_have_their_heads_first(device: str) -> None:
+    rows = random(4, 3, 8, seed=1, dtype=torch.bfloat16, device=device)
+    sums = random(4, 3, seed=2, dtype=torch.float32, device=device)
+    turned = sums.t().contiguous()
+    _, copied, own = call_memory([rows], [sums, turned.t()])
+    assert torch.equal(copied, turned)
+    assert copied.is_contiguous()
+    assert own.data_ptr() == turned.data_ptr()
+    assert own.shape == turned.shape
+
+
+def test_results_have_the_rows_dtype_or_are_floats_apart_from_each_other(device: str) -> None:
+    rows = random(4, 3, 8, seed=1, dtype=torch.bfloat16, device=device)
+    wanted = (1, 5, 7), (0, 4, 3, 8), (2, 3, 50), (0, 2, 1, 16), (2, 6, 11), (1, 0, 4)
+    _, first, second, *floats = call_memory([rows], [], *((*x, 0)[:4] for x in wanted))
+    for result, shape in ((first, (4, 3, 8)), (second, (2, 1, 16))):
+        assert (result.shape, result.dtype, result.device) == (shape, rows.dtype, rows.device)
+    assert [tuple(x.shape) for x in floats] == [(5, 7), (3, 50), (6, 11), (0, 4)]
+    assert all(x.dtype == torch.float32 and x.is_contiguous() for x in floats)
+    assert len({x.data_ptr() % 512 for x in floats if x.numel()}) == 1
+    assert not floats[1].any()
+    assert not floats[2].any()
+    for i, matrix in enumerate(floats):
+        matrix.fill_(i)
+    assert all(bool((matrix == i).all()) for i, matrix in enumerate(floats))
+
+
+@pytest.mark.parametrize(
+    ("rows", "sums", "results", "message"),
+    [
+        ([], [], [], "rows is empty, expected a tensor at least"),
+        ([(4, 3)], [], [], r"rows\[0\] has shape \(4, 3\)"),
+        ([(4, 3, 8)], [(4,)], [], r"sums\[0\] has shape \(4\)"),
+        ([(4, 3, 8)], [], [(3, 1, 1, 1)], r"results\[0\] is of kind 3, expected 0 \(rows\)"),
+        ([(4, 3, 8)], [], [(0, 1, -1, 1)], r"results\[0\] is 1 x -1 x 1, expected sizes >= 0"),
+        ([(4, 3, 8)], [], [(1, 2**62, 4, 0)], r"expected a product below 2\^63"),
+    ],
+)
+def test_wrong_memory_is_refused(
+    rows: list[tuple[int, ...]],
+    sums: list[tuple[int, ...]],
+    results: list[tuple[int, ...]],
+    message: str,
+) -> None:
+    given = [torch.zeros(shape) for shape in rows], [torch.zeros(shape) for shape in sums]
+    with pytest.raises(RuntimeError, match=message):
+        call_memory(*given, *results)
+
+
 # ---- Wrong arguments -----------------------------------------------------------------------------
 
 A = torch.zeros(4, 3)

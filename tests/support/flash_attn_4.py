@@ -59,13 +59,14 @@ def scores_of(
 
 
 def stand_in(*, calls_of_one_more: bool = False) -> ModuleType:
-    """``flash_attn.cute.interface``. ``alone`` and ``calls`` of it tell what happened.
+    """``flash_attn.cute.interface``. ``alone``, ``calls`` and ``counted``, the tiles of the packs
+    whose blocks were counted, tell what happened.
 
     ``calls_of_one_more``: its compiled functions get one more argument than hcp knows.
     """
     module: Any = ModuleType("flash_attn.cute.interface")
     module.BIN_BATCH_SEARCH_THRESH, module.AuxData = 6, AuxData
-    module.alone, module.calls = Alone(), []
+    module.alone, module.calls, module.counted = Alone(), [], []
     more = (None,) if calls_of_one_more else ()
 
     def compiled(function: Callable[..., Any], key: Any, make: Callable[..., Any]) -> Any:
@@ -87,6 +88,7 @@ def stand_in(*, calls_of_one_more: bool = False) -> ModuleType:
 
         def kernel(blocks: Tensor, splits: None, cu: Tensor, a: None, b: None, c: None) -> None:
             assert (splits, a, b, c) == (None,) * 4
+            module.counted.append(tile_size)
             counts = -(-cu.diff() // tile_size)
             blocks.copy_(torch.cat([cu.new_zeros(1), counts.cumsum(0)]))
 

@@ -80,6 +80,7 @@ def good(words: Tensor) -> dict[str, tuple[Any, ...]]:
         "merge_on": (torch.zeros(4, 2, 4), torch.randn(4, 2), outs, lses, runs),
         "merge_last": (torch.zeros(4, 2, 4), torch.randn(4, 2), outs, lses, runs),
         "sum_on": (torch.zeros(4, 2, 4), True, outs, runs),
+        "call_memory": ([heads], [torch.randn(3, 2)], records((0, 3, 2, 4), (2, 2, 8, 0))),
         "signal_set": (x, NOBODY, COUNTS, 1),
         "stage": (torch.randn(4, 3), [x], runs, 1, NOBODY, NOBODY, PROGRESS, *told[1:]),
         "read": ([x], runs, 4, 1, 0, NOBODY, NOBODY, PROGRESS, *told[1:], 0),

@@ -17,11 +17,11 @@ from torch import Tensor
 from hcp.attention.kernels import Call, Kernel, Launch, in_packs, nan_for_infinity
 from hcp.attention.kernels.flash_attn_4_compiled import (
     CAPABILITY,
-    Backward,
+    Backwards,
     Caller,
-    Forward,
+    Forwards,
     Pack,
-    aligned,
+    Shapes,
 )
 from hcp.attention.kernels.shapes import narrowed, widened
 
@@ -55,10 +55,14 @@ class Flash4:
     def forward(
         self, launch: Launch, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        _check_sizes(query, value)
-        rows = aligned(query), aligned(key), aligned(value)
-        call = Forward(_pack(launch, query.device), *rows, scale, self.softcap)
-        out, lse = CALLER(call, query.device)
+        like = query.dtype, query.shape, key.shape, value.shape, scale, self.softcap
+        known = _known(launch, query.device)
+        calls = known.forwards.get(like)
+        if calls is None:
+            _check_sizes(query, value)
+            shapes = Shapes.of(query, key, value)
+            calls = known.forwards[like] = Forwards(known.pack, shapes, scale, self.softcap)
+        out, lse = CALLER(calls, [query, key, value], [])
         return out, nan_for_infinity(lse).transpose(0, 1)
 
     def backward(
@@ -73,33 +77,43 @@ class Flash4:
         lse: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        _check_sizes(query, value)
-        call = Backward(
-            _pack(launch, query.device),
-            *_backward_rows(query, key, value, out, grad_out),
-            _heads_first(lse),
-            None if grad_lse is None else _heads_first(grad_lse.float()),
-            scale,
-            self.softcap,
-        )
-        return narrowed(CALLER(call, query.device), query, value)
+        rows, sums = [query, key, value, out, grad_out], [lse]
+        if grad_lse is not None:
+            sums.append(grad_lse.float())
+        like = query.dtype, query.shape, key.shape, value.shape, scale, self.softcap, len(sums)
+        known = _known(launch, query.device)
+        calls = known.backwards.get(like)
+        sizes = _backward_sizes(query, key, value)
+        if sizes is not None:
+            rows = _widened(rows, *sizes)
+        if calls is None:
+            _check_sizes(query, value)
+            given = known.pack, Shapes.of(*rows[:3]), scale, self.softcap, grad_lse is not None
+            calls = known.backwards[like] = Backwards(*given)
+        grad_query, grad_key, grad_value = CALLER(calls, rows, sums)
+        if sizes is None:
+            return grad_query, grad_key, grad_value
+        return narrowed((grad_query, grad_key, grad_value), query, value)
 
 
-def _backward_rows(
-    query: Tensor, key: Tensor, value: Tensor, out: Tensor, grad_out: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The same rows in the head sizes of a backward.
+def _backward_sizes(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, int] | None:
+    """The head sizes that a backward computes in. None: those of the rows.
 
     The package's backward is right for multiples of 32 alone: for 8 and 16 more than such a one its
     gradients are wrong, without an error. It also wants one size for all where several query heads
     share a head of keys and values.
     """
-    size, value_size = (-(-x.shape[2] // 32) * 32 for x in (query, value))
-    if query.shape[1] != key.shape[1]:
-        size = value_size = max(size, value_size)
-    query, key = (aligned(widened(x, size)) for x in (query, key))
-    value, out, grad_out = (aligned(widened(x, value_size)) for x in (value, out, grad_out))
-    return query, key, value, out, grad_out
+    size, value_size = query.shape[2], value.shape[2]
+    shared = query.shape[1] != key.shape[1]
+    if size % 32 == value_size % 32 == 0 and not (shared and size != value_size):
+        return None
+    size, value_size = (-(-x // 32) * 32 for x in (size, value_size))
+    return (max(size, value_size),) * 2 if shared else (size, value_size)
+
+
+def _widened(rows: list[Tensor], size: int, value_size: int) -> list[Tensor]:
+    query, key, *others = rows
+    return [*(widened(x, size) for x in (query, key)), *(widened(x, value_size) for x in others)]
 
 
 def _has_sizes(query: Tensor, value: Tensor) -> bool:
@@ -126,21 +140,24 @@ def _check_sizes(query: Tensor, value: Tensor) -> None:
         )
 
 
-def _heads_first(rows: Tensor) -> Tensor:
-    """(n, H) as (H, n)."""
-    return rows.transpose(0, 1).contiguous()
+class _Known:
+    """A launch as the package takes it, and its calls, made once for all layers."""
 
-
-def _pack(launch: Launch, device: torch.device) -> Pack:
-    """The launch as the package takes it, made once for all layers."""
-    pack: Pack | None = launch.kept.get(__name__)
-    if pack is None:
+    def __init__(self, launch: Launch, device: torch.device) -> None:
         sizes = launch.sizes()
         left, right = (None if limit < 0 else limit for limit in launch.window)
         longest = max(queries for queries, _ in sizes), max(keys for _, keys in sizes)
         bounds_q, bounds_k = map(_at_16_bytes, launch.bounds(device))
-        pack = launch.kept[__name__] = Pack(bounds_q, bounds_k, *longest, left, right)
-    return pack
+        self.pack = Pack(bounds_q, bounds_k, *longest, left, right)
+        self.forwards: dict[tuple[object, ...], Forwards] = {}
+        self.backwards: dict[tuple[object, ...], Backwards] = {}
+
+
+def _known(launch: Launch, device: torch.device) -> _Known:
+    known: _Known | None = launch.kept.get(__name__)
+    if known is None:
+        known = launch.kept[__name__] = _Known(launch, device)
+    return known
 
 
 def _at_16_bytes(bounds: Tensor) -> Tensor:

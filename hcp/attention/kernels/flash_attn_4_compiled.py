@@ -25,6 +25,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+import hcp.ops  # noqa: F401  (loads torch.ops.hcp)
+
 VERSION = "4.0.0b36"
 CAPABILITY = 9
 
@@ -69,183 +71,255 @@ class Step(NamedTuple):
     arguments: tuple[Any, ...]
 
 
-class Call(Protocol):
-    """A forward or a backward."""
+Compiled = Callable[..., object]
 
-    def kind(self, package: ModuleType) -> Hashable:
-        """What the compiled functions depend on. None: the package calls none."""
 
-    def by_package(self, package: ModuleType) -> tuple[Tensor, ...]:
-        """Compute by the package's own function."""
+class Shapes(NamedTuple):
+    """The dtype of rows, and the shapes of queries, keys and values."""
 
-    def steps(
-        self, package: ModuleType, device: torch.device
-    ) -> tuple[tuple[Tensor, ...], list[Step]]:
-        """The results, allocated on a device, and the steps that compute them."""
+    dtype: torch.dtype
+    query: torch.Size
+    key: torch.Size
+    value: torch.Size
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor, value: Tensor) -> Shapes:
+        return cls(query.dtype, query.shape, key.shape, value.shape)
+
+    @property
+    def has_rows(self) -> bool:
+        return self.query[0] > 0 and self.key[0] > 0
+
+    @property
+    def head_sizes(self) -> tuple[int, int]:
+        return self.query[2], self.value[2]
+
+    @property
+    def kind(self) -> tuple[Hashable, ...]:
+        """What a compiled function depends on."""
+        return self.dtype, self.query[1:], self.key[1], self.value[2]
+
+
+class Calls(Protocol):
+    """The forwards, or the backwards, of one launch that are alike. What they have in common is
+    made once for all layers."""
+
+    shapes: Shapes
+    functions: tuple[Compiled, ...] | None
+    """Compiled functions, those that count first, once they are known. None: the package
+    computes these calls."""
+    counted: Counted
+    results: Results
+
+    def by_package(self, package: ModuleType, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Compute by the package's own function, from rows and sums as the library reads them."""
+
+    def describe(self, package: ModuleType) -> tuple[Hashable, tuple[str, ...]]:
+        """Make ready for `run`. Returns what the compiled functions depend on, and the package's
+        functions that compile them, in the order of the calls, except those that count."""
+
+    def run(
+        self, functions: Sequence[Compiled], blocks: Sequence[Tensor | None], memory: list[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Compute by compiled functions. ``memory``: rows and sums as the library reads them, and
+        the results, not yet computed."""
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+_ROWS, _FLOATS, _ZEROS = range(3)
+"""Kinds of results, as `call_memory` has them: in the dtype of the rows, float32, float32 zeros."""
+
+
+class Results:
+    """The results of calls that are alike, and the memory of one call."""
+
+    def __init__(self, *results: tuple[int, ...]) -> None:
+        """Kind and shape of each. Those of the rows' dtype come first."""
+        records = [(*result, 0)[:4] for result in results]
+        self._results = results
+        self._table = torch.tensor(records, dtype=torch.int64, device="cpu").view(-1, 4)
+
+    def memory(self, rows: list[Tensor], sums: list[Tensor]) -> list[Tensor]:
+        """Rows as compiled functions read them, in units of 16 bytes, sums (n, H) as (H, n), and
+        the results, not yet computed."""
+        memory: list[Tensor] = _memory(rows, sums, self._table)
+        return memory
+
+    def nowhere(self, dtype: torch.dtype) -> list[Tensor]:
+        """The results on a device without memory."""
+        return [
+            torch.empty(shape, dtype=dtype if kind == _ROWS else torch.float32, device=_NOWHERE)
+            for kind, *shape in self._results
+        ]
+
+
+_memory = torch.ops.hcp.call_memory.default
+_NOTHING = Results()
+
+
+class Counted:
+    """Counts where the tiles of each sequence begin, which packs of very many sequences need."""
+
+    owner = "_compute_tile_cumsum"
+
+    def __init__(self, bounds: Sequence[Tensor]) -> None:
+        """``bounds``: cu_seqlens. Nothing for packs of few sequences."""
+        self.bounds = bounds
+        self._counts: dict[int, list[Tensor | None]] = {}
+
+    def blocks(self, functions: Sequence[Compiled]) -> Sequence[Tensor | None]:
+        """The counts, made once for all layers on a stream."""
+        if not self.bounds:
+            return _NO_BLOCKS
+        stream = _current_stream(self.bounds[0].device)
+        blocks = self._counts.get(stream)
+        if blocks is None:
+            blocks = self.new(functions, self.bounds[0].device)
+            # What a CUDA graph counts while it is captured is not there before it is replayed.
+            if not (stream and torch.cuda.is_current_stream_capturing()):
+                self._counts[stream] = blocks
+        return blocks
+
+    def new(self, functions: Sequence[Compiled], device: torch.device) -> list[Tensor | None]:
+        blocks: list[Tensor | None] = []
+        for count, bounds in zip(functions, self.bounds, strict=False):
+            blocks.append(torch.empty(bounds.shape, dtype=torch.int32, device=device))
+            count(blocks[-1], None, bounds, None, None, None)
+        return blocks
+
+
+_NO_BLOCKS = (None, None)
+
+
+def _current_stream(device: torch.device) -> int:
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
 
 
 # ---- forward and backward ------------------------------------------------------------------------
 
 
-class Forward(NamedTuple):
+class Forwards:
     """Output (n, H, E) and log-sum-exp (H, n)."""
 
-    pack: Pack
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    scale: float
-    softcap: float
+    counted: Counted
+    results: Results
 
-    def kind(self, package: ModuleType) -> Hashable:
-        if _has_no_rows(self.query, self.key):
-            return None
-        many = self.pack.sequences > package.BIN_BATCH_SEARCH_THRESH
-        rows = _kind_of_rows(self.query, self.key, self.value)
-        return Forward, rows, self.pack.mask, self.softcap, many
+    def __init__(self, pack: Pack, shapes: Shapes, scale: float, softcap: float) -> None:
+        self._pack, self.shapes, self._scale, self._softcap = pack, shapes, scale, softcap
+        self.functions: tuple[Compiled, ...] | None = None
 
-    def by_package(self, package: ModuleType) -> tuple[Tensor, ...]:
+    def by_package(self, package: ModuleType, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
         # More than these two come back in some versions.
         out, lse, *_ = package._flash_attn_fwd(
-            self.query,
-            self.key,
-            self.value,
-            softmax_scale=self.scale,
-            softcap=self.softcap,
+            *given,
+            softmax_scale=self._scale,
+            softcap=self._softcap,
             return_lse=True,
-            **self.pack._asdict(),
+            **self._pack._asdict(),
         )
         return out, lse
 
-    def steps(
-        self, package: ModuleType, device: torch.device
-    ) -> tuple[tuple[Tensor, ...], list[Step]]:
-        pack, query = self.pack, self.query
-        rows, heads, _ = query.shape
-        out = torch.empty(rows, heads, self.value.shape[2], dtype=query.dtype, device=device)
-        lse = torch.empty(heads, rows, dtype=torch.float32, device=device)
-        blocks, steps = _blocks(package, pack.cu_seqlens_q, device)
-        own = (query, self.key, self.value, out, lse, self.scale)
-        cu_seqlens = pack.cu_seqlens_q, pack.cu_seqlens_k
-        # Neither lengths in use, nor pages, sinks, sparse blocks or splits.
-        rest = (None, package.AuxData(), blocks, None)
-        arguments = (*own, *cu_seqlens, None, None, None, *pack.limits, None, *rest)
-        return (out, lse), [*steps, Step("_flash_attn_fwd", arguments)]
-
-
-class Backward(NamedTuple):
-    """Gradients of queries, keys and values. ``lse`` and its gradient: (H, n)."""
-
-    pack: Pack
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    out: Tensor
-    grad_out: Tensor
-    lse: Tensor
-    grad_lse: Tensor | None
-    scale: float
-    softcap: float
-
-    def kind(self, package: ModuleType) -> Hashable:
-        if _has_no_rows(self.query, self.key):
-            return None
-        pack = self.pack
-        tiles = self._tiles(package)
-        one_block = pack.max_seqlen_q <= tiles.queries, pack.max_seqlen_k <= tiles.keys
+    def describe(self, package: ModuleType) -> tuple[Hashable, tuple[str, ...]]:
+        pack, (rows, heads, _) = self._pack, self.shapes.query
         many = pack.sequences > package.BIN_BATCH_SEARCH_THRESH
-        rows = _kind_of_rows(self.query, self.key, self.value)
-        return Backward, rows, pack.mask, self.softcap, many, one_block, self.grad_lse is not None
+        self.counted = Counted([pack.cu_seqlens_q] if many else [])
+        self.results = Results((_ROWS, rows, heads, self.shapes.value[2]), (_FLOATS, heads, rows))
+        lengths = pack.cu_seqlens_q, pack.cu_seqlens_k
+        # Neither lengths in use, nor pages, sinks or sparse blocks.
+        self._rest = (*lengths, None, None, None, *pack.limits, None, None, package.AuxData())
+        kind = Forwards, self.shapes.kind, pack.mask, self._softcap, many
+        return kind, ("_flash_attn_fwd",)
 
-    def by_package(self, package: ModuleType) -> tuple[Tensor, ...]:
+    def run(
+        self, functions: Sequence[Compiled], blocks: Sequence[Tensor | None], memory: list[Tensor]
+    ) -> tuple[Tensor, ...]:
+        (forward,) = functions
+        forward(*memory, self._scale, *self._rest, blocks[0], None)  # without splits
+        return memory[3], memory[4]
+
+
+class Backwards:
+    """Gradients of queries, keys and values, in the head sizes of the rows that are given."""
+
+    counted: Counted
+    results: Results
+
+    def __init__(
+        self, pack: Pack, shapes: Shapes, scale: float, softcap: float, has_grad_lse: bool
+    ) -> None:
+        self._pack, self.shapes, self._scale, self._softcap = pack, shapes, scale, softcap
+        self._has_grad_lse = has_grad_lse
+        self.functions: tuple[Compiled, ...] | None = None
+
+    def by_package(self, package: ModuleType, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        *rows, lse = given[:6]
         grad_query, grad_key, grad_value, *_ = package._flash_attn_bwd(
-            self.query,
-            self.key,
-            self.value,
-            self.out,
-            self.grad_out,
-            self.lse,
-            softmax_scale=self.scale,
-            softcap=self.softcap,
-            dlse=self.grad_lse,
-            **self.pack._asdict(),
+            *rows,
+            lse,
+            softmax_scale=self._scale,
+            softcap=self._softcap,
+            dlse=given[6] if self._has_grad_lse else None,
+            **self._pack._asdict(),
         )
         return grad_query, grad_key, grad_value
 
-    def steps(
-        self, package: ModuleType, device: torch.device
-    ) -> tuple[tuple[Tensor, ...], list[Step]]:
-        pack, scale = self.pack, self.scale
-        tiles = self._tiles(package)
-        grads = tuple(torch.empty_like(x, device=device) for x in self[1:4])
-        sums = self._sums(tiles, device)
+    def describe(self, package: ModuleType) -> tuple[Hashable, tuple[str, ...]]:
+        pack, shapes = self._pack, self.shapes
+        causal, left, right = pack.mask
+        sizes = shapes.head_sizes
+        tiles = _tiles_of(package._tile_size_bwd_sm90, *sizes, causal, left or right)
+        many = pack.sequences > package.BIN_BATCH_SEARCH_THRESH
+        self.counted = Counted([pack.cu_seqlens_q, pack.cu_seqlens_k] if many else [])
         # With several query heads a key-value head, their gradients meet in float32.
-        shared = self.query.shape[1] > self.key.shape[1]
-        meeting = self._meeting(tiles, device) if shared else grads[1:]
-        blocks_q, steps_q = _blocks(package, pack.cu_seqlens_q, device)
-        blocks_k, steps_k = _blocks(package, pack.cu_seqlens_k, device)
-        before = self._before(sums, blocks_q)
-        main = self._main(package, sums, meeting, blocks_k)
-        after = [
-            _converted(sums.grad_query, grads[0], scale, pack.cu_seqlens_q, blocks_q),
-        ]
-        if shared:
-            for at, factor in ((0, scale), (1, 1.0)):
-                after.append(
-                    _converted(meeting[at], grads[1 + at], factor, pack.cu_seqlens_k, blocks_k)
-                )
-        return grads, [*steps_q, *steps_k, before, main, *after]
-
-    def _tiles(self, package: ModuleType) -> _Tiles:
-        sizes = self.query.shape[2], self.value.shape[2]
-        causal, left, right = self.pack.mask
-        return _tiles_of(package._tile_size_bwd_sm90, *sizes, causal, left or right)
-
-    def _sums(self, tiles: _Tiles, device: torch.device) -> _Sums:
-        rows, heads, size = self.query.shape
-        padded = tiles.padded(rows, self.pack.sequences, tiles.queries)
-        new = functools.partial(torch.empty, dtype=torch.float32, device=device)
-        return _Sums(
-            new(heads, padded * tiles.columns(size)), new(heads, padded), new(heads, padded)
+        shared = shapes.query[1] > shapes.key[1]
+        self.results = Results(
+            *((_ROWS, *shape) for shape in shapes[1:]), *_sums_of(pack, tiles, shapes, shared)
         )
-
-    def _meeting(self, tiles: _Tiles, device: torch.device) -> Sequence[Tensor]:
-        """Zeros to which every query head adds its share of the gradients of keys and values."""
-        rows, heads, size = self.key.shape
-        padded = tiles.padded(rows, self.pack.sequences, tiles.keys)
-        widths = [padded * tiles.columns(x) for x in (size, self.value.shape[2])]
-        zeros = torch.zeros(heads * sum(widths), dtype=torch.float32, device=device)
-        starts = 0, heads * widths[0]
-        return [
-            zeros.as_strided((heads, width), (width, 1), start)
-            for width, start in zip(widths, starts, strict=True)
-        ]
-
-    def _before(self, sums: _Sums, blocks: Tensor | None) -> Step:
-        """Fill delta and the log-sum-exp in base 2, and zero the gradient of the queries."""
-        own = self.out, self.grad_out, sums.delta, self.lse, sums.lse, sums.grad_query
-        lengths = self.pack.cu_seqlens_q, None, self.grad_lse
-        # None, None and 1.0 belong to another method. The last is what the output's rounding lost.
-        return Step("_bwd_preprocess", (*own, *lengths, None, None, 1.0, blocks, None))
-
-    def _main(
-        self, package: ModuleType, sums: _Sums, meeting: Sequence[Tensor], blocks: Tensor | None
-    ) -> Step:
-        pack = self.pack
-        rows = self.query, self.key, self.value, self.grad_out
-        own = sums.lse, sums.delta, sums.grad_query, *meeting, self.scale
+        # Neither lengths in use, nor semaphores of a fixed order, nor sparse blocks.
         lengths = pack.cu_seqlens_q, pack.cu_seqlens_k, None, None
-        # Neither semaphores of a fixed order nor sparse blocks.
-        rest = (None, None, None, package.AuxData(), None, blocks)
-        return Step("_flash_attn_bwd", (*rows, *own, *lengths, *pack.limits, *rest))
+        self._rest = (*lengths, *pack.limits, None, None, None, package.AuxData(), None)
+        one_block = pack.max_seqlen_q <= tiles.queries, pack.max_seqlen_k <= tiles.keys
+        like = pack.mask, self._softcap, many, one_block, self._has_grad_lse
+        converted = ("_bwd_postprocess_convert",) * (3 if shared else 1)
+        kind = Backwards, shapes.kind, *like
+        return kind, ("_bwd_preprocess", "_flash_attn_bwd", *converted)
+
+    def run(
+        self, functions: Sequence[Compiled], blocks: Sequence[Tensor | None], memory: list[Tensor]
+    ) -> tuple[Tensor, ...]:
+        before, main, convert_query, *convert = functions
+        pack, scale, (blocks_q, blocks_k) = self._pack, self._scale, blocks
+        query, key, value, out, grad_out, lse, *results = memory
+        grad_lse = results.pop(0) if self._has_grad_lse else None
+        grad_query, grad_key, grad_value, sums, delta, lse_2, *meeting = results
+        cu_q, cu_k = pack.cu_seqlens_q, pack.cu_seqlens_k
+        # It fills delta and the log-sum-exp in base 2, and zeroes the sums. None, None and 1.0
+        # belong to another method. The last is what the output's rounding lost.
+        lengths = cu_q, None, grad_lse
+        before(out, grad_out, delta, lse, lse_2, sums, *lengths, None, None, 1.0, blocks_q, None)
+        target = meeting or (grad_key, grad_value)
+        rows = query, key, value, grad_out
+        main(*rows, lse_2, delta, sums, *target, scale, *self._rest, blocks_k)
+        convert_query(sums, grad_query, scale, cu_q, None, None, blocks_q)
+        if convert:
+            convert[0](meeting[0], grad_key, scale, cu_k, None, None, blocks_k)
+            convert[1](meeting[1], grad_value, 1.0, cu_k, None, None, blocks_k)
+        return grad_query, grad_key, grad_value
 
 
-class _Sums(NamedTuple):
-    """What a backward sums in float32, by query heads, every sequence padded to whole tiles."""
-
-    grad_query: Tensor
-    delta: Tensor
-    lse: Tensor
+def _sums_of(pack: Pack, tiles: _Tiles, shapes: Shapes, shared: bool) -> list[tuple[int, int, int]]:
+    """What a backward sums in float32, every sequence padded to whole tiles: by query heads the
+    gradient of the queries, delta and the log-sum-exp; by key-value heads, where several query
+    heads share one, zeros to which each adds its share of the gradients of keys and values."""
+    rows, heads, size = shapes.query
+    padded = tiles.padded(rows, pack.sequences, tiles.queries)
+    sums = [(_FLOATS, heads, padded * tiles.columns(size)), *[(_FLOATS, heads, padded)] * 2]
+    if shared:
+        rows, heads, _ = shapes.key
+        padded = tiles.padded(rows, pack.sequences, tiles.keys)
+        sums += [(_ZEROS, heads, padded * tiles.columns(size)) for size in shapes.head_sizes]
+    return sums
 
 
 class _Tiles(NamedTuple):
@@ -271,44 +345,6 @@ def _tiles_of(
     config = sizes_of(size, value_size, causal, local)
     unit = 64 if config.dKV_swapAB else 32
     return _Tiles(config.m_block_size, config.n_block_size, unit)
-
-
-def _blocks(
-    package: ModuleType, cu_seqlens: Tensor, device: torch.device
-) -> tuple[Tensor | None, list[Step]]:
-    """Where the tiles of each sequence begin, which packs of very many sequences need, and the step
-    that counts them."""
-    if cu_seqlens.shape[0] - 1 <= package.BIN_BATCH_SEARCH_THRESH:
-        return None, []
-    blocks = torch.empty(cu_seqlens.shape, dtype=torch.int32, device=device)
-    arguments = (blocks, None, cu_seqlens, None, None, None)
-    return blocks, [Step("_compute_tile_cumsum", arguments)]
-
-
-def _converted(
-    sums: Tensor, grad: Tensor, factor: float, cu_seqlens: Tensor, blocks: Tensor | None
-) -> Step:
-    """Round sums to a gradient."""
-    arguments = (sums, grad, factor, cu_seqlens, None, None, blocks)
-    return Step("_bwd_postprocess_convert", arguments)
-
-
-def _kind_of_rows(query: Tensor, key: Tensor, value: Tensor) -> tuple[Hashable, ...]:
-    return query.dtype, query.shape[1:], key.shape[1], value.shape[2]
-
-
-def _has_no_rows(query: Tensor, key: Tensor) -> bool:
-    return query.shape[0] == 0 or key.shape[0] == 0
-
-
-def aligned(rows: Tensor) -> Tensor:
-    """Rows as compiled functions read them: in units of 16 bytes, each element at its own place."""
-    strides = rows.stride()
-    unit = 16 // rows.element_size()
-    fits = strides[2] == 1 and strides[0] % unit == 0 and strides[1] % unit == 0
-    if fits and 0 not in strides and rows.data_ptr() % 16 == 0:
-        return rows.detach() if rows.requires_grad else rows
-    return rows.detach().clone(memory_format=torch.contiguous_format)
 
 
 # ---- calling -------------------------------------------------------------------------------------
@@ -346,7 +382,7 @@ class Caller:
     def __init__(self, package: ModuleType) -> None:
         self._package = package
         self._obstacle = obstacle(package)
-        self._functions: dict[Hashable, tuple[Callable[..., object], ...] | None] = {}
+        self._functions: dict[Hashable, tuple[Compiled, ...] | None] = {}
         """By kind. None: the package called something else than expected."""
         # A process in which several threads called it at once ended in a segmentation fault.
         self._one_at_a_time = threading.Lock()
@@ -360,45 +396,69 @@ class Caller:
         """Whether calls on a device reach compiled functions without the package's Python."""
         return not self._obstacle and _is_known(device)
 
-    def __call__(self, call: Call, device: torch.device) -> tuple[Tensor, ...]:
-        kind = call.kind(self._package) if self.direct(device) else None
-        if kind is None:
-            return self._by_package(call)
-        if kind not in self._functions:
-            return self._first(kind, call)
-        functions = self._functions[kind]
+    def __call__(self, calls: Calls, rows: list[Tensor], sums: list[Tensor]) -> tuple[Tensor, ...]:
+        """Compute one of the calls, from rows (n, heads, size) and sums (n, H) of any strides."""
+        functions = calls.functions
         if functions is None:
-            return self._by_package(call)
-        results, steps = call.steps(self._package, device)
+            return self._by_package(calls, rows, sums)
+        memory = calls.results.memory(rows, sums)
+        counted = len(calls.counted.bounds)
         with self._one_at_a_time:
-            for function, step in zip(functions, steps, strict=True):
-                function(*step.arguments)
-        return results
+            blocks = calls.counted.blocks(functions)
+            return calls.run(functions[counted:] if counted else functions, blocks, memory)
 
-    def _by_package(self, call: Call) -> tuple[Tensor, ...]:
+    def _by_package(
+        self, calls: Calls, rows: list[Tensor], sums: list[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Compute by the package, and learn from the first call of a kind."""
+        given = _NOTHING.memory(rows, sums)
         with self._one_at_a_time:
-            return call.by_package(self._package)
+            if not (calls.shapes.has_rows and self.direct(given[0].device)):
+                return calls.by_package(self._package, given)
+            kind, owners = calls.describe(self._package)
+            if kind not in self._functions:
+                results, self._functions[kind] = self._first(calls, owners, given)
+                calls.functions = self._functions[kind]
+                return results
+            calls.functions = self._functions[kind]
+            if calls.functions is None:
+                return calls.by_package(self._package, given)
+        return self(calls, rows, sums)
 
-    def _first(self, kind: Hashable, call: Call) -> tuple[Tensor, ...]:
-        """Compute by the package, and learn from it."""
-        with self._one_at_a_time, _recorded(self._package) as recorded:
-            results = call.by_package(self._package)
-        _, expected = call.steps(self._package, _NOWHERE)
-        given = _given(expected)
-        found = _described([step for step, _ in recorded], given)
-        awaited = _described(expected, given)
+    def _first(
+        self, calls: Calls, owners: Sequence[str], given: list[Tensor]
+    ) -> tuple[tuple[Tensor, ...], tuple[Compiled, ...] | None]:
+        """The results, and the compiled functions if they were called as expected."""
+        with _recorded(self._package) as recorded:
+            results = calls.by_package(self._package, given)
+        expected = _expected(calls, owners, given)
+        known = _given(expected)
+        found = _described([step for step, _ in recorded], known)
+        awaited = _described(expected, known)
         if found == awaited:
-            self._functions[kind] = tuple(function for _, function in recorded)
-        else:
-            self._functions[kind] = None
-            _log.warning(
-                "flash-attn-4 %s called %s, expected %s: calls of this kind go through its own "
-                "Python, which takes the host longer",
-                VERSION,
-                found,
-                awaited,
-            )
-        return results
+            return results, tuple(function for _, function in recorded)
+        _log.warning(
+            "flash-attn-4 %s called %s, expected %s: calls of this kind go through its own Python, "
+            "which takes the host longer",
+            VERSION,
+            found,
+            awaited,
+        )
+        return results, None
+
+
+def _expected(calls: Calls, owners: Sequence[str], given: list[Tensor]) -> list[Step]:
+    """The steps of a call by compiled functions, of which none is called."""
+    steps: list[Step] = []
+
+    def function_of(owner: str) -> Compiled:
+        return lambda *arguments: steps.append(Step(owner, arguments))
+
+    counting = [function_of(Counted.owner)] * len(calls.counted.bounds)
+    blocks = calls.counted.new(counting, _NOWHERE) or _NO_BLOCKS
+    memory = [*given, *calls.results.nowhere(given[0].dtype)]
+    calls.run([function_of(owner) for owner in owners], blocks, memory)
+    return steps
 
 
 @functools.cache
