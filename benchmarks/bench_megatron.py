@@ -50,6 +50,7 @@ import torch.nn.functional as F
 from common.batches import drawn, sample
 from common.families import BY_NAME, Family
 from common.flags import parser_of
+from common.memory import outside_torch
 from common.timing import by_turns, device_name, end_ranks, slowest, start_ranks, timed
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -549,14 +550,6 @@ def with_memory(job: Job, name: str, step: Callable[[], Tensor]) -> tuple[Tensor
     taken = outside_torch(job.device) - before
     job.outside[name] = job.outside.get(name, 0.0) + taken
     return loss, torch.cuda.max_memory_allocated() / 2**30 + job.outside[name]
-
-
-def outside_torch(device: torch.device) -> float:
-    """Memory of the GPU in use, but for torch's allocator, in GiB."""
-    if device.type != "cuda":
-        return 0.0
-    free, total = torch.cuda.mem_get_info(device)
-    return (total - free - torch.cuda.memory_reserved(device)) / 2**30
 
 
 def attention_gradients(model: nn.Module) -> Tensor:

@@ -42,11 +42,16 @@ def versions() -> dict[str, str]:
     """Return the versions of Python, of hcp with its commit, and of installed packages."""
     found = {"python": platform.python_version(), "hcp": hcp.__version__, "commit": commit()}
     for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
+        if number := package_version(package):
+            found[package] = number
     return found
+
+
+def package_version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 PACKAGES = (
@@ -57,6 +62,9 @@ PACKAGES = (
     "nvidia-cudnn-cu13",
     "nvidia-cudnn-frontend",
     "ring-flash-attn",
+    "transformer-engine",
+    "megatron-core",
+    "liger-kernel",
 )
 
 

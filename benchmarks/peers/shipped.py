@@ -6,11 +6,16 @@ query head, and its time includes that. `templated_ring`: the ring inside that p
 sequences on CPUs, whose operator the prototype does not support. `ring_flash_attn`:
 zigzag_ring_flash_attn_varlen_func of the package of this name
 (https://github.com/zhuzilin/ring-flash-attention), for sequences that fill their chunks on GPUs.
+`te_p2p`, `te_all_gather` and `te_a2a`: Transformer Engine's DotProductAttention with its context
+parallelism of that comm type and its fused attention (cuDNN), for packs of such sequences on GPUs.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -29,7 +34,11 @@ MODULES = {
     "templated_ring": "torch.distributed.tensor.experimental._context_parallel._attention",
     "context_parallel": "torch.distributed.tensor.experimental",
     "ring_flash_attn": "ring_flash_attn",
+    "te_p2p": "transformer_engine.pytorch",
+    "te_all_gather": "transformer_engine.pytorch",
+    "te_a2a": "transformer_engine.pytorch",
 }
+TRANSFORMER_ENGINE = tuple(name for name in MODULES if name.startswith("te_"))
 
 
 def obstacle(name: str, device: torch.device) -> str | None:
@@ -39,8 +48,10 @@ def obstacle(name: str, device: torch.device) -> str | None:
         return f"for {wanted} alone"
     try:
         importlib.import_module(MODULES[name])
-    except ImportError as error:
-        return str(error)
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:
+        return str(
+            error
+        )  # the others: Transformer Engine's, where a library that it loads is absent
     return None
 
 
@@ -49,7 +60,7 @@ def takes(name: str, lengths: Sequence[int], device: torch.device) -> bool:
         return False
     if name == "templated_ring":
         return len(set(lengths)) == 1
-    return name == "ring_flash_attn" or len(lengths) == 1
+    return name != "context_parallel" or len(lengths) == 1
 
 
 @contextmanager
@@ -69,6 +80,8 @@ def running(name: str, length: int, ranks: int, device: torch.device) -> Iterato
 def attention_of(name: str, cp: hcp.ContextParallelHandler, backend: str) -> Attention:
     if name == "templated_ring":
         return _of_templated_ring(len(cp.layout.lengths))
+    if name in TRANSFORMER_ENGINE:
+        return _of_transformer_engine(name.removeprefix("te_"), cp)
     return _of_torch(backend) if name == "context_parallel" else _of_ring_flash_attn(cp)
 
 
@@ -95,6 +108,45 @@ def _of_ring_flash_attn(cp: hcp.ContextParallelHandler) -> Attention:
             query, key, value, cp.cu_seqlens, longest, causal=True
         )
         return out
+
+    return attention
+
+
+def _of_transformer_engine(comm_type: str, cp: hcp.ContextParallelHandler) -> Attention:
+    """Return its attention over all ranks. Its group's first call connects what it sends by."""
+    package = importlib.import_module(MODULES["te_p2p"])
+    # Its rules would prefer FlashAttention, and compute by the formula what no kernel takes.
+    os.environ.update(NVTE_FUSED_ATTN="1", NVTE_FLASH_ATTN="0", NVTE_UNFUSED_ATTN="0")
+    stream = torch.cuda.Stream()
+    bounds = [0, *itertools.accumulate(cp.layout.lengths)]
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=cp.cu_seqlens.device)
+    longest = max(cp.layout.lengths)
+
+    @functools.cache
+    def module(heads: int, groups: int, size: int) -> Any:
+        made = package.DotProductAttention(
+            heads,
+            size,
+            num_gqa_groups=groups,
+            attention_dropout=0.0,
+            qkv_format="thd",
+            attn_mask_type="padding_causal",
+        )
+        ranks = list(range(dist.get_world_size()))
+        made.set_context_parallel_group(dist.group.WORLD, ranks, stream, comm_type)
+        return made
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out: Tensor = module(query.shape[1], key.shape[1], query.shape[2])(
+            query,
+            key,
+            value,
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+        return out.view(query.shape)
 
     return attention
 

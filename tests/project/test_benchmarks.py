@@ -17,8 +17,10 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from support.ranks import run_ranks
+from torch import Tensor
 
 import hcp
 
@@ -56,6 +58,11 @@ RUNS = {
         "--device cpu --tokens 64 --heads 2 --latent 8 --shared 4 --head-dim 8 --rounds 1",
     ),
     "bench_megatron": (2, "--device cpu --families P1 --tokens 512 --rounds 1"),
+    "bench_million": (2, "--device cpu --tokens 512 --check-tokens 64 --dtype float64"),
+    "bench_million --ladder": (
+        1,
+        "--device cpu --ladder --ranks 2 --types p2p --te --most-tokens 512 --check-tokens 64",
+    ),
     "bench_masks": (1, "--ranks 2 --tokens 512 --chunk 128 --packs 1"),
     "bench_masks --plans": (1, "--plans --ranks 4 --packs 1"),
     "bench_plan": (1, "--families P2,X4 --costs default --seeds 1 --peers"),
@@ -147,6 +154,65 @@ def test_every_benchmark_has_the_same_flags(
     assert end.value.code in (None, 0)
     words = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
     assert {"--device", "--rounds", "--deadline", "--json"} <= words
+
+
+@pytest.fixture
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_a_long_sequence_is_checked_by_a_few_of_its_queries() -> None:
+    """The formula, chunk by chunk, equals attention over the whole sequence; faults are seen."""
+    from common.layers import Sizes
+    from common.long import GRAD, KEY, QUERY, VALUE, Long
+
+    sizes = Sizes(4, 2, 8, torch.float64, torch.device("cpu"))
+    for rank in range(2):
+        long = Long(40, rank, 2, sizes)
+        whole = [long.drawn(what, range(4)) for what in (QUERY, KEY, VALUE, GRAD)]
+        *inputs, grad = whole
+        places = torch.tensor(long.places)
+        assert places.tolist() == [5, 9, 15, 19, 25, 29, 35, 39]
+        sparse = torch.zeros_like(grad)
+        sparse[places] = grad[places]
+        out, *grads = attention_by_formula(*inputs, sparse)
+        rows = torch.arange(40).view(4, 10)[list(long.chunks)].flatten()
+        given = [x[rows].clone() for x in (out, *grads)]
+        errors = long.errors(given[0], given[1:])
+        assert len(errors) == 5
+        assert max(errors.values()) < 1e-12, errors
+        for i, row in ((0, 19), (1, 0), (1, 19), (2, 3), (3, 13)):
+            wrong = [x[rows].clone() for x in (out, *grads)]
+            wrong[i][row] += 1e-3
+            assert max(long.errors(wrong[0], wrong[1:]).values()) > 1e-6, (i, row)
+
+
+def attention_by_formula(query: Tensor, key: Tensor, value: Tensor, grad: Tensor) -> list[Tensor]:
+    """Causal attention, (T, H, D), and the gradients of its inputs."""
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    groups = query.shape[1] // key.shape[1]
+    keys, values = (x.repeat_interleave(groups, 1) for x in leaves[1:])
+    scores = torch.einsum("qhd,khd->hqk", query, keys) / query.shape[2] ** 0.5
+    mask = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+    weights = scores.masked_fill(mask, -torch.inf).softmax(-1)
+    out = torch.einsum("hqk,khd->qhd", weights, values)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_the_ladder_says_what_ended_a_contestant() -> None:
+    from bench_million import FULL, end_of
+
+    full = f"p2p: {FULL} 2048 tokens on rank 1: CUDA out of memory. Tried to allocate 1.00 GiB."
+    assert end_of("p2p", 1, ["| p2p | 1 |", full], "", [512, 1024]) == (
+        "p2p: 1024 tokens; out of memory at 2048 (rank 1: CUDA out of memory. Tried to allocate "
+        "1.00 GiB.)"
+    )
+    late = "p2p: not tried at 2048 tokens, expected 70 s"
+    assert end_of("p2p", 0, [late], "", [1024]) == f"p2p: 1024 tokens; {late[5:]}"
+    assert "ended with status 7: it broke" in end_of("p2p", 7, [], "it\nbroke", [])
+    assert end_of("p2p", 0, [], "", [4]) == "p2p: 4 tokens, the most that was asked for"
 
 
 def test_every_benchmark_runs_here_or_needs_a_gpu() -> None:

@@ -1,0 +1,547 @@
+"""Attention of one very long sequence by each comm type, beside Transformer Engine's, and how long
+a sequence each can hold.
+
+    torchrun --nproc-per-node 2 benchmarks/bench_million.py [--tokens 1048576] [--heads 8 2]
+    python benchmarks/bench_million.py --ladder --ranks 2 [--memory-gib 8]
+    torchrun --nproc-per-node 2 benchmarks/bench_million.py --device cpu
+
+One causal sequence lies on all ranks, and no rank computes it alone. hcp's comm types, and
+Transformer Engine's where it is installed (its fused attention, over its own groups), compute
+forward and backward in turns. Columns:
+
+    ms            of both passes, on the slowest rank; the median of --rounds
+    tokens/s      of the whole sequence
+    of bound      on the busiest rank, the larger of two times, over ms: hcp's kernel calls of this
+                  comm type alone, on keys that are there; the bytes that it receives, at the rate
+                  of a plain copy from a peer's memory. For Transformer Engine: of the same comm
+                  type by hcp, so that a faster kernel of its own may bring more than 1
+    GiB           the most memory that torch's allocator held on a GPU in one pass of both, with
+                  inputs, output and gradients
+    outside GiB   what this contestant took beside: memory that peers read, buffers of NCCL. hcp's
+                  is for all of its types together
+    off           how far results are from the formula, see below
+
+Before anything is timed, outputs and gradients are checked twice. At --check-tokens all rows are
+compared with one rank's. At --tokens two queries of each chunk are computed by the formula over all
+keys, in float32 (for float64 in float64), and the gradient of the output is 0 but for these: so
+gradients of all keys and values on all ranks are known. Transformer Engine's contestants that
+refuse or are wrong are named and left out.
+
+--ladder starts torchrun for each contestant, which doubles --tokens up to --most-tokens, or until
+its memory is used up, or until the next length would take more than --seconds. --memory-gib lets a
+contestant have so much of each GPU, its context and buffers included: all memory of a GPU takes
+many minutes to fill, since time grows with the square of the length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from common.flags import end_after, filled, parser_of
+from common.host_time import AtOnce
+from common.layers import (
+    TOLERANCE,
+    Attention,
+    OwnCalls,
+    Sizes,
+    Whole,
+    bytes_received,
+    layer_of,
+    run_of,
+)
+from common.long import GRAD, KEY, QUERY, VALUE, Long
+from common.machine import hardware, package_version
+from common.memory import outside_torch
+from common.timing import copy_rate, end_ranks, slowest, start_ranks, synchronize, timed
+from peers import shipped
+from peers.ring import padded
+from torch import Tensor
+
+import hcp
+from hcp._words import CommType
+from hcp.attention.kernels import Choice
+from hcp.attention.prepared import Run
+
+TYPES: tuple[CommType, ...] = ("p2p", "all_gather", "a2a", "auto")
+TIMEOUT = timedelta(seconds=240)
+WARM_TOKENS = 2048
+DEFAULTS = {
+    "tokens": (2048, 2**20),
+    "check_tokens": (256, 16_384),
+    "heads": ([4, 2], [8, 2]),
+    "head_dim": (16, 128),
+    "dtype": ("float32", "bfloat16"),
+}
+"""On a CPU, on GPUs."""
+FULL = "out of memory at"
+
+
+def arguments() -> argparse.Namespace:
+    parser = parser_of(__doc__, device="cuda", rounds=1, deadline=590)
+    parser.add_argument("--tokens", type=int, help="of the sequence (CPU: 2048, CUDA: 1048576)")
+    says = "of the sequence that is compared as a whole (CPU: 256, CUDA: 16384)"
+    parser.add_argument("--check-tokens", type=int, help=says)
+    parser.add_argument(
+        "--heads", type=int, nargs=2, metavar=("QUERY", "KEY"), help="(CPU: 4 2, CUDA: 8 2)"
+    )
+    parser.add_argument("--head-dim", type=int, help="(CPU: 16, CUDA: 128)")
+    parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16", "float16"))
+    parser.add_argument("--backend", default="auto", help="kernels, as of get_cp_handler_cls")
+    parser.add_argument("--transport", default="auto", help="of hcp (auto)")
+    parser.add_argument("--types", nargs="*", choices=TYPES, default=TYPES, help="of hcp")
+    others = shipped.TRANSFORMER_ENGINE
+    parser.add_argument("--te", nargs="*", choices=others, default=others)
+    parser.add_argument(
+        "--ladder", action="store_true", help="double --tokens until it is too much"
+    )
+    parser.add_argument("--ranks", type=int, help="with --ladder (all GPUs; on a CPU 2)")
+    says = "with --ladder: memory of each GPU that a contestant may use (all)"
+    parser.add_argument("--memory-gib", type=float, help=says)
+    parser.add_argument("--most-tokens", type=int, default=2**24, help="with --ladder (2^24)")
+    says = "with --ladder: no length whose passes are expected to take longer (60)"
+    parser.add_argument("--seconds", type=float, default=60, help=says)
+    parser.add_argument("--climb", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.ladder and args.tokens is None:
+        args.tokens = (512, 2**17)[args.device == "cuda"]
+    if args.memory_gib is not None and args.device == "cpu":
+        parser.error("--memory-gib is for GPUs, whose allocator can be limited")
+    return filled(args, DEFAULTS)
+
+
+def main() -> int:
+    args = arguments()
+    if args.ladder:
+        end_after(args.deadline)
+        climb_all(args)
+        return 0
+    device = start_ranks(args.device, args.deadline, TIMEOUT)
+    bench = Bench(args, device)
+    try:
+        if args.climb:
+            climb(bench)
+        else:
+            compare(bench)
+    except RuntimeError as error:  # of torch's allocator, of NCCL, of memory for peers
+        if not is_full(error):
+            raise
+        why = str(error).splitlines()[0]
+        print(f"{bench.at}: {FULL} {bench.tokens} tokens on rank {bench.rank}: {why}", flush=True)
+        os._exit(1)  # others may wait for this rank in an exchange: torchrun ends them
+    end_ranks()
+    return 0
+
+
+def is_full(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+
+
+# ---- contestants ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Contestant:
+    """One comm type of hcp's, or of Transformer Engine's, on the sequence."""
+
+    name: str
+    cp: hcp.ContextParallelHandler
+    attention: Attention
+    run: Run | None = None
+    """hcp's preparation, after its first pass."""
+    memory: float = 0.0
+    outside: float = 0.0
+    off: float = 0.0
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def used(self) -> str:
+        """The comm type that keys travelled by."""
+        return self.name.removeprefix("te_") if self.run is None else self.run.schedule.comm_type
+
+
+class Bench:
+    """State that all measurements share."""
+
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+        self.args, self.device = args, device
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        heads, kv_heads = args.heads
+        self.sizes = Sizes(heads, kv_heads, args.head_dim, getattr(torch, args.dtype), device)
+        self.handler = hcp.get_cp_handler_cls(args.backend)
+        self.tokens, self.at = 0, "the start"
+        self.groups: hcp.ProcessGroups | None = None
+        dist.all_reduce(torch.zeros(1, device=device))
+        self.rate = copy_rate(device, 3)
+        lengths = [padded(args.check_tokens, self.ranks)]
+        self.whole: Whole | None = Whole(lengths, self.sizes, Choice(self.handler.kernel_family))
+        self._cost = self._prices(self.whole)
+        self._outside: dict[str, float] = {}
+        self._mark = slowest(outside_torch(device), device)
+
+    def tell(self, text: str) -> None:
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def connect(self, tokens: int) -> None:
+        """Connect hcp's ranks anew, with memory for a sequence of so many tokens."""
+        self.close()
+        self.groups = hcp.build_process_groups(
+            transport=self.args.transport,
+            timeout=TIMEOUT,
+            peer_buffer_bytes=staged_bytes(tokens, self.ranks, self.sizes),
+        )
+
+    def close(self) -> None:
+        if self.groups is not None:
+            self.groups.close()
+            self.groups = None
+
+    def contestant(self, name: str, tokens: int) -> Contestant:
+        """``name``: a comm type of hcp, or one of ``shipped.TRANSFORMER_ENGINE``."""
+        plan = hcp.plan(
+            [tokens],
+            ranks=self.ranks,
+            max_tokens_per_rank=tokens // self.ranks,
+            min_degree=self.ranks,
+            cost=self._cost,
+        )
+        if name in shipped.TRANSFORMER_ENGINE:  # which exchanges rows itself
+            cp = self.handler(plan, 0, AtOnce(self.rank, self.ranks, self.device))
+            return Contestant(name, cp, shipped.attention_of(name, cp, self.args.backend))
+        assert self.groups is not None
+        types = [x for x in TYPES if x == name]
+        cp = self.handler(plan, 0, self.groups.transport, comm_types=types)
+        return Contestant(name, cp, cp.attention)
+
+    def short(self, name: str) -> None:
+        """Compare all rows of a short sequence with one rank's."""
+        assert self.whole is not None
+        one = self.contestant(name, self.whole.lengths[0])
+        layer_of(name, self.whole, one.cp, one.attention)
+
+    def first_pass(self, one: Contestant, long: Long, inputs: Sequence[Tensor]) -> None:
+        """Run both passes once, under the sparse gradient. Note memory and error."""
+        self.at = one.name
+        grad = long.drawn(GRAD, long.chunks)
+        long.sparse(grad)
+        synchronize(self.device)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        out, grads = both(one.attention, inputs, grad)
+        synchronize(self.device)
+        if self.device.type == "cuda":
+            one.memory = slowest(torch.cuda.max_memory_allocated() / 2**30, self.device)
+        one.outside = self._taken_outside(one)
+        if is_own(one):
+            one.run = run_of(one.cp, one.name, self.sizes)
+        errors = {what: slowest(x, self.device) for what, x in long.errors(out, grads).items()}
+        worst = max(errors, key=lambda what: errors[what])
+        one.off = errors[worst]
+        if not one.off <= TOLERANCE[self.sizes.dtype]:
+            raise ValueError(
+                f"{one.name}: at {self.tokens} tokens the {worst} is off by {one.off:.2g}, "
+                f"expected <= {TOLERANCE[self.sizes.dtype]}"
+            )
+
+    def _taken_outside(self, one: Contestant) -> float:
+        """Add what was taken outside torch's allocator since the last call to this contestant's, or
+        to that of all of hcp."""
+        key = "hcp" if is_own(one) else one.name
+        now = slowest(outside_torch(self.device), self.device)
+        self._outside[key] = self._outside.get(key, 0.0) + now - self._mark
+        self._mark = now
+        return self._outside[key]
+
+    def time_pass(self, one: Contestant, inputs: Sequence[Tensor], grad: Tensor) -> None:
+        self.at = one.name
+        step = partial(both, one.attention, inputs, grad)
+        one.seconds.append(slowest(timed(step, self.device), self.device))
+
+    def _prices(self, whole: Whole) -> hcp.CostModel:
+        """Return prices at the rates of the kernel, which computes a whole sequence, and of copies:
+        what "auto" goes by."""
+        sizes, (length,) = self.sizes, whole.lengths
+        whole.both()
+        seconds = slowest(timed(whole.both, self.device), self.device)
+        flops = 3.5 * 4 * (length * (length + 1) // 2) * sizes.heads * sizes.head_dim / seconds
+        return hcp.CostModel.for_transformer(
+            hidden_size=sizes.heads * sizes.head_dim,
+            ffn_hidden_size=4 * sizes.heads * sizes.head_dim,
+            num_attention_heads=sizes.heads,
+            num_query_groups=sizes.kv_heads,
+            bytes_per_element=sizes.dtype.itemsize,
+            flops_per_byte=max(1, round(flops / self.rate)),
+        )
+
+
+def staged_bytes(tokens: int, ranks: int, sizes: Sizes) -> int:
+    """Return the memory of a rank for rows that peers read: two exchanges, the largest of which is
+    that of the gradients of all other ranks' keys and values."""
+    rows = (tokens // ranks + 2) * max(1, ranks - 1)
+    row_bytes = 2 * sizes.kv_heads * sizes.head_dim * sizes.dtype.itemsize
+    return max(2**20, 2 * (rows * row_bytes + 4096))
+
+
+def both(
+    attention: Attention, inputs: Sequence[Tensor], grad: Tensor
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return the output and the gradients of queries, keys and values."""
+    out = attention(*inputs)
+    return out.detach(), torch.autograd.grad(out, list(inputs), grad)
+
+
+def inputs_of(long: Long) -> list[Tensor]:
+    return [long.drawn(what, long.chunks).requires_grad_() for what in (QUERY, KEY, VALUE)]
+
+
+# ---- one length ----------------------------------------------------------------------------------
+
+COLUMNS = "contestant", "ms", "tokens/s", "of bound", "GiB", "outside GiB", "off"
+
+
+def compare(bench: Bench) -> None:
+    """Check all contestants, let them take turns, and print a row of each."""
+    args = bench.args
+    names = [*args.types, *(name for name in args.te if is_here(bench, name))]
+    tokens = bench.tokens = padded(args.tokens, bench.ranks)
+    bench.connect(max(tokens, padded(args.check_tokens, bench.ranks)))
+    print_head(bench)
+    names = [name for name in names if tried(bench, name, partial(bench.short, name))]
+    bench.whole = None
+    long = Long(tokens, bench.rank, bench.ranks, bench.sizes)
+    inputs = inputs_of(long)
+    contestants = []
+    for name in names:
+        one = bench.contestant(name, tokens)
+        if tried(bench, name, partial(bench.first_pass, one, long, inputs)):
+            contestants.append(one)
+    grad = long.drawn(GRAD, long.chunks)
+    runs = {one.used: one.run for one in contestants if one.run is not None}
+    bounds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(args.rounds):
+        for one in contestants:
+            bench.time_pass(one, inputs, grad)
+        for name, run in runs.items():
+            bounds[name].append(bound_of(bench, run))
+    bench.tell(f"\n| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
+    for one in contestants:
+        print_row(bench, one, statistics.median(bounds[one.used]) if one.used in bounds else None)
+    bench.close()
+
+
+def is_own(one: Contestant) -> bool:
+    """Whether it is hcp's."""
+    return one.name not in shipped.TRANSFORMER_ENGINE
+
+
+def is_here(bench: Bench, name: str) -> bool:
+    """Whether Transformer Engine can run here. Tell why not."""
+    obstacle = shipped.obstacle(name, bench.device)
+    if obstacle is not None:
+        bench.tell(f"without {name}: {obstacle}")
+    return obstacle is None
+
+
+def tried(bench: Bench, name: str, step: Callable[[], object]) -> bool:
+    """Run a step. Where Transformer Engine fails, on all ranks alike, tell why and go on."""
+    if name not in shipped.TRANSFORMER_ENGINE:
+        step()
+        return True
+    try:
+        step()
+    except (Exception, SystemExit) as error:
+        if is_full(error):
+            raise
+        bench.tell(f"{name}: left out, {type(error).__name__}: {str(error)[:300]}")
+        return False
+    return True
+
+
+def bound_of(bench: Bench, run: Run) -> float:
+    """Return the seconds that no layer of this type can be faster than, on the busiest rank."""
+    bench.at = "the kernel's calls alone"
+    calls = OwnCalls(run, bench.sizes)
+    alone = slowest(timed(calls.both, bench.device), bench.device)
+    return max(alone, slowest(bytes_received(run, bench.sizes)[1] / bench.rate, bench.device))
+
+
+def print_head(bench: Bench) -> None:
+    args = bench.args
+    engine = package_version("transformer-engine")
+    transport = "none" if bench.groups is None else bench.groups.transport.name
+    bench.tell(
+        f"{bench.ranks} ranks on {hardware(args.device)}, torch {torch.__version__}, hcp "
+        f"{hcp.__version__}, Transformer Engine {engine or 'absent'}; one sequence of "
+        f"{bench.tokens} tokens, heads {args.heads[0]}:{args.heads[1]} of {args.head_dim}, "
+        f"{args.dtype}, causal, backend {args.backend}, transport {transport}; median of "
+        f"{args.rounds}; {'copy' if args.device == 'cpu' else 'peer copy'} "
+        f"{bench.rate / 1e9:.3g} GB/s"
+    )
+
+
+def print_row(bench: Bench, one: Contestant, bound: float | None) -> None:
+    if bench.rank > 0:
+        return
+    name = one.name if one.used in one.name else f"{one.name} ({one.used})"
+    seconds = statistics.median(one.seconds)
+    of_bound = None if bound is None else bound / seconds
+    numbers = seconds * 1e3, bench.tokens / seconds, of_bound, one.memory, one.outside, one.off
+    bench.args.json.add(
+        dict(zip(COLUMNS, (name, *numbers), strict=True)) | {"tokens": bench.tokens}
+    )
+    forms = ".1f", ",.0f", ".3f", ".2f", ".2f", ".1e"
+    hidden = {3, 4} if bench.device.type == "cpu" else set()
+    cells = (
+        "-" if x is None or i in hidden else format(x, form)
+        for i, (x, form) in enumerate(zip(numbers, forms, strict=True))
+    )
+    print(f"| {' | '.join((name, *cells))} |", flush=True)
+
+
+# ---- the ladder ----------------------------------------------------------------------------------
+
+
+def climb(bench: Bench) -> None:
+    """Double the length for one contestant, row by row, until memory or time is used up."""
+    bench.whole, args = None, bench.args
+    name: str = [*args.types, *args.te][0]
+    tokens = min(WARM_TOKENS, args.tokens)  # connects it, and loads its kernels
+    while tokens <= args.most_tokens:
+        begun = time.perf_counter()
+        bench.tokens = padded(tokens, bench.ranks)
+        if name not in shipped.TRANSFORMER_ENGINE:
+            bench.connect(bench.tokens)
+        if args.memory_gib is not None and tokens >= args.tokens:
+            limit_memory(bench, args.memory_gib)
+        one = rung(bench, name)
+        # Attention grows with the square of the length.
+        expected = 4 * slowest(time.perf_counter() - begun, bench.device)
+        if tokens < args.tokens:
+            tokens = args.tokens
+            continue
+        print_row(bench, one, None)
+        tokens *= 2
+        if tokens <= args.most_tokens and expected > args.seconds:
+            bench.tell(f"{name}: not tried at {tokens} tokens, expected {expected:.0f} s")
+            break
+    bench.close()
+
+
+def rung(bench: Bench, name: str) -> Contestant:
+    long = Long(bench.tokens, bench.rank, bench.ranks, bench.sizes)
+    inputs = inputs_of(long)
+    one = bench.contestant(name, bench.tokens)
+    bench.first_pass(one, long, inputs)
+    bench.time_pass(one, inputs, long.drawn(GRAD, long.chunks))
+    return one
+
+
+def limit_memory(bench: Bench, gib: float) -> None:
+    """Let torch's allocator have what the context, NCCL and memory for peers leave of it."""
+    torch.cuda.empty_cache()
+    left = gib - slowest(outside_torch(bench.device), bench.device)
+    total = torch.cuda.get_device_properties(bench.device).total_memory / 2**30
+    if left <= 0:
+        raise SystemExit(
+            f"--memory-gib is {gib}, expected more than {gib - left:.2f} outside torch"
+        )
+    torch.cuda.set_per_process_memory_fraction(min(1.0, left / total))
+
+
+def climb_all(args: argparse.Namespace) -> None:
+    """Start torchrun for each contestant, and print what it reached."""
+    device = torch.device(args.device)
+    ranks = args.ranks or (2 if args.device == "cpu" else torch.cuda.device_count())
+    share = "all memory" if args.memory_gib is None else f"{args.memory_gib:g} GiB of memory"
+    print(f"{ranks} ranks on {hardware(args.device)}, {share} for each\n")
+    print(f"| tokens | {' | '.join(COLUMNS)} |\n|---|{'---|' * len(COLUMNS)}", flush=True)
+    begun, ends = time.perf_counter(), []
+    for name in [*args.types, *args.te]:
+        if name in shipped.TRANSFORMER_ENGINE and (why := shipped.obstacle(name, device)):
+            ends.append(f"without {name}: {why}")
+            continue
+        args.left = args.deadline - (time.perf_counter() - begun)
+        ends.append(climbed(args, ranks, name))
+    print("\n" + "\n".join(ends))
+
+
+def climbed(args: argparse.Namespace, ranks: int, name: str) -> str:
+    """Run one contestant. Print its rows, and return how it ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.json"
+        done = subprocess.run(
+            [*launcher(ranks), *child_flags(args, name), "--json", str(file)],
+            capture_output=True,
+            text=True,
+            env={k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")},
+        )
+        rows = json.loads(file.read_text())["rows"] if file.exists() else []
+    for row in rows:
+        args.json.add(row)
+    lines = done.stdout.splitlines()
+    for line, row in zip((x for x in lines if x.startswith("| ")), rows, strict=True):
+        print(f"| {row['tokens']} {line}", flush=True)
+    return end_of(name, done.returncode, lines, done.stderr, [row["tokens"] for row in rows])
+
+
+def end_of(
+    name: str, status: int, lines: Sequence[str], errors: str, reached: Sequence[int]
+) -> str:
+    """Say how far a contestant came, and what ended it."""
+    most = f"{name}: {max(reached)} tokens" if reached else f"{name}: no length"
+    told = re.compile(rf"{re.escape(FULL)} (\d+) tokens on rank (\d+): (.*)")
+    for line in lines:
+        if found := told.search(line):
+            tokens, rank, why = found.groups()
+            return f"{most}; {FULL} {tokens} (rank {rank}: {why[:120]})"
+        if line.startswith(f"{name}: not tried"):
+            return f"{most}; {line.partition(': ')[2]}"
+    if status:
+        return f"{most}; ended with status {status}: {' '.join(errors.split())[-300:]}"
+    return f"{most}, the most that was asked for"
+
+
+def launcher(ranks: int) -> list[str]:
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", str(ranks), str(Path(__file__).resolve())),
+    ]
+
+
+def child_flags(args: argparse.Namespace, name: str) -> list[str]:
+    own = name not in shipped.TRANSFORMER_ENGINE
+    values = {
+        "device": args.device,
+        "deadline": args.left,
+        "tokens": args.tokens,
+        "most-tokens": args.most_tokens,
+        "head-dim": args.head_dim,
+        "dtype": args.dtype,
+        "backend": args.backend,
+        "transport": args.transport,
+        "seconds": args.seconds,
+        "memory-gib": args.memory_gib,
+    }
+    flags = [x for k, v in values.items() if v is not None for x in (f"--{k}", str(v))]
+    flags += ["--heads", *map(str, args.heads), "--climb"]
+    return [*flags, "--types", *([name] if own else []), "--te", *([] if own else [name])]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
