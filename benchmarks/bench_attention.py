@@ -23,7 +23,12 @@ Contestants are named by their comm type, and in brackets by what a group made o
 
     ring    ring attention with per-document splitting, on torch's point-to-point calls: see
             benchmarks/peers/ring.py. Its sequences are padded for it
+    te_*    Transformer Engine's context parallelism by this comm type over all ranks, with cuDNN's
+            attention, where it is installed. Its sequences are padded too
     shipped what others ship (benchmarks/peers/shipped.py), where it is installed and takes the pack
+
+Below the table a line for each pack compares hcp's dynamic plan with its best forced degree, over
+all comm types and transports, and with the fastest of Transformer Engine: their ms f+b over its.
 
 --backend names the kernels of all, yardsticks included; "cudnn" has none for `all_gather`. The
 packs P1, P2 and P4 are the first sequences of a batch of these families, half of --tokens for each
@@ -83,6 +88,7 @@ from hcp.attention.kernels import Choice
 from hcp.step.handler import ContextParallelHandler
 
 FAMILIES = ("P1", "P2", "P4")
+PEERS = ("ring", *shipped.MODULES)
 CALLS = 4
 TIMEOUT = timedelta(seconds=60)
 TAKE: dict[str, Callable[[list[float]], float]] = {"median": statistics.median, "min": min}
@@ -116,6 +122,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--transports", nargs="+", help="(CPU: torch, CUDA: peer nccl torch)")
     names = [*PACKS, *FAMILIES]
     parser.add_argument("--packs", nargs="+", choices=names, default=names, metavar="PACK")
+    parser.add_argument(
+        "--peers", nargs="*", choices=PEERS, default=PEERS, help="others to compare with (all)"
+    )
     parser.add_argument("--take", choices=TAKE, default="median", help="of the rounds")
     parser.add_argument(
         "--host", action="store_true", help="print the host's time of a layer and of a call alone"
@@ -158,10 +167,13 @@ def main() -> int:
     if dist.get_rank() == 0:
         print_head(bench, packs)
     for name, lengths in packs.items():
-        bench.compare(name, bench.contestants(lengths))
+        bench.compare(name, [*bench.contestants(lengths), *bench.engines(name, lengths)])
     for peer in shipped.MODULES:  # last, since what others ship may end all
-        for name, lengths in packs.items():
-            bench.compare_shipped(name, lengths, peer)
+        for name, lengths in packs.items() if peer in args.peers else ():
+            if peer not in shipped.TRANSFORMER_ENGINE:
+                bench.compare_shipped(name, lengths, peer)
+    if dist.get_rank() == 0:
+        print("\n" + "\n".join(bench.notes))
     for groups in domains.values():
         groups.close()
     end_ranks()
@@ -212,6 +224,10 @@ class Contestant(NamedTuple):
     received: tuple[int, int]
     """Bytes that this rank receives, forward and in both passes."""
 
+    @property
+    def is_hcp(self) -> bool:
+        return self.name not in PEERS
+
 
 class Bench:
     """State that the measurements of all packs share."""
@@ -227,6 +243,8 @@ class Bench:
         """``first``: the pack that measures how fast a rank computes, for the plans' prices."""
         self.args, self.sizes, self.domains, self.rate = args, sizes, domains, rate
         self.ranks = dist.get_world_size()
+        self.notes: list[str] = []
+        """Lines below the table."""
         self.handler = hcp.get_cp_handler_cls(args.backend)
         prices = hcp.CostModel.for_transformer(
             hidden_size=sizes.heads * sizes.head_dim,
@@ -248,9 +266,31 @@ class Bench:
                     yield self._contestant(groups, whole, plan, comm_type, degree, levels)
             comm_type = AUTO if AUTO in self.args.types else self.args.types[0]
             yield self._contestant(groups, whole, self._plan(lengths), comm_type)
-            if name == "torch":
+            if name == "torch" and "ring" in self.args.peers:
                 cut = [padded(n, self.ranks) for n in lengths]
-                yield self._peer(whole if cut == lengths else self._whole(cut), "ring")
+                yield self._peer(groups, whole if cut == lengths else self._whole(cut), "ring")
+
+    def engines(self, pack: str, lengths: list[int]) -> Iterator[Contestant]:
+        """Transformer Engine's contestants. One that refuses the pack, or is wrong, is noted."""
+        cut = [padded(n, self.ranks) for n in lengths]
+        groups, device = next(iter(self.domains.values())), self.sizes.device
+        names = [
+            name
+            for name in shipped.TRANSFORMER_ENGINE
+            if name in self.args.peers and shipped.takes(name, cut, device)
+        ]
+        whole = self._whole(cut) if names else None
+        for name in names:
+            failed, one = "", None
+            try:
+                assert whole is not None
+                one = self._peer(groups, whole, name)
+            except (Exception, SystemExit) as error:
+                failed = f"{type(error).__name__}: {str(error)[:300]}"
+            if slowest(float(one is None), device):
+                self.notes.append(f"{pack}: without {name}, {failed or 'which failed on a rank'}")
+            elif one is not None:
+                yield one._replace(transport="its own")
 
     def compare(self, pack: str, given: Iterable[Contestant]) -> None:
         """Let contestants take turns, and print a row of each."""
@@ -279,6 +319,34 @@ class Bench:
                 for calls, copies, own in zip(alone, moved, taken, strict=True)
             ]
             self._print(pack, one, taken, shares, host_times(one.layers, device, self.args.rounds))
+        both = [(one, times[f"{i} layers f+b"]) for i, one in enumerate(contestants)]
+        self._note_verdict(pack, both)
+
+    def _note_verdict(self, pack: str, taken: Sequence[tuple[Contestant, float]]) -> None:
+        """Note how the dynamic plan does beside the best forced degree and the best of Transformer
+        Engine, by their seconds of both passes."""
+        own = [(one, seconds) for one, seconds in taken if one.is_hcp]
+        dynamic = [pair for pair in own if pair[0].plan == "dynamic"]
+        others = {
+            "best forced": [pair for pair in own if pair[0].plan != "dynamic"],
+            "best of Transformer Engine": [
+                pair for pair in taken if pair[0].name in shipped.TRANSFORMER_ENGINE
+            ],
+        }
+        if not dynamic:
+            return
+        best, seconds = min(dynamic, key=lambda pair: pair[1])
+        text = f"{pack}: dynamic {seconds * 1e3:.2f} ms on {best.transport}"
+        row: dict[str, object] = {"pack": pack, "dynamic ms f+b": seconds * 1e3}
+        for what, pairs in others.items():
+            if pairs:
+                one, theirs = min(pairs, key=lambda pair: pair[1])
+                name = f"{one.name}, {one.plan}, {one.transport}"
+                text += f"; {what} {theirs * 1e3:.2f} ({name}): {theirs / seconds:.3f} x"
+                row |= {what: name, f"{what} over dynamic": theirs / seconds}
+        self.notes.append(text)
+        if dist.get_rank() == 0:
+            self.args.json.add(row)
 
     def compare_shipped(self, pack: str, lengths: list[int], peer: str) -> None:
         """Compare what others ship. Print why, where it does not run, on all ranks alike."""
@@ -288,7 +356,7 @@ class Bench:
             return
         try:
             with shipped.running(peer, cut[0], self.ranks, device):
-                self.compare(pack, [self._peer(self._whole(cut), peer)])
+                self.compare(pack, [self._peer(groups, self._whole(cut), peer)])
         except Exception as error:
             if dist.get_rank() == 0:
                 print(f"{peer}: {pack}: {type(error).__name__}: {str(error).splitlines()[:1]}")
@@ -352,7 +420,7 @@ class Bench:
             (sum(forward for forward, _ in received), sum(both for _, both in received)),
         )
 
-    def _peer(self, whole: Whole, name: str) -> Contestant:
+    def _peer(self, groups: hcp.ProcessGroups, whole: Whole, name: str) -> Contestant:
         """Attention of others, whose sequences fill their chunks, with hcp's ring as the bound."""
         plan = self._plan(whole.lengths, self.ranks)
 
@@ -361,7 +429,7 @@ class Bench:
                 return OnRing(cp, self.sizes.dtype, self.handler.kernel_family).attention
             return shipped.attention_of(name, cp, self.args.backend)
 
-        given = self.domains["torch"], whole, plan, P2P, self.ranks
+        given = groups, whole, plan, P2P, self.ranks
         return self._contestant(*given, attention_of=attention_of, name=name)
 
     def _print(

@@ -117,9 +117,10 @@ def _of_transformer_engine(comm_type: str, cp: hcp.ContextParallelHandler) -> At
     package = importlib.import_module(MODULES["te_p2p"])
     # Its rules would prefer FlashAttention, and compute by the formula what no kernel takes.
     os.environ.update(NVTE_FUSED_ATTN="1", NVTE_FLASH_ATTN="0", NVTE_UNFUSED_ATTN="0")
-    stream = torch.cuda.Stream()
+    device = cp.cu_seqlens.device
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     bounds = [0, *itertools.accumulate(cp.layout.lengths)]
-    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=cp.cu_seqlens.device)
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
     longest = max(cp.layout.lengths)
 
     @functools.cache

@@ -15,10 +15,14 @@ import shlex
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from support import core_attention
 from support.ranks import run_ranks
 from torch import Tensor
 
@@ -140,6 +144,68 @@ def test_a_small_run_passes_its_checks_and_prints_its_table(run: str, tmp_path: 
         assert written["versions"]["hcp"] == hcp.__version__
         assert written["rows"]
         assert all(len(row) > 2 for row in written["rows"])
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        (
+            "bench_million",
+            "--device cpu --tokens 128 --check-tokens 64 --dtype float64 --types p2p",
+        ),
+        (
+            "bench_attention",
+            "--device cpu --tokens 128 --heads 2 1 --head-dim 8 --rounds 1 --packs many"
+            " --types p2p --dtype float64 --peers te_p2p te_a2a te_all_gather",
+        ),
+    ],
+)
+def test_transformer_engine_stands_beside_hcp(name: str, arguments: str) -> None:
+    """A module of its arguments takes its place. One that refuses, or is wrong, is left out."""
+    printed, _ = run_ranks(2, run_beside_engine, name, shlex.split(arguments))
+    rows = [line for line in printed.splitlines() if line.startswith("|") and "te_" in line]
+    assert len(rows) == 1, printed
+    assert "te_p2p" in rows[0]
+    left_out = [line for line in printed.splitlines() if "te_a2a" in line or "te_all" in line]
+    assert len(left_out) == 2, printed
+    assert "heads refused" in printed
+    assert "off by" in printed
+    if name == "bench_attention":
+        assert "best of Transformer Engine" in printed
+
+
+def run_beside_engine(rank: int, size: int, name: str, arguments: list[str]) -> str:
+    class DotProductAttention(core_attention.RingLike):
+        def __init__(self, heads: int, size: int, **options: object) -> None:
+            super().__init__()
+            assert (options["qkv_format"], options["attn_mask_type"]) == ("thd", "padding_causal")
+
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, **kw: Any) -> Tensor:  # type: ignore[override]
+            if self.cp_comm_type == "a2a":
+                raise ValueError("heads refused")
+            group = self.cp_group
+            params = SimpleNamespace(
+                cu_seqlens_q=kw["cu_seqlens_q"], cp_group=group, local_cp_size=group.size()
+            )
+            out = super().forward(query, key, value, None, "padding_causal", None, params)
+            return out * 2 if self.cp_comm_type == "all_gather" else out
+
+    package, module = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
+    module.DotProductAttention = DotProductAttention  # type: ignore[attr-defined]
+    names = {"transformer_engine": package, "transformer_engine.pytorch": module}
+    sys.path.insert(0, str(BENCHMARKS))
+    from peers import shipped
+
+    def obstacle(name: str, device: torch.device) -> str | None:
+        return None if name in shipped.TRANSFORMER_ENGINE else "not asked for"
+
+    sys.path.remove(str(BENCHMARKS))
+    with (
+        mock.patch.dict(sys.modules, names),
+        mock.patch.object(shipped, "obstacle", obstacle),
+        mock.patch.dict(os.environ),
+    ):
+        return run_benchmark(rank, size, name, arguments)
 
 
 @pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("bench_*.py")), ids=lambda path: path.stem)
