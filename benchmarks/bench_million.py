@@ -2,7 +2,7 @@
 a sequence each can hold.
 
     torchrun --nproc-per-node 2 benchmarks/bench_million.py [--tokens 1048576] [--heads 8 2]
-    python benchmarks/bench_million.py --ladder --ranks 2 [--memory-gib 8]
+    python benchmarks/bench_million.py --ladder [--memory-gib 8]
     torchrun --nproc-per-node 2 benchmarks/bench_million.py --device cpu
 
 One causal sequence lies on all ranks, and no rank computes it alone. hcp's comm types, and
@@ -28,32 +28,27 @@ gradients of all keys and values on all ranks are known. Transformer Engine's co
 refuse or are wrong are named and left out.
 
 --ladder starts torchrun for each contestant, which doubles --tokens up to --most-tokens, or until
-its memory is used up, or until the next length would take more than --seconds. --memory-gib lets a
-contestant have so much of each GPU, its context and buffers included: all memory of a GPU takes
-many minutes to fill, since time grows with the square of the length.
+its memory is used up, or until the next length would take more than --rung-seconds; "of bound" is
+left out. --memory-gib lets a contestant have so much of each GPU, its context and buffers included:
+all memory of a GPU takes many minutes to fill, since time grows with the square of the length.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import re
 import statistics
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from common.flags import end_after, filled, parser_of
 from common.host_time import AtOnce
+from common.ladder import add_ladder, check_ladder, climb, climb_all, is_full, leave_full
 from common.layers import (
     TOLERANCE,
     Attention,
@@ -66,7 +61,7 @@ from common.layers import (
 )
 from common.long import GRAD, KEY, QUERY, VALUE, Long
 from common.machine import hardware, package_version
-from common.memory import outside_torch
+from common.memory import limit_memory, outside_torch, staged_bytes
 from common.timing import copy_rate, end_ranks, slowest, start_ranks, synchronize, timed
 from peers import shipped
 from peers.ring import padded
@@ -88,7 +83,6 @@ DEFAULTS = {
     "dtype": ("float32", "bfloat16"),
 }
 """On a CPU, on GPUs."""
-FULL = "out of memory at"
 
 
 def arguments() -> argparse.Namespace:
@@ -106,21 +100,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--types", nargs="*", choices=TYPES, default=TYPES, help="of hcp")
     others = shipped.TRANSFORMER_ENGINE
     parser.add_argument("--te", nargs="*", choices=others, default=others)
-    parser.add_argument(
-        "--ladder", action="store_true", help="double --tokens until it is too much"
-    )
-    parser.add_argument("--ranks", type=int, help="with --ladder (all GPUs; on a CPU 2)")
-    says = "with --ladder: memory of each GPU that a contestant may use (all)"
-    parser.add_argument("--memory-gib", type=float, help=says)
-    parser.add_argument("--most-tokens", type=int, default=2**24, help="with --ladder (2^24)")
-    says = "with --ladder: no length whose passes are expected to take longer (60)"
-    parser.add_argument("--seconds", type=float, default=60, help=says)
-    parser.add_argument("--climb", action="store_true", help=argparse.SUPPRESS)
+    add_ladder(parser)
     args = parser.parse_args()
-    if args.ladder and args.tokens is None:
+    if (args.ladder or args.climb) and args.tokens is None:
         args.tokens = (512, 2**17)[args.device == "cuda"]
-    if args.memory_gib is not None and args.device == "cpu":
-        parser.error("--memory-gib is for GPUs, whose allocator can be limited")
+    check_ladder(parser, args)
     return filled(args, DEFAULTS)
 
 
@@ -128,27 +112,39 @@ def main() -> int:
     args = arguments()
     if args.ladder:
         end_after(args.deadline)
-        climb_all(args)
+        start_ladder(args)
         return 0
     device = start_ranks(args.device, args.deadline, TIMEOUT)
     bench = Bench(args, device)
     try:
         if args.climb:
-            climb(bench)
+            bench.whole = None
+            bench.rung(min(WARM_TOKENS, args.tokens), None)
+            climb(
+                args, device, lambda tokens: print_row(bench, bench.rung(tokens, args.memory_gib))
+            )
         else:
             compare(bench)
-    except RuntimeError as error:  # of torch's allocator, of NCCL, of memory for peers
-        if not is_full(error):
-            raise
-        why = str(error).splitlines()[0]
-        print(f"{bench.at}: {FULL} {bench.tokens} tokens on rank {bench.rank}: {why}", flush=True)
-        os._exit(1)  # others may wait for this rank in an exchange: torchrun ends them
+    except RuntimeError as error:
+        if is_full(error):
+            leave_full(bench.at, bench.tokens, error)
+        raise
+    bench.close()
     end_ranks()
     return 0
 
 
-def is_full(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+def start_ladder(args: argparse.Namespace) -> None:
+    limit = "all memory" if args.memory_gib is None else f"{args.memory_gib:g} GiB of memory"
+    print(f"{hardware(args.device)}, {limit} for each")
+    names = list(args.types)
+    for name in args.te:
+        if obstacle := shipped.obstacle(name, torch.device(args.device)):
+            print(f"without {name}: {obstacle}")
+        else:
+            names.append(name)
+    print(f"\n{HEAD}", flush=True)
+    climb_all(args, names, line_of)
 
 
 # ---- contestants ---------------------------------------------------------------------------------
@@ -203,7 +199,12 @@ class Bench:
         self.groups = hcp.build_process_groups(
             transport=self.args.transport,
             timeout=TIMEOUT,
-            peer_buffer_bytes=staged_bytes(tokens, self.ranks, self.sizes),
+            peer_buffer_bytes=staged_bytes(
+                tokens,
+                self.ranks,
+                2 * self.sizes.kv_heads * self.sizes.head_dim,
+                self.sizes.dtype.itemsize,
+            ),
         )
 
     def close(self) -> None:
@@ -273,6 +274,21 @@ class Bench:
         step = partial(both, one.attention, inputs, grad)
         one.seconds.append(slowest(timed(step, self.device), self.device))
 
+    def rung(self, tokens: int, memory_gib: float | None) -> Contestant:
+        """Check and time the contestant of --climb once at a length, in so much memory."""
+        name = self.args.climb
+        self.at, self.tokens = name, padded(tokens, self.ranks)
+        if name not in shipped.TRANSFORMER_ENGINE:
+            self.connect(self.tokens)
+        if memory_gib is not None:
+            limit_memory(self.device, memory_gib)
+        long = Long(self.tokens, self.rank, self.ranks, self.sizes)
+        inputs = inputs_of(long)
+        one = self.contestant(name, self.tokens)
+        self.first_pass(one, long, inputs)
+        self.time_pass(one, inputs, long.drawn(GRAD, long.chunks))
+        return one
+
     def _prices(self, whole: Whole) -> hcp.CostModel:
         """Return prices at the rates of the kernel, which computes a whole sequence, and of copies:
         what "auto" goes by."""
@@ -290,14 +306,6 @@ class Bench:
         )
 
 
-def staged_bytes(tokens: int, ranks: int, sizes: Sizes) -> int:
-    """Return the memory of a rank for rows that peers read: two exchanges, the largest of which is
-    that of the gradients of all other ranks' keys and values."""
-    rows = (tokens // ranks + 2) * max(1, ranks - 1)
-    row_bytes = 2 * sizes.kv_heads * sizes.head_dim * sizes.dtype.itemsize
-    return max(2**20, 2 * (rows * row_bytes + 4096))
-
-
 def both(
     attention: Attention, inputs: Sequence[Tensor], grad: Tensor
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -312,7 +320,18 @@ def inputs_of(long: Long) -> list[Tensor]:
 
 # ---- one length ----------------------------------------------------------------------------------
 
-COLUMNS = "contestant", "ms", "tokens/s", "of bound", "GiB", "outside GiB", "off"
+COLUMNS = {
+    "tokens": "d",
+    "contestant": "",
+    "ms": ".1f",
+    "tokens/s": ",.0f",
+    "of bound": ".3f",
+    "GiB": ".2f",
+    "outside GiB": ".2f",
+    "off": ".1e",
+}
+"""How each is printed."""
+HEAD = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}"
 
 
 def compare(bench: Bench) -> None:
@@ -339,10 +358,9 @@ def compare(bench: Bench) -> None:
             bench.time_pass(one, inputs, grad)
         for name, run in runs.items():
             bounds[name].append(bound_of(bench, run))
-    bench.tell(f"\n| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
+    bench.tell(f"\n{HEAD}")
     for one in contestants:
-        print_row(bench, one, statistics.median(bounds[one.used]) if one.used in bounds else None)
-    bench.close()
+        print_row(bench, one, bounds.get(one.used))
 
 
 def is_own(one: Contestant) -> bool:
@@ -398,152 +416,31 @@ def print_head(bench: Bench) -> None:
     )
 
 
-def print_row(bench: Bench, one: Contestant, bound: float | None) -> None:
+def print_row(bench: Bench, one: Contestant, bounds: Sequence[float] | None = None) -> None:
+    """``bounds``: seconds of each round that no layer of this type can be faster than."""
     if bench.rank > 0:
         return
-    name = one.name if one.used in one.name else f"{one.name} ({one.used})"
     seconds = statistics.median(one.seconds)
-    of_bound = None if bound is None else bound / seconds
-    numbers = seconds * 1e3, bench.tokens / seconds, of_bound, one.memory, one.outside, one.off
-    bench.args.json.add(
-        dict(zip(COLUMNS, (name, *numbers), strict=True)) | {"tokens": bench.tokens}
-    )
-    forms = ".1f", ",.0f", ".3f", ".2f", ".2f", ".1e"
-    hidden = {3, 4} if bench.device.type == "cpu" else set()
-    cells = (
-        "-" if x is None or i in hidden else format(x, form)
-        for i, (x, form) in enumerate(zip(numbers, forms, strict=True))
-    )
-    print(f"| {' | '.join((name, *cells))} |", flush=True)
-
-
-# ---- the ladder ----------------------------------------------------------------------------------
-
-
-def climb(bench: Bench) -> None:
-    """Double the length for one contestant, row by row, until memory or time is used up."""
-    bench.whole, args = None, bench.args
-    name: str = [*args.types, *args.te][0]
-    tokens = min(WARM_TOKENS, args.tokens)  # connects it, and loads its kernels
-    while tokens <= args.most_tokens:
-        begun = time.perf_counter()
-        bench.tokens = padded(tokens, bench.ranks)
-        if name not in shipped.TRANSFORMER_ENGINE:
-            bench.connect(bench.tokens)
-        if args.memory_gib is not None and tokens >= args.tokens:
-            limit_memory(bench, args.memory_gib)
-        one = rung(bench, name)
-        # Attention grows with the square of the length.
-        expected = 4 * slowest(time.perf_counter() - begun, bench.device)
-        if tokens < args.tokens:
-            tokens = args.tokens
-            continue
-        print_row(bench, one, None)
-        tokens *= 2
-        if tokens <= args.most_tokens and expected > args.seconds:
-            bench.tell(f"{name}: not tried at {tokens} tokens, expected {expected:.0f} s")
-            break
-    bench.close()
-
-
-def rung(bench: Bench, name: str) -> Contestant:
-    long = Long(bench.tokens, bench.rank, bench.ranks, bench.sizes)
-    inputs = inputs_of(long)
-    one = bench.contestant(name, bench.tokens)
-    bench.first_pass(one, long, inputs)
-    bench.time_pass(one, inputs, long.drawn(GRAD, long.chunks))
-    return one
-
-
-def limit_memory(bench: Bench, gib: float) -> None:
-    """Let torch's allocator have what the context, NCCL and memory for peers leave of it."""
-    torch.cuda.empty_cache()
-    left = gib - slowest(outside_torch(bench.device), bench.device)
-    total = torch.cuda.get_device_properties(bench.device).total_memory / 2**30
-    if left <= 0:
-        raise SystemExit(
-            f"--memory-gib is {gib}, expected more than {gib - left:.2f} outside torch"
-        )
-    torch.cuda.set_per_process_memory_fraction(min(1.0, left / total))
-
-
-def climb_all(args: argparse.Namespace) -> None:
-    """Start torchrun for each contestant, and print what it reached."""
-    device = torch.device(args.device)
-    ranks = args.ranks or (2 if args.device == "cpu" else torch.cuda.device_count())
-    share = "all memory" if args.memory_gib is None else f"{args.memory_gib:g} GiB of memory"
-    print(f"{ranks} ranks on {hardware(args.device)}, {share} for each\n")
-    print(f"| tokens | {' | '.join(COLUMNS)} |\n|---|{'---|' * len(COLUMNS)}", flush=True)
-    begun, ends = time.perf_counter(), []
-    for name in [*args.types, *args.te]:
-        if name in shipped.TRANSFORMER_ENGINE and (why := shipped.obstacle(name, device)):
-            ends.append(f"without {name}: {why}")
-            continue
-        args.left = args.deadline - (time.perf_counter() - begun)
-        ends.append(climbed(args, ranks, name))
-    print("\n" + "\n".join(ends))
-
-
-def climbed(args: argparse.Namespace, ranks: int, name: str) -> str:
-    """Run one contestant. Print its rows, and return how it ended."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "rows.json"
-        done = subprocess.run(
-            [*launcher(ranks), *child_flags(args, name), "--json", str(file)],
-            capture_output=True,
-            text=True,
-            env={k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")},
-        )
-        rows = json.loads(file.read_text())["rows"] if file.exists() else []
-    for row in rows:
-        args.json.add(row)
-    lines = done.stdout.splitlines()
-    for line, row in zip((x for x in lines if x.startswith("| ")), rows, strict=True):
-        print(f"| {row['tokens']} {line}", flush=True)
-    return end_of(name, done.returncode, lines, done.stderr, [row["tokens"] for row in rows])
-
-
-def end_of(
-    name: str, status: int, lines: Sequence[str], errors: str, reached: Sequence[int]
-) -> str:
-    """Say how far a contestant came, and what ended it."""
-    most = f"{name}: {max(reached)} tokens" if reached else f"{name}: no length"
-    told = re.compile(rf"{re.escape(FULL)} (\d+) tokens on rank (\d+): (.*)")
-    for line in lines:
-        if found := told.search(line):
-            tokens, rank, why = found.groups()
-            return f"{most}; {FULL} {tokens} (rank {rank}: {why[:120]})"
-        if line.startswith(f"{name}: not tried"):
-            return f"{most}; {line.partition(': ')[2]}"
-    if status:
-        return f"{most}; ended with status {status}: {' '.join(errors.split())[-300:]}"
-    return f"{most}, the most that was asked for"
-
-
-def launcher(ranks: int) -> list[str]:
-    return [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", str(ranks), str(Path(__file__).resolve())),
-    ]
-
-
-def child_flags(args: argparse.Namespace, name: str) -> list[str]:
-    own = name not in shipped.TRANSFORMER_ENGINE
-    values = {
-        "device": args.device,
-        "deadline": args.left,
-        "tokens": args.tokens,
-        "most-tokens": args.most_tokens,
-        "head-dim": args.head_dim,
-        "dtype": args.dtype,
-        "backend": args.backend,
-        "transport": args.transport,
-        "seconds": args.seconds,
-        "memory-gib": args.memory_gib,
+    on_gpu = bench.device.type == "cuda"
+    row = {
+        "tokens": bench.tokens,
+        "contestant": one.name if one.used in one.name else f"{one.name} ({one.used})",
+        "ms": seconds * 1e3,
+        "tokens/s": bench.tokens / seconds,
+        "of bound": None if bounds is None else statistics.median(bounds) / seconds,
+        "GiB": one.memory if on_gpu else None,
+        "outside GiB": one.outside if on_gpu else None,
+        "off": one.off,
     }
-    flags = [x for k, v in values.items() if v is not None for x in (f"--{k}", str(v))]
-    flags += ["--heads", *map(str, args.heads), "--climb"]
-    return [*flags, "--types", *([name] if own else []), "--te", *([] if own else [name])]
+    bench.args.json.add(row)
+    print(line_of(row), flush=True)
+
+
+def line_of(row: Mapping[str, Any]) -> str:
+    cells = (
+        "-" if row[name] is None else format(row[name], form) for name, form in COLUMNS.items()
+    )
+    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Memory of a GPU that torch's allocator does not count."""
+"""Memory of a GPU that torch's allocator does not count, and a limit of what it may take."""
 
 from __future__ import annotations
 
 import torch
+
+from common.timing import slowest
 
 
 def outside_torch(device: torch.device) -> float:
@@ -12,3 +14,24 @@ def outside_torch(device: torch.device) -> float:
         return 0.0
     free, total = torch.cuda.mem_get_info(device)
     return (total - free - torch.cuda.memory_reserved(device)) / 2**30
+
+
+def limit_memory(device: torch.device, gib: float) -> None:
+    """Let torch's allocator have what the context, NCCL and memory for peers leave of these GiB."""
+    torch.cuda.empty_cache()
+    left = gib - slowest(outside_torch(device), device)
+    total = torch.cuda.get_device_properties(device).total_memory / 2**30
+    if left <= 0:
+        raise SystemExit(
+            f"--memory-gib is {gib}, expected more than {gib - left:.2f} outside torch"
+        )
+    torch.cuda.set_per_process_memory_fraction(min(1.0, left / total))
+
+
+def staged_bytes(tokens: int, ranks: int, kv_elements: int, itemsize: int) -> int:
+    """Return the memory of a rank for rows of a sequence that peers read: two exchanges, the
+    largest of which is that of the gradients of all other ranks' keys and values.
+
+    ``kv_elements``: of a row's keys and values."""
+    rows = (tokens // ranks + 2) * max(1, ranks - 1)
+    return max(2**20, 2 * (rows * kv_elements * itemsize + 4096))

@@ -268,17 +268,17 @@ def attention_by_formula(query: Tensor, key: Tensor, value: Tensor, grad: Tensor
 
 @pytest.mark.usefixtures("benchmarks")
 def test_the_ladder_says_what_ended_a_contestant() -> None:
-    from bench_million import FULL, end_of
+    from common.ladder import FULL, end_of
 
     full = f"p2p: {FULL} 2048 tokens on rank 1: CUDA out of memory. Tried to allocate 1.00 GiB."
-    assert end_of("p2p", 1, ["| p2p | 1 |", full], "", [512, 1024]) == (
+    assert end_of("p2p", 1, f"| p2p | 1 |\n{full}\nmore", "", [512, 1024]) == (
         "p2p: 1024 tokens; out of memory at 2048 (rank 1: CUDA out of memory. Tried to allocate "
         "1.00 GiB.)"
     )
     late = "p2p: not tried at 2048 tokens, expected 70 s"
-    assert end_of("p2p", 0, [late], "", [1024]) == f"p2p: 1024 tokens; {late[5:]}"
-    assert "ended with status 7: it broke" in end_of("p2p", 7, [], "it\nbroke", [])
-    assert end_of("p2p", 0, [], "", [4]) == "p2p: 4 tokens, the most that was asked for"
+    assert end_of("p2p", 0, late, "", [1024]) == f"p2p: 1024 tokens; {late[5:]}"
+    assert "ended with status 7: it broke" in end_of("p2p", 7, "", "it\nbroke", [])
+    assert end_of("p2p", 0, "", "", [4]) == "p2p: 4 tokens, the most that was asked for"
 
 
 def test_every_benchmark_runs_here_or_needs_a_gpu() -> None:
