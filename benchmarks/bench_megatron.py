@@ -1,6 +1,8 @@
 """Megatron-Core's own context parallelism, by Transformer Engine, beside the same model with hcp.
 
     torchrun --nproc-per-node 2 benchmarks/bench_megatron.py [--families P1 P2 P3 P4]
+    torchrun --nproc-per-node 2 benchmarks/bench_megatron.py --families one --tokens 262144 \\
+        --recompute --linear-loss --num-layers 16 --vocab-size 65536 [--ladder without torchrun]
     torchrun --nproc-per-node 2 benchmarks/bench_megatron.py --device cpu
 
 A GPT of Megatron-Core with Transformer Engine's layers and fused rotary embedding computes equal
@@ -8,25 +10,35 @@ global batches with equal weights:
 
     te p2p, te a2a  Megatron's CP over all ranks, sequences packed by next-fit in their order and
                     padded to full chunks. "fused" is cuDNN's attention, "flash" FlashAttention
-    hcp             hcp_layer_spec and hcp.plan: each sequence has its own degree
+    hcp             as it comes: hcp_layer_spec, the options' defaults ("p2p", the kernels of
+                    "auto"), and a plan by the prices that follow from the model's sizes
+    hcp tuned       --cp-comm-type, and a plan by prices that are fitted in the run to micro-batches
+                    of degrees 1 to all, or of a file of `python -m hcp calibrate` (--cost)
     wave greedy     Megatron's dynamic scheduler, re-implemented in benchmarks/peers/planners.py, on
-                    hcp's engine
+                    the engine and with the prices of "hcp tuned"
 
 A step is forward, backward and one sum of all gradients, in turns. The optimizer is left out, since
 its work is equal for all. So are planning and the dispatch of rows, which a loader does ahead.
 Families are those of benchmarks/common/families.py, with sequences up to --tokens per batch, each
-cut to the rows of all ranks.
+cut to the rows of all ranks. The family "one" is one sequence of --tokens on all ranks; memory for
+rows that peers read is then as large as it needs, and no prices are fitted.
+
+--recompute has Megatron compute each layer again in the backward. --linear-loss computes losses
+without logits in memory: by liger-kernel 0.8.5, if it is installed, or torch 2.13.
 
 Losses, and gradients of the attention's weights, of each contestant are compared with those of the
-first before anything is timed; one of Transformer Engine's that cannot compute, or is wrong, is
-named and left out. Columns: micro-batches; tokens per second, and hcp's over those; the most memory
-that a step took, in torch's allocator and outside it, and hcp's over that; the gradients' relative
-distance. The line below a family compares hcp with the fastest of Transformer Engine, and says what
-hcp aims at on so many GPUs.
+first before anything is timed; one of Transformer Engine's that cannot compute, or is wrong, has
+the reason in its row. Columns: micro-batches; tokens per second, and hcp's over those; the most
+memory that a step took, in torch's allocator and outside it, and hcp's over that; the gradients'
+relative distance. The lines below a family compare hcp's contestants with the fastest of
+Transformer Engine, and say what hcp aims at on so many GPUs.
 
-Prices are fitted in the run, to micro-batches of degrees 1 to all, with the attention kernel in
-use, unless --cost names a file of `python -m hcp calibrate`. On CPUs, where Transformer Engine does
-not run, only hcp's plan and Megatron's scheduler are compared, with Megatron's local layers.
+--ladder doubles the length of the family "one" for each contestant, in processes of its own, until
+its memory is used up: see common/ladder.py. Weights and gradients are in memory, optimizer states
+are not. Nothing is compared there.
+
+On CPUs, where Transformer Engine does not run, only hcp's plans and Megatron's scheduler are
+compared, with Megatron's local layers.
 """
 
 from __future__ import annotations
@@ -37,20 +49,22 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from common.batches import drawn, sample
 from common.families import BY_NAME, Family
-from common.flags import parser_of
-from common.memory import outside_torch
+from common.flags import end_after, parser_of
+from common.ladder import add_ladder, check_ladder, climb, climb_all, is_full, leave_full
+from common.machine import hardware
+from common.memory import limit_memory, outside_torch, staged_bytes
 from common.timing import by_turns, device_name, end_ranks, slowest, start_ranks, timed
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -71,10 +85,12 @@ from hcp.cli.calibrate import Cell
 from hcp.cli.fit import Point, fit
 from hcp.cli.measure import step_of
 from hcp.demo.training import Gradients, Trainer
+from hcp.exchange.peer import BUFFER_BYTES
 from hcp.integrations import megatron as hcp_megatron
 from hcp.integrations.megatron.data import MicroBatches
 from hcp.integrations.megatron.versions import require_megatron
 from hcp.planning.cost import PRICES
+from hcp.programs.arguments import cost_model
 from hcp.step.config import Config
 
 FULL = {
@@ -98,6 +114,9 @@ TINY = {
     "tokens": 1024,
 }
 FAMILIES = ("P1", "P2", "P3", "P4")
+ONE = "one"
+OWN = ("hcp", "hcp tuned", "wave greedy")
+"""Contestants on hcp's engine."""
 TARGETS = {2: (1.15, 1.15), 4: (1.3, 1.15), 8: (1.6, 1.25)}
 """Tokens per second over the best of Transformer Engine, by GPUs: on P1 and P2, on P3 and P4."""
 MEMORY_TARGET = 1.05
@@ -105,7 +124,14 @@ TOLERANCES = {torch.bfloat16: (2**-8, 0.2), torch.float32: (1e-5, 1e-3)}
 """Relative tolerances of a loss and of gradients."""
 TIMEOUT = timedelta(seconds=120)
 CALIBRATION_ROUNDS = 2
+WARM_TOKENS = 2048
+"""The length at which the ladder connects a contestant, before its memory is limited."""
 Batch = dict[str, Any]
+
+
+class Way(NamedTuple):
+    config: Config
+    cost: hcp.CostModel
 
 
 @dataclass(frozen=True)
@@ -120,8 +146,11 @@ class Job:
     model: nn.Module
     """The model with hcp's attention. Its weights and gradients are those of all contestants."""
     gradients: Gradients
-    outside: dict[str, float]
-    """Memory of the GPU that each contestant took outside torch's allocator, in GiB."""
+    ways: Mapping[str, Way]
+    """How hcp's contestants move keys, and what they plan by."""
+    outside: dict[str, float] = field(default_factory=dict)
+    """Memory of the GPU that each contestant took outside torch's allocator, in GiB: hcp's all
+    together."""
 
     @property
     def ranks(self) -> int:
@@ -131,6 +160,13 @@ class Job:
 def main() -> int:
     begun = time.perf_counter()
     args = arguments()
+    if args.ladder:
+        end_after(args.deadline)
+        limit = "all memory" if args.memory_gib is None else f"{args.memory_gib:g} GiB of memory"
+        print(f"{hardware(args.device)}, {limit} for each\n\n{RUNG_HEAD}", flush=True)
+        own = [name for name in args.hcp if name != "wave greedy"]
+        climb_all(args, [*own, *(args.te if args.device == "cuda" else ())], rung_line)
+        return 0
     device = start_ranks(args.device, args.deadline, TIMEOUT)
     on_cpu = hcp_megatron.megatron_on_cpu if device.type == "cpu" else contextlib.nullcontext
     with on_cpu():
@@ -138,10 +174,10 @@ def main() -> int:
         tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
         collection = ProcessGroupCollection.use_mpu_process_groups()
         dist.all_reduce(torch.zeros(1, device=device), group=collection.dp_cp)
-        before = outside_torch(device)
-        with closing(hcp.ProcessGroups.from_existing(collection)) as groups:
-            outside = {"hcp": outside_torch(device) - before}
-            compare_all(args, device, collection, groups, outside, begun)
+        if args.climb:
+            climb_one(args, device, collection)
+        else:
+            compare_all(args, device, collection, begun)
         parallel_state.destroy_model_parallel()
     end_ranks()
     return 0
@@ -151,45 +187,96 @@ def compare_all(
     args: argparse.Namespace,
     device: torch.device,
     collection: ProcessGroupCollection,
-    groups: hcp.ProcessGroups,
-    outside: dict[str, float],
     begun: float,
 ) -> None:
-    torch.manual_seed(args.seed)
-    model = build_model(args, device, collection, with_hcp=True)
-    job = Job(args, device, collection, groups, model, Gradients(model, groups), outside)
-    others = list(transformer_engines(job)) if device.type == "cuda" else []
-    cost = hcp.CostModel.load(args.cost) if args.cost else calibrated(job)
-    print_head(job, cost, time.perf_counter() - begun)
-    for name in args.families:
-        if slowest(time.perf_counter() - begun, device) > args.seconds:
-            tell(f"{name}: left out, the run has taken more than --seconds {args.seconds:g}")
-            continue
-        compare(job, BY_NAME[name], cost, others)
+    before = outside_torch(device)
+    with closing(connected(args, collection, args.families)) as groups:
+        outside = {"hcp": outside_torch(device) - before}
+        torch.manual_seed(args.seed)
+        model = build_model(args, device, collection, with_hcp=True)
+        ways = {"hcp": Way(Config(args.max_tokens_per_rank), sizes_cost(args, device))}
+        job = Job(args, device, collection, groups, model, Gradients(model, groups), ways, outside)
+        others = list(transformer_engines(job)) if device.type == "cuda" else []
+        if set(args.hcp) - {"hcp"}:
+            cost = ways["hcp"].cost
+            if args.cost or args.families != [ONE]:
+                cost = hcp.CostModel.load(args.cost) if args.cost else calibrated(job)
+            ways["hcp tuned"] = Way(tuned(args), cost)
+        print_head(job, time.perf_counter() - begun)
+        for name in args.families:
+            if slowest(time.perf_counter() - begun, device) > args.seconds:
+                tell(f"{name}: left out, the run has taken more than --seconds {args.seconds:g}")
+                continue
+            compare(job, ALONE if name == ONE else BY_NAME[name], others)
     tell(f"\n{time.perf_counter() - begun:.0f} s in all")
+
+
+def connected(
+    args: argparse.Namespace, collection: ProcessGroupCollection, families: Sequence[str]
+) -> hcp.ProcessGroups:
+    """Connect hcp's ranks over Megatron's groups. A family "one" may need more memory for rows that
+    peers read than they have by default."""
+    needed = BUFFER_BYTES
+    if ONE in families:
+        head = args.hidden_size // args.num_attention_heads
+        row = 2 * args.num_query_groups * head
+        needed = max(needed, staged_bytes(args.tokens, dist.get_world_size(), row, 2))
+    return hcp.ProcessGroups.from_existing(collection, peer_buffer_bytes=needed)
+
+
+def sizes_cost(args: argparse.Namespace, device: torch.device) -> hcp.CostModel:
+    """Return the prices that a program of hcp's takes where it is given none."""
+    return cost_model(args, device, bytes_per_element=2 if device.type == "cuda" else 4)
+
+
+def tuned(args: argparse.Namespace) -> Config:
+    return Config(args.max_tokens_per_rank, cp_comm_type=args.cp_comm_type)
 
 
 def arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, device="cuda", rounds=2, deadline=580)
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--families", nargs="+", choices=(*FAMILIES, ONE), default=list(FAMILIES))
     parser.add_argument("--batches", type=int, default=1, help="global batches of a family (1)")
     says = f"contestants of Transformer Engine ({', '.join(map(repr, ENGINES))})"
     parser.add_argument("--te", nargs="*", default=[*ENGINES], choices=ENGINES, help=says)
-    parser.add_argument("--cp-comm-type", default="all_gather", help="of hcp (all_gather)")
+    says = f"contestants on hcp's engine, of which hcp always is one ({', '.join(map(repr, OWN))})"
+    parser.add_argument("--hcp", nargs="*", default=[*OWN], choices=OWN, help=says)
+    parser.add_argument("--cp-comm-type", default="all_gather", help="of hcp tuned (all_gather)")
+    parser.add_argument("--recompute", action="store_true", help="layers, in the backward")
+    parser.add_argument("--linear-loss", action="store_true", help="no logits in memory")
     parser.add_argument("--cost", metavar="FILE", help="prices of this model (fitted in the run)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=420, help="start no family later (420)")
     for name, size in FULL.items():
         says = f"({size}; {TINY[name]} on the CPU)"
         parser.add_argument("--" + name.replace("_", "-"), type=int, help=says)
+    add_ladder(parser)
     args = parser.parse_args()
+    check_ladder(parser, args)
+    if args.ladder or args.climb:
+        args.families = [ONE]
+    fills_ranks = args.families == [ONE] and args.max_tokens_per_rank is None
     for name, size in (FULL if args.device == "cuda" else TINY).items():
         if getattr(args, name) is None:
             setattr(args, name, size)
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}, expected >= 1")
-    args.config = Config(args.max_tokens_per_rank, cp_comm_type=args.cp_comm_type)
+    if fills_ranks:
+        set_length(args, args.tokens)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ONE in args.families and not args.ladder and args.tokens > args.max_tokens_per_rank * ranks:
+        parser.error(
+            f"--tokens is {args.tokens} in one sequence, expected <= {ranks} ranks x "
+            f"--max-tokens-per-rank {args.max_tokens_per_rank}"
+        )
     return args
+
+
+def set_length(args: argparse.Namespace, tokens: int) -> None:
+    """Have a sequence of the family "one", in full chunks, fill all ranks."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    args.tokens = padded(tokens, ranks)
+    args.max_tokens_per_rank = args.tokens // ranks
 
 
 # ---- models --------------------------------------------------------------------------------------
@@ -226,6 +313,7 @@ def build_model(
         apply_rope_fusion=on_gpu,
         bias_activation_fusion=on_gpu,
         calculate_per_token_loss=True,
+        **(RECOMPUTED if args.recompute else {}),
         **options,
     )
     spec = get_gpt_layer_with_transformer_engine_spec() if on_gpu else local_spec()
@@ -240,7 +328,16 @@ def build_model(
         position_embedding_type="rope",
         pg_collection=collection,
     )
+    if args.linear_loss:
+        hcp_megatron.use_linear_cross_entropy(model)
     return model.to(device)
+
+
+RECOMPUTED: dict[str, Any] = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 
 
 def local_spec() -> Any:
@@ -331,14 +428,16 @@ def engine_step(job: Job, engine: Engine, batches: Sequence[Batch], tokens: int)
     return run_step(job, engine.model, batches, tokens)
 
 
-def dispatched(job: Job, plan: hcp.Plan, lengths: Sequence[int], batch: int) -> list[Batch]:
+def dispatched(
+    job: Job, config: Config, plan: hcp.Plan, lengths: Sequence[int], batch: int
+) -> list[Batch]:
     """Return the micro-batches of a plan of hcp's engine. Rank i mod N loads sequence i."""
     sources = [i % job.ranks for i in range(len(lengths))]
     mine = [
         sample(lengths[i], lengths[i], seed_of(batch, i), job.device)
         for i in range(dist.get_rank(), len(lengths), job.ranks)
     ]
-    options = job.args.config.dispatch_options()
+    options = config.dispatch_options()
     return list(MicroBatches(hcp.dispatch(plan, mine, sources, job.groups, **options)))
 
 
@@ -395,7 +494,7 @@ def calibrated(job: Job) -> hcp.CostModel:
         for size, parts in ((rows, 1), (rows, 4), (rows, 32), (rows // 4, 1))
         if ranks % degree == 0
     ]
-    trainer = Trainer(job.args, job.args.config, hcp.CostModel(), job.groups, job.device)
+    trainer = Trainer(job.args, tuned(job.args), hcp.CostModel(), job.groups, job.device)
     steps = {str(i): list(MicroBatches(step_of(trainer, cell))) for i, cell in enumerate(cells)}
     job.gradients.zero()
     times = by_turns(
@@ -441,22 +540,17 @@ class Totals:
     distance: float = 0.0
 
 
-def compare(job: Job, family: Family, cost: hcp.CostModel, engines: Sequence[Engine]) -> None:
+ALONE = Family(ONE, "one sequence on all ranks", 1, 1, lambda random: [])
+
+
+def compare(job: Job, family: Family, engines: Sequence[Engine]) -> None:
     args = job.args
-    batches = list(
-        drawn(
-            family,
-            ranks=job.ranks,
-            capacity=args.max_tokens_per_rank,
-            tokens=args.tokens,
-            batches=args.batches,
-            seed=args.seed,
-        )
-    )
+    batches = batches_of(job, family)
     totals: dict[str, Totals] = {}
+    left_out: dict[str, str] = {}
     for number, lengths in enumerate(batches):
-        contestants = dict(contestants_of(job, lengths, number, cost, engines))
-        checked = check(job, family, contestants)
+        contestants = dict(contestants_of(job, lengths, number, engines))
+        checked = check(job, family, contestants, left_out)
         times = by_turns(
             {name: contestants[name].step for name in checked},
             job.device,
@@ -473,24 +567,41 @@ def compare(job: Job, family: Family, cost: hcp.CostModel, engines: Sequence[Eng
     tokens = sum(map(sum, batches))
     sizes = f"{sum(map(len, batches))} sequences, {tokens} tokens, longest {max(map(max, batches))}"
     tell(f"\n{family.name}  {family.says}: {sizes}")
-    print_table(job, family, totals, tokens)
+    totals = {name: total for name, total in totals.items() if name not in left_out}
+    print_table(job, family, totals, tokens, left_out)
+
+
+def batches_of(job: Job, family: Family) -> list[list[int]]:
+    args = job.args
+    if family is ALONE:
+        return [[args.tokens]] * args.batches
+    return list(
+        drawn(
+            family,
+            ranks=job.ranks,
+            capacity=args.max_tokens_per_rank,
+            tokens=args.tokens,
+            batches=args.batches,
+            seed=args.seed,
+        )
+    )
 
 
 def contestants_of(
-    job: Job, lengths: list[int], batch: int, cost: hcp.CostModel, engines: Sequence[Engine]
+    job: Job, lengths: list[int], batch: int, engines: Sequence[Engine]
 ) -> Iterator[tuple[str, Contestant]]:
-    tokens, capacity = sum(lengths), job.args.max_tokens_per_rank
-    request: dict[str, Any] = {
-        "ranks": job.ranks,
-        "max_tokens_per_rank": capacity,
-        "cost": cost,
-    }
-    plans = {"hcp": hcp.plan(lengths, **request)}
-    if job.ranks & (job.ranks - 1) == 0:
+    tokens = sum(lengths)
+    plans = {name: way.config.plan(lengths, job.ranks, way.cost) for name, way in job.ways.items()}
+    if "wave greedy" in job.args.hcp and len(lengths) > 1 and job.ranks & (job.ranks - 1) == 0:
+        capacity, cost = job.args.max_tokens_per_rank, job.ways["hcp tuned"].cost
         greedy = wave_greedy(lengths, job.ranks, capacity, cost)
+        request = {"ranks": job.ranks, "max_tokens_per_rank": capacity, "cost": cost}
         plans["wave greedy"] = plan_of(greedy, lengths, request)
     for name, plan in plans.items():
-        own = dispatched(job, plan, lengths, batch)
+        if name != "hcp" and name not in job.args.hcp:
+            continue
+        way = job.ways.get(name, job.ways.get("hcp tuned", job.ways["hcp"]))
+        own = dispatched(job, way.config, plan, lengths, batch)
         yield name, Contestant(len(own), partial(run_step, job, job.model, own, tokens))
     if engines:
         packs = packed_in_order(job, lengths, batch)
@@ -500,12 +611,12 @@ def contestants_of(
 
 
 def check(
-    job: Job, family: Family, contestants: dict[str, Contestant]
+    job: Job, family: Family, contestants: dict[str, Contestant], left_out: dict[str, str]
 ) -> dict[str, tuple[float, float]]:
     """Run each contestant once. Return how far its gradients are from the first's, and its memory.
 
     Where a loss or gradients are off by more than rounding, hcp's contestants end the run, and
-    Transformer Engine's are named and left out.
+    Transformer Engine's are left out, with the reason in ``left_out``.
     """
     dtype = next(job.model.parameters()).dtype
     most_loss, most_distance = TOLERANCES[dtype]
@@ -515,9 +626,11 @@ def check(
         try:
             loss, memory = with_memory(job, name, contestant.step)
         except Exception as error:  # whatever Transformer Engine refuses, on all ranks alike
+            if is_full(error):
+                leave_full(f"{family.name}: {name}", job.args.tokens, error)
             if not name.startswith("te "):
                 raise
-            tell(f"{name}: left out, {type(error).__name__}: {str(error)[:300]}")
+            left_out[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             continue
         dist.all_reduce(loss)
         weights = attention_gradients(job.model)
@@ -532,7 +645,7 @@ def check(
             )
             if not name.startswith("te "):
                 raise SystemExit(text)
-            tell(f"{text}: left out")
+            left_out[name] = text
             continue
         found[name] = distance, slowest(memory, job.device)
     return found
@@ -548,8 +661,9 @@ def with_memory(job: Job, name: str, step: Callable[[], Tensor]) -> tuple[Tensor
     loss = step()
     torch.cuda.synchronize()
     taken = outside_torch(job.device) - before
-    job.outside[name] = job.outside.get(name, 0.0) + taken
-    return loss, torch.cuda.max_memory_allocated() / 2**30 + job.outside[name]
+    key = "hcp" if name in OWN else name
+    job.outside[key] = job.outside.get(key, 0.0) + taken
+    return loss, torch.cuda.max_memory_allocated() / 2**30 + job.outside[key]
 
 
 def attention_gradients(model: nn.Module) -> Tensor:
@@ -565,19 +679,22 @@ def tell(text: str) -> None:
         print(text, flush=True)
 
 
-def print_head(job: Job, cost: hcp.CostModel, seconds: float) -> None:
-    prices = zip(PRICES, cost.prices, strict=True)
+def print_head(job: Job, seconds: float) -> None:
     parameters = sum(p.numel() for p in job.model.parameters())
     args = job.args
+    options = [name for name in ("recompute", "linear_loss") if getattr(args, name)]
     tell(
         f"{job.ranks} x {device_name(job.device)}, torch {torch.__version__}, Megatron-Core "
         f"{require_megatron()}, {engine_version()}, hcp {hcp.__version__}\n"
         f"{parameters / 1e6:.1f} M parameters, {args.num_layers} layers of {args.hidden_size}, "
         f"heads {args.num_attention_heads}:{args.num_query_groups}, at most "
-        f"{args.max_tokens_per_rank} rows a rank; {args.cp_comm_type} by "
-        f"{job.groups.transport.name}; ready after {seconds:.0f} s\n"
-        + "  ".join(f"{name} {price}" for name, price in prices if price),
+        f"{args.max_tokens_per_rank} rows a rank; {', '.join([*options, 'rows'])} by "
+        f"{job.groups.transport.name}; ready after {seconds:.0f} s"
     )
+    for name, way in job.ways.items():
+        prices = zip(PRICES, way.cost.prices, strict=True)
+        shown = "  ".join(f"{price} {value}" for price, value in prices if value)
+        tell(f"{name}: {way.config.cp_comm_type}, planned by {shown}")
 
 
 def engine_version() -> str:
@@ -588,7 +705,9 @@ def engine_version() -> str:
     return f"Transformer Engine {transformer_engine.__version__}"
 
 
-def print_table(job: Job, family: Family, totals: dict[str, Totals], tokens: int) -> None:
+def print_table(
+    job: Job, family: Family, totals: dict[str, Totals], tokens: int, left_out: dict[str, str]
+) -> None:
     tell(
         f"{'':14} {'micro-batches':>13} {'tokens/s':>10} {'hcp /':>7} {'GiB':>7} {'hcp /':>7} "
         f"{'gradients off':>14}"
@@ -612,20 +731,94 @@ def print_table(job: Job, family: Family, totals: dict[str, Totals], tokens: int
                 "gradients_off": total.distance,
             }
         ) if dist.get_rank() == 0 else None
+    for name, why in left_out.items():
+        tell(f"{name:14} left out: {why}")
+        if dist.get_rank() == 0:
+            job.args.json.add({"family": family.name, "contestant": name, "left_out": why})
     rivals = {name: total for name, total in totals.items() if name.startswith("te ")}
-    if rivals:
-        print_verdict(job, family, own, rivals)
+    for name in job.ways if rivals else ():
+        if name in totals:
+            print_verdict(job, family, name, totals[name], rivals)
 
 
-def print_verdict(job: Job, family: Family, own: Totals, rivals: dict[str, Totals]) -> None:
-    best = min(rivals, key=lambda name: rivals[name].seconds)
+def print_verdict(
+    job: Job, family: Family, name: str, own: Totals, rivals: dict[str, Totals]
+) -> None:
+    best = min(rivals, key=lambda rival: rivals[rival].seconds)
     ratio, memory = rivals[best].seconds / own.seconds, own.memory / rivals[best].memory
-    aims = TARGETS.get(job.ranks)
+    aims = None if family is ALONE else TARGETS.get(job.ranks)
     aim = "" if aims is None else f" (aim {aims[family.name in ('P3', 'P4')]:g})"
     tell(
-        f"{family.name}: hcp / {best}: tokens per second {ratio:.2f}{aim}, memory {memory:.2f} "
+        f"{family.name}: {name} / {best}: tokens per second {ratio:.2f}{aim}, memory {memory:.2f} "
         f"(aim {MEMORY_TARGET:g} at most)"
     )
+
+
+# ---- the ladder ----------------------------------------------------------------------------------
+
+RUNG_COLUMNS = {"tokens": "d", "contestant": "", "tokens/s": ",.0f", "GiB": ".1f", "loss": ".4f"}
+RUNG_HEAD = f"| {' | '.join(RUNG_COLUMNS)} |\n|{'---|' * len(RUNG_COLUMNS)}"
+
+
+def rung_line(row: Mapping[str, Any]) -> str:
+    return f"| {' | '.join(format(row[name], form) for name, form in RUNG_COLUMNS.items())} |"
+
+
+def climb_one(
+    args: argparse.Namespace, device: torch.device, collection: ProcessGroupCollection
+) -> None:
+    """Run the contestant of --climb on ever longer sequences."""
+    length, base = args.tokens, outside_torch(device)
+    first = connected(args, collection, ())
+    torch.manual_seed(args.seed)
+    model = build_model(args, device, collection, with_hcp=True)
+    gradients = Gradients(model, first)
+    first.close()
+    name, engine = args.climb, None
+    job = Job(args, device, collection, first, model, gradients, {})
+    if name in ENGINES:
+        args.te = [name]
+        (engine,) = transformer_engines(job)
+
+    def rung(tokens: int, *, limited: bool = True) -> None:
+        set_length(args, tokens)
+        if engine is None:
+            groups = connected(args, collection, [ONE])
+            config = Config(args.max_tokens_per_rank) if name == "hcp" else tuned(args)
+            own = replace(job, groups=groups, ways={name: Way(config, sizes_cost(args, device))})
+            plan = config.plan([args.tokens], own.ranks, own.ways[name].cost)
+            batches = dispatched(own, config, plan, [args.tokens], 0)
+            step = partial(run_step, own, model, batches, args.tokens)
+        else:
+            batches = packed_in_order(job, [args.tokens], 0)
+            step = partial(engine_step, job, engine, batches, args.tokens)
+        if limited and args.memory_gib is not None:
+            limit_memory(device, args.memory_gib)
+        job.outside["hcp" if engine is None else name] = outside_torch(device) - base
+        loss, memory = with_memory(job, name, step)
+        seconds = slowest(timed(step, device), device)
+        dist.all_reduce(loss)
+        if engine is None:
+            groups.close()
+        row = {
+            "tokens": args.tokens,
+            "contestant": name,
+            "tokens/s": args.tokens / seconds,
+            "GiB": slowest(memory, device),
+            "loss": loss.item(),
+        }
+        if limited and dist.get_rank() == 0:
+            args.json.add(row)
+            print(rung_line(row), flush=True)
+
+    try:
+        rung(min(length, WARM_TOKENS), limited=False)
+        args.tokens = length
+        climb(args, device, rung)
+    except RuntimeError as error:
+        if is_full(error):
+            leave_full(name, args.tokens, error)
+        raise
 
 
 if __name__ == "__main__":

@@ -61,7 +61,15 @@ RUNS = {
         2,
         "--device cpu --tokens 64 --heads 2 --latent 8 --shared 4 --head-dim 8 --rounds 1",
     ),
-    "bench_megatron": (2, "--device cpu --families P1 --tokens 512 --rounds 1"),
+    "bench_megatron": (2, "--device cpu --families P1 --tokens 2048 --rounds 1"),
+    "bench_megatron one": (
+        2,
+        "--device cpu --families one --tokens 500 --rounds 1 --recompute --linear-loss",
+    ),
+    "bench_megatron --ladder": (
+        1,
+        "--device cpu --ladder --ranks 2 --tokens 256 --most-tokens 512 --hcp hcp",
+    ),
     "bench_million": (2, "--device cpu --tokens 512 --check-tokens 64 --dtype float64"),
     "bench_million --ladder": (
         1,
