@@ -4,7 +4,13 @@
 
 The backend `transformer_engine` computes what the formula does in float64. A GPTModel of
 Megatron's with Transformer Engine's layers evaluates equally under every layout, its groups come
-back, and then it computes what it did before, bit for bit. It exits with 1 on a fault.
+back, and then it computes what it did before, bit for bit. FP8 with delayed scaling: an evaluation
+in a context leaves scales and the history of largest values as they were, and the training steps
+after it are those of a model that was not evaluated. With 4 ranks and more also two levels of
+groups, and user buffers (TP 2) whose rows are as many under both layouts.
+
+A table at the end has what was switched, how far results were off, and the milliseconds of
+entering and leaving a context. The program exits with 1 on a fault.
 """
 
 from __future__ import annotations
@@ -13,8 +19,9 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,7 +38,20 @@ import hcp
 
 LENGTHS = (512, 64, 1024, 64, 256)
 """Multiples of 2 x 4 ranks. FP8 wants a multiple of 8 rows on each."""
-WORDS = 1024
+WORDS, HIDDEN = 1024, 512
+
+
+class Row(NamedTuple):
+    """A line of the table."""
+
+    case: str
+    slots: int | None
+    error: float
+    enter_ms: float | None
+    leave_ms: float | None
+
+
+rows: list[Row] = []
 
 
 def main() -> int:
@@ -42,16 +62,44 @@ def main() -> int:
     for comm_type, causal in itertools.product(("p2p", "all_gather", "a2a"), (True, False)):
         wrong += check_backend(comm_type, causal)
     levels = [2, size // 2] if size >= 4 else None
-    parallel_state.initialize_model_parallel(
-        context_parallel_size=size, hierarchical_context_parallel_sizes=levels
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    for comm_type in ("p2p", "a2a", "all_gather", *(("a2a+p2p",) if levels else ())):
-        wrong += check_model(comm_type)
-    wrong += check_model("p2p", limit=2e-2, fp8="hybrid")
-    parallel_state.destroy_model_parallel()
+    with parallel(1, levels):
+        for comm_type in ("p2p", "a2a", "all_gather", *(("a2a+p2p",) if levels else ())):
+            wrong += check_model(comm_type)
+        wrong += check_model("p2p", limit=2e-2, fp8="hybrid")
+        wrong += check_fp8_state()
+    if levels:
+        with parallel(2, None):
+            wrong += check_user_buffers()
+    elif dist.get_rank() == 0:
+        print(f"skipped: two levels of groups, and user buffers: {size} ranks, expected 4 or more")
+    print_table()
     dist.destroy_process_group()
     return wrong > 0
+
+
+@contextmanager
+def parallel(tp: int, levels: Sequence[int] | None) -> Iterator[None]:
+    """Megatron's groups: TP, and CP over all other ranks."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        context_parallel_size=dist.get_world_size() // tp,
+        hierarchical_context_parallel_sizes=levels,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def print_table() -> None:
+    if dist.get_rank() > 0:
+        return
+    print("\n| case | slots | off by | enter, ms | leave, ms |\n|---|---|---|---|---|")
+    for row in rows:
+        times = (f"{x:.1f}" if x is not None else "-" for x in (row.enter_ms, row.leave_ms))
+        slots = "-" if row.slots is None else row.slots
+        print(f"| {row.case} | {slots} | {row.error:.1e} | {' | '.join(times)} |")
 
 
 def report(fine: bool, text: str) -> int:
@@ -95,6 +143,7 @@ def check_backend(comm_type: Any, causal: bool) -> int:
     ]
     groups.close()
     mask = "causal" if causal else "full"
+    rows.append(Row(f"backend {comm_type}, {mask}", None, max(errors), None, None))
     return report(max(errors) <= 0.03, f"backend {comm_type} {mask}: off by {max(errors):.1e}")
 
 
@@ -113,26 +162,203 @@ def check_model(comm_type: str, limit: float = 2e-3, **options: Any) -> int:
     wrong = 0
     sizes = [1] if comm_type == "a2a+p2p" else [d for d in range(1, size) if size % d == 0]
     for cp in sizes:
-        layout = groups.with_context_parallel(cp)
-        found = hcp.audit(model, groups, layout)
-        wrong += report(
-            bool(found.slots) and not found.uncovered,
-            f"{name} cp {size} -> {cp}: {len(found.slots)} slots, {len(found.uncovered)} uncovered",
-        )
-        begun = time.perf_counter()
-        with hcp.eval_cp_context(model, groups, layout):
-            entered = time.perf_counter() - begun
-            loss = mean_loss(model, cp)
-        wrong += report(
-            abs(loss / trained - 1) <= limit,
-            f"{name} cp {size} -> {cp}: {loss:.6f}, expected {trained:.6f}; entered in "
-            f"{entered * 1e3:.1f} ms",
-        )
+        wrong += check_layout(f"{name} cp {size} -> {cp}", model, groups, cp, trained, limit)
         wrong += report(state_of(model) == before, f"{name} cp {cp}: groups are back")
         again = mean_loss(model, size)
         wrong += report(again == trained, f"{name} cp {cp}: then {again!r}, as before")
-        layout.close()
+    groups.close()
     return wrong
+
+
+def check_layout(
+    name: str,
+    model: torch.nn.Module,
+    groups: hcp.ProcessGroups,
+    cp: int,
+    trained: float,
+    limit: float,
+    tp: int = 1,
+    lengths: Sequence[int] = LENGTHS,
+) -> int:
+    """Evaluate under another layout. Return the faults, and add a row to the table."""
+    with closing(groups.with_context_parallel(cp)) as layout:
+        found = hcp.audit(model, groups, layout)
+        wrong = report(
+            bool(found.slots) and not found.uncovered,
+            f"{name}: {len(found.slots)} slots, {len(found.uncovered)} uncovered",
+        )
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        with hcp.eval_cp_context(model, groups, layout):
+            entered = time.perf_counter() - begun
+            loss = mean_loss(model, cp, tp, lengths)
+            begun = time.perf_counter()
+        left = time.perf_counter() - begun
+    error = abs(loss / trained - 1)
+    rows.append(Row(name, len(found.slots), error, entered * 1e3, left * 1e3))
+    return wrong + report(error <= limit, f"{name}: {loss:.6f}, expected {trained:.6f}")
+
+
+# ---- FP8 -----------------------------------------------------------------------------------------
+
+
+class Scaling(NamedTuple):
+    """FP8 state of one direction of one module."""
+
+    scale: Tensor
+    history: Tensor
+    """Largest values of the step under way, then of those before it."""
+
+
+class Training(NamedTuple):
+    """Three training steps, and the FP8 state around what came after the first."""
+
+    before: dict[str, Scaling]
+    after: dict[str, Scaling]
+    losses: list[float]
+    gradients: Tensor
+    """Of the step after it."""
+
+
+def check_fp8_state() -> int:
+    """Return the number of faults of training steps around an evaluation in a context.
+
+    Gradients of equal steps differ by the order of sums on GPUs: those of two models that were not
+    evaluated tell by how much."""
+    size = dist.get_world_size()
+    collection = ProcessGroupCollection.use_mpu_process_groups()
+    with closing(hcp.ProcessGroups.from_existing(collection)) as groups:
+
+        def evaluate(model: torch.nn.Module) -> None:
+            with (
+                closing(groups.with_context_parallel(1)) as layout,
+                hcp.eval_cp_context(model, groups, layout),
+            ):
+                mean_loss(model, 1)
+
+        plain, again = (train_fp8(collection, lambda model: None) for _ in range(2))
+        there = train_fp8(collection, lambda model: mean_loss(model, size))
+        context = train_fp8(collection, evaluate)
+    noise = distance(again.gradients, plain.gradients)
+    off = distance(context.gradients, plain.gradients)
+    same, grown = unchanged(context), growth(context)
+    wrong = report(len(context.before) > 0, f"FP8: {len(context.before)} states")
+    wrong += report(same, "FP8: scales and history are as before the context")
+    wrong += report(
+        grown <= max(growth(there), 1e-2),
+        f"FP8: largest values of the step under way grew by {grown:.1e}, without a context by "
+        f"{growth(there):.1e}",
+    )
+    wrong += report(
+        context.losses[1] == plain.losses[1],
+        f"FP8: the step after it {context.losses[1]!r}, expected {plain.losses[1]!r}",
+    )
+    wrong += report(
+        off <= max(4 * noise, 1e-6), f"FP8: its gradients are off by {off:.1e}, noise {noise:.1e}"
+    )
+    step = abs(context.losses[2] / plain.losses[2] - 1)
+    own = abs(there.losses[2] / plain.losses[2] - 1)
+    wrong += report(
+        step <= max(2 * own, 1e-4),
+        f"FP8: the step after that is off by {step:.1e}, without a context by {own:.1e}",
+    )
+    rows.append(Row("FP8 state, gradients of the next step", len(context.before), off, None, None))
+    return wrong
+
+
+def train_fp8(collection: ProcessGroupCollection, between: Callable[[Any], object]) -> Training:
+    """Train a new model for three steps with equal weights. ``between``: after the first."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    size = dist.get_world_size()
+    FP8GlobalStateManager.reset()
+    model = build_model(collection, size, "p2p", fp8="hybrid", fp8_recipe="delayed").train()
+    losses = [train_step(model, size)]
+    before = fp8_state(model)
+    model.eval()
+    between(model)
+    model.train()
+    after = fp8_state(model)
+    losses.append(train_step(model, size))
+    grads = [p.grad.float().flatten() for p in model.parameters() if p.grad is not None]
+    gradients = torch.cat(grads)
+    losses.append(train_step(model, size))
+    return Training(before, after, losses, gradients)
+
+
+def train_step(model: torch.nn.Module, cp: int) -> float:
+    """Run forward and backward. Return the mean loss; weights stay."""
+    model.zero_grad()
+    tokens, params = cut(LENGTHS, cp, dist.get_rank())
+    losses = model(tokens, tokens * 0, None, labels=tokens, packed_seq_params=params)
+    losses.float().mean().backward()
+    total = losses.detach().double().mean()
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+def fp8_state(model: torch.nn.Module) -> dict[str, Scaling]:
+    """Copy the scales and histories of all modules."""
+    found = {}
+    for name, module in model.named_modules():
+        meta = getattr(module, "fp8_meta", None) or {}
+        for key in ("scaling_fwd", "scaling_bwd"):
+            state: Any = meta.get(key)
+            if hasattr(state, "amax_history"):
+                found[f"{name}.{key}"] = Scaling(state.scale.clone(), state.amax_history.clone())
+    return found
+
+
+def unchanged(training: Training) -> bool:
+    """Whether all is as before but the largest values of the step under way, to which Transformer
+    Engine's kernels add those of any forward."""
+    before, after = training.before, training.after
+    return before.keys() == after.keys() and all(
+        torch.equal(old.scale, after[name].scale)
+        and torch.equal(old.history[1:], after[name].history[1:])
+        for name, old in before.items()
+    )
+
+
+def growth(training: Training) -> float:
+    """How much the largest values of the step under way grew past those of the step before."""
+    worst = 0.0
+    for name, old in training.before.items():
+        now, last = training.after[name].history[0], old.history.max(0).values
+        past = ((now - last) / last.clamp_min(1e-12)).max()
+        worst = max(worst, float(past))
+    return worst
+
+
+def distance(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+# ---- user buffers --------------------------------------------------------------------------------
+
+
+def check_user_buffers() -> int:
+    """Return the number of faults of a model whose TP exchanges overlap, under CP of half the ranks
+    and under CP 1. Buffers have one size, so that ranks have as many rows under both."""
+    from transformer_engine.pytorch.module import base
+
+    tp, cp = 2, dist.get_world_size() // 2
+    os.environ["UB_SKIPMC"] = "1"  # no NVLink multicast
+    lengths = (512,) * cp
+    base.initialize_ub(shape=[512, HIDDEN], tp_size=tp, bootstrap_backend="nccl")
+    try:
+        collection = ProcessGroupCollection.use_mpu_process_groups()
+        options = {"tensor_model_parallel_size": tp, "sequence_parallel": True}
+        model = build_model(collection, cp, "p2p", tp_comm_overlap=True, **options)
+        with closing(hcp.ProcessGroups.from_existing(collection)) as groups:
+            before, trained = state_of(model), mean_loss(model, cp, tp, lengths)
+            name = f"user buffers, tp {tp}, cp {cp} -> 1"
+            wrong = check_layout(name, model, groups, 1, trained, 2e-3, tp, lengths)
+            wrong += report(state_of(model) == before, f"{name}: groups are back")
+            again = mean_loss(model, cp, tp, lengths)
+            return wrong + report(again == trained, f"{name}: then {again!r}, as before")
+    finally:
+        base.destroy_ub()
 
 
 def build_model(
@@ -142,7 +368,7 @@ def build_model(
         os.environ.pop(name, None)  # of a model before; Megatron refuses them
     config = TransformerConfig(
         num_layers=2,
-        hidden_size=512,
+        hidden_size=HIDDEN,
         ffn_hidden_size=1024,
         num_attention_heads=8,
         num_query_groups=4,
@@ -185,10 +411,12 @@ def state_of(model: torch.nn.Module) -> list[tuple[Any, ...]]:
     ]
 
 
-def mean_loss(model: torch.nn.Module, cp: int) -> float:
+def mean_loss(
+    model: torch.nn.Module, cp: int, tp: int = 1, lengths: Sequence[int] = LENGTHS
+) -> float:
     """Return the mean loss over all tokens. Ranks of one CP group share its sequences."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    mine = LENGTHS if cp == size else LENGTHS[rank // cp :: size // cp]
+    size, rank = dist.get_world_size() // tp, dist.get_rank() // tp
+    mine = lengths if cp == size else lengths[rank // cp :: size // cp]
     total = torch.zeros(2, dtype=torch.float64, device="cuda")
     tokens, params = cut(mine, cp, rank % cp)
     with torch.no_grad():
