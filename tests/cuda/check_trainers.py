@@ -169,7 +169,7 @@ def megatron(ranks: int, device: str, limit_s: float, folder: Path) -> bool:
     command = [*started(ranks, device), bench, "--device", device, "--families", "P2", *given]
     code = ended(command, log, limit_s)
     lines = log.read_text().splitlines()
-    print(*lines[-12:] if code == 0 else lines[-40:], sep="\n")
+    print(*lines[-16:] if code == 0 else lines[-40:], sep="\n")
     print(f"{'BAD' if code else 'ok '} megatron       bench_megatron.py: exit code {code}")
     return code == 0
 
