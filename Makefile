@@ -46,7 +46,7 @@ help:
 	@echo "make docs-links  whether addresses in the documentation still answer"
 	@echo "make wheel       a wheel for other machines, in dist/; NVCC= for one without CUDA kernels"
 	@echo "make sdist       the source distribution, in dist/"
-	@echo "make test-matrix  install that wheel beside other versions of torch and Python, and try it"
+	@echo "make test-matrix  try that wheel with torch $(TORCHES) and every Python here"
 	@echo "make check       compiler warnings, formatting, lints, types, stubs"
 	@echo "make format      write Python and C as make check wants them"
 	@echo "make setup       only install; TORCH='torch==2.12.0' for another torch than $(TORCH)"
@@ -186,12 +186,13 @@ sdist: $(READY)
 	$(PY) -m pip install --quiet build
 	$(PY) -m build --sdist --no-isolation --outdir dist .
 
-# TORCHES='2.11.0 2.12.1' and PYTHONS='python3.12' choose others.
-TORCHES ?= 2.10.0 2.13.0
-PYTHONS ?= $(PYTHON)
+# TORCHES='2.11.0 2.12.1' and PYTHONS='python3.12' choose others. Without PYTHONS, it takes each
+# release of CPython that this machine has.
+TORCHES ?= 2.10.0 2.11.0 2.12.1 2.13.0
+PYTHONS ?=
 test-matrix:
 	@ls dist/*.whl >/dev/null 2>&1 || $(MAKE) wheel
-	$(PYTHON) .github/matrix.py dist/*.whl --pythons $(PYTHONS) --torches $(TORCHES)
+	$(PYTHON) .github/matrix.py dist/*.whl $(if $(PYTHONS),--pythons $(PYTHONS)) --torches $(TORCHES)
 
 # ---- Setup --------------------------------------------------------------------------------------
 

@@ -1,11 +1,12 @@
 """Install one wheel into clean environments, and run a part of the tests in each.
 
-    python .github/matrix.py dist/*.whl --pythons python3.11 python3.12 --torches 2.10.0 2.13.0
+    python .github/matrix.py dist/*.whl --torches 2.10.0 2.13.0
 
-Every pair of a Python and a torch gets an environment of its own, outside of the tree, which is
+Each pair of a Python and a torch gets an environment of its own, outside of the tree, which is
 removed afterwards. The wheel and torch are all that is installed for `smoke.py`; then the packages
-of the tests are added. Torch's builds for CUDA take several GB each. It prints a table in Markdown,
-and the exit code is 1 if a pair failed.
+of the tests are added. Torch's builds for CUDA take several GB each. Without --pythons it takes
+each release of CPython that this machine has, from the oldest that pyproject.toml allows. It prints
+a table in Markdown, and the exit code is 1 if a pair failed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from pathlib import Path
 
 TREE = Path(__file__).resolve().parents[1]
@@ -29,19 +31,44 @@ LIMIT_S = 1800
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("wheel", type=Path)
-    parser.add_argument("--pythons", nargs="+", default=[sys.executable], metavar="COMMAND")
+    parser.add_argument("--pythons", nargs="+", default=[], metavar="COMMAND")
     parser.add_argument("--torches", nargs="+", required=True, metavar="VERSION")
     args = parser.parse_args()
+    pythons = args.pythons or found_pythons()
     print(f"{args.wheel.name}, {args.wheel.stat().st_size / 1e6:.1f} MB\n")
     print("| torch | Python | result | seconds |\n|---|---|---|---|", flush=True)
     failed = 0
     for torch in args.torches:
-        for python in args.pythons:
+        for python in pythons:
             begun = time.monotonic()
             good, found = tried(args.wheel.resolve(), python, torch)
             failed += not good
             print(f"| {found} | {time.monotonic() - begun:.0f} |", flush=True)
     return failed > 0
+
+
+def found_pythons() -> list[str]:
+    """One interpreter of each release of CPython from the oldest one that hcp takes."""
+    folders = os.environ["PATH"].split(os.pathsep)
+    if shutil.which("pyenv"):  # Its own commands on PATH run the chosen versions only.
+        root = subprocess.run(["pyenv", "root"], capture_output=True, text=True, check=True).stdout
+        folders += sorted(map(str, Path(root.strip()).glob("versions/3.*/bin")))
+    project = tomllib.loads((TREE / "pyproject.toml").read_text())["project"]
+    oldest = int(project["requires-python"].removeprefix(">=3."))
+    releases = (f"python3.{minor}" for minor in range(oldest, oldest + 20))
+    works = {
+        release: [f"{folder}/{release}" for folder in folders if runs(f"{folder}/{release}")]
+        for release in releases
+    }
+    return [commands[0] for commands in works.values() if commands]
+
+
+def runs(python: str) -> bool:
+    """Whether it is an interpreter that can make environments."""
+    if not shutil.which(python):
+        return False
+    command = [python, "-c", "import ensurepip, venv"]
+    return subprocess.run(command, capture_output=True).returncode == 0
 
 
 def tried(wheel: Path, python: str, torch: str) -> tuple[bool, str]:

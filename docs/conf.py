@@ -67,6 +67,7 @@ CONTENTS = {
         "guides/evaluation",
         "guides/choosing-comm-type",
         "guides/planning",
+        "guides/calibration",
         "guides/observing",
         "guides/gpus",
         "guides/comparison",
