@@ -1,8 +1,10 @@
 """Make a release: python .github/release.py 0.2.0
 
-It writes the version to hcp/_version.py, CITATION.cff and docs/card.yaml, gives the unreleased
-section of CHANGELOG.md that name and today's date, commits, and sets the tag v0.2.0. Nothing is
-pushed: the workflow of releases builds and publishes what is pushed as a tag.
+It writes the version to hcp/_version.py, CITATION.cff, docs/card.yaml, and the minor version to
+SECURITY.md and docs/reference/support.md. CITATION.cff also gets today's date, and the address of
+the repository where the remote `origin` has one. It gives the unreleased section of CHANGELOG.md
+that name and date, commits, and sets the tag v0.2.0. Nothing is pushed: the workflow of releases
+builds and publishes what is pushed as a tag.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from pathlib import Path
 
 TREE = Path(__file__).resolve().parents[1]
 UNRELEASED = "## [Unreleased]\n"
+NEWEST = r"newest release, \d+\.\d+"
 
 
 def main() -> None:
@@ -26,12 +29,21 @@ def main() -> None:
     if f"v{version}" in git("tag").split():
         raise SystemExit(f"the tag v{version} exists, expected a new version")
     today = datetime.now(UTC).date().isoformat()
+    minor = version.rpartition(".")[0]
     texts = {
         "hcp/_version.py": replaced(
             "hcp/_version.py", r'__version__ = ".*"', f'__version__ = "{version}"'
         ),
-        "CITATION.cff": replaced("CITATION.cff", r"(?m)^version: .*$", f"version: {version}"),
+        "CITATION.cff": replaced(
+            "CITATION.cff",
+            r"(?m)^version: .*\n(?:(?:date-released|repository-code): .*\n)*",
+            f"version: {version}\ndate-released: {today}\n{repository()}",
+        ),
         "docs/card.yaml": replaced("docs/card.yaml", r"(?m)^version: .*$", f"version: {version}"),
+        "SECURITY.md": replaced("SECURITY.md", NEWEST, f"newest release, {minor}"),
+        "docs/reference/support.md": replaced(
+            "docs/reference/support.md", NEWEST, f"newest release, {minor}"
+        ),
         "CHANGELOG.md": released(f"## [{version}] - {today}\n"),
     }
     for name, text in texts.items():
@@ -46,6 +58,17 @@ def replaced(name: str, pattern: str, text: str) -> str:
     if count != 1:
         raise SystemExit(f"{name} has {pattern} {count} times, expected once")
     return new
+
+
+def repository() -> str:
+    """CITATION.cff's line of the address, or nothing where the tree has no remote on the web."""
+    if "origin" not in git("remote").split():
+        return ""
+    remote = git("remote", "get-url", "origin").strip()
+    host = re.fullmatch(r"(?:https://(?:[^@/]+@)?|(?:ssh://)?git@)([^/:]+)[:/](.+)", remote)
+    if host is None:
+        return ""
+    return f'repository-code: "https://{host[1]}/{host[2].removesuffix(".git")}"\n'
 
 
 def released(title: str) -> str:

@@ -110,9 +110,9 @@ def test_extras_name_the_distribution_and_not_its_namesake() -> None:
 @pytest.fixture
 def released(tmp_path: Path) -> Path:
     """A repository of the files that a release writes."""
-    files = "hcp/_version.py", "CITATION.cff", "docs/card.yaml", "CHANGELOG.md"
-    for name in (".github/release.py", *files):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    files = "hcp/_version.py", "CITATION.cff", "docs/card.yaml", "CHANGELOG.md", "SECURITY.md"
+    for name in (".github/release.py", "docs/reference/support.md", *files):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text((ROOT / name).read_text())
     git(tmp_path, "init", "--quiet")
     git(tmp_path, "config", "user.name", "Tests")
@@ -141,12 +141,42 @@ def test_a_release_is_one_version_in_all_files_and_a_tag(released: Path) -> None
     assert '"9.8.7"' in (released / "hcp/_version.py").read_text()
     for name in ("CITATION.cff", "docs/card.yaml"):
         assert "version: 9.8.7\n" in (released / name).read_text()
+    for name in ("SECURITY.md", "docs/reference/support.md"):
+        assert "newest release, 9.8," in (released / name).read_text()
     changes = (released / "CHANGELOG.md").read_text()
     assert re.search(r"## \[Unreleased\]\n\n## \[9\.8\.7\] - \d{4}-\d\d-\d\d\n", changes)
     assert git(released, "status", "--porcelain") == ""
     assert release(released, "9.8.7").startswith("1the tag v9.8.7 exists")
     assert release(released, "9.8.8").startswith("1CHANGELOG.md has nothing")
     assert git(released, "status", "--porcelain") == ""
+
+
+@pytest.mark.parametrize(
+    ("remote", "address"),
+    [
+        ("https://example.org/team/hcp.git", "https://example.org/team/hcp"),
+        ("https://name:word@example.org/team/hcp", "https://example.org/team/hcp"),
+        ("git@example.org:team/hcp.git", "https://example.org/team/hcp"),
+        ("ssh://git@example.org/team/hcp.git", "https://example.org/team/hcp"),
+        ("/somewhere/hcp", None),
+        (None, None),
+    ],
+)
+def test_a_release_dates_the_citation_and_names_the_repository(
+    released: Path, remote: str | None, address: str | None
+) -> None:
+    if remote:
+        git(released, "remote", "add", "origin", remote)
+    for version in ("9.8.7", "9.9.0"):
+        assert f"v{version}" in release(released, version)
+        cited = (released / "CITATION.cff").read_text()
+        assert f"\nversion: {version}\ndate-released: 20" in cited
+        assert re.findall(r"(?m)^date-released: \d{4}-\d\d-\d\d$", cited) != []
+        named = re.findall(r'(?m)^repository-code: "(.*)"$', cited)
+        assert named == ([address] if address else [])
+        changes = released / "CHANGELOG.md"
+        changes.write_text(changes.read_text().replace("d]\n", "d]\n\n- A change.\n", 1))
+        git(released, "commit", "--quiet", "--all", "--message", "a change")
 
 
 def test_a_release_of_an_uncommitted_tree_or_of_no_version_is_refused(released: Path) -> None:
