@@ -100,6 +100,15 @@ def test_the_citation_has_the_version_of_hcp() -> None:
     assert cited[1] == hcp.__version__
 
 
+def test_the_pages_of_support_name_the_newest_minor_release() -> None:
+    pages = "SECURITY.md", "docs/reference/support.md"
+    named = {
+        re.findall(r"newest release, (\d+\.\d+),", (ROOT / page).read_text())[0] for page in pages
+    }
+    assert len(named) == 1
+    assert number(named.pop()) >= number(hcp.__version__)
+
+
 def test_extras_name_the_distribution_and_not_its_namesake() -> None:
     extras = [line for extra in PROJECT["optional-dependencies"].values() for line in extra]
     assert PROJECT["name"] == "hcp-torch"
@@ -114,12 +123,20 @@ def released(tmp_path: Path) -> Path:
     for name in (".github/release.py", "docs/reference/support.md", *files):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text((ROOT / name).read_text())
+    add_change(tmp_path)
     git(tmp_path, "init", "--quiet")
     git(tmp_path, "config", "user.name", "Tests")
     git(tmp_path, "config", "user.email", "tests@localhost")
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "--quiet", "--message", "before")
     return tmp_path
+
+
+def add_change(folder: Path) -> None:
+    """A change that is not released: a tree just after a release has none."""
+    path = folder / "CHANGELOG.md"
+    title = "## [Unreleased]\n"
+    path.write_text(path.read_text().replace(title, f"{title}\n- A change.\n", 1))
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -174,8 +191,7 @@ def test_a_release_dates_the_citation_and_names_the_repository(
         assert re.findall(r"(?m)^date-released: \d{4}-\d\d-\d\d$", cited) != []
         named = re.findall(r'(?m)^repository-code: "(.*)"$', cited)
         assert named == ([address] if address else [])
-        changes = released / "CHANGELOG.md"
-        changes.write_text(changes.read_text().replace("d]\n", "d]\n\n- A change.\n", 1))
+        add_change(released)
         git(released, "commit", "--quiet", "--all", "--message", "a change")
 
 
