@@ -40,6 +40,8 @@ from hcp.step.config import Config
 from hcp.step.dispatch import LocalBatch, Step
 from hcp.step.handler import ContextParallelHandler
 
+__all__ = ["ContextParallel", "config_of"]
+
 SEAMS = (
     "accelerate:Accelerator.no_sync(model)",
     "accelerate:Accelerator.backward",

@@ -20,6 +20,8 @@ from hcp.step.config import Config
 from hcp.step.dispatch import Step, dispatch
 from hcp.step.fields import Sample
 
+__all__ = ["plan_in_driver", "planned_step", "sequence_weights"]
+
 
 def plan_in_driver(
     lengths: Sequence[int],
