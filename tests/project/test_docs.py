@@ -331,6 +331,23 @@ def test_what_a_page_names_of_hcp_exists(page: Path) -> None:
 WORDS = set(re.findall(r"[a-z_]+", SOURCES))
 
 
+# ---- Comparison ----------------------------------------------------------------------------------
+
+
+def test_the_comparison_says_what_each_does_better_and_what_was_measured() -> None:
+    page = (ROOT / "docs/guides/comparison.md").read_text()
+    table = page.partition("## What each does better")[2].partition("##")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|")]
+    named = {name: (better, measured) for name, better, measured in rows[2:]}
+    assert len(named) == 7
+    for name, (better, measured) in named.items():
+        assert better, name
+        assert "benchmarks/results/" in measured or "not measured" in measured, name
+        assert f"**{name.removesuffix(' (DeepSpeed)').rstrip('`')}" in page.replace(
+            "Megatron-B", "B"
+        )
+
+
 # ---- The rules themselves ------------------------------------------------------------------------
 
 
