@@ -39,6 +39,35 @@ def test_trainers_have_their_guides_and_versions() -> None:
     assert set(extras) & guides - {"demo"} <= named
 
 
+def test_what_is_said_to_be_tested_stands_on_a_page_of_results() -> None:
+    tested = CARD["tested"]
+    pages = [(ROOT / page).read_text() for page in tested["pages"]]
+    assert [gpu for gpu in tested["gpus"] if not any(gpu in page for page in pages)] == []
+    rows = re.findall(r"(?m)^\| (\d+\.\d+)\.\S* \| (\d+\.\d+)\.\d+ \| (\d+ passed)?", pages[0])
+    assert [row for row in rows if not row[2]] == []
+    assert sorted({torch for torch, _, _ in rows}) == tested["torch"]
+    assert sorted({python for _, python, _ in rows}) == tested["python"]
+
+
+def test_the_matrix_takes_what_is_tested() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    torches = re.search(r"(?m)^TORCHES \?= (.*)$", makefile)
+    newest = re.search(r"(?m)^TORCH +\?= torch==(.*)$", makefile)
+    assert torches
+    assert newest
+    versions = torches[1].split()
+    assert [version.rpartition(".")[0] for version in versions] == CARD["tested"]["torch"]
+    assert versions[-1] == newest[1]
+    for name in ("ci", "release"):
+        jobs = yaml.safe_load((ROOT / f".github/workflows/{name}.yml").read_text())["jobs"]
+        steps = jobs["wheel"]["steps"]
+        (pythons,) = (
+            step["with"]["python-version"].split() for step in steps if "setup-python" in str(step)
+        )
+        assert sorted(pythons)[: len(CARD["tested"]["python"])] == CARD["tested"]["python"]
+        assert "make test-matrix" in [step.get("run") for step in steps]
+
+
 @pytest.mark.parametrize("entry", CARD["measured"], ids=lambda entry: entry["page"])
 def test_a_measurement_has_a_page_a_program_and_its_date(entry: dict[str, Any]) -> None:
     page = ROOT / entry["page"]
