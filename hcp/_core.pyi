@@ -16,6 +16,8 @@ SYNCS: tuple[str, ...]
 FULL_SPEED: int
 GATHERS_MAX: int
 
+def int32s(sequence: Sequence[int], name: str, /) -> bytes: ...
+
 @final
 class Plan:
     @property

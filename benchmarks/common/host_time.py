@@ -38,6 +38,7 @@ from common.flags import JsonFile
 from hcp.attention import kernels
 from hcp.attention.kernels import Choice, Kernel, Launch, in_packs, kernel_for
 from hcp.exchange.agreement import Refusal, Stamp
+from hcp.exchange.gather import Gathered, gathered_of
 from hcp.exchange.peer import PeerMemory, PeerShared, memory_bytes
 from hcp.exchange.tables import Entry, Move
 from hcp.exchange.torch_p2p import Stamps
@@ -80,6 +81,9 @@ class AtOnce:
 
     def all_gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
         return [payload] * self.size
+
+    def all_gather_counted(self, payload: bytes, count: float, what: str) -> Gathered:
+        return gathered_of([payload] * self.size, [count] * self.size, self.rank)
 
 
 class _Ended:

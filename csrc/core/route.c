@@ -87,12 +87,20 @@ static void each_sequence(const dispatch *d, hcp__lists *lists, totals *total,
   }
 }
 
+/* Whether the rank loaded a sequence of that source, or holds rows of the group.
+ * Most sequences of a large domain are neither: nothing else is read of them. */
+static int takes_part(const dispatch *d, const hcp_group *group, int32_t source) {
+  int32_t j = d->rank - group->first_rank;
+  return source == d->rank || (j >= 0 && j < group->degree);
+}
+
 static void count_sequence(const dispatch *d, hcp__lists *lists, totals *total,
                            const hcp_group *group, int32_t index) {
   int32_t sequence = d->plan->sequences[group->first_sequence + index];
-  int64_t length = d->plan->lengths[sequence];
   int32_t source = d->sources[sequence], j = d->rank - group->first_rank;
   (void)lists;
+  if (!takes_part(d, group, source)) return;
+  int64_t length = d->plan->lengths[sequence];
   if (source == d->rank) {
     d->rows[sequence] = 0; /* chosen: placed by index afterwards */
     total->source += length;
@@ -106,10 +114,11 @@ static void count_sequence(const dispatch *d, hcp__lists *lists, totals *total,
 static void place_sequence(const dispatch *d, hcp__lists *lists, totals *total,
                            const hcp_group *group, int32_t index) {
   int32_t sequence = d->plan->sequences[group->first_sequence + index];
-  int64_t length = d->plan->lengths[sequence];
   int32_t source = d->sources[sequence], j = d->rank - group->first_rank;
   hcp__piece own[2];
   const hcp__piece *pieces;
+  if (!takes_part(d, group, source)) return;
+  int64_t length = d->plan->lengths[sequence];
   for (int32_t k = 0; source == d->rank && k < group->degree; k++) {
     int32_t n = hcp__held(d->plan, group, index, k, own, &pieces);
     int64_t *wire = &d->sends[group->first_rank + k];

@@ -59,7 +59,9 @@ static void refuse_item(const char *name, Py_ssize_t i, PyObject *item, const ch
 
 /* i is -1 for an argument that is no item. */
 static int integer_of(PyObject *item, const char *name, Py_ssize_t i, int bits, int64_t *value) {
-  PyObject *index = PyBool_Check(item) ? NULL : PyNumber_Index(item);
+  PyObject *index = PyLong_CheckExact(item) ? Py_NewRef(item)
+                    : PyBool_Check(item)    ? NULL
+                                            : PyNumber_Index(item);
   if (index == NULL && (!PyErr_Occurred() || PyErr_ExceptionMatches(PyExc_TypeError))) {
     PyErr_Clear();
     refuse_item(name, i, item, "an integer");
@@ -85,6 +87,62 @@ int hcp_py_int32(PyObject *item, const char *name, int32_t *value) {
   return 0;
 }
 
+static void put(void *array, Py_ssize_t i, int bits, int64_t value) {
+  if (bits == 32)
+    ((int32_t *)array)[i] = (int32_t)value;
+  else
+    ((int64_t *)array)[i] = value;
+}
+
+/* Whether a sequence is n int32 or int64 in memory, end to end; then *buffer is held. */
+static int holds_integers(PyObject *sequence, Py_ssize_t n, Py_buffer *buffer) {
+  if (!PyObject_CheckBuffer(sequence)) return 0;
+  if (PyObject_GetBuffer(sequence, buffer, PyBUF_ND | PyBUF_FORMAT) < 0) {
+    PyErr_Clear(); /* read item by item */
+    return 0;
+  }
+  const char *format = buffer->format;
+  if (buffer->ndim == 1 && buffer->shape[0] == n && format != NULL && format[0] != '\0' && format[1] == '\0' &&
+      strchr("ilq", format[0]) != NULL && (buffer->itemsize == 4 || buffer->itemsize == 8))
+    return 1;
+  PyBuffer_Release(buffer);
+  return 0;
+}
+
+static int copy_buffer(const Py_buffer *buffer, const char *name, int bits, void *array,
+                       Py_ssize_t n) {
+  if (buffer->itemsize == bits / 8) {
+    if (n > 0) memcpy(array, buffer->buf, (size_t)n * (size_t)buffer->itemsize);
+    return 0;
+  }
+  for (Py_ssize_t i = 0; i < n; i++) {
+    int64_t value = buffer->itemsize == 8 ? ((const int64_t *)buffer->buf)[i]
+                                          : ((const int32_t *)buffer->buf)[i];
+    if (bits == 32 && (value < INT32_MIN || value > INT32_MAX)) {
+      PyObject *item = PyLong_FromLongLong(value);
+      if (item != NULL) refuse_item(name, i, item, "-2^31 to 2^31 - 1");
+      Py_XDECREF(item);
+      return -1;
+    }
+    put(array, i, bits, value);
+  }
+  return 0;
+}
+
+static int copy_items(PyObject *sequence, const char *name, int bits, void *array, Py_ssize_t n) {
+  int is_list = PyList_CheckExact(sequence);
+  for (Py_ssize_t i = 0; i < n; i++) {
+    int64_t value;
+    PyObject *item =
+        is_list ? Py_XNewRef(PyList_GetItem(sequence, i)) : PySequence_GetItem(sequence, i);
+    int status = item == NULL ? -1 : integer_of(item, name, i, bits, &value);
+    Py_XDECREF(item);
+    if (status < 0) return -1;
+    put(array, i, bits, value);
+  }
+  return 0;
+}
+
 /* A new array of items of that width. */
 static int integers_of(PyObject *sequence, const char *name, int bits, void **values,
                        Py_ssize_t *n) {
@@ -102,24 +160,21 @@ static int integers_of(PyObject *sequence, const char *name, int bits, void **va
     PyErr_NoMemory();
     return -1;
   }
-  for (Py_ssize_t i = 0; i < count; i++) {
-    int64_t value;
-    PyObject *item = PySequence_GetItem(sequence, i);
-    int status = item == NULL ? -1 : integer_of(item, name, i, bits, &value);
-    Py_XDECREF(item);
-    if (status < 0) goto fail_item;
-    if (bits == 32)
-      ((int32_t *)array)[i] = (int32_t)value;
-    else
-      ((int64_t *)array)[i] = value;
+  Py_buffer buffer;
+  int status;
+  if (holds_integers(sequence, count, &buffer)) {
+    status = copy_buffer(&buffer, name, bits, array, count);
+    PyBuffer_Release(&buffer);
+  } else {
+    status = copy_items(sequence, name, bits, array, count);
+  }
+  if (status < 0) {
+    PyMem_Free(array);
+    return -1;
   }
   *values = array;
   *n = count;
   return 0;
-
-fail_item:
-  PyMem_Free(array);
-  return -1;
 }
 
 int hcp_py_int64s(PyObject *sequence, const char *name, int64_t **values, Py_ssize_t *n) {
@@ -135,6 +190,25 @@ int hcp_py_int32s(PyObject *sequence, const char *name, int32_t **values, Py_ssi
   *values = array;
   return 0;
 }
+
+static PyObject *int32s(PyObject *module, PyObject *args) {
+  PyObject *sequence;
+  const char *name;
+  int32_t *values;
+  Py_ssize_t n;
+  (void)module;
+  if (!PyArg_ParseTuple(args, "Os:int32s", &sequence, &name) ||
+      hcp_py_int32s(sequence, name, &values, &n) < 0)
+    return NULL;
+  PyObject *bytes =
+      PyBytes_FromStringAndSize((const char *)values, n * (Py_ssize_t)sizeof *values);
+  PyMem_Free(values);
+  return bytes;
+}
+
+static PyMethodDef functions[] = {
+    {"int32s", int32s, METH_VARARGS, "A sequence of integers as int32, end to end."},
+    {NULL, NULL, 0, NULL}};
 
 /* ---- views ---- */
 
@@ -231,10 +305,13 @@ static int add_hash(PyObject *module) {
   return PyModule_AddStringConstant(module, "CORE_HASH", HCP_CORE_HASH);
 }
 
+static int add_functions(PyObject *module) { return PyModule_AddFunctions(module, functions); }
+
 static int add_view(PyObject *module) { return hcp_py_add_type(module, "_View", &view_spec); }
 
 static int execute(PyObject *module) {
   static int (*const parts[])(PyObject *) = {add_hash,
+                                             add_functions,
                                              add_view,
                                              hcp_py_add_plan,
                                              hcp_py_add_layout,

@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 
 from hcp.errors import HcpError
 from hcp.exchange.differences import in_words
+from hcp.exchange.gather import Gathered
 from hcp.exchange.tables import Move, Origin
 
 LayerName = int | str | None
@@ -230,21 +231,23 @@ def label(what: str, payload: bytes) -> bytes:
     return what.encode() + b"\0" + payload
 
 
-def unlabel(rank: int, what: str, parts: Sequence[bytes]) -> list[bytes]:
+def unlabel(rank: int, what: str, gathered: Gathered) -> Gathered:
     """Take every rank's payload. HcpError where a rank is in another gathering."""
     wanted = what.encode()
-    payloads = []
-    for peer, part in enumerate(parts):
+
+    def payload_of(part: bytes) -> bytes:
         theirs, _, payload = part.partition(b"\0")
         if theirs != wanted:
+            peer = gathered.messages.index(part)
             raise HcpError(
                 f"rank {rank}: rank {peer} is in another call: {what} here, "
                 f"{theirs.decode(errors='replace')[:80]} on rank {peer}; every rank of a domain "
                 "must make the same calls in one order",
                 code="calls-differ",
             )
-        payloads.append(payload)
-    return payloads
+        return payload
+
+    return gathered.map(payload_of)
 
 
 # ---- the first call of a kind --------------------------------------------------------------------

@@ -19,6 +19,7 @@ from hcp import ops
 from hcp._ranges import ranged
 from hcp.errors import HcpError
 from hcp.exchange.agreement import Refusal, Stamp, differing, label, refused, unlabel
+from hcp.exchange.gather import NO_COUNT, Gathered, gathered_of
 from hcp.exchange.tables import Move
 from hcp.exchange.torch_p2p import copy_to_self
 from hcp.exchange.transport import Pending, Share, register, rows_of
@@ -37,7 +38,7 @@ class _World:
         self.messages: dict[tuple[int, int], deque[tuple[Stamp, Tensor] | Refusal]] = defaultdict(
             deque
         )
-        self.gathered: dict[int, dict[int, bytes]] = defaultdict(dict)
+        self.gathered: dict[int, dict[int, tuple[bytes, float]]] = defaultdict(dict)
         self.failed: int | None = None
 
     def wait_for(self, ready: Callable[[], bool], rank: int, what: str) -> None:
@@ -133,17 +134,20 @@ class LoopbackTransport:
             return messages.popleft()
 
     def all_gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
+        return self.all_gather_counted(payload, NO_COUNT, what).messages
+
+    def all_gather_counted(self, payload: bytes, count: float, what: str) -> Gathered:
         world = self._world
         with world.changed:
             gathered = world.gathered[self._rounds]
             self._rounds += 1
-            gathered[self.rank] = label(what, payload)
+            gathered[self.rank] = label(what, payload), count
             world.changed.notify_all()
             world.wait_for(lambda: len(gathered) == self.size, self.rank, "the gathering")
             # Whoever is in a round has left the one before it.
             world.gathered.pop(self._rounds - 3, None)
-            parts = [gathered[rank] for rank in range(self.size)]
-        return unlabel(self.rank, what, parts)
+            parts, counts = zip(*(gathered[rank] for rank in range(self.size)), strict=True)
+        return unlabel(self.rank, what, gathered_of(parts, counts, self.rank))
 
 
 class _LoopbackPending:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -44,6 +44,8 @@ class _Table:
     """Named sections of a table's words."""
 
     SECTIONS: Sequence[tuple[str, int]]
+    PLACES: Mapping[str, tuple[int, int]]
+    """Of each section, by name, its number and the words of a record."""
 
     def __init__(self, words: Tensor) -> None:
         self.words = words
@@ -51,20 +53,28 @@ class _Table:
 
     def section(self, name: str) -> Tensor:
         """Records of a section: int64 (records, width), a view of the words."""
-        index, width = next(
-            (i, width) for i, (key, width) in enumerate(self.SECTIONS) if key == name
-        )
+        index, width = self.PLACES[name]
         start, records = self._heads[2 * index : 2 * index + 2]
         return self.words[start : start + records * width].view(records, width)
 
+    def records(self, name: str) -> list[list[int]]:
+        """The same as lists. Most are empty on a rank that computes alone."""
+        index, _ = self.PLACES[name]
+        return self.section(name).tolist() if self._heads[2 * index + 1] else []
+
     def moves(self, name: str) -> list[Move]:
-        return [Move(*record) for record in self.section(name).tolist()]
+        return [Move(*record) for record in self.records(name)]
+
+
+def _places(sections: Sequence[tuple[str, int]]) -> dict[str, tuple[int, int]]:
+    return {name: (index, width) for index, (name, width) in enumerate(sections)}
 
 
 class Route(_Table):
     """The way of rows from a source to an output: packed, sent, received, arranged."""
 
     SECTIONS = _core.ROUTE_SECTIONS
+    PLACES = _places(SECTIONS)
 
     def __init__(self, words: memoryview) -> None:
         super().__init__(tensor_of(words, torch.int64))
@@ -206,6 +216,7 @@ class Schedule(_Table):
     """The steps of one attention layer on one rank."""
 
     SECTIONS = _core.SCHEDULE_SECTIONS
+    PLACES = _places(SECTIONS)
 
     def __init__(self, words: Tensor) -> None:
         super().__init__(words)
@@ -318,7 +329,7 @@ class Schedule(_Table):
     def _stages(self) -> list[Stage]:
         pack, arrange = self.section("PACK"), self.section("ARRANGE")
         sends, receives = self.moves("SENDS"), self.moves("RECEIVES")
-        entries = [Entry(*record) for record in self.section("ENTRIES").tolist()]
+        entries = [Entry(*record) for record in self.records("ENTRIES")]
         pulls, relay_pack = self.section("PULLS"), self.section("RELAY_PACK")
         relay_sends, relay_receives = self.moves("RELAY_SENDS"), self.moves("RELAY_RECEIVES")
         stages = []

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hcp._digest import bytes_of
 from hcp._ranges import ranged
 from hcp.errors import HcpError
 from hcp.exchange.agreement import (
@@ -30,6 +29,14 @@ from hcp.exchange.agreement import (
     refused,
     unlabel,
 )
+from hcp.exchange.gather import (
+    NO_COUNT,
+    Gathered,
+    block_of,
+    block_size,
+    read_blocks,
+    size_needed,
+)
 from hcp.exchange.tables import Move
 from hcp.exchange.transport import Pending, register
 
@@ -43,8 +50,6 @@ class TorchTransport:
     """
 
     name = "torch"
-    _HEAD = 8
-    _BLOCK = 4096
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -140,22 +145,23 @@ class TorchTransport:
         _left.setdefault(self.group, []).append(messages)
 
     def all_gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
-        given = label(what, payload)
-        gathered = self._all_gather(given, self._BLOCK)
-        longest = max(length for length, _ in gathered)
-        if longest > self._BLOCK - self._HEAD:
-            gathered = self._all_gather(given, self._HEAD + longest)
-        return unlabel(self.rank, what, [block[:length] for length, block in gathered])
+        return self.all_gather_counted(payload, NO_COUNT, what).messages
 
-    def _all_gather(self, payload: bytes, block: int) -> list[tuple[int, bytes]]:
-        head = len(payload).to_bytes(self._HEAD, "little")
-        data = bytearray((head + payload)[:block].ljust(block, b"\0"))
-        own = torch.frombuffer(data, dtype=torch.uint8).to(self.device)
-        parts = [torch.empty_like(own) for _ in range(self.size)]
+    def all_gather_counted(self, payload: bytes, count: float, what: str) -> Gathered:
+        given = label(what, payload)
+        size = block_size(self.size)
+        blocks = self._all_gather(block_of(given, count, size))
+        needed = size_needed(blocks)
+        if needed > size:
+            blocks = self._all_gather(block_of(given, count, needed))
+        return unlabel(self.rank, what, read_blocks(blocks, self.rank))
+
+    def _all_gather(self, block: Tensor) -> Tensor:
+        own = block.to(self.device)
+        blocks = own.new_empty(self.size, len(own))
         with _named(self, [r for r in range(self.size) if r != self.rank]):
-            dist.all_gather(parts, own, group=self.group)
-        blocks = [bytes_of(part) for part in parts]
-        return [(int.from_bytes(b[: self._HEAD], "little"), b[self._HEAD :]) for b in blocks]
+            dist.all_gather_into_tensor(blocks, own, group=self.group)
+        return blocks
 
 
 _CPU = torch.device("cpu")

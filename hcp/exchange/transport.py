@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hcp.errors import HcpError
 from hcp.exchange.agreement import Refusal, Stamp
+from hcp.exchange.gather import Gathered
 from hcp.exchange.tables import Move, Read
 
 
@@ -66,6 +67,9 @@ class Transport(Protocol):
     def all_gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
         """Every rank's payload, by rank. All ranks of the domain call it, with the same ``what``,
         which says what it is: HcpError where they differ."""
+
+    def all_gather_counted(self, payload: bytes, count: float, what: str) -> Gathered:
+        """The same, with a count of each rank, NaN for none."""
 
 
 class Reading(Protocol):

@@ -91,6 +91,11 @@ class Plan:
         )
 
     @property
+    def micro_batch_count(self) -> int:
+        """``len(plan.micro_batches)``, which are not made for it."""
+        return len(self.core.micro_batches)
+
+    @property
     def makespan(self) -> int:
         """The busiest rank's time, in the cost model's unit."""
         return self.core.makespan

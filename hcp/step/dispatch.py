@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import struct
@@ -13,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from hcp._digest import bytes_of
 from hcp._ranges import ranged
 from hcp._validate import expect_items, expect_sizes, plain
 from hcp._words import CommType, ScanType
@@ -21,12 +21,13 @@ from hcp.attention.checks import window_of
 from hcp.attention.comm_types import check_comm_types, check_prices, only_degree
 from hcp.attention.kernels import agreed, present
 from hcp.errors import HcpError
+from hcp.exchange.gather import NO_COUNT, Gathered
 from hcp.exchange.layout import rows_may_vary
 from hcp.exchange.transport import Transport
 from hcp.planning.ahead import PlanningTime
 from hcp.planning.mask import Mask, MasksLike
 from hcp.planning.plan import Plan
-from hcp.step.announcements import Announcements, announcement
+from hcp.step.announcements import Announcements
 from hcp.step.fields import Field, Rules, Sample, check_rules, describe, length_of, said_of
 from hcp.step.handler import ContextParallelHandler
 from hcp.step.loss import LossTokens
@@ -102,20 +103,30 @@ class LocalBatch:
 def share(transport: Transport, prepare: Callable[[], bytes], what: str) -> list[bytes]:
     """Gather what ``prepare`` returns on every rank. If it raises on one, every rank raises: none
     waits for a rank that has given up."""
+    return share_counted(transport, lambda: (prepare(), NO_COUNT), what).messages
+
+
+def share_counted(
+    transport: Transport, prepare: Callable[[], tuple[bytes, float]], what: str
+) -> Gathered:
+    """The same, where ``prepare`` also returns a count."""
     failure: Exception | None = None
+    count = NO_COUNT
     try:
-        message = b"+" + prepare()
+        said, count = prepare()
+        message = b"+" + said
     except Exception as error:
         failure = error
         message = b"-" + f"{type(error).__name__}: {error}".encode()[:2000]
-    messages = transport.all_gather_bytes(message, what)
+    gathered = transport.all_gather_counted(message, count, what)
     if failure is not None:
         raise failure
-    failed = {rank: m[1:].decode() for rank, m in enumerate(messages) if m[:1] == b"-"}
-    if failed:
+    if any(message[:1] == b"-" for message in gathered.different):
+        messages = enumerate(gathered.messages)
+        failed = {rank: m[1:].decode() for rank, m in messages if m[:1] == b"-"}
         reasons = "; ".join(f"rank {rank} failed: {reason}" for rank, reason in failed.items())
         raise HcpError(f"rank {transport.rank}: {reasons}", code="rank-failed")
-    return [message[1:] for message in messages]
+    return gathered.map(lambda message: message[1:])
 
 
 @ranged("hcp: gather_lengths")
@@ -180,7 +191,7 @@ def _check_samples(
     transport: Transport,
     rules: Rules,
 ) -> None:
-    own = sources.loaded_by(transport.rank)
+    own, lengths = sources.loaded_by(transport.rank), plan.core.lengths
     if len(own) != len(samples):
         raise ValueError(
             f"samples has {len(samples)} items, expected {len(own)}: "
@@ -188,9 +199,9 @@ def _check_samples(
         )
     for i, (sequence, sample) in enumerate(zip(own, samples, strict=True)):
         length = length_of(sample, i, rules)
-        if length != plan.lengths[sequence]:
+        if length != lengths[sequence]:
             raise ValueError(
-                f"samples[{i}] has {length} tokens, expected {plan.lengths[sequence]}: "
+                f"samples[{i}] has {length} tokens, expected {lengths[sequence]}: "
                 f"the length of sequence {sequence} in the plan"
             )
 
@@ -201,22 +212,26 @@ def _checked_sources(sources: Sequence[int], plan: Plan, transport: Transport) -
             f"the plan is for {plan.ranks} ranks, expected {transport.size}: the domain's"
         )
     expect_items("sources", sources, "ranks")
-    if len(sources) != len(plan.lengths):
-        raise ValueError(f"sources has {len(sources)} items, expected {len(plan.lengths)}")
-    if {*map(type, sources)} <= {int}:  # all at once, for they may be many
-        checked = Sources(sources)
-        if not checked or (int(checked.table.min()) >= 0 and int(checked.table.max()) < plan.ranks):
+    if len(sources) != len(plan.core.lengths):
+        raise ValueError(f"sources has {len(sources)} items, expected {len(plan.core.lengths)}")
+    if isinstance(sources, Tensor):
+        sources = sources.tolist()
+    with contextlib.suppress(ValueError):
+        checked = Sources(sources)  # all at once, for they may be many
+        if checked.lie_in(plan.ranks):
             return checked
-    for i, source in enumerate(sources):
-        if type(plain(source)) is not int or not 0 <= source < plan.ranks:
-            raise ValueError(f"sources[{i}] is {source!r}, expected 0 to {plan.ranks - 1}")
-    return Sources(map(int, sources))
+    i, source = next(
+        (i, source)
+        for i, source in enumerate(sources)
+        if type(plain(source)) is not int or not 0 <= source < plan.ranks
+    )
+    raise ValueError(f"sources[{i}] is {source!r}, expected 0 to {plan.ranks - 1}")
 
 
-def _loss_tokens(samples: Sequence[Sample], loss_mask: str) -> float | None:
-    """Count the loss tokens of this rank's samples. None where they have no mask."""
+def _loss_tokens(samples: Sequence[Sample], loss_mask: str) -> float:
+    """Count the loss tokens of this rank's samples. NO_COUNT where they have no mask."""
     if not samples or loss_mask not in samples[0]:
-        return None
+        return NO_COUNT
     counts = [float(sample[loss_mask].sum(dtype=torch.float64)) for sample in samples]
     for i, count in enumerate(counts):
         if not math.isfinite(count):
@@ -256,7 +271,7 @@ def _announce(
     return {
         "step": step,
         "plan": f"{plan.checksum:016x}",
-        "sources": zlib.crc32(bytes_of(sources.table)),
+        "sources": zlib.crc32(sources.ranks),
         "comm_types": list(comm_types),
         "hierarchical_context_parallel_sizes": list(sizes),
         "fields": describe(samples, rules) if samples else None,
@@ -380,7 +395,7 @@ class Step:
             raise ValueError(
                 f"results has {len(each)} items, expected {len(self)}: one of each micro-batch"
             )
-        without = sorted(set(range(self.plan.ranks)) - set(self.sources))
+        without = sorted(set(range(self.plan.ranks)) - set(self.sources.ranks))
         if without and any(x.requires_grad for x in each):
             raise ValueError(
                 f"results have gradients, and ranks {without} loaded no samples, expected some on "
@@ -450,7 +465,7 @@ def dispatch(
     announced: list[Announced] = []
     loaded_by = Sources()
 
-    def prepare() -> bytes:
+    def prepare() -> tuple[bytes, float]:
         nonlocal plan, loaded_by
         plan = plan if masks is None else plan.with_masks(masks)
         loaded_by = _checked_sources(sources, plan, transport)
@@ -459,7 +474,8 @@ def dispatch(
         message = _announce(
             plan, samples, loaded_by, transport, comm_types, sizes, loss_mask, step, rules
         ) | {"scan_type": scan_type}
-        lengths = [plan.lengths[i] for i in loaded_by.loaded_by(transport.rank)]
+        tokens = plan.core.lengths
+        lengths = [tokens[i] for i in loaded_by.loaded_by(transport.rank)]
         announced.append(Announced(samples, rules, lengths))
         handlers.extend(
             handler_cls(
@@ -470,7 +486,7 @@ def dispatch(
                 hierarchical_context_parallel_sizes=sizes,
                 window_sizes=window_sizes,
                 heads=heads,
-                sources=loaded_by,
+                sources=loaded_by.ranks,
                 loss_tokens=loss_tokens,
                 payloads=splits,
                 step=step,
@@ -478,15 +494,16 @@ def dispatch(
                 scan_type=scan_type,
                 arrives=passage is None,
             )
-            for micro_batch in range(len(plan.micro_batches))
+            for micro_batch in range(plan.micro_batch_count)
         )
-        return announcement(message | announced[0].message(), _loss_tokens(samples, loss_mask))
+        said = json.dumps(message | announced[0].message()).encode()
+        return said, _loss_tokens(samples, loss_mask)
 
-    said = Announcements(share(carrier, prepare, "hcp.dispatch"), carrier)
+    said = Announcements(share_counted(carrier, prepare, "hcp.dispatch"), carrier)
     same = "give every rank the same lengths, limits, cost and sources"
     said.same("step", "call hcp.dispatch as often on every rank")
     said.same("plan", same, plan.to_dict)
-    said.same("sources", same, lambda: list(loaded_by))
+    said.same("sources", same, loaded_by.ranks.tolist)
     for name in ("comm_types", "hierarchical_context_parallel_sizes"):
         said.same(name, "name the same, in one order")
     said.same("scan_type", "name the same")
@@ -499,7 +516,7 @@ def dispatch(
         Field(name, dtype, shape, rules.get(name)) for name, dtype, shape in described or []
     ]
     rows = Carrier(plan, samples, loaded_by, carrier, step)
-    splits |= rows.splits(rules, announced[0], said.by_rank)
+    splits |= rows.splits(rules, announced[0], said)
     values = rows.rows(fields_here) | rows.others(fields_here, splits)
     batches = [
         LocalBatch({field.name: values[field.name][i] for field in fields_here})

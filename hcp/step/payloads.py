@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hcp import ops
+from hcp import _core, ops
 from hcp.exchange.agreement import Kind, Stamp
 from hcp.exchange.layout import Layout, rows_may_vary
 from hcp.exchange.move import Path
@@ -20,6 +20,7 @@ from hcp.exchange.row_calls import RowCalls
 from hcp.exchange.tables import Route
 from hcp.exchange.transport import Transport
 from hcp.planning.plan import Group, Plan
+from hcp.step.announcements import Announcements
 from hcp.step.fields import (
     PER_SEQUENCE,
     Field,
@@ -161,15 +162,24 @@ class Announced:
         return {"units": self.units, "runs": runs}
 
 
-class Sources(tuple[int, ...]):
+class Sources:
     """The rank that loaded each sequence. There may be a hundred thousand of them."""
+
+    def __init__(self, ranks: Sequence[int] = ()) -> None:
+        """ValueError for what is no integer, or has more than 32 bits."""
+        self.ranks = array("i", _core.int32s(ranks, "sources"))
+        """Of each sequence, in memory that the core reads as it is."""
 
     @cached_property
     def table(self) -> Tensor:
-        """The same, int64 (sequences,), on the CPU."""
-        if not self:
-            return torch.empty(0, dtype=torch.int64, device="cpu")
-        return torch.frombuffer(array("q", self), dtype=torch.int64)
+        """The same, int32 (sequences,), on the CPU."""
+        if not self.ranks:
+            return torch.empty(0, dtype=torch.int32, device="cpu")
+        return torch.frombuffer(self.ranks, dtype=torch.int32)
+
+    def lie_in(self, ranks: int) -> bool:
+        """Whether all are ranks of a domain of so many."""
+        return not self.ranks or 0 <= int(self.table.min()) <= int(self.table.max()) < ranks
 
     def loaded_by(self, rank: int) -> list[int]:
         """The sequences that a rank has loaded, ascending."""
@@ -194,11 +204,12 @@ class Carrier:
         self._plan, self._samples, self._sources = plan, samples, sources
         self._transport, self._step = transport, step
 
-    def splits(
-        self, rules: Rules, announced: Announced, messages: Sequence[Mapping[str, Any]]
-    ) -> Splits:
-        """Return how each payload is split. ``messages``: what each rank has announced."""
+    def splits(self, rules: Rules, announced: Announced, all_said: Announcements) -> Splits:
+        """Return how each payload is split. ``all_said``: what all ranks have announced."""
         splits: Splits = {}
+        if not any(isinstance(rule, Payload) for rule in rules.values()):
+            return splits
+        messages = all_said.by_rank()
         for name, rule in rules.items():
             if isinstance(rule, Payload) and rule.per_unit_of is None:
                 units = self._by_sequence([said["units"].get(name, []) for said in messages])
@@ -216,13 +227,13 @@ class Carrier:
 
     def _by_sequence(self, by_rank: Sequence[Sequence[Any]]) -> list[Any]:
         each = [iter(values) for values in by_rank]
-        return [next(each[source]) for source in self._sources]
+        return [next(each[source]) for source in self._sources.ranks]
 
     def _takers(self, name: str, counts: Sequence[int], own: Sequence[Tensor]) -> dict[int, Takers]:
         """Bring the tables of tokens to the ranks of their sequences."""
         split = Split(self._plan, "whole", counts)
         table = torch.cat([*own, torch.empty(0, 3, dtype=torch.int64)])
-        path = split.from_sources(self._sources, self._transport.rank)
+        path = split.from_sources(self._sources.ranks, self._transport.rank)
         what = f"tokens of {name}"
         (got,) = self._exchange(path, [table.to(self._transport.device)], what)
         takers = {
@@ -241,8 +252,8 @@ class Carrier:
         if not per_token:
             return {}
         plan, rank = self._plan, self._transport.rank
-        count = len(plan.micro_batches)
-        route = Route.dispatch(plan, self._sources, rank, 0, count, reverse=False)
+        count = plan.micro_batch_count
+        route = Route.dispatch(plan, self._sources.ranks, rank, 0, count, reverse=False)
         sizes = [Layout(plan, i, rank).rows for i in range(count)]
         return self._carry(per_token, route, sizes, None)
 
@@ -259,7 +270,7 @@ class Carrier:
         return values
 
     def _split(self, fields: Sequence[Field], split: Split, what: str) -> Fields:
-        path = split.from_sources(self._sources, self._transport.rank)
+        path = split.from_sources(self._sources.ranks, self._transport.rank)
         sizes = split.rows_of_micro_batches(self._transport.rank)
         return self._carry(fields, path, sizes, what)
 

@@ -43,6 +43,7 @@ from hcp.attention.kernels.fastest import Candidate, Fastest
 from hcp.attention.kernels.flash_attn_torch import Flash2
 from hcp.attention.kernels.formula import Formula
 from hcp.attention.kernels.speeds import MEASURED, Speed, nearest, place_of_call
+from hcp.exchange.gather import Gathered
 from hcp.exchange.tables import Entry
 
 FLASH_4 = (
@@ -762,14 +763,14 @@ def test_ranks_measure_once_and_choose_alike() -> None:
 
 
 def test_a_dispatch_on_cpus_measures_and_gathers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gathered(self: Any, payload: bytes, what: str) -> list[bytes]:
+    def gathered(self: Any, payload: bytes, count: float, what: str) -> Gathered:
         asked.append(what)
-        return gather(self, payload, what)
+        return gather(self, payload, count, what)
 
     asked: list[str] = []
     transport = hcp.exchange.loopback.LoopbackTransport
-    gather = transport.all_gather_bytes
-    monkeypatch.setattr(transport, "all_gather_bytes", gathered)
+    gather = transport.all_gather_counted
+    monkeypatch.setattr(transport, "all_gather_counted", gathered)
     monkeypatch.setattr(agreed, "agree_for", None)
 
     def step(groups: Any) -> None:

@@ -6,6 +6,7 @@ would show in the result. Sequences have one length, so that nothing else tells 
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.ranks import RankError, run_ranks, try_ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -30,7 +32,9 @@ from hcp.exchange.agreement import (
     header_of_refusal,
     read_header,
 )
+from hcp.exchange.gather import NO_COUNT, block_of, block_size, gathered_of, read_blocks
 from hcp.exchange.tables import Origin
+from hcp.exchange.torch_p2p import TorchTransport
 
 LENGTH, HEADS, GROUPS, SIZE = 32, 4, 2, 8
 
@@ -490,6 +494,48 @@ def other_collectives(rank: int, size: int, before: int) -> None:
         hcp.gather_lengths([{"tokens": torch.zeros(8)}], groups)
     else:
         metrics.reduce()
+
+
+def blocks_of(said: list[tuple[bytes, float]]) -> Tensor:
+    return torch.stack([block_of(message, count, 1024) for message, count in said])
+
+
+def test_messages_of_all_ranks_are_read_from_one_matrix() -> None:
+    said = [(b"same", 1.0), (b"same", 2.0), (b"", math.inf), (b"same\0", 3.0), (b"samf", 4.0)]
+    for rank in range(len(said)):
+        gathered = read_blocks(blocks_of(said), rank)
+        assert gathered.messages == [message for message, _ in said]
+        assert gathered.counts.tolist() == [count for _, count in said]
+        assert gathered.different[0] == said[rank][0]
+        messages, counts = zip(*said, strict=True)
+        listed = gathered_of(messages, counts, rank)
+        assert (listed.messages, listed.different[0]) == (gathered.messages, said[rank][0])
+    assert len(read_blocks(blocks_of(said), 0).different) == 4
+
+
+def test_a_count_that_is_none_differs_from_no_message() -> None:
+    gathered = read_blocks(blocks_of([(b"a", NO_COUNT)] * 3), 1)
+    assert (gathered.different, gathered.which.tolist()) == ([b"a"], [0, 0, 0])
+    assert gathered.counts.isnan().all()
+
+
+def test_blocks_of_a_large_domain_take_no_more_than_16_mib() -> None:
+    assert [block_size(n) for n in (1, 4096, 16384)] == [4096, 4096, 1024]
+    for ranks in range(4096, 16385, 977):
+        assert block_size(ranks) * ranks <= 2**24
+        assert block_size(ranks) % 8 == 0
+
+
+def gather_messages(rank: int) -> list[object]:
+    transport = TorchTransport(dist.group.WORLD)
+    long = b"l" * 5000 if rank == 1 else b"s"  # more than a block holds
+    gathered = transport.all_gather_counted(long, float(rank), "x")
+    return [gathered.messages, gathered.counts.tolist(), transport.all_gather_bytes(b"", "y")]
+
+
+def test_messages_longer_than_a_block_arrive_whole() -> None:
+    expected = [[b"s", b"l" * 5000, b"s"], [0.0, 1.0, 2.0], [b""] * 3]
+    assert run_ranks(3, gather_messages) == [expected] * 3
 
 
 def test_collectives_say_what_they_carry() -> None:

@@ -8,6 +8,7 @@ import json
 import math
 import pickle
 import re
+from array import array
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -334,6 +335,58 @@ CALLS: dict[str, Callable[[_core.Plan, Any], object]] = {
     "ranks_per_node": lambda core, big: _core.cost_time(core.prices, None, 1, 1, big, -1),
 }
 """Integers of the core's functions, by name."""
+
+
+@pytest.mark.parametrize(
+    "sequence",
+    [
+        [3, -1, 2**31 - 1],
+        (3, -1, 2**31 - 1),
+        array("i", [3, -1, 2**31 - 1]),
+        array("q", [3, -1, 2**31 - 1]),
+        memoryview(array("l", [3, -1, 2**31 - 1])),
+        memoryview(array("i", [3, 0, -1, 0, 2**31 - 1, 0]))[::2],
+    ],
+    ids=["list", "tuple", "int32", "int64", "long", "strided"],
+)
+def test_the_core_reads_integers_from_lists_and_from_memory(sequence: Any) -> None:
+    assert array("i", _core.int32s(sequence, "x")).tolist() == [3, -1, 2**31 - 1]
+    assert array("i", _core.int32s(sequence[:0], "x")).tolist() == []
+
+
+def test_the_core_names_an_integer_in_memory_that_does_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"^x\[1\] is -2147483649, expected -2\^31 to 2\^31 - 1$"):
+        _core.int32s(array("q", [0, -(2**31) - 1]), "x")
+    for other in (array("d", [0.0, 1.5]), array("B", [1]), array("I", [7])):
+        if other.typecode == "d":
+            with pytest.raises(ValueError, match=r"^x\[0\] is 0.0, expected an integer$"):
+                _core.int32s(cast(Any, other), "x")
+        else:
+            assert array("i", _core.int32s(cast(Any, other), "x")).tolist() == list(other)
+
+
+def test_a_vector_that_lies_about_its_length_is_read_as_far_as_it_says() -> None:
+    class Short(array):  # type: ignore[type-arg]
+        def __len__(self) -> int:
+            return 10**6
+
+    with pytest.raises(IndexError):
+        _core.int32s(Short("i", [1, 2]), "x")
+
+
+def test_plans_from_memory_are_those_from_lists() -> None:
+    lengths = [5, 9, 2, 16]
+    request = {"ranks": 3, "max_tokens_per_rank": 16}
+    made = hcp.plan(lengths, **cast(Any, request))
+    for kind in (array("q", lengths), array("i", lengths), torch.tensor(lengths)):
+        assert hcp.plan(cast(Any, kind), **cast(Any, request)).checksum == made.checksum
+
+
+def test_counting_micro_batches_makes_no_groups() -> None:
+    plan = hcp.plan([8] * 5, ranks=1, max_tokens_per_rank=8)
+    assert plan.micro_batch_count == 5
+    assert "micro_batches" not in vars(plan)
+    assert len(plan.micro_batches) == 5
 
 
 @pytest.mark.parametrize("name", CALLS)

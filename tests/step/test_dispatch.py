@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
+from array import array
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -251,13 +253,38 @@ def test_a_missing_sample_is_refused() -> None:
         hcp.loopback(1, call)
 
 
-def test_a_source_outside_the_domain_is_refused() -> None:
+@pytest.mark.parametrize("wrong", [4, 1, -1, 2**40, True, 0.0, None], ids=repr)
+def test_a_source_outside_the_domain_is_refused(wrong: Any) -> None:
     def call(groups: Any) -> None:
-        plan = hcp.plan([5], ranks=1, max_tokens_per_rank=16)
-        hcp.dispatch(plan, [], [4], groups)
+        plan = hcp.plan([5, 3], ranks=1, max_tokens_per_rank=16)
+        hcp.dispatch(plan, [sample(0, 5)], [0, wrong], groups)
 
-    with pytest.raises(ValueError, match=r"sources\[0\] is 4, expected 0 to 0"):
+    message = rf"sources\[1\] is {re.escape(repr(wrong))}, expected 0 to 0"
+    with pytest.raises(ValueError, match=message):
         hcp.loopback(1, call)
+
+
+def test_sources_may_be_an_array_or_a_tensor() -> None:
+    def call(groups: Any) -> list[int]:
+        plan = hcp.plan([5, 3], ranks=1, max_tokens_per_rank=16)
+        own = [sample(0, 5), sample(1, 3)]
+        kinds = [array("i", [0, 0]), array("q", [0, 0]), torch.zeros(2, dtype=torch.int32)]
+        steps = [hcp.dispatch(plan, own, cast(Any, kind), groups) for kind in kinds]
+        return [len(step.own_sequences) for step in steps]
+
+    assert hcp.loopback(1, call) == [[2, 2, 2]]
+
+
+def test_a_dispatch_makes_no_lists_of_the_whole_plan() -> None:
+    """They are a hundred thousand items on a large domain."""
+
+    def call(groups: Any) -> None:
+        plan = hcp.plan([5, 3, 9], ranks=1, max_tokens_per_rank=16)
+        own = [sample(0, 5), sample(1, 3), sample(2, 9)]
+        for cp, _ in hcp.dispatch(plan, own, [0] * 3, groups):
+            assert not {"lengths", "micro_batches"} & vars(cp.plan).keys()
+
+    hcp.loopback(1, call)
 
 
 def test_an_unknown_field_names_those_there_are() -> None:

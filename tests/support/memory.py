@@ -15,6 +15,7 @@ import hcp
 from hcp.attention import kernels
 from hcp.attention.kernels import Launch, in_packs, wide
 from hcp.exchange.agreement import Refusal, Stamp
+from hcp.exchange.gather import Gathered, gathered_of
 from hcp.exchange.tables import Move
 from hcp.exchange.transport import Pending, register
 
@@ -47,6 +48,9 @@ class Alone:
 
     def all_gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
         return [payload] * self.size
+
+    def all_gather_counted(self, payload: bytes, count: float, what: str) -> Gathered:
+        return gathered_of([payload] * self.size, [count] * self.size, self.rank)
 
 
 class _UnderWay:
