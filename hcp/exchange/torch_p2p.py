@@ -158,14 +158,16 @@ class TorchTransport:
 
     def _all_gather(self, block: Tensor) -> Tensor:
         own = block.to(self.device)
-        blocks = own.new_empty(self.size, len(own))
+        blocks = own.new_empty(self.size * len(own))
         with _named(self, [r for r in range(self.size) if r != self.rank]):
-            dist.all_gather_into_tensor(blocks, own, group=self.group)
-        return blocks
+            _gather_into(blocks, own, group=self.group)
+        return blocks.view(self.size, len(own))
 
 
 _CPU = torch.device("cpu")
 _HEADER_TAG = 1
+_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""The collective has another name before torch 2.13."""
 
 _left: weakref.WeakKeyDictionary[dist.ProcessGroup, list[object]] = weakref.WeakKeyDictionary()
 """Messages of failed calls, by group: a rank may drop its transport before it ends."""

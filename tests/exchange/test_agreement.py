@@ -526,7 +526,7 @@ def test_blocks_of_a_large_domain_take_no_more_than_16_mib() -> None:
         assert block_size(ranks) % 8 == 0
 
 
-def gather_messages(rank: int) -> list[object]:
+def gather_messages(rank: int, size: int) -> list[object]:
     transport = TorchTransport(dist.group.WORLD)
     long = b"l" * 5000 if rank == 1 else b"s"  # more than a block holds
     gathered = transport.all_gather_counted(long, float(rank), "x")
