@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from pathlib import Path
-from random import Random
 
-import hcp
+from hcp.cli.simulate import parse_arguments, simulate
 from hcp.planning.drawing import colour_of, timeline_svg
 
 HERE = Path(__file__).parent
@@ -181,14 +180,14 @@ def split_words(words: str, most: int) -> Iterator[str]:
     yield line
 
 
+SIMULATED = "--family wikipedia --sequences 64 --batches 1 --ranks 16 --max-tokens-per-rank 8192"
+"""The options of `python -m hcp simulate` for the picture of plans. README.md has them, too."""
+
+
 def plan() -> str:
-    """A plan by hcp below static CP, of drawn lengths."""
-    random = Random(3)
-    lengths = [min(40_000, max(200, int(random.lognormvariate(7.6, 1.3)))) for _ in range(48)]
-    lengths[7] = 40_000
-    limits = {"ranks": 8, "max_tokens_per_rank": 10_000}
-    static = hcp.plan(lengths, **limits, min_degree=4, max_degree=4)
-    return timeline_svg({"static CP 4": static, "hcp": hcp.plan(lengths, **limits)}, width=WIDTH)
+    """Static CP, packing only, and hcp, as `python -m hcp simulate` plans them."""
+    simulated = simulate(parse_arguments(SIMULATED.split()))
+    return timeline_svg(simulated.plans[0], unit=simulated.unit, width=WIDTH, height=184)
 
 
 def evaluation() -> str:

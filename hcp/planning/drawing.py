@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 LEFT, RIGHT = 58, 62
 """Room for the names of ranks, and for their idle shares."""
+EDGE = 10
+"""Where titles start."""
 ROWS = 340
 """The height of all ranks of a plan, unless there are very few or very many."""
 CHARACTER = 6.0
@@ -45,47 +47,78 @@ class _Scale(NamedTuple):
         return self.top + rank * self.per_rank
 
 
-def timeline_svg(plans: Mapping[str, Plan], *, unit: float | None = None, width: int = 960) -> str:
+def timeline_svg(
+    plans: Mapping[str, Plan],
+    *,
+    unit: float | None = None,
+    width: int = 960,
+    height: float = ROWS,
+) -> str:
     """Draw plans below each other on one axis of time, by their names.
 
     A row is a rank, and a colour a CP degree. A box is a sequence: its label has the degree and the
     tokens, and pointing at it tells its ranks. In gaps ranks launch or wait; grey bars at the right
-    are idle shares. A dotted line is the bound: no plan within the same limits ends earlier. Of a
+    are idle shares. The title tells how much faster a plan is than the first one. The dotted line
+    is the bound: no plan of these lengths within any of the plans' limits ends earlier. Of a
     pipeline one stage is drawn, without waiting for neighbours. ``unit``: seconds of one unit of
-    the cost model.
+    the cost model. ``width`` and ``height``: of the picture, and of all ranks of a plan.
     """
     longest = max([1, *(plan.makespan for plan in plans.values())])
+    first, bound = _compared(list(plans.values()))
     parts: list[str] = []
+    says: list[str] = []
     top = 8.0
     for name, plan in plans.items():
-        per_rank = min(26.0, max(1.5, ROWS / max(1, plan.ranks)))
+        per_rank = min(26.0, max(1.5, height / max(1, plan.ranks)))
         scale = _Scale(LEFT, (width - LEFT - RIGHT) / longest, top + 40, per_rank)
-        came, held = plan_words(plan)
-        parts.append(_text(LEFT, top + 14, f"{name}: {came}", "title"))
-        parts.append(_text(LEFT, top + 30, held, "small"))
-        parts += _panel(plan, scale, width)
+        came, held = plan_words(plan, first, bound)
+        says.append(f"{name}: {came}")
+        parts.append(_text(EDGE, top + 14, says[-1], "title"))
+        parts.append(_text(EDGE, top + 30, held, "small"))
+        parts += _panel(plan, plan.bound if bound is None else bound, scale, width)
         top = scale.y(plan.ranks) + 14
     parts += _axis(longest, unit, top, width)
     parts += _legend(plans, top + 38)
-    height = top + 52
+    size = f'width="{width}" height="{top + 52:.0f}"'
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:.0f}" '
-        f'width="{width}" height="{height:.0f}" role="img">'
-        f"<style>{STYLE}</style>"
-        f'<rect width="{width}" height="{height:.0f}" fill="#fff"/>{"".join(parts)}</svg>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {top + 52:.0f}" {size} '
+        f'role="img" aria-label="{escape("; ".join(says))}"><style>{STYLE}</style>'
+        f'<rect {size} fill="#fff"/>{"".join(parts)}</svg>\n'
     )
 
 
-def plan_words(plan: Plan) -> tuple[str, str]:
-    """What came of a plan, and what it holds: a line each."""
+def _compared(plans: Sequence[Plan]) -> tuple[Plan | None, int | None]:
+    """Return the first plan and the least bound of plans that can be compared: several of the same
+    sequences on the same ranks, by the same costs."""
+    of = {(plan.lengths, plan.ranks, plan.cost, plan.core.pipeline_stages) for plan in plans}
+    if len(plans) < 2 or len(of) > 1:
+        return None, None
+    return plans[0], min(plan.bound for plan in plans)
+
+
+def plan_words(
+    plan: Plan, first: Plan | None = None, bound: int | None = None
+) -> tuple[str, str]:
+    """Return what came of a plan, and what it holds: a line each.
+
+    ``first``: the plan whose time is 1.00. ``bound``: the one that is drawn, by default the
+    plan's own."""
     report = plan.report()
     tokens = sum(plan.lengths)
     staged = f", one of {report.pipeline_stages} stages" if report.pipeline_stages > 1 else ""
+    plural = "" if report.micro_batches == 1 else "es"
+    faster = f"x {_ratio(first.makespan, plan.makespan):.2f}, " if first else ""
+    least = plan.bound if bound is None else bound
     return (
-        f"idle {report.idle_share:.0%}, {report.ratio:.2f} x its own bound (dotted)",
+        f"{faster}idle {report.idle_share:.0%}, {_ratio(plan.makespan, least):.2f} of the bound "
+        "(dotted)",
         f"{len(plan.lengths):,} sequences, {tokens:,} tokens on {plan.ranks:,} ranks, "
-        f"{report.micro_batches} micro-batches{staged}",
+        f"{report.micro_batches} micro-batch{plural}{staged}",
     )
+
+
+def _ratio(time: int, over: int) -> float:
+    return time / over if over else 1.0
 
 
 def timeline_page(
@@ -104,20 +137,21 @@ def timeline_page(
         f"<body><h1>{escape(title)}</h1>{lines}<figure>{drawn}</figure>"
         "<p>A row is a rank. A colour is a CP degree, a box a sequence: point at it for its "
         "length. Light grey is launching or waiting; the bars at the right are each rank's idle "
-        "share. The dotted line is a lower bound: no plan within the same limits ends earlier. "
+        "share. A title has the speed over that of the first plan. The dotted line is a lower "
+        "bound: no plan of these lengths within any of the plans' limits ends earlier. "
         "Times are those of the cost model, not measured.</p></body></html>\n"
     )
 
 
-def _panel(plan: Plan, scale: _Scale, width: int) -> Iterator[str]:
+def _panel(plan: Plan, bound: int, scale: _Scale, width: int) -> Iterator[str]:
     boxes = timeline(plan)
     end, bottom = scale.x(plan.makespan), scale.y(plan.ranks)
     yield _rect(scale.left, scale.top, end - scale.left, bottom - scale.top, "rows")
     for box in boxes:
         yield from _sequences(plan, box, scale)
-    bound = scale.x(plan.bound)
+    x = scale.x(bound)
     yield (
-        f'<line class="bound" x1="{bound:.1f}" x2="{bound:.1f}" y1="{scale.top - 3:.1f}" '
+        f'<line class="bound" x1="{x:.1f}" x2="{x:.1f}" y1="{scale.top - 3:.1f}" '
         f'y2="{bottom + 3:.1f}"><title>bound: no plan is faster</title></line>'
     )
     every = max(1, -(-13 // scale.per_rank))  # names need 13 points each

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import hcp
 from hcp.planning.drawing import LEFT, RIGHT, colour_of, plan_words, timeline_page, timeline_svg
-from hcp.planning.timeline import timeline
+from hcp.planning.timeline import idle_shares, timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -52,10 +52,59 @@ def test_plans_share_an_axis_and_the_unit_gives_it_seconds() -> None:
     assert max(ends[:4]) == pytest.approx(960 - RIGHT, abs=0.1)
     assert max(ends[:4]) > max(ends[4:])
     assert f"{slow.makespan:,.1f} ms" in drawn
-    assert "slow &lt;&amp;&gt;: idle " in drawn
-    assert "fast: idle 0%, 1.00 x its own bound (dotted)" in drawn
-    assert plan_words(fast)[1] == "4 sequences, 400 tokens on 4 ranks, 1 micro-batches"
-    assert drawn.count(plan_words(fast)[1]) == 2
+    faster = slow.makespan / fast.makespan
+    assert f"slow &lt;&amp;&gt;: x 1.00, idle 0%, {faster:.2f} of the bound (dotted)" in drawn
+    assert f"fast: x {faster:.2f}, idle 0%, 1.00 of the bound (dotted)" in drawn
+    words = "4 sequences, 400 tokens on 4 ranks, 1 micro-batch"
+    assert plan_words(fast) == ("idle 0%, 1.00 of the bound (dotted)", words)
+    assert drawn.count(words) == 2
+
+
+def bounds_of(drawn: str) -> list[float]:
+    lines = ElementTree.fromstring(drawn).iter(f"{SVG}line")
+    return [float(line.get("x1", "")) for line in lines if line.get("class") == "bound"]
+
+
+def test_plans_of_the_same_sequences_have_one_bound() -> None:
+    limits = {"ranks": 4, "max_tokens_per_rank": 1000}
+    lengths = [100, 200, 700]
+    slow, fast = hcp.plan(lengths, **limits, min_degree=4), hcp.plan(lengths, **limits)
+    assert fast.bound < slow.bound
+    scale = (960 - LEFT - RIGHT) / slow.makespan
+    at = pytest.approx(LEFT + fast.bound * scale, abs=0.06)
+    assert bounds_of(timeline_svg({"slow": slow, "fast": fast})) == [at, at]
+    (own,) = bounds_of(timeline_svg({"slow": slow}))
+    assert own == pytest.approx(LEFT + slow.bound * scale, abs=0.06)
+
+
+def test_plans_of_other_sequences_are_not_compared() -> None:
+    limits = {"ranks": 4, "max_tokens_per_rank": 1000}
+    one, other = hcp.plan([100] * 4, **limits), hcp.plan([90] * 5, **limits)
+    drawn = timeline_svg({"one": one, "other": other})
+    assert f"other: {plan_words(other)[0]}" in drawn
+    assert " x 1.00, " not in drawn
+
+
+def test_a_page_tells_each_rank_and_its_idle_share() -> None:
+    plan = hcp.plan([700, 100, 50, 40], ranks=4, max_tokens_per_rank=1000, max_degree=1)
+    page = timeline_page({"a": plan}, "Title")
+    idle = idle_shares(plan, timeline(plan))
+    assert len({f"{share:.1%}" for share in idle}) == 4
+    for rank, share in enumerate(idle):
+        assert f"<title>rank {rank}: idle {share:.1%}</title>" in page
+        assert page.count(f">rank {rank}</text>") == 1
+    bars = re.findall(r'class="idle" x="[\d.]+" y="[\d.]+" width="([\d.]+)"', page)
+    assert [float(wide) for wide in bars] == [pytest.approx(46 * x, abs=0.006) for x in idle]
+
+
+def test_pointing_at_a_box_tells_its_length_and_degree() -> None:
+    plan = hcp.plan([3000, 10], ranks=8, max_tokens_per_rank=1000)
+    page = timeline_page({"a": plan}, "Title")
+    (long,) = [says for says, *_ in boxes_of(page[page.index("<svg") : page.index("</figure>")])
+               if says.startswith("sequence 0")]
+    degree = plan.micro_batches[0][0].degree
+    assert long.startswith(f"sequence 0: 3,000 tokens, CP {degree}, ranks 0 to {degree - 1}, ")
+    assert "rect.box:hover{" in page
 
 
 def test_a_page_needs_no_network() -> None:

@@ -9,9 +9,12 @@ from xml.etree import ElementTree
 
 import pytest
 
+from hcp.cli.simulate import main
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "pictures"
-PICTURES = runpy.run_path(str(FOLDER / "draw.py"))["PICTURES"]
+DRAW = runpy.run_path(str(FOLDER / "draw.py"))
+PICTURES = DRAW["PICTURES"]
 
 
 @pytest.mark.parametrize("name", PICTURES)
@@ -28,3 +31,19 @@ def test_pages_show_every_picture() -> None:
         x for page in pages for x in re.findall(r"pictures/([a-z0-9-]+)\.svg", page.read_text())
     }
     assert shown == PICTURES.keys() == {path.stem for path in FOLDER.glob("*.svg")}
+
+
+def test_the_picture_of_plans_has_the_numbers_that_simulate_prints(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = DRAW["SIMULATED"]
+    assert main(options.split()) == 0
+    printed = re.findall(r"^(static CP|packing only|hcp) .* x (\d\.\d\d) ", capsys.readouterr().out, re.M)
+    assert len(printed) == 3
+    drawn = (FOLDER / "plan.svg").read_text(encoding="utf-8")
+    titles = re.findall(r'class="title" text-anchor="start">(.*?): x (\d\.\d\d), idle', drawn)
+    assert titles == printed
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"`python -m hcp simulate {options}`" in readme
+    (alt,) = re.findall(r"!\[([^]]*)\]\(docs/pictures/plan\.svg\)", readme)
+    assert all(speed in alt for _, speed in printed)
