@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from hcp.planning.ahead import PlanAhead, PlanningTime
     from hcp.planning.check import check_plan
     from hcp.planning.cost import CostModel
+    from hcp.planning.drawing import Timelines
     from hcp.planning.mask import Mask
     from hcp.planning.memory import MemoryModel
     from hcp.planning.plan import Group, Plan, lower_bound, plan
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
     from hcp.step.graph_handler import GraphHandler
     from hcp.step.handler import ContextParallelHandler
     from hcp.step.memory import fit_memory
-    from hcp.step.stats import StepStats
+    from hcp.step.stats import StepStats, log_to
 
 __all__ = [
     "COMM_TYPES",
@@ -91,6 +92,7 @@ __all__ = [
     "Span",
     "Step",
     "StepStats",
+    "Timelines",
     "add_arguments",
     "audit",
     "build_process_groups",
@@ -105,6 +107,7 @@ __all__ = [
     "get_batch_on_this_cp_rank",
     "get_cp_handler_cls",
     "get_thd_batch_on_this_cp_rank",
+    "log_to",
     "loopback",
     "lower_bound",
     "plan",
@@ -153,6 +156,7 @@ _HOMES = {
     ),
     "planning.check": ("check_plan",),
     "planning.cost": ("CostModel",),
+    "planning.drawing": ("Timelines",),
     "planning.memory": ("MemoryModel",),
     "planning.mask": ("Mask",),
     "planning.plan": (
@@ -195,7 +199,10 @@ _HOMES = {
     "step.graph_handler": ("GraphHandler",),
     "step.handler": ("ContextParallelHandler",),
     "step.memory": ("fit_memory",),
-    "step.stats": ("StepStats",),
+    "step.stats": (
+        "StepStats",
+        "log_to",
+    ),
 }
 """Where the public names are. Their modules are imported at first use: most of them import torch,
 which takes seconds, and the planner needs none."""

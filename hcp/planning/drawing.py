@@ -96,9 +96,7 @@ def _compared(plans: Sequence[Plan]) -> tuple[Plan | None, int | None]:
     return plans[0], min(plan.bound for plan in plans)
 
 
-def plan_words(
-    plan: Plan, first: Plan | None = None, bound: int | None = None
-) -> tuple[str, str]:
+def plan_words(plan: Plan, first: Plan | None = None, bound: int | None = None) -> tuple[str, str]:
     """Return what came of a plan, and what it holds: a line each.
 
     ``first``: the plan whose time is 1.00. ``bound``: the one that is drawn, by default the
@@ -119,6 +117,17 @@ def plan_words(
 
 def _ratio(time: int, over: int) -> float:
     return time / over if over else 1.0
+
+
+class Timelines(dict[str, "Plan"]):
+    """Plans by their names, which a notebook shows as timelines on one axis of time.
+
+    A title has the speed of a plan over that of the first one, its idle share, and its time over
+    the bound (dotted). `plan` alone, as the last line of a cell, shows one timeline.
+    """
+
+    def _repr_html_(self) -> str:
+        return timeline_svg(self)
 
 
 def timeline_page(

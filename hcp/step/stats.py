@@ -1,15 +1,18 @@
-"""What a step did, in numbers for loggers."""
+"""What a step did, in numbers for loggers, and a callback that logs them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hcp._validate import expect_size
 
 from hcp.planning.ahead import PlanningTime
 
 if TYPE_CHECKING:
     from hcp.planning.plan import Plan
+    from hcp.step.dispatch import Step
 
 
 class StepStats(NamedTuple):
@@ -76,4 +79,60 @@ def stats_of(plan: Plan, layer_bytes: Iterable[int], planning: PlanningTime | No
         layer_bytes=sum(layer_bytes),
         plan_seconds=seconds,
         plan_waited=waited,
+    )
+
+
+# ---- a callback for loggers ----------------------------------------------------------------------
+
+Write = Callable[[Mapping[str, float], int], object]
+"""Write metrics, by their names, of the training step of this number."""
+
+
+def log_to(*writers: Any, every: int = 1) -> StepLogger:
+    """Return a callback that writes what steps did: ``log(step, iteration)`` after each of them.
+
+    A writer has ``add_scalar(name, value, step)``, as TensorBoard's does, or ``log(metrics,
+    step=)``, as a run of W&B and an Accelerator do, or is a function of (metrics, step). ``every``:
+    means over so many steps are written. Give writers on the rank that logs: others pass none, and
+    nothing is communicated.
+
+    Raises ValueError for other writers."""
+    return StepLogger([_write_of(writer) for writer in writers], every)
+
+
+class StepLogger:
+    """What :func:`log_to` returns."""
+
+    def __init__(self, writers: Sequence[Write], every: int) -> None:
+        expect_size("every", every)
+        self._writers, self._every = writers, every
+        self._steps: list[StepStats] = []
+
+    def __call__(self, step: Step | StepStats, iteration: int) -> None:
+        """Take the numbers of a step whose layers have run, and write if it is time to.
+
+        ``iteration``: the number of the training step, as the writers have it."""
+        if not self._writers:
+            return
+        self._steps.append(step if isinstance(step, StepStats) else step.stats())
+        if len(self._steps) < self._every:
+            return
+        metrics = mean_metrics(self._steps)
+        self._steps.clear()
+        for write in self._writers:
+            write(metrics, iteration)
+
+
+def _write_of(writer: Any) -> Write:
+    if hasattr(writer, "add_scalar"):
+        return lambda metrics, step: [
+            writer.add_scalar(name, value, step) for name, value in metrics.items()
+        ]
+    if hasattr(writer, "log"):
+        return lambda metrics, step: writer.log(dict(metrics), step=step)
+    if callable(writer):
+        return lambda metrics, step: writer(dict(metrics), step)
+    raise ValueError(
+        f"the writer is a {type(writer).__name__}, expected add_scalar(name, value, step), "
+        "log(metrics, step=) or a function of (metrics, step): a SummaryWriter, a run of W&B"
     )

@@ -100,8 +100,11 @@ def test_a_page_tells_each_rank_and_its_idle_share() -> None:
 def test_pointing_at_a_box_tells_its_length_and_degree() -> None:
     plan = hcp.plan([3000, 10], ranks=8, max_tokens_per_rank=1000)
     page = timeline_page({"a": plan}, "Title")
-    (long,) = [says for says, *_ in boxes_of(page[page.index("<svg") : page.index("</figure>")])
-               if says.startswith("sequence 0")]
+    (long,) = [
+        says
+        for says, *_ in boxes_of(page[page.index("<svg") : page.index("</figure>")])
+        if says.startswith("sequence 0")
+    ]
     degree = plan.micro_batches[0][0].degree
     assert long.startswith(f"sequence 0: 3,000 tokens, CP {degree}, ranks 0 to {degree - 1}, ")
     assert "rect.box:hover{" in page
@@ -127,6 +130,11 @@ def test_degrees_have_their_colours() -> None:
 def test_notebooks_show_plans_and_reports() -> None:
     plan = hcp.plan([3000, 10], ranks=8, max_tokens_per_rank=1000)
     assert plan._repr_html_() == timeline_svg({"plan": plan})
+    both = {
+        "static": hcp.plan([3000, 10], ranks=8, max_tokens_per_rank=1000, min_degree=4),
+        "a": plan,
+    }
+    assert hcp.Timelines(both)._repr_html_() == timeline_svg(both)
     shown = plan.report()._repr_html_()
     assert f"<td>{plan.makespan:,}</td>" in shown
     assert '<td style="text-align:left">rank tokens</td>' in shown

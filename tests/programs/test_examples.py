@@ -101,9 +101,6 @@ def execute(path: str) -> None:
 
         NotebookClient(nbformat.read(path, as_version=4), timeout=200).execute()
         return
-    import matplotlib
-
-    matplotlib.use("Agg")
     namespace: dict[str, Any] = {}
     for cell in json.loads(Path(path).read_text())["cells"]:
         if cell["cell_type"] == "code":
@@ -122,9 +119,22 @@ def check(namespace: dict[str, Any]) -> None:
 
 
 def test_the_notebook_runs_and_its_plans_give_one_loss(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="pip install '.[demo]'")
     done = run_alone(execute, str(NOTEBOOK), folder=tmp_path)
     assert done.code == 0, done.err
+
+
+def test_the_notebook_shows_the_timelines_of_its_plans() -> None:
+    """The cell ends with what hcp shows of both plans, and draws nothing itself."""
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    namespace: dict[str, Any] = {}
+    for source in sources[:2]:
+        exec(source, namespace)
+    shown = eval(sources[2], namespace)
+    assert shown == namespace["plans"]
+    titles = re.findall(r'class="title"[^>]*>(\w+): x (\d\.\d\d), idle', shown._repr_html_())
+    gain = shown["static"].makespan / shown["dynamic"].makespan
+    assert titles == [("static", "1.00"), ("dynamic", f"{gain:.2f}")]
 
 
 def test_the_notebook_is_kept_without_outputs() -> None:

@@ -38,7 +38,9 @@ def test_the_picture_of_plans_has_the_numbers_that_simulate_prints(
 ) -> None:
     options = DRAW["SIMULATED"]
     assert main(options.split()) == 0
-    printed = re.findall(r"^(static CP|packing only|hcp) .* x (\d\.\d\d) ", capsys.readouterr().out, re.M)
+    printed = re.findall(
+        r"^(static CP|packing only|hcp) .* x (\d\.\d\d) ", capsys.readouterr().out, re.M
+    )
     assert len(printed) == 3
     drawn = (FOLDER / "plan.svg").read_text(encoding="utf-8")
     titles = re.findall(r'class="title" text-anchor="start">(.*?): x (\d\.\d\d), idle', drawn)

@@ -87,3 +87,54 @@ def test_a_step_without_sequences_has_stats() -> None:
 
     stats = hcp.loopback(2, run)[0]
     assert (stats.tokens, stats.largest_degree, stats.mean_degree) == (0, 0, 0.0)
+
+
+class Board:
+    """TensorBoard's writer."""
+
+    def __init__(self) -> None:
+        self.written: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.written.append((name, value, step))
+
+
+class Run:
+    """A run of W&B."""
+
+    def __init__(self) -> None:
+        self.written: list[tuple[dict[str, float], int]] = []
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self.written.append((metrics, step))
+
+
+def test_the_callback_writes_to_every_kind_of_writer() -> None:
+    board, run, seen = Board(), Run(), []
+    log = hcp.log_to(board, run, lambda metrics, step: seen.append((metrics, step)))
+    step = hcp.loopback(4, dispatched)[0]
+    log(step, 7)
+    metrics = step.stats().metrics()
+    assert run.written == seen == [(metrics, 7)]
+    assert board.written == [(name, value, 7) for name, value in metrics.items()]
+
+
+def test_the_callback_writes_means_of_several_steps() -> None:
+    run = Run()
+    log = hcp.log_to(run, every=2)
+    one = hcp.loopback(4, dispatched)[0].stats()
+    for iteration, tokens in enumerate((100, 300, 500)):
+        log(one._replace(tokens=tokens), iteration)
+    ((metrics, iteration),) = run.written
+    assert (metrics["hcp/tokens"], iteration) == (200.0, 1)
+
+
+def test_the_callback_of_a_rank_without_writers_asks_for_nothing() -> None:
+    hcp.log_to()(object(), 0)  # type: ignore[arg-type]
+
+
+def test_the_callback_refuses_what_it_cannot_write_to() -> None:
+    with pytest.raises(ValueError, match="the writer is a int, expected add_scalar"):
+        hcp.log_to(3)
+    with pytest.raises(ValueError, match="every is 0, expected"):
+        hcp.log_to(every=0)
