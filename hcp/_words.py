@@ -4,6 +4,20 @@ from __future__ import annotations
 
 from typing import Literal
 
+Backend = Literal[
+    "auto",
+    "flash",
+    "fused",
+    "torch",
+    "cudnn",
+    "flash_attn",
+    "flash_attn_4",
+    "flash_attn_3",
+    "te_fused",
+    "transformer_engine",
+]
+"""Whose code computes attention: what hcp comes with, of ``hcp.step.backends.BACKENDS``."""
+
 CommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p", "auto"]
 """How keys and values travel: ``hcp.COMM_TYPES``."""
 

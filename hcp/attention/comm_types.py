@@ -13,16 +13,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from hcp import _core
 from hcp._validate import expect_items, plain
 from hcp._words import CommType
-from hcp.attention.head_exchange import key_heads, split
-from hcp.exchange.layout import Layout
-from hcp.exchange.tables import STAGE_ROWS
+from hcp.attention.head_shares import key_heads, split
+from hcp.exchange.sizes import STAGE_ROWS
 from hcp.planning.cost import CostModel
 from hcp.planning.plan import Plan
+
+if TYPE_CHECKING:
+    from hcp.exchange.layout import Layout
 
 P2P, ALL_GATHER, A2A, A2A_P2P = _core.COMM_TYPES
 AUTO: Literal["auto"] = "auto"

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from hcp.attention.checks import check, check_latent
-from hcp.attention.head_exchange import HeadExchange, split
+from hcp.attention.head_exchange import HeadExchange
+from hcp.attention.head_shares import split
 from hcp.attention.kernel_calls import Launches, launches_of
 from hcp.attention.kernels import Choice, Kernel, kernel_for
 from hcp.attention.key_transfer import KeyTransfer, transfer_of

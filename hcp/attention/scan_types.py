@@ -8,12 +8,14 @@ layer's sizes decide, in integers, so that every rank of a group decides alike.
 from __future__ import annotations
 
 import logging
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from hcp._validate import expect_choice, expect_size
 from hcp._words import ScanType
-from hcp.exchange.layout import Layout
-from hcp.exchange.states import ROUND_BYTES
+from hcp.exchange.sizes import ROUND_BYTES
+
+if TYPE_CHECKING:
+    from hcp.exchange.layout import Layout
 
 PASS_STATES: Literal["pass_states"] = "pass_states"
 SEQUENCE_TO_HEAD: Literal["sequence_to_head"] = "sequence_to_head"

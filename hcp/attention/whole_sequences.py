@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hcp.attention.head_exchange import HeadExchange, split
+from hcp.attention.head_exchange import HeadExchange
+from hcp.attention.head_shares import split
 from hcp.attention.schedules import Schedules
 from hcp.exchange.agreement import BACKWARD, Stamp, refuse_transforms
 from hcp.exchange.calls import Calls

@@ -14,7 +14,6 @@ they run in training: bandwidths and rates measured one by one predict a step le
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import itertools
 import os
 import platform
@@ -62,8 +61,6 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse and check the options. Raises ValueError for options that do not go together."""
     from hcp.programs.arguments import DTYPES, add_model_arguments, check_model, number_of_ranks
     from hcp.programs.data import VOCABULARY_SIZE
-    from hcp.programs.ranks import runs_on_cpus
-    from hcp.step.memory import expect_share
 
     parser = new_parser("calibrate", __doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON to write")
@@ -155,6 +152,9 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="bfloat16: autocast over float32 weights, which FlashAttention on GPUs needs",
     )
     args = parser.parse_args(argv)
+    from hcp.programs.ranks import runs_on_cpus  # imports torch, which --help does without
+    from hcp.step.memory import expect_share
+
     args.command = shlex.join(["python", "-m", "hcp", "calibrate", *argv])
     args.ranks = number_of_ranks(args.ranks)
     for name in SIZES:
@@ -443,13 +443,13 @@ def run_rank(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run as one rank if a launcher started this process; else start all ranks."""
     from hcp import HcpError
-    from hcp.programs.launch import fail, start_ranks
+    from hcp.programs.launch import asks_for_help, fail, require_packages, start_ranks
 
     argv = list(sys.argv[1:] if argv is None else argv)
     rank = int(os.environ.get("RANK", 0))
     try:
-        if importlib.util.find_spec("tqdm") is None:
-            raise ValueError("calibrate needs tqdm: python -m pip install tqdm")
+        if not asks_for_help(argv):
+            require_packages("calibrate", "torch", "tqdm")
         args = parse_arguments(argv)
         if "RANK" not in os.environ:
             return start_ranks(args.ranks, ["-m", "hcp.cli.calibrate", *argv], "hcp calibrate")

@@ -9,10 +9,9 @@ Read training.py first: it is the script that your own would look like.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from collections.abc import Sequence
 
-from hcp.programs.launch import Program
+from hcp.programs.launch import Program, require_packages
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,9 +33,4 @@ def run(args: argparse.Namespace) -> None:
 
 
 def check_packages() -> None:
-    needed = ("torch", "matplotlib", "tqdm")
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(
-            f"the demo needs {', '.join(missing)}: python -m pip install {' '.join(missing)}"
-        )
+    require_packages("the demo", "torch", "matplotlib", "tqdm")

@@ -20,11 +20,9 @@ from torch import Tensor
 from hcp.exchange.agreement import Stamp
 from hcp.exchange.layout import Layout
 from hcp.exchange.move import copy_rows_of
+from hcp.exchange.sizes import ROUND_BYTES
 from hcp.exchange.tables import Move
 from hcp.exchange.transport import Transport
-
-ROUND_BYTES = 1 << 20
-"""The price of one more round of messages, in bytes that a link carries while one starts."""
 
 
 class Held(NamedTuple):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hcp import _core
 from hcp.exchange.layout import rows_may_vary, tensor_of
+from hcp.exchange.sizes import STAGE_ROWS
 from hcp.planning.plan import Plan
 
 _serials = itertools.count(1)
@@ -359,11 +360,6 @@ class Schedule(_Table):
             )
             begin = end
         return stages
-
-
-STAGE_ROWS = 8192
-"""Tokens whose keys are worth an exchange of their own under "all_gather", so that they come while
-others are computed."""
 
 
 def schedule_words(

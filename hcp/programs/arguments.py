@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from hcp.planning.cost import CostModel
 from hcp.planning.limits import rows_up_to
+
+if TYPE_CHECKING:  # --help needs no torch
+    import torch
 
 DTYPES = ("float32", "float64", "bfloat16")
 

@@ -17,8 +17,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 END_OF_DOCUMENT = 256
 VOCABULARY_SIZE = 264
@@ -293,6 +295,8 @@ def batch_indices(documents: int, *, seed: int, iteration: int, batch_size: int)
 
 @lru_cache(maxsize=4)
 def permutation(n: int, seed: int, round_: int) -> list[int]:
+    import torch
+
     generator = torch.Generator().manual_seed((seed * 1_000_003 + round_) % 2**63)
     return torch.randperm(n, generator=generator).tolist()
 
@@ -310,6 +314,8 @@ def sample(document: Document, device: torch.device) -> dict[str, torch.Tensor]:
 
     A label is the token that follows. Nothing follows the last one, whose mask is 0.
     """
+    import torch
+
     tokens = torch.frombuffer(bytearray(document.text + b"\0"), dtype=torch.uint8)[
         : document.length
     ].long()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import io
 import logging
 import os
@@ -37,7 +38,7 @@ class Program:
     module: str
     """The module that ``python -m`` runs."""
     check: Callable[[], object]
-    """Raises ImportError or ValueError if a package is missing."""
+    """Raises ImportError or ValueError if a package is missing. --help does without."""
     parse_args: Callable[[Sequence[str]], argparse.Namespace]
     """Raises ValueError for options that do not go together. The result has `ranks`."""
     run: Callable[[argparse.Namespace], None]
@@ -49,7 +50,8 @@ class Program:
         argv = list(sys.argv[1:] if argv is None else argv)
         rank = int(os.environ.get("RANK", 0))
         try:
-            self.check()
+            if not asks_for_help(argv):
+                self.check()
             args = parse_on_rank(rank, argv, self.parse_args)
         except (ImportError, ValueError) as error:
             return fail(error, rank, self.name)
@@ -60,6 +62,19 @@ class Program:
         except (InputError, HcpError) as error:
             return fail(error, rank, self.name)
         return 0
+
+
+def asks_for_help(argv: Sequence[str]) -> bool:
+    return not {"-h", "--help"}.isdisjoint(argv)
+
+
+def require_packages(who: str, *packages: str) -> None:
+    """Raise ValueError that names those of the packages that are missing."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"{who} needs {', '.join(missing)}: python -m pip install {' '.join(missing)}"
+        )
 
 
 def start_ranks(ranks: int, command: Sequence[str], program: str) -> int:

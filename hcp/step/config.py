@@ -12,10 +12,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, get_args
 
 from hcp._validate import expect_choice, expect_size, flag, plain
-from hcp._words import CommType, ScanType, Scheduler, Sync, SyncOption
+from hcp._words import Backend, CommType, ScanType, Scheduler, Sync, SyncOption
 from hcp.attention.comm_types import COMM_TYPES, check_comm_types, check_prices, fitted_sizes
 from hcp.attention.scan_types import SCAN_TYPES, check_scan_type
 from hcp.planning.cost import CostModel
@@ -23,7 +23,6 @@ from hcp.planning.limits import SYNCS as PLAN_SYNCS
 from hcp.planning.limits import bytes_up_to, divisors, even_degrees, least_degree, rows_up_to
 from hcp.planning.memory import MemoryModel, expect_limiting
 from hcp.planning.plan import Plan, plan
-from hcp.step.backends import BACKENDS, get_cp_handler_cls
 
 SCHEDULERS = ("dynamic_cp", "static_cp")
 SYNCS = ("auto", *PLAN_SYNCS)
@@ -102,6 +101,8 @@ class Config:
     path is that of a file of `python -m hcp calibrate --memory`, read here. None: rows alone."""
 
     def __post_init__(self) -> None:
+        from hcp.step.backends import BACKENDS  # imports torch, which the options do not need
+
         object.__setattr__(self, "memory", _memory_of(self.memory))
         for name in ("cp_comm_type", "hierarchical_context_parallel_sizes", "window_size"):
             object.__setattr__(self, name, _as_tuples(getattr(self, name)))
@@ -168,6 +169,8 @@ class Config:
 
         Raises HcpError if the library of ``attention_backend`` cannot be imported.
         """
+        from hcp.step.backends import get_cp_handler_cls
+
         return {
             "comm_types": self.comm_types,
             "hierarchical_context_parallel_sizes": self._levels(degree),
@@ -473,8 +476,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add(
         "attention_backend",
         metavar="NAME",
-        help=f"whose kernels compute attention, of {', '.join(BACKENDS)} (default: auto, for every"
-        " call the fastest kernel that is installed)",
+        help=f"whose kernels compute attention, of {', '.join(get_args(Backend))} (default: auto,"
+        " for every call the fastest kernel that is installed)",
     )
     add(
         "scan_type",

@@ -7,7 +7,6 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hcp._validate import expect_size
-
 from hcp.planning.ahead import PlanningTime
 
 if TYPE_CHECKING:

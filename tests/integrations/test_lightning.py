@@ -48,6 +48,9 @@ def make_module(groups=None):
     return Module()
 
 
+METRICS = {f"hcp/{name}" for name in (*hcp.StepStats._fields, "plan_hidden")}
+
+
 def make_watch():
     from lightning import Callback
 
@@ -62,7 +65,12 @@ def make_watch():
                 self.gradient = module.model.qkv.weight.grad.clone()
 
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-            self.losses.append(trainer.callback_metrics["train_loss"].item())
+            found = trainer.callback_metrics
+            self.losses.append(found["train_loss"].item())
+            assert {name for name in found if name.startswith("hcp/")} == METRICS
+            expected = batch.stats().metrics()
+            assert {name: found[name].item() for name in METRICS} == pytest.approx(expected)
+            assert expected["hcp/sequences"] == len(batch.plan.lengths) > 0
 
         def on_validation_end(self, trainer, module):
             self.evaluations.append(trainer.callback_metrics["val_loss"].item())

@@ -798,8 +798,12 @@ def make_trainer(
     return trainer
 
 
+METRICS = {f"hcp/{name}" for name in (*hcp.StepStats._fields, "plan_hidden")}
+
+
 def record(trainer):
-    """Losses of all steps in full precision, gradients of the first step, evaluations."""
+    """Losses of all steps in full precision, gradients of the first step, evaluations, and hcp's
+    metrics in the trainer's own log."""
     import transformers
 
     losses, first, rows = [], {}, []
@@ -827,6 +831,10 @@ def record(trainer):
         "evaluations": [entry["eval_loss"] for entry in history if "eval_loss" in entry],
         "rows": rows,
         "flos": trainer.state.total_flos,
+        "metrics": [
+            {name: value for name, value in entry.items() if name.startswith("hcp/")}
+            for entry in history
+        ],
     }
 
 
@@ -891,6 +899,15 @@ def test_steps_are_those_of_one_rank(kind, options, one_rank, tmp_path):
     assert max(map(max, rows)) <= LIMIT
     assert 0 in itertools.chain(*rows), "no rank was without rows"
     assert four[0]["flos"] == pytest.approx(alone[0]["flos"])
+    logged = [found for found in four[0]["metrics"] if found]
+    assert len(logged) == STEPS[kind] < len(four[0]["metrics"]), "with each loss, and nowhere else"
+    for found in logged:
+        assert found.keys() == METRICS
+        assert found["hcp/sequences"] == 8
+        assert 0 < found["hcp/efficiency"] <= 1
+        assert 0 <= found["hcp/plan_hidden"] <= 1
+        assert 1 <= found["hcp/mean_degree"] <= found["hcp/largest_degree"] <= 4
+    assert all(found["hcp/layer_bytes"] > 0 for found in logged) or options.get("dynamic", True)
 
 
 def test_under_autocast_a_rank_computes_what_one_rank_does(tmp_path):

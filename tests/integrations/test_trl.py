@@ -103,6 +103,21 @@ def losses_of(trainer, **options):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+METRICS = {f"hcp/{name}" for name in (*hcp.StepStats._fields, "plan_hidden")}
+
+
+def check_metrics(trainer, hcps, sequences):
+    """hcp's metrics are in the trainer's own log, with each loss, and nowhere else."""
+    for entry in trainer.state.log_history:
+        found = {name for name in entry if name.startswith("hcp/")}
+        assert found == (METRICS if hcps and "loss" in entry else set())
+        if found:
+            assert entry["hcp/sequences"] == sequences
+            assert 0 < entry["hcp/efficiency"] <= 1
+            assert 1 <= entry["hcp/mean_degree"] <= entry["hcp/largest_degree"] <= 2
+            assert entry["hcp/tokens"] > 0
+
+
 def made(kind, size, folder, data, hcps, options, model=None, streaming=False, **more):
     """A trainer of TRL's, or hcp's of that name, with batches of 4 in all."""
     import datasets
@@ -151,6 +166,7 @@ def fine_tune(rank, size, folder, case, hcps):
     options = SFT[case] | {"eval_strategy": "no"}
     trainer = made("SFT", size, folder, pairs(), hcps, options, eval_dataset=None, **more)
     losses = losses_of(trainer)
+    check_metrics(trainer, hcps, 8 if SFT[case].get("packing") else 4)
     names = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
     weights = dict(trainer.model.named_parameters())
     return losses, {name: weights[name].detach().clone() for name in names}
@@ -219,6 +235,7 @@ def prefer(rank, size, folder, case, hcps):
     held_out = datasets.Dataset.from_list(preferences()[4:])
     trainer = made("DPO", size, folder, preferences(), hcps, options, eval_dataset=held_out, **more)
     losses = losses_of(trainer)
+    check_metrics(trainer, hcps, 8)  # of 4 pairs
     history = trainer.state.log_history
     for key in ("rewards/margins", "logps/chosen", "entropy", "eval_loss", "eval_logps/rejected"):
         losses += [entry[key] for entry in history if key in entry]
@@ -260,7 +277,9 @@ def optimize(rank, size, folder, saved, hcps):
         return found
 
     trainer._get_per_token_logps_and_entropies = watched
-    return losses_of(trainer), seen
+    losses = losses_of(trainer)
+    check_metrics(trainer, hcps, 4)
+    return losses, seen
 
 
 def test_group_relative_policy_optimization_takes_trls_steps(tmp_path):

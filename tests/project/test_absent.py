@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from hcp.__main__ import COMMANDS
+
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ("__init__", "__main__", "_built", "_version")
 
@@ -97,11 +99,36 @@ def test_a_folder_without_a_build_says_so_in_one_line(
 # ---- no torch ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", ["--help", "plan --help", "simulate --help"])
+HELP = ["--help", *(f"{command} --help" for command in COMMANDS)]
+
+
+@pytest.mark.parametrize("arguments", HELP)
 def test_help_needs_no_torch(arguments: str, tmp_path: Path) -> None:
-    done = run_without("torch", tmp_path, "-m", "hcp", *arguments.split())
+    done = run_without("torch tqdm matplotlib", tmp_path, "-m", "hcp", *arguments.split())
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("usage: python -m hcp")
+
+
+IMPORTED = """
+import sys
+from hcp.__main__ import main
+
+try:
+    main(sys.argv[1:])
+except SystemExit:
+    pass
+print("imported:", *sorted(sys.modules.keys() & {"torch", "numpy", "matplotlib"}))
+"""
+
+
+@pytest.mark.parametrize("arguments", HELP)
+def test_help_imports_no_torch(arguments: str) -> None:
+    """So that it comes at once where torch is installed."""
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED, *arguments.split()], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "imported:"
 
 
 def test_a_plan_needs_no_torch(tmp_path: Path) -> None:
@@ -113,7 +140,7 @@ def test_a_plan_needs_no_torch(tmp_path: Path) -> None:
 
 def test_what_needs_torch_says_so_in_one_line(tmp_path: Path) -> None:
     for command, says in {
-        "calibrate": "python -m hcp calibrate: error: torch is not installed: ",
+        "calibrate": "hcp calibrate: error: calibrate needs torch",
         "demo": "hcp demo: error: the demo needs torch",
     }.items():
         assert only_line(run_without("torch", tmp_path, "-m", "hcp", command)).startswith(says)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -21,9 +21,16 @@ from support.varlen import varlen_backward, varlen_forward
 from torch import Tensor
 
 import hcp
+from hcp._words import Backend
 from hcp.attention import kernels
 from hcp.attention.kernels import KernelFamily
 from hcp.step import backends
+
+
+def test_the_words_for_options_are_the_backends_that_hcp_comes_with() -> None:
+    assert get_args(Backend) == (*kernels.FAMILIES, "transformer_engine")
+    assert set(get_args(Backend)) <= set(backends.BACKENDS)
+
 
 # ---- the factory ---------------------------------------------------------------------------------
 

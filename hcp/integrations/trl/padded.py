@@ -6,6 +6,7 @@ B sequences of this rank's batch, L their padded length, T rows of this rank, F 
 from __future__ import annotations
 
 import contextlib
+import time
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -26,9 +27,11 @@ from hcp.integrations.transformers.attention import (
 )
 from hcp.integrations.transformers.model import model_inputs
 from hcp.integrations.transformers.trainer import compute_dtype
+from hcp.planning.ahead import PlanningTime
 from hcp.planning.cost import CostModel
 from hcp.step.config import Config
 from hcp.step.dispatch import Step, dispatch, gather_lengths
+from hcp.step.stats import StepStats, mean_metrics
 
 _OF_THE_BATCH = {"input_ids", "attention_mask", "labels", "fused_lm_head", "use_cache"}
 _FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -63,13 +66,22 @@ class PaddedTrainer:
         _check(trainer, cp)
         made = domain(groups, trainer.args.world_size, trainer.args.device)
         cp = replace(cp, sync=cp.sync_where(waiting=False))
+        self._logged: list[StepStats] = []
         for model in (trainer.model, getattr(trainer, "ref_model", None)):
             if model is None:
                 continue
             check_softcap(model, trainer.args.device, compute_dtype(trainer.args, model))
             with trainer.accelerator.autocast():
                 register_hcp_attention(model, fused_rope=fused_rope)
-            spread_padded(model, cp, made, cost)
+            spread_padded(model, cp, made, cost, self._logged)
+
+    def log(self, logs: dict[str, float], *others: Any, **keywords: Any) -> None:
+        """Log, with the loss, the metrics of `hcp.StepStats`: means over the forwards that have
+        trained since the last log, on this rank."""
+        if "loss" in logs and self._logged:
+            logs |= mean_metrics(self._logged)
+            self._logged.clear()
+        super().log(logs, *others, **keywords)  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
@@ -99,10 +111,13 @@ def _check(trainer: Any, cp: Config) -> None:
         )
 
 
-def spread_padded(model: Any, cp: Config, groups: ProcessGroups, cost: CostModel | None) -> None:
+def spread_padded(
+    model: Any, cp: Config, groups: ProcessGroups, cost: CostModel | None, trained: list[StepStats]
+) -> None:
     """Let all ranks compute a model's padded batches together where TRL asks for its fused head.
 
-    Every rank of the domain calls the model equally often."""
+    Every rank of the domain calls the model equally often. `trained` gets the numbers of the
+    batches whose gradients are computed."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     fused = base.forward
 
@@ -114,7 +129,10 @@ def spread_padded(model: Any, cp: Config, groups: ProcessGroups, cost: CostModel
             given["input_ids"], *more = positional
             if more:
                 raise ValueError("the model was called with several positional arguments")
-        return _computed(fused, given, cp, groups, cost)
+        said, stats = _computed(fused, given, cp, groups, cost)
+        if torch.is_grad_enabled():
+            trained.append(stats)
+        return said
 
     base.forward = types.MethodType(forward, base)
 
@@ -125,7 +143,7 @@ def _computed(
     cp: Config,
     groups: ProcessGroups,
     cost: CostModel | None,
-) -> FusedCausalLMOutput:
+) -> tuple[FusedCausalLMOutput, StepStats]:
     others = [
         name
         for name, value in given.items()
@@ -140,11 +158,14 @@ def _computed(
     mask = given.get("attention_mask")
     kept = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool()
     samples = [_sample(*rows) for rows in zip(tokens, labels, kept, strict=True)]
+    started = time.perf_counter()
     lengths, sources, _ = gather_lengths(samples, groups)
     plan = cp.plan(lengths, groups.size("dp_cp"), cost, sync=cp.sync)
     step = dispatch(plan, samples, sources, groups, **cp.dispatch_options())
+    took = time.perf_counter() - started
+    step.planning = PlanningTime(took, took)  # the forward waits for all of it
     rows, names = _own_rows(fused, step)
-    return _padded(rows, names, kept, labels)
+    return _padded(rows, names, kept, labels), step.stats()
 
 
 def _sample(tokens: Tensor, labels: Tensor, kept: Tensor) -> dict[str, Tensor]:
