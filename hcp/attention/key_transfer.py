@@ -18,7 +18,7 @@ import hcp.ops  # noqa: F401  (loads torch.ops.hcp)
 from hcp.attention.kernel_calls import Launches, gradient_return_of
 from hcp.attention.rotary import NO_ROTATION, Rotary
 from hcp.exchange.agreement import Stamp
-from hcp.exchange.tables import Relay, Schedule
+from hcp.exchange.tables import Read, Relay, Schedule
 from hcp.exchange.transport import Pending, Share, Shared, SharingTransport, Transport, shares
 
 
@@ -192,6 +192,11 @@ class SentKeys:
         return self._transport.start(sums, relay.sends, home, relay.receives, stamp=stamp)
 
 
+AT_ONCE_BYTES = 2**23
+"""The most bytes of keys that all stages read at once. A link brings so many before the host has
+queued the attention over local keys, and each read takes the host longer than a link."""
+
+
 class ReadKeys:
     """A transfer in which ranks read rows: keys and values where their owners staged them, then
     each owner the gradients that the others staged for it, which it sums."""
@@ -210,10 +215,26 @@ class ReadKeys:
         groups, head_dim, value_dim = sizes
         self._widths = groups * head_dim, groups * value_dim
         rows, readers = schedule.query_rows, schedule.readers
+        self._reads = schedule.reads
+        self._all_cuts: Tensor | None = None
+        """The keys of the launches of all stages but the first, where they are read at once."""
+        found = [read for read in self._reads if read is not None]
+        row_bytes = sum(self._widths) * dtype.itemsize
+        if len(found) > 1 and sum(read.rows for read in found) * row_bytes <= AT_ONCE_BYTES:
+            self._all_cuts = self._cuts_of_all()
+            self._reads = [Read.of_all(found)]
         self._keys = transport.share(
-            Share(rows, self._widths, dtype, schedule.whole_run, readers, schedule.reads)
+            Share(rows, self._widths, dtype, schedule.whole_run, readers, self._reads)
         )
         self._whole = whole_cut(rows)
+
+    def _cuts_of_all(self) -> Tensor:
+        cuts, row = [], 0
+        for read, own in zip(self._reads[1:], self._launches.key_cuts[1:], strict=True):
+            if read is not None and own is not None:
+                cuts.append(own + own.new_tensor([row, 0]))
+                row += read.rows
+        return torch.cat(cuts)
 
     @property
     def _has_gradients(self) -> bool:
@@ -240,8 +261,16 @@ class ReadKeys:
         schedule, launches, own = self._schedule, self._launches, [key, value]
         staged = self._keys.stage(next(self._exchanges), own, stamp)
         current = cut(own, launches.key_cuts[0], len(launches.stages[0]))
+        if self._all_cuts is not None:
+            reading = staged.read(0)
+            yield current
+            views = columns_of(reading.wait(), self._all_cuts, self._sizes)
+            for stage in launches.stages[1:]:
+                yield views[: 2 * len(stage)]
+                del views[: 2 * len(stage)]
+            return
         for number in range(1, len(schedule.stages)):
-            if schedule.reads[number] is None:
+            if self._reads[number] is None:
                 yield current
                 current = []
                 continue

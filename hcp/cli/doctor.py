@@ -277,6 +277,8 @@ def of_backend(part: str, name: str) -> Finding:
 
     backend = BACKENDS[name]
     version = installed(backend.package) if backend.package else None
+    if version is None and isinstance(backend, KernelFamily) and backend.module is not None:
+        version = backend.version
     if backend.package and version is None:
         return Finding(part, name, f"the package {backend.package} is not installed", False)
     newest = backend.newest if isinstance(backend, KernelFamily) else None

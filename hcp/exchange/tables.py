@@ -184,6 +184,20 @@ class Read(NamedTuple):
     done: list[int]
     """Those that no later read of the exchange reads."""
 
+    @classmethod
+    def of_all(cls, reads: Sequence[Read]) -> Read:
+        """The rows of several reads of an exchange at once, those of one after the other's."""
+        held = dict(sorted(owner for read in reads for owner in read.owners))
+        places = {peer: i for i, peer in enumerate(held)}
+        runs, rows = [], 0
+        for read in reads:
+            parts = torch.tensor([places[peer] for peer, _ in read.owners], device="cpu")
+            row, count, part, part_row = read.runs.unbind(1)
+            runs.append(torch.stack([row + rows, count, parts[part], part_row], 1))
+            rows += read.rows
+        done = sorted(peer for read in reads for peer in read.done)
+        return cls([*held.items()], torch.cat(runs), rows, done)
+
 
 class HeadMoves(NamedTuple):
     """The all-to-all between neighbours, rows for heads, before the first stage; and back after the

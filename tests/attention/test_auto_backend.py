@@ -685,6 +685,19 @@ def test_a_kernel_that_is_wrong_raises_or_refuses_is_left_out_of_a_trial(
     assert "takes no causal pack" in found.failed["refusing"]
 
 
+def test_a_trial_says_how_long_it_took(
+    small_trial: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "hcp")
+    small_trial.setitem(FAMILIES, "a", KernelFamily(stand_in("a"), None, role="fastest"))
+    both: dict[str, Any] = {name: Packs(name, []) for name in ("torch", "a")}
+    there, seconds = agreed._measured((8, 6), both, torch.device("cpu"))
+    assert ({*there}, {*seconds}) == ({"torch", "a"}, {"torch", "a"})
+    (line,) = caplog.messages
+    told = r"a trial of the attention kernels \['a'\] on compute capability 8\.6 took \d+\.\d s, .*"
+    assert re.fullmatch(told, line)
+
+
 def view(*there: str, before: Any = None, **seconds: Any) -> agreed._View:
     sent = agreed._View([8, 6], there, seconds, before)._asdict()
     return agreed._View(**json.loads(json.dumps(sent)))
@@ -833,21 +846,42 @@ def test_advice_says_what_another_package_would_bring_where_that_was_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(MEASURED, (9, 0), {"flash_attn_4": FLASH_4})
-    (line,) = explained.advice((9, 0), ["torch"])
+    line, *others = explained.advice((9, 0), ["torch"])
     assert line == (
         "install flash-attn-4: flash_attn_4 was faster in 14 of 16 measured cases (packs, forward "
         "and backward), up to 2.2 times as fast"
     )
-    assert explained.advice((9, 0), ["torch", "flash_attn_4"]) == []
-    assert explained.advice((8, 0), ["torch"]) == []
+    assert explained.advice((9, 0), ["torch", "flash_attn_4"]) == others
+    assert all(line.startswith("not measured here: ") for line in others)
+    assert [line.split()[3] for line in others] == [
+        *("nvidia-cudnn-frontend", "flash-attn-3", "transformer-engine")
+    ]
+    everything = ["torch", "flash_attn_4", "cudnn", "flash_attn_3", "te_fused"]
+    assert explained.advice((9, 0), everything) == []
+
+
+def test_advice_names_what_runs_where_nothing_was_measured() -> None:
+    lines = explained.advice((10, 0), ["torch"])
+    assert [line.split()[3] for line in lines] == [
+        *("nvidia-cudnn-frontend", "flash-attn-4", "transformer-engine")
+    ]
+    assert all("the first hcp.dispatch measures" in line for line in lines)
+    (line,) = explained.advice((12, 0), ["torch"])
+    assert "flash-attn-4 runs on this GPU" in line
+    (line,) = explained.advice((8, 0), ["torch"])
+    assert line == (
+        "no package of another kernel runs on this GPU; flash-attn brings torch's with soft-capping"
+    )
+    assert explained.advice((8, 6), ["torch", "flash_attn"]) == []
 
 
 def test_advice_compares_with_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     twice = tuple(Speed(m.lengths, 2 * m.forward, 2 * m.backward) for m in FLASH_4)
     table = {"flash_attn_4": FLASH_4, "flash_attn": twice}
     monkeypatch.setitem(MEASURED, (9, 0), table)
-    assert explained.advice((9, 0), ["torch", "flash_attn"]) == []
-    (line,) = explained.advice((9, 0), ["torch", "flash_attn_4"])
+    (line, *_) = explained.advice((9, 0), ["torch", "flash_attn"])
+    assert line.startswith("not measured here: nvidia-cudnn-frontend")
+    (line, *_) = explained.advice((9, 0), ["torch", "flash_attn_4"])
     assert line.startswith("install flash-attn: flash_attn was faster in 16 of 16 measured cases")
     assert line.endswith("up to 2.0 times as fast")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ import hcp
 import hcp.step.backends
 from hcp.attention import kernels
 from hcp.attention.kernels import Call, KernelFamily, Launch, wide
+from hcp.attention.kernels.present import survey
 from hcp.exchange.tables import Entry
 
 NAME = "hcp.attention.kernels.flash_attn_3"
@@ -179,3 +181,19 @@ def test_it_runs_on_hopper_alone(
     found = ".".join(map(str, capability))
     with pytest.raises(ValueError, match=f"'flash_attn_3' is asked for compute capability {found}"):
         kernels.kernels_of("flash_attn_3", SimpleNamespace(type="cuda"))  # type: ignore[arg-type]
+
+
+def test_a_build_under_another_name_is_found_by_its_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(kernels.FAMILIES, "flash_attn_3", FAMILY)
+    monkeypatch.delitem(sys.modules, "flash_attn_interface", raising=False)
+    assert FAMILY.version is None
+    (tmp_path / "flash_attn_interface.py").write_text("raise AssertionError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert FAMILY.version == "of unknown version"
+    (found,) = (each for each in survey("auto", (9, 0)) if each.family == "flash_attn_3")
+    assert (found.lacks, found.shown) == (
+        None,
+        "flash_attn_3 (flash-attn-3 of unknown version)",
+    )

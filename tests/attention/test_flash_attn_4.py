@@ -7,7 +7,9 @@ import importlib.metadata
 import logging
 import sys
 import threading
+import tomllib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -194,10 +196,24 @@ def test_another_version_is_called_by_its_own_functions(
     load: Load, caplog: pytest.LogCaptureFixture
 ) -> None:
     package = stand_in()
-    adapter = load(package, version="4.0.0")
-    assert "flash-attn-4 is 4.0.0, expected 4.0.0b36: every call goes" in caplog.text
+    only = ModuleType("flash_attn.cute.interface")  # of another version, these two alone are sure
+    only._flash_attn_fwd = package._flash_attn_fwd  # type: ignore[attr-defined]
+    only._flash_attn_bwd = package._flash_attn_bwd  # type: ignore[attr-defined]
+    adapter = load(only, version="4.0.0")
+    (line,) = caplog.messages
+    assert line.startswith("flash-attn-4 is 4.0.0, expected 4.0.0b36: every call goes")
     assert not adapter.CALLER.direct(torch.device("cpu"))
     expect_the_package(adapter.Flash4(), package)
+    assert len(caplog.messages) == 1
+
+
+def test_the_extra_installs_the_version_that_is_called_directly(load: Load) -> None:
+    load(stand_in())
+    version = sys.modules["hcp.attention.kernels.flash_attn_4_compiled"].VERSION
+    project = tomllib.loads(Path(__file__).parents[2].joinpath("pyproject.toml").read_text())
+    extra = project["project"]["optional-dependencies"]["kernels"]
+    (pinned,) = (line for line in extra if line.startswith("flash-attn-4"))
+    assert pinned.partition(";")[0] == f"flash-attn-4=={version}"
 
 
 def test_a_package_that_lacks_a_name_is_called_by_its_own_functions(

@@ -21,6 +21,7 @@ from support.mapped import MappedTransport
 
 import hcp
 import hcp.exchange.tables
+from hcp.attention import key_transfer
 from hcp.exchange.agreement import Kind, Recent, Stamp
 from hcp.exchange.peer import PeerMemory
 from hcp.exchange.tables import Read
@@ -37,8 +38,16 @@ def mapped(monkeypatch: pytest.MonkeyPatch) -> type[MappedTransport]:
     return MappedTransport
 
 
+@pytest.fixture(params=[0, key_transfer.AT_ONCE_BYTES], ids=["by stages", "at once"])
+def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The most bytes of keys that all stages read at once."""
+    monkeypatch.setattr(key_transfer, "AT_ONCE_BYTES", request.param)
+    return request.param
+
+
 @pytest.mark.parametrize("stage_rows", [20, hcp.exchange.tables.STAGE_ROWS])
 @pytest.mark.parametrize("comm_type", ["p2p", "all_gather", "a2a+p2p"])
+@pytest.mark.usefixtures("at_once")
 def test_attention_over_slots_equals_one_rank(comm_type: str, stage_rows: int) -> None:
     case = Case((57, 9, 130, 3), 4, min_degree=2, comm_type=comm_type, stage_rows=stage_rows)
     case = replace(case, sharing=True, sinks=True, lse=True, value_dim=16)
@@ -61,6 +70,7 @@ def layers(groups: Any, case: Case, count: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("comm_type", ["p2p", "all_gather"])
+@pytest.mark.usefixtures("at_once")
 def test_slots_serve_many_layers_with_the_bits_of_rows_that_are_sent(comm_type: str) -> None:
     case = Case((57, 9, 130, 40, 22), 4, capacity=40, comm_type=comm_type, dtype="bfloat16")
     assert len(case.plan().micro_batches) > 1
@@ -71,6 +81,36 @@ def test_slots_serve_many_layers_with_the_bits_of_rows_that_are_sent(comm_type: 
         )
     for one, other in zip(sent, read, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_few_bytes_of_keys_are_read_at_once(
+    mapped: type, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    numbers = []
+    share = mapped.share  # type: ignore[attr-defined]
+
+    def counted(self: Any, given: Share) -> Any:
+        numbers.append(sum(read is not None for read in given.reads))
+        return share(self, given)
+
+    monkeypatch.setattr(mapped, "share", counted)
+    case = Case((100,), 4, min_degree=4, comm_type="p2p", dtype="bfloat16", sharing=True)
+    at_once_bits = hcp.loopback(4, lambda groups: layers(groups, case, 2), sharing=True)
+    # Of each rank: its keys, which come from three others, and gradients.
+    assert sorted(numbers) == sorted(4 * [1 if at_once else 3, 1])
+    monkeypatch.setattr(key_transfer, "AT_ONCE_BYTES", 0)
+    by_stages = hcp.loopback(4, lambda groups: layers(groups, case, 2), sharing=True)
+    for one, other in zip(at_once_bits, by_stages, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_reads_become_one_with_the_rows_of_one_after_the_others() -> None:
+    first = Read([(1, 5), (4, 6)], torch.tensor([[0, 2, 1, 3], [2, 1, 0, 4]]), 3, [1])
+    second = Read([(0, 7), (4, 6)], torch.tensor([[0, 4, 0, 1], [4, 1, 1, 0]]), 5, [0, 4])
+    read = Read.of_all([first, second])
+    assert read.owners == [(0, 7), (1, 5), (4, 6)]
+    assert read.runs.tolist() == [[0, 2, 2, 3], [2, 1, 1, 4], [3, 4, 0, 1], [7, 1, 2, 0]]
+    assert (read.rows, read.done) == (8, [0, 1, 4])
 
 
 def attend(case: Case, scale: Callable[[int], float]) -> None:

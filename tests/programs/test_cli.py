@@ -664,6 +664,7 @@ def test_doctor_says_whether_a_gpu_runs_the_kernels(
         ("flash_attn", None, False, "the package flash-attn is not installed"),
         ("flash_attn", "2.8.3", True, "flash-attn 2.8.3, not imported"),
         ("flash_attn_3", "3.0", False, "compute capability 8.0, expected 9.0 or higher, up to 9.x"),
+        ("flash_attn_3", None, False, "the package flash-attn-3 is not installed"),
         ("flash_attn_4", None, False, "the package flash-attn-4 is not installed"),
         ("flash_attn_4", "4.0", False, "compute capability 8.0, expected 9.0 or higher"),
         ("transformer_engine", "2.9", True, "transformer-engine 2.9, not imported"),
@@ -688,11 +689,20 @@ def test_doctor_says_which_backends_a_gpu_has(
     assert doctor.of_backend("attention", name).usable is False
 
 
+def not_measured(package: str, name: str) -> str:
+    return (
+        f"not measured here: {package} runs on this GPU; where it is installed, the first "
+        f"hcp.dispatch measures {name} briefly, and so decides what it computes"
+    )
+
+
 CHOICE = {
     "8.0": [
         "on compute capability 8.0: torch computes every call that it takes. Not used: cudnn: it "
         "needs compute capability 9.0; flash_attn: flash-attn is not installed; flash_attn_4: it "
-        "needs compute capability 9.0; flash_attn_3: it needs compute capability 9.0"
+        "needs compute capability 9.0; flash_attn_3: it needs compute capability 9.0",
+        "no package of another kernel runs on this GPU; flash-attn brings torch's with "
+        "soft-capping",
     ],
     "9.0": [
         "on compute capability 9.0: torch computes every call that it takes. Not used: cudnn: "
@@ -702,6 +712,7 @@ CHOICE = {
         "forward and backward), up to 2.1 times as fast",
         "install flash-attn-4: flash_attn_4 was faster in 29 of 32 measured cases (packs, forward "
         "and backward), up to 2.2 times as fast",
+        *map(not_measured, ("flash-attn-3", "transformer-engine"), ("flash_attn_3", "te_fused")),
     ],
     "9.0 9.0, flash-attn-4": [
         "on compute capability 9.0: torch computes what is like 2 of 16 measured packs forward and "
@@ -710,6 +721,7 @@ CHOICE = {
         "flash_attn: flash-attn is not installed; flash_attn_3: flash-attn-3 is not installed",
         "install nvidia-cudnn-frontend: cudnn was faster in 5 of 32 measured cases (packs, forward "
         "and backward), up to 1.9 times as fast",
+        *map(not_measured, ("flash-attn-3", "transformer-engine"), ("flash_attn_3", "te_fused")),
     ],
     "10.0, flash-attn-4": [
         "on compute capability 10.0: torch computes every call that it takes; flash_attn_4 "
@@ -717,6 +729,7 @@ CHOICE = {
         "it; until then it computes calls that no other takes. Not used: cudnn: "
         "nvidia-cudnn-frontend is not installed; flash_attn: flash-attn is not installed; "
         "flash_attn_3: it has kernels up to compute capability 9.x",
+        *map(not_measured, ("nvidia-cudnn-frontend", "transformer-engine"), ("cudnn", "te_fused")),
     ],
     "[N/A]": ["it goes by the GPU, which the driver does not name"],
 }

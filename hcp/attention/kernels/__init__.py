@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import math
+import sys
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
@@ -226,6 +228,15 @@ class KernelFamily(NamedTuple):
     a ``PackedKernel``."""
     newest: int | None = None
     """The newest major compute capability that it has kernels for. None: for those to come too."""
+    module: str | None = None
+    """The module that is there whatever the package is called: builds from source have had other
+    names. None: the package has one name."""
+
+    def runs_on(self, capability: tuple[int, int]) -> bool:
+        """Whether it has kernels for GPUs of a compute capability."""
+        return capability >= self.capability and (
+            self.newest is None or capability[0] <= self.newest
+        )
 
     @property
     def version(self) -> str | None:
@@ -233,7 +244,13 @@ class KernelFamily(NamedTuple):
         try:
             return importlib.metadata.version(self.package or "torch")
         except importlib.metadata.PackageNotFoundError:
-            return None
+            there = self.module is not None and _is_there(self.module)
+            return "of unknown version" if there else None
+
+
+def _is_there(module: str) -> bool:
+    """Whether a module can be found. It is not imported."""
+    return module in sys.modules or importlib.util.find_spec(module) is not None
 
 
 def _module(name: str, function: str = "for_device") -> Callable[[], KernelsFor]:
@@ -278,6 +295,7 @@ FAMILIES: dict[str, KernelFamily] = {
         (9, 0),
         role="fastest",
         newest=9,
+        module="flash_attn_interface",
     ),
     "te_fused": KernelFamily(
         _module("hcp.attention.kernels.te_fused"),

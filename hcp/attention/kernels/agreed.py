@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from hcp.attention.kernels import FAMILIES, PackedKernel
-from hcp.attention.kernels.present import present
+from hcp.attention.kernels.present import dotted, present
 from hcp.attention.kernels.speeds import MEASURED, Capability, Speed, Speeds
 from hcp.attention.kernels.trial import PACKS, measure
 from hcp.exchange.loopback import LoopbackTransport
@@ -97,6 +98,7 @@ def _measured(
     }
     if not new:
         return kernels, {}
+    begun = time.perf_counter()
     try:
         trial = measure(kernels["torch"], new, device)
     except Exception as error:  # the others wait for this rank's view
@@ -104,6 +106,13 @@ def _measured(
         seconds: Mapping[str, Any] = {}
     else:
         failed, seconds = trial.failed, trial.seconds
+    _log.info(
+        "a trial of the attention kernels %s on compute capability %s took %.1f s, compilation "
+        "included",
+        [*new],
+        dotted(capability),
+        time.perf_counter() - begun,
+    )
     for name, reason in failed.items():
         _log.warning(
             "a trial of the attention kernel %r failed, so that attention goes on without it: %s",

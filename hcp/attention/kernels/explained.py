@@ -53,8 +53,12 @@ def _unknown(name: str) -> str:
 
 
 def advice(capability: Capability, there: Sequence[str]) -> list[str]:
-    """What another package would bring on a GPU, a line for each that is in the table of speeds and
-    would be the fastest for some pack."""
+    """What another package would bring on a GPU, a line for each that was measured there and would
+    be the fastest for some pack, and for each that was not and runs there."""
+    return _measured(capability, there) + _not_measured(capability, there)
+
+
+def _measured(capability: Capability, there: Sequence[str]) -> list[str]:
     tables = MEASURED.get(capability, {})
     lines = []
     for name, speeds in tables.items():
@@ -77,3 +81,26 @@ def advice(capability: Capability, there: Sequence[str]) -> list[str]:
                 f"{max(ahead):.1f} times as fast"
             )
     return lines
+
+
+def _not_measured(capability: Capability, there: Sequence[str]) -> list[str]:
+    running = {
+        name: family
+        for name, family in FAMILIES.items()
+        if family.package is not None and family.runs_on(capability)
+    }
+    fast = [name for name, family in running.items() if family.role == "fastest"]
+    if not fast:
+        return [
+            f"no package of another kernel runs on this GPU; {family.package} brings torch's with "
+            "soft-capping"
+            for name, family in running.items()
+            if family.role == "spare" and name not in there
+        ]
+    measured = MEASURED.get(capability, {})
+    return [
+        f"not measured here: {running[name].package} runs on this GPU; where it is installed, the "
+        f"first hcp.dispatch measures {name} briefly, and so decides what it computes"
+        for name in fast
+        if name not in there and name not in measured
+    ]
