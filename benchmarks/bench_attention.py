@@ -167,11 +167,12 @@ def main() -> int:
     if dist.get_rank() == 0:
         print_head(bench, packs)
     for name, lengths in packs.items():
-        bench.compare(name, [*bench.contestants(lengths), *bench.engines(name, lengths)])
-    for peer in shipped.MODULES:  # last, since what others ship may end all
+        own = list(bench.contestants(lengths))
+        bench.compare(name, [*own, *bench.engines(name, own[0].whole)])
+    last = [peer for peer in shipped.MODULES if peer not in shipped.TRANSFORMER_ENGINE]
+    for peer in last:  # since what others ship may end all
         for name, lengths in packs.items() if peer in args.peers else ():
-            if peer not in shipped.TRANSFORMER_ENGINE:
-                bench.compare_shipped(name, lengths, peer)
+            bench.compare_shipped(name, lengths, peer)
     if dist.get_rank() == 0:
         print("\n" + "\n".join(bench.notes))
     for groups in domains.values():
@@ -270,20 +271,20 @@ class Bench:
                 cut = [padded(n, self.ranks) for n in lengths]
                 yield self._peer(groups, whole if cut == lengths else self._whole(cut), "ring")
 
-    def engines(self, pack: str, lengths: list[int]) -> Iterator[Contestant]:
+    def engines(self, pack: str, whole: Whole) -> Iterator[Contestant]:
         """Transformer Engine's contestants. One that refuses the pack, or is wrong, is noted."""
-        cut = [padded(n, self.ranks) for n in lengths]
+        cut = [padded(n, self.ranks) for n in whole.lengths]
         groups, device = next(iter(self.domains.values())), self.sizes.device
         names = [
             name
             for name in shipped.TRANSFORMER_ENGINE
             if name in self.args.peers and shipped.takes(name, cut, device)
         ]
-        whole = self._whole(cut) if names else None
+        if names and cut != whole.lengths:
+            whole = self._whole(cut)
         for name in names:
             failed, one = "", None
             try:
-                assert whole is not None
                 one = self._peer(groups, whole, name)
             except (Exception, SystemExit) as error:
                 failed = f"{type(error).__name__}: {str(error)[:300]}"

@@ -163,11 +163,19 @@ def main() -> int:
     if args.ladder:
         end_after(args.deadline)
         limit = "all memory" if args.memory_gib is None else f"{args.memory_gib:g} GiB of memory"
-        print(f"{hardware(args.device)}, {limit} for each\n\n{RUNG_HEAD}", flush=True)
+        print(
+            f"{hardware(args.device)}, torch {torch.__version__}, {engine_version()}, hcp "
+            f"{hcp.__version__}; {limit} for each\n{args.num_layers} layers of "
+            f"{args.hidden_size}, heads {args.num_attention_heads}:{args.num_query_groups}, "
+            f"{args.vocab_size} words\n\n{RUNG_HEAD}",
+            flush=True,
+        )
         own = [name for name in args.hcp if name != "wave greedy"]
         climb_all(args, [*own, *(args.te if args.device == "cuda" else ())], rung_line)
         return 0
-    device = start_ranks(args.device, args.deadline, TIMEOUT)
+    # The host queues a long step at once: its last exchange waits for all of it.
+    timeout = timedelta(seconds=args.deadline) if ONE in args.families else TIMEOUT
+    device = start_ranks(args.device, args.deadline, timeout)
     on_cpu = hcp_megatron.megatron_on_cpu if device.type == "cpu" else contextlib.nullcontext
     with on_cpu():
         parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
@@ -769,7 +777,7 @@ def climb_one(
 ) -> None:
     """Run the contestant of --climb on ever longer sequences."""
     length, base = args.tokens, outside_torch(device)
-    first = connected(args, collection, ())
+    first = hcp.ProcessGroups.from_existing(collection, peer_buffer_bytes=2**20)
     torch.manual_seed(args.seed)
     model = build_model(args, device, collection, with_hcp=True)
     gradients = Gradients(model, first)

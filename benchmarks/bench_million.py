@@ -73,7 +73,6 @@ from hcp.attention.kernels import Choice
 from hcp.attention.prepared import Run
 
 TYPES: tuple[CommType, ...] = ("p2p", "all_gather", "a2a", "auto")
-TIMEOUT = timedelta(seconds=240)
 WARM_TOKENS = 2048
 DEFAULTS = {
     "tokens": (2048, 2**20),
@@ -114,7 +113,7 @@ def main() -> int:
         end_after(args.deadline)
         start_ladder(args)
         return 0
-    device = start_ranks(args.device, args.deadline, TIMEOUT)
+    device = start_ranks(args.device, args.deadline, timedelta(seconds=args.deadline))
     bench = Bench(args, device)
     try:
         if args.climb:
@@ -136,7 +135,11 @@ def main() -> int:
 
 def start_ladder(args: argparse.Namespace) -> None:
     limit = "all memory" if args.memory_gib is None else f"{args.memory_gib:g} GiB of memory"
-    print(f"{hardware(args.device)}, {limit} for each")
+    print(
+        f"{hardware(args.device)}, torch {torch.__version__}, hcp {hcp.__version__}, Transformer "
+        f"Engine {package_version('transformer-engine') or 'absent'}; heads {args.heads[0]}:"
+        f"{args.heads[1]} of {args.head_dim}, {args.dtype}, causal; {limit} for each"
+    )
     names = list(args.types)
     for name in args.te:
         if obstacle := shipped.obstacle(name, torch.device(args.device)):
@@ -198,7 +201,7 @@ class Bench:
         self.close()
         self.groups = hcp.build_process_groups(
             transport=self.args.transport,
-            timeout=TIMEOUT,
+            timeout=timedelta(seconds=self.args.deadline),
             peer_buffer_bytes=staged_bytes(
                 tokens,
                 self.ranks,
