@@ -104,6 +104,7 @@ class ReadAtOnce(AtOnce):
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         super().__init__(rank, size, device)
+        self.node = range(size)
         buffer_bytes = 2**22
         memory = torch.zeros(memory_bytes(size, buffer_bytes), dtype=torch.uint8, device=device)
 

@@ -105,10 +105,10 @@ def read_blocks(blocks: Tensor, rank: int) -> Gathered:
     for column in (lengths, *digest):
         differs |= column != column[rank]
     others = differs.nonzero()[:, 0]
-    chosen = torch.cat([torch.tensor([rank]), others])
+    chosen = torch.cat([torch.tensor([rank], device="cpu"), others])
     read = words[chosen.to(words.device), : size_needed(blocks) // 8].cpu()
     which = torch.zeros(len(words), dtype=torch.int64, device="cpu")
-    which[others] = torch.arange(1, len(chosen))
+    which[others] = torch.arange(1, len(chosen), device="cpu")
     different = _messages_of(read, lengths[chosen].tolist())
     return Gathered(different, which, counts.contiguous().view(torch.float64))
 
