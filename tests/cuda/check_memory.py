@@ -47,7 +47,10 @@ def main() -> int:
     own = parser.parse_args()
     flags = f"{FLAGS} --ranks {own.ranks} --head-chunks {own.head_chunks}"
     if own.memory is not None:
-        return train_by(hcp.MemoryModel.load(own.memory), parse_arguments(shlex.split(flags)))
+        return train_by(
+            hcp.MemoryModel.load(own.memory),
+            parse_arguments(shlex.split(f"{flags} --out {own.memory}")),
+        )
     os.environ |= ALLOCATOR
     with tempfile.TemporaryDirectory() as folder:
         out = str(Path(folder) / "memory.json")
