@@ -154,10 +154,18 @@ class TwoRanks:
             )
             for rank, memory in enumerate(self.memories)
         ]
-        for stream in self.streams:  # memory of each before a kernel waits
-            with torch.cuda.stream(stream):
-                torch.empty(2 * rows, WIDTH, device="cuda")
+        self._warm_up()
         self.exchange(0, 0)
+        torch.cuda.synchronize()
+
+    def _warm_up(self) -> None:
+        """Load kernels and take memory of each stream: both may wait for a kernel that waits."""
+        for rank, stream in enumerate(self.streams):
+            self.fill(rank, 0)
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(1)
+                rows = torch.zeros(2 * len(self.sent[rank]), WIDTH, device="cuda")
+                rows[:: len(self.sent[rank])].clone()
         torch.cuda.synchronize()
 
     def exchange(self, exchange: int, number: int) -> list[torch.Tensor]:
@@ -177,6 +185,7 @@ class TwoRanks:
             with torch.cuda.graph(graph, stream=self.streams[rank]):
                 read = [self.exchange_of(rank, half, number) for half in exchanges]
             captured.append((graph, read))
+        self._warm_up()  # a capture gives back memory that nobody uses
         return captured
 
     def fill(self, rank: int, value: int) -> None:
