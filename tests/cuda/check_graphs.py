@@ -29,6 +29,7 @@ import hcp
 
 ROWS = 512
 REPLAYS = 100
+TIMEOUT = timedelta(seconds=30)
 LATE = 2_000_000
 """Cycles for which a rank waits before a replay, about a millisecond."""
 
@@ -39,10 +40,10 @@ def main() -> int:
     args = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", timeout=timedelta(seconds=60), device_id=device)
+    dist.init_process_group("nccl", timeout=TIMEOUT, device_id=device)
     wrong = 0
     for transport in args.transport:
-        groups = hcp.build_process_groups(transport=transport)
+        groups = hcp.build_process_groups(transport=transport, timeout=TIMEOUT)
         for dtype, limit in ((torch.float64, 1e-10), (torch.bfloat16, 2e-2)):
             # In float64 both are sums of cuBLAS, which has a workspace of its own in a graph.
             torch.use_deterministic_algorithms(dtype == torch.bfloat16)

@@ -114,7 +114,7 @@ def test_python_glue_includes_only_python_plain_c_and_the_contract() -> None:
 
 def test_torch_glue_includes_only_the_stable_abi_standard_headers_and_the_contracts() -> None:
     standard = r"[a-z_0-9]+"  # C++'s own have no dot
-    contracts = r"hcp/(hcp|kernels|index)\.h"
+    contracts = r"hcp/(hcp|kernels|index|signal)\.h"
     found = unexpected("torch", PLAIN, standard, STABLE_ABI, contracts)
     # The one place that looks into the CUDA build of torch, at run time.
     assert found == {"ops_cuda.cpp": ["dlfcn.h", "hcp/nccl.h"]}
@@ -122,7 +122,7 @@ def test_torch_glue_includes_only_the_stable_abi_standard_headers_and_the_contra
 
 def test_cuda_kernels_include_only_cudas_runtime_plain_c_and_the_contracts() -> None:
     cuda = r"cuda_(runtime|bf16|fp16)\.h"
-    assert unexpected("cuda", PLAIN, cuda, r"hcp/(kernels|index|fail)\.h") == {}
+    assert unexpected("cuda", PLAIN, cuda, r"hcp/(kernels|index|signal|fail)\.h") == {}
 
 
 def test_the_exchange_by_nccl_includes_only_plain_c_the_loader_the_clock_and_the_contract() -> None:
