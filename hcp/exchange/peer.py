@@ -126,10 +126,10 @@ class PeerMemory:
         timeout: float,
         board: Board | None = None,
     ) -> None:
-        """``bases``: where each rank's memory lies here. ``view``: of a rank's memory, of some
-        shape and dtype, from an element on. ``failure``: int64 (4,), see hcp_signal_failure.
-        ``stream``: a cudaStream_t of the device, which reads. ``board``: where ranks say in words
-        what has stopped their devices."""
+        """``bases``: where each rank's memory lies here; 0: it is not mapped. ``view``: of a rank's
+        memory, of some shape and dtype, from an element on. ``failure``: int64 (4,), see
+        hcp_signal_failure. ``stream``: a cudaStream_t of the device, which reads. ``board``: where
+        ranks say in words what has stopped their devices."""
         self.rank, self._bases, self._view, self._stream = rank, bases, view, stream
         self._timeout_ns = int(timeout * 1e9)
         self.half_bytes = _half_bytes(buffer_bytes)
