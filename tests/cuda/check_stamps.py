@@ -27,8 +27,8 @@ TIMEOUT = 20
 PATIENCE = 90
 """Seconds after which a rank hangs."""
 SAID = {
-    "order": "micro-batch is",
-    "scale": "softmax_scale is",
+    "order": "micro-batch differs",
+    "scale": "softmax_scale differs",
     "replay": "call differs",
 }
 
