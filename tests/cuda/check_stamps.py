@@ -1,12 +1,13 @@
 """Ranks whose calls differ get an error before they use each other's rows, on two GPUs.
 
     PYTHONPATH=tests python tests/cuda/check_stamps.py
+    PYTHONPATH=tests python tests/cuda/check_stamps.py --ranks 4 --hosts 2 --transports mixed
 
-Two ranks attend to the micro-batches of a step, over each transport. Then one of them takes two
+All ranks attend to the micro-batches of a step, over each transport. Then the first one takes two
 micro-batches in another order, or attends with another scale, or, through peers' memory, replays
-another CUDA graph. Neither may read a result, and at least one error has to name the difference.
-The check exits with 1 if a rank reads a result or hangs, or if no error names it. --device cpu runs
-it over Gloo.
+another CUDA graph. None may read a result, and at least one error has to name the difference. The
+check exits with 1 if a rank reads a result or hangs, or if no error names it. With --hosts, NCCL
+takes the ranks for those of several hosts: 4 ranks run on 2 GPUs. --device cpu runs it over Gloo.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from typing import Any
 
 from support.launched import end, join, run_as_ranks
 
-RANKS = 2
 READ, RAISED = 77, 78
 TIMEOUT = 20
 """Seconds of every group."""
@@ -37,19 +37,28 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--rank", type=int, help="be this one")
-    parser.add_argument("--transport", default="torch")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--hosts", type=int, default=1, help="that the ranks are on")
+    parser.add_argument("--transports", nargs="+")
     parser.add_argument("--what", choices=list(SAID))
     parser.add_argument("--store")
     args = parser.parse_args()
     if args.rank is not None:
         return replay(args) if args.what == "replay" else attend(args)
     wrong = 0
-    for transport in ("torch", "nccl", "peer") if args.device == "cuda" else ("torch",):
+    usual = ["torch", "nccl", "peer"] if args.device == "cuda" else ["torch"]
+    for transport in args.transports or usual:
         for what, words in SAID.items():
-            if what == "replay" and transport != "peer":
+            if what == "replay" and (transport != "peer" or args.hosts > 1):
                 continue
-            flags = "--device", args.device, "--what", what, "--transport", transport
-            outcome = run_as_ranks(__file__, RANKS, *flags, patience=PATIENCE)
+            outcome = run_as_ranks(
+                __file__,
+                args.ranks,
+                *("--device", args.device, "--what", what, "--transports", transport),
+                *("--ranks", str(args.ranks), "--hosts", str(args.hosts)),
+                patience=PATIENCE,
+                hosts=args.hosts,
+            )
             # Devices of torch.distributed stop without a word.
             named = words in outcome.said or (transport == "torch" and args.device == "cuda")
             ok = named and not {None, 0, READ} & set(outcome.codes)
@@ -73,10 +82,19 @@ def attend(args: argparse.Namespace) -> int:
 
     import hcp
 
-    join(args.rank, RANKS, args.device, args.store)
-    groups = hcp.build_process_groups(transport=args.transport, timeout=timedelta(seconds=TIMEOUT))
-    lengths = [1000] * 3
-    plan = hcp.plan(lengths, ranks=RANKS, max_tokens_per_rank=500, min_degree=RANKS)
+    ranks = args.ranks
+    join(args.rank, ranks, args.device, args.store)
+    groups = hcp.build_process_groups(
+        transport=args.transports[0], timeout=timedelta(seconds=TIMEOUT), peer_buffer_bytes=2**26
+    )
+    lengths = [500 * ranks] * 3
+    plan = hcp.plan(
+        lengths,
+        ranks=ranks,
+        max_tokens_per_rank=500,
+        min_degree=ranks,
+        ranks_per_node=ranks // args.hosts if args.hosts > 1 else None,
+    )
     samples = [{"tokens": torch.zeros(n)} for n in lengths] if args.rank == 0 else []
     first, *others = list(hcp.dispatch(plan, samples, [0] * 3, groups))
 
@@ -109,10 +127,10 @@ def replay(args: argparse.Namespace) -> int:
 
     import hcp
 
-    join(args.rank, RANKS, args.device, args.store)
+    join(args.rank, args.ranks, args.device, args.store)
     groups = hcp.build_process_groups(transport=args.transport, timeout=timedelta(seconds=TIMEOUT))
-    fixed = hcp.GraphHandler(groups, rows=256, sequences=24, ranks=RANKS, backend="torch")
-    cp = hcp.ContextParallelHandler(plans_of_rows(RANKS, 256)[0], 0, groups.transport)
+    fixed = hcp.GraphHandler(groups, rows=256, sequences=24, ranks=args.ranks, backend="torch")
+    cp = hcp.ContextParallelHandler(plans_of_rows(args.ranks, 256)[0], 0, groups.transport)
     layers = [FixedLayer(fixed, 64, torch.bfloat16) for _ in range(2)]
     for layer in layers:
         layer.capture(cp)
