@@ -1,7 +1,7 @@
 """Messages between the ranks of a node, whose GPUs reach each other's memory.
 
-A rank keeps two slots for each of the others. It copies the rows of a message into the next slot of
-its reader, who reads them from there. A message that is longer than a slot goes in rounds.
+A rank keeps two mailboxes for each of the others. It copies the rows of a message into the next
+mailbox of its reader, who reads them from there. A longer message goes in rounds.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Stage(NamedTuple):
     reader: int
     rows: int
     runs: Tensor
-    """Rows of the slot <- rows that are sent."""
+    """Rows of the mailbox <- rows that are sent."""
 
 
 class _Stretch(NamedTuple):
@@ -57,7 +57,7 @@ class _Stretch(NamedTuple):
     first: int
     rows: int
     owners: tuple[tuple[int, int], ...]
-    """(rank, rows in its slot), in the order of the parts."""
+    """(rank, rows in its mailbox), in the order of the parts."""
     runs: Tensor
     met: frozenset[int]
     """Owners of whom an earlier stretch of the round has read."""
@@ -79,7 +79,7 @@ class Mailboxes:
         """``memory``: for nothing but these messages. ``node``: its ranks. ``stream``: the one on
         which ``memory`` reads; None on the CPU."""
         self._memory, self._node, self._stream = memory, list(node), stream
-        self._slot_bytes = memory.half_bytes // (len(node) - 1) // _ALIGNMENT * _ALIGNMENT
+        self._mailbox_bytes = memory.half_bytes // (len(node) - 1) // _ALIGNMENT * _ALIGNMENT
         self._sent: dict[int, int] = defaultdict(int)
         self._received: dict[int, int] = defaultdict(int)
         self._rounds: dict[tuple[object, ...], list[_Round]] = {}
@@ -125,7 +125,7 @@ class Mailboxes:
         half = self._next(self._sent, reader)
         self._memory.queue(
             torch.ops.hcp.stage.default,
-            self._slot(memory.rank, reader, half, stage.rows, source),
+            self._mailbox(memory.rank, reader, half, stage.rows, source),
             *([source], stage.runs, 1),
             memory.read_by(half, (reader,)),
             memory.staged_for(half, (reader,)),
@@ -141,7 +141,7 @@ class Mailboxes:
             torch.ops.hcp.read_into.default,
             target[stretch.first : stretch.first + stretch.rows],
             [
-                self._slot(peer, memory.rank, halves[peer], rows, target)
+                self._mailbox(peer, memory.rank, halves[peer], rows, target)
                 for peer, rows in stretch.owners
             ],
             *(stretch.runs, 1, sum(peer < memory.rank for peer, _ in stretch.owners)),
@@ -152,10 +152,10 @@ class Mailboxes:
             reads=True,
         )
 
-    def _slot(self, owner: int, reader: int, half: int, rows: int, like: Tensor) -> Tensor:
-        """The first rows of the slot that an owner has for a reader."""
+    def _mailbox(self, owner: int, reader: int, half: int, rows: int, like: Tensor) -> Tensor:
+        """The first rows of the mailbox that an owner has for a reader."""
         place, own = self._node.index(reader), self._node.index(owner)
-        start = (place - (place > own)) * self._slot_bytes
+        start = (place - (place > own)) * self._mailbox_bytes
         return self._memory.rows_at(owner, half, start, rows, like.shape[1], like.dtype)
 
     def _rounds_of(
@@ -165,33 +165,33 @@ class Mailboxes:
         key = (tuple(sends), tuple(receives), row_bytes)
         rounds = self._rounds.get(key)
         if rounds is None:
-            slot_rows = self._slot_bytes // row_bytes
-            if slot_rows < 1:
+            mailbox_rows = self._mailbox_bytes // row_bytes
+            if mailbox_rows < 1:
                 raise ValueError(
-                    f"a row has {row_bytes} bytes, expected <= {self._slot_bytes}, what a rank of "
-                    f"{len(self._node)} in a node has for a message: build the process groups with "
+                    f"a row has {row_bytes} bytes, expected <= {self._mailbox_bytes}, the size of "
+                    f"a mailbox in a node of {len(self._node)} ranks: build the process groups with "
                     f"peer_buffer_bytes={HALVES * len(self._node) * (row_bytes + _ALIGNMENT)} or "
                     "more"
                 )
             if len(self._rounds) == _TABLES:  # of micro-batches that are over
                 self._rounds.clear()
-            rounds = self._rounds[key] = rounds_of(sends, receives, slot_rows)
+            rounds = self._rounds[key] = rounds_of(sends, receives, mailbox_rows)
         return rounds
 
 
-def rounds_of(sends: Sequence[Move], receives: Sequence[Move], slot_rows: int) -> list[_Round]:
-    """Cut messages into rounds of at most ``slot_rows`` rows for each pair of ranks."""
+def rounds_of(sends: Sequence[Move], receives: Sequence[Move], mailbox_rows: int) -> list[_Round]:
+    """Cut messages into rounds of at most ``mailbox_rows`` rows for each pair of ranks."""
     rounds: list[_Round] = []
     while True:
-        out = _window(sends, len(rounds) * slot_rows, slot_rows)
-        back = _window(receives, len(rounds) * slot_rows, slot_rows)
+        out = _window(sends, len(rounds) * mailbox_rows, mailbox_rows)
+        back = _window(receives, len(rounds) * mailbox_rows, mailbox_rows)
         if not out and not back:
             return rounds
         stages = [
             _Stage(
                 peer,
                 sum(rows for _, rows, _ in pieces),
-                _runs((slot_row, rows, 0, row) for row, rows, slot_row in pieces),
+                _runs((mailbox_row, rows, 0, row) for row, rows, mailbox_row in pieces),
             )
             for peer, pieces in out.items()
         ]
@@ -200,7 +200,7 @@ def rounds_of(sends: Sequence[Move], receives: Sequence[Move], slot_rows: int) -
 
 def _window(moves: Iterable[Move], first: int, most: int) -> dict[int, list[tuple[int, int, int]]]:
     """Rows [first, first + most) of each peer's message: (row of the buffer, rows, row of the
-    slot)."""
+    mailbox)."""
     found: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
     before: dict[int, int] = defaultdict(int)
     for peer, row, rows in moves:
@@ -214,7 +214,9 @@ def _window(moves: Iterable[Move], first: int, most: int) -> dict[int, list[tupl
 
 def _stretches(back: dict[int, list[tuple[int, int, int]]]) -> list[_Stretch]:
     pieces = sorted(
-        (row, rows, peer, slot_row) for peer, own in back.items() for row, rows, slot_row in own
+        (row, rows, peer, mailbox_row)
+        for peer, own in back.items()
+        for row, rows, mailbox_row in own
     )
     groups: list[list[tuple[int, int, int, int]]] = []
     for piece in pieces:
@@ -234,8 +236,8 @@ def _stretches(back: dict[int, list[tuple[int, int, int]]]) -> list[_Stretch]:
                 sum(piece[1] for piece in group),
                 tuple((peer, held[peer]) for peer in owners),
                 _runs(
-                    (row - first, rows, owners.index(peer), slot_row)
-                    for row, rows, peer, slot_row in group
+                    (row - first, rows, owners.index(peer), mailbox_row)
+                    for row, rows, peer, mailbox_row in group
                 ),
                 frozenset(met.intersection(owners)),
                 tuple(peer for peer in owners if last[peer] == number),

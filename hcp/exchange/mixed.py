@@ -120,17 +120,15 @@ class MixedTransport(NcclTransport):
         later one of the same name would find the addresses of this one."""
         ranks = [self.global_ranks[rank] for rank in self.node]
         group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        streams = [
-            torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
-            for _ in range(2)
-        ]
+        # One for both: launches that wait for peers leave room for one of their kind.
+        stream = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
         mapped = [
             symmetric_memory(self, group, stream, buffer_bytes=buffer_bytes, timeout=timeout)
-            for stream in streams
+            for _ in range(2)
         ]
         self._memory = [tensor for tensor, _ in mapped]  # alive as long as it is mapped
         (_, keys), (_, messages) = mapped
-        return NodeMemory(self.node, keys, messages, streams[1])
+        return NodeMemory(self.node, keys, messages, stream)
 
     def start(
         self,

@@ -157,7 +157,7 @@ def check_long(*transports: TransportName, node: int | None = None) -> int:
     """The number of results of long sequences that differ between transports in any bit.
 
     A rank has 64 MiB of keys and values, which `peer` reads piece by piece and in copies, and
-    `mixed` sends through its slots.
+    `mixed` sends through its mailboxes.
     Attention adds in one order meanwhile."""
     torch.use_deterministic_algorithms(True)
     found: dict[str, list[torch.Tensor]] = {}

@@ -69,7 +69,7 @@ def test_groups_of_a_node_and_of_several_in_one_plan_equal_one_rank(
 
 
 @pytest.mark.parametrize("buffer_bytes", [2 * 4096 * 2, 2 * 4096 * 5, 2**18])
-def test_messages_longer_than_a_slot_go_in_rounds(mixed: Any, buffer_bytes: int) -> None:
+def test_messages_longer_than_a_mailbox_go_in_rounds(mixed: Any, buffer_bytes: int) -> None:
     mixed.ranks_per_node, mixed.buffer_bytes = 3, buffer_bytes
     case = Case((300, 57), 6, min_degree=6, comm_type="all_gather", sharing=True, node=3)
     assert loopback_error(case) <= 1e-10
@@ -155,24 +155,24 @@ def test_rounds_move_every_row_once() -> None:
             at += draw.choice((0, 0, 3))
             moves.append(Move(peer, at, draw.randint(0, 9)))
             at += moves[-1].rows
-        slot = draw.randint(1, 12)
+        mailbox = draw.randint(1, 12)
         sent = {(m.peer, row) for m in moves for row in range(m.row, m.row + m.rows)}
-        for number, one in enumerate(rounds_of(moves, moves, slot)):
+        for number, one in enumerate(rounds_of(moves, moves, mailbox)):
             staged = {stage.reader: stage for stage in one.stages}
-            assert all(0 < stage.rows <= slot for stage in one.stages)
+            assert all(0 < stage.rows <= mailbox for stage in one.stages)
             for stretch in one.stretches:
-                for row, rows, part, slot_row in stretch.runs.tolist():
+                for row, rows, part, mailbox_row in stretch.runs.tolist():
                     peer, held = stretch.owners[part]
-                    assert held == staged[peer].rows, (moves, slot, number)
+                    assert held == staged[peer].rows, (moves, mailbox, number)
                     here = [stretch.first + row + i for i in range(rows)]
                     there = [
                         (b - a + c)
                         for a, n, _, b in staged[peer].runs.tolist()
                         for c in range(a, a + n)
-                    ][slot_row : slot_row + rows]
+                    ][mailbox_row : mailbox_row + rows]
                     assert here == there  # the moves of both directions are the same
                     sent -= {(peer, place) for place in here}
-        assert not sent, (moves, slot, sent)
+        assert not sent, (moves, mailbox, sent)
 
 
 # ---- errors --------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def test_a_rank_that_does_not_come_is_named_in_its_node(mixed: Any) -> None:
         exchange_once(lambda rank: None if rank == 3 else Stamp(Kind("a test"), 1))
 
 
-def test_a_row_larger_than_a_slot_is_refused_with_what_would_do(mixed: Any) -> None:
+def test_a_row_larger_than_a_mailbox_is_refused_with_what_would_do(mixed: Any) -> None:
     mixed.ranks_per_node, mixed.buffer_bytes = 3, 2 * 2 * 4096
 
     def exchange(groups: Any) -> None:

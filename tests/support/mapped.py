@@ -1,7 +1,7 @@
 """Domains whose ranks have mapped each other's memory, as GPUs of a node do.
 
-Halves, slots, counts and signals are those of the transports between GPUs. Here signals and rows
-lie in CPU memory, and a thread waits in place of a stream.
+Halves, mailboxes, counts and signals are those of the transports between GPUs. Here signals and
+rows lie in CPU memory, and a thread waits in place of a stream.
 """
 
 from __future__ import annotations
