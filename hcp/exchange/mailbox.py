@@ -167,11 +167,11 @@ class Mailboxes:
         if rounds is None:
             mailbox_rows = self._mailbox_bytes // row_bytes
             if mailbox_rows < 1:
+                enough = HALVES * len(self._node) * (row_bytes + _ALIGNMENT)
                 raise ValueError(
                     f"a row has {row_bytes} bytes, expected <= {self._mailbox_bytes}, the size of "
-                    f"a mailbox in a node of {len(self._node)} ranks: build the process groups with "
-                    f"peer_buffer_bytes={HALVES * len(self._node) * (row_bytes + _ALIGNMENT)} or "
-                    "more"
+                    f"a mailbox in a node of {len(self._node)} ranks: build the process groups "
+                    f"with peer_buffer_bytes={enough} or more"
                 )
             if len(self._rounds) == _TABLES:  # of micro-batches that are over
                 self._rounds.clear()
