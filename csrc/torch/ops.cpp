@@ -150,7 +150,8 @@ STABLE_TORCH_LIBRARY(hcp, m) {
       "Tensor(a!) progress, Tensor(b!) counts, int tag, int timeout_ns, Tensor(c!) failure, "
       "int stream) -> Tensor");
   m.def(
-      "read_into(Tensor(a!) out, Tensor[] parts, Tensor runs, int columns, int next, Tensor staged, "
+      "read_into(Tensor(a!) out, Tensor[] parts, Tensor runs, int columns, int next, Tensor "
+      "staged, "
       "Tensor done, Tensor(b!) progress, Tensor(c!) counts, int tag, int timeout_ns, "
       "Tensor(d!) failure, int stream) -> ()");
   m.def(
