@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 4 tests/cuda/as_nodes.py 2 PROGRAM [ARGUMENTS]
 
 The first argument is the number of hosts, between which NCCL sends rows through its network
-transport. Ranks of different hosts may share a GPU: 4 ranks as 2 hosts run on 2 GPUs, and as 4 hosts
-on one. What they compute is then shown, and how fast they are is not.
+transport. Ranks of different hosts may share a GPU: 4 ranks as 2 hosts run on 2 GPUs, and as 4
+hosts on one. What they compute is then shown, and how fast they are is not.
 """
 
 from __future__ import annotations
