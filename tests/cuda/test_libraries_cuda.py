@@ -117,8 +117,10 @@ def by_package(adapter: Any) -> tuple[Any, Any]:
     from flash_attn.cute import interface  # type: ignore[import-not-found]
 
     class ByPackage:
-        def __call__(self, call: Any, device: torch.device) -> Any:
-            return call.by_package(interface)
+        def __call__(self, calls: Any, rows: list[Tensor], sums: list[Tensor]) -> Any:
+            no_results = torch.empty(0, 4, dtype=torch.int64)
+            given = torch.ops.hcp.call_memory(rows, sums, no_results)
+            return calls.by_package(interface, given)
 
     return adapter.CALLER, ByPackage()
 
