@@ -40,13 +40,18 @@ def test_trainers_have_their_guides_and_versions() -> None:
 
 
 def test_what_is_said_to_be_tested_stands_on_a_page_of_results() -> None:
+    """In a row of the matrix, or as `torch 2.11.0` and `Python 3.12.3` of a measurement."""
     tested = CARD["tested"]
     pages = [(ROOT / page).read_text() for page in tested["pages"]]
-    assert [gpu for gpu in tested["gpus"] if not any(gpu in page for page in pages)] == []
     rows = re.findall(r"(?m)^\| (\d+\.\d+)\.\S* \| (\d+\.\d+)\.\d+ \| (\d+ passed)?", pages[0])
+    assert rows
     assert [row for row in rows if not row[2]] == []
-    assert sorted({torch for torch, _, _ in rows}) == tested["torch"]
-    assert sorted({python for _, python, _ in rows}) == tested["python"]
+    text = "\n".join(pages)
+    assert [gpu for gpu in tested["gpus"] if gpu not in text] == []
+    for package, place in (("torch", 0), ("python", 1)):
+        shown = {row[place] for row in rows}
+        shown |= set(re.findall(rf"(?i)\b{package} (\d+\.\d+)\.\d+", text))
+        assert shown == set(tested[package]), package
 
 
 def test_the_matrix_takes_what_is_tested() -> None:
@@ -56,7 +61,7 @@ def test_the_matrix_takes_what_is_tested() -> None:
     assert torches
     assert newest
     versions = torches[1].split()
-    assert [version.rpartition(".")[0] for version in versions] == CARD["tested"]["torch"]
+    assert {version.rpartition(".")[0] for version in versions} >= {*CARD["tested"]["torch"]}
     assert versions[-1] == newest[1]
     for name in ("ci", "release"):
         jobs = yaml.safe_load((ROOT / f".github/workflows/{name}.yml").read_text())["jobs"]
@@ -64,7 +69,7 @@ def test_the_matrix_takes_what_is_tested() -> None:
         (pythons,) = (
             step["with"]["python-version"].split() for step in steps if "setup-python" in str(step)
         )
-        assert sorted(pythons)[: len(CARD["tested"]["python"])] == CARD["tested"]["python"]
+        assert {*pythons} >= {*CARD["tested"]["python"]}
         assert "make test-matrix" in [step.get("run") for step in steps]
 
 
