@@ -12,6 +12,11 @@ command that starts their ranks:
 
 A job whose results are in the folder is not run again, so that jobs can run one at a time.
 
+--minutes 7 ends after about so many minutes: the jobs that are left share them, and each saves a
+checkpoint after its last step. The same command goes on from there, in pieces, until all jobs have
+come to their end. Until then it compares the steps that all jobs have done. Checkpoints have 12
+bytes for each weight; --checkpoints names another folder for them, so that --folder stays small.
+
 --seeds 2 also trains under static CP from a second seed. How far two seeds are apart is what a
 difference between layouts is compared with where rounding is large, as in bfloat16.
 
@@ -20,6 +25,8 @@ losses of evaluations under the training layout and the eval layout. The exit st
 
 - with one seed, losses of a step, or its two evaluations, differ by more than --tolerance,
 - with more, the mean difference of evaluations is larger between layouts than between seeds.
+
+It is 0 where jobs are left to run.
 """
 
 from __future__ import annotations
@@ -29,6 +36,7 @@ import json
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -41,6 +49,8 @@ LOSS = "loss, dynamic and static CP"
 TWO_LAYOUTS = "evaluation under two layouts"
 EVALUATION = "evaluation, dynamic and static CP"
 SEEDS = "evaluation, two seeds of static CP"
+START_SECONDS = 25.0
+"""Time of a job in which it does not train: its ranks start, and save at the end."""
 
 
 class Curve(NamedTuple):
@@ -58,17 +68,46 @@ class Curve(NamedTuple):
         found = [each for each in self.evaluations if each["layout"] == layout]
         return [each["iteration"] for each in found], [each["loss"] for each in found]
 
+    def until(self, steps: int) -> Curve:
+        """The same, without what came after so many steps."""
+        evaluations = [each for each in self.evaluations if each["iteration"] <= steps]
+        return self._replace(steps=self.steps[:steps], evaluations=evaluations)
+
+
+class Job(NamedTuple):
+    """A training in a job of its own, and where it writes."""
+
+    scheduler: str
+    seed: int
+    folder: Path
+    checkpoints: Path
+
+    @property
+    def ended(self) -> bool:
+        return (self.folder / "summary.json").exists()
+
 
 def main() -> int:
-    args, job = arguments()
+    args, given = arguments()
     seeds = [args.seed + i for i in range(args.seeds)]
-    static = [curve_of(args, STATIC, seed, job) for seed in seeds]
-    dynamic = curve_of(args, DYNAMIC, seeds[0], job)
+    jobs = [job_of(args, STATIC, seed) for seed in seeds] + [job_of(args, DYNAMIC, seeds[0])]
+    run_jobs(args, jobs, given)
+    curves = [curve_of(each) for each in jobs]
+    steps = min(len(curve.steps) for curve in curves)
+    *static, dynamic = (curve.until(steps) for curve in curves)
+    ended = all(each.ended for each in jobs)
+    if not ended:
+        done = ", ".join(f"{curve.name}: {len(curve.steps)}" for curve in curves)
+        print(f"jobs are left to run; steps so far: {done}. Run the same command again.\n")
+    if not static[0].evaluations:
+        return 0
     rows = table_rows(static, dynamic)
-    print("| compared | largest difference | mean difference |\n|---|---|---|")
+    print(f"| compared, {steps} steps | largest difference | mean difference |\n|---|---|---|")
     for name, differences in rows.items():
         print(f"| {name} | {max(differences):.2e} | {fmean(differences):.2e} |")
     draw([*static, dynamic], args.folder / "curves.png")
+    if not ended:
+        return 0
     if args.seeds == 1:
         compared = [name for name in rows if name == LOSS or name.startswith(TWO_LAYOUTS)]
         layouts, allowed = max(max(rows[name]) for name in compared), args.tolerance
@@ -89,20 +128,43 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--launch", default="python -m hcp demo", help="what starts the ranks of a job"
     )
+    parser.add_argument("--minutes", type=float, help="time for this piece (default: any)")
+    parser.add_argument("--checkpoints", type=Path, help="folder (default: that of the jobs)")
     parser.add_argument("--tolerance", type=float, default=1e-9, help="of losses")
     return parser.parse_known_args()
 
 
-def curve_of(args: argparse.Namespace, scheduler: str, seed: int, job: Sequence[str]) -> Curve:
-    """Run a job, unless it was run, and read what it wrote."""
-    own = args.folder / f"{scheduler}-{seed}"
-    if not (own / "summary.json").exists():
-        command = [*shlex.split(args.launch), "--no-compare", "--run-dir", str(own)]
-        command += ["--sequence-packing-scheduler", scheduler, "--seed", str(seed), *job]
-        subprocess.run(command, check=True)
-    lines = [json.loads(line) for line in (own / "metrics.jsonl").read_text().splitlines()]
+def job_of(args: argparse.Namespace, scheduler: str, seed: int) -> Job:
+    name = f"{scheduler}-{seed}"
+    return Job(scheduler, seed, args.folder / name, (args.checkpoints or args.folder) / name)
+
+
+def run_jobs(args: argparse.Namespace, jobs: Sequence[Job], given: Sequence[str]) -> None:
+    """Run the jobs that have not ended. Each gets an equal share of the time that is left."""
+    left = [each for each in jobs if not each.ended]
+    until = None if args.minutes is None else time.monotonic() + 60 * args.minutes
+    for i, each in enumerate(left):
+        command = [*shlex.split(args.launch), "--no-compare", "--run-dir", str(each.folder)]
+        command += ["--sequence-packing-scheduler", each.scheduler, "--seed", str(each.seed)]
+        if (each.checkpoints / "checkpoint.pt").exists():
+            command += ["--load", str(each.checkpoints)]
+        if until is not None:
+            share = (until - time.monotonic()) / (len(left) - i)
+            minutes = max(share - START_SECONDS, 1.0) / 60
+            command += [
+                "--save",
+                str(each.checkpoints),
+                "--exit-duration-in-mins",
+                f"{minutes:.3f}",
+            ]
+        subprocess.run([*command, *given], check=True)
+
+
+def curve_of(job: Job) -> Curve:
+    """Read what a job wrote."""
+    lines = [json.loads(line) for line in (job.folder / "metrics.jsonl").read_text().splitlines()]
     kinds = {kind: [x for x in lines if x["kind"] == kind] for kind in ("train", "evaluation")}
-    return Curve(f"{scheduler}, seed {seed}", kinds["train"], kinds["evaluation"])
+    return Curve(f"{job.scheduler}, seed {job.seed}", kinds["train"], kinds["evaluation"])
 
 
 def table_rows(static: Sequence[Curve], dynamic: Curve) -> dict[str, list[float]]:

@@ -102,6 +102,19 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
         help="steps from one evaluation to the next (default: only at the end)",
     )
     group.add_argument(
+        "--save",
+        metavar="DIR",
+        help="write a checkpoint into this folder at the end, and where the next two options say",
+    )
+    group.add_argument("--save-interval", type=int, help="steps from one checkpoint to the next")
+    group.add_argument(
+        "--exit-duration-in-mins",
+        type=float,
+        metavar="MINUTES",
+        help="save and end after the step that runs then; --load goes on from it",
+    )
+    group.add_argument("--load", metavar="DIR", help="go on from the checkpoint in this folder")
+    group.add_argument(
         "--eval-iters",
         type=int,
         help="global batches in an evaluation (default: every document once)",
@@ -126,13 +139,20 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def check_numbers(args: argparse.Namespace) -> None:
     for name in SIZES:
         expect_size(name, getattr(args, name))
-    for name in ("eval_interval", "eval_iters"):
+    for name in ("eval_interval", "eval_iters", "save_interval"):
         if getattr(args, name) is not None:
             expect_size(name, getattr(args, name))
     if not 0 <= args.lr_warmup_iters < args.train_iters:
         raise ValueError(
             f"lr_warmup_iters is {args.lr_warmup_iters}, expected 0 to {args.train_iters - 1}: "
             "fewer than train_iters"
+        )
+    minutes = args.exit_duration_in_mins
+    if minutes is not None and not minutes > 0:
+        raise ValueError(f"exit_duration_in_mins is {minutes}, expected > 0")
+    if args.save is None and (args.save_interval, minutes) != (None, None):
+        raise ValueError(
+            "save is None, expected a folder: save_interval and exit_duration_in_mins write into it"
         )
     if not args.lr >= 0 or not args.clip_grad >= 0:
         raise ValueError(f"lr is {args.lr}, clip_grad is {args.clip_grad}, expected numbers >= 0")

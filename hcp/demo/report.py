@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from hcp.planning.drawing import timeline_svg
+from hcp.planning.plan import Plan
 from hcp.programs.draw import pyplot
 from hcp.programs.records import (
     NAMES,
@@ -57,7 +58,7 @@ class DemoStep(StepRecord):
 @dataclass
 class Run(RunRecord[DemoStep]):
     ranks: int = 1
-    first_plan: hcp.Plan | None = None
+    first_plan: Plan | None = None
     evaluations: list[tuple[Evaluation, Evaluation]] = field(default_factory=list)
     """Pairs of evaluations: under the training layout, and under the eval layout."""
 
@@ -86,6 +87,23 @@ class Run(RunRecord[DemoStep]):
             "evaluation_difference": self.evaluation_difference,
         }
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return it as values that torch.load takes by weights_only."""
+        plan = self.first_plan
+        return {
+            "steps": [asdict(step) for step in self.steps],
+            "evaluations": [[asdict(each) for each in both] for both in self.evaluations],
+            "first_plan": None if plan is None else json.dumps(plan.to_dict()),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps = [DemoStep(**step) for step in state["steps"]]
+        self.evaluations = [
+            (Evaluation(**trained), Evaluation(**other)) for trained, other in state["evaluations"]
+        ]
+        plan = state["first_plan"]
+        self.first_plan = None if plan is None else Plan.from_dict(json.loads(plan))
+
     @property
     def evaluation_difference(self) -> float:
         """The largest difference of losses between the two layouts."""
@@ -103,6 +121,8 @@ class Reporter:
         self.active = rank == 0
         self.bar: tqdm[Any] | None = None
         self.setting: dict[str, Any] = {}
+        self.done = 0
+        """Steps of all runs that a checkpoint began with."""
         if self.active:
             self.folder = make_folder(args.run_dir)
             self.metrics = self.folder / "metrics.jsonl"
@@ -141,6 +161,18 @@ class Reporter:
             "torch": torch.__version__,
         }
 
+    def go_on(self, metrics: str, steps: int) -> None:
+        """Begin after so many steps of all runs together, whose lines are ``metrics``."""
+        if self.active:
+            self.metrics.write_text(metrics)
+            self.done = steps
+
+    def stopped(self, runs: Sequence[Run]) -> None:
+        """Say that the time was up."""
+        if self.active:
+            done, of = len(runs[0].steps), self.args.train_iters
+            print(f"\nstopped after step {done} of {of}: go on with --load {self.args.save}")
+
     def step(self, run: Run) -> None:
         if not self.active:
             return
@@ -148,7 +180,9 @@ class Reporter:
         if self.bar is None:
             patient = 0.1 if sys.stderr.isatty() else 10.0
             steps = self.args.train_iters * (2 if self.args.compare else 1)
-            self.bar = tqdm(total=steps, desc="training", unit="step", mininterval=patient)
+            self.bar = tqdm(
+                total=steps, initial=self.done, desc="training", unit="step", mininterval=patient
+            )
         self.bar.set_postfix_str(f"{NAMES[run.scheduler]}, loss {step.loss:.4f}", refresh=False)
         self.bar.update()
         if step.iteration % self.args.log_interval == 0 or step.iteration == self.args.train_iters:

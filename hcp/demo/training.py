@@ -13,9 +13,10 @@ import contextlib
 import gc
 import math
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hcp
 from hcp._words import GradReduce
 from hcp.attention.comm_types import fitted_sizes
+from hcp.demo import checkpoint
 from hcp.demo.model import GPTModel
 from hcp.demo.report import DemoStep, Reporter, Run
 from hcp.programs.arguments import cost_model
@@ -42,6 +44,8 @@ from hcp.programs.ranks import initialize_distributed, on_every_rank, same_on_ev
 from hcp.programs.records import Evaluation
 from hcp.step.config import Config
 
+_STARTED = time.monotonic()
+
 # ---- One step ------------------------------------------------------------------------------------
 
 
@@ -57,15 +61,16 @@ class Trainer:
 
 
 def get_batches(
-    trainer: Trainer, config: Config, documents: Sequence[Document]
+    trainer: Trainer, config: Config, documents: Sequence[Document], first: int = 0
 ) -> Generator[hcp.Step]:
-    """Yield the global batches of a training: each is planned, and its rows sent to where they are
-    computed, while the one before it trains. A rank loads its share."""
+    """Yield the global batches of a training, from that of step ``first`` on: each is planned, and
+    its rows sent to where they are computed, while the one before it trains. A rank loads its
+    share."""
     args, groups = trainer.args, trainer.groups
     ranks, rank = groups.size("dp_cp"), groups.rank("dp_cp")
 
     def shares() -> Iterator[hcp.Read[dict[str, Tensor]]]:
-        for iteration in range(args.train_iters):
+        for iteration in range(first, args.train_iters):
             batch = batch_indices(
                 len(documents),
                 seed=args.seed,
@@ -261,43 +266,116 @@ def evaluate_both_layouts(
 # ---- Training ------------------------------------------------------------------------------------
 
 
+class Training:
+    """A run: its weights, their optimizer, and what it has done."""
+
+    def __init__(self, trainer: Trainer, run: Run) -> None:
+        """Begin from the seed's weights."""
+        self.trainer, self.run = trainer, run
+        self.model = build_model(trainer)
+        if trainer.args.ddp:
+            ddp = DistributedDataParallel(
+                self.model, process_group=trainer.groups.dp_cp, gradient_as_bucket_view=True
+            )
+            self.wrapped: nn.Module = ddp
+            self.gradients: Gradients | DDPGradients = DDPGradients(ddp)
+        else:
+            self.wrapped, self.gradients = self.model, Gradients(self.model, trainer.groups)
+        self.optimizer = build_optimizer(self.model, trainer.args.lr)
+        self.schedule = learning_rates(trainer.args, self.optimizer)
+
+    @property
+    def name(self) -> str:
+        return self.run.scheduler
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that the rest of the run depends on. Batches follow from the seed and the
+        number of steps."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "run": self.run.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        self.run.load_state_dict(state["run"])
+
+
 def train(
-    trainer: Trainer, corpus: Corpus, eval_groups: hcp.ProcessGroups, reporter: Reporter, run: Run
-) -> Iterator[None]:
-    """Train from the seed's weights on the seed's batches, which no scheduler changes.
+    training: Training, corpus: Corpus, eval_groups: hcp.ProcessGroups, reporter: Reporter
+) -> Generator[None]:
+    """Train on the seed's batches, which no scheduler changes, from the step that comes next.
 
     Yields after every step: compared runs take turns, so that other work of the machine slows all
     of them alike.
     """
-    args, config = trainer.args, trainer.config
-    model = build_model(trainer)
-    if args.ddp:
-        ddp = DistributedDataParallel(
-            model, process_group=trainer.groups.dp_cp, gradient_as_bucket_view=True
-        )
-        wrapped: nn.Module = ddp
-        gradients: Gradients | DDPGradients = DDPGradients(ddp)
-    else:
-        wrapped, gradients = model, Gradients(model, trainer.groups)
-    optimizer = build_optimizer(model, args.lr)
-    schedule = learning_rates(args, optimizer)
-    steps = get_batches(trainer, config, corpus.training)
-    for iteration in range(args.train_iters):
-        started = time.perf_counter()
-        step = next(steps)
-        update = train_step(trainer, wrapped, gradients, optimizer, step)
-        schedule.step()
-        seconds = time.perf_counter() - started
-        run.steps.append(record(trainer, iteration, step, update, seconds))
-        run.first_plan = run.first_plan or step.plan
-        reporter.step(run)
-        last = iteration + 1 == args.train_iters
-        if last or (args.eval_interval and (iteration + 1) % args.eval_interval == 0):
-            run.evaluations.append(
-                evaluate_both_layouts(trainer, model, corpus.validation, eval_groups)
+    trainer, run = training.trainer, training.run
+    args = trainer.args
+    first = len(run.steps)
+    with contextlib.closing(get_batches(trainer, trainer.config, corpus.training, first)) as steps:
+        for iteration in range(first, args.train_iters):
+            started = time.perf_counter()
+            step = next(steps)
+            update = train_step(
+                trainer, training.wrapped, training.gradients, training.optimizer, step
             )
-            reporter.evaluation(run)
-        yield
+            training.schedule.step()
+            seconds = time.perf_counter() - started
+            run.steps.append(record(trainer, iteration, step, update, seconds))
+            run.first_plan = run.first_plan or step.plan
+            reporter.step(run)
+            last = iteration + 1 == args.train_iters
+            if last or (args.eval_interval and (iteration + 1) % args.eval_interval == 0):
+                run.evaluations.append(
+                    evaluate_both_layouts(trainer, training.model, corpus.validation, eval_groups)
+                )
+                reporter.evaluation(run)
+            yield
+
+
+def train_all(
+    trainings: Sequence[Training],
+    corpus: Corpus,
+    eval_groups: hcp.ProcessGroups,
+    reporter: Reporter,
+) -> bool:
+    """Train all runs in turns, and save them where the options say. Returns whether they came to
+    their end before the time was up."""
+    trainer = trainings[0].trainer
+    args = trainer.args
+    settings = checkpoint.settings_of(args, corpus.digest)
+    if args.load:
+        place, device = Path(args.load), trainer.device
+        metrics = on_every_rank(lambda: checkpoint.load(place, trainings, settings, device))
+        same_on_every_rank("the checkpoint under --load", str(len(trainings[0].run.steps)))
+        reporter.go_on(metrics, sum(len(each.run.steps) for each in trainings))
+    with contextlib.ExitStack() as stack:
+        turns = [
+            stack.enter_context(contextlib.closing(train(each, corpus, eval_groups, reporter)))
+            for each in trainings
+        ]
+        for _ in zip(*turns, strict=True):
+            steps = len(trainings[0].run.steps)
+            ended, stops = steps == args.train_iters, time_is_up(trainer)
+            due = bool(args.save_interval) and steps % args.save_interval == 0
+            if args.save and reporter.active and (ended or stops or due):
+                checkpoint.save(Path(args.save), trainings, settings, reporter.metrics.read_text())
+            if stops and not ended:
+                return False
+    return True
+
+
+def time_is_up(trainer: Trainer) -> bool:
+    """Whether --exit-duration-in-mins have passed on any rank."""
+    minutes = trainer.args.exit_duration_in_mins
+    if minutes is None:
+        return False
+    passed = torch.tensor([float(time.monotonic() - _STARTED >= 60 * minutes)])
+    return sum_over_ranks(trainer, passed.to(trainer.device)) != [0.0]
 
 
 def build_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
@@ -387,12 +465,13 @@ def run_demo(args: argparse.Namespace, device: torch.device) -> None:
     configs = [static, dynamic] if args.compare else [static if is_static(args.config) else dynamic]
     runs = [Run(config.sequence_packing_scheduler, ranks=args.ranks) for config in configs]
     trainings = [
-        train(Trainer(args, config, cost, groups, device), corpus, eval_groups, reporter, run)
+        Training(Trainer(args, config, cost, groups, device), run)
         for config, run in zip(configs, runs, strict=True)
     ]
-    for _ in zip(*trainings, strict=True):
-        pass
-    reporter.finish(runs)
+    if train_all(trainings, corpus, eval_groups, reporter):
+        reporter.finish(runs)
+    else:
+        reporter.stopped(runs)
     eval_groups.close()
     groups.close()
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from support.ranks import run_module
 
 import hcp
+from hcp._digest import digest_of
 from hcp.demo.arguments import parse_args
 from hcp.demo.model import GPTModel
 from hcp.demo.report import DemoStep, Run, table
@@ -81,6 +82,12 @@ def run_of(result, folder):
     return json.loads((folder / "summary.json").read_text()), lines
 
 
+def steps_of(lines):
+    """The training steps without what is measured."""
+    measured = ("seconds", "tokens_per_second", "plan_seconds", "plan_waited")
+    return [{k: v for k, v in line.items() if k not in measured} for line in lines]
+
+
 # ---- End to end ----
 
 
@@ -122,6 +129,62 @@ def test_it_says_where_its_results_are_and_nothing_that_alarms(exact):
     assert f"{folder}: metrics.jsonl, summary.json, loss.png, plan.svg" in result.stdout
     for alarm in ("Traceback", "Warning", "OMP_NUM_THREADS"):
         assert alarm not in result.stderr
+
+
+@pytest.mark.parametrize("ddp", [(), ("--ddp",)], ids=["own buffer", "ddp"])
+def test_a_run_that_was_stopped_and_loaded_is_bit_for_bit_the_one_that_was_not(
+    ddp, texts, tmp_path
+):
+    options = ["--data", texts, "--dtype", "float64", *TINY, "--eval-interval", "2", *ddp]
+    options += ["--train-iters", "4", "--lr-warmup-iters", "1", "--lr-decay-style", "cosine"]
+    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
+    once = ["--save", str(whole), "--run-dir", str(whole / "run")]
+    result = demo_on(2, *options, *once, folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    again = ["--save", str(pieces), "--run-dir", str(pieces / "run")]
+    result = demo_on(2, *options, *again, "--exit-duration-in-mins", "1e-9", folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert f"stopped after step 1 of 4: go on with --load {pieces}" in result.stdout
+    assert not (pieces / "run/summary.json").exists()
+    result = demo_on(2, *options, *again, "--load", str(pieces), folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "stopped" not in result.stdout
+    ends = [torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (whole, pieces)]
+    for name in ("static_cp", "dynamic_cp"):
+        one, other = ({**end["runs"][name], "run": None} for end in ends)
+        assert digest_of(one) == digest_of(other)
+    once, again = (
+        [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+        for folder in (whole, pieces)
+    )
+    assert steps_of(once) == steps_of(again)
+    assert len(once) == 2 * (4 + 2 * 2)
+    first, second = (
+        json.loads((folder / "run/summary.json").read_text())["runs"] for folder in (whole, pieces)
+    )
+    for name in first:
+        assert first[name]["evaluations"] == second[name]["evaluations"]
+
+
+def test_a_run_with_other_arguments_than_its_checkpoint_is_refused(texts, tmp_path):
+    options = ["--data", texts, *TINY, "--no-compare", "--train-iters", "1"]
+    saved, run = str(tmp_path / "saved"), ["--run-dir", str(tmp_path / "run")]
+    result = demo_on(1, *options, *run, "--load", saved, folder=tmp_path)
+    assert result.returncode == 2
+    assert f"--load {saved}: no checkpoint.pt in it, expected one that --save" in result.stderr
+    result = demo_on(1, *options, *run, "--save", saved, folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    again = [*options, *run, "--load", saved]
+    for other, message in [
+        (["--lr", "0.5"], "it was saved with lr 0.002, expected 0.5"),
+        (["--compare"], "it has the runs ['dynamic_cp'], expected ['dynamic_cp', 'static_cp']"),
+    ]:
+        result = demo_on(1, *again, *other, folder=tmp_path)
+        assert result.returncode == 2
+        assert message in result.stderr
+    result = demo_on(1, *again, folder=tmp_path)  # nothing is left to train
+    assert result.returncode == 0, result.stderr
+    assert "loss, last step" in result.stdout
 
 
 def test_ddp_on_another_number_of_ranks_makes_the_same_updates(exact, texts, tmp_path):

@@ -329,6 +329,52 @@ def test_curves_that_differ_are_told(
     assert (tmp_path / "curves.png").exists()
 
 
+JOB = """
+import json, pathlib, sys
+given = [each for each in sys.argv[1:] if each != "--no-compare"]
+options = dict(zip(given[::2], given[1::2]))
+folder, saved = (pathlib.Path(options[name]) for name in ("--run-dir", "--save"))
+for each in (folder, saved):
+    each.mkdir(parents=True, exist_ok=True)
+done = int((saved / "checkpoint.pt").read_text()) if "--load" in options else 0
+assert float(options["--exit-duration-in-mins"]) > 0
+done += 2 if options["--sequence-packing-scheduler"] == "static_cp" else 1
+step = lambda i: {"kind": "train", "iteration": i, "loss": 1.0, "grad_norm": 2.0}
+evaluation = {"kind": "evaluation", "loss": 1.0}
+lines = [step(i + 1) for i in range(done)]
+for layout in ("training", "eval"):
+    lines += [{**evaluation, "iteration": i + 1, "layout": layout} for i in range(done)]
+(folder / "metrics.jsonl").write_text("\\n".join(map(json.dumps, lines)))
+(saved / "checkpoint.pt").write_text(str(done))
+if done == 2:
+    (folder / "summary.json").write_text("{}")
+"""
+
+
+def test_jobs_in_pieces_go_on_and_are_compared_as_far_as_all_have_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Here a job does its two steps in one piece under static CP, and in two under dynamic CP."""
+    pytest.importorskip("matplotlib")
+    (tmp_path / "job.py").write_text(JOB)
+    launch = f"{sys.executable} {tmp_path / 'job.py'}"
+    options = ["--folder", str(tmp_path / "curves"), "--launch", launch, "--minutes", "1"]
+    options += ["--checkpoints", str(tmp_path / "saved")]
+    said = []
+    for _ in range(3):
+        monkeypatch.setattr(sys, "argv", ["convergence", *options])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(BENCHMARKS / "studies/convergence.py"), run_name="__main__")
+        assert end.value.code == 0
+        said.append(capsys.readouterr().out)
+    assert "steps so far: static_cp, seed 1234: 2, dynamic_cp, seed 1234: 1. Run" in said[0]
+    assert "| compared, 1 steps |" in said[0]
+    assert "| compared, 2 steps |" in said[1]
+    assert "left to run" not in said[1]
+    assert said[2] == said[1]  # nothing was run again
+    assert len(list((tmp_path / "curves").rglob("checkpoint.pt"))) == 0
+
+
 def test_no_group_is_made_by_some_ranks_alone() -> None:
     """An NCCL group that was bound to its device would wait for the others."""
     files = [
