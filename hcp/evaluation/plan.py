@@ -430,7 +430,7 @@ class _Taken(Step):
 
     def __init__(self, step: Step) -> None:
         self._pairs = list(step)
-        super().__init__(step.plan, self._pairs, step.loss_tokens, step.sources, step.rank)
+        super().__init__(step.plan, self._pairs, step.loss_tokens, step._sources, step.rank)
         self.planning = step.planning
         self.taken = 0
 

@@ -28,6 +28,7 @@ from hcp.planning.ahead import PlanningTime
 from hcp.planning.mask import Mask, MasksLike
 from hcp.planning.plan import Plan
 from hcp.step.announcements import Announcements
+from hcp.step.arrival import Arrival
 from hcp.step.fields import Field, Rules, Sample, check_rules, describe, length_of, said_of
 from hcp.step.handler import ContextParallelHandler
 from hcp.step.loss import LossTokens
@@ -88,10 +89,11 @@ class LocalBatch:
     def __len__(self) -> int:
         return len(self._fields)
 
-    def _arrive(self, device: torch.device) -> None:
+    def _arrive(self, arrival: Arrival) -> None:
         for name, rows in self._fields.items():
-            if rows.device != device:
-                self._fields[name] = rows_may_vary(rows.to(device, non_blocking=True))
+            moved = arrival.bring(rows)
+            if moved is not rows:
+                self._fields[name] = rows_may_vary(moved)
 
     def _pin(self) -> None:
         self._fields = {name: rows.pin_memory() for name, rows in self._fields.items()}
@@ -303,7 +305,7 @@ class Step:
         self.loss_tokens = loss_tokens
         """Loss tokens of the whole batch: the sum of every sample's loss mask."""
         self._micro_batches = micro_batches
-        self.sources, self.rank = sources, rank
+        self._sources, self.rank = sources, rank
         self.planning: PlanningTime | None = None
         """How long its planning took, and for how much of it the trainer waited. None: it was not
         measured."""
@@ -311,14 +313,23 @@ class Step:
     @cached_property
     def own_sequences(self) -> tuple[int, ...]:
         """The sequences that this rank loaded, as indices of ``plan.lengths``, ascending."""
-        return tuple(self.sources.loaded_by(self.rank))
+        return tuple(self._sources.loaded_by(self.rank))
+
+    @cached_property
+    def sources(self) -> tuple[int, ...]:
+        """The rank that loaded each sequence."""
+        return tuple(self._sources.ranks)
 
     def arrive(self) -> None:
         """Bring tables and rows to the device of the layers, where they are not there yet: for a
-        step that was prepared on another thread. The host does not wait for the copies."""
-        for cp, local in self._micro_batches:
-            cp.arrive()
-            local._arrive(cp.device)
+        step that was prepared on another thread. Neither the host nor what the GPU computes at the
+        moment waits for the copies; what is queued from now on does."""
+        if not self._micro_batches:
+            return
+        with Arrival(self._micro_batches[0][0].device) as arrival:
+            for cp, local in self._micro_batches:
+                cp.arrive(arrival.bring)
+                local._arrive(arrival)
 
     def pin(self) -> None:
         """Put tables and rows into memory from which GPUs copy while hosts go on."""
@@ -395,7 +406,7 @@ class Step:
             raise ValueError(
                 f"results has {len(each)} items, expected {len(self)}: one of each micro-batch"
             )
-        without = sorted(set(range(self.plan.ranks)) - set(self.sources.ranks))
+        without = sorted(set(range(self.plan.ranks)) - set(self._sources.ranks))
         if without and any(x.requires_grad for x in each):
             raise ValueError(
                 f"results have gradients, and ranks {without} loaded no samples, expected some on "

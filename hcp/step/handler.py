@@ -154,9 +154,10 @@ class ContextParallelHandler(OfThisProcess):
         if arrives:
             self.arrive()
 
-    def arrive(self) -> None:
-        """Bring the tables of rows to the device of the domain. :class:`hcp.Step` calls it."""
-        self._replace_tables(lambda table: table.to(self.device, non_blocking=True))
+    def arrive(self, bring: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Bring the tables of rows to the device of the domain. :class:`hcp.Step` calls it.
+        ``bring``: copies a table to it."""
+        self._replace_tables(bring or (lambda table: table.to(self.device, non_blocking=True)))
         self.position_ids = rows_may_vary(self.position_ids)
 
     def pin(self) -> None:

@@ -36,6 +36,73 @@ needs_megatron = pytest.mark.skipif(
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+# ---- evaluation ahead -------------------------------------------------------------------------
+
+
+class Loader:
+    """Megatron's data iterator: it counts what was drawn."""
+
+    def __init__(self):
+        self.drawn = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.drawn += 1
+        tokens = torch.arange(8)[None] + 100 * self.drawn
+        return {"tokens": tokens, "labels": tokens + 1, "loss_mask": torch.ones(1, 8)}
+
+
+def evaluate_by_schedule(rank, size, steps, ahead):
+    from hcp.integrations.megatron.lm.schedule import PlannedSchedule
+
+    def schedule(*, data_iterator, num_microbatches, **options):
+        assert options["forward_only"]
+        rows = torch.cat([next(data_iterator)["tokens"][0] for _ in range(num_microbatches)])
+        seen.append(sorted(rows[rows % 100 == 0].tolist()))
+
+    args = add_megatron_arguments(argparse.ArgumentParser()).parse_args(
+        ["--dynamic-context-parallel", "--max-seqlen-per-dp-cp-rank", "16"]
+    )
+    sizes = {"hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 2}
+    vars(args).update(sizes, num_query_groups=2, group_query_attention=True)
+    vars(args).update(tensor_model_parallel_size=1, sequence_parallel=False, seq_length=8)
+    vars(args).update(params_dtype=torch.float32, virtual_pipeline_model_parallel_size=None)
+    vars(args).update(microbatch_group_size_per_vp_stage=None, plan_ahead=ahead)
+    seen, drawn, loader = [], [], Loader()
+    groups = hcp.build_process_groups(tp=1, cp=1, dp=1, pp=1)
+    run = PlannedSchedule(schedule, args, groups, lambda: None, steps)
+    for _ in range(4):
+        run(
+            forward_step_func=None,
+            data_iterator=loader,
+            model=None,
+            num_microbatches=2,
+            forward_only=True,
+        )
+        drawn.append(loader.drawn)
+    del run
+    groups.close()
+    return seen, drawn
+
+
+@needs_megatron
+@pytest.mark.parametrize(
+    ("steps", "ahead", "drawn"),
+    [
+        (4, 1, [4, 6, 8, 8]),
+        (3, 1, [4, 6, 6, 8]),  # the fourth is of another evaluation
+        (4, 0, [2, 4, 6, 8]),
+        (None, 1, [2, 4, 6, 8]),
+    ],
+)
+def test_an_evaluation_is_drawn_and_planned_ahead_and_no_further_than_it_goes(steps, ahead, drawn):
+    ((seen, counted),) = run_ranks(1, evaluate_by_schedule, steps, ahead)
+    assert seen == [[100, 200], [300, 400], [500, 600], [700, 800]]
+    assert counted == drawn
+
+
 # ---- versions and options ------------------------------------------------------------------------
 
 

@@ -137,6 +137,7 @@ def test_a_run_that_was_stopped_and_loaded_is_bit_for_bit_the_one_that_was_not(
 ):
     options = ["--data", texts, "--dtype", "float64", *TINY, "--eval-interval", "2", *ddp]
     options += ["--train-iters", "4", "--lr-warmup-iters", "1", "--lr-decay-style", "cosine"]
+    options += ["--max-seqlen-per-dp-cp-rank", "100"]
     whole, pieces = tmp_path / "whole", tmp_path / "pieces"
     once = ["--save", str(whole), "--run-dir", str(whole / "run")]
     result = demo_on(2, *options, *once, folder=tmp_path)
@@ -148,7 +149,7 @@ def test_a_run_that_was_stopped_and_loaded_is_bit_for_bit_the_one_that_was_not(
     assert not (pieces / "run/summary.json").exists()
     result = demo_on(2, *options, *again, "--load", str(pieces), folder=tmp_path)
     assert result.returncode == 0, result.stderr
-    assert "stopped" not in result.stdout
+    assert "go on with" not in result.stdout
     ends = [torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (whole, pieces)]
     for name in ("static_cp", "dynamic_cp"):
         one, other = ({**end["runs"][name], "run": None} for end in ends)
@@ -168,6 +169,7 @@ def test_a_run_that_was_stopped_and_loaded_is_bit_for_bit_the_one_that_was_not(
 
 def test_a_run_with_other_arguments_than_its_checkpoint_is_refused(texts, tmp_path):
     options = ["--data", texts, *TINY, "--no-compare", "--train-iters", "1"]
+    options += ["--max-seqlen-per-dp-cp-rank", "200"]
     saved, run = str(tmp_path / "saved"), ["--run-dir", str(tmp_path / "run")]
     result = demo_on(1, *options, *run, "--load", saved, folder=tmp_path)
     assert result.returncode == 2

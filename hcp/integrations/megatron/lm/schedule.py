@@ -6,6 +6,7 @@ Megatron-LM and Megatron-Bridge have functions of these names.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -31,7 +32,8 @@ class PlannedSchedule:
 
     It draws as many micro-batches of the loader as Megatron-LM would, so that samples, their order
     and their counts in checkpoints are Megatron-LM's own. Those of the next training step are drawn
-    and planned while this one computes.
+    and planned while this one computes, and those of the next evaluation step where the number of
+    steps is known.
     """
 
     def __init__(
@@ -40,15 +42,18 @@ class PlannedSchedule:
         args: Any,
         groups: hcp.ProcessGroups,
         writers: Callable[[], Writers],
+        evaluation_steps: int | None = None,
     ) -> None:
         """`args`: Megatron-LM's, or an object with their names. `groups`: those of training.
-        `writers`: where the metrics of the step that runs are written."""
+        `writers`: where the metrics of the step that runs are written. `evaluation_steps`: of the
+        evaluation that it is for: no more are drawn. None: each is drawn in its turn."""
         self._schedule, self._args, self._groups = schedule, args, groups
         self._writers = writers
         # Not kept in args, which Megatron-LM writes into checkpoints.
         self._config = config_from_args(args)
         if getattr(args, "iterations_to_skip", None):  # Megatron draws their samples itself
             self._config = replace(self._config, plan_ahead=0)
+        self._evaluation_steps = self._evaluation_left = evaluation_steps or 0
         self._reader: StepReader | None = None
         self._steps: Iterator[data.MicroBatches] = iter(())
 
@@ -71,11 +76,13 @@ class PlannedSchedule:
             )
         chunks = model if isinstance(model, list) else [model]
         iterator = first_iterator(data_iterator)
-        if forward_only or not self._config.plan_ahead or is_replaying(iterator):
+        in_turn = forward_only and not self._evaluation_left
+        if in_turn or not self._config.plan_ahead or is_replaying(iterator):
             sequences = drawn_now(iterator, num_microbatches)
             planned = next(self._plan([sequences], evaluation=forward_only))
         else:
-            planned, sequences = self._planned_ahead(iterator, num_microbatches)
+            planned, sequences = self._planned_ahead(iterator, num_microbatches, forward_only)
+            self._evaluation_left -= forward_only
         if not forward_only:
             self.count_work(sequences)
         run = functools.partial(
@@ -98,9 +105,9 @@ class PlannedSchedule:
         """Tell the trainer the lengths of a step, if it counts operations by them."""
 
     def _planned_ahead(
-        self, iterator: Iterator[Mapping[str, Any]], micro_batches: int
+        self, iterator: Iterator[Mapping[str, Any]], micro_batches: int, evaluation: bool
     ) -> tuple[data.MicroBatches, list[Sample]]:
-        """Return the next step, which was planned while the one before it trained, and its
+        """Return the next step, which was planned while the one before it was computed, and its
         sequences."""
         reader = self._reader
         if reader is None or reader.iterator is not iterator:
@@ -108,7 +115,8 @@ class PlannedSchedule:
         elif reader.micro_batches != micro_batches:  # Megatron ramps up its batches
             reader = reader.resized(micro_batches)
         if reader is not self._reader:
-            self._reader, self._steps = reader, self._plan(reader, evaluation=False)
+            batches = itertools.islice(reader, self._evaluation_steps) if evaluation else reader
+            self._reader, self._steps = reader, self._plan(batches, evaluation=evaluation)
         planned = next(self._steps)
         return planned, reader.take()
 

@@ -59,8 +59,9 @@ def install() -> None:
         models = import_module(f"megatron.training.models.{module}")
         setattr(models, name, with_layers(getattr(models, name), _asks_for_linear_cross_entropy))
     _build_datasets_everywhere()
-    training.get_forward_backward_func = _planned(training)
-    training.evaluate = _by_tokens(training)
+    evaluation = _Evaluation()
+    training.get_forward_backward_func = _planned(training, evaluation)
+    training.evaluate = _by_tokens(training, evaluation)
 
 
 def _probe(version: str, module: str, name: str, parameters: tuple[str, ...]) -> None:
@@ -149,7 +150,14 @@ def _build_datasets_everywhere() -> None:
     BlendedMegatronDatasetBuilder.__init__ = __init__
 
 
-def _planned(training: Any) -> Callable[..., Any]:
+class _Evaluation:
+    """The evaluation that runs."""
+
+    steps: int | None = None
+    """None: none runs."""
+
+
+def _planned(training: Any, evaluation: _Evaluation) -> Callable[..., Any]:
     from hcp.integrations.megatron.lm.logged import Writers
     from hcp.integrations.megatron.lm.schedule import CountedSchedule, groups_of_parallel_state
 
@@ -158,7 +166,8 @@ def _planned(training: Any) -> Callable[..., Any]:
     @functools.wraps(get)
     def planned(*given: Any, **options: Any) -> CountedSchedule:
         args, groups = training.get_args(), groups_of_parallel_state()
-        return CountedSchedule(get(*given, **options), args, groups, writers)
+        run = get(*given, **options)
+        return CountedSchedule(run, args, groups, writers, evaluation.steps)
 
     def writers() -> Writers:
         args = training.get_args()
@@ -169,17 +178,20 @@ def _planned(training: Any) -> Callable[..., Any]:
     return planned
 
 
-def _by_tokens(training: Any) -> Callable[..., Any]:
+def _by_tokens(training: Any, evaluation: _Evaluation) -> Callable[..., Any]:
     """Evaluate with --sft as without: Megatron-LM's mean of means would depend on the plan."""
     evaluate = training.evaluate
+    parameters = inspect.signature(evaluate)
 
     @functools.wraps(evaluate)
     def evaluated(*given: Any, **options: Any) -> Any:
         args = training.get_args()
         sft, args.sft = args.sft, False
+        steps = parameters.bind(*given, **options).arguments.get("eval_iters")
+        evaluation.steps = args.eval_iters if steps is None else steps
         try:
             return evaluate(*given, **options)
         finally:
-            args.sft = sft
+            args.sft, evaluation.steps = sft, None
 
     return evaluated

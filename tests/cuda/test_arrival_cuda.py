@@ -1,0 +1,54 @@
+"""Copies of the next step run while this one computes, and are there when they are read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hcp.step.arrival import Arrival
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+CYCLES = 200_000_000
+"""About 0.1 seconds of a GPU."""
+
+
+def device_here() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def test_copies_do_not_wait_for_what_computes() -> None:
+    device = device_here()
+    rows = torch.arange(1 << 20).pin_memory()
+    with Arrival(device) as first:
+        first.bring(rows)  # the allocator and the stream are there
+    torch.cuda.synchronize()
+    torch.cuda._sleep(CYCLES)
+    computed = torch.cuda.Event()
+    computed.record()
+    with Arrival(device) as arrival:
+        moved = arrival.bring(rows)
+        assert arrival._copies is not None
+        arrival._copies.synchronize()
+        assert not computed.query(), "the copy waited for the stream that computes"
+    total = moved.sum()  # on the stream that computes, which waits for the copy
+    assert total.item() == rows.sum().item()
+    with Arrival(device) as again:
+        assert again.bring(moved) is moved
+
+
+def test_what_comes_next_reads_the_rows_and_no_later_ones() -> None:
+    """Each copy would take the memory of the one before it, if nothing said that it is read."""
+    device = device_here()
+    steps = [torch.full((1 << 20,), i, dtype=torch.int64).pin_memory() for i in range(16)]
+    read = []
+    for rows in steps:
+        with Arrival(device) as arrival:
+            moved = arrival.bring(rows)
+        torch.cuda._sleep(CYCLES // 50)
+        read.append(torch.stack([moved.min(), moved.max()]))
+        del moved
+    assert [each.tolist() for each in read] == [[i, i] for i in range(len(steps))]
