@@ -102,8 +102,9 @@ static int holds_integers(PyObject *sequence, Py_ssize_t n, Py_buffer *buffer) {
     return 0;
   }
   const char *format = buffer->format;
-  if (buffer->ndim == 1 && buffer->shape[0] == n && format != NULL && format[0] != '\0' && format[1] == '\0' &&
-      strchr("ilq", format[0]) != NULL && (buffer->itemsize == 4 || buffer->itemsize == 8))
+  if (buffer->ndim == 1 && buffer->shape[0] == n && format != NULL && format[0] != '\0' &&
+      format[1] == '\0' && strchr("ilq", format[0]) != NULL &&
+      (buffer->itemsize == 4 || buffer->itemsize == 8))
     return 1;
   PyBuffer_Release(buffer);
   return 0;
@@ -200,8 +201,7 @@ static PyObject *int32s(PyObject *module, PyObject *args) {
   if (!PyArg_ParseTuple(args, "Os:int32s", &sequence, &name) ||
       hcp_py_int32s(sequence, name, &values, &n) < 0)
     return NULL;
-  PyObject *bytes =
-      PyBytes_FromStringAndSize((const char *)values, n * (Py_ssize_t)sizeof *values);
+  PyObject *bytes = PyBytes_FromStringAndSize((const char *)values, n * (Py_ssize_t)sizeof *values);
   PyMem_Free(values);
   return bytes;
 }

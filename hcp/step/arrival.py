@@ -43,4 +43,4 @@ class Arrival:
 
 @functools.cache
 def _stream_of_copies(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
