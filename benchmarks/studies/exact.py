@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,13 +27,12 @@ from ortools.sat.python import cp_model
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from bench_plan import COSTS
-from common import families
 from common.machine import planner_line
+from common.small import instances, median_and_worst
 
 import hcp
 from hcp._words import Sync
 from hcp.planning.report import rows_held
-from hcp.programs.families import CHATQA2, WIKIPEDIA, K, log_uniform
 
 RESOLUTION = 200_000
 
@@ -184,35 +182,6 @@ def solve(plan: hcp.Plan, seconds: float, workers: int) -> Solved:
     return Solved(best, min(best, proven), status == cp_model.OPTIMAL)
 
 
-# ---- Instances -----------------------------------------------------------------------------------
-
-
-def instances(ranks: int, capacity: int, count: int) -> dict[str, Callable[[Random], list[int]]]:
-    """Return the families, cut to the rows of these ranks."""
-    most = ranks * (capacity - 2)
-
-    def cut(draw: Callable[[Random], int]) -> Callable[[Random], list[int]]:
-        return lambda random: [min(most, draw(random)) for _ in range(count)]
-
-    above = families.just_above(capacity, count)
-    return {
-        "P1": cut(WIKIPEDIA),
-        "P2": cut(families.GITHUB),
-        "P3": cut(lambda random: log_uniform(random, 8 * K, 64 * K)),
-        "P4": cut(CHATQA2),
-        "X1": lambda random: [capacity * 9 // 10] * (3 * ranks // 2),
-        "X2": lambda random: [min(most, length) for length in above(random)],
-        "X3": lambda random: (
-            [most // 4 + 17] * 3 + [log_uniform(random, 16, 1024) for _ in range(count - 3)]
-        ),
-        "X4": lambda random: [min(most, families.GITHUB(random)) for _ in range(ranks // 2)],
-    }
-
-
-def worst_and_median(values: list[float]) -> str:
-    return f"{statistics.median(values):.4f} | {max(values):.4f}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=8)
@@ -266,8 +235,8 @@ def row(
         of_optimum.append(plan.makespan / solved.best)
         slack.append(solved.proven / plan.bound)
     print(
-        f"| {name} | {cost} | {sync} | {len(lengths)} | {worst_and_median(of_bound)} "
-        f"| {worst_and_median(of_optimum)} | {worst_and_median(slack)} | {proven} of {seeds} |",
+        f"| {name} | {cost} | {sync} | {len(lengths)} | {median_and_worst(of_bound)} "
+        f"| {median_and_worst(of_optimum)} | {median_and_worst(slack)} | {proven} of {seeds} |",
         flush=True,
     )
 

@@ -1,0 +1,182 @@
+"""Find the best plan of small pipelines by trying all of them, under sync="micro_batch".
+
+It tells how much of makespan / bound is slack of the bound, and how much the planner loses.
+
+    python benchmarks/studies/exact_pipeline.py [--ranks 4] [--sequences 8] [--stages 4] [--seeds 5]
+
+Ranks of a stage wait for each other in every micro-batch, so of each set of sequences only the
+placement that takes the least time counts. Every way to part the sequences into such micro-batches
+and every order of them is simulated, but for those that a path of dependent passes rules out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from common.machine import planner_line
+from common.small import instances, median_and_worst
+
+import hcp
+from hcp.planning.report import rows_held
+
+Times = tuple[int, ...]
+
+
+class Placements:
+    """The least time of each set of sequences as one micro-batch. A set is a bit mask."""
+
+    def __init__(self, plan: hcp.Plan) -> None:
+        self.lengths, self.ranks, self.cost = plan.lengths, plan.ranks, plan.cost
+        self.capacity = plan.max_tokens_per_rank
+        self.least = functools.cache(self._least)
+        self.together = functools.cache(self._together)
+
+    def _together(self, members: int, degree: int) -> int | None:
+        """The time of one group. None: its rows do not fit."""
+        inside = [n for i, n in enumerate(self.lengths) if members >> i & 1]
+        rows = (sum(rows_held(n, degree, rank) for n in inside) for rank in range(degree))
+        if max(rows) > self.capacity:
+            return None
+        return self.cost.launch + sum(self.cost.time(n, degree) for n in inside)
+
+    def _least(self, members: int, ranks: int) -> int | None:
+        if members == 0:
+            return 0
+        best = None
+        for group in with_lowest(members):
+            for degree in range(1, ranks + 1):
+                time = self.together(group, degree)
+                rest = self.least(members & ~group, ranks - degree) if time is not None else None
+                if time is None or rest is None:
+                    continue
+                best = max(time, rest) if best is None else min(best, max(time, rest))
+        return best
+
+
+def with_lowest(members: int) -> Iterator[int]:
+    """Every subset that has the lowest member."""
+    lowest = members & -members
+    others = members ^ lowest
+    subset = others
+    while True:
+        yield subset | lowest
+        if subset == 0:
+            return
+        subset = (subset - 1) & others
+
+
+def partings(placements: Placements, members: int) -> Iterator[Times]:
+    """The times of the micro-batches of each way to part the sequences, ascending."""
+    if members == 0:
+        yield ()
+        return
+    for first in with_lowest(members):
+        time = placements.least(first, placements.ranks)
+        if time is not None:
+            for rest in partings(placements, members & ~first):
+                yield tuple(sorted((time, *rest)))
+
+
+def simulated(times: Sequence[int], stages: int) -> int:
+    """Three times the makespan of 1F1B: a forward takes a third of a micro-batch's time."""
+    count = len(times)
+    done: dict[tuple[int, int, bool], int] = {}  # (stage, micro-batch, backward): when it ended
+    free, following = [0] * stages, [0] * stages
+    orders = [list(one_forward_one_backward(stage, stages, count)) for stage in range(stages)]
+    left = 2 * count * stages
+    while left:
+        for stage in range(stages):
+            while following[stage] < len(orders[stage]):
+                which, backward = orders[stage][following[stage]]
+                needed = (
+                    (stage, which, False)
+                    if backward and stage == stages - 1
+                    else (stage + 1 if backward else stage - 1, which, backward)
+                )
+                if needed[0] >= 0 and needed not in done:
+                    break
+                begin = max(free[stage], done.get(needed, 0))
+                free[stage] = done[stage, which, backward] = begin + (1 + backward) * times[which]
+                following[stage] += 1
+                left -= 1
+    return max(free)
+
+
+def one_forward_one_backward(stage: int, stages: int, count: int) -> Iterator[tuple[int, bool]]:
+    ahead = min(stages - 1 - stage, count)
+    yield from ((which, False) for which in range(ahead))
+    for which in range(count - ahead):
+        yield ahead + which, False
+        yield which, True
+    yield from ((which, True) for which in range(count - ahead, count))
+
+
+def best_makespan(plan: hcp.Plan, stages: int) -> int:
+    """The least makespan of all plans, no more than that of this one."""
+    found = sorted(set(partings(Placements(plan), (1 << len(plan.lengths)) - 1)), key=sum)
+    best = 3 * plan.makespan
+    for times in found:
+        if 3 * sum(times) + 3 * (stages - 1) * times[0] >= best:
+            continue
+        for order in set(itertools.permutations(times)):
+            ramps = (stages - 1) * (order[0] + 2 * order[-1])
+            if 3 * sum(times) + ramps < best:
+                best = min(best, simulated(order, stages))
+    return -(-best // 3)
+
+
+def check(plan: hcp.Plan, stages: int) -> None:
+    """The simulation gives the plan the makespan that the planner says."""
+    times = [max(plan.group_time(group) for group in batch) for batch in plan.micro_batches]
+    found = simulated(times, stages)
+    assert abs(found - 3 * plan.makespan) <= 3 * len(times) * stages, (found, plan.makespan)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--capacity", type=int, default=8192)
+    parser.add_argument("--stages", default="2,4")
+    parser.add_argument("--families", default="P1,P2,P3,P4,X2,X3")
+    parser.add_argument("--seeds", type=int, default=5)
+    args = parser.parse_args()
+    print(f"{planner_line()}\nN = {args.ranks}, C = {args.capacity}, K = {args.sequences}\n")
+    print(
+        "| family | stages | plan / bound p50 | max | plan / optimum p50 | max "
+        "| optimum / bound p50 | max |\n" + "|---" * 8 + "|"
+    )
+    drawn = instances(args.ranks, args.capacity, args.sequences)
+    for name, stages in itertools.product(args.families.split(","), args.stages.split(",")):
+        ratios = [
+            compared(args, drawn[name](Random(seed)), int(stages)) for seed in range(args.seeds)
+        ]
+        columns = " | ".join(median_and_worst(list(x)) for x in zip(*ratios, strict=True))
+        print(f"| {name} | {stages} | {columns} |", flush=True)
+
+
+def compared(
+    args: argparse.Namespace, lengths: Sequence[int], stages: int
+) -> tuple[float, float, float]:
+    """Plan / bound, plan / optimum, optimum / bound."""
+    plan = hcp.plan(
+        lengths,
+        ranks=args.ranks,
+        max_tokens_per_rank=args.capacity,
+        sync="micro_batch",
+        pipeline_stages=stages,
+    )
+    check(plan, stages)
+    best = best_makespan(plan, stages)
+    return plan.makespan / plan.bound, plan.makespan / best, best / plan.bound
+
+
+if __name__ == "__main__":
+    main()
