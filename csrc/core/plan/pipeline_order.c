@@ -125,19 +125,21 @@ done:
 typedef struct ordering {
   const hcp__draft *draft;
   const hcp__problem *p;
+  hcp__passes passes;
   int64_t *times;  /* as hcp__pipeline_times gives them */
   int32_t count;   /* micro-batches that have groups: empty ones stay after them */
   int32_t *order;  /* places to micro-batches */
   int32_t *latest; /* tried */
   int64_t makespan;
-  int64_t budget; /* passes that may still be simulated */
-  int64_t passes; /* of one simulation */
+  int64_t budget; /* visits that simulation may still make */
+  int64_t visits; /* of one simulation */
 } ordering;
 
 static hcp_status judge(ordering *o, hcp_error *err) {
   int64_t makespan;
-  hcp_status status = hcp__pipeline_simulate(o->draft, o->p, o->times, o->latest, &makespan, err);
-  o->budget -= o->passes;
+  hcp_status status =
+      hcp__pipeline_simulate(&o->passes, o->draft, o->p, o->times, o->latest, &makespan, err);
+  o->budget -= o->visits;
   if (status != HCP_OK || makespan >= o->makespan) return status;
   o->makespan = makespan;
   memcpy(o->order, o->latest, (size_t)o->draft->micro_batch_count * sizeof *o->order);
@@ -210,7 +212,7 @@ static hcp_status climb(ordering *o, hcp_error *err) {
 }
 
 /* Work of one simulation, in visits to a rank. */
-static int64_t passes_of(const hcp__draft *draft, const hcp__problem *p) {
+static int64_t visits_of(const hcp__draft *draft, const hcp__problem *p) {
   const hcp_pipeline *pipeline = &p->limits->pipeline;
   int64_t visits = draft->micro_batch_count;
   for (int32_t g = 0; g < draft->group_count && p->limits->sync == HCP_SYNC_STEP; g++)
@@ -247,19 +249,21 @@ static hcp_status emit_order(const ordering *o, hcp__draft *to, hcp_error *err) 
 hcp_status hcp__draft_order(const hcp__draft *from, const hcp__problem *p, int64_t budget,
                             hcp__draft *to, int64_t *makespan, hcp_error *err) {
   size_t count = (size_t)from->micro_batch_count, groups = (size_t)from->group_count;
-  ordering o = {.draft = from, .p = p, .budget = budget, .passes = passes_of(from, p)};
+  ordering o = {.draft = from, .p = p, .budget = budget, .visits = visits_of(from, p)};
   o.count = filled(from);
   o.times = malloc((count + groups + 1) * sizeof *o.times);
   o.order = calloc(2 * count + 1, sizeof *o.order);
-  hcp_status status = HCP_OK;
-  if (o.times == NULL || o.order == NULL) {
+  hcp_status status =
+      hcp__passes_make(&p->limits->pipeline, from->micro_batch_count, &o.passes, err);
+  if (status == HCP_OK && (o.times == NULL || o.order == NULL)) {
     status = hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d groups", from->group_count);
-  } else {
+  } else if (status == HCP_OK) {
     o.latest = o.order + count;
     status = search_order(&o, err);
     if (status == HCP_OK) status = emit_order(&o, to, err);
     *makespan = o.makespan;
   }
+  hcp__passes_release(&o.passes);
   free(o.order);
   free(o.times);
   return status;

@@ -7,6 +7,7 @@
  * full, then one forward and one backward, then what is left. A pass begins when
  * the link before it is done and the ranks have ended their pass before. */
 #include <stdlib.h>
+#include <string.h>
 
 #include "plan.h"
 
@@ -60,127 +61,109 @@ static pass next_pass(const shape *s, int32_t stage, int64_t i) {
                               : pass_of(s, (i - first) / 2, 1);
 }
 
-/* ---- the simulation ---- */
+/* ---- all lists at once ---- */
 
-/* What is simulated. A lane is a rank, or all ranks where they wait for each other. */
-typedef struct lanes {
-  int32_t count;
-  const hcp_micro_batch *micro_batches;
-  const int32_t *order; /* places to micro-batches, NULL: as they are */
-  int32_t micro_batch_count;
-  const hcp_group *groups;
-  const int64_t *times; /* of groups */
-} lanes;
+/* How far the micro-batches and the stages are: links passed, and passes run. */
+typedef struct progress {
+  int32_t *links; /* 2 * micro-batches: forward, and backward */
+  int64_t *next;  /* stages */
+} progress;
 
-typedef struct simulation {
-  const shape *s;
-  const lanes *l;
-  int64_t *available; /* stages * lanes */
-  int64_t *arrived;   /* groups: when their latest pass ended */
-  int32_t *links;     /* 2 * micro-batches: links passed forward, and backward */
-  int64_t *next;      /* stages: passes that each has run */
-} simulation;
-
-static const hcp_micro_batch *batch_at(const lanes *l, int32_t place) {
-  static const hcp_micro_batch empty = {0, 0};
-  if (place >= l->micro_batch_count) return &empty;
-  return &l->micro_batches[l->order == NULL ? place : l->order[place]];
-}
-
-static int is_ready(const simulation *r, int32_t stage, pass p) {
-  int32_t links = r->s->stages * r->s->chunks, link = p.chunk * r->s->stages + stage;
-  const int32_t *passed = &r->links[2 * (int64_t)p.micro_batch];
+static int is_ready(const shape *s, const progress *at, int32_t stage, pass p) {
+  int32_t links = s->stages * s->chunks, link = p.chunk * s->stages + stage;
+  const int32_t *passed = &at->links[2 * (int64_t)p.micro_batch];
   return p.backward ? passed[0] == links && passed[1] == links - 1 - link : passed[0] == link;
 }
 
-static int64_t group_pass(const simulation *r, int32_t stage, const hcp_group *group, int32_t g,
-                          int64_t time) {
-  int64_t *available = &r->available[(int64_t)stage * r->l->count + group->first_rank];
-  int64_t start = r->arrived[g];
-  for (int32_t k = 0; k < group->degree; k++)
-    if (available[k] > start) start = available[k];
-  for (int32_t k = 0; k < group->degree; k++) available[k] = start + time;
-  r->arrived[g] = start + time;
-  return start + time;
-}
-
-/* Runs what the stage can run now; returns how many passes. */
-static int64_t advance(const simulation *r, int32_t stage, int64_t *last) {
-  int64_t all = 2 * r->s->count * r->s->chunks, begun = r->next[stage];
-  for (; r->next[stage] < all; r->next[stage]++) {
-    pass p = next_pass(r->s, stage, r->next[stage]);
-    if (!is_ready(r, stage, p)) break;
-    const hcp_micro_batch *batch = batch_at(r->l, p.micro_batch);
-    for (int32_t g = batch->first_group; g < batch->first_group + batch->groups; g++) {
-      int64_t time = r->l->times[g] * (p.backward ? BACKWARD : 1);
-      int64_t end = group_pass(r, stage, &r->l->groups[g], g, time);
-      if (end > *last) *last = end;
-    }
-    r->links[2 * (int64_t)p.micro_batch + p.backward]++;
+/* Lists what the stage can run now; returns how many passes. Empty micro-batches, at the
+ * end, have none. */
+static int64_t advance(const shape *s, int32_t filled, int32_t stage, const progress *at,
+                       hcp__passes *to) {
+  int64_t all = 2 * s->count * s->chunks, begun = at->next[stage];
+  for (; at->next[stage] < all; at->next[stage]++) {
+    pass p = next_pass(s, stage, at->next[stage]);
+    if (!is_ready(s, at, stage, p)) break;
+    at->links[2 * (int64_t)p.micro_batch + p.backward]++;
+    if (p.micro_batch < filled)
+      to->pass[to->count++] = (hcp__pass){stage, p.micro_batch, p.backward ? BACKWARD : 1};
   }
-  return r->next[stage] - begun;
+  return at->next[stage] - begun;
 }
 
 /* Every stage's list waits for others' earlier passes only, so some stage can
  * always go on. */
-static int64_t run_stages(const simulation *r) {
-  int64_t last = 0, moved = 1;
-  while (moved > 0) {
+static void run_stages(const shape *s, int32_t filled, const progress *at, hcp__passes *to) {
+  for (int64_t moved = 1; moved > 0;) {
     moved = 0;
-    for (int32_t stage = 0; stage < r->s->stages; stage++) moved += advance(r, stage, &last);
+    for (int32_t stage = 0; stage < s->stages; stage++) moved += advance(s, filled, stage, at, to);
   }
-  return last;
+}
+
+hcp_status hcp__passes_make(const hcp_pipeline *pipeline, int32_t count, hcp__passes *to,
+                            hcp_error *err) {
+  shape s = shape_of(pipeline, count);
+  size_t links = (size_t)s.stages * (size_t)s.chunks;
+  *to = (hcp__passes){.stages = s.stages, .parts = WHOLE * s.chunks};
+  to->pass = malloc((2 * links * (size_t)count + 1) * sizeof *to->pass);
+  progress at = {.links = calloc(2 * (size_t)s.count + 1, sizeof *at.links),
+                 .next = calloc((size_t)s.stages, sizeof *at.next)};
+  hcp_status status = HCP_OK;
+  if (to->pass == NULL || at.links == NULL || at.next == NULL)
+    status = hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d micro-batches in %d stages", count,
+                       s.stages);
+  else
+    run_stages(&s, count, &at, to);
+  free(at.next);
+  free(at.links);
+  if (status != HCP_OK) hcp__passes_release(to);
+  return status;
+}
+
+void hcp__passes_release(hcp__passes *x) {
+  free(x->pass);
+  *x = (hcp__passes){0};
 }
 
 /* A pass over a chunk takes a WHOLE-th of a chunk-th of its group's time, so all
  * times are counted in such parts and divided at the end. */
-static hcp_status simulate(const hcp_pipeline *pipeline, const lanes *l, int32_t group_count,
-                           int64_t *makespan, hcp_error *err) {
-  shape s = shape_of(pipeline, l->micro_batch_count);
-  int64_t parts = (int64_t)WHOLE * s.chunks, sum = 0;
-  for (int32_t g = 0; g < group_count; g++)
-    if (__builtin_add_overflow(sum, l->times[g], &sum)) sum = INT64_MAX;
-  if (sum > INT64_MAX / 2 / parts / s.stages)
-    return hcp__fail(err, HCP_OVERFLOW, "the cost of all micro-batches exceeds 63 bits");
-  simulation r = {.s = &s, .l = l};
-  size_t stages = (size_t)s.stages, lane_count = stages * (size_t)l->count;
-  r.available = calloc(lane_count + (size_t)group_count + stages, sizeof *r.available);
-  r.links = calloc(2 * (size_t)s.count + 1, sizeof *r.links);
-  hcp_status status = HCP_OK;
-  if (r.available == NULL || r.links == NULL) {
-    status = hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d stages", s.stages);
-  } else {
-    r.arrived = r.available + lane_count;
-    r.next = r.arrived + group_count;
-    int64_t last = run_stages(&r);
-    *makespan = last / parts + (last % parts != 0);
-  }
-  free(r.links);
-  free(r.available);
-  return status;
+static int64_t whole_of(const hcp__passes *x, int64_t last) {
+  return last / x->parts + (last % x->parts != 0);
 }
 
-/* ---- one lane ---- */
+static hcp_status check_sum(const hcp__passes *x, const int64_t *times, int32_t n, hcp_error *err) {
+  int64_t sum = 0;
+  for (int32_t i = 0; i < n; i++)
+    if (__builtin_add_overflow(sum, times[i], &sum)) sum = INT64_MAX;
+  if (sum > INT64_MAX / 2 / x->parts / x->stages)
+    return hcp__fail(err, HCP_OVERFLOW, "the cost of all micro-batches exceeds 63 bits");
+  return HCP_OK;
+}
 
-/* times of micro-batches as groups of one lane. */
-static hcp_status simulate_times(const hcp_pipeline *pipeline, const int64_t *times, int32_t n,
-                                 const int32_t *order, int64_t *makespan, hcp_error *err) {
-  hcp_micro_batch *batches = malloc(((size_t)n + 1) * sizeof *batches);
-  hcp_group *groups = malloc(((size_t)n + 1) * sizeof *groups);
-  hcp_status status = HCP_OK;
-  if (batches == NULL || groups == NULL) {
-    status = hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d micro-batches", n);
-  } else {
-    for (int32_t m = 0; m < n; m++) {
-      batches[m] = (hcp_micro_batch){m, 1};
-      groups[m] = (hcp_group){.first_rank = 0, .degree = 1};
-    }
-    const lanes l = {1, batches, order, n, groups, times};
-    status = simulate(pipeline, &l, n, makespan, err);
+/* ---- one lane: all ranks of a stage ---- */
+
+int64_t hcp__passes_time(const hcp__passes *x, const int64_t *times, const int32_t *order,
+                         int32_t count, int64_t *ends) {
+  int64_t *available = ends, *arrived = ends + x->stages, last = 0;
+  memset(ends, 0, ((size_t)x->stages + (size_t)count) * sizeof *ends);
+  for (int64_t i = 0; i < x->count; i++) {
+    hcp__pass p = x->pass[i];
+    int64_t start = available[p.stage] > arrived[p.place] ? available[p.stage] : arrived[p.place];
+    int64_t end = start + times[order == NULL ? p.place : order[p.place]] * p.forwards;
+    available[p.stage] = arrived[p.place] = end;
+    if (end > last) last = end;
   }
-  free(groups);
-  free(batches);
-  return status;
+  return whole_of(x, last);
+}
+
+static hcp_status simulate_times(const hcp__passes *x, const int64_t *times, int32_t n,
+                                 const int32_t *order, int64_t *makespan, hcp_error *err) {
+  hcp_status status = check_sum(x, times, n, err);
+  if (status != HCP_OK) return status;
+  int64_t *ends = malloc(((size_t)x->stages + (size_t)n) * sizeof *ends);
+  if (ends == NULL) return hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d stages", x->stages);
+  *makespan = hcp__passes_time(x, times, order, n, ends);
+  free(ends);
+  return HCP_OK;
 }
 
 static hcp_status check_times(const hcp_pipeline *pipeline, const int64_t *times, int32_t n,
@@ -200,9 +183,42 @@ static hcp_status check_times(const hcp_pipeline *pipeline, const int64_t *times
 
 hcp_status hcp_pipeline_time(const hcp_pipeline *pipeline, const int64_t *times, int32_t n,
                              int64_t *makespan, hcp_error *err) {
+  hcp__passes passes;
   hcp_status status = hcp__pipeline_check(pipeline, err);
   if (status == HCP_OK) status = check_times(pipeline, times, n, err);
-  return status == HCP_OK ? simulate_times(pipeline, times, n, NULL, makespan, err) : status;
+  if (status == HCP_OK) status = hcp__passes_make(pipeline, n, &passes, err);
+  if (status != HCP_OK) return status;
+  status = simulate_times(&passes, times, n, NULL, makespan, err);
+  hcp__passes_release(&passes);
+  return status;
+}
+
+/* ---- a lane for each rank ---- */
+
+static int64_t group_pass(int64_t *available, int64_t *arrived, const hcp_group *group,
+                          int64_t time) {
+  int64_t start = *arrived;
+  available += group->first_rank;
+  for (int32_t k = 0; k < group->degree; k++)
+    if (available[k] > start) start = available[k];
+  for (int32_t k = 0; k < group->degree; k++) available[k] = start + time;
+  return *arrived = start + time;
+}
+
+/* ends: scratch for the ranks of all stages and the groups. */
+static int64_t simulate_ranks(const hcp__passes *x, const hcp__draft *draft, int32_t ranks,
+                              const int64_t *times, const int32_t *order, int64_t *ends) {
+  int64_t *arrived = ends + (int64_t)x->stages * ranks, last = 0;
+  for (int64_t i = 0; i < x->count; i++) {
+    hcp__pass p = x->pass[i];
+    const hcp_micro_batch *batch = &draft->micro_batches[order == NULL ? p.place : order[p.place]];
+    for (int32_t g = batch->first_group; g < batch->first_group + batch->groups; g++) {
+      int64_t end = group_pass(&ends[(int64_t)p.stage * ranks], &arrived[g], &draft->groups[g],
+                               times[g] * p.forwards);
+      if (end > last) last = end;
+    }
+  }
+  return whole_of(x, last);
 }
 
 /* ---- a plan ---- */
@@ -227,25 +243,35 @@ hcp_status hcp__pipeline_times(const hcp__draft *draft, const hcp__problem *p, i
   return HCP_OK;
 }
 
-hcp_status hcp__pipeline_simulate(const hcp__draft *draft, const hcp__problem *p,
-                                  const int64_t *times, const int32_t *order, int64_t *makespan,
-                                  hcp_error *err) {
-  const hcp_pipeline *pipeline = &p->limits->pipeline;
+hcp_status hcp__pipeline_simulate(const hcp__passes *x, const hcp__draft *draft,
+                                  const hcp__problem *p, const int64_t *times, const int32_t *order,
+                                  int64_t *makespan, hcp_error *err) {
+  int32_t ranks = p->limits->ranks, groups = draft->group_count;
   if (p->limits->sync == HCP_SYNC_MICRO_BATCH)
-    return simulate_times(pipeline, times, draft->micro_batch_count, order, makespan, err);
-  const lanes l = {p->limits->ranks,         draft->micro_batches, order,
-                   draft->micro_batch_count, draft->groups,        times};
-  return simulate(pipeline, &l, draft->group_count, makespan, err);
+    return simulate_times(x, times, draft->micro_batch_count, order, makespan, err);
+  hcp_status status = check_sum(x, times, groups, err);
+  if (status != HCP_OK) return status;
+  int64_t *ends = calloc((size_t)x->stages * (size_t)ranks + (size_t)groups, sizeof *ends);
+  if (ends == NULL) return hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d stages", x->stages);
+  *makespan = simulate_ranks(x, draft, ranks, times, order, ends);
+  free(ends);
+  return HCP_OK;
 }
 
 hcp_status hcp__pipeline_makespan(const hcp__draft *draft, const hcp__problem *p, int64_t *makespan,
                                   hcp_error *err) {
+  hcp__passes passes;
+  hcp_status status =
+      hcp__passes_make(&p->limits->pipeline, draft->micro_batch_count, &passes, err);
+  if (status != HCP_OK) return status;
   int64_t *times =
       malloc(((size_t)draft->group_count + (size_t)draft->micro_batch_count + 1) * sizeof *times);
   if (times == NULL)
-    return hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d groups", draft->group_count);
-  hcp_status status = hcp__pipeline_times(draft, p, times, err);
-  if (status == HCP_OK) status = hcp__pipeline_simulate(draft, p, times, NULL, makespan, err);
+    status = hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d groups", draft->group_count);
+  if (status == HCP_OK) status = hcp__pipeline_times(draft, p, times, err);
+  if (status == HCP_OK)
+    status = hcp__pipeline_simulate(&passes, draft, p, times, NULL, makespan, err);
   free(times);
+  hcp__passes_release(&passes);
   return status;
 }

@@ -361,14 +361,37 @@ hcp_status hcp__polish(hcp__search *search, int32_t effort, hcp_error *err);
 /* Micro-batches of an interleaved pipeline come in multiples of this, else 1. */
 int32_t hcp__multiple(const hcp_pipeline *pipeline);
 
+/* A pass of the micro-batch at a place of the order, which takes so many forwards. */
+typedef struct hcp__pass {
+  int32_t stage, place, forwards;
+} hcp__pass;
+
+/* The passes of all stages, each after those that it waits for. */
+typedef struct hcp__passes {
+  int32_t stages, parts; /* parts: forwards over one chunk in a group's time */
+  int64_t count;
+  hcp__pass *pass;
+} hcp__passes;
+
+/* The passes of so many micro-batches, and of the empty ones that round them up. The caller
+ * releases them. */
+hcp_status hcp__passes_make(const hcp_pipeline *pipeline, int32_t count, hcp__passes *passes,
+                            hcp_error *err);
+void hcp__passes_release(hcp__passes *passes);
+/* The makespan of micro-batches that take times, which sum to an eighth of INT64_MAX at most when
+ * they are multiplied by stages and parts. order: places to micro-batches, NULL: as they are.
+ * ends is scratch for stages + count. */
+int64_t hcp__passes_time(const hcp__passes *passes, const int64_t *times, const int32_t *order,
+                         int32_t count, int64_t *ends);
+
 /* What the groups take, or under HCP_SYNC_MICRO_BATCH the micro-batches: times
  * has room for either. */
 hcp_status hcp__pipeline_times(const hcp__draft *draft, const hcp__problem *problem, int64_t *times,
                                hcp_error *err);
-/* The makespan for those times, with the micro-batches in an order. */
-hcp_status hcp__pipeline_simulate(const hcp__draft *draft, const hcp__problem *problem,
-                                  const int64_t *times, const int32_t *order, int64_t *makespan,
-                                  hcp_error *err);
+/* The makespan for those times and the passes of the draft's micro-batches, in an order. */
+hcp_status hcp__pipeline_simulate(const hcp__passes *passes, const hcp__draft *draft,
+                                  const hcp__problem *problem, const int64_t *times,
+                                  const int32_t *order, int64_t *makespan, hcp_error *err);
 /* hcp__makespan of a pipeline. A count of micro-batches that the pipeline does
  * not take is rounded up by empty ones. */
 hcp_status hcp__pipeline_makespan(const hcp__draft *draft, const hcp__problem *problem,
