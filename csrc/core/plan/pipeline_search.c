@@ -4,8 +4,9 @@
  * make them short, many of them cost launches, and each may only be a little
  * larger than those before it, or stages wait for it (bound_pipeline.c). So
  * shapes, that is counts of micro-batches and ramps, are first simulated as if
- * work could be cut at will; waves of the most promising ones are then planned,
- * and the plan that the search found without them is kept when it is better. */
+ * work could be cut at will; waves of the most promising ones are then planned.
+ * So is one without shapes. The best plans of several counts are the finalists:
+ * small steps improve them and their orders (waves_polish.c), and the best is kept. */
 #include <stdlib.h>
 
 #include "plan.h"
@@ -19,8 +20,10 @@ enum {
   COUNT_MAX = 96,     /* micro-batches */
   RAISES = 10,        /* of a height until it holds all */
   HALVINGS = 5,       /* of the interval of heights */
-  PASSES = 1 << 12,   /* of simulation, to order a candidate */
-  PASSES_MAX = 1 << 22 /* to order the best, times effort */
+  VISITS = 1 << 12,      /* of simulation, to order a candidate, */
+  VISITS_NEAR = 1 << 19, /* a finalist, times effort, */
+  VISITS_MAX = 1 << 22,  /* and the best of them, times effort */
+  FINALISTS = 4        /* plans of different counts that are improved */
 };
 
 static const int32_t ramps[RAMPS] = {ONE, ONE / 2, ONE / 3, ONE / 5, ONE / 8};
@@ -38,8 +41,8 @@ typedef struct search {
   hcp__blocks blocks;
   hcp__waves *waves; /* NULL: too many ranks for them */
   hcp__draft found, rounded, ordered; /* a candidate, on its way */
-  hcp__draft *best;
-  int64_t makespan;
+  hcp__draft finalists[FINALISTS];
+  int64_t makespans[FINALISTS]; /* INT64_MAX: there is none */
   int64_t *heights; /* COUNT_MAX */
   int64_t longest;  /* the fastest that the slowest sequence can be */
 } search;
@@ -127,17 +130,35 @@ static hcp_status choose_shapes(search *s, shape *shapes, int32_t most, int32_t 
 
 /* ---- plans ---- */
 
-/* Keeps s->found, rounded up and ordered, when it is the best. */
+static void swap(hcp__draft *x, hcp__draft *y) {
+  hcp__draft kept = *x;
+  *x = *y;
+  *y = kept;
+}
+
+/* Where a plan of so many micro-batches would stand: in place of one of as many, or of the worst.
+ */
+static int32_t place_of(const search *s, int32_t count) {
+  int32_t worst = 0;
+  for (int32_t i = 0; i < FINALISTS; i++) {
+    if (s->makespans[i] < INT64_MAX && s->finalists[i].micro_batch_count == count) return i;
+    if (s->makespans[i] > s->makespans[worst]) worst = i;
+  }
+  return worst;
+}
+
+/* Orders s->found, rounded up, and makes it a finalist if it is better than the one in its place.
+ */
 static hcp_status keep(search *s, int64_t budget, hcp_error *err) {
   int64_t makespan = 0;
   hcp_status status = hcp__draft_round_up(&s->found, s->p, &s->rounded, err);
   if (status == HCP_OK)
     status = hcp__draft_order(&s->rounded, s->p, budget, &s->ordered, &makespan, err);
-  if (status != HCP_OK || makespan >= s->makespan) return status;
-  hcp__draft swap = *s->best;
-  *s->best = s->ordered;
-  s->ordered = swap;
-  s->makespan = makespan;
+  if (status != HCP_OK) return status;
+  int32_t i = place_of(s, s->ordered.micro_batch_count);
+  if (makespan >= s->makespans[i]) return HCP_OK;
+  s->makespans[i] = makespan;
+  swap(&s->ordered, &s->finalists[i]);
   return HCP_OK;
 }
 
@@ -155,7 +176,7 @@ static hcp_status try_height(search *s, const shape *x, int64_t height, int32_t 
   hcp_status status = *fits ? hcp__place_waves(s->p, &s->blocks, fits, err) : HCP_OK;
   if (status != HCP_OK || !*fits) return status;
   status = hcp__draft_by_micro_batch(&s->found, &s->blocks, err);
-  return status == HCP_OK ? keep(s, PASSES, err) : status;
+  return status == HCP_OK ? keep(s, VISITS, err) : status;
 }
 
 /* The least height that holds all, about. */
@@ -188,16 +209,45 @@ static hcp_status try_shapes(search *s, hcp_error *err) {
   return status;
 }
 
-/* The order of the best, searched longer. */
-static hcp_status order_best(search *s, hcp_error *err) {
+/* Orders a plan, and makes it the finalist i if it is better. */
+static hcp_status order(search *s, const hcp__draft *from, int32_t i, int64_t budget,
+                        hcp_error *err) {
   int64_t makespan;
-  hcp_status status =
-      hcp__draft_order(s->best, s->p, (int64_t)PASSES_MAX * s->effort, &s->ordered, &makespan, err);
-  if (status != HCP_OK || makespan >= s->makespan) return status;
-  hcp__draft swap = *s->best;
-  *s->best = s->ordered;
-  s->ordered = swap;
+  hcp_status status = hcp__draft_order(from, s->p, budget * s->effort, &s->ordered, &makespan, err);
+  if (status != HCP_OK || makespan >= s->makespans[i]) return status;
+  s->makespans[i] = makespan;
+  swap(&s->ordered, &s->finalists[i]);
   return HCP_OK;
+}
+
+/* Improves a finalist by small steps. */
+static hcp_status polish(search *s, int32_t i, hcp_error *err) {
+  int32_t placed = 0;
+  hcp_status status =
+      hcp__polish_blocks(s->p, &s->finalists[i], s->makespans[i], s->effort, &s->blocks, err);
+  if (status == HCP_OK && s->blocks.count > 0)
+    status = hcp__place_waves(s->p, &s->blocks, &placed, err);
+  if (status != HCP_OK || !placed) return status;
+  status = hcp__draft_by_micro_batch(&s->found, &s->blocks, err);
+  if (status == HCP_OK) status = hcp__draft_round_up(&s->found, s->p, &s->rounded, err);
+  return status == HCP_OK ? order(s, &s->rounded, i, VISITS_NEAR, err) : status;
+}
+
+/* Improves the finalists; *best is the one that becomes the best, *makespan its time. */
+static hcp_status improve_finalists(search *s, hcp__draft *best, int64_t *makespan,
+                                    hcp_error *err) {
+  int32_t least = 0;
+  hcp_status status = HCP_OK;
+  for (int32_t i = 0; i < FINALISTS && status == HCP_OK; i++) {
+    if (s->makespans[i] == INT64_MAX) continue;
+    status = order(s, &s->finalists[i], i, VISITS_NEAR, err);
+    if (status == HCP_OK) status = polish(s, i, err);
+    if (s->makespans[i] < s->makespans[least]) least = i;
+  }
+  if (status == HCP_OK) status = order(s, &s->finalists[least], least, VISITS_MAX, err);
+  *makespan = s->makespans[least];
+  swap(&s->finalists[least], best);
+  return status;
 }
 
 static int64_t longest_of(const hcp__problem *p) {
@@ -210,17 +260,21 @@ static int64_t longest_of(const hcp__problem *p) {
   return longest;
 }
 
-static hcp_status try_all(search *s, hcp_error *err) {
+static hcp_status try_all(search *s, hcp__draft *best, int64_t *makespan, hcp_error *err) {
   s->longest = longest_of(s->p);
-  hcp_status status = keep(s, PASSES, err); /* what the search found */
+  hcp_status status = keep(s, VISITS, err); /* what the search found */
   if (status == HCP_OK && s->waves != NULL) status = try_shapes(s, err);
-  return status == HCP_OK ? order_best(s, err) : status;
+  return status == HCP_OK ? improve_finalists(s, best, makespan, err) : status;
 }
 
 static hcp_status search_init(search *s, hcp_error *err) {
   hcp_status status = hcp__blocks_init(&s->blocks, s->p->n, err);
   if (status == HCP_OK) status = hcp__draft_init_for(&s->rounded, s->p, err);
   if (status == HCP_OK) status = hcp__draft_init_for(&s->ordered, s->p, err);
+  for (int32_t i = 0; i < FINALISTS; i++) {
+    s->makespans[i] = INT64_MAX;
+    if (status == HCP_OK) status = hcp__draft_init_for(&s->finalists[i], s->p, err);
+  }
   /* Ranks beyond this have more waves than are worth their scratch. */
   if (status == HCP_OK && (int64_t)s->p->limits->ranks * COUNT_MAX <= 1 << 24)
     status = hcp__waves_create(s->p, COUNT_MAX, &s->waves, err);
@@ -233,20 +287,40 @@ static hcp_status search_init(search *s, hcp_error *err) {
 static void search_release(search *s) {
   free(s->heights);
   hcp__waves_destroy(s->waves);
+  for (int32_t i = 0; i < FINALISTS; i++) hcp__draft_release(&s->finalists[i]);
   hcp__draft_release(&s->ordered);
   hcp__draft_release(&s->rounded);
   hcp__draft_release(&s->found);
   hcp__blocks_release(&s->blocks);
 }
 
-hcp_status hcp__plan_pipeline(const hcp__problem *p, int32_t effort, hcp__draft *draft,
-                              hcp_error *err) {
-  search s = {.p = p, .effort = effort, .best = draft, .makespan = INT64_MAX, .found = *draft};
-  if (p->n == 0) return HCP_OK;
+/* *draft has the plan that the search found without them. */
+static hcp_status plan_once(const hcp__problem *p, int32_t effort, hcp__draft *draft,
+                            int64_t *makespan, hcp_error *err) {
+  search s = {.p = p, .effort = effort, .found = *draft};
   *draft = (hcp__draft){0}; /* becomes the best */
   hcp_status status = hcp__draft_init_for(draft, p, err);
   if (status == HCP_OK) status = search_init(&s, err);
-  if (status == HCP_OK) status = try_all(&s, err);
+  if (status == HCP_OK) status = try_all(&s, draft, makespan, err);
   search_release(&s);
+  return status;
+}
+
+/* Doubled, so that more effort tries what less does. */
+hcp_status hcp__plan_pipeline(const hcp__problem *p, int32_t effort, hcp__draft *best,
+                              hcp_error *err) {
+  int64_t least = INT64_MAX, makespan = 0;
+  hcp_status status = HCP_OK;
+  for (int32_t e = 1; e <= effort && p->n > 0 && status == HCP_OK; e *= 2) {
+    hcp__draft draft;
+    status = hcp__draft_init(&draft, p->n, err);
+    if (status == HCP_OK) status = hcp__plan_search(p, e, &draft, err);
+    if (status == HCP_OK) status = plan_once(p, e, &draft, &makespan, err);
+    if (status == HCP_OK && makespan < least) {
+      least = makespan;
+      swap(&draft, best);
+    }
+    hcp__draft_release(&draft);
+  }
   return status;
 }

@@ -260,7 +260,7 @@ int64_t hcp__group_time(const hcp__draft *draft, const hcp__problem *problem,
 
 /* ---- The search (search.c, judge.c) ---- */
 
-/* Makes *draft the best plan found for the problem, one stage of a pipeline. */
+/* Makes *draft the best plan found for the problem without its order in a pipeline. */
 hcp_status hcp__plan_search(const hcp__problem *problem, int32_t effort, hcp__draft *draft,
                             hcp_error *err);
 
@@ -355,6 +355,10 @@ hcp_status hcp__search_waves(hcp__search *search, hcp_error *err);
 /* Looks for micro-batches a little lower than the best, of few sequences that may have
  * any ranks. */
 hcp_status hcp__polish(hcp__search *search, int32_t effort, hcp_error *err);
+/* The same for a plan of micro-batches in which all ranks wait for the slowest, in a pipeline or
+ * not. Blocks name their micro-batches; there are none when steps are not possible. */
+hcp_status hcp__polish_blocks(const hcp__problem *problem, const hcp__draft *from, int64_t makespan,
+                              int32_t effort, hcp__blocks *blocks, hcp_error *err);
 
 /* ---- Pipelines (pipeline_time.c, pipeline_order.c, pipeline_search.c) ---- */
 
@@ -409,7 +413,7 @@ hcp_status hcp__draft_round_up(hcp__draft *from, const hcp__problem *problem, hc
 hcp_status hcp__draft_order(const hcp__draft *from, const hcp__problem *problem, int64_t budget,
                             hcp__draft *to, int64_t *makespan, hcp_error *err);
 
-/* Makes *draft, a plan, the best found for the problem's pipeline. */
+/* Makes *draft the best plan found for the problem's pipeline. */
 hcp_status hcp__plan_pipeline(const hcp__problem *problem, int32_t effort, hcp__draft *draft,
                               hcp_error *err);
 

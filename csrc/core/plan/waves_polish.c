@@ -4,7 +4,8 @@
  * places. The ranks of their micro-batches are then divided anew: one after the other
  * goes from the group that is fastest without it to the slowest. A step that lowers
  * the groups' work but no height may pay later, so a little of the work counts, too.
- * A step that raises the sum of both is undone. */
+ * A step that raises the sum of both is undone. In a pipeline its makespan stands for
+ * the sum of the heights, and two micro-batches may change places in its order. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -15,6 +16,9 @@
  * several, where plans begin worse; how much more a height counts than what is computed;
  * and the share of the sequences among which two change places. */
 enum { TIMES = 1 << 17, LOOKS = 2048, NODE_LOOKS = 4096, MORE = 128, HEIGHT = 31, NEAR = 32 };
+
+/* Passes of a pipeline that are one look; of so many steps one changes its order. */
+enum { LOOK_PASSES = 4, ORDERS = 8, PIPELINE_LOOKS = 512, PIPELINE_MORE = 32 };
 
 typedef struct need {
   int64_t time, rows; /* time 0: not asked yet */
@@ -50,6 +54,9 @@ typedef struct polish {
   int32_t logged, log_size;
   int32_t *below;         /* ranks + 1: the next allowed degree, 0: none */
   int32_t *counts, *room; /* ranks + 1: groups of each degree in a wave, and scratch */
+  hcp__passes passes;     /* of a pipeline: */
+  int32_t *order;         /* waves: places to micro-batches */
+  int64_t *heights, *ends, makespan; /* waves, and scratch for stages and waves */
 } polish;
 
 /* ---- groups ---- */
@@ -198,15 +205,27 @@ static void remeasure(polish *o, int32_t g) {
   resize(o, g, degree, time);
 }
 
-static int64_t value(const polish *o, int32_t w) {
-  return HEIGHT * o->wave[w].height + o->wave[w].area / o->ranks;
+static int is_pipeline(const polish *o) { return o->passes.count > 0; }
+
+static int64_t pipeline_time(polish *o) {
+  o->looks -= 1 + o->passes.count / LOOK_PASSES;
+  for (int32_t w = 0; w < o->waves; w++) o->heights[w] = o->wave[w].height;
+  return hcp__passes_time(&o->passes, o->heights, o->order, o->waves, o->ends);
+}
+
+/* What a step in two micro-batches may not raise. */
+static int64_t value(const polish *o, int32_t a, int32_t b) {
+  int64_t heights = o->wave[a].height, areas = o->wave[a].area / o->ranks;
+  if (a != b) heights += o->wave[b].height;
+  if (a != b) areas += o->wave[b].area / o->ranks;
+  return HEIGHT * (is_pipeline(o) ? o->makespan : heights) + areas;
 }
 
 /* s goes to group g, t, unless -1, from there to where s was. */
 static void step(polish *o, int32_t s, int32_t g, int32_t t) {
   int32_t from = o->in[s], a = o->group[from].wave, b = o->group[g].wave;
   wave was_a = o->wave[a], was_b = o->wave[b];
-  int64_t before = value(o, a) + (a == b ? 0 : value(o, b));
+  int64_t before = value(o, a, b), makespan = o->makespan;
   o->logged = 0;
   note(o, from);
   note(o, g);
@@ -216,9 +235,10 @@ static void step(polish *o, int32_t s, int32_t g, int32_t t) {
   if (t >= 0) enter(o, from, t);
   remeasure(o, from);
   remeasure(o, g);
-  if (divide(o, a) && (a == b || divide(o, b)) &&
-      value(o, a) + (a == b ? 0 : value(o, b)) <= before)
-    return;
+  if (divide(o, a) && (a == b || divide(o, b))) {
+    if (is_pipeline(o)) o->makespan = pipeline_time(o);
+    if (value(o, a, b) <= before) return;
+  }
   leave(o, s);
   if (t >= 0) leave(o, t);
   enter(o, from, s);
@@ -226,6 +246,7 @@ static void step(polish *o, int32_t s, int32_t g, int32_t t) {
   revert(o, 0);
   o->wave[a] = was_a;
   o->wave[b] = was_b;
+  o->makespan = makespan;
 }
 
 static int32_t draw(polish *o, int32_t below) {
@@ -242,13 +263,35 @@ static int32_t empty_in(polish *o, int32_t w) {
   return o->wave[w].first = o->groups++;
 }
 
+/* The micro-batch at a place goes to another one, past those between them. */
+static void move_place(polish *o, int32_t from, int32_t to) {
+  int32_t moved = o->order[from], on = from < to ? 1 : -1;
+  for (; from != to; from += on) o->order[from] = o->order[from + on];
+  o->order[to] = moved;
+}
+
+/* A micro-batch goes to another place, or two change places, unless that takes longer. */
+static void step_in_order(polish *o) {
+  int32_t i = draw(o, o->waves), k = draw(o, o->waves), other = i < k ? k - 1 : k + 1;
+  int32_t swaps = draw(o, 2) && i != k;
+  move_place(o, i, k);
+  if (swaps) move_place(o, other, i);
+  int64_t makespan = pipeline_time(o);
+  if (makespan <= o->makespan) {
+    o->makespan = makespan;
+    return;
+  }
+  if (swaps) move_place(o, i, other);
+  move_place(o, k, i);
+}
+
 static void step_anywhere(polish *o) {
   int32_t n = o->p->n, i = draw(o, n), way = draw(o, 8);
   int32_t k = way < 2 ? draw(o, n) : (i + 1 + draw(o, n / NEAR + 1)) % n;
   int32_t s = o->p->order[i], t = o->p->order[k], g = o->in[t];
   o->looks--;
   if (g == o->in[s]) return;
-  if (way == 0) g = empty_in(o, o->group[g].wave);
+  if (way == 0) g = empty_in(o, is_pipeline(o) ? draw(o, o->waves) : o->group[g].wave);
   if (way < 2 && g >= 0) step(o, s, g, -1);
   if (way >= 2 && !hcp__same_size(o->p, s, t)) step(o, s, g, t);
 }
@@ -256,9 +299,9 @@ static void step_anywhere(polish *o) {
 /* ---- from a plan to a plan ---- */
 
 static void load(polish *o, const hcp__draft *draft) {
-  for (int32_t w = 0; w < o->waves; w++) {
+  for (int32_t w = 0; w < o->waves; w++) o->wave[w] = (wave){.first = -1};
+  for (int32_t w = 0; w < draft->micro_batch_count; w++) {
     const hcp_micro_batch *m = &draft->micro_batches[w];
-    o->wave[w] = (wave){.first = -1};
     for (int32_t i = m->first_group; i < m->first_group + m->groups; i++) {
       const hcp_group *from = &draft->groups[i];
       int32_t g = o->groups++;
@@ -274,13 +317,15 @@ static void load(polish *o, const hcp__draft *draft) {
 }
 
 static void unload(const polish *o, hcp__blocks *blocks) {
+  int32_t *places = o->order + o->waves;
+  for (int32_t i = 0; i < o->waves; i++) places[o->order[i]] = i;
   blocks->count = 0;
   blocks->placed_on = NULL;
   for (int32_t g = 0; g < o->groups; g++) {
     const group *one = &o->group[g];
     if (one->first < 0) continue;
     int32_t b = hcp__block_open(blocks, 0, one->degree, 0, 0);
-    blocks->block[b].micro_batch = one->wave;
+    blocks->block[b].micro_batch = places[one->wave];
     for (int32_t s = one->first; s >= 0; s = o->next[s]) {
       need taken = need_of(o, s, one->degree);
       hcp__block_add(blocks, b, s, taken.rows, taken.time);
@@ -288,17 +333,20 @@ static void unload(const polish *o, hcp__blocks *blocks) {
   }
 }
 
-/* Whether steps may gain, would keep all limits, and sums of their times fit. */
-static int may_polish(const hcp__search *s) {
-  const hcp_limits *limits = s->p->limits;
-  return limits->sync == HCP_SYNC_MICRO_BATCH && limits->pipeline.stages < 2 && !limits->pow2 &&
-         limits->slowness == NULL && hcp__is_few(s->p) &&
-         (int64_t)s->p->n * limits->ranks <= TIMES &&
-         s->makespan - s->p->bound > s->p->bound >> 9 &&
-         s->makespan < INT64_MAX / 256 / limits->ranks;
+/* Whether steps would keep all limits, and sums of their times fit. */
+static int may_step(const hcp__problem *p, int64_t makespan) {
+  const hcp_limits *limits = p->limits;
+  int64_t stages = limits->pipeline.stages > 1 ? limits->pipeline.stages : 1;
+  int64_t chunks = limits->pipeline.virtual_stages > 1 ? limits->pipeline.virtual_stages : 1;
+  return !limits->pow2 && limits->slowness == NULL && (int64_t)p->n * limits->ranks <= TIMES &&
+         makespan - p->bound > p->bound >> 9 &&
+         makespan < INT64_MAX / 1024 / limits->ranks / stages / chunks;
 }
 
 static void release(polish *o) {
+  hcp__passes_release(&o->passes);
+  free(o->ends);
+  free(o->order);
   free(o->below);
   free(o->log);
   free(o->in);
@@ -323,27 +371,50 @@ static int allocate(polish *o) {
   o->room = o->counts + ranks + 1;
   for (int32_t d = 1; d < o->ranks; d++)
     o->below[d + 1] = hcp__degree_allowed(o->p->limits, o->p->cost, d) ? d : o->below[d];
+  o->order = calloc(2 * waves, sizeof *o->order);
+  o->ends = calloc((size_t)o->p->limits->pipeline.stages + 2 * waves, sizeof *o->ends);
+  if (o->order == NULL || o->ends == NULL) return 0;
+  o->heights = o->ends + o->p->limits->pipeline.stages + waves;
+  for (int32_t w = 0; w < o->waves; w++) o->order[w] = w;
   return o->needs != NULL && o->wave != NULL && o->group != NULL && o->next != NULL &&
          o->in != NULL && o->log != NULL;
 }
 
-hcp_status hcp__polish(hcp__search *s, int32_t effort, hcp_error *err) {
-  polish o = {.p = s->p, .ranks = s->p->limits->ranks, .waves = s->best->micro_batch_count};
-  if (!may_polish(s)) return HCP_OK;
-  o.never = s->makespan + 1;
-  int32_t looks = hcp__node_ranks(s->p->limits) < o.ranks ? NODE_LOOKS : LOOKS;
-  o.looks = (int64_t)looks * (s->p->n + MORE) * effort;
+hcp_status hcp__polish_blocks(const hcp__problem *p, const hcp__draft *from, int64_t makespan,
+                              int32_t effort, hcp__blocks *blocks, hcp_error *err) {
+  polish o = {.p = p, .ranks = p->limits->ranks, .waves = from->micro_batch_count};
+  if (p->limits->pipeline.stages > 1) o.waves++; /* one that sequences may begin */
+  o.never = makespan + 1;
+  blocks->count = 0;
+  if (!may_step(p, makespan)) return HCP_OK;
+  int32_t looks = hcp__node_ranks(p->limits) < o.ranks ? NODE_LOOKS : LOOKS;
+  o.looks = p->limits->pipeline.stages > 1
+                ? (int64_t)PIPELINE_LOOKS * (p->n + PIPELINE_MORE) * effort
+                : (int64_t)looks * (p->n + MORE) * effort;
   o.chance = (uint32_t)effort;
   hcp_status status = HCP_OK;
-  if (!allocate(&o)) {
+  if (!allocate(&o))
     status = hcp__fail(err, HCP_NO_MEMORY, "out of memory for %d micro-batches", o.waves);
-    goto done;
+  if (status == HCP_OK && p->limits->pipeline.stages > 1)
+    status = hcp__passes_make(&p->limits->pipeline, o.waves, &o.passes, err);
+  if (status == HCP_OK) {
+    load(&o, from);
+    if (is_pipeline(&o)) o.makespan = pipeline_time(&o);
+    while (o.looks > 0)
+      if (is_pipeline(&o) && draw(&o, ORDERS) == 0)
+        step_in_order(&o);
+      else
+        step_anywhere(&o);
+    unload(&o, blocks);
   }
-  load(&o, s->best);
-  while (o.looks > 0) step_anywhere(&o);
-  unload(&o, &s->blocks);
-  status = hcp__search_judge_waves(s, err);
-done:
   release(&o);
   return status;
+}
+
+hcp_status hcp__polish(hcp__search *s, int32_t effort, hcp_error *err) {
+  const hcp_limits *limits = s->p->limits;
+  if (limits->sync != HCP_SYNC_MICRO_BATCH || limits->pipeline.stages > 1 || !hcp__is_few(s->p))
+    return HCP_OK;
+  hcp_status status = hcp__polish_blocks(s->p, s->best, s->makespan, effort, &s->blocks, err);
+  return status == HCP_OK && s->blocks.count > 0 ? hcp__search_judge_waves(s, err) : status;
 }
