@@ -8,7 +8,9 @@ import itertools
 import json
 import pickle
 import random
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,11 @@ from hypothesis import strategies as st
 
 import hcp
 from hcp import _core
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from common.small import instances  # noqa: E402
+from studies.exact_pipeline import best_makespan  # noqa: E402
 
 # ---- the simulation ------------------------------------------------------------------------------
 
@@ -239,6 +246,35 @@ def test_no_plan_at_all_beats_the_bound(lengths: list[int], stages: int, sync: s
     best = min(other.makespan for other in all_plans(plan))
     assert plan.bound <= best <= plan.makespan
     assert plan.makespan <= 1.05 * best
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("name", ["P2", "P3", "X2", "X3"])
+def test_small_pipelines_come_near_the_best_of_all_plans(name: str, stages: int) -> None:
+    """Plans without small steps were up to 1.09 of the best."""
+    for seed in range(4):
+        lengths = instances(4, 8192, 6)[name](random.Random(seed))
+        plan = hcp.plan(
+            lengths,
+            ranks=4,
+            max_tokens_per_rank=8192,
+            sync="micro_batch",
+            pipeline_stages=stages,
+        )
+        best = best_makespan(plan, stages)
+        assert plan.bound <= best <= plan.makespan
+        assert plan.makespan <= 1.03 * best, (seed, lengths)
+
+
+@settings(max_examples=60, deadline=None)
+@given(requests(), pipelines)
+def test_effort_never_makes_a_pipeline_worse(
+    request: dict[str, Any], pipeline: tuple[int, int, int]
+) -> None:
+    stages, chunks, more = pipeline
+    request |= {"pipeline_stages": stages, "virtual_stages": chunks}
+    request["micro_batch_group"] = stages + more if chunks > 1 else 0
+    assert hcp.plan(**request, effort=3).makespan <= hcp.plan(**request).makespan
 
 
 def test_a_long_sequence_is_a_ramp_that_the_bound_knows() -> None:

@@ -94,6 +94,7 @@ RUNS = {
         1,
         "--ranks 2 --sequences 3 --families P1 --costs default --seeds 1 --workers 1",
     ),
+    "studies/exact_pipeline": (1, "--ranks 2 --sequences 3 --families P1,X3 --seeds 1"),
 }
 NEEDS = {"studies/exact": "ortools", "bench_megatron": "megatron.core"}
 
@@ -290,7 +291,7 @@ def test_the_ladder_says_what_ended_a_contestant() -> None:
 
 
 def test_every_benchmark_runs_here_or_needs_a_gpu() -> None:
-    studies = {"studies/exact", "studies/simulated"}
+    studies = {"studies/exact", "studies/exact_pipeline", "studies/simulated"}
     programs = {path.stem for path in BENCHMARKS.glob("bench_*.py")} | studies
     assert {run.split()[0] for run in RUNS} == programs - GPU_ONLY
 

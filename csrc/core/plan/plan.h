@@ -258,10 +258,15 @@ hcp_status hcp__draft_by_micro_batch(hcp__draft *draft, const hcp__blocks *block
 int64_t hcp__group_time(const hcp__draft *draft, const hcp__problem *problem,
                         const hcp_group *group);
 
-/* ---- The search (search.c, judge.c) ---- */
+/* ---- The search (search.c, judge.c, forced.c) ---- */
 
 /* Makes *draft the best plan found for the problem without its order in a pipeline. */
 hcp_status hcp__plan_search(const hcp__problem *problem, int32_t effort, hcp__draft *draft,
+                            hcp_error *err);
+
+/* Makes *best the best plan in which all sequences have one degree, if that is better. Many
+ * sequences on many ranks are left as they are (forced.c). */
+hcp_status hcp__plan_forced(const hcp__problem *problem, int32_t effort, hcp__draft *best,
                             hcp_error *err);
 
 /* Attempts, of which the best is kept. */
