@@ -20,7 +20,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -307,10 +307,15 @@ def driver() -> str | None:
 
 
 def provenance(
-    args: argparse.Namespace, device: str, errors: dict[str, Any], points: Sequence[Point]
+    args: argparse.Namespace,
+    device: str,
+    kernels: Mapping[str, str | None],
+    errors: dict[str, Any],
+    points: Sequence[Point],
 ) -> dict[str, Any]:
     """Return the origin of the prices, with every measurement, as JSON values."""
     return origin(args, device) | {
+        "kernels": dict(kernels),
         "repeats": args.repeats,
         "seed": args.seed,
         "errors": errors,
@@ -350,11 +355,14 @@ def print_report(
     found: Fit,
     errors: dict[str, Any],
     device: str,
+    kernels: Mapping[str, str | None],
     points: Sequence[Point],
 ) -> None:
     from hcp.planning.cost import TIMES
 
     print(f"{args.ranks} ranks on {device}, {args.dtype}, {args.cp_comm_type}")
+    for name, version in kernels.items():
+        print(f"  attention by {name} {version or ''}".rstrip())
     for name in TIMES:
         if found.prices.get(name, 0.0) > 0:
             print(f"  {name:15}{in_words(found.prices[name]):>10}  {MEANINGS[name]}")
@@ -389,9 +397,14 @@ MEANINGS = {
 
 
 def conclude(
-    args: argparse.Namespace, cells: Sequence[Cell], seconds: Sequence[float], device: str
+    args: argparse.Namespace,
+    cells: Sequence[Cell],
+    seconds: Sequence[float],
+    device: str,
+    kernels: Mapping[str, str | None],
 ) -> None:
-    """Fit the prices, write them to the file and print a report, on rank 0."""
+    """Fit the prices, write them to the file and print a report, on rank 0. ``kernels``: the
+    families that computed attention, and their versions."""
     from hcp.cli.fit import Point, fit
 
     local = int(os.environ.get("LOCAL_WORLD_SIZE", args.ranks))
@@ -407,8 +420,8 @@ def conclude(
         "fitted": errors_in_words(found, fitted),
     }
     expect_no_doubts(doubts(found, errors, points), args.accept_errors)
-    found.cost.save(args.out, provenance(args, device, errors, points))
-    print_report(args, found, errors, device, points)
+    found.cost.save(args.out, provenance(args, device, kernels, errors, points))
+    print_report(args, found, errors, device, kernels, points)
 
 
 # ---- Ranks ---------------------------------------------------------------------------------------
@@ -419,7 +432,7 @@ def run_rank(args: argparse.Namespace) -> None:
 
     import torch.distributed as dist
 
-    from hcp.cli.measure import device_name, measure
+    from hcp.cli.measure import device_name, kernels_of, measure
     from hcp.programs.ranks import initialize_distributed
 
     device = initialize_distributed(args)
@@ -434,7 +447,8 @@ def run_rank(args: argparse.Namespace) -> None:
         cells = grid(args.ranks, args.min_tokens_per_rank, args.max_tokens_per_rank)
         seconds = measure(args, cells, device)
         if dist.get_rank() == 0:
-            conclude(args, cells, seconds, device_name(device))
+            kernels = kernels_of(args.attention_backend, device)
+            conclude(args, cells, seconds, device_name(device), kernels)
     finally:
         gc.collect()
         dist.destroy_process_group()

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 import hcp
+from hcp.attention.kernels import FAMILIES
+from hcp.attention.kernels.fastest import computing
 from hcp.demo.training import Trainer, build_model, forward_step
 from hcp.planning.limits import rows_up_to
 from hcp.programs.data import VOCABULARY_SIZE
@@ -106,6 +108,13 @@ def timed(trainer: Trainer, model: nn.Module, step: hcp.Step, bar: Any) -> float
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def kernels_of(backend: str, device: torch.device) -> dict[str, str | None]:
+    """Return the families of kernels that compute attention for a backend, and their versions."""
+    if backend not in FAMILIES:
+        return {backend: None}
+    return computing(backend, device)
 
 
 def device_name(device: torch.device) -> str:

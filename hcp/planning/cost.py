@@ -73,6 +73,9 @@ class CostModel:
     """Becomes a table when a plan needs one: :meth:`from_function`."""
     unit: float | None = None
     """The seconds of one unit, if they are known. They decide nothing but how times are shown."""
+    kernels: tuple[str, ...] = ()
+    """The backends whose attention kernels were measured for these prices, in order; empty: not
+    known, or none. They decide nothing: :func:`hcp.dispatch` warns if others compute."""
 
     def __post_init__(self) -> None:
         for name in PRICES:
@@ -82,6 +85,7 @@ class CostModel:
             object.__setattr__(self, "table", _checked(self.table))
         if self.unit is not None and not (math.isfinite(self.unit) and self.unit > 0):
             raise ValueError(f"cost.unit is {self.unit!r}, expected seconds > 0")
+        object.__setattr__(self, "kernels", _names(self.kernels))
         if self.function is not None and self.unit is None:
             raise ValueError("cost.unit is None, expected seconds > 0 for a cost function")
 
@@ -190,7 +194,8 @@ class CostModel:
 
     def save(self, path: str | os.PathLike[str], provenance: Mapping[str, Any]) -> None:
         """Write the integers as JSON, for :meth:`load`. ``provenance``: their origin, as JSON
-        values. A cost function must be ``tabulated`` first."""
+        values; the names of ``kernels`` are its entry of that name, with their versions or without.
+        A cost function must be ``tabulated`` first."""
         if self.function is not None:
             raise ValueError("the cost model is a function: save what tabulated(...) gives")
         table = None if self.table is None else self.table._asdict()
@@ -199,7 +204,8 @@ class CostModel:
             "prices": dict(zip(PRICES, self.prices, strict=True)),
             "table": table,
         }
-        saved.write(path, FORMAT, entries, provenance)
+        known = {"kernels": list(self.kernels)} if self.kernels else {}
+        saved.write(path, FORMAT, entries, known | dict(provenance))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CostModel:
@@ -272,7 +278,17 @@ def _from_entries(data: dict[str, Any]) -> CostModel:
     if table is None and not data["prices"]["pair"] and not data["prices"]["token"]:
         raise ValueError("prices.pair and prices.token are 0, expected one of them > 0")
     rows = None if table is None else _table_from_json(table)
-    return CostModel(**data["prices"], table=rows, unit=unit)
+    kernels = data["provenance"].get("kernels", ())
+    if not isinstance(kernels, (list, dict, tuple)):
+        raise ValueError(f"provenance.kernels is {kernels!r:.60}, expected names of backends")
+    return CostModel(**data["prices"], table=rows, unit=unit, kernels=tuple(kernels))
+
+
+def _names(kernels: Iterable[str]) -> tuple[str, ...]:
+    names = tuple(kernels)
+    if isinstance(kernels, str) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"cost.kernels is {kernels!r:.60}, expected names of backends")
+    return tuple(sorted(set(names)))
 
 
 def _table_from_json(table: Any) -> Table:
@@ -333,11 +349,18 @@ def _hydraulis(a: float, b: float, c: float) -> CostModel:
 
 
 _GPT_1B_H200 = CostModel(
-    pair=1675, token=9962047, exchange=1150995, launch=28222737487, step=168271152, unit=1e-12
+    pair=1675,
+    token=9962047,
+    exchange=1150995,
+    launch=28222737487,
+    step=168271152,
+    unit=1e-12,
+    kernels=("torch",),
 )
 """Measured: a GPT of 1.0 B parameters (18 layers, width 2048, heads 16:8, bfloat16), all_gather
-among 4 H200s of one host, 2048 to 8192 rows a rank; 5.7% off in the median of held-out points. All
-points and versions: benchmarks/results/calibrate_h200x4_2026-11-22.json."""
+among 4 H200s of one host, 2048 to 8192 rows a rank, attention by PyTorch's FlashAttention-2 (the
+backend "torch"); 5.7% off in the median of held-out points. All points and versions:
+benchmarks/results/calibrate_h200x4_2026-11-22.json."""
 
 
 PRESETS: dict[str, CostModel] = {

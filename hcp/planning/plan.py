@@ -61,6 +61,9 @@ class Plan:
             core.set_masks([packed(each) for each in self.masks.values()])
         self.planning_seconds: float | None = None
         """Seconds that :func:`plan` took; None for a plan that came from data."""
+        self.kernels: tuple[str, ...] = ()
+        """Those of the cost model that :func:`plan` was given; empty for a plan that came from
+        data."""
 
     @property
     def ranks(self) -> int:
@@ -133,13 +136,15 @@ class Plan:
         """Return a plan of the same groups with these masks, as :func:`plan` takes them, in place
         of its own. Its times stay those that it was planned by."""
         data = {name: entry for name, entry in self.to_dict().items() if name != "masks"}
-        return Plan.from_dict(data)._masked(masks)
+        made = Plan.from_dict(data)._masked(masks)
+        made.kernels = self.kernels
+        return made
 
     def _masked(self, masks: MasksLike | None) -> Plan:
         if masks is None:
             return self
         made = Plan(self.core, masks_of(masks, self.lengths))
-        made.planning_seconds = self.planning_seconds
+        made.planning_seconds, made.kernels = self.planning_seconds, self.kernels
         return made
 
     @property
@@ -456,6 +461,7 @@ def plan(
         request["pairs"] = pairs_of(named)
     made = Plan(_core.create_plan(**request, effort=effort))._masked(named)
     made.planning_seconds = time.perf_counter() - begun
+    made.kernels = () if cost is None else cost.kernels
     return made
 
 

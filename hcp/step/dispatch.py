@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import struct
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
 from functools import cached_property
@@ -19,7 +21,7 @@ from hcp._validate import expect_items, expect_sizes, plain
 from hcp._words import CommType, ScanType
 from hcp.attention.checks import window_of
 from hcp.attention.comm_types import check_comm_types, check_prices, only_degree
-from hcp.attention.kernels import agreed, present
+from hcp.attention.kernels import agreed, fastest, present
 from hcp.errors import HcpError
 from hcp.exchange.gather import NO_COUNT, Gathered
 from hcp.exchange.layout import rows_may_vary
@@ -34,6 +36,12 @@ from hcp.step.handler import ContextParallelHandler
 from hcp.step.loss import LossTokens
 from hcp.step.payloads import Announced, Carrier, Sources, Splits
 from hcp.step.stats import StepStats, stats_of
+
+_log = logging.getLogger("hcp")
+
+_lock = threading.Lock()
+_told: set[tuple[tuple[str, ...], tuple[str, ...]]] = set()
+"""Kernels of prices, and others that computed: who has been warned of."""
 
 
 class Groups(Protocol):
@@ -479,6 +487,7 @@ def dispatch(
     def prepare() -> tuple[bytes, float]:
         nonlocal plan, loaded_by
         plan = plan if masks is None else plan.with_masks(masks)
+        _tell_of_other_kernels(plan, handler_cls, transport)
         loaded_by = _checked_sources(sources, plan, transport)
         _check_layers(window_sizes, heads)
         rules = check_rules(fields, loss_mask)
@@ -542,6 +551,29 @@ def agree_on_kernels(groups: Groups, handler_cls: type[ContextParallelHandler]) 
     the domain calls it, on the thread whose layers run."""
     if _chooses_kernels(handler_cls):
         agreed.agree(groups.transport)
+
+
+def _tell_of_other_kernels(
+    plan: Plan, handler_cls: type[ContextParallelHandler], transport: Transport
+) -> None:
+    """Warn once, on the first rank, of a plan whose prices other kernels had than those that
+    compute attention."""
+    own = handler_cls.attention is ContextParallelHandler.attention
+    if transport.rank > 0 or not plan.kernels or not own:
+        return
+    here = tuple(fastest.computing(handler_cls.kernel_family, transport.device))
+    with _lock:
+        if here == plan.kernels or (plan.kernels, here) in _told:
+            return
+        _told.add((plan.kernels, here))
+    _log.warning(
+        "the plan goes by prices of the attention kernels %s, and %s compute attention here: "
+        "measure prices of these by `python -m hcp calibrate --attention-backend %s --out "
+        "cost.json`, and plan with `--cost cost.json` or hcp.CostModel.load",
+        ", ".join(plan.kernels),
+        ", ".join(here),
+        handler_cls.kernel_family,
+    )
 
 
 def _chooses_kernels(handler_cls: type[ContextParallelHandler]) -> bool:

@@ -22,8 +22,8 @@ from hcp import _core
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from common.small import instances  # noqa: E402
-from studies.exact_pipeline import best_makespan  # noqa: E402
+from common.small import instances
+from studies.exact_pipeline import best_makespan
 
 # ---- the simulation ------------------------------------------------------------------------------
 

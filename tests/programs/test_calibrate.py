@@ -189,13 +189,14 @@ def test_measured_times_become_a_file_that_plans(
     cells = cells_of(3, 16, 256)
     truth = Fit(PRICES, 0)
     seconds = [truth.predict(Point(c.lengths, c.degree, False, 1.0)) for c in cells]
-    conclude(args, cells, seconds, "a device")
+    conclude(args, cells, seconds, "a device", {"flash_attn_4": "4.0", "torch": "2.13"})
     assert "held-out points: median" in capsys.readouterr().out
     provenance = json.loads(out.read_text())["provenance"]
     assert (provenance["ranks"], provenance["model"]["cp_comm_type"]) == (3, comm_type)
     assert provenance["model"]["attention_backend"] == "auto"
     assert shlex.split(provenance["command"]) == ["python", "-m", "hcp", "calibrate", *argv]
     assert provenance["device"] == "a device"
+    assert provenance["kernels"] == {"flash_attn_4": "4.0", "torch": "2.13"}
     assert provenance["versions"] == {
         "hcp": hcp.__version__,
         "torch": torch.__version__,
@@ -211,7 +212,10 @@ def test_measured_times_become_a_file_that_plans(
         for c, took in zip(cells, seconds, strict=True)
     ]
     cost = hcp.CostModel.load(out)
-    hcp.check_plan(hcp.plan([700, 30, 90], ranks=3, max_tokens_per_rank=256, cost=cost))
+    assert cost.kernels == ("flash_attn_4", "torch")
+    plan = hcp.plan([700, 30, 90], ranks=3, max_tokens_per_rank=256, cost=cost)
+    hcp.check_plan(plan)
+    assert plan.kernels == cost.kernels
 
 
 def conclude_from(truth: Fit, noise: float, tmp_path: Path, *argv: str) -> Path:
@@ -222,7 +226,7 @@ def conclude_from(truth: Fit, noise: float, tmp_path: Path, *argv: str) -> Path:
         truth.predict(Point(c.lengths, c.degree, False, 1.0)) * draw.uniform(1, 1 + noise)
         for c in cells
     ]
-    conclude(args, cells, seconds, "a device")
+    conclude(args, cells, seconds, "a device", {"torch": "2.13"})
     return out
 
 

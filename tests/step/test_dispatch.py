@@ -7,6 +7,7 @@ import pickle
 import re
 from array import array
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -411,3 +412,20 @@ def test_a_rank_that_ends_is_an_error_on_the_others_within_seconds() -> None:
     results = try_ranks(3, rank_that_ends)
     assert [r.kind for r in results] == ["HcpError", "exited", "HcpError"]
     assert "rank 0: the exchange with ranks [1, 2] failed" in results[0].message
+
+
+def dispatch_alone(kernels: tuple[str, ...]) -> None:
+    cost = replace(hcp.CostModel(), kernels=kernels)
+    plan = hcp.plan([5], ranks=1, max_tokens_per_rank=8, cost=cost)
+    hcp.loopback(1, lambda groups: len(hcp.dispatch(plan, [sample(0, 5)], [0], groups)))
+
+
+def test_prices_of_other_kernels_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    for kernels in ((), ("torch",), ("flash_attn_3", "te_fused"), ("flash_attn_3", "te_fused")):
+        dispatch_alone(kernels)
+    (warned,) = [record for record in caplog.records if record.name == "hcp"]
+    assert warned.levelname == "WARNING"
+    assert warned.getMessage().startswith(
+        "the plan goes by prices of the attention kernels flash_attn_3, te_fused, and torch "
+        "compute attention here: measure prices of these by `python -m hcp calibrate "
+    )

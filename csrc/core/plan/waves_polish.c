@@ -15,7 +15,7 @@
  * sequences that these look at, for each sequence and for so many more, on one node and on
  * several, where plans begin worse; how much more a height counts than what is computed;
  * and the share of the sequences among which two change places. */
-enum { TIMES = 1 << 17, LOOKS = 2048, NODE_LOOKS = 4096, MORE = 128, HEIGHT = 31, NEAR = 32 };
+enum { TIMES = 1 << 17, LOOKS = 2048, NODE_LOOKS = 8192, MORE = 128, HEIGHT = 31, NEAR = 32 };
 
 /* Passes of a pipeline that are one look; of so many steps one changes its order. */
 enum { LOOK_PASSES = 4, ORDERS = 8, PIPELINE_LOOKS = 512, PIPELINE_MORE = 32 };

@@ -16,10 +16,10 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from hcp.attention.kernels import Call, Kernel, Launch, PackedKernel, in_packs, kernels_of
+from hcp.attention.kernels import FAMILIES, Call, Kernel, Launch, PackedKernel, in_packs, kernels_of
 from hcp.attention.kernels.agreed import agreed_on
 from hcp.attention.kernels.explained import explained
-from hcp.attention.kernels.present import present
+from hcp.attention.kernels.present import CHOOSING, present
 from hcp.attention.kernels.proof import fault
 from hcp.attention.kernels.speeds import MEASURED, Place, Speed, Speeds, gain_of, place_of_call
 from hcp.errors import HcpError
@@ -222,6 +222,24 @@ def _kernels(choosing: str, device: torch.device) -> Sequence[Kernel]:
             kernels = _make(choosing, device, agreed)
             _made[choosing, device] = agreed, kernels
         return kernels
+
+
+def computing(name: str, device: torch.device) -> dict[str, str | None]:
+    """The families that compute attention for a backend on a device, and the versions of their
+    packages: for those that choose, all that they choose between, save for spare ones."""
+    names = [name]
+    if name in CHOOSING and device.type != "cuda":
+        names = ["torch"]
+    elif name in CHOOSING:
+        agreed = agreed_on(torch.cuda.get_device_capability(device))
+        names = [
+            each.family
+            for each in present(name, device)[1]
+            if each.lacks is None
+            and FAMILIES[each.family].role == "fastest"
+            and (agreed is None or each.family in agreed)
+        ]
+    return {each: FAMILIES[each].version for each in sorted(names)}
 
 
 def _make(choosing: str, device: torch.device, agreed: Speeds | None) -> Sequence[Kernel]:
