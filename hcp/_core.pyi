@@ -1,6 +1,7 @@
 """The C core of hcp: plans, layouts, tables, grids, rebindings."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, Self, final
 
 from typing_extensions import disjoint_base
@@ -161,6 +162,7 @@ class Rebinding:
         values: Iterable[Any] = ...,
         /,
     ) -> None: ...
+    range: AbstractContextManager[Any] | None
     @property
     def pending(self) -> int: ...
     def switch(

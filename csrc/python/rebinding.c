@@ -7,6 +7,7 @@ typedef struct rebinding_object {
   PyObject *table; /* of the switch under way */
   PyObject *error; /* the first exception of a callback */
   PyObject *old;   /* what get_callback has read for set_callback, borrowed */
+  PyObject *range; /* a context manager around restoring, which names it in a trace, or NULL */
   int busy;
 } rebinding_object;
 
@@ -169,14 +170,46 @@ static hcp_status restore_slots(rebinding_object *self, long inside, hcp_error *
   return status;
 }
 
+/* Takes the reference. What a range raises, Ctrl-C in it included, must not keep slots from being
+ * restored: it is raised after. */
+static void keep_from_range(rebinding_object *self, PyObject *done) {
+  if (done == NULL) {
+    PyObject *exception = take_exception();
+    if (self->error == NULL)
+      self->error = exception;
+    else
+      Py_XDECREF(exception);
+  }
+  Py_XDECREF(done);
+}
+
+static PyObject *enter_range(rebinding_object *self) {
+  PyObject *range = self->range;
+  if (range == NULL) return NULL;
+  self->range = NULL;
+  self->busy = 1;
+  keep_from_range(self, PyObject_CallMethod(range, "__enter__", NULL));
+  self->busy = 0;
+  return range;
+}
+
+/* Takes the reference. NULL: there is none. */
+static void leave_range(rebinding_object *self, PyObject *range) {
+  if (range == NULL) return;
+  keep_from_range(self, PyObject_CallMethod(range, "__exit__", "OOO", Py_None, Py_None, Py_None));
+  Py_DECREF(range);
+}
+
 static int restore(rebinding_object *self) {
   hcp_error err;
   if (self->rebinding == NULL || self->busy) return 0;
+  PyObject *range = enter_range(self);
   long inside = open_inside(self);
   hcp_status status = restore_slots(self, inside, &err);
   hcp_rebinding_destroy(self->rebinding);
   self->rebinding = NULL;
   Py_CLEAR(self->table);
+  leave_range(self, range);
   if (status == HCP_OK && self->error == NULL) return inside == 0 ? 0 : raise_order(inside);
   raise_kept(self, &err);
   return -1;
@@ -242,6 +275,7 @@ static int rebinding_clear(PyObject *object) {
   hcp_rebinding_destroy(rebinding);
   Py_CLEAR(self->table);
   Py_CLEAR(self->error);
+  Py_CLEAR(self->range);
   return 0;
 }
 
@@ -281,6 +315,21 @@ static PyObject *get_pending(PyObject *self, void *unused) {
   return PyLong_FromLong(hcp_rebinding_pending(((rebinding_object *)self)->rebinding));
 }
 
+static PyObject *get_range(PyObject *self, void *unused) {
+  (void)unused;
+  PyObject *range = ((rebinding_object *)self)->range;
+  return Py_NewRef(range == NULL ? Py_None : range);
+}
+
+static int set_range(PyObject *object, PyObject *value, void *unused) {
+  rebinding_object *self = (rebinding_object *)object;
+  (void)unused;
+  PyObject *before = self->range;
+  self->range = value == NULL || value == Py_None ? NULL : Py_NewRef(value);
+  Py_XDECREF(before);
+  return 0;
+}
+
 /* ---- the type ---- */
 
 static int rebinding_init(PyObject *self, PyObject *args, PyObject *kwargs) {
@@ -299,6 +348,7 @@ static int rebinding_traverse(PyObject *object, visitproc visit, void *arg) {
   Py_VISIT(Py_TYPE(object));
   Py_VISIT(self->error);
   Py_VISIT(self->table);
+  Py_VISIT(self->range);
   for (int32_t i = 0; i < hcp_rebinding_pending(self->rebinding); i++)
     Py_VISIT((PyObject *)hcp_rebinding_held(self->rebinding, i));
   return 0;
@@ -337,6 +387,7 @@ static PyMethodDef rebinding_methods[] = {
 
 static PyGetSetDef rebinding_getset[] = {
     {"pending", get_pending, NULL, "Slots still to be restored.", NULL},
+    {"range", get_range, set_range, "A context manager around the next restoring, or None.", NULL},
     {NULL, NULL, NULL, NULL, NULL}};
 
 static PyType_Slot rebinding_slots[] = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from tqdm import tqdm  # type: ignore[import-untyped]
 
 import hcp
 from hcp.attention.kernels import FAMILIES
@@ -21,6 +19,7 @@ from hcp.attention.kernels.fastest import computing
 from hcp.demo.training import Trainer, build_model, forward_step
 from hcp.planning.limits import rows_up_to
 from hcp.programs.data import VOCABULARY_SIZE
+from hcp.programs.progress import progress
 
 if TYPE_CHECKING:
     from hcp.cli.calibrate import Cell
@@ -38,9 +37,8 @@ def measure(args: argparse.Namespace, cells: Sequence[Cell], device: torch.devic
         model = build_model(trainer, args.vocab_size)
         steps = [step_of(trainer, cell) for cell in cells]
         rounds = []
-        total, quiet = (args.repeats + 1) * len(cells), dist.get_rank() > 0
-        patient = 0.1 if sys.stderr.isatty() else 10.0
-        with tqdm(total=total, desc="measuring", mininterval=patient, disable=quiet) as bar:
+        total = (args.repeats + 1) * len(cells)
+        with progress(total, "measuring", shown=dist.get_rank() == 0) as bar:
             for _ in range(args.repeats + 1):
                 rounds.append([timed(trainer, model, step, bar) for step in steps])
         left_over = [groups.rank("dp_cp") >= args.ranks - args.ranks % c.degree for c in cells]

@@ -49,6 +49,7 @@ from hcp.planning.limits import LIMITS, even_degrees, least_degree, rows_up_to, 
 from hcp.planning.memory import MemoryModel
 from hcp.planning.plan import Plan, plan
 from hcp.planning.replay import Machine, replay
+from hcp.programs.progress import progress_over
 
 SIZES = (
     "ranks",
@@ -317,7 +318,7 @@ def summarize(
     seconds = whole * unit
     idle = sum(r.idle_share * r.makespan for r in reports) / whole
     if machine is not None:
-        steps = [replay(made, machine) for made in plans]
+        steps = [replay(made, machine) for made in progress_over(plans, "replaying", "batch")]
         seconds = sum(step.seconds for step in steps)
         idle = sum(step.idle_share * step.seconds for step in steps) / seconds
     took = [made.planning_seconds for made in plans if made.planning_seconds is not None]
@@ -419,7 +420,10 @@ def simulate(args: argparse.Namespace) -> Simulation:
     machine = machine_of(args, cost)
     batches = own_batches(args) if args.lengths else drawn_batches(args)
     degree = static_degree(max(map(max, batches)), limits)
-    played = [contestants(lengths, degree, limits, cost) for lengths in batches]
+    played = [
+        contestants(lengths, degree, limits, cost)
+        for lengths in progress_over(batches, "planning", "batch")
+    ]
     bounds = [plans["hcp"].bound for plans in played]
     results = {
         name: summarize(

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tqdm import tqdm  # type: ignore[import-untyped]
 
 from hcp.planning.drawing import timeline_svg
 from hcp.planning.plan import Plan
 from hcp.programs.draw import pyplot
+from hcp.programs.progress import progress
 from hcp.programs.records import (
     NAMES,
     Evaluation,
@@ -119,7 +119,7 @@ class Reporter:
     def __init__(self, args: argparse.Namespace, rank: int) -> None:
         self.args = args
         self.active = rank == 0
-        self.bar: tqdm[Any] | None = None
+        self.bar: Any = None
         self.setting: dict[str, Any] = {}
         self.done = 0
         """Steps of all runs that a checkpoint began with."""
@@ -178,13 +178,12 @@ class Reporter:
             return
         step = run.steps[-1]
         if self.bar is None:
-            patient = 0.1 if sys.stderr.isatty() else 10.0
             steps = self.args.train_iters * (2 if self.args.compare else 1)
-            self.bar = tqdm(
-                total=steps, initial=self.done, desc="training", unit="step", mininterval=patient
-            )
+            self.bar = progress(steps, "training", "step", initial=self.done)
         self.bar.set_postfix_str(f"{NAMES[run.scheduler]}, loss {step.loss:.4f}", refresh=False)
         self.bar.update()
+        if len(run.steps) == 1:
+            self.bar.refresh()  # the first results at once
         if step.iteration % self.args.log_interval == 0 or step.iteration == self.args.train_iters:
             self.write(
                 "train",

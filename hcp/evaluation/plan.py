@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hcp._digest import digest_of
+from hcp._ranges import range_of
 from hcp._validate import expect_names, expect_size, plain
 from hcp._words import Sync
 from hcp.errors import HcpError
@@ -203,7 +204,8 @@ class EvalPlan:
                 self._check_siblings(samples, indices)
             weights_here = torch.tensor(kept, dtype=torch.float64, device=device)
             batch = EvalBatch(samples, weights_here, indices)
-            yield batch
+            with range_of("hcp: evaluate"):
+                yield batch
             # Only what came back for more was evaluated.
             self._note(batch, [i for i, k in zip(indices, kept, strict=True) if k])
             self._next += 1
@@ -301,7 +303,8 @@ class EvalPlan:
         with contextlib.closing(steps_of(shares, make, self.groups, plan_ahead)) as steps:
             for step in steps:
                 taken = _Taken(step)
-                yield taken
+                with range_of("hcp: evaluate"):
+                    yield taken
                 own = self._own(self._next)
                 if taken.taken == len(taken):
                     self._seen.add(own)

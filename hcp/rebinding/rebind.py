@@ -18,6 +18,7 @@ from typing import Any
 
 from hcp._core import Rebinding
 from hcp._html import table
+from hcp._ranges import later_range, ranged
 from hcp.errors import HcpError
 from hcp.exchange.transport import Transport
 from hcp.groups.process_groups import ProcessGroups
@@ -170,6 +171,7 @@ def _check_collections(train_pgs: object, eval_pgs: object) -> None:
 
 class _EvalContext(Rebinding):
     # Leaving is Rebinding.__exit__, in C: Ctrl-C cannot arrive between the body and the restoring.
+    # It enters the range of restoring, too.
 
     def __init__(
         self,
@@ -184,10 +186,12 @@ class _EvalContext(Rebinding):
             model, train_pgs, eval_pgs, listed(exclude), strict, train_pgs.transport
         )
 
+    @ranged("hcp: rebind")
     def __enter__(self) -> ProcessGroups:  # type: ignore[override]
         table = _agreed_table(self._request)
         try:
             self.switch(table.switch)
+            self.range = later_range("hcp: restore")
             return self._request.new  # type: ignore[no-any-return]
         except BaseException:
             self.restore()
@@ -197,9 +201,11 @@ class _EvalContext(Rebinding):
 class Rebound(Rebinding):
     """A switch that has been made: see `rebind`."""
 
+    @ranged("hcp: rebind")
     def __init__(self, request: Request) -> None:
         super().__init__()
         self.switch(_agreed_table(request).switch)
+        self.range = later_range("hcp: restore")
 
 
 # ---- agreement -----------------------------------------------------------------------------------

@@ -823,6 +823,7 @@ class ContextParallelHandler(OfThisProcess):
 
     # ---- loss ----
 
+    @ranged("hcp: loss")
     def loss(self, losses: Tensor, loss_mask: Tensor, *, grad_reduce: GradReduce = "sum") -> Tensor:
         """Compute this micro-batch's share of the mean loss over the whole batch.
 
@@ -837,6 +838,7 @@ class ContextParallelHandler(OfThisProcess):
         scale = float(self._transport.size) if grad_reduce == "mean" else 1.0
         return mean_loss(losses, loss_mask, self._loss_tokens.known(), scale)
 
+    @ranged("hcp: loss")
     def loss_sum(self, losses: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
         """Compute (sum of losses, number of loss tokens) of this rank's rows, float64, for trainers
         that divide themselves."""

@@ -4,6 +4,7 @@ import functools
 import re
 
 import pytest
+from support.board import check
 from support.examples import EXAMPLES
 from support.ranks import run_module
 
@@ -65,11 +66,15 @@ def test_dynamic_cp_has_the_losses_of_one_rank(folder, ranks, overrides):
 
     expected = by_one_rank(folder)
     half = "model.max_seqlen_per_dp_cp_rank=8"
-    found = run(ranks, "dynamic", half, *overrides, folder=folder)
+    board = ("logger.tensorboard_dir=board", "logger.tensorboard_log_interval=1")
+    found = run(ranks, "dynamic", half, *board, *overrides, folder=folder)
     assert found.steps == pytest.approx(expected.steps, **EQUAL)
     assert found.evaluations == pytest.approx(expected.evaluations, **EQUAL)
     assert found.events == expected.events
     assert found.seen == [], "the script's forward step was called"
+    assert sorted(found.metrics) == [1, 2]
+    for written in found.metrics.values():
+        check(written, sequences=4, ranks=ranks)
 
 
 @pytest.mark.timeout(300)

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from support.board import METRICS
 from support.finetuning import TRAINING, VALIDATION, Model, as_torchrun, documents
 from support.ranks import run_ranks
 
@@ -46,9 +47,6 @@ def make_module(groups=None):
             return torch.optim.Adam(self.parameters(), 1e-2)
 
     return Module()
-
-
-METRICS = {f"hcp/{name}" for name in (*hcp.StepStats._fields, "plan_hidden")}
 
 
 def make_watch():

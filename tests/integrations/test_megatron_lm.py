@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.board import check
 
 from hcp.integrations.megatron.lm import dev
 from hcp.integrations.megatron.lm import flags as lm_flags
@@ -58,7 +59,12 @@ def test_dynamic_cp_by_flags_trains_and_evaluates_as_megatron_lm_does(folder):
     expected = by_megatron(folder)
     assert (len(expected.losses), len(expected.evaluations)) == (4, 4)
     assert expected.losses[4] < expected.losses[1] - 0.1
-    agree(run("launch", 2, *DYNAMIC, "--linear-cross-entropy", folder=folder), expected)
+    board = ("--tensorboard-dir", "board", "--tensorboard-log-interval", "2")
+    found = run("launch", 2, *DYNAMIC, "--linear-cross-entropy", *board, folder=folder)
+    agree(found, expected)
+    assert sorted(found.metrics) == [2, 4]
+    for written in found.metrics.values():
+        check(written, sequences=4, ranks=2)
 
 
 @needs_training

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from support.board import check
 from support.ranks import run_ranks
 
 if importlib.util.find_spec("torchtitan") is None:
@@ -233,6 +234,20 @@ def test_dynamic_static_and_one_rank_runs_of_20_steps_agree(family):
         assert losses == pytest.approx(one[0], abs=1e-4)
         assert len(validations) == 3
         assert validations == pytest.approx(one[1], abs=1e-4)
+
+
+def log(rank, size):
+    run = titan.Run(titan.config_of(titan.options(LIMIT), steps=3)).train()
+    run.close()
+    return run.extra
+
+
+def test_torchtitans_own_logger_gets_the_metrics_of_each_step():
+    for logged in on_ranks(2, log):
+        assert len(logged) == 3
+        for written in logged:
+            check(written, written["hcp/sequences"], 2)
+            assert written["hcp/tokens"] == 4 * 64
 
 
 def first_gradients(rank, size, planner, window):

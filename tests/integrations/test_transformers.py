@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.board import check
 from support.finetuning import TRAINING, VALIDATION, as_torchrun, documents, fsdp_on_cpus
 from support.ranks import run_alone, run_ranks, try_ranks
 
@@ -798,9 +799,6 @@ def make_trainer(
     return trainer
 
 
-METRICS = {f"hcp/{name}" for name in (*hcp.StepStats._fields, "plan_hidden")}
-
-
 def record(trainer):
     """Losses of all steps in full precision, gradients of the first step, evaluations, and hcp's
     metrics in the trainer's own log."""
@@ -902,12 +900,8 @@ def test_steps_are_those_of_one_rank(kind, options, one_rank, tmp_path):
     logged = [found for found in four[0]["metrics"] if found]
     assert len(logged) == STEPS[kind] < len(four[0]["metrics"]), "with each loss, and nowhere else"
     for found in logged:
-        assert found.keys() == METRICS
-        assert found["hcp/sequences"] == 8
-        assert 0 < found["hcp/efficiency"] <= 1
-        assert 0 <= found["hcp/plan_hidden"] <= 1
-        assert 1 <= found["hcp/mean_degree"] <= found["hcp/largest_degree"] <= 4
-    assert all(found["hcp/layer_bytes"] > 0 for found in logged) or options.get("dynamic", True)
+        check(found, sequences=found["hcp/sequences"], ranks=4)
+    assert [found["hcp/sequences"] for found in logged[:3]] == [8, 8, 1]  # of an epoch
 
 
 def test_under_autocast_a_rank_computes_what_one_rank_does(tmp_path):

@@ -24,7 +24,7 @@ import sys
 import types
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from support import board
 from support.older_python import complete_typing
 from support.ranks import run_module
 
@@ -83,13 +84,17 @@ class Trained:
     """Bridge's events in order, without those of single steps."""
     seen: list[list[int]]
     """The first tokens of each sample that the ranks of a CP group evaluated, sorted."""
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+    """What hcp wrote to TensorBoard of each step."""
 
 
 def run(ranks: int, *overrides: str, folder: Path) -> Trained:
     done = run_module("support.bridge", *overrides, folder=folder, ranks=ranks)
     assert done.code == 0, done.err[-4000:]
     line = next(each for each in done.out.splitlines() if each.startswith("REPORT"))
-    return Trained(**json.loads(line.removeprefix("REPORT")))
+    return replace(
+        Trained(**json.loads(line.removeprefix("REPORT"))), metrics=board.scalars(done.out)
+    )
 
 
 # ---- packages that are not there -----------------------------------------------------------------
@@ -342,6 +347,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     complete_typing()
+    board.take_place()
     without_gpu_packages()
     with bridge_on_cpu():
         if sys.argv[1:] and sys.argv[1].endswith(".py"):

@@ -12,6 +12,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+from support import board
 from support.older_python import complete_typing
 from support.ranks import run_module
 
@@ -44,6 +45,8 @@ class Trained:
     """Of the validation set, as often as it was evaluated, and last of the test set."""
     others: dict[str, list[float]]
     """Further losses of each iteration, by their names in the log."""
+    metrics: dict[int, dict[str, float]]
+    """What hcp wrote to TensorBoard of each iteration."""
 
 
 OTHERS = ("mtp_1 loss", "z_loss")
@@ -59,12 +62,14 @@ def run(how: str, ranks: int, *flags: str, folder: Path, script: str = SCRIPT) -
     others = {
         name: list(map(float, re.findall(rf"\| {name}: ([\d.E+-]+)", done.out))) for name in OTHERS
     }
-    return Trained({int(i): float(loss) for i, loss in steps}, list(map(float, evaluated)), others)
+    losses = {int(i): float(loss) for i, loss in steps}
+    return Trained(losses, list(map(float, evaluated)), others, board.scalars(done.out))
 
 
 def main() -> None:
     warnings.simplefilter("ignore")
     complete_typing()
+    board.take_place()
     how, script, *flags = sys.argv[1:]
     if how == "launch":
         from hcp.integrations.megatron.launch import main as launch

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._utils
@@ -278,13 +279,18 @@ class Run:
     """A job, and the values that it logged."""
 
     def __init__(self, config: Any) -> None:
-        self.trainer = config.build()
-        self._same_weights()
         self.losses: list[float] = []
         self.norms: list[float] = []
+        self.extra: list[dict[str, float]] = []
+        """What hcp gave to torchtitan's own logger in each step."""
         self.validations: list[float] = []
+        # Under what hcp puts around it.
+        with mock.patch.object(
+            MetricsProcessor, "log", lambda _, *given, **named: self._log(*given, **named)
+        ):
+            self.trainer = config.build()
+        self._same_weights()
         processor = self.trainer.metrics_processor
-        processor.log = self._log
         processor.log_validation = lambda loss, step, **_: self.validations.append(loss)
 
     def _same_weights(self) -> None:
@@ -308,6 +314,7 @@ class Run:
     ) -> None:
         self.losses.append(avg_loss)
         self.norms.append(grad_norm)
+        self.extra.append({k: v for k, v in extra_metrics.items() if k.startswith("hcp/")})
 
     def train(self) -> Run:
         self.trainer.train()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -51,6 +52,7 @@ from hcp.programs.data import (
     load,
     read_corpus,
 )
+from hcp.programs.progress import progress
 from hcp.programs.ranks import initialize_distributed, on_every_rank, same_on_every_rank
 from hcp.programs.records import Evaluation, StepRecord
 from hcp.step.config import NO_WINDOW, Config
@@ -406,9 +408,13 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
         train(job, config, model, corpus, run)
         for config, model, run in zip(configs(args, corpus), models, runs, strict=True)
     ]
-    for _ in zip(*trainings, strict=True):
-        if dist.get_rank() == 0:
-            print(" | ".join(run.line() for run in runs), flush=True)
+    first = dist.get_rank() == 0
+    with progress(args.train_iters, "training", "step", shown=first) as bar:
+        for _ in zip(*trainings, strict=True):
+            bar.update()
+            if first:
+                bar.write(" | ".join(run.line() for run in runs))
+                sys.stdout.flush()
     for model, run in zip(models, runs, strict=True):
         run.evaluations.append(evaluate(job, model, corpus.validation, job.groups))
         with hcp.eval_cp_context(model, job.groups, eval_groups):

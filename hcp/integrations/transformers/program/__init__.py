@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import sys
 import tempfile
 from collections.abc import Sequence
 from typing import Any
@@ -30,6 +31,7 @@ from hcp.programs.data import (
     sample,
 )
 from hcp.programs.launch import Program
+from hcp.programs.progress import progress
 from hcp.programs.ranks import initialize_distributed, on_every_rank, same_on_every_rank
 
 MODELS = ("llama", "qwen3")
@@ -131,11 +133,16 @@ def finetune(
     corpus: Corpus,
     folder: str,
     dynamic: bool,
+    bar: Any,
 ) -> dict[str, list[float]]:
     """Train once and evaluate in both layouts."""
     import transformers
 
     from hcp.integrations.transformers import Trainer
+
+    class Watch(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *positional: Any, **keywords: Any) -> None:
+            bar.update()
 
     training = transformers.TrainingArguments(
         output_dir=folder,
@@ -163,6 +170,7 @@ def finetune(
         dynamic_cp=dynamic,
     )
     trainer.remove_callback(transformers.PrinterCallback)
+    trainer.add_callback(Watch())
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     evaluations = [trainer.evaluate()["eval_loss"]]
@@ -179,11 +187,16 @@ def run_rank(args: argparse.Namespace) -> None:
     try:
         corpus = on_every_rank(lambda: read_corpus(args))
         same_on_every_rank("the documents under --data", corpus.digest)
-        with tempfile.TemporaryDirectory() as folder:
+        first, steps = dist.get_rank() == 0, 2 * len(args.models) * args.train_iters
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            progress(steps, "training", "step", shown=first) as bar,
+        ):
             for kind in args.models:
-                runs = [finetune(kind, args, device, corpus, folder, d) for d in (False, True)]
-                if dist.get_rank() == 0:
-                    print(table(kind, *runs), flush=True)
+                runs = [finetune(kind, args, device, corpus, folder, d, bar) for d in (False, True)]
+                if first:
+                    bar.write(table(kind, *runs))
+                    sys.stdout.flush()
     finally:
         gc.collect()
         dist.destroy_process_group()
