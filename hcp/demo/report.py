@@ -121,8 +121,6 @@ class Reporter:
         self.active = rank == 0
         self.bar: Any = None
         self.setting: dict[str, Any] = {}
-        self.done = 0
-        """Steps of all runs that a checkpoint began with."""
         if self.active:
             self.folder = make_folder(args.run_dir)
             self.metrics = self.folder / "metrics.jsonl"
@@ -150,6 +148,8 @@ class Reporter:
         if why:
             print(f"eval layout: {why}")
         sys.stdout.flush()
+        steps = args.train_iters * (2 if args.compare else 1)
+        self.bar = progress(steps, "training", "step")
         self.setting = {
             "arguments": {
                 name: value for name, value in vars(self.args).items() if name != "config"
@@ -165,7 +165,7 @@ class Reporter:
         """Begin after so many steps of all runs together, whose lines are ``metrics``."""
         if self.active:
             self.metrics.write_text(metrics)
-            self.done = steps
+            self.bar.initial = self.bar.n = steps
 
     def stopped(self, runs: Sequence[Run]) -> None:
         """Say that the time was up."""
@@ -177,9 +177,6 @@ class Reporter:
         if not self.active:
             return
         step = run.steps[-1]
-        if self.bar is None:
-            steps = self.args.train_iters * (2 if self.args.compare else 1)
-            self.bar = progress(steps, "training", "step", initial=self.done)
         self.bar.set_postfix_str(f"{NAMES[run.scheduler]}, loss {step.loss:.4f}", refresh=False)
         self.bar.update()
         if len(run.steps) == 1:

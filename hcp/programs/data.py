@@ -8,6 +8,7 @@ iteration): each rank computes them without asking others, and loads its share o
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import hashlib
 import json
 import os
@@ -172,12 +173,7 @@ def read_folder(root: Path, pattern: str, without: set[str]) -> Texts:
     texts: list[bytes] = []
     skipped: Counter[str] = Counter()
     files = 0
-    for path in sorted(root.rglob(pattern)):
-        inside = path.relative_to(root).parts
-        if without.intersection(inside) or any(part.startswith(".") for part in inside):
-            continue
-        if not path.is_file():
-            continue
+    for path in files_under(root, pattern, without):
         files += 1
         try:
             text = read_bytes(path)
@@ -191,6 +187,20 @@ def read_folder(root: Path, pattern: str, without: set[str]) -> Texts:
         else:
             texts.append(text)
     return Texts(str(root), texts, files, skipped)
+
+
+def files_under(root: Path, pattern: str, without: set[str]) -> list[Path]:
+    """Return files by path. Folders that are hidden or left out are not entered: a folder of
+    installed packages has ten times the files of the standard library that it is in."""
+
+    def kept(names: Iterable[str]) -> list[str]:
+        return [name for name in names if name not in without and not name.startswith(".")]
+
+    found: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = kept(folders)
+        found += [Path(folder, name) for name in kept(fnmatch.filter(names, pattern))]
+    return sorted(path for path in found if path.is_file())
 
 
 def read_json_lines(path: Path) -> Texts:

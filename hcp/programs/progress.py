@@ -26,7 +26,7 @@ class _NoBar:
         pass
 
     def write(self, line: str) -> None:
-        print(line)
+        sys.stdout.write(f"{line}\n")
 
     def __enter__(self) -> _NoBar:
         return self
@@ -36,18 +36,12 @@ class _NoBar:
 
 
 def progress(
-    total: int,
-    what: str,
-    unit: str = "it",
-    *,
-    initial: int = 0,
-    shown: bool = True,
-    delay: float = 0.0,
+    total: int, what: str, unit: str = "it", *, shown: bool = True, delay: float = 0.0
 ) -> Any:
     """Return a bar of so many steps, of which `update()` tells one: tqdm's, with an ETA.
 
-    Where nobody watches, as in the log of a job, it is printed every ten seconds at most. `initial`:
-    steps that an earlier run has done. `shown`: False on other ranks than 0. `delay`: seconds before it appears. Without tqdm nothing appears.
+    Where nobody watches, as in the log of a job, it is printed every ten seconds at most. `shown`:
+    False on other ranks than 0. `delay`: seconds before it appears. Without tqdm nothing appears.
     """
     if not shown or importlib.util.find_spec("tqdm") is None:
         return _NoBar()
@@ -56,7 +50,6 @@ def progress(
     often = 0.1 if sys.stderr.isatty() else 10.0
     return tqdm(
         total=total,
-        initial=initial,
         desc=what,
         unit=unit,
         mininterval=often,

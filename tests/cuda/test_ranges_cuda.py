@@ -1,7 +1,7 @@
 """Nsight Systems sees the parts of a step and of an evaluation: NVTX gets their names.
 
-A library that takes NVTX's calls, as Nsight's does, prints the names of the ranges that torch pushes
-under `emit_nvtx`.
+A library that takes NVTX's calls, as Nsight's does, prints the names of the ranges that torch
+pushes under `emit_nvtx`.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ NVTX has the same names: tests/cuda/test_ranges_cuda.py."""
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def test_a_trace_has_the_parts_of_an_evaluation_in_order(fails: bool) -> None:
         names = ["hcp: rebind", *["hcp: evaluate"] * count, "hcp: restore"]
         ordered = sorted(found, key=lambda each: each[1])
         assert [name for name, _, _ in ordered] == names
-        assert all(end <= start for (_, _, end), (_, start, _) in zip(ordered, ordered[1:]))
+        assert all(end <= start for (_, _, end), (_, start, _) in pairwise(ordered))
 
 
 def trace_one_rank() -> None:
