@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hcp import _core
 from hcp.exchange.layout import rows_may_vary, tensor_of
-from hcp.exchange.sizes import STAGE_ROWS
+from hcp.exchange.sizes import STAGE_ROWS as STAGE_ROWS
 from hcp.planning.plan import Plan
 
 _serials = itertools.count(1)

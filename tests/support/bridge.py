@@ -326,7 +326,7 @@ def train(overrides: list[str]) -> Trained:
     files = [each for each in overrides if each.endswith(".yaml")]
     given = [each for each in overrides if "=" in each]
     config = process_config_with_overrides(configuration(), files[0] if files else None, given)
-    report = Trained(*([] for _ in range(6)))
+    report = Trained([], [], [], [], [], [])
     callbacks = [watcher(report)]
     if "dynamic" in overrides:
         linear = "linear" in overrides
