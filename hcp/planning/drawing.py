@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from html import escape
+from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 from hcp.planning.timeline import Box, idle_shares, spans, timeline
 
 if TYPE_CHECKING:
+    from hcp.planning.cost import Table
     from hcp.planning.plan import Plan
 
 LEFT, RIGHT = 58, 62
@@ -90,10 +93,28 @@ def timeline_svg(
 def _compared(plans: Sequence[Plan]) -> tuple[Plan | None, int | None]:
     """Return the first plan and the least bound of plans that can be compared: several of the same
     sequences on the same ranks, by the same costs."""
-    of = {(plan.lengths, plan.ranks, plan.cost, plan.core.pipeline_stages) for plan in plans}
-    if len(plans) < 2 or len(of) > 1:
+    first = plans[0] if len(plans) > 1 else None
+    if first is None or not all(_comparable(first, plan) for plan in plans):
         return None, None
-    return plans[0], min(plan.bound for plan in plans)
+    return first, min(plan.bound for plan in plans)
+
+
+def _comparable(one: Plan, other: Plan) -> bool:
+    same = (one.lengths, one.ranks, one.core.pipeline_stages)
+    if same != (other.lengths, other.ranks, other.core.pipeline_stages):
+        return False
+    if replace(one.cost, table=None) != replace(other.cost, table=None):
+        return False
+    # A cost function is tabulated for the degrees that a plan may have.
+    tables = [_times(plan.cost.table) for plan in (one, other)]
+    return all(tables[1].get(key, time) == time for key, time in tables[0].items())
+
+
+def _times(table: Table | None) -> dict[tuple[int, int], int]:
+    """The times of a table, by length and degree."""
+    if table is None:
+        return {}
+    return dict(zip(product(table.lengths, table.degrees), table.times, strict=True))
 
 
 def plan_words(plan: Plan, first: Plan | None = None, bound: int | None = None) -> tuple[str, str]:

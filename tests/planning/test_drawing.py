@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -77,9 +78,30 @@ def test_plans_of_the_same_sequences_have_one_bound() -> None:
     assert own == pytest.approx(LEFT + slow.bound * scale, abs=0.06)
 
 
-def test_plans_of_other_sequences_are_not_compared() -> None:
-    limits = {"ranks": 4, "max_tokens_per_rank": 1000}
-    one, other = hcp.plan([100] * 4, **limits), hcp.plan([90] * 5, **limits)
+def test_plans_by_one_cost_function_are_compared_whatever_degrees_it_was_asked_for() -> None:
+    cost = hcp.CostModel.from_function(lambda tokens, degree: 1e-6 * (5 + tokens**2 / degree))
+    limits = {"ranks": 4, "max_tokens_per_rank": 1000, "cost": cost}
+    one, other = hcp.plan([100] * 4, **limits), hcp.plan([100] * 4, **limits, min_degree=4)
+    assert one.cost != other.cost
+    assert "one: x 1.00, idle" in timeline_svg({"one": one, "other": other})
+
+
+LIMITS: dict[str, Any] = {"ranks": 4, "max_tokens_per_rank": 1000}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "limits"),
+    [
+        ([90] * 5, LIMITS),
+        ([100] * 4, LIMITS | {"ranks": 3}),
+        ([100] * 4, LIMITS | {"cost": hcp.CostModel(launch=3)}),
+        ([100] * 4, LIMITS | {"cost": hcp.CostModel.from_function(lambda tokens, _: tokens)}),
+    ],
+)
+def test_plans_of_other_sequences_ranks_or_costs_are_not_compared(
+    lengths: list[int], limits: dict[str, Any]
+) -> None:
+    one, other = hcp.plan([100] * 4, **LIMITS), hcp.plan(lengths, **limits)
     drawn = timeline_svg({"one": one, "other": other})
     assert f"other: {plan_words(other)[0]}" in drawn
     assert " x 1.00, " not in drawn
