@@ -128,7 +128,9 @@ def replay(args: argparse.Namespace) -> int:
     import hcp
 
     join(args.rank, args.ranks, args.device, args.store)
-    groups = hcp.build_process_groups(transport=args.transports[0], timeout=timedelta(seconds=TIMEOUT))
+    groups = hcp.build_process_groups(
+        transport=args.transports[0], timeout=timedelta(seconds=TIMEOUT)
+    )
     fixed = hcp.GraphHandler(groups, rows=256, sequences=24, ranks=args.ranks, backend="torch")
     cp = hcp.ContextParallelHandler(plans_of_rows(args.ranks, 256)[0], 0, groups.transport)
     layers = [FixedLayer(fixed, 64, torch.bfloat16) for _ in range(2)]
