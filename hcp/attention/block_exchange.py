@@ -45,9 +45,9 @@ def block_exchange(
         return ReadBlock(transport, block, rows, width, dtype)
     if shares(transport):
         raise ValueError(
-            f"ranks {block[0]} to {block[-1]} are a block that spans nodes, and transport is "
-            f"{transport.name!r}, whose exchanges between nodes no graph captures: let ranks be "
-            f"at most the {len(transport.node)} of a node, or build the groups with "
+            f"ranks {block[0]} to {block[-1]} are a block that spans nodes, and the transport "
+            f"reads memory inside a node ({len(transport.node)} ranks here), which no graph does "
+            "across nodes: let ranks be at most those of a node, or build the groups with "
             'transport="nccl"'
         )
     return SentBlock(transport, block, rows)
