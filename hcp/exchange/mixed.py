@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hcp.errors import HcpError
 from hcp.exchange.agreement import Stamp
 from hcp.exchange.mailbox import Mailboxes, takes
 from hcp.exchange.nccl import NcclTransport
@@ -73,6 +74,10 @@ class NodeMemory:
         """See :class:`hcp.exchange.transport.SharingTransport`."""
         return PeerShared(self._keys, share)
 
+    def failure(self) -> HcpError | None:
+        """The error of an exchange inside the node that has failed."""
+        return self._keys.failure() or self._messages.failure()
+
     def check(self) -> None:
         """Raise HcpError when an exchange inside the node has failed."""
         self._keys.check()
@@ -97,6 +102,7 @@ class MixedTransport(NcclTransport):
     """
 
     name = "mixed"
+
     _near: NodeMemory | None = None
     """None where a rank is alone in its node."""
 
@@ -148,6 +154,9 @@ class MixedTransport(NcclTransport):
         """See :class:`hcp.exchange.transport.SharingTransport`."""
         assert self._near is not None, f"rank {self.rank} is alone in its node"
         return self._near.share(share)
+
+    def failed_elsewhere(self) -> HcpError | None:
+        return None if self._near is None else self._near.failure()
 
     def check(self) -> None:
         super().check()

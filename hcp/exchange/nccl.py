@@ -164,6 +164,10 @@ class NcclTransport(TorchTransport):
         kind, peer, expected, found = self._watch.other()
         return self.board.differing(self._recent, peer, expected, found) if kind > 0 else None
 
+    def failed_elsewhere(self) -> HcpError | None:
+        """The error for which another part of the transport has stopped the device."""
+        return None
+
     def abort(self, peers: Sequence[int], timeout: float) -> None:
         """End what hangs on the device."""
         self._failure = (
@@ -238,6 +242,8 @@ class _Watched(Protocol):
 
     def other(self) -> HcpError | None: ...
 
+    def failed_elsewhere(self) -> HcpError | None: ...
+
     def abort(self, peers: Sequence[int], timeout: float) -> None: ...
 
 
@@ -249,7 +255,7 @@ class _Watch:
     whether that exchange was aborted.
     """
 
-    _PERIOD = 0.5
+    _PERIOD = 0.1
 
     def __init__(self, timeout: float, transport: weakref.ref[_Watched]) -> None:
         self._timeout, self._transport = timeout, transport
@@ -285,6 +291,10 @@ class _Watch:
         while (transport := self._transport()) is not None and transport.is_open:
             if self._words[2] > 0:  # as where one is late
                 _log.error(transport.other())
+                return
+            elsewhere = transport.failed_elsewhere()
+            if elsewhere is not None:  # at once: a CUDA error may end the process, as in abort
+                _log.error(elsewhere)
                 return
             ended = self._words[0]
             while self._pending and self._pending[0].number <= ended:

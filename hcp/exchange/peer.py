@@ -156,16 +156,23 @@ class PeerMemory:
 
     def check(self) -> None:
         """Raise HcpError when an exchange has failed since."""
+        error = self.failure()
+        if error is not None:
+            raise error
+
+    def failure(self) -> HcpError | None:
+        """The error of an exchange that has failed. It calls nothing of the device."""
         kind, peer, expected, found = self._failed
         if kind == _LATE:
-            raise HcpError(
+            return HcpError(
                 f"rank {self.rank}: rank {peer} has not come to an exchange of keys and values "
                 f"within {self._timeout_ns / 1e9:g} s; it has ended or is late, and its own "
                 f"message says why{self._said(peer)}",
                 code="rank-late",
             )
         if kind == _OTHER:
-            raise self._differing(peer, expected % 2**32, found % 2**32)
+            return self._differing(peer, expected % 2**32, found % 2**32)
+        return None
 
     def _said(self, peer: int) -> str:
         return "" if self._board is None else self._board.said([peer])

@@ -127,6 +127,14 @@ def test_an_exchange_is_queued_with_its_number(
     assert len(transport._watch._pending) == 2  # none of a graph
 
 
+def test_a_failure_of_another_part_is_said_before_hcp_is_called_again(
+    transport: NcclTransport, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    error = hcp.HcpError("rank 1: rank 2 has not come", code="rank-late")
+    monkeypatch.setattr(transport, "failed_elsewhere", lambda: error)
+    until(lambda: str(error) in caplog.text)
+
+
 def test_exchanges_that_end_are_forgotten(transport: NcclTransport, joined: list[int]) -> None:
     for _ in range(3):
         start(transport).wait()
