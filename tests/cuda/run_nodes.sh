@@ -7,21 +7,8 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit
 ranks=${1:-4} hosts=2
-export PYTHONPATH="$PWD:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=4
-failed=0 all=234 table=$(printf '%-14s %4s %8s' part exit seconds)
-
-part() { # NAME MOST_SECONDS COMMAND...
-  local name=$1 most=$2 left=$((all - SECONDS)) begun=$SECONDS code=0
-  shift 2
-  echo "== $name"
-  if ((left < 10)); then
-    code=124 # as where timeout ends it
-  else
-    timeout --kill-after=5 "$((left < most ? left : most))" "$@" || code=$?
-  fi
-  ((code == 0)) || failed=1
-  table+=$'\n'$(printf '%-14s %4d %8d' "$name" "$code" $((SECONDS - begun)))
-}
+all=230
+. tests/cuda/parts.sh
 
 as_nodes() { # NAME MOST_SECONDS SCRIPT OPTIONS...
   part "$1" "$2" python3 -m torch.distributed.run --standalone --nproc-per-node "$ranks" \
