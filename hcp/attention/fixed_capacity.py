@@ -183,6 +183,8 @@ def _arrange(
 class FixedLaunch(Launch):
     """One launch of all spans, whose bounds are on the device alone."""
 
+    bounds_change = True
+
     def __init__(self, tables: FixedTables, window: tuple[int, int]) -> None:
         capacity = tables.capacity
         queries, keys = min(capacity.rows, capacity.max_seqlen), capacity.max_seqlen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ SAME = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
     *("untie_embeddings_and_output_weights", "max_length", "dtype", "seed", "global_batch_size"),
     *("train_iters", "lr", "lr_warmup_iters", "lr_decay_style", "clip_grad"),
+    *("ranks", "ddp", "eval_interval", "eval_iters"),
 )
 """Arguments without which a run would not go on as it began."""
 
@@ -34,7 +36,8 @@ class Saved(Protocol):
 def settings_of(args: argparse.Namespace, digest: str) -> dict[str, Any]:
     """Return what a run that goes on must have in common with the one that was saved. `digest`: of
     the documents."""
-    return {**{name: getattr(args, name) for name in SAME}, "documents": digest}
+    same = {name: getattr(args, name) for name in SAME}
+    return {**same, "options": repr(args.config), "documents": digest}
 
 
 def save(folder: Path, runs: Sequence[Saved], settings: Mapping[str, Any], metrics: str) -> None:
@@ -52,15 +55,19 @@ def save(folder: Path, runs: Sequence[Saved], settings: Mapping[str, Any], metri
     new.replace(folder / FILE)
 
 
-def load(
-    folder: Path, runs: Sequence[Saved], settings: Mapping[str, Any], device: torch.device
-) -> str:
-    """Bring runs to where they were saved, and return the text of metrics.jsonl until then. Every
-    rank calls it. Raises InputError where they would not go on as they began."""
+def read(folder: Path) -> bytes:
+    """Return the file of a folder. Raises InputError where there is none."""
     path = folder / FILE
     if not path.exists():
         raise InputError(f"--load {folder}: no {FILE} in it, expected one that --save wrote")
-    state = torch.load(path, map_location=device, weights_only=True)
+    return path.read_bytes()
+
+
+def load(folder: Path, data: bytes, runs: Sequence[Saved], settings: Mapping[str, Any]) -> str:
+    """Bring runs to where they were saved, and return the text of metrics.jsonl until then. Every
+    rank calls it. Raises InputError where they would not go on as they began."""
+    # On the host: AdamW reads the number of its steps there.
+    state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     for name, value in settings.items():
         saved = state["settings"].get(name)
         if saved != value:
@@ -75,6 +82,6 @@ def load(
         )
     for run in runs:
         run.load_state_dict(state["runs"][run.name])
-    torch.set_rng_state(state["random"].cpu())
+    torch.set_rng_state(state["random"])
     metrics: str = state["metrics"]
     return metrics

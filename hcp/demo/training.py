@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import hashlib
 import math
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -349,9 +350,10 @@ def train_all(
     args = trainer.args
     settings = checkpoint.settings_of(args, corpus.digest)
     if args.load:
-        place, device = Path(args.load), trainer.device
-        metrics = on_every_rank(lambda: checkpoint.load(place, trainings, settings, device))
-        same_on_every_rank("the checkpoint under --load", str(len(trainings[0].run.steps)))
+        place = Path(args.load)
+        data = on_every_rank(lambda: checkpoint.read(place))
+        same_on_every_rank("the checkpoints under --load", hashlib.sha256(data).hexdigest())
+        metrics = on_every_rank(lambda: checkpoint.load(place, data, trainings, settings))
         reporter.go_on(metrics, sum(len(each.run.steps) for each in trainings))
     with contextlib.ExitStack() as stack:
         turns = [

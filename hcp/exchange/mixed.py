@@ -145,9 +145,9 @@ class MixedTransport(NcclTransport):
         *,
         stamp: Stamp,
     ) -> Pending:
+        refuse_in_graphs(self.rank, stamp)  # on a rank that is alone in its node too
         if self._near is None:
             return super().start(sent, sends, received, receives, stamp=stamp)
-        refuse_in_graphs(self.rank, stamp)
         return self._near.start(super().start, sent, sends, received, receives, stamp)
 
     def share(self, share: Share) -> PeerShared:

@@ -18,7 +18,7 @@ from typing import Any
 
 from hcp._core import Rebinding
 from hcp._html import table
-from hcp._ranges import later_range, ranged
+from hcp._ranges import later_range, range_of
 from hcp.errors import HcpError
 from hcp.exchange.transport import Transport
 from hcp.groups.process_groups import ProcessGroups
@@ -186,11 +186,10 @@ class _EvalContext(Rebinding):
             model, train_pgs, eval_pgs, listed(exclude), strict, train_pgs.transport
         )
 
-    @ranged("hcp: rebind")
     def __enter__(self) -> ProcessGroups:  # type: ignore[override]
-        table = _agreed_table(self._request)
         try:
-            self.switch(table.switch)
+            with range_of("hcp: rebind"):
+                self.switch(_agreed_table(self._request).switch)
             self.range = later_range("hcp: restore")
             return self._request.new  # type: ignore[no-any-return]
         except BaseException:
@@ -201,11 +200,15 @@ class _EvalContext(Rebinding):
 class Rebound(Rebinding):
     """A switch that has been made: see `rebind`."""
 
-    @ranged("hcp: rebind")
     def __init__(self, request: Request) -> None:
         super().__init__()
-        self.switch(_agreed_table(request).switch)
-        self.range = later_range("hcp: restore")
+        try:
+            with range_of("hcp: rebind"):
+                self.switch(_agreed_table(request).switch)
+            self.range = later_range("hcp: restore")
+        except BaseException:
+            self.restore()
+            raise
 
 
 # ---- agreement -----------------------------------------------------------------------------------

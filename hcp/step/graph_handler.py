@@ -118,7 +118,8 @@ class GraphHandler:
         if right > 0:
             raise ValueError(f"window_size is {window_size}, expected (left, -1) or (left, 0)")
         scale = scale_of(query, softmax_scale)
-        like = query.shape, key.shape, value.shape, query.dtype, left, scale
+        dtypes = query.dtype, key.dtype, value.dtype
+        like = query.shape, key.shape, value.shape, dtypes, left, scale
         of, number = self._known.get(like), next(self._numbers)
         if of is None:
             self._expect_no_capture()

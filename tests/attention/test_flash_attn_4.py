@@ -18,6 +18,7 @@ import torch
 from support.flash_attn_4 import stand_in
 from support.packs import Block, Rows, drawn, errors, exact, packed, results
 
+from hcp.attention.fixed_capacity import Capacity, FixedLaunch, FixedTables
 from hcp.attention.kernels import Call, Launch
 
 Load = Callable[..., Any]
@@ -149,6 +150,25 @@ def test_tiles_of_very_many_sequences_are_counted_once_for_all_layers(load: Load
     worst = errors(other, results(kernel, other, rows), exact(other, rows))
     assert max(worst.values()) <= 0.02, worst
     assert package.counted[6:] == by_the_package
+
+
+def test_tiles_are_counted_anew_where_the_tables_of_a_graph_handler_change(load: Load) -> None:
+    package = stand_in()
+    kernel = load(package).Flash4()
+    tables = FixedTables(
+        Capacity(rows=600, sequences=8, max_seqlen=600, ranks=1), torch.device("cpu")
+    )
+    launch = FixedLaunch(tables, (-1, 0))
+    query = torch.randn(600, 2, 32).bfloat16()
+    for lengths in ([300, 300], [100] * 6):
+        ends = torch.tensor([0, *lengths]).cumsum(0)
+        for bounds in (tables.query_bounds, tables.key_bounds):
+            bounds.fill_(600)[: len(ends)] = ends
+        for _ in range(3):
+            package.counted.clear()
+            out, lse = kernel.forward(launch, query, query, query, 1.0)
+            kernel.backward(launch, out, None, query, query, query, out, lse, 1.0)
+            assert len(package.counted) == 3
 
 
 def test_rows_of_any_strides_are_taken(load: Load) -> None:

@@ -123,3 +123,31 @@ def test_a_range_is_entered_once_and_dropped_with_what_is_kept() -> None:
     kept.range = type("Range", (), methods)()
     kept.keep()
     assert (held, kept.range, entered) == ({"a": 3}, None, ["in", "out"])
+
+
+@pytest.mark.parametrize("place", ["__enter__", "__exit__"])
+def test_ctrl_c_in_the_range_of_rebinding_leaves_no_slot_switched(place: str) -> None:
+    run_ranks(1, interrupted_switches, place)
+
+
+def interrupted_switches(rank: int, size: int, place: str) -> None:
+    def interrupted(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    methods = {"__enter__": lambda self: None, "__exit__": lambda *given: None, place: interrupted}
+    train = hcp.build_process_groups(cp=1)
+    evaluation = train.with_context_parallel(1)
+    model, _ = trainer.build(train)
+    before = str(hcp.audit(model, train, evaluation))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hcp.rebinding.rebind.range_of", lambda name: type("Range", (), methods)())
+        for switch in (enter, hcp.rebind):
+            with pytest.raises(KeyboardInterrupt):
+                switch(model, train, evaluation)
+            assert str(hcp.audit(model, train, evaluation)) == before
+    with hcp.eval_cp_context(model, train, evaluation):
+        pass
+
+
+def enter(*given: Any) -> Any:
+    return hcp.eval_cp_context(*given).__enter__()

@@ -29,10 +29,11 @@ static hcp_status keep_better(const hcp__problem *p, int32_t effort, hcp__draft 
 static hcp_status try_degree(const hcp__problem *p, int32_t degree, int32_t effort,
                              hcp__draft *best, int64_t *least, hcp_error *err) {
   hcp__problem forced;
-  hcp_error ignored; /* some sequence has no such degree, or does not fit */
+  hcp_error refused = {0}; /* some sequence has no such degree, or does not fit */
   hcp_limits limits = *p->limits;
   limits.min_degree = limits.max_degree = degree;
-  hcp_status status = hcp__problem_init(&forced, p->lengths, p->n, &limits, p->cost, &ignored);
+  hcp_status status = hcp__problem_init(&forced, p->lengths, p->n, &limits, p->cost, &refused);
+  if (status == HCP_NO_MEMORY) return hcp__fail(err, status, "%s", refused.message);
   if (status != HCP_OK) return HCP_OK;
   if (forced.least / limits.ranks < *least || limits.slowness != NULL) {
     status = hcp__bound(&forced, 1, err);

@@ -32,6 +32,10 @@ from hcp.exchange.tables import Entry
 class Launch:
     """Entries that one launch computes. Their queries, and their keys, ascend without overlap."""
 
+    bounds_change = False
+    """Whether what ``bounds`` returns is written anew between calls: then nothing that is made of
+    its contents may be kept."""
+
     def __init__(self, entries: Sequence[Entry]) -> None:
         first, last = entries[0], entries[-1]
         self.entries = entries

@@ -156,7 +156,9 @@ class _Known:
 def _known(launch: Launch, device: torch.device) -> _Known:
     known: _Known | None = launch.kept.get(__name__)
     if known is None:
-        known = launch.kept[__name__] = _Known(launch, device)
+        known = _Known(launch, device)
+        if not launch.bounds_change:  # tiles are counted by bounds
+            launch.kept[__name__] = known
     return known
 
 
