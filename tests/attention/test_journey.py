@@ -113,12 +113,13 @@ def test_a_count_that_is_not_there_is_refused_before_anything_is_counted():
     counts, failure, words = (torch.zeros(n, dtype=torch.int64) for n in (2, 4, PIECES))
     address = words.data_ptr()
     told, wrong = table((address, 1, 0, 1)), table((address, 2, 0, 1))
+    free = table((address, 1, 0, 0))  # as often as was counted: never
     given = [rows(3, 2)], table((0, 3, 0, 0)), 1
     out, progress = torch.zeros(3, 2, dtype=torch.float64), torch.zeros(PIECES).int()
     how = progress, counts, 5, 0, failure
     with pytest.raises(RuntimeError, match=r"free\[0\] counts in place 2, expected < 2"):
         layer.stage(out, *given, wrong, told, *how)
-    layer.stage(out, *given, told, told, *how)  # nobody is waited for
+    layer.stage(out, *given, free, told, *how)  # nobody is waited for
     assert torch.equal(out, given[0][0])
     assert (counts.tolist(), words.tolist()) == ([0, 1], [1 << 32 | 5] * PIECES)
     with pytest.raises(RuntimeError, match=r"staged has 2 owners, expected at most the 1 parts"):

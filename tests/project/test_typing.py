@@ -18,10 +18,11 @@ from hcp.exchange.connect import TRANSPORTS
 from hcp.exchange.payloads import SPLITS
 from hcp.planning import cost, limits
 from hcp.rebinding.derived import KINDS
-from hcp.step import config
+from hcp.step import backends, config
 from hcp.step.loss import GRAD_REDUCE
 
 WORDS = {
+    "Backend": tuple(backends.BACKENDS),
     "CommType": hcp.COMM_TYPES,
     "Degrees": limits.DEGREES,
     "DerivedKind": KINDS,
