@@ -179,7 +179,7 @@ def test_a_run_with_other_arguments_than_its_checkpoint_is_refused(texts, tmp_pa
     again = [*options, *run, "--load", saved]
     for other, message in [
         (["--lr", "0.5"], "it was saved with lr 0.002, expected 0.5"),
-        (["--window-size", "64"], "it was saved with options "),
+        (["--window-size", "64,0"], "it was saved with options "),
         (["--ddp"], "it was saved with ddp False, expected True"),
         (["--compare"], "it has the runs ['dynamic_cp'], expected ['dynamic_cp', 'static_cp']"),
     ]:
