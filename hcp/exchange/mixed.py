@@ -80,8 +80,9 @@ class NodeMemory:
 
     def check(self) -> None:
         """Raise HcpError when an exchange inside the node has failed."""
-        self._keys.check()
-        self._messages.check()
+        error = self.failure()
+        if error is not None:
+            raise error
 
 
 class _Both:
