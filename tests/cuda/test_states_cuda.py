@@ -82,7 +82,7 @@ def handler(groups: Any, ranks: int, scan_type: ScanType) -> Any:
 
 def check(cp: Any, found: list[Tensor], wanted: list[list[Tensor]], bound: float) -> None:
     for mine, sequences in zip(found, wanted, strict=True):
-        theirs = rows_here(cp, sequences)
+        theirs = rows_here(cp, sequences).to(mine.device)
         largest = max(float(x.abs().max()) for x in sequences)
         assert float((mine - theirs).abs().max()) <= bound * largest
 
