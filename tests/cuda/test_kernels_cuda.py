@@ -217,10 +217,8 @@ def test_words_are_read_into_rows_that_there_are_bit_by_bit(rows: int, width: in
     words[0] = 1 << 32 | 5
     bits = torch.randint(-(2**63), 2**63 - 1, (rows, width), device="cuda")
     bits[0, 0] = torch.tensor(0xFFF0_0000_0000_0001 - 2**64)  # a signalling NaN
-    counts, progress = (
-        torch.zeros(2, device="cuda").long(),
-        torch.zeros(PIECES, device="cuda").int(),
-    )
+    counts = torch.zeros(2, device="cuda").long()
+    progress = torch.zeros(PIECES, device="cuda").int()
     met, done = (torch.tensor([(words[i].data_ptr(), i, 0, 1)]) for i in range(2))
     out = torch.full((rows + 2, width), 7, device="cuda")
     runs = torch.tensor([(0, rows, 0, 0)])
