@@ -24,7 +24,7 @@ from datetime import timedelta
 from itertools import product
 from pathlib import Path
 
-from support.launched import environment_of, join
+from support.launched import environment_of, join, say_where
 
 KILLED = 77
 FAILED = (1, -signal.SIGABRT)
@@ -76,7 +76,7 @@ def check(args: argparse.Namespace, transport: str, victim: int) -> int:
             why = f": {said[-1].partition(';')[0]}" if said else ""
             print(f"{'ok ' if ok else 'BAD'} rank {rank} {how}{why}", flush=True)
             if not ok:
-                print("\n".join(text.splitlines()[-20:]), flush=True)
+                print("\n".join(text.splitlines()[-20 if code else -100 :]), flush=True)
     if not named:
         print(f"BAD no rank names rank {victim}", flush=True)
     return wrong + (not named)
@@ -103,8 +103,9 @@ def outcomes(
                 ends[rank] = time.monotonic()
         died = ends.get(victim, died)
         time.sleep(0.1)
-    for process in ranks:
+    for rank, process in enumerate(ranks):
         if process.poll() is None:
+            say_where(rank, process, folder / f"{rank}")
             process.kill()
         process.wait()
     return [
@@ -122,7 +123,7 @@ def start(
         *("--hosts", str(args.hosts), "--store", str(folder / "store")),
     ]
     environment = environment_of(rank, args.ranks, args.hosts)
-    with (folder / f"{rank}").open("wb") as said:
+    with (folder / f"{rank}").open("ab") as said:
         return subprocess.Popen(command, stderr=said, env=environment)
 
 

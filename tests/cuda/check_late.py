@@ -7,9 +7,9 @@ on two GPUs.
 All ranks attend to one sequence, twice. The second time, the last rank stays away from the whole
 layer, or from its backward, or, through peers' memory, from the second replay of a CUDA graph. Each
 other one has to end with hcp's error, one of them with an error that names that rank, and none may
-read a result. The check exits with 1 if a rank reads one, hangs, or ends otherwise. With --hosts,
-NCCL takes the ranks for those of several hosts, and rows cross each border once: 4 ranks run on 2
-GPUs. --device cpu runs it over Gloo.
+read a result. The check exits with 1 if a rank reads one, hangs, or ends otherwise, and says where
+a rank hangs. With --hosts, NCCL takes the ranks for those of several hosts, and rows cross each
+border once: 4 ranks run on 2 GPUs. --device cpu runs it over Gloo.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 READ, RAISED = 77, 78
 TIMEOUT = 8
 """Seconds of every group."""
-PATIENCE = 90
+PATIENCE = 45
 """Seconds after which a rank hangs."""
 
 
@@ -77,7 +77,7 @@ def check(args: argparse.Namespace, transport: str, away: str) -> int:
         print(f"    rank {rank} {how}: {error or 'no error in words'}", flush=True)
     print(f"    after {outcome.seconds:.0f} s", flush=True)
     if not ok:
-        print(outcome.said[-4000:], flush=True)
+        print(outcome.said[-9000:], flush=True)
     return not ok
 
 

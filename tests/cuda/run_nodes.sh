@@ -21,7 +21,7 @@ fails() { # NAME MOST_SECONDS SCRIPT OPTIONS...
 
 as_nodes check_multi 110 tests/cuda/check_multi.py --nodes "$hosts"
 fails killed-mixed 70 tests/cuda/check_killed.py --transports mixed
-fails late-mixed 60 tests/cuda/check_late.py --transports mixed
+fails late-mixed 80 tests/cuda/check_late.py --transports mixed
 fails stamps-mixed 60 tests/cuda/check_stamps.py --transports mixed
 fails killed-nccl 40 tests/cuda/check_killed.py --transports nccl --victims $((ranks - 1))
 echo "$table"

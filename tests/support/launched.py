@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +27,7 @@ class Outcome:
     """Exit codes; None for a rank that had to be ended."""
     seconds: float
     said: str
-    """The output of these ranks."""
+    """The output of these ranks, and where those hung that had to be ended."""
 
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -35,6 +40,7 @@ def environment_of(rank: int, ranks: int, hosts: int = 1) -> dict[str, str]:
         "LOCAL_RANK": str(rank),
         "PYTHONPATH": os.pathsep.join([*PATHS, os.environ.get("PYTHONPATH", "")]),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "NCCL_SET_THREAD_NAME": "1",  # for say_where
     }
     if hosts > 1:
         own["NCCL_HOSTID"] = f"host {rank * hosts // ranks}"
@@ -57,7 +63,7 @@ def run_as_ranks(
     """
     with tempfile.TemporaryDirectory() as folder:
         said, started = Path(folder, "said"), time.monotonic()
-        with said.open("w") as log:
+        with said.open("a") as log:
             processes = [
                 subprocess.Popen(
                     [
@@ -76,10 +82,37 @@ def run_as_ranks(
                     codes.append(process.wait(max(1.0, started + patience - time.monotonic())))
                 except subprocess.TimeoutExpired:
                     codes.append(None)
+            for rank, code in enumerate(codes):
+                if code is None:
+                    say_where(rank, processes[rank], said)
             for process in processes:
                 process.kill()
                 process.wait()
         return Outcome(codes, time.monotonic() - started, said.read_text())
+
+
+def answer_where() -> None:
+    """Let `say_where` ask this process where it is, even while it waits in C or for the GIL."""
+    faulthandler.register(signal.SIGUSR1)
+
+
+def say_where(rank: int, process: subprocess.Popen[Any], said: Path) -> None:
+    """Append to ``said`` where a rank that has not ended is: its threads as the system sees them,
+    then their Python stacks, which the rank writes itself (see `answer_where`)."""
+    with said.open("a") as log:
+        print(f"\nrank {rank} has not ended; its threads: number, name, state", file=log)
+        for thread, count in Counter(_threads(process.pid)).most_common():
+            print(f"    {count} {thread}", file=log)
+    process.send_signal(signal.SIGUSR1)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(1)
+
+
+def _threads(process: int) -> Iterator[str]:
+    for thread in Path(f"/proc/{process}/task").glob("*"):
+        with suppress(OSError):  # it has ended
+            name, status = ((thread / file).read_text() for file in ("comm", "status"))
+            yield f"{name.strip()}, {status.partition('State:')[2].split()[0]}"
 
 
 def join(rank: int, ranks: int, device: str, store: str, timeout: timedelta | None = None) -> None:
@@ -87,6 +120,7 @@ def join(rank: int, ranks: int, device: str, store: str, timeout: timedelta | No
     import torch
     import torch.distributed as dist
 
+    answer_where()
     own = None
     if device == "cuda":
         own = torch.device("cuda", rank % torch.cuda.device_count())
