@@ -7,6 +7,7 @@ watchdog does not see these exchanges, so a thread of the transport watches them
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import logging
 import threading
 import time
@@ -36,10 +37,13 @@ class NcclTransport(TorchTransport):
 
     An exchange that takes longer than ``timeout`` seconds aborts the communicator: what hangs on
     the device ends, the process's work there stops before it uses rows that have not come, and the
-    next call raises. So it does where rows come with another stamp than the call's.
+    next call raises. So it does where rows come with another stamp than the call's. If the device
+    has not stopped after ``timeout`` seconds more, the process ends.
     """
 
     name = "nccl"
+    grace = 0.0
+    """Seconds that an exchange may be late before the communicator is aborted."""
     bytes_sent = 0
     """Bytes of rows that NCCL has been given for other ranks so far."""
 
@@ -169,7 +173,7 @@ class NcclTransport(TorchTransport):
         return None
 
     def abort(self, peers: Sequence[int], timeout: float) -> None:
-        """End what hangs on the device."""
+        """Begin to end what hangs on the device."""
         self._failure = (
             f"rank {self.rank}: the exchange with ranks {list(peers)} did not end within "
             f"{timeout:g} s; one of them has ended or is late, and its own message says why"
@@ -177,8 +181,18 @@ class NcclTransport(TorchTransport):
         )
         _log.error(self._failure)  # a CUDA error may end the process before hcp is called again
         self._watch.stop_device()
-        with suppress(RuntimeError):  # the device has stopped by then
-            self._backend.abort()
+        # NCCL tells its kernels to end, and then waits for the other ranks of this host: until each
+        # has aborted or ended, which a late one may never do.
+        threading.Thread(
+            target=_abort, args=(self._backend,), name="hcp-nccl-abort", daemon=True
+        ).start()
+
+    def has_stopped(self) -> bool:
+        """Whether nothing is under way on the stream: it has ended, or an error has ended it."""
+        try:
+            return bool(self.stream.query())
+        except RuntimeError:
+            return True
 
     def _connect(self) -> None:
         """Every pair of ranks, once: later on, ranks that exchange nothing call nothing."""
@@ -190,6 +204,11 @@ class NcclTransport(TorchTransport):
         torch.cuda.synchronize(self.device)
 
 
+def _abort(backend: Any) -> None:
+    with suppress(RuntimeError):  # the device has stopped by then
+        backend.abort()
+
+
 class _Table(NamedTuple):
     words: Tensor
     """int64 (moves, 3) of (peer, row, rows)."""
@@ -199,6 +218,7 @@ class _Table(NamedTuple):
 
 _TABLES = 4096
 _UNWATCHED = 0
+_STDERR = 2
 
 
 class _Nothing:
@@ -237,6 +257,8 @@ class _Exchange(NamedTuple):
 class _Watched(Protocol):
     """The part of a transport that a watch needs."""
 
+    grace: float
+
     @property
     def is_open(self) -> bool: ...
 
@@ -245,6 +267,8 @@ class _Watched(Protocol):
     def failed_elsewhere(self) -> HcpError | None: ...
 
     def abort(self, peers: Sequence[int], timeout: float) -> None: ...
+
+    def has_stopped(self) -> bool: ...
 
 
 class _Watch:
@@ -256,6 +280,8 @@ class _Watch:
     """
 
     _PERIOD = 0.1
+    _SLACK = 5.0
+    """Seconds that a device may take to stop, once it has been told to."""
 
     def __init__(self, timeout: float, transport: weakref.ref[_Watched]) -> None:
         self._timeout, self._transport = timeout, transport
@@ -299,8 +325,18 @@ class _Watch:
             ended = self._words[0]
             while self._pending and self._pending[0].number <= ended:
                 self._pending.popleft()
-            if self._pending and time.monotonic() > self._pending[0].deadline:
+            if self._pending and time.monotonic() > self._pending[0].deadline + transport.grace:
                 transport.abort(sorted(self._pending[0].peers), self._timeout)
+                self._end_unless_stopped(transport)
                 return
             del transport
             time.sleep(self._PERIOD)
+
+    def _end_unless_stopped(self, transport: _Watched) -> None:
+        """End the process if its device does not stop: whoever waits for it would wait forever. As
+        long as an exchange may take, something else on the device may wait for a peer."""
+        # A timer in C: whoever hangs may hold the GIL. It says where every thread is.
+        faulthandler.dump_traceback_later(self._timeout + self._SLACK, exit=True, file=_STDERR)
+        while not transport.has_stopped():
+            time.sleep(self._PERIOD)
+        faulthandler.cancel_dump_traceback_later()

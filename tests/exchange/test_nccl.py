@@ -6,6 +6,8 @@ The group is Gloo's. The operator and the backend are replaced by fakes.
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -71,13 +73,21 @@ def made(
     monkeypatch.setattr(nccl._Watch, "_PERIOD", 0.01)
     transport = NcclTransport.__new__(NcclTransport)
     transport.group, transport.rank, transport._communicator = group, 1, 7
-    transport.stream, transport._tables = SimpleNamespace(cuda_stream=5), {}
+    transport.stream, transport._tables = Stream(), {}
     transport.stamps, transport._recent = Stamps(1), Recent(1)
     transport._stamps = torch.zeros(5, dtype=torch.int64)
     transport.board = Board(group, 1)
     transport._failure, transport._backend = None, Backend(transport)
     transport._watch = nccl._Watch(timeout, nccl.weakref.ref(transport))
     return transport
+
+
+class Stream:
+    cuda_stream = 5
+    stops = True
+
+    def query(self) -> bool:
+        return self.stops
 
 
 class Backend:
@@ -160,6 +170,102 @@ def test_an_exchange_that_is_late_stops_the_device_before_what_hangs_is_ended(
         with pytest.raises(hcp.HcpError, match=LATE):
             call()
     until(lambda: not watchers())
+
+
+def test_an_abort_that_waits_for_other_ranks_holds_nobody_up(
+    group: dist.ProcessGroup, joined: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's waits for all ranks of a host, and the late one is one of them."""
+    transport = made(group, monkeypatch, timeout=0.05)
+    late = threading.Event()
+    monkeypatch.setattr(transport, "_backend", SimpleNamespace(abort=lambda: late.wait(60)))
+    pending = start(transport)
+    until(lambda: not watchers())
+    with pytest.raises(hcp.HcpError, match=LATE):
+        pending.wait()
+    late.set()
+
+
+def test_a_failure_of_another_part_comes_before_that_of_an_exchange_behind_it(
+    group: dist.ProcessGroup,
+    joined: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    error = hcp.HcpError("rank 1: rank 2 has not come", code="rank-late")
+    transport = made(group, monkeypatch, timeout=0.05)
+    transport.grace = 60.0
+    start(transport)
+    deadline = transport._watch._pending[0].deadline
+    failed = threading.Event()
+    monkeypatch.setattr(transport, "failed_elsewhere", lambda: error if failed.is_set() else None)
+    until(lambda: time.monotonic() > deadline + 0.1)
+    failed.set()
+    until(lambda: not watchers())
+    assert caplog.messages == [str(error)]
+    assert not transport._backend.aborted.is_set()
+
+
+def test_only_a_device_that_does_not_stop_ends_the_process(
+    group: dist.ProcessGroup, joined: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timer: list[Any] = []
+    monkeypatch.setattr(
+        nccl.faulthandler,
+        "dump_traceback_later",
+        lambda seconds, **options: timer.append((seconds, options)),
+    )
+    monkeypatch.setattr(
+        nccl.faulthandler, "cancel_dump_traceback_later", lambda: timer.append("cancelled")
+    )
+    transport = made(group, monkeypatch, timeout=0.05)
+    transport.stream.stops = False
+    start(transport)
+    until(lambda: bool(timer))
+    assert timer == [(0.05 + nccl._Watch._SLACK, {"exit": True, "file": 2})]
+    assert watchers()
+
+    def fail() -> bool:
+        raise RuntimeError("unspecified launch failure")
+
+    transport.stream.query = fail
+    until(lambda: not watchers())
+    assert timer[1:] == ["cancelled"]
+
+
+NEVER_STOPS = """
+import threading
+import weakref
+from torch import Tensor
+from hcp.exchange.nccl import _Watch
+
+class Transport:
+    is_open, grace = True, 0.0
+    def failed_elsewhere(self): pass
+    def abort(self, peers, timeout): print("aborted", peers, flush=True)
+    def has_stopped(self): return False
+
+def a_wait_for_the_device():
+    lock = threading.Lock()
+    with lock, lock:
+        pass
+
+Tensor.pin_memory = lambda own: own
+_Watch._SLACK = 0.05
+transport = Transport()
+watch = _Watch(0.05, weakref.ref(transport))
+watch.begin()
+watch.add(frozenset({2}))
+a_wait_for_the_device()
+"""
+
+
+def test_a_process_whose_device_does_not_stop_ends_and_says_where() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", NEVER_STOPS], capture_output=True, text=True, timeout=100
+    )
+    assert (done.returncode, done.stdout) == (1, "aborted [2]\n"), done.stderr
+    assert "in a_wait_for_the_device" in done.stderr
 
 
 def test_a_failure_that_is_found_while_a_rank_waits_is_raised_there(
