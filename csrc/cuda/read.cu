@@ -1,13 +1,20 @@
-/* read.cu - staged rows read from peers: by the copy engine if they lie in few long
- * runs, and by a kernel otherwise.
+/* read.cu - staged rows read from peers: by the copy engine if they lie in long runs, and
+ * by a kernel otherwise.
  *
  * The copy engine is faster than any kernel and takes no multiprocessor from attention,
- * but each of its copies costs the host a call and the link a pause. */
+ * but each of its copies costs the host time, and each call the link a pause. */
 #include "signal.cuh"
 
-/* A copy of so many bytes is worth both. A part of twice as many goes in two: the first
- * pieces while the others are staged, which is faster than the link. */
-enum { COPY_BYTES = 1 << 24, FIRST_PIECES = HCP_PIECES / 4 };
+/* Runs of so many bytes are worth the copy engine: where one call takes many of them, and
+ * where each costs a call. */
+enum { RUN_BYTES = 1 << 20, LONE_RUN_BYTES = 1 << 24 };
+
+/* Pieces up to which a peer's rows are copied, one call after the other, while the later
+ * ones are staged: that is two to three times as fast as the link. */
+static const int32_t STEPS[] = {HCP_PIECES / 16, HCP_PIECES * 3 / 16, HCP_PIECES / 2, HCP_PIECES};
+
+/* A call for fewer bytes is not worth its pause: they go with the next. */
+enum { STEP_BYTES = 1 << 22 };
 
 /* Whether the columns lie side by side in every part as they do in the result, so that
  * rows that follow each other are one stretch of memory. */
@@ -22,8 +29,9 @@ static bool is_stretch(const hcp_column *columns, int32_t n_columns, hcp_column 
 
 /* Whether every row of the result is one row of a peer's, in long runs. */
 static bool copies_pay(const hcp_column *parts, int32_t n_columns, const hcp_run *runs,
-                       int64_t n_runs, int64_t rows, hcp_column out, int32_t first_staged) {
-  if (n_runs == 0 || rows * out.row_bytes / n_runs < COPY_BYTES) return false;
+                       int64_t n_runs, int64_t rows, hcp_column out, int32_t first_staged,
+                       int64_t least_bytes) {
+  if (n_runs == 0 || rows * out.row_bytes / n_runs < least_bytes) return false;
   int64_t row = 0;
   for (int64_t r = 0; r < n_runs; ++r) {
     if (runs[r].row != row || runs[r].part < first_staged) return false;
@@ -33,60 +41,135 @@ static bool copies_pay(const hcp_column *parts, int32_t n_columns, const hcp_run
   return row == rows;
 }
 
-struct reader {
-  hcp_awaited staged;
-  int32_t there[HCP_CUDA_SIGNALS_MAX]; /* pieces of each peer that have been waited for */
+/* Whether one call takes many copies on a stream: CUDA has that since 12.8, and not while a
+ * graph captures. */
+static bool takes_many(cudaStream_t stream) {
+  int version = 0;
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  return CUDART_VERSION >= 12080 && cudaDriverGetVersion(&version) == cudaSuccess &&
+         version >= 12080 && cudaStreamIsCapturing(stream, &capture) == cudaSuccess &&
+         capture == cudaStreamCaptureStatusNone;
+}
+
+/* Copies that are queued together. */
+struct copies {
+  enum { MOST = 256 };
+  void *to[MOST];
+  void *from[MOST];
+  size_t bytes[MOST];
+  size_t n;
+  bool in_one_call;
   cudaStream_t stream;
 
-  hcp_status wait_for_pieces(int64_t number, int32_t pieces, hcp_error *err) {
-    if (there[number] >= pieces) return HCP_OK;
-    hcp_awaited one = staged;
-    one.signals.data += number;
-    one.signals.n = 1;
-    hcp_status status = hcp_cuda_signal_wait(one, there[number], pieces, {}, stream, err);
-    there[number] = pieces;
+  hcp_status add(char *target, const char *source, int64_t size, hcp_error *err) {
+    hcp_status status = n == MOST ? queue(err) : HCP_OK;
+    to[n] = target;
+    from[n] = (void *)source;
+    bytes[n++] = (size_t)size;
     return status;
   }
 
-  /* Rows [from, to) of a run's part, all of them within the first `pieces` of it. */
-  hcp_status copy(const hcp_run &run, int64_t from, int64_t to, const char *part, hcp_column out,
-                  hcp_error *err) const {
-    if (from >= to) return HCP_OK;
-    char *target = (char *)out.data + (run.row + from - run.part_row) * out.row_bytes;
-    cudaError_t error =
-        cudaMemcpyAsync(target, part + from * out.row_bytes, (size_t)((to - from) * out.row_bytes),
-                        cudaMemcpyDeviceToDevice, stream);
-    return hcp_cuda_status(error, "cudaMemcpyAsync from a peer's memory", err);
+  hcp_status queue(hcp_error *err) {
+    cudaError_t error = cudaSuccess;
+    if (in_one_call && n > 1)
+      error = call();
+    else
+      for (size_t i = 0; i < n && error == cudaSuccess; ++i)
+        error = cudaMemcpyAsync(to[i], from[i], bytes[i], cudaMemcpyDeviceToDevice, stream);
+    n = 0;
+    return hcp_cuda_status(error, "copy from a peer's memory", err);
   }
 
-  hcp_status read(const hcp_run &run, int64_t number, const char *part, int64_t part_rows,
-                  hcp_column out, hcp_error *err) {
-    int64_t end = run.part_row + run.rows, split = hcp_piece_start(part_rows, FIRST_PIECES);
-    if (run.rows * out.row_bytes < 2 * COPY_BYTES || split < run.part_row) split = run.part_row;
-    if (split > end) split = end;
-    hcp_status status = HCP_OK;
-    if (split > run.part_row) status = wait_for_pieces(number, FIRST_PIECES, err);
-    if (status == HCP_OK) status = copy(run, run.part_row, split, part, out, err);
-    if (status == HCP_OK && split < end)
-      status = wait_for_pieces(number, hcp_piece_of_row(part_rows, end - 1) + 1, err);
-    return status == HCP_OK ? copy(run, split, end, part, out, err) : status;
+  cudaError_t call() {
+#if CUDART_VERSION >= 12080
+    cudaMemcpyAttributes how = {};
+    how.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+    size_t first = 0;
+#endif
+#if CUDART_VERSION >= 13000
+    return cudaMemcpyBatchAsync(to, from, bytes, n, &how, &first, 1, stream);
+#elif CUDART_VERSION >= 12080
+    size_t failed = 0;
+    return cudaMemcpyBatchAsync(to, from, bytes, n, &how, &first, 1, &failed, stream);
+#else
+    return cudaErrorNotSupported;
+#endif
   }
 };
 
+/* Rows of one peer's part, and the runs of the result that are made of them. */
+struct peer_rows {
+  const char *data;
+  int64_t rows; /* of the part */
+  int64_t part;
+  const hcp_run *runs;
+  int64_t n_runs;
+
+  /* The end of the last row that is read. */
+  int64_t end() const {
+    int64_t last = 0;
+    for (int64_t r = 0; r < n_runs; ++r)
+      if (runs[r].part == part && runs[r].part_row + runs[r].rows > last)
+        last = runs[r].part_row + runs[r].rows;
+    return last;
+  }
+
+  /* Add copies of rows [low, high) of the part. */
+  hcp_status add(copies *to, int64_t low, int64_t high, hcp_column out, hcp_error *err) const {
+    hcp_status status = HCP_OK;
+    for (int64_t r = 0; r < n_runs && status == HCP_OK; ++r) {
+      const hcp_run &run = runs[r];
+      int64_t from = run.part_row > low ? run.part_row : low;
+      int64_t until = run.part_row + run.rows < high ? run.part_row + run.rows : high;
+      if (run.part != part || from >= until) continue;
+      char *target = (char *)out.data + (run.row + from - run.part_row) * out.row_bytes;
+      status = to->add(target, data + from * out.row_bytes, (until - from) * out.row_bytes, err);
+    }
+    return status;
+  }
+};
+
+/* Copy a peer's rows, step by step or all in one, as they are staged. */
+static hcp_status copy_peer(const peer_rows &peer, bool by_steps, hcp_awaited staged,
+                            copies *queued, hcp_column out, hcp_error *err) {
+  int64_t end = peer.end(), copied = 0;
+  int32_t pieces = end > 0 ? hcp_piece_of_row(peer.rows, end - 1) + 1 : 0, waited = 0;
+  hcp_status status = HCP_OK;
+  for (int32_t step : STEPS) {
+    int64_t until = step < pieces ? hcp_piece_start(peer.rows, step) : end;
+    bool is_last = until == end;
+    if (!is_last && (!by_steps || (until - copied) * out.row_bytes < STEP_BYTES)) continue;
+    int32_t awaited = step < pieces ? step : pieces;
+    if (awaited > waited)
+      status = hcp_cuda_signal_wait(staged, waited, awaited, {}, queued->stream, err);
+    if (status == HCP_OK) status = peer.add(queued, copied, until, out, err);
+    if (status == HCP_OK) status = queued->queue(err);
+    waited = awaited;
+    copied = until;
+    if (is_last || status != HCP_OK) break;
+  }
+  return status;
+}
+
 /* From one peer after the other, from the next one on: where all ranks read from all,
- * no two read from the same at any time. */
+ * no two read from the same at any time. The first one's rows are still being staged. */
 static hcp_status read_by_copies(const hcp_column *parts, int32_t n_columns, const hcp_run *runs,
                                  int64_t n_runs, hcp_column out, hcp_awaited staged, int32_t next,
                                  int32_t first_staged, const int64_t *part_rows, hcp_signals read,
-                                 cudaStream_t stream, hcp_error *err) {
-  reader from = {staged, {}, stream};
+                                 bool in_one_call, cudaStream_t stream, hcp_error *err) {
+  copies queued;
+  queued.n = 0;
+  queued.in_one_call = in_one_call;
+  queued.stream = stream;
   hcp_status status = HCP_OK;
-  for (int64_t i = 0; i < staged.signals.n; ++i) {
+  for (int64_t i = 0; i < staged.signals.n && status == HCP_OK; ++i) {
     int64_t number = (next + i) % staged.signals.n, part = first_staged + number;
-    for (int64_t r = 0; r < n_runs && status == HCP_OK; ++r)
-      if (runs[r].part == part)
-        status = from.read(runs[r], number, (const char *)parts[part * n_columns].data,
-                           part_rows[part], out, err);
+    const char *data = (const char *)parts[part * n_columns].data;
+    peer_rows peer = {data, part_rows[part], part, runs, n_runs};
+    hcp_awaited one = staged;
+    one.signals.data += number;
+    one.signals.n = 1;
+    status = copy_peer(peer, i == 0, one, &queued, out, err);
   }
   return status == HCP_OK ? hcp_cuda_signal_tell(staged.signals, read, 1, stream, err) : status;
 }
@@ -96,10 +179,12 @@ hcp_status hcp_cuda_read(hcp_dtype dtype, const hcp_column *parts, int32_t n_col
                          hcp_awaited staged, int32_t next, int32_t first_staged,
                          const int64_t *part_rows, hcp_signals read, uint32_t *progress,
                          void *stream, hcp_error *err) {
+  bool in_one_call = takes_many((cudaStream_t)stream);
   if (staged.signals.n <= HCP_CUDA_SIGNALS_MAX &&
-      copies_pay(parts, n_columns, runs, n_runs, rows, out, first_staged))
+      copies_pay(parts, n_columns, runs, n_runs, rows, out, first_staged,
+                 in_one_call ? RUN_BYTES : LONE_RUN_BYTES))
     return read_by_copies(parts, n_columns, runs, n_runs, out, staged, next, first_staged,
-                          part_rows, read, (cudaStream_t)stream, err);
+                          part_rows, read, in_one_call, (cudaStream_t)stream, err);
   return hcp_cuda_read_by_blocks(dtype, parts, n_columns, runs, n_runs, rows, out, staged,
                                  first_staged, part_rows, read, progress, stream, err);
 }

@@ -29,7 +29,7 @@ from hcp.exchange.transport import Pending, Share
 HALVES = 2
 """Exchanges that may be under way at once: the next is staged while the last is read."""
 _PAGE = 4096
-_PIECES = 8
+_PIECES = 16
 """Words of a signal, as HCP_PIECES: rows are read piece by piece while more are staged."""
 _WORD_BYTES = 8
 

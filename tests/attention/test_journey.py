@@ -106,7 +106,7 @@ def test_gradients_that_came_home_in_another_width_are_refused():
         layer.sum_gradients([rows(6, 2), rows(6, 2)], None, table((0, 1, 0, 0)), 1, 3, *NO_ROTATION)
 
 
-PIECES = 8
+PIECES = 16
 
 
 def test_a_count_that_is_not_there_is_refused_before_anything_is_counted():

@@ -186,7 +186,7 @@ def test_sums_of_many_parts_and_columns_have_the_bits_of_the_cpu(
         assert torch.equal(summed.cpu(), expected)
 
 
-PIECES = 8
+PIECES = 16
 
 
 @pytest.mark.parametrize("rows", [6000, 6101, 16384])

@@ -233,7 +233,7 @@ hcp_status hcp_cuda_rotate(hcp_dtype dtype, hcp_heads source, const hcp_rotation
  *
  * Each rank keeps its counts in its own device's memory, where kernels take and raise
  * them: a launch that is replayed counts on by itself. signal.h has the arithmetic. */
-#define HCP_PIECES 8
+#define HCP_PIECES 16
 
 typedef struct hcp_signal {
   uint64_t *word; /* the first */
