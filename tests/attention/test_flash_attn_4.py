@@ -16,7 +16,16 @@ from typing import Any
 import pytest
 import torch
 from support.flash_attn_4 import stand_in
-from support.packs import Block, Rows, drawn, errors, exact, packed, results
+from support.packs import (
+    Block,
+    Rows,
+    drawn,
+    errors,
+    exact,
+    expect_order_refused,
+    packed,
+    results,
+)
 
 from hcp.attention.fixed_capacity import Capacity, FixedLaunch, FixedTables
 from hcp.attention.kernels import Call, Launch
@@ -188,6 +197,12 @@ def test_rows_of_any_strides_are_taken(load: Load) -> None:
     found = results(kernel, launch, rows._replace(grad_out=same))
     wanted = results(kernel, launch, rows._replace(grad_out=same.contiguous()))
     assert all(torch.equal(a, b) for a, b in zip(found[2:], wanted[2:], strict=True))
+
+
+def test_a_deterministic_backward_is_not_taken_and_refused(load: Load) -> None:
+    kernel = load(stand_in()).Flash4()
+    launch, rows, _ = case(ONE)
+    expect_order_refused(kernel, launch, rows, "flash_attn_4")
 
 
 def test_no_rows_are_left_to_the_package(load: Load) -> None:

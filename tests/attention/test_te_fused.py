@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support import te_fused
-from support.packs import Block, drawn, errors, exact, packed, results
+from support.packs import Block, drawn, errors, exact, expect_order_refused, packed, results
 from torch import Tensor
 
 import hcp
@@ -209,6 +209,10 @@ def test_windows_are_refused_under_a_cudnn_that_errs_there(load: Load) -> None:
     kernel = load(cudnn=(9, 14, 0))
     expect_refused(kernel, packed([Block(4, 4)], (2, 0)), (64, 64), "under cuDNN 9.14.0")
     assert kernel.takes(Call(SQUARE, *rows_of(64), True, False))
+
+
+def test_a_deterministic_backward_is_not_taken_and_refused(load: Load) -> None:
+    expect_order_refused(load(), SQUARE, drawn(SQUARE), "te_fused")
 
 
 def test_nothing_caps_scores(load: Load) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
-from hcp.attention.kernels import Kernel, Launch
+from hcp.attention.kernels import Call, Kernel, Launch, PackedKernel
 from hcp.attention.kernels.formula import Formula
 from hcp.exchange.tables import Entry
 
@@ -120,3 +121,27 @@ def errors(launch: Launch, found: Sequence[Tensor], wanted: Sequence[Tensor]) ->
         difference = float((got.double() - want).abs().max())
         worst[name] = difference / max(1.0, float(want.abs().max()))
     return worst
+
+
+def expect_order_refused(kernel: PackedKernel, launch: Launch, rows: Rows, family: str) -> None:
+    """Expect that a kernel which sums gradients in any order leaves backwards to others under
+    torch's deterministic algorithms, and refuses them, or warns where torch only warns."""
+
+    def takes(backward: bool) -> bool:
+        return kernel.takes(Call(launch, rows.query, rows.value, backward, grad_lse=False))
+
+    results(kernel, launch, rows)
+    assert takes(backward=True)
+    message = f"the backward of the backend '{family}' sums in any order, expected a deterministic"
+    try:
+        torch.use_deterministic_algorithms(True)
+        assert takes(backward=False)
+        assert not takes(backward=True)
+        with pytest.raises(ValueError, match=message):
+            results(kernel, launch, rows)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        assert not takes(backward=True)
+        with pytest.warns(UserWarning, match=message):
+            results(kernel, launch, rows)
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -19,6 +19,7 @@ import importlib.metadata
 import importlib.util
 import math
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
@@ -197,6 +198,29 @@ def nan_for_infinity(lse: Tensor) -> Tensor:
     FlashAttention-2 +inf, FlashAttention-4 -inf.
     """
     return torch.nan_to_num_(lse, math.nan, math.nan, math.nan)
+
+
+def is_ordered(backward: bool) -> bool:
+    """Whether a call must give the same bits each time: torch's deterministic algorithms are on,
+    and it is a backward, which kernels may sum in any order."""
+    return backward and torch.are_deterministic_algorithms_enabled()
+
+
+def refuse_order(family: str) -> None:
+    """Refuse a backward that must give the same bits each time, for a family whose kernel does not.
+    Where torch only warns, so does this.
+
+    Raises ValueError.
+    """
+    if not is_ordered(backward=True):
+        return
+    message = (
+        f"the backward of the backend {family!r} sums in any order, expected a deterministic one "
+        "under torch.use_deterministic_algorithms: use the backend 'auto', 'torch' or 'cudnn'"
+    )
+    if not torch.is_deterministic_algorithms_warn_only_enabled():
+        raise ValueError(message)
+    warnings.warn(message, UserWarning, stacklevel=2)
 
 
 def scores_of_sinks(sinks: Tensor, dtype: torch.dtype) -> Tensor:

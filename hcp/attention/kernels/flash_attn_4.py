@@ -14,7 +14,15 @@ import torch
 from flash_attn.cute import interface  # type: ignore[import-not-found]
 from torch import Tensor
 
-from hcp.attention.kernels import Call, Kernel, Launch, in_packs, nan_for_infinity
+from hcp.attention.kernels import (
+    Call,
+    Kernel,
+    Launch,
+    in_packs,
+    is_ordered,
+    nan_for_infinity,
+    refuse_order,
+)
 from hcp.attention.kernels.flash_attn_4_compiled import (
     CAPABILITY,
     Backwards,
@@ -45,7 +53,7 @@ class Flash4:
     def takes(self, call: Call) -> bool:
         """Not a backward that must be deterministic: it would take memory for each pair of a
         sequence and a tile of the longest."""
-        if call.backward and torch.are_deterministic_algorithms_enabled():
+        if is_ordered(call.backward):
             return False
         return _has_sizes(call.query, call.value)
 
@@ -77,6 +85,7 @@ class Flash4:
         lse: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        refuse_order("flash_attn_4")
         rows, sums = [query, key, value, out, grad_out], [lse]
         if grad_lse is not None:
             sums.append(grad_lse.float())

@@ -228,6 +228,8 @@ class Forwards:
         lengths = pack.cu_seqlens_q, pack.cu_seqlens_k
         # Neither lengths in use, nor pages, sinks or sparse blocks.
         self._rest = (*lengths, None, None, None, *pack.limits, None, None, package.AuxData())
+        # The package's key also says whether the longest queries fit into one tile, and whether it
+        # looked up the sequence of each tile: on this capability its kernel depends on neither.
         kind = Forwards, self.shapes.kind, pack.mask, self._softcap, many
         return kind, ("_flash_attn_fwd",)
 

@@ -19,7 +19,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hcp.attention.kernels import Call, Kernel, Launch, in_packs, nan_for_infinity
+from hcp.attention.kernels import (
+    Call,
+    Kernel,
+    Launch,
+    in_packs,
+    is_ordered,
+    nan_for_infinity,
+    refuse_order,
+)
 from hcp.attention.kernels.shapes import LSE_COLUMNS, backward_columns, head_size, narrowed
 
 
@@ -80,6 +88,10 @@ class TransformerEngineFused:
         return None
 
     def takes(self, call: Call) -> bool:
+        """Not a backward that must be deterministic: the library would ask cuDNN for memory by the
+        product of the longest queries and keys, which no GPU has for long sequences."""
+        if is_ordered(call.backward):
+            return False
         with_grad_lse = call.backward and call.grad_lse
         return not _obstacle(call.launch, call.query, call.value, with_grad_lse)
 
@@ -114,6 +126,7 @@ class TransformerEngineFused:
         lse: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        refuse_order("te_fused")
         _check(launch, query, value, grad_lse is not None)
         rows = grad_out, query, key, value, out
         if grad_lse is not None:
