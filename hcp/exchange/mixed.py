@@ -136,6 +136,7 @@ class MixedTransport(NcclTransport):
             symmetric_memory(self, group, stream, buffer_bytes=buffer_bytes, timeout=timeout)
             for _ in range(2)
         ]
+        self.streams.append(stream)
         self._memory = [tensor for tensor, _ in mapped]  # alive as long as it is mapped
         (_, keys), (_, messages) = mapped
         return NodeMemory(self.node, keys, messages, stream)

@@ -50,6 +50,8 @@ class NcclTransport(TorchTransport):
     def __init__(self, group: dist.ProcessGroup, *, timeout: float = 600.0) -> None:
         super().__init__(group)
         self.stream = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+        self.streams = [self.stream]
+        """On which it waits for other ranks."""
         backend: Any = group._get_backend(self.device)
         self._backend = backend
         self.all_gather_bytes(b"", "connect")  # makes the communicator
@@ -188,9 +190,9 @@ class NcclTransport(TorchTransport):
         ).start()
 
     def has_stopped(self) -> bool:
-        """Whether nothing is under way on the stream: it has ended, or an error has ended it."""
+        """Whether nothing is under way on its streams: all has ended, or an error has ended it."""
         try:
-            return bool(self.stream.query())
+            return all(bool(stream.query()) for stream in self.streams)
         except RuntimeError:
             return True
 
@@ -317,10 +319,12 @@ class _Watch:
         while (transport := self._transport()) is not None and transport.is_open:
             if self._words[2] > 0:  # as where one is late
                 _log.error(transport.other())
+                self._end_unless_stopped(transport)
                 return
             elsewhere = transport.failed_elsewhere()
             if elsewhere is not None:  # at once: a CUDA error may end the process, as in abort
                 _log.error(elsewhere)
+                self._end_unless_stopped(transport)
                 return
             ended = self._words[0]
             while self._pending and self._pending[0].number <= ended:

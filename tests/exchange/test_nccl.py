@@ -74,6 +74,7 @@ def made(
     transport = NcclTransport.__new__(NcclTransport)
     transport.group, transport.rank, transport._communicator = group, 1, 7
     transport.stream, transport._tables = Stream(), {}
+    transport.streams = [transport.stream]
     transport.stamps, transport._recent = Stamps(1), Recent(1)
     transport._stamps = torch.zeros(5, dtype=torch.int64)
     transport.board = Board(group, 1)
@@ -84,10 +85,9 @@ def made(
 
 class Stream:
     cuda_stream = 5
-    stops = True
 
     def query(self) -> bool:
-        return self.stops
+        return True
 
 
 class Backend:
@@ -206,8 +206,9 @@ def test_a_failure_of_another_part_comes_before_that_of_an_exchange_behind_it(
     assert not transport._backend.aborted.is_set()
 
 
+@pytest.mark.parametrize("failed", ["exchange", "elsewhere"])
 def test_only_a_device_that_does_not_stop_ends_the_process(
-    group: dist.ProcessGroup, joined: list[int], monkeypatch: pytest.MonkeyPatch
+    failed: str, group: dist.ProcessGroup, joined: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timer: list[Any] = []
     monkeypatch.setattr(
@@ -219,8 +220,13 @@ def test_only_a_device_that_does_not_stop_ends_the_process(
         nccl.faulthandler, "cancel_dump_traceback_later", lambda: timer.append("cancelled")
     )
     transport = made(group, monkeypatch, timeout=0.05)
-    transport.stream.stops = False
-    start(transport)
+    other = SimpleNamespace(query=lambda: False)
+    transport.streams.append(other)
+    if failed == "exchange":
+        start(transport)
+    else:
+        error = hcp.HcpError("rank 1: rank 2 has not come", code="rank-late")
+        monkeypatch.setattr(transport, "failed_elsewhere", lambda: error)
     until(lambda: bool(timer))
     assert timer == [(0.05 + nccl._Watch._SLACK, {"exit": True, "file": 2})]
     assert watchers()
@@ -228,7 +234,7 @@ def test_only_a_device_that_does_not_stop_ends_the_process(
     def fail() -> bool:
         raise RuntimeError("unspecified launch failure")
 
-    transport.stream.query = fail
+    other.query = fail
     until(lambda: not watchers())
     assert timer[1:] == ["cancelled"]
 
