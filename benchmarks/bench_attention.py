@@ -56,6 +56,7 @@ from common.families import BY_NAME
 from common.flags import end_after, filled, parser_of
 from common.host_time import print_call_times, print_host_times
 from common.layers import (
+    PACKS,
     Attention,
     Layer,
     OwnCalls,
@@ -63,6 +64,7 @@ from common.layers import (
     Whole,
     bytes_received,
     layer_of,
+    rows_for,
     run_of,
 )
 from common.machine import hardware
@@ -182,13 +184,6 @@ def main() -> int:
 
 
 # ---- packs ---------------------------------------------------------------------------------------
-
-PACKS: dict[str, Callable[[int], list[int]]] = {
-    "one": lambda tokens: [tokens],
-    "eight": lambda tokens: [tokens // 8] * 8,
-    "halves": lambda tokens: [*(tokens >> i for i in range(1, 10)), tokens >> 9],
-    "many": lambda tokens: [tokens // 64] * 64,
-}
 
 
 def lengths_of(pack: str, tokens: int) -> list[int]:
@@ -374,11 +369,10 @@ class Bench:
         return Whole(lengths, self.sizes, Choice(self.handler.kernel_family))
 
     def _plan(self, lengths: Sequence[int], degree: int | None = None) -> hcp.Plan:
-        least = -(-max(lengths) // (degree or self.ranks)) + 2
         return hcp.plan(
             lengths,
             ranks=self.ranks,
-            max_tokens_per_rank=max(self.args.tokens // 4, least),
+            max_tokens_per_rank=rows_for(lengths, self.args.tokens, degree or self.ranks),
             min_degree=degree or 1,
             max_degree=degree,
             cost=self.cost,

@@ -24,6 +24,20 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.03, tor
 CHECKED_ROWS = 64
 """The number of the first sequence's rows by which the pack's output is checked."""
 
+PACKS: dict[str, Callable[[int], list[int]]] = {
+    "one": lambda tokens: [tokens],
+    "eight": lambda tokens: [tokens // 8] * 8,
+    "halves": lambda tokens: [*(tokens >> i for i in range(1, 10)), tokens >> 9],
+    "many": lambda tokens: [tokens // 64] * 64,
+}
+"""Packs of so many tokens."""
+
+
+def rows_for(lengths: Sequence[int], tokens: int, degree: int) -> int:
+    """Return the most rows that a rank may hold in a micro-batch: a quarter of so many tokens, or
+    what the longest sequence needs at this degree."""
+    return max(tokens // 4, -(-max(lengths) // degree) + 2)
+
 
 class Sizes(NamedTuple):
     heads: int

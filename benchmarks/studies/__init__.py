@@ -1,1 +1,1 @@
-"""Programs that study the planner and the kernels without timing them."""
+"""Programs that study the planner, the kernels and the machine, and compare hcp with nothing."""

@@ -89,6 +89,10 @@ RUNS = {
         " --dtype float32",
     ),
     "bench_train": (2, "--device cpu --families P1 --batches 1 --tokens 512 --num-layers 1"),
+    "studies/cut_profile": (
+        2,
+        "--device cpu --tokens 256 --heads 2 2 --head-dim 8 --rounds 1 --calls 2 --packs one",
+    ),
     "studies/simulated": (1, "--eval"),
     "studies/exact": (
         1,
@@ -291,7 +295,9 @@ def test_the_ladder_says_what_ended_a_contestant() -> None:
 
 
 def test_every_benchmark_runs_here_or_needs_a_gpu() -> None:
-    studies = {"studies/exact", "studies/exact_pipeline", "studies/simulated"}
+    studies = {
+        f"studies/{name}" for name in ("cut_profile", "exact", "exact_pipeline", "simulated")
+    }
     programs = {path.stem for path in BENCHMARKS.glob("bench_*.py")} | studies
     assert {run.split()[0] for run in RUNS} == programs - GPU_ONLY
 
