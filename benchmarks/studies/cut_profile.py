@@ -25,6 +25,8 @@ The second one splits what the rank with the longest wall lost against the ideal
 whole pack) / ranks, in microseconds of a layer. Its columns add up to wall - ideal; where several
 kernels run at once, the time is attention's before others'.
 
+    gpu       this GPU alone over the whole pack, against rank 0's: GPUs differ. All are recorded at
+              once; "ideal ms" is rank 0's while the others rest, without the profiler
     pieces    (a) attention kernels of the cut sequences, run alone, against the whole's / ranks
     beside    the same kernels in the layer, where others run beside them, against those alone
     work      (b) pack, merge, fill and torch, while no attention runs
@@ -175,10 +177,11 @@ class Found(NamedTuple):
 
 
 class Ideal(NamedTuple):
-    """What was recorded of the whole pack on one GPU."""
+    """What was recorded of the whole pack on each GPU alone."""
 
-    profile: Profile
+    profiles: list[Profile]
     seconds: float
+    """Of rank 0, without the profiler."""
 
 
 def _each(steps: Sequence[Callable[[], object]]) -> Step:
@@ -201,21 +204,19 @@ def show(
     handler = hcp.get_cp_handler_cls(args.backend)
     whole = Whole(lengths, sizes, Choice(handler.kernel_family))
     first = dist.get_rank() == 0
-    wholes: dict[str, Step] = {
-        "f": whole.forward if first else _nothing,
-        "f+b": whole.both if first else _nothing,
-    }
+    wholes: dict[str, Step] = {"f": whole.forward, "f+b": whole.both}
     cuts = {name: cut_by(name, handler, whole, args.tokens, groups) for name in args.types}
-    steps = {("", part): step for part, step in wholes.items()}
-    steps |= {(name, part): cut.step(part) for name, cut in cuts.items() for part in PASSES}
-    named = {f"{name} {part}": step for (name, part), step in steps.items()}
+    steps = {f"whole {part}": step if first else _nothing for part, step in wholes.items()}
+    steps |= {f"{name} {part}": cut.step(part) for name, cut in cuts.items() for part in PASSES}
     clock = partial(timed, device=sizes.device, calls=args.calls)
-    seconds = by_turns(named, sizes.device, clock, args.rounds)
+    seconds = by_turns(steps, sizes.device, clock, args.rounds)
 
     def profiles(step: Step) -> list[Profile]:
         return _of_all(profile_of(recorded(step, sizes.device, args.calls)))
 
-    ideals = {part: Ideal(profiles(step)[0], seconds[f" {part}"]) for part, step in wholes.items()}
+    ideals = {
+        part: Ideal(profiles(step), seconds[f"whole {part}"]) for part, step in wholes.items()
+    }
     found = [
         Found(
             name,
@@ -271,14 +272,19 @@ def _of_all(own: T) -> list[T]:
 # ---- what is printed -----------------------------------------------------------------------------
 
 
-def losses(layer: Profile, calls: Profile, whole: Profile, ranks: int) -> dict[str, float]:
-    """Split what a layer takes longer than the whole / ranks: nanoseconds that add up to that."""
+def losses(
+    rank: int, layer: Profile, calls: Profile, wholes: Sequence[Profile]
+) -> dict[str, float]:
+    """Split what a rank's layer takes longer than rank 0's whole / ranks: nanoseconds that add up
+    to that. ``wholes``: of all ranks."""
+    whole, ranks = wholes[rank], len(wholes)
 
     def beyond(kind: str) -> float:
         return layer.shares[kind] - whole.shares[kind] / ranks
 
     alone = calls.shares[ATTENTION]
     return {
+        "gpu": (whole.wall - wholes[0].wall) / ranks,
         "pieces": alone - whole.shares[ATTENTION] / ranks,
         "beside": layer.shares[ATTENTION] - alone,
         **{kind: beyond(kind) for kind in (WORK, EXCHANGE, WAITS, IDLE)},
@@ -317,14 +323,14 @@ def _table_of_ranks(found: Sequence[Found], calls: int) -> list[str]:
 def _table_of_losses(
     found: Sequence[Found], ideals: Mapping[str, Ideal], calls: int, rate: float
 ) -> list[str]:
-    titles = "pieces", "beside", WORK, EXCHANGE, WAITS, IDLE
+    titles = "gpu", "pieces", "beside", WORK, EXCHANGE, WAITS, IDLE
     times = "ms", "ideal ms", "wall", "ideal", "share"
     lines = _head("type", "pass", "rank", *times, *titles, "link")
     for one in found:
         ranks, rank, ideal = len(one.layers), one.slowest, ideals[one.part]
         layer = one.layers[rank]
-        best = ideal.profile.wall / ranks
-        lost = losses(layer, one.calls[rank], ideal.profile, ranks)
+        best = ideal.profiles[0].wall / ranks
+        lost = losses(rank, layer, one.calls[rank], ideal.profiles)
         cells = {name: f"{_us(x) / calls:.0f} {x / max(1, best):.0%}" for name, x in lost.items()}
         cells[IDLE] += f" ({_us(layer.unqueued) / calls:.0f})"
         names = one.comm_type, one.part, rank
@@ -360,12 +366,12 @@ def summaries(
             "pass": part,
             "calls": calls,
             "us without profiler": ideal.seconds * 1e6,
-            "layer": _summary(ideal.profile),
+            "ranks": [{"layer": _summary(profile)} for profile in ideal.profiles],
         }
         for part, ideal in ideals.items()
     ]
     for one in found:
-        whole, ranks = ideals[one.part].profile, len(one.layers)
+        wholes = ideals[one.part].profiles
         rows.append(
             {
                 "pack": pack,
@@ -379,12 +385,12 @@ def summaries(
                         "attention calls alone": _summary(alone),
                         "lost": {
                             name: _us(x) / calls
-                            for name, x in losses(layer, alone, whole, ranks).items()
+                            for name, x in losses(rank, layer, alone, wholes).items()
                         },
                         "us of the bytes received": received / rate * 1e6,
                     }
-                    for layer, alone, received in zip(
-                        one.layers, one.calls, one.received, strict=True
+                    for rank, (layer, alone, received) in enumerate(
+                        zip(one.layers, one.calls, one.received, strict=True)
                     )
                 ],
             }

@@ -180,8 +180,10 @@ def test_losses_add_up_to_what_a_layer_takes_longer(trace: Any, study: Any) -> N
     layer = trace.profile_of(events_of(trace))
     calls = trace.profile_of([trace.Event(FORWARD, 7, 0, 350), trace.Event(BACKWARD, 7, 360, 300)])
     whole = trace.profile_of([trace.Event(FORWARD, 7, 0, 600), trace.Event(BACKWARD, 7, 620, 580)])
-    lost = study.losses(layer, calls, whole, 2)
+    first = trace.profile_of([trace.Event(FORWARD, 7, 0, 1000)])
+    lost = study.losses(1, layer, calls, [first, whole])
     assert lost == {
+        "gpu": 600 - 500,
         "pieces": 650 - 590,
         "beside": 700 - 650,
         "work": 50,
@@ -189,7 +191,7 @@ def test_losses_add_up_to_what_a_layer_takes_longer(trace: Any, study: Any) -> N
         "waits": 100,
         "idle": 350 - 10,
     }
-    assert sum(lost.values()) == layer.wall - whole.wall / 2
+    assert sum(lost.values()) == layer.wall - first.wall / 2
 
 
 def test_tables_have_each_rank_the_slowest_ones_losses_and_gaps(trace: Any, study: Any) -> None:
@@ -199,7 +201,7 @@ def test_tables_have_each_rank_the_slowest_ones_losses_and_gaps(trace: Any, stud
         study.Found("p2p", part, [fast, slow], [alone, alone], [4000, 8000], 2e-3)
         for part in ("f", "f+b")
     ]
-    whole = study.Ideal(trace.profile_of([trace.Event(FORWARD, 7, 0, 2000)]), 3e-3)
+    whole = study.Ideal([trace.profile_of([trace.Event(FORWARD, 7, 0, 2000)])] * 2, 3e-3)
     ideals = {"f": whole, "f+b": whole}
     lines = study.report(found, ideals, 1, 2, 1e9)
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -219,6 +221,7 @@ def test_tables_have_each_rank_the_slowest_ones_losses_and_gaps(trace: Any, stud
         "wall": "1",
         "ideal": "1",
         "share": "0.71",
+        "gpu": "0 0%",
         "pieces": "-1 -100%",
         "beside": "1 70%",
         "work": "0 5%",
@@ -238,7 +241,7 @@ def test_tables_have_each_rank_the_slowest_ones_losses_and_gaps(trace: Any, stud
 def test_the_file_has_every_kernel_of_every_rank(trace: Any, study: Any) -> None:
     slow = trace.profile_of(events_of(trace))
     found = [study.Found("p2p", "f", [slow, slow], [slow, slow], [0, 0], 2e-3)]
-    whole, row = study.summaries("one", found, {"f": study.Ideal(slow, 3e-3)}, 1, 1e9)
-    assert whole["layer"]["kernels"][BACKWARD] == {"count": 2, "sum": 0.4}
+    whole, row = study.summaries("one", found, {"f": study.Ideal([slow, slow], 3e-3)}, 1, 1e9)
+    assert whole["ranks"][1]["layer"]["kernels"][BACKWARD] == {"count": 2, "sum": 0.4}
     assert [rank["layer"]["kernels"].keys() for rank in row["ranks"]] == [slow.kernels.keys()] * 2
     assert sum(row["ranks"][1]["lost"].values()) == pytest.approx(1.4 / 2)
