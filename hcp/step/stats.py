@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hcp._validate import expect_size
@@ -50,10 +49,27 @@ class StepStats(NamedTuple):
         }
 
 
-def mean_metrics(steps: Sequence[StepStats]) -> dict[str, float]:
-    """Return the means of the metrics of several steps."""
-    each = [step.metrics() for step in steps]
-    return {name: fmean(metrics[name] for metrics in each) for name in each[0]}
+class MeanMetrics:
+    """The means of the metrics of steps. They take the memory of one step, however many there
+    are: not every trainer logs."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def add(self, step: StepStats) -> None:
+        self._steps += 1
+        for name, value in step.metrics().items():
+            self._sums[name] = self._sums.get(name, 0.0) + value
+
+    def clear(self) -> None:
+        self._steps = 0
+        self._sums: dict[str, float] = {}
+
+    def take(self) -> dict[str, float]:
+        """Return the means over the steps since the last call, nothing if there were none."""
+        means = {name: value / self._steps for name, value in self._sums.items()}
+        self.clear()
+        return means
 
 
 def stats_of(plan: Plan, layer_bytes: Iterable[int], planning: PlanningTime | None) -> StepStats:
@@ -105,7 +121,7 @@ class StepLogger:
     def __init__(self, writers: Sequence[Write], every: int) -> None:
         expect_size("every", every)
         self._writers, self._every = writers, every
-        self._steps: list[StepStats] = []
+        self._means, self._steps = MeanMetrics(), 0
 
     def __call__(self, step: Step | StepStats, iteration: int) -> None:
         """Take the numbers of a step whose layers have run, and write if it is time to.
@@ -113,11 +129,11 @@ class StepLogger:
         ``iteration``: the number of the training step, as the writers have it."""
         if not self._writers:
             return
-        self._steps.append(step if isinstance(step, StepStats) else step.stats())
-        if len(self._steps) < self._every:
+        self._means.add(step if isinstance(step, StepStats) else step.stats())
+        self._steps += 1
+        if self._steps % self._every:
             return
-        metrics = mean_metrics(self._steps)
-        self._steps.clear()
+        metrics = self._means.take()
         for write in self._writers:
             write(metrics, iteration)
 

@@ -289,6 +289,31 @@ def test_group_relative_policy_optimization_takes_trls_steps(tmp_path):
             assert a == pytest.approx(b, abs=1e-2)
 
 
+# ---- logs ----------------------------------------------------------------------------------------
+
+
+def train_twice(rank, size, folder, kind):
+    """Tokens of each logged mean, of the first training and of the second."""
+    data = pairs() if kind == "SFT" else preferences()
+    options = {"train_sampling_strategy": "sequential", "logging_steps": 2}
+    more = {"ref_model": build()} if kind == "DPO" else {}
+    trainer = made(kind, size, folder, data, True, options, **more)
+    found = []
+    for _ in range(2):
+        trainer.train()
+        history = trainer.state.log_history
+        found.append([entry["hcp/tokens"] for entry in history if "hcp/tokens" in entry])
+    return found
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+def test_the_log_of_a_training_has_no_steps_of_the_one_before(kind, tmp_path):
+    """Of three steps, the log of every second one leaves out the last."""
+    ((first, second),) = run_ranks(1, train_twice, tmp_path, kind)
+    assert len(first) == 1
+    assert second[-1] == first[0]
+
+
 # ---- refused -------------------------------------------------------------------------------------
 
 

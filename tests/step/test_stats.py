@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import hcp
 from hcp.planning.ahead import PlanningTime
-from hcp.step.stats import StepStats, mean_metrics
+from hcp.step.stats import MeanMetrics, StepStats
 
 LENGTHS = [100, 37, 61, 8, 8, 5]
 
@@ -75,9 +76,25 @@ def test_stats_are_those_of_the_plan() -> None:
 def test_logs_have_means_over_steps() -> None:
     one = hcp.loopback(4, dispatched)[0].stats()
     other = one._replace(tokens=one.tokens + 10, plan_seconds=1.0)
-    mean = mean_metrics([one, other])
+    means = MeanMetrics()
+    means.add(one)
+    means.add(other)
+    mean = means.take()
     assert mean["hcp/tokens"] == one.tokens + 5
     assert mean["hcp/plan_hidden"] == 0.5
+    assert means.take() == {}
+
+
+def test_means_of_steps_that_nobody_logs_take_no_more_memory() -> None:
+    one = hcp.loopback(4, dispatched)[0].stats()
+    means = MeanMetrics()
+
+    def held() -> int:
+        for _ in range(50):
+            means.add(one)
+        return len(pickle.dumps(means))
+
+    assert held() == held()
 
 
 def test_a_step_without_sequences_has_stats() -> None:

@@ -53,7 +53,7 @@ from hcp.planning.cost import CostModel
 from hcp.step.config import Config
 from hcp.step.dispatch import LocalBatch, Step
 from hcp.step.handler import ContextParallelHandler
-from hcp.step.stats import StepStats, mean_metrics
+from hcp.step.stats import MeanMetrics
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
@@ -116,7 +116,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self.fields = image_fields(self.model) if images else None
         own = partial(image_sample, self.model) if images else causal_lm_samples
         self.to_sample = to_sample or own
-        self._logged: list[StepStats] = []
+        self._means = MeanMetrics()
 
     # ---- training ----
 
@@ -162,6 +162,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return order
 
     def train(self, *positional: Any, **keywords: Any) -> Any:
+        self._means.clear()  # of steps of a training before, which nothing logged
         with _skipping():
             return super().train(*positional, **keywords)
 
@@ -189,15 +190,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 self.accelerator.backward(loss)
             total = total + loss.detach()
         mean: Tensor = self.accelerator.reduce(total, reduction="mean")
-        self._logged.append(inputs.stats())
+        self._means.add(inputs.stats())
         return mean
 
     def log(self, logs: dict[str, float], *others: Any, **keywords: Any) -> None:
         """Log, with the loss, the metrics of `hcp.StepStats`: means over the steps since the last
         log, on this rank."""
-        if "loss" in logs and self._logged:
-            logs |= mean_metrics(self._logged)
-            self._logged.clear()
+        if "loss" in logs:
+            logs |= self._means.take()
         super().log(logs, *others, **keywords)
 
     def _inputs(self, cp: ContextParallelHandler, local: LocalBatch) -> dict[str, Any]:

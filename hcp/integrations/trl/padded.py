@@ -31,7 +31,7 @@ from hcp.planning.ahead import PlanningTime
 from hcp.planning.cost import CostModel
 from hcp.step.config import Config
 from hcp.step.dispatch import Step, dispatch, gather_lengths
-from hcp.step.stats import StepStats, mean_metrics
+from hcp.step.stats import MeanMetrics, StepStats
 
 _OF_THE_BATCH = {"input_ids", "attention_mask", "labels", "fused_lm_head", "use_cache"}
 _FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -66,21 +66,24 @@ class PaddedTrainer:
         _check(trainer, cp)
         made = domain(groups, trainer.args.world_size, trainer.args.device)
         cp = replace(cp, sync=cp.sync_where(waiting=False))
-        self._logged: list[StepStats] = []
+        self._means = MeanMetrics()
         for model in (trainer.model, getattr(trainer, "ref_model", None)):
             if model is None:
                 continue
             check_softcap(model, trainer.args.device, compute_dtype(trainer.args, model))
             with trainer.accelerator.autocast():
                 register_hcp_attention(model, fused_rope=fused_rope)
-            spread_padded(model, cp, made, cost, self._logged)
+            spread_padded(model, cp, made, cost, self._means)
+
+    def train(self, *positional: Any, **keywords: Any) -> Any:
+        self._means.clear()  # of forwards of a training before, which nothing logged
+        return super().train(*positional, **keywords)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *others: Any, **keywords: Any) -> None:
         """Log, with the loss, the metrics of `hcp.StepStats`: means over the forwards that have
         trained since the last log, on this rank."""
-        if "loss" in logs and self._logged:
-            logs |= mean_metrics(self._logged)
-            self._logged.clear()
+        if "loss" in logs:
+            logs |= self._means.take()
         super().log(logs, *others, **keywords)  # type: ignore[misc]
 
     @contextlib.contextmanager
@@ -112,7 +115,7 @@ def _check(trainer: Any, cp: Config) -> None:
 
 
 def spread_padded(
-    model: Any, cp: Config, groups: ProcessGroups, cost: CostModel | None, trained: list[StepStats]
+    model: Any, cp: Config, groups: ProcessGroups, cost: CostModel | None, trained: MeanMetrics
 ) -> None:
     """Let all ranks compute a model's padded batches together where TRL asks for its fused head.
 
@@ -131,7 +134,7 @@ def spread_padded(
                 raise ValueError("the model was called with several positional arguments")
         said, stats = _computed(fused, given, cp, groups, cost)
         if torch.is_grad_enabled():
-            trained.append(stats)
+            trained.add(stats)
         return said
 
     base.forward = types.MethodType(forward, base)
