@@ -27,18 +27,22 @@ static bool is_stretch(const hcp_column *columns, int32_t n_columns, hcp_column 
   return out.row_stride_bytes == out.row_bytes;
 }
 
-/* Whether every row of the result is one row of a peer's, in long runs. */
+/* Whether every row of the result is one row of a peer's, in long runs. Runs that go on where
+ * the one before ends are one. */
 static bool copies_pay(const hcp_column *parts, int32_t n_columns, const hcp_run *runs,
                        int64_t n_runs, int64_t rows, hcp_column out, int32_t first_staged,
                        int64_t least_bytes) {
-  if (n_runs == 0 || rows * out.row_bytes / n_runs < least_bytes) return false;
-  int64_t row = 0;
+  int64_t row = 0, copies = 0;
   for (int64_t r = 0; r < n_runs; ++r) {
-    if (runs[r].row != row || runs[r].part < first_staged) return false;
-    if (!is_stretch(&parts[runs[r].part * n_columns], n_columns, out)) return false;
-    row += runs[r].rows;
+    const hcp_run *run = &runs[r], *before = r > 0 ? run - 1 : NULL;
+    if (run->row != row || run->part < first_staged) return false;
+    if (!is_stretch(&parts[run->part * n_columns], n_columns, out)) return false;
+    bool goes_on = before != NULL && before->part == run->part &&
+                   before->part_row + before->rows == run->part_row;
+    copies += !goes_on;
+    row += run->rows;
   }
-  return row == rows;
+  return row == rows && copies > 0 && rows * out.row_bytes / copies >= least_bytes;
 }
 
 /* Whether one call takes many copies on a stream: CUDA has that since 12.8, and not while a
@@ -62,6 +66,11 @@ struct copies {
   cudaStream_t stream;
 
   hcp_status add(char *target, const char *source, int64_t size, hcp_error *err) {
+    if (n > 0 && (char *)to[n - 1] + bytes[n - 1] == target &&
+        (char *)from[n - 1] + bytes[n - 1] == source) {
+      bytes[n - 1] += (size_t)size;
+      return HCP_OK;
+    }
     hcp_status status = n == MOST ? queue(err) : HCP_OK;
     to[n] = target;
     from[n] = (void *)source;

@@ -217,26 +217,15 @@ def test_words_are_read_into_rows_that_there_are_bit_by_bit(rows: int, width: in
     words[0] = 1 << 32 | 5
     bits = torch.randint(-(2**63), 2**63 - 1, (rows, width), device="cuda")
     bits[0, 0] = torch.tensor(0xFFF0_0000_0000_0001 - 2**64)  # a signalling NaN
-    counts = torch.zeros(2, device="cuda").long()
+    counts = torch.zeros(1, device="cuda").long()
     progress = torch.zeros(PIECES, device="cuda").int()
-    met, done = (torch.tensor([(words[i].data_ptr(), i, 0, 1)]) for i in range(2))
+    met, done = (torch.tensor([(words[i].data_ptr(), 0, 0, 1)]) for i in range(2))
     out = torch.full((rows + 2, width), 7, device="cuda")
     runs = torch.tensor([(0, rows, 0, 0)])
     stream = torch.cuda.Stream().cuda_stream
     torch.ops.hcp.read_into(
         out[1:-1].view(torch.float64),
-        *(
-            [bits.view(torch.float64)],
-            runs,
-            1,
-            0,
-            met,
-            done,
-            progress.int(),
-            counts.long(),
-            5,
-            10**9,
-        ),
+        *([bits.view(torch.float64)], runs, 1, 0, met, done, progress, counts, 5, 10**9),
         *(torch.zeros(4).long().pin_memory(), stream),
     )
     torch.ops.hcp.join(out, stream)
@@ -246,9 +235,10 @@ def test_words_are_read_into_rows_that_there_are_bit_by_bit(rows: int, width: in
 
 
 @pytest.mark.parametrize("rows", [16384, 40000])  # by a kernel all pieces at once, or one by one
-@pytest.mark.parametrize("long", [False, True])  # by a kernel, or by the copy engine
+# By a kernel, or by the copy engine: runs of 1 MiB, or all rows of an owner in one.
+@pytest.mark.parametrize("run", [100, 512, 40000])
 @pytest.mark.parametrize("owners", [1, 2])
-def test_rows_are_read_while_they_are_staged(owners: int, long: bool, rows: int) -> None:
+def test_rows_are_read_while_they_are_staged(owners: int, run: int, rows: int) -> None:
     """The reading is queued first, and waits on its stream for each piece."""
     generator = torch.Generator("cuda").manual_seed(rows)
     rows_of = [
@@ -261,11 +251,10 @@ def test_rows_are_read_while_they_are_staged(owners: int, long: bool, rows: int)
     theirs = torch.ones(1).long().cuda()
     met = torch.tensor([(words[i].data_ptr(), i, i, 1) for i in range(owners)])
     done = torch.tensor([(words[owners].data_ptr(), 0, 0, 1)])
-    size = rows if long else 100
-    starts = [(row, own) for row in range(0, rows, size) for own in range(owners)]
+    starts = [(row, own) for row in range(0, rows, run) for own in range(owners)]
     runs, total = [], 0
     for row, own in starts:
-        runs.append((total, min(size, rows - row), own, row))
+        runs.append((total, min(run, rows - row), own, row))
         total += runs[-1][1]
 
     def stage(piece: int) -> None:
