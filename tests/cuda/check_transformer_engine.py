@@ -86,7 +86,6 @@ def parallel(tp: int, levels: Sequence[int] | None) -> Iterator[None]:
         context_parallel_size=dist.get_world_size() // tp,
         hierarchical_context_parallel_sizes=levels,
     )
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
     try:
         yield
     finally:
@@ -251,7 +250,7 @@ def check_fp8_state() -> int:
     wrong = report(len(context.before) > 0, f"FP8: {len(context.before)} states")
     wrong += report(same, "FP8: scales and history are as before the context")
     wrong += report(
-        grown <= max(growth(there), 1e-2),
+        grown <= max(1.01 * growth(there), 1e-2),
         f"FP8: largest values of the step under way grew by {grown:.1e}, without a context by "
         f"{growth(there):.1e}",
     )
@@ -394,6 +393,7 @@ def build_model(
         **options,
     )
     torch.manual_seed(0)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)  # weights are drawn from its states
     model = GPTModel(
         config,
         get_gpt_layer_with_transformer_engine_spec(),
