@@ -124,9 +124,16 @@ def as_configured(
         )
     if getattr(config, "multi_latent_attention", False):
         count = (freqs.cos if isinstance(freqs, Rotary) else freqs).shape[-1]
-        rotated, passed = t[..., :count], t[..., count:]
-        t = torch.cat((rotated[..., ::2], rotated[..., 1::2], passed), dim=-1)
+        t = firsts_before_seconds(t, count)
     return t, said and not isinstance(freqs, Rotary)
+
+
+def firsts_before_seconds(t: Tensor, count: int) -> Tensor:
+    """Rows (T, heads, D) whose first `count` elements are neighbouring pairs, with the first
+    elements of all pairs before the second ones."""
+    rotated, passed = t[..., :count], t[..., count:]
+    gathered = rotated.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return torch.cat((gathered, passed), dim=-1) if passed.shape[-1] else gathered
 
 
 def rotate(t: Tensor, rotary: Rotary) -> Tensor:

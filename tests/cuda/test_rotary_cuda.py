@@ -35,7 +35,18 @@ MODELS = {
     "llama": SMALL,
     "cohere2": SMALL | {"head_dim": 32, "sliding_window": 64},
     "glm": SMALL | {"head_dim": 32, "partial_rotary_factor": 0.5},
+    "youtu": SMALL
+    | {
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "num_key_value_heads": 4,
+    },
 }
+KERNEL = {"youtu"}
+"""Models of latent attention, rotated before it."""
 
 
 # ---- Transformers --------------------------------------------------------------------------------
@@ -44,7 +55,7 @@ MODELS = {
 def fused_and_unfused(kind: str, dtype: torch.dtype) -> list[Any]:
     transformers = pytest.importorskip("transformers")
     from hcp.integrations.transformers import register_hcp_attention
-    from hcp.integrations.transformers.rotary import is_fused
+    from hcp.integrations.transformers.rotary import rotator_of
 
     torch.manual_seed(7)
     config = transformers.CONFIG_MAPPING[kind](**MODELS[kind])
@@ -52,7 +63,8 @@ def fused_and_unfused(kind: str, dtype: torch.dtype) -> list[Any]:
     models = [copy.deepcopy(model).to("cuda", dtype).eval() for _ in range(2)]
     for made, fused_rope in zip(models, (True, False), strict=True):
         register_hcp_attention(made, fused_rope=fused_rope)
-        assert is_fused(made) == fused_rope
+        by_hcp = "kernel" if kind in KERNEL else "attention"
+        assert rotator_of(made) == (by_hcp if fused_rope else "model")
     return models
 
 

@@ -511,11 +511,11 @@ def computed(model, plan, comm_type="p2p"):
 
 @pytest.mark.parametrize("kind", FUSED)
 def test_rotation_in_attention_is_the_models_own_at_any_degree_and_comm_type(kind):
-    from hcp.integrations.transformers.rotary import is_fused
+    from hcp.integrations.transformers.rotary import rotator_of
 
     model = build(kind, **FUSED[kind]).double()
     fused, unfused = (rotating(model, fused_rope) for fused_rope in (True, False))
-    assert (is_fused(fused), is_fused(unfused)) == (True, False)
+    assert (rotator_of(fused), rotator_of(unfused)) == ("attention", "model")
     bound = 1e-5 if kind in ROTATED_IN_FLOAT32 else 1e-10
     for ranks in (1, 2, 4):
         lengths = [21, 5, 12]
@@ -524,6 +524,108 @@ def test_rotation_in_attention_is_the_models_own_at_any_degree_and_comm_type(kin
             found, expected = (computed(m, plan, comm_type) for m in (fused, unfused))
             assert difference(found[0], expected[0]) < bound, (ranks, comm_type)
             assert difference(found[1], expected[1]) < bound, (ranks, comm_type)
+
+
+# ---- who rotates a part of each head -------------------------------------------------------------
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+}
+PARTLY = {
+    "deepseek_v3": (  # neighbours, which it gathers
+        "deepseek_v3",
+        {"rope_parameters": YARN, "first_k_dense_replace": 2},
+    ),
+    "deepseek_v3 of halves": ("deepseek_v3", {"rope_interleave": False, "first_k_dense_replace": 2}),
+    "deepseek_v2": ("deepseek_v2", LATENT | {"first_k_dense_replace": 2}),  # complex numbers
+    "minicpm3": ("minicpm3", LATENT),
+    "youtu": ("youtu", LATENT),
+    "phi": ("phi", {"partial_rotary_factor": 0.5}),
+    "llama4_text": (  # rows before heads
+        "llama4_text",
+        {
+            "head_dim": 8,
+            "num_local_experts": 2,
+            "intermediate_size_mlp": 48,
+            "layer_types": ["full_attention"] * 2,  # none in chunks
+        },
+    ),
+}
+"""Models that cut heads, or compute with what is rotated."""
+
+PARTLY_IN_FLOAT32 = {"deepseek_v2", "llama4_text"}
+
+
+def with_norms_of_its_dtype(model):
+    """In place of those that compute in float32 whatever they are given."""
+    for module in list(model.modules()):
+        for name, norm in list(module.named_children()):
+            if type(norm).__name__.endswith("RMSNorm") and hasattr(norm, "weight"):
+                made = torch.nn.RMSNorm(norm.weight.shape, eps=1e-6)
+                made.weight = norm.weight
+                setattr(module, name, made)
+    return model
+
+
+def latent_or_not(model, fused_rope, send_latents):
+    from hcp.integrations.transformers import register_hcp_attention
+
+    made = copy.deepcopy(model)
+    register_hcp_attention(made, fused_rope=fused_rope, send_latents=send_latents)
+    return made
+
+
+@pytest.mark.parametrize("kind", PARTLY)
+def test_rotation_by_the_kernel_is_the_models_own_at_any_degree_and_comm_type(kind):
+    from hcp.integrations.transformers.rotary import rotator_of
+
+    family, options = PARTLY[kind]
+    model, lengths = with_norms_of_its_dtype(build(family, **options).double()), [21, 5, 12]
+    unfused = latent_or_not(model, False, False)
+    bound = 1e-5 if family in PARTLY_IN_FLOAT32 else 1e-10
+    alone = hcp.plan(lengths, ranks=1, max_tokens_per_rank=40)
+    _, of_one_rank = computed(unfused, alone)
+    for send_latents in (True, False):
+        fused = latent_or_not(model, True, send_latents)
+        assert (rotator_of(fused), rotator_of(unfused)) == ("kernel", "model")
+        for ranks in (1, 2, 4):
+            plan = hcp.plan(lengths, ranks=ranks, max_tokens_per_rank=40, min_degree=ranks)
+            for comm_type in ("p2p", "all_gather", "a2a"):
+                case = send_latents, ranks, comm_type
+                found, expected = (computed(m, plan, comm_type) for m in (fused, unfused))
+                assert difference(found[0], expected[0]) < bound, case
+                assert difference(found[1], expected[1]) < bound, case
+                assert difference(found[1], of_one_rank) < bound, case
+
+
+def test_the_kernel_rotates_a_part_of_each_query_and_one_key_of_a_row(monkeypatch):
+    """And the model's own function nothing."""
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as own
+
+    from hcp.attention.rotary import Rotary
+    from hcp.integrations.transformers.rotary import Form
+
+    fused = rotating(build("deepseek_v3"), True)
+    shapes, made, called = [], [], []
+    rotate, rotary = Rotary.rotate, Form.rotary
+    monkeypatch.setattr(Rotary, "rotate", lambda self, t: shapes.append(t.shape) or rotate(self, t))
+    monkeypatch.setattr(
+        Form, "rotary", lambda self, *tables: made.append(self) or rotary(self, *tables)
+    )
+    unwrapped = own.apply_rotary_pos_emb_interleave.__wrapped__
+    monkeypatch.setattr(own, "rotate_half", lambda x: called.append(x))
+    plan = hcp.plan([9], ranks=1, max_tokens_per_rank=9)
+    computed(fused, plan)
+    # Twice: without gradients and with them, each through two layers, of one rotation.
+    assert shapes == [(9, 4, 8), (9, 1, 8)] * 4
+    assert len(made) == 2
+    assert not called
+    assert unwrapped.__name__ == "apply_rotary_pos_emb_interleave"
 
 
 # ---- latent rows ---------------------------------------------------------------------------------
@@ -614,22 +716,25 @@ def test_a_layer_that_computes_with_keys_expands_them_itself(caplog, monkeypatch
     assert "expands keys and values before they travel" in caplog.text
 
 
-def test_a_model_that_changes_rotated_rows_rotates_itself(caplog):
-    from hcp.integrations.transformers.rotary import is_fused
+def test_a_model_that_rotates_otherwise_rotates_itself(caplog):
+    from hcp.integrations.transformers.rotary import rotator_of
 
     caplog.set_level(logging.INFO, "hcp")
-    assert not is_fused(rotating(build("deepseek_v3"), True))
-    assert not is_fused(rotating(build("gpt2"), True))
+    assert rotator_of(rotating(build("nanochat"), True)) == "model"
+    assert rotator_of(rotating(build("deepseek_v3"), True)) == "kernel"
+    assert rotator_of(rotating(build("gpt2"), True)) == "model"
     assert [record.getMessage()[:46] for record in caplog.records] == [
-        "hcp: DeepseekV3ForCausalLM rotates queries and",
+        "hcp: NanoChatForCausalLM rotates queries and k",
+        "hcp: DeepseekV3ForCausalLM leaves rotary embed",
         *(["hcp: DeepseekV3ForCausalLM sends latent rows i"] if expands() else []),
         "hcp: GPT2LMHeadModel has no layers that could ",
     ]
+    assert "apply_rotary_pos_emb rotates in a form that hcp does not know" in caplog.text
 
 
 def test_one_model_is_fused_and_another_of_its_kind_is_not():
     """They share the function of their module."""
-    from hcp.integrations.transformers.rotary import is_fused, rotate_before
+    from hcp.integrations.transformers.rotary import let_model_rotate, rotator_of
 
     model, tokens = build("llama"), documents([12])[0]["input_ids"][None]
     before = model(tokens, use_cache=False).logits
@@ -638,9 +743,9 @@ def test_one_model_is_fused_and_another_of_its_kind_is_not():
     fused.set_attn_implementation("eager")
     assert torch.equal(fused(tokens, use_cache=False).logits, before)
     fused.set_attn_implementation("hcp")
-    assert is_fused(copy.deepcopy(fused))
-    rotate_before(fused)
-    assert not is_fused(fused)
+    assert rotator_of(copy.deepcopy(fused)) == "attention"
+    let_model_rotate(fused)
+    assert rotator_of(fused) == "model"
 
 
 def test_a_fused_model_that_was_pickled_is_fused(monkeypatch):
@@ -698,12 +803,92 @@ def test_the_form_of_a_function_is_found_or_refused():
         form_of(halves, 8, 8, 6)
 
 
+def gathered(q, k, cos, sin):
+    """DeepSeek's: neighbours are pairs, and their first elements come first."""
+
+    def rotated(x):
+        half = cos.shape[-1] // 2
+        a, b, c, s = x[..., ::2], x[..., 1::2], cos[:, None, :, :half], sin[:, None, :, :half]
+        return torch.cat([a * c - b * s, b * c + a * s], -1)
+
+    return rotated(q), rotated(k)
+
+
+def numbers(q, k, table):
+    """Llama 4's: complex numbers, and rows before heads."""
+
+    def rotated(x):
+        of_pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(of_pairs * table[:, :, None]).flatten(3).type_as(x)
+
+    return rotated(q), rotated(k)
+
+
+def test_forms_say_the_order_of_pairs_and_where_rows_are():
+    from hcp.integrations.transformers.rotary import UnknownRotaryError, form_of
+
+    form = form_of(gathered, 8, 8, 8)
+    assert (form.interleaved, form.gathered, form.rows_first) == (False, True, False)
+    form = form_of(numbers, 8, 8, 4, complex_table=True)
+    assert (form.interleaved, form.gathered, form.rows_first) == (True, False, True)
+
+    def conjugated(q, k, table):
+        return numbers(q, k, table.conj())
+
+    with pytest.raises(UnknownRotaryError, match="in a form that hcp does not know"):
+        form_of(conjugated, 8, 8, 4, complex_table=True)
+
+
+def marked(rotator, *tables):
+    from hcp.integrations.transformers.rotary import _Marked
+
+    plan = hcp.plan([5], ranks=1, max_tokens_per_rank=5)
+    (cp,) = hcp.loopback(1, lambda groups: hcp.ContextParallelHandler(plan, 0, groups.transport))
+    return [_Marked(table, rotator, cp) for table in tables]
+
+
+def test_a_function_with_marked_tables_gives_its_own_elements():
+    """Whatever a layer does with them then."""
+    from hcp.integrations.transformers.rotary import _by_hcp
+
+    drawn = torch.Generator().manual_seed(0)
+    cos, sin = torch.randn(2, 1, 5, 8, generator=drawn, dtype=torch.float64)
+    table = torch.polar(torch.ones(1, 5, 4), cos[..., :4].float())
+    q, k = (torch.randn(1, n, 5, 8, generator=drawn, dtype=torch.float64) for n in (3, 1))
+    for function, tables, by_rows in (
+        (halves, (cos, sin), False),
+        (gathered, (cos, sin), False),
+        (numbers, (table,), True),
+    ):
+        given = [x.transpose(1, 2) if by_rows else x for x in (q, k)]
+        found = _by_hcp(function)(*given, *marked("kernel", *tables))
+        bound = 1e-6 if by_rows else 1e-14  # it computes in float32
+        for mine, theirs in zip(found, function(*given, *tables), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=bound)
+
+
+def test_a_function_with_other_rows_or_tables_than_marked_ones_is_refused():
+    from hcp.integrations.transformers.rotary import UnknownRotaryError, _by_hcp
+
+    cos, rows = torch.zeros(1, 5, 8), torch.zeros(1, 2, 5, 8)
+    kernel, attention = marked("kernel", cos, cos), marked("attention", cos, cos)
+    with pytest.raises(UnknownRotaryError, match=r"rows of shape \(2, 2, 5, 8\), expected one"):
+        _by_hcp(halves)(rows.expand(2, -1, -1, -1), rows, *kernel)
+    with pytest.raises(UnknownRotaryError, match=r"called with \(Tensor, Tensor, _Marked\), exp"):
+        _by_hcp(halves)(rows, rows, kernel[0])
+    with pytest.raises(UnknownRotaryError, match="a form that hcp's attention does not know"):
+        _by_hcp(gathered)(rows, rows, *attention)
+
+
 # ---- all architectures ---------------------------------------------------------------------------
 
 
 SAMPLE = {
     "xlm-roberta": sweep.EQUAL,  # its own positions start after the index of padding
     "starcoder2": sweep.FUSED,
+    "bailing_hybrid": sweep.KERNEL,
+    "longcat_flash": sweep.KERNEL,
+    "glm_moe_dsa": sweep.KERNEL,
     "granitemoehybrid": sweep.FUSED,
     "jamba": "have layers with a state that scans the sequence",
     "mpt": "do not call attention through `AttentionInterface`",

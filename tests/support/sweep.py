@@ -50,7 +50,11 @@ REASONS = {
 }
 """What the table says of a refusal, by a pattern of its message. The first one counts."""
 
-FUSED, EQUAL = "equal, rotated in hcp's attention", "equal, rotated before it or without rotation"
+FUSED = "equal, rotated in hcp's attention"
+KERNEL = "equal, rotated by hcp's kernel before it"
+EQUAL = "equal, rotated by their own code or without rotation"
+OF = {"attention": FUSED, "kernel": KERNEL, "model": EQUAL}
+"""The row of a model that is equal, by what rotates."""
 NO_TOY = "no toy"
 
 
@@ -70,7 +74,7 @@ class Verdict:
 def verdict(model: Any) -> Verdict:
     """Compare a model under hcp, at degrees 1 and 2, with itself."""
     from hcp.integrations.transformers import masks_of, register_hcp_attention
-    from hcp.integrations.transformers.rotary import is_fused
+    from hcp.integrations.transformers.rotary import rotator_of
 
     dataset, unfused = documents(LENGTHS), copy.deepcopy(model)
     with torch.no_grad():
@@ -79,7 +83,7 @@ def verdict(model: Any) -> Verdict:
         register_hcp_attention(model)
     except ValueError as error:
         return Verdict(refusal_of(str(error)), message=str(error))
-    fused = is_fused(model)
+    rotator = rotator_of(model)
     register_hcp_attention(unfused, fused_rope=False)
     for ranks in (1, 2):
         masks = masks_of(model, LENGTHS)
@@ -87,11 +91,11 @@ def verdict(model: Any) -> Verdict:
         apart, found = spread(model, dataset, logits, plan)
         if not apart < TOLERANCE * float(max(x.abs().max() for x in logits)):
             return Verdict(f"logits are {apart} off on {ranks} ranks", wrong=True)
-        if fused:
+        if rotator != "model":
             _, expected = spread(unfused, dataset, logits, plan)
             if not (off := difference(found, expected)) < TOLERANCE:
                 return Verdict(f"gradients are {off} off on {ranks} ranks", wrong=True)
-    return Verdict(FUSED if fused else EQUAL)
+    return Verdict(OF[rotator])
 
 
 def refusal_of(message: str) -> str:
@@ -177,11 +181,11 @@ def judged(kind: str) -> Verdict:
 def table(found: Mapping[str, Verdict]) -> str:
     """Return the table of the guide."""
     refused = [f"refused: they {said}" for said in REASONS.values()]
-    rows: dict[str, list[str]] = {row: [] for row in (FUSED, EQUAL, *refused, NO_TOY)}
+    rows: dict[str, list[str]] = {row: [] for row in (*OF.values(), *refused, NO_TOY)}
     for kind, of in sorted(found.items()):
         row = of.result if of.result in rows else f"refused: they {of.result}"
         rows.setdefault(row, []).append(kind)
-    equal = len(rows[FUSED]) + len(rows[EQUAL])
+    equal = sum(len(rows[row]) for row in OF.values())
     intro = (
         f"Of the {len(found)} causal language models of Transformers {transformers.__version__}, "
         f"{equal} compute their own logits at degrees 1 and 2 (to 3e-5), "

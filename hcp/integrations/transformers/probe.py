@@ -22,7 +22,7 @@ from hcp.exchange.loopback import loopback
 from hcp.integrations.transformers.latent import expand_before, send_latents
 from hcp.integrations.transformers.masks import masks_of
 from hcp.integrations.transformers.model import model_inputs
-from hcp.integrations.transformers.rotary import hand_on, rotate_before
+from hcp.integrations.transformers.rotary import Rotator, let_model_rotate, let_rotate
 from hcp.planning.plan import plan
 from hcp.step.dispatch import dispatch
 
@@ -75,9 +75,9 @@ def probe(model: nn.Module, attention: str, *, fused_rope: bool, latents: bool) 
 
     Raises ValueError unless the model is a causal language model whose logits of packed documents
     equal its own of each document alone. A model that is refused keeps its attention. The test
-    costs three forwards of up to 15 tokens. `fused_rope` costs one more, and lets attention rotate
-    the queries and keys of a model that computes the same then; likewise `latents`, which lets it
-    expand their latent rows. If parameters are sharded, every rank calls it.
+    costs three forwards of up to 15 tokens. `fused_rope` costs one or two more, and lets attention,
+    or else a kernel before it, rotate the queries and keys of a model that computes the same then;
+    likewise `latents`, which costs one and lets attention expand their latent rows. If parameters are sharded, every rank calls it.
     """
     before, shift = implementations(model), None
     try:
@@ -88,7 +88,7 @@ def probe(model: nn.Module, attention: str, *, fused_rope: bool, latents: bool) 
             if (first := _first_position(model, document, own)) > 0:
                 shift = model.register_forward_pre_hook(Positions(first), with_kwargs=True)
             mark(model, True)
-            rotate_before(model)
+            let_model_rotate(model)
             expand_before(model)
             model.set_attn_implementation(_of_text(model, attention, before))  # type: ignore[operator]
             packed = _compare(model, document, others, own)
@@ -98,7 +98,7 @@ def probe(model: nn.Module, attention: str, *, fused_rope: bool, latents: bool) 
                 _send_latents(model, attention, document, others, packed)
     except BaseException:
         mark(model, False)
-        rotate_before(model)
+        let_model_rotate(model)
         expand_before(model)
         if shift is not None:
             shift.remove()
@@ -273,22 +273,20 @@ def _fuse_rotary(
     others: tuple[Tensor, Tensor],
     expected: Tensor,
 ) -> None:
-    """Let attention rotate queries and keys, where the logits of a pack are `expected` then too."""
+    """Let attention rotate queries and keys, or hcp's kernel before it, where the logits of a pack
+    are `expected` then too."""
     name = type(model).__name__
-    if not hand_on(model, attention):
-        _log.info("hcp: %s has no layers that could leave rotary embedding to attention", name)
-        return
-    try:
-        found, _ = _packed_logits(model, document, others)
-    except ValueError as error:
-        rotate_before(model)
-        _log.info("hcp: %s rotates queries and keys itself: %s", name, error)
-        return
-    if (apart := difference_of(found, expected)) > tolerance(model, expected):
-        rotate_before(model)
-        _log.info("hcp: %s rotates queries and keys itself: logits differ by %.1e", name, apart)
-        return
-    _log.info("hcp: %s leaves rotary embedding to hcp's attention", name)
+    rotators: tuple[Rotator, ...] = ("attention", "kernel")
+    for rotator in rotators:
+        if not let_rotate(model, attention, rotator):
+            _log.info("hcp: %s has no layers that could leave rotary embedding to hcp", name)
+            return
+        wrong = _what_is_wrong(model, document, others, expected)
+        if wrong is None:
+            _log.info("hcp: %s leaves rotary embedding to hcp's %s", name, rotator)
+            return
+        let_model_rotate(model)
+    _log.info("hcp: %s rotates queries and keys itself: %s", name, wrong)
 
 
 def _send_latents(
@@ -302,17 +300,23 @@ def _send_latents(
     name = type(model).__name__
     if not send_latents(model, attention):
         return
+    if (wrong := _what_is_wrong(model, document, others, expected)) is not None:
+        expand_before(model)
+        _log.info("hcp: %s expands keys and values before they travel: %s", name, wrong)
+        return
+    _log.info("hcp: %s sends latent rows in place of keys and values", name)
+
+
+def _what_is_wrong(
+    model: nn.Module, document: Tensor, others: tuple[Tensor, Tensor], expected: Tensor
+) -> ValueError | str | None:
+    """Return why a model does not compute the `expected` logits of a pack, or None if it does."""
     try:
         found, _ = _packed_logits(model, document, others)
     except ValueError as error:
-        expand_before(model)
-        _log.info("hcp: %s expands keys and values before they travel: %s", name, error)
-        return
-    if (apart := difference_of(found, expected)) > tolerance(model, expected):
-        expand_before(model)
-        _log.info("hcp: %s expands keys and values itself: logits differ by %.1e", name, apart)
-        return
-    _log.info("hcp: %s sends latent rows in place of keys and values", name)
+        return error
+    apart = difference_of(found, expected)
+    return f"logits differ by {apart:.1e}" if apart > tolerance(model, expected) else None
 
 
 def _packed_logits(

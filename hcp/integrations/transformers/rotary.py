@@ -1,9 +1,10 @@
-"""Rotary embedding of Transformers' models in hcp's attention.
+"""Rotary embedding of Transformers' models by hcp: in its attention, or by its kernel before it.
 
-A layer takes cosines and sines out of its argument `position_embeddings` and gives them to its
-module's function `apply_rotary_pos_emb`, whose results go to attention. In a model that is fused, a
-hook puts marked tables in their place; for these the function hands queries and keys on unrotated.
-For all others, of any model, it is the module's own.
+A layer gives its argument `position_embeddings` to its module's function, such as
+`apply_rotary_pos_emb`. In a model whose rotation is hcp's, a hook puts marked tables in their
+place. For these the function hands queries and keys on unrotated, and attention rotates them. Where
+a layer computes with what is rotated, as latent attention does, the function rotates by hcp's
+kernel. For all other tables, of any model, it is the module's own.
 
 T rows, D head size, W elements of a row of the tables.
 """
@@ -14,36 +15,56 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hcp.attention.rotary import Rotary, rotate_by_torch
+from hcp.attention.rotary import Rotary, firsts_before_seconds, rotate, rotate_by_torch
 from hcp.integrations.rotary import Unrotated, once, place_of
 from hcp.integrations.transformers.indexer import is_indexer
 from hcp.step.handler import ContextParallelHandler
 
-FUNCTION = "apply_rotary_pos_emb"
+FUNCTIONS = "apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave", "apply_rotary_emb"
 _TABLES = "position_embeddings"
+
+Rotator = Literal["attention", "kernel", "model"]
+"""What rotates a model's queries and keys: hcp's attention, hcp's kernel before it, or the model's
+own code."""
 
 
 class UnknownRotaryError(ValueError):
-    """A model's rotary embedding is none that hcp's attention computes."""
+    """A model's rotary embedding is none that hcp computes."""
 
 
 # ---- what a function computes --------------------------------------------------------------------
 
 
 class Form(NamedTuple):
-    """How a function reads its tables (..., W), and which elements it takes as a pair."""
+    """How a function reads its tables (..., W), which elements it takes as a pair, and where it has
+    the rows."""
 
     widen: Callable[[Tensor], Tensor]
     """Gives an element for each of those that are rotated."""
     interleaved: bool
+    gathered: bool = False
+    """Neighbours are pairs, and it brings the first elements of all pairs before the second
+    ones."""
+    rows_first: bool = False
+    """It takes (1, T, heads, D) in place of (1, heads, T, D)."""
 
     def rotary(self, cos: Tensor, sin: Tensor) -> Rotary:
         return Rotary(self.widen(cos), self.widen(sin), self.interleaved)
+
+    def rotated(
+        self, given: Tensor, rotary: Rotary, by: Callable[[Tensor, Rotary], Tensor] = rotate
+    ) -> Tensor:
+        """What the function gives."""
+        rows = given[0] if self.rows_first else given[0].transpose(0, 1)
+        if self.gathered:
+            rows = firsts_before_seconds(rows, rotary.cos.shape[-1])
+        turned = by(rows, rotary)
+        return (turned if self.rows_first else turned.transpose(0, 1)).unsqueeze(0)
 
 
 def _as_given(table: Tensor) -> Tensor:
@@ -62,10 +83,15 @@ def _first_half_each_twice(table: Tensor) -> Tensor:
     return table[..., : table.shape[-1] // 2].repeat_interleave(2, dim=-1)
 
 
+def _first_half_twice(table: Tensor) -> Tensor:
+    return _twice(table[..., : table.shape[-1] // 2])
+
+
 FORMS = tuple(
-    Form(widen, interleaved)
-    for widen in (_as_given, _twice, _each_twice, _first_half_each_twice)
-    for interleaved in (False, True)
+    Form(widen, interleaved, gathered, rows_first)
+    for rows_first in (False, True)
+    for widen in (_as_given, _twice, _each_twice, _first_half_each_twice, _first_half_twice)
+    for interleaved, gathered in ((False, False), (True, False), (False, True))
 )
 
 _ROUNDING = 1e-5
@@ -81,10 +107,13 @@ def form_of(
     width: int,
     more: tuple[Any, ...] = (),
     options: dict[str, Any] | None = None,
+    *,
+    complex_table: bool = False,
 ) -> Form:
     """The form of a function (query, key, cos, sin, ...) that gives both rotated, found by random
-    inputs (1, heads, T, D) and tables (1, T, W) whose elements are all different.
+    inputs of T rows and tables (1, T, W) whose elements are all different.
 
+    `complex_table`: the function takes cosines and sines as one table of complex numbers.
     Raises UnknownRotaryError for one that computes anything else.
     """
     drawn = torch.Generator().manual_seed(0)
@@ -92,34 +121,43 @@ def form_of(
     def draw(*shape: int) -> Tensor:
         return torch.randn(1, *shape, generator=drawn, dtype=torch.float64)
 
-    query, key = draw(_QUERY_HEADS, _ROWS, head_size), draw(_KEY_HEADS, _ROWS, key_size)
     cos, sin = draw(_ROWS, width), draw(_ROWS, width)
-    name = f"{function.__module__}.{function.__name__}"
-    try:
-        with torch.no_grad():
-            found = function(query, key, cos, sin, *more, **(options or {}))
-    except Exception as error:
+    tables = (torch.complex(cos, sin),) if complex_table else (cos, sin)
+    name, failed = _name(function), []
+    for rows_first in (False, True):
+        query, key = (
+            draw(*((_ROWS, heads) if rows_first else (heads, _ROWS)), size)
+            for heads, size in ((_QUERY_HEADS, head_size), (_KEY_HEADS, key_size))
+        )
+        try:
+            with torch.no_grad():
+                found = function(query, key, *tables, *more, **(options or {}))
+        except Exception as error:
+            failed.append(error)
+            continue
+        for form in FORMS:
+            fits = form.rows_first == rows_first
+            if fits and _computes(form, (query, key), (cos[0], sin[0]), found):
+                return form
+    if len(failed) == 2:
         raise UnknownRotaryError(
             f"{name} does not rotate queries and keys by tables of {width} elements: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    for form in FORMS:
-        if _computes(form, (query, key), (cos, sin), found):
-            return form
+            f"{type(failed[0]).__name__}: {failed[0]}"
+        ) from failed[0]
     raise UnknownRotaryError(f"{name} rotates in a form that hcp does not know")
 
 
 def _computes(
     form: Form, given: tuple[Tensor, ...], tables: tuple[Tensor, Tensor], found: Any
 ) -> bool:
-    rotary = form.rotary(tables[0][0], tables[1][0])
+    rotary = form.rotary(*tables)
     if rotary.cos.shape[-1] % 2 or not isinstance(found, tuple) or len(found) != len(given):
         return False
     for rows, result in zip(given, found, strict=True):
         if rotary.cos.shape[-1] > rows.shape[-1] or result.shape != rows.shape:
             return False
-        expected = rotate_by_torch(rows[0].transpose(0, 1), rotary).transpose(0, 1)
-        if float((result[0] - expected).abs().max()) > _ROUNDING:
+        expected = form.rotated(rows, rotary, rotate_by_torch)
+        if float((result - expected).abs().max()) > _ROUNDING:
             return False
     return True
 
@@ -129,13 +167,19 @@ def _computes(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Marked:
-    """Cosines or sines (1, T, W) for which a layer's function hands on what it is given. It has
-    none of a tensor's operations: a layer that computes with them is not fused."""
+    """Cosines or sines (1, T, W), or complex numbers of both, for which a layer's function leaves
+    the rotation to hcp. It has none of a tensor's operations but `to`: a layer that computes with
+    them rotates itself."""
 
     table: Tensor
+    rotator: Rotator
+    cp: ContextParallelHandler
+
+    def to(self, device: torch.device) -> _Marked:
+        return _Marked(self.table.to(device), self.rotator, self.cp)
 
 
-def _handing_on(function: Callable[..., Any]) -> Callable[..., Any]:
+def _by_hcp(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, but for marked tables."""
     forms: dict[Any, Form] = {}
 
@@ -143,116 +187,177 @@ def _handing_on(function: Callable[..., Any]) -> Callable[..., Any]:
     def apply_rotary_pos_emb(*given: Any, **options: Any) -> Any:
         if not any(isinstance(each, _Marked) for each in (*given, *options.values())):
             return function(*given, **options)
-        query, key, cos, sin, *more = _arguments(function, given, options)
-        sizes = query.shape[-1], key.shape[-1], cos.table.shape[-1]
-        asked = *sizes, repr((more, options))
+        query, key, marked, more = _arguments(function, given, options)
+        tables = _parts(marked)
+        sizes = query.shape[-1], key.shape[-1], tables[0].shape[-1]
+        asked = *sizes, len(marked), repr((more, options))
         if asked not in forms:
-            forms[asked] = form_of(function, *sizes, tuple(more), options)
-        rotary_of = functools.partial(_rotary_of, forms[asked], cos.table, sin.table)
-        return Unrotated(query, rotary_of), Unrotated(key, rotary_of)
+            of_numbers = len(marked) == 1
+            forms[asked] = form_of(function, *sizes, more, options, complex_table=of_numbers)
+        form = forms[asked]
+        if marked[0].rotator == "attention":
+            return _handed_on(function, form, query, key, tables)
+        return _rotated(function, form, (query, key), tables, marked[0].cp)
 
     vars(apply_rotary_pos_emb)[_MADE_BY_HCP] = True
     return apply_rotary_pos_emb
 
 
-_MADE_BY_HCP = "_hcp_hands_on"
+_MADE_BY_HCP = "_hcp_rotates"
 
 
 def _arguments(
     function: Callable[..., Any], given: tuple[Any, ...], options: dict[str, Any]
-) -> tuple[Any, ...]:
-    """query, key, cos, sin and the rest of the positional ones. Takes the four out of options."""
-    tensors = (Tensor, Tensor, _Marked, _Marked)
+) -> tuple[Tensor, Tensor, tuple[_Marked, ...], tuple[Any, ...]]:
+    """query, key, tables and the rest of the positional ones. Takes tables out of options."""
     taken = [*given, *(options.pop(name) for name in ("cos", "sin") if name in options)]
-    others = *taken[4:], *options.values()
-    fit = len(taken) >= 4 and all(map(isinstance, taken, tensors))
-    if not fit or any(isinstance(each, Tensor) for each in others):
-        kinds = ", ".join(type(each).__name__ for each in taken)
+    count = 2 + sum(isinstance(each, _Marked) for each in taken)
+    tables = taken[2:count]
+    kinds = (Tensor, Tensor, _Marked, _Marked)[:count]
+    fit = len(taken) >= count and all(map(isinstance, taken, kinds)) and _are_one(tables)
+    if not fit or any(isinstance(each, Tensor) for each in (*taken[count:], *options.values())):
+        names = ", ".join(type(each).__name__ for each in taken)
         raise UnknownRotaryError(
-            f"{function.__module__}.{function.__name__} is called with ({kinds}), expected query, "
-            "key, cos and sin, and no other tensor"
+            f"{_name(function)} is called with ({names}), expected query, key, cos and sin, and no "
+            "other tensor"
         )
-    return tuple(taken)
+    return taken[0], taken[1], tuple(tables), tuple(taken[count:])
+
+
+def _are_one(tables: list[Any]) -> bool:
+    """Whether these are cosines and sines, or complex numbers of both."""
+    complexes = [each.table.is_complex() for each in tables if isinstance(each, _Marked)]
+    return complexes in ([False, False], [True])
+
+
+def _parts(marked: tuple[_Marked, ...]) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (T, W)."""
+    first, last = marked[0].table[0], marked[-1].table[0]
+    return (first.real, first.imag) if first.is_complex() else (first, last)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}.{function.__name__}"
+
+
+def _handed_on(
+    function: Callable[..., Any], form: Form, query: Tensor, key: Tensor, tables: Any
+) -> tuple[Unrotated, Unrotated]:
+    if form.gathered or form.rows_first:
+        raise UnknownRotaryError(
+            f"{_name(function)} rotates in a form that hcp's attention does not know"
+        )
+    cos, sin = tables
+
+    def rotary_of(cp: ContextParallelHandler) -> Rotary:
+        return _rotary_of(form, cos[: cp.rows], sin[: cp.rows], cp)
+
+    return Unrotated(query, rotary_of), Unrotated(key, rotary_of)
+
+
+def _rotated(
+    function: Callable[..., Any],
+    form: Form,
+    given: tuple[Tensor, Tensor],
+    tables: tuple[Tensor, Tensor],
+    cp: ContextParallelHandler,
+) -> tuple[Tensor, Tensor]:
+    rotary = _rotary_of(form, *tables, cp)
+    rows = tables[0].shape[0]
+    for each in given:
+        if each.dim() != 4 or (each.shape[0], each.shape[1 if form.rows_first else 2]) != (1, rows):
+            raise UnknownRotaryError(
+                f"{_name(function)} is given rows of shape {tuple(each.shape)}, expected one "
+                f"sequence of {rows}: those of the tables"
+            )
+    query, key = given
+    return form.rotated(query, rotary), form.rotated(key, rotary)
 
 
 def _rotary_of(form: Form, cos: Tensor, sin: Tensor, cp: ContextParallelHandler) -> Rotary:
-    def make() -> Rotary:
-        rotary = form.rotary(cos[0, : cp.rows], sin[0, : cp.rows])
-        return rotary.for_kernels(cos.dtype)
-
-    return once(cp, (form, place_of(cos), place_of(sin)), (cos, sin), make)
+    key = form, place_of(cos), place_of(sin)
+    return once(cp, key, (cos, sin), lambda: form.rotary(cos, sin).for_kernels(cos.dtype))
 
 
 # ---- the layers of a model -----------------------------------------------------------------------
 
 
-class HandTables:
-    """A pre-hook of an attention layer: marks its tables where the attention `name` will rotate."""
+class MarkTables:
+    """A pre-hook of an attention layer: marks its tables where its attention is `name`, and
+    anything of hcp rotates."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.on = True
+        self.rotator: Rotator = "model"
 
     def __call__(
         self, module: Any, positional: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        tables: Any = keywords.get(_TABLES)
-        ours = self.on and module.config._attn_implementation == self.name
-        if not ours or not _are_tables(tables, keywords.get("cp")):
+        tables, cp = keywords.get(_TABLES), keywords.get("cp")
+        ours = self.rotator != "model" and module.config._attn_implementation == self.name
+        if not ours or cp is None or not _are_tables(tables, cp):
             return None
         _install(module)
-        return positional, keywords | {_TABLES: tuple(map(_Marked, tables))}
+        whole = isinstance(tables, Tensor)
+        marked = tuple(
+            _Marked(table, self.rotator, cp) for table in ((tables,) if whole else tables)
+        )
+        return positional, keywords | {_TABLES: marked[0] if whole else marked}
 
 
-def _are_tables(tables: Any, cp: ContextParallelHandler | None) -> bool:
-    """Whether these are cosines and sines (1, T, W) of a micro-batch. A compiled model rotates
-    itself: its compiler makes one pass of it."""
-    if cp is None or not isinstance(tables, tuple) or torch.compiler.is_dynamo_compiling():
+def _are_tables(tables: Any, cp: ContextParallelHandler) -> bool:
+    """Whether these are cosines and sines (1, T, W) of a micro-batch, or complex numbers of both.
+    A compiled model rotates itself: its compiler makes one pass of it."""
+    if torch.compiler.is_dynamo_compiling():
         return False
-    shape = 1, max(1, cp.rows)
-    return len(tables) == 2 and all(
-        isinstance(t, Tensor) and t.dim() == 3 and t.shape[:2] == shape for t in tables
-    )
+    if isinstance(tables, Tensor):
+        return tables.is_complex() and _is_table(tables, cp)
+    pair = isinstance(tables, tuple) and len(tables) == 2
+    return pair and all(isinstance(t, Tensor) and _is_table(t, cp) for t in tables)
 
 
-def hand_on(model: nn.Module, name: str) -> bool:
-    """Let the attention `name` rotate, in every layer that could hand its rotation on. Returns
-    whether there is one."""
+def _is_table(table: Tensor, cp: ContextParallelHandler) -> bool:
+    return table.dim() == 3 and table.shape[:2] == (1, max(1, cp.rows))
+
+
+def let_rotate(model: nn.Module, name: str, rotator: Rotator) -> bool:
+    """Let hcp's attention or kernel rotate where the attention is `name`, in every layer that could
+    leave its rotation to them. Returns whether there is one."""
     layers = list(_layers(model))
     for layer in layers:
         _install(layer)
         hooks = list(_hooks(layer))
         if not hooks:
-            hooks = [HandTables(name)]
+            hooks = [MarkTables(name)]
             layer.register_forward_pre_hook(hooks[0], with_kwargs=True)
         for hook in hooks:
-            hook.on = True
+            hook.rotator = rotator
     return bool(layers)
 
 
-def rotate_before(model: nn.Module) -> None:
+def let_model_rotate(model: nn.Module) -> None:
     """Let every layer rotate by itself."""
     for hook in _hooks(*model.modules()):
-        hook.on = False
+        hook.rotator = "model"
 
 
-def is_fused(model: nn.Module) -> bool:
-    """Whether hcp's attention rotates for a model."""
-    return any(hook.on for hook in _hooks(*model.modules()))
+def rotator_of(model: nn.Module) -> Rotator:
+    """What rotates a model's queries and keys."""
+    return next((hook.rotator for hook in _hooks(*model.modules())), "model")
 
 
-def _hooks(*layers: nn.Module) -> Iterator[HandTables]:
+def _hooks(*layers: nn.Module) -> Iterator[MarkTables]:
     hooks = (hook for layer in layers for hook in layer._forward_pre_hooks.values())
-    return (hook for hook in hooks if isinstance(hook, HandTables))
+    return (hook for hook in hooks if isinstance(hook, MarkTables))
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
     for module in model.modules():
         forward = _forward(module)
-        code, names = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
-        if code is None or FUNCTION not in code.co_names or FUNCTION not in names:
+        code = getattr(forward, "__code__", None)
+        if code is None or not any(name in code.co_names for name in _functions(forward)):
             continue
-        if is_indexer(module):  # it scores what it rotates
+        if is_indexer(module):  # it rotates by the tables that its layer gives it
             continue
         if _TABLES in inspect.signature(forward).parameters and hasattr(module, "config"):
             yield module
@@ -262,8 +367,15 @@ def _forward(module: nn.Module) -> Any:
     return inspect.unwrap(type(module).forward)
 
 
+def _functions(forward: Any) -> list[str]:
+    """The names of the functions that rotate in the module of a layer's class."""
+    return [name for name in FUNCTIONS if name in getattr(forward, "__globals__", {})]
+
+
 def _install(layer: nn.Module) -> None:
-    """Replace the function in the module of a layer's class, once in a process."""
-    names = _forward(layer).__globals__
-    if not hasattr(names[FUNCTION], _MADE_BY_HCP):
-        names[FUNCTION] = _handing_on(names[FUNCTION])
+    """Replace the functions in the module of a layer's class, once in a process."""
+    forward = _forward(layer)
+    names = forward.__globals__
+    for name in _functions(forward):
+        if not hasattr(names[name], _MADE_BY_HCP):
+            names[name] = _by_hcp(names[name])
