@@ -280,6 +280,7 @@ class Training:
             )
             self.wrapped: nn.Module = ddp
             self.gradients: Gradients | DDPGradients = DDPGradients(ddp)
+            settle_buckets(trainer, ddp)
         else:
             self.wrapped, self.gradients = self.model, Gradients(self.model, trainer.groups)
         self.optimizer = build_optimizer(self.model, trainer.args.lr)
@@ -304,6 +305,23 @@ class Training:
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         self.run.load_state_dict(state["run"])
+
+
+def settle_buckets(trainer: Trainer, model: DistributedDataParallel) -> None:
+    """Run forward and backward of one short document, whose gradients nobody uses.
+
+    After the first backward of a process, DDP makes its buckets anew, in the order in which the
+    gradients came. Where a gradient lies in a bucket decides in which order ranks are summed. So
+    without this, a run that goes on from a checkpoint rounds its first step otherwise than one that
+    was not stopped, on three ranks and more.
+    """
+    groups, config = trainer.groups, trainer.config
+    document = Document(b" ", ends=True)
+    plan = config.plan([document.length], groups.size("dp_cp"), trainer.cost)
+    samples = [sample(document, torch.device("cpu"))] if groups.rank("dp_cp") == 0 else []
+    for cp, local in hcp.dispatch(plan, samples, [0], groups, **config.dispatch_options()):
+        losses = forward_step(trainer, model, cp, local)
+        cp.loss(losses, local.loss_mask, grad_reduce="mean").backward()  # type: ignore[no-untyped-call]
 
 
 def train(
