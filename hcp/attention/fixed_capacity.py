@@ -19,7 +19,8 @@ from torch import Tensor
 
 from hcp.attention.block_exchange import block_exchange
 from hcp.attention.kernels import Choice, Kernel, Launch, kernel_for, wide
-from hcp.exchange.agreement import BACKWARD, Kind, Stamp, agree_once, rows_like
+from hcp.errors import HcpError
+from hcp.exchange.agreement import BACKWARD, FORWARD, Kind, Stamp, agree_once, rows_like
 from hcp.exchange.layout import Layout
 from hcp.exchange.tables import Entry, Move
 from hcp.exchange.transport import Transport
@@ -82,9 +83,13 @@ class FixedTables:
         """int64 (K,): the gathered row of each key."""
         self.places = parts[5].view(2, -1) if capacity.ranks > 1 else None
         """int64 (2, d C): where each gathered row lies among the keys; K - 1 if nowhere."""
+        self.loaded = "no plan"
+        """Whose tables they are, in words."""
 
-    def load(self, words: Tensor) -> None:
-        """Copy the tables of a micro-batch: one copy to the device and three launches."""
+    def load(self, words: Tensor, name: str) -> None:
+        """Copy the tables of a micro-batch, named in words: one copy to the device and three
+        launches."""
+        self.loaded = name
         on_gpu = self._words.device.type == "cuda"
         self._words.copy_(words.pin_memory() if on_gpu else words, non_blocking=on_gpu)
         for table, source in zip(
@@ -316,10 +321,26 @@ class FixedAttention:
             capacity=list(capacity),
         )
 
+    def stamp(self, number: int, passed: int = FORWARD) -> Stamp:
+        """Stamp a call, so that ranks of a block with tables of different micro-batches hear it. A
+        graph keeps the stamp of its capture: there they do not."""
+        return Stamp(self.kind, number, passed, self.tables.loaded)
+
     def agree(self, number: int) -> None:
         """Compare the first call with the block's other ranks."""
         if self.tables.capacity.ranks > 1:
-            agree_once(self._transport, self, Stamp(self.kind, number))
+            agree_once(self._transport, self, self.stamp(number))
+
+    def expect_loaded(self, name: str) -> None:
+        """Raise HcpError for a backward under other tables than its forward's."""
+        if self.tables.loaded != name:
+            raise HcpError(
+                f"rank {self._transport.rank}: the backward of a call of GraphHandler.attention "
+                f"finds the tables of {self.tables.loaded}, expected those of its forward, {name}: "
+                "load the next micro-batch after the backward, or have a GraphHandler for each "
+                "micro-batch under way",
+                code="calls-differ",
+            )
 
     def seen_keys(self, key: Tensor, value: Tensor, stamp: Stamp) -> tuple[Tensor, Tensor]:
         """Keys (K, G, D) and values (K, G, E), span after span."""
@@ -359,11 +380,11 @@ class FixedCall(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, of: FixedAttention, number: int
     ) -> Tensor:
-        keys, values = of.seen_keys(key, value, Stamp(of.kind, number))
+        keys, values = of.seen_keys(key, value, of.stamp(number))
         out, lse = of.kernel.forward(of.launch, query, keys, values, of.scale)
         out = _cleared(out, of.tables.empty)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.of, ctx.number = of, number
+        ctx.of, ctx.number, ctx.loaded = of, number, of.tables.loaded
         return out
 
     @staticmethod
@@ -371,7 +392,8 @@ class FixedCall(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         of: FixedAttention = ctx.of
-        stamp = Stamp(of.kind, ctx.number, BACKWARD)
+        of.expect_loaded(ctx.loaded)
+        stamp = of.stamp(ctx.number, BACKWARD)
         keys, values = of.seen_keys(key, value, stamp)
         given = grad_out.contiguous(), None, query, keys, values, out, lse, of.scale
         grad_query, grad_key, grad_value = of.kernel.backward(of.launch, *given)

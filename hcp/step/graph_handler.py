@@ -77,12 +77,14 @@ class GraphHandler:
 
         Every rank of a block loads the same micro-batch before it runs or replays a layer. A
         backward uses the tables that are there when it runs: load after it, or have a handler for
-        each micro-batch under way.
+        each micro-batch under way. Calls outside of graphs raise HcpError where a backward finds
+        others than its forward, or a rank others than its block; replays of a graph cannot.
 
         Raises ValueError, alike on all ranks of a block, for a plan with masks or a micro-batch
         that does not fit.
         """
-        self._tables.load(words_of(self.capacity, cp.plan, cp.micro_batch, self._transport.rank))
+        words = words_of(self.capacity, cp.plan, cp.micro_batch, self._transport.rank)
+        self._tables.load(words, f"micro-batch {cp.micro_batch} of plan {cp.plan.checksum:016x}")
 
     def pad(self, x: Tensor) -> Tensor:
         """Return x (T, ...) of a micro-batch as (C, ...), with zeros after its rows.

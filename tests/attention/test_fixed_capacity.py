@@ -160,3 +160,44 @@ def test_ranks_of_other_capacities_are_found():
 
     with pytest.raises(hcp.HcpError, match="capacity"):
         hcp.loopback(2, work)
+
+
+def loaded(groups: Any, lengths: tuple[int, ...], micro_batch: int = 0) -> tuple[Any, Any]:
+    """A handler with a micro-batch's tables, and that micro-batch."""
+    fixed = hcp.GraphHandler(groups, rows=ROWS, sequences=8, ranks=2)
+    plan = hcp.plan(lengths, ranks=2, max_tokens_per_rank=ROWS, min_degree=2)
+    cp = hcp.ContextParallelHandler(plan, micro_batch, groups.transport)
+    fixed.load(cp)
+    return fixed, cp
+
+
+@pytest.mark.parametrize("sharing", [False, True])
+def test_a_backward_under_tables_of_another_micro_batch_is_refused(sharing):
+    def work(groups: Any) -> None:
+        fixed, cp = loaded(groups, (40,))
+        _, other = loaded(groups, (17, 23))
+        query, key, value, grad = (fixed.pad(x) for x in drawn(cp.rows, 0))
+        out = fixed.attention(query.requires_grad_(), key, value)
+        fixed.load(other)
+        found = f"the tables of micro-batch 0 of plan {other.plan.checksum:016x}, expected those of"
+        with pytest.raises(hcp.HcpError, match=f"{found} its forward, micro-batch 0 of plan"):
+            out.backward(grad)
+        fixed.load(cp)
+        fixed.attention(query, key, value).backward(grad)
+
+    hcp.loopback(2, work, sharing=sharing)
+
+
+@pytest.mark.parametrize("sharing", [False, True])
+@pytest.mark.parametrize("calls_before", [0, 1])
+def test_ranks_with_tables_of_other_micro_batches_are_found(calls_before, sharing):
+    def work(groups: Any) -> None:
+        rank = groups.transport.rank
+        fixed, cp = loaded(groups, (40, 17, 23, 11, 30))
+        for _ in range(calls_before):
+            fixed.attention(*[fixed.pad(x) for x in drawn(cp.rows, 0)][:3])
+        fixed.load(hcp.ContextParallelHandler(cp.plan, rank, groups.transport))
+        fixed.attention(*drawn(ROWS, 0)[:3])
+
+    with pytest.raises(hcp.HcpError, match=r"micro-batch 0 of plan .* micro-batch 1 of plan"):
+        hcp.loopback(2, work, sharing=sharing)
