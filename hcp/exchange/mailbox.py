@@ -42,6 +42,11 @@ def _words(rows: Tensor) -> Tensor:
     return rows.new_empty(0, 0) if word is None else rows.view(word)
 
 
+def _aligned(rows: Tensor) -> Tensor:
+    """Rows whose memory begins at a word, copied if a caller's view of a tensor does not."""
+    return rows.clone() if rows.data_ptr() % _WORDS[0].itemsize else rows
+
+
 class _Stage(NamedTuple):
     """Rows of one round for one reader."""
 
@@ -95,7 +100,7 @@ class Mailboxes:
     ) -> MailPending:
         """Begin to exchange rows with other ranks of the node: see ``Transport.start``."""
         self._memory.begin(stamp)
-        source, target = _words(rows_of(sent)), _words(rows_of(received))
+        source, target = _words(_aligned(rows_of(sent))), _words(rows_of(received))
         row_bytes = row_bytes_of(sent if sends else received)
         with self._on_stream():
             for one in self._rounds_of(sends, receives, row_bytes):
@@ -107,7 +112,7 @@ class Mailboxes:
                 }
                 for stretch in one.stretches:
                     self._read(stretch, halves, target, stamp.tag)
-        return MailPending(self._memory, sent, received)
+        return MailPending(self._memory, source, received)
 
     def _on_stream(self) -> AbstractContextManager[object]:
         if self._stream is None:

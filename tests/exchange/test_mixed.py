@@ -138,6 +138,19 @@ def test_rows_of_any_kind_arrive_bit_by_bit(dtype: torch.dtype, shape: tuple[int
     hcp.loopback(size, exchange, sharing=True)
 
 
+def test_rows_that_begin_inside_a_word_arrive() -> None:
+    def exchange(groups: Any) -> None:
+        transport = groups.transport
+        drawn = torch.arange(13, dtype=torch.bfloat16) + 16 * transport.rank
+        sent, received = drawn[1:].view(3, 4), torch.zeros(3, 4, dtype=torch.bfloat16)
+        peer = transport.rank ^ 1
+        ends = [Move(peer, 0, 3)], received, [Move(peer, 0, 3)]
+        transport.start(sent, *ends, stamp=Stamp(Kind("a test"), 1)).wait()
+        assert torch.equal(received, sent + 16 * (peer - transport.rank))
+
+    hcp.loopback(2, exchange, sharing=True)
+
+
 def ends(rows: list[list[int]], rank: int) -> tuple[list[Move], list[Move]]:
     """Moves of ``rows[a][b]`` rows from each a to each b, end to end in either buffer."""
     size = len(rows)
