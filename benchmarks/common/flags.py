@@ -46,7 +46,7 @@ def _device(name: str) -> str:
         import torch
 
         if not torch.cuda.is_available():
-            raise argparse.ArgumentTypeError("cuda, but no GPU is here: give --device cpu")
+            raise argparse.ArgumentTypeError("cuda, but torch finds no GPU here")
     return name
 
 

@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# What the results pages of several GPUs need, in this order, one after the other: run nothing else
+# on the machine. Builds nothing: needs hcp importable, and what each program compares with.
+#   benchmarks/run_gpu.sh FOLDER [SECONDS] [PART...]
+# Writes FOLDER/PART.log, and FOLDER/table.txt with exit codes and seconds. A part that hangs is
+# ended, and all of them within SECONDS (1200). Without PART: all.
+set -uo pipefail
+folder=$(mkdir -p "${1:?FOLDER}" && cd "$1" && pwd) all=${2:-1200}
+shift $(($# < 2 ? $# : 2))
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
+wanted=" ${*:-gate exchange cut million one kernels attention transformer_engine ladder} "
+gpus=$(nvidia-smi -L | wc -l)
+. tests/cuda/parts.sh
+
+# Transformer Engine takes another cuDNN than torch's if the system has one: see docs/guides/gpus.md.
+cudnn=$(python3 -c 'import nvidia.cudnn; print(list(nvidia.cudnn.__path__)[0])' 2>/dev/null) &&
+  export CUDNN_HOME=$cudnn LD_LIBRARY_PATH=$cudnn/lib:${LD_LIBRARY_PATH:-}
+
+run() { # NAME MOST_SECONDS COMMAND...
+  [[ $wanted == *" $1 "* ]] || return 0
+  part "$@" >"$folder/$1.log" 2>&1
+  echo "$table" >"$folder/table.txt"
+}
+
+ranks() { # NAME MOST_SECONDS PROGRAM OPTIONS...
+  run "$1" "$2" python3 -m torch.distributed.run --standalone --nproc-per-node "$gpus" "${@:3}"
+}
+
+engines=("te p2p fused" "te a2a fused")
+ranks gate 220 benchmarks/bench_megatron.py --te "${engines[@]}" --hcp hcp "wave greedy"
+ranks exchange 45 benchmarks/bench_exchange.py
+ranks cut 120 benchmarks/studies/cut_profile.py --packs one halves
+ranks million 170 benchmarks/bench_million.py
+ranks one 100 benchmarks/bench_megatron.py --families one --tokens 131072 --rounds 1 \
+  --te "${engines[@]}" --hcp hcp --recompute --linear-loss --num-layers 16 --vocab-size 65536
+run kernels 90 python3 benchmarks/bench_attention_kernels.py
+ranks attention 150 benchmarks/bench_attention.py --packs one halves many --transports peer \
+  --peers te_p2p te_all_gather te_a2a
+ranks transformer_engine 120 tests/cuda/check_transformer_engine.py
+run ladder 200 python3 benchmarks/bench_million.py --ladder --memory-gib 6 --rung-seconds 20
+echo "$table"
+exit "$failed"
