@@ -5,13 +5,13 @@ Attention rotates them in fewer passes of memory: see :mod:`hcp.attention.rotary
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hcp.attention.rotary import Rotary
 from hcp.step.handler import ContextParallelHandler
@@ -60,20 +60,22 @@ def take_rotary(
 _KEPT = 4
 """Rotations that a micro-batch keeps: the layers of a model share few."""
 
-_made: WeakKeyDictionary[ContextParallelHandler, dict[Hashable, tuple[object, Any]]] = (
-    WeakKeyDictionary()
-)
+_made: MutableMapping[object, dict[Hashable, tuple[object, Any]]] = WeakIdKeyDictionary()
+"""The rotations of a micro-batch by key, each with what it holds."""
 
 _T = TypeVar("_T")
 
 
-def once(cp: ContextParallelHandler, key: Hashable, holds: object, make: Callable[[], _T]) -> _T:
+def once(
+    of: ContextParallelHandler | Tensor, key: Hashable, holds: object, make: Callable[[], _T]
+) -> _T:
     """What ``make`` gives, made for the first layer of a micro-batch and kept for the others.
 
-    ``key``: all that it depends on. ``holds``: an object that must live as long as the key means
-    it: one whose identity, or whose memory, the key names.
+    ``of``: the micro-batch's handler, or the positions that all its layers get. ``key``: all else
+    that it depends on. ``holds``: an object that must live as long as the key means it: one whose
+    identity, or whose memory, the key names. It must not be ``of``, which would never go.
     """
-    kept = _made.setdefault(cp, {})
+    kept = _made.setdefault(of, {})
     if key not in kept:
         if len(kept) == _KEPT:
             del kept[next(iter(kept))]

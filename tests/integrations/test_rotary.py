@@ -54,3 +54,16 @@ def test_rotations_go_with_their_micro_batch():
     del cp
     gc.collect()
     assert gone() is None
+
+
+def test_rotations_of_positions_go_with_them():
+    positions, made = torch.arange(3), []
+
+    def asked(of):
+        return once(of, "key", None, lambda: made.append(of.shape) or len(made))
+
+    assert [asked(positions), asked(positions), asked(positions.clone())] == [1, 1, 2]
+    gone = weakref.ref(positions)
+    del positions
+    gc.collect()
+    assert gone() is None

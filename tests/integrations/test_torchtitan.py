@@ -30,7 +30,7 @@ from torchtitan.models.common.token_dispatcher import HybridEPTokenDispatcher
 from torchtitan.trainer import Trainer
 
 import hcp
-from hcp.attention.rotary import rotate_by_torch
+from hcp.attention.rotary import Rotary, rotate_by_torch
 from hcp.integrations.rotary import take_rotary
 from hcp.integrations.torchtitan import (
     PackedAttention,
@@ -38,7 +38,7 @@ from hcp.integrations.torchtitan import (
     check_supported,
 )
 from hcp.integrations.torchtitan.batches import documents_of
-from hcp.integrations.torchtitan.rotary import handing_on
+from hcp.integrations.torchtitan.rotary import HcpComplexRoPE, by_hcp
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -173,7 +173,7 @@ def test_rotation_in_attention_is_torchtitans_at_any_degree_and_comm_type(family
 def test_both_of_torchtitans_tables_are_read_as_it_reads_them(kind):
     """In float64, where torchtitan itself rotates in float32 only."""
     config = kind.Config(dim=8, max_seq_len=64, scaling="yarn", rope_factor=4.0)
-    own, ours = config.build(), handing_on(config).build()
+    own, ours = config.build(), by_hcp(config, hands_on=True).build()
     lengths = [30, 3, 17]
 
     def one(groups):
@@ -189,7 +189,8 @@ def test_both_of_torchtitans_tables_are_read_as_it_reads_them(kind):
             for mine, theirs in zip(found, own(q, k, positions), strict=True):
                 torch.testing.assert_close(mine, theirs[0])
             assert take_rotary(*ours(q, k, positions), cp)[2] is rotary
-            assert take_rotary(*handing_on(config).build()(q, k, positions), cp)[2] is rotary
+            other = by_hcp(config, hands_on=True).build()
+            assert take_rotary(*other(q, k, positions), cp)[2] is rotary
             wide = [x[0].double().requires_grad_() for x in (q, k, k)]
             inside = cp.attention(*wide, rotary_pos_emb=rotary)
             apart = [rotate_by_torch(x, rotary) for x in wide[:2]]
@@ -203,7 +204,7 @@ def test_both_of_torchtitans_tables_are_read_as_it_reads_them(kind):
 
 
 def test_positions_are_those_of_the_trainer():
-    rope = handing_on(ComplexRoPE.Config(dim=8, max_seq_len=64)).build()
+    rope = by_hcp(ComplexRoPE.Config(dim=8, max_seq_len=64), hands_on=True).build()
     with pytest.raises(ValueError, match="positions is None, expected those of the micro-batch"):
         rope(torch.zeros(1, 3, 2, 8), torch.zeros(1, 3, 2, 8))
 
@@ -215,7 +216,92 @@ def test_a_rotary_embedding_of_another_class_stays():
             pass
 
     config = Other.Config(dim=8, max_seq_len=64)
-    assert handing_on(config) is config
+    assert by_hcp(config, hands_on=True) is config
+
+
+def in_float64(kind):
+    """torchtitan's own rotation, which computes in float32 whatever it is given, in float64."""
+
+    def of_numbers(query, key, table):
+        pairs = (torch.view_as_complex(x.unflatten(-1, (-1, 2))) for x in (query, key))
+        return tuple(torch.view_as_real(x * table).flatten(3) for x in pairs)
+
+    def of_halves(query, key, table):
+        cos, sin = table.chunk(2, dim=-1)
+        return tuple(x * cos + CosSinRoPE._rotate_half(x) * sin for x in (query, key))
+
+    return staticmethod({ComplexRoPE: of_numbers, CosSinRoPE: of_halves}[kind])
+
+
+@pytest.mark.parametrize("kind", [ComplexRoPE, CosSinRoPE])
+def test_latent_attention_rotated_by_the_kernel_is_torchtitans_own(kind, monkeypatch):
+    """At any degree and comm type, against one rank too, in float64."""
+    monkeypatch.setattr(kind, "apply_rotary_emb", in_float64(kind))
+    rope = kind.Config(dim=8, max_seq_len=64, scaling="yarn", rope_factor=4.0)
+    fused, unfused = (
+        titan.experts_spec("deepseek_v3", fused_rope=fused_rope, dense_layers=2, rope=rope)
+        .model.build()
+        .double()
+        for fused_rope in (True, False)
+    )
+    assert type(unfused.layers["0"].attention.rope) is kind
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in fused.parameters():
+            values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(0.2 * values)
+    unfused.load_state_dict(fused.state_dict())
+    documents = [torch.arange(n) * 7 % titan.VOCABULARY for n in (30, 3, 17)]
+    lengths, shapes, own = list(map(len, documents)), [], Rotary.rotate
+    monkeypatch.setattr(Rotary, "rotate", lambda self, t: shapes.append(t.shape) or own(self, t))
+
+    def gradients(groups, model, ranks, comm_type):
+        own = [{"tokens": each} for each in documents[groups.rank("dp_cp") :: ranks]]
+        plan = hcp.plan(lengths, ranks=ranks, max_tokens_per_rank=50, min_degree=ranks)
+        sums = [torch.zeros_like(parameter) for parameter in model.parameters()]
+        outs, sources = [], [i % ranks for i in range(3)]
+        for cp, local in hcp.dispatch(plan, own, sources, groups, comm_types=[comm_type]):
+            given = cp.position_ids[None]
+            outs.append(model(local.tokens[None], positions=given, attention_masks=cp))
+            grads = torch.autograd.grad(outs[-1].square().sum(), list(model.parameters()))
+            sums = [a + b for a, b in zip(sums, grads, strict=True)]
+        return [out.detach() for out in outs], sums
+
+    def computed(model, ranks, comm_type):
+        found = hcp.loopback(ranks, lambda groups: gradients(groups, model, ranks, comm_type))
+        totals = [sum(each) for each in zip(*(grads for _, grads in found), strict=True)]
+        return [out for outs, _ in found for out in outs], totals
+
+    def same(found, expected):
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-10 * max(1.0, float(b.abs().max())))
+
+    _, of_one_rank = computed(unfused, 1, "p2p")
+    assert not shapes
+    for ranks in (1, 2, 4):
+        for comm_type in ("p2p", "all_gather", "a2a"):
+            (found, grads), (expected, _) = (
+                computed(model, ranks, comm_type) for model in (fused, unfused)
+            )
+            same(found, expected)
+            same(grads, of_one_rank)
+    assert {shape[1:] for shape in shapes} == {(4, 8), (1, 8)}
+
+
+def test_a_rotation_of_all_layers_is_made_once(monkeypatch):
+    config = ComplexRoPE.Config(dim=8, max_seq_len=64)
+    layers = [by_hcp(config, hands_on=False).build() for _ in range(3)]
+    made, own = [], HcpComplexRoPE._rotary
+    monkeypatch.setattr(
+        HcpComplexRoPE, "_rotary", lambda self, positions: made.append(self) or own(self, positions)
+    )
+    query, key = torch.randn(1, 5, 2, 8), torch.randn(1, 5, 1, 8)
+    positions = torch.arange(5)[None]
+    for layer in layers:
+        layer(query, key, positions)
+    assert len(made) == 1
+    layers[0](query, key, positions.clone())
+    assert len(made) == 2
 
 
 # ---- training ------------------------------------------------------------------------------------
@@ -375,6 +461,8 @@ def train_toy(rank, size, planner, family, options):
 
 def toy(family):
     name = family.removesuffix("_experts")
+    if family == "deepseek_v3_dense":
+        return titan.experts_spec("deepseek_v3", dense_layers=2)
     return titan.spec_of(name) if name == family else titan.experts_spec(name)
 
 
@@ -387,6 +475,7 @@ SHARED = [
     pytest.param(4, "llama3", {"tensor_parallel_degree": 2}, id="tp"),
     pytest.param(2, "deepseek_v3_experts", {}, id="moe"),
     pytest.param(2, "deepseek_v3_experts", {"expert_parallel_degree": 2}, id="ep"),
+    pytest.param(4, "deepseek_v3_dense", {"tensor_parallel_degree": 2}, id="latent-tp"),
     pytest.param(
         4,
         "qwen3_experts",
@@ -424,7 +513,7 @@ def test_models_that_are_sharded_in_other_ways_train_as_on_one_rank(size, family
         assert found[5] == "micro_batch"
 
 
-@pytest.mark.parametrize("family", ["llama3"])
+@pytest.mark.parametrize("family", ["llama3", "deepseek_v3_dense"])
 def test_a_compiled_model_trains_as_on_one_rank(family):
     _, losses, validations, *_ = alone(family)
     options = {"compile": CompileConfig(enable=True, backend="aot_eager")}

@@ -151,9 +151,11 @@ def spec_of(
     return spec
 
 
-def experts_spec(family: str) -> Any:
+def experts_spec(
+    family: str, *, fused_rope: bool = True, dense_layers: int = 1, rope: Any = None
+) -> Any:
     """A toy model of two layers with experts, of a family that has them: one of grouped-query
-    attention, and one of multi-head latent attention whose first layer is dense."""
+    attention, and one of multi-head latent attention whose first layers are dense."""
     options: dict[str, Any] = {
         "n_layers": 2,
         "dim": 256,
@@ -164,16 +166,17 @@ def experts_spec(family: str) -> Any:
     options |= {"attn_backend": "varlen", "moe_comm_backend": "standard"}
     if family == "qwen3":
         spec = qwen3.model_registry("debugmodel_moe", attn_backend="varlen")
-        rope: Any = CosSinRoPE.Config(dim=16, max_seq_len=4096)
+        rope = rope or CosSinRoPE.Config(dim=16, max_seq_len=4096)
         layers = qwen3._build_qwen3_moe_layers(
             **options, n_kv_heads=2, head_dim=16, top_k=2, rope=rope
         )
     else:
         spec = deepseek_v3.model_registry("debugmodel", attn_backend="varlen")
-        rope = ComplexRoPE.Config(dim=8, max_seq_len=4096, scaling="yarn", rope_factor=4.0)
+        yarn: dict[str, Any] = {"scaling": "yarn", "rope_factor": 4.0}
+        rope = rope or ComplexRoPE.Config(dim=8, max_seq_len=4096, **yarn)
         layers = deepseek_v3._build_dsv3_layers(
             **options,
-            n_dense_layers=1,
+            n_dense_layers=dense_layers,
             q_lora_rank=0,
             kv_lora_rank=32,
             qk_nope_head_dim=16,
@@ -188,7 +191,7 @@ def experts_spec(family: str) -> Any:
             rope=rope,
         )
     spec.model.layers[:] = layers
-    PackedContextParallel.Config().build().convert(spec.model)
+    PackedContextParallel.Config(fused_rope=fused_rope).build().convert(spec.model)
     return spec
 
 

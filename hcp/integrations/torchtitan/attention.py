@@ -24,7 +24,7 @@ from torchtitan.protocols.module import Module
 
 import hcp
 from hcp.integrations.rotary import Unrotated, take_rotary
-from hcp.integrations.torchtitan.rotary import handing_on
+from hcp.integrations.torchtitan.rotary import by_hcp
 
 _numbers = itertools.count()
 """Numbers for the layers of this process, in the order in which they are built."""
@@ -96,8 +96,8 @@ class PackedContextParallel(ModelConfigConverter):
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConfigConverter.Config):
         fused_rope: bool = True
-        """Rotate queries and keys in hcp's attention, where the rotary embedding is one of
-        torchtitan's two and rotates whole heads. False: before it, by torchtitan."""
+        """Rotate queries and keys in hcp's attention, and those of latent attention by hcp's kernel
+        before it, where the rotary embedding is one of torchtitan's two. False: by torchtitan."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -119,8 +119,9 @@ class PackedContextParallel(ModelConfigConverter):
             )
         for fqn, attention, _, _ in model_config.traverse(BaseAttention.Config):
             attention.inner_attention = _packed(f"{name}.{fqn}", attention)
-            if self.config.fused_rope and type(attention) is GQAttention.Config:
-                attention.rope = handing_on(attention.rope)
+            if self.config.fused_rope:
+                whole_heads = type(attention) is GQAttention.Config
+                attention.rope = by_hcp(attention.rope, hands_on=whole_heads)
         return model_config
 
 

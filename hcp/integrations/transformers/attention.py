@@ -54,13 +54,14 @@ def register_hcp_attention(
     `model(..., cp=cp)`: see `model_inputs`.
 
     `fused_rope`: hcp's attention rotates queries and keys of a model whose rotary embedding has a
-    known form, in fewer passes. Other models, and all models with False, rotate them before.
+    known form, in fewer passes. Where layers compute with what is rotated (latent attention), hcp's
+    kernel rotates before. Other models, and all models with False, rotate by their own code.
 
     `send_latents`: the keys and values of latent attention (DeepSeek-V3) travel compressed, and are
     expanded where they are received. With a comm type that exchanges heads, in compiled layers, and
     where an adapter drops elements out, they travel expanded.
 
-    Three to five forwards of a few tokens compare the model's own logits with those of packed
+    Three to six forwards of a few tokens compare the model's own logits with those of packed
     documents. Raises ValueError for a model that is no causal language model, or whose layers mix
     rows outside of attention. If parameters are sharded, every rank calls it.
     """

@@ -77,7 +77,8 @@ def probe(model: nn.Module, attention: str, *, fused_rope: bool, latents: bool) 
     equal its own of each document alone. A model that is refused keeps its attention. The test
     costs three forwards of up to 15 tokens. `fused_rope` costs one or two more, and lets attention,
     or else a kernel before it, rotate the queries and keys of a model that computes the same then;
-    likewise `latents`, which costs one and lets attention expand their latent rows. If parameters are sharded, every rank calls it.
+    likewise `latents`, which costs one and lets attention expand their latent rows. If parameters
+    are sharded, every rank calls it.
     """
     before, shift = implementations(model), None
     try:

@@ -293,16 +293,19 @@ class MarkTables:
     def __call__(
         self, module: Any, positional: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        tables, cp = keywords.get(_TABLES), keywords.get("cp")
+        tables: Any = keywords.get(_TABLES)
+        cp = keywords.get("cp")
         ours = self.rotator != "model" and module.config._attn_implementation == self.name
         if not ours or cp is None or not _are_tables(tables, cp):
             return None
         _install(module)
+
+        def marked(table: Tensor) -> _Marked:
+            return _Marked(table, self.rotator, cp)
+
         whole = isinstance(tables, Tensor)
-        marked = tuple(
-            _Marked(table, self.rotator, cp) for table in ((tables,) if whole else tables)
-        )
-        return positional, keywords | {_TABLES: marked[0] if whole else marked}
+        given = marked(tables) if whole else tuple(map(marked, tables))
+        return positional, keywords | {_TABLES: given}
 
 
 def _are_tables(tables: Any, cp: ContextParallelHandler) -> bool:
