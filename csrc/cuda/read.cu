@@ -45,13 +45,14 @@ static bool copies_pay(const hcp_column *parts, int32_t n_columns, const hcp_run
   return row == rows && copies > 0 && rows * out.row_bytes / copies >= least_bytes;
 }
 
-/* Whether one call takes many copies on a stream: CUDA has that since 12.8, and not while a
- * graph captures. */
+/* Whether one call takes many copies on a stream: CUDA has that since 12.8, not on its default
+ * stream, and not while a graph captures. */
 static bool takes_many(cudaStream_t stream) {
   int version = 0;
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  return CUDART_VERSION >= 12080 && cudaDriverGetVersion(&version) == cudaSuccess &&
-         version >= 12080 && cudaStreamIsCapturing(stream, &capture) == cudaSuccess &&
+  return CUDART_VERSION >= 12080 && stream != NULL && stream != cudaStreamLegacy &&
+         cudaDriverGetVersion(&version) == cudaSuccess && version >= 12080 &&
+         cudaStreamIsCapturing(stream, &capture) == cudaSuccess &&
          capture == cudaStreamCaptureStatusNone;
 }
 

@@ -1,5 +1,6 @@
 """The C tests: each tests/c/test_*.c, with all of hcp's C code, under the sanitizers of gcc and of
-clang. Both compilers give equal plans, however they optimise."""
+clang. Both compilers give equal plans, however they optimise. tests/c/test_*.cpp are tests of what
+a file for CUDA does on the host."""
 
 from __future__ import annotations
 
@@ -20,6 +21,9 @@ FOLDERS = ("core", "cpu", "nccl")
 SOURCES = sorted(path for folder in FOLDERS for path in ROOT.glob(f"csrc/{folder}/**/*.c"))
 CORE = sorted(ROOT.glob("csrc/core/**/*.c"))
 TESTS = sorted(ROOT.glob("tests/c/test_*.c"))
+HOST_TESTS = sorted(ROOT.glob("tests/c/test_*.cpp"))
+CUDA_VERSIONS = (12000, 12080, 13000)
+"""CUDART_VERSION where a file's code differs."""
 FUZZ = "tests/fuzz/fuzz_plan.c"
 COMPILERS = ("gcc", "clang")
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wshadow", "-Werror"]
@@ -33,6 +37,11 @@ LIBRARIES = ["-lm", "-ldl"]
 
 def compile_command(compiler: str, flags: list[str]) -> list[str]:
     return [compiler, "-std=c11", *flags, *WARNINGS, "-Icsrc/include"]
+
+
+def compile_host_command(compiler: str, cuda: int) -> list[str]:
+    command = ["g++" if compiler == "gcc" else "clang++", "-std=c++17", *SANITIZED, *WARNINGS]
+    return [*command, "-Icsrc/include", f"-DCUDART_VERSION={cuda}"]
 
 
 def succeed(command: list[str]) -> str:
@@ -111,8 +120,22 @@ def test_c_test_passes_under_the_sanitizers(
     succeed([program])
 
 
+@pytest.mark.parametrize("cuda", CUDA_VERSIONS)
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("source", HOST_TESTS, ids=lambda path: path.stem)
+def test_what_a_file_for_cuda_does_on_the_host(
+    source: Path, compiler: str, cuda: int, libraries: Libraries, tmp_path: Path
+) -> None:
+    need(compiler)
+    program = str(tmp_path / source.stem)
+    command = compile_host_command(compiler, cuda)
+    succeed([*command, str(source), *libraries.of(compiler), *LIBRARIES, "-o", program])
+    succeed([program])
+
+
 def test_every_c_file_is_compiled() -> None:
     assert TESTS
+    assert HOST_TESTS
     assert {path.relative_to(ROOT / "csrc").parts[0] for path in SOURCES} == set(FOLDERS)
 
 
