@@ -13,9 +13,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -176,12 +176,12 @@ class NcclTransport(TorchTransport):
 
     def abort(self, peers: Sequence[int], timeout: float) -> None:
         """Begin to end what hangs on the device."""
+        said = _patiently(lambda: self.board.said(peers), "")
         self._failure = (
             f"rank {self.rank}: the exchange with ranks {list(peers)} did not end within "
-            f"{timeout:g} s; one of them has ended or is late, and its own message says why"
-            f"{self.board.said(peers)}"
+            f"{timeout:g} s; one of them has ended or is late, and its own message says why{said}"
         )
-        _log.error(self._failure)  # a CUDA error may end the process before hcp is called again
+        _say(self._failure)  # a CUDA error may end the process before hcp is called again
         self._watch.stop_device()
         # NCCL tells its kernels to end, and then waits for the other ranks of this host: until each
         # has aborted or ended, which a late one may never do.
@@ -211,6 +211,27 @@ def _abort(backend: Any) -> None:
         backend.abort()
 
 
+T = TypeVar("T")
+
+
+def _patiently(call: Callable[[], T], otherwise: T) -> T:
+    """Let another thread call, and go on without it if that takes long: a thread that waits for the
+    device may hold the lock of the job's store, or of a handler of logs."""
+    found = [otherwise]
+
+    def run() -> None:
+        found[0] = call()
+
+    thread = threading.Thread(target=run, name="hcp-nccl-say", daemon=True)
+    thread.start()
+    thread.join(_PATIENCE)
+    return found[0]
+
+
+def _say(error: object) -> None:
+    _patiently(lambda: _log.error(error), None)
+
+
 class _Table(NamedTuple):
     words: Tensor
     """int64 (moves, 3) of (peer, row, rows)."""
@@ -221,6 +242,8 @@ class _Table(NamedTuple):
 _TABLES = 4096
 _UNWATCHED = 0
 _STDERR = 2
+_PATIENCE = 5.0
+"""Seconds in which an error is logged. More than a board waits for a peer's message."""
 
 
 class _Nothing:
@@ -318,12 +341,12 @@ class _Watch:
     def _run(self) -> None:
         while (transport := self._transport()) is not None and transport.is_open:
             if self._words[2] > 0:  # as where one is late
-                _log.error(transport.other())
+                _say(_patiently(transport.other, None))
                 self._end_unless_stopped(transport)
                 return
             elsewhere = transport.failed_elsewhere()
             if elsewhere is not None:  # at once: a CUDA error may end the process, as in abort
-                _log.error(elsewhere)
+                _say(elsewhere)
                 self._end_unless_stopped(transport)
                 return
             ended = self._words[0]
@@ -339,8 +362,41 @@ class _Watch:
     def _end_unless_stopped(self, transport: _Watched) -> None:
         """End the process if its device does not stop: whoever waits for it would wait forever. As
         long as an exchange may take, something else on the device may wait for a peer."""
-        # A timer in C: whoever hangs may hold the GIL. It says where every thread is.
-        faulthandler.dump_traceback_later(self._timeout + self._SLACK, exit=True, file=_STDERR)
+        due = time.monotonic() + self._timeout + self._SLACK
+        _end.at(due, self)
         while not transport.has_stopped():
             time.sleep(self._PERIOD)
-        faulthandler.cancel_dump_traceback_later()
+            _end.at(due, self)  # the program may have taken or cancelled the timer
+        _end.no_more(self)
+
+
+class _End:
+    """The end of a process at the first of several times.
+
+    It is faulthandler's timer, of which a process has one. The timer is in C: whoever hangs may
+    hold the GIL. It says where every thread is.
+    """
+
+    def __init__(self) -> None:
+        self._due: dict[object, float] = {}
+        self._lock = threading.Lock()
+
+    def at(self, due: float, who: object) -> None:
+        with self._lock:
+            self._due[who] = due
+            self._start()
+
+    def no_more(self, who: object) -> None:
+        with self._lock:
+            del self._due[who]
+            if self._due:
+                self._start()
+            else:
+                faulthandler.cancel_dump_traceback_later()
+
+    def _start(self) -> None:
+        seconds = max(min(self._due.values()) - time.monotonic(), 1e-3)
+        faulthandler.dump_traceback_later(seconds, exit=True, file=_STDERR)
+
+
+_end = _End()

@@ -6,6 +6,7 @@ The group is Gloo's. The operator and the backend are replaced by fakes.
 from __future__ import annotations
 
 import gc
+import logging
 import subprocess
 import sys
 import threading
@@ -227,8 +228,11 @@ def test_only_a_device_that_does_not_stop_ends_the_process(
     else:
         error = hcp.HcpError("rank 1: rank 2 has not come", code="rank-late")
         monkeypatch.setattr(transport, "failed_elsewhere", lambda: error)
-    until(lambda: bool(timer))
-    assert timer == [(0.05 + nccl._Watch._SLACK, {"exit": True, "file": 2})]
+    until(lambda: len(timer) > 2)
+    seconds, options = zip(*timer, strict=True)
+    assert list(seconds) == sorted(seconds, reverse=True)
+    assert 0 < seconds[-1] < seconds[0] <= 0.05 + nccl._Watch._SLACK
+    assert all(each == {"exit": True, "file": 2} for each in options)
     assert watchers()
 
     def fail() -> bool:
@@ -236,10 +240,34 @@ def test_only_a_device_that_does_not_stop_ends_the_process(
 
     other.query = fail
     until(lambda: not watchers())
-    assert timer[1:] == ["cancelled"]
+    assert timer.index("cancelled") == len(timer) - 1
+
+
+@pytest.mark.parametrize("held", ["log", "store"])
+def test_a_lock_that_a_thread_holds_while_it_hangs_does_not_keep_what_hangs(
+    held: str, group: dist.ProcessGroup, joined: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that logs a tensor holds its handler's lock until the device has the tensor."""
+    monkeypatch.setattr(nccl, "_PATIENCE", 0.05)
+    ended = threading.Event()
+    transport = made(group, monkeypatch, timeout=0.05)
+    if held == "store":
+        monkeypatch.setattr(transport.board, "said", lambda peers: str(ended.wait(60)))
+    else:
+        handler = logging.NullHandler()
+        monkeypatch.setattr(handler, "handle", lambda record: ended.wait(60))
+        monkeypatch.setattr(nccl._log, "handlers", [handler])
+    start(transport)
+    assert transport._backend.aborted.wait(10)
+    assert not ended.is_set()
+    with pytest.raises(hcp.HcpError, match=LATE):
+        transport.check()
+    ended.set()
 
 
 NEVER_STOPS = """
+import faulthandler
+import sys
 import threading
 import weakref
 from torch import Tensor
@@ -248,8 +276,19 @@ from hcp.exchange.nccl import _Watch
 class Transport:
     is_open, grace = True, 0.0
     def failed_elsewhere(self): pass
+    def __init__(self, stops): self.stops, self.asked = stops, threading.Event()
     def abort(self, peers, timeout): print("aborted", peers, flush=True)
-    def has_stopped(self): return False
+    def has_stopped(self):
+        self.asked.set()
+        return self.stops
+
+def wait_for_a_late_one(peer, stops):
+    transport = Transport(stops)
+    watch = _Watch(0.05, weakref.ref(transport))
+    watch.begin()
+    watch.add(frozenset({peer}))
+    transport.asked.wait()
+    return transport
 
 def a_wait_for_the_device():
     lock = threading.Lock()
@@ -257,20 +296,25 @@ def a_wait_for_the_device():
         pass
 
 Tensor.pin_memory = lambda own: own
-_Watch._SLACK = 0.05
-transport = Transport()
-watch = _Watch(0.05, weakref.ref(transport))
-watch.begin()
-watch.add(frozenset({2}))
+_Watch._SLACK = 3.0
+transport = wait_for_a_late_one(2, stops=False)
+if "another" in sys.argv:
+    other = wait_for_a_late_one(3, stops=True)
+if "cancelled" in sys.argv:
+    faulthandler.cancel_dump_traceback_later()
 a_wait_for_the_device()
 """
 
 
-def test_a_process_whose_device_does_not_stop_ends_and_says_where() -> None:
+@pytest.mark.parametrize("meanwhile", ["nothing", "another", "cancelled"])
+def test_a_process_whose_device_does_not_stop_ends_and_says_where(meanwhile: str) -> None:
+    """Another transport whose device stops, or a program that cancels its own timer, does not keep
+    the process."""
     done = subprocess.run(
-        [sys.executable, "-c", NEVER_STOPS], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", NEVER_STOPS, meanwhile], capture_output=True, text=True, timeout=100
     )
-    assert (done.returncode, done.stdout) == (1, "aborted [2]\n"), done.stderr
+    said = "aborted [2]\naborted [3]\n" if meanwhile == "another" else "aborted [2]\n"
+    assert (done.returncode, done.stdout) == (1, said), done.stderr
     assert "in a_wait_for_the_device" in done.stderr
 
 
