@@ -43,8 +43,10 @@ def _words(rows: Tensor) -> Tensor:
 
 
 def _aligned(rows: Tensor) -> Tensor:
-    """Rows whose memory begins at a word, copied if a caller's view of a tensor does not."""
-    return rows.clone() if rows.data_ptr() % _WORDS[0].itemsize else rows
+    """Rows that may be viewed as words, copied if a caller's view of a tensor begins inside one: in
+    memory, or from where the tensor begins, which may be inside one if it is another library's."""
+    begins = rows.data_ptr(), rows.storage_offset() * rows.itemsize
+    return rows.clone() if any(begin % _WORDS[0].itemsize for begin in begins) else rows
 
 
 class _Stage(NamedTuple):

@@ -138,11 +138,19 @@ def test_rows_of_any_kind_arrive_bit_by_bit(dtype: torch.dtype, shape: tuple[int
     hcp.loopback(size, exchange, sharing=True)
 
 
-def test_rows_that_begin_inside_a_word_arrive() -> None:
+@pytest.mark.parametrize("skipped", [0, 4], ids=["own memory", "another library's"])
+def test_rows_that_begin_inside_a_word_arrive(skipped: int) -> None:
+    """Those of another library's tensor begin at a word, but the tensor does not."""
+
     def exchange(groups: Any) -> None:
         transport = groups.transport
-        drawn = torch.arange(13, dtype=torch.bfloat16) + 16 * transport.rank
-        sent, received = drawn[1:].view(3, 4), torch.zeros(3, 4, dtype=torch.bfloat16)
+        first = 2 if skipped else 1
+        whole = torch.zeros(16, dtype=torch.bfloat16).view(torch.uint8).numpy()
+        drawn = torch.frombuffer(whole, dtype=torch.bfloat16, offset=skipped)
+        sent = drawn[first : first + 12].view(3, 4)
+        sent += torch.arange(12).view(3, 4) + 16 * transport.rank
+        assert sent.data_ptr() % 8 == (0 if skipped else 2)
+        received = torch.zeros(3, 4, dtype=torch.bfloat16)
         peer = transport.rank ^ 1
         ends = [Move(peer, 0, 3)], received, [Move(peer, 0, 3)]
         transport.start(sent, *ends, stamp=Stamp(Kind("a test"), 1)).wait()
