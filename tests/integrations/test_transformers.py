@@ -882,9 +882,8 @@ def test_a_function_with_other_rows_or_tables_than_marked_ones_is_refused():
 SAMPLE = {
     "xlm-roberta": sweep.EQUAL,  # its own positions start after the index of padding
     "starcoder2": sweep.FUSED,
-    "bailing_hybrid": sweep.KERNEL,
     "longcat_flash": sweep.KERNEL,
-    "glm_moe_dsa": sweep.KERNEL,
+    "phi": sweep.KERNEL,
     "granitemoehybrid": sweep.FUSED,
     "jamba": "have layers with a state that scans the sequence",
     "mpt": "do not call attention through `AttentionInterface`",

@@ -21,6 +21,7 @@ from hcp.integrations.transformers import (
     causal_lm_sample,
     register_hcp_attention,
 )
+from hcp.integrations.transformers.rotary import rotator_of
 
 LENGTHS = (21, 5, 40)
 pytestmark = pytest.mark.skipif(
@@ -72,6 +73,7 @@ def test_chosen_keys_and_gradients_are_those_of_the_model_alone(kind: str) -> No
     expanded = copy.deepcopy(model)
     register_hcp_attention(model)
     register_hcp_attention(expanded, send_latents=False)
+    assert rotator_of(model) == rotator_of(expanded) == "kernel"  # their indexers, too
     alone, _ = on_ranks(model, 1)
     assert difference(alone, expected) < 1e-5  # its norms, softmax and routers are float32
     spread, sent = on_ranks(model, 3)
