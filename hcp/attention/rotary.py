@@ -132,8 +132,7 @@ def firsts_before_seconds(t: Tensor, count: int) -> Tensor:
     """Rows (T, heads, D) whose first `count` elements are neighbouring pairs, with the first
     elements of all pairs before the second ones."""
     rotated, passed = t[..., :count], t[..., count:]
-    gathered = rotated.view(*rotated.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
-    return torch.cat((gathered, passed), dim=-1) if passed.shape[-1] else gathered
+    return torch.cat((rotated[..., ::2], rotated[..., 1::2], passed), dim=-1)
 
 
 def rotate(t: Tensor, rotary: Rotary) -> Tensor:
