@@ -43,7 +43,7 @@ def records(*rows: tuple[int, ...], words: int = 4) -> Tensor:
 
 COUNTS = torch.zeros(8, dtype=torch.int64)
 FAILURE = torch.zeros(4, dtype=torch.int64)
-PROGRESS = torch.zeros(8, dtype=torch.int32)
+PROGRESS = torch.zeros(16, dtype=torch.int32)
 NOBODY = records()
 
 
