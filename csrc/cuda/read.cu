@@ -27,22 +27,21 @@ static bool is_stretch(const hcp_column *columns, int32_t n_columns, hcp_column 
   return out.row_stride_bytes == out.row_bytes;
 }
 
-/* Whether every row of the result is one row of a peer's, in long runs. Runs that go on where
- * the one before ends are one. */
-static bool copies_pay(const hcp_column *parts, int32_t n_columns, const hcp_run *runs,
-                       int64_t n_runs, int64_t rows, hcp_column out, int32_t first_staged,
-                       int64_t least_bytes) {
+/* The bytes of a copy on average, where every row of the result is one row of a peer's, and 0
+ * otherwise. Runs that go on where the one before ends are one copy. */
+static int64_t bytes_of_a_copy(const hcp_column *parts, int32_t n_columns, const hcp_run *runs,
+                               int64_t n_runs, int64_t rows, hcp_column out, int32_t first_staged) {
   int64_t row = 0, copies = 0;
   for (int64_t r = 0; r < n_runs; ++r) {
     const hcp_run *run = &runs[r], *before = r > 0 ? run - 1 : NULL;
-    if (run->row != row || run->part < first_staged) return false;
-    if (!is_stretch(&parts[run->part * n_columns], n_columns, out)) return false;
+    if (run->row != row || run->part < first_staged) return 0;
+    if (!is_stretch(&parts[run->part * n_columns], n_columns, out)) return 0;
     bool goes_on = before != NULL && before->part == run->part &&
                    before->part_row + before->rows == run->part_row;
     copies += !goes_on;
     row += run->rows;
   }
-  return row == rows && copies > 0 && rows * out.row_bytes / copies >= least_bytes;
+  return row == rows && copies > 0 ? rows * out.row_bytes / copies : 0;
 }
 
 /* Whether one call takes many copies on a stream: CUDA has that since 12.8, not on its default
@@ -189,10 +188,11 @@ hcp_status hcp_cuda_read(hcp_dtype dtype, const hcp_column *parts, int32_t n_col
                          hcp_awaited staged, int32_t next, int32_t first_staged,
                          const int64_t *part_rows, hcp_signals read, uint32_t *progress,
                          void *stream, hcp_error *err) {
-  bool in_one_call = takes_many((cudaStream_t)stream);
-  if (staged.signals.n <= HCP_CUDA_SIGNALS_MAX &&
-      copies_pay(parts, n_columns, runs, n_runs, rows, out, first_staged,
-                 in_one_call ? RUN_BYTES : LONE_RUN_BYTES))
+  int64_t bytes = 0;
+  if (staged.signals.n <= HCP_CUDA_SIGNALS_MAX && rows * out.row_bytes >= RUN_BYTES)
+    bytes = bytes_of_a_copy(parts, n_columns, runs, n_runs, rows, out, first_staged);
+  bool in_one_call = bytes >= RUN_BYTES && takes_many((cudaStream_t)stream);
+  if (bytes >= (in_one_call ? RUN_BYTES : LONE_RUN_BYTES))
     return read_by_copies(parts, n_columns, runs, n_runs, out, staged, next, first_staged,
                           part_rows, read, in_one_call, (cudaStream_t)stream, err);
   return hcp_cuda_read_by_blocks(dtype, parts, n_columns, runs, n_runs, rows, out, staged,

@@ -29,7 +29,7 @@ from hcp.exchange.transport import Pending, Share
 HALVES = 2
 """Exchanges that may be under way at once: the next is staged while the last is read."""
 _PAGE = 4096
-_PIECES = 16
+PIECES = 16
 """Words of a signal, as HCP_PIECES: rows are read piece by piece while more are staged."""
 _WORD_BYTES = 8
 
@@ -136,7 +136,7 @@ class PeerMemory:
         self._failure = failure
         self._failed = (ctypes.c_int64 * 4).from_address(failure.data_ptr())
         # Blocks that have ended, of launches that stage into a half, and last of those that read.
-        self.progress = torch.zeros(HALVES + 1, _PIECES, dtype=torch.int32, device=device).unbind()
+        self.progress = torch.zeros(HALVES + 1, PIECES, dtype=torch.int32, device=device).unbind()
         # Exchanges with each peer through each half: staged for it, then read from it. Kernels
         # count, in the order in which they run: those that a graph replays count on.
         self._counts = torch.zeros(2 * HALVES * len(bases), dtype=torch.int64, device=device)
@@ -458,7 +458,7 @@ def _half_bytes(buffer_bytes: int) -> int:
 
 
 def _signal_bytes(signals: int) -> int:
-    return signals * _PIECES * _WORD_BYTES
+    return signals * PIECES * _WORD_BYTES
 
 
 def _words_bytes(size: int) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor
 from hcp import ops
 from hcp.attention.key_transfer import cut, rotated_back, summed
 from hcp.attention.rotary import NO_ROTATION, Rotary
+from hcp.exchange.peer import PIECES
 
 layer = torch.ops.hcp
 
@@ -104,9 +105,6 @@ def test_gradients_that_came_home_in_another_width_are_refused():
         summed([rows(6, 2, 4), rows(6, 2, 3)], rows(5, 13), table((0, 1, 0, 0)), 1, 2, None)
     with pytest.raises(RuntimeError, match=r"columns is 3, expected from 1 to the 2 tensors"):
         layer.sum_gradients([rows(6, 2), rows(6, 2)], None, table((0, 1, 0, 0)), 1, 3, *NO_ROTATION)
-
-
-PIECES = 16
 
 
 def test_a_count_that_is_not_there_is_refused_before_anything_is_counted():

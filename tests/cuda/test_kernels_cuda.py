@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hcp import ops
+from hcp.exchange.peer import PIECES
 
 pytestmark = [
     pytest.mark.cuda,
@@ -184,9 +185,6 @@ def test_sums_of_many_parts_and_columns_have_the_bits_of_the_cpu(
         summed = ops.reduce([x.cuda() for x in tensors], runs, 9, columns=columns, dtype=dtype)
         expected = ops.reduce(tensors, runs, 9, columns=columns, dtype=dtype)
         assert torch.equal(summed.cpu(), expected)
-
-
-PIECES = 16
 
 
 @pytest.mark.parametrize("rows", [6000, 6101, 16384])

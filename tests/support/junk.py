@@ -22,6 +22,7 @@ from torch import Tensor
 
 import hcp
 import hcp.attention.operator
+from hcp.exchange.peer import PIECES
 from hcp.exchange.tables import schedule_words
 
 ALLOWED = (ValueError, RuntimeError, NotImplementedError, TypeError)
@@ -43,7 +44,7 @@ def records(*rows: tuple[int, ...], words: int = 4) -> Tensor:
 
 COUNTS = torch.zeros(8, dtype=torch.int64)
 FAILURE = torch.zeros(4, dtype=torch.int64)
-PROGRESS = torch.zeros(16, dtype=torch.int32)
+PROGRESS = torch.zeros(PIECES, dtype=torch.int32)
 NOBODY = records()
 
 
