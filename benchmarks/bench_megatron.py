@@ -171,7 +171,7 @@ def main() -> int:
             flush=True,
         )
         own = [name for name in args.hcp if name != "wave greedy"]
-        climb_all(args, [*own, *(args.te if args.device == "cuda" else ())], rung_line)
+        climb_all(args, [*own, *(args.te if args.device == "cuda" else ())])
         return 0
     # The host queues a long step at once: its last exchange waits for all of it.
     timeout = timedelta(seconds=args.deadline) if ONE in args.families else TIMEOUT

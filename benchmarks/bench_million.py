@@ -147,7 +147,7 @@ def start_ladder(args: argparse.Namespace) -> None:
         else:
             names.append(name)
     print(f"\n{HEAD}", flush=True)
-    climb_all(args, names, line_of)
+    climb_all(args, names)
 
 
 # ---- contestants ---------------------------------------------------------------------------------

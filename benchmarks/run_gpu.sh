@@ -27,16 +27,17 @@ ranks() { # NAME MOST_SECONDS PROGRAM OPTIONS...
 }
 
 engines=("te p2p fused" "te a2a fused")
-ranks gate 220 benchmarks/bench_megatron.py --te "${engines[@]}" --hcp hcp "wave greedy"
+ranks gate 250 benchmarks/bench_megatron.py --te "${engines[@]}" --hcp hcp "wave greedy"
 ranks exchange 45 benchmarks/bench_exchange.py
 ranks cut 120 benchmarks/studies/cut_profile.py --packs one halves
 ranks million 170 benchmarks/bench_million.py
-ranks one 100 benchmarks/bench_megatron.py --families one --tokens 131072 --rounds 1 \
+ranks one 150 benchmarks/bench_megatron.py --families one --tokens 131072 --rounds 1 \
   --te "${engines[@]}" --hcp hcp --recompute --linear-loss --num-layers 16 --vocab-size 65536
 run kernels 90 python3 benchmarks/bench_attention_kernels.py
 ranks attention 150 benchmarks/bench_attention.py --packs one halves many --transports peer \
   --peers te_p2p te_all_gather te_a2a
 ranks transformer_engine 120 tests/cuda/check_transformer_engine.py
-run ladder 200 python3 benchmarks/bench_million.py --ladder --memory-gib 6 --rung-seconds 20
+run ladder 200 python3 benchmarks/bench_million.py --ladder --memory-gib 6 --rung-seconds 20 \
+  --deadline 190
 echo "$table"
 exit "$failed"

@@ -14,9 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,8 @@ from common.timing import slowest
 
 FULL = "out of memory at"
 NOT_TRIED = "not tried at"
+ENDING = 5.0
+"""Seconds that are left for the rows, after all contestants."""
 
 
 def add_ladder(parser: argparse.ArgumentParser) -> None:
@@ -81,34 +83,46 @@ def climb(args: argparse.Namespace, device: torch.device, rung: Callable[[int], 
 # ---- in the process that starts them -------------------------------------------------------------
 
 
-def climb_all(
-    args: argparse.Namespace, names: Sequence[str], show: Callable[[Mapping[str, Any]], str]
-) -> None:
+def climb_all(args: argparse.Namespace, names: Sequence[str]) -> None:
     """Start torchrun for each contestant: this program with ``--climb NAME``. Print its rows as
-    ``show`` says, and at last how each ended."""
+    they come, and at last how each ended. Each has an equal share of the time that is left."""
     begun = time.perf_counter()
     ranks = args.ranks or (2 if args.device == "cpu" else torch.cuda.device_count())
     ends = []
-    for name in names:
-        left = args.deadline - (time.perf_counter() - begun)
-        if left < 1:
+    for i, name in enumerate(names):
+        left = args.deadline - ENDING - (time.perf_counter() - begun)
+        share = left / (len(names) - i)
+        if share < 1:
             ends.append(f"{name}: not started, --deadline {args.deadline:g} is over")
             continue
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "rows.json"
-            done = subprocess.run(
-                [*launcher(ranks), "--climb", name, "--deadline", str(left), "--json", str(file)],
-                capture_output=True,
-                text=True,
-                env={k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")},
-            )
+            command = [*launcher(ranks), "--climb", name, "--deadline", str(share)]
+            status, printed, errors = started([*command, "--json", str(file)], Path(folder))
             rows = json.loads(file.read_text())["rows"] if file.exists() else []
         for row in rows:
             args.json.add(row)
-            print(show(row), flush=True)
         reached = [row["tokens"] for row in rows]
-        ends.append(end_of(name, done.returncode, done.stdout, done.stderr, reached))
+        ends.append(end_of(name, status, printed, errors, reached))
     print("\n" + "\n".join(ends))
+
+
+def started(command: Sequence[str], folder: Path) -> tuple[int, str, str]:
+    """Run a command, and print the rows of a table in what it prints at once. Return its exit
+    status, what it printed, and its errors."""
+    printed = []
+    with (folder / "errors").open("w+") as errors:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")}
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                printed.append(line)
+                if line.startswith("|"):
+                    print(line, end="", flush=True)
+        errors.seek(0)
+        return process.returncode, "".join(printed), errors.read()
 
 
 def launcher(ranks: int) -> list[str]:

@@ -708,20 +708,24 @@ CHOICE = {
         "on compute capability 9.0: torch computes every call that it takes. Not used: cudnn: "
         "nvidia-cudnn-frontend is not installed; flash_attn: flash-attn is not installed; "
         "flash_attn_4: flash-attn-4 is not installed; flash_attn_3: flash-attn-3 is not installed",
-        "install nvidia-cudnn-frontend: cudnn was faster in 29 of 32 measured cases (packs, "
+        "install nvidia-cudnn-frontend: cudnn was faster in 28 of 32 measured cases (packs, "
         "forward and backward), up to 2.1 times as fast",
-        "install flash-attn-4: flash_attn_4 was faster in 29 of 32 measured cases (packs, forward "
+        "install flash-attn-4: flash_attn_4 was faster in 27 of 32 measured cases (packs, forward "
         "and backward), up to 2.2 times as fast",
-        *map(not_measured, ("flash-attn-3", "transformer-engine"), ("flash_attn_3", "te_fused")),
+        "install transformer-engine: te_fused was faster in 28 of 32 measured cases (packs, "
+        "forward and backward), up to 1.8 times as fast",
+        not_measured("flash-attn-3", "flash_attn_3"),
     ],
     "9.0 9.0, flash-attn-4": [
         "on compute capability 9.0: torch computes what is like 2 of 16 measured packs forward and "
-        "1 backward; flash_attn_4 (flash-attn-4 4.0) computes what is like 14 of 16 measured packs "
-        "forward and 15 backward. Not used: cudnn: nvidia-cudnn-frontend is not installed; "
+        "3 backward; flash_attn_4 (flash-attn-4 4.0) computes what is like 14 of 16 measured packs "
+        "forward and 13 backward. Not used: cudnn: nvidia-cudnn-frontend is not installed; "
         "flash_attn: flash-attn is not installed; flash_attn_3: flash-attn-3 is not installed",
-        "install nvidia-cudnn-frontend: cudnn was faster in 5 of 32 measured cases (packs, forward "
+        "install nvidia-cudnn-frontend: cudnn was faster in 6 of 32 measured cases (packs, forward "
         "and backward), up to 1.9 times as fast",
-        *map(not_measured, ("flash-attn-3", "transformer-engine"), ("flash_attn_3", "te_fused")),
+        "install transformer-engine: te_fused was faster in 5 of 32 measured cases (packs, forward "
+        "and backward), up to 1.6 times as fast",
+        not_measured("flash-attn-3", "flash_attn_3"),
     ],
     "10.0, flash-attn-4": [
         "on compute capability 10.0: torch computes every call that it takes; flash_attn_4 "

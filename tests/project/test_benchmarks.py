@@ -12,6 +12,7 @@ import os
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -292,6 +293,36 @@ def test_the_ladder_says_what_ended_a_contestant() -> None:
     assert end_of("p2p", 0, late, "", [1024]) == f"p2p: 1024 tokens; {late[5:]}"
     assert "ended with status 7: it broke" in end_of("p2p", 7, "", "it\nbroke", [])
     assert end_of("p2p", 0, "", "", [4]) == "p2p: 4 tokens, the most that was asked for"
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_the_ladder_prints_rows_before_a_contestant_ends(tmp_path: Path) -> None:
+    """The contestant goes on only after its first row was printed."""
+    contestant = tmp_path / "contestant.py"
+    contestant.write_text(
+        "import pathlib, sys, time\n"
+        "print('| 512 | p2p |', flush=True)\n"
+        f"while not pathlib.Path({str(tmp_path / 'printed')!r}).exists():\n"
+        "    time.sleep(0.01)\n"
+        "print('not a row', flush=True)\n"
+        "print('it broke', file=sys.stderr)\n"
+        "sys.exit(3)\n"
+    )
+    parent = tmp_path / "parent.py"
+    parent.write_text(
+        "import pathlib, sys\n"
+        "from common.ladder import started\n"
+        f"print(started([sys.executable, {str(contestant)!r}], pathlib.Path({str(tmp_path)!r})))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS)}
+    with subprocess.Popen(
+        [sys.executable, str(parent)], stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "| 512 | p2p |\n"
+        (tmp_path / "printed").touch()
+        rest = process.stdout.read()
+    assert rest == "(3, '| 512 | p2p |\\nnot a row\\n', 'it broke\\n')\n"
 
 
 def test_every_benchmark_runs_here_or_needs_a_gpu() -> None:
