@@ -94,7 +94,7 @@ MORE: dict[str, dict[str, Any]] = {
     "granitemoehybrid": MAMBA | {"layer_types": ["mamba", "attention"]},
     "hunyuan_v1_dense": ROTARY,
     "hunyuan_v1_moe": ROTARY,
-    "kimi_linear": LATENT | LINEAR,
+    "kimi_linear": LATENT | LINEAR | {"linear_num_heads": 4, "linear_head_dim": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm3": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
