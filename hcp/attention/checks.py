@@ -28,8 +28,12 @@ def window_of(given: tuple[int, int], causal: bool, name: str = "window_size") -
 def scale_of(query: Tensor, given: float | None) -> float:
     """The softmax scale that is given, or 1 / sqrt(head size)."""
     if given is not None:
-        if not torch.compiler.is_compiling() and not is_finite(given):
-            raise ValueError(f"softmax_scale is {given!r}, expected a finite number")
+        known = torch.compiler.is_compiling() or is_finite(given)
+        if not (known and given > 0.0):
+            raise ValueError(
+                f"softmax_scale is {given!r}, expected a finite number > 0.0: for another sign, "
+                "multiply the queries by -1"
+            )
         return given
     if query.dim() == 0 or query.shape[-1] == 0:
         raise ValueError(f"query has shape {tuple(query.shape)}, expected a head size >= 1")

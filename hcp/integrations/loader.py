@@ -278,7 +278,29 @@ def _spreads_experts(module: nn.Module) -> bool:
 
 
 Order = Callable[[int], Sequence[int]]
-"""The indices of the samples in the order of an epoch, whose number is given."""
+"""The indices of the items in the order of an epoch, whose number is given: as many as the dataset
+has items. An index may come more than once."""
+
+
+def _checked(order: Order, items: int) -> Order:
+    """The same order. It raises ValueError where an epoch has more or fewer indices than items, or
+    one of none."""
+
+    def indices_of(epoch: int) -> list[int]:
+        indices = [int(index) for index in order(epoch)]
+        if len(indices) != items:
+            raise ValueError(
+                f"order({epoch}) gives {len(indices)} indices, expected {items}, the items of the "
+                "dataset: give a shorter or longer epoch a dataset of its own"
+            )
+        if min(indices) < 0 or max(indices) >= items:
+            raise ValueError(
+                f"order({epoch}) gives indices from {min(indices)} to {max(indices)}, expected "
+                f"indices of the dataset's {items} items, from 0 on"
+            )
+        return indices
+
+    return indices_of
 
 
 class GlobalBatches:
@@ -311,11 +333,15 @@ class GlobalBatches:
         return -(-self.samples // self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = self._order()
-        for first in range(0, self.samples, self.batch_size):
-            yield order[first : first + self.batch_size][self.rank :: self.ranks]
+        return self.shares(self.indices())
 
-    def _order(self) -> list[int]:
+    def shares(self, indices: Sequence[int]) -> Iterator[list[int]]:
+        """This rank's share of each batch of samples in this order."""
+        for first in range(0, self.samples, self.batch_size):
+            yield list(indices[first : first + self.batch_size][self.rank :: self.ranks])
+
+    def indices(self) -> list[int]:
+        """Samples in the order of the epoch."""
         if self.order is not None:
             return list(self.order(self.epoch))
         if not self.shuffle:
@@ -426,7 +452,8 @@ class DynamicCPDataLoader:
         Every rank reads all of a stream, in its order, and keeps its share. `global_batch_size`:
         items of all ranks together. `drop_last`: leave out the last batch of an epoch if it is
         smaller. `load_workers`: processes that read the dataset. `order`: in place of `shuffle` and
-        `seed`, for a map-style dataset. `window_sizes`, `fields`: see `hcp.dispatch`. `masks`:
+        `seed`, for a map-style dataset: given an epoch's number, the indices of its items, on all
+        ranks alike. `window_sizes`, `fields`: see `hcp.dispatch`. `masks`:
         gives the masks of sequences of these lengths.
         `model`: the one that trains on the batches. With `config.sync` "auto", it decides whether
         ranks wait for each other in every layer. hcp's own trainers set it themselves."""
@@ -454,22 +481,31 @@ class DynamicCPDataLoader:
                 "expected at least one: lower global_batch_size, or leave drop_last out"
             )
         rank, ranks = groups.rank("dp_cp"), groups.size("dp_cp")
+        if order is not None:
+            order = _checked(order, self._length)
         self.batch_sampler = GlobalBatches(
             samples, global_batch_size, rank, ranks, shuffle=shuffle, seed=seed, order=order
         )
         self.sampler = self.batch_sampler  # where trainers look for set_epoch
-        self._start = self._next = 0
+        self._start = self._next = self._epoch = 0
         self._after: WeakKeyDictionary[Step, int] = WeakKeyDictionary()
 
     def set_epoch(self, epoch: int) -> None:
-        """Go on with the order of the samples in another epoch."""
+        """Go on with the order of the samples in another epoch, from its first batch on."""
         self.batch_sampler.set_epoch(epoch)
         if is_stream(self.dataset) and hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
     def skip(self, batches: int) -> None:
-        """Start the next iteration after this many batches."""
+        """Start the next iteration of this epoch after this many batches."""
+        self._in_epoch()
         self._start = batches
+
+    def _in_epoch(self) -> None:
+        """Leave the place that was reached, if it is one of another epoch. Trainers also set the
+        epoch of the sampler."""
+        if self._epoch != self.batch_sampler.epoch:
+            self._epoch, self._start, self._next = self.batch_sampler.epoch, 0, 0
 
     def reached(self, step: Step) -> None:
         """Say that this step is in use, for a trainer that takes steps ahead of their use: its
@@ -482,7 +518,14 @@ class DynamicCPDataLoader:
         return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[Step]:
+        self._in_epoch()
         self._next, self._start = self._start, 0
+        if not is_stream(self.dataset) and self._next >= len(self.batch_sampler):
+            _log.warning(
+                "hcp: no batch of epoch %d is left: the loader goes on after %d of its %d batches. "
+                "Call set_epoch for the next epoch",
+                *(self._epoch, self._next, len(self.batch_sampler)),
+            )
         collator = self.collate_fn
         given = collator.groups, collator.config
         steps = (
@@ -515,7 +558,9 @@ class DynamicCPDataLoader:
 
     def _shares(self) -> Iterator[Read[Sample]]:
         """Read this rank's share of each batch, in the order of the epoch."""
-        shares = list(self.batch_sampler)[self._next :]
+        batches = self.batch_sampler
+        indices = batches.indices()
+        shares = list(batches.shares(indices))[self._next :]
         loader = DataLoader(
             self.dataset,
             batch_sampler=[_FIRST_TWICE, *shares],
@@ -524,7 +569,8 @@ class DynamicCPDataLoader:
         )
         items, to_sample = iter(loader), self.collate_fn.to_sample
         length = len(self.dataset)
-        made_for = {"length": length, **self.state_dict(), "shuffle": self.batch_sampler.shuffle}
+        made_for = {"length": length, **self.state_dict(), "shuffle": batches.shuffle}
+        made_for["order"] = "none" if batches.order is None else digest_of(indices).hex()
         _check_same_data(
             self.collate_fn.groups, made_for, lambda: [to_sample(item) for item in next(items)]
         )
@@ -538,7 +584,9 @@ class DynamicCPDataLoader:
 
     def state_dict(self) -> dict[str, int]:
         """Return the position of the next batch. It holds for any number of ranks. For steps that
-        were taken ahead see `reached`."""
+        were taken ahead see `reached`. After an epoch's last batch it is the end of this epoch:
+        call `set_epoch` for the next one."""
+        self._in_epoch()
         batches = self.batch_sampler
         return {
             "epoch": batches.epoch,
@@ -558,7 +606,7 @@ class DynamicCPDataLoader:
                     f"the state has {name} {state[name]}, expected {own[name]}: "
                     "make the loader as the one that was saved"
                 )
-        self.batch_sampler.epoch = state["epoch"]
+        self._epoch = self.batch_sampler.epoch = state["epoch"]
         self._start = self._next = state["next"]
 
 
@@ -594,7 +642,8 @@ def _check_same_data(
                 raise HcpError(
                     f"rank {dist.get_rank()}: {name} is another on rank {rank}{shown[0]} of dp_cp "
                     f"than on rank {values[0][0]}{shown[1]}, expected the same on every rank: each "
-                    "is given the whole dataset and the same seed, and hcp gives it its share",
+                    "is given the whole dataset and the same seed or order, and hcp gives it its "
+                    "share",
                     code="ranks-differ",
                 )
 

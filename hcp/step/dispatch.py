@@ -244,6 +244,12 @@ def _loss_tokens(samples: Sequence[Sample], loss_mask: str) -> float:
         return NO_COUNT
     counts = [float(sample[loss_mask].sum(dtype=torch.float64)) for sample in samples]
     for i, count in enumerate(counts):
+        if (least := float(samples[i][loss_mask].min())) < 0:
+            raise ValueError(
+                f"samples[{i}][{loss_mask!r}] has {least:g}, expected weights >= 0: losses are "
+                "divided by the sum of all weights. Multiply the losses by factors such as "
+                "advantages, or use loss_sum and a denominator of your own"
+            )
         if not math.isfinite(count):
             raise ValueError(
                 f"samples[{i}][{loss_mask!r}] sums to {count}, expected a finite number of loss "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import re
 from argparse import Namespace
 
 import pytest
@@ -487,6 +488,82 @@ def load(rank, size, state=None):
     first = take(loader, 2)
     state = loader.state_dict()
     return first, take(loader), state
+
+
+def loader_of(**options):
+    from hcp.integrations.loader import DynamicCPDataLoader
+
+    return DynamicCPDataLoader(
+        documents(TRAINING),
+        hcp.Config(max_seqlen_per_dp_cp_rank=128),
+        hcp.build_process_groups(),
+        global_batch_size=4,
+        **options,
+    )
+
+
+def epochs_after(rank, size, used):
+    """Steps of epoch 1 by a loader that was never saved, by one that goes on after ``used`` batches
+    of epoch 0, and by the saved one itself."""
+    fresh, saved, resumed = (loader_of(seed=5) for _ in range(3))
+    take(saved, used)
+    resumed.load_state_dict(saved.state_dict())
+    left = len(take(resumed)) if used < len(saved) else 0
+    found = []
+    for loader in (fresh, resumed, saved):
+        loader.batch_sampler.set_epoch(1)  # as trainers do
+        assert loader.state_dict()["next"] == 0
+        found.append(take(loader))
+    return found, left, len(fresh)
+
+
+@pytest.mark.parametrize("used", [5, 2])
+def test_a_place_in_an_epoch_says_nothing_of_the_next_one(used):
+    (fresh, resumed, saved), left, length = run_ranks(1, epochs_after, used)[0]
+    assert length == 5
+    assert left == 5 - used
+    assert len(fresh) == 5
+    assert resumed == fresh
+    assert saved == fresh
+
+
+def end_of_an_epoch(rank, size):
+    loader = loader_of()
+    loader.load_state_dict(loader.state_dict() | {"next": len(loader)})
+    return take(loader)
+
+
+def test_an_epoch_without_batches_left_is_told(caplog):
+    with caplog.at_level("WARNING", "hcp"):
+        (found,) = hcp.loopback(1, lambda groups: end_of_an_epoch(0, 1))
+    assert found == []
+    assert "no batch of epoch 0 is left: the loader goes on after 5 of its 5" in caplog.text
+
+
+def in_order(rank, size, orders):
+    return take(loader_of(order=lambda epoch: orders[rank][epoch]))
+
+
+def test_orders_are_compared_between_ranks_and_with_the_dataset():
+    whole = list(range(len(TRAINING)))
+    back = whole[::-1]
+    (found,) = run_ranks(1, in_order, [[back]])
+    assert found == run_ranks(1, in_order, [[back]])[0]
+    assert found != run_ranks(1, in_order, [[whole]])[0]
+    run_ranks(1, in_order, [[[3] * len(whole)]])  # drawn with replacement
+    for error in try_ranks(2, in_order, [[whole], [back]]):
+        assert error.kind == "HcpError"
+        assert "order is another on rank 1" in error.message
+        assert "the same seed or order" in error.message
+    for wrong, says in (
+        (whole[:-1], rf"gives {len(whole) - 1} indices, expected {len(whole)}, the items"),
+        (whole * 2, rf"gives {2 * len(whole)} indices, expected {len(whole)}, the items"),
+        ([*whole[:-1], -1], "gives indices from -1 to"),
+        ([*whole[:-1], len(whole)], f"gives indices from 0 to {len(whole)}, expected indices"),
+    ):
+        (error,) = try_ranks(1, in_order, [[wrong]])
+        assert error.kind == "ValueError"
+        assert re.search(says, error.message), error.message
 
 
 def test_a_loader_goes_on_where_it_was_under_any_number_of_ranks():

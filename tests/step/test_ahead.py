@@ -107,7 +107,7 @@ def resumed(groups: hcp.ProcessGroups, rank: int) -> None:
 
 def errors(groups: hcp.ProcessGroups, rank: int) -> list[str]:
     """An error comes with the step that it belongs to, on all ranks, and the loader can go on."""
-    order = [int(i) for i in loader_of(groups, 0, Failing(None)).batch_sampler._order()]
+    order = [int(i) for i in loader_of(groups, 0, Failing(None)).batch_sampler.indices()]
     own = Failing(order[9] if rank == 9 % 2 else None)  # in the third batch, by one rank
     cases = [
         (own, {}, 2, OSError if rank == 9 % 2 else hcp.HcpError, "the disk is gone"),

@@ -374,6 +374,19 @@ def test_an_option_that_is_wrong_on_one_rank_is_an_error_on_all(what: str) -> No
     assert f"rank 0: {OPTIONS[what][1]}" in heard.message
 
 
+@pytest.mark.parametrize("rest", [0.0, 9.0])
+def test_weights_below_zero_are_refused_whatever_their_sum(rest: float) -> None:
+    own = [sample(0, 5), sample(1, 3)]
+    own[1]["loss_mask"] = torch.tensor([rest, -0.5, 0.5])
+
+    def call(groups: Any) -> None:
+        hcp.dispatch(hcp.plan([5, 3], ranks=1, max_tokens_per_rank=8), own, [0, 0], groups)
+
+    says = r"samples\[1\]\['loss_mask'\] has -0.5, expected weights >= 0: .* use loss_sum"
+    with pytest.raises(ValueError, match=says):
+        hcp.loopback(1, call)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_loss_mask_that_counts_no_number_is_refused(value: float) -> None:
     own = sample(0, 5)

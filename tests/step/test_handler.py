@@ -672,6 +672,8 @@ def test_what_layers_cannot_have_is_refused_by_dispatch(options: Any, message: s
     [
         (4, {"softmax_scale": "x"}, "softmax_scale is 'x', expected a finite number"),
         (4, {"softmax_scale": float("nan")}, "softmax_scale is nan, expected a finite number"),
+        (4, {"softmax_scale": 0.0}, "softmax_scale is 0.0, expected a finite number > 0.0"),
+        (4, {"softmax_scale": -0.5}, "softmax_scale is -0.5, expected .* multiply the queries"),
         (4, {"window_size": 3}, r"window_size is 3, expected \(left, right\) in tokens"),
         (4, {"window_size": (-7, -3)}, r"window_size is \(-7, -3\), expected \(left, right\)"),
         (4, {"window_size": (3, -2)}, r"window_size is \(3, -2\), expected \(left, right\)"),
