@@ -32,7 +32,7 @@ ifneq ($(shell cat $(READY) 2>/dev/null) $(words $(wildcard $(LIBRARIES))),$(CUR
 $(READY): FORCE
 endif
 
-.PHONY: help setup demo test test-clang test-long test-matrix test-trainers test-trainer-transformers sweep-transformers check format docs docs-links wheel sdist clean FORCE
+.PHONY: help setup tools demo test test-clang test-long test-matrix test-trainers test-trainer-transformers sweep-transformers check format docs docs-links wheel sdist clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -57,9 +57,10 @@ setup: $(READY)
 demo: $(READY)
 	$(PY) -m hcp demo $(ARGS)
 
-# Tests of one xdist_group share ranks or a reference, and run in one process.
+# A file's tests run in one process: they share ranks, and what the module computes once.
+BY_FILE = --dist loadfile --no-loadscope-reorder
 test: $(READY)
-	$(PY) -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+	$(PY) -m pytest -n $(WORKERS) $(BY_FILE) $(ARGS)
 
 # hcp as pip builds it where gcc is not, in a folder that Python looks into before the tree.
 CLANG_TESTS = tests/planning/test_plan.py tests/planning/test_planner.py tests/planning/test_pipeline.py tests/exchange/test_ops.py
@@ -96,7 +97,7 @@ SWEEP_newest = --check
 test-trainer-transformers: FORCE
 	$(MAKE) setup VIRTUAL_ENV=$(TRANSFORMERS) EXTRAS=$(EXTRAS),trl
 	$(TRANSFORMERS)/bin/python -m pip install --quiet $(TRANSFORMERS_$(EDGE))
-	PYTHONPATH=$(CURDIR)/tests $(TRANSFORMERS)/bin/python -m pytest -n $(WORKERS) --dist loadgroup \
+	PYTHONPATH=$(CURDIR)/tests $(TRANSFORMERS)/bin/python -m pytest -n $(WORKERS) $(BY_FILE) \
 	  tests/integrations/test_transformers.py tests/integrations/test_transformers_images.py tests/integrations/test_trl.py tests/project/test_docs.py -k "transformers or trl" $(ARGS)
 	PYTHONPATH=$(CURDIR)/tests $(TRANSFORMERS)/bin/python -m support.sweep $(SWEEP_$(EDGE))
 
@@ -239,6 +240,8 @@ $(TOOLS): pyproject.toml $(READY)
 format: $(TOOLS)
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/clang-format -i $(FORMATTED)
+
+tools: $(TOOLS)
 
 check: $(TOOLS)
 	@echo "Compiling with warnings as errors"

@@ -104,7 +104,7 @@ def tried(wheel: Path, python: str, torch: str) -> tuple[bool, str]:
         run(own, "-m", "pip", "install", "--quiet", *NEEDS)
         shutil.copytree(TREE / "tests", folder / "tests")
         shutil.copy(TREE / "pyproject.toml", folder)
-        said = run(own, "-m", "pytest", "-q", "-n", "2", "--dist", "loadgroup", *TESTS)
+        said = run(own, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", *TESTS)
         counts = re.findall(r"\d+ (?:passed|skipped)", said.strip().splitlines()[-1])
         return True, " | ".join((*versions, ", ".join(counts)))
     except (RuntimeError, subprocess.TimeoutExpired) as error:

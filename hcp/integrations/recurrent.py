@@ -131,7 +131,7 @@ def _delta_by_states(
     if sizes:
         out, made = _delta_of(sizes, rule, query, key, wide, gates, options, start)
     else:
-        out, made = wide, _no_states(key.expand(-1, heads, -1), wide)
+        out, made = wide, _no_states(key.repeat_interleave(heads // key.shape[1], 1), wide)
     states, transitions = torch.split(made, [width, keys], -1)
     entering = cp.pass_states(states, transition=transitions)
     if not sizes:

@@ -20,7 +20,6 @@ pytestmark = [
         reason="Megatron-Core is not installed: python -m pip install megatron-core==0.16.1",
     ),
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.xdist_group("megatron"),  # each reference once, each pool once
 ]
 
 needs_linear_cross_entropy = pytest.mark.skipif(

@@ -24,8 +24,6 @@ from hcp.programs import data
 from hcp.programs.records import Evaluation, loss_difference
 from hcp.step.config import Config
 
-pytestmark = pytest.mark.xdist_group("demo")  # `exact` once
-
 ROOT = Path(__file__).resolve().parents[2]
 TINY = (
     *("--num-layers", "2", "--hidden-size", "32", "--ffn-hidden-size", "64"),
