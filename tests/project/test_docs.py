@@ -18,6 +18,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -128,6 +129,18 @@ RANK_PAGES = [page for page in PYTHON_PAGES if "# under torchrun:" in page.read_
 def test_a_page_that_says_so_runs_on_several_ranks(page: Path) -> None:
     skip_without_needs(page)
     run_ranks(2, run_on_rank, str(page), python_of(page))
+
+
+def test_the_training_step_of_the_quickstart_runs_as_a_script_of_one_rank(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "quickstart.md"
+    _, step, ending = (
+        block.code for block in BLOCKS if block.page == page and block.language == "python"
+    )
+    *lines, last = step.splitlines()
+    assert last == "hcp.loopback(2, train)"
+    script = tmp_path / "script.py"
+    script.write_text("\n".join([*lines, ending]))
+    succeed(run_alone(runpy.run_path, str(script), None, "__main__", folder=tmp_path))
 
 
 def skip_without_needs(page: Path) -> None:
