@@ -64,6 +64,7 @@ from common.layers import (
     Whole,
     bytes_received,
     layer_of,
+    prices_of,
     rows_for,
     run_of,
 )
@@ -194,8 +195,8 @@ def drawn(family: str, tokens: int) -> list[int]:
     """Sequences of a family, none longer than all ranks hold at a quarter of the tokens each."""
     ranks, capacity = dist.get_world_size(), tokens // 4
     scale = max(1, 65_536 // tokens)
-    drawn = (max(1, length // scale) for length in BY_NAME[family].draw(Random(1)))
-    lengths = [min(length, ranks * capacity) for length in drawn]
+    scaled = (max(1, length // scale) for length in BY_NAME[family].draw(Random(1)))
+    lengths = [min(length, ranks * capacity) for length in scaled]
     sums = itertools.accumulate(lengths)
     return lengths[: max(1, sum(total <= 2 * ranks * capacity for total in sums))]
 
@@ -242,14 +243,7 @@ class Bench:
         self.notes: list[str] = []
         """Lines below the table."""
         self.handler = hcp.get_cp_handler_cls(args.backend)
-        prices = hcp.CostModel.for_transformer(
-            hidden_size=sizes.heads * sizes.head_dim,
-            ffn_hidden_size=4 * sizes.heads * sizes.head_dim,
-            num_attention_heads=sizes.heads,
-            num_query_groups=sizes.kv_heads,
-            bytes_per_element=sizes.dtype.itemsize,
-            flops_per_byte=max(1, round(self._flops(first) / rate)),
-        )
+        prices = prices_of(sizes, self._flops(first), rate)
         self.cost = replace(prices, token=0)  # nothing but attention is computed here
 
     def contestants(self, lengths: list[int]) -> Iterator[Contestant]:

@@ -57,6 +57,7 @@ from common.layers import (
     Whole,
     bytes_received,
     layer_of,
+    prices_of,
     run_of,
 )
 from common.long import GRAD, KEY, QUERY, VALUE, Long
@@ -86,7 +87,11 @@ DEFAULTS = {
 
 def arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, device="cuda", rounds=1, deadline=590)
-    parser.add_argument("--tokens", type=int, help="of the sequence (CPU: 2048, CUDA: 1048576)")
+    says = (
+        "of the sequence (CPU: 2048, CUDA: 1048576); of the first rung with --ladder (CPU: 512, "
+        "CUDA: 131072)"
+    )
+    parser.add_argument("--tokens", type=int, help=says)
     says = "of the sequence that is compared as a whole (CPU: 256, CUDA: 16384)"
     parser.add_argument("--check-tokens", type=int, help=says)
     parser.add_argument(
@@ -299,14 +304,7 @@ class Bench:
         whole.both()
         seconds = slowest(timed(whole.both, self.device), self.device)
         flops = 3.5 * 4 * (length * (length + 1) // 2) * sizes.heads * sizes.head_dim / seconds
-        return hcp.CostModel.for_transformer(
-            hidden_size=sizes.heads * sizes.head_dim,
-            ffn_hidden_size=4 * sizes.heads * sizes.head_dim,
-            num_attention_heads=sizes.heads,
-            num_query_groups=sizes.kv_heads,
-            bytes_per_element=sizes.dtype.itemsize,
-            flops_per_byte=max(1, round(flops / self.rate)),
-        )
+        return prices_of(sizes, flops, self.rate)
 
 
 def both(

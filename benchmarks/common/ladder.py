@@ -66,7 +66,8 @@ def leave_full(name: str, tokens: int, error: BaseException) -> NoReturn:
 
 
 def climb(args: argparse.Namespace, device: torch.device, rung: Callable[[int], None]) -> None:
-    """Call ``rung(tokens)``, doubling, up to --most-tokens or the next length's expected time."""
+    """Call ``rung(tokens)``, doubling, until --most-tokens, or until the next length is expected to
+    take more than --rung-seconds."""
     tokens = args.tokens
     while tokens <= args.most_tokens:
         begun = time.perf_counter()

@@ -55,6 +55,19 @@ class Sizes(NamedTuple):
         )
 
 
+def prices_of(sizes: Sizes, flops: float, rate: float) -> hcp.CostModel:
+    """Return the prices of such layers on ranks that compute so many operations of floating point
+    and receive so many bytes a second."""
+    return hcp.CostModel.for_transformer(
+        hidden_size=sizes.heads * sizes.head_dim,
+        ffn_hidden_size=4 * sizes.heads * sizes.head_dim,
+        num_attention_heads=sizes.heads,
+        num_query_groups=sizes.kv_heads,
+        bytes_per_element=sizes.dtype.itemsize,
+        flops_per_byte=max(1, round(flops / rate)),
+    )
+
+
 class Whole:
     """A pack of whole sequences on one rank: the inputs and expected results of all contestants.
 

@@ -167,8 +167,9 @@ def run_of(
     *,
     latent: bool = False,
 ) -> Run:
-    """The run of a call, which is checked when its like is first seen: here, and with the peers
-    unless it is a backward's, which has no ``number``. ``latent``: see ``hcp.attention.latent``."""
+    """Return the prepared run of a call. The first call of a kind is checked here, and compared
+    with the peers unless it is a backward's (``number`` 0). ``latent``: see
+    ``hcp.attention.latent``."""
     scale, choice, rotated = layer.scale, layer.choice, rotary is not None
     like = (
         *(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype),

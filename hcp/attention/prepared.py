@@ -36,7 +36,7 @@ class Run(NamedTuple):
     packs: bool
     """Whether what the first exchange sends can be packed while keys are rotated."""
     parts: Sequence[Part]
-    """Chunks of heads, computed one after the other. None where all are computed at once."""
+    """Chunks of heads, computed one after the other. Empty where all are computed at once."""
 
 
 class Part(NamedTuple):

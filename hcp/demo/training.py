@@ -410,13 +410,13 @@ def learning_rates(
     steps: int = args.train_iters
     falls = args.lr_decay_style == "cosine"
 
-    def share(iteration: int) -> float:
+    def fraction(iteration: int) -> float:
         if iteration < rising:
             return (iteration + 1) / (rising + 1)
         done = (iteration - rising) / (steps - rising)
         return 0.5 * (1 + math.cos(math.pi * done)) if falls else 1.0
 
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, share)
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, fraction)
 
 
 def record(

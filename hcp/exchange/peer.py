@@ -1,8 +1,9 @@
 """Rows between GPUs that reach each other's memory (NVLink): staged once, read where they lie.
 
 A rank stages its rows in memory that its peers have mapped, and signals each reader; a reader waits
-on its device, not on its host, and one kernel brings all rows to where attention reads them, or
-sums them. When it has read, it signals the owner, who then may use the memory again.
+on its device, not on its host, and a kernel, or the copy engine for long runs, brings all rows to
+where attention reads them; a kernel sums them. When it has read, it signals the owner, who then may
+use the memory again.
 
 What is no layer's work (batches, agreement) travels by torch.distributed, see TorchTransport.
 """
@@ -39,6 +40,7 @@ _LATE, _OTHER = 1, 2
 """Kinds of failures, as hcp_signal_failure has them."""
 
 BUFFER_BYTES = 2**30
+"""Memory of each rank for staged rows, unless ``buffer_bytes`` says otherwise."""
 
 
 def refuse_in_graphs(rank: int, stamp: Stamp) -> None:
@@ -112,6 +114,7 @@ class PeerMemory:
     """
 
     _MOST = 4096
+    """Most entries of columns, and of signals, that are kept for later exchanges."""
 
     def __init__(
         self,
@@ -235,12 +238,12 @@ class PeerMemory:
 
     def staged_for(self, half: int, readers: tuple[int, ...]) -> Tensor:
         """Signals to the readers that the half is filled once more."""
-        return self._signals_of(_STAGED, placed(readers, half), _STAGED, to=True, counts=True)
+        return self._signals_of(_STAGED, placed(readers, half), _STAGED, to=True, adds_one=True)
 
     def staged_by(self, owners: Places, met: frozenset[int]) -> Tensor:
         """Signals of these ranks that they have filled their halves: once more, or as the exchange
         has counted already for those that it has ``met``."""
-        return self._signals_of(_STAGED, owners, _READ, to=False, counts=True, met=met)
+        return self._signals_of(_STAGED, owners, _READ, to=False, adds_one=True, met=met)
 
     def read_of(self, owners: Places) -> Tensor:
         """Signals to these ranks that their halves have been read."""
@@ -250,14 +253,16 @@ class PeerMemory:
         self,
         kind: int,
         places: Places,
-        count: int,
+        counted_as: int,
         *,
         to: bool,
-        counts: bool = False,
+        adds_one: bool = False,
         met: frozenset[int] = frozenset(),
     ) -> Tensor:
         """int64 (places, 4) of hcp_signal: (word, place of its count, peer, whether it counts one
-        more), of signals to these peers or from them; the operators count."""
+        more), of signals to these peers or from them; the operators count. ``counted_as``: of
+        exchanges that are _STAGED for the peer, or _READ from it. ``adds_one``: one more, unless
+        the peer is ``met``."""
         key = (kind, places, to, met)
         signals = self._signals.get(key)
         if signals is None:
@@ -266,9 +271,9 @@ class PeerMemory:
             records = [
                 (
                     self._word(*((peer, self.rank) if to else (self.rank, peer)), kind, half),
-                    self._place(count, half, peer),
+                    self._place(counted_as, half, peer),
                     peer,
-                    int(counts and peer not in met),
+                    int(adds_one and peer not in met),
                 )
                 for peer, half in places
             ]
@@ -286,7 +291,7 @@ class PeerMemory:
     # ---- work ----
 
     def queue(self, operator: Any, *arguments: Any, tag: int, reads: bool) -> Any:
-        """One of `stage`, `read` and `stage_and_read`, with what all exchanges have."""
+        """Queue `stage`, `read` or `stage_and_read` with what all exchanges have."""
         stream = (self._stream,) if reads else ()
         common = self._counts, tag, self._timeout_ns, self._failure, *stream
         try:

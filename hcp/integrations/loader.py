@@ -42,7 +42,7 @@ from hcp.step.dispatch import (
     agree_on_kernels,
     dispatch,
     gather_lengths,
-    share,
+    gather_or_raise,
 )
 from hcp.step.fields import Rules, Sample
 
@@ -694,7 +694,8 @@ def agree_on_batch(transport: Transport, number: int, batch: Read[Any]) -> list[
         first = digest_of(items[0]).hex() if items else ""
         return json.dumps([len(items), first]).encode()
 
-    said = [json.loads(message) for message in share(transport, read, "hcp: stream")]
+    messages = gather_or_raise(transport, read, "hcp: stream")
+    said = [json.loads(message) for message in messages]
     for rank, (count, first) in enumerate(said):
         if [count, first] != said[0]:
             what = (

@@ -46,7 +46,7 @@ class Config:
     without context parallelism."""
 
     sequence_packing_scheduler: Scheduler = "dynamic_cp"
-    """""dynamic_cp" chooses a degree for each group of sequences in each step; "static_cp" uses one
+    """"dynamic_cp" chooses a degree for each group of sequences in each step; "static_cp" uses one
     for all. The names in Megatron, "default_dynamic_cp", "dp_balanced" and "hcp", become these."""
 
     min_dynamic_context_parallel_size: int = 1

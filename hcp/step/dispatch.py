@@ -110,13 +110,13 @@ class LocalBatch:
 # ---- agreement: every rank says what it has, or why it cannot ------------------------------------
 
 
-def share(transport: Transport, prepare: Callable[[], bytes], what: str) -> list[bytes]:
+def gather_or_raise(transport: Transport, prepare: Callable[[], bytes], what: str) -> list[bytes]:
     """Gather what ``prepare`` returns on every rank. If it raises on one, every rank raises: none
     waits for a rank that has given up."""
-    return share_counted(transport, lambda: (prepare(), NO_COUNT), what).messages
+    return gather_counted_or_raise(transport, lambda: (prepare(), NO_COUNT), what).messages
 
 
-def share_counted(
+def gather_counted_or_raise(
     transport: Transport, prepare: Callable[[], tuple[bytes, float]], what: str
 ) -> Gathered:
     """The same, where ``prepare`` also returns a count."""
@@ -159,7 +159,7 @@ def gather_lengths(
         lengths = [length_of(sample, i, fields or {}) for i, sample in enumerate(loaded)]
         return struct.pack(f"<{len(lengths)}q", *lengths)
 
-    messages = share(groups.transport, prepare, "hcp.gather_lengths")
+    messages = gather_or_raise(groups.transport, prepare, "hcp.gather_lengths")
     joined = b"".join(messages)
     lengths = list(struct.unpack(f"<{len(joined) // 8}q", joined))
     sources: list[int] = []
@@ -184,9 +184,9 @@ def gather_masks(masks: Sequence[Mask | None], groups: Groups) -> list[Mask | No
         return json.dumps([[mask.to_dict() for mask in different], own]).encode()
 
     gathered: list[Mask | None] = []
-    for message in share(groups.transport, prepare, "hcp.gather_masks"):
-        plain, own = json.loads(message)
-        different = [Mask.from_dict(each) for each in plain]
+    for message in gather_or_raise(groups.transport, prepare, "hcp.gather_masks"):
+        dicts, own = json.loads(message)
+        different = [Mask.from_dict(each) for each in dicts]
         gathered += [None if i is None else different[i] for i in own]
     return gathered
 
@@ -525,7 +525,7 @@ def dispatch(
         said = json.dumps(message | announced[0].message()).encode()
         return said, _loss_tokens(samples, loss_mask)
 
-    said = Announcements(share_counted(carrier, prepare, "hcp.dispatch"), carrier)
+    said = Announcements(gather_counted_or_raise(carrier, prepare, "hcp.dispatch"), carrier)
     same = "give every rank the same lengths, limits, cost and sources"
     said.same("step", "call hcp.dispatch as often on every rank")
     said.same("plan", same, plan.to_dict)

@@ -48,7 +48,7 @@ def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("stage_rows", [20, hcp.exchange.tables.STAGE_ROWS])
 @pytest.mark.parametrize("comm_type", ["p2p", "all_gather", "a2a+p2p"])
 @pytest.mark.usefixtures("at_once")
-def test_attention_over_slots_equals_one_rank(comm_type: str, stage_rows: int) -> None:
+def test_attention_over_halves_equals_one_rank(comm_type: str, stage_rows: int) -> None:
     case = Case((57, 9, 130, 3), 4, min_degree=2, comm_type=comm_type, stage_rows=stage_rows)
     case = replace(case, sharing=True, sinks=True, lse=True, value_dim=16)
     assert loopback_error(case) <= 1e-10
@@ -71,7 +71,7 @@ def layers(groups: Any, case: Case, count: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("comm_type", ["p2p", "all_gather"])
 @pytest.mark.usefixtures("at_once")
-def test_slots_serve_many_layers_with_the_bits_of_rows_that_are_sent(comm_type: str) -> None:
+def test_halves_serve_many_layers_with_the_bits_of_rows_that_are_sent(comm_type: str) -> None:
     case = Case((57, 9, 130, 40, 22), 4, capacity=40, comm_type=comm_type, dtype="bfloat16")
     assert len(case.plan().micro_batches) > 1
     with staged_by(30):
