@@ -21,9 +21,6 @@
  * rank, and of all together. */
 enum { GOOD = 50, FEWEST_CHUNKS = 4, MOST_CHUNKS = 256, CHUNKS_MAX = 4096 };
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-
 /* ---- the value ---- */
 
 /* Whether piece i of the chunks goes on where the piece before it, of the same place, ends. */
@@ -83,8 +80,8 @@ static int64_t pairs_up_to(const hcp_slice *x, int64_t queries, int64_t ahead) {
   int64_t keys = x->key_end - x->key_begin;
   int64_t one = x->query_begin + ahead - x->key_begin + 1, pairs = 0;
   for (int32_t side = 0; side < 2; side++) {
-    int64_t n = side == 0 ? one + queries - 1 : one - 1, rising = most(0, least(n, keys));
-    int64_t sum = rising * (rising + 1) / 2 + most(0, n - rising) * keys;
+    int64_t n = side == 0 ? one + queries - 1 : one - 1, rising = hcp__most(0, hcp__least(n, keys));
+    int64_t sum = rising * (rising + 1) / 2 + hcp__most(0, n - rising) * keys;
     pairs += side == 0 ? sum : -sum;
   }
   return pairs;
@@ -92,7 +89,7 @@ static int64_t pairs_up_to(const hcp_slice *x, int64_t queries, int64_t ahead) {
 
 /* Pairs of a slice's queries before `end`. */
 static int64_t pairs_before(const hcp_slice *x, int64_t end) {
-  int64_t queries = most(0, least(end, x->query_end) - x->query_begin);
+  int64_t queries = hcp__most(0, hcp__least(end, x->query_end) - x->query_begin);
   if (x->low > x->high) return 0;
   return pairs_up_to(x, queries, x->high) - pairs_up_to(x, queries, x->low - 1);
 }
@@ -150,7 +147,7 @@ static int64_t busiest(problem *p) {
   measure(p);
   memset(p->sums, 0, (size_t)p->degree * sizeof *p->sums);
   for (int32_t c = 0; c < p->count; c++) p->sums[p->chunks[c].place] += p->loads[c];
-  for (int32_t k = 0; k < p->degree; k++) top = most(top, p->sums[k]);
+  for (int32_t k = 0; k < p->degree; k++) top = hcp__most(top, p->sums[k]);
   return top;
 }
 
@@ -224,7 +221,7 @@ static int exchange(problem *p) {
       int64_t less = p->loads[x] - p->loads[y];
       int32_t b = p->chunks[y].place;
       if (b == a || less <= 0) continue;
-      int64_t top = most(p->sums[a] - less, p->sums[b] + less);
+      int64_t top = hcp__most(p->sums[a] - less, p->sums[b] + less);
       if (top < best) best = top, best_mine = x, best_theirs = y;
     }
   }
@@ -332,7 +329,7 @@ static void measure_phases(problem *p, phases *f) {
   p->count = 3 * f->count;
   for (int32_t i = 0; i < f->count; i++) {
     const phase *x = &f->list[i];
-    int64_t end = x->start + x->rows, last = most(x->start + 1, end - 1);
+    int64_t end = x->start + x->rows, last = hcp__most(x->start + 1, end - 1);
     hcp__chunk *cut = p->chunks + 3 * (ptrdiff_t)i;
     cut[0] = (hcp__chunk){x->start, 1, 0};
     cut[1] = (hcp__chunk){x->start + 1, last - x->start - 1, 0};
@@ -407,7 +404,7 @@ static void take_rows(problem *p, phases *f, int32_t i, int32_t k, int64_t rows)
 static void share_phase(problem *p, phases *f, int32_t i) {
   int64_t left = f->list[i].rows;
   for (int32_t k = 0; k < p->degree; k++) {
-    int64_t rows = least(f->list[i].rows / p->degree, f->spare[k]);
+    int64_t rows = hcp__least(f->list[i].rows / p->degree, f->spare[k]);
     take_rows(p, f, i, k, rows);
     left -= rows;
   }

@@ -12,6 +12,9 @@
 /* For products of two of them. */
 __extension__ typedef __int128 hcp__wide;
 
+static inline int64_t hcp__least(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t hcp__most(int64_t a, int64_t b) { return a > b ? a : b; }
+
 /* A checksum that has seen more data. */
 static inline uint64_t hcp__mix(uint64_t sum, const void *data, size_t bytes) {
   const unsigned char *at = data;

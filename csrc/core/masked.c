@@ -44,9 +44,6 @@ typedef struct builder {
   int64_t home_sent, home_received, home_relayed;
 } builder;
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-
 static int32_t sequence_of(const builder *b, int32_t s) {
   return b->plan->sequences[b->group->first_sequence + s];
 }
@@ -66,7 +63,7 @@ static int64_t rows_before(const builder *b, int32_t s, int32_t k, int64_t end) 
   int32_t n = pieces_of(b, s, k, &pieces);
   int64_t rows = 0;
   for (int32_t p = 0; p < n && pieces[p].start < end; p++)
-    rows += least(pieces[p].rows, end - pieces[p].start);
+    rows += hcp__least(pieces[p].rows, end - pieces[p].start);
   return rows;
 }
 
@@ -82,8 +79,8 @@ static int64_t slice_count(const builder *b, int32_t s) {
 
 static hcp_slice slice_at(const builder *b, int32_t s, int64_t i) {
   hcp_slice x = b->masks->slices[b->masks->first[sequence_of(b, s)] + i];
-  x.low = most(x.low, -b->limits.left);
-  x.high = least(x.high, b->limits.right);
+  x.low = hcp__most(x.low, -b->limits.left);
+  x.high = hcp__least(x.high, b->limits.right);
   return x;
 }
 
@@ -93,15 +90,15 @@ static hcp_slice slice_at(const builder *b, int32_t s, int64_t i) {
  * key is seen. 0: nothing. */
 static int narrow(hcp_slice *x, int64_t query_begin, int64_t query_end, int64_t key_begin,
                   int64_t key_end) {
-  x->query_begin = most(x->query_begin, query_begin);
-  x->query_end = least(x->query_end, query_end);
-  x->key_begin = most(x->key_begin, key_begin);
-  x->key_end = least(x->key_end, key_end);
+  x->query_begin = hcp__most(x->query_begin, query_begin);
+  x->query_end = hcp__least(x->query_end, query_end);
+  x->key_begin = hcp__most(x->key_begin, key_begin);
+  x->key_end = hcp__least(x->key_end, key_end);
   if (x->low > x->high) return 0;
-  x->query_begin = most(x->query_begin, x->key_begin - x->high);
-  x->query_end = least(x->query_end, x->key_end - x->low);
-  x->key_begin = most(x->key_begin, x->query_begin + x->low);
-  x->key_end = least(x->key_end, x->query_end + x->high);
+  x->query_begin = hcp__most(x->query_begin, x->key_begin - x->high);
+  x->query_end = hcp__least(x->query_end, x->key_end - x->low);
+  x->key_begin = hcp__most(x->key_begin, x->query_begin + x->low);
+  x->key_end = hcp__least(x->key_end, x->query_end + x->high);
   return x->query_begin < x->query_end && x->key_begin < x->key_end;
 }
 
@@ -132,8 +129,8 @@ static void append_entry(builder *b, const hcp_slice *x, int64_t query_row, int6
                            queries,
                            key_row,
                            keys,
-                           most(x->low - ahead, 1 - queries),
-                           least(x->high - ahead, keys - 1)};
+                           hcp__most(x->low - ahead, 1 - queries),
+                           hcp__least(x->high - ahead, keys - 1)};
   int64_t *words = b->lists.list[HCP_SCHEDULE_ENTRIES].words;
   if (n == first || !join(words + 6 * (n - 1), entry))
     hcp__append(&b->lists, HCP_SCHEDULE_ENTRIES, entry);
@@ -258,7 +255,7 @@ static void join_needs(builder *b, int64_t first) {
   qsort(at, (size_t)n, 2 * sizeof *at, by_begin);
   for (int64_t i = 1; i < n; i++) {
     if (at[2 * i] <= at[2 * kept + 1]) {
-      at[2 * kept + 1] = most(at[2 * kept + 1], at[2 * i + 1]);
+      at[2 * kept + 1] = hcp__most(at[2 * kept + 1], at[2 * i + 1]);
     } else {
       kept++;
       at[2 * kept] = at[2 * i];
@@ -330,9 +327,9 @@ static int64_t count_seen(builder *b, int32_t s, int32_t owner, int32_t reader, 
     while (p < n && pieces[p].start + pieces[p].rows <= need[0]) row += pieces[p++].rows;
     int64_t at = row;
     for (int32_t q = p; q < n && pieces[q].start < need[1]; at += pieces[q++].rows) {
-      int64_t begin = most(need[0], pieces[q].start);
-      int64_t end = least(need[1], pieces[q].start + pieces[q].rows);
-      int64_t own = at + begin - pieces[q].start, seen = least(end - begin, first_rows - own);
+      int64_t begin = hcp__most(need[0], pieces[q].start);
+      int64_t end = hcp__least(need[1], pieces[q].start + pieces[q].rows);
+      int64_t own = at + begin - pieces[q].start, seen = hcp__least(end - begin, first_rows - own);
       if (seen <= 0) return rows;
       if (append) hcp__append(&b->lists, SEEN, (const int64_t[]){begin, seen, owner, own});
       rows += seen;
@@ -592,7 +589,8 @@ static int64_t find_keys(builder *b, const stage *of, int32_t s, int64_t key_row
 static void append_homes(builder *b, int64_t entry, int64_t key_row, int64_t rows, int64_t home) {
   for (; entry < hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES); entry++) {
     const int64_t *made = hcp__record(&b->lists, HCP_SCHEDULE_ENTRIES, entry);
-    int64_t begin = most(key_row, made[2]), end = least(key_row + rows, made[2] + made[3]);
+    int64_t begin = hcp__most(key_row, made[2]),
+            end = hcp__least(key_row + rows, made[2] + made[3]);
     if (begin < end)
       hcp__append(&b->lists, HCP_SCHEDULE_HOME_RUNS,
                   (const int64_t[]){home + begin - key_row, end - begin, entry, begin - made[2]});
@@ -651,7 +649,7 @@ static void all_gather_stages(builder *b) {
   int64_t left = 0, rows = 0;
   stage of = {0, 0, -1};
   for (int32_t s = 0; s < b->group->sequences; s++) left += length_of(b, s);
-  int64_t stages = most(1, least(left / b->stage_rows, HCP_SCHEDULE_GATHERS_MAX));
+  int64_t stages = hcp__most(1, hcp__least(left / b->stage_rows, HCP_SCHEDULE_GATHERS_MAX));
   int64_t share = (left + stages - 1) / stages;
   while (of.end < b->group->sequences) {
     rows += length_of(b, of.end);

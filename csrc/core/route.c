@@ -69,7 +69,9 @@ typedef struct dispatch {
   const hcp_plan *plan;
   const int32_t *sources;
   int32_t rank, first, count;
-  int64_t *rows;     /* n: where each sequence that rank loaded starts in its source */
+  /* n: where each sequence that rank loaded starts in its source; -1: none of the micro-batches
+   * has it. Until place_sources, 0: one has. */
+  int64_t *rows;
   int64_t *sends;    /* ranks + 1: wire rows to each peer, first counted, then placed */
   int64_t *receives; /* ranks + 1 */
 } dispatch;

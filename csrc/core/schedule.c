@@ -61,9 +61,6 @@ const char *hcp_comm_type_name(hcp_comm_type type) {
   return NULL;
 }
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-
 static int64_t length_of(const builder *b, int32_t index) {
   return b->plan->lengths[b->plan->sequences[b->group->first_sequence + index]];
 }
@@ -111,14 +108,14 @@ typedef struct ranges {
 
 /* Tokens of the keys that some of the queries see, empty where end <= begin. */
 static range tokens_seen(const builder *b, hcp__piece queries, hcp__piece keys) {
-  return (range){most(keys.start, queries.start - b->mask.left),
-                 least(keys.start + keys.rows, queries.start + queries.rows + b->mask.right)};
+  return (range){hcp__most(keys.start, queries.start - b->mask.left),
+                 hcp__least(keys.start + keys.rows, queries.start + queries.rows + b->mask.right)};
 }
 
 static void add_range(ranges *list, range added) {
   range *last = list->n > 0 ? &list->range[list->n - 1] : NULL;
   if (last != NULL && added.begin <= last->end)
-    last->end = most(last->end, added.end);
+    last->end = hcp__most(last->end, added.end);
   else
     list->range[list->n++] = added;
 }
@@ -177,7 +174,7 @@ static int64_t rows_in(const ranges *list) {
 static int64_t place_in(const ranges *list, int64_t row) {
   int64_t place = 0;
   for (int32_t i = 0; i < list->n && list->range[i].begin <= row; i++)
-    place += least(row, list->range[i].end) - list->range[i].begin;
+    place += hcp__least(row, list->range[i].end) - list->range[i].begin;
   return place;
 }
 
@@ -251,7 +248,7 @@ static int is_full(const block *x) {
 
 static void append_entry(builder *b, const block *x) {
   int64_t entry = hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES);
-  int64_t low = most(x->low, 1 - x->query_rows), high = least(x->high, x->key_rows - 1);
+  int64_t low = hcp__most(x->low, 1 - x->query_rows), high = hcp__least(x->high, x->key_rows - 1);
   hcp__append(&b->lists, HCP_SCHEDULE_ENTRIES,
               (const int64_t[]){x->query_row, x->query_rows, x->key_row, x->key_rows, low, high});
   hcp__append(&b->lists, HCP_SCHEDULE_OUTPUT_RUNS,
@@ -261,8 +258,8 @@ static void append_entry(builder *b, const block *x) {
 /* Queries and keys of two pieces that meet at all: each query of the block sees
  * some of its keys, and each key is seen. */
 static block block_of(const builder *b, hcp__piece queries, hcp__piece keys, range tokens) {
-  int64_t begin = most(queries.start, tokens.begin - b->mask.right);
-  int64_t end = least(queries.start + queries.rows, tokens.end + b->mask.left);
+  int64_t begin = hcp__most(queries.start, tokens.begin - b->mask.right);
+  int64_t end = hcp__least(queries.start + queries.rows, tokens.end + b->mask.left);
   int64_t ahead = tokens.begin - begin;
   return (block){begin - queries.start,     end - begin,           tokens.begin - keys.start,
                  tokens.end - tokens.begin, -b->mask.left - ahead, b->mask.right - ahead};
@@ -631,7 +628,8 @@ static void place_keys(builder *b, int32_t owner, int64_t wire, int64_t key_row,
     hcp__append_rows(&b->lists, HCP_SCHEDULE_ARRANGE, wire, rows);
   for (int64_t e = first_entry; e < hcp__records(&b->lists, HCP_SCHEDULE_ENTRIES); e++) {
     const int64_t *entry = hcp__record(&b->lists, HCP_SCHEDULE_ENTRIES, e);
-    int64_t begin = most(key_row, entry[2]), end = least(key_row + rows, entry[2] + entry[3]);
+    int64_t begin = hcp__most(key_row, entry[2]),
+            end = hcp__least(key_row + rows, entry[2] + entry[3]);
     append_home_run(b, b->home[owner] + begin - key_row, end - begin, e, begin - entry[2]);
   }
   b->home[owner] += rows;
@@ -657,8 +655,8 @@ static int64_t gather_tokens(builder *b, int32_t index, range tokens, int64_t ke
   int64_t length = length_of(b, index);
   for (int32_t chunk = 0; chunk < 2 * degree; chunk++) {
     int32_t owner = chunk < degree ? chunk : 2 * degree - 1 - chunk;
-    int64_t begin = most(tokens.begin, hcp__chunk_start(length, degree, chunk));
-    int64_t end = least(tokens.end, hcp__chunk_start(length, degree, chunk + 1));
+    int64_t begin = hcp__most(tokens.begin, hcp__chunk_start(length, degree, chunk));
+    int64_t end = hcp__least(tokens.end, hcp__chunk_start(length, degree, chunk + 1));
     if (end <= begin) continue;
     int64_t row = hcp__rows_before(length, degree, owner, begin);
     int64_t wire = next_on_wire(b, index, owner, row, end - begin);
@@ -702,7 +700,8 @@ static int64_t gather_sequence(builder *b, int32_t index, int64_t query_row, int
   append_entries(b, query_row, queries, query_pieces, key_row, gaps, gap_count, &seen);
   for (int32_t g = 0; g < gap_count; g++) {
     for (int32_t i = 0; i < seen.n; i++) {
-      range tokens = {most(seen.range[i].begin, row), least(seen.range[i].end, row + gaps[g].rows)};
+      range tokens = {hcp__most(seen.range[i].begin, row),
+                      hcp__least(seen.range[i].end, row + gaps[g].rows)};
       tokens.begin += gaps[g].start - row;
       tokens.end += gaps[g].start - row;
       key_row = gather_tokens(b, index, tokens, key_row, first_entry);
@@ -731,14 +730,14 @@ static void gather_stage(builder *b, sequences of) {
 /* Most rows of a sequence that the ranks of the group fetch: alike on all of them,
  * as their stages must be. */
 static int64_t fetched_most(const builder *b, int32_t index) {
-  return least(length_of(b, index), 2 * (b->mask.left + b->mask.right));
+  return hcp__least(length_of(b, index), 2 * (b->mask.left + b->mask.right));
 }
 
 static void all_gather_stages(builder *b) {
   int64_t left = 0, rows = 0;
   sequences of = {0, 0};
   for (int32_t s = 0; s < b->group->sequences; s++) left += fetched_most(b, s);
-  int64_t stages = most(1, least(left / b->stage_rows, HCP_SCHEDULE_GATHERS_MAX));
+  int64_t stages = hcp__most(1, hcp__least(left / b->stage_rows, HCP_SCHEDULE_GATHERS_MAX));
   int64_t share = (left + stages - 1) / stages;
   while (of.end < b->group->sequences) {
     rows += fetched_most(b, of.end);
@@ -859,7 +858,7 @@ static hcp_status build(builder *b, hcp_comm_type comm_type, hcp_table **schedul
 
 /* A limit past the end of every sequence is none. */
 static int64_t limit_of(int64_t tokens) {
-  return tokens < 0 ? HCP__LENGTH_MAX : least(tokens, HCP__LENGTH_MAX);
+  return tokens < 0 ? HCP__LENGTH_MAX : hcp__least(tokens, HCP__LENGTH_MAX);
 }
 
 /* Who exchanges heads with whom, and this rank's place after it. */

@@ -148,7 +148,7 @@ struct reading {
   int64_t rows[HCP_CUDA_PARTS_MAX];   /* of these parts */
 };
 
-/* Until the pieces are there of which a run reads between two of its rows. */
+/* Waits until the pieces have come that the run's rows [low, high) read. */
 static __device__ void wait_for_run(const carried_runs &carried, const reading &read, int run,
                                     int64_t low, int64_t high) {
   for (int r = carried.record[run]; r < carried.record[run + 1]; ++r) {
@@ -161,7 +161,7 @@ static __device__ void wait_for_run(const carried_runs &carried, const reading &
   }
 }
 
-/* Until the pieces are there of which rows [low, high) are read. */
+/* Waits until the pieces have come that rows [low, high) read. */
 static __device__ void wait_for_rows(const carried_runs &carried, const reading &read, int64_t low,
                                      int64_t high) {
   for (int run = carried.find(low) + (int)threadIdx.x; run < carried.n; run += HCP_THREADS) {
@@ -243,15 +243,15 @@ struct linker {
 };
 
 template <class T>
-static linker linker_by(bool wide) {
+static linker linker_by(bool by_vectors) {
   constexpr int N = vector_elements<T>();
-  return wide ? linker{stage_rows<T, N>, read_rows<T, N>}
-              : linker{stage_rows<T, 1>, read_rows<T, 1>};
+  return by_vectors ? linker{stage_rows<T, N>, read_rows<T, N>}
+                    : linker{stage_rows<T, 1>, read_rows<T, 1>};
 }
 
-static linker linker_of(hcp_dtype dtype, bool wide) {
+static linker linker_of(hcp_dtype dtype, bool by_vectors) {
   linker found = {};
-  HCP_CUDA_DISPATCH(dtype, found = linker_by<T>(wide))
+  HCP_CUDA_DISPATCH(dtype, found = linker_by<T>(by_vectors))
   return found;
 }
 
@@ -279,7 +279,8 @@ struct linked {
   hcp_signals counted_after() const { return stages ? hcp_signals{} : awaited.signals; }
 };
 
-/* Launches of their own, except where one launch takes all rows: it waits and tells, too. */
+/* Waits and tells are launches of their own, except where one launch takes all rows and
+ * does both. */
 static hcp_status wait_before(const linked *peers, bool whole, cudaStream_t stream,
                               hcp_error *err) {
   if (peers == NULL || (whole && !peers->stages)) return HCP_OK;
@@ -345,16 +346,16 @@ static hcp_status launch_reading(const linker &by, const run_launches &launches,
 static hcp_status launch(const summer &by, hcp_dtype dtype, const run_launches &launches,
                          summed_columns *columns, const int64_t *row_bytes, const linked *peers,
                          cudaStream_t stream, hcp_error *err) {
-  bool wide = true;
+  bool by_vectors = true;
   for (int32_t i = 0; i < launches.parts * columns->n; ++i)
-    wide = wide && aligned(columns->part[i], columns->part_stride[i], by.vector_bytes);
+    by_vectors = by_vectors && aligned(columns->part[i], columns->part_stride[i], by.vector_bytes);
   for (int32_t c = 0; c < columns->n; ++c)
-    wide = wide && row_bytes[c] % by.vector_bytes == 0 &&
-           aligned(columns->out[c], columns->out_stride, by.out_vector_bytes);
+    by_vectors = by_vectors && row_bytes[c] % by.vector_bytes == 0 &&
+                 aligned(columns->out[c], columns->out_stride, by.out_vector_bytes);
   int64_t most = 0, bytes = 0,
           rows = launches.carried.row[launches.carried.n] - launches.carried.row[0];
   for (int32_t c = 0; c < columns->n; ++c) {
-    columns->vectors[c] = row_bytes[c] / (wide ? by.vector_bytes : by.element_bytes);
+    columns->vectors[c] = row_bytes[c] / (by_vectors ? by.vector_bytes : by.element_bytes);
     if (columns->vectors[c] > most) most = columns->vectors[c];
     bytes += rows * row_bytes[c];
   }
@@ -362,13 +363,13 @@ static hcp_status launch(const summer &by, hcp_dtype dtype, const run_launches &
   columns->lane_bits = hcp_cuda_lane_bits(most);
   dim3 grid(hcp_cuda_blocks(rows << columns->lane_bits), (unsigned)columns->n);
   if (peers != NULL && peers->stages)
-    return launch_staging(linker_of(dtype, wide), launches.carried, *columns, grid, bytes, *peers,
-                          stream, err);
+    return launch_staging(linker_of(dtype, by_vectors), launches.carried, *columns, grid, bytes,
+                          *peers, stream, err);
   if (peers != NULL)
-    return launch_reading(linker_of(dtype, wide), launches, *columns, grid, bytes, *peers, stream,
-                          err);
-  (wide ? by.of_vectors : by.of_elements)<<<grid, HCP_THREADS, 0, stream>>>(launches.carried,
-                                                                            *columns);
+    return launch_reading(linker_of(dtype, by_vectors), launches, *columns, grid, bytes, *peers,
+                          stream, err);
+  (by_vectors ? by.of_vectors : by.of_elements)<<<grid, HCP_THREADS, 0, stream>>>(launches.carried,
+                                                                                  *columns);
   return hcp_cuda_launched("reduce", err);
 }
 

@@ -9,12 +9,16 @@
 
 #include "waves.h"
 
-/* Groups that a sequence looks at before it opens one, and after it could not;
- * the share of a rank's rows from which sequences are placed, not poured;
- * degrees for which a wave knows where to look; and waves that a sequence looks
- * at before others, so that time grows with the sequences and not with their
- * product with the waves. */
-enum { LOOK = 24, LOOK_FAR = 192, LOOK_RISE = 64, DUST = 2, HINTS = 16, NEAR = 64 };
+/* What a sequence looks at is bounded, so that time grows with the sequences and not
+ * with their product with groups and waves. */
+enum {
+  LOOK = 24,      /* groups that a sequence looks at before it opens one, */
+  LOOK_FAR = 192, /* after it could not, */
+  LOOK_RISE = 64, /* and where it makes a wave longer */
+  NEAR = 64,      /* waves that a sequence looks at before others */
+  HINTS = 16,     /* degrees for which a wave knows where to look */
+  DUST = 2        /* dust has at most 1 / DUST of a rank's rows: poured, not placed */
+};
 
 static int32_t *free_in(const hcp__waves *w, int32_t wave, int32_t node) {
   return &w->node_free[(int64_t)wave * w->nodes + node];

@@ -13,8 +13,6 @@ enum { BEST_FIT = 1024 };
 
 /* ---- dust ---- */
 
-static int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
-
 /* What a sequence of the dust's mean length takes on degree ranks, < 1: unknown to the cost table.
  */
 static int64_t dust_time(const hcp__waves *w, int32_t degree) {
@@ -30,9 +28,9 @@ static int64_t dust_time(const hcp__waves *w, int32_t degree) {
 static int64_t room_beside(const hcp__waves *w, const hcp__block *block, int64_t height) {
   int64_t left = height - block->end, rows = (w->p->capacity - block->rows) * block->degree;
   if (left <= 0 || rows <= 0) return 0;
-  if (block->degree == 1) return least_of(rows, left / w->dust_pace);
+  if (block->degree == 1) return hcp__least(rows, left / w->dust_pace);
   int64_t time = dust_time(w, block->degree);
-  return time < 1 ? 0 : least_of(rows / w->dust_size.length, left / time) * w->dust_size.length;
+  return time < 1 ? 0 : hcp__least(rows / w->dust_size.length, left / time) * w->dust_size.length;
 }
 
 /* Tokens of dust that the wave holds within height. */
@@ -40,7 +38,7 @@ static int64_t room_in(const hcp__waves *w, int32_t wave, int64_t height) {
   int64_t room = 0;
   for (int32_t b = w->first_block[wave]; b >= 0; b = w->next_block[b])
     room += room_beside(w, &w->blocks->block[b], height);
-  return room + w->left[wave] * least_of(w->p->capacity, height / w->dust_pace);
+  return room + w->left[wave] * hcp__least(w->p->capacity, height / w->dust_pace);
 }
 
 /* Whether dust fits beside what is placed. Lowers heights to what both need. */
