@@ -1,17 +1,22 @@
 /* structure.c - Structure: tests whether objects still hold the values of the last walk.
  *
- * A walk over a model's objects is slow and this is fast: a pointer is compared
- * for each place. Values of atomic types (numbers, text, tensors) may change,
- * except those under a watched name. */
+ * A walk over a model's objects is slow and this is fast: two pointers are
+ * compared for each place, its name's and its value's. Values of atomic types
+ * (numbers, text, tensors) may change, except those under a watched name. */
 #include "glue.h"
 
-/* What a place held: NULL for any atom. */
+/* One place as it was taken. */
+typedef struct structure_place {
+  PyObject *key; /* NULL in a list, and for what is no plain text */
+  PyObject *held; /* NULL for any atom */
+} structure_place;
+
 typedef struct structure_object {
   PyObject_HEAD PyObject *holders; /* a tuple of dictionaries and lists */
   PyObject *atoms; /* a tuple of types */
-  PyObject **held;
+  structure_place *places;
   Py_ssize_t *sizes; /* of each holder */
-  Py_ssize_t count; /* of held */
+  Py_ssize_t count; /* of places */
 } structure_object;
 
 static int is_atom(PyObject *atoms, Py_ssize_t n, PyObject *value) {
@@ -36,11 +41,23 @@ static int next_place(PyObject *holder, Py_ssize_t *position, PyObject **key, Py
 
 /* ---- comparing ---- */
 
-/* An equal integer is the same to whoever reads it. */
+/* An equal integer or text is the same to whoever reads it. Plain ones alone:
+ * comparing them runs no code. */
 static int is_same(PyObject *held, PyObject *now) {
   if (held == now) return 1;
-  if (!PyLong_CheckExact(held) || !PyLong_CheckExact(now)) return 0;
+  if (!(PyLong_CheckExact(held) && PyLong_CheckExact(now)) &&
+      !(PyUnicode_CheckExact(held) && PyUnicode_CheckExact(now)))
+    return 0;
   return PyObject_RichCompareBool(held, now, Py_EQ) == 1;
+}
+
+static PyObject *plain_text(PyObject *key) {
+  return key != NULL && PyUnicode_CheckExact(key) ? key : NULL;
+}
+
+static int is_same_name(PyObject *key, PyObject *now) {
+  PyObject *name = plain_text(now);
+  return key == name || (key != NULL && name != NULL && is_same(key, name));
 }
 
 static int holder_holds(const structure_object *self, Py_ssize_t h, Py_ssize_t *at) {
@@ -50,8 +67,11 @@ static int holder_holds(const structure_object *self, Py_ssize_t h, Py_ssize_t *
   Py_ssize_t atom_types = PyTuple_Size(self->atoms);
   if (size_of(holder) != self->sizes[h]) return 0;
   while (next_place(holder, &position, &key, &value)) {
-    PyObject *held = self->held[(*at)++];
-    if (held == NULL ? !is_atom(self->atoms, atom_types, value) : !is_same(held, value)) return 0;
+    const structure_place *place = &self->places[(*at)++];
+    if (!is_same_name(place->key, key)) return 0;
+    if (place->held == NULL ? !is_atom(self->atoms, atom_types, value)
+                            : !is_same(place->held, value))
+      return 0;
   }
   return 1;
 }
@@ -83,8 +103,8 @@ static int take_sizes(structure_object *self) {
     self->sizes[h] = size_of(holder);
     total += self->sizes[h];
   }
-  self->held = PyMem_Calloc((size_t)total + 1, sizeof *self->held);
-  if (self->held != NULL) return 0;
+  self->places = PyMem_Calloc((size_t)total + 1, sizeof *self->places);
+  if (self->places != NULL) return 0;
 no_memory:
   PyErr_NoMemory();
   return -1;
@@ -111,7 +131,7 @@ static int check_watched(PyObject *watched) {
 
 /* 1, 0, or -1 with an exception set. */
 static int is_watched(PyObject *watched, PyObject *key) {
-  return key != NULL && PyUnicode_CheckExact(key) ? PySet_Contains(watched, key) : 0;
+  return plain_text(key) != NULL ? PySet_Contains(watched, key) : 0;
 }
 
 static int take_holder(structure_object *self, PyObject *holder, PyObject *watched) {
@@ -121,7 +141,9 @@ static int take_holder(structure_object *self, PyObject *holder, PyObject *watch
   while (next_place(holder, &position, &key, &value)) {
     int keep = is_atom(self->atoms, atom_types, value) ? is_watched(watched, key) : 1;
     if (keep < 0) return -1;
-    self->held[self->count++] = keep ? Py_NewRef(value) : NULL;
+    structure_place *place = &self->places[self->count++];
+    place->key = Py_XNewRef(plain_text(key));
+    place->held = keep ? Py_NewRef(value) : NULL;
   }
   return 0;
 }
@@ -153,20 +175,23 @@ static int structure_traverse(PyObject *object, visitproc visit, void *arg) {
   Py_VISIT(Py_TYPE(object));
   Py_VISIT(self->holders);
   Py_VISIT(self->atoms);
-  for (Py_ssize_t i = 0; i < self->count; i++) Py_VISIT(self->held[i]);
+  for (Py_ssize_t i = 0; i < self->count; i++) Py_VISIT(self->places[i].held);
   return 0;
 }
 
 static int structure_clear(PyObject *object) {
   structure_object *self = (structure_object *)object;
-  PyObject **held = self->held;
+  structure_place *places = self->places;
   Py_ssize_t count = self->count;
-  self->held = NULL;
+  self->places = NULL;
   self->count = 0;
   Py_CLEAR(self->holders);
   Py_CLEAR(self->atoms);
-  for (Py_ssize_t i = 0; i < count; i++) Py_XDECREF(held[i]);
-  PyMem_Free(held);
+  for (Py_ssize_t i = 0; i < count; i++) {
+    Py_XDECREF(places[i].key);
+    Py_XDECREF(places[i].held);
+  }
+  PyMem_Free(places);
   PyMem_Free(self->sizes);
   self->sizes = NULL;
   return 0;
@@ -193,8 +218,9 @@ static PyType_Slot structure_slots[] = {
     {Py_tp_methods, structure_methods},
     {Py_tp_doc,
      "Structure(holders, watched, atoms, /)\n--\n\n"
-     "What dictionaries and lists hold just now, object by object. Values whose type is one of\n"
-     "atoms do not count, unless their key is in watched, a frozenset of str."},
+     "What dictionaries and lists hold just now, object by object, and the names in dictionaries\n"
+     "that are text. Values whose type is one of atoms do not count, unless their key is in\n"
+     "watched, a frozenset of str."},
     {0, NULL}};
 
 static PyType_Spec structure_spec = {

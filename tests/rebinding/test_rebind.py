@@ -268,6 +268,30 @@ def test_a_structure_tells_whether_places_hold_what_they_held():
         Structure([], ["size"], ())
 
 
+def renamed(old, new):
+    return lambda holder: holder.update({new: holder.pop(old)})
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        (lambda holder: holder.update(free=2), True),
+        (lambda holder: holder.update(size="".join(["a ", "size"])), True),
+        (lambda holder: holder.update(size="other"), False),
+        (renamed("free", "".join(["fr", "ee"])), True),
+        (renamed("free", "size of"), False),
+        (renamed("free", 3), False),
+        (renamed(3, 4), False),  # its place is that of a name
+    ],
+)
+def test_a_structure_tells_whether_names_are_what_they_were(change, same):
+    holder = {3: 1, "size": "a size", "free": 1}
+    structure = Structure([holder], frozenset({"size"}), (int, str))
+    assert structure.holds()
+    change(holder)
+    assert structure.holds() is same
+
+
 def test_a_structure_runs_no_code_of_its_keys_and_names():
     class Name(str):
         def __hash__(self):
