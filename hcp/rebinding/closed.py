@@ -9,6 +9,7 @@ import sysconfig
 import threading
 import types
 from collections import ChainMap, UserDict, UserList, deque
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ OWN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 """The plain classes of tensors. torch's other classes keep the groups over which they shard."""
 LRU_CACHE = type(cache(lambda: None))
 """The class of functions that functools caches."""
+_FUNCTIONS = (types.FunctionType, LRU_CACHE)
 
 
 def is_open(value: Any) -> bool:
@@ -54,11 +56,39 @@ def is_open(value: Any) -> bool:
         return bool(value.dtype == object)
     if isinstance(value, (torch.nn.Module, set)):
         return True
-    if isinstance(value, (types.FunctionType, LRU_CACHE)):
-        return not is_closed_package(value.__module__ or "")
+    if isinstance(value, _FUNCTIONS):
+        return is_open_function(value)
     if is_closed_package(type(value).__module__):
         return isinstance(value, _OPEN_STDLIB)
     return True
+
+
+def is_closed_tensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's class is one of torch's that keep groups there for what they shard."""
+    return type(tensor) not in OWN_TENSORS and is_closed_package(type(tensor).__module__)
+
+
+def is_open_function(function: Any) -> bool:
+    """Whether a function is, or wraps, one of the user's code."""
+    return not all(map(is_closed_package, modules_of(function)))
+
+
+def modules_of(function: Any) -> Iterator[str]:
+    """Yield the names of the modules that a function comes from.
+
+    It has several if a decorator made it. `functools.wraps` copies the `__module__` of what it
+    wraps, and the decorator's own module is that of the globals. So a user's function around one of
+    torch has a module of the user's, and so has one of torch around a user's (`torch.no_grad()`).
+    """
+    seen: set[int] = set()
+    while id(function) not in seen:
+        seen.add(id(function))
+        function = function.__func__ if isinstance(function, types.MethodType) else function
+        yield getattr(function, "__module__", None) or ""
+        if isinstance(function, types.FunctionType):
+            yield function.__globals__.get("__name__") or ""
+        wrapped = vars(function).get("__wrapped__") if isinstance(function, _FUNCTIONS) else None
+        function = wrapped if isinstance(wrapped, (*_FUNCTIONS, types.MethodType)) else function
 
 
 def is_kept_by_torch(holder: Any, module: str) -> bool:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from hcp._core import find_holders
 from hcp.rebinding import derived
-from hcp.rebinding.closed import is_kept_by_torch
+from hcp.rebinding.closed import is_kept_by_torch, modules_of
 from hcp.rebinding.findings import Finding
 from hcp.rebinding.places import places
 from hcp.rebinding.walk import Walk
@@ -202,12 +202,17 @@ def _is_own(holder: Any) -> bool:
     cls = type(holder)
     if issubclass(cls, (types.FrameType, dist.ProcessGroup, torch.optim.Optimizer)):
         return True
+    if issubclass(cls, types.FunctionType):
+        return all(_is_own_module(name, holder) for name in modules_of(holder))
     if cls is dict:
         module = _module_of(holder)
     else:
-        itself = issubclass(cls, (types.FunctionType, type))
-        module = holder.__module__ if itself else cls.__module__
-    return isinstance(module, str) and (module.startswith(_OWN) or is_kept_by_torch(holder, module))
+        module = holder.__module__ if issubclass(cls, type) else cls.__module__
+    return isinstance(module, str) and _is_own_module(module, holder)
+
+
+def _is_own_module(module: str, holder: Any) -> bool:
+    return module.startswith(_OWN) or is_kept_by_torch(holder, module)
 
 
 def _module_of(holder: dict[Any, Any]) -> str | None:

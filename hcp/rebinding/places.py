@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hcp.rebinding import derived
-from hcp.rebinding.closed import is_closed_package, is_wrapper
+from hcp.rebinding.closed import is_open_function, is_wrapper
 from hcp.rebinding.writers import PartialArguments
 
 Place = tuple[str, Any, Any, Any, str]
@@ -30,7 +30,8 @@ MODEL_TABLES = "_hcp_rebind"
 """The attribute in which a model keeps its ``tables.ModelTables``. It is no place of the model."""
 
 _MODULE_KEEPS = frozenset(vars(torch.nn.Module()))  # parameters, buffers, hooks, children
-_HOOKS = sorted(name for name in _MODULE_KEEPS if name.endswith("_hooks"))
+MODULE_HOOKS = sorted(name for name in _MODULE_KEEPS if name.endswith("_hooks"))
+TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def places(holder: Any, path: str) -> Iterator[Place]:
@@ -77,7 +78,7 @@ def _module_places(module: torch.nn.Module, path: str) -> Iterator[Place]:
             for name, tensor in owner.items():
                 if tensor is not None:
                     yield "item", owner, name, tensor, f"{path}{_child_text(name)}"
-        for name in _HOOKS:
+        for name in MODULE_HOOKS:
             if attributes[name]:
                 yield from _hooks(attributes[name], f"{path}.{name}")
     for name, child in module._modules.items():
@@ -89,13 +90,13 @@ def _hooks(hooks: Any, path: str) -> Iterator[Place]:
     their keys number the hooks of the whole process."""
     for position, (key, hook) in enumerate(list((hooks or {}).items())):
         function = hook.func if isinstance(hook, functools.partial) else hook
-        if not is_closed_package(getattr(function, "__module__", None) or ""):
+        if is_open_function(function):
             yield "item", hooks, key, hook, f"{path}[{position}]"
 
 
 def tensor_hooks(tensor: torch.Tensor, path: str = "") -> Iterator[Place]:
     """Yield the hooks of one tensor."""
-    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+    for name in TENSOR_HOOKS:
         yield from _hooks(getattr(tensor, name, None), f"{path}.{name}")
 
 

@@ -4,6 +4,7 @@ Each case is found, switched and restored. The models are written here;
 tests/integrations/test_megatron.py tests Megatron-Core's own.
 """
 
+import contextlib
 import copy
 import functools
 import gc
@@ -31,6 +32,7 @@ import hcp.rebinding.walk
 from hcp.groups.build import build_process_groups
 from hcp.groups.process_groups import ProcessGroups
 from hcp.rebinding import rules
+from hcp.rebinding.closed import is_open_function
 from hcp.rebinding.places import places
 
 
@@ -132,6 +134,51 @@ def test_a_closure_and_the_defaults_of_a_function_are_switched(layouts):
     model = Model(train, get_batch=slice_batch)
     check(model, layouts, model.get_batch, (evaluation.cp, evaluation.dp, evaluation.cp, 4))
     assert model.get_batch() == (train.cp, train.dp, train.cp, 1)
+
+
+def function_of(group):
+    return lambda *args: group
+
+
+class Called:
+    """An object that is called as the function that it has."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, *args):
+        return self.function(*args)
+
+
+WRAPS_TORCH = functools.wraps(nn.functional.softmax)
+DECORATORS = {
+    "wraps of torch": [WRAPS_TORCH],
+    "wraps of torch's C": [functools.wraps(nn.functional.scaled_dot_product_attention)],
+    "wraps of the standard library": [functools.wraps(copy.deepcopy)],
+    "a decorator of torch": [torch.no_grad()],
+    "a decorator of the standard library": [contextlib.contextmanager],
+    "a decorator of torch around wraps of torch": [WRAPS_TORCH, torch.no_grad()],
+    "a cache around wraps of torch": [WRAPS_TORCH, functools.cache],
+    "an object that is called": [Called],
+}
+
+
+@pytest.mark.parametrize("name", DECORATORS)
+def test_functions_and_hooks_are_entered_whatever_decorates_them(layouts, name):
+    train, evaluation = layouts
+    function = function_of(train.cp)
+    decorated = functools.reduce(lambda f, decorate: decorate(f), DECORATORS[name], function)
+    check(Model(train, held=decorated), layouts, function, evaluation.cp)
+    layer = nn.Linear(1, 1)
+    layer.register_forward_hook(decorated)
+    check(Model(train, layer=layer), layouts, function, evaluation.cp)
+
+
+def test_functions_of_torch_are_not_entered():
+    for function in (nn.functional.softmax, nn.Module().add_module, copy.deepcopy):
+        assert not is_open_function(function)
+        assert not is_open_function(torch.no_grad()(function))
+        assert not is_open_function(WRAPS_TORCH(torch.no_grad()(function)))
 
 
 def test_a_bound_method_leads_to_its_object(layouts):
@@ -932,6 +979,15 @@ def test_strict_finds_what_is_new_elsewhere_though_the_model_is_the_same(layouts
         assert model.cp_size == 4
     with hcp.eval_cp_context([model, late], *layouts, strict=True):
         assert late.held["deep"] == [layouts[1].cp]
+
+
+def test_a_function_elsewhere_is_found_though_it_wraps_one_of_torch(layouts):
+    model = Model(layouts[0], cp_size=1)
+    before = elsewhere(model, layouts)
+    late = WRAPS_TORCH(function_of(layouts[0].cp))
+    (found,) = set(elsewhere(model, layouts)) - set(before)
+    assert re.search(r"<group>$", found)
+    assert late() is layouts[0].cp
 
 
 def test_global_variables_that_hold_a_group_are_found(layouts):
