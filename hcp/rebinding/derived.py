@@ -18,6 +18,7 @@ import torch
 from hcp._words import DerivedKind
 from hcp.groups.grids import ROLES
 from hcp.groups.process_groups import ProcessGroups
+from hcp.rebinding import revision
 
 SIZE, RANK, RANKS, FLAG = "size", "rank", "ranks", "flag"
 KINDS = (SIZE, RANK, RANKS, FLAG)
@@ -120,7 +121,7 @@ def register_derived(name: str, role: str = "cp", kind: DerivedKind = "size") ->
     if not name.isidentifier() or not name.lstrip("_"):
         raise ValueError(f"name is {name!r}, expected the name of an attribute")
     DERIVED[name.lstrip("_")] = (role, kind)
-    looks_dependent.cache_clear()
+    _names_changed()
 
 
 def add_names(names: Names) -> None:
@@ -128,7 +129,13 @@ def add_names(names: Names) -> None:
     CP_FREE.update(names.free)
     _FREE_GROUPS.update(names.free_groups)
     _SIZED_ONCE.update(names.sized_once)
+    _names_changed()
+
+
+def _names_changed() -> None:
     looks_dependent.cache_clear()
+    is_watched.cache_clear()
+    revision.advance()
 
 
 def free_groups(source: object) -> Iterator[object]:
@@ -187,7 +194,7 @@ def in_form_of(value: Any, new: Any) -> Any:
 
 def scalar(value: Any) -> int | float | bool | None:
     """Return the number that a place holds, in any form, or None if it holds none."""
-    if type(value) in _TENSORS:
+    if type(value) in TENSORS:
         value = value.item() if value.numel() == 1 and not value.is_meta else None
     elif is_numpy(value):
         value = value.item() if getattr(value, "size", 0) == 1 else None
@@ -202,14 +209,14 @@ def is_numpy(value: object) -> bool:
 
 
 def _ranks(value: Any) -> list[Any] | None:
-    if type(value) in _TENSORS:
+    if type(value) in TENSORS:
         return None if value.is_meta or value.dim() != 1 else value.tolist()
     if is_numpy(value):
         return value.tolist() if value.ndim == 1 else None
     return list(value) if type(value) in (list, tuple, range) else None
 
 
-_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 @cache
@@ -217,6 +224,15 @@ def looks_dependent(name: str) -> bool:
     """Whether a name is one of values that depend on context parallelism."""
     bare = name.strip("_").lower()
     return bare not in CP_FREE and (bare in DERIVED or _LOOKS.search(bare) is not None)
+
+
+@cache
+def is_watched(name: str, strict: bool) -> bool:
+    """Whether another number, text or tensor in a place of this name changes the slots, or, if
+    `strict`, what looks dependent."""
+    if derivation(name) is not None or names_a_group(name):
+        return True
+    return strict and (looks_dependent(name) or is_sized_once(name))
 
 
 @cache

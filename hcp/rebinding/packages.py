@@ -14,7 +14,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from hcp.rebinding import derived
+from hcp.rebinding import derived, revision
 from hcp.rebinding.rules import Rule
 
 _DEEPSPEED = "hcp.integrations.deepspeed.rules"
@@ -118,3 +118,4 @@ def _load(module: str) -> None:
         rules: PackageRules = import_module(module).RULES
         derived.add_names(rules.names)
         _loaded[module] = rules
+        revision.advance()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hcp.groups.process_groups import ProcessGroups
+from hcp.rebinding import revision
 
 Attributes = Callable[[Any, ProcessGroups], Mapping[str, Any]]
 Arguments = Callable[[Any, ProcessGroups], tuple[Any, ...]]
@@ -76,6 +77,7 @@ def register_rebind(
             raise ValueError(f"{name} is {given!r}, expected a tuple of names: ({given!r},)")
     rule = Rule(attributes, rebuild, tuple(caches), method, arguments, tuple(held), refuse)
     _RULES.setdefault(cls, []).append(rule)
+    revision.advance()
 
 
 def registered(cls: type | str) -> list[Rule]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from hcp._core import SlotTable
 from hcp.errors import HcpError
+from hcp.rebinding import packages, revision
 from hcp.rebinding.findings import Finding
 from hcp.rebinding.holders import find_elsewhere
 from hcp.rebinding.places import MODEL_TABLES
@@ -21,10 +22,11 @@ class Table:
     """The slots of one request, and a test of whether the model still has these and no others."""
 
     def __init__(self, request: Request, tables: ModelTables) -> None:
+        self._revision = revision.current()  # before the walk, which may load further rules
         walk = walk_for(request, tables.state["layout"])
         self.slots = walk.slots
         self._walk = walk if request.strict else None
-        self.still_holds: Callable[[], bool] = walk.records.take()
+        self._unchanged: Callable[[], bool] = walk.records.take(request.strict)
         switched = [*walk.slots, *tables.marks(request)]
         self.switch = SlotTable(
             [(slot.kind, slot.owner, slot.key, slot.path) for slot in switched],
@@ -32,6 +34,10 @@ class Table:
         )
         self.request = request  # what its key names stays alive
         self.digest = hashlib.sha256(self.text().encode()).digest()
+
+    def still_holds(self) -> bool:
+        """Whether another walk would find the same slots."""
+        return self._revision is revision.current() and self._unchanged()
 
     def check_covered(self) -> None:
         """Raise ValueError, if the request is strict, for a place that nothing covers. The search
@@ -106,6 +112,7 @@ class ModelTables:
         if self.state["depth"] and self.state["inside"] == request.key():
             return DepthOnly(request, self)
         self.check_layout(request)
+        packages.load_imported()
         key = (self.state["depth"], threading.get_ident(), *request.key())
         table = self.tables.pop(key, None)
         if table is None or not table.still_holds():

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hcp.groups.process_groups import ProcessGroups
 from hcp.rebinding import derived, packages
-from hcp.rebinding.closed import LRU_CACHE, OWN_TENSORS, is_closed_package, is_open
+from hcp.rebinding.closed import LRU_CACHE, is_closed_package, is_closed_tensor, is_open
 from hcp.rebinding.exclude import Exclude, Excluded
 from hcp.rebinding.findings import (
     Finding,
@@ -117,7 +117,7 @@ class Walk:
     def _visit(self, holder: Any, path: str) -> None:
         switches = list(self._rules(holder, path))
         self._rotary_cache(holder, path)
-        self.records.note(holder)
+        self.records.note(holder, path)
         if isinstance(holder, set):
             self._set(holder, path)
         if isinstance(holder, dict):
@@ -279,9 +279,8 @@ class Walk:
             self._later(value, path)
 
     def _reach_tensor(self, value: torch.Tensor, path: str) -> None:
-        """Reach the attributes and hooks of a tensor, unless its class is one of torch's: those
-        keep groups there for what they shard."""
-        if type(value) not in OWN_TENSORS and is_closed_package(type(value).__module__):
+        """Reach the attributes and hooks of a tensor, unless its class keeps groups there."""
+        if is_closed_tensor(value):
             return
         if vars(value) or any(True for _ in tensor_hooks(value)):
             self._later(value, path)
@@ -312,6 +311,7 @@ class Walk:
         known = self.twins.derived(name)
         if known is None:
             return None
+        self.records.note_contents(value)
         role, what, now, new = known
         if not derived.holds_derived(value, now, what):
             return None
@@ -333,6 +333,8 @@ class Walk:
         if isinstance(holder, type) or not self.twins.differing:
             return
         held = cache_places(holder)
+        for name in held.keys() & derived.CACHE_LENGTHS:
+            self.records.note_type(*held[name][:2], name)
         tensors = [n for n in derived.CACHE_TENSORS if n in held]
         lengths = [n for n in derived.CACHE_LENGTHS if type(held.get(n, [None])[-1]) is int]
         if not (tensors or (lengths and hasattr(holder, "get_cached_cos_sin"))):
@@ -366,6 +368,7 @@ class Walk:
         train, target = self.twins.layouts
         for rule in (*self._rules_of(type(holder)), *packages.rules_by_shape(holder)):
             changes, arguments = _ask(rule, holder, path, train, target)
+            self._note_ruled(rule, holder, (*changes, *rule.held), train)
             self._rule_slots(rule, holder, path, changes)
             if arguments is not None:
                 yield self._method_slot(rule, holder, path, arguments)
@@ -375,6 +378,15 @@ class Walk:
         if cls not in self._class_rules:
             self._class_rules[cls] = [rule for base in cls.__mro__ for rule in _rules_for(base)]
         return self._class_rules[cls]
+
+    def _note_ruled(
+        self, rule: Rule, holder: Any, names: tuple[str, ...], train: ProcessGroups
+    ) -> None:
+        """Note the values by which a rule tells whether an object is in the training layout."""
+        if rule.attributes and not names:
+            names = tuple(rule.attributes(holder, train))
+        for name in names:
+            self.records.note_value(*_owner_of(holder, name), name)
 
     def _rule_slots(self, rule: Rule, holder: Any, path: str, changes: dict[str, Any]) -> None:
         changes = dict(changes)
@@ -402,16 +414,20 @@ class Walk:
         self.slots.append(Slot(f"{path}.{name}", "rule", "attribute", fresh, "value", None))
 
     def _attribute_slot(self, holder: Any, name: str, value: Any, path: str) -> None:
-        attributes = getattr(holder, "__dict__", None)
-        if type(attributes) is dict:
-            kind, owner = "entry", attributes
-            if isinstance(holder, torch.nn.Module) and name in holder._buffers:
-                owner = holder._buffers
-        else:
-            kind, owner = "member", holder
+        kind, owner = _owner_of(holder, name)
         self._ruled.add((id(owner), name))
         self.groups_found += isinstance(value, dist.ProcessGroup)
         self.slots.append(Slot(f"{path}.{name}", "rule", kind, owner, name, value))
+
+
+def _owner_of(holder: Any, name: str) -> tuple[str, Any]:
+    """The kind and the owner of the place of an object's attribute."""
+    attributes = getattr(holder, "__dict__", None)
+    if type(attributes) is not dict:
+        return "member", holder
+    if isinstance(holder, torch.nn.Module) and name in holder._buffers:
+        return "entry", holder._buffers
+    return "entry", attributes
 
 
 def _rules_for(base: type) -> Iterator[Rule]:

@@ -9,6 +9,7 @@ import copy
 import functools
 import gc
 import itertools
+import operator
 import pickle
 import queue
 import re
@@ -31,9 +32,10 @@ import hcp.rebinding.derived
 import hcp.rebinding.walk
 from hcp.groups.build import build_process_groups
 from hcp.groups.process_groups import ProcessGroups
-from hcp.rebinding import rules
+from hcp.rebinding import packages, rules
 from hcp.rebinding.closed import is_open_function
 from hcp.rebinding.places import places
+from hcp.rebinding.records import _contents
 
 
 class Sized:
@@ -1130,6 +1132,292 @@ def test_the_table_is_made_once_and_again_when_the_structure_changes(layouts, mo
     with hcp.eval_cp_context(model, *layouts):
         pass
     assert len(walks) == 2
+
+
+class Renamed(nn.Module):
+    """Has attributes of any names."""
+
+    def __init__(self, groups, **attributes):
+        super().__init__()
+        self.cp_group = groups.cp
+        self.layer = nn.Linear(1, 1)
+        vars(self).update(attributes)
+
+
+class Variable:
+    """A closure's variable."""
+
+    def __init__(self, cp_size):
+        def read():
+            return cp_size
+
+        def write(new):
+            nonlocal cp_size
+            cp_size = new
+
+        self.read, self.write = read, write
+
+
+def cell_of(size):
+    variable = Variable(size)
+    return {"read": variable.read, "write": variable.write}
+
+
+def tensor_of(group):
+    tensor = torch.zeros(1)
+    tensor.cp_group = group
+    return tensor
+
+
+def hooked(group):
+    tensor = torch.zeros(1, requires_grad=True)
+    tensor.register_hook(function_of(group))
+    return tensor
+
+
+def add_buffer(name, tensor):
+    return lambda model, _: model.register_buffer(name, tensor)
+
+
+def first(hooks):
+    return next(iter(hooks.values()))()
+
+
+NOTICED = {
+    "a group's name in place of None": (
+        lambda g: {"cp_group_name": None},
+        lambda m, g: setattr(m, "cp_group_name", g.cp.group_name),
+        lambda m: m.cp_group_name,
+        lambda e: e.cp.group_name,
+    ),
+    "another name in place of a group's": (
+        lambda g: {"cp_group_name": g.cp.group_name},
+        lambda m, g: setattr(m, "cp_group_name", "mine"),
+        lambda m: m.cp_group_name,
+        lambda e: "mine",
+    ),
+    "a size in place of another name": (
+        lambda g: {"config": SimpleNamespace(steps=1)},
+        lambda m, g: vars(m.config).update(cp_size=vars(m.config).pop("steps")),
+        lambda m: m.config.cp_size,
+        lambda e: 4,
+    ),
+    "a size with two underscores": (
+        lambda g: {"__cp_size": 7},
+        lambda m, g: vars(m).update(__cp_size=1),
+        lambda m: vars(m)["__cp_size"],
+        lambda e: 4,
+    ),
+    "a size in a closure": (
+        lambda g: cell_of(7),
+        lambda m, g: m.write(1),
+        lambda m: m.read(),
+        lambda e: 4,
+    ),
+    "ranks in a list": (
+        lambda g: {"cp_ranks": [7]},
+        lambda m, g: operator.setitem(m.cp_ranks, 0, 0),
+        lambda m: m.cp_ranks,
+        lambda e: [0, 1, 2, 3],
+    ),
+    "other ranks in a list": (
+        lambda g: {"cp_ranks": [0]},
+        lambda m, g: operator.setitem(m.cp_ranks, 0, 7),
+        lambda m: m.cp_ranks,
+        lambda e: [7],
+    ),
+    "a size in an array": (
+        lambda g: {"cp_size": numpy.array(7)},
+        lambda m, g: m.cp_size.fill(1),
+        lambda m: int(m.cp_size),
+        lambda e: 4,
+    ),
+    "a size in a tensor": (
+        lambda g: {"cp_size": torch.tensor(7)},
+        lambda m, g: m.cp_size.fill_(1),
+        lambda m: int(m.cp_size),
+        lambda e: 4,
+    ),
+    "another size in a tensor": (
+        lambda g: {"cp_size": torch.tensor(1)},
+        lambda m, g: m.cp_size.data.fill_(7),
+        lambda m: int(m.cp_size),
+        lambda e: 7,
+    ),
+    "a buffer": (
+        lambda g: {},
+        add_buffer("cp_size", torch.tensor(1)),
+        lambda m: int(m.cp_size),
+        lambda e: 4,
+    ),
+    "a replaced buffer": (
+        lambda g: {"_buffers": {"cp_size": torch.tensor(1)}},
+        add_buffer("cp_size", torch.tensor(7)),
+        lambda m: int(m.cp_size),
+        lambda e: 7,
+    ),
+    "a replaced buffer with a group": (
+        lambda g: {"_buffers": {"bias": torch.zeros(1)}},
+        lambda m, g: m.register_buffer("bias", tensor_of(g.cp)),
+        lambda m: m.bias.cp_group,
+        lambda e: e.cp,
+    ),
+    "a replaced buffer with a hook": (
+        lambda g: {"_buffers": {"bias": torch.zeros(1)}},
+        lambda m, g: m.register_buffer("bias", hooked(g.cp)),
+        lambda m: first(m.bias._backward_hooks),
+        lambda e: e.cp,
+    ),
+    "a rotary cache in a buffer": (
+        lambda g: {},
+        add_buffer("cos_cached", torch.ones(3)),
+        lambda m: m._buffers["cos_cached"] is None,
+        lambda e: True,
+    ),
+    "the length of a rotary cache in place of None": (
+        lambda g: {"cos_cached": torch.ones(3), "max_seq_len_cached": None},
+        lambda m, g: vars(m).update(max_seq_len_cached=3),
+        lambda m: m.max_seq_len_cached,
+        lambda e: 0,
+    ),
+    "a hook before backward": (
+        lambda g: {},
+        lambda m, g: m.layer.register_full_backward_pre_hook(function_of(g.cp)),
+        lambda m: first(m.layer._backward_pre_hooks),
+        lambda e: e.cp,
+    ),
+    "a hook after backward": (
+        lambda g: {},
+        lambda m, g: m.layer.register_full_backward_hook(function_of(g.cp)),
+        lambda m: first(m.layer._backward_hooks),
+        lambda e: e.cp,
+    ),
+    "a hook of state_dict": (
+        lambda g: {},
+        lambda m, g: m.layer.register_state_dict_post_hook(function_of(g.cp)),
+        lambda m: first(m.layer._state_dict_hooks),
+        lambda e: e.cp,
+    ),
+    "a hook of a parameter": (
+        lambda g: {},
+        lambda m, g: m.layer.weight.register_hook(function_of(g.cp)),
+        lambda m: first(m.layer.weight._backward_hooks),
+        lambda e: e.cp,
+    ),
+    "a hook after accumulation": (
+        lambda g: {},
+        lambda m, g: m.layer.weight.register_post_accumulate_grad_hook(function_of(g.cp)),
+        lambda m: first(m.layer.weight._post_accumulate_grad_hooks),
+        lambda e: e.cp,
+    ),
+    "a second hook of a tensor": (
+        lambda g: {"held": hooked(None)},
+        lambda m, g: m.held.register_hook(function_of(g.cp)),
+        lambda m: list(m.held._backward_hooks.values())[-1](),
+        lambda e: e.cp,
+    ),
+    "an exception's argument": (
+        lambda g: {"error": KeyError(1)},
+        lambda m, g: setattr(m.error, "args", (g.cp,)),
+        lambda m: m.error.args[0],
+        lambda e: e.cp,
+    ),
+}
+
+
+@pytest.mark.parametrize("change", NOTICED)
+def test_what_a_model_is_given_between_two_contexts_is_switched_as_in_a_new_model(
+    layouts, monkeypatch, change
+):
+    build, give, read, inside = NOTICED[change]
+    for switched_before in (False, True):
+        walks = count_walks(monkeypatch)
+        model = Renamed(layouts[0], **build(layouts[0]))
+        for _ in range(2 * switched_before):
+            with hcp.eval_cp_context(model, *layouts):
+                pass
+        assert len(walks) == switched_before
+        give(model, layouts[0])
+        for _ in range(2):
+            check(model, layouts, lambda model=model: read(model), inside(layouts[1]))
+        assert len(walks) == switched_before + 1
+
+
+def test_a_name_that_is_registered_between_two_contexts_counts(layouts, monkeypatch):
+    monkeypatch.setattr(hcp.rebinding.derived, "DERIVED", dict(hcp.rebinding.derived.DERIVED))
+    model = Model(layouts[0], shards=1)
+    check(model, layouts, lambda: model.shards, 1)
+    hcp.register_derived("shards", "cp", "size")
+    walks = count_walks(monkeypatch)
+    for _ in range(2):
+        check(model, layouts, lambda: model.shards, 4)
+    assert len(walks) == 1
+
+
+def test_a_rule_that_is_registered_between_two_contexts_counts(layouts, monkeypatch):
+    monkeypatch.setattr(rules, "_RULES", {})
+    model = Model(layouts[0], router=Router(8))
+    check(model, layouts, lambda: model.router.share, 8)
+    hcp.register_rebind(Router, attributes=lambda r, pgs: {"share": r.experts // pgs.size("cp")})
+    for share, inside in ((8, 2), (5, 5), (8, 2)):
+        model.router.share = share
+        check(model, layouts, lambda: model.router.share, inside)
+
+
+def test_the_rules_of_a_package_that_is_imported_between_two_contexts_count(layouts, monkeypatch):
+    model = Model(layouts[0], router=Router(8))
+    rule = rules.Rule(attributes=lambda r, pgs: {"share": r.experts // pgs.size("cp")})
+    own = packages.PackageRules(shapes=((lambda holder: isinstance(holder, Router), rule),))
+    late = ModuleType("late_rules")
+    late.RULES = own
+    monkeypatch.setitem(sys.modules, "late_rules", late)
+    monkeypatch.setattr(packages, "_PACKAGES", {"late_package": "late_rules"})
+    monkeypatch.setattr(packages, "_loaded", {})
+    check(model, layouts, lambda: model.router.share, 8)
+    monkeypatch.setitem(sys.modules, "late_package", ModuleType("late_package"))
+    check(model, layouts, lambda: model.router.share, 2)
+
+
+def test_a_model_may_replace_its_buffers_at_every_step(layouts, monkeypatch):
+    walks = count_walks(monkeypatch)
+    model = Model(layouts[0], step=0)
+    for step in range(4):
+        kept = torch.full((1,), step)
+        model.register_buffer("mean", kept)
+        model.step = torch.tensor(step)
+        with hcp.eval_cp_context(model, *layouts):
+            assert model.mean is kept
+    assert len(walks) == 1
+    gone = weakref.ref(kept)
+    del kept, model.mean, model.step
+    gc.collect()
+    assert gone() is None
+
+
+def test_what_looks_dependent_is_searched_again_when_it_changes(layouts, monkeypatch):
+    model = Model(layouts[0], cp_size=1, cp_share=0.5)
+    with hcp.eval_cp_context(model, *layouts, strict=True):
+        model.cp_share = 0.5
+    model.cp_share = 3
+    with (
+        pytest.raises(ValueError, match=r"strict: 1 places(.|\n)*model.cp_share: is 3"),
+        hcp.eval_cp_context(model, *layouts, strict=True),
+    ):
+        pytest.fail("the context was entered")
+
+
+def test_the_numbers_of_a_tensor_on_a_device_are_not_read_at_each_entry():
+    def refuse():
+        raise AssertionError("the device was waited for")
+
+    class OnDevice:
+        device, _version = torch.device("cuda"), 3
+        is_inference, data_ptr, tolist = staticmethod(bool), staticmethod(lambda: 5), refuse
+
+    before = _contents(OnDevice)
+    assert _contents(OnDevice) == before
+    OnDevice._version += 1
+    assert _contents(OnDevice) != before
 
 
 def test_tables_stay_behind_when_a_model_is_copied_or_saved(layouts):
