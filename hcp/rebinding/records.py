@@ -58,7 +58,7 @@ class Records:
     def note(self, holder: Any, path: str) -> None:
         """Note an object that the walk looks into."""
         if issubclass(type(holder), torch.nn.Module):
-            self._note_module(holder)
+            self._note_module(holder, path)
             return
         if type(holder) in _PLAIN_DICTS or type(holder) is list:
             self.holders.append(holder)
@@ -70,13 +70,15 @@ class Records:
         else:
             self.others.append((holder, path))
 
-    def _note_module(self, module: torch.nn.Module) -> None:
-        own = vars(module)
-        self.holders += (own, module._modules)
-        if is_wrapper(module):
+    def _note_module(self, module: torch.nn.Module, path: str) -> None:
+        if not isinstance(module._modules, dict):  # TorchScript's
+            self.others.append((module, path))
             return
-        self.holders += [own[name] for name in MODULE_HOOKS if own[name] is not None]
-        self.holders.append(module._buffers)
+        self.holders.append(module._modules)
+        if is_wrapper(module):
+            return  # its own attributes change at every step, and are no places
+        own = vars(module)
+        self.holders += (own, module._buffers, *(own[name] for name in MODULE_HOOKS))
         self.exact.append(module._parameters)
         if module._buffers:
             self.buffers.append(module._buffers)

@@ -1394,6 +1394,33 @@ def test_a_model_may_replace_its_buffers_at_every_step(layouts, monkeypatch):
     assert gone() is None
 
 
+def test_a_step_through_ddp_leaves_the_table(layouts, monkeypatch):
+    walks = count_walks(monkeypatch)
+    model = Renamed(layouts[0])
+    model.forward = model.layer.forward
+    model.register_buffer("mean", torch.zeros(1))  # of buffers DDP makes a list at every step
+    ddp = nn.parallel.DistributedDataParallel(model)
+    for _ in range(3):
+        ddp(torch.ones(1, 1)).sum().backward()
+        with hcp.eval_cp_context(ddp, *layouts):
+            assert model.cp_group is layouts[1].cp
+    assert len(walks) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["scripted", "traced"])
+def test_a_model_may_have_a_module_of_torchscript(layouts, monkeypatch, kind):
+    walks = count_walks(monkeypatch)
+    parts = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
+    compiled = (
+        torch.jit.script(parts) if kind == "scripted" else torch.jit.trace(parts, torch.zeros(1, 1))
+    )
+    model = Model(layouts[0], parts=compiled, cp_size=1)
+    for _ in range(2):
+        check(model, layouts, lambda: model.cp_size, 4)
+    assert len(walks) == 1
+
+
 def test_what_looks_dependent_is_searched_again_when_it_changes(layouts, monkeypatch):
     model = Model(layouts[0], cp_size=1, cp_share=0.5)
     with hcp.eval_cp_context(model, *layouts, strict=True):
