@@ -488,6 +488,7 @@ class DynamicCPDataLoader:
         )
         self.sampler = self.batch_sampler  # where trainers look for set_epoch
         self._start = self._next = self._epoch = 0
+        self._skipped: int | None = None
         self._after: WeakKeyDictionary[Step, int] = WeakKeyDictionary()
 
     def set_epoch(self, epoch: int) -> None:
@@ -497,9 +498,9 @@ class DynamicCPDataLoader:
             self.dataset.set_epoch(epoch)
 
     def skip(self, batches: int) -> None:
-        """Start the next iteration of this epoch after this many batches."""
-        self._in_epoch()
-        self._start = batches
+        """Start the next iteration after this many batches, whatever its epoch: trainers skip
+        before they set the epoch, or after it."""
+        self._skipped = batches
 
     def _in_epoch(self) -> None:
         """Leave the place that was reached, if it is one of another epoch. Trainers also set the
@@ -519,7 +520,8 @@ class DynamicCPDataLoader:
 
     def __iter__(self) -> Iterator[Step]:
         self._in_epoch()
-        self._next, self._start = self._start, 0
+        self._next = self._start if self._skipped is None else self._skipped
+        self._start, self._skipped = 0, None
         if not is_stream(self.dataset) and self._next >= len(self.batch_sampler):
             _log.warning(
                 "hcp: no batch of epoch %d is left: the loader goes on after %d of its %d batches. "
@@ -569,8 +571,12 @@ class DynamicCPDataLoader:
         )
         items, to_sample = iter(loader), self.collate_fn.to_sample
         length = len(self.dataset)
-        made_for = {"length": length, **self.state_dict(), "shuffle": batches.shuffle}
-        made_for["order"] = "none" if batches.order is None else digest_of(indices).hex()
+        made_for: dict[str, int | str] = {
+            "length": length,
+            **self.state_dict(),
+            "shuffle": batches.shuffle,
+            "order": "none" if batches.order is None else digest_of(indices).hex(),
+        }
         _check_same_data(
             self.collate_fn.groups, made_for, lambda: [to_sample(item) for item in next(items)]
         )
@@ -621,7 +627,7 @@ _FIRST_TWICE = [0, 0]
 
 def _check_same_data(
     groups: ProcessGroups,
-    made_for: Mapping[str, int],
+    made_for: Mapping[str, int | str],
     first_twice: Callable[[], Sequence[object]],
 ) -> None:
     """Raise HcpError on all ranks unless all have the same dataset and batches. A rank with another

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 from argparse import Namespace
+from unittest import mock
 
 import pytest
 import torch
@@ -517,6 +518,25 @@ def epochs_after(rank, size, used):
     return found, left, len(fresh)
 
 
+def skipping(rank, size):
+    """Batches of epoch 2 after three that are skipped, before its number is set and after."""
+    found = []
+    for first in ("skip", "set_epoch"):
+        loader = loader_of(seed=5)
+        calls = {"skip": 3, "set_epoch": 2}
+        for name in sorted(calls, key=lambda name: name != first):
+            getattr(loader, name)(calls[name])
+        found.append(take(loader))
+    loader.set_epoch(2)
+    return found, take(loader)
+
+
+def test_batches_are_skipped_whatever_is_said_first():
+    (before, after), whole = run_ranks(1, skipping)[0]
+    assert before == after == whole[3:]
+    assert len(whole) == 5
+
+
 @pytest.mark.parametrize("used", [5, 2])
 def test_a_place_in_an_epoch_says_nothing_of_the_next_one(used):
     (fresh, resumed, saved), left, length = run_ranks(1, epochs_after, used)[0]
@@ -528,16 +548,21 @@ def test_a_place_in_an_epoch_says_nothing_of_the_next_one(used):
 
 
 def end_of_an_epoch(rank, size):
-    loader = loader_of()
+    """The steps after the last one, and what the logger says."""
+    loader, said = loader_of(), []
     loader.load_state_dict(loader.state_dict() | {"next": len(loader)})
-    return take(loader)
+    with mock.patch.object(logging.getLogger("hcp"), "warning", lambda *text: said.append(text)):
+        found = take(loader)
+    return found, [text % tuple(values) for text, *values in said]
 
 
-def test_an_epoch_without_batches_left_is_told(caplog):
-    with caplog.at_level("WARNING", "hcp"):
-        (found,) = hcp.loopback(1, lambda groups: end_of_an_epoch(0, 1))
+def test_an_epoch_without_batches_left_is_told():
+    found, said = run_ranks(1, end_of_an_epoch)[0]
     assert found == []
-    assert "no batch of epoch 0 is left: the loader goes on after 5 of its 5" in caplog.text
+    (text,) = said
+    assert text.startswith(
+        "hcp: no batch of epoch 0 is left: the loader goes on after 5 of its 5 batches. Call"
+    )
 
 
 def in_order(rank, size, orders):
