@@ -575,7 +575,7 @@ class DynamicCPDataLoader:
             "length": length,
             **self.state_dict(),
             "shuffle": batches.shuffle,
-            "order": "none" if batches.order is None else digest_of(indices).hex(),
+            "order": "none" if batches.order is None else digest_of(torch.tensor(indices)).hex(),
         }
         _check_same_data(
             self.collate_fn.groups, made_for, lambda: [to_sample(item) for item in next(items)]

@@ -242,9 +242,11 @@ def _loss_tokens(samples: Sequence[Sample], loss_mask: str) -> float:
     """Count the loss tokens of this rank's samples. NO_COUNT where they have no mask."""
     if not samples or loss_mask not in samples[0]:
         return NO_COUNT
-    counts = [float(sample[loss_mask].sum(dtype=torch.float64)) for sample in samples]
-    for i, count in enumerate(counts):
-        if (least := float(samples[i][loss_mask].min())) < 0:
+    total = 0.0
+    for i, sample in enumerate(samples):
+        weights = sample[loss_mask].double()
+        count, least = torch.stack((weights.sum(), weights.min())).tolist()  # one wait for a device
+        if least < 0:
             raise ValueError(
                 f"samples[{i}][{loss_mask!r}] has {least:g}, expected weights >= 0: losses are "
                 "divided by the sum of all weights. Multiply the losses by factors such as "
@@ -255,7 +257,8 @@ def _loss_tokens(samples: Sequence[Sample], loss_mask: str) -> float:
                 f"samples[{i}][{loss_mask!r}] sums to {count}, expected a finite number of loss "
                 "tokens"
             )
-    return sum(counts)
+        total += count
+    return total
 
 
 def _check_layers(
