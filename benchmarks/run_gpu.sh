@@ -31,7 +31,7 @@ ranks gate 250 benchmarks/bench_megatron.py --te "${engines[@]}" --hcp hcp "wave
 ranks exchange 45 benchmarks/bench_exchange.py
 ranks cut 120 benchmarks/studies/cut_profile.py --packs one halves
 ranks million 170 benchmarks/bench_million.py
-ranks one 150 benchmarks/bench_megatron.py --families one --tokens 131072 --rounds 1 \
+ranks one 170 benchmarks/bench_megatron.py --families one --tokens $((65536 * gpus)) --rounds 1 \
   --te "${engines[@]}" --hcp hcp --recompute --linear-loss --num-layers 16 --vocab-size 65536
 run kernels 90 python3 benchmarks/bench_attention_kernels.py
 ranks attention 150 benchmarks/bench_attention.py --packs one halves many --transports peer \

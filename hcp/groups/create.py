@@ -79,15 +79,9 @@ class Creator:
         return next(group for group in own if group is not None)
 
     def _new(self, name: str, ranks: list[int], backend: str | None) -> dist.ProcessGroup | None:
-        group: dist.ProcessGroup = dist.new_group(
-            ranks,
-            timeout=self._timeout,
-            backend=backend,
-            group_desc=f"hcp:{name}",
-        )
-        if dist.get_rank() not in ranks:
-            return None
-        self._created.append(group)
+        group = new_group(ranks, timeout=self._timeout, backend=backend, description=f"hcp:{name}")
+        if group is not None:
+            self._created.append(group)
         return group
 
     def connect(
@@ -114,6 +108,32 @@ class Creator:
             # The default group's end is the end of all others.
             if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
                 dist.destroy_process_group(group)
+
+
+def new_group(
+    ranks: Sequence[int],
+    *,
+    description: str,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+) -> dist.ProcessGroup | None:
+    """Create a group that NCCL connects when it is first used, and return it on its ranks.
+
+    Where the job was initialised with `device_id`, torch connects every group as it is created, and
+    each takes 0.4 GiB of a GPU. Of a layout's groups most trainers use few.
+    """
+    whole = dist.group.WORLD
+    assert whole is not None
+    device, whole.bound_device_id = whole.bound_device_id, None
+    try:
+        group = dist.new_group(ranks, timeout=timeout, backend=backend, group_desc=description)
+    finally:
+        whole.bound_device_id = device
+    if dist.get_rank() not in ranks:
+        return None
+    if device is not None:
+        group.bound_device_id = device  # what a barrier of the group synchronises
+    return group
 
 
 def require_initialised(what: str) -> None:

@@ -32,8 +32,9 @@ FAILED = (1, -signal.SIGABRT)
 stopped device."""
 TIMEOUT = 8
 """Seconds of every group."""
-START, PATIENCE = 60, TIMEOUT + 12
-"""Seconds after which no rank has died, and after which the others hang."""
+START, PATIENCE, ACROSS = 60, TIMEOUT + 12, 30
+"""Seconds after which no rank has died, after which the others hang, and that NCCL may take longer
+to end what it has connected across hosts."""
 
 
 def main() -> int:
@@ -97,7 +98,8 @@ def outcomes(
     death. What each says is in the folder, in a file of its number."""
     ranks = [start(args, transport, victim, folder, rank) for rank in range(args.ranks)]
     died, ends = time.monotonic() + START, dict[int, float]()
-    while len(ends) < args.ranks and time.monotonic() < died + PATIENCE * (victim in ends):
+    patience = PATIENCE + ACROSS * (args.hosts > 1)
+    while len(ends) < args.ranks and time.monotonic() < died + patience * (victim in ends):
         for rank, process in enumerate(ranks):
             if rank not in ends and process.poll() is not None:
                 ends[rank] = time.monotonic()

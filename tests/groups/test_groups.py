@@ -181,6 +181,32 @@ def test_every_group_is_made_of_the_grids_ranks_and_works(size, arguments):
     run_ranks(size, build_and_use, arguments)
 
 
+def build_bound(rank, size):
+    """As in a job that was initialised with `device_id`."""
+    device = torch.device("cuda", 0)
+    dist.group.WORLD.bound_device_id = device
+    seen = []
+
+    def watched(*arguments, _new=dist.new_group, **options):
+        seen.append(dist.group.WORLD.bound_device_id)
+        return _new(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", watched)
+        groups = build_process_groups(cp=2)
+    bound = [group.bound_device_id for group in (dist.group.WORLD, *(getattr(groups, role) for role in groups.roles))]
+    assert set(bound) == {device}
+    dist.group.WORLD.bound_device_id = None
+    groups.close()
+    return seen
+
+
+def test_groups_are_connected_when_they_are_first_used():
+    """torch connects a new group at once where the whole job's is bound to a device."""
+    for seen in run_ranks(2, build_bound):
+        assert seen and set(seen) == {None}
+
+
 def build_in_halves(rank, size):
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     for _ in range(2):  # names of closed groups must not come back

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import hcp
 from hcp.exchange.gather import all_gather_object
+from hcp.groups.create import new_group
 
 Interval = tuple[int, int]
 """(first rank in the domain, number of ranks)."""
@@ -19,7 +20,8 @@ class CPGroupPool:
     use, and kept.
 
     `plan_batches(..., cp_groups=CPGroupPool())` puts the groups into `PackedSeqParams.cp_group`. A
-    communicator costs memory on GPUs, so there are at most `limit` intervals.
+    communicator, which NCCL makes at a group's first use, costs memory on GPUs: so there are at most
+    `limit` intervals.
     """
 
     def __init__(self, limit: int = 32) -> None:
@@ -61,8 +63,7 @@ class CPGroupPool:
         own = None
         for domain in self._domains:
             ranks = domain[first : first + degree]
-            group = dist.new_group(ranks, group_desc="hcp:cp_group")
-            own = group if dist.get_rank() in ranks else own
+            own = new_group(ranks, description="hcp:cp_group") or own
         return own
 
     def close(self) -> None:
