@@ -194,7 +194,10 @@ def build_bound(rank, size):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", watched)
         groups = build_process_groups(cp=2)
-    bound = [group.bound_device_id for group in (dist.group.WORLD, *(getattr(groups, role) for role in groups.roles))]
+    bound = [
+        group.bound_device_id
+        for group in (dist.group.WORLD, *(getattr(groups, role) for role in groups.roles))
+    ]
     assert set(bound) == {device}
     dist.group.WORLD.bound_device_id = None
     groups.close()
