@@ -126,7 +126,9 @@ def new_group(
     assert whole is not None
     device, whole.bound_device_id = whole.bound_device_id, None
     try:
-        group = dist.new_group(ranks, timeout=timeout, backend=backend, group_desc=description)
+        group: dist.ProcessGroup = dist.new_group(
+            ranks, timeout=timeout, backend=backend, group_desc=description
+        )
     finally:
         whole.bound_device_id = device
     if dist.get_rank() not in ranks:

@@ -225,14 +225,18 @@ class CostModel:
         num_query_groups: int | None = None,
         head_dim: int | None = None,
         bytes_per_element: int = 2,
-        flops_per_byte: int = 8_000,
-        launch_flops: int = 10_000_000_000,
+        flops_per_byte: int = 1_600,
+        flops_per_byte_far: int = 8_000,
+        launch_flops: int = 100_000_000_000,
     ) -> CostModel:
         """Make a model of prices in floating-point operations of one decoder layer's forward pass.
 
         ``flops_per_byte``: the machine's compute rate over its exchange rate (default: 400 TFLOP/s
-        over 50 GB/s). ``launch_flops``: the operations that it could compute in the time of a
-        layer's launches. SwiGLU is assumed (three matrices in the feed-forward layer).
+        over 250 GB/s, as by NVLink); ``flops_per_byte_far``: the same in a group that spans nodes,
+        if that is more (50 GB/s), for plans that know ``ranks_per_node``. ``launch_flops``: the
+        operations that it could compute in the time that a micro-batch costs a layer, whatever it
+        holds (0.25 ms, as fitted to Megatron-Core's on H200s). SwiGLU is assumed (three matrices in
+        the feed-forward layer).
         """
         groups = num_query_groups or num_attention_heads
         sizes = {
@@ -251,10 +255,12 @@ class CostModel:
         head_dim = head_dim or hidden_size // num_attention_heads
         query_width, key_width = num_attention_heads * head_dim, groups * head_dim
         weights = 2 * hidden_size * (query_width + key_width) + 3 * hidden_size * ffn_hidden_size
+        sent = 2 * key_width * bytes_per_element
         return cls(
             pair=4 * query_width,
             token=2 * weights,
-            exchange=2 * key_width * bytes_per_element * flops_per_byte,
+            exchange=sent * flops_per_byte,
+            exchange_far=sent * flops_per_byte_far if flops_per_byte_far > flops_per_byte else 0,
             launch=launch_flops,
         )
 
@@ -264,6 +270,18 @@ class CostModel:
         if name not in PRESETS:
             raise ValueError(f"preset is {name!r}, expected one of {', '.join(PRESETS)}")
         return PRESETS[name]
+
+
+def rates_of(device: str, transport: str, ranks_per_node: int | None) -> dict[str, int]:
+    """Return the rates of a machine for :meth:`CostModel.for_transformer`, as far as they can be
+    told from the type of its devices and the transport of its rows. A CPU core computes less than a
+    GPU in the time in which it sends a byte. GPUs that reach each other's memory exchange faster
+    than others."""
+    if device == "cpu":
+        return {"flops_per_byte": 200, "flops_per_byte_far": 0, "launch_flops": 20_000_000}
+    if transport == "peer" or (transport == "mixed" and ranks_per_node):
+        return {}
+    return {"flops_per_byte": 8_000}
 
 
 FORMAT = "hcp cost model, version 1"

@@ -7,11 +7,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hcp.planning.cost import CostModel
+from hcp.planning.cost import CostModel, rates_of
 from hcp.planning.limits import rows_up_to
 
 if TYPE_CHECKING:  # --help needs no torch
-    import torch
+    from hcp.groups.process_groups import ProcessGroups
 
 DTYPES = ("float32", "float64", "bfloat16")
 
@@ -111,15 +111,19 @@ def check_model(args: argparse.Namespace) -> None:
         )
 
 
-def cost_model(args: argparse.Namespace, device: torch.device, bytes_per_element: int) -> CostModel:
-    """Return the costs of a model of these sizes. A CPU core computes less than a GPU in the time
-    in which it sends a byte."""
-    machine = {"flops_per_byte": 200, "launch_flops": 20_000_000} if device.type == "cpu" else {}
+def cost_model(
+    args: argparse.Namespace,
+    groups: ProcessGroups,
+    bytes_per_element: int,
+    ranks_per_node: int | None = None,
+) -> CostModel:
+    """Return the costs of a model of these sizes on the groups' ranks."""
+    transport = groups.transport
     return CostModel.for_transformer(
         hidden_size=args.hidden_size,
         ffn_hidden_size=args.ffn_hidden_size,
         num_attention_heads=args.num_attention_heads,
         num_query_groups=args.num_query_groups,
         bytes_per_element=bytes_per_element,
-        **machine,
+        **rates_of(transport.device.type, transport.name, ranks_per_node),
     )

@@ -20,7 +20,7 @@ class CPGroupPool:
     use, and kept.
 
     `plan_batches(..., cp_groups=CPGroupPool())` puts the groups into `PackedSeqParams.cp_group`. A
-    communicator, which NCCL makes at a group's first use, costs memory on GPUs: so there are at most
+    communicator, which NCCL makes at a group's first use, costs memory on GPUs: there are at most
     `limit` intervals.
     """
 

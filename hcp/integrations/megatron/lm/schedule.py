@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import hcp
+from hcp.exchange.torch_p2p import TorchTransport
 from hcp.integrations.megatron import data, step
 from hcp.integrations.megatron.arguments import config_from_args
 from hcp.integrations.megatron.lm.logged import Writers, logged_losses, write_metrics
@@ -24,6 +25,7 @@ from hcp.integrations.megatron.lm.reading import (
     drawn_now,
     is_replaying,
 )
+from hcp.planning.cost import rates_of
 
 
 class PlannedSchedule:
@@ -135,7 +137,7 @@ class PlannedSchedule:
             batches,
             config,
             groups,
-            cost=_cost(args, groups.transport.device.type),
+            cost=_cost(args, groups.transport, config.ranks_per_node),
             samples_of="dp",
             alignment=alignment,
             virtual_stages=args.virtual_pipeline_model_parallel_size or 1,
@@ -178,9 +180,8 @@ def groups_of_parallel_state() -> hcp.ProcessGroups:
     return hcp.ProcessGroups.from_existing(ProcessGroupCollection.use_mpu_process_groups())
 
 
-def _cost(args: Any, device: str) -> hcp.CostModel:
+def _cost(args: Any, transport: TorchTransport, ranks_per_node: int | None) -> hcp.CostModel:
     """Return the costs of one pipeline stage of the model."""
-    machine = {"flops_per_byte": 200, "launch_flops": 20_000_000} if device == "cpu" else {}
     heads = args.num_attention_heads
     return hcp.CostModel.for_transformer(
         hidden_size=args.hidden_size,
@@ -188,7 +189,7 @@ def _cost(args: Any, device: str) -> hcp.CostModel:
         num_attention_heads=heads,
         num_query_groups=args.num_query_groups if args.group_query_attention else heads,
         bytes_per_element=args.params_dtype.itemsize,
-        **machine,
+        **rates_of(transport.device.type, transport.name, ranks_per_node),
     )
 
 
