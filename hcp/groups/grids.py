@@ -76,6 +76,15 @@ def check_levels(sizes: Sequence[int], cp: int) -> None:
         )
 
 
+def levels_within(cp: int, sizes: Sequence[int]) -> list[int]:
+    """Sizes of as many levels of `cp` ranks. The last level has what the others leave."""
+    found = []
+    for size in sizes[:-1]:
+        found.append(math.gcd(size, cp))
+        cp //= found[-1]
+    return [*found, cp][: len(sizes)]
+
+
 def groups_of_level(group: Sequence[int], size: int, inner: int) -> list[list[int]]:
     """Split a CP group into parts of `size` ranks that are `inner` places apart."""
     return [

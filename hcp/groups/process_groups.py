@@ -19,7 +19,7 @@ from hcp.exchange.peer import BUFFER_BYTES
 from hcp.exchange.torch_p2p import TorchTransport
 from hcp.groups.agree import agree_on_layout, tell_others_of_errors, views_of_all
 from hcp.groups.create import Creator, require_initialised, timeout_of
-from hcp.groups.grids import ROLES, check_levels, fit_grid, grid_of_mesh, resized
+from hcp.groups.grids import ROLES, check_levels, fit_grid, grid_of_mesh, levels_within, resized
 from hcp.groups.planning import Lane, Planning
 
 CREATED, SHARED, GIVEN = "created", "shared", "given"
@@ -208,12 +208,14 @@ class ProcessGroups(OfThisProcess):
         return dist.get_process_group_ranks(self._group(role))
 
     def with_context_parallel(
-        self, size: int, *, hierarchical: Sequence[int] = ()
+        self, size: int, *, hierarchical: Sequence[int] | None = None
     ) -> ProcessGroups:
         """Make another job layout of the same ranks, with CP groups of `size` and DP groups to fit.
 
         `hierarchical`: sizes of the levels of hierarchical CP, the innermost first, whose product
-        is `size`; their groups are `hierarchy`.
+        is `size`; their groups are `hierarchy`. By default as many as this layout has, of the same
+        sizes as far as they divide `size`: what a model holds of one layout is then replaced by the
+        other's.
 
         Creates the groups that differ (for the order tp-cp-dp-pp: cp, dp and tp_cp) and shares the
         others, and `transport`. Raises ValueError if dp * cp is not divisible by `size`, and if a
@@ -221,8 +223,13 @@ class ProcessGroups(OfThisProcess):
         """
         with tell_others_of_errors():
             grid = resized(self.grid, size)
-            check_levels(hierarchical, size)
-        agree_on_layout(grid, self._creator.own_parent, tuple(hierarchical))
+            sizes = tuple(
+                levels_within(size, [level.size() for level in self._hierarchy])
+                if hierarchical is None
+                else hierarchical
+            )
+            check_levels(sizes, size)
+        agree_on_layout(grid, self._creator.own_parent, sizes)
         shared = [role for role in self.roles if grid.shares(self.grid, ROLES[role])]
         creator = self._creator.again()
         groups = {
@@ -231,7 +238,7 @@ class ProcessGroups(OfThisProcess):
         }
         origins = {role: SHARED if role in shared else CREATED for role in self.roles}
         origins["transport"] = SHARED
-        levels = creator.create_levels(grid, hierarchical)
+        levels = creator.create_levels(grid, sizes)
         origins |= {f"hcp[{i}]": CREATED for i in range(len(levels))}
         return ProcessGroups(
             groups, origins, self.transport, grid, creator, None, levels, self._planning

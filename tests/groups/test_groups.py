@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import hcp
 from hcp._core import Grid
 from hcp.groups.build import build_process_groups
-from hcp.groups.grids import ROLES
+from hcp.groups.grids import ROLES, levels_within
 from hcp.groups.process_groups import ProcessGroups
 
 DIMENSIONS = ("tp", "cp", "dp", "pp")
@@ -523,6 +523,32 @@ def switch_levels(rank, size):
 
 def test_lists_and_tuples_of_levels_are_rebound():
     run_ranks(4, switch_levels)
+
+
+def make_layouts_of_levels(rank, size):
+    train = build_process_groups(cp=4, hierarchical=[2, 2])
+    model = torch.nn.Module()
+    model.levels = list(train.hierarchy)
+    sizes = []
+    for cp in (1, 2, 4):
+        evaluation = train.with_context_parallel(cp)
+        with hcp.eval_cp_context(model, train, evaluation):
+            sizes.append([level.size() for level in model.levels])
+        evaluation.close()
+    assert train.with_context_parallel(1, hierarchical=[]).hierarchy == ()
+    return sizes
+
+
+def test_a_layout_has_as_many_levels_as_the_one_that_it_is_made_from():
+    assert run_ranks(4, make_layouts_of_levels) == [[[1, 1], [2, 1], [2, 2]]] * 4
+
+
+@given(st.integers(1, 64), st.lists(st.integers(1, 8), max_size=4))
+def test_levels_within_a_size_have_it_as_their_product(cp, sizes):
+    found = levels_within(cp, sizes)
+    assert len(found) == len(sizes)
+    assert math.prod(found) == (cp if sizes else 1)
+    assert all(size % part == 0 for size, part in zip(sizes[:-1], found, strict=False))
 
 
 def take_a_mesh(rank, size):
