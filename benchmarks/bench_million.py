@@ -48,7 +48,15 @@ import torch
 import torch.distributed as dist
 from common.flags import end_after, filled, parser_of
 from common.host_time import AtOnce
-from common.ladder import add_ladder, check_ladder, climb, climb_all, is_full, leave_full
+from common.ladder import (
+    add_ladder,
+    check_ladder,
+    climb,
+    climb_all,
+    is_full,
+    leave_full,
+    ranks_of,
+)
 from common.layers import (
     TOLERANCE,
     Attention,
@@ -146,8 +154,9 @@ def start_ladder(args: argparse.Namespace) -> None:
         f"{args.heads[1]} of {args.head_dim}, {args.dtype}, causal; {limit} for each"
     )
     names = list(args.types)
+    ranks = ranks_of(args)
     for name in args.te:
-        if obstacle := shipped.obstacle(name, torch.device(args.device)):
+        if obstacle := obstacle_of(name, torch.device(args.device), args, ranks):
             print(f"without {name}: {obstacle}")
         else:
             names.append(name)
@@ -371,10 +380,21 @@ def is_own(one: Contestant) -> bool:
 
 def is_here(bench: Bench, name: str) -> bool:
     """Whether Transformer Engine can run here. Tell why not."""
-    obstacle = shipped.obstacle(name, bench.device)
+    obstacle = obstacle_of(name, bench.device, bench.args, bench.ranks)
     if obstacle is not None:
         bench.tell(f"without {name}: {obstacle}")
     return obstacle is None
+
+
+def obstacle_of(
+    name: str, device: torch.device, args: argparse.Namespace, ranks: int
+) -> str | None:
+    """Return the reason why Transformer Engine cannot run here, or None. Fewer key-value heads
+    than ranks end its "a2a" by a division by 0, and with it the process."""
+    heads, kv_heads = args.heads
+    if name == "te_a2a" and (heads % ranks or kv_heads % ranks):
+        return f"{heads} query and {kv_heads} key-value heads, expected multiples of {ranks} ranks"
+    return shipped.obstacle(name, device)
 
 
 def tried(bench: Bench, name: str, step: Callable[[], object]) -> bool:

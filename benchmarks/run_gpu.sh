@@ -37,7 +37,7 @@ run kernels 90 python3 benchmarks/bench_attention_kernels.py
 ranks attention 150 benchmarks/bench_attention.py --packs one halves many --transports peer \
   --peers te_p2p te_all_gather te_a2a
 ranks transformer_engine 120 tests/cuda/check_transformer_engine.py
-run ladder 200 python3 benchmarks/bench_million.py --ladder --memory-gib 6 --rung-seconds 20 \
-  --deadline 190
+run ladder 270 python3 benchmarks/bench_million.py --ladder --memory-gib 8 \
+  --tokens $((65536 * gpus)) --rung-seconds 30 --deadline 260 --types p2p a2a --te te_p2p te_a2a
 echo "$table"
 exit "$failed"

@@ -84,12 +84,16 @@ def climb(args: argparse.Namespace, device: torch.device, rung: Callable[[int], 
 # ---- in the process that starts them -------------------------------------------------------------
 
 
+def ranks_of(args: argparse.Namespace) -> int:
+    """How many ranks a ladder has."""
+    return args.ranks or (2 if args.device == "cpu" else torch.cuda.device_count())
+
+
 def climb_all(args: argparse.Namespace, names: Sequence[str]) -> None:
     """Start torchrun for each contestant: this program with ``--climb NAME``. Print its rows as
     they come, and at last how each ended. Each has an equal share of the time that is left."""
     begun = time.perf_counter()
-    ranks = args.ranks or (2 if args.device == "cpu" else torch.cuda.device_count())
-    ends = []
+    ranks, ends = ranks_of(args), []
     for i, name in enumerate(names):
         left = args.deadline - ENDING - (time.perf_counter() - begun)
         share = left / (len(names) - i)
