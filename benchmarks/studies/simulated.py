@@ -80,6 +80,21 @@ MEGATRON_STEPS = {
     "P4": {"dynamic": 146_899, "wave greedy": 147_370},
 }
 """Tokens per second on 2 GPUs."""
+MEGATRON_4 = "megatron_h200x4_2026-11-26.md"
+MEGATRON_4_STEPS = {
+    "P1": {"dynamic": 403_861, "dynamic, fitted": 396_193, "wave greedy": 399_927},
+    "P2": {"dynamic": 284_324, "dynamic, fitted": 279_648, "wave greedy": 231_317},
+    "P3": {"dynamic": 211_508, "dynamic, fitted": 209_102, "wave greedy": 211_037},
+    "P4": {"dynamic": 289_821, "dynamic, fitted": 288_872, "wave greedy": 279_146},
+}
+"""Tokens per second on 4 GPUs."""
+SIZES = hcp.CostModel.for_transformer(
+    hidden_size=2048, ffn_hidden_size=7168, num_attention_heads=16, num_query_groups=8
+)
+FITTED = hcp.CostModel(
+    pair=5755, token=84_271_090, exchange=4_163_629, launch=91_524_185_728, step=1_040_579_053
+)
+"""What these were planned by: prices that follow from the model's sizes, and those of the run."""
 PROFILED = {"attention": 0.206 + 0.549, "all else": 1.055}
 """Seconds of rank 0 in one step of P2 by hcp."""
 
@@ -121,7 +136,10 @@ def check_pages() -> None:
     """Raise ValueError for a figure above that does not stand on its page."""
     figures = [(TRAINING, f"{rate:,}") for rates in TRAINED.values() for rate in rates.values()]
     figures += [
-        (MEGATRON, f"{rate:,}") for rates in MEGATRON_STEPS.values() for rate in rates.values()
+        (page, f"{rate:,}")
+        for page, steps in ((MEGATRON, MEGATRON_STEPS), (MEGATRON_4, MEGATRON_4_STEPS))
+        for rates in steps.values()
+        for rate in rates.values()
     ]
     figures += [(EVALUATION, f"| {stages} | {cp} | ") for stages, cp in EVALUATED]
     figures += [(EVALUATION, f"| {ms} (") for ms in EVALUATED.values()]
@@ -239,18 +257,36 @@ def trained(machine: Machine) -> Iterator[Row]:
             yield f"{family} {name}, tokens/s", rates[name], sum(lengths) / seconds
 
 
-def megatron() -> Iterator[Row]:
-    batches = {name: batch_of(name, 2, 32_768, 262_144) for name in MEGATRON_STEPS}
+def megatron_machine() -> Machine:
+    """Split the time of one step on 2 GPUs into that of pairs and of rows."""
+    lengths = batch_of("P2", 2, 32_768, 262_144)
     near = keys_and_values(12, 8, 128) / COPY
     machine = Machine(pair=1e-9, token=1e-5, near=near)
     for _ in range(3):  # the plan depends on the prices, and the prices on what rank 0 has of it
-        plan = hcp.plan(batches["P2"], ranks=2, max_tokens_per_rank=32_768, cost=machine.prices())
+        plan = hcp.plan(lengths, ranks=2, max_tokens_per_rank=32_768, cost=machine.prices())
         pairs, rows = of_rank_0(plan)
         machine = replace(
             machine, pair=PROFILED["attention"] / pairs, token=PROFILED["all else"] / rows
         )
+    return machine
+
+
+def megatron_on_4() -> Iterator[Row]:
+    machine = megatron_machine()
+    for family, rates in MEGATRON_4_STEPS.items():
+        lengths = batch_of(family, 4, 32_768, 262_144)
+        for name, rate in rates.items():
+            cost = SIZES if name == "dynamic" else FITTED
+            kind = name.partition(",")[0]
+            ((_, plan),) = contestants(lengths, 4, 32_768, cost, [kind])
+            simulated = sum(lengths) / replayed(plan, machine).seconds
+            yield f"{family} {name}, tokens/s", rate, simulated
+
+
+def megatron() -> Iterator[Row]:
+    machine = megatron_machine()
     for family, rates in MEGATRON_STEPS.items():
-        lengths = batches[family]
+        lengths = batch_of(family, 2, 32_768, 262_144)
         for name, plan in contestants(lengths, 2, 32_768, machine.prices(), list(rates)):
             simulated = sum(lengths) / replayed(plan, machine).seconds
             yield f"{family} {name}, tokens/s", rates[name], simulated
@@ -319,6 +355,7 @@ def print_check() -> None:
         f"micro-batches alone, {CALIBRATED}": micro_batches(machine),
         f"training on 4 GPUs, {TRAINING}": trained(machine),
         f"Megatron-Core on 2 GPUs, {MEGATRON}": megatron(),
+        f"Megatron-Core on 4 GPUs, {MEGATRON_4}": megatron_on_4(),
         f"evaluation on 4 GPUs, {EVALUATION}": evaluated(),
         f"attention layers on 2, 4 and 8 GPUs, kernels of {KERNELS}": attended(),
     }
