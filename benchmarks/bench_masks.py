@@ -222,7 +222,12 @@ def balance(kind: str, ranks: int, arguments: argparse.Namespace) -> dict[str, o
 # ---- plans ---------------------------------------------------------------------------------------
 
 COST = hcp.CostModel.for_transformer(
-    hidden_size=4096, ffn_hidden_size=11_008, num_attention_heads=32, num_query_groups=8
+    hidden_size=4096,
+    ffn_hidden_size=11_008,
+    num_attention_heads=32,
+    num_query_groups=8,
+    flops_per_byte=8_000,
+    launch_flops=10_000_000_000,
 )
 
 

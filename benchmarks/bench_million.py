@@ -393,7 +393,7 @@ def obstacle_of(
     than ranks end its "a2a" by a division by 0, and with it the process."""
     heads, kv_heads = args.heads
     if name == "te_a2a" and (heads % ranks or kv_heads % ranks):
-        return f"{heads} query and {kv_heads} key-value heads, expected multiples of {ranks} ranks"
+        return f"heads are {heads}:{kv_heads}, expected multiples of the {ranks} ranks"
     return shipped.obstacle(name, device)
 
 

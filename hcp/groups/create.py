@@ -120,8 +120,9 @@ def new_group(
     """Create a group that NCCL connects when it is first used, and return it on its ranks.
 
     Where the job was initialised with `device_id`, torch connects every group as it is created, and
-    each takes 0.4 GiB of a GPU. Of a layout's groups most trainers use few.
+    each takes some 0.3 GiB of a GPU. Most trainers use few of a layout's groups.
     """
+    require_initialised("process groups are created")
     whole = dist.group.WORLD
     assert whole is not None
     device, whole.bound_device_id = whole.bound_device_id, None

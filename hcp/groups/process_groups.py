@@ -213,9 +213,9 @@ class ProcessGroups(OfThisProcess):
         """Make another job layout of the same ranks, with CP groups of `size` and DP groups to fit.
 
         `hierarchical`: sizes of the levels of hierarchical CP, the innermost first, whose product
-        is `size`; their groups are `hierarchy`. By default as many as this layout has, of the same
-        sizes as far as they divide `size`: what a model holds of one layout is then replaced by the
-        other's.
+        is `size`; their groups are `hierarchy`. By default the new layout has as many levels as
+        this one. Each level takes the greatest common divisor of its old size and what is left, the
+        last one the rest. So `eval_cp_context` can replace each level.
 
         Creates the groups that differ (for the order tp-cp-dp-pp: cp, dp and tp_cp) and shares the
         others, and `transport`. Raises ValueError if dp * cp is not divisible by `size`, and if a

@@ -232,10 +232,11 @@ class CostModel:
         """Make a model of prices in floating-point operations of one decoder layer's forward pass.
 
         ``flops_per_byte``: the machine's compute rate over its exchange rate (default: 400 TFLOP/s
-        over 250 GB/s, as by NVLink); ``flops_per_byte_far``: the same in a group that spans nodes,
-        if that is more (50 GB/s), for plans that know ``ranks_per_node``. ``launch_flops``: the
-        operations that it could compute in the time that a micro-batch costs a layer, whatever it
-        holds (0.25 ms, as fitted to Megatron-Core's on H200s). SwiGLU is assumed (three matrices in
+        over 250 GB/s, as by NVLink). ``flops_per_byte_far``: the same in a group that spans nodes
+        (default: over 50 GB/s). It counts where a plan knows ``ranks_per_node``, and where it is
+        the larger of the two. ``launch_flops``: the operations that the machine could compute in
+        the time that every micro-batch costs a layer, whatever rows it holds (default: 0.25 ms,
+        which were fitted to layers of Megatron-Core on H200s). SwiGLU is assumed (three matrices in
         the feed-forward layer).
         """
         groups = num_query_groups or num_attention_heads
@@ -272,16 +273,21 @@ class CostModel:
         return PRESETS[name]
 
 
-def rates_of(device: str, transport: str, ranks_per_node: int | None) -> dict[str, int]:
-    """Return the rates of a machine for :meth:`CostModel.for_transformer`, as far as they can be
-    told from the type of its devices and the transport of its rows. A CPU core computes less than a
-    GPU in the time in which it sends a byte. GPUs that reach each other's memory exchange faster
-    than others."""
+def rates_of(device: str, ranks_per_node: int | None) -> dict[str, int]:
+    """Return the rates of a machine for :meth:`CostModel.for_transformer`, equal on all ranks of a
+    job. ``device``: the type of its devices. A CPU core computes less than a GPU in the time in
+    which it sends a byte. GPUs of one host are taken to exchange by NVLink. Where ranks are on
+    several hosts, and a plan does not know which, all of them are taken to exchange by a network.
+    """
     if device == "cpu":
         return {"flops_per_byte": 200, "flops_per_byte_far": 0, "launch_flops": 20_000_000}
-    if transport == "peer" or (transport == "mixed" and ranks_per_node):
-        return {}
-    return {"flops_per_byte": 8_000}
+    return {} if ranks_per_node or _are_on_one_host() else {"flops_per_byte": 8_000}
+
+
+def _are_on_one_host() -> bool:
+    """Whether the launcher says that all ranks of the job are on this host, as torchrun does."""
+    local = os.environ.get("LOCAL_WORLD_SIZE")
+    return local is not None and local == os.environ.get("WORLD_SIZE")
 
 
 FORMAT = "hcp cost model, version 1"

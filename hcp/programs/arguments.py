@@ -118,12 +118,11 @@ def cost_model(
     ranks_per_node: int | None = None,
 ) -> CostModel:
     """Return the costs of a model of these sizes on the groups' ranks."""
-    transport = groups.transport
     return CostModel.for_transformer(
         hidden_size=args.hidden_size,
         ffn_hidden_size=args.ffn_hidden_size,
         num_attention_heads=args.num_attention_heads,
         num_query_groups=args.num_query_groups,
         bytes_per_element=bytes_per_element,
-        **rates_of(transport.device.type, transport.name, ranks_per_node),
+        **rates_of(groups.transport.device.type, ranks_per_node),
     )

@@ -33,7 +33,7 @@ stopped device."""
 TIMEOUT = 8
 """Seconds of every group."""
 START, PATIENCE, ACROSS = 60, TIMEOUT + 12, 30
-"""Seconds after which no rank has died, after which the others hang, and that NCCL may take longer
+"""Seconds. After START no rank has died. After PATIENCE the others hang. NCCL may take ACROSS longer
 to end what it has connected across hosts."""
 
 

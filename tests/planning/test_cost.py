@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hcp
-from hcp.planning.cost import PRESETS, PRICES, TIMES, Table
+from hcp.planning.cost import PRESETS, PRICES, TIMES, Table, rates_of
 
 
 @given(
@@ -74,6 +74,47 @@ def test_a_unit_is_of_some_seconds(unit: float) -> None:
 def test_a_transformer_has_whole_heads(sizes: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         hcp.CostModel.for_transformer(**{"hidden_size": 8, "ffn_hidden_size": 8, **sizes})
+
+
+def for_transformer(**rates: int) -> hcp.CostModel:
+    return hcp.CostModel.for_transformer(
+        hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, num_query_groups=2, **rates
+    )
+
+
+def test_a_transformer_exchanges_faster_inside_a_node() -> None:
+    cost = for_transformer(flops_per_byte=10, flops_per_byte_far=30)
+    assert (cost.exchange, cost.exchange_far) == (10 * 2 * 32 * 2, 30 * 2 * 32 * 2)
+    assert for_transformer(flops_per_byte=30, flops_per_byte_far=30).exchange_far == 0
+
+
+@pytest.mark.parametrize(
+    ("local", "world", "ranks_per_node", "near"),
+    [
+        ("4", "4", None, True),
+        ("4", "8", None, False),
+        ("4", "8", 4, True),
+        (None, None, None, False),
+        (None, "8", 4, True),
+    ],
+)
+def test_gpus_exchange_by_nvlink_on_one_host_or_in_known_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+    local: str | None,
+    world: str | None,
+    ranks_per_node: int | None,
+    near: bool,
+) -> None:
+    for name, value in (("LOCAL_WORLD_SIZE", local), ("WORLD_SIZE", world)):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    cost = for_transformer(**rates_of("cuda", ranks_per_node))
+    network = for_transformer(flops_per_byte=8_000)
+    assert cost == (for_transformer() if near else network)
+    assert for_transformer().exchange < network.exchange
+    assert for_transformer(**rates_of("cpu", ranks_per_node)).exchange_far == 0
 
 
 # ---- files ---------------------------------------------------------------------------------------

@@ -31,7 +31,8 @@ def _arguments(attention: Any, pgs: ProcessGroups) -> tuple[Any, ...]:
         if len(levels) != 2:
             raise ValueError(
                 "cp_comm_type 'a2a+p2p' takes two levels of CP groups, and the layout has "
-                f"{len(levels)}: give with_context_parallel(hierarchical=[a2a, p2p])"
+                f"{len(levels)}: give build_process_groups or with_context_parallel "
+                "hierarchical=[a2a, p2p]"
             )
         group = list(levels)
     stream = getattr(attention, "cp_stream", None)

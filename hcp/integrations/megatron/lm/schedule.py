@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 import hcp
-from hcp.exchange.torch_p2p import TorchTransport
 from hcp.integrations.megatron import data, step
 from hcp.integrations.megatron.arguments import config_from_args
 from hcp.integrations.megatron.lm.logged import Writers, logged_losses, write_metrics
@@ -137,7 +136,7 @@ class PlannedSchedule:
             batches,
             config,
             groups,
-            cost=_cost(args, groups.transport, config.ranks_per_node),
+            cost=_cost(args, groups.transport.device.type, config.ranks_per_node),
             samples_of="dp",
             alignment=alignment,
             virtual_stages=args.virtual_pipeline_model_parallel_size or 1,
@@ -180,7 +179,7 @@ def groups_of_parallel_state() -> hcp.ProcessGroups:
     return hcp.ProcessGroups.from_existing(ProcessGroupCollection.use_mpu_process_groups())
 
 
-def _cost(args: Any, transport: TorchTransport, ranks_per_node: int | None) -> hcp.CostModel:
+def _cost(args: Any, device: str, ranks_per_node: int | None) -> hcp.CostModel:
     """Return the costs of one pipeline stage of the model."""
     heads = args.num_attention_heads
     return hcp.CostModel.for_transformer(
@@ -189,7 +188,7 @@ def _cost(args: Any, transport: TorchTransport, ranks_per_node: int | None) -> h
         num_attention_heads=heads,
         num_query_groups=args.num_query_groups if args.group_query_attention else heads,
         bytes_per_element=args.params_dtype.itemsize,
-        **rates_of(transport.device.type, transport.name, ranks_per_node),
+        **rates_of(device, ranks_per_node),
     )
 
 
