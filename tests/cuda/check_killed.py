@@ -33,8 +33,8 @@ stopped device."""
 TIMEOUT = 8
 """Seconds of every group."""
 START, PATIENCE, ACROSS = 60, TIMEOUT + 12, 30
-"""Seconds. After START no rank has died. After PATIENCE the others hang. NCCL may take ACROSS longer
-to end what it has connected across hosts."""
+"""Seconds. After START no rank has died. After PATIENCE the others hang. NCCL may take ACROSS
+longer to end what it has connected across hosts."""
 
 
 def main() -> int:
