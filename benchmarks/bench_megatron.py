@@ -202,7 +202,7 @@ def compare_all(
         outside = {"hcp": outside_torch(device) - before}
         torch.manual_seed(args.seed)
         model = build_model(args, device, collection, with_hcp=True)
-        ways = {"hcp": Way(Config(args.max_tokens_per_rank), sizes_cost(args, groups))}
+        ways = {"hcp": Way(Config(args.max_tokens_per_rank), sizes_cost(args, device))}
         job = Job(args, device, collection, groups, model, Gradients(model, groups), ways, outside)
         others = list(transformer_engines(job)) if device.type == "cuda" else []
         if set(args.hcp) - {"hcp"}:
@@ -232,9 +232,9 @@ def connected(
     return hcp.ProcessGroups.from_existing(collection, peer_buffer_bytes=needed)
 
 
-def sizes_cost(args: argparse.Namespace, groups: hcp.ProcessGroups) -> hcp.CostModel:
+def sizes_cost(args: argparse.Namespace, device: torch.device) -> hcp.CostModel:
     """Return the prices that a program of hcp's takes where it is given none."""
-    return cost_model(args, groups, 2 if groups.transport.device.type == "cuda" else 4)
+    return cost_model(args, device, bytes_per_element=2 if device.type == "cuda" else 4)
 
 
 def tuned(args: argparse.Namespace) -> Config:
@@ -793,7 +793,7 @@ def climb_one(
         if engine is None:
             groups = connected(args, collection, [ONE])
             config = Config(args.max_tokens_per_rank) if name == "hcp" else tuned(args)
-            own = replace(job, groups=groups, ways={name: Way(config, sizes_cost(args, groups))})
+            own = replace(job, groups=groups, ways={name: Way(config, sizes_cost(args, device))})
             plan = config.plan([args.tokens], own.ranks, own.ways[name].cost)
             batches = dispatched(own, config, plan, [args.tokens], 0)
             step = partial(run_step, own, model, batches, args.tokens)

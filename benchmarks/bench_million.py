@@ -389,12 +389,8 @@ def is_here(bench: Bench, name: str) -> bool:
 def obstacle_of(
     name: str, device: torch.device, args: argparse.Namespace, ranks: int
 ) -> str | None:
-    """Return the reason why Transformer Engine cannot run here, or None. Fewer key-value heads
-    than ranks end its "a2a" by a division by 0, and with it the process."""
-    heads, kv_heads = args.heads
-    if name == "te_a2a" and (heads % ranks or kv_heads % ranks):
-        return f"heads are {heads}:{kv_heads}, expected multiples of the {ranks} ranks"
-    return shipped.obstacle(name, device)
+    """Return the reason why Transformer Engine cannot run here, or None."""
+    return shipped.obstacle(name, device) or shipped.heads_obstacle(name, args.heads, ranks)
 
 
 def tried(bench: Bench, name: str, step: Callable[[], object]) -> bool:

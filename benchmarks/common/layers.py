@@ -65,7 +65,7 @@ def prices_of(sizes: Sizes, flops: float, rate: float) -> hcp.CostModel:
         num_query_groups=sizes.kv_heads,
         bytes_per_element=sizes.dtype.itemsize,
         flops_per_byte=max(1, round(flops / rate)),
-        launch_flops=10_000_000_000,  # of attention alone
+        launch_flops=10_000_000_000,  # as the pages of results were planned
     )
 
 

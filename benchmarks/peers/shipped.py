@@ -55,6 +55,14 @@ def obstacle(name: str, device: torch.device) -> str | None:
     return None
 
 
+def heads_obstacle(name: str, heads: Sequence[int], ranks: int) -> str | None:
+    """Return the reason why this attention cannot run with these numbers of heads over so many
+    ranks, or None. Transformer Engine's "a2a" ends its process by SIGFPE where ranks have none."""
+    if name == "te_a2a" and any(n % ranks for n in heads):
+        return f"heads are {':'.join(map(str, heads))}, expected multiples of the {ranks} ranks"
+    return None
+
+
 def takes(name: str, lengths: Sequence[int], device: torch.device) -> bool:
     if obstacle(name, device) is not None:
         return False

@@ -38,7 +38,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -94,6 +94,7 @@ SIZES = hcp.CostModel.for_transformer(
 FITTED = hcp.CostModel(
     pair=5755, token=84_271_090, exchange=4_163_629, launch=91_524_185_728, step=1_040_579_053
 )
+MEGATRON_4_COSTS = {"dynamic": SIZES, "dynamic, fitted": FITTED, "wave greedy": FITTED}
 """What these were planned by: prices that follow from the model's sizes, and those of the run."""
 PROFILED = {"attention": 0.206 + 0.549, "all else": 1.055}
 """Seconds of rank 0 in one step of P2 by hcp."""
@@ -271,25 +272,20 @@ def megatron_machine() -> Machine:
     return machine
 
 
-def megatron_on_4() -> Iterator[Row]:
-    machine = megatron_machine()
-    for family, rates in MEGATRON_4_STEPS.items():
-        lengths = batch_of(family, 4, 32_768, 262_144)
+def megatron(
+    ranks: int,
+    steps: Mapping[str, Mapping[str, int]],
+    machine: Machine,
+    costs: Mapping[str, hcp.CostModel] | None = None,
+) -> Iterator[Row]:
+    """``costs``: what contestants were planned by; the machine's prices where it is not said."""
+    for family, rates in steps.items():
+        lengths = batch_of(family, ranks, 32_768, 262_144)
         for name, rate in rates.items():
-            cost = SIZES if name == "dynamic" else FITTED
-            kind = name.partition(",")[0]
-            ((_, plan),) = contestants(lengths, 4, 32_768, cost, [kind])
+            cost = (costs or {}).get(name, machine.prices())
+            ((_, plan),) = contestants(lengths, ranks, 32_768, cost, [name.partition(",")[0]])
             simulated = sum(lengths) / replayed(plan, machine).seconds
             yield f"{family} {name}, tokens/s", rate, simulated
-
-
-def megatron() -> Iterator[Row]:
-    machine = megatron_machine()
-    for family, rates in MEGATRON_STEPS.items():
-        lengths = batch_of(family, 2, 32_768, 262_144)
-        for name, plan in contestants(lengths, 2, 32_768, machine.prices(), list(rates)):
-            simulated = sum(lengths) / replayed(plan, machine).seconds
-            yield f"{family} {name}, tokens/s", rates[name], simulated
 
 
 def of_rank_0(plan: hcp.Plan) -> tuple[float, float]:
@@ -349,13 +345,15 @@ def attended() -> Iterator[Row]:
 
 
 def print_check() -> None:
-    machine = training_machine()
+    machine, of_megatron = training_machine(), megatron_machine()
     print("prices of training, in seconds: " + in_words(machine))
     tables = {
         f"micro-batches alone, {CALIBRATED}": micro_batches(machine),
         f"training on 4 GPUs, {TRAINING}": trained(machine),
-        f"Megatron-Core on 2 GPUs, {MEGATRON}": megatron(),
-        f"Megatron-Core on 4 GPUs, {MEGATRON_4}": megatron_on_4(),
+        f"Megatron-Core on 2 GPUs, {MEGATRON}": megatron(2, MEGATRON_STEPS, of_megatron),
+        f"Megatron-Core on 4 GPUs, {MEGATRON_4}": megatron(
+            4, MEGATRON_4_STEPS, of_megatron, MEGATRON_4_COSTS
+        ),
         f"evaluation on 4 GPUs, {EVALUATION}": evaluated(),
         f"attention layers on 2, 4 and 8 GPUs, kernels of {KERNELS}": attended(),
     }

@@ -474,7 +474,7 @@ def run_demo(args: argparse.Namespace, device: torch.device) -> None:
     degree = args.config.static_degree(corpus.longest, args.ranks)
     groups = hcp.build_process_groups(tp=1, cp=degree, dp=args.ranks // degree, pp=1)
     bytes_per_element = {"float64": 8, "float32": 4, "bfloat16": 2}[args.dtype]
-    cost = cost_model(args, groups, bytes_per_element, args.config.ranks_per_node)
+    cost = cost_model(args, device, bytes_per_element, args.config.ranks_per_node)
     eval_size, why = choose_eval_size(args, corpus, degree, cost)
     eval_groups = groups.with_context_parallel(eval_size)
     parameters = sum(p.numel() for p in GPTModel(args, groups).parameters())

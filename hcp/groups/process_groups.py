@@ -223,13 +223,10 @@ class ProcessGroups(OfThisProcess):
         """
         with tell_others_of_errors():
             grid = resized(self.grid, size)
-            sizes = tuple(
-                levels_within(size, [level.size() for level in self._hierarchy])
-                if hierarchical is None
-                else hierarchical
-            )
-            check_levels(sizes, size)
-        agree_on_layout(grid, self._creator.own_parent, sizes)
+            if hierarchical is None:
+                hierarchical = levels_within(size, [level.size() for level in self._hierarchy])
+            check_levels(hierarchical, size)
+        agree_on_layout(grid, self._creator.own_parent, tuple(hierarchical))
         shared = [role for role in self.roles if grid.shares(self.grid, ROLES[role])]
         creator = self._creator.again()
         groups = {
@@ -238,7 +235,7 @@ class ProcessGroups(OfThisProcess):
         }
         origins = {role: SHARED if role in shared else CREATED for role in self.roles}
         origins["transport"] = SHARED
-        levels = creator.create_levels(grid, sizes)
+        levels = creator.create_levels(grid, hierarchical)
         origins |= {f"hcp[{i}]": CREATED for i in range(len(levels))}
         return ProcessGroups(
             groups, origins, self.transport, grid, creator, None, levels, self._planning

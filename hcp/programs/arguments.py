@@ -11,7 +11,7 @@ from hcp.planning.cost import CostModel, rates_of
 from hcp.planning.limits import rows_up_to
 
 if TYPE_CHECKING:  # --help needs no torch
-    from hcp.groups.process_groups import ProcessGroups
+    import torch
 
 DTYPES = ("float32", "float64", "bfloat16")
 
@@ -113,16 +113,16 @@ def check_model(args: argparse.Namespace) -> None:
 
 def cost_model(
     args: argparse.Namespace,
-    groups: ProcessGroups,
+    device: torch.device,
     bytes_per_element: int,
     ranks_per_node: int | None = None,
 ) -> CostModel:
-    """Return the costs of a model of these sizes on the groups' ranks."""
+    """Return the costs of a model of these sizes on devices of this type."""
     return CostModel.for_transformer(
         hidden_size=args.hidden_size,
         ffn_hidden_size=args.ffn_hidden_size,
         num_attention_heads=args.num_attention_heads,
         num_query_groups=args.num_query_groups,
         bytes_per_element=bytes_per_element,
-        **rates_of(groups.transport.device.type, ranks_per_node),
+        **rates_of(device.type, ranks_per_node),
     )

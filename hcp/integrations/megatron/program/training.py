@@ -438,7 +438,7 @@ def start_job(args: argparse.Namespace, device: torch.device) -> Job:
     torch.manual_seed(args.seed)
     collection = ProcessGroupCollection.use_mpu_process_groups()
     groups = hcp.ProcessGroups.from_existing(collection)
-    cost = cost_model(args, groups, 2 if args.bf16 else 4, args.config.ranks_per_node)
+    cost = cost_model(args, device, 2 if args.bf16 else 4, args.config.ranks_per_node)
     return Job(args, device, collection, groups, cost)
 
 
