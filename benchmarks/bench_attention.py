@@ -267,9 +267,7 @@ class Bench:
         names = [
             name
             for name in shipped.TRANSFORMER_ENGINE
-            if name in self.args.peers
-            and shipped.takes(name, cut, device)
-            and not shipped.heads_obstacle(name, self.sizes[:2], self.ranks)
+            if name in self.args.peers and shipped.takes(name, cut, device)
         ]
         if names and cut != whole.lengths:
             whole = self._whole(cut)
@@ -495,10 +493,7 @@ def print_head(bench: Bench, packs: dict[str, list[int]]) -> None:
     for name, lengths in packs.items():
         print(f"{name}: {brief(lengths)}")
     for peer in shipped.MODULES:
-        if obstacle := (
-            shipped.obstacle(peer, bench.sizes.device)
-            or shipped.heads_obstacle(peer, bench.sizes[:2], bench.ranks)
-        ):
+        if obstacle := shipped.obstacle(peer, bench.sizes.device):
             print(f"without {peer}: {obstacle}")
     print(f"\n| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
 
