@@ -56,7 +56,8 @@ class TorchTransport:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.global_ranks: Sequence[int] = dist.get_process_group_ranks(group)
-        nccl = dist.get_backend(group) == "nccl"
+        # Of a group with several backends too: "cpu:gloo,cuda:nccl", or none named.
+        nccl = "cuda:nccl" in str(dist.get_backend_config(group))
         self.device = torch.device("cuda", torch.cuda.current_device()) if nccl else _CPU
         self.key = register(self)
         self.steps: Iterator[int] = itertools.count(1)

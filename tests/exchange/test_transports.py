@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.ranks import RankError, run_ranks, try_ranks
 
 import hcp
 from hcp.exchange import connect as transports
 from hcp.exchange.connect import _obstacle, nodes_of
+from hcp.exchange.torch_p2p import TorchTransport
 
 
 def transport_of(rank: int, size: int, name: str) -> str:
@@ -217,3 +219,24 @@ def test_the_first_rank_says_what_auto_picked() -> None:
         "since rank 0 has no GPU in this group: its backend is not NCCL"
     ]
     assert second == []
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"),
+    [
+        ("cpu:gloo,cuda:nccl", "cuda:0"),  # also what torch takes where none is named
+        ("cuda:nccl", "cuda:0"),
+        ("cpu:gloo,cuda:gloo", "cpu"),
+        ("cpu:gloo", "cpu"),
+    ],
+)
+def test_rows_lie_on_gpus_where_a_group_has_nccl_for_them(
+    backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(dist, "get_backend_config", lambda group: backend)
+        assert str(TorchTransport(dist.new_group()).device) == device
+    finally:
+        dist.destroy_process_group()

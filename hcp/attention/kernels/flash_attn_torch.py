@@ -17,7 +17,16 @@ from hcp.attention.kernels import (
     in_packs,
     nan_for_infinity,
 )
-from hcp.attention.kernels.shapes import backward_columns, head_size, narrowed, widened
+from hcp.attention.kernels.shapes import (
+    LSE_COLUMNS,
+    backward_columns,
+    head_size,
+    narrowed,
+    widened,
+)
+
+MOST_HEAD_SIZE = 256
+"""The largest head size of FlashAttention-2."""
 
 
 class Flash2:
@@ -60,10 +69,31 @@ class Flash2:
         lse: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if grad_lse is not None and head_size(query, value, LSE_COLUMNS) > MOST_HEAD_SIZE:
+            return self._in_two(launch, grad_out, grad_lse, query, key, value, out, lse, scale)
         grad_out, *rows = backward_columns(grad_out, grad_lse, query, key, value, out)
         heads_first = lse.transpose(0, 1).contiguous()
         grads = self.run_backward(launch, grad_out.contiguous(), rows, heads_first, scale)
         return narrowed(grads, query, value)
+
+    def _in_two(
+        self,
+        launch: Launch,
+        grad_out: Tensor,
+        grad_lse: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients where values leave no columns for grad_lse: those of the output, and those
+        of the log-sum-exp with values that are 0 and narrow."""
+        of_out = self.backward(launch, grad_out, None, query, key, value, out, lse, scale)
+        values, outs = (x.new_zeros(*x.shape[:2], 8) for x in (value, out))
+        of_lse = self.backward(launch, outs, grad_lse, query, key, values, outs, lse, scale)
+        return of_out[0] + of_lse[0], of_out[1] + of_lse[1], of_out[2]
 
     def run_backward(
         self, launch: Launch, grad_out: Tensor, rows: Sequence[Tensor], lse: Tensor, scale: float
@@ -89,6 +119,9 @@ class Flash2:
     def pack(launch: Launch, query: Tensor) -> tuple[Tensor, Tensor, int, int]:
         """cu_seqlens of queries and keys, and the longest of each."""
         longest_query, longest_key = launch.longest
+        # For a longest of one query it would fold the heads of a group into rows, and expect a
+        # query of each sequence: a pack has sequences without any.
+        longest_query = max(longest_query, 2)
         left, right = launch.window
         if left >= 0 or right > 0:
             # It takes the longest keys for a bound that nothing passes, though with more queries

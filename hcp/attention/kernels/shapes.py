@@ -14,11 +14,11 @@ from torch import Tensor
 
 
 def head_size(query: Tensor, value: Tensor, extra: int = 0) -> int:
-    """The head size that holds both and ``extra`` columns, rounded up unless it is D = E."""
-    size = max(query.shape[2], value.shape[2])
+    """The head size that holds both, and ``extra`` columns beyond those of the values. Rounded up
+    unless it is D = E."""
     if query.shape[2] == value.shape[2] and extra == 0:
-        return size
-    return -(-(size + extra) // 8) * 8
+        return query.shape[2]
+    return -(-max(query.shape[2], value.shape[2] + extra) // 8) * 8
 
 
 def widened(rows: Tensor, size: int) -> Tensor:
