@@ -20,6 +20,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from random import Random
@@ -321,12 +322,14 @@ class Gpus:
         return self._groups[transport]
 
     def _begin_anew(self, transport: str) -> None:
+        """Close the groups of a case that failed, once no device reads from another any more."""
         groups = self._groups.pop(transport, None)
+        with suppress(RuntimeError):  # the exchange that this rank's device waited for
+            torch.cuda.synchronize()
+        dist.barrier(group=self._tell)
         if groups is not None:
-            try:
+            with suppress(HcpError):
                 groups.close()
-            except HcpError as error:
-                print(f"close: {error}", flush=True)
 
 
 def _told(error: Exception) -> str:
