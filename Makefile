@@ -1,5 +1,6 @@
 # hcp on a machine with Python 3.11 or later, gcc, g++ and make: everything else is installed into
-# the active virtual environment, or into .venv when none is active.
+# the active virtual environment, or into .venv when none is active, and nothing that a target does
+# without.
 
 .DEFAULT_GOAL := help
 
@@ -8,12 +9,13 @@ TORCH   ?= torch==2.13.0
 MEGATRON ?= megatron-core==0.16.1
 WORKERS ?= 2
 ARGS    ?=
-EXTRAS  ?= demo,test
+# Kernels for GPUs take minutes to compile: they are compiled where there is a driver, or for CUDA=1.
+CUDA    ?= $(if $(shell command -v nvidia-smi)$(wildcard /proc/driver/nvidia/version),1)
 
-# Trainers whose tests make test leaves out. Each is an extra of pyproject.toml, gets an environment
-# .venv-NAME-EDGE of its own, and runs tests/integrations/test_NAME.py and the documents of that
-# name.
-TRAINERS ?= bridge deepspeed lightning megatron_lm torchtitan transformers verl
+# Trainers whose tests make test leaves out. Each gets an environment .venv-NAME-EDGE of its own, and
+# runs its files of tests/integrations and the documents of that name. One without a target below is
+# an extra of pyproject.toml.
+TRAINERS ?= accelerate bridge deepspeed lightning megatron megatron_lm torchtitan transformers verl
 
 VENV := $(or $(VIRTUAL_ENV),.venv)
 PY   := $(VENV)/bin/python
@@ -21,23 +23,25 @@ PY   := $(VENV)/bin/python
 BUILT_FROM := setup.py pyproject.toml MANIFEST.in $(shell find csrc -type f -name '*.[ch]*')
 LIBRARIES  := hcp/_core.abi3.so hcp/_ops.abi3.so
 
-# Installs what an extra requires, without building hcp again.
-install_extra = $(PY) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(1)'], sep='\n')" | \
-  $(PY) -m pip install --quiet --requirement /dev/stdin
+# pip says nothing but errors.
+install = $(1)/bin/python -m pip install --disable-pip-version-check --root-user-action=ignore -qq
+INSTALL = $(call install,$(VENV))
 
-# What is installed is noted in the environment itself, with the tree it was installed from.
+# What is installed is noted in the environment itself: hcp with the tree that it was installed from
+# and whether it has kernels for GPUs, and each extra of pyproject.toml.
 READY := $(VENV)/.hcp-ready
-TOOLS := $(VENV)/.hcp-tools
-ifneq ($(shell cat $(READY) 2>/dev/null) $(words $(wildcard $(LIBRARIES))),$(CURDIR) 2)
+WITH  := $(VENV)/.hcp-with-
+ifneq ($(shell cat $(READY) 2>/dev/null) $(words $(wildcard $(LIBRARIES))),$(CURDIR) CUDA=$(CUDA) 2)
 $(READY): FORCE
 endif
 
-.PHONY: help setup tools demo test test-clang test-long test-matrix test-trainers test-trainer-transformers sweep-transformers check format docs docs-links wheel sdist clean FORCE
+.PHONY: help setup setup-test tools demo test test-clang test-long test-matrix test-trainers test-trainer-transformers sweep-transformers check format docs docs-links wheel sdist clean FORCE
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo        train a small model with context parallelism on this machine"
-	@echo "make test        all tests but the long ones; WORKERS=$(WORKERS) processes, ARGS='-k plan' for some"
+	@echo "make test        the core's tests, with half of attention's cases, drawn by the day;"
+	@echo "                 WORKERS=$(WORKERS) processes, ARGS='-k plan' for some of them"
 	@echo "make test-clang  the planner's tests and the operators' with a hcp that clang built"
 	@echo "make test-long   the exhaustive tests"
 	@echo "make test-trainers  tests of trainers in environments of their own: $(TRAINERS)"
@@ -47,30 +51,36 @@ help:
 	@echo "make wheel       a wheel for other machines, in dist/; NVCC= for one without CUDA kernels"
 	@echo "make sdist       the source distribution, in dist/"
 	@echo "make test-matrix  try that wheel with torch $(TORCHES) and every Python here"
-	@echo "make check       compiler warnings, formatting, lints, types, stubs"
+	@echo "make check       compiler warnings, formatting, lints, types, stubs, documents, layers"
 	@echo "make format      write Python and C as make check wants them"
-	@echo "make setup       only install; TORCH='torch==2.12.0' for another torch than $(TORCH)"
+	@echo "make setup       only install; TORCH='torch==2.12.0' for another torch than $(TORCH),"
+	@echo "                 CUDA=1 for kernels of GPUs where no driver is"
 	@echo "make clean       remove what was built; .venv stays"
 
 setup: $(READY)
 
-demo: $(READY)
-	$(PY) -m hcp demo $(ARGS)
+demo: $(READY) $(WITH)demo
+	@echo "Training for about a minute on 4 ranks: static CP, then dynamic CP"
+	@$(PY) -m hcp demo $(ARGS)
 
-# A file's tests run in one process: they share ranks, and what the module computes once.
-BY_FILE = --dist loadfile --no-loadscope-reorder
-test: $(READY)
-	$(PY) -m pytest -n $(WORKERS) $(BY_FILE) $(ARGS)
+# The tests of the core. Those of a file run in one process: they share ranks, and what the module
+# computes once.
+CORE = $(addprefix tests/,attention evaluation exchange groups megatron_style planning programs \
+  rebinding step project/test_c.py)
+RUN  = $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+setup-test: $(READY) $(WITH)demo $(WITH)test
+test: setup-test
+	$(RUN) $(if $(findstring tests/,$(ARGS)),,$(CORE) --grid half) $(ARGS)
 
 # hcp as pip builds it where gcc is not, in a folder that Python looks into before the tree.
 CLANG_TESTS = tests/planning/test_plan.py tests/planning/test_planner.py tests/planning/test_pipeline.py tests/exchange/test_ops.py
-test-clang: $(READY)
+test-clang: setup-test
 	@command -v clang++ >/dev/null || { echo "clang is not on PATH: install it first" >&2; exit 1; }
 	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && echo "Building hcp with clang" && \
 	  CC=clang CXX=clang++ NVCC= $(PY) setup.py --quiet build --build-lib "$$folder" >/dev/null && \
 	  PYTHONPATH="$$folder" $(VENV)/bin/pytest -n $(WORKERS) $(CLANG_TESTS) $(ARGS)
 
-test-long: $(READY)
+test-long: setup-test
 	$(PY) -m pytest -n $(WORKERS) -m long --timeout 3600 $(ARGS)
 
 # ---- Trainers -----------------------------------------------------------------------------------
@@ -81,79 +91,91 @@ test-trainers: $(TRAINERS:%=test-trainer-%)
 EDGE ?= newest
 OLDEST_accelerate = accelerate==1.15.0
 OLDEST_lightning = lightning==2.6.0
+test-trainer-%: TRAINER = $(CURDIR)/.venv-$*-$(EDGE)
 test-trainer-%: FORCE
-	$(MAKE) setup VIRTUAL_ENV=$(CURDIR)/.venv-$*-$(EDGE) EXTRAS=$(EXTRAS),$*
-	$(if $(filter oldest,$(EDGE)),$(CURDIR)/.venv-$*-$(EDGE)/bin/python -m pip install --quiet $(OLDEST_$*))
-	$(MAKE) test VIRTUAL_ENV=$(CURDIR)/.venv-$*-$(EDGE) EXTRAS=$(EXTRAS),$* \
+	$(MAKE) setup-test $(TRAINER)/.hcp-with-$* VIRTUAL_ENV=$(TRAINER)
+	$(if $(filter oldest,$(EDGE)),$(call install,$(TRAINER)) $(OLDEST_$*))
+	$(MAKE) test VIRTUAL_ENV=$(TRAINER) \
 	  ARGS="tests/integrations/test_$*.py tests/project/test_docs.py -k $* $(ARGS)"
 
 # TRL and what it needs, and every causal architecture of Transformers. EDGE=oldest takes the oldest
-# versions that pyproject.toml allows, whose table is not the guide's.
-TRANSFORMERS = $(CURDIR)/.venv-transformers-$(EDGE)
+# versions that pyproject.toml allows, whose table is not the guide's. SWEEP= leaves the table out.
 TRANSFORMERS_oldest = transformers==5.17.0 accelerate==1.15.0
 TRANSFORMERS_newest = transformers==5.23.0 accelerate==1.15.0
+SWEEP ?= 1
 SWEEP_oldest =
 SWEEP_newest = --check
+test-trainer-transformers: TRAINER = $(CURDIR)/.venv-transformers-$(EDGE)
 test-trainer-transformers: FORCE
-	$(MAKE) setup VIRTUAL_ENV=$(TRANSFORMERS) EXTRAS=$(EXTRAS),trl
-	$(TRANSFORMERS)/bin/python -m pip install --quiet $(TRANSFORMERS_$(EDGE))
-	PYTHONPATH=$(CURDIR)/tests $(TRANSFORMERS)/bin/python -m pytest -n $(WORKERS) $(BY_FILE) \
-	  tests/integrations/test_transformers.py tests/integrations/test_transformers_images.py tests/integrations/test_trl.py tests/project/test_docs.py -k "transformers or trl" $(ARGS)
-	PYTHONPATH=$(CURDIR)/tests $(TRANSFORMERS)/bin/python -m support.sweep $(SWEEP_$(EDGE))
+	$(MAKE) setup-test $(TRAINER)/.hcp-with-trl VIRTUAL_ENV=$(TRAINER)
+	$(call install,$(TRAINER)) $(TRANSFORMERS_$(EDGE))
+	$(MAKE) test VIRTUAL_ENV=$(TRAINER) ARGS="$(OF_TRANSFORMERS) tests/integrations/test_trl.py \
+	  tests/project/test_docs.py -k 'not test_docs or transformers or trl' $(ARGS)"
+	$(if $(SWEEP),PYTHONPATH=$(CURDIR)/tests $(TRAINER)/bin/python -m support.sweep $(SWEEP_$(EDGE)))
+OF_TRANSFORMERS = $(wildcard tests/integrations/test_transformers*.py) \
+  $(addprefix tests/integrations/,test_integrations.py test_recurrent.py test_rotary.py)
 
-sweep-transformers: $(READY)
+sweep-transformers: setup-test $(WITH)transformers
 	PYTHONPATH=$(CURDIR)/tests $(PY) -m support.sweep --write
 
+# The oldest Megatron-Core that hcp takes, and the one that Python 3.11 gets.
+test-trainer-megatron: TRAINER = $(CURDIR)/.venv-megatron
+test-trainer-megatron: FORCE
+	$(MAKE) setup-test VIRTUAL_ENV=$(TRAINER)
+	$(call install,$(TRAINER)) $(MEGATRON)
+	$(MAKE) test VIRTUAL_ENV=$(TRAINER) ARGS="$(OF_MEGATRON) tests/megatron_style/test_packed.py \
+	  tests/project/test_docs.py -k 'not test_docs or megatron' $(ARGS)"
+OF_MEGATRON = $(addprefix tests/integrations/test_,megatron.py megatron_data.py \
+  megatron_layers.py megatron_training.py bridge.py)
+
 # Its own requirements would replace torch: it is installed beside it, not as an extra.
-test-trainer-torchtitan: TITAN = $(CURDIR)/.venv-torchtitan
+test-trainer-torchtitan: TRAINER = $(CURDIR)/.venv-torchtitan
 test-trainer-torchtitan: FORCE
-	$(MAKE) setup VIRTUAL_ENV=$(TITAN)
-	$(TITAN)/bin/python -m pip install --quiet torchtitan==0.3.0
-	$(TITAN)/bin/python -m pip install --quiet --no-deps triton==3.7.1
-	PYTHONPATH=$(CURDIR)/tests $(TITAN)/bin/python -m pytest tests/integrations/test_torchtitan.py tests/project/test_docs.py -k torchtitan $(ARGS)
+	$(MAKE) setup-test VIRTUAL_ENV=$(TRAINER)
+	$(call install,$(TRAINER)) torchtitan==0.3.0
+	$(call install,$(TRAINER)) --no-deps triton==3.7.1
+	$(MAKE) test WORKERS=0 VIRTUAL_ENV=$(TRAINER) ARGS="tests/integrations/test_torchtitan.py tests/project/test_docs.py -k torchtitan $(ARGS)"
 
 # The wheel of Megatron-LM's training code asks for Python 3.12, and for what a GPU needs.
-test-trainer-megatron_lm: LM = $(CURDIR)/.venv-megatron_lm
+test-trainer-megatron_lm: TRAINER = $(CURDIR)/.venv-megatron_lm
 test-trainer-megatron_lm: FORCE
-	$(MAKE) setup VIRTUAL_ENV=$(LM)
-	$(LM)/bin/python -m pip install --quiet einops omegaconf
-	$(LM)/bin/python -m pip install --quiet --no-deps triton==3.7.1
-	$(LM)/bin/python -m pip install --quiet --no-deps --ignore-requires-python megatron-core==0.19.2
-	PYTHONPATH=$(CURDIR)/tests $(LM)/bin/python -m pytest tests/integrations/test_megatron_lm.py $(ARGS)
+	$(MAKE) setup-test VIRTUAL_ENV=$(TRAINER)
+	$(call install,$(TRAINER)) einops omegaconf
+	$(call install,$(TRAINER)) --no-deps triton==3.7.1
+	$(call install,$(TRAINER)) --no-deps --ignore-requires-python megatron-core==0.19.2
+	$(MAKE) test WORKERS=0 VIRTUAL_ENV=$(TRAINER) ARGS="tests/integrations/test_megatron_lm.py $(ARGS)"
 
 # Its own requirements would replace torch and numpy. What its single_controller imports is
 # installed.
 VERL_NEEDS = 'tensordict<=0.10.0,!=0.9.0' 'ray>=2.41' codetiming dill hydra-core pyvers \
   importlib_metadata cloudpickle orjson pandas
-test-trainer-verl: VERL = $(CURDIR)/.venv-verl
+test-trainer-verl: TRAINER = $(CURDIR)/.venv-verl
 test-trainer-verl: FORCE
-	$(MAKE) setup VIRTUAL_ENV=$(VERL)
-	$(VERL)/bin/python -m pip install --quiet --no-deps verl==0.9.1
-	$(VERL)/bin/python -m pip install --quiet $(VERL_NEEDS)
-	PYTHONPATH=$(CURDIR)/tests $(VERL)/bin/python -m pytest tests/integrations/test_rl.py tests/project/test_docs.py -k "rl.md or test_rl" $(ARGS)
+	$(MAKE) setup-test VIRTUAL_ENV=$(TRAINER)
+	$(call install,$(TRAINER)) --no-deps verl==0.9.1
+	$(call install,$(TRAINER)) $(VERL_NEEDS)
+	$(MAKE) test WORKERS=0 VIRTUAL_ENV=$(TRAINER) ARGS="tests/integrations/test_rl.py tests/project/test_docs.py -k 'rl.md or test_rl' $(ARGS)"
 
 # Its own requirements would replace torch, and Megatron-Core's wheel wants a later Python: both are
 # installed without what they require, which tests/support/bridge.py does without.
-test-trainer-bridge: BRIDGE = $(CURDIR)/.venv-bridge
+test-trainer-bridge: TRAINER = $(CURDIR)/.venv-bridge
 test-trainer-bridge: FORCE
-	$(MAKE) setup VIRTUAL_ENV=$(BRIDGE)
-	$(BRIDGE)/bin/python -m pip install --quiet 'transformers>=5.8,<=5.12.1' peft datasets omegaconf \
+	$(MAKE) setup-test VIRTUAL_ENV=$(TRAINER)
+	$(call install,$(TRAINER)) 'transformers>=5.8,<=5.12.1' peft datasets omegaconf \
 	  'hydra-core<1.4' einops rich six regex tensorboard
-	$(BRIDGE)/bin/python -m pip install --quiet --no-deps --ignore-requires-python triton==3.7.1 \
+	$(call install,$(TRAINER)) --no-deps --ignore-requires-python triton==3.7.1 \
 	  megatron-core==0.19.2 megatron-bridge==0.6.2
-	PYTHONPATH=$(CURDIR)/tests $(BRIDGE)/bin/python -m pytest tests/integrations/test_bridge_pretrain.py $(ARGS)
+	$(MAKE) test WORKERS=0 VIRTUAL_ENV=$(TRAINER) ARGS="tests/integrations/test_bridge_pretrain.py $(ARGS)"
 
 # ---- Documentation ------------------------------------------------------------------------------
 
 # A link that leads nowhere, and a page that no other one leads to, are errors.
-docs: $(READY)
-	@$(call install_extra,docs)
+docs: $(READY) $(WITH)docs
 	$(PY) -m sphinx -E -W --keep-going --quiet -c docs -b html . build/site
 	@echo "build/site/index.html"
 
 # Whether addresses outside still answer. It needs the network.
-docs-links: $(READY)
-	@$(call install_extra,docs)
+docs-links: $(READY) $(WITH)docs
 	$(PY) -m sphinx -E --keep-going --quiet -c docs -b linkcheck . build/links
 
 # ---- Wheels -------------------------------------------------------------------------------------
@@ -167,9 +189,9 @@ CUDA_TOOLS  = nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13
 wheel: WHEEL = $(CURDIR)/.venv-wheel
 wheel: FORCE
 	$(MAKE) $(WHEEL)/bin/python VIRTUAL_ENV=$(WHEEL)
-	$(WHEEL)/bin/python -c 'import torch' 2>/dev/null || $(WHEEL)/bin/python -m pip install --quiet $(TORCH)
-	$(WHEEL)/bin/python -m pip install --quiet $(WHEEL_TOOLS)
-	$(if $(filter undefined,$(origin NVCC)),$(WHEEL)/bin/python -m pip install --quiet --no-deps $(CUDA_TOOLS))
+	$(WHEEL)/bin/python -c 'import torch' 2>/dev/null || $(call install,$(WHEEL)) $(TORCH)
+	$(call install,$(WHEEL)) $(WHEEL_TOOLS)
+	$(if $(filter undefined,$(origin NVCC)),$(call install,$(WHEEL)) --no-deps $(CUDA_TOOLS))
 	rm -rf dist
 	cuda=$$(echo $(WHEEL)/lib/python3.*/site-packages/nvidia/cu13); \
 	  LDSHARED="$(WHEEL)/bin/python -m ziglang cc -target $(shell uname -m)-linux-gnu.$(GLIBC) -shared" \
@@ -184,7 +206,7 @@ wheel: FORCE
 
 sdist: $(READY)
 	rm -rf dist
-	$(PY) -m pip install --quiet build
+	$(INSTALL) build
 	$(PY) -m build --sdist --no-isolation --outdir dist .
 
 # TORCHES='2.11.0 2.12.1' and PYTHONS='python3.12' choose others. Without PYTHONS, it takes each
@@ -202,7 +224,7 @@ $(PY):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "$(PYTHON) is `$(PYTHON) --version 2>&1`, expected Python 3.11 or later: make PYTHON=..." >&2; exit 1; }
 	@test ! -e $(VENV) || { echo "$(VENV) exists without bin/python: remove it first" >&2; exit 1; }
-	@echo "Creating $(VENV)"
+	@echo "Making the environment $(VENV), 5 seconds"
 	@trap 'status=$$?; test $$status -eq 0 || rm -rf $(VENV); exit $$status' EXIT; trap 'exit 130' INT TERM; \
 	  $(PYTHON) -m venv $(VENV) || { \
 	  echo "$(PYTHON) -m venv failed: install its venv module (python3-venv in some systems)" >&2; exit 1; }
@@ -210,15 +232,18 @@ $(PY):
 $(READY): $(BUILT_FROM) | $(PY)
 	@rm -f $@
 	@$(PY) -c 'import torch' 2>/dev/null || { \
-	  echo "Installing $(TORCH) into $(VENV)"; \
-	  $(PY) -m pip install $(TORCH) && $(PY) -c 'import torch'; } || { \
+	  echo "Installing $(TORCH), half a minute after its download of 0.2 GB (for CPUs) to 3 GB"; \
+	  $(INSTALL) $(TORCH) && $(PY) -c 'import torch'; } || { \
 	  echo "$(TORCH) could not be installed into $(VENV); name another with make TORCH='torch==...'," \
 	    "2.10 or later, or install torch there yourself" >&2; exit 1; }
-	@echo "Building hcp into $(VENV)"
-	@$(PY) -m pip install --quiet --editable '.[$(EXTRAS)]'
-	@$(PY) -m pip install --quiet $(MEGATRON) || \
-	  echo "$(MEGATRON) could not be installed: its tests are skipped" >&2
-	@echo '$(CURDIR)' > $@
+	@echo "Compiling hcp, $(if $(CUDA),3 minutes on 2 cores with kernels for GPUs,1 minute on 2 cores; kernels for GPUs only with CUDA=1)"
+	@$(if $(or $(CUDA),$(filter-out undefined,$(origin NVCC))),,NVCC=) $(INSTALL) --editable .
+	@echo '$(CURDIR) CUDA=$(CUDA)' > $@
+
+$(WITH)%: pyproject.toml | $(READY)
+	@echo "Installing what make $* needs, 10 seconds"
+	@$(PY) .github/extras.py $* | $(INSTALL) --requirement /dev/stdin
+	@touch $@
 
 # ---- Checks --------------------------------------------------------------------------------------
 
@@ -234,16 +259,13 @@ TIDY_CHECKS   = -*,bugprone-*,-bugprone-easily-swappable-parameters,-bugprone-si
 CLANG_FLAGS   = -std=c11 -Icsrc/include -isystem $(shell gcc -print-file-name=include) \
                 -isystem $(shell $(PY) -c 'import sysconfig; print(sysconfig.get_path("include"))')
 
-$(TOOLS): pyproject.toml $(READY)
-	@$(call install_extra,check) && touch $@
-
-format: $(TOOLS)
+format: $(READY) $(WITH)check
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/clang-format -i $(FORMATTED)
 
-tools: $(TOOLS)
+tools: $(READY) $(WITH)check
 
-check: $(TOOLS)
+check: setup-test $(WITH)check
 	@echo "Compiling with warnings as errors"
 	@CFLAGS="$(CFLAGS) -Werror" CXXFLAGS="$(CXXFLAGS) -Werror" $(PY) setup.py --quiet build_ext >/dev/null
 	$(VENV)/bin/ruff format --check .
@@ -256,6 +278,7 @@ check: $(TOOLS)
 	  --warnings-as-errors='*' --checks='$(TIDY_CHECKS)' FILE -- $(CLANG_FLAGS)
 	$(VENV)/bin/cppcheck --quiet --std=c11 --language=c --error-exitcode=1 --inline-suppr \
 	  --enable=warning,performance,portability --suppress=missingIncludeSystem -Icsrc/include csrc/core csrc/cpu csrc/nccl
+	$(RUN) tests/project --ignore=tests/project/test_c.py
 
 clean:
 	rm -rf build dist hcp_torch.egg-info $(LIBRARIES) .pytest_cache .mypy_cache .ruff_cache .hypothesis

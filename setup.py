@@ -27,6 +27,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -36,6 +37,9 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.dist_info import dist_info
 
 OLDEST_TORCH = (2, 10)
+
+NOTE = Path("hcp/_built_from.txt")
+"""Beside the libraries in the tree: digests of what they were made from, and of themselves."""
 
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wshadow"]
 COMMON = ["-O3", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", *WARNINGS, "-Icsrc/include"]
@@ -170,6 +174,7 @@ class Toolchain:
             print("nvcc is neither on PATH nor in CUDA_HOME: hcp is built without CUDA kernels")
         python = find_python_headers()
         torch = find_torch()
+        self.torch_version = (torch / "version.py").read_text()
         self.torch_libraries = torch / "lib"
         # Of libtorch's headers only the stable ABI is used, down to the oldest torch.
         oldest = f"0x{OLDEST_TORCH[0]:02x}{OLDEST_TORCH[1]:02x}000000000000"
@@ -192,6 +197,29 @@ class Toolchain:
 
     def builds(self, source: str) -> bool:
         return self.nvcc is not None or not is_for_cuda(source)
+
+    def digest(self, libraries: list[Extension]) -> str:
+        """Of all that the libraries are made from. Python's headers of every version give the same
+        binary."""
+        commands = [
+            shlex.join(
+                word for word in self.compile_command(source, Path()) if "-isystem" not in word
+            )
+            for library in libraries
+            for source in library.sources
+            if self.builds(source)
+        ]
+        compilers = [*filter(None, (self.cc, self.cxx, self.nvcc))]
+        versions = [
+            subprocess.run([*command, "--version"], capture_output=True).stdout
+            for command in compilers
+        ]
+        files = [Path("setup.py"), *sorted(path for path in Path("csrc").rglob("*.*"))]
+        linked = [environment_flags(name) for name in ("LDSHARED", "LDFLAGS")]
+        words = [*commands, *map(str, linked), *map(str, files), self.torch_version]
+        return digest_of(
+            [*(w.encode() for w in words), *versions, *(file.read_bytes() for file in files)]
+        )
 
     def compile_command(self, source: str, output: Path) -> list[str]:
         if source.endswith(".cu"):
@@ -224,6 +252,13 @@ def core_hash() -> str:
         for path in sorted(Path("csrc", folder).rglob("*.[ch]")):
             digest.update(str(path).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def digest_of(parts: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
 
 
 def is_for_cuda(source: str) -> bool:
@@ -264,7 +299,27 @@ class CheckedMetadata(dist_info):
 
 
 class BuildLibraries(build_ext):
-    """Compiles each source once, side by side, and links both libraries when all have compiled."""
+    """Compiles each source once, side by side, and links both libraries when all have compiled.
+
+    An editable install leaves them in the tree, with a note of what they were made from: a second
+    environment takes them as they are.
+    """
+
+    def run(self) -> None:
+        if not self.inplace:
+            super().run()
+            return
+        inputs = Toolchain().digest(self.extensions)
+        if NOTE.exists() and NOTE.read_text() == f"{inputs} {self.libraries_in_tree()}":
+            print("Both libraries in the tree are those of these sources and compilers")
+            return
+        super().run()
+        NOTE.write_text(f"{inputs} {self.libraries_in_tree()}")
+
+    def libraries_in_tree(self) -> str:
+        """A digest of the libraries that editable installs share."""
+        files = [Path("hcp", Path(self.get_ext_filename(x.name)).name) for x in self.extensions]
+        return digest_of([file.read_bytes() if file.exists() else b"" for file in files])
 
     def build_extensions(self) -> None:
         tools = Toolchain()

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
+import hashlib
 import os
 import shutil
 import tempfile
+import zlib
 from collections import defaultdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any
 
 import pytest
 import torch
@@ -27,6 +33,78 @@ atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_err
 settings.register_profile("here", deadline=None, print_blob=True)
 settings.register_profile("ci", settings.get_profile("here"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
+
+
+HALVES = {"half": 0, "other": 1}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--grid",
+        choices=("whole", *HALVES),
+        default="whole",
+        help="which cases of attention's parametrized tests: all, a half drawn by the day, or the "
+        "other half alone",
+    )
+    today = datetime.now(UTC).date().isoformat()
+    parser.addoption("--day", default=today, help="draws that half; by default today, in UTC")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the half of attention's cases that was not asked for."""
+    half, day = HALVES.get(config.getoption("--grid")), config.getoption("--day")
+    if half is None:
+        return
+
+    def is_left_out(item: pytest.Item) -> bool:
+        drawn = zlib.crc32(f"{day} {item.nodeid}".encode()) % 2 if hasattr(item, "callspec") else 0
+        return "tests/attention/" in item.nodeid and drawn != half
+
+    left_out = [item for item in items if is_left_out(item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not is_left_out(item)]
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    grid, day = config.getoption("--grid"), config.getoption("--day")
+    return None if grid == "whole" else f"attention: --grid {grid} --day {day}"
+
+
+# A test that runs too long ends its worker, and xdist gives it to the next one. Each worker notes
+# the test that it runs; the next one fails it at once, with the stacks of the one that it ended.
+
+ENDED = pytest.StashKey[str]()
+_notes: dict[pytest.Item, IO[str]] = {}
+
+
+def _note_of(item: pytest.Item) -> Path | None:
+    """Where a worker notes that it runs a test. None: there are no workers."""
+    run = getattr(item.config, "workerinput", {}).get("testrunuid")
+    name = hashlib.sha256(f"{run} {item.nodeid}".encode()).hexdigest()
+    return Path(tempfile.gettempdir(), f"hcp-test-{name}") if run else None
+
+
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
+    note = _note_of(item)
+    if note is None:
+        return
+    if note.exists():
+        item.stash[ENDED] = note.read_text()
+    _notes[item] = note.open("w")
+    faulthandler.dump_traceback_later(0.98 * settings.timeout, file=_notes[item])
+
+
+def pytest_timeout_cancel_timer(item: pytest.Item) -> None:
+    if item in _notes:
+        faulthandler.cancel_dump_traceback_later()
+        note = _notes.pop(item)
+        note.close()
+        Path(note.name).unlink()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if ENDED in item.stash:
+        pytest.fail(f"it ended a worker of this run:\n{item.stash[ENDED]}", pytrace=False)
 
 
 def pytest_terminal_summary(
